@@ -1,0 +1,1 @@
+"""The mesh, the logical axes and the parameter rules. Knows no model and no torch."""

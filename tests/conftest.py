@@ -1,0 +1,53 @@
+"""Eight simulated chips, a cache of the session's own, and the comparison that every parity test prints."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The cache folder of this run: nothing comes from earlier runs, nothing is left behind."""
+    folder = tmp_path_factory.mktemp("cache")
+    saved = {name: os.environ.get(name) for name in ("COMFYUI_TPU_CACHE", "JAX_COMPILATION_CACHE_DIR")}
+    os.environ["COMFYUI_TPU_CACHE"] = str(folder)
+    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+    yield folder
+    for name, value in saved.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@pytest.fixture
+def compare(capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    """Prints the largest error and the fitted slope of `ours` on `oracle`, and asserts their bounds.
+
+    The slope catches what a largest error forgives: a small scale factor on everything.
+    """
+
+    def check(what: str, ours: np.ndarray, oracle: np.ndarray, *, error: float = 2e-4, slope: float = 1e-3) -> None:
+        ours, oracle = (np.asarray(x, np.float64) for x in (ours, oracle))
+        assert ours.shape == oracle.shape, f"{what}: {ours.shape} instead of {oracle.shape}"
+        largest = float(np.max(np.abs(ours - oracle)))
+        centred = oracle - oracle.mean()
+        fitted = float(np.sum(centred * (ours - ours.mean())) / np.sum(centred**2))
+        with capsys.disabled():
+            size = np.abs(oracle).max()
+            print(f"\n  {what}: largest error {largest:.2e} of {size:.2f}, slope {fitted:.6f}", end="")
+        assert np.isfinite(ours).all(), what
+        assert largest <= error, what
+        assert abs(fitted - 1) <= slope, what
+
+    return check
