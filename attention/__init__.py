@@ -1,0 +1,1 @@
+"""Exact attention: one entry point (`api.attention`), a float32 reference, the TPU kernel, the sharded form."""

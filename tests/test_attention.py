@@ -1,0 +1,128 @@
+"""Attention: every form against a float64 softmax written out here, with padding full of NaN."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comfyui_tpu.attention.api import attention, joint_attention
+from comfyui_tpu.attention.policy import AttentionPolicy, Tiles
+from comfyui_tpu.sharding.mesh import make_mesh
+from comfyui_tpu.sharding.shape import MeshShape
+
+SPLASH = AttentionPolicy(kernel="splash", tiles=Tiles(block_q=128, block_kv=256, block_kv_compute=128))
+
+
+def inputs(batch: int, q_seq: int, kv_seq: int, heads: int, head_dim: int) -> list[np.ndarray]:
+    random = np.random.default_rng(q_seq)
+    return [random.normal(size=(batch, seq, heads, head_dim)).astype(np.float32) for seq in (q_seq, kv_seq, kv_seq)]
+
+
+def softmax_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, lengths: list[int]) -> np.ndarray:
+    rows = []
+    for row, length in enumerate(lengths):
+        scores = np.einsum("qhd,khd->hqk", q[row].astype(np.float64), k[row, :length]) / np.sqrt(q.shape[-1])
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        rows.append(np.einsum("hqk,khd->qhd", weights / weights.sum(axis=-1, keepdims=True), v[row, :length]))
+    return np.stack(rows)
+
+
+def poison(x: np.ndarray, lengths: list[int]) -> np.ndarray:
+    x = x.copy()
+    for row, length in enumerate(lengths):
+        x[row, length:] = np.nan
+    return x
+
+
+@pytest.mark.parametrize("policy", [AttentionPolicy(), SPLASH], ids=["reference", "splash"])
+@pytest.mark.parametrize("lengths", [[300, 300], [1, 299], [128, 257]], ids=str)
+def test_each_kernel_equals_the_written_out_softmax(policy: AttentionPolicy, lengths: list[int]):
+    q, k, v = inputs(2, 161, 300, 3, 24)
+    out = attention(q, poison(k, lengths), poison(v, lengths), kv_length=jnp.array(lengths), policy=policy)
+    np.testing.assert_allclose(out, softmax_attention(q, k, v, lengths), atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads"),
+    [
+        (MeshShape(sp=8), 8),  # all-to-all alone
+        (MeshShape(sp=8), 5),  # ring alone
+        (MeshShape(sp=8), 6),  # 2 exchange heads, 4 in a ring
+        (MeshShape(sp=3), 5),
+        (MeshShape(dp=2, sp=4), 6),
+        (MeshShape(dp=2, sp=2, tp=2), 6),
+        (MeshShape(dp=2, sp=1, tp=4), 4),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("length", [41, 5], ids=["41 keys", "5 keys, whole blocks empty"])
+def test_every_mesh_gives_the_same(shape: MeshShape, heads: int, length: int):
+    mesh = make_mesh(jax.devices()[: shape.num_devices], shape)
+    q, k, v = inputs(2, 48, 48, heads, 16)
+    expected = softmax_attention(q, k, v, [length, length])
+    for keys in ("sharded", "whole"):
+        run = jax.jit(lambda q, k, v, keys=keys: attention(q, k, v, kv_length=length, mesh=mesh, keys=keys))
+        out = run(q, poison(k, [length] * 2), poison(v, [length] * 2))
+        np.testing.assert_allclose(out, expected, atol=3e-6)
+
+
+def test_lengths_may_differ_by_row_on_a_mesh():
+    mesh = make_mesh(jax.devices(), MeshShape(dp=2, sp=4))
+    q, k, v = inputs(2, 16, 16, 4, 8)
+    run = jax.jit(lambda q, k, v, n: attention(q, k, v, kv_length=n, mesh=mesh))
+    out = run(q, poison(k, [3, 15]), poison(v, [3, 15]), jnp.array([3, 15]))
+    np.testing.assert_allclose(out, softmax_attention(q, k, v, [3, 15]), atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads"),
+    [
+        (None, 6),
+        (MeshShape(sp=8), 8),
+        (MeshShape(sp=8), 6),
+        (MeshShape(sp=3), 5),
+        (MeshShape(dp=2, sp=4), 6),
+        (MeshShape(dp=2, sp=2, tp=2), 6),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("lengths", [[7, 7], [1, 5]], ids=str)
+def test_two_sequences_attend_to_the_real_tokens_of_both(shape: MeshShape | None, heads: int, lengths: list[int]):
+    """41 latent tokens padded to 48, and a text with padding of its own, both full of NaN where nothing is."""
+    mesh = make_mesh(jax.devices()[: shape.num_devices], shape) if shape else None
+    latent, text = inputs(2, 48, 48, heads, 16), inputs(2, 7, 7, heads, 16)
+    joint = [np.concatenate([x[:, :41], y], axis=1) for x, y in zip(latent, text, strict=True)]
+    expected = softmax_attention(*joint, [41 + length for length in lengths])
+    latent = [latent[0], *(poison(x, [41, 41]) for x in latent[1:])]
+    text = [text[0], *(poison(x, lengths) for x in text[1:])]
+    run = jax.jit(lambda a, b, n: joint_attention(a, b, num_tokens=41, text_length=n, mesh=mesh))
+    out, text_out = run(tuple(latent), tuple(text), jnp.array(lengths))
+    np.testing.assert_allclose(out[:, :41], expected[:, :41], atol=3e-6)
+    np.testing.assert_allclose(text_out, expected[:, 41:], atol=3e-6)
+
+
+def test_a_scale_error_of_a_percent_would_be_seen():
+    """What zeroed keys instead of a mask do: the reason for `kv_length`."""
+    q, k, v = inputs(1, 16, 40, 2, 8)
+    zeroed = [np.where(np.arange(40)[None, :, None, None] < 30, x, 0) for x in (k, v)]
+    assert np.abs(attention(q, *zeroed) - softmax_attention(q, k, v, [30])).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("q_shape", "message"),
+    [
+        ((3, 16, 4, 8), "attention: batch of 3 does not divide over dp=2."),
+        ((2, 15, 4, 8), "attention: sequence of 15 does not divide over sp=2."),
+        ((2, 16, 3, 8), "attention: heads of 3 does not divide over tp=2."),
+    ],
+)
+def test_what_does_not_divide_is_refused(q_shape: tuple[int, ...], message: str):
+    mesh = make_mesh(jax.devices(), MeshShape(dp=2, sp=2, tp=2))
+    x = jnp.zeros(q_shape)
+    with pytest.raises(ValueError) as error:
+        attention(x, x, x, mesh=mesh)
+    assert str(error.value) == message
+
+
+def test_tiles_are_checked():
+    with pytest.raises(ValueError, match="block_q=100 must be a multiple of 128"):
+        Tiles(block_q=100, block_kv=128, block_kv_compute=128)
