@@ -1,0 +1,101 @@
+"""How far off a prediction is: a plain port of Wan 2.1 14B, predicted, beside what was published for that design.
+
+The plain port is upstream's block as it is (rotary embedding by strided writes, float32 norms over tokens that every
+chip of `tp` holds), heads and feed-forward split four ways, guidance's branches side by side, and an online-softmax
+kernel with tiles of 3328 x 2816 x 256. Such a port was published with 4.54 s a step on a v6e-8 at 1280x720, 81 frames.
+
+Run: python benchmarks/calibrate.py
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from comfyui_tpu.attention import splash
+from comfyui_tpu.attention.policy import Tiles
+from comfyui_tpu.sharding.rules import REPLICATED, Rule
+from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tpu_runtime import bridge, chips, load, modules, plan, programs
+from comfyui_tpu.tpu_runtime.models import wan21
+from comfyui_tpu.tpu_runtime.plan_compile import Request
+from comfyui_tpu.tpu_runtime.program import Program
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+PUBLISHED_S = 4.54
+TILES = Tiles(block_q=3328, block_kv=2816, block_kv_compute=256)
+COLUMNS, ROWS = (None, "heads", None), (None, None, "heads")
+RULES = (
+    Rule("blocks.**.bias", REPLICATED),
+    Rule("blocks.*.*.norm_q.weight", REPLICATED),
+    Rule("blocks.*.*.norm_k.weight", REPLICATED),
+    Rule("blocks.*.norm2.weight", REPLICATED),
+    Rule("blocks.*.scale_shift_table", REPLICATED),
+    Rule("blocks.*.*.to_out.0.weight", ROWS),
+    Rule("blocks.*.*.*.weight", COLUMNS),
+    Rule("blocks.*.ffn.net.0.proj.weight", COLUMNS),
+    Rule("blocks.*.ffn.net.2.weight", ROWS),
+    Rule("condition_embedder.time_proj.weight", REPLICATED),
+    Rule("condition_embedder.*.*.weight", REPLICATED),
+)
+
+
+def attend(mesh: Mesh, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Heads on `tp`, the whole sequence on each chip."""
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return splash.local_attention(q, k, v, None, log_sums=False, tiles=TILES)[0]
+
+    heads = P("dp", None, "tp", None)
+    return jax.shard_map(local, mesh=mesh, in_specs=(heads,) * 3, out_specs=heads, check_vma=False)(q, k, v)
+
+
+def plain_port(devices: tuple[jax.Device, ...]) -> Program:
+    """One denoiser call of both branches, upstream's blocks scanned and otherwise untouched."""
+    from diffusers.models.transformers import transformer_wan
+
+    target = programs.Target(devices=devices, precision="bfloat16")
+    mesh = target.mesh(MeshShape(dp=2, tp=4))
+    network = modules.build(replace(wan21.TRANSFORMER, rules=RULES), wan21.TRANSFORMER.config)
+
+    def dispatch(query: Any, key: Any, value: Any, **_: Any) -> Any:
+        return bridge.inside(lambda q, k, v: attend(mesh, q, k, v), query, key, value)
+
+    def call(weights: load.Weights, sample: jax.Array, timestep: jax.Array, text: jax.Array) -> jax.Array:
+        transformer_wan.dispatch_attention_fn = dispatch
+        return bridge.functional(network.module, weights, wan21.predict, sample, timestep, {"text": text})
+
+    settings = wan21.SPEC.default_settings()
+    latent = wan21.SPEC.geometry.latent_shape(settings)
+    return Program(
+        name="plain_port",
+        fn=call,
+        args=(
+            load.abstract(network, mesh, "bfloat16"),
+            programs.shaped(mesh, (2, *latent[1:]), jnp.bfloat16, "dp"),
+            programs.shaped(mesh, (1,), jnp.int32),
+            programs.shaped(mesh, (2, 512, 4096), jnp.bfloat16, "dp"),
+        ),
+        mesh=mesh,
+        precision="bfloat16",
+        weights=("transformer",),
+    )
+
+
+class PlainPort(Request):
+    def programs(self) -> tuple[Program, ...]:
+        return (plain_port(chips.compile_devices(self.topology)),)
+
+
+def main() -> None:
+    request = PlainPort(
+        spec=wan21.SPEC, settings=wan21.SPEC.default_settings(), topology=chips.topology("v6e:2x4"), stages=("denoise",)
+    )
+    (found,) = plan.make_plan(request, print).programs
+    print(f"predicted by the compiler: {found.predicted_s:.2f} s a step, {found.best_s:.2f} s with the shortest ways")
+    print(f"published, measured: {PUBLISHED_S} s; the prediction is {found.predicted_s / PUBLISHED_S - 1:+.0%}")
+
+
+if __name__ == "__main__":
+    main()

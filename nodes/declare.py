@@ -1,0 +1,200 @@
+"""Node declarations: what a node is called, takes, gives and does, as plain data.
+
+Nothing here knows ComfyUI: `host.py` turns a declaration into a ComfyUI class, `headless.py` runs it directly.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+WIDGET_TYPES = frozenset({"INT", "FLOAT", "STRING", "COMBO", "BOOLEAN"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folders:
+    """Where a host keeps files. Relative stage folders lie under `output`; `workflow` is where the running file is."""
+
+    models: tuple[str, ...] = ()
+    input: Path = Path(".")
+    workflow: Path = Path(".")
+    output: Path = Path(".")
+
+
+class Host(Protocol):
+    """What a running node may ask of whoever runs it; it is also the runtime's `Progress`."""
+
+    folders: Folders
+
+    def text(self, message: str) -> None: ...
+    def step(self, done: int, total: int, unit: str) -> None: ...
+    def check_cancelled(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """One input: a widget when `type` is in WIDGET_TYPES, a socket otherwise.
+
+    `check` raises ValueError with a full sentence; it speaks before the plain type and range checks. `companion` is a
+    value that ComfyUI's page saves right after this widget's own: "control_after_generate" or "upload".
+    """
+
+    name: str
+    type: str
+    tooltip: str
+    default: Any = None
+    low: float | None = None
+    high: float | None = None
+    step: float | None = None
+    options: tuple[str, ...] = ()
+    optional: bool = False
+    advanced: bool = False
+    multiline: bool = False
+    companion: str = ""
+    check: Callable[[Any], None] | None = None
+
+    @property
+    def is_widget(self) -> bool:
+        return self.type in WIDGET_TYPES
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether only every `step`-th integer is allowed, a rule that ComfyUI does not know."""
+        return self.type == "INT" and self.step not in (None, 1)
+
+    def parse(self, value: Any) -> Any:
+        """A widget's value in its own type; ValueError when it has another type or breaks the input's rule."""
+        value = _converted(self.type, value)
+        if self.check is not None:
+            self.check(value)
+        if not isinstance(value, _VALUE_TYPES[self.type]) or (isinstance(value, bool) and self.type != "BOOLEAN"):
+            raise ValueError(f"{self.name} is {value!r}; it must be {_VALUE_NAMES[self.type]}.")
+        if self.options and value not in self.options:
+            raise ValueError(f"{self.name} is {value!r}; it must be one of {', '.join(self.options)}.")
+        if (self.low is not None and not value >= self.low) or (self.high is not None and not value <= self.high):
+            raise ValueError(f"{self.name} is {value}; it must lie between {self.low} and {self.high}.")
+        return value
+
+
+_VALUE_TYPES = {"INT": int, "FLOAT": float, "STRING": str, "COMBO": str, "BOOLEAN": bool}
+_VALUE_NAMES = {
+    "INT": "a whole number",
+    "FLOAT": "a number",
+    "STRING": "text",
+    "COMBO": "text",
+    "BOOLEAN": "true or false",
+}
+
+
+def _converted(widget_type: str, value: Any) -> Any:
+    """JSON has one kind of number: 16 for a FLOAT and 81.0 for an INT are the user's 16.0 and 81."""
+    if widget_type == "FLOAT" and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if widget_type == "INT" and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    name: str
+    type: str
+    tooltip: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declaration:
+    """What a node looks like. Subclasses say what it does.
+
+    `check(folders, **values)` gets the inputs named in `checks`, before anything runs, and raises ValueError.
+    """
+
+    id: str
+    title: str
+    category: str
+    description: str
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...] = ()
+    family: str = ""
+    check: Callable[..., None] | None = None
+    checks: tuple[str, ...] = ()
+
+    def input(self, name: str) -> Input:
+        """Raises KeyError when there is no such input."""
+        return {declared.name: declared for declared in self.inputs}[name]
+
+    def check_constants(self, folders: Folders, constants: Mapping[str, Any]) -> None:
+        """Raises ValueError for a constant that is not allowed; inputs that are links are simply absent."""
+        for declared in self.inputs:
+            if declared.is_widget and declared.name in constants:
+                declared.parse(constants[declared.name])
+        if self.check is not None and all(name in constants for name in self.checks):
+            self.check(folders, **{name: constants[name] for name in self.checks})
+
+    def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Every input's value: what was given, in its own type, else the default. ValueError names what is missing."""
+        values = {}
+        for declared in self.inputs:
+            value = given.get(declared.name)
+            if value is None and not declared.optional:
+                raise ValueError(f"{self.title}: {declared.name} is missing.")
+            if value is None:
+                value = declared.default
+            elif declared.is_widget:
+                value = declared.parse(value)
+            values[declared.name] = value
+        return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node(Declaration):
+    """A node with a body: `run(host, **values)` gives one value per output.
+
+    `fingerprint(folders, **values)` changes when the result may differ although the inputs do not (files on disk).
+    """
+
+    run: Callable[..., tuple[Any, ...]]
+    is_output: bool = False
+    fingerprint: Callable[..., Hashable] | None = None
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The value of an input of the expanding node; left out where that input is absent."""
+
+    input: str
+
+
+@dataclass(frozen=True)
+class Link:
+    """Output number `output` of the stage called `stage`."""
+
+    stage: str
+    output: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One node of an expansion."""
+
+    name: str
+    node_id: str
+    inputs: Mapping[str, Ref | Link | Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expansion(Declaration):
+    """A node that stands for a small graph of other nodes and has no body of its own."""
+
+    stages: tuple[Stage, ...] = field(default=())
+    results: tuple[Link, ...] = field(default=())
+
+
+def by_id(declarations: Iterable[Declaration]) -> dict[str, Declaration]:
+    """Declarations keyed by node id; ValueError on a duplicate."""
+    table: dict[str, Declaration] = {}
+    for declaration in declarations:
+        if declaration.id in table:
+            raise ValueError(f"Two nodes are called {declaration.id}.")
+        table[declaration.id] = declaration
+    return table

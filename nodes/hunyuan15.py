@@ -1,0 +1,22 @@
+"""HunyuanVideo 1.5, text and image to video: its nodes. With a `condition` the sampler is image to video."""
+
+from ..tpu_runtime.models import spec_by_name, spec_for_family
+from .stages import decoder, image_encoder, pipeline, sampler, text_encoder
+
+SPEC = spec_for_family("HunyuanVideo15")
+IMAGE_SPEC = spec_by_name("hunyuanvideo1.5-i2v-720p")
+LABEL = "HunyuanVideo 1.5"
+
+_PROMPTS = ("prompt", "negative_prompt")
+_SIZE = ("height", "width", "num_frames")
+_NUMBERS = (*_SIZE, "num_inference_steps", "guidance_scale", "seed")
+_SOCKETS = ("prompt_embeds", "negative_prompt_embeds", "condition")
+_MODEL = ("model_id", "model", "precision")
+
+TEXT_ENCODER = text_encoder(SPEC, LABEL, *_PROMPTS, *_MODEL)
+IMAGE_ENCODER = image_encoder(IMAGE_SPEC, LABEL, "image", *_SIZE, "resize", *_MODEL)
+SAMPLER = sampler(SPEC, LABEL, *_SOCKETS, *_NUMBERS, "flow_shift", *_MODEL, image_spec=IMAGE_SPEC)
+DECODER = decoder(SPEC, LABEL, "latents", "fps", *_MODEL)
+PIPELINE = pipeline(SPEC, LABEL, (TEXT_ENCODER, SAMPLER, DECODER), *_PROMPTS, *_NUMBERS, "flow_shift", "fps", *_MODEL)
+
+NODES = (TEXT_ENCODER, IMAGE_ENCODER, SAMPLER, DECODER, PIPELINE)

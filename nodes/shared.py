@@ -1,0 +1,193 @@
+"""Nodes that serve every model family: choosing a model, and stage files on disk."""
+
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+from ..tpu_runtime import stage_files
+from ..tpu_runtime import stages as runtime
+from ..tpu_runtime.models import SPECS, spec_by_name, spec_for_family
+from ..tpu_runtime.precision import CHOICES
+from ..tpu_runtime.stages import ModelRef
+from .declare import Folders, Host, Input, Node, Output
+
+_FOLDER = Input(
+    name="folder",
+    type="STRING",
+    default="tpu_stages",
+    tooltip="Folder of the stage files. A relative path lies in ComfyUI's output folder.",
+)
+_MODEL = Input(name="model", type="TPU_MODEL", tooltip="The model the stages belong to, from TPU Model Loader.")
+_STAGES = (
+    ("prompt_embeds", "CONDITIONING", "The encoded prompt."),
+    ("negative_prompt_embeds", "CONDITIONING", "The encoded negative prompt."),
+    ("latents", "LATENT", "What the sampler gave."),
+)
+_STAGE_OUTPUTS = tuple(Output(name=name, type=kind, tooltip=text) for name, kind, text in _STAGES)
+
+
+def _check_choice(folders: Folders, *, model_id: str, family: str) -> None:
+    spec = runtime.variant(spec_for_family(family), model_id, folders.models)
+    runtime.check_model(ModelRef(spec_name=spec.name, model_id=model_id, folders=folders.models))
+
+
+def _choose(host: Host, *, model_id: str, family: str, precision: str) -> tuple[ModelRef]:
+    spec = runtime.variant(spec_for_family(family), model_id, host.folders.models)
+    model = ModelRef(spec_name=spec.name, model_id=model_id, precision=precision, folders=host.folders.models)
+    runtime.check_model(model)
+    return (model,)
+
+
+def _stage_folder(folders: Folders, folder: str) -> Path:
+    if not folder.strip():
+        raise ValueError("folder is empty; name the folder of the stage files.")
+    return folders.output / Path(folder).expanduser()
+
+
+def _save(
+    host: Host, *, folder: str, model: ModelRef, prompt_embeds: Any, negative_prompt_embeds: Any, latents: Any
+) -> tuple:
+    target = _stage_folder(host.folders, folder)
+    if prompt_embeds is None and latents is None:
+        raise ValueError("TPU Save Stage: nothing to save; connect prompt_embeds or latents.")
+    if prompt_embeds is not None:
+        stage_files.save_embeddings(target, prompt_embeds, negative_prompt_embeds, model)
+    if latents is not None:
+        stage_files.save_latents(target, latents, model)
+    return prompt_embeds, negative_prompt_embeds, latents
+
+
+def _load(host: Host, *, folder: str, model: ModelRef) -> tuple:
+    source = _stage_folder(host.folders, folder)
+    has_embeddings = (source / stage_files.EMBEDDINGS).is_file()
+    has_latents = (source / stage_files.LATENTS).is_file()
+    if not has_embeddings and not has_latents:
+        raise ValueError(
+            f"{source} holds no stage files; {stage_files.EMBEDDINGS} or {stage_files.LATENTS} must be there. "
+            "Write them with TPU Save Stage, or with `comfyui-tpu encode` and `denoise`."
+        )
+    embeds = stage_files.load_embeddings(source, model) if has_embeddings else (None, None)
+    return *embeds, stage_files.load_latents(source, model) if has_latents else None
+
+
+def _modified(folders: Folders, *, folder: str) -> Hashable:
+    """When the stage files were last written."""
+    source = _stage_folder(folders, folder)
+    files = [source / name for name in (stage_files.EMBEDDINGS, stage_files.LATENTS)]
+    return tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files)
+
+
+def _plan(host: Host, *, model_name: str, topology: str, **wanted: float) -> tuple[str]:
+    """The report of a plan; 0 stands for the model's own value."""
+    # Brings JAX and the compiler in, which ComfyUI's start must not.
+    from ..tpu_runtime import chips, plan, plan_report
+    from ..tpu_runtime.plan_compile import Request
+
+    spec = spec_by_name(model_name)
+    settings = plan.settings_of(spec, **{name: value or None for name, value in wanted.items()})
+    host.text(f"Compiling {spec.title} for {topology}: minutes, not seconds")
+    request = Request(spec=spec, settings=settings, topology=chips.topology(topology))
+    return (plan_report.text(plan.make_plan(request, host.text)),)
+
+
+def _plan_number(name: str, type: str, high: float) -> Input:
+    return Input(
+        name=name, type=type, default=0, low=0, high=high, optional=True, tooltip=f"{name}; 0 is the model's own."
+    )
+
+
+MODEL_LOADER = Node(
+    id="TPUModelLoader",
+    title="TPU Model Loader",
+    category="TPU",
+    description="Names one model for several nodes. Weights are read where and when they are used.",
+    inputs=(
+        Input(
+            name="model_id",
+            type="STRING",
+            default=SPECS[0].hub_id,
+            tooltip="A Hugging Face repository, a folder in diffusers layout, the name of a folder under "
+            f"models/diffusers, or a built-in miniature: {', '.join(spec.tiny_id for spec in SPECS)}.",
+        ),
+        Input(
+            name="family",
+            type="COMBO",
+            default=SPECS[0].family,
+            options=tuple(dict.fromkeys(spec.family for spec in SPECS)),
+            tooltip="The model's family: the nodes it is for.",
+        ),
+        Input(
+            name="precision",
+            type="COMBO",
+            default="auto",
+            options=CHOICES,
+            optional=True,
+            advanced=True,
+            tooltip="Number format of weights and programs. auto is bfloat16 on a TPU; float32 is exact and slow.",
+        ),
+    ),
+    outputs=(Output(name="model", type="TPU_MODEL", tooltip="For the `model` input of the family's nodes."),),
+    check=_check_choice,
+    checks=("model_id", "family"),
+    run=_choose,
+)
+
+SAVE_STAGE = Node(
+    id="TPUSaveStage",
+    title="TPU Save Stage",
+    category="TPU",
+    description="Writes encoded prompts and latents to a folder, so that another run or machine can go on from there. "
+    "What comes in also goes out.",
+    inputs=(
+        _FOLDER,
+        _MODEL,
+        *(Input(name=name, type=kind, tooltip=text, optional=True) for name, kind, text in _STAGES),
+    ),
+    outputs=_STAGE_OUTPUTS,
+    run=_save,
+    is_output=True,
+)
+
+LOAD_STAGE = Node(
+    id="TPULoadStage",
+    title="TPU Load Stage",
+    category="TPU",
+    description="Reads what TPU Save Stage, or `comfyui-tpu encode` and `denoise`, wrote to a folder.",
+    inputs=(_FOLDER, _MODEL),
+    outputs=_STAGE_OUTPUTS,
+    run=_load,
+    fingerprint=_modified,
+)
+
+
+PLAN = Node(
+    id="TPUPlan",
+    title="TPU Plan",
+    category="TPU",
+    description="Compiles a model's real programs for a TPU, here or anywhere else, and reports whether they fit its "
+    "memory and how long the compiler predicts a generation to take. Needs no TPU and no weights, but minutes.",
+    inputs=(
+        Input(
+            name="model_name",
+            type="COMBO",
+            default=SPECS[0].name,
+            options=tuple(spec.name for spec in SPECS),
+            tooltip="The model.",
+        ),
+        Input(
+            name="topology",
+            type="STRING",
+            default="v6e:2x4",
+            tooltip="The TPU: generation and chips, such as v6e:2x4 (or v6e-8), v5p:2x2x1, v5e:2x2, v4:2x2x1.",
+        ),
+        _plan_number("height", "INT", 4096),
+        _plan_number("width", "INT", 4096),
+        _plan_number("num_frames", "INT", 1024),
+        _plan_number("num_inference_steps", "INT", 1000),
+        _plan_number("guidance_scale", "FLOAT", 20.0),
+    ),
+    outputs=(Output(name="report", type="STRING", tooltip="A readable report, for a node that shows text."),),
+    run=_plan,
+)
+
+NODES = (MODEL_LOADER, SAVE_STAGE, LOAD_STAGE, PLAN)

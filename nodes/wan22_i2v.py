@@ -1,0 +1,25 @@
+"""Wan 2.2 image to video: the inputs of its nodes, in the order that saved workflows rely on."""
+
+from ..tpu_runtime.models import spec_for_family
+from .stages import decoder, image_encoder, pipeline, sampler, text_encoder
+
+SPEC = spec_for_family("Wan22I2V")
+LABEL = "Wan 2.2 I2V"
+
+_SIZE = ("height", "width", "num_frames")
+_PROMPTS = ("prompt", "negative_prompt")
+_NUMBERS = ("num_inference_steps", "guidance_scale", "shift", "seed")
+_SOCKETS = ("prompt_embeds", "negative_prompt_embeds", "condition")
+# Newer than the rest, so after it.
+_NEW = ("model", "precision")
+
+IMAGE_ENCODER = image_encoder(SPEC, LABEL, "image", *_SIZE, "model_id", "resize", *_NEW)
+TEXT_ENCODER = text_encoder(SPEC, LABEL, *_PROMPTS, "model_id", *_NEW)
+SAMPLER = sampler(SPEC, LABEL, *_SOCKETS, *_NUMBERS, "model_id", "guidance_scale_2", *_NEW)
+DECODER = decoder(SPEC, LABEL, "latents", "model_id", "fps", *_NEW)
+STAGES = (TEXT_ENCODER, IMAGE_ENCODER, SAMPLER, DECODER)
+PIPELINE = pipeline(
+    SPEC, LABEL, STAGES, "image", *_PROMPTS, *_SIZE, *_NUMBERS, "model_id", "fps", "resize", "guidance_scale_2", *_NEW
+)
+
+NODES = (*STAGES, PIPELINE)

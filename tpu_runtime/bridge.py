@@ -1,0 +1,133 @@
+"""The one file that touches torchax: upstream torch modules as pure functions of JAX arrays.
+
+`call` runs a torch function on JAX arrays inside a scoped torchax environment, `functional` turns an `nn.Module`
+into a pure function of its weights. Nothing is enabled globally: outside these calls torch is plain torch.
+"""
+
+import contextlib
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+_BUILD_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def _removed_overloads_named() -> Iterator[None]:
+    """Lets torchax 0.0.13 name ATen overloads that torch 2.13 removed.
+
+    torch 2.13 dropped named tensors; torchax 0.0.13 still lists `*dimname*` and `*names*` overloads in its tables, at
+    import and when its environment is built. Nothing can call them, so an inert name is enough. Fixed upstream after
+    0.0.13 (google/torchax #102): remove this when the pin moves.
+    """
+    packet = torch._ops.OpOverloadPacket
+    original = packet.__getattr__
+
+    def getattr_or_name(self: Any, key: str) -> Any:
+        try:
+            return original(self, key)
+        except AttributeError:
+            if "name" in key.lower():
+                return f"removed:{self}.{key}"
+            raise
+
+    packet.__getattr__ = getattr_or_name
+    try:
+        yield
+    finally:
+        packet.__getattr__ = original
+
+
+def _type_as(self: Any, other: Any) -> Any:
+    return type(self)(self._elem.astype(other._elem.dtype), self._env)
+
+
+@functools.cache
+def _environment() -> Any:
+    """torchax's environment, built once per process."""
+    mha_fastpath = torch.backends.mha.get_fastpath_enabled()
+    with _BUILD_LOCK, _removed_overloads_named(), torch.inference_mode(False):
+        import torchax
+        import torchax.tensor
+
+        environment = torchax.default_env()
+    # torch code asks for int64, JAX gives int32: meant so, and said once per operation otherwise.
+    warnings.filterwarnings("ignore", message="Explicitly requested dtype int64", category=UserWarning)
+    # Importing torchax turns this off for every model in the process.
+    torch.backends.mha.set_fastpath_enabled(mha_fastpath)
+    # torchax 0.0.13 writes the cast into the receiver and keeps the receiver's torch dtype: the argument of the cast
+    # changes under its other users, and convolutions then see two dtypes.
+    torchax.tensor.Tensor.type_as = _type_as
+    return environment
+
+
+def to_torch(tree: Any) -> Any:
+    """JAX arrays in a pytree, seen as torch tensors (no copy)."""
+    return _environment().j2t_iso(tree)
+
+
+def to_jax(tree: Any) -> Any:
+    """Torch views in a pytree, seen as JAX arrays (no copy)."""
+    return _environment().t2j_iso(tree)
+
+
+def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Calls a torch function on JAX arrays and returns JAX arrays; to be traced under `jax.jit`."""
+    environment = _environment()
+    with torch.inference_mode(False), torch.no_grad(), environment:
+        views, keywords = to_torch((args, kwargs))
+        return to_jax(function(*views, **keywords))
+
+
+class _Called(torch.nn.Module):
+    """A module whose forward is a given function of another module: `functional_call` only knows `forward`."""
+
+    def __init__(self, module: torch.nn.Module, function: Callable) -> None:
+        super().__init__()
+        self.inner = module
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.inner, *args, **kwargs)
+
+
+def functional(
+    module: torch.nn.Module, weights: Mapping[str, jax.Array], function: Callable, *args: Any, **kwargs: Any
+) -> Any:
+    """`function(module, *args, **kwargs)` on JAX arrays, with `weights` in place of the module's parameters, by name.
+
+    Parameters that are not given must not be used. Buffers that are not given are constants of the trace.
+    """
+    buffers = {name: _constant(buffer) for name, buffer in module.named_buffers() if name not in weights}
+    renamed = {f"inner.{name}": weight for name, weight in {**buffers, **weights}.items()}
+
+    def run(weights: dict, args: tuple, kwargs: dict) -> Any:
+        return torch.func.functional_call(_Called(module, function), weights, args, kwargs)
+
+    return call(run, renamed, args, kwargs)
+
+
+def _constant(buffer: torch.Tensor) -> jax.Array:
+    elem = getattr(buffer, "_elem", None)
+    return elem if elem is not None else jnp.asarray(buffer.numpy())
+
+
+def shapes(function: Callable, *tensors: Any) -> Any:
+    """For use inside a traced module: the shapes of what a torch function would give, without computing it."""
+    found = jax.eval_shape(lambda *args: _arrays_only(to_jax(function(*to_torch(args)))), *to_jax(tensors))
+    return jax.tree.map(lambda x: tuple(x.shape), found)
+
+
+def _arrays_only(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else None, tree)
+
+
+def inside(function: Callable, *tensors: Any) -> Any:
+    """For use inside a traced module: applies a JAX function to torch views and gives torch views back."""
+    return to_torch(function(*to_jax(tensors)))

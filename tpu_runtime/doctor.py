@@ -1,0 +1,113 @@
+"""What `comfyui-tpu doctor` reports: versions, devices, folders, and for each thing that is wrong how to mend it."""
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import cache
+
+_PACKAGES = ("torch", "jax", "jaxlib", "libtpu", "torchax", "diffusers", "transformers", "safetensors", "av")
+# A TPU VM's chips, by the driver of its generation.
+_TPU_DEVICES = ("/dev/accel*", "/dev/vfio/[0-9]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the report; `remedy` is a command or sentence, empty when all is well."""
+
+    topic: str
+    found: str
+    remedy: str = ""
+
+
+def report() -> list[Finding]:
+    """Everything about this machine that matters to the pack. Starts JAX's devices, so no TPU program may run."""
+    return [
+        Finding(topic="Python", found=f"{platform.python_version()} on {platform.system()}"),
+        *_versions(),
+        *_devices(),
+        *_folders(),
+    ]
+
+
+def _versions() -> Iterator[Finding]:
+    for package in _PACKAGES:
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            yield _missing(package)
+        else:
+            yield Finding(topic=package, found=version, remedy=_torch_remedy(version) if package == "torch" else "")
+
+
+def _missing(package: str) -> Finding:
+    if package == "libtpu" and not _has_tpu():
+        return Finding(topic=package, found="not installed; needed only on a TPU machine")
+    name = "'jax[tpu]'" if package == "libtpu" else package
+    return Finding(topic=package, found="not installed", remedy=f"pip install {name}")
+
+
+def _torch_remedy(version: str) -> str:
+    """A CUDA build works but brings gigabytes that a TPU machine cannot use."""
+    _, _, local = version.partition("+")
+    if not local.startswith(("cu", "rocm")):
+        return ""
+    cpu_build = f"torch=={version[: -len(local) - 1]}"
+    return f"This is a GPU build: pip install --index-url https://download.pytorch.org/whl/cpu {cpu_build}"
+
+
+def _has_tpu() -> bool:
+    return any(any(Path("/").glob(pattern.lstrip("/"))) for pattern in _TPU_DEVICES)
+
+
+def _devices() -> Iterator[Finding]:
+    try:
+        import jax
+
+        devices = jax.devices()
+    except ImportError:
+        yield Finding(topic="devices", found="unknown without jax", remedy="pip install 'jax[tpu]'")
+        return
+    except RuntimeError as error:
+        remedy = "End other programs that hold the TPU (sudo lsof /dev/accel* /dev/vfio/*), then try again."
+        yield Finding(topic="devices", found=f"JAX cannot start: {error}", remedy=remedy)
+        return
+    kind = devices[0].device_kind
+    is_idle = _has_tpu() and devices[0].platform != "tpu"
+    remedy = "JAX does not use this machine's TPU: unset JAX_PLATFORMS; pip install 'jax[tpu]'" if is_idle else ""
+    yield Finding(topic="devices", found=f"{len(devices)} x {kind} ({devices[0].platform})", remedy=remedy)
+    yield from _meshes(len(devices))
+
+
+def _meshes(num_devices: int) -> Iterator[Finding]:
+    from .spec import guidance_first
+
+    for branches, when in ((2, "with guidance"), (1, "without guidance")):
+        yield Finding(topic=f"mesh {when}", found=str(guidance_first(num_devices, branches)))
+
+
+def _folders() -> Iterator[Finding]:
+    folder = cache.cache_folder()
+    yield Finding(topic="cache", found=f"{folder}, {_size_mib(folder):.0f} MiB")
+    programs = cache.xla_cache_folder()
+    if folder not in programs.parents:
+        yield Finding(topic="compiled programs", found=f"{programs}, {_size_mib(programs):.0f} MiB")
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    models = sorted(path.name.removeprefix("models--").replace("--", "/") for path in hub.glob("models--*"))
+    yield Finding(topic="downloaded models", found=f"{hub}: {', '.join(models) or 'none'}")
+    comfyui = Path(os.environ.get("COMFYUI_PATH") or "~/ComfyUI").expanduser()
+    if not (comfyui / "main.py").is_file():
+        remedy = "git clone https://github.com/Comfy-Org/ComfyUI ~/ComfyUI, or set COMFYUI_PATH; `run` needs none."
+        yield Finding(topic="ComfyUI", found=f"not in {comfyui}", remedy=remedy)
+        return
+    yield Finding(topic="ComfyUI", found=str(comfyui))
+    local = sorted(path.parent.name for path in (comfyui / "models" / "diffusers").glob("*/model_index.json"))
+    yield Finding(topic="models/diffusers", found=", ".join(local) or "none")
+
+
+def _size_mib(folder: Path) -> float:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20

@@ -1,0 +1,99 @@
+"""What passes between nodes and the denoiser: CONDITIONING, conditions, LATENT, checked and brought into shape."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from .spec import ModelSpec, Settings
+from .stages import Condition, Conditioning
+
+
+def conditioning(spec: ModelSpec, encoded: Sequence[tuple[np.ndarray, np.ndarray]], row: int) -> Conditioning:
+    """One prompt's CONDITIONING: the first encoder's states, with lengths and the other encoders' states beside it."""
+    info: dict[str, Any] = {"tpu_family": spec.family}
+    for text, (states, lengths) in zip(spec.texts_encoded, encoded, strict=True):
+        info[text.name] = torch.from_numpy(np.array(states[row : row + 1]))
+        info[f"{text.name}_length"] = int(lengths[row])
+    main = spec.texts_encoded[0].name
+    return [[info.pop(main), {**info, "length": info[f"{main}_length"]}]]
+
+
+def condition(spec: ModelSpec, settings: Settings, tensors: Mapping[str, Any]) -> Condition:
+    """An encoded image, with the size it was encoded for."""
+    size = {"height": settings.height, "width": settings.width, "num_frames": settings.num_frames}
+    size = {} if spec.references else size
+    arrays = {name: torch.from_numpy(np.array(x)) for name, x in tensors.items()}
+    return {"tpu_family": spec.family, **size, "tensors": arrays}
+
+
+def denoiser_inputs(
+    spec: ModelSpec,
+    config: Mapping[str, Any],
+    settings: Settings,
+    prompt: Conditioning,
+    negative: Conditioning | None,
+    condition: Condition | None,
+) -> dict[str, np.ndarray]:
+    """The text of all branches and the condition by name; raises `ValueError` for what does not fit the model."""
+    named = {"prompt_embeds": prompt, "negative_prompt_embeds": negative}
+    rows = [_text_row(spec, config, settings, name, named[name]) for name in list(named)[: spec.branches(settings)]]
+    stacked = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+    return {**stacked, **_condition_arrays(spec, config, settings, condition)}
+
+
+def _text_row(
+    spec: ModelSpec, config: Mapping[str, Any], settings: Settings, name: str, given: Conditioning | None
+) -> dict[str, np.ndarray]:
+    if given is None:
+        raise ValueError(
+            f"{spec.title}: {name} is not connected, and guidance_scale is {settings.guidance_scale}. Connect it, or "
+            "set guidance_scale to 1."
+        )
+    main, info = given[0]
+    row: dict[str, np.ndarray] = {}
+    for index, text in enumerate(spec.texts_encoded):
+        tensor = main if index == 0 else info.get(text.name)
+        wanted = (1, text.max_length, int(config[text.width_key]))
+        found = None if tensor is None else tuple(tensor.shape)
+        if tensor is None or found != wanted:
+            raise ValueError(
+                f"{spec.title}: {name} has {text.name} of shape {found}; this model takes {wanted}. Encode it with "
+                f"{spec.family}TextEncoder and the same model_id."
+            )
+        row[text.name] = tensor.to(torch.float32).cpu().numpy()
+        row[f"{text.name}_length"] = np.array([info.get(f"{text.name}_length", text.max_length)], np.int32)
+    return row
+
+
+def _condition_arrays(
+    spec: ModelSpec, config: Mapping[str, Any], settings: Settings, given: Condition | None
+) -> dict[str, np.ndarray]:
+    shapes = spec.conditions(config, spec.geometry.latent_shape(settings))
+    if given is not None and spec.references:
+        shapes = {name: tuple(x.shape) for name, x in given["tensors"].items()}
+    if not shapes:
+        return {}
+    if given is None:
+        raise ValueError(f"{spec.title}: condition is not connected. Connect {spec.family}ImageEncoder.")
+    if given["tpu_family"] != spec.family:
+        raise ValueError(f"{spec.title}: the condition comes from a {given['tpu_family']} image encoder.")
+    for name, shape in shapes.items():
+        if tuple(given["tensors"][name].shape) != shape:
+            size = f"{given['width']}x{given['height']}, {given['num_frames']} frames"
+            raise ValueError(f"{spec.title}: the condition was encoded for {size}; encode it for the video's size.")
+    return {name: given["tensors"][name].to(torch.float32).cpu().numpy() for name in shapes}
+
+
+def latent_samples(spec: ModelSpec, latents: Mapping[str, Any]) -> torch.Tensor:
+    """The samples of a LATENT, `[batch, channels, ...]` float32; raises `ValueError` for another model's."""
+    samples = latents["samples"]
+    stride, channels = spec.geometry.stride_hw, spec.geometry.channels
+    names = ["batch", str(channels), *(["frames"] if spec.geometry.stride_t else [])]
+    if samples.ndim != len(names) + 2 or samples.shape[1] != channels:
+        raise ValueError(
+            f"{spec.title}: the LATENT has shape {tuple(samples.shape)}; it must be ({', '.join(names)}, "
+            f"height / {stride}, width / {stride})."
+        )
+    return samples.to(torch.float32).cpu()

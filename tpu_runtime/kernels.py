@@ -1,0 +1,127 @@
+"""The Pallas kernels of a compiled program, and what one call of each costs.
+
+XLA's text says nothing of a kernel's time: `measure` has each compiled alone, by the script `bundles`.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from . import bundles, hlo
+from .chips import Topology, compiler_environment
+
+log = logging.getLogger(__name__)
+
+TARGET = "tpu_custom_call"
+TIMEOUT_S = 1800
+# libtpu's own estimate aborts elsewhere ("unsupported" in its DMA model). For long kernels it takes minutes (46 s and
+# 7.5 GiB for 13 600 bundles, 1 s for 3 700), and finds little there: it skips what is conditional.
+ESTIMATED = ("v5e", "v5p", "v6e")
+ESTIMATED_BUNDLES = 8000
+_DTYPES = {
+    "pred": "bool",
+    **{f"s{bits}": f"int{bits}" for bits in (4, 8, 16, 32)},
+    **{f"u{bits}": f"uint{bits}" for bits in (4, 8, 16, 32)},
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f32": "float32",
+    "f8e4m3fn": "float8_e4m3fn",
+    "f8e5m2": "float8_e5m2",
+}
+# Of the call's configuration, what the compiler is given; the rest it has written there itself.
+_GIVEN = ("flag_configs", "scoped_memory_configs", "custom_call_config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A Mosaic kernel with the arrays it is called on. Kernels with equal keys cost the same."""
+
+    name: str
+    config: str
+    operands: tuple[hlo.Array, ...]
+    results: tuple[hlo.Array, ...]
+
+    @property
+    def is_xla(self) -> bool:
+        """Whether XLA made the kernel itself (softmax), not Pallas; alone, such make libtpu's estimate abort."""
+        return not json.loads(self.config)["custom_call_config"].get("needs_hlo_passes", True)
+
+    @property
+    def key(self) -> str:
+        parts = (self.config, *map(str, self.operands), "->", *map(str, self.results))
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
+
+def kernel_of(call: hlo.Instruction) -> Kernel | None:
+    """The kernel that `call` runs; None if it is no call of one."""
+    if call.opcode != "custom-call" or TARGET not in (call.attribute("custom_call_target") or ""):
+        return None
+    config = call.backend_config
+    return Kernel(
+        name=call.name,
+        config=json.dumps({name: config[name] for name in _GIVEN if name in config}, sort_keys=True),
+        operands=hlo.arrays(call.attribute("operand_layout_constraints") or ""),
+        results=call.arrays,
+    )
+
+
+def find(module: hlo.Module) -> tuple[Kernel, ...]:
+    """Every kernel of `module`, equal ones once."""
+    calls = (call for computation in module.computations.values() for call in computation.instructions)
+    found = {kernel.key: kernel for kernel in map(kernel_of, calls) if kernel is not None}
+    return tuple(found.values())
+
+
+def measure(kernels: Iterable[Kernel], target: Topology) -> Mapping[str, bundles.Cost]:
+    """What one call of each costs on one device of `target`, by key. The cost of one that the compiler refuses alone
+    says why.
+    """
+    wanted = {kernel.key: kernel for kernel in kernels}
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        return dict(zip(wanted, pool.map(lambda kernel: _measure_one(kernel, target), wanted.values()), strict=True))
+
+
+def _measure_one(kernel: Kernel, target: Topology) -> bundles.Cost:
+    cost = _run(kernel, target, bundles.DUMP_FLAGS, TIMEOUT_S)
+    if target.chip.generation not in ESTIMATED or kernel.is_xla or cost.error or cost.length > ESTIMATED_BUNDLES:
+        return cost
+    return replace(cost, estimated=_run(kernel, target, bundles.PROFILE_FLAG, TIMEOUT_S).estimated)
+
+
+def _run(kernel: Kernel, target: Topology, flags: str, timeout_s: float) -> bundles.Cost:
+    """One compile in a process of its own: some kernels, XLA's own among them, make the compiler abort."""
+    request = {
+        "topology": target.name,
+        "options": dict(target.options),
+        "config": kernel.config,
+        "operands": [(_DTYPES[array.dtype], array.dims) for array in kernel.operands],
+        "results": [(_DTYPES[array.dtype], array.dims) for array in kernel.results],
+    }
+    with tempfile.TemporaryDirectory(prefix="kernel-") as folder:
+        flags = flags.format(folder)
+        environment = compiler_environment() | os.environ | {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": flags}
+        # -P: the script's folder holds modules of this package, which must not hide others.
+        command = [sys.executable, "-P", str(Path(bundles.__file__)), folder]
+        try:
+            done = subprocess.run(
+                command, input=json.dumps(request), env=environment, capture_output=True, text=True, timeout=timeout_s
+            )
+        except subprocess.TimeoutExpired:
+            return _failed(kernel, f"compiling it alone took more than {timeout_s:.0f} s")
+        if done.returncode:
+            log.debug("%s", done.stderr)
+            return _failed(kernel, f"the compiler ended with exit code {done.returncode}")
+        return bundles.Cost(**json.loads(Path(folder, bundles.RESULT).read_text()))
+
+
+def _failed(kernel: Kernel, reason: str) -> bundles.Cost:
+    log.info("kernel %s: %s", kernel.name, reason)
+    return bundles.Cost(error=reason)

@@ -1,0 +1,97 @@
+"""How long a collective takes on the links of a slice: bytes on the busiest link over its one-way bandwidth.
+
+The model is a lower bound for what shortest paths can do: no latency, no waiting, both directions of every link used.
+All groups of a collective run at once and share links. Two devices of one chip (TPU7x) exchange for nothing.
+"""
+
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import jax
+
+Coords = tuple[int, ...]
+Link = tuple[Coords, Coords]
+Groups = tuple[tuple[int, ...], ...]
+
+RING = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "collective-broadcast": 1}
+KINDS = (*RING, "all-to-all", "ragged-all-to-all", "collective-permute")
+
+
+def busiest_link_bytes(kind: str, size_bytes: float, groups: Groups, devices: Sequence[jax.Device]) -> float:
+    """Bytes that the busiest link carries in one direction.
+
+    `size_bytes`: for all-gather the gathered array, for reduce-scatter and all-reduce the array to be reduced, for
+    all-to-all and permute what each device holds. `groups`: positions in `devices`, for a permute its pairs.
+    """
+    places = tuple(tuple(tuple(devices[member].coords) for member in group) for group in groups)
+    if kind == "collective-permute":
+        traffic = [(source, target, 1.0) for source, target in places]
+    elif kind in RING:
+        traffic = [flow for group in places for flow in _ring_flows(group, RING[kind])]
+    elif kind in KINDS:
+        traffic = [
+            (source, target, 1 / len(group)) for group in places for source, target in itertools.permutations(group, 2)
+        ]
+    else:
+        raise NotImplementedError(f"collective {kind!r} has no model; there are {', '.join(KINDS)}.")
+    return size_bytes * max(_loads(traffic).values(), default=0.0)
+
+
+def _ring_flows(group: Sequence[Coords], phases: int) -> list[tuple[Coords, Coords, float]]:
+    """A ring passes `(n - 1) / n` of the array over each of its edges, half of it in each direction."""
+    members = len(group)
+    if members < 2:
+        return []
+    order = _ring_order(tuple(group))
+    share = phases * (members - 1) / members / 2
+    edges = list(zip(order, (*order[1:], order[0]), strict=True))
+    return [(*edge, share) for edge in edges] + [(target, source, share) for source, target in edges]
+
+
+@functools.cache
+def _ring_order(group: tuple[Coords, ...]) -> tuple[Coords, ...]:
+    """The ring whose busiest link is least busy, among a few plausible ones."""
+    in_place = sorted(group)
+    candidates = [group, tuple(in_place), (*in_place[::2], *in_place[1::2][::-1])]
+    for axis in range(len(group[0])):
+        rows = itertools.groupby(sorted(group, key=lambda place, a=axis: (place[a], place)), key=lambda p, a=axis: p[a])
+        snake = [sorted(row, reverse=bool(number % 2)) for number, (_, row) in enumerate(rows)]
+        candidates.append(tuple(itertools.chain.from_iterable(snake)))
+    return min(candidates, key=_ring_load)
+
+
+def _ring_load(order: Sequence[Coords]) -> tuple[float, float]:
+    edges = list(zip(order, (*order[1:], order[0]), strict=True))
+    loads = _loads([(*edge, 1.0) for edge in edges] + [(target, source, 1.0) for source, target in edges])
+    return max(loads.values(), default=0.0), sum(loads.values())
+
+
+def _loads(traffic: Iterable[tuple[Coords, Coords, float]]) -> Counter:
+    """Load of every directed link; a flow is split evenly over the orders in which it can cross the dimensions."""
+    loads: Counter = Counter()
+    for source, target, amount in traffic:
+        paths = _paths(source, target)
+        for path in paths:
+            for link in path:
+                loads[link] += amount / len(paths)
+    return loads
+
+
+@functools.cache
+def _paths(source: Coords, target: Coords) -> tuple[tuple[Link, ...], ...]:
+    """One shortest path for every order of the dimensions in which the two places differ; none within one chip."""
+    differing = [axis for axis in range(len(source)) if source[axis] != target[axis]]
+    paths = []
+    for order in itertools.permutations(differing):
+        place, path = list(source), []
+        for axis in order:
+            step = int(math.copysign(1, target[axis] - place[axis]))
+            while place[axis] != target[axis]:
+                before = tuple(place)
+                place[axis] += step
+                path.append((before, tuple(place)))
+        paths.append(tuple(path))
+    return tuple(path for path in paths if path)

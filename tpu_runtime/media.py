@@ -1,0 +1,133 @@
+"""Images and videos as files. Frames are IMAGE tensors: `[frames, height, width, rgb]` float32 on the CPU, 0 to 1."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_BT709 = 1
+_NTSC = Fraction(1000, 1001)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Video:
+    """Frames and how many of them a second holds."""
+
+    frames: Any
+    frame_rate: Fraction
+
+    def __repr__(self) -> str:
+        return f"Video({len(self.frames)} frames, {self.frame_rate} fps)"
+
+
+def frame_rate(fps: float) -> Fraction:
+    """The exact rate that `fps` stands for: 16.0 is 16, and 23.976 is NTSC's 24000/1001."""
+    ntsc = round(fps / _NTSC) * _NTSC
+    if not float(fps).is_integer() and abs(ntsc - Fraction(fps)) < Fraction(5, 1000):
+        return ntsc
+    return Fraction(fps).limit_denominator(1000)
+
+
+def free_path(folder: Path, stem: str, suffix: str) -> Path:
+    """`folder/stem.suffix`, or the first of `stem_00002`, `stem_00003`, … that does not exist. Makes the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, number = folder / f"{stem}{suffix}", 1
+    while path.exists():
+        number += 1
+        path = folder / f"{stem}_{number:05}{suffix}"
+    return path
+
+
+def save_video(path: Path, video: Video, *, crf: int = 18) -> None:
+    """Writes H.264 (yuv420p, BT.709, fast start) in an MP4; a smaller `crf` is larger and better.
+
+    Raises ValueError for no frames, and for an odd width or height, which yuv420p cannot hold.
+    """
+    import av
+
+    if len(video.frames) == 0:
+        raise ValueError(f"{path}: there are no frames to write.")
+    height, width = video.frames.shape[1:3]
+    if height % 2 or width % 2:
+        raise ValueError(f"{path}: frames are {width}x{height}; an H.264 video needs an even width and height.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with av.open(str(path), mode="w", options={"movflags": "+faststart"}) as container:
+        stream = container.add_stream("libx264", rate=video.frame_rate, options={"crf": str(crf)})
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        _mark_bt709(stream.codec_context)
+        for image in video.frames:
+            frame = av.VideoFrame.from_ndarray(_bytes(image), format="rgb24")
+            frame = frame.reformat(format="yuv420p", dst_colorspace=_BT709)
+            _mark_bt709(frame)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+
+
+def _mark_bt709(target: Any) -> None:
+    """Untagged, players guess the colours from the size; `color_range` 1 is MPEG's 16..235."""
+    target.color_primaries = target.color_trc = target.colorspace = _BT709
+    target.color_range = 1
+
+
+def _bytes(image: Any) -> Any:
+    """`[height, width, rgb]` in [0, 1] as bytes, rounded."""
+    import torch
+
+    return image[..., :3].mul(255).round().clamp(0, 255).to(torch.uint8).numpy()
+
+
+def save_image(path: Path, image: Any) -> None:
+    """Writes one `[height, width, rgb]` image in the format of `path`'s ending."""
+    from PIL import Image
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(_bytes(image)).save(path)
+
+
+def load_image(path: Path) -> tuple[Any, Any]:
+    """An IMAGE of one frame, and its MASK `[1, height, width]`: 1 where the image is transparent, as in ComfyUI.
+
+    Raises ValueError when there is no such file or it is not an image.
+    """
+    import numpy as np
+    import torch
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as opened:
+            rgba = np.asarray(ImageOps.exif_transpose(opened).convert("RGBA"), dtype=np.float32) / 255
+    except FileNotFoundError:
+        raise ValueError(f"There is no image {path}.") from None
+    except UnidentifiedImageError:
+        raise ValueError(f"{path} is not an image.") from None
+    pixels = torch.from_numpy(rgba)[None]
+    return pixels[..., :3].contiguous(), 1 - pixels[..., 3]
+
+
+RESIZE = ("crop", "fit")
+
+
+def resize(images: "torch.Tensor", height: int, width: int, how: str) -> "torch.Tensor":
+    """IMAGE `[N, h, w, 3]` in 0..1 to `[N, height, width, 3]` without distorting it.
+
+    "crop" fills the frame and cuts what is over, evenly on both sides; "fit" shows everything between black bars. An
+    image of the right size comes back as it is. Raises `ValueError` for another choice.
+    """
+    import torch.nn.functional as functional
+
+    if how not in RESIZE:
+        raise ValueError(f"resize is {how!r}; it must be one of {', '.join(RESIZE)}.")
+    if tuple(images.shape[1:3]) == (height, width):
+        return images
+    scales = (height / images.shape[1], width / images.shape[2])
+    scale = max(scales) if how == "crop" else min(scales)
+    size = [max(1, round(images.shape[1] * scale)), max(1, round(images.shape[2] * scale))]
+    pixels = images.movedim(-1, 1)
+    scaled = functional.interpolate(pixels, size=size, mode="bicubic", antialias=True, align_corners=False)
+    # Negative padding cuts.
+    over_y, over_x = height - size[0], width - size[1]
+    edges = (over_x // 2, over_x - over_x // 2, over_y // 2, over_y - over_y // 2)
+    return functional.pad(scaled.clamp(0.0, 1.0), edges).movedim(1, -1)

@@ -1,0 +1,28 @@
+"""The models there are: one line each."""
+
+from ..spec import ModelSpec
+from . import flux2, hunyuan15, hunyuan15_i2v, wan21, wan22_i2v
+
+SPECS: tuple[ModelSpec, ...] = (
+    wan21.SPEC,
+    wan22_i2v.SPEC,
+    hunyuan15.SPEC,
+    hunyuan15_i2v.SPEC,
+    flux2.SPEC,
+)
+
+
+def spec_by_name(name: str) -> ModelSpec:
+    """The spec called `name`; raises `ValueError` that lists the names."""
+    return _find("model", name, {spec.name: spec for spec in SPECS})
+
+
+def spec_for_family(family: str) -> ModelSpec:
+    """The first spec whose nodes start with `family`; raises `ValueError` that lists the families."""
+    return _find("family", family, {spec.family: spec for spec in reversed(SPECS)})
+
+
+def _find(kind: str, key: str, specs: dict[str, ModelSpec]) -> ModelSpec:
+    if key not in specs:
+        raise ValueError(f"there is no {kind} {key!r}; there are {', '.join(specs)}.")
+    return specs[key]

@@ -1,0 +1,446 @@
+"""Flux.2 text to image: black-forest-labs/FLUX.2-dev. The oracle is `diffusers.Flux2Pipeline`."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ...sharding.rules import REPLICATED, Rule
+from ...sharding.shape import MeshShape
+from ..spec import (
+    Call,
+    Component,
+    FloatLimit,
+    IntLimit,
+    LatentGeometry,
+    ModelSpec,
+    Report,
+    Settings,
+)
+from . import mistral3
+from .wan21 import rotate
+
+PROMPT = "A beautiful sunset over the ocean"
+# Pixels of a token's side, and the most that a reference keeps.
+STRIDE, MAX_REFERENCE_AREA = 16, 1024 * 1024
+# What of the double blocks' arguments every chip needs whole; it comes split from the projections that make it.
+WHOLE = ("encoder_hidden_states", "temb_mod_img", "temb_mod_txt")
+
+if TYPE_CHECKING:
+    # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
+    import jax
+    import numpy as np
+    import torch
+
+
+def predict(
+    transformer: "torch.nn.Module", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+) -> "torch.Tensor":
+    """The flow (velocity) of `[1, 128, latent_height, latent_width]` at one timestep; all 512 tokens of text count."""
+    import numpy as np
+    import torch
+
+    rows, _, height, width = sample.shape
+    text = inputs["text"]
+    # References follow the latents as frames of their own, ten apart.
+    pictures = [sample, *(inputs[name] for name in sorted(inputs, key=_reference_number) if _reference_number(name))]
+    places = [np.indices((1, *picture.shape[2:], 1)).reshape(4, -1).T for picture in pictures]
+    places = [place + [10 * index, 0, 0, 0] for index, place in enumerate(places)]
+    flow = transformer(
+        hidden_states=torch.cat([picture.flatten(2).transpose(1, 2) for picture in pictures], dim=1),
+        encoder_hidden_states=text,
+        timestep=timestep.to(sample.dtype).expand(rows) / 1000,
+        guidance=inputs["guidance"].expand(rows),
+        # Frame, row, column and place in the text of every token, known while tracing: see `rotary_tables`.
+        img_ids=np.concatenate(places),
+        txt_ids=np.indices((1, 1, 1, text.shape[1])).reshape(4, -1).T,
+        return_dict=False,
+    )[0]
+    return flow[:, : height * width].transpose(1, 2).unflatten(2, (height, width))
+
+
+def _reference_number(name: str) -> int:
+    """1 for the first reference, 0 for an input that is none."""
+    return int(name.removeprefix("reference_")) + 1 if name.startswith("reference_") else 0
+
+
+def rotary_tables(pos_embed: Any, ids: "np.ndarray") -> "tuple[torch.Tensor, torch.Tensor]":
+    """`Flux2PosEmbed.forward` for positions known while tracing: angles in float64, a row for each number there is."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from .. import bridge
+
+    tables: list[list[jax.Array]] = [[], []]
+    for dim, positions in zip(pos_embed.axes_dim, ids.T, strict=True):
+        numbers, places = np.unique(positions, return_inverse=True)
+        frequencies = 1.0 / pos_embed.theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+        angles = np.repeat(np.outer(numbers, frequencies), 2, axis=1)
+        for table, function in zip(tables, (np.cos, np.sin), strict=True):
+            table.append(jnp.asarray(function(angles), jnp.float32)[jnp.asarray(places, jnp.int32)])
+    return bridge.to_torch(tuple(jnp.concatenate(table, axis=1) for table in tables))
+
+
+def fold_transformer(module: Any) -> None:
+    """Folds the fused projections into groups of equal width, so that each group is split over chips as heads are."""
+    for block in module.transformer_blocks:
+        for feed_forward in (block.ff, block.ff_context):
+            _fold(feed_forward.linear_in, 0, 2)
+    for block in module.single_transformer_blocks:
+        groups, rest = divmod(block.attn.mlp_hidden_dim, block.attn.inner_dim)
+        if rest:
+            raise ValueError(
+                f"the transformer's mlp_ratio makes {block.attn.mlp_hidden_dim} columns, which {block.attn.inner_dim} "
+                "does not divide; such single blocks are not supported."
+            )
+        _fold(block.attn.to_qkv_mlp_proj, 0, 3 + 2 * groups)
+        _fold(block.attn.to_out, 1, 1 + groups)
+
+
+def _fold(linear: Any, dim: int, groups: int) -> None:
+    import torch
+
+    linear.weight = torch.nn.Parameter(linear.weight.unflatten(dim, (groups, -1)), requires_grad=False)
+
+
+def feed_forward(module: Any, hidden: "torch.Tensor") -> "torch.Tensor":
+    """`Flux2FeedForward.forward` with gate and value folded apart."""
+    gate, value = _project(hidden, module.linear_in.weight).unbind(-2)
+    return module.linear_out(module.act_fn.gate_fn(gate) * value)
+
+
+def _project(hidden: "torch.Tensor", weight: "torch.Tensor") -> "torch.Tensor":
+    """`[batch, seq, dim]` and a folded weight `[groups, size, dim]` to `[batch, seq, groups, size]`."""
+    import functools
+
+    import jax.numpy as jnp
+
+    from .. import bridge
+
+    return bridge.inside(functools.partial(jnp.einsum, "bsd,god->bsgo"), hidden, weight)
+
+
+class DoubleProcessor:
+    """`Flux2AttnProcessor` of two sequences that stay apart; `image_rotary_emb`: the text's tables, the latents'."""
+
+    def __init__(self, attend: Callable[..., Any]) -> None:
+        self.attend = attend
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: "torch.Tensor",
+        encoder_hidden_states: "torch.Tensor",
+        attention_mask: None,
+        image_rotary_emb: "tuple[tuple[torch.Tensor, torch.Tensor], ...]",
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
+        from .. import bridge
+
+        def heads(x: "torch.Tensor", projections: tuple, norms: tuple, tables: tuple) -> "tuple[torch.Tensor, ...]":
+            query, key, value = (project(x).unflatten(-1, (-1, attn.head_dim)) for project in projections)
+            query, key = (bridge.inside(rotate, norm(x), *tables) for norm, x in zip(norms, (query, key), strict=True))
+            return query, key, value
+
+        text_tables, latent_tables = image_rotary_emb
+        latent = heads(hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k), latent_tables)
+        text_projections = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        text_norms = (attn.norm_added_q, attn.norm_added_k)
+        text = heads(encoder_hidden_states, text_projections, text_norms, text_tables)
+        latent_out, text_out = bridge.inside(self.attend, latent, text)
+        return attn.to_out[0](latent_out.flatten(2)), attn.to_add_out(text_out.flatten(2))
+
+
+class SingleProcessor:
+    """`Flux2ParallelSelfAttnProcessor` on folded weights: query, key, value, then the feed-forward's gate and value."""
+
+    def __init__(self, attend: Callable[..., Any]) -> None:
+        self.attend = attend
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: "torch.Tensor",
+        attention_mask: None,
+        image_rotary_emb: "tuple[torch.Tensor, torch.Tensor]",
+    ) -> "torch.Tensor":
+        import jax.numpy as jnp
+        import torch
+
+        from .. import bridge
+
+        projected = _project(hidden_states, attn.to_qkv_mlp_proj.weight)
+        heads = [x.unflatten(-1, (-1, attn.head_dim)) for x in projected[..., :3, :].unbind(-2)]
+        heads[:2] = [
+            bridge.inside(rotate, norm(x), *image_rotary_emb)
+            for norm, x in zip((attn.norm_q, attn.norm_k), heads[:2], strict=True)
+        ]
+        attended = bridge.inside(self.attend, *heads).flatten(2)
+        gate, value = projected[..., 3:, :].unflatten(-2, (2, -1)).unbind(-3)
+        joined = torch.cat([attended.unsqueeze(-2), attn.mlp_act_fn.gate_fn(gate) * value], dim=-2)
+        return bridge.inside(lambda x, w: jnp.einsum("bsgi,ogi->bso", x, w), joined, attn.to_out.weight)
+
+
+def prepare_denoiser(network: Any, sequence: Any) -> None:
+    """Puts our attention, token placement, tables and folded projections where upstream lets us.
+
+    The double blocks keep text and latents apart, the text whole on every chip of `sp`; the single blocks see one
+    sequence, split as a whole.
+    """
+    import functools
+    import types
+
+    double, single = network.blocks("transformer_blocks"), network.blocks("single_transformer_blocks")
+    for module in (double.block.ff, double.block.ff_context):
+        module.forward = types.MethodType(feed_forward, module)
+    network.module.pos_embed.forward = types.MethodType(rotary_tables, network.module.pos_embed)
+
+    def enter_double(values: dict[str, Any]) -> dict[str, Any]:
+        size = values["encoder_hidden_states"].shape[1]
+        # With the references' tokens, which the latents' number does not count.
+        tokens = replace(sequence, num_tokens=values["hidden_states"].shape[1])
+        double.block.attn.set_processor(DoubleProcessor(tokens.joint_attention))
+        text = tuple(table[None, :size, None] for table in values["image_rotary_emb"])
+        latent = tuple(sequence.pad_tokens(table[None, size:, None]) for table in values["image_rotary_emb"])
+        whole = {name: sequence.constrain(values[name], "dp") for name in WHOLE}
+        hidden = sequence.shard_tokens(values["hidden_states"])
+        return {**values, **whole, "hidden_states": hidden, "image_rotary_emb": (text, latent)}
+
+    def enter_single(values: dict[str, Any]) -> dict[str, Any]:
+        hidden = values["hidden_states"]
+        attend = functools.partial(sequence.self_attention, num_tokens=hidden.shape[1])
+        single.block.attn.set_processor(SingleProcessor(attend))
+        tables = tuple(sequence.pad_tokens(table[None, :, None]) for table in values["image_rotary_emb"])
+        whole = {"temb_mod": sequence.constrain(values["temb_mod"], "dp")}
+        return {**values, **whole, "hidden_states": sequence.shard_tokens(hidden), "image_rotary_emb": tables}
+
+    double.scan = sequence.scan("transformer_blocks", enter_double, ("encoder_hidden_states", "hidden_states"))
+    single.scan = sequence.scan("single_transformer_blocks", enter_single)
+
+
+def heads_first(num_devices: int, branches: int) -> MeshShape:
+    """A short sequence and 60 GiB of weights: these stay split over all chips, and activations are summed instead."""
+    return MeshShape(tp=num_devices)
+
+
+def solver_arguments(
+    scheduler_config: Mapping[str, Any], latent_shape: tuple[int, ...], settings: Settings
+) -> dict[str, Any]:
+    import numpy as np
+    from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+
+    steps = settings.num_inference_steps
+    sigmas = None if scheduler_config.get("use_flow_sigmas") else np.linspace(1.0, 1 / steps, steps)
+    return {"sigmas": sigmas, "mu": compute_empirical_mu(latent_shape[-2] * latent_shape[-1], steps)}
+
+
+def finish(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
+    """LATENT holds what the denoiser works on; the decoder knows the scale."""
+    return sample
+
+
+def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
+    report(0, 1)
+    yield call("vae_decoder", decode_image, latents, place="image")[0]
+    report(1, 1)
+
+
+def encode_image(
+    call: Call, image: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]
+) -> "dict[str, np.ndarray]":
+    """The latents of references, each at its own size: at most a megapixel, cut to multiples of 16, as upstream."""
+    import numpy as np
+    import torch
+    from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
+    from PIL import Image
+
+    processor, stride = Flux2ImageProcessor(vae_scale_factor=STRIDE), STRIDE
+    latents = {}
+    for index, array in enumerate(np.asarray(image)):
+        picture = processor.check_image_input(Image.fromarray((array * 255.0).round().astype(np.uint8)))
+        picture = processor._resize_if_exceeds_area(picture, MAX_REFERENCE_AREA)
+        width, height = (size // stride * stride for size in picture.size)
+        pixels = processor.preprocess(picture, height=height, width=width, resize_mode="crop")
+        # Pixels travel by the cell that becomes a token: so they are split over chips as latents are.
+        cells = torch.nn.functional.pixel_unshuffle(pixels, stride)
+        latents[f"reference_{index}"] = call("vae_encoder", encode_reference, cells, place="image")[0]
+    return latents
+
+
+def encode_reference(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """A picture in -1..1, `[1, 3 * 16 * 16, h, w]`, to normalised latents `[1, 128, h, w]`."""
+    import torch
+
+    vae.encoder.mid_block.attentions[0].set_processor(PictureProcessor())
+    moments = vae.encoder(torch.nn.functional.pixel_shuffle(cells, STRIDE))
+    moments = moments if vae.quant_conv is None else vae.quant_conv(moments)
+    latents = torch.nn.functional.pixel_unshuffle(moments.chunk(2, dim=1)[0], 2)
+    std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
+    return (latents - vae.bn.running_mean.view(1, -1, 1, 1)) / std, None
+
+
+def decode_image(vae: Any, latents: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """`[1, 128, h, w]` to a picture `[1, 16h, 16w, 3]` in 0..1."""
+    import torch
+
+    vae.decoder.mid_block.attentions[0].set_processor(PictureProcessor())
+    std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
+    latents = latents * std + vae.bn.running_mean.view(1, -1, 1, 1)
+    image = vae.decode(torch.nn.functional.pixel_shuffle(latents, 2), return_dict=False)[0]
+    return (image.permute(0, 2, 3, 1).float() / 2 + 0.5).clamp(0.0, 1.0), None
+
+
+class PictureProcessor:
+    """`AttnProcessor2_0` of one head over a picture that stays one, so that rows and columns stay on their chips."""
+
+    def __call__(self, attn: Any, hidden_states: "torch.Tensor", temb: None = None, **_: Any) -> "torch.Tensor":
+        from .. import bridge
+
+        normed = attn.group_norm(hidden_states).permute(0, 2, 3, 1)
+        attended = bridge.inside(attend_to_picture, *(project(normed) for project in (attn.to_q, attn.to_k, attn.to_v)))
+        return hidden_states + attn.to_out[0](attended).permute(0, 3, 1, 2)
+
+
+def attend_to_picture(q: "jax.Array", k: "jax.Array", v: "jax.Array") -> "jax.Array":
+    """Exact attention of `[batch, height, width, dim]`: the softmax is carried over rows of keys, never whole."""
+    import jax
+    import jax.numpy as jnp
+
+    def row(carry: tuple, keys: tuple) -> tuple[tuple, None]:
+        top, total, out = carry
+        key, value = keys
+        scores = jnp.einsum("bhwd,bnd->bhwn", q, key, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+        higher = jnp.maximum(top, scores.max(axis=-1))
+        weights, kept = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
+        part = jnp.einsum("bhwn,bnd->bhwd", weights.astype(v.dtype), value, preferred_element_type=jnp.float32)
+        return (higher, total * kept + weights.sum(axis=-1), out * kept[..., None] + part), None
+
+    shape = q.shape[:-1]
+    start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(q.shape, jnp.float32))
+    (_, total, out), _ = jax.lax.scan(row, start, (jnp.moveaxis(k, 1, 0), jnp.moveaxis(v, 1, 0)))
+    return (out / total[..., None]).astype(q.dtype)
+
+
+TRANSFORMER_RULES = (
+    Rule("transformer_blocks.*.attn.to_out.0.weight", (None, "fsdp_beside_tp", "heads")),
+    Rule("transformer_blocks.*.attn.to_add_out.weight", (None, "fsdp_beside_tp", "heads")),
+    Rule("transformer_blocks.*.attn.*_proj.weight", (None, "heads", "fsdp_beside_tp")),
+    Rule("transformer_blocks.*.attn.to_*.weight", (None, "heads", "fsdp_beside_tp")),
+    Rule("transformer_blocks.*.*.linear_in.weight", (None, None, "mlp", "fsdp_beside_tp")),
+    Rule("transformer_blocks.*.*.linear_out.weight", (None, "fsdp_beside_tp", "mlp")),
+    Rule("single_transformer_blocks.*.attn.to_qkv_mlp_proj.weight", (None, None, "heads", "fsdp_beside_tp")),
+    Rule("single_transformer_blocks.*.attn.to_out.weight", (None, "fsdp_beside_tp", None, "heads")),
+    # Used once a step, on a row or on the text: their outputs are gathered, not they.
+    Rule("*_modulation_*.linear.weight", ("all_mlp", None)),
+    Rule("single_stream_modulation.linear.weight", ("all_mlp", None)),
+    Rule("time_guidance_embed.*.linear_1.weight", REPLICATED),
+    Rule("time_guidance_embed.*.linear_2.weight", ("all_mlp", None)),
+    Rule("context_embedder.weight", ("all_mlp", None)),
+    Rule("norm_out.linear.weight", ("all_mlp", None)),
+    Rule("x_embedder.weight", REPLICATED),
+    Rule("proj_out.weight", REPLICATED),
+)
+
+TRANSFORMER = Component(
+    name="transformer",
+    folder="transformer",
+    library="diffusers",
+    class_name="Flux2Transformer2DModel",
+    config=MappingProxyType(
+        {
+            "attention_head_dim": 128,
+            "axes_dims_rope": (32, 32, 32, 32),
+            "eps": 1e-6,
+            "guidance_embeds": True,
+            "in_channels": 128,
+            "joint_attention_dim": 15360,
+            "mlp_ratio": 3.0,
+            "num_attention_heads": 48,
+            "num_layers": 8,
+            "num_single_layers": 48,
+            "patch_size": 1,
+            "rope_theta": 2000,
+            "timestep_guidance_channels": 256,
+        }
+    ),
+    tiny=MappingProxyType(
+        {
+            "attention_head_dim": 24,
+            "axes_dims_rope": (4, 8, 6, 6),
+            "joint_attention_dim": 120,
+            "num_attention_heads": 6,
+            "num_layers": 2,
+            "num_single_layers": 3,
+            "timestep_guidance_channels": 32,
+        }
+    ),
+    blocks=("transformer_blocks", "single_transformer_blocks"),
+    trim=fold_transformer,
+    rules=TRANSFORMER_RULES,
+)
+
+VAE_DECODER = Component(
+    name="vae_decoder",
+    folder="vae",
+    library="diffusers",
+    class_name="AutoencoderKLFlux2",
+    config=MappingProxyType({"block_out_channels": (128, 256, 512, 512), "latent_channels": 32}),
+    tiny=MappingProxyType({"block_out_channels": (6, 6, 12, 12), "latent_channels": 32, "norm_num_groups": 3}),
+    only=("decoder.", "post_quant_conv.", "bn."),
+    # 0.1 GiB in all: whole on every chip.
+    rules=(Rule("decoder.**.weight", REPLICATED),),
+)
+
+VAE_ENCODER = replace(
+    VAE_DECODER,
+    name="vae_encoder",
+    only=("encoder.", "quant_conv.", "bn."),
+    rules=(Rule("encoder.**.weight", REPLICATED),),
+)
+
+SCHEDULER = MappingProxyType(
+    {
+        "_class_name": "FlowMatchEulerDiscreteScheduler",
+        "base_image_seq_len": 256,
+        "base_shift": 0.5,
+        "max_image_seq_len": 4096,
+        "max_shift": 1.15,
+        "num_train_timesteps": 1000,
+        "shift": 3.0,
+        "time_shift_type": "exponential",
+        "use_dynamic_shifting": True,
+    }
+)
+
+SPEC = ModelSpec(
+    name="flux2-dev",
+    family="Flux2",
+    title="Flux.2 dev",
+    category="Flux.2",
+    hub_id="black-forest-labs/FLUX.2-dev",
+    tiny_id="tiny/flux2",
+    pipeline_classes=("Flux2Pipeline",),
+    components=(mistral3.TEXT_ENCODER, TRANSFORMER, VAE_DECODER, VAE_ENCODER),
+    geometry=LatentGeometry(channels=128, stride_t=0, stride_hw=16, patch_thw=(1, 1, 1)),
+    texts_encoded=(mistral3.TEXT,),
+    inputs=MappingProxyType(
+        {
+            "height": IntLimit(default=1024, low=64, high=2048, multiple_of=16),
+            "width": IntLimit(default=1024, low=64, high=2048, multiple_of=16),
+            "num_inference_steps": IntLimit(default=50, low=1, high=100),
+            "guidance_scale": FloatLimit(default=4.0, low=0.0, high=20.0),
+            "seed": IntLimit(default=42, low=0, high=2**64 - 1),
+        }
+    ),
+    texts=MappingProxyType({"prompt": PROMPT}),
+    tiny_inputs=MappingProxyType({"height": 80, "width": 112}),
+    scheduler=SCHEDULER,
+    guidance="embedded",
+    prepare_denoiser=prepare_denoiser,
+    predict=predict,
+    decode=decode,
+    finish=finish,
+    solver_arguments=solver_arguments,
+    encode_image=encode_image,
+    references=True,
+    mesh=heads_first,
+)

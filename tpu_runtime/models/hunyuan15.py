@@ -1,0 +1,300 @@
+"""HunyuanVideo 1.5, text to video: hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v, and its 480p and
+CFG-distilled checkpoints (those with guidance_scale 1). The oracle is `diffusers.HunyuanVideo15Pipeline`.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ...sharding.rules import REPLICATED, Rule
+from ..spec import Component, FloatLimit, IntLimit, LatentGeometry, ModelSpec, Settings
+from . import wan21
+from .hunyuan15_text import GLYPH_ENCODER, NEGATIVE_PROMPT, PROMPT, TEXT_ENCODER, TEXTS_ENCODED
+from .hunyuan15_vae import VAE_DECODER, decode, finish
+
+if TYPE_CHECKING:
+    # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
+    import jax
+    import torch
+
+# Rows of `cond_type_embed`: what kind of text a token is.
+TEXT, GLYPHS, IMAGE = 0, 1, 2
+
+
+def solver_arguments(config: Mapping[str, Any], latent_shape: tuple[int, ...], settings: Settings) -> dict[str, Any]:
+    import numpy as np
+
+    return {"sigmas": np.linspace(1.0, 0.0, settings.num_inference_steps + 1)[:-1]}
+
+
+def predict(
+    transformer: Any, sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+) -> "torch.Tensor":
+    """The flow (velocity) of `[rows, 32, latent_frames, latent_height, latent_width]` at one timestep.
+
+    Upstream's forward, part by part: it asks for the values of a tensor and sorts tokens by a mask, which a traced
+    program cannot. Here the sorting is a gather by the texts' lengths.
+    """
+    import torch
+
+    rows, channels, *size = sample.shape
+    timestep = timestep.expand(rows)
+    zeros = torch.zeros((rows, channels + 1, *size), dtype=sample.dtype, device=sample.device)
+    latents = torch.cat([sample, inputs.get("condition", zeros)], dim=1)
+    rope = transformer.rope(latents)
+    time_embed = transformer.time_embed
+    temb = time_embed.timestep_embedder(time_embed.time_proj(timestep).to(sample.dtype))
+    text, text_length = join_texts(transformer, timestep, inputs)
+    hidden = transformer.x_embedder(latents)
+    for block in transformer.transformer_blocks:
+        hidden, text = block(hidden, text, temb, text_length, rope)
+    flow = transformer.proj_out(transformer.norm_out(hidden, temb))
+    return flow.reshape(rows, *size, -1).permute(0, 4, 1, 2, 3)
+
+
+def join_texts(
+    transformer: Any, timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+) -> "tuple[torch.Tensor, torch.Tensor]":
+    """All texts as one, `[rows, tokens, dim]`, and how many of its tokens are real, `[rows]`: those come first.
+
+    The picture's tokens lead; without a picture upstream masks them all, so there are none.
+    """
+    import torch
+
+    from .. import bridge
+
+    kind = transformer.cond_type_embed.weight
+    lengths = [inputs["text_2_length"], inputs["text_length"]]
+    mask = torch.arange(inputs["text"].shape[1], device=timestep.device)[None] < inputs["text_length"][:, None]
+    parts = [
+        transformer.context_embedder_2(inputs["text_2"]) + kind[GLYPHS],
+        transformer.context_embedder(inputs["text"], timestep, mask) + kind[TEXT],
+    ]
+    if "image_embeds" in inputs:
+        image = transformer.image_embedder(inputs["image_embeds"]) + kind[IMAGE]
+        lengths.insert(0, torch.full_like(lengths[0], image.shape[1]))
+        parts.insert(0, image)
+    return bridge.inside(valid_first, tuple(parts), tuple(lengths))
+
+
+def valid_first(parts: "tuple[jax.Array, ...]", lengths: "tuple[jax.Array, ...]") -> "tuple[jax.Array, jax.Array]":
+    """Joins sequences `[rows, size, dim]` so that the first `lengths` tokens of each come first, in order.
+
+    What follows them is not defined. Gives the total lengths too, `[rows]`.
+    """
+    import jax.numpy as jnp
+
+    position = jnp.arange(sum(part.shape[1] for part in parts))[None, :]
+    source = jnp.zeros_like(position)
+    start, offset = jnp.zeros_like(lengths[0]), 0
+    for part, length in zip(parts, lengths, strict=True):
+        # The later part overrides from where it starts on.
+        source = jnp.where(position >= start[:, None], offset + position - start[:, None], source)
+        start, offset = start + length, offset + part.shape[1]
+    joined = jnp.concatenate(parts, axis=1)
+    source = jnp.clip(source, 0, joined.shape[1] - 1)
+    return jnp.take_along_axis(joined, source[:, :, None], axis=1), start
+
+
+class JointProcessor:
+    """`HunyuanVideo15AttnProcessor2_0` with rotary embedding and attention in JAX; the mask is the text's length."""
+
+    def __init__(self, attend: Any) -> None:
+        self.attend = attend
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: "torch.Tensor",
+        encoder_hidden_states: "torch.Tensor",
+        attention_mask: "torch.Tensor",
+        image_rotary_emb: "tuple[torch.Tensor, torch.Tensor]",
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
+        from .. import bridge
+
+        def heads(source: "torch.Tensor", *projections: Any) -> "list[torch.Tensor]":
+            return [project(source).unflatten(2, (attn.heads, -1)) for project in projections]
+
+        query, key, value = heads(hidden_states, attn.to_q, attn.to_k, attn.to_v)
+        query, key = (bridge.inside(wan21.rotate, x, *image_rotary_emb) for x in (attn.norm_q(query), attn.norm_k(key)))
+        text = heads(encoder_hidden_states, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        text[:2] = attn.norm_added_q(text[0]), attn.norm_added_k(text[1])
+        latent_out, text_out = bridge.inside(self.attend, (query, key, value), tuple(text), attention_mask)
+        return attn.to_out[0](latent_out.flatten(2, 3)), attn.to_add_out(text_out.flatten(2, 3))
+
+
+class RefinerProcessor:
+    """`AttnProcessor2_0` for the token refiner, with padding masked as keys alone.
+
+    Upstream masks padding as queries too, which leaves rows without any key; what they give is never used.
+    """
+
+    def __call__(
+        self, attn: Any, hidden_states: "torch.Tensor", attention_mask: "torch.Tensor", **_: Any
+    ) -> "torch.Tensor":
+        import torch
+
+        query, key, value = (
+            project(hidden_states).unflatten(2, (attn.heads, -1)).transpose(1, 2)
+            for project in (attn.to_q, attn.to_k, attn.to_v)
+        )
+        # The first token is always real, so its row is the mask of keys.
+        keys = attention_mask[:, :, :1].expand(-1, -1, query.shape[2], -1)
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=keys)
+        return attn.to_out[0](out.transpose(1, 2).flatten(2, 3))
+
+
+def prepare_denoiser(network: Any, sequence: Any) -> None:
+    """Puts our attention, token placement and patch embedding where upstream lets us."""
+    import types
+
+    transformer = network.module
+    if transformer.config.use_meanflow:
+        raise ValueError(
+            "the checkpoint is step-distilled (use_meanflow), which is not supported. Use one that is not."
+        )
+    blocks = network.blocks("transformer_blocks")
+    blocks.block.attn.set_processor(JointProcessor(sequence.joint_attention))
+    for block in transformer.context_embedder.token_refiner.refiner_blocks:
+        block.attn.set_processor(RefinerProcessor())
+
+    def enter(values: dict[str, Any]) -> dict[str, Any]:
+        tables = tuple(
+            sequence.constrain(sequence.pad_tokens(table[None, :, None]), None, "sp", None, None)
+            for table in values["freqs_cis"]
+        )
+        return {
+            **values,
+            "hidden_states": sequence.shard_tokens(values["hidden_states"]),
+            "encoder_hidden_states": sequence.constrain(values["encoder_hidden_states"], "dp", None, None),
+            "freqs_cis": tables,
+        }
+
+    blocks.scan = sequence.scan("transformer_blocks", enter, ("hidden_states", "encoder_hidden_states"))
+    projection = transformer.x_embedder.proj
+    projection.forward = types.MethodType(wan21.embed_patches, projection)
+
+
+_GATHERED = (("fsdp", None), ((None, "fsdp"),))
+_BLOCK_GATHERED = ((None, "fsdp", None), ((None, None, "fsdp"),))
+
+TRANSFORMER = Component(
+    name="transformer",
+    folder="transformer",
+    library="diffusers",
+    class_name="HunyuanVideo15Transformer3DModel",
+    config=MappingProxyType(
+        {
+            "attention_head_dim": 128,
+            "image_embed_dim": 1152,
+            "in_channels": 65,
+            "mlp_ratio": 4.0,
+            "num_attention_heads": 16,
+            "num_layers": 54,
+            "num_refiner_layers": 2,
+            "out_channels": 32,
+            "patch_size": 1,
+            "patch_size_t": 1,
+            "qk_norm": "rms_norm",
+            "rope_axes_dim": (16, 56, 56),
+            "rope_theta": 256.0,
+            "target_size": 960,
+            "task_type": "t2v",
+            "text_embed_2_dim": 1472,
+            "text_embed_dim": 3584,
+            "use_meanflow": False,
+        }
+    ),
+    tiny=MappingProxyType(
+        {
+            "attention_head_dim": 20,
+            "image_embed_dim": 28,
+            "in_channels": 65,
+            "mlp_ratio": 3.0,
+            "num_attention_heads": 6,
+            "num_layers": 3,
+            "num_refiner_layers": 2,
+            "out_channels": 32,
+            "patch_size": 1,
+            "patch_size_t": 1,
+            "qk_norm": "rms_norm",
+            "rope_axes_dim": (4, 8, 8),
+            "rope_theta": 256.0,
+            "target_size": 96,
+            "task_type": "t2v",
+            "text_embed_2_dim": 44,
+            "text_embed_dim": 60,
+            "use_meanflow": False,
+        }
+    ),
+    blocks=("transformer_blocks",),
+    rules=(
+        Rule("transformer_blocks.**.bias", REPLICATED),
+        Rule("transformer_blocks.*.attn.norm_*.weight", REPLICATED),
+        # Modulation is of one vector: where its weights lie, it is computed, and the vector is gathered.
+        Rule("transformer_blocks.*.norm1.linear.weight", (None, "all_embed", None)),
+        Rule("transformer_blocks.*.norm1_context.linear.weight", (None, "all_embed", None)),
+        Rule("transformer_blocks.*.attn.to_out.0.weight", *_BLOCK_GATHERED),
+        Rule("transformer_blocks.*.attn.*.weight", *_BLOCK_GATHERED),
+        Rule("transformer_blocks.*.*.net.0.proj.weight", *_BLOCK_GATHERED),
+        Rule("transformer_blocks.*.*.net.2.weight", *_BLOCK_GATHERED),
+        Rule("context_embedder.token_refiner.refiner_blocks.*.norm*.weight", REPLICATED),
+        Rule("context_embedder.token_refiner.refiner_blocks.**.weight", *_GATHERED),
+        Rule("context_embedder.proj_in.weight", *_GATHERED),
+        Rule("context_embedder.time_text_embed.*.*.weight", *_GATHERED),
+        Rule("context_embedder_2.linear_*.weight", *_GATHERED),
+        Rule("image_embedder.linear_*.weight", *_GATHERED),
+        Rule("time_embed.timestep_embedder.*.weight", *_GATHERED),
+        Rule("norm_out.linear.weight", *_GATHERED),
+    ),
+)
+
+# As the published 720p checkpoint configures it; 480p has a shift of 5.
+SCHEDULER = MappingProxyType(
+    {
+        "_class_name": "FlowMatchEulerDiscreteScheduler",
+        "num_train_timesteps": 1000,
+        "shift": 9.0,
+        "use_dynamic_shifting": False,
+    }
+)
+
+SPEC = ModelSpec(
+    name="hunyuanvideo1.5-t2v-720p",
+    family="HunyuanVideo15",
+    title="HunyuanVideo 1.5 T2V",
+    category="HunyuanVideo1.5",
+    hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
+    tiny_id="tiny/hunyuan15",
+    pipeline_classes=("HunyuanVideo15Pipeline",),
+    components=(TEXT_ENCODER, GLYPH_ENCODER, TRANSFORMER, VAE_DECODER),
+    geometry=LatentGeometry(channels=32, stride_t=4, stride_hw=16, patch_thw=(1, 1, 1)),
+    texts_encoded=TEXTS_ENCODED,
+    inputs=MappingProxyType(
+        {
+            "height": IntLimit(default=720, low=64, high=1920, multiple_of=16),
+            "width": IntLimit(default=1280, low=64, high=1920, multiple_of=16),
+            "num_frames": IntLimit(default=121, low=1, high=241, multiple_of=4, plus=1),
+            "num_inference_steps": IntLimit(default=50, low=1, high=100),
+            # Below 1 upstream still guides, by less than the prompt alone.
+            "guidance_scale": FloatLimit(default=6.0, low=1.0, high=20.0),
+            "seed": IntLimit(default=42, low=0, high=2**64 - 1),
+            # 0: the checkpoint's own shift, which differs between 480p, 720p and image to video.
+            "flow_shift": FloatLimit(default=0.0, low=0.0, high=20.0, step=0.5),
+            "fps": IntLimit(default=24, low=1, high=120),
+        }
+    ),
+    texts=MappingProxyType({"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT}),
+    tiny_inputs=MappingProxyType({"height": 80, "width": 112, "num_frames": 9}),
+    scheduler=SCHEDULER,
+    shift_key="shift",
+    index=MappingProxyType({"guider": ("diffusers", "ClassifierFreeGuidance")}),
+    files=MappingProxyType(
+        {"guider/guider_config.json": {"_class_name": "ClassifierFreeGuidance", "guidance_scale": 6.0}}
+    ),
+    prepare_denoiser=prepare_denoiser,
+    predict=predict,
+    decode=decode,
+    finish=finish,
+    solver_arguments=solver_arguments,
+)

@@ -1,0 +1,165 @@
+"""HunyuanVideo 1.5, image to video: hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v. The oracle is
+`diffusers.HunyuanVideo15ImageToVideoPipeline`. The denoiser gets the encoded picture as its first latent frame, and
+what SigLIP sees in it as text; all else is as in text to video.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ...sharding.rules import REPLICATED, Rule
+from ..spec import Call, Component, Settings
+from . import hunyuan15
+from .hunyuan15_vae import VAE_DECODER, prepare_image_encoder
+
+if TYPE_CHECKING:
+    import torch
+
+# What SigLIP looks at: pixels of a side, and the tokens that its patches of 14 x 14 give.
+VISION_SIZE, VISION_TOKENS = 384, 27 * 27
+STRIDE_HW = 16
+
+
+def condition_shapes(latent_shape: tuple[int, ...]) -> dict[str, tuple[int | str, ...]]:
+    """The picture's latent and the mask of what is given, channels joined; the picture's tokens."""
+    _, channels, *size = latent_shape
+    return {"condition": (1, channels + 1, *size), "image_embeds": (1, VISION_TOKENS, "image_embed_dim")}
+
+
+def encode_image(
+    call: Call, image: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]
+) -> "dict[str, torch.Tensor]":
+    """The picture as the VAE encodes it, in front of nothing; and its tokens."""
+    import torch
+
+    # Pixels travel by the cell of 16 x 16 that becomes a latent: so they are split over chips as latents are.
+    cells = torch.nn.functional.pixel_unshuffle(image[:1].movedim(-1, 1) * 2.0 - 1.0, STRIDE_HW)
+    latent, _ = call("vae_encoder", encode_latent, cells, place="image")
+    latent = torch.as_tensor(latent)
+    frames = (settings.num_frames - 1) // 4
+    condition = torch.zeros(1, latent.shape[1] + 1, 1 + frames, *latent.shape[3:])
+    condition[:, :-1, :1] = latent * vae_config["scaling_factor"]
+    condition[:, -1, 0] = 1.0
+    tokens, _ = call("image_encoder", look, vision_pixels(image))
+    return {"condition": condition, "image_embeds": torch.as_tensor(tokens)}
+
+
+def encode_latent(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, tuple]":
+    """An image in -1..1 by the cell, `[1, 3 * 16 * 16, h, w]`, to the mean of its latent `[1, 32, 1, h, w]`."""
+    import torch
+
+    prepare_image_encoder(vae.encoder)
+    image = torch.nn.functional.pixel_shuffle(cells, STRIDE_HW)
+    return vae.encoder(image.unsqueeze(2)).chunk(2, dim=1)[0], ()
+
+
+def look(encoder: Any, pixels: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    return encoder(pixels).last_hidden_state, None
+
+
+def trim_vision(encoder: Any) -> None:
+    """Drops the head, which pools the tokens."""
+    encoder.use_head = False
+    del encoder.head
+
+
+def vision_pixels(image: "torch.Tensor") -> "torch.Tensor":
+    """`[1, height, width, 3]` in 0..1 to `[1, 3, 384, 384]` in -1..1, as SigLIP's own image processor does it."""
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    picture = Image.fromarray((image[0].clamp(0.0, 1.0) * 255.0).round().to(torch.uint8).numpy())
+    pixels = np.asarray(picture.resize((VISION_SIZE, VISION_SIZE), Image.Resampling.BICUBIC), np.float32)
+    return (torch.from_numpy(pixels) / 255.0 * 2.0 - 1.0).movedim(-1, 0)[None]
+
+
+IMAGE_ENCODER = Component(
+    name="image_encoder",
+    folder="image_encoder",
+    library="transformers",
+    class_name="SiglipVisionModel",
+    config=MappingProxyType(
+        {
+            "hidden_size": 1152,
+            "image_size": VISION_SIZE,
+            "intermediate_size": 4304,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 27,
+            "patch_size": 14,
+        }
+    ),
+    tiny=MappingProxyType(
+        {
+            "architectures": ["SiglipVisionModel"],
+            "hidden_size": 28,
+            "image_size": VISION_SIZE,
+            "intermediate_size": 50,
+            "num_attention_heads": 7,
+            "num_hidden_layers": 3,
+            "patch_size": 14,
+        }
+    ),
+    blocks=("encoder.layers",),
+    trim=trim_vision,
+    rules=(
+        Rule("embeddings.*.weight", REPLICATED),
+        Rule("encoder.layers.*.self_attn.out_proj.weight", (None, None, "all_heads")),
+        Rule("encoder.layers.*.self_attn.*.weight", (None, "all_heads", None)),
+        Rule("encoder.layers.*.mlp.fc1.weight", (None, "all_mlp", None)),
+        Rule("encoder.layers.*.mlp.fc2.weight", (None, None, "all_mlp")),
+    ),
+)
+
+VAE_ENCODER = replace(
+    VAE_DECODER,
+    name="vae_encoder",
+    only=("encoder.",),
+    rules=(Rule("encoder.**.weight", REPLICATED),),
+)
+
+_TRANSFORMER = replace(
+    hunyuan15.TRANSFORMER,
+    config=MappingProxyType({**hunyuan15.TRANSFORMER.config, "task_type": "i2v"}),
+    tiny=MappingProxyType({**hunyuan15.TRANSFORMER.tiny, "task_type": "i2v"}),
+)
+
+PROMPT = (
+    "A small sailing boat glides over a calm sea at sunset. The sail sways gently, sunlight glitters on the waves, "
+    "clouds drift slowly behind the hills. The camera stays still."
+)
+
+SPEC = replace(
+    hunyuan15.SPEC,
+    name="hunyuanvideo1.5-i2v-720p",
+    title="HunyuanVideo 1.5 I2V",
+    hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
+    tiny_id="tiny/hunyuan15i2v",
+    pipeline_classes=("HunyuanVideo15ImageToVideoPipeline",),
+    components=(
+        hunyuan15.TEXT_ENCODER,
+        hunyuan15.GLYPH_ENCODER,
+        IMAGE_ENCODER,
+        _TRANSFORMER,
+        VAE_ENCODER,
+        VAE_DECODER,
+    ),
+    texts=MappingProxyType({"prompt": PROMPT, "negative_prompt": hunyuan15.NEGATIVE_PROMPT}),
+    scheduler=MappingProxyType({**hunyuan15.SCHEDULER, "shift": 7.0}),
+    index=MappingProxyType({**hunyuan15.SPEC.index, "feature_extractor": ("transformers", "SiglipImageProcessor")}),
+    files=MappingProxyType(
+        {
+            **hunyuan15.SPEC.files,
+            "feature_extractor/preprocessor_config.json": {
+                "image_processor_type": "SiglipImageProcessor",
+                "image_mean": [0.5, 0.5, 0.5],
+                "image_std": [0.5, 0.5, 0.5],
+                "resample": 3,
+                "size": {"height": VISION_SIZE, "width": VISION_SIZE},
+            },
+        }
+    ),
+    condition_shapes=condition_shapes,
+    encode_image=encode_image,
+)

@@ -1,0 +1,251 @@
+"""HunyuanVideo 1.5's two texts: the prompt by Qwen2.5-VL, and what it has in quotes by ByT5."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ...sharding.rules import REPLICATED, Rule
+from ..spec import Component, TextEncoding
+
+if TYPE_CHECKING:
+    # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
+    import numpy as np
+    import torch
+
+PROMPT = 'A girl holds up a paper that says "Hello" in a sunny garden, a cat sleeps beside her.'
+NEGATIVE_PROMPT = ""
+# Tokens of the two texts, and of the system message before the first, which upstream cuts off the states.
+MAX_TOKENS, MAX_GLYPHS, PREFIX = 1000, 256, 108
+# Upstream takes the states before the last layers and before the final norm.
+LAYERS_SKIPPED = 2
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def system_message() -> str:
+    """What upstream tells the language model before the prompt."""
+    import inspect
+
+    from diffusers import HunyuanVideo15Pipeline
+
+    return inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters["system_message"].default
+
+
+def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.ndarray]":
+    """Ids `[rows, 108 + 1000]` of a conversation with the prompt; the mask `[rows, 1000]` of what follows 108."""
+    import numpy as np
+    from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
+
+    tokens = tokenizer.apply_chat_template(
+        format_text_input(list(prompts), system_message()),
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        padding="max_length",
+        max_length=PREFIX + MAX_TOKENS,
+        truncation=True,
+        return_tensors="np",
+    )
+    ids, mask = (tokens[name].astype(np.int32) for name in ("input_ids", "attention_mask"))
+    if not mask[:, : PREFIX + 1].all():
+        raise ValueError("the checkpoint's tokenizer pads on the left or has another chat template; it cannot be used.")
+    return ids, mask[:, PREFIX:]
+
+
+def tokenize_glyphs(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.ndarray]":
+    """Ids and mask `[rows, 256]` of what a prompt has in quotes; zeros where it has nothing."""
+    import numpy as np
+    from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
+
+    ids, mask = (np.zeros((len(prompts), MAX_GLYPHS), np.int32) for _ in range(2))
+    for row, prompt in enumerate(prompts):
+        if (glyphs := extract_glyph_texts(prompt)) is not None:
+            tokens = tokenizer(glyphs, padding="max_length", max_length=MAX_GLYPHS, truncation=True)
+            ids[row], mask[row] = tokens["input_ids"], tokens["attention_mask"]
+    return ids, mask
+
+
+def encode_text(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """Tokens `[rows, 108 + length]` to states `[rows, length, dim]` of the layers that `trim_text` leaves."""
+    import torch
+
+    rows, length = ids.shape
+    prefix = length - mask.shape[1]
+    real = torch.cat([torch.ones_like(ids[:, :prefix]), mask], dim=1).bool()
+    position = torch.arange(length, device=ids.device)
+    allowed = (position[:, None] >= position[None, :])[None, None] & real[:, None, None, :]
+    # Upstream makes this mask itself, but asks its values on the way; a prepared one is taken as it is.
+    states = encoder(ids, attention_mask={"full_attention": allowed}, use_cache=False).last_hidden_state
+    return states[:, prefix:], None
+
+
+def trim_text(encoder: Any) -> None:
+    import torch
+
+    encoder.layers = encoder.layers[:-LAYERS_SKIPPED]
+    encoder.norm = torch.nn.Identity()
+
+
+def encode_glyphs(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """Tokens `[rows, 256]` to states; zeros for a row without any."""
+    import torch
+
+    states = encoder(ids, mask).last_hidden_state
+    return torch.where(mask.any(dim=1)[:, None, None], states, torch.zeros_like(states)), None
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A real Qwen2 tokenizer whose merges are learnt from the words that it will see first."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import Qwen2Tokenizer
+
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
+    learner.train_from_iterator([system_message(), PROMPT], trainer)
+    bpe = learner.model
+    bpe_folder = folder / "learnt"
+    bpe_folder.mkdir(parents=True)
+    vocab, merges = models.BPE.read_file(*bpe.save(str(bpe_folder)))
+    for path in bpe_folder.iterdir():
+        path.unlink()
+    bpe_folder.rmdir()
+    Qwen2Tokenizer(
+        vocab={**vocab, "<|endoftext|>": len(vocab)},
+        merges=merges,
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+        chat_template=CHAT_TEMPLATE,
+        padding_side="right",
+    ).save_pretrained(folder)
+
+
+def write_glyph_tokenizer(folder: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer().save_pretrained(folder)
+
+
+TEXT_ENCODER = Component(
+    name="text_encoder",
+    folder="text_encoder",
+    library="transformers",
+    class_name="Qwen2_5_VLTextModel",
+    config=MappingProxyType(
+        {
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "max_position_embeddings": 128000,
+            "max_window_layers": 28,
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-6,
+            "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"},
+            "rope_theta": 1000000.0,
+            "vocab_size": 152064,
+        }
+    ),
+    tiny=MappingProxyType(
+        {
+            "architectures": ["Qwen2_5_VLTextModel"],
+            "hidden_size": 60,
+            "intermediate_size": 100,
+            "max_position_embeddings": 2048,
+            "max_window_layers": 5,
+            "num_attention_heads": 6,
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-6,
+            "rope_scaling": {"mrope_section": [1, 2, 2], "rope_type": "default", "type": "default"},
+            "rope_theta": 1000000.0,
+            "vocab_size": 703,
+            "bos_token_id": None,
+            "eos_token_id": 700,
+            # Large enough that a prompt's words matter.
+            "initializer_range": 0.2,
+        }
+    ),
+    blocks=("layers",),
+    trim=trim_text,
+    rules=(
+        Rule("embed_tokens.weight", (None, "all_embed")),
+        Rule("layers.*.self_attn.o_proj.weight", (None, None, "all_heads")),
+        Rule("layers.*.self_attn.*.weight", (None, "all_heads", None)),
+        Rule("layers.*.mlp.down_proj.weight", (None, None, "all_mlp")),
+        Rule("layers.*.mlp.*.weight", (None, "all_mlp", None)),
+    ),
+)
+
+GLYPH_ENCODER = Component(
+    name="text_encoder_2",
+    folder="text_encoder_2",
+    library="transformers",
+    class_name="T5EncoderModel",
+    # ByT5-small with the 1126 tokens for fonts and colours of Glyph-SDXL-v2.
+    config=MappingProxyType(
+        {
+            "d_ff": 3584,
+            "d_kv": 64,
+            "d_model": 1472,
+            "feed_forward_proj": "gated-gelu",
+            "num_heads": 6,
+            "num_layers": 12,
+            "relative_attention_max_distance": 128,
+            "relative_attention_num_buckets": 32,
+            "vocab_size": 1510,
+        }
+    ),
+    tiny=MappingProxyType(
+        {
+            "d_ff": 90,
+            "d_kv": 10,
+            "d_model": 44,
+            "dropout_rate": 0.0,
+            "feed_forward_proj": "gated-gelu",
+            "num_heads": 3,
+            "num_layers": 2,
+            "relative_attention_max_distance": 128,
+            "relative_attention_num_buckets": 32,
+            "vocab_size": 384,
+        }
+    ),
+    aliases=MappingProxyType({"encoder.embed_tokens.weight": "shared.weight"}),
+    rules=(
+        Rule("shared.weight", (None, "all_embed")),
+        Rule("encoder.block.*.layer.0.SelfAttention.relative_attention_bias.weight", REPLICATED),
+        Rule("encoder.block.*.layer.0.SelfAttention.o.weight", (None, "all_heads")),
+        Rule("encoder.block.*.layer.0.SelfAttention.*.weight", ("all_heads", None)),
+        Rule("encoder.block.*.layer.1.DenseReluDense.wo.weight", (None, "all_mlp")),
+        Rule("encoder.block.*.layer.1.DenseReluDense.*.weight", ("all_mlp", None)),
+    ),
+)
+
+TEXTS_ENCODED = (
+    TextEncoding(
+        name="text",
+        component="text_encoder",
+        tokenizer_folder="tokenizer",
+        tokenizer_class="Qwen2Tokenizer",
+        max_length=MAX_TOKENS,
+        prefix=PREFIX,
+        width_key="text_embed_dim",
+        tokenize=tokenize,
+        encode=encode_text,
+        write_tokenizer=write_tokenizer,
+    ),
+    TextEncoding(
+        name="text_2",
+        component="text_encoder_2",
+        tokenizer_folder="tokenizer_2",
+        tokenizer_class="ByT5Tokenizer",
+        max_length=MAX_GLYPHS,
+        width_key="text_embed_2_dim",
+        tokenize=tokenize_glyphs,
+        encode=encode_glyphs,
+        write_tokenizer=write_glyph_tokenizer,
+    ),
+)

@@ -1,0 +1,202 @@
+"""HunyuanVideo 1.5's VAE: decoding one latent frame at a time, with its attention in pieces that fit."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ...sharding.rules import REPLICATED, Rule
+from ..spec import Call, Component, Report, Settings
+
+if TYPE_CHECKING:
+    # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
+    import jax
+    import torch
+
+
+def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
+    """One latent frame a call, what later frames look back at carried from one to the next: 1 frame, then 4 each.
+
+    Upstream decodes the whole video at once. No frame sees later ones, neither by convolution nor by attention, so this
+    is the same.
+    """
+    import torch
+
+    total = latents.shape[2]
+    report(0, total)
+    unseen = torch.zeros(latents[:, :1].shape)
+    frames, memory = call("vae_decoder", decode_first, latents[:, :, :1], unseen, place="image")
+    for index in range(1, total):
+        yield frames
+        report(index, total)
+        latent = latents[:, :, index : index + 1]
+        frames, memory = call("vae_decoder", decode_next, latent, memory, place="image", carries=True)
+    yield frames
+    report(total, total)
+
+
+def decode_first(vae: Any, latent: "torch.Tensor", unseen: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
+    """The first latent frame `[1, 32, 1, h, w]` to one frame. `unseen`: zeros `[1, 1, T, h, w]` for a video of T."""
+    return _decode_frame(vae, latent, unseen, [])
+
+
+def decode_next(
+    vae: Any, latent: "torch.Tensor", memory: "list[torch.Tensor]"
+) -> "tuple[torch.Tensor, list[torch.Tensor]]":
+    """The next latent frame to frames `[4, 16h, 16w, 3]` in 0..1, and the memory after it.
+
+    `memory` is which of the last T frames there were, and, in the order of use, the last inputs of each convolution and
+    the last T keys and values of the attention.
+    """
+    return _decode_frame(vae, latent, memory[0], memory[1:])
+
+
+def _decode_frame(
+    vae: Any, latent: "torch.Tensor", seen: "torch.Tensor", memory: "list[torch.Tensor]"
+) -> "tuple[torch.Tensor, list[torch.Tensor]]":
+    import torch
+    from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as upstream
+
+    from .. import bridge
+
+    given = iter(memory)
+    seen = torch.cat([seen[:, :, 1:], torch.ones_like(seen[:, :, :1])], dim=2)
+    kept = [seen]
+
+    def convolve_later(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
+        past = next(given) if memory else repeated(conv, x)
+        x = torch.cat([past, x], dim=2)
+        kept.append(x[:, :, -past.shape[2] :])
+        return convolve(conv, x)
+
+    def attend(attention: Any, x: "torch.Tensor") -> "torch.Tensor":
+        normed = attention.norm(x)
+        for new in (attention.to_k(normed), attention.to_v(normed)):
+            past = next(given) if memory else torch.zeros_like(new).repeat_interleave(seen.shape[2], dim=2)
+            kept.append(torch.cat([past[:, :, 1:], new], dim=2))
+        return attention.proj_out(bridge.inside(attend_to_seen, attention.to_q(normed), *kept[-2:], seen)) + x
+
+    decoder = vae.decoder
+    for module in decoder.modules():
+        if isinstance(module, upstream.HunyuanVideo15CausalConv3d):
+            module.forward = partial(convolve_later, module)
+        elif isinstance(module, upstream.HunyuanVideo15AttnBlock):
+            module.forward = partial(attend, module)
+        elif isinstance(module, upstream.HunyuanVideo15Upsample) and module.add_temporal_upsample and memory:
+            module.forward = partial(_upsample_later, module)
+    frames = decoder(latent)[0].permute(1, 2, 3, 0).float() / 2 + 0.5
+    return frames.clamp(0.0, 1.0), kept
+
+
+def repeated(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
+    """What a causal convolution sees before the first frame: that frame."""
+    return x[:, :, :1].repeat_interleave(conv.time_causal_padding[4], dim=2)
+
+
+def convolve(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
+    """Upstream's causal convolution of `[1, dim, frames, h, w]`, the frames before it included.
+
+    Upstream repeats the edges of pictures. A padded width does not divide over chips, and nearly every pixel would move
+    to another one; so the width is padded with zeros, by the convolution itself, and what its repeated edges give is
+    added to the outer columns.
+    """
+    import torch
+    from torch.nn.functional import conv3d, pad
+
+    left, right, *above_and_below = conv.time_causal_padding[:4]
+    assert (left, right, conv.pad_mode) == (1, 1, "replicate")
+    weight = conv.conv.weight
+    x = pad(x, (0, 0, *above_and_below, 0, 0), mode="replicate")
+    out = conv3d(x, weight, conv.conv.bias, padding=(0, 0, 1))
+    column = torch.arange(out.shape[-1], device=out.device)
+    for edge, seen_by in ((0, weight[..., :1]), (out.shape[-1] - 1, weight[..., -1:])):
+        added = conv3d(x[..., edge : edge + 1], seen_by)
+        out = out + torch.where(column == edge, added, torch.zeros_like(added))
+    return out
+
+
+def convolve_image(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
+    """The same for a video of one frame."""
+    import torch
+
+    return convolve(conv, torch.cat([repeated(conv, x), x], dim=2))
+
+
+def prepare_image_encoder(encoder: Any) -> None:
+    """Makes upstream's encoder one for a single frame, that can be split over chips."""
+    from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as upstream
+
+    for module in encoder.modules():
+        if isinstance(module, upstream.HunyuanVideo15CausalConv3d):
+            module.forward = partial(convolve_image, module)
+        elif isinstance(module, upstream.HunyuanVideo15AttnBlock):
+            module.forward = partial(attend_to_image, module)
+
+
+def _upsample_later(upsample: Any, x: "torch.Tensor") -> "torch.Tensor":
+    """Upstream's temporal upsampling of frames after the first, which alone is not doubled in time."""
+    double = partial(upsample._dcae_upsample_rearrange, r1=2, r2=2, r3=2)
+    return double(upsample.conv(x)) + double(x).repeat_interleave(repeats=upsample.repeats, dim=1)
+
+
+def attend_to_image(attention: Any, x: "torch.Tensor") -> "torch.Tensor":
+    """Upstream's attention of one frame `[1, dim, 1, h, w]`, without its mask of pixels by pixels."""
+    import torch
+
+    from .. import bridge
+
+    normed = attention.norm(x)
+    heads = (attention.to_q(normed), attention.to_k(normed), attention.to_v(normed))
+    return attention.proj_out(bridge.inside(attend_to_seen, *heads, torch.ones_like(x[:, :1]))) + x
+
+
+def attend_to_seen(q: "jax.Array", k: "jax.Array", v: "jax.Array", seen: "jax.Array") -> "jax.Array":
+    """Exact attention of one frame `[batch, dim, 1, h, w]` to all pixels of those frames `[batch, dim, T, h, w]` for
+    which `seen` `[batch, 1, T, h, w]` is not zero.
+
+    There is one head of 1024, too wide for the attention kernel; the scores of a 720p frame to 31 are 0.2 GiB on each
+    of 8 chips.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    batch, dim = q.shape[:2]
+    keys, values, visible = (x.reshape(batch, x.shape[1], -1) for x in (k, v, seen))
+    scores = jnp.einsum("bchw,bcs->bhws", q[:, :, 0], keys, preferred_element_type=jnp.float32) * dim**-0.5
+    weights = jax.nn.softmax(jnp.where(visible[:, :, None] > 0, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bhws,bcs->bchw", weights.astype(v.dtype), values)[:, :, None]
+
+
+def finish(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
+    """Latents in the VAE's own scale."""
+    return sample / vae_config["scaling_factor"]
+
+
+VAE_DECODER = Component(
+    name="vae_decoder",
+    folder="vae",
+    library="diffusers",
+    class_name="AutoencoderKLHunyuanVideo15",
+    config=MappingProxyType(
+        {
+            "block_out_channels": (128, 256, 512, 1024, 1024),
+            "latent_channels": 32,
+            "layers_per_block": 2,
+            "scaling_factor": 1.03682,
+        }
+    ),
+    tiny=MappingProxyType(
+        {
+            "block_out_channels": (4, 8, 8, 16, 64),
+            "latent_channels": 32,
+            "layers_per_block": 1,
+            "scaling_factor": 1.03682,
+        }
+    ),
+    only=("decoder.",),
+    rules=(
+        # The upsampling convolutions of the first blocks have 216 and 108 million weights, all others at most 27.
+        Rule("decoder.up_blocks.*.upsamplers.0.conv.conv.weight", ("fsdp", None, None, None, None)),
+        Rule("decoder.**.weight", REPLICATED),
+    ),
+)

@@ -1,0 +1,202 @@
+"""Mistral Small 3 as the text encoder of Flux.2: conversation, tokens, the states of three layers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ...sharding.rules import Rule
+from ..spec import Component, TextEncoding
+
+MAX_TOKENS = 512
+# The states after this many layers of the text encoder, side by side, are the prompt; later layers are not needed.
+STATES = (10, 20, 30)
+
+if TYPE_CHECKING:
+    # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
+    import numpy as np
+    import torch
+
+
+# What upstream's template makes of a system message and a prompt, in the form of the tokenizer's own.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% set text = message['content'] | map(attribute='text') | join('') %}"
+    "{% if message['role'] == 'system' %}[SYSTEM_PROMPT]{{ text }}[/SYSTEM_PROMPT]"
+    "{% else %}[INST]{{ text }}[/INST]{% endif %}{% endfor %}"
+)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer with the real one's special tokens, template and side of padding."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[IMG]", "<pad>")
+    pieces = (*special, *sorted(pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        padding_side="left",
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(folder)
+
+
+def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.ndarray]":
+    """Ids and mask of the prompts in upstream's conversation, `[rows, 512]` int32, padded on the tokenizer's side."""
+    import numpy as np
+    from diffusers.pipelines.flux2.pipeline_flux2 import format_input
+    from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
+
+    tokens = tokenizer.apply_chat_template(
+        format_input(prompts=list(prompts), system_message=SYSTEM_MESSAGE),
+        add_generation_prompt=False,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="np",
+        padding="max_length",
+        truncation=True,
+        max_length=MAX_TOKENS,
+    )
+    return tokens["input_ids"].astype(np.int32), tokens["attention_mask"].astype(np.int32)
+
+
+def trim_text_encoder(module: "torch.nn.Module") -> None:
+    """Drops the layers after the last state that is read."""
+    model: Any = module.get_submodule("model.language_model")
+    model.layers = model.layers[: max(STATES)]
+
+
+def encode_text(module: "torch.nn.Module", ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """`[rows, 512]` tokens to `[rows, 512, 3 * dim]`: three layers' states, those of padding included."""
+    import types
+
+    import torch
+
+    from ..modules import Scan
+
+    model: Any = module.get_submodule("model.language_model")
+    layers = model.layers
+    layers.scan = Scan(collect=True)
+    layers.block.self_attn.forward = types.MethodType(attend_causally, layers.block.self_attn)
+    embeds = model.embed_tokens(ids)
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    layers(
+        embeds,
+        attention_mask=mask.to(torch.bool)[:, None, None, :] & (positions <= positions.T),
+        position_embeddings=model.rotary_emb(embeds, position_ids=positions),
+    )
+    states = layers.take_collected()
+    return torch.cat([states[layer - 1] for layer in STATES], dim=-1), None
+
+
+def attend_causally(
+    attn: Any,
+    hidden_states: "torch.Tensor",
+    position_embeddings: "tuple[torch.Tensor, torch.Tensor]",
+    attention_mask: "torch.Tensor",
+    **_: Any,
+) -> "tuple[torch.Tensor, None]":
+    """`MistralAttention.forward` with torch's meaning of a row that sees nothing, as padding before a text: zeros."""
+    import torch
+    from transformers.models.mistral.modeling_mistral import apply_rotary_pos_emb, repeat_kv
+
+    heads = [
+        project(hidden_states).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2)
+        for project in (attn.q_proj, attn.k_proj, attn.v_proj)
+    ]
+    query, key = apply_rotary_pos_emb(heads[0], heads[1], *position_embeddings)
+    key, value = (repeat_kv(x, attn.num_key_value_groups) for x in (key, heads[2]))
+    scores = (query @ key.transpose(2, 3)).float() * attn.scaling
+    weights = torch.where(attention_mask, scores, torch.finfo(torch.float32).min).softmax(dim=-1)
+    weights = torch.where(attention_mask, weights, 0.0).to(value.dtype)
+    return attn.o_proj((weights @ value).transpose(1, 2).flatten(2)), None
+
+
+# Published checkpoints name the language model in either way, with the vision tower beside it.
+TEXT_NAMES = {"language_model.model.": "model.language_model.", "language_model.": "model.language_model."}
+
+TEXT_ENCODER = Component(
+    name="text_encoder",
+    folder="text_encoder",
+    library="transformers",
+    class_name="Mistral3ForConditionalGeneration",
+    # The vision tower is never used and keeps upstream's defaults.
+    config=MappingProxyType(
+        {
+            "text_config": {
+                "head_dim": 128,
+                "hidden_size": 5120,
+                "intermediate_size": 32768,
+                "max_position_embeddings": 131072,
+                "model_type": "mistral",
+                "num_attention_heads": 32,
+                "num_hidden_layers": 40,
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-05,
+                "rope_theta": 1000000000.0,
+                "sliding_window": None,
+                "vocab_size": 131072,
+            },
+        }
+    ),
+    tiny=MappingProxyType(
+        {
+            "image_token_index": 7,
+            "text_config": {
+                "head_dim": 12,
+                "hidden_size": 40,
+                "intermediate_size": 72,
+                "max_position_embeddings": 1024,
+                "model_type": "mistral",
+                "num_attention_heads": 6,
+                "num_hidden_layers": 31,
+                "num_key_value_heads": 2,
+                "rms_norm_eps": 1e-05,
+                "rope_theta": 10000.0,
+                "sliding_window": None,
+                "vocab_size": 280,
+            },
+            "vision_config": {
+                "head_dim": 8,
+                "hidden_size": 16,
+                "image_size": 28,
+                "intermediate_size": 24,
+                "model_type": "pixtral",
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+                "patch_size": 14,
+            },
+        }
+    ),
+    blocks=("model.language_model.layers",),
+    only=("model.language_model.embed_tokens.", "model.language_model.layers."),
+    aliases=MappingProxyType(TEXT_NAMES),
+    trim=trim_text_encoder,
+    rules=(
+        Rule("model.language_model.embed_tokens.weight", (None, "all_embed")),
+        Rule("model.language_model.layers.*.self_attn.o_proj.weight", (None, None, "all_heads")),
+        Rule("model.language_model.layers.*.self_attn.*.weight", (None, "all_heads", None)),
+        Rule("model.language_model.layers.*.mlp.down_proj.weight", (None, None, "all_mlp")),
+        Rule("model.language_model.layers.*.mlp.*.weight", (None, "all_mlp", None)),
+    ),
+)
+
+TEXT = TextEncoding(
+    name="text",
+    component="text_encoder",
+    tokenizer_folder="tokenizer",
+    tokenizer_class="PixtralProcessor",
+    max_length=MAX_TOKENS,
+    width_key="joint_attention_dim",
+    tokenize=tokenize,
+    encode=encode_text,
+    write_tokenizer=write_tokenizer,
+)

@@ -1,0 +1,400 @@
+"""Wan 2.1 text to video: Wan-AI/Wan2.1-T2V-14B-Diffusers. The oracle is `diffusers.WanPipeline`."""
+
+import html
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ...sharding.rules import REPLICATED, Rule
+from ..spec import (
+    Call,
+    Component,
+    FloatLimit,
+    IntLimit,
+    LatentGeometry,
+    ModelSpec,
+    Report,
+    Settings,
+    TextEncoding,
+)
+
+PROMPT = "A cat and a dog baking a cake together in a kitchen."
+MAX_TOKENS = 512
+NEGATIVE_PROMPT = "Bright tones, overexposed, static, blurred details, low quality"
+
+if TYPE_CHECKING:
+    # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
+    import jax
+    import numpy as np
+    import torch
+
+
+def clean_prompt(prompt: str) -> str:
+    """Mended encoding, resolved HTML entities, single spaces: as upstream does it."""
+    import ftfy
+
+    text = html.unescape(html.unescape(ftfy.fix_text(prompt))).strip()
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def write_tokenizer(folder: Path) -> None:
+    from .. import tiny
+
+    tiny.write_t5_tokenizer(folder, (PROMPT, NEGATIVE_PROMPT))
+
+
+def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.ndarray]":
+    """Ids and mask, `[rows, 512]` int32."""
+    import numpy as np
+
+    tokens = tokenizer(
+        [clean_prompt(prompt) for prompt in prompts],
+        padding="max_length",
+        max_length=MAX_TOKENS,
+        truncation=True,
+        return_tensors="np",
+    )
+    return tokens["input_ids"].astype(np.int32), tokens["attention_mask"].astype(np.int32)
+
+
+def encode_text(encoder: "torch.nn.Module", ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """`[rows, length]` tokens to `[rows, length, dim]` states, zero after each prompt's end."""
+    states = encoder(ids, mask).last_hidden_state
+    return states * mask.unsqueeze(-1).to(states.dtype), None
+
+
+def predict(
+    transformer: "torch.nn.Module", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+) -> "torch.Tensor":
+    """The flow (velocity) of `[rows, 16, latent_frames, latent_height, latent_width]` at one timestep."""
+    return transformer(sample, timestep.expand(sample.shape[0]), inputs["text"], return_dict=False)[0]
+
+
+class WanProcessor:
+    """`diffusers`' `WanAttnProcessor` with rotary embedding and attention in JAX."""
+
+    def __init__(self, attend: Callable[..., "jax.Array"]) -> None:
+        self.attend = attend
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: "torch.Tensor",
+        encoder_hidden_states: "torch.Tensor | None" = None,
+        attention_mask: None = None,
+        rotary_emb: "tuple[torch.Tensor, torch.Tensor] | None" = None,
+    ) -> "torch.Tensor":
+        from .. import bridge
+
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(source))
+        heads = [x.unflatten(2, (attn.heads, -1)) for x in (query, key, attn.to_v(source))]
+        if rotary_emb is not None:
+            heads[:2] = [bridge.inside(rotate, x, *rotary_emb) for x in heads[:2]]
+        return attn.to_out[0](bridge.inside(self.attend, *heads).flatten(2, 3))
+
+
+def rotate(x: "jax.Array", cos: "jax.Array", sin: "jax.Array") -> "jax.Array":
+    """Rotary embedding of the pairs `(2i, 2i + 1)` of `[batch, seq, heads, head_dim]`; tables `[1, seq, 1, head_dim]`.
+
+    The partner of each element comes from a product with a matrix of one +1 or -1 per row, which is exact in any
+    format. Strided writes would become scatters, and rolls relayouts: 17 of 37 million cycles of a 14B block.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    swap = np.zeros((x.shape[-1], x.shape[-1]), np.float32)
+    even = np.arange(0, x.shape[-1], 2)
+    swap[even + 1, even], swap[even, even + 1] = -1.0, 1.0
+    partner = jnp.matmul(x, jnp.asarray(swap, x.dtype), precision=jax.lax.Precision.HIGHEST)
+    return (x * cos + partner * sin).astype(x.dtype)
+
+
+def prepare_denoiser(network: Any, sequence: Any) -> None:
+    """Puts our attention, token placement and patch embedding where upstream lets us."""
+    import types
+
+    blocks = network.blocks("blocks")
+    blocks.block.attn1.set_processor(WanProcessor(sequence.self_attention))
+    blocks.block.attn2.set_processor(WanProcessor(sequence.cross_attention))
+
+    def enter(values: dict[str, Any]) -> dict[str, Any]:
+        tables = tuple(sequence.pad_tokens(table) for table in values["rotary_emb"])
+        return {**values, "hidden_states": sequence.shard_tokens(values["hidden_states"]), "rotary_emb": tables}
+
+    blocks.scan = sequence.scan("blocks", enter)
+    embedding = network.module.patch_embedding
+    embedding.forward = types.MethodType(embed_patches, embedding)
+
+
+def embed_patches(embedding: Any, latents: "torch.Tensor") -> "torch.Tensor":
+    """The patch convolution as one matrix product over patches.
+
+    A convolution's output cannot be split by tokens; the patches can, and are 80 times smaller.
+    """
+    pt, ph, pw = embedding.kernel_size
+    rows, channels, frames, height, width = latents.shape
+    patches = latents.reshape(rows, channels, frames // pt, pt, height // ph, ph, width // pw, pw)
+    patches = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
+    tokens = patches.to(embedding.weight.dtype) @ embedding.weight.flatten(1).T + embedding.bias
+    return tokens.transpose(1, 2)
+
+
+def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
+    """One latent frame a call, the causal caches carried from one to the next: 1 frame, then 4 each."""
+    total = latents.shape[2]
+    report(0, total)
+    frames, caches = call("vae_decoder", decode_first, latents[:, :, :1], place="image")
+    for index in range(1, total):
+        yield frames
+        report(index, total)
+        latent = latents[:, :, index : index + 1]
+        frames, caches = call("vae_decoder", decode_next, latent, caches, place="image", carries=True)
+    yield frames
+    report(total, total)
+
+
+def decode_next(vae: Any, latent: "torch.Tensor", caches: list) -> "tuple[torch.Tensor, list]":
+    """One latent frame `[1, 16, 1, h, w]` to frames `[frames, 8h, 8w, 3]` in 0..1, and the causal caches after it.
+
+    `caches` is upstream's `feat_cache`: None before the first chunk, then what the last chunk returned.
+    """
+    caches = list(caches)
+    first = all(cache is None for cache in caches)
+    frames = vae.decoder(vae.post_quant_conv(latent), feat_cache=caches, feat_idx=[0], first_chunk=first)
+    return (frames[0].permute(1, 2, 3, 0).float() / 2 + 0.5).clamp(0.0, 1.0), caches
+
+
+def decode_first(vae: Any, latent: "torch.Tensor") -> "tuple[torch.Tensor, list]":
+    """The first latent frame. Its caches come out in the shape that later ones have, so that one program serves those.
+
+    Upstream knows three structures of caches: none, after the first chunk (one frame each, and the mark "Rep" where
+    time is not yet doubled), after the second. Zeros in front of the first chunk's caches give the same numbers.
+    """
+    from .. import bridge
+
+    empty = [None] * vae._cached_conv_counts["decoder"]
+    frames, caches = decode_next(vae, latent, empty)
+    later = bridge.shapes(lambda latent: decode_next(vae, latent, decode_next(vae, latent, empty)[1])[1], latent)
+    return frames, lengthened(caches, later, latent)
+
+
+def lengthened(caches: list, shapes: list, like: "torch.Tensor") -> "list[torch.Tensor | None]":
+    """The first chunk's causal caches in the `shapes` of later ones, zeros in front; `like` gives the format."""
+    import torch
+
+    def lengthen(cache: Any, shape: tuple[int, ...] | None) -> "torch.Tensor | None":
+        if shape is None:  # upstream counts a cache for every convolution; the 1x1x1 shortcuts use none
+            return None
+        kept = cache.shape[2] if isinstance(cache, torch.Tensor) else 0
+        missing = torch.zeros((*shape[:2], shape[2] - kept, *shape[3:]), dtype=like.dtype, device=like.device)
+        return torch.cat([missing, cache], dim=2) if kept else missing
+
+    return [lengthen(cache, shape) for cache, shape in zip(caches, shapes, strict=True)]
+
+
+def finish(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
+    """Normalised latents in the VAE's own scale; upstream's own arithmetic, to the bit."""
+    mean, std = latent_stats(vae_config)
+    return sample / (1.0 / std) + mean
+
+
+def latent_stats(config: Mapping[str, Any]) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Mean and standard deviation of the latent channels, `[1, 16, 1, 1, 1]` each, from the VAE's config."""
+    import torch
+
+    mean, std = (torch.tensor(config[key]).view(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std"))
+    return mean, std
+
+
+TEXT_ENCODER = Component(
+    name="text_encoder",
+    folder="text_encoder",
+    library="transformers",
+    class_name="UMT5EncoderModel",
+    config=MappingProxyType(
+        {
+            "d_ff": 10240,
+            "d_kv": 64,
+            "d_model": 4096,
+            "feed_forward_proj": "gated-gelu",
+            "num_heads": 64,
+            "num_layers": 24,
+            "relative_attention_max_distance": 128,
+            "relative_attention_num_buckets": 32,
+            "vocab_size": 256384,
+        }
+    ),
+    tiny=MappingProxyType(
+        {
+            "d_ff": 72,
+            "d_kv": 8,
+            "d_model": 40,
+            "dropout_rate": 0.0,
+            "feed_forward_proj": "gated-gelu",
+            "num_heads": 5,
+            "num_layers": 2,
+            "relative_attention_max_distance": 128,
+            "relative_attention_num_buckets": 32,
+            "vocab_size": 200,
+        }
+    ),
+    blocks=("encoder.block",),
+    # Checkpoints hold the one embedding under either name.
+    aliases=MappingProxyType({"encoder.embed_tokens.weight": "shared.weight"}),
+    rules=(
+        Rule("shared.weight", (None, "all_embed")),
+        Rule("encoder.block.*.layer.0.SelfAttention.q.weight", (None, "all_heads", None)),
+        Rule("encoder.block.*.layer.0.SelfAttention.k.weight", (None, "all_heads", None)),
+        Rule("encoder.block.*.layer.0.SelfAttention.v.weight", (None, "all_heads", None)),
+        Rule("encoder.block.*.layer.0.SelfAttention.o.weight", (None, None, "all_heads")),
+        Rule("encoder.block.*.layer.1.DenseReluDense.wi_0.weight", (None, "all_mlp", None)),
+        Rule("encoder.block.*.layer.1.DenseReluDense.wi_1.weight", (None, "all_mlp", None)),
+        Rule("encoder.block.*.layer.1.DenseReluDense.wo.weight", (None, None, "all_mlp")),
+    ),
+)
+
+TRANSFORMER_RULES = (
+    # Biases, norms and modulation tables of a block are rows of `[layers, dim]`: at most 2.4 MB in bfloat16.
+    Rule("blocks.**.bias", REPLICATED),
+    Rule("blocks.*.*.norm_q.weight", REPLICATED),
+    Rule("blocks.*.*.norm_k.weight", REPLICATED),
+    Rule("blocks.*.norm2.weight", REPLICATED),
+    Rule("blocks.*.scale_shift_table", REPLICATED),
+    Rule("blocks.*.*.to_out.0.weight", (None, "fsdp", None), otherwise=((None, None, "fsdp"),)),
+    Rule("blocks.*.*.*.weight", (None, "fsdp", None), otherwise=((None, None, "fsdp"),)),
+    Rule("blocks.*.ffn.net.0.proj.weight", (None, "fsdp", None), otherwise=((None, None, "fsdp"),)),
+    Rule("blocks.*.ffn.net.2.weight", (None, "fsdp", None), otherwise=((None, None, "fsdp"),)),
+    Rule("condition_embedder.time_proj.weight", ("fsdp", None), otherwise=((None, "fsdp"),)),
+    Rule("condition_embedder.*.*.weight", ("fsdp", None), otherwise=((None, "fsdp"),)),
+)
+
+TRANSFORMER = Component(
+    name="transformer",
+    folder="transformer",
+    library="diffusers",
+    class_name="WanTransformer3DModel",
+    config=MappingProxyType(
+        {
+            "attention_head_dim": 128,
+            "cross_attn_norm": True,
+            "eps": 1e-6,
+            "ffn_dim": 13824,
+            "freq_dim": 256,
+            "in_channels": 16,
+            "num_attention_heads": 40,
+            "num_layers": 40,
+            "out_channels": 16,
+            "patch_size": (1, 2, 2),
+            "qk_norm": "rms_norm_across_heads",
+            "rope_max_seq_len": 1024,
+            "text_dim": 4096,
+        }
+    ),
+    tiny=MappingProxyType(
+        {
+            "attention_head_dim": 24,
+            "cross_attn_norm": True,
+            "eps": 1e-6,
+            "ffn_dim": 200,
+            "freq_dim": 32,
+            "in_channels": 16,
+            "num_attention_heads": 6,
+            "num_layers": 3,
+            "out_channels": 16,
+            "patch_size": (1, 2, 2),
+            "qk_norm": "rms_norm_across_heads",
+            "rope_max_seq_len": 1024,
+            "text_dim": 40,
+        }
+    ),
+    blocks=("blocks",),
+    rules=TRANSFORMER_RULES,
+)
+
+# The published VAE's, which are upstream's defaults too.
+LATENTS_MEAN = (
+    -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
+    0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921,
+)  # fmt: skip
+LATENTS_STD = (
+    2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743,
+    3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160,
+)  # fmt: skip
+
+VAE_DECODER = Component(
+    name="vae_decoder",
+    folder="vae",
+    library="diffusers",
+    class_name="AutoencoderKLWan",
+    config=MappingProxyType({"base_dim": 96, "z_dim": 16, "latents_mean": LATENTS_MEAN, "latents_std": LATENTS_STD}),
+    tiny=MappingProxyType({"base_dim": 8, "z_dim": 16, "num_res_blocks": 1}),
+    only=("decoder.", "post_quant_conv."),
+    # 0.1 GiB in all: whole on every chip.
+    rules=(Rule("decoder.**.weight", REPLICATED),),
+)
+
+# As the published checkpoint configures it; `flow_shift` is overridden by the sampler's widget.
+SCHEDULER = MappingProxyType(
+    {
+        "_class_name": "UniPCMultistepScheduler",
+        "final_sigmas_type": "zero",
+        "flow_shift": 3.0,
+        "lower_order_final": True,
+        "num_train_timesteps": 1000,
+        "predict_x0": True,
+        "prediction_type": "flow_prediction",
+        "solver_order": 2,
+        "solver_type": "bh2",
+        "timestep_spacing": "linspace",
+        "use_flow_sigmas": True,
+    }
+)
+
+SPEC = ModelSpec(
+    name="wan2.1-t2v-14b",
+    family="Wan21",
+    title="Wan 2.1 T2V 14B",
+    category="Wan2.1",
+    hub_id="Wan-AI/Wan2.1-T2V-14B-Diffusers",
+    tiny_id="tiny/wan21",
+    pipeline_classes=("WanPipeline",),
+    components=(TEXT_ENCODER, TRANSFORMER, VAE_DECODER),
+    geometry=LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(1, 2, 2)),
+    texts_encoded=(
+        TextEncoding(
+            name="text",
+            component="text_encoder",
+            tokenizer_folder="tokenizer",
+            tokenizer_class="T5TokenizerFast",
+            max_length=MAX_TOKENS,
+            width_key="text_dim",
+            tokenize=tokenize,
+            encode=encode_text,
+            write_tokenizer=write_tokenizer,
+        ),
+    ),
+    inputs=MappingProxyType(
+        {
+            "height": IntLimit(default=720, low=64, high=1920, multiple_of=16),
+            "width": IntLimit(default=1280, low=64, high=1920, multiple_of=16),
+            "num_frames": IntLimit(default=81, low=1, high=241, multiple_of=4, plus=1),
+            "num_inference_steps": IntLimit(default=50, low=1, high=100),
+            "guidance_scale": FloatLimit(default=5.0, low=0.0, high=20.0),
+            "seed": IntLimit(default=2025, low=0, high=2**64 - 1),
+            "flow_shift": FloatLimit(default=5.0, low=0.1, high=20.0, step=0.5),
+            "fps": IntLimit(default=16, low=1, high=120),
+        }
+    ),
+    texts=MappingProxyType({"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT}),
+    tiny_inputs=MappingProxyType({"height": 80, "width": 112}),
+    scheduler=SCHEDULER,
+    shift_key="flow_shift",
+    prepare_denoiser=prepare_denoiser,
+    predict=predict,
+    decode=decode,
+    finish=finish,
+)

@@ -1,0 +1,322 @@
+"""The programs of a model, built from its spec and a checkpoint's configs. Shapes only: no weights here."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from ..sharding.mesh import Mesh, make_mesh
+from ..sharding.rules import Layout
+from ..sharding.shape import MeshShape
+from . import bridge, load, modules, schedule
+from . import sequence as sequences
+from .precision import Precision
+from .program import Program
+from .spec import ModelSpec, Settings
+
+Config = Mapping[str, Any]
+Place = Literal["whole", "image"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What programs are compiled for: these devices, in this precision."""
+
+    devices: tuple[jax.Device, ...]
+    precision: Precision
+
+    def mesh(self, shape: MeshShape) -> Mesh:
+        return make_mesh(self.devices, shape)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.precision)
+
+
+def image_mesh(num_devices: int, height: int, width: int) -> MeshShape:
+    """Image width on `sp`, height on `dp`: as many chips as divide both; the rest repeat the work."""
+
+    def used(shape: MeshShape) -> tuple[int, int]:
+        return shape.dp * shape.sp, shape.sp
+
+    shapes = (
+        MeshShape(dp=dp, sp=sp, tp=num_devices // (dp * sp))
+        for dp in range(1, num_devices + 1)
+        for sp in range(1, num_devices // dp + 1)
+        if num_devices % (dp * sp) == 0 and height % dp == 0 and width % sp == 0
+    )
+    return max(shapes, key=used)
+
+
+def shaped(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+
+def call_program(
+    spec: ModelSpec,
+    component: str,
+    config: Config,
+    target: Target,
+    function: Callable[..., tuple[Any, Any]],
+    args: tuple[Any, ...],
+    *,
+    place: Place,
+    carries: bool,
+) -> Program:
+    """`(weights, *args) -> (result, carried)` for one call of a stage (see `spec.Call`). `args` have shape and dtype.
+
+    Floating arguments reach the network in the target's format; the result leaves as float32.
+    """
+    network = modules.build(spec.component(component), config)
+    mesh, sharding = _placed(target, args, place)
+    whole = NamedSharding(mesh, P())
+    layouts = load.layouts(network, mesh, target.precision)
+
+    def run(weights: load.Weights, *args: Any) -> tuple[Any, Any]:
+        weights = {name: _in_use(mesh, name, x, layouts[name]) for name, x in weights.items()}
+        args = jax.tree.map(lambda x: x.astype(target.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, args)
+        if place == "image":
+            args = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), args)
+        result, carried = bridge.functional(network.module, weights, function, *args)
+        return jax.tree.map(lambda x: x.astype(jnp.float32), result), carried
+
+    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    return Program(
+        name=f"{component}.{function.__name__}",
+        fn=run,
+        args=(load.abstract(network, mesh, target.precision), *wanted),
+        mesh=mesh,
+        precision=target.precision,
+        donate=(len(args),) if carries else (),
+        out_shardings=(whole, sharding),
+        weights=(component,),
+    )
+
+
+def _in_use(mesh: Mesh, name: str, weight: Array, layout: Layout) -> Array:
+    """A weight outside scanned blocks, gathered where it is only split at rest."""
+    if f".{modules.LAYER}." in name or layout.in_use == layout.at_rest:
+        return weight
+    return jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, P(*layout.in_use)))
+
+
+def _placed(target: Target, args: tuple[Any, ...], place: Place) -> tuple[Mesh, NamedSharding]:
+    if place == "whole":
+        mesh = target.mesh(MeshShape(sp=len(target.devices)))
+        return mesh, NamedSharding(mesh, P())
+    height, width = min(x.shape[-2:] for x in jax.tree.leaves(args))
+    mesh = target.mesh(image_mesh(len(target.devices), height, width))
+    rank = len(jax.tree.leaves(args)[0].shape)
+    return mesh, NamedSharding(mesh, P(*[None] * (rank - 2), "dp", "sp"))
+
+
+def denoise_program(
+    spec: ModelSpec,
+    config: Config,
+    target: Target,
+    settings: Settings,
+    *,
+    num_memory: int,
+    timestep_dtype: Any,
+    mesh_shape: MeshShape | None = None,
+    references: Mapping[str, tuple[int, ...]] | None = None,
+) -> Program:
+    """One step: `(weights, state, row, timestep, inputs, guidance) -> state`.
+
+    `state` is the sample and the solver's memory, float32 and donated; `row` is the solver's (see `schedule`); `inputs`
+    are the text and the condition by name (see `spec.ModelSpec`).
+    """
+    component = spec.component(spec.experts[0])
+    branches = spec.branches(settings)
+    default = spec.mesh(len(target.devices), branches)
+    mesh = target.mesh(mesh_shape or default.for_heads(int(config.get(spec.heads_key, default.tp))))
+    latent_shape = spec.geometry.latent_shape(settings)
+    network = modules.build(component, config)
+    tokens = sequences.Sequence(
+        mesh=mesh,
+        num_tokens=spec.geometry.num_tokens(latent_shape),
+        policy=spec.attention,
+        layouts=load.layouts(network, mesh, target.precision),
+    )
+    spec.prepare_denoiser(network, tokens)
+
+    def step(
+        weights: load.Weights,
+        state: schedule.State,
+        row: Float[Array, "rows columns"],
+        timestep: Array,
+        inputs: dict[str, Array],
+        guidance: Float[Array, ""],
+    ) -> schedule.State:
+        sample = jnp.broadcast_to(state[0].astype(target.dtype), (branches, *latent_shape[1:]))
+        sample = tokens.constrain(sample, "dp")
+        inputs = {name: _branched(x, branches, target.dtype) for name, x in inputs.items()}
+        weights = tokens.use_outside_blocks(weights)
+        output = bridge.functional(
+            network.module, weights, spec.predict, sample, timestep[None], {**inputs, "guidance": guidance[None]}
+        ).astype(jnp.float32)
+        if branches == 2:
+            output = output[1:] + guidance * (output[:1] - output[1:])
+        return schedule.advance(state, output, row)
+
+    latents = shaped(mesh, latent_shape, jnp.float32)
+    rows = 1 + num_memory
+    return Program(
+        name="denoise_step",
+        fn=step,
+        args=(
+            load.abstract(network, mesh, target.precision),
+            (latents,) * rows,
+            shaped(mesh, (rows, rows + 1), jnp.float32),
+            shaped(mesh, (), timestep_dtype),
+            denoiser_inputs(spec, config, mesh, branches, latent_shape, references or {}),
+            shaped(mesh, (), jnp.float32),
+        ),
+        mesh=mesh,
+        precision=target.precision,
+        donate=(1,),
+        out_shardings=(NamedSharding(mesh, P()),) * rows,
+        runs=settings.num_inference_steps,
+        weights=spec.experts,
+    )
+
+
+def _branched(x: Array, branches: int, dtype: jnp.dtype) -> Array:
+    """An input for every branch, floating ones in the network's format."""
+    x = x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return jnp.broadcast_to(x, (branches, *x.shape[1:]))
+
+
+def denoiser_inputs(
+    spec: ModelSpec,
+    config: Config,
+    mesh: Mesh,
+    branches: int,
+    latent_shape: tuple[int, ...],
+    references: Mapping[str, tuple[int, ...]],
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a denoiser's inputs: every text encoding with its lengths, the condition and the references."""
+    inputs = {}
+    for text in spec.texts_encoded:
+        width = int(config[text.width_key])
+        inputs[text.name] = shaped(mesh, (branches, text.max_length, width), jnp.float32, "dp")
+        inputs[f"{text.name}_length"] = shaped(mesh, (branches,), jnp.int32, "dp")
+    for name, shape in {**spec.conditions(config, latent_shape), **references}.items():
+        inputs[name] = shaped(mesh, shape, jnp.float32)
+    return inputs
+
+
+@dataclass
+class Recorder:
+    """A `spec.Call` that runs nothing: it notes the programs that a stage would run, and how often."""
+
+    spec: ModelSpec
+    target: Target
+    programs: dict[tuple, Program] = field(default_factory=dict)
+    runs: dict[tuple, int] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        component: str,
+        function: Callable[..., tuple[Any, Any]],
+        *args: Any,
+        place: Place = "whole",
+        carries: bool = False,
+    ) -> tuple[Any, Any]:
+        key = call_key(component, function, args, place)
+        if key not in self.programs:
+            config = self.spec.component(component).config
+            self.programs[key] = call_program(
+                self.spec, component, config, self.target, function, abstract_args(args), place=place, carries=carries
+            )
+        self.runs[key] = self.runs.get(key, 0) + 1
+        result, carried = self._shapes(key)
+        # Zeros without memory behind them: stages may slice and join what they get.
+        return jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), result), carried
+
+    @functools.cache  # noqa: B019 - a recorder lives as long as its plan
+    def _shapes(self, key: tuple) -> tuple[Any, Any]:
+        program = self.programs[key]
+        return jax.eval_shape(program.fn, *program.args)
+
+    __hash__ = object.__hash__
+
+
+def call_key(component: str, function: Callable, args: tuple[Any, ...], place: Place) -> tuple:
+    """What two calls share when one program serves both."""
+    leaves, tree = jax.tree.flatten(abstract_args(args))
+    return (component, function.__qualname__, place, str(tree), tuple((x.shape, str(x.dtype)) for x in leaves))
+
+
+def abstract_args(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Shapes and dtypes of host arrays, torch tensors, device arrays or shapes."""
+
+    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+        dtype = np.dtype(str(x.dtype).removeprefix("torch.")) if isinstance(x, torch.Tensor) else x.dtype
+        return jax.ShapeDtypeStruct(tuple(x.shape), dtype)
+
+    return jax.tree.map(shape_of, args)
+
+
+def for_spec(
+    spec: ModelSpec,
+    settings: Settings,
+    devices: Sequence[jax.Device],
+    *,
+    precision: Precision = "bfloat16",
+    mesh_shape: MeshShape | None = None,
+    stages: Sequence[str] = ("encode", "image", "denoise", "decode"),
+) -> tuple[Program, ...]:
+    """Every program of one generation with the real architecture: what `plan` compiles, without a checkpoint."""
+    target = Target(devices=tuple(devices), precision=precision)
+    recorder = Recorder(spec, target)
+    configs = {component.name: component.config for component in spec.components}
+    latent_shape = spec.geometry.latent_shape(settings)
+    found: list[Program] = []
+    if "encode" in stages:
+        for text in spec.texts_encoded:
+            rows = 2 if spec.guidance == "cfg" else 1
+            ids, mask = (np.zeros((rows, n), np.int32) for n in (text.prefix + text.max_length, text.max_length))
+            recorder(text.component, text.encode, ids, mask)
+    if "image" in stages and spec.encode_image is not None:
+        image = torch.zeros(()).expand(1, settings.height, settings.width, 3)
+        spec.encode_image(recorder, image, settings, configs[spec.vae])
+    if "denoise" in stages:
+        scheduler = schedule.scheduler_from(spec.scheduler)
+        arguments = spec.solver_arguments(spec.scheduler, latent_shape, settings)
+        solver = schedule.probe(scheduler, settings.num_inference_steps, **arguments)
+        found.append(
+            denoise_program(
+                spec,
+                configs[spec.experts[0]],
+                target,
+                settings,
+                num_memory=solver.num_memory,
+                timestep_dtype=solver.timesteps.dtype,
+                mesh_shape=mesh_shape,
+            )
+        )
+    if "decode" in stages:
+        samples = spec.finish(torch.zeros(()).expand(latent_shape), settings, configs[spec.vae])
+        for _ in spec.decode(recorder, samples, lambda done, total: None):
+            pass
+    recorded = [_with_runs(program, recorder.runs[key]) for key, program in recorder.programs.items()]
+    return (
+        *(p for p in recorded if p.weights != (spec.vae,)),
+        *found,
+        *(p for p in recorded if p.weights == (spec.vae,)),
+    )
+
+
+def _with_runs(program: Program, runs: int) -> Program:
+    from dataclasses import replace
+
+    return replace(program, runs=runs)

@@ -1,0 +1,302 @@
+"""What a model is, as data: components, architecture numbers, geometry, limits, recipe. No torch, no devices here."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from ..attention.policy import AttentionPolicy
+from ..sharding.rules import Rule
+from ..sharding.shape import MeshShape
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntLimit:
+    """A whole number with `low <= value <= high` and `value % multiple_of == plus`."""
+
+    default: int
+    low: int
+    high: int
+    multiple_of: int = 1
+    plus: int = 0
+
+    def problem(self, value: Any) -> str | None:
+        """What is wrong with `value`, with the nearest values that would do; None if it is fine."""
+        if isinstance(value, bool) or not isinstance(value, int):
+            return f"is {value!r}; it must be a whole number between {self.low} and {self.high}."
+        if self.low <= value <= self.high and (value - self.plus) % self.multiple_of == 0:
+            return None
+        rule = f"between {self.low} and {self.high}"
+        if self.multiple_of > 1 and self.plus:
+            rule = f"{self.multiple_of}k + {self.plus} {rule}"
+        elif self.multiple_of > 1:
+            rule = f"a multiple of {self.multiple_of} {rule}"
+        return f"is {value}; it must be {rule}. Use {self._nearest(value)}."
+
+    def _nearest(self, value: int) -> str:
+        below = self.plus + (value - self.plus) // self.multiple_of * self.multiple_of
+        clipped = sorted({min(max(near, self.low), self.high) for near in (below, below + self.multiple_of)})
+        if not self.low <= value <= self.high:
+            return str(clipped[0] if value < self.low else clipped[-1])
+        return " or ".join(str(near) for near in clipped)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FloatLimit:
+    """A number with `low <= value <= high`; `step` is only the widget's."""
+
+    default: float
+    low: float
+    high: float
+    step: float = 0.1
+
+    def problem(self, value: Any) -> str | None:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return f"is {value!r}; it must be a number between {self.low} and {self.high}."
+        if self.low <= value <= self.high:
+            return None
+        near = self.low if value < self.low else self.high
+        return f"is {value}; it must be between {self.low} and {self.high}. Use {near}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """One neural network of a model, as a folder of its checkpoint.
+
+    `config` holds the real architecture (the published `config.json`), `tiny` that of the built-in checkpoint. `blocks`
+    are the attribute paths of lists of equal blocks, each traced once and scanned. `only` keeps the parameters whose
+    names start so (a decoder of a whole VAE). `aliases` maps names in checkpoints to the module's (tied weights); one
+    that ends in a dot stands for all names that start so. `trim(module)` may drop what is not needed (layers after the
+    last that is read) and fold a weight: give it a shape with one dimension cut into `(groups, size)`, so that a fused
+    projection can be split within each group.
+    """
+
+    name: str
+    folder: str
+    library: str
+    class_name: str
+    config: Mapping[str, Any]
+    tiny: Mapping[str, Any]
+    rules: tuple[Rule, ...]
+    blocks: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    trim: Callable[[Any], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentGeometry:
+    """How pixels become latents and tokens. An image model has `stride_t` 0 and latents without a frame dimension."""
+
+    channels: int
+    stride_t: int
+    stride_hw: int
+    patch_thw: tuple[int, int, int]
+
+    def latent_frames(self, num_frames: int) -> int:
+        """Latent frames of a video whose first frame is a latent frame of its own, padded to whole patches."""
+        frames = (num_frames - 1) // self.stride_t + 1
+        return -(-frames // self.patch_thw[0]) * self.patch_thw[0]
+
+    def latent_shape(self, settings: "Settings") -> tuple[int, ...]:
+        """`[1, channels, latent_frames, latent_height, latent_width]`, for an image without the frames."""
+        frames = (self.latent_frames(settings.num_frames),) if self.stride_t else ()
+        return (1, self.channels, *frames, settings.height // self.stride_hw, settings.width // self.stride_hw)
+
+    def num_tokens(self, latent_shape: tuple[int, ...]) -> int:
+        patch = self.patch_thw if self.stride_t else self.patch_thw[1:]
+        return math.prod(size // part for size, part in zip(latent_shape[2:], patch, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEncoding:
+    """One text encoder's part in the conditioning.
+
+    `tokenize(tokenizer, prompts)` gives ids and mask, `[rows, max_length]` int32 each; `encode(module, ids, mask)`
+    gives states `[rows, max_length, dim]`. With a `prefix`, ids start with that many tokens more, which are always
+    there and whose states are dropped. `width_key` is where the denoiser's config names `dim`.
+    `write_tokenizer(folder)` makes the tiny checkpoint's tokenizer, of class `tokenizer_class`.
+    """
+
+    name: str
+    component: str
+    tokenizer_folder: str
+    tokenizer_class: str
+    max_length: int
+    width_key: str
+    tokenize: Callable[[Any, Sequence[str]], tuple[Any, Any]]
+    encode: Callable[..., Any]
+    write_tokenizer: Callable[[Path], None]
+    prefix: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What one generation is asked for. Sizes in pixels and frames; `shift` is the scheduler's flow shift."""
+
+    height: int
+    width: int
+    num_frames: int = 1
+    num_inference_steps: int
+    guidance_scale: float
+    seed: int = 0
+    shift: float | None = None
+    guidance_scale_2: float | None = None
+
+
+class Call(Protocol):
+    """How a stage's host code runs a network: `function(module, *args) -> (result, carried)`, compiled once per shape.
+
+    `result` comes back on the host; `carried` stays on the devices, to be passed to the next call (and is donated by
+    it when it is the last argument). With `place="image"` the last two dimensions of every argument are an image's
+    height and width (or multiples of the smallest one's) and are split over the chips; with `"whole"` every chip gets
+    everything.
+    """
+
+    def __call__(
+        self,
+        component: str,
+        function: Callable[..., tuple[Any, Any]],
+        *args: Any,
+        place: Literal["whole", "image"] = "whole",
+        carries: bool = False,
+    ) -> tuple[Any, Any]: ...
+
+
+# (done, total) -> None: moves the bar and lets the host cancel.
+Report = Callable[[int, int], None]
+
+
+def plain_noise(spec: "ModelSpec", settings: Settings, generator: "torch.Generator") -> "torch.Tensor":
+    """Standard normal noise in the layout of the latents."""
+    import torch
+
+    return torch.randn(spec.geometry.latent_shape(settings), generator=generator, dtype=torch.float32)
+
+
+def no_arguments(config: Mapping[str, Any], latent_shape: tuple[int, ...], settings: Settings) -> dict[str, Any]:
+    return {}
+
+
+def no_condition(latent_shape: tuple[int, ...]) -> dict[str, tuple[int | str, ...]]:
+    return {}
+
+
+def guidance_first(num_devices: int, branches: int) -> MeshShape:
+    """Guidance's two branches side by side where the count is even; all other chips share the sequence."""
+    dp = 2 if branches == 2 and num_devices % 2 == 0 else 1
+    return MeshShape(dp=dp, sp=num_devices // dp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model. `inputs` are the limits of its nodes' widgets, by widget name.
+
+    The functions, all pure, see upstream's torch modules as their first argument inside a traced program:
+
+    - `prepare_denoiser(network, sequence)` puts our attention and token placement into the denoiser (see `sequence`).
+    - `predict(denoiser, sample, timestep, inputs)` is one denoiser call. `sample` is `[branches, *latent]`, `timestep`
+      `[1]`; `inputs` holds `[branches, length, dim]` and `<name>_length` `[branches]` of every text encoding, the
+      arrays of `condition_shapes`, and `guidance` `[1]`.
+    - `decode(call, latents, report)` turns LATENT samples of one video (torch, CPU float32, `[1, channels, ...]`) into
+      frames `[frames, height, width, 3]` in 0..1 (numpy or torch, float32).
+    - `finish(sample, settings, vae_config)` brings the solver's last sample into the scale and layout of LATENT.
+    - `noise(spec, settings, generator)` draws the first sample as upstream does.
+    - `solver_arguments(scheduler_config, latent_shape, settings)` are the arguments of upstream's `set_timesteps`.
+    - `encode_image(call, image, settings, vae_config)` gives the arrays of `condition_shapes`, where the model takes an
+      image `[1, height, width, 3]` in 0..1.
+      With `references` images are optional and of any number and size: it gets `[number, height, width, 3]` and gives
+      an array for each, named `reference_<index>`; there is no `condition_shapes` then.
+    - `mesh(num_devices, branches)` says how the denoiser's chips are arranged. Where `tp` does not divide the heads,
+      which the denoiser's config names `heads_key`, the rest of it goes to `sp`.
+
+    `index` and `files` (JSON, by path) are what else the built-in checkpoint holds.
+
+    `guidance` is "cfg" (two branches while `guidance_scale` is above 1: row 0 the prompt, row 1 the negative prompt) or
+    "embedded" (one branch, the network is told the scale).
+    """
+
+    name: str
+    family: str
+    title: str
+    category: str
+    hub_id: str
+    tiny_id: str
+    pipeline_classes: tuple[str, ...]
+    components: tuple[Component, ...]
+    geometry: LatentGeometry
+    texts_encoded: tuple[TextEncoding, ...]
+    inputs: Mapping[str, IntLimit | FloatLimit]
+    texts: Mapping[str, str]
+    tiny_inputs: Mapping[str, int]
+    scheduler: Mapping[str, Any]
+    guidance: Literal["cfg", "embedded"] = "cfg"
+    shift_key: str | None = None
+    experts: tuple[str, ...] = ("transformer",)
+    vae: str = "vae_decoder"
+    index: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    prepare_denoiser: Callable[..., None]
+    predict: Callable[..., Any]
+    decode: Callable[[Call, Any, Report], Any]
+    finish: Callable[..., Any]
+    noise: Callable[..., Any] = plain_noise
+    solver_arguments: Callable[..., dict[str, Any]] = no_arguments
+    condition_shapes: Callable[[tuple[int, ...]], dict[str, tuple[int | str, ...]]] = no_condition
+    encode_image: Callable[..., dict[str, Any]] | None = None
+    references: bool = False
+    mesh: Callable[[int, int], MeshShape] = guidance_first
+    heads_key: str = "num_attention_heads"
+    attention: AttentionPolicy = field(default_factory=AttentionPolicy)
+
+    @property
+    def is_image(self) -> bool:
+        """Whether it makes a picture, not a video."""
+        return self.geometry.stride_t == 0
+
+    @property
+    def needs_condition(self) -> bool:
+        """Whether the denoiser cannot run without an encoded image."""
+        return bool(self.condition_shapes(self.geometry.latent_shape(self.default_settings())))
+
+    def default_settings(self) -> Settings:
+        """The settings that the nodes show at first."""
+        defaults = {name: limit.default for name, limit in self.inputs.items()}
+        names = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "guidance_scale_2", "seed")
+        shift = defaults.get("flow_shift", defaults.get("shift"))
+        return Settings(shift=shift, **{name: defaults[name] for name in names if name in defaults})
+
+    def conditions(self, config: Mapping[str, Any], latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """`condition_shapes`, where a dimension may be named: as the denoiser's `config` names it."""
+        shapes = self.condition_shapes(latent_shape)
+        return {
+            name: tuple(int(config[dim]) if isinstance(dim, str) else dim for dim in shape)
+            for name, shape in shapes.items()
+        }
+
+    def component(self, name: str) -> Component:
+        return next(component for component in self.components if component.name == name)
+
+    def branches(self, settings: Settings) -> int:
+        """How many rows a step of the denoiser has: 2 with classifier-free guidance."""
+        return 2 if self.guidance == "cfg" and settings.guidance_scale > 1 else 1
+
+    def check_input(self, name: str, value: Any) -> None:
+        """Raises `ValueError` with a sentence for the user if widget `name` may not hold `value`."""
+        limit = self.inputs.get(name)
+        if limit is not None and (problem := limit.problem(value)):
+            raise ValueError(f"{self.title}: {name} {problem}")
+
+    def check_settings(self, settings: Settings) -> None:
+        """Checks every field of `settings` that is a widget of this model."""
+        for name in ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "seed"):
+            self.check_input(name, getattr(settings, name))
+        if settings.shift is not None:
+            self.check_input("flow_shift", settings.shift)
+            self.check_input("shift", settings.shift)
+        if settings.guidance_scale_2 is not None:
+            self.check_input("guidance_scale_2", settings.guidance_scale_2)

@@ -1,0 +1,116 @@
+"""The three stages as the nodes call them. Cheap to import: torch and JAX come in when a stage runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from . import checkpoint, models, precision
+from .progress import Progress
+from .spec import ModelSpec, Settings
+
+if TYPE_CHECKING:
+    import torch
+
+# ComfyUI's CONDITIONING: one tensor `[1, length, dim]` with a dict that says where it comes from.
+Conditioning = list
+# An encoded image: a dict of CPU tensors with the family and the size it was encoded for.
+Condition = dict
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRef:
+    """Which model to use: a description, no weights. `folders` are searched for `model_id`."""
+
+    spec_name: str
+    model_id: str
+    precision: str = "auto"
+    folders: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.model_id} ({self.precision})"
+
+    @property
+    def spec(self) -> ModelSpec:
+        return models.spec_by_name(self.spec_name)
+
+    def locate(self) -> checkpoint.Checkpoint:
+        return checkpoint.locate(self.spec, self.model_id, self.folders)
+
+
+def variant(spec: ModelSpec, model_id: str, folders: tuple[str, ...] = ()) -> ModelSpec:
+    """The model of the family of `spec` that `model_id` is, by its id or by what its folder says; else `spec` itself.
+
+    A family's models have the same encoders and decoder for text and video, and so the same nodes.
+    """
+    family = [spec, *(other for other in models.SPECS if other.family == spec.family and other.name != spec.name)]
+    for one in family if len(family) > 1 else ():
+        if model_id.strip() in (one.hub_id, one.tiny_id):
+            return one
+    for one in family if len(family) > 1 else ():
+        try:
+            checkpoint.locate(one, model_id, folders)
+        except checkpoint.CheckpointError:
+            continue
+        return one
+    return spec
+
+
+def check_model(model: ModelRef) -> None:
+    """Raises `ValueError` with a sentence for the user where `model` cannot work. Reads no weights, no network."""
+    precision.check_choice(model.precision)
+    model.locate().check()
+
+
+def encode_prompt(
+    model: ModelRef, prompt: str, negative_prompt: str, *, progress: Progress
+) -> tuple[Conditioning, Conditioning | None]:
+    """Prompt and negative prompt as CONDITIONING, CPU float32; no negative one where the model has no use for it."""
+    from .engine import engine
+
+    return engine().encode(model, prompt, negative_prompt, progress)
+
+
+def denoise(
+    model: ModelRef,
+    settings: Settings,
+    prompt_embeds: Conditioning,
+    negative_prompt_embeds: Conditioning | None,
+    *,
+    progress: Progress,
+    condition: Condition | None = None,
+) -> dict[str, Any]:
+    """From noise to LATENT `{"samples": [1, channels, frames, h, w]}`, CPU float32, in the scale of the VAE."""
+    model.spec.check_settings(settings)
+    from .engine import engine
+
+    return engine().denoise(model, settings, prompt_embeds, negative_prompt_embeds, progress, condition)
+
+
+def encode_image(model: ModelRef, image: "torch.Tensor", size: Mapping[str, int], *, progress: Progress) -> Condition:
+    """An IMAGE `[1, height, width, 3]` in 0..1 as the condition of a video of `size` (height, width, num_frames)."""
+    settings = replace(model.spec.default_settings(), **size)
+    model.spec.check_settings(settings)
+    from .engine import engine
+
+    return engine().encode_image(model, image, settings, progress)
+
+
+def decode(model: ModelRef, latents: dict[str, Any], *, progress: Progress) -> "torch.Tensor":
+    """LATENT to IMAGE `[frames, height, width, 3]`, CPU float32 in 0..1."""
+    from .engine import engine
+
+    return engine().decode(model, latents, progress)
+
+
+def compilation_summary() -> str:
+    """How many XLA programs this process compiled, and how many came from the persistent cache."""
+    from .telemetry import compilations
+
+    return str(compilations())
+
+
+def free() -> None:
+    """Drops weights and compiled programs from the devices; the next stage loads what it needs."""
+    from .engine import engine
+
+    engine().free()
