@@ -1,7 +1,7 @@
 """The models there are: one line each."""
 
 from ..spec import ModelSpec
-from . import flux2, hunyuan15, hunyuan15_i2v, wan21, wan22_i2v
+from . import cogvideox, flux2, hunyuan15, hunyuan15_i2v, wan21, wan22_i2v
 
 SPECS: tuple[ModelSpec, ...] = (
     wan21.SPEC,
@@ -9,6 +9,7 @@ SPECS: tuple[ModelSpec, ...] = (
     hunyuan15.SPEC,
     hunyuan15_i2v.SPEC,
     flux2.SPEC,
+    cogvideox.SPEC,
 )
 
 

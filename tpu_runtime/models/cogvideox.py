@@ -1,0 +1,377 @@
+"""CogVideoX 1.5 text to video: zai-org/CogVideoX1.5-5B. The oracle is `diffusers.CogVideoXPipeline`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ...sharding.rules import REPLICATED, Rule
+from ..spec import Component, FloatLimit, IntLimit, LatentGeometry, ModelSpec, Settings, TextEncoding
+from . import wan21
+from .cogvideox_vae import VAE_DECODER, decode
+
+if TYPE_CHECKING:
+    # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
+    import jax
+    import numpy as np
+    import torch
+
+PROMPT = (
+    "A panda, dressed in a small, red jacket and a tiny hat, sits on a wooden stool in a serene bamboo forest. The "
+    "panda's fluffy paws strum a miniature acoustic guitar, producing soft, melodic tunes. Nearby, a few other pandas "
+    "gather, watching curiously and some clapping in rhythm. Sunlight filters through the tall bamboo, casting a "
+    "gentle glow on the scene. The panda's face is expressive, showing concentration and joy as it plays. The "
+    "background includes a small, flowing stream and vibrant green foliage, enhancing the peaceful and magical "
+    "atmosphere of this unique musical performance."
+)
+MAX_TOKENS = 226
+GEOMETRY = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(2, 2, 2))
+
+
+def write_tokenizer(folder: Path) -> None:
+    from .. import tiny
+
+    tiny.write_t5_tokenizer(folder, (PROMPT,))
+
+
+def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.ndarray]":
+    """Ids and mask, `[rows, 226]` int32. Upstream takes prompts as they are."""
+    import numpy as np
+
+    tokens = tokenizer(list(prompts), padding="max_length", max_length=MAX_TOKENS, truncation=True, return_tensors="np")
+    return tokens["input_ids"].astype(np.int32), tokens["attention_mask"].astype(np.int32)
+
+
+def move_position_bias(encoder: Any) -> None:
+    """Takes the one table of relative positions out of T5's first block: then all blocks are equal."""
+    attention = encoder.encoder.block[0].layer[0].SelfAttention
+    encoder.encoder.relative_attention_bias = attention.relative_attention_bias
+    del attention.relative_attention_bias
+    attention.has_relative_attention_bias = False
+
+
+def encode_text(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """`[rows, length]` tokens to `[rows, length, dim]` states. Upstream masks nothing, here or in the denoiser."""
+    import torch
+
+    stack, config = encoder.encoder, encoder.config
+    position = torch.arange(ids.shape[1], device=ids.device)
+    buckets = stack.block.block.layer[0].SelfAttention._relative_position_bucket(
+        position[None, :] - position[:, None],
+        num_buckets=config.relative_attention_num_buckets,
+        max_distance=config.relative_attention_max_distance,
+    )
+    bias = stack.relative_attention_bias(buckets).permute(2, 0, 1)[None]
+    return stack.final_layer_norm(stack.block(encoder.shared(ids), position_bias=bias)), None
+
+
+def predict(
+    transformer: Any, sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+) -> "torch.Tensor":
+    """The velocity of `[rows, 16, latent_frames, latent_height, latent_width]` at one timestep."""
+    rows, _, *size = sample.shape
+    output = transformer(
+        hidden_states=sample.transpose(1, 2),
+        encoder_hidden_states=inputs["text"],
+        timestep=timestep.expand(rows),
+        image_rotary_emb=rotary_tables(transformer.config, size, sample.device),
+        return_dict=False,
+    )
+    return output[0].transpose(1, 2)
+
+
+def rotary_tables(config: Any, size: Sequence[int], device: Any) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Cosines and sines of every latent token, `[tokens, head_dim]`, for a latent's frames, height and width.
+
+    Positions count from 0, so a latent larger than `sample_height` and `sample_width`, where upstream's tables end,
+    only continues them.
+    """
+    from diffusers.models.embeddings import get_3d_rotary_pos_embed
+
+    frames, *grid = (side // patch for side, patch in zip(size, GEOMETRY.patch_thw, strict=True))
+    return get_3d_rotary_pos_embed(
+        config.attention_head_dim, None, grid, frames, grid_type="slice", max_size=tuple(grid), device=device
+    )
+
+
+class JointProcessor:
+    """`CogVideoXAttnProcessor2_0` with latents and text apart, and rotary embedding and attention in JAX."""
+
+    def __init__(self, attend: "Callable[..., tuple[jax.Array, jax.Array]]") -> None:
+        self.attend = attend
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: "torch.Tensor",
+        encoder_hidden_states: "torch.Tensor",
+        attention_mask: None,
+        image_rotary_emb: "tuple[torch.Tensor, torch.Tensor]",
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
+        from .. import bridge
+
+        def heads(source: "torch.Tensor") -> "list[torch.Tensor]":
+            query, key, value = (
+                project(source).unflatten(2, (attn.heads, -1)) for project in (attn.to_q, attn.to_k, attn.to_v)
+            )
+            return [attn.norm_q(query), attn.norm_k(key), value]
+
+        latent, text = heads(hidden_states), heads(encoder_hidden_states)
+        latent[:2] = [bridge.inside(wan21.rotate, x, *image_rotary_emb) for x in latent[:2]]
+        outputs = bridge.inside(self.attend, tuple(latent), tuple(text))
+        latent_out, text_out = (attn.to_out[0](x.flatten(2, 3)) for x in outputs)
+        return latent_out, text_out
+
+
+def run_block(
+    block: Any,
+    hidden_states: "torch.Tensor",
+    encoder_hidden_states: "torch.Tensor",
+    temb: "torch.Tensor",
+    image_rotary_emb: "tuple[torch.Tensor, torch.Tensor]",
+    attention_kwargs: None = None,
+) -> "tuple[torch.Tensor, torch.Tensor]":
+    """`CogVideoXBlock` with latents and text apart in the feed-forward too: joined, tokens would leave their chips."""
+    latent, text, gate, text_gate = block.norm1(hidden_states, encoder_hidden_states, temb)
+    latent, text = block.attn1(latent, encoder_hidden_states=text, image_rotary_emb=image_rotary_emb)
+    hidden_states = hidden_states + gate * latent
+    encoder_hidden_states = encoder_hidden_states + text_gate * text
+    latent, text, gate, text_gate = block.norm2(hidden_states, encoder_hidden_states, temb)
+    return hidden_states + gate * block.ff(latent), encoder_hidden_states + text_gate * block.ff(text)
+
+
+def modulate(linear: Any, gather: "Callable[[jax.Array], jax.Array]", embedding: "torch.Tensor") -> "torch.Tensor":
+    """The vector of all shifts, scales and gates: whole on every chip before it is cut into these."""
+    import torch
+
+    from .. import bridge
+
+    return bridge.inside(gather, torch.nn.functional.linear(embedding, linear.weight, linear.bias))
+
+
+def gather_vector(sequence: Any, axes: "tuple[str, ...] | None", vector: "jax.Array") -> "jax.Array":
+    """`[rows, dim]`, computed where the weights of `dim` lie, on `axes`; whole afterwards."""
+    return sequence.constrain(sequence.constrain(vector, None, axes), None, None)
+
+
+def prepare_denoiser(network: Any, sequence: Any) -> None:
+    """Puts our attention and token placement where upstream lets us."""
+    import types
+
+    transformer = network.module
+    config = transformer.config
+    if config.patch_size_t != GEOMETRY.patch_thw[0] or not config.use_rotary_positional_embeddings:
+        raise ValueError(
+            f"the checkpoint's transformer has patch_size_t {config.patch_size_t}, as CogVideoX 1.0; CogVideoX 1.5 "
+            f"has 2. Use {SPEC.hub_id}."
+        )
+    blocks = network.blocks("transformer_blocks")
+    blocks.block.attn1.set_processor(JointProcessor(sequence.joint_attention))
+    blocks.block.forward = types.MethodType(run_block, blocks.block)
+    for name in ("norm1", "norm2"):
+        linear = blocks.block.get_submodule(name).linear
+        weight = sequence.layouts[f"transformer_blocks.*.{name}.linear.weight"].in_use
+        linear.forward = partial(modulate, linear, partial(gather_vector, sequence, weight[1] if weight else None))
+
+    def enter(values: dict[str, Any]) -> dict[str, Any]:
+        tables = tuple(
+            sequence.constrain(sequence.pad_tokens(table[None, :, None]), None, "sp", None, None)
+            for table in values["image_rotary_emb"]
+        )
+        return {
+            **values,
+            "hidden_states": sequence.shard_tokens(values["hidden_states"]),
+            "encoder_hidden_states": sequence.constrain(values["encoder_hidden_states"], "dp", None, None),
+            "image_rotary_emb": tables,
+        }
+
+    blocks.scan = sequence.scan("transformer_blocks", enter, ("hidden_states", "encoder_hidden_states"))
+
+
+def noise(spec: ModelSpec, settings: Settings, generator: "torch.Generator") -> "torch.Tensor":
+    """Upstream draws frame by frame: its latents are `[1, latent_frames, 16, h, w]`."""
+    import torch
+
+    rows, channels, frames, *size = spec.geometry.latent_shape(settings)
+    drawn = torch.randn((rows, frames, channels, *size), generator=generator, dtype=torch.float32)
+    return drawn.transpose(1, 2).contiguous()
+
+
+def finish(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
+    """Latents in the VAE's own scale, without the frames at the start that fill up whole patches."""
+    padding = sample.shape[2] - ((settings.num_frames - 1) // GEOMETRY.stride_t + 1)
+    return 1 / vae_config["scaling_factor"] * sample[:, :, padding:]
+
+
+TEXT_ENCODER = Component(
+    name="text_encoder",
+    folder="text_encoder",
+    library="transformers",
+    class_name="T5EncoderModel",
+    config=MappingProxyType(
+        {
+            "d_ff": 10240,
+            "d_kv": 64,
+            "d_model": 4096,
+            "feed_forward_proj": "gated-gelu",
+            "num_heads": 64,
+            "num_layers": 24,
+            "relative_attention_max_distance": 128,
+            "relative_attention_num_buckets": 32,
+            "vocab_size": 32128,
+        }
+    ),
+    tiny=MappingProxyType(
+        {
+            "d_ff": 72,
+            "d_kv": 8,
+            "d_model": 40,
+            "dropout_rate": 0.0,
+            "feed_forward_proj": "gated-gelu",
+            "num_heads": 5,
+            "num_layers": 3,
+            "relative_attention_max_distance": 128,
+            "relative_attention_num_buckets": 32,
+            "vocab_size": 210,
+        }
+    ),
+    blocks=("encoder.block",),
+    aliases=MappingProxyType(
+        {
+            # Checkpoints hold the one embedding under either name.
+            "encoder.embed_tokens.weight": "shared.weight",
+            "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": (
+                "encoder.relative_attention_bias.weight"
+            ),
+        }
+    ),
+    trim=move_position_bias,
+    rules=wan21.TEXT_ENCODER.rules,
+)
+
+_GATHERED = (("fsdp", None), ((None, "fsdp"),))
+_BLOCK_GATHERED = ((None, "fsdp", None), ((None, None, "fsdp"),))
+
+TRANSFORMER = Component(
+    name="transformer",
+    folder="transformer",
+    library="diffusers",
+    class_name="CogVideoXTransformer3DModel",
+    config=MappingProxyType(
+        {
+            "attention_bias": True,
+            "attention_head_dim": 64,
+            "in_channels": 16,
+            "max_text_seq_length": MAX_TOKENS,
+            "num_attention_heads": 48,
+            "num_layers": 42,
+            "out_channels": 16,
+            "patch_bias": False,
+            "patch_size": 2,
+            "patch_size_t": 2,
+            "sample_frames": 81,
+            "sample_height": 96,
+            "sample_width": 170,
+            "text_embed_dim": 4096,
+            "time_embed_dim": 512,
+            "use_rotary_positional_embeddings": True,
+        }
+    ),
+    tiny=MappingProxyType(
+        {
+            "attention_bias": True,
+            "attention_head_dim": 16,
+            "in_channels": 16,
+            "max_text_seq_length": MAX_TOKENS,
+            "num_attention_heads": 6,
+            "num_layers": 3,
+            "out_channels": 16,
+            "patch_bias": False,
+            "patch_size": 2,
+            "patch_size_t": 2,
+            "sample_frames": 81,
+            "sample_height": 96,
+            "sample_width": 170,
+            "text_embed_dim": 40,
+            "time_embed_dim": 36,
+            "use_rotary_positional_embeddings": True,
+        }
+    ),
+    blocks=("transformer_blocks",),
+    rules=(
+        Rule("transformer_blocks.**.bias", REPLICATED),
+        Rule("transformer_blocks.*.attn1.norm_*.weight", REPLICATED),
+        Rule("transformer_blocks.*.*.norm.weight", REPLICATED),
+        # Modulation is of one vector: where its weights lie, it is computed, and the vector is gathered.
+        Rule("transformer_blocks.*.*.linear.weight", (None, "all_embed", None)),
+        Rule("transformer_blocks.*.attn1.**.weight", *_BLOCK_GATHERED),
+        Rule("transformer_blocks.*.ff.net.**.weight", *_BLOCK_GATHERED),
+        Rule("patch_embed.*.weight", *_GATHERED),
+        Rule("time_embedding.linear_*.weight", *_GATHERED),
+        Rule("norm_out.linear.weight", *_GATHERED),
+        Rule("proj_out.weight", *_GATHERED),
+    ),
+)
+
+# As the published checkpoint configures it.
+SCHEDULER = MappingProxyType(
+    {
+        "_class_name": "CogVideoXDDIMScheduler",
+        "beta_end": 0.012,
+        "beta_schedule": "scaled_linear",
+        "beta_start": 0.00085,
+        "clip_sample": False,
+        "num_train_timesteps": 1000,
+        "prediction_type": "v_prediction",
+        "rescale_betas_zero_snr": True,
+        "set_alpha_to_one": True,
+        "snr_shift_scale": 1.0,
+        "steps_offset": 0,
+        "timestep_spacing": "trailing",
+    }
+)
+
+SPEC = ModelSpec(
+    name="cogvideox1.5-5b",
+    family="CogVideoX",
+    title="CogVideoX 1.5 5B",
+    category="CogVideoX",
+    hub_id="zai-org/CogVideoX1.5-5B",
+    tiny_id="tiny/cogvideox",
+    pipeline_classes=("CogVideoXPipeline",),
+    components=(TEXT_ENCODER, TRANSFORMER, VAE_DECODER),
+    geometry=GEOMETRY,
+    texts_encoded=(
+        TextEncoding(
+            name="text",
+            component="text_encoder",
+            tokenizer_folder="tokenizer",
+            tokenizer_class="T5Tokenizer",
+            max_length=MAX_TOKENS,
+            width_key="text_embed_dim",
+            tokenize=tokenize,
+            encode=encode_text,
+            write_tokenizer=write_tokenizer,
+        ),
+    ),
+    inputs=MappingProxyType(
+        {
+            "height": IntLimit(default=720, low=64, high=1920, multiple_of=16),
+            "width": IntLimit(default=1280, low=64, high=1920, multiple_of=16),
+            "num_frames": IntLimit(default=81, low=1, high=161, multiple_of=8, plus=1),
+            "num_inference_steps": IntLimit(default=50, low=1, high=100),
+            "guidance_scale": FloatLimit(default=6.0, low=1.0, high=20.0),
+            "seed": IntLimit(default=42, low=0, high=2**64 - 1),
+            "fps": IntLimit(default=16, low=1, high=120),
+        }
+    ),
+    texts=MappingProxyType({"prompt": PROMPT, "negative_prompt": ""}),
+    tiny_inputs=MappingProxyType({"height": 80, "width": 112, "num_frames": 9}),
+    scheduler=SCHEDULER,
+    prepare_denoiser=prepare_denoiser,
+    predict=predict,
+    decode=decode,
+    finish=finish,
+    noise=noise,
+)

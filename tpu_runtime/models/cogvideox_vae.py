@@ -1,0 +1,175 @@
+"""CogVideoX's VAE: decoding two latent frames at a time, as upstream does, without what only a GPU needs."""
+
+from collections.abc import Iterator
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ...sharding.rules import REPLICATED, Rule
+from ..spec import Call, Component, Report
+
+if TYPE_CHECKING:
+    # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
+    import jax
+    import torch
+
+Caches = dict[str, Any]
+FRAMES_A_CALL = 2
+
+
+def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
+    """Two latent frames a call, an odd one with the first two, the causal caches carried from one call to the next."""
+    total = latents.shape[2]
+    start = min(total, FRAMES_A_CALL + total % FRAMES_A_CALL)
+    report(0, total)
+    frames, caches = call("vae_decoder", decode_first, latents[:, :, :start], place="image")
+    while start < total:
+        yield frames
+        report(start, total)
+        chunk = latents[:, :, start : start + FRAMES_A_CALL]
+        frames, caches = call("vae_decoder", decode_next, chunk, caches, place="image", carries=True)
+        start += FRAMES_A_CALL
+    yield frames
+    report(total, total)
+
+
+def decode_first(vae: Any, latents: "torch.Tensor") -> "tuple[torch.Tensor, Caches]":
+    """The first one to three latent frames: one frame for an odd one, four for each other."""
+    return _decode_frames(vae, latents, None)
+
+
+def decode_next(vae: Any, latents: "torch.Tensor", caches: Caches) -> "tuple[torch.Tensor, Caches]":
+    """Two latent frames `[1, 16, 2, h, w]` to frames `[8, 8h, 8w, 3]` in 0..1, and the causal caches after them."""
+    return _decode_frames(vae, latents, caches)
+
+
+def _decode_frames(vae: Any, latents: "torch.Tensor", caches: Caches | None) -> "tuple[torch.Tensor, Caches]":
+    prepare_decoder(vae.decoder)
+    if vae.post_quant_conv is not None:
+        latents = vae.post_quant_conv(latents)
+    frames, caches = vae.decoder(latents, conv_cache=caches)
+    return (frames[0].permute(1, 2, 3, 0).float() / 2 + 0.5).clamp(0.0, 1.0), caches
+
+
+def prepare_decoder(decoder: Any) -> None:
+    """Puts forms of upstream's layers that can be split over chips where upstream's cannot.
+
+    Upstream also cuts large convolutions in pieces for CuDNN's sake, and carries caches of pointwise convolutions,
+    which need none: whole videos of 16 channels.
+    """
+    import torch
+    from diffusers.models.autoencoders import autoencoder_kl_cogvideox as upstream
+    from diffusers.models.upsampling import CogVideoXUpsample3D
+
+    for module in decoder.modules():
+        if isinstance(module, upstream.CogVideoXSafeConv3d):
+            module.forward = partial(torch.nn.Conv3d.forward, module)
+        elif isinstance(module, upstream.CogVideoXSpatialNorm3D):
+            module.forward = partial(_normalise, module)
+        elif isinstance(module, CogVideoXUpsample3D):
+            module.forward = partial(_upsample, module)
+
+
+def _normalise(
+    norm: Any, hidden: "torch.Tensor", latents: "torch.Tensor", conv_cache: None = None
+) -> "tuple[torch.Tensor, Caches]":
+    """`CogVideoXSpatialNorm3D`: scale and offset are computed of the latents before these are enlarged."""
+    from .. import bridge
+
+    group = norm.norm_layer
+    scale, offset = norm.conv_y.conv(latents), norm.conv_b.conv(latents)
+    function = partial(normalised, groups=group.num_groups, eps=group.eps)
+    return bridge.inside(function, hidden, group.weight, group.bias, scale, offset), {}
+
+
+def normalised(
+    hidden: "jax.Array",
+    weight: "jax.Array",
+    bias: "jax.Array",
+    scale: "jax.Array",
+    offset: "jax.Array",
+    *,
+    groups: int,
+    eps: float,
+) -> "jax.Array":
+    """Group norm of `[1, channels, frames, height, width]`, then `* scale + offset` of a smaller frames, height, width.
+
+    In dimensions of its own, so that each chip keeps its part of the image and only sums cross chips; sums in float32.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    rows, channels, *size = hidden.shape
+    grouped = hidden.astype(jnp.float32).reshape(rows, groups, channels // groups, *size)
+    axes = tuple(range(2, grouped.ndim))
+    centred = grouped - grouped.mean(axes, keepdims=True)
+    variance = jnp.square(centred).mean(axes, keepdims=True)
+    normed = (centred * jax.lax.rsqrt(variance + eps)).reshape(hidden.shape)
+    weight, bias = (x.astype(jnp.float32)[:, None, None, None] for x in (weight, bias))
+    normed = (normed * weight + bias).astype(hidden.dtype)
+    return normed * enlarged(scale, tuple(size)) + enlarged(offset, tuple(size))
+
+
+def _upsample(upsample: Any, hidden: "torch.Tensor") -> "torch.Tensor":
+    """`CogVideoXUpsample3D` with its convolution over all frames at once."""
+    import torch
+
+    from .. import bridge
+
+    *_, frames, height, width = hidden.shape
+    if upsample.compress_time:
+        frames = 2 * frames - frames % 2
+    hidden = bridge.inside(partial(enlarged, size=(frames, 2 * height, 2 * width)), hidden)
+    conv = upsample.conv
+    padding = (0, *conv.padding)
+    return torch.nn.functional.conv3d(hidden, conv.weight[:, :, None], conv.bias, padding=padding)
+
+
+def enlarged(x: "jax.Array", size: tuple[int, int, int]) -> "jax.Array":
+    """`[1, channels, frames, height, width]` with each element repeated up to `size` (frames, height, width).
+
+    The first of an odd number of frames stands for one frame, not for several, and is not repeated in time.
+    """
+    import jax.numpy as jnp
+
+    frames, height, width = size
+    alone = x.shape[2] % 2
+    if x.shape[2] > alone:
+        times = (frames - alone) // (x.shape[2] - alone)
+        x = jnp.concatenate([x[:, :, :alone], jnp.repeat(x[:, :, alone:], times, axis=2)], axis=2)
+    x = jnp.repeat(x, height // x.shape[3], axis=3)
+    return jnp.repeat(x, width // x.shape[4], axis=4)
+
+
+VAE_DECODER = Component(
+    name="vae_decoder",
+    folder="vae",
+    library="diffusers",
+    class_name="AutoencoderKLCogVideoX",
+    config=MappingProxyType(
+        {
+            "block_out_channels": (128, 256, 256, 512),
+            "latent_channels": 16,
+            "layers_per_block": 3,
+            "norm_num_groups": 32,
+            "sample_height": 480,
+            "sample_width": 720,
+            "scaling_factor": 0.7,
+        }
+    ),
+    tiny=MappingProxyType(
+        {
+            "block_out_channels": (6, 12, 12, 18),
+            "latent_channels": 16,
+            "layers_per_block": 1,
+            "norm_num_groups": 3,
+            # Above any size that tests and `--tiny` decode.
+            "sample_height": 480,
+            "sample_width": 720,
+            "scaling_factor": 0.7,
+        }
+    ),
+    only=("decoder.", "post_quant_conv."),
+    # 0.2 GiB in all: whole on every chip.
+    rules=(Rule("decoder.**.weight", REPLICATED),),
+)
