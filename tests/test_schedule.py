@@ -31,7 +31,7 @@ def trajectory(config: dict, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
     sample, *outputs = (torch.randn(1, 16, 3, 5, 7, generator=generator) for _ in range(1 + num_steps))
     state = schedule.initial_state(sample.numpy(), table.num_memory)
     for index, timestep in enumerate(upstream.timesteps):
-        state = schedule.advance(state, np.asarray(outputs[index].numpy() + 0.3 * state[0]), table.table[index])
+        *state, _ = schedule.advance(state, np.asarray(outputs[index].numpy() + 0.3 * state[0]), table.table[index])
         output = outputs[index] + 0.3 * sample
         sample = upstream.step(output, timestep, sample, return_dict=False)[0]
     assert (table.timesteps == upstream.timesteps.numpy()).all()
@@ -42,6 +42,26 @@ def trajectory(config: dict, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_table_steps_as_its_scheduler_does(config: dict, num_steps: int, compare):
     compare(f"{config['_class_name']}, {num_steps} steps", *trajectory(config, num_steps), error=1e-5)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_true_output_gives_the_denoised_sample(config: dict, compare):
+    """With the output that belongs to a known clean sample, every step's estimate is that sample."""
+    scheduler = schedule.scheduler_from(config)
+    table = schedule.probe(scheduler, 6)
+    generator = torch.Generator().manual_seed(0)
+    clean, noise = (torch.randn(1, 16, 3, 5, 7, generator=generator) for _ in range(2))
+    for index, timestep in enumerate(table.timesteps):
+        if config.get("prediction_type") == "v_prediction":
+            signal = scheduler.alphas_cumprod[int(timestep)] ** 0.5
+            rest = (1 - signal**2) ** 0.5
+            sample, output = signal * clean + rest * noise, signal * noise - rest * clean
+        else:
+            sigma = scheduler.sigmas[index]
+            sample, output = (1 - sigma) * clean + sigma * noise, noise - clean
+        state = schedule.initial_state(sample.numpy(), table.num_memory)
+        denoised = schedule.advance(state, output.numpy(), table.table[index])[-1]
+        compare(f"{config['_class_name']} at {timestep}", np.asarray(denoised), clean.numpy(), error=1e-4)
 
 
 def test_a_solver_that_is_not_linear_is_refused():

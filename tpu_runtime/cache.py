@@ -1,15 +1,155 @@
-"""Where things are kept between runs: compiled programs, tiny checkpoints."""
+"""Where things are kept between runs, and how: an entry is written whole or not at all, and checked when it is read.
 
+A cache never stops a run: what cannot be written or read is said in the log, and done without.
+"""
+
+import errno
+import functools
+import hashlib
+import logging
 import os
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
 
 VARIABLE = "COMFYUI_TPU_CACHE"
+DIGEST_SIZE = hashlib.sha256().digest_size
+# Beginnings of entries that a killed process never finished are older than this.
+ABANDONED_S = 24 * 3600
+GIB = 2**30
+# More than this leaves, the longest unused first.
+MAX_BYTES = {"programs": 20 * GIB, "prompts": 4 * GIB}
 
 
 def cache_folder() -> Path:
-    return Path(os.environ.get(VARIABLE) or "~/.cache/comfyui-tpu").expanduser()
+    """The pack's cache; a temporary folder where the wanted one cannot be written."""
+    return _writable(Path(os.environ.get(VARIABLE) or "~/.cache/comfyui-tpu").expanduser())
+
+
+@functools.cache
+def _writable(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        if folder.is_dir() and _is_full(error):
+            return folder  # what is there can still be read
+        instead = Path(tempfile.gettempdir()) / f"comfyui-tpu-{os.getuid()}"
+        instead.mkdir(parents=True, exist_ok=True)
+        log.warning(
+            "the cache folder %s cannot be written (%s); using %s. Set %s to a folder that can.",
+            folder, error.strerror or error, instead, VARIABLE,
+        )  # fmt: skip
+        return instead
+
+
+def _is_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def xla_cache_folder() -> Path:
     """XLA's compiled programs; JAX's own variable wins."""
-    return Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or cache_folder() / "xla").expanduser()
+    given = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    return Path(given).expanduser() if given else cache_folder() / "xla"
+
+
+def signature(*parts: Any) -> str:
+    """A short key of anything with a stable `repr`."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Store:
+    """Entries of one kind (a subfolder of the cache) by key."""
+
+    kind: str
+
+    @property
+    def folder(self) -> Path:
+        return cache_folder() / self.kind
+
+    def path(self, key: str) -> Path:
+        return self.folder / f"{key}.bin"
+
+    def get(self, key: str) -> bytes | None:
+        """An entry's bytes; None if there is none or it is damaged, which removes it."""
+        path = self.path(key)
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            log.warning("the cache entry %s cannot be read (%s); doing without.", path, error)
+            return None
+        digest, payload = content[:DIGEST_SIZE], content[DIGEST_SIZE:]
+        if hashlib.sha256(payload).digest() != digest:
+            self.discard(key, "it is damaged")
+            return None
+        _touch(path)
+        return payload
+
+    def put(self, key: str, payload: bytes) -> None:
+        """Keeps an entry, if the folder takes it."""
+        path, scratch = self.path(key), None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._make_room(len(payload))
+            descriptor, scratch = tempfile.mkstemp(prefix=f".{key}-", dir=self.folder)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(hashlib.sha256(payload).digest())
+                file.write(payload)
+            os.replace(scratch, path)
+        except OSError as error:
+            log.warning("the cache entry %s was not written (%s); the run goes on without it.", path, error)
+            if scratch:
+                Path(scratch).unlink(missing_ok=True)
+
+    def discard(self, key: str, why: str) -> None:
+        """Removes an entry that is of no use."""
+        log.warning("the cache entry %s is dropped: %s. It is made anew.", self.path(key), why)
+        try:
+            self.path(key).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s cannot be removed (%s).", self.path(key), error)
+
+    def _make_room(self, size: int) -> None:
+        """Lets the longest unused entries go, and what killed processes left."""
+        entries = sorted((entry.stat().st_mtime, entry) for entry in self.folder.iterdir() if entry.is_file())
+        newest = entries[-1][0] if entries else 0.0
+        held = sum(entry.stat().st_size for _, entry in entries)
+        for modified, entry in entries:
+            is_abandoned = entry.name.startswith(".") and modified < newest - ABANDONED_S
+            if is_abandoned or held + size > MAX_BYTES[self.kind]:
+                held -= entry.stat().st_size
+                entry.unlink(missing_ok=True)
+
+
+def _touch(path: Path) -> None:
+    """Marks an entry as used; a folder that cannot be written keeps its old order."""
+    try:
+        os.utime(path)
+    except OSError as error:
+        log.debug("%s cannot be marked as used (%s).", path, error)
+
+
+def usage() -> list[dict[str, object]]:
+    """What the cache holds, by kind: `name`, `path`, `files`, `bytes`."""
+    folders = {"programs": Store("programs").folder, "xla": xla_cache_folder(), "prompts": Store("prompts").folder}
+    return [{"name": name, "path": str(folder), **_size(folder)} for name, folder in folders.items()]
+
+
+def _size(folder: Path) -> dict[str, int]:
+    sizes = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_file():
+                    sizes.append(entry.stat().st_size)
+    except OSError:
+        # Not there yet, or an entry left meanwhile: the rest is what is known.
+        return {"files": len(sizes), "bytes": sum(sizes)}
+    return {"files": len(sizes), "bytes": sum(sizes)}

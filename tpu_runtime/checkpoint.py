@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import hub, tiny
+from .cache import signature
 from .progress import Progress, Silent
 from .spec import Component, ModelSpec
 
@@ -130,6 +131,12 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing; the checkpoint is incomplete.") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
+
+
+def fingerprint(folder: Path) -> str:
+    """What changes when a file of a checkpoint's folder does: names, sizes and times, without reading them."""
+    stats = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    return signature(str(folder), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -1,52 +1,50 @@
 """The process's one engine: its devices, the weights on them, the compiled programs, and the stages that use them."""
 
 import contextlib
-import functools
 import json
 import logging
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import torch
 
-from . import checkpoint, inputs, load, modules, programs, schedule
+from . import checkpoint, executables, inputs, load, memory_advice, modules, programs, schedule, telemetry
 from . import precision as precisions
+from .cache import signature
 from .checkpoint import Checkpoint
-from .program import Program, signature, use_persistent_cache
-from .progress import Progress
-from .residency import Residency
+from .executables import Executable
+from .program import Program, use_persistent_cache
+from .progress import Preview, Progress
+from .prompts import Prompts
+from .residency import OutOfMemory, Residency
 from .spec import Component, ModelSpec, Settings, TextEncoding
 from .stages import Condition, Conditioning, ModelRef
-from .telemetry import compilations
 
 log = logging.getLogger(__name__)
 
-# Encoded prompts kept in host memory: one is at most 512 x 15360 float32 numbers.
-MAX_PROMPTS = 16
+Result = TypeVar("Result")
+_engine: "Engine | None" = None
+_engine_lock = threading.Lock()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Executable:
-    """A compiled program and the arguments' shapes and shardings."""
-
-    program: Program
-    compiled: jax.stages.Compiled
-
-    def __call__(self, weights: load.Weights, *args: Any) -> Any:
-        """Runs it; host arrays among `args` are placed as the program wants them."""
-        placed = jax.tree.map(lambda value, want: jax.device_put(value, want.sharding), args, self.program.args[1:])
-        return self.compiled(weights, *placed)
-
-
-@functools.cache
 def engine() -> "Engine":
     """The engine, made on first use: only then a device is touched."""
-    return Engine()
+    global _engine
+    with _engine_lock:
+        if _engine is None:
+            _engine = Engine()
+        return _engine
+
+
+def current() -> "Engine | None":
+    """The engine, if a run has made it."""
+    return _engine
 
 
 class Engine:
@@ -54,12 +52,16 @@ class Engine:
 
     def __init__(self, devices: Sequence[jax.Device] | None = None) -> None:
         use_persistent_cache()
-        self.compilations = compilations()
+        self.compilations = telemetry.compilations()
         self.devices = tuple(devices or jax.devices())
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(load=0, encode=0, compile=0)
         self.residency = Residency(self.devices[0])
+        self.activity: telemetry.Activity | None = None
+        self.last_run: telemetry.LastRun | None = None
+        self.peak_bytes = [0] * len(self.devices)
+        self._run: telemetry.LastRun | None = None
         self._executables: dict[str, Executable] = {}
-        self._prompts: OrderedDict[str, tuple[Conditioning, Conditioning | None]] = OrderedDict()
+        self._prompts = Prompts()
         self._lock = threading.RLock()
 
     # -- stages ------------------------------------------------------------------------------------------------------
@@ -70,28 +72,34 @@ class Engine:
         """See `stages.encode_prompt`."""
         spec = model.spec
         prompts = (prompt, negative_prompt) if spec.guidance == "cfg" else (prompt,)
-        with self._session(model, progress) as run:
-            key = signature(spec.name, run.identity(spec.texts_encoded[0].component), run.target.precision, prompts)
-            if key not in self._prompts:
+
+        def work(run: Run) -> tuple[Conditioning, Conditioning | None]:
+            def encode() -> tuple[Conditioning, Conditioning | None]:
                 encoded = [run.encode_text(text, prompts) for text in spec.texts_encoded]
                 rows = [inputs.conditioning(spec, encoded, row) for row in range(len(prompts))]
-                self._prompts[key] = (rows[0], rows[1] if len(rows) > 1 else None)
                 self.counts["encode"] += 1
-                if len(self._prompts) > MAX_PROMPTS:
-                    self._prompts.popitem(last=False)
-            self._prompts.move_to_end(key)
-            return self._prompts[key]
+                return rows[0], rows[1] if len(rows) > 1 else None
+
+            folders = [(text.component, text.tokenizer_folder) for text in spec.texts_encoded]
+            parts = [(run.identity(spec.component(name).folder), run.identity(folder)) for name, folder in folders]
+            key = signature(spec.name, parts, run.target.precision, prompts, executables.environment())
+            return self._prompts.get(key, spec.family, encode)
+
+        return self._stage("encode", model, progress, work)
 
     def encode_image(self, model: ModelRef, image: torch.Tensor, settings: Settings, progress: Progress) -> Condition:
         """See `stages.encode_image`."""
         spec = model.spec
         if spec.encode_image is None:
             raise ValueError(f"{spec.title} does not take an image.")
-        with self._session(model, progress) as run:
+
+        def work(run: Run) -> Condition:
             progress.text("Encoding the image")
-            config = run.found.config(spec.component(spec.vae), progress)
+            config = run.found.config(spec.component(spec.vae), run.progress)
             tensors = spec.encode_image(run.call, image.to(torch.float32).cpu(), settings, config)
             return inputs.condition(spec, settings, tensors)
+
+        return self._stage("encode_image", model, progress, work, settings)
 
     def denoise(
         self,
@@ -104,74 +112,173 @@ class Engine:
     ) -> dict[str, Any]:
         """See `stages.denoise`."""
         spec = model.spec
-        with self._session(model, progress) as run:
-            config = run.found.config(spec.component(spec.experts[0]), progress)
+
+        def work(run: Run) -> dict[str, Any]:
+            config = run.found.config(spec.component(spec.experts[0]), run.progress)
             given = inputs.denoiser_inputs(spec, config, settings, prompt_embeds, negative_prompt_embeds, condition)
-            vae_config = run.found.config(spec.component(spec.vae), progress)
+            vae_config = run.found.config(spec.component(spec.vae), run.progress)
             sample = run.solve(settings, config, given)
             return {"samples": spec.finish(sample, settings, vae_config)}
+
+        return self._stage("denoise", model, progress, work, settings)
 
     def decode(self, model: ModelRef, latents: dict[str, Any], progress: Progress) -> torch.Tensor:
         """See `stages.decode`."""
         spec = model.spec
         samples = inputs.latent_samples(spec, latents)
-        with self._session(model, progress) as run:
-            progress.text("Decoding")
+
+        def work(run: Run) -> torch.Tensor:
+            run.progress.text("Decoding")
             frames = []
             for sample in samples:
                 for chunk in spec.decode(run.call, sample[None], run.report("chunk")):
                     frames.append(torch.from_numpy(np.array(chunk)))
             return torch.cat(frames)
 
-    def free(self) -> None:
-        """Drops weights and compiled programs."""
+        return self._stage("decode", model, progress, work)
+
+    def warmup(self, model: ModelRef, settings: Settings, progress: Progress) -> int:
+        """See `stages.warmup`."""
+
+        def work(run: Run) -> int:
+            before = self.counts["compile"]
+            run.warm(settings)
+            return self.counts["compile"] - before
+
+        return self._stage("warmup", model, progress, work, settings)
+
+    def free(self, ids: Iterable[str] | None = None) -> None:
+        """Drops weights and compiled programs; with `ids`, the weights of those residents alone."""
         with self._lock:
+            if ids is not None:
+                self.residency.drop(ids)
+                return
             self.residency.clear()
             self._executables.clear()
 
     def forget_prompts(self) -> None:
         """Drops the encoded prompts kept in host memory."""
         with self._lock:
-            self._prompts.clear()
+            self._prompts.forget()
 
-    @contextlib.contextmanager
-    def _session(self, model: ModelRef, progress: Progress) -> Iterator["Run"]:
+    # -- how a stage runs ----------------------------------------------------------------------------------------------
+
+    def _stage(
+        self,
+        name: str,
+        model: ModelRef,
+        progress: Progress,
+        work: "Callable[[Run], Result]",
+        settings: Settings | None = None,
+    ) -> Result:
         """One stage at a time, without gradients; ComfyUI calls nodes in inference mode, which torchax cannot use."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
+            activity = telemetry.Activity(stage=name, model=model.model_id)
             precision = precisions.resolve(model.precision, self.devices[0].platform)
-            target = programs.Target(devices=self.devices, precision=precision)
-            yield Run(engine=self, found=model.locate(), target=target, progress=progress)
+            run = Run(
+                engine=self,
+                found=model.locate(),
+                target=programs.Target(devices=self.devices, precision=precision),
+                progress=telemetry.Watched(host=progress, activity=activity),
+            )
+            self.activity = activity
+            try:
+                result = self._within_memory(run, work, settings)
+            finally:
+                self.activity = None
+                self.note_peak()
+            self._finished(activity, settings)
+            return result
+
+    def _within_memory(self, run: "Run", work: "Callable[[Run], Result]", settings: Settings | None) -> Result:
+        """Runs `work`; out of memory, once more with everything else unloaded. Then `OutOfMemory` says what would fit."""
+        stage = run.progress.activity.stage
+        reason = ""
+        for attempt in (1, 2):
+            try:
+                return work(run)
+            except OutOfMemory as error:
+                reason, attempt = str(error), 2  # nothing that may leave is in its way
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                reason = str(error).partition("\n")[0]
+            # Here, not above: the error's traceback holds arrays.
+            self.free()
+            if attempt == 2:
+                break
+            log.warning("%s: out of memory (%s); everything was unloaded, trying once more.", stage, reason)
+            run.progress.text("Out of memory: everything else was unloaded, trying once more")
+        raise OutOfMemory(memory_advice.sentence(run.spec, stage, settings, reason, len(self.devices)))
+
+    def _finished(self, activity: telemetry.Activity, settings: Settings | None) -> None:
+        """Adds a stage to the run it belongs to; decoding ends a run."""
+        if self._run is None or self._run.model != activity.model or activity.stage in dict(self._run.stages):
+            self._run = telemetry.LastRun(model=activity.model)
+        self._run.stages.append((activity.stage, time.monotonic() - activity.started))
+        if activity.stage == "denoise" and activity.seconds_per_unit:
+            self._run.steps_per_second = 1 / activity.seconds_per_unit
+        self._run.peak_hbm = max(self.peak_bytes, default=None)
+        self.last_run = self._run
+        if activity.stage == "decode":
+            log.info("%s", self._run)
+            self._run = None
+
+    def note_peak(self) -> list[int]:
+        """Bytes held on each device now; remembers the most."""
+        held = telemetry.held_bytes(self.devices)
+        self.peak_bytes = [max(pair) for pair in zip(held, self.peak_bytes, strict=True)]
+        return held
 
     # -- what stages need --------------------------------------------------------------------------------------------
 
     def executable(
-        self, title: str, key: tuple[Any, ...], progress: Progress, build: Callable[[], Program]
+        self, title: str, key: tuple[Any, ...], progress: telemetry.Watched, build: Callable[[], Program]
     ) -> Executable:
-        """The program for `key`, compiled if this process has not compiled it yet."""
+        """The program for `key`: of this process, of an earlier one, or compiled."""
         digest = signature(*(json.dumps(part, sort_keys=True) if isinstance(part, dict) else part for part in key))
         if digest not in self._executables:
-            progress.text(f"Preparing the program of {title} (compiled once, then cached)")
+            stored = executables.is_stored(digest, self.devices)
+            progress.text(f"Loading the program of {title}" if stored else f"Compiling {title} (once for this size)")
             progress.check_cancelled()
-            program = build()
-            self._executables[digest] = Executable(program=program, compiled=program.compile())
-            self.counts["compile"] += 1
+            with _flagged(progress.activity):
+                found, is_new = executables.obtain(digest, build, self.devices)
+            self._executables[digest] = found
+            self.counts["compile"] += is_new
             progress.check_cancelled()
         return self._executables[digest]
 
-    def weights(self, found: Checkpoint, component: Component, program: Program, progress: Progress) -> load.Weights:
-        """A component's weights as `program` wants them, loaded if they are not resident."""
-        wanted = program.args[0]
+    def weights(
+        self, found: Checkpoint, component: Component, executable: Executable, progress: Progress
+    ) -> load.Weights:
+        """A component's weights as `executable` wants them, loaded if they are not resident."""
+        wanted = executable.program.args[0]
         folder = found.folder(component.folder, progress)
-        title = f"{component.name} of {found.model_id}"
 
         def read() -> load.Weights:
             self.counts["load"] += 1
             network = modules.build(component, found.config(component, progress))
             files = checkpoint.match(network, checkpoint.read_headers(folder), folder)
-            return load.load(network, files, wanted, title, progress)
+            return load.load(network, files, wanted, f"{component.name} of {found.model_id}", progress)
 
-        key = (component.name, str(folder), program.precision)
-        return self.residency.get(key, title, load.bytes_per_chip(wanted), read).weights
+        key = (component.name, checkpoint.fingerprint(folder), executable.program.precision)
+        return self.residency.get(
+            key,
+            component=component.name,
+            model=found.model_id,
+            size_bytes=load.bytes_per_chip(wanted),
+            workspace_bytes=executable.workspace_bytes,
+            load=read,
+        ).weights
+
+
+@contextlib.contextmanager
+def _flagged(activity: telemetry.Activity) -> Iterator[None]:
+    activity.compiling = True
+    try:
+        yield
+    finally:
+        activity.compiling = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,15 +288,15 @@ class Run:
     engine: Engine
     found: Checkpoint
     target: programs.Target
-    progress: Progress
+    progress: telemetry.Watched
 
     @property
     def spec(self) -> ModelSpec:
         return self.found.spec
 
-    def identity(self, component: str) -> str:
-        """What tells one checkpoint's component from another's."""
-        return str(self.found.folder(self.spec.component(component).folder, self.progress))
+    def identity(self, folder: str) -> str:
+        """What tells one checkpoint's folder from another's, and from an earlier state of the same."""
+        return checkpoint.fingerprint(self.found.folder(folder, self.progress))
 
     def report(self, unit: str) -> Callable[[int, int], None]:
         def report(done: int, total: int) -> None:
@@ -207,10 +314,19 @@ class Run:
         carries: bool = False,
     ) -> tuple[Any, Any]:
         """Runs a network; see `spec.Call`."""
-        part = self.spec.component(component)
-        config = self.found.config(part, self.progress)
         args = jax.tree.map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, args)
-        run = self.engine.executable(
+        run = self.prepare(component, function, args, place, carries)
+        weights = self.engine.weights(self.found, self.spec.component(component), run, self.progress)
+        self.progress.check_cancelled()
+        result, carried = run(weights, *args)
+        return jax.tree.map(np.asarray, result), carried
+
+    def prepare(
+        self, component: str, function: Callable[..., Any], args: tuple[Any, ...], place: programs.Place, carries: bool
+    ) -> Executable:
+        """The program of a call."""
+        config = self.found.config(self.spec.component(component), self.progress)
+        return self.engine.executable(
             f"the {component.replace('_', ' ')}",
             (self.spec.name, config, self.target, *programs.call_key(component, function, args, place)),
             self.progress,
@@ -219,10 +335,23 @@ class Run:
                 place=place, carries=carries,
             ),
         )  # fmt: skip
-        weights = self.engine.weights(self.found, part, run.program, self.progress)
-        self.progress.check_cancelled()
-        result, carried = run(weights, *args)
-        return jax.tree.map(np.asarray, result), carried
+
+    def warm(self, settings: Settings) -> None:
+        """Compiles every program of a generation of this size that is not compiled yet; loads no weights."""
+
+        def prepare(
+            component: str,
+            function: Callable[..., tuple[Any, Any]],
+            *args: Any,
+            place: programs.Place = "whole",
+            carries: bool = False,
+        ) -> tuple[Any, Any]:
+            return self.prepare(component, function, args, place, carries).program.zeros
+
+        spec = self.spec
+        programs.rehearse(spec, settings, self.found.config(spec.component(spec.vae), self.progress), prepare)
+        config = self.found.config(spec.component(spec.experts[0]), self.progress)
+        self._denoiser(settings, config, self._solver(settings), {})
 
     def encode_text(self, text: TextEncoding, prompts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """States `[rows, max_length, dim]` and lengths `[rows]` of one text encoder."""
@@ -243,20 +372,28 @@ class Run:
         state = schedule.initial_state(noise, solver.num_memory)
         on_device = jax.tree.map(lambda x, want: jax.device_put(x, want.sharding), given, run.program.args[4])
         experts = self._experts(solver, settings)
-        self.engine.weights(self.found, spec.component(experts[0][0]), run.program, progress)
+        self.engine.weights(self.found, spec.component(experts[0][0]), run, progress)
         progress.text(f"Denoising, {solver.num_steps} steps")
         progress.step(0, solver.num_steps, "step")
         for index, (expert, scale) in enumerate(experts):
             progress.check_cancelled()
-            weights = self.engine.weights(self.found, spec.component(expert), run.program, progress)
+            weights = self.engine.weights(self.found, spec.component(expert), run, progress)
             row, timestep = solver.table[index], solver.timesteps[index]
-            state = run(weights, state, row, timestep, on_device, np.float32(scale))
+            *state, denoised = run(weights, tuple(state), row, timestep, on_device, np.float32(scale))
             jax.block_until_ready(state)
-            progress.step(index + 1, solver.num_steps, "step")
+            self._stepped(index + 1, solver.num_steps, denoised)
         sample = torch.from_numpy(np.array(state[0]))
         if not torch.isfinite(sample).all():
             raise ValueError("the latents became NaN or infinite while denoising. Try precision float32.")
         return sample
+
+    def _stepped(self, done: int, total: int, denoised: jax.Array) -> None:
+        def latents() -> torch.Tensor:
+            return torch.from_numpy(np.array(denoised))
+
+        self.progress.step(done, total, "step", Preview(latent_format=self.spec.latent_format, latents=latents))
+        if seconds := self.progress.activity.seconds_per_unit:
+            self.progress.text(f"Denoising, step {done} of {total}, {seconds:.2f} s a step")
 
     def _solver(self, settings: Settings) -> schedule.Schedule:
         spec = self.spec

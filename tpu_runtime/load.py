@@ -4,7 +4,8 @@ The host never holds more than one shard of one (stacked) weight. A weight with 
 """
 
 import contextlib
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from .progress import Progress
 
 Weights = dict[str, jax.Array]
 MIB = 2**20
+SECONDS_BETWEEN_TEXTS = 0.5
 NUMPY_VIEWS = {torch.bfloat16: (torch.int16, jax.numpy.bfloat16), torch.float32: (torch.float32, np.float32)}
 
 
@@ -71,35 +73,53 @@ def load(
 ) -> Weights:
     """Reads every weight of a network onto its devices. `wanted` comes from `abstract`.
 
-    Cancelling between two weights drops what was read so far.
+    A cancel stops between two tensors of the files and drops what was read so far.
     """
-    total = sum(int(np.prod(want.shape)) * want.dtype.itemsize for want in wanted.values())
-    progress.text(
-        f"Loading {title}: {total / 2**30:.1f} GiB" if total >= 2**30 else f"Loading {title}: {total / MIB:.1f} MiB"
-    )
+    meter = _Meter(title, sum(int(np.prod(want.shape)) * want.dtype.itemsize for want in wanted.values()), progress)
     weights: Weights = {}
-    done = 0
     with contextlib.ExitStack() as stack:
-        reader = _Reader(stack)
+        reader = _Reader(stack, progress.check_cancelled)
         for name, want in wanted.items():
-            progress.check_cancelled()
             weights[name] = _load_one(reader, network, name, files[name], want)
-            done += int(np.prod(want.shape)) * want.dtype.itemsize
-            progress.step(done // MIB, max(1, total // MIB), "MiB")
+            meter.add(int(np.prod(want.shape)) * want.dtype.itemsize)
     jax.block_until_ready(weights)
     return weights
 
 
-class _Reader:
-    """Open safetensors files, closed by the stack."""
+class _Meter:
+    """Says how much is loaded, and how fast."""
 
-    def __init__(self, stack: contextlib.ExitStack) -> None:
+    def __init__(self, title: str, total_bytes: int, progress: Progress) -> None:
+        self.title, self.total, self.progress = title, total_bytes, progress
+        self.done, self.started, self.said = 0, time.monotonic(), 0.0
+        progress.text(f"Loading {title}: {self._size(total_bytes)}")
+
+    def _size(self, size: int) -> str:
+        return f"{size / 2**30:.1f} GiB" if self.total >= 2**30 else f"{size / MIB:.1f} MiB"
+
+    def add(self, size: int) -> None:
+        self.done += size
+        self.progress.step(self.done // MIB, max(1, self.total // MIB), "MiB")
+        elapsed = time.monotonic() - self.started
+        if elapsed - self.said >= SECONDS_BETWEEN_TEXTS:
+            self.said = elapsed
+            rate = self.done / MIB / elapsed
+            sizes = f"{self._size(self.done)} of {self._size(self.total)}"
+            self.progress.text(f"Loading {self.title}: {sizes}, {rate:.0f} MiB a second")
+
+
+class _Reader:
+    """Open safetensors files, closed by the stack. `check` raises if the user cancelled."""
+
+    def __init__(self, stack: contextlib.ExitStack, check: Callable[[], None]) -> None:
         self.stack = stack
+        self.check = check
         self.files: dict[str, Any] = {}
 
     def slice(self, file: TensorFile, index: tuple[slice, ...]) -> torch.Tensor:
         from safetensors import safe_open
 
+        self.check()
         key = str(file.path)
         if key not in self.files:
             self.files[key] = self.stack.enter_context(safe_open(key, framework="pt"))

@@ -12,7 +12,7 @@ from .chips import Topology
 from .plan_options import STAGES
 from .plan_report import Memory, gib
 from .precision import Precision
-from .program import Program
+from .program import Program, shard_bytes
 from .spec import ModelSpec, Settings
 
 
@@ -55,7 +55,7 @@ class Compiled:
 def compile_program(program: Program, topology: Topology) -> Compiled:
     """Compiles one program; a refusal for lack of memory is a result, not an error."""
     weights = weight_bytes(program)
-    arguments = sum(map(_shard_bytes, jax.tree.leaves(program.args)))
+    arguments = sum(map(shard_bytes, jax.tree.leaves(program.args)))
     available = topology.chip.hbm_bytes
     started = time.monotonic()
     memory, text, refusal = _refused(arguments, weights, 0), None, ""
@@ -81,14 +81,7 @@ def compile_program(program: Program, topology: Topology) -> Compiled:
 
 def weight_bytes(program: Program) -> int:
     """Bytes of weights that the program needs on each device: its first argument."""
-    return sum(map(_shard_bytes, jax.tree.leaves(program.args[0]))) if program.weights else 0
-
-
-def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    size = leaf.dtype.itemsize
-    for dim in leaf.sharding.shard_shape(leaf.shape):
-        size *= dim
-    return size
+    return sum(map(shard_bytes, jax.tree.leaves(program.args[0]))) if program.weights else 0
 
 
 def _memory(executable: jax.stages.Compiled, weights: int) -> Memory:

@@ -4,13 +4,14 @@ The very same programs run on the devices and are compiled for described ones by
 """
 
 import contextlib
-import hashlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from .cache import xla_cache_folder
@@ -46,6 +47,14 @@ class Program:
     def compile(self) -> jax.stages.Compiled:
         return self.lower().compile()
 
+    @functools.cached_property
+    def zeros(self) -> tuple[Any, Any]:
+        """What a call's program gives (see `spec.Call`), without running it: zeros without memory behind them, so that
+        host code may slice and join them, and the shapes of what it carries.
+        """
+        result, carried = jax.eval_shape(self.fn, *self.args)
+        return jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), result), carried
+
 
 @contextlib.contextmanager
 def _target(mesh: Mesh) -> Iterator[None]:
@@ -57,15 +66,22 @@ def _target(mesh: Mesh) -> Iterator[None]:
         yield
 
 
-def signature(*parts: Any) -> str:
-    """A short key of anything with a stable `repr`."""
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an argument on one device."""
+    size = leaf.dtype.itemsize
+    for dim in leaf.sharding.shard_shape(leaf.shape):
+        size *= dim
+    return size
 
 
 def use_persistent_cache() -> None:
-    """Lets compiled programs outlive the process. Called before the first compilation."""
+    """Lets XLA's compiled programs outlive the process. Called before the first compilation."""
     folder = xla_cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("XLA's cache %s cannot be made (%s); programs are compiled anew in each process.", folder, error)
+        return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

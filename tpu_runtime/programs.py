@@ -1,6 +1,5 @@
 """The programs of a model, built from its spec and a checkpoint's configs. Shapes only: no weights here."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,9 +17,10 @@ from ..sharding.rules import Layout
 from ..sharding.shape import MeshShape
 from . import bridge, load, modules, schedule
 from . import sequence as sequences
+from .plan_options import STAGES
 from .precision import Precision
 from .program import Program
-from .spec import ModelSpec, Settings
+from .spec import Call, ModelSpec, Settings
 
 Config = Mapping[str, Any]
 Place = Literal["whole", "image"]
@@ -129,10 +129,10 @@ def denoise_program(
     mesh_shape: MeshShape | None = None,
     references: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Program:
-    """One step: `(weights, state, row, timestep, inputs, guidance) -> state`.
+    """One step: `(weights, state, row, timestep, inputs, guidance) -> (*state, denoised)`.
 
     `state` is the sample and the solver's memory, float32 and donated; `row` is the solver's (see `schedule`); `inputs`
-    are the text and the condition by name (see `spec.ModelSpec`).
+    are the text and the condition by name (see `spec.ModelSpec`); `denoised` is what a preview shows.
     """
     component = spec.component(spec.experts[0])
     branches = spec.branches(settings)
@@ -175,7 +175,7 @@ def denoise_program(
         args=(
             load.abstract(network, mesh, target.precision),
             (latents,) * rows,
-            shaped(mesh, (rows, rows + 1), jnp.float32),
+            shaped(mesh, (rows + 1, rows + 1), jnp.float32),
             shaped(mesh, (), timestep_dtype),
             denoiser_inputs(spec, config, mesh, branches, latent_shape, references or {}),
             shaped(mesh, (), jnp.float32),
@@ -183,7 +183,7 @@ def denoise_program(
         mesh=mesh,
         precision=target.precision,
         donate=(1,),
-        out_shardings=(NamedSharding(mesh, P()),) * rows,
+        out_shardings=(NamedSharding(mesh, P()),) * (rows + 1),
         runs=settings.num_inference_steps,
         weights=spec.experts,
     )
@@ -238,16 +238,7 @@ class Recorder:
                 self.spec, component, config, self.target, function, abstract_args(args), place=place, carries=carries
             )
         self.runs[key] = self.runs.get(key, 0) + 1
-        result, carried = self._shapes(key)
-        # Zeros without memory behind them: stages may slice and join what they get.
-        return jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), result), carried
-
-    @functools.cache  # noqa: B019 - a recorder lives as long as its plan
-    def _shapes(self, key: tuple) -> tuple[Any, Any]:
-        program = self.programs[key]
-        return jax.eval_shape(program.fn, *program.args)
-
-    __hash__ = object.__hash__
+        return self.programs[key].zeros
 
 
 def call_key(component: str, function: Callable, args: tuple[Any, ...], place: Place) -> tuple:
@@ -266,6 +257,25 @@ def abstract_args(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return jax.tree.map(shape_of, args)
 
 
+def rehearse(
+    spec: ModelSpec, settings: Settings, vae_config: Config, call: Call, stages: Sequence[str] = STAGES
+) -> None:
+    """Runs the host code of the stages around the denoiser on zeros: `call` gets every program they would run."""
+    if "encode" in stages:
+        for text in spec.texts_encoded:
+            rows = 2 if spec.guidance == "cfg" else 1
+            ids, mask = (np.zeros((rows, n), np.int32) for n in (text.prefix + text.max_length, text.max_length))
+            call(text.component, text.encode, ids, mask)
+    if "image" in stages and spec.encode_image is not None:
+        image = torch.zeros(()).expand(1, settings.height, settings.width, 3)
+        spec.encode_image(call, image, settings, vae_config)
+    if "decode" in stages:
+        latent_shape = spec.geometry.latent_shape(settings)
+        samples = spec.finish(torch.zeros(()).expand(latent_shape), settings, vae_config)
+        for _ in spec.decode(call, samples, lambda done, total: None):
+            pass
+
+
 def for_spec(
     spec: ModelSpec,
     settings: Settings,
@@ -273,7 +283,7 @@ def for_spec(
     *,
     precision: Precision = "bfloat16",
     mesh_shape: MeshShape | None = None,
-    stages: Sequence[str] = ("encode", "image", "denoise", "decode"),
+    stages: Sequence[str] = STAGES,
 ) -> tuple[Program, ...]:
     """Every program of one generation with the real architecture: what `plan` compiles, without a checkpoint."""
     target = Target(devices=tuple(devices), precision=precision)
@@ -281,14 +291,7 @@ def for_spec(
     configs = {component.name: component.config for component in spec.components}
     latent_shape = spec.geometry.latent_shape(settings)
     found: list[Program] = []
-    if "encode" in stages:
-        for text in spec.texts_encoded:
-            rows = 2 if spec.guidance == "cfg" else 1
-            ids, mask = (np.zeros((rows, n), np.int32) for n in (text.prefix + text.max_length, text.max_length))
-            recorder(text.component, text.encode, ids, mask)
-    if "image" in stages and spec.encode_image is not None:
-        image = torch.zeros(()).expand(1, settings.height, settings.width, 3)
-        spec.encode_image(recorder, image, settings, configs[spec.vae])
+    rehearse(spec, settings, configs[spec.vae], recorder, stages)
     if "denoise" in stages:
         scheduler = schedule.scheduler_from(spec.scheduler)
         arguments = spec.solver_arguments(spec.scheduler, latent_shape, settings)
@@ -304,10 +307,6 @@ def for_spec(
                 mesh_shape=mesh_shape,
             )
         )
-    if "decode" in stages:
-        samples = spec.finish(torch.zeros(()).expand(latent_shape), settings, configs[spec.vae])
-        for _ in spec.decode(recorder, samples, lambda done, total: None):
-            pass
     recorded = [_with_runs(program, recorder.runs[key]) for key, program in recorder.programs.items()]
     return (
         *(p for p in recorded if p.weights != (spec.vae,)),

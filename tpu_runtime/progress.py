@@ -1,6 +1,21 @@
 """What a running stage tells its host (ComfyUI, a terminal) and asks of it."""
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """What the result looks like so far. `latents()` fetches the estimate from the devices, `[1, channels, ...]`
+    float32 in the denoiser's scale; `latent_format` is ComfyUI's name for that layout.
+    """
+
+    latent_format: str
+    latents: "Callable[[], torch.Tensor]"
 
 
 class Progress(Protocol):
@@ -9,8 +24,8 @@ class Progress(Protocol):
     def text(self, message: str) -> None:
         """Shows one line of status."""
 
-    def step(self, done: int, total: int, unit: str) -> None:
-        """Moves the bar. `unit` says what is counted: "step", "chunk", "tensor", "MiB"."""
+    def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
+        """Moves the bar. `unit` says what is counted: "step", "chunk", "MiB"."""
 
     def check_cancelled(self) -> None:
         """Raises the host's own exception if the user cancelled."""
@@ -22,7 +37,7 @@ class Silent:
     def text(self, message: str) -> None:
         pass
 
-    def step(self, done: int, total: int, unit: str) -> None:
+    def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
         pass
 
     def check_cancelled(self) -> None:

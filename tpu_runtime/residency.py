@@ -1,41 +1,59 @@
-"""What is on the devices and why: weights by component, the least recently used leaving when room is needed."""
+"""What is on the devices and why: weights by component, the least recently used leaving when room is needed.
+
+All sizes are bytes on one chip. A budget holds the weights of all residents and the memory that the program about to
+run needs beside them; it is checked before a byte is read.
+"""
 
 import logging
 import os
+import time
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import jax
+
+from .cache import signature
 
 log = logging.getLogger(__name__)
 
 VARIABLE = "COMFYUI_TPU_HBM_GIB"
 GIB = 2**30
-# What programs need beside the weights (activations, collectives' buffers), as a share of a chip's memory.
-PROGRAM_SHARE = 0.35
+# What a chip's runtime and fragmentation take of the memory that it reports.
+RESERVE_SHARE = 0.04
 
 Key = tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Resident:
-    """A component's weights on the devices; `size_bytes` is the share of one chip."""
+class OutOfMemory(RuntimeError):
+    """Something does not fit on the devices; the message says what would."""
 
-    title: str
+
+@dataclass(kw_only=True)
+class Resident:
+    """A component's weights on the devices."""
+
+    id: str
+    component: str
+    model: str
     weights: dict[str, jax.Array]
     size_bytes: int
+    last_used: float = field(default_factory=time.time)
+
+    @property
+    def title(self) -> str:
+        return f"{self.component} of {self.model}"
 
 
 def budget_bytes(device: jax.Device) -> int | None:
-    """Bytes of weights that one chip may hold; None where the device does not say and nobody set a limit."""
+    """Bytes that one chip may hold; None where the device does not say and nobody set a limit."""
     if limit := os.environ.get(VARIABLE):
         try:
             return int(float(limit) * GIB)
         except ValueError:
             raise ValueError(f"{VARIABLE} is {limit!r}; it must be a number of GiB such as 24.") from None
     stats = device.memory_stats() if device.platform == "tpu" else None
-    return int(stats["bytes_limit"] * (1 - PROGRAM_SHARE)) if stats and "bytes_limit" in stats else None
+    return int(stats["bytes_limit"] * (1 - RESERVE_SHARE)) if stats and "bytes_limit" in stats else None
 
 
 class Residency:
@@ -45,21 +63,50 @@ class Residency:
         self._device = device
         self._residents: OrderedDict[Key, Resident] = OrderedDict()
 
-    def get(self, key: Key, title: str, size_bytes: int, load: Callable[[], dict[str, jax.Array]]) -> Resident:
-        """The component `key`, loaded if it is not resident; others leave first if it would not fit."""
-        if key in self._residents:
-            self._residents.move_to_end(key)
-            return self._residents[key]
-        self._make_room(size_bytes)
-        self._residents[key] = Resident(title=title, weights=load(), size_bytes=size_bytes)
+    def get(
+        self,
+        key: Key,
+        *,
+        component: str,
+        model: str,
+        size_bytes: int,
+        workspace_bytes: int,
+        load: Callable[[], dict[str, jax.Array]],
+    ) -> Resident:
+        """The component `key`, loaded if it is not resident, with `workspace_bytes` free for the program beside it.
+
+        Others leave first if all would not fit. Raises `OutOfMemory` before loading what cannot fit at all.
+        """
+        self._make_room(key, f"{component} of {model}", size_bytes, workspace_bytes)
+        if key not in self._residents:
+            weights = load()
+            self._residents[key] = Resident(
+                id=signature(key), component=component, model=model, weights=weights, size_bytes=size_bytes
+            )
+        self._residents.move_to_end(key)
+        self._residents[key].last_used = time.time()
         return self._residents[key]
 
-    def _make_room(self, size_bytes: int) -> None:
+    def _make_room(self, key: Key, title: str, size_bytes: int, workspace_bytes: int) -> None:
         budget = budget_bytes(self._device)
-        while budget is not None and self._residents and self.size_bytes + size_bytes > budget:
-            _, resident = self._residents.popitem(last=False)
-            log.info("%s leaves the devices (%.2f GiB per chip)", resident.title, resident.size_bytes / GIB)
-            _delete(resident)
+        if budget is None:
+            return
+        if size_bytes + workspace_bytes > budget:
+            raise OutOfMemory(
+                f"{title} needs {gib(size_bytes)} for its weights and {gib(workspace_bytes)} to run, on each chip; "
+                f"a chip has {gib(budget)}."
+            )
+        for other in [resident for resident in self._residents if resident != key]:
+            held = self.size_bytes + (0 if key in self._residents else size_bytes)
+            if held + workspace_bytes <= budget:
+                return
+            self._evict(other)
+
+    def _evict(self, key: Key) -> None:
+        resident = self._residents.pop(key)
+        log.info("%s leaves the devices (%s a chip)", resident.title, gib(resident.size_bytes))
+        for array in resident.weights.values():
+            array.delete()
 
     @property
     def size_bytes(self) -> int:
@@ -68,11 +115,16 @@ class Residency:
     def list(self) -> tuple[Resident, ...]:
         return tuple(self._residents.values())
 
+    def drop(self, ids: Iterable[str]) -> None:
+        """Unloads single residents; ids that are not resident are passed over."""
+        for key in [key for key, resident in self._residents.items() if resident.id in set(ids)]:
+            self._evict(key)
+
     def clear(self) -> None:
-        while self._residents:
-            _delete(self._residents.popitem()[1])
+        for key in list(self._residents):
+            self._evict(key)
 
 
-def _delete(resident: Resident) -> None:
-    for array in resident.weights.values():
-        array.delete()
+def gib(size_bytes: float) -> str:
+    """A size for people: GiB, or MiB where that is small."""
+    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= 0.1 * GIB else f"{size_bytes / 2**20:.1f} MiB"

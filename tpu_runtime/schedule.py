@@ -25,11 +25,12 @@ SAMPLE, OUTPUT = 0, 1
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """What the denoiser is told at step `i` (`timesteps[i]`), and the step itself: `table[i]` maps
-    `(sample, output, memory...)` to the next `(sample, memory...)`.
+    `(sample, output, memory...)` to the next `(sample, memory...)` and, in its last row, to the denoised estimate that
+    a preview shows.
     """
 
     timesteps: np.ndarray  # [num_steps], int32 or float32 as the scheduler gives them
-    table: np.ndarray  # [num_steps, 1 + num_memory, 2 + num_memory], float32
+    table: np.ndarray  # [num_steps, 2 + num_memory, 2 + num_memory], float32
 
     @property
     def num_steps(self) -> int:
@@ -37,7 +38,7 @@ class Schedule:
 
     @property
     def num_memory(self) -> int:
-        return self.table.shape[1] - 1
+        return self.table.shape[2] - 2
 
 
 State = tuple[Float[Array, "*latent"], ...]
@@ -49,11 +50,13 @@ def initial_state(latents: np.ndarray, num_memory: int) -> tuple[np.ndarray, ...
 
 
 def advance(state: State, output: jax.Array, row: Float[Array, "rows columns"]) -> State:
-    """One step: the next sample and memory from this one and the denoiser's output; float32."""
+    """One step: the next sample and memory from this one and the denoiser's output, and last the denoised estimate;
+    float32.
+    """
     terms = (state[0], output.astype(jnp.float32), *state[1:])
     return tuple(
         sum(row[i, j] * term for j, term in enumerate(terms))  # type: ignore[misc]
-        for i in range(len(state))
+        for i in range(len(terms))
     )
 
 
@@ -91,7 +94,7 @@ def probe(scheduler: Any, num_steps: int, **timestep_arguments: Any) -> Schedule
             slot.write(_unit(2 + index))
         result = scheduler.step(_unit(OUTPUT), timestep, _unit(SAMPLE), return_dict=False)[0]
         after = {slot.key: slot.read() for slot in _memory(scheduler)}
-        rows.append((result, [slot.key for slot in slots], after))
+        rows.append((result, [slot.key for slot in slots], after, _denoised(scheduler, len(rows), timestep)))
         memory_size = max(memory_size, len(after))
     return _tabulate(scheduler, rows)
 
@@ -103,18 +106,33 @@ def _other_arguments(scheduler: Any) -> list[str]:
     return [name for name in needed if name not in ("model_output", "timestep", "sample")]
 
 
+def _denoised(scheduler: Any, index: int, timestep: torch.Tensor) -> tuple[float, float]:
+    """Of the sample and of the denoiser's output in the estimate of the end result, by what the output stands for."""
+    kind = scheduler.config.get("prediction_type", "flow_prediction")
+    if kind == "flow_prediction":
+        return 1.0, -float(scheduler.sigmas[index])
+    signal = float(scheduler.alphas_cumprod[int(timestep)]) ** 0.5
+    noise = (1 - signal**2) ** 0.5
+    if kind == "v_prediction":
+        return signal, -noise
+    if kind == "epsilon" and signal > 0:
+        return 1 / signal, -noise / signal
+    return 0.0, 1.0
+
+
 def _tabulate(scheduler: Any, rows: list) -> Schedule:
     """Gives every remembered tensor a fixed column."""
-    keys = sorted({key for _, before, after in rows for key in (*before, *after)})
+    keys = sorted({key for _, before, after, _ in rows for key in (*before, *after)})
     if len(keys) > MAX_MEMORY:
         raise NotImplementedError(f"{type(scheduler).__name__} keeps {len(keys)} tensors; {MAX_MEMORY} are allowed.")
     column = {key: 2 + index for index, key in enumerate(keys)}
-    table = np.zeros((len(rows), 1 + len(keys), 2 + len(keys)), np.float32)
-    for step, (result, before, after) in enumerate(rows):
+    table = np.zeros((len(rows), 2 + len(keys), 2 + len(keys)), np.float32)
+    for step, (result, before, after, denoised) in enumerate(rows):
         columns = [SAMPLE, OUTPUT, *(column[key] for key in before)]
         table[step, 0, columns] = _coefficients(result)[: len(columns)]
         for key, vector in after.items():
             table[step, column[key] - 1, columns] = _coefficients(vector)[: len(columns)]
+        table[step, -1, [SAMPLE, OUTPUT]] = denoised
     if not np.isfinite(table).all():
         raise ValueError(f"{type(scheduler).__name__} gives no finite step with this config and number of steps.")
     timesteps = scheduler.timesteps.cpu().numpy()

@@ -214,6 +214,8 @@ class ModelSpec:
     - `mesh(num_devices, branches)` says how the denoiser's chips are arranged. Where `tp` does not divide the heads,
       which the denoiser's config names `heads_key`, the rest of it goes to `sp`.
 
+    `latent_format` is ComfyUI's name for the layout and scale of the denoiser's sample, for previews.
+
     `index` and `files` (JSON, by path) are what else the built-in checkpoint holds.
 
     `guidance` is "cfg" (two branches while `guidance_scale` is above 1: row 0 the prompt, row 1 the negative prompt) or
@@ -226,6 +228,7 @@ class ModelSpec:
     category: str
     hub_id: str
     tiny_id: str
+    latent_format: str
     pipeline_classes: tuple[str, ...]
     components: tuple[Component, ...]
     geometry: LatentGeometry

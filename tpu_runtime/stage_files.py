@@ -32,6 +32,15 @@ def save_embeddings(
     Tensor names are `prompt_embeds`, `negative_prompt_embeds`, and with a dot and their name after it what further text
     encoders gave; whole numbers (lengths) are the file's metadata under the same kind of name.
     """
+    tensors, numbers = pack_embeddings(prompt_embeds, negative_prompt_embeds)
+    _save(folder / EMBEDDINGS, tensors, numbers)
+    update_config(folder, {"model_name": model.spec_name, "model_id": model.model_id})
+
+
+def pack_embeddings(
+    prompt_embeds: "Conditioning", negative_prompt_embeds: "Conditioning | None"
+) -> "tuple[dict[str, torch.Tensor], dict[str, str]]":
+    """Tensors and metadata of a safetensors file, named as `save_embeddings` says."""
     tensors, numbers = {}, {}
     named = {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}
     for name, conditioning in named.items():
@@ -39,25 +48,36 @@ def save_embeddings(
             tensors[name], info = conditioning[0]
             tensors |= {f"{name}.{key}": value for key, value in info.items() if hasattr(value, "shape")}
             numbers |= {f"{name}.{key}": str(value) for key, value in info.items() if isinstance(value, int)}
-    _save(folder / EMBEDDINGS, tensors, numbers)
-    update_config(folder, {"model_name": model.spec_name, "model_id": model.model_id})
+    return tensors, numbers
 
 
-def load_embeddings(folder: Path, model: "ModelRef") -> "tuple[Conditioning, Conditioning | None]":
-    """The encoded prompts of `folder`; raises `StageFileError` where another model made them."""
-    tensors, numbers = _load(folder, EMBEDDINGS, "encode", model)
+def unpack_embeddings(
+    tensors: "Mapping[str, torch.Tensor]", numbers: Mapping[str, str], family: str
+) -> "tuple[Conditioning | None, Conditioning | None]":
+    """What `pack_embeddings` packed; None for what is not there."""
+    values = {**tensors, **{key: int(value) for key, value in numbers.items()}}
 
     def conditioning(name: str) -> "Conditioning | None":
         if name not in tensors:
             return None
-        values = {**tensors, **{key: int(value) for key, value in numbers.items()}}
         info = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
-        return [[tensors[name], {"tpu_family": model.spec.family, **info}]]
+        return [[tensors[name], {"tpu_family": family, **info}]]
 
-    prompt = conditioning("prompt_embeds")
+    return conditioning("prompt_embeds"), conditioning("negative_prompt_embeds")
+
+
+def load_embeddings(folder: Path, model: "ModelRef") -> "tuple[Conditioning, Conditioning | None]":
+    """The encoded prompts of `folder`; raises `StageFileError` where another model made them."""
+    prompt, negative = unpack_embeddings(*_load(folder, EMBEDDINGS, "encode", model), model.spec.family)
     if prompt is None:
         raise StageFileError(f"{folder / EMBEDDINGS} holds no prompt_embeds; run `comfyui-tpu encode` again.")
-    return prompt, conditioning("negative_prompt_embeds")
+    return prompt, negative
+
+
+def metadata(content: bytes) -> dict[str, str]:
+    """The metadata in a safetensors file's bytes: its header is JSON after its length in eight bytes."""
+    size = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + size]).get("__metadata__", {})
 
 
 def save_latents(folder: Path, latents: Mapping[str, Any], model: "ModelRef") -> None:

@@ -1,10 +1,11 @@
 """The three stages as the nodes call them. Cheap to import: torch and JAX come in when a stage runs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from . import checkpoint, models, precision
+from . import stats as stats_module
 from .progress import Progress
 from .spec import ModelSpec, Settings
 
@@ -109,8 +110,23 @@ def compilation_summary() -> str:
     return str(compilations())
 
 
-def free() -> None:
-    """Drops weights and compiled programs from the devices; the next stage loads what it needs."""
+def warmup(model: ModelRef, settings: Settings, *, progress: Progress) -> int:
+    """Compiles every program of a generation with these settings, loading no weights; how many were not there yet."""
+    model.spec.check_settings(settings)
     from .engine import engine
 
-    engine().free()
+    return engine().warmup(model, settings, progress)
+
+
+def free(ids: Iterable[str] | None = None) -> None:
+    """Drops weights and compiled programs from the devices; the next stage loads what it needs.
+
+    With `ids` (see `stats`), the weights of those residents alone. Waits for a running stage; starts no device.
+    """
+    if engine := stats_module.engine_if_any():
+        engine.free(ids)
+
+
+def stats() -> dict[str, Any]:
+    """The monitor's numbers (see `stats.py`)."""
+    return stats_module.stats()

@@ -339,6 +339,7 @@ SPEC = ModelSpec(
     category="CogVideoX",
     hub_id="zai-org/CogVideoX1.5-5B",
     tiny_id="tiny/cogvideox",
+    latent_format="CogVideoX1_5",
     pipeline_classes=("CogVideoXPipeline",),
     components=(TEXT_ENCODER, TRANSFORMER, VAE_DECODER),
     geometry=GEOMETRY,

@@ -418,6 +418,7 @@ SPEC = ModelSpec(
     category="Flux.2",
     hub_id="black-forest-labs/FLUX.2-dev",
     tiny_id="tiny/flux2",
+    latent_format="Flux2",
     pipeline_classes=("Flux2Pipeline",),
     components=(mistral3.TEXT_ENCODER, TRANSFORMER, VAE_DECODER, VAE_ENCODER),
     geometry=LatentGeometry(channels=128, stride_t=0, stride_hw=16, patch_thw=(1, 1, 1)),

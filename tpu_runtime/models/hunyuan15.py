@@ -266,6 +266,7 @@ SPEC = ModelSpec(
     category="HunyuanVideo1.5",
     hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
     tiny_id="tiny/hunyuan15",
+    latent_format="HunyuanVideo15",
     pipeline_classes=("HunyuanVideo15Pipeline",),
     components=(TEXT_ENCODER, GLYPH_ENCODER, TRANSFORMER, VAE_DECODER),
     geometry=LatentGeometry(channels=32, stride_t=4, stride_hw=16, patch_thw=(1, 1, 1)),

@@ -361,6 +361,7 @@ SPEC = ModelSpec(
     category="Wan2.1",
     hub_id="Wan-AI/Wan2.1-T2V-14B-Diffusers",
     tiny_id="tiny/wan21",
+    latent_format="Wan21",
     pipeline_classes=("WanPipeline",),
     components=(TEXT_ENCODER, TRANSFORMER, VAE_DECODER),
     geometry=LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(1, 2, 2)),

@@ -1,0 +1,56 @@
+"""What to do when something does not fit on the devices, in numbers."""
+
+import math
+import os
+
+from . import residency
+from .spec import IntLimit, ModelSpec, Settings
+
+# A video's sides in the smaller sizes that are proposed.
+SHARES = (0.75, 0.5)
+
+
+def sentence(spec: ModelSpec, stage: str, settings: Settings | None, reason: str, num_devices: int) -> str:
+    """The message for the user: what happened, what was done, and what would need less."""
+    advice = ", or ".join(smaller(spec, settings)) if settings else "smaller or fewer frames"
+    limit = os.environ.get(residency.VARIABLE)
+    lifted = f" {residency.VARIABLE} limits a chip to {limit} GiB here; raise it if the chip has more." if limit else ""
+    return (
+        f"{spec.title} ran out of TPU memory in stage {stage} on {num_devices} chips, with everything else unloaded: "
+        f"{reason}{'' if reason.endswith('.') else '.'} All of it was freed. Needs less: {advice}.{lifted} "
+        f"`comfyui-tpu plan --model {spec.name}` says beforehand what fits."
+    )
+
+
+def smaller(spec: ModelSpec, settings: Settings) -> list[str]:
+    """Settings that need less, each with how much less: memory beside the weights grows with the tokens."""
+    tokens = _tokens(spec, settings.height, settings.width, settings.num_frames)
+    found = []
+    if not spec.is_image and (frames := _at_most(spec.inputs["num_frames"], settings.num_frames // 2)):
+        share = _tokens(spec, settings.height, settings.width, frames) / tokens
+        found.append(f"num_frames {frames} instead of {settings.num_frames} ({_less(share)})")
+    for part in SHARES:
+        height, width = (
+            _at_most(spec.inputs[name], math.ceil(size * part))
+            for name, size in (("height", settings.height), ("width", settings.width))
+        )
+        if height and width:
+            share = _tokens(spec, height, width, settings.num_frames) / tokens
+            found.append(f"{width}x{height} instead of {settings.width}x{settings.height} ({_less(share)})")
+    return found or ["a machine with more chips, which split the weights"]
+
+
+def _tokens(spec: ModelSpec, height: int, width: int, num_frames: int) -> int:
+    frames = spec.geometry.latent_frames(num_frames) if spec.geometry.stride_t else 1
+    return frames * height * width
+
+
+def _less(share: float) -> str:
+    return f"{100 * (1 - share):.0f} % less beside the weights"
+
+
+def _at_most(limit: object, value: int) -> int | None:
+    """The largest allowed value that is not above `value`; None if there is none."""
+    assert isinstance(limit, IntLimit)
+    allowed = (value - limit.plus) // limit.multiple_of * limit.multiple_of + limit.plus
+    return allowed if limit.low <= allowed <= limit.high else None
