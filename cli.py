@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .nodes.declare import Declaration, Folders
-from .nodes.headless import HEADLESS, TerminalHost, Timing, run_workflow
+from .nodes.headless import HEADLESS, TerminalHost, Timing, generations, run_workflow
 from .nodes.workflow import Workflow, to_api
 from .tpu_runtime import media, plan_options, stage_files, stages
 from .tpu_runtime.models import SPECS, spec_by_name, spec_for_family
@@ -64,6 +64,13 @@ def _parser() -> argparse.ArgumentParser:
     decode = _stage_verb(verbs, "decode", _decode, "stage 3: latents to a video")
     _add_numbers(decode, ["fps"])
     decode.add_argument("--out", type=Path, metavar="FILE", help="the video (FOLDER/output_video.mp4)")
+    warmup = _verb(verbs, "warmup", _warmup, "compile a size's programs, so that its first run starts at once")
+    warmup.add_argument("workflow", type=Path, nargs="?", help="the sizes of this workflow's samplers")
+    warmup.add_argument("--model", metavar="NAME", help="instead: this model; " + "; ".join(s.name for s in SPECS))
+    warmup.add_argument("--model-id", metavar="ID", help="with --model: its id or folder; default: its Hub id")
+    warmup.add_argument("--precision", choices=CHOICES, default="auto")
+    warmup.add_argument("--tiny", action="store_true", help="use the built-in miniature models, at their sizes")
+    _add_numbers(warmup, [name for name in _names("inputs") if name not in ("fps", "seed")])
     plan_options.add_arguments(
         _verb(verbs, "plan", _plan, "compile for a described TPU: does it fit, how long would it take")
     )
@@ -274,6 +281,37 @@ def _decode(options: argparse.Namespace) -> int:
         host.text(f"wrote {out}")
 
     return _timed(f"{spec.title}: decode", action)
+
+
+# --- warmup -----------------------------------------------------------------------------------------------------------
+
+
+def _warmup(options: argparse.Namespace) -> int:
+    host = TerminalHost(Folders())
+    for model, settings in _wanted(options):
+        stages.check_model(model)
+        with host.timed(f"{model.spec.title}: {settings.width}x{settings.height}, {settings.num_frames} frames"):
+            stages.warmup(model, settings, progress=host)
+    _print_timings(host.timings)
+    return 0
+
+
+def _wanted(options: argparse.Namespace) -> list[tuple[ModelRef, Settings]]:
+    """The generations to compile for: a workflow's, or one model's."""
+    if bool(options.workflow) == bool(options.model):
+        raise ValueError("warmup takes either a workflow file or --model NAME.")
+    if options.workflow:
+        workflow = to_api(_read_json(options.workflow), HEADLESS)
+        if options.tiny:
+            make_tiny(workflow)
+        return generations(workflow, Folders())
+    spec = spec_by_name(options.model)
+    model_id = options.model_id or (spec.tiny_id if options.tiny else spec.hub_id)
+    sizes = spec.tiny_inputs if model_id == spec.tiny_id else {}
+    given = {name: value for name in spec.inputs if (value := getattr(options, name, None)) is not None}
+    given = {"shift" if name == "flow_shift" else name: value for name, value in (sizes | given).items()}
+    model = ModelRef(spec_name=spec.name, model_id=model_id, precision=options.precision)
+    return [(model, stages.settings_of(spec, **given))]
 
 
 # --- plan -------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from ..tpu_runtime import stages
+from ..tpu_runtime.models import spec_for_family
+from ..tpu_runtime.spec import Settings
+from ..tpu_runtime.stages import ModelRef
 from . import DECLARATIONS, core_nodes
 from .declare import Folders, Node, by_id
 from .workflow import Table, Workflow, expand, is_link, node_label, validate_workflow
@@ -34,7 +38,7 @@ class TerminalHost:
         self._stream.write(f"  {message}\n")
         self._stream.flush()
 
-    def step(self, done: int, total: int, unit: str) -> None:
+    def step(self, done: int, total: int, unit: str, preview: Any = None) -> None:
         if self._is_tty:
             self._clear()
             self._stream.write(f"  {unit} {done}/{total}")
@@ -117,3 +121,33 @@ def _title(node: Node, node_id: str, graph: Workflow) -> str:
     """The node's title, with its id where the workflow has several of the kind."""
     same = [other for other in graph.values() if other["class_type"] == node.id]
     return node.title if len(same) == 1 else node_label(node_id, {"class_type": node.title})
+
+
+def generations(workflow: Workflow, folders: Folders, table: Table = HEADLESS) -> list[tuple[ModelRef, Settings]]:
+    """The models and settings of a workflow's samplers and pipelines, as its widgets have them.
+
+    Links count as the input's default. Raises ValueError where there is no sampler, and for bad values.
+    """
+    found = []
+    for node in workflow.values():
+        declaration = table.get(node["class_type"])
+        names = {declared.name for declared in declaration.inputs} if declaration and declaration.family else set()
+        if "num_inference_steps" not in names:
+            continue
+        literal = {name: value for name, value in node["inputs"].items() if not is_link(value)}
+        values = {i.name: i.parse(literal.get(i.name, i.default)) for i in declaration.inputs if i.is_widget}
+        link = node["inputs"].get("model")
+        choice = workflow[link[0]]["inputs"] if is_link(link) else values
+        spec = stages.variant(spec_for_family(declaration.family), choice["model_id"], folders.models)
+        model = ModelRef(
+            spec_name=spec.name,
+            model_id=choice["model_id"],
+            precision=choice.get("precision", "auto"),
+            folders=folders.models,
+        )
+        shift = values.get("flow_shift", values.get("shift"))
+        numbers = {name: values.get(name) for name in spec.default_settings().__dataclass_fields__}
+        found.append((model, stages.settings_of(spec, **{**numbers, "shift": shift})))
+    if not found:
+        raise ValueError("The workflow has no sampler or pipeline of this pack: there is nothing to compile.")
+    return found

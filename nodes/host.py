@@ -1,4 +1,4 @@
-"""ComfyUI's side: declarations as V3 node classes, progress, cancel and folders. The only file that knows ComfyUI."""
+"""ComfyUI's side: declarations as V3 node classes, progress, previews, cancel and folders."""
 
 import inspect
 from collections.abc import Callable
@@ -12,7 +12,9 @@ from comfy_execution.graph_utils import GraphBuilder
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
-from . import DECLARATIONS
+from ..tpu_runtime import stages
+from ..tpu_runtime.progress import Preview
+from . import DECLARATIONS, host_memory, host_preview
 from .declare import Declaration, Expansion, Folders, Input, Link, Node, Ref
 
 try:
@@ -29,17 +31,19 @@ class ComfyHost:
     def __init__(self) -> None:
         context = get_executing_context()
         self._node_id = context.node_id if context else None
-        self._bar = None
+        self._bar = self._unit = None
+        self._previewer = host_preview.Previewer()
         self.folders = _folders()
 
     def text(self, message: str) -> None:
         if self._node_id is not None:
             PromptServer.instance.send_progress_text(message, self._node_id)
 
-    def step(self, done: int, total: int, unit: str) -> None:
-        if self._bar is None:
-            self._bar = comfy.utils.ProgressBar(total, node_id=self._node_id)
-        self._bar.update_absolute(done, total)
+    def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
+        if self._bar is None or unit != self._unit:
+            # Loaded MiB, steps and chunks follow each other on the same node.
+            self._bar, self._unit = comfy.utils.ProgressBar(total, node_id=self._node_id), unit
+        self._bar.update_absolute(done, total, self._previewer.image(preview) if preview else None)
 
     def check_cancelled(self) -> None:
         comfy.model_management.throw_exception_if_processing_interrupted()
@@ -55,6 +59,7 @@ def _folders() -> Folders:
 
 def extension() -> ComfyExtension:
     """What ComfyUI's `comfy_entrypoint` must return."""
+    host_memory.wrap_unload()
     classes = [node_class(declaration) for declaration in DECLARATIONS.values()]
 
     class Extension(ComfyExtension):
@@ -124,13 +129,21 @@ def _output(kind: str, name: str, tooltip: str) -> Any:
 
 
 def _socket(kind: str) -> Any:
+    if kind == "*":
+        return io.AnyType
     core = {"CONDITIONING": io.Conditioning, "LATENT": io.Latent, "IMAGE": io.Image, "VIDEO": io.Video, "MASK": io.Mask}
     return core.get(kind) or io.Custom(kind)
 
 
 def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
     def execute(cls: type, **given: Any) -> io.NodeOutput:
-        return io.NodeOutput(*declaration.run(ComfyHost(), **declaration.values(given)))
+        host_memory.register()
+        try:
+            return io.NodeOutput(*declaration.run(ComfyHost(), **declaration.values(given)))
+        except stages.OutOfMemory as error:
+            failure = str(error)
+        # ComfyUI knows this one: it unloads everything, and the page says that memory ran out.
+        raise comfy.model_management.OOM_EXCEPTION(failure)
 
     return execute
 

@@ -77,6 +77,21 @@ def _modified(folders: Folders, *, folder: str) -> Hashable:
     return tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files)
 
 
+def _free(host: Host, *, anything: Any) -> tuple:
+    host.text("Freeing the TPU's memory")
+    runtime.free()
+    return (anything,)
+
+
+def _warmup(host: Host, *, model: ModelRef, **wanted: float) -> tuple[str]:
+    """Compiles what the sizes need; 0 stands for the model's own value."""
+    spec = model.spec
+    settings = runtime.settings_of(spec, **{name: value or None for name, value in wanted.items()})
+    compiled = runtime.warmup(model, settings, progress=host)
+    size = f"{settings.width}x{settings.height}" + ("" if spec.is_image else f", {settings.num_frames} frames")
+    return (f"{spec.title}, {size}: {compiled} programs compiled, the others were there.",)
+
+
 def _plan(host: Host, *, model_name: str, topology: str, **wanted: float) -> tuple[str]:
     """The report of a plan; 0 stands for the model's own value."""
     # Brings JAX and the compiler in, which ComfyUI's start must not.
@@ -84,7 +99,7 @@ def _plan(host: Host, *, model_name: str, topology: str, **wanted: float) -> tup
     from ..tpu_runtime.plan_compile import Request
 
     spec = spec_by_name(model_name)
-    settings = plan.settings_of(spec, **{name: value or None for name, value in wanted.items()})
+    settings = runtime.settings_of(spec, **{name: value or None for name, value in wanted.items()})
     host.text(f"Compiling {spec.title} for {topology}: minutes, not seconds")
     request = Request(spec=spec, settings=settings, topology=chips.topology(topology))
     return (plan_report.text(plan.make_plan(request, host.text)),)
@@ -160,6 +175,36 @@ LOAD_STAGE = Node(
 )
 
 
+FREE_MEMORY = Node(
+    id="TPUFreeMemory",
+    title="TPU Free Memory",
+    category="TPU",
+    description="Unloads every model of this pack from the TPU when the workflow comes by; what comes in goes out. Not "
+    "needed before switching models: what is least used leaves by itself.",
+    inputs=(Input(name="anything", type="*", tooltip="Anything: the memory is freed once this is there."),),
+    outputs=(Output(name="anything", type="*", tooltip="What came in."),),
+    run=_free,
+)
+
+WARMUP = Node(
+    id="TPUWarmup",
+    title="TPU Warmup",
+    category="TPU",
+    description="Compiles the programs that a model needs for a size, without loading weights or generating: a run of "
+    "that size then starts at once, also after a restart.",
+    inputs=(
+        _MODEL,
+        _plan_number("height", "INT", 4096),
+        _plan_number("width", "INT", 4096),
+        _plan_number("num_frames", "INT", 1024),
+        _plan_number("num_inference_steps", "INT", 1000),
+        _plan_number("guidance_scale", "FLOAT", 20.0),
+    ),
+    outputs=(Output(name="report", type="STRING", tooltip="What was compiled."),),
+    run=_warmup,
+    is_output=True,
+)
+
 PLAN = Node(
     id="TPUPlan",
     title="TPU Plan",
@@ -190,4 +235,4 @@ PLAN = Node(
     run=_plan,
 )
 
-NODES = (MODEL_LOADER, SAVE_STAGE, LOAD_STAGE, PLAN)
+NODES = (MODEL_LOADER, SAVE_STAGE, LOAD_STAGE, FREE_MEMORY, WARMUP, PLAN)

@@ -154,7 +154,7 @@ def test_cancelling_while_loading_leaves_nothing_behind(copied: Path, runner: En
         pass
 
     class CancelWhileLoading(Silent):
-        def step(self, done: int, total: int, unit: str) -> None:
+        def step(self, done: int, total: int, unit: str, preview: object = None) -> None:
             if unit == "MiB":
                 raise Cancelled
 
@@ -289,7 +289,7 @@ def test_a_download_shows_its_bytes_and_can_be_cancelled():
         def text(self, message: str) -> None:
             self.shown.append(message)
 
-        def step(self, done: int, total: int, unit: str) -> None:
+        def step(self, done: int, total: int, unit: str, preview: object = None) -> None:
             self.shown.append((done, total, unit))
 
         def check_cancelled(self) -> None:

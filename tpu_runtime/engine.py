@@ -191,7 +191,7 @@ class Engine:
             return result
 
     def _within_memory(self, run: "Run", work: "Callable[[Run], Result]", settings: Settings | None) -> Result:
-        """Runs `work`; out of memory, once more with everything else unloaded. Then `OutOfMemory` says what would fit."""
+        """Runs `work`; out of memory, once more with everything unloaded. Then `OutOfMemory` says what would fit."""
         stage = run.progress.activity.stage
         reason = ""
         for attempt in (1, 2):

@@ -131,3 +131,18 @@ def resize(images: "torch.Tensor", height: int, width: int, how: str) -> "torch.
     over_y, over_x = height - size[0], width - size[1]
     edges = (over_x // 2, over_x - over_x // 2, over_y // 2, over_y - over_y // 2)
     return functional.pad(scaled.clamp(0.0, 1.0), edges).movedim(1, -1)
+
+
+def main_colours(latents: "torch.Tensor") -> tuple[list[list[float]], list[float]]:
+    """A colouring of latents `[1, channels, ...]`: their three main axes as red, green and blue in -1..1.
+
+    Gives factors, one triple a channel, and an offset.
+    """
+    import torch
+
+    points = latents[0].flatten(1).T
+    centre = points.mean(0)
+    _, spread, axes = torch.linalg.svd(points - centre, full_matrices=False)
+    deviation = spread[:3] / max(1, len(points) - 1) ** 0.5
+    factors = axes[:3].T / (2 * deviation.clamp_min(1e-6))
+    return factors.tolist(), (-centre @ factors).tolist()

@@ -1,20 +1,30 @@
-"""What to do when something does not fit on the devices, in numbers."""
+"""What to do when something does not fit on the devices, in numbers. Imports no JAX."""
 
 import math
 import os
 
-from . import residency
 from .spec import IntLimit, ModelSpec, Settings
 
+VARIABLE = "COMFYUI_TPU_HBM_GIB"
+GIB = 2**30
 # A video's sides in the smaller sizes that are proposed.
 SHARES = (0.75, 0.5)
+
+
+class OutOfMemory(RuntimeError):
+    """Something does not fit on the devices; the message says what would."""
+
+
+def gib(size_bytes: float) -> str:
+    """A size for people: GiB, or MiB where that is small."""
+    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= 0.1 * GIB else f"{size_bytes / 2**20:.1f} MiB"
 
 
 def sentence(spec: ModelSpec, stage: str, settings: Settings | None, reason: str, num_devices: int) -> str:
     """The message for the user: what happened, what was done, and what would need less."""
     advice = ", or ".join(smaller(spec, settings)) if settings else "smaller or fewer frames"
-    limit = os.environ.get(residency.VARIABLE)
-    lifted = f" {residency.VARIABLE} limits a chip to {limit} GiB here; raise it if the chip has more." if limit else ""
+    limit = os.environ.get(VARIABLE)
+    lifted = f" {VARIABLE} limits a chip to {limit} GiB here; raise it if the chip has more." if limit else ""
     return (
         f"{spec.title} ran out of TPU memory in stage {stage} on {num_devices} chips, with everything else unloaded: "
         f"{reason}{'' if reason.endswith('.') else '.'} All of it was freed. Needs less: {advice}.{lifted} "

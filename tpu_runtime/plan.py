@@ -8,8 +8,6 @@ import argparse
 import importlib.metadata
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
 
 import jax
 
@@ -21,9 +19,9 @@ from .chips import Topology
 from .plan_compile import Compiled, Request, compile_program
 from .plan_options import STAGES, add_arguments
 from .plan_report import Plan, ProgramPlan
-from .spec import ModelSpec, Settings
+from .stages import settings_of
 
-__all__ = ["add_arguments", "make_plan", "request_of", "run", "settings_of"]
+__all__ = ["add_arguments", "make_plan", "request_of", "run"]
 
 Write = Callable[[str], None]
 
@@ -161,13 +159,6 @@ def request_of(args: argparse.Namespace) -> Request:
         mesh_shape=_mesh_of(args.mesh),
         stages=stages,
     )
-
-
-def settings_of(spec: ModelSpec, **wanted: Any) -> Settings:
-    """The model's defaults, and what is `wanted` and not None. Raises `ValueError` for what the model forbids."""
-    settings = replace(spec.default_settings(), **{name: value for name, value in wanted.items() if value is not None})
-    spec.check_settings(settings)
-    return settings
 
 
 def _mesh_of(text: str | None) -> MeshShape | None:

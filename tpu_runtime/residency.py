@@ -14,19 +14,14 @@ from dataclasses import dataclass, field
 import jax
 
 from .cache import signature
+from .memory_advice import GIB, VARIABLE, OutOfMemory, gib
 
 log = logging.getLogger(__name__)
 
-VARIABLE = "COMFYUI_TPU_HBM_GIB"
-GIB = 2**30
 # What a chip's runtime and fragmentation take of the memory that it reports.
 RESERVE_SHARE = 0.04
 
 Key = tuple[str, ...]
-
-
-class OutOfMemory(RuntimeError):
-    """Something does not fit on the devices; the message says what would."""
 
 
 @dataclass(kw_only=True)
@@ -123,8 +118,3 @@ class Residency:
     def clear(self) -> None:
         for key in list(self._residents):
             self._evict(key)
-
-
-def gib(size_bytes: float) -> str:
-    """A size for people: GiB, or MiB where that is small."""
-    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= 0.1 * GIB else f"{size_bytes / 2**20:.1f} MiB"

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from . import checkpoint, models, precision
 from . import stats as stats_module
+from .memory_advice import OutOfMemory
 from .progress import Progress
 from .spec import ModelSpec, Settings
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = ["OutOfMemory"]
 
 # ComfyUI's CONDITIONING: one tensor `[1, length, dim]` with a dict that says where it comes from.
 Conditioning = list
@@ -56,6 +59,16 @@ def variant(spec: ModelSpec, model_id: str, folders: tuple[str, ...] = ()) -> Mo
     return spec
 
 
+def settings_of(spec: ModelSpec, **wanted: Any) -> Settings:
+    """The model's defaults, and what is `wanted` and not None. Raises `ValueError` for what the model forbids."""
+    known = {name: value for name, value in wanted.items() if value is not None}
+    if spec.is_image:
+        known.pop("num_frames", None)
+    settings = replace(spec.default_settings(), **known)
+    spec.check_settings(settings)
+    return settings
+
+
 def check_model(model: ModelRef) -> None:
     """Raises `ValueError` with a sentence for the user where `model` cannot work. Reads no weights, no network."""
     precision.check_choice(model.precision)
@@ -89,8 +102,7 @@ def denoise(
 
 def encode_image(model: ModelRef, image: "torch.Tensor", size: Mapping[str, int], *, progress: Progress) -> Condition:
     """An IMAGE `[1, height, width, 3]` in 0..1 as the condition of a video of `size` (height, width, num_frames)."""
-    settings = replace(model.spec.default_settings(), **size)
-    model.spec.check_settings(settings)
+    settings = settings_of(model.spec, **size)
     from .engine import engine
 
     return engine().encode_image(model, image, settings, progress)

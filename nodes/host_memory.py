@@ -1,0 +1,70 @@
+"""ComfyUI's model management knows the pack as one loaded model: whatever unloads models unloads this one too."""
+
+import functools
+
+import comfy.model_management
+import comfy.model_patcher
+
+from ..tpu_runtime import stages
+from ..tpu_runtime.anchor import TPUModels
+
+
+class _Patcher(comfy.model_patcher.ModelPatcher):
+    """Answers ComfyUI's questions about loaded models for everything that the pack has on its devices.
+
+    ComfyUI never moves it by itself: to it this is a model on the CPU.
+    """
+
+    def __init__(self) -> None:
+        anchor = TPUModels()
+        super().__init__(anchor, load_device=anchor.device, offload_device=anchor.device, size=1)
+
+    def model_size(self) -> int:
+        return max(1, sum(resident["bytes_per_chip"] for resident in stages.stats()["resident"]))
+
+    def loaded_size(self) -> int:
+        return self.model_size()
+
+    def partially_load(self, *args: object, **kwargs: object) -> int:
+        return 0
+
+    def partially_unload(self, *args: object, **kwargs: object) -> int:
+        return 0
+
+    def patch_model(self, *args: object, **kwargs: object) -> TPUModels:
+        return self.model
+
+    def detach(self, unpatch_all: bool = True) -> TPUModels:
+        stages.free()
+        return self.model
+
+
+@functools.cache
+def _patcher() -> _Patcher:
+    """ComfyUI keeps weak references only."""
+    return _Patcher()
+
+
+def register() -> None:
+    """Puts the pack among ComfyUI's loaded models. Unloading takes it out again, so this is called at every use."""
+    comfy.model_management.load_models_gpu([_patcher()])
+
+
+def wrap_unload() -> None:
+    """Lets `unload_all_models` free also what no model stands for (programs, after a run that failed while loading).
+
+    Done once, however often the pack is imported.
+    """
+    original = comfy.model_management.unload_all_models
+    if getattr(original, "frees_tpu", False):
+        return
+
+    @functools.wraps(original)
+    def unload_all_models(*args: object, **kwargs: object) -> object:
+        try:
+            return original(*args, **kwargs)
+        finally:
+            stages.free()
+
+    unload_all_models.frees_tpu = True
+    comfy.model_management.unload_all_models = unload_all_models
