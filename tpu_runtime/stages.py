@@ -114,3 +114,100 @@ def free() -> None:
     from .engine import engine
 
     engine().free()
+
+
+# --- wip: statistics until telemetry gives them -----------------------------------------------------------------------
+
+_running: dict[str, Any] = {}
+_last: dict[str, Any] = {}
+_free_everything = free
+
+
+def free(ids: tuple[str, ...] | None = None) -> None:  # noqa: F811
+    from .engine import engine
+
+    if not engine.cache_info().currsize:
+        return
+    if ids is None:
+        _free_everything()
+        return
+    one = engine()
+    with one._lock:
+        for key in [key for key in one.residency._residents if "/".join(key) in ids]:
+            for array in one.residency._residents.pop(key).weights.values():
+                array.delete()
+
+
+def stats() -> dict[str, Any]:
+    import time
+
+    from .cache import cache_folder, xla_cache_folder
+    from .engine import engine
+
+    found = {"platform": None, "message": "No run yet: the TPU is started by the first run.", "chips": [],
+             "resident": [], "running": None, "last_run": None, "counts": {"load": 0, "encode": 0, "compile": 0}}
+    if engine.cache_info().currsize:
+        one = engine()
+        residents = dict(one.residency._residents)
+        used = sum(resident.size_bytes for resident in residents.values())
+        found |= {
+            "platform": one.devices[0].platform,
+            "message": f"no TPU, running on CPU with {len(one.devices)} simulated chips",
+            "chips": [{"index": i, "kind": d.device_kind, "coords": None, "hbm_used": used, "hbm_peak": None,
+                       "hbm_limit": None, "tensorcore_utilization": None, "duty_cycle": None}
+                      for i, d in enumerate(one.devices)],
+            "resident": [{"id": "/".join(key), "component": key[0], "model": r.title, "bytes_per_chip": r.size_bytes,
+                          "last_used": time.time()} for key, r in residents.items()],
+            "counts": {name: one.counts[name] for name in ("load", "encode", "compile")},
+        }
+    if _running:
+        begun = _running["begun"]
+        now = {k: v for k, v in _running.items() if k != "begun"} | {"elapsed_s": time.time() - begun}
+        found["running"] = now | {"seconds_per_unit": now["elapsed_s"] / now["done"] if now["done"] else None}
+    found["last_run"] = dict(_last) or None
+    caches = []
+    for name, path in (("xla", xla_cache_folder()), ("prompts", cache_folder() / "prompts")):
+        files = [p for p in path.glob("*") if p.is_file()] if path.is_dir() else []
+        sizes = sum(p.stat().st_size for p in files)
+        caches.append({"name": name, "path": str(path), "files": len(files), "bytes": sizes})
+    return found | {"caches": caches}
+
+
+def _tracked(stage: str, function: Any) -> Any:
+    import functools
+    import time
+
+    @functools.wraps(function)
+    def run(model: ModelRef, *args: Any, progress: Progress, **keywords: Any) -> Any:
+        class Watched:
+            def text(self, message: str) -> None:
+                _running.update(text=message, compiling="Preparing" in message)
+                progress.text(message)
+
+            def step(self, done: int, total: int, unit: str) -> None:
+                _running.update(done=done, total=total, unit=unit, compiling=False)
+                progress.step(done, total, unit)
+
+            def check_cancelled(self) -> None:
+                progress.check_cancelled()
+
+        _running.update(stage=stage, model=model.model_id, text="", done=0, total=0, unit="", compiling=False,
+                        begun=time.time())
+        try:
+            return function(model, *args, progress=Watched(), **keywords)
+        finally:
+            if stage == "encode" or _last.get("model") != model.model_id:
+                _last.update(model=model.model_id, stages=[], steps_per_second=None, peak_hbm=None)
+            seconds = time.time() - _running["begun"]
+            _last["stages"] = [*_last["stages"], {"stage": stage, "seconds": seconds}]
+            if stage == "denoise":
+                _last["steps_per_second"] = _running["done"] / seconds
+            _running.clear()
+
+    return run
+
+
+encode_prompt = _tracked("encode", encode_prompt)
+denoise = _tracked("denoise", denoise)
+encode_image = _tracked("encode_image", encode_image)
+decode = _tracked("decode", decode)
