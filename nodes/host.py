@@ -12,7 +12,7 @@ from comfy_execution.graph_utils import GraphBuilder
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
-from . import DECLARATIONS
+from . import DECLARATIONS, host_routes
 from .declare import Declaration, Expansion, Folders, Input, Link, Node, Ref
 
 try:
@@ -55,6 +55,7 @@ def _folders() -> Folders:
 
 def extension() -> ComfyExtension:
     """What ComfyUI's `comfy_entrypoint` must return."""
+    host_routes.add()
     classes = [node_class(declaration) for declaration in DECLARATIONS.values()]
 
     class Extension(ComfyExtension):
