@@ -35,7 +35,7 @@ export function makeBar(label, className = "") {
     set(share, spoken) {
       const known = typeof share === "number" && Number.isFinite(share);
       const width = known ? Math.min(1, Math.max(0, share)) * 100 : 0;
-      fill.style.width = `${width.toFixed(1)}%`;
+      fill.style.setProperty("--share", `${width.toFixed(1)}%`);
       if (known) setAttribute(bar, "aria-valuenow", String(Math.round(width)));
       else bar.removeAttribute("aria-valuenow");
       setAttribute(bar, "aria-valuetext", spoken);

@@ -43,7 +43,7 @@ export function bytesOf(used, limit) {
   if (known === null) return `${UNKNOWN} of ${bytes(all)}`;
   const unit = unitOf(all);
   const share = known / 1024 ** unit;
-  if (unit === 0 || (known > 0 && share < 0.01)) return `${bytes(known)} of ${bytes(all)}`;
+  if (unit === 0 || (known > 0 && share < 0.095)) return `${bytes(known)} of ${bytes(all)}`;
   return `${digits(share)} of ${digits(all / 1024 ** unit)} ${BYTE_UNITS[unit]}`;
 }
 

@@ -9,6 +9,9 @@ const STAGES = { encode: "Text encoder", encode_image: "Image encoder", denoise:
 const CACHES = { programs: "Compiled programs", xla: "XLA's cache", prompts: "Encoded prompts" };
 
 const own = (table, key) => (Object.hasOwn(table, key) ? table[key] : text(key));
+/** A Hub id without its organisation, the last part of a folder. */
+const shortName = (model) => text(model).replace(/\/+$/, "").split("/").pop();
+const capital = (word) => word.charAt(0).toUpperCase() + word.slice(1);
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
 /** `free(ids)` asks the server to free residents, or everything when `ids` is undefined; it returns a sentence. */
@@ -75,7 +78,7 @@ class Running {
     this.#busy.hidden = now === null;
     if (!now) return;
     const [done, total] = [amount(now.done) ?? 0, amount(now.total) ?? 0];
-    const counted = total > 0 ? `${text(now.unit) || "part"} ${done} of ${total}` : text(now.text);
+    const counted = total > 0 ? `${capital(text(now.unit) || "part")} ${done} of ${total}` : text(now.text);
     setText(this.#stage, own(STAGES, now.stage) + (now.compiling === true ? ", compiling" : ""));
     setText(this.#elapsed, seconds(now.elapsed_s));
     setText(this.#model, text(now.model));
@@ -150,16 +153,19 @@ class Residents {
 
   #row(resident) {
     const component = make("strong", "tpu-clip");
+    const size = make("span", "tpu-number");
     const detail = make("span", "tpu-dim tpu-clip");
     const button = make("button", "tpu-button", { type: "button" }, "Free");
     button.addEventListener("click", () => this.#ask(button, [text(resident.id)]));
-    const element = make("li", "tpu-resident", {}, make("div", "tpu-stack", {}, component, detail), button);
+    const head = make("div", "tpu-between", {}, component, size);
+    const element = make("li", "tpu-resident", {}, make("div", "tpu-stack", {}, head, detail), button);
     const update = (now) => {
-      const title = `${text(now.component).replaceAll("_", " ")} of ${text(now.model)}`;
-      setText(component, text(now.component).replaceAll("_", " "));
-      setText(detail, `${bytes(now.bytes_per_chip)} a chip · ${ago(now.last_used)} · ${text(now.model)}`);
-      setAttribute(element, "title", title);
-      setAttribute(button, "aria-label", `Free ${title}`);
+      const name = text(now.component).replaceAll("_", " ");
+      setText(component, name);
+      setText(size, `${bytes(now.bytes_per_chip)} a chip`);
+      setText(detail, `${ago(now.last_used)} · ${shortName(now.model)}`);
+      setAttribute(element, "title", `${name} of ${text(now.model)}`);
+      setAttribute(button, "aria-label", `Free ${name} of ${text(now.model)}`);
     };
     return { element, update };
   }
