@@ -100,7 +100,7 @@ class Sampler:
                     chip[field] = number
 
     def _ask(self, wanted: dict[str, str], notes: list[str]) -> dict[str, Sequence[str] | Exception]:
-        """libtpu's answers by field, within the deadline. One question at a time: an unanswered one forbids the next."""
+        """libtpu's answers by field, within the deadline. One question at a time: an open one forbids the next."""
         if self._late is not None and not self._late.done():
             notes.append("libtpu does not answer: a chip may hang. Utilisation is not known.")
             return {}

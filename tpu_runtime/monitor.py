@@ -117,7 +117,9 @@ def _running(running: Any) -> RenderableType:
     pace = f"{running.get('unit') or 'part'} {done:g} of {total:g}"
     if (each := _number(running.get("seconds_per_unit"))) is not None:
         pace += f", {seconds(each)} each, {seconds(each * max(0, total - done))} left"
-    return Group(head, ProgressBar(total=total, completed=done, width=40), _text(pace))
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_row(ProgressBar(total=total, completed=min(done, total), width=24), _text(pace))
+    return Group(head, grid)
 
 
 def _chips(chips: Sequence[Stats]) -> Iterator[RenderableType]:
@@ -126,18 +128,18 @@ def _chips(chips: Sequence[Stats]) -> Iterator[RenderableType]:
     known = [chip for chip in chips if _number(chip.get("hbm_used")) is not None]
     used = sum(chip["hbm_used"] for chip in known) if known else None
     limit = sum(_number(chip.get("hbm_limit")) or 0 for chip in chips) or None
-    yield Text(f"\nmemory {bytes_of(used, limit)} on {len(chips)} chips", style="bold")
+    yield Text(f"\nmemory {bytes_of(used, limit)} on {len(chips)} chip{'s' if len(chips) != 1 else ''}", style="bold")
     shown = list(chips)
     if len(chips) > MOST_CHIPS:
         shown = sorted(known, key=lambda chip: -chip["hbm_used"])[:FULLEST]
         yield Text(f"the {len(shown)} fullest:", style="dim")
-    table = _table("chip", "", "memory", "peak", "TensorCore", "duty cycle")
+    table = _table("chip", "", "memory", "peak", "TensorCore", "duty")
     largest = max((_number(chip.get("hbm_peak")) or _number(chip.get("hbm_used")) or 0 for chip in chips), default=0)
     for chip in shown:
         whole = _number(chip.get("hbm_limit")) or largest * 1.25 or 1
         table.add_row(
             _text(f"{chip.get('index')} {chip.get('kind') or ''}"),
-            ProgressBar(total=whole, completed=_number(chip.get("hbm_used")) or 0, width=20),
+            ProgressBar(total=whole, completed=_number(chip.get("hbm_used")) or 0, width=12),
             bytes_of(chip.get("hbm_used"), chip.get("hbm_limit")),
             size(chip.get("hbm_peak")),
             percent(chip.get("tensorcore_utilization")),
@@ -155,7 +157,7 @@ def _residents(residents: Sequence[Stats]) -> RenderableType:
         table.add_row(
             _text(f"{resident.get('component')} of {resident.get('model')}"),
             size(resident.get("bytes_per_chip")),
-            UNKNOWN if last_used is None else f"{seconds(max(0.0, time.time() - last_used))} ago",
+            UNKNOWN if last_used is None else _ago(time.time() - last_used),
         )
     return table
 
@@ -180,6 +182,10 @@ def _host(stats: Stats) -> RenderableType:
     return Text.assemble(("\nhost  ", "dim"), line, ("\ncaches  ", "dim"), _text(", ".join(caches) or UNKNOWN))
 
 
+def _ago(past_s: float) -> str:
+    return "just now" if past_s < 5 else f"{seconds(float(round(past_s)))} ago"
+
+
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
@@ -200,7 +206,11 @@ def size(value: Any) -> str:
 
 
 def bytes_of(used: Any, limit: Any) -> str:
-    return f"{size(used)} of {size(limit)}" if _number(limit) else size(used)
+    """`used` alone where no limit is known; in one unit where that suits both."""
+    if not _number(limit):
+        return size(used)
+    number, _, unit = size(used).partition(" ")
+    return f"{number if size(limit).endswith(f' {unit}') else size(used)} of {size(limit)}"
 
 
 def percent(value: Any) -> str:

@@ -171,12 +171,13 @@ class Residents {
   }
 
   async #ask(button, ids) {
-    button.disabled = true;
+    if (button.ariaDisabled === "true") return;
+    button.ariaDisabled = "true"; // a disabled button would lose the keyboard's focus
     setText(this.#said, ids ? "Freeing; a running stage ends first." : "Freeing.");
     try {
       setText(this.#said, await this.free(ids));
     } finally {
-      button.disabled = false;
+      button.ariaDisabled = "false";
     }
   }
 }
