@@ -74,6 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     plan_options.add_arguments(
         _verb(verbs, "plan", _plan, "compile for a described TPU: does it fit, how long would it take")
     )
+    monitor = _verb(verbs, "monitor", _monitor, "show what a running ComfyUI server does on the TPU")
+    monitor.add_argument("--url", default="http://127.0.0.1:8188", help="the server (http://127.0.0.1:8188)")
+    monitor.add_argument("--once", action="store_true", help="print the numbers once and end")
+    monitor.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="time between two looks (1)")
     _verb(verbs, "doctor", _doctor, "report versions, devices, folders and what is missing")
     return parser
 
@@ -321,6 +325,15 @@ def _plan(options: argparse.Namespace) -> int:
     from .tpu_runtime import plan
 
     return plan.run(options, lambda line: print(line, flush=True))
+
+
+# --- monitor ----------------------------------------------------------------------------------------------------------
+
+
+def _monitor(options: argparse.Namespace) -> int:
+    from .tpu_runtime import monitor
+
+    return monitor.run(options)
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------

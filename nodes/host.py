@@ -14,7 +14,7 @@ from server import PromptServer
 
 from ..tpu_runtime import stages
 from ..tpu_runtime.progress import Preview
-from . import DECLARATIONS, host_memory, host_preview
+from . import DECLARATIONS, host_memory, host_preview, host_routes
 from .declare import Declaration, Expansion, Folders, Input, Link, Node, Ref
 
 try:
@@ -60,6 +60,7 @@ def _folders() -> Folders:
 def extension() -> ComfyExtension:
     """What ComfyUI's `comfy_entrypoint` must return."""
     host_memory.wrap_unload()
+    host_routes.add()
     classes = [node_class(declaration) for declaration in DECLARATIONS.values()]
 
     class Extension(ComfyExtension):
@@ -184,3 +185,21 @@ def _validate(declaration: Declaration) -> Callable[..., bool | str]:
     parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in ("cls", *names)]
     validate_inputs.__signature__ = inspect.Signature(parameters)
     return validate_inputs
+
+
+# --- wip: until a ModelPatcher ends in stages.free() ------------------------------------------------------------------
+
+
+def _wip_unload() -> None:
+    from ..tpu_runtime import stages
+
+    unload = comfy.model_management.unload_all_models
+
+    def wrapped() -> None:
+        unload()
+        stages.free()
+
+    comfy.model_management.unload_all_models = wrapped
+
+
+_wip_unload()

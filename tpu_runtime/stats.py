@@ -12,12 +12,12 @@ NOT_STARTED = "No run yet: the TPU is started by the first run."
 
 
 def stats() -> dict[str, Any]:
-    """See the README's table of `GET /tpu/stats`: what is on the chips, running, resident, cached."""
+    """What is on the chips, running, resident, cached; `metrics.Sampler` adds the host's load and libtpu's readings."""
     engine = engine_if_any()
     if engine is None:
         nothing = {"platform": None, "message": NOT_STARTED, "chips": [], "resident": [], "running": None}
         counts = {"load": 0, "encode": 0, "compile": 0}
-        return {**nothing, "last_run": None, "host": _host(), "caches": cache.usage(), "counts": counts}
+        return {**nothing, "last_run": None, "caches": cache.usage(), "counts": counts}
     activity, last_run = engine.activity, engine.last_run
     return {
         "platform": engine.devices[0].platform,
@@ -26,7 +26,6 @@ def stats() -> dict[str, Any]:
         "resident": _resident(engine),
         "running": activity.describe() if activity else None,
         "last_run": last_run.describe() if last_run else None,
-        "host": _host(),
         "caches": cache.usage(),
         "counts": dict(engine.counts),
     }
@@ -78,15 +77,3 @@ def _resident(engine: "Engine") -> list[dict[str, Any]]:
         }
         for resident in engine.residency.list()
     ]
-
-
-def _host() -> dict[str, Any]:
-    import psutil
-
-    memory = psutil.virtual_memory()
-    return {
-        "cpu_percent": psutil.cpu_percent(),
-        "ram_used": memory.total - memory.available,
-        "ram_total": memory.total,
-        "process_ram": psutil.Process().memory_info().rss,
-    }

@@ -1,0 +1,101 @@
+"""What the monitor costs a running workflow: paired runs with polling clients and without, on a real ComfyUI server.
+
+Run: python benchmarks/monitor.py [--pairs 8] [--clients 10] [--steps 150]. Starts a server of its own, with the tiny
+Wan 2.1 on eight simulated chips, so the runs lie on the same cores as the clients: a TPU machine has more to spare.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+from comfyui_tpu.tests.comfyui_server import Server, prepare, tiny_workflow
+
+# How often an open tab asks, at its default setting.
+INTERVAL_S = 1.0
+TARGET = 1.02
+
+
+class Clients:
+    """Polls `GET /tpu/stats` from `count` threads, out of step with each other as people's tabs are."""
+
+    def __init__(self, server: Server, count: int) -> None:
+        self.latencies_s: list[float] = []
+        self._url = f"{server.url}/tpu/stats"
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._poll, daemon=True) for _ in range(count)]
+
+    def _poll(self) -> None:
+        self._stop.wait(random.random() * INTERVAL_S)
+        while not self._stop.is_set():
+            begun = time.perf_counter()
+            with urllib.request.urlopen(self._url, timeout=30) as answer:
+                answer.read()
+            self.latencies_s.append(time.perf_counter() - begun)
+            self._stop.wait(INTERVAL_S)
+
+    def __enter__(self) -> "Clients":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def run_s(server: Server, steps: int) -> float:
+    """Seconds of one run by the server's own clock. Every run has a seed of its own: ComfyUI caches equal ones."""
+    seed = random.randrange(2**31)
+    entry = server.run(tiny_workflow("benchmark", num_inference_steps=steps, seed=seed))
+    moments = {name: data["timestamp"] for name, data in entry["status"]["messages"] if "timestamp" in data}
+    return (moments["execution_success"] - moments["execution_start"]) / 1000
+
+
+def measure(server: Server, pairs: int, clients: int, steps: int) -> list[float]:
+    """Ratios of a run's time with clients to that of its twin without; which comes first alternates."""
+    run_s(server, steps)  # compiles
+    ratios, latencies_s = [], []
+    for index in range(pairs):
+        seconds = {}
+        for is_polled in (index % 2 == 0, index % 2 != 0):
+            with Clients(server, clients if is_polled else 0) as polling:
+                seconds[is_polled] = run_s(server, steps)
+            latencies_s += polling.latencies_s
+        ratios.append(seconds[True] / seconds[False])
+        print(f"pair {index + 1}: {seconds[True]:.2f} s with {clients} clients, {seconds[False]:.2f} s without, "
+              f"ratio {ratios[-1]:.4f}", flush=True)  # fmt: skip
+    latencies_ms = [1000 * one for one in sorted(latencies_s)]
+    print(f"{len(latencies_ms)} answers: median {statistics.median(latencies_ms):.1f} ms, "
+          f"99 % within {latencies_ms[int(len(latencies_ms) * 0.99)]:.1f} ms")  # fmt: skip
+    return ratios
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 1 when the median ratio misses the target."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=150)
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        server = prepare(Path(folder))
+        server.start()
+        try:
+            ratios = measure(server, options.pairs, options.clients, options.steps)
+        finally:
+            server.stop()
+    median = statistics.median(ratios)
+    print(f"ratio with/without: median {median:.4f}, {min(ratios):.4f} to {max(ratios):.4f}, target below {TARGET}")
+    return 0 if median < TARGET else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+// The button in the action bar, with the memory in use. ComfyUI owns the element; we only set one attribute on it, which
+// our style sheet shows, so that its redraws and ours cannot get into each other's way.
+
+import { bytesOf, totals } from "./format.mjs";
+
+export const BADGE_CLASS = "comfyui-tpu-badge";
+// A number that nobody refreshes would mislead.
+const FORGET_MS = 20_000;
+
+let timer = null;
+
+export function showBadge(stats) {
+  const { used, limit } = totals(stats ?? {});
+  write(used === null ? "" : bytesOf(used, limit));
+  clearTimeout(timer);
+  timer = setTimeout(() => write(""), FORGET_MS);
+}
+
+export function forgetBadge() {
+  clearTimeout(timer);
+  write("");
+}
+
+export function hideBadge(isHidden) {
+  document.documentElement.classList.toggle("comfyui-tpu-no-badge", isHidden);
+}
+
+function write(value) {
+  for (const button of document.querySelectorAll(`.${BADGE_CLASS}`)) button.setAttribute("data-memory", value);
+}

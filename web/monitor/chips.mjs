@@ -1,0 +1,124 @@
+// One bar per chip: rows while they fit a sidebar, a grid of small bars for a big slice.
+
+import { amount, bytes, bytesOf, list, mean, percent, text, totals, UNKNOWN } from "./format.mjs";
+import { make, makeBar, Rows, section, setAttribute, setText } from "./dom.mjs";
+
+// More chips than this become a grid.
+const MOST_ROWS = 16;
+// Where no chip has a limit (simulated ones), bars are drawn against the highest figure seen, with some air.
+const HEADROOM = 1.25;
+
+const TILES = [
+  ["Memory in use", "High-bandwidth memory in use on all chips together, of what they have.", (stats) => totalsText(stats)],
+  ["Highest peak", "The most memory that any one chip has used since the server started.", (stats) => bytes(highestPeak(stats))],
+  [
+    "TensorCore",
+    "TensorCore utilisation: the share of the cores' capacity in use, as libtpu measures it; the mean over all chips.",
+    (stats) => percent(mean(stats, "tensorcore_utilization")),
+  ],
+  [
+    "Duty cycle",
+    "The share of the last sample period in which the chips executed anything at all; the mean over all chips.",
+    (stats) => percent(mean(stats, "duty_cycle")),
+  ],
+];
+
+function totalsText(stats) {
+  const { used, limit } = totals(stats);
+  return bytesOf(used, limit);
+}
+
+function highestPeak(stats) {
+  const peaks = list(stats.chips).map((chip) => amount(chip.hbm_peak)).filter((value) => value !== null);
+  return peaks.length ? Math.max(...peaks) : null;
+}
+
+function name(chip, index) {
+  return `Chip ${text(chip.index ?? index)}`;
+}
+
+/** Everything known about a chip in one line, for tooltips and screen readers. */
+function describe(chip, index) {
+  const coords = Array.isArray(chip.coords) ? ` at (${chip.coords.map(text).join(", ")})` : "";
+  const facts = [`${name(chip, index)}: ${text(chip.kind) || UNKNOWN}${coords}`, bytesOf(chip.hbm_used, chip.hbm_limit)];
+  if (amount(chip.hbm_peak) !== null) facts.push(`peak ${bytes(chip.hbm_peak)}`);
+  if (amount(chip.tensorcore_utilization) !== null) facts.push(`TensorCore ${percent(chip.tensorcore_utilization)}`);
+  if (amount(chip.duty_cycle) !== null) facts.push(`duty cycle ${percent(chip.duty_cycle)}`);
+  return facts.join(", ");
+}
+
+export class Chips {
+  #highest = 1;
+  #rows;
+  #isGrid = null;
+  #tiles;
+  #list = make("ul", "tpu-chips", { role: "list" });
+
+  constructor() {
+    this.#tiles = TILES.map(([label, title]) => {
+      const value = make("span", "tpu-tile-value", {}, UNKNOWN);
+      const tile = make("div", "tpu-tile", { title }, value, make("span", "tpu-dim", {}, label));
+      return { tile, value };
+    });
+    const tiles = make("div", "tpu-tiles", {}, ...this.#tiles.map(({ tile }) => tile));
+    this.element = section("Chips", tiles, this.#list);
+  }
+
+  show(stats) {
+    const chips = list(stats.chips);
+    this.element.hidden = chips.length === 0;
+    TILES.forEach(([, , value], index) => setText(this.#tiles[index].value, value(stats)));
+    this.#arrange(chips.length > MOST_ROWS);
+    const seen = chips.map((chip) => Math.max(amount(chip.hbm_used) ?? 0, amount(chip.hbm_peak) ?? 0));
+    this.#highest = Math.max(this.#highest, ...seen);
+    this.#list.classList.toggle("tpu-has-busy", mean(stats, "tensorcore_utilization") !== null);
+    this.#rows.show(chips.map((chip, position) => ({ ...chip, position })));
+  }
+
+  #arrange(isGrid) {
+    if (isGrid === this.#isGrid) return;
+    this.#isGrid = isGrid;
+    this.#list.replaceChildren();
+    this.#list.classList.toggle("tpu-grid", isGrid);
+    const create = isGrid ? () => this.#cell() : (chip) => this.#row(chip);
+    this.#rows = new Rows(this.#list, (_, position) => position, create);
+  }
+
+  #row(chip) {
+    const bar = makeBar(`${name(chip, chip.position)}, memory`);
+    const peak = make("div", "tpu-peak");
+    bar.element.append(peak);
+    const memory = make("span", "tpu-number");
+    const busy = make("span", "tpu-number tpu-busy", { title: "TensorCore utilisation" });
+    const label = make("span", "tpu-dim", { "aria-hidden": "true" });
+    const element = make("li", "tpu-row", {}, label, bar.element, memory, busy);
+    const update = (now) => {
+      setText(label, text(now.index ?? now.position));
+      setText(memory, bytesOf(now.hbm_used, now.hbm_limit));
+      setText(busy, percent(now.tensorcore_utilization));
+      setAttribute(element, "title", describe(now, now.position));
+      bar.set(this.#share(now, now.hbm_used), describe(now, now.position));
+      const mark = this.#share(now, now.hbm_peak);
+      peak.hidden = mark === null;
+      peak.style.left = `${(Math.min(1, mark ?? 0) * 100).toFixed(1)}%`;
+    };
+    return { element, update };
+  }
+
+  #cell() {
+    const bar = makeBar("Memory", "tpu-cell");
+    const element = make("li", "", {}, bar.element);
+    const update = (now) => {
+      const description = describe(now, now.position);
+      setAttribute(element, "title", description);
+      setAttribute(bar.element, "aria-label", name(now, now.position));
+      bar.set(this.#share(now, now.hbm_used), description);
+    };
+    return { element, update };
+  }
+
+  #share(chip, value) {
+    const known = amount(value);
+    return known === null ? null : known / (amount(chip.hbm_limit) || this.#highest * HEADROOM);
+  }
+}

@@ -1,0 +1,91 @@
+// Numbers as people read them. What is no number becomes a dash: the server may not know, or may be an older one.
+
+export const UNKNOWN = "–";
+
+const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+
+/** The value if it is a finite number of zero or more, else null. */
+export function amount(value) {
+  return typeof value === "number" && Number.isFinite(value) && value >= 0 ? value : null;
+}
+
+export function list(value) {
+  return Array.isArray(value) ? value.filter((one) => one !== null && typeof one === "object") : [];
+}
+
+export function text(value) {
+  return value === null || value === undefined ? "" : String(value);
+}
+
+/** The index into BYTE_UNITS that suits `value`. */
+function unitOf(value) {
+  let unit = 0;
+  while (unit < BYTE_UNITS.length - 1 && value >= 1024 ** (unit + 1) * 0.9995) unit += 1;
+  return unit;
+}
+
+function digits(value) {
+  return value >= 99.95 || value === 0 ? value.toFixed(0) : value.toFixed(value >= 9.995 ? 1 : 2);
+}
+
+export function bytes(value) {
+  const known = amount(value);
+  if (known === null) return UNKNOWN;
+  const unit = unitOf(known);
+  return unit === 0 ? `${Math.round(known)} B` : `${digits(known / 1024 ** unit)} ${BYTE_UNITS[unit]}`;
+}
+
+/** "3.10 of 31.2 GiB": both in the limit's unit unless that would show nothing; the first alone without a limit. */
+export function bytesOf(used, limit) {
+  const all = amount(limit);
+  if (all === null || all === 0) return bytes(used);
+  const known = amount(used);
+  if (known === null) return `${UNKNOWN} of ${bytes(all)}`;
+  const unit = unitOf(all);
+  const share = known / 1024 ** unit;
+  if (unit === 0 || (known > 0 && share < 0.095)) return `${bytes(known)} of ${bytes(all)}`;
+  return `${digits(share)} of ${digits(all / 1024 ** unit)} ${BYTE_UNITS[unit]}`;
+}
+
+export function percent(value) {
+  const known = amount(value);
+  return known === null ? UNKNOWN : `${Math.round(known)} %`;
+}
+
+/** A span: "0.12 s", "8.4 s", "3:07", "1:02:30". */
+export function seconds(value) {
+  const known = amount(value);
+  if (known === null) return UNKNOWN;
+  if (known < 0.9995) return known < 0.0005 ? "0 s" : `${known.toFixed(known < 0.0995 ? 3 : 2)} s`;
+  if (known < 59.95) return `${known.toFixed(1)} s`;
+  const whole = Math.round(known);
+  const [hours, minutes, rest] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
+  const tail = String(rest).padStart(2, "0");
+  return hours ? `${hours}:${String(minutes).padStart(2, "0")}:${tail}` : `${minutes}:${tail}`;
+}
+
+/** How long ago a moment (Unix seconds) was. */
+export function ago(moment) {
+  const known = amount(moment);
+  if (known === null) return UNKNOWN;
+  const past = Math.max(0, Date.now() / 1000 - known);
+  if (past < 5) return "just now";
+  if (past < 90) return `${Math.round(past)} s ago`;
+  if (past < 5400) return `${Math.round(past / 60)} min ago`;
+  return past < 129600 ? `${Math.round(past / 3600)} h ago` : `${Math.round(past / 86400)} days ago`;
+}
+
+/** used and limit of all chips together; null where no chip says. */
+export function totals(stats) {
+  const sum = (field) => {
+    const known = list(stats.chips).map((chip) => amount(chip[field])).filter((value) => value !== null);
+    return known.length ? known.reduce((left, right) => left + right, 0) : null;
+  };
+  return { used: sum("hbm_used"), limit: sum("hbm_limit") };
+}
+
+/** The mean of a field over the chips that report it; null where none does. */
+export function mean(stats, field) {
+  const known = list(stats.chips).map((chip) => amount(chip[field])).filter((value) => value !== null);
+  return known.length ? known.reduce((left, right) => left + right, 0) / known.length : null;
+}

@@ -1,0 +1,289 @@
+// The panel: builds its elements once, then shows one answer of the server after another.
+
+import { ago, amount, bytes, bytesOf, list, mean, percent, seconds, text, totals, UNKNOWN } from "./format.mjs";
+import { make, makeBar, Rows, section, setAttribute, setText } from "./dom.mjs";
+import { Chips } from "./chips.mjs";
+import { draw, History } from "./history.mjs";
+
+const STAGES = { encode: "Text encoder", encode_image: "Image encoder", denoise: "Denoiser", decode: "VAE decoder" };
+const CACHES = { programs: "Compiled programs", xla: "XLA's cache", prompts: "Encoded prompts" };
+
+const own = (table, key) => (Object.hasOwn(table, key) ? table[key] : text(key));
+/** A Hub id without its organisation, the last part of a folder. */
+const shortName = (model) => text(model).replace(/\/+$/, "").split("/").pop();
+const capital = (word) => word.charAt(0).toUpperCase() + word.slice(1);
+const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
+
+/** `free(ids)` asks the server to free residents, or everything when `ids` is undefined; it returns a sentence. */
+export class Panel {
+  #history = new History();
+  #parts;
+  #message = make("p", "tpu-dim tpu-message", {}, "Asking the server…");
+  #alert = make("p", "tpu-alert", { role: "status" });
+  #content = make("div", "tpu-content");
+  #notes = make("ul", "tpu-notes", { "aria-label": "What is not known" });
+  #noteRows = new Rows(this.#notes, (note, index) => `${index} ${note}`, (note) => ({ element: make("li", "", {}, note), update() {} }));
+  #curve;
+
+  constructor({ free }) {
+    this.#alert.hidden = true;
+    this.#curve = new Curve(this.#history);
+    this.#parts = [new Running(), new Chips(), this.#curve, new Residents(free), new LastRun(), new Host(), new Caches()];
+    this.#content.append(...this.#parts.map((part) => part.element), this.#notes);
+    const title = make("h2", "tpu-title", {}, "TPU");
+    this.element = make("div", "comfyui-tpu-panel", { role: "region", "aria-label": "TPU monitor" });
+    this.element.append(title, this.#message, this.#alert, this.#content);
+  }
+
+  show(answer) {
+    const stats = answer !== null && typeof answer === "object" ? answer : {};
+    this.#history.add(stats);
+    this.element.classList.remove("tpu-stale");
+    this.#alert.hidden = true;
+    setText(this.#alert, "");
+    setText(this.#message, text(stats.message));
+    for (const part of this.#parts) part.show(stats);
+    this.#noteRows.show((Array.isArray(stats.notes) ? stats.notes : []).map(text));
+  }
+
+  showError(sentence) {
+    this.element.classList.add("tpu-stale");
+    this.#alert.hidden = false;
+    setText(this.#alert, sentence);
+  }
+
+  /** Draws the curve anew: its colours come from the theme, its size from the sidebar. */
+  redraw() {
+    this.#curve.redraw();
+  }
+}
+
+class Running {
+  #stage = make("strong", "tpu-clip");
+  #elapsed = make("span", "tpu-number");
+  #model = make("p", "tpu-dim tpu-clip");
+  #bar = makeBar("Progress of the running stage", "tpu-wide");
+  #pace = make("p", "tpu-dim");
+  #busy = make("div", "tpu-stack");
+  #idle = make("p", "tpu-dim", {}, "Nothing is running.");
+
+  constructor() {
+    this.#busy.append(make("div", "tpu-between", {}, this.#stage, this.#elapsed), this.#model, this.#bar.element, this.#pace);
+    this.element = section("Running", this.#idle, this.#busy);
+  }
+
+  show({ running }) {
+    const now = running !== null && typeof running === "object" ? running : null;
+    this.#idle.hidden = now !== null;
+    this.#busy.hidden = now === null;
+    if (!now) return;
+    const [done, total] = [amount(now.done) ?? 0, amount(now.total) ?? 0];
+    const counted = total > 0 ? `${capital(text(now.unit) || "part")} ${done} of ${total}` : text(now.text);
+    setText(this.#stage, own(STAGES, now.stage) + (now.compiling === true ? ", compiling" : ""));
+    setText(this.#elapsed, seconds(now.elapsed_s));
+    setText(this.#model, text(now.model));
+    setAttribute(this.#model, "title", text(now.model));
+    const isOpen = total === 0 || now.compiling === true;
+    this.#bar.element.classList.toggle("tpu-open", isOpen);
+    this.#bar.set(isOpen ? null : done / total, isOpen ? text(now.text) : counted);
+    setText(this.#pace, isOpen ? text(now.text) : this.#paceOf(now, counted, total - done));
+  }
+
+  #paceOf(now, counted, left) {
+    const each = amount(now.seconds_per_unit);
+    if (each === null) return counted;
+    const unit = text(now.unit) || "part";
+    return `${counted} · ${seconds(each)} per ${unit} · ${seconds(each * Math.max(0, left))} left`;
+  }
+}
+
+class Curve {
+  #canvas = make("canvas", "tpu-curve", { role: "img" });
+  #memory = make("span");
+  #busy = make("span");
+
+  constructor(history) {
+    this.history = history;
+    const key = (className, value) => make("span", "tpu-key", {}, make("i", className, { "aria-hidden": "true" }), value);
+    const legend = make("div", "tpu-between tpu-legend", {}, key("tpu-key-memory", this.#memory), key("tpu-key-busy", this.#busy));
+    this.element = section("Last two minutes", this.#canvas, legend);
+  }
+
+  show(stats) {
+    this.element.hidden = list(stats.chips).length === 0;
+    const { used, limit } = totals(stats);
+    const core = mean(stats, "tensorcore_utilization");
+    const busy = core ?? mean(stats, "duty_cycle");
+    setText(this.#memory, `Memory ${limit ? percent((100 * (used ?? 0)) / limit) : bytes(used)}`);
+    setText(this.#busy, busy === null ? "Utilisation not known" : `${core === null ? "Duty cycle" : "TensorCore"} ${percent(busy)}`);
+    setAttribute(this.#canvas, "aria-label", `${this.#memory.textContent}; ${this.#busy.textContent}`);
+    this.redraw();
+  }
+
+  redraw() {
+    draw(this.#canvas, this.history);
+  }
+}
+
+class Residents {
+  #list = make("ul", "tpu-list", { tabindex: "-1", "aria-label": "Loaded components" });
+  #empty = make("p", "tpu-dim", {}, "Nothing is loaded.");
+  #said = make("p", "tpu-dim", { role: "status" });
+  #all = make("button", "tpu-button", { type: "button", title: "Frees all weights and programs once the running prompt has ended" }, "Free all");
+  #rows;
+
+  constructor(free) {
+    this.free = free;
+    this.#rows = new Rows(this.#list, (resident, index) => text(resident.id) || index, (resident) => this.#row(resident));
+    this.#all.addEventListener("click", () => this.#ask(this.#all, undefined));
+    this.element = section("Loaded", this.#empty, this.#list, make("div", "tpu-between", {}, this.#said, this.#all));
+  }
+
+  show(stats) {
+    const residents = list(stats.resident);
+    const hadFocus = this.#list.contains(document.activeElement);
+    this.#empty.hidden = residents.length > 0;
+    this.#list.hidden = residents.length === 0;
+    this.#all.hidden = residents.length === 0;
+    this.#rows.show(residents);
+    // The button that had the focus went with its row: the keyboard's next step starts here, not at the page's top.
+    if (hadFocus && !this.#list.contains(document.activeElement)) this.#list.focus();
+    if (!residents.length) setText(this.#said, "");
+  }
+
+  #row(resident) {
+    const component = make("strong", "tpu-clip");
+    const size = make("span", "tpu-number");
+    const detail = make("span", "tpu-dim tpu-clip");
+    const button = make("button", "tpu-button", { type: "button" }, "Free");
+    button.addEventListener("click", () => this.#ask(button, [text(resident.id)]));
+    const head = make("div", "tpu-between", {}, component, size);
+    const element = make("li", "tpu-resident", {}, make("div", "tpu-stack", {}, head, detail), button);
+    const update = (now) => {
+      const name = text(now.component).replaceAll("_", " ");
+      setText(component, name);
+      setText(size, `${bytes(now.bytes_per_chip)} a chip`);
+      setText(detail, `${ago(now.last_used)} · ${shortName(now.model)}`);
+      setAttribute(element, "title", `${name} of ${text(now.model)}`);
+      setAttribute(button, "aria-label", `Free ${name} of ${text(now.model)}`);
+    };
+    return { element, update };
+  }
+
+  async #ask(button, ids) {
+    if (button.ariaDisabled === "true") return;
+    button.ariaDisabled = "true"; // a disabled button would lose the keyboard's focus
+    setText(this.#said, ids ? "Freeing; a running stage ends first." : "Freeing.");
+    try {
+      setText(this.#said, await this.free(ids));
+    } finally {
+      button.ariaDisabled = "false";
+    }
+  }
+}
+
+class LastRun {
+  #model = make("p", "tpu-dim tpu-clip");
+  #bar = make("div", "tpu-bar tpu-wide tpu-parts", { "aria-hidden": "true" });
+  #list = make("ul", "tpu-list");
+  #facts = make("p", "tpu-dim");
+  #segments = new Rows(this.#bar, (_, index) => index, () => this.#segment());
+  #rows = new Rows(this.#list, (_, index) => index, () => this.#row());
+
+  constructor() {
+    this.element = section("Last run", this.#model, this.#bar, this.#list, this.#facts);
+  }
+
+  show(stats) {
+    const run = stats.last_run !== null && typeof stats.last_run === "object" ? stats.last_run : null;
+    this.element.hidden = run === null;
+    if (!run) return;
+    const stages = list(run.stages);
+    const whole = stages.reduce((sum, stage) => sum + (amount(stage.seconds) ?? 0), 0);
+    setText(this.#model, text(run.model));
+    setAttribute(this.#model, "title", text(run.model));
+    this.#segments.show(stages);
+    this.#rows.show(stages.map((stage) => ({ ...stage, share: whole > 0 ? (100 * (amount(stage.seconds) ?? 0)) / whole : null })));
+    const facts = [`${seconds(whole)} in all`];
+    const speed = amount(run.steps_per_second);
+    if (speed) facts.push(speed >= 1 ? `${speed.toFixed(2)} steps per second` : `${seconds(1 / speed)} per step`);
+    if (amount(run.peak_hbm) !== null) facts.push(`peak ${bytes(run.peak_hbm)} a chip`);
+    setText(this.#facts, facts.join(" · "));
+  }
+
+  #segment() {
+    const element = make("div", "tpu-part");
+    return { element, update: (stage) => { this.#mark(element, stage); element.style.flexGrow = String(amount(stage.seconds) ?? 0); } };
+  }
+
+  #row() {
+    const [swatch, name, share, time] = [make("i", "tpu-swatch"), make("span", "tpu-clip"), make("span", "tpu-number tpu-dim"), make("span", "tpu-number")];
+    const element = make("li", "tpu-stage", {}, swatch, name, share, time);
+    const update = (stage) => {
+      this.#mark(swatch, stage);
+      setText(name, own(STAGES, stage.stage));
+      setText(share, percent(stage.share));
+      setText(time, seconds(stage.seconds));
+    };
+    return { element, update };
+  }
+
+  #mark(element, stage) {
+    setAttribute(element, "data-stage", Object.hasOwn(STAGES, stage.stage) ? stage.stage : "other");
+  }
+}
+
+class Host {
+  #cpu = makeBar("CPU of the host");
+  #ram = makeBar("Memory of the host");
+  #cpuText = make("span", "tpu-number");
+  #ramText = make("span", "tpu-number");
+  #process = make("p", "tpu-dim");
+
+  constructor() {
+    const row = (label, bar, value) => make("div", "tpu-row tpu-host", {}, make("span", "tpu-dim", {}, label), bar.element, value);
+    this.element = section("Host", row("CPU", this.#cpu, this.#cpuText), row("RAM", this.#ram, this.#ramText), this.#process);
+  }
+
+  show({ host }) {
+    const now = host !== null && typeof host === "object" ? host : {};
+    const [cpu, used, total] = [amount(now.cpu_percent), amount(now.ram_used), amount(now.ram_total)];
+    setText(this.#cpuText, percent(cpu));
+    setText(this.#ramText, bytesOf(used, total));
+    this.#cpu.set(cpu === null ? null : cpu / 100, percent(cpu));
+    this.#ram.set(used === null || !total ? null : used / total, bytesOf(used, total));
+    setText(this.#process, `ComfyUI uses ${bytes(now.process_ram)} of it`);
+  }
+}
+
+class Caches {
+  #list = make("ul", "tpu-list");
+  #counts = make("p", "tpu-dim");
+  #rows = new Rows(this.#list, (_, index) => index, () => this.#row());
+
+  constructor() {
+    this.element = section("Caches", this.#list, this.#counts);
+  }
+
+  show(stats) {
+    const caches = list(stats.caches);
+    this.element.hidden = caches.length === 0;
+    this.#rows.show(caches);
+    const counts = stats.counts !== null && typeof stats.counts === "object" ? stats.counts : {};
+    const known = [["load", "load"], ["encode", "prompt"], ["compile", "compilation"]].filter(([name]) => amount(counts[name]) !== null);
+    setText(this.#counts, known.length ? `Since the start: ${known.map(([name, word]) => plural(counts[name], word)).join(", ")}` : "");
+  }
+
+  #row() {
+    const [name, files, size] = [make("span", "tpu-clip"), make("span", "tpu-number tpu-dim"), make("span", "tpu-number")];
+    const element = make("li", "tpu-stage tpu-cache", {}, name, files, size);
+    const update = (cache) => {
+      const count = amount(cache.files);
+      setText(name, own(CACHES, cache.name));
+      setText(files, count === null ? UNKNOWN : plural(count, "file"));
+      setText(size, bytes(cache.bytes));
+      setAttribute(element, "title", text(cache.path));
+    };
+    return { element, update };
+  }
+}

@@ -1,0 +1,89 @@
+// Asks the server for its numbers, only while somebody can see them.
+
+const TIMEOUT_MS = 5000;
+const SLOWEST_RETRY_MS = 5000;
+
+/**
+ * `fetchStats(signal)` gives the parsed answer or throws; `onStats` and `onError` show it. `intervalMs()` is read before
+ * each wait, so that a changed setting counts at once. Nothing is sent until `setVisible(true)`.
+ */
+export class Poller {
+  #fetchStats;
+  #intervalMs;
+  #onStats;
+  #onError;
+  #visible = false;
+  #timer = null;
+  #request = null;
+  #failures = 0;
+
+  constructor({ fetchStats, intervalMs, onStats, onError }) {
+    this.#fetchStats = fetchStats;
+    this.#intervalMs = intervalMs;
+    this.#onStats = onStats;
+    this.#onError = onError;
+  }
+
+  setVisible(visible) {
+    if (visible === this.#visible) return;
+    this.#visible = visible;
+    if (visible) {
+      this.#poll();
+    } else {
+      this.#cancel();
+    }
+  }
+
+  /** Asks now instead of at the next turn. */
+  refresh() {
+    if (!this.#visible) return;
+    this.#cancel();
+    this.#poll();
+  }
+
+  #cancel() {
+    clearTimeout(this.#timer);
+    this.#request?.abort();
+    this.#timer = null;
+    this.#request = null;
+  }
+
+  async #poll() {
+    const request = new AbortController();
+    this.#request = request;
+    const deadline = setTimeout(() => request.abort(), TIMEOUT_MS);
+    try {
+      const stats = await this.#fetchStats(request.signal);
+      if (this.#request !== request) return;
+      this.#failures = 0;
+      this.#onStats(stats);
+    } catch (error) {
+      if (this.#request !== request) return; // cancelled by us
+      this.#failures += 1;
+      this.#onError(error);
+    } finally {
+      clearTimeout(deadline);
+    }
+    if (this.#request !== request) return;
+    this.#request = null;
+    const wait = this.#failures ? Math.min(SLOWEST_RETRY_MS, 1000 * 2 ** (this.#failures - 1)) : this.#intervalMs();
+    this.#timer = setTimeout(() => this.#poll(), wait);
+  }
+}
+
+/** Calls `onChange(visible)` as `element` comes into sight or leaves it, by scrolling, closing or switching windows. */
+export function watchVisibility(element, onChange) {
+  let isIntersecting = false;
+  const report = () => onChange(isIntersecting && document.visibilityState === "visible");
+  const observer = new IntersectionObserver((entries) => {
+    isIntersecting = entries[entries.length - 1].isIntersecting;
+    report();
+  });
+  observer.observe(element);
+  document.addEventListener("visibilitychange", report);
+  return () => {
+    observer.disconnect();
+    document.removeEventListener("visibilitychange", report);
+    onChange(false);
+  };
+}
