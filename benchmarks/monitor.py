@@ -1,6 +1,6 @@
 """What the monitor costs a running workflow: paired runs with polling clients and without, on a real ComfyUI server.
 
-Run: python benchmarks/monitor.py [--pairs 8] [--clients 10] [--steps 150]. Starts a server of its own, with the tiny
+Run: python benchmarks/monitor.py [--pairs 8] [--clients 10] [--steps 100]. Starts a server of its own, with the tiny
 Wan 2.1 on eight simulated chips, so the runs lie on the same cores as the clients: a TPU machine has more to spare.
 """
 
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--clients", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         server = prepare(Path(folder))

@@ -37,8 +37,9 @@ pytestmark = [
 class Tab:
     """A page of ComfyUI with our tab, and what it asked and complained of."""
 
-    def __init__(self, page: Any, server: Server) -> None:
+    def __init__(self, page: Any, server: Server, frontend: str) -> None:
         self.page = page
+        self.frontend = frontend
         self.server = server
         self.asked: list[float] = []
         self.faults: list[str] = []
@@ -90,10 +91,15 @@ class Tab:
 
     def screenshot(self, name: str) -> None:
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-        self.page.screenshot(path=SCREENSHOTS / f"{name}.png")
+        self.page.screenshot(path=SCREENSHOTS / f"{name}{self.frontend}.png")
 
 
-@pytest.fixture(scope="module", params=FRONTENDS, ids=lambda path: Path(path).parents[1].name if path else "installed")
+def _version(frontend: str) -> str:
+    """The name of the folder that a frontend's package was unpacked to."""
+    return Path(frontend).parents[1].name if frontend else ""
+
+
+@pytest.fixture(scope="module", params=FRONTENDS, ids=lambda path: _version(path) or "installed")
 def server(request: pytest.FixtureRequest, start_comfyui: Callable[..., Server]) -> Server:
     arguments = ("--front-end-root", request.param) if request.param else ()
     started = start_comfyui(arguments=arguments)
@@ -115,7 +121,8 @@ def tab(chromium: Any, server: Server) -> Iterator[Tab]:
     """A loaded page, its tab closed. Fails the test if our files raised or complained."""
     page = chromium.new_page(viewport={"width": 1280, "height": 1000})
     page.set_default_timeout(30_000)
-    tab = Tab(page, server)
+    frontend = _version(server.arguments[-1]) if server.arguments else ""
+    tab = Tab(page, server, f"-{frontend}" if frontend else "")
     tab.load()
     yield tab
     page.close()
@@ -264,8 +271,10 @@ def test_it_is_readable_in_both_themes_in_a_narrow_sidebar(tab: Tab, theme: str)
     tab.theme(theme)
     tab.page.get_by_text("8 x TPU v6e").wait_for()
     tab.screenshot(f"monitor-{theme}")
-    tab.page.eval_on_selector(PANEL, "(panel) => { panel.style.width = '300px'; }")
-    assert tab.page.evaluate(WIDER) == [], "text runs out of the panel"
+    for width_px in (200, 300):
+        tab.page.eval_on_selector(PANEL, f"(panel) => {{ panel.style.width = '{width_px}px'; }}")
+        assert tab.page.evaluate(WIDER) == [], f"text runs out of the panel at {width_px} px"
+        assert tab.page.evaluate(OVERLAPS) == [], f"numbers run into each other at {width_px} px"
     assert tab.page.evaluate(CONTRASTS) == [], "text is too faint"
     tab.theme("dark")
 
@@ -277,6 +286,11 @@ WIDER = f"""() => {{
     return [...panel.querySelectorAll("*")].filter((one) => one.getBoundingClientRect().right > edge)
         .map((one) => one.className + ": " + one.textContent);
 }}"""
+
+# Numbers whose text is wider than their place, so that it lies upon the next.
+OVERLAPS = f"""() => [...document.querySelectorAll("{PANEL} :is(.tpu-number, .tpu-tile-value)")]
+    .filter((one) => one.checkVisibility() && one.scrollWidth > one.clientWidth + 1)
+    .map((one) => one.textContent)"""
 
 # Texts whose contrast to the ground behind them is below the 4.5 to 1 that WCAG asks for.
 CONTRASTS = f"""() => {{
