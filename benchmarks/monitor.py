@@ -1,6 +1,6 @@
 """What the monitor costs a running workflow: paired runs with polling clients and without, on a real ComfyUI server.
 
-Run: python benchmarks/monitor.py [--pairs 8] [--clients 10] [--steps 150]. Starts a server of its own, with the tiny
+Run: python benchmarks/monitor.py [--pairs 20] [--clients 10] [--steps 100]. Starts a server of its own, with the tiny
 Wan 2.1 on eight simulated chips, so the runs lie on the same cores as the clients: a TPU machine has more to spare.
 """
 
@@ -15,11 +15,14 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 from comfyui_tpu.tests.comfyui_server import Server, prepare, tiny_workflow
 
 # How often an open tab asks, at its default setting.
 INTERVAL_S = 1.0
 TARGET = 1.02
+# Over how long the idle server's load is measured.
+IDLE_S = 20.0
 
 
 class Clients:
@@ -59,6 +62,16 @@ def run_s(server: Server, steps: int) -> float:
     return (moments["execution_success"] - moments["execution_start"]) / 1000
 
 
+def cpu_share(server: Server, clients: int, span_s: float) -> float:
+    """Share of one core that the idle server uses; steadier than run times where other programs compete."""
+    process = psutil.Process(server.process.pid)
+    with Clients(server, clients):
+        time.sleep(2 * INTERVAL_S)
+        before = sum(process.cpu_times()[:2])
+        time.sleep(span_s)
+        return (sum(process.cpu_times()[:2]) - before) / span_s
+
+
 def measure(server: Server, pairs: int, clients: int, steps: int) -> list[float]:
     """Ratios of a run's time with clients to that of its twin without; which comes first alternates."""
     run_s(server, steps)  # compiles
@@ -72,6 +85,9 @@ def measure(server: Server, pairs: int, clients: int, steps: int) -> list[float]
         ratios.append(seconds[True] / seconds[False])
         print(f"pair {index + 1}: {seconds[True]:.2f} s with {clients} clients, {seconds[False]:.2f} s without, "
               f"ratio {ratios[-1]:.4f}", flush=True)  # fmt: skip
+    idle = {count: cpu_share(server, count, IDLE_S) for count in (0, clients)}
+    print(f"the idle server uses {100 * idle[clients]:.2f} % of one core with {clients} clients, "
+          f"{100 * idle[0]:.2f} % without")  # fmt: skip
     latencies_ms = [1000 * one for one in sorted(latencies_s)]
     print(f"{len(latencies_ms)} answers: median {statistics.median(latencies_ms):.1f} ms, "
           f"99 % within {latencies_ms[int(len(latencies_ms) * 0.99)]:.1f} ms")  # fmt: skip
@@ -81,9 +97,9 @@ def measure(server: Server, pairs: int, clients: int, steps: int) -> list[float]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 1 when the median ratio misses the target."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--clients", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         server = prepare(Path(folder))

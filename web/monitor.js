@@ -34,9 +34,10 @@ async function fetchStats(signal) {
 
 /** Frees residents by id, or everything; the sentence to show. */
 async function free(ids) {
-  const body = ids === undefined ? {} : { body: JSON.stringify({ ids }) };
+  const request = { method: "POST", headers: { "Content-Type": "application/json" } };
+  if (ids !== undefined) request.body = JSON.stringify({ ids });
   try {
-    const answer = await api.fetchApi("/tpu/free", { method: "POST", headers: { "Content-Type": "application/json" }, ...body });
+    const answer = await api.fetchApi("/tpu/free", request);
     if (!answer.ok) return `Not freed: the server answered ${answer.status}.`;
     const { freed } = await answer.json();
     panelPoller.refresh();

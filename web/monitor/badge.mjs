@@ -1,5 +1,5 @@
-// The button in the action bar, with the memory in use. ComfyUI owns the element; we only set one attribute on it, which
-// our style sheet shows, so that its redraws and ours cannot get into each other's way.
+// The button in the action bar, with the memory in use. ComfyUI owns the element; we only set one attribute on it,
+// which our style sheet shows, so that its redraws and ours cannot get into each other's way.
 
 import { bytesOf, totals } from "./format.mjs";
 

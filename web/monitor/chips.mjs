@@ -9,8 +9,8 @@ const MOST_ROWS = 16;
 const HEADROOM = 1.25;
 
 const TILES = [
-  ["Memory in use", "High-bandwidth memory in use on all chips together, of what they have.", (stats) => totalsText(stats)],
-  ["Highest peak", "The most memory that any one chip has used since the server started.", (stats) => bytes(highestPeak(stats))],
+  ["Memory in use", "High-bandwidth memory in use on all chips together, of what they have.", memoryOf],
+  ["Highest peak", "The most memory that any one chip has used since the server started.", highestPeak],
   [
     "TensorCore",
     "TensorCore utilisation: the share of the cores' capacity in use, as libtpu measures it; the mean over all chips.",
@@ -23,14 +23,14 @@ const TILES = [
   ],
 ];
 
-function totalsText(stats) {
+function memoryOf(stats) {
   const { used, limit } = totals(stats);
   return bytesOf(used, limit);
 }
 
 function highestPeak(stats) {
   const peaks = list(stats.chips).map((chip) => amount(chip.hbm_peak)).filter((value) => value !== null);
-  return peaks.length ? Math.max(...peaks) : null;
+  return bytes(peaks.length ? Math.max(...peaks) : null);
 }
 
 function name(chip, index) {
@@ -40,7 +40,8 @@ function name(chip, index) {
 /** Everything known about a chip in one line, for tooltips and screen readers. */
 function describe(chip, index) {
   const coords = Array.isArray(chip.coords) ? ` at (${chip.coords.map(text).join(", ")})` : "";
-  const facts = [`${name(chip, index)}: ${text(chip.kind) || UNKNOWN}${coords}`, bytesOf(chip.hbm_used, chip.hbm_limit)];
+  const which = `${name(chip, index)}: ${text(chip.kind) || UNKNOWN}${coords}`;
+  const facts = [which, bytesOf(chip.hbm_used, chip.hbm_limit)];
   if (amount(chip.hbm_peak) !== null) facts.push(`peak ${bytes(chip.hbm_peak)}`);
   if (amount(chip.tensorcore_utilization) !== null) facts.push(`TensorCore ${percent(chip.tensorcore_utilization)}`);
   if (amount(chip.duty_cycle) !== null) facts.push(`duty cycle ${percent(chip.duty_cycle)}`);

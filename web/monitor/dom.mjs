@@ -21,8 +21,7 @@ export function setAttribute(element, name, value) {
 /** A labelled section; `title` is its heading. */
 export function section(title, ...children) {
   const heading = make("h3", "tpu-heading", {}, title);
-  const body = make("section", "tpu-section", { "aria-label": title }, heading, ...children);
-  return body;
+  return make("section", "tpu-section", { "aria-label": title }, heading, ...children);
 }
 
 /** A bar for a share of 0..1; null shows an empty one. */

@@ -13,8 +13,9 @@ export function list(value) {
   return Array.isArray(value) ? value.filter((one) => one !== null && typeof one === "object") : [];
 }
 
+/** What the server says as text; nothing for what is none, such as an object, which may refuse to become one. */
 export function text(value) {
-  return value === null || value === undefined ? "" : String(value);
+  return value === null || value === undefined || typeof value === "object" ? "" : String(value);
 }
 
 /** The index into BYTE_UNITS that suits `value`. */

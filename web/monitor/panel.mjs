@@ -8,7 +8,12 @@ import { draw, History } from "./history.mjs";
 const STAGES = { encode: "Text encoder", encode_image: "Image encoder", denoise: "Denoiser", decode: "VAE decoder" };
 const CACHES = { programs: "Compiled programs", xla: "XLA's cache", prompts: "Encoded prompts" };
 
-const own = (table, key) => (Object.hasOwn(table, key) ? table[key] : text(key));
+const COUNTS = [["load", "load"], ["encode", "prompt"], ["compile", "compilation"]];
+// How long the answer to a button stays.
+const SAID_MS = 10_000;
+const FREE_ALL = "Frees all weights and programs, once the running prompt has ended";
+
+const own = (table, key) => (Object.hasOwn(table, text(key)) ? table[key] : text(key));
 /** A Hub id without its organisation, the last part of a folder. */
 const shortName = (model) => text(model).replace(/\/+$/, "").split("/").pop();
 const capital = (word) => word.charAt(0).toUpperCase() + word.slice(1);
@@ -22,13 +27,14 @@ export class Panel {
   #alert = make("p", "tpu-alert", { role: "status" });
   #content = make("div", "tpu-content");
   #notes = make("ul", "tpu-notes", { "aria-label": "What is not known" });
-  #noteRows = new Rows(this.#notes, (note, index) => `${index} ${note}`, (note) => ({ element: make("li", "", {}, note), update() {} }));
+  #noteRows = new Rows(this.#notes, (_, index) => index, () => noteRow());
   #curve;
 
   constructor({ free }) {
     this.#alert.hidden = true;
     this.#curve = new Curve(this.#history);
-    this.#parts = [new Running(), new Chips(), this.#curve, new Residents(free), new LastRun(), new Host(), new Caches()];
+    const [running, chips, residents] = [new Running(), new Chips(), new Residents(free)];
+    this.#parts = [running, chips, this.#curve, residents, new LastRun(), new Host(), new Caches()];
     this.#content.append(...this.#parts.map((part) => part.element), this.#notes);
     const title = make("h2", "tpu-title", {}, "TPU");
     this.element = make("div", "comfyui-tpu-panel", { role: "region", "aria-label": "TPU monitor" });
@@ -58,6 +64,11 @@ export class Panel {
   }
 }
 
+function noteRow() {
+  const element = make("li");
+  return { element, update: (note) => setText(element, note) };
+}
+
 class Running {
   #stage = make("strong", "tpu-clip");
   #elapsed = make("span", "tpu-number");
@@ -68,7 +79,8 @@ class Running {
   #idle = make("p", "tpu-dim", {}, "Nothing is running.");
 
   constructor() {
-    this.#busy.append(make("div", "tpu-between", {}, this.#stage, this.#elapsed), this.#model, this.#bar.element, this.#pace);
+    const head = make("div", "tpu-between", {}, this.#stage, this.#elapsed);
+    this.#busy.append(head, this.#model, this.#bar.element, this.#pace);
     this.element = section("Running", this.#idle, this.#busy);
   }
 
@@ -104,8 +116,10 @@ class Curve {
 
   constructor(history) {
     this.history = history;
-    const key = (className, value) => make("span", "tpu-key", {}, make("i", className, { "aria-hidden": "true" }), value);
-    const legend = make("div", "tpu-between tpu-legend", {}, key("tpu-key-memory", this.#memory), key("tpu-key-busy", this.#busy));
+    const key = (className, value) =>
+      make("span", "tpu-key", {}, make("i", className, { "aria-hidden": "true" }), value);
+    const keys = [key("tpu-key-memory", this.#memory), key("tpu-key-busy", this.#busy)];
+    const legend = make("div", "tpu-between tpu-legend", {}, ...keys);
     this.element = section("Last two minutes", this.#canvas, legend);
   }
 
@@ -115,7 +129,8 @@ class Curve {
     const core = mean(stats, "tensorcore_utilization");
     const busy = core ?? mean(stats, "duty_cycle");
     setText(this.#memory, `Memory ${limit ? percent((100 * (used ?? 0)) / limit) : bytes(used)}`);
-    setText(this.#busy, busy === null ? "Utilisation not known" : `${core === null ? "Duty cycle" : "TensorCore"} ${percent(busy)}`);
+    const measure = core === null ? "Duty cycle" : "TensorCore";
+    setText(this.#busy, busy === null ? "Utilisation not known" : `${measure} ${percent(busy)}`);
     setAttribute(this.#canvas, "aria-label", `${this.#memory.textContent}; ${this.#busy.textContent}`);
     this.redraw();
   }
@@ -129,12 +144,13 @@ class Residents {
   #list = make("ul", "tpu-list", { tabindex: "-1", "aria-label": "Loaded components" });
   #empty = make("p", "tpu-dim", {}, "Nothing is loaded.");
   #said = make("p", "tpu-dim", { role: "status" });
-  #all = make("button", "tpu-button", { type: "button", title: "Frees all weights and programs once the running prompt has ended" }, "Free all");
+  #all = make("button", "tpu-button", { type: "button", title: FREE_ALL }, "Free all");
   #rows;
 
   constructor(free) {
     this.free = free;
-    this.#rows = new Rows(this.#list, (resident, index) => text(resident.id) || index, (resident) => this.#row(resident));
+    const key = (resident, index) => text(resident.id) || index;
+    this.#rows = new Rows(this.#list, key, (resident) => this.#row(resident));
     this.#all.addEventListener("click", () => this.#ask(this.#all, undefined));
     this.element = section("Loaded", this.#empty, this.#list, make("div", "tpu-between", {}, this.#said, this.#all));
   }
@@ -175,7 +191,9 @@ class Residents {
     button.ariaDisabled = "true"; // a disabled button would lose the keyboard's focus
     setText(this.#said, ids ? "Freeing; a running stage ends first." : "Freeing.");
     try {
-      setText(this.#said, await this.free(ids));
+      const sentence = await this.free(ids);
+      setText(this.#said, sentence);
+      setTimeout(() => this.#said.textContent === sentence && setText(this.#said, ""), SAID_MS);
     } finally {
       button.ariaDisabled = "false";
     }
@@ -203,7 +221,8 @@ class LastRun {
     setText(this.#model, text(run.model));
     setAttribute(this.#model, "title", text(run.model));
     this.#segments.show(stages);
-    this.#rows.show(stages.map((stage) => ({ ...stage, share: whole > 0 ? (100 * (amount(stage.seconds) ?? 0)) / whole : null })));
+    const share = (stage) => (whole > 0 ? (100 * (amount(stage.seconds) ?? 0)) / whole : null);
+    this.#rows.show(stages.map((stage) => ({ ...stage, share: share(stage) })));
     const facts = [`${seconds(whole)} in all`];
     const speed = amount(run.steps_per_second);
     if (speed) facts.push(speed >= 1 ? `${speed.toFixed(2)} steps per second` : `${seconds(1 / speed)} per step`);
@@ -213,11 +232,16 @@ class LastRun {
 
   #segment() {
     const element = make("div", "tpu-part");
-    return { element, update: (stage) => { this.#mark(element, stage); element.style.flexGrow = String(amount(stage.seconds) ?? 0); } };
+    const update = (stage) => {
+      this.#mark(element, stage);
+      element.style.flexGrow = String(amount(stage.seconds) ?? 0);
+    };
+    return { element, update };
   }
 
   #row() {
-    const [swatch, name, share, time] = [make("i", "tpu-swatch"), make("span", "tpu-clip"), make("span", "tpu-number tpu-dim"), make("span", "tpu-number")];
+    const [swatch, name] = [make("i", "tpu-swatch"), make("span", "tpu-clip")];
+    const [share, time] = [make("span", "tpu-number tpu-dim"), make("span", "tpu-number")];
     const element = make("li", "tpu-stage", {}, swatch, name, share, time);
     const update = (stage) => {
       this.#mark(swatch, stage);
@@ -229,7 +253,7 @@ class LastRun {
   }
 
   #mark(element, stage) {
-    setAttribute(element, "data-stage", Object.hasOwn(STAGES, stage.stage) ? stage.stage : "other");
+    setAttribute(element, "data-stage", Object.hasOwn(STAGES, text(stage.stage)) ? stage.stage : "other");
   }
 }
 
@@ -241,8 +265,10 @@ class Host {
   #process = make("p", "tpu-dim");
 
   constructor() {
-    const row = (label, bar, value) => make("div", "tpu-row tpu-host", {}, make("span", "tpu-dim", {}, label), bar.element, value);
-    this.element = section("Host", row("CPU", this.#cpu, this.#cpuText), row("RAM", this.#ram, this.#ramText), this.#process);
+    const row = (label, bar, value) =>
+      make("div", "tpu-row tpu-host", {}, make("span", "tpu-dim", {}, label), bar.element, value);
+    const rows = [row("CPU", this.#cpu, this.#cpuText), row("RAM", this.#ram, this.#ramText)];
+    this.element = section("Host", ...rows, this.#process);
   }
 
   show({ host }) {
@@ -270,12 +296,14 @@ class Caches {
     this.element.hidden = caches.length === 0;
     this.#rows.show(caches);
     const counts = stats.counts !== null && typeof stats.counts === "object" ? stats.counts : {};
-    const known = [["load", "load"], ["encode", "prompt"], ["compile", "compilation"]].filter(([name]) => amount(counts[name]) !== null);
-    setText(this.#counts, known.length ? `Since the start: ${known.map(([name, word]) => plural(counts[name], word)).join(", ")}` : "");
+    const known = COUNTS.filter(([name]) => amount(counts[name]) !== null);
+    const said = known.map(([name, word]) => plural(counts[name], word)).join(", ");
+    setText(this.#counts, said ? `Since the start: ${said}` : "");
   }
 
   #row() {
-    const [name, files, size] = [make("span", "tpu-clip"), make("span", "tpu-number tpu-dim"), make("span", "tpu-number")];
+    const [name, files] = [make("span", "tpu-clip"), make("span", "tpu-number tpu-dim")];
+    const size = make("span", "tpu-number");
     const element = make("li", "tpu-stage tpu-cache", {}, name, files, size);
     const update = (cache) => {
       const count = amount(cache.files);

@@ -4,8 +4,8 @@ const TIMEOUT_MS = 5000;
 const SLOWEST_RETRY_MS = 5000;
 
 /**
- * `fetchStats(signal)` gives the parsed answer or throws; `onStats` and `onError` show it. `intervalMs()` is read before
- * each wait, so that a changed setting counts at once. Nothing is sent until `setVisible(true)`.
+ * `fetchStats(signal)` gives the parsed answer or throws; `onStats` and `onError` show it. `intervalMs()` is read
+ * before each wait, so that a changed setting counts at once. Nothing is sent until `setVisible(true)`.
  */
 export class Poller {
   #fetchStats;
@@ -52,19 +52,17 @@ export class Poller {
     const request = new AbortController();
     this.#request = request;
     const deadline = setTimeout(() => request.abort(), TIMEOUT_MS);
+    const answer = await this.#fetchStats(request.signal).then((stats) => ({ stats }), (error) => ({ error }));
+    clearTimeout(deadline);
+    if (this.#request !== request) return; // cancelled by us
+    this.#failures = answer.error ? this.#failures + 1 : 0;
     try {
-      const stats = await this.#fetchStats(request.signal);
-      if (this.#request !== request) return;
-      this.#failures = 0;
-      this.#onStats(stats);
+      if (answer.error) this.#onError(answer.error);
+      else this.#onStats(answer.stats);
     } catch (error) {
-      if (this.#request !== request) return; // cancelled by us
-      this.#failures += 1;
-      this.#onError(error);
-    } finally {
-      clearTimeout(deadline);
+      console.error("comfyui-tpu: the monitor cannot show an answer", error); // our bug; the next answer may do
     }
-    if (this.#request !== request) return;
+    if (this.#request !== request) return; // what was shown may have hidden us
     this.#request = null;
     const wait = this.#failures ? Math.min(SLOWEST_RETRY_MS, 1000 * 2 ** (this.#failures - 1)) : this.#intervalMs();
     this.#timer = setTimeout(() => this.#poll(), wait);
