@@ -133,6 +133,15 @@ def _variant(spec: ModelSpec, folders: Folders, model_id: str, model: ModelRef |
     return runtime.variant(spec, model.model_id if model else model_id, model.folders if model else folders.models)
 
 
+def _check_takes_picture(spec: ModelSpec, found: ModelSpec, name: str) -> None:
+    """Raises ValueError where input `name` is there and the model is the family's other one, which takes no picture."""
+    if found.name != spec.name:
+        raise ValueError(
+            f"{spec.title}: {'an' if name[0] in 'aeiou' else 'a'} {name} is connected, but the model is a "
+            f"{found.title}. Set model_id to one that takes a picture, such as {spec.hub_id}, or disconnect {name}."
+        )
+
+
 def _check_model(spec: ModelSpec, folders: Folders, *, model_id: str) -> None:
     _resolve_variant(spec, folders, model_id=model_id, model=None, precision="auto")
 
@@ -157,6 +166,7 @@ def _encode(spec: ModelSpec, host: Host, *, prompt: str, negative_prompt: str = 
 def _encode_image(
     spec: ModelSpec, host: Host, *, image: Any, height: int, width: int, num_frames: int, resize: str, **choice: Any
 ) -> tuple:
+    _check_takes_picture(spec, _variant(spec, host.folders, choice["model_id"], choice["model"]), "image")
     model = resolve_model(spec, host.folders, **choice)
     size = {"height": height, "width": width, "num_frames": num_frames}
     return (runtime.encode_image(model, media.resize(image[:1], height, width, resize), size, progress=host),)
@@ -188,11 +198,8 @@ def _sample(
     _check_conditioning(spec, "prompt_embeds", prompt_embeds)
     _check_conditioning(spec, "negative_prompt_embeds", negative_prompt_embeds)
     found = _variant(spec, host.folders, model_id, model)
-    if condition is not None and found.name != spec.name:
-        raise ValueError(
-            f"{spec.title}: a condition is connected, but the model is a {found.title}. Set model_id to one that "
-            f"takes a picture, such as {spec.hub_id}, or disconnect condition."
-        )
+    if condition is not None:
+        _check_takes_picture(spec, found, "condition")
     chosen = resolve_model(found, host.folders, model_id=model_id, model=model, precision=precision)
     shift = numbers.pop("flow_shift", numbers.pop("shift", None))
     settings = Settings(shift=shift, **{**_encoded_size(spec, condition, numbers), **numbers})
@@ -316,7 +323,13 @@ def pipeline(spec: ModelSpec, label: str, stage_nodes: tuple[Node, ...], *inputs
     names = [_STAGE_NAMES[node.id.removeprefix(spec.family)] for node in stage_nodes]
     links = {name: link for name, link in _LINKS.items() if link.stage in names}
     stages = [
-        Stage(name=name, node_id=node.id, inputs={i.name: links.get(i.name) or Ref(i.name) for i in node.inputs})
+        Stage(
+            name=name,
+            node_id=node.id,
+            inputs={i.name: links.get(i.name) or Ref(i.name) for i in node.inputs},
+            # Where the model can do without a picture, the stage that encodes it is left out without one.
+            needs="image" if name == "image" else "",
+        )
         for name, node in zip(names, stage_nodes, strict=True)
     ]
     results = [Link("decode", index) for index in range(len(_frames_outputs(spec)))]
@@ -331,7 +344,10 @@ def pipeline(spec: ModelSpec, label: str, stage_nodes: tuple[Node, ...], *inputs
         title=f"{label} TPU Full Pipeline",
         category=f"TPU/{spec.category}",
         description=f"{spec.title} from prompt to {'picture' if spec.is_image else 'video'}: all stages in one node.",
-        inputs=_inputs(spec, inputs),
+        inputs=tuple(
+            replace(i, optional=True) if i.name == "image" and not spec.needs_condition else i
+            for i in _inputs(spec, inputs)
+        ),
         outputs=outputs,
         family=spec.family,
         check=partial(_check_model, spec),
