@@ -176,9 +176,7 @@ def _encode_references(spec: ModelSpec, host: Host, *, image: Any, condition: An
     """References in the order they were given: those of a connected condition first."""
     model = resolve_model(spec, host.folders, **choice)
     found = runtime.encode_image(model, image, {}, progress=host)
-    before = condition["tensors"].values() if condition else ()
-    arrays = enumerate((*before, *found["tensors"].values()))
-    return ({**found, "tensors": {f"reference_{index}": array for index, array in arrays}},)
+    return (runtime.join_references([found] if condition is None else [condition, found]),)
 
 
 def _sample(
