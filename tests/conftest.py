@@ -1,8 +1,9 @@
-"""Eight simulated chips, a cache of the session's own, and the comparison that every parity test prints."""
+"""Eight simulated chips, a cache of the session's own, ComfyUI servers, and the comparison that parity tests print."""
 
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -13,6 +14,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+from comfyui_tpu.tests import comfyui_server  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,6 +30,25 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(scope="session")
+def start_comfyui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., comfyui_server.Server]]:
+    """Starts ComfyUI servers, each in a folder of its own unless `base` is given; ends them with the session.
+
+    The other arguments are those of `comfyui_server.prepare`.
+    """
+    started = []
+
+    def start(base: Path | None = None, **options: Any) -> comfyui_server.Server:
+        server = comfyui_server.prepare(base or tmp_path_factory.mktemp("comfyui"), **options)
+        started.append(server)
+        server.start()
+        return server
+
+    yield start
+    for server in started:
+        server.stop()
 
 
 @pytest.fixture
