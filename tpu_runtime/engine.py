@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import torch
 
-from . import checkpoint, inputs, load, modules, programs, schedule
+from . import checkpoint, guider, inputs, load, modules, programs, schedule
 from . import precision as precisions
 from .checkpoint import Checkpoint
 from .program import Program, signature, use_persistent_cache
@@ -105,6 +105,7 @@ class Engine:
         """See `stages.denoise`."""
         spec = model.spec
         with self._session(model, progress) as run:
+            settings = guider.settings_for(run.found, settings, progress)
             config = run.found.config(spec.component(spec.experts[0]), progress)
             given = inputs.denoiser_inputs(spec, config, settings, prompt_embeds, negative_prompt_embeds, condition)
             vae_config = run.found.config(spec.component(spec.vae), progress)

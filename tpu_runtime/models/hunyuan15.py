@@ -1,5 +1,5 @@
 """HunyuanVideo 1.5, text to video: hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v, and its 480p and
-CFG-distilled checkpoints (those with guidance_scale 1). The oracle is `diffusers.HunyuanVideo15Pipeline`.
+CFG-distilled checkpoints (whose guider is off: see `guider`). The oracle is `diffusers.HunyuanVideo15Pipeline`.
 """
 
 from collections.abc import Mapping
