@@ -12,7 +12,7 @@ from typing import Any
 from .nodes.declare import Declaration, Folders
 from .nodes.headless import HEADLESS, TerminalHost, Timing, run_workflow
 from .nodes.workflow import Workflow, to_api
-from .tpu_runtime import media, plan_options, stage_files, stages
+from .tpu_runtime import media, plan_options, stage_files, stages, step_cache
 from .tpu_runtime.models import SPECS, spec_by_name, spec_for_family
 from .tpu_runtime.precision import CHOICES
 from .tpu_runtime.spec import IntLimit, ModelSpec, Settings
@@ -70,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_numbers(encode, _SIZE)
     denoise = _stage_verb(verbs, "denoise", _denoise, "stage 2: embeddings to latents")
     _add_numbers(denoise, [name for name in _names("inputs") if name != "fps"])
+    denoise.add_argument(
+        "--step-cache", action=argparse.BooleanOptionalAction, help="reuse features of earlier steps (--cache-*)"
+    )
     decode = _stage_verb(verbs, "decode", _decode, "stage 3: latents to a video")
     _add_numbers(decode, ["fps"])
     decode.add_argument("--out", type=Path, metavar="FILE", help="the video (FOLDER/output_video.mp4)")
@@ -284,9 +287,15 @@ def _encode_pictures(
 def _denoise(options: argparse.Namespace) -> int:
     spec, model, values = _stage(options)
     numbers = {name: values[name] for name in spec.inputs if name != "fps"}
+    if spec.step_reuse is not None:
+        before = stage_files.read_config(options.folder).get("step_cache", False)
+        numbers["step_cache"] = before if options.step_cache is None else options.step_cache
+    elif options.step_cache:
+        raise ValueError(f"{spec.title}: this model runs every step whole. Leave --step-cache out.")
     stored = dict(numbers)
+    cache = step_cache.from_inputs(numbers)
     shift = numbers.pop("flow_shift", numbers.pop("shift", None))
-    settings = Settings(shift=shift, **numbers)
+    settings = Settings(shift=shift, step_cache=cache, **numbers)
     embeds = stage_files.load_embeddings(options.folder, model)
     condition = stage_files.load_condition(options.folder, model)
     if spec.needs_condition and condition is None:

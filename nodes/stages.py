@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..tpu_runtime import media
+from ..tpu_runtime import media, step_cache
 from ..tpu_runtime import stages as runtime
 from ..tpu_runtime.precision import CHOICES
 from ..tpu_runtime.spec import IntLimit, ModelSpec, Settings
@@ -43,6 +43,10 @@ _TOOLTIPS = {
     "flow_shift": "Shift of the noise schedule: higher spends more steps on composition.",
     "shift": "Shift of the noise schedule: higher spends more steps on composition.",
     "fps": "Frames per second of the video.",
+    "step_cache": "Reuses most of the denoiser's work at some steps: faster, and only nearly the same video.",
+    "cache_start": "The first step that later ones reuse, counted from 0. All before it run whole. For step_cache.",
+    "cache_end": "From this step on all run whole again. For step_cache.",
+    "cache_interval": "Between the two, every how many steps one runs whole. For step_cache.",
 }
 # Where pictures are references, other words fit.
 _REFERENCE_TOOLTIPS = {
@@ -57,9 +61,10 @@ _SOCKETS = {
     "condition": "TPU_CONDITION",
     "model": "TPU_MODEL",
 }
+_STEP_CACHE = ("step_cache", "cache_start", "cache_end", "cache_interval")
 _OPTIONAL = frozenset(
     "negative_prompt_embeds model_id model precision flow_shift shift fps resize guidance_scale_2".split()
-)
+).union(_STEP_CACHE)
 
 
 def model_inputs(spec: ModelSpec) -> dict[str, Input]:
@@ -79,6 +84,8 @@ def _input(spec: ModelSpec, name: str) -> Input:
         return Input(type="COMBO", default=media.RESIZE[0], options=media.RESIZE, **shared)
     if name == "precision":
         return Input(type="COMBO", default="auto", options=CHOICES, advanced=True, **shared)
+    if name == "step_cache":
+        return Input(type="BOOLEAN", default=False, advanced=True, **shared)
     if name == "flow_shift" and spec.inputs[name].low == 0:
         shared["tooltip"] += " 0 is the checkpoint's own."
     if name in spec.texts:
@@ -92,6 +99,7 @@ def _input(spec: ModelSpec, name: str) -> Input:
         high=limit.high,
         step=limit.multiple_of if is_int else limit.step,
         companion="control_after_generate" if name == "seed" else "",
+        advanced=name in _STEP_CACHE,
         check=partial(spec.check_input, name),
         **shared,
     )
@@ -200,7 +208,8 @@ def _sample(
         _check_takes_picture(spec, found, "condition")
     chosen = resolve_model(found, host.folders, model_id=model_id, model=model, precision=precision)
     shift = numbers.pop("flow_shift", numbers.pop("shift", None))
-    settings = Settings(shift=shift, **{**_encoded_size(spec, condition, numbers), **numbers})
+    cache = step_cache.from_inputs(numbers)
+    settings = Settings(shift=shift, step_cache=cache, **{**_encoded_size(spec, condition, numbers), **numbers})
     embeds = (prompt_embeds, negative_prompt_embeds)
     latents = runtime.denoise(chosen, settings, *embeds, condition=condition, progress=host)
     return (latents,) if spec.is_image else (latents, settings.num_frames)

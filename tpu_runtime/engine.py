@@ -8,13 +8,13 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 import torch
 
-from . import checkpoint, guider, inputs, load, modules, programs, schedule
+from . import cached_steps, checkpoint, guider, inputs, load, modules, programs, schedule, step_cache
 from . import precision as precisions
 from .checkpoint import Checkpoint
 from .program import Program, signature, use_persistent_cache
@@ -269,18 +269,37 @@ class Run:
 
     def _denoiser(
         self, settings: Settings, config: dict[str, Any], solver: schedule.Schedule, given: dict[str, np.ndarray]
+    ) -> Executable | cached_steps.CachedDenoiser:
+        """What is called for each step. With a step cache it is two programs, both compiled before the first step."""
+        experts = [expert for expert, _ in self._experts(solver, settings)]
+        is_full = step_cache.full_steps(settings.step_cache, experts)
+        compiled = functools.partial(self._step, settings, config, solver, given)
+        if self.spec.step_reuse is None or all(is_full):
+            return compiled()
+        full = compiled("keep")
+        cached = compiled(cached_steps.kept_shapes(self.spec.step_reuse, full.program))
+        return cached_steps.CachedDenoiser(full=full, cached=cached, is_full=is_full)
+
+    def _step(
+        self,
+        settings: Settings,
+        config: dict[str, Any],
+        solver: schedule.Schedule,
+        given: dict[str, np.ndarray],
+        features: Literal["keep"] | cached_steps.Shapes | None = None,
     ) -> Executable:
         spec = self.spec
         shape = spec.geometry.latent_shape(settings)
         references = {name: x.shape for name, x in given.items() if spec.references and name.startswith("reference_")}
+        kind = features if features in (None, "keep") else "reuse"
         return self.engine.executable(
             f"the denoiser for {settings.width}x{settings.height}, {settings.num_frames} frames",
             ("denoise", spec.name, config, self.target, shape, spec.branches(settings), solver.num_memory,
-             solver.timesteps.dtype, *references.items()),
+             solver.timesteps.dtype, kind, *references.items()),
             self.progress,
             lambda: programs.denoise_program(
                 spec, config, self.target, settings, num_memory=solver.num_memory,
-                timestep_dtype=solver.timesteps.dtype, references=references,
+                timestep_dtype=solver.timesteps.dtype, references=references, features=features,
             ),
         )  # fmt: skip
 
