@@ -1,10 +1,9 @@
 """The example workflows in ComfyUI's page, in a real browser: every node is there, every widget has its own value.
 
-Set COMFYUI_TPU_BROWSER to another Chromium. What the page looked like is in `output/screenshots/`.
+What the page looked like is in `output/screenshots/`.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from comfyui_tpu.nodes.headless import HEADLESS
 from comfyui_tpu.nodes.workflow import to_api
 from comfyui_tpu.tests.comfyui_server import PACK, Server, needs_comfyui
 
-BROWSER = os.environ.get("COMFYUI_TPU_BROWSER") or shutil.which("chromium") or shutil.which("google-chrome")
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 EXAMPLES = PACK / "examples"
 PAGES = sorted(EXAMPLES.glob("*.json"))
 SCREENSHOTS = PACK / "output" / "screenshots"
@@ -25,7 +24,7 @@ READY = "window.app && app.graph && Object.keys(LiteGraph.registered_node_types)
 pytestmark = [
     pytest.mark.slow,
     needs_comfyui,
-    pytest.mark.skipif(not BROWSER, reason="no chromium on the PATH; set COMFYUI_TPU_BROWSER"),
+    pytest.mark.skipif(not BROWSER, reason="no chromium or google-chrome on the PATH"),
 ]
 playwright_sync = pytest.importorskip("playwright.sync_api", reason="no playwright; pip install playwright")
 
@@ -64,6 +63,16 @@ def page(start_comfyui: Callable[..., Server]) -> Iterator[Any]:
             browser.close()
 
 
+def api_twin(path: Path) -> Path:
+    """The example in API form, which holds values by name; a pipeline node has those of its stages."""
+    return EXAMPLES / "api" / f"{path.stem.removesuffix('_pipeline')}.json"
+
+
+def constants(workflow: dict) -> dict[str, Any]:
+    """Every widget's value by its name: the stages of an example agree on the names they share."""
+    return {name: x for node in workflow.values() for name, x in node["inputs"].items() if not isinstance(x, list)}
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_an_example_opens_with_every_node_and_every_value_in_its_place(page: Any, path: Path):
     document = json.loads(path.read_text())
@@ -74,6 +83,7 @@ def test_an_example_opens_with_every_node_and_every_value_in_its_place(page: Any
     assert [node["type"] for node in found["nodes"] if not node["known"] or node["errors"]] == []
     assert sorted(node["id"] for node in found["nodes"]) == sorted(str(node["id"]) for node in document["nodes"])
     expected = to_api(document, HEADLESS)
+    assert constants(expected).items() >= constants(json.loads(api_twin(path).read_text())).items()
     widgets = {node["id"]: node["widgets"] for node in found["nodes"]}
     for node_id, node in expected.items():
         declared = [i.name for i in HEADLESS[node["class_type"]].inputs if i.is_widget]

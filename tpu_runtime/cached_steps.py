@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from . import bridge
 from .program import Program
 from .sequence import Sequence as Tokens
 from .spec import ModelSpec, StepReuse
@@ -22,25 +23,27 @@ def shardings(reuse: StepReuse, mesh: Mesh) -> dict[str, NamedSharding]:
     return {**tokens, **dict.fromkeys(reuse.whole, NamedSharding(mesh, P("dp")))}
 
 
-def predictor(spec: ModelSpec, tokens: Tokens, kept: Features | None) -> Callable[..., tuple[Any, Any]]:
-    """`spec.predict` as a step that keeps features, or as one that starts from `kept`: `(prediction, features)`."""
-    from . import bridge
-
+def predictor(
+    spec: ModelSpec, tokens: Tokens, kept: Features | None = None, *, keeps: bool
+) -> Callable[..., tuple[Any, Any]]:
+    """`spec.predict`, or a call that `keeps` features or starts from `kept`. All give `(prediction, features)`."""
     reuse = spec.step_reuse
-    assert reuse is not None
+
+    def plain(denoiser: Any, *args: Any) -> tuple[Any, Any]:
+        return spec.predict(denoiser, *args), ()
 
     def keep(denoiser: Any, *args: Any) -> tuple[Any, Any]:
         output, features = reuse.keep(denoiser, *args)
         placed = {name: bridge.inside(tokens.shard_tokens, features[name]) for name in reuse.tokens}
         return output, {**features, **placed}
 
-    def start_from(denoiser: Any, features: Any, *args: Any) -> tuple[Any, Any]:
-        cut = {name: features[name][:, : tokens.num_tokens] for name in reuse.tokens}
-        return reuse.reuse(denoiser, {**features, **cut}, *args), ()
+    def start_from_kept(denoiser: Any, *args: Any) -> tuple[Any, Any]:
+        cut = {name: kept[name][:, : tokens.num_tokens] for name in reuse.tokens}
+        return reuse.reuse(denoiser, bridge.to_torch({**kept, **cut}), *args), ()
 
-    if kept is None:
-        return keep
-    return lambda denoiser, *args: start_from(denoiser, bridge.to_torch(kept), *args)
+    if reuse is None or not (keeps or kept):
+        return plain
+    return keep if keeps else start_from_kept
 
 
 def kept_shapes(reuse: StepReuse, full: Program) -> dict[str, jax.ShapeDtypeStruct]:

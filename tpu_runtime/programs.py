@@ -164,11 +164,8 @@ def denoise_program(
         inputs = {name: _branched(x, branches, target.dtype) for name, x in inputs.items()}
         weights = tokens.use_outside_blocks(weights)
         asked = (sample, timestep[None], {**inputs, "guidance": guidance[None]})
-        if features is None:
-            output, keeping = bridge.functional(network.module, weights, spec.predict, *asked), ()
-        else:
-            predict = cached_steps.predictor(spec, tokens, next(iter(kept), None))
-            output, keeping = bridge.functional(network.module, weights, predict, *asked)
+        predict = cached_steps.predictor(spec, tokens, *kept, keeps=features == "keep")
+        output, keeping = bridge.functional(network.module, weights, predict, *asked)
         output = output.astype(jnp.float32)
         if branches == 2:
             output = output[1:] + guidance * (output[:1] - output[1:])
