@@ -73,9 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     denoise.add_argument(
         "--step-cache", action=argparse.BooleanOptionalAction, help="reuse features of earlier steps (--cache-*)"
     )
-    decode = _stage_verb(verbs, "decode", _decode, "stage 3: latents to a video")
+    decode = _stage_verb(verbs, "decode", _decode, "stage 3: latents to a video or a picture")
     _add_numbers(decode, ["fps"])
-    decode.add_argument("--out", type=Path, metavar="FILE", help="the video (FOLDER/output_video.mp4)")
+    decode.add_argument("--out", type=Path, metavar="FILE", help="FOLDER/output_video.mp4 or output_image.png")
     plan_options.add_arguments(
         _verb(verbs, "plan", _plan, "compile for a described TPU: does it fit, how long would it take")
     )
@@ -314,12 +314,15 @@ def _denoise(options: argparse.Namespace) -> int:
 
 def _decode(options: argparse.Namespace) -> int:
     spec, model, values = _stage(options)
-    out = options.out or options.folder / "output_video.mp4"
+    out = options.out or options.folder / ("output_image.png" if spec.is_image else "output_video.mp4")
     latents = stage_files.load_latents(options.folder, model)
 
     def action(host: TerminalHost) -> None:
         frames = stages.decode(model, latents, progress=host)
-        media.save_video(out, media.Video(frames=frames, frame_rate=media.frame_rate(values["fps"])))
+        if spec.is_image:
+            media.save_image(out, frames[0])
+        else:
+            media.save_video(out, media.Video(frames=frames, frame_rate=media.frame_rate(values["fps"])))
         host.text(f"wrote {out}")
 
     return _timed(f"{spec.title}: decode", action)

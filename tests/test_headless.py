@@ -16,6 +16,7 @@ from comfyui_tpu import cli
 from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Node, Output, Ref, Stage, by_id
 from comfyui_tpu.nodes.headless import HEADLESS, TerminalHost, execution_order, run_workflow
 from comfyui_tpu.nodes.workflow import expand, to_api, validate_workflow
+from comfyui_tpu.tpu_runtime import media, stage_files
 from comfyui_tpu.tpu_runtime.stages import ModelRef
 
 ROOT = Path(__file__).parents[1]
@@ -435,6 +436,22 @@ def test_three_stages_from_a_picture_give_the_frames_of_one_run(tmp_path: Path):
     (video,) = tmp_path.glob("*.mp4")
     assert frames(video) == frames(tmp_path / "stages" / "output_video.mp4")
     assert len(frames(video)) == 5
+
+
+@pytest.mark.slow
+def test_three_stages_with_references_give_a_picture(tmp_path: Path):
+    """A model that makes one picture, and looks at two of different shapes."""
+    sizes = {"a.png": (80, 64), "b.png": (64, 96)}
+    for name, size in sizes.items():
+        media.save_image(tmp_path / name, torch.rand(*size, 3))
+    pictures = [part for name in sizes for part in ("--image", str(tmp_path / name))]
+    command("encode", "--folder", str(tmp_path), "--family", "Flux2", "--model", "tiny/flux2", *pictures)
+    condition = stage_files.load_condition(tmp_path, ModelRef(spec_name="flux2-dev", model_id="tiny/flux2"))
+    shapes = [tuple(array.shape) for array in condition["tensors"].values()]
+    assert shapes == [(1, 128, height // 16, width // 16) for height, width in sizes.values()]
+    command("denoise", "--folder", str(tmp_path), "--num-inference-steps", "2")
+    command("decode", "--folder", str(tmp_path))
+    assert media.load_image(tmp_path / "output_image.png")[0].shape == (1, 80, 112, 3)
 
 
 def test_the_stage_nodes_keep_an_encoded_picture(tmp_path: Path):
