@@ -12,11 +12,14 @@ from typing import Any
 from .nodes.declare import Declaration, Folders
 from .nodes.headless import HEADLESS, TerminalHost, Timing, generations, run_workflow
 from .nodes.workflow import Workflow, to_api
-from .tpu_runtime import media, plan_options, stage_files, stages
+from .tpu_runtime import media, plan_options, stage_files, stages, step_cache
 from .tpu_runtime.models import SPECS, spec_by_name, spec_for_family
 from .tpu_runtime.precision import CHOICES
 from .tpu_runtime.spec import IntLimit, ModelSpec, Settings
 from .tpu_runtime.stages import ModelRef
+
+# What a picture is encoded for.
+_SIZE = ("height", "width", "num_frames")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,14 +59,23 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--tiny", action="store_true", help="use the built-in miniature models, at their sizes")
     run.add_argument("--out", type=Path, default=Path("output"), metavar="DIR", help="where results go (output)")
     run.add_argument("--input", type=Path, default=Path("input"), metavar="DIR", help="where LoadImage looks (input)")
-    encode = _stage_verb(verbs, "encode", _encode, "stage 1: prompts to embeddings")
+    encode = _stage_verb(verbs, "encode", _encode, "stage 1: prompts, and a picture, to embeddings")
     for name in _names("texts"):
         encode.add_argument(_flag(name), dest=name)
+    encode.add_argument(
+        "--image", type=Path, action="append", default=[], metavar="FILE",
+        help="the picture to start from; for models that look at references: one of them, repeatable",
+    )  # fmt: skip
+    encode.add_argument("--resize", choices=media.RESIZE, default=media.RESIZE[0], help="how another shape is fitted")
+    _add_numbers(encode, _SIZE)
     denoise = _stage_verb(verbs, "denoise", _denoise, "stage 2: embeddings to latents")
     _add_numbers(denoise, [name for name in _names("inputs") if name != "fps"])
-    decode = _stage_verb(verbs, "decode", _decode, "stage 3: latents to a video")
+    denoise.add_argument(
+        "--step-cache", action=argparse.BooleanOptionalAction, help="reuse features of earlier steps (--cache-*)"
+    )
+    decode = _stage_verb(verbs, "decode", _decode, "stage 3: latents to a video or a picture")
     _add_numbers(decode, ["fps"])
-    decode.add_argument("--out", type=Path, metavar="FILE", help="the video (FOLDER/output_video.mp4)")
+    decode.add_argument("--out", type=Path, metavar="FILE", help="FOLDER/output_video.mp4 or output_image.png")
     warmup = _verb(verbs, "warmup", _warmup, "compile a size's programs, so that its first run starts at once")
     warmup.add_argument("workflow", type=Path, nargs="?", help="the sizes of this workflow's samplers")
     warmup.add_argument("--model", metavar="NAME", help="instead: this model; " + "; ".join(s.name for s in SPECS))
@@ -249,25 +261,62 @@ def _timed(title: str, action: Callable[[TerminalHost], None]) -> int:
 def _encode(options: argparse.Namespace) -> int:
     spec, model, values = _stage(options)
     texts = {name: values[name] for name in spec.texts}
+    pictures = _pictures(spec, options.image)
+    # A picture is encoded for a size, which the later stages must have.
+    fixed = {name: values[name] for name in _SIZE if pictures and not spec.references}
+    asked = {name: values[name] for name in _SIZE if name in values and getattr(options, name) is not None}
 
     def action(host: TerminalHost) -> None:
         embeds = stages.encode_prompt(model, texts["prompt"], texts.get("negative_prompt", ""), progress=host)
-        stage_files.save_embeddings(options.folder, *embeds, model)
-        stage_files.update_config(options.folder, texts)
+        condition = _encode_pictures(model, pictures, fixed, options.resize, host)
+        stage_files.save_embeddings(options.folder, *embeds, model, condition)
+        stage_files.update_config(options.folder, texts | asked | fixed)
 
     return _timed(f"{spec.title}: encode", action)
+
+
+def _pictures(spec: ModelSpec, paths: Sequence[Path]) -> list[Any]:
+    """The pictures as IMAGEs; ValueError where the model takes another number of them."""
+    if paths and spec.encode_image is None:
+        names = ", ".join(other.name for other in SPECS if other.encode_image is not None)
+        raise ValueError(f"{spec.title}: it takes no picture. Leave --image out, or choose a model by --name: {names}.")
+    if spec.needs_condition and len(paths) != 1:
+        given = f"{len(paths)} were given" if paths else "none was given"
+        raise ValueError(f"{spec.title}: it starts from one picture, and {given}. Give it with --image FILE.")
+    return [media.load_image(path)[0] for path in paths]
+
+
+def _encode_pictures(
+    model: ModelRef, pictures: Sequence[Any], size: dict[str, int], resize: str, host: TerminalHost
+) -> stages.Condition | None:
+    """The condition of pictures brought to `size`, or left at their own where that is empty; None without pictures."""
+    images = [media.resize(one, size["height"], size["width"], resize) if size else one for one in pictures]
+    conditions = [stages.encode_image(model, image, size, progress=host) for image in images]
+    return stages.join_references(conditions) if len(conditions) > 1 else next(iter(conditions), None)
 
 
 def _denoise(options: argparse.Namespace) -> int:
     spec, model, values = _stage(options)
     numbers = {name: values[name] for name in spec.inputs if name != "fps"}
+    if spec.step_reuse is not None:
+        before = stage_files.read_config(options.folder).get("step_cache", False)
+        numbers["step_cache"] = before if options.step_cache is None else options.step_cache
+    elif options.step_cache:
+        raise ValueError(f"{spec.title}: this model runs every step whole. Leave --step-cache out.")
     stored = dict(numbers)
+    cache = step_cache.from_inputs(numbers)
     shift = numbers.pop("flow_shift", numbers.pop("shift", None))
-    settings = Settings(shift=shift, **numbers)
+    settings = Settings(shift=shift, step_cache=cache, **numbers)
     embeds = stage_files.load_embeddings(options.folder, model)
+    condition = stage_files.load_condition(options.folder, model)
+    if spec.needs_condition and condition is None:
+        raise ValueError(
+            f"{spec.title}: {options.folder} holds no encoded picture; run `comfyui-tpu encode --folder "
+            f"{options.folder} --image FILE` first."
+        )
 
     def action(host: TerminalHost) -> None:
-        latents = stages.denoise(model, settings, *embeds, progress=host)
+        latents = stages.denoise(model, settings, *embeds, condition=condition, progress=host)
         stage_files.save_latents(options.folder, latents, model)
         stage_files.update_config(options.folder, stored)
 
@@ -276,12 +325,15 @@ def _denoise(options: argparse.Namespace) -> int:
 
 def _decode(options: argparse.Namespace) -> int:
     spec, model, values = _stage(options)
-    out = options.out or options.folder / "output_video.mp4"
+    out = options.out or options.folder / ("output_image.png" if spec.is_image else "output_video.mp4")
     latents = stage_files.load_latents(options.folder, model)
 
     def action(host: TerminalHost) -> None:
         frames = stages.decode(model, latents, progress=host)
-        media.save_video(out, media.Video(frames=frames, frame_rate=media.frame_rate(values["fps"])))
+        if spec.is_image:
+            media.save_image(out, frames[0])
+        else:
+            media.save_video(out, media.Video(frames=frames, frame_rate=media.frame_rate(values["fps"])))
         host.text(f"wrote {out}")
 
     return _timed(f"{spec.title}: decode", action)

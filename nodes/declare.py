@@ -4,7 +4,7 @@ Nothing here knows ComfyUI: `host.py` turns a declaration into a ComfyUI class, 
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -175,11 +175,12 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One node of an expansion."""
+    """One node of an expansion. It is left out where the expanding node's input `needs` is absent."""
 
     name: str
     node_id: str
     inputs: Mapping[str, Ref | Link | Any]
+    needs: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +189,19 @@ class Expansion(Declaration):
 
     stages: tuple[Stage, ...] = field(default=())
     results: tuple[Link, ...] = field(default=())
+
+    def stages_for(self, given: Mapping[str, Any]) -> tuple[Stage, ...]:
+        """The stages that run for these inputs; a link to one that does not is left out as well."""
+        present = [stage for stage in self.stages if not stage.needs or given.get(stage.needs) is not None]
+        names = {stage.name for stage in present}
+
+        def runs(value: Any) -> bool:
+            return not isinstance(value, Link) or value.stage in names
+
+        return tuple(
+            replace(stage, inputs={name: value for name, value in stage.inputs.items() if runs(value)})
+            for stage in present
+        )
 
 
 def by_id(declarations: Iterable[Declaration]) -> dict[str, Declaration]:

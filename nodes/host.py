@@ -153,8 +153,9 @@ def _expand(declaration: Expansion) -> Callable[..., io.NodeOutput]:
     def execute(cls: type, **given: Any) -> io.NodeOutput:
         values = declaration.values(given)
         graph = GraphBuilder()
-        nodes = {stage.name: graph.node(stage.node_id, id=stage.name) for stage in declaration.stages}
-        for stage in declaration.stages:
+        stages = declaration.stages_for(values)
+        nodes = {stage.name: graph.node(stage.node_id, id=stage.name) for stage in stages}
+        for stage in stages:
             for name, value in stage.inputs.items():
                 if isinstance(value, Link):
                     value = nodes[value.stage].out(value.output)

@@ -12,11 +12,15 @@ _SIZE = ("height", "width", "num_frames")
 _NUMBERS = (*_SIZE, "num_inference_steps", "guidance_scale", "seed")
 _SOCKETS = ("prompt_embeds", "negative_prompt_embeds", "condition")
 _MODEL = ("model_id", "model", "precision")
+_CACHE = ("step_cache", "cache_start", "cache_end", "cache_interval")
 
 TEXT_ENCODER = text_encoder(SPEC, LABEL, *_PROMPTS, *_MODEL)
 IMAGE_ENCODER = image_encoder(IMAGE_SPEC, LABEL, "image", *_SIZE, "resize", *_MODEL)
-SAMPLER = sampler(SPEC, LABEL, *_SOCKETS, *_NUMBERS, "flow_shift", *_MODEL, image_spec=IMAGE_SPEC)
+SAMPLER = sampler(SPEC, LABEL, *_SOCKETS, *_NUMBERS, "flow_shift", *_MODEL, *_CACHE, image_spec=IMAGE_SPEC)
 DECODER = decoder(SPEC, LABEL, "latents", "fps", *_MODEL)
-PIPELINE = pipeline(SPEC, LABEL, (TEXT_ENCODER, SAMPLER, DECODER), *_PROMPTS, *_NUMBERS, "flow_shift", "fps", *_MODEL)
+STAGES = (TEXT_ENCODER, IMAGE_ENCODER, SAMPLER, DECODER)
+PIPELINE = pipeline(
+    SPEC, LABEL, STAGES, *_PROMPTS, *_NUMBERS, "flow_shift", "fps", *_MODEL, "image", "resize", *_CACHE
+)
 
-NODES = (TEXT_ENCODER, IMAGE_ENCODER, SAMPLER, DECODER, PIPELINE)
+NODES = (*STAGES, PIPELINE)

@@ -22,6 +22,7 @@ _STAGES = (
     ("prompt_embeds", "CONDITIONING", "The encoded prompt."),
     ("negative_prompt_embeds", "CONDITIONING", "The encoded negative prompt."),
     ("latents", "LATENT", "What the sampler gave."),
+    ("condition", "TPU_CONDITION", "The encoded picture. It is saved with the prompt, in one file."),
 )
 _STAGE_OUTPUTS = tuple(Output(name=name, type=kind, tooltip=text) for name, kind, text in _STAGES)
 
@@ -45,16 +46,25 @@ def _stage_folder(folders: Folders, folder: str) -> Path:
 
 
 def _save(
-    host: Host, *, folder: str, model: ModelRef, prompt_embeds: Any, negative_prompt_embeds: Any, latents: Any
+    host: Host,
+    *,
+    folder: str,
+    model: ModelRef,
+    prompt_embeds: Any,
+    negative_prompt_embeds: Any,
+    latents: Any,
+    condition: Any = None,
 ) -> tuple:
     target = _stage_folder(host.folders, folder)
     if prompt_embeds is None and latents is None:
         raise ValueError("TPU Save Stage: nothing to save; connect prompt_embeds or latents.")
+    if condition is not None and prompt_embeds is None:
+        raise ValueError("TPU Save Stage: condition goes into the file of prompt_embeds; connect prompt_embeds too.")
     if prompt_embeds is not None:
-        stage_files.save_embeddings(target, prompt_embeds, negative_prompt_embeds, model)
+        stage_files.save_embeddings(target, prompt_embeds, negative_prompt_embeds, model, condition)
     if latents is not None:
         stage_files.save_latents(target, latents, model)
-    return prompt_embeds, negative_prompt_embeds, latents
+    return prompt_embeds, negative_prompt_embeds, latents, condition
 
 
 def _load(host: Host, *, folder: str, model: ModelRef) -> tuple:
@@ -67,7 +77,8 @@ def _load(host: Host, *, folder: str, model: ModelRef) -> tuple:
             "Write them with TPU Save Stage, or with `comfyui-tpu encode` and `denoise`."
         )
     embeds = stage_files.load_embeddings(source, model) if has_embeddings else (None, None)
-    return *embeds, stage_files.load_latents(source, model) if has_latents else None
+    latents = stage_files.load_latents(source, model) if has_latents else None
+    return *embeds, latents, stage_files.load_condition(source, model) if has_embeddings else None
 
 
 def _modified(folders: Folders, *, folder: str) -> Hashable:

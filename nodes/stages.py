@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..tpu_runtime import media
+from ..tpu_runtime import media, step_cache
 from ..tpu_runtime import stages as runtime
 from ..tpu_runtime.precision import CHOICES
 from ..tpu_runtime.spec import IntLimit, ModelSpec, Settings
@@ -43,6 +43,10 @@ _TOOLTIPS = {
     "flow_shift": "Shift of the noise schedule: higher spends more steps on composition.",
     "shift": "Shift of the noise schedule: higher spends more steps on composition.",
     "fps": "Frames per second of the video.",
+    "step_cache": "Reuses most of the denoiser's work at some steps: faster, and only nearly the same video.",
+    "cache_start": "The first step that later ones reuse, counted from 0. All before it run whole. For step_cache.",
+    "cache_end": "From this step on all run whole again. For step_cache.",
+    "cache_interval": "Between the two, every how many steps one runs whole. For step_cache.",
 }
 # Where pictures are references, other words fit.
 _REFERENCE_TOOLTIPS = {
@@ -57,9 +61,10 @@ _SOCKETS = {
     "condition": "TPU_CONDITION",
     "model": "TPU_MODEL",
 }
+_STEP_CACHE = ("step_cache", "cache_start", "cache_end", "cache_interval")
 _OPTIONAL = frozenset(
     "negative_prompt_embeds model_id model precision flow_shift shift fps resize guidance_scale_2".split()
-)
+).union(_STEP_CACHE)
 
 
 def model_inputs(spec: ModelSpec) -> dict[str, Input]:
@@ -79,6 +84,8 @@ def _input(spec: ModelSpec, name: str) -> Input:
         return Input(type="COMBO", default=media.RESIZE[0], options=media.RESIZE, **shared)
     if name == "precision":
         return Input(type="COMBO", default="auto", options=CHOICES, advanced=True, **shared)
+    if name == "step_cache":
+        return Input(type="BOOLEAN", default=False, advanced=True, **shared)
     if name == "flow_shift" and spec.inputs[name].low == 0:
         shared["tooltip"] += " 0 is the checkpoint's own."
     if name in spec.texts:
@@ -92,6 +99,7 @@ def _input(spec: ModelSpec, name: str) -> Input:
         high=limit.high,
         step=limit.multiple_of if is_int else limit.step,
         companion="control_after_generate" if name == "seed" else "",
+        advanced=name in _STEP_CACHE,
         check=partial(spec.check_input, name),
         **shared,
     )
@@ -133,6 +141,15 @@ def _variant(spec: ModelSpec, folders: Folders, model_id: str, model: ModelRef |
     return runtime.variant(spec, model.model_id if model else model_id, model.folders if model else folders.models)
 
 
+def _check_takes_picture(spec: ModelSpec, found: ModelSpec, name: str) -> None:
+    """Raises ValueError where input `name` is there and the model is the family's other one, which takes no picture."""
+    if found.name != spec.name:
+        raise ValueError(
+            f"{spec.title}: {'an' if name[0] in 'aeiou' else 'a'} {name} is connected, but the model is a "
+            f"{found.title}. Set model_id to one that takes a picture, such as {spec.hub_id}, or disconnect {name}."
+        )
+
+
 def _check_model(spec: ModelSpec, folders: Folders, *, model_id: str) -> None:
     _resolve_variant(spec, folders, model_id=model_id, model=None, precision="auto")
 
@@ -157,6 +174,7 @@ def _encode(spec: ModelSpec, host: Host, *, prompt: str, negative_prompt: str = 
 def _encode_image(
     spec: ModelSpec, host: Host, *, image: Any, height: int, width: int, num_frames: int, resize: str, **choice: Any
 ) -> tuple:
+    _check_takes_picture(spec, _variant(spec, host.folders, choice["model_id"], choice["model"]), "image")
     model = resolve_model(spec, host.folders, **choice)
     size = {"height": height, "width": width, "num_frames": num_frames}
     return (runtime.encode_image(model, media.resize(image[:1], height, width, resize), size, progress=host),)
@@ -166,9 +184,7 @@ def _encode_references(spec: ModelSpec, host: Host, *, image: Any, condition: An
     """References in the order they were given: those of a connected condition first."""
     model = resolve_model(spec, host.folders, **choice)
     found = runtime.encode_image(model, image, {}, progress=host)
-    before = condition["tensors"].values() if condition else ()
-    arrays = enumerate((*before, *found["tensors"].values()))
-    return ({**found, "tensors": {f"reference_{index}": array for index, array in arrays}},)
+    return (runtime.join_references([found] if condition is None else [condition, found]),)
 
 
 def _sample(
@@ -188,14 +204,12 @@ def _sample(
     _check_conditioning(spec, "prompt_embeds", prompt_embeds)
     _check_conditioning(spec, "negative_prompt_embeds", negative_prompt_embeds)
     found = _variant(spec, host.folders, model_id, model)
-    if condition is not None and found.name != spec.name:
-        raise ValueError(
-            f"{spec.title}: a condition is connected, but the model is a {found.title}. Set model_id to one that "
-            f"takes a picture, such as {spec.hub_id}, or disconnect condition."
-        )
+    if condition is not None:
+        _check_takes_picture(spec, found, "condition")
     chosen = resolve_model(found, host.folders, model_id=model_id, model=model, precision=precision)
     shift = numbers.pop("flow_shift", numbers.pop("shift", None))
-    settings = Settings(shift=shift, **{**_encoded_size(spec, condition, numbers), **numbers})
+    cache = step_cache.from_inputs(numbers)
+    settings = Settings(shift=shift, step_cache=cache, **{**_encoded_size(spec, condition, numbers), **numbers})
     embeds = (prompt_embeds, negative_prompt_embeds)
     latents = runtime.denoise(chosen, settings, *embeds, condition=condition, progress=host)
     return (latents,) if spec.is_image else (latents, settings.num_frames)
@@ -316,7 +330,13 @@ def pipeline(spec: ModelSpec, label: str, stage_nodes: tuple[Node, ...], *inputs
     names = [_STAGE_NAMES[node.id.removeprefix(spec.family)] for node in stage_nodes]
     links = {name: link for name, link in _LINKS.items() if link.stage in names}
     stages = [
-        Stage(name=name, node_id=node.id, inputs={i.name: links.get(i.name) or Ref(i.name) for i in node.inputs})
+        Stage(
+            name=name,
+            node_id=node.id,
+            inputs={i.name: links.get(i.name) or Ref(i.name) for i in node.inputs},
+            # Where the model can do without a picture, the stage that encodes it is left out without one.
+            needs="image" if name == "image" else "",
+        )
         for name, node in zip(names, stage_nodes, strict=True)
     ]
     results = [Link("decode", index) for index in range(len(_frames_outputs(spec)))]
@@ -331,7 +351,10 @@ def pipeline(spec: ModelSpec, label: str, stage_nodes: tuple[Node, ...], *inputs
         title=f"{label} TPU Full Pipeline",
         category=f"TPU/{spec.category}",
         description=f"{spec.title} from prompt to {'picture' if spec.is_image else 'video'}: all stages in one node.",
-        inputs=_inputs(spec, inputs),
+        inputs=tuple(
+            replace(i, optional=True) if i.name == "image" and not spec.needs_condition else i
+            for i in _inputs(spec, inputs)
+        ),
         outputs=outputs,
         family=spec.family,
         check=partial(_check_model, spec),

@@ -126,7 +126,7 @@ def expand(workflow: Workflow, table: Table) -> Workflow:
             expanded[node_id] = node
             continue
         given = {i.name: node["inputs"].get(i.name, i.default) for i in declaration.inputs}
-        for stage in declaration.stages:
+        for stage in declaration.stages_for(given):
             inputs = {name: _stage_value(node_id, given, value) for name, value in stage.inputs.items()}
             inputs = {name: value for name, value in inputs.items() if value is not None}
             expanded[f"{node_id}.{stage.name}"] = {"class_type": stage.node_id, "inputs": inputs}

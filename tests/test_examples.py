@@ -52,13 +52,19 @@ def test_the_pages_links_agree_at_both_ends(path: Path):
         assert nodes[target]["inputs"][slot]["link"] == link_id
 
 
-def test_both_formats_are_the_same_graph():
-    from_page = to_api(read(EXAMPLES / "wan21_t2v_720p.json"), HEADLESS)
-    from_api = to_api(read(EXAMPLES / "api" / "wan21_t2v_720p.json"), HEADLESS)
+@pytest.mark.parametrize("path", API_FILES, ids=name)
+def test_both_formats_are_the_same_graph(path: Path):
+    from_page = to_api(read(EXAMPLES / path.name), HEADLESS)
+    from_api = to_api(read(path), HEADLESS)
     assert sorted(from_page) == sorted(from_api)
     for node_id, node in from_api.items():
         assert from_page[node_id]["class_type"] == node["class_type"]
         assert node["inputs"].items() <= from_page[node_id]["inputs"].items()
+
+
+def test_every_example_is_there_as_stages_as_a_pipeline_node_and_in_api_form():
+    stems = {path.stem for path in API_FILES}
+    assert {path.stem for path in PAGE_FILES} == stems | {f"{stem}_pipeline" for stem in stems}
 
 
 def test_every_model_has_an_example_with_its_own_id_and_defaults():

@@ -11,10 +11,13 @@ from typing import Any
 
 import av
 import pytest
+import torch
 from comfyui_tpu import cli
 from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Node, Output, Ref, Stage, by_id
 from comfyui_tpu.nodes.headless import HEADLESS, TerminalHost, execution_order, run_workflow
 from comfyui_tpu.nodes.workflow import expand, to_api, validate_workflow
+from comfyui_tpu.tpu_runtime import media, stage_files
+from comfyui_tpu.tpu_runtime.stages import ModelRef
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "wan21_t2v_720p.json"
@@ -86,6 +89,17 @@ def test_an_expansion_becomes_its_stages():
     workflow = {"1": node("Number", a=1), "2": node("Twice", a=["1", 0]), "3": node("Show", a=["2", 0])}
     assert list(expand(workflow, TABLE)) == ["1", "2.one", "2.two", "3"]
     assert run(workflow) == {"3": (8,)}
+
+
+@pytest.mark.parametrize("picture", [True, False])
+def test_a_stage_is_left_out_without_the_input_it_needs(picture: bool):
+    """The pipeline node is text to video without a picture, image to video with one."""
+    inputs = {"image": ["1", 0]} if picture else {}
+    workflow = {"1": node("LoadImage", image="a.png"), "2": node("HunyuanVideo15TPUPipeline", **inputs)}
+    expanded = expand(workflow, HEADLESS)
+    assert ("2.image" in expanded) == picture
+    assert expanded["2.sample"]["inputs"].get("condition") == (["2.image", 0] if picture else None)
+    assert {"2.encode", "2.sample", "2.decode", "2.video"} <= set(expanded)
 
 
 def test_an_expansion_may_feed_an_expansion():
@@ -400,3 +414,81 @@ def test_saved_stages_continue_in_another_workflow(tmp_path: Path):
     assert len(list(tmp_path.glob("preview*.png"))) == 5
     settings = json.loads((tmp_path / "all" / "generation_config.json").read_text())
     assert settings["model_id"] == "tiny/wan21"
+
+
+@pytest.mark.slow
+def test_three_stages_from_a_picture_give_the_frames_of_one_run(tmp_path: Path):
+    """The encoded picture is in the stage files, with the size it was encoded for."""
+    size = {"height": 64, "width": 96, "num_frames": 5}
+    numbers = {"num_inference_steps": 2, "guidance_scale_2": 2.0, "seed": 11}
+    given = {"Wan22I2VImageEncoder": {**size, "resize": "fit"}, "Wan22I2VTPUSampler": numbers}
+    assignments = [
+        part for name, values in given.items() for key, value in values.items()
+        for part in ("--set", f"{name}.{key}={value}")
+    ]  # fmt: skip
+    command("run", str(ROOT / "examples" / "wan22_i2v_720p.json"), "--tiny", "--out", str(tmp_path), *assignments)
+    folder = str(tmp_path / "stages")
+    picture = str(ROOT / "examples" / "wan_i2v_input.jpg")
+    model = ("--family", "Wan22I2V", "--model", "tiny/wan22i2v", "--image", picture, "--resize", "fit")
+    command("encode", "--folder", folder, *model, *flags(size))
+    command("denoise", "--folder", folder, *flags(numbers))
+    command("decode", "--folder", folder)
+    (video,) = tmp_path.glob("*.mp4")
+    assert frames(video) == frames(tmp_path / "stages" / "output_video.mp4")
+    assert len(frames(video)) == 5
+
+
+@pytest.mark.slow
+def test_three_stages_with_references_give_a_picture(tmp_path: Path):
+    """A model that makes one picture, and looks at two of different shapes."""
+    sizes = {"a.png": (80, 64), "b.png": (64, 96)}
+    for name, size in sizes.items():
+        media.save_image(tmp_path / name, torch.rand(*size, 3))
+    pictures = [part for name in sizes for part in ("--image", str(tmp_path / name))]
+    command("encode", "--folder", str(tmp_path), "--family", "Flux2", "--model", "tiny/flux2", *pictures)
+    condition = stage_files.load_condition(tmp_path, ModelRef(spec_name="flux2-dev", model_id="tiny/flux2"))
+    shapes = [tuple(array.shape) for array in condition["tensors"].values()]
+    assert shapes == [(1, 128, height // 16, width // 16) for height, width in sizes.values()]
+    command("denoise", "--folder", str(tmp_path), "--num-inference-steps", "2")
+    command("decode", "--folder", str(tmp_path))
+    assert media.load_image(tmp_path / "output_image.png")[0].shape == (1, 80, 112, 3)
+
+
+def test_the_stage_nodes_keep_an_encoded_picture(tmp_path: Path):
+    model = ModelRef(spec_name="wan2.2-i2v-a14b", model_id="tiny/wan22i2v")
+    size = {"height": 64, "width": 96, "num_frames": 5}
+    condition = {"tpu_family": "Wan22I2V", **size, "tensors": {"condition": torch.rand(1, 20, 2, 8, 12)}}
+    given = {"folder": "here", "model": model, "negative_prompt_embeds": None, "latents": None}
+    save, load = HEADLESS["TPUSaveStage"], HEADLESS["TPULoadStage"]
+    with pytest.raises(ValueError, match="condition goes into the file of prompt_embeds; connect prompt_embeds too."):
+        save.run(folders(tmp_path), **{**given, "latents": {}}, prompt_embeds=None, condition=condition)
+    prompt = [[torch.rand(1, 4, 6), {"tpu_family": "Wan22I2V", "length": 3}]]
+    assert save.run(folders(tmp_path), **given, prompt_embeds=prompt, condition=condition)[3] is condition
+    *_, loaded = load.run(folders(tmp_path), folder="here", model=model)
+    assert torch.equal(loaded["tensors"].pop("condition"), condition["tensors"].pop("condition"))
+    assert loaded == condition
+
+
+def flags(values: dict[str, Any]) -> list[str]:
+    return [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["encode", "--family", "Wan22I2V"], "Wan 2.2 I2V A14B: it starts from one picture, and none was given. Give"),
+        (["encode", "--image", "a.png"], "Wan 2.1 T2V 14B: it takes no picture. Leave --image out, or choose a model"),
+        (["encode", "--family", "Wan22I2V", "--image", "nowhere.png"], "There is no image nowhere.png."),
+        (
+            ["encode", "--family", "Wan22I2V", "--image", "a.png", "--height", "81"],
+            "Wan 2.2 I2V A14B: height is 81; it must be a multiple of 16 between",
+        ),
+    ],
+)
+def test_a_picture_that_does_not_fit_the_model_is_refused(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    verb, *rest = arguments
+    assert cli.main([verb, "--folder", str(tmp_path / "stages"), *rest]) == 2
+    assert capsys.readouterr().err.startswith(f"comfyui-tpu: {message}")
+    assert not (tmp_path / "stages").exists()

@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -14,7 +16,7 @@ import pytest
 import torch
 from comfyui_tpu.nodes import hunyuan15 as nodes
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.tpu_runtime import checkpoint, load, modules, programs, schedule, sequence, tiny
+from comfyui_tpu.tpu_runtime import checkpoint, guider, load, modules, programs, schedule, sequence, tiny
 from comfyui_tpu.tpu_runtime.engine import Engine
 from comfyui_tpu.tpu_runtime.models import hunyuan15_text, spec_by_name, spec_for_family
 from comfyui_tpu.tpu_runtime.progress import Silent
@@ -203,6 +205,8 @@ def picture() -> Any:
     return Image.fromarray(pixels).resize((PICTURE.width, PICTURE.height), Image.Resampling.BICUBIC)
 
 
+# Neither may come from what is ours: a program's memory passed on as if writable, a tensor read as an array.
+@pytest.mark.filterwarnings("error:The given NumPy array is not writable", "error:__array__ implementation")
 def test_a_video_from_a_picture_equals_upstreams(compare: Callable):
     pipe, runner = image_pipeline(), engine(8)
     image = torch.from_numpy(np.asarray(picture(), np.float32) / 255)[None]
@@ -291,6 +295,9 @@ def test_bad_inputs_are_refused_in_a_sentence():
                "flow_shift": 0.0, "model": None, "precision": "auto"}  # fmt: skip
     embeds = [[torch.zeros(1, 1000, 60), {"tpu_family": SPEC.family, "text_2": torch.zeros(1, 256, 44)}]]
     condition = {"height": 80, "width": 112, "num_frames": 5, "tpu_family": SPEC.family}
+    size = {name: numbers[name] for name in ("height", "width", "num_frames", "model", "precision")}
+    with pytest.raises(ValueError, match="an image is connected, but the model is a HunyuanVideo 1.5 T2V. Set"):
+        nodes.IMAGE_ENCODER.run(Host(), image=None, resize="crop", model_id=SPEC.tiny_id, **size)
     with pytest.raises(ValueError, match="a condition is connected, but the model is a HunyuanVideo 1.5 T2V. Set"):
         nodes.SAMPLER.run(Host(), prompt_embeds=embeds, condition=condition, model_id=SPEC.tiny_id, **numbers)
     with pytest.raises(ValueError, match="num_frames is 9, but the picture was encoded for 5."):
@@ -299,6 +306,47 @@ def test_bad_inputs_are_refused_in_a_sentence():
         )
     with pytest.raises(ValueError, match="condition is not connected. Connect HunyuanVideo15ImageEncoder."):
         nodes.SAMPLER.run(Host(), prompt_embeds=embeds, model_id=I2V.tiny_id, **numbers)
+
+
+def with_guider(folder: Any, **config: Any) -> ModelRef:
+    """The built-in checkpoint with another guider."""
+    shutil.copytree(tiny.ensure(SPEC), folder)
+    guider = {"_class_name": "ClassifierFreeGuidance", "guidance_scale": 6.0, **config}
+    (folder / "guider" / "guider_config.json").write_text(json.dumps(guider))
+    return replace(MODEL, model_id=str(folder))
+
+
+def test_a_cfg_distilled_checkpoint_runs_one_branch(tmp_path, compare: Callable, caplog: pytest.LogCaptureFixture):
+    """As upstream's pipeline, which takes the scale from the checkpoint; the widget still says 6."""
+    model = with_guider(tmp_path / "distilled", guidance_scale=1.0)
+    settings, runner = replace(FLAT, num_inference_steps=2, guidance_scale=6.0), engine(1)
+    pipe = quiet("HunyuanVideo15Pipeline", tmp_path / "distilled")
+    flat = replace(settings, guidance_scale=pipe.guider.guidance_scale)
+    expected = generate(pipe, SPEC, flat, PLAIN, height=flat.height, width=flat.width)
+    prompt_embeds, _ = runner.encode(model, PLAIN, NEGATIVE, Silent())
+    latents = runner.denoise(model, settings, prompt_embeds, None, Silent())
+    compare("latents, distilled", latents["samples"].numpy() * SCALE, expected.latents)
+    assert "guidance_scale 6.0 is taken as 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"_class_name": "AdaptiveProjectedGuidance"}, "its guider is a AdaptiveProjectedGuidance; only"),
+        ({"guidance_rescale": 0.7}, "its guider has guidance_rescale 0.7; only 0.0 is supported. Set guidance_scale"),
+        ({"enabled": False}, None),
+        ({"use_original_formulation": True, "guidance_scale": 0.0}, None),
+    ],
+)
+def test_a_guider_is_taken_as_upstream_takes_it_or_refused(tmp_path, config: dict, message: str | None):
+    found = with_guider(tmp_path / "other", **config).locate()
+    if message is None:
+        assert guider.settings_for(found, TALL, Silent()) == replace(TALL, guidance_scale=1.0)
+    else:
+        with pytest.raises(ValueError, match=message):
+            guider.settings_for(found, TALL, Silent())
+    assert guider.settings_for(found, FLAT, Silent()) == FLAT
+    assert guider.settings_for(MODEL.locate(), TALL, Silent()) == TALL
 
 
 def test_a_step_distilled_checkpoint_is_refused():

@@ -48,6 +48,22 @@ def _type_as(self: Any, other: Any) -> Any:
     return type(self)(self._elem.astype(other._elem.dtype), self._env)
 
 
+def _upsample_nearest(self: Any, size: Any = None, scales: Any = None, *_: Any) -> Any:
+    """Nearest upsampling of `[..., height, width]` by whole factors: repeats, where torchax's own gathers.
+
+    XLA gathers all shards of an image that is split over chips before it gathers pixels from them.
+    """
+    *lead, height, width = self.shape
+    wanted = tuple(size) if size is not None else (int(height * scales[0]), int(width * scales[1]))
+    factors = wanted[0] // height, wanted[1] // width
+    if (height * factors[0], width * factors[1]) != wanted:
+        raise NotImplementedError(f"nearest upsampling from {height}x{width} to {wanted} is not by whole factors.")
+    pixels = jnp.broadcast_to(
+        self._elem[..., :, None, :, None], (*lead, height, factors[0], width, factors[1])
+    ).reshape(*lead, *wanted)
+    return type(self)(pixels, self._env)
+
+
 @functools.cache
 def _environment() -> Any:
     """torchax's environment, built once per process."""
@@ -64,6 +80,9 @@ def _environment() -> Any:
     # torchax 0.0.13 writes the cast into the receiver and keeps the receiver's torch dtype: the argument of the cast
     # changes under its other users, and convolutions then see two dtypes.
     torchax.tensor.Tensor.type_as = _type_as
+    for packet in (torch.ops.aten.upsample_nearest2d, torch.ops.aten._upsample_nearest_exact2d):
+        for operation in (packet.default, packet.vec):
+            environment.override_op_definition(operation, _upsample_nearest)
     return environment
 
 

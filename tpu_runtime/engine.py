@@ -1,6 +1,7 @@
 """The process's one engine: its devices, the weights on them, the compiled programs, and the stages that use them."""
 
 import contextlib
+import functools
 import json
 import logging
 import threading
@@ -8,13 +9,26 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
 import torch
 
-from . import checkpoint, executables, inputs, load, memory_advice, modules, programs, schedule, telemetry
+from . import (
+    cached_steps,
+    checkpoint,
+    executables,
+    guider,
+    inputs,
+    load,
+    memory_advice,
+    modules,
+    programs,
+    schedule,
+    step_cache,
+    telemetry,
+)
 from . import precision as precisions
 from .cache import signature
 from .checkpoint import Checkpoint
@@ -114,11 +128,12 @@ class Engine:
         spec = model.spec
 
         def work(run: Run) -> dict[str, Any]:
+            asked = guider.settings_for(run.found, settings, run.progress)
             config = run.found.config(spec.component(spec.experts[0]), run.progress)
-            given = inputs.denoiser_inputs(spec, config, settings, prompt_embeds, negative_prompt_embeds, condition)
+            given = inputs.denoiser_inputs(spec, config, asked, prompt_embeds, negative_prompt_embeds, condition)
             vae_config = run.found.config(spec.component(spec.vae), run.progress)
-            sample = run.solve(settings, config, given)
-            return {"samples": spec.finish(sample, settings, vae_config)}
+            sample = run.solve(asked, config, given)
+            return {"samples": spec.finish(sample, asked, vae_config)}
 
         return self._stage("denoise", model, progress, work, settings)
 
@@ -249,7 +264,7 @@ class Engine:
         return self._executables[digest]
 
     def weights(
-        self, found: Checkpoint, component: Component, executable: Executable, progress: Progress
+        self, found: Checkpoint, component: Component, executable: cached_steps.Runnable, progress: Progress
     ) -> load.Weights:
         """A component's weights as `executable` wants them, loaded if they are not resident."""
         wanted = executable.program.args[0]
@@ -351,6 +366,7 @@ class Run:
         spec = self.spec
         programs.rehearse(spec, settings, self.found.config(spec.component(spec.vae), self.progress), prepare)
         config = self.found.config(spec.component(spec.experts[0]), self.progress)
+        settings = guider.settings_for(self.found, settings, self.progress)
         self._denoiser(settings, config, self._solver(settings), {})
 
     def encode_text(self, text: TextEncoding, prompts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -405,18 +421,37 @@ class Run:
 
     def _denoiser(
         self, settings: Settings, config: dict[str, Any], solver: schedule.Schedule, given: dict[str, np.ndarray]
+    ) -> Executable | cached_steps.CachedDenoiser:
+        """What is called for each step. With a step cache it is two programs, both compiled before the first step."""
+        experts = [expert for expert, _ in self._experts(solver, settings)]
+        is_full = step_cache.full_steps(settings.step_cache, experts)
+        compiled = functools.partial(self._step, settings, config, solver, given)
+        if self.spec.step_reuse is None or all(is_full):
+            return compiled()
+        full = compiled("keep")
+        cached = compiled(cached_steps.kept_shapes(self.spec.step_reuse, full.program))
+        return cached_steps.CachedDenoiser(full=full, cached=cached, is_full=is_full)
+
+    def _step(
+        self,
+        settings: Settings,
+        config: dict[str, Any],
+        solver: schedule.Schedule,
+        given: dict[str, np.ndarray],
+        features: Literal["keep"] | cached_steps.Shapes | None = None,
     ) -> Executable:
         spec = self.spec
         shape = spec.geometry.latent_shape(settings)
         references = {name: x.shape for name, x in given.items() if spec.references and name.startswith("reference_")}
+        kind = features if features in (None, "keep") else "reuse"
         return self.engine.executable(
             f"the denoiser for {settings.width}x{settings.height}, {settings.num_frames} frames",
             ("denoise", spec.name, config, self.target, shape, spec.branches(settings), solver.num_memory,
-             solver.timesteps.dtype, *references.items()),
+             solver.timesteps.dtype, kind, *references.items()),
             self.progress,
             lambda: programs.denoise_program(
                 spec, config, self.target, settings, num_memory=solver.num_memory,
-                timestep_dtype=solver.timesteps.dtype, references=references,
+                timestep_dtype=solver.timesteps.dtype, references=references, features=features,
             ),
         )  # fmt: skip
 

@@ -24,8 +24,12 @@ def condition(spec: ModelSpec, settings: Settings, tensors: Mapping[str, Any]) -
     """An encoded image, with the size it was encoded for."""
     size = {"height": settings.height, "width": settings.width, "num_frames": settings.num_frames}
     size = {} if spec.references else size
-    arrays = {name: torch.from_numpy(np.array(x)) for name, x in tensors.items()}
-    return {"tpu_family": spec.family, **size, "tensors": arrays}
+    return {"tpu_family": spec.family, **size, "tensors": {name: _owned(x) for name, x in tensors.items()}}
+
+
+def _owned(x: Any) -> torch.Tensor:
+    """A tensor of its own: what a program gives is memory that others read too, and read-only."""
+    return x.clone() if isinstance(x, torch.Tensor) else torch.from_numpy(np.array(x))
 
 
 def denoiser_inputs(

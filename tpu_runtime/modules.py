@@ -6,12 +6,14 @@ parameter name. The list of equal blocks becomes one block whose parameters are 
 """
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 
 from . import bridge
@@ -67,7 +69,14 @@ class ScannedBlocks(torch.nn.Module):
         assert collected is not None
         return collected
 
+    def layers(self, part: slice) -> Callable[..., Any]:
+        """Some of the layers, to be called as all of them are."""
+        return functools.partial(self._run, range(self.num_layers)[part])
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(None, *args, **kwargs)
+
+    def _run(self, part: range | None, *args: Any, **kwargs: Any) -> Any:
         block, scan = self.block, self.scan
         stacked = bridge.to_jax({**dict(block.named_parameters()), **_saved_buffers(block)})
         values = bridge.to_jax(_by_name(block, args, kwargs))
@@ -82,7 +91,14 @@ class ScannedBlocks(torch.nn.Module):
             carry = tuple(new.astype(old.dtype) for new, old in zip(results, carry, strict=False))
             return carry, carry[0] if scan.collect else None
 
-        carry, kept = jax.lax.scan(layer, start, stacked)
+        def indexed(carry: tuple, index: jax.Array) -> tuple[tuple, jax.Array | None]:
+            return layer(carry, {name: jax.lax.dynamic_index_in_dim(x, index, 0, False) for name, x in stacked.items()})
+
+        if part is None:
+            carry, kept = jax.lax.scan(layer, start, stacked)
+        else:
+            # By index: a slice of the stack would be a copy of those weights.
+            carry, kept = jax.lax.scan(indexed, start, jnp.array(part))
         after = scan.leave(dict(zip(scan.carried, carry, strict=True)), before)
         self._collected = bridge.to_torch(kept) if scan.collect else None
         results = bridge.to_torch(tuple(after[name] for name in scan.carried))

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from ..sharding.mesh import Mesh, make_mesh
 from ..sharding.rules import Layout
 from ..sharding.shape import MeshShape
-from . import bridge, load, modules, schedule
+from . import bridge, cached_steps, load, modules, schedule
 from . import sequence as sequences
 from .plan_options import STAGES
 from .precision import Precision
@@ -128,11 +128,14 @@ def denoise_program(
     timestep_dtype: Any,
     mesh_shape: MeshShape | None = None,
     references: Mapping[str, tuple[int, ...]] | None = None,
+    features: Literal["keep"] | cached_steps.Shapes | None = None,
 ) -> Program:
     """One step: `(weights, state, row, timestep, inputs, guidance) -> (*state, denoised)`.
 
     `state` is the sample and the solver's memory, float32 and donated; `row` is the solver's (see `schedule`); `inputs`
-    are the text and the condition by name (see `spec.ModelSpec`); `denoised` is what a preview shows.
+    are the text and the condition by name (see `spec.ModelSpec`); `denoised` is what a preview shows. With `features`
+    "keep" it gives `((*state, denoised), features)`; with the shapes of such features it takes them as its last
+    argument and runs what is left of the denoiser.
     """
     component = spec.component(spec.experts[0])
     branches = spec.branches(settings)
@@ -155,20 +158,24 @@ def denoise_program(
         timestep: Array,
         inputs: dict[str, Array],
         guidance: Float[Array, ""],
-    ) -> schedule.State:
+        *kept: cached_steps.Features,
+    ) -> Any:
         sample = jnp.broadcast_to(state[0].astype(target.dtype), (branches, *latent_shape[1:]))
         sample = tokens.constrain(sample, "dp")
         inputs = {name: _branched(x, branches, target.dtype) for name, x in inputs.items()}
         weights = tokens.use_outside_blocks(weights)
-        output = bridge.functional(
-            network.module, weights, spec.predict, sample, timestep[None], {**inputs, "guidance": guidance[None]}
-        ).astype(jnp.float32)
+        asked = (sample, timestep[None], {**inputs, "guidance": guidance[None]})
+        predict = cached_steps.predictor(spec, tokens, *kept, keeps=features == "keep")
+        output, keeping = bridge.functional(network.module, weights, predict, *asked)
+        output = output.astype(jnp.float32)
         if branches == 2:
             output = output[1:] + guidance * (output[:1] - output[1:])
-        return schedule.advance(state, output, row)
+        state = schedule.advance(state, output, row)
+        return (state, keeping) if features == "keep" else state
 
     latents = shaped(mesh, latent_shape, jnp.float32)
     rows = 1 + num_memory
+    placed = (NamedSharding(mesh, P()),) * (rows + 1)
     return Program(
         name="denoise_step",
         fn=step,
@@ -179,11 +186,12 @@ def denoise_program(
             shaped(mesh, (), timestep_dtype),
             denoiser_inputs(spec, config, mesh, branches, latent_shape, references or {}),
             shaped(mesh, (), jnp.float32),
+            *([features] if isinstance(features, Mapping) else []),
         ),
         mesh=mesh,
         precision=target.precision,
         donate=(1,),
-        out_shardings=(NamedSharding(mesh, P()),) * (rows + 1),
+        out_shardings=(placed, cached_steps.shardings(spec.step_reuse, mesh)) if features == "keep" else placed,
         runs=settings.num_inference_steps,
         weights=spec.experts,
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from ..attention.policy import AttentionPolicy
 from ..sharding.rules import Rule
 from ..sharding.shape import MeshShape
+from .step_cache import StepCache
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +137,10 @@ class TextEncoding:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What one generation is asked for. Sizes in pixels and frames; `shift` is the scheduler's flow shift."""
+    """What one generation is asked for. Sizes in pixels and frames; `shift` is the scheduler's flow shift.
+
+    With a `step_cache` some steps are only approximated (see `StepReuse`).
+    """
 
     height: int
     width: int
@@ -146,6 +150,7 @@ class Settings:
     seed: int = 0
     shift: float | None = None
     guidance_scale_2: float | None = None
+    step_cache: StepCache | None = None
 
 
 class Call(Protocol):
@@ -193,6 +198,23 @@ def guidance_first(num_devices: int, branches: int) -> MeshShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepReuse:
+    """How a denoiser starts a step from the inner features of an earlier one; its arguments are those of `predict`.
+
+    - `keep(denoiser, sample, timestep, inputs)` gives the prediction of a full step, and features by name.
+    - `reuse(denoiser, features, sample, timestep, inputs)` gives a prediction from them.
+
+    Features have a row for each branch first. Those named in `tokens` are `[rows, latent tokens, dim]` and stay split
+    over the chips; those in `whole` every chip has.
+    """
+
+    keep: Callable[..., tuple[Any, dict[str, Any]]]
+    reuse: Callable[..., Any]
+    tokens: tuple[str, ...]
+    whole: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A model. `inputs` are the limits of its nodes' widgets, by widget name.
 
@@ -215,6 +237,8 @@ class ModelSpec:
       which the denoiser's config names `heads_key`, the rest of it goes to `sp`.
 
     `latent_format` is ComfyUI's name for the layout and scale of the denoiser's sample, for previews.
+
+    With a `step_reuse` the model's `inputs` have `cache_start`, `cache_end` and `cache_interval` too (see `StepCache`).
 
     `index` and `files` (JSON, by path) are what else the built-in checkpoint holds.
 
@@ -251,6 +275,7 @@ class ModelSpec:
     solver_arguments: Callable[..., dict[str, Any]] = no_arguments
     condition_shapes: Callable[[tuple[int, ...]], dict[str, tuple[int | str, ...]]] = no_condition
     encode_image: Callable[..., dict[str, Any]] | None = None
+    step_reuse: StepReuse | None = None
     references: bool = False
     mesh: Callable[[int, int], MeshShape] = guidance_first
     heads_key: str = "num_attention_heads"
@@ -303,3 +328,8 @@ class ModelSpec:
             self.check_input("shift", settings.shift)
         if settings.guidance_scale_2 is not None:
             self.check_input("guidance_scale_2", settings.guidance_scale_2)
+        if settings.step_cache is not None:
+            if self.step_reuse is None:
+                raise ValueError(f"{self.title}: step_cache is on, but this model runs every step whole. Turn it off.")
+            for name in ("start", "end", "interval"):
+                self.check_input(f"cache_{name}", getattr(settings.step_cache, name))

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from .stages import Conditioning, ModelRef
+    from .stages import Condition, Conditioning, ModelRef
 
 EMBEDDINGS = "stage1_embeddings.safetensors"
 LATENTS = "stage2_latents.safetensors"
 CONFIG = "generation_config.json"
+_CONDITION = "condition."
 
 
 class StageFileError(ValueError):
@@ -25,14 +26,22 @@ class StageFileError(ValueError):
 
 
 def save_embeddings(
-    folder: Path, prompt_embeds: "Conditioning", negative_prompt_embeds: "Conditioning | None", model: "ModelRef"
+    folder: Path,
+    prompt_embeds: "Conditioning",
+    negative_prompt_embeds: "Conditioning | None",
+    model: "ModelRef",
+    condition: "Condition | None" = None,
 ) -> None:
-    """Writes the encoded prompts to `folder`, which is made if need be.
+    """Writes the encoded prompts, and an encoded picture if there is one, to `folder`, which is made if need be.
 
     Tensor names are `prompt_embeds`, `negative_prompt_embeds`, and with a dot and their name after it what further text
-    encoders gave; whole numbers (lengths) are the file's metadata under the same kind of name.
+    encoders gave; those of a picture are `condition.<name>`. Whole numbers (lengths, the size that a picture was
+    encoded for) are the file's metadata under the same kind of name.
     """
     tensors, numbers = pack_embeddings(prompt_embeds, negative_prompt_embeds)
+    if condition is not None:
+        tensors |= {f"{_CONDITION}{key}": value for key, value in condition["tensors"].items()}
+        numbers |= {f"{_CONDITION}{key}": str(value) for key, value in condition.items() if isinstance(value, int)}
     _save(folder / EMBEDDINGS, tensors, numbers)
     update_config(folder, {"model_name": model.spec_name, "model_id": model.model_id})
 
@@ -78,6 +87,14 @@ def metadata(content: bytes) -> dict[str, str]:
     """The metadata in a safetensors file's bytes: its header is JSON after its length in eight bytes."""
     size = int.from_bytes(content[:8], "little")
     return json.loads(content[8 : 8 + size]).get("__metadata__", {})
+
+
+def load_condition(folder: Path, model: "ModelRef") -> "Condition | None":
+    """The encoded picture of `folder`, None where there is none; raises `StageFileError` for another model's."""
+    tensors, numbers = _load(folder, EMBEDDINGS, "encode", model)
+    found = {key.removeprefix(_CONDITION): x for key, x in tensors.items() if key.startswith(_CONDITION)}
+    size = {key.removeprefix(_CONDITION): int(x) for key, x in numbers.items() if key.startswith(_CONDITION)}
+    return {"tpu_family": model.spec.family, **size, "tensors": found} if found else None
 
 
 def save_latents(folder: Path, latents: Mapping[str, Any], model: "ModelRef") -> None:

@@ -1,6 +1,6 @@
 """The three stages as the nodes call them. Cheap to import: torch and JAX come in when a stage runs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +106,12 @@ def encode_image(model: ModelRef, image: "torch.Tensor", size: Mapping[str, int]
     from .engine import engine
 
     return engine().encode_image(model, image, settings, progress)
+
+
+def join_references(conditions: Sequence[Condition]) -> Condition:
+    """Encoded references of several calls as one condition, in that order."""
+    arrays = [array for condition in conditions for array in condition["tensors"].values()]
+    return {**conditions[0], "tensors": {f"reference_{index}": array for index, array in enumerate(arrays)}}
 
 
 def decode(model: ModelRef, latents: dict[str, Any], *, progress: Progress) -> "torch.Tensor":

@@ -1,5 +1,5 @@
 """HunyuanVideo 1.5, text to video: hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v, and its 480p and
-CFG-distilled checkpoints (those with guidance_scale 1). The oracle is `diffusers.HunyuanVideo15Pipeline`.
+CFG-distilled checkpoints (whose guider is off: see `guider`). The oracle is `diffusers.HunyuanVideo15Pipeline`.
 """
 
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..spec import Component, FloatLimit, IntLimit, LatentGeometry, ModelSpec, Settings
+from ..spec import Component, FloatLimit, IntLimit, LatentGeometry, ModelSpec, Settings, StepReuse
 from . import wan21
 from .hunyuan15_text import GLYPH_ENCODER, NEGATIVE_PROMPT, PROMPT, TEXT_ENCODER, TEXTS_ENCODED
 from .hunyuan15_vae import VAE_DECODER, decode, finish
@@ -35,21 +35,67 @@ def predict(
     Upstream's forward, part by part: it asks for the values of a tensor and sorts tokens by a mask, which a traced
     program cannot. Here the sorting is a gather by the texts' lengths.
     """
+    hidden, text, *rest = enter_blocks(transformer, sample, timestep, inputs)
+    for block in transformer.transformer_blocks:
+        hidden, text = block(hidden, text, *rest)
+    return leave_blocks(transformer, hidden, rest[0], sample)
+
+
+def enter_blocks(
+    transformer: Any, sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+) -> tuple:
+    """What the first block takes: latent tokens, text, time, the text's length, rotary tables."""
     import torch
 
     rows, channels, *size = sample.shape
-    timestep = timestep.expand(rows)
     zeros = torch.zeros((rows, channels + 1, *size), dtype=sample.dtype, device=sample.device)
     latents = torch.cat([sample, inputs.get("condition", zeros)], dim=1)
-    rope = transformer.rope(latents)
-    time_embed = transformer.time_embed
-    temb = time_embed.timestep_embedder(time_embed.time_proj(timestep).to(sample.dtype))
-    text, text_length = join_texts(transformer, timestep, inputs)
+    text, text_length = join_texts(transformer, timestep.expand(rows), inputs)
     hidden = transformer.x_embedder(latents)
-    for block in transformer.transformer_blocks:
-        hidden, text = block(hidden, text, temb, text_length, rope)
+    temb = embed_time(transformer, timestep, sample)
+    return hidden, text, temb, text_length, transformer.rope(latents)
+
+
+def embed_time(transformer: Any, timestep: "torch.Tensor", sample: "torch.Tensor") -> "torch.Tensor":
+    time_embed = transformer.time_embed
+    return time_embed.timestep_embedder(time_embed.time_proj(timestep.expand(len(sample))).to(sample.dtype))
+
+
+def leave_blocks(
+    transformer: Any, hidden: "torch.Tensor", temb: "torch.Tensor", sample: "torch.Tensor"
+) -> "torch.Tensor":
     flow = transformer.proj_out(transformer.norm_out(hidden, temb))
-    return flow.reshape(rows, *size, -1).permute(0, 4, 1, 2, 3)
+    return flow.reshape(len(sample), *sample.shape[2:], -1).permute(0, 4, 1, 2, 3)
+
+
+def keep(
+    transformer: Any, sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+) -> "tuple[torch.Tensor, dict[str, torch.Tensor]]":
+    """`predict`, and what the last block starts from."""
+    hidden, text, *rest = enter_blocks(transformer, sample, timestep, inputs)
+    hidden, text = transformer.transformer_blocks.layers(slice(None, -1))(hidden, text, *rest)
+    features = {"hidden": hidden, "text": text, "text_length": rest[1]}
+    return last_block(transformer, features, rest[0], sample), features
+
+
+def reuse(
+    transformer: Any,
+    features: "dict[str, torch.Tensor]",
+    sample: "torch.Tensor",
+    timestep: "torch.Tensor",
+    inputs: "dict[str, torch.Tensor]",
+) -> "torch.Tensor":
+    """DeepCache: only the last block runs, on what it got before, with this step's time. `sample` is not looked at."""
+    return last_block(transformer, features, embed_time(transformer, timestep, sample), sample)
+
+
+def last_block(
+    transformer: Any, features: "dict[str, torch.Tensor]", temb: "torch.Tensor", sample: "torch.Tensor"
+) -> "torch.Tensor":
+    last = transformer.transformer_blocks.layers(slice(-1, None))
+    rest = (temb, features["text_length"], transformer.rope(sample))
+    hidden, _ = last(features["hidden"], features["text"], *rest)
+    return leave_blocks(transformer, hidden, temb, sample)
 
 
 def join_texts(
@@ -283,6 +329,10 @@ SPEC = ModelSpec(
             # 0: the checkpoint's own shift, which differs between 480p, 720p and image to video.
             "flow_shift": FloatLimit(default=0.0, low=0.0, high=20.0, step=0.5),
             "fps": IntLimit(default=24, low=1, high=120),
+            # Reuse is for the middle of 50 steps: the first compose the video, the last draw its details.
+            "cache_start": IntLimit(default=11, low=0, high=100),
+            "cache_end": IntLimit(default=45, low=0, high=100),
+            "cache_interval": IntLimit(default=4, low=1, high=100),
         }
     ),
     texts=MappingProxyType({"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT}),
@@ -298,4 +348,5 @@ SPEC = ModelSpec(
     decode=decode,
     finish=finish,
     solver_arguments=solver_arguments,
+    step_reuse=StepReuse(keep=keep, reuse=reuse, tokens=("hidden",), whole=("text", "text_length")),
 )

@@ -14,6 +14,7 @@ from . import hunyuan15
 from .hunyuan15_vae import VAE_DECODER, prepare_image_encoder
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 # What SigLIP looks at: pixels of a side, and the tokens that its patches of 14 x 14 give.
@@ -29,20 +30,20 @@ def condition_shapes(latent_shape: tuple[int, ...]) -> dict[str, tuple[int | str
 
 def encode_image(
     call: Call, image: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]
-) -> "dict[str, torch.Tensor]":
+) -> "dict[str, np.ndarray]":
     """The picture as the VAE encodes it, in front of nothing; and its tokens."""
+    import numpy as np
     import torch
 
     # Pixels travel by the cell of 16 x 16 that becomes a latent: so they are split over chips as latents are.
     cells = torch.nn.functional.pixel_unshuffle(image[:1].movedim(-1, 1) * 2.0 - 1.0, STRIDE_HW)
     latent, _ = call("vae_encoder", encode_latent, cells, place="image")
-    latent = torch.as_tensor(latent)
     frames = (settings.num_frames - 1) // 4
-    condition = torch.zeros(1, latent.shape[1] + 1, 1 + frames, *latent.shape[3:])
-    condition[:, :-1, :1] = latent * vae_config["scaling_factor"]
+    condition = np.zeros((1, latent.shape[1] + 1, 1 + frames, *latent.shape[3:]), np.float32)
+    condition[:, :-1, :1] = latent * np.float32(vae_config["scaling_factor"])
     condition[:, -1, 0] = 1.0
     tokens, _ = call("image_encoder", look, vision_pixels(image))
-    return {"condition": condition, "image_embeds": torch.as_tensor(tokens)}
+    return {"condition": condition, "image_embeds": tokens}
 
 
 def encode_latent(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, tuple]":

@@ -1,0 +1,38 @@
+"""Which denoising steps may reuse the inner features of an earlier one. Pure arithmetic: no torch, no devices.
+
+How a denoiser keeps and reuses them is its model's to say (`spec.StepReuse`); the programs are in `cached_steps`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCache:
+    """Full steps before `start` and from `end` on; between them each `interval`-th, `start` first."""
+
+    start: int
+    end: int
+    interval: int
+
+    def is_full(self, index: int) -> bool:
+        """Whether step `index`, counted from 0, runs the whole denoiser."""
+        return not self.start <= index < self.end or (index - self.start) % self.interval == 0
+
+
+def full_steps(policy: StepCache | None, experts: Sequence[str]) -> tuple[bool, ...]:
+    """For each step, by the expert that runs it, whether it is a full one; all are without a `policy`.
+
+    The features of one expert mean nothing to another: its first step is full.
+    """
+    return tuple(
+        policy is None or policy.is_full(index) or index == 0 or expert != experts[index - 1]
+        for index, expert in enumerate(experts)
+    )
+
+
+def from_inputs(values: dict[str, Any]) -> StepCache | None:
+    """Takes the policy's own inputs out of `values`: `step_cache` (on or off), `cache_start`, `_end`, `_interval`."""
+    numbers = {name: values.pop(f"cache_{name}") for name in ("start", "end", "interval") if f"cache_{name}" in values}
+    return StepCache(**numbers) if values.pop("step_cache", False) else None
