@@ -33,7 +33,18 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def start_comfyui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., comfyui_server.Server]]:
+def programs_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache folder of all servers of this run: what one has compiled serves the others, in all workers."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "servers-cache"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def start_comfyui(
+    tmp_path_factory: pytest.TempPathFactory, programs_cache: Path
+) -> Iterator[Callable[..., comfyui_server.Server]]:
     """Starts ComfyUI servers, each in a folder of its own unless `base` is given; ends them with the session.
 
     The other arguments are those of `comfyui_server.prepare`.
@@ -41,7 +52,8 @@ def start_comfyui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
     started = []
 
     def start(base: Path | None = None, **options: Any) -> comfyui_server.Server:
-        server = comfyui_server.prepare(base or tmp_path_factory.mktemp("comfyui"), **options)
+        base = base or tmp_path_factory.mktemp("comfyui")
+        server = comfyui_server.prepare(base, **{"cache": programs_cache, **options})
         started.append(server)
         server.start()
         return server

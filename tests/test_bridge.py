@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from comfyui_tpu.tpu_runtime import bridge
 
@@ -41,3 +42,17 @@ def test_functional_uses_the_given_weights_and_leaves_the_module_alone():
     out = bridge.functional(module, weights, lambda m, x: m(x), jnp.arange(3.0))
     np.testing.assert_allclose(out, [3.0, 3.0])
     assert torch.equal(module.weight, before)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_nearest_upsampling_repeats_pixels(mode: str):
+    image = torch.randn(2, 3, 5, 7)
+    wanted = torch.nn.functional.interpolate(image, scale_factor=(2.0, 3.0), mode=mode)
+    for given in ({"scale_factor": (2.0, 3.0)}, {"size": (10, 21)}):
+        out = bridge.call(lambda x, k=given: torch.nn.functional.interpolate(x, mode=mode, **k), jnp.asarray(image))
+        np.testing.assert_array_equal(out, wanted)
+
+
+def test_upsampling_by_a_broken_factor_is_refused():
+    with pytest.raises(NotImplementedError, match="from 5x7 to \\(8, 7\\) is not by whole factors"):
+        bridge.call(lambda x: torch.nn.functional.interpolate(x, size=(8, 7)), jnp.ones((1, 1, 5, 7)))

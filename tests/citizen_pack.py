@@ -1,0 +1,133 @@
+"""A neighbour pack for the tests of memory and cancelling: it makes the runtime slow or fail, and looks inside.
+
+Its source is copied into a server's `custom_nodes`; nothing of it is part of the pack.
+"""
+
+import asyncio
+import gc
+import hashlib
+import sys
+import time
+
+from aiohttp import web
+from server import PromptServer
+
+routes = PromptServer.instance.routes
+FAULTS = {"fail": "", "delay": 0.0}
+PATCHED = []
+
+
+def runtime(name):
+    """A module of the pack, whose name depends on where ComfyUI found it."""
+    found = [module for key, module in list(sys.modules.items()) if key.endswith(f".tpu_runtime.{name}")]
+    return found[0] if found else None
+
+
+def disturb(where):
+    """Called by the patched runtime at every unit of work."""
+    if FAULTS["delay"]:
+        time.sleep(FAULTS["delay"])
+    if FAULTS["fail"] == where:
+        import jax
+
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123456789 bytes.")
+
+
+def patch():
+    if PATCHED:
+        return
+    PATCHED.append(True)
+    __import__(runtime("stages").__package__ + ".engine")
+    load, executables = runtime("load"), runtime("executables")
+    read, call = load._Reader.slice, executables.Executable.__call__
+
+    def slow_read(self, *args):
+        disturb("load")
+        return read(self, *args)
+
+    def slow_call(self, *args):
+        name = self.program.name
+        disturb("step" if name == "denoise_step" else "decode" if "decode" in name else "other")
+        return call(self, *args)
+
+    load._Reader.slice, executables.Executable.__call__ = slow_read, slow_call
+
+
+@routes.post("/citizen/faults")
+async def faults(request):
+    FAULTS.update(await request.json())
+    patch()
+    return web.json_response(FAULTS)
+
+
+@routes.get("/citizen/unload")
+async def unload(request):
+    """The official call, as other packs make it."""
+    import comfy.model_management
+
+    await asyncio.get_running_loop().run_in_executor(None, comfy.model_management.unload_all_models)
+    return web.json_response({})
+
+
+@routes.get("/citizen/compilations")
+async def compilations(request):
+    return web.json_response({"backend": len(COMPILED)})
+
+
+COMPILED = []
+
+
+def count_compilations():
+    """Every compilation by XLA in this process, by JAX's own events."""
+    import jax
+
+    def on(name, seconds, **_):
+        if name == "/jax/core/compile/backend_compile_duration":
+            COMPILED.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(on)
+
+
+count_compilations()
+
+
+@routes.get("/citizen/walk")
+async def walk(request):
+    """Types on the devices, or of torchax, in anything that ComfyUI's cache of outputs holds."""
+    import jax
+
+    executors = [one for one in gc.get_objects() if type(one).__name__ == "PromptExecutor"]
+    seen, wrong, count = set(), [], 0
+    stack = [executor.caches.outputs for executor in executors]
+    while stack:
+        one = stack.pop()
+        if id(one) in seen or isinstance(one, (str, bytes, int, float, type(None), type)):
+            continue
+        seen.add(id(one))
+        count += 1
+        if isinstance(one, jax.Array) or type(one).__module__.startswith("torchax"):
+            wrong.append(str(type(one)))
+        elif isinstance(one, dict):
+            stack.extend([*one.keys(), *one.values()])
+        elif isinstance(one, (list, tuple, set, frozenset)):
+            stack.extend(one)
+        elif hasattr(one, "__dict__") and not callable(one):
+            stack.extend(vars(one).values())
+    return web.json_response({"executors": len(executors), "seen": count, "wrong": wrong})
+
+
+class CitizenDigest:
+    """An output node: the digest of what came in."""
+
+    CATEGORY, FUNCTION, RETURN_TYPES, OUTPUT_NODE = "test", "run", (), True
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"image": ("IMAGE",)}}
+
+    def run(self, image):
+        digest = hashlib.sha256(image.contiguous().numpy().tobytes()).hexdigest()
+        return {"ui": {"digest": [digest], "shape": [list(image.shape)]}}
+
+
+NODE_CLASS_MAPPINGS = {"CitizenDigest": CitizenDigest}

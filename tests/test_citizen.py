@@ -1,0 +1,420 @@
+"""Memory, cancelling, previews and caches in a real ComfyUI server, on eight simulated chips and tiny checkpoints."""
+
+import asyncio
+import json
+import os
+import re
+import resource
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from pathlib import Path
+
+import aiohttp
+import pytest
+from comfyui_tpu.cli import make_tiny
+from comfyui_tpu.tests.comfyui_server import PACK, Server, needs_comfyui
+from PIL import Image
+
+pytestmark = [pytest.mark.slow, needs_comfyui]
+
+NEIGHBOUR = (Path(__file__).parent / "citizen_pack.py").read_text()
+EXAMPLES = {
+    "Wan21": "wan21_t2v_720p",
+    "Wan22I2V": "wan22_i2v_720p",
+    "Flux2": "flux2_t2i",
+    "CogVideoX": "cogvideox_t2v_720p",
+    "HunyuanVideo15": "hunyuan15_t2v_720p",
+}
+MIB = 2**20
+
+
+def workflow(family: str, **inputs: object) -> dict:
+    """A family's example on its miniature, 9 frames and 2 steps, ending in a digest of its frames."""
+    graph = json.loads((PACK / "examples" / "api" / f"{EXAMPLES[family]}.json").read_text())
+    make_tiny(graph)
+    small = {"num_frames": 9, "num_inference_steps": 2, **inputs}
+    for node in graph.values():
+        node["inputs"] |= {name: value for name, value in small.items() if name in node["inputs"]}
+    saved = [name for name, node in graph.items() if node["class_type"] in ("SaveVideo", "SaveImage", "CreateVideo")]
+    for name in saved:
+        del graph[name]
+    decoder = next(name for name, node in graph.items() if node["class_type"].endswith("TPUVAEDecoder"))
+    graph["digest"] = {"class_type": "CitizenDigest", "inputs": {"image": [decoder, 0]}}
+    return graph
+
+
+def digest(entry: dict) -> str:
+    return entry["outputs"]["digest"]["digest"][0]
+
+
+def held(server: Server) -> int:
+    """Bytes on the chip that holds most; waits until the monitor's sample is fresh."""
+    time.sleep(0.6)
+    return max((chip["hbm_used"] for chip in server.get("/tpu/stats")["chips"]), default=0)
+
+
+def resident(server: Server) -> list[dict]:
+    time.sleep(0.6)
+    return server.get("/tpu/stats")["resident"]
+
+
+class Listener(threading.Thread):
+    """A websocket client: keeps every message; `on_message` sees each text message as it comes."""
+
+    def __init__(self, server: Server, on_message: Callable[[dict], None] = lambda message: None) -> None:
+        super().__init__(daemon=True)
+        self.client_id, self.messages, self.images = f"client{id(self)}", [], []
+        self._server, self._on_message = server, on_message
+        self._ready, self._stop = threading.Event(), threading.Event()
+
+    def __enter__(self) -> "Listener":
+        self.start()
+        assert self._ready.wait(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self.join(10)
+
+    def run(self) -> None:
+        asyncio.run(self._listen())
+
+    async def _listen(self) -> None:
+        url = f"{self._server.url}/ws?clientId={self.client_id}"
+        async with aiohttp.ClientSession() as session, session.ws_connect(url, max_msg_size=2**26) as socket:
+            self._ready.set()
+            while not self._stop.is_set():
+                try:
+                    message = await socket.receive(timeout=0.2)
+                except TimeoutError:
+                    continue
+                if message.type == aiohttp.WSMsgType.TEXT:
+                    self.messages.append(json.loads(message.data))
+                    self._on_message(self.messages[-1])
+                elif message.type == aiohttp.WSMsgType.BINARY:
+                    self.images.append(message.data)
+
+    def run_prompt(self, graph: dict) -> dict:
+        """The history entry of a prompt of this client, whatever its end."""
+        answer = self._server.post("/prompt", {"prompt": graph, "client_id": self.client_id})
+        assert "prompt_id" in answer, answer
+        entry = self._server.finish(answer["prompt_id"])
+        time.sleep(0.5)
+        return entry
+
+    def values(self, kind: str) -> list[dict]:
+        return [message["data"] for message in self.messages if message["type"] == kind]
+
+    def texts(self) -> list[str]:
+        """What stood on nodes: binary messages of type 3 (a node id with its length, then the text)."""
+        found = [data for data in self.images if int.from_bytes(data[:4], "big") == 3]
+        return [data[8 + int.from_bytes(data[4:8], "big") :].decode() for data in found]
+
+    def pictures(self) -> list[Image.Image]:
+        """Previews: binary messages of type 1 (their format, then the file)."""
+        found = [data for data in self.images if int.from_bytes(data[:4], "big") == 1]
+        return [Image.open(BytesIO(data[8:])) for data in found]
+
+
+@pytest.fixture(scope="module")
+def server(start_comfyui: Callable[..., Server]) -> Server:
+    found = start_comfyui(packs={"citizen": NEIGHBOUR}, arguments=("--preview-method", "auto"))
+    shutil.copy(PACK / "examples" / "wan_i2v_input.jpg", found.base / "input" / "wan_i2v_input.jpg")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def undisturbed(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "server" in request.fixturenames:
+        found = request.getfixturevalue("server")
+        if found.is_running:
+            found.post("/citizen/faults", {"fail": "", "delay": 0.0})
+
+
+# --- previews, progress -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", EXAMPLES)
+def test_clients_see_progress_text_and_previews(server: Server, family: str):
+    with Listener(server) as client:
+        entry = client.run_prompt(workflow(family, num_inference_steps=3, seed=11))
+        assert entry["status"]["status_str"] == "success", server.log_tail()
+    steps = [(data["value"], data["max"]) for data in client.values("progress") if data["max"] == 3]
+    assert (3, 3) in steps, client.values("progress")
+    assert any(text.startswith("Denoising, step") or "Denoising" in text for text in client.texts()), client.texts()
+    assert any(text.startswith("Loading") for text in client.texts()), client.texts()
+    pictures = client.pictures()
+    assert pictures, f"no preview of {family}\n{server.log_tail()}"
+    # The latents of 112x80; Flux.2's show their 2x2 pixels. ComfyUI may enlarge, keeping the shape.
+    wanted = (14, 10)
+    assert all(abs(picture.width * wanted[1] - picture.height * wanted[0]) <= 14 * 2 for picture in pictures), [
+        picture.size for picture in pictures
+    ]
+    spread = [max(high - low for low, high in picture.convert("RGB").getextrema()) for picture in pictures]
+    assert max(spread) > 20, f"a preview of one colour: {spread}"
+
+
+def test_outputs_that_comfyui_keeps_hold_no_device_memory(server: Server):
+    server.run(workflow("Wan22I2V", seed=12))
+    found = server.get("/citizen/walk")
+    assert found["executors"] == 1 and found["seen"] > 20 and found["wrong"] == []
+
+
+# --- unloading --------------------------------------------------------------------------------------------------------
+
+WAYS = {
+    "the menu and Manager's button": lambda server: server.post("/free", {"unload_models": True}),
+    "Manager's second button": lambda server: server.post("/free", {"unload_models": True, "free_memory": True}),
+    "POST /tpu/free": lambda server: server.post("/tpu/free", None),
+    "the official call": lambda server: server.get("/citizen/unload"),
+    "TPUFreeMemory": lambda server: server.run(
+        {
+            "1": {"class_type": "EmptyImage", "inputs": {"width": 8, "height": 8, "batch_size": 1, "color": 0}},
+            "2": {"class_type": "TPUFreeMemory", "inputs": {"anything": ["1", 0]}},
+            "digest": {"class_type": "CitizenDigest", "inputs": {"image": ["2", 0]}},
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_unload_frees_and_the_prompt_works_again(server: Server, way: str):
+    before = digest(server.run(workflow("Flux2", seed=21)))
+    server.post("/free", {"free_memory": True})
+    time.sleep(1)
+    assert digest(server.run(workflow("Flux2", seed=21))) == before
+    peak = held(server)
+    assert peak > 0 and resident(server)
+    WAYS[way](server)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and held(server) > 0.01 * peak:
+        pass
+    assert held(server) <= 0.01 * peak and resident(server) == []
+    server.post("/free", {"free_memory": True})
+    time.sleep(1)
+    assert digest(server.run(workflow("Flux2", seed=21))) == before
+
+
+# --- cancelling -------------------------------------------------------------------------------------------------------
+
+
+# The bar of the work to interrupt, by its length: MiB of weights, steps, chunks; and how far it must have come.
+BARS = {"load": ((1,), 0), "step": ((50,), 2), "decode": ((3,), 0)}
+
+
+@pytest.mark.parametrize("where", ["load", "step", "decode"])
+def test_a_cancel_ends_within_one_unit_and_leaves_nothing_half_done(server: Server, where: str):
+    graph = workflow("Wan21", num_inference_steps=50 if where == "step" else 4, seed=30 + len(where))
+    server.get("/citizen/unload")
+    server.post("/citizen/faults", {"fail": "", "delay": 0.1 if where == "load" else 0.4})
+    (lengths, reached), interrupted = BARS[where], []
+
+    def interrupt(message: dict) -> None:
+        bar = message["data"] if message["type"] == "progress" else {"max": None}
+        if not interrupted and bar["max"] in lengths and bar["value"] >= reached:
+            interrupted.append(bar)
+            server.post("/interrupt", None)
+
+    with Listener(server, interrupt) as client:
+        entry = client.run_prompt(graph)
+        assert interrupted, client.messages
+        assert any(name == "execution_interrupted" for name, _ in entry["status"]["messages"]), entry["status"]
+        if where == "step":
+            values = [data["value"] for data in client.values("progress") if data["max"] == 50]
+            assert max(values) <= interrupted[0]["value"] + 1, values
+    server.post("/citizen/faults", {"fail": "", "delay": 0.0})
+    after = digest(server.run(graph))
+    server.post("/free", {"unload_models": True, "free_memory": True})
+    time.sleep(1)
+    assert digest(server.run(graph)) == after
+
+
+# --- out of memory ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["load", "step", "decode"])
+def test_out_of_memory_is_said_with_advice_and_everything_is_freed(server: Server, where: str):
+    server.get("/citizen/unload")
+    graph = workflow("Wan21", seed=40 + len(where))
+    server.post("/citizen/faults", {"fail": where, "delay": 0.0})
+    entry = server.finish(server.queue(graph)["prompt_id"])
+    (failure,) = [data for name, data in entry["status"]["messages"] if name == "execution_error"]
+    assert "OutOfMemory" in failure["exception_type"], failure["exception_type"]
+    message = failure["exception_message"]
+    assert "Wan 2.1 T2V 14B ran out of TPU memory in stage" in message and "allocating 123456789 bytes" in message
+    assert "Needs less: " in message and "comfyui-tpu plan --model wan2.1-t2v-14b" in message
+    if where == "step":
+        assert "80x48 instead of 112x80 (57 % less beside the weights)" in message, message
+    assert held(server) == 0 and resident(server) == []
+    assert "trying once more" in server.log_tail()
+    server.post("/citizen/faults", {"fail": "", "delay": 0.0})
+    server.run(graph)
+
+
+# --- many prompts -----------------------------------------------------------------------------------------------------
+
+
+def test_two_hundred_prompts_leak_nothing_and_compile_nothing(server: Server):
+    graph = workflow("Flux2", num_inference_steps=1)
+    sampler = next(node for node in graph.values() if node["class_type"] == "Flux2TPUSampler")
+    encoder = next(node for node in graph.values() if node["class_type"] == "Flux2TextEncoder")
+
+    def run(number: int) -> None:
+        sampler["inputs"]["seed"] = number
+        if number % 10 == 0:
+            encoder["inputs"]["prompt"] = f"a house, number {number // 10 % 4}"
+        server.run(graph)
+
+    for number in range(20):
+        run(number)
+    memory, compiled = process_ram(server), server.get("/citizen/compilations")["backend"]
+    counts = server.get("/tpu/stats")["counts"]
+    for number in range(20, 200):
+        run(number)
+    assert process_ram(server) < 1.05 * memory
+    assert server.get("/citizen/compilations")["backend"] == compiled
+    now = server.get("/tpu/stats")["counts"]
+    assert (now["compile"], now["load"]) == (counts["compile"], counts["load"])
+
+
+def process_ram(server: Server) -> int:
+    time.sleep(0.6)
+    return server.get("/tpu/stats")["host"]["process_ram"]
+
+
+# --- a budget ---------------------------------------------------------------------------------------------------------
+
+
+def test_twenty_prompts_over_five_families_stay_under_a_budget(
+    start_comfyui: Callable[..., Server], server: Server
+):
+    """The budget is what the neediest family needs; each alone fits, two together do not."""
+    for family in EXAMPLES:  # compiled and encoded before, so that what is measured is switching
+        server.run(workflow(family, seed=1))
+    sizes: dict[str, int] = {}
+    for one in resident(server):
+        sizes[one["model"]] = sizes.get(one["model"], 0) + one["bytes_per_chip"]
+    budget = BUDGET_MIB * MIB
+    assert sum(sizes.values()) > budget, sizes
+    limited = start_comfyui(
+        packs={"citizen": NEIGHBOUR}, environment={"COMFYUI_TPU_HBM_GIB": str(BUDGET_MIB / 1024)}
+    )
+    shutil.copy(PACK / "examples" / "wan_i2v_input.jpg", limited.base / "input" / "wan_i2v_input.jpg")
+    samples, done = [], threading.Event()
+
+    def sample() -> None:
+        while not done.wait(0.25):
+            samples.extend(chip["hbm_used"] for chip in limited.get("/tpu/stats")["chips"])
+
+    watcher = threading.Thread(target=sample)
+    watcher.start()
+    try:
+        for number in range(20):
+            family = list(EXAMPLES)[number % 5]
+            limited.run(workflow(family, seed=number))
+    finally:
+        done.set()
+        watcher.join()
+    assert samples and 0 < max(samples) <= budget
+    lines = [line for line in limited.log.read_text().splitlines() if "leaves the devices" in line]
+    assert len(lines) >= 10, limited.log_tail()
+    tiny = workflow("Wan21", seed=99)
+    limited.stop()
+    limited.environment = {**limited.environment, "COMFYUI_TPU_HBM_GIB": "0.0001"}
+    limited.start()
+    entry = limited.finish(limited.queue(tiny)["prompt_id"])
+    (failure,) = [data for name, data in entry["status"]["messages"] if name == "execution_error"]
+    assert "MiB for its weights and" in failure["exception_message"], failure["exception_message"]
+    assert limited.get("/tpu/stats")["counts"]["load"] == 0
+
+
+BUDGET_MIB = 24
+
+
+# --- warm starts, broken caches ---------------------------------------------------------------------------------------
+
+
+def test_a_second_process_compiles_and_encodes_nothing(start_comfyui: Callable[..., Server], server: Server):
+    first = digest(server.run(workflow("Wan21", seed=51)))
+    second = start_comfyui(packs={"citizen": NEIGHBOUR})
+    assert digest(second.run(workflow("Wan21", seed=51))) == first
+    assert second.get("/citizen/compilations")["backend"] == 0
+    assert second.get("/tpu/stats")["counts"] == {"load": 2, "encode": 0, "compile": 0}
+    second.stop()
+
+
+@pytest.fixture
+def own_cache(programs_cache: Path, tmp_path: Path) -> Path:
+    """A copy of the warm cache, to be broken."""
+    return shutil.copytree(programs_cache, tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def right(server: Server) -> tuple[dict, str]:
+    """A prompt and the digest of its picture."""
+    graph = workflow("Flux2", seed=61)
+    return graph, digest(server.run(graph))
+
+
+def test_damaged_entries_are_dropped_and_made_anew(
+    start_comfyui: Callable[..., Server], right: tuple[dict, str], own_cache: Path
+):
+    for kind in ("programs", "prompts"):
+        for number, path in enumerate(sorted((own_cache / kind).glob("*.bin"))):
+            content = path.read_bytes()  # cut off, changed in the middle, emptied
+            path.write_bytes((content[: len(content) // 2], content[:900] + b"?" + content[901:], b"")[number % 3])
+    for path in (own_cache / "xla").iterdir():
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    broken = start_comfyui(packs={"citizen": NEIGHBOUR}, cache=own_cache)
+    assert digest(broken.run(right[0])) == right[1]
+    assert "is dropped: it is damaged. It is made anew." in broken.log.read_text()
+    broken.stop()
+
+
+def test_a_process_killed_while_it_writes_leaves_nothing_that_hurts(
+    start_comfyui: Callable[..., Server], right: tuple[dict, str], own_cache: Path
+):
+    shutil.rmtree(own_cache / "programs")
+    shutil.rmtree(own_cache / "prompts")
+    broken = start_comfyui(packs={"citizen": NEIGHBOUR}, cache=own_cache)
+    broken.queue(right[0])
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not list(own_cache.glob("*/.*-*")):
+        pass
+    broken.kill()
+    broken.start()
+    assert digest(broken.run(right[0])) == right[1]
+    broken.stop()
+
+
+def test_a_folder_that_cannot_be_written_is_replaced(
+    start_comfyui: Callable[..., Server], right: tuple[dict, str], own_cache: Path, tmp_path: Path
+):
+    """No folder can be made where a file lies: not even root writes there."""
+    (tmp_path / "file").write_text("")
+    shutil.move(own_cache, tmp_path / f"comfyui-tpu-{os.getuid()}")
+    wanted = tmp_path / "file" / "cache"
+    blocked = start_comfyui(packs={"citizen": NEIGHBOUR}, cache=wanted, environment={"TMPDIR": str(tmp_path)})
+    assert digest(blocked.run(right[0])) == right[1]
+    assert f"the cache folder {wanted} cannot be written" in blocked.log.read_text()
+    blocked.stop()
+
+
+def test_a_full_disk_costs_the_cache_only(
+    start_comfyui: Callable[..., Server], right: tuple[dict, str], own_cache: Path
+):
+    """The kernel refuses to let the process's files grow, as a full disk does."""
+    shutil.rmtree(own_cache / "programs")
+    shutil.rmtree(own_cache / "xla")
+    full = start_comfyui(packs={"citizen": NEIGHBOUR}, cache=own_cache)
+    largest = max(path.stat().st_size for path in full.base.rglob("*") if path.is_file())
+    limit = max(largest + 2**16, 2**17)
+    resource.prlimit(full.process.pid, resource.RLIMIT_FSIZE, (limit, limit))
+    assert digest(full.run(right[0])) == right[1]
+    assert re.search(r"the cache entry .*\.bin was not written \(.*File too large", full.log.read_text())
+    assert not list(own_cache.glob("*/.*-*")), "half an entry was left"
+    full.stop()
