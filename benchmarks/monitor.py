@@ -66,7 +66,7 @@ def cpu_share(server: Server, clients: int, span_s: float) -> float:
     """Share of one core that the idle server uses; steadier than run times where other programs compete."""
     process = psutil.Process(server.process.pid)
     with Clients(server, clients):
-        time.sleep(2 * INTERVAL_S)
+        time.sleep(5 * INTERVAL_S)  # what the last run left to do
         before = sum(process.cpu_times()[:2])
         time.sleep(span_s)
         return (sum(process.cpu_times()[:2]) - before) / span_s
@@ -85,9 +85,9 @@ def measure(server: Server, pairs: int, clients: int, steps: int) -> list[float]
         ratios.append(seconds[True] / seconds[False])
         print(f"pair {index + 1}: {seconds[True]:.2f} s with {clients} clients, {seconds[False]:.2f} s without, "
               f"ratio {ratios[-1]:.4f}", flush=True)  # fmt: skip
-    idle = {count: cpu_share(server, count, IDLE_S) for count in (0, clients)}
-    print(f"the idle server uses {100 * idle[clients]:.2f} % of one core with {clients} clients, "
-          f"{100 * idle[0]:.2f} % without")  # fmt: skip
+    before, polled, after = (100 * cpu_share(server, count, IDLE_S) for count in (0, clients, 0))
+    print(f"the idle server uses {polled:.2f} % of one core with {clients} clients, "
+          f"{before:.2f} % before and {after:.2f} % after")  # fmt: skip
     latencies_ms = [1000 * one for one in sorted(latencies_s)]
     print(f"{len(latencies_ms)} answers: median {statistics.median(latencies_ms):.1f} ms, "
           f"99 % within {latencies_ms[int(len(latencies_ms) * 0.99)]:.1f} ms")  # fmt: skip

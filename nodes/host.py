@@ -186,21 +186,3 @@ def _validate(declaration: Declaration) -> Callable[..., bool | str]:
     parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in ("cls", *names)]
     validate_inputs.__signature__ = inspect.Signature(parameters)
     return validate_inputs
-
-
-# --- wip: until a ModelPatcher ends in stages.free() ------------------------------------------------------------------
-
-
-def _wip_unload() -> None:
-    from ..tpu_runtime import stages
-
-    unload = comfy.model_management.unload_all_models
-
-    def wrapped() -> None:
-        unload()
-        stages.free()
-
-    comfy.model_management.unload_all_models = wrapped
-
-
-_wip_unload()
