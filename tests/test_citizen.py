@@ -68,7 +68,7 @@ class Listener(threading.Thread):
         super().__init__(daemon=True)
         self.client_id, self.messages, self.images = f"client{id(self)}", [], []
         self._server, self._on_message = server, on_message
-        self._ready, self._stop = threading.Event(), threading.Event()
+        self._ready, self._ended = threading.Event(), threading.Event()
 
     def __enter__(self) -> "Listener":
         self.start()
@@ -76,7 +76,7 @@ class Listener(threading.Thread):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
+        self._ended.set()
         self.join(10)
 
     def run(self) -> None:
@@ -86,7 +86,7 @@ class Listener(threading.Thread):
         url = f"{self._server.url}/ws?clientId={self.client_id}"
         async with aiohttp.ClientSession() as session, session.ws_connect(url, max_msg_size=2**26) as socket:
             self._ready.set()
-            while not self._stop.is_set():
+            while not self._ended.is_set():
                 try:
                     message = await socket.receive(timeout=0.2)
                 except TimeoutError:
@@ -202,8 +202,8 @@ def test_every_way_to_unload_frees_and_the_prompt_works_again(server: Server, wa
 # --- cancelling -------------------------------------------------------------------------------------------------------
 
 
-# The bar of the work to interrupt, by its length: MiB of weights, steps, chunks; and how far it must have come.
-BARS = {"load": ((1,), 0), "step": ((50,), 2), "decode": ((3,), 0)}
+# The bar of the work to interrupt: its node, its length (MiB of weights, steps, chunks), how far it must have come.
+BARS = {"load": ("2", 3, 0), "step": ("2", 50, 2), "decode": ("3", 3, 0)}
 
 
 @pytest.mark.parametrize("where", ["load", "step", "decode"])
@@ -211,11 +211,11 @@ def test_a_cancel_ends_within_one_unit_and_leaves_nothing_half_done(server: Serv
     graph = workflow("Wan21", num_inference_steps=50 if where == "step" else 4, seed=30 + len(where))
     server.get("/citizen/unload")
     server.post("/citizen/faults", {"fail": "", "delay": 0.1 if where == "load" else 0.4})
-    (lengths, reached), interrupted = BARS[where], []
+    (node, length, reached), interrupted = BARS[where], []
 
     def interrupt(message: dict) -> None:
-        bar = message["data"] if message["type"] == "progress" else {"max": None}
-        if not interrupted and bar["max"] in lengths and bar["value"] >= reached:
+        bar = message["data"] if message["type"] == "progress" else {"node": None}
+        if not interrupted and bar["node"] == node and bar["max"] == length and bar["value"] >= reached:
             interrupted.append(bar)
             server.post("/interrupt", None)
 
