@@ -35,7 +35,9 @@ class _Patcher(comfy.model_patcher.ModelPatcher):
         return self.model
 
     def detach(self, unpatch_all: bool = True) -> TPUModels:
-        stages.free()
+        # Without `unpatch_all` a model is only about to be registered again.
+        if unpatch_all:
+            stages.free()
         return self.model
 
 

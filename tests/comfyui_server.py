@@ -162,7 +162,7 @@ class Server:
             entry = self.get(f"/history/{prompt_id}").get(prompt_id)
             if entry:
                 return entry
-            time.sleep(0.3)
+            time.sleep(0.05)
         raise AssertionError(f"the prompt did not end within {RUN_TIMEOUT_S} s\n{self.log_tail()}")
 
     def run(self, workflow: dict) -> dict:

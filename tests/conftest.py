@@ -11,8 +11,12 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     # Compiling the tiny programs takes most of the suite's time, running them little of it.
-    fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {fast}".strip()
+    flags = (
+        "--xla_force_host_platform_device_count=8",
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+    )
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402

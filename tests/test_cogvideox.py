@@ -32,7 +32,7 @@ ODD = Settings(height=80, width=112, num_frames=17, num_inference_steps=6, guida
 FLAT = Settings(height=64, width=112, num_frames=1, num_inference_steps=6, guidance_scale=1.0, seed=8)
 TALL = Settings(height=112, width=48, num_frames=9, num_inference_steps=6, guidance_scale=6.0, seed=9)
 # One step of an Euler solver, which shows the network's output as it is.
-OUTPUT = schedule.Schedule(timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]]], np.float32))
+OUTPUT = schedule.Schedule(timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]] * 2], np.float32))
 
 
 @dataclass(frozen=True)

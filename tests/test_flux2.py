@@ -31,7 +31,7 @@ ODD = Settings(height=80, width=112, num_inference_steps=6, guidance_scale=4.0, 
 TALL = Settings(height=208, width=48, num_inference_steps=6, guidance_scale=1.0, seed=8)
 CASES = {"odd": ODD, "tall": TALL}
 # One step of an Euler solver, which shows the network's output as it is.
-EULER = schedule.Schedule(timesteps=np.array([700.0], np.float32), table=np.array([[[0.0, 1.0]]], np.float32))
+EULER = schedule.Schedule(timesteps=np.array([700.0], np.float32), table=np.array([[[0.0, 1.0]] * 2], np.float32))
 
 
 class Host(Silent):
@@ -155,7 +155,7 @@ def test_references_join_the_sequence_as_upstreams_do(compare: Callable):
     draw = np.random.default_rng(4)
     pictures = [draw.integers(0, 256, (*size, 3)).astype(np.uint8) for size in ((83, 100), (64, 98))]
     expected = generate(pipeline(), ODD, SHORT, image=[Image.fromarray(picture) for picture in pictures])
-    runner, condition = engine(8), {}
+    runner, condition = engine(8), None
     for picture in pictures:
         image = torch.from_numpy(picture.astype(np.float32) / 255.0)[None]
         given = {"image": image, "condition": condition, "model_id": SPEC.tiny_id}

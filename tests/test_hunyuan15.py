@@ -146,7 +146,7 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(monkeypatch: 
         for row, length in enumerate(given[f"{name}_length"]):
             given[name][row, length:] = np.random.default_rng(row).normal(size=given[name][row, length:].shape) * 30
     # One step of an Euler solver, which shows the network's output as it is.
-    euler = schedule.Schedule(timesteps=np.array([700.5], np.float32), table=np.array([[[0.0, 1.0]]], np.float32))
+    euler = schedule.Schedule(timesteps=np.array([700.5], np.float32), table=np.array([[[0.0, 1.0]] * 2], np.float32))
     ours = denoiser_step(8, euler, noise.numpy(), given)
     with upstream():
         cond, uncond = (upstream_call(noise, row) for row in rows)

@@ -249,7 +249,7 @@ async def _many(feed: Feed, count: int) -> None:
 def test_a_runtime_that_hangs_gives_old_numbers_with_a_note():
     release = threading.Event()
     runtime = Counting()
-    feed = Feed(lambda: runtime() if runtime.calls == 0 else release.wait(30) and runtime(), patience_s=0.1)
+    feed = Feed(lambda: runtime() if runtime.calls == 0 else release.wait(30) and runtime(), patience_s=1.0)
 
     async def ask() -> None:
         first = json.loads(await feed.answer())
@@ -257,12 +257,12 @@ def test_a_runtime_that_hangs_gives_old_numbers_with_a_note():
         await asyncio.sleep(feeds.FRESH_S)
         begun = time.monotonic()
         answers = [json.loads(one) for one in await asyncio.gather(*(feed.answer() for _ in range(10)))]
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < 3
         assert all(one["chips"] == first["chips"] for one in answers)
         (note,) = answers[0]["notes"]
         assert re.fullmatch(r"The runtime has not answered for \d s; these numbers are old.", note)
         release.set()
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.5)
         assert json.loads(await feed.answer())["notes"] == []
 
     asyncio.run(ask())

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comfyui_tpu.tpu_runtime import chips, findings, plan, plan_advice, plan_compile, plan_report, stages
+from comfyui_tpu.tpu_runtime import chips, findings, plan, plan_advice, plan_compile, plan_report
 from comfyui_tpu.tpu_runtime.chips import GIB
 from comfyui_tpu.tpu_runtime.models import SPECS
 from comfyui_tpu.tpu_runtime.program import Program
 from comfyui_tpu.tpu_runtime.spec import ModelSpec
+from comfyui_tpu.tpu_runtime.stages import settings_of
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -57,7 +58,7 @@ def _small(mesh: Mesh, name: str, weights_gib: float, frames: int) -> Program:
 
 
 def small(topology: str, **more: object) -> SmallRequest:
-    return SmallRequest(spec=SPEC, settings=stages.settings_of(SPEC), topology=chips.topology(topology), **more)
+    return SmallRequest(spec=SPEC, settings=settings_of(SPEC), topology=chips.topology(topology), **more)
 
 
 def rows_of(request: SmallRequest) -> list[plan_report.ProgramPlan]:
@@ -238,7 +239,7 @@ def test_the_denoiser_is_as_fast_as_recorded(benchmark: ModuleType, spec: ModelS
 
 def programs_of(spec: ModelSpec, stages: tuple[str, ...]) -> tuple[Program, ...]:
     """At the default size: scanned blocks cost no compile time for their number. A VAE has none, so it is tiny."""
-    settings = stages.settings_of(spec)
+    settings = settings_of(spec)
     if "decode" in stages:
         sizes = {name: size for name, size in spec.tiny_inputs.items() if hasattr(settings, name)}
         tiny = [replace(part, config={**part.config, **part.tiny}) for part in spec.components if not part.blocks]

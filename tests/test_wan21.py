@@ -87,7 +87,7 @@ def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, c
 @pytest.mark.parametrize("chips", CHIPS)
 def test_one_denoiser_call_equals_upstreams(chips: int, compare: Callable):
     """One step of an Euler solver, which shows the network's output as it is."""
-    euler = schedule.Schedule(timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]]], np.float32))
+    euler = schedule.Schedule(timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]] * 2], np.float32))
     settings = Settings(**{**ODD.__dict__, "num_inference_steps": 1})
     noise, text = latents_and_text(settings)
     run, weights = denoiser(chips, settings, euler)
@@ -126,7 +126,7 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
 
 def test_poisoned_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch, compare: Callable):
     """105 tokens on 4 chips: the three added ones may hold NaN."""
-    euler = schedule.Schedule(timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]]], np.float32))
+    euler = schedule.Schedule(timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]] * 2], np.float32))
     noise, text = latents_and_text(ODD)
     clean, weights = denoiser(8, ODD, euler)
     expected = step(clean, weights, (noise.numpy(),), euler, 0, text, ODD)[0]

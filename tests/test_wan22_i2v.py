@@ -20,9 +20,9 @@ from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless import TerminalHost
 from comfyui_tpu.tpu_runtime import checkpoint, inputs, load, media, modules, programs, schedule, sequence, tiny
 from comfyui_tpu.tpu_runtime.engine import Engine
+from comfyui_tpu.tpu_runtime.memory_advice import GIB, VARIABLE
 from comfyui_tpu.tpu_runtime.models import spec_for_family, wan21
 from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.residency import VARIABLE
 from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.stages import ModelRef
 
@@ -189,20 +189,22 @@ def test_the_two_experts_differ_and_share_the_steps():
 
 
 def test_the_idle_expert_leaves_when_both_do_not_fit(monkeypatch: pytest.MonkeyPatch):
-    """With room for one component at most, the same result to the bit, and everything loaded once per use."""
+    """With room for one expert and a step, the same latents to the bit, and each expert loaded once."""
     runner = engine(8)
-    runner.residency.clear()
-    _, expected, frames = run(runner, ODD)
-    both = [resident.title for resident in runner.residency.list()]
-    assert {f"{name} of {SPEC.tiny_id}" for name in SPEC.experts} <= set(both)
+    runner.free()
+    condition = runner.encode_image(MODEL, picture(ODD), ODD, Silent())
+    embeds = runner.encode(MODEL, SHORT, NEGATIVE, Silent())
+    runner.free()
+    expected = runner.denoise(MODEL, ODD, *embeds, Silent(), condition)["samples"]
+    assert [resident.component for resident in runner.residency.list()] == list(SPEC.experts)
+    (step,) = runner._executables.values()
+    one = runner.residency.list()[0].size_bytes
     runner.residency.clear()
     before = runner.counts["load"]
-    monkeypatch.setenv(VARIABLE, "1e-6")
-    _, latents, again = run(runner, ODD)
-    assert torch.equal(latents, expected) and torch.equal(again, frames)
-    # The encoded prompt is remembered; what is left are the encoder, two experts and the decoder.
-    assert runner.counts["load"] - before == 4
-    assert [resident.title for resident in runner.residency.list()] == [f"vae_decoder of {SPEC.tiny_id}"]
+    monkeypatch.setenv(VARIABLE, str((1.5 * one + step.workspace_bytes) / GIB))
+    assert torch.equal(runner.denoise(MODEL, ODD, *embeds, Silent(), condition)["samples"], expected)
+    assert runner.counts["load"] - before == 2
+    assert [resident.component for resident in runner.residency.list()] == [SPEC.experts[1]]
 
 
 def test_bfloat16_stays_within_its_bound(compare: Callable):
@@ -373,7 +375,7 @@ def noise_and_condition() -> tuple[np.ndarray, np.ndarray]:
     return torch.randn(SPEC.geometry.latent_shape(ODD), generator=generator).numpy(), oracle(ODD).condition
 
 
-EULER = schedule.Schedule(timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]]], np.float32))
+EULER = schedule.Schedule(timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]] * 2], np.float32))
 
 
 def denoiser(chips: int, spec: ModelSpec = SPEC) -> programs.Program:

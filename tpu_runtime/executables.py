@@ -20,6 +20,7 @@ from jax.experimental import serialize_executable
 
 from .cache import Store, signature
 from .program import Program, shard_bytes
+from .telemetry import compilations
 
 log = logging.getLogger(__name__)
 
@@ -62,17 +63,23 @@ def obtain(digest: str, build: Callable[[], Program], devices: tuple[jax.Device,
     key, program = _key(digest, devices), build()
     if payload := STORE.get(key):
         try:
-            return Executable(program=program, compiled=_load(payload)), False
+            return Executable(program=program, compiled=_load(payload, program)), False
         except (ValueError, TypeError, KeyError, EOFError, pickle.UnpicklingError, jax.errors.JaxRuntimeError) as error:
             STORE.discard(key, f"it cannot be loaded ({_first_line(error)})")
+    from_xla_cache = compilations().cached
     compiled = program.compile()
-    _keep(key, program, compiled)
+    if compilations().cached == from_xla_cache:
+        # What XLA itself has loaded does not serialize again: the CPU's code then lacks functions.
+        _keep(key, program, compiled)
     return Executable(program=program, compiled=compiled), True
 
 
-def _load(payload: bytes) -> jax.stages.Compiled:
+def _load(payload: bytes, program: Program) -> jax.stages.Compiled:
     # Pickled by this package into the user's own cache folder, as JAX's persistent cache is.
-    return serialize_executable.deserialize_and_load(*pickle.loads(payload))
+    devices = list(program.mesh.devices.flat)
+    return serialize_executable.deserialize_and_load(
+        *pickle.loads(payload), backend=devices[0].client, execution_devices=devices
+    )
 
 
 def _keep(key: str, program: Program, compiled: jax.stages.Compiled) -> None:
