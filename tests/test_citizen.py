@@ -29,6 +29,8 @@ EXAMPLES = {
     "HunyuanVideo15": "hunyuan15_t2v_720p",
 }
 MIB = 2**20
+# HunyuanVideo's step needs 3.2 MiB of weights and 69.6 MiB to run; the weights of all families are 15.5 MiB a chip.
+BUDGET_MIB = 74
 
 
 def workflow(family: str, **inputs: object) -> dict:
@@ -248,7 +250,7 @@ def test_out_of_memory_is_said_with_advice_and_everything_is_freed(server: Serve
     assert "Wan 2.1 T2V 14B ran out of TPU memory in stage" in message and "allocating 123456789 bytes" in message
     assert "Needs less: " in message and "comfyui-tpu plan --model wan2.1-t2v-14b" in message
     if where == "step":
-        assert "80x48 instead of 112x80 (57 % less beside the weights)" in message, message
+        assert "num_frames 1 instead of 9 (67 % less beside the weights)" in message, message
     assert held(server) == 0 and resident(server) == []
     assert "trying once more" in server.log_tail()
     server.post("/citizen/faults", {"fail": "", "delay": 0.0})
@@ -292,14 +294,9 @@ def process_ram(server: Server) -> int:
 def test_twenty_prompts_over_five_families_stay_under_a_budget(
     start_comfyui: Callable[..., Server], server: Server
 ):
-    """The budget is what the neediest family needs; each alone fits, two together do not."""
+    """The neediest program, HunyuanVideo's step, fits with its own weights and no other family's beside it."""
     for family in EXAMPLES:  # compiled and encoded before, so that what is measured is switching
         server.run(workflow(family, seed=1))
-    sizes: dict[str, int] = {}
-    for one in resident(server):
-        sizes[one["model"]] = sizes.get(one["model"], 0) + one["bytes_per_chip"]
-    budget = BUDGET_MIB * MIB
-    assert sum(sizes.values()) > budget, sizes
     limited = start_comfyui(
         packs={"citizen": NEIGHBOUR}, environment={"COMFYUI_TPU_HBM_GIB": str(BUDGET_MIB / 1024)}
     )
@@ -319,9 +316,10 @@ def test_twenty_prompts_over_five_families_stay_under_a_budget(
     finally:
         done.set()
         watcher.join()
-    assert samples and 0 < max(samples) <= budget
+    assert samples and 0 < max(samples) <= BUDGET_MIB * MIB
     lines = [line for line in limited.log.read_text().splitlines() if "leaves the devices" in line]
-    assert len(lines) >= 10, limited.log_tail()
+    left = {re.search(r"of (tiny/\w+) leaves", line).group(1) for line in lines}
+    assert len(left) >= 4 and len(lines) >= 10, lines
     tiny = workflow("Wan21", seed=99)
     limited.stop()
     limited.environment = {**limited.environment, "COMFYUI_TPU_HBM_GIB": "0.0001"}
@@ -331,8 +329,6 @@ def test_twenty_prompts_over_five_families_stay_under_a_budget(
     assert "MiB for its weights and" in failure["exception_message"], failure["exception_message"]
     assert limited.get("/tpu/stats")["counts"]["load"] == 0
 
-
-BUDGET_MIB = 24
 
 
 # --- warm starts, broken caches ---------------------------------------------------------------------------------------
