@@ -210,7 +210,8 @@ BARS = {"load": ("2", 3, 0), "step": ("2", 50, 2), "decode": ("3", 3, 0)}
 
 @pytest.mark.parametrize("where", ["load", "step", "decode"])
 def test_a_cancel_ends_within_one_unit_and_leaves_nothing_half_done(server: Server, where: str):
-    graph = workflow("Wan21", num_inference_steps=50 if where == "step" else 4, seed=100 + sum(map(ord, where)))
+    size = {"num_inference_steps": 50, "num_frames": 1} if where == "step" else {"num_inference_steps": 4}
+    graph = workflow("Wan21", **size, seed=100 + sum(map(ord, where)))
     server.get("/citizen/unload")
     server.post("/citizen/faults", {"fail": "", "delay": 0.1 if where == "load" else 0.4})
     (node, length, reached), interrupted = BARS[where], []
