@@ -85,6 +85,18 @@ def test_memory_is_that_of_an_independent_compile(small_plan: plan_report.Plan):
     assert reported.peak == reported.arguments + reported.output + reported.temporaries
 
 
+def test_a_program_is_compiled_once_for_all_plans(small_plan: plan_report.Plan, monkeypatch: pytest.MonkeyPatch):
+    """Families share programs, and plans are repeated; a damaged entry is compiled anew."""
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_: pytest.fail("compiled again"))
+    program = small("v6e-8", weights_gib=(2.0, 4.0)).programs()[1]
+    again = plan_compile.compile_program(program, chips.topology("v6e-8"))
+    assert again.memory == small_plan.programs[1].memory and again.text
+    monkeypatch.undo()
+    for entry in plan_compile.STORE.folder.iterdir():
+        entry.write_bytes(b"damaged")
+    assert plan_compile.compile_program(program, chips.topology("v6e-8")).memory == again.memory
+
+
 def test_residency_is_all_weights_and_the_largest_rest(small_plan: plan_report.Plan):
     rest = max(program.memory.peak - program.memory.weights for program in small_plan.programs)
     assert small_plan.residency_bytes == 6 * GIB // 8 + rest

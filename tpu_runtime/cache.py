@@ -21,7 +21,7 @@ DIGEST_SIZE = hashlib.sha256().digest_size
 ABANDONED_S = 24 * 3600
 GIB = 2**30
 # More than this leaves, the longest unused first.
-MAX_BYTES = {"programs": 20 * GIB, "prompts": 4 * GIB}
+MAX_BYTES = {"programs": 20 * GIB, "prompts": 4 * GIB, "plans": GIB}
 
 
 def cache_folder() -> Path:
@@ -138,7 +138,7 @@ def _touch(path: Path) -> None:
 
 def usage() -> list[dict[str, object]]:
     """What the cache holds, by kind: `name`, `path`, `files`, `bytes`."""
-    folders = {"programs": Store("programs").folder, "xla": xla_cache_folder(), "prompts": Store("prompts").folder}
+    folders = {kind: Store(kind).folder for kind in MAX_BYTES} | {"xla": xla_cache_folder()}
     return [{"name": name, "path": str(folder), **_size(folder)} for name, folder in folders.items()]
 
 

@@ -1,19 +1,24 @@
 """The compiling half of a plan: a request's programs, each compiled for the described TPU; memory and FLOPs."""
 
+import json
 import re
 import time
-from dataclasses import dataclass
+import zlib
+from dataclasses import asdict, dataclass
 
 import jax
 
 from ..sharding.shape import MeshShape
-from . import chips, flops, programs
+from . import chips, executables, flops, programs
+from .cache import Store, signature
 from .chips import Topology
 from .plan_options import STAGES
 from .plan_report import Memory, gib
 from .precision import Precision
 from .program import Program, shard_bytes
 from .spec import ModelSpec, Settings
+
+STORE = Store("plans")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,30 +58,65 @@ class Compiled:
 
 
 def compile_program(program: Program, topology: Topology) -> Compiled:
-    """Compiles one program; a refusal for lack of memory is a result, not an error."""
-    weights = weight_bytes(program)
-    arguments = sum(map(shard_bytes, jax.tree.leaves(program.args)))
-    available = topology.chip.hbm_bytes
-    started = time.monotonic()
-    memory, text, refusal = _refused(arguments, weights, 0), None, ""
+    """Compiles one program, or takes what an earlier plan learned of the same; a refusal for lack of memory is a
+    result, not an error.
+    """
+    weights, available = weight_bytes(program), topology.chip.hbm_bytes
     if weights > available:
         # The compiler would say so too, after minutes.
         refusal = f"its weights alone need {gib(weights)} of {gib(available)} GiB"
+        found = Outcome(memory=_refused(program, 0), text=None, refusal=refusal, compile_s=0.0)
     else:
-        try:
-            executable = program.compile()
-            memory, text = _memory(executable, weights), executable.as_text()
-        except jax.errors.JaxRuntimeError as error:
-            needed, refusal = _refusal(str(error))
-            memory = _refused(arguments, weights, needed)
+        found = _outcome(program, topology)
     return Compiled(
         program=program,
-        memory=memory,
-        text=text,
-        refusal=refusal,
+        memory=found.memory,
+        text=found.text,
+        refusal=found.refusal,
         flops=flops.count(flops.traced(program), topology.chip.mxu_width),
-        compile_s=time.monotonic() - started,
+        compile_s=found.compile_s,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What the compiler made of a program: kept on disk, because families share programs and plans are repeated."""
+
+    memory: Memory
+    text: str | None
+    refusal: str
+    compile_s: float
+
+    def pack(self) -> bytes:
+        return zlib.compress(json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def unpack(cls, content: bytes) -> "Outcome":
+        """Raises `ValueError`, `TypeError` or `zlib.error` for what another version wrote."""
+        values = json.loads(zlib.decompress(content))
+        return cls(**{**values, "memory": Memory(**values["memory"])})
+
+
+def _outcome(program: Program, topology: Topology) -> Outcome:
+    started = time.monotonic()
+    lowered = program.lower()
+    key = signature(lowered.as_text(), topology.name, executables.environment()[:2])
+    if content := STORE.get(key):
+        try:
+            return Outcome.unpack(content)
+        except (ValueError, TypeError, KeyError, zlib.error) as error:
+            STORE.discard(key, f"it cannot be read ({error})")
+    weights = weight_bytes(program)
+    memory, text, refusal = None, None, ""
+    try:
+        executable = lowered.compile()
+        memory, text = _memory(executable, weights), executable.as_text()
+    except jax.errors.JaxRuntimeError as error:
+        needed, refusal = _refusal(str(error))
+        memory = _refused(program, needed)
+    found = Outcome(memory=memory, text=text, refusal=refusal, compile_s=time.monotonic() - started)
+    STORE.put(key, found.pack())
+    return found
 
 
 def weight_bytes(program: Program) -> int:
@@ -98,9 +138,15 @@ def _memory(executable: jax.stages.Compiled, weights: int) -> Memory:
     )
 
 
-def _refused(arguments: int, weights: int, needed: int) -> Memory:
+def _refused(program: Program, needed: int) -> Memory:
+    arguments = sum(map(shard_bytes, jax.tree.leaves(program.args)))
     return Memory(
-        arguments=arguments, weights=weights, temporaries=None, output=None, alias=0, peak=max(arguments, needed)
+        arguments=arguments,
+        weights=weight_bytes(program),
+        temporaries=None,
+        output=None,
+        alias=0,
+        peak=max(arguments, needed),
     )
 
 
