@@ -122,6 +122,15 @@ def _plan_number(name: str, type: str, high: float) -> Input:
     )
 
 
+_SIZES = (
+    _plan_number("height", "INT", 4096),
+    _plan_number("width", "INT", 4096),
+    _plan_number("num_frames", "INT", 1024),
+    _plan_number("num_inference_steps", "INT", 1000),
+    _plan_number("guidance_scale", "FLOAT", 20.0),
+)
+
+
 MODEL_LOADER = Node(
     id="TPUModelLoader",
     title="TPU Model Loader",
@@ -205,11 +214,7 @@ WARMUP = Node(
     "that size then starts at once, also after a restart.",
     inputs=(
         _MODEL,
-        _plan_number("height", "INT", 4096),
-        _plan_number("width", "INT", 4096),
-        _plan_number("num_frames", "INT", 1024),
-        _plan_number("num_inference_steps", "INT", 1000),
-        _plan_number("guidance_scale", "FLOAT", 20.0),
+        *_SIZES,
     ),
     outputs=(Output(name="report", type="STRING", tooltip="What was compiled."),),
     run=_warmup,
@@ -236,11 +241,7 @@ PLAN = Node(
             default="v6e:2x4",
             tooltip="The TPU: generation and chips, such as v6e:2x4 (or v6e-8), v5p:2x2x1, v5e:2x2, v4:2x2x1.",
         ),
-        _plan_number("height", "INT", 4096),
-        _plan_number("width", "INT", 4096),
-        _plan_number("num_frames", "INT", 1024),
-        _plan_number("num_inference_steps", "INT", 1000),
-        _plan_number("guidance_scale", "FLOAT", 20.0),
+        *_SIZES,
     ),
     outputs=(Output(name="report", type="STRING", tooltip="A readable report, for a node that shows text."),),
     run=_plan,
