@@ -266,6 +266,8 @@ def test_a_collective_behind_computation_is_not_waited_for():
         ("replica_groups=[2,2]<=[2,2]T(1,0), to_apply=%add", ((0, 2), (1, 3))),
         ("replica_groups=mesh['a'=2,'b'=2,'c'=1] {'b'}, dimensions={1}", ((0, 1), (2, 3))),
         ("replica_groups=mesh['a'=2,'b'=2] {'a'}, dimensions={1}", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}, dimensions={1}", ((0, 1), (2, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([4]) {'b'}, dimensions={1}", ((0, 1), (2, 3))),
         ("source_target_pairs={{0,1},{1,0}}", ((0, 1), (1, 0))),
     ],
 )

@@ -85,18 +85,30 @@ def groups_of(found: Instruction) -> links.Groups:
     # [rows,columns]<=[sizes]T(axes): 0, 1, 2, ... laid out in sizes, transposed, cut into rows.
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", found.attributes)
     if iota:
-        sizes = [int(size) for size in iota.group(3).split(",")]
-        axes = [int(axis) for axis in iota.group(4).split(",")] if iota.group(4) else range(len(sizes))
-        return _rows(_transposed(sizes, axes), int(iota.group(2)))
-    # mesh['a'=2,'b'=4] {'b'}: the groups that differ along the axes in braces.
-    mesh = re.search(r"replica_groups=mesh\[((?:'\w+'=\d+,?)+)\] \{((?:'\w+',?)+)\}", found.attributes)
+        return _rows(_ordered(iota.group(3), iota.group(4)), int(iota.group(2)))
+    # mesh['a'=2,'b'=4] {'b'}: the groups that differ along the axes in braces. The mesh holds the devices in order, or
+    # as device_ids=([sizes]T(axes)) says.
+    mesh = re.search(
+        r"replica_groups=mesh\[((?:'\w+'=\d+,?)+)\]"
+        r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{((?:'\w+',?)+)\}",
+        found.attributes,
+    )
     if not mesh:
         raise ValueError(f"collective {found.name} has groups of devices that are not understood: {text[:200]!r}.")
     shape = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh.group(1))}
-    names, along = list(shape), re.findall(r"'(\w+)'", mesh.group(2))
+    names, along = list(shape), re.findall(r"'(\w+)'", mesh.group(4))
     order = [name for name in names if name not in along] + along
     flat = _transposed(list(shape.values()), [names.index(name) for name in order])
+    if mesh.group(2):
+        devices = _ordered(mesh.group(2), mesh.group(3))
+        flat = [devices[place] for place in flat]
     return _rows(flat, math.prod(shape[name] for name in along))
+
+
+def _ordered(sizes: str, axes: str | None) -> list[int]:
+    """0, 1, 2, ... as XLA writes their order: laid out in `sizes`, transposed by `axes`."""
+    dims = [int(size) for size in sizes.split(",")]
+    return _transposed(dims, [int(axis) for axis in axes.split(",")] if axes else range(len(dims)))
 
 
 def _rows(flat: Sequence[int], width: int) -> links.Groups:
