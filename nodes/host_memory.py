@@ -20,7 +20,7 @@ class _Patcher(comfy.model_patcher.ModelPatcher):
         super().__init__(anchor, load_device=anchor.device, offload_device=anchor.device, size=1)
 
     def model_size(self) -> int:
-        return max(1, sum(resident["bytes_per_chip"] for resident in stages.stats()["resident"]))
+        return max(1, stages.resident_bytes())
 
     def loaded_size(self) -> int:
         return self.model_size()

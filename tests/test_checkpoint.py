@@ -253,6 +253,16 @@ def test_a_repository_that_does_not_exist(gated_hub: str, encode_with_hub: Calla
     )
 
 
+def test_the_hub_is_asked_once_for_a_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Stages ask for their folders at every chunk; the Hub's answer is a request over the network."""
+    (tmp_path / "vae").mkdir()
+    asked = []
+    monkeypatch.setattr(hub, "download", lambda model_id, part, progress: asked.append(part) or tmp_path)
+    found = checkpoint.locate(SPEC, "owner/model")
+    assert {found.folder("vae", Silent()) for _ in range(3)} == {tmp_path / "vae"}
+    assert asked == ["vae"]
+
+
 def test_no_network(encode_with_hub: Callable):
     result = encode_with_hub("http://127.0.0.1:9", "owner/model")
     assert result.returncode == 2

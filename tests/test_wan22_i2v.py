@@ -20,9 +20,10 @@ from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless import TerminalHost
 from comfyui_tpu.tpu_runtime import checkpoint, inputs, load, media, modules, programs, schedule, sequence, tiny
 from comfyui_tpu.tpu_runtime.engine import Engine
-from comfyui_tpu.tpu_runtime.memory_advice import GIB, VARIABLE
+from comfyui_tpu.tpu_runtime.memory_advice import VARIABLE
 from comfyui_tpu.tpu_runtime.models import spec_for_family, wan21
 from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.sizes import GIB
 from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.stages import ModelRef
 

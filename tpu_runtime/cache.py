@@ -9,17 +9,20 @@ import hashlib
 import logging
 import os
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from .sizes import GIB
 
 log = logging.getLogger(__name__)
 
 VARIABLE = "COMFYUI_TPU_CACHE"
 DIGEST_SIZE = hashlib.sha256().digest_size
+SECONDS_BETWEEN_COUNTS = 5
 # Beginnings of entries that a killed process never finished are older than this.
 ABANDONED_S = 24 * 3600
-GIB = 2**30
 # More than this leaves, the longest unused first.
 MAX_BYTES = {"programs": 20 * GIB, "prompts": 4 * GIB, "plans": GIB}
 
@@ -137,7 +140,12 @@ def _touch(path: Path) -> None:
 
 
 def usage() -> list[dict[str, object]]:
-    """What the cache holds, by kind: `name`, `path`, `files`, `bytes`."""
+    """What the cache holds, by kind: `name`, `path`, `files`, `bytes`. Counted anew every few seconds."""
+    return _usage(cache_folder(), int(time.monotonic() / SECONDS_BETWEEN_COUNTS))
+
+
+@functools.lru_cache(maxsize=1)
+def _usage(folder: Path, moment: int) -> list[dict[str, object]]:
     folders = {kind: Store(kind).folder for kind in MAX_BYTES} | {"xla": xla_cache_folder()}
     return [{"name": name, "path": str(folder), **_size(folder)} for name, folder in folders.items()]
 

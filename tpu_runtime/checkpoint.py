@@ -7,7 +7,7 @@ Everything that can be wrong ends in a `CheckpointError` that says what to do.
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,8 @@ class Checkpoint:
     spec: ModelSpec
     model_id: str
     root: Path | None
+    # Where parts of a Hub model are: asking the Hub takes a request, and stages ask at every chunk.
+    located: dict[str, Path] = field(default_factory=dict, repr=False, compare=False)
 
     def folder(self, name: str, progress: Progress) -> Path:
         """The local folder of one part of the checkpoint; downloads that part alone if need be."""
@@ -58,7 +60,9 @@ class Checkpoint:
             return self.root
         if self.model_id == self.spec.tiny_id:
             return tiny.ensure(self.spec)
-        return hub.download(self.model_id, name, progress)
+        if name not in self.located:
+            self.located[name] = hub.download(self.model_id, name, progress)
+        return self.located[name]
 
     def index(self, progress: Progress) -> Mapping[str, Any]:
         """The checkpoint's `model_index.json`."""

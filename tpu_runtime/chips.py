@@ -13,7 +13,8 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-GIB = 2**30
+from .sizes import GIB
+
 LIBTPU = "libtpu==0.0.42.1"  # what jax 0.10.2 asks for
 
 

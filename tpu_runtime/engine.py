@@ -43,6 +43,8 @@ from .stages import Condition, Conditioning, ModelRef
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+# The stages of one generation.
+GENERATION = ("encode", "encode_image", "denoise", "decode")
 _engine: "Engine | None" = None
 _engine_lock = threading.Lock()
 
@@ -108,7 +110,7 @@ class Engine:
             raise ValueError(f"{spec.title} does not take an image.")
 
         def work(run: Run) -> Condition:
-            progress.text("Encoding the image")
+            run.progress.text("Encoding the image")
             config = run.found.config(spec.component(spec.vae), run.progress)
             tensors = spec.encode_image(run.call, image.to(torch.float32).cpu(), settings, config)
             return inputs.condition(spec, settings, tensors)
@@ -202,7 +204,7 @@ class Engine:
             finally:
                 self.activity = None
                 self.note_peak()
-            self._finished(activity, settings)
+            self._finished(activity)
             return result
 
     def _within_memory(self, run: "Run", work: "Callable[[Run], Result]", settings: Settings | None) -> Result:
@@ -226,14 +228,16 @@ class Engine:
             run.progress.text("Out of memory: everything else was unloaded, trying once more")
         raise OutOfMemory(memory_advice.sentence(run.spec, stage, settings, reason, len(self.devices)))
 
-    def _finished(self, activity: telemetry.Activity, settings: Settings | None) -> None:
-        """Adds a stage to the run it belongs to; decoding ends a run."""
+    def _finished(self, activity: telemetry.Activity) -> None:
+        """Adds a stage to the run it belongs to; decoding ends a run, and warming up is none."""
+        if activity.stage not in GENERATION:
+            return
         if self._run is None or self._run.model != activity.model or activity.stage in dict(self._run.stages):
             self._run = telemetry.LastRun(model=activity.model)
         self._run.stages.append((activity.stage, time.monotonic() - activity.started))
         if activity.stage == "denoise" and activity.seconds_per_unit:
             self._run.steps_per_second = 1 / activity.seconds_per_unit
-        self._run.peak_hbm = max(self.peak_bytes, default=None)
+        self._run.peak_hbm = max(self._run.peak_hbm or 0, activity.needed_bytes)
         self.last_run = self._run
         if activity.stage == "decode":
             log.info("%s", self._run)
@@ -264,7 +268,7 @@ class Engine:
         return self._executables[digest]
 
     def weights(
-        self, found: Checkpoint, component: Component, executable: cached_steps.Runnable, progress: Progress
+        self, found: Checkpoint, component: Component, executable: cached_steps.Runnable, progress: telemetry.Watched
     ) -> load.Weights:
         """A component's weights as `executable` wants them, loaded if they are not resident."""
         wanted = executable.program.args[0]
@@ -277,14 +281,17 @@ class Engine:
             return load.load(network, files, wanted, f"{component.name} of {found.model_id}", progress)
 
         key = (component.name, checkpoint.fingerprint(folder), executable.program.precision)
-        return self.residency.get(
+        resident = self.residency.get(
             key,
             component=component.name,
             model=found.model_id,
             size_bytes=load.bytes_per_chip(wanted),
             workspace_bytes=executable.workspace_bytes,
             load=read,
-        ).weights
+        )
+        needed = self.residency.size_bytes + executable.workspace_bytes
+        progress.activity.needed_bytes = max(progress.activity.needed_bytes, needed)
+        return resident.weights
 
 
 @contextlib.contextmanager
@@ -388,12 +395,14 @@ class Run:
         state = schedule.initial_state(noise, solver.num_memory)
         on_device = jax.tree.map(lambda x, want: jax.device_put(x, want.sharding), given, run.program.args[4])
         experts = self._experts(solver, settings)
-        self.engine.weights(self.found, spec.component(experts[0][0]), run, progress)
+        running = experts[0][0]
+        weights = self.engine.weights(self.found, spec.component(running), run, progress)
         progress.text(f"Denoising, {solver.num_steps} steps")
         progress.step(0, solver.num_steps, "step")
         for index, (expert, scale) in enumerate(experts):
             progress.check_cancelled()
-            weights = self.engine.weights(self.found, spec.component(expert), run, progress)
+            if expert != running:
+                running, weights = expert, self.engine.weights(self.found, spec.component(expert), run, progress)
             row, timestep = solver.table[index], solver.timesteps[index]
             *state, denoised = run(weights, tuple(state), row, timestep, on_device, np.float32(scale))
             jax.block_until_ready(state)

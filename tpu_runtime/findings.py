@@ -12,13 +12,12 @@ from jax.extend import core, source_info_util
 
 from . import flops, hlo
 from .bundles import Cost
-from .chips import GIB
 from .hlo import Instruction, Module
 from .kernels import find, kernel_of
 from .predict import Timing
 from .program import Program
+from .sizes import GIB, MIB
 
-MIB = 2**20
 _MOVES = ("copy", "transpose", "pad", "slice", "concatenate", "dynamic-slice", "dynamic-update-slice", "broadcast")
 _SEE_THROUGH = ("bitcast", "get-tuple-element", "reshape", "copy-start", "copy-done", "parameter", "constant")
 

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .progress import Progress
-
-MIB = 2**20
+from .sizes import MIB
 
 
 class HubError(ValueError):

@@ -18,10 +18,11 @@ from ..sharding.mesh import shape_of
 from .checkpoint import CheckpointError, TensorFile, folded_dimension
 from .modules import Network
 from .precision import Precision
+from .program import shard_bytes
 from .progress import Progress
+from .sizes import MIB
 
 Weights = dict[str, jax.Array]
-MIB = 2**20
 SECONDS_BETWEEN_TEXTS = 0.5
 NUMPY_VIEWS = {torch.bfloat16: (torch.int16, jax.numpy.bfloat16), torch.float32: (torch.float32, np.float32)}
 
@@ -61,7 +62,7 @@ def abstract(network: Network, mesh: Mesh, precision: Precision) -> dict[str, ja
 
 def bytes_per_chip(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> int:
     """Bytes of the weights on one chip, at rest."""
-    return sum(int(np.prod(w.sharding.shard_shape(w.shape))) * w.dtype.itemsize for w in wanted.values())
+    return sum(map(shard_bytes, wanted.values()))
 
 
 def load(

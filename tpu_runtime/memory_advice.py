@@ -3,21 +3,15 @@
 import math
 import os
 
-from .spec import IntLimit, ModelSpec, Settings
+from .spec import ModelSpec, Settings
 
 VARIABLE = "COMFYUI_TPU_HBM_GIB"
-GIB = 2**30
 # A video's sides in the smaller sizes that are proposed.
 SHARES = (0.75, 0.5)
 
 
 class OutOfMemory(RuntimeError):
     """Something does not fit on the devices; the message says what would."""
-
-
-def gib(size_bytes: float) -> str:
-    """A size for people: GiB, or MiB where that is small."""
-    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= 0.1 * GIB else f"{size_bytes / 2**20:.1f} MiB"
 
 
 def sentence(spec: ModelSpec, stage: str, settings: Settings | None, reason: str, num_devices: int) -> str:
@@ -36,12 +30,12 @@ def smaller(spec: ModelSpec, settings: Settings) -> list[str]:
     """Settings that need less, each with how much less: memory beside the weights grows with the tokens."""
     tokens = _tokens(spec, settings.height, settings.width, settings.num_frames)
     found = []
-    if not spec.is_image and (frames := _at_most(spec.inputs["num_frames"], settings.num_frames // 2)):
+    if not spec.is_image and (frames := spec.inputs["num_frames"].at_most(settings.num_frames // 2)):
         share = _tokens(spec, settings.height, settings.width, frames) / tokens
         found.append(f"num_frames {frames} instead of {settings.num_frames} ({_less(share)})")
     for part in SHARES:
         height, width = (
-            _at_most(spec.inputs[name], math.ceil(size * part))
+            spec.inputs[name].at_most(math.ceil(size * part))
             for name, size in (("height", settings.height), ("width", settings.width))
         )
         if height and width:
@@ -57,10 +51,3 @@ def _tokens(spec: ModelSpec, height: int, width: int, num_frames: int) -> int:
 
 def _less(share: float) -> str:
     return f"{100 * (1 - share):.0f} % less beside the weights"
-
-
-def _at_most(limit: object, value: int) -> int | None:
-    """The largest allowed value that is not above `value`; None if there is none."""
-    assert isinstance(limit, IntLimit)
-    allowed = (value - limit.plus) // limit.multiple_of * limit.multiple_of + limit.plus
-    return allowed if limit.low <= allowed <= limit.high else None

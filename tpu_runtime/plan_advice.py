@@ -147,5 +147,4 @@ def _allowed(limit: IntLimit, below: int) -> Iterator[int]:
 
 
 def _nearest(limit: IntLimit, value: float) -> int:
-    below = limit.plus + (int(value) - limit.plus) // limit.multiple_of * limit.multiple_of
-    return max(limit.low, below)
+    return limit.at_most(int(value)) or limit.low

@@ -66,8 +66,8 @@ def _target(mesh: Mesh) -> Iterator[None]:
         yield
 
 
-def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    """Bytes of an argument on one device."""
+def shard_bytes(leaf: jax.ShapeDtypeStruct | jax.Array) -> int:
+    """Bytes of an array on one of its devices."""
     size = leaf.dtype.itemsize
     for dim in leaf.sharding.shard_shape(leaf.shape):
         size *= dim

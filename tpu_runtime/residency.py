@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import jax
 
 from .cache import signature
-from .memory_advice import GIB, VARIABLE, OutOfMemory, gib
+from .memory_advice import VARIABLE, OutOfMemory
+from .sizes import GIB, readable
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +89,8 @@ class Residency:
             return
         if size_bytes + workspace_bytes > budget:
             raise OutOfMemory(
-                f"{title} needs {gib(size_bytes)} for its weights and {gib(workspace_bytes)} to run, on each chip; "
-                f"a chip has {gib(budget)}."
+                f"{title} needs {readable(size_bytes)} for its weights and {readable(workspace_bytes)} to run, on each "
+                f"chip; a chip has {readable(budget)}."
             )
         for other in [resident for resident in self._residents if resident != key]:
             held = self.size_bytes + (0 if key in self._residents else size_bytes)
@@ -99,7 +100,7 @@ class Residency:
 
     def _evict(self, key: Key) -> None:
         resident = self._residents.pop(key)
-        log.info("%s leaves the devices (%s a chip)", resident.title, gib(resident.size_bytes))
+        log.info("%s leaves the devices (%s a chip)", resident.title, readable(resident.size_bytes))
         for array in resident.weights.values():
             array.delete()
 

@@ -38,8 +38,16 @@ class IntLimit:
             rule = f"a multiple of {self.multiple_of} {rule}"
         return f"is {value}; it must be {rule}. Use {self._nearest(value)}."
 
+    def at_most(self, value: int) -> int | None:
+        """The largest allowed value that is not above `value`; None if there is none."""
+        below = self._not_above(value)
+        return below if self.low <= below <= self.high else None
+
+    def _not_above(self, value: int) -> int:
+        return self.plus + (value - self.plus) // self.multiple_of * self.multiple_of
+
     def _nearest(self, value: int) -> str:
-        below = self.plus + (value - self.plus) // self.multiple_of * self.multiple_of
+        below = self._not_above(value)
         clipped = sorted({min(max(near, self.low), self.high) for near in (below, below + self.multiple_of)})
         if not self.low <= value <= self.high:
             return str(clipped[0] if value < self.low else clipped[-1])

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from . import checkpoint, models, precision
 from . import stats as stats_module
-from .memory_advice import OutOfMemory
+from .memory_advice import OutOfMemory as OutOfMemory  # nodes catch it
 from .progress import Progress
 from .spec import ModelSpec, Settings
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["OutOfMemory"]
 
 # ComfyUI's CONDITIONING: one tensor `[1, length, dim]` with a dict that says where it comes from.
 Conditioning = list
@@ -143,6 +141,12 @@ def free(ids: Iterable[str] | None = None) -> None:
     """
     if engine := stats_module.engine_if_any():
         engine.free(ids)
+
+
+def resident_bytes() -> int:
+    """Bytes of weights on one chip; 0 before the first run."""
+    engine = stats_module.engine_if_any()
+    return engine.residency.size_bytes if engine else 0
 
 
 def stats() -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """What the process does and did: the running stage, compilations, bytes held on the devices."""
 
 import functools
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import jax
 
+from .program import shard_bytes
 from .progress import Preview, Progress
 
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
@@ -51,6 +51,7 @@ class Activity:
     total: int = 0
     unit: str = ""
     compiling: bool = False
+    needed_bytes: int = 0  # the most that one chip had to hold at a time: weights, and the running program
     started: float = field(default_factory=time.monotonic)
     unit_started: float | None = None
     unit_first: int = 0
@@ -127,9 +128,8 @@ def held_bytes(devices: Sequence[jax.Device]) -> list[int]:
         return [int(one["bytes_in_use"]) for one in stats]
     held = dict.fromkeys(devices, 0)
     for array in jax.live_arrays():
-        sharding = array.sharding
-        size = array.dtype.itemsize * math.prod(sharding.shard_shape(array.shape))
-        for device in sharding.device_set:
+        size = shard_bytes(array)
+        for device in array.sharding.device_set:
             if device in held:
                 held[device] += size
     return list(held.values())
