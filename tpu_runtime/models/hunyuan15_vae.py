@@ -18,61 +18,62 @@ def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any
     """One latent frame a call, what later frames look back at carried from one to the next: 1 frame, then 4 each.
 
     Upstream decodes the whole video at once. No frame sees later ones, neither by convolution nor by attention, so this
-    is the same.
+    is the same. One program serves the first latent frame too, which costs it four frames' time and spares minutes of
+    compiling.
     """
     import torch
 
     total = latents.shape[2]
     report(0, total)
     unseen = torch.zeros(latents[:, :1].shape)
-    frames, memory = call("vae_decoder", decode_first, latents[:, :, :1], unseen, place="image")
-    for index in range(1, total):
-        yield frames
-        report(index, total)
+    _, memory = call("vae_decoder", before_first, latents[:, :, :1], unseen, place="image")
+    for index in range(total):
         latent = latents[:, :, index : index + 1]
         frames, memory = call("vae_decoder", decode_next, latent, memory, place="image", carries=True)
-    yield frames
-    report(total, total)
+        yield frames if index else frames[:1]
+        report(index + 1, total)
 
 
-def decode_first(vae: Any, latent: "torch.Tensor", unseen: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
-    """The first latent frame `[1, 32, 1, h, w]` to one frame. `unseen`: zeros `[1, 1, T, h, w]` for a video of T."""
-    return _decode_frame(vae, latent, unseen, [])
+def before_first(vae: Any, latent: "torch.Tensor", unseen: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
+    """The memory before the first latent frame. `unseen`: zeros `[1, 1, T, h, w]` for a video of T."""
+    import torch
+
+    from .. import bridge
+
+    shapes = bridge.shapes(lambda *given: decode_next(vae, given[0], [given[1]])[1], latent, unseen)
+    return latent[:, :1], [torch.zeros(shape, dtype=latent.dtype, device=latent.device) for shape in shapes]
 
 
 def decode_next(
     vae: Any, latent: "torch.Tensor", memory: "list[torch.Tensor]"
 ) -> "tuple[torch.Tensor, list[torch.Tensor]]":
-    """The next latent frame to frames `[4, 16h, 16w, 3]` in 0..1, and the memory after it.
+    """The next latent frame `[1, 32, 1, h, w]` to frames `[4, 16h, 16w, 3]` in 0..1, and the memory after it.
 
     `memory` is which of the last T frames there were, and, in the order of use, the last inputs of each convolution and
-    the last T keys and values of the attention.
+    the last T keys and values of the attention. Of the first latent frame, whose time upstream does not double, only
+    the first of the four frames is meant, and it alone is remembered.
     """
-    return _decode_frame(vae, latent, memory[0], memory[1:])
-
-
-def _decode_frame(
-    vae: Any, latent: "torch.Tensor", seen: "torch.Tensor", memory: "list[torch.Tensor]"
-) -> "tuple[torch.Tensor, list[torch.Tensor]]":
     import torch
     from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as upstream
 
     from .. import bridge
 
-    given = iter(memory)
+    seen, *past_inputs = memory
+    given, is_first = iter(past_inputs), seen.amax() == 0
     seen = torch.cat([seen[:, :, 1:], torch.ones_like(seen[:, :, :1])], dim=2)
     kept = [seen]
 
     def convolve_later(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
-        past = next(given) if memory else repeated(conv, x)
+        alone = repeated(conv, x)
+        past = torch.where(is_first, alone, next(given, alone))
         x = torch.cat([past, x], dim=2)
-        kept.append(x[:, :, -past.shape[2] :])
+        kept.append(torch.where(is_first, alone, x[:, :, -past.shape[2] :]))
         return convolve(conv, x)
 
     def attend(attention: Any, x: "torch.Tensor") -> "torch.Tensor":
         normed = attention.norm(x)
         for new in (attention.to_k(normed), attention.to_v(normed)):
-            past = next(given) if memory else torch.zeros_like(new).repeat_interleave(seen.shape[2], dim=2)
+            past = next(given, torch.zeros_like(new).repeat_interleave(seen.shape[2], dim=2))
             kept.append(torch.cat([past[:, :, 1:], new], dim=2))
         return attention.proj_out(bridge.inside(attend_to_seen, attention.to_q(normed), *kept[-2:], seen)) + x
 
@@ -82,8 +83,8 @@ def _decode_frame(
             module.forward = partial(convolve_later, module)
         elif isinstance(module, upstream.HunyuanVideo15AttnBlock):
             module.forward = partial(attend, module)
-        elif isinstance(module, upstream.HunyuanVideo15Upsample) and module.add_temporal_upsample and memory:
-            module.forward = partial(_upsample_later, module)
+        elif isinstance(module, upstream.HunyuanVideo15Upsample) and module.add_temporal_upsample:
+            module.forward = partial(_upsample_time, module, is_first)
     frames = decoder(latent)[0].permute(1, 2, 3, 0).float() / 2 + 0.5
     return frames.clamp(0.0, 1.0), kept
 
@@ -133,10 +134,17 @@ def prepare_image_encoder(encoder: Any) -> None:
             module.forward = partial(attend_to_image, module)
 
 
-def _upsample_later(upsample: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """Upstream's temporal upsampling of frames after the first, which alone is not doubled in time."""
+def _upsample_time(upsample: Any, is_first: "torch.Tensor", x: "torch.Tensor") -> "torch.Tensor":
+    """Upstream's upsampling in space and time; the video's first frame alone is not doubled in time, here repeated."""
+    import torch
+
+    out, first = upsample.conv(x), x[:, :, :1]
     double = partial(upsample._dcae_upsample_rearrange, r1=2, r2=2, r3=2)
-    return double(upsample.conv(x)) + double(x).repeat_interleave(repeats=upsample.repeats, dim=1)
+    single = partial(upsample._dcae_upsample_rearrange, r1=1, r2=2, r3=2)
+    later = double(out) + double(x).repeat_interleave(repeats=upsample.repeats, dim=1)
+    alone = single(first).repeat_interleave(repeats=upsample.repeats // 2, dim=1)
+    alone = alone + single(out[:, :, :1])[:, : alone.shape[1]]
+    return torch.where(is_first, alone, later)
 
 
 def attend_to_image(attention: Any, x: "torch.Tensor") -> "torch.Tensor":

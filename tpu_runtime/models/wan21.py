@@ -144,56 +144,76 @@ def embed_patches(embedding: Any, latents: "torch.Tensor") -> "torch.Tensor":
 
 
 def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
-    """One latent frame a call, the causal caches carried from one to the next: 1 frame, then 4 each."""
+    """One latent frame a call, what later ones look back at carried from one to the next: 1 frame, then 4 each.
+
+    One program serves the first latent frame too, which costs it four frames' time and spares minutes of compiling.
+    """
     total = latents.shape[2]
     report(0, total)
-    frames, caches = call("vae_decoder", decode_first, latents[:, :, :1], place="image")
-    for index in range(1, total):
-        yield frames
-        report(index, total)
+    _, memory = call("vae_decoder", before_first, latents[:, :, :1], place="image")
+    for index in range(total):
         latent = latents[:, :, index : index + 1]
-        frames, caches = call("vae_decoder", decode_next, latent, caches, place="image", carries=True)
-    yield frames
-    report(total, total)
+        frames, memory = call("vae_decoder", decode_next, latent, memory, place="image", carries=True)
+        yield frames if index else frames[:1]
+        report(index + 1, total)
 
 
-def decode_next(vae: Any, latent: "torch.Tensor", caches: list) -> "tuple[torch.Tensor, list]":
-    """One latent frame `[1, 16, 1, h, w]` to frames `[frames, 8h, 8w, 3]` in 0..1, and the causal caches after it.
-
-    `caches` is upstream's `feat_cache`: None before the first chunk, then what the last chunk returned.
-    """
-    caches = list(caches)
-    first = all(cache is None for cache in caches)
-    frames = vae.decoder(vae.post_quant_conv(latent), feat_cache=caches, feat_idx=[0], first_chunk=first)
-    return (frames[0].permute(1, 2, 3, 0).float() / 2 + 0.5).clamp(0.0, 1.0), caches
-
-
-def decode_first(vae: Any, latent: "torch.Tensor") -> "tuple[torch.Tensor, list]":
-    """The first latent frame. Its caches come out in the shape that later ones have, so that one program serves those.
-
-    Upstream knows three structures of caches: none, after the first chunk (one frame each, and the mark "Rep" where
-    time is not yet doubled), after the second. Zeros in front of the first chunk's caches give the same numbers.
-    """
-    from .. import bridge
-
-    empty = [None] * vae._cached_conv_counts["decoder"]
-    frames, caches = decode_next(vae, latent, empty)
-    later = bridge.shapes(lambda latent: decode_next(vae, latent, decode_next(vae, latent, empty)[1])[1], latent)
-    return frames, lengthened(caches, later, latent)
-
-
-def lengthened(caches: list, shapes: list, like: "torch.Tensor") -> "list[torch.Tensor | None]":
-    """The first chunk's causal caches in the `shapes` of later ones, zeros in front; `like` gives the format."""
+def before_first(vae: Any, latent: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
+    """The memory before the first latent frame."""
     import torch
 
-    def lengthen(cache: Any, shape: tuple[int, ...] | None) -> "torch.Tensor | None":
-        if shape is None:  # upstream counts a cache for every convolution; the 1x1x1 shortcuts use none
-            return None
-        kept = cache.shape[2] if isinstance(cache, torch.Tensor) else 0
-        missing = torch.zeros((*shape[:2], shape[2] - kept, *shape[3:]), dtype=like.dtype, device=like.device)
-        return torch.cat([missing, cache], dim=2) if kept else missing
+    from .. import bridge
 
-    return [lengthen(cache, shape) for cache, shape in zip(caches, shapes, strict=True)]
+    shapes = bridge.shapes(lambda latent: decode_next(vae, latent, [])[1], latent)
+    is_first, *caches = [torch.zeros(shape, dtype=latent.dtype, device=latent.device) for shape in shapes]
+    return latent[:, :1], [is_first + 1, *caches]
+
+
+def decode_next(
+    vae: Any, latent: "torch.Tensor", memory: "list[torch.Tensor]"
+) -> "tuple[torch.Tensor, list[torch.Tensor]]":
+    """A latent frame `[1, 16, 1, h, w]` to frames `[4, 8h, 8w, 3]` in 0..1, and the memory after it.
+
+    `memory` is an image of ones before the first frame and of zeros later, then the last two inputs of each causal
+    convolution in the order of use. Of the first latent frame, whose time upstream does not double, only the first of
+    the four frames is meant, and it alone is remembered.
+    """
+    import torch
+    from torch.nn.functional import silu
+
+    given = iter(memory[1:])
+    is_first = memory[0].amax() > 0 if memory else torch.ones((), dtype=torch.bool, device=latent.device)
+    kept = [torch.zeros_like(latent[:, :1])]
+
+    def convolve(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
+        past = next(given, torch.zeros_like(x[:, :, :1]).repeat_interleave(2, dim=2))
+        alone = torch.cat([torch.zeros_like(x[:, :, :1]), x[:, :, :1]], dim=2)
+        kept.append(torch.where(is_first, alone, torch.cat([past, x], dim=2)[:, :, -2:]))
+        return conv(x, past)
+
+    def residual(block: Any, x: "torch.Tensor") -> "torch.Tensor":
+        out = convolve(block.conv1, silu(block.norm1(x)))
+        return convolve(block.conv2, silu(block.norm2(out))) + block.conv_shortcut(x)
+
+    def upsample(sampler: Any, x: "torch.Tensor") -> "torch.Tensor":
+        if sampler.mode == "upsample3d":
+            doubled = convolve(sampler.time_conv, x).unflatten(1, (2, -1)).movedim(1, 3).flatten(2, 3)
+            # Nor is the first frame remembered here.
+            kept[-1] = torch.where(is_first, torch.zeros_like(kept[-1]), kept[-1])
+            x = torch.where(is_first, x.repeat_interleave(2, dim=2), doubled)
+        return sampler.resample(x.transpose(1, 2).flatten(0, 1)).unflatten(0, (1, -1)).transpose(1, 2)
+
+    decoder = vae.decoder
+    x = convolve(decoder.conv_in, vae.post_quant_conv(latent))
+    (before, after), (attention,) = decoder.mid_block.resnets, decoder.mid_block.attentions
+    x = residual(after, attention(residual(before, x)))
+    for block in decoder.up_blocks:
+        for resnet in block.resnets:
+            x = residual(resnet, x)
+        for sampler in block.upsamplers or ():
+            x = upsample(sampler, x)
+    frames = convolve(decoder.conv_out, silu(decoder.norm_out(x)))
+    return (frames[0].permute(1, 2, 3, 0).float() / 2 + 0.5).clamp(0.0, 1.0), kept
 
 
 def finish(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":

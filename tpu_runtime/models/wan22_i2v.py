@@ -95,7 +95,21 @@ def encode_first(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, list]"
 
     latent, caches = first(cells)
     later = bridge.shapes(lambda cells: encode_grey(vae, first(cells)[1])[1], cells)
-    return latent, wan21.lengthened(caches, later, cells)
+    return latent, lengthened(caches, later, cells)
+
+
+def lengthened(caches: list, shapes: list, like: "torch.Tensor") -> "list[torch.Tensor | None]":
+    """The first chunk's causal caches in the `shapes` of later ones, zeros in front; `like` gives the format."""
+    import torch
+
+    def lengthen(cache: Any, shape: tuple[int, ...] | None) -> "torch.Tensor | None":
+        if shape is None:  # upstream counts a cache for every convolution; the 1x1x1 shortcuts use none
+            return None
+        kept = cache.shape[2] if isinstance(cache, torch.Tensor) else 0
+        missing = torch.zeros((*shape[:2], shape[2] - kept, *shape[3:]), dtype=like.dtype, device=like.device)
+        return torch.cat([missing, cache], dim=2) if kept else missing
+
+    return [lengthen(cache, shape) for cache, shape in zip(caches, shapes, strict=True)]
 
 
 _EXPERT = replace(
