@@ -13,7 +13,8 @@ from aiohttp import web
 from server import PromptServer
 
 routes = PromptServer.instance.routes
-FAULTS = {"fail": "", "delay": 0.0}
+# Where it fails, and how many seconds each kind of work waits.
+FAULTS = {"fail": "", "delay": {}}
 PATCHED = []
 
 
@@ -25,8 +26,7 @@ def runtime(name):
 
 def disturb(where):
     """Called by the patched runtime at every unit of work."""
-    if FAULTS["delay"]:
-        time.sleep(FAULTS["delay"])
+    time.sleep(FAULTS["delay"].get(where, 0.0))
     if FAULTS["fail"] == where:
         import jax
 

@@ -99,9 +99,7 @@ class Server:
             **self.environment,
         }
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                command, cwd=COMFYUI, env=environment, stdout=log, stderr=subprocess.STDOUT
-            )
+            self.process = subprocess.Popen(command, cwd=COMFYUI, env=environment, stdout=log, stderr=subprocess.STDOUT)
         self._wait()
 
     def _wait(self) -> None:

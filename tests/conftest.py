@@ -9,6 +9,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+# Tensors are tiny: more threads would wait for each other, at the cost of the other worker.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     # Compiling the tiny programs takes most of the suite's time, running them little of it.
     flags = (
@@ -25,8 +27,13 @@ from comfyui_tpu.tests import comfyui_server  # noqa: E402
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The cache folder of this run: nothing comes from earlier runs, nothing is left behind."""
-    folder = tmp_path_factory.mktemp("cache")
+    """The cache folder of this run: nothing comes from earlier runs, nothing is left behind.
+
+    What one worker or server has compiled serves all the others.
+    """
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-cache"
+    folder.mkdir(exist_ok=True)
     saved = {name: os.environ.get(name) for name in ("COMFYUI_TPU_CACHE", "JAX_COMPILATION_CACHE_DIR")}
     os.environ["COMFYUI_TPU_CACHE"] = str(folder)
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
@@ -39,17 +46,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def programs_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache folder of all servers of this run: what one has compiled serves the others, in all workers."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "servers-cache"
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
-@pytest.fixture(scope="session")
 def start_comfyui(
-    tmp_path_factory: pytest.TempPathFactory, programs_cache: Path
+    tmp_path_factory: pytest.TempPathFactory, cache: Path
 ) -> Iterator[Callable[..., comfyui_server.Server]]:
     """Starts ComfyUI servers, each in a folder of its own unless `base` is given; ends them with the session.
 
@@ -59,7 +57,7 @@ def start_comfyui(
 
     def start(base: Path | None = None, **options: Any) -> comfyui_server.Server:
         base = base or tmp_path_factory.mktemp("comfyui")
-        server = comfyui_server.prepare(base, **{"cache": programs_cache, **options})
+        server = comfyui_server.prepare(base, **{"cache": cache, **options})
         started.append(server)
         server.start()
         return server

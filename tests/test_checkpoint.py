@@ -269,8 +269,7 @@ def test_no_network(encode_with_hub: Callable):
     assert (
         "text_encoder of owner/model is not on this machine and the Hugging Face Hub cannot be reached. With a "
         'network, run: hf download owner/model --include "text_encoder/*" "model_index.json"; or set model_id to a '
-        "local folder."
-        in result.stderr
+        "local folder." in result.stderr
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from comfyui_tpu.tpu_runtime import chips, findings, plan, plan_advice, plan_com
 from comfyui_tpu.tpu_runtime.chips import GIB
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
 from comfyui_tpu.tpu_runtime.program import Program
-from comfyui_tpu.tpu_runtime.spec import ModelSpec
+from comfyui_tpu.tpu_runtime.spec import Component, ModelSpec
 from comfyui_tpu.tpu_runtime.stages import settings_of
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -251,17 +252,26 @@ def test_the_denoiser_is_as_fast_as_recorded(recorded: dict):
 
 
 def programs_of(spec: ModelSpec, stages: tuple[str, ...]) -> tuple[Program, ...]:
-    """At the default size: scanned blocks cost no compile time for their number. A VAE has none, so it is tiny."""
+    """At the default size: scanned blocks cost no compile time for their number. A VAE has none, so it is tiny, and a
+    decoder has one residual block for each size.
+    """
     settings = settings_of(spec)
     if "decode" in stages:
         sizes = {name: size for name, size in spec.tiny_inputs.items() if hasattr(settings, name)}
-        tiny = [replace(part, config={**part.config, **part.tiny}) for part in spec.components if not part.blocks]
+        tiny = [replace(part, config={**part.config, **shallow(part)}) for part in spec.components if not part.blocks]
         same = [part for part in spec.components if part.blocks]
         spec, settings = replace(spec, components=(*same, *tiny)), replace(settings, **sizes)
     request = plan_compile.Request(spec=spec, settings=settings, topology=chips.topology("v6e-8"), stages=stages)
     return request.programs()
 
 
+def shallow(part: Component) -> dict[str, Any]:
+    depths = ("num_res_blocks", "layers_per_block") if part.name == "vae_decoder" else ()
+    return {**part.tiny, **{name: 0 for name in depths if name in part.tiny}}
+
+
+# Programs that were compiled and had nothing wrong with them.
+SOUND: set[str] = set()
 EVERY = [(spec, stages) for spec in SPECS for stages in (("encode", "denoise"), ("image", "decode"))]
 
 
@@ -276,8 +286,13 @@ def test_every_program_compiles_for_eight_chips_without_known_waste(spec: ModelS
     for program in programs_of(spec, stages):
         assert findings.replicated_weights(program) == []
         assert findings.huge_products(program) == []
+        lowered = program.lower()
+        source = lowered.as_text()
+        if source in SOUND:
+            continue  # families share encoders and VAEs
         # The least effort: a third of the time, and the same structure.
         quick = {"exec_time_optimization_effort": -1.0}
-        text = program.lower().compile(compiler_options=quick).as_text()
+        text = lowered.compile(compiler_options=quick).as_text()
         assert findings.find_scatters(text) == [], program.name
         assert findings.float32_scores(text) == [], program.name
+        SOUND.add(source)

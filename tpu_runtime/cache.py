@@ -3,13 +3,16 @@
 A cache never stops a run: what cannot be written or read is said in the log, and done without.
 """
 
+import contextlib
 import errno
 import functools
 import hashlib
 import logging
 import os
+import stat
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,14 +124,23 @@ class Store:
 
     def _make_room(self, size: int) -> None:
         """Lets the longest unused entries go, and what killed processes left."""
-        entries = sorted((entry.stat().st_mtime, entry) for entry in self.folder.iterdir() if entry.is_file())
+        entries = sorted(_entries(self.folder))
         newest = entries[-1][0] if entries else 0.0
-        held = sum(entry.stat().st_size for _, entry in entries)
-        for modified, entry in entries:
+        held = sum(entry_size for _, entry_size, _ in entries)
+        for modified, entry_size, entry in entries:
             is_abandoned = entry.name.startswith(".") and modified < newest - ABANDONED_S
             if is_abandoned or held + size > MAX_BYTES[self.kind]:
-                held -= entry.stat().st_size
+                held -= entry_size
                 entry.unlink(missing_ok=True)
+
+
+def _entries(folder: Path) -> Iterator[tuple[float, int, Path]]:
+    """When each file was last used, its size and path; another process may remove some meanwhile."""
+    for entry in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            status = entry.stat()
+            if stat.S_ISREG(status.st_mode):
+                yield status.st_mtime, status.st_size, entry
 
 
 def _touch(path: Path) -> None:
