@@ -262,7 +262,7 @@ def test_out_of_memory_is_said_with_advice_and_everything_is_freed(server: Serve
 
 
 def test_two_hundred_prompts_leak_nothing_and_compile_nothing(server: Server):
-    graph = workflow("Flux2", num_inference_steps=1, height=48, width=48)
+    graph = workflow("Flux2", num_inference_steps=1, height=64, width=64)
     sampler = next(node for node in graph.values() if node["class_type"] == "Flux2TPUSampler")
     encoder = next(node for node in graph.values() if node["class_type"] == "Flux2TextEncoder")
 
