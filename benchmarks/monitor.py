@@ -8,6 +8,7 @@ clients: a TPU machine has more to spare.
 import argparse
 import contextlib
 import http.client
+import os
 import random
 import statistics
 import sys
@@ -108,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args(arguments)
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     with tempfile.TemporaryDirectory() as folder:
         server = prepare(Path(folder))
         server.start()
