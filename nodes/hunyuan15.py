@@ -19,8 +19,6 @@ IMAGE_ENCODER = image_encoder(IMAGE_SPEC, LABEL, "image", *_SIZE, "resize", *_MO
 SAMPLER = sampler(SPEC, LABEL, *_SOCKETS, *_NUMBERS, "flow_shift", *_MODEL, *_CACHE, image_spec=IMAGE_SPEC)
 DECODER = decoder(SPEC, LABEL, "latents", "fps", *_MODEL)
 STAGES = (TEXT_ENCODER, IMAGE_ENCODER, SAMPLER, DECODER)
-PIPELINE = pipeline(
-    SPEC, LABEL, STAGES, *_PROMPTS, *_NUMBERS, "flow_shift", "fps", *_MODEL, "image", "resize", *_CACHE
-)
+PIPELINE = pipeline(SPEC, LABEL, STAGES, *_PROMPTS, *_NUMBERS, "flow_shift", "fps", *_MODEL, "image", "resize", *_CACHE)
 
 NODES = (*STAGES, PIPELINE)
