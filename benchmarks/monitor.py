@@ -1,6 +1,6 @@
 """What the monitor costs a running workflow: paired runs with polling clients and without, on a real ComfyUI server.
 
-Run: python benchmarks/monitor.py [--pairs 40] [--clients 10] [--steps 100], on a machine that does nothing else.
+Run: python benchmarks/monitor.py [--pairs 80] [--clients 10] [--steps 100], on a machine that does nothing else.
 Starts a server of its own, with the tiny Wan 2.1 on eight simulated chips, so the runs lie on the same cores as the
 clients: a TPU machine has more to spare.
 """
@@ -8,7 +8,6 @@ clients: a TPU machine has more to spare.
 import argparse
 import contextlib
 import http.client
-import os
 import random
 import statistics
 import sys
@@ -105,11 +104,10 @@ def measure(server: Server, pairs: int, clients: int, steps: int) -> list[float]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 1 when the median ratio misses the target."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--pairs", type=int, default=80)
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args(arguments)
-    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     with tempfile.TemporaryDirectory() as folder:
         server = prepare(Path(folder))
         server.start()

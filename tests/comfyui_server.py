@@ -94,7 +94,7 @@ class Server:
             "PYTHONPATH": str(self.base / "stubs"),
             "COMFYUI_TPU_CACHE": str(self.cache),
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": os.environ["XLA_FLAGS"],
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS", "--xla_force_host_platform_device_count=8"),
             "HF_HUB_OFFLINE": "1",
             **self.environment,
         }

@@ -159,7 +159,7 @@ def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any
 
 
 def before_first(vae: Any, latent: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
-    """The memory before the first latent frame."""
+    """The memory before the first latent frame; of its result nothing is used."""
     import torch
 
     from .. import bridge
@@ -186,8 +186,9 @@ def decode_next(
     kept = [torch.zeros_like(latent[:, :1])]
 
     def convolve(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
-        past = next(given, torch.zeros_like(x[:, :, :1]).repeat_interleave(2, dim=2))
-        alone = torch.cat([torch.zeros_like(x[:, :, :1]), x[:, :, :1]], dim=2)
+        blank = torch.zeros_like(x[:, :, :1])
+        past = next(given, torch.cat([blank, blank], dim=2))
+        alone = torch.cat([blank, x[:, :, :1]], dim=2)
         kept.append(torch.where(is_first, alone, torch.cat([past, x], dim=2)[:, :, -2:]))
         return conv(x, past)
 
