@@ -1,6 +1,7 @@
 """ComfyUI's model management knows the pack as one loaded model: whatever unloads models unloads this one too."""
 
 import functools
+import threading
 
 import comfy.model_management
 import comfy.model_patcher
@@ -55,18 +56,21 @@ def register() -> None:
 def wrap_unload() -> None:
     """Lets `unload_all_models` free also what no model stands for (programs, after a run that failed while loading).
 
-    Done once, however often the pack is imported.
+    Done once, however often the pack is imported. One call at a time: freeing waits for a running stage, and two calls
+    that wait would both take the same models out of ComfyUI's list.
     """
+    unloading = threading.RLock()
     original = comfy.model_management.unload_all_models
     if getattr(original, "frees_tpu", False):
         return
 
     @functools.wraps(original)
     def unload_all_models(*args: object, **kwargs: object) -> object:
-        try:
-            return original(*args, **kwargs)
-        finally:
-            stages.free()
+        with unloading:
+            try:
+                return original(*args, **kwargs)
+            finally:
+                stages.free()
 
     unload_all_models.frees_tpu = True
     comfy.model_management.unload_all_models = unload_all_models
