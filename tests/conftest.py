@@ -1,5 +1,6 @@
 """Eight simulated chips, a cache of the session's own, ComfyUI servers, and the comparison that parity tests print."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,13 +16,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**32))
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    # Compiling the tiny programs takes more of the suite's time than running them.
+    # Compiling the tiny programs takes more of the suite's time than running them; half of it went into fusions.
     flags = (
         "--xla_force_host_platform_device_count=8",
-        "--xla_backend_optimization_level=1",
+        "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_use_fusion_emitters=false",
     )
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
+
+# Tracing makes objects by the million, most of them for long.
+gc.set_threshold(50_000)
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402

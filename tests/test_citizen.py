@@ -8,10 +8,11 @@ import resource
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -130,9 +131,27 @@ class Listener(threading.Thread):
         return [Image.open(BytesIO(data[8:])) for data in found]
 
 
+# Programs that run two hundred times are worth more of the compiler's time than those of other tests.
+FLAGS = (
+    "--xla_force_host_platform_device_count=8 "
+    "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
+)
+
+
 @pytest.fixture(scope="module")
-def server(start_comfyui: Callable[..., Server]) -> Server:
-    found = start_comfyui(packs={"citizen": NEIGHBOUR}, arguments=("--preview-method", "auto"))
+def start(start_comfyui: Callable[..., Server]) -> Callable[..., Server]:
+    """Starts servers that have the neighbour pack; see `start_comfyui`."""
+
+    def start(*, environment: Mapping[str, str] | None = None, **options: Any) -> Server:
+        environment = {"XLA_FLAGS": FLAGS, **(environment or {})}
+        return start_comfyui(packs={"citizen": NEIGHBOUR}, environment=environment, **options)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[..., Server]) -> Server:
+    found = start(arguments=("--preview-method", "auto"))
     shutil.copy(PACK / "examples" / "wan_i2v_input.jpg", found.base / "input" / "wan_i2v_input.jpg")
     return found
 
@@ -313,9 +332,9 @@ def process_ram(server: Server) -> int:
 # --- a budget ---------------------------------------------------------------------------------------------------------
 
 
-def test_twenty_prompts_over_five_families_stay_under_a_budget(start_comfyui: Callable[..., Server]):
+def test_twenty_prompts_over_five_families_stay_under_a_budget(start: Callable[..., Server]):
     """The neediest program, HunyuanVideo's step, fits with its own weights and no other family's beside it."""
-    limited = start_comfyui(packs={"citizen": NEIGHBOUR}, environment={"COMFYUI_TPU_HBM_GIB": str(BUDGET_MIB / 1024)})
+    limited = start(environment={"COMFYUI_TPU_HBM_GIB": str(BUDGET_MIB / 1024)})
     shutil.copy(PACK / "examples" / "wan_i2v_input.jpg", limited.base / "input" / "wan_i2v_input.jpg")
     samples, done = [], threading.Event()
 
@@ -349,9 +368,9 @@ def test_twenty_prompts_over_five_families_stay_under_a_budget(start_comfyui: Ca
 # --- warm starts, broken caches ---------------------------------------------------------------------------------------
 
 
-def test_a_second_process_compiles_and_encodes_nothing(start_comfyui: Callable[..., Server], server: Server):
+def test_a_second_process_compiles_and_encodes_nothing(start: Callable[..., Server], server: Server):
     first = digest(server.run(workflow("Wan21", seed=51)))
-    second = start_comfyui(packs={"citizen": NEIGHBOUR})
+    second = start()
     assert digest(second.run(workflow("Wan21", seed=51))) == first
     assert second.get("/citizen/compilations")["backend"] == 0
     assert second.get("/tpu/stats")["counts"] == {"load": 2, "encode": 0, "compile": 0}
@@ -372,7 +391,7 @@ def right(server: Server) -> tuple[dict, str]:
 
 
 def test_damaged_entries_are_dropped_and_made_anew(
-    start_comfyui: Callable[..., Server], right: tuple[dict, str], own_cache: Path
+    start: Callable[..., Server], right: tuple[dict, str], own_cache: Path
 ):
     for kind in ("programs", "prompts"):
         for number, path in enumerate(sorted((own_cache / kind).glob("*.bin"))):
@@ -380,18 +399,18 @@ def test_damaged_entries_are_dropped_and_made_anew(
             path.write_bytes((content[: len(content) // 2], content[:900] + b"?" + content[901:], b"")[number % 3])
     for path in (own_cache / "xla").iterdir():
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    broken = start_comfyui(packs={"citizen": NEIGHBOUR}, cache=own_cache)
+    broken = start(cache=own_cache)
     assert digest(broken.run(right[0])) == right[1]
     assert "is dropped: it is damaged. It is made anew." in broken.log.read_text()
     broken.stop()
 
 
 def test_a_process_killed_while_it_writes_leaves_nothing_that_hurts(
-    start_comfyui: Callable[..., Server], right: tuple[dict, str], own_cache: Path
+    start: Callable[..., Server], right: tuple[dict, str], own_cache: Path
 ):
     shutil.rmtree(own_cache / "programs")
     shutil.rmtree(own_cache / "prompts")
-    broken = start_comfyui(packs={"citizen": NEIGHBOUR}, cache=own_cache)
+    broken = start(cache=own_cache)
     broken.queue(right[0])
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not list(own_cache.glob("*/.*-*")):
@@ -403,25 +422,23 @@ def test_a_process_killed_while_it_writes_leaves_nothing_that_hurts(
 
 
 def test_a_folder_that_cannot_be_written_is_replaced(
-    start_comfyui: Callable[..., Server], right: tuple[dict, str], own_cache: Path, tmp_path: Path
+    start: Callable[..., Server], right: tuple[dict, str], own_cache: Path, tmp_path: Path
 ):
     """No folder can be made where a file lies: not even root writes there."""
     (tmp_path / "file").write_text("")
     shutil.move(own_cache, tmp_path / f"comfyui-tpu-{os.getuid()}")
     wanted = tmp_path / "file" / "cache"
-    blocked = start_comfyui(packs={"citizen": NEIGHBOUR}, cache=wanted, environment={"TMPDIR": str(tmp_path)})
+    blocked = start(cache=wanted, environment={"TMPDIR": str(tmp_path)})
     assert digest(blocked.run(right[0])) == right[1]
     assert f"the cache folder {wanted} cannot be written" in blocked.log.read_text()
     blocked.stop()
 
 
-def test_a_full_disk_costs_the_cache_only(
-    start_comfyui: Callable[..., Server], right: tuple[dict, str], own_cache: Path
-):
+def test_a_full_disk_costs_the_cache_only(start: Callable[..., Server], right: tuple[dict, str], own_cache: Path):
     """The kernel refuses to let the process's files grow, as a full disk does."""
     shutil.rmtree(own_cache / "programs")
     shutil.rmtree(own_cache / "xla")
-    full = start_comfyui(packs={"citizen": NEIGHBOUR}, cache=own_cache)
+    full = start(cache=own_cache)
     largest = max(path.stat().st_size for path in full.base.rglob("*") if path.is_file())
     limit = max(largest + 2**16, 2**17)
     resource.prlimit(full.process.pid, resource.RLIMIT_FSIZE, (limit, limit))
