@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
+from .. import decoding
 from ..spec import Call, Component, Report, Settings
 
 if TYPE_CHECKING:
@@ -18,20 +19,14 @@ def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any
     """One latent frame a call, what later frames look back at carried from one to the next: 1 frame, then 4 each.
 
     Upstream decodes the whole video at once. No frame sees later ones, neither by convolution nor by attention, so this
-    is the same. One program serves the first latent frame too, which costs it four frames' time and spares minutes of
-    compiling.
+    is the same.
     """
     import torch
 
-    total = latents.shape[2]
-    report(0, total)
     unseen = torch.zeros(latents[:, :1].shape)
-    _, memory = call("vae_decoder", before_first, latents[:, :, :1], unseen, place="image")
-    for index in range(total):
-        latent = latents[:, :, index : index + 1]
-        frames, memory = call("vae_decoder", decode_next, latent, memory, place="image", carries=True)
-        yield frames if index else frames[:1]
-        report(index + 1, total)
+    return decoding.one_by_one(
+        call, latents, report, before_first=before_first, decode_next=decode_next, given=(unseen,)
+    )
 
 
 def before_first(vae: Any, latent: "torch.Tensor", unseen: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
+from .. import decoding
 from ..spec import (
     Call,
     Component,
@@ -144,18 +145,8 @@ def embed_patches(embedding: Any, latents: "torch.Tensor") -> "torch.Tensor":
 
 
 def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
-    """One latent frame a call, what later ones look back at carried from one to the next: 1 frame, then 4 each.
-
-    One program serves the first latent frame too, which costs it four frames' time and spares minutes of compiling.
-    """
-    total = latents.shape[2]
-    report(0, total)
-    _, memory = call("vae_decoder", before_first, latents[:, :, :1], place="image")
-    for index in range(total):
-        latent = latents[:, :, index : index + 1]
-        frames, memory = call("vae_decoder", decode_next, latent, memory, place="image", carries=True)
-        yield frames if index else frames[:1]
-        report(index + 1, total)
+    """One latent frame a call, what later ones look back at carried from one to the next: 1 frame, then 4 each."""
+    return decoding.one_by_one(call, latents, report, before_first=before_first, decode_next=decode_next)
 
 
 def before_first(vae: Any, latent: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
