@@ -6,6 +6,7 @@ Its source is copied into a server's `custom_nodes`; nothing of it is part of th
 import asyncio
 import gc
 import hashlib
+import os
 import sys
 import time
 
@@ -58,6 +59,13 @@ async def faults(request):
     FAULTS.update(await request.json())
     patch()
     return web.json_response(FAULTS)
+
+
+@routes.post("/citizen/budget")
+async def budget(request):
+    """What the environment would say at the start; the runtime reads it at every use."""
+    os.environ["COMFYUI_TPU_HBM_GIB"] = str((await request.json())["gib"])
+    return web.json_response({})
 
 
 @routes.get("/citizen/unload")

@@ -25,6 +25,11 @@ COMFYUI = Path(os.environ.get("COMFYUI_PATH") or "~/ComfyUI").expanduser()
 START_TIMEOUT_S = 180
 RUN_TIMEOUT_S = 600
 STOP_TIMEOUT_S = 60
+# A server runs its programs often, so they are worth more of the compiler's time than those of other tests.
+FLAGS = (
+    "--xla_force_host_platform_device_count=8 "
+    "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
+)
 
 needs_comfyui = pytest.mark.skipif(
     not (COMFYUI / "main.py").is_file(), reason=f"no ComfyUI in {COMFYUI}; set COMFYUI_PATH"
@@ -94,7 +99,7 @@ class Server:
             "PYTHONPATH": str(self.base / "stubs"),
             "COMFYUI_TPU_CACHE": str(self.cache),
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": os.environ.get("XLA_FLAGS", "--xla_force_host_platform_device_count=8"),
+            "XLA_FLAGS": FLAGS,
             "HF_HUB_OFFLINE": "1",
             **self.environment,
         }

@@ -1,6 +1,7 @@
 """Memory, cancelling, previews and caches in a real ComfyUI server, on eight simulated chips and tiny checkpoints."""
 
 import asyncio
+import functools
 import json
 import os
 import re
@@ -8,11 +9,10 @@ import resource
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -131,22 +131,10 @@ class Listener(threading.Thread):
         return [Image.open(BytesIO(data[8:])) for data in found]
 
 
-# Programs that run two hundred times are worth more of the compiler's time than those of other tests.
-FLAGS = (
-    "--xla_force_host_platform_device_count=8 "
-    "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
-)
-
-
 @pytest.fixture(scope="module")
 def start(start_comfyui: Callable[..., Server]) -> Callable[..., Server]:
     """Starts servers that have the neighbour pack; see `start_comfyui`."""
-
-    def start(*, environment: Mapping[str, str] | None = None, **options: Any) -> Server:
-        environment = {"XLA_FLAGS": FLAGS, **(environment or {})}
-        return start_comfyui(packs={"citizen": NEIGHBOUR}, environment=environment, **options)
-
-    return start
+    return functools.partial(start_comfyui, packs={"citizen": NEIGHBOUR})
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +151,7 @@ def undisturbed(request: pytest.FixtureRequest) -> Iterator[None]:
         found = request.getfixturevalue("server")
         if found.is_running:
             found.post("/citizen/faults", {"fail": "", "delay": {}})
+            found.post("/citizen/budget", {"gib": ""})
 
 
 # --- previews, progress -----------------------------------------------------------------------------------------------
@@ -332,37 +321,41 @@ def process_ram(server: Server) -> int:
 # --- a budget ---------------------------------------------------------------------------------------------------------
 
 
-def test_twenty_prompts_over_five_families_stay_under_a_budget(start: Callable[..., Server]):
+def test_twenty_prompts_over_five_families_stay_under_a_budget(server: Server):
     """The neediest program, HunyuanVideo's step, fits with its own weights and no other family's beside it."""
-    limited = start(environment={"COMFYUI_TPU_HBM_GIB": str(BUDGET_MIB / 1024)})
-    shutil.copy(PACK / "examples" / "wan_i2v_input.jpg", limited.base / "input" / "wan_i2v_input.jpg")
-    samples, done = [], threading.Event()
+    server.get("/citizen/unload")
+    server.post("/citizen/budget", {"gib": BUDGET_MIB / 1024})
+    start, samples, done = len(server.log.read_text()), [], threading.Event()
 
     def sample() -> None:
         while not done.wait(0.25):
-            samples.extend(chip["hbm_used"] for chip in limited.get("/tpu/stats")["chips"])
+            samples.extend(chip["hbm_used"] for chip in server.get("/tpu/stats")["chips"])
 
     watcher = threading.Thread(target=sample)
     watcher.start()
     try:
         for number in range(20):
             family = list(EXAMPLES)[number % 5]
-            limited.run(workflow(family, seed=number))
+            server.run(workflow(family, seed=number))
     finally:
         done.set()
         watcher.join()
     assert samples and 0 < max(samples) <= BUDGET_MIB * MIB
-    lines = [line for line in limited.log.read_text().splitlines() if "leaves the devices" in line]
+    lines = [line for line in server.log.read_text()[start:].splitlines() if "leaves the devices" in line]
     left = {re.search(r"of (tiny/\w+) leaves", line).group(1) for line in lines}
     assert len(left) >= 4 and len(lines) >= 10, lines
-    tiny = workflow("Wan21", seed=99)
-    limited.stop()
-    limited.environment = {**limited.environment, "COMFYUI_TPU_HBM_GIB": "0.0001"}
-    limited.start()
-    entry = limited.finish(limited.queue(tiny)["prompt_id"])
+
+
+def test_what_cannot_fit_is_refused_before_a_byte_is_read(server: Server):
+    server.get("/citizen/unload")
+    server.post("/citizen/budget", {"gib": 0.0001})
+    assert resident(server) == []
+    before = server.get("/tpu/stats")["counts"]["load"]
+    entry = server.finish(server.queue(workflow("Wan21", seed=99))["prompt_id"])
     (failure,) = [data for name, data in entry["status"]["messages"] if name == "execution_error"]
     assert "MiB for its weights and" in failure["exception_message"], failure["exception_message"]
-    assert limited.get("/tpu/stats")["counts"]["load"] == 0
+    assert resident(server) == []
+    assert server.get("/tpu/stats")["counts"]["load"] == before
 
 
 # --- warm starts, broken caches ---------------------------------------------------------------------------------------

@@ -177,7 +177,8 @@ def test_poisoned_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch, compa
         return jnp.where(real, padded, jnp.nan)
 
     monkeypatch.setattr(sequence.Sequence, "pad_tokens", poison)
-    compare("poisoned padding", denoise_once(8, ODD, noise, text), expected, error=1e-6)
+    # Not to the bit: with the poison in it, other operations become one and round otherwise.
+    compare("poisoned padding", denoise_once(8, ODD, noise, text), expected, error=2e-5)
 
 
 def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
