@@ -59,10 +59,10 @@ def wrap_unload() -> None:
     Done once, however often the pack is imported. One call at a time: freeing waits for a running stage, and two calls
     that wait would both take the same models out of ComfyUI's list.
     """
-    unloading = threading.RLock()
     original = comfy.model_management.unload_all_models
     if getattr(original, "frees_tpu", False):
         return
+    unloading = threading.RLock()
 
     @functools.wraps(original)
     def unload_all_models(*args: object, **kwargs: object) -> object:

@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**32))
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    # Compiling the tiny programs takes more of the suite's time than running them; half of it went into fusions.
+    # Compiling the tiny programs takes more of the suite's time than running them; a quarter of it went into fusions.
     flags = (
         "--xla_force_host_platform_device_count=8",
         "--xla_backend_optimization_level=0",

@@ -18,6 +18,7 @@ from comfyui_tpu.tpu_runtime import chips, findings, plan, plan_advice, plan_com
 from comfyui_tpu.tpu_runtime.chips import GIB
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
 from comfyui_tpu.tpu_runtime.program import Program
+from comfyui_tpu.tpu_runtime.sizes import MIB
 from comfyui_tpu.tpu_runtime.spec import Component, ModelSpec
 from comfyui_tpu.tpu_runtime.stages import settings_of
 from jax.sharding import Mesh, NamedSharding
@@ -266,20 +267,23 @@ def request_of(spec: ModelSpec, stages: tuple[str, ...], **sizes: int) -> plan_c
     return plan_compile.Request(spec=spec, settings=settings, topology=chips.topology("v6e-8"), stages=stages)
 
 
-def small_of(spec: ModelSpec) -> dict[str, int]:
-    """Sizes that compile quickly: the compiler's time grows with them, its choices of how to compute hardly change."""
-    return {name: size for name, size in spec.tiny_inputs.items() if hasattr(settings_of(spec), name)}
+def is_small(spec: ModelSpec, stages: tuple[str, ...]) -> bool:
+    """Whether `programs_of` takes a small size. The compiler's time grows with it, its choices hardly change."""
+    return "decode" in stages or spec.name != SPEC.name
 
 
 def programs_of(spec: ModelSpec, stages: tuple[str, ...]) -> tuple[Program, ...]:
-    """Networks of blocks are the real ones: scanned, their depth costs no compile time. A VAE has no scan, so it is
-    tiny, and a decoder has one residual block for each size. The first model has its default size.
+    """Networks of blocks are the real ones: scanned, their depth costs no compile time. Small is 320x448 for them:
+    attention scores are then larger than what is made of a text alone. A VAE has no scan, so it is tiny, and a decoder
+    has one residual block for each size.
     """
+    sizes = {name: size for name, size in spec.tiny_inputs.items() if hasattr(settings_of(spec), name)}
     if "decode" in stages:
         tiny = [replace(part, config={**part.config, **shallow(part)}) for part in spec.components if not part.blocks]
         spec = replace(spec, components=(*(part for part in spec.components if part.blocks), *tiny))
-    sizes = {} if spec.name == SPEC.name and "decode" not in stages else small_of(spec)
-    return request_of(spec, stages, **sizes).programs()
+    else:
+        sizes |= {name: 4 * sizes[name] for name in ("height", "width")}
+    return request_of(spec, stages, **(sizes if is_small(spec, stages) else {})).programs()
 
 
 def shallow(part: Component) -> dict[str, Any]:
@@ -288,6 +292,8 @@ def shallow(part: Component) -> dict[str, Any]:
     return {**part.tiny, depth: 0} if part.name == "vae_decoder" else dict(part.tiny)
 
 
+# Bytes: scores of a small program have more, a layer's result for a text at most 16 MiB.
+SMALL_SCORES = 20 * MIB
 # Programs that were compiled and had nothing wrong with them.
 SOUND: set[str] = set()
 EVERY = [(spec, stages) for spec in SPECS for stages in (("encode", "denoise"), ("image", "decode"))]
@@ -305,6 +311,7 @@ def test_every_program_compiles_for_eight_chips_without_known_waste(spec: ModelS
         for program in request_of(spec, stages).programs():
             assert findings.replicated_weights(program) == []
             assert findings.huge_products(program) == []
+    limit = {"limit": SMALL_SCORES} if is_small(spec, stages) else {}
     for program in programs_of(spec, stages):
         lowered = program.lower()
         source = lowered.as_text()
@@ -314,5 +321,5 @@ def test_every_program_compiles_for_eight_chips_without_known_waste(spec: ModelS
         quick = {"exec_time_optimization_effort": -1.0}
         text = lowered.compile(compiler_options=quick).as_text()
         assert findings.find_scatters(text) == [], program.name
-        assert findings.float32_scores(text) == [], program.name
+        assert findings.float32_scores(text, **limit) == [], program.name
         SOUND.add(source)
