@@ -12,10 +12,10 @@ from typing import Any
 from .nodes.declare import Declaration, Folders
 from .nodes.headless import HEADLESS, TerminalHost, Timing, generations, run_workflow
 from .nodes.workflow import Workflow, to_api
-from .tpu_runtime import media, plan_options, stage_files, stages, step_cache
+from .tpu_runtime import media, plan_options, stage_files, stages
 from .tpu_runtime.models import SPECS, spec_by_name, spec_for_family
 from .tpu_runtime.precision import CHOICES
-from .tpu_runtime.spec import IntLimit, ModelSpec, Settings
+from .tpu_runtime.spec import IntLimit, ModelSpec, Settings, Switch
 from .tpu_runtime.stages import ModelRef
 
 # What a picture is encoded for.
@@ -67,14 +67,11 @@ def _parser() -> argparse.ArgumentParser:
         help="the picture to start from; for models that look at references: one of them, repeatable",
     )  # fmt: skip
     encode.add_argument("--resize", choices=media.RESIZE, default=media.RESIZE[0], help="how another shape is fitted")
-    _add_numbers(encode, _SIZE)
+    _add_widgets(encode, _SIZE)
     denoise = _stage_verb(verbs, "denoise", _denoise, "stage 2: embeddings to latents")
-    _add_numbers(denoise, [name for name in _names("inputs") if name != "fps"])
-    denoise.add_argument(
-        "--step-cache", action=argparse.BooleanOptionalAction, help="reuse features of earlier steps (--cache-*)"
-    )
+    _add_widgets(denoise, [name for name in _names("inputs") if name != "fps"])
     decode = _stage_verb(verbs, "decode", _decode, "stage 3: latents to a video or a picture")
-    _add_numbers(decode, ["fps"])
+    _add_widgets(decode, ["fps"])
     decode.add_argument("--out", type=Path, metavar="FILE", help="FOLDER/output_video.mp4 or output_image.png")
     warmup = _verb(verbs, "warmup", _warmup, "compile a size's programs, so that its first run starts at once")
     warmup.add_argument("workflow", type=Path, nargs="?", help="the sizes of this workflow's samplers")
@@ -82,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     warmup.add_argument("--model-id", metavar="ID", help="with --model: its id or folder; default: its Hub id")
     warmup.add_argument("--precision", choices=CHOICES, default="auto")
     warmup.add_argument("--tiny", action="store_true", help="use the built-in miniature models, at their sizes")
-    _add_numbers(warmup, [name for name in _names("inputs") if name not in ("fps", "seed")])
+    _add_widgets(warmup, [name for name in _names("inputs") if name not in ("fps", "seed")])
     plan_options.add_arguments(
         _verb(verbs, "plan", _plan, "compile for a described TPU: does it fit, how long would it take")
     )
@@ -126,12 +123,25 @@ def _names(field: str) -> list[str]:
     return list(dict.fromkeys(name for spec in SPECS for name in getattr(spec, field)))
 
 
-def _add_numbers(verb: argparse.ArgumentParser, names: Sequence[str]) -> None:
+def _add_widgets(verb: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """An option for each of these inputs of the models; None where it is not given."""
     for name in names:
         limits = [spec.inputs[name] for spec in SPECS if name in spec.inputs]
-        kind = int if isinstance(limits[0], IntLimit) else float
         defaults = ", ".join(str(value) for value in dict.fromkeys(limit.default for limit in limits))
-        verb.add_argument(_flag(name), dest=name, type=kind, help=f"default {defaults}")
+        kind: dict[str, Any] = {"type": int if isinstance(limits[0], IntLimit) else float}
+        if isinstance(limits[0], Switch):
+            kind = {"action": argparse.BooleanOptionalAction}
+        verb.add_argument(_flag(name), dest=name, help=f"default {defaults}", **kind)
+
+
+def _given(options: argparse.Namespace, spec: ModelSpec) -> dict[str, Any]:
+    """The texts and inputs that were given as options, by name; ValueError for one that the model does not have."""
+    names = [*_names("texts"), *_names("inputs")]
+    given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
+    for name in given:
+        if name not in spec.texts and name not in spec.inputs:
+            raise ValueError(f"{spec.title}: this model has no {name}. Leave {_flag(name)} out.")
+    return given
 
 
 def _flag(name: str) -> str:
@@ -242,8 +252,7 @@ def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, 
     defaults = dict(spec.texts) | {name: limit.default for name, limit in spec.inputs.items()}
     sizes = spec.tiny_inputs if model_id == spec.tiny_id else {}
     stored = {name: config[name] for name in defaults if name in config}
-    given = {name: value for name in defaults if (value := getattr(options, name, None)) is not None}
-    values = defaults | sizes | stored | given
+    values = defaults | sizes | stored | _given(options, spec)
     for name in spec.inputs:
         spec.check_input(name, values[name])
     stages.check_model(model)
@@ -298,15 +307,7 @@ def _encode_pictures(
 def _denoise(options: argparse.Namespace) -> int:
     spec, model, values = _stage(options)
     numbers = {name: values[name] for name in spec.inputs if name != "fps"}
-    if spec.step_reuse is not None:
-        before = stage_files.read_config(options.folder).get("step_cache", False)
-        numbers["step_cache"] = before if options.step_cache is None else options.step_cache
-    elif options.step_cache:
-        raise ValueError(f"{spec.title}: this model runs every step whole. Leave --step-cache out.")
-    stored = dict(numbers)
-    cache = step_cache.from_inputs(numbers)
-    shift = numbers.pop("flow_shift", numbers.pop("shift", None))
-    settings = Settings(shift=shift, step_cache=cache, **numbers)
+    settings = spec.settings(**numbers)
     embeds = stage_files.load_embeddings(options.folder, model)
     condition = stage_files.load_condition(options.folder, model)
     if spec.needs_condition and condition is None:
@@ -318,7 +319,7 @@ def _denoise(options: argparse.Namespace) -> int:
     def action(host: TerminalHost) -> None:
         latents = stages.denoise(model, settings, *embeds, condition=condition, progress=host)
         stage_files.save_latents(options.folder, latents, model)
-        stage_files.update_config(options.folder, stored)
+        stage_files.update_config(options.folder, numbers)
 
     return _timed(f"{spec.title}: denoise", action)
 
@@ -357,6 +358,8 @@ def _wanted(options: argparse.Namespace) -> list[tuple[ModelRef, Settings]]:
     if bool(options.workflow) == bool(options.model):
         raise ValueError("warmup takes either a workflow file or --model NAME.")
     if options.workflow:
+        if given := [_flag(name) for name in _names("inputs") if getattr(options, name, None) is not None]:
+            raise ValueError(f"{', '.join(given)}: a workflow has its own. Leave it out, or give --model NAME instead.")
         workflow = to_api(_read_json(options.workflow), HEADLESS)
         if options.tiny:
             make_tiny(workflow)
@@ -364,10 +367,8 @@ def _wanted(options: argparse.Namespace) -> list[tuple[ModelRef, Settings]]:
     spec = spec_by_name(options.model)
     model_id = options.model_id or (spec.tiny_id if options.tiny else spec.hub_id)
     sizes = spec.tiny_inputs if model_id == spec.tiny_id else {}
-    given = {name: value for name in spec.inputs if (value := getattr(options, name, None)) is not None}
-    given = {"shift" if name == "flow_shift" else name: value for name, value in (sizes | given).items()}
     model = ModelRef(spec_name=spec.name, model_id=model_id, precision=options.precision)
-    return [(model, stages.settings_of(spec, **given))]
+    return [(model, spec.settings(**sizes | _given(options, spec)))]
 
 
 # --- plan -------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from ..tpu_runtime.models import spec_for_family
 from ..tpu_runtime.spec import Settings
 from ..tpu_runtime.stages import ModelRef
 from . import DECLARATIONS, core_nodes
-from .declare import Folders, Node, by_id
+from .declare import Declaration, Folders, Node, by_id
 from .workflow import Table, Workflow, expand, is_link, node_label, validate_workflow
 
 HEADLESS: Table = by_id((*DECLARATIONS.values(), *core_nodes.NODES))
@@ -126,28 +126,56 @@ def _title(node: Node, node_id: str, graph: Workflow) -> str:
 def generations(workflow: Workflow, folders: Folders, table: Table = HEADLESS) -> list[tuple[ModelRef, Settings]]:
     """The models and settings of a workflow's samplers and pipelines, as its widgets have them.
 
-    Links count as the input's default. Raises ValueError where there is no sampler, and for bad values.
+    Links count as the input's default; only models, and the size of an encoded picture, are followed to their nodes.
+    Raises ValueError where there is no sampler, and for bad values.
     """
-    found = []
-    for node in workflow.values():
-        declaration = table.get(node["class_type"])
-        names = {declared.name for declared in declaration.inputs} if declaration and declaration.family else set()
-        if "num_inference_steps" not in names:
-            continue
-        literal = {name: value for name, value in node["inputs"].items() if not is_link(value)}
-        values = {i.name: i.parse(literal.get(i.name, i.default)) for i in declaration.inputs if i.is_widget}
-        link = node["inputs"].get("model")
-        choice = workflow[link[0]]["inputs"] if is_link(link) else values
-        spec = stages.variant(spec_for_family(declaration.family), choice["model_id"], folders.models)
-        model = ModelRef(
-            spec_name=spec.name,
-            model_id=choice["model_id"],
-            precision=choice.get("precision", "auto"),
-            folders=folders.models,
-        )
-        shift = values.get("flow_shift", values.get("shift"))
-        numbers = {name: values.get(name) for name in spec.default_settings().__dataclass_fields__}
-        found.append((model, stages.settings_of(spec, **{**numbers, "shift": shift})))
+    graph = expand({node_id: node for node_id, node in workflow.items() if node["class_type"] in table}, table)
+    samplers = [node_id for node_id, node in graph.items() if _is_sampler(table[node["class_type"]])]
+    found = [_generation(graph, node_id, folders, table) for node_id in samplers]
     if not found:
         raise ValueError("The workflow has no sampler or pipeline of this pack: there is nothing to compile.")
     return found
+
+
+def _is_sampler(declaration: Declaration) -> bool:
+    return bool(declaration.family) and any(i.name == "num_inference_steps" for i in declaration.inputs)
+
+
+def _generation(graph: Workflow, node_id: str, folders: Folders, table: Table) -> tuple[ModelRef, Settings]:
+    node, widgets = graph[node_id], _widgets(graph, node_id, table)
+    declaration = table[node["class_type"]]
+    link = node["inputs"].get("model")
+    choice = _origin(graph, node_id, "model", "model_id", table) if is_link(link) else widgets
+    spec = stages.variant(spec_for_family(declaration.family), choice["model_id"], folders.models)
+    if spec.needs_condition and "height" not in widgets:
+        widgets = {**_origin(graph, node_id, "condition", "height", table), **widgets}
+    named = {"model_id": choice["model_id"], "precision": choice["precision"]}
+    return ModelRef(spec_name=spec.name, folders=folders.models, **named), spec.settings(**widgets)
+
+
+def _widgets(graph: Workflow, node_id: str, table: Table) -> dict[str, Any]:
+    """A node's own values by name, in their own types; what is linked counts as its default."""
+    node = graph[node_id]
+    own = {name: value for name, value in node["inputs"].items() if not is_link(value)}
+    declared = [declared for declared in table[node["class_type"]].inputs if declared.is_widget]
+    return {i.name: i.parse(own[i.name]) if own.get(i.name) is not None else i.default for i in declared}
+
+
+def _origin(graph: Workflow, node_id: str, socket: str, wanted: str, table: Table) -> dict[str, Any]:
+    """The values of the node that a socket is linked to and that has the widget `wanted`, through nodes that only pass
+    on what they get. ValueError where there is none: what it gives is then known only when it runs.
+    """
+    label = node_label(node_id, graph[node_id])
+    name = socket
+    for _ in graph:
+        link = graph[node_id]["inputs"].get(name)
+        if not is_link(link) or link[0] not in graph:
+            break
+        node_id, output = link
+        if wanted in (widgets := _widgets(graph, node_id, table)):
+            return widgets
+        name = table[graph[node_id]["class_type"]].outputs[output].name
+    raise ValueError(
+        f"{label}: what is linked to {socket} does not say its {wanted} before it runs. Name model and size yourself: "
+        "`comfyui-tpu warmup --model NAME --height ... --width ... --num-frames ...`."
+    )

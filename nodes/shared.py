@@ -97,7 +97,7 @@ def _free(host: Host, *, anything: Any) -> tuple:
 def _warmup(host: Host, *, model: ModelRef, **wanted: float) -> tuple[str]:
     """Compiles what the sizes need; 0 stands for the model's own value."""
     spec = model.spec
-    settings = runtime.settings_of(spec, **{name: value or None for name, value in wanted.items()})
+    settings = spec.settings(**{name: value or None for name, value in wanted.items()})
     compiled = runtime.warmup(model, settings, progress=host)
     size = f"{settings.width}x{settings.height}" + ("" if spec.is_image else f", {settings.num_frames} frames")
     return (f"{spec.title}, {size}: {compiled} programs compiled, the others were there.",)
@@ -110,7 +110,7 @@ def _plan(host: Host, *, model_name: str, topology: str, **wanted: float) -> tup
     from ..tpu_runtime.plan_compile import Request
 
     spec = spec_by_name(model_name)
-    settings = runtime.settings_of(spec, **{name: value or None for name, value in wanted.items()})
+    settings = spec.settings(**{name: value or None for name, value in wanted.items()})
     host.text(f"Compiling {spec.title} for {topology}: minutes, not seconds")
     request = Request(spec=spec, settings=settings, topology=chips.topology(topology))
     return (plan_report.text(plan.make_plan(request, host.text)),)

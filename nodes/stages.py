@@ -9,10 +9,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..tpu_runtime import media, step_cache
+from ..tpu_runtime import media
 from ..tpu_runtime import stages as runtime
 from ..tpu_runtime.precision import CHOICES
-from ..tpu_runtime.spec import IntLimit, ModelSpec, Settings
+from ..tpu_runtime.spec import IntLimit, ModelSpec, Switch
 from ..tpu_runtime.stages import ModelRef
 from .declare import Expansion, Folders, Host, Input, Link, Node, Output, Ref, Stage
 
@@ -84,23 +84,21 @@ def _input(spec: ModelSpec, name: str) -> Input:
         return Input(type="COMBO", default=media.RESIZE[0], options=media.RESIZE, **shared)
     if name == "precision":
         return Input(type="COMBO", default="auto", options=CHOICES, advanced=True, **shared)
-    if name == "step_cache":
-        return Input(type="BOOLEAN", default=False, advanced=True, **shared)
     if name == "flow_shift" and spec.inputs[name].low == 0:
         shared["tooltip"] += " 0 is the checkpoint's own."
     if name in spec.texts:
         return Input(type="STRING", default=spec.texts[name], multiline=True, **shared)
     limit = spec.inputs[name]
+    shared |= {"default": limit.default, "advanced": name in _STEP_CACHE, "check": partial(spec.check_input, name)}
+    if isinstance(limit, Switch):
+        return Input(type="BOOLEAN", **shared)
     is_int = isinstance(limit, IntLimit)
     return Input(
         type="INT" if is_int else "FLOAT",
-        default=limit.default,
         low=limit.low,
         high=limit.high,
         step=limit.multiple_of if is_int else limit.step,
         companion="control_after_generate" if name == "seed" else "",
-        advanced=name in _STEP_CACHE,
-        check=partial(spec.check_input, name),
         **shared,
     )
 
@@ -207,16 +205,14 @@ def _sample(
     if condition is not None:
         _check_takes_picture(spec, found, "condition")
     chosen = resolve_model(found, host.folders, model_id=model_id, model=model, precision=precision)
-    shift = numbers.pop("flow_shift", numbers.pop("shift", None))
-    cache = step_cache.from_inputs(numbers)
-    settings = Settings(shift=shift, step_cache=cache, **{**_encoded_size(spec, condition, numbers), **numbers})
+    settings = found.settings(**numbers, **_encoded_size(spec, condition, numbers))
     embeds = (prompt_embeds, negative_prompt_embeds)
     latents = runtime.denoise(chosen, settings, *embeds, condition=condition, progress=host)
     return (latents,) if spec.is_image else (latents, settings.num_frames)
 
 
 def _encoded_size(spec: ModelSpec, condition: Mapping[str, Any] | None, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """The size that the picture was encoded for; ValueError where the sampler asks for another."""
+    """The size that the picture was encoded for, where the sampler has none; ValueError where it asks for another."""
     if condition is None:
         return {}
     size = {name: condition[name] for name in ("height", "width", "num_frames") if name in condition}
@@ -226,7 +222,7 @@ def _encoded_size(spec: ModelSpec, condition: Mapping[str, Any] | None, numbers:
                 f"{spec.title}: {name} is {numbers[name]}, but the picture was encoded for {value}. Use the same "
                 "height, width and num_frames in the image encoder and the sampler."
             )
-    return size
+    return {name: value for name, value in size.items() if name not in numbers}
 
 
 def _decode(spec: ModelSpec, host: Host, *, latents: Mapping[str, Any], fps: float = 0, **choice: Any) -> tuple:

@@ -20,7 +20,6 @@ from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
 from comfyui_tpu.tpu_runtime.program import Program
 from comfyui_tpu.tpu_runtime.sizes import MIB
 from comfyui_tpu.tpu_runtime.spec import Component, ModelSpec
-from comfyui_tpu.tpu_runtime.stages import settings_of
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -61,7 +60,7 @@ def _small(mesh: Mesh, name: str, weights_gib: float, frames: int) -> Program:
 
 
 def small(topology: str, **more: object) -> SmallRequest:
-    return SmallRequest(spec=SPEC, settings=settings_of(SPEC), topology=chips.topology(topology), **more)
+    return SmallRequest(spec=SPEC, settings=SPEC.settings(), topology=chips.topology(topology), **more)
 
 
 def rows_of(request: SmallRequest) -> list[plan_report.ProgramPlan]:
@@ -263,7 +262,7 @@ def test_the_denoiser_is_as_fast_as_recorded(recorded: dict):
 
 
 def request_of(spec: ModelSpec, stages: tuple[str, ...], **sizes: int) -> plan_compile.Request:
-    settings = replace(settings_of(spec), **sizes)
+    settings = spec.settings(**sizes)
     return plan_compile.Request(spec=spec, settings=settings, topology=chips.topology("v6e-8"), stages=stages)
 
 
@@ -277,7 +276,7 @@ def programs_of(spec: ModelSpec, stages: tuple[str, ...]) -> tuple[Program, ...]
     attention scores are then larger than what is made of a text alone. A VAE has no scan, so it is tiny, and a decoder
     has one residual block for each size.
     """
-    sizes = {name: size for name, size in spec.tiny_inputs.items() if hasattr(settings_of(spec), name)}
+    sizes = dict(spec.tiny_inputs)
     if "decode" in stages:
         tiny = [replace(part, config={**part.config, **shallow(part)}) for part in spec.components if not part.blocks]
         spec = replace(spec, components=(*(part for part in spec.components if part.blocks), *tiny))

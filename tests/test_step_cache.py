@@ -177,4 +177,4 @@ def test_the_node_offers_it_off_with_the_originals_numbers():
 
 def test_the_command_refuses_it_for_a_model_without_it(tmp_path, capsys: pytest.CaptureFixture):
     assert cli.main(["denoise", "--folder", str(tmp_path), "--model", "tiny/wan21", "--step-cache"]) == 2
-    assert "Wan 2.1 T2V 14B: this model runs every step whole. Leave --step-cache out." in capsys.readouterr().err
+    assert "Wan 2.1 T2V 14B: this model has no step_cache. Leave --step-cache out." in capsys.readouterr().err

@@ -19,7 +19,6 @@ from .chips import Topology
 from .plan_compile import Compiled, Request, compile_program
 from .plan_options import STAGES, add_arguments
 from .plan_report import Plan, ProgramPlan
-from .stages import settings_of
 
 __all__ = ["add_arguments", "make_plan", "request_of", "run"]
 
@@ -139,8 +138,7 @@ def host_peak_bytes() -> int:
 def request_of(args: argparse.Namespace) -> Request:
     """Raises `ValueError` with a sentence for the user."""
     spec = models.spec_by_name(args.model)
-    settings = settings_of(
-        spec,
+    settings = spec.settings(
         height=args.height,
         width=args.width,
         num_frames=args.num_frames,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from ..attention.policy import AttentionPolicy
 from ..sharding.rules import Rule
 from ..sharding.shape import MeshShape
-from .step_cache import StepCache
+from .step_cache import StepCache, policy_of
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +70,19 @@ class FloatLimit:
             return None
         near = self.low if value < self.low else self.high
         return f"is {value}; it must be between {self.low} and {self.high}. Use {near}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    """On or off."""
+
+    default: bool
+
+    def problem(self, value: Any) -> str | None:
+        return None if isinstance(value, bool) else f"is {value!r}; it must be true or false."
+
+
+Limit = IntLimit | FloatLimit | Switch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +237,7 @@ class StepReuse:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model. `inputs` are the limits of its nodes' widgets, by widget name.
+    """A model. `inputs` are the limits of its nodes' widgets, by widget name; `settings` is what they ask for.
 
     The functions, all pure, see upstream's torch modules as their first argument inside a traced program:
 
@@ -246,7 +259,8 @@ class ModelSpec:
 
     `latent_format` is ComfyUI's name for the layout and scale of the denoiser's sample, for previews.
 
-    With a `step_reuse` the model's `inputs` have `cache_start`, `cache_end` and `cache_interval` too (see `StepCache`).
+    With a `step_reuse` the model's `inputs` have `step_cache` (on or off), `cache_start`, `cache_end` and
+    `cache_interval` too (see `StepCache`).
 
     `index` and `files` (JSON, by path) are what else the built-in checkpoint holds.
 
@@ -265,7 +279,7 @@ class ModelSpec:
     components: tuple[Component, ...]
     geometry: LatentGeometry
     texts_encoded: tuple[TextEncoding, ...]
-    inputs: Mapping[str, IntLimit | FloatLimit]
+    inputs: Mapping[str, Limit]
     texts: Mapping[str, str]
     tiny_inputs: Mapping[str, int]
     scheduler: Mapping[str, Any]
@@ -301,10 +315,22 @@ class ModelSpec:
 
     def default_settings(self) -> Settings:
         """The settings that the nodes show at first."""
-        defaults = {name: limit.default for name, limit in self.inputs.items()}
-        names = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "guidance_scale_2", "seed")
-        shift = defaults.get("flow_shift", defaults.get("shift"))
-        return Settings(shift=shift, **{name: defaults[name] for name in names if name in defaults})
+        return self.settings()
+
+    def settings(self, **widgets: Any) -> Settings:
+        """What widgets of these values ask for: of nodes, of a workflow file, or the command's options.
+
+        What is missing or None is the model's default. Names of other widgets are left aside: several models share a
+        node or a command. Raises `ValueError` with a sentence for the user where a value is not allowed.
+        """
+        given = {name: value for name, value in widgets.items() if value is not None and name in self.inputs}
+        values = {name: limit.default for name, limit in self.inputs.items()} | given
+        for name, value in values.items():
+            self.check_input(name, value)
+        values["step_cache"] = policy_of(values)
+        if "flow_shift" in values:
+            values["shift"] = values["flow_shift"]
+        return Settings(**{field: values[field] for field in Settings.__dataclass_fields__ if field in values})
 
     def conditions(self, config: Mapping[str, Any], latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """`condition_shapes`, where a dimension may be named: as the denoiser's `config` names it."""
@@ -328,16 +354,12 @@ class ModelSpec:
             raise ValueError(f"{self.title}: {name} {problem}")
 
     def check_settings(self, settings: Settings) -> None:
-        """Checks every field of `settings` that is a widget of this model."""
-        for name in ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "seed"):
-            self.check_input(name, getattr(settings, name))
-        if settings.shift is not None:
-            self.check_input("flow_shift", settings.shift)
-            self.check_input("shift", settings.shift)
-        if settings.guidance_scale_2 is not None:
-            self.check_input("guidance_scale_2", settings.guidance_scale_2)
+        """Checks every field of `settings`, which need not come from widgets, by the widget that it belongs to."""
+        values = {**vars(settings), "flow_shift": settings.shift, "step_cache": None}
         if settings.step_cache is not None:
             if self.step_reuse is None:
                 raise ValueError(f"{self.title}: step_cache is on, but this model runs every step whole. Turn it off.")
-            for name in ("start", "end", "interval"):
-                self.check_input(f"cache_{name}", getattr(settings.step_cache, name))
+            values |= {f"cache_{name}": value for name, value in vars(settings.step_cache).items()}
+        for name, value in values.items():
+            if value is not None:
+                self.check_input(name, value)

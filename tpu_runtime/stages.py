@@ -1,7 +1,7 @@
 """The three stages as the nodes call them. Cheap to import: torch and JAX come in when a stage runs."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import checkpoint, models, precision
@@ -57,16 +57,6 @@ def variant(spec: ModelSpec, model_id: str, folders: tuple[str, ...] = ()) -> Mo
     return spec
 
 
-def settings_of(spec: ModelSpec, **wanted: Any) -> Settings:
-    """The model's defaults, and what is `wanted` and not None. Raises `ValueError` for what the model forbids."""
-    known = {name: value for name, value in wanted.items() if value is not None}
-    if spec.is_image:
-        known.pop("num_frames", None)
-    settings = replace(spec.default_settings(), **known)
-    spec.check_settings(settings)
-    return settings
-
-
 def check_model(model: ModelRef) -> None:
     """Raises `ValueError` with a sentence for the user where `model` cannot work. Reads no weights, no network."""
     precision.check_choice(model.precision)
@@ -100,7 +90,7 @@ def denoise(
 
 def encode_image(model: ModelRef, image: "torch.Tensor", size: Mapping[str, int], *, progress: Progress) -> Condition:
     """An IMAGE `[1, height, width, 3]` in 0..1 as the condition of a video of `size` (height, width, num_frames)."""
-    settings = settings_of(model.spec, **size)
+    settings = model.spec.settings(**size)
     from .engine import engine
 
     return engine().encode_image(model, image, settings, progress)

@@ -3,7 +3,7 @@
 How a denoiser keeps and reuses them is its model's to say (`spec.StepReuse`); the programs are in `cached_steps`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,8 @@ def full_steps(policy: StepCache | None, experts: Sequence[str]) -> tuple[bool, 
     )
 
 
-def from_inputs(values: dict[str, Any]) -> StepCache | None:
-    """Takes the policy's own inputs out of `values`: `step_cache` (on or off), `cache_start`, `_end`, `_interval`."""
-    numbers = {name: values.pop(f"cache_{name}") for name in ("start", "end", "interval") if f"cache_{name}" in values}
-    return StepCache(**numbers) if values.pop("step_cache", False) else None
+def policy_of(widgets: Mapping[str, Any]) -> StepCache | None:
+    """The policy that `step_cache` (on or off), `cache_start`, `cache_end` and `cache_interval` ask for."""
+    if not widgets.get("step_cache", False):
+        return None
+    return StepCache(start=widgets["cache_start"], end=widgets["cache_end"], interval=widgets["cache_interval"])

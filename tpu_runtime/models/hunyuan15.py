@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..spec import Component, FloatLimit, IntLimit, LatentGeometry, ModelSpec, Settings, StepReuse
+from ..spec import Component, FloatLimit, IntLimit, LatentGeometry, ModelSpec, Settings, StepReuse, Switch
 from . import wan21
 from .hunyuan15_text import GLYPH_ENCODER, NEGATIVE_PROMPT, PROMPT, TEXT_ENCODER, TEXTS_ENCODED
 from .hunyuan15_vae import VAE_DECODER, decode, finish
@@ -329,6 +329,7 @@ SPEC = ModelSpec(
             # 0: the checkpoint's own shift, which differs between 480p, 720p and image to video.
             "flow_shift": FloatLimit(default=0.0, low=0.0, high=20.0, step=0.5),
             "fps": IntLimit(default=24, low=1, high=120),
+            "step_cache": Switch(default=False),
             # Reuse is for the middle of 50 steps: the first compose the video, the last draw its details.
             "cache_start": IntLimit(default=11, low=0, high=100),
             "cache_end": IntLimit(default=45, low=0, high=100),
