@@ -36,7 +36,8 @@ class Input:
     """One input: a widget when `type` is in WIDGET_TYPES, a socket otherwise.
 
     `check` raises ValueError with a full sentence; it speaks before the plain type and range checks. `companion` is a
-    value that ComfyUI's page saves right after this widget's own: "control_after_generate" or "upload".
+    value that ComfyUI's page saves right after this widget's own: "control_after_generate" or "upload". A socket that
+    is `listed_last` is required, and the page shows it among the optional ones (see `page_order`).
     """
 
     name: str
@@ -48,6 +49,7 @@ class Input:
     step: float | None = None
     options: tuple[str, ...] = ()
     optional: bool = False
+    listed_last: bool = False
     advanced: bool = False
     multiline: bool = False
     companion: str = ""
@@ -56,6 +58,11 @@ class Input:
     @property
     def is_widget(self) -> bool:
         return self.type in WIDGET_TYPES
+
+    @property
+    def is_listed_optional(self) -> bool:
+        """Whether the page takes it for optional."""
+        return self.optional or self.listed_last
 
     @property
     def is_grid(self) -> bool:
@@ -122,6 +129,13 @@ class Declaration:
     def input(self, name: str) -> Input:
         """Raises KeyError when there is no such input."""
         return {declared.name: declared for declared in self.inputs}[name]
+
+    def page_order(self) -> tuple[Input, ...]:
+        """The inputs in the order of the page: sockets, then widgets, of each kind the required ones first.
+
+        By it the page bypasses a node: an output gives what comes in at the input of the same number, if types agree.
+        """
+        return tuple(sorted(self.inputs, key=lambda declared: (declared.is_widget, declared.is_listed_optional)))
 
     def check_constants(self, folders: Folders, constants: Mapping[str, Any]) -> None:
         """Raises ValueError for a constant that is not allowed; inputs that are links are simply absent."""

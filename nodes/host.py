@@ -1,7 +1,7 @@
 """ComfyUI's side: declarations as V3 node classes, progress, previews, cancel and folders."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import comfy.utils
 import folder_paths
 from comfy_execution.graph_utils import GraphBuilder
 from comfy_execution.utils import get_executing_context
+from comfy_execution.validation import validate_node_input
 from server import PromptServer
 
 from ..tpu_runtime import stages
@@ -109,7 +110,7 @@ def _accepted(factory: Callable[..., Any], **keywords: Any) -> Any:
 
 
 def _input(declared: Input, *, raw_link: bool) -> Any:
-    shared = {"id": declared.name, "tooltip": declared.tooltip, "optional": declared.optional}
+    shared = {"id": declared.name, "tooltip": declared.tooltip, "optional": declared.is_listed_optional}
     if not declared.is_widget:
         return _accepted(_socket(declared.type).Input, raw_link=raw_link or None, **shared)
     own = {
@@ -175,9 +176,13 @@ def _validate(declaration: Declaration) -> Callable[..., bool | str]:
     those. Inputs that are links are absent.
     """
     names = [i.name for i in declaration.inputs if i.is_grid or i.name in declaration.checks]
+    if any(i.listed_last for i in declaration.inputs):
+        names.append("input_types")  # ComfyUI then leaves the links to us
 
-    def validate_inputs(cls: type, **constants: Any) -> bool | str:
+    def validate_inputs(cls: type, input_types: Mapping[str, str] | None = None, **constants: Any) -> bool | str:
         try:
+            if input_types is not None:
+                _check_links(declaration, input_types)
             declaration.check_constants(_folders(), constants)
         except ValueError as error:
             return str(error)
@@ -186,3 +191,13 @@ def _validate(declaration: Declaration) -> Callable[..., bool | str]:
     parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in ("cls", *names)]
     validate_inputs.__signature__ = inspect.Signature(parameters)
     return validate_inputs
+
+
+def _check_links(declaration: Declaration, types: Mapping[str, str]) -> None:
+    """Raises ValueError for a required socket without a link, and for a link of another type; `types` by input."""
+    for declared in declaration.inputs:
+        given = types.get(declared.name)
+        if given is None and not declared.is_widget and not declared.optional:
+            raise ValueError(f"{declaration.title}: {declared.name} is missing.")
+        if given is not None and not validate_node_input(given, declared.type):
+            raise ValueError(f"{declaration.title}: {declared.name} takes {declared.type}; it is linked to {given}.")

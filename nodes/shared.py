@@ -1,6 +1,7 @@
 """Nodes that serve every model family: choosing a model, and stage files on disk."""
 
 from collections.abc import Hashable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,10 +174,11 @@ SAVE_STAGE = Node(
     category="TPU",
     description="Writes encoded prompts and latents to a folder, so that another run or machine can go on from there. "
     "What comes in also goes out.",
+    # In the order of the outputs, and `model` after them: so the page bypasses the node without mixing the prompts up.
     inputs=(
         _FOLDER,
-        _MODEL,
         *(Input(name=name, type=kind, tooltip=text, optional=True) for name, kind, text in _STAGES),
+        replace(_MODEL, listed_last=True),
     ),
     outputs=_STAGE_OUTPUTS,
     run=_save,

@@ -4,7 +4,7 @@ API format: `{node id: {"class_type": ..., "inputs": {name: value or [node id, o
 supported.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .declare import Declaration, Expansion, Input, Link, Ref
@@ -71,13 +71,21 @@ class _Page:
         found = {}
         for socket in node.get("inputs", []):
             if socket.get("link") is not None:
-                source = self._source(socket["link"])
+                source = self._source(socket["link"], self._type(node, socket))
                 if source is not None:
                     found[socket["name"]] = source
         return found
 
-    def _source(self, link_id: int) -> Any:
-        """What a link delivers: `[node id, output]`, a constant, or None when it comes from a muted node."""
+    def _type(self, node: Mapping[str, Any], socket: Mapping[str, Any]) -> str:
+        """A socket's type: as the node is declared now, else as the page saved it."""
+        declaration = self._table.get(node["type"])
+        types = {declared.name: declared.type for declared in declaration.inputs} if declaration else {}
+        return str(types.get(socket["name"], socket.get("type", "*")))
+
+    def _source(self, link_id: int, wanted: str) -> Any:
+        """What a link delivers to an input of type `wanted`: `[node id, output]`, a constant, or None when it comes
+        from a muted node.
+        """
         if link_id not in self._links:
             raise ValueError(f"The workflow names link {link_id}, which it does not have.")
         origin, output = self._links[link_id]
@@ -85,16 +93,52 @@ class _Page:
         if node["type"] == "PrimitiveNode":
             return node["widgets_values"][0]
         if node["type"] == "Reroute":
-            return self._follow(node.get("inputs", []))
+            return self._delivered(node.get("inputs", [])[:1], wanted)
         if node.get("mode") == _MUTED:
             return None
         if node.get("mode") == _BYPASSED:
-            wanted = node["outputs"][output].get("type")
-            return self._follow([socket for socket in node.get("inputs", []) if socket.get("type") == wanted])
+            sockets = self._sockets(node)
+            types = [self._type(node, socket) for socket in sockets]
+            index = bypass_index(types, output, str(node["outputs"][output].get("type")), wanted)
+            return None if index is None else self._delivered([sockets[index]], types[index])
         return [origin, output]
 
-    def _follow(self, sockets: Iterable[Mapping[str, Any]]) -> Any:
-        return next((self._source(s["link"]) for s in sockets if s.get("link") is not None), None)
+    def _sockets(self, node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """A node's inputs as the page has them: in the order of the declaration, what it does not know after it."""
+        saved = {socket["name"]: socket for socket in node.get("inputs", [])}
+        declaration = self._table.get(node["type"])
+        names = [declared.name for declared in declaration.page_order()] if declaration else []
+        return [saved.pop(name, {"name": name}) for name in names] + list(saved.values())
+
+    def _delivered(self, sockets: Sequence[Mapping[str, Any]], wanted: str) -> Any:
+        """What comes in at the first of `sockets`; None without one, or without a link."""
+        link = sockets[0].get("link") if sockets else None
+        return None if link is None else self._source(link, wanted)
+
+
+def bypass_index(inputs: Sequence[str], output: int, given: str, wanted: str) -> int | None:
+    """Which input stands in for an output of a bypassed node, as ComfyUI's page chooses it; None if none does.
+
+    `inputs` are the types of the node's inputs in the page's order, `given` that of the output, `wanted` that of the
+    input at the link's end. The input of the same number goes first, then one of exactly the wanted type.
+    """
+
+    def fits(kind: str) -> bool:
+        return _connects(kind, given) and _connects(kind, wanted)
+
+    if wanted in ("*", ""):
+        return output if output < len(inputs) else 0 if inputs else None
+    if output < len(inputs) and fits(inputs[output]):
+        return output
+    if wanted in inputs:
+        return inputs.index(wanted)
+    return next((index for index, kind in enumerate(inputs) if fits(kind)), None)
+
+
+def _connects(one: str, other: str) -> bool:
+    """Whether the page links sockets of these types; a type may list several, and `*` is any."""
+    kinds, others = ({kind.lower() for kind in types.split(",")} for types in (one, other))
+    return bool(kinds & others) or not {"", "*"}.isdisjoint(kinds | others)
 
 
 def _read_link(link: Any) -> tuple[int, tuple[str, int]]:

@@ -156,3 +156,23 @@ def test_a_bad_input_is_rejected_when_queued(server: Server, change: dict, sente
     errors = answer["node_errors"]["2"]["errors"]
     assert any(sentence in f"{error['message']} {error['details']}" for error in errors), errors
     assert not list((server.base / "output").glob("never*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"model": None}, "TPU Save Stage: model is missing."),
+        ({"model": ["1", 0]}, "TPU Save Stage: model takes TPU_MODEL; it is linked to CONDITIONING."),
+    ],
+)
+def test_a_save_stage_that_cannot_be_is_rejected_when_queued(server: Server, change: dict, sentence: str):
+    """Its page lists `model` among the optional inputs, and ComfyUI leaves its links to us."""
+    inputs = {"folder": "never", "model": ["9", 0], "prompt_embeds": ["1", 0], **change}
+    workflow = {
+        "1": tiny_workflow("never")["1"],
+        "9": {"class_type": "TPUModelLoader", "inputs": {"model_id": "tiny/wan21", "family": "Wan21"}},
+        "2": {"class_type": "TPUSaveStage", "inputs": {name: x for name, x in inputs.items() if x is not None}},
+    }
+    errors = server.queue(workflow)["node_errors"]["2"]["errors"]
+    assert any(sentence in error["details"] for error in errors), errors
+    assert not (server.base / "output" / "never").exists()

@@ -13,6 +13,7 @@ import pytest
 from comfyui_tpu.nodes.headless import HEADLESS
 from comfyui_tpu.nodes.workflow import to_api
 from comfyui_tpu.tests.comfyui_server import PACK, Server, needs_comfyui
+from comfyui_tpu.tests.test_bypass import OLD_ORDER, saved_page
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 EXAMPLES = PACK / "examples"
@@ -96,3 +97,12 @@ def test_an_example_opens_with_every_node_and_every_value_in_its_place(page: Any
         node_id: True for node_id in expected
     }
     assert sorted(queued) == sorted(expected)
+
+
+def test_a_bypassed_save_stage_gives_the_page_the_links_that_a_headless_run_has(page: Any):
+    document = saved_page(OLD_ORDER)
+    queued = page.evaluate(LOAD, document)["queued"]
+    links = {name: x for name, x in queued["3"]["inputs"].items() if isinstance(x, list)}
+    assert links == {"prompt_embeds": ["1", 0], "negative_prompt_embeds": ["1", 1]}
+    assert to_api(document, HEADLESS)["3"]["inputs"].items() >= links.items()
+    assert "2" not in queued
