@@ -182,7 +182,7 @@ def read_headers(folder: Path) -> dict[str, TensorFile]:
 
 def match(network: "Network", tensors: Mapping[str, TensorFile], folder: Path) -> dict[str, tuple[TensorFile, ...]]:
     """The files of each weight of a network; checks names and shapes."""
-    by_name = {_own_name(name, network.component.aliases): tensor for name, tensor in tensors.items()}
+    by_name = by_own_names(tensors, network.component.aliases)
     matched: dict[str, tuple[TensorFile, ...]] = {}
     for name, weight in network.weights.items():
         missing = [source for source in weight.sources if source not in by_name]
@@ -193,12 +193,17 @@ def match(network: "Network", tensors: Mapping[str, TensorFile], folder: Path) -
     return matched
 
 
-def _own_name(name: str, aliases: Mapping[str, str]) -> str:
-    """A checkpoint's name as the module has it."""
-    if name in aliases:
-        return aliases[name]
+def own_name(name: str, aliases: Mapping[str, str]) -> str:
+    """A checkpoint's name as the module has it (see `spec.Component`): first how it starts, then the whole of it."""
     prefix = max((part for part in aliases if part.endswith(".") and name.startswith(part)), key=len, default="")
-    return aliases.get(prefix, "") + name.removeprefix(prefix)
+    name = aliases.get(prefix, "") + name.removeprefix(prefix)
+    return aliases.get(name, name)
+
+
+def by_own_names(tensors: Mapping[str, TensorFile], aliases: Mapping[str, str]) -> dict[str, TensorFile]:
+    """A checkpoint's tensors by the module's names. Where two names are one weight, the module's own wins."""
+    pairs = [(own_name(name, aliases), name) for name in tensors]
+    return {own: tensors[name] for own, name in sorted(pairs, key=lambda pair: pair[0] == pair[1])}
 
 
 def folded_dimension(shape: tuple[int, ...], folded: tuple[int, ...]) -> int | None:

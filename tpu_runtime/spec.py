@@ -91,10 +91,11 @@ class Component:
 
     `config` holds the real architecture (the published `config.json`), `tiny` that of the built-in checkpoint. `blocks`
     are the attribute paths of lists of equal blocks, each traced once and scanned. `only` keeps the parameters whose
-    names start so (a decoder of a whole VAE). `aliases` maps names in checkpoints to the module's (tied weights); one
-    that ends in a dot stands for all names that start so. `trim(module)` may drop what is not needed (layers after the
-    last that is read) and fold a weight: give it a shape with one dimension cut into `(groups, size)`, so that a fused
-    projection can be split within each group.
+    names start so (a decoder of a whole VAE). `aliases` maps names in checkpoints to the module's: those of tied
+    weights, and those that other versions of the libraries wrote, which upstream translates while loading. One that
+    ends in a dot stands for all names that start so; the longest counts, and whole names are looked up after it.
+    `trim(module)` may drop what is not needed (layers after the last that is read) and fold a weight: give it a shape
+    with one dimension cut into `(groups, size)`, so that a fused projection can be split within each group.
     """
 
     name: str

@@ -239,8 +239,7 @@ TEXT_ENCODER = Component(
     blocks=("encoder.block",),
     aliases=MappingProxyType(
         {
-            # Checkpoints hold the one embedding under either name.
-            "encoder.embed_tokens.weight": "shared.weight",
+            **wan21.TEXT_ENCODER.aliases,
             "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": (
                 "encoder.relative_attention_bias.weight"
             ),

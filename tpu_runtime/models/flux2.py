@@ -378,6 +378,15 @@ TRANSFORMER = Component(
     rules=TRANSFORMER_RULES,
 )
 
+# diffusers' names of attention's weights before 0.13.
+OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+
+
+def _old_names(part: str) -> "MappingProxyType[str, str]":
+    path = f"{part}.mid_block.attentions.0"
+    return MappingProxyType({f"{path}.{old}.": f"{path}.{new}." for old, new in OLD_ATTENTION.items()})
+
+
 VAE_DECODER = Component(
     name="vae_decoder",
     folder="vae",
@@ -386,6 +395,7 @@ VAE_DECODER = Component(
     config=MappingProxyType({"block_out_channels": (128, 256, 512, 512), "latent_channels": 32}),
     tiny=MappingProxyType({"block_out_channels": (6, 6, 12, 12), "latent_channels": 32, "norm_num_groups": 3}),
     only=("decoder.", "post_quant_conv.", "bn."),
+    aliases=_old_names("decoder"),
     # 0.1 GiB in all: whole on every chip.
     rules=(Rule("decoder.**.weight", REPLICATED),),
 )
@@ -394,6 +404,7 @@ VAE_ENCODER = replace(
     VAE_DECODER,
     name="vae_encoder",
     only=("encoder.", "quant_conv.", "bn."),
+    aliases=_old_names("encoder"),
     rules=(Rule("encoder.**.weight", REPLICATED),),
 )
 

@@ -103,6 +103,8 @@ IMAGE_ENCODER = Component(
         }
     ),
     blocks=("encoder.layers",),
+    # As transformers 4 wrote it, and so as it is published.
+    aliases=MappingProxyType({"vision_model.": ""}),
     trim=trim_vision,
     rules=(
         Rule("embeddings.*.weight", REPLICATED),

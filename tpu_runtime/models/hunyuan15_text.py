@@ -170,6 +170,8 @@ TEXT_ENCODER = Component(
         }
     ),
     blocks=("layers",),
+    # The whole model's names: before and since transformers 4.52, and its part without the head.
+    aliases=MappingProxyType({"model.": "", "model.language_model.": "", "language_model.": ""}),
     trim=trim_text,
     rules=(
         Rule("embed_tokens.weight", (None, "all_embed")),
@@ -213,7 +215,7 @@ GLYPH_ENCODER = Component(
             "vocab_size": 384,
         }
     ),
-    aliases=MappingProxyType({"encoder.embed_tokens.weight": "shared.weight"}),
+    aliases=MappingProxyType({"encoder.embed_tokens.weight": "shared.weight", "transformer.": ""}),
     rules=(
         Rule("shared.weight", (None, "all_embed")),
         Rule("encoder.block.*.layer.0.SelfAttention.relative_attention_bias.weight", REPLICATED),

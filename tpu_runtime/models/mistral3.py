@@ -120,8 +120,17 @@ def attend_causally(
     return attn.o_proj((weights @ value).transpose(1, 2).flatten(2)), None
 
 
-# Published checkpoints name the language model in either way, with the vision tower beside it.
-TEXT_NAMES = {"language_model.model.": "model.language_model.", "language_model.": "model.language_model."}
+# Where checkpoints have the language model beside the vision tower: as transformers 4 wrote it (and so as it is
+# published), as the model without its head writes it, and as adapters for it were merged.
+TEXT_NAMES = {
+    name: "model.language_model."
+    for name in (
+        "language_model.model.",
+        "language_model.",
+        "language_model.model.model.",
+        "model.language_model.model.",
+    )
+}
 
 TEXT_ENCODER = Component(
     name="text_encoder",

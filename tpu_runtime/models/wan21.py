@@ -255,8 +255,8 @@ TEXT_ENCODER = Component(
         }
     ),
     blocks=("encoder.block",),
-    # Checkpoints hold the one embedding under either name.
-    aliases=MappingProxyType({"encoder.embed_tokens.weight": "shared.weight"}),
+    # Checkpoints hold the one embedding under either name; T5 with a head has all of it under `transformer`.
+    aliases=MappingProxyType({"encoder.embed_tokens.weight": "shared.weight", "transformer.": ""}),
     rules=(
         Rule("shared.weight", (None, "all_embed")),
         Rule("encoder.block.*.layer.0.SelfAttention.q.weight", (None, "all_heads", None)),
