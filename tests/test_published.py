@@ -119,3 +119,40 @@ def test_the_language_model_of_a_whole_qwen_loads_by_itself(prefix: str, tmp_pat
     part = ("hunyuanvideo1.5-t2v-720p", "text_encoder")
     rewrite(written(*part), tmp_path / "whole", moved(("", prefix)))
     assert_same_weights(*part, tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("spec", "name"), PARTS)
+def test_what_upstream_keeps_in_float32_is_kept_and_nothing_else(spec: str, name: str):
+    """diffusers' list holds in bfloat16, transformers' only in float16."""
+    assert formats(spec, name) == formats_upstream(spec, name)
+
+
+def test_what_transformers_keeps_in_float32_strictly_is_kept(monkeypatch: pytest.MonkeyPatch):
+    from transformers import T5EncoderModel
+
+    monkeypatch.setattr(T5EncoderModel, "_keep_in_fp32_modules_strict", ["wo", "shared"])
+    part = ("cogvideox1.5-5b", "text_encoder")
+    assert formats(*part) == formats_upstream(*part)
+    assert [name for name, dtype in formats(*part).items() if dtype == torch.float32] == [
+        "shared.weight",
+        *(f"encoder.block.{layer}.layer.1.DenseReluDense.wo.weight" for layer in range(3)),
+    ]
+
+
+def formats(spec: str, name: str) -> dict[str, torch.dtype]:
+    """The format of each weight of a component in bfloat16."""
+    network = modules.build(component_of(spec, name), checkpoint.read_json(written(spec, name) / "config.json"))
+    float32 = {key for key in network.weights if load.weight_dtype(network, key, "bfloat16") == np.float32}
+    return {
+        source: torch.float32 if key in float32 else torch.bfloat16
+        for key, weight in network.weights.items()
+        for source in weight.sources
+    }
+
+
+def formats_upstream(spec: str, name: str) -> dict[str, torch.dtype]:
+    """The same as upstream has it."""
+    component = component_of(spec, name)
+    theirs = upstream(component, written(spec, name), torch.bfloat16)
+    named = {checkpoint.own_name(key, component.aliases): tensor.dtype for key, tensor in theirs.items()}
+    return {key: named[key] for key in formats(spec, name)}

@@ -177,7 +177,7 @@ def build(component: Component, config: Mapping[str, Any]) -> Network:
     module = build_full(component, config)
     if component.trim:
         component.trim(module)
-    keep_float32 = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    keep_float32 = float32_modules(component, module)
     tensors = {**dict(module.named_parameters()), **_saved_buffers(module)}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     weights: dict[str, Weight] = {}
@@ -203,6 +203,16 @@ def build(component: Component, config: Mapping[str, Any]) -> Network:
         assert isinstance(blocks, torch.nn.ModuleList)
         setattr(module.get_submodule(parent), last, ScannedBlocks(blocks))
     return Network(component=component, module=module, weights=weights)
+
+
+def float32_modules(component: Component, module: torch.nn.Module) -> frozenset[str]:
+    """Names within a parameter's path that upstream keeps in float32 when the rest is loaded in bfloat16.
+
+    The libraries mean different things by one name: diffusers' `_keep_in_fp32_modules` holds for every format,
+    transformers' for float16 alone, and its `_strict` list for bfloat16 too.
+    """
+    strict = "_strict" if component.library == "transformers" else ""
+    return frozenset(getattr(module, f"_keep_in_fp32_modules{strict}", None) or ())
 
 
 def _saved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
