@@ -170,6 +170,16 @@ def test_references_join_the_sequence_as_upstreams_do(compare: Callable):
     assert np.abs(latents - oracle(ODD).latents).max() > 1e-3
 
 
+def test_alpha_and_pixels_beyond_the_range_do_not_change_a_reference():
+    """As bytes they would wrap around: 1.1 would be nearly black."""
+    image = torch.rand(1, 64, 98, 4, generator=torch.Generator().manual_seed(3)) * 1.6 - 0.3
+    plain = image[..., :3].clamp(0.0, 1.0)
+    found, expected = (
+        engine(8).encode_image(MODEL, x, ODD, Silent())["tensors"]["reference_0"] for x in (image, plain)
+    )
+    assert torch.equal(found, expected)
+
+
 def test_a_reference_that_upstream_refuses_is_refused():
     with pytest.raises(ValueError, match="Image too small: 200×40"):
         engine(8).encode_image(MODEL, torch.zeros(1, 40, 200, 3), ODD, Silent())

@@ -88,3 +88,42 @@ def test_what_is_no_image_is_named(tmp_path: Path):
     for name, sentence in (("text.png", "is not an image"), ("none.png", "There is no image")):
         with pytest.raises(ValueError, match=sentence):
             media.load_image(tmp_path / name)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4], ids=["grey", "rgb", "rgba"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_an_image_of_any_node_becomes_rgb_within_the_range(channels: int, dtype: torch.dtype):
+    image = torch.tensor([-0.5, 0.25, 1.5, 0.0])[:channels].to(dtype).expand(2, 6, 8, channels)
+    expected = torch.tensor([0.0, 0.25, 1.0] if channels > 1 else [0.0] * 3).expand(2, 6, 8, 3)
+    found = media.pictures(image)
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
+    assert torch.equal(media.resize(image, 6, 8, "crop"), expected)
+    assert torch.allclose(media.resize(image, 4, 4, "crop"), expected[:, :4, :4], atol=1e-6)
+
+
+def test_a_grey_image_can_be_saved(tmp_path: Path):
+    media.save_image(tmp_path / "grey.png", torch.full((5, 7, 1), 0.5))
+    assert media.load_image(tmp_path / "grey.png")[0].unique().tolist() == [pytest.approx(128 / 255)]
+
+
+@pytest.mark.parametrize(
+    ("image", "sentence"),
+    [
+        (torch.zeros(5, 7, 3), r"the image is torch.float32 of shape \(5, 7, 3\); an IMAGE is floating, of shape"),
+        (torch.zeros(1, 5, 7, 2), r"shape \(1, 5, 7, 2\).* with 1, 3 or 4 channels"),
+        (torch.zeros(0, 5, 7, 3), r"shape \(0, 5, 7, 3\).* and not empty"),
+        (torch.zeros(1, 5, 7, 3, dtype=torch.uint8), "the image is torch.uint8"),
+        (torch.full((1, 5, 7, 3), torch.nan), "the image is not finite: values are NaN"),
+    ],
+    ids=["no batch", "two channels", "empty", "whole numbers", "NaN"],
+)
+def test_what_is_no_image_ends_in_a_sentence(image: torch.Tensor, sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        media.resize(image, 16, 16, "crop")
+
+
+def test_frames_that_are_not_finite_become_no_video(tmp_path: Path):
+    frames = torch.full((2, 16, 16, 3), torch.nan)
+    with pytest.raises(ValueError, match="the image is not finite"):
+        media.save_video(tmp_path / "clip.mp4", media.Video(frames=frames, frame_rate=Fraction(16)))
+    assert list(tmp_path.iterdir()) == []

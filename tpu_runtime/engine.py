@@ -22,6 +22,7 @@ from . import (
     guider,
     inputs,
     load,
+    media,
     memory_advice,
     modules,
     programs,
@@ -108,11 +109,12 @@ class Engine:
         spec = model.spec
         if spec.encode_image is None:
             raise ValueError(f"{spec.title} does not take an image.")
+        seen = media.pictures(image)
 
         def work(run: Run) -> Condition:
             run.progress.text("Encoding the image")
             config = run.found.config(spec.component(spec.vae), run.progress)
-            tensors = spec.encode_image(run.call, image.to(torch.float32).cpu(), settings, config)
+            tensors = spec.encode_image(run.call, seen, settings, config)
             return inputs.condition(spec, settings, tensors)
 
         return self._stage("encode_image", model, progress, work, settings)

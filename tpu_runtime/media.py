@@ -50,6 +50,7 @@ def save_video(path: Path, video: Video, *, crf: int = 18) -> None:
 
     if len(video.frames) == 0:
         raise ValueError(f"{path}: there are no frames to write.")
+    check_pictures(video.frames)
     height, width = video.frames.shape[1:3]
     if height % 2 or width % 2:
         raise ValueError(f"{path}: frames are {width}x{height}; an H.264 video needs an even width and height.")
@@ -76,7 +77,32 @@ def _bytes(image: Any) -> Any:
     """`[height, width, rgb]` in [0, 1] as bytes, rounded."""
     import torch
 
-    return image[..., :3].mul(255).round().clamp(0, 255).to(torch.uint8).numpy()
+    return pictures(image[None])[0].mul(255).round().to(torch.uint8).numpy()
+
+
+def check_pictures(images: "torch.Tensor") -> None:
+    """Raises `ValueError` for what is no IMAGE: `[N, height, width, 1, 3 or 4]` with pixels, floating and finite."""
+    import torch
+
+    if images.ndim != 4 or images.shape[3] not in (1, 3, 4) or not images.numel() or not images.is_floating_point():
+        raise ValueError(
+            f"the image is {images.dtype} of shape {tuple(images.shape)}; an IMAGE is floating, of shape (number, "
+            "height, width, channels) with 1, 3 or 4 channels, and not empty."
+        )
+    if not torch.isfinite(images).all():
+        raise ValueError("the image is not finite: values are NaN or infinite. Look at the node it comes from.")
+
+
+def pictures(images: "torch.Tensor") -> "torch.Tensor":
+    """An IMAGE of any node as `[N, height, width, rgb]` float32 on the CPU in 0..1; `ValueError` for what is none.
+
+    Alpha is dropped, grey becomes RGB, and values beyond the range are clamped.
+    """
+    import torch
+
+    check_pictures(images)
+    colours = images[..., :3].to(torch.float32).cpu().clamp(0.0, 1.0)
+    return colours.expand(*colours.shape[:3], 3)
 
 
 def save_image(path: Path, image: Any) -> None:
@@ -111,7 +137,7 @@ RESIZE = ("crop", "fit")
 
 
 def resize(images: "torch.Tensor", height: int, width: int, how: str) -> "torch.Tensor":
-    """IMAGE `[N, h, w, 3]` in 0..1 to `[N, height, width, 3]` without distorting it.
+    """IMAGE of any node to `[N, height, width, 3]` in 0..1 (see `pictures`) without distorting it.
 
     "crop" fills the frame and cuts what is over, evenly on both sides; "fit" shows everything between black bars. An
     image of the right size comes back as it is. Raises `ValueError` for another choice.
@@ -120,6 +146,7 @@ def resize(images: "torch.Tensor", height: int, width: int, how: str) -> "torch.
 
     if how not in RESIZE:
         raise ValueError(f"resize is {how!r}; it must be one of {', '.join(RESIZE)}.")
+    images = pictures(images)
     if tuple(images.shape[1:3]) == (height, width):
         return images
     scales = (height / images.shape[1], width / images.shape[2])
