@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..tpu_runtime import media
+from ..tpu_runtime import conditioning, media
 from ..tpu_runtime import stages as runtime
 from ..tpu_runtime.precision import CHOICES
 from ..tpu_runtime.spec import IntLimit, ModelSpec, Switch
@@ -152,17 +152,6 @@ def _check_model(spec: ModelSpec, folders: Folders, *, model_id: str) -> None:
     _resolve_variant(spec, folders, model_id=model_id, model=None, precision="auto")
 
 
-def _check_conditioning(spec: ModelSpec, name: str, conditioning: Any) -> None:
-    """Raises ValueError for another family's embeddings; ComfyUI's own CONDITIONING carries no family and may pass."""
-    if conditioning is None:
-        return
-    family = conditioning[0][1].get("tpu_family", spec.family)
-    if family != spec.family:
-        raise ValueError(
-            f"{spec.title}: {name} comes from a {family} text encoder; it must come from {spec.family}TextEncoder."
-        )
-
-
 def _encode(spec: ModelSpec, host: Host, *, prompt: str, negative_prompt: str = "", **choice: Any) -> tuple:
     model = _resolve_variant(spec, host.folders, **choice)
     embeds = runtime.encode_prompt(model, prompt, negative_prompt, progress=host)
@@ -199,8 +188,9 @@ def _sample(
     **numbers: Any,
 ) -> tuple:
     spec = spec if condition is None else image_spec
-    _check_conditioning(spec, "prompt_embeds", prompt_embeds)
-    _check_conditioning(spec, "negative_prompt_embeds", negative_prompt_embeds)
+    for name, given in {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}.items():
+        if given is not None:
+            conditioning.entry(spec, name, given)
     found = _variant(spec, host.folders, model_id, model)
     if condition is not None:
         _check_takes_picture(spec, found, "condition")

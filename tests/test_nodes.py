@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Ref
 from comfyui_tpu.nodes.headless import HEADLESS
 from comfyui_tpu.nodes.wan21 import DECODER, PIPELINE, SAMPLER, SPEC, TEXT_ENCODER
-from comfyui_tpu.tpu_runtime import stages
+from comfyui_tpu.tpu_runtime import stage_files, stages
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import Settings
 from comfyui_tpu.tpu_runtime.stages import ModelRef
@@ -43,6 +44,12 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
 def conditioning(family: str | None = "Wan21") -> list:
     return [["a tensor", {"tpu_family": family} if family else {}]]
+
+
+def changed(**values: Any) -> list:
+    """What a core node makes of an encoder's output."""
+    ((tensor, info),) = conditioning()
+    return [[tensor, {**info, **values}]]
 
 
 def all_inputs() -> list:
@@ -180,6 +187,53 @@ def test_another_familys_embeddings_are_refused(runtime: Recorder):
 
 def test_comfyuis_own_conditioning_is_taken(runtime: Recorder):
     SAMPLER.run(Host(), **sampler_values(prompt_embeds=conditioning(None)))
+    assert "denoise" in runtime.calls
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ([], "prompt_embeds has 0 entries; combined prompts are not supported."),
+        (conditioning() * 2, "prompt_embeds has 2 entries; combined prompts are not supported. Connect one Wan21TextE"),
+        ("text", "prompt_embeds is no CONDITIONING. Connect Wan21TextEncoder."),
+        ([["a tensor"]], "prompt_embeds is no CONDITIONING. Connect Wan21TextEncoder."),
+        (
+            changed(mask="a mask", mask_strength=1.0),
+            "prompt_embeds carries mask, mask_strength; areas, masks",
+        ),
+        (
+            changed(start_percent=0.0, end_percent=0.5),
+            "prompt_embeds carries start_percent, end_percent; areas",
+        ),
+        (
+            changed(area=(8, 8, 0, 0), strength=0.5),
+            "prompt_embeds carries area, strength; areas",
+        ),
+        (changed(strength=True), "prompt_embeds carries strength; areas"),
+        (changed(guidance=3.5), "prompt_embeds carries guidance; areas"),
+        (changed(reference_latents=["a tensor"]), "prompt_embeds carries reference_latents; areas"),
+    ],
+)
+@pytest.mark.parametrize("name", ["prompt_embeds", "negative_prompt_embeds"])
+def test_conditioning_that_would_be_followed_in_part_is_refused(
+    runtime: Recorder, name: str, given: Any, sentence: str
+):
+    with pytest.raises(ValueError) as error:
+        SAMPLER.run(Host(), **sampler_values(**{name: given}))
+    assert str(error.value).startswith(f"Wan 2.1 T2V 14B: {sentence.replace('prompt_embeds', name)}")
+    assert "denoise" not in runtime.calls
+
+
+@pytest.mark.parametrize("given", [conditioning(None) * 2, changed(mask="a mask")], ids=["combined", "masked"])
+def test_conditioning_that_would_be_half_saved_is_refused(tmp_path: Path, given: Any):
+    model = ModelRef(spec_name=SPEC.name, model_id="tiny/wan21")
+    with pytest.raises(ValueError, match="not supported"):
+        stage_files.save_embeddings(tmp_path / "new", given, None, model)
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_comfyuis_own_encoders_add_may_stay(runtime: Recorder):
+    SAMPLER.run(Host(), **sampler_values(prompt_embeds=changed(pooled_output="a tensor", control=None)))
     assert "denoise" in runtime.calls
 
 

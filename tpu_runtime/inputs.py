@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from . import conditioning as conditionings
 from .spec import ModelSpec, Settings
 from .stages import Condition, Conditioning
 
@@ -55,7 +56,7 @@ def _text_row(
             f"{spec.title}: {name} is not connected, and guidance_scale is {settings.guidance_scale}. Connect it, or "
             "set guidance_scale to 1."
         )
-    main, info = given[0]
+    main, info = conditionings.entry(spec, name, given)
     row: dict[str, np.ndarray] = {}
     for index, text in enumerate(spec.texts_encoded):
         tensor = main if index == 0 else info.get(text.name)

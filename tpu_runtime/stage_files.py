@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import conditioning
+
 if TYPE_CHECKING:
     import torch
 
@@ -38,6 +40,9 @@ def save_embeddings(
     encoders gave; those of a picture are `condition.<name>`. Whole numbers (lengths, the size that a picture was
     encoded for) are the file's metadata under the same kind of name.
     """
+    for name, given in {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}.items():
+        if given is not None:
+            conditioning.entry(model.spec, name, given)
     tensors, numbers = pack_embeddings(prompt_embeds, negative_prompt_embeds)
     if condition is not None:
         tensors |= {f"{_CONDITION}{key}": value for key, value in condition["tensors"].items()}
@@ -52,9 +57,9 @@ def pack_embeddings(
     """Tensors and metadata of a safetensors file, named as `save_embeddings` says."""
     tensors, numbers = {}, {}
     named = {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}
-    for name, conditioning in named.items():
-        if conditioning is not None:
-            tensors[name], info = conditioning[0]
+    for name, given in named.items():
+        if given is not None:
+            tensors[name], info = given[0]
             tensors |= {f"{name}.{key}": value for key, value in info.items() if hasattr(value, "shape")}
             numbers |= {f"{name}.{key}": str(value) for key, value in info.items() if isinstance(value, int)}
     return tensors, numbers
@@ -66,13 +71,13 @@ def unpack_embeddings(
     """What `pack_embeddings` packed; None for what is not there."""
     values = {**tensors, **{key: int(value) for key, value in numbers.items()}}
 
-    def conditioning(name: str) -> "Conditioning | None":
+    def unpacked(name: str) -> "Conditioning | None":
         if name not in tensors:
             return None
         info = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
         return [[tensors[name], {"tpu_family": family, **info}]]
 
-    return conditioning("prompt_embeds"), conditioning("negative_prompt_embeds")
+    return unpacked("prompt_embeds"), unpacked("negative_prompt_embeds")
 
 
 def load_embeddings(folder: Path, model: "ModelRef") -> "tuple[Conditioning, Conditioning | None]":
