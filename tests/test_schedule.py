@@ -1,5 +1,7 @@
 """Solver tables against the upstream schedulers that they were read from, on random trajectories."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -18,8 +20,17 @@ CONFIGS = {
         "_class_name": "CogVideoXDDIMScheduler", "prediction_type": "v_prediction", "rescale_betas_zero_snr": True,
         "snr_shift_scale": 1.0, "timestep_spacing": "trailing",
     },
+    "dpm of CogVideoX": {
+        "_class_name": "CogVideoXDPMScheduler", "prediction_type": "v_prediction", "rescale_betas_zero_snr": True,
+        "snr_shift_scale": 1.0, "timestep_spacing": "trailing",
+    },
+    "dpm++ with noise": {"_class_name": "DPMSolverMultistepScheduler", **FLOW, "algorithm_type": "sde-dpmsolver++"},
+    "ddpm": {"_class_name": "DDPMScheduler", "prediction_type": "v_prediction", "clip_sample": False},
     "ddim": {"_class_name": "DDIMScheduler", "prediction_type": "v_prediction", "clip_sample": False},
 }  # fmt: skip
+
+
+SHAPE = (1, 16, 3, 5, 7)
 
 
 def trajectory(config: dict, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
@@ -27,14 +38,22 @@ def trajectory(config: dict, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
     table = schedule.probe(schedule.scheduler_from(config), num_steps)
     upstream = schedule.scheduler_from(config)
     upstream.set_timesteps(num_steps)
-    generator = torch.Generator().manual_seed(num_steps)
-    sample, *outputs = (torch.randn(1, 16, 3, 5, 7, generator=generator) for _ in range(1 + num_steps))
+    assert (table.timesteps == upstream.timesteps.numpy()).all()
+    sample, *outputs = torch.randn(1 + num_steps, *SHAPE, generator=torch.Generator().manual_seed(num_steps))
     state = schedule.initial_state(sample.numpy(), table.num_memory)
-    for index, timestep in enumerate(upstream.timesteps):
+    ours, theirs = (torch.Generator().manual_seed(3) for _ in range(2))
+    noises = table.noises(lambda: torch.randn(SHAPE, generator=ours).numpy())
+    estimate = last = None
+    for index, (timestep, noise) in enumerate(zip(upstream.timesteps, noises, strict=True)):
+        state = schedule.with_noise(tuple(state), noise)
         *state, _ = schedule.advance(state, np.asarray(outputs[index].numpy() + 0.3 * state[0]), table.table[index])
         output = outputs[index] + 0.3 * sample
-        sample = upstream.step(output, timestep, sample, return_dict=False)[0]
-    assert (table.timesteps == upstream.timesteps.numpy()).all()
+        if config["_class_name"] == "CogVideoXDPMScheduler":
+            sample, estimate = upstream.step(output, estimate, timestep, last, sample, generator=theirs)
+            last = timestep
+        else:
+            drawn = {"generator": theirs} if "generator" in inspect.signature(upstream.step).parameters else {}
+            sample = upstream.step(output, timestep, sample, return_dict=False, **drawn)[0]
     return np.asarray(state[0]), sample.numpy()
 
 
@@ -49,8 +68,7 @@ def test_a_true_output_gives_the_denoised_sample(config: dict, compare):
     """With the output that belongs to a known clean sample, every step's estimate is that sample."""
     scheduler = schedule.scheduler_from(config)
     table = schedule.probe(scheduler, 6)
-    generator = torch.Generator().manual_seed(0)
-    clean, noise = (torch.randn(1, 16, 3, 5, 7, generator=generator) for _ in range(2))
+    clean, noise = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(0))
     for index, timestep in enumerate(table.timesteps):
         if config.get("prediction_type") == "v_prediction":
             signal = scheduler.alphas_cumprod[int(timestep)] ** 0.5
@@ -71,8 +89,18 @@ def test_a_solver_that_is_not_linear_is_refused():
 
 
 def test_a_solver_that_needs_more_is_refused():
-    with pytest.raises(NotImplementedError, match="CogVideoXDPMScheduler is not supported: its step also needs old_pr"):
-        schedule.probe(schedule.scheduler_from({"_class_name": "CogVideoXDPMScheduler"}), 4)
+    with pytest.raises(NotImplementedError, match="RePaintScheduler is not supported: its step also needs original_im"):
+        schedule.probe(schedule.scheduler_from({"_class_name": "RePaintScheduler"}), 4)
+
+
+def test_noise_is_drawn_as_often_as_upstream_draws_it():
+    """CogVideoX's solver draws twice at the inner steps, and uses the second."""
+    table = schedule.probe(schedule.scheduler_from(CONFIGS["dpm of CogVideoX"]), 5)
+    assert table.draws == ((True,), (False, True), (False, True), (False, True), (False,))
+    drawn = iter(range(99))
+    assert list(table.noises(lambda: next(drawn))) == [0, 2, 4, 6, None]
+    still = schedule.probe(schedule.scheduler_from(CONFIGS["euler"]), 3)
+    assert list(still.noises(lambda: next(drawn))) == [None] * 3 and next(drawn) == 8
 
 
 def test_an_unknown_scheduler_is_named():

@@ -393,8 +393,14 @@ class Run:
         spec, progress = self.spec, self.progress
         solver = self._solver(settings)
         run = self._denoiser(settings, config, solver, given)
-        noise = spec.noise(spec, settings, torch.Generator().manual_seed(settings.seed)).numpy()
-        state = schedule.initial_state(noise, solver.num_memory)
+        generator = torch.Generator().manual_seed(settings.seed)
+
+        def draw() -> np.ndarray:
+            return spec.noise(spec, settings, generator).numpy()
+
+        state = schedule.initial_state(draw(), solver.num_memory)
+        noises = solver.noises(draw)
+        noise = next(noises)
         on_device = jax.tree.map(lambda x, want: jax.device_put(x, want.sharding), given, run.program.args[4])
         experts = self._experts(solver, settings)
         running = experts[0][0]
@@ -406,7 +412,9 @@ class Run:
             if expert != running:
                 running, weights = expert, self.engine.weights(self.found, spec.component(expert), run, progress)
             row, timestep = solver.table[index], solver.timesteps[index]
-            *state, denoised = run(weights, tuple(state), row, timestep, on_device, np.float32(scale))
+            state = schedule.with_noise(tuple(state), noise)
+            *state, denoised = run(weights, state, row, timestep, on_device, np.float32(scale))
+            noise = next(noises, None)  # drawn while the devices are at work
             jax.block_until_ready(state)
             self._stepped(index + 1, solver.num_steps, denoised)
         sample = torch.from_numpy(np.array(state[0]))

@@ -1,13 +1,14 @@
-"""Any of diffusers' deterministic solvers as one table of numbers.
+"""Any of diffusers' linear solvers as one table of numbers.
 
-A step of such a solver (Euler, UniPC, DPM-Solver, DDIM) is linear in the sample, the denoiser's output and the few
-tensors that the scheduler remembers. So the upstream scheduler itself is run once on the host with unit vectors in
-place of latents: what comes out are its coefficients, row by row. On the device a step is then one weighted sum in
-float32, the same program for every step, solver and number of steps, and nothing of a solver is written again here.
+A step of such a solver (Euler, UniPC, DPM-Solver, DDIM) is linear in the sample, the denoiser's output, the few tensors
+that the scheduler remembers and the noise that it draws. So the upstream scheduler itself is run once on the host with
+unit vectors in place of latents and noise: what comes out are its coefficients, row by row. On the device a step is
+then one weighted sum in float32, the same program for every step, solver and number of steps, and nothing of a solver
+is written again here.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jaxtyping import Array, Float
+from torch.overrides import TorchFunctionMode
 
-# The vector space of one step: the sample, the denoiser's output, and up to this many remembered tensors.
-MAX_MEMORY = 4
+# The vector space of one step: the sample, the denoiser's output, and up to this many remembered tensors and draws.
+MAX_MEMORY, MAX_DRAWS = 4, 4
 SAMPLE, OUTPUT = 0, 1
 
 
@@ -27,10 +29,14 @@ class Schedule:
     """What the denoiser is told at step `i` (`timesteps[i]`), and the step itself: `table[i]` maps
     `(sample, output, memory...)` to the next `(sample, memory...)` and, in its last row, to the denoised estimate that
     a preview shows.
+
+    A solver that adds noise has `draws[i]`: for each time that step `i` draws noise, whether it uses it, which at most
+    one draw of a step is. The noise is the last of the memory: put there before the step, and 0 after it.
     """
 
     timesteps: np.ndarray  # [num_steps], int32 or float32 as the scheduler gives them
     table: np.ndarray  # [num_steps, 2 + num_memory, 2 + num_memory], float32
+    draws: tuple[tuple[bool, ...], ...] = ()
 
     @property
     def num_steps(self) -> int:
@@ -40,6 +46,15 @@ class Schedule:
     def num_memory(self) -> int:
         return self.table.shape[2] - 2
 
+    def noises(self, draw: Callable[[], np.ndarray]) -> Iterator[np.ndarray | None]:
+        """For each step the noise that it adds, or None; `draw` is called as often as upstream draws."""
+        for used in self.draws or ((),) * self.num_steps:
+            noise = None
+            for is_used in used:
+                drawn = draw()
+                noise = drawn if is_used else noise
+            yield noise
+
 
 State = tuple[Float[Array, "*latent"], ...]
 
@@ -47,6 +62,11 @@ State = tuple[Float[Array, "*latent"], ...]
 def initial_state(latents: np.ndarray, num_memory: int) -> tuple[np.ndarray, ...]:
     """The state before the first step: the noise, and nothing remembered."""
     return (latents, *(np.zeros_like(latents) for _ in range(num_memory)))
+
+
+def with_noise(state: tuple[Any, ...], noise: np.ndarray | None) -> tuple[Any, ...]:
+    """The state with what the next step adds (see `Schedule.noises`)."""
+    return state if noise is None else (*state[:-1], noise)
 
 
 def advance(state: State, output: jax.Array, row: Float[Array, "rows columns"]) -> State:
@@ -75,35 +95,115 @@ def probe(scheduler: Any, num_steps: int, **timestep_arguments: Any) -> Schedule
     """Reads the coefficients off an upstream scheduler.
 
     Raises `NotImplementedError` where the scheduler is not linear (thresholding), takes more than a step of these has,
-    or keeps more than `MAX_MEMORY` tensors, and `ValueError` where its step is not finite.
+    keeps more than `MAX_MEMORY` tensors or adds several noises in a step, and `ValueError` where its step is not
+    finite.
     """
     if getattr(scheduler.config, "thresholding", False):
         raise NotImplementedError("dynamic thresholding is not a linear solver step.")
     if others := _other_arguments(scheduler):
         raise NotImplementedError(
             f"{type(scheduler).__name__} is not supported: its step also needs {' and '.join(others)}. Use a "
-            "checkpoint with a deterministic scheduler, such as a DDIM, DPM-Solver, UniPC or Euler one."
+            "checkpoint with another scheduler, such as a DDIM, DPM-Solver, UniPC or Euler one."
         )
     scheduler.set_timesteps(num_steps, **timestep_arguments)
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(0)
-    rows, memory_size = [], 0
+    stepper = _Stepper(scheduler)
+    rows = []
     for timestep in scheduler.timesteps:
-        slots = list(_memory(scheduler))
+        slots = [*_memory(scheduler), *_memory(stepper)]
         for index, slot in enumerate(slots):
             slot.write(_unit(2 + index))
-        result = scheduler.step(_unit(OUTPUT), timestep, _unit(SAMPLE), return_dict=False)[0]
-        after = {slot.key: slot.read() for slot in _memory(scheduler)}
-        rows.append((result, [slot.key for slot in slots], after, _denoised(scheduler, len(rows), timestep)))
-        memory_size = max(memory_size, len(after))
+        with _CountedDraws() as draws:
+            result = stepper.step(_unit(OUTPUT), timestep, _unit(SAMPLE))
+        rows.append(
+            _Row(
+                result=_coefficients(result),
+                before=[slot.key for slot in slots],
+                after={slot.key: _coefficients(slot.read()) for slot in (*_memory(scheduler), *_memory(stepper))},
+                denoised=_denoised(scheduler, len(rows), timestep),
+                num_draws=draws.count,
+            )
+        )
     return _tabulate(scheduler, rows)
 
 
+def _parameters(scheduler: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(scheduler.step).parameters
+
+
 def _other_arguments(scheduler: Any) -> list[str]:
-    """What a scheduler's step needs besides the denoiser's output, the timestep and the sample."""
-    parameters = inspect.signature(scheduler.step).parameters.values()
-    needed = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
-    return [name for name in needed if name not in ("model_output", "timestep", "sample")]
+    """What a scheduler's step needs besides what `_Stepper` gives it."""
+    needed = [name for name, parameter in _parameters(scheduler).items() if parameter.default is parameter.empty]
+    known = ("model_output", "timestep", "sample", "old_pred_original_sample", "timestep_back")
+    return [name for name in needed if name not in known]
+
+
+class _Stepper:
+    """One step after the other, as diffusers' pipelines call them.
+
+    `CogVideoXDPMScheduler` keeps nothing: its step takes the last estimate of the end result and the last timestep, and
+    gives its own estimate as a second output, which is remembered here.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.returns_estimate = "old_pred_original_sample" in _parameters(scheduler)
+        self.old_pred_original_sample: torch.Tensor | None = None
+        self.timestep_back: torch.Tensor | None = None
+
+    def step(self, output: torch.Tensor, timestep: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+        if not self.returns_estimate:
+            return self.scheduler.step(output, timestep, sample, return_dict=False)[0]
+        result, self.old_pred_original_sample = self.scheduler.step(
+            output, self.old_pred_original_sample, timestep, self.timestep_back, sample, return_dict=False
+        )
+        self.timestep_back = timestep
+        return result
+
+
+class _CountedDraws(TorchFunctionMode):
+    """Normal noise that is drawn while it is active is a unit vector, another for each draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
+    ) -> Any:
+        if function not in (torch.randn, torch.randn_like):
+            return function(*args, **(kwargs or {}))
+        if self.count == MAX_DRAWS:
+            raise NotImplementedError(f"the scheduler draws noise more than {MAX_DRAWS} times in a step.")
+        self.count += 1
+        return _unit(2 + MAX_MEMORY + self.count - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """What a step made of unit vectors, as coefficients; `before` and `after` are the memory, by place."""
+
+    result: np.ndarray
+    before: list[tuple[str, int]]
+    after: dict[tuple[str, int], np.ndarray]
+    denoised: tuple[float, float]
+    num_draws: int
+
+    @property
+    def draws(self) -> tuple[bool, ...]:
+        """For each draw, whether anything came of it."""
+        made = np.stack([self.result, *self.after.values()])
+        return tuple(bool(made[:, 2 + MAX_MEMORY + index].any()) for index in range(self.num_draws))
+
+    def in_columns(self, coefficients: np.ndarray, column: Mapping[tuple[str, int], int], width: int) -> np.ndarray:
+        """Coefficients in the table's columns; the noise has the last."""
+        found = np.zeros(width, np.float32)
+        columns = [SAMPLE, OUTPUT, *(column[key] for key in self.before)]
+        found[columns] = coefficients[: len(columns)]
+        if True in self.draws:
+            found[-1] = coefficients[2 + MAX_MEMORY + self.draws.index(True)]
+        return found
 
 
 def _denoised(scheduler: Any, index: int, timestep: torch.Tensor) -> tuple[float, float]:
@@ -120,35 +220,40 @@ def _denoised(scheduler: Any, index: int, timestep: torch.Tensor) -> tuple[float
     return 0.0, 1.0
 
 
-def _tabulate(scheduler: Any, rows: list) -> Schedule:
-    """Gives every remembered tensor a fixed column."""
-    keys = sorted({key for _, before, after, _ in rows for key in (*before, *after)})
+def _tabulate(scheduler: Any, rows: list[_Row]) -> Schedule:
+    """Gives every remembered tensor, and the noise, a fixed column."""
+    name = type(scheduler).__name__
+    keys = sorted({key for row in rows for key in (*row.before, *row.after)})
     if len(keys) > MAX_MEMORY:
-        raise NotImplementedError(f"{type(scheduler).__name__} keeps {len(keys)} tensors; {MAX_MEMORY} are allowed.")
+        raise NotImplementedError(f"{name} keeps {len(keys)} tensors; {MAX_MEMORY} are allowed.")
+    if any(sum(row.draws) > 1 for row in rows):
+        raise NotImplementedError(f"{name} adds several noises in one step; one is supported.")
+    adds_noise = any(True in row.draws for row in rows)
     column = {key: 2 + index for index, key in enumerate(keys)}
-    table = np.zeros((len(rows), 2 + len(keys), 2 + len(keys)), np.float32)
-    for step, (result, before, after, denoised) in enumerate(rows):
-        columns = [SAMPLE, OUTPUT, *(column[key] for key in before)]
-        table[step, 0, columns] = _coefficients(result)[: len(columns)]
-        for key, vector in after.items():
-            table[step, column[key] - 1, columns] = _coefficients(vector)[: len(columns)]
-        table[step, -1, [SAMPLE, OUTPUT]] = denoised
+    width = 2 + len(keys) + adds_noise
+    table = np.zeros((len(rows), width, width), np.float32)
+    for step, row in enumerate(rows):
+        table[step, 0] = row.in_columns(row.result, column, width)
+        for key, coefficients in row.after.items():
+            table[step, column[key] - 1] = row.in_columns(coefficients, column, width)
+        table[step, -1, [SAMPLE, OUTPUT]] = row.denoised
     if not np.isfinite(table).all():
         raise ValueError(f"{type(scheduler).__name__} gives no finite step with this config and number of steps.")
     timesteps = scheduler.timesteps.cpu().numpy()
     wanted = np.int32 if np.issubdtype(timesteps.dtype, np.integer) else np.float32
-    return Schedule(timesteps=timesteps.astype(wanted), table=table)
+    draws = tuple(row.draws for row in rows) if adds_noise else ()
+    return Schedule(timesteps=timesteps.astype(wanted), table=table, draws=draws)
 
 
 def _unit(index: int) -> torch.Tensor:
-    """A unit vector, shaped like a batch of one latent: `[1, 2 + MAX_MEMORY, 1, 1, 1]`."""
-    vector = torch.zeros(1, 2 + MAX_MEMORY, 1, 1, 1)
+    """A unit vector, shaped like a batch of one latent: `[1, 2 + MAX_MEMORY + MAX_DRAWS, 1, 1, 1]`."""
+    vector = torch.zeros(1, 2 + MAX_MEMORY + MAX_DRAWS, 1, 1, 1)
     vector[0, index] = 1.0
     return vector
 
 
 def _coefficients(vector: torch.Tensor) -> np.ndarray:
-    return vector.reshape(-1).to(torch.float32).numpy()
+    return vector.reshape(-1).to(torch.float32).numpy().copy()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,12 +279,12 @@ class _Slot:
             getattr(self.owner, self.name)[self.index] = tensor
 
 
-def _memory(scheduler: Any) -> Iterator[_Slot]:
+def _memory(owner: Any) -> Iterator[_Slot]:
     shape = _unit(0).shape
-    for name, value in sorted(vars(scheduler).items()):
+    for name, value in sorted(vars(owner).items()):
         if isinstance(value, torch.Tensor) and value.shape == shape:
-            yield _Slot(owner=scheduler, name=name, index=None)
+            yield _Slot(owner=owner, name=name, index=None)
         elif isinstance(value, list):
             for index, entry in enumerate(value):
                 if isinstance(entry, torch.Tensor) and entry.shape == shape:
-                    yield _Slot(owner=scheduler, name=name, index=index)
+                    yield _Slot(owner=owner, name=name, index=index)
