@@ -1,8 +1,10 @@
 """Wan 2.1 against `diffusers.WanPipeline` on the CPU in float32: every stage and the whole, on 1, 3 and 8 chips."""
 
 import functools
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ import pytest
 import torch
 from comfyui_tpu.tpu_runtime import checkpoint, load, modules, programs, schedule, sequence, tiny
 from comfyui_tpu.tpu_runtime.engine import Engine
-from comfyui_tpu.tpu_runtime.models import spec_for_family, wan21
+from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family, wan21
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import Settings
 from comfyui_tpu.tpu_runtime.stages import ModelRef
@@ -63,6 +65,16 @@ def oracle(settings: Settings, prompt: str) -> Oracle:
             generator=torch.Generator().manual_seed(settings.seed), callback_on_step_end=keep, output_type="np",
         ).frames[0]  # fmt: skip
     return Oracle(embeds=embeds.numpy(), latents=kept["latents"].numpy(), frames=frames)
+
+
+@pytest.mark.parametrize("name", ["wan2.1-t2v-14b", "wan2.2-i2v-a14b"])
+def test_the_negative_prompt_is_the_makers_whole_one(name: str):
+    """The digest of `sample_neg_prompt` in the makers' shared_config.py; every example has it too."""
+    published = "ce96e0324e4b54ce4b6e867f669ca520952e1a34cc116543516b1897f0d3c47e"
+    text = spec_by_name(name).texts["negative_prompt"]
+    assert hashlib.sha256(text.encode()).hexdigest() == published
+    files = sorted((Path(__file__).parents[1] / "examples").rglob(f"{'wan21' if 't2v' in name else 'wan22'}_*.json"))
+    assert len(files) == 3 and all(text in file.read_text("utf-8") for file in files)
 
 
 @functools.cache

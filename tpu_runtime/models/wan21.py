@@ -23,7 +23,12 @@ from ..spec import (
 
 PROMPT = "A cat and a dog baking a cake together in a kitchen."
 MAX_TOKENS = 512
-NEGATIVE_PROMPT = "Bright tones, overexposed, static, blurred details, low quality"
+# The makers' own, as they publish it (`sample_neg_prompt`).
+NEGATIVE_PROMPT = (
+    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，"
+    "JPEG压缩残留，丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，"
+    "手指融合，静止不动的画面，杂乱的背景，三条腿，背景人很多，倒着走"
+)
 
 if TYPE_CHECKING:
     # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
@@ -43,7 +48,7 @@ def clean_prompt(prompt: str) -> str:
 def write_tokenizer(folder: Path) -> None:
     from .. import tiny
 
-    tiny.write_t5_tokenizer(folder, (PROMPT, NEGATIVE_PROMPT))
+    tiny.write_t5_tokenizer(folder, (PROMPT,))
 
 
 def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.ndarray]":
