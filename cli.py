@@ -15,7 +15,7 @@ from .nodes.workflow import Workflow, to_api
 from .tpu_runtime import media, plan_options, stage_files, stages
 from .tpu_runtime.models import SPECS, spec_by_name, spec_for_family
 from .tpu_runtime.precision import CHOICES
-from .tpu_runtime.spec import IntLimit, ModelSpec, Settings, Switch
+from .tpu_runtime.spec import Choice, IntLimit, ModelSpec, Settings, Switch
 from .tpu_runtime.stages import ModelRef
 
 # What a picture is encoded for.
@@ -131,6 +131,8 @@ def _add_widgets(verb: argparse.ArgumentParser, names: Sequence[str]) -> None:
         kind: dict[str, Any] = {"type": int if isinstance(limits[0], IntLimit) else float}
         if isinstance(limits[0], Switch):
             kind = {"action": argparse.BooleanOptionalAction}
+        elif isinstance(limits[0], Choice):
+            kind = {"choices": limits[0].options}
         verb.add_argument(_flag(name), dest=name, help=f"default {defaults}", **kind)
 
 
@@ -167,7 +169,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise ValueError(f"there is no file {path}.") from None
     except json.JSONDecodeError as error:

@@ -1,4 +1,6 @@
-"""Predicts every model at its default inputs for one TPU: `benchmarks/predicted.json` and the table in the README.
+"""Predicts every model for one TPU: `benchmarks/predicted.json` and the table in the README.
+
+Inputs are the models' defaults, but for the size of videos: all have the same, so that models compare.
 
 Run: python benchmarks/predict.py [--model NAME ...] [--topology v6e:2x4]. Takes minutes a model; no TPU is needed.
 Models that are not named keep what was recorded before.
@@ -14,6 +16,7 @@ from typing import Any
 from comfyui_tpu.tpu_runtime import chips, plan
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
 from comfyui_tpu.tpu_runtime.plan_compile import Request
+from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "benchmarks" / "predicted.json"
@@ -21,14 +24,20 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- predicted:begin -->", "<!-- predicted:end -->"
 # Files of this machine and sentences for a reader are not for comparing.
 DROPPED = ("findings", "notes")
+VIDEO_SIZE = {"height": 720, "width": 1280}
 
 Record = Mapping[str, Any]
 
 
+def settings_of(spec: ModelSpec) -> Settings:
+    """What a model is predicted at."""
+    return spec.settings(**({} if spec.is_image else VIDEO_SIZE))
+
+
 def predict(name: str, topology: str) -> Record:
-    """One model's plan at its defaults."""
+    """One model's plan."""
     spec = spec_by_name(name)
-    request = Request(spec=spec, settings=spec.default_settings(), topology=chips.topology(topology))
+    request = Request(spec=spec, settings=settings_of(spec), topology=chips.topology(topology))
     record = plan.make_plan(request, _say).to_json()
     programs = [{key: value for key, value in program.items() if key not in DROPPED} for program in record["programs"]]
     return {**record, "title": spec.title, "programs": programs}

@@ -12,7 +12,7 @@ from typing import Any
 from ..tpu_runtime import conditioning, media
 from ..tpu_runtime import stages as runtime
 from ..tpu_runtime.precision import CHOICES
-from ..tpu_runtime.spec import IntLimit, ModelSpec, Switch
+from ..tpu_runtime.spec import Choice, IntLimit, ModelSpec, Switch
 from ..tpu_runtime.stages import ModelRef
 from .declare import Expansion, Folders, Host, Input, Link, Node, Output, Ref, Stage
 
@@ -47,6 +47,9 @@ _TOOLTIPS = {
     "cache_start": "The first step that later ones reuse, counted from 0. All before it run whole. For step_cache.",
     "cache_end": "From this step on all run whole again. For step_cache.",
     "cache_interval": "Between the two, every how many steps one runs whole. For step_cache.",
+    "scheduler": "The solver: what the checkpoint names, or another in its place.",
+    "use_dynamic_cfg": "Guidance changes from step to step, between 1 and guidance_scale + 1: recommended with "
+    "CogVideoXDPMScheduler, not with CogVideoXDDIMScheduler.",
 }
 # Where pictures are references, other words fit.
 _REFERENCE_TOOLTIPS = {
@@ -61,10 +64,10 @@ _SOCKETS = {
     "condition": "TPU_CONDITION",
     "model": "TPU_MODEL",
 }
-_STEP_CACHE = ("step_cache", "cache_start", "cache_end", "cache_interval")
+_ADVANCED = ("step_cache", "cache_start", "cache_end", "cache_interval", "scheduler", "use_dynamic_cfg")
 _OPTIONAL = frozenset(
     "negative_prompt_embeds model_id model precision flow_shift shift fps resize guidance_scale_2".split()
-).union(_STEP_CACHE)
+).union(_ADVANCED)
 
 
 def model_inputs(spec: ModelSpec) -> dict[str, Input]:
@@ -89,9 +92,11 @@ def _input(spec: ModelSpec, name: str) -> Input:
     if name in spec.texts:
         return Input(type="STRING", default=spec.texts[name], multiline=True, **shared)
     limit = spec.inputs[name]
-    shared |= {"default": limit.default, "advanced": name in _STEP_CACHE, "check": partial(spec.check_input, name)}
+    shared |= {"default": limit.default, "advanced": name in _ADVANCED, "check": partial(spec.check_input, name)}
     if isinstance(limit, Switch):
         return Input(type="BOOLEAN", **shared)
+    if isinstance(limit, Choice):
+        return Input(type="COMBO", options=limit.options, **shared)
     is_int = isinstance(limit, IntLimit)
     return Input(
         type="INT" if is_int else "FLOAT",

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from comfyui_tpu.tpu_runtime import checkpoint, load, modules, programs, schedule, sequence, stages, tiny
+from comfyui_tpu.tpu_runtime import engine as engines
 from comfyui_tpu.tpu_runtime.engine import Engine
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.progress import Silent
@@ -31,6 +32,11 @@ LONG = " ".join([SPEC.texts["prompt"]] * 4)  # over 226 tokens
 ODD = Settings(height=80, width=112, num_frames=17, num_inference_steps=6, guidance_scale=6.0, seed=7)
 FLAT = Settings(height=64, width=112, num_frames=1, num_inference_steps=6, guidance_scale=1.0, seed=8)
 TALL = Settings(height=112, width=48, num_frames=9, num_inference_steps=6, guidance_scale=6.0, seed=9)
+# What the makers recommend. 1000 is no multiple of 6 and one of 5: the last step adds noise, or none.
+DPM = {"scheduler": "CogVideoXDPMScheduler", "use_dynamic_cfg": True}
+ODD_DPM = replace(ODD, **DPM)
+TALL_DPM = replace(TALL, **DPM, num_inference_steps=5)
+ODD_DYNAMIC = replace(ODD, use_dynamic_cfg=True)
 # One step of an Euler solver, which shows the network's output as it is.
 OUTPUT = schedule.Schedule(timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]] * 2], np.float32))
 
@@ -51,10 +57,23 @@ def pipeline() -> Any:
     return pipe
 
 
+def with_scheduler(name: str) -> Any:
+    """The pipeline, with another scheduler set as the makers' own script sets it."""
+    import diffusers
+
+    pipe = pipeline()
+    if name == "checkpoint":
+        return pipe
+    scheduler = getattr(diffusers, name).from_config(pipe.scheduler.config, timestep_spacing="trailing")
+    other = diffusers.CogVideoXPipeline(**{**pipe.components, "scheduler": scheduler})
+    other.set_progress_bar_config(disable=True)
+    return other
+
+
 @functools.cache
 def oracle(settings: Settings, prompt: str) -> Oracle:
     """Upstream's latents without the frames that it discards, `[1, 16, frames, h, w]`."""
-    pipe, kept = pipeline(), {}
+    pipe, kept = with_scheduler(settings.scheduler), {}
 
     def keep(pipe: Any, step: int, timestep: Any, tensors: dict) -> dict:
         kept.update(tensors)
@@ -65,6 +84,7 @@ def oracle(settings: Settings, prompt: str) -> Oracle:
         frames = pipe(
             prompt, NEGATIVE, height=settings.height, width=settings.width, num_frames=settings.num_frames,
             num_inference_steps=settings.num_inference_steps, guidance_scale=settings.guidance_scale,
+            use_dynamic_cfg=settings.use_dynamic_cfg,
             generator=torch.Generator().manual_seed(settings.seed), callback_on_step_end=keep, output_type="np",
         ).frames[0]  # fmt: skip
     latents = kept["latents"].transpose(1, 2)[:, :, -((settings.num_frames - 1) // 4 + 1) :]
@@ -132,8 +152,16 @@ def test_one_denoiser_call_equals_upstreams(chips: int, compare: Callable):
 
 @pytest.mark.parametrize(
     ("chips", "settings"),
-    [(1, ODD), (3, TALL), (8, ODD), (8, FLAT)],
-    ids=["1 odd", "3 tall", "8 odd", "8 flat"],
+    [
+        (1, ODD),
+        (3, TALL),
+        (8, ODD),
+        (8, FLAT),
+        (8, ODD_DPM),
+        (3, TALL_DPM),
+        (8, ODD_DYNAMIC),
+    ],
+    ids=["1 odd", "3 tall", "8 odd", "8 flat", "8 odd DPM", "3 tall DPM", "8 odd dynamic"],
 )
 def test_latents_and_frames_equal_upstreams(chips: int, settings: Settings, compare: Callable):
     runner, expected = engine(chips), oracle(settings, SHORT)
@@ -142,6 +170,27 @@ def test_latents_and_frames_equal_upstreams(chips: int, settings: Settings, comp
     frames = runner.decode(MODEL, latents, Silent())
     assert frames.shape == (settings.num_frames, settings.height, settings.width, 3)
     compare(f"frames, {chips} chips", frames.numpy(), expected.frames)
+
+
+def test_a_checkpoint_may_name_the_other_scheduler_itself():
+    config = {**SPEC.scheduler, "_class_name": "CogVideoXDPMScheduler"}
+    own = programs.solver(SPEC, config, ODD)
+    chosen = programs.solver(SPEC, SPEC.scheduler, replace(ODD, scheduler="CogVideoXDPMScheduler"))
+    plain = programs.solver(SPEC, config, replace(ODD, scheduler="CogVideoXDDIMScheduler"))
+    assert np.array_equal(own.table, chosen.table) and own.draws == chosen.draws != ()
+    assert np.array_equal(plain.table, programs.solver(SPEC, SPEC.scheduler, ODD).table) and plain.draws == ()
+
+
+def test_guidance_that_changes_compiles_nothing_anew():
+    """It is an argument of the one program: 1 at the least, and one more than guidance_scale at the most."""
+    runner = engine(8)
+    embeds = runner.encode(MODEL, SHORT, NEGATIVE, Silent())
+    runner.denoise(MODEL, ODD, *embeds, Silent())
+    before = runner.counts["compile"]
+    runner.denoise(MODEL, replace(ODD_DYNAMIC, guidance_scale=3.0), *embeds, Silent())
+    assert runner.counts["compile"] == before
+    scales = [SPEC.guidance_at(replace(ODD_DYNAMIC, guidance_scale=3.0), timestep) for timestep in range(1000)]
+    assert 1 <= min(scales) < 1.1 and 3.9 < max(scales) <= 4
 
 
 def test_any_number_of_latent_frames_is_decoded_as_upstream_decodes_it(compare: Callable):
@@ -206,7 +255,14 @@ def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
 
 @pytest.mark.parametrize(
     "change",
-    [{"num_inference_steps": 3}, {"seed": 11}, {"guidance_scale": 2.0}, {"negative_prompt": "other words"}],
+    [
+        {"num_inference_steps": 3},
+        {"seed": 11},
+        {"guidance_scale": 2.0},
+        {"negative_prompt": "other words"},
+        {"scheduler": "CogVideoXDPMScheduler"},
+        {"use_dynamic_cfg": True},
+    ],
     ids=lambda change: next(iter(change)),
 )
 def test_every_setting_changes_the_result(change: dict):
@@ -232,12 +288,41 @@ def test_nan_latents_are_an_error():
         ({"height": 88}, "height is 88; it must be a multiple of 16 between 64 and 1920. Use 80 or 96."),
         ({"num_frames": 13}, "num_frames is 13; it must be 8k + 1 between 1 and 161. Use 9 or 17."),
         ({"guidance_scale": 0.5}, "guidance_scale is 0.5; it must be between 1.0 and 20.0. Use 1.0."),
+        (
+            {"scheduler": "DDIM"},
+            "scheduler is 'DDIM'; it must be one of checkpoint, CogVideoXDDIMScheduler, CogVideoXDPMScheduler.",
+        ),
     ],
 )
 def test_bad_settings_are_refused(change: dict, sentence: str):
     with pytest.raises(ValueError) as error:
         stages.denoise(MODEL, replace(ODD, **change), [], None, progress=Silent())
     assert str(error.value) == f"CogVideoX 1.5 5B: {sentence}"
+
+
+def test_the_makers_size_is_the_default_and_another_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(engines, "engine", lambda: SimpleNamespace(denoise=lambda *args: {}))
+    model = ModelRef(spec_name=SPEC.name, model_id=SPEC.hub_id)
+
+    def warnings(**widgets: int) -> list[str]:
+        caplog.clear()
+        stages.denoise(model, SPEC.settings(**widgets), [], None, progress=Silent())
+        return [record.getMessage() for record in caplog.records]
+
+    shown = SPEC.default_settings()
+    assert (shown.height, shown.width, shown.num_frames) == (768, 1360, 81)
+    assert warnings() == warnings(num_frames=161) == warnings(num_frames=17) == []
+    sentence = (
+        "CogVideoX 1.5 5B: {} frames runs, but may look worse than what its makers publish: 1360x768, and 16k + 1 "
+        "frames up to 161."
+    )
+    assert warnings(height=720, width=1280) == [sentence.format("1280x720 with 81")]
+    assert warnings(height=720, width=1280) == []
+    assert warnings(num_frames=89) == [sentence.format("1360x768 with 89")]
+    model = MODEL
+    assert warnings(**SPEC.tiny_inputs) == []
 
 
 def test_a_checkpoint_of_version_1_0_is_refused():

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_tpu.nodes import DECLARATIONS
+from comfyui_tpu.nodes import DECLARATIONS, cogvideox
 from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Ref
 from comfyui_tpu.nodes.headless import HEADLESS
 from comfyui_tpu.nodes.wan21 import DECODER, PIPELINE, SAMPLER, SPEC, TEXT_ENCODER
@@ -135,6 +135,24 @@ def test_the_sampler_hands_its_numbers_to_the_runtime(runtime: Recorder):
     expected = {"height": 80, "width": 112, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 4.0, "seed": 7}
     assert settings == Settings(**expected, shift=3.0)
     assert (positive, negative, model.model_id) == (conditioning(), None, SPEC.hub_id)
+
+
+def test_cogvideox_has_its_scheduler_last_under_advanced_and_hands_it_on(runtime: Recorder):
+    """Older workflows end before it, and run with the checkpoint's own."""
+    for node in (cogvideox.SAMPLER, cogvideox.PIPELINE):
+        last = node.inputs[-2:]
+        assert [(i.name, i.default, i.optional, i.advanced) for i in last] == [
+            ("scheduler", "checkpoint", True, True), ("use_dynamic_cfg", False, True, True),
+        ]  # fmt: skip
+    given = {i.name: i.default for i in cogvideox.SAMPLER.inputs[:-2] if i.is_widget}
+    given["prompt_embeds"] = conditioning("CogVideoX")
+    chosen = {"scheduler": "CogVideoXDPMScheduler", "use_dynamic_cfg": True}
+    for more in ({}, chosen):
+        cogvideox.SAMPLER.run(Host(), **cogvideox.SAMPLER.values({**given, **more}))
+        assert runtime.calls["denoise"][1] == cogvideox.SPEC.settings(**more)
+    assert cogvideox.SPEC.settings(**chosen).scheduler == "CogVideoXDPMScheduler"
+    with pytest.raises(ValueError, match="CogVideoX 1.5 5B: scheduler is 'DDIM'; it must be one of checkpoint, CogV"):
+        cogvideox.SAMPLER.check_constants(Host.folders, {"scheduler": "DDIM"})
 
 
 def test_the_decoder_passes_fps_on_as_a_float(runtime: Recorder):

@@ -232,11 +232,11 @@ def test_the_benchmark_writes_a_table_between_the_markers(benchmark: ModuleType,
         benchmark.insert("no markers", "")
 
 
-def test_the_record_holds_every_model_at_its_defaults_and_each_fits():
+def test_the_record_holds_every_model_at_the_benchmarks_settings_and_each_fits(benchmark: ModuleType):
     records = {record["model"]: record for record in json.loads(RECORDED.read_text())}
     assert list(records) == [spec.name for spec in SPECS]
     for spec in SPECS:
-        record, asked = records[spec.name], vars(spec.default_settings())
+        record, asked = records[spec.name], vars(benchmark.settings_of(spec))
         assert record["topology"] == "v6e:2x4" and record["fits"], spec.name
         assert all(program["fits"] and program["predicted_s"] > 0 for program in record["programs"]), spec.name
         assert record["settings"] == {name: asked[name] for name in record["settings"]}, spec.name
@@ -244,11 +244,11 @@ def test_the_record_holds_every_model_at_its_defaults_and_each_fits():
 
 @pytest.mark.recorded
 @pytest.mark.parametrize("recorded", json.loads(RECORDED.read_text()), ids=lambda record: record["model"])
-def test_the_denoiser_is_as_fast_as_recorded(recorded: dict):
+def test_the_denoiser_is_as_fast_as_recorded(recorded: dict, benchmark: ModuleType):
     spec = spec_by_name(recorded["model"])
     request = plan_compile.Request(
         spec=spec,
-        settings=spec.default_settings(),
+        settings=benchmark.settings_of(spec),
         topology=chips.topology(recorded["topology"]),
         stages=("denoise",),
     )

@@ -157,6 +157,14 @@ def test_a_step_cache_is_warmed_as_it_runs(tmp_path: Path, asked: Asked):
     ]
 
 
+def test_the_schedulers_options_are_taken(asked: Asked):
+    name, options = "cogvideox1.5-5b", ["--scheduler", "CogVideoXDPMScheduler", "--use-dynamic-cfg"]
+    assert cli.main(["warmup", "--model", name]) == 0
+    assert cli.main(["warmup", "--model", name, *options]) == 0
+    found = [(settings.scheduler, settings.use_dynamic_cfg) for _, settings in asked]
+    assert found == [("checkpoint", False), ("CogVideoXDPMScheduler", True)]
+
+
 def test_a_cached_steps_two_programs_are_built(programs: list[Program]):
     options = ["--step-cache", "--cache-start", "1", "--cache-end", "4", "--num-inference-steps", "5"]
     assert cli.main(["warmup", "--model", HUNYUAN.name, "--tiny", *options]) == 0

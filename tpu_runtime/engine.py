@@ -431,12 +431,8 @@ class Run:
             self.progress.text(f"Denoising, step {done} of {total}, {seconds:.2f} s a step")
 
     def _solver(self, settings: Settings) -> schedule.Schedule:
-        spec = self.spec
         config = checkpoint.read_json(self.found.folder("scheduler", self.progress) / "scheduler_config.json")
-        if settings.shift and spec.shift_key:  # 0 is the checkpoint's own
-            config[spec.shift_key] = settings.shift
-        arguments = spec.solver_arguments(config, spec.geometry.latent_shape(settings), settings)
-        return schedule.probe(schedule.scheduler_from(config), settings.num_inference_steps, **arguments)
+        return programs.solver(self.spec, config, settings)
 
     def _denoiser(
         self, settings: Settings, config: dict[str, Any], solver: schedule.Schedule, given: dict[str, np.ndarray]
@@ -481,7 +477,7 @@ class Run:
         """
         first, scale = self.spec.experts[0], settings.guidance_scale
         if len(self.spec.experts) == 1:
-            return [(first, scale)] * solver.num_steps
+            return [(first, self.spec.guidance_at(settings, timestep)) for timestep in solver.timesteps.tolist()]
         scheduler = checkpoint.read_json(self.found.folder("scheduler", self.progress) / "scheduler_config.json")
         boundary = self.found.index(self.progress)["boundary_ratio"] * scheduler.get("num_train_timesteps", 1000)
         second_scale = scale if settings.guidance_scale_2 is None else settings.guidance_scale_2

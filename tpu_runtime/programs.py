@@ -60,6 +60,17 @@ def shaped(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.Sh
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
 
 
+def solver(spec: ModelSpec, config: Config, settings: Settings) -> schedule.Schedule:
+    """The steps of a generation with the scheduler that `config`, a checkpoint's `scheduler_config.json`, describes, or
+    with the one that was chosen in its place.
+    """
+    config = {**config, **spec.schedulers.get(settings.scheduler, {})}
+    if settings.shift and spec.shift_key:  # 0 is the checkpoint's own
+        config[spec.shift_key] = settings.shift
+    arguments = spec.solver_arguments(config, spec.geometry.latent_shape(settings), settings)
+    return schedule.probe(schedule.scheduler_from(config), settings.num_inference_steps, **arguments)
+
+
 def call_program(
     spec: ModelSpec,
     component: str,
@@ -297,21 +308,18 @@ def for_spec(
     target = Target(devices=tuple(devices), precision=precision)
     recorder = Recorder(spec, target)
     configs = {component.name: component.config for component in spec.components}
-    latent_shape = spec.geometry.latent_shape(settings)
     found: list[Program] = []
     rehearse(spec, settings, configs[spec.vae], recorder, stages)
     if "denoise" in stages:
-        scheduler = schedule.scheduler_from(spec.scheduler)
-        arguments = spec.solver_arguments(spec.scheduler, latent_shape, settings)
-        solver = schedule.probe(scheduler, settings.num_inference_steps, **arguments)
+        steps = solver(spec, spec.scheduler, settings)
         found.append(
             denoise_program(
                 spec,
                 configs[spec.experts[0]],
                 target,
                 settings,
-                num_memory=solver.num_memory,
-                timestep_dtype=solver.timesteps.dtype,
+                num_memory=steps.num_memory,
+                timestep_dtype=steps.timesteps.dtype,
                 mesh_shape=mesh_shape,
             )
         )

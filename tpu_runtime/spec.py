@@ -82,7 +82,23 @@ class Switch:
         return None if isinstance(value, bool) else f"is {value!r}; it must be true or false."
 
 
-Limit = IntLimit | FloatLimit | Switch
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One of some names; the first is the default."""
+
+    options: tuple[str, ...]
+
+    @property
+    def default(self) -> str:
+        return self.options[0]
+
+    def problem(self, value: Any) -> str | None:
+        return None if value in self.options else f"is {value!r}; it must be one of {', '.join(self.options)}."
+
+
+Limit = IntLimit | FloatLimit | Switch | Choice
+# As a scheduler: the one that the checkpoint names.
+CHECKPOINT = "checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +177,8 @@ class TextEncoding:
 class Settings:
     """What one generation is asked for. Sizes in pixels and frames; `shift` is the scheduler's flow shift.
 
-    With a `step_cache` some steps are only approximated (see `StepReuse`).
+    With a `step_cache` some steps are only approximated (see `StepReuse`). `scheduler` is one of the model's
+    `schedulers`, or `CHECKPOINT`. With `use_dynamic_cfg` guidance changes from step to step (see `guidance_at`).
     """
 
     height: int
@@ -173,6 +190,8 @@ class Settings:
     shift: float | None = None
     guidance_scale_2: float | None = None
     step_cache: StepCache | None = None
+    scheduler: str = CHECKPOINT
+    use_dynamic_cfg: bool = False
 
 
 class Call(Protocol):
@@ -207,6 +226,15 @@ def plain_noise(spec: "ModelSpec", settings: Settings, generator: "torch.Generat
 
 def no_arguments(config: Mapping[str, Any], latent_shape: tuple[int, ...], settings: Settings) -> dict[str, Any]:
     return {}
+
+
+def steady_guidance(settings: Settings, timestep: float) -> float:
+    """`guidance_scale` at every step."""
+    return settings.guidance_scale
+
+
+def no_advice(settings: Settings) -> str | None:
+    return None
 
 
 def no_condition(latent_shape: tuple[int, ...]) -> dict[str, tuple[int | str, ...]]:
@@ -251,6 +279,8 @@ class ModelSpec:
     - `finish(sample, settings, vae_config)` brings the solver's last sample into the scale and layout of LATENT.
     - `noise(spec, settings, generator)` draws the first sample as upstream does.
     - `solver_arguments(scheduler_config, latent_shape, settings)` are the arguments of upstream's `set_timesteps`.
+    - `guidance_at(settings, timestep)` is the guidance scale of a step.
+    - `advice(settings)` is what to tell the user of settings that are allowed, but not what the model's makers publish.
     - `encode_image(call, image, settings, vae_config)` gives the arrays of `condition_shapes`, where the model takes an
       image `[1, height, width, 3]` in 0..1.
       With `references` images are optional and of any number and size: it gets `[number, height, width, 3]` and gives
@@ -262,6 +292,9 @@ class ModelSpec:
 
     With a `step_reuse` the model's `inputs` have `step_cache` (on or off), `cache_start`, `cache_end` and
     `cache_interval` too (see `StepCache`).
+
+    `schedulers` are what may run in place of the checkpoint's own, for a model whose inputs have a `scheduler`: what is
+    to change in the checkpoint's config, by name.
 
     `index` and `files` (JSON, by path) are what else the built-in checkpoint holds.
 
@@ -285,6 +318,7 @@ class ModelSpec:
     tiny_inputs: Mapping[str, int]
     scheduler: Mapping[str, Any]
     guidance: Literal["cfg", "embedded"] = "cfg"
+    schedulers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     shift_key: str | None = None
     experts: tuple[str, ...] = ("transformer",)
     vae: str = "vae_decoder"
@@ -296,6 +330,8 @@ class ModelSpec:
     finish: Callable[..., Any]
     noise: Callable[..., Any] = plain_noise
     solver_arguments: Callable[..., dict[str, Any]] = no_arguments
+    guidance_at: Callable[[Settings, float], float] = steady_guidance
+    advice: Callable[[Settings], str | None] = no_advice
     condition_shapes: Callable[[tuple[int, ...]], dict[str, tuple[int | str, ...]]] = no_condition
     encode_image: Callable[..., dict[str, Any]] | None = None
     step_reuse: StepReuse | None = None

@@ -1,5 +1,7 @@
 """The three stages as the nodes call them. Cheap to import: torch and JAX come in when a stage runs."""
 
+import functools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,8 @@ from .spec import ModelSpec, Settings
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 # ComfyUI's CONDITIONING: one tensor `[1, length, dim]` with a dict that says where it comes from.
 Conditioning = list
@@ -83,9 +87,17 @@ def denoise(
 ) -> dict[str, Any]:
     """From noise to LATENT `{"samples": [1, channels, frames, h, w]}`, CPU float32, in the scale of the VAE."""
     model.spec.check_settings(settings)
+    advice = model.spec.advice(settings)
+    if advice is not None and model.model_id != model.spec.tiny_id:
+        _warn_once(f"{model.spec.title}: {advice}")
     from .engine import engine
 
     return engine().denoise(model, settings, prompt_embeds, negative_prompt_embeds, progress, condition)
+
+
+@functools.cache
+def _warn_once(sentence: str) -> None:
+    log.warning("%s", sentence)
 
 
 def encode_image(model: ModelRef, image: "torch.Tensor", size: Mapping[str, int], *, progress: Progress) -> Condition:

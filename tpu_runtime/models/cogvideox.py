@@ -1,5 +1,6 @@
 """CogVideoX 1.5 text to video: zai-org/CogVideoX1.5-5B. The oracle is `diffusers.CogVideoXPipeline`."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -7,7 +8,18 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..spec import Component, FloatLimit, IntLimit, LatentGeometry, ModelSpec, Settings, TextEncoding
+from ..spec import (
+    CHECKPOINT,
+    Choice,
+    Component,
+    FloatLimit,
+    IntLimit,
+    LatentGeometry,
+    ModelSpec,
+    Settings,
+    Switch,
+    TextEncoding,
+)
 from . import wan21
 from .cogvideox_vae import VAE_DECODER, decode
 
@@ -26,6 +38,8 @@ PROMPT = (
     "atmosphere of this unique musical performance."
 )
 MAX_TOKENS = 226
+# What the makers publish for text to video.
+HEIGHT, WIDTH = 768, 1360
 GEOMETRY = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(2, 2, 2))
 
 
@@ -198,6 +212,26 @@ def noise(spec: ModelSpec, settings: Settings, generator: "torch.Generator") -> 
     return drawn.transpose(1, 2).contiguous()
 
 
+def guidance_at(settings: Settings, timestep: float) -> float:
+    """With `use_dynamic_cfg` upstream's scale, between 1 and `guidance_scale` + 1: it takes a timestep (999 to 0) as if
+    it counted steps, so the scale is no smooth curve.
+    """
+    if not settings.use_dynamic_cfg:
+        return settings.guidance_scale
+    num_steps = settings.num_inference_steps
+    return 1 + settings.guidance_scale * ((1 - math.cos(math.pi * ((num_steps - timestep) / num_steps) ** 5.0)) / 2)
+
+
+def advice(settings: Settings) -> str | None:
+    """A sentence for a size that the makers do not publish; None for those they do."""
+    if (settings.height, settings.width) == (HEIGHT, WIDTH) and settings.num_frames % 16 == 1:
+        return None
+    return (
+        f"{settings.width}x{settings.height} with {settings.num_frames} frames runs, but may look worse than what its "
+        f"makers publish: {WIDTH}x{HEIGHT}, and 16k + 1 frames up to 161."
+    )
+
+
 def finish(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
     """Latents in the VAE's own scale, without the frames at the start that fill up whole patches."""
     padding = sample.shape[2] - ((settings.num_frames - 1) // GEOMETRY.stride_t + 1)
@@ -331,6 +365,14 @@ SCHEDULER = MappingProxyType(
     }
 )
 
+# What the makers' own script sets in its place: for this model they recommend the second, with `use_dynamic_cfg`.
+SCHEDULERS = MappingProxyType(
+    {
+        name: MappingProxyType({"_class_name": name, "timestep_spacing": "trailing"})
+        for name in ("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler")
+    }
+)
+
 SPEC = ModelSpec(
     name="cogvideox1.5-5b",
     family="CogVideoX",
@@ -357,18 +399,23 @@ SPEC = ModelSpec(
     ),
     inputs=MappingProxyType(
         {
-            "height": IntLimit(default=720, low=64, high=1920, multiple_of=16),
-            "width": IntLimit(default=1280, low=64, high=1920, multiple_of=16),
+            "height": IntLimit(default=HEIGHT, low=64, high=1920, multiple_of=16),
+            "width": IntLimit(default=WIDTH, low=64, high=1920, multiple_of=16),
             "num_frames": IntLimit(default=81, low=1, high=161, multiple_of=8, plus=1),
             "num_inference_steps": IntLimit(default=50, low=1, high=100),
             "guidance_scale": FloatLimit(default=6.0, low=1.0, high=20.0),
             "seed": IntLimit(default=42, low=0, high=2**64 - 1),
             "fps": IntLimit(default=16, low=1, high=120),
+            "scheduler": Choice(options=(CHECKPOINT, *SCHEDULERS)),
+            "use_dynamic_cfg": Switch(default=False),
         }
     ),
     texts=MappingProxyType({"prompt": PROMPT, "negative_prompt": ""}),
     tiny_inputs=MappingProxyType({"height": 80, "width": 112, "num_frames": 9}),
     scheduler=SCHEDULER,
+    schedulers=SCHEDULERS,
+    guidance_at=guidance_at,
+    advice=advice,
     prepare_denoiser=prepare_denoiser,
     predict=predict,
     decode=decode,
