@@ -54,3 +54,12 @@ def as_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
     if "t5" in config["model_type"]:
         older |= {"output_past": True, "scalable_attention": True, "tokenizer_class": "T5Tokenizer"}
     return older
+
+
+def umt5_tokenizer(folder: Path) -> Any:
+    """Wan's tokenizer as its file has it; upstream's pipelines would make a T5Tokenizer with another unknown token."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer" / "tokenizer.json"), pad_token="<pad>", eos_token="</s>"
+    )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from comfyui_tpu.tpu_runtime import checkpoint, load, modules, programs, schedule, sequence, stages, tiny
+from comfyui_tpu.tpu_runtime import checkpoint, load, modules, programs, schedule, sequence, stages, tiny, tokens
 from comfyui_tpu.tpu_runtime import engine as engines
 from comfyui_tpu.tpu_runtime.engine import Engine
 from comfyui_tpu.tpu_runtime.models import spec_for_family
@@ -118,7 +118,6 @@ def test_an_empty_negative_prompt_is_upstreams_default(compare: Callable):
 def test_a_published_tokenizer_is_read(tmp_path: Path):
     """It has no tokenizer.json, only the SentencePiece model."""
     import sentencepiece
-    from transformers import AutoTokenizer
 
     (tmp_path / "text").write_text(f"{SPEC.texts['prompt']}\n" * 20)
     sentencepiece.SentencePieceTrainer.train(
@@ -127,7 +126,7 @@ def test_a_published_tokenizer_is_read(tmp_path: Path):
     )  # fmt: skip
     config = {"tokenizer_class": "T5Tokenizer", "extra_ids": 100, "legacy": True, "model_max_length": 226}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    ids, mask = SPEC.texts_encoded[0].tokenize(AutoTokenizer.from_pretrained(tmp_path), ["A panda,  two  hats", ""])
+    ids, mask = SPEC.texts_encoded[0].tokenize(tokens.load_tokenizer(tmp_path), ["A panda,  two  hats", ""])
     pieces = sentencepiece.SentencePieceProcessor(str(tmp_path / "spiece.model")).encode("A panda,  two  hats")
     assert ids[0].tolist() == [*pieces, 1, *[0] * (225 - len(pieces))]
     assert ids[1].tolist() == [1, *[0] * 225]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from comfyui_tpu.tests.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime import checkpoint, load, modules, programs, schedule, sequence, tiny
 from comfyui_tpu.tpu_runtime.engine import Engine
 from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family, wan21
@@ -22,7 +23,8 @@ from comfyui_tpu.tpu_runtime.stages import ModelRef
 SPEC = spec_for_family("Wan21")
 MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.tiny_id, precision="float32")
 CHIPS = (1, 3, 8)
-SHORT, NEGATIVE = "cat", "blurred details, overexposed"
+# The vocabulary knows no Chinese.
+SHORT, NEGATIVE = "cat", "blurred details, 过曝 overexposed"
 LONG = " ".join([SPEC.texts["prompt"]] * 60)  # over 512 tokens
 # Tokens: 3 * 5 * 7 = 105, then 2 * 4 * 7 = 56: neither divides by 8 (nor 105 by 4, nor 56 by 3).
 ODD = Settings(height=80, width=112, num_frames=9, num_inference_steps=6, guidance_scale=5.0, seed=7, shift=5.0)
@@ -40,9 +42,13 @@ class Oracle:
 
 @functools.cache
 def pipeline() -> Any:
+    return load_pipeline(tiny.ensure(SPEC))
+
+
+def load_pipeline(folder: Path) -> Any:
     from diffusers import WanPipeline
 
-    pipe = WanPipeline.from_pretrained(tiny.ensure(SPEC))
+    pipe = WanPipeline.from_pretrained(folder, tokenizer=umt5_tokenizer(folder))
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -159,8 +165,6 @@ def test_other_dimensions_work_too(tmp_path, compare: Callable):
     from dataclasses import replace
     from types import MappingProxyType
 
-    from diffusers import WanPipeline
-
     changes = {
         "text_encoder": {"d_model": 56, "num_heads": 7, "d_ff": 90, "num_layers": 3},
         "transformer": {
@@ -175,7 +179,7 @@ def test_other_dimensions_work_too(tmp_path, compare: Callable):
     components = tuple(replace(c, tiny=MappingProxyType({**c.tiny, **changes[c.name]})) for c in SPEC.components)
     folder = tmp_path / "other"
     tiny.write(replace(SPEC, components=components), folder, seed=3)
-    pipe = WanPipeline.from_pretrained(folder)
+    pipe = load_pipeline(folder)
     pipe.scheduler = schedule.scheduler_from({**SPEC.scheduler, "flow_shift": TALL.shift})
     expected = pipe(
         SHORT, NEGATIVE, height=TALL.height, width=TALL.width, num_frames=TALL.num_frames, num_inference_steps=6,

@@ -18,6 +18,7 @@ from comfyui_tpu.nodes import core_nodes
 from comfyui_tpu.nodes import wan22_i2v as nodes
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless import TerminalHost
+from comfyui_tpu.tests.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime import checkpoint, inputs, load, media, modules, programs, schedule, sequence, tiny
 from comfyui_tpu.tpu_runtime.engine import Engine
 from comfyui_tpu.tpu_runtime.memory_advice import VARIABLE
@@ -65,7 +66,7 @@ def pipeline() -> Any:
 def load_pipeline(folder: Any) -> Any:
     from diffusers import WanImageToVideoPipeline
 
-    pipe = WanImageToVideoPipeline.from_pretrained(folder)
+    pipe = WanImageToVideoPipeline.from_pretrained(folder, tokenizer=umt5_tokenizer(folder))
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

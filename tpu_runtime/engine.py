@@ -29,6 +29,7 @@ from . import (
     schedule,
     step_cache,
     telemetry,
+    tokens,
 )
 from . import precision as precisions
 from .cache import signature
@@ -380,9 +381,7 @@ class Run:
 
     def encode_text(self, text: TextEncoding, prompts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """States `[rows, max_length, dim]` and lengths `[rows]` of one text encoder."""
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(self.found.folder(text.tokenizer_folder, self.progress))
+        tokenizer = tokens.load_tokenizer(self.found.folder(text.tokenizer_folder, self.progress))
         ids, mask = text.tokenize(tokenizer, prompts)
         self.progress.text("Encoding the prompt")
         states, _ = self.call(text.component, text.encode, ids, mask)

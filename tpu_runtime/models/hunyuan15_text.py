@@ -36,20 +36,12 @@ def system_message() -> str:
 
 def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.ndarray]":
     """Ids `[rows, 108 + 1000]` of a conversation with the prompt; the mask `[rows, 1000]` of what follows 108."""
-    import numpy as np
     from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
 
-    tokens = tokenizer.apply_chat_template(
-        format_text_input(list(prompts), system_message()),
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        padding="max_length",
-        max_length=PREFIX + MAX_TOKENS,
-        truncation=True,
-        return_tensors="np",
-    )
-    ids, mask = (tokens[name].astype(np.int32) for name in ("input_ids", "attention_mask"))
+    from .. import tokens
+
+    chats = format_text_input(list(prompts), system_message())
+    ids, mask = tokens.tokenize_chats(tokenizer, chats, PREFIX + MAX_TOKENS, add_generation_prompt=True)
     if not mask[:, : PREFIX + 1].all():
         raise ValueError("the checkpoint's tokenizer pads on the left or has another chat template; it cannot be used.")
     return ids, mask[:, PREFIX:]

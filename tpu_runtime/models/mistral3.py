@@ -51,21 +51,13 @@ def write_tokenizer(folder: Path) -> None:
 
 def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.ndarray]":
     """Ids and mask of the prompts in upstream's conversation, `[rows, 512]` int32, padded on the tokenizer's side."""
-    import numpy as np
     from diffusers.pipelines.flux2.pipeline_flux2 import format_input
     from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 
-    tokens = tokenizer.apply_chat_template(
-        format_input(prompts=list(prompts), system_message=SYSTEM_MESSAGE),
-        add_generation_prompt=False,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="np",
-        padding="max_length",
-        truncation=True,
-        max_length=MAX_TOKENS,
-    )
-    return tokens["input_ids"].astype(np.int32), tokens["attention_mask"].astype(np.int32)
+    from .. import tokens
+
+    chats = format_input(prompts=list(prompts), system_message=SYSTEM_MESSAGE)
+    return tokens.tokenize_chats(tokenizer, chats, MAX_TOKENS, add_generation_prompt=False)
 
 
 def trim_text_encoder(module: "torch.nn.Module") -> None:

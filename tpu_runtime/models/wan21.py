@@ -48,7 +48,7 @@ def clean_prompt(prompt: str) -> str:
 def write_tokenizer(folder: Path) -> None:
     from .. import tiny
 
-    tiny.write_t5_tokenizer(folder, (PROMPT,))
+    tiny.write_umt5_tokenizer(folder, (PROMPT,))
 
 
 def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.ndarray]":

@@ -1,0 +1,54 @@
+"""A checkpoint's tokenizer, as its folder holds it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .checkpoint import CheckpointError, read_json
+
+if TYPE_CHECKING:
+    import numpy as np
+
+TOKENIZER = "tokenizer.json"
+# Where processors had their template before it had a file of its own; tokenizers do not look there.
+TEMPLATE = "chat_template.json"
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder, with the chat template that is in it.
+
+    A `tokenizer.json` is used as it stands, as transformers 4 did it. By the name of a class, transformers 5 takes the
+    vocabulary out of it and makes the rest anew: a T5Tokenizer has its unknown token at 2, UMT5's is at 3. Without that
+    file (a SentencePiece model alone, or bytes) the class is asked.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    upstream = PreTrainedTokenizerFast if (folder / TOKENIZER).is_file() else AutoTokenizer
+    tokenizer = upstream.from_pretrained(folder, trust_remote_code=False)
+    if tokenizer.chat_template is None and (folder / TEMPLATE).is_file():
+        tokenizer.chat_template = read_json(folder / TEMPLATE).get("chat_template")
+    return tokenizer
+
+
+def tokenize_chats(
+    tokenizer: Any, chats: Sequence[Any], max_length: int, *, add_generation_prompt: bool
+) -> "tuple[np.ndarray, np.ndarray]":
+    """Ids and mask `[rows, max_length]` int32 of conversations in the tokenizer's template, padded on its side."""
+    import numpy as np
+
+    if tokenizer.chat_template is None:
+        raise CheckpointError(
+            f"{tokenizer.name_or_path}: there is no chat template in tokenizer_config.json, chat_template.jinja or "
+            f"{TEMPLATE}; the checkpoint is incomplete. Download the folder again."
+        )
+    tokens = tokenizer.apply_chat_template(
+        chats,
+        add_generation_prompt=add_generation_prompt,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="np",
+        padding="max_length",
+        truncation=True,
+        max_length=max_length,
+    )
+    return tokens["input_ids"].astype(np.int32), tokens["attention_mask"].astype(np.int32)
