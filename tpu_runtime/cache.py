@@ -7,6 +7,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import hmac
 import logging
 import os
 import stat
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import trust
 from .sizes import GIB
 
 log = logging.getLogger(__name__)
@@ -31,30 +33,44 @@ MAX_BYTES = {"programs": 20 * GIB, "prompts": 4 * GIB, "plans": GIB}
 
 
 def cache_folder() -> Path:
-    """The pack's cache; a temporary folder where the wanted one cannot be written."""
-    return _writable(Path(os.environ.get(VARIABLE) or "~/.cache/comfyui-tpu").expanduser())
+    """The pack's cache; a temporary folder of this user's own where the wanted one cannot be written."""
+    return _writable(os.environ.get(VARIABLE) or "~/.cache/comfyui-tpu")
 
 
 @functools.cache
-def _writable(folder: Path) -> Path:
+def _writable(wanted: str) -> Path:
+    folder = Path(wanted)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = folder.expanduser()
+        _make(folder)
         with tempfile.TemporaryFile(dir=folder):
             return folder
-    except OSError as error:
-        if folder.is_dir() and _is_full(error):
+    except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where the home is
+        if _is_full(error) and folder.is_dir():
             return folder  # what is there can still be read
-        instead = Path(tempfile.gettempdir()) / f"comfyui-tpu-{os.getuid()}"
-        instead.mkdir(parents=True, exist_ok=True)
-        log.warning(
-            "the cache folder %s cannot be written (%s); using %s. Set %s to a folder that can.",
-            folder, error.strerror or error, instead, VARIABLE,
-        )  # fmt: skip
-        return instead
+        return _instead_of(folder, getattr(error, "strerror", None) or str(error))
 
 
-def _is_full(error: OSError) -> bool:
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+def _make(folder: Path) -> None:
+    """Makes a folder that others neither read nor write; leaves an existing one as it is."""
+    folder.mkdir(mode=trust.PRIVATE, parents=True, exist_ok=True)
+
+
+def _instead_of(folder: Path, reason: str) -> Path:
+    try:
+        instead = trust.temporary_folder()
+    except OSError as error:
+        log.warning("the cache folder %s cannot be written (%s), nor a temporary one (%s).", folder, reason, error)
+        return folder
+    log.warning(
+        "the cache folder %s cannot be written (%s); using %s. Set %s to a folder that can.",
+        folder, reason, instead, VARIABLE,
+    )  # fmt: skip
+    return instead
+
+
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def xla_cache_folder() -> Path:
@@ -68,11 +84,35 @@ def signature(*parts: Any) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
+def holds_own_code(folder: Path) -> bool:
+    """Whether programs in `folder`, a part of the cache, can be nobody else's; if not, the log has said why."""
+    try:
+        for one in (cache_folder(), folder):
+            trust.check(one)
+    except trust.Untrusted as error:
+        _say_once(f"compiled programs are neither loaded nor kept: {error}. Or set {VARIABLE} to a folder of your own.")
+        return False
+    except FileNotFoundError:
+        return True  # there will be none but this process's
+    except OSError as error:
+        _say_once(f"compiled programs are neither loaded nor kept: {folder} cannot be looked at ({error}).")
+        return False
+    return True
+
+
+@functools.cache
+def _say_once(warning: str) -> None:
+    log.warning("%s", warning)
+
+
 @dataclass(frozen=True)
 class Store:
-    """Entries of one kind (a subfolder of the cache) by key."""
+    """Entries of one kind (a subfolder of the cache) by key. Entries that are `code` bear the seal of the cache's own
+    key, and exist only where nobody else can write.
+    """
 
     kind: str
+    code: bool = False
 
     @property
     def folder(self) -> Path:
@@ -81,38 +121,56 @@ class Store:
     def path(self, key: str) -> Path:
         return self.folder / f"{key}.bin"
 
+    def has(self, key: str) -> bool:
+        """Whether `get` would find an entry, sound or not."""
+        return self._is_usable() and self.path(key).is_file()
+
     def get(self, key: str) -> bytes | None:
         """An entry's bytes; None if there is none or it is damaged, which removes it."""
+        if not self._is_usable():
+            return None
         path = self.path(key)
         try:
+            if self.code:
+                trust.check(path)
             content = path.read_bytes()
+            wanted = self._digest(key, content[DIGEST_SIZE:])
         except FileNotFoundError:
             return None
-        except OSError as error:
+        except (OSError, trust.Untrusted) as error:
             log.warning("the cache entry %s cannot be read (%s); doing without.", path, error)
             return None
-        digest, payload = content[:DIGEST_SIZE], content[DIGEST_SIZE:]
-        if hashlib.sha256(payload).digest() != digest:
-            self.discard(key, "it is damaged")
+        if not hmac.compare_digest(content[:DIGEST_SIZE], wanted):
+            self.discard(key, "it is damaged, or of another cache" if self.code else "it is damaged")
             return None
         _touch(path)
-        return payload
+        return content[DIGEST_SIZE:]
 
     def put(self, key: str, payload: bytes) -> None:
         """Keeps an entry, if the folder takes it."""
+        if not self._is_usable():
+            return
         path, scratch = self.path(key), None
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            _make(self.folder)
             self._make_room(len(payload))
             descriptor, scratch = tempfile.mkstemp(prefix=f".{key}-", dir=self.folder)
             with os.fdopen(descriptor, "wb") as file:
-                file.write(hashlib.sha256(payload).digest())
+                file.write(self._digest(key, payload))
                 file.write(payload)
             os.replace(scratch, path)
-        except OSError as error:
+        except (OSError, trust.Untrusted) as error:
             log.warning("the cache entry %s was not written (%s); the run goes on without it.", path, error)
             if scratch:
                 Path(scratch).unlink(missing_ok=True)
+
+    def _is_usable(self) -> bool:
+        return not self.code or holds_own_code(self.folder)
+
+    def _digest(self, key: str, payload: bytes) -> bytes:
+        if self.code:
+            return trust.seal(trust.key(cache_folder() / f"{self.kind}.key"), key, payload)
+        return hashlib.sha256(payload).digest()
 
     def discard(self, key: str, why: str) -> None:
         """Removes an entry that is of no use."""

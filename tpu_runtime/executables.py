@@ -24,7 +24,7 @@ from .telemetry import compilations
 
 log = logging.getLogger(__name__)
 
-STORE = Store("programs")
+STORE = Store("programs", code=True)
 PACKAGES = ("jax", "jaxlib", "libtpu", "torch", "torchax", "diffusers", "transformers")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION")
 SOURCES = ("tpu_runtime", "attention", "sharding")
@@ -55,7 +55,7 @@ class Executable:
 
 def is_stored(digest: str, devices: tuple[jax.Device, ...]) -> bool:
     """Whether `obtain` need not compile."""
-    return STORE.path(_key(digest, devices)).is_file()
+    return STORE.has(_key(digest, devices))
 
 
 def obtain(digest: str, build: Callable[[], Program], devices: tuple[jax.Device, ...]) -> tuple[Executable, bool]:
@@ -75,7 +75,7 @@ def obtain(digest: str, build: Callable[[], Program], devices: tuple[jax.Device,
 
 
 def _load(payload: bytes, program: Program) -> jax.stages.Compiled:
-    # Pickled by this package into the user's own cache folder, as JAX's persistent cache is.
+    # A pickle can do anything: the store gives only what bears this cache's own seal.
     devices = list(program.mesh.devices.flat)
     return serialize_executable.deserialize_and_load(
         *pickle.loads(payload), backend=devices[0].client, execution_devices=devices

@@ -14,8 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from .cache import xla_cache_folder
+from .cache import cache_folder, holds_own_code, xla_cache_folder
 from .precision import Precision
+from .trust import PRIVATE
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +79,12 @@ def use_persistent_cache() -> None:
     """Lets XLA's compiled programs outlive the process. Called before the first compilation."""
     folder = xla_cache_folder()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     except OSError as error:
         log.warning("XLA's cache %s cannot be made (%s); programs are compiled anew in each process.", folder, error)
+        return
+    # A folder of JAX's own variable is the user's decision; JAX trusts it too.
+    if cache_folder() in folder.parents and not holds_own_code(folder):
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
