@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comfyui_tpu.tpu_runtime import chips, findings, plan, plan_advice, plan_compile, plan_report
+from comfyui_tpu.tpu_runtime import chips, findings, plan, plan_advice, plan_compile, plan_report, refusal
 from comfyui_tpu.tpu_runtime.chips import GIB
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
 from comfyui_tpu.tpu_runtime.program import Program
@@ -162,12 +162,17 @@ def test_a_kernel_with_too_large_tiles_is_a_refusal_with_its_name():
         "on stack for %splash.2 = (f32[2048,128]) custom-call(%x). Scoped allocation with size 21.51M and limit 16.00M "
         "exceeded scoped vmem limit by 5.51M."
     )
-    assert plan_compile._refusal(message)[1].startswith("kernel splash.2 needs 21.51M of the 16.00M on-chip memory")
+    assert refusal.parse(message).sentence.startswith("kernel splash.2 needs 21.51M of the 16.00M on-chip memory")
 
 
-def test_what_is_no_lack_of_memory_is_an_error():
+def test_what_is_no_lack_of_memory_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    def compile_(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("INTERNAL: something")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_)
+    program = small("v6e-1", weights_gib=(0.5, 1.5)).programs()[0]
     with pytest.raises(RuntimeError, match="the TPU's compiler failed: INTERNAL: something"):
-        plan_compile._refusal("INTERNAL: something")
+        plan_compile.compile_program(program, chips.topology("v6e-1"))
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

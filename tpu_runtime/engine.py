@@ -211,12 +211,18 @@ class Engine:
             return result
 
     def _within_memory(self, run: "Run", work: "Callable[[Run], Result]", settings: Settings | None) -> Result:
-        """Runs `work`; out of memory, once more with everything unloaded. Then `OutOfMemory` says what would fit."""
+        """Runs `work`; out of memory, once more with everything unloaded. Then `OutOfMemory` says what would fit.
+
+        What the compiler refuses is not tried again: its answer does not depend on what is loaded.
+        """
         stage = run.progress.activity.stage
         reason = ""
         for attempt in (1, 2):
             try:
                 return work(run)
+            except memory_advice.DoesNotFit as error:
+                sentence = memory_advice.compiler_sentence(run.spec, stage, settings, error.refused, len(self.devices))
+                raise OutOfMemory(sentence) from None
             except OutOfMemory as error:
                 reason, attempt = str(error), 2  # nothing that may leave is in its way
             except jax.errors.JaxRuntimeError as error:

@@ -18,7 +18,9 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
+from . import refusal
 from .cache import Store, signature
+from .memory_advice import DoesNotFit
 from .program import Program, shard_bytes
 from .telemetry import compilations
 
@@ -59,7 +61,10 @@ def is_stored(digest: str, devices: tuple[jax.Device, ...]) -> bool:
 
 
 def obtain(digest: str, build: Callable[[], Program], devices: tuple[jax.Device, ...]) -> tuple[Executable, bool]:
-    """The program for `digest`, from the cache or compiled, and whether it was compiled."""
+    """The program for `digest`, from the cache or compiled, and whether it was compiled.
+
+    Raises `DoesNotFit` where the compiler refuses it for lack of memory.
+    """
     key, program = _key(digest, devices), build()
     if payload := STORE.get(key):
         try:
@@ -67,11 +72,21 @@ def obtain(digest: str, build: Callable[[], Program], devices: tuple[jax.Device,
         except (ValueError, TypeError, KeyError, EOFError, pickle.UnpicklingError, jax.errors.JaxRuntimeError) as error:
             STORE.discard(key, f"it cannot be loaded ({_first_line(error)})")
     from_xla_cache = compilations().cached
-    compiled = program.compile()
+    compiled = _compile(program)
     if compilations().cached == from_xla_cache:
         # What XLA itself has loaded does not serialize again: the CPU's code then lacks functions.
         _keep(key, program, compiled)
     return Executable(program=program, compiled=compiled), True
+
+
+def _compile(program: Program) -> jax.stages.Compiled:
+    try:
+        return program.compile()
+    except jax.errors.JaxRuntimeError as error:
+        refused = refusal.parse(str(error))
+        if refused is None:
+            raise  # another complaint, or memory that is full only now
+        raise DoesNotFit(refused) from None
 
 
 def _load(payload: bytes, program: Program) -> jax.stages.Compiled:

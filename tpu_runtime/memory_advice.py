@@ -3,6 +3,7 @@
 import math
 import os
 
+from .refusal import Refusal
 from .spec import ModelSpec, Settings
 
 VARIABLE = "COMFYUI_TPU_HBM_GIB"
@@ -14,6 +15,14 @@ class OutOfMemory(RuntimeError):
     """Something does not fit on the devices; the message says what would."""
 
 
+class DoesNotFit(RuntimeError):
+    """The compiler refused a program for lack of memory: it would again, whatever is unloaded."""
+
+    def __init__(self, refused: Refusal) -> None:
+        super().__init__(refused.sentence)
+        self.refused = refused
+
+
 def sentence(spec: ModelSpec, stage: str, settings: Settings | None, reason: str, num_devices: int) -> str:
     """The message for the user: what happened, what was done, and what would need less."""
     advice = ", or ".join(smaller(spec, settings)) if settings else "smaller or fewer frames"
@@ -22,6 +31,24 @@ def sentence(spec: ModelSpec, stage: str, settings: Settings | None, reason: str
     return (
         f"{spec.title} ran out of TPU memory in stage {stage} on {num_devices} chips, with everything else unloaded: "
         f"{reason}{'' if reason.endswith('.') else '.'} All of it was freed. Needs less: {advice}.{lifted} "
+        f"`comfyui-tpu plan --model {spec.name}` says beforehand what fits."
+    )
+
+
+def compiler_sentence(
+    spec: ModelSpec, stage: str, settings: Settings | None, refused: Refusal, num_devices: int
+) -> str:
+    """The message for the user where the compiler `refused` a program: whose memory is too small, and what may help."""
+    advice = ", or ".join(smaller(spec, settings)) if settings else "smaller or fewer frames"
+    if refused.memory == "VMEM":
+        return (
+            f"{spec.title} does not compile in stage {stage} on {num_devices} chips: {refused.sentence}. Unloading "
+            f"models does not help, so it was not tried again. Another size may have other tiles: {advice}. Please "
+            "report this sentence, with what `comfyui-tpu doctor` says."
+        )
+    return (
+        f"{spec.title} does not fit a chip's memory (HBM) in stage {stage} on {num_devices} chips: {refused.sentence}. "
+        f"Unloading models does not help, so it was not tried again. Needs less: {advice}. "
         f"`comfyui-tpu plan --model {spec.name}` says beforehand what fits."
     )
 

@@ -1,7 +1,6 @@
 """The compiling half of a plan: a request's programs, each compiled for the described TPU; memory and FLOPs."""
 
 import json
-import re
 import time
 import zlib
 from dataclasses import asdict, dataclass
@@ -10,6 +9,7 @@ import jax
 
 from ..sharding.shape import MeshShape
 from . import chips, executables, flops, programs
+from . import refusal as refusals
 from .cache import Store, signature
 from .chips import Topology
 from .plan_options import STAGES
@@ -112,8 +112,10 @@ def _outcome(program: Program, topology: Topology) -> Outcome:
         executable = lowered.compile()
         memory, text = _memory(executable, weights), executable.as_text()
     except jax.errors.JaxRuntimeError as error:
-        needed, refusal = _refusal(str(error))
-        memory = _refused(program, needed)
+        refused = refusals.parse(str(error))
+        if refused is None:
+            raise RuntimeError(f"the TPU's compiler failed: {str(error)[:2000]}") from error
+        memory, refusal = _refused(program, refused.needed_bytes), refused.sentence
     found = Outcome(memory=memory, text=text, refusal=refusal, compile_s=time.monotonic() - started)
     STORE.put(key, found.pack())
     return found
@@ -148,22 +150,3 @@ def _refused(program: Program, needed: int) -> Memory:
         alias=0,
         peak=max(arguments, needed),
     )
-
-
-def _refusal(message: str) -> tuple[int, str]:
-    """The bytes of HBM that libtpu says the program needs (0 if it is not about them), and the refusal in a sentence.
-
-    Raises `RuntimeError` for any other complaint.
-    """
-    hbm = re.search(r"(?:temporaries \(|Used )([\d.]+)([KMGT]).*?(?:HBM \(|of )([\d.]+)G", message, re.DOTALL)
-    kernel = re.search(r"memory space vmem.*?%(\S+) = .*?size ([\d.]+\w) and limit ([\d.]+\w)", message, re.DOTALL)
-    if "RESOURCE_EXHAUSTED" not in message or not (hbm or kernel):
-        raise RuntimeError(f"the TPU's compiler failed: {message[:2000]}")
-    if kernel:
-        name, size, limit = kernel.groups()
-        return (
-            0,
-            f"kernel {name} needs {size} of the {limit} on-chip memory (VMEM) a kernel may use; it wants smaller tiles",
-        )
-    needed = int(float(hbm.group(1)) * 1024 ** (1 + "KMGT".index(hbm.group(2))))
-    return needed, f"the compiler says it needs {gib(needed)} of {hbm.group(3)} GiB"

@@ -1,0 +1,118 @@
+"""Memory under pressure: what the compiler refuses, what leaves when there is no room."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comfyui_tpu.tpu_runtime import chips, executables, refusal
+from comfyui_tpu.tpu_runtime.engine import Engine
+from comfyui_tpu.tpu_runtime.memory_advice import DoesNotFit, OutOfMemory
+from comfyui_tpu.tpu_runtime.models import SPECS
+from comfyui_tpu.tpu_runtime.program import Program
+from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.stages import ModelRef
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+SPEC = SPECS[0]
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.tiny_id)
+
+
+# --- what the compiler refuses ----------------------------------------------------------------------------------------
+
+
+def _double(x: Any, result: Any) -> None:
+    result[...] = x[...] * 2
+
+
+def large_blocks(x: jax.Array) -> jax.Array:
+    return pl.pallas_call(_double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), name="wide")(x)
+
+
+def _through_scratch(x: Any, result: Any, scratch: Any) -> None:
+    scratch[...] = jnp.broadcast_to(x[:1, :1], scratch.shape)
+    result[...] = scratch[:8, :128]
+
+
+def large_scratch(x: jax.Array) -> jax.Array:
+    shapes = [pltpu.VMEM((16384, 4096), jnp.float32)]
+    return pl.pallas_call(_through_scratch, out_shape=x, scratch_shapes=shapes, name="deep")(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "memory", "sentence"),
+    [
+        (lambda x: x * 2, (12 * 1024, 1024, 1024), "HBM", "the compiler says it needs 96.00 of 31.25 GiB"),
+        (large_blocks, (8192, 1024), "VMEM", "kernel wide.1 needs 64.00M of the 32.00M on-chip memory (VMEM)"),
+        (large_scratch, (8, 128), "VMEM", "kernel deep.1 needs 256.00M of the 128.00M on-chip memory (VMEM)"),
+    ],
+    ids=["HBM", "VMEM of blocks", "VMEM of scratch"],
+)
+def test_libtpus_refusal_says_which_memory(function: Any, shape: tuple[int, ...], memory: str, sentence: str):
+    devices = chips.compile_devices(chips.topology("v6e-1"))
+    mesh = Mesh(np.array(devices), ("sp",))
+    arg = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P()))
+    program = Program(name=memory, fn=function, args=(arg,), mesh=mesh, precision="bfloat16")
+    with pytest.raises(DoesNotFit) as refused:
+        executables.obtain(f"refused {sentence}", lambda: program, devices)
+    assert refused.value.refused.memory == memory
+    assert str(refused.value).startswith(sentence)
+
+
+TEMPORARIES = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (64.06G) exceeds "
+    "available HBM (31.25G)."
+)
+STACK = (
+    "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory space vmem while allocating on "
+    "stack for %splash.2 = (f32[2048,128]) custom-call(%x). Scoped allocation with size 21.51M and limit 16.00M "
+    "exceeded scoped vmem limit by 5.51M."
+)
+FULL = (
+    "RESOURCE_EXHAUSTED: Error loading program 'jit_step': Attempting to reserve 12.50G at the bottom of memory. That "
+    "was not possible. There are 7.20G free, 0B reserved, and 7.20G reservable."
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "tries", "sentences"),
+    [
+        (
+            TEMPORARIES,
+            1,
+            ["does not fit a chip's memory (HBM)", "stage warmup", "needs 64.06 of 31.25 GiB.", "less: num"],
+        ),
+        (STACK, 1, ["does not compile in stage warmup", "kernel splash.2 needs 21.51M", "other tiles: num"]),
+        (FULL, 2, ["ran out of TPU memory in stage warmup", "everything else unloaded", "There are 7.20G free"]),
+    ],
+    ids=["HBM", "VMEM", "memory that is full only now"],
+)
+def test_what_the_compiler_refuses_is_not_tried_again(
+    message: str, tries: int, sentences: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    tried = []
+
+    def compile_(program: Program) -> None:
+        tried.append(program.name)
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(Program, "compile", compile_)
+    monkeypatch.setattr(executables.Store, "get", lambda *_: None)
+    runner = Engine(jax.devices())
+    with pytest.raises(OutOfMemory) as refused:
+        runner.warmup(MODEL, SPEC.settings(**SPEC.tiny_inputs), Silent())
+    assert len(tried) == tries, tried
+    assert all(sentence in str(refused.value) for sentence in sentences), refused.value
+    assert ("not tried again" in str(refused.value)) == (tries == 1)
+
+
+def test_older_texts_and_other_complaints():
+    nameless = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 16.75M of 16.00M vmem."
+    assert refusal.parse(nameless).sentence.startswith("a kernel needs 16.75M of the 16.00M on-chip memory (VMEM)")
+    used = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 54.12G of 31.25G hbm. Exceeded by 22.87G."
+    assert refusal.parse(used).needed_bytes == int(54.12 * 2**30)
+    assert refusal.parse("INTERNAL: something used (1.0G)") is None
