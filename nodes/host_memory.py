@@ -1,10 +1,12 @@
 """ComfyUI's model management knows the pack as one loaded model: whatever unloads models unloads this one too."""
 
+import asyncio
 import functools
 import threading
 
 import comfy.model_management
 import comfy.model_patcher
+from server import PromptServer
 
 from ..tpu_runtime import stages
 from ..tpu_runtime.anchor import TPUModels
@@ -38,8 +40,29 @@ class _Patcher(comfy.model_patcher.ModelPatcher):
     def detach(self, unpatch_all: bool = True) -> TPUModels:
         # Without `unpatch_all` a model is only about to be registered again.
         if unpatch_all:
-            stages.free()
+            _free()
         return self.model
+
+
+def _free() -> None:
+    """Frees the devices, after a running stage; the server's event loop cannot wait for that, so it only asks."""
+    if _is_server_loop():
+        _ask_to_unload()
+    else:
+        stages.free()
+
+
+def _is_server_loop() -> bool:
+    """Whether this thread runs the page's event loop. Nodes run under another, in ComfyUI's own thread for prompts."""
+    try:
+        return asyncio.get_running_loop() is PromptServer.instance.loop
+    except RuntimeError:
+        return False
+
+
+def _ask_to_unload() -> None:
+    """ComfyUI's own "unload models", which it does between two prompts."""
+    PromptServer.instance.prompt_queue.set_flag("unload_models", True)
 
 
 @functools.cache
@@ -57,7 +80,8 @@ def wrap_unload() -> None:
     """Lets `unload_all_models` free also what no model stands for (programs, after a run that failed while loading).
 
     Done once, however often the pack is imported. One call at a time: freeing waits for a running stage, and two calls
-    that wait would both take the same models out of ComfyUI's list.
+    that wait would both take the same models out of ComfyUI's list. Called on the server's event loop, as other packs
+    do, it returns at once: whoever waited there would freeze the page.
     """
     original = comfy.model_management.unload_all_models
     if getattr(original, "frees_tpu", False):
@@ -66,6 +90,9 @@ def wrap_unload() -> None:
 
     @functools.wraps(original)
     def unload_all_models(*args: object, **kwargs: object) -> object:
+        if _is_server_loop():
+            _ask_to_unload()
+            return None
         with unloading:
             try:
                 return original(*args, **kwargs)

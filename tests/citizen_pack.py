@@ -1,4 +1,4 @@
-"""A neighbour pack for the tests of memory and cancelling: it makes the runtime slow or fail, and looks inside.
+"""A neighbour pack for the tests of memory and cancelling: it makes the runtime wait or fail, and looks inside.
 
 Its source is copied into a server's `custom_nodes`; nothing of it is part of the pack.
 """
@@ -8,15 +8,20 @@ import gc
 import hashlib
 import os
 import sys
-import time
+import threading
+import types
 
 from aiohttp import web
 from server import PromptServer
 
 routes = PromptServer.instance.routes
-# Where it fails, and how many seconds each kind of work waits.
-FAULTS = {"fail": "", "delay": {}}
+# At which kind of work it fails; at which it is held until `release`, after how many units of it.
+NO_FAULTS = {"fail": "", "hold": "", "after": 0}
+FAULTS = dict(NO_FAULTS)
+HELD, RELEASED = threading.Event(), threading.Event()
+HOLD_S = 300  # for a test that never comes to release it
 PATCHED = []
+UNLOADING = []
 
 
 def runtime(name):
@@ -27,7 +32,12 @@ def runtime(name):
 
 def disturb(where):
     """Called by the patched runtime at every unit of work."""
-    time.sleep(FAULTS["delay"].get(where, 0.0))
+    if FAULTS["hold"] == where:
+        FAULTS["after"] -= 1
+        if FAULTS["after"] < 0:
+            HELD.set()
+            RELEASED.wait(HOLD_S)
+            HELD.clear()
     if FAULTS["fail"] == where:
         import jax
 
@@ -39,8 +49,9 @@ def patch():
         return
     PATCHED.append(True)
     __import__(runtime("stages").__package__ + ".engine")
-    load, executables = runtime("load"), runtime("executables")
+    load, executables, cache = runtime("load"), runtime("executables"), runtime("cache")
     read, call = load._Reader.slice, executables.Executable.__call__
+    files = types.SimpleNamespace(**vars(os))
 
     def slow_read(self, *args):
         disturb("load")
@@ -51,14 +62,40 @@ def patch():
         disturb("step" if name == "denoise_step" else "decode" if "decode" in name else "other")
         return call(self, *args)
 
+    def slow_replace(*args):
+        disturb("write")
+        os.replace(*args)
+
     load._Reader.slice, executables.Executable.__call__ = slow_read, slow_call
+    files.replace = slow_replace
+    cache.os = files
 
 
 @routes.post("/citizen/faults")
 async def faults(request):
-    FAULTS.update(await request.json())
+    FAULTS.update(NO_FAULTS, **await request.json())
+    RELEASED.clear() if FAULTS["hold"] else RELEASED.set()
     patch()
     return web.json_response(FAULTS)
+
+
+@routes.get("/citizen/held")
+async def held(request):
+    """Whether the runtime waits to be released."""
+    return web.json_response({"held": HELD.is_set()})
+
+
+@routes.get("/citizen/release")
+async def release(request):
+    FAULTS.update(NO_FAULTS)
+    RELEASED.set()
+    return web.json_response({})
+
+
+@routes.get("/citizen/stats")
+async def stats(request):
+    """The monitor's numbers of this moment; its own address may answer with those of half a second ago."""
+    return web.json_response(runtime("stages").stats())
 
 
 @routes.post("/citizen/budget")
@@ -73,7 +110,24 @@ async def unload(request):
     """The official call, as other packs make it."""
     import comfy.model_management
 
+    UNLOADING.append(request)
     await asyncio.get_running_loop().run_in_executor(None, comfy.model_management.unload_all_models)
+    UNLOADING.remove(request)
+    return web.json_response({})
+
+
+@routes.get("/citizen/unloading")
+async def unloading(request):
+    """How many official calls have not ended yet."""
+    return web.json_response({"count": len(UNLOADING)})
+
+
+@routes.get("/citizen/unload_here")
+async def unload_here(request):
+    """The same call as some packs make it: on the event loop itself."""
+    import comfy.model_management
+
+    comfy.model_management.unload_all_models()
     return web.json_response({})
 
 

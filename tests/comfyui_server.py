@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -20,11 +19,10 @@ from typing import Any
 
 import pytest
 
+from .patience import PATIENCE_S, until
+
 PACK = Path(__file__).parents[1]
 COMFYUI = Path(os.environ.get("COMFYUI_PATH") or "~/ComfyUI").expanduser()
-START_TIMEOUT_S = 180
-RUN_TIMEOUT_S = 600
-STOP_TIMEOUT_S = 60
 # A server runs its programs often, so they are worth more of the compiler's time than those of other tests.
 FLAGS = (
     "--xla_force_host_platform_device_count=8 "
@@ -108,14 +106,15 @@ class Server:
         self._wait()
 
     def _wait(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline and self.is_running:
-            try:
-                self.get("/system_stats")
-                return
-            except OSError:
-                time.sleep(0.5)
-        pytest.fail(f"ComfyUI did not start\n{self.log_tail()}")
+        until(lambda: not self.is_running or self._answers(), lambda: f"ComfyUI did not start\n{self.log_tail()}")
+        assert self.is_running, f"ComfyUI ended\n{self.log_tail()}"
+
+    def _answers(self) -> bool:
+        try:
+            self.get("/system_stats")
+        except OSError:
+            return False
+        return True
 
     @property
     def is_running(self) -> bool:
@@ -136,12 +135,12 @@ class Server:
     def _end(self, number: signal.Signals) -> None:
         if self.is_running:
             self.process.send_signal(number)
-            self.process.wait(timeout=STOP_TIMEOUT_S)
+            self.process.wait(timeout=PATIENCE_S)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def get(self, path: str) -> dict:
-        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=PATIENCE_S) as answer:
             return json.load(answer)
 
     def post(self, path: str, body: Any) -> dict:
@@ -149,7 +148,7 @@ class Server:
         data = b"" if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
                 return json.loads(answer.read() or b"{}")
         except urllib.error.HTTPError as refusal:
             return json.load(refusal)
@@ -160,13 +159,12 @@ class Server:
 
     def finish(self, prompt_id: str) -> dict:
         """Waits for the history entry of a queued prompt, whatever its end."""
-        deadline = time.monotonic() + RUN_TIMEOUT_S
-        while time.monotonic() < deadline and self.is_running:
-            entry = self.get(f"/history/{prompt_id}").get(prompt_id)
-            if entry:
-                return entry
-            time.sleep(0.05)
-        raise AssertionError(f"the prompt did not end within {RUN_TIMEOUT_S} s\n{self.log_tail()}")
+
+        def entry() -> dict | None:
+            assert self.is_running, f"ComfyUI ended\n{self.log_tail()}"
+            return self.get(f"/history/{prompt_id}").get(prompt_id)
+
+        return until(entry, lambda: f"the prompt did not end\n{self.log_tail()}")
 
     def run(self, workflow: dict) -> dict:
         """The history entry of a prompt that ran to its end."""

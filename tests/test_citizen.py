@@ -8,7 +8,6 @@ import re
 import resource
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -18,6 +17,7 @@ import aiohttp
 import pytest
 from comfyui_tpu.cli import make_tiny
 from comfyui_tpu.tests.comfyui_server import PACK, Server, needs_comfyui
+from comfyui_tpu.tests.patience import PATIENCE_S, until
 from PIL import Image
 
 pytestmark = [pytest.mark.slow, needs_comfyui]
@@ -55,41 +55,54 @@ def digest(entry: dict) -> str:
 
 
 def held(server: Server) -> int:
-    """Bytes on the chip that holds most; waits until the monitor's sample is fresh."""
-    time.sleep(0.6)
-    return max((chip["hbm_used"] for chip in server.get("/tpu/stats")["chips"]), default=0)
+    """Bytes on the chip that holds most."""
+    return max((chip["hbm_used"] for chip in server.get("/citizen/stats")["chips"]), default=0)
 
 
 def resident(server: Server) -> list[dict]:
-    time.sleep(0.6)
-    return server.get("/tpu/stats")["resident"]
+    return server.get("/citizen/stats")["resident"]
 
 
 def forget(server: Server) -> None:
     """Manager's second button: no models, no kept outputs. ComfyUI does it between prompts, so wait until it has."""
     server.post("/free", {"unload_models": True, "free_memory": True})
-    deadline = time.monotonic() + 30
-    while resident(server):
-        assert time.monotonic() < deadline, server.log_tail()
+    until(lambda: not resident(server), server.log_tail)
+
+
+def hold(server: Server, where: str, after: int = 0) -> None:
+    """Lets the next run wait at a unit of its work, after so many others, until `release`."""
+    server.post("/citizen/faults", {"hold": where, "after": after})
+
+
+def wait_until_held(server: Server) -> None:
+    until(lambda: is_held(server), server.log_tail)
+
+
+def is_held(server: Server) -> bool:
+    return server.get("/citizen/held")["held"]
+
+
+def release(server: Server) -> None:
+    server.get("/citizen/release")
 
 
 class Listener(threading.Thread):
-    """A websocket client: keeps every message; `on_message` sees each text message as it comes."""
+    """A websocket client: keeps every message."""
 
-    def __init__(self, server: Server, on_message: Callable[[dict], None] = lambda message: None) -> None:
+    def __init__(self, server: Server) -> None:
         super().__init__(daemon=True)
         self.client_id, self.messages, self.images = f"client{id(self)}", [], []
-        self._server, self._on_message = server, on_message
+        self._server = server
         self._ready, self._ended = threading.Event(), threading.Event()
 
     def __enter__(self) -> "Listener":
         self.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(PATIENCE_S)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self.join(10)
+        self.join(PATIENCE_S)
 
     def run(self) -> None:
         asyncio.run(self._listen())
@@ -105,17 +118,23 @@ class Listener(threading.Thread):
                     continue
                 if message.type == aiohttp.WSMsgType.TEXT:
                     self.messages.append(json.loads(message.data))
-                    self._on_message(self.messages[-1])
                 elif message.type == aiohttp.WSMsgType.BINARY:
                     self.images.append(message.data)
 
-    def run_prompt(self, graph: dict) -> dict:
-        """The history entry of a prompt of this client, whatever its end."""
+    def queue(self, graph: dict) -> str:
+        """The id of a prompt of this client."""
         answer = self._server.post("/prompt", {"prompt": graph, "client_id": self.client_id})
         assert "prompt_id" in answer, answer
-        entry = self._server.finish(answer["prompt_id"])
-        time.sleep(0.5)
+        return answer["prompt_id"]
+
+    def finish(self, prompt_id: str) -> dict:
+        """The history entry of a prompt, whatever its end, once this client was told all about it."""
+        entry = self._server.finish(prompt_id)
+        until(lambda: {"node": None, "prompt_id": prompt_id} in self._executing(), lambda: str(self.messages))
         return entry
+
+    def _executing(self) -> list[dict]:
+        return [{name: data.get(name) for name in ("node", "prompt_id")} for data in self.values("executing")]
 
     def values(self, kind: str) -> list[dict]:
         return [message["data"] for message in self.messages if message["type"] == kind]
@@ -150,7 +169,7 @@ def undisturbed(request: pytest.FixtureRequest) -> Iterator[None]:
     if "server" in request.fixturenames:
         found = request.getfixturevalue("server")
         if found.is_running:
-            found.post("/citizen/faults", {"fail": "", "delay": {}})
+            release(found)
             found.post("/citizen/budget", {"gib": ""})
 
 
@@ -160,7 +179,7 @@ def undisturbed(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("family", EXAMPLES)
 def test_clients_see_progress_text_and_previews(server: Server, family: str):
     with Listener(server) as client:
-        entry = client.run_prompt(workflow(family, num_inference_steps=3, seed=11))
+        entry = client.finish(client.queue(workflow(family, num_inference_steps=3, seed=11)))
         assert entry["status"]["status_str"] == "success", server.log_tail()
     steps = [(data["value"], data["max"]) for data in client.values("progress") if data["max"] == 3]
     assert (3, 3) in steps, client.values("progress")
@@ -208,58 +227,68 @@ def test_every_way_to_unload_frees_and_the_prompt_works_again(server: Server, wa
     peak = held(server)
     assert peak > 0 and resident(server)
     WAYS[way](server)
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and held(server) > 0.01 * peak:
-        pass
-    assert held(server) <= 0.01 * peak and resident(server) == []
+    until(lambda: held(server) <= 0.01 * peak and resident(server) == [], server.log_tail)
     forget(server)
     assert digest(server.run(workflow("Flux2", seed=21))) == before
 
 
 def test_unloads_that_wait_for_a_stage_do_not_hinder_each_other(server: Server):
-    graph = workflow("Wan21", num_inference_steps=4, seed=22)
-    server.post("/citizen/faults", {"fail": "", "delay": {"step": 0.5}})
+    graph = workflow("Wan21", seed=22)
+    hold(server, "step")
     prompt_id = server.queue(graph)["prompt_id"]
-    deadline = time.monotonic() + 60
-    while (server.get("/tpu/stats")["running"] or {}).get("stage") != "denoise":
-        assert time.monotonic() < deadline, server.log_tail()
-        time.sleep(0.1)
+    wait_until_held(server)
     with ThreadPoolExecutor(3) as pool:
-        for answer in [pool.submit(server.get, "/citizen/unload") for _ in range(3)]:
+        answers = [pool.submit(server.get, "/citizen/unload") for _ in range(3)]
+        until(lambda: server.get("/citizen/unloading")["count"] == 3)
+        release(server)
+        for answer in answers:
             answer.result()
     assert server.finish(prompt_id)["status"]["status_str"] == "success", server.log_tail()
     server.run({**graph, "2": {**graph["2"], "inputs": {**graph["2"]["inputs"], "seed": 23}}})
 
 
+def test_an_unload_on_the_event_loop_does_not_wait_for_a_stage(server: Server):
+    """Other packs call it there; whoever waited would freeze the page until the stage ends."""
+    hold(server, "step")
+    prompt_id = server.queue(workflow("Wan21", seed=24))["prompt_id"]
+    wait_until_held(server)
+    server.get("/citizen/unload_here")
+    assert is_held(server), "the page was frozen until the stage ended"
+    release(server)
+    assert server.finish(prompt_id)["status"]["status_str"] == "success", server.log_tail()
+    until(lambda: held(server) == 0 and resident(server) == [], server.log_tail)
+
+
 # --- cancelling -------------------------------------------------------------------------------------------------------
 
 
-# The bar of the work to interrupt: its node, its length (MiB of weights, steps, chunks), how far it must have come.
-BARS = {"load": ("2", 3, 0), "step": ("2", 50, 2), "decode": ("3", 2, 0)}
+# What is interrupted: where, in units of work, the cancel comes; the frames; the bar (its node and length), and how far
+# it may come.
+CANCELS = {
+    "load": {"after": 3, "num_frames": 5},
+    "step": {"after": 2, "num_frames": 1, "bar": ("2", 50), "at_most": 3},
+    "decode": {"after": 1, "num_frames": 9, "bar": ("3", 3), "at_most": 2},
+}
 
 
-@pytest.mark.parametrize("where", ["load", "step", "decode"])
+@pytest.mark.parametrize("where", CANCELS)
 def test_a_cancel_ends_within_one_unit_and_leaves_nothing_half_done(server: Server, where: str):
-    size = {"num_inference_steps": 50, "num_frames": 1} if where == "step" else {"num_inference_steps": 4}
-    graph = workflow("Wan21", **size, seed=100 + sum(map(ord, where)))
+    cancel = CANCELS[where]
+    steps = 50 if where == "step" else 4
+    seed = 100 + sum(map(ord, where))
+    graph = workflow("Wan21", num_frames=cancel["num_frames"], num_inference_steps=steps, seed=seed)
     server.get("/citizen/unload")
-    server.post("/citizen/faults", {"fail": "", "delay": {where: 0.1 if where == "load" else 0.4}})
-    (node, length, reached), interrupted = BARS[where], []
-
-    def interrupt(message: dict) -> None:
-        bar = message["data"] if message["type"] == "progress" else {"node": None}
-        if not interrupted and bar["node"] == node and bar["max"] == length and bar["value"] >= reached:
-            interrupted.append(bar)
-            server.post("/interrupt", None)
-
-    with Listener(server, interrupt) as client:
-        entry = client.run_prompt(graph)
-        assert interrupted, client.messages
-        assert any(name == "execution_interrupted" for name, _ in entry["status"]["messages"]), entry["status"]
-        if where == "step":
-            values = [data["value"] for data in client.values("progress") if data["max"] == 50]
-            assert max(values) <= interrupted[0]["value"] + 1, values
-    server.post("/citizen/faults", {"fail": "", "delay": {}})
+    hold(server, where, cancel["after"])
+    with Listener(server) as client:
+        prompt_id = client.queue(graph)
+        wait_until_held(server)
+        server.post("/interrupt", None)
+        release(server)
+        entry = client.finish(prompt_id)
+    assert any(name == "execution_interrupted" for name, _ in entry["status"]["messages"]), entry["status"]
+    if "bar" in cancel:
+        bars = {(data["node"], data["max"]): data["value"] for data in client.values("progress")}
+        assert bars[cancel["bar"]] <= cancel["at_most"], bars
     after = digest(server.run(graph))
     forget(server)
     assert digest(server.run(graph)) == after
@@ -272,7 +301,7 @@ def test_a_cancel_ends_within_one_unit_and_leaves_nothing_half_done(server: Serv
 def test_out_of_memory_is_said_with_advice_and_everything_is_freed(server: Server, where: str):
     server.get("/citizen/unload")
     graph = workflow("Wan21", seed=sum(map(ord, where)))
-    server.post("/citizen/faults", {"fail": where, "delay": {}})
+    server.post("/citizen/faults", {"fail": where})
     entry = server.finish(server.queue(graph)["prompt_id"])
     (failure,) = [data for name, data in entry["status"]["messages"] if name == "execution_error"]
     assert "OutOfMemory" in failure["exception_type"], failure["exception_type"]
@@ -281,9 +310,9 @@ def test_out_of_memory_is_said_with_advice_and_everything_is_freed(server: Serve
     assert "Needs less: " in message and "comfyui-tpu plan --model wan2.1-t2v-14b" in message
     if where == "step":
         assert "num_frames 1 instead of 5 (50 % less beside the weights)" in message, message
-    assert held(server) == 0 and resident(server) == []
+    until(lambda: held(server) == 0 and resident(server) == [], server.log_tail)
     assert "trying once more" in server.log_tail()
-    server.post("/citizen/faults", {"fail": "", "delay": {}})
+    release(server)
     server.run(graph)
 
 
@@ -314,7 +343,6 @@ def test_two_hundred_prompts_leak_nothing_and_compile_nothing(server: Server):
 
 
 def process_ram(server: Server) -> int:
-    time.sleep(0.6)
     return server.get("/tpu/stats")["host"]["process_ram"]
 
 
@@ -404,11 +432,11 @@ def test_a_process_killed_while_it_writes_leaves_nothing_that_hurts(
     shutil.rmtree(own_cache / "programs")
     shutil.rmtree(own_cache / "prompts")
     broken = start(cache=own_cache)
+    hold(broken, "write")
     broken.queue(right[0])
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not list(own_cache.glob("*/.*-*")):
-        pass
+    wait_until_held(broken)
     broken.kill()
+    assert list(own_cache.glob("*/.*-*")), "nothing was left half written"
     broken.start()
     assert digest(broken.run(right[0])) == right[1]
     broken.stop()
