@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..tpu_runtime import stage_files
+from ..tpu_runtime import plan_process, stage_files
 from ..tpu_runtime import stages as runtime
 from ..tpu_runtime.models import SPECS, spec_by_name, spec_for_family
 from ..tpu_runtime.precision import CHOICES
@@ -106,15 +106,17 @@ def _warmup(host: Host, *, model: ModelRef, **wanted: float) -> tuple[str]:
 
 def _plan(host: Host, *, model_name: str, topology: str, **wanted: float) -> tuple[str]:
     """The report of a plan; 0 stands for the model's own value."""
-    # Brings JAX and the compiler in, which ComfyUI's start must not.
-    from ..tpu_runtime import chips, plan, plan_report
-    from ..tpu_runtime.plan_compile import Request
-
     spec = spec_by_name(model_name)
-    settings = spec.settings(**{name: value or None for name, value in wanted.items()})
+    given = {name: value for name, value in wanted.items() if value}
+    spec.settings(**given)  # complains before anything is started
     host.text(f"Compiling {spec.title} for {topology}: minutes, not seconds")
-    request = Request(spec=spec, settings=settings, topology=chips.topology(topology))
-    return (plan_report.text(plan.make_plan(request, host.text)),)
+    named = {_PLAN_OPTIONS.get(name, name.replace("_", "-")): value for name, value in given.items()}
+    options = {"model": model_name, "topology": topology, **named}
+    return (plan_process.make_text([f"--{name}={value}" for name, value in options.items()], host),)
+
+
+# Inputs that the command calls otherwise.
+_PLAN_OPTIONS = {"num_inference_steps": "steps", "guidance_scale": "guidance"}
 
 
 def _plan_number(name: str, type: str, high: float) -> Input:
