@@ -4,20 +4,30 @@ import functools
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from . import reference, sharded, splash
+from . import kernel, reference, sharded
+from .keys import first
 from .policy import AttentionPolicy
 
 
-def _local(policy: AttentionPolicy, mesh: Mesh | None) -> sharded.LocalAttention:
+def _local(policy: AttentionPolicy, mesh: Mesh | None, head_dim: int) -> sharded.LocalAttention:
     device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
     on_tpu = device.platform == "tpu"
     if policy.kernel == "reference" or (policy.kernel == "auto" and not on_tpu):
-        return reference.local_attention
-    return functools.partial(splash.local_attention, tiles=policy.tiles_for(device.device_kind), interpret=not on_tpu)
+        return functools.partial(reference.flat_attention, head_dim=head_dim)
+    return functools.partial(
+        kernel.local_attention,
+        head_dim=head_dim,
+        policy=policy,
+        device_kind=device.device_kind,
+        interpret=not on_tpu,
+    )
+
+
+def _flat(x: Array) -> Array:
+    return x.reshape(*x.shape[:2], -1)
 
 
 def attention(
@@ -38,12 +48,16 @@ def attention(
     sequence do not divide by their axis; the caller pads sequences.
     """
     length = k.shape[1] if kv_length is None else kv_length
-    attend = _local(policy, mesh)
+    attend = _local(policy, mesh, q.shape[3])
+    flat = [_flat(x) for x in (q, k, v)]
     if mesh is None or mesh.size == 1:
-        return sharded.attend_to_real(attend, q, k, v, length)
+        return attend(flat[0], [first(*flat[1:], length)], log_sums=False)[0].reshape(q.shape)
     _check_divides(q, mesh)
-    form = sharded.self_attention if keys == "sharded" else sharded.cross_attention
-    return form(q, k, v, length, mesh=mesh, attend=attend)
+    if keys == "sharded":
+        out = sharded.self_attention(*flat, length, heads=q.shape[2], mesh=mesh, attend=attend)
+    else:
+        out = sharded.cross_attention(*flat, length, mesh=mesh, attend=attend)
+    return out.reshape(q.shape)
 
 
 def joint_attention(
@@ -62,15 +76,24 @@ def joint_attention(
     order of the two does not matter to attention, so none is implied.
     """
     length = text[0].shape[1] if text_length is None else text_length
-    attend = _local(policy, mesh)
+    queries = latent[0], text[0]
+    attend = _local(policy, mesh, queries[0].shape[3])
+    latent, text = (tuple(map(_flat, stream)) for stream in (latent, text))
     if mesh is not None and mesh.size > 1:
-        _check_divides(latent[0], mesh)
-        return sharded.joint_attention(
-            latent, text, num_tokens=num_tokens, text_length=length, mesh=mesh, attend=attend
+        _check_divides(queries[0], mesh)
+        outs = sharded.joint_attention(
+            latent,
+            text,
+            heads=queries[0].shape[2],
+            num_tokens=num_tokens,
+            text_length=length,
+            mesh=mesh,
+            attend=attend,
         )
-    queries = jnp.concatenate([latent[0], text[0]], axis=1)
-    out = sharded.attend_to_both(attend, queries, latent[1:], text[1:], num_tokens, length)
-    return out[:, : latent[0].shape[1]], out[:, latent[0].shape[1] :]
+    else:
+        keys = [first(*latent[1:], num_tokens), first(*text[1:], length)]
+        outs = [attend(stream[0], keys, log_sums=False)[0] for stream in (latent, text)]
+    return outs[0].reshape(queries[0].shape), outs[1].reshape(queries[1].shape)
 
 
 def _check_divides(q: Array, mesh: Mesh) -> None:

@@ -1,36 +1,102 @@
 """How an attention call is computed: a frozen value that a model's spec chooses, never a branch on its name."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from . import tiles
+
+MIB = 2**20
+Maximum = Literal["zero", "sampled", "online"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """The kernel's tiles in tokens, multiples of 128."""
+class Form:
+    """How the kernel goes about a call.
 
-    block_q: int
-    block_kv: int
-    block_kv_compute: int
+    `maximum` under which exponentials are taken: `"zero"` where scores are bounded, `"sampled"` from the first keys
+    (and all again `"online"` for a block of queries that it fails), `"online"`: running. `block_q` queries a grid step,
+    in products of `columns` (None: all); `step` keys a step (`online_step` under a running maximum), `unroll` steps a
+    turn of the loop. `block_kv`: keys in VMEM at once, None: all. `heads` a grid step; 128 lanes at least.
+    """
+
+    maximum: Maximum = "sampled"
+    block_q: int = 2048
+    step: int = 1024
+    unroll: int = 2
+    online_step: int = 256
+    columns: int | None = None
+    block_kv: int | None = None
+    heads: int = 1
+    single_buffered: bool = False
+    vmem_mib: int = 100
 
     def __post_init__(self) -> None:
-        for name in ("block_q", "block_kv", "block_kv_compute"):
-            if getattr(self, name) % 128:
+        for name in ("block_q", "columns"):
+            if (getattr(self, name) or 0) % 128:
                 raise ValueError(f"{name}={getattr(self, name)} must be a multiple of 128.")
-        if self.block_kv % self.block_kv_compute:
-            raise ValueError(f"{self.block_kv=} must be a multiple of {self.block_kv_compute=}.")
-
-
-# By the device's kind. Where a kernel may use 16 MiB of on-chip memory the large tiles do not compile.
-SMALL = Tiles(block_q=1024, block_kv=1024, block_kv_compute=512)
-BY_DEVICE = {"TPU v6 lite": Tiles(block_q=2048, block_kv=2048, block_kv_compute=1024)}
+        for name in ("step", "online_step", "block_kv"):
+            if (getattr(self, name) or 0) % 16:
+                raise ValueError(f"{name}={getattr(self, name)} must be a multiple of 16.")
+        if self.unroll % 2:
+            raise ValueError(f"unroll={self.unroll} must be even: steps alternate between two buffers.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPolicy:
-    """`kernel`: `"auto"` is the Pallas kernel on a TPU and the reference elsewhere. `tiles` None: the table's."""
+    """`kernel`: `"auto"` is the Pallas kernel on a TPU and the reference elsewhere.
 
-    kernel: Literal["auto", "reference", "splash"] = "auto"
-    tiles: Tiles | None = None
+    `bounded`: the weights guarantee scores within `SCORE_BOUND` of zero in base 2, so no maximum is needed.
+    `form` None: chosen by shape and chip.
+    """
 
-    def tiles_for(self, device_kind: str) -> Tiles:
-        return self.tiles or BY_DEVICE.get(device_kind, SMALL)
+    kernel: Literal["auto", "reference", "pallas"] = "auto"
+    bounded: bool = False
+    form: Form | None = None
+
+    def form_for(
+        self, device_kind: str, *, q_seq: int, kv_rows: Sequence[int], heads: int, head_dim: int, itemsize: int
+    ) -> Form:
+        """The fastest form that fits the chip's VMEM: keys whole, then whole without a second buffer, then divided."""
+        if self.form is not None:
+            return self.form
+        wanted = tiles.tiles_for(device_kind, head_dim=head_dim, kv_rows=sum(kv_rows), heads=heads)
+        form = Form(maximum="zero" if self.bounded else "sampled", **wanted)
+        vmem = tiles.VMEM_MIB.get(device_kind, 16)
+        form = replace(form, vmem_mib=vmem - tiles.RESERVED_MIB)
+        fitting = (
+            f for f in _candidates(form) if vmem_bytes(f, q_seq, kv_rows, head_dim, itemsize) <= form.vmem_mib * MIB
+        )
+        return next(fitting)
+
+
+def _candidates(form: Form) -> Iterator[Form]:
+    yield form
+    yield replace(form, single_buffered=True)
+    divided = "online" if form.maximum == "sampled" else form.maximum
+    for shrink in (1, 2, 4, 8):
+        block_q, step = max(128, form.block_q // shrink), max(128, form.step // shrink)
+        columns = form.columns and min(form.columns, block_q)
+        smaller = replace(form, block_q=block_q, step=step, columns=columns)
+        if shrink > 1:
+            yield replace(smaller, single_buffered=True)
+        for block_kv in (16384, 8192, 4096, 2048, 1024):
+            yield replace(smaller, maximum=divided, block_kv=block_kv)
+    # The compiler says if even this is too much.
+    yield replace(smaller, maximum=divided, block_kv=512)
+
+
+def vmem_bytes(form: Form, q_seq: int, kv_rows: Sequence[int], head_dim: int, itemsize: int) -> int:
+    """What a form needs of the memory on the chip; the compiler's own temporaries are an estimate."""
+    width = max(128, form.heads * head_dim)
+    block_q = min(form.block_q, -(-q_seq // 128) * 128)
+    rows = [min(kv_rows[0], form.block_kv or kv_rows[0]), *kv_rows[1:]]
+    step = min(form.step, max(rows))
+    heads = width // head_dim
+    buffers = (1 if form.single_buffered else 2) * 2 * sum(rows) * width * itemsize + 4 * block_q * width * itemsize
+    lanes = max(128, head_dim)
+    held = heads * block_q * ((lanes + 2 * step) * itemsize + 4 * (head_dim + 8))
+    if form.maximum != "zero":
+        held += heads * block_q * 4 * (32 + 2 * min(form.online_step, step))
+    temporaries = 3 * step * min(form.columns or block_q, block_q) * 4
+    return buffers + held + temporaries

@@ -1,36 +1,48 @@
 """Plain softmax attention in float32: what every other implementation is compared with."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
+
+from .keys import Keys
 
 # Stands for minus infinity where the arithmetic must stay finite (a row without any valid key).
 NEGATIVE = -1e30
 
 
-def local_attention(
-    q: Float[Array, "batch q_seq heads head_dim"],
-    k: Float[Array, "batch kv_seq heads head_dim"],
-    v: Float[Array, "batch kv_seq heads head_dim"],
-    kv_length: Int[Array, " batch"] | None,
-    *,
-    log_sums: bool,
-) -> tuple[Float[Array, "batch q_seq heads head_dim"], Float[Array, "batch heads q_seq"] | None]:
-    """Attention over the first `kv_length` keys of each row (None: all), and if asked the log-sum-exp of its scores.
+def flat_attention(
+    q: Float[Array, "batch q_seq lanes"], keys: Sequence[Keys], *, head_dim: int, log_sums: bool
+) -> tuple[Float[Array, "batch q_seq lanes"], Float[Array, "batch heads q_seq"] | None]:
+    """Attention of `q` to the real keys of all parts, and if asked the log-sum-exp of its scores.
 
-    Keys and values past the length are never touched: they may hold NaN. A row with length 0 gives zeros and a
-    log-sum-exp of `NEGATIVE`.
+    Heads lie side by side. Keys and values that are not real are never touched: they may hold NaN. A row without keys
+    gives zeros and a log-sum-exp of `NEGATIVE`.
     """
-    kv_length = jnp.full(k.shape[:1], k.shape[1]) if kv_length is None else kv_length
-    valid = jnp.arange(k.shape[1]) < kv_length[:, None]  # [batch, kv_seq]
-    keys = jnp.where(valid[:, :, None, None], k, 0).astype(jnp.float32)
-    values = jnp.where(valid[:, :, None, None], v, 0).astype(jnp.float32)
+    valid = jnp.concatenate([_valid(part, len(q)) for part in keys], axis=1)  # [batch, kv_seq]
+
+    def joined(arrays: list[Array]) -> Float[Array, "batch kv_seq heads head_dim"]:
+        rows = jnp.concatenate([x[:, : part.rows] for x, part in zip(arrays, keys, strict=True)], axis=1)
+        return _heads(jnp.where(valid[:, :, None], rows, 0).astype(jnp.float32), head_dim)
+
+    k, v = joined([part.keys for part in keys]), joined([part.values for part in keys])
     highest = jax.lax.Precision.HIGHEST
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q.astype(jnp.float32), keys, precision=highest) * q.shape[-1] ** -0.5
+    queries = _heads(q.astype(jnp.float32), head_dim)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", queries, k, precision=highest) * head_dim**-0.5
     scores = jnp.where(valid[:, None, None, :], scores, NEGATIVE)
-    top = jnp.max(scores, axis=-1, keepdims=True)
+    top = jnp.max(scores, axis=-1, keepdims=True, initial=NEGATIVE)
     weights = jnp.where(valid[:, None, None, :], jnp.exp(scores - top), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)  # [batch, heads, q_seq, 1]
-    out = jnp.einsum("bhqk,bkhd->bhqd", weights, values, precision=highest) / jnp.maximum(total, 1e-30)
+    out = jnp.einsum("bhqk,bkhd->bhqd", weights, v, precision=highest) / jnp.maximum(total, 1e-30)
     log_sum = jnp.where(total > 0, top + jnp.log(jnp.maximum(total, 1e-30)), NEGATIVE)[..., 0]
-    return jnp.swapaxes(out, 1, 2).astype(q.dtype), log_sum if log_sums else None
+    return jnp.swapaxes(out, 1, 2).reshape(q.shape).astype(q.dtype), log_sum if log_sums else None
+
+
+def _heads(x: Array, head_dim: int) -> Array:
+    return x.reshape(*x.shape[:2], -1, head_dim)
+
+
+def _valid(part: Keys, batch: int) -> Array:
+    length = jnp.full(batch, part.rows) if part.length is None else part.length
+    return jnp.arange(part.rows) < length[:, None]

@@ -12,8 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from comfyui_tpu.attention import splash
-from comfyui_tpu.attention.policy import Tiles
+import online
 from comfyui_tpu.sharding.rules import REPLICATED, Rule
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tpu_runtime import bridge, chips, load, modules, plan, programs
@@ -24,7 +23,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 PUBLISHED_S = 4.54
-TILES = Tiles(block_q=3328, block_kv=2816, block_kv_compute=256)
 COLUMNS, ROWS = (None, "heads", None), (None, None, "heads")
 RULES = (
     Rule("blocks.**.bias", REPLICATED),
@@ -45,7 +43,7 @@ def attend(mesh: Mesh, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Heads on `tp`, the whole sequence on each chip."""
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return splash.local_attention(q, k, v, None, log_sums=False, tiles=TILES)[0]
+        return online.attention(q, k, v)
 
     heads = P("dp", None, "tp", None)
     return jax.shard_map(local, mesh=mesh, in_specs=(heads,) * 3, out_specs=heads, check_vma=False)(q, k, v)

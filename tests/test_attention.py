@@ -1,15 +1,33 @@
 """Attention: every form against a float64 softmax written out here, with padding full of NaN."""
 
+from dataclasses import replace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from comfyui_tpu.attention.api import attention, joint_attention
-from comfyui_tpu.attention.policy import AttentionPolicy, Tiles
+from comfyui_tpu.attention.policy import AttentionPolicy, Form
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 
-SPLASH = AttentionPolicy(kernel="splash", tiles=Tiles(block_q=128, block_kv=256, block_kv_compute=128))
+SMALL = Form(block_q=128, step=32, online_step=32)
+
+
+def pallas(**form: Any) -> AttentionPolicy:
+    """The kernel in interpret mode, with small tiles."""
+    return AttentionPolicy(kernel="pallas", form=replace(SMALL, **form))
+
+
+FORMS = {
+    "reference": AttentionPolicy(),
+    "bounded": pallas(maximum="zero"),
+    "sampled": pallas(),
+    "online": pallas(maximum="online"),
+    "keys in the grid": pallas(maximum="online", block_kv=96),
+    "bounded, keys in the grid": pallas(maximum="zero", block_kv=96),
+}
 
 
 def inputs(batch: int, q_seq: int, kv_seq: int, heads: int, head_dim: int) -> list[np.ndarray]:
@@ -33,11 +51,12 @@ def poison(x: np.ndarray, lengths: list[int]) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("policy", [AttentionPolicy(), SPLASH], ids=["reference", "splash"])
-@pytest.mark.parametrize("lengths", [[300, 300], [1, 299], [128, 257]], ids=str)
-def test_each_kernel_equals_the_written_out_softmax(policy: AttentionPolicy, lengths: list[int]):
-    q, k, v = inputs(2, 161, 300, 3, 24)
-    out = attention(q, poison(k, lengths), poison(v, lengths), kv_length=jnp.array(lengths), policy=policy)
+@pytest.mark.parametrize("policy", FORMS.values(), ids=FORMS)
+def test_each_form_equals_the_written_out_softmax(policy: AttentionPolicy):
+    q, k, v = inputs(4, 131, 229, 2, 64)
+    lengths = [229, 1, 128, 197]
+    run = jax.jit(lambda q, k, v, n: attention(q, k, v, kv_length=n, policy=policy))
+    out = run(q, poison(k, lengths), poison(v, lengths), jnp.array(lengths))
     np.testing.assert_allclose(out, softmax_attention(q, k, v, lengths), atol=3e-6)
 
 
@@ -123,6 +142,15 @@ def test_what_does_not_divide_is_refused(q_shape: tuple[int, ...], message: str)
     assert str(error.value) == message
 
 
-def test_tiles_are_checked():
-    with pytest.raises(ValueError, match="block_q=100 must be a multiple of 128"):
-        Tiles(block_q=100, block_kv=128, block_kv_compute=128)
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"block_q": 100}, "block_q=100 must be a multiple of 128."),
+        ({"step": 100}, "step=100 must be a multiple of 16."),
+        ({"unroll": 3}, "unroll=3 must be even: steps alternate between two buffers."),
+    ],
+)
+def test_forms_are_checked(form: dict[str, int], message: str):
+    with pytest.raises(ValueError) as error:
+        Form(**form)
+    assert str(error.value) == message

@@ -32,8 +32,10 @@ class Cost:
     """`length`: bundles of the whole kernel; `step`: those of one grid step, loops and all. `longest`, `shortest`: over
     all steps, where of two parts that exclude each other one runs.
 
-    `estimated`: libtpu's own estimate, which knows DMA and stalls but skips what is conditional. `unknown_loops`: inner
-    loops whose count is no constant; they are counted once. `error`: why the kernel could not be measured alone.
+    `rerun`: bundles, over all steps, of a part that repeats the work of a step where a flag computed in the kernel says
+    so; they are in none of the other numbers. `estimated`: libtpu's own estimate, which knows DMA and stalls but skips
+    what is conditional. `unknown_loops`: inner loops whose count is no constant; they are counted once. `error`: why
+    the kernel could not be measured alone.
     """
 
     length: int = 0
@@ -41,6 +43,7 @@ class Cost:
     step: int = 0
     longest: float = 0.0
     shortest: float = 0.0
+    rerun: float = 0.0
     estimated: float | None = None
     unknown_loops: int = 0
     error: str = ""
@@ -72,8 +75,10 @@ class _Branch:
         return range(self.target, self.address + _DELAY_SLOTS + 1)
 
 
-def cost_of(text: str, grid: tuple[int, ...]) -> Cost:
-    """The cost of the kernel with final bundles `text`, over all steps of `grid`."""
+def cost_of(text: str, grid: tuple[int, ...], *, reruns: bool = False) -> Cost:
+    """The cost of the kernel with final bundles `text`, over all steps of `grid`. `reruns`: it has a part that repeats
+    its work where that has failed.
+    """
     found = list(_BUNDLE.finditer(text))
     ends = [bundle.start() for bundle in found[1:]] + [len(text)]
     bodies = {int(bundle.group(1), 16): text[bundle.end() : end] for bundle, end in zip(found, ends, strict=True)}
@@ -86,6 +91,9 @@ def cost_of(text: str, grid: tuple[int, ...]) -> Cost:
     weights = {
         address: math.prod(counts[loop] or 1 for loop in loops if address in loop.repeated) for address in bodies
     }
+    repeated = _rerun(branches, bodies) if reruns else range(0)
+    rerun = sum(weights[address] for address in bodies if address in repeated)
+    weights = {address: 0 if address in repeated else weight for address, weight in weights.items()}
     total = sum(weights.values())
     pairs = _exclusive(branches, weights)
     longest = total - sum(min(pair) for pair in pairs)
@@ -96,6 +104,7 @@ def cost_of(text: str, grid: tuple[int, ...]) -> Cost:
         step=round((longest - (len(bodies) - inside)) / steps),
         longest=longest,
         shortest=total - sum(max(pair) for pair in pairs),
+        rerun=rerun,
         unknown_loops=sum(count is None for count in counts.values()),
     )
 
@@ -126,6 +135,19 @@ def _grid_loop(loops: list[_Branch], counts: Mapping[_Branch, int | None], steps
     longest = max(loops, key=lambda loop: len(loop.repeated))
     shared = math.ceil(steps / 2)
     return longest, shared if counts[longest] == shared + _PIPELINE_STEPS else steps
+
+
+def _rerun(branches: list[_Branch], bodies: Mapping[int, str]) -> range:
+    """The addresses of the longest part under a predicate that holds no other of a tenth of its length: the guard of
+    the whole step holds the rerun, and all others are a few transfers.
+    """
+    parts = [branch.skipped for branch in branches if branch.target > branch.address and branch.predicate]
+
+    def holds_another(part: range) -> bool:
+        inner = (other for other in parts if other != part and other.start in part and other.stop <= part.stop)
+        return any(len(other) > len(part) / 10 for other in inner)
+
+    return max((part for part in parts if not holds_another(part)), key=len, default=range(0))
 
 
 def _exclusive(branches: list[_Branch], weights: Mapping[int, int]) -> list[tuple[int, int]]:
@@ -190,7 +212,7 @@ def measure(request: Mapping[str, Any], folder: Path) -> Cost:
     dumps = [path.read_text() for path in folder.glob("*-ffi_call*-[0-9][0-9]-final_bundles.txt")]
     profile = "".join(path.read_text() for path in folder.glob("ffi_call*_static_llo_profile.textproto"))
     estimated = re.search(r"estimated_cycles: (\d+)", profile)
-    cost = cost_of(dumps[0], grid) if dumps else Cost()
+    cost = cost_of(dumps[0], grid, reruns=request["reruns"]) if dumps else Cost()
     return replace(cost, estimated=float(estimated.group(1)) if estimated else None)
 
 

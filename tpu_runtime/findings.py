@@ -141,6 +141,7 @@ def kernel_costs(module: Module, timing: Timing, costs: Mapping[str, Cost]) -> l
         f"{kernel.name}: {times.get(kernel.name, 0):.0f} x {cost.steps} steps x {cost.step} bundles; "
         f"{cost.cycles / 1e6:.2f} Mcycles a call"
         + (f", {cost.cycles_at_best / 1e6:.2f} by its shortest way" if cost.cycles_at_best < cost.cycles else "")
+        + (f", {cost.rerun / 1e6:.2f} more if all is repeated in the exact form" if cost.rerun else "")
         + ("" if cost.estimated is None else f" (libtpu's own estimate: {cost.estimated / 1e6:.2f})")
         for kernel in find(module)
         for cost in (costs[kernel.key],)

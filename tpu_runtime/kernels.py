@@ -21,6 +21,7 @@ from .chips import Topology, compiler_environment
 log = logging.getLogger(__name__)
 
 TARGET = "tpu_custom_call"
+RERUNS = "with_rerun"  # in the name of a kernel that repeats a step's work where its quicker way has failed
 TIMEOUT_S = 1800
 # libtpu's own estimate aborts elsewhere ("unsupported" in its DMA model). For long kernels it takes minutes (46 s and
 # 7.5 GiB for 13 600 bundles, 1 s for 3 700), and finds little there: it skips what is conditional.
@@ -53,6 +54,10 @@ class Kernel:
     def is_xla(self) -> bool:
         """Whether XLA made the kernel itself (softmax), not Pallas; alone, such make libtpu's estimate abort."""
         return not json.loads(self.config)["custom_call_config"].get("needs_hlo_passes", True)
+
+    @property
+    def reruns(self) -> bool:
+        return RERUNS in self.name
 
     @property
     def key(self) -> str:
@@ -102,6 +107,7 @@ def _run(kernel: Kernel, target: Topology, flags: str, timeout_s: float) -> bund
         "topology": target.name,
         "options": dict(target.options),
         "config": kernel.config,
+        "reruns": kernel.reruns,
         "operands": [(_DTYPES[array.dtype], array.dims) for array in kernel.operands],
         "results": [(_DTYPES[array.dtype], array.dims) for array in kernel.results],
     }

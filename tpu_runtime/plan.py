@@ -83,6 +83,7 @@ def plan_program(
         timing=timing,
         predicted_s=seconds,
         best_s=best.cycles / chip.clock_hz if best else None,
+        rerun_s=(timing.cycles + timing.reruns) / chip.clock_hz if timing else None,
         mfu=done.flops.total / (seconds * peak_flop_s) if seconds else None,
         ceiling_share=done.flops.charged / (seconds * peak_flop_s) if seconds else None,
         findings=_findings(done, module, timing, costs) if timing else {},
@@ -116,6 +117,11 @@ def _findings(
 
 def _notes(module: hlo.Module, timing: predict.Timing, costs: Mapping[str, Cost]) -> list[str]:
     notes = [f"no estimate for {name}; it is not counted" for name in dict.fromkeys(timing.uncounted)]
+    if timing.reruns:
+        notes.append(
+            f"kernels repeat their work in an exact, slower form where their flag says so: {timing.reruns / 1e6:.1f} "
+            "Mcycles more if all of it were, none of which is counted"
+        )
     for kernel in kernels.find(module):
         cost = costs[kernel.key]
         if cost.unknown_loops:

@@ -33,7 +33,10 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramPlan:
-    """One program. `timing` and `best_s` are None where it did not compile. `notes`: what the figures leave out."""
+    """One program. `timing` and `best_s` are None where it did not compile. `notes`: what the figures leave out.
+
+    `rerun_s`: `predicted_s` if everything that kernels repeat where a flag says so were repeated everywhere.
+    """
 
     name: str
     runs: int
@@ -46,6 +49,7 @@ class ProgramPlan:
     timing: Timing | None
     predicted_s: float | None
     best_s: float | None
+    rerun_s: float | None
     mfu: float | None
     ceiling_share: float | None
     findings: Mapping[str, Sequence[str]]
@@ -77,6 +81,7 @@ class ProgramPlan:
             "collectives_exposed_s": sum(each.exposed_s for each in timing.collectives),
             "predicted_s": self.predicted_s,
             "predicted_best_branch_s": self.best_s,
+            "predicted_with_all_reruns_s": self.rerun_s,
             "model_flops": self.flops.total,
             "mfu": self.mfu,
             "ceiling_share": self.ceiling_share,

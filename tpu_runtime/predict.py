@@ -59,11 +59,15 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Where the time goes. Cycles are per device, over all loops' trips; `waiting` are those of exposed collectives."""
+    """Where the time goes. Cycles are per device, over all loops' trips; `waiting` are those of exposed collectives.
+
+    `reruns` come on top if every kernel that can fail does, at every step of its grid.
+    """
 
     xla: float = 0.0
     kernels: float = 0.0
     waiting: float = 0.0
+    reruns: float = 0.0
     operations: tuple[Operation, ...] = ()
     collectives: tuple[Collective, ...] = ()
     uncounted: tuple[str, ...] = ()
@@ -77,6 +81,7 @@ class Timing:
             xla=self.xla + other.xla,
             kernels=self.kernels + other.kernels,
             waiting=self.waiting + other.waiting,
+            reruns=self.reruns + other.reruns,
             operations=self.operations + other.operations,
             collectives=self.collectives + other.collectives,
             uncounted=self.uncounted + other.uncounted,
@@ -88,6 +93,7 @@ class Timing:
             xla=self.xla * times,
             kernels=self.kernels * times,
             waiting=self.waiting * times,
+            reruns=self.reruns * times,
             operations=tuple(replace(o, cycles=o.cycles * times, times=o.times * times) for o in self.operations),
             collectives=tuple(
                 replace(c, times=c.times * times, seconds=c.seconds * times, exposed_s=c.exposed_s * times)
@@ -182,7 +188,7 @@ class _Schedule:
 
     def _kernel(self, found: Instruction, cost: Cost) -> None:
         cycles = cost.cycles_at_best if self.machine.at_best else cost.cycles
-        self.total += Timing(kernels=cycles, operations=(self._operation(found, cycles),))
+        self.total += Timing(kernels=cycles, reruns=cost.rerun, operations=(self._operation(found, cycles),))
         if cost.error or not cost.longest:
             self.total += Timing(uncounted=(found.name,))
 

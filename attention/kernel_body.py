@@ -1,0 +1,305 @@
+"""What one grid step of the attention kernel does: a block of queries against the keys in VMEM.
+
+Scores are kept transposed, `[keys, queries]`: sums over keys are then sums of whole registers, and nothing of a row of
+scores crosses lanes. `docs/attention.md` has a picture of the pipeline and the proofs of exactness.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from .policy import Maximum
+from .reference import NEGATIVE
+
+LANES = 128
+SUBLANES = 8
+# Of a sum of exponentials above this the maximum was too low by 83 at least (of up to 2^17 keys): float32 ends at 128.
+LIMIT = 2.0**100
+SAMPLED_KEYS = 256
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Keys of one array in VMEM: `rows` of them, of which the first `certain` are real whatever `length` says.
+
+    `length` is how many are real: a number, or a scalar read in the kernel.
+    """
+
+    keys: Any
+    values: Any
+    rows: int
+    certain: int
+    length: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A run of `size` keys of a part. `masked`: some may be padding."""
+
+    part: Part
+    start: Any
+    size: int
+    masked: bool
+
+    @property
+    def rows(self) -> Any:
+        return pl.ds(self.start, self.size)
+
+    def valid(self, shape: tuple[int, int]) -> Array:
+        """Which rows of `shape` are real keys."""
+        return jax.lax.broadcasted_iota(jnp.int32, shape, 0) < self.part.length - self.start
+
+
+def steps_of(part: Part, size: int) -> list[Step]:
+    """The keys of a part in runs of `size` and a rest."""
+    return [
+        Step(part=part, start=start, size=min(size, part.rows - start), masked=start + size > part.certain)
+        for start in range(0, part.rows, size)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """The memory of one grid step, and how it is used.
+
+    `heads` heads of `head_dim` lie side by side in lanes. What one stage of the pipeline leaves for the next has two
+    buffers, one for even and one for odd steps: `weights` `[heads, step, block_q]`, exponentials; and under a running
+    maximum `raw` `[heads, step, block_q]`, scores, `top` and `kept` `[heads, 8, block_q]`, the maximum and what is left
+    of sums under it. `sums` `[heads, 8, block_q]` and `out` `[heads, head_dim, block_q]` are float32.
+    """
+
+    head_dim: int
+    heads: int
+    maximum: Maximum
+    columns: int
+    step: int
+    online_step: int
+    unroll: int
+    scale: float
+    query: Any
+    result: Any
+    log_sum: Any
+    scaled: Any
+    sums: Any
+    out: Any
+    weights: tuple[Any, Any]
+    top: tuple[Any, Any] | None = None
+    kept: tuple[Any, Any] | None = None
+    raw: tuple[Any, Any] | None = None
+
+    @property
+    def block_q(self) -> int:
+        return self.out.shape[-1]
+
+    @property
+    def precision(self) -> jax.lax.Precision | None:
+        return jax.lax.Precision.HIGHEST if self.query.dtype == jnp.float32 else None
+
+    def lanes(self, head: int) -> Any:
+        """The lanes of keys that hold `head`: whole registers, so perhaps a neighbour's lanes too."""
+        return pl.ds(head * self.head_dim // LANES * LANES, max(LANES, self.head_dim))
+
+    def units(self) -> Iterator[tuple[int, Any]]:
+        for head in range(self.heads):
+            for start in range(0, self.block_q, self.columns):
+                yield head, pl.ds(start, min(self.columns, self.block_q - start))
+
+    def prepare(self, part: Part) -> None:
+        """Scales the queries, in base 2, and zeroes the lanes of other heads; takes the maximum; clears the sums."""
+        for head in range(self.heads):
+            query = self.query[:, self.lanes(head)].astype(jnp.float32) * (self.scale * LOG2_E)
+            if self.head_dim < LANES:
+                lane = jax.lax.broadcasted_iota(jnp.int32, query.shape, 1)
+                first = head * self.head_dim % LANES
+                query = jnp.where((lane >= first) & (lane < first + self.head_dim), query, 0)
+            self.scaled[head] = query.astype(self.scaled.dtype)
+        self.clear()
+        if self.maximum == "sampled":
+            size = min(SAMPLED_KEYS, part.rows)
+            step = Step(part=part, start=0, size=size, masked=size > part.certain)
+            for head, columns in self.units():
+                self.top[0][head, :, columns] = spread(jnp.max(self.masked_scores(step, head, columns), 0))
+
+    def clear(self) -> None:
+        self.sums[...] = jnp.zeros_like(self.sums)
+        self.out[...] = jnp.zeros_like(self.out)
+        for top in self.top or ():
+            top[...] = jnp.full_like(top, NEGATIVE)
+
+    def product(self, left: Array, right: Array, dims: tuple) -> Array:
+        return jax.lax.dot_general(
+            left, right, (dims, ((), ())), preferred_element_type=jnp.float32, precision=self.precision
+        )
+
+    def scores(self, step: Step, head: int, columns: Any) -> Array:
+        """`[keys, queries]`, in base 2; of padding anything."""
+        return self.product(step.part.keys[step.rows, self.lanes(head)], self.scaled[head, columns], ((1,), (1,)))
+
+    def masked_scores(self, step: Step, head: int, columns: Any) -> Array:
+        found = self.scores(step, head, columns)
+        return jnp.where(step.valid(found.shape), found, NEGATIVE) if step.masked else found
+
+    def weighted(self, step: Step, parity: int, head: int, columns: Any) -> Array:
+        """The step's values summed by weight, `[head_dim, queries]`."""
+        values = step.part.values[step.rows, self.lanes(head)]
+        if step.masked:
+            values = jnp.where(step.valid(values.shape), values, jnp.zeros_like(values))
+        if self.head_dim < LANES:
+            first = head * self.head_dim % LANES
+            values = values[:, first : first + self.head_dim]
+        return self.product(values, self.weights[parity][head, : step.size, columns], ((0,), (0,)))
+
+    # --- under a fixed maximum ----------------------------------------------------------------------------------------
+
+    def exponents(self, step: Step, parity: int, head: int, columns: Any) -> None:
+        scores = self.scores(step, head, columns)
+        if self.maximum == "sampled":
+            scores = scores - self.top[0][head, :1, columns]
+        self.sums[head, :, columns] += self.keep_weights(jnp.exp2(scores), step, parity, head, columns)
+
+    def keep_weights(self, weights: Array, step: Step, parity: int, head: int, columns: Any) -> Array:
+        """Stores `[keys, queries]` without padding for the second product; their sums, `[8, queries]`."""
+        if step.masked:
+            weights = jnp.where(step.valid(weights.shape), weights, 0)
+        buffer = self.weights[parity]
+        buffer[head, : step.size, columns] = weights.astype(buffer.dtype)
+        return jnp.sum(weights.reshape(-1, SUBLANES, weights.shape[1]), axis=0)
+
+    def accumulate(self, step: Step, parity: int, head: int, columns: Any) -> None:
+        self.out[head, :, columns] += self.weighted(step, parity, head, columns)
+
+    # --- under a running maximum --------------------------------------------------------------------------------------
+
+    def measure(self, step: Step, parity: int, head: int, columns: Any) -> None:
+        """Scores, and the maximum with them."""
+        scores = self.masked_scores(step, head, columns)
+        before = self.top[1 - parity][head, :1, columns]
+        top = jnp.maximum(before, jnp.max(scores, axis=0, keepdims=True))
+        self.raw[parity][head, : step.size, columns] = scores
+        self.top[parity][head, :, columns] = spread(top)
+        self.kept[parity][head, :, columns] = spread(jnp.exp2(before - top))
+
+    def exponents_online(self, step: Step, parity: int, head: int, columns: Any) -> None:
+        scores = self.raw[parity][head, : step.size, columns] - self.top[parity][head, :1, columns]
+        added = self.keep_weights(jnp.exp2(scores), step, parity, head, columns)
+        self.sums[head, :, columns] = self.sums[head, :, columns] * self.kept[parity][head, :, columns] + added
+
+    def accumulate_online(self, step: Step, parity: int, head: int, columns: Any) -> None:
+        kept = self.kept[parity][head, :1, columns]
+        self.out[head, :, columns] = self.out[head, :, columns] * kept + self.weighted(step, parity, head, columns)
+
+    # --- the pipeline -------------------------------------------------------------------------------------------------
+
+    def run(self, parts: list[Part]) -> None:
+        """All keys under the fixed maximum: the second product one step behind the exponents."""
+        self.pipeline(parts, ((0, self.exponents), (1, self.accumulate)), self.step, self.unroll)
+
+    def run_online(self, parts: list[Part]) -> None:
+        """All keys under the running maximum: exponents one step behind the scores, the second product two."""
+        stages = ((2, self.accumulate_online), (1, self.exponents_online), (0, self.measure))
+        last = self.pipeline(parts, stages, self.online_step, 2)
+        self.top[1 - last][...] = self.top[last][...]
+
+    def pipeline(self, parts: list[Part], stages: tuple[tuple[int, Callable], ...], size: int, unroll: int) -> int:
+        """Every stage for every step of keys, each so many steps behind; the buffer that the last step used.
+
+        Most steps are those of a loop of `unroll` steps a turn; those before, after and with padding are written out.
+        """
+        steps = [step for part in parts for step in steps_of(part, size)]
+        depth = max(behind for behind, _ in stages)
+        uniform = next((n for n, step in enumerate(steps) if step.masked or step.size < size), len(steps))
+        uniform = min(uniform, -(-parts[0].rows // size))
+        turns = (uniform - depth) // unroll if uniform >= depth + 2 * unroll else 0
+        looped = range(depth, depth + turns * unroll)
+
+        def tick(parity: int, step_at: Callable[[int], Step | None]) -> None:
+            for head, columns in self.units():
+                for behind, stage in stages:
+                    step = step_at(behind)
+                    if step is not None:
+                        stage(step, (parity - behind) % 2, head, columns)
+
+        def turn(index: Array, _: None) -> None:
+            for offset in range(unroll):
+                first = depth + index * unroll + offset
+
+                def step_at(behind: int, first: Array = first) -> Step:
+                    start = pl.multiple_of((first - behind) * size, size)
+                    return Step(part=parts[0], start=start, size=size, masked=False)
+
+                tick(depth + offset, step_at)
+
+        for at in range(len(steps) + depth):
+            if turns and at == looped.start:
+                assert unroll % 2 == 0
+                jax.lax.fori_loop(0, turns, turn, None)
+            if at not in looped:
+                tick(at, lambda behind, at=at: steps[at - behind] if 0 <= at - behind < len(steps) else None)
+        return (len(steps) - 1) % 2
+
+    # --- the result ---------------------------------------------------------------------------------------------------
+
+    def totals(self, head: int) -> Array:
+        return jnp.sum(self.sums[head], axis=0, keepdims=True)  # [1, block_q]
+
+    def failed(self) -> Array:
+        """Whether a fixed maximum was too low for some query; also where something is not finite."""
+        worst = functools.reduce(jnp.maximum, (jnp.where(self.totals(h) < LIMIT, 0.0, 1.0) for h in range(self.heads)))
+        return jnp.max(worst) > 0
+
+    def write(self) -> None:
+        """The result, transposed back, and the log-sum-exp if asked. Without any key: zeros and `NEGATIVE`."""
+        for head in range(self.heads):
+            total = self.totals(head)
+            out = self.out[head] / jnp.where(total > 0, total, 1.0)
+            self.result[:, pl.ds(head * self.head_dim, self.head_dim)] = out.T.astype(self.result.dtype)
+            if self.log_sum is not None:
+                top = self.top[0][head, :1] if self.top else 0.0
+                found = (jnp.log2(jnp.where(total > 0, total, 1.0)) + top) / LOG2_E
+                self.log_sum[head] = jnp.where(total > 0, found, NEGATIVE)
+
+
+def spread(row: Array) -> Array:
+    """`[queries]` or `[1, queries]` over the 8 sublanes of registers."""
+    return jnp.broadcast_to(row.reshape(1, -1), (SUBLANES, row.shape[-1]))
+
+
+def attend(block: Block, parts: list[Part], *, at: Any, num_kv: int) -> None:
+    """Grid step `at` of the `num_kv` over which the first part's keys are divided; the others come with the last."""
+    run = block.run_online if block.maximum == "online" else block.run
+    if num_kv == 1:
+        block.prepare(parts[0])
+        run(parts)
+        finish(block, parts)
+        return
+
+    @pl.when(at == 0)
+    def _() -> None:
+        block.prepare(parts[0])
+
+    run(parts[:1])
+
+    @pl.when(at == num_kv - 1)
+    def _() -> None:
+        if parts[1:]:
+            run(parts[1:])
+        block.write()
+
+
+def finish(block: Block, parts: list[Part]) -> None:
+    """Writes the result; first all again under a running maximum, where the sampled one was too low."""
+    if block.maximum == "sampled":
+
+        @pl.when(block.failed())
+        def _() -> None:
+            block.clear()
+            block.run_online(parts)
+
+    block.write()
