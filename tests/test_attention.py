@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comfyui_tpu.attention import kernel_body
 from comfyui_tpu.attention.api import attention, joint_attention
 from comfyui_tpu.attention.policy import AttentionPolicy, Form
 from comfyui_tpu.sharding.mesh import make_mesh
@@ -60,6 +61,91 @@ def test_each_form_equals_the_written_out_softmax(policy: AttentionPolicy):
     np.testing.assert_allclose(out, softmax_attention(q, k, v, lengths), atol=3e-6)
 
 
+@pytest.mark.parametrize(("heads", "head_dim"), [(3, 40), (2, 40), (1, 80), (3, 64), (1, 96), (2, 128), (1, 256)])
+def test_the_kernel_knows_every_head_size(heads: int, head_dim: int):
+    q, k, v = inputs(1, 37, 67, heads, head_dim)
+    out = jax.jit(lambda q, k, v: attention(q, k, v, policy=pallas()))(q, k, v)
+    np.testing.assert_allclose(out, softmax_attention(q, k, v, [67]), atol=3e-6)
+
+
+@pytest.mark.parametrize(("q_seq", "kv_seq"), [(1, 1), (1, 331), (127, 17), (257, 1)])
+def test_the_kernel_takes_any_length(q_seq: int, kv_seq: int):
+    q, k, v = inputs(1, q_seq, kv_seq, 2, 64)
+    out = jax.jit(lambda q, k, v: attention(q, k, v, policy=pallas()))(q, k, v)
+    np.testing.assert_allclose(out, softmax_attention(q, k, v, [kv_seq]), atol=3e-6)
+
+
+@pytest.mark.parametrize("name", ["reference", "bounded", "sampled", "online"])
+def test_a_row_without_keys_is_zeros(name: str):
+    q, k, v = inputs(2, 5, 40, 2, 64)
+    run = jax.jit(lambda q, k, v, n: attention(q, k, v, kv_length=n, policy=FORMS[name]))
+    out = run(q, poison(k, [0, 1]), poison(v, [0, 1]), jnp.array([0, 1]))
+    assert not np.asarray(out[0]).any()
+    np.testing.assert_allclose(out[1], np.broadcast_to(v[1, :1], out[1].shape), atol=3e-6)
+
+
+def scored(targets: np.ndarray, q_seq: int) -> tuple[np.ndarray, np.ndarray]:
+    """One query direction, and keys whose scores in base 2 with it are `targets` `[kv_seq]`."""
+    q = np.zeros((1, q_seq, 2, 64), np.float32)
+    k = np.zeros((1, len(targets), 2, 64), np.float32)
+    q[..., 0] = 8.0
+    k[..., 0] = (targets / np.log2(np.e))[None, :, None]
+    return q, k
+
+
+GAPS = (0, 90, 110, 125, 140, 400)
+
+
+@pytest.mark.parametrize("name", ["sampled", "online"])
+def test_keys_far_above_the_first_ones_take_over(name: str):
+    """The sampled maximum is that of 256 keys; where it is too low the kernel does the block of queries again."""
+    random = np.random.default_rng(0)
+    run = jax.jit(lambda q, k, v: attention(q, k, v, policy=FORMS[name]))
+    v = random.normal(size=(1, 331, 2, 64)).astype(np.float32)
+    for gap in GAPS:
+        for position in (300, 330):  # the last key too
+            targets = random.uniform(-1, 1, 331)
+            targets[position] += gap
+            q, k = scored(targets, 33)
+            np.testing.assert_allclose(run(q, k, v), softmax_attention(q, k, v, [331]), atol=1e-4, err_msg=str(gap))
+
+
+def test_without_the_rerun_a_gap_would_be_seen(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kernel_body.Block, "failed", lambda self: False)
+    q, k = scored(np.where(np.arange(331) == 300, 140.0, 0.0), 33)
+    out = jax.jit(lambda q, k: attention(q, k, k, policy=pallas()))(q, k)
+    assert not np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("name", ["sampled", "online"])
+def test_logits_of_two_hundred_and_equal_scores_are_exact(name: str):
+    run = jax.jit(lambda q, k, v: attention(q, k, v, policy=FORMS[name]))
+    random = np.random.default_rng(1)
+    v = random.normal(size=(1, 331, 2, 64)).astype(np.float32)
+    for targets in (random.uniform(-288, 288, 331), np.full(331, 288.0), np.full(331, -288.0), np.zeros(331)):
+        q, k = scored(targets, 33)
+        np.testing.assert_allclose(run(q, k, v), softmax_attention(q, k, v, [331]), atol=1e-4)
+
+
+def test_scores_within_the_bound_need_no_maximum():
+    run = jax.jit(lambda q, k, v: attention(q, k, v, policy=FORMS["bounded"]))
+    random = np.random.default_rng(2)
+    v = random.normal(size=(1, 331, 2, 64)).astype(np.float32)
+    for targets in (random.uniform(-100, 100, 331), np.full(331, 100.0), np.full(331, -100.0)):
+        q, k = scored(targets, 33)
+        np.testing.assert_allclose(run(q, k, v), softmax_attention(q, k, v, [331]), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["bounded", "sampled", "online"])
+def test_in_bfloat16_the_error_is_its_rounding_and_no_scale(name: str):
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(1, 257, 1361, 2, 64))
+    out = jax.jit(lambda q, k, v: attention(q, k, v, policy=FORMS[name]))(q, k, v)
+    expected = softmax_attention(*(np.asarray(x, np.float32) for x in (q, k, v)), [1361])
+    found = np.asarray(out, np.float32)
+    assert np.abs(found - expected).max() < 1e-2 * np.abs(expected).max()
+    assert abs((found * expected).sum() / (expected**2).sum() - 1) < 1e-3
+
+
 @pytest.mark.parametrize(
     ("shape", "heads"),
     [
@@ -82,6 +168,28 @@ def test_every_mesh_gives_the_same(shape: MeshShape, heads: int, length: int):
         run = jax.jit(lambda q, k, v, keys=keys: attention(q, k, v, kv_length=length, mesh=mesh, keys=keys))
         out = run(q, poison(k, [length] * 2), poison(v, [length] * 2))
         np.testing.assert_allclose(out, expected, atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads"),
+    [(None, 2), (MeshShape(sp=2), 2), (MeshShape(sp=3), 2), (MeshShape(sp=8), 6), (MeshShape(dp=2, sp=2, tp=2), 4)],
+    ids=str,
+)
+def test_the_kernel_on_every_mesh_gives_the_same(shape: MeshShape | None, heads: int):
+    """All-to-alls, rings (sp 3, and 4 of the 8) and joint attention, padding full of NaN."""
+    mesh = make_mesh(jax.devices()[: shape.num_devices], shape) if shape else None
+    latent, text = inputs(2, 48, 48, heads, 64), inputs(2, 7, 7, heads, 64)
+    expected = softmax_attention(*latent[:1], *(x[:, :41] for x in latent[1:]), [41, 41])
+    poisoned = [latent[0], *(poison(x, [41, 41]) for x in latent[1:])]
+    run = jax.jit(lambda q, k, v: attention(q, k, v, kv_length=41, mesh=mesh, policy=pallas()))
+    np.testing.assert_allclose(run(*poisoned), expected, atol=3e-6)
+    joint = [np.concatenate([x[:, :41], y], axis=1) for x, y in zip(latent, text, strict=True)]
+    expected = softmax_attention(*joint, [42, 46])
+    both = jax.jit(lambda a, b, n: joint_attention(a, b, num_tokens=41, text_length=n, mesh=mesh, policy=pallas()))
+    poisoned_text = [text[0], *(poison(x, [1, 5]) for x in text[1:])]
+    out, text_out = both(tuple(poisoned), tuple(poisoned_text), jnp.array([1, 5]))
+    np.testing.assert_allclose(out[:, :41], expected[:, :41], atol=3e-6)
+    np.testing.assert_allclose(text_out, expected[:, 41:], atol=3e-6)
 
 
 def test_lengths_may_differ_by_row_on_a_mesh():
