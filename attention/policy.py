@@ -7,6 +7,7 @@ from typing import Literal
 from . import tiles
 
 MIB = 2**20
+SCORE_BOUND = 100  # in base 2: exponentials of up to 2^27 such scores sum to less than float32's largest number
 Maximum = Literal["zero", "sampled", "online"]
 
 

@@ -27,6 +27,7 @@ from . import (
     modules,
     programs,
     schedule,
+    score_bound,
     step_cache,
     telemetry,
     tokens,
@@ -464,14 +465,19 @@ class Run:
         shape = spec.geometry.latent_shape(settings)
         references = {name: x.shape for name, x in given.items() if spec.references and name.startswith("reference_")}
         kind = features if features in (None, "keep") else "reuse"
+        bounded = all(
+            score_bound.is_bounded(spec, component, self.found.folder(component.folder, self.progress))
+            for component in map(spec.component, spec.experts)
+        )
         return self.engine.executable(
             f"the denoiser for {settings.width}x{settings.height}, {settings.num_frames} frames",
             ("denoise", spec.name, config, self.target, shape, spec.branches(settings), solver.num_memory,
-             solver.timesteps.dtype, kind, *references.items()),
+             solver.timesteps.dtype, kind, bounded, *references.items()),
             self.progress,
             lambda: programs.denoise_program(
                 spec, config, self.target, settings, num_memory=solver.num_memory,
                 timestep_dtype=solver.timesteps.dtype, references=references, features=features,
+                bounded=bounded,
             ),
         )  # fmt: skip
 

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from ..attention.policy import AttentionPolicy
 from ..sharding.mesh import Mesh, make_mesh
 from ..sharding.rules import Layout
 from ..sharding.shape import MeshShape
@@ -140,13 +141,15 @@ def denoise_program(
     mesh_shape: MeshShape | None = None,
     references: Mapping[str, tuple[int, ...]] | None = None,
     features: Literal["keep"] | cached_steps.Shapes | None = None,
+    bounded: bool | None = None,
 ) -> Program:
     """One step: `(weights, state, row, timestep, inputs, guidance) -> (*state, denoised)`.
 
     `state` is the sample and the solver's memory, float32 and donated; `row` is the solver's (see `schedule`); `inputs`
     are the text and the condition by name (see `spec.ModelSpec`); `denoised` is what a preview shows. With `features`
     "keep" it gives `((*state, denoised), features)`; with the shapes of such features it takes them as its last
-    argument and runs what is left of the denoiser.
+    argument and runs what is left of the denoiser. `bounded`: the weights bound attention's scores (see `score_bound`);
+    None, without a checkpoint: those of a model with `head_norms` are taken to.
     """
     component = spec.component(spec.experts[0])
     branches = spec.branches(settings)
@@ -157,7 +160,7 @@ def denoise_program(
     tokens = sequences.Sequence(
         mesh=mesh,
         num_tokens=spec.geometry.num_tokens(latent_shape),
-        policy=spec.attention,
+        policy=AttentionPolicy(bounded=bool(spec.head_norms) if bounded is None else bounded),
         layouts=load.layouts(network, mesh, target.precision),
     )
     spec.prepare_denoiser(network, tokens)

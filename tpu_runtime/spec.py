@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from ..attention.policy import AttentionPolicy
 from ..sharding.rules import Rule
 from ..sharding.shape import MeshShape
 from .step_cache import StepCache, policy_of
@@ -265,6 +264,17 @@ class StepReuse:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadNorms:
+    """The norms of queries and keys, head by head, of one stack of blocks, by name; `*` stands for a layer.
+
+    Every query of a layer may meet every key of it: those of a text have norms of their own.
+    """
+
+    queries: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A model. `inputs` are the limits of its nodes' widgets, by widget name; `settings` is what they ask for.
 
@@ -287,6 +297,8 @@ class ModelSpec:
       an array for each, named `reference_<index>`; there is no `condition_shapes` then.
     - `mesh(num_devices, branches)` says how the denoiser's chips are arranged. Where `tp` does not divide the heads,
       which the denoiser's config names `heads_key`, the rest of it goes to `sp`.
+
+    `head_norms` are the norms that bound attention's scores, of every stack of blocks; empty where none do.
 
     `latent_format` is ComfyUI's name for the layout and scale of the denoiser's sample, for previews.
 
@@ -338,7 +350,7 @@ class ModelSpec:
     references: bool = False
     mesh: Callable[[int, int], MeshShape] = guidance_first
     heads_key: str = "num_attention_heads"
-    attention: AttentionPolicy = field(default_factory=AttentionPolicy)
+    head_norms: tuple[HeadNorms, ...] = ()
 
     @property
     def is_image(self) -> bool:

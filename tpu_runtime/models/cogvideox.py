@@ -13,6 +13,7 @@ from ..spec import (
     Choice,
     Component,
     FloatLimit,
+    HeadNorms,
     IntLimit,
     LatentGeometry,
     ModelSpec,
@@ -416,6 +417,9 @@ SPEC = ModelSpec(
     schedulers=SCHEDULERS,
     guidance_at=guidance_at,
     advice=advice,
+    head_norms=(
+        HeadNorms(queries=("transformer_blocks.*.attn1.norm_q",), keys=("transformer_blocks.*.attn1.norm_k",)),
+    ),
     prepare_denoiser=prepare_denoiser,
     predict=predict,
     decode=decode,

@@ -11,6 +11,7 @@ from ..spec import (
     Call,
     Component,
     FloatLimit,
+    HeadNorms,
     IntLimit,
     LatentGeometry,
     ModelSpec,
@@ -447,6 +448,15 @@ SPEC = ModelSpec(
     tiny_inputs=MappingProxyType({"height": 80, "width": 112}),
     scheduler=SCHEDULER,
     guidance="embedded",
+    head_norms=(
+        HeadNorms(
+            queries=("transformer_blocks.*.attn.norm_q", "transformer_blocks.*.attn.norm_added_q"),
+            keys=("transformer_blocks.*.attn.norm_k", "transformer_blocks.*.attn.norm_added_k"),
+        ),
+        HeadNorms(
+            queries=("single_transformer_blocks.*.attn.norm_q",), keys=("single_transformer_blocks.*.attn.norm_k",)
+        ),
+    ),
     prepare_denoiser=prepare_denoiser,
     predict=predict,
     decode=decode,

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..spec import Component, FloatLimit, IntLimit, LatentGeometry, ModelSpec, Settings, StepReuse, Switch
+from ..spec import Component, FloatLimit, HeadNorms, IntLimit, LatentGeometry, ModelSpec, Settings, StepReuse, Switch
 from . import wan21
 from .hunyuan15_text import GLYPH_ENCODER, NEGATIVE_PROMPT, PROMPT, TEXT_ENCODER, TEXTS_ENCODED
 from .hunyuan15_vae import VAE_DECODER, decode, finish
@@ -343,6 +343,12 @@ SPEC = ModelSpec(
     index=MappingProxyType({"guider": ("diffusers", "ClassifierFreeGuidance")}),
     files=MappingProxyType(
         {"guider/guider_config.json": {"_class_name": "ClassifierFreeGuidance", "guidance_scale": 6.0}}
+    ),
+    head_norms=(
+        HeadNorms(
+            queries=("transformer_blocks.*.attn.norm_q", "transformer_blocks.*.attn.norm_added_q"),
+            keys=("transformer_blocks.*.attn.norm_k", "transformer_blocks.*.attn.norm_added_k"),
+        ),
     ),
     prepare_denoiser=prepare_denoiser,
     predict=predict,
