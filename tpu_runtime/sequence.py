@@ -16,6 +16,9 @@ from ..sharding.rules import Layout
 from .modules import LAYER, Scan, Values
 
 
+ROWS = 16  # of a register of bfloat16
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sequence:
     """`num_tokens` latent tokens, on the axis `sp` of `mesh`; padding goes last and is masked exactly."""
@@ -29,8 +32,12 @@ class Sequence:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*axes)))
 
     def pad_tokens(self, x: Array) -> Array:
-        """`[batch, tokens, ...]` with zeros after the last token, so that tokens divide by the chips."""
-        padding = -x.shape[1] % self.mesh.shape["sp"]
+        """`[batch, tokens, ...]` with zeros after the last token, so that every chip has whole rows of registers.
+
+        Then what chips exchange joins without being moved.
+        """
+        chips = self.mesh.shape["sp"]
+        padding = -x.shape[1] % (chips * ROWS) if chips > 1 else 0
         widths = [(0, padding) if axis == 1 else (0, 0) for axis in range(x.ndim)]
         return jnp.pad(x, widths) if padding else x
 
