@@ -15,7 +15,6 @@ from ..attention.policy import AttentionPolicy
 from ..sharding.rules import Layout
 from .modules import LAYER, Scan, Values
 
-
 ROWS = 16  # of a register of bfloat16
 
 
