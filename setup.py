@@ -44,6 +44,9 @@ COMFYUI_SKIPPED = frozenset({"torch", "torchvision", "torchaudio", "spandrel", "
 # Without these, libtpu asks a cloud's metadata server and locks itself to one process.
 NO_TPU = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
+# pytest's words for `test --fast`: no server, no browser, no real-size compile, one whole run a family.
+FAST = ("-m", "not slow and not recorded")
+
 BACKEND_COMMANDS = frozenset({"egg_info", "dist_info", "editable_wheel", "bdist_wheel", "sdist", "build", "develop"})
 
 
@@ -294,11 +297,14 @@ def demo(arguments: Sequence[str]) -> int:
 
 
 def test(arguments: Sequence[str]) -> int:
-    """Runs the tests; what follows goes to pytest, such as -k setup"""
+    """Runs the tests, with --fast in three minutes; what follows goes to pytest, such as -k setup"""
+    fast, chosen = "--fast" in arguments, [word for word in arguments if word != "--fast"]
     once("base", install_key(), install_base)
     once("test", install_key(), install_test_extras)
-    install_comfyui_requirements()
-    return run([venv_program("python"), "-m", "pytest", *spread(arguments), *arguments], NO_TPU)
+    if not fast:
+        install_comfyui_requirements()
+    selection = [*(FAST if fast else ()), *spread(chosen), *chosen]
+    return run([venv_program("python"), "-m", "pytest", *selection], NO_TPU)
 
 
 def spread(arguments: Sequence[str]) -> list[str]:

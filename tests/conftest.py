@@ -75,6 +75,14 @@ def start_comfyui(
         server.stop()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs a server, as every browser test does, is slow."""
+    for item in items:
+        if "start_comfyui" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
+
+
 @pytest.fixture
 def compare(capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
     """Prints the largest error and the fitted slope of `ours` on `oracle`, and asserts their bounds.

@@ -20,7 +20,7 @@ from comfyui_tpu.tests.comfyui_server import PACK, Server, needs_comfyui
 from comfyui_tpu.tests.patience import PATIENCE_S, until
 from PIL import Image
 
-pytestmark = [pytest.mark.slow, needs_comfyui]
+pytestmark = needs_comfyui
 
 NEIGHBOUR = (Path(__file__).parent / "citizen_pack.py").read_text()
 EXAMPLES = {

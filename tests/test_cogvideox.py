@@ -152,15 +152,19 @@ def test_one_denoiser_call_equals_upstreams(chips: int, compare: Callable):
 @pytest.mark.parametrize(
     ("chips", "settings"),
     [
-        (1, ODD),
-        (3, TALL),
-        (8, ODD),
-        (8, FLAT),
-        (8, ODD_DPM),
-        (3, TALL_DPM),
-        (8, ODD_DYNAMIC),
+        pytest.param(3, TALL, id="3 tall"),
+        *(
+            pytest.param(chips, settings, id=name, marks=pytest.mark.slow)
+            for name, chips, settings in (
+                ("1 odd", 1, ODD),
+                ("8 odd", 8, ODD),
+                ("8 flat", 8, FLAT),
+                ("8 odd DPM", 8, ODD_DPM),
+                ("3 tall DPM", 3, TALL_DPM),
+                ("8 odd dynamic", 8, ODD_DYNAMIC),
+            )
+        ),
     ],
-    ids=["1 odd", "3 tall", "8 odd", "8 flat", "8 odd DPM", "3 tall DPM", "8 odd dynamic"],
 )
 def test_latents_and_frames_equal_upstreams(chips: int, settings: Settings, compare: Callable):
     runner, expected = engine(chips), oracle(settings, SHORT)
@@ -180,6 +184,7 @@ def test_a_checkpoint_may_name_the_other_scheduler_itself():
     assert np.array_equal(plain.table, programs.solver(SPEC, SPEC.scheduler, ODD).table) and plain.draws == ()
 
 
+@pytest.mark.slow
 def test_guidance_that_changes_compiles_nothing_anew():
     """It is an argument of the one program: 1 at the least, and one more than guidance_scale at the most."""
     runner = engine(8)
@@ -192,6 +197,7 @@ def test_guidance_that_changes_compiles_nothing_anew():
     assert 1 <= min(scales) < 1.1 and 3.9 < max(scales) <= 4
 
 
+@pytest.mark.slow
 def test_any_number_of_latent_frames_is_decoded_as_upstream_decodes_it(compare: Callable):
     """A LATENT may come from elsewhere: even numbers start with two frames and four images each."""
     latents = torch.randn(1, 16, 4, 10, 14, generator=torch.Generator().manual_seed(4))
@@ -201,6 +207,7 @@ def test_any_number_of_latent_frames_is_decoded_as_upstream_decodes_it(compare: 
     compare("4 latent frames", ours.numpy(), expected.clamp(0, 1).numpy())
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_within_its_bound(compare: Callable):
     """Against the float32 oracle: rounding of 8 bits through 3 + 3 blocks, 6 steps and the VAE."""
     runner, expected = engine(8), oracle(FLAT, SHORT)
@@ -229,6 +236,7 @@ def test_poisoned_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch, compa
     compare("poisoned padding", denoise_once(8, ODD, noise, text), expected, error=2e-5)
 
 
+@pytest.mark.slow
 def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
     """Nothing is tuned to the built-in checkpoint: other heads, widths, depths, text and latent scale."""
     from diffusers import CogVideoXPipeline
@@ -252,6 +260,7 @@ def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
     compare("frames, other dimensions", runner.decode(model, latents, Silent()).numpy(), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

@@ -15,7 +15,7 @@ from comfyui_tpu.nodes.workflow import to_api
 from comfyui_tpu.tests.comfyui_server import PACK, Server, needs_comfyui, tiny_workflow
 from PIL import Image
 
-pytestmark = [pytest.mark.slow, needs_comfyui]
+pytestmark = needs_comfyui
 
 # A neighbour pack: says what our import did to the process, and what torch is like after our nodes ran.
 PROBE = """

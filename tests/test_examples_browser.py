@@ -23,7 +23,6 @@ ARGUMENTS = "--headless --no-sandbox --disable-gpu --disable-background-networki
 READY = "window.app && app.graph && Object.keys(LiteGraph.registered_node_types).length > 50"
 
 pytestmark = [
-    pytest.mark.slow,
     needs_comfyui,
     pytest.mark.skipif(not BROWSER, reason="no chromium or google-chrome on the PATH"),
 ]

@@ -139,7 +139,10 @@ def test_one_denoiser_call_equals_upstreams(mesh: MeshShape, compare: Callable):
     compare(f"denoiser, {mesh}", step(run, weights, noise, text, ODD), expected)
 
 
-@pytest.mark.parametrize(("chips", "case"), [(1, "odd"), (3, "tall"), (8, "odd")])
+@pytest.mark.parametrize(
+    ("chips", "case"),
+    [pytest.param(1, "odd", marks=pytest.mark.slow), pytest.param(3, "tall", marks=pytest.mark.slow), (8, "odd")],
+)
 def test_latents_and_picture_equal_upstreams(chips: int, case: str, compare: Callable):
     settings, runner = CASES[case], engine(chips)
     expected = oracle(settings)
@@ -148,6 +151,7 @@ def test_latents_and_picture_equal_upstreams(chips: int, case: str, compare: Cal
     compare(f"picture, {case}, {chips} chips", runner.decode(MODEL, latents, Silent()).numpy(), expected.image)
 
 
+@pytest.mark.slow
 def test_references_join_the_sequence_as_upstreams_do(compare: Callable):
     """Two pictures of other sizes, neither a multiple of 16: 35 + 30 + 24 latent tokens on 4 x 2 chips."""
     from PIL import Image
@@ -185,6 +189,7 @@ def test_a_reference_that_upstream_refuses_is_refused():
         engine(8).encode_image(MODEL, torch.zeros(1, 40, 200, 3), ODD, Silent())
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_within_its_bound(compare: Callable):
     """Against the float32 oracle: rounding of 8 bits through 30 + 5 blocks, 6 steps and the VAE."""
     runner, expected = engine(8), oracle(ODD)
@@ -216,6 +221,7 @@ def test_poisoned_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch, compa
     compare("poisoned padding", step(poisoned, weights, noise, text, ODD), expected, error=1e-6)
 
 
+@pytest.mark.slow
 def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
     """Nothing is tuned to the built-in checkpoint: other heads, widths, depths, text and no guidance embedding."""
     text = {**SPEC.component("text_encoder").tiny["text_config"], "hidden_size": 24, "num_attention_heads": 4}
@@ -251,6 +257,7 @@ def test_blocks_that_cannot_be_folded_are_an_error():
         modules.build(part, {**part.tiny, "mlp_ratio": 2.5})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [{"num_inference_steps": 3}, {"seed": 11}, {"guidance_scale": 2.0}, {"prompt": "dog"}],

@@ -187,7 +187,7 @@ def denoiser_step(chips: int, solver: schedule.Schedule, noise: np.ndarray, give
 CASES = {"odd": (ODD, QUOTED, 8), "flat": (FLAT, PLAIN, 1), "tall": (TALL, QUOTED, 3)}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["tall", *(pytest.param(case, marks=pytest.mark.slow) for case in ("odd", "flat"))])
 def test_latents_and_frames_equal_upstreams(case: str, compare: Callable):
     """Shifts of the checkpoint and of the widget, with and without a negative prompt, with and without letters."""
     settings, prompt, chips = CASES[case]
@@ -205,12 +205,19 @@ def picture() -> Any:
     return Image.fromarray(pixels).resize((PICTURE.width, PICTURE.height), Image.Resampling.BICUBIC)
 
 
+def pixels_of(image: Any) -> torch.Tensor:
+    """As ComfyUI's IMAGE."""
+    return torch.from_numpy(np.asarray(image, np.float32) / 255)[None]
+
+
 # Neither may come from what is ours: a program's memory passed on as if writable, a tensor read as an array.
-@pytest.mark.filterwarnings("error:The given NumPy array is not writable", "error:__array__ implementation")
-def test_a_video_from_a_picture_equals_upstreams(compare: Callable):
-    pipe, runner = image_pipeline(), engine(8)
-    image = torch.from_numpy(np.asarray(picture(), np.float32) / 255)[None]
-    condition = runner.encode_image(I2V_MODEL, image, PICTURE, Silent())
+OURS = ("error:The given NumPy array is not writable", "error:__array__ implementation")
+
+
+@pytest.mark.filterwarnings(*OURS)
+def test_a_picture_is_encoded_as_upstream_encodes_it(compare: Callable):
+    pipe = image_pipeline()
+    condition = engine(8).encode_image(I2V_MODEL, pixels_of(picture()), PICTURE, Silent())
     with upstream():
         tokens = pipe.encode_image(picture(), 1, "cpu", torch.float32)
         zeros = torch.zeros(I2V.geometry.latent_shape(PICTURE))
@@ -219,6 +226,13 @@ def test_a_video_from_a_picture_equals_upstreams(compare: Callable):
         )
     compare("picture's tokens", condition["tensors"]["image_embeds"].numpy(), tokens.numpy())
     compare("picture's latent", condition["tensors"]["condition"].numpy(), torch.cat([latent, mask], 1).numpy())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(*OURS)
+def test_a_video_from_a_picture_equals_upstreams(compare: Callable):
+    pipe, runner = image_pipeline(), engine(8)
+    condition = runner.encode_image(I2V_MODEL, pixels_of(picture()), PICTURE, Silent())
     expected = generate(pipe, I2V, PICTURE, QUOTED, image=picture())
     embeds = runner.encode(I2V_MODEL, QUOTED, NEGATIVE, Silent())
     latents = runner.denoise(I2V_MODEL, PICTURE, *embeds, Silent(), condition)
@@ -226,6 +240,7 @@ def test_a_video_from_a_picture_equals_upstreams(compare: Callable):
     compare("frames from a picture", runner.decode(I2V_MODEL, latents, Silent()).numpy(), expected.frames)
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_within_its_bound(compare: Callable):
     """Against the float32 oracle: rounding of 8 bits through 3 + 2 + 3 blocks, 6 steps and the VAE."""
     runner, expected = engine(1), oracle(FLAT, PLAIN)
@@ -241,6 +256,7 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
     compare("frames, bfloat16", frames.numpy(), expected.frames, error=8e-2, slope=5e-3)
 
 
+@pytest.mark.slow
 def test_other_dimensions_work_too(tmp_path, compare: Callable):
     """Nothing is tuned to the built-in checkpoint: other heads, widths, depths and texts."""
     changes = {
@@ -272,6 +288,7 @@ def tall_latents() -> torch.Tensor:
     return runner.denoise(MODEL, TALL, *runner.encode(MODEL, QUOTED, NEGATIVE, Silent()), Silent())["samples"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: next(iter(change)))
 def test_every_setting_changes_the_result(change: dict):
     """Each widget has its effect on a second run, when everything is loaded and compiled."""

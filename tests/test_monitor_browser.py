@@ -28,7 +28,6 @@ PANEL = ".comfyui-tpu-panel"
 GIB = 2**30
 
 pytestmark = [
-    pytest.mark.slow,
     needs_comfyui,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine"),
 ]

@@ -303,12 +303,9 @@ SOUND: set[str] = set()
 EVERY = [(spec, stages) for spec in SPECS for stages in (("encode", "denoise"), ("image", "decode"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("spec", "stages"),
-    [
-        pytest.param(spec, stages, id=f"{spec.name}-{stages[-1]}", marks=[pytest.mark.slow] if number else [])
-        for number, (spec, stages) in enumerate(EVERY)
-    ],
+    ("spec", "stages"), [pytest.param(spec, stages, id=f"{spec.name}-{stages[-1]}") for spec, stages in EVERY]
 )
 def test_every_program_compiles_for_eight_chips_without_known_waste(spec: ModelSpec, stages: tuple[str, ...]):
     if "denoise" in stages:

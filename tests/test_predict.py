@@ -170,6 +170,7 @@ def costs() -> Mapping[str, bundles.Cost]:
     return {name: measured[kernel.key] for name, kernel in found.items()}
 
 
+@pytest.mark.slow
 def test_a_kernel_costs_its_body_times_its_grid(costs: Mapping[str, bundles.Cost]):
     """One step: 512 x 512 x 2048. The matrix units need 2048 cycles; with loads and stores the schedule takes more."""
     by_hand = 2 * 512 * 512 * 2048 / 524288
@@ -181,6 +182,7 @@ def test_a_kernel_costs_its_body_times_its_grid(costs: Mapping[str, bundles.Cost
     assert added == pytest.approx(costs["8 steps"].step, rel=0.02)
 
 
+@pytest.mark.slow
 def test_loops_in_a_kernel_multiply_and_of_two_exclusive_parts_one_counts(costs: Mapping[str, bundles.Cost]):
     cost = costs["parts"]
     assert (cost.steps, cost.unknown_loops, cost.error) == (16, 0, "")
@@ -188,6 +190,7 @@ def test_loops_in_a_kernel_multiply_and_of_two_exclusive_parts_one_counts(costs:
     assert 16 * 8 * 64 < cost.shortest < cost.longest
 
 
+@pytest.mark.slow
 def test_a_kernel_in_a_program_costs_what_was_measured_and_at_best_its_shortest_way(costs: Mapping[str, bundles.Cost]):
     def twice(x: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda x, _: (branching_kernel(x).astype(x.dtype), None), x, None, length=5)[0]
@@ -236,6 +239,7 @@ def layers(overlapped: bool) -> tuple[str, int]:
     return text_of(mesh, run, *arrays, **(options if overlapped else {})), size * size * 2
 
 
+@pytest.mark.slow
 def test_collectives_are_found_with_their_bytes_and_waited_for():
     text, size = layers(overlapped=False)
     found = timing_of(text, EIGHT())
@@ -251,6 +255,7 @@ def test_collectives_are_found_with_their_bytes_and_waited_for():
     assert any("all_gather" in sentence for sentence in findings.exposed_collectives(found))
 
 
+@pytest.mark.slow
 def test_a_collective_behind_computation_is_not_waited_for():
     text, _ = layers(overlapped=True)
     found = timing_of(text, EIGHT())

@@ -3,6 +3,7 @@
 import ast
 import http.server
 import importlib.util
+import re
 import subprocess
 import sys
 import threading
@@ -48,6 +49,43 @@ def test_a_word_that_is_no_verb_is_named_and_ends_in_2():
 def test_demo_refuses_arguments_before_it_installs_anything():
     done = run_setup("demo", "--fast")
     assert (done.returncode, done.stderr.strip()) == (1, "demo takes no arguments; it got: --fast")
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """What `setup.py` would install and run, in order, instead of doing it."""
+    done = []
+    monkeypatch.setattr(setup, "once", lambda name, *_: done.append(name))
+    monkeypatch.setattr(setup, "install_comfyui_requirements", lambda: done.append("comfyui"))
+    monkeypatch.setattr(setup, "run", lambda command, _: done.append(command[1:]) or 0)
+    return done
+
+
+@pytest.mark.parametrize(
+    ("arguments", "installed", "words"),
+    [
+        ([], ["base", "test", "comfyui"], setup.spread([])),
+        (["-k", "setup"], ["base", "test", "comfyui"], ["-k", "setup"]),
+        (["--fast"], ["base", "test"], [*setup.FAST, *setup.spread([])]),
+        (["-x", "--fast"], ["base", "test"], [*setup.FAST, "-x"]),
+    ],
+)
+def test_fast_leaves_comfyui_out_and_the_rest_goes_to_pytest(arguments, installed, words, steps):
+    assert setup.main(["test", *arguments]) == 0
+    assert steps == [*installed, ["-m", "pytest", *words]]
+
+
+def test_the_fast_suite_has_a_whole_run_of_every_family_and_no_server():
+    families = ("cogvideox", "flux2", "hunyuan15", "wan21", "wan22_i2v")
+    servers = ("citizen", "comfyui", "examples_browser", "monitor_browser")
+    files = [f"test_{name}.py" for name in (*servers, *families)]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *setup.FAST, *files]
+    found = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True).stdout.splitlines()
+    for family in families:
+        assert any(re.search(rf"test_{family}.py::test_\w*latents_and_\w+_equal_upstreams", line) for line in found), (
+            family
+        )
+    assert not [line for line in found if any(f"test_{name}.py::" in line for name in servers)]
 
 
 @pytest.mark.parametrize(

@@ -106,12 +106,14 @@ def test_without_a_policy_every_step_is_whole_and_an_expert_never_takes_anothers
     assert found == (True, True, False, True, False, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "chips"), [(ODD, 8), (FLAT, 3), (ODD, 1)], ids=["odd 8", "flat 3", "odd 1"])
 def test_reused_steps_are_upstreams_last_block_alone(settings: Settings, chips: int, compare: Callable):
     latents = denoise(engine(chips), settings)
     compare(f"latents with a step cache, {chips} chips", latents * SCALE, oracle(settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [StepCache(start=0, end=4, interval=1), StepCache(start=3, end=2, interval=4)])
 def test_where_no_step_is_reused_nothing_changes(policy: StepCache):
     """To the bit, and by the very same program."""
@@ -123,6 +125,7 @@ def test_where_no_step_is_reused_nothing_changes(policy: StepCache):
     assert np.abs(denoise(runner, short) - plain).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_both_programs_are_compiled_before_the_first_step_and_serve_every_policy():
     runner, seen = Engine(jax.devices()[:2]), []
 
@@ -137,11 +140,13 @@ def test_both_programs_are_compiled_before_the_first_step_and_serve_every_policy
     assert runner.counts["compile"] == 2
 
 
+@pytest.mark.slow
 def test_bfloat16_keeps_features_in_its_own_format(compare: Callable):
     latents = denoise(engine(1), FLAT, replace(MODEL, precision="bfloat16"))
     compare("latents with a step cache, bfloat16", latents * SCALE, oracle(FLAT), error=4e-2, slope=3e-3)
 
 
+@pytest.mark.slow
 def test_a_video_from_a_picture_may_reuse_steps():
     model = ModelRef(spec_name=I2V.name, model_id=I2V.tiny_id, precision="float32")
     settings = replace(FLAT, num_inference_steps=4, step_cache=StepCache(start=1, end=4, interval=2))

@@ -119,7 +119,10 @@ def run(runner: Engine, settings: Settings, model: ModelRef = MODEL) -> tuple[di
     return condition, (latents["samples"] - mean) / std, runner.decode(model, latents, Silent())
 
 
-@pytest.mark.parametrize(("chips", "case"), [(1, "tall"), (3, "flat"), (8, "odd")])
+@pytest.mark.parametrize(
+    ("chips", "case"),
+    [pytest.param(1, "tall", marks=pytest.mark.slow), pytest.param(3, "flat", marks=pytest.mark.slow), (8, "odd")],
+)
 def test_condition_latents_and_frames_equal_upstreams(chips: int, case: str, compare: Callable):
     settings = CASES[case]
     expected = oracle(settings)
@@ -209,6 +212,7 @@ def test_the_idle_expert_leaves_when_both_do_not_fit(monkeypatch: pytest.MonkeyP
     assert [resident.component for resident in runner.residency.list()] == [SPEC.experts[1]]
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_within_its_bound(compare: Callable):
     """Against the float32 oracle: rounding of 8 bits through the VAE twice, 2 blocks, 6 steps."""
     expected = oracle(ONE)
@@ -218,6 +222,7 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
     compare("frames, bfloat16", frames.numpy(), expected.frames, error=5e-2, slope=5e-3)
 
 
+@pytest.mark.slow
 def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
     """Nothing is tuned to the built-in checkpoint: other heads, widths, depths, text, and another boundary.
 
@@ -243,6 +248,7 @@ def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
     compare("frames, other dimensions", frames.numpy(), expected.frames)
 
 
+@pytest.mark.slow
 def test_every_setting_and_the_picture_change_the_result():
     """Each has its effect when everything is loaded and compiled; and nothing is loaded or compiled for it."""
     runner = engine(8)
