@@ -116,7 +116,7 @@ def test_a_tokenizer_that_pads_after_the_text_is_followed(compare: Callable):
         programs.Target(devices=tuple(jax.devices()[:1]), precision="float32"), mistral3.encode_text, (ids, mask),
         place="whole", carries=False,
     )  # fmt: skip
-    ours, _ = run.compile()(weights_of("text_encoder", run), ids, mask)
+    ours, *_ = run.compile()(weights_of("text_encoder", run), ids, mask)
     with torch.no_grad():
         states = pipe.text_encoder(
             torch.from_numpy(ids), attention_mask=torch.from_numpy(mask), output_hidden_states=True

@@ -260,4 +260,4 @@ def step(
     given = {"text": text, "text_length": np.full(len(text), 512, np.int32)}
     args = (state, solver.table[index], solver.timesteps[index], given, np.float32(settings.guidance_scale))
     placed = jax.tree.map(lambda value, want: jax.device_put(value, want.sharding), args, program.args[1:])
-    return tuple(np.asarray(x) for x in program.compile()(weights, *placed)[:-1])
+    return tuple(np.asarray(x) for x in program.compile()(weights, *placed)[:-2])

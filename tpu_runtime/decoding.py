@@ -1,4 +1,4 @@
-"""The host's loop around decoders of video that take one latent frame a call."""
+"""What decoders share: the host's loop around those that take one latent frame a call, and pixels in their range."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -32,3 +32,14 @@ def one_by_one(
         frames, memory = call("vae_decoder", decode_next, latent, memory, place="image", carries=True)
         yield frames if index else frames[:1]
         report(index + 1, total)
+
+
+def pixels(decoded: "torch.Tensor") -> "torch.Tensor":
+    """What a decoder gives, around -1..1, as float32 pixels in 0..1.
+
+    Infinite ones become NaN: clamped they would pass for black and white, and nobody would be told (see `finite`).
+    """
+    import torch
+
+    scaled = decoded.float() / 2 + 0.5
+    return torch.where(torch.isfinite(scaled), scaled.clamp(0.0, 1.0), torch.nan)

@@ -19,6 +19,7 @@ from . import (
     cached_steps,
     checkpoint,
     executables,
+    finite,
     guider,
     inputs,
     load,
@@ -350,8 +351,14 @@ class Run:
         run = self.prepare(component, function, args, place, carries)
         weights = self.engine.weights(self.found, self.spec.component(component), run, self.progress)
         self.progress.check_cancelled()
-        result, carried = run(weights, *args)
-        return jax.tree.map(np.asarray, result), carried
+        result, carried, is_finite = run(weights, *args)
+        result, is_finite = jax.device_get((result, is_finite))
+        if not is_finite:
+            raise self.not_finite(f"values of the {component.replace('_', ' ')}")
+        return result, carried
+
+    def not_finite(self, what: str) -> finite.NotFinite:
+        return finite.failure(self.spec.title, what, self.target.precision)
 
     def prepare(
         self, component: str, function: Callable[..., Any], args: tuple[Any, ...], place: programs.Place, carries: bool
@@ -419,14 +426,12 @@ class Run:
                 running, weights = expert, self.engine.weights(self.found, spec.component(expert), run, progress)
             row, timestep = solver.table[index], solver.timesteps[index]
             state = schedule.with_noise(tuple(state), noise)
-            *state, denoised = run(weights, state, row, timestep, on_device, np.float32(scale))
+            *state, denoised, is_finite = run(weights, state, row, timestep, on_device, np.float32(scale))
             noise = next(noises, None)  # drawn while the devices are at work
-            jax.block_until_ready(state)
+            if not is_finite:  # waits for the step
+                raise self.not_finite(f"from step {index + 1} of {solver.num_steps} on, the latents")
             self._stepped(index + 1, solver.num_steps, denoised)
-        sample = torch.from_numpy(np.array(state[0]))
-        if not torch.isfinite(sample).all():
-            raise ValueError("the latents became NaN or infinite while denoising. Try precision float32.")
-        return sample
+        return torch.from_numpy(np.array(state[0]))
 
     def _stepped(self, done: int, total: int, denoised: jax.Array) -> None:
         def latents() -> torch.Tensor:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from . import conditioning as conditionings
+from . import finite
 from .spec import ModelSpec, Settings
 from .stages import Condition, Conditioning
 
@@ -67,6 +68,7 @@ def _text_row(
                 f"{spec.title}: {name} has {text.name} of shape {found}; this model takes {wanted}. Encode it with "
                 f"{spec.family}TextEncoder and the same model_id."
             )
+        finite.check_given(spec.title, name, tensor)
         row[text.name] = tensor.to(torch.float32).cpu().numpy()
         row[f"{text.name}_length"] = np.array([info.get(f"{text.name}_length", text.max_length)], np.int32)
     return row
@@ -88,6 +90,7 @@ def _condition_arrays(
         if tuple(given["tensors"][name].shape) != shape:
             size = f"{given['width']}x{given['height']}, {given['num_frames']} frames"
             raise ValueError(f"{spec.title}: the condition was encoded for {size}; encode it for the video's size.")
+        finite.check_given(spec.title, "condition", given["tensors"][name])
     return {name: given["tensors"][name].to(torch.float32).cpu().numpy() for name in shapes}
 
 
@@ -101,4 +104,5 @@ def latent_samples(spec: ModelSpec, latents: Mapping[str, Any]) -> torch.Tensor:
             f"{spec.title}: the LATENT has shape {tuple(samples.shape)}; it must be ({', '.join(names)}, "
             f"height / {stride}, width / {stride})."
         )
+    finite.check_given(spec.title, "the LATENT", samples)
     return samples.to(torch.float32).cpu()

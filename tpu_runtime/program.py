@@ -53,7 +53,7 @@ class Program:
         """What a call's program gives (see `spec.Call`), without running it: zeros without memory behind them, so that
         host code may slice and join them, and the shapes of what it carries.
         """
-        result, carried = jax.eval_shape(self.fn, *self.args)
+        result, carried, _ = jax.eval_shape(self.fn, *self.args)
         return jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), result), carried
 
 

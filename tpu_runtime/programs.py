@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from ..attention.policy import AttentionPolicy
 from ..sharding.mesh import Mesh, make_mesh
 from ..sharding.rules import Layout
 from ..sharding.shape import MeshShape
-from . import bridge, cached_steps, load, modules, schedule
+from . import bridge, cached_steps, finite, load, modules, schedule
 from . import sequence as sequences
 from .plan_options import STAGES
 from .precision import Precision
@@ -83,22 +83,24 @@ def call_program(
     place: Place,
     carries: bool,
 ) -> Program:
-    """`(weights, *args) -> (result, carried)` for one call of a stage (see `spec.Call`). `args` have shape and dtype.
+    """`(weights, *args) -> (result, carried, is_finite)` for one call of a stage (see `spec.Call`), with shapes `args`.
 
-    Floating arguments reach the network in the target's format; the result leaves as float32.
+    Floating arguments reach the network in the target's format; the result leaves as float32. `is_finite` is the
+    result's (see `finite`).
     """
     network = modules.build(spec.component(component), config)
     mesh, sharding = _placed(target, args, place)
     whole = NamedSharding(mesh, P())
     layouts = load.layouts(network, mesh, target.precision)
 
-    def run(weights: load.Weights, *args: Any) -> tuple[Any, Any]:
+    def run(weights: load.Weights, *args: Any) -> tuple[Any, Any, Bool[Array, ""]]:
         weights = {name: _in_use(mesh, name, x, layouts[name]) for name, x in weights.items()}
         args = jax.tree.map(lambda x: x.astype(target.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, args)
         if place == "image":
             args = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), args)
         result, carried = bridge.functional(network.module, weights, function, *args)
-        return jax.tree.map(lambda x: x.astype(jnp.float32), result), carried
+        result = jax.tree.map(lambda x: x.astype(jnp.float32), result)
+        return result, carried, finite.flag(result)
 
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     return Program(
@@ -108,7 +110,7 @@ def call_program(
         mesh=mesh,
         precision=target.precision,
         donate=(len(args),) if carries else (),
-        out_shardings=(whole, sharding),
+        out_shardings=(whole, sharding, whole),
         weights=(component,),
     )
 
@@ -143,13 +145,14 @@ def denoise_program(
     features: Literal["keep"] | cached_steps.Shapes | None = None,
     bounded: bool | None = None,
 ) -> Program:
-    """One step: `(weights, state, row, timestep, inputs, guidance) -> (*state, denoised)`.
+    """One step: `(weights, state, row, timestep, inputs, guidance) -> (*state, denoised, is_finite)`.
 
     `state` is the sample and the solver's memory, float32 and donated; `row` is the solver's (see `schedule`); `inputs`
-    are the text and the condition by name (see `spec.ModelSpec`); `denoised` is what a preview shows. With `features`
-    "keep" it gives `((*state, denoised), features)`; with the shapes of such features it takes them as its last
-    argument and runs what is left of the denoiser. `bounded`: the weights bound attention's scores (see `score_bound`);
-    None, without a checkpoint: those of a model with `head_norms` are taken to.
+    are the text and the condition by name (see `spec.ModelSpec`); `denoised` is what a preview shows; `is_finite` says
+    whether the sample is. With `features` "keep" it gives `((*state, denoised, is_finite), features)`; with the shapes
+    of such features it takes them as its last argument and runs what is left of the denoiser. `bounded`: the weights
+    bound attention's scores (see `score_bound`); None, without a checkpoint: those of a model with `head_norms` are
+    taken to.
     """
     component = spec.component(spec.experts[0])
     branches = spec.branches(settings)
@@ -185,11 +188,12 @@ def denoise_program(
         if branches == 2:
             output = output[1:] + guidance * (output[:1] - output[1:])
         state = schedule.advance(state, output, row)
+        state = (*state, finite.flag(state[0]))
         return (state, keeping) if features == "keep" else state
 
     latents = shaped(mesh, latent_shape, jnp.float32)
     rows = 1 + num_memory
-    placed = (NamedSharding(mesh, P()),) * (rows + 1)
+    placed = (NamedSharding(mesh, P()),) * (rows + 2)
     return Program(
         name="denoise_step",
         fn=step,

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
+from .. import decoding
 from ..spec import Call, Component, Report
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def _decode_frames(vae: Any, latents: "torch.Tensor", caches: Caches | None) -> 
     if vae.post_quant_conv is not None:
         latents = vae.post_quant_conv(latents)
     frames, caches = vae.decoder(latents, conv_cache=caches)
-    return (frames[0].permute(1, 2, 3, 0).float() / 2 + 0.5).clamp(0.0, 1.0), caches
+    return decoding.pixels(frames[0].permute(1, 2, 3, 0)), caches
 
 
 def prepare_decoder(decoder: Any) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
 from ...sharding.shape import MeshShape
+from .. import decoding
 from ..spec import (
     Call,
     Component,
@@ -287,7 +288,7 @@ def decode_image(vae: Any, latents: "torch.Tensor") -> "tuple[torch.Tensor, None
     std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
     latents = latents * std + vae.bn.running_mean.view(1, -1, 1, 1)
     image = vae.decode(torch.nn.functional.pixel_shuffle(latents, 2), return_dict=False)[0]
-    return (image.permute(0, 2, 3, 1).float() / 2 + 0.5).clamp(0.0, 1.0), None
+    return decoding.pixels(image.permute(0, 2, 3, 1)), None
 
 
 class PictureProcessor:

@@ -80,8 +80,7 @@ def decode_next(
             module.forward = partial(attend, module)
         elif isinstance(module, upstream.HunyuanVideo15Upsample) and module.add_temporal_upsample:
             module.forward = partial(_upsample_time, module, is_first)
-    frames = decoder(latent)[0].permute(1, 2, 3, 0).float() / 2 + 0.5
-    return frames.clamp(0.0, 1.0), kept
+    return decoding.pixels(decoder(latent)[0].permute(1, 2, 3, 0)), kept
 
 
 def repeated(conv: Any, x: "torch.Tensor") -> "torch.Tensor":

@@ -210,7 +210,7 @@ def decode_next(
         for sampler in block.upsamplers or ():
             x = upsample(sampler, x)
     frames = convolve(decoder.conv_out, silu(decoder.norm_out(x)))
-    return (frames[0].permute(1, 2, 3, 0).float() / 2 + 0.5).clamp(0.0, 1.0), kept
+    return decoding.pixels(frames[0].permute(1, 2, 3, 0)), kept
 
 
 def finish(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
