@@ -257,6 +257,9 @@ def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, 
     values = defaults | sizes | stored | _given(options, spec)
     for name in spec.inputs:
         spec.check_input(name, values[name])
+    for name in spec.texts:
+        if not isinstance(values[name], str):
+            raise ValueError(f"{spec.title}: {name} is {values[name]!r}; it must be text.")
     stages.check_model(model)
     return spec, model, values
 
@@ -271,6 +274,7 @@ def _timed(title: str, action: Callable[[TerminalHost], None]) -> int:
 
 def _encode(options: argparse.Namespace) -> int:
     spec, model, values = _stage(options)
+    stage_files.check_ours(options.folder)
     texts = {name: values[name] for name in spec.texts}
     pictures = _pictures(spec, options.image)
     # A picture is encoded for a size, which the later stages must have.
@@ -308,6 +312,7 @@ def _encode_pictures(
 
 def _denoise(options: argparse.Namespace) -> int:
     spec, model, values = _stage(options)
+    stage_files.check_ours(options.folder)
     numbers = {name: values[name] for name in spec.inputs if name != "fps"}
     settings = spec.settings(**numbers)
     embeds = stage_files.load_embeddings(options.folder, model)

@@ -13,12 +13,16 @@ WIDGET_TYPES = frozenset({"INT", "FLOAT", "STRING", "COMBO", "BOOLEAN"})
 
 @dataclass(frozen=True, kw_only=True)
 class Folders:
-    """Where a host keeps files. Relative stage folders lie under `output`; `workflow` is where the running file is."""
+    """Where a host keeps files. `workflow` is where the running file is.
+
+    Relative stage folders lie under `output`; where a host is `confined`, as one that strangers may reach, all do.
+    """
 
     models: tuple[str, ...] = ()
     input: Path = Path(".")
     workflow: Path = Path(".")
     output: Path = Path(".")
+    confined: bool = False
 
 
 class Host(Protocol):

@@ -55,6 +55,7 @@ def _folders() -> Folders:
         models=tuple(folder_paths.get_folder_paths("diffusers")),
         input=Path(folder_paths.get_input_directory()),
         output=Path(folder_paths.get_output_directory()),
+        confined=True,
     )
 
 

@@ -16,7 +16,7 @@ _FOLDER = Input(
     name="folder",
     type="STRING",
     default="tpu_stages",
-    tooltip="Folder of the stage files. A relative path lies in ComfyUI's output folder.",
+    tooltip="Folder of the stage files, inside ComfyUI's output folder.",
 )
 _MODEL = Input(name="model", type="TPU_MODEL", tooltip="The model the stages belong to, from TPU Model Loader.")
 _STAGES = (
@@ -41,9 +41,29 @@ def _choose(host: Host, *, model_id: str, family: str, precision: str) -> tuple[
 
 
 def _stage_folder(folders: Folders, folder: str) -> Path:
+    """Raises ValueError for what names no folder, and where the host is confined for one outside its output folder."""
     if not folder.strip():
         raise ValueError("folder is empty; name the folder of the stage files.")
-    return folders.output / Path(folder).expanduser()
+    try:
+        found = folders.output / (folder if folders.confined else Path(folder).expanduser())
+        # Links are followed: one in the output folder may lead out of it.
+        target = found.resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"folder is {folder!r}, which cannot be ({error}). Give the name of a folder.") from error
+    if folders.confined and (folder.startswith("~") or not target.is_relative_to(folders.output.resolve())):
+        raise ValueError(
+            f"folder is {folder!r}; stage files stay in ComfyUI's output folder. Give a name, or a path below it."
+        )
+    return found
+
+
+def _check_folder(folders: Folders, *, folder: str) -> None:
+    _stage_folder(folders, folder)
+
+
+def _check_target(folders: Folders, *, folder: str) -> None:
+    """Before anything is computed that could not be saved then."""
+    stage_files.check_ours(_stage_folder(folders, folder))
 
 
 def _save(
@@ -70,9 +90,9 @@ def _save(
 
 def _load(host: Host, *, folder: str, model: ModelRef) -> tuple:
     source = _stage_folder(host.folders, folder)
-    has_embeddings = (source / stage_files.EMBEDDINGS).is_file()
-    has_latents = (source / stage_files.LATENTS).is_file()
-    if not has_embeddings and not has_latents:
+    found = stage_files.present(source)
+    has_embeddings, has_latents = stage_files.EMBEDDINGS in found, stage_files.LATENTS in found
+    if not found:
         raise ValueError(
             f"{source} holds no stage files; {stage_files.EMBEDDINGS} or {stage_files.LATENTS} must be there. "
             "Write them with TPU Save Stage, or with `comfyui-tpu encode` and `denoise`."
@@ -84,9 +104,7 @@ def _load(host: Host, *, folder: str, model: ModelRef) -> tuple:
 
 def _modified(folders: Folders, *, folder: str) -> Hashable:
     """When the stage files were last written."""
-    source = _stage_folder(folders, folder)
-    files = [source / name for name in (stage_files.EMBEDDINGS, stage_files.LATENTS)]
-    return tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files)
+    return tuple(stage_files.present(_stage_folder(folders, folder)).items())
 
 
 def _free(host: Host, *, anything: Any) -> tuple:
@@ -183,6 +201,8 @@ SAVE_STAGE = Node(
         replace(_MODEL, listed_last=True),
     ),
     outputs=_STAGE_OUTPUTS,
+    check=_check_target,
+    checks=("folder",),
     run=_save,
     is_output=True,
 )
@@ -194,6 +214,8 @@ LOAD_STAGE = Node(
     description="Reads what TPU Save Stage, or `comfyui-tpu encode` and `denoise`, wrote to a folder.",
     inputs=(_FOLDER, _MODEL),
     outputs=_STAGE_OUTPUTS,
+    check=_check_folder,
+    checks=("folder",),
     run=_load,
     fingerprint=_modified,
 )

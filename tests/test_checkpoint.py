@@ -176,7 +176,7 @@ def test_missing_and_damaged_stage_files(tmp_path: Path):
         stage_files.load_latents(tmp_path, model("tiny/wan21"))
     (tmp_path / stage_files.LATENTS).write_bytes(b"damaged")
     with pytest.raises(
-        ValueError, match=r"stage2_latents.safetensors is damaged \(.*\); run `comfyui-tpu denoise` again"
+        ValueError, match=r"stage2_latents.safetensors is damaged \(.*\); delete it and run `comfyui-tpu denoise` again"
     ):
         stage_files.load_latents(tmp_path, model("tiny/wan21"))
 

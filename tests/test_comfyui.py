@@ -163,6 +163,8 @@ def test_a_bad_input_is_rejected_when_queued(server: Server, change: dict, sente
     [
         ({"model": None}, "TPU Save Stage: model is missing."),
         ({"model": ["1", 0]}, "TPU Save Stage: model takes TPU_MODEL; it is linked to CONDITIONING."),
+        ({"folder": "../never"}, "folder is '../never'; stage files stay in ComfyUI's output folder."),
+        ({"folder": "/tmp/never"}, "folder is '/tmp/never'; stage files stay in ComfyUI's output folder."),
     ],
 )
 def test_a_save_stage_that_cannot_be_is_rejected_when_queued(server: Server, change: dict, sentence: str):

@@ -100,7 +100,8 @@ def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = ()) -> Check
         if model_id != spec.tiny_id:
             raise CheckpointError(f"{spec.title}: model_id is {model_id}; its built-in checkpoint is {spec.tiny_id}.")
         return Checkpoint(spec=spec, model_id=model_id, root=None)
-    for folder in (Path(model_id).expanduser(), *(Path(parent) / model_id for parent in folders)):
+    # Unlike `Path.expanduser` this takes the name of a user that there is not.
+    for folder in (Path(os.path.expanduser(model_id)), *(Path(parent) / model_id for parent in folders)):
         if folder.is_dir():
             _check_index(spec, model_id, folder)
             return Checkpoint(spec=spec, model_id=model_id, root=folder)

@@ -1,5 +1,6 @@
 """What passes between nodes and the denoiser: CONDITIONING, conditions, LATENT, checked and brought into shape."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,15 +63,21 @@ def _text_row(
     for index, text in enumerate(spec.texts_encoded):
         tensor = main if index == 0 else info.get(text.name)
         wanted = (1, text.max_length, int(config[text.width_key]))
-        found = None if tensor is None else tuple(tensor.shape)
-        if tensor is None or found != wanted:
+        found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
+        if found != wanted:
             raise ValueError(
                 f"{spec.title}: {name} has {text.name} of shape {found}; this model takes {wanted}. Encode it with "
                 f"{spec.family}TextEncoder and the same model_id."
             )
         finite.check_given(spec.title, name, tensor)
         row[text.name] = tensor.to(torch.float32).cpu().numpy()
-        row[f"{text.name}_length"] = np.array([info.get(f"{text.name}_length", text.max_length)], np.int32)
+        length = info.get(f"{text.name}_length", text.max_length)
+        if not isinstance(length, int) or not 0 <= length <= text.max_length:
+            raise ValueError(
+                f"{spec.title}: {name} says that {text.name} has {length} tokens; it must be 0 to {text.max_length}. "
+                f"Encode it with {spec.family}TextEncoder."
+            )
+        row[f"{text.name}_length"] = np.array([length], np.int32)
     return row
 
 
@@ -79,7 +86,7 @@ def _condition_arrays(
 ) -> dict[str, np.ndarray]:
     shapes = spec.conditions(config, spec.geometry.latent_shape(settings))
     if given is not None and spec.references:
-        shapes = {name: tuple(x.shape) for name, x in given["tensors"].items()}
+        shapes = {name: _reference_shape(spec, settings, name, x) for name, x in given["tensors"].items()}
     if not shapes:
         return {}
     if given is None:
@@ -87,11 +94,23 @@ def _condition_arrays(
     if given["tpu_family"] != spec.family:
         raise ValueError(f"{spec.title}: the condition comes from a {given['tpu_family']} image encoder.")
     for name, shape in shapes.items():
-        if tuple(given["tensors"][name].shape) != shape:
-            size = f"{given['width']}x{given['height']}, {given['num_frames']} frames"
+        tensor = given["tensors"].get(name)
+        if tensor is None or tuple(tensor.shape) != shape:
+            size = f"{given.get('width')}x{given.get('height')}, {given.get('num_frames')} frames"
             raise ValueError(f"{spec.title}: the condition was encoded for {size}; encode it for the video's size.")
-        finite.check_given(spec.title, "condition", given["tensors"][name])
+        finite.check_given(spec.title, "condition", tensor)
     return {name: given["tensors"][name].to(torch.float32).cpu().numpy() for name in shapes}
+
+
+def _reference_shape(spec: ModelSpec, settings: Settings, name: str, reference: torch.Tensor) -> tuple[int, ...]:
+    """A reference has its own size, and for the rest the shape of the latents."""
+    shape, latent = tuple(reference.shape), spec.geometry.latent_shape(settings)
+    if not re.fullmatch(r"reference_\d+", name) or len(shape) != len(latent) or shape[:2] != latent[:2] or 0 in shape:
+        raise ValueError(
+            f"{spec.title}: the condition holds {name} of shape {shape}; it must be references of shape "
+            f"({latent[0]}, {latent[1]}, height, width). Connect {spec.family}ImageEncoder."
+        )
+    return shape
 
 
 def latent_samples(spec: ModelSpec, latents: Mapping[str, Any]) -> torch.Tensor:

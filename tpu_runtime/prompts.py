@@ -50,7 +50,7 @@ def _read(key: str, family: str) -> Encoded | None:
         return None
     try:
         tensors = load(payload)
-        prompt, negative = stage_files.unpack_embeddings(tensors, stage_files.metadata(payload), family)
+        prompt, negative = stage_files.unpack_embeddings(tensors, stage_files.packed_numbers(payload), family)
     except (SafetensorError, ValueError) as error:
         STORE.discard(key, f"it cannot be read ({error})")
         return None
