@@ -333,13 +333,6 @@ def test_the_makers_size_is_the_default_and_another_is_warned_of_once(
     assert warnings(**SPEC.tiny_inputs) == []
 
 
-def test_a_checkpoint_of_version_1_0_is_refused():
-    component = replace(SPEC.component("transformer"), blocks=())
-    config = {**component.tiny, "patch_size_t": None}
-    with pytest.raises(ValueError, match="patch_size_t None, as CogVideoX 1.0; CogVideoX 1.5 has 2. Use zai-org/CogV"):
-        SPEC.prepare_denoiser(modules.build(component, config), None)
-
-
 def latents_and_text(settings: Settings) -> tuple[torch.Tensor, np.ndarray]:
     shape = SPEC.geometry.latent_shape(settings)
     with torch.no_grad():

@@ -366,14 +366,6 @@ def test_a_guider_is_taken_as_upstream_takes_it_or_refused(tmp_path, config: dic
     assert guider.settings_for(MODEL.locate(), TALL, Silent()) == TALL
 
 
-def test_a_step_distilled_checkpoint_is_refused():
-    """It would have to be told the next timestep too."""
-    component = SPEC.component("transformer")
-    network = modules.build(component, {**component.tiny, "use_meanflow": True})
-    with pytest.raises(ValueError, match="the checkpoint is step-distilled"):
-        SPEC.prepare_denoiser(network, None)
-
-
 def test_a_tokenizer_that_pads_on_the_left_is_refused():
     tokenizer = pipeline().tokenizer
     tokenizer.padding_side = "left"

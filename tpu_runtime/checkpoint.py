@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import hub, tiny
+from . import compatibility, hub, tiny
 from .cache import signature
 from .progress import Progress, Silent
 from .spec import Component, ModelSpec
@@ -72,19 +72,21 @@ class Checkpoint:
         """Raises `CheckpointError` for what can be seen without reading weights: files, configs, headers."""
         if self.root is None:
             return
+        self.check_configs(Silent())
         for component in self.spec.components:
-            self.config(component, Silent())
             read_headers(self.root / component.folder)
 
+    def check_configs(self, progress: Progress) -> None:
+        """Whether the parts fit the model, and each other."""
+        configs = {component.name: self.config(component, progress) for component in self.spec.components}
+        if problem := compatibility.sizes_problem(self.spec, self.model_id, configs):
+            raise CheckpointError(problem)
+
     def config(self, component: Component, progress: Progress) -> Mapping[str, Any]:
-        """A component's own `config.json`, of the class that the model needs."""
-        path = self.folder(component.folder, progress) / "config.json"
-        config = read_json(path)
-        found = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
-        if found != component.class_name:
-            raise CheckpointError(
-                f"{self.model_id}: {component.folder} is a {found}; {self.spec.title} needs a {component.class_name}."
-            )
+        """A component's own `config.json`, one that the model can run."""
+        config = read_json(self.folder(component.folder, progress) / "config.json")
+        if problem := compatibility.config_problem(self.spec, component, self.model_id, config):
+            raise CheckpointError(problem)
         return config
 
 
@@ -121,12 +123,8 @@ def _check_index(spec: ModelSpec, model_id: str, folder: Path) -> None:
             f"{spec.title}: the folder {model_id} has no {INDEX}; it is not a model in diffusers layout. Choose the "
             f"folder that holds {INDEX}, transformer/, vae/."
         )
-    found = read_json(path).get("_class_name")
-    if found not in spec.pipeline_classes:
-        raise CheckpointError(
-            f"{spec.title}: the checkpoint {model_id} is a {found}; this node needs a "
-            f"{' or '.join(spec.pipeline_classes)}, such as {spec.hub_id}."
-        )
+    if problem := compatibility.index_problem(spec, model_id, read_json(path)):
+        raise CheckpointError(problem)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -205,6 +205,8 @@ class Engine:
             )
             self.activity = activity
             try:
+                if run.found.root is not None:
+                    run.found.check_configs(run.progress)
                 result = self._within_memory(run, work, settings)
             finally:
                 self.activity = None

@@ -175,6 +175,9 @@ def upstream_class(component: Component) -> Any:
 def build(component: Component, config: Mapping[str, Any]) -> Network:
     """Builds a component's module and lists its weights. `config` is the checkpoint's own, or the spec's real one."""
     module = build_full(component, config)
+    if component.layers is not None:
+        for path in component.blocks:
+            _replace(module, path, module.get_submodule(path)[component.layers])  # type: ignore[index]
     if component.trim:
         component.trim(module)
     keep_float32 = float32_modules(component, module)
@@ -198,10 +201,9 @@ def build(component: Component, config: Mapping[str, Any]) -> Network:
                 shape=(count, *shape), sources=sources, stacked=True, keep_float32=float32
             )
     for path in component.blocks:
-        parent, _, last = path.rpartition(".")
         blocks = module.get_submodule(path)
         assert isinstance(blocks, torch.nn.ModuleList)
-        setattr(module.get_submodule(parent), last, ScannedBlocks(blocks))
+        _replace(module, path, ScannedBlocks(blocks))
     return Network(component=component, module=module, weights=weights)
 
 
@@ -213,6 +215,11 @@ def float32_modules(component: Component, module: torch.nn.Module) -> frozenset[
     """
     strict = "_strict" if component.library == "transformers" else ""
     return frozenset(getattr(module, f"_keep_in_fp32_modules{strict}", None) or ())
+
+
+def _replace(module: torch.nn.Module, path: str, part: torch.nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(module.get_submodule(parent), name, part)
 
 
 def _saved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -71,6 +71,33 @@ class FloatLimit:
         return f"is {value}; it must be between {self.low} and {self.high}. Use {near}."
 
 
+@dataclass(frozen=True)
+class Need:
+    """What a config must say of a key for the component to run here: one of `values`, or what `fits`, see `wording`.
+
+    Where the key is missing, upstream's default counts: it is among these, unless the key is `required`.
+    """
+
+    values: tuple[Any, ...] = ()
+    _: KW_ONLY
+    fits: Callable[[Any], bool] | None = None
+    wording: str = ""
+    required: bool = False
+
+
+def has_length(length: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, tuple) and len(value) == length
+
+
+@dataclass(frozen=True)
+class Same:
+    """A config's value must be `times` that of `key` in another component's config."""
+
+    component: str
+    key: str
+    times: int = 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Switch:
     """On or off."""
@@ -104,13 +131,14 @@ CHECKPOINT = "checkpoint"
 class Component:
     """One neural network of a model, as a folder of its checkpoint.
 
-    `config` holds the real architecture (the published `config.json`), `tiny` that of the built-in checkpoint. `blocks`
-    are the attribute paths of lists of equal blocks, each traced once and scanned. `only` keeps the parameters whose
-    names start so (a decoder of a whole VAE). `aliases` maps names in checkpoints to the module's: those of tied
-    weights, and those that other versions of the libraries wrote, which upstream translates while loading. One that
-    ends in a dot stands for all names that start so; the longest counts, and whole names are looked up after it.
-    `trim(module)` may drop what is not needed (layers after the last that is read) and fold a weight: give it a shape
-    with one dimension cut into `(groups, size)`, so that a fused projection can be split within each group.
+    `config` holds the real architecture (the published `config.json`), `tiny` that of the built-in checkpoint; `needs`
+    says which numbers of a checkpoint's own config this code relies on, by key (`a.b` for a nested one). `blocks` are
+    the attribute paths of lists of equal blocks, each traced once and scanned; `layers` says which of each list are
+    used, where not all are. `only` keeps the parameters whose names start so (a decoder of a whole VAE). `aliases` maps
+    names in checkpoints to the module's: those of tied weights, and those that other versions of the libraries wrote,
+    which upstream translates while loading. One that ends in a dot stands for all names that start so; the longest
+    counts, and whole names are looked up after it. `trim(module)` may drop what is not needed and fold a weight: give
+    it a shape with one dimension cut into `(groups, size)`, so that a fused projection can be split within each group.
     """
 
     name: str
@@ -120,7 +148,9 @@ class Component:
     config: Mapping[str, Any]
     tiny: Mapping[str, Any]
     rules: tuple[Rule, ...]
+    needs: Mapping[str, Need | Same] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()
+    layers: slice | None = None
     only: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     trim: Callable[[Any], None] | None = None
@@ -388,6 +418,14 @@ class ModelSpec:
             name: tuple(int(config[dim]) if isinstance(dim, str) else dim for dim in shape)
             for name, shape in shapes.items()
         }
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The folders of a checkpoint that are read."""
+        folders = [component.folder for component in self.components]
+        tokenizers = [text.tokenizer_folder for text in self.texts_encoded]
+        others = [name for name, value in self.index.items() if isinstance(value, tuple)]
+        return tuple(dict.fromkeys([*folders, *tokenizers, "scheduler", *others]))
 
     def component(self, name: str) -> Component:
         return next(component for component in self.components if component.name == name)

@@ -17,6 +17,8 @@ from ..spec import (
     IntLimit,
     LatentGeometry,
     ModelSpec,
+    Need,
+    Same,
     Settings,
     Switch,
     TextEncoding,
@@ -174,13 +176,6 @@ def prepare_denoiser(network: Any, sequence: Any) -> None:
     """Puts our attention and token placement where upstream lets us."""
     import types
 
-    transformer = network.module
-    config = transformer.config
-    if config.patch_size_t != GEOMETRY.patch_thw[0] or not config.use_rotary_positional_embeddings:
-        raise ValueError(
-            f"the checkpoint's transformer has patch_size_t {config.patch_size_t}, as CogVideoX 1.0; CogVideoX 1.5 "
-            f"has 2. Use {SPEC.hub_id}."
-        )
     blocks = network.blocks("transformer_blocks")
     blocks.block.attn1.set_processor(JointProcessor(sequence.joint_attention))
     blocks.block.forward = types.MethodType(run_block, blocks.block)
@@ -271,6 +266,7 @@ TEXT_ENCODER = Component(
             "vocab_size": 210,
         }
     ),
+    needs=wan21.TEXT_ENCODER.needs,
     blocks=("encoder.block",),
     aliases=MappingProxyType(
         {
@@ -330,6 +326,20 @@ TRANSFORMER = Component(
             "text_embed_dim": 40,
             "time_embed_dim": 36,
             "use_rotary_positional_embeddings": True,
+        }
+    ),
+    needs=MappingProxyType(
+        {
+            "in_channels": Need((16,)),
+            "max_text_seq_length": Need((MAX_TOKENS,)),
+            "ofs_embed_dim": Need((None,)),
+            "out_channels": Need((16,)),
+            "patch_size": Need((2,)),
+            # CogVideoX 1.0 has none.
+            "patch_size_t": Need((2,), required=True),
+            "text_embed_dim": Same("text_encoder", "d_model"),
+            "use_learned_positional_embeddings": Need((False,)),
+            "use_rotary_positional_embeddings": Need((True,), required=True),
         }
     ),
     blocks=("transformer_blocks",),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
 from .. import decoding
-from ..spec import Call, Component, Report
+from ..spec import Call, Component, Need, Report, has_length
 
 if TYPE_CHECKING:
     # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
@@ -168,6 +168,13 @@ VAE_DECODER = Component(
             "sample_height": 480,
             "sample_width": 720,
             "scaling_factor": 0.7,
+        }
+    ),
+    needs=MappingProxyType(
+        {
+            "block_out_channels": Need(fits=has_length(4), wording="4 numbers"),
+            "latent_channels": Need((16,)),
+            "temporal_compression_ratio": Need((4,)),
         }
     ),
     only=("decoder.", "post_quant_conv."),

@@ -16,8 +16,11 @@ from ..spec import (
     IntLimit,
     LatentGeometry,
     ModelSpec,
+    Need,
     Report,
+    Same,
     Settings,
+    has_length,
 )
 from . import mistral3
 from .wan21 import rotate
@@ -89,14 +92,13 @@ def fold_transformer(module: Any) -> None:
         for feed_forward in (block.ff, block.ff_context):
             _fold(feed_forward.linear_in, 0, 2)
     for block in module.single_transformer_blocks:
-        groups, rest = divmod(block.attn.mlp_hidden_dim, block.attn.inner_dim)
-        if rest:
-            raise ValueError(
-                f"the transformer's mlp_ratio makes {block.attn.mlp_hidden_dim} columns, which {block.attn.inner_dim} "
-                "does not divide; such single blocks are not supported."
-            )
+        groups = block.attn.mlp_hidden_dim // block.attn.inner_dim
         _fold(block.attn.to_qkv_mlp_proj, 0, 3 + 2 * groups)
         _fold(block.attn.to_out, 1, 1 + groups)
+
+
+def is_whole(ratio: Any) -> bool:
+    return isinstance(ratio, int | float) and ratio >= 1 and float(ratio).is_integer()
 
 
 def _fold(linear: Any, dim: int, groups: int) -> None:
@@ -375,6 +377,16 @@ TRANSFORMER = Component(
             "timestep_guidance_channels": 32,
         }
     ),
+    needs=MappingProxyType(
+        {
+            "in_channels": Need((128,)),
+            "joint_attention_dim": Same("text_encoder", "text_config.hidden_size", times=len(mistral3.STATES)),
+            # The single blocks' fused projections are split over chips in groups as wide as the heads together.
+            "mlp_ratio": Need(fits=is_whole, wording="a whole number"),
+            "out_channels": Need((None, 128)),
+            "patch_size": Need((1,)),
+        }
+    ),
     blocks=("transformer_blocks", "single_transformer_blocks"),
     trim=fold_transformer,
     rules=TRANSFORMER_RULES,
@@ -396,6 +408,14 @@ VAE_DECODER = Component(
     class_name="AutoencoderKLFlux2",
     config=MappingProxyType({"block_out_channels": (128, 256, 512, 512), "latent_channels": 32}),
     tiny=MappingProxyType({"block_out_channels": (6, 6, 12, 12), "latent_channels": 32, "norm_num_groups": 3}),
+    needs=MappingProxyType(
+        {
+            "block_out_channels": Need(fits=has_length(4), wording="4 numbers"),
+            "latent_channels": Need((32,)),
+            "mid_block_add_attention": Need((True,)),
+            "patch_size": Need(((2, 2),)),
+        }
+    ),
     only=("decoder.", "post_quant_conv.", "bn."),
     aliases=_old_names("decoder"),
     # 0.1 GiB in all: whole on every chip.

@@ -7,7 +7,19 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..spec import Component, FloatLimit, HeadNorms, IntLimit, LatentGeometry, ModelSpec, Settings, StepReuse, Switch
+from ..spec import (
+    Component,
+    FloatLimit,
+    HeadNorms,
+    IntLimit,
+    LatentGeometry,
+    ModelSpec,
+    Need,
+    Same,
+    Settings,
+    StepReuse,
+    Switch,
+)
 from . import wan21
 from .hunyuan15_text import GLYPH_ENCODER, NEGATIVE_PROMPT, PROMPT, TEXT_ENCODER, TEXTS_ENCODED
 from .hunyuan15_vae import VAE_DECODER, decode, finish
@@ -195,10 +207,6 @@ def prepare_denoiser(network: Any, sequence: Any) -> None:
     import types
 
     transformer = network.module
-    if transformer.config.use_meanflow:
-        raise ValueError(
-            "the checkpoint is step-distilled (use_meanflow), which is not supported. Use one that is not."
-        )
     blocks = network.blocks("transformer_blocks")
     blocks.block.attn.set_processor(JointProcessor(sequence.joint_attention))
     for block in transformer.context_embedder.token_refiner.refiner_blocks:
@@ -271,6 +279,20 @@ TRANSFORMER = Component(
             "text_embed_2_dim": 44,
             "text_embed_dim": 60,
             "use_meanflow": False,
+        }
+    ),
+    needs=MappingProxyType(
+        {
+            # Latents, a picture's latents and the mask of what is given.
+            "in_channels": Need((2 * 32 + 1,)),
+            "out_channels": Need((32,)),
+            "patch_size": Need((1,)),
+            "patch_size_t": Need((1,)),
+            "qk_norm": Need(("rms_norm",)),
+            "text_embed_2_dim": Same("text_encoder_2", "d_model"),
+            "text_embed_dim": Same("text_encoder", "hidden_size"),
+            # Step-distilled checkpoints are told the next timestep too.
+            "use_meanflow": Need((False,)),
         }
     ),
     blocks=("transformer_blocks",),

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..spec import Call, Component, Settings
+from ..spec import Call, Component, Need, Same, Settings
 from . import hunyuan15
 from .hunyuan15_vae import VAE_DECODER, prepare_image_encoder
 
@@ -102,7 +102,11 @@ IMAGE_ENCODER = Component(
             "patch_size": 14,
         }
     ),
+    needs=MappingProxyType(
+        {"image_size": Need((VISION_SIZE,), required=True), "patch_size": Need((14,), required=True)}
+    ),
     blocks=("encoder.layers",),
+    only=("embeddings.", "encoder.", "post_layernorm."),
     # As transformers 4 wrote it, and so as it is published.
     aliases=MappingProxyType({"vision_model.": ""}),
     trim=trim_vision,
@@ -126,6 +130,7 @@ _TRANSFORMER = replace(
     hunyuan15.TRANSFORMER,
     config=MappingProxyType({**hunyuan15.TRANSFORMER.config, "task_type": "i2v"}),
     tiny=MappingProxyType({**hunyuan15.TRANSFORMER.tiny, "task_type": "i2v"}),
+    needs=MappingProxyType({**hunyuan15.TRANSFORMER.needs, "image_embed_dim": Same("image_encoder", "hidden_size")}),
 )
 
 PROMPT = (

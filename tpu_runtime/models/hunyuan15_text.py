@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..spec import Component, TextEncoding
+from ..spec import Component, Need, TextEncoding
 
 if TYPE_CHECKING:
     # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
@@ -75,9 +75,9 @@ def encode_text(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> "tup
 
 
 def trim_text(encoder: Any) -> None:
+    """Drops the final norm: what is read comes before it."""
     import torch
 
-    encoder.layers = encoder.layers[:-LAYERS_SKIPPED]
     encoder.norm = torch.nn.Identity()
 
 
@@ -161,7 +161,18 @@ TEXT_ENCODER = Component(
             "initializer_range": 0.2,
         }
     ),
+    needs=MappingProxyType(
+        {
+            "num_hidden_layers": Need(
+                fits=lambda layers: isinstance(layers, int) and layers > LAYERS_SKIPPED,
+                wording=f"more than {LAYERS_SKIPPED}",
+            ),
+            "use_sliding_window": Need((False,)),
+        }
+    ),
     blocks=("layers",),
+    layers=slice(-LAYERS_SKIPPED),
+    only=("embed_tokens.", "layers."),
     # The whole model's names: before and since transformers 4.52, and its part without the head.
     aliases=MappingProxyType({"model.": "", "model.language_model.": "", "language_model.": ""}),
     trim=trim_text,
@@ -207,6 +218,7 @@ GLYPH_ENCODER = Component(
             "vocab_size": 384,
         }
     ),
+    needs=MappingProxyType({"feed_forward_proj": Need(("gated-gelu",), required=True)}),
     aliases=MappingProxyType({"encoder.embed_tokens.weight": "shared.weight", "transformer.": ""}),
     rules=(
         Rule("shared.weight", (None, "all_embed")),

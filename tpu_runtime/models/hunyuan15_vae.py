@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
 from .. import decoding
-from ..spec import Call, Component, Report, Settings
+from ..spec import Call, Component, Need, Report, Settings, has_length
 
 if TYPE_CHECKING:
     # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
@@ -193,6 +193,14 @@ VAE_DECODER = Component(
             "latent_channels": 32,
             "layers_per_block": 1,
             "scaling_factor": 1.03682,
+        }
+    ),
+    needs=MappingProxyType(
+        {
+            "block_out_channels": Need(fits=has_length(5), wording="5 numbers"),
+            "latent_channels": Need((32,)),
+            "spatial_compression_ratio": Need((16,)),
+            "temporal_compression_ratio": Need((4,)),
         }
     ),
     only=("decoder.",),

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import Rule
-from ..spec import Component, TextEncoding
+from ..spec import Component, Need, TextEncoding
 
 MAX_TOKENS = 512
 # The states after this many layers of the text encoder, side by side, are the prompt; later layers are not needed.
@@ -58,12 +58,6 @@ def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.nd
 
     chats = format_input(prompts=list(prompts), system_message=SYSTEM_MESSAGE)
     return tokens.tokenize_chats(tokenizer, chats, MAX_TOKENS, add_generation_prompt=False)
-
-
-def trim_text_encoder(module: "torch.nn.Module") -> None:
-    """Drops the layers after the last state that is read."""
-    model: Any = module.get_submodule("model.language_model")
-    model.layers = model.layers[: max(STATES)]
 
 
 def encode_text(module: "torch.nn.Module", ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
@@ -177,10 +171,18 @@ TEXT_ENCODER = Component(
             },
         }
     ),
+    needs=MappingProxyType(
+        {
+            "text_config.num_hidden_layers": Need(
+                fits=lambda layers: isinstance(layers, int) and layers >= max(STATES),
+                wording=f"{max(STATES)} or more",
+            )
+        }
+    ),
     blocks=("model.language_model.layers",),
+    layers=slice(max(STATES)),
     only=("model.language_model.embed_tokens.", "model.language_model.layers."),
     aliases=MappingProxyType(TEXT_NAMES),
-    trim=trim_text_encoder,
     rules=(
         Rule("model.language_model.embed_tokens.weight", (None, "all_embed")),
         Rule("model.language_model.layers.*.self_attn.o_proj.weight", (None, None, "all_heads")),

@@ -16,9 +16,12 @@ from ..spec import (
     IntLimit,
     LatentGeometry,
     ModelSpec,
+    Need,
     Report,
+    Same,
     Settings,
     TextEncoding,
+    has_length,
 )
 
 PROMPT = "A cat and a dog baking a cake together in a kitchen."
@@ -259,6 +262,7 @@ TEXT_ENCODER = Component(
             "vocab_size": 200,
         }
     ),
+    needs=MappingProxyType({"feed_forward_proj": Need(("gated-gelu",), required=True)}),
     blocks=("encoder.block",),
     # Checkpoints hold the one embedding under either name; T5 with a head has all of it under `transformer`.
     aliases=MappingProxyType({"encoder.embed_tokens.weight": "shared.weight", "transformer.": ""}),
@@ -328,6 +332,20 @@ TRANSFORMER = Component(
             "text_dim": 40,
         }
     ),
+    needs=MappingProxyType(
+        {
+            # Set where pictures are attended to, as in Wan 2.1's image to video.
+            "added_kv_proj_dim": Need((None,)),
+            "cross_attn_norm": Need((True,)),
+            "image_dim": Need((None,)),
+            "in_channels": Need((16,)),
+            "out_channels": Need((16,)),
+            "patch_size": Need(((1, 2, 2),)),
+            "pos_embed_seq_len": Need((None,)),
+            "qk_norm": Need(("rms_norm_across_heads",)),
+            "text_dim": Same("text_encoder", "d_model"),
+        }
+    ),
     blocks=("blocks",),
     rules=TRANSFORMER_RULES,
 )
@@ -349,6 +367,19 @@ VAE_DECODER = Component(
     class_name="AutoencoderKLWan",
     config=MappingProxyType({"base_dim": 96, "z_dim": 16, "latents_mean": LATENTS_MEAN, "latents_std": LATENTS_STD}),
     tiny=MappingProxyType({"base_dim": 8, "z_dim": 16, "num_res_blocks": 1}),
+    # Wan 2.2's 5B model has a VAE of another form by the same name.
+    needs=MappingProxyType(
+        {
+            "is_residual": Need((False,)),
+            "latents_mean": Need(fits=has_length(16), wording="16 numbers"),
+            "latents_std": Need(fits=has_length(16), wording="16 numbers"),
+            "patch_size": Need((None,)),
+            "scale_factor_spatial": Need((8,)),
+            "scale_factor_temporal": Need((4,)),
+            "temperal_downsample": Need(((False, True, True),)),
+            "z_dim": Need((16,)),
+        }
+    ),
     only=("decoder.", "post_quant_conv."),
     # 0.1 GiB in all: whole on every chip.
     rules=(Rule("decoder.**.weight", REPLICATED),),

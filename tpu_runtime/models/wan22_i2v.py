@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..spec import Call, FloatLimit, IntLimit, Settings
+from ..spec import Call, FloatLimit, IntLimit, Need, Settings
 from . import wan21
 from .wan21 import NEGATIVE_PROMPT
 
@@ -116,6 +116,7 @@ _EXPERT = replace(
     wan21.TRANSFORMER,
     config=MappingProxyType({**wan21.TRANSFORMER.config, "in_channels": 36}),
     tiny=MappingProxyType({**wan21.TRANSFORMER.tiny, "in_channels": 36, "num_layers": 2}),
+    needs=MappingProxyType({**wan21.TRANSFORMER.needs, "in_channels": Need((36,), required=True)}),
     # 1.4 MiB, where Wan 2.1's has 0.6.
     rules=(*wan21.TRANSFORMER.rules, Rule("patch_embedding.weight", REPLICATED)),
 )
