@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import compatibility, hub, tiny
 from .cache import signature
 from .progress import Progress, Silent
+from .redact import redact
 from .spec import Component, ModelSpec
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ SCHEDULER_CONFIG = "scheduler/scheduler_config.json"
 
 class CheckpointError(ValueError):
     """A model id that cannot be used, in a sentence for the user."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(redact(sentence))
 
 
 @dataclass(frozen=True, kw_only=True)

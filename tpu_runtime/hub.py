@@ -5,11 +5,22 @@ from pathlib import Path
 from typing import Any
 
 from .progress import Progress
+from .redact import guard_logs, redact
 from .sizes import MIB
 
 
 class HubError(ValueError):
     """A download that cannot work, in a sentence with the command that mends it."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(redact(sentence))
+
+
+class _Cause(Exception):
+    """What a library said, without secrets: in place of its own error, whose text and address may hold some."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(redact(f"{type(error).__name__}: {error}"))
 
 
 def is_hub_id(model_id: str) -> bool:
@@ -24,6 +35,7 @@ def download(model_id: str, part: str, progress: Progress) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
+    guard_logs()
     patterns = [f"{part}/*", "model_index.json"]
     try:
         progress.text(f"Looking for {part} of {model_id}")
@@ -36,17 +48,17 @@ def download(model_id: str, part: str, progress: Progress) -> Path:
         raise HubError(
             f"{model_id} is gated on the Hugging Face Hub. Accept its terms at https://huggingface.co/{model_id}, then "
             "run: hf auth login (or set HF_TOKEN)."
-        ) from error
+        ) from _Cause(error)
     except errors.RepositoryNotFoundError as error:
         raise HubError(
             f"{model_id} was not found on the Hugging Face Hub, or it is private. Check the spelling; for a private "
             "model run: hf auth login (or set HF_TOKEN)."
-        ) from error
+        ) from _Cause(error)
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError) as error:
         raise HubError(
             f"{part} of {model_id} is not on this machine and the Hugging Face Hub cannot be reached. With a network, "
             f'run: hf download {model_id} --include "{part}/*" "model_index.json"; or set model_id to a local folder.'
-        ) from error
+        ) from _Cause(error)
 
 
 def _bar(progress: Progress, title: str) -> type:

@@ -19,12 +19,20 @@ def load_tokenizer(folder: Path) -> Any:
 
     A `tokenizer.json` is used as it stands, as transformers 4 did it. By the name of a class, transformers 5 takes the
     vocabulary out of it and makes the rest anew: a T5Tokenizer has its unknown token at 2, UMT5's is at 3. Without that
-    file (a SentencePiece model alone, or bytes) the class is asked.
+    file (a SentencePiece model alone, or bytes) the class is asked; one that comes with the checkpoint as code is not.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     upstream = PreTrainedTokenizerFast if (folder / TOKENIZER).is_file() else AutoTokenizer
-    tokenizer = upstream.from_pretrained(folder, trust_remote_code=False)
+    try:
+        tokenizer = upstream.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise CheckpointError(
+            f"{folder} comes with code of its own, which is never run here. Use a checkpoint whose tokenizer is one of "
+            "transformers' own."
+        ) from None
     if tokenizer.chat_template is None and (folder / TEMPLATE).is_file():
         tokenizer.chat_template = read_json(folder / TEMPLATE).get("chat_template")
     return tokenizer
