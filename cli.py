@@ -250,6 +250,8 @@ def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, 
     config = stage_files.read_config(options.folder)
     spec = _stage_spec(options, config)
     model_id = options.model or config.get("model_id") or spec.hub_id
+    if options.family and not options.name:
+        spec = stages.variant(spec, model_id, progress=TerminalHost(Folders()))
     model = ModelRef(spec_name=spec.name, model_id=model_id, precision=options.precision)
     defaults = dict(spec.texts) | {name: limit.default for name, limit in spec.inputs.items()}
     sizes = spec.tiny_inputs if model_id == spec.tiny_id else {}

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from ..tpu_runtime import stages
 from ..tpu_runtime.models import spec_for_family
+from ..tpu_runtime.progress import Silent
 from ..tpu_runtime.spec import Settings
 from ..tpu_runtime.stages import ModelRef
 from . import DECLARATIONS, core_nodes
@@ -146,7 +147,7 @@ def _generation(graph: Workflow, node_id: str, folders: Folders, table: Table) -
     declaration = table[node["class_type"]]
     link = node["inputs"].get("model")
     choice = _origin(graph, node_id, "model", "model_id", table) if is_link(link) else widgets
-    spec = stages.variant(spec_for_family(declaration.family), choice["model_id"], folders.models)
+    spec = stages.variant(spec_for_family(declaration.family), choice["model_id"], folders.models, Silent())
     if spec.needs_condition and "height" not in widgets:
         widgets = {**_origin(graph, node_id, "condition", "height", table), **widgets}
     named = {"model_id": choice["model_id"], "precision": choice["precision"]}

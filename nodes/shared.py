@@ -34,7 +34,7 @@ def _check_choice(folders: Folders, *, model_id: str, family: str) -> None:
 
 
 def _choose(host: Host, *, model_id: str, family: str, precision: str) -> tuple[ModelRef]:
-    spec = runtime.variant(spec_for_family(family), model_id, host.folders.models)
+    spec = runtime.variant(spec_for_family(family), model_id, host.folders.models, host)
     model = ModelRef(spec_name=spec.name, model_id=model_id, precision=precision, folders=host.folders.models)
     runtime.check_model(model)
     return (model,)

@@ -133,15 +133,25 @@ def resolve_model(
 
 
 def _resolve_variant(
-    spec: ModelSpec, folders: Folders, *, model_id: str, model: ModelRef | None, precision: str
+    spec: ModelSpec,
+    folders: Folders,
+    host: Host | None = None,
+    *,
+    model_id: str,
+    model: ModelRef | None,
+    precision: str,
 ) -> ModelRef:
-    """`resolve_model` for whichever of the family's models it is."""
-    spec = _variant(spec, folders, model_id, model)
+    """`resolve_model` for whichever of the family's models it is; a `host` lets it ask the Hub."""
+    spec = _variant(spec, folders, model_id, model, host)
     return resolve_model(spec, folders, model_id=model_id, model=model, precision=precision)
 
 
-def _variant(spec: ModelSpec, folders: Folders, model_id: str, model: ModelRef | None) -> ModelSpec:
-    return runtime.variant(spec, model.model_id if model else model_id, model.folders if model else folders.models)
+def _variant(
+    spec: ModelSpec, folders: Folders, model_id: str, model: ModelRef | None, host: Host | None = None
+) -> ModelSpec:
+    if model:
+        return runtime.variant(spec, model.model_id, model.folders, host)
+    return runtime.variant(spec, model_id, folders.models, host)
 
 
 def _check_takes_picture(spec: ModelSpec, found: ModelSpec, name: str) -> None:
@@ -158,7 +168,7 @@ def _check_model(spec: ModelSpec, folders: Folders, *, model_id: str) -> None:
 
 
 def _encode(spec: ModelSpec, host: Host, *, prompt: str, negative_prompt: str = "", **choice: Any) -> tuple:
-    model = _resolve_variant(spec, host.folders, **choice)
+    model = _resolve_variant(spec, host.folders, host, **choice)
     embeds = runtime.encode_prompt(model, prompt, negative_prompt, progress=host)
     return embeds if spec.guidance == "cfg" else embeds[:1]
 
@@ -166,7 +176,7 @@ def _encode(spec: ModelSpec, host: Host, *, prompt: str, negative_prompt: str = 
 def _encode_image(
     spec: ModelSpec, host: Host, *, image: Any, height: int, width: int, num_frames: int, resize: str, **choice: Any
 ) -> tuple:
-    _check_takes_picture(spec, _variant(spec, host.folders, choice["model_id"], choice["model"]), "image")
+    _check_takes_picture(spec, _variant(spec, host.folders, choice["model_id"], choice["model"], host), "image")
     model = resolve_model(spec, host.folders, **choice)
     size = {"height": height, "width": width, "num_frames": num_frames}
     return (runtime.encode_image(model, media.resize(image[:1], height, width, resize), size, progress=host),)
@@ -196,7 +206,7 @@ def _sample(
     for name, given in {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}.items():
         if given is not None:
             conditioning.entry(spec, name, given)
-    found = _variant(spec, host.folders, model_id, model)
+    found = _variant(spec, host.folders, model_id, model, host)
     if condition is not None:
         _check_takes_picture(spec, found, "condition")
     chosen = resolve_model(found, host.folders, model_id=model_id, model=model, precision=precision)
@@ -221,7 +231,7 @@ def _encoded_size(spec: ModelSpec, condition: Mapping[str, Any] | None, numbers:
 
 
 def _decode(spec: ModelSpec, host: Host, *, latents: Mapping[str, Any], fps: float = 0, **choice: Any) -> tuple:
-    model = _resolve_variant(spec, host.folders, **choice)
+    model = _resolve_variant(spec, host.folders, host, **choice)
     frames = runtime.decode(model, latents, progress=host)
     return (frames,) if spec.is_image else (frames, float(fps))
 

@@ -24,7 +24,7 @@ def moved(*pairs: tuple[str, str]) -> Rename:
 def rewrite(source: Path, target: Path, rename: Rename, shards: int = 2) -> None:
     """A copy of a component's folder with other names and an older config; more than one file have an index."""
     target.mkdir(parents=True)
-    tensors = {rename(name): x for path in checkpoint.weight_files(source) for name, x in load_file(path).items()}
+    tensors = {rename(name): x for path in source.glob("*.safetensors") for name, x in load_file(path).items()}
     config = checkpoint.read_json(source / "config.json")
     diffusers = "_class_name" in config
     stem = "diffusion_pytorch_model" if diffusers else "model"

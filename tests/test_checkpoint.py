@@ -1,20 +1,14 @@
 """What a wrong model id or a damaged checkpoint says, word for word, and that nothing was loaded before."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import jax
 import pytest
-from comfyui_tpu.tpu_runtime import checkpoint, hub, stage_files, stages, tiny
+from comfyui_tpu.tpu_runtime import checkpoint, modules, stage_files, stages, tiny
 from comfyui_tpu.tpu_runtime.engine import Engine
-from comfyui_tpu.tpu_runtime.models import spec_for_family
+from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.stages import ModelRef
 from safetensors.torch import load_file, save_file
@@ -94,9 +88,72 @@ def test_a_missing_shard(copied: Path):
     with pytest.raises(ValueError) as error:
         stages.check_model(model(copied))
     assert str(error.value) == (
-        f"{copied / 'vae'}: 1 of 3 weight files are missing: diffusion_pytorch_model-00003-of-00003.safetensors. "
+        f"{copied / 'vae'}: 1 of 2 weight files are missing: diffusion_pytorch_model-00003-of-00003.safetensors. "
         "Download the checkpoint again."
     )
+
+
+def sharded_by_use(folder: Path, spec_name: str, component_name: str) -> dict[str, str]:
+    """Writes a component's weights again: a file of those that are loaded, one of the others; gives their names."""
+    spec = next(spec for spec in SPECS if spec.name == spec_name)
+    component = spec.component(component_name)
+    found = Path(shutil.copytree(tiny.ensure(spec), folder)) / component.folder
+    tensors = {name: value for path in found.glob("*.safetensors") for name, value in load_file(path).items()}
+    own = {name: checkpoint.own_name(name, component.aliases) for name in tensors}
+    network = modules.build(component, component.tiny)
+    loaded = {source for weight in network.weights.values() for source in weight.sources}
+    parts = {"loaded": {name for name in tensors if own[name] in loaded}}
+    parts["other"] = tensors.keys() - parts["loaded"]
+    for path in (*found.glob("*.safetensors"), *found.glob("*.index.json")):
+        path.unlink()
+    files = {part: f"model-{part}.safetensors" for part in parts}
+    weight_map = {name: files[part] for part, names in parts.items() for name in names}
+    index = f"{checkpoint.WEIGHTS[component.library]}.index.json"
+    (found / index).write_text(json.dumps({"weight_map": weight_map}))
+    for part, names in parts.items():
+        save_file({name: tensors[name] for name in names}, found / files[part])
+    return files
+
+
+@pytest.mark.parametrize(
+    ("spec_name", "component_name"),
+    [("flux2-dev", "text_encoder"), ("hunyuanvideo1.5-t2v-720p", "text_encoder"), ("wan2.1-t2v-14b", "vae_decoder")],
+)
+def test_a_file_without_a_tensor_that_is_loaded_need_not_be_there(tmp_path: Path, spec_name: str, component_name: str):
+    """A quarter of Flux.2's text encoder: layers after the last state, the vision tower, the head of a chatbot."""
+    files = sharded_by_use(tmp_path / "model", spec_name, component_name)
+    spec = next(spec for spec in SPECS if spec.name == spec_name)
+    folder = tmp_path / "model" / spec.component(component_name).folder
+    (folder / files["other"]).unlink()
+    stages.check_model(ModelRef(spec_name=spec_name, model_id=str(tmp_path / "model")))
+    component = spec.component(component_name)
+    network = modules.build(component, component.tiny)
+    matched = checkpoint.match(network, checkpoint.read_headers(folder, component), folder)
+    assert matched.keys() == network.weights.keys()
+    (folder / files["loaded"]).unlink()
+    with pytest.raises(ValueError, match="expected one .safetensors file or an index, found none"):
+        checkpoint.read_headers(folder, component)
+
+
+def test_the_files_that_are_asked_for_are_those_of_the_weights():
+    """What `only` and `layers` say of names is what a built network has."""
+    for spec in SPECS:
+        root = tiny.ensure(spec)
+        for component in spec.components:
+            headers = checkpoint.read_headers(root / component.folder, component)
+            network = modules.build(component, component.tiny)
+            matched = checkpoint.match(network, headers, root / component.folder)
+            needed = {file.path for files in matched.values() for file in files}
+            assert needed == {file.path for file in headers.values()}, f"{spec.name} {component.name}"
+
+
+def test_a_weight_file_outside_the_folder_is_refused(copied: Path):
+    index = copied / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    said = json.loads(index.read_text())
+    said["weight_map"] = {name: f"../vae/{file}" for name, file in said["weight_map"].items()}
+    index.write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=r"names a weight file '\.\./vae/.*'; only \.safetensors beside it are read"):
+        stages.check_model(model(copied))
 
 
 @pytest.fixture
@@ -179,136 +236,3 @@ def test_missing_and_damaged_stage_files(tmp_path: Path):
         ValueError, match=r"stage2_latents.safetensors is damaged \(.*\); delete it and run `comfyui-tpu denoise` again"
     ):
         stage_files.load_latents(tmp_path, model("tiny/wan21"))
-
-
-class _Gated(BaseHTTPRequestHandler):
-    """Answers as the Hub does for a gated repository without a token: its listing is public, its files are not."""
-
-    def do_GET(self) -> None:
-        if "/resolve/" in self.path or "/missing" in self.path:
-            return self.refuse()
-        names = ("model_index.json", "text_encoder/config.json")
-        answer = {
-            "id": "owner/gated", "sha": "0" * 40, "private": False, "gated": "auto", "downloads": 0, "tags": [],
-            "siblings": [{"rfilename": name} for name in names],
-        }  # fmt: skip
-        tree = [{"type": "file", "path": name, "size": 10, "oid": "0" * 40} for name in names]
-        body = json.dumps(tree if "/tree/" in self.path else answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def refuse(self) -> None:
-        gated = "/missing" not in self.path
-        self.send_response(401)
-        self.send_header("X-Error-Code", "GatedRepo" if gated else "RepoNotFound")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_HEAD = do_GET
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def gated_hub() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Gated)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-
-
-@pytest.fixture
-def encode_with_hub(tmp_path: Path) -> Callable[[str, str], subprocess.CompletedProcess]:
-    """Runs `comfyui-tpu encode` in a process of its own: the Hub's address is read when its client is imported."""
-
-    def run(endpoint: str, model_id: str) -> subprocess.CompletedProcess:
-        environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf")}
-        environment.pop("HF_TOKEN", None)
-        script = Path(sys.executable).with_name("comfyui-tpu")
-        command = [str(script), "encode", "--folder", str(tmp_path), "--model", model_id]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-
-    return run
-
-
-def test_a_gated_repository_without_a_token(gated_hub: str, encode_with_hub: Callable):
-    result = encode_with_hub(gated_hub, "owner/gated")
-    assert result.returncode == 2
-    assert (
-        "owner/gated is gated on the Hugging Face Hub. Accept its terms at https://huggingface.co/owner/gated, then "
-        "run: hf auth login (or set HF_TOKEN)." in result.stderr
-    )
-
-
-def test_a_repository_that_does_not_exist(gated_hub: str, encode_with_hub: Callable):
-    result = encode_with_hub(gated_hub, "owner/missing")
-    assert result.returncode == 2
-    assert (
-        "owner/missing was not found on the Hugging Face Hub, or it is private. Check the spelling; for a private "
-        "model run: hf auth login (or set HF_TOKEN)." in result.stderr
-    )
-
-
-def test_the_hub_is_asked_once_for_a_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Stages ask for their folders at every chunk; the Hub's answer is a request over the network."""
-    (tmp_path / "vae").mkdir()
-    asked = []
-    monkeypatch.setattr(hub, "download", lambda model_id, part, progress: asked.append(part) or tmp_path)
-    found = checkpoint.locate(SPEC, "owner/model")
-    assert {found.folder("vae", Silent()) for _ in range(3)} == {tmp_path / "vae"}
-    assert asked == ["vae"]
-
-
-def test_no_network(encode_with_hub: Callable):
-    result = encode_with_hub("http://127.0.0.1:9", "owner/model")
-    assert result.returncode == 2
-    assert (
-        "text_encoder of owner/model is not on this machine and the Hugging Face Hub cannot be reached. With a "
-        'network, run: hf download owner/model --include "text_encoder/*" "model_index.json"; or set model_id to a '
-        "local folder." in result.stderr
-    )
-
-
-def test_only_the_component_asked_for_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    asked = {}
-
-    def snapshot_download(model_id: str, *, allow_patterns: list[str], tqdm_class: type) -> str:
-        asked.update(model_id=model_id, patterns=allow_patterns)
-        (tmp_path / "vae").mkdir()
-        return str(tmp_path)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    found = checkpoint.locate(SPEC, "owner/model")
-    assert found.folder("vae", Silent()) == tmp_path / "vae"
-    assert asked == {"model_id": "owner/model", "patterns": ["vae/*", "model_index.json"]}
-
-
-def test_a_download_shows_its_bytes_and_can_be_cancelled():
-    class Cancelled(Exception):
-        pass
-
-    class Host(Silent):
-        cancelled = False
-        shown: list = []
-
-        def text(self, message: str) -> None:
-            self.shown.append(message)
-
-        def step(self, done: int, total: int, unit: str, preview: object = None) -> None:
-            self.shown.append((done, total, unit))
-
-        def check_cancelled(self) -> None:
-            if self.cancelled:
-                raise Cancelled
-
-    host = Host()
-    bar = hub._bar(host, "Downloading vae of owner/model")(total=8 * 2**20, unit="B")
-    bar.update(3 * 2**20)
-    assert host.shown == ["Downloading vae of owner/model", (3, 8, "MiB")]
-    host.cancelled = True
-    with pytest.raises(Cancelled):
-        bar.update(1)

@@ -347,7 +347,7 @@ def denoise_once(chips: int, settings: Settings, noise: torch.Tensor, text: np.n
     target = programs.Target(devices=tuple(jax.devices()[:chips]), precision="float32")
     program = programs.denoise_program(SPEC, config, target, settings, num_memory=0, timestep_dtype=np.int32)
     network = modules.build(component, config)
-    files = checkpoint.match(network, checkpoint.read_headers(folder), folder)
+    files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
     weights = load.load(network, files, program.args[0], "transformer", Silent())
     given = {"text": text, "text_length": np.full(len(text), 226, np.int32)}
     args = ((noise.numpy(),), OUTPUT.table[0], OUTPUT.timesteps[0], given, np.float32(settings.guidance_scale))

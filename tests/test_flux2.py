@@ -306,7 +306,7 @@ def weights_of(component: str, program: programs.Program) -> load.Weights:
     found, part = checkpoint.locate(SPEC, SPEC.tiny_id), SPEC.component(component)
     folder = found.folder(part.folder, Silent())
     network = modules.build(part, found.config(part, Silent()))
-    files = checkpoint.match(network, checkpoint.read_headers(folder), folder)
+    files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
     return load.load(network, files, program.args[0], component, Silent())
 
 

@@ -177,7 +177,7 @@ def denoiser_step(chips: int, solver: schedule.Schedule, noise: np.ndarray, give
         SPEC, config, target, ODD, num_memory=solver.num_memory, timestep_dtype=solver.timesteps.dtype
     )
     network = modules.build(component, config)
-    files = checkpoint.match(network, checkpoint.read_headers(folder), folder)
+    files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
     weights = load.load(network, files, program.args[0], "transformer", Silent())
     args = ((noise,), solver.table[0], solver.timesteps[0], given, np.float32(ODD.guidance_scale))
     placed = jax.tree.map(lambda value, want: jax.device_put(value, want.sharding), args, program.args[1:])

@@ -62,7 +62,7 @@ Loaded = tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]
 def load_component(component: Component, folder: Path) -> Loaded:
     """A component's weights, and the buffers that its module computes from its config."""
     network = modules.build(component, checkpoint.read_json(folder / "config.json"))
-    files = checkpoint.match(network, checkpoint.read_headers(folder), folder)
+    files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
     wanted = load.abstract(network, make_mesh(jax.devices()[:1], MeshShape()), "float32")
     weights = load.load(network, files, wanted, component.name, Silent())
     buffers = {name: x for name, x in network.module.named_buffers() if x.device.type != "meta"}

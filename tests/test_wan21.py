@@ -249,7 +249,7 @@ def denoiser(chips: int, settings: Settings, solver: schedule.Schedule) -> tuple
         SPEC, config, target, settings, num_memory=solver.num_memory, timestep_dtype=solver.timesteps.dtype
     )
     network = modules.build(component, config)
-    files = checkpoint.match(network, checkpoint.read_headers(folder), folder)
+    files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
     return program, load.load(network, files, program.args[0], "transformer", Silent())
 
 

@@ -399,7 +399,7 @@ def weights(program: programs.Program, expert: str) -> load.Weights:
     found = checkpoint.locate(SPEC, SPEC.tiny_id)
     folder = found.folder(component.folder, Silent())
     network = modules.build(component, found.config(component, Silent()))
-    files = checkpoint.match(network, checkpoint.read_headers(folder), folder)
+    files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
     return load.load(network, files, program.args[0], expert, Silent())
 
 

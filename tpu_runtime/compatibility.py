@@ -106,14 +106,14 @@ def sizes_problem(spec: ModelSpec, model_id: str, configs: Mapping[str, Mapping[
 
 def _experts_problem(spec: ModelSpec, model_id: str, configs: Mapping[str, Mapping[str, Any]]) -> str | None:
     """One program runs all experts, so they are of one architecture."""
-    first, *others = (configs[name] for name in spec.experts if name in configs) or (None,)
-    for name, other in zip(spec.experts[1:], others, strict=False):
-        for key in sorted({*first, *other}):
-            mine, its = first.get(key), other.get(key)
-            if not key.startswith("_") and mine != its:
+    known = [name for name in spec.experts if name in configs]
+    for first, name in zip(known, known[1:], strict=False):
+        mine, its = configs[first], configs[name]
+        for key in sorted({*mine, *its}):
+            if not key.startswith("_") and mine.get(key) != its.get(key):
                 return (
-                    f"{spec.title}: {key} is {json.dumps(its)} in {name} of {model_id} and {json.dumps(mine)} in "
-                    f"{spec.experts[0]}; the two must be alike."
+                    f"{spec.title}: {key} is {json.dumps(its.get(key))} in {name} of {model_id} and "
+                    f"{json.dumps(mine.get(key))} in {first}; the two must be alike."
                 )
     return None
 

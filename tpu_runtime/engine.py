@@ -101,7 +101,8 @@ class Engine:
                 return rows[0], rows[1] if len(rows) > 1 else None
 
             folders = [(text.component, text.tokenizer_folder) for text in spec.texts_encoded]
-            parts = [(run.identity(spec.component(name).folder), run.identity(folder)) for name, folder in folders]
+            identity = functools.partial(run.found.identity, progress=run.progress)
+            parts = [(identity(spec.component(name).folder), identity(folder)) for name, folder in folders]
             key = signature(spec.name, parts, run.target.precision, prompts, executables.environment())
             return self._prompts.get(key, spec.family, encode)
 
@@ -205,8 +206,7 @@ class Engine:
             )
             self.activity = activity
             try:
-                if run.found.root is not None:
-                    run.found.check_configs(run.progress)
+                run.found.prepare(run.progress)
                 result = self._within_memory(run, work, settings)
             finally:
                 self.activity = None
@@ -285,15 +285,16 @@ class Engine:
     ) -> load.Weights:
         """A component's weights as `executable` wants them, loaded if they are not resident."""
         wanted = executable.program.args[0]
-        folder = found.folder(component.folder, progress)
 
         def read() -> load.Weights:
             self.counts["load"] += 1
+            folder = found.fetch_weights(component, progress)
             network = modules.build(component, found.config(component, progress))
-            files = checkpoint.match(network, checkpoint.read_headers(folder), folder)
+            files = checkpoint.match(network, checkpoint.read_headers(folder, component), folder)
             return load.load(network, files, wanted, f"{component.name} of {found.model_id}", progress)
 
-        key = (component.name, checkpoint.fingerprint(folder), executable.program.precision)
+        identity = found.identity(component.folder, progress)
+        key = (component.name, identity, executable.program.precision)
         resident = self.residency.get(
             key,
             component=component.name,
@@ -328,10 +329,6 @@ class Run:
     @property
     def spec(self) -> ModelSpec:
         return self.found.spec
-
-    def identity(self, folder: str) -> str:
-        """What tells one checkpoint's folder from another's, and from an earlier state of the same."""
-        return checkpoint.fingerprint(self.found.folder(folder, self.progress))
 
     def report(self, unit: str) -> Callable[[int, int], None]:
         def report(done: int, total: int) -> None:

@@ -1,12 +1,25 @@
-"""Downloads from the Hugging Face Hub: one part of a model at a time, with a bar, errors as sentences."""
+"""What is taken from the Hugging Face Hub: the newest commit of a model, and of it only the files that are asked for.
 
+Everything that can go wrong ends in a `HubError`, a sentence that says what to do and holds no token.
+"""
+
+import contextlib
+import email.utils
+import errno
+import os
 import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .progress import Progress
 from .redact import guard_logs, redact
-from .sizes import MIB
+from .sizes import GIB, MIB
+
+INDEX = "model_index.json"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class HubError(ValueError):
@@ -24,41 +37,190 @@ class _Cause(Exception):
 
 
 def is_hub_id(model_id: str) -> bool:
-    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model_id) is not None
+    return re.fullmatch(r"(?!.*(--|\.\.))[A-Za-z0-9][\w.-]*/[\w.-]+", model_id) is not None
 
 
-def download(model_id: str, part: str, progress: Progress) -> Path:
-    """Makes the files of one folder of a Hub model local, and returns the model's local root.
+def cached(model_id: str) -> Path | None:
+    """The folder of the newest commit on this machine, if its index is there; asks no network."""
+    from huggingface_hub import try_to_load_from_cache
 
-    Raises `HubError` for a gated or missing repository and where there is no network.
+    found = try_to_load_from_cache(model_id, INDEX)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def snapshot(model_id: str, parts: Sequence[str], progress: Progress) -> Path:
+    """The local folder of a model's newest commit, with its index in it; without a network, of the newest known one.
+
+    `parts` are the folders that will be wanted, for the command that an error names.
     """
-    import huggingface_hub
+    from huggingface_hub import HfApi, hf_hub_download
+
+    with _sentences(model_id, INDEX, [INDEX, *(f"{part}/*" for part in parts)]):
+        progress.text(f"Looking for {model_id}")
+        if cached(model_id) is None:
+            # Says at once what is wrong, where asking for a file would be tried again for half a minute.
+            HfApi().model_info(model_id)
+        return Path(hf_hub_download(model_id, INDEX)).parent
+
+
+def fetch(model_id: str, root: Path, names: Sequence[str], progress: Progress, title: str) -> None:
+    """Makes files of the commit whose folder is `root` local. Names may be patterns, such as `vae/*.json`.
+
+    Raises `HubError` where a file that is named, not matched, is not there afterwards.
+    """
+    from huggingface_hub import snapshot_download
+
+    exact = [name for name in names if "*" not in name]
+    if len(exact) == len(names) and not _missing(root, exact):
+        return
+    with _sentences(model_id, title, names):
+        progress.check_cancelled()
+        snapshot_download(
+            model_id,
+            revision=root.name,
+            allow_patterns=list(names),
+            tqdm_class=_bar(progress, f"Downloading {title} of {model_id}"),
+        )
+    if missing := _missing(root, exact):
+        hint = " Weights are read from safetensors files alone." if missing[0].endswith(".safetensors") else ""
+        raise HubError(
+            f"{model_id} has no {', '.join(missing)}, or the Hugging Face Hub cannot be reached.{hint} Choose another "
+            "repository, or set model_id to a local folder."
+        )
+
+
+def _missing(root: Path, names: Sequence[str]) -> list[str]:
+    return [name for name in names if not (root / name).is_file()]
+
+
+@contextlib.contextmanager
+def _sentences(model_id: str, title: str, names: Sequence[str]) -> Iterator[None]:
+    """Turns what goes wrong in a download of `names`, in short `title`, into a `HubError`."""
     from huggingface_hub import errors
 
     guard_logs()
-    patterns = [f"{part}/*", "model_index.json"]
+    # Errors of connections come as they are raised, by `requests` (an OSError) or `httpx` (this HTTPError); those of
+    # hf_xet, which is not written in Python, as RuntimeError.
+    known = (OSError, RuntimeError, errors.HTTPError)
     try:
-        progress.text(f"Looking for {part} of {model_id}")
-        return Path(
-            huggingface_hub.snapshot_download(
-                model_id, allow_patterns=patterns, tqdm_class=_bar(progress, f"Downloading {part} of {model_id}")
-            )
+        yield
+    except known as error:
+        sentence = (
+            _disk_sentence(error, model_id, title)
+            or _answer_sentence(error, model_id, title)
+            or _lost_sentence(error, model_id, title, names)
         )
-    except errors.GatedRepoError as error:
-        raise HubError(
-            f"{model_id} is gated on the Hugging Face Hub. Accept its terms at https://huggingface.co/{model_id}, then "
-            "run: hf auth login (or set HF_TOKEN)."
-        ) from _Cause(error)
-    except errors.RepositoryNotFoundError as error:
-        raise HubError(
-            f"{model_id} was not found on the Hugging Face Hub, or it is private. Check the spelling; for a private "
-            "model run: hf auth login (or set HF_TOKEN)."
-        ) from _Cause(error)
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError) as error:
-        raise HubError(
-            f"{part} of {model_id} is not on this machine and the Hugging Face Hub cannot be reached. With a network, "
-            f'run: hf download {model_id} --include "{part}/*" "model_index.json"; or set model_id to a local folder.'
-        ) from _Cause(error)
+        raise HubError(sentence) from _Cause(error)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _disk_sentence(error: BaseException, model_id: str, title: str) -> str | None:
+    """For a disk that takes no more, or no file of this user."""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    for link in _chain(error):
+        number = _os_error_number(link)
+        if number in _FULL:
+            return (
+                f"The disk is full: {title} of {model_id} does not fit into {cache}{_free(cache)}. Make room there, or "
+                "set HF_HOME to a folder on a larger disk."
+            )
+        path = getattr(link, "filename", None)
+        if number in _DENIED or (number is not None and path is not None):
+            return (
+                f"{path or cache} cannot be written ({os.strerror(number)}): {title} of {model_id} was not downloaded. "
+                "Give this user the right to write there, or set HF_HOME to a folder of their own."
+            )
+    return None
+
+
+def _os_error_number(error: BaseException) -> int | None:
+    """The `errno` of an error, also where hf_xet has it in its text alone."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found.group(1)) if found else None
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f", which has {shutil.disk_usage(folder).free / GIB:.1f} GiB left"
+    except OSError:
+        return ""
+
+
+def _answer_sentence(error: BaseException, model_id: str, title: str) -> str | None:
+    """For what the Hub answered; None if it did not."""
+    from huggingface_hub import errors
+
+    for link in _chain(error):
+        if isinstance(link, errors.GatedRepoError):
+            return (
+                f"{model_id} is gated on the Hugging Face Hub. Accept its terms at https://huggingface.co/{model_id}, "
+                "then run: hf auth login (or set HF_TOKEN)."
+            )
+        if isinstance(link, errors.RepositoryNotFoundError):
+            return (
+                f"{model_id} was not found on the Hugging Face Hub, or it is private. Check the spelling; for a "
+                "private model run: hf auth login (or set HF_TOKEN)."
+            )
+        if isinstance(link, errors.EntryNotFoundError) and not isinstance(link, errors.LocalEntryNotFoundError):
+            return (
+                f"{model_id} has no {title} on the Hugging Face Hub; it is not a model in diffusers layout. Choose one "
+                "that is: the names of many end in -Diffusers."
+            )
+        if (response := getattr(link, "response", None)) is not None:
+            return _status_sentence(response.status_code, response.headers, model_id, title)
+    return None
+
+
+def _status_sentence(status: int, headers: Mapping[str, str], model_id: str, title: str) -> str:
+    if status == 429:
+        return (
+            f"The Hugging Face Hub takes no more requests for now (429): {title} of {model_id} was not downloaded. Try "
+            f"again {_retry_time(headers)}; with a token more are allowed (hf auth login, or set HF_TOKEN)."
+        )
+    if status in (401, 403):
+        return (
+            f"The Hugging Face Hub refuses {title} of {model_id} ({status}). Check that the token is valid and may "
+            "read it: hf auth login (or set HF_TOKEN)."
+        )
+    when = "The trouble is the Hub's: try again later" if status >= 500 else "Try again"
+    return (
+        f"The Hugging Face Hub answered {status} for {title} of {model_id}. {when}, or set model_id to a local folder."
+    )
+
+
+def _retry_time(headers: Mapping[str, str]) -> str:
+    """When the Hub says that it will answer again: seconds or a date, or seconds in its own header."""
+    said = headers.get("Retry-After", "").strip()
+    if seconds := re.fullmatch(r"\d{1,9}", said) or re.search(r"(?<=\bt=)\d{1,9}", headers.get("RateLimit", "")):
+        return f"in {int(seconds.group())} seconds"
+    with contextlib.suppress(ValueError):
+        return f"after {email.utils.parsedate_to_datetime(said):%Y-%m-%d %H:%M:%S %Z}"
+    return "in a few minutes"
+
+
+def _lost_sentence(error: BaseException, model_id: str, title: str, names: Sequence[str]) -> str:
+    """For a Hub that cannot be reached, or that is lost on the way."""
+    if isinstance(error, RuntimeError):
+        return (
+            f"The download of {title} of {model_id} broke off. Run it again: files that are complete are kept. If it "
+            "breaks off each time, set HF_HUB_DISABLE_XET=1."
+        )
+    include = " ".join(f'"{name}"' for name in names)
+    what = model_id if title == INDEX else f"{title} of {model_id}"
+    return (
+        f"{what} is not on this machine and the Hugging Face Hub cannot be reached. With a network, run: hf download "
+        f"{model_id} --include {include}; or set model_id to a local folder."
+    )
 
 
 def _bar(progress: Progress, title: str) -> type:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import checkpoint, models, precision
+from . import checkpoint, compatibility, models, precision
 from . import stats as stats_module
 from .memory_advice import OutOfMemory as OutOfMemory  # nodes catch it
 from .progress import Progress
@@ -43,26 +43,28 @@ class ModelRef:
         return checkpoint.locate(self.spec, self.model_id, self.folders)
 
 
-def variant(spec: ModelSpec, model_id: str, folders: tuple[str, ...] = ()) -> ModelSpec:
-    """The model of the family of `spec` that `model_id` is, by its id or by what its folder says; else `spec` itself.
+def variant(
+    spec: ModelSpec, model_id: str, folders: tuple[str, ...] = (), progress: Progress | None = None
+) -> ModelSpec:
+    """The model of the family of `spec` that `model_id` is, by its id or by what its index says; else `spec` itself.
 
-    A family's models have the same encoders and decoder for text and video, and so the same nodes.
+    A family's models have the same encoders and decoder for text and video, and so the same nodes. With `progress`
+    the index of a model on the Hub is fetched; without it, an index that is not on this machine decides nothing.
     """
     family = [spec, *(other for other in models.SPECS if other.family == spec.family and other.name != spec.name)]
-    for one in family if len(family) > 1 else ():
-        if model_id.strip() in (one.hub_id, one.tiny_id):
-            return one
-    for one in family if len(family) > 1 else ():
-        try:
-            checkpoint.locate(one, model_id, folders)
-        except checkpoint.CheckpointError:
-            continue
-        return one
-    return spec
+    named = [one for one in family if model_id.strip() in (one.hub_id, one.tiny_id)]
+    if named or len(family) == 1:
+        return (named or family)[0]
+    index = checkpoint.find_index(model_id, folders, parts=spec.parts, progress=progress)
+    if index is None:
+        return spec
+    alike = [one for one in family if compatibility.is_pipeline(one, index)]
+    fitting = [one for one in alike if compatibility.index_problem(one, model_id, index) is None]
+    return (fitting or alike or family)[0]
 
 
 def check_model(model: ModelRef) -> None:
-    """Raises `ValueError` with a sentence for the user where `model` cannot work. Reads no weights, no network."""
+    """Raises `ValueError` with a sentence for the user where `model` cannot work. Reads no weights, asks no network."""
     precision.check_choice(model.precision)
     model.locate().check()
 
