@@ -11,11 +11,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from .kernel_body import LANES, SUBLANES, Block, Part, attend
+from .kernel_body import LANES, ROWS, SUBLANES, Block, Part, attend
 from .keys import Keys
 from .policy import AttentionPolicy, Form
 
-ROWS = 16  # rows of keys come in whole registers of bfloat16
 MIB = 2**20
 
 

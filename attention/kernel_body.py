@@ -19,6 +19,7 @@ from .reference import NEGATIVE
 
 LANES = 128
 SUBLANES = 8
+ROWS = 16  # rows of keys come in whole registers of bfloat16
 # Of a sum of exponentials above this the maximum was too low by 83 at least (of up to 2^17 keys): float32 ends at 128.
 LIMIT = 2.0**100
 SAMPLED_KEYS = 256
@@ -122,7 +123,7 @@ class Block:
             self.scaled[head] = query.astype(self.scaled.dtype)
         self.clear()
         if self.maximum == "sampled":
-            size = min(SAMPLED_KEYS, part.rows)
+            size = min(SAMPLED_KEYS, max(ROWS, part.rows // 8 // ROWS * ROWS))
             step = Step(part=part, start=0, size=size, masked=size > part.certain)
             for head, columns in self.units():
                 self.top[0][head, :, columns] = spread(jnp.max(self.masked_scores(step, head, columns), 0))

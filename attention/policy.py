@@ -7,6 +7,7 @@ from typing import Literal
 from . import tiles
 
 MIB = 2**20
+SPILLED_BYTES = 4 * MIB  # registers that the compiler spills: 3 MiB of the largest form
 SCORE_BOUND = 100  # in base 2: exponentials of up to 2^27 such scores sum to less than float32's largest number
 Maximum = Literal["zero", "sampled", "online"]
 
@@ -88,7 +89,7 @@ def _candidates(form: Form) -> Iterator[Form]:
 
 
 def vmem_bytes(form: Form, q_seq: int, kv_rows: Sequence[int], head_dim: int, itemsize: int) -> int:
-    """What a form needs of the memory on the chip; the compiler's own temporaries are an estimate."""
+    """What a form needs of the memory on the chip."""
     width = max(128, form.heads * head_dim)
     block_q = min(form.block_q, -(-q_seq // 128) * 128)
     rows = [min(kv_rows[0], form.block_kv or kv_rows[0]), *kv_rows[1:]]
@@ -99,5 +100,4 @@ def vmem_bytes(form: Form, q_seq: int, kv_rows: Sequence[int], head_dim: int, it
     held = heads * block_q * ((lanes + 2 * step) * itemsize + 4 * (head_dim + 8))
     if form.maximum != "zero":
         held += heads * block_q * 4 * (32 + 2 * min(form.online_step, step))
-    temporaries = 3 * step * min(form.columns or block_q, block_q) * 4
-    return buffers + held + temporaries
+    return buffers + held + SPILLED_BYTES

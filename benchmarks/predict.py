@@ -2,8 +2,9 @@
 
 Inputs are the models' defaults, but for the size of videos: all have the same, so that models compare.
 
-Run: python benchmarks/predict.py [--model NAME ...] [--topology v6e:2x4]. Takes minutes a model; no TPU is needed.
-Models that are not named keep what was recorded before.
+Run: python benchmarks/predict.py [--model NAME ...] [--topology v6e:2x4] [--stages denoise]. Takes minutes a model; no
+TPU is needed. Models and stages that are not named keep what was recorded before. Other topologies have files of their
+own, `benchmarks/predicted_<generation>.json`, and no table in the README.
 """
 
 import argparse
@@ -16,10 +17,11 @@ from typing import Any
 from comfyui_tpu.tpu_runtime import chips, plan
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
 from comfyui_tpu.tpu_runtime.plan_compile import Request
+from comfyui_tpu.tpu_runtime.plan_options import STAGES
 from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
 
 ROOT = Path(__file__).parents[1]
-RECORDED = ROOT / "benchmarks" / "predicted.json"
+DEFAULT = "v6e:2x4"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- predicted:begin -->", "<!-- predicted:end -->"
 # Files of this machine and sentences for a reader are not for comparing.
@@ -34,13 +36,41 @@ def settings_of(spec: ModelSpec) -> Settings:
     return spec.settings(**({} if spec.is_image else VIDEO_SIZE))
 
 
-def predict(name: str, topology: str) -> Record:
-    """One model's plan."""
+def recorded(topology: str) -> Path:
+    """The file of a topology."""
+    suffix = "" if topology == DEFAULT else "_" + topology.partition(":")[0]
+    return ROOT / "benchmarks" / f"predicted{suffix}.json"
+
+
+def predict(name: str, topology: str, stages: Sequence[str] = STAGES) -> Record:
+    """One model's plan at its defaults."""
     spec = spec_by_name(name)
-    request = Request(spec=spec, settings=settings_of(spec), topology=chips.topology(topology))
+    request = Request(
+        spec=spec, settings=spec.default_settings(), topology=chips.topology(topology), stages=tuple(stages)
+    )
     record = plan.make_plan(request, _say).to_json()
     programs = [{key: value for key, value in program.items() if key not in DROPPED} for program in record["programs"]]
     return {**record, "title": spec.title, "programs": programs}
+
+
+def merged(new: Record, old: Record) -> Record:
+    """`old` with the programs of `new`, and what follows from all of them."""
+    known = {program["name"]: program for program in new["programs"]}
+    programs = [known.pop(program["name"], program) for program in old["programs"]] + list(known.values())
+    weights = {name: program["memory"]["weights"] for program in programs for name in program["weights"]}
+    largest = max(program["memory"]["peak"] - program["memory"]["weights"] for program in programs)
+    residency = sum(weights.values()) + largest
+    seconds = [program["predicted_s"] for program in programs]
+    total = None if None in seconds else sum(program["predicted_s"] * program["runs"] for program in programs)
+    fits = residency <= new["chip"]["hbm_gib"] * chips.GIB and all(program["fits"] for program in programs)
+    return {
+        **new,
+        "mesh": {program["name"]: program["mesh"] for program in programs},
+        "programs": programs,
+        "residency_bytes": residency,
+        "predicted_total_s": total,
+        "fits": fits,
+    }
 
 
 def table(records: Sequence[Record]) -> str:
@@ -111,16 +141,20 @@ def _say(line: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", action="append", metavar="NAME", help="only this one; repeatable")
-    parser.add_argument("--topology", default="v6e:2x4")
+    parser.add_argument("--topology", default=DEFAULT)
+    parser.add_argument("--stages", default=",".join(STAGES), help="comma-separated; others stay as recorded")
     options = parser.parse_args(arguments)
-    known = {record["model"]: record for record in json.loads(RECORDED.read_text())} if RECORDED.exists() else {}
+    file = recorded(options.topology)
+    known = {record["model"]: record for record in json.loads(file.read_text())} if file.exists() else {}
     for name in options.model or [spec.name for spec in SPECS]:
         _say(f"== {name}")
-        known[name] = predict(name, options.topology)
+        found = predict(name, options.topology, options.stages.split(","))
+        known[name] = merged(found, known[name]) if name in known else found
         # After each: a run of all takes long, and may be broken off.
         records = [known[spec.name] for spec in SPECS if spec.name in known]
-        RECORDED.write_text(json.dumps(records, indent=1) + "\n")
-        README.write_text(insert(README.read_text(), section(records)))
+        file.write_text(json.dumps(records, indent=1) + "\n")
+        if options.topology == DEFAULT:
+            README.write_text(insert(README.read_text(), section(records)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,199 @@
+"""What one call of an attention kernel costs on a described chip. Also the script that compiles it, in its own process:
+libtpu reads the flags that make it dump its schedule once, when it is loaded.
+"""
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+TIMEOUT_S = 900
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Attention of `q_rows` queries to `kv_rows` keys and then to `text_rows`, whose number is known at run time.
+
+    `form`: fields of `policy.Form` in place of the table's. `kernel` "ours", or one to compare with.
+    """
+
+    title: str
+    heads: int
+    head_dim: int
+    q_rows: int
+    kv_rows: int
+    text_rows: int = 0
+    bounded: bool = False
+    kernel: Literal["ours", "splash", "online"] = "ours"
+    topology: str = "v6e:1x1"
+    form: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def scores(self) -> int:
+        return self.heads * self.q_rows * (self.kv_rows + self.text_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Cycles are predicted. `error`: why there are none. `cpu_s`: processor time of compiling, on all cores."""
+
+    mcycles: float = 0.0
+    rerun_mcycles: float = 0.0
+    bundles: int = 0
+    vmem_mib: float = 0.0
+    compile_s: float = 0.0
+    cpu_s: float = 0.0
+    form: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+def cost(call: Call) -> Found:
+    """Compiles `call` in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="attention-") as folder:
+        command = [sys.executable, __file__, folder]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+        try:
+            done = subprocess.run(
+                command,
+                input=json.dumps(asdict(call)),
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            return Found(error=f"not compiled after {TIMEOUT_S} s")
+        result = Path(folder, "found.json")
+        if not result.exists():
+            return Found(error=f"the compiler ended with exit code {done.returncode}: {done.stderr[-300:]}")
+        return Found(**json.loads(result.read_text()))
+
+
+def arrays(call: Call) -> list[tuple[tuple[int, ...], str]]:
+    """Shapes and formats of query, keys, values, then the text's and its length."""
+    width = call.heads * call.head_dim
+    rows = [call.q_rows, call.kv_rows, call.kv_rows, *([call.text_rows] * 2 if call.text_rows else [])]
+    return [((1, n, width), "bfloat16") for n in rows] + ([((1,), "int32")] if call.text_rows else [])
+
+
+def function(call: Call, device_kind: str) -> tuple[Callable[..., Any], Any]:
+    """What to compile, of `arrays`; and the form of ours."""
+    import jax.numpy as jnp
+    from comfyui_tpu.attention import kernel, policy
+    from comfyui_tpu.attention.keys import first
+
+    if call.kernel != "ours":
+        import online
+        import splash
+
+        attend = {"splash": splash.attention, "online": online.attention}[call.kernel]
+
+        def run(*flat: Any) -> Any:
+            q, k, v = (x.reshape(*x.shape[:2], call.heads, call.head_dim) for x in flat[:3])
+            if call.text_rows:
+                texts = [x.reshape(*x.shape[:2], call.heads, call.head_dim) for x in flat[3:5]]
+                k, v = jnp.concatenate([k, texts[0]], axis=1), jnp.concatenate([v, texts[1]], axis=1)
+            return attend(q, k, v)
+
+        return run, None
+
+    chosen = policy.AttentionPolicy(bounded=call.bounded).form_for(
+        device_kind,
+        q_seq=call.q_rows,
+        kv_rows=[call.kv_rows, *([call.text_rows] if call.text_rows else [])],
+        heads=call.heads,
+        head_dim=call.head_dim,
+        itemsize=2,
+    )
+    form = policy.Form(**{**asdict(chosen), **call.form})
+
+    def run_ours(q: Any, k: Any, v: Any, *text: Any) -> Any:
+        keys = [first(k, v, call.kv_rows), *([first(*text)] if text else [])]
+        return kernel.flat_attention(
+            q, keys, head_dim=call.head_dim, form=form, log_sums=False, scale=call.head_dim**-0.5
+        )[0]
+
+    return run_ours, form
+
+
+def _compile(call: Call, folder: str) -> Found:
+    from comfyui_tpu.tpu_runtime import bundles, chips, hlo, kernels
+
+    os.environ["LIBTPU_INIT_ARGS"] = bundles.DUMP_FLAGS.format(folder)
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, SingleDeviceSharding
+
+    device = chips.compile_devices(chips.topology(call.topology))[0]
+    sharding = SingleDeviceSharding(device)
+    run, form = function(call, device.device_kind)
+    given = [jax.ShapeDtypeStruct(shape, jnp.dtype(name), sharding=sharding) for shape, name in arrays(call)]
+    started = time.monotonic()
+    try:
+        with jax.sharding.use_abstract_mesh(Mesh(np.array([device]), ("x",)).abstract_mesh):
+            compiled = jax.jit(run).lower(*given).compile()
+    except jax.errors.JaxRuntimeError as error:
+        return Found(error=str(error).partition("\n")[0][:300], form=asdict(form) if form else {})
+    elapsed = time.monotonic() - started
+    (kernel,) = kernels.find(hlo.parse(compiled.as_text()))
+    grid = bundles.grid_of(json.loads(kernel.config)["custom_call_config"]["body"])
+    (dump,) = (path for path in Path(folder).glob("*-[0-9][0-9]-final_bundles.txt") if f"-{kernel.name}-" in path.name)
+    counted = bundles.cost_of(dump.read_text(), grid, reruns=kernel.reruns)
+    report = "".join(path.read_text() for path in Path(folder).glob("*-vmem_report.html"))
+    used = re.search(rf'"{re.escape(kernel.name)}": \{{.*?"total_size": (\d+)', report, re.DOTALL)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return Found(
+        mcycles=counted.longest / 1e6,
+        rerun_mcycles=counted.rerun / 1e6,
+        bundles=counted.length,
+        vmem_mib=int(used.group(1)) / MIB if used else 0.0,
+        compile_s=elapsed,
+        cpu_s=usage.ru_utime + usage.ru_stime,
+        form=asdict(form) if form else {},
+    )
+
+
+def floor_mcycles(call: Call) -> float:
+    """The least that the matrix units allow: contractions shallower than they are deep cost as much as full ones."""
+    from comfyui_tpu.tpu_runtime import chips
+
+    chip = chips.topology(call.topology).chip
+    depth = max(call.head_dim, chip.mxu_width)
+    flop = call.scores * 2 * (depth + call.head_dim)
+    return flop / chip.flop_per_cycle / 1e6
+
+
+def measured_s(call: Call, repeats: int = 5) -> float | None:
+    """Seconds of one call on this machine's TPU; None where there is none."""
+    import jax
+    import jax.numpy as jnp
+
+    device = jax.devices()[0]
+    if device.platform != "tpu":
+        return None
+    run = jax.jit(function(call, device.device_kind)[0])
+    given = [
+        jnp.full(shape, call.text_rows, name) if name == "int32" else jax.random.normal(jax.random.key(n), shape, name)
+        for n, (shape, name) in enumerate(arrays(call))
+    ]
+    jax.block_until_ready(run(*given))
+    started = time.monotonic()
+    for _ in range(repeats):
+        out = run(*given)
+    jax.block_until_ready(out)
+    return (time.monotonic() - started) / repeats
+
+
+if __name__ == "__main__":
+    found = _compile(Call(**json.load(sys.stdin)), sys.argv[1])
+    Path(sys.argv[1], "found.json").write_text(json.dumps(asdict(found)))
