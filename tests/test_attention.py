@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comfyui_tpu.attention import kernel_body
+from comfyui_tpu.attention import kernel_body, tiles
+from comfyui_tpu.attention import policy as policies
 from comfyui_tpu.attention.api import attention, joint_attention
 from comfyui_tpu.attention.policy import AttentionPolicy, Form
 from comfyui_tpu.sharding.mesh import make_mesh
@@ -262,3 +263,36 @@ def test_forms_are_checked(form: dict[str, int], message: str):
     with pytest.raises(ValueError) as error:
         Form(**form)
     assert str(error.value) == message
+
+
+WAN = {"q_seq": 75600, "kv_rows": [75600], "heads": 10, "head_dim": 128, "itemsize": 2}
+HUNYUAN = {"q_seq": 111600, "kv_rows": [111600, 1256], "heads": 4, "head_dim": 128, "itemsize": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "bounded", "maximum", "divided"),
+    [
+        ("TPU v6 lite", WAN, False, "sampled", False),
+        ("TPU v6 lite", HUNYUAN, True, "zero", False),
+        ("TPU7x", WAN, False, "sampled", False),
+        ("TPU7x", HUNYUAN, True, "zero", True),
+        ("TPU7x", HUNYUAN, False, "online", True),  # a rerun would need all keys in VMEM
+        ("TPU v4", WAN, False, "online", True),
+    ],
+)
+def test_the_form_follows_from_the_chip_the_size_and_the_weights(
+    kind: str, call: dict[str, Any], bounded: bool, maximum: str, divided: bool
+):
+    form = AttentionPolicy(bounded=bounded).form_for(kind, **call)
+    assert (form.maximum, form.block_kv is not None) == (maximum, divided)
+    used = policies.vmem_bytes(form, call["q_seq"], call["kv_rows"], call["head_dim"], call["itemsize"])
+    assert used <= form.vmem_mib * 2**20 < tiles.VMEM_MIB[kind] * 2**20
+
+
+def test_tiles_are_those_of_the_nearest_entry(monkeypatch: pytest.MonkeyPatch):
+    def entry(rows: int, step: int) -> dict[str, Any]:
+        return {"device_kind": "TPU", "head_dim": 128, "kv_rows": rows, "libtpu": "1", "tiles": {"step": step}}
+
+    monkeypatch.setattr(tiles, "ENTRIES", (entry(1000, 16), entry(3000, 32)))
+    found = [tiles.tiles_for("TPU", head_dim=128, kv_rows=rows, heads=1).get("step") for rows in (900, 2900, 9000)]
+    assert found == [16, 32, 1024]
