@@ -73,19 +73,23 @@ class AttentionPolicy:
 
 
 def _candidates(form: Form) -> Iterator[Form]:
+    """Forms of falling speed that need ever less VMEM."""
     yield form
-    yield replace(form, single_buffered=True)
-    divided = "online" if form.maximum == "sampled" else form.maximum
+    for block_q, step in ((1, 1), (1, 2), (2, 2)):
+        yield replace(_smaller(form, block_q, step), single_buffered=True)
+    # A rerun needs all keys.
+    divided = replace(form, maximum="online" if form.maximum == "sampled" else form.maximum)
     for shrink in (1, 2, 4, 8):
-        block_q, step = max(128, form.block_q // shrink), max(128, form.step // shrink)
-        columns = form.columns and min(form.columns, block_q)
-        smaller = replace(form, block_q=block_q, step=step, columns=columns)
-        if shrink > 1:
-            yield replace(smaller, single_buffered=True)
         for block_kv in (16384, 8192, 4096, 2048, 1024):
-            yield replace(smaller, maximum=divided, block_kv=block_kv)
+            yield replace(_smaller(divided, shrink, shrink), block_kv=block_kv)
     # The compiler says if even this is too much.
-    yield replace(smaller, maximum=divided, block_kv=512)
+    yield replace(_smaller(divided, 8, 8), block_kv=512)
+
+
+def _smaller(form: Form, block_q: int, step: int) -> Form:
+    wanted = max(128, form.block_q // block_q)
+    columns = form.columns and min(form.columns, wanted)
+    return replace(form, block_q=wanted, step=max(128, form.step // step), columns=columns)
 
 
 def vmem_bytes(form: Form, q_seq: int, kv_rows: Sequence[int], head_dim: int, itemsize: int) -> int:

@@ -1,4 +1,4 @@
-"""Written by `benchmarks/tune_attention.py`: the `tiles` for `kv_rows` keys, and the `libtpu` that was asked."""
+"""Written by `benchmarks/tune_attention.py`: the `tiles` for `kv_rows` keys, by which `libtpu`."""
 
 from typing import Any
 

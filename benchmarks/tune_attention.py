@@ -22,7 +22,7 @@ from kernel_cost import Call, Found, cost, measured_s
 import attention
 
 FILE = Path(__file__).parents[1] / "attention" / "tile_table.py"
-HEAD = '''"""Written by `benchmarks/tune_attention.py`: the `tiles` for `kv_rows` keys, and the `libtpu` that was asked."""
+HEAD = '''"""Written by `benchmarks/tune_attention.py`: the `tiles` for `kv_rows` keys, by which `libtpu`."""
 
 from typing import Any
 
