@@ -19,7 +19,7 @@ def is_bounded(spec: ModelSpec, component: Component, folder: Path) -> bool:
     """Whether no score of the denoiser in `folder` can exceed `SCORE_BOUND`, in base 2, whatever the input."""
     if not spec.head_norms:
         return False
-    tensors = by_own_names(read_headers(folder), component.aliases)
+    tensors = by_own_names(read_headers(folder, component), component.aliases)
     return all(score_bound(tensors, norms) <= SCORE_BOUND for norms in spec.head_norms)
 
 
