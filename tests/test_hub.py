@@ -14,6 +14,7 @@ from pathlib import Path
 import huggingface_hub
 import jax
 import pytest
+import torch
 from comfyui_tpu import cli
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.hunyuan15 import SAMPLER
@@ -27,7 +28,7 @@ from comfyui_tpu.tpu_runtime.stages import ModelRef
 
 SPEC = spec_for_family("Wan21")
 HUNYUAN, HUNYUAN_I2V = spec_for_family("HunyuanVideo15"), spec_by_name("hunyuanvideo1.5-i2v-720p")
-WAN22 = spec_for_family("Wan22I2V")
+WAN22, COGVIDEOX = spec_for_family("Wan22I2V"), spec_for_family("CogVideoX")
 ID = "owner/model"
 MODEL = ModelRef(spec_name=SPEC.name, model_id=ID, precision="float32")
 TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZ012345"
@@ -115,6 +116,17 @@ def test_a_hub_model_runs_and_takes_only_what_a_stage_needs(fake: FakeHub, monke
         'download owner/model --include "vae/diffusion_pytorch_model-00002-of-00003.safetensors" '
         '"vae/diffusion_pytorch_model-00003-of-00003.safetensors"; or set model_id to a local folder.'
     )
+
+
+def test_a_hub_models_denoiser_is_there_before_its_program_is_chosen(fake: FakeHub):
+    """Which kernel runs depends on the weights: a Hub model's have to be fetched for that."""
+    fake.repositories[ID] = tiny.ensure(COGVIDEOX)
+    model = ModelRef(spec_name=COGVIDEOX.name, model_id=ID, precision="float32")
+    settings = COGVIDEOX.settings(height=64, width=64, num_frames=1, num_inference_steps=1, guidance_scale=1.0)
+    prompt = [[torch.ones(1, 226, 40), {"tpu_family": COGVIDEOX.family}]]
+    found = Engine(jax.devices()[:1]).denoise(model, settings, prompt, None, Silent())["samples"]
+    assert {name.split("/")[0] for name in fake.weights()} == {"transformer"}
+    assert found.shape == (1, 16, 1, 8, 8)
 
 
 def test_known_prompts_need_no_text_encoder(fake: FakeHub):

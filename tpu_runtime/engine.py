@@ -470,7 +470,7 @@ class Run:
         references = {name: x.shape for name, x in given.items() if spec.references and name.startswith("reference_")}
         kind = features if features in (None, "keep") else "reuse"
         bounded = all(
-            score_bound.is_bounded(spec, component, self.found.folder(component.folder, self.progress))
+            score_bound.is_bounded(spec, component, self.found.fetch_weights(component, self.progress))
             for component in map(spec.component, spec.experts)
         )
         return self.engine.executable(
