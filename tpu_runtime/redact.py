@@ -8,8 +8,6 @@ HIDDEN = "***"
 VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 # What libraries log: the addresses that they ask (`httpx` at INFO), those of downloads that break off, and answers.
 LIBRARIES = ("httpcore", "httpcore2", "httpx", "httpx2", "huggingface_hub", "urllib3")
-# Parts that are imported with the first connection.
-_LATE = ("connection", "http11", "http2", "proxy", "socks")
 _PATTERNS = (
     re.compile(r"()\b(?:hf|api_org)_[A-Za-z0-9]{16,}"),
     re.compile(r"(://)[^/\s@]+(?=@)"),
@@ -51,7 +49,6 @@ def guard_logs() -> None:
 
     A logger filters its own records alone, not those of its children.
     """
-    late = [f"{library}.{part}" for library in LIBRARIES for part in _LATE]
-    for name in (*LIBRARIES, *late, *logging.root.manager.loggerDict):
+    for name in (*LIBRARIES, *logging.root.manager.loggerDict):
         if name.partition(".")[0] in LIBRARIES:
             logging.getLogger(name).addFilter(_FILTER)
