@@ -41,7 +41,8 @@ def flat_attention(
     heads = lanes // head_dim
     least = max(1, LANES // head_dim)  # a block has 128 lanes at least
     together = form.heads if form.heads % least == 0 and heads % form.heads == 0 else least
-    block_q = min(form.block_q, round_up(q_seq, LANES))
+    # Blocks of equal size: of a last one that is nearly empty the rest would be computed for nothing.
+    block_q = round_up(-(-q_seq // -(-q_seq // form.block_q)), LANES)
     width = together * head_dim
     blocks = _key_blocks(keys, form)
     num_kv = -(-max(keys[0].rows, 1) // blocks[0])
