@@ -50,7 +50,10 @@ class _Page:
         for node_id, node in self._nodes.items():
             if node["type"] in PAGE_ONLY or node.get("mode") in (_MUTED, _BYPASSED):
                 continue
-            inputs = self._widgets(node_id, node) | self._linked(node)
+            try:
+                inputs = self._widgets(node_id, node) | self._linked(node)
+            except RecursionError:
+                raise ValueError("The workflow's bypassed nodes or reroutes are linked in a circle.") from None
             workflow[node_id] = {"class_type": node["type"], "inputs": inputs, "_meta": {"title": _title(node)}}
         return workflow
 

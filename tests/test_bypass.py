@@ -127,6 +127,13 @@ def test_the_pages_rule(inputs: list[str], output: int, given: str, wanted: str,
     assert bypass_index(inputs, output, given, wanted) == expected
 
 
+def test_bypassed_nodes_in_a_circle_are_named():
+    document = saved_page(NEW_ORDER)
+    document["links"] = [[link, 2 if link in (1, 2) else origin, *rest] for link, origin, *rest in document["links"]]
+    with pytest.raises(ValueError, match="bypassed nodes or reroutes are linked in a circle"):
+        to_api(document, HEADLESS)
+
+
 def test_a_foreign_bypassed_node_follows_the_same_rule():
     """Of a node that is not ours the page's saved order is all there is."""
     document = saved_page(NEW_ORDER)
