@@ -251,8 +251,8 @@ def test_a_repository_without_safetensors(fake: FakeHub, tmp_path: Path):
     fake.repositories[ID] = folder
     found = MODEL.locate()
     assert error_of(lambda: found.fetch_weights(SPEC.component("text_encoder"), Silent())) == (
-        "owner/model has no text_encoder/model.safetensors, or the Hugging Face Hub cannot be reached. Weights are "
-        "read from safetensors files alone. Choose another repository, or set model_id to a local folder."
+        "owner/model has no text_encoder/model.safetensors on the Hugging Face Hub. Weights are read from safetensors "
+        "files alone. Choose another repository, or set model_id to a local folder."
     )
 
 
@@ -260,9 +260,19 @@ def test_a_network_that_is_gone_after_the_index(fake: FakeHub, monkeypatch: pyte
     stages.variant(HUNYUAN, ID, progress=Silent())
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert error_of(lambda: MODEL.locate().home(Silent())) == (
-        "owner/model has no text_encoder/config.json, transformer/config.json, vae/config.json, "
-        "scheduler/scheduler_config.json, or the Hugging Face Hub cannot be reached. Choose another repository, or set "
-        "model_id to a local folder."
+        "configuration of owner/model is not on this machine and the Hugging Face Hub cannot be reached. With a "
+        'network, run: hf download owner/model --include "text_encoder/*" "transformer/*" "vae/*" "tokenizer/*" '
+        '"scheduler/*"; or set model_id to a local folder.'
+    )
+
+
+def test_what_the_hub_answers_after_the_index(fake: FakeHub):
+    """Its client takes what is here, though that is the index alone."""
+    stages.variant(HUNYUAN, ID, progress=Silent())
+    fake.answers["/api/"] = Answer(status=429, headers={"Retry-After": "42"})
+    assert error_of(lambda: MODEL.locate().home(Silent())) == (
+        "The Hugging Face Hub takes no more requests for now (429): configuration of owner/model was not downloaded. "
+        "Try again in 42 seconds; with a token more are allowed (hf auth login, or set HF_TOKEN)."
     )
 
 

@@ -71,7 +71,7 @@ class Checkpoint:
             _check_index(self.spec, self.model_id, read_json(root / INDEX))
             small = [f"{part}/{pattern}" for part in parts for pattern in SMALL_FILES]
             configs = dict.fromkeys(f"{component.folder}/{CONFIG}" for component in self.spec.components)
-            hub.fetch(self.model_id, root, [*configs, SCHEDULER_CONFIG, *small], progress, "configuration")
+            hub.fetch(self.model_id, root, [*configs, SCHEDULER_CONFIG, *small], progress, "configuration", parts)
             self.located.append(root)
         return self.located[0]
 

@@ -63,18 +63,25 @@ def snapshot(model_id: str, parts: Sequence[str], progress: Progress) -> Path:
         return Path(hf_hub_download(model_id, INDEX)).parent
 
 
-def fetch(model_id: str, root: Path, names: Sequence[str], progress: Progress, title: str) -> None:
+def fetch(
+    model_id: str, root: Path, names: Sequence[str], progress: Progress, title: str, parts: Sequence[str] = ()
+) -> None:
     """Makes files of the commit whose folder is `root` local. Names may be patterns, such as `vae/*.json`.
 
-    Raises `HubError` where a file that is named, not matched, is not there afterwards.
+    Raises `HubError` where a file that is named, not matched, is not there afterwards; its command names whole `parts`,
+    if given.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
 
     exact = [name for name in names if "*" not in name]
-    if len(exact) == len(names) and not _missing(root, exact):
+    missing = _missing(root, exact)
+    if not missing and len(exact) == len(names):
         return
-    with _sentences(model_id, title, names):
+    with _sentences(model_id, title, [f"{part}/*" for part in parts] or names):
         progress.check_cancelled()
+        if missing:
+            # As in `snapshot`. With a part of the model here, what follows would also pass over what the Hub answers.
+            HfApi().model_info(model_id, revision=root.name)
         snapshot_download(
             model_id,
             revision=root.name,
@@ -84,8 +91,8 @@ def fetch(model_id: str, root: Path, names: Sequence[str], progress: Progress, t
     if missing := _missing(root, exact):
         hint = " Weights are read from safetensors files alone." if missing[0].endswith(".safetensors") else ""
         raise HubError(
-            f"{model_id} has no {', '.join(missing)}, or the Hugging Face Hub cannot be reached.{hint} Choose another "
-            "repository, or set model_id to a local folder."
+            f"{model_id} has no {', '.join(missing)} on the Hugging Face Hub.{hint} Choose another repository, or set "
+            "model_id to a local folder."
         )
 
 
