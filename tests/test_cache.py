@@ -1,16 +1,24 @@
 """The cache: whose files it takes, what it does where it cannot write, and what leaves when it is full."""
 
+import hashlib
 import os
 import pickle
+import random
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from comfyui_tpu.tpu_runtime import cache, trust
+from comfyui_tpu.tpu_runtime import cache, executables, trust
 from comfyui_tpu.tpu_runtime.cache import Store
+from comfyui_tpu.tpu_runtime.program import Program, use_persistent_cache
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 PROGRAMS = Store("programs", code=True)
 
@@ -110,8 +118,6 @@ def test_a_plain_file_in_the_place_of_a_kind_costs_only_that_kind(folder: Path):
 
 def planted(store: Store, key: str, payload: bytes = b"planted") -> None:
     """An entry as whoever knows the format, but not the key, would write it."""
-    import hashlib
-
     store.path(key).write_bytes(hashlib.sha256(payload).digest() + payload)
 
 
@@ -133,27 +139,23 @@ class _Trap:
         return open, (str(self.path), "w")
 
 
-def test_a_planted_pickle_is_never_opened(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from comfyui_tpu.tpu_runtime import executables
-    from comfyui_tpu.tpu_runtime.program import Program
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
+@pytest.fixture
+def add_one() -> tuple:
+    """What `executables.obtain` takes for a program new to XLA's cache: how to build it, and for which devices."""
     devices = tuple(jax.devices()[:1])
     mesh = Mesh(np.array(devices), ("sp",))
     shape = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=NamedSharding(mesh, P()))
+    number = random.random()
+    return lambda: Program(name="add", fn=lambda x: x + number, args=(shape,), mesh=mesh, precision="float32"), devices
 
-    def build() -> Program:
-        return Program(name="add", fn=lambda x: x + 1, args=(shape,), mesh=mesh, precision="float32")
 
-    _, is_new = executables.obtain("digest", build, devices)
+def test_a_planted_pickle_is_never_opened(folder: Path, tmp_path: Path, add_one: tuple):
+    devices = add_one[1]
+    _, is_new = executables.obtain("digest", *add_one)
     assert is_new and executables.is_stored("digest", devices)
-    assert not executables.obtain("digest", build, devices)[1]
+    assert not executables.obtain("digest", *add_one)[1]
     planted(executables.STORE, executables._key("digest", devices), pickle.dumps(_Trap(tmp_path / "sprung")))
-    assert executables.obtain("digest", build, devices)[1]
+    assert executables.obtain("digest", *add_one)[1]
     assert not (tmp_path / "sprung").exists()
 
 
@@ -238,9 +240,6 @@ def test_processes_that_make_a_key_at_once_agree_on_one(folder: Path):
 
 
 def test_xlas_programs_are_not_kept_where_others_may_write(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    import jax
-    from comfyui_tpu.tpu_runtime.program import use_persistent_cache
-
     asked: dict[str, object] = {}
     monkeypatch.setattr(jax.config, "update", asked.__setitem__)
     (folder / "xla").mkdir(parents=True)
@@ -250,3 +249,56 @@ def test_xlas_programs_are_not_kept_where_others_may_write(folder: Path, monkeyp
     (folder / "xla").chmod(0o755)
     use_persistent_cache()
     assert asked["jax_compilation_cache_dir"] == str(folder / "xla")
+
+
+# --- how much it holds ------------------------------------------------------------------------------------------------
+
+
+def file(path: Path, size: int, *, written: float, read: float = 0.0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"x" * size)
+    os.utime(path, (max(written, read), written))
+    return path
+
+
+def test_xlas_programs_have_a_limit_and_the_longest_unused_leave(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(cache.MAX_BYTES, "xla", 250)
+    oldest = file(folder / "xla" / "a", 100, written=1)
+    read_since = file(folder / "xla" / "b", 100, written=2, read=9)
+    newest = file(folder / "xla" / "c", 100, written=5)
+    cache.trim_xla()
+    assert not oldest.exists() and read_since.exists() and newest.exists()
+
+
+def test_every_compilation_and_every_start_keeps_the_limit(
+    folder: Path, add_one: tuple, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(cache.MAX_BYTES, "xla", 0)
+    entry = file(folder / "xla" / "a", 100, written=1)
+    executables.obtain("digest", *add_one)
+    assert not entry.exists()
+    entry = file(folder / "xla" / "a", 100, written=1)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    use_persistent_cache()
+    assert not entry.exists()
+
+
+def test_a_folder_of_jaxs_own_variable_is_left_to_its_owner(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "own"))
+    monkeypatch.setitem(cache.MAX_BYTES, "xla", 0)
+    entry = file(tmp_path / "own" / "a", 100, written=1)
+    cache.trim_xla()
+    assert entry.exists()
+
+
+def test_the_longest_unused_entries_leave_a_store(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(cache.MAX_BYTES, "prompts", 450)
+    store = Store("prompts")
+    for number, key in enumerate("abc"):
+        store.put(key, b"x" * 100)
+        os.utime(store.path(key), (number, number))
+    assert store.get("a")  # used again
+    store.put("d", b"x" * 100)
+    assert [key for key in "abcd" if store.has(key)] == ["a", "c", "d"]

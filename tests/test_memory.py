@@ -1,17 +1,21 @@
 """Memory under pressure: what the compiler refuses, what leaves when there is no room."""
 
+import re
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comfyui_tpu.tpu_runtime import chips, executables, refusal
+from comfyui_tpu.tpu_runtime import chips, executables, refusal, residency
 from comfyui_tpu.tpu_runtime.engine import Engine
-from comfyui_tpu.tpu_runtime.memory_advice import DoesNotFit, OutOfMemory
+from comfyui_tpu.tpu_runtime.memory_advice import VARIABLE, DoesNotFit, OutOfMemory
 from comfyui_tpu.tpu_runtime.models import SPECS
 from comfyui_tpu.tpu_runtime.program import Program
 from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.residency import Residency
+from comfyui_tpu.tpu_runtime.sizes import MIB
 from comfyui_tpu.tpu_runtime.stages import ModelRef
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -43,6 +47,12 @@ def large_scratch(x: jax.Array) -> jax.Array:
     return pl.pallas_call(_through_scratch, out_shape=x, scratch_shapes=shapes, name="deep")(x)
 
 
+def for_a_tpu(function: Any, shape: tuple[int, ...]) -> Program:
+    mesh = Mesh(np.array(chips.compile_devices(chips.topology("v6e-1"))), ("sp",))
+    arg = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P()))
+    return Program(name="small", fn=function, args=(arg,), mesh=mesh, precision="bfloat16")
+
+
 @pytest.mark.parametrize(
     ("function", "shape", "memory", "sentence"),
     [
@@ -53,12 +63,9 @@ def large_scratch(x: jax.Array) -> jax.Array:
     ids=["HBM", "VMEM of blocks", "VMEM of scratch"],
 )
 def test_libtpus_refusal_says_which_memory(function: Any, shape: tuple[int, ...], memory: str, sentence: str):
-    devices = chips.compile_devices(chips.topology("v6e-1"))
-    mesh = Mesh(np.array(devices), ("sp",))
-    arg = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P()))
-    program = Program(name=memory, fn=function, args=(arg,), mesh=mesh, precision="bfloat16")
+    program = for_a_tpu(function, shape)
     with pytest.raises(DoesNotFit) as refused:
-        executables.obtain(f"refused {sentence}", lambda: program, devices)
+        executables.obtain(f"refused {sentence}", lambda: program, tuple(program.mesh.devices.flat))
     assert refused.value.refused.memory == memory
     assert str(refused.value).startswith(sentence)
 
@@ -116,3 +123,104 @@ def test_older_texts_and_other_complaints():
     used = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 54.12G of 31.25G hbm. Exceeded by 22.87G."
     assert refusal.parse(used).needed_bytes == int(54.12 * 2**30)
     assert refusal.parse("INTERNAL: something used (1.0G)") is None
+
+
+# --- what leaves ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A program in MiB: what its code takes while it is loaded, and what it needs beside that when it runs."""
+
+    code: int
+    workspace: int = 0
+
+    @property
+    def parts(self) -> "tuple[Loaded, ...]":
+        return (self,)
+
+    @property
+    def code_bytes(self) -> int:
+        return self.code * MIB
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.workspace * MIB
+
+
+class Chip:
+    """A `Residency` with a budget of 100 MiB, in which components and programs have names of one letter."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(VARIABLE, str(100 / 1024))
+        self.residency = Residency(jax.devices()[0])
+        self.loads: list[str] = []
+
+    def run(self, component: str, size: int, running: Loaded) -> None:
+        def load() -> dict[str, jax.Array]:
+            self.loads.append(component)
+            return {}
+
+        self.residency.get(
+            (component,), component=component, model="m", size_bytes=size * MIB, running=running, load=load
+        )
+
+    @property
+    def held(self) -> str:
+        return "".join(resident.component for resident in self.residency.list())
+
+
+@pytest.fixture
+def chip(monkeypatch: pytest.MonkeyPatch) -> Chip:
+    return Chip(monkeypatch)
+
+
+def test_the_code_of_loaded_programs_counts_in_the_budget(chip: Chip):
+    old, new = Loaded(code=30), Loaded(code=10, workspace=20)
+    chip.residency.add_program("old", old)
+    chip.run("a", 30, old)
+    chip.residency.add_program("new", new)
+    chip.run("b", 10, new)  # 30 + 30 + 10 + 10 + 20: just enough
+    assert (chip.held, chip.residency.programs()) == ("ab", (old, new))
+    chip.run("c", 20, new)  # the longest unused leaves, and that is a program
+    assert (chip.held, chip.residency.programs()) == ("abc", (new,))
+    assert chip.residency.code_bytes == 10 * MIB and chip.residency.size_bytes == 60 * MIB
+
+
+def test_the_longest_unused_leaves_be_it_weights_or_a_program(chip: Chip):
+    first, second = Loaded(code=20), Loaded(code=20)
+    chip.residency.add_program("first", first)
+    chip.run("a", 20, first)
+    chip.residency.add_program("second", second)
+    chip.run("b", 20, second)
+    assert chip.residency.program("first") is first  # used again
+    chip.run("c", 30, second)
+    assert (chip.held, chip.residency.programs()) == ("bc", (second, first))
+    chip.run("a", 20, first)
+    assert chip.loads == ["a", "b", "c", "a"]
+
+
+def test_the_running_programs_own_code_stays_and_must_fit(chip: Chip):
+    running = Loaded(code=40, workspace=30)
+    chip.residency.add_program("running", running)
+    chip.run("a", 30, running)
+    with pytest.raises(OutOfMemory, match=re.escape("31.0 MiB for its weights and 70.0 MiB to run, on each chip")):
+        chip.run("b", 31, running)
+    assert chip.residency.programs() == (running,) and chip.held == "a"
+
+
+def test_programs_of_many_sizes_do_not_stay_for_ever(chip: Chip, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(residency, "MAX_PROGRAMS", 2)
+    for name in "abc":
+        chip.residency.add_program(name, Loaded(code=1))
+        chip.residency.program("a")
+    assert [name for name in "abc" if chip.residency.program(name)] == ["a", "c"]
+
+
+def test_a_programs_code_is_what_the_compiler_says():
+    program = for_a_tpu(lambda x: x + 1, (8, 128))
+    executable = executables.Executable(program=program, compiled=program.compile())
+    stats = executable.compiled.memory_analysis()
+    assert executable.code_bytes == stats.generated_code_size_in_bytes > 0
+    assert executable.workspace_bytes == stats.output_size_in_bytes + stats.temp_size_in_bytes

@@ -202,11 +202,11 @@ def test_the_idle_expert_leaves_when_both_do_not_fit(monkeypatch: pytest.MonkeyP
     runner.free()
     expected = runner.denoise(MODEL, ODD, *embeds, Silent(), condition)["samples"]
     assert [resident.component for resident in runner.residency.list()] == list(SPEC.experts)
-    (step,) = runner._executables.values()
+    (step,) = runner.residency.programs()
     one = runner.residency.list()[0].size_bytes
     runner.residency.clear()
     before = runner.counts["load"]
-    monkeypatch.setenv(VARIABLE, str((1.5 * one + step.workspace_bytes) / GIB))
+    monkeypatch.setenv(VARIABLE, str((1.5 * one + step.code_bytes + step.workspace_bytes) / GIB))
     assert torch.equal(runner.denoise(MODEL, ODD, *embeds, Silent(), condition)["samples"], expected)
     assert runner.counts["load"] - before == 2
     assert [resident.component for resident in runner.residency.list()] == [SPEC.experts[1]]

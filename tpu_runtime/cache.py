@@ -13,7 +13,7 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ SECONDS_BETWEEN_COUNTS = 5
 # Beginnings of entries that a killed process never finished are older than this.
 ABANDONED_S = 24 * 3600
 # More than this leaves, the longest unused first.
-MAX_BYTES = {"programs": 20 * GIB, "prompts": 4 * GIB, "plans": GIB}
+MAX_BYTES = {"programs": 20 * GIB, "prompts": 4 * GIB, "plans": GIB, "xla": 20 * GIB}
 
 
 def cache_folder() -> Path:
@@ -153,7 +153,7 @@ class Store:
         path, scratch = self.path(key), None
         try:
             _make(self.folder)
-            self._make_room(len(payload))
+            _trim(self.folder, MAX_BYTES[self.kind] - len(payload))
             descriptor, scratch = tempfile.mkstemp(prefix=f".{key}-", dir=self.folder)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(self._digest(key, payload))
@@ -180,25 +180,42 @@ class Store:
         except OSError as error:
             log.warning("%s cannot be removed (%s).", self.path(key), error)
 
-    def _make_room(self, size: int) -> None:
-        """Lets the longest unused entries go, and what killed processes left."""
-        entries = sorted(_entries(self.folder))
-        newest = entries[-1][0] if entries else 0.0
-        held = sum(entry_size for _, entry_size, _ in entries)
-        for modified, entry_size, entry in entries:
-            is_abandoned = entry.name.startswith(".") and modified < newest - ABANDONED_S
-            if is_abandoned or held + size > MAX_BYTES[self.kind]:
-                held -= entry_size
-                entry.unlink(missing_ok=True)
+
+def trim_xla() -> None:
+    """Lets the longest unused of XLA's programs go. A folder of JAX's own variable is left to its owner: JAX has a
+    limit for it (`JAX_COMPILATION_CACHE_MAX_SIZE`), which fails where it finds files of processes without one.
+    """
+    folder = cache_folder() / "xla"
+    if folder != xla_cache_folder():
+        return
+    try:
+        # JAX only reads what it finds, so when it was read counts.
+        _trim(folder, MAX_BYTES["xla"], lambda status: max(status.st_mtime, status.st_atime))
+    except OSError as error:
+        log.warning("XLA's cache %s cannot be made smaller (%s).", folder, error)
 
 
-def _entries(folder: Path) -> Iterator[tuple[float, int, Path]]:
-    """When each file was last used, its size and path; another process may remove some meanwhile."""
-    for entry in folder.iterdir():
+def _trim(folder: Path, limit: int, used: Callable[[os.stat_result], float] = lambda status: status.st_mtime) -> None:
+    """Lets the longest unused files of a folder go until the others hold at most `limit` bytes, and what killed
+    processes left.
+    """
+    files = sorted((used(status), status.st_size, path) for path, status in _files(folder))
+    newest = files[-1][0] if files else 0.0
+    held = sum(size for _, size, _ in files)
+    for moment, size, path in files:
+        is_abandoned = path.name.startswith(".") and moment < newest - ABANDONED_S
+        if is_abandoned or held > limit:
+            held -= size
+            path.unlink(missing_ok=True)
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """The files of a folder; another process may remove some meanwhile."""
+    for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
-            status = entry.stat()
+            status = path.stat()
             if stat.S_ISREG(status.st_mode):
-                yield status.st_mtime, status.st_size, entry
+                yield path, status
 
 
 def _touch(path: Path) -> None:

@@ -54,10 +54,13 @@ def kept_shapes(reuse: StepReuse, full: Program) -> dict[str, jax.ShapeDtypeStru
 
 
 class Runnable(Protocol):
-    """A compiled program (see `engine.Executable`)."""
+    """A compiled program (see `executables.Executable`)."""
 
     @property
     def program(self) -> Program: ...
+
+    @property
+    def parts(self) -> "tuple[Runnable, ...]": ...
 
     @property
     def workspace_bytes(self) -> int: ...
@@ -78,6 +81,10 @@ class CachedDenoiser:
     @property
     def program(self) -> Program:
         return self.full.program
+
+    @property
+    def parts(self) -> tuple[Runnable, ...]:
+        return (*self.full.parts, *self.cached.parts)
 
     @property
     def workspace_bytes(self) -> int:

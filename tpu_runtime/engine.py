@@ -80,7 +80,6 @@ class Engine:
         self.last_run: telemetry.LastRun | None = None
         self.peak_bytes = [0] * len(self.devices)
         self._run: telemetry.LastRun | None = None
-        self._executables: dict[str, Executable] = {}
         self._prompts = Prompts()
         self._lock = threading.RLock()
 
@@ -177,7 +176,6 @@ class Engine:
                 self.residency.drop(ids)
                 return
             self.residency.clear()
-            self._executables.clear()
 
     def forget_prompts(self) -> None:
         """Drops the encoded prompts kept in host memory."""
@@ -269,16 +267,17 @@ class Engine:
     ) -> Executable:
         """The program for `key`: of this process, of an earlier one, or compiled."""
         digest = signature(*(json.dumps(part, sort_keys=True) if isinstance(part, dict) else part for part in key))
-        if digest not in self._executables:
-            stored = executables.is_stored(digest, self.devices)
-            progress.text(f"Loading the program of {title}" if stored else f"Compiling {title} (once for this size)")
-            progress.check_cancelled()
-            with _flagged(progress.activity):
-                found, is_new = executables.obtain(digest, build, self.devices)
-            self._executables[digest] = found
-            self.counts["compile"] += is_new
-            progress.check_cancelled()
-        return self._executables[digest]
+        if (loaded := self.residency.program(digest)) is not None:
+            return loaded
+        stored = executables.is_stored(digest, self.devices)
+        progress.text(f"Loading the program of {title}" if stored else f"Compiling {title} (once for this size)")
+        progress.check_cancelled()
+        with _flagged(progress.activity):
+            found, is_new = executables.obtain(digest, build, self.devices)
+        self.residency.add_program(digest, found)
+        self.counts["compile"] += is_new
+        progress.check_cancelled()
+        return found
 
     def weights(
         self, found: Checkpoint, component: Component, executable: cached_steps.Runnable, progress: telemetry.Watched
@@ -300,10 +299,10 @@ class Engine:
             component=component.name,
             model=found.model_id,
             size_bytes=load.bytes_per_chip(wanted),
-            workspace_bytes=executable.workspace_bytes,
+            running=executable,
             load=read,
         )
-        needed = self.residency.size_bytes + executable.workspace_bytes
+        needed = self.residency.size_bytes + self.residency.code_bytes + executable.workspace_bytes
         progress.activity.needed_bytes = max(progress.activity.needed_bytes, needed)
         return resident.weights
 

@@ -19,7 +19,7 @@ import jax
 from jax.experimental import serialize_executable
 
 from . import refusal
-from .cache import Store, signature
+from .cache import Store, signature, trim_xla
 from .memory_advice import DoesNotFit
 from .program import Program, shard_bytes
 from .telemetry import compilations
@@ -44,15 +44,26 @@ class Executable:
         placed = jax.tree.map(lambda value, want: jax.device_put(value, want.sharding), args, self.program.args[1:])
         return self.compiled(weights, *placed)
 
+    @property
+    def parts(self) -> tuple["Executable", ...]:
+        """See `residency.Running`."""
+        return (self,)
+
     @functools.cached_property
     def workspace_bytes(self) -> int:
-        """What one chip holds while it runs, beside its weights: other arguments, results, temporaries, code."""
+        """What one chip holds while it runs, beside its weights and its code: other arguments, results, temporaries."""
         stats = self.compiled.memory_analysis()
         if stats is None:
             return 0
         weights = sum(map(shard_bytes, jax.tree.leaves(self.program.args[0])))
         held = stats.argument_size_in_bytes - weights + stats.output_size_in_bytes - stats.alias_size_in_bytes
-        return max(0, held) + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
+        return max(0, held) + stats.temp_size_in_bytes
+
+    @functools.cached_property
+    def code_bytes(self) -> int:
+        """What its code takes of one chip for as long as it is loaded."""
+        stats = self.compiled.memory_analysis()
+        return stats.generated_code_size_in_bytes if stats else 0
 
 
 def is_stored(digest: str, devices: tuple[jax.Device, ...]) -> bool:
@@ -76,6 +87,7 @@ def obtain(digest: str, build: Callable[[], Program], devices: tuple[jax.Device,
     if compilations().cached == from_xla_cache:
         # What XLA itself has loaded does not serialize again: the CPU's code then lacks functions.
         _keep(key, program, compiled)
+        trim_xla()
     return Executable(program=program, compiled=compiled), True
 
 

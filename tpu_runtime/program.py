@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from .cache import cache_folder, holds_own_code, xla_cache_folder
+from .cache import cache_folder, holds_own_code, trim_xla, xla_cache_folder
 from .precision import Precision
 from .trust import PRIVATE
 
@@ -89,3 +89,4 @@ def use_persistent_cache() -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    trim_xla()

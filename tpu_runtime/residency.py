@@ -1,7 +1,8 @@
-"""What is on the devices and why: weights by component, the least recently used leaving when room is needed.
+"""What is on the devices and why: weights by component, loaded programs, the least recently used leaving when room is
+needed.
 
-All sizes are bytes on one chip. A budget holds the weights of all residents and the memory that the program about to
-run needs beside them; it is checked before a byte is read.
+All sizes are bytes on one chip. A budget holds the weights of all residents, the code of all loaded programs and the
+memory that the one about to run needs beside them; it is checked before a byte is read.
 """
 
 import logging
@@ -10,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import jax
 
@@ -22,7 +24,30 @@ log = logging.getLogger(__name__)
 # What a chip's runtime and fragmentation take of the memory that it reports.
 RESERVE_SHARE = 0.04
 
+# More loaded programs than this are those of sizes that nobody runs any more.
+MAX_PROGRAMS = 64
+
 Key = tuple[str, ...]
+
+
+class LoadedProgram(Protocol):
+    """A compiled program on the devices (see `executables.Executable`). Its code is freed with its last reference."""
+
+    @property
+    def code_bytes(self) -> int: ...
+
+    @property
+    def workspace_bytes(self) -> int: ...
+
+
+class Running(Protocol):
+    """What is about to run: one loaded program, or several that take turns."""
+
+    @property
+    def parts(self) -> tuple[LoadedProgram, ...]: ...
+
+    @property
+    def workspace_bytes(self) -> int: ...
 
 
 @dataclass(kw_only=True)
@@ -53,11 +78,11 @@ def budget_bytes(device: jax.Device) -> int | None:
 
 
 class Residency:
-    """The resident components, in order of use."""
+    """Resident components and loaded programs, in order of use."""
 
     def __init__(self, device: jax.Device) -> None:
         self._device = device
-        self._residents: OrderedDict[Key, Resident] = OrderedDict()
+        self._held: OrderedDict[Key, Resident | LoadedProgram] = OrderedDict()
 
     def get(
         self,
@@ -66,56 +91,92 @@ class Residency:
         component: str,
         model: str,
         size_bytes: int,
-        workspace_bytes: int,
+        running: Running,
         load: Callable[[], dict[str, jax.Array]],
     ) -> Resident:
-        """The component `key`, loaded if it is not resident, with `workspace_bytes` free for the program beside it.
+        """The component `key`, loaded if it is not resident, with room for the program `running` on it.
 
         Others leave first if all would not fit. Raises `OutOfMemory` before loading what cannot fit at all.
         """
-        self._make_room(key, f"{component} of {model}", size_bytes, workspace_bytes)
-        if key not in self._residents:
+        self._make_room(key, f"{component} of {model}", size_bytes, running)
+        if key not in self._held:
             weights = load()
-            self._residents[key] = Resident(
+            self._held[key] = Resident(
                 id=signature(key), component=component, model=model, weights=weights, size_bytes=size_bytes
             )
-        self._residents.move_to_end(key)
-        self._residents[key].last_used = time.time()
-        return self._residents[key]
+        resident = self._used(key)
+        resident.last_used = time.time()
+        return resident
 
-    def _make_room(self, key: Key, title: str, size_bytes: int, workspace_bytes: int) -> None:
+    def program(self, digest: str) -> LoadedProgram | None:
+        """The loaded program `digest`; None if there is none."""
+        key = ("program", digest)
+        return self._used(key) if key in self._held else None
+
+    def add_program(self, digest: str, program: LoadedProgram) -> None:
+        """Keeps a loaded program; the longest unused leaves when there are too many."""
+        self._held["program", digest] = program
+        programs = [key for key, held in self._held.items() if not isinstance(held, Resident)]
+        for key in programs[:-MAX_PROGRAMS]:
+            self._evict(key)
+
+    def _used(self, key: Key) -> Resident | LoadedProgram:
+        self._held.move_to_end(key)
+        return self._held[key]
+
+    def _make_room(self, key: Key, title: str, size_bytes: int, running: Running) -> None:
         budget = budget_bytes(self._device)
         if budget is None:
             return
-        if size_bytes + workspace_bytes > budget:
+        beside = running.workspace_bytes + sum(part.code_bytes for part in running.parts)
+        if size_bytes + beside > budget:
             raise OutOfMemory(
-                f"{title} needs {readable(size_bytes)} for its weights and {readable(workspace_bytes)} to run, on each "
-                f"chip; a chip has {readable(budget)}."
+                f"{title} needs {readable(size_bytes)} for its weights and {readable(beside)} to run, on each chip; a "
+                f"chip has {readable(budget)}."
             )
-        for other in [resident for resident in self._residents if resident != key]:
-            held = self.size_bytes + (0 if key in self._residents else size_bytes)
-            if held + workspace_bytes <= budget:
+        staying = {id(part) for part in running.parts}
+        others = [other for other, held in self._held.items() if other != key and id(held) not in staying]
+        for other in others:
+            if sum(_bytes(self._held[one]) for one in others if one in self._held) + size_bytes + beside <= budget:
                 return
             self._evict(other)
 
     def _evict(self, key: Key) -> None:
-        resident = self._residents.pop(key)
-        log.info("%s leaves the devices (%s a chip)", resident.title, readable(resident.size_bytes))
-        for array in resident.weights.values():
-            array.delete()
+        held = self._held.pop(key)
+        if isinstance(held, Resident):
+            log.info("%s leaves the devices (%s a chip)", held.title, readable(held.size_bytes))
+            for array in held.weights.values():
+                array.delete()
 
     @property
     def size_bytes(self) -> int:
-        return sum(resident.size_bytes for resident in self._residents.values())
+        """Of all weights."""
+        return sum(resident.size_bytes for resident in self.list())
+
+    @property
+    def code_bytes(self) -> int:
+        """Of all loaded programs."""
+        return sum(program.code_bytes for program in self.programs())
 
     def list(self) -> tuple[Resident, ...]:
-        return tuple(self._residents.values())
+        # Of a copy: the monitor asks from another thread.
+        return tuple(held for held in tuple(self._held.values()) if isinstance(held, Resident))
+
+    def programs(self) -> tuple[LoadedProgram, ...]:
+        return tuple(held for held in tuple(self._held.values()) if not isinstance(held, Resident))
 
     def drop(self, ids: Iterable[str]) -> None:
         """Unloads single residents; ids that are not resident are passed over."""
-        for key in [key for key, resident in self._residents.items() if resident.id in set(ids)]:
-            self._evict(key)
+        wanted = set(ids)
+        for key, held in list(self._held.items()):
+            if isinstance(held, Resident) and held.id in wanted:
+                self._evict(key)
 
     def clear(self) -> None:
-        for key in list(self._residents):
+        """Drops all weights and programs."""
+        for key in list(self._held):
             self._evict(key)
+
+
+def _bytes(held: Resident | LoadedProgram) -> int:
+    return held.size_bytes if isinstance(held, Resident) else held.code_bytes
