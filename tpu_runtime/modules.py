@@ -83,11 +83,14 @@ class ScannedBlocks(torch.nn.Module):
         before = {name: values[name] for name in scan.carried}
         values = scan.enter(values)
         start = tuple(values.pop(name) for name in scan.carried)
+        is_tuple = False
 
         def layer(carry: tuple, weights: dict[str, jax.Array]) -> tuple[tuple, jax.Array | None]:
+            nonlocal is_tuple
             named = {**values, **dict(zip(scan.carried, carry, strict=True))}
             out = bridge.functional(block, scan.use(weights), lambda module: module(**bridge.to_torch(named)))
-            results = out if isinstance(out, tuple | list) else (out,)
+            is_tuple = isinstance(out, tuple | list)
+            results = out if is_tuple else (out,)
             carry = tuple(new.astype(old.dtype) for new, old in zip(results, carry, strict=False))
             return carry, carry[0] if scan.collect else None
 
@@ -102,7 +105,8 @@ class ScannedBlocks(torch.nn.Module):
         after = scan.leave(dict(zip(scan.carried, carry, strict=True)), before)
         self._collected = bridge.to_torch(kept) if scan.collect else None
         results = bridge.to_torch(tuple(after[name] for name in scan.carried))
-        return results if len(results) > 1 else results[0]
+        # As the block does: a caller that takes element 0 would take row 0 of a bare tensor, and say nothing.
+        return results if is_tuple else results[0]
 
 
 def _by_name(block: torch.nn.Module, args: tuple, kwargs: dict) -> Values:

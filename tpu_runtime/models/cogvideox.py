@@ -80,7 +80,8 @@ def encode_text(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> "tup
         max_distance=config.relative_attention_max_distance,
     )
     bias = stack.relative_attention_bias(buckets).permute(2, 0, 1)[None]
-    return stack.final_layer_norm(stack.block(encoder.shared(ids), position_bias=bias)), None
+    (states,) = stack.block(encoder.shared(ids), position_bias=bias)
+    return stack.final_layer_norm(states), None
 
 
 def predict(
