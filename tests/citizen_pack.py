@@ -4,6 +4,7 @@ Its source is copied into a server's `custom_nodes`; nothing of it is part of th
 """
 
 import asyncio
+import ctypes
 import gc
 import hashlib
 import os
@@ -96,6 +97,16 @@ async def release(request):
 async def stats(request):
     """The monitor's numbers of this moment; its own address may answer with those of half a second ago."""
     return web.json_response(runtime("stages").stats())
+
+
+@routes.get("/citizen/memory")
+async def memory(request):
+    """Bytes of this process when nothing that could be given back is kept."""
+    import psutil
+
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return web.json_response({"rss": psutil.Process().memory_info().rss})
 
 
 @routes.post("/citizen/budget")

@@ -13,6 +13,7 @@ import pytest
 from comfyui_tpu.nodes.headless import HEADLESS
 from comfyui_tpu.nodes.workflow import to_api
 from comfyui_tpu.tests.comfyui_server import PACK, Server, needs_comfyui
+from comfyui_tpu.tests.patience import PATIENCE_S
 from comfyui_tpu.tests.test_bypass import OLD_ORDER, saved_page
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -56,8 +57,9 @@ def page(start_comfyui: Callable[..., Server]) -> Iterator[Any]:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
         try:
             opened = browser.new_page(viewport={"width": 1600, "height": 1000})
+            opened.set_default_timeout(1000 * PATIENCE_S)
             opened.goto(server.url, wait_until="domcontentloaded")
-            opened.wait_for_function(READY, timeout=120_000)
+            opened.wait_for_function(READY)
             yield opened
         finally:
             browser.close()

@@ -16,9 +16,12 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.tests.comfyui_server import PACK, Server, needs_comfyui, tiny_workflow
+from comfyui_tpu.tests.patience import PATIENCE_S, until
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
 
+PATIENCE_MS = 1000 * PATIENCE_S
+playwright.expect.set_options(timeout=PATIENCE_MS)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
 FRONTENDS = ["", *filter(None, os.environ.get("COMFYUI_TPU_TEST_FRONTENDS", "").split(":"))]
@@ -61,9 +64,9 @@ class Tab:
     def load(self) -> None:
         self.page.goto(self.server.url)
         tabs = f"{APP.replace('.', '?.')}?.getSidebarTabs()"
-        self.page.wait_for_function(f"{tabs}?.some((tab) => tab.id === 'comfyui-tpu')", timeout=120_000)
+        self.page.wait_for_function(f"{tabs}?.some((tab) => tab.id === 'comfyui-tpu')")
         # The page answers before it has drawn its sidebar.
-        self.page.wait_for_selector(".side-tool-bar-container, .sidebar-item-group, .side-bar-button", timeout=60_000)
+        self.page.wait_for_selector(".side-tool-bar-container, .sidebar-item-group, .side-bar-button")
 
     def toggle(self) -> None:
         self.page.evaluate(f"{APP}.command.execute('Workspace.ToggleSidebarTab.comfyui-tpu')")
@@ -74,7 +77,11 @@ class Tab:
 
     def theme(self, name: str) -> None:
         self.page.evaluate(f"(name) => {APP}.setting.set('Comfy.ColorPalette', name)", name)
-        self.page.wait_for_timeout(1500)
+        roots = "[document.documentElement, document.body]"  # frontends differ in which of them they mark
+        is_dark = f"{roots}.some((one) => one.classList.contains('dark-theme'))"
+        self.page.wait_for_function(is_dark if name == "dark" else f"!{is_dark}")
+        fading = "document.getAnimations().filter((one) => one.effect.getComputedTiming().endTime < Infinity)"
+        self.page.evaluate(f"Promise.allSettled({fading}.map((one) => one.finished)).then(() => null)")
 
     def section(self, title: str) -> Any:
         return self.page.locator(f"{PANEL} section[aria-label='{title}']")
@@ -122,7 +129,7 @@ def chromium() -> Iterator[Any]:
 def tab(chromium: Any, server: Server) -> Iterator[Tab]:
     """A loaded page, its tab closed. Fails the test if our files raised or complained."""
     page = chromium.new_page(viewport={"width": 1280, "height": 1000})
-    page.set_default_timeout(30_000)
+    page.set_default_timeout(PATIENCE_MS)
     frontend = _version(server.arguments[-1]) if server.arguments else ""
     tab = Tab(page, server, f"-{frontend}" if frontend else "")
     tab.load()
@@ -175,8 +182,9 @@ def test_the_panel_follows_a_run_from_before_the_first_one_to_its_end(tab: Tab, 
     tab.page.get_by_text("No run yet").wait_for()
     assert not tab.section("Chips").is_visible()
     prompt = server.queue(tiny_workflow("browser", num_inference_steps=12))["prompt_id"]
-    seen, deadline = set(), time.monotonic() + 300
-    while not server.get(f"/history/{prompt}") and time.monotonic() < deadline:
+    seen, deadline = set(), time.monotonic() + PATIENCE_S
+    while not server.get(f"/history/{prompt}"):
+        assert time.monotonic() < deadline, server.log_tail()
         seen.add(tab.text("Running"))
         tab.page.wait_for_timeout(250)
     assert any("Denoiser" in text for text in seen) and any("VAE decoder" in text for text in seen), seen
@@ -203,17 +211,15 @@ def test_free_frees_one_by_keyboard_and_then_all(tab: Tab, server: Server):
     tab.page.keyboard.press("Enter")
     playwright.expect(rows).to_have_count(before - 1)
     assert resident(server) == before - 1
-    assert _used(server) < used
-    tab.page.wait_for_function("document.activeElement.closest('section')?.ariaLabel == 'Loaded'", timeout=10_000)
+    until(lambda: _used(server) < used)
+    tab.page.wait_for_function("document.activeElement.closest('section')?.ariaLabel == 'Loaded'")
     tab.section("Loaded").get_by_role("button", name="Free all").click()
     tab.section("Loaded").get_by_text("Nothing is loaded.").wait_for()
-    assert resident(server) == 0
-    assert _used(server) == 0
+    until(lambda: resident(server) == 0 and _used(server) == 0)
 
 
 def _used(server: Server) -> int:
-    """Bytes in use on all chips."""
-    time.sleep(0.6)  # longer than a sample is kept
+    """Bytes in use on all chips, as of half a second ago."""
     return sum(chip["hbm_used"] or 0 for chip in server.get("/tpu/stats")["chips"])
 
 
@@ -221,23 +227,31 @@ def test_nothing_is_asked_while_nobody_can_see_the_tab(tab: Tab):
     tab.page.wait_for_timeout(1500)
     assert tab.asked == [], "a closed tab asks"
     tab.open()
-    tab.page.wait_for_timeout(2500)
-    assert len(tab.asked) >= 2
+    _wait_for_more(tab, 2)
     _assert_quiet(tab, tab.toggle, "a tab that was closed asks")
     tab.open()
+    _wait_for_more(tab, 1)
     _assert_quiet(tab, lambda: _show_document(tab, False), "a hidden window asks")
-    num_asked = len(tab.asked)
     _show_document(tab, True)
-    tab.page.wait_for_timeout(1500)
-    assert len(tab.asked) > num_asked, "a window that is seen again must ask again"
+    _wait_for_more(tab, 1)
+
+
+def _wait_for_more(tab: Tab, count: int) -> None:
+    wanted, deadline = len(tab.asked) + count, time.monotonic() + PATIENCE_S
+    while len(tab.asked) < wanted:
+        assert time.monotonic() < deadline, "a tab that is seen must ask"
+        tab.page.wait_for_timeout(100)
 
 
 def _assert_quiet(tab: Tab, hide: Callable[[], None], message: str) -> None:
+    """Three seconds without a question, which a tab asks every second; what was under way may still come before."""
     hide()
-    tab.page.wait_for_timeout(500)
-    num_asked = len(tab.asked)
-    tab.page.wait_for_timeout(3000)
-    assert len(tab.asked) == num_asked, message
+    deadline = time.monotonic() + PATIENCE_S
+    num_asked = None
+    while len(tab.asked) != num_asked:
+        assert time.monotonic() < deadline, message
+        num_asked = len(tab.asked)
+        tab.page.wait_for_timeout(3000)
 
 
 def _show_document(tab: Tab, is_visible: bool) -> None:
@@ -369,7 +383,7 @@ def test_no_answer_can_put_script_into_the_page_or_break_it(tab: Tab):
     tab.answer_with(lambda: next(queue, fake()))
     tab.page.evaluate(f"{APP}.setting.set('TPU.Monitor.Rate', 0.5)")
     tab.open()
-    tab.page.get_by_text("8 x TPU v6e").wait_for(timeout=90_000)
+    tab.page.get_by_text("8 x TPU v6e").wait_for()
     assert tab.page.evaluate("window.pwned") is None
     assert tab.page.locator(f"{PANEL} :is(img, script, svg, a, iframe)").count() == 0
     assert tab.faults == []
