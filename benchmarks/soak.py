@@ -1,0 +1,349 @@
+"""Hundreds of prompts while everything happens at once: does each end well, and is nothing left behind?
+
+Run: python benchmarks/soak.py [--prompts 300] [--seed 0]. Two clients alternate all five families on eight simulated
+chips with memory for one of them; prompts are cancelled at any moment, and models unloaded from three places at
+once. It
+runs in a real ComfyUI server, or where there is none (COMFYUI_PATH), in this process. Prints one line whose four
+numbers
+must be zero, and ends with 1 if one is not; `--seed` chooses the same prompts, cancels and unloads again.
+"""
+
+import argparse
+import ctypes
+import gc
+import io
+import itertools
+import os
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+from comfyui_tpu.tests.comfyui_server import COMFYUI, FLAGS, prepare
+
+# As for the servers of tests, and before JAX is imported, which only a soak in this process does.
+for _name, _value in {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": FLAGS,
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+}.items():
+    os.environ.setdefault(_name, _value)
+
+from comfyui_tpu.tests.citizen import (  # noqa: E402
+    BUDGET_MIB,
+    CITIZEN_PACK,
+    EXAMPLES,
+    PICTURE,
+    Listener,
+    copy_picture,
+    digest,
+    workflow,
+)
+
+MIB = 2**20
+CLIENTS = 2
+# Different pictures of a family; each must come out the same every time.
+SEEDS = 3
+# Of the prompts: how many are cancelled, and during how many three places unload.
+CANCELS, UNLOADS = 0.2, 0.15
+# After so many prompts everything is unloaded and measured.
+ROUND = 5
+# So much may the host's memory grow over half of a soak, unloaded and swept: fragments, and ComfyUI's history.
+NOISE_MIB = 32
+
+
+# --- what happens -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt and what happens meanwhile. Moments count in times that a prompt of its family takes alone."""
+
+    family: str
+    seed: int
+    cancel_at: float | None
+    unload_at: float | None
+
+
+def plan(count: int, seed: int) -> list[Prompt]:
+    """The prompts of a soak; families take turns."""
+    dice = random.Random(seed)
+    families = itertools.cycle(EXAMPLES)
+    return [
+        Prompt(
+            family=next(families),
+            seed=dice.randrange(SEEDS),
+            cancel_at=dice.uniform(0, 2) if dice.random() < CANCELS else None,
+            unload_at=dice.uniform(0, 2) if dice.random() < UNLOADS else None,
+        )
+        for _ in range(count)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a prompt ended: with the digest of its frames, cancelled, or with an error."""
+
+    digest: str = ""
+    is_cancelled: bool = False
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left:
+    """Bytes that are in use when everything is unloaded."""
+
+    on_devices: int
+    on_host: int
+
+
+# --- where it happens -------------------------------------------------------------------------------------------------
+
+
+class Place(Protocol):
+    """Where prompts run, one at a time, of clients who do not wait for each other."""
+
+    unloads: Sequence[Callable[[], object]]
+
+    def run(self, client: int, graph: dict) -> Ended: ...
+
+    def cancel(self) -> None:
+        """Cancels whatever runs now."""
+
+    def settle(self) -> Left:
+        """Unloads everything and looks at what is left."""
+
+    def compilations(self) -> int:
+        """Programs that XLA compiled so far."""
+
+
+class InServer:
+    """A ComfyUI server with the pack, and two pages that watch it."""
+
+    def __init__(self, base: Path, cache: Path, stack: ExitStack) -> None:
+        server = prepare(
+            base,
+            cache=cache,
+            packs={"citizen": CITIZEN_PACK},
+            environment={"COMFYUI_TPU_HBM_GIB": str(BUDGET_MIB / 1024)},
+            # ComfyUI keeps no outputs: every prompt runs every stage.
+            arguments=("--cache-none", "--preview-method", "auto"),
+        )
+        stack.callback(server.stop)
+        server.start()
+        copy_picture(server)
+        self._server = server
+        self._pages = [stack.enter_context(Listener(server)) for _ in range(CLIENTS)]
+        self.unloads = (
+            lambda: server.get("/citizen/unload"),
+            lambda: server.get("/citizen/unload_here"),
+            lambda: server.post("/tpu/free", None),
+        )
+
+    def run(self, client: int, graph: dict) -> Ended:
+        page = self._pages[client]
+        entry = page.finish(page.queue(graph))
+        page.forget()
+        messages = dict(entry["status"]["messages"])
+        if "execution_interrupted" in messages:
+            return Ended(is_cancelled=True)
+        if failure := messages.get("execution_error"):
+            return Ended(error=failure["exception_message"])
+        return Ended(digest=digest(entry))
+
+    def cancel(self) -> None:
+        self._server.post("/interrupt", None)
+
+    def settle(self) -> Left:
+        self._server.get("/citizen/unload")
+        chips = self._server.get("/citizen/stats")["chips"]
+        swept = self._server.get("/citizen/memory")
+        return Left(on_devices=sum(chip["hbm_used"] for chip in chips), on_host=swept["rss"])
+
+    def compilations(self) -> int:
+        return self._server.get("/citizen/compilations")["backend"]
+
+
+class Cancelled(Exception):
+    pass
+
+
+class InProcess:
+    """The same nodes without ComfyUI."""
+
+    def __init__(self, base: Path, cache: Path, stack: ExitStack) -> None:
+        os.environ |= {"COMFYUI_TPU_CACHE": str(cache), "COMFYUI_TPU_HBM_GIB": str(BUDGET_MIB / 1024)}
+        from comfyui_tpu.nodes.declare import Folders, Input, Node, by_id
+        from comfyui_tpu.nodes.headless import HEADLESS
+        from comfyui_tpu.tpu_runtime import stages, telemetry
+
+        image = Input(name="image", type="IMAGE", tooltip="Frames.")
+        shown = {"id": "CitizenDigest", "title": "Digest", "category": "test", "description": ""}
+        self._table = HEADLESS | by_id([Node(**shown, inputs=(image,), run=_digest, is_output=True)])
+        self._folders = Folders(input=PICTURE.parent)
+        self._stages, self._counter = stages, telemetry.compilations()
+        self._turn, self._is_cancelled = threading.Lock(), threading.Event()
+        self.unloads = (stages.free,) * 3
+
+    def run(self, client: int, graph: dict) -> Ended:
+        from comfyui_tpu.nodes.headless import TerminalHost, run_workflow
+
+        is_cancelled = self._is_cancelled
+
+        class Host(TerminalHost):
+            def check_cancelled(self) -> None:
+                if is_cancelled.is_set():
+                    raise Cancelled
+
+        with self._turn:
+            is_cancelled.clear()
+            try:
+                results = run_workflow(graph, Host(self._folders, stream=io.StringIO()), self._table)
+            except Cancelled:
+                return Ended(is_cancelled=True)
+            except (RuntimeError, ValueError, OSError) as error:
+                return Ended(error=f"{type(error).__name__}: {error}")
+        return Ended(digest=results["digest"][0])
+
+    def cancel(self) -> None:
+        self._is_cancelled.set()
+
+    def settle(self) -> Left:
+        self._stages.free()
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        chips = self._stages.stats()["chips"]
+        return Left(on_devices=sum(chip["hbm_used"] for chip in chips), on_host=psutil.Process().memory_info().rss)
+
+    def compilations(self) -> int:
+        return self._counter.compiled
+
+
+def _digest(host: Any, image: Any) -> tuple[str]:
+    import hashlib
+
+    return (hashlib.sha256(image.contiguous().numpy().tobytes()).hexdigest(),)
+
+
+# --- the soak ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Soak:
+    """Runs prompts in a place and counts what is wrong."""
+
+    place: Place
+    alone_s: dict[str, float] = field(default_factory=dict)  # what a prompt of each family takes
+    digests: dict[tuple[str, int], str] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+    cancelled: int = 0
+    unloads: int = 0
+    compiled: int = 0
+
+    def warm(self) -> None:
+        """Every family twice, undisturbed: compiles what there is to compile, then takes the time."""
+        for prompt in plan(2 * len(EXAMPLES), seed=0):
+            begun = time.monotonic()
+            self._check(prompt, self.place.run(0, _graph(prompt)))
+            self.alone_s[prompt.family] = time.monotonic() - begun
+        self.compiled = self.place.compilations()
+
+    def run(self, prompts: Sequence[Prompt]) -> None:
+        """In rounds: the clients take turns with the prompts of one, then everything is unloaded and measured."""
+        with ThreadPoolExecutor(4 * CLIENTS) as pool:
+            for start in range(0, len(prompts), ROUND):
+                mine = prompts[start : start + ROUND]
+                clients = [pool.submit(self._client, pool, number, mine[number::CLIENTS]) for number in range(CLIENTS)]
+                for client in clients:
+                    client.result()
+                self.left.append(self.place.settle())
+
+    def _client(self, pool: ThreadPoolExecutor, number: int, prompts: Sequence[Prompt]) -> None:
+        for prompt in prompts:
+            happening = []
+            if prompt.cancel_at is not None:
+                happening.append(pool.submit(self._later, prompt, prompt.cancel_at, self.place.cancel))
+            if prompt.unload_at is not None:
+                happening += [pool.submit(self._later, prompt, prompt.unload_at, one) for one in self.place.unloads]
+                self.unloads += len(self.place.unloads)
+            self._check(prompt, self.place.run(number, _graph(prompt)))
+            for one in happening:
+                if error := one.exception():
+                    self.failures.append(f"{prompt}: an unload or a cancel: {error!r}")
+
+    def _later(self, prompt: Prompt, moment: float, action: Callable[[], object]) -> None:
+        time.sleep(moment * self.alone_s[prompt.family])
+        action()
+
+    def _check(self, prompt: Prompt, ended: Ended) -> None:
+        self.cancelled += ended.is_cancelled
+        if ended.error:
+            self.failures.append(f"{prompt}: {ended.error}")
+        elif not ended.is_cancelled:
+            expected = self.digests.setdefault((prompt.family, prompt.seed), ended.digest)
+            if ended.digest != expected:
+                self.failures.append(f"{prompt}: its frames differ from those of an earlier run")
+
+    @property
+    def grown_mib(self) -> float:
+        """By how much the host's memory grew in the second half: the median slope between its measurements."""
+        late = [left.on_host / MIB for left in self.left[len(self.left) // 2 :]]
+        pairs = itertools.combinations(enumerate(late), 2)
+        slopes = [(later - earlier) / (j - i) for (i, earlier), (j, later) in pairs]
+        return statistics.median(slopes) * (len(late) - 1) if slopes else 0.0
+
+    def verdict(self) -> dict[str, int]:
+        """What must be zero."""
+        return {
+            "failures": len(self.failures),
+            "MiB grown on the host": round(self.grown_mib) if self.grown_mib > NOISE_MIB else 0,
+            "live device bytes after unloading": max(left.on_devices for left in self.left),
+            "recompiles": self.place.compilations() - self.compiled,
+        }
+
+
+def _graph(prompt: Prompt) -> dict:
+    return workflow(prompt.family, seed=prompt.seed)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Many prompts, cancels and unloads at once; all numbers must be zero.")
+    parser.add_argument("--prompts", type=int, default=300, metavar="N", help="at least 20 (300)")
+    parser.add_argument("--seed", type=int, default=0, help="which prompts, cancels and unloads (0)")
+    parser.add_argument("--in-process", action="store_true", help="without ComfyUI, as where there is none")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="a cache that is kept (default: a new one)")
+    options = parser.parse_args(arguments)
+    if options.prompts < 2 * ROUND:
+        parser.error(f"--prompts is {options.prompts}; it must be at least {2 * ROUND}.")
+    kind = InProcess if options.in_process or not (COMFYUI / "main.py").is_file() else InServer
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="soak-") as base, ExitStack() as stack:
+        soak = Soak(kind(Path(base), options.cache or Path(base, "cache"), stack))
+        soak.warm()
+        soak.run(plan(options.prompts, options.seed))
+        verdict = soak.verdict()
+    for failure in soak.failures:
+        print(failure, file=sys.stderr)
+    print(
+        f"{options.prompts} prompts of {len(EXAMPLES)} families, {CLIENTS} clients, {soak.cancelled} cancelled, "
+        f"{soak.unloads} unloads, seed {options.seed}, {'a ComfyUI server' if kind is InServer else 'in process'}, "
+        f"{time.monotonic() - begun:.0f} s: {', '.join(f'{value} {name}' for name, value in verdict.items())} "
+        f"({soak.grown_mib:+.1f} MiB measured over half of it; up to {NOISE_MIB} are noise)"
+    )
+    return 1 if any(verdict.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
