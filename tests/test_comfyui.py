@@ -79,9 +79,9 @@ def test_every_node_is_offered_with_a_tooltip_on_every_input(server: Server):
 
 
 def _position(declaration, name: str) -> tuple[bool, int]:
-    """ComfyUI lists required inputs first."""
+    """ComfyUI lists first what it takes for required."""
     names = [declared.name for declared in declaration.inputs]
-    return declaration.input(name).optional, names.index(name)
+    return declaration.input(name).is_listed_optional, names.index(name)
 
 
 def test_the_api_workflow_gives_the_video_and_leaves_torch_as_it_was(server: Server):
