@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 import torch
 from comfyui_tpu.tpu_runtime import bridge, modules
+from comfyui_tpu.tpu_runtime.models import spec_for_family
 
 
 class Block(torch.nn.Module):
-    """Adds its weight; gives a tuple, as blocks of transformers did before 5.13, or a tensor, as they do now."""
+    """Adds its weight; gives a tuple, as UMT5's did up to transformers 5.13, or a tensor, as they do now."""
 
     def __init__(self, gives_tuple: bool) -> None:
         super().__init__()
@@ -33,3 +34,15 @@ def test_scanned_blocks_give_what_one_block_gives(gives_tuple: bool):
     states = jnp.ones((2, 5, 3))
     out = bridge.functional(blocks, {f"{modules.LAYER}.weight": stacked}, upstream, states)
     np.testing.assert_array_equal(out, states + jnp.array([11.0, 22.0, 33.0]))
+
+
+@pytest.mark.parametrize("ties", [True, False], ids=["tied by upstream", "untied by upstream"])
+def test_an_embedding_that_is_saved_once_is_one_weight(ties: bool, monkeypatch: pytest.MonkeyPatch):
+    """Published configs of UMT5 say that it is not tied, and some versions of transformers believe them."""
+    from transformers import UMT5EncoderModel
+
+    if not ties:
+        monkeypatch.setattr(UMT5EncoderModel, "tie_weights", lambda *_, **__: None)
+    component = spec_for_family("Wan21").component("text_encoder")
+    network = modules.build(component, {**component.tiny, "tie_word_embeddings": False})
+    assert [name for name in network.weights if "embed_tokens" in name or "shared" in name] == ["shared.weight"]

@@ -150,7 +150,20 @@ def build_full(component: Component, config: Mapping[str, Any]) -> torch.nn.Modu
     if component.library == "transformers":
         # Moving to the meta device unties shared embeddings.
         module.tie_weights()
+        _tie(module, component.aliases)
     return module
+
+
+def _tie(module: torch.nn.Module, aliases: Mapping[str, str]) -> None:
+    """Makes one parameter of those that checkpoints hold once, under either name.
+
+    transformers 5.0 unties UMT5's embedding where a config says so, as all published ones do.
+    """
+    named = dict(module.named_parameters(remove_duplicate=False))
+    for other, own in aliases.items():
+        if other in named and own in named:
+            path, _, last = other.rpartition(".")
+            setattr(module.get_submodule(path), last, named[own])
 
 
 def construct(component: Component, config: Mapping[str, Any]) -> torch.nn.Module:
