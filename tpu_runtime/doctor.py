@@ -1,15 +1,14 @@
 """What `comfyui-tpu doctor` reports: versions, devices, folders, and for each thing that is wrong how to mend it."""
 
-import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from . import cache
 
-_PACKAGES = ("torch", "jax", "jaxlib", "libtpu", "torchax", "diffusers", "transformers", "safetensors", "av")
 # A TPU VM's chips, by the driver of its generation.
 _TPU_DEVICES = ("/dev/accel*", "/dev/vfio/[0-9]*")
 
@@ -34,29 +33,25 @@ def report() -> list[Finding]:
 
 
 def _versions() -> Iterator[Finding]:
-    for package in _PACKAGES:
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            yield _missing(package)
+    """What the pack needs, against the versions it was run with."""
+    if find_spec("packaging") is None:
+        yield Finding(topic="packaging", found="not installed", remedy="pip install packaging")
+        return
+    from . import versions
+
+    for package in versions.packages():
+        found = package.installed
+        if found is None and package.name == "libtpu" and not _has_tpu():
+            yield Finding(topic=package.name, found="not installed; needed only on a TPU machine")
+        elif found is None:
+            yield Finding(topic=package.name, found="not installed", remedy=package.command)
+        elif package.is_outside:
+            yield Finding(topic=package.name, found=f"{found}; tested with {package.range}", remedy=package.command)
+        elif package.name == "torch" and found.partition("+")[2].startswith(("cu", "rocm")):
+            # It works, but brings gigabytes that a TPU machine cannot use.
+            yield Finding(topic=package.name, found=f"{found}, a GPU build", remedy=package.command)
         else:
-            yield Finding(topic=package, found=version, remedy=_torch_remedy(version) if package == "torch" else "")
-
-
-def _missing(package: str) -> Finding:
-    if package == "libtpu" and not _has_tpu():
-        return Finding(topic=package, found="not installed; needed only on a TPU machine")
-    name = "'jax[tpu]'" if package == "libtpu" else package
-    return Finding(topic=package, found="not installed", remedy=f"pip install {name}")
-
-
-def _torch_remedy(version: str) -> str:
-    """A CUDA build works but brings gigabytes that a TPU machine cannot use."""
-    _, _, local = version.partition("+")
-    if not local.startswith(("cu", "rocm")):
-        return ""
-    cpu_build = f"torch=={version[: -len(local) - 1]}"
-    return f"This is a GPU build: pip install --index-url https://download.pytorch.org/whl/cpu {cpu_build}"
+            yield Finding(topic=package.name, found=found)
 
 
 def _has_tpu() -> bool:
@@ -105,8 +100,20 @@ def _folders() -> Iterator[Finding]:
         yield Finding(topic="ComfyUI", found=f"not in {comfyui}", remedy=remedy)
         return
     yield Finding(topic="ComfyUI", found=str(comfyui))
+    yield from _disagreements(comfyui / "requirements.txt")
     local = sorted(path.parent.name for path in (comfyui / "models" / "diffusers").glob("*/model_index.json"))
     yield Finding(topic="models/diffusers", found=", ".join(local) or "none")
+
+
+def _disagreements(requirements: Path) -> Iterator[Finding]:
+    """Where what ComfyUI asks for was never run with this pack."""
+    if find_spec("packaging") is None or not requirements.is_file():
+        return
+    from . import versions
+
+    for asked, package in versions.unserved(requirements):
+        remedy = "Take a ComfyUI that allows one of these versions; no other is known to work."
+        yield Finding(topic="ComfyUI needs", found=f"{asked}; tested with {package.range}", remedy=remedy)
 
 
 def _size_mib(folder: Path) -> float:

@@ -32,6 +32,7 @@ from . import (
     step_cache,
     telemetry,
     tokens,
+    versions,
 )
 from . import precision as precisions
 from .cache import signature
@@ -71,6 +72,7 @@ class Engine:
     """Runs one stage at a time. `counts` tells how often weights were loaded, prompts encoded, programs compiled."""
 
     def __init__(self, devices: Sequence[jax.Device] | None = None) -> None:
+        versions.warn_once()
         use_persistent_cache()
         self.compilations = telemetry.compilations()
         self.devices = tuple(devices or jax.devices())
