@@ -20,6 +20,7 @@ from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.hunyuan15 import SAMPLER
 from comfyui_tpu.tests import fake_hub
 from comfyui_tpu.tests.fake_hub import Answer, FakeHub
+from comfyui_tpu.tests.patience import PATIENCE_S
 from comfyui_tpu.tpu_runtime import checkpoint, hub, stages, tiny
 from comfyui_tpu.tpu_runtime.engine import Engine
 from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
@@ -415,7 +416,7 @@ def test_the_command_prints_no_token(fake: FakeHub, tmp_path: Path):
     environment = {**os.environ, "HF_ENDPOINT": fake.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
     script = "import logging; logging.basicConfig(level=0); from comfyui_tpu.cli import main; main()"
     command = [sys.executable, "-c", script, "encode", "--folder", str(tmp_path), "--model", ID, "--debug"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert fake.authorization == f"Bearer {TOKEN}"
     assert "The Hugging Face Hub refuses model_index.json of owner/model (403)." in result.stderr
     assert result.stderr.count("no rights for ***") > 1 and TOKEN not in result.stdout + result.stderr
