@@ -36,9 +36,6 @@ class LoadedProgram(Protocol):
     @property
     def code_bytes(self) -> int: ...
 
-    @property
-    def workspace_bytes(self) -> int: ...
-
 
 class Running(Protocol):
     """What is about to run: one loaded program, or several that take turns."""
