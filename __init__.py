@@ -10,6 +10,6 @@ __all__ = ["WEB_DIRECTORY", "comfy_entrypoint"]
 
 async def comfy_entrypoint():
     """The `ComfyExtension` with all nodes of the pack; ComfyUI calls this once, at its start."""
-    from .nodes import host
+    from .nodes.comfyui import adapter
 
-    return host.extension()
+    return adapter.extension()

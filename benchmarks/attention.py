@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from comfyui_tpu.tpu_runtime import chips
+from comfyui_tpu.tpu_runtime.cost_model import chips
 from kernel_cost import Call, Found, cost, floor_mcycles, measured_s
 
 TOPOLOGIES = ("v6e:2x4", "v5e:2x4", "v5p:2x2x1", "tpu7x:2x2x1")

@@ -126,7 +126,7 @@ def function(call: Call, device_kind: str) -> tuple[Callable[..., Any], Any]:
 
 
 def _compile(call: Call, folder: str) -> Found:
-    from comfyui_tpu.tpu_runtime import bundles, chips, hlo, kernels
+    from comfyui_tpu.tpu_runtime.cost_model import bundles, chips, hlo, kernels
 
     os.environ["LIBTPU_INIT_ARGS"] = bundles.DUMP_FLAGS.format(folder)
     import jax
@@ -165,7 +165,7 @@ def _compile(call: Call, folder: str) -> Found:
 
 def floor_mcycles(call: Call) -> float:
     """The least that the matrix units allow: contractions shallower than they are deep cost as much as full ones."""
-    from comfyui_tpu.tpu_runtime import chips
+    from comfyui_tpu.tpu_runtime.cost_model import chips
 
     chip = chips.topology(call.topology).chip
     depth = max(call.head_dim, chip.mxu_width)

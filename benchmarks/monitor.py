@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-from comfyui_tpu.tests.comfyui_server import Server, prepare, tiny_workflow
+from comfyui_tpu.tests.support.comfyui_server import Server, prepare, tiny_workflow
 
 # How often an open tab asks, at its default setting.
 INTERVAL_S = 1.0

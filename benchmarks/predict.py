@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from comfyui_tpu.tpu_runtime import chips, plan
+from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
-from comfyui_tpu.tpu_runtime.plan_compile import Request
-from comfyui_tpu.tpu_runtime.plan_options import STAGES
+from comfyui_tpu.tpu_runtime.plan import plan
+from comfyui_tpu.tpu_runtime.plan.compile import Request
+from comfyui_tpu.tpu_runtime.plan.options import STAGES
 from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
 
 ROOT = Path(__file__).parents[1]

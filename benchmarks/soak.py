@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
-from comfyui_tpu.tests.comfyui_server import COMFYUI, FLAGS, prepare
+from comfyui_tpu.tests.support.comfyui_server import COMFYUI, FLAGS, prepare
 
 # As for the servers of tests, and before JAX is imported, which only a soak in this process does.
 for _name, _value in {
@@ -38,7 +38,7 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-from comfyui_tpu.tests.citizen import (  # noqa: E402
+from comfyui_tpu.tests.support.citizen import (
     BUDGET_MIB,
     CITIZEN_PACK,
     EXAMPLES,
@@ -183,19 +183,20 @@ class InProcess:
     def __init__(self, base: Path, cache: Path, stack: ExitStack) -> None:
         os.environ |= {"COMFYUI_TPU_CACHE": str(cache), "COMFYUI_TPU_HBM_GIB": str(BUDGET_MIB / 1024)}
         from comfyui_tpu.nodes.declare import Folders, Input, Node, by_id
-        from comfyui_tpu.nodes.headless import HEADLESS
-        from comfyui_tpu.tpu_runtime import stages, telemetry
+        from comfyui_tpu.nodes.headless.runner import HEADLESS
+        from comfyui_tpu.tpu_runtime import pipeline
+        from comfyui_tpu.tpu_runtime.engine import telemetry
 
         image = Input(name="image", type="IMAGE", tooltip="Frames.")
         shown = {"id": "CitizenDigest", "title": "Digest", "category": "test", "description": ""}
         self._table = HEADLESS | by_id([Node(**shown, inputs=(image,), run=_digest, is_output=True)])
         self._folders = Folders(input=PICTURE.parent)
-        self._stages, self._counter = stages, telemetry.compilations()
+        self._stages, self._counter = pipeline, telemetry.compilations()
         self._turn, self._is_cancelled = threading.Lock(), threading.Event()
-        self.unloads = (stages.free,) * 3
+        self.unloads = (pipeline.free,) * 3
 
     def run(self, client: int, graph: dict) -> Ended:
-        from comfyui_tpu.nodes.headless import TerminalHost, run_workflow
+        from comfyui_tpu.nodes.headless.runner import TerminalHost, run_workflow
 
         is_cancelled = self._is_cancelled
 

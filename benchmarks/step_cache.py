@@ -11,11 +11,11 @@ import time
 from dataclasses import replace
 
 import numpy as np
-from comfyui_tpu.tpu_runtime import stages, step_cache
+from comfyui_tpu.tpu_runtime import pipeline, step_cache
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
+from comfyui_tpu.tpu_runtime.pipeline import ModelRef
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
-from comfyui_tpu.tpu_runtime.stages import ModelRef
 from comfyui_tpu.tpu_runtime.step_cache import StepCache
 
 MODELS = [spec for spec in SPECS if spec.step_reuse is not None and not spec.needs_condition]
@@ -49,14 +49,14 @@ def _options() -> argparse.Namespace:
 
 def _compare(spec: ModelSpec, model: ModelRef, plain: Settings, cached: Settings) -> None:
     texts = (spec.texts["prompt"], spec.texts.get("negative_prompt", ""))
-    embeds = stages.encode_prompt(model, *texts, progress=Silent())
+    embeds = pipeline.encode_prompt(model, *texts, progress=Silent())
     results = {}
     for name, settings in (("uncached", plain), ("cached", cached)):
-        stages.denoise(model, settings, *embeds, progress=Silent())  # compiles
+        pipeline.denoise(model, settings, *embeds, progress=Silent())  # compiles
         start = time.perf_counter()
-        latents = stages.denoise(model, settings, *embeds, progress=Silent())
+        latents = pipeline.denoise(model, settings, *embeds, progress=Silent())
         print(f"{name}: {time.perf_counter() - start:.2f} s for all steps (measured here)")
-        results[name] = (latents["samples"].numpy(), stages.decode(model, latents, progress=Silent()).numpy())
+        results[name] = (latents["samples"].numpy(), pipeline.decode(model, latents, progress=Silent()).numpy())
     for index, what in enumerate(("latents", "frames")):
         expected, found = (results[name][index].astype(np.float64) for name in ("uncached", "cached"))
         difference = np.abs(found - expected)

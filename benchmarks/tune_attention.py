@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from comfyui_tpu.tpu_runtime import chips
+from comfyui_tpu.tpu_runtime.cost_model import chips
 from kernel_cost import Call, Found, cost, measured_s
 
 import attention

@@ -1,7 +1,7 @@
 """Flux.2 text to image: the inputs of its nodes, in the order that saved workflows rely on."""
 
 from ..tpu_runtime.models import spec_for_family
-from .stages import decoder, image_encoder, pipeline, sampler, text_encoder
+from .family import decoder, image_encoder, pipeline, sampler, text_encoder
 
 SPEC = spec_for_family("Flux2")
 LABEL = "Flux.2"

@@ -1,7 +1,7 @@
 """HunyuanVideo 1.5, text and image to video: its nodes. With a `condition` the sampler is image to video."""
 
 from ..tpu_runtime.models import spec_by_name, spec_for_family
-from .stages import decoder, image_encoder, pipeline, sampler, text_encoder
+from .family import decoder, image_encoder, pipeline, sampler, text_encoder
 
 SPEC = spec_for_family("HunyuanVideo15")
 IMAGE_SPEC = spec_by_name("hunyuanvideo1.5-i2v-720p")

@@ -5,11 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..tpu_runtime import plan_process, stage_files
-from ..tpu_runtime import stages as runtime
+from ..tpu_runtime import pipeline as runtime
+from ..tpu_runtime.engine import stage_files
 from ..tpu_runtime.models import SPECS, spec_by_name, spec_for_family
+from ..tpu_runtime.pipeline import ModelRef
+from ..tpu_runtime.plan import process
 from ..tpu_runtime.precision import CHOICES
-from ..tpu_runtime.stages import ModelRef
 from .declare import Folders, Host, Input, Node, Output
 
 _FOLDER = Input(
@@ -130,7 +131,7 @@ def _plan(host: Host, *, model_name: str, topology: str, **wanted: float) -> tup
     host.text(f"Compiling {spec.title} for {topology}: minutes, not seconds")
     named = {_PLAN_OPTIONS.get(name, name.replace("_", "-")): value for name, value in given.items()}
     options = {"model": model_name, "topology": topology, **named}
-    return (plan_process.make_text([f"--{name}={value}" for name, value in options.items()], host),)
+    return (process.make_text([f"--{name}={value}" for name, value in options.items()], host),)
 
 
 # Inputs that the command calls otherwise.

@@ -1,7 +1,7 @@
 """Wan 2.1 text to video: the inputs of its nodes, in the order that saved workflows rely on."""
 
 from ..tpu_runtime.models import spec_for_family
-from .stages import decoder, pipeline, sampler, text_encoder
+from .family import decoder, pipeline, sampler, text_encoder
 
 SPEC = spec_for_family("Wan21")
 LABEL = "Wan 2.1"

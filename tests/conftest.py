@@ -30,7 +30,7 @@ gc.set_threshold(50_000)
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
-from comfyui_tpu.tests import comfyui_server  # noqa: E402
+from comfyui_tpu.tests.support import comfyui_server  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)

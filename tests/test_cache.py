@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comfyui_tpu.tpu_runtime import cache, executables, trust
-from comfyui_tpu.tpu_runtime.cache import Store
-from comfyui_tpu.tpu_runtime.program import Program, use_persistent_cache
+from comfyui_tpu.tpu_runtime.cache import store, trust
+from comfyui_tpu.tpu_runtime.cache.store import Store
+from comfyui_tpu.tpu_runtime.programs import executables
+from comfyui_tpu.tpu_runtime.programs.program import Program, use_persistent_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -26,11 +27,11 @@ PROGRAMS = Store("programs", code=True)
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache of the test's own, inside a folder for temporary files of its own."""
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield tmp_path / "cache"
-    cache._writable.cache_clear()
-    cache._say_once.cache_clear()
+    store._writable.cache_clear()
+    store._say_once.cache_clear()
 
 
 @pytest.fixture
@@ -48,10 +49,10 @@ def mode(path: Path) -> int:
 
 
 def test_the_fallback_is_for_this_user_alone_and_the_same_again(shared: Path):
-    assert cache.cache_folder() == shared and mode(shared) == 0o700
+    assert store.cache_folder() == shared and mode(shared) == 0o700
     PROGRAMS.put("a", b"code")
-    cache._writable.cache_clear()
-    assert cache.cache_folder() == shared and PROGRAMS.get("a") == b"code"
+    store._writable.cache_clear()
+    assert store.cache_folder() == shared and PROGRAMS.get("a") == b"code"
 
 
 def somebody_elses(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,24 +85,24 @@ def a_plain_file(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("make", [somebody_elses, open_to_all, readable_by_all, a_link, a_plain_file])
 def test_what_lies_in_the_fallbacks_place_is_not_used(make, shared: Path, monkeypatch: pytest.MonkeyPatch):
     make(shared, monkeypatch)
-    used = cache.cache_folder()
+    used = store.cache_folder()
     assert used != shared and used.name.startswith(f"comfyui-tpu-{os.getuid()}-") and mode(used) == 0o700
-    assert cache.cache_folder() == used
+    assert store.cache_folder() == used
     PROGRAMS.put("a", b"code")
     assert used in PROGRAMS.path("a").parents
 
 
 def test_nowhere_to_write_costs_only_the_cache(shared: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(shared / "gone"))
-    assert cache.cache_folder() == shared.with_name("cache")
+    assert store.cache_folder() == shared.with_name("cache")
     PROGRAMS.put("a", b"code")
     Store("prompts").put("a", b"text")
     assert (PROGRAMS.get("a"), Store("prompts").get("a"), PROGRAMS.has("a")) == (None, None, False)
 
 
 def test_a_home_that_nobody_knows_costs_only_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(cache.VARIABLE, "~nobody-of-this-name/cache")
-    assert cache.cache_folder() == folder.with_name(f"comfyui-tpu-{os.getuid()}")
+    monkeypatch.setenv(store.VARIABLE, "~nobody-of-this-name/cache")
+    assert store.cache_folder() == folder.with_name(f"comfyui-tpu-{os.getuid()}")
 
 
 def test_a_plain_file_in_the_place_of_a_kind_costs_only_that_kind(folder: Path):
@@ -217,7 +218,7 @@ def test_another_machine_that_is_given_the_folder_reads_its_programs(
     shutil.copytree(folder, tmp_path / "given")
     for path in (tmp_path / "given").rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)  # as archives without modes leave them
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "given"))
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "given"))
     assert PROGRAMS.get("a") == b"code"
 
 
@@ -262,18 +263,18 @@ def file(path: Path, size: int, *, written: float, read: float = 0.0) -> Path:
 
 
 def test_xlas_programs_have_a_limit_and_the_longest_unused_leave(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(cache.MAX_BYTES, "xla", 250)
+    monkeypatch.setitem(store.MAX_BYTES, "xla", 250)
     oldest = file(folder / "xla" / "a", 100, written=1)
     read_since = file(folder / "xla" / "b", 100, written=2, read=9)
     newest = file(folder / "xla" / "c", 100, written=5)
-    cache.trim_xla()
+    store.trim_xla()
     assert not oldest.exists() and read_since.exists() and newest.exists()
 
 
 def test_every_compilation_and_every_start_keeps_the_limit(
     folder: Path, add_one: tuple, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(cache.MAX_BYTES, "xla", 0)
+    monkeypatch.setitem(store.MAX_BYTES, "xla", 0)
     entry = file(folder / "xla" / "a", 100, written=1)
     executables.obtain("digest", *add_one)
     assert not entry.exists()
@@ -287,14 +288,14 @@ def test_a_folder_of_jaxs_own_variable_is_left_to_its_owner(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "own"))
-    monkeypatch.setitem(cache.MAX_BYTES, "xla", 0)
+    monkeypatch.setitem(store.MAX_BYTES, "xla", 0)
     entry = file(tmp_path / "own" / "a", 100, written=1)
-    cache.trim_xla()
+    store.trim_xla()
     assert entry.exists()
 
 
 def test_the_longest_unused_entries_leave_a_store(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(cache.MAX_BYTES, "prompts", 450)
+    monkeypatch.setitem(store.MAX_BYTES, "prompts", 450)
     store = Store("prompts")
     for number, key in enumerate("abc"):
         store.put(key, b"x" * 100)

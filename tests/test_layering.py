@@ -12,8 +12,8 @@ LAYERS = ("nodes", "tpu_runtime", "attention", "sharding")
 TORCH = frozenset({"torch", "torchax", "diffusers", "transformers"})
 COMFYUI = frozenset({"comfy", "comfy_api", "comfy_execution", "folder_paths", "server", "execution", "latent_preview"})
 # The only files that know ComfyUI.
-ADAPTERS = frozenset(f"nodes/host{part}.py" for part in ("", "_memory", "_preview", "_routes"))
-ENTRIES = [ROOT / "__init__.py", ROOT / "cli.py"]
+ADAPTERS = frozenset(f"nodes/comfyui/{part}.py" for part in ("adapter", "memory", "previews", "routes"))
+ENTRIES = [ROOT / "__init__.py", *sorted((ROOT / "cli").glob("*.py"))]
 MODULES = ENTRIES + sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
 
 

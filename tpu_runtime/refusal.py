@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from .sizes import GIB, MIB
+from .units import GIB, MIB
 
 # libtpu 0.0.42: "... HLO temporaries (64.06G) exceeds available HBM (31.25G)", "Used 54.12G of 31.25G hbm".
 _HBM = re.compile(r"(?:temporaries \(|Used )([\d.]+)([KMGT])[^.]*?(?:HBM \(|of )([\d.]+)G")

@@ -47,7 +47,7 @@ GEOMETRY = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(2, 2,
 
 
 def write_tokenizer(folder: Path) -> None:
-    from .. import tiny
+    from ..checkpoints import tiny
 
     tiny.write_t5_tokenizer(folder, (PROMPT,))
 
@@ -127,7 +127,7 @@ class JointProcessor:
         attention_mask: None,
         image_rotary_emb: "tuple[torch.Tensor, torch.Tensor]",
     ) -> "tuple[torch.Tensor, torch.Tensor]":
-        from .. import bridge
+        from ..programs import torch_bridge
 
         def heads(source: "torch.Tensor") -> "list[torch.Tensor]":
             query, key, value = (
@@ -136,8 +136,8 @@ class JointProcessor:
             return [attn.norm_q(query), attn.norm_k(key), value]
 
         latent, text = heads(hidden_states), heads(encoder_hidden_states)
-        latent[:2] = [bridge.inside(wan21.rotate, x, *image_rotary_emb) for x in latent[:2]]
-        outputs = bridge.inside(self.attend, tuple(latent), tuple(text))
+        latent[:2] = [torch_bridge.inside(wan21.rotate, x, *image_rotary_emb) for x in latent[:2]]
+        outputs = torch_bridge.inside(self.attend, tuple(latent), tuple(text))
         latent_out, text_out = (attn.to_out[0](x.flatten(2, 3)) for x in outputs)
         return latent_out, text_out
 
@@ -163,9 +163,9 @@ def modulate(linear: Any, gather: "Callable[[jax.Array], jax.Array]", embedding:
     """The vector of all shifts, scales and gates: whole on every chip before it is cut into these."""
     import torch
 
-    from .. import bridge
+    from ..programs import torch_bridge
 
-    return bridge.inside(gather, torch.nn.functional.linear(embedding, linear.weight, linear.bias))
+    return torch_bridge.inside(gather, torch.nn.functional.linear(embedding, linear.weight, linear.bias))
 
 
 def gather_vector(sequence: Any, axes: "tuple[str, ...] | None", vector: "jax.Array") -> "jax.Array":

@@ -6,8 +6,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from .. import decoding
 from ..spec import Call, Component, Need, Report, has_length
+from . import video_vae
 
 if TYPE_CHECKING:
     # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
@@ -49,7 +49,7 @@ def _decode_frames(vae: Any, latents: "torch.Tensor", caches: Caches | None) -> 
     if vae.post_quant_conv is not None:
         latents = vae.post_quant_conv(latents)
     frames, caches = vae.decoder(latents, conv_cache=caches)
-    return decoding.pixels(frames[0].permute(1, 2, 3, 0)), caches
+    return video_vae.pixels(frames[0].permute(1, 2, 3, 0)), caches
 
 
 def prepare_decoder(decoder: Any) -> None:
@@ -75,12 +75,12 @@ def _normalise(
     norm: Any, hidden: "torch.Tensor", latents: "torch.Tensor", conv_cache: None = None
 ) -> "tuple[torch.Tensor, Caches]":
     """`CogVideoXSpatialNorm3D`: scale and offset are computed of the latents before these are enlarged."""
-    from .. import bridge
+    from ..programs import torch_bridge
 
     group = norm.norm_layer
     scale, offset = norm.conv_y.conv(latents), norm.conv_b.conv(latents)
     function = partial(normalised, groups=group.num_groups, eps=group.eps)
-    return bridge.inside(function, hidden, group.weight, group.bias, scale, offset), {}
+    return torch_bridge.inside(function, hidden, group.weight, group.bias, scale, offset), {}
 
 
 def normalised(
@@ -115,12 +115,12 @@ def _upsample(upsample: Any, hidden: "torch.Tensor") -> "torch.Tensor":
     """`CogVideoXUpsample3D` with its convolution over all frames at once."""
     import torch
 
-    from .. import bridge
+    from ..programs import torch_bridge
 
     *_, frames, height, width = hidden.shape
     if upsample.compress_time:
         frames = 2 * frames - frames % 2
-    hidden = bridge.inside(partial(enlarged, size=(frames, 2 * height, 2 * width)), hidden)
+    hidden = torch_bridge.inside(partial(enlarged, size=(frames, 2 * height, 2 * width)), hidden)
     conv = upsample.conv
     padding = (0, *conv.padding)
     return torch.nn.functional.conv3d(hidden, conv.weight[:, :, None], conv.bias, padding=padding)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
 from ...sharding.shape import MeshShape
-from .. import decoding
 from ..spec import (
     Call,
     Component,
@@ -22,7 +21,7 @@ from ..spec import (
     Settings,
     has_length,
 )
-from . import mistral3
+from . import mistral3, video_vae
 from .wan21 import rotate
 
 PROMPT = "A beautiful sunset over the ocean"
@@ -74,7 +73,7 @@ def rotary_tables(pos_embed: Any, ids: "np.ndarray") -> "tuple[torch.Tensor, tor
     import jax.numpy as jnp
     import numpy as np
 
-    from .. import bridge
+    from ..programs import torch_bridge
 
     tables: list[list[jax.Array]] = [[], []]
     for dim, positions in zip(pos_embed.axes_dim, ids.T, strict=True):
@@ -83,7 +82,7 @@ def rotary_tables(pos_embed: Any, ids: "np.ndarray") -> "tuple[torch.Tensor, tor
         angles = np.repeat(np.outer(numbers, frequencies), 2, axis=1)
         for table, function in zip(tables, (np.cos, np.sin), strict=True):
             table.append(jnp.asarray(function(angles), jnp.float32)[jnp.asarray(places, jnp.int32)])
-    return bridge.to_torch(tuple(jnp.concatenate(table, axis=1) for table in tables))
+    return torch_bridge.to_torch(tuple(jnp.concatenate(table, axis=1) for table in tables))
 
 
 def fold_transformer(module: Any) -> None:
@@ -119,9 +118,9 @@ def _project(hidden: "torch.Tensor", weight: "torch.Tensor") -> "torch.Tensor":
 
     import jax.numpy as jnp
 
-    from .. import bridge
+    from ..programs import torch_bridge
 
-    return bridge.inside(functools.partial(jnp.einsum, "bsd,god->bsgo"), hidden, weight)
+    return torch_bridge.inside(functools.partial(jnp.einsum, "bsd,god->bsgo"), hidden, weight)
 
 
 class DoubleProcessor:
@@ -138,11 +137,13 @@ class DoubleProcessor:
         attention_mask: None,
         image_rotary_emb: "tuple[tuple[torch.Tensor, torch.Tensor], ...]",
     ) -> "tuple[torch.Tensor, torch.Tensor]":
-        from .. import bridge
+        from ..programs import torch_bridge
 
         def heads(x: "torch.Tensor", projections: tuple, norms: tuple, tables: tuple) -> "tuple[torch.Tensor, ...]":
             query, key, value = (project(x).unflatten(-1, (-1, attn.head_dim)) for project in projections)
-            query, key = (bridge.inside(rotate, norm(x), *tables) for norm, x in zip(norms, (query, key), strict=True))
+            query, key = (
+                torch_bridge.inside(rotate, norm(x), *tables) for norm, x in zip(norms, (query, key), strict=True)
+            )
             return query, key, value
 
         text_tables, latent_tables = image_rotary_emb
@@ -150,7 +151,7 @@ class DoubleProcessor:
         text_projections = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
         text_norms = (attn.norm_added_q, attn.norm_added_k)
         text = heads(encoder_hidden_states, text_projections, text_norms, text_tables)
-        latent_out, text_out = bridge.inside(self.attend, latent, text)
+        latent_out, text_out = torch_bridge.inside(self.attend, latent, text)
         return attn.to_out[0](latent_out.flatten(2)), attn.to_add_out(text_out.flatten(2))
 
 
@@ -170,18 +171,18 @@ class SingleProcessor:
         import jax.numpy as jnp
         import torch
 
-        from .. import bridge
+        from ..programs import torch_bridge
 
         projected = _project(hidden_states, attn.to_qkv_mlp_proj.weight)
         heads = [x.unflatten(-1, (-1, attn.head_dim)) for x in projected[..., :3, :].unbind(-2)]
         heads[:2] = [
-            bridge.inside(rotate, norm(x), *image_rotary_emb)
+            torch_bridge.inside(rotate, norm(x), *image_rotary_emb)
             for norm, x in zip((attn.norm_q, attn.norm_k), heads[:2], strict=True)
         ]
-        attended = bridge.inside(self.attend, *heads).flatten(2)
+        attended = torch_bridge.inside(self.attend, *heads).flatten(2)
         gate, value = projected[..., 3:, :].unflatten(-2, (2, -1)).unbind(-3)
         joined = torch.cat([attended.unsqueeze(-2), attn.mlp_act_fn.gate_fn(gate) * value], dim=-2)
-        return bridge.inside(lambda x, w: jnp.einsum("bsgi,ogi->bso", x, w), joined, attn.to_out.weight)
+        return torch_bridge.inside(lambda x, w: jnp.einsum("bsgi,ogi->bso", x, w), joined, attn.to_out.weight)
 
 
 def prepare_denoiser(network: Any, sequence: Any) -> None:
@@ -290,17 +291,19 @@ def decode_image(vae: Any, latents: "torch.Tensor") -> "tuple[torch.Tensor, None
     std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
     latents = latents * std + vae.bn.running_mean.view(1, -1, 1, 1)
     image = vae.decode(torch.nn.functional.pixel_shuffle(latents, 2), return_dict=False)[0]
-    return decoding.pixels(image.permute(0, 2, 3, 1)), None
+    return video_vae.pixels(image.permute(0, 2, 3, 1)), None
 
 
 class PictureProcessor:
     """`AttnProcessor2_0` of one head over a picture that stays one, so that rows and columns stay on their chips."""
 
     def __call__(self, attn: Any, hidden_states: "torch.Tensor", temb: None = None, **_: Any) -> "torch.Tensor":
-        from .. import bridge
+        from ..programs import torch_bridge
 
         normed = attn.group_norm(hidden_states).permute(0, 2, 3, 1)
-        attended = bridge.inside(attend_to_picture, *(project(normed) for project in (attn.to_q, attn.to_k, attn.to_v)))
+        attended = torch_bridge.inside(
+            attend_to_picture, *(project(normed) for project in (attn.to_q, attn.to_k, attn.to_v))
+        )
         return hidden_states + attn.to_out[0](attended).permute(0, 3, 1, 2)
 
 

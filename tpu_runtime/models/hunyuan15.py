@@ -119,7 +119,7 @@ def join_texts(
     """
     import torch
 
-    from .. import bridge
+    from ..programs import torch_bridge
 
     kind = transformer.cond_type_embed.weight
     lengths = [inputs["text_2_length"], inputs["text_length"]]
@@ -132,7 +132,7 @@ def join_texts(
         image = transformer.image_embedder(inputs["image_embeds"]) + kind[IMAGE]
         lengths.insert(0, torch.full_like(lengths[0], image.shape[1]))
         parts.insert(0, image)
-    return bridge.inside(valid_first, tuple(parts), tuple(lengths))
+    return torch_bridge.inside(valid_first, tuple(parts), tuple(lengths))
 
 
 def valid_first(parts: "tuple[jax.Array, ...]", lengths: "tuple[jax.Array, ...]") -> "tuple[jax.Array, jax.Array]":
@@ -168,16 +168,18 @@ class JointProcessor:
         attention_mask: "torch.Tensor",
         image_rotary_emb: "tuple[torch.Tensor, torch.Tensor]",
     ) -> "tuple[torch.Tensor, torch.Tensor]":
-        from .. import bridge
+        from ..programs import torch_bridge
 
         def heads(source: "torch.Tensor", *projections: Any) -> "list[torch.Tensor]":
             return [project(source).unflatten(2, (attn.heads, -1)) for project in projections]
 
         query, key, value = heads(hidden_states, attn.to_q, attn.to_k, attn.to_v)
-        query, key = (bridge.inside(wan21.rotate, x, *image_rotary_emb) for x in (attn.norm_q(query), attn.norm_k(key)))
+        query, key = (
+            torch_bridge.inside(wan21.rotate, x, *image_rotary_emb) for x in (attn.norm_q(query), attn.norm_k(key))
+        )
         text = heads(encoder_hidden_states, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
         text[:2] = attn.norm_added_q(text[0]), attn.norm_added_k(text[1])
-        latent_out, text_out = bridge.inside(self.attend, (query, key, value), tuple(text), attention_mask)
+        latent_out, text_out = torch_bridge.inside(self.attend, (query, key, value), tuple(text), attention_mask)
         return attn.to_out[0](latent_out.flatten(2, 3)), attn.to_add_out(text_out.flatten(2, 3))
 
 

@@ -6,8 +6,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from .. import decoding
 from ..spec import Call, Component, Need, Report, Settings, has_length
+from . import video_vae
 
 if TYPE_CHECKING:
     # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
@@ -24,7 +24,7 @@ def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any
     import torch
 
     unseen = torch.zeros(latents[:, :1].shape)
-    return decoding.one_by_one(
+    return video_vae.one_by_one(
         call, latents, report, before_first=before_first, decode_next=decode_next, given=(unseen,)
     )
 
@@ -33,9 +33,9 @@ def before_first(vae: Any, latent: "torch.Tensor", unseen: "torch.Tensor") -> "t
     """The memory before the first latent frame. `unseen`: zeros `[1, 1, T, h, w]` for a video of T."""
     import torch
 
-    from .. import bridge
+    from ..programs import torch_bridge
 
-    shapes = bridge.shapes(lambda *given: decode_next(vae, given[0], [given[1]])[1], latent, unseen)
+    shapes = torch_bridge.shapes(lambda *given: decode_next(vae, given[0], [given[1]])[1], latent, unseen)
     return latent[:, :1], [torch.zeros(shape, dtype=latent.dtype, device=latent.device) for shape in shapes]
 
 
@@ -51,7 +51,7 @@ def decode_next(
     import torch
     from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as upstream
 
-    from .. import bridge
+    from ..programs import torch_bridge
 
     seen, *past_inputs = memory
     given, is_first = iter(past_inputs), seen.amax() == 0
@@ -70,7 +70,7 @@ def decode_next(
         for new in (attention.to_k(normed), attention.to_v(normed)):
             past = next(given, torch.zeros_like(new).repeat_interleave(seen.shape[2], dim=2))
             kept.append(torch.cat([past[:, :, 1:], new], dim=2))
-        return attention.proj_out(bridge.inside(attend_to_seen, attention.to_q(normed), *kept[-2:], seen)) + x
+        return attention.proj_out(torch_bridge.inside(attend_to_seen, attention.to_q(normed), *kept[-2:], seen)) + x
 
     decoder = vae.decoder
     for module in decoder.modules():
@@ -80,7 +80,7 @@ def decode_next(
             module.forward = partial(attend, module)
         elif isinstance(module, upstream.HunyuanVideo15Upsample) and module.add_temporal_upsample:
             module.forward = partial(_upsample_time, module, is_first)
-    return decoding.pixels(decoder(latent)[0].permute(1, 2, 3, 0)), kept
+    return video_vae.pixels(decoder(latent)[0].permute(1, 2, 3, 0)), kept
 
 
 def repeated(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
@@ -145,11 +145,11 @@ def attend_to_image(attention: Any, x: "torch.Tensor") -> "torch.Tensor":
     """Upstream's attention of one frame `[1, dim, 1, h, w]`, without its mask of pixels by pixels."""
     import torch
 
-    from .. import bridge
+    from ..programs import torch_bridge
 
     normed = attention.norm(x)
     heads = (attention.to_q(normed), attention.to_k(normed), attention.to_v(normed))
-    return attention.proj_out(bridge.inside(attend_to_seen, *heads, torch.ones_like(x[:, :1]))) + x
+    return attention.proj_out(torch_bridge.inside(attend_to_seen, *heads, torch.ones_like(x[:, :1]))) + x
 
 
 def attend_to_seen(q: "jax.Array", k: "jax.Array", v: "jax.Array", seen: "jax.Array") -> "jax.Array":

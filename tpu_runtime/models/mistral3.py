@@ -66,7 +66,7 @@ def encode_text(module: "torch.nn.Module", ids: "torch.Tensor", mask: "torch.Ten
 
     import torch
 
-    from ..modules import Scan
+    from ..programs.modules import Scan
 
     model: Any = module.get_submodule("model.language_model")
     layers = model.layers

@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from .. import decoding
 from ..spec import (
     Call,
     Component,
@@ -23,6 +22,7 @@ from ..spec import (
     TextEncoding,
     has_length,
 )
+from . import video_vae
 
 PROMPT = "A cat and a dog baking a cake together in a kitchen."
 MAX_TOKENS = 512
@@ -49,7 +49,7 @@ def clean_prompt(prompt: str) -> str:
 
 
 def write_tokenizer(folder: Path) -> None:
-    from .. import tiny
+    from ..checkpoints import tiny
 
     tiny.write_umt5_tokenizer(folder, (PROMPT,))
 
@@ -95,14 +95,14 @@ class WanProcessor:
         attention_mask: None = None,
         rotary_emb: "tuple[torch.Tensor, torch.Tensor] | None" = None,
     ) -> "torch.Tensor":
-        from .. import bridge
+        from ..programs import torch_bridge
 
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(source))
         heads = [x.unflatten(2, (attn.heads, -1)) for x in (query, key, attn.to_v(source))]
         if rotary_emb is not None:
-            heads[:2] = [bridge.inside(rotate, x, *rotary_emb) for x in heads[:2]]
-        return attn.to_out[0](bridge.inside(self.attend, *heads).flatten(2, 3))
+            heads[:2] = [torch_bridge.inside(rotate, x, *rotary_emb) for x in heads[:2]]
+        return attn.to_out[0](torch_bridge.inside(self.attend, *heads).flatten(2, 3))
 
 
 def rotate(x: "jax.Array", cos: "jax.Array", sin: "jax.Array") -> "jax.Array":
@@ -154,16 +154,16 @@ def embed_patches(embedding: Any, latents: "torch.Tensor") -> "torch.Tensor":
 
 def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
     """One latent frame a call, what later ones look back at carried from one to the next: 1 frame, then 4 each."""
-    return decoding.one_by_one(call, latents, report, before_first=before_first, decode_next=decode_next)
+    return video_vae.one_by_one(call, latents, report, before_first=before_first, decode_next=decode_next)
 
 
 def before_first(vae: Any, latent: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
     """The memory before the first latent frame; of its result nothing is used."""
     import torch
 
-    from .. import bridge
+    from ..programs import torch_bridge
 
-    shapes = bridge.shapes(lambda latent: decode_next(vae, latent, [])[1], latent)
+    shapes = torch_bridge.shapes(lambda latent: decode_next(vae, latent, [])[1], latent)
     is_first, *caches = [torch.zeros(shape, dtype=latent.dtype, device=latent.device) for shape in shapes]
     return latent[:, :1], [is_first + 1, *caches]
 
@@ -213,7 +213,7 @@ def decode_next(
         for sampler in block.upsamplers or ():
             x = upsample(sampler, x)
     frames = convolve(decoder.conv_out, silu(decoder.norm_out(x)))
-    return decoding.pixels(frames[0].permute(1, 2, 3, 0)), kept
+    return video_vae.pixels(frames[0].permute(1, 2, 3, 0)), kept
 
 
 def finish(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":

@@ -87,14 +87,14 @@ def encode_first(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, list]"
     """The image, by the cell: `[1, 3 * 8 * 8, 1, h, w]`. Its caches come out in the shape that later ones have."""
     import torch
 
-    from .. import bridge
+    from ..programs import torch_bridge
 
     def first(cells: "torch.Tensor") -> "tuple[torch.Tensor, list]":
         image = torch.nn.functional.pixel_shuffle(cells[:, :, 0], STRIDE_HW)
         return encode_next(vae, image.unsqueeze(2), [None] * vae._cached_conv_counts["encoder"])
 
     latent, caches = first(cells)
-    later = bridge.shapes(lambda cells: encode_grey(vae, first(cells)[1])[1], cells)
+    later = torch_bridge.shapes(lambda cells: encode_grey(vae, first(cells)[1])[1], cells)
     return latent, lengthened(caches, later, cells)
 
 

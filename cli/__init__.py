@@ -1,0 +1,1 @@
+"""The `comfyui-tpu` command, one file a group of verbs. May import everything."""

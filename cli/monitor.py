@@ -1,0 +1,228 @@
+"""The monitor in a terminal: what `GET /tpu/stats` of a running server says, as tables. Starts nothing itself."""
+
+import argparse
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ..tpu_runtime.monitor.readings import Stats
+
+DEFAULT_URL = "http://127.0.0.1:8188"
+TIMEOUT_S = 5
+FASTEST_S = 0.5
+# More chips than this are shown as one line for all and the fullest few.
+MOST_CHIPS = 32
+FULLEST = 8
+UNKNOWN = "–"
+STAGES = {"encode": "text encoder", "encode_image": "image encoder", "denoise": "denoiser", "decode": "VAE decoder"}
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+class Unreachable(RuntimeError):
+    """No statistics from that address; the message says what to do."""
+
+
+def run(options: argparse.Namespace, console: Console | None = None) -> int:
+    """Shows the statistics until Ctrl-C, through restarts of the server; raises `Unreachable` if it never answered."""
+    if options.interval < FASTEST_S:
+        raise ValueError(f"--interval is {options.interval:g}; it must be at least {FASTEST_S} s.")
+    console = console or Console()
+    stats = fetch(options.url)
+    if options.once:
+        console.print(render(stats))
+        return 0
+    with Live(render(stats), console=console, auto_refresh=False, screen=console.is_terminal) as live:
+        while True:
+            time.sleep(options.interval)
+            try:
+                stats, note = fetch(options.url), ""
+            except Unreachable:
+                note = "The server is not reachable, trying again. These numbers are old."
+            live.update(render(stats, note), refresh=True)
+
+
+def fetch(url: str) -> Stats:
+    """The server's statistics. Raises `Unreachable` when there are none."""
+    if not url.startswith(("http://", "https://")):
+        url = f"http://{url}"
+    address = f"{url.rstrip('/')}/tpu/stats"
+    try:
+        with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
+            stats = json.load(answer)
+    except urllib.error.HTTPError as refusal:
+        missing = "ComfyUI-TPU is not loaded there: look for IMPORT FAILED in the server's log."
+        reason = missing if refusal.code == 404 else "Look into the server's log."
+        raise Unreachable(f"{address} answers {refusal.code}. {reason}") from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise Unreachable(
+            f"no server answers at {url} ({reason}). Start ComfyUI, or give its address: "
+            f"comfyui-tpu monitor --url {DEFAULT_URL}"
+        ) from None
+    except ValueError:
+        raise Unreachable(f"{address} does not answer with JSON; is it a ComfyUI server?") from None
+    if not isinstance(stats, dict):
+        raise Unreachable(f"{address} answers with {type(stats).__name__} instead of an object.")
+    return stats
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def render(stats: Stats, note: str = "") -> RenderableType:
+    """All of `stats`; whatever is missing there is shown as not known."""
+    blocks = [_running(stats.get("running")), *_chips(_list(stats, "chips")), _residents(_list(stats, "resident"))]
+    blocks += [*_last_run(stats.get("last_run")), _host(stats)]
+    notes = [*([note] if note else []), *map(str, stats.get("notes") or ())]
+    blocks += [_text(line, style="yellow") for line in notes]
+    return Panel(Group(*blocks), title="TPU", subtitle=_text(stats.get("message") or ""), title_align="left")
+
+
+def _text(value: Any, style: str = "") -> Text:
+    """What the server says, without the control characters that a terminal would obey; never as rich's markup."""
+    return Text("".join(one if one.isprintable() else "?" for one in str(value)), style=style)
+
+
+def _list(stats: Stats, name: str) -> list[Stats]:
+    return [one for one in stats.get(name) or () if isinstance(one, dict)]
+
+
+def _table(*columns: str) -> Table:
+    """A table whose first column is text and whose others are numbers."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    return table
+
+
+def _running(running: Any) -> RenderableType:
+    if not isinstance(running, dict):
+        return Text("nothing is running", style="dim")
+    stage = STAGES.get(running.get("stage"), str(running.get("stage")))
+    head = _text(stage, "bold") + _text(f"  {running.get('model') or ''}  {seconds(running.get('elapsed_s'))}")
+    done, total = _number(running.get("done")) or 0, _number(running.get("total")) or 0
+    if running.get("compiling") or not total:
+        return Group(head, _text(running.get("text") or ""))
+    pace = f"{running.get('unit') or 'part'} {done:g} of {total:g}"
+    if (each := _number(running.get("seconds_per_unit"))) is not None:
+        pace += f", {seconds(each)} each, {seconds(each * max(0, total - done))} left"
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_row(ProgressBar(total=total, completed=min(done, total), width=24), _text(pace))
+    return Group(head, grid)
+
+
+def _chips(chips: Sequence[Stats]) -> Iterator[RenderableType]:
+    if not chips:
+        return
+    known = [chip for chip in chips if _number(chip.get("hbm_used")) is not None]
+    used = sum(chip["hbm_used"] for chip in known) if known else None
+    limit = sum(_number(chip.get("hbm_limit")) or 0 for chip in chips) or None
+    yield Text(f"\nmemory {bytes_of(used, limit)} on {len(chips)} chip{'s' if len(chips) != 1 else ''}", style="bold")
+    shown = list(chips)
+    if len(chips) > MOST_CHIPS:
+        shown = sorted(known, key=lambda chip: -chip["hbm_used"])[:FULLEST]
+        yield Text(f"the {len(shown)} fullest:", style="dim")
+    table = _table("chip", "", "memory", "peak", "TensorCore", "duty")
+    largest = max((_number(chip.get("hbm_peak")) or _number(chip.get("hbm_used")) or 0 for chip in chips), default=0)
+    for chip in shown:
+        whole = _number(chip.get("hbm_limit")) or largest * 1.25 or 1
+        table.add_row(
+            _text(f"{chip.get('index')} {chip.get('kind') or ''}"),
+            ProgressBar(total=whole, completed=_number(chip.get("hbm_used")) or 0, width=12),
+            bytes_of(chip.get("hbm_used"), chip.get("hbm_limit")),
+            size(chip.get("hbm_peak")),
+            percent(chip.get("tensorcore_utilization")),
+            percent(chip.get("duty_cycle")),
+        )
+    yield table
+
+
+def _residents(residents: Sequence[Stats]) -> RenderableType:
+    if not residents:
+        return Text("\nnothing is loaded", style="dim")
+    table = _table("\nloaded", "a chip", "last used")
+    for resident in residents:
+        last_used = _number(resident.get("last_used"))
+        table.add_row(
+            _text(f"{resident.get('component')} of {resident.get('model')}"),
+            size(resident.get("bytes_per_chip")),
+            UNKNOWN if last_used is None else _ago(time.time() - last_used),
+        )
+    return table
+
+
+def _last_run(run: Any) -> Iterator[RenderableType]:
+    if not isinstance(run, dict):
+        return
+    stages = [stage for stage in run.get("stages") or () if isinstance(stage, dict)]
+    parts = [f"{STAGES.get(one.get('stage'), one.get('stage'))} {seconds(one.get('seconds'))}" for one in stages]
+    if speed := _number(run.get("steps_per_second")):
+        parts.append(f"{seconds(1 / speed)} a step")
+    if run.get("peak_hbm") is not None:
+        parts.append(f"peak {size(run['peak_hbm'])} a chip")
+    yield Text("\nlast run  ", style="dim") + _text(f"{run.get('model')}: {', '.join(parts)}")
+
+
+def _host(stats: Stats) -> RenderableType:
+    host = stats.get("host") if isinstance(stats.get("host"), dict) else {}
+    line = f"CPU {percent(host.get('cpu_percent'))}, RAM {bytes_of(host.get('ram_used'), host.get('ram_total'))}"
+    line += f", of it ComfyUI {size(host.get('process_ram'))}"
+    caches = [f"{one.get('name')} {size(one.get('bytes'))}" for one in _list(stats, "caches")]
+    return Text.assemble(("\nhost  ", "dim"), line, ("\ncaches  ", "dim"), _text(", ".join(caches) or UNKNOWN))
+
+
+def _ago(past_s: float) -> str:
+    return "just now" if past_s < 5 else f"{seconds(float(round(past_s)))} ago"
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and 0 <= value < float("inf") else None
+
+
+def size(value: Any) -> str:
+    """Bytes in the unit that suits them."""
+    number = _number(value)
+    if number is None:
+        return UNKNOWN
+    unit = 0
+    while number >= 1023.5 and unit < len(_UNITS) - 1:
+        number, unit = number / 1024, unit + 1
+    return f"{number:.{0 if unit == 0 or number >= 99.95 else 1}f} {_UNITS[unit]}"
+
+
+def bytes_of(used: Any, limit: Any) -> str:
+    """`used` alone where no limit is known; in one unit where that suits both."""
+    if not _number(limit):
+        return size(used)
+    number, _, unit = size(used).partition(" ")
+    return f"{number if size(limit).endswith(f' {unit}') else size(used)} of {size(limit)}"
+
+
+def percent(value: Any) -> str:
+    number = _number(value)
+    return UNKNOWN if number is None else f"{number:.0f} %"
+
+
+def seconds(value: Any) -> str:
+    number = _number(value)
+    if number is None:
+        return UNKNOWN
+    if number < 59.95:
+        return f"{number:.{3 if number < 0.0995 else 1}f} s"
+    minutes, rest = divmod(round(number), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"

@@ -1,0 +1,205 @@
+"""ComfyUI's side: declarations as V3 node classes, progress, previews, cancel and folders."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import comfy.utils
+import folder_paths
+from comfy_execution.graph_utils import GraphBuilder
+from comfy_execution.utils import get_executing_context
+from comfy_execution.validation import validate_node_input
+from server import PromptServer
+
+from ...tpu_runtime import pipeline
+from ...tpu_runtime.progress import Preview
+from .. import DECLARATIONS
+from ..declare import Declaration, Expansion, Folders, Input, Link, Node, Ref
+from . import memory, previews, routes
+
+try:
+    from comfy_api.latest import ComfyExtension, io
+except ImportError:
+    from comfy_api.v0_0_2 import ComfyExtension, io
+
+_WIDGETS = {"INT": io.Int, "FLOAT": io.Float, "STRING": io.String, "COMBO": io.Combo, "BOOLEAN": io.Boolean}
+
+
+class ComfyHost:
+    """The running node's view of ComfyUI: a bar and a line of text on the node, and the Cancel button."""
+
+    def __init__(self) -> None:
+        context = get_executing_context()
+        self._node_id = context.node_id if context else None
+        self._bar = self._unit = None
+        self._previewer = previews.Previewer()
+        self.folders = _folders()
+
+    def text(self, message: str) -> None:
+        if self._node_id is not None:
+            PromptServer.instance.send_progress_text(message, self._node_id)
+
+    def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
+        if self._bar is None or unit != self._unit:
+            # Loaded MiB, steps and chunks follow each other on the same node.
+            self._bar, self._unit = comfy.utils.ProgressBar(total, node_id=self._node_id), unit
+        self._bar.update_absolute(done, total, self._previewer.image(preview) if preview else None)
+
+    def check_cancelled(self) -> None:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+
+
+def _folders() -> Folders:
+    return Folders(
+        models=tuple(folder_paths.get_folder_paths("diffusers")),
+        input=Path(folder_paths.get_input_directory()),
+        output=Path(folder_paths.get_output_directory()),
+        confined=True,
+    )
+
+
+def extension() -> ComfyExtension:
+    """What ComfyUI's `comfy_entrypoint` must return."""
+    memory.wrap_unload()
+    routes.add()
+    classes = [node_class(declaration) for declaration in DECLARATIONS.values()]
+
+    class Extension(ComfyExtension):
+        async def get_node_list(self) -> list[type[io.ComfyNode]]:
+            return classes
+
+    return Extension()
+
+
+def node_class(declaration: Declaration) -> type[io.ComfyNode]:
+    """The V3 class of a declaration."""
+    body = {
+        "define_schema": lambda cls: _schema(declaration),
+        "execute": _expand(declaration) if isinstance(declaration, Expansion) else _execute(declaration),
+        "validate_inputs": _validate(declaration),
+    }
+    if isinstance(declaration, Node) and declaration.fingerprint is not None:
+        fingerprint = declaration.fingerprint
+        names = {declared.name for declared in declaration.inputs if declared.is_widget}
+        body["fingerprint_inputs"] = lambda cls, **given: fingerprint(
+            _folders(), **{name: value for name, value in given.items() if name in names}
+        )
+    return type(declaration.id, (io.ComfyNode,), {name: classmethod(function) for name, function in body.items()})
+
+
+def _schema(declaration: Declaration) -> io.Schema:
+    is_expansion = isinstance(declaration, Expansion)
+    return _accepted(
+        io.Schema,
+        node_id=declaration.id,
+        display_name=declaration.title,
+        category=declaration.category,
+        description=declaration.description,
+        # ComfyUI caches by literal inputs: a descriptor passed as a value would defeat it, its link does not.
+        inputs=[_input(declared, raw_link=is_expansion and not declared.is_widget) for declared in declaration.inputs],
+        outputs=[_output(output.type, output.name, output.tooltip) for output in declaration.outputs],
+        is_output_node=isinstance(declaration, Node) and declaration.is_output,
+        enable_expand=is_expansion,
+    )
+
+
+def _accepted(factory: Callable[..., Any], **keywords: Any) -> Any:
+    """Calls `factory` without the keywords that this version of ComfyUI does not have yet."""
+    known = inspect.signature(factory).parameters
+    return factory(**{name: value for name, value in keywords.items() if name in known})
+
+
+def _input(declared: Input, *, raw_link: bool) -> Any:
+    shared = {"id": declared.name, "tooltip": declared.tooltip, "optional": declared.is_listed_optional}
+    if not declared.is_widget:
+        return _accepted(_socket(declared.type).Input, raw_link=raw_link or None, **shared)
+    own = {
+        "INT": {"min": declared.low, "max": declared.high, "step": declared.step},
+        "FLOAT": {"min": declared.low, "max": declared.high, "step": declared.step},
+        "STRING": {"multiline": declared.multiline},
+        "COMBO": {"options": list(declared.options)},
+    }.get(declared.type, {})
+    if declared.companion == "control_after_generate":
+        own["control_after_generate"] = True
+    advanced = declared.advanced or None
+    return _accepted(_WIDGETS[declared.type].Input, default=declared.default, advanced=advanced, **own, **shared)
+
+
+def _output(kind: str, name: str, tooltip: str) -> Any:
+    comfy_type = _WIDGETS.get(kind) or _socket(kind)
+    return comfy_type.Output(name, display_name=name, tooltip=tooltip)
+
+
+def _socket(kind: str) -> Any:
+    if kind == "*":
+        return io.AnyType
+    core = {"CONDITIONING": io.Conditioning, "LATENT": io.Latent, "IMAGE": io.Image, "VIDEO": io.Video, "MASK": io.Mask}
+    return core.get(kind) or io.Custom(kind)
+
+
+def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
+    def execute(cls: type, **given: Any) -> io.NodeOutput:
+        memory.register()
+        try:
+            return io.NodeOutput(*declaration.run(ComfyHost(), **declaration.values(given)))
+        except pipeline.OutOfMemory as error:
+            failure = str(error)
+        # ComfyUI knows this one: it unloads everything, and the page says that memory ran out.
+        raise comfy.model_management.OOM_EXCEPTION(failure)
+
+    return execute
+
+
+def _expand(declaration: Expansion) -> Callable[..., io.NodeOutput]:
+    def execute(cls: type, **given: Any) -> io.NodeOutput:
+        values = declaration.values(given)
+        graph = GraphBuilder()
+        stages = declaration.stages_for(values)
+        nodes = {stage.name: graph.node(stage.node_id, id=stage.name) for stage in stages}
+        for stage in stages:
+            for name, value in stage.inputs.items():
+                if isinstance(value, Link):
+                    value = nodes[value.stage].out(value.output)
+                elif isinstance(value, Ref):
+                    value = values[value.input]
+                nodes[stage.name].set_input(name, value)
+        results = [nodes[link.stage].out(link.output) for link in declaration.results]
+        return io.NodeOutput(*results, expand=graph.finalize())
+
+    return execute
+
+
+def _validate(declaration: Declaration) -> Callable[..., bool | str]:
+    """The check at queue time, for the inputs that ComfyUI cannot judge by type, range and options.
+
+    ComfyUI takes the names from the signature and repeats the sentence on each of them, so the signature holds only
+    those. Inputs that are links are absent.
+    """
+    names = [i.name for i in declaration.inputs if i.is_grid or i.name in declaration.checks]
+    if any(i.listed_last for i in declaration.inputs):
+        names.append("input_types")  # ComfyUI then leaves the links to us
+
+    def validate_inputs(cls: type, input_types: Mapping[str, str] | None = None, **constants: Any) -> bool | str:
+        try:
+            if input_types is not None:
+                _check_links(declaration, input_types)
+            declaration.check_constants(_folders(), constants)
+        except ValueError as error:
+            return str(error)
+        return True
+
+    parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in ("cls", *names)]
+    validate_inputs.__signature__ = inspect.Signature(parameters)
+    return validate_inputs
+
+
+def _check_links(declaration: Declaration, types: Mapping[str, str]) -> None:
+    """Raises ValueError for a required socket without a link, and for a link of another type; `types` by input."""
+    for declared in declaration.inputs:
+        given = types.get(declared.name)
+        if given is None and not declared.is_widget and not declared.optional:
+            raise ValueError(f"{declaration.title}: {declared.name} is missing.")
+        if given is not None and not validate_node_input(given, declared.type):
+            raise ValueError(f"{declaration.title}: {declared.name} takes {declared.type}; it is linked to {given}.")

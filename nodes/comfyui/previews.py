@@ -1,0 +1,34 @@
+"""Previews while sampling, through ComfyUI's own previewers: the user's setting, TAESD files and animations apply."""
+
+from typing import Any
+
+import comfy.latent_formats
+import latent_preview
+
+from ...tpu_runtime import media
+from ...tpu_runtime.progress import Preview
+
+
+class Previewer:
+    """The previews of one run of a node."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Any] = {}
+
+    def image(self, preview: Preview) -> tuple | None:
+        """What `ProgressBar` takes as preview; None where the user wants none."""
+        if latent_preview.args.preview_method == latent_preview.LatentPreviewMethod.NoPreviews:
+            return None
+        latents = preview.latents()
+        previewer = self._previewer(preview.latent_format, latents.device)
+        if previewer is None:
+            # ComfyUI knows no colours of this latent space (CogVideoX).
+            previewer = latent_preview.Latent2RGBPreviewer(*media.main_colours(latents))
+        return previewer.decode_latent_to_preview_image("JPEG", latents)
+
+    def _previewer(self, latent_format: str, device: Any) -> Any:
+        if latent_format not in self._found:
+            known = getattr(comfy.latent_formats, latent_format, None)
+            # Looked up in its module, and at each run: packs that animate previews replace it.
+            self._found[latent_format] = latent_preview.get_previewer(device, known()) if known else None
+        return self._found[latent_format]

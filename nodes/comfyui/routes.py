@@ -1,0 +1,80 @@
+"""The monitor's two addresses on ComfyUI's server: `GET /tpu/stats` and `POST /tpu/free`.
+
+Beside host.py the only file that knows ComfyUI, and only in `add`.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from ...tpu_runtime import pipeline
+from ...tpu_runtime.monitor.feed import Feed
+from ...tpu_runtime.monitor.readings import in_daemon
+
+# Where ComfyUI serves our web files: under the name of the folder it found us in.
+_WEB = f"/extensions/{Path(__file__).parents[2].name}/"
+
+
+def add() -> None:
+    """Adds the routes; must be called while ComfyUI imports its nodes, it copies its table of routes only once."""
+    from server import PromptServer
+
+    server = PromptServer.instance
+    add_routes(server.routes, request_unload=lambda: server.prompt_queue.set_flag("unload_models", True))
+    server.app.on_response_prepare.append(_keep_modules_fresh)
+
+
+def add_routes(
+    routes: web.RouteTableDef,
+    *,
+    request_unload: Callable[[], None],
+    feed: Feed | None = None,
+    free: Callable[..., Any] = pipeline.free,
+) -> None:
+    """The handlers. `request_unload` is ComfyUI's own "unload models", which runs between prompts, never inside one."""
+    feed = feed or Feed()
+
+    @routes.get("/tpu/stats")
+    async def stats(request: web.Request) -> web.Response:
+        body = await feed.answer()
+        return web.Response(body=body, content_type="application/json", headers={"Cache-Control": "no-store"})
+
+    @routes.post("/tpu/free")
+    async def free_memory(request: web.Request) -> web.Response:
+        try:
+            ids = _ids(await request.text())
+        except ValueError as error:
+            return web.json_response({"error": str(error)}, status=400)
+        if ids is None:
+            request_unload()
+            return web.json_response({"freed": "requested"})
+        # It waits for a running stage, perhaps for minutes: not with a thread of the loop's small pool.
+        await asyncio.wrap_future(in_daemon(lambda: free(ids=ids)))
+        return web.json_response({"freed": list(ids)})
+
+
+def _ids(text: str) -> tuple[str, ...] | None:
+    """What to free; None for everything. ValueError with a sentence when the body is something else."""
+    if not text.strip():
+        return None
+    expected = 'it must be empty, or {"ids": ["..."]} with ids from "resident" in /tpu/stats.'
+    try:
+        body = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"The body is not JSON ({error}); {expected}") from None
+    if not isinstance(body, dict) or set(body) - {"ids"}:
+        raise ValueError(f"The body is {text[:80]}; {expected}")
+    ids = body.get("ids")
+    if ids is not None and (not isinstance(ids, list) or not all(isinstance(one, str) for one in ids)):
+        raise ValueError(f"ids is {json.dumps(ids)[:80]}; {expected}")
+    return None if ids is None else tuple(ids)
+
+
+async def _keep_modules_fresh(request: web.Request, response: web.StreamResponse) -> None:
+    """ComfyUI forbids caching of .js but not of .mjs: after an update the page would mix old modules with new ones."""
+    if request.path.endswith(".mjs") and _WEB in request.path:
+        response.headers.setdefault("Cache-Control", "no-cache")

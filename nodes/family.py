@@ -1,0 +1,366 @@
+"""The nodes of a model family, built from its spec: text encoder, sampler, decoder, pipeline.
+
+A family's file gives its label and its nodes' inputs in the order its users know; limits and defaults come from the
+spec, bodies from here. Every body checks, then makes one call into the runtime.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ..tpu_runtime import media
+from ..tpu_runtime import pipeline as runtime
+from ..tpu_runtime.engine import payload_checks
+from ..tpu_runtime.pipeline import ModelRef
+from ..tpu_runtime.precision import CHOICES
+from ..tpu_runtime.spec import Choice, IntLimit, ModelSpec, Switch
+from .declare import Expansion, Folders, Host, Input, Link, Node, Output, Ref, Stage
+
+# Text, sockets and the model inputs every family shares; numbers are read from the spec.
+_TOOLTIPS = {
+    "prompt": "What to generate.",
+    "negative_prompt": "What to avoid. Used when guidance_scale is above 1.",
+    "prompt_embeds": "The encoded prompt: the text encoder's first output.",
+    "negative_prompt_embeds": "The encoded negative prompt: the text encoder's second output. "
+    "Needed when guidance_scale is above 1.",
+    "latents": "What the sampler gave. Height, width and frames are taken from it.",
+    "image": "The picture that the video starts from. Only the first of several is used.",
+    "resize": "How a picture of another shape is fitted: crop fills the frame and cuts what is over, fit shows the "
+    "whole picture with bars beside it.",
+    "condition": "The encoded picture: the image encoder's output.",
+    "guidance_scale_2": "guidance_scale of the second expert, which refines what the first has composed.",
+    "model_id": "A Hugging Face repository, a folder in diffusers layout, the name of a folder under models/diffusers, "
+    "or {tiny} (a built-in miniature with random weights). A connected model takes its place.",
+    "model": "A model from TPU Model Loader; it takes the place of model_id and precision.",
+    "precision": "Number format of the weights and programs. auto is bfloat16 on a TPU; float32 is exact and slow.",
+    "height": "Height of the result in pixels.",
+    "width": "Width of the result in pixels.",
+    "num_frames": "Number of video frames.",
+    "num_inference_steps": "Denoising steps. More is slower and finer.",
+    "guidance_scale": "How strongly the prompt is followed. At 1 or less the negative prompt is not used, "
+    "and a step costs half.",
+    "seed": "The same seed and settings give the same result.",
+    "flow_shift": "Shift of the noise schedule: higher spends more steps on composition.",
+    "shift": "Shift of the noise schedule: higher spends more steps on composition.",
+    "fps": "Frames per second of the video.",
+    "step_cache": "Reuses most of the denoiser's work at some steps: faster, and only nearly the same video.",
+    "cache_start": "The first step that later ones reuse, counted from 0. All before it run whole. For step_cache.",
+    "cache_end": "From this step on all run whole again. For step_cache.",
+    "cache_interval": "Between the two, every how many steps one runs whole. For step_cache.",
+    "scheduler": "The solver: what the checkpoint names, or another in its place.",
+    "use_dynamic_cfg": "Guidance changes from step to step, between 1 and guidance_scale + 1: recommended with "
+    "CogVideoXDPMScheduler, not with CogVideoXDDIMScheduler.",
+}
+# Where pictures are references, other words fit.
+_REFERENCE_TOOLTIPS = {
+    "image": "Pictures for the model to look at, each of its own: what they show may appear in the result.",
+    "condition": "Encoded references: the image encoder's output. Optional.",
+}
+_SOCKETS = {
+    "prompt_embeds": "CONDITIONING",
+    "negative_prompt_embeds": "CONDITIONING",
+    "latents": "LATENT",
+    "image": "IMAGE",
+    "condition": "TPU_CONDITION",
+    "model": "TPU_MODEL",
+}
+_ADVANCED = ("step_cache", "cache_start", "cache_end", "cache_interval", "scheduler", "use_dynamic_cfg")
+_OPTIONAL = frozenset(
+    "negative_prompt_embeds model_id model precision flow_shift shift fps resize guidance_scale_2".split()
+).union(_ADVANCED)
+
+
+def model_inputs(spec: ModelSpec) -> dict[str, Input]:
+    """The three inputs that choose a model, by name."""
+    return {name: _input(spec, name) for name in ("model_id", "model", "precision")}
+
+
+def _input(spec: ModelSpec, name: str) -> Input:
+    optional = name in _OPTIONAL or (name == "condition" and not spec.needs_condition)
+    tooltips = {**_TOOLTIPS, **_REFERENCE_TOOLTIPS} if spec.references else _TOOLTIPS
+    shared = {"name": name, "tooltip": tooltips[name].format(tiny=spec.tiny_id), "optional": optional}
+    if name in _SOCKETS:
+        return Input(type=_SOCKETS[name], **shared)
+    if name == "model_id":
+        return Input(type="STRING", default=spec.hub_id, **shared)
+    if name == "resize":
+        return Input(type="COMBO", default=media.RESIZE[0], options=media.RESIZE, **shared)
+    if name == "precision":
+        return Input(type="COMBO", default="auto", options=CHOICES, advanced=True, **shared)
+    if name == "flow_shift" and spec.inputs[name].low == 0:
+        shared["tooltip"] += " 0 is the checkpoint's own."
+    if name in spec.texts:
+        return Input(type="STRING", default=spec.texts[name], multiline=True, **shared)
+    limit = spec.inputs[name]
+    shared |= {"default": limit.default, "advanced": name in _ADVANCED, "check": partial(spec.check_input, name)}
+    if isinstance(limit, Switch):
+        return Input(type="BOOLEAN", **shared)
+    if isinstance(limit, Choice):
+        return Input(type="COMBO", options=limit.options, **shared)
+    is_int = isinstance(limit, IntLimit)
+    return Input(
+        type="INT" if is_int else "FLOAT",
+        low=limit.low,
+        high=limit.high,
+        step=limit.multiple_of if is_int else limit.step,
+        companion="control_after_generate" if name == "seed" else "",
+        **shared,
+    )
+
+
+def _inputs(spec: ModelSpec, names: tuple[str, ...]) -> tuple[Input, ...]:
+    """ComfyUI shows required widgets first: what stands before a required one is required, so that the order holds."""
+    found = [_input(spec, name) for name in names]
+    last = max((index for index, i in enumerate(found) if i.is_widget and not i.optional), default=-1)
+    return tuple(replace(i, optional=False) if i.is_widget and n < last else i for n, i in enumerate(found))
+
+
+def resolve_model(
+    spec: ModelSpec, folders: Folders, *, model_id: str, model: ModelRef | None, precision: str
+) -> ModelRef:
+    """The model a node is to use, checked without reading a weight."""
+    if model is not None and model.spec_name != spec.name and model.spec.family == spec.family:
+        model = replace(model, spec_name=spec.name)
+    if model is None:
+        model = ModelRef(spec_name=spec.name, model_id=model_id, precision=precision, folders=folders.models)
+    elif model.spec_name != spec.name:
+        raise ValueError(
+            f"{spec.title}: the connected model is a {model.spec_name}; this node runs {spec.name}. "
+            f"Choose {spec.family} in the TPU Model Loader, or use the nodes of the other family."
+        )
+    runtime.check_model(model)
+    return model
+
+
+def _resolve_variant(
+    spec: ModelSpec,
+    folders: Folders,
+    host: Host | None = None,
+    *,
+    model_id: str,
+    model: ModelRef | None,
+    precision: str,
+) -> ModelRef:
+    """`resolve_model` for whichever of the family's models it is; a `host` lets it ask the Hub."""
+    spec = _variant(spec, folders, model_id, model, host)
+    return resolve_model(spec, folders, model_id=model_id, model=model, precision=precision)
+
+
+def _variant(
+    spec: ModelSpec, folders: Folders, model_id: str, model: ModelRef | None, host: Host | None = None
+) -> ModelSpec:
+    if model:
+        return runtime.variant(spec, model.model_id, model.folders, host)
+    return runtime.variant(spec, model_id, folders.models, host)
+
+
+def _check_takes_picture(spec: ModelSpec, found: ModelSpec, name: str) -> None:
+    """Raises ValueError where input `name` is there and the model is the family's other one, which takes no picture."""
+    if found.name != spec.name:
+        raise ValueError(
+            f"{spec.title}: {'an' if name[0] in 'aeiou' else 'a'} {name} is connected, but the model is a "
+            f"{found.title}. Set model_id to one that takes a picture, such as {spec.hub_id}, or disconnect {name}."
+        )
+
+
+def _check_model(spec: ModelSpec, folders: Folders, *, model_id: str) -> None:
+    _resolve_variant(spec, folders, model_id=model_id, model=None, precision="auto")
+
+
+def _encode(spec: ModelSpec, host: Host, *, prompt: str, negative_prompt: str = "", **choice: Any) -> tuple:
+    model = _resolve_variant(spec, host.folders, host, **choice)
+    embeds = runtime.encode_prompt(model, prompt, negative_prompt, progress=host)
+    return embeds if spec.guidance == "cfg" else embeds[:1]
+
+
+def _encode_image(
+    spec: ModelSpec, host: Host, *, image: Any, height: int, width: int, num_frames: int, resize: str, **choice: Any
+) -> tuple:
+    _check_takes_picture(spec, _variant(spec, host.folders, choice["model_id"], choice["model"], host), "image")
+    model = resolve_model(spec, host.folders, **choice)
+    size = {"height": height, "width": width, "num_frames": num_frames}
+    return (runtime.encode_image(model, media.resize(image[:1], height, width, resize), size, progress=host),)
+
+
+def _encode_references(spec: ModelSpec, host: Host, *, image: Any, condition: Any = None, **choice: Any) -> tuple:
+    """References in the order they were given: those of a connected condition first."""
+    model = resolve_model(spec, host.folders, **choice)
+    found = runtime.encode_image(model, image, {}, progress=host)
+    return (runtime.join_references([found] if condition is None else [condition, found]),)
+
+
+def _sample(
+    spec: ModelSpec,
+    image_spec: ModelSpec,
+    host: Host,
+    *,
+    prompt_embeds: Any,
+    negative_prompt_embeds: Any = None,
+    condition: Mapping[str, Any] | None = None,
+    model_id: str,
+    model: ModelRef | None,
+    precision: str,
+    **numbers: Any,
+) -> tuple:
+    spec = spec if condition is None else image_spec
+    for name, given in {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}.items():
+        if given is not None:
+            payload_checks.entry(spec, name, given)
+    found = _variant(spec, host.folders, model_id, model, host)
+    if condition is not None:
+        _check_takes_picture(spec, found, "condition")
+    chosen = resolve_model(found, host.folders, model_id=model_id, model=model, precision=precision)
+    settings = found.settings(**numbers, **_encoded_size(spec, condition, numbers))
+    embeds = (prompt_embeds, negative_prompt_embeds)
+    latents = runtime.denoise(chosen, settings, *embeds, condition=condition, progress=host)
+    return (latents,) if spec.is_image else (latents, settings.num_frames)
+
+
+def _encoded_size(spec: ModelSpec, condition: Mapping[str, Any] | None, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """The size that the picture was encoded for, where the sampler has none; ValueError where it asks for another."""
+    if condition is None:
+        return {}
+    size = {name: condition[name] for name in ("height", "width", "num_frames") if name in condition}
+    for name, value in size.items():
+        if numbers.get(name, value) != value:
+            raise ValueError(
+                f"{spec.title}: {name} is {numbers[name]}, but the picture was encoded for {value}. Use the same "
+                "height, width and num_frames in the image encoder and the sampler."
+            )
+    return {name: value for name, value in size.items() if name not in numbers}
+
+
+def _decode(spec: ModelSpec, host: Host, *, latents: Mapping[str, Any], fps: float = 0, **choice: Any) -> tuple:
+    model = _resolve_variant(spec, host.folders, host, **choice)
+    frames = runtime.decode(model, latents, progress=host)
+    return (frames,) if spec.is_image else (frames, float(fps))
+
+
+def _stage_node(spec: ModelSpec, suffix: str, title: str, inputs: tuple[str, ...], **fields: Any) -> Node:
+    return Node(
+        id=f"{spec.family}{suffix}",
+        title=title,
+        category=f"TPU/{spec.category}",
+        inputs=_inputs(spec, inputs),
+        family=spec.family,
+        check=partial(_check_model, spec),
+        checks=("model_id",),
+        **fields,
+    )
+
+
+def text_encoder(spec: ModelSpec, label: str, *inputs: str) -> Node:
+    outputs = (
+        Output(name="prompt_embeds", type="CONDITIONING", tooltip="The encoded prompt."),
+        Output(name="negative_prompt_embeds", type="CONDITIONING", tooltip="The encoded negative prompt."),
+    )
+    return _stage_node(
+        spec,
+        "TextEncoder",
+        f"{label} Text Encoder (TPU)",
+        inputs,
+        description=f"Encodes the prompts for {spec.title} on the TPU.",
+        outputs=outputs if spec.guidance == "cfg" else outputs[:1],
+        run=partial(_encode, spec),
+    )
+
+
+def image_encoder(spec: ModelSpec, label: str, *inputs: str) -> Node:
+    """The node for `spec`, a model that takes an image, or references."""
+    return _stage_node(
+        spec,
+        "ImageEncoder",
+        f"{label} Image Encoder (TPU)",
+        inputs,
+        description=f"Encodes what {spec.title} is to {'look at' if spec.references else 'start from'}, on the TPU.",
+        outputs=(Output(name="condition", type="TPU_CONDITION", tooltip="The encoded picture, for the sampler."),),
+        run=partial(_encode_references if spec.references else _encode_image, spec),
+    )
+
+
+def sampler(spec: ModelSpec, label: str, *inputs: str, image_spec: ModelSpec | None = None) -> Node:
+    """`image_spec` is the model that runs instead while a `condition` is connected."""
+    outputs = (
+        Output(name="latents", type="LATENT", tooltip="For the VAE decoder; in ComfyUI's own layout."),
+        Output(name="num_frames", type="INT", tooltip="Number of video frames the latents hold."),
+    )
+    return _stage_node(
+        spec,
+        "TPUSampler",
+        f"{label} TPU Sampler",
+        inputs,
+        description=f"Denoises with {spec.title} on the TPU, from random noise to latents.",
+        outputs=outputs[:1] if spec.is_image else outputs,
+        run=partial(_sample, spec, image_spec or spec),
+    )
+
+
+def _frames_outputs(spec: ModelSpec) -> tuple[Output, ...]:
+    if spec.is_image:
+        return (Output(name="image", type="IMAGE", tooltip="The picture."),)
+    return (
+        Output(name="frames", type="IMAGE", tooltip="The video's frames."),
+        # Create Video takes a FLOAT, and ComfyUI does not link an INT to it.
+        Output(name="fps", type="FLOAT", tooltip="Frames per second, for Create Video."),
+    )
+
+
+def decoder(spec: ModelSpec, label: str, *inputs: str) -> Node:
+    return _stage_node(
+        spec,
+        "TPUVAEDecoder",
+        f"{label} TPU VAE Decoder",
+        inputs,
+        description=f"Turns latents of {spec.title} into {'a picture' if spec.is_image else 'frames'} on the TPU.",
+        outputs=_frames_outputs(spec),
+        run=partial(_decode, spec),
+    )
+
+
+_STAGE_NAMES = {"TextEncoder": "encode", "ImageEncoder": "image", "TPUSampler": "sample", "TPUVAEDecoder": "decode"}
+_LINKS = {
+    "prompt_embeds": Link("encode", 0),
+    "negative_prompt_embeds": Link("encode", 1),
+    "condition": Link("image", 0),
+    "latents": Link("sample", 0),
+}
+
+
+def pipeline(spec: ModelSpec, label: str, stage_nodes: tuple[Node, ...], *inputs: str) -> Expansion:
+    """The stages (and Create Video) as one node: a graph over the others, not a second implementation."""
+    names = [_STAGE_NAMES[node.id.removeprefix(spec.family)] for node in stage_nodes]
+    links = {name: link for name, link in _LINKS.items() if link.stage in names}
+    stages = [
+        Stage(
+            name=name,
+            node_id=node.id,
+            inputs={i.name: links.get(i.name) or Ref(i.name) for i in node.inputs},
+            # Where the model can do without a picture, the stage that encodes it is left out without one.
+            needs="image" if name == "image" else "",
+        )
+        for name, node in zip(names, stage_nodes, strict=True)
+    ]
+    results = [Link("decode", index) for index in range(len(_frames_outputs(spec)))]
+    outputs = _frames_outputs(spec)
+    if not spec.is_image:
+        frames = {"images": Link("decode", 0), "fps": Link("decode", 1)}
+        stages.append(Stage(name="video", node_id="CreateVideo", inputs=frames))
+        results.append(Link("video", 0))
+        outputs = (*outputs, Output(name="video", type="VIDEO", tooltip="The video, for Save Video."))
+    return Expansion(
+        id=f"{spec.family}TPUPipeline",
+        title=f"{label} TPU Full Pipeline",
+        category=f"TPU/{spec.category}",
+        description=f"{spec.title} from prompt to {'picture' if spec.is_image else 'video'}: all stages in one node.",
+        inputs=tuple(
+            replace(i, optional=True) if i.name == "image" and not spec.needs_condition else i
+            for i in _inputs(spec, inputs)
+        ),
+        outputs=outputs,
+        family=spec.family,
+        check=partial(_check_model, spec),
+        checks=("model_id",),
+        stages=tuple(stages),
+        results=tuple(results),
+    )

@@ -1,0 +1,124 @@
+"""The few ComfyUI nodes that the examples use, for runs without ComfyUI: same names, same inputs, files on disk."""
+
+from pathlib import Path
+from typing import Any
+
+from ...tpu_runtime import media
+from ..declare import Host, Input, Node, Output
+
+_IMAGES = Input(name="images", type="IMAGE", tooltip="The images.")
+_VIDEO = Input(name="video", type="VIDEO", tooltip="The video.")
+_EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def _load_image(host: Host, *, image: str) -> tuple:
+    """From the input folder; else beside the workflow, else among the pack's own examples."""
+    candidates = [folder / image for folder in (host.folders.input, host.folders.workflow, _EXAMPLES)]
+    return media.load_image(next((path for path in candidates if path.is_file()), candidates[0]))
+
+
+def _save_images(host: Host, *, images: Any, filename_prefix: str) -> tuple:
+    for image in images:
+        path = media.free_path(host.folders.output, Path(filename_prefix).name, ".png")
+        media.save_image(path, image)
+        host.text(f"wrote {path}")
+    return (images,)
+
+
+def _preview_images(host: Host, *, images: Any) -> tuple:
+    return _save_images(host, images=images, filename_prefix="preview")
+
+
+def _create_video(host: Host, *, images: Any, fps: float, bit_depth: int, audio: None) -> tuple[media.Video]:
+    if bit_depth != 8:
+        raise ValueError(f"CreateVideo: bit_depth is {bit_depth}; without ComfyUI it can only be 8.")
+    return (media.Video(frames=images, frame_rate=media.frame_rate(fps)),)
+
+
+def _save_video(host: Host, *, video: media.Video, filename_prefix: str, format: str, codec: str) -> tuple[media.Video]:
+    path = media.free_path(host.folders.output, Path(filename_prefix).name, ".mp4")
+    media.save_video(path, video)
+    host.text(f"wrote {path}")
+    return (video,)
+
+
+def _prefix(default: str) -> Input:
+    return Input(
+        name="filename_prefix", type="STRING", default=default, tooltip="Name of the file, without its ending."
+    )
+
+
+LOAD_IMAGE = Node(
+    id="LoadImage",
+    title="Load Image",
+    category="image",
+    description="Reads an image of the input folder.",
+    inputs=(Input(name="image", type="STRING", tooltip="File in the input folder, or a path.", companion="upload"),),
+    outputs=(Output(name="IMAGE", type="IMAGE"), Output(name="MASK", type="MASK")),
+    run=_load_image,
+)
+SAVE_IMAGE = Node(
+    id="SaveImage",
+    title="Save Image",
+    category="image",
+    description="Writes each image as a PNG.",
+    inputs=(_IMAGES, _prefix("ComfyUI")),
+    outputs=(Output(name="images", type="IMAGE"),),
+    run=_save_images,
+    is_output=True,
+)
+PREVIEW_IMAGE = Node(
+    id="PreviewImage",
+    title="Preview Image",
+    category="image",
+    description="Writes each image as preview.png: there is no page to show it on.",
+    inputs=(_IMAGES,),
+    outputs=(Output(name="images", type="IMAGE"),),
+    run=_preview_images,
+    is_output=True,
+)
+CREATE_VIDEO = Node(
+    id="CreateVideo",
+    title="Create Video",
+    category="video",
+    description="Joins images to a video.",
+    inputs=(
+        _IMAGES,
+        Input(name="fps", type="FLOAT", default=30.0, low=1.0, high=120.0, tooltip="Frames per second."),
+        Input(name="audio", type="AUDIO", optional=True, tooltip="Not supported without ComfyUI."),
+        Input(name="bit_depth", type="INT", default=8, low=8, high=10, optional=True, tooltip="Only 8 here."),
+    ),
+    outputs=(Output(name="VIDEO", type="VIDEO"),),
+    run=_create_video,
+)
+SAVE_VIDEO = Node(
+    id="SaveVideo",
+    title="Save Video",
+    category="video",
+    description="Writes the video as H.264 in an MP4.",
+    inputs=(
+        _VIDEO,
+        _prefix("video/ComfyUI"),
+        Input(
+            name="format",
+            type="COMBO",
+            default="auto",
+            options=("auto", "mp4"),
+            optional=True,
+            tooltip="Only mp4 here.",
+        ),
+        Input(
+            name="codec",
+            type="COMBO",
+            default="auto",
+            options=("auto", "h264"),
+            optional=True,
+            tooltip="Only H.264 here.",
+        ),
+    ),
+    outputs=(Output(name="video", type="VIDEO"),),
+    run=_save_video,
+    is_output=True,
+)
+
+NODES = (LOAD_IMAGE, SAVE_IMAGE, PREVIEW_IMAGE, CREATE_VIDEO, SAVE_VIDEO)

@@ -1,0 +1,183 @@
+"""Runs a workflow without ComfyUI: the same declarations, in dependency order, with a terminal as the host."""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from ...tpu_runtime import pipeline
+from ...tpu_runtime.models import spec_for_family
+from ...tpu_runtime.pipeline import ModelRef
+from ...tpu_runtime.progress import Silent
+from ...tpu_runtime.spec import Settings
+from .. import DECLARATIONS
+from ..declare import Declaration, Folders, Node, by_id
+from . import core_nodes
+from .workflow import Table, Workflow, expand, is_link, node_label, validate_workflow
+
+HEADLESS: Table = by_id((*DECLARATIONS.values(), *core_nodes.NODES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    title: str
+    elapsed_s: float
+
+
+class TerminalHost:
+    """Progress on a terminal: one line per node with its time; on a tty also a status line that is overwritten."""
+
+    def __init__(self, folders: Folders, stream: TextIO | None = None) -> None:
+        self.folders = folders
+        self.timings: list[Timing] = []
+        self._stream = stream or sys.stderr
+        self._is_tty = self._stream.isatty()
+
+    def text(self, message: str) -> None:
+        self._clear()
+        self._stream.write(f"  {message}\n")
+        self._stream.flush()
+
+    def step(self, done: int, total: int, unit: str, preview: Any = None) -> None:
+        if self._is_tty:
+            self._clear()
+            self._stream.write(f"  {unit} {done}/{total}")
+            self._stream.flush()
+
+    def check_cancelled(self) -> None:
+        """Ctrl-C arrives as KeyboardInterrupt; nothing to ask."""
+
+    @contextmanager
+    def timed(self, title: str) -> Iterator[None]:
+        """Announces `title`, and records how long the block took when it succeeds."""
+        self._stream.write(f"{title}\n")
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._clear()
+        self.timings.append(Timing(title=title, elapsed_s=time.perf_counter() - start))
+
+    def _clear(self) -> None:
+        if self._is_tty:
+            self._stream.write("\r\x1b[K")
+
+
+def run_workflow(workflow: Workflow, host: TerminalHost, table: Table = HEADLESS) -> dict[str, tuple[Any, ...]]:
+    """Runs what the output nodes need and returns their outputs by node id.
+
+    Everything is checked before the first node runs; ValueError lists all that is wrong.
+    """
+    if problems := validate_workflow(workflow, table):
+        raise ValueError("\n".join(problems))
+    _check_constants(workflow, host.folders, table)
+    graph = expand(workflow, table)
+    order = execution_order(graph, table)
+    results: dict[str, tuple[Any, ...]] = {}
+    for node_id in order:
+        node = table[graph[node_id]["class_type"]]
+        with host.timed(_title(node, node_id, graph)):
+            results[node_id] = node.run(host, **node.values(_given(graph[node_id]["inputs"], results)))
+    return {node_id: results[node_id] for node_id in order if table[graph[node_id]["class_type"]].is_output}
+
+
+def _check_constants(workflow: Workflow, folders: Folders, table: Table) -> None:
+    for node in workflow.values():
+        constants = {name: value for name, value in node["inputs"].items() if not is_link(value)}
+        table[node["class_type"]].check_constants(folders, constants)
+
+
+def execution_order(graph: Workflow, table: Table) -> list[str]:
+    """Ids of the output nodes and of all they depend on, dependencies first. ValueError for none, and for a cycle."""
+    order: list[str] = []
+    visiting: list[str] = []
+
+    def visit(node_id: str) -> None:
+        if node_id in order:
+            return
+        if node_id in visiting:
+            path = " -> ".join([*visiting[visiting.index(node_id) :], node_id])
+            raise ValueError(f"The workflow's links form a circle: {path}.")
+        visiting.append(node_id)
+        for value in graph[node_id]["inputs"].values():
+            if is_link(value):
+                visit(value[0])
+        visiting.pop()
+        order.append(node_id)
+
+    outputs = [node_id for node_id, node in graph.items() if table[node["class_type"]].is_output]
+    if not outputs:
+        raise ValueError("The workflow has no output node, such as SaveVideo: nothing would come of running it.")
+    for node_id in outputs:
+        visit(node_id)
+    return order
+
+
+def _given(inputs: Mapping[str, Any], results: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    return {name: results[value[0]][value[1]] if is_link(value) else value for name, value in inputs.items()}
+
+
+def _title(node: Node, node_id: str, graph: Workflow) -> str:
+    """The node's title, with its id where the workflow has several of the kind."""
+    same = [other for other in graph.values() if other["class_type"] == node.id]
+    return node.title if len(same) == 1 else node_label(node_id, {"class_type": node.title})
+
+
+def generations(workflow: Workflow, folders: Folders, table: Table = HEADLESS) -> list[tuple[ModelRef, Settings]]:
+    """The models and settings of a workflow's samplers and pipelines, as its widgets have them.
+
+    Links count as the input's default; only models, and the size of an encoded picture, are followed to their nodes.
+    Raises ValueError where there is no sampler, and for bad values.
+    """
+    graph = expand({node_id: node for node_id, node in workflow.items() if node["class_type"] in table}, table)
+    samplers = [node_id for node_id, node in graph.items() if _is_sampler(table[node["class_type"]])]
+    found = [_generation(graph, node_id, folders, table) for node_id in samplers]
+    if not found:
+        raise ValueError("The workflow has no sampler or pipeline of this pack: there is nothing to compile.")
+    return found
+
+
+def _is_sampler(declaration: Declaration) -> bool:
+    return bool(declaration.family) and any(i.name == "num_inference_steps" for i in declaration.inputs)
+
+
+def _generation(graph: Workflow, node_id: str, folders: Folders, table: Table) -> tuple[ModelRef, Settings]:
+    node, widgets = graph[node_id], _widgets(graph, node_id, table)
+    declaration = table[node["class_type"]]
+    link = node["inputs"].get("model")
+    choice = _origin(graph, node_id, "model", "model_id", table) if is_link(link) else widgets
+    spec = pipeline.variant(spec_for_family(declaration.family), choice["model_id"], folders.models, Silent())
+    if spec.needs_condition and "height" not in widgets:
+        widgets = {**_origin(graph, node_id, "condition", "height", table), **widgets}
+    named = {"model_id": choice["model_id"], "precision": choice["precision"]}
+    return ModelRef(spec_name=spec.name, folders=folders.models, **named), spec.settings(**widgets)
+
+
+def _widgets(graph: Workflow, node_id: str, table: Table) -> dict[str, Any]:
+    """A node's own values by name, in their own types; what is linked counts as its default."""
+    node = graph[node_id]
+    own = {name: value for name, value in node["inputs"].items() if not is_link(value)}
+    declared = [declared for declared in table[node["class_type"]].inputs if declared.is_widget]
+    return {i.name: i.parse(own[i.name]) if own.get(i.name) is not None else i.default for i in declared}
+
+
+def _origin(graph: Workflow, node_id: str, socket: str, wanted: str, table: Table) -> dict[str, Any]:
+    """The values of the node that a socket is linked to and that has the widget `wanted`, through nodes that only pass
+    on what they get. ValueError where there is none: what it gives is then known only when it runs.
+    """
+    label = node_label(node_id, graph[node_id])
+    name = socket
+    for _ in graph:
+        link = graph[node_id]["inputs"].get(name)
+        if not is_link(link) or link[0] not in graph:
+            break
+        node_id, output = link
+        if wanted in (widgets := _widgets(graph, node_id, table)):
+            return widgets
+        name = table[graph[node_id]["class_type"]].outputs[output].name
+    raise ValueError(
+        f"{label}: what is linked to {socket} does not say its {wanted} before it runs. Name model and size yourself: "
+        "`comfyui-tpu warmup --model NAME --height ... --width ... --num-frames ...`."
+    )

@@ -1,0 +1,404 @@
+"""The monitor's tab in a real ComfyUI page, in headless Chromium.
+
+`COMFYUI_TPU_TEST_FRONTENDS` names folders of other ComfyUI frontends (their `static`), separated by colons; every test
+then runs on each of them as well.
+"""
+
+import os
+import random
+import re
+import shutil
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_tpu.tests.support.comfyui_server import PACK, Server, needs_comfyui, tiny_workflow
+from comfyui_tpu.tests.support.patience import PATIENCE_S, until
+
+playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
+
+PATIENCE_MS = 1000 * PATIENCE_S
+playwright.expect.set_options(timeout=PATIENCE_MS)
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
+FRONTENDS = ["", *filter(None, os.environ.get("COMFYUI_TPU_TEST_FRONTENDS", "").split(":"))]
+SCREENSHOTS = PACK / "output" / "screenshots"
+APP = "window.comfyAPI.app.app.extensionManager"
+PANEL = ".comfyui-tpu-panel"
+GIB = 2**30
+
+pytestmark = [
+    needs_comfyui,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine"),
+]
+
+
+class Tab:
+    """A page of ComfyUI with our tab, and what it asked and complained of."""
+
+    def __init__(self, page: Any, server: Server, frontend: str) -> None:
+        self.page = page
+        self.frontend = frontend
+        self.server = server
+        self.asked: list[float] = []
+        self.faults: list[str] = []
+        page.on("request", lambda request: "/tpu/stats" in request.url and self.asked.append(time.monotonic()))
+        page.on("pageerror", self._raised)
+        page.on("console", self._heard)
+
+    def _raised(self, error: Any) -> None:
+        """Old frontends raise errors of their own on a newer ComfyUI; ours have our folder in their stack."""
+        if "ComfyUI-TPU" in (error.stack or "") or not error.stack:
+            self.faults.append(str(error))
+
+    def _heard(self, message: Any) -> None:
+        """Keeps complaints about our files. That a server went away Chromium says itself, of its address."""
+        where = message.location.get("url", "")
+        is_ours = "ComfyUI-TPU" in where or "comfyui-tpu" in message.text.lower()
+        if is_ours and message.type in ("error", "warning"):
+            self.faults.append(f"{message.type}: {message.text} ({where})")
+
+    def load(self) -> None:
+        self.page.goto(self.server.url)
+        tabs = f"{APP.replace('.', '?.')}?.getSidebarTabs()"
+        self.page.wait_for_function(f"{tabs}?.some((tab) => tab.id === 'comfyui-tpu')")
+        # The page answers before it has drawn its sidebar.
+        self.page.wait_for_selector(".side-tool-bar-container, .sidebar-item-group, .side-bar-button")
+
+    def toggle(self) -> None:
+        self.page.evaluate(f"{APP}.command.execute('Workspace.ToggleSidebarTab.comfyui-tpu')")
+
+    def open(self) -> None:
+        self.toggle()
+        self.page.wait_for_selector(PANEL)
+
+    def theme(self, name: str) -> None:
+        self.page.evaluate(f"(name) => {APP}.setting.set('Comfy.ColorPalette', name)", name)
+        roots = "[document.documentElement, document.body]"  # frontends differ in which of them they mark
+        is_dark = f"{roots}.some((one) => one.classList.contains('dark-theme'))"
+        self.page.wait_for_function(is_dark if name == "dark" else f"!{is_dark}")
+        fading = "document.getAnimations().filter((one) => one.effect.getComputedTiming().endTime < Infinity)"
+        self.page.evaluate(f"Promise.allSettled({fading}.map((one) => one.finished)).then(() => null)")
+
+    def section(self, title: str) -> Any:
+        return self.page.locator(f"{PANEL} section[aria-label='{title}']")
+
+    def text(self, title: str) -> str:
+        return self.section(title).inner_text()
+
+    def answer_with(self, stats: Any) -> None:
+        """From now on the page gets `stats`, or what it returns, in place of the server's."""
+        give = stats if callable(stats) else lambda: stats
+        self.page.unroute_all()
+        self.page.route("**/tpu/stats", lambda route: route.fulfill(json=give()))
+
+    def screenshot(self, name: str) -> None:
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        self.page.screenshot(path=SCREENSHOTS / f"{name}{self.frontend}.png")
+
+
+def _version(frontend: str) -> str:
+    """The name of the folder that a frontend's package was unpacked to."""
+    return Path(frontend).parents[1].name if frontend else ""
+
+
+@pytest.fixture(scope="module", params=FRONTENDS, ids=lambda path: _version(path) or "installed")
+def server(
+    request: pytest.FixtureRequest, start_comfyui: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
+) -> Server:
+    arguments = ("--front-end-root", request.param) if request.param else ()
+    # A cold cache: there is more to see while programs compile and prompts are encoded.
+    started = start_comfyui(arguments=arguments, cache=tmp_path_factory.mktemp("cold-cache"))
+    # A new user is shown a tour, and first a picture of templates over everything.
+    started.post("/settings", {"Comfy.TutorialCompleted": True, "Comfy.InstalledVersion": "1.0.0"})
+    return started
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def tab(chromium: Any, server: Server) -> Iterator[Tab]:
+    """A loaded page, its tab closed. Fails the test if our files raised or complained."""
+    page = chromium.new_page(viewport={"width": 1280, "height": 1000})
+    page.set_default_timeout(PATIENCE_MS)
+    frontend = _version(server.arguments[-1]) if server.arguments else ""
+    tab = Tab(page, server, f"-{frontend}" if frontend else "")
+    tab.load()
+    yield tab
+    page.close()
+    assert tab.faults == []
+
+
+def fake(num_chips: int = 8, **changes: Any) -> dict[str, Any]:
+    """What a busy v6e would say."""
+    model = "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
+    sizes = {"text_encoder": 1.3, "transformer": 3.5, "transformer_2": 3.5, "vae": 0.24}
+    parts = {"encode": 3.2, "encode_image": 5.0, "denoise": 257.1, "decode": 31.8}
+    return {
+        "platform": "tpu",
+        "message": f"{num_chips} x TPU v6e",
+        "chips": [
+            {
+                "index": index, "kind": "TPU v6e", "coords": [index % 2, index // 2, 0],
+                "hbm_used": (8 + index * 5 % 9) * GIB, "hbm_peak": 18 * GIB, "hbm_limit": 31 * GIB,
+                "tensorcore_utilization": 60 + index * 7 % 30, "duty_cycle": 97,
+            }
+            for index in range(num_chips)
+        ],
+        "host": {"cpu_percent": 23.4, "ram_used": 55 * GIB, "ram_total": 1400 * GIB, "process_ram": 12 * GIB},
+        "resident": [
+            {"id": name, "component": name, "model": model, "bytes_per_chip": size * GIB, "last_used": time.time()}
+            for name, size in sizes.items()
+        ],
+        "running": {
+            "stage": "denoise", "model": model, "text": "Denoising", "done": 13, "total": 40, "unit": "step",
+            "seconds_per_unit": 6.42, "elapsed_s": 91.3, "compiling": False,
+        },
+        "last_run": {
+            "model": model, "steps_per_second": 0.155, "peak_hbm": 18 * GIB,
+            "stages": [{"stage": stage, "seconds": seconds} for stage, seconds in parts.items()],
+        },
+        "caches": [{"name": "xla", "path": "/cache/xla", "files": 63, "bytes": 1.2 * GIB}],
+        "counts": {"load": 4, "encode": 2, "compile": 6},
+        "notes": [],
+    } | changes  # fmt: skip
+
+
+def resident(server: Server) -> int:
+    return len(server.get("/tpu/stats")["resident"])
+
+
+def test_the_panel_follows_a_run_from_before_the_first_one_to_its_end(tab: Tab, server: Server):
+    tab.open()
+    tab.page.get_by_text("No run yet").wait_for()
+    assert not tab.section("Chips").is_visible()
+    prompt = server.queue(tiny_workflow("browser", num_inference_steps=12))["prompt_id"]
+    seen, deadline = set(), time.monotonic() + PATIENCE_S
+    while not server.get(f"/history/{prompt}"):
+        assert time.monotonic() < deadline, server.log_tail()
+        seen.add(tab.text("Running"))
+        tab.page.wait_for_timeout(250)
+    assert any("Denoiser" in text for text in seen) and any("VAE decoder" in text for text in seen), seen
+    assert len(seen) >= 5, seen
+    tab.section("Running").get_by_text("Nothing is running.").wait_for()
+    assert tab.section("Chips").locator("[role=progressbar]").count() == 8
+    assert tab.page.get_by_text("no TPU, running on CPU with 8 simulated chips").is_visible()
+    assert {"Text encoder", "Denoiser", "VAE decoder"} <= set(tab.text("Last run").splitlines())
+    assert tab.section("Loaded").get_by_role("button", name="Free all").is_visible()
+    assert tab.section("Loaded").locator("li").count() == resident(server) >= 3
+    tab.screenshot("monitor-after-run")
+
+
+def test_free_frees_one_by_keyboard_and_then_all(tab: Tab, server: Server):
+    if not resident(server):
+        server.run(tiny_workflow("free", seed=random.randrange(10**6)))
+    tab.open()
+    rows = tab.section("Loaded").locator("li")
+    rows.first.wait_for()
+    before, used = rows.count(), _used(server)
+    first = rows.first.get_by_role("button")
+    assert first.get_attribute("aria-label").startswith("Free ")
+    first.focus()
+    tab.page.keyboard.press("Enter")
+    playwright.expect(rows).to_have_count(before - 1)
+    assert resident(server) == before - 1
+    until(lambda: _used(server) < used)
+    tab.page.wait_for_function("document.activeElement.closest('section')?.ariaLabel == 'Loaded'")
+    tab.section("Loaded").get_by_role("button", name="Free all").click()
+    tab.section("Loaded").get_by_text("Nothing is loaded.").wait_for()
+    until(lambda: resident(server) == 0 and _used(server) == 0)
+
+
+def _used(server: Server) -> int:
+    """Bytes in use on all chips, as of half a second ago."""
+    return sum(chip["hbm_used"] or 0 for chip in server.get("/tpu/stats")["chips"])
+
+
+def test_nothing_is_asked_while_nobody_can_see_the_tab(tab: Tab):
+    tab.page.wait_for_timeout(1500)
+    assert tab.asked == [], "a closed tab asks"
+    tab.open()
+    _wait_for_more(tab, 2)
+    _assert_quiet(tab, tab.toggle, "a tab that was closed asks")
+    tab.open()
+    _wait_for_more(tab, 1)
+    _assert_quiet(tab, lambda: _show_document(tab, False), "a hidden window asks")
+    _show_document(tab, True)
+    _wait_for_more(tab, 1)
+
+
+def _wait_for_more(tab: Tab, count: int) -> None:
+    wanted, deadline = len(tab.asked) + count, time.monotonic() + PATIENCE_S
+    while len(tab.asked) < wanted:
+        assert time.monotonic() < deadline, "a tab that is seen must ask"
+        tab.page.wait_for_timeout(100)
+
+
+def _assert_quiet(tab: Tab, hide: Callable[[], None], message: str) -> None:
+    """Three seconds without a question, which a tab asks every second; what was under way may still come before."""
+    hide()
+    deadline = time.monotonic() + PATIENCE_S
+    num_asked = None
+    while len(tab.asked) != num_asked:
+        assert time.monotonic() < deadline, message
+        num_asked = len(tab.asked)
+        tab.page.wait_for_timeout(3000)
+
+
+def _show_document(tab: Tab, is_visible: bool) -> None:
+    """What the browser does when its window is covered; headless windows never are."""
+    tab.page.evaluate(
+        "(state) => { Object.defineProperty(document, 'visibilityState', { value: state, configurable: true });"
+        " document.dispatchEvent(new Event('visibilitychange')); }",
+        "visible" if is_visible else "hidden",
+    )
+
+
+def test_modules_are_not_served_stale_after_an_update(server: Server):
+    with urllib.request.urlopen(f"{server.url}/extensions/ComfyUI-TPU/monitor/panel.mjs") as answer:
+        assert answer.headers["Cache-Control"] == "no-cache"
+        assert "javascript" in answer.headers["Content-Type"]
+
+
+def test_the_tab_survives_a_killed_server(tab: Tab, server: Server):
+    tab.open()
+    tab.page.locator(PANEL).get_by_text("Host").wait_for()
+    server.kill()
+    tab.page.get_by_text("The server is not reachable, trying again.").wait_for()
+    tab.screenshot("monitor-unreachable")
+    server.start()
+    tab.page.get_by_text("The server is not reachable, trying again.").wait_for(state="hidden")
+    tab.page.get_by_text("No run yet").wait_for()
+
+
+@pytest.mark.parametrize("theme", ["dark", "light"])
+def test_it_is_readable_in_both_themes_in_a_narrow_sidebar(tab: Tab, theme: str):
+    tab.answer_with(fake(notes=["duty_cycle_pct is not known: libtpu gave 7 values for 8 chips."]))
+    tab.open()
+    tab.theme(theme)
+    tab.page.get_by_text("8 x TPU v6e").wait_for()
+    tab.screenshot(f"monitor-{theme}")
+    for width_px in (200, 300):
+        tab.page.eval_on_selector(PANEL, f"(panel) => {{ panel.style.width = '{width_px}px'; }}")
+        assert tab.page.evaluate(WIDER) == [], f"text runs out of the panel at {width_px} px"
+        assert tab.page.evaluate(OVERLAPS) == [], f"numbers run into each other at {width_px} px"
+    assert tab.page.evaluate(CONTRASTS) == [], "text is too faint"
+    tab.theme("dark")
+
+
+# Elements that reach beyond the panel's right edge.
+WIDER = f"""() => {{
+    const panel = document.querySelector("{PANEL}");
+    const edge = panel.getBoundingClientRect().right + 0.5;
+    return [...panel.querySelectorAll("*")].filter((one) => one.getBoundingClientRect().right > edge)
+        .map((one) => one.className + ": " + one.textContent);
+}}"""
+
+# Numbers whose text is wider than their place, so that it lies upon the next.
+OVERLAPS = f"""() => [...document.querySelectorAll("{PANEL} :is(.tpu-number, .tpu-tile-value)")]
+    .filter((one) => one.checkVisibility() && one.scrollWidth > one.clientWidth + 1)
+    .map((one) => one.textContent)"""
+
+# Texts whose contrast to the ground behind them is below the 4.5 to 1 that WCAG asks for.
+CONTRASTS = f"""() => {{
+    const context = Object.assign(document.createElement("canvas"), {{ width: 1, height: 1 }})
+        .getContext("2d", {{ willReadFrequently: true }});
+    const paint = (colours) => {{
+        context.clearRect(0, 0, 1, 1);
+        for (const colour of colours) {{ context.fillStyle = colour; context.fillRect(0, 0, 1, 1); }}
+        return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    }};
+    const light = (rgb) => rgb.map((one) => one / 255)
+        .map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4))
+        .reduce((sum, one, index) => sum + one * [0.2126, 0.7152, 0.0722][index], 0);
+    const grounds = (one) => (one ? [...grounds(one.parentElement), getComputedStyle(one).backgroundColor] : ["#fff"]);
+    const faint = [];
+    for (const one of document.querySelectorAll("{PANEL} *")) {{
+        const isText = [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+        if (!isText || !one.checkVisibility()) continue;
+        const behind = grounds(one);
+        const pair = [light(paint(behind)), light(paint([...behind, getComputedStyle(one).color]))];
+        const ratio = (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
+        if (ratio < 4.5) faint.push(`${{one.textContent}}: ${{ratio.toFixed(2)}}`);
+    }}
+    return faint;
+}}"""
+
+
+def test_256_chips_fit_and_notes_are_shown(tab: Tab):
+    tab.answer_with(fake(256, notes=["tensorcore_util is not known: libtpu says RuntimeError: no chips"]))
+    tab.open()
+    playwright.expect(tab.section("Chips").locator("[role=progressbar]")).to_have_count(256)
+    assert tab.page.evaluate(WIDER) == []
+    assert tab.section("Chips").bounding_box()["height"] < 600
+    assert tab.page.get_by_text("libtpu says RuntimeError: no chips").is_visible()
+    last = tab.section("Chips").locator("[role=progressbar]").last
+    assert last.get_attribute("aria-label") == "Chip 255"
+    assert re.match(r"Chip 255: TPU v6e at \(1, 127, 0\), .* of 31.0 GiB", last.get_attribute("aria-valuetext"))
+    tab.screenshot("monitor-256-chips")
+
+
+def test_a_screen_reader_finds_names_and_values(tab: Tab):
+    tab.answer_with(fake())
+    tab.open()
+    tab.page.get_by_text("8 x TPU v6e").wait_for()
+    nameless = f"() => [...document.querySelectorAll('{PANEL} :is(button, [role=progressbar], [role=img], canvas)')]"
+    nameless += ".filter((one) => !(one.ariaLabel || one.textContent.trim())).map((one) => one.outerHTML)"
+    assert tab.page.evaluate(nameless) == []
+    progress = tab.section("Running").locator("[role=progressbar]")
+    values = [progress.get_attribute(name) for name in ("aria-valuenow", "aria-valuetext")]
+    assert values == ["33", "Step 13 of 40"]
+    assert "TensorCore" in tab.section("Last two minutes").locator("canvas").get_attribute("aria-label")
+
+
+EVIL = ("<img src=x onerror='window.pwned=1'>", "<script>window.pwned=1</script>", "javascript:window.pwned=1",
+        "\"><svg onload=window.pwned=1>", "__proto__", "constructor", "{{7*7}}", "\u202e\u0000")  # fmt: skip
+WRONG = (None, True, -1, 1e308, "12", [], [[]], {}, {"toString": 1}, ["<b>"])
+
+
+def evil(value: Any, dice: random.Random) -> Any:
+    """`value` with its texts replaced by attacks, and some of anything by what has no business there."""
+    if dice.random() < 0.08:
+        return dice.choice((*EVIL, *WRONG))
+    if isinstance(value, dict):
+        return {name: evil(one, dice) for name, one in value.items()}
+    if isinstance(value, list):
+        return [evil(one, dice) for one in value]
+    return dice.choice(EVIL) if isinstance(value, str) and dice.random() < 0.7 else value
+
+
+def test_no_answer_can_put_script_into_the_page_or_break_it(tab: Tab):
+    dice = random.Random(6)
+    answers = [evil(fake(dice.choice((1, 8, 20)), notes=["a", "b"]), dice) for _ in range(60)]
+    queue = iter(answers)
+    tab.answer_with(lambda: next(queue, fake()))
+    tab.page.evaluate(f"{APP}.setting.set('TPU.Monitor.Rate', 0.5)")
+    tab.open()
+    tab.page.get_by_text("8 x TPU v6e").wait_for()
+    assert tab.page.evaluate("window.pwned") is None
+    assert tab.page.locator(f"{PANEL} :is(img, script, svg, a, iframe)").count() == 0
+    assert tab.faults == []
+    tab.page.evaluate(f"{APP}.setting.set('TPU.Monitor.Rate', 1)")
+
+
+def test_the_badge_shows_the_memory_and_opens_the_tab(tab: Tab):
+    badge = tab.page.locator(".comfyui-tpu-badge")
+    if not badge.count():
+        pytest.skip("this frontend has no buttons in the action bar")
+    tab.answer_with(fake())
+    badge.click()
+    tab.page.get_by_text("8 x TPU v6e").wait_for()
+    assert badge.get_attribute("data-memory") == "96.0 of 248 GiB"
+    tab.page.evaluate(f"{APP}.setting.set('TPU.Monitor.Badge', 'hidden')")
+    playwright.expect(badge).to_be_hidden()
+    tab.page.evaluate(f"{APP}.setting.set('TPU.Monitor.Badge', 'while the tab is open')")
+    playwright.expect(badge).to_be_visible()

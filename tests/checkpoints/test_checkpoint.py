@@ -1,0 +1,241 @@
+"""What a wrong model id or a damaged checkpoint says, word for word, and that nothing was loaded before."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import pytest
+from comfyui_tpu.tpu_runtime import pipeline
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
+from comfyui_tpu.tpu_runtime.engine import stage_files
+from comfyui_tpu.tpu_runtime.engine.engine import Engine
+from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
+from comfyui_tpu.tpu_runtime.pipeline import ModelRef
+from comfyui_tpu.tpu_runtime.programs import modules
+from comfyui_tpu.tpu_runtime.progress import Silent
+from safetensors.torch import load_file, save_file
+
+SPEC = spec_for_family("Wan21")
+
+
+def model(model_id: str | Path, **options) -> ModelRef:
+    return ModelRef(spec_name=SPEC.name, model_id=str(model_id), precision="float32", **options)
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A checkpoint of our own to damage."""
+    return Path(shutil.copytree(tiny.ensure(SPEC), tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("model_id", "sentence"),
+    [
+        (
+            "  ",
+            "Wan 2.1 T2V 14B: model_id is empty. Enter a Hugging Face id such as Wan-AI/Wan2.1-T2V-14B-Diffusers, a "
+            "folder in diffusers layout, or tiny/wan21.",
+        ),
+        ("tiny/flux2", "Wan 2.1 T2V 14B: model_id is tiny/flux2; its built-in checkpoint is tiny/wan21."),
+        (
+            "/no/such/folder",
+            "Wan 2.1 T2V 14B: model_id is /no/such/folder; there is no such folder (looked at the path itself) and it "
+            "is not a Hugging Face id (owner/name) such as Wan-AI/Wan2.1-T2V-14B-Diffusers.",
+        ),
+    ],
+)
+def test_ids_that_name_nothing(model_id: str, sentence: str):
+    with pytest.raises(ValueError) as error:
+        pipeline.check_model(model(model_id))
+    assert str(error.value) == sentence
+
+
+def test_a_folder_that_is_not_a_model(tmp_path: Path):
+    with pytest.raises(ValueError) as error:
+        pipeline.check_model(model(tmp_path))
+    assert str(error.value) == (
+        f"Wan 2.1 T2V 14B: the folder {tmp_path} has no model_index.json; it is not a model in diffusers layout. "
+        "Choose the folder that holds model_index.json, transformer/, vae/."
+    )
+
+
+def test_another_familys_checkpoint(copied: Path):
+    (copied / "model_index.json").write_text(json.dumps({"_class_name": "Flux2Pipeline"}))
+    with pytest.raises(ValueError) as error:
+        pipeline.check_model(model(copied))
+    assert str(error.value) == (
+        f"Wan 2.1 T2V 14B: the checkpoint {copied} is a Flux2Pipeline; this node needs a WanPipeline, such as "
+        "Wan-AI/Wan2.1-T2V-14B-Diffusers."
+    )
+
+
+def test_a_component_of_another_class(copied: Path):
+    config = copied / "transformer" / "config.json"
+    config.write_text(config.read_text().replace("WanTransformer3DModel", "CogVideoXTransformer3DModel"))
+    with pytest.raises(ValueError, match="transformer is a CogVideoXTransformer3DModel; Wan 2.1 T2V 14B needs a Wan"):
+        pipeline.check_model(model(copied))
+
+
+def test_a_truncated_file_is_found_before_anything_is_loaded(copied: Path):
+    path = copied / "transformer" / "diffusion_pytorch_model-00002-of-00004.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError) as error:
+        pipeline.check_model(model(copied))
+    assert str(error.value).startswith(f"{path} is not a whole safetensors file (")
+    assert str(error.value).endswith("it was probably cut off while downloading. Delete it and download it again.")
+
+
+def test_a_missing_shard(copied: Path):
+    (copied / "vae" / "diffusion_pytorch_model-00003-of-00003.safetensors").unlink()
+    with pytest.raises(ValueError) as error:
+        pipeline.check_model(model(copied))
+    assert str(error.value) == (
+        f"{copied / 'vae'}: 1 of 2 weight files are missing: diffusion_pytorch_model-00003-of-00003.safetensors. "
+        "Download the checkpoint again."
+    )
+
+
+def sharded_by_use(folder: Path, spec_name: str, component_name: str) -> dict[str, str]:
+    """Writes a component's weights again: a file of those that are loaded, one of the others; gives their names."""
+    spec = next(spec for spec in SPECS if spec.name == spec_name)
+    component = spec.component(component_name)
+    found = Path(shutil.copytree(tiny.ensure(spec), folder)) / component.folder
+    tensors = {name: value for path in found.glob("*.safetensors") for name, value in load_file(path).items()}
+    own = {name: checkpoint.own_name(name, component.aliases) for name in tensors}
+    network = modules.build(component, component.tiny)
+    loaded = {source for weight in network.weights.values() for source in weight.sources}
+    parts = {"loaded": {name for name in tensors if own[name] in loaded}}
+    parts["other"] = tensors.keys() - parts["loaded"]
+    for path in (*found.glob("*.safetensors"), *found.glob("*.index.json")):
+        path.unlink()
+    files = {part: f"model-{part}.safetensors" for part in parts}
+    weight_map = {name: files[part] for part, names in parts.items() for name in names}
+    index = f"{checkpoint.WEIGHTS[component.library]}.index.json"
+    (found / index).write_text(json.dumps({"weight_map": weight_map}))
+    for part, names in parts.items():
+        save_file({name: tensors[name] for name in names}, found / files[part])
+    return files
+
+
+@pytest.mark.parametrize(
+    ("spec_name", "component_name"),
+    [("flux2-dev", "text_encoder"), ("hunyuanvideo1.5-t2v-720p", "text_encoder"), ("wan2.1-t2v-14b", "vae_decoder")],
+)
+def test_a_file_without_a_tensor_that_is_loaded_need_not_be_there(tmp_path: Path, spec_name: str, component_name: str):
+    """A quarter of Flux.2's text encoder: layers after the last state, the vision tower, the head of a chatbot."""
+    files = sharded_by_use(tmp_path / "model", spec_name, component_name)
+    spec = next(spec for spec in SPECS if spec.name == spec_name)
+    folder = tmp_path / "model" / spec.component(component_name).folder
+    (folder / files["other"]).unlink()
+    pipeline.check_model(ModelRef(spec_name=spec_name, model_id=str(tmp_path / "model")))
+    component = spec.component(component_name)
+    network = modules.build(component, component.tiny)
+    matched = checkpoint.match(network, checkpoint.read_headers(folder, component), folder)
+    assert matched.keys() == network.weights.keys()
+    (folder / files["loaded"]).unlink()
+    with pytest.raises(ValueError, match="expected one .safetensors file or an index, found none"):
+        checkpoint.read_headers(folder, component)
+
+
+def test_the_files_that_are_asked_for_are_those_of_the_weights():
+    """What `only` and `layers` say of names is what a built network has."""
+    for spec in SPECS:
+        root = tiny.ensure(spec)
+        for component in spec.components:
+            headers = checkpoint.read_headers(root / component.folder, component)
+            network = modules.build(component, component.tiny)
+            matched = checkpoint.match(network, headers, root / component.folder)
+            needed = {file.path for files in matched.values() for file in files}
+            assert needed == {file.path for file in headers.values()}, f"{spec.name} {component.name}"
+
+
+def test_a_weight_file_outside_the_folder_is_refused(copied: Path):
+    index = copied / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    said = json.loads(index.read_text())
+    said["weight_map"] = {name: f"../vae/{file}" for name, file in said["weight_map"].items()}
+    index.write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=r"names a weight file '\.\./vae/.*'; only \.safetensors beside it are read"):
+        pipeline.check_model(model(copied))
+
+
+@pytest.fixture
+def runner() -> Engine:
+    return Engine(jax.devices()[:3])
+
+
+def test_a_missing_weight(copied: Path, runner: Engine):
+    path = copied / "text_encoder" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["encoder.block.1.layer.0.SelfAttention.k.weight"]
+    save_file(tensors, path)
+    with pytest.raises(ValueError) as error:
+        runner.encode(model(copied), "cat", "", Silent())
+    assert str(error.value) == (
+        f"{copied / 'text_encoder'}: the weight encoder.block.1.layer.0.SelfAttention.k.weight is missing; the "
+        "checkpoint is incomplete."
+    )
+
+
+def test_a_nan_weight(copied: Path, runner: Engine):
+    path = copied / "text_encoder" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["encoder.block.1.layer.1.DenseReluDense.wo.weight"][0, 0] = float("nan")
+    save_file(tensors, path)
+    with pytest.raises(ValueError) as error:
+        runner.encode(model(copied), "cat", "", Silent())
+    assert str(error.value) == (
+        f"{path}: the weight encoder.block.1.layer.1.DenseReluDense.wo.weight holds NaN or infinity; the file is "
+        "damaged. Download it again."
+    )
+    assert runner.residency.list() == ()
+
+
+def test_a_folder_of_comfyuis_models_is_found_by_name(copied: Path):
+    ref = model("model", folders=("/nowhere", str(copied.parent)))
+    pipeline.check_model(ref)
+    assert ref.locate().root == copied
+
+
+def test_a_single_weight_file_and_the_other_name_of_the_embedding_load_too(copied: Path, runner: Engine):
+    path = copied / "text_encoder" / "model.safetensors"
+    tensors = load_file(path)
+    assert "shared.weight" in tensors
+    expected = runner.encode(model(copied), "cat", "", Silent())[0][0][0]
+    tensors["encoder.embed_tokens.weight"] = tensors.pop("shared.weight")
+    save_file(tensors, path)
+    runner.free()
+    runner.forget_prompts()
+    assert (runner.encode(model(copied), "cat", "", Silent())[0][0][0] == expected).all()
+
+
+def test_cancelling_while_loading_leaves_nothing_behind(copied: Path, runner: Engine):
+    class Cancelled(Exception):
+        pass
+
+    class CancelWhileLoading(Silent):
+        def step(self, done: int, total: int, unit: str, preview: object = None) -> None:
+            if unit == "MiB":
+                raise Cancelled
+
+    with pytest.raises(Cancelled):
+        runner.encode(model(copied), "cat", "", CancelWhileLoading())
+    assert runner.residency.list() == ()
+    assert runner.encode(model(copied), "cat", "", Silent())
+
+
+def test_a_stage_folder_of_another_model(tmp_path: Path):
+    (tmp_path / stage_files.CONFIG).write_text(json.dumps({"model_name": "cogvideox1.5-5b"}))
+    with pytest.raises(ValueError) as error:
+        stage_files.load_latents(tmp_path, model("tiny/wan21"))
+    assert str(error.value) == f"{tmp_path} was made by cogvideox1.5-5b; it cannot be continued with wan2.1-t2v-14b."
+
+
+def test_missing_and_damaged_stage_files(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"stage2_latents.safetensors is missing; run `comfyui-tpu denoise --folder"):
+        stage_files.load_latents(tmp_path, model("tiny/wan21"))
+    (tmp_path / stage_files.LATENTS).write_bytes(b"damaged")
+    with pytest.raises(
+        ValueError, match=r"stage2_latents.safetensors is damaged \(.*\); delete it and run `comfyui-tpu denoise` again"
+    ):
+        stage_files.load_latents(tmp_path, model("tiny/wan21"))

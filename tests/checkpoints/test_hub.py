@@ -1,0 +1,450 @@
+"""Models on the Hugging Face Hub: what is asked for and when, what a failing Hub or disk says, and no secrets."""
+
+import errno
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import huggingface_hub
+import jax
+import pytest
+import torch
+from comfyui_tpu.cli import main as cli
+from comfyui_tpu.nodes.declare import Folders
+from comfyui_tpu.nodes.hunyuan15 import SAMPLER
+from comfyui_tpu.tests.support import fake_hub
+from comfyui_tpu.tests.support.fake_hub import Answer, FakeHub
+from comfyui_tpu.tests.support.patience import PATIENCE_S
+from comfyui_tpu.tpu_runtime import pipeline
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, hub, tiny
+from comfyui_tpu.tpu_runtime.engine.engine import Engine
+from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
+from comfyui_tpu.tpu_runtime.pipeline import ModelRef
+from comfyui_tpu.tpu_runtime.progress import Silent
+
+SPEC = spec_for_family("Wan21")
+HUNYUAN, HUNYUAN_I2V = spec_for_family("HunyuanVideo15"), spec_by_name("hunyuanvideo1.5-i2v-720p")
+WAN22, COGVIDEOX = spec_for_family("Wan22I2V"), spec_for_family("CogVideoX")
+ID = "owner/model"
+MODEL = ModelRef(spec_name=SPEC.name, model_id=ID, precision="float32")
+TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZ012345"
+# Of another form than the Hub's: only its own variable tells it.
+ODD_TOKEN = "my-own-gateway-key"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeHub]:
+    with fake_hub.serve() as found:
+        yield found
+
+
+@pytest.fixture
+def fake(server: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeHub:
+    """A hub with the built-in checkpoint as `owner/model`, and a cache of the test's own."""
+    server.repositories = {ID: tiny.ensure(SPEC)}
+    server.answers.clear()
+    server.asked.clear()
+    server.use(monkeypatch, tmp_path / "hf")
+    return server
+
+
+def changed(folder: Path, spec=SPEC, **index: object) -> Path:
+    """A copy of a built-in checkpoint whose index says something else."""
+    shutil.copytree(tiny.ensure(spec), folder)
+    said = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**said, **index}))
+    return folder
+
+
+def error_of(action: Callable[[], object]) -> str:
+    with pytest.raises(ValueError) as error:
+        action()
+    return str(error.value)
+
+
+# --- what is asked for ------------------------------------------------------------------------------------------------
+
+
+def test_the_index_comes_first_and_a_wrong_one_ends_it(fake: FakeHub, tmp_path: Path):
+    """Wan 2.2 T2V-A14B in the Wan 2.1 nodes: nothing but its index is fetched, and its second expert is named."""
+    second = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.875}
+    fake.repositories[ID] = changed(tmp_path / "experts", **second)
+    sentence = error_of(lambda: Engine(jax.devices()[:1]).encode(MODEL, "a cat", "", Silent()))
+    assert "has transformer_2 (WanTransformer3DModel) and boundary_ratio 0.875" in sentence
+    assert fake.served() == ["model_index.json"]
+    # From now on it is known without a network, before anything runs.
+    fake.asked.clear()
+    assert error_of(lambda: pipeline.check_model(MODEL)) == sentence
+    assert not fake.asked
+
+
+def test_configs_come_before_weights_and_a_wrong_one_ends_it(fake: FakeHub, tmp_path: Path):
+    fake.repositories[ID] = changed(tmp_path / "other")
+    config = tmp_path / "other" / "vae" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "z_dim": 48}))
+    sentence = error_of(lambda: Engine(jax.devices()[:1]).encode(MODEL, "a cat", "", Silent()))
+    assert "z_dim is 48 in vae/config.json of owner/model; supported is 16" in sentence
+    assert "vae/config.json" in fake.served() and not fake.weights()
+    assert error_of(lambda: pipeline.check_model(MODEL)) == sentence
+
+
+def test_a_hub_model_runs_and_takes_only_what_a_stage_needs(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
+    runner = Engine(jax.devices()[:1])
+    local = ModelRef(spec_name=SPEC.name, model_id=SPEC.tiny_id, precision="float32")
+    expected = runner.encode(local, "a cat", "", Silent())[0][0][0]
+    assert (runner.encode(MODEL, "a cat", "", Silent())[0][0][0] == expected).all()
+    assert fake.served()[0] == "model_index.json"
+    assert {name.split("/")[0] for name in fake.weights()} == {"text_encoder"}
+    fetched = fake.served()
+    assert len(set(fetched)) == len(fetched), "a file was fetched twice"
+    # Again, and with a Hub that does not answer: everything is here.
+    runner.forget_prompts()
+    runner.free()
+    fake.asked.clear()
+    runner.encode(MODEL, "a cat", "", Silent())
+    assert not fake.served()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    runner.free()
+    assert (runner.encode(MODEL, "a dog", "", Silent())[0][0][0] != expected).any()
+    # A stage whose weights are not here says so.
+    assert error_of(lambda: runner.decode(MODEL, {"samples": expected.new_zeros(1, 16, 1, 10, 14)}, Silent())) == (
+        "vae of owner/model is not on this machine and the Hugging Face Hub cannot be reached. With a network, run: hf "
+        'download owner/model --include "vae/diffusion_pytorch_model-00002-of-00003.safetensors" '
+        '"vae/diffusion_pytorch_model-00003-of-00003.safetensors"; or set model_id to a local folder.'
+    )
+
+
+def test_a_hub_models_denoiser_is_there_before_its_program_is_chosen(fake: FakeHub):
+    """Which kernel runs depends on the weights: a Hub model's have to be fetched for that."""
+    fake.repositories[ID] = tiny.ensure(COGVIDEOX)
+    model = ModelRef(spec_name=COGVIDEOX.name, model_id=ID, precision="float32")
+    settings = COGVIDEOX.settings(height=64, width=64, num_frames=1, num_inference_steps=1, guidance_scale=1.0)
+    prompt = [[torch.ones(1, 226, 40), {"tpu_family": COGVIDEOX.family}]]
+    found = Engine(jax.devices()[:1]).denoise(model, settings, prompt, None, Silent())["samples"]
+    assert {name.split("/")[0] for name in fake.weights()} == {"transformer"}
+    assert found.shape == (1, 16, 1, 8, 8)
+
+
+def test_known_prompts_need_no_text_encoder(fake: FakeHub):
+    """Their key is the commit's, not that of files which may not be here yet."""
+    runner, progress = Engine(jax.devices()[:1]), Silent()
+    before = MODEL.locate().identity("text_encoder", progress)
+    runner.encode(MODEL, "a bird", "", progress)
+    assert MODEL.locate().identity("text_encoder", progress) == before
+    (Path(hub.cached(ID) or "") / "text_encoder" / "model.safetensors").unlink()
+    fake.asked.clear()
+    assert runner.encode(MODEL, "a bird", "", progress) and runner.counts["encode"] == 1
+    assert not fake.weights()
+
+
+def test_a_new_commit_is_another_model(fake: FakeHub, tmp_path: Path):
+    fake.repositories[ID] = changed(tmp_path / "first")
+    before = MODEL.locate().identity("vae", Silent())
+    (tmp_path / "first" / "README.md").write_text("new")
+    assert MODEL.locate().identity("vae", Silent()) != before
+
+
+def test_only_files_with_a_tensor_that_is_loaded_are_fetched(fake: FakeHub):
+    """The decoder of a VAE of three files, then its encoder: each file once, none for nothing."""
+    fake.repositories[ID] = tiny.ensure(WAN22)
+    found = checkpoint.locate(WAN22, ID)
+    found.fetch_weights(WAN22.component("vae_decoder"), Silent())
+    decoder = sorted(fake.weights())
+    assert decoder == [f"vae/diffusion_pytorch_model-0000{number}-of-00003.safetensors" for number in (2, 3)]
+    found.fetch_weights(WAN22.component("vae_encoder"), Silent())
+    assert len(fake.weights()) == 3 == len(set(fake.weights()))
+
+
+def test_code_and_pickles_are_left_where_they_are(fake: FakeHub, tmp_path: Path):
+    folder = changed(tmp_path / "more")
+    for name in (
+        "tokenizer/tokenizer.py",
+        "transformer/diffusion_pytorch_model.bin",
+        "README.md",
+        "flux2-dev.safetensors",
+    ):
+        (folder / name).write_text("x")
+    fake.repositories[ID] = folder
+    found = MODEL.locate()
+    for component in SPEC.components:
+        found.fetch_weights(component, Silent())
+    assert {Path(name).suffix for name in fake.served()} == {".json", ".safetensors"}
+    assert "flux2-dev.safetensors" not in fake.served()
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "task"),
+    [
+        ("hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v", HUNYUAN_I2V, "i2v"),
+        ("hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v_distilled", HUNYUAN_I2V, "t2v"),
+        ("hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", HUNYUAN, "i2v"),
+    ],
+)
+def test_the_variant_is_what_the_index_says(fake: FakeHub, tmp_path: Path, name: str, spec, task: str):
+    """Neither its name decides, nor `task_type`: one published text-to-video checkpoint calls itself i2v."""
+    folder = changed(tmp_path / "model", spec)
+    config = folder / "transformer" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "task_type": task}))
+    fake.repositories[name] = folder
+    for asking in (HUNYUAN, HUNYUAN_I2V):
+        # Not known yet, and nobody asks while a workflow is only looked at.
+        assert pipeline.variant(asking, name) is asking
+    assert not fake.asked
+    for asking in (HUNYUAN, HUNYUAN_I2V):
+        assert pipeline.variant(asking, name, progress=Silent()) is spec
+    assert set(fake.served()) == {"model_index.json"}
+    fake.asked.clear()
+    assert pipeline.variant(HUNYUAN, name) is spec and not fake.asked
+
+
+def test_the_command_takes_the_variant_too(fake: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    fake.repositories["owner/480p"] = tiny.ensure(HUNYUAN_I2V)
+    arguments = ["encode", "--folder", str(tmp_path), "--family", HUNYUAN.family, "--model", "owner/480p"]
+    assert cli.main(arguments) == 2
+    assert "HunyuanVideo 1.5 I2V: it starts from one picture, and none was given." in capsys.readouterr().err
+
+
+def test_a_workflow_is_checked_without_a_network(fake: FakeHub):
+    """A model that is not here may be on the Hub: that shows when it runs."""
+    fake.repositories.clear()
+    SAMPLER.check_constants(Folders(), {"model_id": "owner/unknown"})
+    assert not fake.asked
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_a_repository_that_does_not_exist(fake: FakeHub):
+    fake.repositories.clear()
+    assert error_of(lambda: MODEL.locate().home(Silent())) == (
+        "owner/model was not found on the Hugging Face Hub, or it is private. Check the spelling; for a private model "
+        "run: hf auth login (or set HF_TOKEN)."
+    )
+
+
+def test_a_gated_repository_without_a_token(fake: FakeHub):
+    """Its listing is public, its files are not."""
+    fake.answers["/resolve/"] = Answer(status=401, headers={"X-Error-Code": "GatedRepo"})
+    assert error_of(lambda: MODEL.locate().home(Silent())) == (
+        "owner/model is gated on the Hugging Face Hub. Accept its terms at https://huggingface.co/owner/model, then "
+        "run: hf auth login (or set HF_TOKEN)."
+    )
+
+
+def test_a_repository_in_another_layout(fake: FakeHub, tmp_path: Path):
+    (tmp_path / "original").mkdir()
+    (tmp_path / "original" / "model.pt").write_text("x")
+    fake.repositories[ID] = tmp_path / "original"
+    assert error_of(lambda: MODEL.locate().home(Silent())) == (
+        "owner/model has no model_index.json on the Hugging Face Hub; it is not a model in diffusers layout. Choose "
+        "one that is: the names of many end in -Diffusers."
+    )
+
+
+def test_a_repository_without_safetensors(fake: FakeHub, tmp_path: Path):
+    folder = changed(tmp_path / "pickles")
+    (folder / "text_encoder" / "model.safetensors").rename(folder / "text_encoder" / "pytorch_model.bin")
+    fake.repositories[ID] = folder
+    found = MODEL.locate()
+    assert error_of(lambda: found.fetch_weights(SPEC.component("text_encoder"), Silent())) == (
+        "owner/model has no text_encoder/model.safetensors on the Hugging Face Hub. Weights are read from safetensors "
+        "files alone. Choose another repository, or set model_id to a local folder."
+    )
+
+
+def test_a_network_that_is_gone_after_the_index(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
+    pipeline.variant(HUNYUAN, ID, progress=Silent())
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert error_of(lambda: MODEL.locate().home(Silent())) == (
+        "configuration of owner/model is not on this machine and the Hugging Face Hub cannot be reached. With a "
+        'network, run: hf download owner/model --include "text_encoder/*" "transformer/*" "vae/*" "tokenizer/*" '
+        '"scheduler/*"; or set model_id to a local folder.'
+    )
+
+
+def test_what_the_hub_answers_after_the_index(fake: FakeHub):
+    """Its client takes what is here, though that is the index alone."""
+    pipeline.variant(HUNYUAN, ID, progress=Silent())
+    fake.answers["/api/"] = Answer(status=429, headers={"Retry-After": "42"})
+    assert error_of(lambda: MODEL.locate().home(Silent())) == (
+        "The Hugging Face Hub takes no more requests for now (429): configuration of owner/model was not downloaded. "
+        "Try again in 42 seconds; with a token more are allowed (hf auth login, or set HF_TOKEN)."
+    )
+
+
+def test_no_network(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert error_of(lambda: MODEL.locate().home(Silent())) == (
+        "owner/model is not on this machine and the Hugging Face Hub cannot be reached. With a network, run: hf "
+        'download owner/model --include "model_index.json" "text_encoder/*" "transformer/*" "vae/*" "tokenizer/*" '
+        '"scheduler/*"; or set model_id to a local folder.'
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (
+            Answer(status=429, headers={"Retry-After": "42"}),
+            "The Hugging Face Hub takes no more requests for now (429): model_index.json of owner/model was not "
+            "downloaded. Try again in 42 seconds; with a token more are allowed (hf auth login, or set HF_TOKEN).",
+        ),
+        (
+            Answer(status=429, headers={"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}),
+            "The Hugging Face Hub takes no more requests for now (429): model_index.json of owner/model was not "
+            "downloaded. Try again after 2026-10-21 07:28:00 UTC; with a token more are allowed (hf auth login, or set "
+            "HF_TOKEN).",
+        ),
+        (
+            Answer(status=429, headers={"RateLimit": '"api";r=0;t=55'}),
+            "The Hugging Face Hub takes no more requests for now (429): model_index.json of owner/model was not "
+            "downloaded. Try again in 55 seconds; with a token more are allowed (hf auth login, or set HF_TOKEN).",
+        ),
+        (
+            Answer(status=429),
+            "The Hugging Face Hub takes no more requests for now (429): model_index.json of owner/model was not "
+            "downloaded. Try again in a few minutes; with a token more are allowed (hf auth login, or set HF_TOKEN).",
+        ),
+        (
+            Answer(status=403),
+            "The Hugging Face Hub refuses model_index.json of owner/model (403). Check that the token is valid and may "
+            "read it: hf auth login (or set HF_TOKEN).",
+        ),
+        (
+            Answer(status=503),
+            "The Hugging Face Hub answered 503 for model_index.json of owner/model. The trouble is the Hub's: try "
+            "again later, or set model_id to a local folder.",
+        ),
+    ],
+    ids=lambda value: str(value.status) if isinstance(value, Answer) else "",
+)
+def test_what_the_hub_answers(fake: FakeHub, answer: Answer, sentence: str):
+    fake.answers["/api/"] = answer
+    assert error_of(lambda: MODEL.locate().home(Silent())) == sentence
+    assert len(fake.asked) == 1, "it was asked again and again"
+
+
+def test_what_is_here_serves_while_the_hub_is_down(fake: FakeHub):
+    MODEL.locate().home(Silent())
+    fake.answers["/"] = Answer(status=429, headers={"Retry-After": "1000"})
+    assert MODEL.locate().config(SPEC.component("vae_decoder"), Silent())
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            r"The disk is full: text_encoder of owner/model does not fit into /.*/hf, which has \d+\.\d GiB left. Make "
+            "room there, or set HF_HOME to a folder on a larger disk.",
+        ),
+        (
+            OSError(errno.EDQUOT, "Disk quota exceeded"),
+            r"The disk is full: text_encoder of owner/model does not fit .*",
+        ),
+        (
+            RuntimeError("Data processing error: I/O error: No space left on device (os error 28)"),
+            r"The disk is full: text_encoder of owner/model does not fit .*",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/data/hf/blobs/x"),
+            r"/data/hf/blobs/x cannot be written \(Permission denied\): text_encoder of owner/model was not "
+            "downloaded. Give this user the right to write there, or set HF_HOME to a folder of their own.",
+        ),
+        (
+            OSError(errno.EROFS, "Read-only file system"),
+            r"/.*/hf cannot be written \(Read-only file system\): text_encoder of owner/model was not downloaded. .*",
+        ),
+        (
+            RuntimeError("Data processing error: CAS service error"),
+            "The download of text_encoder of owner/model broke off. Run it again: files that are complete are kept. If "
+            "it breaks off each time, set HF_HUB_DISABLE_XET=1.",
+        ),
+    ],
+    ids=["full", "quota", "full-by-xet", "no-permission", "read-only", "broken-off"],
+)
+def test_what_the_disk_says(fake: FakeHub, monkeypatch: pytest.MonkeyPatch, error: Exception, sentence: str):
+    found = MODEL.locate()
+    found.home(Silent())
+
+    def snapshot_download(*arguments: object, **options: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        found.fetch_weights(SPEC.component("text_encoder"), Silent())
+
+
+def test_a_file_in_the_way_of_the_cache_is_named(fake: FakeHub, tmp_path: Path):
+    (tmp_path / "hf").write_text("in the way")
+    sentence = error_of(lambda: MODEL.locate().home(Silent()))
+    assert sentence.startswith(f"{tmp_path / 'hf'}")
+    assert "model_index.json of owner/model was not downloaded. Give this user the right to write there" in sentence
+
+
+# --- secrets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token", [TOKEN, ODD_TOKEN])
+def test_a_hub_that_repeats_the_token_tells_nobody(
+    fake: FakeHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, token: str
+):
+    """In the environment and in the address; the answer, the library's errors and its log lines all hold it."""
+    monkeypatch.setenv("HF_TOKEN", token)
+    address = fake.url.replace("http://", f"http://user:{token}@")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+    said = f"the token {token} may not do that, see {address}/settings?token={token}"
+    fake.answers["/api/"] = Answer(status=500, headers={"X-Error-Message": said}, body=said.encode())
+    caplog.set_level(logging.DEBUG)
+    with pytest.raises(ValueError) as error:
+        MODEL.locate().home(Silent())
+    trace = "".join(traceback.format_exception(error.value))
+    assert token in str(fake.authorization) or "Basic" in str(fake.authorization), "no token was sent"
+    assert "_Cause: HfHubHTTPError" in trace and "HTTP Request" in caplog.text
+    for text in (str(error.value), trace, caplog.text):
+        assert token not in text
+
+
+def test_the_command_prints_no_token(fake: FakeHub, tmp_path: Path):
+    """In a process of its own, with every log line and a traceback: it is in the environment and in the answer."""
+    fake.answers["/api/"] = Answer(status=403, headers={"X-Error-Message": f"no rights for {TOKEN}"})
+    environment = {**os.environ, "HF_ENDPOINT": fake.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
+    script = "import logging; logging.basicConfig(level=0); from comfyui_tpu.cli import main; main()"
+    command = [sys.executable, "-c", script, "encode", "--folder", str(tmp_path), "--model", ID, "--debug"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert fake.authorization == f"Bearer {TOKEN}"
+    assert "The Hugging Face Hub refuses model_index.json of owner/model (403)." in result.stderr
+    assert result.stderr.count("no rights for ***") > 1 and TOKEN not in result.stdout + result.stderr
+
+
+def test_a_download_shows_its_bytes_and_can_be_cancelled():
+    class Cancelled(Exception):
+        pass
+
+    class Host(Silent):
+        cancelled = False
+        shown: list = []
+
+        def text(self, message: str) -> None:
+            self.shown.append(message)
+
+        def step(self, done: int, total: int, unit: str, preview: object = None) -> None:
+            self.shown.append((done, total, unit))
+
+        def check_cancelled(self) -> None:
+            if self.cancelled:
+                raise Cancelled
+
+    host = Host()
+    bar = hub._bar(host, "Downloading vae of owner/model")(total=8 * 2**20, unit="B")
+    bar.update(3 * 2**20)
+    assert host.shown == ["Downloading vae of owner/model", (3, 8, "MiB")]
+    host.cancelled = True
+    with pytest.raises(Cancelled):
+        bar.update(1)

@@ -1,0 +1,80 @@
+"""Tokenizers and chat templates as published folders hold them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from comfyui_tpu.tests.support.published import umt5_tokenizer
+from comfyui_tpu.tpu_runtime import tokens
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
+from comfyui_tpu.tpu_runtime.models import spec_for_family, wan21
+from tokenizers import Tokenizer
+
+PROMPTS = ("a cat, a dog", "猫 and a dög 🐈", "", "a\n\ncat  in </s> the <unk> kitchen", "a cat and a dog " * 200)
+PAD, END, UNKNOWN = 0, 1, 3
+
+
+@pytest.fixture
+def umt5(tmp_path: Path) -> Path:
+    tiny.write_umt5_tokenizer(tmp_path / "tokenizer", (wan21.PROMPT,))
+    return tmp_path / "tokenizer"
+
+
+def test_wans_tokenizer_is_the_one_in_its_file(umt5: Path):
+    """A T5Tokenizer, which its config names, is made anew by transformers 5, with the unknown token at 2."""
+    ids, mask = wan21.tokenize(tokens.load_tokenizer(umt5), PROMPTS)
+    file = Tokenizer.from_file(str(umt5 / "tokenizer.json"))
+    file.enable_truncation(wan21.MAX_TOKENS)
+    file.enable_padding(length=wan21.MAX_TOKENS, pad_id=PAD, pad_token="<pad>")
+    expected = file.encode_batch([wan21.clean_prompt(prompt) for prompt in PROMPTS])
+    np.testing.assert_array_equal(ids, [encoding.ids for encoding in expected])
+    np.testing.assert_array_equal(mask, [encoding.attention_mask for encoding in expected])
+    assert [UNKNOWN in row for row in ids] == [False, True, False, True, False]
+    assert ids[2].tolist() == [END] + [PAD] * 511 and ids[4, -1] == END
+
+
+def test_the_tests_oracle_has_the_same_tokens(umt5: Path):
+    ours, theirs = (
+        wan21.tokenize(each, PROMPTS) for each in (tokens.load_tokenizer(umt5), umt5_tokenizer(umt5.parent))
+    )
+    np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("family", ["Flux2", "HunyuanVideo15"])
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", "chat_template.json"])
+def test_a_chat_template_is_found_wherever_it_is(family: str, place: str, tmp_path: Path):
+    text = spec_for_family(family).texts_encoded[0]
+    folder = Path(shutil.copytree(tiny.ensure(spec_for_family(family)) / text.tokenizer_folder, tmp_path / "tokenizer"))
+    before = text.tokenize(tokens.load_tokenizer(folder), ["a cat"])
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    file = folder / place
+    if file.suffix == ".jinja":
+        file.write_text(template)
+    else:
+        held = checkpoint.read_json(file) if file.is_file() else {}
+        file.write_text(json.dumps({**held, "chat_template": template}))
+    after = text.tokenize(tokens.load_tokenizer(folder), ["a cat"])
+    assert [x.tolist() for x in after] == [x.tolist() for x in before]
+
+
+def test_a_template_of_the_tokenizers_own_comes_before_the_processors(tmp_path: Path):
+    spec = spec_for_family("Flux2")
+    folder = Path(shutil.copytree(tiny.ensure(spec) / "tokenizer", tmp_path / "tokenizer"))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "another"}))
+    assert tokens.load_tokenizer(folder).chat_template == (folder / "chat_template.jinja").read_text()
+
+
+@pytest.mark.parametrize("family", ["Flux2", "HunyuanVideo15"])
+def test_a_folder_without_a_template_is_named(family: str, tmp_path: Path):
+    spec = spec_for_family(family)
+    folder = Path(shutil.copytree(tiny.ensure(spec) / "tokenizer", tmp_path / "tokenizer"))
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        spec.texts_encoded[0].tokenize(tokens.load_tokenizer(folder), ["a cat"])
+    assert str(error.value) == (
+        f"{folder}: there is no chat template in tokenizer_config.json, chat_template.jinja or chat_template.json; the "
+        "checkpoint is incomplete. Download the folder again."
+    )

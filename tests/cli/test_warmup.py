@@ -1,0 +1,236 @@
+"""Compiling ahead: every way to ask for it finds the sizes that the run itself would have. Nothing is compiled here."""
+
+import ast
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from comfyui_tpu.cli import main as cli
+from comfyui_tpu.nodes.declare import Folders
+from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, generations
+from comfyui_tpu.nodes.headless.workflow import to_api
+from comfyui_tpu.tpu_runtime import pipeline
+from comfyui_tpu.tpu_runtime.engine import engine as engines
+from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
+from comfyui_tpu.tpu_runtime.pipeline import ModelRef
+from comfyui_tpu.tpu_runtime.programs import executables
+from comfyui_tpu.tpu_runtime.programs.program import Program
+from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
+from comfyui_tpu.tpu_runtime.step_cache import StepCache
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+FILES = sorted(EXAMPLES.rglob("*.json"))
+HUNYUAN = spec_by_name("hunyuanvideo1.5-t2v-720p")
+# Only the example of Wan 2.2 has its size in another node than the sampler.
+WAN22 = EXAMPLES / "wan22_i2v_720p.json"
+
+Asked = list[tuple[ModelRef, Settings]]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """The generations that are to be compiled for, in place of compiling."""
+    found: Asked = []
+
+    def warmup(model: ModelRef, settings: Settings, *, progress: Any) -> int:
+        model.spec.check_settings(settings)
+        found.append((model, settings))
+        return 0
+
+    monkeypatch.setattr(pipeline, "warmup", warmup)
+    monkeypatch.setattr(pipeline, "check_model", lambda model: None)
+    return found
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
+    """The programs that an engine of its own would compile."""
+    found: list[Program] = []
+
+    def obtain(digest: str, build: Callable[[], Program], devices: Any) -> tuple[executables.Executable, bool]:
+        found.append(build())
+        return executables.Executable(program=found[-1], compiled=None), True
+
+    fresh = engines.Engine(jax.devices())
+    monkeypatch.setattr(engines, "engine", lambda: fresh)
+    monkeypatch.setattr(executables, "obtain", obtain)
+    monkeypatch.setattr(executables, "is_stored", lambda digest, devices: False)
+    yield found
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(EXAMPLES))
+
+
+def workflow_of(path: Path, **changes: Any) -> dict[str, Any]:
+    """The workflow in API format, with each node's input of these names changed."""
+    workflow = to_api(json.loads(path.read_text()), HEADLESS)
+    for node in workflow.values():
+        node["inputs"] |= {key: value for key, value in changes.items() if key in node["inputs"]}
+    return workflow
+
+
+def widgets_of(path: Path) -> dict[str, Any]:
+    """What the nodes of a file say together; size and frames stand in one node or, equal, in two."""
+    inputs = [node["inputs"] for node in workflow_of(path).values()]
+    return {key: value for values in inputs for key, value in values.items() if not isinstance(value, list)}
+
+
+@pytest.mark.parametrize("is_tiny", [False, True], ids=["real", "tiny"])
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_an_example_is_warmed_at_its_own_sizes(path: Path, is_tiny: bool, asked: Asked):
+    assert cli.main(["warmup", str(path), *(["--tiny"] if is_tiny else [])]) == 0
+    ((model, settings),) = asked
+    widgets = widgets_of(path)
+    if is_tiny:
+        widgets |= {"model_id": model.spec.tiny_id, **model.spec.tiny_inputs}
+    expected = {"shift": widgets.get("flow_shift"), **{key: widgets[key] for key in widgets if key != "step_cache"}}
+    found = {field.name: getattr(settings, field.name) for field in fields(Settings)}
+    compared = [key for key in found if key in expected and expected[key] is not None]
+    assert {"height", "width", "num_inference_steps", "guidance_scale", "seed"} <= set(compared)
+    assert {key: found[key] for key in compared} == {key: expected[key] for key in compared}
+    assert (model.model_id, settings.step_cache) == (widgets["model_id"], None)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*_pipeline.json")), ids=name)
+def test_an_examples_programs_are_built_at_its_tiny_sizes(path: Path, programs: list[Program]):
+    """The whole way through the engine and the tiny checkpoint, but for the compiler."""
+    assert cli.main(["warmup", str(path), "--tiny"]) == 0
+    ((model, settings),) = generations_of_tiny(path)
+    spec = model.spec
+    parts = {name for program in programs for name in program.weights}
+    assert parts == {component.name for component in spec.components if component.name in parts | {spec.vae}}
+    assert {spec.experts[0], spec.vae, *(text.component for text in spec.texts_encoded)} <= parts
+    (step,) = (program for program in programs if program.name == "denoise_step")
+    assert step.args[1][0].shape == spec.geometry.latent_shape(settings)
+    assert step.args[1][0].shape[-2:] == (80 // spec.geometry.stride_hw, 112 // spec.geometry.stride_hw)
+
+
+def generations_of_tiny(path: Path) -> Asked:
+    workflow = workflow_of(path)
+    cli.make_tiny(workflow)
+    return generations(workflow, Folders())
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_a_named_model_is_warmed_at_its_tiny_or_given_sizes(spec: ModelSpec, asked: Asked):
+    assert cli.main(["warmup", "--model", spec.name]) == 0
+    assert cli.main(["warmup", "--model", spec.name, "--tiny"]) == 0
+    assert cli.main(["warmup", "--model", spec.name, "--tiny", "--height", "96", "--guidance-scale", "1"]) == 0
+    shown = spec.default_settings()
+    assert asked[0] == (ModelRef(spec_name=spec.name, model_id=spec.hub_id), shown)
+    assert asked[1][0].model_id == spec.tiny_id
+    sizes = [(settings.height, settings.width, settings.num_frames) for _, settings in asked[1:]]
+    num_frames = spec.tiny_inputs.get("num_frames", shown.num_frames)
+    assert sizes == [(80, 112, num_frames), (96, 112, num_frames)]
+    assert asked[2][1].guidance_scale == 1.0
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_the_node_warms_what_it_is_told(spec: ModelSpec, asked: Asked):
+    node, model = HEADLESS["TPUWarmup"], ModelRef(spec_name=spec.name, model_id=spec.tiny_id)
+    sizes = {"height": 96, "width": 0, "num_frames": 17, "num_inference_steps": 3, "guidance_scale": 0.0}
+    (report,) = node.run(TerminalHost(Folders(), stream=io.StringIO()), **node.values({"model": model, **sizes}))
+    shown = spec.default_settings()
+    num_frames = shown.num_frames if spec.is_image else 17
+    assert asked[0][1] == spec.settings(height=96, num_frames=num_frames, num_inference_steps=3)
+    assert report.startswith(f"{spec.title}, {shown.width}x96")
+
+
+def test_a_step_cache_is_warmed_as_it_runs(tmp_path: Path, asked: Asked):
+    """From a workflow's widgets, and from the options of the command."""
+    path = tmp_path / "cached.json"
+    path.write_text(json.dumps(workflow_of(EXAMPLES / "hunyuan15_t2v_720p.json", step_cache=True, cache_end=40)))
+    assert cli.main(["warmup", str(path)]) == 0
+    options = ["--step-cache", "--cache-start", "3", "--cache-interval", "2"]
+    assert cli.main(["warmup", "--model", HUNYUAN.name, *options]) == 0
+    assert cli.main(["warmup", "--model", HUNYUAN.name, "--cache-start", "3"]) == 0
+    assert [settings.step_cache for _, settings in asked] == [
+        StepCache(start=11, end=40, interval=4),
+        StepCache(start=3, end=45, interval=2),
+        None,
+    ]
+
+
+def test_the_schedulers_options_are_taken(asked: Asked):
+    name, options = "cogvideox1.5-5b", ["--scheduler", "CogVideoXDPMScheduler", "--use-dynamic-cfg"]
+    assert cli.main(["warmup", "--model", name]) == 0
+    assert cli.main(["warmup", "--model", name, *options]) == 0
+    found = [(settings.scheduler, settings.use_dynamic_cfg) for _, settings in asked]
+    assert found == [("checkpoint", False), ("CogVideoXDPMScheduler", True)]
+
+
+def test_a_cached_steps_two_programs_are_built(programs: list[Program]):
+    options = ["--step-cache", "--cache-start", "1", "--cache-end", "4", "--num-inference-steps", "5"]
+    assert cli.main(["warmup", "--model", HUNYUAN.name, "--tiny", *options]) == 0
+    assert [program.name for program in programs].count("denoise_step") == 2
+
+
+def test_a_picture_that_was_encoded_elsewhere_is_asked_for(asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Its size is followed through nodes that pass it on, and cannot be known from a folder of stage files."""
+    workflow = workflow_of(WAN22, height=480, width=832)
+    workflow["20"] = {"class_type": "TPUFreeMemory", "inputs": {"anything": ["3", 0]}}
+    workflow["4"]["inputs"]["condition"] = ["20", 0]
+    path = tmp_path / "workflow.json"
+    path.write_text(json.dumps(workflow))
+    assert cli.main(["warmup", str(path)]) == 0
+    assert (asked[0][1].height, asked[0][1].width, asked[0][1].num_frames) == (480, 832, 81)
+    workflow["20"] = {"class_type": "TPULoadStage", "inputs": {"folder": "stages", "model": ["21", 0]}}
+    workflow["4"]["inputs"]["condition"] = ["20", 3]
+    path.write_text(json.dumps(workflow))
+    assert cli.main(["warmup", str(path)]) == 2
+    assert capsys.readouterr().err.endswith(
+        "comfyui-tpu: Wan22I2VTPUSampler (node 4): what is linked to condition does not say its height before it runs. "
+        "Name model and size yourself: `comfyui-tpu warmup --model NAME --height ... --width ... --num-frames ...`.\n"
+    )
+
+
+def test_a_connected_model_is_the_one_that_is_warmed(asked: Asked, tmp_path: Path):
+    workflow = workflow_of(EXAMPLES / "wan21_t2v_720p_pipeline.json")
+    workflow["20"] = {"class_type": "TPUModelLoader", "inputs": {"model_id": "tiny/wan21", "family": "Wan21"}}
+    workflow["1"]["inputs"]["model"] = ["20", 0]
+    path = tmp_path / "workflow.json"
+    path.write_text(json.dumps(workflow))
+    assert cli.main(["warmup", str(path)]) == 0
+    assert asked[0][0] == ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "warmup takes either a workflow file or --model NAME."),
+        (
+            [str(WAN22), "--height", "80"],
+            "--height: a workflow has its own. Leave it out, or give --model",
+        ),
+        (
+            ["--model", "wan2.1-t2v-14b", "--cache-start", "3"],
+            "Wan 2.1 T2V 14B: this model has no cache_start. Leave --",
+        ),
+        (["--model", "flux2-dev", "--num-frames", "5"], "Flux.2 dev: this model has no num_frames. Leave --num-frames"),
+        (
+            ["--model", "wan2.1-t2v-14b", "--height", "81"],
+            "Wan 2.1 T2V 14B: height is 81; it must be a multiple of 16",
+        ),
+    ],
+)
+def test_what_cannot_be_warmed_is_refused(
+    arguments: list[str], message: str, asked: Asked, capsys: pytest.CaptureFixture
+):
+    assert cli.main(["warmup", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"comfyui-tpu: {message}")
+    assert asked == []
+
+
+def test_widgets_become_settings_in_one_place_only():
+    """`ModelSpec.settings`: elsewhere a new widget would be forgotten."""
+    files = [ROOT / "cli.py", *ROOT.glob("nodes/*.py"), *ROOT.glob("tpu_runtime/**/*.py")]
+    calls = [(path, node) for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    makers = {path.name for path, node in calls if isinstance(node, ast.Call) and ast.unparse(node.func) == "Settings"}
+    assert makers == {"spec.py"}

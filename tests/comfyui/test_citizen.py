@@ -1,0 +1,397 @@
+"""Memory, cancelling, previews and caches in a real ComfyUI server, on eight simulated chips and tiny checkpoints."""
+
+import functools
+import os
+import re
+import resource
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from comfyui_tpu.tests.support.citizen import (
+    BUDGET_MIB,
+    CITIZEN_PACK,
+    EXAMPLES,
+    Listener,
+    copy_picture,
+    digest,
+    workflow,
+)
+from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui
+from comfyui_tpu.tests.support.patience import until
+
+pytestmark = needs_comfyui
+
+MIB = 2**20
+ASK_AGAIN_S = 20
+
+
+def held(server: Server) -> int:
+    """Bytes on the chip that holds most."""
+    return max((chip["hbm_used"] for chip in server.get("/citizen/stats")["chips"]), default=0)
+
+
+def resident(server: Server) -> list[dict]:
+    return server.get("/citizen/stats")["resident"]
+
+
+def forget(server: Server) -> None:
+    """Manager's second button: no models, no kept outputs. ComfyUI does it between prompts, so wait until it has."""
+    ask_until(server, WAYS["Manager's second button"], lambda: not resident(server))
+
+
+def ask_until(server: Server, ask: Callable[[Server], object], condition: Callable[[], bool]) -> None:
+    """Asks for an unload until there is one.
+
+    ComfyUI misses a flag that is set after it has looked at its flags and before it waits for the next prompt, while it
+    collects garbage.
+    """
+    asked_s = -ASK_AGAIN_S
+
+    def is_done() -> bool:
+        nonlocal asked_s
+        if time.monotonic() - asked_s > ASK_AGAIN_S:
+            asked_s = time.monotonic()
+            ask(server)
+        return condition()
+
+    until(is_done, server.log_tail)
+
+
+def hold(server: Server, where: str, after: int = 0) -> None:
+    """Lets the next run wait at a unit of its work, after so many others, until `release`."""
+    server.post("/citizen/faults", {"hold": where, "after": after})
+
+
+def wait_until_held(server: Server) -> None:
+    until(lambda: is_held(server), server.log_tail)
+
+
+def is_held(server: Server) -> bool:
+    return server.get("/citizen/held")["held"]
+
+
+def release(server: Server) -> None:
+    server.get("/citizen/release")
+
+
+@pytest.fixture(scope="module")
+def start(start_comfyui: Callable[..., Server]) -> Callable[..., Server]:
+    """Starts servers that have the neighbour pack; see `start_comfyui`."""
+    return functools.partial(start_comfyui, packs={"citizen": CITIZEN_PACK})
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[..., Server]) -> Server:
+    found = start(arguments=("--preview-method", "auto"))
+    copy_picture(found)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def undisturbed(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "server" in request.fixturenames:
+        found = request.getfixturevalue("server")
+        if found.is_running:
+            release(found)
+            found.post("/citizen/budget", {"gib": ""})
+
+
+# --- previews, progress -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", EXAMPLES)
+def test_clients_see_progress_text_and_previews(server: Server, family: str):
+    with Listener(server) as client:
+        entry = client.finish(client.queue(workflow(family, num_inference_steps=3, seed=11)))
+        assert entry["status"]["status_str"] == "success", server.log_tail()
+    steps = [(data["value"], data["max"]) for data in client.values("progress") if data["max"] == 3]
+    assert (3, 3) in steps, client.values("progress")
+    assert any(text.startswith("Denoising") for text in client.texts()), client.texts()
+    assert any(text.startswith("Loading") for text in client.texts()), client.texts()
+    pictures = client.pictures()
+    assert pictures, f"no preview of {family}\n{server.log_tail()}"
+    # The latents of 112x80; Flux.2's show their 2x2 pixels. ComfyUI may enlarge, keeping the shape.
+    wanted = (14, 10)
+    assert all(abs(picture.width * wanted[1] - picture.height * wanted[0]) <= 14 * 2 for picture in pictures), [
+        picture.size for picture in pictures
+    ]
+    spread = [max(high - low for low, high in picture.convert("RGB").getextrema()) for picture in pictures]
+    assert max(spread) > 20, f"a preview of one colour: {spread}"
+
+
+def test_outputs_that_comfyui_keeps_hold_no_device_memory(server: Server):
+    server.run(workflow("Wan22I2V", seed=12))
+    found = server.get("/citizen/walk")
+    assert found["executors"] == 1 and found["seen"] > 20 and found["wrong"] == []
+
+
+# --- unloading --------------------------------------------------------------------------------------------------------
+
+WAYS = {
+    "the menu and Manager's button": lambda server: server.post("/free", {"unload_models": True}),
+    "Manager's second button": lambda server: server.post("/free", {"unload_models": True, "free_memory": True}),
+    "POST /tpu/free": lambda server: server.post("/tpu/free", None),
+    "the official call": lambda server: server.get("/citizen/unload"),
+    "TPUFreeMemory": lambda server: server.run(
+        {
+            "1": {"class_type": "EmptyImage", "inputs": {"width": 8, "height": 8, "batch_size": 1, "color": 0}},
+            "2": {"class_type": "TPUFreeMemory", "inputs": {"anything": ["1", 0]}},
+            "digest": {"class_type": "CitizenDigest", "inputs": {"image": ["2", 0]}},
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_unload_frees_and_the_prompt_works_again(server: Server, way: str):
+    before = digest(server.run(workflow("Flux2", seed=21)))
+    forget(server)
+    assert digest(server.run(workflow("Flux2", seed=21))) == before
+    peak = held(server)
+    assert peak > 0 and resident(server)
+    ask_until(server, WAYS[way], lambda: held(server) <= 0.01 * peak and resident(server) == [])
+    forget(server)
+    assert digest(server.run(workflow("Flux2", seed=21))) == before
+
+
+def test_unloads_that_wait_for_a_stage_do_not_hinder_each_other(server: Server):
+    graph = workflow("Wan21", seed=22)
+    hold(server, "step")
+    prompt_id = server.queue(graph)["prompt_id"]
+    wait_until_held(server)
+    with ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(server.get, "/citizen/unload") for _ in range(3)]
+        until(lambda: server.get("/citizen/unloading")["count"] == 3)
+        release(server)
+        for answer in answers:
+            answer.result()
+    assert server.finish(prompt_id)["status"]["status_str"] == "success", server.log_tail()
+    server.run({**graph, "2": {**graph["2"], "inputs": {**graph["2"]["inputs"], "seed": 23}}})
+
+
+def test_an_unload_on_the_event_loop_does_not_wait_for_a_stage(server: Server):
+    """Other packs call it there; whoever waited would freeze the page until the stage ends."""
+    hold(server, "step")
+    prompt_id = server.queue(workflow("Wan21", seed=24))["prompt_id"]
+    wait_until_held(server)
+    server.get("/citizen/unload_here")
+    assert is_held(server), "the page was frozen until the stage ended"
+    release(server)
+    assert server.finish(prompt_id)["status"]["status_str"] == "success", server.log_tail()
+    until(lambda: held(server) == 0 and resident(server) == [], server.log_tail)
+
+
+# --- cancelling -------------------------------------------------------------------------------------------------------
+
+
+# What is interrupted: where, in units of work, the cancel comes; the frames; the bar (its node and length), and how far
+# it may come.
+CANCELS = {
+    "load": {"after": 3, "num_frames": 5},
+    "step": {"after": 2, "num_frames": 1, "bar": ("2", 50), "at_most": 3},
+    "decode": {"after": 1, "num_frames": 9, "bar": ("3", 3), "at_most": 2},
+}
+
+
+@pytest.mark.parametrize("where", CANCELS)
+def test_a_cancel_ends_within_one_unit_and_leaves_nothing_half_done(server: Server, where: str):
+    cancel = CANCELS[where]
+    steps = 50 if where == "step" else 4
+    seed = 100 + sum(map(ord, where))
+    graph = workflow("Wan21", num_frames=cancel["num_frames"], num_inference_steps=steps, seed=seed)
+    server.get("/citizen/unload")
+    hold(server, where, cancel["after"])
+    with Listener(server) as client:
+        prompt_id = client.queue(graph)
+        wait_until_held(server)
+        server.post("/interrupt", None)
+        release(server)
+        entry = client.finish(prompt_id)
+    assert any(name == "execution_interrupted" for name, _ in entry["status"]["messages"]), entry["status"]
+    if "bar" in cancel:
+        bars = {(data["node"], data["max"]): data["value"] for data in client.values("progress")}
+        assert bars[cancel["bar"]] <= cancel["at_most"], bars
+    after = digest(server.run(graph))
+    forget(server)
+    assert digest(server.run(graph)) == after
+
+
+# --- out of memory ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["load", "step", "decode"])
+def test_out_of_memory_is_said_with_advice_and_everything_is_freed(server: Server, where: str):
+    server.get("/citizen/unload")
+    graph = workflow("Wan21", seed=sum(map(ord, where)))
+    server.post("/citizen/faults", {"fail": where})
+    entry = server.finish(server.queue(graph)["prompt_id"])
+    (failure,) = [data for name, data in entry["status"]["messages"] if name == "execution_error"]
+    assert "OutOfMemory" in failure["exception_type"], failure["exception_type"]
+    message = failure["exception_message"]
+    assert "Wan 2.1 T2V 14B ran out of TPU memory in stage" in message and "allocating 123456789 bytes" in message
+    assert "Needs less: " in message and "comfyui-tpu plan --model wan2.1-t2v-14b" in message
+    if where == "step":
+        assert "num_frames 1 instead of 5 (50 % less beside the weights)" in message, message
+    until(lambda: held(server) == 0 and resident(server) == [], server.log_tail)
+    assert "trying once more" in server.log_tail()
+    release(server)
+    server.run(graph)
+
+
+# --- many prompts -----------------------------------------------------------------------------------------------------
+
+
+def test_two_hundred_prompts_leak_nothing_and_compile_nothing(server: Server):
+    graph = workflow("Flux2", num_inference_steps=1, height=64, width=64)
+    sampler = next(node for node in graph.values() if node["class_type"] == "Flux2TPUSampler")
+    encoder = next(node for node in graph.values() if node["class_type"] == "Flux2TextEncoder")
+
+    def run(number: int) -> None:
+        sampler["inputs"]["seed"] = number
+        if number % 10 == 0:
+            encoder["inputs"]["prompt"] = f"a house, number {number // 10 % 4}"
+        server.run(graph)
+
+    for number in range(20):
+        run(number)
+    memory, compiled = process_ram(server), server.get("/citizen/compilations")["backend"]
+    counts = server.get("/tpu/stats")["counts"]
+    for number in range(20, 200):
+        run(number)
+    assert process_ram(server) < 1.05 * memory
+    assert server.get("/citizen/compilations")["backend"] == compiled
+    now = server.get("/tpu/stats")["counts"]
+    assert (now["compile"], now["load"]) == (counts["compile"], counts["load"])
+
+
+def process_ram(server: Server) -> int:
+    return server.get("/tpu/stats")["host"]["process_ram"]
+
+
+# --- a budget ---------------------------------------------------------------------------------------------------------
+
+
+def test_twenty_prompts_over_five_families_stay_under_a_budget(server: Server):
+    """The neediest program, HunyuanVideo's step, fits with its own weights and no other family's beside it."""
+    server.get("/citizen/unload")
+    server.post("/citizen/budget", {"gib": BUDGET_MIB / 1024})
+    start, samples, done = len(server.log.read_text()), [], threading.Event()
+
+    def sample() -> None:
+        while not done.wait(0.25):
+            samples.extend(chip["hbm_used"] for chip in server.get("/tpu/stats")["chips"])
+
+    watcher = threading.Thread(target=sample)
+    watcher.start()
+    try:
+        for number in range(20):
+            family = list(EXAMPLES)[number % 5]
+            server.run(workflow(family, seed=number))
+    finally:
+        done.set()
+        watcher.join()
+    assert samples and 0 < max(samples) <= BUDGET_MIB * MIB
+    lines = [line for line in server.log.read_text()[start:].splitlines() if "leaves the devices" in line]
+    left = {re.search(r"of (tiny/\w+) leaves", line).group(1) for line in lines}
+    assert len(left) >= 4 and len(lines) >= 10, lines
+
+
+def test_what_cannot_fit_is_refused_before_a_byte_is_read(server: Server):
+    server.get("/citizen/unload")
+    server.post("/citizen/budget", {"gib": 0.0001})
+    assert resident(server) == []
+    before = server.get("/tpu/stats")["counts"]["load"]
+    entry = server.finish(server.queue(workflow("Wan21", seed=99))["prompt_id"])
+    (failure,) = [data for name, data in entry["status"]["messages"] if name == "execution_error"]
+    assert "MiB for its weights and" in failure["exception_message"], failure["exception_message"]
+    assert resident(server) == []
+    assert server.get("/tpu/stats")["counts"]["load"] == before
+
+
+# --- warm starts, broken caches ---------------------------------------------------------------------------------------
+
+
+def test_a_second_process_compiles_and_encodes_nothing(start: Callable[..., Server], server: Server):
+    first = digest(server.run(workflow("Wan21", seed=51)))
+    second = start()
+    assert digest(second.run(workflow("Wan21", seed=51))) == first
+    assert second.get("/citizen/compilations")["backend"] == 0
+    assert second.get("/tpu/stats")["counts"] == {"load": 2, "encode": 0, "compile": 0}
+    second.stop()
+
+
+@pytest.fixture
+def own_cache(cache: Path, tmp_path: Path) -> Path:
+    """A copy of the warm cache, to be broken; without what other workers are writing just now."""
+    return shutil.copytree(cache, tmp_path / "cache", ignore=shutil.ignore_patterns(".*", "plans"))
+
+
+@pytest.fixture(scope="module")
+def right(server: Server) -> tuple[dict, str]:
+    """A prompt and the digest of its picture."""
+    graph = workflow("Flux2", seed=61)
+    return graph, digest(server.run(graph))
+
+
+def test_damaged_entries_are_dropped_and_made_anew(
+    start: Callable[..., Server], right: tuple[dict, str], own_cache: Path
+):
+    for kind in ("programs", "prompts"):
+        for number, path in enumerate(sorted((own_cache / kind).glob("*.bin"))):
+            content = path.read_bytes()  # cut off, changed in the middle, emptied
+            path.write_bytes((content[: len(content) // 2], content[:900] + b"?" + content[901:], b"")[number % 3])
+    for path in (own_cache / "xla").iterdir():
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    broken = start(cache=own_cache)
+    assert digest(broken.run(right[0])) == right[1]
+    assert "is dropped: it is damaged, or of another cache. It is made anew." in broken.log.read_text()
+    broken.stop()
+
+
+def test_a_process_killed_while_it_writes_leaves_nothing_that_hurts(
+    start: Callable[..., Server], right: tuple[dict, str], own_cache: Path
+):
+    shutil.rmtree(own_cache / "programs")
+    shutil.rmtree(own_cache / "prompts")
+    broken = start(cache=own_cache)
+    hold(broken, "write")
+    broken.queue(right[0])
+    wait_until_held(broken)
+    broken.kill()
+    assert list(own_cache.glob("*/.*-*")), "nothing was left half written"
+    broken.start()
+    assert digest(broken.run(right[0])) == right[1]
+    broken.stop()
+
+
+def test_a_folder_that_cannot_be_written_is_replaced(
+    start: Callable[..., Server], right: tuple[dict, str], own_cache: Path, tmp_path: Path
+):
+    """No folder can be made where a file lies: not even root writes there."""
+    (tmp_path / "file").write_text("")
+    shutil.move(own_cache, tmp_path / f"comfyui-tpu-{os.getuid()}").chmod(0o700)
+    wanted = tmp_path / "file" / "cache"
+    blocked = start(cache=wanted, environment={"TMPDIR": str(tmp_path)})
+    assert digest(blocked.run(right[0])) == right[1]
+    assert f"the cache folder {wanted} cannot be written" in blocked.log.read_text()
+    blocked.stop()
+
+
+def test_a_full_disk_costs_the_cache_only(start: Callable[..., Server], right: tuple[dict, str], own_cache: Path):
+    """The kernel refuses to let the process's files grow, as a full disk does."""
+    shutil.rmtree(own_cache / "programs")
+    shutil.rmtree(own_cache / "xla")
+    full = start(cache=own_cache)
+    largest = max(path.stat().st_size for path in full.base.rglob("*") if path.is_file())
+    limit = max(largest + 2**16, 2**17)
+    resource.prlimit(full.process.pid, resource.RLIMIT_FSIZE, (limit, limit))
+    assert digest(full.run(right[0])) == right[1]
+    assert re.search(r"the cache entry .*\.bin was not written \(.*File too large", full.log.read_text())
+    assert not list(own_cache.glob("*/.*-*")), "half an entry was left"
+    full.stop()

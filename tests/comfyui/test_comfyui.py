@@ -1,0 +1,180 @@
+"""The pack in a real ComfyUI server, with the built-in tiny model on simulated chips."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import av
+import pytest
+from comfyui_tpu.cli.main import make_tiny
+from comfyui_tpu.nodes import DECLARATIONS
+from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.headless.workflow import to_api
+from comfyui_tpu.tests.support.comfyui_server import PACK, Server, needs_comfyui, tiny_workflow
+from PIL import Image
+
+pytestmark = needs_comfyui
+
+# A neighbour pack: says what our import did to the process, and what torch is like after our nodes ran.
+PROBE = """
+    import json, sys
+    import torch
+    from aiohttp import web
+    from server import PromptServer
+
+    @PromptServer.instance.routes.get("/probe")
+    async def probe(request):
+        bridge = sys.modules.get("jax._src.xla_bridge")
+        return web.json_response({"devices": sorted(getattr(bridge, "_backends", {}))})
+
+    class TorchProbe:
+        CATEGORY, FUNCTION, RETURN_TYPES, OUTPUT_NODE = "test", "run", (), True
+
+        @classmethod
+        def INPUT_TYPES(cls):
+            return {"required": {"after": ("IMAGE",)}}
+
+        def run(self, after):
+            product = torch.nn.Linear(3, 5)(torch.ones(2, 3))
+            facts = [type(product), product.dtype, product.device, torch.get_default_dtype(), type(after), after.dtype]
+            return {"ui": {"facts": [str(fact) for fact in facts]}}
+
+    NODE_CLASS_MAPPINGS = {"TorchProbe": TorchProbe}
+"""
+
+
+@pytest.fixture(scope="module")
+def server(start_comfyui: Callable[..., Server]) -> Server:
+    return start_comfyui(packs={"probe": PROBE})
+
+
+def _video(server: Server, prefix: str) -> tuple[int, int, int, float]:
+    """Frames, width, height, fps of the one video with this prefix."""
+    (path,) = (server.base / "output").glob(f"{prefix}*.mp4")
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        assert (stream.codec_context.name, stream.codec_context.pix_fmt) == ("h264", "yuv420p")
+        return sum(1 for _ in container.decode(stream)), stream.width, stream.height, float(stream.average_rate)
+
+
+def test_the_pack_imports_in_under_a_second_and_touches_no_device(server: Server):
+    times = dict(re.findall(r"([\d.]+) seconds(.*ComfyUI-TPU)$", server.log.read_text(), re.MULTILINE))
+    assert len(times) == 1, server.log_tail()
+    [(seconds, line)] = times.items()
+    assert "FAILED" not in line and float(seconds) < 1, f"imported in {seconds} s: {line}"
+    assert server.get("/probe")["devices"] == []
+
+
+def test_every_node_is_offered_with_a_tooltip_on_every_input(server: Server):
+    offered = server.get("/object_info")
+    for declaration in DECLARATIONS.values():
+        info = offered[declaration.id]
+        inputs = {**info["input"]["required"], **info["input"].get("optional", {})}
+        assert list(inputs) == sorted(inputs, key=lambda name: _position(declaration, name))
+        assert all(options["tooltip"] for _, options in inputs.values()), declaration.id
+        assert info["category"] == declaration.category
+        assert info["output"] == [output.type for output in declaration.outputs]
+
+
+def _position(declaration, name: str) -> tuple[bool, int]:
+    """ComfyUI lists first what it takes for required."""
+    names = [declared.name for declared in declaration.inputs]
+    return declaration.input(name).is_listed_optional, names.index(name)
+
+
+def test_the_api_workflow_gives_the_video_and_leaves_torch_as_it_was(server: Server):
+    workflow = tiny_workflow("stages")
+    workflow["6"] = {"class_type": "TorchProbe", "inputs": {"after": ["3", 0]}}
+    entry = server.run(workflow)
+    assert _video(server, "stages") == (5, 112, 80, 16.0)
+    tensor = "<class 'torch.Tensor'>"
+    facts = [tensor, "torch.float32", "cpu", "torch.float32", tensor, "torch.float32"]
+    assert entry["outputs"]["6"]["facts"] == facts
+
+
+def test_the_pipeline_node_gives_the_same_video(server: Server):
+    inputs = {
+        "height": 80,
+        "width": 112,
+        "num_frames": 5,
+        "num_inference_steps": 2,
+        "guidance_scale": 5.0,
+        "seed": 2025,
+    }
+    spec = DECLARATIONS["Wan21TPUPipeline"]
+    texts = {name: spec.input(name).default for name in ("prompt", "negative_prompt")}
+    workflow = {
+        "1": {"class_type": "TPUModelLoader", "inputs": {"model_id": "tiny/wan21", "family": "Wan21"}},
+        "2": {"class_type": "Wan21TPUPipeline", "inputs": {**inputs, **texts, "model": ["1", 0]}},
+        "3": {
+            "class_type": "SaveVideo",
+            "inputs": {"video": ["2", 2], "filename_prefix": "pipeline", "format": "auto", "codec": "auto"},
+        },
+    }
+    server.run(workflow)
+    assert _video(server, "pipeline") == (5, 112, 80, 16.0)
+
+
+EXAMPLES = PACK / "examples"
+# Pipeline nodes have no API form of their own: theirs is made from the page's.
+RUNNABLE = [*sorted((EXAMPLES / "api").glob("*.json")), *sorted(EXAMPLES.glob("*_pipeline.json"))]
+
+
+@pytest.mark.parametrize("path", RUNNABLE, ids=lambda path: path.stem)
+def test_every_example_gives_its_picture_or_video(server: Server, path: Path):
+    """On the built-in checkpoints at their sizes, 9 frames, 2 steps."""
+    workflow = to_api(json.loads(path.read_text()), HEADLESS)
+    make_tiny(workflow)
+    prefix = f"example_{path.stem}"
+    for node in workflow.values():
+        changes = {"num_frames": 9, "num_inference_steps": 2, "filename_prefix": prefix}
+        node["inputs"] |= {name: value for name, value in changes.items() if name in node["inputs"]}
+    picture = EXAMPLES / "wan_i2v_input.jpg"
+    shutil.copy(picture, server.base / "input" / picture.name)
+    server.run(workflow)
+    if "t2i" in path.stem:
+        (image,) = (server.base / "output").glob(f"{prefix}_0*.png")
+        assert Image.open(image).size == (112, 80)
+    else:
+        (fps,) = (node["inputs"]["fps"] for node in workflow.values() if isinstance(node["inputs"].get("fps"), int))
+        assert _video(server, f"{prefix}_0") == (9, 112, 80, fps)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"height": 721}, "Wan 2.1 T2V 14B: height is 721; it must be a multiple of 16 between"),
+        ({"num_frames": 80}, "Wan 2.1 T2V 14B: num_frames is 80; it must be 4k + 1 between"),
+        ({"model_id": ""}, "Wan 2.1 T2V 14B: model_id is empty."),
+        ({"num_inference_steps": -1}, "Value -1 smaller than min of 1"),
+    ],
+)
+def test_a_bad_input_is_rejected_when_queued(server: Server, change: dict, sentence: str):
+    answer = server.queue(tiny_workflow("never", **change))
+    errors = answer["node_errors"]["2"]["errors"]
+    assert any(sentence in f"{error['message']} {error['details']}" for error in errors), errors
+    assert not list((server.base / "output").glob("never*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"model": None}, "TPU Save Stage: model is missing."),
+        ({"model": ["1", 0]}, "TPU Save Stage: model takes TPU_MODEL; it is linked to CONDITIONING."),
+        ({"folder": "../never"}, "folder is '../never'; stage files stay in ComfyUI's output folder."),
+        ({"folder": "/tmp/never"}, "folder is '/tmp/never'; stage files stay in ComfyUI's output folder."),
+    ],
+)
+def test_a_save_stage_that_cannot_be_is_rejected_when_queued(server: Server, change: dict, sentence: str):
+    """Its page lists `model` among the optional inputs, and ComfyUI leaves its links to us."""
+    inputs = {"folder": "never", "model": ["9", 0], "prompt_embeds": ["1", 0], **change}
+    workflow = {
+        "1": tiny_workflow("never")["1"],
+        "9": {"class_type": "TPUModelLoader", "inputs": {"model_id": "tiny/wan21", "family": "Wan21"}},
+        "2": {"class_type": "TPUSaveStage", "inputs": {name: x for name, x in inputs.items() if x is not None}},
+    }
+    errors = server.queue(workflow)["node_errors"]["2"]["errors"]
+    assert any(sentence in error["details"] for error in errors), errors
+    assert not (server.base / "output" / "never").exists()

@@ -1,0 +1,120 @@
+"""A minute of the soak, and what it counts as wrong in a place where exactly that happens."""
+
+import importlib.util
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from comfyui_tpu.tests.support.citizen import EXAMPLES
+from comfyui_tpu.tests.support.comfyui_server import PACK, needs_comfyui
+
+MIB = 2**20
+SOAK = PACK / "benchmarks" / "soak.py"
+
+
+@pytest.fixture(scope="module")
+def soak() -> ModuleType:
+    found = importlib.util.spec_from_file_location("benchmark_soak", SOAK)
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+class Place:
+    """Prompts end at once, each with the digest of its graph, unless something is wrong."""
+
+    def __init__(self, soak: ModuleType) -> None:
+        self.soak = soak
+        self.prompts = self.measured = 0
+        self.lock = threading.Lock()
+        self.unloads = (lambda: None,) * 3
+        self.device_bytes = self.grows_mib = self.compiles = 0
+        self.ends: Callable[[dict, int], Any] = lambda graph, number: soak.Ended(digest=str(graph))
+
+    def run(self, client: int, graph: dict) -> Any:
+        with self.lock:
+            self.prompts += 1
+            number = self.prompts
+        return self.ends(graph, number)
+
+    def cancel(self) -> None:
+        pass
+
+    def settle(self) -> Any:
+        self.measured += 1
+        jitter = 3 * (self.measured % 2)
+        host_mib = 1000 + self.grows_mib * self.measured + jitter
+        return self.soak.Left(on_devices=self.device_bytes, on_host=host_mib * MIB)
+
+    def compilations(self) -> int:
+        return self.compiles * self.prompts
+
+
+@pytest.fixture
+def place(soak: ModuleType) -> Place:
+    return Place(soak)
+
+
+def verdict(place: Place, count: int = 40) -> list[int]:
+    """Failures, growth, bytes on the devices, recompiles."""
+    run = place.soak.Soak(place)
+    run.warm()
+    run.run(place.soak.plan(count, seed=0))
+    return list(run.verdict().values())
+
+
+def test_a_place_where_nothing_is_wrong_gets_four_zeros(place: Place):
+    assert verdict(place) == [0, 0, 0, 0]
+    assert place.prompts == 40 + 2 * len(EXAMPLES) and place.measured == 8
+
+
+def test_an_error_and_other_frames_are_failures(place: Place, soak: ModuleType):
+    place.ends = lambda graph, number: soak.Ended(error="no luck") if number == 30 else soak.Ended(digest=str(graph))
+    assert verdict(place) == [1, 0, 0, 0]
+    place.ends = lambda graph, number: soak.Ended(digest=f"{graph} {number}")
+    assert verdict(place)[0] >= 40 - soak.SEEDS * len(EXAMPLES)
+
+
+def test_a_cancelled_prompt_is_none(place: Place, soak: ModuleType):
+    cancelled = soak.Ended(is_cancelled=True)
+    place.ends = lambda graph, number: cancelled if number > 20 else soak.Ended(digest=str(graph))
+    assert verdict(place) == [0, 0, 0, 0]
+
+
+def test_an_unload_that_fails_is_a_failure(place: Place):
+    place.unloads = (lambda: 1 / 0,)
+    unloads = sum(prompt.unload_at is not None for prompt in place.soak.plan(40, seed=0))
+    assert unloads and verdict(place)[0] == unloads
+
+
+def test_growth_bytes_on_the_devices_and_recompiles_are_counted(place: Place):
+    place.grows_mib = 20
+    failures, grown_mib, left, recompiles = verdict(place)
+    assert (failures, left, recompiles) == (0, 0, 0) and 55 <= grown_mib <= 65  # over three rounds of the last four
+    place.grows_mib, place.device_bytes, place.compiles = 0, 7, 1
+    assert verdict(place) == [0, 0, 7, 40]
+
+
+def test_a_seed_chooses_the_same_again_and_the_families_take_turns(soak: ModuleType):
+    prompts = soak.plan(300, seed=5)
+    assert prompts == soak.plan(300, seed=5) != soak.plan(300, seed=6)
+    assert [prompt.family for prompt in prompts[:10]] == [*EXAMPLES, *EXAMPLES]
+    cancels, unloads = (sum(getattr(one, name) is not None for one in prompts) for name in ("cancel_at", "unload_at"))
+    assert 40 <= cancels <= 80 and 30 <= unloads <= 60
+
+
+@needs_comfyui
+@pytest.mark.slow
+def test_a_minute_of_the_soak_leaves_nothing_behind(cache: Path):
+    """All families, cancels, unloads and two clients, in a server."""
+    command = [sys.executable, str(SOAK), "--prompts", "20", "--seed", "1", "--cache", str(cache)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    print(f"\n  {done.stdout.strip()}", end="")
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-6000:]}"
+    zeros = "0 failures, 0 MiB grown on the host, 0 live device bytes after unloading, 0 recompiles"
+    assert "a ComfyUI server, " in done.stdout and zeros in done.stdout

@@ -1,0 +1,80 @@
+"""The table of chips against hand counts, and the slices against what libtpu describes."""
+
+import importlib.util
+
+import pytest
+from comfyui_tpu.tpu_runtime.cost_model import chips, interconnect
+
+# Matrix units of one device: how many, how wide, and how many rows each takes per cycle.
+MXUS = {"v4": (8, 128, 1), "v5e": (4, 128, 1), "v5p": (8, 128, 1), "v6e": (2, 256, 2), "tpu7x": (2, 256, 2)}
+
+
+@pytest.mark.parametrize("chip", chips.CHIPS, ids=lambda chip: chip.generation)
+def test_peak_and_clock_agree_with_the_matrix_units(chip: chips.Chip):
+    count, width, rows = MXUS[chip.generation]
+    assert chip.flop_per_cycle == pytest.approx(count * width * width * rows * 2, rel=2e-3)
+    assert chip.mxu_width == width
+
+
+@pytest.mark.parametrize("target", chips.TOPOLOGIES, ids=lambda target: target.name)
+def test_libtpu_describes_every_slice_as_the_table_does(target: chips.Topology):
+    devices = chips.compile_devices(target)
+    assert len(devices) == target.num_devices
+    assert {device.device_kind for device in devices} == {target.chip.device_kind}
+    assert len({tuple(device.coords) for device in devices}) == target.num_chips
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"), [("v6e-8", "v6e:2x4"), ("V6E:2x4 ", "v6e:2x4"), ("v5p-8", "v5p:2x2x1"), ("7x-8", "tpu7x:2x2x1")]
+)
+def test_slices_have_the_names_that_users_say(said: str, meant: str):
+    assert chips.topology(said).name == meant
+
+
+def test_an_unknown_slice_is_answered_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"no topology 'v6e:3x3'; there are v6e:1x1 \(v6e-1\), .*tpu7x:2x2x1"):
+        chips.topology("v6e:3x3")
+
+
+def test_larger_slices_are_of_the_same_generation():
+    assert [found.name for found in chips.larger(chips.topology("v5e-1"))] == ["v5e:2x2", "v5e:2x4"]
+    assert chips.larger(chips.topology("v6e-16")) == ()
+
+
+def test_without_libtpu_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"libtpu.* is not installed.*pip install libtpu=="):
+        chips.compile_devices(chips.topology("v6e-8"))
+
+
+# On 2x4 chips in libtpu's order, (0, 1, 2, 3) is a square of four: a ring without detours.
+SQUARES = ((0, 1, 2, 3), (4, 5, 6, 7))
+ALL = (tuple(range(8)),)
+# Two apart: every pair's way leads over another pair's link.
+PAIRS = ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "share"),
+    [
+        ("all-gather", SQUARES, 3 / 4 / 2),     # three quarters arrive, half of them over each of two links
+        ("reduce-scatter", SQUARES, 3 / 4 / 2),
+        ("all-reduce", SQUARES, 2 * 3 / 4 / 2),
+        ("all-gather", ALL, 7 / 8 / 2),
+        ("all-gather", PAIRS, 2 * 1 / 2),
+        ("all-to-all", SQUARES, 2 / 4),         # a quarter to each neighbour, half a quarter twice for the corners
+        ("all-to-all", ALL, 4 * 4 / 8 / 2),     # half of the chips send half of their data over two middle links
+        ("collective-permute", ((0, 1), (1, 0)), 1),
+        ("collective-permute", ((0, 4), (2, 6)), 2),
+        ("collective-permute", ((3, 3),), 0),
+    ],
+)  # fmt: skip
+def test_the_busiest_link_carries_what_a_hand_count_says(kind: str, groups: interconnect.Groups, share: float):
+    devices = chips.compile_devices(chips.topology("v6e-8"))
+    assert interconnect.busiest_link_bytes(kind, 1000.0, groups, devices) == pytest.approx(1000 * share)
+
+
+def test_the_two_devices_of_a_chip_exchange_for_nothing():
+    devices = chips.compile_devices(chips.topology("tpu7x:2x2x1"))
+    assert interconnect.busiest_link_bytes("all-gather", 1.0, ((0, 1), (2, 3)), devices) == 0

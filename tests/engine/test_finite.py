@@ -1,0 +1,141 @@
+"""What is not finite stops the run in a sentence that says where it was noticed and what is likely wrong."""
+
+import functools
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.engine.engine import Engine
+from comfyui_tpu.tpu_runtime.models import spec_for_family, video_vae
+from comfyui_tpu.tpu_runtime.pipeline import ModelRef
+from comfyui_tpu.tpu_runtime.programs import finite, solver_table
+from comfyui_tpu.tpu_runtime.progress import Preview, Silent
+from comfyui_tpu.tpu_runtime.spec import Settings
+from safetensors.torch import load_file, save_file
+
+SPEC = spec_for_family("Flux2")
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.tiny_id, precision="float32")
+SETTINGS = Settings(height=64, width=96, num_inference_steps=4, guidance_scale=4.0)
+LATENT = {"samples": torch.zeros(1, 128, 4, 6)}
+
+
+@functools.cache
+def engine() -> Engine:
+    return Engine(jax.devices()[:2])
+
+
+def encode(model: ModelRef = MODEL) -> Any:
+    return engine().encode(model, "cat", "", Silent())
+
+
+def encode_image(model: ModelRef) -> Any:
+    return engine().encode_image(model, torch.zeros(1, 64, 96, 3), SETTINGS, Silent())
+
+
+def denoise(model: ModelRef = MODEL, progress: Silent | None = None) -> Any:
+    return engine().denoise(model, SETTINGS, *encode(), progress or Silent())
+
+
+def decode(model: ModelRef) -> Any:
+    return engine().decode(model, LATENT, Silent())
+
+
+def damaged(folder: Path, part: str, weight: str) -> ModelRef:
+    """The built-in checkpoint with one weight so large that what follows overflows; it is finite itself."""
+    shutil.copytree(tiny.ensure(SPEC), folder)
+    (path,) = (path for path in (folder / part).glob("*.safetensors") if _named(load_file(path), weight))
+    weights = load_file(path)
+    _named(weights, weight)[0].fill_(3e38)
+    save_file(weights, path, metadata={"format": "pt"})
+    return replace(MODEL, model_id=str(folder))
+
+
+def _named(weights: dict[str, torch.Tensor], ending: str) -> list[torch.Tensor]:
+    return [weight for name, weight in weights.items() if name.endswith(ending)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "part", "weight", "what"),
+    [
+        (encode, "text_encoder", "layers.0.input_layernorm.weight", "values of the text encoder"),
+        (encode_image, "vae", "encoder.conv_in.weight", "values of the vae encoder"),
+        (denoise, "transformer", "proj_out.weight", "from step 1 of 4 on, the latents"),
+        (decode, "vae", "decoder.conv_in.weight", "values of the vae decoder"),
+        (decode, "vae", "decoder.conv_out.weight", "values of the vae decoder"),
+    ],
+    ids=["encode", "encode image", "denoise", "decode, first layer", "decode, last layer"],
+)  # fmt: skip
+def test_a_stage_that_computes_nonsense_stops(tmp_path: Path, stage: Callable, part: str, weight: str, what: str):
+    model = damaged(tmp_path / "damaged", part, weight)
+    for _ in range(2):  # nothing of it is kept
+        with pytest.raises(ValueError) as error:
+            stage(model)
+        assert str(error.value) == (
+            f"Flux.2 dev: {what} are not finite (NaN or infinite), in float32. The checkpoint is probably "
+            "damaged: download it again, or try another."
+        )
+
+
+class Steps(Silent):
+    def __init__(self) -> None:
+        self.done: list[int] = []
+
+    def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
+        if unit == "step":
+            self.done.append(done)
+
+
+def test_denoising_stops_at_the_first_step_that_is_not_finite(monkeypatch: pytest.MonkeyPatch):
+    probe, progress = solver_table.probe, Steps()
+
+    def spoilt(*args: Any, **keywords: Any) -> solver_table.Schedule:
+        solver = probe(*args, **keywords)
+        solver.table[2] = np.nan
+        return solver
+
+    monkeypatch.setattr(solver_table, "probe", spoilt)
+    with pytest.raises(ValueError, match="Flux.2 dev: from step 3 of 4 on, the latents are not finite"):
+        denoise(progress=progress)
+    assert progress.done == [0, 1, 2]
+
+
+def test_in_bfloat16_that_is_the_likely_cause():
+    assert str(finite.failure("Some model", "its values", "bfloat16")) == (
+        "Some model: its values are not finite (NaN or infinite), in bfloat16. bfloat16 is probably too coarse for it: "
+        "set precision to float32. If that does not help, the checkpoint is damaged."
+    )
+
+
+def test_what_comes_in_from_elsewhere_is_named():
+    """Before a weight is read: it is not the model's fault."""
+    runner = Engine(jax.devices()[:2])
+    bad = torch.full((1, 512, 120), torch.inf)
+    with pytest.raises(ValueError, match="Flux.2 dev: prompt_embeds holds values that are not finite"):
+        runner.denoise(MODEL, SETTINGS, [[bad, {}]], None, Silent())
+    condition = {"tpu_family": SPEC.family, "tensors": {"reference_0": torch.full((1, 128, 4, 4), torch.nan)}}
+    with pytest.raises(ValueError, match="Flux.2 dev: condition holds values that are not finite"):
+        runner.denoise(MODEL, SETTINGS, [[torch.zeros_like(bad), {}]], None, Silent(), condition)
+    with pytest.raises(ValueError, match="Flux.2 dev: the LATENT holds values that are not finite"):
+        runner.decode(MODEL, {"samples": LATENT["samples"] - torch.inf}, Silent())
+    assert runner.counts["load"] == runner.counts["compile"] == 0
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_number_among_many_is_seen(value: float):
+    good, whole = jnp.ones((3, 5)), jnp.arange(4)
+    assert bool(jax.jit(finite.flag)({"a": good, "b": [whole]})) and bool(finite.flag([whole]))
+    assert not bool(jax.jit(finite.flag)({"a": good, "b": [good.at[2, 4].set(value).astype(jnp.bfloat16)]}))
+
+
+def test_infinite_pixels_are_not_clamped_to_black_and_white():
+    found = video_vae.pixels(torch.tensor([-1.5, -1.0, 0.0, 1.0, 1.5, torch.inf, -torch.inf, torch.nan]))
+    assert found.isnan().tolist() == [False] * 5 + [True] * 3
+    assert found[:5].tolist() == [0.0, 0.0, 0.5, 1.0, 1.0]

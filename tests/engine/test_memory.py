@@ -1,0 +1,229 @@
+"""Memory under pressure: what the compiler refuses, what leaves when there is no room."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comfyui_tpu.tpu_runtime import refusal
+from comfyui_tpu.tpu_runtime.cost_model import chips
+from comfyui_tpu.tpu_runtime.engine import weight_cache
+from comfyui_tpu.tpu_runtime.engine.engine import Engine
+from comfyui_tpu.tpu_runtime.engine.memory_advice import VARIABLE, DoesNotFit, OutOfMemory
+from comfyui_tpu.tpu_runtime.engine.weight_cache import Residency
+from comfyui_tpu.tpu_runtime.models import SPECS
+from comfyui_tpu.tpu_runtime.pipeline import ModelRef
+from comfyui_tpu.tpu_runtime.programs import executables
+from comfyui_tpu.tpu_runtime.programs.program import Program
+from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.units import MIB
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+SPEC = SPECS[0]
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.tiny_id)
+
+
+# --- what the compiler refuses ----------------------------------------------------------------------------------------
+
+
+def _double(x: Any, result: Any) -> None:
+    result[...] = x[...] * 2
+
+
+def large_blocks(x: jax.Array) -> jax.Array:
+    return pl.pallas_call(_double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), name="wide")(x)
+
+
+def _through_scratch(x: Any, result: Any, scratch: Any) -> None:
+    scratch[...] = jnp.broadcast_to(x[:1, :1], scratch.shape)
+    result[...] = scratch[:8, :128]
+
+
+def large_scratch(x: jax.Array) -> jax.Array:
+    shapes = [pltpu.VMEM((16384, 4096), jnp.float32)]
+    return pl.pallas_call(_through_scratch, out_shape=x, scratch_shapes=shapes, name="deep")(x)
+
+
+def for_a_tpu(function: Any, shape: tuple[int, ...]) -> Program:
+    mesh = Mesh(np.array(chips.compile_devices(chips.topology("v6e-1"))), ("sp",))
+    arg = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P()))
+    return Program(name="small", fn=function, args=(arg,), mesh=mesh, precision="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "memory", "sentence"),
+    [
+        (lambda x: x * 2, (12 * 1024, 1024, 1024), "HBM", "the compiler says it needs 96.00 of 31.25 GiB"),
+        (large_blocks, (8192, 1024), "VMEM", "kernel wide.1 needs 64.00M of the 32.00M on-chip memory (VMEM)"),
+        (large_scratch, (8, 128), "VMEM", "kernel deep.1 needs 256.00M of the 128.00M on-chip memory (VMEM)"),
+    ],
+    ids=["HBM", "VMEM of blocks", "VMEM of scratch"],
+)
+def test_libtpus_refusal_says_which_memory(function: Any, shape: tuple[int, ...], memory: str, sentence: str):
+    program = for_a_tpu(function, shape)
+    with pytest.raises(DoesNotFit) as refused:
+        executables.obtain(f"refused {sentence}", lambda: program, tuple(program.mesh.devices.flat))
+    assert refused.value.refused.memory == memory
+    assert str(refused.value).startswith(sentence)
+
+
+TEMPORARIES = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (64.06G) exceeds "
+    "available HBM (31.25G)."
+)
+STACK = (
+    "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory space vmem while allocating on "
+    "stack for %splash.2 = (f32[2048,128]) custom-call(%x). Scoped allocation with size 21.51M and limit 16.00M "
+    "exceeded scoped vmem limit by 5.51M."
+)
+FULL = (
+    "RESOURCE_EXHAUSTED: Error loading program 'jit_step': Attempting to reserve 12.50G at the bottom of memory. That "
+    "was not possible. There are 7.20G free, 0B reserved, and 7.20G reservable."
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "tries", "sentences"),
+    [
+        (
+            TEMPORARIES,
+            1,
+            ["does not fit a chip's memory (HBM)", "stage warmup", "needs 64.06 of 31.25 GiB.", "less: num"],
+        ),
+        (STACK, 1, ["does not compile in stage warmup", "kernel splash.2 needs 21.51M", "other tiles: num"]),
+        (FULL, 2, ["ran out of TPU memory in stage warmup", "everything else unloaded", "There are 7.20G free"]),
+    ],
+    ids=["HBM", "VMEM", "memory that is full only now"],
+)
+def test_what_the_compiler_refuses_is_not_tried_again(
+    message: str, tries: int, sentences: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    tried = []
+
+    def compile_(program: Program) -> None:
+        tried.append(program.name)
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(Program, "compile", compile_)
+    monkeypatch.setattr(executables.Store, "get", lambda *_: None)
+    runner = Engine(jax.devices())
+    with pytest.raises(OutOfMemory) as refused:
+        runner.warmup(MODEL, SPEC.settings(**SPEC.tiny_inputs), Silent())
+    assert len(tried) == tries, tried
+    assert all(sentence in str(refused.value) for sentence in sentences), refused.value
+    assert ("not tried again" in str(refused.value)) == (tries == 1)
+
+
+def test_older_texts_and_other_complaints():
+    nameless = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 16.75M of 16.00M vmem."
+    assert refusal.parse(nameless).sentence.startswith("a kernel needs 16.75M of the 16.00M on-chip memory (VMEM)")
+    used = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 54.12G of 31.25G hbm. Exceeded by 22.87G."
+    assert refusal.parse(used).needed_bytes == int(54.12 * 2**30)
+    assert refusal.parse("INTERNAL: something used (1.0G)") is None
+
+
+# --- what leaves ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A program in MiB: what its code takes while it is loaded, and what it needs beside that when it runs."""
+
+    code: int
+    workspace: int = 0
+
+    @property
+    def parts(self) -> "tuple[Loaded, ...]":
+        return (self,)
+
+    @property
+    def code_bytes(self) -> int:
+        return self.code * MIB
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.workspace * MIB
+
+
+class Chip:
+    """A `Residency` with a budget of 100 MiB, in which components and programs have names of one letter."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(VARIABLE, str(100 / 1024))
+        self.residency = Residency(jax.devices()[0])
+        self.loads: list[str] = []
+
+    def run(self, component: str, size: int, running: Loaded) -> None:
+        def load() -> dict[str, jax.Array]:
+            self.loads.append(component)
+            return {}
+
+        self.residency.get(
+            (component,), component=component, model="m", size_bytes=size * MIB, running=running, load=load
+        )
+
+    @property
+    def held(self) -> str:
+        return "".join(resident.component for resident in self.residency.list())
+
+
+@pytest.fixture
+def chip(monkeypatch: pytest.MonkeyPatch) -> Chip:
+    return Chip(monkeypatch)
+
+
+def test_the_code_of_loaded_programs_counts_in_the_budget(chip: Chip):
+    old, new = Loaded(code=30), Loaded(code=10, workspace=20)
+    chip.residency.add_program("old", old)
+    chip.run("a", 30, old)
+    chip.residency.add_program("new", new)
+    chip.run("b", 10, new)  # 30 + 30 + 10 + 10 + 20: just enough
+    assert (chip.held, chip.residency.programs()) == ("ab", (old, new))
+    chip.run("c", 20, new)  # the longest unused leaves, and that is a program
+    assert (chip.held, chip.residency.programs()) == ("abc", (new,))
+    assert chip.residency.code_bytes == 10 * MIB and chip.residency.size_bytes == 60 * MIB
+
+
+def test_the_longest_unused_leaves_be_it_weights_or_a_program(chip: Chip):
+    first, second = Loaded(code=20), Loaded(code=20)
+    chip.residency.add_program("first", first)
+    chip.run("a", 20, first)
+    chip.residency.add_program("second", second)
+    chip.run("b", 20, second)
+    assert chip.residency.program("first") is first  # used again
+    chip.run("c", 30, second)
+    assert (chip.held, chip.residency.programs()) == ("bc", (second, first))
+    chip.run("a", 20, first)
+    assert chip.loads == ["a", "b", "c", "a"]
+
+
+def test_the_running_programs_own_code_stays_and_must_fit(chip: Chip):
+    running = Loaded(code=40, workspace=30)
+    chip.residency.add_program("running", running)
+    chip.run("a", 30, running)
+    with pytest.raises(OutOfMemory, match=re.escape("31.0 MiB for its weights and 70.0 MiB to run, on each chip")):
+        chip.run("b", 31, running)
+    assert chip.residency.programs() == (running,) and chip.held == "a"
+
+
+def test_programs_of_many_sizes_do_not_stay_for_ever(chip: Chip, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(weight_cache, "MAX_PROGRAMS", 2)
+    for name in "abc":
+        chip.residency.add_program(name, Loaded(code=1))
+        chip.residency.program("a")
+    assert [name for name in "abc" if chip.residency.program(name)] == ["a", "c"]
+
+
+def test_a_programs_code_is_what_the_compiler_says():
+    program = for_a_tpu(lambda x: x + 1, (8, 128))
+    executable = executables.Executable(program=program, compiled=program.compile())
+    stats = executable.compiled.memory_analysis()
+    assert executable.code_bytes == stats.generated_code_size_in_bytes > 0
+    assert executable.workspace_bytes == stats.output_size_in_bytes + stats.temp_size_in_bytes

@@ -1,0 +1,349 @@
+"""CogVideoX 1.5 against `diffusers.CogVideoXPipeline` on the CPU in float32: every stage and the whole, on 1, 3 and 8
+chips."""
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.tpu_runtime import pipeline, tokens
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.engine import engine as engines
+from comfyui_tpu.tpu_runtime.engine.engine import Engine
+from comfyui_tpu.tpu_runtime.models import spec_for_family
+from comfyui_tpu.tpu_runtime.pipeline import ModelRef
+from comfyui_tpu.tpu_runtime.programs import modules, network_call, solver_table, token_layout
+from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.spec import Settings
+
+SPEC = spec_for_family("CogVideoX")
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.tiny_id, precision="float32")
+CHIPS = (1, 3, 8)
+SHORT, NEGATIVE = "panda", "blurred details, overexposed"
+LONG = " ".join([SPEC.texts["prompt"]] * 4)  # over 226 tokens
+# Latent frames 5, 1 and 3, padded to 6, 2 and 4; tokens 3 * 5 * 7 = 105, 4 * 7 = 28, 2 * 7 * 3 = 42: the first divides
+# by no number of chips but 3.
+ODD = Settings(height=80, width=112, num_frames=17, num_inference_steps=6, guidance_scale=6.0, seed=7)
+FLAT = Settings(height=64, width=112, num_frames=1, num_inference_steps=6, guidance_scale=1.0, seed=8)
+TALL = Settings(height=112, width=48, num_frames=9, num_inference_steps=6, guidance_scale=6.0, seed=9)
+# What the makers recommend. 1000 is no multiple of 6 and one of 5: the last step adds noise, or none.
+DPM = {"scheduler": "CogVideoXDPMScheduler", "use_dynamic_cfg": True}
+ODD_DPM = replace(ODD, **DPM)
+TALL_DPM = replace(TALL, **DPM, num_inference_steps=5)
+ODD_DYNAMIC = replace(ODD, use_dynamic_cfg=True)
+# One step of an Euler solver, which shows the network's output as it is.
+OUTPUT = solver_table.Schedule(timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]] * 2], np.float32))
+
+
+@dataclass(frozen=True)
+class Oracle:
+    embeds: np.ndarray
+    latents: np.ndarray
+    frames: np.ndarray
+
+
+@functools.cache
+def upstream_pipeline() -> Any:
+    from diffusers import CogVideoXPipeline
+
+    pipe = CogVideoXPipeline.from_pretrained(tiny.ensure(SPEC))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def with_scheduler(name: str) -> Any:
+    """The pipeline, with another scheduler set as the makers' own script sets it."""
+    import diffusers
+
+    pipe = upstream_pipeline()
+    if name == "checkpoint":
+        return pipe
+    scheduler = getattr(diffusers, name).from_config(pipe.scheduler.config, timestep_spacing="trailing")
+    other = diffusers.CogVideoXPipeline(**{**pipe.components, "scheduler": scheduler})
+    other.set_progress_bar_config(disable=True)
+    return other
+
+
+@functools.cache
+def oracle(settings: Settings, prompt: str) -> Oracle:
+    """Upstream's latents without the frames that it discards, `[1, 16, frames, h, w]`."""
+    pipe, kept = with_scheduler(settings.scheduler), {}
+
+    def keep(pipe: Any, step: int, timestep: Any, tensors: dict) -> dict:
+        kept.update(tensors)
+        return {}
+
+    with torch.no_grad():
+        embeds = torch.cat(pipe.encode_prompt(prompt, NEGATIVE))
+        frames = pipe(
+            prompt, NEGATIVE, height=settings.height, width=settings.width, num_frames=settings.num_frames,
+            num_inference_steps=settings.num_inference_steps, guidance_scale=settings.guidance_scale,
+            use_dynamic_cfg=settings.use_dynamic_cfg,
+            generator=torch.Generator().manual_seed(settings.seed), callback_on_step_end=keep, output_type="np",
+        ).frames[0]  # fmt: skip
+    latents = kept["latents"].transpose(1, 2)[:, :, -((settings.num_frames - 1) // 4 + 1) :]
+    return Oracle(embeds=embeds.numpy(), latents=latents.numpy(), frames=frames)
+
+
+@functools.cache
+def engine(chips: int) -> Engine:
+    return Engine(jax.devices()[:chips])
+
+
+def normalised(latents: dict[str, Any]) -> np.ndarray:
+    return (latents["samples"] * upstream_pipeline().vae.config.scaling_factor).numpy()
+
+
+@pytest.mark.parametrize(("chips", "prompt"), [(1, SHORT), (3, LONG), (8, SHORT), (8, LONG)])
+def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
+    prompt_embeds, negative = engine(chips).encode(MODEL, prompt, NEGATIVE, Silent())
+    with torch.no_grad():
+        expected = torch.cat(upstream_pipeline().encode_prompt(prompt, NEGATIVE)).numpy()
+    ours = np.concatenate([prompt_embeds[0][0].numpy(), negative[0][0].numpy()])
+    compare(f"embeddings, {chips} chips", ours, expected)
+    assert prompt_embeds[0][1]["length"] == {SHORT: 2, LONG: 226}[prompt]
+
+
+def test_an_empty_negative_prompt_is_upstreams_default(compare: Callable):
+    negative = engine(1).encode(MODEL, SHORT, "", Silent())[1]
+    compare("empty prompt", negative[0][0].numpy(), upstream_pipeline().encode_prompt(SHORT)[1].detach().numpy())
+
+
+def test_a_published_tokenizer_is_read(tmp_path: Path):
+    """It has no tokenizer.json, only the SentencePiece model."""
+    import sentencepiece
+
+    (tmp_path / "text").write_text(f"{SPEC.texts['prompt']}\n" * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "spiece"), vocab_size=90, hard_vocab_limit=False,
+        pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
+    )  # fmt: skip
+    config = {"tokenizer_class": "T5Tokenizer", "extra_ids": 100, "legacy": True, "model_max_length": 226}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ids, mask = SPEC.texts_encoded[0].tokenize(tokens.load_tokenizer(tmp_path), ["A panda,  two  hats", ""])
+    pieces = sentencepiece.SentencePieceProcessor(str(tmp_path / "spiece.model")).encode("A panda,  two  hats")
+    assert ids[0].tolist() == [*pieces, 1, *[0] * (225 - len(pieces))]
+    assert ids[1].tolist() == [1, *[0] * 225]
+    assert mask.sum(axis=1).tolist() == [len(pieces) + 1, 1]
+
+
+@pytest.mark.parametrize("chips", CHIPS)
+def test_one_denoiser_call_equals_upstreams(chips: int, compare: Callable):
+    noise, text = latents_and_text(ODD)
+    ours = denoise_once(chips, ODD, noise, text)
+    pipe = upstream_pipeline()
+    rope = pipe._prepare_rotary_positional_embeddings(ODD.height, ODD.width, noise.shape[2], "cpu")
+    with torch.no_grad():
+        cond, uncond = (
+            pipe.transformer(
+                noise.transpose(1, 2), torch.from_numpy(row[None]), torch.tensor([700]), image_rotary_emb=rope
+            ).sample.transpose(1, 2)
+            for row in text
+        )
+    compare(f"denoiser, {chips} chips", ours, (uncond + ODD.guidance_scale * (cond - uncond)).numpy())
+
+
+@pytest.mark.parametrize(
+    ("chips", "settings"),
+    [
+        pytest.param(3, TALL, id="3 tall"),
+        *(
+            pytest.param(chips, settings, id=name, marks=pytest.mark.slow)
+            for name, chips, settings in (
+                ("1 odd", 1, ODD),
+                ("8 odd", 8, ODD),
+                ("8 flat", 8, FLAT),
+                ("8 odd DPM", 8, ODD_DPM),
+                ("3 tall DPM", 3, TALL_DPM),
+                ("8 odd dynamic", 8, ODD_DYNAMIC),
+            )
+        ),
+    ],
+)
+def test_latents_and_frames_equal_upstreams(chips: int, settings: Settings, compare: Callable):
+    runner, expected = engine(chips), oracle(settings, SHORT)
+    latents = runner.denoise(MODEL, settings, *runner.encode(MODEL, SHORT, NEGATIVE, Silent()), Silent())
+    compare(f"latents, {chips} chips", normalised(latents), expected.latents)
+    frames = runner.decode(MODEL, latents, Silent())
+    assert frames.shape == (settings.num_frames, settings.height, settings.width, 3)
+    compare(f"frames, {chips} chips", frames.numpy(), expected.frames)
+
+
+def test_a_checkpoint_may_name_the_other_scheduler_itself():
+    config = {**SPEC.scheduler, "_class_name": "CogVideoXDPMScheduler"}
+    own = network_call.solver(SPEC, config, ODD)
+    chosen = network_call.solver(SPEC, SPEC.scheduler, replace(ODD, scheduler="CogVideoXDPMScheduler"))
+    plain = network_call.solver(SPEC, config, replace(ODD, scheduler="CogVideoXDDIMScheduler"))
+    assert np.array_equal(own.table, chosen.table) and own.draws == chosen.draws != ()
+    assert np.array_equal(plain.table, network_call.solver(SPEC, SPEC.scheduler, ODD).table) and plain.draws == ()
+
+
+@pytest.mark.slow
+def test_guidance_that_changes_compiles_nothing_anew():
+    """It is an argument of the one program: 1 at the least, and one more than guidance_scale at the most."""
+    runner = engine(8)
+    embeds = runner.encode(MODEL, SHORT, NEGATIVE, Silent())
+    runner.denoise(MODEL, ODD, *embeds, Silent())
+    before = runner.counts["compile"]
+    runner.denoise(MODEL, replace(ODD_DYNAMIC, guidance_scale=3.0), *embeds, Silent())
+    assert runner.counts["compile"] == before
+    scales = [SPEC.guidance_at(replace(ODD_DYNAMIC, guidance_scale=3.0), timestep) for timestep in range(1000)]
+    assert 1 <= min(scales) < 1.1 and 3.9 < max(scales) <= 4
+
+
+@pytest.mark.slow
+def test_any_number_of_latent_frames_is_decoded_as_upstream_decodes_it(compare: Callable):
+    """A LATENT may come from elsewhere: even numbers start with two frames and four images each."""
+    latents = torch.randn(1, 16, 4, 10, 14, generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        expected = upstream_pipeline().vae.decode(latents).sample[0].permute(1, 2, 3, 0) / 2 + 0.5
+    ours = engine(8).decode(MODEL, {"samples": latents}, Silent())
+    compare("4 latent frames", ours.numpy(), expected.clamp(0, 1).numpy())
+
+
+@pytest.mark.slow
+def test_bfloat16_stays_within_its_bound(compare: Callable):
+    """Against the float32 oracle: rounding of 8 bits through 3 + 3 blocks, 6 steps and the VAE."""
+    runner, expected = engine(8), oracle(FLAT, SHORT)
+    model = replace(MODEL, precision="bfloat16")
+    embeds = runner.encode(model, SHORT, NEGATIVE, Silent())
+    latents = runner.denoise(model, FLAT, *embeds, Silent())
+    frames = runner.decode(model, latents, Silent())
+    compare("embeddings, bfloat16", embeds[0][0][0].numpy(), expected.embeds[:1], error=5e-2, slope=3e-3)
+    compare("latents, bfloat16", normalised(latents), expected.latents, error=6e-2, slope=3e-3)
+    compare("frames, bfloat16", frames.numpy(), expected.frames, error=5e-2, slope=3e-3)
+
+
+def test_poisoned_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch, compare: Callable):
+    """105 tokens on 4 chips: the three added ones may hold NaN."""
+    noise, text = latents_and_text(ODD)
+    expected = denoise_once(8, ODD, noise, text)
+    pad_tokens = token_layout.Sequence.pad_tokens
+
+    def poison(self: token_layout.Sequence, x: jax.Array) -> jax.Array:
+        padded = pad_tokens(self, x)
+        real = jnp.arange(padded.shape[1]).reshape(1, -1, *[1] * (x.ndim - 2)) < x.shape[1]
+        return jnp.where(real, padded, jnp.nan)
+
+    monkeypatch.setattr(token_layout.Sequence, "pad_tokens", poison)
+    # Not to the bit: with the poison in it, other operations become one and round otherwise.
+    compare("poisoned padding", denoise_once(8, ODD, noise, text), expected, error=2e-5)
+
+
+@pytest.mark.slow
+def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
+    """Nothing is tuned to the built-in checkpoint: other heads, widths, depths, text and latent scale."""
+    from diffusers import CogVideoXPipeline
+
+    changes = {
+        "text_encoder": {"d_model": 56, "num_heads": 7, "d_ff": 90, "num_layers": 2},
+        "transformer": {"num_attention_heads": 5, "attention_head_dim": 32, "num_layers": 2, "text_embed_dim": 56},
+        "vae_decoder": {"block_out_channels": (4, 8, 8, 12), "norm_num_groups": 2, "scaling_factor": 1.15},
+    }
+    components = tuple(replace(c, tiny=MappingProxyType({**c.tiny, **changes[c.name]})) for c in SPEC.components)
+    folder = tmp_path / "other"
+    tiny.write(replace(SPEC, components=components), folder, seed=3)
+    pipe = CogVideoXPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    expected = pipe(
+        SHORT, NEGATIVE, height=TALL.height, width=TALL.width, num_frames=TALL.num_frames, num_inference_steps=6,
+        guidance_scale=TALL.guidance_scale, generator=torch.Generator().manual_seed(TALL.seed), output_type="np",
+    ).frames[0]  # fmt: skip
+    model, runner = replace(MODEL, model_id=str(folder)), engine(8)
+    latents = runner.denoise(model, TALL, *runner.encode(model, SHORT, NEGATIVE, Silent()), Silent())
+    compare("frames, other dimensions", runner.decode(model, latents, Silent()).numpy(), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_inference_steps": 3},
+        {"seed": 11},
+        {"guidance_scale": 2.0},
+        {"negative_prompt": "other words"},
+        {"scheduler": "CogVideoXDPMScheduler"},
+        {"use_dynamic_cfg": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_setting_changes_the_result(change: dict):
+    """Each widget has its effect on a second run, when everything is loaded and compiled."""
+    runner, negative = engine(8), change.get("negative_prompt", NEGATIVE)
+    settings = replace(ODD, **{name: value for name, value in change.items() if name != "negative_prompt"})
+    first = runner.denoise(MODEL, ODD, *runner.encode(MODEL, SHORT, NEGATIVE, Silent()), Silent())["samples"]
+    second = runner.denoise(MODEL, settings, *runner.encode(MODEL, SHORT, negative, Silent()), Silent())["samples"]
+    assert (first - second).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"height": 88}, "height is 88; it must be a multiple of 16 between 64 and 1920. Use 80 or 96."),
+        ({"num_frames": 13}, "num_frames is 13; it must be 8k + 1 between 1 and 161. Use 9 or 17."),
+        ({"guidance_scale": 0.5}, "guidance_scale is 0.5; it must be between 1.0 and 20.0. Use 1.0."),
+        (
+            {"scheduler": "DDIM"},
+            "scheduler is 'DDIM'; it must be one of checkpoint, CogVideoXDDIMScheduler, CogVideoXDPMScheduler.",
+        ),
+    ],
+)
+def test_bad_settings_are_refused(change: dict, sentence: str):
+    with pytest.raises(ValueError) as error:
+        pipeline.denoise(MODEL, replace(ODD, **change), [], None, progress=Silent())
+    assert str(error.value) == f"CogVideoX 1.5 5B: {sentence}"
+
+
+def test_the_makers_size_is_the_default_and_another_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(engines, "engine", lambda: SimpleNamespace(denoise=lambda *args: {}))
+    model = ModelRef(spec_name=SPEC.name, model_id=SPEC.hub_id)
+
+    def warnings(**widgets: int) -> list[str]:
+        caplog.clear()
+        pipeline.denoise(model, SPEC.settings(**widgets), [], None, progress=Silent())
+        return [record.getMessage() for record in caplog.records]
+
+    shown = SPEC.default_settings()
+    assert (shown.height, shown.width, shown.num_frames) == (768, 1360, 81)
+    assert warnings() == warnings(num_frames=161) == warnings(num_frames=17) == []
+    sentence = (
+        "CogVideoX 1.5 5B: {} frames runs, but may look worse than what its makers publish: 1360x768, and 16k + 1 "
+        "frames up to 161."
+    )
+    assert warnings(height=720, width=1280) == [sentence.format("1280x720 with 81")]
+    assert warnings(height=720, width=1280) == []
+    assert warnings(num_frames=89) == [sentence.format("1360x768 with 89")]
+    model = MODEL
+    assert warnings(**SPEC.tiny_inputs) == []
+
+
+def latents_and_text(settings: Settings) -> tuple[torch.Tensor, np.ndarray]:
+    shape = SPEC.geometry.latent_shape(settings)
+    with torch.no_grad():
+        text = torch.cat(upstream_pipeline().encode_prompt(SHORT, NEGATIVE)).numpy()
+    return torch.randn(shape, generator=torch.Generator().manual_seed(5)), text
+
+
+def denoise_once(chips: int, settings: Settings, noise: torch.Tensor, text: np.ndarray) -> np.ndarray:
+    found = checkpoint.locate(SPEC, SPEC.tiny_id)
+    component = SPEC.component("transformer")
+    config, folder = found.config(component, Silent()), found.folder(component.folder, Silent())
+    target = network_call.Target(devices=tuple(jax.devices()[:chips]), precision="float32")
+    program = network_call.denoise_program(SPEC, config, target, settings, num_memory=0, timestep_dtype=np.int32)
+    network = modules.build(component, config)
+    files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
+    weights = load.load(network, files, program.args[0], "transformer", Silent())
+    given = {"text": text, "text_length": np.full(len(text), 226, np.int32)}
+    args = ((noise.numpy(),), OUTPUT.table[0], OUTPUT.timesteps[0], given, np.float32(settings.guidance_scale))
+    placed = jax.tree.map(lambda value, want: jax.device_put(value, want.sharding), args, program.args[1:])
+    return np.asarray(program.compile()(weights, *placed)[0])

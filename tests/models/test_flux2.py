@@ -1,0 +1,330 @@
+"""Flux.2 against `diffusers.Flux2Pipeline` on the CPU in float32: every stage and the whole, on 1, 3 and 8 chips."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.nodes import family as node_stages
+from comfyui_tpu.nodes.declare import Folders
+from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.engine.engine import Engine
+from comfyui_tpu.tpu_runtime.models import mistral3, spec_for_family
+from comfyui_tpu.tpu_runtime.pipeline import ModelRef
+from comfyui_tpu.tpu_runtime.programs import modules, network_call, solver_table, token_layout
+from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.spec import Settings
+
+SPEC = spec_for_family("Flux2")
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.tiny_id, precision="float32")
+SHORT = "cat"
+LONG = "A beautiful [IMG]sunset over the ocean. " * 20  # over 512 tokens
+# 5 x 7 = 35 latent tokens, with the text 547: neither divides by 4 or by 3.
+ODD = Settings(height=80, width=112, num_inference_steps=6, guidance_scale=4.0, seed=7)
+TALL = Settings(height=208, width=48, num_inference_steps=6, guidance_scale=1.0, seed=8)
+CASES = {"odd": ODD, "tall": TALL}
+# One step of an Euler solver, which shows the network's output as it is.
+EULER = solver_table.Schedule(timesteps=np.array([700.0], np.float32), table=np.array([[[0.0, 1.0]] * 2], np.float32))
+
+
+class Host(Silent):
+    folders = Folders(models=())
+
+
+@dataclass(frozen=True)
+class Oracle:
+    embeds: np.ndarray
+    latents: np.ndarray
+    image: np.ndarray
+
+
+def build_pipeline(folder: Path) -> Any:
+    """From its parts: the processor of the tokenizer's folder does not load without torchvision."""
+    import diffusers
+    from transformers import AutoTokenizer, Mistral3ForConditionalGeneration
+
+    pipe = diffusers.Flux2Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
+        vae=diffusers.AutoencoderKLFlux2.from_pretrained(folder / "vae"),
+        text_encoder=Mistral3ForConditionalGeneration.from_pretrained(folder / "text_encoder"),
+        tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"),
+        transformer=diffusers.Flux2Transformer2DModel.from_pretrained(folder / "transformer"),
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@functools.cache
+def pipeline() -> Any:
+    return build_pipeline(tiny.ensure(SPEC))
+
+
+def generate(pipe: Any, settings: Settings, prompt: str, **references: Any) -> Oracle:
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(pipe: Any, step: int, timestep: Any, tensors: dict) -> dict:
+        kept.update(tensors)
+        return {}
+
+    with torch.no_grad():
+        embeds, _ = pipe.encode_prompt(prompt)
+        image = pipe(
+            prompt=prompt, height=settings.height, width=settings.width, guidance_scale=settings.guidance_scale,
+            num_inference_steps=settings.num_inference_steps, generator=torch.Generator().manual_seed(settings.seed),
+            callback_on_step_end=keep, output_type="np", **references,
+        ).images  # fmt: skip
+    latents = kept["latents"].transpose(1, 2).reshape(SPEC.geometry.latent_shape(settings))
+    return Oracle(embeds=embeds.numpy(), latents=latents.numpy(), image=image)
+
+
+@functools.cache
+def oracle(settings: Settings, prompt: str = SHORT) -> Oracle:
+    return generate(pipeline(), settings, prompt)
+
+
+@functools.cache
+def engine(chips: int) -> Engine:
+    return Engine(jax.devices()[:chips])
+
+
+@pytest.mark.parametrize(("chips", "prompt"), [(1, LONG), (3, SHORT), (8, SHORT)])
+def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
+    embeds, negative = engine(chips).encode(MODEL, prompt, "", Silent())
+    with torch.no_grad():
+        expected, _ = pipeline().encode_prompt(prompt)
+    what = "one word" if prompt == SHORT else "over 512 tokens"
+    compare(f"embeddings, {what}, {chips} chips", embeds[0][0].numpy(), expected.numpy(), error=1e-5)
+    assert negative is None
+    assert (embeds[0][1]["length"] == 512) == (prompt == LONG)
+
+
+def test_a_tokenizer_that_pads_after_the_text_is_followed(compare: Callable):
+    pipe = pipeline()
+    ids, mask = mistral3.tokenize(pipe.tokenizer, [SHORT])
+    ids, mask = (np.roll(x, -int((mask == 0).sum())) for x in (ids, mask))
+    network = modules.build(SPEC.component("text_encoder"), SPEC.component("text_encoder").tiny)
+    assert mask[0, 0] == 1 and not any("vision" in name or "lm_head" in name for name in network.weights)
+    run = network_call.call_program(
+        SPEC, "text_encoder", SPEC.component("text_encoder").tiny,
+        network_call.Target(devices=tuple(jax.devices()[:1]), precision="float32"), mistral3.encode_text, (ids, mask),
+        place="whole", carries=False,
+    )  # fmt: skip
+    ours, *_ = run.compile()(weights_of("text_encoder", run), ids, mask)
+    with torch.no_grad():
+        states = pipe.text_encoder(
+            torch.from_numpy(ids), attention_mask=torch.from_numpy(mask), output_hidden_states=True
+        ).hidden_states
+    compare("embeddings, padded after", np.asarray(ours), torch.cat([states[k] for k in (10, 20, 30)], -1).numpy())
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(tp=3), MeshShape(sp=4, tp=2), MeshShape(sp=8)], ids=str)
+def test_one_denoiser_call_equals_upstreams(mesh: MeshShape, compare: Callable):
+    """All arrangements of the chips; that of 8 chips by default is `sp=4 tp=2`, for 6 heads."""
+    noise, text = latents_and_text(ODD)
+    run, weights = denoiser(mesh, ODD)
+    with torch.no_grad():
+        tokens = pipeline().transformer(
+            hidden_states=noise.flatten(2).transpose(1, 2), encoder_hidden_states=torch.from_numpy(text),
+            timestep=torch.tensor([0.7]), guidance=torch.tensor([4.0]), return_dict=False,
+            img_ids=pipeline()._prepare_latent_ids(noise), txt_ids=pipeline()._prepare_text_ids(torch.from_numpy(text)),
+        )[0]  # fmt: skip
+    expected = tokens.transpose(1, 2).reshape(noise.shape).numpy()
+    compare(f"denoiser, {mesh}", step(run, weights, noise, text, ODD), expected)
+
+
+@pytest.mark.parametrize(
+    ("chips", "case"),
+    [pytest.param(1, "odd", marks=pytest.mark.slow), pytest.param(3, "tall", marks=pytest.mark.slow), (8, "odd")],
+)
+def test_latents_and_picture_equal_upstreams(chips: int, case: str, compare: Callable):
+    settings, runner = CASES[case], engine(chips)
+    expected = oracle(settings)
+    latents = runner.denoise(MODEL, settings, *runner.encode(MODEL, SHORT, "", Silent()), Silent())
+    compare(f"latents, {case}, {chips} chips", latents["samples"].numpy(), expected.latents)
+    compare(f"picture, {case}, {chips} chips", runner.decode(MODEL, latents, Silent()).numpy(), expected.image)
+
+
+@pytest.mark.slow
+def test_references_join_the_sequence_as_upstreams_do(compare: Callable):
+    """Two pictures of other sizes, neither a multiple of 16: 35 + 30 + 24 latent tokens on 4 x 2 chips."""
+    from PIL import Image
+
+    draw = np.random.default_rng(4)
+    pictures = [draw.integers(0, 256, (*size, 3)).astype(np.uint8) for size in ((83, 100), (64, 98))]
+    expected = generate(pipeline(), ODD, SHORT, image=[Image.fromarray(picture) for picture in pictures])
+    runner, condition = engine(8), None
+    for picture in pictures:
+        image = torch.from_numpy(picture.astype(np.float32) / 255.0)[None]
+        given = {"image": image, "condition": condition, "model_id": SPEC.tiny_id}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(node_stages.runtime, "encode_image", functools.partial(encode_with, runner))
+            (condition,) = node_stages._encode_references(SPEC, Host(), **given, model=None, precision="float32")
+    shapes = [tuple(x.shape) for x in condition["tensors"].values()]
+    assert shapes == [(1, 128, 5, 6), (1, 128, 4, 6)] and list(condition["tensors"]) == ["reference_0", "reference_1"]
+    embeds = runner.encode(MODEL, SHORT, "", Silent())
+    latents = runner.denoise(MODEL, ODD, *embeds, Silent(), condition)["samples"].numpy()
+    compare("latents, two references", latents, expected.latents)
+    assert np.abs(latents - oracle(ODD).latents).max() > 1e-3
+
+
+def test_alpha_and_pixels_beyond_the_range_do_not_change_a_reference():
+    """As bytes they would wrap around: 1.1 would be nearly black."""
+    image = torch.rand(1, 64, 98, 4, generator=torch.Generator().manual_seed(3)) * 1.6 - 0.3
+    plain = image[..., :3].clamp(0.0, 1.0)
+    found, expected = (
+        engine(8).encode_image(MODEL, x, ODD, Silent())["tensors"]["reference_0"] for x in (image, plain)
+    )
+    assert torch.equal(found, expected)
+
+
+def test_a_reference_that_upstream_refuses_is_refused():
+    with pytest.raises(ValueError, match="Image too small: 200×40"):
+        engine(8).encode_image(MODEL, torch.zeros(1, 40, 200, 3), ODD, Silent())
+
+
+@pytest.mark.slow
+def test_bfloat16_stays_within_its_bound(compare: Callable):
+    """Against the float32 oracle: rounding of 8 bits through 30 + 5 blocks, 6 steps and the VAE."""
+    runner, expected = engine(8), oracle(ODD)
+    model = replace(MODEL, precision="bfloat16")
+    embeds = runner.encode(model, SHORT, "", Silent())
+    latents = runner.denoise(model, ODD, *embeds, Silent())
+    compare("embeddings, bfloat16", embeds[0][0][0].numpy(), expected.embeds, error=1e-2, slope=2e-2)
+    compare("latents, bfloat16", latents["samples"].numpy(), expected.latents, error=5e-2, slope=5e-3)
+    picture = runner.decode(model, latents, Silent()).numpy()
+    # Upstream's own VAE in bfloat16 is off by 4e-2 already, with these random weights.
+    compare("picture, bfloat16", picture, expected.image, error=1.5e-1, slope=1e-2)
+
+
+def test_poisoned_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch, compare: Callable):
+    """35 latent tokens and 547 of both on 4 chips: the added ones may hold NaN."""
+    noise, text = latents_and_text(ODD)
+    mesh = MeshShape(sp=4, tp=2)
+    clean, weights = denoiser(mesh, ODD)
+    expected = step(clean, weights, noise, text, ODD)
+    pad_tokens = token_layout.Sequence.pad_tokens
+
+    def poison(self: token_layout.Sequence, x: jax.Array) -> jax.Array:
+        padded = pad_tokens(self, x)
+        real = jnp.arange(padded.shape[1]).reshape(1, -1, *[1] * (x.ndim - 2)) < x.shape[1]
+        return jnp.where(real, padded, jnp.nan)
+
+    monkeypatch.setattr(token_layout.Sequence, "pad_tokens", poison)
+    poisoned, weights = denoiser(mesh, ODD)
+    compare("poisoned padding", step(poisoned, weights, noise, text, ODD), expected, error=1e-6)
+
+
+@pytest.mark.slow
+def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
+    """Nothing is tuned to the built-in checkpoint: other heads, widths, depths, text and no guidance embedding."""
+    text = {**SPEC.component("text_encoder").tiny["text_config"], "hidden_size": 24, "num_attention_heads": 4}
+    changes = {
+        "text_encoder": {"text_config": {**text, "num_key_value_heads": 4, "head_dim": 8, "num_hidden_layers": 33}},
+        "transformer": {
+            "num_attention_heads": 7,
+            "attention_head_dim": 16,
+            "axes_dims_rope": (4, 4, 4, 4),
+            "guidance_embeds": False,
+            "joint_attention_dim": 72,
+            "mlp_ratio": 2.0,
+            "num_layers": 1,
+            "num_single_layers": 2,
+        },
+        "vae_decoder": {"block_out_channels": (4, 8, 8, 8), "norm_num_groups": 2},
+    }
+    changes["vae_encoder"] = changes["vae_decoder"]  # one folder
+    components = tuple(replace(c, tiny=MappingProxyType({**c.tiny, **changes[c.name]})) for c in SPEC.components)
+    folder = tmp_path / "other"
+    tiny.write(replace(SPEC, components=components), folder, seed=3)
+    expected = generate(build_pipeline(folder), TALL, SHORT)
+    model = ModelRef(spec_name=SPEC.name, model_id=str(folder), precision="float32")
+    runner = engine(8)
+    latents = runner.denoise(model, TALL, *runner.encode(model, SHORT, "", Silent()), Silent())
+    compare("latents, other dimensions", latents["samples"].numpy(), expected.latents)
+    compare("picture, other dimensions", runner.decode(model, latents, Silent()).numpy(), expected.image)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change",
+    [{"num_inference_steps": 3}, {"seed": 11}, {"guidance_scale": 2.0}, {"prompt": "dog"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_setting_changes_the_result(change: dict):
+    runner = engine(8)
+    settings = replace(ODD, **{key: value for key, value in change.items() if key != "prompt"})
+    first = runner.denoise(MODEL, ODD, *runner.encode(MODEL, SHORT, "", Silent()), Silent())["samples"]
+    embeds = runner.encode(MODEL, change.get("prompt", SHORT), "", Silent())
+    second = runner.denoise(MODEL, settings, *embeds, Silent())["samples"]
+    assert (first - second).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        (
+            "height",
+            1000,
+            "Flux.2 dev: height is 1000; it must be a multiple of 16 between 64 and 2048. Use 992 or 1008.",
+        ),
+        ("width", 4096, "Flux.2 dev: width is 4096; it must be a multiple of 16 between 64 and 2048. Use 2048."),
+        ("num_inference_steps", 0, "Flux.2 dev: num_inference_steps is 0; it must be between 1 and 100. Use 1."),
+        ("guidance_scale", -1.0, "Flux.2 dev: guidance_scale is -1.0; it must be between 0.0 and 20.0. Use 0.0."),
+    ],
+)
+def test_bad_numbers_are_refused_with_what_would_do(name: str, value: Any, sentence: str):
+    with pytest.raises(ValueError) as error:
+        SPEC.check_settings(replace(ODD, **{name: value}))
+    assert str(error.value) == sentence
+
+
+def test_latents_and_embeddings_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"must be \(batch, 128, height / 16, width / 16\)"):
+        engine(8).decode(MODEL, {"samples": torch.zeros(1, 16, 64, 64)}, Silent())
+    embeds = [[torch.zeros(1, 512, 100), {"length": 512}]]
+    with pytest.raises(ValueError, match=r"text of shape \(1, 512, 100\); this model takes \(1, 512, 120\)"):
+        engine(8).denoise(MODEL, ODD, embeds, None, Silent())
+
+
+def encode_with(runner: Engine, model: ModelRef, image: torch.Tensor, size: dict, progress: Any) -> dict:
+    return runner.encode_image(model, image, replace(SPEC.default_settings(), **size), progress)
+
+
+def latents_and_text(settings: Settings) -> tuple[torch.Tensor, np.ndarray]:
+    shape = SPEC.geometry.latent_shape(settings)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(5)), oracle(ODD).embeds
+
+
+def weights_of(component: str, program: network_call.Program) -> load.Weights:
+    found, part = checkpoint.locate(SPEC, SPEC.tiny_id), SPEC.component(component)
+    folder = found.folder(part.folder, Silent())
+    network = modules.build(part, found.config(part, Silent()))
+    files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
+    return load.load(network, files, program.args[0], component, Silent())
+
+
+def denoiser(mesh: MeshShape, settings: Settings) -> tuple[network_call.Program, load.Weights]:
+    config = checkpoint.locate(SPEC, SPEC.tiny_id).config(SPEC.component("transformer"), Silent())
+    target = network_call.Target(devices=tuple(jax.devices()[: mesh.num_devices]), precision="float32")
+    program = network_call.denoise_program(
+        SPEC, config, target, settings, num_memory=EULER.num_memory, timestep_dtype=np.float32, mesh_shape=mesh
+    )
+    return program, weights_of("transformer", program)
+
+
+def step(
+    program: network_call.Program, weights: load.Weights, noise: torch.Tensor, text: np.ndarray, settings: Settings
+) -> np.ndarray:
+    given = {"text": text, "text_length": np.full(len(text), 512, np.int32)}
+    guidance = np.float32(settings.guidance_scale)
+    args = ((noise.numpy(),), EULER.table[0], EULER.timesteps[0], given, guidance)
+    placed = jax.tree.map(lambda value, want: jax.device_put(value, want.sharding), args, program.args[1:])
+    return np.asarray(program.compile()(weights, *placed)[0])

@@ -1,0 +1,379 @@
+"""HunyuanVideo 1.5 against diffusers' pipelines on the CPU in float32: every stage and the whole, on 1 to 8 chips."""
+
+import contextlib
+import functools
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.nodes import hunyuan15 as nodes
+from comfyui_tpu.nodes.declare import Folders
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, guider, load, tiny
+from comfyui_tpu.tpu_runtime.engine.engine import Engine
+from comfyui_tpu.tpu_runtime.models import hunyuan15_text, spec_by_name, spec_for_family
+from comfyui_tpu.tpu_runtime.pipeline import ModelRef
+from comfyui_tpu.tpu_runtime.programs import modules, network_call, solver_table, token_layout
+from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
+
+SPEC = spec_for_family("HunyuanVideo15")
+I2V = spec_by_name("hunyuanvideo1.5-i2v-720p")
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.tiny_id, precision="float32")
+I2V_MODEL = ModelRef(spec_name=I2V.name, model_id=I2V.tiny_id, precision="float32")
+PLAIN, QUOTED, NEGATIVE = "cat", 'a cat with a sign that says "Hi" and “du”', "blurred details, overexposed"
+LONG = f'"{"letters " * 60}" ' + " ".join([SPEC.texts["prompt"]] * 120)  # over 1000 tokens, and over 256 of letters
+SCALE = 1.03682
+# Tokens: 3 * 5 * 7 = 105, 2 * 4 * 7 = 56, 2 * 7 * 3 = 42: none divides by 4 or 8, nor 56 by 3.
+ODD = Settings(height=80, width=112, num_frames=9, num_inference_steps=6, guidance_scale=6.0, seed=7, shift=0.0)
+FLAT = Settings(height=64, width=112, num_frames=5, num_inference_steps=6, guidance_scale=1.0, seed=8, shift=3.0)
+TALL = Settings(height=112, width=48, num_frames=5, num_inference_steps=2, guidance_scale=6.0, seed=9, shift=7.0)
+# A size that upstream chooses for a picture of its shape with the built-in checkpoint.
+PICTURE = Settings(height=80, width=112, num_frames=9, num_inference_steps=3, guidance_scale=6.0, seed=4, shift=0.0)
+
+
+@dataclass(frozen=True)
+class Oracle:
+    latents: np.ndarray
+    frames: np.ndarray
+
+
+@contextlib.contextmanager
+def upstream() -> Iterator[None]:
+    """Small tensors: more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@functools.cache
+def pipeline() -> Any:
+    return quiet("HunyuanVideo15Pipeline", tiny.ensure(SPEC))
+
+
+@functools.cache
+def image_pipeline() -> Any:
+    # The image processor of the name in the checkpoint needs torchvision.
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    folder = tiny.ensure(I2V)
+    extractor = SiglipImageProcessorPil.from_pretrained(folder / "feature_extractor")
+    return quiet("HunyuanVideo15ImageToVideoPipeline", folder, feature_extractor=extractor)
+
+
+def quiet(name: str, folder: Any, **parts: Any) -> Any:
+    import diffusers
+
+    pipe = getattr(diffusers, name).from_pretrained(folder, **parts)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def generate(pipe: Any, spec: ModelSpec, settings: Settings, prompt: str, **arguments: Any) -> Oracle:
+    """What upstream gives for `settings`; without a shift the scheduler is the checkpoint's."""
+    shift = {"shift": settings.shift} if settings.shift else {}
+    pipe.scheduler = solver_table.scheduler_from({**spec.scheduler, **shift})
+    pipe.guider.guidance_scale = settings.guidance_scale
+    with upstream():
+        latents = pipe(
+            prompt=prompt, negative_prompt=NEGATIVE, num_frames=settings.num_frames, output_type="latent",
+            num_inference_steps=settings.num_inference_steps,
+            generator=torch.Generator().manual_seed(settings.seed), **arguments,
+        ).frames  # fmt: skip
+        video = pipe.vae.decode(latents / pipe.vae.config.scaling_factor, return_dict=False)[0]
+        frames = pipe.video_processor.postprocess_video(video, output_type="np")[0]
+    return Oracle(latents=latents.numpy(), frames=frames)
+
+
+@functools.cache
+def oracle(settings: Settings, prompt: str) -> Oracle:
+    return generate(pipeline(), SPEC, settings, prompt, height=settings.height, width=settings.width)
+
+
+@functools.cache
+def embeddings(prompt: str) -> dict[str, np.ndarray]:
+    """Upstream's, by the names that CONDITIONING has for them."""
+    with upstream():
+        states, mask, states_2, mask_2 = pipeline().encode_prompt(prompt, device="cpu", dtype=torch.float32)
+    assert all((m.sort(descending=True).values == m).all() for m in (mask, mask_2)), "valid tokens come first"
+    return {
+        "text": states.numpy(), "text_length": mask.sum(1).int().numpy(),
+        "text_2": states_2.numpy(), "text_2_length": mask_2.sum(1).int().numpy(),
+    }  # fmt: skip
+
+
+@functools.cache
+def engine(chips: int) -> Engine:
+    return Engine(jax.devices()[:chips])
+
+
+@pytest.mark.parametrize(("prompt", "chips"), [(PLAIN, 1), (QUOTED, 3), (LONG, 8)], ids=["plain", "quoted", "long"])
+def test_prompts_are_encoded_as_upstream_encodes_them(prompt: str, chips: int, compare: Callable):
+    encoded = engine(chips).encode(MODEL, prompt, NEGATIVE, Silent())
+    for (main, info), text in zip((encoded[0][0], encoded[1][0]), (prompt, NEGATIVE), strict=True):
+        expected = embeddings(text)
+        compare(f"prompt, {chips} chips", main.numpy(), expected["text"])
+        np.testing.assert_allclose(info["text_2"].numpy(), expected["text_2"], atol=2e-4)
+        assert (info["length"], info["text_2_length"]) == (expected["text_length"][0], expected["text_2_length"][0])
+    assert {PLAIN: 0, QUOTED: 23, LONG: 256}[prompt] == encoded[0][0][1]["text_2_length"]
+    assert prompt != LONG or encoded[0][0][1]["length"] == 1000
+
+
+def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(monkeypatch: pytest.MonkeyPatch, compare: Callable):
+    """105 tokens on 4 chips, whose three added ones are NaN, and texts with noise behind their ends."""
+    pad_tokens = token_layout.Sequence.pad_tokens
+
+    def poison(self: token_layout.Sequence, x: jax.Array) -> jax.Array:
+        padded = pad_tokens(self, x)
+        real = jnp.arange(padded.shape[1]).reshape(1, -1, *[1] * (x.ndim - 2)) < x.shape[1]
+        return jnp.where(real, padded, jnp.nan)
+
+    monkeypatch.setattr(token_layout.Sequence, "pad_tokens", poison)
+    noise = torch.randn(SPEC.geometry.latent_shape(ODD), generator=torch.Generator().manual_seed(5))
+    rows = [embeddings(QUOTED), embeddings(NEGATIVE)]
+    given = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+    for name in ("text", "text_2"):
+        for row, length in enumerate(given[f"{name}_length"]):
+            given[name][row, length:] = np.random.default_rng(row).normal(size=given[name][row, length:].shape) * 30
+    # One step of an Euler solver, which shows the network's output as it is.
+    euler = solver_table.Schedule(
+        timesteps=np.array([700.5], np.float32), table=np.array([[[0.0, 1.0]] * 2], np.float32)
+    )
+    ours = denoiser_step(8, euler, noise.numpy(), given)
+    with upstream():
+        cond, uncond = (upstream_call(noise, row) for row in rows)
+    compare("denoiser, poisoned padding", ours, (uncond + ODD.guidance_scale * (cond - uncond)).numpy())
+
+
+def upstream_call(noise: torch.Tensor, text: dict[str, np.ndarray]) -> torch.Tensor:
+    pipe = pipeline()
+    mask, mask_2 = (
+        (torch.arange(text[name].shape[1])[None] < int(text[f"{name}_length"][0])).float()
+        for name in ("text", "text_2")
+    )
+    return pipe.transformer(
+        hidden_states=torch.cat([noise, *pipe.prepare_cond_latents_and_mask(noise, noise.dtype, "cpu")], 1),
+        timestep=torch.tensor([700.5]),
+        encoder_hidden_states=torch.from_numpy(text["text"]), encoder_attention_mask=mask,
+        encoder_hidden_states_2=torch.from_numpy(text["text_2"]), encoder_attention_mask_2=mask_2,
+        image_embeds=torch.zeros(1, 729, pipe.vision_states_dim), return_dict=False,
+    )[0]  # fmt: skip
+
+
+def denoiser_step(chips: int, solver: solver_table.Schedule, noise: np.ndarray, given: dict) -> np.ndarray:
+    found = checkpoint.locate(SPEC, SPEC.tiny_id)
+    component = SPEC.component("transformer")
+    config, folder = found.config(component, Silent()), found.folder(component.folder, Silent())
+    target = network_call.Target(devices=tuple(jax.devices()[:chips]), precision="float32")
+    program = network_call.denoise_program(
+        SPEC, config, target, ODD, num_memory=solver.num_memory, timestep_dtype=solver.timesteps.dtype
+    )
+    network = modules.build(component, config)
+    files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
+    weights = load.load(network, files, program.args[0], "transformer", Silent())
+    args = ((noise,), solver.table[0], solver.timesteps[0], given, np.float32(ODD.guidance_scale))
+    placed = jax.tree.map(lambda value, want: jax.device_put(value, want.sharding), args, program.args[1:])
+    return np.asarray(program.compile()(weights, *placed)[0])
+
+
+CASES = {"odd": (ODD, QUOTED, 8), "flat": (FLAT, PLAIN, 1), "tall": (TALL, QUOTED, 3)}
+
+
+@pytest.mark.parametrize("case", ["tall", *(pytest.param(case, marks=pytest.mark.slow) for case in ("odd", "flat"))])
+def test_latents_and_frames_equal_upstreams(case: str, compare: Callable):
+    """Shifts of the checkpoint and of the widget, with and without a negative prompt, with and without letters."""
+    settings, prompt, chips = CASES[case]
+    runner, expected = engine(chips), oracle(settings, prompt)
+    latents = runner.denoise(MODEL, settings, *runner.encode(MODEL, prompt, NEGATIVE, Silent()), Silent())
+    compare(f"latents, {case}, {chips} chips", latents["samples"].numpy() * SCALE, expected.latents)
+    frames = runner.decode(MODEL, latents, Silent())
+    compare(f"frames, {case}, {chips} chips", frames.numpy(), expected.frames)
+
+
+def picture() -> Any:
+    from PIL import Image
+
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize((PICTURE.width, PICTURE.height), Image.Resampling.BICUBIC)
+
+
+def pixels_of(image: Any) -> torch.Tensor:
+    """As ComfyUI's IMAGE."""
+    return torch.from_numpy(np.asarray(image, np.float32) / 255)[None]
+
+
+# Neither may come from what is ours: a program's memory passed on as if writable, a tensor read as an array.
+OURS = ("error:The given NumPy array is not writable", "error:__array__ implementation")
+
+
+@pytest.mark.filterwarnings(*OURS)
+def test_a_picture_is_encoded_as_upstream_encodes_it(compare: Callable):
+    pipe = image_pipeline()
+    condition = engine(8).encode_image(I2V_MODEL, pixels_of(picture()), PICTURE, Silent())
+    with upstream():
+        tokens = pipe.encode_image(picture(), 1, "cpu", torch.float32)
+        zeros = torch.zeros(I2V.geometry.latent_shape(PICTURE))
+        latent, mask = pipe.prepare_cond_latents_and_mask(
+            zeros, picture(), 1, PICTURE.height, PICTURE.width, torch.float32, "cpu"
+        )
+    compare("picture's tokens", condition["tensors"]["image_embeds"].numpy(), tokens.numpy())
+    compare("picture's latent", condition["tensors"]["condition"].numpy(), torch.cat([latent, mask], 1).numpy())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(*OURS)
+def test_a_video_from_a_picture_equals_upstreams(compare: Callable):
+    pipe, runner = image_pipeline(), engine(8)
+    condition = runner.encode_image(I2V_MODEL, pixels_of(picture()), PICTURE, Silent())
+    expected = generate(pipe, I2V, PICTURE, QUOTED, image=picture())
+    embeds = runner.encode(I2V_MODEL, QUOTED, NEGATIVE, Silent())
+    latents = runner.denoise(I2V_MODEL, PICTURE, *embeds, Silent(), condition)
+    compare("latents from a picture", latents["samples"].numpy() * SCALE, expected.latents)
+    compare("frames from a picture", runner.decode(I2V_MODEL, latents, Silent()).numpy(), expected.frames)
+
+
+@pytest.mark.slow
+def test_bfloat16_stays_within_its_bound(compare: Callable):
+    """Against the float32 oracle: rounding of 8 bits through 3 + 2 + 3 blocks, 6 steps and the VAE."""
+    runner, expected = engine(1), oracle(FLAT, PLAIN)
+    model = replace(MODEL, precision="bfloat16")
+    embeds = runner.encode(model, PLAIN, NEGATIVE, Silent())
+    latents = runner.denoise(model, FLAT, *embeds, Silent())
+    frames = runner.decode(model, latents, Silent())
+    size = np.abs(embeddings(PLAIN)["text"]).max()
+    states = (embeds[0][0][0].numpy() / size, embeddings(PLAIN)["text"] / size)
+    compare("prompt, bfloat16, of the largest", *states, error=8e-2, slope=3e-3)
+    compare("latents, bfloat16", latents["samples"].numpy() * SCALE, expected.latents, error=4e-2, slope=3e-3)
+    # Measured 0.06 at the worst pixel; the decoder alone 0.039 (rms 0.0024), upstream's in bfloat16 0.027 (0.0023).
+    compare("frames, bfloat16", frames.numpy(), expected.frames, error=8e-2, slope=5e-3)
+
+
+@pytest.mark.slow
+def test_other_dimensions_work_too(tmp_path, compare: Callable):
+    """Nothing is tuned to the built-in checkpoint: other heads, widths, depths and texts."""
+    changes = {
+        "text_encoder": {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1, "num_hidden_layers": 4,
+                         "rope_scaling": {"mrope_section": [2, 1, 1], "rope_type": "default", "type": "default"}},
+        "text_encoder_2": {"d_model": 40, "num_heads": 5, "num_layers": 3},
+        "transformer": {"num_attention_heads": 7, "attention_head_dim": 12, "rope_axes_dim": (4, 4, 4), "num_layers": 2,
+                        "text_embed_dim": 56, "text_embed_2_dim": 40},
+        "vae_decoder": {"block_out_channels": (4, 8, 16, 16, 64), "layers_per_block": 2, "scaling_factor": 0.7},
+    }  # fmt: skip
+    components = tuple(replace(c, tiny=MappingProxyType({**c.tiny, **changes[c.name]})) for c in SPEC.components)
+    folder = tmp_path / "other"
+    tiny.write(replace(SPEC, components=components), folder, seed=3)
+    expected = generate(
+        quiet("HunyuanVideo15Pipeline", folder), SPEC, TALL, QUOTED, height=TALL.height, width=TALL.width
+    )
+    model = replace(MODEL, model_id=str(folder))
+    runner = engine(1)
+    latents = runner.denoise(model, TALL, *runner.encode(model, QUOTED, NEGATIVE, Silent()), Silent())
+    compare("frames, other dimensions", runner.decode(model, latents, Silent()).numpy(), expected.frames)
+
+
+CHANGES = ({"shift": 3.0}, {"num_inference_steps": 3}, {"seed": 11}, {"guidance_scale": 2.0}, {"prompt": 'a cat, "Ho"'})
+
+
+@functools.cache
+def tall_latents() -> torch.Tensor:
+    runner = engine(3)
+    return runner.denoise(MODEL, TALL, *runner.encode(MODEL, QUOTED, NEGATIVE, Silent()), Silent())["samples"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: next(iter(change)))
+def test_every_setting_changes_the_result(change: dict):
+    """Each widget has its effect on a second run, when everything is loaded and compiled."""
+    runner, settings = engine(3), replace(TALL, **{name: x for name, x in change.items() if name != "prompt"})
+    first, before = tall_latents(), runner.counts["compile"]
+    embeds = runner.encode(MODEL, change.get("prompt", QUOTED), NEGATIVE, Silent())
+    second = runner.denoise(MODEL, settings, *embeds, Silent())["samples"]
+    assert runner.counts["compile"] == before
+    assert (first - second).abs().max() > 1e-3
+
+
+def test_bad_inputs_are_refused_in_a_sentence():
+    class Host(Silent):
+        folders = Folders()
+
+    with pytest.raises(ValueError, match=r"^HunyuanVideo 1.5 T2V: num_frames is 120; it must be 4k \+ 1 between 1 and"):
+        SPEC.check_input("num_frames", 120)
+    with pytest.raises(ValueError, match="guidance_scale is 0.5; it must be between 1.0 and 20.0. Use 1.0."):
+        SPEC.check_input("guidance_scale", 0.5)
+    numbers = {"height": 80, "width": 112, "num_frames": 5, "num_inference_steps": 1, "guidance_scale": 1.0, "seed": 0,
+               "flow_shift": 0.0, "model": None, "precision": "auto"}  # fmt: skip
+    embeds = [[torch.zeros(1, 1000, 60), {"tpu_family": SPEC.family, "text_2": torch.zeros(1, 256, 44)}]]
+    condition = {"height": 80, "width": 112, "num_frames": 5, "tpu_family": SPEC.family}
+    size = {name: numbers[name] for name in ("height", "width", "num_frames", "model", "precision")}
+    with pytest.raises(ValueError, match="an image is connected, but the model is a HunyuanVideo 1.5 T2V. Set"):
+        nodes.IMAGE_ENCODER.run(Host(), image=None, resize="crop", model_id=SPEC.tiny_id, **size)
+    with pytest.raises(ValueError, match="a condition is connected, but the model is a HunyuanVideo 1.5 T2V. Set"):
+        nodes.SAMPLER.run(Host(), prompt_embeds=embeds, condition=condition, model_id=SPEC.tiny_id, **numbers)
+    with pytest.raises(ValueError, match="num_frames is 9, but the picture was encoded for 5."):
+        nodes.SAMPLER.run(
+            Host(), prompt_embeds=embeds, condition=condition, model_id=I2V.tiny_id, **{**numbers, "num_frames": 9}
+        )
+    with pytest.raises(ValueError, match="condition is not connected. Connect HunyuanVideo15ImageEncoder."):
+        nodes.SAMPLER.run(Host(), prompt_embeds=embeds, model_id=I2V.tiny_id, **numbers)
+
+
+def with_guider(folder: Any, **config: Any) -> ModelRef:
+    """The built-in checkpoint with another guider."""
+    shutil.copytree(tiny.ensure(SPEC), folder)
+    guider = {"_class_name": "ClassifierFreeGuidance", "guidance_scale": 6.0, **config}
+    (folder / "guider" / "guider_config.json").write_text(json.dumps(guider))
+    return replace(MODEL, model_id=str(folder))
+
+
+def test_a_cfg_distilled_checkpoint_runs_one_branch(tmp_path, compare: Callable, caplog: pytest.LogCaptureFixture):
+    """As upstream's pipeline, which takes the scale from the checkpoint; the widget still says 6."""
+    model = with_guider(tmp_path / "distilled", guidance_scale=1.0)
+    settings, runner = replace(FLAT, num_inference_steps=2, guidance_scale=6.0), engine(1)
+    pipe = quiet("HunyuanVideo15Pipeline", tmp_path / "distilled")
+    flat = replace(settings, guidance_scale=pipe.guider.guidance_scale)
+    expected = generate(pipe, SPEC, flat, PLAIN, height=flat.height, width=flat.width)
+    prompt_embeds, _ = runner.encode(model, PLAIN, NEGATIVE, Silent())
+    latents = runner.denoise(model, settings, prompt_embeds, None, Silent())
+    compare("latents, distilled", latents["samples"].numpy() * SCALE, expected.latents)
+    assert "guidance_scale 6.0 is taken as 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"_class_name": "AdaptiveProjectedGuidance"}, "its guider is a AdaptiveProjectedGuidance; only"),
+        ({"guidance_rescale": 0.7}, "its guider has guidance_rescale 0.7; only 0.0 is supported. Set guidance_scale"),
+        ({"enabled": False}, None),
+        ({"use_original_formulation": True, "guidance_scale": 0.0}, None),
+    ],
+)
+def test_a_guider_is_taken_as_upstream_takes_it_or_refused(tmp_path, config: dict, message: str | None):
+    found = with_guider(tmp_path / "other", **config).locate()
+    if message is None:
+        assert guider.settings_for(found, TALL, Silent()) == replace(TALL, guidance_scale=1.0)
+    else:
+        with pytest.raises(ValueError, match=message):
+            guider.settings_for(found, TALL, Silent())
+    assert guider.settings_for(found, FLAT, Silent()) == FLAT
+    assert guider.settings_for(MODEL.locate(), TALL, Silent()) == TALL
+
+
+def test_a_tokenizer_that_pads_on_the_left_is_refused():
+    tokenizer = pipeline().tokenizer
+    tokenizer.padding_side = "left"
+    try:
+        with pytest.raises(ValueError, match="pads on the left"):
+            hunyuan15_text.tokenize(tokenizer, [PLAIN])
+    finally:
+        tokenizer.padding_side = "right"

@@ -1,0 +1,413 @@
+"""Wan 2.2 I2V against `diffusers.WanImageToVideoPipeline` on the CPU in float32: every stage, on 1, 3 and 8 chips."""
+
+import functools
+import io
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.nodes import wan22_i2v as nodes
+from comfyui_tpu.nodes.declare import Folders
+from comfyui_tpu.nodes.headless import core_nodes
+from comfyui_tpu.nodes.headless.runner import TerminalHost
+from comfyui_tpu.tests.support.published import umt5_tokenizer
+from comfyui_tpu.tpu_runtime import media
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.engine import conditioning
+from comfyui_tpu.tpu_runtime.engine.engine import Engine
+from comfyui_tpu.tpu_runtime.engine.memory_advice import VARIABLE
+from comfyui_tpu.tpu_runtime.models import spec_for_family, wan21
+from comfyui_tpu.tpu_runtime.pipeline import ModelRef
+from comfyui_tpu.tpu_runtime.programs import modules, network_call, solver_table, token_layout
+from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
+from comfyui_tpu.tpu_runtime.units import GIB
+
+SPEC = spec_for_family("Wan22I2V")
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.tiny_id, precision="float32")
+SHORT, NEGATIVE = "cat", "blurred details, overexposed"
+# Tokens: 3 * 5 * 7 = 105, then 2 * 4 * 7 = 56: neither divides by 8 (nor 105 by 4, nor 56 by 3).
+ODD = Settings(
+    height=80, width=112, num_frames=9, num_inference_steps=6, guidance_scale=3.5, guidance_scale_2=5.0, seed=7,
+    shift=5.0,
+)  # fmt: skip
+# Upstream has no guidance at all while the first scale is 1, whatever the second is.
+FLAT = replace(ODD, height=64, num_frames=5, guidance_scale=1.0, seed=8, shift=3.0)
+# The second expert's scale may turn its guidance off.
+TALL = replace(ODD, height=112, width=48, num_frames=5, guidance_scale=4.0, guidance_scale_2=1.0, seed=9)
+ONE = replace(ODD, height=64, width=64, num_frames=1)
+CASES = {"odd": ODD, "flat": FLAT, "tall": TALL}
+
+
+@dataclass(frozen=True)
+class Oracle:
+    condition: np.ndarray
+    latents: np.ndarray
+    frames: np.ndarray
+
+
+def picture(settings: Settings) -> torch.Tensor:
+    """An IMAGE of exactly the video's size: smooth, with colours and edges."""
+    y, x = torch.meshgrid(torch.linspace(0, 1, settings.height), torch.linspace(0, 1, settings.width), indexing="ij")
+    noise = torch.rand(settings.height, settings.width, generator=torch.Generator().manual_seed(3))
+    return torch.stack([x, (y * 5) % 1, 0.5 * noise + 0.5 * (x > y)], dim=-1)[None]
+
+
+@functools.cache
+def pipeline() -> Any:
+    return load_pipeline(tiny.ensure(SPEC))
+
+
+def load_pipeline(folder: Any) -> Any:
+    from diffusers import WanImageToVideoPipeline
+
+    pipe = WanImageToVideoPipeline.from_pretrained(folder, tokenizer=umt5_tokenizer(folder))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@functools.cache
+def embeddings() -> np.ndarray:
+    with torch.no_grad():
+        return torch.cat(pipeline().encode_prompt(SHORT, NEGATIVE, True, max_sequence_length=512)).numpy()
+
+
+@functools.cache
+def oracle(settings: Settings) -> Oracle:
+    return generate(pipeline(), settings)
+
+
+def generate(pipe: Any, settings: Settings) -> Oracle:
+    pipe.scheduler = solver_table.scheduler_from({**SPEC.scheduler, "flow_shift": settings.shift})
+    kept: dict[str, torch.Tensor] = {}
+    prepare = type(pipe).prepare_latents
+
+    def prepare_latents(*args: Any, **kwargs: Any) -> Any:
+        latents, kept["condition"] = prepare(pipe, *args, **kwargs)
+        return latents, kept["condition"]
+
+    def keep(pipe: Any, step: int, timestep: Any, tensors: dict) -> dict:
+        kept.update(tensors)
+        return {}
+
+    pipe.prepare_latents = prepare_latents
+    frames = pipe(
+        picture(settings).movedim(-1, 1), SHORT, NEGATIVE, height=settings.height, width=settings.width,
+        num_frames=settings.num_frames, num_inference_steps=settings.num_inference_steps,
+        guidance_scale=settings.guidance_scale, guidance_scale_2=settings.guidance_scale_2,
+        generator=torch.Generator().manual_seed(settings.seed), callback_on_step_end=keep, output_type="np",
+    ).frames[0]  # fmt: skip
+    return Oracle(condition=kept["condition"].numpy(), latents=kept["latents"].numpy(), frames=frames)
+
+
+@functools.cache
+def engine(chips: int) -> Engine:
+    return Engine(jax.devices()[:chips])
+
+
+def run(runner: Engine, settings: Settings, model: ModelRef = MODEL) -> tuple[dict, torch.Tensor, torch.Tensor]:
+    """Condition, latents in the network's scale, frames."""
+    condition = runner.encode_image(model, picture(settings), settings, Silent())
+    embeds = runner.encode(model, SHORT, NEGATIVE, Silent())
+    latents = runner.denoise(model, settings, *embeds, Silent(), condition)
+    mean, std = wan21.latent_stats(SPEC.component(SPEC.vae).config)
+    return condition, (latents["samples"] - mean) / std, runner.decode(model, latents, Silent())
+
+
+@pytest.mark.parametrize(
+    ("chips", "case"),
+    [pytest.param(1, "tall", marks=pytest.mark.slow), pytest.param(3, "flat", marks=pytest.mark.slow), (8, "odd")],
+)
+def test_condition_latents_and_frames_equal_upstreams(chips: int, case: str, compare: Callable):
+    settings = CASES[case]
+    expected = oracle(settings)
+    condition, latents, frames = run(engine(chips), settings)
+    compare(f"condition, {case}, {chips} chips", condition["tensors"]["condition"], expected.condition)
+    compare(f"latents, {case}, {chips} chips", latents.numpy(), expected.latents)
+    compare(f"frames, {case}, {chips} chips", frames.numpy(), expected.frames)
+
+
+def test_a_video_of_one_frame_has_a_condition_too(compare: Callable):
+    with torch.no_grad():
+        pixels = picture(ONE).movedim(-1, 1) * 2 - 1
+        _, expected = pipeline().prepare_latents(pixels, 1, 16, 64, 64, 1, torch.float32, "cpu", torch.Generator())
+    condition = engine(8).encode_image(MODEL, picture(ONE), ONE, Silent())
+    compare("condition, one frame, 8 chips", condition["tensors"]["condition"], expected)
+    assert (condition["height"], condition["width"], condition["num_frames"]) == (64, 64, 1)
+
+
+@pytest.mark.parametrize("chips", [1, 3, 8])
+def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, compare: Callable):
+    prompt_embeds, negative = engine(chips).encode(MODEL, SHORT, NEGATIVE, Silent())
+    ours = np.concatenate([prompt_embeds[0][0].numpy(), negative[0][0].numpy()])
+    compare(f"embeddings, {chips} chips", ours, embeddings())
+    assert prompt_embeds[0][1]["length"] == 2
+
+
+@pytest.mark.parametrize(("chips", "expert"), [(1, "transformer_2"), (3, "transformer"), (8, "transformer_2")])
+def test_one_denoiser_call_equals_upstreams(chips: int, expert: str, compare: Callable):
+    """One step of an Euler solver, which shows the network's output as it is."""
+    noise, condition = noise_and_condition()
+    program = denoiser(chips)
+    ours = step(program, weights(program, expert), noise, condition)
+    with torch.no_grad():
+        sample = torch.from_numpy(np.concatenate([noise, condition], axis=1))
+        cond, uncond = (
+            getattr(pipeline(), expert)(sample, torch.tensor([700]), torch.from_numpy(row[None]), return_dict=False)[0]
+            for row in embeddings()
+        )
+    expected = uncond + ODD.guidance_scale * (cond - uncond)
+    compare(f"{expert}, {chips} chips", ours, expected.numpy())
+
+
+def test_poisoned_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch, compare: Callable):
+    """105 tokens on 4 chips: the three added ones may hold NaN."""
+    noise, condition = noise_and_condition()
+    clean = denoiser(8)
+    loaded = weights(clean, "transformer")
+    expected = step(clean, loaded, noise, condition)
+    pad_tokens = token_layout.Sequence.pad_tokens
+
+    def poison(self: token_layout.Sequence, x: jax.Array) -> jax.Array:
+        padded = pad_tokens(self, x)
+        real = jnp.arange(padded.shape[1]).reshape(1, -1, *[1] * (x.ndim - 2)) < x.shape[1]
+        return jnp.where(real, padded, jnp.nan)
+
+    monkeypatch.setattr(token_layout.Sequence, "pad_tokens", poison)
+    compare("poisoned padding", step(denoiser(8), loaded, noise, condition), expected, error=1e-6)
+
+
+def test_the_two_experts_differ_and_share_the_steps():
+    """So that the parity of the whole shows which of them ran when."""
+    found = pipeline()
+    first, second = (next(expert.parameters()) for expert in (found.transformer, found.transformer_2))
+    assert not torch.equal(first, second)
+    for settings in CASES.values():
+        scheduler = solver_table.scheduler_from({**SPEC.scheduler, "flow_shift": settings.shift})
+        scheduler.set_timesteps(settings.num_inference_steps)
+        assert 0 < sum(timestep >= 900 for timestep in scheduler.timesteps) < settings.num_inference_steps
+
+
+def test_the_idle_expert_leaves_when_both_do_not_fit(monkeypatch: pytest.MonkeyPatch):
+    """With room for one expert and a step, the same latents to the bit, and each expert loaded once."""
+    runner = engine(8)
+    runner.free()
+    condition = runner.encode_image(MODEL, picture(ODD), ODD, Silent())
+    embeds = runner.encode(MODEL, SHORT, NEGATIVE, Silent())
+    runner.free()
+    expected = runner.denoise(MODEL, ODD, *embeds, Silent(), condition)["samples"]
+    assert [resident.component for resident in runner.residency.list()] == list(SPEC.experts)
+    (step,) = runner.residency.programs()
+    one = runner.residency.list()[0].size_bytes
+    runner.residency.clear()
+    before = runner.counts["load"]
+    monkeypatch.setenv(VARIABLE, str((1.5 * one + step.code_bytes + step.workspace_bytes) / GIB))
+    assert torch.equal(runner.denoise(MODEL, ODD, *embeds, Silent(), condition)["samples"], expected)
+    assert runner.counts["load"] - before == 2
+    assert [resident.component for resident in runner.residency.list()] == [SPEC.experts[1]]
+
+
+@pytest.mark.slow
+def test_bfloat16_stays_within_its_bound(compare: Callable):
+    """Against the float32 oracle: rounding of 8 bits through the VAE twice, 2 blocks, 6 steps."""
+    expected = oracle(ONE)
+    condition, latents, frames = run(engine(1), ONE, replace(MODEL, precision="bfloat16"))
+    compare("condition, bfloat16", condition["tensors"]["condition"], expected.condition, error=3e-2, slope=3e-3)
+    compare("latents, bfloat16", latents.numpy(), expected.latents, error=5e-2, slope=3e-3)
+    compare("frames, bfloat16", frames.numpy(), expected.frames, error=5e-2, slope=5e-3)
+
+
+@pytest.mark.slow
+def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
+    """Nothing is tuned to the built-in checkpoint: other heads, widths, depths, text, and another boundary.
+
+    The second expert's scale is None, upstream's way to say: as the first.
+    """
+    settings = replace(TALL, guidance_scale_2=None)
+    denoiser = {"num_attention_heads": 7, "attention_head_dim": 12, "ffn_dim": 130, "num_layers": 3, "text_dim": 56}
+    changes = {
+        "text_encoder": {"d_model": 56, "num_heads": 7, "d_ff": 90, "num_layers": 3},
+        "transformer": denoiser,
+        "transformer_2": denoiser,
+        "vae_encoder": {"base_dim": 6},
+        "vae_decoder": {"base_dim": 6},
+    }
+    components = tuple(replace(c, tiny=MappingProxyType({**c.tiny, **changes[c.name]})) for c in SPEC.components)
+    folder = tmp_path / "other"
+    tiny.write(replace(SPEC, components=components, index={"boundary_ratio": 0.7}), folder, seed=3)
+    expected = generate(load_pipeline(folder), settings)
+    model = replace(MODEL, model_id=str(folder))
+    condition, latents, frames = run(engine(3), settings, model)
+    compare("condition, other dimensions", condition["tensors"]["condition"], expected.condition)
+    compare("latents, other dimensions", latents.numpy(), expected.latents)
+    compare("frames, other dimensions", frames.numpy(), expected.frames)
+
+
+@pytest.mark.slow
+def test_every_setting_and_the_picture_change_the_result():
+    """Each has its effect when everything is loaded and compiled; and nothing is loaded or compiled for it."""
+    runner = engine(8)
+    condition, first, _ = run(runner, ODD)
+    embeds = runner.encode(MODEL, SHORT, NEGATIVE, Silent())
+    before = dict(runner.counts)
+    for change in (
+        {"shift": 3.0}, {"num_inference_steps": 4}, {"seed": 11}, {"guidance_scale": 2.0}, {"guidance_scale_2": 1.5},
+    ):  # fmt: skip
+        other = runner.denoise(MODEL, replace(ODD, **change), *embeds, Silent(), condition)["samples"]
+        assert (first - other).abs().max() > 1e-3, change
+    dark = runner.encode_image(MODEL, picture(ODD) * 0.3, ODD, Silent())
+    other = runner.denoise(MODEL, ODD, *embeds, Silent(), dark)["samples"]
+    assert (first - other).abs().max() > 1e-3
+    assert dict(runner.counts) == before
+
+
+@pytest.mark.parametrize(("height", "width"), [(64, 64), (48, 96), (96, 32)])
+def test_a_picture_of_another_shape_is_never_distorted(height: int, width: int):
+    """A disc stays a disc: as wide as high, in the middle; crop leaves no bars, fit leaves nothing out."""
+    y, x = torch.meshgrid(torch.arange(200.0), torch.arange(320.0), indexing="ij")
+    disc = ((y - 99.5) ** 2 + (x - 159.5) ** 2 < 40**2).float()
+    image = torch.stack([disc, torch.ones_like(disc), torch.ones_like(disc)], dim=-1)[None]
+    sizes = {}
+    for how in media.RESIZE:
+        resized = media.resize(image, height, width, how)
+        assert resized.shape == (1, height, width, 3)
+        assert 0 <= resized.min() and resized.max() <= 1
+        found = resized[0, :, :, 0] > 0.5
+        sizes[how] = (int(found.any(dim=1).sum()), int(found.any(dim=0).sum()))
+        rows, columns = (torch.nonzero(found.any(dim=axis)).flatten().float().mean() for axis in (1, 0))
+        assert abs(rows - (height - 1) / 2) <= 1 and abs(columns - (width - 1) / 2) <= 1
+        bars = (resized[0, :, :, 1] < 0.5).float().mean()
+        assert (bars == 0) == (how == "crop")
+    scales = (height / 200, width / 320)
+    for how, scale in (("crop", max(scales)), ("fit", min(scales))):
+        for side, limit in zip(sizes[how], (height, width), strict=True):
+            assert abs(side - min(80 * scale, limit)) <= 2
+
+
+def test_a_picture_of_the_right_size_is_left_alone():
+    for how in media.RESIZE:
+        assert torch.equal(media.resize(picture(ODD), ODD.height, ODD.width, how), picture(ODD))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "Wan 2.2 I2V A14B: condition is not connected. Connect Wan22I2VImageEncoder."),
+        (
+            {"tpu_family": "HunyuanVideo15"},
+            "Wan 2.2 I2V A14B: the condition comes from a HunyuanVideo15 image encoder.",
+        ),
+        (
+            {"tpu_family": "Wan22I2V", "height": 64, "width": 64, "num_frames": 5},
+            "Wan 2.2 I2V A14B: the condition was encoded for 64x64, 5 frames; encode it for the video's size.",
+        ),
+    ],
+    ids=["none", "another family's", "another size's"],
+)
+def test_a_condition_that_does_not_fit_is_refused(given: dict | None, message: str):
+    embeds = engine(8).encode(MODEL, SHORT, NEGATIVE, Silent())
+    if given is not None:
+        given = {**given, "tensors": {"condition": torch.zeros(1, 20, 2, 8, 8)}}
+    with pytest.raises(ValueError) as error:
+        engine(8).denoise(MODEL, ODD, *embeds, Silent(), given)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_frames": 80}, "num_frames is 80; it must be 4k + 1 between 1 and 241. Use 77 or 81."),
+        ({"width": 1272}, "width is 1272; it must be a multiple of 16 between 64 and 1920. Use 1264 or 1280."),
+        ({"guidance_scale_2": 21.0}, "guidance_scale_2 is 21.0; it must be between 0.0 and 20.0. Use 20.0."),
+        ({"shift": 0.0}, "shift is 0.0; it must be between 0.1 and 20.0. Use 0.1."),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_bad_setting_is_refused(change: dict, message: str):
+    with pytest.raises(ValueError) as error:
+        SPEC.check_settings(replace(ODD, **change))
+    assert str(error.value) == f"Wan 2.2 I2V A14B: {message}"
+
+
+def test_a_checkpoint_without_the_second_expert_is_refused(tmp_path: Path):
+    folder = tmp_path / "half"
+    shutil.copytree(tiny.ensure(SPEC), folder)
+    shutil.rmtree(folder / "transformer_2")
+    with pytest.raises(ValueError, match=r"there is no folder 'transformer_2' in .*; the checkpoint is incomplete\."):
+        checkpoint.locate(SPEC, str(folder)).check()
+
+
+def test_a_guided_run_needs_the_negative_prompt():
+    prompt, _ = engine(8).encode(MODEL, SHORT, NEGATIVE, Silent())
+    config = SPEC.component("transformer").tiny
+    assert SPEC.branches(FLAT) == 1 and SPEC.branches(TALL) == 2
+    with pytest.raises(ValueError, match="negative_prompt_embeds is not connected, and guidance_scale is 4.0"):
+        conditioning.denoiser_inputs(SPEC, config, TALL, prompt, None, None)
+
+
+@pytest.mark.parametrize(
+    ("node", "widgets"),
+    [
+        (nodes.IMAGE_ENCODER, "height width num_frames model_id resize precision"),
+        (nodes.TEXT_ENCODER, "prompt negative_prompt model_id precision"),
+        (nodes.SAMPLER, "num_inference_steps guidance_scale shift seed model_id guidance_scale_2 precision"),
+        (nodes.DECODER, "model_id fps precision"),
+    ],
+    ids=lambda value: getattr(value, "id", ""),
+)
+def test_the_original_widgets_keep_their_order(node: Any, widgets: str):
+    """Saved workflows hold values by position."""
+    assert " ".join(declared.name for declared in node.inputs if declared.is_widget) == widgets
+
+
+def test_the_examples_picture_is_found_without_comfyui(tmp_path: Path):
+    """In the input folder, else beside the workflow, else among the examples."""
+    host = TerminalHost(Folders(input=tmp_path / "input", workflow=tmp_path), stream=io.StringIO())
+    load_image = core_nodes.LOAD_IMAGE.run
+    assert load_image(host, image="wan_i2v_input.jpg")[0].shape == (1, 720, 1280, 3)
+    media.save_image(tmp_path / "wan_i2v_input.jpg", torch.zeros(2, 4, 3))
+    assert load_image(host, image="wan_i2v_input.jpg")[0].shape == (1, 2, 4, 3)
+    media.save_image(tmp_path / "input" / "wan_i2v_input.jpg", torch.zeros(6, 8, 3))
+    assert load_image(host, image="wan_i2v_input.jpg")[0].shape == (1, 6, 8, 3)
+    with pytest.raises(ValueError, match=r"There is no image .*input.other\.png\."):
+        load_image(host, image="other.png")
+
+
+def noise_and_condition() -> tuple[np.ndarray, np.ndarray]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(SPEC.geometry.latent_shape(ODD), generator=generator).numpy(), oracle(ODD).condition
+
+
+EULER = solver_table.Schedule(timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]] * 2], np.float32))
+
+
+def denoiser(chips: int, spec: ModelSpec = SPEC) -> network_call.Program:
+    target = network_call.Target(devices=tuple(jax.devices()[:chips]), precision="float32")
+    config = spec.component("transformer").tiny
+    return network_call.denoise_program(
+        spec, config, target, ODD, num_memory=EULER.num_memory, timestep_dtype=EULER.timesteps.dtype
+    )
+
+
+def weights(program: network_call.Program, expert: str) -> load.Weights:
+    component = SPEC.component(expert)
+    found = checkpoint.locate(SPEC, SPEC.tiny_id)
+    folder = found.folder(component.folder, Silent())
+    network = modules.build(component, found.config(component, Silent()))
+    files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
+    return load.load(network, files, program.args[0], expert, Silent())
+
+
+def step(program: network_call.Program, loaded: load.Weights, noise: np.ndarray, condition: np.ndarray) -> np.ndarray:
+    given = {"text": embeddings(), "text_length": np.full(2, 512, np.int32), "condition": condition}
+    args = ((noise,), EULER.table[0], EULER.timesteps[0], given, np.float32(ODD.guidance_scale))
+    placed = jax.tree.map(lambda value, want: jax.device_put(value, want.sharding), args, program.args[1:])
+    return np.asarray(program.compile()(loaded, *placed)[0])

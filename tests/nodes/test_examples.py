@@ -1,0 +1,73 @@
+"""The example workflows fit the nodes: every link, every widget, in the page's format and in the API's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_tpu.cli.main import make_tiny
+from comfyui_tpu.nodes import DECLARATIONS
+from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
+from comfyui_tpu.tpu_runtime.models import SPECS
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PAGE_FILES = sorted(EXAMPLES.glob("*.json"))
+API_FILES = sorted((EXAMPLES / "api").glob("*.json"))
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(EXAMPLES))
+
+
+@pytest.mark.parametrize("path", PAGE_FILES + API_FILES, ids=name)
+def test_an_example_is_a_valid_workflow(path: Path):
+    workflow = to_api(read(path), HEADLESS)
+    assert validate_workflow(workflow, HEADLESS) == []
+    make_tiny(workflow)
+    assert validate_workflow(workflow, HEADLESS) == []
+
+
+@pytest.mark.parametrize("path", PAGE_FILES, ids=name)
+def test_the_page_finds_every_widget_where_it_looks(path: Path):
+    """One value for each widget, and one after a seed for its control; our nodes name the pack they come from."""
+    for node in read(path)["nodes"]:
+        if node["type"] in DECLARATIONS:
+            declared = [i for i in HEADLESS[node["type"]].inputs if i.is_widget]
+            assert len(node["widgets_values"]) == len(declared) + sum(bool(i.companion) for i in declared)
+            assert node["properties"]["cnr_id"] == "comfyui-tpu"
+
+
+@pytest.mark.parametrize("path", PAGE_FILES, ids=name)
+def test_the_pages_links_agree_at_both_ends(path: Path):
+    document = read(path)
+    nodes = {node["id"]: node for node in document["nodes"]}
+    for link_id, origin, output, target, slot, kind in document["links"]:
+        source = nodes[origin]["outputs"][output]
+        assert link_id in source["links"] and source["type"] == kind
+        assert nodes[target]["inputs"][slot]["link"] == link_id
+
+
+@pytest.mark.parametrize("path", API_FILES, ids=name)
+def test_both_formats_are_the_same_graph(path: Path):
+    from_page = to_api(read(EXAMPLES / path.name), HEADLESS)
+    from_api = to_api(read(path), HEADLESS)
+    assert sorted(from_page) == sorted(from_api)
+    for node_id, node in from_api.items():
+        assert from_page[node_id]["class_type"] == node["class_type"]
+        assert node["inputs"].items() <= from_page[node_id]["inputs"].items()
+
+
+def test_every_example_is_there_as_stages_as_a_pipeline_node_and_in_api_form():
+    stems = {path.stem for path in API_FILES}
+    assert {path.stem for path in PAGE_FILES} == stems | {f"{stem}_pipeline" for stem in stems}
+
+
+def test_every_model_has_an_example_with_its_own_id_and_defaults():
+    texts = [path.read_text() for path in PAGE_FILES]
+    for spec in SPECS:
+        assert any(spec.hub_id in text and f"{spec.family}TPUSampler" in text for text in texts), spec.name

@@ -1,0 +1,498 @@
+"""Workflows without ComfyUI: conversion of the page's format, order, errors, the command line."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import av
+import pytest
+import torch
+from comfyui_tpu.cli import main as cli
+from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Node, Output, Ref, Stage, by_id
+from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, execution_order, run_workflow
+from comfyui_tpu.nodes.headless.workflow import expand, to_api, validate_workflow
+from comfyui_tpu.tpu_runtime import media
+from comfyui_tpu.tpu_runtime.engine import stage_files
+from comfyui_tpu.tpu_runtime.pipeline import ModelRef
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "wan21_t2v_720p.json"
+
+_NUMBER = Input(name="a", type="INT", tooltip="A number.", default=1, low=0, high=9)
+_SUM = Input(name="a", type="SUM", tooltip="A sum.")
+
+
+def declaration(kind: type, **fields: Any) -> Any:
+    return kind(title=fields["id"], category="test", description="", **fields)
+
+
+# `Number` makes a sum, `Next` adds one, `Show` collects; `Twice` is two of `Next`.
+TABLE = by_id(
+    [
+        declaration(
+            Node,
+            id="Number",
+            inputs=(_NUMBER, Input(name="b", type="INT", tooltip="B.", default=5, optional=True, companion="control")),
+            outputs=(Output(name="sum", type="SUM"),),
+            run=lambda host, a, b: (a + b,),
+        ),
+        declaration(
+            Node, id="Next", inputs=(_SUM,), outputs=(Output(name="sum", type="SUM"),), run=lambda host, a: (a + 1,)
+        ),
+        declaration(Node, id="Show", inputs=(_SUM,), run=lambda host, a: (a,), is_output=True),
+        declaration(
+            Expansion,
+            id="Twice",
+            inputs=(_SUM,),
+            outputs=(Output(name="sum", type="SUM"),),
+            stages=(
+                Stage(name="one", node_id="Next", inputs={"a": Ref("a")}),
+                Stage(name="two", node_id="Next", inputs={"a": Link("one", 0)}),
+            ),
+            results=(Link("two", 0),),
+        ),
+    ]
+)
+
+
+def node(class_type: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": class_type, "inputs": inputs}
+
+
+def run(workflow: dict) -> dict:
+    return run_workflow(workflow, TerminalHost(Folders(), stream=io.StringIO()), TABLE)
+
+
+def page_node(node_id: int, kind: str, link: int | None = None, **fields: Any) -> dict[str, Any]:
+    sockets = {"inputs": [{"name": "a", "type": "SUM", "link": link}], "outputs": [{"name": "sum", "type": "SUM"}]}
+    return {"id": node_id, "type": kind, **sockets, **fields}
+
+
+def page(*nodes: dict, links: list) -> dict:
+    return {"nodes": list(nodes), "links": links}
+
+
+def test_nodes_run_in_dependency_order_with_defaults_filled_in():
+    assert run({"9": node("Show", a=["5", 0]), "5": node("Next", a=["7", 0]), "7": node("Number", a=2)}) == {"9": (8,)}
+
+
+def test_only_what_an_output_needs_is_run():
+    graph = {"1": node("Number", a=1), "2": node("Number", a=2), "3": node("Show", a=["2", 0])}
+    assert execution_order(graph, TABLE) == ["2", "3"]
+
+
+def test_an_expansion_becomes_its_stages():
+    workflow = {"1": node("Number", a=1), "2": node("Twice", a=["1", 0]), "3": node("Show", a=["2", 0])}
+    assert list(expand(workflow, TABLE)) == ["1", "2.one", "2.two", "3"]
+    assert run(workflow) == {"3": (8,)}
+
+
+@pytest.mark.parametrize("picture", [True, False])
+def test_a_stage_is_left_out_without_the_input_it_needs(picture: bool):
+    """The pipeline node is text to video without a picture, image to video with one."""
+    inputs = {"image": ["1", 0]} if picture else {}
+    workflow = {"1": node("LoadImage", image="a.png"), "2": node("HunyuanVideo15TPUPipeline", **inputs)}
+    expanded = expand(workflow, HEADLESS)
+    assert ("2.image" in expanded) == picture
+    assert expanded["2.sample"]["inputs"].get("condition") == (["2.image", 0] if picture else None)
+    assert {"2.encode", "2.sample", "2.decode", "2.video"} <= set(expanded)
+
+
+def test_an_expansion_may_feed_an_expansion():
+    workflow = {
+        "4": node("Show", a=["3", 0]),
+        "3": node("Twice", a=["2", 0]),
+        "2": node("Twice", a=["1", 0]),
+        "1": node("Number", a=0),
+    }
+    assert run(workflow) == {"4": (9,)}
+
+
+@pytest.mark.parametrize(
+    ("workflow", "problem"),
+    [
+        (
+            {"1": node("KSampler"), "2": node("Show", a=["1", 0])},
+            "Node 1 is a KSampler, which does not run without ComfyUI. Known here: Next, Number, Show, Twice.",
+        ),
+        ({"2": node("Show")}, "Show (node 2): a is missing."),
+        ({"2": node("Show", a=["1", 0])}, "Show (node 2): a is linked to node 1, which does not exist."),
+        ({"2": node("Show", a=3)}, "Show (node 2): a is 3; it must be a link to a node that gives SUM."),
+        (
+            {"1": node("Number", a=1), "2": node("Show", a=["1", 1])},
+            "Show (node 2): a is linked to output 1 of Number (node 1), which has 1.",
+        ),
+        (
+            {"1": node("Number", a=["3", 0]), "3": node("Number", a=1), "2": node("Show", a=["1", 0])},
+            "Number (node 1): a takes INT; Number (node 3) gives SUM there.",
+        ),
+        (
+            {"1": node("Number", a=10), "2": node("Show", a=["1", 0])},
+            "Number (node 1): a is 10; it must lie between 0 and 9.",
+        ),
+        (
+            {"1": node("Number", a=1, c=2), "2": node("Show", a=["1", 0])},
+            "Number (node 1): it has no input c; its inputs are a, b.",
+        ),
+        (
+            {"1": node("Number", a=1)},
+            "The workflow has no output node, such as SaveVideo: nothing would come of running it.",
+        ),
+        (
+            {"1": node("Next", a=["2", 0]), "2": node("Next", a=["1", 0]), "3": node("Show", a=["1", 0])},
+            "The workflow's links form a circle: 1 -> 2 -> 1.",
+        ),
+    ],
+)
+def test_a_workflow_that_cannot_run_says_why(workflow: dict, problem: str):
+    with pytest.raises(ValueError) as error:
+        run(workflow)
+    assert str(error.value) == problem
+
+
+def test_all_problems_are_listed():
+    assert len(validate_workflow({"1": node("Gone"), "2": node("Show"), "3": node("Show", a=1)}, TABLE)) == 3
+
+
+def test_a_page_becomes_an_api_workflow():
+    document = page(
+        page_node(1, "Number", widgets_values=[3, 4, "fixed"], title="Mine"),
+        page_node(2, "Show", link=7),
+        {"id": 3, "type": "Note", "widgets_values": ["hello"]},
+        links=[[7, 1, 0, 2, 0, "SUM"]],
+    )
+    assert to_api(document, TABLE) == {
+        "1": {"class_type": "Number", "inputs": {"a": 3, "b": 4}, "_meta": {"title": "Mine"}},
+        "2": {"class_type": "Show", "inputs": {"a": ["1", 0]}, "_meta": {"title": "Show"}},
+    }
+
+
+def test_an_older_page_lacks_the_new_widgets():
+    document = page(
+        page_node(1, "Number", widgets_values=[3]), page_node(2, "Show", link=7), links=[[7, 1, 0, 2, 0, "SUM"]]
+    )
+    assert run(to_api(document, TABLE)) == {"2": (8,)}
+
+
+@pytest.mark.parametrize(
+    ("middle", "result"),
+    [
+        ({"kind": "Next"}, 9),
+        ({"kind": "Next", "mode": 4}, 8),
+        ({"kind": "Reroute"}, 8),
+    ],
+    ids=["active", "bypassed", "reroute"],
+)
+def test_links_pass_through_what_does_not_run(middle: dict, result: int):
+    document = page(
+        page_node(1, "Number", widgets_values=[3]),
+        page_node(2, link=7, **middle),
+        page_node(3, "Show", link=8),
+        links=[[7, 1, 0, 2, 0, "SUM"], {"id": 8, "origin_id": 2, "origin_slot": 0, "target_id": 3, "target_slot": 0}],
+    )
+    assert run(to_api(document, TABLE)) == {"3": (result,)}
+
+
+def test_a_muted_node_gives_nothing():
+    document = page(
+        page_node(1, "Number", widgets_values=[3], mode=2), page_node(2, "Show", link=7), links=[[7, 1, 0, 2, 0, "SUM"]]
+    )
+    with pytest.raises(ValueError, match=r"Show \(node 2\): a is missing."):
+        run(to_api(document, TABLE))
+
+
+def test_a_primitive_is_a_constant():
+    document = page(
+        {"id": 1, "type": "PrimitiveNode", "widgets_values": [6, "fixed"], "outputs": []},
+        page_node(2, "Number", link=5, widgets_values=[1]),
+        page_node(3, "Show", link=7),
+        links=[[5, 1, 0, 2, 0, "INT"], [7, 2, 0, 3, 0, "SUM"]],
+    )
+    assert run(to_api(document, TABLE)) == {"3": (11,)}
+
+
+def test_what_is_no_workflow_is_refused():
+    for document in ([], {}, {"a": 1}, {"1": {"inputs": {}}}):
+        with pytest.raises(ValueError, match="This is not a ComfyUI workflow"):
+            to_api(document, TABLE)
+
+
+def test_the_original_packs_workflow_still_loads():
+    """Its widgets end before ours: flow_shift is there, precision is not."""
+    values = [720, 1280, 81, 50, 5, 42, "fixed", "Wan-AI/Wan2.1-T2V-14B-Diffusers", 5]
+    document = page({"id": 2, "type": "Wan21TPUSampler", "widgets_values": values}, links=[])
+    inputs = to_api(document, HEADLESS)["2"]["inputs"]
+    assert (inputs["seed"], inputs["model_id"], inputs["flow_shift"]) == (42, values[7], 5)
+    assert "precision" not in inputs
+
+
+def test_a_terminal_shows_titles_and_times():
+    stream = io.StringIO()
+    host = TerminalHost(Folders(), stream=stream)
+    with host.timed("Encode"):
+        host.text("loading")
+        host.step(1, 2, "step")
+    assert stream.getvalue() == "Encode\n  loading\n"
+    assert [timing.title for timing in host.timings] == ["Encode"]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def example() -> dict:
+    return to_api(json.loads(EXAMPLE.read_text()), HEADLESS)
+
+
+def test_tiny_changes_models_and_sizes_and_nothing_else():
+    workflow, before = example(), example()
+    cli.make_tiny(workflow)
+    changed = {
+        (node_id, name): value
+        for node_id, node in workflow.items()
+        for name, value in node["inputs"].items()
+        if value != before[node_id]["inputs"].get(name)
+    }
+    models = {(node_id, "model_id"): "tiny/wan21" for node_id in ("1", "2", "3")}
+    assert changed == {**models, ("2", "height"): 80, ("2", "width"): 112}
+
+
+@pytest.mark.parametrize(
+    ("assignment", "place", "value"),
+    [
+        ("2.seed=7", ("2", "seed"), 7),
+        ("Wan21TPUSampler.guidance_scale=1.5", ("2", "guidance_scale"), 1.5),
+        ("Wan21TextEncoder.prompt=a=b", ("1", "prompt"), "a=b"),
+        ("1.prompt=12", ("1", "prompt"), "12"),
+        ("Save Video.filename_prefix=x", ("5", "filename_prefix"), "x"),
+    ],
+)
+def test_set_changes_one_input(assignment: str, place: tuple[str, str], value: Any):
+    workflow = example()
+    workflow["5"]["_meta"] = {"title": "Save Video"}
+    cli.assign(workflow, assignment)
+    assert workflow[place[0]]["inputs"][place[1]] == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "seed=7"], "--set seed=7: it must look like NODE.INPUT=VALUE, such as 2.seed=7."),
+        (["--set", "9.seed=7"], "--set: no node called '9' in this workflow; its nodes are 1 (Wan21TextEncoder), 2 ("),
+        (
+            ["--set", "2.sed=7"],
+            "--set 2.sed=7: 2 has no input sed; it has prompt_embeds, negative_prompt_embeds, height",
+        ),
+        (
+            ["--set", "2.height=721"],
+            "Wan21TPUSampler (node 2): Wan 2.1 T2V 14B: height is 721; it must be a multiple of",
+        ),
+        (["--set", "1.model_id="], "Wan 2.1 T2V 14B: model_id is empty."),
+    ],
+)
+def test_an_error_of_the_user_is_one_sentence(arguments: list[str], message: str, capsys: pytest.CaptureFixture):
+    assert cli.main(["run", str(EXAMPLE), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"comfyui-tpu: {message}") and captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_a_missing_workflow_is_named(capsys: pytest.CaptureFixture):
+    assert cli.main(["run", "nowhere.json"]) == 2
+    assert capsys.readouterr().err == "comfyui-tpu: there is no file nowhere.json.\n"
+
+
+def test_ctrl_c_ends_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run_workflow", interrupted)
+    assert cli.main(["run", str(EXAMPLE)]) == 130
+    assert capsys.readouterr().err == "comfyui-tpu: cancelled\n"
+
+
+def test_doctor_reports_and_names_what_to_mend(capsys: pytest.CaptureFixture):
+    code = cli.main(["doctor"])
+    report = capsys.readouterr().out
+    assert code == (1 if " -> " in report else 0)
+    for topic in ("Python", "torch", "jax", "devices", "mesh with guidance", "cache"):
+        assert f"\n{topic} " in f"\n{report}"
+
+
+def command(*arguments: str) -> str:
+    """The output of `comfyui-tpu` in a process of its own."""
+    program = "import sys; from comfyui_tpu.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def frames(path: Path) -> list[bytes]:
+    with av.open(str(path)) as container:
+        return [frame.to_ndarray(format="rgb24").tobytes() for frame in container.decode(video=0)]
+
+
+def in_process(*arguments: str) -> None:
+    """`comfyui-tpu` here: what it leaves on disk is asked, not what it starts from."""
+    assert cli.main(list(arguments)) == 0
+
+
+@pytest.mark.slow
+def test_three_stages_in_three_processes_give_the_frames_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    numbers = {"num_frames": 5, "num_inference_steps": 2, "seed": 11, "flow_shift": 3.0}
+    assignments = [part for name, value in numbers.items() for part in ("--set", f"Wan21TPUSampler.{name}={value}")]
+    in_process("run", str(EXAMPLE), "--tiny", "--out", str(tmp_path), *assignments)
+    *timed, compiled = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in timed] == [
+        "Wan 2.1 Text Encoder (TPU)",
+        "Wan 2.1 TPU Sampler",
+        "Wan 2.1 TPU VAE Decoder",
+        "Create Video",
+        "Save Video",
+        "total",
+    ]
+    assert re.fullmatch(r"XLA programs: \d+ compiled, \d+ from the cache", compiled)
+    folder = str(tmp_path / "stages")
+    command("encode", "--folder", folder, "--model", "tiny/wan21")
+    options = [part for name, value in numbers.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    command("denoise", "--folder", folder, *options)
+    command("decode", "--folder", folder)
+    assert frames(tmp_path / "wan21.mp4") == frames(tmp_path / "stages" / "output_video.mp4")
+    assert len(frames(tmp_path / "wan21.mp4")) == 5
+
+
+def folders(out: Path) -> TerminalHost:
+    return TerminalHost(Folders(output=out), stream=io.StringIO())
+
+
+def stage_workflow(**nodes: dict) -> dict:
+    """The nodes, with a loader of the tiny model connected to each."""
+    workflow = {"model": node("TPUModelLoader", model_id="tiny/wan21", family="Wan21")}
+    for node_id, made in nodes.items():
+        takes_model = any(declared.name == "model" for declared in HEADLESS[made["class_type"]].inputs)
+        workflow[node_id] = node(
+            made["class_type"], **made["inputs"], **({"model": ["model", 0]} if takes_model else {})
+        )
+    return workflow
+
+
+def test_an_empty_stage_folder_says_how_to_fill_it(tmp_path: Path):
+    workflow = stage_workflow(
+        load=node("TPULoadStage", folder="stages"),
+        decode=node("Wan21TPUVAEDecoder", latents=["load", 2]),
+        show=node("PreviewImage", images=["decode", 0]),
+    )
+    with pytest.raises(ValueError) as error:
+        run_workflow(workflow, folders(tmp_path))
+    assert str(error.value) == (
+        f"{tmp_path / 'stages'} holds no stage files; stage1_embeddings.safetensors or stage2_latents.safetensors must "
+        "be there. Write them with TPU Save Stage, or with `comfyui-tpu encode` and `denoise`."
+    )
+
+
+@pytest.mark.slow
+def test_saved_stages_continue_in_another_workflow(tmp_path: Path):
+    numbers = {"height": 80, "width": 112, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 4.0, "seed": 3}
+    saving = stage_workflow(
+        encode=node("Wan21TextEncoder", prompt="a cat", negative_prompt="a dog"),
+        save_text=node(
+            "TPUSaveStage", folder="text", prompt_embeds=["encode", 0], negative_prompt_embeds=["encode", 1]
+        ),
+        sample=node("Wan21TPUSampler", prompt_embeds=["encode", 0], negative_prompt_embeds=["encode", 1], **numbers),
+        save_all=node("TPUSaveStage", folder="all", prompt_embeds=["save_text", 0], latents=["sample", 0]),
+    )
+    saved = run_workflow(saving, folders(tmp_path))
+    loading = stage_workflow(
+        text=node("TPULoadStage", folder="text"),
+        sample=node("Wan21TPUSampler", prompt_embeds=["text", 0], negative_prompt_embeds=["text", 1], **numbers),
+        save=node("TPUSaveStage", folder="again", latents=["sample", 0]),
+        all=node("TPULoadStage", folder="all"),
+        decode=node("Wan21TPUVAEDecoder", latents=["all", 2]),
+        show=node("PreviewImage", images=["decode", 0]),
+    )
+    again = run_workflow(loading, folders(tmp_path))
+    assert (again["save"][2]["samples"] == saved["save_all"][2]["samples"]).all()
+    assert len(list(tmp_path.glob("preview*.png"))) == 5
+    settings = json.loads((tmp_path / "all" / "generation_config.json").read_text())
+    assert settings["model_id"] == "tiny/wan21"
+
+
+@pytest.mark.slow
+def test_three_stages_from_a_picture_give_the_frames_of_one_run(tmp_path: Path):
+    """The encoded picture is in the stage files, with the size it was encoded for."""
+    size = {"height": 64, "width": 96, "num_frames": 5}
+    numbers = {"num_inference_steps": 2, "guidance_scale_2": 2.0, "seed": 11}
+    given = {"Wan22I2VImageEncoder": {**size, "resize": "fit"}, "Wan22I2VTPUSampler": numbers}
+    assignments = [
+        part for name, values in given.items() for key, value in values.items()
+        for part in ("--set", f"{name}.{key}={value}")
+    ]  # fmt: skip
+    in_process("run", str(ROOT / "examples" / "wan22_i2v_720p.json"), "--tiny", "--out", str(tmp_path), *assignments)
+    folder = str(tmp_path / "stages")
+    picture = str(ROOT / "examples" / "wan_i2v_input.jpg")
+    model = ("--family", "Wan22I2V", "--model", "tiny/wan22i2v", "--image", picture, "--resize", "fit")
+    in_process("encode", "--folder", folder, *model, *flags(size))
+    in_process("denoise", "--folder", folder, *flags(numbers))
+    in_process("decode", "--folder", folder)
+    (video,) = tmp_path.glob("*.mp4")
+    assert frames(video) == frames(tmp_path / "stages" / "output_video.mp4")
+    assert len(frames(video)) == 5
+
+
+@pytest.mark.slow
+def test_three_stages_with_references_give_a_picture(tmp_path: Path):
+    """A model that makes one picture, and looks at two of different shapes."""
+    sizes = {"a.png": (80, 64), "b.png": (64, 96)}
+    for name, size in sizes.items():
+        media.save_image(tmp_path / name, torch.rand(*size, 3))
+    pictures = [part for name in sizes for part in ("--image", str(tmp_path / name))]
+    in_process("encode", "--folder", str(tmp_path), "--family", "Flux2", "--model", "tiny/flux2", *pictures)
+    condition = stage_files.load_condition(tmp_path, ModelRef(spec_name="flux2-dev", model_id="tiny/flux2"))
+    shapes = [tuple(array.shape) for array in condition["tensors"].values()]
+    assert shapes == [(1, 128, height // 16, width // 16) for height, width in sizes.values()]
+    in_process("denoise", "--folder", str(tmp_path), "--num-inference-steps", "2")
+    in_process("decode", "--folder", str(tmp_path))
+    assert media.load_image(tmp_path / "output_image.png")[0].shape == (1, 80, 112, 3)
+
+
+def test_the_stage_nodes_keep_an_encoded_picture(tmp_path: Path):
+    model = ModelRef(spec_name="wan2.2-i2v-a14b", model_id="tiny/wan22i2v")
+    size = {"height": 64, "width": 96, "num_frames": 5}
+    condition = {"tpu_family": "Wan22I2V", **size, "tensors": {"condition": torch.rand(1, 20, 2, 8, 12)}}
+    given = {"folder": "here", "model": model, "negative_prompt_embeds": None, "latents": None}
+    save, load = HEADLESS["TPUSaveStage"], HEADLESS["TPULoadStage"]
+    with pytest.raises(ValueError, match="condition goes into the file of prompt_embeds; connect prompt_embeds too."):
+        save.run(folders(tmp_path), **{**given, "latents": {}}, prompt_embeds=None, condition=condition)
+    prompt = [[torch.rand(1, 4, 6), {"tpu_family": "Wan22I2V", "length": 3}]]
+    assert save.run(folders(tmp_path), **given, prompt_embeds=prompt, condition=condition)[3] is condition
+    *_, loaded = load.run(folders(tmp_path), folder="here", model=model)
+    assert torch.equal(loaded["tensors"].pop("condition"), condition["tensors"].pop("condition"))
+    assert loaded == condition
+
+
+def flags(values: dict[str, Any]) -> list[str]:
+    return [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["encode", "--family", "Wan22I2V"], "Wan 2.2 I2V A14B: it starts from one picture, and none was given. Give"),
+        (["encode", "--image", "a.png"], "Wan 2.1 T2V 14B: it takes no picture. Leave --image out, or choose a model"),
+        (["encode", "--family", "Wan22I2V", "--image", "nowhere.png"], "There is no image nowhere.png."),
+        (
+            ["encode", "--family", "Wan22I2V", "--image", "a.png", "--height", "81"],
+            "Wan 2.2 I2V A14B: height is 81; it must be a multiple of 16 between",
+        ),
+    ],
+)
+def test_a_picture_that_does_not_fit_the_model_is_refused(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    verb, *rest = arguments
+    assert cli.main([verb, "--folder", str(tmp_path / "stages"), *rest]) == 2
+    assert capsys.readouterr().err.startswith(f"comfyui-tpu: {message}")
+    assert not (tmp_path / "stages").exists()

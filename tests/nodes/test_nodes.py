@@ -1,0 +1,283 @@
+"""The declarations: what they offer, how they check, what they hand to the runtime."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_tpu.nodes import DECLARATIONS, cogvideox
+from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Ref
+from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.wan21 import DECODER, PIPELINE, SAMPLER, SPEC, TEXT_ENCODER
+from comfyui_tpu.tpu_runtime import pipeline
+from comfyui_tpu.tpu_runtime.engine import stage_files
+from comfyui_tpu.tpu_runtime.pipeline import ModelRef
+from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.spec import Settings
+
+
+class Host(Silent):
+    folders = Folders(models=("/models/diffusers",))
+
+
+@dataclasses.dataclass
+class Recorder:
+    """Stands for the runtime: remembers each call's arguments and gives back its name."""
+
+    calls: dict[str, tuple] = dataclasses.field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, progress: Any = None, condition: Any = None) -> Any:
+            self.calls[name] = arguments
+            return ("positive", "negative") if name == "encode_prompt" else name
+
+        return call
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    recorder = Recorder()
+    for name in ("check_model", "encode_prompt", "denoise", "decode"):
+        monkeypatch.setattr(pipeline, name, getattr(recorder, name))
+    yield recorder
+
+
+def conditioning(family: str | None = "Wan21") -> list:
+    return [["a tensor", {"tpu_family": family} if family else {}]]
+
+
+def changed(**values: Any) -> list:
+    """What a core node makes of an encoder's output."""
+    ((tensor, info),) = conditioning()
+    return [[tensor, {**info, **values}]]
+
+
+def all_inputs() -> list:
+    return [
+        pytest.param(node, declared, id=f"{node.id}.{declared.name}")
+        for node in DECLARATIONS.values()
+        for declared in node.inputs
+    ]
+
+
+@pytest.mark.parametrize(("node", "declared"), all_inputs())
+def test_every_input_has_a_tooltip_and_a_default_it_accepts(node: Any, declared: Input):
+    assert declared.tooltip.endswith(".")
+    if declared.is_widget:
+        assert declared.parse(declared.default) == declared.default
+
+
+@pytest.mark.parametrize("node", DECLARATIONS.values(), ids=lambda node: node.id)
+def test_required_inputs_come_first(node: Any):
+    """The page lists required widgets first: with another order saved values would land in the wrong widgets."""
+    widgets = [declared.optional for declared in node.inputs if declared.is_widget]
+    assert widgets == sorted(widgets)
+
+
+@pytest.mark.parametrize(
+    ("node", "widgets", "outputs"),
+    [
+        (TEXT_ENCODER, "prompt negative_prompt model_id", "prompt_embeds negative_prompt_embeds"),
+        (
+            SAMPLER,
+            "height width num_frames num_inference_steps guidance_scale seed model_id flow_shift",
+            "latents num_frames",
+        ),
+        (DECODER, "model_id fps", "frames fps"),
+        (
+            PIPELINE,
+            "prompt negative_prompt height width num_frames num_inference_steps guidance_scale seed model_id fps "
+            "flow_shift",
+            "frames fps video",
+        ),
+    ],
+    ids=lambda value: getattr(value, "id", ""),
+)
+def test_the_original_widgets_keep_their_order(node: Any, widgets: str, outputs: str):
+    """Saved workflows hold values by position."""
+    assert [declared.name for declared in node.inputs if declared.is_widget] == [*widgets.split(), "precision"]
+    assert [output.name for output in node.outputs] == outputs.split()
+
+
+def test_the_pipeline_fills_every_stage_from_its_own_inputs():
+    assert isinstance(PIPELINE, Expansion)
+    own = {declared.name for declared in PIPELINE.inputs}
+    names = [stage.name for stage in PIPELINE.stages]
+    used = set()
+    for index, stage in enumerate(PIPELINE.stages):
+        declared = HEADLESS[stage.node_id]
+        assert {i.name for i in declared.inputs if not i.optional} <= set(stage.inputs)
+        for value in stage.inputs.values():
+            assert isinstance(value, Ref | Link)
+            if isinstance(value, Ref):
+                used.add(value.input)
+            else:
+                source = names.index(value.stage)
+                assert source < index and value.output < len(HEADLESS[PIPELINE.stages[source].node_id].outputs)
+    assert used == own
+
+
+def test_the_encoder_hands_prompts_and_model_to_the_runtime(runtime: Recorder):
+    values = TEXT_ENCODER.values({"prompt": "a cat", "negative_prompt": "a dog", "model_id": "here"})
+    assert TEXT_ENCODER.run(Host(), **values) == ("positive", "negative")
+    model = ModelRef(spec_name=SPEC.name, model_id="here", precision="auto", folders=("/models/diffusers",))
+    assert runtime.calls == {"check_model": (model,), "encode_prompt": (model, "a cat", "a dog")}
+
+
+def sampler_values(**given: Any) -> dict[str, Any]:
+    numbers = {"height": 80, "width": 112, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 4, "seed": 7}
+    return SAMPLER.values({"prompt_embeds": conditioning(), **numbers, "flow_shift": 3, **given})
+
+
+def test_the_sampler_hands_its_numbers_to_the_runtime(runtime: Recorder):
+    assert SAMPLER.run(Host(), **sampler_values()) == ("denoise", 5)
+    model, settings, positive, negative = runtime.calls["denoise"]
+    expected = {"height": 80, "width": 112, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 4.0, "seed": 7}
+    assert settings == Settings(**expected, shift=3.0)
+    assert (positive, negative, model.model_id) == (conditioning(), None, SPEC.hub_id)
+
+
+def test_cogvideox_has_its_scheduler_last_under_advanced_and_hands_it_on(runtime: Recorder):
+    """Older workflows end before it, and run with the checkpoint's own."""
+    for node in (cogvideox.SAMPLER, cogvideox.PIPELINE):
+        last = node.inputs[-2:]
+        assert [(i.name, i.default, i.optional, i.advanced) for i in last] == [
+            ("scheduler", "checkpoint", True, True), ("use_dynamic_cfg", False, True, True),
+        ]  # fmt: skip
+    given = {i.name: i.default for i in cogvideox.SAMPLER.inputs[:-2] if i.is_widget}
+    given["prompt_embeds"] = conditioning("CogVideoX")
+    chosen = {"scheduler": "CogVideoXDPMScheduler", "use_dynamic_cfg": True}
+    for more in ({}, chosen):
+        cogvideox.SAMPLER.run(Host(), **cogvideox.SAMPLER.values({**given, **more}))
+        assert runtime.calls["denoise"][1] == cogvideox.SPEC.settings(**more)
+    assert cogvideox.SPEC.settings(**chosen).scheduler == "CogVideoXDPMScheduler"
+    with pytest.raises(ValueError, match="CogVideoX 1.5 5B: scheduler is 'DDIM'; it must be one of checkpoint, CogV"):
+        cogvideox.SAMPLER.check_constants(Host.folders, {"scheduler": "DDIM"})
+
+
+def test_the_decoder_passes_fps_on_as_a_float(runtime: Recorder):
+    values = DECODER.values({"latents": {"samples": "z"}, "fps": 16.0})
+    frames, fps = DECODER.run(Host(), **values)
+    assert (frames, fps, type(fps)) == ("decode", 16.0, float)
+    assert runtime.calls["decode"][1] == {"samples": "z"}
+
+
+def test_a_connected_model_takes_the_place_of_model_id(runtime: Recorder):
+    model = ModelRef(spec_name=SPEC.name, model_id="connected", precision="float32")
+    SAMPLER.run(Host(), **sampler_values(model=model, model_id="other"))
+    assert runtime.calls["denoise"][0] is model
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_frames": 80}, "Wan 2.1 T2V 14B: num_frames is 80; it must be 4k + 1 between 1 and 241. Use 77 or 81."),
+        (
+            {"height": 721},
+            "Wan 2.1 T2V 14B: height is 721; it must be a multiple of 16 between 64 and 1920. Use 720 or 736.",
+        ),
+        (
+            {"num_inference_steps": -1},
+            "Wan 2.1 T2V 14B: num_inference_steps is -1; it must be between 1 and 100. Use 1.",
+        ),
+        ({"seed": "x"}, f"Wan 2.1 T2V 14B: seed is 'x'; it must be a whole number between 0 and {2**64 - 1}."),
+        ({"guidance_scale": float("nan")}, "Wan 2.1 T2V 14B: guidance_scale is nan; it must be between 0.0 and 20.0."),
+        ({"precision": "int8"}, "precision is 'int8'; it must be one of auto, bfloat16, float32."),
+        ({"model_id": 3}, "model_id is 3; it must be text."),
+        ({"prompt_embeds": None}, "Wan 2.1 TPU Sampler: prompt_embeds is missing."),
+    ],
+)
+def test_a_bad_value_is_refused_before_anything_runs(runtime: Recorder, given: dict, message: str):
+    with pytest.raises(ValueError) as error:
+        SAMPLER.run(Host(), **sampler_values(**given))
+    assert str(error.value).startswith(message)
+    assert runtime.calls == {}
+
+
+def test_another_familys_embeddings_are_refused(runtime: Recorder):
+    with pytest.raises(ValueError) as error:
+        SAMPLER.run(Host(), **sampler_values(negative_prompt_embeds=conditioning("Flux2")))
+    assert str(error.value) == (
+        "Wan 2.1 T2V 14B: negative_prompt_embeds comes from a Flux2 text encoder; it must come from Wan21TextEncoder."
+    )
+    assert "denoise" not in runtime.calls
+
+
+def test_comfyuis_own_conditioning_is_taken(runtime: Recorder):
+    SAMPLER.run(Host(), **sampler_values(prompt_embeds=conditioning(None)))
+    assert "denoise" in runtime.calls
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ([], "prompt_embeds has 0 entries; combined prompts are not supported."),
+        (conditioning() * 2, "prompt_embeds has 2 entries; combined prompts are not supported. Connect one Wan21TextE"),
+        ("text", "prompt_embeds is no CONDITIONING. Connect Wan21TextEncoder."),
+        ([["a tensor"]], "prompt_embeds is no CONDITIONING. Connect Wan21TextEncoder."),
+        (
+            changed(mask="a mask", mask_strength=1.0),
+            "prompt_embeds carries mask, mask_strength; areas, masks",
+        ),
+        (
+            changed(start_percent=0.0, end_percent=0.5),
+            "prompt_embeds carries start_percent, end_percent; areas",
+        ),
+        (
+            changed(area=(8, 8, 0, 0), strength=0.5),
+            "prompt_embeds carries area, strength; areas",
+        ),
+        (changed(strength=True), "prompt_embeds carries strength; areas"),
+        (changed(guidance=3.5), "prompt_embeds carries guidance; areas"),
+        (changed(reference_latents=["a tensor"]), "prompt_embeds carries reference_latents; areas"),
+    ],
+)
+@pytest.mark.parametrize("name", ["prompt_embeds", "negative_prompt_embeds"])
+def test_conditioning_that_would_be_followed_in_part_is_refused(
+    runtime: Recorder, name: str, given: Any, sentence: str
+):
+    with pytest.raises(ValueError) as error:
+        SAMPLER.run(Host(), **sampler_values(**{name: given}))
+    assert str(error.value).startswith(f"Wan 2.1 T2V 14B: {sentence.replace('prompt_embeds', name)}")
+    assert "denoise" not in runtime.calls
+
+
+@pytest.mark.parametrize("given", [conditioning(None) * 2, changed(mask="a mask")], ids=["combined", "masked"])
+def test_conditioning_that_would_be_half_saved_is_refused(tmp_path: Path, given: Any):
+    model = ModelRef(spec_name=SPEC.name, model_id="tiny/wan21")
+    with pytest.raises(ValueError, match="not supported"):
+        stage_files.save_embeddings(tmp_path / "new", given, None, model)
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_comfyuis_own_encoders_add_may_stay(runtime: Recorder):
+    SAMPLER.run(Host(), **sampler_values(prompt_embeds=changed(pooled_output="a tensor", control=None)))
+    assert "denoise" in runtime.calls
+
+
+def test_another_familys_model_is_refused(runtime: Recorder):
+    with pytest.raises(ValueError, match="the connected model is a flux2-dev; this node runs wan2.1-t2v-14b"):
+        SAMPLER.run(Host(), **sampler_values(model=ModelRef(spec_name="flux2-dev", model_id="x")))
+    assert runtime.calls == {}
+
+
+def test_a_queued_node_is_checked_by_what_is_known_then(runtime: Recorder):
+    """Links are absent at queue time; the model is looked at, and no weight is."""
+    SAMPLER.check_constants(Host.folders, {"height": 720})
+    assert runtime.calls == {}
+    SAMPLER.check_constants(Host.folders, {"height": 720, "model_id": "tiny/wan21"})
+    assert set(runtime.calls) == {"check_model"}
+    with pytest.raises(ValueError, match="height is 721"):
+        SAMPLER.check_constants(Host.folders, {"height": 721})
+
+
+def test_the_loader_gives_a_descriptor(runtime: Recorder):
+    loader = DECLARATIONS["TPUModelLoader"]
+    (model,) = loader.run(
+        Host(), **loader.values({"model_id": "tiny/wan21", "family": "Wan21", "precision": "float32"})
+    )
+    assert model == ModelRef(
+        spec_name=SPEC.name, model_id="tiny/wan21", precision="float32", folders=("/models/diffusers",)
+    )
+    assert runtime.calls == {"check_model": (model,)}

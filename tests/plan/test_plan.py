@@ -1,0 +1,328 @@
+"""Plans: memory against an independent compile, what fits, what would; and the real programs of every model."""
+
+import argparse
+import importlib.util
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comfyui_tpu.tpu_runtime import refusal
+from comfyui_tpu.tpu_runtime.cost_model import chips
+from comfyui_tpu.tpu_runtime.cost_model.chips import GIB
+from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
+from comfyui_tpu.tpu_runtime.plan import advice, compile, findings, plan, report
+from comfyui_tpu.tpu_runtime.programs.program import Program
+from comfyui_tpu.tpu_runtime.spec import Component, ModelSpec
+from comfyui_tpu.tpu_runtime.units import MIB
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+SPEC = SPECS[0]
+RECORDED = Path(__file__).parents[2] / "benchmarks" / "predicted.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallRequest(compile.Request):
+    """Two programs of ours in place of the model's: weights of so many GiB, and a state of half a GiB a frame."""
+
+    weights_gib: tuple[float, float] = (1.0, 1.0)
+    grows: bool = False
+
+    def programs(self) -> tuple[Program, ...]:
+        mesh = Mesh(np.array(chips.compile_devices(self.topology)).reshape(1, -1, 1), ("dp", "sp", "tp"))
+        frames = self.settings.num_frames if self.grows else 1
+        sizes = dict(zip(("encode", "denoise"), self.weights_gib, strict=True))
+        return tuple(_small(mesh, name, sizes[name], frames) for name in self.stages if name in sizes)
+
+
+def _small(mesh: Mesh, name: str, weights_gib: float, frames: int) -> Program:
+    def shaped(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P("sp")))
+
+    def step(weights: dict, state: jax.Array) -> jax.Array:
+        return jnp.tanh(state * weights["w"][0])
+
+    return Program(
+        name=f"{name}_program",
+        fn=step,
+        args=({"w": shaped(int(weights_gib * 1024), 1024, 512)}, shaped(frames * 512, 1024, 512)),
+        mesh=mesh,
+        precision="bfloat16",
+        runs=50 if name == "denoise" else 1,
+        weights=(name,),
+    )
+
+
+def small(topology: str, **more: object) -> SmallRequest:
+    return SmallRequest(spec=SPEC, settings=SPEC.settings(), topology=chips.topology(topology), **more)
+
+
+def rows_of(request: SmallRequest) -> list[report.ProgramPlan]:
+    done = [compile.compile_program(program, request.topology) for program in request.programs()]
+    return [plan.plan_program(each, None, {}, request.topology) for each in done]
+
+
+@pytest.fixture(scope="module")
+def small_plan() -> report.Plan:
+    return plan.make_plan(small("v6e-8", weights_gib=(2.0, 4.0)))
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_that_of_an_independent_compile(small_plan: report.Plan):
+    program = small("v6e-8", weights_gib=(2.0, 4.0)).programs()[1]
+    reported = small_plan.programs[1].memory
+    stats = jax.jit(program.fn).lower(*program.args).compile().memory_analysis()
+    assert reported.arguments == stats.argument_size_in_bytes
+    assert reported.temporaries == stats.temp_size_in_bytes
+    assert reported.output == stats.output_size_in_bytes
+    assert reported.weights == 4 * GIB // 8
+    assert reported.peak == reported.arguments + reported.output + reported.temporaries
+
+
+def test_a_program_is_compiled_once_for_all_plans(small_plan: report.Plan, monkeypatch: pytest.MonkeyPatch):
+    """Families share programs, and plans are repeated; a damaged entry is compiled anew."""
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_: pytest.fail("compiled again"))
+    program = small("v6e-8", weights_gib=(2.0, 4.0)).programs()[1]
+    again = compile.compile_program(program, chips.topology("v6e-8"))
+    assert again.memory == small_plan.programs[1].memory and again.text
+    monkeypatch.undo()
+    for entry in compile.STORE.folder.iterdir():
+        entry.write_bytes(b"damaged")
+    assert compile.compile_program(program, chips.topology("v6e-8")).memory == again.memory
+
+
+def test_residency_is_all_weights_and_the_largest_rest(small_plan: report.Plan):
+    rest = max(program.memory.peak - program.memory.weights for program in small_plan.programs)
+    assert small_plan.residency_bytes == 6 * GIB // 8 + rest
+    assert small_plan.fits and small_plan.advice == ()
+
+
+def test_the_json_holds_every_figure(small_plan: report.Plan):
+    read = json.loads(json.dumps(small_plan.to_json()))
+    assert read.keys() >= {
+        "model", "topology", "chip", "settings", "mesh", "precision", "programs", "residency_bytes", "fits",
+        "predicted_total_s", "label", "advice",
+    }  # fmt: skip
+    assert (read["model"], read["topology"], read["label"]) == (SPEC.name, "v6e:2x4", "predicted by the compiler")
+    for program in read["programs"]:
+        assert program.keys() >= {
+            "name", "runs", "memory", "fits", "compile_s", "xla_cycles", "kernel_cycles", "collectives", "predicted_s",
+            "model_flops", "mfu", "ceiling_share",
+        }  # fmt: skip
+        assert program["memory"].keys() >= {"arguments", "temporaries", "output", "alias", "peak"}
+        assert program["xla_cycles"] > 0 and program["predicted_s"] > 0
+    once, fifty = (program["predicted_s"] for program in read["programs"])
+    assert read["predicted_total_s"] == pytest.approx(once + 50 * fifty)
+
+
+def test_the_text_says_predicted_and_names_what_costs(small_plan: report.Plan):
+    text = report.text(small_plan, explain=True)
+    assert "predicted by the compiler" in text and "nothing was measured" in text
+    assert re.search(r"^denoise_program +50 +1x8x1 ", text, re.MULTILINE)
+    assert "Memory with all components loaded:" in text and "fits." in text
+    assert "denoise_program: the dearest operations" in text and "test_plan.py:" in text
+
+
+# --- what fits --------------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_fit_one_after_the_other_need_eviction():
+    request = small("v5e-1", weights_gib=(9.0, 10.0))
+    (sentence,) = advice.advice(request, [replace(row, fits=True) for row in rows_of(request)])
+    assert re.search(r"need 2\d\.\d\d of 15.75 GiB\. With idle components evicted.* it fits: denoise_program", sentence)
+
+
+def test_weights_too_large_for_a_chip_need_more_chips():
+    request = small("v5e-1", weights_gib=(1.0, 40.0))
+    said, would = advice.advice(request, rows_of(request))
+    assert "denoise_program does not fit: it needs at least 41" in said or "at least 40" in said
+    assert "Evicting idle components does not help" in said
+    assert re.search(r"confirmed by a compile: 4 chips \(v5e:2x2\) instead of 1 .* needs 10\.\d\d GiB", would)
+
+
+def test_a_state_too_large_needs_fewer_frames():
+    request = small("v5e-1", weights_gib=(1.0, 4.0), grows=True)
+    said, would = advice.advice(request, rows_of(request)[1:])
+    assert re.search(r"at least \d\d\.\d\d of 15.75 GiB per device, 4.00 of them weights", said)
+    found = re.search(r"confirmed by a compile: (\d+) frames instead of 81", would)
+    assert found and int(found.group(1)) % 4 == 1 and int(found.group(1)) <= 11, would
+
+
+def test_a_kernel_with_too_large_tiles_is_a_refusal_with_its_name():
+    message = (
+        "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory space vmem while allocating "
+        "on stack for %splash.2 = (f32[2048,128]) custom-call(%x). Scoped allocation with size 21.51M and limit 16.00M "
+        "exceeded scoped vmem limit by 5.51M."
+    )
+    assert refusal.parse(message).sentence.startswith("kernel splash.2 needs 21.51M of the 16.00M on-chip memory")
+
+
+def test_what_is_no_lack_of_memory_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    def compile_(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("INTERNAL: something")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_)
+    program = small("v6e-1", weights_gib=(0.5, 1.5)).programs()[0]
+    with pytest.raises(RuntimeError, match="the TPU's compiler failed: INTERNAL: something"):
+        compile.compile_program(program, chips.topology("v6e-1"))
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    plan.add_arguments(parser)
+    return parser.parse_args(["--model", SPEC.name, *words])
+
+
+def test_options_become_a_request():
+    request = plan.request_of(parsed("--topology", "v6e-4", "--num-frames", "41", "--mesh", "1,4,1", "--guidance", "1"))
+    assert (request.topology.name, request.settings.num_frames, request.settings.guidance_scale) == ("v6e:2x2", 41, 1.0)
+    assert request.settings.height == SPEC.inputs["height"].default
+    assert str(request.mesh_shape) == "dp=1 sp=4 tp=1"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--num-frames", "80"], "num_frames is 80; it must be 4k \\+ 1 .* Use 77 or 81"),
+        (["--topology", "v6e:9x9"], "no topology 'v6e:9x9'; there are v6e:1x1"),
+        (["--mesh", "2x4"], "--mesh is '2x4'; it must be three whole numbers"),
+        (["--stages", "denoise,paint"], "--stages is 'denoise,paint'; it must be some of encode"),
+    ],
+)
+def test_wrong_options_are_answered_with_what_would_do(words: Sequence[str], sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        plan.request_of(parsed(*words))
+
+
+def test_the_command_writes_a_report_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plan, "request_of", lambda args: small("v6e-1"))
+    written: list[str] = []
+    assert plan.run(parsed("--json", str(tmp_path / "plan.json")), written.append) == 0
+    assert "denoise_program" in written[-2]
+    assert json.loads((tmp_path / "plan.json").read_text())["topology"] == "v6e:1x1"
+
+
+# --- the benchmark ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "predict.py"
+    found = importlib.util.spec_from_file_location("benchmark_predict", path)
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_the_benchmark_writes_a_table_between_the_markers(benchmark: ModuleType, small_plan: report.Plan):
+    record = {**small_plan.to_json(), "title": "Small"}
+    readme = benchmark.insert(
+        "before\n<!-- predicted:begin -->\nold\n<!-- predicted:end -->\nafter\n", benchmark.section([record])
+    )
+    assert readme.startswith("before\n<!-- predicted:begin -->\nPredicted by the compiler (libtpu ")
+    assert readme.endswith(" |\n<!-- predicted:end -->\nafter\n") and "old" not in readme
+    assert re.search(r"^\| Small \| 1280x720 \| 81 \| 50 \| 1x8x1 \| \d", readme, re.MULTILINE)
+    with pytest.raises(ValueError, match="must contain <!-- predicted:begin -->"):
+        benchmark.insert("no markers", "")
+
+
+def test_the_record_holds_every_model_at_the_benchmarks_settings_and_each_fits(benchmark: ModuleType):
+    records = {record["model"]: record for record in json.loads(RECORDED.read_text())}
+    assert list(records) == [spec.name for spec in SPECS]
+    for spec in SPECS:
+        record, asked = records[spec.name], vars(benchmark.settings_of(spec))
+        assert record["topology"] == "v6e:2x4" and record["fits"], spec.name
+        assert all(program["fits"] and program["predicted_s"] > 0 for program in record["programs"]), spec.name
+        assert record["settings"] == {name: asked[name] for name in record["settings"]}, spec.name
+
+
+@pytest.mark.recorded
+@pytest.mark.parametrize("recorded", json.loads(RECORDED.read_text()), ids=lambda record: record["model"])
+def test_the_denoiser_is_as_fast_as_recorded(recorded: dict, benchmark: ModuleType):
+    spec = spec_by_name(recorded["model"])
+    request = compile.Request(
+        spec=spec,
+        settings=benchmark.settings_of(spec),
+        topology=chips.topology(recorded["topology"]),
+        stages=("denoise",),
+    )
+    (again,) = plan.make_plan(request).programs
+    (before,) = (program for program in recorded["programs"] if program["name"] == again.name)
+    assert again.predicted_s == pytest.approx(before["predicted_s"], rel=0.05)
+    assert again.memory.peak == pytest.approx(before["memory"]["peak"], rel=0.05)
+
+
+# --- the real programs ------------------------------------------------------------------------------------------------
+
+
+def request_of(spec: ModelSpec, stages: tuple[str, ...], **sizes: int) -> compile.Request:
+    settings = spec.settings(**sizes)
+    return compile.Request(spec=spec, settings=settings, topology=chips.topology("v6e-8"), stages=stages)
+
+
+def is_small(spec: ModelSpec, stages: tuple[str, ...]) -> bool:
+    """Whether `programs_of` takes a small size. The compiler's time grows with it, its choices hardly change."""
+    return "decode" in stages or spec.name != SPEC.name
+
+
+def programs_of(spec: ModelSpec, stages: tuple[str, ...]) -> tuple[Program, ...]:
+    """Networks of blocks are the real ones: scanned, their depth costs no compile time. Small is 320x448 for them:
+    attention scores are then larger than what is made of a text alone. A VAE has no scan, so it is tiny, and a decoder
+    has one residual block for each size.
+    """
+    sizes = dict(spec.tiny_inputs)
+    if "decode" in stages:
+        tiny = [replace(part, config={**part.config, **shallow(part)}) for part in spec.components if not part.blocks]
+        spec = replace(spec, components=(*(part for part in spec.components if part.blocks), *tiny))
+    else:
+        sizes |= {name: 4 * sizes[name] for name in ("height", "width")}
+    return request_of(spec, stages, **(sizes if is_small(spec, stages) else {})).programs()
+
+
+def shallow(part: Component) -> dict[str, Any]:
+    """The tiny config; a decoder's with as few residual blocks as upstream can build."""
+    depth = {"AutoencoderKLWan": "num_res_blocks"}.get(part.class_name, "layers_per_block")
+    return {**part.tiny, depth: 0} if part.name == "vae_decoder" else dict(part.tiny)
+
+
+# Bytes: scores of a small program have more, a layer's result for a text at most 16 MiB.
+SMALL_SCORES = 20 * MIB
+# Programs that were compiled and had nothing wrong with them.
+SOUND: set[str] = set()
+EVERY = [(spec, stages) for spec in SPECS for stages in (("encode", "denoise"), ("image", "decode"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "stages"), [pytest.param(spec, stages, id=f"{spec.name}-{stages[-1]}") for spec, stages in EVERY]
+)
+def test_every_program_compiles_for_eight_chips_without_known_waste(spec: ModelSpec, stages: tuple[str, ...]):
+    if "denoise" in stages:
+        for program in request_of(spec, stages).programs():
+            assert findings.replicated_weights(program) == []
+            assert findings.huge_products(program) == []
+    limit = {"limit": SMALL_SCORES} if is_small(spec, stages) else {}
+    for program in programs_of(spec, stages):
+        lowered = program.lower()
+        source = lowered.as_text()
+        if source in SOUND:
+            continue  # families share encoders and VAEs
+        # The least effort: a third of the time, and the same structure.
+        quick = {"exec_time_optimization_effort": -1.0}
+        text = lowered.compile(compiler_options=quick).as_text()
+        assert findings.find_scatters(text) == [], program.name
+        assert findings.float32_scores(text, **limit) == [], program.name
+        SOUND.add(source)

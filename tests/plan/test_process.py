@@ -1,0 +1,117 @@
+"""The plan node: its compiler runs in a process of its own, and ends with a cancel."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+
+import pytest
+from comfyui_tpu.nodes.declare import Folders
+from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost
+from comfyui_tpu.tests.support.patience import PATIENCE_S
+from comfyui_tpu.tpu_runtime.cost_model.chips import compiler_environment
+from comfyui_tpu.tpu_runtime.models import SPECS
+from comfyui_tpu.tpu_runtime.plan import process
+from comfyui_tpu.tpu_runtime.progress import Silent
+
+MODEL = ("--model", SPECS[0].name)
+
+
+class Host(Silent):
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def text(self, message: str) -> None:
+        self.lines.append(message)
+
+
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Asserts that nothing of what libtpu reads was put into this process's environment."""
+    for name in compiler_environment():
+        monkeypatch.delenv(name, raising=False)
+
+    def environment() -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+    before = environment()
+
+    def check() -> None:
+        assert environment() == before
+
+    return check
+
+
+@pytest.mark.slow
+def test_a_plan_leaves_this_process_as_it_was(untouched: Callable[[], None]):
+    host = Host()
+    text = process.make_text([*MODEL, "--topology=v6e-1", "--stages=encode"], host)
+    untouched()
+    assert "predicted by the compiler" in text and "text_encoder" in text
+    assert any("compiled" in line for line in host.lines), host.lines
+
+
+def test_the_node_asks_for_what_its_widgets_say(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr(process, "make_text", lambda options, host: asked.append(options) or "the report")
+    host = TerminalHost(Folders(), stream=io.StringIO())
+    sizes = {"height": 480, "width": 832, "num_frames": 0, "num_inference_steps": 20, "guidance_scale": 1.0}
+    node = HEADLESS["TPUPlan"]
+    assert node.run(host, model_name=SPECS[0].name, topology="v6e-4", **sizes) == ("the report",)
+    wanted = [f"--model={SPECS[0].name}", "--topology=v6e-4", "--height=480", "--width=832", "--steps=20"]
+    assert asked == [[*wanted, "--guidance=1.0"]]
+    with pytest.raises(ValueError, match="height is 481; it must be a multiple of"):
+        node.run(host, model_name=SPECS[0].name, topology="v6e-4", **{**sizes, "height": 481})
+    assert len(asked) == 1, "a wrong size needs no process"
+
+
+def test_a_wrong_topology_is_the_users_error(untouched: Callable[[], None]):
+    with pytest.raises(ValueError, match=r"there is no topology 'v6e:9x9'; there are v6e:1x1"):
+        process.make_text([*MODEL, "--topology=v6e:9x9"], Silent())
+    untouched()
+
+
+class Cancelled(Exception):
+    pass
+
+
+def test_a_cancel_ends_the_compiler_and_its_children(monkeypatch: pytest.MonkeyPatch):
+    started: list[subprocess.Popen] = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *args: object, **options: object) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+
+    class Cancelling(Silent):
+        looks = 0
+
+        def check_cancelled(self) -> None:
+            self.looks += 1
+            if self.looks == 3:
+                raise Cancelled
+
+    with pytest.raises(Cancelled):
+        process.make_text(MODEL, Cancelling())
+    assert started[0].returncode == -signal.SIGKILL
+    with pytest.raises(ProcessLookupError):
+        os.killpg(started[0].pid, 0)
+
+
+def test_a_process_that_ends_early_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="the plan's process ended with exit code 1. Plans take up to 12 GiB"):
+        process.make_text(MODEL, Silent())
+
+
+def test_the_compiler_ends_when_the_server_is_killed():
+    with tempfile.TemporaryFile("w+") as complaints, process._started(MODEL, complaints) as process:
+        process.stdin.close()
+        assert process.wait(timeout=PATIENCE_S) == -signal.SIGKILL

@@ -1,0 +1,48 @@
+"""Upstream modules with their blocks scanned."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.tpu_runtime.models import spec_for_family
+from comfyui_tpu.tpu_runtime.programs import modules, torch_bridge
+
+
+class Block(torch.nn.Module):
+    """Adds its weight; gives a tuple, as UMT5's did up to transformers 5.13, or a tensor, as they do now."""
+
+    def __init__(self, gives_tuple: bool) -> None:
+        super().__init__()
+        self.gives_tuple = gives_tuple
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor]:
+        added = hidden_states + self.weight
+        return (added,) if self.gives_tuple else added
+
+
+@pytest.mark.parametrize("gives_tuple", [True, False])
+def test_scanned_blocks_give_what_one_block_gives(gives_tuple: bool):
+    blocks = modules.ScannedBlocks(torch.nn.ModuleList([Block(gives_tuple) for _ in range(2)]))
+    stacked = jnp.array([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])
+
+    def upstream(blocks: modules.ScannedBlocks, states: torch.Tensor) -> torch.Tensor:
+        for block in blocks:
+            states = block(states)[0] if gives_tuple else block(states)
+        return states
+
+    states = jnp.ones((2, 5, 3))
+    out = torch_bridge.functional(blocks, {f"{modules.LAYER}.weight": stacked}, upstream, states)
+    np.testing.assert_array_equal(out, states + jnp.array([11.0, 22.0, 33.0]))
+
+
+@pytest.mark.parametrize("ties", [True, False], ids=["tied by upstream", "untied by upstream"])
+def test_an_embedding_that_is_saved_once_is_one_weight(ties: bool, monkeypatch: pytest.MonkeyPatch):
+    """Published configs of UMT5 say that it is not tied, and some versions of transformers believe them."""
+    from transformers import UMT5EncoderModel
+
+    if not ties:
+        monkeypatch.setattr(UMT5EncoderModel, "tie_weights", lambda *_, **__: None)
+    component = spec_for_family("Wan21").component("text_encoder")
+    network = modules.build(component, {**component.tiny, "tie_word_embeddings": False})
+    assert [name for name in network.weights if "embed_tokens" in name or "shared" in name] == ["shared.weight"]

@@ -1,0 +1,114 @@
+"""Solver tables against the upstream schedulers that they were read from, on random trajectories."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.tpu_runtime.programs import solver_table
+
+FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+CONFIGS = {
+    "unipc": {"_class_name": "UniPCMultistepScheduler", **FLOW},
+    "unipc order 3": {"_class_name": "UniPCMultistepScheduler", **FLOW, "solver_order": 3},
+    "unipc, no corrector at first": {
+        "_class_name": "UniPCMultistepScheduler", **FLOW, "disable_corrector": [0, 1]
+    },
+    "euler": {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0},
+    "dpm++": {"_class_name": "DPMSolverMultistepScheduler", **FLOW},
+    "ddim of CogVideoX": {
+        "_class_name": "CogVideoXDDIMScheduler", "prediction_type": "v_prediction", "rescale_betas_zero_snr": True,
+        "snr_shift_scale": 1.0, "timestep_spacing": "trailing",
+    },
+    "dpm of CogVideoX": {
+        "_class_name": "CogVideoXDPMScheduler", "prediction_type": "v_prediction", "rescale_betas_zero_snr": True,
+        "snr_shift_scale": 1.0, "timestep_spacing": "trailing",
+    },
+    "dpm++ with noise": {"_class_name": "DPMSolverMultistepScheduler", **FLOW, "algorithm_type": "sde-dpmsolver++"},
+    "ddpm": {"_class_name": "DDPMScheduler", "prediction_type": "v_prediction", "clip_sample": False},
+    "ddim": {"_class_name": "DDIMScheduler", "prediction_type": "v_prediction", "clip_sample": False},
+}  # fmt: skip
+
+
+SHAPE = (1, 16, 3, 5, 7)
+
+
+def trajectory(config: dict, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """The upstream scheduler's last sample and the table's, for outputs that depend on the sample."""
+    table = solver_table.probe(solver_table.scheduler_from(config), num_steps)
+    upstream = solver_table.scheduler_from(config)
+    upstream.set_timesteps(num_steps)
+    assert (table.timesteps == upstream.timesteps.numpy()).all()
+    sample, *outputs = torch.randn(1 + num_steps, *SHAPE, generator=torch.Generator().manual_seed(num_steps))
+    state = solver_table.initial_state(sample.numpy(), table.num_memory)
+    ours, theirs = (torch.Generator().manual_seed(3) for _ in range(2))
+    noises = table.noises(lambda: torch.randn(SHAPE, generator=ours).numpy())
+    estimate = last = None
+    for index, (timestep, noise) in enumerate(zip(upstream.timesteps, noises, strict=True)):
+        state = solver_table.with_noise(tuple(state), noise)
+        *state, _ = solver_table.advance(state, np.asarray(outputs[index].numpy() + 0.3 * state[0]), table.table[index])
+        output = outputs[index] + 0.3 * sample
+        if config["_class_name"] == "CogVideoXDPMScheduler":
+            sample, estimate = upstream.step(output, estimate, timestep, last, sample, generator=theirs)
+            last = timestep
+        else:
+            drawn = {"generator": theirs} if "generator" in inspect.signature(upstream.step).parameters else {}
+            sample = upstream.step(output, timestep, sample, return_dict=False, **drawn)[0]
+    return np.asarray(state[0]), sample.numpy()
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 6, 50])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_table_steps_as_its_scheduler_does(config: dict, num_steps: int, compare):
+    compare(f"{config['_class_name']}, {num_steps} steps", *trajectory(config, num_steps), error=1e-5)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_true_output_gives_the_denoised_sample(config: dict, compare):
+    """With the output that belongs to a known clean sample, every step's estimate is that sample."""
+    scheduler = solver_table.scheduler_from(config)
+    table = solver_table.probe(scheduler, 6)
+    clean, noise = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(0))
+    for index, timestep in enumerate(table.timesteps):
+        if config.get("prediction_type") == "v_prediction":
+            signal = scheduler.alphas_cumprod[int(timestep)] ** 0.5
+            rest = (1 - signal**2) ** 0.5
+            sample, output = signal * clean + rest * noise, signal * noise - rest * clean
+        else:
+            sigma = scheduler.sigmas[index]
+            sample, output = (1 - sigma) * clean + sigma * noise, noise - clean
+        state = solver_table.initial_state(sample.numpy(), table.num_memory)
+        denoised = solver_table.advance(state, output.numpy(), table.table[index])[-1]
+        compare(f"{config['_class_name']} at {timestep}", np.asarray(denoised), clean.numpy(), error=1e-4)
+
+
+def test_a_solver_that_is_not_linear_is_refused():
+    config = {"_class_name": "UniPCMultistepScheduler", **FLOW, "thresholding": True}
+    with pytest.raises(NotImplementedError, match="dynamic thresholding"):
+        solver_table.probe(solver_table.scheduler_from(config), 4)
+
+
+def test_a_solver_that_needs_more_is_refused():
+    with pytest.raises(NotImplementedError, match="RePaintScheduler is not supported: its step also needs original_im"):
+        solver_table.probe(solver_table.scheduler_from({"_class_name": "RePaintScheduler"}), 4)
+
+
+def test_noise_is_drawn_as_often_as_upstream_draws_it():
+    """CogVideoX's solver draws twice at the inner steps, and uses the second."""
+    table = solver_table.probe(solver_table.scheduler_from(CONFIGS["dpm of CogVideoX"]), 5)
+    assert table.draws == ((True,), (False, True), (False, True), (False, True), (False,))
+    drawn = iter(range(99))
+    assert list(table.noises(lambda: next(drawn))) == [0, 2, 4, 6, None]
+    still = solver_table.probe(solver_table.scheduler_from(CONFIGS["euler"]), 3)
+    assert list(still.noises(lambda: next(drawn))) == [None] * 3 and next(drawn) == 8
+
+
+def test_an_unknown_scheduler_is_named():
+    with pytest.raises(ValueError, match="the checkpoint's scheduler is NoSuchScheduler, which this version"):
+        solver_table.scheduler_from({"_class_name": "NoSuchScheduler"})
+
+
+def test_a_solver_that_gives_no_number_is_refused():
+    """bh1 divides by an infinite step where the last sigma is zero, upstream as here."""
+    with pytest.raises(ValueError, match="UniPCMultistepScheduler gives no finite step"):
+        solver_table.probe(solver_table.scheduler_from({**CONFIGS["unipc"], "solver_type": "bh1"}), 4)

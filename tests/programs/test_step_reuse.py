@@ -1,0 +1,187 @@
+"""DeepCache for HunyuanVideo 1.5: which steps are reused, and that they give what upstream's last block gives alone."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.cli import main as cli
+from comfyui_tpu.nodes import hunyuan15 as nodes
+from comfyui_tpu.tpu_runtime import step_cache
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.engine.engine import Engine
+from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name, spec_for_family
+from comfyui_tpu.tpu_runtime.pipeline import ModelRef
+from comfyui_tpu.tpu_runtime.programs import solver_table
+from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.spec import Settings
+from comfyui_tpu.tpu_runtime.step_cache import StepCache
+
+SPEC = spec_for_family("HunyuanVideo15")
+I2V = spec_by_name("hunyuanvideo1.5-i2v-720p")
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.tiny_id, precision="float32")
+PROMPT, NEGATIVE = 'a cat with a sign that says "Hi"', "blurred details"
+SCALE = 1.03682
+# Full steps: 0, 1, 3, 5. Tokens: 3 * 5 * 7 = 105, which 4 chips do not divide.
+POLICY = StepCache(start=1, end=5, interval=2)
+ODD = Settings(
+    height=80, width=112, num_frames=9, num_inference_steps=6, guidance_scale=6.0, seed=7, shift=0.0, step_cache=POLICY
+)
+FLAT = replace(ODD, height=64, num_frames=5, guidance_scale=1.0)
+
+
+@functools.cache
+def engine(chips: int) -> Engine:
+    return Engine(jax.devices()[:chips])
+
+
+@functools.cache
+def embeds() -> tuple:
+    """Of one engine for all: what they are is not asked here."""
+    return engine(8).encode(MODEL, PROMPT, NEGATIVE, Silent())
+
+
+def denoise(runner: Engine, settings: Settings, model: ModelRef = MODEL, progress: Any = None) -> np.ndarray:
+    return runner.denoise(model, settings, *embeds(), progress or Silent())["samples"].numpy()
+
+
+@functools.cache
+def oracle(settings: Settings) -> np.ndarray:
+    """Upstream's pipeline, whose last block gets at some steps what it got at an earlier one, each branch its own."""
+    import diffusers
+
+    pipe = diffusers.HunyuanVideo15Pipeline.from_pretrained(tiny.ensure(SPEC))
+    pipe.set_progress_bar_config(disable=True)
+    pipe.scheduler = solver_table.scheduler_from(SPEC.scheduler)
+    pipe.guider.guidance_scale = settings.guidance_scale
+    branches, calls, kept = SPEC.branches(settings), 0, {}
+
+    def reuse(block: Any, args: tuple) -> tuple:
+        nonlocal calls
+        (index, branch), calls = divmod(calls, branches), calls + 1
+        if settings.step_cache.is_full(index):
+            kept[branch] = args[:2]
+        return (*kept[branch], *args[2:])
+
+    pipe.transformer.transformer_blocks[-1].register_forward_pre_hook(reuse)
+    with torch.no_grad():
+        latents = pipe(
+            prompt=PROMPT, negative_prompt=NEGATIVE, height=settings.height, width=settings.width,
+            num_frames=settings.num_frames, num_inference_steps=settings.num_inference_steps, output_type="latent",
+            generator=torch.Generator().manual_seed(settings.seed),
+        ).frames  # fmt: skip
+    assert calls == branches * settings.num_inference_steps
+    return latents.numpy()
+
+
+def fulls(policy: StepCache, num_steps: int) -> list[int]:
+    return [index for index, full in enumerate(step_cache.full_steps(policy, ["one"] * num_steps)) if full]
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_steps", "expected"),
+    [
+        ((11, 45, 4), 50, [*range(11), 11, 15, 19, 23, 27, 31, 35, 39, 43, *range(45, 50)]),
+        ((11, 45, 4), 12, range(12)),
+        ((11, 45, 4), 14, range(12)),
+        ((0, 9, 4), 9, [0, 4, 8]),
+        ((2, 6, 2), 8, [0, 1, 2, 4, 6, 7]),
+        ((2, 100, 100), 8, [0, 1, 2]),
+        ((3, 3, 4), 6, range(6)),
+        ((5, 2, 4), 6, range(6)),
+        ((1, 6, 1), 6, range(6)),
+    ],
+)
+def test_the_steps_that_run_whole(policy: tuple, num_steps: int, expected: Any):
+    start, end, interval = policy
+    assert fulls(StepCache(start=start, end=end, interval=interval), num_steps) == list(expected)
+
+
+def test_without_a_policy_every_step_is_whole_and_an_expert_never_takes_anothers_features():
+    experts = ["high"] * 3 + ["low"] * 3
+    assert step_cache.full_steps(None, experts) == (True,) * 6
+    found = step_cache.full_steps(StepCache(start=1, end=6, interval=9), experts)
+    assert found == (True, True, False, True, False, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("settings", "chips"), [(ODD, 8), (FLAT, 3), (ODD, 1)], ids=["odd 8", "flat 3", "odd 1"])
+def test_reused_steps_are_upstreams_last_block_alone(settings: Settings, chips: int, compare: Callable):
+    latents = denoise(engine(chips), settings)
+    compare(f"latents with a step cache, {chips} chips", latents * SCALE, oracle(settings))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [StepCache(start=0, end=4, interval=1), StepCache(start=3, end=2, interval=4)])
+def test_where_no_step_is_reused_nothing_changes(policy: StepCache):
+    """To the bit, and by the very same program."""
+    runner, short = engine(3), replace(FLAT, num_inference_steps=4)
+    plain = denoise(runner, replace(short, step_cache=None))
+    before = runner.counts["compile"]
+    assert np.array_equal(denoise(runner, replace(short, step_cache=policy)), plain)
+    assert runner.counts["compile"] == before
+    assert np.abs(denoise(runner, short) - plain).max() > 1e-3
+
+
+@pytest.mark.slow
+def test_both_programs_are_compiled_before_the_first_step_and_serve_every_policy():
+    runner, seen = Engine(jax.devices()[:2]), []
+
+    class Watch(Silent):
+        def step(self, done: int, total: int, unit: str, preview: object = None) -> None:
+            if unit == "step":
+                seen.append((done, runner.counts["compile"]))
+
+    denoise(runner, FLAT, progress=Watch())
+    assert seen == [(done, 2) for done in range(7)]
+    denoise(runner, replace(FLAT, step_cache=StepCache(start=1, end=8, interval=3), num_inference_steps=5))
+    assert runner.counts["compile"] == 2
+
+
+@pytest.mark.slow
+def test_bfloat16_keeps_features_in_its_own_format(compare: Callable):
+    latents = denoise(engine(1), FLAT, replace(MODEL, precision="bfloat16"))
+    compare("latents with a step cache, bfloat16", latents * SCALE, oracle(FLAT), error=4e-2, slope=3e-3)
+
+
+@pytest.mark.slow
+def test_a_video_from_a_picture_may_reuse_steps():
+    model = ModelRef(spec_name=I2V.name, model_id=I2V.tiny_id, precision="float32")
+    settings = replace(FLAT, num_inference_steps=4, step_cache=StepCache(start=1, end=4, interval=2))
+    arrays = {"condition": torch.rand(1, 33, 2, 4, 7), "image_embeds": torch.rand(1, 729, 28)}
+    condition = {"tpu_family": I2V.family, "height": 64, "width": 112, "num_frames": 5, "tensors": arrays}
+    cached, plain = (
+        engine(2).denoise(model, each, *embeds(), Silent(), condition)["samples"]
+        for each in (settings, replace(settings, step_cache=None))
+    )
+    assert torch.isfinite(cached).all() and 1e-3 < (cached - plain).abs().max() < 5
+
+
+def test_a_bad_policy_and_a_model_without_one_are_refused():
+    for change, message in (
+        ({"interval": 0}, "cache_interval is 0; it must be a whole number between 1 and 100"),
+        ({"start": -1}, "cache_start is -1; it must be between 0 and 100. Use 0."),
+    ):
+        with pytest.raises(ValueError, match=f"HunyuanVideo 1.5 T2V: {message.split(';')[0]};"):
+            SPEC.check_settings(replace(ODD, step_cache=replace(POLICY, **change)))
+    other = spec_for_family("Wan21")
+    with pytest.raises(ValueError, match="step_cache is on, but this model runs every step whole. Turn it off."):
+        other.check_settings(replace(other.default_settings(), step_cache=POLICY))
+
+
+def test_the_node_offers_it_off_with_the_originals_numbers():
+    for node in (nodes.SAMPLER, nodes.PIPELINE):
+        last = node.inputs[-4:]
+        found = {i.name: i.default for i in last}
+        assert found == {"step_cache": False, "cache_start": 11, "cache_end": 45, "cache_interval": 4}
+        assert all(i.optional and i.advanced for i in last)
+    assert [spec.name for spec in SPECS if spec.step_reuse is not None] == [SPEC.name, I2V.name]
+
+
+def test_the_command_refuses_it_for_a_model_without_it(tmp_path, capsys: pytest.CaptureFixture):
+    assert cli.main(["denoise", "--folder", str(tmp_path), "--model", "tiny/wan21", "--step-cache"]) == 2
+    assert "Wan 2.1 T2V 14B: this model has no step_cache. Leave --step-cache out." in capsys.readouterr().err

@@ -1,0 +1,60 @@
+"""The bridge leaves torch as it was, and mends what it must."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.tpu_runtime.programs import torch_bridge
+
+
+def test_torch_is_untouched_outside_a_call():
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    torch_bridge.call(lambda x: x + 1, jnp.ones(3))
+    tensor = torch.ones(2) * 3
+    assert type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.dtype is torch.float32
+    assert torch.get_default_dtype() is torch.float32
+    assert torch.backends.mha.get_fastpath_enabled() == fastpath
+
+
+def test_a_call_works_in_inference_mode():
+    with torch.inference_mode():
+        out = torch_bridge.call(lambda x: torch.nn.functional.silu(x), jnp.ones(3))
+        assert torch.is_inference_mode_enabled()
+    np.testing.assert_allclose(out, 1 / (1 + np.exp(-1.0)) * np.ones(3), rtol=1e-6)
+
+
+def test_type_as_casts_a_copy():
+    x = jnp.ones(3, jnp.float32)
+
+    def cast(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        half = x.type_as(x.to(torch.bfloat16))
+        assert half.dtype is torch.bfloat16 and x.dtype is torch.float32
+        return x, half
+
+    same, half = torch_bridge.call(cast, x)
+    assert same.dtype == jnp.float32 and half.dtype == jnp.bfloat16
+
+
+def test_functional_uses_the_given_weights_and_leaves_the_module_alone():
+    module = torch.nn.Linear(3, 2)
+    before = module.weight.detach().clone()
+    weights = {"weight": jnp.ones((2, 3)), "bias": jnp.zeros(2)}
+    out = torch_bridge.functional(module, weights, lambda m, x: m(x), jnp.arange(3.0))
+    np.testing.assert_allclose(out, [3.0, 3.0])
+    assert torch.equal(module.weight, before)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_nearest_upsampling_repeats_pixels(mode: str):
+    image = torch.randn(2, 3, 5, 7)
+    wanted = torch.nn.functional.interpolate(image, scale_factor=(2.0, 3.0), mode=mode)
+    for given in ({"scale_factor": (2.0, 3.0)}, {"size": (10, 21)}):
+        out = torch_bridge.call(
+            lambda x, k=given: torch.nn.functional.interpolate(x, mode=mode, **k), jnp.asarray(image)
+        )
+        np.testing.assert_array_equal(out, wanted)
+
+
+def test_upsampling_by_a_broken_factor_is_refused():
+    with pytest.raises(NotImplementedError, match="from 5x7 to \\(8, 7\\) is not by whole factors"):
+        torch_bridge.call(lambda x: torch.nn.functional.interpolate(x, size=(8, 7)), jnp.ones((1, 1, 5, 7)))

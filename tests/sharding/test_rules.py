@@ -1,0 +1,88 @@
+"""Parameter rules: what they place, and what they refuse by name."""
+
+import jax
+import pytest
+from comfyui_tpu.sharding.mesh import make_mesh, shape_of
+from comfyui_tpu.sharding.rules import MIB, REPLICATED, Param, Rule, ShardingError, bytes_per_chip, lay_out
+from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tpu_runtime.checkpoints import load
+from comfyui_tpu.tpu_runtime.models import SPECS
+from comfyui_tpu.tpu_runtime.programs import modules, network_call
+
+EIGHT = MeshShape(dp=2, sp=4)
+BIG = Param(shape=(40, 5120, 5120), size_bytes=2000 * MIB)
+
+
+def test_a_mesh_keeps_the_order_of_devices():
+    for shape in (MeshShape(sp=8), MeshShape(dp=2, sp=4), MeshShape(dp=2, sp=2, tp=2)):
+        mesh = make_mesh(jax.devices(), shape)
+        assert shape_of(mesh) == shape
+        assert list(mesh.devices.flat) == jax.devices()
+    with pytest.raises(ValueError, match="mesh dp=1 sp=3 tp=1 needs 3 devices, but there are 8"):
+        make_mesh(jax.devices(), MeshShape(sp=3))
+
+
+def test_split_at_rest_and_gathered_for_use():
+    rule = Rule("blocks.*.*.weight", (None, "fsdp", "heads"))
+    layout = lay_out({"blocks.*.q.weight": BIG}, [rule], MeshShape(sp=8))["blocks.*.q.weight"]
+    assert layout.at_rest == (None, ("sp",), None)
+    assert layout.in_use == (None, None, None)
+
+
+def test_the_fallbacks_are_tried_in_order():
+    rule = Rule("w", ("fsdp", None), otherwise=((None, "fsdp"),))
+    assert lay_out({"w": Param(shape=(7, 16), size_bytes=99 * MIB)}, [rule], EIGHT)["w"].at_rest == (None, ("dp", "sp"))
+    small = Param(shape=(7, 9), size_bytes=MIB)
+    assert lay_out({"w": small}, [rule], EIGHT)["w"].at_rest == ()
+
+
+@pytest.mark.parametrize(
+    ("params", "rules", "message"),
+    [
+        ({"w": BIG}, [], "no sharding rule matches w with shape (40, 5120, 5120) (2000.0 MiB)"),
+        ({"b": Param(shape=(4,), size_bytes=16)}, [Rule("x.weight", (None,))], "match no parameter: x.weight."),
+        ({"w": Param(shape=(7, 9), size_bytes=65 * MIB)}, [Rule("w", ("fsdp", None))], "cannot be split on the mesh"),
+        ({"w": BIG}, [Rule("w", ("fsdp", None))], "but the rule 'w' names 2 dimensions"),
+        ({"w": BIG}, [Rule("w", (None, "fsdp", "all_heads"))], "put one mesh axis on two dimensions"),
+    ],
+)
+def test_refusals_name_the_parameter(params: dict, rules: list[Rule], message: str):
+    with pytest.raises(ShardingError) as error:
+        lay_out(params, rules, EIGHT)
+    assert message in str(error.value)
+
+
+def test_replication_has_to_be_declared():
+    assert lay_out({"w": BIG}, [Rule("w", REPLICATED)], EIGHT)["w"].at_rest == ()
+
+
+def test_a_star_is_one_part_of_a_name():
+    assert Rule("blocks.*.attn.weight", ()).matches("blocks.*.attn.weight")
+    assert not Rule("blocks.*.weight", ()).matches("blocks.*.attn.weight")
+    assert Rule("blocks.**.weight", ()).matches("blocks.*.attn.to_q.weight")
+    assert not Rule("a.b", ()).matches("axb")
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("chips", [1, 2, 4, 8, 16])
+def test_the_real_architectures_are_laid_out(spec, chips: int):
+    """Every rule matches, every large weight has one, nothing over 64 MiB is whole on every chip of eight."""
+    mesh = MeshShape(sp=chips)
+    for component in spec.components:
+        params = load.params(modules.build(component, component.config), "bfloat16")
+        layouts = lay_out(params, component.rules, mesh)
+        whole = [name for name, p in params.items() if p.size_bytes > 64 * MIB and layouts[name].at_rest == ()]
+        assert whole == [] or chips == 1
+        total = sum(param.size_bytes for param in params.values())
+        # Beside its share a chip holds small weights whole, which in a VAE is nearly all there is.
+        assert bytes_per_chip(params, layouts, mesh) < total / chips + 1024 * MIB
+
+
+@pytest.mark.parametrize(
+    ("chips", "height", "width", "expected"),
+    [(8, 90, 160, (1, 8)), (8, 60, 106, (4, 2)), (3, 10, 14, (1, 1)), (8, 10, 14, (2, 2)), (1, 5, 7, (1, 1))],
+)
+def test_the_decoder_uses_as_many_chips_as_divide_the_image(chips, height, width, expected):
+    shape = network_call.image_mesh(chips, height, width)
+    assert (shape.dp, shape.sp) == expected
+    assert shape.num_devices == chips

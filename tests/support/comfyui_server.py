@@ -1,0 +1,221 @@
+"""A real ComfyUI server with this pack in it, on eight simulated chips, as a process that tests may end and restart.
+
+Servers come from the fixture `start_comfyui` in conftest.py, which ends them; what they leave lies in its own folders.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from .patience import PATIENCE_S, until
+
+PACK = Path(__file__).parents[2]
+COMFYUI = Path(os.environ.get("COMFYUI_PATH") or "~/ComfyUI").expanduser()
+# A server runs its programs often, so they are worth more of the compiler's time than those of other tests.
+FLAGS = (
+    "--xla_force_host_platform_device_count=8 "
+    "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
+)
+
+needs_comfyui = pytest.mark.skipif(
+    not (COMFYUI / "main.py").is_file(), reason=f"no ComfyUI in {COMFYUI}; set COMFYUI_PATH"
+)
+
+# ComfyUI imports these at its start, our nodes never do; the real ones would bring gigabytes.
+STUBS = """
+    import importlib.abc, importlib.machinery, sys, types
+
+    def anything(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (Anything,), {})
+
+    class Meta(type):
+        __getattr__ = anything
+
+    class Anything(metaclass=Meta):
+        __getattr__ = anything
+        def __init__(self, *args, **kwargs): pass
+        def __call__(self, *args, **kwargs): return self
+
+    class Stub(types.ModuleType):
+        __path__ = []
+        __getattr__ = anything
+
+    class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+        def find_spec(self, name, path, target=None):
+            if name.partition(".")[0] in ("torchvision", "torchaudio"):
+                return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        def create_module(self, spec): return Stub(spec.name)
+        def exec_module(self, module): module.__version__ = "0"
+
+    sys.meta_path.append(Finder())
+"""
+
+
+@dataclass(kw_only=True)
+class Server:
+    """One server and its folders. `environment` and `arguments` come on top of what every test server gets."""
+
+    base: Path
+    port: int
+    cache: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: Sequence[str] = ()
+    process: subprocess.Popen | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> Path:
+        """What the server printed, all its starts in one file."""
+        return self.base / "server.log"
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the process and waits until it answers; again after `stop` or `kill`, at the same address."""
+        assert not self.is_running, "the server runs already"
+        options = f"--cpu --disable-api-nodes --port {self.port} --base-directory".split()
+        command = [sys.executable, "main.py", *options, str(self.base), *self.arguments]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(self.base / "stubs"),
+            "COMFYUI_TPU_CACHE": str(self.cache),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": FLAGS,
+            "HF_HUB_OFFLINE": "1",
+            **self.environment,
+        }
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(command, cwd=COMFYUI, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        self._wait()
+
+    def _wait(self) -> None:
+        until(lambda: not self.is_running or self._answers(), lambda: f"ComfyUI did not start\n{self.log_tail()}")
+        assert self.is_running, f"ComfyUI ended\n{self.log_tail()}"
+
+    def _answers(self) -> bool:
+        try:
+            self.get("/system_stats")
+        except OSError:
+            return False
+        return True
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def stop(self) -> None:
+        """Asks it to end, and waits until it has."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends it as the kernel's out-of-memory killer would: kill -9."""
+        self._end(signal.SIGKILL)
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def _end(self, number: signal.Signals) -> None:
+        if self.is_running:
+            self.process.send_signal(number)
+            self.process.wait(timeout=PATIENCE_S)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def get(self, path: str) -> dict:
+        with urllib.request.urlopen(self.url + path, timeout=PATIENCE_S) as answer:
+            return json.load(answer)
+
+    def post(self, path: str, body: Any) -> dict:
+        """The JSON answer, also when it is a refusal; `{}` where the server answers with an empty body."""
+        data = b"" if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+                return json.loads(answer.read() or b"{}")
+        except urllib.error.HTTPError as refusal:
+            return json.load(refusal)
+
+    def queue(self, workflow: dict) -> dict:
+        """The server's answer to a prompt, also when it refuses it."""
+        return self.post("/prompt", {"prompt": workflow})
+
+    def finish(self, prompt_id: str) -> dict:
+        """Waits for the history entry of a queued prompt, whatever its end."""
+
+        def entry() -> dict | None:
+            assert self.is_running, f"ComfyUI ended\n{self.log_tail()}"
+            return self.get(f"/history/{prompt_id}").get(prompt_id)
+
+        return until(entry, lambda: f"the prompt did not end\n{self.log_tail()}")
+
+    def run(self, workflow: dict) -> dict:
+        """The history entry of a prompt that ran to its end."""
+        answer = self.queue(workflow)
+        assert not answer.get("node_errors") and "prompt_id" in answer, answer
+        entry = self.finish(answer["prompt_id"])
+        assert entry["status"]["status_str"] == "success", f"{entry['status']}\n{self.log_tail()}"
+        return entry
+
+    def log_tail(self) -> str:
+        return self.log.read_text(errors="replace")[-6000:]
+
+
+def prepare(
+    base: Path,
+    *,
+    cache: Path | None = None,
+    packs: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
+    arguments: Sequence[str] = (),
+) -> Server:
+    """A server that is not started yet, over `base`, which may hold what an earlier one left.
+
+    `packs` are neighbours: folder name and the source of its `__init__.py`. `cache` is the pack's own folder.
+    """
+    _write(base / "stubs" / "sitecustomize.py", STUBS)
+    for name, source in (packs or {}).items():
+        _write(base / "custom_nodes" / name / "__init__.py", source)
+    link = base / "custom_nodes" / "ComfyUI-TPU"
+    if not link.is_symlink():
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(PACK, target_is_directory=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return Server(
+        base=base, port=port, cache=cache or base / "cache", environment=environment or {}, arguments=arguments
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dedent(text))
+
+
+def tiny_workflow(prefix: str, **sampler: int) -> dict:
+    """The Wan 2.1 example in API form on the built-in miniature; 5 frames, 2 steps, saved under `prefix`."""
+    from comfyui_tpu.cli.main import make_tiny
+
+    workflow = json.loads((PACK / "examples" / "api" / "wan21_t2v_720p.json").read_text())
+    make_tiny(workflow)
+    workflow["2"]["inputs"] |= {"num_frames": 5, "num_inference_steps": 2, **sampler}
+    workflow["5"]["inputs"]["filename_prefix"] = prefix
+    return workflow

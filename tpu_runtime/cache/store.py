@@ -1,0 +1,250 @@
+"""Where things are kept between runs, and how: an entry is written whole or not at all, and checked when it is read.
+
+A cache never stops a run: what cannot be written or read is said in the log, and done without.
+"""
+
+import contextlib
+import errno
+import functools
+import hashlib
+import hmac
+import logging
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..units import GIB
+from . import trust
+
+log = logging.getLogger(__name__)
+
+VARIABLE = "COMFYUI_TPU_CACHE"
+DIGEST_SIZE = hashlib.sha256().digest_size
+SECONDS_BETWEEN_COUNTS = 5
+# Beginnings of entries that a killed process never finished are older than this.
+ABANDONED_S = 24 * 3600
+# More than this leaves, the longest unused first.
+MAX_BYTES = {"programs": 20 * GIB, "prompts": 4 * GIB, "plans": GIB, "xla": 20 * GIB}
+
+
+def cache_folder() -> Path:
+    """The pack's cache; a temporary folder of this user's own where the wanted one cannot be written."""
+    return _writable(os.environ.get(VARIABLE) or "~/.cache/comfyui-tpu")
+
+
+@functools.cache
+def _writable(wanted: str) -> Path:
+    folder = Path(wanted)
+    try:
+        folder = folder.expanduser()
+        _make(folder)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where the home is
+        if _is_full(error) and folder.is_dir():
+            return folder  # what is there can still be read
+        return _instead_of(folder, getattr(error, "strerror", None) or str(error))
+
+
+def _make(folder: Path) -> None:
+    """Makes a folder that others neither read nor write; leaves an existing one as it is."""
+    folder.mkdir(mode=trust.PRIVATE, parents=True, exist_ok=True)
+
+
+def _instead_of(folder: Path, reason: str) -> Path:
+    try:
+        instead = trust.temporary_folder()
+    except OSError as error:
+        log.warning("the cache folder %s cannot be written (%s), nor a temporary one (%s).", folder, reason, error)
+        return folder
+    log.warning(
+        "the cache folder %s cannot be written (%s); using %s. Set %s to a folder that can.",
+        folder, reason, instead, VARIABLE,
+    )  # fmt: skip
+    return instead
+
+
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def xla_cache_folder() -> Path:
+    """XLA's compiled programs; JAX's own variable wins."""
+    given = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    return Path(given).expanduser() if given else cache_folder() / "xla"
+
+
+def signature(*parts: Any) -> str:
+    """A short key of anything with a stable `repr`."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def holds_own_code(folder: Path) -> bool:
+    """Whether programs in `folder`, a part of the cache, can be nobody else's; if not, the log has said why."""
+    try:
+        for one in (cache_folder(), folder):
+            trust.check(one)
+    except trust.Untrusted as error:
+        _say_once(f"compiled programs are neither loaded nor kept: {error}. Or set {VARIABLE} to a folder of your own.")
+        return False
+    except FileNotFoundError:
+        return True  # there will be none but this process's
+    except OSError as error:
+        _say_once(f"compiled programs are neither loaded nor kept: {folder} cannot be looked at ({error}).")
+        return False
+    return True
+
+
+@functools.cache
+def _say_once(warning: str) -> None:
+    log.warning("%s", warning)
+
+
+@dataclass(frozen=True)
+class Store:
+    """Entries of one kind (a subfolder of the cache) by key. Entries that are `code` bear the seal of the cache's own
+    key, and exist only where nobody else can write.
+    """
+
+    kind: str
+    code: bool = False
+
+    @property
+    def folder(self) -> Path:
+        return cache_folder() / self.kind
+
+    def path(self, key: str) -> Path:
+        return self.folder / f"{key}.bin"
+
+    def has(self, key: str) -> bool:
+        """Whether `get` would find an entry, sound or not."""
+        return self._is_usable() and self.path(key).is_file()
+
+    def get(self, key: str) -> bytes | None:
+        """An entry's bytes; None if there is none or it is damaged, which removes it."""
+        if not self._is_usable():
+            return None
+        path = self.path(key)
+        try:
+            if self.code:
+                trust.check(path)
+            content = path.read_bytes()
+            wanted = self._digest(key, content[DIGEST_SIZE:])
+        except FileNotFoundError:
+            return None
+        except (OSError, trust.Untrusted) as error:
+            log.warning("the cache entry %s cannot be read (%s); doing without.", path, error)
+            return None
+        if not hmac.compare_digest(content[:DIGEST_SIZE], wanted):
+            self.discard(key, "it is damaged, or of another cache" if self.code else "it is damaged")
+            return None
+        _touch(path)
+        return content[DIGEST_SIZE:]
+
+    def put(self, key: str, payload: bytes) -> None:
+        """Keeps an entry, if the folder takes it."""
+        if not self._is_usable():
+            return
+        path, scratch = self.path(key), None
+        try:
+            _make(self.folder)
+            _trim(self.folder, MAX_BYTES[self.kind] - len(payload))
+            descriptor, scratch = tempfile.mkstemp(prefix=f".{key}-", dir=self.folder)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(self._digest(key, payload))
+                file.write(payload)
+            os.replace(scratch, path)
+        except (OSError, trust.Untrusted) as error:
+            log.warning("the cache entry %s was not written (%s); the run goes on without it.", path, error)
+            if scratch:
+                Path(scratch).unlink(missing_ok=True)
+
+    def _is_usable(self) -> bool:
+        return not self.code or holds_own_code(self.folder)
+
+    def _digest(self, key: str, payload: bytes) -> bytes:
+        if self.code:
+            return trust.seal(trust.key(cache_folder() / f"{self.kind}.key"), key, payload)
+        return hashlib.sha256(payload).digest()
+
+    def discard(self, key: str, why: str) -> None:
+        """Removes an entry that is of no use."""
+        log.warning("the cache entry %s is dropped: %s. It is made anew.", self.path(key), why)
+        try:
+            self.path(key).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s cannot be removed (%s).", self.path(key), error)
+
+
+def trim_xla() -> None:
+    """Lets the longest unused of XLA's programs go. A folder of JAX's own variable is left to its owner: JAX has a
+    limit for it (`JAX_COMPILATION_CACHE_MAX_SIZE`), which fails where it finds files of processes without one.
+    """
+    folder = cache_folder() / "xla"
+    if folder != xla_cache_folder():
+        return
+    try:
+        # JAX only reads what it finds, so when it was read counts.
+        _trim(folder, MAX_BYTES["xla"], lambda status: max(status.st_mtime, status.st_atime))
+    except OSError as error:
+        log.warning("XLA's cache %s cannot be made smaller (%s).", folder, error)
+
+
+def _trim(folder: Path, limit: int, used: Callable[[os.stat_result], float] = lambda status: status.st_mtime) -> None:
+    """Lets the longest unused files of a folder go until the others hold at most `limit` bytes, and what killed
+    processes left.
+    """
+    files = sorted((used(status), status.st_size, path) for path, status in _files(folder))
+    newest = files[-1][0] if files else 0.0
+    held = sum(size for _, size, _ in files)
+    for moment, size, path in files:
+        is_abandoned = path.name.startswith(".") and moment < newest - ABANDONED_S
+        if is_abandoned or held > limit:
+            held -= size
+            path.unlink(missing_ok=True)
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """The files of a folder; another process may remove some meanwhile."""
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            if stat.S_ISREG(status.st_mode):
+                yield path, status
+
+
+def _touch(path: Path) -> None:
+    """Marks an entry as used; a folder that cannot be written keeps its old order."""
+    try:
+        os.utime(path)
+    except OSError as error:
+        log.debug("%s cannot be marked as used (%s).", path, error)
+
+
+def usage() -> list[dict[str, object]]:
+    """What the cache holds, by kind: `name`, `path`, `files`, `bytes`. Counted anew every few seconds."""
+    return _usage(cache_folder(), int(time.monotonic() / SECONDS_BETWEEN_COUNTS))
+
+
+@functools.lru_cache(maxsize=1)
+def _usage(folder: Path, moment: int) -> list[dict[str, object]]:
+    folders = {kind: Store(kind).folder for kind in MAX_BYTES} | {"xla": xla_cache_folder()}
+    return [{"name": name, "path": str(folder), **_size(folder)} for name, folder in folders.items()]
+
+
+def _size(folder: Path) -> dict[str, int]:
+    sizes = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_file():
+                    sizes.append(entry.stat().st_size)
+    except OSError:
+        # Not there yet, or an entry left meanwhile: the rest is what is known.
+        return {"files": len(sizes), "bytes": sum(sizes)}
+    return {"files": len(sizes), "bytes": sum(sizes)}

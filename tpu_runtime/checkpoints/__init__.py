@@ -1,0 +1,1 @@
+"""Finding, downloading, faking and loading weights. May import `models`, `programs` and the leaves."""

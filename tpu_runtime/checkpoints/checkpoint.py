@@ -1,0 +1,334 @@
+"""Finding a checkpoint in diffusers layout and reading what it says of itself, before any weight is read.
+
+A model id is a Hub id, a folder, a folder under ComfyUI's `models/diffusers`, or the built-in `tiny/<family>`.
+Everything that can be wrong ends in a `CheckpointError` that says what to do.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..cache.store import signature
+from ..progress import Progress
+from ..redact import redact
+from ..spec import Component, ModelSpec
+from . import compatibility, hub, tiny
+
+if TYPE_CHECKING:
+    from ..programs.modules import Network, Weight
+
+INDEX = hub.INDEX
+CONFIG = "config.json"
+SCHEDULER_CONFIG = "scheduler/scheduler_config.json"
+Found = TypeVar("Found")
+# What is fetched of a folder on the Hub beside weights: configs, indices, tokenizers. Never code.
+SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+# How the libraries name the weights of one file.
+WEIGHTS = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
+
+
+class CheckpointError(ValueError):
+    """A model id that cannot be used, in a sentence for the user."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(redact(sentence))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorFile:
+    """Where a tensor is: the safetensors file, its name and its shape there."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A located checkpoint. `root` is None for one on the Hub and for the built-in one, which is made on first use."""
+
+    spec: ModelSpec
+    model_id: str
+    root: Path | None
+    # Where a Hub model is, once it was looked for: that takes a request, and stages ask at every chunk.
+    located: list[Path] = field(default_factory=list, repr=False, compare=False)
+
+    def home(self, progress: Progress) -> Path:
+        """The checkpoint's local folder. Of a Hub model it holds the newest commit's index, which is checked first, and
+        all that is small; weights come with `fetch_weights`.
+        """
+        if self.root is not None:
+            return self.root
+        if self.model_id == self.spec.tiny_id:
+            return tiny.ensure(self.spec)
+        if not self.located:
+            parts = self.spec.parts
+            root = hub.snapshot(self.model_id, parts, progress)
+            _check_index(self.spec, self.model_id, read_json(root / INDEX))
+            small = [f"{part}/{pattern}" for part in parts for pattern in SMALL_FILES]
+            configs = dict.fromkeys(f"{component.folder}/{CONFIG}" for component in self.spec.components)
+            hub.fetch(self.model_id, root, [*configs, SCHEDULER_CONFIG, *small], progress, "configuration", parts)
+            self.located.append(root)
+        return self.located[0]
+
+    def folder(self, name: str, progress: Progress) -> Path:
+        """The local folder of one part of the checkpoint."""
+        return self._folder(self.home(progress), name)
+
+    def _folder(self, root: Path, name: str) -> Path:
+        if not (root / name).is_dir():
+            raise CheckpointError(
+                f"{self.model_id}: there is no folder {name!r} in {root}; the checkpoint is incomplete."
+            )
+        return root / name
+
+    def fetch_weights(self, component: Component, progress: Progress) -> Path:
+        """A component's folder with its weights in it: downloads the files that hold a tensor which is loaded."""
+        folder = self.folder(component.folder, progress)
+        if self._is_on_hub:
+            names = [f"{component.folder}/{name}" for name in weight_names(folder, component)]
+            hub.fetch(self.model_id, self.home(progress), names, progress, component.folder)
+        return folder
+
+    def identity(self, folder: str, progress: Progress) -> str:
+        """What tells a part from that of another checkpoint, and from an earlier state of the same."""
+        home = self.home(progress)
+        # A commit does not change, but files of it may still be missing here.
+        return signature(self.model_id, home.name, folder) if self._is_on_hub else fingerprint(home / folder)
+
+    @property
+    def _is_on_hub(self) -> bool:
+        return self.root is None and self.model_id != self.spec.tiny_id
+
+    def index(self, progress: Progress) -> Mapping[str, Any]:
+        """The checkpoint's `model_index.json`."""
+        return read_json(self.home(progress) / INDEX)
+
+    def check(self) -> None:
+        """Raises `CheckpointError` for what can be seen without weights or a network: index, configs, headers.
+
+        Of a Hub model only what is on this machine is looked at.
+        """
+        root = hub.cached(self.model_id) if self._is_on_hub else self.root
+        if root is None:
+            return
+        if self._is_on_hub:
+            _check_index(self.spec, self.model_id, read_json(root / INDEX))
+        self._check_configs(root)
+        if self.root is not None:
+            for component in self.spec.components:
+                read_headers(root / component.folder, component)
+
+    def prepare(self, progress: Progress) -> None:
+        """`check` for a run: fetches index and configs where need be, and looks at no weights."""
+        self._check_configs(self.home(progress))
+
+    def _check_configs(self, root: Path) -> None:
+        """Whether the parts fit the model, and each other."""
+        configs = {}
+        for component in self.spec.components:
+            if not self._is_on_hub or (root / component.folder / CONFIG).is_file():
+                configs[component.name] = self._config(component, root)
+        if problem := compatibility.sizes_problem(self.spec, self.model_id, configs):
+            raise CheckpointError(problem)
+
+    def config(self, component: Component, progress: Progress) -> Mapping[str, Any]:
+        """A component's own `config.json`, one that the model can run."""
+        return self._config(component, self.home(progress))
+
+    def _config(self, component: Component, root: Path) -> Mapping[str, Any]:
+        config = read_json(self._folder(root, component.folder) / CONFIG)
+        if problem := compatibility.config_problem(self.spec, component, self.model_id, config):
+            raise CheckpointError(problem)
+        return config
+
+
+def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = ()) -> Checkpoint:
+    """The checkpoint for a model id. Reads its `model_index.json` when it is local, and nothing else."""
+    model_id = model_id.strip()
+    if not model_id:
+        raise CheckpointError(
+            f"{spec.title}: model_id is empty. Enter a Hugging Face id such as {spec.hub_id}, a folder in diffusers "
+            f"layout, or {spec.tiny_id}."
+        )
+    if model_id.startswith("tiny/"):
+        if model_id != spec.tiny_id:
+            raise CheckpointError(f"{spec.title}: model_id is {model_id}; its built-in checkpoint is {spec.tiny_id}.")
+        return Checkpoint(spec=spec, model_id=model_id, root=None)
+    if (folder := _local_folder(model_id, folders)) is not None:
+        if not (folder / INDEX).is_file():
+            raise CheckpointError(
+                f"{spec.title}: the folder {model_id} has no {INDEX}; it is not a model in diffusers layout. Choose "
+                f"the folder that holds {INDEX}, transformer/, vae/."
+            )
+        _check_index(spec, model_id, read_json(folder / INDEX))
+        return Checkpoint(spec=spec, model_id=model_id, root=folder)
+    if not hub.is_hub_id(model_id):
+        searched = ", ".join(["the path itself", *folders])
+        raise CheckpointError(
+            f"{spec.title}: model_id is {model_id}; there is no such folder (looked at {searched}) and it is not a "
+            f"Hugging Face id (owner/name) such as {spec.hub_id}."
+        )
+    return Checkpoint(spec=spec, model_id=model_id, root=None)
+
+
+def find_index(
+    model_id: str, folders: Sequence[str] = (), *, parts: Sequence[str] = (), progress: Progress | None = None
+) -> Mapping[str, Any] | None:
+    """The `model_index.json` that a model id stands for; None for an id without one.
+
+    A Hub model's is read from this machine; with `progress` it is fetched, as `hub.snapshot` does it.
+    """
+    model_id = model_id.strip()
+    folder = _local_folder(model_id, folders)
+    if folder is None and hub.is_hub_id(model_id) and not model_id.startswith("tiny/"):
+        folder = hub.cached(model_id) if progress is None else hub.snapshot(model_id, parts, progress)
+    if folder is None or not (folder / INDEX).is_file():
+        return None
+    return read_json(folder / INDEX)
+
+
+def _local_folder(model_id: str, folders: Sequence[str]) -> Path | None:
+    """The folder that an id is the path of, or the name of in one of `folders`."""
+    # Unlike `Path.expanduser` this takes the name of a user that there is not.
+    own = Path(os.path.expanduser(model_id))
+    found = (own, *(Path(parent) / model_id for parent in folders)) if model_id else ()
+    return next((folder for folder in found if folder.is_dir()), None)
+
+
+def _check_index(spec: ModelSpec, model_id: str, index: Mapping[str, Any]) -> None:
+    if problem := compatibility.index_problem(spec, model_id, index):
+        raise CheckpointError(problem)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; the checkpoint is incomplete.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
+
+
+def fingerprint(folder: Path) -> str:
+    """What changes when a file of a checkpoint's folder does: names, sizes and times, without reading them."""
+    stats = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    return signature(str(folder), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+
+
+def weight_names(folder: Path, component: Component) -> list[str]:
+    """Names of a component's weight files: those of its index that hold a tensor which is loaded, or the single one.
+
+    Looks at the folder for an index and for a single file of another than the usual name; the files need not be there.
+    """
+    usual = WEIGHTS[component.library]
+    # The same weights may lie there in several formats, by other names.
+    indices = sorted(folder.glob("*.safetensors.index.json"), key=lambda path: path.name != f"{usual}.index.json")
+    if not indices:
+        singles = sorted(path.name for path in folder.glob("*.safetensors"))
+        return singles if len(singles) == 1 else [usual]
+    index = indices[0]
+    names = sorted(_loaded_files(component, read_json(index).get("weight_map", {})))
+    if strange := [name for name in names if not re.fullmatch(r"[\w.-]+\.safetensors", name)]:
+        raise CheckpointError(f"{index} names a weight file {strange[0]!r}; only .safetensors beside it are read.")
+    return names
+
+
+def _loaded_files(component: Component, weight_map: Mapping[str, str]) -> set[str]:
+    """The files of a weight index that hold a tensor which is loaded: what a component's `only` and `layers` keep."""
+    files = by_own_names(weight_map, component.aliases)
+    used: dict[str, range] = {}
+    for path in component.blocks:
+        numbers = [number for name in files if (number := _layer(name, path)) is not None]
+        used[path] = range(max(numbers, default=-1) + 1)[component.layers or slice(None)]
+
+    def is_loaded(name: str) -> bool:
+        layers = [(number, used[path]) for path in used if (number := _layer(name, path)) is not None]
+        return name.startswith(component.only or "") and all(number in wanted for number, wanted in layers)
+
+    return {file for name, file in files.items() if is_loaded(name)}
+
+
+def _layer(name: str, path: str) -> int | None:
+    """Which layer of the list at `path` a weight belongs to."""
+    number = name.removeprefix(f"{path}.").partition(".")[0] if name.startswith(f"{path}.") else ""
+    return int(number) if number.isdecimal() else None
+
+
+def weight_files(folder: Path, component: Component) -> list[Path]:
+    """The safetensors files of a component that hold a tensor which is loaded; raises where one is missing."""
+    names = weight_names(folder, component)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing and len(names) > 1:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} of {len(names)} weight files are missing: {', '.join(missing)}. Download the "
+            "checkpoint again."
+        )
+    if missing:
+        found = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))) or "none"
+        raise CheckpointError(f"{folder}: expected one .safetensors file or an index, found {found}.")
+    return [folder / name for name in names]
+
+
+def read_headers(folder: Path, component: Component) -> dict[str, TensorFile]:
+    """Every tensor by name in a component's weight files, from the files' headers alone."""
+    from safetensors import SafetensorError, safe_open
+
+    tensors: dict[str, TensorFile] = {}
+    for path in weight_files(folder, component):
+        try:
+            with safe_open(os.fspath(path), framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    tensors[name] = TensorFile(path=path, name=name, shape=tuple(file.get_slice(name).get_shape()))
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{path} is not a whole safetensors file ({error}); it was probably cut off while downloading. Delete "
+                "it and download it again."
+            ) from error
+    return tensors
+
+
+def match(network: "Network", tensors: Mapping[str, TensorFile], folder: Path) -> dict[str, tuple[TensorFile, ...]]:
+    """The files of each weight of a network; checks names and shapes."""
+    by_name = by_own_names(tensors, network.component.aliases)
+    matched: dict[str, tuple[TensorFile, ...]] = {}
+    for name, weight in network.weights.items():
+        missing = [source for source in weight.sources if source not in by_name]
+        if missing:
+            raise CheckpointError(f"{folder}: the weight {missing[0]} is missing; the checkpoint is incomplete.")
+        matched[name] = tuple(by_name[source] for source in weight.sources)
+        _check_shapes(weight, matched[name], folder)
+    return matched
+
+
+def own_name(name: str, aliases: Mapping[str, str]) -> str:
+    """A checkpoint's name as the module has it (see `spec.Component`): first how it starts, then the whole of it."""
+    prefix = max((part for part in aliases if part.endswith(".") and name.startswith(part)), key=len, default="")
+    name = aliases.get(prefix, "") + name.removeprefix(prefix)
+    return aliases.get(name, name)
+
+
+def by_own_names(tensors: Mapping[str, Found], aliases: Mapping[str, str]) -> dict[str, Found]:
+    """What is known of tensors, by the module's names. Where two names are one weight, the module's own wins."""
+    pairs = [(own_name(name, aliases), name) for name in tensors]
+    return {own: tensors[name] for own, name in sorted(pairs, key=lambda pair: pair[0] == pair[1])}
+
+
+def folded_dimension(shape: tuple[int, ...], folded: tuple[int, ...]) -> int | None:
+    """Which dimension of a file's `shape` is cut in two in `folded`; None if none is, or if they do not fit."""
+    for dim, size in enumerate(shape if len(folded) == len(shape) + 1 else ()):
+        if (*shape[:dim], *shape[dim + 1 :]) == (*folded[:dim], *folded[dim + 2 :]):
+            if size == folded[dim] * folded[dim + 1]:
+                return dim
+    return None
+
+
+def _check_shapes(weight: "Weight", files: tuple[TensorFile, ...], folder: Path) -> None:
+    expected = weight.shape[1:] if weight.stacked else weight.shape
+    for source, file in zip(weight.sources, files, strict=True):
+        if file.shape != expected and folded_dimension(file.shape, expected) is None:
+            raise CheckpointError(f"{folder}: {source} has shape {file.shape}, but its config asks for {expected}.")

@@ -1,0 +1,140 @@
+"""What a checkpoint says of itself, in `model_index.json` and its configs, against what a spec can run.
+
+Pure functions over parsed JSON: each gives a sentence for the user, or None if all is well.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..spec import Component, ModelSpec, Need, Same
+
+# Prepare or judge pictures around the networks: what we run instead of them, or without them, is the same.
+HARMLESS = ("feature_extractor", "image_processor", "video_processor", "processor", "safety_checker")
+_MISSING = object()
+
+
+def is_pipeline(spec: ModelSpec, index: Mapping[str, Any]) -> bool:
+    """Whether the index is of a pipeline that `spec` stands for."""
+    return index.get("_class_name") in spec.pipeline_classes
+
+
+def index_problem(spec: ModelSpec, model_id: str, index: Mapping[str, Any]) -> str | None:
+    """What of a pipeline the spec cannot run: its class, networks it does not know, options it does not follow."""
+    if not is_pipeline(spec, index):
+        return (
+            f"{spec.title}: the checkpoint {model_id} is a {index.get('_class_name')}; this node needs a "
+            f"{' or '.join(spec.pipeline_classes)}, such as {spec.hub_id}."
+        )
+    if unknown := list(_unknown(spec, index)):
+        return (
+            f"{spec.title}: the model_index.json of {model_id} has {_listed(unknown)}, which this model does not know; "
+            f"without that the result would be wrong. Use one such as {spec.hub_id}."
+        )
+    if missing := list(_missing(spec, index)):
+        return (
+            f"{spec.title}: the model_index.json of {model_id} has no {_listed(missing)}, which this model needs. Use "
+            f"one that has, such as {spec.hub_id}."
+        )
+    return None
+
+
+def _missing(spec: ModelSpec, index: Mapping[str, Any]) -> Iterator[str]:
+    """Networks that the index says are not there, and options that the spec reads."""
+    for folder in dict.fromkeys(component.folder for component in spec.components):
+        if folder in index and _is_off(index[folder]):
+            yield folder
+    for name, value in spec.index.items():
+        if not _is_part(value) and _is_off(index.get(name)):
+            yield name
+
+
+def _unknown(spec: ModelSpec, index: Mapping[str, Any]) -> Iterator[str]:
+    """What is set and not known, with its value."""
+    folders = {component.folder for component in spec.components}
+    tokenizers = {text.tokenizer_folder for text in spec.texts_encoded}
+    known = {*folders, *tokenizers, "scheduler", *spec.index, *HARMLESS}
+    for name, value in index.items():
+        if name not in known and not name.startswith("_") and not _is_off(value):
+            yield f"{name} ({value[1]})" if _is_part(value) else f"{name} {json.dumps(value)}"
+
+
+def _is_part(value: Any) -> bool:
+    """Whether an entry names a library and a class, as of networks, tokenizers and the like."""
+    return isinstance(value, list | tuple) and len(value) == 2
+
+
+def _is_off(value: Any) -> bool:
+    """An option that is off, or a part that the pipeline does without."""
+    return value is None or value is False or (_is_part(value) and value[1] is None)
+
+
+def config_problem(spec: ModelSpec, component: Component, model_id: str, config: Mapping[str, Any]) -> str | None:
+    """What of a component's own `config.json` does not fit, by key and value."""
+    found = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
+    if found != component.class_name:
+        return f"{model_id}: {component.folder} is a {found}; {spec.title} needs a {component.class_name}."
+    for key, need in component.needs.items():
+        value = _value(config, key)
+        if isinstance(need, Same) or _fits(need, value):
+            continue
+        said = "is missing" if value is _MISSING else f"is {json.dumps(value)}"
+        return (
+            f"{spec.title}: {key} {said} in {component.folder}/config.json of {model_id}; supported is "
+            f"{_supported(need)}. Use a checkpoint such as {spec.hub_id}."
+        )
+    return None
+
+
+def sizes_problem(spec: ModelSpec, model_id: str, configs: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Where the configs of several components (by name) contradict each other."""
+    for component in spec.components:
+        for key, need in component.needs.items():
+            if not isinstance(need, Same) or not {component.name, need.component} <= configs.keys():
+                continue
+            value, other = _value(configs[component.name], key), _value(configs[need.component], need.key)
+            if _MISSING in (value, other) or (isinstance(other, int) and value == need.times * other):
+                continue
+            times = f"{need.times} times " if need.times > 1 else ""
+            return (
+                f"{spec.title}: {key} is {json.dumps(value)} in {component.folder}/config.json of {model_id}, but must "
+                f"be {times}{need.key} of {spec.component(need.component).folder}, which is {json.dumps(other)}. Its "
+                "parts do not belong together."
+            )
+    return _experts_problem(spec, model_id, configs)
+
+
+def _experts_problem(spec: ModelSpec, model_id: str, configs: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """One program runs all experts, so they are of one architecture."""
+    known = [name for name in spec.experts if name in configs]
+    for first, name in zip(known, known[1:], strict=False):
+        mine, its = configs[first], configs[name]
+        for key in sorted({*mine, *its}):
+            if not key.startswith("_") and mine.get(key) != its.get(key):
+                return (
+                    f"{spec.title}: {key} is {json.dumps(its.get(key))} in {name} of {model_id} and "
+                    f"{json.dumps(mine.get(key))} in {first}; the two must be alike."
+                )
+    return None
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1])] * (len(names) > 1) + names[-1:])
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    """A value of a config, whose key may lead into nested ones: `text_config.hidden_size`."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part, _MISSING) if isinstance(value, Mapping) else _MISSING
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _fits(need: Need, value: Any) -> bool:
+    if value is _MISSING:
+        return not need.required
+    return value in need.values or (need.fits is not None and need.fits(value))
+
+
+def _supported(need: Need) -> str:
+    return " or ".join([*(json.dumps(value) for value in need.values), *([need.wording] if need.wording else [])])

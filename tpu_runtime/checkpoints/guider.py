@@ -1,0 +1,61 @@
+"""What a checkpoint says of guidance: diffusers keeps it with the checkpoint where the pipeline has a `guider`.
+
+A CFG-distilled checkpoint has learnt what guidance does; its guider is off or has scale 1, and guided again it would be
+over-saturated at twice the price.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..progress import Progress
+from ..spec import Settings
+from .checkpoint import Checkpoint, CheckpointError, read_json
+
+log = logging.getLogger(__name__)
+
+FOLDER, CONFIG = "guider", "guider_config.json"
+# Fields of upstream's ClassifierFreeGuidance beside its scale, with the values that make it the plain formula.
+_PLAIN = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
+
+
+def settings_for(found: Checkpoint, settings: Settings, progress: Progress) -> Settings:
+    """`settings` with guidance 1, which is none, where the checkpoint's guider has none.
+
+    Raises `CheckpointError` where it guides by another formula than plain classifier-free guidance.
+    """
+    if settings.guidance_scale <= 1 or not any(found.index(progress).get(FOLDER) or ()):
+        return settings
+    config = read_json(found.folder(FOLDER, progress) / CONFIG)
+    if _is_off(config):
+        log.warning(
+            "%s is CFG-distilled (its %s): guidance_scale %s is taken as 1, without a negative prompt.",
+            found.model_id, CONFIG, settings.guidance_scale,
+        )  # fmt: skip
+        progress.text("The checkpoint is CFG-distilled: guidance_scale is taken as 1")
+        return replace(settings, guidance_scale=1.0)
+    _check_plain(found.model_id, config)
+    return settings
+
+
+def _is_off(config: Mapping[str, Any]) -> bool:
+    """As upstream decides it: the scale at which its formula gives the prompt's prediction alone."""
+    nothing = 0.0 if config.get("use_original_formulation") else 1.0
+    return not config.get("enabled", True) or math.isclose(config.get("guidance_scale", 7.5), nothing)
+
+
+def _check_plain(model_id: str, config: Mapping[str, Any]) -> None:
+    kind = config.get("_class_name")
+    if kind != "ClassifierFreeGuidance":
+        raise CheckpointError(
+            f"{model_id}: its guider is a {kind}; only ClassifierFreeGuidance is supported. Set guidance_scale to 1 to "
+            "run without guidance, or use another checkpoint."
+        )
+    for name, plain in _PLAIN.items():
+        if config.get(name, plain) != plain:
+            raise CheckpointError(
+                f"{model_id}: its guider has {name} {config[name]}; only {plain} is supported. Set guidance_scale to 1 "
+                "to run without guidance, or use another checkpoint."
+            )

@@ -1,0 +1,182 @@
+"""Weights from safetensors files to their shards, one shard at a time, in the target format.
+
+The host never holds more than one shard of one (stacked) weight. A weight with a value that is not finite is an error.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ...sharding import rules
+from ...sharding.mesh import shape_of
+from ..precision import Precision
+from ..programs.modules import Network
+from ..programs.program import shard_bytes
+from ..progress import Progress
+from ..units import MIB
+from .checkpoint import CheckpointError, TensorFile, folded_dimension
+
+Weights = dict[str, jax.Array]
+SECONDS_BETWEEN_TEXTS = 0.5
+NUMPY_VIEWS = {torch.bfloat16: (torch.int16, jax.numpy.bfloat16), torch.float32: (torch.float32, np.float32)}
+
+
+def weight_dtype(network: Network, name: str, precision: Precision) -> jax.numpy.dtype:
+    """The format of a weight in use: upstream keeps some modules in float32 whatever the rest is in."""
+    float32 = precision == "float32" or network.weights[name].keep_float32
+    return jax.numpy.dtype(jax.numpy.float32 if float32 else jax.numpy.bfloat16)
+
+
+def params(network: Network, precision: Precision) -> dict[str, rules.Param]:
+    """Shapes and sizes, for the sharding rules."""
+    return {
+        name: rules.Param(
+            shape=weight.shape, size_bytes=int(np.prod(weight.shape)) * weight_dtype(network, name, precision).itemsize
+        )
+        for name, weight in network.weights.items()
+    }
+
+
+def layouts(network: Network, mesh: Mesh, precision: Precision) -> dict[str, rules.Layout]:
+    return rules.lay_out(params(network, precision), network.component.rules, shape_of(mesh))
+
+
+def abstract(network: Network, mesh: Mesh, precision: Precision) -> dict[str, jax.ShapeDtypeStruct]:
+    """The weights as shapes with their shardings: what a program is compiled for."""
+    placed = layouts(network, mesh, precision)
+    return {
+        name: jax.ShapeDtypeStruct(
+            weight.shape,
+            weight_dtype(network, name, precision),
+            sharding=NamedSharding(mesh, PartitionSpec(*placed[name].at_rest)),
+        )
+        for name, weight in network.weights.items()
+    }
+
+
+def bytes_per_chip(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> int:
+    """Bytes of the weights on one chip, at rest."""
+    return sum(map(shard_bytes, wanted.values()))
+
+
+def load(
+    network: Network,
+    files: Mapping[str, tuple[TensorFile, ...]],
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    title: str,
+    progress: Progress,
+) -> Weights:
+    """Reads every weight of a network onto its devices. `wanted` comes from `abstract`.
+
+    A cancel stops between two tensors of the files and drops what was read so far.
+    """
+    meter = _Meter(title, sum(int(np.prod(want.shape)) * want.dtype.itemsize for want in wanted.values()), progress)
+    weights: Weights = {}
+    with contextlib.ExitStack() as stack:
+        reader = _Reader(stack, progress.check_cancelled)
+        for name, want in wanted.items():
+            weights[name] = _load_one(reader, network, name, files[name], want)
+            meter.add(int(np.prod(want.shape)) * want.dtype.itemsize)
+    jax.block_until_ready(weights)
+    return weights
+
+
+class _Meter:
+    """Says how much is loaded, and how fast."""
+
+    def __init__(self, title: str, total_bytes: int, progress: Progress) -> None:
+        self.title, self.total, self.progress = title, total_bytes, progress
+        self.done, self.started, self.said = 0, time.monotonic(), 0.0
+        progress.text(f"Loading {title}: {self._size(total_bytes)}")
+
+    def _size(self, size: int) -> str:
+        return f"{size / 2**30:.1f} GiB" if self.total >= 2**30 else f"{size / MIB:.1f} MiB"
+
+    def add(self, size: int) -> None:
+        self.done += size
+        self.progress.step(self.done // MIB, max(1, self.total // MIB), "MiB")
+        elapsed = time.monotonic() - self.started
+        if elapsed - self.said >= SECONDS_BETWEEN_TEXTS:
+            self.said = elapsed
+            rate = self.done / MIB / elapsed
+            sizes = f"{self._size(self.done)} of {self._size(self.total)}"
+            self.progress.text(f"Loading {self.title}: {sizes}, {rate:.0f} MiB a second")
+
+
+class _Reader:
+    """Open safetensors files, closed by the stack. `check` raises if the user cancelled."""
+
+    def __init__(self, stack: contextlib.ExitStack, check: Callable[[], None]) -> None:
+        self.stack = stack
+        self.check = check
+        self.files: dict[str, Any] = {}
+
+    def slice(self, file: TensorFile, index: tuple[slice, ...]) -> torch.Tensor:
+        from safetensors import safe_open
+
+        self.check()
+        key = str(file.path)
+        if key not in self.files:
+            self.files[key] = self.stack.enter_context(safe_open(key, framework="pt"))
+        # A zero-dimensional slice is not indexable.
+        return self.files[key].get_slice(file.name)[index] if index else self.files[key].get_tensor(file.name)
+
+
+def _load_one(
+    reader: _Reader, network: Network, name: str, files: tuple[TensorFile, ...], want: jax.ShapeDtypeStruct
+) -> jax.Array:
+    sharding = want.sharding
+    pieces: dict[tuple, np.ndarray] = {}
+    arrays = []
+    placed = sharding.addressable_devices_indices_map(want.shape).items()
+    for device, index in sorted(placed, key=lambda item: str(item[1])):  # equal shards follow each other: read once
+        key = tuple((part.start, part.stop) for part in index)
+        if key not in pieces:
+            pieces = {key: _read(reader, network, name, files, index, want)}
+        arrays.append(jax.device_put(pieces[key], device))
+    return jax.make_array_from_single_device_arrays(want.shape, sharding, arrays)
+
+
+def _read(
+    reader: _Reader,
+    network: Network,
+    name: str,
+    files: tuple[TensorFile, ...],
+    index: tuple[slice, ...],
+    want: jax.ShapeDtypeStruct,
+) -> np.ndarray:
+    """One shard of a weight, in its final format on the host."""
+    weight = network.weights[name]
+    torch_dtype = torch.float32 if want.dtype == jax.numpy.float32 else torch.bfloat16
+    layers = range(*index[0].indices(len(files))) if weight.stacked else range(1)
+    inner = index[1:] if weight.stacked else index
+    shape = want.sharding.shard_shape(want.shape)
+    piece = torch.empty((len(layers), *(shape[1:] if weight.stacked else shape)), dtype=torch_dtype)
+    for row, layer in enumerate(layers):
+        piece[row] = _slice(reader, files[layer], inner, weight.shape[1:] if weight.stacked else weight.shape)
+        if not torch.isfinite(piece[row]).all():
+            raise CheckpointError(
+                f"{files[layer].path}: the weight {weight.sources[layer]} holds NaN or infinity; the file is damaged. "
+                "Download it again."
+            )
+    view, dtype = NUMPY_VIEWS[torch_dtype]
+    array = piece.view(view).numpy().view(dtype)
+    return array if weight.stacked else array[0]
+
+
+def _slice(reader: _Reader, file: TensorFile, index: tuple[slice, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    """Part of a file's tensor, which may be folded (see `spec.Component`): one piece of each group then."""
+    dim = folded_dimension(file.shape, shape)
+    if dim is None:
+        return reader.slice(file, index)
+    size = shape[dim + 1]
+    start, stop, _ = index[dim + 1].indices(size)
+    groups = range(*index[dim].indices(shape[dim]))
+    places = [slice(group * size + start, group * size + stop) for group in groups]
+    return torch.stack([reader.slice(file, (*index[:dim], place, *index[dim + 2 :])) for place in places], dim)

@@ -1,0 +1,66 @@
+"""How large attention scores can become, from the gains of a checkpoint's norms: below a bound they need no maximum."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...attention.policy import SCORE_BOUND
+from ..spec import Component, HeadNorms, ModelSpec
+from .checkpoint import TensorFile, by_own_names, read_headers
+
+LOG2_E = math.log2(math.e)
+
+
+def is_bounded(spec: ModelSpec, component: Component, folder: Path) -> bool:
+    """Whether no score of the denoiser in `folder` can exceed `SCORE_BOUND`, in base 2, whatever the input."""
+    if not spec.head_norms:
+        return False
+    tensors = by_own_names(read_headers(folder, component), component.aliases)
+    return all(score_bound(tensors, norms) <= SCORE_BOUND for norms in spec.head_norms)
+
+
+def score_bound(tensors: Mapping[str, TensorFile], norms: HeadNorms) -> float:
+    """The largest score of any layer, in base 2 and with the scale of attention.
+
+    A normalised head has length `sqrt(head_dim)`, and its rotary embedding turns pairs of neighbours: so a score is at
+    most the sum over pairs of the products of their gains, and what biases add (see `docs/attention.md`).
+    """
+    prefix, _, _ = norms.queries[0].partition("*")
+    layers = {name.removeprefix(prefix).partition(".")[0] for name in tensors if name.startswith(prefix)}
+    if not layers:
+        return math.inf
+    return max(_layer_bound(tensors, norms, layer) for layer in layers)
+
+
+def _layer_bound(tensors: Mapping[str, TensorFile], norms: HeadNorms, layer: str) -> float:
+    def gains(names: Sequence[str]) -> list[tuple[np.ndarray, float]]:
+        return [_gain_and_bias(tensors, name.replace("*", layer)) for name in names]
+
+    return max(_bound(*query, *key) for query, key in itertools.product(gains(norms.queries), gains(norms.keys)))
+
+
+def _bound(q_gain: np.ndarray, q_bias: float, k_gain: np.ndarray, k_bias: float) -> float:
+    """`gain` is that of each pair, `[head_dim / 2]`, `bias` the length of the whole."""
+    head_dim = 2 * q_gain.size
+    length = math.sqrt(head_dim)
+    product = head_dim * (q_gain * k_gain).max()
+    biases = length * (q_gain.max() * k_bias + k_gain.max() * q_bias) + q_bias * k_bias
+    return LOG2_E / length * (product + biases)
+
+
+def _gain_and_bias(tensors: Mapping[str, TensorFile], norm: str) -> tuple[np.ndarray, float]:
+    """The larger gain of each pair of neighbours, and the length of the bias."""
+    gain = np.abs(_read(tensors[f"{norm}.weight"]))
+    bias = _read(tensors[f"{norm}.bias"]) if f"{norm}.bias" in tensors else np.zeros(1)
+    return gain.reshape(-1, 2).max(axis=1), float(np.linalg.norm(bias))
+
+
+def _read(file: TensorFile) -> np.ndarray:
+    from safetensors import safe_open
+
+    with safe_open(str(file.path), framework="pt") as opened:
+        return opened.get_tensor(file.name).to(torch.float64).numpy()

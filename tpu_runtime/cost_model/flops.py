@@ -1,0 +1,130 @@
+"""Model FLOPs of a traced program, counted over the whole mesh: matrix products, convolutions and Pallas kernels.
+
+A kernel counts what its author states (`pl.CostEstimate`), else the matrix products of its body times its grid.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from ..programs.program import Program
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """`total`: multiplications and additions. `kernels`: the part of it in Pallas kernels.
+
+    `charged`: `total`, but a contraction shallower than the MXU is charged as if it filled it. `total / charged` is the
+    part of the peak that the shapes allow: 2/3 for attention with heads of 128 on an MXU 256 deep.
+    """
+
+    total: float = 0.0
+    kernels: float = 0.0
+    charged: float = 0.0
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(
+            total=self.total + other.total,
+            kernels=self.kernels + other.kernels,
+            charged=self.charged + other.charged,
+        )
+
+    def __mul__(self, times: float) -> "Flops":
+        return Flops(total=self.total * times, kernels=self.kernels * times, charged=self.charged * times)
+
+
+def count(jaxpr: core.Jaxpr | core.ClosedJaxpr, mxu_width: int) -> Flops:
+    """FLOPs of one run. Of a conditional's branches the largest counts; a loop without a known count runs once."""
+    total = Flops()
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        total += _RULES.get(equation.primitive.name, _others)(equation, mxu_width)
+    return total
+
+
+def _dot(equation: Any, mxu_width: int) -> Flops:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    depth = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+    return _product(2.0 * depth * equation.outvars[0].aval.size, depth, mxu_width)
+
+
+def _convolution(equation: Any, mxu_width: int) -> Flops:
+    numbers = equation.params["dimension_numbers"]
+    kernel = equation.invars[1].aval.shape
+    depth = math.prod(kernel) // kernel[numbers.rhs_spec[0]]
+    return _product(2.0 * depth * equation.outvars[0].aval.size, depth, mxu_width)
+
+
+def _product(flops: float, depth: int, mxu_width: int) -> Flops:
+    return Flops(total=flops, charged=flops * max(1.0, mxu_width / max(depth, 1)))
+
+
+def _scan(equation: Any, mxu_width: int) -> Flops:
+    return count(equation.params["jaxpr"], mxu_width) * equation.params["length"]
+
+
+def _cond(equation: Any, mxu_width: int) -> Flops:
+    branches = (count(branch, mxu_width) for branch in equation.params["branches"])
+    return max(branches, key=lambda flops: flops.total)
+
+
+def _shard_map(equation: Any, mxu_width: int) -> Flops:
+    """Every shard does its own work; along an axis that no input lies on, all do the same, which counts once."""
+    mesh = equation.params["mesh"]
+    axes = {axis for spec in equation.params["in_specs"] for axis in _axes(spec)}
+    return count(equation.params["jaxpr"], mxu_width) * math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _axes(spec: Any) -> Iterator[str]:
+    for entry in spec:
+        if isinstance(entry, str):
+            yield entry
+        elif isinstance(entry, tuple):
+            yield from entry
+
+
+def _pallas(equation: Any, mxu_width: int) -> Flops:
+    grid = equation.params["grid_mapping"].grid
+    steps = math.prod(size for size in grid if isinstance(size, int))
+    body = count(equation.params["jaxpr"], mxu_width) * steps
+    stated = equation.params["cost_estimate"]
+    total = float(stated.flops) if stated is not None and stated.flops else body.total
+    charged = total * (body.charged / body.total if body.total else 1.0)
+    return Flops(total=total, kernels=total, charged=charged)
+
+
+def _others(equation: Any, mxu_width: int) -> Flops:
+    total = Flops()
+    for inner in inner_jaxprs(equation):
+        total += count(inner, mxu_width)
+    return total
+
+
+def inner_jaxprs(equation: Any) -> Iterator[core.Jaxpr | core.ClosedJaxpr]:
+    """The programs that `equation` calls."""
+    for value in equation.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, core.Jaxpr | core.ClosedJaxpr):
+                yield item
+
+
+_RULES: Mapping[str, Callable[[Any, int], Flops]] = {
+    "dot_general": _dot,
+    "conv_general_dilated": _convolution,
+    "scan": _scan,
+    "cond": _cond,
+    "shard_map": _shard_map,
+    "pallas_call": _pallas,
+    # Its rules for derivatives are programs too, but only one of them runs.
+    "custom_jvp_call": lambda equation, width: count(equation.params["call_jaxpr"], width),
+    "custom_vjp_call": lambda equation, width: count(equation.params["call_jaxpr"], width),
+}
+
+
+def traced(program: Program) -> core.ClosedJaxpr:
+    """What `program` traces to; lowering it before or after costs nothing more."""
+    with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
+        return jax.jit(program.fn).trace(*program.args).jaxpr

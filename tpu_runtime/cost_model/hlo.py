@@ -1,0 +1,220 @@
+"""The scheduled program that XLA prints (`Compiled.as_text()`), parsed as far as predictions need it.
+
+Instructions keep their schedule's order. Written against libtpu 0.0.42.1, whose instructions may span lines.
+"""
+
+import functools
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BYTES = {"pred": 1, "token": 0} | {
+    f"{kind}{bits}": max(1, bits // 8) for kind in ("s", "u", "f", "bf", "c") for bits in (2, 4, 8, 16, 32, 64, 128)
+}
+_ARRAY = re.compile(r"\b(pred|token|[sucf]\d+|bf16|f8e\w+)\[([\d,]*)\]")
+_STARTS = re.compile(r"  (?:ROOT )?%")
+_NAMES = re.compile(r"%([^\s,(){}]+)")
+_CLOSE = {"(": ")", "{": "}"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Array:
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.dims) * (1 if self.dtype.startswith("f8") else BYTES[self.dtype])
+
+    @property
+    def is_score(self) -> bool:
+        """Whether it has the form of float32 attention scores: two dimensions are long."""
+        return self.dtype == "f32" and sum(dim >= 256 for dim in self.dims) >= 2
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+def arrays(shape: str) -> tuple[Array, ...]:
+    """The arrays that `shape` names: of a tuple all, nested or not."""
+    return tuple(
+        Array(dtype=dtype, dims=tuple(int(dim) for dim in dims.split(",") if dim))
+        for dtype, dims in _ARRAY.findall(shape)
+    )
+
+
+def names(text: str) -> tuple[str, ...]:
+    """The names of instructions and computations that `text` mentions."""
+    return tuple(_NAMES.findall(text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instruction:
+    """`name = shape opcode(operands), attributes`. `operand_text` holds what is no name: a constant, a parameter."""
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    operand_text: str
+    attributes: str = field(repr=False)
+    is_root: bool = False
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        return arrays(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(array.size_bytes for array in self.arrays)
+
+    def attribute(self, name: str) -> str | None:
+        """`{...}` with its braces, a quoted string with its quotes, or a bare word."""
+        found = re.search(rf"(?:^|[ ,]){name}=", self.attributes)
+        if not found:
+            return None
+        rest = self.attributes[found.end() :]
+        if rest[0] in _CLOSE:
+            return rest[: _balanced(rest)]
+        return re.match(r'"[^"]*"|[^\s,]*', rest).group()
+
+    def computation(self, name: str) -> str | None:
+        """The computation that attribute `name` names."""
+        value = self.attribute(name)
+        return value.removeprefix("%") if value else None
+
+    @functools.cached_property
+    def estimated_cycles(self) -> int | None:
+        """The compiler's own estimate for one execution; None where it makes none."""
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
+        return int(found.group(1)) if found else None
+
+    @property
+    def backend_config(self) -> Mapping[str, Any]:
+        return json.loads(self.attribute("backend_config") or "{}")
+
+    @property
+    def op_name(self) -> str:
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return found.group(1) if found else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computation:
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @functools.cached_property
+    def by_name(self) -> Mapping[str, Instruction]:
+        return {instruction.name: instruction for instruction in self.instructions}
+
+    @property
+    def root(self) -> Instruction:
+        return next(instruction for instruction in self.instructions if instruction.is_root)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    computations: Mapping[str, Computation]
+    entry: str
+    frames: Mapping[int, tuple[str, int, int]]  # number -> file, line, number of the caller's frame
+
+    def source(self, instruction: Instruction) -> str:
+        """`file:line` of the model's or our code that made `instruction`: the innermost frame outside the engines."""
+        found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+        number = int(found.group(1)) if found else 0
+        innermost = ""
+        while number in self.frames:
+            file, line, number = self.frames[number]
+            place = f"{_short(file)}:{line}"
+            innermost = innermost or place
+            if not re.search(r"/site-packages/(jax|torchax|torch|numpy)/", file):
+                return place
+        return innermost
+
+
+def _short(file: str) -> str:
+    """Within an installed package or this one, the path from there on."""
+    ours = str(Path(__file__).parents[2]) + "/"
+    return file.removeprefix(ours).rpartition("/site-packages/")[2]
+
+
+def parse(text: str) -> Module:
+    """Raises `ValueError` if `text` is no scheduled module."""
+    if "is_scheduled=true" not in text.partition("\n")[0]:
+        raise ValueError("this HLO text is not scheduled: it is not what a TPU's compiler returned.")
+    computations: dict[str, Computation] = {}
+    entry = header = ""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if not header:
+            found = re.match(r"(ENTRY )?%(\S+) \(.*\{$", line)
+            if found:
+                header, lines = found.group(2), []
+                entry = header if found.group(1) else entry
+        elif line == "}" or line.startswith("}, execution_thread"):
+            computations[header] = Computation(name=header, instructions=tuple(map(_instruction, lines)))
+            header = ""
+        elif _STARTS.match(line):
+            lines.append(line)
+        elif lines:
+            lines[-1] += "\n" + line
+    return Module(computations=computations, entry=entry, frames=_frames(text))
+
+
+def _instruction(line: str) -> Instruction:
+    left, _, right = line.strip().partition(" = ")
+    shape_end = _balanced(right) if right[0] == "(" else right.index(" ")
+    opcode, _, rest = right[shape_end:].strip().partition("(")
+    rest = "(" + rest
+    operands_end = _balanced(rest)
+    operand_text = rest[1 : operands_end - 1]
+    return Instruction(
+        name=left.removeprefix("ROOT ").removeprefix("%"),
+        shape=right[:shape_end],
+        opcode=opcode,
+        operands=names(operand_text),
+        operand_text=operand_text,
+        attributes=rest[operands_end:].removeprefix(", "),
+        is_root=left.startswith("ROOT "),
+    )
+
+
+def _balanced(text: str) -> int:
+    """Where the bracket that opens `text` is closed, exclusive; brackets within quotes do not count."""
+    opening, closing = text[0], _CLOSE[text[0]]
+    depth = position = 0
+    for found in re.finditer(rf'"(?:[^"\\]|\\.)*"|[{re.escape(opening + closing)}]', text):
+        depth += {opening: 1, closing: -1}.get(found.group(), 0)
+        position = found.end()
+        if depth == 0:
+            return position
+    raise ValueError(f"unbalanced brackets in HLO: {text[:200]}")
+
+
+def _frames(text: str) -> dict[int, tuple[str, int, int]]:
+    """The tables `FileNames`, `FileLocations` and `StackFrames` in front of the computations."""
+    tables: dict[str, dict[int, str]] = {}
+    title = ""
+    for line in text[: max(text.find("\n%"), 0)].split("\n"):
+        if re.fullmatch(r"[A-Z]\w+", line):
+            title = line
+            tables[title] = {}
+        elif title and (found := re.match(r"(\d+) (.*)", line)):
+            tables[title][int(found.group(1))] = found.group(2)
+    frames = {}
+    for number, row in tables.get("StackFrames", {}).items():
+        frame = _numbers(row)
+        location = _numbers(tables["FileLocations"][frame["file_location_id"]])
+        file = tables["FileNames"][location["file_name_id"]].strip('"')
+        # The caller is written one up, so that 1 can stand for "none".
+        frames[number] = (file, location["line"], frame.get("parent_frame_id", 1) - 1)
+    return frames
+
+
+def _numbers(row: str) -> dict[str, int]:
+    return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", row)}

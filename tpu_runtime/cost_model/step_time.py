@@ -1,0 +1,266 @@
+"""The time of a compiled program, predicted from its schedule: cycles of XLA's operations and of kernels, plus the part
+of the collectives that no computation covers. No measurement is in it; it ranks designs and gates regressions.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import jax
+
+from . import hlo, interconnect, trip_count
+from .bundles import Cost
+from .chips import Chip
+from .collectives import Transfer, transfer_of
+from .hlo import Instruction
+from .kernels import kernel_of
+
+# These cost nothing, or nothing of their own: copies between memories run beside the computation.
+_FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier add-dependency "
+    "optimization-barrier copy-start copy-done slice-start slice-done dynamic-slice-start dynamic-slice-done "
+    "async-start async-update async-done domain".split()
+)
+_FREE_CALLS = ('"ConcatBitcast"', '"AllocateBuffer"', '"Sharding"')
+_TRIVIAL_BYTES = 4096  # smaller results without an estimate are scalars and indices
+_HIDDEN = 0.05  # a collective is overlapped if less of it than this is waited for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One instruction over all its executions. `source` is `file:line`."""
+
+    name: str
+    opcode: str
+    op_name: str
+    source: str
+    shape: str
+    cycles: float
+    times: float = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective instruction over all its `times`. `bytes` are those on the busiest link each time."""
+
+    name: str
+    kind: str
+    op_name: str
+    source: str
+    bytes: float
+    times: float
+    seconds: float
+    exposed_s: float
+
+    @property
+    def overlapped(self) -> bool:
+        return self.exposed_s <= _HIDDEN * self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Where the time goes. Cycles are per device, over all loops' trips; `waiting` are those of exposed collectives.
+
+    `reruns` come on top if every kernel that can fail does, at every step of its grid.
+    """
+
+    xla: float = 0.0
+    kernels: float = 0.0
+    waiting: float = 0.0
+    reruns: float = 0.0
+    operations: tuple[Operation, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    uncounted: tuple[str, ...] = ()
+
+    @property
+    def cycles(self) -> float:
+        return self.xla + self.kernels + self.waiting
+
+    def __add__(self, other: "Timing") -> "Timing":
+        return Timing(
+            xla=self.xla + other.xla,
+            kernels=self.kernels + other.kernels,
+            waiting=self.waiting + other.waiting,
+            reruns=self.reruns + other.reruns,
+            operations=self.operations + other.operations,
+            collectives=self.collectives + other.collectives,
+            uncounted=self.uncounted + other.uncounted,
+        )
+
+    def __mul__(self, times: int) -> "Timing":
+        return replace(
+            self,
+            xla=self.xla * times,
+            kernels=self.kernels * times,
+            waiting=self.waiting * times,
+            reruns=self.reruns * times,
+            operations=tuple(replace(o, cycles=o.cycles * times, times=o.times * times) for o in self.operations),
+            collectives=tuple(
+                replace(c, times=c.times * times, seconds=c.seconds * times, exposed_s=c.exposed_s * times)
+                for c in self.collectives
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a schedule is timed on. `devices` in the order of the program's mesh. `at_best`: of alternatives (a
+    conditional's branches, parts of a kernel that exclude each other) the cheapest runs, not the dearest.
+    """
+
+    chip: Chip
+    devices: Sequence[jax.Device]
+    kernels: Mapping[str, Cost] = field(default_factory=dict)
+    at_best: bool = False
+
+
+def timing(module: hlo.Module, machine: Machine) -> Timing:
+    """The timing of one run. Raises `NotImplementedError` for loops whose count depends on data."""
+    scope = trip_count.Scope(module=module, computation=module.computations[module.entry])
+    return _Schedule(machine=machine, scope=scope).run()
+
+
+@dataclass(kw_only=True)
+class _Schedule:
+    """A walk through one computation with two clocks: of the computation, and of the links, one transfer at a time."""
+
+    machine: Machine
+    scope: trip_count.Scope
+    total: Timing = field(default_factory=Timing)
+    links_free: float = 0.0
+    started: dict[str, tuple[Collective, float]] = field(default_factory=dict)  # -> record, when it is through
+
+    def run(self) -> Timing:
+        for instruction in self.scope.computation.instructions:
+            self._step(instruction)
+        for record, _ in self.started.values():
+            self.total += Timing(collectives=(record,))
+        return self.total
+
+    def _step(self, found: Instruction) -> None:
+        module = self.scope.module
+        if found.opcode == "while":
+            self.total += self._inner(trip_count.body_scope(found, self.scope)) * trip_count.trip_count(
+                found, self.scope
+            )
+        elif found.opcode == "conditional":
+            branches = [self._inner(self._plain(name)) for name in _branches(found)]
+            choose = min if self.machine.at_best else max
+            self.total += choose(branches, key=lambda branch: branch.cycles)
+        elif found.opcode == "call":
+            self.total += self._inner(self._plain(found.computation("to_apply")))
+        elif (kernel := kernel_of(found)) is not None:
+            self._kernel(found, self.machine.kernels.get(kernel.key, Cost()))
+        elif (transfer := transfer_of(found, self.scope.computation, module)) is not None:
+            self._transfer(found, transfer)
+        else:
+            self._plain_operation(found)
+
+    def _plain(self, name: str) -> trip_count.Scope:
+        return trip_count.Scope(module=self.scope.module, computation=self.scope.module.computations[name])
+
+    def _inner(self, scope: trip_count.Scope) -> Timing:
+        return _Schedule(machine=self.machine, scope=scope).run()
+
+    def _operation(self, found: Instruction, cycles: float) -> Operation:
+        return Operation(
+            name=found.name,
+            opcode=found.opcode,
+            op_name=found.op_name,
+            source=self.scope.module.source(found),
+            shape=" ".join(map(str, found.arrays[:3])),
+            cycles=cycles,
+        )
+
+    def _plain_operation(self, found: Instruction) -> None:
+        cycles = self._moved_cycles(found) if found.estimated_cycles is None else found.estimated_cycles
+        if cycles is not None:
+            self.total += Timing(xla=cycles, operations=(self._operation(found, cycles),))
+        elif not _is_free(found):
+            self.total += Timing(uncounted=(found.name,))
+
+    def _moved_cycles(self, found: Instruction) -> float | None:
+        """The compiler has no estimate for some copies and reshapes: they move at the memory's bandwidth."""
+        if found.opcode not in ("copy", "reshape") or found.size_bytes <= _TRIVIAL_BYTES:
+            return None
+        source = self.scope.computation.by_name[found.operands[0]]
+        in_hbm = sum("S(" not in shape for shape in (found.shape, source.shape))
+        seconds = found.size_bytes * in_hbm / (self.machine.chip.hbm_gb_s / self.machine.chip.devices * 1e9)
+        return seconds * self.machine.chip.clock_hz
+
+    def _kernel(self, found: Instruction, cost: Cost) -> None:
+        cycles = cost.cycles_at_best if self.machine.at_best else cost.cycles
+        self.total += Timing(kernels=cycles, reruns=cost.rerun, operations=(self._operation(found, cycles),))
+        if cost.error or not cost.longest:
+            self.total += Timing(uncounted=(found.name,))
+
+    def _transfer(self, found: Instruction, transfer: Transfer) -> None:
+        if found.estimated_cycles is not None:
+            self._plain_operation(found)
+        clock = self.machine.chip.clock_hz
+        if transfer.phase in ("start", "whole"):
+            size = interconnect.busiest_link_bytes(transfer.kind, transfer.size, transfer.groups, self.machine.devices)
+            seconds = size / (self.machine.chip.link_gb_s * 1e9)
+            record = Collective(
+                name=found.name,
+                kind=transfer.kind,
+                op_name=transfer.op_name,
+                source=self.scope.module.source(transfer.instruction),
+                bytes=size,
+                times=1,
+                seconds=seconds,
+                exposed_s=0.0,
+            )
+            self.links_free = max(self.total.cycles, self.links_free) + seconds * clock
+            self.started[transfer.key] = (record, self.links_free)
+        if transfer.phase in ("done", "whole") and transfer.key in self.started:
+            record, through = self.started.pop(transfer.key)
+            waiting = max(0.0, through - self.total.cycles)
+            record = replace(record, exposed_s=waiting / clock)
+            self.total += Timing(waiting=waiting, collectives=(record,))
+
+
+def _is_free(found: Instruction) -> bool:
+    target = found.attribute("custom_call_target") if found.opcode == "custom-call" else None
+    return found.opcode in _FREE or target in _FREE_CALLS or found.size_bytes <= _TRIVIAL_BYTES
+
+
+def _branches(conditional: Instruction) -> list[str]:
+    listed = conditional.attribute("branch_computations")
+    if listed:
+        return re.findall(r"%([^\s,{}]+)", listed)
+    return [conditional.computation("true_computation"), conditional.computation("false_computation")]
+
+
+def dearest(timing: Timing, count: int) -> list[Operation]:
+    """The `count` dearest operations; equal ones (same source, opcode, shape and cost) are one."""
+    merged: dict[tuple, Operation] = {}
+    for operation in timing.operations:
+        each = operation.cycles / max(operation.times, 1)
+        place = (operation.source, operation.op_name, operation.opcode, operation.shape, each)
+        seen = merged.get(place)
+        merged[place] = (
+            replace(seen, cycles=seen.cycles + operation.cycles, times=seen.times + operation.times)
+            if seen
+            else operation
+        )
+    return sorted(merged.values(), key=lambda operation: operation.cycles, reverse=True)[:count]
+
+
+def merged(collectives: Iterable[Collective]) -> list[Collective]:
+    """Collectives of equal kind, bytes and fate as one; the longest first."""
+    found: dict[tuple, Collective] = {}
+    for each in collectives:
+        place = (each.kind, each.bytes, each.overlapped)
+        seen = found.get(place)
+        found[place] = (
+            replace(
+                seen,
+                times=seen.times + each.times,
+                seconds=seen.seconds + each.seconds,
+                exposed_s=seen.exposed_s + each.exposed_s,
+            )
+            if seen
+            else each
+        )
+    return sorted(found.values(), key=lambda each: each.seconds, reverse=True)

@@ -1,0 +1,127 @@
+"""What passes between nodes and the denoiser: CONDITIONING, conditions, LATENT, checked and brought into shape."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..pipeline import Condition, Conditioning
+from ..programs import finite
+from ..spec import ModelSpec, Settings
+from . import payload_checks as conditionings
+
+
+def conditioning(spec: ModelSpec, encoded: Sequence[tuple[np.ndarray, np.ndarray]], row: int) -> Conditioning:
+    """One prompt's CONDITIONING: the first encoder's states, with lengths and the other encoders' states beside it."""
+    info: dict[str, Any] = {"tpu_family": spec.family}
+    for text, (states, lengths) in zip(spec.texts_encoded, encoded, strict=True):
+        info[text.name] = torch.from_numpy(np.array(states[row : row + 1]))
+        info[f"{text.name}_length"] = int(lengths[row])
+    main = spec.texts_encoded[0].name
+    return [[info.pop(main), {**info, "length": info[f"{main}_length"]}]]
+
+
+def condition(spec: ModelSpec, settings: Settings, tensors: Mapping[str, Any]) -> Condition:
+    """An encoded image, with the size it was encoded for."""
+    size = {"height": settings.height, "width": settings.width, "num_frames": settings.num_frames}
+    size = {} if spec.references else size
+    return {"tpu_family": spec.family, **size, "tensors": {name: _owned(x) for name, x in tensors.items()}}
+
+
+def _owned(x: Any) -> torch.Tensor:
+    """A tensor of its own: what a program gives is memory that others read too, and read-only."""
+    return x.clone() if isinstance(x, torch.Tensor) else torch.from_numpy(np.array(x))
+
+
+def denoiser_inputs(
+    spec: ModelSpec,
+    config: Mapping[str, Any],
+    settings: Settings,
+    prompt: Conditioning,
+    negative: Conditioning | None,
+    condition: Condition | None,
+) -> dict[str, np.ndarray]:
+    """The text of all branches and the condition by name; raises `ValueError` for what does not fit the model."""
+    named = {"prompt_embeds": prompt, "negative_prompt_embeds": negative}
+    rows = [_text_row(spec, config, settings, name, named[name]) for name in list(named)[: spec.branches(settings)]]
+    stacked = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+    return {**stacked, **_condition_arrays(spec, config, settings, condition)}
+
+
+def _text_row(
+    spec: ModelSpec, config: Mapping[str, Any], settings: Settings, name: str, given: Conditioning | None
+) -> dict[str, np.ndarray]:
+    if given is None:
+        raise ValueError(
+            f"{spec.title}: {name} is not connected, and guidance_scale is {settings.guidance_scale}. Connect it, or "
+            "set guidance_scale to 1."
+        )
+    main, info = conditionings.entry(spec, name, given)
+    row: dict[str, np.ndarray] = {}
+    for index, text in enumerate(spec.texts_encoded):
+        tensor = main if index == 0 else info.get(text.name)
+        wanted = (1, text.max_length, int(config[text.width_key]))
+        found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
+        if found != wanted:
+            raise ValueError(
+                f"{spec.title}: {name} has {text.name} of shape {found}; this model takes {wanted}. Encode it with "
+                f"{spec.family}TextEncoder and the same model_id."
+            )
+        finite.check_given(spec.title, name, tensor)
+        row[text.name] = tensor.to(torch.float32).cpu().numpy()
+        length = info.get(f"{text.name}_length", text.max_length)
+        if not isinstance(length, int) or not 0 <= length <= text.max_length:
+            raise ValueError(
+                f"{spec.title}: {name} says that {text.name} has {length} tokens; it must be 0 to {text.max_length}. "
+                f"Encode it with {spec.family}TextEncoder."
+            )
+        row[f"{text.name}_length"] = np.array([length], np.int32)
+    return row
+
+
+def _condition_arrays(
+    spec: ModelSpec, config: Mapping[str, Any], settings: Settings, given: Condition | None
+) -> dict[str, np.ndarray]:
+    shapes = spec.conditions(config, spec.geometry.latent_shape(settings))
+    if given is not None and spec.references:
+        shapes = {name: _reference_shape(spec, settings, name, x) for name, x in given["tensors"].items()}
+    if not shapes:
+        return {}
+    if given is None:
+        raise ValueError(f"{spec.title}: condition is not connected. Connect {spec.family}ImageEncoder.")
+    if given["tpu_family"] != spec.family:
+        raise ValueError(f"{spec.title}: the condition comes from a {given['tpu_family']} image encoder.")
+    for name, shape in shapes.items():
+        tensor = given["tensors"].get(name)
+        if tensor is None or tuple(tensor.shape) != shape:
+            size = f"{given.get('width')}x{given.get('height')}, {given.get('num_frames')} frames"
+            raise ValueError(f"{spec.title}: the condition was encoded for {size}; encode it for the video's size.")
+        finite.check_given(spec.title, "condition", tensor)
+    return {name: given["tensors"][name].to(torch.float32).cpu().numpy() for name in shapes}
+
+
+def _reference_shape(spec: ModelSpec, settings: Settings, name: str, reference: torch.Tensor) -> tuple[int, ...]:
+    """A reference has its own size, and for the rest the shape of the latents."""
+    shape, latent = tuple(reference.shape), spec.geometry.latent_shape(settings)
+    if not re.fullmatch(r"reference_\d+", name) or len(shape) != len(latent) or shape[:2] != latent[:2] or 0 in shape:
+        raise ValueError(
+            f"{spec.title}: the condition holds {name} of shape {shape}; it must be references of shape "
+            f"({latent[0]}, {latent[1]}, height, width). Connect {spec.family}ImageEncoder."
+        )
+    return shape
+
+
+def latent_samples(spec: ModelSpec, latents: Mapping[str, Any]) -> torch.Tensor:
+    """The samples of a LATENT, `[batch, channels, ...]` float32; raises `ValueError` for another model's."""
+    samples = latents["samples"]
+    stride, channels = spec.geometry.stride_hw, spec.geometry.channels
+    names = ["batch", str(channels), *(["frames"] if spec.geometry.stride_t else [])]
+    if samples.ndim != len(names) + 2 or samples.shape[1] != channels:
+        raise ValueError(
+            f"{spec.title}: the LATENT has shape {tuple(samples.shape)}; it must be ({', '.join(names)}, "
+            f"height / {stride}, width / {stride})."
+        )
+    finite.check_given(spec.title, "the LATENT", samples)
+    return samples.to(torch.float32).cpu()

@@ -1,0 +1,67 @@
+"""Encoded prompts, kept in host memory and on disk by their content: the same text is encoded once per model."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+
+from ..cache.store import Store
+from ..pipeline import Conditioning
+from . import stage_files
+
+log = logging.getLogger(__name__)
+
+STORE = Store("prompts")
+# Kept in host memory: one is at most 512 x 15360 float32 numbers.
+MAX_IN_MEMORY = 16
+
+Encoded = tuple[Conditioning, Conditioning | None]
+
+
+class Prompts:
+    """Encoded prompts by key: the text, the model and all else that they depend on."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, Encoded] = OrderedDict()
+
+    def get(self, key: str, family: str, encode: Callable[[], Encoded]) -> Encoded:
+        """The entry `key`: from memory, else from disk, else by `encode`."""
+        if key not in self._kept:
+            found = _read(key, family)
+            if found is None:
+                found = encode()
+                _write(key, found)
+            self._kept[key] = found
+            if len(self._kept) > MAX_IN_MEMORY:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def forget(self) -> None:
+        """Drops what is in host memory."""
+        self._kept.clear()
+
+
+def _read(key: str, family: str) -> Encoded | None:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    payload = STORE.get(key)
+    if payload is None:
+        return None
+    try:
+        tensors = load(payload)
+        prompt, negative = stage_files.unpack_embeddings(tensors, stage_files.packed_numbers(payload), family)
+    except (SafetensorError, ValueError) as error:
+        STORE.discard(key, f"it cannot be read ({error})")
+        return None
+    if prompt is None:
+        STORE.discard(key, "it holds no prompt")
+        return None
+    return prompt, negative
+
+
+def _write(key: str, encoded: Encoded) -> None:
+    from safetensors.torch import save
+
+    tensors, numbers = stage_files.pack_embeddings(*encoded)
+    STORE.put(key, save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata=numbers))

@@ -1,0 +1,238 @@
+"""What lies between the stages, as files of a folder, so that each stage may run in another process or machine.
+
+`stage1_embeddings.safetensors`, `stage2_latents.safetensors`, and `generation_config.json` with the settings and the
+model that made them. What is read may come from anyone; files of these names that others made are never overwritten.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import payload_checks
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..pipeline import Condition, Conditioning, ModelRef
+
+EMBEDDINGS = "stage1_embeddings.safetensors"
+LATENTS = "stage2_latents.safetensors"
+CONFIG = "generation_config.json"
+_CONDITION = "condition."
+# Metadata with this name holds whole numbers.
+_NUMBERS = ("prompt_embeds.", "negative_prompt_embeds.", _CONDITION)
+# The mark of this pack's own files.
+_MADE_BY = {"made_by": "comfyui-tpu"}
+
+
+class StageFileError(ValueError):
+    """Stage files that are missing, damaged or another model's, in a sentence for the user."""
+
+
+def save_embeddings(
+    folder: Path,
+    prompt_embeds: "Conditioning",
+    negative_prompt_embeds: "Conditioning | None",
+    model: "ModelRef",
+    condition: "Condition | None" = None,
+) -> None:
+    """Writes the encoded prompts, and an encoded picture if there is one, to `folder`, which is made if need be.
+
+    Tensor names are `prompt_embeds`, `negative_prompt_embeds`, and with a dot and their name after it what further text
+    encoders gave; those of a picture are `condition.<name>`. Whole numbers (lengths, the size that a picture was
+    encoded for) are the file's metadata under the same kind of name. Raises `StageFileError` where that cannot be.
+    """
+    check_ours(folder)
+    for name, given in {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}.items():
+        if given is not None:
+            payload_checks.entry(model.spec, name, given)
+    tensors, numbers = pack_embeddings(prompt_embeds, negative_prompt_embeds)
+    if condition is not None:
+        tensors |= {f"{_CONDITION}{key}": value for key, value in condition["tensors"].items()}
+        numbers |= {f"{_CONDITION}{key}": str(value) for key, value in condition.items() if isinstance(value, int)}
+    _save(folder / EMBEDDINGS, tensors, numbers)
+    update_config(folder, {"model_name": model.spec_name, "model_id": model.model_id})
+
+
+def pack_embeddings(
+    prompt_embeds: "Conditioning", negative_prompt_embeds: "Conditioning | None"
+) -> "tuple[dict[str, torch.Tensor], dict[str, str]]":
+    """Tensors and metadata of a safetensors file, named as `save_embeddings` says."""
+    tensors, numbers = {}, {}
+    named = {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}
+    for name, given in named.items():
+        if given is not None:
+            tensors[name], info = given[0]
+            tensors |= {f"{name}.{key}": value for key, value in info.items() if hasattr(value, "shape")}
+            numbers |= {f"{name}.{key}": str(value) for key, value in info.items() if isinstance(value, int)}
+    return tensors, numbers
+
+
+def unpack_embeddings(
+    tensors: "Mapping[str, torch.Tensor]", numbers: Mapping[str, int], family: str
+) -> "tuple[Conditioning | None, Conditioning | None]":
+    """What `pack_embeddings` packed; None for what is not there."""
+    values = {**tensors, **numbers}
+
+    def unpacked(name: str) -> "Conditioning | None":
+        if name not in tensors:
+            return None
+        info = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
+        return [[tensors[name], {"tpu_family": family, **info}]]
+
+    return unpacked("prompt_embeds"), unpacked("negative_prompt_embeds")
+
+
+def load_embeddings(folder: Path, model: "ModelRef") -> "tuple[Conditioning, Conditioning | None]":
+    """The encoded prompts of `folder`; raises `StageFileError` where another model made them."""
+    prompt, negative = unpack_embeddings(*_load(folder, EMBEDDINGS, "encode", model), model.spec.family)
+    if prompt is None:
+        raise StageFileError(f"{folder / EMBEDDINGS} holds no prompt_embeds; run `comfyui-tpu encode` again.")
+    return prompt, negative
+
+
+def packed_numbers(content: bytes) -> dict[str, int]:
+    """The whole numbers in a safetensors file's bytes: its header is JSON after its length in eight bytes."""
+    size = int.from_bytes(content[:8], "little")
+    return _numbers(json.loads(content[8 : 8 + size]).get("__metadata__", {}))
+
+
+def _numbers(metadata: Mapping[str, str]) -> dict[str, int]:
+    """What is ours of a file's metadata; `ValueError` for what is no whole number."""
+    numbers = {}
+    for key, value in metadata.items():
+        if key.startswith(_NUMBERS):
+            try:
+                numbers[key] = int(value)
+            except ValueError:
+                raise ValueError(f"its {key} is {value[:40]!r}, not a whole number") from None
+    return numbers
+
+
+def load_condition(folder: Path, model: "ModelRef") -> "Condition | None":
+    """The encoded picture of `folder`, None where there is none; raises `StageFileError` for another model's."""
+    tensors, numbers = _load(folder, EMBEDDINGS, "encode", model)
+    found = {key.removeprefix(_CONDITION): x for key, x in tensors.items() if key.startswith(_CONDITION)}
+    size = {key.removeprefix(_CONDITION): x for key, x in numbers.items() if key.startswith(_CONDITION)}
+    return {"tpu_family": model.spec.family, **size, "tensors": found} if found else None
+
+
+def save_latents(folder: Path, latents: Mapping[str, Any], model: "ModelRef") -> None:
+    """Writes a LATENT to `folder`; raises `StageFileError` where that cannot be."""
+    check_ours(folder)
+    _save(folder / LATENTS, {"latents": latents["samples"]}, {})
+    update_config(folder, {"model_name": model.spec_name, "model_id": model.model_id})
+
+
+def load_latents(folder: Path, model: "ModelRef") -> dict[str, Any]:
+    """The LATENT of `folder`; raises `StageFileError` where another model made it."""
+    tensors, _ = _load(folder, LATENTS, "denoise", model)
+    if "latents" not in tensors:
+        raise StageFileError(f"{folder / LATENTS} holds no latents; run `comfyui-tpu denoise` again.")
+    return {"samples": tensors["latents"]}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The settings in `folder`; empty where there are none."""
+    path = folder / CONFIG
+    with _as_sentence(path):
+        try:
+            config = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        except (RecursionError, ValueError) as error:
+            raise StageFileError(f"{path} is not valid JSON ({error}). Mend or delete it.") from error
+    if not isinstance(config, dict):
+        raise StageFileError(f"{path} holds a JSON {type(config).__name__}; it must be an object. Mend or delete it.")
+    for name in ("model_name", "model_id"):
+        if not isinstance(config.get(name, ""), str):
+            raise StageFileError(f"{path}: {name} is {config[name]!r}; it must be text. Mend or delete it.")
+    return config
+
+
+def update_config(folder: Path, values: Mapping[str, Any]) -> None:
+    """Adds `values` to the folder's settings."""
+    merged = {**read_config(folder), **values}
+    _replace(folder / CONFIG, json.dumps(merged, indent=2, ensure_ascii=False).encode())
+
+
+def present(folder: Path) -> dict[str, int]:
+    """The stage files that `folder` has by name, with when they were last written, in nanoseconds."""
+    with _as_sentence(folder):
+        paths = [folder / name for name in (EMBEDDINGS, LATENTS)]
+        return {path.name: path.stat().st_mtime_ns for path in paths if path.is_file()}
+
+
+def check_ours(folder: Path) -> None:
+    """Raises `StageFileError` where `folder` has files of these names that are not this pack's: they stay."""
+    with _as_sentence(folder):
+        foreign = [name for name in (EMBEDDINGS, LATENTS) if (folder / name).exists() and not _is_ours(folder / name)]
+        config = folder / CONFIG
+        if config.exists() and not (config.is_file() and "model_name" in read_config(folder)):
+            foreign.append(CONFIG)
+    if foreign:
+        raise StageFileError(
+            f"{folder} has a {foreign[0]} that this pack did not write; it is not overwritten. Choose another folder, "
+            "or move the file away."
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        return False
+    try:
+        with safe_open(os.fspath(path), framework="pt") as file:
+            return _MADE_BY.items() <= (file.metadata() or {}).items()
+    except SafetensorError:
+        return False
+
+
+@contextlib.contextmanager
+def _as_sentence(path: Path) -> Iterator[None]:
+    """Errors of the file system as `StageFileError`."""
+    try:
+        yield
+    except OSError as error:
+        raise StageFileError(f"{path}: {error.strerror or error}. Choose another folder, or mend this one.") from error
+
+
+def _save(path: Path, tensors: "Mapping[str, torch.Tensor]", metadata: dict[str, str]) -> None:
+    from safetensors.torch import save
+
+    # Copies: safetensors refuses tensors that share memory, and one CONDITIONING may be on both inputs.
+    owned = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    _replace(path, save(owned, metadata={**metadata, **_MADE_BY}))
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    with _as_sentence(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            scratch.write_bytes(content)
+            os.replace(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+def _load(folder: Path, name: str, stage: str, model: "ModelRef") -> "tuple[dict[str, torch.Tensor], dict[str, int]]":
+    from safetensors import SafetensorError, safe_open
+
+    maker = read_config(folder).get("model_name", model.spec_name)
+    if maker != model.spec_name:
+        raise StageFileError(f"{folder} was made by {maker}; it cannot be continued with {model.spec_name}.")
+    path = folder / name
+    if name not in present(folder):
+        raise StageFileError(f"{path} is missing; run `comfyui-tpu {stage} --folder {folder}` first.")
+    with _as_sentence(path):
+        try:
+            with safe_open(os.fspath(path), framework="pt") as file:
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+                return tensors, _numbers(file.metadata() or {})
+        except (SafetensorError, ValueError) as error:
+            again = f"delete it and run `comfyui-tpu {stage}` again"
+            raise StageFileError(f"{path} is damaged ({error}); {again}.") from error

@@ -1,0 +1,179 @@
+"""What is on the devices and why: weights by component, loaded programs, the least recently used leaving when room is
+needed.
+
+All sizes are bytes on one chip. A budget holds the weights of all residents, the code of all loaded programs and the
+memory that the one about to run needs beside them; it is checked before a byte is read.
+"""
+
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import jax
+
+from ..cache.store import signature
+from ..units import GIB, readable
+from .memory_advice import VARIABLE, OutOfMemory
+
+log = logging.getLogger(__name__)
+
+# What a chip's runtime and fragmentation take of the memory that it reports.
+RESERVE_SHARE = 0.04
+
+# More loaded programs than this are those of sizes that nobody runs any more.
+MAX_PROGRAMS = 64
+
+Key = tuple[str, ...]
+
+
+class LoadedProgram(Protocol):
+    """A compiled program on the devices (see `executables.Executable`). Its code is freed with its last reference."""
+
+    @property
+    def code_bytes(self) -> int: ...
+
+
+class Running(Protocol):
+    """What is about to run: one loaded program, or several that take turns."""
+
+    @property
+    def parts(self) -> tuple[LoadedProgram, ...]: ...
+
+    @property
+    def workspace_bytes(self) -> int: ...
+
+
+@dataclass(kw_only=True)
+class Resident:
+    """A component's weights on the devices."""
+
+    id: str
+    component: str
+    model: str
+    weights: dict[str, jax.Array]
+    size_bytes: int
+    last_used: float = field(default_factory=time.time)
+
+    @property
+    def title(self) -> str:
+        return f"{self.component} of {self.model}"
+
+
+def budget_bytes(device: jax.Device) -> int | None:
+    """Bytes that one chip may hold; None where the device does not say and nobody set a limit."""
+    if limit := os.environ.get(VARIABLE):
+        try:
+            return int(float(limit) * GIB)
+        except ValueError:
+            raise ValueError(f"{VARIABLE} is {limit!r}; it must be a number of GiB such as 24.") from None
+    stats = device.memory_stats() if device.platform == "tpu" else None
+    return int(stats["bytes_limit"] * (1 - RESERVE_SHARE)) if stats and "bytes_limit" in stats else None
+
+
+class Residency:
+    """Resident components and loaded programs, in order of use."""
+
+    def __init__(self, device: jax.Device) -> None:
+        self._device = device
+        self._held: OrderedDict[Key, Resident | LoadedProgram] = OrderedDict()
+
+    def get(
+        self,
+        key: Key,
+        *,
+        component: str,
+        model: str,
+        size_bytes: int,
+        running: Running,
+        load: Callable[[], dict[str, jax.Array]],
+    ) -> Resident:
+        """The component `key`, loaded if it is not resident, with room for the program `running` on it.
+
+        Others leave first if all would not fit. Raises `OutOfMemory` before loading what cannot fit at all.
+        """
+        self._make_room(key, f"{component} of {model}", size_bytes, running)
+        if key not in self._held:
+            weights = load()
+            self._held[key] = Resident(
+                id=signature(key), component=component, model=model, weights=weights, size_bytes=size_bytes
+            )
+        resident = self._used(key)
+        resident.last_used = time.time()
+        return resident
+
+    def program(self, digest: str) -> LoadedProgram | None:
+        """The loaded program `digest`; None if there is none."""
+        key = ("program", digest)
+        return self._used(key) if key in self._held else None
+
+    def add_program(self, digest: str, program: LoadedProgram) -> None:
+        """Keeps a loaded program; the longest unused leaves when there are too many."""
+        self._held["program", digest] = program
+        programs = [key for key, held in self._held.items() if not isinstance(held, Resident)]
+        for key in programs[:-MAX_PROGRAMS]:
+            self._evict(key)
+
+    def _used(self, key: Key) -> Resident | LoadedProgram:
+        self._held.move_to_end(key)
+        return self._held[key]
+
+    def _make_room(self, key: Key, title: str, size_bytes: int, running: Running) -> None:
+        budget = budget_bytes(self._device)
+        if budget is None:
+            return
+        beside = running.workspace_bytes + sum(part.code_bytes for part in running.parts)
+        if size_bytes + beside > budget:
+            raise OutOfMemory(
+                f"{title} needs {readable(size_bytes)} for its weights and {readable(beside)} to run, on each chip; a "
+                f"chip has {readable(budget)}."
+            )
+        staying = {id(part) for part in running.parts}
+        others = [other for other, held in self._held.items() if other != key and id(held) not in staying]
+        for other in others:
+            if sum(_bytes(self._held[one]) for one in others if one in self._held) + size_bytes + beside <= budget:
+                return
+            self._evict(other)
+
+    def _evict(self, key: Key) -> None:
+        held = self._held.pop(key)
+        if isinstance(held, Resident):
+            log.info("%s leaves the devices (%s a chip)", held.title, readable(held.size_bytes))
+            for array in held.weights.values():
+                array.delete()
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all weights."""
+        return sum(resident.size_bytes for resident in self.list())
+
+    @property
+    def code_bytes(self) -> int:
+        """Of all loaded programs."""
+        return sum(program.code_bytes for program in self.programs())
+
+    def list(self) -> tuple[Resident, ...]:
+        # Of a copy: the monitor asks from another thread.
+        return tuple(held for held in tuple(self._held.values()) if isinstance(held, Resident))
+
+    def programs(self) -> tuple[LoadedProgram, ...]:
+        return tuple(held for held in tuple(self._held.values()) if not isinstance(held, Resident))
+
+    def drop(self, ids: Iterable[str]) -> None:
+        """Unloads single residents; ids that are not resident are passed over."""
+        wanted = set(ids)
+        for key, held in list(self._held.items()):
+            if isinstance(held, Resident) and held.id in wanted:
+                self._evict(key)
+
+    def clear(self) -> None:
+        """Drops all weights and programs."""
+        for key in list(self._held):
+            self._evict(key)
+
+
+def _bytes(held: Resident | LoadedProgram) -> int:
+    return held.size_bytes if isinstance(held, Resident) else held.code_bytes

@@ -1,0 +1,45 @@
+"""What decoders share: the host's loop around those that take one latent frame a call, and pixels in their range."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..spec import Call, Report
+
+if TYPE_CHECKING:
+    import torch
+
+
+def one_by_one(
+    call: Call,
+    latents: "torch.Tensor",
+    report: Report,
+    *,
+    before_first: Callable[..., tuple[Any, Any]],
+    decode_next: Callable[..., tuple[Any, Any]],
+    given: "tuple[torch.Tensor, ...]" = (),
+) -> Iterator[Any]:
+    """Frames `[n, height, width, 3]` of latents `[1, channels, T, h, w]`: 1, then as many as a latent frame stands for.
+
+    `before_first(vae, latent, *given)` makes the memory that `decode_next(vae, latent, memory)` carries from one latent
+    frame to the next. One program serves the first too, of whose frames only one is meant: that costs it the time of
+    the others and spares minutes of compiling.
+    """
+    total = latents.shape[2]
+    report(0, total)
+    _, memory = call("vae_decoder", before_first, latents[:, :, :1], *given, place="image")
+    for index in range(total):
+        latent = latents[:, :, index : index + 1]
+        frames, memory = call("vae_decoder", decode_next, latent, memory, place="image", carries=True)
+        yield frames if index else frames[:1]
+        report(index + 1, total)
+
+
+def pixels(decoded: "torch.Tensor") -> "torch.Tensor":
+    """What a decoder gives, around -1..1, as float32 pixels in 0..1.
+
+    Infinite ones become NaN: clamped they would pass for black and white, and nobody would be told (see `finite`).
+    """
+    import torch
+
+    scaled = decoded.float() / 2 + 0.5
+    return torch.where(torch.isfinite(scaled), scaled.clamp(0.0, 1.0), torch.nan)

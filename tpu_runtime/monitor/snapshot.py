@@ -1,0 +1,79 @@
+"""The monitor's numbers. Reading them never starts a device, and never waits for a running stage."""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ..cache import store
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
+
+NOT_STARTED = "No run yet: the TPU is started by the first run."
+
+
+def stats() -> dict[str, Any]:
+    """What is on the chips, running, resident, cached; `metrics.Sampler` adds the host's load and libtpu's readings."""
+    engine = engine_if_any()
+    if engine is None:
+        nothing = {"platform": None, "message": NOT_STARTED, "chips": [], "resident": [], "running": None}
+        counts = {"load": 0, "encode": 0, "compile": 0}
+        return {**nothing, "last_run": None, "caches": store.usage(), "counts": counts}
+    activity, last_run = engine.activity, engine.last_run
+    return {
+        "platform": engine.devices[0].platform,
+        "message": _message(engine),
+        "chips": _chips(engine),
+        "resident": _resident(engine),
+        "running": activity.describe() if activity else None,
+        "last_run": last_run.describe() if last_run else None,
+        "caches": store.usage(),
+        "counts": dict(engine.counts),
+    }
+
+
+def engine_if_any() -> "Engine | None":
+    """The engine if a run has made it; its module is not even imported before, nor is JAX."""
+    module = sys.modules.get(f"{__package__.removesuffix('.monitor')}.engine.engine")
+    return module.current() if module else None
+
+
+def _message(engine: "Engine") -> str:
+    count, first = len(engine.devices), engine.devices[0]
+    if first.platform == "tpu":
+        return f"{count} x {first.device_kind}"
+    return f"no TPU, running on CPU with {count} simulated chip{'s' if count > 1 else ''}"
+
+
+def _chips(engine: "Engine") -> list[dict[str, Any]]:
+    held = engine.note_peak()
+    return [_chip(engine, index, held[index]) for index in range(len(engine.devices))]
+
+
+def _chip(engine: "Engine", index: int, held: int) -> dict[str, Any]:
+    from ..engine.weight_cache import budget_bytes
+
+    device = engine.devices[index]
+    said = (device.memory_stats() or {}) if device.platform == "tpu" else {}
+    return {
+        "index": index,
+        "kind": device.device_kind,
+        "coords": list(device.coords) if device.platform == "tpu" else None,
+        "hbm_used": held,
+        "hbm_peak": said.get("peak_bytes_in_use", engine.peak_bytes[index]),
+        "hbm_limit": said.get("bytes_limit") or budget_bytes(device),
+        "tensorcore_utilization": None,
+        "duty_cycle": None,
+    }
+
+
+def _resident(engine: "Engine") -> list[dict[str, Any]]:
+    return [
+        {
+            "id": resident.id,
+            "component": resident.component,
+            "model": resident.model,
+            "bytes_per_chip": resident.size_bytes,
+            "last_used": resident.last_used,
+        }
+        for resident in engine.residency.list()
+    ]

@@ -1,0 +1,150 @@
+"""When a run does not fit: what would. Tried in order, estimated from what is compiled, confirmed by a compile."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+
+from ..cost_model import chips
+from ..programs.program import Program
+from ..spec import IntLimit, Settings
+from .compile import Request, compile_program, weight_bytes
+from .report import ProgramPlan, gib
+
+_TRIES = 3  # compiles per kind of change: the estimates that promise most may be wrong
+_SCALES = (0.9, 0.8, 2 / 3, 0.5, 0.4, 0.3, 0.2, 1 / 8)
+
+
+def residency(programs: Sequence[ProgramPlan]) -> int:
+    """Bytes per device with the weights of every component loaded and the most demanding program running."""
+    weights = {component: program.memory.weights for program in programs for component in program.weights}
+    return sum(weights.values()) + max((program.memory.without_weights for program in programs), default=0)
+
+
+def advice(request: Request, programs: Sequence[ProgramPlan]) -> tuple[str, ...]:
+    """Sentences that say what does not fit and what would; none where all fits at once."""
+    available = request.topology.chip.hbm_bytes
+    needed = residency(programs)
+    refused = [program for program in programs if not program.fits]
+    if needed <= available and not refused:
+        return ()
+    if not refused:
+        largest = max(programs, key=lambda program: program.memory.peak)
+        return (
+            f"All components at once need {gib(needed)} of {gib(available)} GiB. With idle components evicted, which "
+            f"the runtime does by itself, it fits: {largest.name} is the largest with {gib(largest.memory.peak)} GiB.",
+        )
+    culprit = max(refused, key=lambda each: each.memory.peak)
+    said = (
+        f"{culprit.name} does not fit: it needs at least {gib(culprit.memory.peak)} of {gib(available)} GiB per "
+        f"device, {gib(culprit.memory.weights)} of them weights. Evicting idle components does not help."
+    )
+    return (said, _what_would(request, culprit, available))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Change:
+    """Another request and how to say what it changes."""
+
+    request: Request
+    words: str
+
+
+def _only_stage_of(culprit: ProgramPlan, request: Request) -> Request:
+    alone = (replace(request, stages=(stage,)) for stage in request.stages)
+    return next(each for each in alone if any(program.name == culprit.name for program in each.programs()))
+
+
+def _what_would(request: Request, culprit: ProgramPlan, available: int) -> str:
+    """The first change whose estimate fits and whose compile confirms it."""
+    alone = _only_stage_of(culprit, request)
+    before = _program(alone, culprit.name)
+    kinds = [_more_chips(alone)]
+    if weight_bytes(before) < available:
+        kinds = [_fewer_frames(alone), _smaller(alone), *kinds]
+    tried = []
+    for changes in kinds:
+        promising = (change for change in changes if _estimate(change.request, culprit, before) <= available)
+        for change in itertools.islice(promising, _TRIES):
+            compiled = compile_program(_program(change.request, culprit.name), change.request.topology)
+            if compiled.text is not None and compiled.memory.peak <= available:
+                every = compiled.memory.peak + _other_weights(replace(change.request, stages=request.stages), culprit)
+                return (
+                    f"What would fit, confirmed by a compile: {change.words} ({culprit.name} then needs "
+                    f"{gib(compiled.memory.peak)} GiB per device, with all components loaded {gib(every)} of "
+                    f"{gib(available)})."
+                )
+            tried.append(f"{change.words} ({compiled.refusal or gib(compiled.memory.peak) + ' GiB per device'})")
+    return f"Nothing that was tried fits: {'; '.join(tried) or 'there is no larger slice of this generation here'}."
+
+
+def _other_weights(request: Request, culprit: ProgramPlan) -> int:
+    """Bytes per device of all weights but those that the culprit runs with at a time."""
+    weights = {name: weight_bytes(program) for program in request.programs() for name in program.weights}
+    return sum(weights.values()) - max((weights[name] for name in culprit.weights), default=0)
+
+
+def _program(request: Request, name: str) -> Program:
+    return next(program for program in request.programs() if program.name == name)
+
+
+def _estimate(request: Request, culprit: ProgramPlan, before: Program) -> float:
+    """Bytes per device that the culprit would need: its weights there, and the rest grown like its other inputs."""
+    after = _program(request, culprit.name)
+    rest = culprit.memory.without_weights * _growth(before, after)
+    return weight_bytes(after) + rest * before.mesh.size / after.mesh.size
+
+
+def _growth(before: Program, after: Program) -> float:
+    """How much larger those arguments are whose shapes differ, weights aside; 1 where none does."""
+    pairs = zip(*(jax.tree.leaves(program.args[bool(program.weights) :]) for program in (before, after)), strict=True)
+    changed = [(old.size, new.size) for old, new in pairs if old.shape != new.shape]
+    return sum(new for _, new in changed) / sum(old for old, _ in changed) if changed else 1.0
+
+
+def _fewer_frames(request: Request) -> Iterator[_Change]:
+    limit, settings = request.spec.inputs.get("num_frames"), request.settings
+    if not isinstance(limit, IntLimit):
+        return
+    for frames in _allowed(limit, settings.num_frames):
+        yield _with(request, replace(settings, num_frames=frames), f"{frames} frames instead of {settings.num_frames}")
+
+
+def _smaller(request: Request) -> Iterator[_Change]:
+    height, width = (request.spec.inputs[name] for name in ("height", "width"))
+    settings = request.settings
+    for scale in _SCALES:
+        tall, wide = _nearest(height, settings.height * scale), _nearest(width, settings.width * scale)
+        if (tall, wide) != (settings.height, settings.width):
+            yield _with(
+                request,
+                replace(settings, height=tall, width=wide),
+                f"{wide}x{tall} instead of {settings.width}x{settings.height}",
+            )
+
+
+def _more_chips(request: Request) -> Iterator[_Change]:
+    for topology in chips.larger(request.topology):
+        # A mesh that was asked for has a wrong size there.
+        yield _Change(
+            request=replace(request, topology=topology, mesh_shape=None),
+            words=f"{topology.num_chips} chips ({topology.name}) instead of {request.topology.num_chips}",
+        )
+
+
+def _with(request: Request, settings: Settings, words: str) -> _Change:
+    return _Change(request=replace(request, settings=settings), words=words)
+
+
+def _allowed(limit: IntLimit, below: int) -> Iterator[int]:
+    """Some allowed values smaller than `below`, falling."""
+    values = [value for value in range(limit.low, below) if limit.problem(value) is None]
+    for share in _SCALES:
+        nearest = [value for value in values if value <= below * share]
+        if nearest:
+            yield nearest[-1]
+
+
+def _nearest(limit: IntLimit, value: float) -> int:
+    return limit.at_most(int(value)) or limit.low

@@ -1,0 +1,153 @@
+"""The compiling half of a plan: a request's programs, each compiled for the described TPU; memory and FLOPs."""
+
+import json
+import time
+import zlib
+from dataclasses import asdict, dataclass
+
+import jax
+
+from ...sharding.shape import MeshShape
+from .. import refusal as refusals
+from ..cache.store import Store, signature
+from ..cost_model import chips, flops
+from ..cost_model.chips import Topology
+from ..precision import Precision
+from ..programs import executables, network_call
+from ..programs.program import Program, shard_bytes
+from ..spec import ModelSpec, Settings
+from .options import STAGES
+from .report import Memory, gib
+
+STORE = Store("plans")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to plan. `mesh_shape` None: what the runtime would choose."""
+
+    spec: ModelSpec
+    settings: Settings
+    topology: Topology
+    precision: Precision = "bfloat16"
+    mesh_shape: MeshShape | None = None
+    stages: tuple[str, ...] = STAGES
+
+    def programs(self) -> tuple[Program, ...]:
+        return network_call.for_spec(
+            self.spec,
+            self.settings,
+            chips.compile_devices(self.topology),
+            precision=self.precision,
+            mesh_shape=self.mesh_shape,
+            stages=self.stages,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """A program as the compiler returned it. Where it refused for lack of memory, `text` is None and `refusal` says of
+    which: the chip's, or that on the chip which one kernel may use.
+    """
+
+    program: Program
+    memory: Memory
+    text: str | None
+    refusal: str
+    flops: flops.Flops
+    compile_s: float
+
+
+def compile_program(program: Program, topology: Topology) -> Compiled:
+    """Compiles one program, or takes what an earlier plan learned of the same; a refusal for lack of memory is a
+    result, not an error.
+    """
+    weights, available = weight_bytes(program), topology.chip.hbm_bytes
+    if weights > available:
+        # The compiler would say so too, after minutes.
+        refusal = f"its weights alone need {gib(weights)} of {gib(available)} GiB"
+        found = Outcome(memory=_refused(program, 0), text=None, refusal=refusal, compile_s=0.0)
+    else:
+        found = _outcome(program, topology)
+    return Compiled(
+        program=program,
+        memory=found.memory,
+        text=found.text,
+        refusal=found.refusal,
+        flops=flops.count(flops.traced(program), topology.chip.mxu_width),
+        compile_s=found.compile_s,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What the compiler made of a program: kept on disk, because families share programs and plans are repeated."""
+
+    memory: Memory
+    text: str | None
+    refusal: str
+    compile_s: float
+
+    def pack(self) -> bytes:
+        return zlib.compress(json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def unpack(cls, content: bytes) -> "Outcome":
+        """Raises `ValueError`, `TypeError` or `zlib.error` for what another version wrote."""
+        values = json.loads(zlib.decompress(content))
+        return cls(**{**values, "memory": Memory(**values["memory"])})
+
+
+def _outcome(program: Program, topology: Topology) -> Outcome:
+    started = time.monotonic()
+    lowered = program.lower()
+    key = signature(lowered.as_text(), topology.name, executables.environment()[:2])
+    if content := STORE.get(key):
+        try:
+            return Outcome.unpack(content)
+        except (ValueError, TypeError, KeyError, zlib.error) as error:
+            STORE.discard(key, f"it cannot be read ({error})")
+    weights = weight_bytes(program)
+    memory, text, refusal = None, None, ""
+    try:
+        executable = lowered.compile()
+        memory, text = _memory(executable, weights), executable.as_text()
+    except jax.errors.JaxRuntimeError as error:
+        refused = refusals.parse(str(error))
+        if refused is None:
+            raise RuntimeError(f"the TPU's compiler failed: {str(error)[:2000]}") from error
+        memory, refusal = _refused(program, refused.needed_bytes), refused.sentence
+    found = Outcome(memory=memory, text=text, refusal=refusal, compile_s=time.monotonic() - started)
+    STORE.put(key, found.pack())
+    return found
+
+
+def weight_bytes(program: Program) -> int:
+    """Bytes of weights that the program needs on each device: its first argument."""
+    return sum(map(shard_bytes, jax.tree.leaves(program.args[0]))) if program.weights else 0
+
+
+def _memory(executable: jax.stages.Compiled, weights: int) -> Memory:
+    stats = executable.memory_analysis()
+    # Not `peak_memory_in_bytes`: that one counts on-chip memory too, and less than the arena of temporaries.
+    held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return Memory(
+        arguments=stats.argument_size_in_bytes,
+        weights=weights,
+        temporaries=stats.temp_size_in_bytes,
+        output=stats.output_size_in_bytes,
+        alias=stats.alias_size_in_bytes,
+        peak=held + stats.temp_size_in_bytes,
+    )
+
+
+def _refused(program: Program, needed: int) -> Memory:
+    arguments = sum(map(shard_bytes, jax.tree.leaves(program.args)))
+    return Memory(
+        arguments=arguments,
+        weights=weight_bytes(program),
+        temporaries=None,
+        output=None,
+        alias=0,
+        peak=max(arguments, needed),
+    )

@@ -1,0 +1,22 @@
+"""The options of `comfyui-tpu plan`. Imports no JAX, so that the command line starts at once."""
+
+import argparse
+from pathlib import Path
+
+from .. import models
+
+STAGES = ("encode", "image", "denoise", "decode")
+DEFAULT_TOPOLOGY = "v6e:2x4"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `comfyui-tpu plan`."""
+    parser.add_argument("--model", required=True, metavar="NAME", help="; ".join(s.name for s in models.SPECS))
+    parser.add_argument("--topology", default=DEFAULT_TOPOLOGY, metavar="NAME", help=f"default {DEFAULT_TOPOLOGY}")
+    for name, kind in (("height", int), ("width", int), ("num-frames", int), ("steps", int), ("guidance", float)):
+        parser.add_argument(f"--{name}", type=kind, help="default: the model's")
+    parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--mesh", metavar="DP,SP,TP", help="the denoiser's mesh; default: what the runtime chooses")
+    parser.add_argument("--stages", default=",".join(STAGES), metavar="A,B", help=f"default {','.join(STAGES)}")
+    parser.add_argument("--explain", action="store_true", help="list the dearest operations and their sources")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")

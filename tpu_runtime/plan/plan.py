@@ -1,0 +1,188 @@
+"""Compiles a model's real programs for a described TPU and reports whether they fit and what they would cost.
+
+No TPU, no weights, no network: shapes from the spec, and libtpu on this machine's CPU. Programs compile one after
+another; of each only its text and its numbers are kept.
+"""
+
+import argparse
+import importlib.metadata
+import json
+from collections.abc import Callable, Mapping
+
+import jax
+
+from ...sharding.mesh import shape_of
+from ...sharding.shape import MeshShape
+from .. import models
+from ..cost_model import chips, flops, hlo, kernels, step_time
+from ..cost_model.bundles import Cost
+from ..cost_model.chips import Topology
+from . import advice, findings, report
+from .compile import Compiled, Request, compile_program
+from .options import STAGES, add_arguments
+from .report import Plan, ProgramPlan
+
+__all__ = ["add_arguments", "make_plan", "request_of", "run"]
+
+Write = Callable[[str], None]
+
+
+def make_plan(request: Request, write: Write = lambda line: None) -> Plan:
+    """Compiles and times every program; `write` gets a line as each is done."""
+    compiled = []
+    for program in request.programs():
+        compiled.append(compile_program(program, request.topology))
+        done = compiled[-1]
+        write(f"{program.name}: {'compiled' if done.text else 'does not fit'}, {done.compile_s:.0f} s")
+    modules = {done.program.name: hlo.parse(done.text) for done in compiled if done.text}
+    found = [kernel for module in modules.values() for kernel in kernels.find(module)]
+    if found:
+        write(f"measuring {len({kernel.key for kernel in found})} kernels")
+    costs = kernels.measure(found, request.topology)
+    rows = tuple(plan_program(done, modules.get(done.program.name), costs, request.topology) for done in compiled)
+    residency = advice.residency(rows)
+    return Plan(
+        model=request.spec.name,
+        title=request.spec.title,
+        topology=request.topology,
+        settings=request.settings,
+        precision=request.precision,
+        programs=rows,
+        residency_bytes=residency,
+        advice=advice.advice(request, rows),
+        compiler=f"libtpu {importlib.metadata.version('libtpu')}, jax {jax.__version__}",
+        host_peak_bytes=host_peak_bytes(),
+    )
+
+
+def plan_program(
+    done: Compiled, module: hlo.Module | None, costs: Mapping[str, Cost], topology: Topology
+) -> ProgramPlan:
+    """Times a compiled program."""
+    program, chip = done.program, topology.chip
+    timing = best = None
+    if module is not None:
+        devices = tuple(program.mesh.devices.flat)
+        timing, best = (
+            _not_faster_than_the_peak(
+                step_time.timing(module, step_time.Machine(chip=chip, devices=devices, kernels=costs, at_best=at_best)),
+                done.flops,
+                topology,
+            )
+            for at_best in (False, True)
+        )
+    seconds = timing.cycles / chip.clock_hz if timing else None
+    peak_flop_s = chip.peak_tflop_s * 1e12 * topology.num_chips
+    return ProgramPlan(
+        name=program.name,
+        runs=program.runs,
+        mesh="x".join(str(size) for size in shape_of(program.mesh).sizes.values()),
+        weights=program.weights,
+        memory=done.memory,
+        fits=module is not None and done.memory.peak <= chip.hbm_bytes,
+        compile_s=done.compile_s,
+        flops=done.flops,
+        timing=timing,
+        predicted_s=seconds,
+        best_s=best.cycles / chip.clock_hz if best else None,
+        rerun_s=(timing.cycles + timing.reruns) / chip.clock_hz if timing else None,
+        mfu=done.flops.total / (seconds * peak_flop_s) if seconds else None,
+        ceiling_share=done.flops.charged / (seconds * peak_flop_s) if seconds else None,
+        findings=_findings(done, module, timing, costs) if timing else {},
+        notes=tuple(
+            _notes(module, timing, costs)
+            if timing
+            else [f"does not compile: {done.refusal}", *findings.huge_products(program)]
+        ),
+    )
+
+
+def _not_faster_than_the_peak(timing: step_time.Timing, counted: flops.Flops, topology: Topology) -> step_time.Timing:
+    """Bundles are a lower bound; where one bundle keeps the MXU busy for many cycles (TPU7x) it is too low."""
+    least = counted.kernels / topology.num_devices / topology.chip.flop_per_cycle
+    return timing + step_time.Timing(kernels=max(0.0, least - timing.kernels))
+
+
+def _findings(
+    done: Compiled, module: hlo.Module, timing: step_time.Timing, costs: Mapping[str, Cost]
+) -> dict[str, list[str]]:
+    return {
+        "kernels": findings.kernel_costs(module, timing, costs),
+        "copies between kernels and computation": findings.listed(findings.layout_copies(done.text, timing), 12),
+        "float32 results of bfloat16 inputs": findings.listed(findings.float32_arrays(done.text), 12),
+        "float32 matrix products": findings.float32_scores(done.text),
+        "collectives that are waited for": findings.listed(findings.exposed_collectives(timing), 12),
+        "scatters": findings.find_scatters(done.text),
+        "replicated weights": findings.replicated_weights(done.program),
+    }
+
+
+def _notes(module: hlo.Module, timing: step_time.Timing, costs: Mapping[str, Cost]) -> list[str]:
+    notes = [f"no estimate for {name}; it is not counted" for name in dict.fromkeys(timing.uncounted)]
+    if timing.reruns:
+        notes.append(
+            f"kernels repeat their work in an exact, slower form where their flag says so: {timing.reruns / 1e6:.1f} "
+            "Mcycles more if all of it were, none of which is counted"
+        )
+    for kernel in kernels.find(module):
+        cost = costs[kernel.key]
+        if cost.unknown_loops:
+            notes.append(f"kernel {kernel.name} has {cost.unknown_loops} loops without a constant count, counted once")
+        if cost.error:
+            notes.append(f"kernel {kernel.name} does not compile alone: {cost.error}")
+    return notes
+
+
+def host_peak_bytes() -> int:
+    """The most memory that this process held, and the largest of its children beside it."""
+    import resource  # exists where libtpu does
+
+    return sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) * 1024
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def request_of(args: argparse.Namespace) -> Request:
+    """Raises `ValueError` with a sentence for the user."""
+    spec = models.spec_by_name(args.model)
+    settings = spec.settings(
+        height=args.height,
+        width=args.width,
+        num_frames=args.num_frames,
+        num_inference_steps=args.steps,
+        guidance_scale=args.guidance,
+    )
+    stages = tuple(name.strip() for name in args.stages.split(",") if name.strip())
+    unknown = [name for name in stages if name not in STAGES]
+    if unknown or not stages:
+        raise ValueError(f"--stages is {args.stages!r}; it must be some of {', '.join(STAGES)}.")
+    return Request(
+        spec=spec,
+        settings=settings,
+        topology=chips.topology(args.topology),
+        precision=args.precision,
+        mesh_shape=_mesh_of(args.mesh),
+        stages=stages,
+    )
+
+
+def _mesh_of(text: str | None) -> MeshShape | None:
+    if text is None:
+        return None
+    try:
+        dp, sp, tp = (int(size) for size in text.split(","))
+    except ValueError:
+        raise ValueError(f"--mesh is {text!r}; it must be three whole numbers dp,sp,tp such as 2,4,1.") from None
+    return MeshShape(dp=dp, sp=sp, tp=tp)
+
+
+def run(args: argparse.Namespace, write: Write) -> int:
+    """Runs the command: 0, whatever the report says. Errors of the user are `ValueError`."""
+    request = request_of(args)
+    plan = make_plan(request, write)
+    write("\n" + report.text(plan, explain=args.explain))
+    if args.json:
+        args.json.write_text(json.dumps(plan.to_json(), indent=1) + "\n")
+        write(f"written: {args.json}")
+    return 0

@@ -1,0 +1,222 @@
+"""What a plan found, as records, as JSON and as text. Every time in it is predicted by the compiler, none measured."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..cost_model import step_time
+from ..cost_model.chips import GIB, Topology
+from ..cost_model.flops import Flops
+from ..cost_model.step_time import Timing
+from ..spec import Settings
+
+LABEL = "predicted by the compiler"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes per device. `output` includes `alias`, the part that reuses arguments. `temporaries` and `output` are None
+    where the compiler refused the program; `peak` is then what it said it needed, or the arguments alone.
+    """
+
+    arguments: int
+    weights: int
+    temporaries: int | None
+    output: int | None
+    alias: int
+    peak: int
+
+    @property
+    def without_weights(self) -> int:
+        return self.peak - self.weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramPlan:
+    """One program. `timing` and `best_s` are None where it did not compile. `notes`: what the figures leave out.
+
+    `rerun_s`: `predicted_s` if everything that kernels repeat where a flag says so were repeated everywhere.
+    """
+
+    name: str
+    runs: int
+    mesh: str
+    weights: tuple[str, ...]
+    memory: Memory
+    fits: bool
+    compile_s: float
+    flops: Flops
+    timing: Timing | None
+    predicted_s: float | None
+    best_s: float | None
+    rerun_s: float | None
+    mfu: float | None
+    ceiling_share: float | None
+    findings: Mapping[str, Sequence[str]]
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        timing = self.timing or Timing()
+        return {
+            "name": self.name,
+            "runs": self.runs,
+            "mesh": self.mesh,
+            "weights": list(self.weights),
+            "memory": asdict(self.memory),
+            "fits": self.fits,
+            "compile_s": round(self.compile_s, 1),
+            "xla_cycles": round(timing.xla),
+            "kernel_cycles": round(timing.kernels),
+            "collectives": [
+                {
+                    "kind": each.kind,
+                    "bytes": round(each.bytes),
+                    "times": round(each.times),
+                    "seconds": each.seconds,
+                    "exposed_s": each.exposed_s,
+                    "overlapped": each.overlapped,
+                }
+                for each in step_time.merged(timing.collectives)
+            ],
+            "collectives_exposed_s": sum(each.exposed_s for each in timing.collectives),
+            "predicted_s": self.predicted_s,
+            "predicted_best_branch_s": self.best_s,
+            "predicted_with_all_reruns_s": self.rerun_s,
+            "model_flops": self.flops.total,
+            "mfu": self.mfu,
+            "ceiling_share": self.ceiling_share,
+            "findings": {title: list(sentences) for title, sentences in self.findings.items()},
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All programs of one generation. `residency_bytes`: every component's weights, and the largest program's rest."""
+
+    model: str
+    title: str
+    topology: Topology
+    settings: Settings
+    precision: str
+    programs: tuple[ProgramPlan, ...]
+    residency_bytes: int
+    advice: tuple[str, ...]
+    compiler: str
+    host_peak_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        return self.residency_bytes <= self.topology.chip.hbm_bytes and all(each.fits for each in self.programs)
+
+    @property
+    def predicted_total_s(self) -> float | None:
+        """Of one generation, without loading and host work; None if a program did not compile."""
+        if any(each.predicted_s is None for each in self.programs):
+            return None
+        return sum(each.predicted_s * each.runs for each in self.programs)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "topology": self.topology.name,
+            "chips": self.topology.num_chips,
+            "chip": asdict(self.topology.chip),
+            "settings": asdict(self.settings),
+            "mesh": {each.name: each.mesh for each in self.programs},
+            "precision": self.precision,
+            "programs": [each.to_json() for each in self.programs],
+            "residency_bytes": self.residency_bytes,
+            "fits": self.fits,
+            "predicted_total_s": self.predicted_total_s,
+            "label": LABEL,
+            "advice": list(self.advice),
+            "compiler": self.compiler,
+            "host_peak_bytes": self.host_peak_bytes,
+        }
+
+
+_COLUMNS = (
+    "program", "runs", "mesh", "weights", "temps", "output", "peak", "fits", "compile",
+    "XLA Mcyc", "kernel Mcyc", "waiting", "seconds", "x runs", "MFU", "of ceiling",
+)  # fmt: skip
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with columns as wide as their widest cell; the first column to the left, others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join((first.ljust(widths[0]), *map(str.rjust, rest, widths[1:]))).rstrip() for first, *rest in rows]
+
+
+def gib(size: float | None) -> str:
+    return "-" if size is None else f"{size / GIB:.2f}"
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}" if value < 1 else f"{value:.2f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f} %"
+
+
+def _row(program: ProgramPlan) -> tuple[str, ...]:
+    timing, memory = program.timing, program.memory
+    waiting = None if timing is None else sum(each.exposed_s for each in timing.collectives)
+    total = None if program.predicted_s is None else program.predicted_s * program.runs
+    return (
+        program.name, str(program.runs), program.mesh, gib(memory.weights), gib(memory.temporaries),
+        gib(memory.output), gib(memory.peak), "yes" if program.fits else "NO", f"{program.compile_s:.0f} s",
+        "-" if timing is None else f"{timing.xla / 1e6:.1f}", "-" if timing is None else f"{timing.kernels / 1e6:.1f}",
+        _seconds(waiting), _seconds(program.predicted_s), _seconds(total),
+        _percent(program.mfu), _percent(program.ceiling_share),
+    )  # fmt: skip
+
+
+def text(plan: Plan, explain: bool = False) -> str:
+    """The readable report."""
+    settings, chip = plan.settings, plan.topology.chip
+    total = plan.predicted_total_s
+    lines = [
+        f"{plan.title} on {plan.topology.name} ({plan.topology.num_chips} x {chip.device_kind}): "
+        f"{settings.width}x{settings.height}, {settings.num_frames} frames, {settings.num_inference_steps} steps, "
+        f"guidance {settings.guidance_scale:g}, {plan.precision}.",
+        f"All figures are {LABEL} ({plan.compiler}); nothing was measured. Memory in GiB per device, waiting = "
+        "collectives that no computation covers, in seconds.",
+        "",
+        *table([_COLUMNS, *map(_row, plan.programs)]),
+        "",
+        f"Memory with all components loaded: {gib(plan.residency_bytes)} of {chip.hbm_gib:g} GiB per device: "
+        + ("fits." if plan.fits else "DOES NOT FIT."),
+        f"One generation, {LABEL}: " + ("-" if total is None else f"{total:.1f} s") + " (without loading weights).",
+    ]
+    for program in plan.programs:
+        lines += [f"note: {program.name}: {note}" for note in program.notes]
+    lines += [f"advice: {sentence}" for sentence in plan.advice]
+    if explain:
+        lines += [line for program in plan.programs for line in explanation(program)]
+    return "\n".join(lines)
+
+
+def explanation(program: ProgramPlan) -> list[str]:
+    """The dearest operations and the findings of one program."""
+    if program.timing is None:
+        return []
+    timing = program.timing
+    rows = [("share", "Mcyc", "times", "operation", "result", "from", "at")]
+    for each in step_time.dearest(timing, 12):
+        rows.append(
+            (
+                f"{100 * each.cycles / timing.cycles:.1f} %",
+                f"{each.cycles / 1e6:.1f}",
+                f"{each.times:.0f}",
+                each.name,
+                each.shape[:60],
+                each.op_name[-60:],
+                each.source[-70:],
+            )
+        )
+    lines = ["", f"{program.name}: the dearest operations, {LABEL}", *table(rows)]
+    for title, sentences in program.findings.items():
+        lines += ["", f"{program.name}: {title}", *(sentences or ["none"])]
+    return lines

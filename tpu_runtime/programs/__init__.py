@@ -1,0 +1,1 @@
+"""Upstream modules as pure, compiled functions. May import the leaves of `tpu_runtime`, `attention` and `sharding`."""

@@ -1,0 +1,253 @@
+"""Upstream torch modules without weights, with their block list scanned.
+
+A module is built on the meta device from its class and config; its weights live outside, as a dict of JAX arrays by
+parameter name. The list of equal blocks becomes one block whose parameters are stacked over layers and which runs under
+`jax.lax.scan`, so that tracing and compiling do not grow with depth.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from ..spec import Component
+from . import torch_bridge
+
+# The name of the one block in a stacked list: `blocks.3.attn.weight` is layer 3 of `blocks.*.attn.weight`.
+LAYER = "*"
+
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scan:
+    """What surrounds scanned blocks.
+
+    `carried` names the arguments that a block returns, in the order it returns them; all others are the same for every
+    layer. `enter(values)` may pad and place the arguments (by name) before the first layer, `leave(carried, before)`
+    undo that; `use(weights)` places one layer's weights for use. With `collect`, what each layer leaves in the first
+    carried argument is kept, `[layers, ...]`.
+    """
+
+    carried: tuple[str, ...] = ("hidden_states",)
+    enter: Callable[[Values], Values] = lambda values: values
+    leave: Callable[[Values, Values], Values] = lambda carried, before: carried
+    use: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda weights: weights
+    collect: bool = False
+
+
+class ScannedBlocks(torch.nn.Module):
+    """Stands in a model where its list of equal blocks was, and iterates as a list of one."""
+
+    def __init__(self, blocks: torch.nn.ModuleList) -> None:
+        super().__init__()
+        self.num_layers = len(blocks)
+        self.add_module(LAYER, blocks[0])
+        self.scan = Scan()
+        self._collected: torch.Tensor | None = None
+
+    @property
+    def block(self) -> torch.nn.Module:
+        return self.get_submodule(LAYER)
+
+    def __iter__(self) -> Iterator["ScannedBlocks"]:
+        yield self
+
+    def __getitem__(self, index: Any) -> Any:
+        return [self] if isinstance(index, slice) else self
+
+    def take_collected(self) -> torch.Tensor:
+        """What `collect` kept in the last call, `[layers, ...]`."""
+        collected, self._collected = self._collected, None
+        assert collected is not None
+        return collected
+
+    def layers(self, part: slice) -> Callable[..., Any]:
+        """Some of the layers, to be called as all of them are."""
+        return functools.partial(self._run, range(self.num_layers)[part])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(None, *args, **kwargs)
+
+    def _run(self, part: range | None, *args: Any, **kwargs: Any) -> Any:
+        block, scan = self.block, self.scan
+        stacked = torch_bridge.to_jax({**dict(block.named_parameters()), **_saved_buffers(block)})
+        values = torch_bridge.to_jax(_by_name(block, args, kwargs))
+        before = {name: values[name] for name in scan.carried}
+        values = scan.enter(values)
+        start = tuple(values.pop(name) for name in scan.carried)
+        is_tuple = False
+
+        def layer(carry: tuple, weights: dict[str, jax.Array]) -> tuple[tuple, jax.Array | None]:
+            nonlocal is_tuple
+            named = {**values, **dict(zip(scan.carried, carry, strict=True))}
+            out = torch_bridge.functional(
+                block, scan.use(weights), lambda module: module(**torch_bridge.to_torch(named))
+            )
+            is_tuple = isinstance(out, tuple | list)
+            results = out if is_tuple else (out,)
+            carry = tuple(new.astype(old.dtype) for new, old in zip(results, carry, strict=False))
+            return carry, carry[0] if scan.collect else None
+
+        def indexed(carry: tuple, index: jax.Array) -> tuple[tuple, jax.Array | None]:
+            return layer(carry, {name: jax.lax.dynamic_index_in_dim(x, index, 0, False) for name, x in stacked.items()})
+
+        if part is None:
+            carry, kept = jax.lax.scan(layer, start, stacked)
+        else:
+            # By index: a slice of the stack would be a copy of those weights.
+            carry, kept = jax.lax.scan(indexed, start, jnp.array(part))
+        after = scan.leave(dict(zip(scan.carried, carry, strict=True)), before)
+        self._collected = torch_bridge.to_torch(kept) if scan.collect else None
+        results = torch_bridge.to_torch(tuple(after[name] for name in scan.carried))
+        # As the block does: a caller that takes element 0 would take row 0 of a bare tensor, and say nothing.
+        return results if is_tuple else results[0]
+
+
+def _by_name(block: torch.nn.Module, args: tuple, kwargs: dict) -> Values:
+    """A call's arguments by the names of the block's parameters."""
+    bound = inspect.signature(block.forward).bind(*args, **kwargs).arguments
+    extra = bound.pop("kwargs", {})
+    return {**bound, **extra}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A parameter of a built module: its shape (stacked where scanned) and the names it has in a checkpoint."""
+
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+    stacked: bool
+    keep_float32: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """A built module and the weights it needs, by parameter name."""
+
+    component: Component
+    module: torch.nn.Module
+    weights: Mapping[str, Weight]
+
+    def blocks(self, path: str) -> ScannedBlocks:
+        """The scanned blocks at one of the component's `blocks` paths."""
+        blocks = self.module.get_submodule(path)
+        assert isinstance(blocks, ScannedBlocks)
+        return blocks
+
+
+def build_full(component: Component, config: Mapping[str, Any]) -> torch.nn.Module:
+    """The upstream module as it is, parameters on the meta device, buffers real."""
+    import accelerate
+
+    with accelerate.init_empty_weights(include_buffers=False):
+        module = construct(component, config)
+    if component.library == "transformers":
+        # Moving to the meta device unties shared embeddings.
+        module.tie_weights()
+        _tie(module, component.aliases)
+    return module
+
+
+def _tie(module: torch.nn.Module, aliases: Mapping[str, str]) -> None:
+    """Makes one parameter of those that checkpoints hold once, under either name.
+
+    transformers 5.0 unties UMT5's embedding where a config says so, as all published ones do.
+    """
+    named = dict(module.named_parameters(remove_duplicate=False))
+    for other, own in aliases.items():
+        if other in named and own in named:
+            path, _, last = other.rpartition(".")
+            setattr(module.get_submodule(path), last, named[own])
+
+
+def construct(component: Component, config: Mapping[str, Any]) -> torch.nn.Module:
+    """Calls the upstream class with a config as its `config.json` holds it."""
+    upstream = upstream_class(component)
+    if component.library == "transformers":
+        # Config classes write into what they are given.
+        settings = {
+            key: copy.deepcopy(value)
+            for key, value in config.items()
+            if key not in ("architectures", "model_type", "dtype")
+        }
+        module = upstream(upstream.config_class(**settings))
+    else:
+        module = upstream.from_config({key: value for key, value in config.items() if not key.startswith("_")})
+    return module.eval()
+
+
+def upstream_class(component: Component) -> Any:
+    import diffusers
+    import transformers
+
+    return getattr({"diffusers": diffusers, "transformers": transformers}[component.library], component.class_name)
+
+
+def build(component: Component, config: Mapping[str, Any]) -> Network:
+    """Builds a component's module and lists its weights. `config` is the checkpoint's own, or the spec's real one."""
+    module = build_full(component, config)
+    if component.layers is not None:
+        for path in component.blocks:
+            _replace(module, path, module.get_submodule(path)[component.layers])  # type: ignore[index]
+    if component.trim:
+        component.trim(module)
+    keep_float32 = float32_modules(component, module)
+    tensors = {**dict(module.named_parameters()), **_saved_buffers(module)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    weights: dict[str, Weight] = {}
+    for name, shape in shapes.items():
+        if component.only and not name.startswith(component.only):
+            continue
+        float32 = not keep_float32.isdisjoint(name.split("."))
+        prefix = next((f"{path}." for path in component.blocks if name.startswith(f"{path}.")), None)
+        if prefix is None:
+            weights[name] = Weight(shape=shape, sources=(name,), stacked=False, keep_float32=float32)
+            continue
+        layer, rest = name.removeprefix(prefix).split(".", 1)
+        if layer == "0":
+            count = len(module.get_submodule(prefix[:-1]))  # type: ignore[arg-type]
+            sources = tuple(f"{prefix}{index}.{rest}" for index in range(count))
+            _check_equal(sources, shapes)
+            weights[f"{prefix}{LAYER}.{rest}"] = Weight(
+                shape=(count, *shape), sources=sources, stacked=True, keep_float32=float32
+            )
+    for path in component.blocks:
+        blocks = module.get_submodule(path)
+        assert isinstance(blocks, torch.nn.ModuleList)
+        _replace(module, path, ScannedBlocks(blocks))
+    return Network(component=component, module=module, weights=weights)
+
+
+def float32_modules(component: Component, module: torch.nn.Module) -> frozenset[str]:
+    """Names within a parameter's path that upstream keeps in float32 when the rest is loaded in bfloat16.
+
+    The libraries mean different things by one name: diffusers' `_keep_in_fp32_modules` holds for every format,
+    transformers' for float16 alone, and its `_strict` list for bfloat16 too.
+    """
+    strict = "_strict" if component.library == "transformers" else ""
+    return frozenset(getattr(module, f"_keep_in_fp32_modules{strict}", None) or ())
+
+
+def _replace(module: torch.nn.Module, path: str, part: torch.nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(module.get_submodule(parent), name, part)
+
+
+def _saved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that a checkpoint holds beside the parameters, such as a batch norm's running statistics."""
+    saved = module.state_dict(keep_vars=True)
+    return {name: x for name, x in module.named_buffers() if name in saved and x.is_floating_point()}
+
+
+def _check_equal(names: tuple[str, ...], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    different = [name for name in names if shapes.get(name) != shapes[names[0]]]
+    if different:
+        raise ValueError(f"{different[0]} differs in shape from {names[0]}; such blocks cannot be scanned.")

@@ -1,0 +1,92 @@
+"""A compiled unit of work: a pure function, the shapes and shardings it is compiled for, and nothing else.
+
+The very same programs run on the devices and are compiled for described ones by `plan`.
+"""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ..cache.store import cache_folder, holds_own_code, trim_xla, xla_cache_folder
+from ..cache.trust import PRIVATE
+from ..precision import Precision
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """`fn(*args)`. `args` is a pytree of `ShapeDtypeStruct`s with shardings on `mesh`.
+
+    `runs`: how often one generation executes it. `weights`: the components whose weights are among the arguments.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    mesh: Mesh
+    precision: Precision
+    donate: tuple[int, ...] = ()
+    out_shardings: Any = None
+    runs: int = 1
+    weights: tuple[str, ...] = ()
+
+    def lower(self) -> jax.stages.Lowered:
+        jitted = jax.jit(self.fn, donate_argnums=self.donate, out_shardings=self.out_shardings)
+        # float32 means float32: by default a TPU multiplies float32 matrices in bfloat16.
+        highest = jax.default_matmul_precision("highest") if self.precision == "float32" else contextlib.nullcontext()
+        with highest, _target(self.mesh):
+            return jitted.lower(*self.args)
+
+    def compile(self) -> jax.stages.Compiled:
+        return self.lower().compile()
+
+    @functools.cached_property
+    def zeros(self) -> tuple[Any, Any]:
+        """What a call's program gives (see `spec.Call`), without running it: zeros without memory behind them, so that
+        host code may slice and join them, and the shapes of what it carries.
+        """
+        result, carried, _ = jax.eval_shape(self.fn, *self.args)
+        return jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), result), carried
+
+
+@contextlib.contextmanager
+def _target(mesh: Mesh) -> Iterator[None]:
+    """Kernels are lowered for the mesh's devices, not for those of this process (see `plan`)."""
+    if mesh.devices.flat[0].platform == "tpu":
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            yield
+    else:
+        yield
+
+
+def shard_bytes(leaf: jax.ShapeDtypeStruct | jax.Array) -> int:
+    """Bytes of an array on one of its devices."""
+    size = leaf.dtype.itemsize
+    for dim in leaf.sharding.shard_shape(leaf.shape):
+        size *= dim
+    return size
+
+
+def use_persistent_cache() -> None:
+    """Lets XLA's compiled programs outlive the process. Called before the first compilation."""
+    folder = xla_cache_folder()
+    try:
+        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("XLA's cache %s cannot be made (%s); programs are compiled anew in each process.", folder, error)
+        return
+    # A folder of JAX's own variable is the user's decision; JAX trusts it too.
+    if cache_folder() in folder.parents and not holds_own_code(folder):
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    trim_xla()
