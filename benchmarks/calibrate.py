@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import online
 from comfyui_tpu.sharding.rules import REPLICATED, Rule
 from comfyui_tpu.sharding.shape import MeshShape
-from comfyui_tpu.tpu_runtime.checkpoints import load
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.models import wan21
 from comfyui_tpu.tpu_runtime.plan import plan
 from comfyui_tpu.tpu_runtime.plan.compile import Request
-from comfyui_tpu.tpu_runtime.programs import modules, network_call, torch_bridge
-from comfyui_tpu.tpu_runtime.programs.program import Program
+from comfyui_tpu.tpu_runtime.programs import modules, torch_bridge, weights
+from comfyui_tpu.tpu_runtime.programs.program import Program, Target, shaped
+from comfyui_tpu.tpu_runtime.programs.weights import Weights
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -56,14 +56,14 @@ def plain_port(devices: tuple[jax.Device, ...]) -> Program:
     """One denoiser call of both branches, upstream's blocks scanned and otherwise untouched."""
     from diffusers.models.transformers import transformer_wan
 
-    target = network_call.Target(devices=devices, precision="bfloat16")
+    target = Target(devices=devices, precision="bfloat16")
     mesh = target.mesh(MeshShape(dp=2, tp=4))
     network = modules.build(replace(wan21.TRANSFORMER, rules=RULES), wan21.TRANSFORMER.config)
 
     def dispatch(query: Any, key: Any, value: Any, **_: Any) -> Any:
         return torch_bridge.inside(lambda q, k, v: attend(mesh, q, k, v), query, key, value)
 
-    def call(weights: load.Weights, sample: jax.Array, timestep: jax.Array, text: jax.Array) -> jax.Array:
+    def call(weights: Weights, sample: jax.Array, timestep: jax.Array, text: jax.Array) -> jax.Array:
         transformer_wan.dispatch_attention_fn = dispatch
         return torch_bridge.functional(network.module, weights, wan21.predict, sample, timestep, {"text": text})
 
@@ -73,10 +73,10 @@ def plain_port(devices: tuple[jax.Device, ...]) -> Program:
         name="plain_port",
         fn=call,
         args=(
-            load.abstract(network, mesh, "bfloat16"),
-            network_call.shaped(mesh, (2, *latent[1:]), jnp.bfloat16, "dp"),
-            network_call.shaped(mesh, (1,), jnp.int32),
-            network_call.shaped(mesh, (2, 512, 4096), jnp.bfloat16, "dp"),
+            weights.abstract(network, mesh, "bfloat16"),
+            shaped(mesh, (2, *latent[1:]), jnp.bfloat16, "dp"),
+            shaped(mesh, (1,), jnp.int32),
+            shaped(mesh, (2, 512, 4096), jnp.bfloat16, "dp"),
         ),
         mesh=mesh,
         precision="bfloat16",

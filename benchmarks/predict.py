@@ -18,8 +18,7 @@ from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
 from comfyui_tpu.tpu_runtime.plan import plan
 from comfyui_tpu.tpu_runtime.plan.compile import Request
-from comfyui_tpu.tpu_runtime.plan.options import STAGES
-from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
+from comfyui_tpu.tpu_runtime.spec import STAGES, ModelSpec, Settings
 
 ROOT = Path(__file__).parents[1]
 DEFAULT = "v6e:2x4"

@@ -185,13 +185,13 @@ class InProcess:
         from comfyui_tpu.nodes.declare import Folders, Input, Node, by_id
         from comfyui_tpu.nodes.headless.runner import HEADLESS
         from comfyui_tpu.tpu_runtime import pipeline
-        from comfyui_tpu.tpu_runtime.engine import telemetry
+        from comfyui_tpu.tpu_runtime.programs import xla_cache
 
         image = Input(name="image", type="IMAGE", tooltip="Frames.")
         shown = {"id": "CitizenDigest", "title": "Digest", "category": "test", "description": ""}
         self._table = HEADLESS | by_id([Node(**shown, inputs=(image,), run=_digest, is_output=True)])
         self._folders = Folders(input=PICTURE.parent)
-        self._stages, self._counter = pipeline, telemetry.compilations()
+        self._stages, self._counter = pipeline, xla_cache.compilations()
         self._turn, self._is_cancelled = threading.Lock(), threading.Event()
         self.unloads = (pipeline.free,) * 3
 

@@ -12,11 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 from comfyui_tpu.tpu_runtime import pipeline, step_cache
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
-from comfyui_tpu.tpu_runtime.pipeline import ModelRef
 from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
-from comfyui_tpu.tpu_runtime.step_cache import StepCache
+from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings, StepCache
 
 MODELS = [spec for spec in SPECS if spec.step_reuse is not None and not spec.needs_condition]
 

@@ -13,12 +13,14 @@ from ..nodes.declare import Declaration, Folders
 from ..nodes.headless.runner import HEADLESS, TerminalHost, Timing, generations, run_workflow
 from ..nodes.headless.workflow import Workflow, to_api
 from ..tpu_runtime import media, pipeline
-from ..tpu_runtime.engine import stage_files
+from ..tpu_runtime.checkpoints import model_ref
+from ..tpu_runtime.checkpoints.model_ref import ModelRef
+from ..tpu_runtime.engine import payloads, stage_files
+from ..tpu_runtime.limits import Choice, IntLimit, Switch
 from ..tpu_runtime.models import SPECS, spec_by_name, spec_for_family
-from ..tpu_runtime.pipeline import ModelRef
 from ..tpu_runtime.plan import options as plan_options
 from ..tpu_runtime.precision import CHOICES
-from ..tpu_runtime.spec import Choice, IntLimit, ModelSpec, Settings, Switch
+from ..tpu_runtime.spec import ModelSpec, Settings
 
 # What a picture is encoded for.
 _SIZE = ("height", "width", "num_frames")
@@ -186,7 +188,7 @@ def make_tiny(workflow: Workflow) -> None:
         if not family:
             continue
         defaults = {i.name: i.default for i in declaration.inputs}
-        spec = pipeline.variant(spec_for_family(family), (defaults | node["inputs"]).get("model_id") or "")
+        spec = model_ref.variant(spec_for_family(family), (defaults | node["inputs"]).get("model_id") or "")
         wanted = {"model_id": spec.tiny_id, **spec.tiny_inputs}
         node["inputs"] |= {i.name: wanted[i.name] for i in declaration.inputs if i.name in wanted}
 
@@ -253,7 +255,7 @@ def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, 
     spec = _stage_spec(options, config)
     model_id = options.model or config.get("model_id") or spec.hub_id
     if options.family and not options.name:
-        spec = pipeline.variant(spec, model_id, progress=TerminalHost(Folders()))
+        spec = model_ref.variant(spec, model_id, progress=TerminalHost(Folders()))
     model = ModelRef(spec_name=spec.name, model_id=model_id, precision=options.precision)
     defaults = dict(spec.texts) | {name: limit.default for name, limit in spec.inputs.items()}
     sizes = spec.tiny_inputs if model_id == spec.tiny_id else {}
@@ -264,7 +266,7 @@ def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, 
     for name in spec.texts:
         if not isinstance(values[name], str):
             raise ValueError(f"{spec.title}: {name} is {values[name]!r}; it must be text.")
-    pipeline.check_model(model)
+    model_ref.check_model(model)
     return spec, model, values
 
 
@@ -307,7 +309,7 @@ def _pictures(spec: ModelSpec, paths: Sequence[Path]) -> list[Any]:
 
 def _encode_pictures(
     model: ModelRef, pictures: Sequence[Any], size: dict[str, int], resize: str, host: TerminalHost
-) -> pipeline.Condition | None:
+) -> payloads.Condition | None:
     """The condition of pictures brought to `size`, or left at their own where that is empty; None without pictures."""
     images = [media.resize(one, size["height"], size["width"], resize) if size else one for one in pictures]
     conditions = [pipeline.encode_image(model, image, size, progress=host) for image in images]
@@ -357,7 +359,7 @@ def _decode(options: argparse.Namespace) -> int:
 def _warmup(options: argparse.Namespace) -> int:
     host = TerminalHost(Folders())
     for model, settings in _wanted(options):
-        pipeline.check_model(model)
+        model_ref.check_model(model)
         with host.timed(f"{model.spec.title}: {settings.width}x{settings.height}, {settings.num_frames} frames"):
             pipeline.warmup(model, settings, progress=host)
     _print_timings(host.timings)

@@ -11,10 +11,12 @@ from typing import Any
 
 from ..tpu_runtime import media
 from ..tpu_runtime import pipeline as runtime
+from ..tpu_runtime.checkpoints import model_ref
+from ..tpu_runtime.checkpoints.model_ref import ModelRef
 from ..tpu_runtime.engine import payload_checks
-from ..tpu_runtime.pipeline import ModelRef
+from ..tpu_runtime.limits import Choice, IntLimit, Switch
 from ..tpu_runtime.precision import CHOICES
-from ..tpu_runtime.spec import Choice, IntLimit, ModelSpec, Switch
+from ..tpu_runtime.spec import ModelSpec
 from .declare import Expansion, Folders, Host, Input, Link, Node, Output, Ref, Stage
 
 # Text, sockets and the model inputs every family shares; numbers are read from the spec.
@@ -129,7 +131,7 @@ def resolve_model(
             f"{spec.title}: the connected model is a {model.spec_name}; this node runs {spec.name}. "
             f"Choose {spec.family} in the TPU Model Loader, or use the nodes of the other family."
         )
-    runtime.check_model(model)
+    model_ref.check_model(model)
     return model
 
 
@@ -151,8 +153,8 @@ def _variant(
     spec: ModelSpec, folders: Folders, model_id: str, model: ModelRef | None, host: Host | None = None
 ) -> ModelSpec:
     if model:
-        return runtime.variant(spec, model.model_id, model.folders, host)
-    return runtime.variant(spec, model_id, folders.models, host)
+        return model_ref.variant(spec, model.model_id, model.folders, host)
+    return model_ref.variant(spec, model_id, folders.models, host)
 
 
 def _check_takes_picture(spec: ModelSpec, found: ModelSpec, name: str) -> None:

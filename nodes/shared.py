@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from ..tpu_runtime import pipeline as runtime
+from ..tpu_runtime.checkpoints import model_ref
+from ..tpu_runtime.checkpoints.model_ref import ModelRef
 from ..tpu_runtime.engine import stage_files
 from ..tpu_runtime.models import SPECS, spec_by_name, spec_for_family
-from ..tpu_runtime.pipeline import ModelRef
 from ..tpu_runtime.plan import process
 from ..tpu_runtime.precision import CHOICES
 from .declare import Folders, Host, Input, Node, Output
@@ -30,14 +31,14 @@ _STAGE_OUTPUTS = tuple(Output(name=name, type=kind, tooltip=text) for name, kind
 
 
 def _check_choice(folders: Folders, *, model_id: str, family: str) -> None:
-    spec = runtime.variant(spec_for_family(family), model_id, folders.models)
-    runtime.check_model(ModelRef(spec_name=spec.name, model_id=model_id, folders=folders.models))
+    spec = model_ref.variant(spec_for_family(family), model_id, folders.models)
+    model_ref.check_model(ModelRef(spec_name=spec.name, model_id=model_id, folders=folders.models))
 
 
 def _choose(host: Host, *, model_id: str, family: str, precision: str) -> tuple[ModelRef]:
-    spec = runtime.variant(spec_for_family(family), model_id, host.folders.models, host)
+    spec = model_ref.variant(spec_for_family(family), model_id, host.folders.models, host)
     model = ModelRef(spec_name=spec.name, model_id=model_id, precision=precision, folders=host.folders.models)
-    runtime.check_model(model)
+    model_ref.check_model(model)
     return (model,)
 
 

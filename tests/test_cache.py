@@ -17,7 +17,8 @@ import pytest
 from comfyui_tpu.tpu_runtime.cache import store, trust
 from comfyui_tpu.tpu_runtime.cache.store import Store
 from comfyui_tpu.tpu_runtime.programs import executables
-from comfyui_tpu.tpu_runtime.programs.program import Program, use_persistent_cache
+from comfyui_tpu.tpu_runtime.programs.program import Program
+from comfyui_tpu.tpu_runtime.programs.xla_cache import use_persistent_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 

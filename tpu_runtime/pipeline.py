@@ -3,71 +3,19 @@
 import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import models, precision
-from .checkpoints import checkpoint, compatibility
+from .checkpoints.model_ref import ModelRef
 from .engine.memory_advice import OutOfMemory as OutOfMemory  # nodes catch it
+from .engine.payloads import Condition, Conditioning
 from .monitor import snapshot as stats_module
 from .progress import Progress
-from .spec import ModelSpec, Settings
+from .spec import Settings
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
-
-# ComfyUI's CONDITIONING: one tensor `[1, length, dim]` with a dict that says where it comes from.
-Conditioning = list
-# An encoded image: a dict of CPU tensors with the family and the size it was encoded for.
-Condition = dict
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelRef:
-    """Which model to use: a description, no weights. `folders` are searched for `model_id`."""
-
-    spec_name: str
-    model_id: str
-    precision: str = "auto"
-    folders: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.model_id} ({self.precision})"
-
-    @property
-    def spec(self) -> ModelSpec:
-        return models.spec_by_name(self.spec_name)
-
-    def locate(self) -> checkpoint.Checkpoint:
-        return checkpoint.locate(self.spec, self.model_id, self.folders)
-
-
-def variant(
-    spec: ModelSpec, model_id: str, folders: tuple[str, ...] = (), progress: Progress | None = None
-) -> ModelSpec:
-    """The model of the family of `spec` that `model_id` is, by its id or by what its index says; else `spec` itself.
-
-    A family's models have the same encoders and decoder for text and video, and so the same nodes. With `progress`
-    the index of a model on the Hub is fetched; without it, an index that is not on this machine decides nothing.
-    """
-    family = [spec, *(other for other in models.SPECS if other.family == spec.family and other.name != spec.name)]
-    named = [one for one in family if model_id.strip() in (one.hub_id, one.tiny_id)]
-    if named or len(family) == 1:
-        return (named or family)[0]
-    index = checkpoint.find_index(model_id, folders, parts=spec.parts, progress=progress)
-    if index is None:
-        return spec
-    alike = [one for one in family if compatibility.is_pipeline(one, index)]
-    fitting = [one for one in alike if compatibility.index_problem(one, model_id, index) is None]
-    return (fitting or alike or family)[0]
-
-
-def check_model(model: ModelRef) -> None:
-    """Raises `ValueError` with a sentence for the user where `model` cannot work. Reads no weights, asks no network."""
-    precision.check_choice(model.precision)
-    model.locate().check()
 
 
 def encode_prompt(
@@ -126,7 +74,7 @@ def decode(model: ModelRef, latents: dict[str, Any], *, progress: Progress) -> "
 
 def compilation_summary() -> str:
     """How many XLA programs this process compiled, and how many came from the persistent cache."""
-    from .engine.telemetry import compilations
+    from .programs.xla_cache import compilations
 
     return str(compilations())
 

@@ -6,6 +6,15 @@ from typing import Literal
 
 from .units import GIB, MIB
 
+
+class DoesNotFit(RuntimeError):
+    """The compiler refused a program for lack of memory: it would again, whatever is unloaded."""
+
+    def __init__(self, refused: Refusal) -> None:
+        super().__init__(refused.sentence)
+        self.refused = refused
+
+
 # libtpu 0.0.42: "... HLO temporaries (64.06G) exceeds available HBM (31.25G)", "Used 54.12G of 31.25G hbm".
 _HBM = re.compile(r"(?:temporaries \(|Used )([\d.]+)([KMGT])[^.]*?(?:HBM \(|of )([\d.]+)G")
 # "... memory space vmem while allocating on stack for %splash.2 = ... with size 21.51M and limit 16.00M ..."

@@ -4,21 +4,9 @@ How a denoiser keeps and reuses them is its model's to say (`spec.StepReuse`); t
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True, kw_only=True)
-class StepCache:
-    """Full steps before `start` and from `end` on; between them each `interval`-th, `start` first."""
-
-    start: int
-    end: int
-    interval: int
-
-    def is_full(self, index: int) -> bool:
-        """Whether step `index`, counted from 0, runs the whole denoiser."""
-        return not self.start <= index < self.end or (index - self.start) % self.interval == 0
+from .spec import StepCache
 
 
 def full_steps(policy: StepCache | None, experts: Sequence[str]) -> tuple[bool, ...]:

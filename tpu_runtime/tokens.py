@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .checkpoints.checkpoint import CheckpointError, read_json
+from .files import CheckpointError, read_json
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from ...tpu_runtime import pipeline
+from ...tpu_runtime.checkpoints import model_ref
+from ...tpu_runtime.checkpoints.model_ref import ModelRef
 from ...tpu_runtime.models import spec_for_family
-from ...tpu_runtime.pipeline import ModelRef
 from ...tpu_runtime.progress import Silent
 from ...tpu_runtime.spec import Settings
 from .. import DECLARATIONS
@@ -148,7 +148,7 @@ def _generation(graph: Workflow, node_id: str, folders: Folders, table: Table) -
     declaration = table[node["class_type"]]
     link = node["inputs"].get("model")
     choice = _origin(graph, node_id, "model", "model_id", table) if is_link(link) else widgets
-    spec = pipeline.variant(spec_for_family(declaration.family), choice["model_id"], folders.models, Silent())
+    spec = model_ref.variant(spec_for_family(declaration.family), choice["model_id"], folders.models, Silent())
     if spec.needs_condition and "height" not in widgets:
         widgets = {**_origin(graph, node_id, "condition", "height", table), **widgets}
     named = {"model_id": choice["model_id"], "precision": choice["precision"]}

@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 import pytest
-from comfyui_tpu.tpu_runtime import pipeline
-from comfyui_tpu.tpu_runtime.checkpoints import compatibility
+from comfyui_tpu.tpu_runtime.checkpoints import compatibility, model_ref
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
-from comfyui_tpu.tpu_runtime.pipeline import ModelRef
 from comfyui_tpu.tpu_runtime.programs import modules
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import Component, ModelSpec, Need
@@ -107,7 +106,7 @@ def problem(name: str, folder: Path, index: Mapping[str, Any] = {}, **changes: M
     spec = spec_by_name(name)
     write(spec, folder, {**PUBLISHED[name][0], **index}, changes)
     with pytest.raises(ValueError) as error:
-        pipeline.check_model(ModelRef(spec_name=name, model_id=str(folder)))
+        model_ref.check_model(ModelRef(spec_name=name, model_id=str(folder)))
     return str(error.value).replace(str(folder), "FOLDER")
 
 

@@ -21,11 +21,10 @@ from comfyui_tpu.nodes.hunyuan15 import SAMPLER
 from comfyui_tpu.tests.support import fake_hub
 from comfyui_tpu.tests.support.fake_hub import Answer, FakeHub
 from comfyui_tpu.tests.support.patience import PATIENCE_S
-from comfyui_tpu.tpu_runtime import pipeline
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, hub, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, hub, model_ref, tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
-from comfyui_tpu.tpu_runtime.pipeline import ModelRef
 from comfyui_tpu.tpu_runtime.progress import Silent
 
 SPEC = spec_for_family("Wan21")
@@ -80,7 +79,7 @@ def test_the_index_comes_first_and_a_wrong_one_ends_it(fake: FakeHub, tmp_path: 
     assert fake.served() == ["model_index.json"]
     # From now on it is known without a network, before anything runs.
     fake.asked.clear()
-    assert error_of(lambda: pipeline.check_model(MODEL)) == sentence
+    assert error_of(lambda: model_ref.check_model(MODEL)) == sentence
     assert not fake.asked
 
 
@@ -91,7 +90,7 @@ def test_configs_come_before_weights_and_a_wrong_one_ends_it(fake: FakeHub, tmp_
     sentence = error_of(lambda: Engine(jax.devices()[:1]).encode(MODEL, "a cat", "", Silent()))
     assert "z_dim is 48 in vae/config.json of owner/model; supported is 16" in sentence
     assert "vae/config.json" in fake.served() and not fake.weights()
-    assert error_of(lambda: pipeline.check_model(MODEL)) == sentence
+    assert error_of(lambda: model_ref.check_model(MODEL)) == sentence
 
 
 def test_a_hub_model_runs_and_takes_only_what_a_stage_needs(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
@@ -194,13 +193,13 @@ def test_the_variant_is_what_the_index_says(fake: FakeHub, tmp_path: Path, name:
     fake.repositories[name] = folder
     for asking in (HUNYUAN, HUNYUAN_I2V):
         # Not known yet, and nobody asks while a workflow is only looked at.
-        assert pipeline.variant(asking, name) is asking
+        assert model_ref.variant(asking, name) is asking
     assert not fake.asked
     for asking in (HUNYUAN, HUNYUAN_I2V):
-        assert pipeline.variant(asking, name, progress=Silent()) is spec
+        assert model_ref.variant(asking, name, progress=Silent()) is spec
     assert set(fake.served()) == {"model_index.json"}
     fake.asked.clear()
-    assert pipeline.variant(HUNYUAN, name) is spec and not fake.asked
+    assert model_ref.variant(HUNYUAN, name) is spec and not fake.asked
 
 
 def test_the_command_takes_the_variant_too(fake: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -259,7 +258,7 @@ def test_a_repository_without_safetensors(fake: FakeHub, tmp_path: Path):
 
 
 def test_a_network_that_is_gone_after_the_index(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
-    pipeline.variant(HUNYUAN, ID, progress=Silent())
+    model_ref.variant(HUNYUAN, ID, progress=Silent())
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert error_of(lambda: MODEL.locate().home(Silent())) == (
         "configuration of owner/model is not on this machine and the Hugging Face Hub cannot be reached. With a "
@@ -270,7 +269,7 @@ def test_a_network_that_is_gone_after_the_index(fake: FakeHub, monkeypatch: pyte
 
 def test_what_the_hub_answers_after_the_index(fake: FakeHub):
     """Its client takes what is here, though that is the index alone."""
-    pipeline.variant(HUNYUAN, ID, progress=Silent())
+    model_ref.variant(HUNYUAN, ID, progress=Silent())
     fake.answers["/api/"] = Answer(status=429, headers={"Retry-After": "42"})
     assert error_of(lambda: MODEL.locate().home(Silent())) == (
         "The Hugging Face Hub takes no more requests for now (429): configuration of owner/model was not downloaded. "

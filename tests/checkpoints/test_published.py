@@ -13,8 +13,9 @@ from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.published import Rename, moved, rewrite
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.files import read_json
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
-from comfyui_tpu.tpu_runtime.programs import modules
+from comfyui_tpu.tpu_runtime.programs import modules, weights
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import Component
 from packaging.version import Version
@@ -66,9 +67,9 @@ Loaded = tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]
 
 def load_component(component: Component, folder: Path) -> Loaded:
     """A component's weights, and the buffers that its module computes from its config."""
-    network = modules.build(component, checkpoint.read_json(folder / "config.json"))
+    network = modules.build(component, read_json(folder / "config.json"))
     files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
-    wanted = load.abstract(network, make_mesh(jax.devices()[:1], MeshShape()), "float32")
+    wanted = weights.abstract(network, make_mesh(jax.devices()[:1], MeshShape()), "float32")
     weights = load.load(network, files, wanted, component.name, Silent())
     buffers = {name: x for name, x in network.module.named_buffers() if x.device.type != "meta"}
     return jax.tree.map(np.asarray, weights), buffers
@@ -148,8 +149,8 @@ def test_what_transformers_keeps_in_float32_strictly_is_kept(monkeypatch: pytest
 
 def formats(spec: str, name: str) -> dict[str, torch.dtype]:
     """The format of each weight of a component in bfloat16."""
-    network = modules.build(component_of(spec, name), checkpoint.read_json(written(spec, name) / "config.json"))
-    float32 = {key for key in network.weights if load.weight_dtype(network, key, "bfloat16") == np.float32}
+    network = modules.build(component_of(spec, name), read_json(written(spec, name) / "config.json"))
+    float32 = {key for key in network.weights if weights.weight_dtype(network, key, "bfloat16") == np.float32}
     return {
         source: torch.float32 if key in float32 else torch.bfloat16
         for key, weight in network.weights.items()

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime import tokens
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
-from comfyui_tpu.tpu_runtime.models import spec_for_family, wan21
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.files import CheckpointError, read_json
+from comfyui_tpu.tpu_runtime.models import spec_for_family, t5, wan21
 from tokenizers import Tokenizer
 
 PROMPTS = ("a cat, a dog", "猫 and a dög 🐈", "", "a\n\ncat  in </s> the <unk> kitchen", "a cat and a dog " * 200)
@@ -18,7 +19,7 @@ PAD, END, UNKNOWN = 0, 1, 3
 
 @pytest.fixture
 def umt5(tmp_path: Path) -> Path:
-    tiny.write_umt5_tokenizer(tmp_path / "tokenizer", (wan21.PROMPT,))
+    t5.write_umt5_tokenizer(tmp_path / "tokenizer", (wan21.PROMPT,))
     return tmp_path / "tokenizer"
 
 
@@ -54,7 +55,7 @@ def test_a_chat_template_is_found_wherever_it_is(family: str, place: str, tmp_pa
     if file.suffix == ".jinja":
         file.write_text(template)
     else:
-        held = checkpoint.read_json(file) if file.is_file() else {}
+        held = read_json(file) if file.is_file() else {}
         file.write_text(json.dumps({**held, "chat_template": template}))
     after = text.tokenize(tokens.load_tokenizer(folder), ["a cat"])
     assert [x.tolist() for x in after] == [x.tolist() for x in before]
@@ -72,7 +73,7 @@ def test_a_folder_without_a_template_is_named(family: str, tmp_path: Path):
     spec = spec_for_family(family)
     folder = Path(shutil.copytree(tiny.ensure(spec) / "tokenizer", tmp_path / "tokenizer"))
     (folder / "chat_template.jinja").unlink()
-    with pytest.raises(checkpoint.CheckpointError) as error:
+    with pytest.raises(CheckpointError) as error:
         spec.texts_encoded[0].tokenize(tokens.load_tokenizer(folder), ["a cat"])
     assert str(error.value) == (
         f"{folder}: there is no chat template in tokenizer_config.json, chat_template.jinja or chat_template.json; the "

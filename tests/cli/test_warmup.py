@@ -15,13 +15,12 @@ from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, generations
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tpu_runtime import pipeline
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import engine as engines
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
-from comfyui_tpu.tpu_runtime.pipeline import ModelRef
 from comfyui_tpu.tpu_runtime.programs import executables
 from comfyui_tpu.tpu_runtime.programs.program import Program
-from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
-from comfyui_tpu.tpu_runtime.step_cache import StepCache
+from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings, StepCache
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import spec_for_family, video_vae
-from comfyui_tpu.tpu_runtime.pipeline import ModelRef
 from comfyui_tpu.tpu_runtime.programs import finite, solver_table
 from comfyui_tpu.tpu_runtime.progress import Preview, Silent
 from comfyui_tpu.tpu_runtime.spec import Settings

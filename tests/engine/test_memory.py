@@ -9,16 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comfyui_tpu.tpu_runtime import refusal
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.engine import weight_cache
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
-from comfyui_tpu.tpu_runtime.engine.memory_advice import VARIABLE, DoesNotFit, OutOfMemory
+from comfyui_tpu.tpu_runtime.engine.memory_advice import VARIABLE, OutOfMemory
 from comfyui_tpu.tpu_runtime.engine.weight_cache import Residency
 from comfyui_tpu.tpu_runtime.models import SPECS
-from comfyui_tpu.tpu_runtime.pipeline import ModelRef
 from comfyui_tpu.tpu_runtime.programs import executables
 from comfyui_tpu.tpu_runtime.programs.program import Program
 from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.refusal import DoesNotFit
 from comfyui_tpu.tpu_runtime.units import MIB
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu

@@ -12,9 +12,9 @@ import torch
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, run_workflow
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import conditioning, stage_files
 from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.pipeline import ModelRef
 from safetensors.torch import save, save_file
 
 MODEL = ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21")

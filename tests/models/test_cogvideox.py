@@ -16,11 +16,12 @@ import pytest
 import torch
 from comfyui_tpu.tpu_runtime import pipeline, tokens
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import engine as engines
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import spec_for_family
-from comfyui_tpu.tpu_runtime.pipeline import ModelRef
-from comfyui_tpu.tpu_runtime.programs import modules, network_call, solver_table, token_layout
+from comfyui_tpu.tpu_runtime.programs import denoise_step, modules, network_call, solver_table, token_layout
+from comfyui_tpu.tpu_runtime.programs.program import Target
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import Settings
 
@@ -338,8 +339,8 @@ def denoise_once(chips: int, settings: Settings, noise: torch.Tensor, text: np.n
     found = checkpoint.locate(SPEC, SPEC.tiny_id)
     component = SPEC.component("transformer")
     config, folder = found.config(component, Silent()), found.folder(component.folder, Silent())
-    target = network_call.Target(devices=tuple(jax.devices()[:chips]), precision="float32")
-    program = network_call.denoise_program(SPEC, config, target, settings, num_memory=0, timestep_dtype=np.int32)
+    target = Target(devices=tuple(jax.devices()[:chips]), precision="float32")
+    program = denoise_step.denoise_program(SPEC, config, target, settings, num_memory=0, timestep_dtype=np.int32)
     network = modules.build(component, config)
     files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
     weights = load.load(network, files, program.args[0], "transformer", Silent())

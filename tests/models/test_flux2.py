@@ -16,10 +16,13 @@ from comfyui_tpu.nodes import family as node_stages
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import mistral3, spec_for_family
-from comfyui_tpu.tpu_runtime.pipeline import ModelRef
-from comfyui_tpu.tpu_runtime.programs import modules, network_call, solver_table, token_layout
+from comfyui_tpu.tpu_runtime.programs import denoise_step, modules, network_call, solver_table, token_layout
+from comfyui_tpu.tpu_runtime.programs.network_call import Program
+from comfyui_tpu.tpu_runtime.programs.program import Target
+from comfyui_tpu.tpu_runtime.programs.weights import Weights
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import Settings
 
@@ -114,7 +117,7 @@ def test_a_tokenizer_that_pads_after_the_text_is_followed(compare: Callable):
     assert mask[0, 0] == 1 and not any("vision" in name or "lm_head" in name for name in network.weights)
     run = network_call.call_program(
         SPEC, "text_encoder", SPEC.component("text_encoder").tiny,
-        network_call.Target(devices=tuple(jax.devices()[:1]), precision="float32"), mistral3.encode_text, (ids, mask),
+        Target(devices=tuple(jax.devices()[:1]), precision="float32"), mistral3.encode_text, (ids, mask),
         place="whole", carries=False,
     )  # fmt: skip
     ours, *_ = run.compile()(weights_of("text_encoder", run), ids, mask)
@@ -303,7 +306,7 @@ def latents_and_text(settings: Settings) -> tuple[torch.Tensor, np.ndarray]:
     return torch.randn(shape, generator=torch.Generator().manual_seed(5)), oracle(ODD).embeds
 
 
-def weights_of(component: str, program: network_call.Program) -> load.Weights:
+def weights_of(component: str, program: Program) -> Weights:
     found, part = checkpoint.locate(SPEC, SPEC.tiny_id), SPEC.component(component)
     folder = found.folder(part.folder, Silent())
     network = modules.build(part, found.config(part, Silent()))
@@ -311,18 +314,16 @@ def weights_of(component: str, program: network_call.Program) -> load.Weights:
     return load.load(network, files, program.args[0], component, Silent())
 
 
-def denoiser(mesh: MeshShape, settings: Settings) -> tuple[network_call.Program, load.Weights]:
+def denoiser(mesh: MeshShape, settings: Settings) -> tuple[Program, Weights]:
     config = checkpoint.locate(SPEC, SPEC.tiny_id).config(SPEC.component("transformer"), Silent())
-    target = network_call.Target(devices=tuple(jax.devices()[: mesh.num_devices]), precision="float32")
-    program = network_call.denoise_program(
+    target = Target(devices=tuple(jax.devices()[: mesh.num_devices]), precision="float32")
+    program = denoise_step.denoise_program(
         SPEC, config, target, settings, num_memory=EULER.num_memory, timestep_dtype=np.float32, mesh_shape=mesh
     )
     return program, weights_of("transformer", program)
 
 
-def step(
-    program: network_call.Program, weights: load.Weights, noise: torch.Tensor, text: np.ndarray, settings: Settings
-) -> np.ndarray:
+def step(program: Program, weights: Weights, noise: torch.Tensor, text: np.ndarray, settings: Settings) -> np.ndarray:
     given = {"text": text, "text_length": np.full(len(text), 512, np.int32)}
     guidance = np.float32(settings.guidance_scale)
     args = ((noise.numpy(),), EULER.table[0], EULER.timesteps[0], given, guidance)

@@ -17,10 +17,11 @@ import torch
 from comfyui_tpu.nodes import hunyuan15 as nodes
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, guider, load, tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import hunyuan15_text, spec_by_name, spec_for_family
-from comfyui_tpu.tpu_runtime.pipeline import ModelRef
-from comfyui_tpu.tpu_runtime.programs import modules, network_call, solver_table, token_layout
+from comfyui_tpu.tpu_runtime.programs import denoise_step, modules, solver_table, token_layout
+from comfyui_tpu.tpu_runtime.programs.program import Target
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
 
@@ -175,8 +176,8 @@ def denoiser_step(chips: int, solver: solver_table.Schedule, noise: np.ndarray, 
     found = checkpoint.locate(SPEC, SPEC.tiny_id)
     component = SPEC.component("transformer")
     config, folder = found.config(component, Silent()), found.folder(component.folder, Silent())
-    target = network_call.Target(devices=tuple(jax.devices()[:chips]), precision="float32")
-    program = network_call.denoise_program(
+    target = Target(devices=tuple(jax.devices()[:chips]), precision="float32")
+    program = denoise_step.denoise_program(
         SPEC, config, target, ODD, num_memory=solver.num_memory, timestep_dtype=solver.timesteps.dtype
     )
     network = modules.build(component, config)

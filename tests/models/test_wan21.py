@@ -14,10 +14,13 @@ import pytest
 import torch
 from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family, wan21
-from comfyui_tpu.tpu_runtime.pipeline import ModelRef
-from comfyui_tpu.tpu_runtime.programs import modules, network_call, solver_table, token_layout
+from comfyui_tpu.tpu_runtime.programs import denoise_step, modules, solver_table, token_layout
+from comfyui_tpu.tpu_runtime.programs.network_call import Program
+from comfyui_tpu.tpu_runtime.programs.program import Target
+from comfyui_tpu.tpu_runtime.programs.weights import Weights
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import Settings
 
@@ -245,14 +248,12 @@ def latents_and_text(settings: Settings) -> tuple[torch.Tensor, np.ndarray]:
     return torch.randn(shape, generator=torch.Generator().manual_seed(5)), oracle(ODD, SHORT).embeds
 
 
-def denoiser(
-    chips: int, settings: Settings, solver: solver_table.Schedule
-) -> tuple[network_call.Program, load.Weights]:
+def denoiser(chips: int, settings: Settings, solver: solver_table.Schedule) -> tuple[Program, Weights]:
     found = checkpoint.locate(SPEC, SPEC.tiny_id)
     component = SPEC.component("transformer")
     config, folder = found.config(component, Silent()), found.folder(component.folder, Silent())
-    target = network_call.Target(devices=tuple(jax.devices()[:chips]), precision="float32")
-    program = network_call.denoise_program(
+    target = Target(devices=tuple(jax.devices()[:chips]), precision="float32")
+    program = denoise_step.denoise_program(
         SPEC, config, target, settings, num_memory=solver.num_memory, timestep_dtype=solver.timesteps.dtype
     )
     network = modules.build(component, config)
@@ -261,7 +262,7 @@ def denoiser(
 
 
 def step(
-    program: network_call.Program, weights: load.Weights, state: tuple, solver: solver_table.Schedule, index: int,
+    program: Program, weights: Weights, state: tuple, solver: solver_table.Schedule, index: int,
     text: np.ndarray, settings: Settings,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
     given = {"text": text, "text_length": np.full(len(text), 512, np.int32)}

@@ -21,12 +21,15 @@ from comfyui_tpu.nodes.headless.runner import TerminalHost
 from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime import media
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import conditioning
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.engine.memory_advice import VARIABLE
 from comfyui_tpu.tpu_runtime.models import spec_for_family, wan21
-from comfyui_tpu.tpu_runtime.pipeline import ModelRef
-from comfyui_tpu.tpu_runtime.programs import modules, network_call, solver_table, token_layout
+from comfyui_tpu.tpu_runtime.programs import denoise_step, modules, solver_table, token_layout
+from comfyui_tpu.tpu_runtime.programs.network_call import Program
+from comfyui_tpu.tpu_runtime.programs.program import Target
+from comfyui_tpu.tpu_runtime.programs.weights import Weights
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.units import GIB
@@ -389,15 +392,15 @@ def noise_and_condition() -> tuple[np.ndarray, np.ndarray]:
 EULER = solver_table.Schedule(timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]] * 2], np.float32))
 
 
-def denoiser(chips: int, spec: ModelSpec = SPEC) -> network_call.Program:
-    target = network_call.Target(devices=tuple(jax.devices()[:chips]), precision="float32")
+def denoiser(chips: int, spec: ModelSpec = SPEC) -> Program:
+    target = Target(devices=tuple(jax.devices()[:chips]), precision="float32")
     config = spec.component("transformer").tiny
-    return network_call.denoise_program(
+    return denoise_step.denoise_program(
         spec, config, target, ODD, num_memory=EULER.num_memory, timestep_dtype=EULER.timesteps.dtype
     )
 
 
-def weights(program: network_call.Program, expert: str) -> load.Weights:
+def weights(program: Program, expert: str) -> Weights:
     component = SPEC.component(expert)
     found = checkpoint.locate(SPEC, SPEC.tiny_id)
     folder = found.folder(component.folder, Silent())
@@ -406,7 +409,7 @@ def weights(program: network_call.Program, expert: str) -> load.Weights:
     return load.load(network, files, program.args[0], expert, Silent())
 
 
-def step(program: network_call.Program, loaded: load.Weights, noise: np.ndarray, condition: np.ndarray) -> np.ndarray:
+def step(program: Program, loaded: Weights, noise: np.ndarray, condition: np.ndarray) -> np.ndarray:
     given = {"text": embeddings(), "text_length": np.full(2, 512, np.int32), "condition": condition}
     args = ((noise,), EULER.table[0], EULER.timesteps[0], given, np.float32(ODD.guidance_scale))
     placed = jax.tree.map(lambda value, want: jax.device_put(value, want.sharding), args, program.args[1:])

@@ -16,8 +16,8 @@ from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Node, Out
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, execution_order, run_workflow
 from comfyui_tpu.nodes.headless.workflow import expand, to_api, validate_workflow
 from comfyui_tpu.tpu_runtime import media
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import stage_files
-from comfyui_tpu.tpu_runtime.pipeline import ModelRef
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "wan21_t2v_720p.json"

@@ -11,8 +11,8 @@ from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Ref
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.wan21 import DECODER, PIPELINE, SAMPLER, SPEC, TEXT_ENCODER
 from comfyui_tpu.tpu_runtime import pipeline
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import stage_files
-from comfyui_tpu.tpu_runtime.pipeline import ModelRef
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import Settings
 

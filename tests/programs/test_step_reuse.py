@@ -13,13 +13,12 @@ from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes import hunyuan15 as nodes
 from comfyui_tpu.tpu_runtime import step_cache
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name, spec_for_family
-from comfyui_tpu.tpu_runtime.pipeline import ModelRef
 from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.spec import Settings
-from comfyui_tpu.tpu_runtime.step_cache import StepCache
+from comfyui_tpu.tpu_runtime.spec import Settings, StepCache
 
 SPEC = spec_for_family("HunyuanVideo15")
 I2V = spec_by_name("hunyuanvideo1.5-i2v-720p")

@@ -5,9 +5,8 @@ import pytest
 from comfyui_tpu.sharding.mesh import make_mesh, shape_of
 from comfyui_tpu.sharding.rules import MIB, REPLICATED, Param, Rule, ShardingError, bytes_per_chip, lay_out
 from comfyui_tpu.sharding.shape import MeshShape
-from comfyui_tpu.tpu_runtime.checkpoints import load
 from comfyui_tpu.tpu_runtime.models import SPECS
-from comfyui_tpu.tpu_runtime.programs import modules, network_call
+from comfyui_tpu.tpu_runtime.programs import modules, network_call, weights
 
 EIGHT = MeshShape(dp=2, sp=4)
 BIG = Param(shape=(40, 5120, 5120), size_bytes=2000 * MIB)
@@ -69,7 +68,7 @@ def test_the_real_architectures_are_laid_out(spec, chips: int):
     """Every rule matches, every large weight has one, nothing over 64 MiB is whole on every chip of eight."""
     mesh = MeshShape(sp=chips)
     for component in spec.components:
-        params = load.params(modules.build(component, component.config), "bfloat16")
+        params = weights.params(modules.build(component, component.config), "bfloat16")
         layouts = lay_out(params, component.rules, mesh)
         whole = [name for name, p in params.items() if p.size_bytes > 64 * MIB and layouts[name].at_rest == ()]
         assert whole == [] or chips == 1

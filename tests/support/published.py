@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint
+from comfyui_tpu.tpu_runtime.files import read_json
 from safetensors.torch import load_file, save_file
 
 Rename = Callable[[str], str]
@@ -25,7 +25,7 @@ def rewrite(source: Path, target: Path, rename: Rename, shards: int = 2) -> None
     """A copy of a component's folder with other names and an older config; more than one file have an index."""
     target.mkdir(parents=True)
     tensors = {rename(name): x for path in source.glob("*.safetensors") for name, x in load_file(path).items()}
-    config = checkpoint.read_json(source / "config.json")
+    config = read_json(source / "config.json")
     diffusers = "_class_name" in config
     stem = "diffusion_pytorch_model" if diffusers else "model"
     weight_map = {}

@@ -4,7 +4,6 @@ A model id is a Hub id, a folder, a folder under ComfyUI's `models/diffusers`, o
 Everything that can be wrong ends in a `CheckpointError` that says what to do.
 """
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..cache.store import signature
+from ..files import CheckpointError, read_json
 from ..progress import Progress
-from ..redact import redact
 from ..spec import Component, ModelSpec
 from . import compatibility, hub, tiny
 
@@ -29,13 +28,6 @@ Found = TypeVar("Found")
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 # How the libraries name the weights of one file.
 WEIGHTS = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
-
-
-class CheckpointError(ValueError):
-    """A model id that cannot be used, in a sentence for the user."""
-
-    def __init__(self, sentence: str) -> None:
-        super().__init__(redact(sentence))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,15 +195,6 @@ def _local_folder(model_id: str, folders: Sequence[str]) -> Path | None:
 def _check_index(spec: ModelSpec, model_id: str, index: Mapping[str, Any]) -> None:
     if problem := compatibility.index_problem(spec, model_id, index):
         raise CheckpointError(problem)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; the checkpoint is incomplete.") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
 
 
 def fingerprint(folder: Path) -> str:

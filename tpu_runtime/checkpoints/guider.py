@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..files import CheckpointError, read_json
 from ..progress import Progress
 from ..spec import Settings
-from .checkpoint import Checkpoint, CheckpointError, read_json
+from .checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..pipeline import Condition, Conditioning
 from ..programs import finite
 from ..spec import ModelSpec, Settings
 from . import payload_checks as conditionings
+from .payloads import Condition, Conditioning
 
 
 def conditioning(spec: ModelSpec, encoded: Sequence[tuple[np.ndarray, np.ndarray]], row: int) -> Conditioning:

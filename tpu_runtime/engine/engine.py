@@ -16,18 +16,34 @@ import numpy as np
 import torch
 
 from ...cli import versions
-from .. import media, step_cache, tokens
+from .. import media, refusal, step_cache, tokens
 from .. import precision as precisions
 from ..cache.store import signature
 from ..checkpoints import checkpoint, guider, load, score_bound
 from ..checkpoints.checkpoint import Checkpoint
-from ..pipeline import Condition, Conditioning, ModelRef
-from ..programs import executables, finite, modules, network_call, solver_table, step_reuse
+from ..checkpoints.model_ref import ModelRef
+from ..files import read_json
+from ..programs import (
+    denoise_step,
+    executables,
+    finite,
+    modules,
+    network_call,
+    rehearsal,
+    solver_table,
+    step_reuse,
+    weights,
+    xla_cache,
+)
 from ..programs.executables import Executable
-from ..programs.program import Program, use_persistent_cache
+from ..programs.network_call import Place
+from ..programs.program import Program, Target
+from ..programs.weights import Weights
+from ..programs.xla_cache import use_persistent_cache
 from ..progress import Preview, Progress
 from ..spec import Component, ModelSpec, Settings, TextEncoding
-from . import conditioning, memory_advice, telemetry
+from . import conditioning, devices, memory_advice, telemetry
+from .payloads import Condition, Conditioning
 from .prompt_cache import Prompts
 from .weight_cache import OutOfMemory, Residency
 
@@ -60,7 +76,7 @@ class Engine:
     def __init__(self, devices: Sequence[jax.Device] | None = None) -> None:
         versions.warn_once()
         use_persistent_cache()
-        self.compilations = telemetry.compilations()
+        self.compilations = xla_cache.compilations()
         self.devices = tuple(devices or jax.devices())
         self.counts: Counter[str] = Counter(load=0, encode=0, compile=0)
         self.residency = Residency(self.devices[0])
@@ -187,7 +203,7 @@ class Engine:
             run = Run(
                 engine=self,
                 found=model.locate(),
-                target=network_call.Target(devices=self.devices, precision=precision),
+                target=Target(devices=self.devices, precision=precision),
                 progress=telemetry.Watched(host=progress, activity=activity),
             )
             self.activity = activity
@@ -210,7 +226,7 @@ class Engine:
         for attempt in (1, 2):
             try:
                 return work(run)
-            except memory_advice.DoesNotFit as error:
+            except refusal.DoesNotFit as error:
                 sentence = memory_advice.compiler_sentence(run.spec, stage, settings, error.refused, len(self.devices))
                 raise OutOfMemory(sentence) from None
             except OutOfMemory as error:
@@ -244,7 +260,7 @@ class Engine:
 
     def note_peak(self) -> list[int]:
         """Bytes held on each device now; remembers the most."""
-        held = telemetry.held_bytes(self.devices)
+        held = devices.held_bytes(self.devices)
         self.peak_bytes = [max(pair) for pair in zip(held, self.peak_bytes, strict=True)]
         return held
 
@@ -269,11 +285,11 @@ class Engine:
 
     def weights(
         self, found: Checkpoint, component: Component, executable: step_reuse.Runnable, progress: telemetry.Watched
-    ) -> load.Weights:
+    ) -> Weights:
         """A component's weights as `executable` wants them, loaded if they are not resident."""
         wanted = executable.program.args[0]
 
-        def read() -> load.Weights:
+        def read() -> Weights:
             self.counts["load"] += 1
             folder = found.fetch_weights(component, progress)
             network = modules.build(component, found.config(component, progress))
@@ -286,7 +302,7 @@ class Engine:
             key,
             component=component.name,
             model=found.model_id,
-            size_bytes=load.bytes_per_chip(wanted),
+            size_bytes=weights.bytes_per_chip(wanted),
             running=executable,
             load=read,
         )
@@ -310,7 +326,7 @@ class Run:
 
     engine: Engine
     found: Checkpoint
-    target: network_call.Target
+    target: Target
     progress: telemetry.Watched
 
     @property
@@ -329,7 +345,7 @@ class Run:
         component: str,
         function: Callable[..., tuple[Any, Any]],
         *args: Any,
-        place: network_call.Place = "whole",
+        place: Place = "whole",
         carries: bool = False,
     ) -> tuple[Any, Any]:
         """Runs a network; see `spec.Call`."""
@@ -351,7 +367,7 @@ class Run:
         component: str,
         function: Callable[..., Any],
         args: tuple[Any, ...],
-        place: network_call.Place,
+        place: Place,
         carries: bool,
     ) -> Executable:
         """The program of a call."""
@@ -373,13 +389,13 @@ class Run:
             component: str,
             function: Callable[..., tuple[Any, Any]],
             *args: Any,
-            place: network_call.Place = "whole",
+            place: Place = "whole",
             carries: bool = False,
         ) -> tuple[Any, Any]:
             return self.prepare(component, function, args, place, carries).program.zeros
 
         spec = self.spec
-        network_call.rehearse(spec, settings, self.found.config(spec.component(spec.vae), self.progress), prepare)
+        rehearsal.rehearse(spec, settings, self.found.config(spec.component(spec.vae), self.progress), prepare)
         config = self.found.config(spec.component(spec.experts[0]), self.progress)
         settings = guider.settings_for(self.found, settings, self.progress)
         self._denoiser(settings, config, self._solver(settings), {})
@@ -433,7 +449,7 @@ class Run:
             self.progress.text(f"Denoising, step {done} of {total}, {seconds:.2f} s a step")
 
     def _solver(self, settings: Settings) -> solver_table.Schedule:
-        config = checkpoint.read_json(self.found.folder("scheduler", self.progress) / "scheduler_config.json")
+        config = read_json(self.found.folder("scheduler", self.progress) / "scheduler_config.json")
         return network_call.solver(self.spec, config, settings)
 
     def _denoiser(
@@ -470,7 +486,7 @@ class Run:
             ("denoise", spec.name, config, self.target, shape, spec.branches(settings), solver.num_memory,
              solver.timesteps.dtype, kind, bounded, *references.items()),
             self.progress,
-            lambda: network_call.denoise_program(
+            lambda: denoise_step.denoise_program(
                 spec, config, self.target, settings, num_memory=solver.num_memory,
                 timestep_dtype=solver.timesteps.dtype, references=references, features=features,
                 bounded=bounded,
@@ -485,7 +501,7 @@ class Run:
         first, scale = self.spec.experts[0], settings.guidance_scale
         if len(self.spec.experts) == 1:
             return [(first, self.spec.guidance_at(settings, timestep)) for timestep in solver.timesteps.tolist()]
-        scheduler = checkpoint.read_json(self.found.folder("scheduler", self.progress) / "scheduler_config.json")
+        scheduler = read_json(self.found.folder("scheduler", self.progress) / "scheduler_config.json")
         boundary = self.found.index(self.progress)["boundary_ratio"] * scheduler.get("num_train_timesteps", 1000)
         second_scale = scale if settings.guidance_scale_2 is None else settings.guidance_scale_2
         second = (self.spec.experts[1], second_scale)

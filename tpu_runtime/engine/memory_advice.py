@@ -15,14 +15,6 @@ class OutOfMemory(RuntimeError):
     """Something does not fit on the devices; the message says what would."""
 
 
-class DoesNotFit(RuntimeError):
-    """The compiler refused a program for lack of memory: it would again, whatever is unloaded."""
-
-    def __init__(self, refused: Refusal) -> None:
-        super().__init__(refused.sentence)
-        self.refused = refused
-
-
 def sentence(spec: ModelSpec, stage: str, settings: Settings | None, reason: str, num_devices: int) -> str:
     """The message for the user: what happened, what was done, and what would need less."""
     advice = ", or ".join(smaller(spec, settings)) if settings else "smaller or fewer frames"

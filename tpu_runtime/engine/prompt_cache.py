@@ -5,8 +5,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from ..cache.store import Store
-from ..pipeline import Conditioning
-from . import stage_files
+from . import payloads, stage_files
+from .payloads import Conditioning
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def _read(key: str, family: str) -> Encoded | None:
         return None
     try:
         tensors = load(payload)
-        prompt, negative = stage_files.unpack_embeddings(tensors, stage_files.packed_numbers(payload), family)
+        prompt, negative = payloads.unpack_embeddings(tensors, stage_files.packed_numbers(payload), family)
     except (SafetensorError, ValueError) as error:
         STORE.discard(key, f"it cannot be read ({error})")
         return None
@@ -63,5 +63,5 @@ def _read(key: str, family: str) -> Encoded | None:
 def _write(key: str, encoded: Encoded) -> None:
     from safetensors.torch import save
 
-    tensors, numbers = stage_files.pack_embeddings(*encoded)
+    tensors, numbers = payloads.pack_embeddings(*encoded)
     STORE.put(key, save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata=numbers))

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import payload_checks
+from .payloads import pack_embeddings, unpack_embeddings
 
 if TYPE_CHECKING:
     import torch
 
-    from ..pipeline import Condition, Conditioning, ModelRef
+    from ..checkpoints.model_ref import ModelRef
+    from .payloads import Condition, Conditioning
 
 EMBEDDINGS = "stage1_embeddings.safetensors"
 LATENTS = "stage2_latents.safetensors"
@@ -55,35 +57,6 @@ def save_embeddings(
         numbers |= {f"{_CONDITION}{key}": str(value) for key, value in condition.items() if isinstance(value, int)}
     _save(folder / EMBEDDINGS, tensors, numbers)
     update_config(folder, {"model_name": model.spec_name, "model_id": model.model_id})
-
-
-def pack_embeddings(
-    prompt_embeds: "Conditioning", negative_prompt_embeds: "Conditioning | None"
-) -> "tuple[dict[str, torch.Tensor], dict[str, str]]":
-    """Tensors and metadata of a safetensors file, named as `save_embeddings` says."""
-    tensors, numbers = {}, {}
-    named = {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}
-    for name, given in named.items():
-        if given is not None:
-            tensors[name], info = given[0]
-            tensors |= {f"{name}.{key}": value for key, value in info.items() if hasattr(value, "shape")}
-            numbers |= {f"{name}.{key}": str(value) for key, value in info.items() if isinstance(value, int)}
-    return tensors, numbers
-
-
-def unpack_embeddings(
-    tensors: "Mapping[str, torch.Tensor]", numbers: Mapping[str, int], family: str
-) -> "tuple[Conditioning | None, Conditioning | None]":
-    """What `pack_embeddings` packed; None for what is not there."""
-    values = {**tensors, **numbers}
-
-    def unpacked(name: str) -> "Conditioning | None":
-        if name not in tensors:
-            return None
-        info = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
-        return [[tensors[name], {"tpu_family": family, **info}]]
-
-    return unpacked("prompt_embeds"), unpacked("negative_prompt_embeds")
 
 
 def load_embeddings(folder: Path, model: "ModelRef") -> "tuple[Conditioning, Conditioning | None]":

@@ -1,43 +1,9 @@
 """What the process does and did: the running stage, compilations, bytes held on the devices."""
 
-import functools
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import jax
-
-from ..programs.program import shard_bytes
 from ..progress import Preview, Progress
-
-CACHE_HIT = "/jax/compilation_cache/cache_hits"
-CACHE_MISS = "/jax/compilation_cache/cache_misses"
-
-
-@dataclass
-class Compilations:
-    """XLA programs of this process: `compiled` anew, or taken from the persistent cache (`cached`)."""
-
-    compiled: int = 0
-    cached: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.compiled} compiled, {self.cached} from the cache"
-
-
-@functools.cache
-def compilations() -> Compilations:
-    """The process's counter; it counts from the first call on."""
-    counter = Compilations()
-
-    def count(event: str, **_: object) -> None:
-        if event == CACHE_HIT:
-            counter.cached += 1
-        elif event == CACHE_MISS:
-            counter.compiled += 1
-
-    jax.monitoring.register_event_listener(count)
-    return counter
 
 
 @dataclass(kw_only=True)
@@ -119,17 +85,3 @@ class LastRun:
         if self.peak_hbm is not None:
             parts.append(f"at most {self.peak_hbm / 2**30:.2f} GiB on a chip")
         return f"{self.model}: {', '.join(parts)}"
-
-
-def held_bytes(devices: Sequence[jax.Device]) -> list[int]:
-    """Bytes held on each of `devices`: what the device says, or where it does not, this process's live arrays."""
-    stats = [device.memory_stats() if device.platform == "tpu" else None for device in devices]
-    if all(stats):
-        return [int(one["bytes_in_use"]) for one in stats]
-    held = dict.fromkeys(devices, 0)
-    for array in jax.live_arrays():
-        size = shard_bytes(array)
-        for device in array.sharding.device_set:
-            if device in held:
-                held[device] += size
-    return list(held.values())

@@ -6,7 +6,6 @@ memory that the one about to run needs beside them; it is checked before a byte 
 """
 
 import logging
-import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -16,13 +15,12 @@ from typing import Protocol
 import jax
 
 from ..cache.store import signature
-from ..units import GIB, readable
-from .memory_advice import VARIABLE, OutOfMemory
+from ..units import readable
+from .devices import budget_bytes
+from .memory_advice import OutOfMemory
 
 log = logging.getLogger(__name__)
 
-# What a chip's runtime and fragmentation take of the memory that it reports.
-RESERVE_SHARE = 0.04
 
 # More loaded programs than this are those of sizes that nobody runs any more.
 MAX_PROGRAMS = 64
@@ -61,17 +59,6 @@ class Resident:
     @property
     def title(self) -> str:
         return f"{self.component} of {self.model}"
-
-
-def budget_bytes(device: jax.Device) -> int | None:
-    """Bytes that one chip may hold; None where the device does not say and nobody set a limit."""
-    if limit := os.environ.get(VARIABLE):
-        try:
-            return int(float(limit) * GIB)
-        except ValueError:
-            raise ValueError(f"{VARIABLE} is {limit!r}; it must be a number of GiB such as 24.") from None
-    stats = device.memory_stats() if device.platform == "tpu" else None
-    return int(stats["bytes_limit"] * (1 - RESERVE_SHARE)) if stats and "bytes_limit" in stats else None
 
 
 class Residency:

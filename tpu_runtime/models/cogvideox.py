@@ -8,22 +8,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..spec import (
-    CHECKPOINT,
-    Choice,
-    Component,
-    FloatLimit,
-    HeadNorms,
-    IntLimit,
-    LatentGeometry,
-    ModelSpec,
-    Need,
-    Same,
-    Settings,
-    Switch,
-    TextEncoding,
-)
-from . import wan21
+from ..limits import Choice, FloatLimit, IntLimit, Switch
+from ..spec import CHECKPOINT, Component, HeadNorms, LatentGeometry, ModelSpec, Need, Same, Settings, TextEncoding
+from . import layers, wan21
 from .cogvideox_vae import VAE_DECODER, decode
 
 if TYPE_CHECKING:
@@ -47,9 +34,9 @@ GEOMETRY = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(2, 2,
 
 
 def write_tokenizer(folder: Path) -> None:
-    from ..checkpoints import tiny
+    from . import t5
 
-    tiny.write_t5_tokenizer(folder, (PROMPT,))
+    t5.write_t5_tokenizer(folder, (PROMPT,))
 
 
 def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.ndarray]":
@@ -136,7 +123,7 @@ class JointProcessor:
             return [attn.norm_q(query), attn.norm_k(key), value]
 
         latent, text = heads(hidden_states), heads(encoder_hidden_states)
-        latent[:2] = [torch_bridge.inside(wan21.rotate, x, *image_rotary_emb) for x in latent[:2]]
+        latent[:2] = [torch_bridge.inside(layers.rotate, x, *image_rotary_emb) for x in latent[:2]]
         outputs = torch_bridge.inside(self.attend, tuple(latent), tuple(text))
         latent_out, text_out = (attn.to_out[0](x.flatten(2, 3)) for x in outputs)
         return latent_out, text_out

@@ -7,22 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
 from ...sharding.shape import MeshShape
-from ..spec import (
-    Call,
-    Component,
-    FloatLimit,
-    HeadNorms,
-    IntLimit,
-    LatentGeometry,
-    ModelSpec,
-    Need,
-    Report,
-    Same,
-    Settings,
-    has_length,
-)
+from ..limits import FloatLimit, IntLimit
+from ..spec import Call, Component, HeadNorms, LatentGeometry, ModelSpec, Need, Report, Same, Settings, has_length
 from . import mistral3, video_vae
-from .wan21 import rotate
+from .layers import rotate
 
 PROMPT = "A beautiful sunset over the ocean"
 # Pixels of a token's side, and the most that a reference keeps.

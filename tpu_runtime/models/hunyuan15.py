@@ -7,20 +7,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..spec import (
-    Component,
-    FloatLimit,
-    HeadNorms,
-    IntLimit,
-    LatentGeometry,
-    ModelSpec,
-    Need,
-    Same,
-    Settings,
-    StepReuse,
-    Switch,
-)
-from . import wan21
+from ..limits import FloatLimit, IntLimit, Switch
+from ..spec import Component, HeadNorms, LatentGeometry, ModelSpec, Need, Same, Settings, StepReuse
+from . import layers
 from .hunyuan15_text import GLYPH_ENCODER, NEGATIVE_PROMPT, PROMPT, TEXT_ENCODER, TEXTS_ENCODED
 from .hunyuan15_vae import VAE_DECODER, decode, finish
 
@@ -175,7 +164,7 @@ class JointProcessor:
 
         query, key, value = heads(hidden_states, attn.to_q, attn.to_k, attn.to_v)
         query, key = (
-            torch_bridge.inside(wan21.rotate, x, *image_rotary_emb) for x in (attn.norm_q(query), attn.norm_k(key))
+            torch_bridge.inside(layers.rotate, x, *image_rotary_emb) for x in (attn.norm_q(query), attn.norm_k(key))
         )
         text = heads(encoder_hidden_states, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
         text[:2] = attn.norm_added_q(text[0]), attn.norm_added_k(text[1])
@@ -228,7 +217,7 @@ def prepare_denoiser(network: Any, sequence: Any) -> None:
 
     blocks.scan = sequence.scan("transformer_blocks", enter, ("hidden_states", "encoder_hidden_states"))
     projection = transformer.x_embedder.proj
-    projection.forward = types.MethodType(wan21.embed_patches, projection)
+    projection.forward = types.MethodType(layers.embed_patches, projection)
 
 
 _GATHERED = (("fsdp", None), ((None, "fsdp"),))

@@ -8,21 +8,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..spec import (
-    Call,
-    Component,
-    FloatLimit,
-    IntLimit,
-    LatentGeometry,
-    ModelSpec,
-    Need,
-    Report,
-    Same,
-    Settings,
-    TextEncoding,
-    has_length,
-)
+from ..limits import FloatLimit, IntLimit
+from ..spec import Call, Component, LatentGeometry, ModelSpec, Need, Report, Same, Settings, TextEncoding, has_length
 from . import video_vae
+from .layers import embed_patches, rotate
 
 PROMPT = "A cat and a dog baking a cake together in a kitchen."
 MAX_TOKENS = 512
@@ -49,9 +38,9 @@ def clean_prompt(prompt: str) -> str:
 
 
 def write_tokenizer(folder: Path) -> None:
-    from ..checkpoints import tiny
+    from . import t5
 
-    tiny.write_umt5_tokenizer(folder, (PROMPT,))
+    t5.write_umt5_tokenizer(folder, (PROMPT,))
 
 
 def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.ndarray]":
@@ -105,23 +94,6 @@ class WanProcessor:
         return attn.to_out[0](torch_bridge.inside(self.attend, *heads).flatten(2, 3))
 
 
-def rotate(x: "jax.Array", cos: "jax.Array", sin: "jax.Array") -> "jax.Array":
-    """Rotary embedding of the pairs `(2i, 2i + 1)` of `[batch, seq, heads, head_dim]`; tables `[1, seq, 1, head_dim]`.
-
-    The partner of each element comes from a product with a matrix of one +1 or -1 per row, which is exact in any
-    format. Strided writes would become scatters, and rolls relayouts: 17 of 37 million cycles of a 14B block.
-    """
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    swap = np.zeros((x.shape[-1], x.shape[-1]), np.float32)
-    even = np.arange(0, x.shape[-1], 2)
-    swap[even + 1, even], swap[even, even + 1] = -1.0, 1.0
-    partner = jnp.matmul(x, jnp.asarray(swap, x.dtype), precision=jax.lax.Precision.HIGHEST)
-    return (x * cos + partner * sin).astype(x.dtype)
-
-
 def prepare_denoiser(network: Any, sequence: Any) -> None:
     """Puts our attention, token placement and patch embedding where upstream lets us."""
     import types
@@ -137,19 +109,6 @@ def prepare_denoiser(network: Any, sequence: Any) -> None:
     blocks.scan = sequence.scan("blocks", enter)
     embedding = network.module.patch_embedding
     embedding.forward = types.MethodType(embed_patches, embedding)
-
-
-def embed_patches(embedding: Any, latents: "torch.Tensor") -> "torch.Tensor":
-    """The patch convolution as one matrix product over patches.
-
-    A convolution's output cannot be split by tokens; the patches can, and are 80 times smaller.
-    """
-    pt, ph, pw = embedding.kernel_size
-    rows, channels, frames, height, width = latents.shape
-    patches = latents.reshape(rows, channels, frames // pt, pt, height // ph, ph, width // pw, pw)
-    patches = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
-    tokens = patches.to(embedding.weight.dtype) @ embedding.weight.flatten(1).T + embedding.bias
-    return tokens.transpose(1, 2)
 
 
 def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":

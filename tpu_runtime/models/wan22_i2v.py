@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..spec import Call, FloatLimit, IntLimit, Need, Settings
+from ..limits import FloatLimit, IntLimit
+from ..spec import Call, Need, Settings
 from . import wan21
 from .wan21 import NEGATIVE_PROMPT
 

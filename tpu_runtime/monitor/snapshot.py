@@ -50,7 +50,7 @@ def _chips(engine: "Engine") -> list[dict[str, Any]]:
 
 
 def _chip(engine: "Engine", index: int, held: int) -> dict[str, Any]:
-    from ..engine.weight_cache import budget_bytes
+    from ..engine.devices import budget_bytes
 
     device = engine.devices[index]
     said = (device.memory_stats() or {}) if device.platform == "tpu" else {}

@@ -13,10 +13,9 @@ from ..cache.store import Store, signature
 from ..cost_model import chips, flops
 from ..cost_model.chips import Topology
 from ..precision import Precision
-from ..programs import executables, network_call
+from ..programs import executables, rehearsal
 from ..programs.program import Program, shard_bytes
-from ..spec import ModelSpec, Settings
-from .options import STAGES
+from ..spec import STAGES, ModelSpec, Settings
 from .report import Memory, gib
 
 STORE = Store("plans")
@@ -34,7 +33,7 @@ class Request:
     stages: tuple[str, ...] = STAGES
 
     def programs(self) -> tuple[Program, ...]:
-        return network_call.for_spec(
+        return rehearsal.for_spec(
             self.spec,
             self.settings,
             chips.compile_devices(self.topology),

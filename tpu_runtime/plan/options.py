@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from .. import models
+from ..spec import STAGES
 
-STAGES = ("encode", "image", "denoise", "decode")
 DEFAULT_TOPOLOGY = "v6e:2x4"
 
 

@@ -17,9 +17,10 @@ from .. import models
 from ..cost_model import chips, flops, hlo, kernels, step_time
 from ..cost_model.bundles import Cost
 from ..cost_model.chips import Topology
+from ..spec import STAGES
 from . import advice, findings, report
 from .compile import Compiled, Request, compile_program
-from .options import STAGES, add_arguments
+from .options import add_arguments
 from .report import Plan, ProgramPlan
 
 __all__ = ["add_arguments", "make_plan", "request_of", "run"]

@@ -20,9 +20,9 @@ from jax.experimental import serialize_executable
 
 from .. import refusal
 from ..cache.store import Store, signature, trim_xla
-from ..engine.memory_advice import DoesNotFit
-from ..engine.telemetry import compilations
+from ..refusal import DoesNotFit
 from .program import Program, shard_bytes
+from .xla_cache import compilations
 
 log = logging.getLogger(__name__)
 

@@ -6,17 +6,41 @@ The very same programs run on the devices and are compiled for described ones by
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from ..cache.store import cache_folder, holds_own_code, trim_xla, xla_cache_folder
-from ..cache.trust import PRIVATE
+from ...sharding.mesh import Mesh, make_mesh
+from ...sharding.shape import MeshShape
 from ..precision import Precision
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What programs are compiled for: these devices, in this precision."""
+
+    devices: tuple[jax.Device, ...]
+    precision: Precision
+
+    def mesh(self, shape: MeshShape) -> Mesh:
+        return make_mesh(self.devices, shape)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.precision)
+
+
+def shaped(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+
 
 log = logging.getLogger(__name__)
 
@@ -73,20 +97,3 @@ def shard_bytes(leaf: jax.ShapeDtypeStruct | jax.Array) -> int:
     for dim in leaf.sharding.shard_shape(leaf.shape):
         size *= dim
     return size
-
-
-def use_persistent_cache() -> None:
-    """Lets XLA's compiled programs outlive the process. Called before the first compilation."""
-    folder = xla_cache_folder()
-    try:
-        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-    except OSError as error:
-        log.warning("XLA's cache %s cannot be made (%s); programs are compiled anew in each process.", folder, error)
-        return
-    # A folder of JAX's own variable is the user's decision; JAX trusts it too.
-    if cache_folder() in folder.parents and not holds_own_code(folder):
-        return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    trim_xla()

@@ -1,0 +1,26 @@
+"""Reading a checkpoint's JSON files; what is wrong with a checkpoint as a sentence."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .redact import redact
+
+if TYPE_CHECKING:
+    pass
+
+
+class CheckpointError(ValueError):
+    """A model id that cannot be used, in a sentence for the user."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(redact(sentence))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; the checkpoint is incomplete.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
