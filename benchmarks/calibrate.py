@@ -61,7 +61,7 @@ def plain_port(devices: tuple[jax.Device, ...]) -> Program:
     network = modules.build(replace(wan21.TRANSFORMER, rules=RULES), wan21.TRANSFORMER.config)
 
     def dispatch(query: Any, key: Any, value: Any, **_: Any) -> Any:
-        return torch_bridge.inside(lambda q, k, v: attend(mesh, q, k, v), query, key, value)
+        return torch_bridge.call_jax(lambda q, k, v: attend(mesh, q, k, v), query, key, value)
 
     def call(weights: Weights, sample: jax.Array, timestep: jax.Array, text: jax.Array) -> jax.Array:
         transformer_wan.dispatch_attention_fn = dispatch

@@ -242,7 +242,7 @@ def _digest(host: Any, image: Any) -> tuple[str]:
 class Soak:
     """Runs prompts in a place and counts what is wrong."""
 
-    place: Place
+    partition: Place
     alone_s: dict[str, float] = field(default_factory=dict)  # what a prompt of each family takes
     digests: dict[tuple[str, int], str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)

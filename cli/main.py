@@ -309,7 +309,7 @@ def _pictures(spec: ModelSpec, paths: Sequence[Path]) -> list[Any]:
 
 def _encode_pictures(
     model: ModelRef, pictures: Sequence[Any], size: dict[str, int], resize: str, host: TerminalHost
-) -> payloads.Condition | None:
+) -> payloads.ImageCondition | None:
     """The condition of pictures brought to `size`, or left at their own where that is empty; None without pictures."""
     images = [media.resize(one, size["height"], size["width"], resize) if size else one for one in pictures]
     conditions = [pipeline.encode_image(model, image, size, progress=host) for image in images]

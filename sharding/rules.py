@@ -54,7 +54,7 @@ class Rule:
 
     pattern: str
     axes: tuple[str | None, ...]
-    otherwise: tuple[tuple[str | None, ...], ...] = ()
+    fallbacks: tuple[tuple[str | None, ...], ...] = ()
 
     def matches(self, name: str) -> bool:
         return re.fullmatch(_regex(self.pattern), name) is not None
@@ -102,7 +102,7 @@ def _layout(axes: Sequence[str | None], shape: tuple[int, ...], mesh: MeshShape)
 def _place(name: str, param: Param, rule: Rule, mesh: MeshShape) -> Layout:
     if rule.axes == REPLICATED:
         return Layout(at_rest=(), in_use=())
-    for axes in (rule.axes, *rule.otherwise):
+    for axes in (rule.axes, *rule.fallbacks):
         if len(axes) != len(param.shape):
             raise ShardingError(
                 f"{name} has shape {param.shape}, but the rule {rule.pattern!r} names {len(axes)} dimensions: {axes}."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .checkpoints.model_ref import ModelRef
 from .engine.memory_advice import OutOfMemory as OutOfMemory  # nodes catch it
-from .engine.payloads import Condition, Conditioning
+from .engine.payloads import Conditioning, ImageCondition
 from .monitor import snapshot as stats_module
 from .progress import Progress
 from .spec import Settings
@@ -34,7 +34,7 @@ def denoise(
     negative_prompt_embeds: Conditioning | None,
     *,
     progress: Progress,
-    condition: Condition | None = None,
+    condition: ImageCondition | None = None,
 ) -> dict[str, Any]:
     """From noise to LATENT `{"samples": [1, channels, frames, h, w]}`, CPU float32, in the scale of the VAE."""
     model.spec.check_settings(settings)
@@ -51,7 +51,9 @@ def _warn_once(sentence: str) -> None:
     log.warning("%s", sentence)
 
 
-def encode_image(model: ModelRef, image: "torch.Tensor", size: Mapping[str, int], *, progress: Progress) -> Condition:
+def encode_image(
+    model: ModelRef, image: "torch.Tensor", size: Mapping[str, int], *, progress: Progress
+) -> ImageCondition:
     """An IMAGE `[1, height, width, 3]` in 0..1 as the condition of a video of `size` (height, width, num_frames)."""
     settings = model.spec.settings(**size)
     from .engine.engine import engine
@@ -59,7 +61,7 @@ def encode_image(model: ModelRef, image: "torch.Tensor", size: Mapping[str, int]
     return engine().encode_image(model, image, settings, progress)
 
 
-def join_references(conditions: Sequence[Condition]) -> Condition:
+def join_references(conditions: Sequence[ImageCondition]) -> ImageCondition:
     """Encoded references of several calls as one condition, in that order."""
     arrays = [array for condition in conditions for array in condition["tensors"].values()]
     return {**conditions[0], "tensors": {f"reference_{index}": array for index, array in enumerate(arrays)}}
@@ -99,7 +101,7 @@ def free(ids: Iterable[str] | None = None) -> None:
 def resident_bytes() -> int:
     """Bytes of weights on one chip; 0 before the first run."""
     engine = stats_module.engine_if_any()
-    return engine.residency.size_bytes if engine else 0
+    return engine.weight_cache.size_bytes if engine else 0
 
 
 def stats() -> dict[str, Any]:

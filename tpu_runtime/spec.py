@@ -164,8 +164,8 @@ class Call(Protocol):
     """How a stage's host code runs a network: `function(module, *args) -> (result, carried)`, compiled once per shape.
 
     `result` comes back on the host; `carried` stays on the devices, to be passed to the next call (and is donated by
-    it when it is the last argument). With `place="image"` the last two dimensions of every argument are an image's
-    height and width (or multiples of the smallest one's) and are split over the chips; with `"whole"` every chip gets
+    it when it is the last argument). With `partition="spatial"` the last two dimensions of every argument are an image's
+    height and width (or multiples of the smallest one's) and are split over the chips; with `"replicated"` every chip gets
     everything.
     """
 
@@ -174,7 +174,7 @@ class Call(Protocol):
         component: str,
         function: Callable[..., tuple[Any, Any]],
         *args: Any,
-        place: Literal["whole", "image"] = "whole",
+        partition: Literal["replicated", "spatial"] = "replicated",
         carries: bool = False,
     ) -> tuple[Any, Any]: ...
 
@@ -215,7 +215,7 @@ def guidance_first(num_devices: int, branches: int) -> MeshShape:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReuse:
-    """How a denoiser starts a step from the inner features of an earlier one; its arguments are those of `predict`.
+    """How a denoiser starts a step from the inner features of an earlier one; its arguments are those of `forward`.
 
     - `keep(denoiser, sample, timestep, inputs)` gives the prediction of a full step, and features by name.
     - `reuse(denoiser, features, sample, timestep, inputs)` gives a prediction from them.
@@ -248,12 +248,12 @@ class ModelSpec:
     The functions, all pure, see upstream's torch modules as their first argument inside a traced program:
 
     - `prepare_denoiser(network, sequence)` puts our attention and token placement into the denoiser (see `sequence`).
-    - `predict(denoiser, sample, timestep, inputs)` is one denoiser call. `sample` is `[branches, *latent]`, `timestep`
+    - `forward(denoiser, sample, timestep, inputs)` is one denoiser call. `sample` is `[branches, *latent]`, `timestep`
       `[1]`; `inputs` holds `[branches, length, dim]` and `<name>_length` `[branches]` of every text encoding, the
       arrays of `condition_shapes`, and `guidance` `[1]`.
     - `decode(call, latents, report)` turns LATENT samples of one video (torch, CPU float32, `[1, channels, ...]`) into
       frames `[frames, height, width, 3]` in 0..1 (numpy or torch, float32).
-    - `finish(sample, settings, vae_config)` brings the solver's last sample into the scale and layout of LATENT.
+    - `denormalize_latents(sample, settings, vae_config)` brings the solver's last sample into the scale and layout of LATENT.
     - `noise(spec, settings, generator)` draws the first sample as upstream does.
     - `solver_arguments(scheduler_config, latent_shape, settings)` are the arguments of upstream's `set_timesteps`.
     - `guidance_at(settings, timestep)` is the guidance scale of a step.
@@ -291,7 +291,7 @@ class ModelSpec:
     pipeline_classes: tuple[str, ...]
     components: tuple[Component, ...]
     geometry: LatentGeometry
-    texts_encoded: tuple[TextEncoding, ...]
+    text_encoders: tuple[TextEncoding, ...]
     inputs: Mapping[str, Limit]
     texts: Mapping[str, str]
     tiny_inputs: Mapping[str, int]
@@ -304,9 +304,9 @@ class ModelSpec:
     index: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     prepare_denoiser: Callable[..., None]
-    predict: Callable[..., Any]
+    forward: Callable[..., Any]
     decode: Callable[[Call, Any, Report], Any]
-    finish: Callable[..., Any]
+    denormalize_latents: Callable[..., Any]
     noise: Callable[..., Any] = plain_noise
     solver_arguments: Callable[..., dict[str, Any]] = no_arguments
     guidance_at: Callable[[Settings, float], float] = steady_guidance
@@ -360,7 +360,7 @@ class ModelSpec:
     def parts(self) -> tuple[str, ...]:
         """The folders of a checkpoint that are read."""
         folders = [component.folder for component in self.components]
-        tokenizers = [text.tokenizer_folder for text in self.texts_encoded]
+        tokenizers = [text.tokenizer_folder for text in self.text_encoders]
         others = [name for name, value in self.index.items() if isinstance(value, tuple)]
         return tuple(dict.fromkeys([*folders, *tokenizers, "scheduler", *others]))
 

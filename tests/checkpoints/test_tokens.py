@@ -46,7 +46,7 @@ def test_the_tests_oracle_has_the_same_tokens(umt5: Path):
 @pytest.mark.parametrize("family", ["Flux2", "HunyuanVideo15"])
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", "chat_template.json"])
 def test_a_chat_template_is_found_wherever_it_is(family: str, place: str, tmp_path: Path):
-    text = spec_for_family(family).texts_encoded[0]
+    text = spec_for_family(family).text_encoders[0]
     folder = Path(shutil.copytree(tiny.ensure(spec_for_family(family)) / text.tokenizer_folder, tmp_path / "tokenizer"))
     before = text.tokenize(tokens.load_tokenizer(folder), ["a cat"])
     template = (folder / "chat_template.jinja").read_text()
@@ -74,7 +74,7 @@ def test_a_folder_without_a_template_is_named(family: str, tmp_path: Path):
     folder = Path(shutil.copytree(tiny.ensure(spec) / "tokenizer", tmp_path / "tokenizer"))
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(CheckpointError) as error:
-        spec.texts_encoded[0].tokenize(tokens.load_tokenizer(folder), ["a cat"])
+        spec.text_encoders[0].tokenize(tokens.load_tokenizer(folder), ["a cat"])
     assert str(error.value) == (
         f"{folder}: there is no chat template in tokenizer_config.json, chat_template.jinja or chat_template.json; the "
         "checkpoint is incomplete. Download the folder again."

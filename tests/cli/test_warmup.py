@@ -105,7 +105,7 @@ def test_an_examples_programs_are_built_at_its_tiny_sizes(path: Path, programs: 
     spec = model.spec
     parts = {name for program in programs for name in program.weights}
     assert parts == {component.name for component in spec.components if component.name in parts | {spec.vae}}
-    assert {spec.experts[0], spec.vae, *(text.component for text in spec.texts_encoded)} <= parts
+    assert {spec.experts[0], spec.vae, *(text.component for text in spec.text_encoders)} <= parts
     (step,) = (program for program in programs if program.name == "denoise_step")
     assert step.args[1][0].shape == spec.geometry.latent_shape(settings)
     assert step.args[1][0].shape[-2:] == (80 // spec.geometry.stride_hw, 112 // spec.geometry.stride_hw)

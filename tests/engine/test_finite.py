@@ -94,9 +94,9 @@ class Steps(Silent):
 
 
 def test_denoising_stops_at_the_first_step_that_is_not_finite(monkeypatch: pytest.MonkeyPatch):
-    probe, progress = solver_table.probe, Steps()
+    probe, progress = solver_table.tabulate, Steps()
 
-    def spoilt(*args: Any, **keywords: Any) -> solver_table.Schedule:
+    def spoilt(*args: Any, **keywords: Any) -> solver_table.SolverTable:
         solver = probe(*args, **keywords)
         solver.table[2] = np.nan
         return solver

@@ -14,7 +14,7 @@ from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.engine import weight_cache
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.engine.memory_advice import VARIABLE, OutOfMemory
-from comfyui_tpu.tpu_runtime.engine.weight_cache import Residency
+from comfyui_tpu.tpu_runtime.engine.weight_cache import WeightCache
 from comfyui_tpu.tpu_runtime.models import SPECS
 from comfyui_tpu.tpu_runtime.programs import executables
 from comfyui_tpu.tpu_runtime.programs.program import Program
@@ -157,7 +157,7 @@ class Chip:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(VARIABLE, str(100 / 1024))
-        self.residency = Residency(jax.devices()[0])
+        self.weight_cache = WeightCache(jax.devices()[0])
         self.loads: list[str] = []
 
     def run(self, component: str, size: int, running: Loaded) -> None:
@@ -165,13 +165,13 @@ class Chip:
             self.loads.append(component)
             return {}
 
-        self.residency.get(
+        self.weight_cache.get(
             (component,), component=component, model="m", size_bytes=size * MIB, running=running, load=load
         )
 
     @property
     def held(self) -> str:
-        return "".join(resident.component for resident in self.residency.list())
+        return "".join(resident.component for resident in self.weight_cache.list())
 
 
 @pytest.fixture

@@ -311,7 +311,7 @@ def test_files_of_another_content_end_in_a_sentence(tmp_path: Path, tensors: dic
 def test_pictures_of_another_content_end_in_a_sentence(tmp_path: Path, name: str, condition: dict):
     spec = spec_by_name(name)
     config = spec.component(spec.experts[0]).tiny
-    first, *others = spec.texts_encoded
+    first, *others = spec.text_encoders
     embeds = {"prompt_embeds": torch.rand(1, first.max_length, config[first.width_key])}
     for text in others:
         embeds[f"prompt_embeds.{text.name}"] = torch.rand(1, text.max_length, config[text.width_key])

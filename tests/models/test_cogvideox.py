@@ -41,7 +41,7 @@ ODD_DPM = replace(ODD, **DPM)
 TALL_DPM = replace(TALL, **DPM, num_inference_steps=5)
 ODD_DYNAMIC = replace(ODD, use_dynamic_cfg=True)
 # One step of an Euler solver, which shows the network's output as it is.
-OUTPUT = solver_table.Schedule(timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]] * 2], np.float32))
+OUTPUT = solver_table.SolverTable(timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]] * 2], np.float32))
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def test_a_published_tokenizer_is_read(tmp_path: Path):
     )  # fmt: skip
     config = {"tokenizer_class": "T5Tokenizer", "extra_ids": 100, "legacy": True, "model_max_length": 226}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    ids, mask = SPEC.texts_encoded[0].tokenize(tokens.load_tokenizer(tmp_path), ["A panda,  two  hats", ""])
+    ids, mask = SPEC.text_encoders[0].tokenize(tokens.load_tokenizer(tmp_path), ["A panda,  two  hats", ""])
     pieces = sentencepiece.SentencePieceProcessor(str(tmp_path / "spiece.model")).encode("A panda,  two  hats")
     assert ids[0].tolist() == [*pieces, 1, *[0] * (225 - len(pieces))]
     assert ids[1].tolist() == [1, *[0] * 225]
@@ -227,14 +227,14 @@ def test_poisoned_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch, compa
     """105 tokens on 4 chips: the three added ones may hold NaN."""
     noise, text = latents_and_text(ODD)
     expected = denoise_once(8, ODD, noise, text)
-    pad_tokens = token_layout.Sequence.pad_tokens
+    pad_tokens = token_layout.TokenLayout.pad_tokens
 
-    def poison(self: token_layout.Sequence, x: jax.Array) -> jax.Array:
+    def poison(self: token_layout.TokenLayout, x: jax.Array) -> jax.Array:
         padded = pad_tokens(self, x)
         real = jnp.arange(padded.shape[1]).reshape(1, -1, *[1] * (x.ndim - 2)) < x.shape[1]
         return jnp.where(real, padded, jnp.nan)
 
-    monkeypatch.setattr(token_layout.Sequence, "pad_tokens", poison)
+    monkeypatch.setattr(token_layout.TokenLayout, "pad_tokens", poison)
     # Not to the bit: with the poison in it, other operations become one and round otherwise.
     compare("poisoned padding", denoise_once(8, ODD, noise, text), expected, error=2e-5)
 

@@ -35,7 +35,9 @@ ODD = Settings(height=80, width=112, num_inference_steps=6, guidance_scale=4.0, 
 TALL = Settings(height=208, width=48, num_inference_steps=6, guidance_scale=1.0, seed=8)
 CASES = {"odd": ODD, "tall": TALL}
 # One step of an Euler solver, which shows the network's output as it is.
-EULER = solver_table.Schedule(timesteps=np.array([700.0], np.float32), table=np.array([[[0.0, 1.0]] * 2], np.float32))
+EULER = solver_table.SolverTable(
+    timesteps=np.array([700.0], np.float32), table=np.array([[[0.0, 1.0]] * 2], np.float32)
+)
 
 
 class Host(Silent):
@@ -118,7 +120,7 @@ def test_a_tokenizer_that_pads_after_the_text_is_followed(compare: Callable):
     run = network_call.call_program(
         SPEC, "text_encoder", SPEC.component("text_encoder").tiny,
         Target(devices=tuple(jax.devices()[:1]), precision="float32"), mistral3.encode_text, (ids, mask),
-        place="whole", carries=False,
+        partition="replicated", carries=False,
     )  # fmt: skip
     ours, *_ = run.compile()(weights_of("text_encoder", run), ids, mask)
     with torch.no_grad():
@@ -213,14 +215,14 @@ def test_poisoned_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch, compa
     mesh = MeshShape(sp=4, tp=2)
     clean, weights = denoiser(mesh, ODD)
     expected = step(clean, weights, noise, text, ODD)
-    pad_tokens = token_layout.Sequence.pad_tokens
+    pad_tokens = token_layout.TokenLayout.pad_tokens
 
-    def poison(self: token_layout.Sequence, x: jax.Array) -> jax.Array:
+    def poison(self: token_layout.TokenLayout, x: jax.Array) -> jax.Array:
         padded = pad_tokens(self, x)
         real = jnp.arange(padded.shape[1]).reshape(1, -1, *[1] * (x.ndim - 2)) < x.shape[1]
         return jnp.where(real, padded, jnp.nan)
 
-    monkeypatch.setattr(token_layout.Sequence, "pad_tokens", poison)
+    monkeypatch.setattr(token_layout.TokenLayout, "pad_tokens", poison)
     poisoned, weights = denoiser(mesh, ODD)
     compare("poisoned padding", step(poisoned, weights, noise, text, ODD), expected, error=1e-6)
 

@@ -133,14 +133,14 @@ def test_prompts_are_encoded_as_upstream_encodes_them(prompt: str, chips: int, c
 
 def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(monkeypatch: pytest.MonkeyPatch, compare: Callable):
     """105 tokens on 4 chips, whose three added ones are NaN, and texts with noise behind their ends."""
-    pad_tokens = token_layout.Sequence.pad_tokens
+    pad_tokens = token_layout.TokenLayout.pad_tokens
 
-    def poison(self: token_layout.Sequence, x: jax.Array) -> jax.Array:
+    def poison(self: token_layout.TokenLayout, x: jax.Array) -> jax.Array:
         padded = pad_tokens(self, x)
         real = jnp.arange(padded.shape[1]).reshape(1, -1, *[1] * (x.ndim - 2)) < x.shape[1]
         return jnp.where(real, padded, jnp.nan)
 
-    monkeypatch.setattr(token_layout.Sequence, "pad_tokens", poison)
+    monkeypatch.setattr(token_layout.TokenLayout, "pad_tokens", poison)
     noise = torch.randn(SPEC.geometry.latent_shape(ODD), generator=torch.Generator().manual_seed(5))
     rows = [embeddings(QUOTED), embeddings(NEGATIVE)]
     given = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
@@ -148,7 +148,7 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(monkeypatch: 
         for row, length in enumerate(given[f"{name}_length"]):
             given[name][row, length:] = np.random.default_rng(row).normal(size=given[name][row, length:].shape) * 30
     # One step of an Euler solver, which shows the network's output as it is.
-    euler = solver_table.Schedule(
+    euler = solver_table.SolverTable(
         timesteps=np.array([700.5], np.float32), table=np.array([[[0.0, 1.0]] * 2], np.float32)
     )
     ours = denoiser_step(8, euler, noise.numpy(), given)
@@ -172,7 +172,7 @@ def upstream_call(noise: torch.Tensor, text: dict[str, np.ndarray]) -> torch.Ten
     )[0]  # fmt: skip
 
 
-def denoiser_step(chips: int, solver: solver_table.Schedule, noise: np.ndarray, given: dict) -> np.ndarray:
+def denoiser_step(chips: int, solver: solver_table.SolverTable, noise: np.ndarray, given: dict) -> np.ndarray:
     found = checkpoint.locate(SPEC, SPEC.tiny_id)
     component = SPEC.component("transformer")
     config, folder = found.config(component, Silent()), found.folder(component.folder, Silent())

@@ -109,7 +109,9 @@ def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, c
 @pytest.mark.parametrize("chips", CHIPS)
 def test_one_denoiser_call_equals_upstreams(chips: int, compare: Callable):
     """One step of an Euler solver, which shows the network's output as it is."""
-    euler = solver_table.Schedule(timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]] * 2], np.float32))
+    euler = solver_table.SolverTable(
+        timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]] * 2], np.float32)
+    )
     settings = Settings(**{**ODD.__dict__, "num_inference_steps": 1})
     noise, text = latents_and_text(settings)
     run, weights = denoiser(chips, settings, euler)
@@ -149,18 +151,20 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
 
 def test_poisoned_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch, compare: Callable):
     """105 tokens on 4 chips: the three added ones may hold NaN."""
-    euler = solver_table.Schedule(timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]] * 2], np.float32))
+    euler = solver_table.SolverTable(
+        timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]] * 2], np.float32)
+    )
     noise, text = latents_and_text(ODD)
     clean, weights = denoiser(8, ODD, euler)
     expected = step(clean, weights, (noise.numpy(),), euler, 0, text, ODD)[0]
-    pad_tokens = token_layout.Sequence.pad_tokens
+    pad_tokens = token_layout.TokenLayout.pad_tokens
 
-    def poison(self: token_layout.Sequence, x: jax.Array) -> jax.Array:
+    def poison(self: token_layout.TokenLayout, x: jax.Array) -> jax.Array:
         padded = pad_tokens(self, x)
         real = jnp.arange(padded.shape[1]).reshape(1, -1, *[1] * (x.ndim - 2)) < x.shape[1]
         return jnp.where(real, padded, jnp.nan)
 
-    monkeypatch.setattr(token_layout.Sequence, "pad_tokens", poison)
+    monkeypatch.setattr(token_layout.TokenLayout, "pad_tokens", poison)
     poisoned, weights = denoiser(8, ODD, euler)
     compare("poisoned padding", step(poisoned, weights, (noise.numpy(),), euler, 0, text, ODD)[0], expected, error=1e-6)
 
@@ -248,7 +252,7 @@ def latents_and_text(settings: Settings) -> tuple[torch.Tensor, np.ndarray]:
     return torch.randn(shape, generator=torch.Generator().manual_seed(5)), oracle(ODD, SHORT).embeds
 
 
-def denoiser(chips: int, settings: Settings, solver: solver_table.Schedule) -> tuple[Program, Weights]:
+def denoiser(chips: int, settings: Settings, solver: solver_table.SolverTable) -> tuple[Program, Weights]:
     found = checkpoint.locate(SPEC, SPEC.tiny_id)
     component = SPEC.component("transformer")
     config, folder = found.config(component, Silent()), found.folder(component.folder, Silent())
@@ -262,7 +266,7 @@ def denoiser(chips: int, settings: Settings, solver: solver_table.Schedule) -> t
 
 
 def step(
-    program: Program, weights: Weights, state: tuple, solver: solver_table.Schedule, index: int,
+    program: Program, weights: Weights, state: tuple, solver: solver_table.SolverTable, index: int,
     text: np.ndarray, settings: Settings,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
     given = {"text": text, "text_length": np.full(len(text), 512, np.int32)}

@@ -177,14 +177,14 @@ def test_poisoned_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch, compa
     clean = denoiser(8)
     loaded = weights(clean, "transformer")
     expected = step(clean, loaded, noise, condition)
-    pad_tokens = token_layout.Sequence.pad_tokens
+    pad_tokens = token_layout.TokenLayout.pad_tokens
 
-    def poison(self: token_layout.Sequence, x: jax.Array) -> jax.Array:
+    def poison(self: token_layout.TokenLayout, x: jax.Array) -> jax.Array:
         padded = pad_tokens(self, x)
         real = jnp.arange(padded.shape[1]).reshape(1, -1, *[1] * (x.ndim - 2)) < x.shape[1]
         return jnp.where(real, padded, jnp.nan)
 
-    monkeypatch.setattr(token_layout.Sequence, "pad_tokens", poison)
+    monkeypatch.setattr(token_layout.TokenLayout, "pad_tokens", poison)
     compare("poisoned padding", step(denoiser(8), loaded, noise, condition), expected, error=1e-6)
 
 
@@ -389,7 +389,7 @@ def noise_and_condition() -> tuple[np.ndarray, np.ndarray]:
     return torch.randn(SPEC.geometry.latent_shape(ODD), generator=generator).numpy(), oracle(ODD).condition
 
 
-EULER = solver_table.Schedule(timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]] * 2], np.float32))
+EULER = solver_table.SolverTable(timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]] * 2], np.float32))
 
 
 def denoiser(chips: int, spec: ModelSpec = SPEC) -> Program:

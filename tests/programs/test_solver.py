@@ -35,7 +35,7 @@ SHAPE = (1, 16, 3, 5, 7)
 
 def trajectory(config: dict, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
     """The upstream scheduler's last sample and the table's, for outputs that depend on the sample."""
-    table = solver_table.probe(solver_table.scheduler_from(config), num_steps)
+    table = solver_table.tabulate(solver_table.scheduler_from(config), num_steps)
     upstream = solver_table.scheduler_from(config)
     upstream.set_timesteps(num_steps)
     assert (table.timesteps == upstream.timesteps.numpy()).all()
@@ -67,7 +67,7 @@ def test_a_table_steps_as_its_scheduler_does(config: dict, num_steps: int, compa
 def test_a_true_output_gives_the_denoised_sample(config: dict, compare):
     """With the output that belongs to a known clean sample, every step's estimate is that sample."""
     scheduler = solver_table.scheduler_from(config)
-    table = solver_table.probe(scheduler, 6)
+    table = solver_table.tabulate(scheduler, 6)
     clean, noise = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(0))
     for index, timestep in enumerate(table.timesteps):
         if config.get("prediction_type") == "v_prediction":
@@ -85,21 +85,21 @@ def test_a_true_output_gives_the_denoised_sample(config: dict, compare):
 def test_a_solver_that_is_not_linear_is_refused():
     config = {"_class_name": "UniPCMultistepScheduler", **FLOW, "thresholding": True}
     with pytest.raises(NotImplementedError, match="dynamic thresholding"):
-        solver_table.probe(solver_table.scheduler_from(config), 4)
+        solver_table.tabulate(solver_table.scheduler_from(config), 4)
 
 
 def test_a_solver_that_needs_more_is_refused():
     with pytest.raises(NotImplementedError, match="RePaintScheduler is not supported: its step also needs original_im"):
-        solver_table.probe(solver_table.scheduler_from({"_class_name": "RePaintScheduler"}), 4)
+        solver_table.tabulate(solver_table.scheduler_from({"_class_name": "RePaintScheduler"}), 4)
 
 
 def test_noise_is_drawn_as_often_as_upstream_draws_it():
     """CogVideoX's solver draws twice at the inner steps, and uses the second."""
-    table = solver_table.probe(solver_table.scheduler_from(CONFIGS["dpm of CogVideoX"]), 5)
+    table = solver_table.tabulate(solver_table.scheduler_from(CONFIGS["dpm of CogVideoX"]), 5)
     assert table.draws == ((True,), (False, True), (False, True), (False, True), (False,))
     drawn = iter(range(99))
     assert list(table.noises(lambda: next(drawn))) == [0, 2, 4, 6, None]
-    still = solver_table.probe(solver_table.scheduler_from(CONFIGS["euler"]), 3)
+    still = solver_table.tabulate(solver_table.scheduler_from(CONFIGS["euler"]), 3)
     assert list(still.noises(lambda: next(drawn))) == [None] * 3 and next(drawn) == 8
 
 
@@ -111,4 +111,4 @@ def test_an_unknown_scheduler_is_named():
 def test_a_solver_that_gives_no_number_is_refused():
     """bh1 divides by an infinite step where the last sigma is zero, upstream as here."""
     with pytest.raises(ValueError, match="UniPCMultistepScheduler gives no finite step"):
-        solver_table.probe(solver_table.scheduler_from({**CONFIGS["unipc"], "solver_type": "bh1"}), 4)
+        solver_table.tabulate(solver_table.scheduler_from({**CONFIGS["unipc"], "solver_type": "bh1"}), 4)

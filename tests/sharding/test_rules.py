@@ -29,7 +29,7 @@ def test_split_at_rest_and_gathered_for_use():
 
 
 def test_the_fallbacks_are_tried_in_order():
-    rule = Rule("w", ("fsdp", None), otherwise=((None, "fsdp"),))
+    rule = Rule("w", ("fsdp", None), fallbacks=((None, "fsdp"),))
     assert lay_out({"w": Param(shape=(7, 16), size_bytes=99 * MIB)}, [rule], EIGHT)["w"].at_rest == (None, ("dp", "sp"))
     small = Param(shape=(7, 9), size_bytes=MIB)
     assert lay_out({"w": small}, [rule], EIGHT)["w"].at_rest == ()

@@ -52,7 +52,7 @@ def _missing(spec: ModelSpec, index: Mapping[str, Any]) -> Iterator[str]:
 def _unknown(spec: ModelSpec, index: Mapping[str, Any]) -> Iterator[str]:
     """What is set and not known, with its value."""
     folders = {component.folder for component in spec.components}
-    tokenizers = {text.tokenizer_folder for text in spec.texts_encoded}
+    tokenizers = {text.tokenizer_folder for text in spec.text_encoders}
     known = {*folders, *tokenizers, "scheduler", *spec.index, *HARMLESS}
     for name, value in index.items():
         if name not in known and not name.startswith("_") and not _is_off(value):

@@ -58,7 +58,7 @@ def _write_parts(spec: ModelSpec, folder: Path, seed: int) -> None:
             written[component.folder] = component.class_name
             _write_weights(component, folder / component.folder, seed + same)
             index[component.folder] = [component.library, component.class_name]
-    for text in spec.texts_encoded:
+    for text in spec.text_encoders:
         text.write_tokenizer(folder / text.tokenizer_folder)
         index[text.tokenizer_folder] = ["transformers", text.tokenizer_class]
     for path, content in spec.files.items():

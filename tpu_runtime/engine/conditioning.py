@@ -10,20 +10,20 @@ import torch
 from ..programs import finite
 from ..spec import ModelSpec, Settings
 from . import payload_checks as conditionings
-from .payloads import Condition, Conditioning
+from .payloads import Conditioning, ImageCondition
 
 
 def conditioning(spec: ModelSpec, encoded: Sequence[tuple[np.ndarray, np.ndarray]], row: int) -> Conditioning:
     """One prompt's CONDITIONING: the first encoder's states, with lengths and the other encoders' states beside it."""
     info: dict[str, Any] = {"tpu_family": spec.family}
-    for text, (states, lengths) in zip(spec.texts_encoded, encoded, strict=True):
+    for text, (states, lengths) in zip(spec.text_encoders, encoded, strict=True):
         info[text.name] = torch.from_numpy(np.array(states[row : row + 1]))
         info[f"{text.name}_length"] = int(lengths[row])
-    main = spec.texts_encoded[0].name
+    main = spec.text_encoders[0].name
     return [[info.pop(main), {**info, "length": info[f"{main}_length"]}]]
 
 
-def condition(spec: ModelSpec, settings: Settings, tensors: Mapping[str, Any]) -> Condition:
+def condition(spec: ModelSpec, settings: Settings, tensors: Mapping[str, Any]) -> ImageCondition:
     """An encoded image, with the size it was encoded for."""
     size = {"height": settings.height, "width": settings.width, "num_frames": settings.num_frames}
     size = {} if spec.references else size
@@ -41,7 +41,7 @@ def denoiser_inputs(
     settings: Settings,
     prompt: Conditioning,
     negative: Conditioning | None,
-    condition: Condition | None,
+    condition: ImageCondition | None,
 ) -> dict[str, np.ndarray]:
     """The text of all branches and the condition by name; raises `ValueError` for what does not fit the model."""
     named = {"prompt_embeds": prompt, "negative_prompt_embeds": negative}
@@ -60,7 +60,7 @@ def _text_row(
         )
     main, info = conditionings.entry(spec, name, given)
     row: dict[str, np.ndarray] = {}
-    for index, text in enumerate(spec.texts_encoded):
+    for index, text in enumerate(spec.text_encoders):
         tensor = main if index == 0 else info.get(text.name)
         wanted = (1, text.max_length, int(config[text.width_key]))
         found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
@@ -82,7 +82,7 @@ def _text_row(
 
 
 def _condition_arrays(
-    spec: ModelSpec, config: Mapping[str, Any], settings: Settings, given: Condition | None
+    spec: ModelSpec, config: Mapping[str, Any], settings: Settings, given: ImageCondition | None
 ) -> dict[str, np.ndarray]:
     shapes = spec.conditions(config, spec.geometry.latent_shape(settings))
     if given is not None and spec.references:

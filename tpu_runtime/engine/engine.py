@@ -36,16 +36,16 @@ from ..programs import (
     xla_cache,
 )
 from ..programs.executables import Executable
-from ..programs.network_call import Place
+from ..programs.network_call import Partition
 from ..programs.program import Program, Target
 from ..programs.weights import Weights
 from ..programs.xla_cache import use_persistent_cache
 from ..progress import Preview, Progress
 from ..spec import Component, ModelSpec, Settings, TextEncoding
 from . import conditioning, devices, memory_advice, telemetry
-from .payloads import Condition, Conditioning
-from .prompt_cache import Prompts
-from .weight_cache import OutOfMemory, Residency
+from .payloads import Conditioning, ImageCondition
+from .prompt_cache import PromptCache
+from .weight_cache import OutOfMemory, WeightCache
 
 log = logging.getLogger(__name__)
 
@@ -79,12 +79,12 @@ class Engine:
         self.compilations = xla_cache.compilations()
         self.devices = tuple(devices or jax.devices())
         self.counts: Counter[str] = Counter(load=0, encode=0, compile=0)
-        self.residency = Residency(self.devices[0])
+        self.weight_cache = WeightCache(self.devices[0])
         self.activity: telemetry.Activity | None = None
         self.last_run: telemetry.LastRun | None = None
         self.peak_bytes = [0] * len(self.devices)
         self._run: telemetry.LastRun | None = None
-        self._prompts = Prompts()
+        self._prompts = PromptCache()
         self._lock = threading.RLock()
 
     # -- stages ------------------------------------------------------------------------------------------------------
@@ -98,12 +98,12 @@ class Engine:
 
         def work(run: Run) -> tuple[Conditioning, Conditioning | None]:
             def encode() -> tuple[Conditioning, Conditioning | None]:
-                encoded = [run.encode_text(text, prompts) for text in spec.texts_encoded]
+                encoded = [run.encode_text(text, prompts) for text in spec.text_encoders]
                 rows = [conditioning.conditioning(spec, encoded, row) for row in range(len(prompts))]
                 self.counts["encode"] += 1
                 return rows[0], rows[1] if len(rows) > 1 else None
 
-            folders = [(text.component, text.tokenizer_folder) for text in spec.texts_encoded]
+            folders = [(text.component, text.tokenizer_folder) for text in spec.text_encoders]
             identity = functools.partial(run.found.identity, progress=run.progress)
             parts = [(identity(spec.component(name).folder), identity(folder)) for name, folder in folders]
             key = signature(spec.name, parts, run.target.precision, prompts, executables.environment())
@@ -111,14 +111,16 @@ class Engine:
 
         return self._stage("encode", model, progress, work)
 
-    def encode_image(self, model: ModelRef, image: torch.Tensor, settings: Settings, progress: Progress) -> Condition:
+    def encode_image(
+        self, model: ModelRef, image: torch.Tensor, settings: Settings, progress: Progress
+    ) -> ImageCondition:
         """See `stages.encode_image`."""
         spec = model.spec
         if spec.encode_image is None:
             raise ValueError(f"{spec.title} does not take an image.")
         seen = media.pictures(image)
 
-        def work(run: Run) -> Condition:
+        def work(run: Run) -> ImageCondition:
             run.progress.text("Encoding the image")
             config = run.found.config(spec.component(spec.vae), run.progress)
             tensors = spec.encode_image(run.call, seen, settings, config)
@@ -133,7 +135,7 @@ class Engine:
         prompt_embeds: Conditioning,
         negative_prompt_embeds: Conditioning | None,
         progress: Progress,
-        condition: Condition | None = None,
+        condition: ImageCondition | None = None,
     ) -> dict[str, Any]:
         """See `stages.denoise`."""
         spec = model.spec
@@ -144,7 +146,7 @@ class Engine:
             given = conditioning.denoiser_inputs(spec, config, asked, prompt_embeds, negative_prompt_embeds, condition)
             vae_config = run.found.config(spec.component(spec.vae), run.progress)
             sample = run.solve(asked, config, given)
-            return {"samples": spec.finish(sample, asked, vae_config)}
+            return {"samples": spec.denormalize_latents(sample, asked, vae_config)}
 
         return self._stage("denoise", model, progress, work, settings)
 
@@ -177,9 +179,9 @@ class Engine:
         """Drops weights and compiled programs; with `ids`, the weights of those residents alone."""
         with self._lock:
             if ids is not None:
-                self.residency.drop(ids)
+                self.weight_cache.drop(ids)
                 return
-            self.residency.clear()
+            self.weight_cache.clear()
 
     def forget_prompts(self) -> None:
         """Drops the encoded prompts kept in host memory."""
@@ -271,14 +273,14 @@ class Engine:
     ) -> Executable:
         """The program for `key`: of this process, of an earlier one, or compiled."""
         digest = signature(*(json.dumps(part, sort_keys=True) if isinstance(part, dict) else part for part in key))
-        if (loaded := self.residency.program(digest)) is not None:
+        if (loaded := self.weight_cache.program(digest)) is not None:
             return loaded
         stored = executables.is_stored(digest, self.devices)
         progress.text(f"Loading the program of {title}" if stored else f"Compiling {title} (once for this size)")
         progress.check_cancelled()
         with _flagged(progress.activity):
             found, is_new = executables.obtain(digest, build, self.devices)
-        self.residency.add_program(digest, found)
+        self.weight_cache.add_program(digest, found)
         self.counts["compile"] += is_new
         progress.check_cancelled()
         return found
@@ -298,7 +300,7 @@ class Engine:
 
         identity = found.identity(component.folder, progress)
         key = (component.name, identity, executable.program.precision)
-        resident = self.residency.get(
+        resident = self.weight_cache.get(
             key,
             component=component.name,
             model=found.model_id,
@@ -306,7 +308,7 @@ class Engine:
             running=executable,
             load=read,
         )
-        needed = self.residency.size_bytes + self.residency.code_bytes + executable.workspace_bytes
+        needed = self.weight_cache.size_bytes + self.weight_cache.code_bytes + executable.workspace_bytes
         progress.activity.needed_bytes = max(progress.activity.needed_bytes, needed)
         return resident.weights
 
@@ -345,12 +347,12 @@ class Run:
         component: str,
         function: Callable[..., tuple[Any, Any]],
         *args: Any,
-        place: Place = "whole",
+        partition: Partition = "replicated",
         carries: bool = False,
     ) -> tuple[Any, Any]:
         """Runs a network; see `spec.Call`."""
         args = jax.tree.map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, args)
-        run = self.prepare(component, function, args, place, carries)
+        run = self.prepare(component, function, args, partition, carries)
         weights = self.engine.weights(self.found, self.spec.component(component), run, self.progress)
         self.progress.check_cancelled()
         result, carried, is_finite = run(weights, *args)
@@ -367,18 +369,18 @@ class Run:
         component: str,
         function: Callable[..., Any],
         args: tuple[Any, ...],
-        place: Place,
+        partition: Partition,
         carries: bool,
     ) -> Executable:
         """The program of a call."""
         config = self.found.config(self.spec.component(component), self.progress)
         return self.engine.executable(
             f"the {component.replace('_', ' ')}",
-            (self.spec.name, config, self.target, *network_call.call_key(component, function, args, place)),
+            (self.spec.name, config, self.target, *network_call.call_key(component, function, args, partition)),
             self.progress,
             lambda: network_call.call_program(
                 self.spec, component, config, self.target, function, network_call.abstract_args(args),
-                place=place, carries=carries,
+                partition=partition, carries=carries,
             ),
         )  # fmt: skip
 
@@ -389,10 +391,10 @@ class Run:
             component: str,
             function: Callable[..., tuple[Any, Any]],
             *args: Any,
-            place: Place = "whole",
+            partition: Partition = "replicated",
             carries: bool = False,
         ) -> tuple[Any, Any]:
-            return self.prepare(component, function, args, place, carries).program.zeros
+            return self.prepare(component, function, args, partition, carries).program.zeros
 
         spec = self.spec
         rehearsal.rehearse(spec, settings, self.found.config(spec.component(spec.vae), self.progress), prepare)
@@ -448,12 +450,12 @@ class Run:
         if seconds := self.progress.activity.seconds_per_unit:
             self.progress.text(f"Denoising, step {done} of {total}, {seconds:.2f} s a step")
 
-    def _solver(self, settings: Settings) -> solver_table.Schedule:
+    def _solver(self, settings: Settings) -> solver_table.SolverTable:
         config = read_json(self.found.folder("scheduler", self.progress) / "scheduler_config.json")
         return network_call.solver(self.spec, config, settings)
 
     def _denoiser(
-        self, settings: Settings, config: dict[str, Any], solver: solver_table.Schedule, given: dict[str, np.ndarray]
+        self, settings: Settings, config: dict[str, Any], solver: solver_table.SolverTable, given: dict[str, np.ndarray]
     ) -> Executable | step_reuse.CachedDenoiser:
         """What is called for each step. With a step cache it is two programs, both compiled before the first step."""
         experts = [expert for expert, _ in self._experts(solver, settings)]
@@ -469,7 +471,7 @@ class Run:
         self,
         settings: Settings,
         config: dict[str, Any],
-        solver: solver_table.Schedule,
+        solver: solver_table.SolverTable,
         given: dict[str, np.ndarray],
         features: Literal["keep"] | step_reuse.Shapes | None = None,
     ) -> Executable:
@@ -493,7 +495,7 @@ class Run:
             ),
         )  # fmt: skip
 
-    def _experts(self, solver: solver_table.Schedule, settings: Settings) -> list[tuple[str, float]]:
+    def _experts(self, solver: solver_table.SolverTable, settings: Settings) -> list[tuple[str, float]]:
         """Which denoiser runs at each step, and its guidance: the first above the checkpoint's boundary, then another.
 
         As upstream: the boundary is a share of the scheduler's training timesteps.

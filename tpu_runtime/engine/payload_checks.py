@@ -44,5 +44,5 @@ def _is_entry(one: Any) -> bool:
 
 
 def _known(spec: ModelSpec) -> set[str]:
-    names = [text.name for text in spec.texts_encoded]
+    names = [text.name for text in spec.text_encoders]
     return {"tpu_family", "length", _UNUSED, *names, *(f"{name}_length" for name in names)}

@@ -8,7 +8,7 @@ from .memory_advice import OutOfMemory as OutOfMemory
 if TYPE_CHECKING:
     import torch
 
-    from .payloads import Condition, Conditioning
+    from .payloads import Conditioning, ImageCondition
 
 
 def pack_embeddings(
@@ -49,4 +49,4 @@ Conditioning = list
 
 
 # An encoded image: a dict of CPU tensors with the family and the size it was encoded for.
-Condition = dict
+ImageCondition = dict

@@ -17,7 +17,7 @@ MAX_IN_MEMORY = 16
 Encoded = tuple[Conditioning, Conditioning | None]
 
 
-class Prompts:
+class PromptCache:
     """Encoded prompts by key: the text, the model and all else that they depend on."""
 
     def __init__(self) -> None:

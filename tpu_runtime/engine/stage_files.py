@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..checkpoints.model_ref import ModelRef
-    from .payloads import Condition, Conditioning
+    from .payloads import Conditioning, ImageCondition
 
 EMBEDDINGS = "stage1_embeddings.safetensors"
 LATENTS = "stage2_latents.safetensors"
@@ -39,7 +39,7 @@ def save_embeddings(
     prompt_embeds: "Conditioning",
     negative_prompt_embeds: "Conditioning | None",
     model: "ModelRef",
-    condition: "Condition | None" = None,
+    condition: "ImageCondition | None" = None,
 ) -> None:
     """Writes the encoded prompts, and an encoded picture if there is one, to `folder`, which is made if need be.
 
@@ -85,7 +85,7 @@ def _numbers(metadata: Mapping[str, str]) -> dict[str, int]:
     return numbers
 
 
-def load_condition(folder: Path, model: "ModelRef") -> "Condition | None":
+def load_condition(folder: Path, model: "ModelRef") -> "ImageCondition | None":
     """The encoded picture of `folder`, None where there is none; raises `StageFileError` for another model's."""
     tensors, numbers = _load(folder, EMBEDDINGS, "encode", model)
     found = {key.removeprefix(_CONDITION): x for key, x in tensors.items() if key.startswith(_CONDITION)}

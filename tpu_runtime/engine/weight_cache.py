@@ -61,7 +61,7 @@ class Resident:
         return f"{self.component} of {self.model}"
 
 
-class Residency:
+class WeightCache:
     """Resident components and loaded programs, in order of use."""
 
     def __init__(self, device: jax.Device) -> None:

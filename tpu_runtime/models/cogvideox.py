@@ -71,7 +71,7 @@ def encode_text(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> "tup
     return stack.final_layer_norm(states), None
 
 
-def predict(
+def forward(
     transformer: Any, sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
     """The velocity of `[rows, 16, latent_frames, latent_height, latent_width]` at one timestep."""
@@ -123,8 +123,8 @@ class JointProcessor:
             return [attn.norm_q(query), attn.norm_k(key), value]
 
         latent, text = heads(hidden_states), heads(encoder_hidden_states)
-        latent[:2] = [torch_bridge.inside(layers.rotate, x, *image_rotary_emb) for x in latent[:2]]
-        outputs = torch_bridge.inside(self.attend, tuple(latent), tuple(text))
+        latent[:2] = [torch_bridge.call_jax(layers.rotate, x, *image_rotary_emb) for x in latent[:2]]
+        outputs = torch_bridge.call_jax(self.attend, tuple(latent), tuple(text))
         latent_out, text_out = (attn.to_out[0](x.flatten(2, 3)) for x in outputs)
         return latent_out, text_out
 
@@ -152,7 +152,7 @@ def modulate(linear: Any, gather: "Callable[[jax.Array], jax.Array]", embedding:
 
     from ..programs import torch_bridge
 
-    return torch_bridge.inside(gather, torch.nn.functional.linear(embedding, linear.weight, linear.bias))
+    return torch_bridge.call_jax(gather, torch.nn.functional.linear(embedding, linear.weight, linear.bias))
 
 
 def gather_vector(sequence: Any, axes: "tuple[str, ...] | None", vector: "jax.Array") -> "jax.Array":
@@ -216,7 +216,7 @@ def advice(settings: Settings) -> str | None:
     )
 
 
-def finish(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
+def denormalize_latents(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
     """Latents in the VAE's own scale, without the frames at the start that fill up whole patches."""
     padding = sample.shape[2] - ((settings.num_frames - 1) // GEOMETRY.stride_t + 1)
     return 1 / vae_config["scaling_factor"] * sample[:, :, padding:]
@@ -383,7 +383,7 @@ SPEC = ModelSpec(
     pipeline_classes=("CogVideoXPipeline",),
     components=(TEXT_ENCODER, TRANSFORMER, VAE_DECODER),
     geometry=GEOMETRY,
-    texts_encoded=(
+    text_encoders=(
         TextEncoding(
             name="text",
             component="text_encoder",
@@ -419,8 +419,8 @@ SPEC = ModelSpec(
         HeadNorms(queries=("transformer_blocks.*.attn1.norm_q",), keys=("transformer_blocks.*.attn1.norm_k",)),
     ),
     prepare_denoiser=prepare_denoiser,
-    predict=predict,
+    forward=forward,
     decode=decode,
-    finish=finish,
+    denormalize_latents=denormalize_latents,
     noise=noise,
 )

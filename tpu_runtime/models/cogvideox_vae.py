@@ -23,12 +23,12 @@ def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any
     total = latents.shape[2]
     start = min(total, FRAMES_A_CALL + total % FRAMES_A_CALL)
     report(0, total)
-    frames, caches = call("vae_decoder", decode_first, latents[:, :, :start], place="image")
+    frames, caches = call("vae_decoder", decode_first, latents[:, :, :start], partition="spatial")
     while start < total:
         yield frames
         report(start, total)
         chunk = latents[:, :, start : start + FRAMES_A_CALL]
-        frames, caches = call("vae_decoder", decode_next, chunk, caches, place="image", carries=True)
+        frames, caches = call("vae_decoder", decode_next, chunk, caches, partition="spatial", carries=True)
         start += FRAMES_A_CALL
     yield frames
     report(total, total)
@@ -80,7 +80,7 @@ def _normalise(
     group = norm.norm_layer
     scale, offset = norm.conv_y.conv(latents), norm.conv_b.conv(latents)
     function = partial(normalised, groups=group.num_groups, eps=group.eps)
-    return torch_bridge.inside(function, hidden, group.weight, group.bias, scale, offset), {}
+    return torch_bridge.call_jax(function, hidden, group.weight, group.bias, scale, offset), {}
 
 
 def normalised(
@@ -120,7 +120,7 @@ def _upsample(upsample: Any, hidden: "torch.Tensor") -> "torch.Tensor":
     *_, frames, height, width = hidden.shape
     if upsample.compress_time:
         frames = 2 * frames - frames % 2
-    hidden = torch_bridge.inside(partial(enlarged, size=(frames, 2 * height, 2 * width)), hidden)
+    hidden = torch_bridge.call_jax(partial(enlarged, size=(frames, 2 * height, 2 * width)), hidden)
     conv = upsample.conv
     padding = (0, *conv.padding)
     return torch.nn.functional.conv3d(hidden, conv.weight[:, :, None], conv.bias, padding=padding)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def predict(
+def forward(
     transformer: "torch.nn.Module", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
     """The flow (velocity) of `[1, 128, latent_height, latent_width]` at one timestep; all 512 tokens of text count."""
@@ -108,7 +108,7 @@ def _project(hidden: "torch.Tensor", weight: "torch.Tensor") -> "torch.Tensor":
 
     from ..programs import torch_bridge
 
-    return torch_bridge.inside(functools.partial(jnp.einsum, "bsd,god->bsgo"), hidden, weight)
+    return torch_bridge.call_jax(functools.partial(jnp.einsum, "bsd,god->bsgo"), hidden, weight)
 
 
 class DoubleProcessor:
@@ -130,7 +130,7 @@ class DoubleProcessor:
         def heads(x: "torch.Tensor", projections: tuple, norms: tuple, tables: tuple) -> "tuple[torch.Tensor, ...]":
             query, key, value = (project(x).unflatten(-1, (-1, attn.head_dim)) for project in projections)
             query, key = (
-                torch_bridge.inside(rotate, norm(x), *tables) for norm, x in zip(norms, (query, key), strict=True)
+                torch_bridge.call_jax(rotate, norm(x), *tables) for norm, x in zip(norms, (query, key), strict=True)
             )
             return query, key, value
 
@@ -139,7 +139,7 @@ class DoubleProcessor:
         text_projections = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
         text_norms = (attn.norm_added_q, attn.norm_added_k)
         text = heads(encoder_hidden_states, text_projections, text_norms, text_tables)
-        latent_out, text_out = torch_bridge.inside(self.attend, latent, text)
+        latent_out, text_out = torch_bridge.call_jax(self.attend, latent, text)
         return attn.to_out[0](latent_out.flatten(2)), attn.to_add_out(text_out.flatten(2))
 
 
@@ -164,13 +164,13 @@ class SingleProcessor:
         projected = _project(hidden_states, attn.to_qkv_mlp_proj.weight)
         heads = [x.unflatten(-1, (-1, attn.head_dim)) for x in projected[..., :3, :].unbind(-2)]
         heads[:2] = [
-            torch_bridge.inside(rotate, norm(x), *image_rotary_emb)
+            torch_bridge.call_jax(rotate, norm(x), *image_rotary_emb)
             for norm, x in zip((attn.norm_q, attn.norm_k), heads[:2], strict=True)
         ]
-        attended = torch_bridge.inside(self.attend, *heads).flatten(2)
+        attended = torch_bridge.call_jax(self.attend, *heads).flatten(2)
         gate, value = projected[..., 3:, :].unflatten(-2, (2, -1)).unbind(-3)
         joined = torch.cat([attended.unsqueeze(-2), attn.mlp_act_fn.gate_fn(gate) * value], dim=-2)
-        return torch_bridge.inside(lambda x, w: jnp.einsum("bsgi,ogi->bso", x, w), joined, attn.to_out.weight)
+        return torch_bridge.call_jax(lambda x, w: jnp.einsum("bsgi,ogi->bso", x, w), joined, attn.to_out.weight)
 
 
 def prepare_denoiser(network: Any, sequence: Any) -> None:
@@ -226,14 +226,14 @@ def solver_arguments(
     return {"sigmas": sigmas, "mu": compute_empirical_mu(latent_shape[-2] * latent_shape[-1], steps)}
 
 
-def finish(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
+def denormalize_latents(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
     """LATENT holds what the denoiser works on; the decoder knows the scale."""
     return sample
 
 
 def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
     report(0, 1)
-    yield call("vae_decoder", decode_image, latents, place="image")[0]
+    yield call("vae_decoder", decode_image, latents, partition="spatial")[0]
     report(1, 1)
 
 
@@ -255,7 +255,7 @@ def encode_image(
         pixels = processor.preprocess(picture, height=height, width=width, resize_mode="crop")
         # Pixels travel by the cell that becomes a token: so they are split over chips as latents are.
         cells = torch.nn.functional.pixel_unshuffle(pixels, stride)
-        latents[f"reference_{index}"] = call("vae_encoder", encode_reference, cells, place="image")[0]
+        latents[f"reference_{index}"] = call("vae_encoder", encode_reference, cells, partition="spatial")[0]
     return latents
 
 
@@ -289,7 +289,7 @@ class PictureProcessor:
         from ..programs import torch_bridge
 
         normed = attn.group_norm(hidden_states).permute(0, 2, 3, 1)
-        attended = torch_bridge.inside(
+        attended = torch_bridge.call_jax(
             attend_to_picture, *(project(normed) for project in (attn.to_q, attn.to_k, attn.to_v))
         )
         return hidden_states + attn.to_out[0](attended).permute(0, 3, 1, 2)
@@ -446,7 +446,7 @@ SPEC = ModelSpec(
     pipeline_classes=("Flux2Pipeline",),
     components=(mistral3.TEXT_ENCODER, TRANSFORMER, VAE_DECODER, VAE_ENCODER),
     geometry=LatentGeometry(channels=128, stride_t=0, stride_hw=16, patch_thw=(1, 1, 1)),
-    texts_encoded=(mistral3.TEXT,),
+    text_encoders=(mistral3.TEXT,),
     inputs=MappingProxyType(
         {
             "height": IntLimit(default=1024, low=64, high=2048, multiple_of=16),
@@ -470,9 +470,9 @@ SPEC = ModelSpec(
         ),
     ),
     prepare_denoiser=prepare_denoiser,
-    predict=predict,
+    forward=forward,
     decode=decode,
-    finish=finish,
+    denormalize_latents=denormalize_latents,
     solver_arguments=solver_arguments,
     encode_image=encode_image,
     references=True,

@@ -10,8 +10,8 @@ from ...sharding.rules import REPLICATED, Rule
 from ..limits import FloatLimit, IntLimit, Switch
 from ..spec import Component, HeadNorms, LatentGeometry, ModelSpec, Need, Same, Settings, StepReuse
 from . import layers
-from .hunyuan15_text import GLYPH_ENCODER, NEGATIVE_PROMPT, PROMPT, TEXT_ENCODER, TEXTS_ENCODED
-from .hunyuan15_vae import VAE_DECODER, decode, finish
+from .hunyuan15_text import GLYPH_ENCODER, NEGATIVE_PROMPT, PROMPT, TEXT_ENCODER, TEXT_ENCODERS
+from .hunyuan15_vae import VAE_DECODER, decode, denormalize_latents
 
 if TYPE_CHECKING:
     # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
@@ -28,7 +28,7 @@ def solver_arguments(config: Mapping[str, Any], latent_shape: tuple[int, ...], s
     return {"sigmas": np.linspace(1.0, 0.0, settings.num_inference_steps + 1)[:-1]}
 
 
-def predict(
+def forward(
     transformer: Any, sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
     """The flow (velocity) of `[rows, 32, latent_frames, latent_height, latent_width]` at one timestep.
@@ -72,7 +72,7 @@ def leave_blocks(
 def keep(
     transformer: Any, sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "tuple[torch.Tensor, dict[str, torch.Tensor]]":
-    """`predict`, and what the last block starts from."""
+    """`forward`, and what the last block starts from."""
     hidden, text, *rest = enter_blocks(transformer, sample, timestep, inputs)
     hidden, text = transformer.transformer_blocks.layers(slice(None, -1))(hidden, text, *rest)
     features = {"hidden": hidden, "text": text, "text_length": rest[1]}
@@ -121,7 +121,7 @@ def join_texts(
         image = transformer.image_embedder(inputs["image_embeds"]) + kind[IMAGE]
         lengths.insert(0, torch.full_like(lengths[0], image.shape[1]))
         parts.insert(0, image)
-    return torch_bridge.inside(valid_first, tuple(parts), tuple(lengths))
+    return torch_bridge.call_jax(valid_first, tuple(parts), tuple(lengths))
 
 
 def valid_first(parts: "tuple[jax.Array, ...]", lengths: "tuple[jax.Array, ...]") -> "tuple[jax.Array, jax.Array]":
@@ -164,11 +164,11 @@ class JointProcessor:
 
         query, key, value = heads(hidden_states, attn.to_q, attn.to_k, attn.to_v)
         query, key = (
-            torch_bridge.inside(layers.rotate, x, *image_rotary_emb) for x in (attn.norm_q(query), attn.norm_k(key))
+            torch_bridge.call_jax(layers.rotate, x, *image_rotary_emb) for x in (attn.norm_q(query), attn.norm_k(key))
         )
         text = heads(encoder_hidden_states, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
         text[:2] = attn.norm_added_q(text[0]), attn.norm_added_k(text[1])
-        latent_out, text_out = torch_bridge.inside(self.attend, (query, key, value), tuple(text), attention_mask)
+        latent_out, text_out = torch_bridge.call_jax(self.attend, (query, key, value), tuple(text), attention_mask)
         return attn.to_out[0](latent_out.flatten(2, 3)), attn.to_add_out(text_out.flatten(2, 3))
 
 
@@ -329,7 +329,7 @@ SPEC = ModelSpec(
     pipeline_classes=("HunyuanVideo15Pipeline",),
     components=(TEXT_ENCODER, GLYPH_ENCODER, TRANSFORMER, VAE_DECODER),
     geometry=LatentGeometry(channels=32, stride_t=4, stride_hw=16, patch_thw=(1, 1, 1)),
-    texts_encoded=TEXTS_ENCODED,
+    text_encoders=TEXT_ENCODERS,
     inputs=MappingProxyType(
         {
             "height": IntLimit(default=720, low=64, high=1920, multiple_of=16),
@@ -364,9 +364,9 @@ SPEC = ModelSpec(
         ),
     ),
     prepare_denoiser=prepare_denoiser,
-    predict=predict,
+    forward=forward,
     decode=decode,
-    finish=finish,
+    denormalize_latents=denormalize_latents,
     solver_arguments=solver_arguments,
     step_reuse=StepReuse(keep=keep, reuse=reuse, tokens=("hidden",), whole=("text", "text_length")),
 )

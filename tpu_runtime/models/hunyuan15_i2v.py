@@ -37,7 +37,7 @@ def encode_image(
 
     # Pixels travel by the cell of 16 x 16 that becomes a latent: so they are split over chips as latents are.
     cells = torch.nn.functional.pixel_unshuffle(image[:1].movedim(-1, 1) * 2.0 - 1.0, STRIDE_HW)
-    latent, _ = call("vae_encoder", encode_latent, cells, place="image")
+    latent, _ = call("vae_encoder", encode_latent, cells, partition="spatial")
     frames = (settings.num_frames - 1) // 4
     condition = np.zeros((1, latent.shape[1] + 1, 1 + frames, *latent.shape[3:]), np.float32)
     condition[:, :-1, :1] = latent * np.float32(vae_config["scaling_factor"])

@@ -230,7 +230,7 @@ GLYPH_ENCODER = Component(
     ),
 )
 
-TEXTS_ENCODED = (
+TEXT_ENCODERS = (
     TextEncoding(
         name="text",
         component="text_encoder",

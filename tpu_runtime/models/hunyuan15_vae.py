@@ -24,7 +24,7 @@ def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any
     import torch
 
     unseen = torch.zeros(latents[:, :1].shape)
-    return video_vae.one_by_one(
+    return video_vae.decode_by_frame(
         call, latents, report, before_first=before_first, decode_next=decode_next, given=(unseen,)
     )
 
@@ -70,7 +70,7 @@ def decode_next(
         for new in (attention.to_k(normed), attention.to_v(normed)):
             past = next(given, torch.zeros_like(new).repeat_interleave(seen.shape[2], dim=2))
             kept.append(torch.cat([past[:, :, 1:], new], dim=2))
-        return attention.proj_out(torch_bridge.inside(attend_to_seen, attention.to_q(normed), *kept[-2:], seen)) + x
+        return attention.proj_out(torch_bridge.call_jax(attend_to_seen, attention.to_q(normed), *kept[-2:], seen)) + x
 
     decoder = vae.decoder
     for module in decoder.modules():
@@ -149,7 +149,7 @@ def attend_to_image(attention: Any, x: "torch.Tensor") -> "torch.Tensor":
 
     normed = attention.norm(x)
     heads = (attention.to_q(normed), attention.to_k(normed), attention.to_v(normed))
-    return attention.proj_out(torch_bridge.inside(attend_to_seen, *heads, torch.ones_like(x[:, :1]))) + x
+    return attention.proj_out(torch_bridge.call_jax(attend_to_seen, *heads, torch.ones_like(x[:, :1]))) + x
 
 
 def attend_to_seen(q: "jax.Array", k: "jax.Array", v: "jax.Array", seen: "jax.Array") -> "jax.Array":
@@ -169,7 +169,7 @@ def attend_to_seen(q: "jax.Array", k: "jax.Array", v: "jax.Array", seen: "jax.Ar
     return jnp.einsum("bhws,bcs->bchw", weights.astype(v.dtype), values)[:, :, None]
 
 
-def finish(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
+def denormalize_latents(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
     """Latents in the VAE's own scale."""
     return sample / vae_config["scaling_factor"]
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def one_by_one(
+def decode_by_frame(
     call: Call,
     latents: "torch.Tensor",
     report: Report,
@@ -26,10 +26,10 @@ def one_by_one(
     """
     total = latents.shape[2]
     report(0, total)
-    _, memory = call("vae_decoder", before_first, latents[:, :, :1], *given, place="image")
+    _, memory = call("vae_decoder", before_first, latents[:, :, :1], *given, partition="spatial")
     for index in range(total):
         latent = latents[:, :, index : index + 1]
-        frames, memory = call("vae_decoder", decode_next, latent, memory, place="image", carries=True)
+        frames, memory = call("vae_decoder", decode_next, latent, memory, partition="spatial", carries=True)
         yield frames if index else frames[:1]
         report(index + 1, total)
 

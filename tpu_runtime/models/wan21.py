@@ -63,7 +63,7 @@ def encode_text(encoder: "torch.nn.Module", ids: "torch.Tensor", mask: "torch.Te
     return states * mask.unsqueeze(-1).to(states.dtype), None
 
 
-def predict(
+def forward(
     transformer: "torch.nn.Module", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
     """The flow (velocity) of `[rows, 16, latent_frames, latent_height, latent_width]` at one timestep."""
@@ -90,8 +90,8 @@ class WanProcessor:
         query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(source))
         heads = [x.unflatten(2, (attn.heads, -1)) for x in (query, key, attn.to_v(source))]
         if rotary_emb is not None:
-            heads[:2] = [torch_bridge.inside(rotate, x, *rotary_emb) for x in heads[:2]]
-        return attn.to_out[0](torch_bridge.inside(self.attend, *heads).flatten(2, 3))
+            heads[:2] = [torch_bridge.call_jax(rotate, x, *rotary_emb) for x in heads[:2]]
+        return attn.to_out[0](torch_bridge.call_jax(self.attend, *heads).flatten(2, 3))
 
 
 def prepare_denoiser(network: Any, sequence: Any) -> None:
@@ -113,7 +113,7 @@ def prepare_denoiser(network: Any, sequence: Any) -> None:
 
 def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
     """One latent frame a call, what later ones look back at carried from one to the next: 1 frame, then 4 each."""
-    return video_vae.one_by_one(call, latents, report, before_first=before_first, decode_next=decode_next)
+    return video_vae.decode_by_frame(call, latents, report, before_first=before_first, decode_next=decode_next)
 
 
 def before_first(vae: Any, latent: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
@@ -175,7 +175,7 @@ def decode_next(
     return video_vae.pixels(frames[0].permute(1, 2, 3, 0)), kept
 
 
-def finish(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
+def denormalize_latents(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
     """Normalised latents in the VAE's own scale; upstream's own arithmetic, to the bit."""
     mean, std = latent_stats(vae_config)
     return sample / (1.0 / std) + mean
@@ -244,12 +244,12 @@ TRANSFORMER_RULES = (
     Rule("blocks.*.*.norm_k.weight", REPLICATED),
     Rule("blocks.*.norm2.weight", REPLICATED),
     Rule("blocks.*.scale_shift_table", REPLICATED),
-    Rule("blocks.*.*.to_out.0.weight", (None, "fsdp", None), otherwise=((None, None, "fsdp"),)),
-    Rule("blocks.*.*.*.weight", (None, "fsdp", None), otherwise=((None, None, "fsdp"),)),
-    Rule("blocks.*.ffn.net.0.proj.weight", (None, "fsdp", None), otherwise=((None, None, "fsdp"),)),
-    Rule("blocks.*.ffn.net.2.weight", (None, "fsdp", None), otherwise=((None, None, "fsdp"),)),
-    Rule("condition_embedder.time_proj.weight", ("fsdp", None), otherwise=((None, "fsdp"),)),
-    Rule("condition_embedder.*.*.weight", ("fsdp", None), otherwise=((None, "fsdp"),)),
+    Rule("blocks.*.*.to_out.0.weight", (None, "fsdp", None), fallbacks=((None, None, "fsdp"),)),
+    Rule("blocks.*.*.*.weight", (None, "fsdp", None), fallbacks=((None, None, "fsdp"),)),
+    Rule("blocks.*.ffn.net.0.proj.weight", (None, "fsdp", None), fallbacks=((None, None, "fsdp"),)),
+    Rule("blocks.*.ffn.net.2.weight", (None, "fsdp", None), fallbacks=((None, None, "fsdp"),)),
+    Rule("condition_embedder.time_proj.weight", ("fsdp", None), fallbacks=((None, "fsdp"),)),
+    Rule("condition_embedder.*.*.weight", ("fsdp", None), fallbacks=((None, "fsdp"),)),
 )
 
 TRANSFORMER = Component(
@@ -372,7 +372,7 @@ SPEC = ModelSpec(
     pipeline_classes=("WanPipeline",),
     components=(TEXT_ENCODER, TRANSFORMER, VAE_DECODER),
     geometry=LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(1, 2, 2)),
-    texts_encoded=(
+    text_encoders=(
         TextEncoding(
             name="text",
             component="text_encoder",
@@ -402,7 +402,7 @@ SPEC = ModelSpec(
     scheduler=SCHEDULER,
     shift_key="flow_shift",
     prepare_denoiser=prepare_denoiser,
-    predict=predict,
+    forward=forward,
     decode=decode,
-    finish=finish,
+    denormalize_latents=denormalize_latents,
 )

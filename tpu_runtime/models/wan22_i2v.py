@@ -27,13 +27,13 @@ PROMPT = (
 STRIDE_HW, STRIDE_T = 8, 4
 
 
-def predict(
+def forward(
     transformer: "torch.nn.Module", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
     """The flow (velocity) of `[rows, 16, latent_frames, latent_height, latent_width]` at one timestep."""
     import torch
 
-    return wan21.predict(transformer, torch.cat([sample, inputs["condition"]], dim=1), timestep, inputs)
+    return wan21.forward(transformer, torch.cat([sample, inputs["condition"]], dim=1), timestep, inputs)
 
 
 def condition_shapes(latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -53,10 +53,10 @@ def encode_image(
 
     # Pixels travel by the cell of 8 x 8 that becomes a latent: so they are split over chips as latents are.
     cells = torch.nn.functional.pixel_unshuffle(image[:1].movedim(-1, 1) * 2.0 - 1.0, STRIDE_HW)
-    latent, caches = call("vae_encoder", encode_first, cells.unsqueeze(2), place="image")
+    latent, caches = call("vae_encoder", encode_first, cells.unsqueeze(2), partition="spatial")
     latents = [latent]
     for _ in range((settings.num_frames - 1) // STRIDE_T):
-        latent, caches = call("vae_encoder", encode_grey, caches, place="image", carries=True)
+        latent, caches = call("vae_encoder", encode_grey, caches, partition="spatial", carries=True)
         latents.append(latent)
     video = torch.from_numpy(np.concatenate(latents, axis=2))
     mean, std = wan21.latent_stats(vae_config)
@@ -157,7 +157,7 @@ SPEC = replace(
     experts=tuple(expert.name for expert in EXPERTS),
     # The first expert composes: it runs while the timestep is at least this share of the training timesteps.
     index=MappingProxyType({"boundary_ratio": 0.9}),
-    predict=predict,
+    forward=forward,
     condition_shapes=condition_shapes,
     encode_image=encode_image,
 )

@@ -75,5 +75,5 @@ def _resident(engine: "Engine") -> list[dict[str, Any]]:
             "bytes_per_chip": resident.size_bytes,
             "last_used": resident.last_used,
         }
-        for resident in engine.residency.list()
+        for resident in engine.weight_cache.list()
     ]

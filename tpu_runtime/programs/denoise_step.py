@@ -47,7 +47,7 @@ def denoise_program(
     mesh = target.mesh(mesh_shape or default.for_heads(int(config.get(spec.heads_key, default.tp))))
     latent_shape = spec.geometry.latent_shape(settings)
     network = modules.build(component, config)
-    tokens = sequences.Sequence(
+    tokens = sequences.TokenLayout(
         mesh=mesh,
         num_tokens=spec.geometry.num_tokens(latent_shape),
         policy=AttentionPolicy(bounded=bool(spec.head_norms) if bounded is None else bounded),
@@ -118,7 +118,7 @@ def denoiser_inputs(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of a denoiser's inputs: every text encoding with its lengths, the condition and the references."""
     inputs = {}
-    for text in spec.texts_encoded:
+    for text in spec.text_encoders:
         width = int(config[text.width_key])
         inputs[text.name] = shaped(mesh, (branches, text.max_length, width), jnp.float32, "dp")
         inputs[f"{text.name}_length"] = shaped(mesh, (branches,), jnp.int32, "dp")

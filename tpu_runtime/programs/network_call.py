@@ -19,7 +19,7 @@ from . import finite, modules, solver_table, torch_bridge, weights
 from .program import Config, Program, Target
 from .weights import Weights
 
-Place = Literal["whole", "image"]
+Partition = Literal["replicated", "spatial"]
 
 
 def image_mesh(num_devices: int, height: int, width: int) -> MeshShape:
@@ -37,7 +37,7 @@ def image_mesh(num_devices: int, height: int, width: int) -> MeshShape:
     return max(shapes, key=used)
 
 
-def solver(spec: ModelSpec, config: Config, settings: Settings) -> solver_table.Schedule:
+def solver(spec: ModelSpec, config: Config, settings: Settings) -> solver_table.SolverTable:
     """The steps of a generation with the scheduler that `config`, a checkpoint's `scheduler_config.json`, describes, or
     with the one that was chosen in its place.
     """
@@ -45,7 +45,7 @@ def solver(spec: ModelSpec, config: Config, settings: Settings) -> solver_table.
     if settings.shift and spec.shift_key:  # 0 is the checkpoint's own
         config[spec.shift_key] = settings.shift
     arguments = spec.solver_arguments(config, spec.geometry.latent_shape(settings), settings)
-    return solver_table.probe(solver_table.scheduler_from(config), settings.num_inference_steps, **arguments)
+    return solver_table.tabulate(solver_table.scheduler_from(config), settings.num_inference_steps, **arguments)
 
 
 def call_program(
@@ -56,7 +56,7 @@ def call_program(
     function: Callable[..., tuple[Any, Any]],
     args: tuple[Any, ...],
     *,
-    place: Place,
+    partition: Partition,
     carries: bool,
 ) -> Program:
     """`(weights, *args) -> (result, carried, is_finite)` for one call of a stage (see `spec.Call`), with shapes `args`.
@@ -65,14 +65,14 @@ def call_program(
     result's (see `finite`).
     """
     network = modules.build(spec.component(component), config)
-    mesh, sharding = _placed(target, args, place)
+    mesh, sharding = _placed(target, args, partition)
     whole = NamedSharding(mesh, P())
     layouts = weights.layouts(network, mesh, target.precision)
 
     def run(weights: Weights, *args: Any) -> tuple[Any, Any, Bool[Array, ""]]:
         weights = {name: _in_use(mesh, name, x, layouts[name]) for name, x in weights.items()}
         args = jax.tree.map(lambda x: x.astype(target.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, args)
-        if place == "image":
+        if partition == "spatial":
             args = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), args)
         result, carried = torch_bridge.functional(network.module, weights, function, *args)
         result = jax.tree.map(lambda x: x.astype(jnp.float32), result)
@@ -98,8 +98,8 @@ def _in_use(mesh: Mesh, name: str, weight: Array, layout: Layout) -> Array:
     return jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, P(*layout.in_use)))
 
 
-def _placed(target: Target, args: tuple[Any, ...], place: Place) -> tuple[Mesh, NamedSharding]:
-    if place == "whole":
+def _placed(target: Target, args: tuple[Any, ...], partition: Partition) -> tuple[Mesh, NamedSharding]:
+    if partition == "replicated":
         mesh = target.mesh(MeshShape(sp=len(target.devices)))
         return mesh, NamedSharding(mesh, P())
     height, width = min(x.shape[-2:] for x in jax.tree.leaves(args))
@@ -108,10 +108,10 @@ def _placed(target: Target, args: tuple[Any, ...], place: Place) -> tuple[Mesh, 
     return mesh, NamedSharding(mesh, P(*[None] * (rank - 2), "dp", "sp"))
 
 
-def call_key(component: str, function: Callable, args: tuple[Any, ...], place: Place) -> tuple:
+def call_key(component: str, function: Callable, args: tuple[Any, ...], partition: Partition) -> tuple:
     """What two calls share when one program serves both."""
     leaves, tree = jax.tree.flatten(abstract_args(args))
-    return (component, function.__qualname__, place, str(tree), tuple((x.shape, str(x.dtype)) for x in leaves))
+    return (component, function.__qualname__, partition, str(tree), tuple((x.shape, str(x.dtype)) for x in leaves))
 
 
 def abstract_args(args: tuple[Any, ...]) -> tuple[Any, ...]:

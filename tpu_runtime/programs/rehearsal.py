@@ -12,7 +12,7 @@ from ...sharding.shape import MeshShape
 from ..precision import Precision
 from ..spec import STAGES, Call, ModelSpec, Settings
 from .denoise_step import denoise_program
-from .network_call import Place, abstract_args, call_key, call_program, solver
+from .network_call import Partition, abstract_args, call_key, call_program, solver
 from .program import Config, Program, Target
 
 
@@ -30,14 +30,21 @@ class Recorder:
         component: str,
         function: Callable[..., tuple[Any, Any]],
         *args: Any,
-        place: Place = "whole",
+        partition: Partition = "replicated",
         carries: bool = False,
     ) -> tuple[Any, Any]:
-        key = call_key(component, function, args, place)
+        key = call_key(component, function, args, partition)
         if key not in self.programs:
             config = self.spec.component(component).config
             self.programs[key] = call_program(
-                self.spec, component, config, self.target, function, abstract_args(args), place=place, carries=carries
+                self.spec,
+                component,
+                config,
+                self.target,
+                function,
+                abstract_args(args),
+                partition=partition,
+                carries=carries,
             )
         self.runs[key] = self.runs.get(key, 0) + 1
         return self.programs[key].zeros
@@ -48,7 +55,7 @@ def rehearse(
 ) -> None:
     """Runs the host code of the stages around the denoiser on zeros: `call` gets every program they would run."""
     if "encode" in stages:
-        for text in spec.texts_encoded:
+        for text in spec.text_encoders:
             rows = 2 if spec.guidance == "cfg" else 1
             ids, mask = (np.zeros((rows, n), np.int32) for n in (text.prefix + text.max_length, text.max_length))
             call(text.component, text.encode, ids, mask)
@@ -57,7 +64,7 @@ def rehearse(
         spec.encode_image(call, image, settings, vae_config)
     if "decode" in stages:
         latent_shape = spec.geometry.latent_shape(settings)
-        samples = spec.finish(torch.zeros(()).expand(latent_shape), settings, vae_config)
+        samples = spec.denormalize_latents(torch.zeros(()).expand(latent_shape), settings, vae_config)
         for _ in spec.decode(call, samples, lambda done, total: None):
             pass
 

@@ -25,7 +25,7 @@ SAMPLE, OUTPUT = 0, 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class SolverTable:
     """What the denoiser is told at step `i` (`timesteps[i]`), and the step itself: `table[i]` maps
     `(sample, output, memory...)` to the next `(sample, memory...)` and, in its last row, to the denoised estimate that
     a preview shows.
@@ -91,7 +91,7 @@ def scheduler_from(config: Mapping[str, Any], **overrides: Any) -> Any:
     return upstream.from_config({**config, **overrides})
 
 
-def probe(scheduler: Any, num_steps: int, **timestep_arguments: Any) -> Schedule:
+def tabulate(scheduler: Any, num_steps: int, **timestep_arguments: Any) -> SolverTable:
     """Reads the coefficients off an upstream scheduler.
 
     Raises `NotImplementedError` where the scheduler is not linear (thresholding), takes more than a step of these has,
@@ -125,7 +125,7 @@ def probe(scheduler: Any, num_steps: int, **timestep_arguments: Any) -> Schedule
                 num_draws=draws.count,
             )
         )
-    return _tabulate(scheduler, rows)
+    return _table_of(scheduler, rows)
 
 
 def _parameters(scheduler: Any) -> Mapping[str, inspect.Parameter]:
@@ -220,7 +220,7 @@ def _denoised(scheduler: Any, index: int, timestep: torch.Tensor) -> tuple[float
     return 0.0, 1.0
 
 
-def _tabulate(scheduler: Any, rows: list[_Row]) -> Schedule:
+def _table_of(scheduler: Any, rows: list[_Row]) -> SolverTable:
     """Gives every remembered tensor, and the noise, a fixed column."""
     name = type(scheduler).__name__
     keys = sorted({key for row in rows for key in (*row.before, *row.after)})
@@ -242,7 +242,7 @@ def _tabulate(scheduler: Any, rows: list[_Row]) -> Schedule:
     timesteps = scheduler.timesteps.cpu().numpy()
     wanted = np.int32 if np.issubdtype(timesteps.dtype, np.integer) else np.float32
     draws = tuple(row.draws for row in rows) if adds_noise else ()
-    return Schedule(timesteps=timesteps.astype(wanted), table=table, draws=draws)
+    return SolverTable(timesteps=timesteps.astype(wanted), table=table, draws=draws)
 
 
 def _unit(index: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from ..spec import ModelSpec, StepReuse
 from . import torch_bridge
 from .program import Program
-from .token_layout import Sequence as Tokens
+from .token_layout import TokenLayout as Tokens
 
 Features = dict[str, jax.Array]
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
@@ -26,15 +26,15 @@ def shardings(reuse: StepReuse, mesh: Mesh) -> dict[str, NamedSharding]:
 def predictor(
     spec: ModelSpec, tokens: Tokens, kept: Features | None = None, *, keeps: bool
 ) -> Callable[..., tuple[Any, Any]]:
-    """`spec.predict`, or a call that `keeps` features or starts from `kept`. All give `(prediction, features)`."""
+    """`spec.forward`, or a call that `keeps` features or starts from `kept`. All give `(prediction, features)`."""
     reuse = spec.step_reuse
 
     def plain(denoiser: Any, *args: Any) -> tuple[Any, Any]:
-        return spec.predict(denoiser, *args), ()
+        return spec.forward(denoiser, *args), ()
 
     def keep(denoiser: Any, *args: Any) -> tuple[Any, Any]:
         output, features = reuse.keep(denoiser, *args)
-        placed = {name: torch_bridge.inside(tokens.shard_tokens, features[name]) for name in reuse.tokens}
+        placed = {name: torch_bridge.call_jax(tokens.shard_tokens, features[name]) for name in reuse.tokens}
         return output, {**features, **placed}
 
     def start_from_kept(denoiser: Any, *args: Any) -> tuple[Any, Any]:

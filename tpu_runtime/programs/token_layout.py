@@ -19,7 +19,7 @@ ROWS = 16  # of a register of bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sequence:
+class TokenLayout:
     """`num_tokens` latent tokens, on the axis `sp` of `mesh`; padding goes last and is masked exactly."""
 
     mesh: Mesh

@@ -147,6 +147,6 @@ def _arrays_only(tree: Any) -> Any:
     return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else None, tree)
 
 
-def inside(function: Callable, *tensors: Any) -> Any:
+def call_jax(function: Callable, *tensors: Any) -> Any:
     """For use inside a traced module: applies a JAX function to torch views and gives torch views back."""
     return to_torch(function(*to_jax(tensors)))
