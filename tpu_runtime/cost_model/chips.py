@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 from jax.experimental import topologies
 
+from ...sharding.mesh import Device
 from ..units import GIB
 
 LIBTPU = "libtpu==0.0.42.1"  # what jax 0.10.2 asks for
@@ -148,7 +148,7 @@ def larger(small: Topology) -> tuple[Topology, ...]:
     return tuple(sorted(same, key=lambda found: found.num_chips))
 
 
-def compile_devices(target: Topology) -> tuple[jax.Device, ...]:
+def compile_devices(target: Topology) -> tuple[Device, ...]:
     """The devices of `target` to compile for; no TPU is needed or touched.
 
     Raises `RuntimeError` where libtpu is not installed.

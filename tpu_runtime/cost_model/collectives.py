@@ -40,8 +40,9 @@ def transfer_of(found: Instruction, computation: hlo.Computation, module: hlo.Mo
             start = computation.by_name[start.operands[0]]
         phase = "done" if phase == "done" else "under way"
         return Transfer(instruction=found, kind=kind, phase=phase, key=start.name)
-    called = found.computation("calls") if found.opcode in ("fusion", "async-start") else None
-    return _within(found, module.computations[called]) if called else None
+    if found.opcode in ("fusion", "async-start"):
+        return _within(found, module.computations[found.computation("calls")])
+    return None
 
 
 def _within(found: Instruction, called: hlo.Computation) -> Transfer | None:

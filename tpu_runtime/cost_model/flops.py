@@ -28,9 +28,7 @@ class Flops:
 
     def __add__(self, other: "Flops") -> "Flops":
         return Flops(
-            total=self.total + other.total,
-            kernels=self.kernels + other.kernels,
-            charged=self.charged + other.charged,
+            total=self.total + other.total, kernels=self.kernels + other.kernels, charged=self.charged + other.charged
         )
 
     def __mul__(self, times: float) -> "Flops":
@@ -127,4 +125,4 @@ _RULES: Mapping[str, Callable[[Any, int], Flops]] = {
 def traced(program: Program) -> core.ClosedJaxpr:
     """What `program` traces to; lowering it before or after costs nothing more."""
     with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
-        return jax.jit(program.fn).trace(*program.args).jaxpr
+        return jax.jit(program.fn).trace(*program.arguments).jaxpr

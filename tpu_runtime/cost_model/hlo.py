@@ -80,12 +80,19 @@ class Instruction:
         rest = self.attributes[found.end() :]
         if rest[0] in _CLOSE:
             return rest[: _balanced(rest)]
-        return re.match(r'"[^"]*"|[^\s,]*', rest).group()
+        bare = re.match(r'"[^"]*"|[^\s,]*', rest)
+        assert bare  # an empty one at least
+        return bare.group()
 
-    def computation(self, name: str) -> str | None:
-        """The computation that attribute `name` names."""
+    def needed(self, name: str) -> str:
+        """An attribute that every instruction of this opcode has."""
         value = self.attribute(name)
-        return value.removeprefix("%") if value else None
+        assert value is not None, f"{self.name} has no {name}"
+        return value
+
+    def computation(self, name: str) -> str:
+        """The computation that attribute `name` names."""
+        return self.needed(name).removeprefix("%")
 
     @functools.cached_property
     def estimated_cycles(self) -> int | None:

@@ -7,10 +7,10 @@ All groups of a collective run at once and share links. Two devices of one chip 
 import functools
 import itertools
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
-import jax
+from ...sharding.mesh import Device
 
 Coords = tuple[int, ...]
 Link = tuple[Coords, Coords]
@@ -20,7 +20,7 @@ RING = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "collective-broad
 KINDS = (*RING, "all-to-all", "ragged-all-to-all", "collective-permute")
 
 
-def busiest_link_bytes(kind: str, size_bytes: float, groups: Groups, devices: Sequence[jax.Device]) -> float:
+def busiest_link_bytes(kind: str, size_bytes: float, groups: Groups, devices: Sequence[Device]) -> float:
     """Bytes that the busiest link carries in one direction.
 
     `size_bytes`: for all-gather the gathered array, for reduce-scatter and all-reduce the array to be reduced, for
@@ -69,9 +69,9 @@ def _ring_load(order: Sequence[Coords]) -> tuple[float, float]:
     return max(loads.values(), default=0.0), sum(loads.values())
 
 
-def _loads(traffic: Iterable[tuple[Coords, Coords, float]]) -> Counter:
+def _loads(traffic: Iterable[tuple[Coords, Coords, float]]) -> Mapping[Link, float]:
     """Load of every directed link; a flow is split evenly over the orders in which it can cross the dimensions."""
-    loads: Counter = Counter()
+    loads: defaultdict[Link, float] = defaultdict(float)
     for source, target, amount in traffic:
         paths = _paths(source, target)
         for path in paths:

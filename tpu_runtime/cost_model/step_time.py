@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import jax
-
+from ...sharding.mesh import Device
 from . import hlo, interconnect, trip_count
 from .bundles import Cost
 from .chips import Chip
@@ -109,7 +108,7 @@ class Machine:
     """
 
     chip: Chip
-    devices: Sequence[jax.Device]
+    devices: Sequence[Device]
     kernels: Mapping[str, Cost] = field(default_factory=dict)
     at_best: bool = False
 

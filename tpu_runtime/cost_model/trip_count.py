@@ -77,7 +77,7 @@ class Scope:
         return Value(offset=left.offset + sign * right.offset, element=element)
 
     def _element(self, found: Instruction) -> Value | None:
-        index = int(found.attribute("index"))
+        index = int(found.needed("index"))
         source = self.computation.by_name[found.operands[0]]
         if source.opcode == "parameter":
             return self.elements.get(index, Value(offset=0, element=index))
@@ -119,7 +119,7 @@ def trip_count(loop: Instruction, outer: Scope) -> int:
     if compare is None:
         raise _unknown(loop)
     counter, bound = (scope.value(operand) for operand in compare.operands)
-    direction = compare.attribute("direction")
+    direction = compare.needed("direction")
     if counter is not None and counter.element is None:
         counter, bound, direction = bound, counter, _MIRRORED.get(direction, direction)
     if counter is None or bound is None or counter.element is None or bound.element is not None:

@@ -19,7 +19,7 @@ _SCALES = (0.9, 0.8, 2 / 3, 0.5, 0.4, 0.3, 0.2, 1 / 8)
 
 def residency(programs: Sequence[ProgramPlan]) -> int:
     """Bytes per device with the weights of every component loaded and the most demanding program running."""
-    weights = {component: program.memory.weights for program in programs for component in program.weights}
+    weights = {component: program.memory.weights for program in programs for component in program.components}
     return sum(weights.values()) + max((program.memory.without_weights for program in programs), default=0)
 
 
@@ -82,8 +82,8 @@ def _what_would(request: Request, culprit: ProgramPlan, available: int) -> str:
 
 def _other_weights(request: Request, culprit: ProgramPlan) -> int:
     """Bytes per device of all weights but those that the culprit runs with at a time."""
-    weights = {name: weight_bytes(program) for program in request.programs() for name in program.weights}
-    return sum(weights.values()) - max((weights[name] for name in culprit.weights), default=0)
+    weights = {name: weight_bytes(program) for program in request.programs() for name in program.components}
+    return sum(weights.values()) - max((weights[name] for name in culprit.components), default=0)
 
 
 def _program(request: Request, name: str) -> Program:
@@ -99,7 +99,7 @@ def _estimate(request: Request, culprit: ProgramPlan, before: Program) -> float:
 
 def _growth(before: Program, after: Program) -> float:
     """How much larger those arguments are whose shapes differ, weights aside; 1 where none does."""
-    pairs = zip(*(jax.tree.leaves(program.args[bool(program.weights) :]) for program in (before, after)), strict=True)
+    pairs = zip(*(jax.tree.leaves(tuple(program.args)) for program in (before, after)), strict=True)
     changed = [(old.size, new.size) for old, new in pairs if old.shape != new.shape]
     return sum(new for _, new in changed) / sum(old for old, _ in changed) if changed else 1.0
 
@@ -113,7 +113,7 @@ def _fewer_frames(request: Request) -> Iterator[_Change]:
 
 
 def _smaller(request: Request) -> Iterator[_Change]:
-    height, width = (request.spec.inputs[name] for name in ("height", "width"))
+    height, width = map(request.spec.whole_numbers, ("height", "width"))
     settings = request.settings
     for scale in _SCALES:
         tall, wide = _nearest(height, settings.height * scale), _nearest(width, settings.width * scale)

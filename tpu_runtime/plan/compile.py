@@ -123,11 +123,12 @@ def _outcome(program: Program, topology: Topology) -> Outcome:
 
 def weight_bytes(program: Program) -> int:
     """Bytes of weights that the program needs on each device: its first argument."""
-    return sum(map(shard_bytes, jax.tree.leaves(program.args[0]))) if program.weights else 0
+    return sum(map(shard_bytes, jax.tree.leaves(program.weights)))
 
 
 def _memory(executable: jax.stages.Compiled, weights: int) -> Memory:
     stats = executable.memory_analysis()
+    assert stats is not None  # a TPU's compiler gives it
     # Not `peak_memory_in_bytes`: that one counts on-chip memory too, and less than the arena of temporaries.
     held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return Memory(
@@ -141,7 +142,7 @@ def _memory(executable: jax.stages.Compiled, weights: int) -> Memory:
 
 
 def _refused(program: Program, needed: int) -> Memory:
-    arguments = sum(map(shard_bytes, jax.tree.leaves(program.args)))
+    arguments = sum(map(shard_bytes, jax.tree.leaves(program.arguments)))
     return Memory(
         arguments=arguments,
         weights=weight_bytes(program),

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend import core, source_info_util
 
 from ..cost_model import flops, hlo
@@ -61,6 +62,7 @@ def huge_products(program: Program, limit: int = 2 * GIB) -> list[str]:
     found = []
     for equation, devices in _products(flops.traced(program).jaxpr, program.mesh.size):
         result = equation.outvars[0].aval
+        assert isinstance(result, ShapedArray)
         share = result.size * result.dtype.itemsize // devices
         if share > limit and hlo.Array(dtype="f32", dims=result.shape).is_score and result.dtype == jnp.float32:
             found.append(
@@ -78,14 +80,13 @@ def _products(jaxpr: core.Jaxpr, devices: int) -> Iterator[tuple[core.JaxprEqn, 
             yield equation, devices
         elif equation.primitive.name != "pallas_call":
             for inner in flops.inner_jaxprs(equation):
-                yield from _products(
-                    getattr(inner, "jaxpr", inner), 1 if equation.primitive.name == "shard_map" else devices
-                )
+                jaxpr = inner.jaxpr if isinstance(inner, core.ClosedJaxpr) else inner
+                yield from _products(jaxpr, 1 if equation.primitive.name == "shard_map" else devices)
 
 
 def replicated_weights(program: Program, limit: int = 64 * MIB) -> list[str]:
     """Arguments of more than `limit` bytes that every device holds whole."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(program.args)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(program.arguments)
     return [
         f"{program.name}: argument {jax.tree_util.keystr(path)} {_leaf(leaf)} of {size_of(leaf) / MIB:.0f} MiB is "
         f"replicated on all {program.mesh.size} devices; give it a parameter rule that divides it."

@@ -78,7 +78,7 @@ def plan_program(
         name=program.name,
         runs=program.runs,
         mesh="x".join(str(size) for size in shape_of(program.mesh).sizes.values()),
-        weights=program.weights,
+        components=program.components,
         memory=done.memory,
         fits=module is not None and done.memory.peak <= chip.hbm_bytes,
         compile_s=done.compile_s,
@@ -89,10 +89,10 @@ def plan_program(
         rerun_s=(timing.cycles + timing.reruns) / chip.clock_hz if timing else None,
         mfu=done.flops.total / (seconds * peak_flop_s) if seconds else None,
         ceiling_share=done.flops.charged / (seconds * peak_flop_s) if seconds else None,
-        findings=_findings(done, module, timing, costs) if timing else {},
+        findings=_findings(done, module, timing, costs) if module and timing else {},
         notes=tuple(
             _notes(module, timing, costs)
-            if timing
+            if module and timing
             else [f"does not compile: {done.refusal}", *findings.huge_products(program)]
         ),
     )
@@ -107,6 +107,7 @@ def _not_faster_than_the_peak(timing: step_time.Timing, counted: flops.Flops, to
 def _findings(
     done: Compiled, module: hlo.Module, timing: step_time.Timing, costs: Mapping[str, Cost]
 ) -> dict[str, list[str]]:
+    assert done.text is not None  # the module's
     return {
         "kernels": findings.kernel_costs(module, timing, costs),
         "copies between kernels and computation": findings.listed(findings.layout_copies(done.text, timing), 12),

@@ -53,8 +53,11 @@ def _started(options: Sequence[str], complaints: IO[str]) -> Iterator[subprocess
     # -P: this file's folder holds modules of the package, which must not hide others.
     command = [sys.executable, "-P", __file__, *options]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}  # a TPU of this machine is not its business
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": complaints}
-    process = subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
+    process = subprocess.Popen(
+        command, env=environment, text=True, start_new_session=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints,
+    )  # fmt: skip
+    assert process.stdin and process.stdout
     try:
         yield process
     finally:
@@ -70,6 +73,7 @@ def _answers(process: subprocess.Popen, progress: "Progress") -> Iterator[dict[s
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def read() -> None:
+        assert process.stdout
         with contextlib.suppress(ValueError):  # closed meanwhile
             for line in process.stdout:
                 lines.put(line)
@@ -100,13 +104,13 @@ def _main(arguments: Sequence[str]) -> None:
         out.write(json.dumps(answer) + "\n")
         out.flush()
 
-    plan = _package_module("tpu_runtime.plan")
-    plan_report = _package_module("tpu_runtime.plan_report")
+    plan = _package_module("tpu_runtime.plan.plan")
+    report = _package_module("tpu_runtime.plan.report")
     parser = argparse.ArgumentParser()
     plan.add_arguments(parser)
     try:
         found = plan.make_plan(plan.request_of(parser.parse_args(arguments)), lambda line: say(line=line))
-        say(report=plan_report.text(found))
+        say(report=report.text(found))
     except (ValueError, RuntimeError) as error:
         say(error=str(error), is_users=isinstance(error, ValueError))
 
@@ -119,11 +123,12 @@ def _end_with_the_other() -> None:
 
 def _package_module(name: str) -> Any:
     """A module of the pack, which need not be installed and whose folder may have any name."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     if PACKAGE not in sys.modules:
         spec = importlib.util.spec_from_file_location(
             PACKAGE, root / "__init__.py", submodule_search_locations=[str(root)]
         )
+        assert spec and spec.loader
         sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[PACKAGE])
     return importlib.import_module(f"{PACKAGE}.{name}")

@@ -41,7 +41,7 @@ class ProgramPlan:
     name: str
     runs: int
     mesh: str
-    weights: tuple[str, ...]
+    components: tuple[str, ...]
     memory: Memory
     fits: bool
     compile_s: float
@@ -61,7 +61,7 @@ class ProgramPlan:
             "name": self.name,
             "runs": self.runs,
             "mesh": self.mesh,
-            "weights": list(self.weights),
+            "weights": list(self.components),
             "memory": asdict(self.memory),
             "fits": self.fits,
             "compile_s": round(self.compile_s, 1),
@@ -112,9 +112,8 @@ class Plan:
     @property
     def predicted_total_s(self) -> float | None:
         """Of one generation, without loading and host work; None if a program did not compile."""
-        if any(each.predicted_s is None for each in self.programs):
-            return None
-        return sum(each.predicted_s * each.runs for each in self.programs)
+        known = [each.predicted_s * each.runs for each in self.programs if each.predicted_s is not None]
+        return sum(known) if len(known) == len(self.programs) else None
 
     def to_json(self) -> dict[str, Any]:
         return {

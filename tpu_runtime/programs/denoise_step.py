@@ -1,105 +1,175 @@
 """The denoiser's step as one program: guidance, the network, the solver."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from ...attention.policy import AttentionPolicy
 from ...sharding.mesh import Mesh
 from ...sharding.shape import MeshShape
-from ..spec import ModelSpec, Settings
+from ..spec import ModelSpec, Settings, StepReuse
 from . import finite, modules, solver_table, step_reuse, torch_bridge, weights
-from . import token_layout as sequences
 from .program import Config, Program, Target, shaped
+from .token_layout import TokenLayout
 from .weights import Weights
 
 
-def denoise_program(
-    spec: ModelSpec,
-    config: Config,
-    target: Target,
-    settings: Settings,
-    *,
-    num_memory: int,
-    timestep_dtype: Any,
-    mesh_shape: MeshShape | None = None,
-    references: Mapping[str, tuple[int, ...]] | None = None,
-    features: Literal["keep"] | step_reuse.Shapes | None = None,
-    bounded: bool | None = None,
-) -> Program:
-    """One step: `(weights, state, row, timestep, inputs, guidance) -> (*state, denoised, is_finite)`.
+class StepArgs(NamedTuple):
+    """What a step's program takes beside the weights."""
 
-    `state` is the sample and the solver's memory, float32 and donated; `row` is the solver's (see `schedule`); `inputs`
-    are the text and the condition by name (see `spec.ModelSpec`); `denoised` is what a preview shows; `is_finite` says
-    whether the sample is. With `features` "keep" it gives `((*state, denoised, is_finite), features)`; with the shapes
-    of such features it takes them as its last argument and runs what is left of the denoiser. `bounded`: the weights
-    bound attention's scores (see `score_bound`); None, without a checkpoint: those of a model with `head_norms` are
-    taken to.
+    state: tuple[Any, ...]  # the sample and the solver's memory, float32 and donated
+    row: Any  # the solver's row of numbers, `[rows, columns]` float32 (see `solver_table`)
+    timestep: Any  # a scalar, as the scheduler gives it
+    inputs: dict[str, Any]  # texts and condition by name (see `spec.ModelSpec`)
+    guidance: Any  # a float32 scalar
+    features: Any = ()  # of an earlier step, where the program starts from them
+
+
+# A network's prediction of one step and the features to keep: (denoiser, features, *arguments of `spec.forward`).
+Predict = Callable[..., tuple[Any, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """What a step's program is compiled for, beside the checkpoint's config and the target."""
+
+    num_memory: int
+    timestep_dtype: Any
+    mesh_shape: MeshShape | None = None  # None: what the spec chooses
+    references: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # Whether the weights bound attention's scores (see `score_bound`); None, without a checkpoint: those of a model
+    # with `head_norms` are taken to.
+    bounded: bool | None = None
+
+    @classmethod
+    def of(cls, table: solver_table.SolverTable, **more: Any) -> "StepShape":
+        return cls(num_memory=table.num_memory, timestep_dtype=table.timesteps.dtype, **more)
+
+
+def denoise_program(spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape) -> Program:
+    """One step: `(weights, *StepArgs) -> (*state, denoised, is_finite)`.
+
+    `denoised` is what a preview shows; `is_finite` says whether the sample is.
     """
-    component = spec.component(spec.experts[0])
-    branches = spec.branches(settings)
-    default = spec.mesh(len(target.devices), branches)
-    mesh = target.mesh(mesh_shape or default.for_heads(int(config.get(spec.heads_key, default.tp))))
-    latent_shape = spec.geometry.latent_shape(settings)
-    network = modules.build(component, config)
-    tokens = sequences.TokenLayout(
-        mesh=mesh,
-        num_tokens=spec.geometry.num_tokens(latent_shape),
-        policy=AttentionPolicy(bounded=bool(spec.head_norms) if bounded is None else bounded),
-        layouts=weights.layouts(network, mesh, target.precision),
-    )
-    spec.prepare_denoiser(network, tokens)
+    build = _Step.of(spec, config, target, settings, shape)
 
-    def step(
-        weights: Weights,
-        state: solver_table.State,
-        row: Float[Array, "rows columns"],
-        timestep: Array,
-        inputs: dict[str, Array],
-        guidance: Float[Array, ""],
-        *kept: step_reuse.Features,
-    ) -> Any:
-        sample = jnp.broadcast_to(state[0].astype(target.dtype), (branches, *latent_shape[1:]))
-        sample = tokens.constrain(sample, "dp")
-        inputs = {name: _branched(x, branches, target.dtype) for name, x in inputs.items()}
-        weights = tokens.use_outside_blocks(weights)
-        asked = (sample, timestep[None], {**inputs, "guidance": guidance[None]})
-        predict = step_reuse.predictor(spec, tokens, *kept, keeps=features == "keep")
-        output, keeping = torch_bridge.functional(network.module, weights, predict, *asked)
+    def predict(denoiser: Any, features: Any, *asked: Any) -> tuple[Any, Any]:
+        return spec.forward(denoiser, *asked), ()
+
+    def step(weights: Weights, *args: Any) -> Any:
+        return build.run(weights, StepArgs(*args), predict)[0]
+
+    return build.program(step, build.state_shardings)
+
+
+def keeping_program(spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape) -> Program:
+    """A full step that also returns what later steps may start from: `((*state, denoised, is_finite), features)`."""
+    build = _Step.of(spec, config, target, settings, shape)
+    predict = step_reuse.keeping(reuse_of(spec), build.tokens)
+
+    def step(weights: Weights, *args: Any) -> Any:
+        return build.run(weights, StepArgs(*args), predict)
+
+    kept = step_reuse.shardings(reuse_of(spec), build.mesh)
+    return build.program(step, (build.state_shardings, kept))
+
+
+def reusing_program(
+    spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape, features: step_reuse.Shapes
+) -> Program:
+    """What is left of a step that starts from `features` of an earlier one: `(*state, denoised, is_finite)`."""
+    build = _Step.of(spec, config, target, settings, shape)
+    predict = step_reuse.starting_from_kept(reuse_of(spec), build.tokens)
+
+    def step(weights: Weights, *args: Any) -> Any:
+        return build.run(weights, StepArgs(*args), predict)[0]
+
+    return build.program(step, build.state_shardings, features)
+
+
+def reuse_of(spec: ModelSpec) -> StepReuse:
+    assert spec.step_reuse is not None, spec.name
+    return spec.step_reuse
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """What the three programs of a step share."""
+
+    spec: ModelSpec
+    config: Config
+    target: Target
+    settings: Settings
+    shape: StepShape
+    mesh: Mesh
+    network: modules.Network
+    tokens: TokenLayout
+
+    @classmethod
+    def of(cls, spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape) -> "_Step":
+        default = spec.mesh(len(target.devices), spec.branches(settings))
+        mesh = target.mesh(shape.mesh_shape or default.for_heads(int(config.get(spec.heads_key, default.tp))))
+        network = modules.build(spec.component(spec.experts[0]), config)
+        tokens = TokenLayout(
+            mesh=mesh,
+            num_tokens=spec.geometry.num_tokens(spec.geometry.latent_shape(settings)),
+            policy=AttentionPolicy(bounded=bool(spec.head_norms) if shape.bounded is None else shape.bounded),
+            layouts=weights.layouts(network, mesh, target.precision),
+        )
+        spec.prepare_denoiser(network, tokens)
+        return cls(
+            spec=spec, config=config, target=target, settings=settings, shape=shape,
+            mesh=mesh, network=network, tokens=tokens,
+        )  # fmt: skip
+
+    def run(self, weights: Weights, args: StepArgs, predict: Predict) -> tuple[Any, Any]:
+        """The traced step: new state, denoised estimate, whether the sample is finite; and the features to keep."""
+        branches, dtype = self.spec.branches(self.settings), self.target.dtype
+        sample = jnp.broadcast_to(args.state[0].astype(dtype), (branches, *args.state[0].shape[1:]))
+        sample = self.tokens.constrain(sample, "dp")
+        inputs = {name: _branched(x, branches, dtype) for name, x in args.inputs.items()}
+        weights = self.tokens.use_outside_blocks(weights)
+        asked = (sample, args.timestep[None], {**inputs, "guidance": args.guidance[None]})
+        output, kept = torch_bridge.functional(self.network.module, weights, predict, args.features, *asked)
         output = output.astype(jnp.float32)
         if branches == 2:
-            output = output[1:] + guidance * (output[:1] - output[1:])
-        state = solver_table.advance(state, output, row)
-        state = (*state, finite.flag(state[0]))
-        return (state, keeping) if features == "keep" else state
+            output = output[1:] + args.guidance * (output[:1] - output[1:])
+        state = solver_table.advance(args.state, output, args.row)
+        return (*state, finite.flag(state[0])), kept
 
-    latents = shaped(mesh, latent_shape, jnp.float32)
-    rows = 1 + num_memory
-    placed = (NamedSharding(mesh, P()),) * (rows + 2)
-    return Program(
-        name="denoise_step",
-        fn=step,
-        args=(
-            weights.abstract(network, mesh, target.precision),
-            (latents,) * rows,
-            shaped(mesh, (rows + 1, rows + 1), jnp.float32),
-            shaped(mesh, (), timestep_dtype),
-            denoiser_inputs(spec, config, mesh, branches, latent_shape, references or {}),
-            shaped(mesh, (), jnp.float32),
-            *([features] if isinstance(features, Mapping) else []),
-        ),
-        mesh=mesh,
-        precision=target.precision,
-        donate=(1,),
-        out_shardings=(placed, step_reuse.shardings(spec.step_reuse, mesh)) if features == "keep" else placed,
-        runs=settings.num_inference_steps,
-        weights=spec.experts,
-    )
+    @property
+    def state_shardings(self) -> tuple[NamedSharding, ...]:
+        return (NamedSharding(self.mesh, P()),) * (3 + self.shape.num_memory)
+
+    def program(self, step: Callable[..., Any], out_shardings: Any, features: Any = ()) -> Program:
+        spec, mesh, rows = self.spec, self.mesh, 1 + self.shape.num_memory
+        latent_shape = spec.geometry.latent_shape(self.settings)
+        branches = spec.branches(self.settings)
+        return Program(
+            name="denoise_step",
+            fn=step,
+            weights=weights.abstract(self.network, mesh, self.target.precision),
+            components=spec.experts,
+            args=StepArgs(
+                state=(shaped(mesh, latent_shape, jnp.float32),) * rows,
+                row=shaped(mesh, (rows + 1, rows + 1), jnp.float32),
+                timestep=shaped(mesh, (), self.shape.timestep_dtype),
+                inputs=denoiser_inputs(spec, self.config, mesh, branches, latent_shape, self.shape.references),
+                guidance=shaped(mesh, (), jnp.float32),
+                features=features,
+            ),
+            mesh=mesh,
+            precision=self.target.precision,
+            donate=(StepArgs._fields.index("state"),),
+            out_shardings=out_shardings,
+            runs=self.settings.num_inference_steps,
+        )
 
 
 def _branched(x: Array, branches: int, dtype: jnp.dtype) -> Array:

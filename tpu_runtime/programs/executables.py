@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
+from ...sharding.mesh import Device
 from .. import refusal
 from ..cache.store import Store, signature, trim_xla
 from ..refusal import DoesNotFit
@@ -29,7 +30,8 @@ log = logging.getLogger(__name__)
 STORE = Store("programs", code=True)
 PACKAGES = ("jax", "jaxlib", "libtpu", "torch", "torchax", "diffusers", "transformers")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION")
-SOURCES = ("tpu_runtime", "attention", "sharding")
+# `tpu_runtime` by itself stands for its leaves: what plans, monitors or keeps weights may change without a compile.
+SOURCES = ("attention/**", "sharding/**", "tpu_runtime", "tpu_runtime/models/**", "tpu_runtime/programs/**")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +43,12 @@ class Executable:
 
     def __call__(self, weights: dict[str, jax.Array], *args: Any) -> Any:
         """Runs it; host arrays among `args` are placed as the program wants them."""
-        placed = jax.tree.map(lambda value, want: jax.device_put(value, want.sharding), args, self.program.args[1:])
+        placed = jax.tree.map(lambda value, want: jax.device_put(value, want.sharding), args, tuple(self.program.args))
         return self.compiled(weights, *placed)
 
     @property
     def parts(self) -> tuple["Executable", ...]:
-        """See `residency.Running`."""
+        """The loaded programs that it is made of."""
         return (self,)
 
     @functools.cached_property
@@ -55,7 +57,7 @@ class Executable:
         stats = self.compiled.memory_analysis()
         if stats is None:
             return 0
-        weights = sum(map(shard_bytes, jax.tree.leaves(self.program.args[0])))
+        weights = sum(map(shard_bytes, jax.tree.leaves(self.program.weights)))
         held = stats.argument_size_in_bytes - weights + stats.output_size_in_bytes - stats.alias_size_in_bytes
         return max(0, held) + stats.temp_size_in_bytes
 
@@ -66,12 +68,12 @@ class Executable:
         return stats.generated_code_size_in_bytes if stats else 0
 
 
-def is_stored(digest: str, devices: tuple[jax.Device, ...]) -> bool:
+def is_stored(digest: str, devices: tuple[Device, ...]) -> bool:
     """Whether `obtain` need not compile."""
     return STORE.has(_key(digest, devices))
 
 
-def obtain(digest: str, build: Callable[[], Program], devices: tuple[jax.Device, ...]) -> tuple[Executable, bool]:
+def obtain(digest: str, build: Callable[[], Program], devices: tuple[Device, ...]) -> tuple[Executable, bool]:
     """The program for `digest`, from the cache or compiled, and whether it was compiled.
 
     Raises `DoesNotFit` where the compiler refuses it for lack of memory.
@@ -120,7 +122,7 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _key(digest: str, devices: tuple[jax.Device, ...]) -> str:
+def _key(digest: str, devices: tuple[Device, ...]) -> str:
     where = [(device.id, device.device_kind, getattr(device, "coords", None)) for device in devices]
     return signature(digest, where, devices[0].client.platform_version, environment())
 
@@ -143,11 +145,10 @@ def _version(package: str) -> str:
 
 
 @functools.cache
-def source_digest() -> str:
-    """Of the source that programs are traced from."""
+def source_digest(root: Path = Path(__file__).parents[2]) -> str:
+    """Of the source that programs are traced from, in the pack's folder `root`."""
     digest = hashlib.sha256()
-    root = Path(__file__).parents[2]
     for folder in SOURCES:
-        for path in sorted((root / folder).rglob("*.py")):
+        for path in sorted(root.glob(f"{folder}/*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,10 @@ import torch
 
 from ..spec import Component
 from . import torch_bridge
+
+if TYPE_CHECKING:
+    from diffusers.models.modeling_utils import ModelMixin
+    from transformers import PreTrainedModel
 
 # The name of the one block in a stacked list: `blocks.3.attn.weight` is layer 3 of `blocks.*.attn.weight`.
 LAYER = "*"
@@ -146,10 +150,11 @@ class Network:
 def build_full(component: Component, config: Mapping[str, Any]) -> torch.nn.Module:
     """The upstream module as it is, parameters on the meta device, buffers real."""
     import accelerate
+    import transformers
 
     with accelerate.init_empty_weights(include_buffers=False):
         module = construct(component, config)
-    if component.library == "transformers":
+    if isinstance(module, transformers.PreTrainedModel):
         # Moving to the meta device unties shared embeddings.
         module.tie_weights()
         _tie(module, component.aliases)
@@ -168,7 +173,7 @@ def _tie(module: torch.nn.Module, aliases: Mapping[str, str]) -> None:
             setattr(module.get_submodule(path), last, named[own])
 
 
-def construct(component: Component, config: Mapping[str, Any]) -> torch.nn.Module:
+def construct(component: Component, config: Mapping[str, Any]) -> "ModelMixin | PreTrainedModel":
     """Calls the upstream class with a config as its `config.json` holds it."""
     upstream = upstream_class(component)
     if component.library == "transformers":

@@ -1,7 +1,8 @@
-"""The programs of a model, built from its spec and a checkpoint's configs. Shapes only: no weights here."""
+"""One call of a network as a program, and the `spec.Call` that a stage's host code gets. Shapes only, no weights."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,53 @@ from jaxtyping import Array, Bool
 from ...sharding.mesh import Mesh
 from ...sharding.rules import Layout
 from ...sharding.shape import MeshShape
-from ..spec import ModelSpec, Settings
-from . import finite, modules, solver_table, torch_bridge, weights
+from ..spec import Call, ModelSpec
+from . import finite, modules, torch_bridge, weights
 from .program import Config, Program, Target
 from .weights import Weights
 
 Partition = Literal["replicated", "spatial"]
+Prepared = TypeVar("Prepared")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a stage's host code asks a network for: `function(module, *args)` (see `spec.Call`)."""
+
+    component: str
+    function: Callable[..., tuple[Any, Any]]
+    args: tuple[Any, ...]  # host arrays, torch tensors, or what an earlier call carried
+    partition: Partition
+    carries: bool
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What two requests share when one program serves both."""
+        leaves, tree = jax.tree.flatten(abstract_args(self.args))
+        shapes = tuple((x.shape, str(x.dtype)) for x in leaves)
+        return (self.component, self.function.__qualname__, self.partition, str(tree), shapes)
+
+    def program(self, spec: ModelSpec, config: Config, target: Target) -> Program:
+        return call_program(
+            spec, self.component, config, target, self.function, abstract_args(self.args),
+            partition=self.partition, carries=self.carries,
+        )  # fmt: skip
+
+
+def caller(prepare: Callable[[Request], Prepared], execute: Callable[[Prepared, Request], tuple[Any, Any]]) -> Call:
+    """A `spec.Call` that gets each request's program by `prepare` and its result by `execute`."""
+
+    def call(
+        component: str,
+        function: Callable[..., tuple[Any, Any]],
+        *args: Any,
+        partition: Partition = "replicated",
+        carries: bool = False,
+    ) -> tuple[Any, Any]:
+        request = Request(component=component, function=function, args=args, partition=partition, carries=carries)
+        return execute(prepare(request), request)
+
+    return call
 
 
 def image_mesh(num_devices: int, height: int, width: int) -> MeshShape:
@@ -35,17 +77,6 @@ def image_mesh(num_devices: int, height: int, width: int) -> MeshShape:
         if num_devices % (dp * sp) == 0 and height % dp == 0 and width % sp == 0
     )
     return max(shapes, key=used)
-
-
-def solver(spec: ModelSpec, config: Config, settings: Settings) -> solver_table.SolverTable:
-    """The steps of a generation with the scheduler that `config`, a checkpoint's `scheduler_config.json`, describes, or
-    with the one that was chosen in its place.
-    """
-    config = {**config, **spec.schedulers.get(settings.scheduler, {})}
-    if settings.shift and spec.shift_key:  # 0 is the checkpoint's own
-        config[spec.shift_key] = settings.shift
-    arguments = spec.solver_arguments(config, spec.geometry.latent_shape(settings), settings)
-    return solver_table.tabulate(solver_table.scheduler_from(config), settings.num_inference_steps, **arguments)
 
 
 def call_program(
@@ -66,7 +97,7 @@ def call_program(
     """
     network = modules.build(spec.component(component), config)
     mesh, sharding = _placed(target, args, partition)
-    whole = NamedSharding(mesh, P())
+    replicated = NamedSharding(mesh, P())
     layouts = weights.layouts(network, mesh, target.precision)
 
     def run(weights: Weights, *args: Any) -> tuple[Any, Any, Bool[Array, ""]]:
@@ -82,12 +113,13 @@ def call_program(
     return Program(
         name=f"{component}.{function.__name__}",
         fn=run,
-        args=(weights.abstract(network, mesh, target.precision), *wanted),
+        weights=weights.abstract(network, mesh, target.precision),
+        components=(component,),
+        args=wanted,
         mesh=mesh,
         precision=target.precision,
-        donate=(len(args),) if carries else (),
-        out_shardings=(whole, sharding, whole),
-        weights=(component,),
+        donate=(len(args) - 1,) if carries else (),
+        out_shardings=(replicated, sharding, replicated),
     )
 
 
@@ -106,12 +138,6 @@ def _placed(target: Target, args: tuple[Any, ...], partition: Partition) -> tupl
     mesh = target.mesh(image_mesh(len(target.devices), height, width))
     rank = len(jax.tree.leaves(args)[0].shape)
     return mesh, NamedSharding(mesh, P(*[None] * (rank - 2), "dp", "sp"))
-
-
-def call_key(component: str, function: Callable, args: tuple[Any, ...], partition: Partition) -> tuple:
-    """What two calls share when one program serves both."""
-    leaves, tree = jax.tree.flatten(abstract_args(args))
-    return (component, function.__qualname__, partition, str(tree), tuple((x.shape, str(x.dtype)) for x in leaves))
 
 
 def abstract_args(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ...sharding.mesh import Mesh, make_mesh
+from ...sharding.mesh import Device, Mesh, make_mesh
 from ...sharding.shape import MeshShape
 from ..precision import Precision
 
@@ -27,7 +27,7 @@ Config = Mapping[str, Any]
 class Target:
     """What programs are compiled for: these devices, in this precision."""
 
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Device, ...]
     precision: Precision
 
     def mesh(self, shape: MeshShape) -> Mesh:
@@ -47,27 +47,37 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """`fn(*args)`. `args` is a pytree of `ShapeDtypeStruct`s with shardings on `mesh`.
+    """`fn(weights, *args)`, or `fn(*args)` where there are no weights. All are `ShapeDtypeStruct`s with shardings.
 
-    `runs`: how often one generation executes it. `weights`: the components whose weights are among the arguments.
+    `weights`, by parameter name, are those of any one of `components`. `args` is a tuple, named where a caller asks
+    for single ones. `donate` are the indices in `args` of what the program may overwrite. `runs` is how often one
+    generation executes it.
     """
 
     name: str
     fn: Callable[..., Any]
     args: tuple[Any, ...]
+    weights: Mapping[str, jax.ShapeDtypeStruct] | None = None
+    components: tuple[str, ...] = ()
     mesh: Mesh
     precision: Precision
     donate: tuple[int, ...] = ()
     out_shardings: Any = None
     runs: int = 1
-    weights: tuple[str, ...] = ()
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Everything that `fn` takes, in order."""
+        return tuple(self.args) if self.weights is None else (self.weights, *self.args)
 
     def lower(self) -> jax.stages.Lowered:
-        jitted = jax.jit(self.fn, donate_argnums=self.donate, out_shardings=self.out_shardings)
+        before = len(self.arguments) - len(self.args)
+        donated = tuple(before + index for index in self.donate)
+        jitted = jax.jit(self.fn, donate_argnums=donated, out_shardings=self.out_shardings)
         # float32 means float32: by default a TPU multiplies float32 matrices in bfloat16.
         highest = jax.default_matmul_precision("highest") if self.precision == "float32" else contextlib.nullcontext()
         with highest, _target(self.mesh):
-            return jitted.lower(*self.args)
+            return jitted.lower(*self.arguments)
 
     def compile(self) -> jax.stages.Compiled:
         return self.lower().compile()
@@ -77,7 +87,7 @@ class Program:
         """What a call's program gives (see `spec.Call`), without running it: zeros without memory behind them, so that
         host code may slice and join them, and the shapes of what it carries.
         """
-        result, carried, _ = jax.eval_shape(self.fn, *self.args)
+        result, carried, _ = jax.eval_shape(self.fn, *self.arguments)
         return jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), result), carried
 
 

@@ -1,53 +1,47 @@
 """Which programs a generation runs, found by running its host code on zeros."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
 import numpy as np
 import torch
 
+from ...sharding.mesh import Device
 from ...sharding.shape import MeshShape
 from ..precision import Precision
 from ..spec import STAGES, Call, ModelSpec, Settings
-from .denoise_step import denoise_program
-from .network_call import Partition, abstract_args, call_key, call_program, solver
+from . import solver_table
+from .denoise_step import StepShape, denoise_program
+from .network_call import Request, caller
 from .program import Config, Program, Target
 
 
 @dataclass
 class Recorder:
-    """A `spec.Call` that runs nothing: it notes the programs that a stage would run, and how often."""
+    """Notes the programs that a stage would run, and how often; runs nothing."""
 
     spec: ModelSpec
     target: Target
     programs: dict[tuple, Program] = field(default_factory=dict)
-    runs: dict[tuple, int] = field(default_factory=dict)
+    runs: Counter[tuple] = field(default_factory=Counter)
 
-    def __call__(
-        self,
-        component: str,
-        function: Callable[..., tuple[Any, Any]],
-        *args: Any,
-        partition: Partition = "replicated",
-        carries: bool = False,
-    ) -> tuple[Any, Any]:
-        key = call_key(component, function, args, partition)
-        if key not in self.programs:
-            config = self.spec.component(component).config
-            self.programs[key] = call_program(
-                self.spec,
-                component,
-                config,
-                self.target,
-                function,
-                abstract_args(args),
-                partition=partition,
-                carries=carries,
-            )
-        self.runs[key] = self.runs.get(key, 0) + 1
-        return self.programs[key].zeros
+    @property
+    def call(self) -> Call:
+        return caller(self._record, zeros)
+
+    def _record(self, request: Request) -> Program:
+        if request.key not in self.programs:
+            config = self.spec.component(request.component).config
+            self.programs[request.key] = request.program(self.spec, config, self.target)
+        self.runs[request.key] += 1
+        return self.programs[request.key]
+
+
+def zeros(program: Program, request: Request) -> tuple[Any, Any]:
+    """What a call returns where nothing is run."""
+    return program.zeros
 
 
 def rehearse(
@@ -72,7 +66,7 @@ def rehearse(
 def for_spec(
     spec: ModelSpec,
     settings: Settings,
-    devices: Sequence[jax.Device],
+    devices: Sequence[Device],
     *,
     precision: Precision = "bfloat16",
     mesh_shape: MeshShape | None = None,
@@ -83,29 +77,17 @@ def for_spec(
     recorder = Recorder(spec, target)
     configs = {component.name: component.config for component in spec.components}
     found: list[Program] = []
-    rehearse(spec, settings, configs[spec.vae], recorder, stages)
+    rehearse(spec, settings, configs[spec.vae], recorder.call, stages)
     if "denoise" in stages:
-        steps = solver(spec, spec.scheduler, settings)
+        table = solver_table.table_for(spec, spec.scheduler, settings)
         found.append(
             denoise_program(
-                spec,
-                configs[spec.experts[0]],
-                target,
-                settings,
-                num_memory=steps.num_memory,
-                timestep_dtype=steps.timesteps.dtype,
-                mesh_shape=mesh_shape,
+                spec, configs[spec.experts[0]], target, settings, StepShape.of(table, mesh_shape=mesh_shape)
             )
         )
-    recorded = [_with_runs(program, recorder.runs[key]) for key, program in recorder.programs.items()]
+    recorded = [replace(program, runs=recorder.runs[key]) for key, program in recorder.programs.items()]
     return (
-        *(p for p in recorded if p.weights != (spec.vae,)),
+        *(p for p in recorded if p.components != (spec.vae,)),
         *found,
-        *(p for p in recorded if p.weights == (spec.vae,)),
+        *(p for p in recorded if p.components == (spec.vae,)),
     )
-
-
-def _with_runs(program: Program, runs: int) -> Program:
-    from dataclasses import replace
-
-    return replace(program, runs=runs)

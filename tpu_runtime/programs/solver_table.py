@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from jaxtyping import Array, Float
 from torch.overrides import TorchFunctionMode
+
+from ..spec import ModelSpec, Settings
 
 # The vector space of one step: the sample, the denoiser's output, and up to this many remembered tensors and draws.
 MAX_MEMORY, MAX_DRAWS = 4, 4
@@ -56,7 +57,7 @@ class SolverTable:
             yield noise
 
 
-State = tuple[Float[Array, "*latent"], ...]
+State = tuple[Float[Array | np.ndarray, "*latent"], ...]
 
 
 def initial_state(latents: np.ndarray, num_memory: int) -> tuple[np.ndarray, ...]:
@@ -65,11 +66,11 @@ def initial_state(latents: np.ndarray, num_memory: int) -> tuple[np.ndarray, ...
 
 
 def with_noise(state: tuple[Any, ...], noise: np.ndarray | None) -> tuple[Any, ...]:
-    """The state with what the next step adds (see `Schedule.noises`)."""
+    """The state with what the next step adds (see `SolverTable.noises`)."""
     return state if noise is None else (*state[:-1], noise)
 
 
-def advance(state: State, output: jax.Array, row: Float[Array, "rows columns"]) -> State:
+def advance(state: State, output: Array | np.ndarray, row: Float[Array | np.ndarray, "rows columns"]) -> State:
     """One step: the next sample and memory from this one and the denoiser's output, and last the denoised estimate;
     float32.
     """
@@ -89,6 +90,17 @@ def scheduler_from(config: Mapping[str, Any], **overrides: Any) -> Any:
     if upstream is None:
         raise ValueError(f"the checkpoint's scheduler is {name}, which this version of diffusers does not have.")
     return upstream.from_config({**config, **overrides})
+
+
+def table_for(spec: ModelSpec, config: Mapping[str, Any], settings: Settings) -> SolverTable:
+    """The steps of a generation with the scheduler that `config`, a checkpoint's `scheduler_config.json`, describes, or
+    with the one that was chosen in its place.
+    """
+    config = {**config, **spec.schedulers.get(settings.scheduler, {})}
+    if settings.shift and spec.shift_key:  # 0 is the checkpoint's own
+        config[spec.shift_key] = settings.shift
+    arguments = spec.solver_arguments(config, spec.geometry.latent_shape(settings), settings)
+    return tabulate(scheduler_from(config), settings.num_inference_steps, **arguments)
 
 
 def tabulate(scheduler: Any, num_steps: int, **timestep_arguments: Any) -> SolverTable:

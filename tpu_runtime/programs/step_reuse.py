@@ -2,19 +2,31 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..spec import ModelSpec, StepReuse
+from ..spec import StepCache, StepReuse
 from . import torch_bridge
+from .executables import Executable
 from .program import Program
-from .token_layout import TokenLayout as Tokens
+from .token_layout import TokenLayout
 
 Features = dict[str, jax.Array]
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
+
+
+def full_steps(policy: StepCache | None, experts: Sequence[str]) -> tuple[bool, ...]:
+    """For each step, by the expert that runs it, whether it is a full one; all are without a `policy`.
+
+    The features of one expert mean nothing to another: its first step is full.
+    """
+    return tuple(
+        policy is None or policy.is_full(index) or index == 0 or expert != experts[index - 1]
+        for index, expert in enumerate(experts)
+    )
 
 
 def shardings(reuse: StepReuse, mesh: Mesh) -> dict[str, NamedSharding]:
@@ -23,57 +35,40 @@ def shardings(reuse: StepReuse, mesh: Mesh) -> dict[str, NamedSharding]:
     return {**tokens, **dict.fromkeys(reuse.whole, NamedSharding(mesh, P("dp")))}
 
 
-def predictor(
-    spec: ModelSpec, tokens: Tokens, kept: Features | None = None, *, keeps: bool
-) -> Callable[..., tuple[Any, Any]]:
-    """`spec.forward`, or a call that `keeps` features or starts from `kept`. All give `(prediction, features)`."""
-    reuse = spec.step_reuse
+def keeping(reuse: StepReuse, tokens: TokenLayout) -> Callable[..., tuple[Any, Features]]:
+    """A full prediction with the features that it keeps, placed as they stay."""
 
-    def plain(denoiser: Any, *args: Any) -> tuple[Any, Any]:
-        return spec.forward(denoiser, *args), ()
+    def predict(denoiser: Any, features: Any, *asked: Any) -> tuple[Any, Features]:
+        output, kept = reuse.keep(denoiser, *asked)
+        placed = {name: torch_bridge.call_jax(tokens.shard_tokens, kept[name]) for name in reuse.tokens}
+        return output, {**kept, **placed}
 
-    def keep(denoiser: Any, *args: Any) -> tuple[Any, Any]:
-        output, features = reuse.keep(denoiser, *args)
-        placed = {name: torch_bridge.call_jax(tokens.shard_tokens, features[name]) for name in reuse.tokens}
-        return output, {**features, **placed}
+    return predict
 
-    def start_from_kept(denoiser: Any, *args: Any) -> tuple[Any, Any]:
-        cut = {name: kept[name][:, : tokens.num_tokens] for name in reuse.tokens}
-        return reuse.reuse(denoiser, torch_bridge.to_torch({**kept, **cut}), *args), ()
 
-    if reuse is None or not (keeps or kept):
-        return plain
-    return keep if keeps else start_from_kept
+def starting_from_kept(reuse: StepReuse, tokens: TokenLayout) -> Callable[..., tuple[Any, Any]]:
+    """A prediction from an earlier step's features."""
+
+    def predict(denoiser: Any, features: Any, *asked: Any) -> tuple[Any, Any]:
+        cut = {name: features[name][:, : tokens.num_tokens] for name in reuse.tokens}
+        return reuse.reuse(denoiser, {**features, **cut}, *asked), ()
+
+    return predict
 
 
 def kept_shapes(reuse: StepReuse, full: Program) -> dict[str, jax.ShapeDtypeStruct]:
     """The features that a program which keeps them gives, placed as it leaves them."""
-    _, features = jax.eval_shape(full.fn, *full.args)
+    _, features = jax.eval_shape(full.fn, *full.arguments)
     where = shardings(reuse, full.mesh)
     return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name]) for name, x in features.items()}
-
-
-class Runnable(Protocol):
-    """A compiled program (see `executables.Executable`)."""
-
-    @property
-    def program(self) -> Program: ...
-
-    @property
-    def parts(self) -> "tuple[Runnable, ...]": ...
-
-    @property
-    def workspace_bytes(self) -> int: ...
-
-    def __call__(self, weights: Any, *args: Any) -> Any: ...
 
 
 @dataclass(kw_only=True)
 class CachedDenoiser:
     """Stands for the denoiser's program, called once for each step in order; `is_full` says which steps are full."""
 
-    full: Runnable
-    cached: Runnable
+    full: Executable
+    cached: Executable
     is_full: Sequence[bool]
     index: int = 0
     kept: Features | None = None
@@ -83,7 +78,7 @@ class CachedDenoiser:
         return self.full.program
 
     @property
-    def parts(self) -> tuple[Runnable, ...]:
+    def parts(self) -> tuple[Executable, ...]:
         return (*self.full.parts, *self.cached.parts)
 
     @property
@@ -96,6 +91,10 @@ class CachedDenoiser:
             self.kept = None  # its memory is free before the step needs the same again
             state, self.kept = self.full(weights, *args)
         else:
-            state = self.cached(weights, *args, self.kept)
+            state = self.cached(weights, *args[:-1], self.kept)
         self.index += 1
         return state
+
+
+# What is called for a network or a step: one compiled program, or several that take turns.
+Runnable = Executable | CachedDenoiser

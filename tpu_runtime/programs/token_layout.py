@@ -48,9 +48,9 @@ class TokenLayout:
         length = self.num_tokens if num_tokens is None else num_tokens
         return attention(q, k, v, kv_length=length, mesh=self.mesh, keys="sharded", policy=self.policy)
 
-    def cross_attention(self, q: Array, k: Array, v: Array) -> Array:
-        """Latent tokens attending to a text that is whole on every chip."""
-        return attention(q, k, v, mesh=self.mesh, keys="whole", policy=self.policy)
+    def cross_attention(self, q: Array, k: Array, v: Array, text_length: Int[Array, " batch"] | None = None) -> Array:
+        """Latent tokens attending to a text that is whole on every chip, to all of it by default."""
+        return attention(q, k, v, kv_length=text_length, mesh=self.mesh, keys="whole", policy=self.policy)
 
     def joint_attention(
         self,
