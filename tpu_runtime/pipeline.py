@@ -3,12 +3,12 @@
 import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .checkpoints.model_ref import ModelRef
+from .engine.current import current, engine
 from .engine.memory_advice import OutOfMemory as OutOfMemory  # nodes catch it
-from .engine.payloads import Conditioning, ImageCondition
-from .monitor import snapshot as stats_module
+from .engine.payloads import Conditioning, ImageCondition, Latent
 from .progress import Progress
 from .spec import Settings
 
@@ -22,8 +22,6 @@ def encode_prompt(
     model: ModelRef, prompt: str, negative_prompt: str, *, progress: Progress
 ) -> tuple[Conditioning, Conditioning | None]:
     """Prompt and negative prompt as CONDITIONING, CPU float32; no negative one where the model has no use for it."""
-    from .engine.engine import engine
-
     return engine().encode(model, prompt, negative_prompt, progress)
 
 
@@ -35,14 +33,12 @@ def denoise(
     *,
     progress: Progress,
     condition: ImageCondition | None = None,
-) -> dict[str, Any]:
+) -> Latent:
     """From noise to LATENT `{"samples": [1, channels, frames, h, w]}`, CPU float32, in the scale of the VAE."""
     model.spec.check_settings(settings)
     advice = model.spec.advice(settings)
     if advice is not None and model.model_id != model.spec.tiny_id:
         _warn_once(f"{model.spec.title}: {advice}")
-    from .engine.engine import engine
-
     return engine().denoise(model, settings, prompt_embeds, negative_prompt_embeds, progress, condition)
 
 
@@ -56,8 +52,6 @@ def encode_image(
 ) -> ImageCondition:
     """An IMAGE `[1, height, width, 3]` in 0..1 as the condition of a video of `size` (height, width, num_frames)."""
     settings = model.spec.settings(**size)
-    from .engine.engine import engine
-
     return engine().encode_image(model, image, settings, progress)
 
 
@@ -67,10 +61,8 @@ def join_references(conditions: Sequence[ImageCondition]) -> ImageCondition:
     return {**conditions[0], "tensors": {f"reference_{index}": array for index, array in enumerate(arrays)}}
 
 
-def decode(model: ModelRef, latents: dict[str, Any], *, progress: Progress) -> "torch.Tensor":
+def decode(model: ModelRef, latents: Latent, *, progress: Progress) -> "torch.Tensor":
     """LATENT to IMAGE `[frames, height, width, 3]`, CPU float32 in 0..1."""
-    from .engine.engine import engine
-
     return engine().decode(model, latents, progress)
 
 
@@ -84,26 +76,20 @@ def compilation_summary() -> str:
 def warmup(model: ModelRef, settings: Settings, *, progress: Progress) -> int:
     """Compiles every program of a generation with these settings, loading no weights; how many were not there yet."""
     model.spec.check_settings(settings)
-    from .engine.engine import engine
-
     return engine().warmup(model, settings, progress)
 
 
 def free(ids: Iterable[str] | None = None) -> None:
     """Drops weights and compiled programs from the devices; the next stage loads what it needs.
 
-    With `ids` (see `stats`), the weights of those residents alone. Waits for a running stage; starts no device.
+    With `ids` (see `monitor.snapshot`), the weights of those residents alone. Waits for a running stage; starts no
+    device.
     """
-    if engine := stats_module.engine_if_any():
+    if engine := current():
         engine.free(ids)
 
 
 def resident_bytes() -> int:
     """Bytes of weights on one chip; 0 before the first run."""
-    engine = stats_module.engine_if_any()
-    return engine.weight_cache.size_bytes if engine else 0
-
-
-def stats() -> dict[str, Any]:
-    """The monitor's numbers (see `stats.py`)."""
-    return stats_module.stats()
+    engine = current()
+    return engine.device_cache.size_bytes if engine else 0

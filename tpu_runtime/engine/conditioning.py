@@ -9,8 +9,7 @@ import torch
 
 from ..programs import finite
 from ..spec import ModelSpec, Settings
-from . import payload_checks as conditionings
-from .payloads import Conditioning, ImageCondition
+from .payloads import Conditioning, ImageCondition, conditioning_entry
 
 
 def conditioning(spec: ModelSpec, encoded: Sequence[tuple[np.ndarray, np.ndarray]], row: int) -> Conditioning:
@@ -27,7 +26,8 @@ def condition(spec: ModelSpec, settings: Settings, tensors: Mapping[str, Any]) -
     """An encoded image, with the size it was encoded for."""
     size = {"height": settings.height, "width": settings.width, "num_frames": settings.num_frames}
     size = {} if spec.references else size
-    return {"tpu_family": spec.family, **size, "tensors": {name: _owned(x) for name, x in tensors.items()}}
+    owned = {name: _owned(x) for name, x in tensors.items()}
+    return ImageCondition(tpu_family=spec.family, **size, tensors=owned)
 
 
 def _owned(x: Any) -> torch.Tensor:
@@ -58,13 +58,13 @@ def _text_row(
             f"{spec.title}: {name} is not connected, and guidance_scale is {settings.guidance_scale}. Connect it, or "
             "set guidance_scale to 1."
         )
-    main, info = conditionings.entry(spec, name, given)
+    main, info = conditioning_entry(spec, name, given)
     row: dict[str, np.ndarray] = {}
     for index, text in enumerate(spec.text_encoders):
         tensor = main if index == 0 else info.get(text.name)
         wanted = (1, text.max_length, int(config[text.width_key]))
-        found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
-        if found != wanted:
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != wanted:
+            found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
             raise ValueError(
                 f"{spec.title}: {name} has {text.name} of shape {found}; this model takes {wanted}. Encode it with "
                 f"{spec.family}TextEncoder and the same model_id."

@@ -49,12 +49,12 @@ def smaller(spec: ModelSpec, settings: Settings) -> list[str]:
     """Settings that need less, each with how much less: memory beside the weights grows with the tokens."""
     tokens = _tokens(spec, settings.height, settings.width, settings.num_frames)
     found = []
-    if not spec.is_image and (frames := spec.inputs["num_frames"].at_most(settings.num_frames // 2)):
+    if not spec.is_image and (frames := spec.whole_numbers("num_frames").at_most(settings.num_frames // 2)):
         share = _tokens(spec, settings.height, settings.width, frames) / tokens
         found.append(f"num_frames {frames} instead of {settings.num_frames} ({_less(share)})")
     for part in SHARES:
         height, width = (
-            spec.inputs[name].at_most(math.ceil(size * part))
+            spec.whole_numbers(name).at_most(math.ceil(size * part))
             for name, size in (("height", settings.height), ("width", settings.width))
         )
         if height and width:

@@ -1,14 +1,72 @@
-"""What travels between the stages."""
+"""What travels between the stages: CPU tensors in plain dicts and lists, as ComfyUI passes them from node to node."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
-from .memory_advice import OutOfMemory as OutOfMemory
+from ..spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch
 
-    from .payloads import Conditioning, ImageCondition
+# ComfyUI's CONDITIONING: `[[tensor [1, length, dim], info]]`. Of ours `info` has `tpu_family`, `length`, and under
+# their own names the states and lengths of further text encoders.
+Conditioning = list
+
+
+# Every text encoder of ComfyUI's own writes it into CONDITIONING; these models have no use for it.
+_UNUSED = "pooled_output"
+
+
+class Latent(TypedDict):
+    """ComfyUI's LATENT."""
+
+    samples: "torch.Tensor"  # [batch, channels, (latent_frames,) latent_height, latent_width], CPU float32
+
+
+class ImageCondition(TypedDict):
+    """An encoded image, with the size of the video it was encoded for; references have none."""
+
+    tpu_family: str
+    height: NotRequired[int]
+    width: NotRequired[int]
+    num_frames: NotRequired[int]
+    tensors: "dict[str, torch.Tensor]"  # by the name of the denoiser's input, CPU float32
+
+
+def conditioning_entry(spec: ModelSpec, name: str, given: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The embeddings and what is said of them, of input `name`; raises `ValueError` for what `spec` cannot follow.
+
+    Core nodes write more into CONDITIONING: several prompts, areas, masks, ranges of steps, controls. What is not known
+    here would be left out of the image in silence. ComfyUI's own CONDITIONING carries no family and may pass.
+    """
+    if not isinstance(given, list | tuple) or not all(map(_is_entry, given)):
+        raise ValueError(f"{spec.title}: {name} is no CONDITIONING. Connect {spec.family}TextEncoder.")
+    if len(given) != 1:
+        raise ValueError(
+            f"{spec.title}: {name} has {len(given)} entries; combined prompts are not supported. Connect one "
+            f"{spec.family}TextEncoder and write all into its prompt."
+        )
+    ((embeddings, info),) = given
+    family = info.get("tpu_family", spec.family)
+    if family != spec.family:
+        raise ValueError(
+            f"{spec.title}: {name} comes from a {family} text encoder; it must come from {spec.family}TextEncoder."
+        )
+    if unknown := [key for key, value in info.items() if value is not None and key not in _known(spec)]:
+        raise ValueError(
+            f"{spec.title}: {name} carries {', '.join(map(str, unknown))}; areas, masks, strengths, ranges of steps "
+            f"and controls are not supported. Connect {spec.family}TextEncoder without a node between that sets them."
+        )
+    return embeddings, info
+
+
+def _is_entry(one: Any) -> bool:
+    return isinstance(one, list | tuple) and len(one) == 2 and isinstance(one[1], Mapping)
+
+
+def _known(spec: ModelSpec) -> set[str]:
+    names = [text.name for text in spec.text_encoders]
+    return {"tpu_family", "length", _UNUSED, *names, *(f"{name}_length" for name in names)}
 
 
 def pack_embeddings(
@@ -17,9 +75,9 @@ def pack_embeddings(
     """Tensors and metadata of a safetensors file, named as `save_embeddings` says."""
     tensors, numbers = {}, {}
     named = {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}
-    for name, given in named.items():
-        if given is not None:
-            tensors[name], info = given[0]
+    for name, conditioning in named.items():
+        if conditioning is not None:
+            tensors[name], info = conditioning[0]
             tensors |= {f"{name}.{key}": value for key, value in info.items() if hasattr(value, "shape")}
             numbers |= {f"{name}.{key}": str(value) for key, value in info.items() if isinstance(value, int)}
     return tensors, numbers
@@ -31,22 +89,10 @@ def unpack_embeddings(
     """What `pack_embeddings` packed; None for what is not there."""
     values = {**tensors, **numbers}
 
-    def unpacked(name: str) -> "Conditioning | None":
+    def conditioning(name: str) -> "Conditioning | None":
         if name not in tensors:
             return None
         info = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
         return [[tensors[name], {"tpu_family": family, **info}]]
 
-    return unpacked("prompt_embeds"), unpacked("negative_prompt_embeds")
-
-
-if TYPE_CHECKING:
-    import torch
-
-
-# ComfyUI's CONDITIONING: one tensor `[1, length, dim]` with a dict that says where it comes from.
-Conditioning = list
-
-
-# An encoded image: a dict of CPU tensors with the family and the size it was encoded for.
-ImageCondition = dict
+    return conditioning("prompt_embeds"), conditioning("negative_prompt_embeds")

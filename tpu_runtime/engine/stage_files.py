@@ -11,14 +11,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import payload_checks
-from .payloads import pack_embeddings, unpack_embeddings
+from .payloads import Conditioning, ImageCondition, Latent, conditioning_entry, pack_embeddings, unpack_embeddings
 
 if TYPE_CHECKING:
     import torch
 
     from ..checkpoints.model_ref import ModelRef
-    from .payloads import Conditioning, ImageCondition
 
 EMBEDDINGS = "stage1_embeddings.safetensors"
 LATENTS = "stage2_latents.safetensors"
@@ -50,7 +48,7 @@ def save_embeddings(
     check_ours(folder)
     for name, given in {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}.items():
         if given is not None:
-            payload_checks.entry(model.spec, name, given)
+            conditioning_entry(model.spec, name, given)
     tensors, numbers = pack_embeddings(prompt_embeds, negative_prompt_embeds)
     if condition is not None:
         tensors |= {f"{_CONDITION}{key}": value for key, value in condition["tensors"].items()}
@@ -89,8 +87,8 @@ def load_condition(folder: Path, model: "ModelRef") -> "ImageCondition | None":
     """The encoded picture of `folder`, None where there is none; raises `StageFileError` for another model's."""
     tensors, numbers = _load(folder, EMBEDDINGS, "encode", model)
     found = {key.removeprefix(_CONDITION): x for key, x in tensors.items() if key.startswith(_CONDITION)}
-    size = {key.removeprefix(_CONDITION): x for key, x in numbers.items() if key.startswith(_CONDITION)}
-    return {"tpu_family": model.spec.family, **size, "tensors": found} if found else None
+    size = {key: x for key in ("height", "width", "num_frames") if (x := numbers.get(f"{_CONDITION}{key}")) is not None}
+    return ImageCondition(tpu_family=model.spec.family, **size, tensors=found) if found else None
 
 
 def save_latents(folder: Path, latents: Mapping[str, Any], model: "ModelRef") -> None:
@@ -100,7 +98,7 @@ def save_latents(folder: Path, latents: Mapping[str, Any], model: "ModelRef") ->
     update_config(folder, {"model_name": model.spec_name, "model_id": model.model_id})
 
 
-def load_latents(folder: Path, model: "ModelRef") -> dict[str, Any]:
+def load_latents(folder: Path, model: "ModelRef") -> Latent:
     """The LATENT of `folder`; raises `StageFileError` where another model made it."""
     tensors, _ = _load(folder, LATENTS, "denoise", model)
     if "latents" not in tensors:

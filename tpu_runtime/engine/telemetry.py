@@ -1,8 +1,13 @@
-"""What the process does and did: the running stage, compilations, bytes held on the devices."""
+"""What the process does and did: the running stage, the last one, bytes held on the devices."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import jax
+
+from ...sharding.mesh import Device
+from ..programs.program import shard_bytes
 from ..progress import Preview, Progress
 
 
@@ -85,3 +90,18 @@ class LastRun:
         if self.peak_hbm is not None:
             parts.append(f"at most {self.peak_hbm / 2**30:.2f} GiB on a chip")
         return f"{self.model}: {', '.join(parts)}"
+
+
+def held_bytes(devices: Sequence[Device]) -> list[int]:
+    """Bytes held on each of `devices`: what the device says, or where it does not, this process's live arrays."""
+    stats = [device.memory_stats() if device.platform == "tpu" else None for device in devices]
+    said = [int(one["bytes_in_use"]) for one in stats if one]
+    if len(said) == len(stats):
+        return said
+    held = dict.fromkeys(devices, 0)
+    for array in jax.live_arrays():
+        size = shard_bytes(array)
+        for device in array.sharding.device_set:
+            if device in held:
+                held[device] += size
+    return list(held.values())

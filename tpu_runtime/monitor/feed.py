@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from .. import pipeline
+from . import snapshot
 from .readings import Sampler, Stats, in_daemon
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Feed:
 
     def __init__(
         self,
-        stats: Callable[[], Stats] = pipeline.stats,
+        stats: Callable[[], Stats] = snapshot.stats,
         sampler: Sampler | None = None,
         *,
         patience_s: float = PATIENCE_S,

@@ -137,7 +137,8 @@ def _per_chip(metric: str, answer: Sequence[str] | Exception, num_chips: int, no
     if None in numbers:
         notes.append(f"{metric} is not known for {numbers.count(None)} of {len(numbers)} cores.")
     groups = [numbers[start : start + cores] for start in range(0, len(numbers), cores)]
-    return [None if None in group else sum(group) / cores for group in groups]
+    known = [[number for number in group if number is not None] for group in groups]
+    return [sum(group) / cores if len(group) == cores else None for group in known]
 
 
 def _number(text: str) -> float | None:

@@ -1,9 +1,9 @@
 """The monitor's numbers. Reading them never starts a device, and never waits for a running stage."""
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from ..cache import store
+from ..engine.current import current
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
@@ -12,8 +12,8 @@ NOT_STARTED = "No run yet: the TPU is started by the first run."
 
 
 def stats() -> dict[str, Any]:
-    """What is on the chips, running, resident, cached; `metrics.Sampler` adds the host's load and libtpu's readings."""
-    engine = engine_if_any()
+    """What is on the chips, running, resident, cached; `readings.Sampler` adds the host's load and libtpu's own."""
+    engine = current()
     if engine is None:
         nothing = {"platform": None, "message": NOT_STARTED, "chips": [], "resident": [], "running": None}
         counts = {"load": 0, "encode": 0, "compile": 0}
@@ -31,12 +31,6 @@ def stats() -> dict[str, Any]:
     }
 
 
-def engine_if_any() -> "Engine | None":
-    """The engine if a run has made it; its module is not even imported before, nor is JAX."""
-    module = sys.modules.get(f"{__package__.removesuffix('.monitor')}.engine.engine")
-    return module.current() if module else None
-
-
 def _message(engine: "Engine") -> str:
     count, first = len(engine.devices), engine.devices[0]
     if first.platform == "tpu":
@@ -50,7 +44,7 @@ def _chips(engine: "Engine") -> list[dict[str, Any]]:
 
 
 def _chip(engine: "Engine", index: int, held: int) -> dict[str, Any]:
-    from ..engine.devices import budget_bytes
+    from ..engine.device_cache import budget_bytes
 
     device = engine.devices[index]
     said = (device.memory_stats() or {}) if device.platform == "tpu" else {}
@@ -75,5 +69,5 @@ def _resident(engine: "Engine") -> list[dict[str, Any]]:
             "bytes_per_chip": resident.size_bytes,
             "last_used": resident.last_used,
         }
-        for resident in engine.weight_cache.list()
+        for resident in engine.device_cache.list()
     ]

@@ -6,43 +6,30 @@ memory that the one about to run needs beside them; it is checked before a byte 
 """
 
 import logging
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import jax
 
+from ...sharding.mesh import Device
 from ..cache.store import signature
-from ..units import readable
-from .devices import budget_bytes
-from .memory_advice import OutOfMemory
+from ..programs.executables import Executable
+from ..programs.step_reuse import Runnable
+from ..units import GIB, readable
+from .memory_advice import VARIABLE, OutOfMemory
 
 log = logging.getLogger(__name__)
 
 
+# What a chip's runtime and fragmentation take of the memory that it reports.
+RESERVE_SHARE = 0.04
 # More loaded programs than this are those of sizes that nobody runs any more.
 MAX_PROGRAMS = 64
 
 Key = tuple[str, ...]
-
-
-class LoadedProgram(Protocol):
-    """A compiled program on the devices (see `executables.Executable`). Its code is freed with its last reference."""
-
-    @property
-    def code_bytes(self) -> int: ...
-
-
-class Running(Protocol):
-    """What is about to run: one loaded program, or several that take turns."""
-
-    @property
-    def parts(self) -> tuple[LoadedProgram, ...]: ...
-
-    @property
-    def workspace_bytes(self) -> int: ...
 
 
 @dataclass(kw_only=True)
@@ -61,12 +48,23 @@ class Resident:
         return f"{self.component} of {self.model}"
 
 
-class WeightCache:
+def budget_bytes(device: Device) -> int | None:
+    """Bytes that one chip may hold; None where the device does not say and nobody set a limit."""
+    if limit := os.environ.get(VARIABLE):
+        try:
+            return int(float(limit) * GIB)
+        except ValueError:
+            raise ValueError(f"{VARIABLE} is {limit!r}; it must be a number of GiB such as 24.") from None
+    stats = device.memory_stats() if device.platform == "tpu" else None
+    return int(stats["bytes_limit"] * (1 - RESERVE_SHARE)) if stats and "bytes_limit" in stats else None
+
+
+class DeviceCache:
     """Resident components and loaded programs, in order of use."""
 
-    def __init__(self, device: jax.Device) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
-        self._held: OrderedDict[Key, Resident | LoadedProgram] = OrderedDict()
+        self._held: OrderedDict[Key, Resident | Executable] = OrderedDict()
 
     def get(
         self,
@@ -75,7 +73,7 @@ class WeightCache:
         component: str,
         model: str,
         size_bytes: int,
-        running: Running,
+        running: Runnable,
         load: Callable[[], dict[str, jax.Array]],
     ) -> Resident:
         """The component `key`, loaded if it is not resident, with room for the program `running` on it.
@@ -89,26 +87,29 @@ class WeightCache:
                 id=signature(key), component=component, model=model, weights=weights, size_bytes=size_bytes
             )
         resident = self._used(key)
+        assert isinstance(resident, Resident)
         resident.last_used = time.time()
         return resident
 
-    def program(self, digest: str) -> LoadedProgram | None:
+    def program(self, digest: str) -> Executable | None:
         """The loaded program `digest`; None if there is none."""
         key = ("program", digest)
-        return self._used(key) if key in self._held else None
+        program = self._used(key) if key in self._held else None
+        assert not isinstance(program, Resident)
+        return program
 
-    def add_program(self, digest: str, program: LoadedProgram) -> None:
+    def add_program(self, digest: str, program: Executable) -> None:
         """Keeps a loaded program; the longest unused leaves when there are too many."""
         self._held["program", digest] = program
         programs = [key for key, held in self._held.items() if not isinstance(held, Resident)]
         for key in programs[:-MAX_PROGRAMS]:
             self._evict(key)
 
-    def _used(self, key: Key) -> Resident | LoadedProgram:
+    def _used(self, key: Key) -> Resident | Executable:
         self._held.move_to_end(key)
         return self._held[key]
 
-    def _make_room(self, key: Key, title: str, size_bytes: int, running: Running) -> None:
+    def _make_room(self, key: Key, title: str, size_bytes: int, running: Runnable) -> None:
         budget = budget_bytes(self._device)
         if budget is None:
             return
@@ -146,7 +147,7 @@ class WeightCache:
         # Of a copy: the monitor asks from another thread.
         return tuple(held for held in tuple(self._held.values()) if isinstance(held, Resident))
 
-    def programs(self) -> tuple[LoadedProgram, ...]:
+    def programs(self) -> tuple[Executable, ...]:
         return tuple(held for held in tuple(self._held.values()) if not isinstance(held, Resident))
 
     def drop(self, ids: Iterable[str]) -> None:
@@ -162,5 +163,5 @@ class WeightCache:
             self._evict(key)
 
 
-def _bytes(held: Resident | LoadedProgram) -> int:
+def _bytes(held: Resident | Executable) -> int:
     return held.size_bytes if isinstance(held, Resident) else held.code_bytes

@@ -1,0 +1,89 @@
+"""The stages of a generation, each a function of a `Stage`: encode, encode_image, denoise, decode; and warming up."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from .. import tokens
+from ..cache.store import signature
+from ..checkpoints import guider
+from ..programs import executables, network_call, rehearsal
+from ..spec import Settings, TextEncoding
+from . import conditioning
+from . import denoise as denoising
+from .payloads import Conditioning, ImageCondition, Latent
+from .stage import Stage
+
+
+def encode(stage: Stage, prompt: str, negative_prompt: str) -> tuple[Conditioning, Conditioning | None]:
+    """Prompt and negative prompt as CONDITIONING, from the cache where the same text was encoded before."""
+    spec = stage.spec
+    prompts = (prompt, negative_prompt) if spec.guidance == "cfg" else (prompt,)
+    folders = [(spec.component(text.component).folder, text.tokenizer_folder) for text in spec.text_encoders]
+    parts = [tuple(stage.found.identity(folder, stage.progress) for folder in pair) for pair in folders]
+    key = signature(spec.name, parts, stage.target.precision, prompts, executables.environment())
+    return stage.prompt_cache.get(key, spec.family, lambda: _encode(stage, prompts))
+
+
+def _encode(stage: Stage, prompts: Sequence[str]) -> tuple[Conditioning, Conditioning | None]:
+    encoded = [_encode_text(stage, text, prompts) for text in stage.spec.text_encoders]
+    rows = [conditioning.conditioning(stage.spec, encoded, row) for row in range(len(prompts))]
+    stage.counts["encode"] += 1
+    return rows[0], rows[1] if len(rows) > 1 else None
+
+
+def _encode_text(stage: Stage, text: TextEncoding, prompts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """States `[rows, max_length, dim]` and lengths `[rows]` of one text encoder."""
+    tokenizer = tokens.load_tokenizer(stage.found.folder(text.tokenizer_folder, stage.progress))
+    ids, mask = text.tokenize(tokenizer, prompts)
+    stage.progress.text("Encoding the prompt")
+    states, _ = stage.call(text.component, text.encode, ids, mask)
+    return states, mask.sum(axis=1).astype(np.int32)
+
+
+def encode_image(stage: Stage, image: torch.Tensor, settings: Settings) -> ImageCondition:
+    """An IMAGE `[N, height, width, 3]` in 0..1, CPU float32, as the denoiser's condition."""
+    assert stage.spec.encode_image is not None
+    stage.progress.text("Encoding the image")
+    vae_config = stage.found.config(stage.spec.component(stage.spec.vae), stage.progress)
+    tensors = stage.spec.encode_image(stage.call, image, settings, vae_config)
+    return conditioning.condition(stage.spec, settings, tensors)
+
+
+def denoise(
+    stage: Stage,
+    settings: Settings,
+    prompt_embeds: Conditioning,
+    negative_prompt_embeds: Conditioning | None,
+    condition: ImageCondition | None,
+) -> Latent:
+    """From noise to a LATENT."""
+    spec = stage.spec
+    settings = guider.settings_for(stage.found, settings, stage.progress)
+    config = stage.found.config(spec.component(spec.experts[0]), stage.progress)
+    inputs = conditioning.denoiser_inputs(spec, config, settings, prompt_embeds, negative_prompt_embeds, condition)
+    sample = denoising.denoise(stage, settings, config, inputs)
+    vae_config = stage.found.config(spec.component(spec.vae), stage.progress)
+    return {"samples": spec.denormalize_latents(sample, settings, vae_config)}
+
+
+def decode(stage: Stage, samples: torch.Tensor) -> torch.Tensor:
+    """LATENT samples `[batch, channels, ...]` to IMAGE frames of all of them."""
+    stage.progress.text("Decoding")
+    frames = []
+    for sample in samples:
+        for chunk in stage.spec.decode(stage.call, sample[None], stage.report("chunk")):
+            frames.append(torch.from_numpy(np.array(chunk)))
+    return torch.cat(frames)
+
+
+def warm(stage: Stage, settings: Settings) -> None:
+    """Compiles every program of a generation of this size that is not compiled yet; loads no weights."""
+    spec = stage.spec
+    vae_config = stage.found.config(spec.component(spec.vae), stage.progress)
+    compile_only = network_call.caller(lambda request: stage.program(request).program, rehearsal.zeros)
+    rehearsal.rehearse(spec, settings, vae_config, compile_only)
+    settings = guider.settings_for(stage.found, settings, stage.progress)
+    config = stage.found.config(spec.component(spec.experts[0]), stage.progress)
+    denoising.denoiser_program(stage, settings, config, denoising.solver_of(stage, settings), {})
