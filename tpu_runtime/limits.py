@@ -1,10 +1,7 @@
 """What a widget may hold, and the sentence for what it may not. Pure arithmetic."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)

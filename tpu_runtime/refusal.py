@@ -7,6 +7,15 @@ from typing import Literal
 from .units import GIB, MIB
 
 
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """`memory`: the chip's (HBM), of which the program needs `needed_bytes`, or the on-chip one of a kernel (VMEM)."""
+
+    memory: Literal["HBM", "VMEM"]
+    needed_bytes: int
+    sentence: str
+
+
 class DoesNotFit(RuntimeError):
     """The compiler refused a program for lack of memory: it would again, whatever is unloaded."""
 
@@ -25,15 +34,6 @@ _SCRATCH = re.compile(
 )
 # Older ones name no kernel: "... memory space vmem. Used 16.75M of 16.00M vmem."
 _NAMELESS = re.compile(r"memory space vmem\. Used ([\d.]+\w) of ([\d.]+\w) vmem")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """`memory`: the chip's (HBM), of which the program needs `needed_bytes`, or the on-chip one of a kernel (VMEM)."""
-
-    memory: Literal["HBM", "VMEM"]
-    needed_bytes: int
-    sentence: str
 
 
 def parse(message: str) -> Refusal | None:

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..sharding.rules import Rule
 from ..sharding.shape import MeshShape
 from .limits import Choice, FloatLimit, IntLimit, Switch
-from .step_cache import policy_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,13 @@ class StepCache:
     def is_full(self, index: int) -> bool:
         """Whether step `index`, counted from 0, runs the whole denoiser."""
         return not self.start <= index < self.end or (index - self.start) % self.interval == 0
+
+
+def policy_of(widgets: Mapping[str, Any]) -> StepCache | None:
+    """The policy that `step_cache` (on or off), `cache_start`, `cache_end` and `cache_interval` ask for."""
+    if not widgets.get("step_cache", False):
+        return None
+    return StepCache(start=widgets["cache_start"], end=widgets["cache_end"], interval=widgets["cache_interval"])
 
 
 STAGES = ("encode", "image", "denoise", "decode")
@@ -64,22 +71,32 @@ Limit = IntLimit | FloatLimit | Switch | Choice
 CHECKPOINT = "checkpoint"
 
 
+def _freeze(record: Any) -> None:
+    """Makes the mappings among a frozen dataclass's fields read-only."""
+    for one in fields(record):
+        value = getattr(record, one.name)
+        if isinstance(value, Mapping):
+            object.__setattr__(record, one.name, MappingProxyType(dict(value)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """One neural network of a model, as a folder of its checkpoint.
+    """One neural network of a model: the folder of its checkpoint called `name`, unless `folder` says another.
 
-    `config` holds the real architecture (the published `config.json`), `tiny` that of the built-in checkpoint; `needs`
-    says which numbers of a checkpoint's own config this code relies on, by key (`a.b` for a nested one). `blocks` are
-    the attribute paths of lists of equal blocks, each traced once and scanned; `layers` says which of each list are
-    used, where not all are. `only` keeps the parameters whose names start so (a decoder of a whole VAE). `aliases` maps
-    names in checkpoints to the module's: those of tied weights, and those that other versions of the libraries wrote,
-    which upstream translates while loading. One that ends in a dot stands for all names that start so; the longest
-    counts, and whole names are looked up after it. `trim(module)` may drop what is not needed and fold a weight: give
-    it a shape with one dimension cut into `(groups, size)`, so that a fused projection can be split within each group.
+    `config` holds the real architecture (the published `config.json`), `tiny` that of the built-in checkpoint, of which
+    only what differs need be given. `needs` says which numbers of a checkpoint's own config this code relies on, by key
+    (`a.b` for a nested one). `blocks` are the attribute paths of lists of equal blocks, each traced once and scanned;
+    `layers` says which of each list are used, where not all are. `only` keeps the parameters whose names start so (a
+    decoder of a whole VAE). `aliases` maps names in checkpoints to the module's: those of tied weights, and those that
+    other versions of the libraries wrote, which upstream translates while loading. One that ends in a dot stands for
+    all names that start so; the longest counts, and whole names are looked up after it. `class_aliases` are names of
+    the class that checkpoints have and upstream translates. `trim(module)` may drop what is not needed and fold a
+    weight: give it a shape with one dimension cut into `(groups, size)`, so that a fused projection can be split within
+    each group.
     """
 
     name: str
-    folder: str
+    folder: str = ""
     library: str
     class_name: str
     config: Mapping[str, Any]
@@ -90,7 +107,13 @@ class Component:
     layers: slice | None = None
     only: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    class_aliases: tuple[str, ...] = ()
     trim: Callable[[Any], None] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tiny", {**self.config, **self.tiny})
+        object.__setattr__(self, "folder", self.folder or self.name)
+        _freeze(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +150,9 @@ class TextEncoding:
     `write_tokenizer(folder)` makes the tiny checkpoint's tokenizer, of class `tokenizer_class`.
     """
 
-    name: str
-    component: str
-    tokenizer_folder: str
+    name: str = "text"
+    component: str = "text_encoder"
+    tokenizer_folder: str = "tokenizer"
     tokenizer_class: str
     max_length: int
     width_key: str
@@ -164,9 +187,9 @@ class Call(Protocol):
     """How a stage's host code runs a network: `function(module, *args) -> (result, carried)`, compiled once per shape.
 
     `result` comes back on the host; `carried` stays on the devices, to be passed to the next call (and is donated by
-    it when it is the last argument). With `partition="spatial"` the last two dimensions of every argument are an image's
-    height and width (or multiples of the smallest one's) and are split over the chips; with `"replicated"` every chip gets
-    everything.
+    it when it is the last argument). With `partition="spatial"` the last two dimensions of every argument are an
+    image's height and width (or multiples of the smallest one's) and are split over the chips; with `"replicated"`
+    every chip gets everything.
     """
 
     def __call__(
@@ -253,7 +276,8 @@ class ModelSpec:
       arrays of `condition_shapes`, and `guidance` `[1]`.
     - `decode(call, latents, report)` turns LATENT samples of one video (torch, CPU float32, `[1, channels, ...]`) into
       frames `[frames, height, width, 3]` in 0..1 (numpy or torch, float32).
-    - `denormalize_latents(sample, settings, vae_config)` brings the solver's last sample into the scale and layout of LATENT.
+    - `denormalize_latents(sample, settings, vae_config)` brings the solver's last sample into LATENT's scale and
+      layout.
     - `noise(spec, settings, generator)` draws the first sample as upstream does.
     - `solver_arguments(scheduler_config, latent_shape, settings)` are the arguments of upstream's `set_timesteps`.
     - `guidance_at(settings, timestep)` is the guidance scale of a step.
@@ -319,6 +343,9 @@ class ModelSpec:
     heads_key: str = "num_attention_heads"
     head_norms: tuple[HeadNorms, ...] = ()
 
+    def __post_init__(self) -> None:
+        _freeze(self)
+
     @property
     def is_image(self) -> bool:
         """Whether it makes a picture, not a video."""
@@ -340,7 +367,7 @@ class ModelSpec:
         node or a command. Raises `ValueError` with a sentence for the user where a value is not allowed.
         """
         given = {name: value for name, value in widgets.items() if value is not None and name in self.inputs}
-        values = {name: limit.default for name, limit in self.inputs.items()} | given
+        values: dict[str, Any] = {name: limit.default for name, limit in self.inputs.items()} | given
         for name, value in values.items():
             self.check_input(name, value)
         values["step_cache"] = policy_of(values)
@@ -370,6 +397,12 @@ class ModelSpec:
     def branches(self, settings: Settings) -> int:
         """How many rows a step of the denoiser has: 2 with classifier-free guidance."""
         return 2 if self.guidance == "cfg" and settings.guidance_scale > 1 else 1
+
+    def whole_numbers(self, name: str) -> IntLimit:
+        """What widget `name` may hold, where it holds whole numbers as sizes do."""
+        limit = self.inputs[name]
+        assert isinstance(limit, IntLimit), name
+        return limit
 
     def check_input(self, name: str, value: Any) -> None:
         """Raises `ValueError` with a sentence for the user if widget `name` may not hold `value`."""

@@ -1,4 +1,7 @@
-"""The models there are: one line each."""
+"""The models there are, one line each; a model is one file. May import `programs` and the leaves.
+
+ComfyUI imports these files at its start: what is slow to import, JAX and PyTorch too, is imported where it is used.
+"""
 
 from ..spec import ModelSpec
 from . import cogvideox, flux2, hunyuan15, hunyuan15_i2v, wan21, wan22_i2v

@@ -3,20 +3,17 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
 from ..limits import Choice, FloatLimit, IntLimit, Switch
 from ..spec import CHECKPOINT, Component, HeadNorms, LatentGeometry, ModelSpec, Need, Same, Settings, TextEncoding
-from . import layers, wan21
-from .cogvideox_vae import VAE_DECODER, decode
+from . import layers
+from .autoencoders.cogvideox import VAE_DECODER, decode
+from .text_encoders import t5
 
 if TYPE_CHECKING:
-    # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
     import jax
-    import numpy as np
     import torch
 
 PROMPT = (
@@ -31,44 +28,6 @@ MAX_TOKENS = 226
 # What the makers publish for text to video.
 HEIGHT, WIDTH = 768, 1360
 GEOMETRY = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(2, 2, 2))
-
-
-def write_tokenizer(folder: Path) -> None:
-    from . import t5
-
-    t5.write_t5_tokenizer(folder, (PROMPT,))
-
-
-def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.ndarray]":
-    """Ids and mask, `[rows, 226]` int32. Upstream takes prompts as they are."""
-    import numpy as np
-
-    tokens = tokenizer(list(prompts), padding="max_length", max_length=MAX_TOKENS, truncation=True, return_tensors="np")
-    return tokens["input_ids"].astype(np.int32), tokens["attention_mask"].astype(np.int32)
-
-
-def move_position_bias(encoder: Any) -> None:
-    """Takes the one table of relative positions out of T5's first block: then all blocks are equal."""
-    attention = encoder.encoder.block[0].layer[0].SelfAttention
-    encoder.encoder.relative_attention_bias = attention.relative_attention_bias
-    del attention.relative_attention_bias
-    attention.has_relative_attention_bias = False
-
-
-def encode_text(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
-    """`[rows, length]` tokens to `[rows, length, dim]` states. Upstream masks nothing, here or in the denoiser."""
-    import torch
-
-    stack, config = encoder.encoder, encoder.config
-    position = torch.arange(ids.shape[1], device=ids.device)
-    buckets = stack.block.block.layer[0].SelfAttention._relative_position_bucket(
-        position[None, :] - position[:, None],
-        num_buckets=config.relative_attention_num_buckets,
-        max_distance=config.relative_attention_max_distance,
-    )
-    bias = stack.relative_attention_bias(buckets).permute(2, 0, 1)[None]
-    (states,) = stack.block(encoder.shared(ids), position_bias=bias)
-    return stack.final_layer_norm(states), None
 
 
 def forward(
@@ -94,39 +53,19 @@ def rotary_tables(config: Any, size: Sequence[int], device: Any) -> "tuple[torch
     """
     from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
-    frames, *grid = (side // patch for side, patch in zip(size, GEOMETRY.patch_thw, strict=True))
-    return get_3d_rotary_pos_embed(
-        config.attention_head_dim, None, grid, frames, grid_type="slice", max_size=tuple(grid), device=device
+    frames, height, width = (side // patch for side, patch in zip(size, GEOMETRY.patch_thw, strict=True))
+    grid = height, width
+    cosines, sines = get_3d_rotary_pos_embed(
+        config.attention_head_dim, None, grid, frames, grid_type="slice", max_size=grid, device=device
     )
+    return cosines, sines
 
 
-class JointProcessor:
-    """`CogVideoXAttnProcessor2_0` with latents and text apart, and rotary embedding and attention in JAX."""
+class JointProcessor(layers.JointProcessor):
+    """`CogVideoXAttnProcessor2_0` with latents and text apart: they share projections and norms."""
 
-    def __init__(self, attend: "Callable[..., tuple[jax.Array, jax.Array]]") -> None:
-        self.attend = attend
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: "torch.Tensor",
-        encoder_hidden_states: "torch.Tensor",
-        attention_mask: None,
-        image_rotary_emb: "tuple[torch.Tensor, torch.Tensor]",
-    ) -> "tuple[torch.Tensor, torch.Tensor]":
-        from ..programs import torch_bridge
-
-        def heads(source: "torch.Tensor") -> "list[torch.Tensor]":
-            query, key, value = (
-                project(source).unflatten(2, (attn.heads, -1)) for project in (attn.to_q, attn.to_k, attn.to_v)
-            )
-            return [attn.norm_q(query), attn.norm_k(key), value]
-
-        latent, text = heads(hidden_states), heads(encoder_hidden_states)
-        latent[:2] = [torch_bridge.call_jax(layers.rotate, x, *image_rotary_emb) for x in latent[:2]]
-        outputs = torch_bridge.call_jax(self.attend, tuple(latent), tuple(text))
-        latent_out, text_out = (attn.to_out[0](x.flatten(2, 3)) for x in outputs)
-        return latent_out, text_out
+    def of_text(self, attn: Any) -> tuple[tuple, tuple, Any]:
+        return (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k), attn.to_out[0]
 
 
 def run_block(
@@ -172,18 +111,7 @@ def prepare_denoiser(network: Any, sequence: Any) -> None:
         weight = sequence.layouts[f"transformer_blocks.*.{name}.linear.weight"].in_use
         linear.forward = partial(modulate, linear, partial(gather_vector, sequence, weight[1] if weight else None))
 
-    def enter(values: dict[str, Any]) -> dict[str, Any]:
-        tables = tuple(
-            sequence.constrain(sequence.pad_tokens(table[None, :, None]), None, "sp", None, None)
-            for table in values["image_rotary_emb"]
-        )
-        return {
-            **values,
-            "hidden_states": sequence.shard_tokens(values["hidden_states"]),
-            "encoder_hidden_states": sequence.constrain(values["encoder_hidden_states"], "dp", None, None),
-            "image_rotary_emb": tables,
-        }
-
+    enter = partial(layers.enter_joint, sequence, "image_rotary_emb")
     blocks.scan = sequence.scan("transformer_blocks", enter, ("hidden_states", "encoder_hidden_states"))
 
 
@@ -222,114 +150,59 @@ def denormalize_latents(sample: "torch.Tensor", settings: Settings, vae_config: 
     return 1 / vae_config["scaling_factor"] * sample[:, :, padding:]
 
 
-TEXT_ENCODER = Component(
-    name="text_encoder",
-    folder="text_encoder",
-    library="transformers",
-    class_name="T5EncoderModel",
-    config=MappingProxyType(
-        {
-            "d_ff": 10240,
-            "d_kv": 64,
-            "d_model": 4096,
-            "feed_forward_proj": "gated-gelu",
-            "num_heads": 64,
-            "num_layers": 24,
-            "relative_attention_max_distance": 128,
-            "relative_attention_num_buckets": 32,
-            "vocab_size": 32128,
-        }
-    ),
-    tiny=MappingProxyType(
-        {
-            "d_ff": 72,
-            "d_kv": 8,
-            "d_model": 40,
-            "dropout_rate": 0.0,
-            "feed_forward_proj": "gated-gelu",
-            "num_heads": 5,
-            "num_layers": 3,
-            "relative_attention_max_distance": 128,
-            "relative_attention_num_buckets": 32,
-            "vocab_size": 210,
-        }
-    ),
-    needs=wan21.TEXT_ENCODER.needs,
+TEXT_ENCODER = t5.encoder(
+    config={"d_ff": 10240, "d_kv": 64, "d_model": 4096, "num_heads": 64, "num_layers": 24, "vocab_size": 32128},
+    tiny={"d_ff": 72, "d_kv": 8, "d_model": 40, "num_heads": 5, "num_layers": 3, "vocab_size": 210},
     blocks=("encoder.block",),
-    aliases=MappingProxyType(
-        {
-            **wan21.TEXT_ENCODER.aliases,
-            "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": (
-                "encoder.relative_attention_bias.weight"
-            ),
-        }
-    ),
-    trim=move_position_bias,
-    rules=wan21.TEXT_ENCODER.rules,
+    aliases={
+        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": (
+            "encoder.relative_attention_bias.weight"
+        )
+    },
+    trim=t5.move_position_bias,
 )
-
-_GATHERED = (("fsdp", None), ((None, "fsdp"),))
-_BLOCK_GATHERED = ((None, "fsdp", None), ((None, None, "fsdp"),))
 
 TRANSFORMER = Component(
     name="transformer",
-    folder="transformer",
     library="diffusers",
     class_name="CogVideoXTransformer3DModel",
-    config=MappingProxyType(
-        {
-            "attention_bias": True,
-            "attention_head_dim": 64,
-            "in_channels": 16,
-            "max_text_seq_length": MAX_TOKENS,
-            "num_attention_heads": 48,
-            "num_layers": 42,
-            "out_channels": 16,
-            "patch_bias": False,
-            "patch_size": 2,
-            "patch_size_t": 2,
-            "sample_frames": 81,
-            "sample_height": 96,
-            "sample_width": 170,
-            "text_embed_dim": 4096,
-            "time_embed_dim": 512,
-            "use_rotary_positional_embeddings": True,
-        }
-    ),
-    tiny=MappingProxyType(
-        {
-            "attention_bias": True,
-            "attention_head_dim": 16,
-            "in_channels": 16,
-            "max_text_seq_length": MAX_TOKENS,
-            "num_attention_heads": 6,
-            "num_layers": 3,
-            "out_channels": 16,
-            "patch_bias": False,
-            "patch_size": 2,
-            "patch_size_t": 2,
-            "sample_frames": 81,
-            "sample_height": 96,
-            "sample_width": 170,
-            "text_embed_dim": 40,
-            "time_embed_dim": 36,
-            "use_rotary_positional_embeddings": True,
-        }
-    ),
-    needs=MappingProxyType(
-        {
-            "in_channels": Need((16,)),
-            "max_text_seq_length": Need((MAX_TOKENS,)),
-            "ofs_embed_dim": Need((None,)),
-            "out_channels": Need((16,)),
-            "patch_size": Need((2,)),
-            # CogVideoX 1.0 has none.
-            "patch_size_t": Need((2,), required=True),
-            "text_embed_dim": Same("text_encoder", "d_model"),
-            "use_learned_positional_embeddings": Need((False,)),
-            "use_rotary_positional_embeddings": Need((True,), required=True),
-        }
-    ),
+    config={
+        "attention_bias": True,
+        "attention_head_dim": 64,
+        "in_channels": 16,
+        "max_text_seq_length": MAX_TOKENS,
+        "num_attention_heads": 48,
+        "num_layers": 42,
+        "out_channels": 16,
+        "patch_bias": False,
+        "patch_size": 2,
+        "patch_size_t": 2,
+        "sample_frames": 81,
+        "sample_height": 96,
+        "sample_width": 170,
+        "text_embed_dim": 4096,
+        "time_embed_dim": 512,
+        "use_rotary_positional_embeddings": True,
+    },
+    tiny={
+        "attention_head_dim": 16,
+        "num_attention_heads": 6,
+        "num_layers": 3,
+        "text_embed_dim": 40,
+        "time_embed_dim": 36,
+    },
+    needs={
+        "in_channels": Need((16,)),
+        "max_text_seq_length": Need((MAX_TOKENS,)),
+        "ofs_embed_dim": Need((None,)),
+        "out_channels": Need((16,)),
+        "patch_size": Need((2,)),
+        # CogVideoX 1.0 has none.
+        "patch_size_t": Need((2,), required=True),
+        "text_embed_dim": Same("text_encoder", "d_model"),
+        "use_learned_positional_embeddings": Need((False,)),
+        "use_rotary_positional_embeddings": Need((True,), required=True),
+    },
     blocks=("transformer_blocks",),
     rules=(
         Rule("transformer_blocks.**.bias", REPLICATED),
@@ -337,40 +210,36 @@ TRANSFORMER = Component(
         Rule("transformer_blocks.*.*.norm.weight", REPLICATED),
         # Modulation is of one vector: where its weights lie, it is computed, and the vector is gathered.
         Rule("transformer_blocks.*.*.linear.weight", (None, "all_embed", None)),
-        Rule("transformer_blocks.*.attn1.**.weight", *_BLOCK_GATHERED),
-        Rule("transformer_blocks.*.ff.net.**.weight", *_BLOCK_GATHERED),
-        Rule("patch_embed.*.weight", *_GATHERED),
-        Rule("time_embedding.linear_*.weight", *_GATHERED),
-        Rule("norm_out.linear.weight", *_GATHERED),
-        Rule("proj_out.weight", *_GATHERED),
+        Rule("transformer_blocks.*.attn1.**.weight", *layers.BLOCK_GATHERED),
+        Rule("transformer_blocks.*.ff.net.**.weight", *layers.BLOCK_GATHERED),
+        Rule("patch_embed.*.weight", *layers.GATHERED),
+        Rule("time_embedding.linear_*.weight", *layers.GATHERED),
+        Rule("norm_out.linear.weight", *layers.GATHERED),
+        Rule("proj_out.weight", *layers.GATHERED),
     ),
 )
 
 # As the published checkpoint configures it.
-SCHEDULER = MappingProxyType(
-    {
-        "_class_name": "CogVideoXDDIMScheduler",
-        "beta_end": 0.012,
-        "beta_schedule": "scaled_linear",
-        "beta_start": 0.00085,
-        "clip_sample": False,
-        "num_train_timesteps": 1000,
-        "prediction_type": "v_prediction",
-        "rescale_betas_zero_snr": True,
-        "set_alpha_to_one": True,
-        "snr_shift_scale": 1.0,
-        "steps_offset": 0,
-        "timestep_spacing": "trailing",
-    }
-)
+SCHEDULER = {
+    "_class_name": "CogVideoXDDIMScheduler",
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085,
+    "clip_sample": False,
+    "num_train_timesteps": 1000,
+    "prediction_type": "v_prediction",
+    "rescale_betas_zero_snr": True,
+    "set_alpha_to_one": True,
+    "snr_shift_scale": 1.0,
+    "steps_offset": 0,
+    "timestep_spacing": "trailing",
+}
 
 # What the makers' own script sets in its place: for this model they recommend the second, with `use_dynamic_cfg`.
-SCHEDULERS = MappingProxyType(
-    {
-        name: MappingProxyType({"_class_name": name, "timestep_spacing": "trailing"})
-        for name in ("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler")
-    }
-)
+SCHEDULERS = {
+    name: {"_class_name": name, "timestep_spacing": "trailing"}
+    for name in ("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler")
+}
 
 SPEC = ModelSpec(
     name="cogvideox1.5-5b",
@@ -385,32 +254,27 @@ SPEC = ModelSpec(
     geometry=GEOMETRY,
     text_encoders=(
         TextEncoding(
-            name="text",
-            component="text_encoder",
-            tokenizer_folder="tokenizer",
             tokenizer_class="T5Tokenizer",
             max_length=MAX_TOKENS,
             width_key="text_embed_dim",
-            tokenize=tokenize,
-            encode=encode_text,
-            write_tokenizer=write_tokenizer,
+            tokenize=partial(t5.tokens, length=MAX_TOKENS),
+            encode=t5.encode_unmasked,
+            write_tokenizer=partial(t5.write_t5_tokenizer, texts=(PROMPT,)),
         ),
     ),
-    inputs=MappingProxyType(
-        {
-            "height": IntLimit(default=HEIGHT, low=64, high=1920, multiple_of=16),
-            "width": IntLimit(default=WIDTH, low=64, high=1920, multiple_of=16),
-            "num_frames": IntLimit(default=81, low=1, high=161, multiple_of=8, plus=1),
-            "num_inference_steps": IntLimit(default=50, low=1, high=100),
-            "guidance_scale": FloatLimit(default=6.0, low=1.0, high=20.0),
-            "seed": IntLimit(default=42, low=0, high=2**64 - 1),
-            "fps": IntLimit(default=16, low=1, high=120),
-            "scheduler": Choice(options=(CHECKPOINT, *SCHEDULERS)),
-            "use_dynamic_cfg": Switch(default=False),
-        }
-    ),
-    texts=MappingProxyType({"prompt": PROMPT, "negative_prompt": ""}),
-    tiny_inputs=MappingProxyType({"height": 80, "width": 112, "num_frames": 9}),
+    inputs={
+        "height": IntLimit(default=HEIGHT, low=64, high=1920, multiple_of=16),
+        "width": IntLimit(default=WIDTH, low=64, high=1920, multiple_of=16),
+        "num_frames": IntLimit(default=81, low=1, high=161, multiple_of=8, plus=1),
+        "num_inference_steps": IntLimit(default=50, low=1, high=100),
+        "guidance_scale": FloatLimit(default=6.0, low=1.0, high=20.0),
+        "seed": IntLimit(default=42, low=0, high=2**64 - 1),
+        "fps": IntLimit(default=16, low=1, high=120),
+        "scheduler": Choice(options=(CHECKPOINT, *SCHEDULERS)),
+        "use_dynamic_cfg": Switch(default=False),
+    },
+    texts={"prompt": PROMPT, "negative_prompt": ""},
+    tiny_inputs={"height": 80, "width": 112, "num_frames": 9},
     scheduler=SCHEDULER,
     schedulers=SCHEDULERS,
     guidance_at=guidance_at,

@@ -1,25 +1,22 @@
 """Flux.2 text to image: black-forest-labs/FLUX.2-dev. The oracle is `diffusers.Flux2Pipeline`."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
 from ...sharding.shape import MeshShape
 from ..limits import FloatLimit, IntLimit
-from ..spec import Call, Component, HeadNorms, LatentGeometry, ModelSpec, Need, Report, Same, Settings, has_length
-from . import mistral3, video_vae
-from .layers import rotate
+from ..spec import Component, HeadNorms, LatentGeometry, ModelSpec, Need, Same, Settings
+from .autoencoders.flux2 import VAE_DECODER, VAE_ENCODER, decode, denormalize_latents, encode_image
+from .layers import JointProcessor, rotate
+from .text_encoders import mistral3
 
 PROMPT = "A beautiful sunset over the ocean"
-# Pixels of a token's side, and the most that a reference keeps.
-STRIDE, MAX_REFERENCE_AREA = 16, 1024 * 1024
 # What of the double blocks' arguments every chip needs whole; it comes split from the projections that make it.
 WHOLE = ("encoder_hidden_states", "temb_mod_img", "temb_mod_txt")
 
 if TYPE_CHECKING:
-    # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
     import jax
     import numpy as np
     import torch
@@ -111,38 +108,6 @@ def _project(hidden: "torch.Tensor", weight: "torch.Tensor") -> "torch.Tensor":
     return torch_bridge.call_jax(functools.partial(jnp.einsum, "bsd,god->bsgo"), hidden, weight)
 
 
-class DoubleProcessor:
-    """`Flux2AttnProcessor` of two sequences that stay apart; `image_rotary_emb`: the text's tables, the latents'."""
-
-    def __init__(self, attend: Callable[..., Any]) -> None:
-        self.attend = attend
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: "torch.Tensor",
-        encoder_hidden_states: "torch.Tensor",
-        attention_mask: None,
-        image_rotary_emb: "tuple[tuple[torch.Tensor, torch.Tensor], ...]",
-    ) -> "tuple[torch.Tensor, torch.Tensor]":
-        from ..programs import torch_bridge
-
-        def heads(x: "torch.Tensor", projections: tuple, norms: tuple, tables: tuple) -> "tuple[torch.Tensor, ...]":
-            query, key, value = (project(x).unflatten(-1, (-1, attn.head_dim)) for project in projections)
-            query, key = (
-                torch_bridge.call_jax(rotate, norm(x), *tables) for norm, x in zip(norms, (query, key), strict=True)
-            )
-            return query, key, value
-
-        text_tables, latent_tables = image_rotary_emb
-        latent = heads(hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k), latent_tables)
-        text_projections = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-        text_norms = (attn.norm_added_q, attn.norm_added_k)
-        text = heads(encoder_hidden_states, text_projections, text_norms, text_tables)
-        latent_out, text_out = torch_bridge.call_jax(self.attend, latent, text)
-        return attn.to_out[0](latent_out.flatten(2)), attn.to_add_out(text_out.flatten(2))
-
-
 class SingleProcessor:
     """`Flux2ParallelSelfAttnProcessor` on folded weights: query, key, value, then the feed-forward's gate and value."""
 
@@ -191,7 +156,7 @@ def prepare_denoiser(network: Any, sequence: Any) -> None:
         size = values["encoder_hidden_states"].shape[1]
         # With the references' tokens, which the latents' number does not count.
         tokens = replace(sequence, num_tokens=values["hidden_states"].shape[1])
-        double.block.attn.set_processor(DoubleProcessor(tokens.joint_attention))
+        double.block.attn.set_processor(JointProcessor(tokens.joint_attention))
         text = tuple(table[None, :size, None] for table in values["image_rotary_emb"])
         latent = tuple(sequence.pad_tokens(table[None, size:, None]) for table in values["image_rotary_emb"])
         whole = {name: sequence.constrain(values[name], "dp") for name in WHOLE}
@@ -226,95 +191,6 @@ def solver_arguments(
     return {"sigmas": sigmas, "mu": compute_empirical_mu(latent_shape[-2] * latent_shape[-1], steps)}
 
 
-def denormalize_latents(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
-    """LATENT holds what the denoiser works on; the decoder knows the scale."""
-    return sample
-
-
-def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
-    report(0, 1)
-    yield call("vae_decoder", decode_image, latents, partition="spatial")[0]
-    report(1, 1)
-
-
-def encode_image(
-    call: Call, image: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]
-) -> "dict[str, np.ndarray]":
-    """The latents of references, each at its own size: at most a megapixel, cut to multiples of 16, as upstream."""
-    import numpy as np
-    import torch
-    from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
-    from PIL import Image
-
-    processor, stride = Flux2ImageProcessor(vae_scale_factor=STRIDE), STRIDE
-    latents = {}
-    for index, array in enumerate(np.asarray(image)):
-        picture = processor.check_image_input(Image.fromarray((array * 255.0).round().astype(np.uint8)))
-        picture = processor._resize_if_exceeds_area(picture, MAX_REFERENCE_AREA)
-        width, height = (size // stride * stride for size in picture.size)
-        pixels = processor.preprocess(picture, height=height, width=width, resize_mode="crop")
-        # Pixels travel by the cell that becomes a token: so they are split over chips as latents are.
-        cells = torch.nn.functional.pixel_unshuffle(pixels, stride)
-        latents[f"reference_{index}"] = call("vae_encoder", encode_reference, cells, partition="spatial")[0]
-    return latents
-
-
-def encode_reference(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, None]":
-    """A picture in -1..1, `[1, 3 * 16 * 16, h, w]`, to normalised latents `[1, 128, h, w]`."""
-    import torch
-
-    vae.encoder.mid_block.attentions[0].set_processor(PictureProcessor())
-    moments = vae.encoder(torch.nn.functional.pixel_shuffle(cells, STRIDE))
-    moments = moments if vae.quant_conv is None else vae.quant_conv(moments)
-    latents = torch.nn.functional.pixel_unshuffle(moments.chunk(2, dim=1)[0], 2)
-    std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
-    return (latents - vae.bn.running_mean.view(1, -1, 1, 1)) / std, None
-
-
-def decode_image(vae: Any, latents: "torch.Tensor") -> "tuple[torch.Tensor, None]":
-    """`[1, 128, h, w]` to a picture `[1, 16h, 16w, 3]` in 0..1."""
-    import torch
-
-    vae.decoder.mid_block.attentions[0].set_processor(PictureProcessor())
-    std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
-    latents = latents * std + vae.bn.running_mean.view(1, -1, 1, 1)
-    image = vae.decode(torch.nn.functional.pixel_shuffle(latents, 2), return_dict=False)[0]
-    return video_vae.pixels(image.permute(0, 2, 3, 1)), None
-
-
-class PictureProcessor:
-    """`AttnProcessor2_0` of one head over a picture that stays one, so that rows and columns stay on their chips."""
-
-    def __call__(self, attn: Any, hidden_states: "torch.Tensor", temb: None = None, **_: Any) -> "torch.Tensor":
-        from ..programs import torch_bridge
-
-        normed = attn.group_norm(hidden_states).permute(0, 2, 3, 1)
-        attended = torch_bridge.call_jax(
-            attend_to_picture, *(project(normed) for project in (attn.to_q, attn.to_k, attn.to_v))
-        )
-        return hidden_states + attn.to_out[0](attended).permute(0, 3, 1, 2)
-
-
-def attend_to_picture(q: "jax.Array", k: "jax.Array", v: "jax.Array") -> "jax.Array":
-    """Exact attention of `[batch, height, width, dim]`: the softmax is carried over rows of keys, never whole."""
-    import jax
-    import jax.numpy as jnp
-
-    def row(carry: tuple, keys: tuple) -> tuple[tuple, None]:
-        top, total, out = carry
-        key, value = keys
-        scores = jnp.einsum("bhwd,bnd->bhwn", q, key, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-        higher = jnp.maximum(top, scores.max(axis=-1))
-        weights, kept = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
-        part = jnp.einsum("bhwn,bnd->bhwd", weights.astype(v.dtype), value, preferred_element_type=jnp.float32)
-        return (higher, total * kept + weights.sum(axis=-1), out * kept[..., None] + part), None
-
-    shape = q.shape[:-1]
-    start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(q.shape, jnp.float32))
-    (_, total, out), _ = jax.lax.scan(row, start, (jnp.moveaxis(k, 1, 0), jnp.moveaxis(v, 1, 0)))
-    return (out / total[..., None]).astype(q.dtype)
-
-
 TRANSFORMER_RULES = (
     Rule("transformer_blocks.*.attn.to_out.0.weight", (None, "fsdp_beside_tp", "heads")),
     Rule("transformer_blocks.*.attn.to_add_out.weight", (None, "fsdp_beside_tp", "heads")),
@@ -337,103 +213,57 @@ TRANSFORMER_RULES = (
 
 TRANSFORMER = Component(
     name="transformer",
-    folder="transformer",
     library="diffusers",
     class_name="Flux2Transformer2DModel",
-    config=MappingProxyType(
-        {
-            "attention_head_dim": 128,
-            "axes_dims_rope": (32, 32, 32, 32),
-            "eps": 1e-6,
-            "guidance_embeds": True,
-            "in_channels": 128,
-            "joint_attention_dim": 15360,
-            "mlp_ratio": 3.0,
-            "num_attention_heads": 48,
-            "num_layers": 8,
-            "num_single_layers": 48,
-            "patch_size": 1,
-            "rope_theta": 2000,
-            "timestep_guidance_channels": 256,
-        }
-    ),
-    tiny=MappingProxyType(
-        {
-            "attention_head_dim": 24,
-            "axes_dims_rope": (4, 8, 6, 6),
-            "joint_attention_dim": 120,
-            "num_attention_heads": 6,
-            "num_layers": 2,
-            "num_single_layers": 3,
-            "timestep_guidance_channels": 32,
-        }
-    ),
-    needs=MappingProxyType(
-        {
-            "in_channels": Need((128,)),
-            "joint_attention_dim": Same("text_encoder", "text_config.hidden_size", times=len(mistral3.STATES)),
-            # The single blocks' fused projections are split over chips in groups as wide as the heads together.
-            "mlp_ratio": Need(fits=is_whole, wording="a whole number"),
-            "out_channels": Need((None, 128)),
-            "patch_size": Need((1,)),
-        }
-    ),
+    config={
+        "attention_head_dim": 128,
+        "axes_dims_rope": (32, 32, 32, 32),
+        "eps": 1e-6,
+        "guidance_embeds": True,
+        "in_channels": 128,
+        "joint_attention_dim": 15360,
+        "mlp_ratio": 3.0,
+        "num_attention_heads": 48,
+        "num_layers": 8,
+        "num_single_layers": 48,
+        "patch_size": 1,
+        "rope_theta": 2000,
+        "timestep_guidance_channels": 256,
+    },
+    tiny={
+        "attention_head_dim": 24,
+        "axes_dims_rope": (4, 8, 6, 6),
+        "joint_attention_dim": 120,
+        "num_attention_heads": 6,
+        "num_layers": 2,
+        "num_single_layers": 3,
+        "timestep_guidance_channels": 32,
+    },
+    needs={
+        "in_channels": Need((128,)),
+        "joint_attention_dim": Same("text_encoder", "text_config.hidden_size", times=len(mistral3.STATES)),
+        # The single blocks' fused projections are split over chips in groups as wide as the heads together.
+        "mlp_ratio": Need(fits=is_whole, wording="a whole number"),
+        "out_channels": Need((None, 128)),
+        "patch_size": Need((1,)),
+    },
     blocks=("transformer_blocks", "single_transformer_blocks"),
     trim=fold_transformer,
     rules=TRANSFORMER_RULES,
 )
 
-# diffusers' names of attention's weights before 0.13.
-OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
-
-def _old_names(part: str) -> "MappingProxyType[str, str]":
-    path = f"{part}.mid_block.attentions.0"
-    return MappingProxyType({f"{path}.{old}.": f"{path}.{new}." for old, new in OLD_ATTENTION.items()})
-
-
-VAE_DECODER = Component(
-    name="vae_decoder",
-    folder="vae",
-    library="diffusers",
-    class_name="AutoencoderKLFlux2",
-    config=MappingProxyType({"block_out_channels": (128, 256, 512, 512), "latent_channels": 32}),
-    tiny=MappingProxyType({"block_out_channels": (6, 6, 12, 12), "latent_channels": 32, "norm_num_groups": 3}),
-    needs=MappingProxyType(
-        {
-            "block_out_channels": Need(fits=has_length(4), wording="4 numbers"),
-            "latent_channels": Need((32,)),
-            "mid_block_add_attention": Need((True,)),
-            "patch_size": Need(((2, 2),)),
-        }
-    ),
-    only=("decoder.", "post_quant_conv.", "bn."),
-    aliases=_old_names("decoder"),
-    # 0.1 GiB in all: whole on every chip.
-    rules=(Rule("decoder.**.weight", REPLICATED),),
-)
-
-VAE_ENCODER = replace(
-    VAE_DECODER,
-    name="vae_encoder",
-    only=("encoder.", "quant_conv.", "bn."),
-    aliases=_old_names("encoder"),
-    rules=(Rule("encoder.**.weight", REPLICATED),),
-)
-
-SCHEDULER = MappingProxyType(
-    {
-        "_class_name": "FlowMatchEulerDiscreteScheduler",
-        "base_image_seq_len": 256,
-        "base_shift": 0.5,
-        "max_image_seq_len": 4096,
-        "max_shift": 1.15,
-        "num_train_timesteps": 1000,
-        "shift": 3.0,
-        "time_shift_type": "exponential",
-        "use_dynamic_shifting": True,
-    }
-)
+SCHEDULER = {
+    "_class_name": "FlowMatchEulerDiscreteScheduler",
+    "base_image_seq_len": 256,
+    "base_shift": 0.5,
+    "max_image_seq_len": 4096,
+    "max_shift": 1.15,
+    "num_train_timesteps": 1000,
+    "shift": 3.0,
+    "time_shift_type": "exponential",
+    "use_dynamic_shifting": True,
+}
 
 SPEC = ModelSpec(
     name="flux2-dev",
@@ -447,17 +277,15 @@ SPEC = ModelSpec(
     components=(mistral3.TEXT_ENCODER, TRANSFORMER, VAE_DECODER, VAE_ENCODER),
     geometry=LatentGeometry(channels=128, stride_t=0, stride_hw=16, patch_thw=(1, 1, 1)),
     text_encoders=(mistral3.TEXT,),
-    inputs=MappingProxyType(
-        {
-            "height": IntLimit(default=1024, low=64, high=2048, multiple_of=16),
-            "width": IntLimit(default=1024, low=64, high=2048, multiple_of=16),
-            "num_inference_steps": IntLimit(default=50, low=1, high=100),
-            "guidance_scale": FloatLimit(default=4.0, low=0.0, high=20.0),
-            "seed": IntLimit(default=42, low=0, high=2**64 - 1),
-        }
-    ),
-    texts=MappingProxyType({"prompt": PROMPT}),
-    tiny_inputs=MappingProxyType({"height": 80, "width": 112}),
+    inputs={
+        "height": IntLimit(default=1024, low=64, high=2048, multiple_of=16),
+        "width": IntLimit(default=1024, low=64, high=2048, multiple_of=16),
+        "num_inference_steps": IntLimit(default=50, low=1, high=100),
+        "guidance_scale": FloatLimit(default=4.0, low=0.0, high=20.0),
+        "seed": IntLimit(default=42, low=0, high=2**64 - 1),
+    },
+    texts={"prompt": PROMPT},
+    tiny_inputs={"height": 80, "width": 112},
     scheduler=SCHEDULER,
     guidance="embedded",
     head_norms=(

@@ -3,19 +3,17 @@ CFG-distilled checkpoints (whose guider is off: see `guider`). The oracle is `di
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
 from ..limits import FloatLimit, IntLimit, Switch
 from ..spec import Component, HeadNorms, LatentGeometry, ModelSpec, Need, Same, Settings, StepReuse
 from . import layers
-from .hunyuan15_text import GLYPH_ENCODER, NEGATIVE_PROMPT, PROMPT, TEXT_ENCODER, TEXT_ENCODERS
-from .hunyuan15_vae import VAE_DECODER, decode, denormalize_latents
+from .autoencoders.hunyuan15 import VAE_DECODER, decode, denormalize_latents
+from .text_encoders.hunyuan15 import GLYPH_ENCODER, NEGATIVE_PROMPT, PROMPT, TEXT_ENCODER, TEXT_ENCODERS
 
 if TYPE_CHECKING:
-    # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
-    import jax
     import torch
 
 # Rows of `cond_type_embed`: what kind of text a token is.
@@ -121,55 +119,7 @@ def join_texts(
         image = transformer.image_embedder(inputs["image_embeds"]) + kind[IMAGE]
         lengths.insert(0, torch.full_like(lengths[0], image.shape[1]))
         parts.insert(0, image)
-    return torch_bridge.call_jax(valid_first, tuple(parts), tuple(lengths))
-
-
-def valid_first(parts: "tuple[jax.Array, ...]", lengths: "tuple[jax.Array, ...]") -> "tuple[jax.Array, jax.Array]":
-    """Joins sequences `[rows, size, dim]` so that the first `lengths` tokens of each come first, in order.
-
-    What follows them is not defined. Gives the total lengths too, `[rows]`.
-    """
-    import jax.numpy as jnp
-
-    position = jnp.arange(sum(part.shape[1] for part in parts))[None, :]
-    source = jnp.zeros_like(position)
-    start, offset = jnp.zeros_like(lengths[0]), 0
-    for part, length in zip(parts, lengths, strict=True):
-        # The later part overrides from where it starts on.
-        source = jnp.where(position >= start[:, None], offset + position - start[:, None], source)
-        start, offset = start + length, offset + part.shape[1]
-    joined = jnp.concatenate(parts, axis=1)
-    source = jnp.clip(source, 0, joined.shape[1] - 1)
-    return jnp.take_along_axis(joined, source[:, :, None], axis=1), start
-
-
-class JointProcessor:
-    """`HunyuanVideo15AttnProcessor2_0` with rotary embedding and attention in JAX; the mask is the text's length."""
-
-    def __init__(self, attend: Any) -> None:
-        self.attend = attend
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: "torch.Tensor",
-        encoder_hidden_states: "torch.Tensor",
-        attention_mask: "torch.Tensor",
-        image_rotary_emb: "tuple[torch.Tensor, torch.Tensor]",
-    ) -> "tuple[torch.Tensor, torch.Tensor]":
-        from ..programs import torch_bridge
-
-        def heads(source: "torch.Tensor", *projections: Any) -> "list[torch.Tensor]":
-            return [project(source).unflatten(2, (attn.heads, -1)) for project in projections]
-
-        query, key, value = heads(hidden_states, attn.to_q, attn.to_k, attn.to_v)
-        query, key = (
-            torch_bridge.call_jax(layers.rotate, x, *image_rotary_emb) for x in (attn.norm_q(query), attn.norm_k(key))
-        )
-        text = heads(encoder_hidden_states, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-        text[:2] = attn.norm_added_q(text[0]), attn.norm_added_k(text[1])
-        latent_out, text_out = torch_bridge.call_jax(self.attend, (query, key, value), tuple(text), attention_mask)
-        return attn.to_out[0](latent_out.flatten(2, 3)), attn.to_add_out(text_out.flatten(2, 3))
+    return torch_bridge.call_jax(layers.valid_first, tuple(parts), tuple(lengths))
 
 
 class RefinerProcessor:
@@ -199,93 +149,63 @@ def prepare_denoiser(network: Any, sequence: Any) -> None:
 
     transformer = network.module
     blocks = network.blocks("transformer_blocks")
-    blocks.block.attn.set_processor(JointProcessor(sequence.joint_attention))
+    blocks.block.attn.set_processor(layers.JointProcessor(sequence.joint_attention))
     for block in transformer.context_embedder.token_refiner.refiner_blocks:
         block.attn.set_processor(RefinerProcessor())
 
-    def enter(values: dict[str, Any]) -> dict[str, Any]:
-        tables = tuple(
-            sequence.constrain(sequence.pad_tokens(table[None, :, None]), None, "sp", None, None)
-            for table in values["freqs_cis"]
-        )
-        return {
-            **values,
-            "hidden_states": sequence.shard_tokens(values["hidden_states"]),
-            "encoder_hidden_states": sequence.constrain(values["encoder_hidden_states"], "dp", None, None),
-            "freqs_cis": tables,
-        }
-
+    enter = partial(layers.enter_joint, sequence, "freqs_cis")
     blocks.scan = sequence.scan("transformer_blocks", enter, ("hidden_states", "encoder_hidden_states"))
     projection = transformer.x_embedder.proj
     projection.forward = types.MethodType(layers.embed_patches, projection)
 
 
-_GATHERED = (("fsdp", None), ((None, "fsdp"),))
-_BLOCK_GATHERED = ((None, "fsdp", None), ((None, None, "fsdp"),))
-
 TRANSFORMER = Component(
     name="transformer",
-    folder="transformer",
     library="diffusers",
     class_name="HunyuanVideo15Transformer3DModel",
-    config=MappingProxyType(
-        {
-            "attention_head_dim": 128,
-            "image_embed_dim": 1152,
-            "in_channels": 65,
-            "mlp_ratio": 4.0,
-            "num_attention_heads": 16,
-            "num_layers": 54,
-            "num_refiner_layers": 2,
-            "out_channels": 32,
-            "patch_size": 1,
-            "patch_size_t": 1,
-            "qk_norm": "rms_norm",
-            "rope_axes_dim": (16, 56, 56),
-            "rope_theta": 256.0,
-            "target_size": 960,
-            "task_type": "t2v",
-            "text_embed_2_dim": 1472,
-            "text_embed_dim": 3584,
-            "use_meanflow": False,
-        }
-    ),
-    tiny=MappingProxyType(
-        {
-            "attention_head_dim": 20,
-            "image_embed_dim": 28,
-            "in_channels": 65,
-            "mlp_ratio": 3.0,
-            "num_attention_heads": 6,
-            "num_layers": 3,
-            "num_refiner_layers": 2,
-            "out_channels": 32,
-            "patch_size": 1,
-            "patch_size_t": 1,
-            "qk_norm": "rms_norm",
-            "rope_axes_dim": (4, 8, 8),
-            "rope_theta": 256.0,
-            "target_size": 96,
-            "task_type": "t2v",
-            "text_embed_2_dim": 44,
-            "text_embed_dim": 60,
-            "use_meanflow": False,
-        }
-    ),
-    needs=MappingProxyType(
-        {
-            # Latents, a picture's latents and the mask of what is given.
-            "in_channels": Need((2 * 32 + 1,)),
-            "out_channels": Need((32,)),
-            "patch_size": Need((1,)),
-            "patch_size_t": Need((1,)),
-            "qk_norm": Need(("rms_norm",)),
-            "text_embed_2_dim": Same("text_encoder_2", "d_model"),
-            "text_embed_dim": Same("text_encoder", "hidden_size"),
-            # Step-distilled checkpoints are told the next timestep too.
-            "use_meanflow": Need((False,)),
-        }
-    ),
+    config={
+        "attention_head_dim": 128,
+        "image_embed_dim": 1152,
+        "in_channels": 65,
+        "mlp_ratio": 4.0,
+        "num_attention_heads": 16,
+        "num_layers": 54,
+        "num_refiner_layers": 2,
+        "out_channels": 32,
+        "patch_size": 1,
+        "patch_size_t": 1,
+        "qk_norm": "rms_norm",
+        "rope_axes_dim": (16, 56, 56),
+        "rope_theta": 256.0,
+        "target_size": 960,
+        "task_type": "t2v",
+        "text_embed_2_dim": 1472,
+        "text_embed_dim": 3584,
+        "use_meanflow": False,
+    },
+    tiny={
+        "attention_head_dim": 20,
+        "image_embed_dim": 28,
+        "mlp_ratio": 3.0,
+        "num_attention_heads": 6,
+        "num_layers": 3,
+        "rope_axes_dim": (4, 8, 8),
+        "target_size": 96,
+        "text_embed_2_dim": 44,
+        "text_embed_dim": 60,
+    },
+    needs={
+        # Latents, a picture's latents and the mask of what is given.
+        "in_channels": Need((2 * 32 + 1,)),
+        "out_channels": Need((32,)),
+        "patch_size": Need((1,)),
+        "patch_size_t": Need((1,)),
+        "qk_norm": Need(("rms_norm",)),
+        "text_embed_2_dim": Same("text_encoder_2", "d_model"),
+        "text_embed_dim": Same("text_encoder", "hidden_size"),
+        # Step-distilled checkpoints are told the next timestep too.
+        "use_meanflow": Need((False,)),
+    },
     blocks=("transformer_blocks",),
     rules=(
         Rule("transformer_blocks.**.bias", REPLICATED),
@@ -293,30 +213,28 @@ TRANSFORMER = Component(
         # Modulation is of one vector: where its weights lie, it is computed, and the vector is gathered.
         Rule("transformer_blocks.*.norm1.linear.weight", (None, "all_embed", None)),
         Rule("transformer_blocks.*.norm1_context.linear.weight", (None, "all_embed", None)),
-        Rule("transformer_blocks.*.attn.to_out.0.weight", *_BLOCK_GATHERED),
-        Rule("transformer_blocks.*.attn.*.weight", *_BLOCK_GATHERED),
-        Rule("transformer_blocks.*.*.net.0.proj.weight", *_BLOCK_GATHERED),
-        Rule("transformer_blocks.*.*.net.2.weight", *_BLOCK_GATHERED),
+        Rule("transformer_blocks.*.attn.to_out.0.weight", *layers.BLOCK_GATHERED),
+        Rule("transformer_blocks.*.attn.*.weight", *layers.BLOCK_GATHERED),
+        Rule("transformer_blocks.*.*.net.0.proj.weight", *layers.BLOCK_GATHERED),
+        Rule("transformer_blocks.*.*.net.2.weight", *layers.BLOCK_GATHERED),
         Rule("context_embedder.token_refiner.refiner_blocks.*.norm*.weight", REPLICATED),
-        Rule("context_embedder.token_refiner.refiner_blocks.**.weight", *_GATHERED),
-        Rule("context_embedder.proj_in.weight", *_GATHERED),
-        Rule("context_embedder.time_text_embed.*.*.weight", *_GATHERED),
-        Rule("context_embedder_2.linear_*.weight", *_GATHERED),
-        Rule("image_embedder.linear_*.weight", *_GATHERED),
-        Rule("time_embed.timestep_embedder.*.weight", *_GATHERED),
-        Rule("norm_out.linear.weight", *_GATHERED),
+        Rule("context_embedder.token_refiner.refiner_blocks.**.weight", *layers.GATHERED),
+        Rule("context_embedder.proj_in.weight", *layers.GATHERED),
+        Rule("context_embedder.time_text_embed.*.*.weight", *layers.GATHERED),
+        Rule("context_embedder_2.linear_*.weight", *layers.GATHERED),
+        Rule("image_embedder.linear_*.weight", *layers.GATHERED),
+        Rule("time_embed.timestep_embedder.*.weight", *layers.GATHERED),
+        Rule("norm_out.linear.weight", *layers.GATHERED),
     ),
 )
 
 # As the published 720p checkpoint configures it; 480p has a shift of 5.
-SCHEDULER = MappingProxyType(
-    {
-        "_class_name": "FlowMatchEulerDiscreteScheduler",
-        "num_train_timesteps": 1000,
-        "shift": 9.0,
-        "use_dynamic_shifting": False,
-    }
-)
+SCHEDULER = {
+    "_class_name": "FlowMatchEulerDiscreteScheduler",
+    "num_train_timesteps": 1000,
+    "shift": 9.0,
+    "use_dynamic_shifting": False,
+}
 
 SPEC = ModelSpec(
     name="hunyuanvideo1.5-t2v-720p",
@@ -330,33 +248,29 @@ SPEC = ModelSpec(
     components=(TEXT_ENCODER, GLYPH_ENCODER, TRANSFORMER, VAE_DECODER),
     geometry=LatentGeometry(channels=32, stride_t=4, stride_hw=16, patch_thw=(1, 1, 1)),
     text_encoders=TEXT_ENCODERS,
-    inputs=MappingProxyType(
-        {
-            "height": IntLimit(default=720, low=64, high=1920, multiple_of=16),
-            "width": IntLimit(default=1280, low=64, high=1920, multiple_of=16),
-            "num_frames": IntLimit(default=121, low=1, high=241, multiple_of=4, plus=1),
-            "num_inference_steps": IntLimit(default=50, low=1, high=100),
-            # Below 1 upstream still guides, by less than the prompt alone.
-            "guidance_scale": FloatLimit(default=6.0, low=1.0, high=20.0),
-            "seed": IntLimit(default=42, low=0, high=2**64 - 1),
-            # 0: the checkpoint's own shift, which differs between 480p, 720p and image to video.
-            "flow_shift": FloatLimit(default=0.0, low=0.0, high=20.0, step=0.5),
-            "fps": IntLimit(default=24, low=1, high=120),
-            "step_cache": Switch(default=False),
-            # Reuse is for the middle of 50 steps: the first compose the video, the last draw its details.
-            "cache_start": IntLimit(default=11, low=0, high=100),
-            "cache_end": IntLimit(default=45, low=0, high=100),
-            "cache_interval": IntLimit(default=4, low=1, high=100),
-        }
-    ),
-    texts=MappingProxyType({"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT}),
-    tiny_inputs=MappingProxyType({"height": 80, "width": 112, "num_frames": 9}),
+    inputs={
+        "height": IntLimit(default=720, low=64, high=1920, multiple_of=16),
+        "width": IntLimit(default=1280, low=64, high=1920, multiple_of=16),
+        "num_frames": IntLimit(default=121, low=1, high=241, multiple_of=4, plus=1),
+        "num_inference_steps": IntLimit(default=50, low=1, high=100),
+        # Below 1 upstream still guides, by less than the prompt alone.
+        "guidance_scale": FloatLimit(default=6.0, low=1.0, high=20.0),
+        "seed": IntLimit(default=42, low=0, high=2**64 - 1),
+        # 0: the checkpoint's own shift, which differs between 480p, 720p and image to video.
+        "flow_shift": FloatLimit(default=0.0, low=0.0, high=20.0, step=0.5),
+        "fps": IntLimit(default=24, low=1, high=120),
+        "step_cache": Switch(default=False),
+        # Reuse is for the middle of 50 steps: the first compose the video, the last draw its details.
+        "cache_start": IntLimit(default=11, low=0, high=100),
+        "cache_end": IntLimit(default=45, low=0, high=100),
+        "cache_interval": IntLimit(default=4, low=1, high=100),
+    },
+    texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},
+    tiny_inputs={"height": 80, "width": 112, "num_frames": 9},
     scheduler=SCHEDULER,
     shift_key="shift",
-    index=MappingProxyType({"guider": ("diffusers", "ClassifierFreeGuidance")}),
-    files=MappingProxyType(
-        {"guider/guider_config.json": {"_class_name": "ClassifierFreeGuidance", "guidance_scale": 6.0}}
-    ),
+    index={"guider": ("diffusers", "ClassifierFreeGuidance")},
+    files={"guider/guider_config.json": {"_class_name": "ClassifierFreeGuidance", "guidance_scale": 6.0}},
     head_norms=(
         HeadNorms(
             queries=("transformer_blocks.*.attn.norm_q", "transformer_blocks.*.attn.norm_added_q"),

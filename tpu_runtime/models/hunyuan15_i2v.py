@@ -5,13 +5,12 @@ what SigLIP sees in it as text; all else is as in text to video.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
 from ..spec import Call, Component, Need, Same, Settings
 from . import hunyuan15
-from .hunyuan15_vae import VAE_DECODER, prepare_image_encoder
+from .autoencoders.hunyuan15 import VAE_DECODER, prepare_image_encoder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,37 +77,28 @@ def vision_pixels(image: "torch.Tensor") -> "torch.Tensor":
 
 IMAGE_ENCODER = Component(
     name="image_encoder",
-    folder="image_encoder",
     library="transformers",
     class_name="SiglipVisionModel",
-    config=MappingProxyType(
-        {
-            "hidden_size": 1152,
-            "image_size": VISION_SIZE,
-            "intermediate_size": 4304,
-            "num_attention_heads": 16,
-            "num_hidden_layers": 27,
-            "patch_size": 14,
-        }
-    ),
-    tiny=MappingProxyType(
-        {
-            "architectures": ["SiglipVisionModel"],
-            "hidden_size": 28,
-            "image_size": VISION_SIZE,
-            "intermediate_size": 50,
-            "num_attention_heads": 7,
-            "num_hidden_layers": 3,
-            "patch_size": 14,
-        }
-    ),
-    needs=MappingProxyType(
-        {"image_size": Need((VISION_SIZE,), required=True), "patch_size": Need((14,), required=True)}
-    ),
+    config={
+        "hidden_size": 1152,
+        "image_size": VISION_SIZE,
+        "intermediate_size": 4304,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+    },
+    tiny={
+        "architectures": ["SiglipVisionModel"],
+        "hidden_size": 28,
+        "intermediate_size": 50,
+        "num_attention_heads": 7,
+        "num_hidden_layers": 3,
+    },
+    needs={"image_size": Need((VISION_SIZE,), required=True), "patch_size": Need((14,), required=True)},
     blocks=("encoder.layers",),
     only=("embeddings.", "encoder.", "post_layernorm."),
     # As transformers 4 wrote it, and so as it is published.
-    aliases=MappingProxyType({"vision_model.": ""}),
+    aliases={"vision_model.": ""},
     trim=trim_vision,
     rules=(
         Rule("embeddings.*.weight", REPLICATED),
@@ -120,17 +110,14 @@ IMAGE_ENCODER = Component(
 )
 
 VAE_ENCODER = replace(
-    VAE_DECODER,
-    name="vae_encoder",
-    only=("encoder.",),
-    rules=(Rule("encoder.**.weight", REPLICATED),),
+    VAE_DECODER, name="vae_encoder", only=("encoder.",), rules=(Rule("encoder.**.weight", REPLICATED),)
 )
 
 _TRANSFORMER = replace(
     hunyuan15.TRANSFORMER,
-    config=MappingProxyType({**hunyuan15.TRANSFORMER.config, "task_type": "i2v"}),
-    tiny=MappingProxyType({**hunyuan15.TRANSFORMER.tiny, "task_type": "i2v"}),
-    needs=MappingProxyType({**hunyuan15.TRANSFORMER.needs, "image_embed_dim": Same("image_encoder", "hidden_size")}),
+    config={**hunyuan15.TRANSFORMER.config, "task_type": "i2v"},
+    tiny={**hunyuan15.TRANSFORMER.tiny, "task_type": "i2v"},
+    needs={**hunyuan15.TRANSFORMER.needs, "image_embed_dim": Same("image_encoder", "hidden_size")},
 )
 
 PROMPT = (
@@ -145,29 +132,20 @@ SPEC = replace(
     hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
     tiny_id="tiny/hunyuan15i2v",
     pipeline_classes=("HunyuanVideo15ImageToVideoPipeline",),
-    components=(
-        hunyuan15.TEXT_ENCODER,
-        hunyuan15.GLYPH_ENCODER,
-        IMAGE_ENCODER,
-        _TRANSFORMER,
-        VAE_ENCODER,
-        VAE_DECODER,
-    ),
-    texts=MappingProxyType({"prompt": PROMPT, "negative_prompt": hunyuan15.NEGATIVE_PROMPT}),
-    scheduler=MappingProxyType({**hunyuan15.SCHEDULER, "shift": 7.0}),
-    index=MappingProxyType({**hunyuan15.SPEC.index, "feature_extractor": ("transformers", "SiglipImageProcessor")}),
-    files=MappingProxyType(
-        {
-            **hunyuan15.SPEC.files,
-            "feature_extractor/preprocessor_config.json": {
-                "image_processor_type": "SiglipImageProcessor",
-                "image_mean": [0.5, 0.5, 0.5],
-                "image_std": [0.5, 0.5, 0.5],
-                "resample": 3,
-                "size": {"height": VISION_SIZE, "width": VISION_SIZE},
-            },
-        }
-    ),
+    components=(hunyuan15.TEXT_ENCODER, hunyuan15.GLYPH_ENCODER, IMAGE_ENCODER, _TRANSFORMER, VAE_ENCODER, VAE_DECODER),
+    texts={"prompt": PROMPT, "negative_prompt": hunyuan15.NEGATIVE_PROMPT},
+    scheduler={**hunyuan15.SCHEDULER, "shift": 7.0},
+    index={**hunyuan15.SPEC.index, "feature_extractor": ("transformers", "SiglipImageProcessor")},
+    files={
+        **hunyuan15.SPEC.files,
+        "feature_extractor/preprocessor_config.json": {
+            "image_processor_type": "SiglipImageProcessor",
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "resample": 3,
+            "size": {"height": VISION_SIZE, "width": VISION_SIZE},
+        },
+    },
     condition_shapes=condition_shapes,
     encode_image=encode_image,
 )

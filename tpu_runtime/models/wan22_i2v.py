@@ -5,17 +5,16 @@ Two experts of Wan 2.1's architecture, each for its part of the timesteps, and a
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
 from ..limits import FloatLimit, IntLimit
 from ..spec import Call, Need, Settings
 from . import wan21
+from .autoencoders import wan as wan_vae
 from .wan21 import NEGATIVE_PROMPT
 
 if TYPE_CHECKING:
-    # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
     import numpy as np
     import torch
 
@@ -59,7 +58,7 @@ def encode_image(
         latent, caches = call("vae_encoder", encode_grey, caches, partition="spatial", carries=True)
         latents.append(latent)
     video = torch.from_numpy(np.concatenate(latents, axis=2))
-    mean, std = wan21.latent_stats(vae_config)
+    mean, std = wan_vae.latent_stats(vae_config)
     mask = torch.zeros(1, STRIDE_T, *video.shape[2:])
     mask[:, :, 0] = 1.0
     return {"condition": torch.cat([mask, (video - mean) * (1.0 / std)], dim=1).numpy()}
@@ -115,16 +114,16 @@ def lengthened(caches: list, shapes: list, like: "torch.Tensor") -> "list[torch.
 
 _EXPERT = replace(
     wan21.TRANSFORMER,
-    config=MappingProxyType({**wan21.TRANSFORMER.config, "in_channels": 36}),
-    tiny=MappingProxyType({**wan21.TRANSFORMER.tiny, "in_channels": 36, "num_layers": 2}),
-    needs=MappingProxyType({**wan21.TRANSFORMER.needs, "in_channels": Need((36,), required=True)}),
+    config={**wan21.TRANSFORMER.config, "in_channels": 36},
+    tiny={**wan21.TRANSFORMER.tiny, "in_channels": 36, "num_layers": 2},
+    needs={**wan21.TRANSFORMER.needs, "in_channels": Need((36,), required=True)},
     # 1.4 MiB, where Wan 2.1's has 0.6.
     rules=(*wan21.TRANSFORMER.rules, Rule("patch_embedding.weight", REPLICATED)),
 )
 EXPERTS = (_EXPERT, replace(_EXPERT, name="transformer_2", folder="transformer_2"))
 
 VAE_ENCODER = replace(
-    wan21.VAE_DECODER,
+    wan_vae.VAE_DECODER,
     name="vae_encoder",
     only=("encoder.", "quant_conv."),
     # 0.1 GiB in all: whole on every chip.
@@ -142,21 +141,19 @@ SPEC = replace(
     hub_id="Wan-AI/Wan2.2-I2V-A14B-Diffusers",
     tiny_id="tiny/wan22i2v",
     pipeline_classes=("WanImageToVideoPipeline",),
-    components=(wan21.TEXT_ENCODER, *EXPERTS, VAE_ENCODER, wan21.VAE_DECODER),
-    inputs=MappingProxyType(
-        {
-            **_LIMITS,
-            "num_inference_steps": IntLimit(default=40, low=1, high=100),
-            "guidance_scale": FloatLimit(default=3.5, low=0.0, high=20.0),
-            "guidance_scale_2": FloatLimit(default=3.5, low=0.0, high=20.0),
-            "seed": replace(wan21.SPEC.inputs["seed"], default=0),
-            "shift": FloatLimit(default=5.0, low=0.1, high=20.0, step=0.5),
-        }
-    ),
-    texts=MappingProxyType({"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT}),
+    components=(wan21.TEXT_ENCODER, *EXPERTS, VAE_ENCODER, wan_vae.VAE_DECODER),
+    inputs={
+        **_LIMITS,
+        "num_inference_steps": IntLimit(default=40, low=1, high=100),
+        "guidance_scale": FloatLimit(default=3.5, low=0.0, high=20.0),
+        "guidance_scale_2": FloatLimit(default=3.5, low=0.0, high=20.0),
+        "seed": replace(wan21.SPEC.inputs["seed"], default=0),
+        "shift": FloatLimit(default=5.0, low=0.1, high=20.0, step=0.5),
+    },
+    texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},
     experts=tuple(expert.name for expert in EXPERTS),
     # The first expert composes: it runs while the timestep is at least this share of the training timesteps.
-    index=MappingProxyType({"boundary_ratio": 0.9}),
+    index={"boundary_ratio": 0.9},
     forward=forward,
     condition_shapes=condition_shapes,
     encode_image=encode_image,

@@ -2,18 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ...sharding.rules import Rule
-from ..spec import Component, Need, TextEncoding
+from ....sharding.rules import Rule
+from ...spec import Component, Need, TextEncoding
 
 MAX_TOKENS = 512
 # The states after this many layers of the text encoder, side by side, are the prompt; later layers are not needed.
 STATES = (10, 20, 30)
 
 if TYPE_CHECKING:
-    # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
     import numpy as np
     import torch
 
@@ -54,7 +52,7 @@ def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.nd
     from diffusers.pipelines.flux2.pipeline_flux2 import format_input
     from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 
-    from .. import tokens
+    from ... import tokens
 
     chats = format_input(prompts=list(prompts), system_message=SYSTEM_MESSAGE)
     return tokens.tokenize_chats(tokenizer, chats, MAX_TOKENS, add_generation_prompt=False)
@@ -66,7 +64,7 @@ def encode_text(module: "torch.nn.Module", ids: "torch.Tensor", mask: "torch.Ten
 
     import torch
 
-    from ..programs.modules import Scan
+    from ...programs.modules import Scan
 
     model: Any = module.get_submodule("model.language_model")
     layers = model.layers
@@ -120,69 +118,61 @@ TEXT_NAMES = {
 
 TEXT_ENCODER = Component(
     name="text_encoder",
-    folder="text_encoder",
     library="transformers",
     class_name="Mistral3ForConditionalGeneration",
     # The vision tower is never used and keeps upstream's defaults.
-    config=MappingProxyType(
-        {
-            "text_config": {
-                "head_dim": 128,
-                "hidden_size": 5120,
-                "intermediate_size": 32768,
-                "max_position_embeddings": 131072,
-                "model_type": "mistral",
-                "num_attention_heads": 32,
-                "num_hidden_layers": 40,
-                "num_key_value_heads": 8,
-                "rms_norm_eps": 1e-05,
-                "rope_theta": 1000000000.0,
-                "sliding_window": None,
-                "vocab_size": 131072,
-            },
+    config={
+        "text_config": {
+            "head_dim": 128,
+            "hidden_size": 5120,
+            "intermediate_size": 32768,
+            "max_position_embeddings": 131072,
+            "model_type": "mistral",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000000.0,
+            "sliding_window": None,
+            "vocab_size": 131072,
         }
-    ),
-    tiny=MappingProxyType(
-        {
-            "image_token_index": 7,
-            "text_config": {
-                "head_dim": 12,
-                "hidden_size": 40,
-                "intermediate_size": 72,
-                "max_position_embeddings": 1024,
-                "model_type": "mistral",
-                "num_attention_heads": 6,
-                "num_hidden_layers": 31,
-                "num_key_value_heads": 2,
-                "rms_norm_eps": 1e-05,
-                "rope_theta": 10000.0,
-                "sliding_window": None,
-                "vocab_size": 280,
-            },
-            "vision_config": {
-                "head_dim": 8,
-                "hidden_size": 16,
-                "image_size": 28,
-                "intermediate_size": 24,
-                "model_type": "pixtral",
-                "num_attention_heads": 2,
-                "num_hidden_layers": 1,
-                "patch_size": 14,
-            },
-        }
-    ),
-    needs=MappingProxyType(
-        {
-            "text_config.num_hidden_layers": Need(
-                fits=lambda layers: isinstance(layers, int) and layers >= max(STATES),
-                wording=f"{max(STATES)} or more",
-            )
-        }
-    ),
+    },
+    tiny={
+        "image_token_index": 7,
+        "text_config": {
+            "head_dim": 12,
+            "hidden_size": 40,
+            "intermediate_size": 72,
+            "max_position_embeddings": 1024,
+            "model_type": "mistral",
+            "num_attention_heads": 6,
+            "num_hidden_layers": 31,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 10000.0,
+            "sliding_window": None,
+            "vocab_size": 280,
+        },
+        "vision_config": {
+            "head_dim": 8,
+            "hidden_size": 16,
+            "image_size": 28,
+            "intermediate_size": 24,
+            "model_type": "pixtral",
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "patch_size": 14,
+        },
+    },
+    needs={
+        "text_config.num_hidden_layers": Need(
+            fits=lambda layers: isinstance(layers, int) and layers >= max(STATES), wording=f"{max(STATES)} or more"
+        )
+    },
     blocks=("model.language_model.layers",),
     layers=slice(max(STATES)),
     only=("model.language_model.embed_tokens.", "model.language_model.layers."),
-    aliases=MappingProxyType(TEXT_NAMES),
+    aliases=TEXT_NAMES,
     rules=(
         Rule("model.language_model.embed_tokens.weight", (None, "all_embed")),
         Rule("model.language_model.layers.*.self_attn.o_proj.weight", (None, None, "all_heads")),

@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ...sharding.rules import REPLICATED, Rule
-from ..spec import Component, Need, TextEncoding
+from ....sharding.rules import Rule
+from ...spec import Component, Need, TextEncoding
+from . import t5
 
 if TYPE_CHECKING:
-    # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
     import numpy as np
     import torch
 
@@ -29,7 +28,7 @@ def system_message() -> str:
     """What upstream tells the language model before the prompt."""
     import inspect
 
-    from diffusers import HunyuanVideo15Pipeline
+    from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import HunyuanVideo15Pipeline
 
     return inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters["system_message"].default
 
@@ -38,7 +37,7 @@ def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.nd
     """Ids `[rows, 108 + 1000]` of a conversation with the prompt; the mask `[rows, 1000]` of what follows 108."""
     from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
 
-    from .. import tokens
+    from ... import tokens
 
     chats = format_text_input(list(prompts), system_message())
     ids, mask = tokens.tokenize_chats(tokenizer, chats, PREFIX + MAX_TOKENS, add_generation_prompt=True)
@@ -108,7 +107,7 @@ def write_tokenizer(folder: Path) -> None:
     bpe_folder.rmdir()
     Qwen2Tokenizer(
         vocab={**vocab, "<|endoftext|>": len(vocab)},
-        merges=merges,
+        merges=merges,  # pyright: ignore[reportArgumentType] - pairs, whatever the hint says
         additional_special_tokens=["<|im_start|>", "<|im_end|>"],
         chat_template=CHAT_TEMPLATE,
         padding_side="right",
@@ -123,58 +122,49 @@ def write_glyph_tokenizer(folder: Path) -> None:
 
 TEXT_ENCODER = Component(
     name="text_encoder",
-    folder="text_encoder",
     library="transformers",
     class_name="Qwen2_5_VLTextModel",
-    config=MappingProxyType(
-        {
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "max_position_embeddings": 128000,
-            "max_window_layers": 28,
-            "num_attention_heads": 28,
-            "num_hidden_layers": 28,
-            "num_key_value_heads": 4,
-            "rms_norm_eps": 1e-6,
-            "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"},
-            "rope_theta": 1000000.0,
-            "vocab_size": 152064,
-        }
-    ),
-    tiny=MappingProxyType(
-        {
-            "architectures": ["Qwen2_5_VLTextModel"],
-            "hidden_size": 60,
-            "intermediate_size": 100,
-            "max_position_embeddings": 2048,
-            "max_window_layers": 5,
-            "num_attention_heads": 6,
-            "num_hidden_layers": 5,
-            "num_key_value_heads": 2,
-            "rms_norm_eps": 1e-6,
-            "rope_scaling": {"mrope_section": [1, 2, 2], "rope_type": "default", "type": "default"},
-            "rope_theta": 1000000.0,
-            "vocab_size": 703,
-            "bos_token_id": None,
-            "eos_token_id": 700,
-            # Large enough that a prompt's words matter.
-            "initializer_range": 0.2,
-        }
-    ),
-    needs=MappingProxyType(
-        {
-            "num_hidden_layers": Need(
-                fits=lambda layers: isinstance(layers, int) and layers > LAYERS_SKIPPED,
-                wording=f"more than {LAYERS_SKIPPED}",
-            ),
-            "use_sliding_window": Need((False,)),
-        }
-    ),
+    config={
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 128000,
+        "max_window_layers": 28,
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"},
+        "rope_theta": 1000000.0,
+        "vocab_size": 152064,
+    },
+    tiny={
+        "architectures": ["Qwen2_5_VLTextModel"],
+        "hidden_size": 60,
+        "intermediate_size": 100,
+        "max_position_embeddings": 2048,
+        "max_window_layers": 5,
+        "num_attention_heads": 6,
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 2,
+        "rope_scaling": {"mrope_section": [1, 2, 2], "rope_type": "default", "type": "default"},
+        "vocab_size": 703,
+        "bos_token_id": None,
+        "eos_token_id": 700,
+        # Large enough that a prompt's words matter.
+        "initializer_range": 0.2,
+    },
+    needs={
+        "num_hidden_layers": Need(
+            fits=lambda layers: isinstance(layers, int) and layers > LAYERS_SKIPPED,
+            wording=f"more than {LAYERS_SKIPPED}",
+        ),
+        "use_sliding_window": Need((False,)),
+    },
     blocks=("layers",),
     layers=slice(-LAYERS_SKIPPED),
     only=("embed_tokens.", "layers."),
     # The whole model's names: before and since transformers 4.52, and its part without the head.
-    aliases=MappingProxyType({"model.": "", "model.language_model.": "", "language_model.": ""}),
+    aliases={"model.": "", "model.language_model.": "", "language_model.": ""},
     trim=trim_text,
     rules=(
         Rule("embed_tokens.weight", (None, "all_embed")),
@@ -185,56 +175,15 @@ TEXT_ENCODER = Component(
     ),
 )
 
-GLYPH_ENCODER = Component(
+GLYPH_ENCODER = t5.encoder(
     name="text_encoder_2",
-    folder="text_encoder_2",
-    library="transformers",
-    class_name="T5EncoderModel",
     # ByT5-small with the 1126 tokens for fonts and colours of Glyph-SDXL-v2.
-    config=MappingProxyType(
-        {
-            "d_ff": 3584,
-            "d_kv": 64,
-            "d_model": 1472,
-            "feed_forward_proj": "gated-gelu",
-            "num_heads": 6,
-            "num_layers": 12,
-            "relative_attention_max_distance": 128,
-            "relative_attention_num_buckets": 32,
-            "vocab_size": 1510,
-        }
-    ),
-    tiny=MappingProxyType(
-        {
-            "d_ff": 90,
-            "d_kv": 10,
-            "d_model": 44,
-            "dropout_rate": 0.0,
-            "feed_forward_proj": "gated-gelu",
-            "num_heads": 3,
-            "num_layers": 2,
-            "relative_attention_max_distance": 128,
-            "relative_attention_num_buckets": 32,
-            "vocab_size": 384,
-        }
-    ),
-    needs=MappingProxyType({"feed_forward_proj": Need(("gated-gelu",), required=True)}),
-    aliases=MappingProxyType({"encoder.embed_tokens.weight": "shared.weight", "transformer.": ""}),
-    rules=(
-        Rule("shared.weight", (None, "all_embed")),
-        Rule("encoder.block.*.layer.0.SelfAttention.relative_attention_bias.weight", REPLICATED),
-        Rule("encoder.block.*.layer.0.SelfAttention.o.weight", (None, "all_heads")),
-        Rule("encoder.block.*.layer.0.SelfAttention.*.weight", ("all_heads", None)),
-        Rule("encoder.block.*.layer.1.DenseReluDense.wo.weight", (None, "all_mlp")),
-        Rule("encoder.block.*.layer.1.DenseReluDense.*.weight", ("all_mlp", None)),
-    ),
+    config={"d_ff": 3584, "d_kv": 64, "d_model": 1472, "num_heads": 6, "num_layers": 12, "vocab_size": 1510},
+    tiny={"d_ff": 90, "d_kv": 10, "d_model": 44, "num_heads": 3, "num_layers": 2, "vocab_size": 384},
 )
 
 TEXT_ENCODERS = (
     TextEncoding(
-        name="text",
-        component="text_encoder",
-        tokenizer_folder="tokenizer",
         tokenizer_class="Qwen2Tokenizer",
         max_length=MAX_TOKENS,
         prefix=PREFIX,

@@ -2,15 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ...sharding.rules import REPLICATED, Rule
-from ..spec import Call, Component, Need, Report, Settings, has_length
-from . import video_vae
+from ....sharding.rules import REPLICATED, Rule
+from ...spec import Call, Component, Need, Report, Settings, has_length
+from .frames import decode_by_frame, pixels
 
 if TYPE_CHECKING:
-    # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
     import jax
     import torch
 
@@ -24,16 +22,14 @@ def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any
     import torch
 
     unseen = torch.zeros(latents[:, :1].shape)
-    return video_vae.decode_by_frame(
-        call, latents, report, before_first=before_first, decode_next=decode_next, given=(unseen,)
-    )
+    return decode_by_frame(call, latents, report, before_first=before_first, decode_next=decode_next, given=(unseen,))
 
 
 def before_first(vae: Any, latent: "torch.Tensor", unseen: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
     """The memory before the first latent frame. `unseen`: zeros `[1, 1, T, h, w]` for a video of T."""
     import torch
 
-    from ..programs import torch_bridge
+    from ...programs import torch_bridge
 
     shapes = torch_bridge.shapes(lambda *given: decode_next(vae, given[0], [given[1]])[1], latent, unseen)
     return latent[:, :1], [torch.zeros(shape, dtype=latent.dtype, device=latent.device) for shape in shapes]
@@ -51,17 +47,17 @@ def decode_next(
     import torch
     from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as upstream
 
-    from ..programs import torch_bridge
+    from ...programs import torch_bridge
 
     seen, *past_inputs = memory
     given, is_first = iter(past_inputs), seen.amax() == 0
     seen = torch.cat([seen[:, :, 1:], torch.ones_like(seen[:, :, :1])], dim=2)
     kept = [seen]
 
-    def convolve_later(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
-        alone = repeated(conv, x)
+    def convolve_later(conv: Any, hidden_states: "torch.Tensor") -> "torch.Tensor":
+        alone = repeated(conv, hidden_states)
         past = torch.where(is_first, alone, next(given, alone))
-        x = torch.cat([past, x], dim=2)
+        x = torch.cat([past, hidden_states], dim=2)
         kept.append(torch.where(is_first, alone, x[:, :, -past.shape[2] :]))
         return convolve(conv, x)
 
@@ -80,7 +76,7 @@ def decode_next(
             module.forward = partial(attend, module)
         elif isinstance(module, upstream.HunyuanVideo15Upsample) and module.add_temporal_upsample:
             module.forward = partial(_upsample_time, module, is_first)
-    return video_vae.pixels(decoder(latent)[0].permute(1, 2, 3, 0)), kept
+    return pixels(decoder(latent)[0].permute(1, 2, 3, 0)), kept
 
 
 def repeated(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
@@ -110,11 +106,11 @@ def convolve(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
     return out
 
 
-def convolve_image(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
+def convolve_image(conv: Any, hidden_states: "torch.Tensor") -> "torch.Tensor":
     """The same for a video of one frame."""
     import torch
 
-    return convolve(conv, torch.cat([repeated(conv, x), x], dim=2))
+    return convolve(conv, torch.cat([repeated(conv, hidden_states), hidden_states], dim=2))
 
 
 def prepare_image_encoder(encoder: Any) -> None:
@@ -145,7 +141,7 @@ def attend_to_image(attention: Any, x: "torch.Tensor") -> "torch.Tensor":
     """Upstream's attention of one frame `[1, dim, 1, h, w]`, without its mask of pixels by pixels."""
     import torch
 
-    from ..programs import torch_bridge
+    from ...programs import torch_bridge
 
     normed = attention.norm(x)
     heads = (attention.to_q(normed), attention.to_k(normed), attention.to_v(normed))
@@ -179,30 +175,19 @@ VAE_DECODER = Component(
     folder="vae",
     library="diffusers",
     class_name="AutoencoderKLHunyuanVideo15",
-    config=MappingProxyType(
-        {
-            "block_out_channels": (128, 256, 512, 1024, 1024),
-            "latent_channels": 32,
-            "layers_per_block": 2,
-            "scaling_factor": 1.03682,
-        }
-    ),
-    tiny=MappingProxyType(
-        {
-            "block_out_channels": (4, 8, 8, 16, 64),
-            "latent_channels": 32,
-            "layers_per_block": 1,
-            "scaling_factor": 1.03682,
-        }
-    ),
-    needs=MappingProxyType(
-        {
-            "block_out_channels": Need(fits=has_length(5), wording="5 numbers"),
-            "latent_channels": Need((32,)),
-            "spatial_compression_ratio": Need((16,)),
-            "temporal_compression_ratio": Need((4,)),
-        }
-    ),
+    config={
+        "block_out_channels": (128, 256, 512, 1024, 1024),
+        "latent_channels": 32,
+        "layers_per_block": 2,
+        "scaling_factor": 1.03682,
+    },
+    tiny={"block_out_channels": (4, 8, 8, 16, 64), "layers_per_block": 1},
+    needs={
+        "block_out_channels": Need(fits=has_length(5), wording="5 numbers"),
+        "latent_channels": Need((32,)),
+        "spatial_compression_ratio": Need((16,)),
+        "temporal_compression_ratio": Need((4,)),
+    },
     only=("decoder.",),
     rules=(
         # The upsampling convolutions of the first blocks have 216 and 108 million weights, all others at most 27.

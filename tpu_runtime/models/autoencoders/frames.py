@@ -1,10 +1,12 @@
-"""What decoders share: the host's loop around those that take one latent frame a call, and pixels in their range."""
+"""The loop around decoders that take one latent frame a call, and the pixels that all decoders return."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..spec import Call, Report
+from ...spec import Call, Report
 
+if TYPE_CHECKING:
+    import torch
 if TYPE_CHECKING:
     import torch
 

@@ -2,15 +2,13 @@
 
 from collections.abc import Iterator
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ...sharding.rules import REPLICATED, Rule
-from ..spec import Call, Component, Need, Report, has_length
-from . import video_vae
+from ....sharding.rules import REPLICATED, Rule
+from ...spec import Call, Component, Need, Report, has_length
+from .frames import pixels
 
 if TYPE_CHECKING:
-    # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
     import jax
     import torch
 
@@ -48,8 +46,8 @@ def _decode_frames(vae: Any, latents: "torch.Tensor", caches: Caches | None) -> 
     prepare_decoder(vae.decoder)
     if vae.post_quant_conv is not None:
         latents = vae.post_quant_conv(latents)
-    frames, caches = vae.decoder(latents, conv_cache=caches)
-    return video_vae.pixels(frames[0].permute(1, 2, 3, 0)), caches
+    frames, after = vae.decoder(latents, conv_cache=caches)
+    return pixels(frames[0].permute(1, 2, 3, 0)), after
 
 
 def prepare_decoder(decoder: Any) -> None:
@@ -66,7 +64,8 @@ def prepare_decoder(decoder: Any) -> None:
         if isinstance(module, upstream.CogVideoXSafeConv3d):
             module.forward = partial(torch.nn.Conv3d.forward, module)
         elif isinstance(module, upstream.CogVideoXSpatialNorm3D):
-            module.forward = partial(_normalise, module)
+            # Upstream says that it returns a tensor; it returns caches too.
+            module.forward = partial(_normalise, module)  # pyright: ignore[reportAttributeAccessIssue]
         elif isinstance(module, CogVideoXUpsample3D):
             module.forward = partial(_upsample, module)
 
@@ -75,7 +74,7 @@ def _normalise(
     norm: Any, hidden: "torch.Tensor", latents: "torch.Tensor", conv_cache: None = None
 ) -> "tuple[torch.Tensor, Caches]":
     """`CogVideoXSpatialNorm3D`: scale and offset are computed of the latents before these are enlarged."""
-    from ..programs import torch_bridge
+    from ...programs import torch_bridge
 
     group = norm.norm_layer
     scale, offset = norm.conv_y.conv(latents), norm.conv_b.conv(latents)
@@ -111,22 +110,22 @@ def normalised(
     return normed * enlarged(scale, tuple(size)) + enlarged(offset, tuple(size))
 
 
-def _upsample(upsample: Any, hidden: "torch.Tensor") -> "torch.Tensor":
+def _upsample(upsample: Any, inputs: "torch.Tensor") -> "torch.Tensor":
     """`CogVideoXUpsample3D` with its convolution over all frames at once."""
     import torch
 
-    from ..programs import torch_bridge
+    from ...programs import torch_bridge
 
-    *_, frames, height, width = hidden.shape
+    *_, frames, height, width = inputs.shape
     if upsample.compress_time:
         frames = 2 * frames - frames % 2
-    hidden = torch_bridge.call_jax(partial(enlarged, size=(frames, 2 * height, 2 * width)), hidden)
+    hidden = torch_bridge.call_jax(partial(enlarged, size=(frames, 2 * height, 2 * width)), inputs)
     conv = upsample.conv
     padding = (0, *conv.padding)
     return torch.nn.functional.conv3d(hidden, conv.weight[:, :, None], conv.bias, padding=padding)
 
 
-def enlarged(x: "jax.Array", size: tuple[int, int, int]) -> "jax.Array":
+def enlarged(x: "jax.Array", size: tuple[int, ...]) -> "jax.Array":
     """`[1, channels, frames, height, width]` with each element repeated up to `size` (frames, height, width).
 
     The first of an odd number of frames stands for one frame, not for several, and is not repeated in time.
@@ -147,36 +146,30 @@ VAE_DECODER = Component(
     folder="vae",
     library="diffusers",
     class_name="AutoencoderKLCogVideoX",
-    config=MappingProxyType(
-        {
-            "block_out_channels": (128, 256, 256, 512),
-            "latent_channels": 16,
-            "layers_per_block": 3,
-            "norm_num_groups": 32,
-            "sample_height": 480,
-            "sample_width": 720,
-            "scaling_factor": 0.7,
-        }
-    ),
-    tiny=MappingProxyType(
-        {
-            "block_out_channels": (6, 12, 12, 18),
-            "latent_channels": 16,
-            "layers_per_block": 1,
-            "norm_num_groups": 3,
-            # Above any size that tests and `--tiny` decode.
-            "sample_height": 480,
-            "sample_width": 720,
-            "scaling_factor": 0.7,
-        }
-    ),
-    needs=MappingProxyType(
-        {
-            "block_out_channels": Need(fits=has_length(4), wording="4 numbers"),
-            "latent_channels": Need((16,)),
-            "temporal_compression_ratio": Need((4,)),
-        }
-    ),
+    config={
+        "block_out_channels": (128, 256, 256, 512),
+        "latent_channels": 16,
+        "layers_per_block": 3,
+        "norm_num_groups": 32,
+        "sample_height": 480,
+        "sample_width": 720,
+        "scaling_factor": 0.7,
+    },
+    tiny={
+        "block_out_channels": (6, 12, 12, 18),
+        "latent_channels": 16,
+        "layers_per_block": 1,
+        "norm_num_groups": 3,
+        # Above any size that tests and `--tiny` decode.
+        "sample_height": 480,
+        "sample_width": 720,
+        "scaling_factor": 0.7,
+    },
+    needs={
+        "block_out_channels": Need(fits=has_length(4), wording="4 numbers"),
+        "latent_channels": Need((16,)),
+        "temporal_compression_ratio": Need((4,)),
+    },
     only=("decoder.", "post_quant_conv."),
     # 0.2 GiB in all: whole on every chip.
     rules=(Rule("decoder.**.weight", REPLICATED),),

@@ -1,0 +1,126 @@
+"""Wan's VAE: decoding one latent frame at a time."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ....sharding.rules import REPLICATED, Rule
+from ...spec import Call, Component, Need, Report, Settings, has_length
+from .frames import decode_by_frame, pixels
+
+if TYPE_CHECKING:
+    import torch
+
+
+def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
+    """One latent frame a call, what later ones look back at carried from one to the next: 1 frame, then 4 each."""
+    return decode_by_frame(call, latents, report, before_first=before_first, decode_next=decode_next)
+
+
+def before_first(vae: Any, latent: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
+    """The memory before the first latent frame; of its result nothing is used."""
+    import torch
+
+    from ...programs import torch_bridge
+
+    shapes = torch_bridge.shapes(lambda latent: decode_next(vae, latent, [])[1], latent)
+    is_first, *caches = [torch.zeros(shape, dtype=latent.dtype, device=latent.device) for shape in shapes]
+    return latent[:, :1], [is_first + 1, *caches]
+
+
+def decode_next(
+    vae: Any, latent: "torch.Tensor", memory: "list[torch.Tensor]"
+) -> "tuple[torch.Tensor, list[torch.Tensor]]":
+    """A latent frame `[1, 16, 1, h, w]` to frames `[4, 8h, 8w, 3]` in 0..1, and the memory after it.
+
+    `memory` is an image of ones before the first frame and of zeros later, then the last two inputs of each causal
+    convolution in the order of use. Of the first latent frame, whose time upstream does not double, only the first of
+    the four frames is meant, and it alone is remembered.
+    """
+    import torch
+    from torch.nn.functional import silu
+
+    given = iter(memory[1:])
+    is_first = memory[0].amax() > 0 if memory else torch.ones((), dtype=torch.bool, device=latent.device)
+    kept = [torch.zeros_like(latent[:, :1])]
+
+    def convolve(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
+        blank = torch.zeros_like(x[:, :, :1])
+        past = next(given, torch.cat([blank, blank], dim=2))
+        alone = torch.cat([blank, x[:, :, :1]], dim=2)
+        kept.append(torch.where(is_first, alone, torch.cat([past, x], dim=2)[:, :, -2:]))
+        return conv(x, past)
+
+    def residual(block: Any, x: "torch.Tensor") -> "torch.Tensor":
+        out = convolve(block.conv1, silu(block.norm1(x)))
+        return convolve(block.conv2, silu(block.norm2(out))) + block.conv_shortcut(x)
+
+    def upsample(sampler: Any, x: "torch.Tensor") -> "torch.Tensor":
+        if sampler.mode == "upsample3d":
+            doubled = convolve(sampler.time_conv, x).unflatten(1, (2, -1)).movedim(1, 3).flatten(2, 3)
+            # Nor is the first frame remembered here.
+            kept[-1] = torch.where(is_first, torch.zeros_like(kept[-1]), kept[-1])
+            x = torch.where(is_first, x.repeat_interleave(2, dim=2), doubled)
+        return sampler.resample(x.transpose(1, 2).flatten(0, 1)).unflatten(0, (1, -1)).transpose(1, 2)
+
+    decoder = vae.decoder
+    x = convolve(decoder.conv_in, vae.post_quant_conv(latent))
+    (before, after), (attention,) = decoder.mid_block.resnets, decoder.mid_block.attentions
+    x = residual(after, attention(residual(before, x)))
+    for block in decoder.up_blocks:
+        for resnet in block.resnets:
+            x = residual(resnet, x)
+        for sampler in block.upsamplers or ():
+            x = upsample(sampler, x)
+    frames = convolve(decoder.conv_out, silu(decoder.norm_out(x)))
+    return pixels(frames[0].permute(1, 2, 3, 0)), kept
+
+
+def denormalize_latents(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
+    """Normalised latents in the VAE's own scale; upstream's own arithmetic, to the bit."""
+    mean, std = latent_stats(vae_config)
+    return sample / (1.0 / std) + mean
+
+
+def latent_stats(config: Mapping[str, Any]) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Mean and standard deviation of the latent channels, `[1, 16, 1, 1, 1]` each, from the VAE's config."""
+    import torch
+
+    mean, std = (torch.tensor(config[key]).view(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std"))
+    return mean, std
+
+
+# The published VAE's, which are upstream's defaults too.
+LATENTS_MEAN = (
+    -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
+    0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921,
+)  # fmt: skip
+
+
+LATENTS_STD = (
+    2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743,
+    3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160,
+)  # fmt: skip
+
+
+VAE_DECODER = Component(
+    name="vae_decoder",
+    folder="vae",
+    library="diffusers",
+    class_name="AutoencoderKLWan",
+    config={"base_dim": 96, "z_dim": 16, "latents_mean": LATENTS_MEAN, "latents_std": LATENTS_STD},
+    tiny={"base_dim": 8, "num_res_blocks": 1},
+    # Wan 2.2's 5B model has a VAE of another form by the same name.
+    needs={
+        "is_residual": Need((False,)),
+        "latents_mean": Need(fits=has_length(16), wording="16 numbers"),
+        "latents_std": Need(fits=has_length(16), wording="16 numbers"),
+        "patch_size": Need((None,)),
+        "scale_factor_spatial": Need((8,)),
+        "scale_factor_temporal": Need((4,)),
+        "temperal_downsample": Need(((False, True, True),)),
+        "z_dim": Need((16,)),
+    },
+    only=("decoder.", "post_quant_conv."),
+    # 0.1 GiB in all: whole on every chip.
+    rules=(Rule("decoder.**.weight", REPLICATED),),
+)

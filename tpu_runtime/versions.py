@@ -1,0 +1,112 @@
+"""The versions of other packages that this pack was run with, and which installed ones are others.
+
+`requirements.txt` states the ranges. PyTorch is not in it, because ComfyUI brings its own: its line is in
+`constraints.txt`. Which jaxlib and libtpu belong to a jax, that jax says itself.
+"""
+
+import functools
+import importlib.metadata
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+log = logging.getLogger(__name__)
+
+ROOT = Path(__file__).parents[1]
+# The build for the CPU: only the TPU computes.
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+OF_JAX = ("jaxlib", "libtpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """A package, the versions of it that were run, and the command that installs one of them."""
+
+    name: str
+    range: SpecifierSet
+    command: str
+
+    @property
+    def installed(self) -> str | None:
+        """The installed version; None if there is none."""
+        try:
+            return importlib.metadata.version(self.name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether a version is installed that was not run."""
+        return self.installed is not None and not self.range.contains(self.installed, prereleases=True)
+
+
+def packages() -> tuple[Package, ...]:
+    """Every package that the pack needs."""
+    (torch,) = (pin for pin in requirements(ROOT / "constraints.txt") if pin.name == "torch")
+    own = list(requirements(ROOT / "requirements.txt"))
+    (jax,) = (each for each in own if each.name == "jax")
+    found = [Package(name="torch", range=torch.specifier, command=f"pip install --index-url {TORCH_INDEX} {torch}")]
+    for requirement in own:
+        found.append(Package(name=requirement.name, range=requirement.specifier, command=_install(requirement)))
+        if requirement is jax:
+            ranges = _ranges_of_jax()
+            found.extend(Package(name=name, range=ranges[name], command=_install(jax)) for name in OF_JAX)
+    return tuple(found)
+
+
+def requirements(path: Path) -> Iterator[Requirement]:
+    """The lines of a requirements file that hold on this machine."""
+    for line in path.read_text("utf-8").splitlines():
+        text = line.partition("#")[0].strip()
+        # An option such as `-r other.txt` is no requirement.
+        if text and not text.startswith("-"):
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate():
+                requirement.name = canonicalize_name(requirement.name)
+                yield requirement
+
+
+def _install(requirement: Requirement) -> str:
+    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    return f"pip install '{requirement.name}{extras}{requirement.specifier}'"
+
+
+def _ranges_of_jax() -> dict[str, SpecifierSet]:
+    """What the installed jax asks for on a TPU; nothing where there is no jax."""
+    ranges: dict[str, SpecifierSet] = dict.fromkeys(OF_JAX, SpecifierSet())
+    try:
+        lines = importlib.metadata.requires("jax") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ranges
+    for requirement in map(Requirement, lines):
+        if requirement.name in ranges and (not requirement.marker or requirement.marker.evaluate({"extra": "tpu"})):
+            ranges[requirement.name] &= requirement.specifier
+    return ranges
+
+
+def unserved(path: Path) -> Iterator[tuple[Requirement, Package]]:
+    """The lines of another requirements file that no version serves which we know of and which was run."""
+    pins = {pin.name: pin.specifier for pin in requirements(ROOT / "constraints.txt")}
+    known = {package.name: package for package in packages()}
+    for asked in requirements(path):
+        if package := known.get(asked.name):
+            bounds = (*asked.specifier, *package.range, *pins.get(asked.name, ()))
+            both = asked.specifier & package.range
+            if both and not any(both.contains(bound.version.removesuffix(".*")) for bound in bounds):
+                yield asked, package
+
+
+@functools.cache
+def warn_once() -> None:
+    """Says in the log which packages are not among those that were run: a process says it once."""
+    for package in packages():
+        if package.is_outside:
+            log.warning(
+                "%s %s was not tested with this pack (%s was), and results may be wrong. To change it: %s",
+                package.name, package.installed, package.range, package.command,
+            )  # fmt: skip
