@@ -1,1 +1,4 @@
-"""Exact attention: one entry point (`api.attention`), a float32 reference, the TPU kernel, the sharded form."""
+"""Exact attention: one entry point (`api.attention`), a float32 reference, the TPU kernel, the sharded form.
+
+May import `sharding`.
+"""

@@ -18,11 +18,7 @@ def _local(policy: AttentionPolicy, mesh: Mesh | None, head_dim: int) -> sharded
     if policy.kernel == "reference" or (policy.kernel == "auto" and not on_tpu):
         return functools.partial(reference.flat_attention, head_dim=head_dim)
     return functools.partial(
-        kernel.local_attention,
-        head_dim=head_dim,
-        policy=policy,
-        device_kind=device.device_kind,
-        interpret=not on_tpu,
+        kernel.local_attention, head_dim=head_dim, policy=policy, device_kind=device.device_kind, interpret=not on_tpu
     )
 
 
@@ -49,7 +45,7 @@ def attention(
     """
     length = k.shape[1] if kv_length is None else kv_length
     attend = _local(policy, mesh, q.shape[3])
-    flat = [_flat(x) for x in (q, k, v)]
+    flat = _flat(q), _flat(k), _flat(v)
     if mesh is None or mesh.size == 1:
         return attend(flat[0], [first(*flat[1:], length)], log_sums=False)[0].reshape(q.shape)
     _check_divides(q, mesh)
@@ -78,17 +74,11 @@ def joint_attention(
     length = text[0].shape[1] if text_length is None else text_length
     queries = latent[0], text[0]
     attend = _local(policy, mesh, queries[0].shape[3])
-    latent, text = (tuple(map(_flat, stream)) for stream in (latent, text))
+    latent, text = ((_flat(q), _flat(k), _flat(v)) for q, k, v in (latent, text))
     if mesh is not None and mesh.size > 1:
         _check_divides(queries[0], mesh)
         outs = sharded.joint_attention(
-            latent,
-            text,
-            heads=queries[0].shape[2],
-            num_tokens=num_tokens,
-            text_length=length,
-            mesh=mesh,
-            attend=attend,
+            latent, text, heads=queries[0].shape[2], num_tokens=num_tokens, text_length=length, mesh=mesh, attend=attend
         )
     else:
         keys = [first(*latent[1:], num_tokens), first(*text[1:], length)]

@@ -53,7 +53,7 @@ class Step:
     def rows(self) -> Any:
         return pl.ds(self.start, self.size)
 
-    def valid(self, shape: tuple[int, int]) -> Array:
+    def valid(self, shape: tuple[int, ...]) -> Array:
         """Which rows of `shape` are real keys."""
         return jax.lax.broadcasted_iota(jnp.int32, shape, 0) < self.part.length - self.start
 
@@ -91,9 +91,9 @@ class Block:
     sums: Any
     out: Any
     weights: tuple[Any, Any]
-    top: tuple[Any, Any] | None = None
-    kept: tuple[Any, Any] | None = None
-    raw: tuple[Any, Any] | None = None
+    top: tuple[Any, ...] = ()
+    kept: tuple[Any, ...] = ()
+    raw: tuple[Any, ...] = ()
 
     @property
     def block_q(self) -> int:
@@ -131,7 +131,7 @@ class Block:
     def clear(self) -> None:
         self.sums[...] = jnp.zeros_like(self.sums)
         self.out[...] = jnp.zeros_like(self.out)
-        for top in self.top or ():
+        for top in self.top:
             top[...] = jnp.full_like(top, NEGATIVE)
 
     def product(self, left: Array, right: Array, dims: tuple) -> Array:

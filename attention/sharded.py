@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from .keys import Keys, first
 
 # (q, keys, log_sums=...) -> (out, log-sum-exp[batch, heads, q_seq] or None)
-LocalAttention = Callable[..., tuple[Array, Array]]
+LocalAttention = Callable[..., tuple[Array, Array | None]]
 
 RING, ULYSSES = "ring", "ulysses"
 
@@ -83,6 +83,7 @@ def _ring(
         length = jnp.broadcast_to(jnp.clip(kv_length - owner * block, 0, block), q.shape[:1])
         keys = [first(k, v, length, certain=certain), *(beside if hop == 0 else ())]
         out, log_sum = attend(q, keys, log_sums=True)
+        assert log_sum is not None  # it was asked for
         part = out.astype(jnp.float32), log_sum
         merged = part if merged is None else _merge(merged, part)
         if hop + 1 < ring_size:
@@ -186,11 +187,7 @@ def joint_attention(
 
     tokens, whole = P("dp", (RING, ULYSSES), "tp"), P("dp", None, "tp")
     mapped = jax.shard_map(
-        body,
-        mesh=split,
-        in_specs=((tokens,) * 3, (whole,) * 3, P("dp")),
-        out_specs=(tokens, whole),
-        check_vma=False,
+        body, mesh=split, in_specs=((tokens,) * 3, (whole,) * 3, P("dp")), out_specs=(tokens, whole), check_vma=False
     )
     with jax.sharding.use_abstract_mesh(split.abstract_mesh):
         return mapped(latent, text, _lengths(text_length, len(text[0])))

@@ -28,7 +28,8 @@ def calls(topology: str) -> Iterator[Call]:
     """The calls of one chip at each family's defaults: guidance's branches on `dp`, tokens on `sp`; Flux.2 on `tp`."""
     target = chips.topology(topology)
     # A kernel is compiled for one chip; which one of a slice does not matter.
-    name = {"v6e": "v6e:1x1", "v5e": "v5e:1x1"}.get(target.chip.generation, target.name)
+    generation = target.chip.generation
+    name = f"{generation}:1x1" if generation in ("v6e", "v5e") else target.name
     sp, tp = target.num_devices // 2, target.num_devices
     video = {"head_dim": 128, "topology": name}
     yield Call(title="Wan 720p, 81 frames", heads=40 // sp, q_rows=75600, kv_rows=75600, **video)
@@ -80,7 +81,7 @@ def row(call: Call, name: str, found: Found) -> tuple[str, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--topology", action="append")
     parser.add_argument("--call", action="append", help="only calls with this word; repeatable")
     parser.add_argument("--kernel", action="append", help="only kernels with this word; repeatable")

@@ -145,7 +145,7 @@ def _compile(call: Call, folder: str) -> Found:
     except jax.errors.JaxRuntimeError as error:
         return Found(error=str(error).partition("\n")[0][:300], form=asdict(form) if form else {})
     elapsed = time.monotonic() - started
-    (kernel,) = kernels.find(hlo.parse(compiled.as_text()))
+    (kernel,) = kernels.find(hlo.parse(compiled.as_text() or ""))
     grid = bundles.grid_of(json.loads(kernel.config)["custom_call_config"]["body"])
     (dump,) = (path for path in Path(folder).glob("*-[0-9][0-9]-final_bundles.txt") if f"-{kernel.name}-" in path.name)
     counted = bundles.cost_of(dump.read_text(), grid, reruns=kernel.reruns)

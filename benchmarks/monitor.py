@@ -72,6 +72,7 @@ def run_s(server: Server, steps: int) -> float:
 
 def cpu_share(server: Server, clients: int, span_s: float) -> float:
     """Share of one core that the idle server uses; steadier than run times where other programs compete."""
+    assert server.process  # it was started
     process = psutil.Process(server.process.pid)
     with Clients(server, clients):
         time.sleep(5 * INTERVAL_S)  # what the last run left to do

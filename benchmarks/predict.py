@@ -139,7 +139,7 @@ def _say(line: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", action="append", metavar="NAME", help="only this one; repeatable")
     parser.add_argument("--topology", default=DEFAULT)
     parser.add_argument("--stages", default=",".join(STAGES), help="comma-separated; others stay as recorded")

@@ -38,7 +38,7 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-from comfyui_tpu.tests.support.citizen import (
+from comfyui_tpu.tests.support.citizen import (  # noqa: E402
     BUDGET_MIB,
     CITIZEN_PACK,
     EXAMPLES,
@@ -112,7 +112,8 @@ class Left:
 class Place(Protocol):
     """Where prompts run, one at a time, of clients who do not wait for each other."""
 
-    unloads: Sequence[Callable[[], object]]
+    @property
+    def unloads(self) -> Sequence[Callable[[], object]]: ...
 
     def run(self, client: int, graph: dict) -> Ended: ...
 
@@ -121,9 +122,11 @@ class Place(Protocol):
 
     def settle(self) -> Left:
         """Unloads everything and looks at what is left."""
+        ...
 
     def compilations(self) -> int:
         """Programs that XLA compiled so far."""
+        ...
 
 
 class InServer:
@@ -185,15 +188,19 @@ class InProcess:
         from comfyui_tpu.nodes.declare import Folders, Input, Node, by_id
         from comfyui_tpu.nodes.headless.runner import HEADLESS
         from comfyui_tpu.tpu_runtime import pipeline
+        from comfyui_tpu.tpu_runtime.monitor import snapshot
         from comfyui_tpu.tpu_runtime.programs import xla_cache
 
         image = Input(name="image", type="IMAGE", tooltip="Frames.")
-        shown = {"id": "CitizenDigest", "title": "Digest", "category": "test", "description": ""}
-        self._table = HEADLESS | by_id([Node(**shown, inputs=(image,), run=_digest, is_output=True)])
+        digester = Node(
+            id="CitizenDigest", title="Digest", category="test", description="",
+            inputs=(image,), run=_digest, is_output=True,
+        )  # fmt: skip
+        self._table = {**HEADLESS, **by_id([digester])}
         self._folders = Folders(input=PICTURE.parent)
-        self._stages, self._counter = pipeline, xla_cache.compilations()
+        self._free, self._stats, self._counter = pipeline.free, snapshot.stats, xla_cache.compilations()
         self._turn, self._is_cancelled = threading.Lock(), threading.Event()
-        self.unloads = (pipeline.free,) * 3
+        self.unloads = (self._free,) * 3
 
     def run(self, client: int, graph: dict) -> Ended:
         from comfyui_tpu.nodes.headless.runner import TerminalHost, run_workflow
@@ -219,10 +226,10 @@ class InProcess:
         self._is_cancelled.set()
 
     def settle(self) -> Left:
-        self._stages.free()
+        self._free()
         gc.collect()
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-        chips = self._stages.stats()["chips"]
+        chips = self._stats()["chips"]
         return Left(on_devices=sum(chip["hbm_used"] for chip in chips), on_host=psutil.Process().memory_info().rss)
 
     def compilations(self) -> int:
@@ -242,7 +249,7 @@ def _digest(host: Any, image: Any) -> tuple[str]:
 class Soak:
     """Runs prompts in a place and counts what is wrong."""
 
-    partition: Place
+    place: Place
     alone_s: dict[str, float] = field(default_factory=dict)  # what a prompt of each family takes
     digests: dict[tuple[str, int], str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)

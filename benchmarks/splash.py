@@ -66,4 +66,5 @@ def attention(
     scaled = (q.astype(jnp.float32) * head_dim**-0.5).astype(q.dtype)
     padded = [_pad(x, seq, padded_dim) for x, seq in ((scaled, padded_q), (k, padded_kv), (v, padded_kv))]
     out = jax.vmap(attend)(*padded, segments)
+    assert isinstance(out, jax.Array)  # without residuals
     return jnp.swapaxes(out, 1, 2)[:, :q_seq, :, :head_dim].astype(q.dtype)

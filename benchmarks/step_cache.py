@@ -11,9 +11,10 @@ import time
 from dataclasses import replace
 
 import numpy as np
-from comfyui_tpu.tpu_runtime import pipeline, step_cache
+from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
+from comfyui_tpu.tpu_runtime.programs import step_reuse
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings, StepCache
 
@@ -27,7 +28,7 @@ def main() -> None:
     sizes = spec.tiny_inputs if model.model_id == spec.tiny_id else {}
     plain = replace(spec.default_settings(), num_inference_steps=options.steps, **sizes)
     policy = StepCache(start=options.cache_start, end=options.cache_end, interval=options.cache_interval)
-    is_full = step_cache.full_steps(policy, [spec.experts[0]] * options.steps)
+    is_full = step_reuse.full_steps(policy, [spec.experts[0]] * options.steps)
     print(f"{spec.title} ({model}), {plain.width}x{plain.height}, {plain.num_frames} frames, {options.steps} steps")
     reused = is_full.count(False)
     print(f"{policy}: {reused} of {options.steps} steps reused ({reused / options.steps:.0%})")

@@ -100,7 +100,7 @@ def read(file: Path = FILE) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--topology", default="v6e:2x4")
     parser.add_argument("--call", action="append", help="only calls with this word; repeatable")
     options = parser.parse_args(arguments)

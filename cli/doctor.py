@@ -37,7 +37,7 @@ def _versions() -> Iterator[Finding]:
     if find_spec("packaging") is None:
         yield Finding(topic="packaging", found="not installed", remedy="pip install packaging")
         return
-    from . import versions
+    from ..tpu_runtime import versions
 
     for package in versions.packages():
         found = package.installed
@@ -109,7 +109,7 @@ def _disagreements(requirements: Path) -> Iterator[Finding]:
     """Where what ComfyUI asks for was never run with this pack."""
     if find_spec("packaging") is None or not requirements.is_file():
         return
-    from . import versions
+    from ..tpu_runtime import versions
 
     for asked, package in versions.unserved(requirements):
         remedy = "Take a ComfyUI that allows one of these versions; no other is known to work."

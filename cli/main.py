@@ -13,8 +13,7 @@ from ..nodes.declare import Declaration, Folders
 from ..nodes.headless.runner import HEADLESS, TerminalHost, Timing, generations, run_workflow
 from ..nodes.headless.workflow import Workflow, to_api
 from ..tpu_runtime import media, pipeline
-from ..tpu_runtime.checkpoints import model_ref
-from ..tpu_runtime.checkpoints.model_ref import ModelRef
+from ..tpu_runtime.checkpoints.model_ref import ModelRef, choose_model, variant
 from ..tpu_runtime.engine import payloads, stage_files
 from ..tpu_runtime.limits import Choice, IntLimit, Switch
 from ..tpu_runtime.models import SPECS, spec_by_name, spec_for_family
@@ -185,10 +184,10 @@ def make_tiny(workflow: Workflow) -> None:
     for node in workflow.values():
         declaration = HEADLESS.get(node["class_type"])
         family = declaration and (declaration.family or node["inputs"].get("family"))
-        if not family:
+        if not declaration or not family:
             continue
         defaults = {i.name: i.default for i in declaration.inputs}
-        spec = model_ref.variant(spec_for_family(family), (defaults | node["inputs"]).get("model_id") or "")
+        spec = variant(spec_for_family(family), (defaults | node["inputs"]).get("model_id") or "")
         wanted = {"model_id": spec.tiny_id, **spec.tiny_inputs}
         node["inputs"] |= {i.name: wanted[i.name] for i in declaration.inputs if i.name in wanted}
 
@@ -254,19 +253,20 @@ def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, 
     config = stage_files.read_config(options.folder)
     spec = _stage_spec(options, config)
     model_id = options.model or config.get("model_id") or spec.hub_id
-    if options.family and not options.name:
-        spec = model_ref.variant(spec, model_id, progress=TerminalHost(Folders()))
     model = ModelRef(spec_name=spec.name, model_id=model_id, precision=options.precision)
+    if options.family and not options.name:
+        model = choose_model(spec, model_id, precision=options.precision, progress=TerminalHost(Folders()))
+        spec = model.spec
     defaults = dict(spec.texts) | {name: limit.default for name, limit in spec.inputs.items()}
     sizes = spec.tiny_inputs if model_id == spec.tiny_id else {}
     stored = {name: config[name] for name in defaults if name in config}
-    values = defaults | sizes | stored | _given(options, spec)
+    values = {**defaults, **sizes, **stored, **_given(options, spec)}
     for name in spec.inputs:
         spec.check_input(name, values[name])
     for name in spec.texts:
         if not isinstance(values[name], str):
             raise ValueError(f"{spec.title}: {name} is {values[name]!r}; it must be text.")
-    model_ref.check_model(model)
+    model.check()
     return spec, model, values
 
 
@@ -359,7 +359,6 @@ def _decode(options: argparse.Namespace) -> int:
 def _warmup(options: argparse.Namespace) -> int:
     host = TerminalHost(Folders())
     for model, settings in _wanted(options):
-        model_ref.check_model(model)
         with host.timed(f"{model.spec.title}: {settings.width}x{settings.height}, {settings.num_frames} frames"):
             pipeline.warmup(model, settings, progress=host)
     _print_timings(host.timings)
@@ -381,7 +380,8 @@ def _wanted(options: argparse.Namespace) -> list[tuple[ModelRef, Settings]]:
     model_id = options.model_id or (spec.tiny_id if options.tiny else spec.hub_id)
     sizes = spec.tiny_inputs if model_id == spec.tiny_id else {}
     model = ModelRef(spec_name=spec.name, model_id=model_id, precision=options.precision)
-    return [(model, spec.settings(**sizes | _given(options, spec)))]
+    model.check()
+    return [(model, spec.settings(**{**sizes, **_given(options, spec)}))]
 
 
 # --- plan -------------------------------------------------------------------------------------------------------------

@@ -109,8 +109,8 @@ def _table(*columns: str) -> Table:
 def _running(running: Any) -> RenderableType:
     if not isinstance(running, dict):
         return Text("nothing is running", style="dim")
-    stage = STAGES.get(running.get("stage"), str(running.get("stage")))
-    head = _text(stage, "bold") + _text(f"  {running.get('model') or ''}  {seconds(running.get('elapsed_s'))}")
+    said = f"  {running.get('model') or ''}  {seconds(running.get('elapsed_s'))}"
+    head = _text(_stage(running), "bold") + _text(said)
     done, total = _number(running.get("done")) or 0, _number(running.get("total")) or 0
     if running.get("compiling") or not total:
         return Group(head, _text(running.get("text") or ""))
@@ -120,6 +120,11 @@ def _running(running: Any) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_row(ProgressBar(total=total, completed=min(done, total), width=24), _text(pace))
     return Group(head, grid)
+
+
+def _stage(of: Stats) -> str:
+    name = str(of.get("stage"))
+    return STAGES.get(name, name)
 
 
 def _chips(chips: Sequence[Stats]) -> Iterator[RenderableType]:
@@ -166,7 +171,7 @@ def _last_run(run: Any) -> Iterator[RenderableType]:
     if not isinstance(run, dict):
         return
     stages = [stage for stage in run.get("stages") or () if isinstance(stage, dict)]
-    parts = [f"{STAGES.get(one.get('stage'), one.get('stage'))} {seconds(one.get('seconds'))}" for one in stages]
+    parts = [f"{_stage(one)} {seconds(one.get('seconds'))}" for one in stages]
     if speed := _number(run.get("steps_per_second")):
         parts.append(f"{seconds(1 / speed)} a step")
     if run.get("peak_hbm") is not None:
@@ -175,7 +180,7 @@ def _last_run(run: Any) -> Iterator[RenderableType]:
 
 
 def _host(stats: Stats) -> RenderableType:
-    host = stats.get("host") if isinstance(stats.get("host"), dict) else {}
+    host = found if isinstance(found := stats.get("host"), dict) else {}
     line = f"CPU {percent(host.get('cpu_percent'))}, RAM {bytes_of(host.get('ram_used'), host.get('ram_total'))}"
     line += f", of it ComfyUI {size(host.get('process_ram'))}"
     caches = [f"{one.get('name')} {size(one.get('bytes'))}" for one in _list(stats, "caches")]

@@ -1,4 +1,7 @@
-"""The pack's nodes as declarations. A family adds its file and one line here."""
+"""The pack's nodes as declarations. A family adds its file and one line here.
+
+May import `tpu_runtime`: its pipeline, its plans and what checks a choice.
+"""
 
 from . import cogvideox, flux2, hunyuan15, shared, wan21, wan22_i2v
 from .declare import by_id

@@ -1,12 +1,12 @@
 """Node declarations: what a node is called, takes, gives and does, as plain data.
 
-Nothing here knows ComfyUI: `host.py` turns a declaration into a ComfyUI class, `headless.py` runs it directly.
+Nothing here knows ComfyUI: `comfyui.adapter` makes ComfyUI classes of declarations, `headless.runner` runs them.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 WIDGET_TYPES = frozenset({"INT", "FLOAT", "STRING", "COMBO", "BOOLEAN"})
 
@@ -122,7 +122,7 @@ class Declaration:
 
     id: str
     title: str
-    category: str
+    category: str = "TPU"
     description: str
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...] = ()
@@ -222,9 +222,12 @@ class Expansion(Declaration):
         )
 
 
-def by_id(declarations: Iterable[Declaration]) -> dict[str, Declaration]:
+Declared = TypeVar("Declared", bound=Declaration)
+
+
+def by_id(declarations: Iterable[Declared]) -> dict[str, Declared]:
     """Declarations keyed by node id; ValueError on a duplicate."""
-    table: dict[str, Declaration] = {}
+    table: dict[str, Declared] = {}
     for declaration in declarations:
         if declaration.id in table:
             raise ValueError(f"Two nodes are called {declaration.id}.")

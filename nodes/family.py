@@ -11,9 +11,8 @@ from typing import Any
 
 from ..tpu_runtime import media
 from ..tpu_runtime import pipeline as runtime
-from ..tpu_runtime.checkpoints import model_ref
-from ..tpu_runtime.checkpoints.model_ref import ModelRef
-from ..tpu_runtime.engine import payload_checks
+from ..tpu_runtime.checkpoints.model_ref import ModelRef, choose_model
+from ..tpu_runtime.engine import payloads
 from ..tpu_runtime.limits import Choice, IntLimit, Switch
 from ..tpu_runtime.precision import CHOICES
 from ..tpu_runtime.spec import ModelSpec
@@ -73,11 +72,6 @@ _OPTIONAL = frozenset(
 ).union(_ADVANCED)
 
 
-def model_inputs(spec: ModelSpec) -> dict[str, Input]:
-    """The three inputs that choose a model, by name."""
-    return {name: _input(spec, name) for name in ("model_id", "model", "precision")}
-
-
 def _input(spec: ModelSpec, name: str) -> Input:
     optional = name in _OPTIONAL or (name == "condition" and not spec.needs_condition)
     tooltips = {**_TOOLTIPS, **_REFERENCE_TOOLTIPS} if spec.references else _TOOLTIPS
@@ -90,8 +84,6 @@ def _input(spec: ModelSpec, name: str) -> Input:
         return Input(type="COMBO", default=media.RESIZE[0], options=media.RESIZE, **shared)
     if name == "precision":
         return Input(type="COMBO", default="auto", options=CHOICES, advanced=True, **shared)
-    if name == "flow_shift" and spec.inputs[name].low == 0:
-        shared["tooltip"] += " 0 is the checkpoint's own."
     if name in spec.texts:
         return Input(type="STRING", default=spec.texts[name], multiline=True, **shared)
     limit = spec.inputs[name]
@@ -100,6 +92,8 @@ def _input(spec: ModelSpec, name: str) -> Input:
         return Input(type="BOOLEAN", **shared)
     if isinstance(limit, Choice):
         return Input(type="COMBO", options=limit.options, **shared)
+    if name == "flow_shift" and limit.low == 0:
+        shared["tooltip"] += " 0 is the checkpoint's own."
     is_int = isinstance(limit, IntLimit)
     return Input(
         type="INT" if is_int else "FLOAT",
@@ -118,24 +112,7 @@ def _inputs(spec: ModelSpec, names: tuple[str, ...]) -> tuple[Input, ...]:
     return tuple(replace(i, optional=False) if i.is_widget and n < last else i for n, i in enumerate(found))
 
 
-def resolve_model(
-    spec: ModelSpec, folders: Folders, *, model_id: str, model: ModelRef | None, precision: str
-) -> ModelRef:
-    """The model a node is to use, checked without reading a weight."""
-    if model is not None and model.spec_name != spec.name and model.spec.family == spec.family:
-        model = replace(model, spec_name=spec.name)
-    if model is None:
-        model = ModelRef(spec_name=spec.name, model_id=model_id, precision=precision, folders=folders.models)
-    elif model.spec_name != spec.name:
-        raise ValueError(
-            f"{spec.title}: the connected model is a {model.spec_name}; this node runs {spec.name}. "
-            f"Choose {spec.family} in the TPU Model Loader, or use the nodes of the other family."
-        )
-    model_ref.check_model(model)
-    return model
-
-
-def _resolve_variant(
+def _chosen(
     spec: ModelSpec,
     folders: Folders,
     host: Host | None = None,
@@ -144,17 +121,15 @@ def _resolve_variant(
     model: ModelRef | None,
     precision: str,
 ) -> ModelRef:
-    """`resolve_model` for whichever of the family's models it is; a `host` lets it ask the Hub."""
-    spec = _variant(spec, folders, model_id, model, host)
-    return resolve_model(spec, folders, model_id=model_id, model=model, precision=precision)
-
-
-def _variant(
-    spec: ModelSpec, folders: Folders, model_id: str, model: ModelRef | None, host: Host | None = None
-) -> ModelSpec:
-    if model:
-        return model_ref.variant(spec, model.model_id, model.folders, host)
-    return model_ref.variant(spec, model_id, folders.models, host)
+    """The connected model, or the one that the widgets name, checked; a `host` lets it ask the Hub."""
+    if model is None:
+        return choose_model(spec, model_id, precision=precision, folders=folders.models, progress=host)
+    if model.spec.family != spec.family:
+        raise ValueError(
+            f"{spec.title}: the connected model is a {model.spec_name}; this node runs {spec.name}. "
+            f"Choose {spec.family} in the TPU Model Loader, or use the nodes of the other family."
+        )
+    return choose_model(spec, model.model_id, precision=model.precision, folders=model.folders, progress=host)
 
 
 def _check_takes_picture(spec: ModelSpec, found: ModelSpec, name: str) -> None:
@@ -167,11 +142,11 @@ def _check_takes_picture(spec: ModelSpec, found: ModelSpec, name: str) -> None:
 
 
 def _check_model(spec: ModelSpec, folders: Folders, *, model_id: str) -> None:
-    _resolve_variant(spec, folders, model_id=model_id, model=None, precision="auto")
+    choose_model(spec, model_id, folders=folders.models)
 
 
 def _encode(spec: ModelSpec, host: Host, *, prompt: str, negative_prompt: str = "", **choice: Any) -> tuple:
-    model = _resolve_variant(spec, host.folders, host, **choice)
+    model = _chosen(spec, host.folders, host, **choice)
     embeds = runtime.encode_prompt(model, prompt, negative_prompt, progress=host)
     return embeds if spec.guidance == "cfg" else embeds[:1]
 
@@ -179,15 +154,15 @@ def _encode(spec: ModelSpec, host: Host, *, prompt: str, negative_prompt: str = 
 def _encode_image(
     spec: ModelSpec, host: Host, *, image: Any, height: int, width: int, num_frames: int, resize: str, **choice: Any
 ) -> tuple:
-    _check_takes_picture(spec, _variant(spec, host.folders, choice["model_id"], choice["model"], host), "image")
-    model = resolve_model(spec, host.folders, **choice)
+    model = _chosen(spec, host.folders, host, **choice)
+    _check_takes_picture(spec, model.spec, "image")
     size = {"height": height, "width": width, "num_frames": num_frames}
     return (runtime.encode_image(model, media.resize(image[:1], height, width, resize), size, progress=host),)
 
 
 def _encode_references(spec: ModelSpec, host: Host, *, image: Any, condition: Any = None, **choice: Any) -> tuple:
     """References in the order they were given: those of a connected condition first."""
-    model = resolve_model(spec, host.folders, **choice)
+    model = _chosen(spec, host.folders, host, **choice)
     found = runtime.encode_image(model, image, {}, progress=host)
     return (runtime.join_references([found] if condition is None else [condition, found]),)
 
@@ -199,7 +174,7 @@ def _sample(
     *,
     prompt_embeds: Any,
     negative_prompt_embeds: Any = None,
-    condition: Mapping[str, Any] | None = None,
+    condition: payloads.ImageCondition | None = None,
     model_id: str,
     model: ModelRef | None,
     precision: str,
@@ -208,12 +183,11 @@ def _sample(
     spec = spec if condition is None else image_spec
     for name, given in {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}.items():
         if given is not None:
-            payload_checks.entry(spec, name, given)
-    found = _variant(spec, host.folders, model_id, model, host)
+            payloads.conditioning_entry(spec, name, given)
+    chosen = _chosen(spec, host.folders, host, model_id=model_id, model=model, precision=precision)
     if condition is not None:
-        _check_takes_picture(spec, found, "condition")
-    chosen = resolve_model(found, host.folders, model_id=model_id, model=model, precision=precision)
-    settings = found.settings(**numbers, **_encoded_size(spec, condition, numbers))
+        _check_takes_picture(spec, chosen.spec, "condition")
+    settings = chosen.spec.settings(**numbers, **_encoded_size(spec, condition, numbers))
     embeds = (prompt_embeds, negative_prompt_embeds)
     latents = runtime.denoise(chosen, settings, *embeds, condition=condition, progress=host)
     return (latents,) if spec.is_image else (latents, settings.num_frames)
@@ -233,8 +207,8 @@ def _encoded_size(spec: ModelSpec, condition: Mapping[str, Any] | None, numbers:
     return {name: value for name, value in size.items() if name not in numbers}
 
 
-def _decode(spec: ModelSpec, host: Host, *, latents: Mapping[str, Any], fps: float = 0, **choice: Any) -> tuple:
-    model = _resolve_variant(spec, host.folders, host, **choice)
+def _decode(spec: ModelSpec, host: Host, *, latents: payloads.Latent, fps: float = 0, **choice: Any) -> tuple:
+    model = _chosen(spec, host.folders, host, **choice)
     frames = runtime.decode(model, latents, progress=host)
     return (frames,) if spec.is_image else (frames, float(fps))
 

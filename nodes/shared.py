@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..tpu_runtime import pipeline as runtime
-from ..tpu_runtime.checkpoints import model_ref
-from ..tpu_runtime.checkpoints.model_ref import ModelRef
+from ..tpu_runtime.checkpoints.model_ref import ModelRef, choose_model
 from ..tpu_runtime.engine import stage_files
 from ..tpu_runtime.models import SPECS, spec_by_name, spec_for_family
 from ..tpu_runtime.plan import process
@@ -31,15 +30,12 @@ _STAGE_OUTPUTS = tuple(Output(name=name, type=kind, tooltip=text) for name, kind
 
 
 def _check_choice(folders: Folders, *, model_id: str, family: str) -> None:
-    spec = model_ref.variant(spec_for_family(family), model_id, folders.models)
-    model_ref.check_model(ModelRef(spec_name=spec.name, model_id=model_id, folders=folders.models))
+    choose_model(spec_for_family(family), model_id, folders=folders.models)
 
 
 def _choose(host: Host, *, model_id: str, family: str, precision: str) -> tuple[ModelRef]:
-    spec = model_ref.variant(spec_for_family(family), model_id, host.folders.models, host)
-    model = ModelRef(spec_name=spec.name, model_id=model_id, precision=precision, folders=host.folders.models)
-    model_ref.check_model(model)
-    return (model,)
+    spec, folders = spec_for_family(family), host.folders.models
+    return (choose_model(spec, model_id, precision=precision, folders=folders, progress=host),)
 
 
 def _stage_folder(folders: Folders, folder: str) -> Path:
@@ -157,7 +153,6 @@ _SIZES = (
 MODEL_LOADER = Node(
     id="TPUModelLoader",
     title="TPU Model Loader",
-    category="TPU",
     description="Names one model for several nodes. Weights are read where and when they are used.",
     inputs=(
         Input(
@@ -193,7 +188,6 @@ MODEL_LOADER = Node(
 SAVE_STAGE = Node(
     id="TPUSaveStage",
     title="TPU Save Stage",
-    category="TPU",
     description="Writes encoded prompts and latents to a folder, so that another run or machine can go on from there. "
     "What comes in also goes out.",
     # In the order of the outputs, and `model` after them: so the page bypasses the node without mixing the prompts up.
@@ -212,7 +206,6 @@ SAVE_STAGE = Node(
 LOAD_STAGE = Node(
     id="TPULoadStage",
     title="TPU Load Stage",
-    category="TPU",
     description="Reads what TPU Save Stage, or `comfyui-tpu encode` and `denoise`, wrote to a folder.",
     inputs=(_FOLDER, _MODEL),
     outputs=_STAGE_OUTPUTS,
@@ -226,7 +219,6 @@ LOAD_STAGE = Node(
 FREE_MEMORY = Node(
     id="TPUFreeMemory",
     title="TPU Free Memory",
-    category="TPU",
     description="Unloads every model of this pack from the TPU when the workflow comes by; what comes in goes out. Not "
     "needed before switching models: what is least used leaves by itself.",
     inputs=(Input(name="anything", type="*", tooltip="Anything: the memory is freed once this is there."),),
@@ -237,13 +229,9 @@ FREE_MEMORY = Node(
 WARMUP = Node(
     id="TPUWarmup",
     title="TPU Warmup",
-    category="TPU",
     description="Compiles the programs that a model needs for a size, without loading weights or generating: a run of "
     "that size then starts at once, also after a restart.",
-    inputs=(
-        _MODEL,
-        *_SIZES,
-    ),
+    inputs=(_MODEL, *_SIZES),
     outputs=(Output(name="report", type="STRING", tooltip="What was compiled."),),
     run=_warmup,
     is_output=True,
@@ -252,7 +240,6 @@ WARMUP = Node(
 PLAN = Node(
     id="TPUPlan",
     title="TPU Plan",
-    category="TPU",
     description="Compiles a model's real programs for a TPU, here or anywhere else, and reports whether they fit its "
     "memory and how long the compiler predicts a generation to take. Needs no TPU and no weights, but minutes.",
     inputs=(

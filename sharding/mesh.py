@@ -5,15 +5,20 @@ alike on each.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from .shape import AXES, MeshShape
 
+if TYPE_CHECKING:  # to type checkers `jax.Device` is a variable
+    from jax._src.lib import Device
+else:
+    from jax import Device
 
-def make_mesh(devices: Sequence[jax.Device], shape: MeshShape) -> Mesh:
+
+def make_mesh(devices: Sequence[Device], shape: MeshShape) -> Mesh:
     """The mesh of `shape` over `devices`, which must be exactly as many."""
     if len(devices) != shape.num_devices:
         raise ValueError(f"mesh {shape} needs {shape.num_devices} devices, but there are {len(devices)}.")

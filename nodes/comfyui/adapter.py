@@ -73,7 +73,7 @@ def extension() -> ComfyExtension:
     return Extension()
 
 
-def node_class(declaration: Declaration) -> type[io.ComfyNode]:
+def node_class(declaration: Node | Expansion) -> type[io.ComfyNode]:
     """The V3 class of a declaration."""
     body = {
         "define_schema": lambda cls: _schema(declaration),

@@ -99,5 +99,5 @@ def wrap_unload() -> None:
             finally:
                 pipeline.free()
 
-    unload_all_models.frees_tpu = True
+    unload_all_models.__dict__["frees_tpu"] = True
     comfy.model_management.unload_all_models = unload_all_models

@@ -1,6 +1,6 @@
 """The monitor's two addresses on ComfyUI's server: `GET /tpu/stats` and `POST /tpu/free`.
 
-Beside host.py the only file that knows ComfyUI, and only in `add`.
+It knows ComfyUI only in `add`.
 """
 
 import asyncio

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from ...tpu_runtime.checkpoints import model_ref
-from ...tpu_runtime.checkpoints.model_ref import ModelRef
+from ...tpu_runtime.checkpoints.model_ref import ModelRef, choose_model
 from ...tpu_runtime.models import spec_for_family
 from ...tpu_runtime.progress import Silent
 from ...tpu_runtime.spec import Settings
@@ -77,10 +76,10 @@ def run_workflow(workflow: Workflow, host: TerminalHost, table: Table = HEADLESS
     order = execution_order(graph, table)
     results: dict[str, tuple[Any, ...]] = {}
     for node_id in order:
-        node = table[graph[node_id]["class_type"]]
+        node = _node(graph, node_id, table)
         with host.timed(_title(node, node_id, graph)):
             results[node_id] = node.run(host, **node.values(_given(graph[node_id]["inputs"], results)))
-    return {node_id: results[node_id] for node_id in order if table[graph[node_id]["class_type"]].is_output}
+    return {node_id: results[node_id] for node_id in order if _node(graph, node_id, table).is_output}
 
 
 def _check_constants(workflow: Workflow, folders: Folders, table: Table) -> None:
@@ -107,7 +106,7 @@ def execution_order(graph: Workflow, table: Table) -> list[str]:
         visiting.pop()
         order.append(node_id)
 
-    outputs = [node_id for node_id, node in graph.items() if table[node["class_type"]].is_output]
+    outputs = [node_id for node_id in graph if _node(graph, node_id, table).is_output]
     if not outputs:
         raise ValueError("The workflow has no output node, such as SaveVideo: nothing would come of running it.")
     for node_id in outputs:
@@ -117,6 +116,13 @@ def execution_order(graph: Workflow, table: Table) -> list[str]:
 
 def _given(inputs: Mapping[str, Any], results: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     return {name: results[value[0]][value[1]] if is_link(value) else value for name, value in inputs.items()}
+
+
+def _node(graph: Workflow, node_id: str, table: Table) -> Node:
+    """The declaration of one node of a graph, which is expanded: all have bodies."""
+    node = table[graph[node_id]["class_type"]]
+    assert isinstance(node, Node)
+    return node
 
 
 def _title(node: Node, node_id: str, graph: Workflow) -> str:
@@ -148,11 +154,12 @@ def _generation(graph: Workflow, node_id: str, folders: Folders, table: Table) -
     declaration = table[node["class_type"]]
     link = node["inputs"].get("model")
     choice = _origin(graph, node_id, "model", "model_id", table) if is_link(link) else widgets
-    spec = model_ref.variant(spec_for_family(declaration.family), choice["model_id"], folders.models, Silent())
+    family, named = spec_for_family(declaration.family), {name: choice[name] for name in ("model_id", "precision")}
+    model = choose_model(family, **named, folders=folders.models, progress=Silent())
+    spec = model.spec
     if spec.needs_condition and "height" not in widgets:
         widgets = {**_origin(graph, node_id, "condition", "height", table), **widgets}
-    named = {"model_id": choice["model_id"], "precision": choice["precision"]}
-    return ModelRef(spec_name=spec.name, folders=folders.models, **named), spec.settings(**widgets)
+    return model, spec.settings(**widgets)
 
 
 def _widgets(graph: Workflow, node_id: str, table: Table) -> dict[str, Any]:

@@ -5,7 +5,7 @@ supported.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..declare import Declaration, Expansion, Input, Link, Ref
 
@@ -16,7 +16,7 @@ PAGE_ONLY = frozenset({"Note", "MarkdownNote", "Reroute", "PrimitiveNode"})
 _MUTED, _BYPASSED = 2, 4
 
 
-def is_link(value: Any) -> bool:
+def is_link(value: Any) -> TypeGuard[list[Any]]:
     return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], int)
 
 

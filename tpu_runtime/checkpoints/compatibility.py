@@ -72,7 +72,7 @@ def _is_off(value: Any) -> bool:
 def config_problem(spec: ModelSpec, component: Component, model_id: str, config: Mapping[str, Any]) -> str | None:
     """What of a component's own `config.json` does not fit, by key and value."""
     found = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
-    if found != component.class_name:
+    if found not in (component.class_name, *component.class_aliases):
         return f"{model_id}: {component.folder} is a {found}; {spec.title} needs a {component.class_name}."
     for key, need in component.needs.items():
         value = _value(config, key)

@@ -108,7 +108,7 @@ def _sentences(model_id: str, title: str, names: Sequence[str]) -> Iterator[None
     guard_logs()
     # Errors of connections come as they are raised, by `requests` (an OSError) or `httpx` (this HTTPError); those of
     # hf_xet, which is not written in Python, as RuntimeError.
-    known = (OSError, RuntimeError, errors.HTTPError)
+    known = (OSError, RuntimeError, errors.HTTPError)  # pyright: ignore[reportPrivateImportUsage]
     try:
         yield
     except known as error:

@@ -94,6 +94,7 @@ def _load_one(
     arrays = []
     placed = sharding.addressable_devices_indices_map(want.shape).items()
     for device, index in sorted(placed, key=lambda item: str(item[1])):  # equal shards follow each other: read once
+        assert index is not None  # every shard has a place
         key = tuple((part.start, part.stop) for part in index)
         if key not in pieces:
             pieces = {key: _read(reader, network, name, files, index, want)}

@@ -1,16 +1,12 @@
 """Which model a node is to use: a description without weights, and the checks that need none."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from .. import models, precision
-from ..engine.memory_advice import OutOfMemory as OutOfMemory
+from .. import models
+from ..precision import check_choice
 from ..progress import Progress
 from ..spec import ModelSpec
 from . import checkpoint, compatibility
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +28,26 @@ class ModelRef:
     def locate(self) -> checkpoint.Checkpoint:
         return checkpoint.locate(self.spec, self.model_id, self.folders)
 
+    def check(self) -> None:
+        """Raises `ValueError` with a sentence for the user where it cannot work. Reads no weights, asks no network."""
+        check_choice(self.precision)
+        self.locate().check()
+
+
+def choose_model(
+    spec: ModelSpec,
+    model_id: str,
+    *,
+    precision: str = "auto",
+    folders: tuple[str, ...] = (),
+    progress: Progress | None = None,
+) -> ModelRef:
+    """The checked model that `model_id` is: see `variant`, for `progress` too, and `ModelRef.check`."""
+    spec = variant(spec, model_id, folders, progress)
+    model = ModelRef(spec_name=spec.name, model_id=model_id, precision=precision, folders=folders)
+    model.check()
+    return model
+
 
 def variant(
     spec: ModelSpec, model_id: str, folders: tuple[str, ...] = (), progress: Progress | None = None
@@ -51,9 +67,3 @@ def variant(
     alike = [one for one in family if compatibility.is_pipeline(one, index)]
     fitting = [one for one in alike if compatibility.index_problem(one, model_id, index) is None]
     return (fitting or alike or family)[0]
-
-
-def check_model(model: ModelRef) -> None:
-    """Raises `ValueError` with a sentence for the user where `model` cannot work. Reads no weights, asks no network."""
-    precision.check_choice(model.precision)
-    model.locate().check()

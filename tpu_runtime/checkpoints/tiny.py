@@ -82,6 +82,7 @@ def _write_weights(component: Component, folder: Path, seed: int) -> None:
         for norm in module.modules():
             # Fresh running statistics are the identity: nobody would see them missing.
             if isinstance(norm, torch.nn.modules.batchnorm._BatchNorm) and norm.track_running_stats:
+                assert norm.running_mean is not None and norm.running_var is not None
                 norm.running_mean.uniform_(-0.5, 0.5)
                 norm.running_var.uniform_(0.5, 1.5)
     # Small files, so that larger components have an index and several shards as real ones do.
