@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comfyui_tpu.tests.support.comfyui_server import PACK
 from comfyui_tpu.tpu_runtime.cache import store, trust
 from comfyui_tpu.tpu_runtime.cache.store import Store
 from comfyui_tpu.tpu_runtime.programs import executables
@@ -297,10 +298,41 @@ def test_a_folder_of_jaxs_own_variable_is_left_to_its_owner(
 
 def test_the_longest_unused_entries_leave_a_store(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(store.MAX_BYTES, "prompts", 450)
-    store = Store("prompts")
+    prompts = Store("prompts")
     for number, key in enumerate("abc"):
-        store.put(key, b"x" * 100)
-        os.utime(store.path(key), (number, number))
-    assert store.get("a")  # used again
-    store.put("d", b"x" * 100)
-    assert [key for key in "abcd" if store.has(key)] == ["a", "c", "d"]
+        prompts.put(key, b"x" * 100)
+        os.utime(prompts.path(key), (number, number))
+    assert prompts.get("a")  # used again
+    prompts.put("d", b"x" * 100)
+    assert [key for key in "abcd" if prompts.has(key)] == ["a", "c", "d"]
+
+
+def test_a_change_of_what_is_not_traced_keeps_compiled_programs(tmp_path: Path):
+    for folder in ("attention", "sharding", "tpu_runtime"):
+        shutil.copytree(PACK / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def changed(*files: str) -> set[str]:
+        before = executables.source_digest(tmp_path)
+        found = set()
+        for name in files:
+            path = tmp_path / name
+            source = path.read_text()
+            path.write_text(source + "# changed")
+            executables.source_digest.cache_clear()
+            if executables.source_digest(tmp_path) != before:
+                found.add(name)
+            path.write_text(source)
+        executables.source_digest.cache_clear()
+        return found
+
+    rooms = ("plan/plan", "cost_model/hlo", "monitor/feed", "engine/device_cache", "checkpoints/hub", "cache/store")
+    assert not changed(*(f"tpu_runtime/{room}.py" for room in rooms))
+    traced = {
+        "attention/kernel.py",
+        "sharding/rules.py",
+        "tpu_runtime/spec.py",
+        "tpu_runtime/models/wan21.py",
+        "tpu_runtime/models/autoencoders/wan.py",
+        "tpu_runtime/programs/denoise_step.py",
+    }
+    assert changed(*traced) == traced

@@ -1,71 +1,171 @@
-"""Imports point one way: nodes -> tpu_runtime -> attention -> sharding; each outside package has its place."""
+"""The house: which room may import which, no import circle, no room too full, no file too long.
+
+A room is a folder; `tpu_runtime`'s own files are the room "leaves", but for `pipeline.py`, its door.
+"""
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# Each layer may import itself and those after it.
-LAYERS = ("nodes", "tpu_runtime", "attention", "sharding")
+MAX_FILES, MAX_LINES, MAX_SHARED_RUN = 14, 450, 8
+# What each room may import beside itself.
+LEAVES = {"leaves", "cache", "attention", "sharding"}
+PROGRAMS = {"programs", *LEAVES}
+MODELS = {"models", *PROGRAMS}
+CHECKPOINTS = {"checkpoints", *MODELS}
+ENGINE = {"engine", *CHECKPOINTS}
+MAY_IMPORT = {
+    "sharding": set(),
+    "attention": {"sharding"},
+    "leaves": {"attention", "sharding"},
+    "cache": {"leaves", "attention", "sharding"},
+    "programs": LEAVES,
+    "models.text_encoders": PROGRAMS,
+    "models.autoencoders": PROGRAMS,
+    "models": {"models.text_encoders", "models.autoencoders", *PROGRAMS},
+    "checkpoints": MODELS,
+    "engine": CHECKPOINTS,
+    "pipeline": ENGINE,
+    "cost_model": PROGRAMS,
+    "plan": {"cost_model", *CHECKPOINTS},
+    "monitor": ENGINE,
+    "nodes": {"pipeline", "plan", "cost_model", *ENGINE},
+    "nodes.headless": {"nodes", "pipeline", *ENGINE},
+    "nodes.comfyui": {"nodes", "pipeline", "monitor", *ENGINE},
+    "cli": {"nodes", "nodes.headless", "pipeline", "plan", "cost_model", "monitor", *ENGINE},
+    "entry": {"nodes.comfyui"},
+}
 TORCH = frozenset({"torch", "torchax", "diffusers", "transformers"})
 COMFYUI = frozenset({"comfy", "comfy_api", "comfy_execution", "folder_paths", "server", "execution", "latent_preview"})
-# The only files that know ComfyUI.
-ADAPTERS = frozenset(f"nodes/comfyui/{part}.py" for part in ("adapter", "memory", "previews", "routes"))
-ENTRIES = [ROOT / "__init__.py", *sorted((ROOT / "cli").glob("*.py"))]
-MODULES = ENTRIES + sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
-
-
-def imports(path: Path) -> Iterator[tuple[int, str, int]]:
-    """`(level, dotted name, line)` of every import; level 0 is absolute."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from ((0, alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            yield from ((node.level, name, node.lineno) for name in names)
-
-
-def target_layer(path: Path, level: int, name: str) -> str:
-    """The top folder or file of the pack that a relative import names."""
-    parent = path.parent
-    for _ in range(level - 1):
-        parent = parent.parent
-    assert parent == ROOT or ROOT in parent.parents, f"{path}: {'.' * level}{name} leaves the pack"
-    return (parent / name.replace(".", "/")).relative_to(ROOT).parts[0]
+FOLDERS = ("attention", "cli", "nodes", "sharding", "tpu_runtime")
+FILES = [ROOT / "__init__.py"] + sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
 def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
-def test_imports_point_down(path: Path):
-    layer = path.relative_to(ROOT).parts[0]
-    if layer not in LAYERS:
+def room_of(path: Path) -> str:
+    """The room of a file, from its place in the tree."""
+    parts = path.relative_to(ROOT).parts
+    if parts == ("__init__.py",):
+        return "entry"
+    if parts[0] == "tpu_runtime":
+        return ".".join(parts[1:-1]) or ("pipeline" if parts[1] == "pipeline.py" else "leaves")
+    return ".".join(parts[:-1]) if parts[0] == "nodes" else parts[0]
+
+
+def imports(path: Path) -> Iterator[tuple[int, str, tuple[str, ...], int]]:
+    """`(level, module, names, line)` of every import; level 0 is absolute. `at_runtime`: without type checking's."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((0, alias.name, (), node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.level, node.module or "", tuple(alias.name for alias in node.names), node.lineno
+
+
+def targets(path: Path, level: int, module: str, names: tuple[str, ...]) -> Iterator[Path]:
+    """The files of the pack that a relative import brings in."""
+    folder = path.parents[level - 1]
+    assert folder == ROOT or ROOT in folder.parents, f"{relative(path)}: {'.' * level}{module} leaves the pack"
+    base = folder.joinpath(*module.split(".")) if module else folder
+    if base.with_suffix(".py").is_file():
+        yield base.with_suffix(".py")
         return
-    allowed = LAYERS[LAYERS.index(layer) :]
-    for level, name, line in imports(path):
+    for name in names:
+        inner = base / name
+        if inner.with_suffix(".py").is_file():
+            yield inner.with_suffix(".py")
+        elif inner.is_dir():
+            yield inner / "__init__.py"
+        else:
+            yield base / "__init__.py"
+
+
+def brought_in(path: Path) -> Iterator[Path]:
+    """The files of the pack that a file imports, for type checking alone too."""
+    for level, module, names, _ in imports(path):
         if level:
-            assert target_layer(path, level, name) in allowed, f"{relative(path)}:{line} imports {name}"
+            yield from targets(path, level, module, names)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
+def wrong_arrows(path: Path) -> list[str]:
+    """The imports of a file that its room may not have."""
+    room = room_of(path)
+    return [
+        f"{relative(path)}:{line} ({room}) imports {relative(target)} ({room_of(target)})"
+        for level, module, names, line in imports(path)
+        if level
+        for target in targets(path, level, module, names)
+        if room_of(target) not in {room, *MAY_IMPORT[room]}
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_a_room_imports_only_what_it_may(path: Path):
+    assert not wrong_arrows(path)
+
+
+def test_the_rooms_that_may_import_each_other_form_no_circle():
+    order = list(graphlib.TopologicalSorter(MAY_IMPORT).static_order())
+    assert {room_of(path) for path in FILES} == set(order)
+
+
+def test_no_files_import_each_other_in_a_circle():
+    graph = {path: {target for target in brought_in(path) if target != path} for path in FILES}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
 def test_outside_packages_are_imported_where_they_belong(path: Path):
     """Absolute imports of our own names fail in ComfyUI, which renames the pack and has a module `nodes` itself."""
-    own = {"comfyui_tpu", *LAYERS, "cli"}
-    for level, name, line in imports(path):
-        package = name.partition(".")[0]
-        where = f"{relative(path)}:{line} imports {name}"
+    own, room = {"comfyui_tpu", *FOLDERS}, room_of(path)
+    for level, module, _, line in imports(path):
+        package = module.partition(".")[0]
+        where = f"{relative(path)}:{line} imports {module}"
         if level == 0:
             assert package not in own, where
-            assert package not in COMFYUI or relative(path) in ADAPTERS, where
+            assert package not in COMFYUI or room == "nodes.comfyui", where
             assert package not in TORCH or relative(path).startswith("tpu_runtime/"), where
 
 
-def test_the_rules_see_a_wrong_import(tmp_path: Path):
-    wrong = tmp_path / "wrong.py"
-    wrong.write_text("def f():\n    import torch.nn\n    from ..nodes import host\n    from . import axes\n")
-    assert list(imports(wrong)) == [(0, "torch.nn", 2), (2, "nodes", 3), (1, "axes", 4)]
-    assert target_layer(ROOT / "sharding" / "rules.py", 2, "nodes") == "nodes"
+def test_no_room_is_too_full_and_no_file_too_long():
+    folders = {path.parent for path in FILES} | {path.parent for path in (ROOT / "tests").rglob("*.py")}
+    full = {relative(folder): count for folder in folders if (count := len(list(folder.glob("*.py")))) > MAX_FILES}
+    long = {relative(path): count for path in FILES if (count := len(path.read_text().splitlines())) > MAX_LINES}
+    assert not full and not long
+
+
+def test_no_two_models_share_a_run_of_lines():
+    seen: dict[tuple[str, ...], str] = {}
+    for path in (path for path in FILES if room_of(path).startswith("models")):
+        lines = [stripped for line in path.read_text().splitlines() if (stripped := line.strip())]
+        for run in zip(*(lines[start:] for start in range(MAX_SHARED_RUN)), strict=False):
+            assert seen.setdefault(run, relative(path)) == relative(path), f"{relative(path)} and {seen[run]}:\n{run}"
+
+
+def test_every_door_says_what_is_in_its_room():
+    doors = [path for path in FILES if path.name == "__init__.py"]
+    said = {relative(path): ast.get_docstring(ast.parse(path.read_text())) or "" for path in doors}
+    assert not [door for door, text in said.items() if len(text) < 40]
+    assert not [door for door, text in said.items() if "import" not in text and door != "__init__.py"]
+
+
+def test_the_rules_see_a_turned_arrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    for name in ("sharding/rules.py", "nodes/family.py", "tpu_runtime/engine/run.py", "tpu_runtime/models/wan21.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "sharding/rules.py").write_text("def f():\n    from ..nodes import family\n")
+    (tmp_path / "tpu_runtime/models/wan21.py").write_text("from ..engine.run import Run\n")
+    (tmp_path / "tpu_runtime/engine/run.py").write_text("from ..models.wan21 import SPEC\n")
+    assert wrong_arrows(tmp_path / "sharding/rules.py") == [
+        "sharding/rules.py:2 (sharding) imports nodes/family.py (nodes)"
+    ]
+    assert wrong_arrows(tmp_path / "tpu_runtime/models/wan21.py")
+    assert not wrong_arrows(tmp_path / "tpu_runtime/engine/run.py")

@@ -71,21 +71,27 @@ def steps(monkeypatch):
     ],
 )
 def test_fast_leaves_comfyui_out_and_the_rest_goes_to_pytest(arguments, installed, words, steps):
+    """A choice of tests starts at once; a whole run looks at style and types first."""
     assert setup.main(["test", *arguments]) == 0
-    assert steps == [*installed, ["-m", "pytest", *words]]
+    checks = [] if {*arguments} - {"--fast"} else [list(check[1:]) for check in setup.CHECKS]
+    assert steps == [*installed, *checks, ["-m", "pytest", *words]]
+
+
+def test_a_type_error_ends_the_run_before_any_test(steps, monkeypatch):
+    monkeypatch.setattr(setup, "run", lambda command, environment: int("basedpyright" in command[0]))
+    assert setup.main(["test"]) == 1
 
 
 def test_the_fast_suite_has_a_whole_run_of_every_family_and_no_server():
     families = ("cogvideox", "flux2", "hunyuan15", "wan21", "wan22_i2v")
-    servers = ("citizen", "comfyui", "examples_browser", "monitor_browser")
-    files = [f"test_{name}.py" for name in (*servers, *families)]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *setup.FAST, *files]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *setup.FAST, "comfyui", "browser", "models"]
     found = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True).stdout.splitlines()
     for family in families:
         assert any(re.search(rf"test_{family}.py::test_\w*latents_and_\w+_equal_upstreams", line) for line in found), (
             family
         )
-    assert not [line for line in found if any(f"test_{name}.py::" in line for name in servers)]
+    servers = re.compile(r"^(tests/)?browser/|test_(citizen|comfyui)\.py::")
+    assert not [line for line in found if servers.search(line)]
 
 
 @pytest.mark.parametrize(

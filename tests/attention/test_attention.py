@@ -230,8 +230,8 @@ def test_two_sequences_attend_to_the_real_tokens_of_both(shape: MeshShape | None
 
 def test_a_scale_error_of_a_percent_would_be_seen():
     """What zeroed keys instead of a mask do: the reason for `kv_length`."""
-    q, k, v = inputs(1, 16, 40, 2, 8)
-    zeroed = [np.where(np.arange(40)[None, :, None, None] < 30, x, 0) for x in (k, v)]
+    q, k, v = map(jnp.asarray, inputs(1, 16, 40, 2, 8))
+    zeroed = [jnp.where(jnp.arange(40)[None, :, None, None] < 30, x, 0) for x in (k, v)]
     assert np.abs(attention(q, *zeroed) - softmax_attention(q, k, v, [30])).max() > 1e-2
 
 

@@ -23,10 +23,7 @@ SCREENSHOTS = PACK / "output" / "screenshots"
 ARGUMENTS = "--headless --no-sandbox --disable-gpu --disable-background-networking".split()
 READY = "window.app && app.graph && Object.keys(LiteGraph.registered_node_types).length > 50"
 
-pytestmark = [
-    needs_comfyui,
-    pytest.mark.skipif(not BROWSER, reason="no chromium or google-chrome on the PATH"),
-]
+pytestmark = [needs_comfyui, pytest.mark.skipif(not BROWSER, reason="no chromium or google-chrome on the PATH")]
 playwright_sync = pytest.importorskip("playwright.sync_api", reason="no playwright; pip install playwright")
 
 # What the page made of a workflow, and what it would queue.

@@ -30,10 +30,7 @@ APP = "window.comfyAPI.app.app.extensionManager"
 PANEL = ".comfyui-tpu-panel"
 GIB = 2**30
 
-pytestmark = [
-    needs_comfyui,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine"),
-]
+pytestmark = [needs_comfyui, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")]
 
 
 class Tab:

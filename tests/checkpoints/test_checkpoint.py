@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, model_ref, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import stage_files
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
@@ -46,13 +46,13 @@ def copied(tmp_path: Path) -> Path:
 )
 def test_ids_that_name_nothing(model_id: str, sentence: str):
     with pytest.raises(ValueError) as error:
-        model_ref.check_model(model(model_id))
+        model(model_id).check()
     assert str(error.value) == sentence
 
 
 def test_a_folder_that_is_not_a_model(tmp_path: Path):
     with pytest.raises(ValueError) as error:
-        model_ref.check_model(model(tmp_path))
+        model(tmp_path).check()
     assert str(error.value) == (
         f"Wan 2.1 T2V 14B: the folder {tmp_path} has no model_index.json; it is not a model in diffusers layout. "
         "Choose the folder that holds model_index.json, transformer/, vae/."
@@ -62,7 +62,7 @@ def test_a_folder_that_is_not_a_model(tmp_path: Path):
 def test_another_familys_checkpoint(copied: Path):
     (copied / "model_index.json").write_text(json.dumps({"_class_name": "Flux2Pipeline"}))
     with pytest.raises(ValueError) as error:
-        model_ref.check_model(model(copied))
+        model(copied).check()
     assert str(error.value) == (
         f"Wan 2.1 T2V 14B: the checkpoint {copied} is a Flux2Pipeline; this node needs a WanPipeline, such as "
         "Wan-AI/Wan2.1-T2V-14B-Diffusers."
@@ -73,14 +73,14 @@ def test_a_component_of_another_class(copied: Path):
     config = copied / "transformer" / "config.json"
     config.write_text(config.read_text().replace("WanTransformer3DModel", "CogVideoXTransformer3DModel"))
     with pytest.raises(ValueError, match="transformer is a CogVideoXTransformer3DModel; Wan 2.1 T2V 14B needs a Wan"):
-        model_ref.check_model(model(copied))
+        model(copied).check()
 
 
 def test_a_truncated_file_is_found_before_anything_is_loaded(copied: Path):
     path = copied / "transformer" / "diffusion_pytorch_model-00002-of-00004.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError) as error:
-        model_ref.check_model(model(copied))
+        model(copied).check()
     assert str(error.value).startswith(f"{path} is not a whole safetensors file (")
     assert str(error.value).endswith("it was probably cut off while downloading. Delete it and download it again.")
 
@@ -88,7 +88,7 @@ def test_a_truncated_file_is_found_before_anything_is_loaded(copied: Path):
 def test_a_missing_shard(copied: Path):
     (copied / "vae" / "diffusion_pytorch_model-00003-of-00003.safetensors").unlink()
     with pytest.raises(ValueError) as error:
-        model_ref.check_model(model(copied))
+        model(copied).check()
     assert str(error.value) == (
         f"{copied / 'vae'}: 1 of 2 weight files are missing: diffusion_pytorch_model-00003-of-00003.safetensors. "
         "Download the checkpoint again."
@@ -127,7 +127,7 @@ def test_a_file_without_a_tensor_that_is_loaded_need_not_be_there(tmp_path: Path
     spec = next(spec for spec in SPECS if spec.name == spec_name)
     folder = tmp_path / "model" / spec.component(component_name).folder
     (folder / files["other"]).unlink()
-    model_ref.check_model(ModelRef(spec_name=spec_name, model_id=str(tmp_path / "model")))
+    ModelRef(spec_name=spec_name, model_id=str(tmp_path / "model")).check()
     component = spec.component(component_name)
     network = modules.build(component, component.tiny)
     matched = checkpoint.match(network, checkpoint.read_headers(folder, component), folder)
@@ -155,7 +155,7 @@ def test_a_weight_file_outside_the_folder_is_refused(copied: Path):
     said["weight_map"] = {name: f"../vae/{file}" for name, file in said["weight_map"].items()}
     index.write_text(json.dumps(said))
     with pytest.raises(ValueError, match=r"names a weight file '\.\./vae/.*'; only \.safetensors beside it are read"):
-        model_ref.check_model(model(copied))
+        model(copied).check()
 
 
 @pytest.fixture
@@ -187,12 +187,12 @@ def test_a_nan_weight(copied: Path, runner: Engine):
         f"{path}: the weight encoder.block.1.layer.1.DenseReluDense.wo.weight holds NaN or infinity; the file is "
         "damaged. Download it again."
     )
-    assert runner.residency.list() == ()
+    assert runner.device_cache.list() == ()
 
 
 def test_a_folder_of_comfyuis_models_is_found_by_name(copied: Path):
     ref = model("model", folders=("/nowhere", str(copied.parent)))
-    model_ref.check_model(ref)
+    ref.check()
     assert ref.locate().root == copied
 
 
@@ -219,7 +219,7 @@ def test_cancelling_while_loading_leaves_nothing_behind(copied: Path, runner: En
 
     with pytest.raises(Cancelled):
         runner.encode(model(copied), "cat", "", CancelWhileLoading())
-    assert runner.residency.list() == ()
+    assert runner.device_cache.list() == ()
     assert runner.encode(model(copied), "cat", "", Silent())
 
 

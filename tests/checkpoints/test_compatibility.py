@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import pytest
-from comfyui_tpu.tpu_runtime.checkpoints import compatibility, model_ref
+from comfyui_tpu.tpu_runtime.checkpoints import compatibility
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
@@ -53,7 +53,7 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
             "image_encoder": [None, None],
             "image_processor": [None, None],
             "transformer_2": ["diffusers", "WanTransformer3DModel"],
-        },
+        }
     ],
     HUNYUAN: [{"_class_name": "HunyuanVideo15Pipeline", **_HUNYUAN}],
     HUNYUAN_I2V: [
@@ -62,7 +62,7 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
             **_HUNYUAN,
             "feature_extractor": ["transformers", "SiglipImageProcessor"],
             "image_encoder": ["transformers", "SiglipVisionModel"],
-        },
+        }
     ],
     FLUX2: [
         {
@@ -73,7 +73,7 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
             "tokenizer": ["transformers", "PixtralProcessor"],
             "transformer": ["diffusers", "Flux2Transformer2DModel"],
             "vae": ["diffusers", "AutoencoderKLFlux2"],
-        },
+        }
     ],
     COGVIDEOX: [
         {
@@ -84,7 +84,7 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
             "tokenizer": ["transformers", "T5Tokenizer"],
             "transformer": ["diffusers", "CogVideoXTransformer3DModel"],
             "vae": ["diffusers", "AutoencoderKLCogVideoX"],
-        },
+        }
     ],
 }
 
@@ -106,7 +106,7 @@ def problem(name: str, folder: Path, index: Mapping[str, Any] = {}, **changes: M
     spec = spec_by_name(name)
     write(spec, folder, {**PUBLISHED[name][0], **index}, changes)
     with pytest.raises(ValueError) as error:
-        model_ref.check_model(ModelRef(spec_name=name, model_id=str(folder)))
+        ModelRef(spec_name=name, model_id=str(folder)).check()
     return str(error.value).replace(str(folder), "FOLDER")
 
 

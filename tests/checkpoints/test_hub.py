@@ -79,7 +79,7 @@ def test_the_index_comes_first_and_a_wrong_one_ends_it(fake: FakeHub, tmp_path: 
     assert fake.served() == ["model_index.json"]
     # From now on it is known without a network, before anything runs.
     fake.asked.clear()
-    assert error_of(lambda: model_ref.check_model(MODEL)) == sentence
+    assert error_of(lambda: MODEL.check()) == sentence
     assert not fake.asked
 
 
@@ -90,7 +90,7 @@ def test_configs_come_before_weights_and_a_wrong_one_ends_it(fake: FakeHub, tmp_
     sentence = error_of(lambda: Engine(jax.devices()[:1]).encode(MODEL, "a cat", "", Silent()))
     assert "z_dim is 48 in vae/config.json of owner/model; supported is 16" in sentence
     assert "vae/config.json" in fake.served() and not fake.weights()
-    assert error_of(lambda: model_ref.check_model(MODEL)) == sentence
+    assert error_of(lambda: MODEL.check()) == sentence
 
 
 def test_a_hub_model_runs_and_takes_only_what_a_stage_needs(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
@@ -414,7 +414,7 @@ def test_the_command_prints_no_token(fake: FakeHub, tmp_path: Path):
     """In a process of its own, with every log line and a traceback: it is in the environment and in the answer."""
     fake.answers["/api/"] = Answer(status=403, headers={"X-Error-Message": f"no rights for {TOKEN}"})
     environment = {**os.environ, "HF_ENDPOINT": fake.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
-    script = "import logging; logging.basicConfig(level=0); from comfyui_tpu.cli import main; main()"
+    script = "import logging; logging.basicConfig(level=0); from comfyui_tpu.cli.main import main; main()"
     command = [sys.executable, "-c", script, "encode", "--folder", str(tmp_path), "--model", ID, "--debug"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert fake.authorization == f"Bearer {TOKEN}"

@@ -70,9 +70,9 @@ def load_component(component: Component, folder: Path) -> Loaded:
     network = modules.build(component, read_json(folder / "config.json"))
     files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
     wanted = weights.abstract(network, make_mesh(jax.devices()[:1], MeshShape()), "float32")
-    weights = load.load(network, files, wanted, component.name, Silent())
+    loaded = load.load(network, files, wanted, component.name, Silent())
     buffers = {name: x for name, x in network.module.named_buffers() if x.device.type != "meta"}
-    return jax.tree.map(np.asarray, weights), buffers
+    return jax.tree.map(np.asarray, loaded), buffers
 
 
 def upstream(component: Component, folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 from comfyui_tpu.tpu_runtime import pipeline, redact, tokens
-from comfyui_tpu.tpu_runtime.checkpoints import model_ref, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import spec_for_family
@@ -48,7 +48,7 @@ def test_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch, text: str, clean: s
 
 def test_a_link_with_a_token_for_a_model_id(caplog: pytest.LogCaptureFixture):
     model_id = f"https://user:{TOKEN}@huggingface.co/owner/model"
-    sentence = error_of(lambda: model_ref.check_model(ModelRef(spec_name=SPEC.name, model_id=model_id)))
+    sentence = error_of(lambda: ModelRef(spec_name=SPEC.name, model_id=model_id).check())
     assert "https://***@huggingface.co/owner/model" in sentence and TOKEN not in sentence + caplog.text
 
 

@@ -10,7 +10,8 @@ from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime import tokens
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.files import CheckpointError, read_json
-from comfyui_tpu.tpu_runtime.models import spec_for_family, t5, wan21
+from comfyui_tpu.tpu_runtime.models import spec_for_family, wan21
+from comfyui_tpu.tpu_runtime.models.text_encoders import t5
 from tokenizers import Tokenizer
 
 PROMPTS = ("a cat, a dog", "猫 and a dög 🐈", "", "a\n\ncat  in </s> the <unk> kitchen", "a cat and a dog " * 200)

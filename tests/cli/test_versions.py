@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from comfyui_tpu.cli import doctor, versions
+from comfyui_tpu.cli import doctor
+from comfyui_tpu.tpu_runtime import versions
 from packaging.version import Version
 
 # What results, file formats and programs depend on.

@@ -43,7 +43,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
         return 0
 
     monkeypatch.setattr(pipeline, "warmup", warmup)
-    monkeypatch.setattr(pipeline, "check_model", lambda model: None)
+    monkeypatch.setattr(ModelRef, "check", lambda model: None)
     return found
 
 
@@ -57,7 +57,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
         return executables.Executable(program=found[-1], compiled=None), True
 
     fresh = engines.Engine(jax.devices())
-    monkeypatch.setattr(engines, "engine", lambda: fresh)
+    monkeypatch.setattr(pipeline, "engine", lambda: fresh)
     monkeypatch.setattr(executables, "obtain", obtain)
     monkeypatch.setattr(executables, "is_stored", lambda digest, devices: False)
     yield found
@@ -103,12 +103,12 @@ def test_an_examples_programs_are_built_at_its_tiny_sizes(path: Path, programs: 
     assert cli.main(["warmup", str(path), "--tiny"]) == 0
     ((model, settings),) = generations_of_tiny(path)
     spec = model.spec
-    parts = {name for program in programs for name in program.weights}
+    parts = {name for program in programs for name in program.components}
     assert parts == {component.name for component in spec.components if component.name in parts | {spec.vae}}
     assert {spec.experts[0], spec.vae, *(text.component for text in spec.text_encoders)} <= parts
     (step,) = (program for program in programs if program.name == "denoise_step")
-    assert step.args[1][0].shape == spec.geometry.latent_shape(settings)
-    assert step.args[1][0].shape[-2:] == (80 // spec.geometry.stride_hw, 112 // spec.geometry.stride_hw)
+    assert step.args.state[0].shape == spec.geometry.latent_shape(settings)
+    assert step.args.state[0].shape[-2:] == (80 // spec.geometry.stride_hw, 112 // spec.geometry.stride_hw)
 
 
 def generations_of_tiny(path: Path) -> Asked:
@@ -204,19 +204,13 @@ def test_a_connected_model_is_the_one_that_is_warmed(asked: Asked, tmp_path: Pat
     ("arguments", "message"),
     [
         ([], "warmup takes either a workflow file or --model NAME."),
-        (
-            [str(WAN22), "--height", "80"],
-            "--height: a workflow has its own. Leave it out, or give --model",
-        ),
+        ([str(WAN22), "--height", "80"], "--height: a workflow has its own. Leave it out, or give --model"),
         (
             ["--model", "wan2.1-t2v-14b", "--cache-start", "3"],
             "Wan 2.1 T2V 14B: this model has no cache_start. Leave --",
         ),
         (["--model", "flux2-dev", "--num-frames", "5"], "Flux.2 dev: this model has no num_frames. Leave --num-frames"),
-        (
-            ["--model", "wan2.1-t2v-14b", "--height", "81"],
-            "Wan 2.1 T2V 14B: height is 81; it must be a multiple of 16",
-        ),
+        (["--model", "wan2.1-t2v-14b", "--height", "81"], "Wan 2.1 T2V 14B: height is 81; it must be a multiple of 16"),
     ],
 )
 def test_what_cannot_be_warmed_is_refused(
@@ -229,7 +223,7 @@ def test_what_cannot_be_warmed_is_refused(
 
 def test_widgets_become_settings_in_one_place_only():
     """`ModelSpec.settings`: elsewhere a new widget would be forgotten."""
-    files = [ROOT / "cli.py", *ROOT.glob("nodes/*.py"), *ROOT.glob("tpu_runtime/**/*.py")]
+    files = [path for room in ("cli", "nodes", "tpu_runtime") for path in (ROOT / room).rglob("*.py")]
     calls = [(path, node) for path in files for node in ast.walk(ast.parse(path.read_text()))]
     makers = {path.name for path, node in calls if isinstance(node, ast.Call) and ast.unparse(node.func) == "Settings"}
     assert makers == {"spec.py"}

@@ -322,7 +322,7 @@ def test_shallow_products_are_charged_for_the_whole_matrix_unit():
 
 def test_a_replicated_weight_is_named():
     arrays = {"ffn": {"weight": shaped(EIGHT(), (8192, 8192))}, "fine": shaped(EIGHT(), (8192, 8192), "sp")}
-    found = findings.replicated_weights(program(EIGHT(), lambda weights: weights, arrays, weights=("transformer",)))
+    found = findings.replicated_weights(program(EIGHT(), lambda weights: weights, arrays, components=("transformer",)))
     assert len(found) == 1
     assert "['ffn']['weight'] bfloat16[8192, 8192] of 128 MiB is replicated on all 8 devices" in found[0]
 
@@ -337,7 +337,7 @@ def test_a_scatter_is_named_with_its_source():
     angles = shaped(ONE(), (4096, 1, 64))
     found = findings.find_scatters(text_of(ONE(), rope_by_scatter, shaped(ONE(), (4096, 4, 128)), angles, angles))
     assert len(found) == 2
-    assert all("jit(rope_by_scatter)/scatter; " in each and "test_predict.py:" in each for each in found), found
+    assert all("jit(rope_by_scatter)/scatter; " in each and "test_timing.py:" in each for each in found), found
 
 
 def test_attention_scores_in_float32_are_named():
@@ -355,7 +355,7 @@ def test_attention_scores_in_float32_are_named():
     assert findings.float32_scores(text, limit=2**30) == []
     dearest = step_time.dearest(timing_of(text, ONE()), 3)
     assert any("dot_general" in operation.op_name for operation in dearest)
-    assert all("test_predict.py:" in operation.source for operation in dearest)
+    assert all("test_timing.py:" in operation.source for operation in dearest)
 
 
 def test_scores_that_no_chip_can_hold_are_named_before_the_compiler_refuses_them():
@@ -365,7 +365,7 @@ def test_scores_that_no_chip_can_hold_are_named_before_the_compiler_refuses_them
     heads = shaped(EIGHT(), (8, 65536, 128), None, "sp")
     found = findings.huge_products(program(EIGHT(), attend, heads, heads))
     assert len(found) == 1 and "float32 matrix product of 16.0 GiB per device" in found[0]
-    assert "hqd,hkd->hqk/dot_general at " in found[0] and "test_predict.py" in found[0]
+    assert "hqd,hkd->hqk/dot_general at " in found[0] and "test_timing.py" in found[0]
 
 
 def test_copies_around_a_kernel_are_named():
@@ -374,4 +374,4 @@ def test_copies_around_a_kernel_are_named():
 
     text = text_of(ONE(), run, shaped(ONE(), (2048, 512)), shaped(ONE(), (512, 512)))
     found = findings.layout_copies(text, timing_of(text, ONE()))
-    assert any("before a kernel" in sentence and "test_predict.py" in sentence for sentence in found), text
+    assert any("before a kernel" in sentence and "test_timing.py" in sentence for sentence in found), text

@@ -15,7 +15,8 @@ import torch
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
-from comfyui_tpu.tpu_runtime.models import spec_for_family, video_vae
+from comfyui_tpu.tpu_runtime.models import spec_for_family
+from comfyui_tpu.tpu_runtime.models.autoencoders import frames
 from comfyui_tpu.tpu_runtime.programs import finite, solver_table
 from comfyui_tpu.tpu_runtime.progress import Preview, Silent
 from comfyui_tpu.tpu_runtime.spec import Settings
@@ -94,14 +95,14 @@ class Steps(Silent):
 
 
 def test_denoising_stops_at_the_first_step_that_is_not_finite(monkeypatch: pytest.MonkeyPatch):
-    probe, progress = solver_table.tabulate, Steps()
+    tabulate, progress = solver_table.tabulate, Steps()
 
     def spoilt(*args: Any, **keywords: Any) -> solver_table.SolverTable:
-        solver = probe(*args, **keywords)
+        solver = tabulate(*args, **keywords)
         solver.table[2] = np.nan
         return solver
 
-    monkeypatch.setattr(solver_table, "probe", spoilt)
+    monkeypatch.setattr(solver_table, "tabulate", spoilt)
     with pytest.raises(ValueError, match="Flux.2 dev: from step 3 of 4 on, the latents are not finite"):
         denoise(progress=progress)
     assert progress.done == [0, 1, 2]
@@ -136,6 +137,6 @@ def test_one_number_among_many_is_seen(value: float):
 
 
 def test_infinite_pixels_are_not_clamped_to_black_and_white():
-    found = video_vae.pixels(torch.tensor([-1.5, -1.0, 0.0, 1.0, 1.5, torch.inf, -torch.inf, torch.nan]))
+    found = frames.pixels(torch.tensor([-1.5, -1.0, 0.0, 1.0, 1.5, torch.inf, -torch.inf, torch.nan]))
     assert found.isnan().tolist() == [False] * 5 + [True] * 3
     assert found[:5].tolist() == [0.0, 0.0, 0.5, 1.0, 1.0]

@@ -11,10 +11,10 @@ import pytest
 from comfyui_tpu.tpu_runtime import refusal
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.cost_model import chips
-from comfyui_tpu.tpu_runtime.engine import weight_cache
+from comfyui_tpu.tpu_runtime.engine import device_cache
+from comfyui_tpu.tpu_runtime.engine.device_cache import DeviceCache
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.engine.memory_advice import VARIABLE, OutOfMemory
-from comfyui_tpu.tpu_runtime.engine.weight_cache import WeightCache
 from comfyui_tpu.tpu_runtime.models import SPECS
 from comfyui_tpu.tpu_runtime.programs import executables
 from comfyui_tpu.tpu_runtime.programs.program import Program
@@ -153,11 +153,11 @@ class Loaded:
 
 
 class Chip:
-    """A `Residency` with a budget of 100 MiB, in which components and programs have names of one letter."""
+    """A `DeviceCache` with a budget of 100 MiB, in which components and programs have names of one letter."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(VARIABLE, str(100 / 1024))
-        self.weight_cache = WeightCache(jax.devices()[0])
+        self.device_cache = DeviceCache(jax.devices()[0])
         self.loads: list[str] = []
 
     def run(self, component: str, size: int, running: Loaded) -> None:
@@ -165,13 +165,13 @@ class Chip:
             self.loads.append(component)
             return {}
 
-        self.weight_cache.get(
+        self.device_cache.get(
             (component,), component=component, model="m", size_bytes=size * MIB, running=running, load=load
         )
 
     @property
     def held(self) -> str:
-        return "".join(resident.component for resident in self.weight_cache.list())
+        return "".join(resident.component for resident in self.device_cache.list())
 
 
 @pytest.fixture
@@ -181,45 +181,45 @@ def chip(monkeypatch: pytest.MonkeyPatch) -> Chip:
 
 def test_the_code_of_loaded_programs_counts_in_the_budget(chip: Chip):
     old, new = Loaded(code=30), Loaded(code=10, workspace=20)
-    chip.residency.add_program("old", old)
+    chip.device_cache.add_program("old", old)
     chip.run("a", 30, old)
-    chip.residency.add_program("new", new)
+    chip.device_cache.add_program("new", new)
     chip.run("b", 10, new)  # 30 + 30 + 10 + 10 + 20: just enough
-    assert (chip.held, chip.residency.programs()) == ("ab", (old, new))
+    assert (chip.held, chip.device_cache.programs()) == ("ab", (old, new))
     chip.run("c", 20, new)  # the longest unused leaves, and that is a program
-    assert (chip.held, chip.residency.programs()) == ("abc", (new,))
-    assert chip.residency.code_bytes == 10 * MIB and chip.residency.size_bytes == 60 * MIB
+    assert (chip.held, chip.device_cache.programs()) == ("abc", (new,))
+    assert chip.device_cache.code_bytes == 10 * MIB and chip.device_cache.size_bytes == 60 * MIB
 
 
 def test_the_longest_unused_leaves_be_it_weights_or_a_program(chip: Chip):
     first, second = Loaded(code=20), Loaded(code=20)
-    chip.residency.add_program("first", first)
+    chip.device_cache.add_program("first", first)
     chip.run("a", 20, first)
-    chip.residency.add_program("second", second)
+    chip.device_cache.add_program("second", second)
     chip.run("b", 20, second)
-    assert chip.residency.program("first") is first  # used again
+    assert chip.device_cache.program("first") is first  # used again
     chip.run("c", 30, second)
-    assert (chip.held, chip.residency.programs()) == ("bc", (second, first))
+    assert (chip.held, chip.device_cache.programs()) == ("bc", (second, first))
     chip.run("a", 20, first)
     assert chip.loads == ["a", "b", "c", "a"]
 
 
 def test_the_running_programs_own_code_stays_and_must_fit(chip: Chip):
     running = Loaded(code=40, workspace=30)
-    chip.residency.add_program("running", running)
+    chip.device_cache.add_program("running", running)
     chip.run("a", 30, running)
     with pytest.raises(OutOfMemory, match=re.escape("31.0 MiB for its weights and 70.0 MiB to run, on each chip")):
         chip.run("b", 31, running)
-    assert chip.residency.programs() == (running,) and chip.held == "a"
+    assert chip.device_cache.programs() == (running,) and chip.held == "a"
 
 
 def test_programs_of_many_sizes_do_not_stay_for_ever(chip: Chip, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(VARIABLE)
-    monkeypatch.setattr(weight_cache, "MAX_PROGRAMS", 2)
+    monkeypatch.setattr(device_cache, "MAX_PROGRAMS", 2)
     for name in "abc":
-        chip.residency.add_program(name, Loaded(code=1))
-        chip.residency.program("a")
-    assert [name for name in "abc" if chip.residency.program(name)] == ["a", "c"]
+        chip.device_cache.add_program(name, Loaded(code=1))
+        chip.device_cache.program("a")
+    assert [name for name in "abc" if chip.device_cache.program(name)] == ["a", "c"]
 
 
 def test_a_programs_code_is_what_the_compiler_says():
@@ -227,4 +227,5 @@ def test_a_programs_code_is_what_the_compiler_says():
     executable = executables.Executable(program=program, compiled=program.compile())
     stats = executable.compiled.memory_analysis()
     assert executable.code_bytes == stats.generated_code_size_in_bytes > 0
-    assert executable.workspace_bytes == stats.output_size_in_bytes + stats.temp_size_in_bytes
+    held = (stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.temp_size_in_bytes)
+    assert executable.workspace_bytes == sum(held)

@@ -4,29 +4,26 @@ chips."""
 import functools
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from comfyui_tpu.tests.models import parity
+from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tpu_runtime import pipeline, tokens
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.engine import engine as engines
-from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import spec_for_family
-from comfyui_tpu.tpu_runtime.programs import denoise_step, modules, network_call, solver_table, token_layout
-from comfyui_tpu.tpu_runtime.programs.program import Target
+from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import Settings
 
 SPEC = spec_for_family("CogVideoX")
-MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.tiny_id, precision="float32")
+MODEL = parity.tiny_model(SPEC)
 CHIPS = (1, 3, 8)
 SHORT, NEGATIVE = "panda", "blurred details, overexposed"
 LONG = " ".join([SPEC.texts["prompt"]] * 4)  # over 226 tokens
@@ -40,24 +37,11 @@ DPM = {"scheduler": "CogVideoXDPMScheduler", "use_dynamic_cfg": True}
 ODD_DPM = replace(ODD, **DPM)
 TALL_DPM = replace(TALL, **DPM, num_inference_steps=5)
 ODD_DYNAMIC = replace(ODD, use_dynamic_cfg=True)
-# One step of an Euler solver, which shows the network's output as it is.
-OUTPUT = solver_table.SolverTable(timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]] * 2], np.float32))
-
-
-@dataclass(frozen=True)
-class Oracle:
-    embeds: np.ndarray
-    latents: np.ndarray
-    frames: np.ndarray
 
 
 @functools.cache
 def upstream_pipeline() -> Any:
-    from diffusers import CogVideoXPipeline
-
-    pipe = CogVideoXPipeline.from_pretrained(tiny.ensure(SPEC))
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return parity.upstream("CogVideoXPipeline", tiny.ensure(SPEC))
 
 
 def with_scheduler(name: str) -> Any:
@@ -74,29 +58,24 @@ def with_scheduler(name: str) -> Any:
 
 
 @functools.cache
-def oracle(settings: Settings, prompt: str) -> Oracle:
+def oracle(settings: Settings) -> parity.Result:
+    return generate(with_scheduler(settings.scheduler), settings)
+
+
+def generate(pipe: Any, settings: Settings) -> parity.Result:
     """Upstream's latents without the frames that it discards, `[1, 16, frames, h, w]`."""
-    pipe, kept = with_scheduler(settings.scheduler), {}
-
-    def keep(pipe: Any, step: int, timestep: Any, tensors: dict) -> dict:
-        kept.update(tensors)
-        return {}
-
-    with torch.no_grad():
-        embeds = torch.cat(pipe.encode_prompt(prompt, NEGATIVE))
-        frames = pipe(
-            prompt, NEGATIVE, height=settings.height, width=settings.width, num_frames=settings.num_frames,
-            num_inference_steps=settings.num_inference_steps, guidance_scale=settings.guidance_scale,
-            use_dynamic_cfg=settings.use_dynamic_cfg,
-            generator=torch.Generator().manual_seed(settings.seed), callback_on_step_end=keep, output_type="np",
-        ).frames[0]  # fmt: skip
-    latents = kept["latents"].transpose(1, 2)[:, :, -((settings.num_frames - 1) // 4 + 1) :]
-    return Oracle(embeds=embeds.numpy(), latents=latents.numpy(), frames=frames)
+    found = parity.generate(
+        pipe, settings, prompt=SHORT, negative_prompt=NEGATIVE, num_frames=settings.num_frames,
+        use_dynamic_cfg=settings.use_dynamic_cfg,
+    )  # fmt: skip
+    return replace(found, latents=found.latents.swapaxes(1, 2)[:, :, -((settings.num_frames - 1) // 4 + 1) :])
 
 
 @functools.cache
-def engine(chips: int) -> Engine:
-    return Engine(jax.devices()[:chips])
+def embeddings(prompt: str) -> np.ndarray:
+    """Upstream's, of the prompt and of the negative one, `[2, 226, dim]`."""
+    with torch.no_grad():
+        return torch.cat(upstream_pipeline().encode_prompt(prompt, NEGATIVE)).numpy()
 
 
 def normalised(latents: dict[str, Any]) -> np.ndarray:
@@ -106,10 +85,8 @@ def normalised(latents: dict[str, Any]) -> np.ndarray:
 @pytest.mark.parametrize(("chips", "prompt"), [(1, SHORT), (3, LONG), (8, SHORT), (8, LONG)])
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
     prompt_embeds, negative = engine(chips).encode(MODEL, prompt, NEGATIVE, Silent())
-    with torch.no_grad():
-        expected = torch.cat(upstream_pipeline().encode_prompt(prompt, NEGATIVE)).numpy()
     ours = np.concatenate([prompt_embeds[0][0].numpy(), negative[0][0].numpy()])
-    compare(f"embeddings, {chips} chips", ours, expected)
+    compare(f"embeddings, {chips} chips", ours, embeddings(prompt))
     assert prompt_embeds[0][1]["length"] == {SHORT: 2, LONG: 226}[prompt]
 
 
@@ -138,8 +115,7 @@ def test_a_published_tokenizer_is_read(tmp_path: Path):
 
 @pytest.mark.parametrize("chips", CHIPS)
 def test_one_denoiser_call_equals_upstreams(chips: int, compare: Callable):
-    noise, text = latents_and_text(ODD)
-    ours = denoise_once(chips, ODD, noise, text)
+    noise = parity.random_latents(SPEC, ODD)
     pipe = upstream_pipeline()
     rope = pipe._prepare_rotary_positional_embeddings(ODD.height, ODD.width, noise.shape[2], "cpu")
     with torch.no_grad():
@@ -147,9 +123,10 @@ def test_one_denoiser_call_equals_upstreams(chips: int, compare: Callable):
             pipe.transformer(
                 noise.transpose(1, 2), torch.from_numpy(row[None]), torch.tensor([700]), image_rotary_emb=rope
             ).sample.transpose(1, 2)
-            for row in text
+            for row in embeddings(SHORT)
         )
-    compare(f"denoiser, {chips} chips", ours, (uncond + ODD.guidance_scale * (cond - uncond)).numpy())
+    expected = uncond + ODD.guidance_scale * (cond - uncond)
+    compare(f"denoiser, {chips} chips", denoise_once(noise, chips), expected.numpy())
 
 
 @pytest.mark.parametrize(
@@ -170,7 +147,7 @@ def test_one_denoiser_call_equals_upstreams(chips: int, compare: Callable):
     ],
 )
 def test_latents_and_frames_equal_upstreams(chips: int, settings: Settings, compare: Callable):
-    runner, expected = engine(chips), oracle(settings, SHORT)
+    runner, expected = engine(chips), oracle(settings)
     latents = runner.denoise(MODEL, settings, *runner.encode(MODEL, SHORT, NEGATIVE, Silent()), Silent())
     compare(f"latents, {chips} chips", normalised(latents), expected.latents)
     frames = runner.decode(MODEL, latents, Silent())
@@ -180,11 +157,11 @@ def test_latents_and_frames_equal_upstreams(chips: int, settings: Settings, comp
 
 def test_a_checkpoint_may_name_the_other_scheduler_itself():
     config = {**SPEC.scheduler, "_class_name": "CogVideoXDPMScheduler"}
-    own = network_call.solver(SPEC, config, ODD)
-    chosen = network_call.solver(SPEC, SPEC.scheduler, replace(ODD, scheduler="CogVideoXDPMScheduler"))
-    plain = network_call.solver(SPEC, config, replace(ODD, scheduler="CogVideoXDDIMScheduler"))
+    own = solver_table.table_for(SPEC, config, ODD)
+    chosen = solver_table.table_for(SPEC, SPEC.scheduler, replace(ODD, scheduler="CogVideoXDPMScheduler"))
+    plain = solver_table.table_for(SPEC, config, replace(ODD, scheduler="CogVideoXDDIMScheduler"))
     assert np.array_equal(own.table, chosen.table) and own.draws == chosen.draws != ()
-    assert np.array_equal(plain.table, network_call.solver(SPEC, SPEC.scheduler, ODD).table) and plain.draws == ()
+    assert np.array_equal(plain.table, solver_table.table_for(SPEC, SPEC.scheduler, ODD).table) and plain.draws == ()
 
 
 @pytest.mark.slow
@@ -213,54 +190,37 @@ def test_any_number_of_latent_frames_is_decoded_as_upstream_decodes_it(compare: 
 @pytest.mark.slow
 def test_bfloat16_stays_within_its_bound(compare: Callable):
     """Against the float32 oracle: rounding of 8 bits through 3 + 3 blocks, 6 steps and the VAE."""
-    runner, expected = engine(8), oracle(FLAT, SHORT)
+    runner, expected = engine(8), oracle(FLAT)
     model = replace(MODEL, precision="bfloat16")
     embeds = runner.encode(model, SHORT, NEGATIVE, Silent())
     latents = runner.denoise(model, FLAT, *embeds, Silent())
     frames = runner.decode(model, latents, Silent())
-    compare("embeddings, bfloat16", embeds[0][0][0].numpy(), expected.embeds[:1], error=5e-2, slope=3e-3)
+    compare("embeddings, bfloat16", embeds[0][0][0].numpy(), embeddings(SHORT)[:1], error=5e-2, slope=3e-3)
     compare("latents, bfloat16", normalised(latents), expected.latents, error=6e-2, slope=3e-3)
     compare("frames, bfloat16", frames.numpy(), expected.frames, error=5e-2, slope=3e-3)
 
 
 def test_poisoned_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch, compare: Callable):
     """105 tokens on 4 chips: the three added ones may hold NaN."""
-    noise, text = latents_and_text(ODD)
-    expected = denoise_once(8, ODD, noise, text)
-    pad_tokens = token_layout.TokenLayout.pad_tokens
-
-    def poison(self: token_layout.TokenLayout, x: jax.Array) -> jax.Array:
-        padded = pad_tokens(self, x)
-        real = jnp.arange(padded.shape[1]).reshape(1, -1, *[1] * (x.ndim - 2)) < x.shape[1]
-        return jnp.where(real, padded, jnp.nan)
-
-    monkeypatch.setattr(token_layout.TokenLayout, "pad_tokens", poison)
+    noise = parity.random_latents(SPEC, ODD)
+    expected = denoise_once(noise)
+    parity.poison_padding(monkeypatch)
     # Not to the bit: with the poison in it, other operations become one and round otherwise.
-    compare("poisoned padding", denoise_once(8, ODD, noise, text), expected, error=2e-5)
+    compare("poisoned padding", denoise_once(noise), expected, error=2e-5)
 
 
 @pytest.mark.slow
 def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
     """Nothing is tuned to the built-in checkpoint: other heads, widths, depths, text and latent scale."""
-    from diffusers import CogVideoXPipeline
-
     changes = {
         "text_encoder": {"d_model": 56, "num_heads": 7, "d_ff": 90, "num_layers": 2},
         "transformer": {"num_attention_heads": 5, "attention_head_dim": 32, "num_layers": 2, "text_embed_dim": 56},
         "vae_decoder": {"block_out_channels": (4, 8, 8, 12), "norm_num_groups": 2, "scaling_factor": 1.15},
     }
-    components = tuple(replace(c, tiny=MappingProxyType({**c.tiny, **changes[c.name]})) for c in SPEC.components)
-    folder = tmp_path / "other"
-    tiny.write(replace(SPEC, components=components), folder, seed=3)
-    pipe = CogVideoXPipeline.from_pretrained(folder)
-    pipe.set_progress_bar_config(disable=True)
-    expected = pipe(
-        SHORT, NEGATIVE, height=TALL.height, width=TALL.width, num_frames=TALL.num_frames, num_inference_steps=6,
-        guidance_scale=TALL.guidance_scale, generator=torch.Generator().manual_seed(TALL.seed), output_type="np",
-    ).frames[0]  # fmt: skip
-    model, runner = replace(MODEL, model_id=str(folder)), engine(8)
+    model, runner = parity.write_other_dimensions(SPEC, tmp_path / "other", changes), engine(8)
+    expected = generate(parity.upstream("CogVideoXPipeline", tmp_path / "other"), TALL)
     latents = runner.denoise(model, TALL, *runner.encode(model, SHORT, NEGATIVE, Silent()), Silent())
-    compare("frames, other dimensions", runner.decode(model, latents, Silent()).numpy(), expected)
+    compare("frames, other dimensions", runner.decode(model, latents, Silent()).numpy(), expected.frames)
 
 
 @pytest.mark.slow
@@ -306,7 +266,7 @@ def test_bad_settings_are_refused(change: dict, sentence: str):
 def test_the_makers_size_is_the_default_and_another_is_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(engines, "engine", lambda: SimpleNamespace(denoise=lambda *args: {}))
+    monkeypatch.setattr(pipeline, "engine", lambda: SimpleNamespace(denoise=lambda *args: {}))
     model = ModelRef(spec_name=SPEC.name, model_id=SPEC.hub_id)
 
     def warnings(**widgets: int) -> list[str]:
@@ -328,23 +288,6 @@ def test_the_makers_size_is_the_default_and_another_is_warned_of_once(
     assert warnings(**SPEC.tiny_inputs) == []
 
 
-def latents_and_text(settings: Settings) -> tuple[torch.Tensor, np.ndarray]:
-    shape = SPEC.geometry.latent_shape(settings)
-    with torch.no_grad():
-        text = torch.cat(upstream_pipeline().encode_prompt(SHORT, NEGATIVE)).numpy()
-    return torch.randn(shape, generator=torch.Generator().manual_seed(5)), text
-
-
-def denoise_once(chips: int, settings: Settings, noise: torch.Tensor, text: np.ndarray) -> np.ndarray:
-    found = checkpoint.locate(SPEC, SPEC.tiny_id)
-    component = SPEC.component("transformer")
-    config, folder = found.config(component, Silent()), found.folder(component.folder, Silent())
-    target = Target(devices=tuple(jax.devices()[:chips]), precision="float32")
-    program = denoise_step.denoise_program(SPEC, config, target, settings, num_memory=0, timestep_dtype=np.int32)
-    network = modules.build(component, config)
-    files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
-    weights = load.load(network, files, program.args[0], "transformer", Silent())
-    given = {"text": text, "text_length": np.full(len(text), 226, np.int32)}
-    args = ((noise.numpy(),), OUTPUT.table[0], OUTPUT.timesteps[0], given, np.float32(settings.guidance_scale))
-    placed = jax.tree.map(lambda value, want: jax.device_put(value, want.sharding), args, program.args[1:])
-    return np.asarray(program.compile()(weights, *placed)[0])
+def denoise_once(noise: torch.Tensor, chips: int = 8) -> np.ndarray:
+    given = {"text": embeddings(SHORT), "text_length": np.full(2, 226, np.int32)}
+    return parity.denoise_once(SPEC, ODD, noise, given, timestep=700, chips=chips)

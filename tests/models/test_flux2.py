@@ -2,53 +2,41 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from comfyui_tpu.nodes import family as node_stages
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.sharding.shape import MeshShape
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tests.models import parity
+from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
-from comfyui_tpu.tpu_runtime.models import mistral3, spec_for_family
-from comfyui_tpu.tpu_runtime.programs import denoise_step, modules, network_call, solver_table, token_layout
-from comfyui_tpu.tpu_runtime.programs.network_call import Program
+from comfyui_tpu.tpu_runtime.models import spec_for_family
+from comfyui_tpu.tpu_runtime.models.text_encoders import mistral3
+from comfyui_tpu.tpu_runtime.programs import modules, network_call
 from comfyui_tpu.tpu_runtime.programs.program import Target
-from comfyui_tpu.tpu_runtime.programs.weights import Weights
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import Settings
 
 SPEC = spec_for_family("Flux2")
-MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.tiny_id, precision="float32")
+MODEL = parity.tiny_model(SPEC)
 SHORT = "cat"
 LONG = "A beautiful [IMG]sunset over the ocean. " * 20  # over 512 tokens
 # 5 x 7 = 35 latent tokens, with the text 547: neither divides by 4 or by 3.
 ODD = Settings(height=80, width=112, num_inference_steps=6, guidance_scale=4.0, seed=7)
 TALL = Settings(height=208, width=48, num_inference_steps=6, guidance_scale=1.0, seed=8)
 CASES = {"odd": ODD, "tall": TALL}
-# One step of an Euler solver, which shows the network's output as it is.
-EULER = solver_table.SolverTable(
-    timesteps=np.array([700.0], np.float32), table=np.array([[[0.0, 1.0]] * 2], np.float32)
-)
 
 
 class Host(Silent):
     folders = Folders(models=())
-
-
-@dataclass(frozen=True)
-class Oracle:
-    embeds: np.ndarray
-    latents: np.ndarray
-    image: np.ndarray
 
 
 def build_pipeline(folder: Path) -> Any:
@@ -72,41 +60,28 @@ def pipeline() -> Any:
     return build_pipeline(tiny.ensure(SPEC))
 
 
-def generate(pipe: Any, settings: Settings, prompt: str, **references: Any) -> Oracle:
-    kept: dict[str, torch.Tensor] = {}
+def generate(pipe: Any, settings: Settings, **references: Any) -> parity.Result:
+    found = parity.generate(pipe, settings, prompt=SHORT, **references)
+    latents = found.latents.swapaxes(1, 2).reshape(SPEC.geometry.latent_shape(settings))
+    return replace(found, latents=latents)
 
-    def keep(pipe: Any, step: int, timestep: Any, tensors: dict) -> dict:
-        kept.update(tensors)
-        return {}
 
+@functools.cache
+def oracle(settings: Settings) -> parity.Result:
+    return generate(pipeline(), settings)
+
+
+@functools.cache
+def embeddings(prompt: str) -> np.ndarray:
     with torch.no_grad():
-        embeds, _ = pipe.encode_prompt(prompt)
-        image = pipe(
-            prompt=prompt, height=settings.height, width=settings.width, guidance_scale=settings.guidance_scale,
-            num_inference_steps=settings.num_inference_steps, generator=torch.Generator().manual_seed(settings.seed),
-            callback_on_step_end=keep, output_type="np", **references,
-        ).images  # fmt: skip
-    latents = kept["latents"].transpose(1, 2).reshape(SPEC.geometry.latent_shape(settings))
-    return Oracle(embeds=embeds.numpy(), latents=latents.numpy(), image=image)
-
-
-@functools.cache
-def oracle(settings: Settings, prompt: str = SHORT) -> Oracle:
-    return generate(pipeline(), settings, prompt)
-
-
-@functools.cache
-def engine(chips: int) -> Engine:
-    return Engine(jax.devices()[:chips])
+        return pipeline().encode_prompt(prompt)[0].numpy()
 
 
 @pytest.mark.parametrize(("chips", "prompt"), [(1, LONG), (3, SHORT), (8, SHORT)])
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
     embeds, negative = engine(chips).encode(MODEL, prompt, "", Silent())
-    with torch.no_grad():
-        expected, _ = pipeline().encode_prompt(prompt)
     what = "one word" if prompt == SHORT else "over 512 tokens"
-    compare(f"embeddings, {what}, {chips} chips", embeds[0][0].numpy(), expected.numpy(), error=1e-5)
+    compare(f"embeddings, {what}, {chips} chips", embeds[0][0].numpy(), embeddings(prompt), error=1e-5)
     assert negative is None
     assert (embeds[0][1]["length"] == 512) == (prompt == LONG)
 
@@ -122,7 +97,7 @@ def test_a_tokenizer_that_pads_after_the_text_is_followed(compare: Callable):
         Target(devices=tuple(jax.devices()[:1]), precision="float32"), mistral3.encode_text, (ids, mask),
         partition="replicated", carries=False,
     )  # fmt: skip
-    ours, *_ = run.compile()(weights_of("text_encoder", run), ids, mask)
+    ours, *_ = run.compile()(parity.tiny_weights(SPEC, "text_encoder", run), ids, mask)
     with torch.no_grad():
         states = pipe.text_encoder(
             torch.from_numpy(ids), attention_mask=torch.from_numpy(mask), output_hidden_states=True
@@ -133,8 +108,7 @@ def test_a_tokenizer_that_pads_after_the_text_is_followed(compare: Callable):
 @pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(tp=3), MeshShape(sp=4, tp=2), MeshShape(sp=8)], ids=str)
 def test_one_denoiser_call_equals_upstreams(mesh: MeshShape, compare: Callable):
     """All arrangements of the chips; that of 8 chips by default is `sp=4 tp=2`, for 6 heads."""
-    noise, text = latents_and_text(ODD)
-    run, weights = denoiser(mesh, ODD)
+    noise, text = parity.random_latents(SPEC, ODD), embeddings(SHORT)
     with torch.no_grad():
         tokens = pipeline().transformer(
             hidden_states=noise.flatten(2).transpose(1, 2), encoder_hidden_states=torch.from_numpy(text),
@@ -142,7 +116,7 @@ def test_one_denoiser_call_equals_upstreams(mesh: MeshShape, compare: Callable):
             img_ids=pipeline()._prepare_latent_ids(noise), txt_ids=pipeline()._prepare_text_ids(torch.from_numpy(text)),
         )[0]  # fmt: skip
     expected = tokens.transpose(1, 2).reshape(noise.shape).numpy()
-    compare(f"denoiser, {mesh}", step(run, weights, noise, text, ODD), expected)
+    compare(f"denoiser, {mesh}", denoise_once(noise, mesh), expected)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +128,7 @@ def test_latents_and_picture_equal_upstreams(chips: int, case: str, compare: Cal
     expected = oracle(settings)
     latents = runner.denoise(MODEL, settings, *runner.encode(MODEL, SHORT, "", Silent()), Silent())
     compare(f"latents, {case}, {chips} chips", latents["samples"].numpy(), expected.latents)
-    compare(f"picture, {case}, {chips} chips", runner.decode(MODEL, latents, Silent()).numpy(), expected.image)
+    compare(f"picture, {case}, {chips} chips", runner.decode(MODEL, latents, Silent()).numpy(), expected.frames)
 
 
 @pytest.mark.slow
@@ -164,7 +138,7 @@ def test_references_join_the_sequence_as_upstreams_do(compare: Callable):
 
     draw = np.random.default_rng(4)
     pictures = [draw.integers(0, 256, (*size, 3)).astype(np.uint8) for size in ((83, 100), (64, 98))]
-    expected = generate(pipeline(), ODD, SHORT, image=[Image.fromarray(picture) for picture in pictures])
+    expected = generate(pipeline(), ODD, image=[Image.fromarray(picture) for picture in pictures])
     runner, condition = engine(8), None
     for picture in pictures:
         image = torch.from_numpy(picture.astype(np.float32) / 255.0)[None]
@@ -202,29 +176,19 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
     model = replace(MODEL, precision="bfloat16")
     embeds = runner.encode(model, SHORT, "", Silent())
     latents = runner.denoise(model, ODD, *embeds, Silent())
-    compare("embeddings, bfloat16", embeds[0][0][0].numpy(), expected.embeds, error=1e-2, slope=2e-2)
+    compare("embeddings, bfloat16", embeds[0][0][0].numpy(), embeddings(SHORT), error=1e-2, slope=2e-2)
     compare("latents, bfloat16", latents["samples"].numpy(), expected.latents, error=5e-2, slope=5e-3)
     picture = runner.decode(model, latents, Silent()).numpy()
     # Upstream's own VAE in bfloat16 is off by 4e-2 already, with these random weights.
-    compare("picture, bfloat16", picture, expected.image, error=1.5e-1, slope=1e-2)
+    compare("picture, bfloat16", picture, expected.frames, error=1.5e-1, slope=1e-2)
 
 
 def test_poisoned_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch, compare: Callable):
     """35 latent tokens and 547 of both on 4 chips: the added ones may hold NaN."""
-    noise, text = latents_and_text(ODD)
-    mesh = MeshShape(sp=4, tp=2)
-    clean, weights = denoiser(mesh, ODD)
-    expected = step(clean, weights, noise, text, ODD)
-    pad_tokens = token_layout.TokenLayout.pad_tokens
-
-    def poison(self: token_layout.TokenLayout, x: jax.Array) -> jax.Array:
-        padded = pad_tokens(self, x)
-        real = jnp.arange(padded.shape[1]).reshape(1, -1, *[1] * (x.ndim - 2)) < x.shape[1]
-        return jnp.where(real, padded, jnp.nan)
-
-    monkeypatch.setattr(token_layout.TokenLayout, "pad_tokens", poison)
-    poisoned, weights = denoiser(mesh, ODD)
-    compare("poisoned padding", step(poisoned, weights, noise, text, ODD), expected, error=1e-6)
+    noise, mesh = parity.random_latents(SPEC, ODD), MeshShape(sp=4, tp=2)
+    expected = denoise_once(noise, mesh)
+    parity.poison_padding(monkeypatch)
+    compare("poisoned padding", denoise_once(noise, mesh), expected, error=1e-6)
 
 
 @pytest.mark.slow
@@ -246,15 +210,12 @@ def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
         "vae_decoder": {"block_out_channels": (4, 8, 8, 8), "norm_num_groups": 2},
     }
     changes["vae_encoder"] = changes["vae_decoder"]  # one folder
-    components = tuple(replace(c, tiny=MappingProxyType({**c.tiny, **changes[c.name]})) for c in SPEC.components)
-    folder = tmp_path / "other"
-    tiny.write(replace(SPEC, components=components), folder, seed=3)
-    expected = generate(build_pipeline(folder), TALL, SHORT)
-    model = ModelRef(spec_name=SPEC.name, model_id=str(folder), precision="float32")
+    model = parity.write_other_dimensions(SPEC, tmp_path / "other", changes)
+    expected = generate(build_pipeline(tmp_path / "other"), TALL)
     runner = engine(8)
     latents = runner.denoise(model, TALL, *runner.encode(model, SHORT, "", Silent()), Silent())
     compare("latents, other dimensions", latents["samples"].numpy(), expected.latents)
-    compare("picture, other dimensions", runner.decode(model, latents, Silent()).numpy(), expected.image)
+    compare("picture, other dimensions", runner.decode(model, latents, Silent()).numpy(), expected.frames)
 
 
 @pytest.mark.slow
@@ -303,31 +264,6 @@ def encode_with(runner: Engine, model: ModelRef, image: torch.Tensor, size: dict
     return runner.encode_image(model, image, replace(SPEC.default_settings(), **size), progress)
 
 
-def latents_and_text(settings: Settings) -> tuple[torch.Tensor, np.ndarray]:
-    shape = SPEC.geometry.latent_shape(settings)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(5)), oracle(ODD).embeds
-
-
-def weights_of(component: str, program: Program) -> Weights:
-    found, part = checkpoint.locate(SPEC, SPEC.tiny_id), SPEC.component(component)
-    folder = found.folder(part.folder, Silent())
-    network = modules.build(part, found.config(part, Silent()))
-    files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
-    return load.load(network, files, program.args[0], component, Silent())
-
-
-def denoiser(mesh: MeshShape, settings: Settings) -> tuple[Program, Weights]:
-    config = checkpoint.locate(SPEC, SPEC.tiny_id).config(SPEC.component("transformer"), Silent())
-    target = Target(devices=tuple(jax.devices()[: mesh.num_devices]), precision="float32")
-    program = denoise_step.denoise_program(
-        SPEC, config, target, settings, num_memory=EULER.num_memory, timestep_dtype=np.float32, mesh_shape=mesh
-    )
-    return program, weights_of("transformer", program)
-
-
-def step(program: Program, weights: Weights, noise: torch.Tensor, text: np.ndarray, settings: Settings) -> np.ndarray:
-    given = {"text": text, "text_length": np.full(len(text), 512, np.int32)}
-    guidance = np.float32(settings.guidance_scale)
-    args = ((noise.numpy(),), EULER.table[0], EULER.timesteps[0], given, guidance)
-    placed = jax.tree.map(lambda value, want: jax.device_put(value, want.sharding), args, program.args[1:])
-    return np.asarray(program.compile()(weights, *placed)[0])
+def denoise_once(noise: torch.Tensor, mesh: MeshShape) -> np.ndarray:
+    given = {"text": embeddings(SHORT), "text_length": np.full(1, 512, np.int32)}
+    return parity.denoise_once(SPEC, ODD, noise, given, timestep=700.0, mesh=mesh)

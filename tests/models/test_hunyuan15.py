@@ -5,30 +5,28 @@ import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from comfyui_tpu.nodes import hunyuan15 as nodes
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, guider, load, tiny
+from comfyui_tpu.tests.models import parity
+from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tpu_runtime.checkpoints import guider, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.engine.engine import Engine
-from comfyui_tpu.tpu_runtime.models import hunyuan15_text, spec_by_name, spec_for_family
-from comfyui_tpu.tpu_runtime.programs import denoise_step, modules, solver_table, token_layout
-from comfyui_tpu.tpu_runtime.programs.program import Target
+from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
+from comfyui_tpu.tpu_runtime.models.text_encoders import hunyuan15 as hunyuan15_text
+from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
 
 SPEC = spec_for_family("HunyuanVideo15")
 I2V = spec_by_name("hunyuanvideo1.5-i2v-720p")
-MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.tiny_id, precision="float32")
-I2V_MODEL = ModelRef(spec_name=I2V.name, model_id=I2V.tiny_id, precision="float32")
+MODEL = parity.tiny_model(SPEC)
+I2V_MODEL = parity.tiny_model(I2V)
 PLAIN, QUOTED, NEGATIVE = "cat", 'a cat with a sign that says "Hi" and “du”', "blurred details, overexposed"
 LONG = f'"{"letters " * 60}" ' + " ".join([SPEC.texts["prompt"]] * 120)  # over 1000 tokens, and over 256 of letters
 SCALE = 1.03682
@@ -38,12 +36,6 @@ FLAT = Settings(height=64, width=112, num_frames=5, num_inference_steps=6, guida
 TALL = Settings(height=112, width=48, num_frames=5, num_inference_steps=2, guidance_scale=6.0, seed=9, shift=7.0)
 # A size that upstream chooses for a picture of its shape with the built-in checkpoint.
 PICTURE = Settings(height=80, width=112, num_frames=9, num_inference_steps=3, guidance_scale=6.0, seed=4, shift=0.0)
-
-
-@dataclass(frozen=True)
-class Oracle:
-    latents: np.ndarray
-    frames: np.ndarray
 
 
 @contextlib.contextmanager
@@ -60,7 +52,7 @@ def upstream() -> Iterator[None]:
 
 @functools.cache
 def pipeline() -> Any:
-    return quiet("HunyuanVideo15Pipeline", tiny.ensure(SPEC))
+    return parity.upstream("HunyuanVideo15Pipeline", tiny.ensure(SPEC))
 
 
 @functools.cache
@@ -70,18 +62,10 @@ def image_pipeline() -> Any:
 
     folder = tiny.ensure(I2V)
     extractor = SiglipImageProcessorPil.from_pretrained(folder / "feature_extractor")
-    return quiet("HunyuanVideo15ImageToVideoPipeline", folder, feature_extractor=extractor)
+    return parity.upstream("HunyuanVideo15ImageToVideoPipeline", folder, feature_extractor=extractor)
 
 
-def quiet(name: str, folder: Any, **parts: Any) -> Any:
-    import diffusers
-
-    pipe = getattr(diffusers, name).from_pretrained(folder, **parts)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def generate(pipe: Any, spec: ModelSpec, settings: Settings, prompt: str, **arguments: Any) -> Oracle:
+def generate(pipe: Any, spec: ModelSpec, settings: Settings, prompt: str, **arguments: Any) -> parity.Result:
     """What upstream gives for `settings`; without a shift the scheduler is the checkpoint's."""
     shift = {"shift": settings.shift} if settings.shift else {}
     pipe.scheduler = solver_table.scheduler_from({**spec.scheduler, **shift})
@@ -94,11 +78,11 @@ def generate(pipe: Any, spec: ModelSpec, settings: Settings, prompt: str, **argu
         ).frames  # fmt: skip
         video = pipe.vae.decode(latents / pipe.vae.config.scaling_factor, return_dict=False)[0]
         frames = pipe.video_processor.postprocess_video(video, output_type="np")[0]
-    return Oracle(latents=latents.numpy(), frames=frames)
+    return parity.Result(latents=latents.numpy(), frames=frames)
 
 
 @functools.cache
-def oracle(settings: Settings, prompt: str) -> Oracle:
+def oracle(settings: Settings, prompt: str) -> parity.Result:
     return generate(pipeline(), SPEC, settings, prompt, height=settings.height, width=settings.width)
 
 
@@ -112,11 +96,6 @@ def embeddings(prompt: str) -> dict[str, np.ndarray]:
         "text": states.numpy(), "text_length": mask.sum(1).int().numpy(),
         "text_2": states_2.numpy(), "text_2_length": mask_2.sum(1).int().numpy(),
     }  # fmt: skip
-
-
-@functools.cache
-def engine(chips: int) -> Engine:
-    return Engine(jax.devices()[:chips])
 
 
 @pytest.mark.parametrize(("prompt", "chips"), [(PLAIN, 1), (QUOTED, 3), (LONG, 8)], ids=["plain", "quoted", "long"])
@@ -133,25 +112,14 @@ def test_prompts_are_encoded_as_upstream_encodes_them(prompt: str, chips: int, c
 
 def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(monkeypatch: pytest.MonkeyPatch, compare: Callable):
     """105 tokens on 4 chips, whose three added ones are NaN, and texts with noise behind their ends."""
-    pad_tokens = token_layout.TokenLayout.pad_tokens
-
-    def poison(self: token_layout.TokenLayout, x: jax.Array) -> jax.Array:
-        padded = pad_tokens(self, x)
-        real = jnp.arange(padded.shape[1]).reshape(1, -1, *[1] * (x.ndim - 2)) < x.shape[1]
-        return jnp.where(real, padded, jnp.nan)
-
-    monkeypatch.setattr(token_layout.TokenLayout, "pad_tokens", poison)
-    noise = torch.randn(SPEC.geometry.latent_shape(ODD), generator=torch.Generator().manual_seed(5))
+    parity.poison_padding(monkeypatch)
+    noise = parity.random_latents(SPEC, ODD)
     rows = [embeddings(QUOTED), embeddings(NEGATIVE)]
     given = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
     for name in ("text", "text_2"):
         for row, length in enumerate(given[f"{name}_length"]):
             given[name][row, length:] = np.random.default_rng(row).normal(size=given[name][row, length:].shape) * 30
-    # One step of an Euler solver, which shows the network's output as it is.
-    euler = solver_table.SolverTable(
-        timesteps=np.array([700.5], np.float32), table=np.array([[[0.0, 1.0]] * 2], np.float32)
-    )
-    ours = denoiser_step(8, euler, noise.numpy(), given)
+    ours = parity.denoise_once(SPEC, ODD, noise, given, timestep=700.5)
     with upstream():
         cond, uncond = (upstream_call(noise, row) for row in rows)
     compare("denoiser, poisoned padding", ours, (uncond + ODD.guidance_scale * (cond - uncond)).numpy())
@@ -170,22 +138,6 @@ def upstream_call(noise: torch.Tensor, text: dict[str, np.ndarray]) -> torch.Ten
         encoder_hidden_states_2=torch.from_numpy(text["text_2"]), encoder_attention_mask_2=mask_2,
         image_embeds=torch.zeros(1, 729, pipe.vision_states_dim), return_dict=False,
     )[0]  # fmt: skip
-
-
-def denoiser_step(chips: int, solver: solver_table.SolverTable, noise: np.ndarray, given: dict) -> np.ndarray:
-    found = checkpoint.locate(SPEC, SPEC.tiny_id)
-    component = SPEC.component("transformer")
-    config, folder = found.config(component, Silent()), found.folder(component.folder, Silent())
-    target = Target(devices=tuple(jax.devices()[:chips]), precision="float32")
-    program = denoise_step.denoise_program(
-        SPEC, config, target, ODD, num_memory=solver.num_memory, timestep_dtype=solver.timesteps.dtype
-    )
-    network = modules.build(component, config)
-    files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
-    weights = load.load(network, files, program.args[0], "transformer", Silent())
-    args = ((noise,), solver.table[0], solver.timesteps[0], given, np.float32(ODD.guidance_scale))
-    placed = jax.tree.map(lambda value, want: jax.device_put(value, want.sharding), args, program.args[1:])
-    return np.asarray(program.compile()(weights, *placed)[0])
 
 
 CASES = {"odd": (ODD, QUOTED, 8), "flat": (FLAT, PLAIN, 1), "tall": (TALL, QUOTED, 3)}
@@ -271,13 +223,9 @@ def test_other_dimensions_work_too(tmp_path, compare: Callable):
                         "text_embed_dim": 56, "text_embed_2_dim": 40},
         "vae_decoder": {"block_out_channels": (4, 8, 16, 16, 64), "layers_per_block": 2, "scaling_factor": 0.7},
     }  # fmt: skip
-    components = tuple(replace(c, tiny=MappingProxyType({**c.tiny, **changes[c.name]})) for c in SPEC.components)
-    folder = tmp_path / "other"
-    tiny.write(replace(SPEC, components=components), folder, seed=3)
-    expected = generate(
-        quiet("HunyuanVideo15Pipeline", folder), SPEC, TALL, QUOTED, height=TALL.height, width=TALL.width
-    )
-    model = replace(MODEL, model_id=str(folder))
+    model, folder = parity.write_other_dimensions(SPEC, tmp_path / "other", changes), tmp_path / "other"
+    pipe = parity.upstream("HunyuanVideo15Pipeline", folder)
+    expected = generate(pipe, SPEC, TALL, QUOTED, height=TALL.height, width=TALL.width)
     runner = engine(1)
     latents = runner.denoise(model, TALL, *runner.encode(model, QUOTED, NEGATIVE, Silent()), Silent())
     compare("frames, other dimensions", runner.decode(model, latents, Silent()).numpy(), expected.frames)
@@ -289,6 +237,8 @@ CHANGES = ({"shift": 3.0}, {"num_inference_steps": 3}, {"seed": 11}, {"guidance_
 @functools.cache
 def tall_latents() -> torch.Tensor:
     runner = engine(3)
+    # A prompt of its own: QUOTED may come from the prompt cache, and the encoders would not be compiled.
+    runner.encode(MODEL, 'a cat that says "Hey"', NEGATIVE, Silent())
     return runner.denoise(MODEL, TALL, *runner.encode(MODEL, QUOTED, NEGATIVE, Silent()), Silent())["samples"]
 
 
@@ -341,7 +291,7 @@ def test_a_cfg_distilled_checkpoint_runs_one_branch(tmp_path, compare: Callable,
     """As upstream's pipeline, which takes the scale from the checkpoint; the widget still says 6."""
     model = with_guider(tmp_path / "distilled", guidance_scale=1.0)
     settings, runner = replace(FLAT, num_inference_steps=2, guidance_scale=6.0), engine(1)
-    pipe = quiet("HunyuanVideo15Pipeline", tmp_path / "distilled")
+    pipe = parity.upstream("HunyuanVideo15Pipeline", tmp_path / "distilled")
     flat = replace(settings, guidance_scale=pipe.guider.guidance_scale)
     expected = generate(pipe, SPEC, flat, PLAIN, height=flat.height, width=flat.width)
     prompt_embeds, _ = runner.encode(model, PLAIN, NEGATIVE, Silent())

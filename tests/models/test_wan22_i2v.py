@@ -6,11 +6,8 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -18,24 +15,24 @@ from comfyui_tpu.nodes import wan22_i2v as nodes
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless import core_nodes
 from comfyui_tpu.nodes.headless.runner import TerminalHost
+from comfyui_tpu.tests.models import parity
+from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime import media
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import conditioning
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.engine.memory_advice import VARIABLE
-from comfyui_tpu.tpu_runtime.models import spec_for_family, wan21
-from comfyui_tpu.tpu_runtime.programs import denoise_step, modules, solver_table, token_layout
-from comfyui_tpu.tpu_runtime.programs.network_call import Program
-from comfyui_tpu.tpu_runtime.programs.program import Target
-from comfyui_tpu.tpu_runtime.programs.weights import Weights
+from comfyui_tpu.tpu_runtime.models import spec_for_family
+from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
+from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
+from comfyui_tpu.tpu_runtime.spec import Settings
 from comfyui_tpu.tpu_runtime.units import GIB
 
 SPEC = spec_for_family("Wan22I2V")
-MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.tiny_id, precision="float32")
+MODEL = parity.tiny_model(SPEC)
 SHORT, NEGATIVE = "cat", "blurred details, overexposed"
 # Tokens: 3 * 5 * 7 = 105, then 2 * 4 * 7 = 56: neither divides by 8 (nor 105 by 4, nor 56 by 3).
 ODD = Settings(
@@ -51,10 +48,8 @@ CASES = {"odd": ODD, "flat": FLAT, "tall": TALL}
 
 
 @dataclass(frozen=True)
-class Oracle:
+class Oracle(parity.Result):
     condition: np.ndarray
-    latents: np.ndarray
-    frames: np.ndarray
 
 
 def picture(settings: Settings) -> torch.Tensor:
@@ -70,11 +65,7 @@ def pipeline() -> Any:
 
 
 def load_pipeline(folder: Any) -> Any:
-    from diffusers import WanImageToVideoPipeline
-
-    pipe = WanImageToVideoPipeline.from_pretrained(folder, tokenizer=umt5_tokenizer(folder))
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return parity.upstream("WanImageToVideoPipeline", folder, tokenizer=umt5_tokenizer(folder))
 
 
 @functools.cache
@@ -97,23 +88,12 @@ def generate(pipe: Any, settings: Settings) -> Oracle:
         latents, kept["condition"] = prepare(pipe, *args, **kwargs)
         return latents, kept["condition"]
 
-    def keep(pipe: Any, step: int, timestep: Any, tensors: dict) -> dict:
-        kept.update(tensors)
-        return {}
-
     pipe.prepare_latents = prepare_latents
-    frames = pipe(
-        picture(settings).movedim(-1, 1), SHORT, NEGATIVE, height=settings.height, width=settings.width,
-        num_frames=settings.num_frames, num_inference_steps=settings.num_inference_steps,
-        guidance_scale=settings.guidance_scale, guidance_scale_2=settings.guidance_scale_2,
-        generator=torch.Generator().manual_seed(settings.seed), callback_on_step_end=keep, output_type="np",
-    ).frames[0]  # fmt: skip
-    return Oracle(condition=kept["condition"].numpy(), latents=kept["latents"].numpy(), frames=frames)
-
-
-@functools.cache
-def engine(chips: int) -> Engine:
-    return Engine(jax.devices()[:chips])
+    found = parity.generate(
+        pipe, settings, image=picture(settings).movedim(-1, 1), prompt=SHORT, negative_prompt=NEGATIVE,
+        num_frames=settings.num_frames, guidance_scale_2=settings.guidance_scale_2,
+    )  # fmt: skip
+    return Oracle(latents=found.latents, frames=found.frames, condition=kept["condition"].numpy())
 
 
 def run(runner: Engine, settings: Settings, model: ModelRef = MODEL) -> tuple[dict, torch.Tensor, torch.Tensor]:
@@ -121,7 +101,7 @@ def run(runner: Engine, settings: Settings, model: ModelRef = MODEL) -> tuple[di
     condition = runner.encode_image(model, picture(settings), settings, Silent())
     embeds = runner.encode(model, SHORT, NEGATIVE, Silent())
     latents = runner.denoise(model, settings, *embeds, Silent(), condition)
-    mean, std = wan21.latent_stats(SPEC.component(SPEC.vae).config)
+    mean, std = wan_vae.latent_stats(SPEC.component(SPEC.vae).config)
     return condition, (latents["samples"] - mean) / std, runner.decode(model, latents, Silent())
 
 
@@ -157,10 +137,7 @@ def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, compare: Calla
 
 @pytest.mark.parametrize(("chips", "expert"), [(1, "transformer_2"), (3, "transformer"), (8, "transformer_2")])
 def test_one_denoiser_call_equals_upstreams(chips: int, expert: str, compare: Callable):
-    """One step of an Euler solver, which shows the network's output as it is."""
-    noise, condition = noise_and_condition()
-    program = denoiser(chips)
-    ours = step(program, weights(program, expert), noise, condition)
+    noise, condition = parity.random_latents(SPEC, ODD).numpy(), oracle(ODD).condition
     with torch.no_grad():
         sample = torch.from_numpy(np.concatenate([noise, condition], axis=1))
         cond, uncond = (
@@ -168,24 +145,14 @@ def test_one_denoiser_call_equals_upstreams(chips: int, expert: str, compare: Ca
             for row in embeddings()
         )
     expected = uncond + ODD.guidance_scale * (cond - uncond)
-    compare(f"{expert}, {chips} chips", ours, expected.numpy())
+    compare(f"{expert}, {chips} chips", denoise_once(chips, expert), expected.numpy())
 
 
 def test_poisoned_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch, compare: Callable):
     """105 tokens on 4 chips: the three added ones may hold NaN."""
-    noise, condition = noise_and_condition()
-    clean = denoiser(8)
-    loaded = weights(clean, "transformer")
-    expected = step(clean, loaded, noise, condition)
-    pad_tokens = token_layout.TokenLayout.pad_tokens
-
-    def poison(self: token_layout.TokenLayout, x: jax.Array) -> jax.Array:
-        padded = pad_tokens(self, x)
-        real = jnp.arange(padded.shape[1]).reshape(1, -1, *[1] * (x.ndim - 2)) < x.shape[1]
-        return jnp.where(real, padded, jnp.nan)
-
-    monkeypatch.setattr(token_layout.TokenLayout, "pad_tokens", poison)
-    compare("poisoned padding", step(denoiser(8), loaded, noise, condition), expected, error=1e-6)
+    expected = denoise_once(8, "transformer")
+    parity.poison_padding(monkeypatch)
+    compare("poisoned padding", denoise_once(8, "transformer"), expected, error=1e-6)
 
 
 def test_the_two_experts_differ_and_share_the_steps():
@@ -207,15 +174,15 @@ def test_the_idle_expert_leaves_when_both_do_not_fit(monkeypatch: pytest.MonkeyP
     embeds = runner.encode(MODEL, SHORT, NEGATIVE, Silent())
     runner.free()
     expected = runner.denoise(MODEL, ODD, *embeds, Silent(), condition)["samples"]
-    assert [resident.component for resident in runner.residency.list()] == list(SPEC.experts)
-    (step,) = runner.residency.programs()
-    one = runner.residency.list()[0].size_bytes
-    runner.residency.clear()
+    assert [resident.component for resident in runner.device_cache.list()] == list(SPEC.experts)
+    (step,) = runner.device_cache.programs()
+    one = runner.device_cache.list()[0].size_bytes
+    runner.device_cache.clear()
     before = runner.counts["load"]
     monkeypatch.setenv(VARIABLE, str((1.5 * one + step.code_bytes + step.workspace_bytes) / GIB))
     assert torch.equal(runner.denoise(MODEL, ODD, *embeds, Silent(), condition)["samples"], expected)
     assert runner.counts["load"] - before == 2
-    assert [resident.component for resident in runner.residency.list()] == [SPEC.experts[1]]
+    assert [resident.component for resident in runner.device_cache.list()] == [SPEC.experts[1]]
 
 
 @pytest.mark.slow
@@ -243,11 +210,9 @@ def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
         "vae_encoder": {"base_dim": 6},
         "vae_decoder": {"base_dim": 6},
     }
-    components = tuple(replace(c, tiny=MappingProxyType({**c.tiny, **changes[c.name]})) for c in SPEC.components)
-    folder = tmp_path / "other"
-    tiny.write(replace(SPEC, components=components, index={"boundary_ratio": 0.7}), folder, seed=3)
-    expected = generate(load_pipeline(folder), settings)
-    model = replace(MODEL, model_id=str(folder))
+    other = replace(SPEC, index={"boundary_ratio": 0.7})
+    model = parity.write_other_dimensions(other, tmp_path / "other", changes)
+    expected = generate(load_pipeline(tmp_path / "other"), settings)
     condition, latents, frames = run(engine(3), settings, model)
     compare("condition, other dimensions", condition["tensors"]["condition"], expected.condition)
     compare("latents, other dimensions", latents.numpy(), expected.latents)
@@ -384,33 +349,7 @@ def test_the_examples_picture_is_found_without_comfyui(tmp_path: Path):
         load_image(host, image="other.png")
 
 
-def noise_and_condition() -> tuple[np.ndarray, np.ndarray]:
-    generator = torch.Generator().manual_seed(5)
-    return torch.randn(SPEC.geometry.latent_shape(ODD), generator=generator).numpy(), oracle(ODD).condition
-
-
-EULER = solver_table.SolverTable(timesteps=np.array([700], np.int32), table=np.array([[[0.0, 1.0]] * 2], np.float32))
-
-
-def denoiser(chips: int, spec: ModelSpec = SPEC) -> Program:
-    target = Target(devices=tuple(jax.devices()[:chips]), precision="float32")
-    config = spec.component("transformer").tiny
-    return denoise_step.denoise_program(
-        spec, config, target, ODD, num_memory=EULER.num_memory, timestep_dtype=EULER.timesteps.dtype
-    )
-
-
-def weights(program: Program, expert: str) -> Weights:
-    component = SPEC.component(expert)
-    found = checkpoint.locate(SPEC, SPEC.tiny_id)
-    folder = found.folder(component.folder, Silent())
-    network = modules.build(component, found.config(component, Silent()))
-    files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
-    return load.load(network, files, program.args[0], expert, Silent())
-
-
-def step(program: Program, loaded: Weights, noise: np.ndarray, condition: np.ndarray) -> np.ndarray:
-    given = {"text": embeddings(), "text_length": np.full(2, 512, np.int32), "condition": condition}
-    args = ((noise,), EULER.table[0], EULER.timesteps[0], given, np.float32(ODD.guidance_scale))
-    placed = jax.tree.map(lambda value, want: jax.device_put(value, want.sharding), args, program.args[1:])
-    return np.asarray(program.compile()(loaded, *placed)[0])
+def denoise_once(chips: int, expert: str) -> np.ndarray:
+    given = {"text": embeddings(), "text_length": np.full(2, 512, np.int32), "condition": oracle(ODD).condition}
+    noise = parity.random_latents(SPEC, ODD)
+    return parity.denoise_once(SPEC, ODD, noise, given, timestep=700, chips=chips, expert=expert)

@@ -17,6 +17,7 @@ import pytest
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.cli import monitor
 from comfyui_tpu.nodes import DECLARATIONS
+from comfyui_tpu.nodes.comfyui import routes
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime.monitor import feed as feeds
 from comfyui_tpu.tpu_runtime.monitor.feed import Feed
@@ -306,11 +307,11 @@ class Requests:
 
     def send(self, method: str, path: str, body: str | None = None) -> tuple[int, Any]:
         async def go() -> tuple[int, Any]:
-            routes = web.RouteTableDef()
+            table = web.RouteTableDef()
             feed = Feed(Counting(), patience_s=PATIENCE_S)
-            routes.add_routes(routes, request_unload=self._unload, feed=feed, free=self._free)
+            routes.add_routes(table, request_unload=self._unload, feed=feed, free=self._free)
             app = web.Application()
-            app.add_routes(routes)
+            app.add_routes(table)
             async with test_utils.TestClient(test_utils.TestServer(app)) as client:
                 answer = await client.request(method, path, data=body)
                 return answer.status, await answer.json()
@@ -358,10 +359,11 @@ def test_importing_the_monitor_starts_no_thread_and_touches_no_device():
     program = """
         import sys, threading
         import comfyui_tpu
-        from comfyui_tpu.nodes import host_routes
-        from comfyui_tpu.tpu_runtime import feed, metrics, monitor
+        from comfyui_tpu.cli import monitor
+        from comfyui_tpu.nodes.comfyui import routes
+        from comfyui_tpu.tpu_runtime.monitor import feed, readings
         from aiohttp import web
-        host_routes.add_routes(web.RouteTableDef(), request_unload=lambda: None)
+        routes.add_routes(web.RouteTableDef(), request_unload=lambda: None)
         bridge = sys.modules.get("jax._src.xla_bridge")
         print(threading.active_count(), "libtpu" in sys.modules, bool(getattr(bridge, "_backends", {})))
     """

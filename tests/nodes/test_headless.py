@@ -180,11 +180,7 @@ def test_an_older_page_lacks_the_new_widgets():
 
 @pytest.mark.parametrize(
     ("middle", "result"),
-    [
-        ({"kind": "Next"}, 9),
-        ({"kind": "Next", "mode": 4}, 8),
-        ({"kind": "Reroute"}, 8),
-    ],
+    [({"kind": "Next"}, 9), ({"kind": "Next", "mode": 4}, 8), ({"kind": "Reroute"}, 8)],
     ids=["active", "bypassed", "reroute"],
 )
 def test_links_pass_through_what_does_not_run(middle: dict, result: int):

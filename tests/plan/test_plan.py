@@ -53,11 +53,12 @@ def _small(mesh: Mesh, name: str, weights_gib: float, frames: int) -> Program:
     return Program(
         name=f"{name}_program",
         fn=step,
-        args=({"w": shaped(int(weights_gib * 1024), 1024, 512)}, shaped(frames * 512, 1024, 512)),
+        weights={"w": shaped(int(weights_gib * 1024), 1024, 512)},
+        components=(name,),
+        args=(shaped(frames * 512, 1024, 512),),
         mesh=mesh,
         precision="bfloat16",
         runs=50 if name == "denoise" else 1,
-        weights=(name,),
     )
 
 
@@ -81,7 +82,7 @@ def small_plan() -> report.Plan:
 def test_memory_is_that_of_an_independent_compile(small_plan: report.Plan):
     program = small("v6e-8", weights_gib=(2.0, 4.0)).programs()[1]
     reported = small_plan.programs[1].memory
-    stats = jax.jit(program.fn).lower(*program.args).compile().memory_analysis()
+    stats = jax.jit(program.fn).lower(*program.arguments).compile().memory_analysis()
     assert reported.arguments == stats.argument_size_in_bytes
     assert reported.temporaries == stats.temp_size_in_bytes
     assert reported.output == stats.output_size_in_bytes

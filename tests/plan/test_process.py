@@ -112,6 +112,6 @@ def test_a_process_that_ends_early_is_an_error_that_says_so(monkeypatch: pytest.
 
 
 def test_the_compiler_ends_when_the_server_is_killed():
-    with tempfile.TemporaryFile("w+") as complaints, process._started(MODEL, complaints) as process:
-        process.stdin.close()
-        assert process.wait(timeout=PATIENCE_S) == -signal.SIGKILL
+    with tempfile.TemporaryFile("w+") as complaints, process._started(MODEL, complaints) as child:
+        child.stdin.close()
+        assert child.wait(timeout=PATIENCE_S) == -signal.SIGKILL

@@ -11,12 +11,11 @@ import pytest
 import torch
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes import hunyuan15 as nodes
-from comfyui_tpu.tpu_runtime import step_cache
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name, spec_for_family
-from comfyui_tpu.tpu_runtime.programs import solver_table
+from comfyui_tpu.tpu_runtime.programs import solver_table, step_reuse
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import Settings, StepCache
 
@@ -78,7 +77,7 @@ def oracle(settings: Settings) -> np.ndarray:
 
 
 def fulls(policy: StepCache, num_steps: int) -> list[int]:
-    return [index for index, full in enumerate(step_cache.full_steps(policy, ["one"] * num_steps)) if full]
+    return [index for index, full in enumerate(step_reuse.full_steps(policy, ["one"] * num_steps)) if full]
 
 
 @pytest.mark.parametrize(
@@ -102,8 +101,8 @@ def test_the_steps_that_run_whole(policy: tuple, num_steps: int, expected: Any):
 
 def test_without_a_policy_every_step_is_whole_and_an_expert_never_takes_anothers_features():
     experts = ["high"] * 3 + ["low"] * 3
-    assert step_cache.full_steps(None, experts) == (True,) * 6
-    found = step_cache.full_steps(StepCache(start=1, end=6, interval=9), experts)
+    assert step_reuse.full_steps(None, experts) == (True,) * 6
+    found = step_reuse.full_steps(StepCache(start=1, end=6, interval=9), experts)
     assert found == (True, True, False, True, False, False)
 
 

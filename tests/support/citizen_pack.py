@@ -50,7 +50,7 @@ def patch():
         return
     PATCHED.append(True)
     __import__(runtime("pipeline").__package__ + ".engine.engine")
-    load, executables, cache = runtime("checkpoints.load"), runtime("programs.executables"), runtime("cache")
+    load, executables, cache = runtime("checkpoints.load"), runtime("programs.executables"), runtime("cache.store")
     read, call = load._Reader.slice, executables.Executable.__call__
     files = types.SimpleNamespace(**vars(os))
 
@@ -96,7 +96,7 @@ async def release(request):
 @routes.get("/citizen/stats")
 async def stats(request):
     """The monitor's numbers of this moment; its own address may answer with those of half a second ago."""
-    return web.json_response(runtime("pipeline").stats())
+    return web.json_response(runtime("monitor.snapshot").stats())
 
 
 @routes.get("/citizen/memory")

@@ -1,0 +1,141 @@
+"""What the parity tests of all families share: upstream's pipeline, our engine, one call of the denoiser.
+
+The oracle is a diffusers pipeline over the tiny checkpoint, on the CPU in float32; `compare` (conftest) judges.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.engine.engine import Engine
+from comfyui_tpu.tpu_runtime.programs import denoise_step, modules, solver_table, token_layout
+from comfyui_tpu.tpu_runtime.programs.program import Program, Target
+from comfyui_tpu.tpu_runtime.programs.weights import Weights
+from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
+
+
+def tiny_model(spec: ModelSpec) -> ModelRef:
+    """The built-in checkpoint of `spec` in float32."""
+    return ModelRef(spec_name=spec.name, model_id=spec.tiny_id, precision="float32")
+
+
+@functools.cache
+def engine(chips: int) -> Engine:
+    """One engine for each number of simulated chips, for all tests of the process."""
+    return Engine(jax.devices()[:chips])
+
+
+def upstream(pipeline_class: str, folder: Path, **parts: Any) -> Any:
+    """The diffusers pipeline of a checkpoint; `parts` take the place of what the folder holds."""
+    import diffusers
+
+    pipe = getattr(diffusers, pipeline_class).from_pretrained(folder, **parts)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of a whole generation: the last latents, as the denoiser has them, and the frames or the picture in 0..1."""
+
+    latents: np.ndarray
+    frames: np.ndarray
+
+
+def generate(pipe: Any, settings: Settings, **arguments: Any) -> Result:
+    """What a pipeline gives for `settings`; `arguments` are those that not every pipeline has, and the prompts."""
+    samples: list[torch.Tensor] = []
+    step = pipe.scheduler.step
+
+    @functools.wraps(step)  # pipelines ask for its parameters
+    def keep(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        samples[:] = [result[0]]
+        return result
+
+    with torch.no_grad(), mock.patch.object(pipe.scheduler, "step", keep):
+        output = pipe(
+            height=settings.height, width=settings.width, num_inference_steps=settings.num_inference_steps,
+            guidance_scale=settings.guidance_scale, generator=torch.Generator().manual_seed(settings.seed),
+            output_type="np", **arguments,
+        )[0]  # fmt: skip
+    # Videos come as several, of which there is one.
+    return Result(latents=samples[0].numpy(), frames=output[0] if output.ndim == 5 else output)
+
+
+def random_latents(spec: ModelSpec, settings: Settings) -> torch.Tensor:
+    """A sample for one call of the denoiser, `[1, channels, ...]`."""
+    return torch.randn(spec.geometry.latent_shape(settings), generator=torch.Generator().manual_seed(5))
+
+
+def denoise_once(
+    spec: ModelSpec,
+    settings: Settings,
+    sample: torch.Tensor,
+    inputs: Mapping[str, np.ndarray],
+    *,
+    timestep: int | float,
+    chips: int = 8,
+    mesh: MeshShape | None = None,
+    expert: str = "transformer",
+) -> np.ndarray:
+    """The guided output of our denoiser: one step of an Euler solver, which shows it as it is.
+
+    `inputs` are those of `spec.forward`, a row for each branch; `mesh` is another arrangement of the chips than the
+    model's own. Traced, compiled and loaded anew at each call.
+    """
+    kind = np.int32 if isinstance(timestep, int) else np.float32
+    solver = solver_table.SolverTable(
+        timesteps=np.array([timestep], kind), table=np.array([[[0.0, 1.0]] * 2], np.float32)
+    )
+    target = Target(devices=tuple(jax.devices()[: mesh.num_devices if mesh else chips]), precision="float32")
+    found = checkpoint.locate(spec, spec.tiny_id)
+    config = found.config(spec.component(expert), Silent())
+    shape = denoise_step.StepShape.of(solver, mesh_shape=mesh)
+    program = denoise_step.denoise_program(spec, config, target, settings, shape)
+    args = denoise_step.StepArgs(
+        (sample.numpy(),), solver.table[0], solver.timesteps[0], dict(inputs), np.float32(settings.guidance_scale)
+    )
+    placed = jax.tree.map(lambda value, want: jax.device_put(value, want.sharding), args, program.args)
+    return np.asarray(program.compile()(tiny_weights(spec, expert, program), *placed)[0])
+
+
+def tiny_weights(spec: ModelSpec, component: str, program: Program) -> Weights:
+    """A component of the tiny checkpoint, laid out as `program` takes it."""
+    found, part = checkpoint.locate(spec, spec.tiny_id), spec.component(component)
+    folder = found.folder(part.folder, Silent())
+    network = modules.build(part, found.config(part, Silent()))
+    files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
+    return load.load(network, files, program.weights, component, Silent())
+
+
+def poison_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on the tokens that only fill up the chips' shares are NaN: whatever reads one becomes NaN."""
+    pad_tokens = token_layout.TokenLayout.pad_tokens
+
+    def poison(self: token_layout.TokenLayout, x: jax.Array) -> jax.Array:
+        padded = pad_tokens(self, x)
+        real = jnp.arange(padded.shape[1]).reshape(1, -1, *[1] * (x.ndim - 2)) < x.shape[1]
+        return jnp.where(real, padded, jnp.nan)
+
+    monkeypatch.setattr(token_layout.TokenLayout, "pad_tokens", poison)
+
+
+def write_other_dimensions(spec: ModelSpec, folder: Path, changes: Mapping[str, Mapping[str, Any]]) -> ModelRef:
+    """Writes a tiny checkpoint whose components have `changes` in their configs, and says where it is."""
+    components = tuple(replace(c, tiny=MappingProxyType({**c.tiny, **changes[c.name]})) for c in spec.components)
+    tiny.write(replace(spec, components=components), folder, seed=3)
+    return replace(tiny_model(spec), model_id=str(folder))

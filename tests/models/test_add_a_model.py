@@ -1,0 +1,102 @@
+"""docs/add_a_model.md, followed to the letter in a copy of the repository: its model passes its tests there."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from comfyui_tpu.tpu_runtime.checkpoints import compatibility
+from comfyui_tpu.tpu_runtime.models import SPECS
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "add_a_model.md"
+# A file's name on a line of its own, and what is to stand in it, or how it changes.
+BLOCK = re.compile(r"^\*\*`([^`\n]+)`\*\*\n\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks() -> Iterator[tuple[str, str, str]]:
+    """Path, language and content of the guide's blocks, in order."""
+    for found in BLOCK.finditer(GUIDE.read_text("utf-8")):
+        yield found[1], found[2], found[3]
+
+
+def follow(root: Path) -> None:
+    """Does in the repository at `root` what the guide says."""
+    for path, language, content in blocks():
+        file = root / path
+        if language != "diff":
+            assert not file.exists(), path
+            file.write_text(content, "utf-8")
+            continue
+        lines = content.splitlines(keepends=True)
+        before, after = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
+        text = file.read_text("utf-8")
+        assert text.count(before) == 1, f"{path} no longer has what the guide changes:\n{before}"
+        file.write_text(text.replace(before, after), "utf-8")
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository with the guide's model; its parent is where Python finds it."""
+    root = tmp_path_factory.mktemp("guide") / "comfyui_tpu"
+    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "output", "*.egg-info"))
+    follow(root)
+    return root
+
+
+def run(root: Path, *command: str) -> subprocess.CompletedProcess:
+    outer = ("PYTEST_", "COMFYUI_TPU_CACHE")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+    environment["PYTHONPATH"] = str(root.parent)
+    return subprocess.run(
+        [sys.executable, "-m", *command], cwd=root, env=environment, capture_output=True, text=True, timeout=600
+    )
+
+
+def test_the_guides_model_passes_its_parity_tests_and_those_of_every_family(copy: Path):
+    """Text states, one denoiser call with poisoned padding, the whole loop at an odd size, on 8 simulated chips."""
+    results = copy.parent / "results.xml"
+    # An example's page forms are drawn in ComfyUI, which the guide leaves to its reader.
+    options = ("-q", "-k", "pixart and not both_formats", "-p", "no:cacheprovider", "--junit-xml", str(results))
+    rooms = ("tests/models/test_pixart.py", "tests/nodes", "tests/sharding", "tests/test_layering.py")
+    done = run(copy, "pytest", *options, f"--basetemp={copy.parent / 'temp'}", *rooms)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    cases = list(ElementTree.parse(results).iter("testcase"))
+    passed = [f"{case.get('classname')}.{case.get('name')}" for case in cases if len(case) == 0]
+    assert len(passed) == len(cases)
+    own = re.findall(r"^def (test_\w+)", (copy / "tests/models/test_pixart.py").read_text("utf-8"), re.MULTILINE)
+    nodes = ("PixArtTextEncoder", "PixArtTPUSampler", "PixArtTPUVAEDecoder", "PixArtTPUPipeline")
+    wanted = (
+        *own,
+        *(f"test_required_inputs_come_first[{node}]" for node in nodes),
+        "test_the_real_architectures_are_laid_out[8-pixart-sigma-xl]",
+        "test_an_example_is_a_valid_workflow[api/pixart_t2i.json]",
+        "test_a_room_imports_only_what_it_may[tpu_runtime/models/pixart.py]",
+    )
+    assert len(own) == 3
+    assert [name for name in wanted if not any(name in case for case in passed)] == []
+
+
+def test_the_guides_code_is_in_the_houses_style(copy: Path):
+    new = [path for path, language, _ in blocks() if language == "python"]
+    assert len(new) == 3
+    for command in (("ruff", "check"), ("ruff", "format", "--check")):
+        done = run(copy, *command, "--no-cache", *new)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_checkpoint_may_name_the_class_as_upstream_once_did():
+    """PixArt's say Transformer2DModel: diffusers translates that name, and so a component may."""
+    spec = SPECS[0]
+    component = replace(spec.component("transformer"), class_aliases=("OldName",))
+    problems = [
+        compatibility.config_problem(spec, component, "model", {**component.tiny, "_class_name": name})
+        for name in (component.class_name, "OldName", "Other")
+    ]
+    assert problems == [None, None, f"model: transformer is a Other; {spec.title} needs a {component.class_name}."]
