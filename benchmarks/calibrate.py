@@ -68,7 +68,7 @@ def plain_port(devices: tuple[Device, ...]) -> Program:
         transformer_wan.dispatch_attention_fn = dispatch  # pyright: ignore[reportPrivateImportUsage]
         return torch_bridge.functional(network.module, weights, wan21.forward, sample, timestep, {"text": text})
 
-    settings = wan21.SPEC.default_settings()
+    settings = wan21.SPEC.settings()
     latent = wan21.SPEC.geometry.latent_shape(settings)
     return Program(
         name="plain_port",
@@ -92,7 +92,7 @@ class PlainPort(Request):
 
 def main() -> None:
     request = PlainPort(
-        spec=wan21.SPEC, settings=wan21.SPEC.default_settings(), topology=chips.topology("v6e:2x4"), stages=("denoise",)
+        spec=wan21.SPEC, settings=wan21.SPEC.settings(), topology=chips.topology("v6e:2x4"), stages=("denoise",)
     )
     (found,) = plan.make_plan(request, print).programs
     assert found.predicted_s is not None  # it fits

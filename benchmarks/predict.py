@@ -45,9 +45,7 @@ def recorded(topology: str) -> Path:
 def predict(name: str, topology: str, stages: Sequence[str] = STAGES) -> Record:
     """One model's plan at its defaults."""
     spec = spec_by_name(name)
-    request = Request(
-        spec=spec, settings=spec.default_settings(), topology=chips.topology(topology), stages=tuple(stages)
-    )
+    request = Request(spec=spec, settings=spec.settings(), topology=chips.topology(topology), stages=tuple(stages))
     record = plan.make_plan(request, _say).to_json()
     programs = [{key: value for key, value in program.items() if key not in DROPPED} for program in record["programs"]]
     return {**record, "title": spec.title, "programs": programs}

@@ -26,7 +26,7 @@ def main() -> None:
     spec = spec_by_name(options.name)
     model = ModelRef(spec_name=spec.name, model_id=options.model or spec.tiny_id, precision=options.precision)
     sizes = spec.tiny_inputs if model.model_id == spec.tiny_id else {}
-    plain = replace(spec.default_settings(), num_inference_steps=options.steps, **sizes)
+    plain = replace(spec.settings(), num_inference_steps=options.steps, **sizes)
     policy = StepCache(start=options.cache_start, end=options.cache_end, interval=options.cache_interval)
     is_full = step_reuse.full_steps(policy, [spec.experts[0]] * options.steps)
     print(f"{spec.title} ({model}), {plain.width}x{plain.height}, {plain.num_frames} frames, {options.steps} steps")

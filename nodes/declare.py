@@ -127,7 +127,7 @@ class Declaration:
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...] = ()
     family: str = ""
-    check: Callable[..., None] | None = None
+    check: Callable[..., object] | None = None
     checks: tuple[str, ...] = ()
 
     def input(self, name: str) -> Input:

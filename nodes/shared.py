@@ -55,10 +55,6 @@ def _stage_folder(folders: Folders, folder: str) -> Path:
     return found
 
 
-def _check_folder(folders: Folders, *, folder: str) -> None:
-    _stage_folder(folders, folder)
-
-
 def _check_target(folders: Folders, *, folder: str) -> None:
     """Before anything is computed that could not be saved then."""
     stage_files.check_ours(_stage_folder(folders, folder))
@@ -149,7 +145,6 @@ _SIZES = (
     _plan_number("guidance_scale", "FLOAT", 20.0),
 )
 
-
 MODEL_LOADER = Node(
     id="TPUModelLoader",
     title="TPU Model Loader",
@@ -209,12 +204,11 @@ LOAD_STAGE = Node(
     description="Reads what TPU Save Stage, or `comfyui-tpu encode` and `denoise`, wrote to a folder.",
     inputs=(_FOLDER, _MODEL),
     outputs=_STAGE_OUTPUTS,
-    check=_check_folder,
+    check=_stage_folder,
     checks=("folder",),
     run=_load,
     fingerprint=_modified,
 )
-
 
 FREE_MEMORY = Node(
     id="TPUFreeMemory",

@@ -31,7 +31,6 @@ LOGICAL_AXES: Mapping[str, tuple[str, ...]] = {
 }
 GATHERED = frozenset({"fsdp", "fsdp_beside_tp"})
 
-
 Entries = tuple[tuple[str, ...] | None, ...]
 
 

@@ -2,12 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .redact import redact
-
-if TYPE_CHECKING:
-    pass
 
 
 class CheckpointError(ValueError):

@@ -11,6 +11,11 @@ from ..sharding.rules import Rule
 from ..sharding.shape import MeshShape
 from .limits import Choice, FloatLimit, IntLimit, Switch
 
+if TYPE_CHECKING:
+    import torch
+
+STAGES = ("encode", "image", "denoise", "decode")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepCache:
@@ -30,13 +35,6 @@ def policy_of(widgets: Mapping[str, Any]) -> StepCache | None:
     if not widgets.get("step_cache", False):
         return None
     return StepCache(start=widgets["cache_start"], end=widgets["cache_end"], interval=widgets["cache_interval"])
-
-
-STAGES = ("encode", "image", "denoise", "decode")
-
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -354,11 +352,7 @@ class ModelSpec:
     @property
     def needs_condition(self) -> bool:
         """Whether the denoiser cannot run without an encoded image."""
-        return bool(self.condition_shapes(self.geometry.latent_shape(self.default_settings())))
-
-    def default_settings(self) -> Settings:
-        """The settings that the nodes show at first."""
-        return self.settings()
+        return bool(self.condition_shapes(self.geometry.latent_shape(self.settings())))
 
     def settings(self, **widgets: Any) -> Settings:
         """What widgets of these values ask for: of nodes, of a workflow file, or the command's options.

@@ -71,7 +71,9 @@ def run_workflow(workflow: Workflow, host: TerminalHost, table: Table = HEADLESS
     """
     if problems := validate_workflow(workflow, table):
         raise ValueError("\n".join(problems))
-    _check_constants(workflow, host.folders, table)
+    for node in workflow.values():
+        constants = {name: value for name, value in node["inputs"].items() if not is_link(value)}
+        table[node["class_type"]].check_constants(host.folders, constants)
     graph = expand(workflow, table)
     order = execution_order(graph, table)
     results: dict[str, tuple[Any, ...]] = {}
@@ -80,12 +82,6 @@ def run_workflow(workflow: Workflow, host: TerminalHost, table: Table = HEADLESS
         with host.timed(_title(node, node_id, graph)):
             results[node_id] = node.run(host, **node.values(_given(graph[node_id]["inputs"], results)))
     return {node_id: results[node_id] for node_id in order if _node(graph, node_id, table).is_output}
-
-
-def _check_constants(workflow: Workflow, folders: Folders, table: Table) -> None:
-    for node in workflow.values():
-        constants = {name: value for name, value in node["inputs"].items() if not is_link(value)}
-        table[node["class_type"]].check_constants(folders, constants)
 
 
 def execution_order(graph: Workflow, table: Table) -> list[str]:

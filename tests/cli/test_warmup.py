@@ -122,7 +122,7 @@ def test_a_named_model_is_warmed_at_its_tiny_or_given_sizes(spec: ModelSpec, ask
     assert cli.main(["warmup", "--model", spec.name]) == 0
     assert cli.main(["warmup", "--model", spec.name, "--tiny"]) == 0
     assert cli.main(["warmup", "--model", spec.name, "--tiny", "--height", "96", "--guidance-scale", "1"]) == 0
-    shown = spec.default_settings()
+    shown = spec.settings()
     assert asked[0] == (ModelRef(spec_name=spec.name, model_id=spec.hub_id), shown)
     assert asked[1][0].model_id == spec.tiny_id
     sizes = [(settings.height, settings.width, settings.num_frames) for _, settings in asked[1:]]
@@ -136,7 +136,7 @@ def test_the_node_warms_what_it_is_told(spec: ModelSpec, asked: Asked):
     node, model = HEADLESS["TPUWarmup"], ModelRef(spec_name=spec.name, model_id=spec.tiny_id)
     sizes = {"height": 96, "width": 0, "num_frames": 17, "num_inference_steps": 3, "guidance_scale": 0.0}
     (report,) = node.run(TerminalHost(Folders(), stream=io.StringIO()), **node.values({"model": model, **sizes}))
-    shown = spec.default_settings()
+    shown = spec.settings()
     num_frames = shown.num_frames if spec.is_image else 17
     assert asked[0][1] == spec.settings(height=96, num_frames=num_frames, num_inference_steps=3)
     assert report.startswith(f"{spec.title}, {shown.width}x96")

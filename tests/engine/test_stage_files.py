@@ -274,7 +274,7 @@ def use(folder: Path, model: ModelRef = MODEL) -> None:
     spec = model.spec
     embeds = stage_files.load_embeddings(folder, model)
     condition, samples = stage_files.load_condition(folder, model), stage_files.load_latents(folder, model)
-    config, settings = spec.component(spec.experts[0]).tiny, spec.default_settings()
+    config, settings = spec.component(spec.experts[0]).tiny, spec.settings()
     conditioning.denoiser_inputs(spec, config, settings, *embeds, condition)
     conditioning.latent_samples(spec, samples)
 
@@ -316,7 +316,7 @@ def test_pictures_of_another_content_end_in_a_sentence(tmp_path: Path, name: str
     for text in others:
         embeds[f"prompt_embeds.{text.name}"] = torch.rand(1, text.max_length, config[text.width_key])
     embeds |= {name.replace("prompt", "negative_prompt", 1): x.clone() for name, x in embeds.items()}
-    latent_shape = spec.geometry.latent_shape(spec.default_settings())
+    latent_shape = spec.geometry.latent_shape(spec.settings())
     write(tmp_path, {**embeds, **condition, "latents": torch.zeros(latent_shape)})
     if not condition and not spec.needs_condition:
         return use(tmp_path, ModelRef(spec_name=name, model_id=spec.tiny_id))

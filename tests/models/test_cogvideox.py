@@ -274,7 +274,7 @@ def test_the_makers_size_is_the_default_and_another_is_warned_of_once(
         pipeline.denoise(model, SPEC.settings(**widgets), [], None, progress=Silent())
         return [record.getMessage() for record in caplog.records]
 
-    shown = SPEC.default_settings()
+    shown = SPEC.settings()
     assert (shown.height, shown.width, shown.num_frames) == (768, 1360, 81)
     assert warnings() == warnings(num_frames=161) == warnings(num_frames=17) == []
     sentence = (

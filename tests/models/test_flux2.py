@@ -261,7 +261,7 @@ def test_latents_and_embeddings_of_another_shape_are_refused():
 
 
 def encode_with(runner: Engine, model: ModelRef, image: torch.Tensor, size: dict, progress: Any) -> dict:
-    return runner.encode_image(model, image, replace(SPEC.default_settings(), **size), progress)
+    return runner.encode_image(model, image, replace(SPEC.settings(), **size), progress)
 
 
 def denoise_once(noise: torch.Tensor, mesh: MeshShape) -> np.ndarray:

@@ -168,7 +168,7 @@ def test_a_bad_policy_and_a_model_without_one_are_refused():
             SPEC.check_settings(replace(ODD, step_cache=replace(POLICY, **change)))
     other = spec_for_family("Wan21")
     with pytest.raises(ValueError, match="step_cache is on, but this model runs every step whole. Turn it off."):
-        other.check_settings(replace(other.default_settings(), step_cache=POLICY))
+        other.check_settings(replace(other.settings(), step_cache=POLICY))
 
 
 def test_the_node_offers_it_off_with_the_originals_numbers():

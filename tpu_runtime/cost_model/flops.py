@@ -60,10 +60,6 @@ def _product(flops: float, depth: int, mxu_width: int) -> Flops:
     return Flops(total=flops, charged=flops * max(1.0, mxu_width / max(depth, 1)))
 
 
-def _scan(equation: Any, mxu_width: int) -> Flops:
-    return count(equation.params["jaxpr"], mxu_width) * equation.params["length"]
-
-
 def _cond(equation: Any, mxu_width: int) -> Flops:
     branches = (count(branch, mxu_width) for branch in equation.params["branches"])
     return max(branches, key=lambda flops: flops.total)
@@ -112,7 +108,7 @@ def inner_jaxprs(equation: Any) -> Iterator[core.Jaxpr | core.ClosedJaxpr]:
 _RULES: Mapping[str, Callable[[Any, int], Flops]] = {
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
-    "scan": _scan,
+    "scan": lambda equation, width: count(equation.params["jaxpr"], width) * equation.params["length"],
     "cond": _cond,
     "shard_map": _shard_map,
     "pallas_call": _pallas,

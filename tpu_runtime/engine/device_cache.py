@@ -23,7 +23,6 @@ from .memory_advice import VARIABLE, OutOfMemory
 
 log = logging.getLogger(__name__)
 
-
 # What a chip's runtime and fragmentation take of the memory that it reports.
 RESERVE_SHARE = 0.04
 # More loaded programs than this are those of sizes that nobody runs any more.

@@ -94,10 +94,10 @@ class Engine:
     def free(self, ids: Iterable[str] | None = None) -> None:
         """Drops weights and compiled programs; with `ids`, the weights of those residents alone."""
         with self._lock:
-            if ids is not None:
+            if ids is None:
+                self.device_cache.clear()
+            else:
                 self.device_cache.drop(ids)
-                return
-            self.device_cache.clear()
 
     def forget_prompts(self) -> None:
         """Drops the encoded prompts kept in host memory."""
@@ -164,10 +164,7 @@ class Engine:
             except jax.errors.JaxRuntimeError as error:
                 reason = _out_of_memory(error)
             self.free()
-        raise OutOfMemory(self._advice(stage, settings, reason))
-
-    def _advice(self, stage: Stage, settings: Settings | None, reason: str) -> str:
-        return memory_advice.sentence(stage.spec, stage.name, settings, reason, len(self.devices))
+        raise OutOfMemory(memory_advice.sentence(stage.spec, stage.name, settings, reason, len(self.devices)))
 
     def _finished(self, activity: telemetry.Activity) -> None:
         """Adds a stage to the generation it belongs to; decoding ends one, and warming up is none."""

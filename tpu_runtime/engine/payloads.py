@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 # ComfyUI's CONDITIONING: `[[tensor [1, length, dim], info]]`. Of ours `info` has `tpu_family`, `length`, and under
 # their own names the states and lengths of further text encoders.
 Conditioning = list
-
-
 # Every text encoder of ComfyUI's own writes it into CONDITIONING; these models have no use for it.
 _UNUSED = "pooled_output"
 
@@ -39,7 +37,9 @@ def conditioning_entry(spec: ModelSpec, name: str, given: Any) -> tuple[Any, Map
     Core nodes write more into CONDITIONING: several prompts, areas, masks, ranges of steps, controls. What is not known
     here would be left out of the image in silence. ComfyUI's own CONDITIONING carries no family and may pass.
     """
-    if not isinstance(given, list | tuple) or not all(map(_is_entry, given)):
+    if not isinstance(given, list | tuple) or not all(
+        isinstance(one, list | tuple) and len(one) == 2 and isinstance(one[1], Mapping) for one in given
+    ):
         raise ValueError(f"{spec.title}: {name} is no CONDITIONING. Connect {spec.family}TextEncoder.")
     if len(given) != 1:
         raise ValueError(
@@ -58,10 +58,6 @@ def conditioning_entry(spec: ModelSpec, name: str, given: Any) -> tuple[Any, Map
             f"and controls are not supported. Connect {spec.family}TextEncoder without a node between that sets them."
         )
     return embeddings, info
-
-
-def _is_entry(one: Any) -> bool:
-    return isinstance(one, list | tuple) and len(one) == 2 and isinstance(one[1], Mapping)
 
 
 def _known(spec: ModelSpec) -> set[str]:

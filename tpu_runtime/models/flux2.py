@@ -252,7 +252,6 @@ TRANSFORMER = Component(
     rules=TRANSFORMER_RULES,
 )
 
-
 SCHEDULER = {
     "_class_name": "FlowMatchEulerDiscreteScheduler",
     "base_image_seq_len": 256,

@@ -161,7 +161,6 @@ TRANSFORMER = Component(
     rules=TRANSFORMER_RULES,
 )
 
-
 # As the published checkpoint configures it; `flow_shift` is overridden by the sampler's widget.
 SCHEDULER = {
     "_class_name": "UniPCMultistepScheduler",

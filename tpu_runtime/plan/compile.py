@@ -44,43 +44,12 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compiled:
-    """A program as the compiler returned it. Where it refused for lack of memory, `text` is None and `refusal` says of
-    which: the chip's, or that on the chip which one kernel may use.
-    """
-
-    program: Program
-    memory: Memory
-    text: str | None
-    refusal: str
-    flops: flops.Flops
-    compile_s: float
-
-
-def compile_program(program: Program, topology: Topology) -> Compiled:
-    """Compiles one program, or takes what an earlier plan learned of the same; a refusal for lack of memory is a
-    result, not an error.
-    """
-    weights, available = weight_bytes(program), topology.chip.hbm_bytes
-    if weights > available:
-        # The compiler would say so too, after minutes.
-        refusal = f"its weights alone need {gib(weights)} of {gib(available)} GiB"
-        found = Outcome(memory=_refused(program, 0), text=None, refusal=refusal, compile_s=0.0)
-    else:
-        found = _outcome(program, topology)
-    return Compiled(
-        program=program,
-        memory=found.memory,
-        text=found.text,
-        refusal=found.refusal,
-        flops=flops.count(flops.traced(program), topology.chip.mxu_width),
-        compile_s=found.compile_s,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the compiler made of a program: kept on disk, because families share programs and plans are repeated."""
+    """What the compiler made of a program: kept on disk, because families share programs and plans are repeated.
+
+    Where it refused for lack of memory, `text` is None and `refusal` says of which: the chip's, or that on the chip
+    which one kernel may use.
+    """
 
     memory: Memory
     text: str | None
@@ -95,6 +64,29 @@ class Outcome:
         """Raises `ValueError`, `TypeError` or `zlib.error` for what another version wrote."""
         values = json.loads(zlib.decompress(content))
         return cls(**{**values, "memory": Memory(**values["memory"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled(Outcome):
+    """A program with its outcome."""
+
+    program: Program
+    flops: flops.Flops
+
+
+def compile_program(program: Program, topology: Topology) -> Compiled:
+    """Compiles one program, or takes what an earlier plan learned of the same; a refusal for lack of memory is a
+    result, not an error.
+    """
+    weights, available = weight_bytes(program), topology.chip.hbm_bytes
+    if weights > available:
+        # The compiler would say so too, after minutes.
+        refusal = f"its weights alone need {gib(weights)} of {gib(available)} GiB"
+        found = Outcome(memory=_refused(program, 0), text=None, refusal=refusal, compile_s=0.0)
+    else:
+        found = _outcome(program, topology)
+    counted = flops.count(flops.traced(program), topology.chip.mxu_width)
+    return Compiled(program=program, flops=counted, **vars(found))
 
 
 def _outcome(program: Program, topology: Topology) -> Outcome:

@@ -27,7 +27,7 @@ def find_scatters(text: str) -> list[str]:
     """Operations written as scatters, whatever the compiler made of them. `text` is that of the compiled program."""
     module = hlo.parse(text)
     found: dict[tuple[str, str], Instruction] = {}
-    for each in _all(module):
+    for each in (one for computation in module.computations.values() for one in computation.instructions):
         # The function that joins two values of a scatter has parameters called "scatter".
         named = each.opcode != "parameter" and each.op_name.rpartition("/")[2].startswith("scatter")
         if named or each.opcode == "scatter":
@@ -49,8 +49,8 @@ def float32_scores(text: str, limit: int = 256 * MIB) -> list[str]:
         large = [array for array in each.arrays if array.is_score and array.size_bytes > limit]
         if large and _multiplies(module, each):
             found.append(
-                f"{each.opcode} {_where(module, each)} writes a matrix product of {_mib(large[0])} MiB in float32, "
-                f"{large[0]}. Attention scores belong in the attention kernel, other products in bfloat16."
+                f"{each.opcode} {_where(module, each)} writes a matrix product of {large[0].size_bytes / MIB:.0f} MiB "
+                f"in float32, {large[0]}. Attention scores belong in the attention kernel, other products in bfloat16."
             )
     return found
 
@@ -88,8 +88,9 @@ def replicated_weights(program: Program, limit: int = 64 * MIB) -> list[str]:
     """Arguments of more than `limit` bytes that every device holds whole."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(program.arguments)
     return [
-        f"{program.name}: argument {jax.tree_util.keystr(path)} {_leaf(leaf)} of {size_of(leaf) / MIB:.0f} MiB is "
-        f"replicated on all {program.mesh.size} devices; give it a parameter rule that divides it."
+        f"{program.name}: argument {jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)} of "
+        f"{size_of(leaf) / MIB:.0f} MiB is replicated on all {program.mesh.size} devices; give it a parameter "
+        "rule that divides it."
         for path, leaf in leaves
         if program.mesh.size > 1 and size_of(leaf) > limit and leaf.sharding.is_fully_replicated
     ]
@@ -173,11 +174,6 @@ def _schedules(module: Module) -> list[hlo.Computation]:
     return list(names.values())
 
 
-def _all(module: Module) -> Iterator[Instruction]:
-    for computation in module.computations.values():
-        yield from computation.instructions
-
-
 def _multiplies(module: Module, each: Instruction) -> bool:
     if each.opcode in ("convolution", "dot"):
         return "conv_general" not in each.op_name
@@ -229,14 +225,6 @@ def _where(module: Module, each: Instruction) -> str:
 
 def _shape(each: Instruction) -> str:
     return " ".join(map(str, each.arrays[:3])) or "nothing"
-
-
-def _mib(array: hlo.Array) -> int:
-    return round(array.size_bytes / MIB)
-
-
-def _leaf(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}"
 
 
 def listed(sentences: Iterable[str], count: int) -> list[str]:

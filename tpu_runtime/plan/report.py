@@ -68,14 +68,8 @@ class ProgramPlan:
             "xla_cycles": round(timing.xla),
             "kernel_cycles": round(timing.kernels),
             "collectives": [
-                {
-                    "kind": each.kind,
-                    "bytes": round(each.bytes),
-                    "times": round(each.times),
-                    "seconds": each.seconds,
-                    "exposed_s": each.exposed_s,
-                    "overlapped": each.overlapped,
-                }
+                {name: getattr(each, name) for name in ("kind", "seconds", "exposed_s", "overlapped")}
+                | {"bytes": round(each.bytes), "times": round(each.times)}
                 for each in step_time.merged(timing.collectives)
             ],
             "collectives_exposed_s": sum(each.exposed_s for each in timing.collectives),

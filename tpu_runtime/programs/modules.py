@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 # The name of the one block in a stacked list: `blocks.3.attn.weight` is layer 3 of `blocks.*.attn.weight`.
 LAYER = "*"
 
-
 Values = dict[str, Any]
 
 

@@ -20,6 +20,8 @@ from ...sharding.mesh import Device, Mesh, make_mesh
 from ...sharding.shape import MeshShape
 from ..precision import Precision
 
+log = logging.getLogger(__name__)
+
 Config = Mapping[str, Any]
 
 
@@ -40,9 +42,6 @@ class Target:
 
 def shaped(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)

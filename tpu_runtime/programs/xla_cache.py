@@ -10,8 +10,6 @@ from ..cache.trust import PRIVATE
 from .program import log
 
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
-
-
 CACHE_MISS = "/jax/compilation_cache/cache_misses"
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 # Pixels of a token's side, and the most that a reference keeps.
 STRIDE = 16
-
-
 MAX_REFERENCE_AREA = 1024 * 1024
 
 
@@ -137,7 +135,6 @@ VAE_DECODER = Component(
     # 0.1 GiB in all: whole on every chip.
     rules=(Rule("decoder.**.weight", REPLICATED),),
 )
-
 
 VAE_ENCODER = replace(
     VAE_DECODER,

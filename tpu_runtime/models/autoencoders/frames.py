@@ -7,8 +7,6 @@ from ...spec import Call, Report
 
 if TYPE_CHECKING:
     import torch
-if TYPE_CHECKING:
-    import torch
 
 
 def decode_by_frame(
