@@ -71,9 +71,10 @@ def steps(monkeypatch):
     ],
 )
 def test_fast_leaves_comfyui_out_and_the_rest_goes_to_pytest(arguments, installed, words, steps):
-    """A choice of tests starts at once; a whole run looks at style and types first."""
+    """A choice of tests starts at once; a whole run looks at style first, and with the slow tests at types."""
     assert setup.main(["test", *arguments]) == 0
-    checks = [] if {*arguments} - {"--fast"} else [list(check[1:]) for check in setup.CHECKS]
+    looked_at = setup.STYLE if "--fast" in arguments else (*setup.STYLE, *setup.TYPES)
+    checks = [] if {*arguments} - {"--fast"} else [list(check[1:]) for check in looked_at]
     assert steps == [*installed, *checks, ["-m", "pytest", *words]]
 
 
@@ -82,6 +83,7 @@ def test_a_type_error_ends_the_run_before_any_test(steps, monkeypatch):
     assert setup.main(["test"]) == 1
 
 
+@pytest.mark.slow
 def test_the_fast_suite_has_a_whole_run_of_every_family_and_no_server():
     families = ("cogvideox", "flux2", "hunyuan15", "wan21", "wan22_i2v")
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *setup.FAST, "comfyui", "browser", "models"]

@@ -59,6 +59,7 @@ def run(root: Path, *command: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_the_guides_model_passes_its_parity_tests_and_those_of_every_family(copy: Path):
     """Text states, one denoiser call with poisoned padding, the whole loop at an odd size, on 8 simulated chips."""
     results = copy.parent / "results.xml"
