@@ -66,10 +66,10 @@ class AttentionPolicy:
         form = Form(maximum="zero" if self.bounded else "sampled", **wanted)
         vmem = tiles.VMEM_MIB.get(device_kind, 16)
         form = replace(form, vmem_mib=vmem - tiles.RESERVED_MIB)
-        fitting = (
-            f for f in _candidates(form) if vmem_bytes(f, q_seq, kv_rows, head_dim, itemsize) <= form.vmem_mib * MIB
-        )
-        return next(fitting)
+        candidates = list(_candidates(form))
+        fitting = (f for f in candidates if vmem_bytes(f, q_seq, kv_rows, head_dim, itemsize) <= form.vmem_mib * MIB)
+        # The compiler says if even the last is too much.
+        return next(fitting, candidates[-1])
 
 
 def _candidates(form: Form) -> Iterator[Form]:
@@ -82,7 +82,6 @@ def _candidates(form: Form) -> Iterator[Form]:
     for shrink in (1, 2, 4, 8):
         for block_kv in (16384, 8192, 4096, 2048, 1024):
             yield replace(_smaller(divided, shrink, shrink), block_kv=block_kv)
-    # The compiler says if even this is too much.
     yield replace(_smaller(divided, 8, 8), block_kv=512)
 
 
