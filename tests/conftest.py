@@ -75,6 +75,15 @@ def start_comfyui(
         server.stop()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--attention",
+        choices=("auto", "pallas"),
+        default="auto",
+        help="pallas: the models' tests with the attention kernel in interpret mode (minutes more)",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What needs a server, as every browser test does, is slow."""

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from comfyui_tpu.attention.policy import AttentionPolicy
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
@@ -132,6 +133,11 @@ def poison_padding(monkeypatch: pytest.MonkeyPatch) -> None:
         return jnp.where(real, padded, jnp.nan)
 
     monkeypatch.setattr(token_layout.TokenLayout, "pad_tokens", poison)
+
+
+def use_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on denoisers are built with the attention kernel, which runs in interpret mode without a TPU."""
+    monkeypatch.setattr(denoise_step, "AttentionPolicy", functools.partial(AttentionPolicy, kernel="pallas"))
 
 
 def write_other_dimensions(spec: ModelSpec, folder: Path, changes: Mapping[str, Mapping[str, Any]]) -> ModelRef:

@@ -1,0 +1,67 @@
+"""The attention kernel in interpret mode inside every family's denoiser, on every arrangement of chips.
+
+The reference attention is compared with upstream's pipelines by the families' own tests; here the kernel takes its
+place and nothing may change. `pytest tests/models --attention pallas` asks those tests themselves.
+"""
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tests.models import parity
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint
+from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
+from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
+
+# All-to-alls where heads divide by it, else a ring, or both: the miniatures have 2 to 6 heads.
+CHIPS = (1, 2, 3, 8)
+CASES = [(spec, chips) for spec in SPECS for chips in CHIPS if chips == 8 or "hunyuanvideo1.5-i2v" not in spec.name]
+
+
+def odd(spec: ModelSpec) -> Settings:
+    """The tiny size, one cell taller, so that tokens divide by no number of chips."""
+    sizes = {**spec.tiny_inputs}
+    sizes["height"] += spec.whole_numbers("height").multiple_of
+    return spec.settings(**sizes, num_inference_steps=1)
+
+
+@functools.cache
+def given(name: str) -> dict[str, np.ndarray]:
+    """Texts of different lengths for the rows, and a condition, by the names of the denoiser's inputs."""
+    spec, random = spec_by_name(name), np.random.default_rng(7)
+    config = checkpoint.locate(spec, spec.tiny_id).config(spec.component(spec.experts[0]), Silent())
+    settings = odd(spec)
+    rows = spec.branches(settings)
+    found: dict[str, np.ndarray] = {}
+    for text in spec.text_encoders:
+        shape = (rows, text.max_length, int(config[text.width_key]))
+        found[text.name] = random.normal(size=shape).astype(np.float32)
+        found[f"{text.name}_length"] = np.array([text.max_length, 3][:rows], np.int32)
+    for condition, shape in spec.conditions(config, spec.geometry.latent_shape(settings)).items():
+        found[condition] = random.normal(size=shape).astype(np.float32)
+    return found
+
+
+def denoised(spec: ModelSpec, mesh: MeshShape) -> np.ndarray:
+    settings = odd(spec)
+    sample = parity.random_latents(spec, settings)
+    return parity.denoise_once(spec, settings, sample, given(spec.name), timestep=700, mesh=mesh)
+
+
+@functools.cache
+def by_the_reference(name: str) -> np.ndarray:
+    return denoised(spec_by_name(name), MeshShape())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "chips"), CASES, ids=lambda case: getattr(case, "name", f"{case} chips"))
+def test_the_kernel_gives_what_the_reference_gives(
+    spec: ModelSpec, chips: int, monkeypatch: pytest.MonkeyPatch, compare: Callable
+):
+    expected = by_the_reference(spec.name)
+    parity.poison_padding(monkeypatch)
+    parity.use_kernel(monkeypatch)
+    compare(f"{spec.name}, kernel, {chips} chips", denoised(spec, MeshShape(sp=chips)), expected, error=2e-5)
