@@ -1,6 +1,6 @@
 """Predicts every model for one TPU: `benchmarks/predicted.json` and the table in the README.
 
-Inputs are the models' defaults, but for the size of videos: all have the same, so that models compare.
+Inputs are the models' defaults.
 
 Run: python benchmarks/predict.py [--model NAME ...] [--topology v6e:2x4] [--stages denoise]. Takes minutes a model; no
 TPU is needed. Models and stages that are not named keep what was recorded before. Other topologies have files of their
@@ -18,7 +18,7 @@ from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
 from comfyui_tpu.tpu_runtime.plan import plan
 from comfyui_tpu.tpu_runtime.plan.compile import Request
-from comfyui_tpu.tpu_runtime.spec import STAGES, ModelSpec, Settings
+from comfyui_tpu.tpu_runtime.spec import STAGES
 
 ROOT = Path(__file__).parents[1]
 DEFAULT = "v6e:2x4"
@@ -26,14 +26,8 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- predicted:begin -->", "<!-- predicted:end -->"
 # Files of this machine and sentences for a reader are not for comparing.
 DROPPED = ("findings", "notes")
-VIDEO_SIZE = {"height": 720, "width": 1280}
 
 Record = Mapping[str, Any]
-
-
-def settings_of(spec: ModelSpec) -> Settings:
-    """What a model is predicted at."""
-    return spec.settings(**({} if spec.is_image else VIDEO_SIZE))
 
 
 def recorded(topology: str) -> Path:

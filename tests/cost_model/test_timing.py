@@ -156,15 +156,44 @@ def branching_kernel(x: jax.Array) -> jax.Array:
     )(x)
 
 
+def checking_kernel(x: jax.Array, reruns: bool = False) -> jax.Array:
+    """In each of 16 steps a product; where a flag says so, and if it `reruns`, a loop of 8 in its place."""
+
+    def body(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = jnp.dot(x_ref[...], x_ref[0:64, :].T, preferred_element_type=jnp.float32)[:, :1]
+
+        def again(i: jax.Array, _: None) -> None:
+            rows = x_ref[pl.ds(pl.multiple_of(i * 64, 64), 64), :]
+            out_ref[...] += jnp.dot(x_ref[...], rows.T, preferred_element_type=jnp.float32)[:, :1]
+
+        if reruns:
+            pl.when(jnp.max(out_ref[...]) > 2.0)(lambda: jax.lax.fori_loop(0, 8, again, None))
+
+    return pl.pallas_call(
+        body,
+        grid=(16,),
+        in_specs=[pl.BlockSpec((512, 256), lambda i: (i, 0))],
+        out_specs=pl.BlockSpec((512, 1), lambda i: (i, 0)),
+        out_shape=jax.ShapeDtypeStruct((len(x), 1), jnp.float32),
+        name="checking_with_rerun" if reruns else "checking",
+    )(x)
+
+
+def rerunning_kernel(x: jax.Array) -> jax.Array:
+    return checking_kernel(x, reruns=True)
+
+
 @pytest.fixture(scope="module")
 def costs() -> Mapping[str, bundles.Cost]:
-    """Of a matmul in 8 and in 32 steps, and of the kernel with parts; measured side by side, for it takes seconds."""
+    """Of a matmul in 8 and in 32 steps, and of the kernels with parts; measured side by side, for it takes seconds."""
     found = {
         name: kernels.find(hlo.parse(text_of(ONE(), fn, *arrays)))[0]
         for name, fn, *arrays in (
             ("8 steps", matmul_kernel, shaped(ONE(), (1024, 2048)), shaped(ONE(), (2048, 2048))),
             ("32 steps", matmul_kernel, shaped(ONE(), (4096, 2048)), shaped(ONE(), (2048, 2048))),
             ("parts", branching_kernel, shaped(ONE(), (8192, 256))),
+            ("checked", checking_kernel, shaped(ONE(), (8192, 256))),
+            ("rerun", rerunning_kernel, shaped(ONE(), (8192, 256))),
         )
     }
     measured = kernels.measure(found.values(), chips.topology("v6e-1"))
@@ -189,6 +218,15 @@ def test_loops_in_a_kernel_multiply_and_of_two_exclusive_parts_one_counts(costs:
     assert (cost.steps, cost.unknown_loops, cost.error) == (16, 0, "")
     # 512 x 256 sums pass the two store slots of 1024 lanes in 64 bundles; so at least does each of the eight products.
     assert 16 * 8 * 64 < cost.shortest < cost.longest
+
+
+@pytest.mark.slow
+def test_what_a_kernel_repeats_only_on_a_flag_is_counted_apart(costs: Mapping[str, bundles.Cost]):
+    """8 products of which each passes 64 bundles of stores at least, in each of 16 steps; beside them only the flag."""
+    without, cost = costs["checked"], costs["rerun"]
+    assert (without.rerun, cost.steps, cost.unknown_loops, cost.error) == (0, 16, 0, "")
+    assert cost.rerun > 16 * 8 * 64
+    assert without.longest < cost.longest < without.longest + cost.rerun / 4
 
 
 @pytest.mark.slow
