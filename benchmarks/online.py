@@ -25,7 +25,7 @@ class Tiles:
     step: int = 256
 
 
-def _kernel(q: Any, k: Any, v: Any, out: Any, top: Any, total: Any, sums: Any, *, tiles: Tiles, kv_seq: int) -> None:
+def _kernel(q: Any, k: Any, v: Any, out: Any, top: Any, total: Any, sums: Any, *, tiles: Tiles, padding: int) -> None:
     at, last = pl.program_id(3), pl.num_programs(3) - 1
 
     @pl.when(at == 0)
@@ -34,30 +34,24 @@ def _kernel(q: Any, k: Any, v: Any, out: Any, top: Any, total: Any, sums: Any, *
         total[...] = jnp.zeros_like(total)
         sums[...] = jnp.zeros_like(sums)
 
-    def turn(masked: bool, index: Array, _: None) -> None:
-        rows = pl.ds(pl.multiple_of(index * tiles.step, tiles.step), tiles.step)
+    def turn(index: Array, _: None) -> None:
+        rows = pl.ds(index * tiles.step, tiles.step)
         scores = jax.lax.dot_general(k[rows], q[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        if masked:
-            position = at * tiles.block_kv + index * tiles.step + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
-            scores = jnp.where(position < kv_seq, scores, NEGATIVE)
-        before = top[:1]
+        before = top[...]
         higher = jnp.maximum(before, jnp.max(scores, axis=0, keepdims=True))
-        weights, kept = jnp.exp2(scores - higher), jnp.exp2(before - higher)
-        top[...] = jnp.broadcast_to(higher, top.shape)
+        weights, kept = jnp.exp2(scores - higher[:1]), jnp.exp2(before - higher)
+        top[...] = higher
         total[...] = total[...] * kept + jnp.sum(weights, axis=0, keepdims=True)
-        added = jax.lax.dot_general(
-            v[rows], weights.astype(v.dtype), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
-        )
-        sums[...] = sums[...] * kept + added
+        added = jax.lax.dot_general(v[rows].astype(jnp.float32), weights, (((0,), (0,)), ((), ())))
+        sums[...] = sums[...] * kept[:1] + added
 
-    @pl.when(at < last)
-    def _() -> None:
-        jax.lax.fori_loop(0, tiles.block_kv // tiles.step, functools.partial(turn, False), None)
+    jax.lax.fori_loop(0, tiles.block_kv // tiles.step, turn, None, unroll=True)
 
     @pl.when(at == last)
     def _() -> None:
-        jax.lax.fori_loop(0, tiles.block_kv // tiles.step, functools.partial(turn, True), None)
-        out[...] = (sums[...] / total[:1]).T.astype(out.dtype)
+        # Keys and values that fill up the last tile are zeros: their scores are 0, and so much is in the total.
+        real = total[:1] - padding * jnp.exp2(-top[:1])
+        out[...] = (sums[...] / real).astype(out.dtype)
 
 
 def attention(
@@ -81,11 +75,11 @@ def attention(
     keys = pl.BlockSpec((None, None, tiles.block_kv, lanes), lambda b, h, i, j: (b, h, j, 0))
     row = pltpu.VMEM((8, tiles.block_q), jnp.float32)
     out = pl.pallas_call(
-        functools.partial(_kernel, tiles=tiles, kv_seq=kv_seq),
+        functools.partial(_kernel, tiles=tiles, padding=-kv_seq % tiles.block_kv),
         grid=(batch, heads, rows // tiles.block_q, arrays[1].shape[2] // tiles.block_kv),
         in_specs=[queries, keys, keys],
-        out_specs=queries,
-        out_shape=jax.ShapeDtypeStruct(arrays[0].shape, q.dtype),
+        out_specs=pl.BlockSpec((None, None, lanes, tiles.block_q), lambda b, h, i, j: (b, h, 0, i)),
+        out_shape=jax.ShapeDtypeStruct((batch, heads, lanes, rows), q.dtype),
         scratch_shapes=[row, row, pltpu.VMEM((lanes, tiles.block_q), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=96 * 2**20
@@ -95,4 +89,4 @@ def attention(
         ),
         name="online_softmax",
     )(*arrays)
-    return jnp.swapaxes(out, 1, 2)[:, :q_seq, :, :head_dim]
+    return jnp.moveaxis(out, 3, 1)[:, :q_seq, :, :head_dim]

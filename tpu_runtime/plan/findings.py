@@ -20,7 +20,10 @@ from ..programs.program import Program
 from ..units import GIB, MIB
 
 _MOVES = ("copy", "transpose", "pad", "slice", "concatenate", "dynamic-slice", "dynamic-update-slice", "broadcast")
-_SEE_THROUGH = ("bitcast", "get-tuple-element", "reshape", "copy-start", "copy-done", "parameter", "constant")
+# What chips exchange around a kernel is laid out for it too.
+_SEE_THROUGH = (
+    "bitcast", "get-tuple-element", "reshape", "copy-start", "copy-done", "parameter", "constant", "all-to-all",
+)  # fmt: skip
 
 
 def find_scatters(text: str) -> list[str]:
