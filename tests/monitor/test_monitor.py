@@ -1,4 +1,4 @@
-"""The monitor without a server: readings and their faults, the shared sample, the two routes, the terminal."""
+"""The monitor without a server: readings and their faults, the shared sample, the two routes, the page's files."""
 
 import asyncio
 import json
@@ -10,47 +10,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from comfyui_tpu.cli import main as cli
-from comfyui_tpu.cli import monitor
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.comfyui import routes
+from comfyui_tpu.tests.support.chips import GIB, chip, tpu
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime.monitor import feed as feeds
 from comfyui_tpu.tpu_runtime.monitor.feed import Feed
 from comfyui_tpu.tpu_runtime.monitor.readings import Sampler, read_libtpu
-from rich.console import Console
 
 web = pytest.importorskip("aiohttp.web")
 test_utils = pytest.importorskip("aiohttp.test_utils")
 
 
 PACK = Path(__file__).parents[2]
-GIB = 2**30
-
-
-def chip(index: int, **known: Any) -> dict[str, Any]:
-    fields = ("coords", "hbm_used", "hbm_peak", "hbm_limit", "tensorcore_utilization", "duty_cycle")
-    memory = {"hbm_used": 3 * GIB, "hbm_peak": 5 * GIB, "hbm_limit": 32 * GIB}
-    return dict.fromkeys(fields) | {"index": index, "kind": "TPU v6e"} | memory | known
-
-
-def tpu(num_chips: int = 8, **changes: Any) -> dict[str, Any]:
-    return {
-        "platform": "tpu",
-        "message": f"{num_chips} x TPU v6e",
-        "chips": [chip(index) for index in range(num_chips)],
-        "resident": [
-            {"id": "vae/x", "component": "vae", "model": "tiny/wan21", "bytes_per_chip": GIB, "last_used": time.time()}
-        ],
-        "running": None,
-        "last_run": None,
-        "caches": [{"name": "xla", "path": "/cache/xla", "files": 3, "bytes": 4096}],
-        "counts": {"load": 1, "encode": 1, "compile": 2},
-    } | changes
 
 
 def libtpu(**metrics: Sequence[str] | Exception) -> Callable[[str], Sequence[str]]:
@@ -370,85 +345,6 @@ def test_importing_the_monitor_starts_no_thread_and_touches_no_device():
     lines = [line.strip() for line in program.strip().splitlines()]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.stdout.split() == ["1", "False", "False"], done.stdout + done.stderr
-
-
-# --- the terminal -----------------------------------------------------------------------------------------------------
-
-
-def shown(stats: Any, note: str = "", width: int = 100) -> str:
-    console = Console(width=width, record=True, file=open("/dev/null", "w"))
-    console.print(monitor.render(stats, note))
-    return console.export_text()
-
-
-RUNNING = {
-    "stage": "denoise", "model": "tiny/wan21", "text": "", "done": 3, "total": 50, "unit": "step",
-    "seconds_per_unit": 6.4, "elapsed_s": 19.2, "compiling": False,
-}  # fmt: skip
-
-
-def test_the_terminal_shows_chips_residents_and_the_running_stage():
-    chips = [chip(0, tensorcore_utilization=87.0), *(chip(index) for index in range(1, 8))]
-    last_run = {"model": "m", "stages": [{"stage": "decode", "seconds": 61}], "steps_per_second": 0.5, "peak_hbm": GIB}
-    text = shown(tpu(running=RUNNING, chips=chips, last_run=last_run, notes=["a chip hangs"]))
-    for expected in (
-        "8 x TPU v6e", "memory 24.0 of 256 GiB on 8 chips", "3.0 of 32.0 GiB", "87 %", "vae of tiny/wan21", "just now",
-        "step 3 of 50, 6.4 s each, 5:01 left", "VAE decoder 1:01, 2.0 s a step, peak 1.0 GiB", "a chip hangs",
-    ):  # fmt: skip
-        assert expected in text, f"{expected}\n{text}"
-    assert len(re.findall(r"\d TPU v6e ", text)) == 8
-
-
-def test_the_terminal_stays_readable_with_256_chips_and_80_columns():
-    chips = [chip(index, hbm_used=index * 2**20) for index in range(256)]
-    text = shown(tpu(chips=chips), width=80)
-    assert "on 256 chips" in text and "255 TPU v6e" in text
-    assert len(text.splitlines()) < 30
-    assert "…" not in text
-
-
-@pytest.mark.parametrize(
-    "stats",
-    [{}, {"chips": [{}], "resident": [{}], "running": {}, "last_run": {}, "caches": [{}]}, {"chips": [None, 1]}],
-)
-def test_the_terminal_survives_what_is_missing(stats: dict):
-    assert "–" in shown(stats)
-
-
-def test_the_terminal_obeys_neither_markup_nor_control_characters():
-    text = shown(tpu(resident=[{"component": "[red]a[/red]", "model": "x\x1b[2Jy"}]))
-    assert "[red]a[/red] of x?[2Jy" in text
-
-
-def test_an_unreachable_server_is_a_sentence_with_what_to_do(capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["monitor", "--once", "--url", "http://127.0.0.1:9"]) == 2
-    said = capsys.readouterr().err
-    assert "no server answers at http://127.0.0.1:9" in said and "Start ComfyUI, or give its address" in said
-
-
-def test_a_wrong_interval_is_refused(capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["monitor", "--interval", "0"]) == 2
-    assert "--interval is 0; it must be at least 0.5 s." in capsys.readouterr().err
-
-
-def test_the_terminal_follows_a_server_through_a_restart(monkeypatch: pytest.MonkeyPatch):
-    answers = iter([tpu(), monitor.Unreachable("gone"), tpu(message="back again")])
-
-    def fetch(url: str) -> Any:
-        answer = next(answers, None)
-        if answer is None:
-            raise KeyboardInterrupt
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(monitor, "fetch", fetch)
-    monkeypatch.setattr(monitor.time, "sleep", lambda seconds: None)
-    console = Console(width=100, record=True, file=open("/dev/null", "w"), force_terminal=True)
-    with pytest.raises(KeyboardInterrupt):
-        monitor.run(SimpleNamespace(url="x", once=False, interval=1.0), console)
-    text = console.export_text()
-    assert "not reachable, trying again" in text and "back again" in text
 
 
 # --- what the page is made of -----------------------------------------------------------------------------------------
