@@ -41,7 +41,7 @@ def _versions() -> Iterator[Finding]:
 
     for package in versions.packages():
         found = package.installed
-        if found is None and package.name == "libtpu" and not _has_tpu():
+        if found is None and package.name == "libtpu" and not has_tpu():
             yield Finding(topic=package.name, found="not installed; needed only on a TPU machine")
         elif found is None:
             yield Finding(topic=package.name, found="not installed", remedy=package.command)
@@ -54,7 +54,8 @@ def _versions() -> Iterator[Finding]:
             yield Finding(topic=package.name, found=found)
 
 
-def _has_tpu() -> bool:
+def has_tpu() -> bool:
+    """Whether the kernel shows a TPU's device files."""
     return any(any(Path("/").glob(pattern.lstrip("/"))) for pattern in _TPU_DEVICES)
 
 
@@ -71,7 +72,7 @@ def _devices() -> Iterator[Finding]:
         yield Finding(topic="devices", found=f"JAX cannot start: {error}", remedy=remedy)
         return
     kind = devices[0].device_kind
-    is_idle = _has_tpu() and devices[0].platform != "tpu"
+    is_idle = has_tpu() and devices[0].platform != "tpu"
     remedy = "JAX does not use this machine's TPU: unset JAX_PLATFORMS; pip install 'jax[tpu]'" if is_idle else ""
     yield Finding(topic="devices", found=f"{len(devices)} x {kind} ({devices[0].platform})", remedy=remedy)
     yield from _meshes(len(devices))

@@ -20,6 +20,7 @@ from ..tpu_runtime.models import SPECS, spec_by_name, spec_for_family
 from ..tpu_runtime.plan import options as plan_options
 from ..tpu_runtime.precision import CHOICES
 from ..tpu_runtime.spec import ModelSpec, Settings
+from . import doctor
 
 # What a picture is encoded for.
 _SIZE = ("height", "width", "num_frames")
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _expect_no_tpu() -> None:
     """Without a TPU's device files JAX is told so: libtpu would search a cloud for one, and complain at length."""
-    if not any(Path("/dev").glob("accel*")) and not any(Path("/dev/vfio").glob("[0-9]*")):
+    if not doctor.has_tpu():
         for name, value in {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}.items():
             os.environ.setdefault(name, value)
 
@@ -417,9 +418,7 @@ def _print_timings(timings: Sequence[Timing]) -> None:
 
 def _doctor(options: argparse.Namespace) -> int:
     """Exit code 1 when something needs mending."""
-    from .doctor import report
-
-    findings = report()
+    findings = doctor.report()
     for finding in findings:
         print(f"{finding.topic:<22} {finding.found}")
         if finding.remedy:

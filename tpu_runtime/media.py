@@ -43,7 +43,7 @@ def free_path(folder: Path, stem: str, suffix: str) -> Path:
 
 def save_video(path: Path, video: Video, *, crf: int = 18) -> None:
     """Writes H.264 (yuv420p, BT.709, fast start) in an MP4; a smaller `crf` is larger and better.
-    The same frames give the same file.
+    On one machine the same frames give the same file; x264's number of threads, and so its file, follows the cores.
 
     Raises ValueError for no frames, and for an odd width or height, which yuv420p cannot hold.
     """
@@ -57,8 +57,7 @@ def save_video(path: Path, video: Video, *, crf: int = 18) -> None:
         raise ValueError(f"{path}: frames are {width}x{height}; an H.264 video needs an even width and height.")
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), mode="w", options={"movflags": "+faststart"}) as container:
-        # Otherwise x264 weighs blocks by code that depends on the processor and on what lies in memory: the same frames
-        # became one of several files.
+        # Otherwise x264 weighs blocks by code made for the processor, whose results differ from run to run as well.
         options = {"crf": str(crf), "x264-params": "cpu-independent=1"}
         stream = container.add_stream("libx264", rate=video.frame_rate, options=options)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"

@@ -6,9 +6,11 @@ place and nothing may change. `pytest tests/models --attention pallas` asks thos
 
 import functools
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
+from comfyui_tpu.attention import kernel
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint
@@ -64,4 +66,7 @@ def test_the_kernel_gives_what_the_reference_gives(
     expected = by_the_reference(spec.name)
     parity.poison_padding(monkeypatch)
     parity.use_kernel(monkeypatch)
+    ran = mock.Mock(wraps=kernel.local_attention)
+    monkeypatch.setattr(kernel, "local_attention", ran)
     compare(f"{spec.name}, kernel, {chips} chips", denoised(spec, MeshShape(sp=chips)), expected, error=2e-5)
+    assert ran.called

@@ -16,7 +16,7 @@ from ..files import CheckpointError
 from ..programs.modules import Network
 from ..programs.weights import Weights
 from ..progress import Progress
-from ..units import MIB
+from ..units import GIB, MIB
 from .checkpoint import TensorFile, folded_dimension
 
 SECONDS_BETWEEN_TEXTS = 0.5
@@ -54,7 +54,7 @@ class _Meter:
         progress.text(f"Loading {title}: {self._size(total_bytes)}")
 
     def _size(self, size: int) -> str:
-        return f"{size / 2**30:.1f} GiB" if self.total >= 2**30 else f"{size / MIB:.1f} MiB"
+        return f"{size / GIB:.1f} GiB" if self.total >= GIB else f"{size / MIB:.1f} MiB"
 
     def add(self, size: int) -> None:
         self.done += size

@@ -1,6 +1,6 @@
 """The denoising loop: from noise to the last sample, one program a step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,8 +26,9 @@ def denoise(stage: Stage, settings: Settings, config: Mapping[str, Any], inputs:
     `config` is the denoiser's; `inputs` are texts and condition by name. Returns the solver's last sample on the host.
     """
     spec, progress = stage.spec, stage.progress
-    table = solver_of(stage, settings)
-    program = denoiser_program(stage, settings, config, table, inputs)
+    scheduler, table = solver_of(stage, settings)
+    experts = experts_of(stage, scheduler, table, settings)
+    program = denoiser_program(stage, settings, config, table, experts, inputs)
     shapes = program.program.args
     assert isinstance(shapes, denoise_step.StepArgs)
     placed = jax.tree.map(lambda x, want: jax.device_put(x, want.sharding), dict(inputs), shapes.inputs)
@@ -39,7 +40,6 @@ def denoise(stage: Stage, settings: Settings, config: Mapping[str, Any], inputs:
     state = solver_table.initial_state(draw(), table.num_memory)
     noises = table.noises(draw)
     noise = next(noises)
-    experts = experts_of(stage, table, settings)
     running = experts[0][0]
     weights = stage.weights(running, program)
     progress.text(f"Denoising, {table.num_steps} steps")
@@ -68,12 +68,15 @@ def _stepped(stage: Stage, done: int, total: int, denoised: jax.Array) -> None:
         stage.progress.text(f"Denoising, step {done} of {total}, {seconds:.2f} s a step")
 
 
-def solver_of(stage: Stage, settings: Settings) -> SolverTable:
-    """The checkpoint's scheduler, or the one that was chosen in its place, as a table."""
-    return solver_table.table_for(stage.spec, _scheduler_config(stage), settings)
+def solver_of(stage: Stage, settings: Settings) -> tuple[Mapping[str, Any], SolverTable]:
+    """The checkpoint's scheduler config; it, or the scheduler that was chosen in its place, as a table."""
+    scheduler = checkpoint.read_json(stage.found.folder("scheduler", stage.progress) / "scheduler_config.json")
+    return scheduler, solver_table.table_for(stage.spec, scheduler, settings)
 
 
-def experts_of(stage: Stage, table: SolverTable, settings: Settings) -> list[tuple[str, float]]:
+def experts_of(
+    stage: Stage, scheduler: Mapping[str, Any], table: SolverTable, settings: Settings
+) -> list[tuple[str, float]]:
     """Which denoiser runs at each step, and its guidance: the first above the checkpoint's boundary, then another.
 
     As upstream: the boundary is a share of the scheduler's training timesteps.
@@ -81,21 +84,25 @@ def experts_of(stage: Stage, table: SolverTable, settings: Settings) -> list[tup
     first, scale = stage.spec.experts[0], settings.guidance_scale
     if len(stage.spec.experts) == 1:
         return [(first, stage.spec.guidance_at(settings, timestep)) for timestep in table.timesteps.tolist()]
-    train_steps = _scheduler_config(stage).get("num_train_timesteps", 1000)
+    train_steps = scheduler.get("num_train_timesteps", 1000)
     boundary = stage.found.index(stage.progress)["boundary_ratio"] * train_steps
     second_scale = scale if settings.guidance_scale_2 is None else settings.guidance_scale_2
     second = (stage.spec.experts[1], second_scale)
     return [(first, scale) if timestep >= boundary else second for timestep in table.timesteps]
 
 
-def _scheduler_config(stage: Stage) -> dict[str, Any]:
-    return checkpoint.read_json(stage.found.folder("scheduler", stage.progress) / "scheduler_config.json")
-
-
 def denoiser_program(
-    stage: Stage, settings: Settings, config: Mapping[str, Any], table: SolverTable, inputs: Inputs
+    stage: Stage,
+    settings: Settings,
+    config: Mapping[str, Any],
+    table: SolverTable,
+    experts: Sequence[tuple[str, float]],
+    inputs: Inputs,
 ) -> Executable | CachedDenoiser:
-    """What is called for each step. With a step cache it is two programs, both compiled before the first step."""
+    """What is called for each step; `experts` as `experts_of` gives them.
+
+    With a step cache it is two programs, both compiled before the first step.
+    """
     spec, target = stage.spec, stage.target
     references = {name: x.shape for name, x in inputs.items() if spec.references and name.startswith("reference_")}
     bounded = all(
@@ -116,7 +123,7 @@ def denoiser_program(
             program,
         )  # fmt: skip
 
-    is_full = step_reuse.full_steps(settings.step_cache, [expert for expert, _ in experts_of(stage, table, settings)])
+    is_full = step_reuse.full_steps(settings.step_cache, [expert for expert, _ in experts])
     if spec.step_reuse is None or all(is_full):
         return compiled("plain", denoise_step.denoise_program)
     full = compiled("keep", denoise_step.keeping_program)

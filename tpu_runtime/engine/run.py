@@ -86,4 +86,6 @@ def warm(stage: Stage, settings: Settings) -> None:
     rehearsal.rehearse(spec, settings, vae_config, compile_only)
     settings = guider.settings_for(stage.found, settings, stage.progress)
     config = stage.found.config(spec.component(spec.experts[0]), stage.progress)
-    denoising.denoiser_program(stage, settings, config, denoising.solver_of(stage, settings), {})
+    scheduler, table = denoising.solver_of(stage, settings)
+    experts = denoising.experts_of(stage, scheduler, table, settings)
+    denoising.denoiser_program(stage, settings, config, table, experts, {})

@@ -9,6 +9,7 @@ import jax
 from ...sharding.mesh import Device
 from ..programs.program import shard_bytes
 from ..progress import Preview, Progress
+from ..units import GIB
 
 
 @dataclass(kw_only=True)
@@ -88,7 +89,7 @@ class LastRun:
         if self.steps_per_second is not None:
             parts.append(f"{self.steps_per_second:.2f} steps a second")
         if self.peak_hbm is not None:
-            parts.append(f"at most {self.peak_hbm / 2**30:.2f} GiB on a chip")
+            parts.append(f"at most {self.peak_hbm / GIB:.2f} GiB on a chip")
         return f"{self.model}: {', '.join(parts)}"
 
 

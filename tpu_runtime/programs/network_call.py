@@ -39,7 +39,7 @@ class Request:
         """What two requests share when one program serves both."""
         leaves, tree = jax.tree.flatten(abstract_args(self.args))
         shapes = tuple((x.shape, str(x.dtype)) for x in leaves)
-        return (self.component, self.function.__qualname__, self.partition, str(tree), shapes)
+        return (self.component, self.function.__qualname__, self.partition, self.carries, str(tree), shapes)
 
     def program(self, spec: ModelSpec, config: Config, target: Target) -> Program:
         return call_program(

@@ -183,9 +183,6 @@ TEXT_ENCODER = Component(
 )
 
 TEXT = TextEncoding(
-    name="text",
-    component="text_encoder",
-    tokenizer_folder="tokenizer",
     tokenizer_class="PixtralProcessor",
     max_length=MAX_TOKENS,
     width_key="joint_attention_dim",
