@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -245,7 +246,17 @@ def test_a_kernel_in_a_program_costs_what_was_measured_and_at_best_its_shortest_
 # --- collectives ------------------------------------------------------------------------------------------------------
 
 
-def layers(overlapped: bool) -> tuple[str, int]:
+FUSED = {
+    "xla_tpu_enable_async_collective_fusion": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+    "xla_enable_async_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
+    "xla_tpu_overlap_compute_collective_tc": "true",
+}
+ON_SPARSE_CORE = {"xla_tpu_enable_sparse_core_collective_offload_all_gather": "true"}
+
+
+def layers(overlapped: bool, options: Mapping[str, str] = MappingProxyType({})) -> tuple[str, int]:
     """Six layers whose weights are gathered: the layer's own, or, so that it may overlap, the next one's."""
     mesh, rows, size = EIGHT(), 8192, 2048
 
@@ -267,15 +278,8 @@ def layers(overlapped: bool) -> tuple[str, int]:
             x, _ = jax.lax.scan(at_once, x, w)
         return jax.lax.all_to_all(x, "sp", split_axis=2, concat_axis=1, tiled=True).reshape(x.shape)
 
-    options = {
-        "xla_tpu_enable_async_collective_fusion": "true",
-        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
-        "xla_enable_async_all_gather": "true",
-        "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
-        "xla_tpu_overlap_compute_collective_tc": "true",
-    }
     arrays = shaped(mesh, (2, rows, size), "dp", "sp"), shaped(mesh, (6, size, size), None, "sp")
-    return text_of(mesh, run, *arrays, **(options if overlapped else {})), size * size * 2
+    return text_of(mesh, run, *arrays, **options), size * size * 2
 
 
 @pytest.mark.slow
@@ -296,10 +300,32 @@ def test_collectives_are_found_with_their_bytes_and_waited_for():
 
 @pytest.mark.slow
 def test_a_collective_behind_computation_is_not_waited_for():
-    text, _ = layers(overlapped=True)
+    text, _ = layers(overlapped=True, options=FUSED)
     found = timing_of(text, EIGHT())
     inside = [each for each in found.collectives if each.kind == "all-gather" and each.times == 6]
     assert inside and all(each.overlapped for each in inside), found.collectives
+
+
+@pytest.mark.slow
+def test_a_collective_on_the_sparse_core_takes_its_time_too():
+    text, size = layers(overlapped=False, options=ON_SPARSE_CORE)
+    assert " call-start(" in text
+    gathers = [each for each in timing_of(text, EIGHT()).collectives if each.kind == "all-gather"]
+    assert sum(each.seconds for each in gathers) == pytest.approx(6 * size * 3 / 8 / 90e9)
+
+
+@pytest.mark.slow
+def test_a_kernel_takes_as_long_as_its_arrays_to_move():
+    def doubled(x: jax.Array) -> jax.Array:
+        def body(x: Any, out: Any) -> None:
+            out[...] = x[...] * 2
+
+        blocks = pl.BlockSpec((512, 1024), lambda at: (at, 0))
+        return pl.pallas_call(body, grid=(16,), in_specs=[blocks], out_specs=blocks, out_shape=x)(x)
+
+    text = text_of(ONE(), doubled, shaped(ONE(), (8192, 1024)))
+    by_hand = 2 * 8192 * 1024 * 2 / (V6E.hbm_gb_s * 1e9) * V6E.clock_hz
+    assert timing_of(text, ONE()).kernels == pytest.approx(by_hand)  # nothing was measured of it
 
 
 @pytest.mark.parametrize(

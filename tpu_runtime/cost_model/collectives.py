@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from . import hlo, interconnect
 from .hlo import Instruction
 
+# Of a computation beside this one: on another thread of the chip, as on the SparseCore (`call`).
+_THREADS = ("async", "call")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
@@ -34,7 +37,7 @@ def transfer_of(found: Instruction, computation: hlo.Computation, module: hlo.Mo
         return _sized(found, computation, phase="whole", key=found.name)
     if kind in interconnect.KINDS and phase == "start":
         return _sized(found, computation, phase="start", key=found.name)
-    if (kind in interconnect.KINDS or kind == "async") and phase in ("done", "update"):
+    if kind in (*interconnect.KINDS, *_THREADS) and phase in ("done", "update"):
         start = found
         while start.opcode.endswith(("-done", "-update")):
             start = computation.by_name[start.operands[0]]
@@ -42,6 +45,8 @@ def transfer_of(found: Instruction, computation: hlo.Computation, module: hlo.Mo
         return Transfer(instruction=found, kind=kind, phase=phase, key=start.name)
     if found.opcode in ("fusion", "async-start"):
         return _within(found, module.computations[found.computation("calls")])
+    if found.opcode == "call-start":
+        return _within(found, module.computations[found.computation("to_apply")])
     return None
 
 
@@ -52,7 +57,7 @@ def _within(found: Instruction, called: hlo.Computation) -> Transfer | None:
     inner = next((each for each in called.instructions if each.opcode in interconnect.KINDS), None)
     if inner is None:
         return None
-    if found.opcode == "async-start":
+    if found.opcode in ("async-start", "call-start"):
         return _sized(inner, called, phase="start", key=found.name)
     targets = {each.attribute("custom_call_target") for each in called.instructions if each.opcode == "custom-call"}
     channel = f"channel {inner.attribute('channel_id')}"

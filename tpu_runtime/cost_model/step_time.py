@@ -183,12 +183,17 @@ class _Schedule:
         if found.opcode not in ("copy", "reshape") or found.size_bytes <= _TRIVIAL_BYTES:
             return None
         source = self.scope.computation.by_name[found.operands[0]]
-        in_hbm = sum("S(" not in shape for shape in (found.shape, source.shape))
-        seconds = found.size_bytes * in_hbm / (self.machine.chip.hbm_gb_s / self.machine.chip.devices * 1e9)
-        return seconds * self.machine.chip.clock_hz
+        return self._memory_cycles(found.size_bytes * sum("S(" not in shape for shape in (found.shape, source.shape)))
+
+    def _memory_cycles(self, size_bytes: float) -> float:
+        chip = self.machine.chip
+        return size_bytes / (chip.hbm_gb_s / chip.devices * 1e9) * chip.clock_hz
 
     def _kernel(self, found: Instruction, cost: Cost) -> None:
-        cycles = cost.cycles_at_best if self.machine.at_best else cost.cycles
+        arrays = found, *(self.scope.computation.by_name[operand] for operand in found.operands)
+        # libtpu's own estimate leaves some kernels' transfers out: each array is moved once at least.
+        moved = self._memory_cycles(sum(array.size_bytes for array in arrays if "S(" not in array.shape))
+        cycles = max(moved, cost.cycles_at_best if self.machine.at_best else cost.cycles)
         self.total += Timing(kernels=cycles, reruns=cost.rerun, operations=(self._operation(found, cycles),))
         if cost.error or not cost.longest:
             self.total += Timing(uncounted=(found.name,))
