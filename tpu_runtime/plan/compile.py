@@ -92,7 +92,8 @@ def compile_program(program: Program, topology: Topology) -> Compiled:
 def _outcome(program: Program, topology: Topology) -> Outcome:
     started = time.monotonic()
     lowered = program.lower()
-    key = signature(lowered.as_text(), topology.name, executables.environment()[:2])
+    options = sorted(program.compiler_options.items())
+    key = signature(lowered.as_text(), topology.name, executables.environment()[:2], *([options] if options else []))
     if content := STORE.get(key):
         try:
             return Outcome.unpack(content)
@@ -101,7 +102,7 @@ def _outcome(program: Program, topology: Topology) -> Outcome:
     weights = weight_bytes(program)
     memory, text, refusal = None, None, ""
     try:
-        executable = lowered.compile()
+        executable = program.compile(lowered)
         memory, text = _memory(executable, weights), executable.as_text()
     except jax.errors.JaxRuntimeError as error:
         refused = refusals.parse(str(error))

@@ -15,7 +15,7 @@ from ...sharding.mesh import Mesh
 from ...sharding.shape import MeshShape
 from ..spec import ModelSpec, Settings, StepReuse
 from . import finite, modules, solver_table, step_reuse, torch_bridge, weights
-from .program import Config, Program, Target, shaped
+from .program import Config, Program, Target, shaped, step_options
 from .token_layout import TokenLayout
 from .weights import Weights
 
@@ -169,6 +169,7 @@ class _Step:
             donate=(StepArgs._fields.index("state"),),
             out_shardings=out_shardings,
             runs=self.settings.num_inference_steps,
+            compiler_options=step_options(mesh),
         )
 
 

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -23,6 +23,11 @@ from ..precision import Precision
 log = logging.getLogger(__name__)
 
 Config = Mapping[str, Any]
+
+# On-chip memory that XLA's own operations may take: with the usual 16 MiB matrix products are a quarter slower.
+_SCOPED_KIB = {"TPU v5 lite": 65536, "TPU v6 lite": 65536}
+# Chips with a SparseCore, which gathers weights beside the computation.
+_SPARSE_CORE = ("TPU v5", "TPU v6 lite", "TPU7x")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,22 @@ class Target:
         return jnp.dtype(self.precision)
 
 
+def step_options(mesh: Mesh) -> Mapping[str, str]:
+    """What libtpu is told of a denoising step: faster products, transfers beside computation. Empty for other devices.
+
+    Tried options and their figures are in docs/LOG.md.
+    """
+    device = mesh.devices.flat[0]
+    if device.platform != "tpu":
+        return {}
+    options = {"xla_tpu_enable_async_all_to_all": "true"}
+    if device.device_kind in _SCOPED_KIB:
+        options["xla_tpu_scoped_vmem_limit_kib"] = str(_SCOPED_KIB[device.device_kind])
+    if device.device_kind in _SPARSE_CORE:
+        options["xla_tpu_enable_sparse_core_collective_offload_all_gather"] = "true"
+    return options
+
+
 def shaped(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
 
@@ -50,7 +71,7 @@ class Program:
 
     `weights`, by parameter name, are those of any one of `components`. `args` is a tuple, named where a caller asks
     for single ones. `donate` are the indices in `args` of what the program may overwrite. `runs` is how often one
-    generation executes it.
+    generation executes it. `compiler_options` are libtpu's, by name.
     """
 
     name: str
@@ -63,6 +84,7 @@ class Program:
     donate: tuple[int, ...] = ()
     out_shardings: Any = None
     runs: int = 1
+    compiler_options: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -78,8 +100,9 @@ class Program:
         with highest, _target(self.mesh):
             return jitted.lower(*self.arguments)
 
-    def compile(self) -> jax.stages.Compiled:
-        return self.lower().compile()
+    def compile(self, lowered: jax.stages.Lowered | None = None) -> jax.stages.Compiled:
+        """The program, which may have been `lowered` already, with its `compiler_options`."""
+        return (lowered or self.lower()).compile(compiler_options=dict(self.compiler_options))
 
     @functools.cached_property
     def zeros(self) -> tuple[Any, Any]:

@@ -1,0 +1,34 @@
+"""What the compiler is told: taken by libtpu for every described chip, and nothing elsewhere."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comfyui_tpu.sharding.mesh import make_mesh
+from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tpu_runtime.cost_model import chips
+from comfyui_tpu.tpu_runtime.programs.program import Program, shaped, step_options
+
+
+def test_the_cpu_is_told_nothing():
+    mesh = make_mesh(jax.devices()[:1], MeshShape())
+    assert step_options(mesh) == {}
+    program = Program(
+        name="add", fn=lambda x: x + 1, args=(shaped(mesh, (8,), jnp.float32),), mesh=mesh, precision="float32"
+    )
+    assert np.asarray(program.compile()(jnp.zeros(8)))[0] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_libtpu_knows_every_option(name: str):
+    """One that it does not know is an error there, not a warning."""
+    devices = chips.compile_devices(chips.topology(name))
+    mesh = make_mesh(devices, MeshShape(sp=len(devices)))
+    x = shaped(mesh, (256 * len(devices), 256), jnp.bfloat16, "sp")
+    options = step_options(mesh)
+    assert options
+    program = Program(
+        name="product", fn=lambda a: a @ a.T, args=(x,), mesh=mesh, precision="bfloat16", compiler_options=options
+    )
+    program.compile()
