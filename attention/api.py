@@ -1,6 +1,7 @@
 """The one entry point to attention."""
 
 import functools
+from dataclasses import replace
 from typing import Literal
 
 import jax
@@ -10,16 +11,19 @@ from jaxtyping import Array, Float, Int
 from . import kernel, reference, sharded
 from .keys import first
 from .policy import AttentionPolicy
+from .prologue import Layout, Norm, Prologue, normed
 
 
-def _local(policy: AttentionPolicy, mesh: Mesh | None, head_dim: int) -> sharded.LocalAttention:
+def _local(policy: AttentionPolicy, mesh: Mesh | None, head_dim: int) -> tuple[sharded.LocalAttention, Layout]:
+    """How one chip attends, and how it prepares its arrays."""
     device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
     on_tpu = device.platform == "tpu"
-    if policy.kernel == "reference" or (policy.kernel == "auto" and not on_tpu):
-        return functools.partial(reference.flat_attention, head_dim=head_dim)
-    return functools.partial(
+    if not policy.takes_kernel(device.platform):
+        return functools.partial(reference.flat_attention, head_dim=head_dim), Layout(head_dim=head_dim, kernel=False)
+    attend = functools.partial(
         kernel.local_attention, head_dim=head_dim, policy=policy, device_kind=device.device_kind, interpret=not on_tpu
     )
+    return attend, Layout(head_dim=head_dim, kernel=True, interpret=not on_tpu)
 
 
 def _flat(x: Array) -> Array:
@@ -34,9 +38,10 @@ def attention(
     kv_length: int | Int[Array, " batch"] | None = None,
     mesh: Mesh | None = None,
     keys: Literal["sharded", "whole"] = "sharded",
+    prologue: Prologue = Prologue(),  # noqa: B008 - frozen
     policy: AttentionPolicy = AttentionPolicy(),  # noqa: B008 - frozen
 ) -> Float[Array, "batch q_seq heads head_dim"]:
-    """Exact softmax attention with scale `head_dim ** -0.5`.
+    """Exact softmax attention with scale `head_dim ** -0.5`, of queries and keys that went through the `prologue`.
 
     Only the first `kv_length` keys of a row count (all by default): padding goes last and may hold anything. With a
     `mesh`, batch lies on `dp`, heads on `tp` and queries on `sp`; keys lie on `sp` as well (`"sharded"`: one sequence
@@ -44,16 +49,33 @@ def attention(
     sequence do not divide by their axis; the caller pads sequences.
     """
     length = k.shape[1] if kv_length is None else kv_length
-    attend = _local(policy, mesh, q.shape[3])
+    attend, layout = _local(policy, mesh, q.shape[3])
     flat = _flat(q), _flat(k), _flat(v)
     if mesh is None or mesh.size == 1:
-        return attend(flat[0], [first(*flat[1:], length)], log_sums=False)[0].reshape(q.shape)
+        (ready,) = sharded.prepared(flat, 1, layout, prologue)
+        return attend(ready[0], [first(*ready[1:], length)], log_sums=False)[0].reshape(q.shape)
     _check_divides(q, mesh)
+    flat, prologue = _norms_over_chips(flat, prologue, q.shape[3], mesh)
+    how = {"mesh": mesh, "attend": attend, "layout": layout, "prologue": prologue}
     if keys == "sharded":
-        out = sharded.self_attention(*flat, length, heads=q.shape[2], mesh=mesh, attend=attend)
+        out = sharded.self_attention(*flat, length, heads=q.shape[2], **how)
     else:
-        out = sharded.cross_attention(*flat, length, mesh=mesh, attend=attend)
+        out = sharded.cross_attention(*flat, length, **how)
     return out.reshape(q.shape)
+
+
+def _norms_over_chips(
+    stream: sharded.Stream, prologue: Prologue, head_dim: int, mesh: Mesh
+) -> tuple[sharded.Stream, Prologue]:
+    """Norms over all heads where these lie on several chips, done at once: the partitioner adds up what they need."""
+
+    def ready(x: Array, norm: Norm | None) -> tuple[Array, Norm | None]:
+        if norm is None or norm.weight.size == head_dim or mesh.shape["tp"] == 1:
+            return x, norm
+        return normed(x, norm, head_dim).astype(x.dtype), None
+
+    (q, query_norm), (k, key_norm) = ready(stream[0], prologue.query_norm), ready(stream[1], prologue.key_norm)
+    return (q, k, stream[2]), replace(prologue, query_norm=query_norm, key_norm=key_norm)
 
 
 def joint_attention(
@@ -63,9 +85,11 @@ def joint_attention(
     num_tokens: int,
     text_length: Int[Array, " batch"] | None = None,
     mesh: Mesh | None = None,
+    prologues: tuple[Prologue, Prologue] = (Prologue(), Prologue()),  # noqa: B008 - frozen
     policy: AttentionPolicy = AttentionPolicy(),  # noqa: B008 - frozen
 ) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch text heads head_dim"]]:
-    """Exact attention of two sequences to each other and to themselves: `(query, key, value)` of each.
+    """Exact attention of two sequences to each other and to themselves: `(query, key, value)` of each, which first go
+    through their prologues.
 
     The first `num_tokens` latent tokens and, per row, the first `text_length` text tokens are real (all by default);
     what follows may hold anything. Latents lie on `sp`, the text is whole there; batch on `dp`, heads on `tp`. The
@@ -73,16 +97,23 @@ def joint_attention(
     """
     length = text[0].shape[1] if text_length is None else text_length
     queries = latent[0], text[0]
-    attend = _local(policy, mesh, queries[0].shape[3])
-    latent, text = ((_flat(q), _flat(k), _flat(v)) for q, k, v in (latent, text))
+    head_dim = queries[0].shape[3]
+    attend, layout = _local(policy, mesh, head_dim)
+    streams = [(_flat(q), _flat(k), _flat(v)) for q, k, v in (latent, text)]
     if mesh is not None and mesh.size > 1:
         _check_divides(queries[0], mesh)
-        outs = sharded.joint_attention(
-            latent, text, heads=queries[0].shape[2], num_tokens=num_tokens, text_length=length, mesh=mesh, attend=attend
+        (latent, one), (text, two) = (
+            _norms_over_chips(stream, prologue, head_dim, mesh)
+            for stream, prologue in zip(streams, prologues, strict=True)
         )
+        outs = sharded.joint_attention(
+            latent, text, heads=queries[0].shape[2], num_tokens=num_tokens, text_length=length, mesh=mesh,
+            attend=attend, layout=layout, prologues=(one, two),
+        )  # fmt: skip
     else:
-        keys = [first(*latent[1:], num_tokens), first(*text[1:], length)]
-        outs = [attend(stream[0], keys, log_sums=False)[0] for stream in (latent, text)]
+        streams = [sharded.prepared(s, 1, layout, p)[0] for s, p in zip(streams, prologues, strict=True)]
+        keys = [first(*streams[0][1:], num_tokens), first(*streams[1][1:], length)]
+        outs = [attend(stream[0], keys, log_sums=False)[0] for stream in streams]
     return outs[0].reshape(queries[0].shape), outs[1].reshape(queries[1].shape)
 
 

@@ -56,6 +56,10 @@ class AttentionPolicy:
     bounded: bool = False
     form: Form | None = None
 
+    def takes_kernel(self, platform: str) -> bool:
+        """Whether Pallas kernels run on devices of `platform` (in interpret mode on any but a TPU)."""
+        return self.kernel == "pallas" or (self.kernel == "auto" and platform == "tpu")
+
     def form_for(
         self, device_kind: str, *, q_seq: int, kv_rows: Sequence[int], heads: int, head_dim: int, itemsize: int
     ) -> Form:

@@ -10,6 +10,8 @@ Arrays are flat here, `[batch, tokens, heads * head_dim]`: the layout of the ker
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +20,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from .keys import Keys, first
+from .prologue import Layout, Norm, Prologue
 
 # (q, keys, log_sums=...) -> (out, log-sum-exp[batch, heads, q_seq] or None)
 LocalAttention = Callable[..., tuple[Array, Array | None]]
+Stream = tuple[Array, Array, Array]  # queries, keys, values
 
 RING, ULYSSES = "ring", "ulysses"
 
@@ -32,26 +36,47 @@ def _split_sequence_axis(mesh: Mesh, heads: int) -> Mesh:
     return Mesh(mesh.devices.reshape(dp, sp // ulysses, ulysses, tp), ("dp", RING, ULYSSES, "tp"))
 
 
-def _to_heads(x: Array, ulysses: int) -> Array:
-    """A chip's tokens of all heads to all tokens of its heads.
+def _to_heads(
+    x: Array, ulysses: int, parts: int, layout: Layout, norm: Norm | None = None, tables: Any = None
+) -> list[Array]:
+    """A chip's tokens of all heads, prepared, to all tokens of its heads, part by part.
 
-    The columns of each chip are exchanged as a leading dimension, which lands flat: `[tokens, lanes]` as the kernel
-    reads it.
+    The heads of each chip are exchanged as a leading dimension, which lands flat: `[tokens, lanes]` as the kernel reads
+    it.
     """
-    if ulysses == 1:
-        return x
-    batch, seq, lanes = x.shape
-    groups = jnp.moveaxis(x.reshape(batch, seq, ulysses, lanes // ulysses), 2, 1)
-    return jax.lax.all_to_all(groups, ULYSSES, 1, 1, tiled=True).reshape(batch, seq * ulysses, -1)
+
+    def exchanged(groups: Array) -> Array:
+        if ulysses > 1:
+            groups = jax.lax.all_to_all(groups, ULYSSES, 1, 1, tiled=True)
+        return groups.reshape(len(x), x.shape[1] * ulysses, -1)
+
+    return [exchanged(groups) for groups in layout.divide(x, ulysses, parts, norm, tables)]
 
 
-def _to_tokens(x: Array, ulysses: int) -> Array:
-    """The reverse of `_to_heads`."""
-    if ulysses == 1:
-        return x
-    batch, seq, lanes = x.shape
-    groups = jax.lax.all_to_all(x.reshape(batch, ulysses, seq // ulysses, lanes), ULYSSES, 1, 1, tiled=True)
-    return jnp.moveaxis(groups, 1, 2).reshape(batch, seq // ulysses, -1)
+def _to_tokens(parts: list[Array], ulysses: int, layout: Layout) -> Array:
+    """The reverse of `_to_heads`, without what it prepares."""
+    batch, seq, lanes = parts[0].shape
+
+    def exchanged(x: Array) -> Array:
+        groups = x.reshape(batch, ulysses, seq // ulysses, lanes)
+        return jax.lax.all_to_all(groups, ULYSSES, 1, 1, tiled=True) if ulysses > 1 else groups
+
+    return layout.join([exchanged(part) for part in parts])
+
+
+def prepared(stream: Stream, ulysses: int, layout: Layout, prologue: Prologue) -> list[Stream]:
+    """Queries, keys and values of one sequence, ready for attention and each chip's heads together, part by part."""
+    parts = layout.parts(stream[0].shape[2] // ulysses) if ulysses > 1 else 1
+    norms = prologue.query_norm, prologue.key_norm, None
+    tables = prologue.tables, prologue.tables, None
+    found = (_to_heads(x, ulysses, parts, layout, *how) for x, *how in zip(stream, norms, tables, strict=True))
+    return list(zip(*found, strict=True))
+
+
+def _specs(prologue: Prologue, tokens: Any) -> Prologue:
+    """How a prologue's arrays lie: the norms whole, the tables with their `tokens`."""
+    specs = jax.tree.map(lambda _: P(), prologue)
+    return replace(specs, tables=prologue.tables and (P(tokens), P(tokens)))
 
 
 def _merge(one: tuple[Array, Array], two: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -105,27 +130,30 @@ def self_attention(
     heads: int,
     mesh: Mesh,
     attend: LocalAttention,
+    layout: Layout,
+    prologue: Prologue,
 ) -> Float[Array, "batch seq lanes"]:
     """Queries and keys of one sequence, sharded on `sp`; batch on `dp`, heads on `tp`. `seq` divides by `sp`."""
     split = _split_sequence_axis(mesh, heads)
     ring_size, ulysses = split.shape[RING], split.shape[ULYSSES]
 
-    def body(q: Array, k: Array, v: Array, lengths: Array) -> Array:
-        q, k, v = (_to_heads(x, ulysses) for x in (q, k, v))
+    def body(q: Array, k: Array, v: Array, lengths: Array, prologue: Prologue) -> Array:
         length = kv_length if isinstance(kv_length, int) else lengths
-        if ring_size > 1:
-            out = _ring(attend, ring_size, q, k, v, length)
-        else:
-            out = attend(q, [first(k, v, length)], log_sums=False)[0]
-        return _to_tokens(out, ulysses)
+
+        def attended(q: Array, k: Array, v: Array) -> Array:
+            if ring_size > 1:
+                return _ring(attend, ring_size, q, k, v, length)
+            return attend(q, [first(k, v, length)], log_sums=False)[0]
+
+        parts = prepared((q, k, v), ulysses, layout, prologue)
+        return _to_tokens([attended(*part) for part in parts], ulysses, layout)
 
     tokens = P("dp", (RING, ULYSSES), "tp")
-    mapped = jax.shard_map(
-        body, mesh=split, in_specs=(tokens, tokens, tokens, P("dp")), out_specs=tokens, check_vma=False
-    )
+    specs = (tokens, tokens, tokens, P("dp"), _specs(prologue, (RING, ULYSSES)))
+    mapped = jax.shard_map(body, mesh=split, in_specs=specs, out_specs=tokens, check_vma=False)
     # Kernels are lowered for the mesh in context, which has to be the split one here.
     with jax.sharding.use_abstract_mesh(split.abstract_mesh):
-        return mapped(q, k, v, _lengths(kv_length, len(q)))
+        return mapped(q, k, v, _lengths(kv_length, len(q)), prologue)
 
 
 def cross_attention(
@@ -136,19 +164,29 @@ def cross_attention(
     *,
     mesh: Mesh,
     attend: LocalAttention,
+    layout: Layout,
+    prologue: Prologue,
 ) -> Float[Array, "batch q_seq lanes"]:
     """Queries sharded on `sp`, keys (a short text) whole on every chip of it: nothing is exchanged."""
 
-    def body(q: Array, k: Array, v: Array, lengths: Array) -> Array:
+    def body(q: Array, k: Array, v: Array, lengths: Array, prologue: Prologue) -> Array:
         length = kv_length if isinstance(kv_length, int) else lengths
+        ((q, k, v),) = prepared((q, k, v), 1, layout, prologue)
         return attend(q, [first(k, v, length)], log_sums=False)[0]
 
     queries, keys = P("dp", "sp", "tp"), P("dp", None, "tp")
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=(queries, keys, keys, P("dp")), out_specs=queries, check_vma=False)
-    return mapped(q, k, v, _lengths(kv_length, len(q)))
+    specs = (queries, keys, keys, P("dp"), _specs(prologue, None))
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=queries, check_vma=False)
+    return mapped(q, k, v, _lengths(kv_length, len(q)), prologue)
 
 
-Stream = tuple[Array, Array, Array]
+def _own_heads(text: Stream, ulysses: int, parts: int, layout: Layout, prologue: Prologue) -> list[Stream]:
+    """A chip's heads of a text that is whole on all of them, prepared, in the parts that latents are exchanged in."""
+    norms = prologue.query_norm, prologue.key_norm, None
+    tables = prologue.tables, prologue.tables, None
+    chip = jax.lax.axis_index(ULYSSES)
+    taken = (layout.take(x, chip, ulysses, parts, *how) for x, *how in zip(text, norms, tables, strict=True))
+    return list(zip(*taken, strict=True))
 
 
 def joint_attention(
@@ -160,6 +198,8 @@ def joint_attention(
     text_length: int | Array,
     mesh: Mesh,
     attend: LocalAttention,
+    layout: Layout,
+    prologues: tuple[Prologue, Prologue],
 ) -> tuple[Array, Array]:
     """Two sequences attending to both: latents sharded on `sp`, a text that is whole on every chip of it.
 
@@ -169,25 +209,28 @@ def joint_attention(
     split = _split_sequence_axis(mesh, heads)
     ring_size, ulysses = split.shape[RING], split.shape[ULYSSES]
 
-    def body(latent: Stream, text: Stream, lengths: Array) -> tuple[Array, Array]:
-        q, k, v = (_to_heads(x, ulysses) for x in latent)
-        lanes = q.shape[2]
-        start = jax.lax.axis_index(ULYSSES) * lanes
-        text_q, text_k, text_v = (jax.lax.dynamic_slice_in_dim(x, start, lanes, axis=2) for x in text)
-        real = first(text_k, text_v, text_length if isinstance(text_length, int) else lengths)
+    def body(latent: Stream, text: Stream, lengths: Array, prologues: Any) -> tuple[Array, Array]:
+        parts = prepared(latent, ulysses, layout, prologues[0])
+        texts = _own_heads(text, ulysses, len(parts), layout, prologues[1])
 
-        def attended(queries: Array) -> Array:
+        def attended(queries: Array, latent: Stream, text: Stream) -> Array:
+            real = first(*text[1:], text_length if isinstance(text_length, int) else lengths)
             if ring_size > 1:
-                return _ring(attend, ring_size, queries, k, v, num_tokens, real)
-            return attend(queries, [first(k, v, num_tokens), real], log_sums=False)[0]
+                return _ring(attend, ring_size, queries, *latent[1:], num_tokens, real)
+            return attend(queries, [first(*latent[1:], num_tokens), real], log_sums=False)[0]
 
-        text_out = attended(text_q)
-        text_out = jax.lax.all_gather(text_out, ULYSSES, axis=2, tiled=True) if ulysses > 1 else text_out
-        return _to_tokens(attended(q), ulysses), text_out
+        def of_text(part: Stream, text: Stream) -> Array:
+            out = attended(text[0], part, text)
+            return jax.lax.all_gather(out, ULYSSES, axis=1) if ulysses > 1 else out[:, None]
+
+        pairs = list(zip(parts, texts, strict=True))
+        outs = [attended(part[0], part, text) for part, text in pairs]
+        text_out = layout.join([of_text(*pair) for pair in pairs])
+        return _to_tokens(outs, ulysses, layout), text_out
 
     tokens, whole = P("dp", (RING, ULYSSES), "tp"), P("dp", None, "tp")
-    mapped = jax.shard_map(
-        body, mesh=split, in_specs=((tokens,) * 3, (whole,) * 3, P("dp")), out_specs=(tokens, whole), check_vma=False
-    )
+    ways = _specs(prologues[0], (RING, ULYSSES)), _specs(prologues[1], None)
+    specs = ((tokens,) * 3, (whole,) * 3, P("dp"), ways)
+    mapped = jax.shard_map(body, mesh=split, in_specs=specs, out_specs=(tokens, whole), check_vma=False)
     with jax.sharding.use_abstract_mesh(split.abstract_mesh):
-        return mapped(latent, text, _lengths(text_length, len(text[0])))
+        return mapped(latent, text, _lengths(text_length, len(text[0])), prologues)

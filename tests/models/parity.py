@@ -92,8 +92,11 @@ def denoise_once(
     chips: int = 8,
     mesh: MeshShape | None = None,
     expert: str = "transformer",
+    changes: Mapping[str, Any] | None = None,
 ) -> np.ndarray:
     """The guided output of our denoiser: one step of an Euler solver, which shows it as it is.
+
+    With `changes` of its config its weights are drawn, not those of the miniature.
 
     `inputs` are those of `spec.forward`, a row for each branch; `mesh` is another arrangement of the chips than the
     model's own. Traced, compiled and loaded anew at each call.
@@ -104,14 +107,26 @@ def denoise_once(
     )
     target = Target(devices=tuple(jax.devices()[: mesh.num_devices if mesh else chips]), precision="float32")
     found = checkpoint.locate(spec, spec.tiny_id)
-    config = found.config(spec.component(expert), Silent())
+    config = {**found.config(spec.component(expert), Silent()), **(changes or {})}
     shape = denoise_step.StepShape.of(solver, mesh_shape=mesh)
     program = denoise_step.denoise_program(spec, config, target, settings, shape)
     args = denoise_step.StepArgs(
         (sample.numpy(),), solver.table[0], solver.timesteps[0], dict(inputs), np.float32(settings.guidance_scale)
     )
     placed = jax.tree.map(lambda value, want: jax.device_put(value, want.sharding), args, program.args)
-    return np.asarray(program.compile()(tiny_weights(spec, expert, program), *placed)[0])
+    weights = tiny_weights(spec, expert, program) if changes is None else drawn_weights(program)
+    return np.asarray(program.compile()(weights, *placed)[0])
+
+
+def drawn_weights(program: Program) -> Weights:
+    """Of deviation 0.05, the same each time; those of norms around 1."""
+    random = np.random.default_rng(11)
+    return {
+        name: jax.device_put(
+            random.normal("norm" in name and "weight" in name, 0.05, want.shape).astype(want.dtype), want.sharding
+        )
+        for name, want in (program.weights or {}).items()
+    }
 
 
 def tiny_weights(spec: ModelSpec, component: str, program: Program) -> Weights:

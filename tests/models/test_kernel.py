@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from comfyui_tpu.attention import kernel
+from comfyui_tpu.attention import kernel, prologue, residual_norm
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint
@@ -18,6 +18,7 @@ from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
 
+KERNELS = ((kernel, "local_attention"), (prologue, "_divide"), (prologue, "_join"), (residual_norm, "_by_kernel"))
 # All-to-alls where heads divide by it, else a ring, or both: the miniatures have 2 to 6 heads.
 CHIPS = (1, 2, 3, 8)
 CASES = [(spec, chips) for spec in SPECS for chips in CHIPS if chips == 8 or "hunyuanvideo1.5-i2v" not in spec.name]
@@ -70,3 +71,38 @@ def test_the_kernel_gives_what_the_reference_gives(
     monkeypatch.setattr(kernel, "local_attention", ran)
     compare(f"{spec.name}, kernel, {chips} chips", denoised(spec, MeshShape(sp=chips)), expected, error=2e-5)
     assert ran.called
+
+
+# Heads of the published size, two for each of two chips, which exchange them in two parts.
+REAL_HEADS = {
+    "wan2.1-t2v-14b": {"attention_head_dim": 128},
+    "hunyuanvideo1.5-t2v-720p": {"attention_head_dim": 128, "rope_axes_dim": (16, 56, 56)},
+    "flux2-dev": {"attention_head_dim": 128, "axes_dims_rope": (32, 32, 32, 32), "num_single_layers": 1},
+    "cogvideox1.5-5b": {"attention_head_dim": 64},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REAL_HEADS)
+def test_heads_of_the_published_size_go_through_every_kernel(
+    name: str, monkeypatch: pytest.MonkeyPatch, compare: Callable
+):
+    spec, changes = spec_by_name(name), {**REAL_HEADS[name], "num_attention_heads": 4, "num_layers": 1}
+    settings = odd(spec)
+    sample = parity.random_latents(spec, settings)
+
+    def denoised() -> np.ndarray:
+        return parity.denoise_once(
+            spec, settings, sample, given(name), timestep=700, mesh=MeshShape(sp=2), changes=changes
+        )
+
+    expected = denoised()
+    parity.poison_padding(monkeypatch)
+    parity.use_kernel(monkeypatch)
+    ran = {}
+    for room, function in KERNELS:
+        ran[function] = mock.Mock(wraps=getattr(room, function))
+        monkeypatch.setattr(room, function, ran[function])
+    error = 4e-6 * np.abs(expected).max()  # drawn weights give large numbers
+    compare(f"{spec.name}, heads of the published size", denoised(), expected, error=error)
+    assert all(spy.called for spy in ran.values()), ran

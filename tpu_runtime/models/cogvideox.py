@@ -69,6 +69,7 @@ class JointProcessor(layers.JointProcessor):
 
 
 def run_block(
+    fuses: Any,
     block: Any,
     hidden_states: "torch.Tensor",
     encoder_hidden_states: "torch.Tensor",
@@ -77,12 +78,18 @@ def run_block(
     attention_kwargs: None = None,
 ) -> "tuple[torch.Tensor, torch.Tensor]":
     """`CogVideoXBlock` with latents and text apart in the feed-forward too: joined, tokens would leave their chips."""
-    latent, text, gate, text_gate = block.norm1(hidden_states, encoder_hidden_states, temb)
-    latent, text = block.attn1(latent, encoder_hidden_states=text, image_rotary_emb=image_rotary_emb)
-    hidden_states = hidden_states + gate * latent
-    encoder_hidden_states = encoder_hidden_states + text_gate * text
-    latent, text, gate, text_gate = block.norm2(hidden_states, encoder_hidden_states, temb)
-    return hidden_states + gate * block.ff(latent), encoder_hidden_states + text_gate * block.ff(text)
+
+    def attend(latent: "torch.Tensor", text: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+        return block.attn1(latent, text, image_rotary_emb=image_rotary_emb)
+
+    # Of latents and of text, first before attention, then before the feed-forward.
+    first, second = ((norm, norm.linear(norm.silu(temb)).chunk(6, dim=1)) for norm in (block.norm1, block.norm2))
+    modulations = [
+        tuple(layers.modulated(*vectors[start : start + 3], norm.norm) for norm, vectors in (first, second))
+        for start in (0, 3)
+    ]
+    hidden = hidden_states, encoder_hidden_states
+    return layers.run_joint_block(fuses, attend, hidden, modulations, (block.ff, block.ff))
 
 
 def modulate(linear: Any, gather: "Callable[[jax.Array], jax.Array]", embedding: "torch.Tensor") -> "torch.Tensor":
@@ -101,11 +108,11 @@ def gather_vector(sequence: Any, axes: "tuple[str, ...] | None", vector: "jax.Ar
 
 def prepare_denoiser(network: Any, sequence: Any) -> None:
     """Puts our attention and token placement where upstream lets us."""
-    import types
 
     blocks = network.blocks("transformer_blocks")
     blocks.block.attn1.set_processor(JointProcessor(sequence.joint_attention))
-    blocks.block.forward = types.MethodType(run_block, blocks.block)
+    fuses = layers.fused_norms(sequence, blocks.block.norm1.norm.eps)
+    blocks.block.forward = partial(run_block, fuses, blocks.block)
     for name in ("norm1", "norm2"):
         linear = blocks.block.get_submodule(name).linear
         weight = sequence.layouts[f"transformer_blocks.*.{name}.linear.weight"].in_use

@@ -8,8 +8,8 @@ from ...sharding.rules import REPLICATED, Rule
 from ...sharding.shape import MeshShape
 from ..limits import FloatLimit, IntLimit
 from ..spec import Component, HeadNorms, LatentGeometry, ModelSpec, Need, Same, Settings
+from . import layers
 from .autoencoders.flux2 import VAE_DECODER, VAE_ENCODER, decode, denormalize_latents, encode_image
-from .layers import JointProcessor, rotate
 from .text_encoders import mistral3
 
 PROMPT = "A beautiful sunset over the ocean"
@@ -121,21 +121,63 @@ class SingleProcessor:
         attention_mask: None,
         image_rotary_emb: "tuple[torch.Tensor, torch.Tensor]",
     ) -> "torch.Tensor":
+        import functools
+
         import jax.numpy as jnp
         import torch
 
         from ..programs import torch_bridge
 
-        projected = _project(hidden_states, attn.to_qkv_mlp_proj.weight)
-        heads = [x.unflatten(-1, (-1, attn.head_dim)) for x in projected[..., :3, :].unbind(-2)]
-        heads[:2] = [
-            torch_bridge.call_jax(rotate, norm(x), *image_rotary_emb)
-            for norm, x in zip((attn.norm_q, attn.norm_k), heads[:2], strict=True)
-        ]
-        attended = torch_bridge.call_jax(self.attend, *heads).flatten(2)
-        gate, value = projected[..., 3:, :].unflatten(-2, (2, -1)).unbind(-3)
-        joined = torch.cat([attended.unsqueeze(-2), attn.mlp_act_fn.gate_fn(gate) * value], dim=-2)
+        # A product each: cut out of one, they would be copied.
+        weights = attn.to_qkv_mlp_proj.weight.unbind(0)
+        query, key, value, *wide = (torch.nn.functional.linear(hidden_states, weight) for weight in weights)
+        heads = [x.unflatten(-1, (-1, attn.head_dim)) for x in (query, key, value)]
+        attend = functools.partial(self.attend, prologue=layers.prologue(attn.norm_q, attn.norm_k, image_rotary_emb))
+        attended = torch_bridge.call_jax(attend, *heads).flatten(2)
+        gates, values = wide[: len(wide) // 2], wide[len(wide) // 2 :]
+        fed = [attn.mlp_act_fn.gate_fn(gate) * value for gate, value in zip(gates, values, strict=True)]
+        joined = torch.stack([attended, *fed], dim=-2)
         return torch_bridge.call_jax(lambda x, w: jnp.einsum("bsgi,ogi->bso", x, w), joined, attn.to_out.weight)
+
+
+def run_double_block(
+    fuses: Any,
+    block: Any,
+    hidden_states: "torch.Tensor",
+    encoder_hidden_states: "torch.Tensor",
+    temb_mod_img: "torch.Tensor",
+    temb_mod_txt: "torch.Tensor",
+    image_rotary_emb: tuple,
+    joint_attention_kwargs: None = None,
+) -> "tuple[torch.Tensor, torch.Tensor]":
+    """`Flux2TransformerBlock` (see `layers.run_joint_block`): text and latents."""
+
+    def attend(latent: "torch.Tensor", text: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+        return block.attn(latent, text, image_rotary_emb=image_rotary_emb)
+
+    modulations = [_modulations(vector, 2) for vector in (temb_mod_img, temb_mod_txt)]
+    hidden = hidden_states, encoder_hidden_states
+    latent, text = layers.run_joint_block(fuses, attend, hidden, modulations, (block.ff, block.ff_context))
+    return text, latent
+
+
+def run_single_block(
+    fuse: Any,
+    block: Any,
+    hidden_states: "torch.Tensor",
+    encoder_hidden_states: None,
+    temb_mod: "torch.Tensor",
+    image_rotary_emb: "tuple[torch.Tensor, torch.Tensor]",
+    joint_attention_kwargs: None = None,
+) -> "torch.Tensor":
+    """`Flux2SingleTransformerBlock` with its norm fused."""
+    scale, shift, gate = _modulations(temb_mod, 1)[0]
+    _, normed = fuse(hidden_states, None, None, scale, shift)
+    return layers.add_gated(hidden_states, block.attn(normed, image_rotary_emb=image_rotary_emb), gate)
+
+
+def _modulations(vector: "torch.Tensor", count: int) -> "tuple[layers.Modulation, ...]":
+    return tuple(layers.modulated(*part.chunk(3, dim=-1)) for part in vector.chunk(count, dim=-1))
 
 
 def prepare_denoiser(network: Any, sequence: Any) -> None:
@@ -152,11 +194,15 @@ def prepare_denoiser(network: Any, sequence: Any) -> None:
         module.forward = types.MethodType(feed_forward, module)
     network.module.pos_embed.forward = types.MethodType(rotary_tables, network.module.pos_embed)
 
+    fuses = layers.fused_norms(sequence, double.block.norm1.eps)
+    double.block.forward = functools.partial(run_double_block, fuses, double.block)
+    single.block.forward = functools.partial(run_single_block, fuses[0], single.block)
+
     def enter_double(values: dict[str, Any]) -> dict[str, Any]:
         size = values["encoder_hidden_states"].shape[1]
         # With the references' tokens, which the latents' number does not count.
         tokens = replace(sequence, num_tokens=values["hidden_states"].shape[1])
-        double.block.attn.set_processor(JointProcessor(tokens.joint_attention))
+        double.block.attn.set_processor(layers.JointProcessor(tokens.joint_attention))
         text = tuple(table[None, :size, None] for table in values["image_rotary_emb"])
         latent = tuple(sequence.pad_tokens(table[None, size:, None]) for table in values["image_rotary_emb"])
         whole = {name: sequence.constrain(values[name], "dp") for name in WHOLE}

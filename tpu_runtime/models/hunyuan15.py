@@ -143,6 +143,26 @@ class RefinerProcessor:
         return attn.to_out[0](out.transpose(1, 2).flatten(2, 3))
 
 
+def run_block(
+    fuses: Any,
+    block: Any,
+    hidden_states: "torch.Tensor",
+    encoder_hidden_states: "torch.Tensor",
+    temb: "torch.Tensor",
+    text_length: "torch.Tensor",
+    freqs_cis: "tuple[torch.Tensor, torch.Tensor]",
+) -> "tuple[torch.Tensor, torch.Tensor]":
+    """`HunyuanVideo15TransformerBlock` (see `layers.run_joint_block`)."""
+
+    def attend(latent: "torch.Tensor", text: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+        return block.attn(latent, text, text_length, image_rotary_emb=freqs_cis)
+
+    vectors = [norm.linear(norm.silu(temb)).chunk(6, dim=1) for norm in (block.norm1, block.norm1_context)]
+    modulations = [(layers.modulated(*v[:3]), layers.modulated(*v[3:])) for v in vectors]
+    hidden = hidden_states, encoder_hidden_states
+    return layers.run_joint_block(fuses, attend, hidden, modulations, (block.ff, block.ff_context))
+
+
 def prepare_denoiser(network: Any, sequence: Any) -> None:
     """Puts our attention, token placement and patch embedding where upstream lets us."""
     import types
@@ -150,6 +170,8 @@ def prepare_denoiser(network: Any, sequence: Any) -> None:
     transformer = network.module
     blocks = network.blocks("transformer_blocks")
     blocks.block.attn.set_processor(layers.JointProcessor(sequence.joint_attention))
+    fuses = layers.fused_norms(sequence, blocks.block.norm2.eps)
+    blocks.block.forward = partial(run_block, fuses, blocks.block)
     for block in transformer.context_embedder.token_refiner.refiner_blocks:
         block.attn.set_processor(RefinerProcessor())
 

@@ -1,32 +1,34 @@
-"""What several denoisers share: rotary embedding, patches, attention of latents and text that stay apart."""
+"""What several denoisers share: the way into attention, patches, attention of latents and text that stay apart."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jax
     import torch
 
+    from ...attention.prologue import Prologue
+
+    Fuse = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    Modulation = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 # Weights of one layer, or of scanned blocks, that are split over `fsdp` and gathered for use: layout and fallback.
 GATHERED = (("fsdp", None), ((None, "fsdp"),))
 BLOCK_GATHERED = ((None, "fsdp", None), ((None, None, "fsdp"),))
 
 
-def rotate(x: "jax.Array", cos: "jax.Array", sin: "jax.Array") -> "jax.Array":
-    """Rotary embedding of the pairs `(2i, 2i + 1)` of `[batch, seq, heads, head_dim]`; tables `[1, seq, 1, head_dim]`.
+def prologue(query_norm: Any, key_norm: Any, tables: Any = None) -> "Prologue":
+    """What upstream's norm modules and rotary `tables` (cosines, sines: `[..., head_dim]`) do before attention."""
+    from ...attention.prologue import Norm, Prologue
+    from ..programs import torch_bridge
 
-    The partner of each element comes from a product with a matrix of one +1 or -1 per row, which is exact in any
-    format. Strided writes would become scatters, and rolls relayouts: 17 of 37 million cycles of a 14B block.
-    """
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
+    def norm(module: Any) -> Norm:
+        weight, bias = torch_bridge.to_jax((module.weight, getattr(module, "bias", None)))
+        return Norm(weight=weight, bias=bias, eps=module.eps)
 
-    swap = np.zeros((x.shape[-1], x.shape[-1]), np.float32)
-    even = np.arange(0, x.shape[-1], 2)
-    swap[even + 1, even], swap[even, even + 1] = -1.0, 1.0
-    partner = jnp.matmul(x, jnp.asarray(swap, x.dtype), precision=jax.lax.Precision.HIGHEST)
-    return (x * cos + partner * sin).astype(x.dtype)
+    if tables is not None:
+        tables = tuple(table.reshape(-1, table.shape[-1]) for table in torch_bridge.to_jax(tables))
+    return Prologue(query_norm=norm(query_norm), key_norm=norm(key_norm), tables=tables)
 
 
 def embed_patches(embedding: Any, latents: "torch.Tensor") -> "torch.Tensor":
@@ -56,6 +58,51 @@ def enter_joint(sequence: Any, tables: str, values: dict[str, Any]) -> dict[str,
     }
 
 
+def fused_norms(sequence: Any, eps: float) -> "tuple[Fuse, Fuse]":
+    """`sequence.residual_norm` for torch: of latents, and of a text that is whole on every chip."""
+    import functools
+
+    from ..programs import torch_bridge
+
+    fuses = (functools.partial(sequence.residual_norm, eps=eps, keys=keys) for keys in ("sharded", "whole"))
+    latent, text = (functools.partial(torch_bridge.call_jax, fuse) for fuse in fuses)
+    return latent, text
+
+
+def modulated(shift: "torch.Tensor", scale: "torch.Tensor", gate: "torch.Tensor", norm: Any = None) -> "Modulation":
+    """What a norm is multiplied by and what is added to it, with its own weight and bias if it has them; the gate."""
+    factor, shift = 1 + scale.float(), shift.float()
+    if norm is not None:
+        factor, shift = factor * norm.weight, factor * norm.bias + shift
+    return factor, shift, gate.float()
+
+
+def add_gated(hidden: "torch.Tensor", update: "torch.Tensor", gate: "torch.Tensor") -> "torch.Tensor":
+    """`hidden + gate * update` in float32; the gate is `[..., dim]` for each row."""
+    gate = gate.reshape(-1, 1, gate.shape[-1])
+    return (hidden.float() + gate * update.float()).type_as(hidden)
+
+
+def run_joint_block(
+    fuses: "tuple[Fuse, Fuse]",
+    attend: "Callable[..., tuple[torch.Tensor, torch.Tensor]]",
+    hidden: "tuple[torch.Tensor, torch.Tensor]",
+    modulations: "Sequence[tuple[Modulation, Modulation]]",
+    feed_forwards: tuple[Any, Any],
+) -> "tuple[torch.Tensor, torch.Tensor]":
+    """A block of latents and text: joint attention, then a feed-forward each, both in gated residuals of modulated
+    norms. Of each stream its norm (see `fused_norms`), tokens, modulation of attention and of feed-forward, and that.
+    """
+    first = [fuse(x, None, None, *into[:2])[1] for fuse, x, (into, _) in zip(fuses, hidden, modulations, strict=True)]
+    left = []
+    for fuse, x, update, (before, within), feed_forward in zip(
+        fuses, hidden, attend(*first), modulations, feed_forwards, strict=True
+    ):
+        x, normed = fuse(x, update, before[2], *within[:2])
+        left.append(add_gated(x, feed_forward(normed), within[2]))
+    return left[0], left[1]
+
+
 class JointProcessor:
     """Attention of latents and text that stay apart, each with projections and norms of its own, in JAX.
 
@@ -75,21 +122,21 @@ class JointProcessor:
         image_rotary_emb: tuple,
     ) -> "tuple[torch.Tensor, torch.Tensor]":
         """`image_rotary_emb`: cosines and sines for the latents, or a pair of such pairs, the text's first."""
+        import functools
+
         from ..programs import torch_bridge
 
-        def heads(source: "torch.Tensor", projections: tuple, norms: tuple, tables: tuple | None) -> "tuple[Any, ...]":
-            query, key, value = (project(source).unflatten(2, (attn.heads, -1)) for project in projections)
-            query, key = (norm(x) for norm, x in zip(norms, (query, key), strict=True))
-            if tables is not None:
-                query, key = (torch_bridge.call_jax(rotate, x, *tables) for x in (query, key))
-            return query, key, value
+        def heads(source: "torch.Tensor", projections: tuple) -> "tuple[Any, ...]":
+            return tuple(project(source).unflatten(2, (attn.heads, -1)) for project in projections)
 
         first, tables = image_rotary_emb
         text_tables, tables = (first, tables) if isinstance(first, tuple) else (None, image_rotary_emb)
-        latent = heads(hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k), tables)
         text_projections, text_norms, text_out = self.of_text(attn)
-        text = heads(encoder_hidden_states, text_projections, text_norms, text_tables)
-        outputs = torch_bridge.call_jax(self.attend, latent, text, attention_mask)
+        prologues = prologue(attn.norm_q, attn.norm_k, tables), prologue(*text_norms, text_tables)
+        latent = heads(hidden_states, (attn.to_q, attn.to_k, attn.to_v))
+        text = heads(encoder_hidden_states, text_projections)
+        attend = functools.partial(self.attend, prologues=prologues)
+        outputs = torch_bridge.call_jax(attend, latent, text, attention_mask)
         return attn.to_out[0](outputs[0].flatten(2)), text_out(outputs[1].flatten(2))
 
     def of_text(self, attn: Any) -> tuple[tuple, tuple, Any]:

@@ -11,7 +11,7 @@ from ..limits import FloatLimit, IntLimit
 from ..spec import Component, LatentGeometry, ModelSpec, Need, Same, TextEncoding
 from . import layers
 from .autoencoders.wan import VAE_DECODER, decode, denormalize_latents
-from .layers import embed_patches, rotate
+from .layers import embed_patches
 from .text_encoders import t5
 
 PROMPT = "A cat and a dog baking a cake together in a kitchen."
@@ -56,7 +56,7 @@ def forward(
 
 
 class WanProcessor:
-    """`diffusers`' `WanAttnProcessor` with rotary embedding and attention in JAX."""
+    """`diffusers`' `WanAttnProcessor` with norms, rotary embedding and attention in JAX."""
 
     def __init__(self, attend: Callable[..., "jax.Array"]) -> None:
         self.attend = attend
@@ -72,11 +72,29 @@ class WanProcessor:
         from ..programs import torch_bridge
 
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(source))
-        heads = [x.unflatten(2, (attn.heads, -1)) for x in (query, key, attn.to_v(source))]
-        if rotary_emb is not None:
-            heads[:2] = [torch_bridge.call_jax(rotate, x, *rotary_emb) for x in heads[:2]]
-        return attn.to_out[0](torch_bridge.call_jax(self.attend, *heads).flatten(2, 3))
+        projected = attn.to_q(hidden_states), attn.to_k(source), attn.to_v(source)
+        heads = [x.unflatten(2, (attn.heads, -1)) for x in projected]
+        attend = partial(self.attend, prologue=layers.prologue(attn.norm_q, attn.norm_k, rotary_emb))
+        return attn.to_out[0](torch_bridge.call_jax(attend, *heads).flatten(2, 3))
+
+
+def run_block(
+    fuse: Any,
+    block: Any,
+    hidden_states: "torch.Tensor",
+    encoder_hidden_states: "torch.Tensor",
+    temb: "torch.Tensor",
+    rotary_emb: "tuple[torch.Tensor, torch.Tensor]",
+) -> "torch.Tensor":
+    """`WanTransformerBlock` with each residual and the norm after it as one (see `residual_norm`)."""
+    modulation = (block.scale_shift_table + temb.float()).chunk(6, dim=1)
+    (scale, shift, gate), (ffn_scale, ffn_shift, ffn_gate) = (layers.modulated(*modulation[n : n + 3]) for n in (0, 3))
+    _, normed = fuse(hidden_states, None, None, scale, shift)
+    update = block.attn1(normed, None, None, rotary_emb)
+    hidden_states, normed = fuse(hidden_states, update, gate, block.norm2.weight, block.norm2.bias)
+    update = block.attn2(normed, encoder_hidden_states, None, None)
+    hidden_states, normed = fuse(hidden_states, update, None, ffn_scale, ffn_shift)
+    return layers.add_gated(hidden_states, block.ffn(normed), ffn_gate)
 
 
 def prepare_denoiser(network: Any, sequence: Any) -> None:
@@ -86,6 +104,8 @@ def prepare_denoiser(network: Any, sequence: Any) -> None:
     blocks = network.blocks("blocks")
     blocks.block.attn1.set_processor(WanProcessor(sequence.self_attention))
     blocks.block.attn2.set_processor(WanProcessor(sequence.cross_attention))
+    fuse, _ = layers.fused_norms(sequence, blocks.block.norm1.eps)
+    blocks.block.forward = partial(run_block, fuse, blocks.block)
 
     def enter(values: dict[str, Any]) -> dict[str, Any]:
         tables = tuple(sequence.pad_tokens(table) for table in values["rotary_emb"])

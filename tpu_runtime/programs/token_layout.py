@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from ...attention import residual_norm
 from ...attention.api import attention, joint_attention
 from ...attention.policy import AttentionPolicy
+from ...attention.prologue import Prologue
 from ...sharding.rules import Layout
 from .modules import LAYER, Scan, Values
 
 ROWS = 16  # of a register of bfloat16
+NO_PROLOGUE = Prologue()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,25 +47,67 @@ class TokenLayout:
     def shard_tokens(self, hidden: Float[Array, "batch tokens dim"]) -> Float[Array, "batch padded dim"]:
         return self.constrain(self.pad_tokens(hidden), "dp", "sp", None)
 
-    def self_attention(self, q: Array, k: Array, v: Array, num_tokens: int | None = None) -> Array:
+    def self_attention(
+        self, q: Array, k: Array, v: Array, num_tokens: int | None = None, *, prologue: Prologue = NO_PROLOGUE
+    ) -> Array:
         """One padded sequence of `num_tokens` real tokens (the latent tokens by default) attending to itself."""
         length = self.num_tokens if num_tokens is None else num_tokens
-        return attention(q, k, v, kv_length=length, mesh=self.mesh, keys="sharded", policy=self.policy)
+        return attention(
+            q, k, v, kv_length=length, mesh=self.mesh, keys="sharded", prologue=prologue, policy=self.policy
+        )
 
-    def cross_attention(self, q: Array, k: Array, v: Array, text_length: Int[Array, " batch"] | None = None) -> Array:
+    def cross_attention(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        text_length: Int[Array, " batch"] | None = None,
+        *,
+        prologue: Prologue = NO_PROLOGUE,
+    ) -> Array:
         """Latent tokens attending to a text that is whole on every chip, to all of it by default."""
-        return attention(q, k, v, kv_length=text_length, mesh=self.mesh, keys="whole", policy=self.policy)
+        return attention(
+            q, k, v, kv_length=text_length, mesh=self.mesh, keys="whole", prologue=prologue, policy=self.policy
+        )
 
     def joint_attention(
         self,
         latent: tuple[Array, Array, Array],
         text: tuple[Array, Array, Array],
         text_length: Int[Array, " batch"] | None = None,
+        *,
+        prologues: tuple[Prologue, Prologue] = (NO_PROLOGUE, NO_PROLOGUE),
     ) -> tuple[Array, Array]:
         """Query, key and value of padded latent tokens and of a text: every token attends to all real ones of both."""
         return joint_attention(
-            latent, text, num_tokens=self.num_tokens, text_length=text_length, mesh=self.mesh, policy=self.policy
+            latent, text, num_tokens=self.num_tokens, text_length=text_length, mesh=self.mesh,
+            prologues=prologues, policy=self.policy,
+        )  # fmt: skip
+
+    def residual_norm(
+        self,
+        hidden: Array,
+        update: Array | None,
+        gate: Array | None,
+        scale: Array,
+        shift: Array,
+        *,
+        eps: float,
+        keys: Literal["sharded", "whole"] = "sharded",
+    ) -> tuple[Array, Array]:
+        """`hidden + gate * update`, and its layer norm `* scale + shift`: see `residual_norm`. Vectors `[..., dim]`, of
+        every row or of all; tokens lie on `sp` or are whole on every chip.
+        """
+        platform = self.mesh.devices.flat[0].platform
+        run = functools.partial(
+            residual_norm.residual_norm, eps=eps, kernel=self.policy.takes_kernel(platform), interpret=platform != "tpu"
         )
+        vectors = [v if v is None else v.reshape(-1, v.shape[-1]) for v in (gate, scale, shift)]
+        tokens = P("dp", "sp" if keys == "sharded" else None, None)
+        rows = [v if v is None else P("dp" if len(v) > 1 else None, None) for v in vectors]
+        specs = (tokens, None if update is None else tokens, *rows)
+        mapped = jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=(tokens, tokens), check_vma=False)
+        return mapped(hidden, update, *vectors)
 
     def use_in_block(self, path: str, weights: dict[str, Array]) -> dict[str, Array]:
         """One layer's weights, gathered where they are only split at rest."""

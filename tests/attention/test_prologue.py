@@ -1,0 +1,126 @@
+"""The way into attention: norms and rotary embedding against torch's and diffusers' own, the exchange's layout."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.attention.api import attention
+from comfyui_tpu.attention.policy import AttentionPolicy
+from comfyui_tpu.attention.prologue import Layout, Norm, Prologue
+from comfyui_tpu.sharding.mesh import make_mesh
+from comfyui_tpu.sharding.shape import MeshShape
+from diffusers.models.embeddings import apply_rotary_emb
+
+EPS = 1e-6
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(shape).normal(size=shape).astype(np.float32))
+
+
+def tables(seq: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = drawn(seq, head_dim // 2).repeat_interleave(2, dim=1) * 3
+    return angles.cos(), angles.sin()
+
+
+def norms(lanes: int, head_dim: int) -> dict[str, torch.nn.Module]:
+    found = {
+        "RMS norm of heads": torch.nn.RMSNorm(head_dim, eps=EPS),
+        "RMS norm of all": torch.nn.RMSNorm(lanes, eps=EPS),
+        "layer norm of heads": torch.nn.LayerNorm(head_dim, eps=EPS),
+        "layer norm of all": torch.nn.LayerNorm(lanes, eps=EPS),
+    }
+    for norm in found.values():
+        for parameter in norm.parameters():
+            parameter.data = drawn(*parameter.shape)
+    return found
+
+
+def upstream(x: torch.Tensor, module: torch.nn.Module, head_dim: int, rotary: Any) -> torch.Tensor:
+    """`[batch, seq, lanes]` as diffusers prepares it."""
+    size = module.weight.numel()
+    x = module(x.unflatten(2, (-1, size))).flatten(2)
+    heads = x.unflatten(2, (-1, head_dim)).transpose(1, 2)
+    return apply_rotary_emb(heads, rotary).transpose(1, 2).flatten(2)
+
+
+def norm_of(module: torch.nn.Module) -> Norm:
+    weight, bias = (None if v is None else v.detach().numpy() for v in (module.weight, getattr(module, "bias", None)))
+    return Norm(weight=jnp.asarray(weight), bias=None if bias is None else jnp.asarray(bias), eps=EPS)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
+@pytest.mark.parametrize("name", norms(4, 2))
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "groups"), [(8, 64, 2), (2, 64, 1), (6, 128, 3), (4, 128, 1), (6, 24, 2)]
+)
+def test_queries_are_prepared_as_upstream_does(
+    name: str, heads: int, head_dim: int, groups: int, kernel: bool, compare: Callable
+):
+    seq, lanes = 139, heads * head_dim  # not a whole number of blocks
+    module, rotary, x = norms(lanes, head_dim)[name], tables(seq, head_dim), drawn(2, seq, lanes)
+    layout = Layout(head_dim=head_dim, kernel=kernel, interpret=True)
+    rotated = [jnp.asarray(table.numpy()) for table in rotary]
+    found = layout.divide(jnp.asarray(x.numpy()), groups, 1, norm_of(module), tuple(rotated))
+    with torch.no_grad():
+        expected = upstream(x, module, head_dim, rotary).unflatten(2, (groups, -1)).movedim(2, 1)
+    compare(f"{name}, {heads} heads of {head_dim}", np.asarray(found[0]), expected.numpy(), error=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
+def test_groups_and_parts_join_again_as_they_were(kernel: bool):
+    x = jnp.asarray(drawn(2, 139, 6 * 128).numpy(), jnp.bfloat16)
+    layout = Layout(head_dim=128, kernel=kernel, interpret=True)
+    assert layout.parts(256) == (2 if kernel else 1)
+    assert layout.parts(128) == 1
+    divided = layout.divide(x, 3, 2)
+    np.testing.assert_array_equal(divided[1][:, 2], x[:, :, 5 * 128 :])
+    np.testing.assert_array_equal(layout.join(divided), x)
+
+
+def test_what_is_not_finite_stays_in_its_row():
+    x = drawn(1, 40, 256).numpy()
+    x[0, 17] = np.nan
+    layout = Layout(head_dim=128, kernel=True, interpret=True)
+    norm = Norm(weight=jnp.ones(128), eps=EPS)
+    rotary = tuple(jnp.asarray(table.numpy()) for table in tables(40, 128))
+    found = np.asarray(layout.divide(jnp.asarray(x), 2, 1, norm, rotary)[0])
+    assert np.isnan(found[0, :, 17]).all()
+    assert np.isfinite(np.delete(found, 17, axis=2)).all()
+
+
+@pytest.mark.parametrize("name", ["RMS norm of heads", "RMS norm of all"])
+@pytest.mark.parametrize("shape", [MeshShape(sp=4), MeshShape(sp=2, tp=2), MeshShape(dp=2, sp=3)], ids=str)
+def test_on_every_mesh_the_prologue_is_the_same(name: str, shape: MeshShape, compare: Callable):
+    """Heads lie on several chips too, where a norm over all of them must not be taken over a chip's own."""
+    heads, head_dim, seq = 8, 64, 48  # two parts of two heads where two chips exchange
+    module, rotary = norms(heads * head_dim, head_dim)[name], tables(seq, head_dim)
+    q, k, v = (drawn(2, seq, heads * head_dim) + shift for shift in (0.0, 0.1, 0.2))
+    with torch.no_grad():
+        ready = [upstream(x, module, head_dim, rotary) for x in (q, k)]
+        split = [x.unflatten(2, (heads, head_dim)).transpose(1, 2) for x in (*ready, v)]
+        expected = torch.nn.functional.scaled_dot_product_attention(*split).transpose(1, 2)
+    norm = norm_of(module)
+    prologue = Prologue(query_norm=norm, key_norm=norm, tables=tuple(jnp.asarray(t.numpy()) for t in rotary))
+    mesh = make_mesh(jax.devices()[: shape.num_devices], shape)
+    for policy in (AttentionPolicy(), AttentionPolicy(kernel="pallas")):
+        run = jax.jit(lambda p, *x, policy=policy: attention(*x, mesh=mesh, prologue=p, policy=policy))
+        out = run(prologue, *(x.numpy().reshape(2, seq, heads, head_dim) for x in (q, k, v)))
+        compare(f"{name}, {shape}, {policy.kernel}", np.asarray(out), expected.numpy(), error=2e-5)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
+@pytest.mark.parametrize("name", ["RMS norm of heads", "RMS norm of all"])
+def test_one_chip_takes_its_own_groups_of_what_is_divided(name: str, kernel: bool):
+    module, rotary, x = norms(8 * 64, 64)[name], tables(139, 64), drawn(2, 139, 8 * 64)
+    layout = Layout(head_dim=64, kernel=kernel, interpret=True)
+    rest = norm_of(module), tuple(jnp.asarray(table.numpy()) for table in rotary)
+    divided = layout.divide(jnp.asarray(x.numpy()), 2, 2, *rest)
+    for chip in (0, 1):
+        taken = layout.take(jnp.asarray(x.numpy()), jnp.int32(chip), 2, 2, *rest)
+        for part, whole in zip(taken, divided, strict=True):
+            np.testing.assert_allclose(part, whole[:, chip], atol=1e-5)

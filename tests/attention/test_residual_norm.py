@@ -1,0 +1,51 @@
+"""The residual sum and the norm after it as one, against torch."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.attention.residual_norm import residual_norm
+
+EPS = 1e-5
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(shape).normal(size=shape).astype(np.float32))
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
+@pytest.mark.parametrize(("update", "gate"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("rows", [1, 2], ids=["one modulation", "one for each row"])
+def test_it_is_the_sum_and_its_modulated_norm(update: bool, gate: bool, rows: int, kernel: bool, compare: Callable):
+    x, scale, shift = drawn(2, 139, 384) + 3, drawn(rows, 384), drawn(rows, 384) / 2
+    added = drawn(2, 139, 384) * 2 if update else None
+    gates = drawn(rows, 384) / 3 if gate else None
+    expected = x if added is None else x + added * (1 if gates is None else gates[:, None])
+    normed = torch.nn.functional.layer_norm(expected, (384,), eps=EPS) * scale[:, None] + shift[:, None]
+    arrays = [None if v is None else jnp.asarray(v.numpy()) for v in (x, added, gates, scale, shift)]
+    ours = residual_norm(*arrays, eps=EPS, kernel=kernel, interpret=True)
+    compare("sum", np.asarray(ours[0]), expected.numpy(), error=1e-6)
+    compare("norm", np.asarray(ours[1]), normed.numpy(), error=1e-5)
+
+
+def test_large_means_do_not_cancel_what_varies():
+    """Two passes: a mean of squares less a squared mean would leave nothing of a deviation of 0.1 at 1000."""
+    x = drawn(1, 130, 256) / 10 + 1000
+    normed = torch.nn.functional.layer_norm(x, (256,), eps=EPS).numpy()
+    one, zero = jnp.ones((1, 256)), jnp.zeros((1, 256))
+    ours = residual_norm(jnp.asarray(x.numpy()), None, None, one, zero, eps=EPS, kernel=True, interpret=True)[1]
+    assert np.abs(np.asarray(ours) - normed).max() < 5e-3
+
+
+def test_in_bfloat16_only_the_results_are_rounded():
+    x, update, gate = (drawn(1, 64, 256).bfloat16().float() for _ in range(3))
+    gate = gate[0, :1]
+    arrays = [jnp.asarray(v.numpy(), jnp.bfloat16) for v in (x, update)]
+    ours, _ = residual_norm(
+        *arrays, jnp.asarray(gate.numpy()), jnp.ones((1, 256)), jnp.zeros((1, 256)),
+        eps=EPS, kernel=True, interpret=True,
+    )  # fmt: skip
+    expected = (x + update * gate).bfloat16().float().numpy()
+    np.testing.assert_array_equal(np.asarray(ours, np.float32), expected)
