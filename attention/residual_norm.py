@@ -85,10 +85,10 @@ def _vmem_bytes(arrays: int, dim: int, dtype: Any) -> int:
 
 
 def _body(x: Any, *refs: Any, has_update: bool, has_gate: bool, eps: float) -> None:
-    refs = list(refs)
-    update = refs.pop(0) if has_update else None
-    gate = refs.pop(0) if has_gate else None
-    scale, shift, *outs = refs
+    left = list(refs)
+    update = left.pop(0) if has_update else None
+    gate = left.pop(0) if has_gate else None
+    scale, shift, *outs = left
     dim = x.shape[1]
     parts = [pl.ds(start, LANES) for start in range(0, dim, LANES)]
     source = x

@@ -82,12 +82,12 @@ def run_block(
     def attend(latent: "torch.Tensor", text: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
         return block.attn1(latent, text, image_rotary_emb=image_rotary_emb)
 
-    # Of latents and of text, first before attention, then before the feed-forward.
-    first, second = ((norm, norm.linear(norm.silu(temb)).chunk(6, dim=1)) for norm in (block.norm1, block.norm2))
-    modulations = [
-        tuple(layers.modulated(*vectors[start : start + 3], norm.norm) for norm, vectors in (first, second))
-        for start in (0, 3)
-    ]
+    def modulation(norm: Any, start: int) -> "layers.Modulation":
+        shift, scale, gate = norm.linear(norm.silu(temb)).chunk(6, dim=1)[start : start + 3]
+        return layers.modulated(shift, scale, gate, norm.norm)
+
+    # Of latents and of text, each before attention and before the feed-forward.
+    modulations = [(modulation(block.norm1, start), modulation(block.norm2, start)) for start in (0, 3)]
     hidden = hidden_states, encoder_hidden_states
     return layers.run_joint_block(fuses, attend, hidden, modulations, (block.ff, block.ff))
 

@@ -155,7 +155,8 @@ def run_double_block(
     def attend(latent: "torch.Tensor", text: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
         return block.attn(latent, text, image_rotary_emb=image_rotary_emb)
 
-    modulations = [_modulations(vector, 2) for vector in (temb_mod_img, temb_mod_txt)]
+    halves = (vector.chunk(2, dim=-1) for vector in (temb_mod_img, temb_mod_txt))
+    modulations = [(_modulation(first), _modulation(second)) for first, second in halves]
     hidden = hidden_states, encoder_hidden_states
     latent, text = layers.run_joint_block(fuses, attend, hidden, modulations, (block.ff, block.ff_context))
     return text, latent
@@ -171,13 +172,14 @@ def run_single_block(
     joint_attention_kwargs: None = None,
 ) -> "torch.Tensor":
     """`Flux2SingleTransformerBlock` with its norm fused."""
-    scale, shift, gate = _modulations(temb_mod, 1)[0]
+    scale, shift, gate = _modulation(temb_mod)
     _, normed = fuse(hidden_states, None, None, scale, shift)
     return layers.add_gated(hidden_states, block.attn(normed, image_rotary_emb=image_rotary_emb), gate)
 
 
-def _modulations(vector: "torch.Tensor", count: int) -> "tuple[layers.Modulation, ...]":
-    return tuple(layers.modulated(*part.chunk(3, dim=-1)) for part in vector.chunk(count, dim=-1))
+def _modulation(vector: "torch.Tensor") -> "layers.Modulation":
+    shift, scale, gate = vector.chunk(3, dim=-1)
+    return layers.modulated(shift, scale, gate)
 
 
 def prepare_denoiser(network: Any, sequence: Any) -> None:

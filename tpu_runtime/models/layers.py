@@ -132,7 +132,8 @@ class JointProcessor:
         first, tables = image_rotary_emb
         text_tables, tables = (first, tables) if isinstance(first, tuple) else (None, image_rotary_emb)
         text_projections, text_norms, text_out = self.of_text(attn)
-        prologues = prologue(attn.norm_q, attn.norm_k, tables), prologue(*text_norms, text_tables)
+        text_norm_q, text_norm_k = text_norms
+        prologues = prologue(attn.norm_q, attn.norm_k, tables), prologue(text_norm_q, text_norm_k, text_tables)
         latent = heads(hidden_states, (attn.to_q, attn.to_k, attn.to_v))
         text = heads(encoder_hidden_states, text_projections)
         attend = functools.partial(self.attend, prologues=prologues)

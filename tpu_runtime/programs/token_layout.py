@@ -102,12 +102,19 @@ class TokenLayout:
         run = functools.partial(
             residual_norm.residual_norm, eps=eps, kernel=self.policy.takes_kernel(platform), interpret=platform != "tpu"
         )
-        vectors = [v if v is None else v.reshape(-1, v.shape[-1]) for v in (gate, scale, shift)]
+        gate, scale, shift = jax.tree.map(lambda v: v.reshape(-1, v.shape[-1]), (gate, scale, shift))
         tokens = P("dp", "sp" if keys == "sharded" else None, None)
-        rows = [v if v is None else P("dp" if len(v) > 1 else None, None) for v in vectors]
-        specs = (tokens, None if update is None else tokens, *rows)
-        mapped = jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=(tokens, tokens), check_vma=False)
-        return mapped(hidden, update, *vectors)
+        args = (hidden, update), (gate, scale, shift)
+        specs = (
+            jax.tree.map(lambda _: tokens, args[0]),
+            jax.tree.map(lambda v: P("dp" if len(v) > 1 else None, None), args[1]),
+        )
+
+        def fused(arrays: tuple, vectors: tuple) -> tuple[Array, Array]:
+            return run(*arrays, *vectors)
+
+        mapped = jax.shard_map(fused, mesh=self.mesh, in_specs=specs, out_specs=(tokens, tokens), check_vma=False)
+        return mapped(*args)
 
     def use_in_block(self, path: str, weights: dict[str, Array]) -> dict[str, Array]:
         """One layer's weights, gathered where they are only split at rest."""
