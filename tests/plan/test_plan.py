@@ -1,6 +1,7 @@
 """Plans: memory against an independent compile, what fits, what would; and the real programs of every model."""
 
 import argparse
+import functools
 import importlib.util
 import json
 import re
@@ -14,11 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comfyui_tpu.attention.policy import AttentionPolicy, Form
 from comfyui_tpu.tpu_runtime import refusal
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.cost_model.chips import GIB
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
 from comfyui_tpu.tpu_runtime.plan import advice, compile, findings, plan, report
+from comfyui_tpu.tpu_runtime.programs import denoise_step
 from comfyui_tpu.tpu_runtime.programs.program import Program
 from comfyui_tpu.tpu_runtime.spec import Component, ModelSpec
 from comfyui_tpu.tpu_runtime.units import MIB
@@ -312,6 +315,7 @@ def shallow(part: Component) -> dict[str, Any]:
     return {**part.tiny, depth: 0} if part.name == "vae_decoder" else dict(part.tiny)
 
 
+SHORT = Form(maximum="zero", block_q=128, step=128, unroll=2)
 # Bytes: scores of a small program have more, a layer's result for a text at most 16 MiB.
 SMALL_SCORES = 20 * MIB
 # Programs that were compiled and had nothing wrong with them.
@@ -323,7 +327,11 @@ EVERY = [(spec, stages) for spec in SPECS for stages in (("encode", "denoise"), 
 @pytest.mark.parametrize(
     ("spec", "stages"), [pytest.param(spec, stages, id=f"{spec.name}-{stages[-1]}") for spec, stages in EVERY]
 )
-def test_every_program_compiles_for_eight_chips_without_known_waste(spec: ModelSpec, stages: tuple[str, ...]):
+def test_every_program_compiles_for_eight_chips_without_known_waste(
+    spec: ModelSpec, stages: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+):
+    # Kernels with little code: what is asked for is around them.
+    monkeypatch.setattr(denoise_step, "AttentionPolicy", functools.partial(AttentionPolicy, form=SHORT))
     if "denoise" in stages:
         for program in request_of(spec, stages).programs():
             assert findings.replicated_weights(program) == []
