@@ -18,7 +18,7 @@ LANES = 128
 BLOCK = 128
 
 
-@functools.partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Norm:
     """RMS norm over each head, or over all heads where `weight` `[lanes]` is as long; with a `bias` a layer norm.
@@ -31,7 +31,7 @@ class Norm:
     eps: float = field(metadata={"static": True})
 
 
-@functools.partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Prologue:
     """Norms of queries and keys, then the rotary embedding of both: cosines and sines `[seq, head_dim]` of every token.

@@ -172,7 +172,7 @@ def test_a_kernel_with_too_large_tiles_is_a_refusal_with_its_name():
 
 
 def test_what_is_no_lack_of_memory_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    def compile_(*_: object) -> None:
+    def compile_(*_: object, **options: object) -> None:
         raise jax.errors.JaxRuntimeError("INTERNAL: something")
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_)
