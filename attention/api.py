@@ -11,19 +11,21 @@ from jaxtyping import Array, Float, Int
 from . import kernel, reference, sharded
 from .keys import first
 from .policy import AttentionPolicy
-from .prologue import Layout, Norm, Prologue, normed
+from .prologue import NO_PROLOGUE, HeadLayout, Norm, Prologue, normed
 
 
-def _local(policy: AttentionPolicy, mesh: Mesh | None, head_dim: int) -> tuple[sharded.LocalAttention, Layout]:
+def _local(policy: AttentionPolicy, mesh: Mesh | None, head_dim: int) -> tuple[sharded.LocalAttention, HeadLayout]:
     """How one chip attends, and how it prepares its arrays."""
     device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
     on_tpu = device.platform == "tpu"
     if not policy.takes_kernel(device.platform):
-        return functools.partial(reference.flat_attention, head_dim=head_dim), Layout(head_dim=head_dim, kernel=False)
+        return functools.partial(reference.flat_attention, head_dim=head_dim), HeadLayout(
+            head_dim=head_dim, kernel=False
+        )
     attend = functools.partial(
         kernel.local_attention, head_dim=head_dim, policy=policy, device_kind=device.device_kind, interpret=not on_tpu
     )
-    return attend, Layout(head_dim=head_dim, kernel=True, interpret=not on_tpu)
+    return attend, HeadLayout(head_dim=head_dim, kernel=True, interpret=not on_tpu)
 
 
 def _flat(x: Array) -> Array:
@@ -38,7 +40,7 @@ def attention(
     kv_length: int | Int[Array, " batch"] | None = None,
     mesh: Mesh | None = None,
     keys: Literal["sharded", "whole"] = "sharded",
-    prologue: Prologue = Prologue(),  # noqa: B008 - frozen
+    prologue: Prologue = NO_PROLOGUE,
     policy: AttentionPolicy = AttentionPolicy(),  # noqa: B008 - frozen
 ) -> Float[Array, "batch q_seq heads head_dim"]:
     """Exact softmax attention with scale `head_dim ** -0.5`, of queries and keys that went through the `prologue`.
@@ -85,7 +87,7 @@ def joint_attention(
     num_tokens: int,
     text_length: Int[Array, " batch"] | None = None,
     mesh: Mesh | None = None,
-    prologues: tuple[Prologue, Prologue] = (Prologue(), Prologue()),  # noqa: B008 - frozen
+    prologues: tuple[Prologue, Prologue] = (NO_PROLOGUE, NO_PROLOGUE),
     policy: AttentionPolicy = AttentionPolicy(),  # noqa: B008 - frozen
 ) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch text heads head_dim"]]:
     """Exact attention of two sequences to each other and to themselves: `(query, key, value)` of each, which first go

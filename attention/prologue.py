@@ -13,7 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-LANES = 128
+from .kernel_body import LANES
+
 # Tokens a grid step: with 5120 lanes 5 MiB of VMEM, both buffers of both arrays.
 BLOCK = 128
 
@@ -43,9 +44,17 @@ class Prologue:
     key_norm: Norm | None = None
     tables: Any = None
 
+    @property
+    def of_each(self) -> tuple[tuple[Norm | None, Any], ...]:
+        """Norm and tables of queries, of keys, of values."""
+        return (self.query_norm, self.tables), (self.key_norm, self.tables), (None, None)
+
+
+NO_PROLOGUE = Prologue()
+
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class HeadLayout:
     """How a chip's arrays of heads of `head_dim` are prepared; `kernel`: by Pallas, where the shape allows it."""
 
     head_dim: int

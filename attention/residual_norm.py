@@ -12,9 +12,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-LANES = 128
-# Tokens a grid step: with 6144 lanes 12 MiB of VMEM, both buffers of four arrays.
-BLOCK = 128
+from .kernel_body import LANES
+
+# Bytes of one lane a grid step, 128 tokens of bfloat16: with 6144 lanes 12 MiB of VMEM, both buffers of four arrays.
+BLOCK_BYTES = 256
 
 Vectors = Float[Array, "_ dim"]  # of each row of the batch, or of all
 
@@ -51,10 +52,11 @@ def _by_kernel(
     batch, seq, dim = x.shape
     arrays = [x] if update is None else [x, update]
     vectors = [v.astype(jnp.float32)[:, None] for v in (gate, scale, shift) if v is not None]
-    rows = pl.BlockSpec((None, BLOCK, dim), lambda row, at: (row, at, 0))
+    block = BLOCK_BYTES // x.dtype.itemsize
+    rows = pl.BlockSpec((None, block, dim), lambda row, at: (row, at, 0))
     found = pl.pallas_call(
         functools.partial(_body, has_update=update is not None, has_gate=gate is not None, eps=eps),
-        grid=(batch, pl.cdiv(seq, BLOCK)),
+        grid=(batch, pl.cdiv(seq, block)),
         in_specs=[
             *(rows for _ in arrays),
             *(pl.BlockSpec((None, 1, dim), _of_row if len(v) > 1 else _of_all) for v in vectors),
@@ -62,7 +64,7 @@ def _by_kernel(
         out_specs=[rows for _ in arrays],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for _ in arrays],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=_vmem_bytes(len(arrays), dim, x.dtype)
+            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=_vmem_bytes(len(arrays), dim)
         ),
         cost_estimate=pl.CostEstimate(flops=8 * x.size, transcendentals=0, bytes_accessed=2 * len(arrays) * x.nbytes),
         interpret=interpret,
@@ -79,9 +81,9 @@ def _of_all(row: Any, at: Any) -> tuple:
     return 0, 0, 0
 
 
-def _vmem_bytes(arrays: int, dim: int, dtype: Any) -> int:
+def _vmem_bytes(arrays: int, dim: int) -> int:
     """Both buffers of what is read and written, and as much again for what the compiler keeps."""
-    return 2 * (4 * arrays * BLOCK * dim * jnp.dtype(dtype).itemsize) + 2**20
+    return 2 * (4 * arrays * BLOCK_BYTES * dim) + 2**20
 
 
 def _body(x: Any, *refs: Any, has_update: bool, has_gate: bool, eps: float) -> None:

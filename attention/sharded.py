@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from .keys import Keys, first
-from .prologue import Layout, Norm, Prologue
+from .prologue import HeadLayout, Norm, Prologue
 
 # (q, keys, log_sums=...) -> (out, log-sum-exp[batch, heads, q_seq] or None)
 LocalAttention = Callable[..., tuple[Array, Array | None]]
@@ -37,7 +37,7 @@ def _split_sequence_axis(mesh: Mesh, heads: int) -> Mesh:
 
 
 def _to_heads(
-    x: Array, ulysses: int, parts: int, layout: Layout, norm: Norm | None = None, tables: Any = None
+    x: Array, ulysses: int, parts: int, layout: HeadLayout, norm: Norm | None = None, tables: Any = None
 ) -> list[Array]:
     """A chip's tokens of all heads, prepared, to all tokens of its heads, part by part.
 
@@ -53,7 +53,7 @@ def _to_heads(
     return [exchanged(groups) for groups in layout.divide(x, ulysses, parts, norm, tables)]
 
 
-def _to_tokens(parts: list[Array], ulysses: int, layout: Layout) -> Array:
+def _to_tokens(parts: list[Array], ulysses: int, layout: HeadLayout) -> Array:
     """The reverse of `_to_heads`, without what it prepares."""
     batch, seq, lanes = parts[0].shape
 
@@ -64,12 +64,10 @@ def _to_tokens(parts: list[Array], ulysses: int, layout: Layout) -> Array:
     return layout.join([exchanged(part) for part in parts])
 
 
-def prepared(stream: Stream, ulysses: int, layout: Layout, prologue: Prologue) -> list[Stream]:
+def prepared(stream: Stream, ulysses: int, layout: HeadLayout, prologue: Prologue) -> list[Stream]:
     """Queries, keys and values of one sequence, ready for attention and each chip's heads together, part by part."""
     parts = layout.parts(stream[0].shape[2] // ulysses) if ulysses > 1 else 1
-    norms = prologue.query_norm, prologue.key_norm, None
-    tables = prologue.tables, prologue.tables, None
-    found = (_to_heads(x, ulysses, parts, layout, *how) for x, *how in zip(stream, norms, tables, strict=True))
+    found = (_to_heads(x, ulysses, parts, layout, *how) for x, how in zip(stream, prologue.of_each, strict=True))
     return list(zip(*found, strict=True))
 
 
@@ -130,7 +128,7 @@ def self_attention(
     heads: int,
     mesh: Mesh,
     attend: LocalAttention,
-    layout: Layout,
+    layout: HeadLayout,
     prologue: Prologue,
 ) -> Float[Array, "batch seq lanes"]:
     """Queries and keys of one sequence, sharded on `sp`; batch on `dp`, heads on `tp`. `seq` divides by `sp`."""
@@ -164,7 +162,7 @@ def cross_attention(
     *,
     mesh: Mesh,
     attend: LocalAttention,
-    layout: Layout,
+    layout: HeadLayout,
     prologue: Prologue,
 ) -> Float[Array, "batch q_seq lanes"]:
     """Queries sharded on `sp`, keys (a short text) whole on every chip of it: nothing is exchanged."""
@@ -180,12 +178,10 @@ def cross_attention(
     return mapped(q, k, v, _lengths(kv_length, len(q)), prologue)
 
 
-def _own_heads(text: Stream, ulysses: int, parts: int, layout: Layout, prologue: Prologue) -> list[Stream]:
+def _own_heads(text: Stream, ulysses: int, parts: int, layout: HeadLayout, prologue: Prologue) -> list[Stream]:
     """A chip's heads of a text that is whole on all of them, prepared, in the parts that latents are exchanged in."""
-    norms = prologue.query_norm, prologue.key_norm, None
-    tables = prologue.tables, prologue.tables, None
     chip = jax.lax.axis_index(ULYSSES)
-    taken = (layout.take(x, chip, ulysses, parts, *how) for x, *how in zip(text, norms, tables, strict=True))
+    taken = (layout.take(x, chip, ulysses, parts, *how) for x, how in zip(text, prologue.of_each, strict=True))
     return list(zip(*taken, strict=True))
 
 
@@ -198,7 +194,7 @@ def joint_attention(
     text_length: int | Array,
     mesh: Mesh,
     attend: LocalAttention,
-    layout: Layout,
+    layout: HeadLayout,
     prologues: tuple[Prologue, Prologue],
 ) -> tuple[Array, Array]:
     """Two sequences attending to both: latents sharded on `sp`, a text that is whole on every chip of it.

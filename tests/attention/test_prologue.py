@@ -10,7 +10,7 @@ import pytest
 import torch
 from comfyui_tpu.attention.api import attention
 from comfyui_tpu.attention.policy import AttentionPolicy
-from comfyui_tpu.attention.prologue import Layout, Norm, Prologue
+from comfyui_tpu.attention.prologue import HeadLayout, Norm, Prologue
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from diffusers.models.embeddings import apply_rotary_emb
@@ -63,7 +63,7 @@ def test_queries_are_prepared_as_upstream_does(
 ):
     seq, lanes = 139, heads * head_dim  # not a whole number of blocks
     module, rotary, x = norms(lanes, head_dim)[name], tables(seq, head_dim), drawn(2, seq, lanes)
-    layout = Layout(head_dim=head_dim, kernel=kernel, interpret=True)
+    layout = HeadLayout(head_dim=head_dim, kernel=kernel, interpret=True)
     rotated = [jnp.asarray(table.numpy()) for table in rotary]
     found = layout.divide(jnp.asarray(x.numpy()), groups, 1, norm_of(module), tuple(rotated))
     with torch.no_grad():
@@ -74,7 +74,7 @@ def test_queries_are_prepared_as_upstream_does(
 @pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
 def test_groups_and_parts_join_again_as_they_were(kernel: bool):
     x = jnp.asarray(drawn(2, 139, 6 * 128).numpy(), jnp.bfloat16)
-    layout = Layout(head_dim=128, kernel=kernel, interpret=True)
+    layout = HeadLayout(head_dim=128, kernel=kernel, interpret=True)
     assert layout.parts(256) == (2 if kernel else 1)
     assert layout.parts(128) == 1
     divided = layout.divide(x, 3, 2)
@@ -85,7 +85,7 @@ def test_groups_and_parts_join_again_as_they_were(kernel: bool):
 def test_what_is_not_finite_stays_in_its_row():
     x = drawn(1, 40, 256).numpy()
     x[0, 17] = np.nan
-    layout = Layout(head_dim=128, kernel=True, interpret=True)
+    layout = HeadLayout(head_dim=128, kernel=True, interpret=True)
     norm = Norm(weight=jnp.ones(128), eps=EPS)
     rotary = tuple(jnp.asarray(table.numpy()) for table in tables(40, 128))
     found = np.asarray(layout.divide(jnp.asarray(x), 2, 1, norm, rotary)[0])
@@ -117,7 +117,7 @@ def test_on_every_mesh_the_prologue_is_the_same(name: str, shape: MeshShape, com
 @pytest.mark.parametrize("name", ["RMS norm of heads", "RMS norm of all"])
 def test_one_chip_takes_its_own_groups_of_what_is_divided(name: str, kernel: bool):
     module, rotary, x = norms(8 * 64, 64)[name], tables(139, 64), drawn(2, 139, 8 * 64)
-    layout = Layout(head_dim=64, kernel=kernel, interpret=True)
+    layout = HeadLayout(head_dim=64, kernel=kernel, interpret=True)
     rest = norm_of(module), tuple(jnp.asarray(table.numpy()) for table in rotary)
     divided = layout.divide(jnp.asarray(x.numpy()), 2, 2, *rest)
     for chip in (0, 1):

@@ -22,7 +22,7 @@ def test_the_cpu_is_told_nothing():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_libtpu_knows_every_option(name: str):
-    """One that it does not know is an error there, not a warning."""
+    """One that it does not know is an error there, not a warning: see the next test."""
     devices = chips.compile_devices(chips.topology(name))
     mesh = make_mesh(devices, MeshShape(sp=len(devices)))
     x = shaped(mesh, (256 * len(devices), 256), jnp.bfloat16, "sp")
@@ -32,3 +32,14 @@ def test_libtpu_knows_every_option(name: str):
         name="product", fn=lambda a: a @ a.T, args=(x,), mesh=mesh, precision="bfloat16", compiler_options=options
     )
     program.compile()
+
+
+@pytest.mark.slow
+def test_an_option_that_libtpu_does_not_know_is_an_error():
+    mesh = make_mesh(chips.compile_devices(chips.topology("v6e:1x1")), MeshShape())
+    program = Program(
+        name="add", fn=lambda x: x + 1, args=(shaped(mesh, (8, 128), jnp.float32),), mesh=mesh, precision="float32",
+        compiler_options={"xla_tpu_no_such_option": "true"},
+    )  # fmt: skip
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_tpu_no_such_option'"):
+        program.compile()

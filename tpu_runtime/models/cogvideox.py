@@ -82,12 +82,12 @@ def run_block(
     def attend(latent: "torch.Tensor", text: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
         return block.attn1(latent, text, image_rotary_emb=image_rotary_emb)
 
-    def modulation(norm: Any, start: int) -> "layers.Modulation":
-        shift, scale, gate = norm.linear(norm.silu(temb)).chunk(6, dim=1)[start : start + 3]
-        return layers.modulated(shift, scale, gate, norm.norm)
+    def of_streams(norm: Any) -> "tuple[layers.Modulation, layers.Modulation]":
+        shift, scale, gate, *of_text = norm.linear(norm.silu(temb)).chunk(6, dim=1)
+        return layers.modulated(shift, scale, gate, norm.norm), layers.modulated(*of_text, norm=norm.norm)
 
     # Of latents and of text, each before attention and before the feed-forward.
-    modulations = [(modulation(block.norm1, start), modulation(block.norm2, start)) for start in (0, 3)]
+    modulations = list(zip(of_streams(block.norm1), of_streams(block.norm2), strict=True))
     hidden = hidden_states, encoder_hidden_states
     return layers.run_joint_block(fuses, attend, hidden, modulations, (block.ff, block.ff))
 

@@ -64,7 +64,7 @@ def fused_norms(sequence: Any, eps: float) -> "tuple[Fuse, Fuse]":
 
     from ..programs import torch_bridge
 
-    fuses = (functools.partial(sequence.residual_norm, eps=eps, keys=keys) for keys in ("sharded", "whole"))
+    fuses = (functools.partial(sequence.residual_norm, eps=eps, lies=lies) for lies in ("sharded", "whole"))
     latent, text = (functools.partial(torch_bridge.call_jax, fuse) for fuse in fuses)
     return latent, text
 

@@ -93,7 +93,7 @@ def _outcome(program: Program, topology: Topology) -> Outcome:
     started = time.monotonic()
     lowered = program.lower()
     options = sorted(program.compiler_options.items())
-    key = signature(lowered.as_text(), topology.name, executables.environment()[:2], *([options] if options else []))
+    key = signature(lowered.as_text(), topology.name, executables.environment()[:2], options)
     if content := STORE.get(key):
         try:
             return Outcome.unpack(content)

@@ -14,12 +14,11 @@ from jaxtyping import Array, Float, Int
 from ...attention import residual_norm
 from ...attention.api import attention, joint_attention
 from ...attention.policy import AttentionPolicy
-from ...attention.prologue import Prologue
+from ...attention.prologue import NO_PROLOGUE, Prologue
 from ...sharding.rules import Layout
 from .modules import LAYER, Scan, Values
 
 ROWS = 16  # of a register of bfloat16
-NO_PROLOGUE = Prologue()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +92,7 @@ class TokenLayout:
         shift: Array,
         *,
         eps: float,
-        keys: Literal["sharded", "whole"] = "sharded",
+        lies: Literal["sharded", "whole"] = "sharded",
     ) -> tuple[Array, Array]:
         """`hidden + gate * update`, and its layer norm `* scale + shift`: see `residual_norm`. Vectors `[..., dim]`, of
         every row or of all; tokens lie on `sp` or are whole on every chip.
@@ -103,7 +102,7 @@ class TokenLayout:
             residual_norm.residual_norm, eps=eps, kernel=self.policy.takes_kernel(platform), interpret=platform != "tpu"
         )
         gate, scale, shift = jax.tree.map(lambda v: v.reshape(-1, v.shape[-1]), (gate, scale, shift))
-        tokens = P("dp", "sp" if keys == "sharded" else None, None)
+        tokens = P("dp", "sp" if lies == "sharded" else None, None)
         args = (hidden, update), (gate, scale, shift)
         specs = (
             jax.tree.map(lambda _: tokens, args[0]),
