@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ....sharding.rules import REPLICATED, Rule
 from ...spec import Call, Component, Need, Report, has_length
 from .frames import pixels
+from .layers import convolved, enlarged, group_norm
 
 if TYPE_CHECKING:
     import jax
@@ -56,13 +57,12 @@ def prepare_decoder(decoder: Any) -> None:
     Upstream also cuts large convolutions in pieces for CuDNN's sake, and carries caches of pointwise convolutions,
     which need none: whole videos of 16 channels.
     """
-    import torch
     from diffusers.models.autoencoders import autoencoder_kl_cogvideox as upstream
     from diffusers.models.upsampling import CogVideoXUpsample3D
 
     for module in decoder.modules():
         if isinstance(module, upstream.CogVideoXSafeConv3d):
-            module.forward = partial(torch.nn.Conv3d.forward, module)
+            module.forward = partial(convolved, module)
         elif isinstance(module, upstream.CogVideoXSpatialNorm3D):
             # Upstream says that it returns a tensor; it returns caches too.
             module.forward = partial(_normalise, module)  # pyright: ignore[reportAttributeAccessIssue]
@@ -92,53 +92,21 @@ def normalised(
     groups: int,
     eps: float,
 ) -> "jax.Array":
-    """Group norm of `[1, channels, frames, height, width]`, then `* scale + offset` of a smaller frames, height, width.
-
-    In dimensions of its own, so that each chip keeps its part of the image and only sums cross chips; sums in float32.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    rows, channels, *size = hidden.shape
-    grouped = hidden.astype(jnp.float32).reshape(rows, groups, channels // groups, *size)
-    axes = tuple(range(2, grouped.ndim))
-    centred = grouped - grouped.mean(axes, keepdims=True)
-    variance = jnp.square(centred).mean(axes, keepdims=True)
-    normed = (centred * jax.lax.rsqrt(variance + eps)).reshape(hidden.shape)
-    weight, bias = (x.astype(jnp.float32)[:, None, None, None] for x in (weight, bias))
-    normed = (normed * weight + bias).astype(hidden.dtype)
-    return normed * enlarged(scale, tuple(size)) + enlarged(offset, tuple(size))
+    """Group norm of `[1, channels, frames, height, width]`, then `* scale + offset` of fewer frames and pixels."""
+    size = hidden.shape[2:]
+    scale, offset = (enlarged(x, size=size) for x in (scale, offset))
+    return group_norm(hidden, weight, bias, groups=groups, eps=eps) * scale + offset
 
 
 def _upsample(upsample: Any, inputs: "torch.Tensor") -> "torch.Tensor":
     """`CogVideoXUpsample3D` with its convolution over all frames at once."""
-    import torch
-
     from ...programs import torch_bridge
 
     *_, frames, height, width = inputs.shape
     if upsample.compress_time:
         frames = 2 * frames - frames % 2
     hidden = torch_bridge.call_jax(partial(enlarged, size=(frames, 2 * height, 2 * width)), inputs)
-    conv = upsample.conv
-    padding = (0, *conv.padding)
-    return torch.nn.functional.conv3d(hidden, conv.weight[:, :, None], conv.bias, padding=padding)
-
-
-def enlarged(x: "jax.Array", size: tuple[int, ...]) -> "jax.Array":
-    """`[1, channels, frames, height, width]` with each element repeated up to `size` (frames, height, width).
-
-    The first of an odd number of frames stands for one frame, not for several, and is not repeated in time.
-    """
-    import jax.numpy as jnp
-
-    frames, height, width = size
-    alone = x.shape[2] % 2
-    if x.shape[2] > alone:
-        times = (frames - alone) // (x.shape[2] - alone)
-        x = jnp.concatenate([x[:, :, :alone], jnp.repeat(x[:, :, alone:], times, axis=2)], axis=2)
-    x = jnp.repeat(x, height // x.shape[3], axis=3)
-    return jnp.repeat(x, width // x.shape[4], axis=4)
+    return convolved(upsample.conv, hidden)
 
 
 VAE_DECODER = Component(

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
 from ...spec import Call, Component, Need, Report, Settings, has_length
 from .frames import pixels
+from .layers import convolved, normed
 
 if TYPE_CHECKING:
     import jax
@@ -56,7 +58,7 @@ def encode_reference(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, No
     """A picture in -1..1, `[1, 3 * 16 * 16, h, w]`, to normalised latents `[1, 128, h, w]`."""
     import torch
 
-    vae.encoder.mid_block.attentions[0].set_processor(PictureProcessor())
+    prepare(vae.encoder)
     moments = vae.encoder(torch.nn.functional.pixel_shuffle(cells, STRIDE))
     moments = moments if vae.quant_conv is None else vae.quant_conv(moments)
     latents = torch.nn.functional.pixel_unshuffle(moments.chunk(2, dim=1)[0], 2)
@@ -68,11 +70,23 @@ def decode_image(vae: Any, latents: "torch.Tensor") -> "tuple[torch.Tensor, None
     """`[1, 128, h, w]` to a picture `[1, 16h, 16w, 3]` in 0..1."""
     import torch
 
-    vae.decoder.mid_block.attentions[0].set_processor(PictureProcessor())
+    prepare(vae.decoder)
     std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
     latents = latents * std + vae.bn.running_mean.view(1, -1, 1, 1)
     image = vae.decode(torch.nn.functional.pixel_shuffle(latents, 2), return_dict=False)[0]
     return pixels(image.permute(0, 2, 3, 1)), None
+
+
+def prepare(network: Any) -> None:
+    """Puts forms of upstream's layers that keep each chip's part of the picture where it is."""
+    import torch
+
+    network.mid_block.attentions[0].set_processor(PictureProcessor())
+    for module in network.modules():
+        if isinstance(module, torch.nn.GroupNorm):
+            module.forward = partial(normed, module)
+        elif isinstance(module, torch.nn.Conv2d) and module.stride == (1, 1):
+            module.forward = partial(convolved, module)
 
 
 class PictureProcessor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ....sharding.rules import REPLICATED, Rule
 from ...spec import Call, Component, Need, Report, Settings, has_length
 from .frames import decode_by_frame, pixels
+from .layers import convolved
 
 if TYPE_CHECKING:
     import jax
@@ -85,25 +86,9 @@ def repeated(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
 
 
 def convolve(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """Upstream's causal convolution of `[1, dim, frames, h, w]`, the frames before it included.
-
-    Upstream repeats the edges of pictures. A padded width does not divide over chips, and nearly every pixel would move
-    to another one; so the width is padded with zeros, by the convolution itself, and what its repeated edges give is
-    added to the outer columns.
-    """
-    import torch
-    from torch.nn.functional import conv3d, pad
-
-    left, right, *above_and_below = conv.time_causal_padding[:4]
-    assert (left, right, conv.pad_mode) == (1, 1, "replicate")
-    weight = conv.conv.weight
-    x = pad(x, (0, 0, *above_and_below, 0, 0), mode="replicate")
-    out = conv3d(x, weight, conv.conv.bias, padding=(0, 0, 1))
-    column = torch.arange(out.shape[-1], device=out.device)
-    for edge, seen_by in ((0, weight[..., :1]), (out.shape[-1] - 1, weight[..., -1:])):
-        added = conv3d(x[..., edge : edge + 1], seen_by)
-        out = out + torch.where(column == edge, added, torch.zeros_like(added))
-    return out
+    """Upstream's causal convolution of `[1, dim, frames, h, w]`, the frames before it included."""
+    assert (conv.time_causal_padding[:4], conv.pad_mode) == ((1, 1, 1, 1), "replicate")
+    return convolved(conv.conv, x, edges="replicate")
 
 
 def convolve_image(conv: Any, hidden_states: "torch.Tensor") -> "torch.Tensor":

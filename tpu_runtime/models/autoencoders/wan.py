@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ....sharding.rules import REPLICATED, Rule
 from ...spec import Call, Component, Need, Report, Settings, has_length
 from .frames import decode_by_frame, pixels
+from .layers import convolved, enlarged
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +37,12 @@ def decode_next(
     convolution in the order of use. Of the first latent frame, whose time upstream does not double, only the first of
     the four frames is meant, and it alone is remembered.
     """
+    from functools import partial
+
     import torch
     from torch.nn.functional import silu
+
+    from ...programs import torch_bridge
 
     given = iter(memory[1:])
     is_first = memory[0].amax() > 0 if memory else torch.ones((), dtype=torch.bool, device=latent.device)
@@ -47,8 +52,9 @@ def decode_next(
         blank = torch.zeros_like(x[:, :, :1])
         past = next(given, torch.cat([blank, blank], dim=2))
         alone = torch.cat([blank, x[:, :, :1]], dim=2)
-        kept.append(torch.where(is_first, alone, torch.cat([past, x], dim=2)[:, :, -2:]))
-        return conv(x, past)
+        seen = torch.cat([past, x], dim=2)
+        kept.append(torch.where(is_first, alone, seen[:, :, -2:]))
+        return convolved(conv, seen)
 
     def residual(block: Any, x: "torch.Tensor") -> "torch.Tensor":
         out = convolve(block.conv1, silu(block.norm1(x)))
@@ -60,7 +66,9 @@ def decode_next(
             # Nor is the first frame remembered here.
             kept[-1] = torch.where(is_first, torch.zeros_like(kept[-1]), kept[-1])
             x = torch.where(is_first, x.repeat_interleave(2, dim=2), doubled)
-        return sampler.resample(x.transpose(1, 2).flatten(0, 1)).unflatten(0, (1, -1)).transpose(1, 2)
+        *_, frames, height, width = x.shape
+        x = torch_bridge.call_jax(partial(enlarged, size=(frames, 2 * height, 2 * width)), x)
+        return convolved(sampler.resample[1], x)
 
     decoder = vae.decoder
     x = convolve(decoder.conv_in, vae.post_quant_conv(latent))

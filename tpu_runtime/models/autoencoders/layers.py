@@ -1,0 +1,111 @@
+"""Layers of autoencoders in the forms that a TPU computes with little moving, each chip its part of the picture.
+
+Dimensions are `[1, channels, frames, height, width]`; a picture has no frames.
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import jax
+    import torch
+
+# What lies beyond a picture: nothing, or its outermost pixels again.
+Edges = Literal["zero", "replicate"]
+
+
+def convolved(conv: Any, x: "torch.Tensor", edges: Edges = "zero") -> "torch.Tensor":
+    """An upstream convolution applied to a video or picture, without upstream's padding: height and width stay, of
+    frames as many are lost as its kernel has, less one.
+    """
+    from ...programs import torch_bridge
+
+    weight = conv.weight if conv.weight.ndim == 5 else conv.weight[:, :, None]
+    video = x if x.ndim == 5 else x[:, :, None]
+    out = torch_bridge.call_jax(partial(convolution, edges=edges), video, weight, conv.bias)
+    return out if x.ndim == 5 else out[:, :, 0]
+
+
+def normed(norm: Any, x: "torch.Tensor") -> "torch.Tensor":
+    """An upstream group norm."""
+    from ...programs import torch_bridge
+
+    return torch_bridge.call_jax(partial(group_norm, groups=norm.num_groups, eps=norm.eps), x, norm.weight, norm.bias)
+
+
+def convolution(x: "jax.Array", weight: "jax.Array", bias: "jax.Array | None", *, edges: Edges = "zero") -> "jax.Array":
+    """`[1, in, frames, height, width]` by `[out, in, time, rows, columns]`, stride 1, odd rows and columns.
+
+    A TPU wants a batch of at least 8, which one video is not; XLA then cuts its width in 8 and moves every pixel twice.
+    So columns are the batch, and what a kernel's columns see are shifted copies, side by side as channels: the same
+    sums. Where width is split over chips, only the outer columns move.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    rows, columns = weight.shape[3:]
+    assert len(x) == 1 and rows % 2 == columns % 2 == 1
+    reach = columns // 2
+    shifted = [_shift(x[0], -by, edges) for by in range(-reach, reach + 1)]
+    stacked = jnp.concatenate(shifted, axis=0) if reach else x[0]
+    if edges == "replicate" and rows > 1:
+        stacked = jnp.pad(stacked, ((0, 0), (0, 0), (rows // 2, rows // 2), (0, 0)), mode="edge")
+    # [out, columns * in, time, rows], in the order of `shifted`.
+    kernel = jnp.moveaxis(weight, 4, 1).reshape(len(weight), -1, *weight.shape[2:4])
+    above = 0 if edges == "replicate" else rows // 2
+    out = jax.lax.conv_general_dilated(
+        stacked, kernel, (1, 1), [(0, 0), (above, above)], dimension_numbers=("CDHN", "OIDH", "CDHN")
+    )
+    return (out if bias is None else out + bias[:, None, None, None])[None]
+
+
+def _shift(x: "jax.Array", by: int, edges: Edges) -> "jax.Array":
+    """Columns `[..., width]` moved `by` to the right, one at most; what comes in is what `edges` says."""
+    import jax
+    import jax.numpy as jnp
+
+    if not by:
+        return x
+    assert abs(by) == 1
+    moved = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * (x.ndim - 1) + [(by, -by, 0)])
+    if edges == "zero":
+        return moved
+    column = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    return jnp.where(column == (0 if by > 0 else x.shape[-1] - 1), x, moved)
+
+
+def group_norm(x: "jax.Array", weight: "jax.Array", bias: "jax.Array", *, groups: int, eps: float) -> "jax.Array":
+    """Group norm with its sums in float32.
+
+    Channels are never reshaped into groups, which would move them: sums over pixels come first.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    channels, beyond = x.shape[1], (...,) + (None,) * (x.ndim - 2)
+
+    def of_groups(x: "jax.Array") -> "jax.Array":
+        """The mean over a group's pixels, for each of its channels."""
+        means = x.mean((0, *range(2, x.ndim))).reshape(groups, -1).mean(1)
+        return jnp.repeat(means, channels // groups)[beyond]
+
+    weight, bias = (values.astype(jnp.float32)[beyond] for values in (weight, bias))
+    centred = x.astype(jnp.float32) - of_groups(x.astype(jnp.float32))
+    scale = jax.lax.rsqrt(of_groups(jnp.square(centred)) + eps) * weight
+    return (centred * scale + bias).astype(x.dtype)
+
+
+def enlarged(x: "jax.Array", *, size: tuple[int, ...]) -> "jax.Array":
+    """`[1, channels, frames, height, width]` with each element repeated up to `size` (frames, height, width).
+
+    The first of an odd number of frames stands for one frame, not for several, and is not repeated in time.
+    """
+    import jax.numpy as jnp
+
+    frames, height, width = size
+    alone = x.shape[2] % 2
+    if x.shape[2] > alone:
+        times = (frames - alone) // (x.shape[2] - alone)
+        x = jnp.concatenate([x[:, :, :alone], jnp.repeat(x[:, :, alone:], times, axis=2)], axis=2)
+    x = jnp.repeat(x, height // x.shape[3], axis=3)
+    return jnp.repeat(x, width // x.shape[4], axis=4)
