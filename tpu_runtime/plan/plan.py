@@ -154,7 +154,10 @@ def request_of(args: argparse.Namespace) -> Request:
         num_frames=args.num_frames,
         num_inference_steps=args.steps,
         guidance_scale=args.guidance,
+        step_cache=args.step_cache or None,
     )
+    if args.step_cache and spec.step_reuse is None:
+        raise ValueError(f"{spec.title}: this model has no step_cache. Leave --step-cache out.")
     stages = tuple(name.strip() for name in args.stages.split(",") if name.strip())
     unknown = [name for name in stages if name not in STAGES]
     if unknown or not stages:

@@ -104,6 +104,13 @@ class Plan:
         return self.residency_bytes <= self.topology.chip.hbm_bytes and all(each.fits for each in self.programs)
 
     @property
+    def mean_step_s(self) -> float | None:
+        """Of a step, where several programs take turns at it; None where there is one, or one did not compile."""
+        steps = [each for each in self.programs if each.name.startswith(STEP)]
+        seconds = [each.predicted_s * each.runs for each in steps if each.predicted_s is not None]
+        return sum(seconds) / sum(each.runs for each in steps) if len(seconds) == len(steps) > 1 else None
+
+    @property
     def predicted_total_s(self) -> float | None:
         """Of one generation, without loading and host work; None if a program did not compile."""
         known = [each.predicted_s * each.runs for each in self.programs if each.predicted_s is not None]
@@ -128,6 +135,9 @@ class Plan:
             "host_peak_bytes": self.host_peak_bytes,
         }
 
+
+# What the denoiser's programs are called.
+STEP = "denoise_step"
 
 _COLUMNS = (
     "program", "runs", "mesh", "weights", "temps", "output", "peak", "fits", "compile",
@@ -183,6 +193,8 @@ def text(plan: Plan, explain: bool = False) -> str:
         + ("fits." if plan.fits else "DOES NOT FIT."),
         f"One generation, {LABEL}: " + ("-" if total is None else f"{total:.1f} s") + " (without loading weights).",
     ]
+    if plan.mean_step_s is not None:
+        lines.append(f"A step takes {_seconds(plan.mean_step_s)} s in the mean.")
     for program in plan.programs:
         lines += [f"note: {program.name}: {note}" for note in program.notes]
     lines += [f"advice: {sentence}" for sentence in plan.advice]

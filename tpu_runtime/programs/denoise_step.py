@@ -90,7 +90,7 @@ def reusing_program(
     def step(weights: Weights, *args: Any) -> Any:
         return build.run(weights, StepArgs(*args), predict)[0]
 
-    return build.program(step, build.state_shardings, features)
+    return build.program(step, build.state_shardings, features, name="denoise_step.from_features")
 
 
 def reuse_of(spec: ModelSpec) -> StepReuse:
@@ -147,12 +147,14 @@ class _Step:
     def state_shardings(self) -> tuple[NamedSharding, ...]:
         return (NamedSharding(self.mesh, P()),) * (3 + self.shape.num_memory)
 
-    def program(self, step: Callable[..., Any], out_shardings: Any, features: Any = ()) -> Program:
+    def program(
+        self, step: Callable[..., Any], out_shardings: Any, features: Any = (), name: str = "denoise_step"
+    ) -> Program:
         spec, mesh, rows = self.spec, self.mesh, 1 + self.shape.num_memory
         latent_shape = spec.geometry.latent_shape(self.settings)
         branches = spec.branches(self.settings)
         return Program(
-            name="denoise_step",
+            name=name,
             fn=step,
             weights=weights.abstract(self.network, mesh, self.target.precision),
             components=spec.experts,

@@ -12,8 +12,8 @@ from ...sharding.mesh import Device
 from ...sharding.shape import MeshShape
 from ..precision import Precision
 from ..spec import STAGES, Call, ModelSpec, Settings
-from . import solver_table
-from .denoise_step import StepShape, denoise_program
+from . import solver_table, step_reuse
+from .denoise_step import StepShape, denoise_program, keeping_program, reusing_program
 from .network_call import Request, caller
 from .program import Config, Program, Target
 
@@ -80,14 +80,23 @@ def for_spec(
     rehearse(spec, settings, configs[spec.vae], recorder.call, stages)
     if "denoise" in stages:
         table = solver_table.table_for(spec, spec.scheduler, settings)
-        found.append(
-            denoise_program(
-                spec, configs[spec.experts[0]], target, settings, StepShape.of(table, mesh_shape=mesh_shape)
-            )
-        )
+        shape = StepShape.of(table, mesh_shape=mesh_shape)
+        found += _steps(spec, configs[spec.experts[0]], target, settings, shape)
     recorded = [replace(program, runs=recorder.runs[key]) for key, program in recorder.programs.items()]
     return (
         *(p for p in recorded if p.components != (spec.vae,)),
         *found,
         *(p for p in recorded if p.components == (spec.vae,)),
     )
+
+
+def _steps(
+    spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape
+) -> tuple[Program, ...]:
+    """The denoiser's programs with how often each runs: with a step cache, a full one and one from kept features."""
+    is_full = step_reuse.full_steps(settings.step_cache, spec.experts[:1] * settings.num_inference_steps)
+    if spec.step_reuse is None or all(is_full):
+        return (denoise_program(spec, config, target, settings, shape),)
+    full = keeping_program(spec, config, target, settings, shape)
+    cached = reusing_program(spec, config, target, settings, shape, step_reuse.kept_shapes(spec.step_reuse, full))
+    return replace(full, runs=sum(is_full)), replace(cached, runs=is_full.count(False))
