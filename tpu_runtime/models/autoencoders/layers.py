@@ -14,23 +14,28 @@ if TYPE_CHECKING:
 Edges = Literal["zero", "replicate"]
 
 
-def convolved(conv: Any, x: "torch.Tensor", edges: Edges = "zero") -> "torch.Tensor":
+# Both stand for a module's `forward`, and name their input as torch does.
+
+
+def convolved(conv: Any, input: "torch.Tensor", edges: Edges = "zero") -> "torch.Tensor":
     """An upstream convolution applied to a video or picture, without upstream's padding: height and width stay, of
     frames as many are lost as its kernel has, less one.
     """
     from ...programs import torch_bridge
 
     weight = conv.weight if conv.weight.ndim == 5 else conv.weight[:, :, None]
-    video = x if x.ndim == 5 else x[:, :, None]
+    video = input if input.ndim == 5 else input[:, :, None]
     out = torch_bridge.call_jax(partial(convolution, edges=edges), video, weight, conv.bias)
-    return out if x.ndim == 5 else out[:, :, 0]
+    return out if input.ndim == 5 else out[:, :, 0]
 
 
-def normed(norm: Any, x: "torch.Tensor") -> "torch.Tensor":
+def normed(norm: Any, input: "torch.Tensor") -> "torch.Tensor":
     """An upstream group norm."""
     from ...programs import torch_bridge
 
-    return torch_bridge.call_jax(partial(group_norm, groups=norm.num_groups, eps=norm.eps), x, norm.weight, norm.bias)
+    return torch_bridge.call_jax(
+        partial(group_norm, groups=norm.num_groups, eps=norm.eps), input, norm.weight, norm.bias
+    )
 
 
 def convolution(x: "jax.Array", weight: "jax.Array", bias: "jax.Array | None", *, edges: Edges = "zero") -> "jax.Array":

@@ -1,0 +1,45 @@
+"""Layers of autoencoders are torch's, also where a picture's columns are split over chips."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from comfyui_tpu.sharding.mesh import make_mesh
+from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tpu_runtime.models.autoencoders import layers
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def split(x: torch.Tensor, chips: int) -> jax.Array:
+    mesh = make_mesh(jax.devices()[:chips], MeshShape(sp=chips))
+    return jax.device_put(jnp.asarray(x.numpy()), NamedSharding(mesh, P(*[None] * (x.ndim - 1), "sp")))
+
+
+@pytest.mark.parametrize("kernel", [(3, 3, 3), (1, 3, 3), (3, 1, 1), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("edges", ["zero", "replicate"])
+@pytest.mark.parametrize("chips", [1, 8])
+def test_a_convolution_is_torchs(kernel: tuple[int, int, int], edges: layers.Edges, chips: int, compare: Callable):
+    torch.manual_seed(0)
+    _, rows, columns = kernel
+    mode = "constant" if edges == "zero" else "replicate"
+    with torch.no_grad():
+        conv, x = torch.nn.Conv3d(5, 7, kernel), torch.randn(1, 5, 4, 6, 24)
+        wanted = conv(torch.nn.functional.pad(x, (columns // 2, columns // 2, rows // 2, rows // 2, 0, 0), mode))
+        weight, bias = (jnp.asarray(value.numpy()) for value in (conv.weight, conv.bias))
+    found = jax.jit(layers.convolution, static_argnames="edges")(split(x, chips), weight, bias, edges=edges)
+    compare("convolution", found, wanted.numpy(), error=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 6, 3, 4, 16), (1, 6, 4, 16)], ids=["video", "picture"])
+@pytest.mark.parametrize("chips", [1, 8])
+def test_a_group_norm_is_torchs(shape: tuple[int, ...], chips: int, compare: Callable):
+    torch.manual_seed(0)
+    x = 3 * torch.randn(shape) + 20 * torch.randn(1, 6, *[1] * (len(shape) - 2))  # means far from zero
+    weight, bias = torch.randn(2, 6)
+    wanted = torch.nn.functional.group_norm(x, 3, weight, bias, eps=1e-6)
+    values = (jnp.asarray(value.numpy()) for value in (weight, bias))
+    found = jax.jit(layers.group_norm, static_argnames=("groups", "eps"))(split(x, chips), *values, groups=3, eps=1e-6)
+    compare("group norm", found, wanted.numpy(), error=1e-5)
