@@ -69,6 +69,7 @@ def encode_next(vae: Any, frames: "torch.Tensor", caches: list) -> "tuple[torch.
 
     `caches` is upstream's `feat_cache`: None before the first chunk, then what the last chunk returned.
     """
+    wan_vae.prepare_encoder(vae.encoder)
     caches = list(caches)
     moments = vae.quant_conv(vae.encoder(frames, feat_cache=caches, feat_idx=[0]))
     return moments.chunk(2, dim=1)[0], caches

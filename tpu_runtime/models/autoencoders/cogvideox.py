@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 from ....sharding.rules import REPLICATED, Rule
 from ...spec import Call, Component, Need, Report, has_length
 from .frames import pixels
-from .layers import convolved, enlarged, group_norm
+from .layers import convolved, enlarged, normed
 
 if TYPE_CHECKING:
-    import jax
     import torch
 
 Caches = dict[str, Any]
@@ -73,29 +72,11 @@ def prepare_decoder(decoder: Any) -> None:
 def _normalise(
     norm: Any, hidden: "torch.Tensor", latents: "torch.Tensor", conv_cache: None = None
 ) -> "tuple[torch.Tensor, Caches]":
-    """`CogVideoXSpatialNorm3D`: scale and offset are computed of the latents before these are enlarged."""
+    """`CogVideoXSpatialNorm3D`. What it enlarges is 16 channels, for all norms of one size the same."""
     from ...programs import torch_bridge
 
-    group = norm.norm_layer
-    scale, offset = norm.conv_y.conv(latents), norm.conv_b.conv(latents)
-    function = partial(normalised, groups=group.num_groups, eps=group.eps)
-    return torch_bridge.call_jax(function, hidden, group.weight, group.bias, scale, offset), {}
-
-
-def normalised(
-    hidden: "jax.Array",
-    weight: "jax.Array",
-    bias: "jax.Array",
-    scale: "jax.Array",
-    offset: "jax.Array",
-    *,
-    groups: int,
-    eps: float,
-) -> "jax.Array":
-    """Group norm of `[1, channels, frames, height, width]`, then `* scale + offset` of fewer frames and pixels."""
-    size = hidden.shape[2:]
-    scale, offset = (enlarged(x, size=size) for x in (scale, offset))
-    return group_norm(hidden, weight, bias, groups=groups, eps=eps) * scale + offset
+    latents = torch_bridge.call_jax(partial(enlarged, size=tuple(hidden.shape[2:])), latents)
+    return normed(norm.norm_layer, hidden) * norm.conv_y.conv(latents) + norm.conv_b.conv(latents), {}
 
 
 def _upsample(upsample: Any, inputs: "torch.Tensor") -> "torch.Tensor":

@@ -75,8 +75,8 @@ def decode_next(
             module.forward = partial(convolve_later, module)
         elif isinstance(module, upstream.HunyuanVideo15AttnBlock):
             module.forward = partial(attend, module)
-        elif isinstance(module, upstream.HunyuanVideo15Upsample) and module.add_temporal_upsample:
-            module.forward = partial(_upsample_time, module, is_first)
+        elif isinstance(module, upstream.HunyuanVideo15Upsample):
+            module.forward = partial(_upsample, module, is_first)
     return pixels(decoder(latent)[0].permute(1, 2, 3, 0)), kept
 
 
@@ -109,16 +109,20 @@ def prepare_image_encoder(encoder: Any) -> None:
             module.forward = partial(attend_to_image, module)
 
 
-def _upsample_time(upsample: Any, is_first: "torch.Tensor", x: "torch.Tensor") -> "torch.Tensor":
-    """Upstream's upsampling in space and time; the video's first frame alone is not doubled in time, here repeated."""
+def _upsample(upsample: Any, is_first: "torch.Tensor", x: "torch.Tensor") -> "torch.Tensor":
+    """Upstream's upsampling in space and, some, in time; the video's first frame alone is not doubled in time, here
+    repeated. What skips the convolution is added while frames are small: upstream moves both to the large ones.
+    """
     import torch
 
-    out, first = upsample.conv(x), x[:, :, :1]
-    double = partial(upsample._dcae_upsample_rearrange, r1=2, r2=2, r3=2)
-    single = partial(upsample._dcae_upsample_rearrange, r1=1, r2=2, r3=2)
-    later = double(out) + double(x).repeat_interleave(repeats=upsample.repeats, dim=1)
-    alone = single(first).repeat_interleave(repeats=upsample.repeats // 2, dim=1)
-    alone = alone + single(out[:, :, :1])[:, : alone.shape[1]]
+    enlarge, repeats = upsample._dcae_upsample_rearrange, upsample.repeats
+    out = upsample.conv(x)
+    if not upsample.add_temporal_upsample:
+        return enlarge(out + x.repeat_interleave(repeats, dim=1), r1=1, r2=2, r3=2)
+    later = enlarge(out + x.repeat_interleave(repeats, dim=1), r1=2, r2=2, r3=2)
+    # Of four pixels' channels, those of the first of two frames.
+    first = out[:, :, :1].unflatten(1, (4, 2, -1))[:, :, 0].flatten(1, 2)
+    alone = enlarge(first + x[:, :, :1].repeat_interleave(repeats // 2, dim=1), r1=1, r2=2, r3=2)
     return torch.where(is_first, alone, later)
 
 

@@ -83,6 +83,27 @@ def decode_next(
     return pixels(frames[0].permute(1, 2, 3, 0)), kept
 
 
+def prepare_encoder(encoder: Any) -> None:
+    """Puts our convolution in place of upstream's where its stride is 1."""
+    from functools import partial
+
+    from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
+
+    for module in encoder.modules():
+        if isinstance(module, WanCausalConv3d) and module.stride == (1, 1, 1):
+            module.forward = partial(_causally_convolved, module)
+
+
+def _causally_convolved(conv: Any, x: "torch.Tensor", cache_x: "torch.Tensor | None" = None) -> "torch.Tensor":
+    """`WanCausalConv3d` after the frames of `cache_x`; before them all there is nothing."""
+    import torch
+
+    before = conv.kernel_size[0] - 1
+    seen = x if cache_x is None or not before else torch.cat([cache_x, x], dim=2)
+    missing = before - (seen.shape[2] - x.shape[2])
+    return convolved(conv, torch.nn.functional.pad(seen, (0, 0, 0, 0, missing, 0)))
+
+
 def denormalize_latents(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
     """Normalised latents in the VAE's own scale; upstream's own arithmetic, to the bit."""
     mean, std = latent_stats(vae_config)
