@@ -15,7 +15,7 @@ _THREADS = ("async", "call")
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
     """A collective at one place of the schedule. `phase`: "start" and "done" have equal `key`s; "under way" costs
-    nothing; "whole" blocks. `size` in bytes as `links.busiest_link_bytes` wants it.
+    nothing; "whole" blocks. `size` in bytes as `interconnect.link_bytes` wants it.
     """
 
     instruction: Instruction

@@ -20,8 +20,8 @@ RING = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "collective-broad
 KINDS = (*RING, "all-to-all", "ragged-all-to-all", "collective-permute")
 
 
-def busiest_link_bytes(kind: str, size_bytes: float, groups: Groups, devices: Sequence[Device]) -> float:
-    """Bytes that the busiest link carries in one direction.
+def link_bytes(kind: str, size_bytes: float, groups: Groups, devices: Sequence[Device]) -> Mapping[Link, float]:
+    """Bytes that each link carries in one direction.
 
     `size_bytes`: for all-gather the gathered array, for reduce-scatter and all-reduce the array to be reduced, for
     all-to-all and permute what each device holds. `groups`: positions in `devices`, for a permute its pairs.
@@ -37,7 +37,7 @@ def busiest_link_bytes(kind: str, size_bytes: float, groups: Groups, devices: Se
         ]
     else:
         raise NotImplementedError(f"collective {kind!r} has no model; there are {', '.join(KINDS)}.")
-    return size_bytes * max(_loads(traffic).values(), default=0.0)
+    return {link: size_bytes * load for link, load in _loads(traffic).items()}
 
 
 def _ring_flows(group: Sequence[Coords], phases: int) -> list[tuple[Coords, Coords, float]]:

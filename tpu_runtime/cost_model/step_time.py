@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...sharding.mesh import Device
-from . import hlo, interconnect, trip_count
+from . import hlo, interconnect, products, trip_count
 from .bundles import Cost
 from .chips import Chip
 from .collectives import Transfer, transfer_of
@@ -121,12 +121,12 @@ def timing(module: hlo.Module, machine: Machine) -> Timing:
 
 @dataclass(kw_only=True)
 class _Schedule:
-    """A walk through one computation with two clocks: of the computation, and of the links, one transfer at a time."""
+    """A walk through one computation with a clock of the computation and one of each link, one transfer at a time."""
 
     machine: Machine
     scope: trip_count.Scope
     total: Timing = field(default_factory=Timing)
-    links_free: float = 0.0
+    links_free: dict[interconnect.Link, float] = field(default_factory=dict)
     started: dict[str, tuple[Collective, float]] = field(default_factory=dict)  # -> record, when it is through
 
     def run(self) -> Timing:
@@ -173,6 +173,8 @@ class _Schedule:
 
     def _plain_operation(self, found: Instruction) -> None:
         cycles = self._moved_cycles(found) if found.estimated_cycles is None else found.estimated_cycles
+        if least := products.least_cycles(found, self.scope.module, self.machine.chip):
+            cycles = max(cycles or 0.0, least)
         if cycles is not None:
             self.total += Timing(xla=cycles, operations=(self._operation(found, cycles),))
         elif not _is_free(found):
@@ -203,8 +205,9 @@ class _Schedule:
             self._plain_operation(found)
         clock = self.machine.chip.clock_hz
         if transfer.phase in ("start", "whole"):
-            size = interconnect.busiest_link_bytes(transfer.kind, transfer.size, transfer.groups, self.machine.devices)
-            seconds = size / (self.machine.chip.link_gb_s * 1e9)
+            loads = interconnect.link_bytes(transfer.kind, transfer.size, transfer.groups, self.machine.devices)
+            size = max(loads.values(), default=0.0)
+            cycles_per_byte = clock / (self.machine.chip.link_gb_s * 1e9)
             record = Collective(
                 name=found.name,
                 kind=transfer.kind,
@@ -212,11 +215,15 @@ class _Schedule:
                 source=self.scope.module.source(transfer.instruction),
                 bytes=size,
                 times=1,
-                seconds=seconds,
+                seconds=size * cycles_per_byte / clock,
                 exposed_s=0.0,
             )
-            self.links_free = max(self.total.cycles, self.links_free) + seconds * clock
-            self.started[transfer.key] = (record, self.links_free)
+            now = self.total.cycles
+            through = {
+                link: max(now, self.links_free.get(link, 0.0)) + load * cycles_per_byte for link, load in loads.items()
+            }
+            self.links_free |= through
+            self.started[transfer.key] = (record, max(through.values(), default=now))
         if transfer.phase in ("done", "whole") and transfer.key in self.started:
             record, through = self.started.pop(transfer.key)
             waiting = max(0.0, through - self.total.cycles)
