@@ -1,6 +1,7 @@
 """The one entry point to attention."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -12,6 +13,8 @@ from . import kernel, reference, sharded
 from .keys import first
 from .policy import AttentionPolicy
 from .prologue import NO_PROLOGUE, HeadLayout, Norm, Prologue, normed
+
+Lies = Literal["sharded", "whole"]  # tokens: on `sp`, or all of them on each of its chips
 
 
 def _local(policy: AttentionPolicy, mesh: Mesh | None, head_dim: int) -> tuple[sharded.LocalAttention, HeadLayout]:
@@ -39,7 +42,7 @@ def attention(
     *,
     kv_length: int | Int[Array, " batch"] | None = None,
     mesh: Mesh | None = None,
-    keys: Literal["sharded", "whole"] = "sharded",
+    keys: Lies = "sharded",
     prologue: Prologue = NO_PROLOGUE,
     policy: AttentionPolicy = AttentionPolicy(),  # noqa: B008 - frozen
 ) -> Float[Array, "batch q_seq heads head_dim"]:
@@ -81,42 +84,38 @@ def _norms_over_chips(
 
 
 def joint_attention(
-    latent: tuple[Array, Array, Array],
-    text: tuple[Array, Array, Array],
-    *,
-    num_tokens: int,
-    text_length: Int[Array, " batch"] | None = None,
+    *streams: tuple[Array, Array, Array],
+    lengths: Sequence[int | Int[Array, " batch"]],
+    lies: Sequence[Lies],
     mesh: Mesh | None = None,
-    prologues: tuple[Prologue, Prologue] = (NO_PROLOGUE, NO_PROLOGUE),
+    prologues: Sequence[Prologue] | None = None,
     policy: AttentionPolicy = AttentionPolicy(),  # noqa: B008 - frozen
-) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch text heads head_dim"]]:
-    """Exact attention of two sequences to each other and to themselves: `(query, key, value)` of each, which first go
-    through their prologues.
+) -> tuple[Float[Array, "batch _ heads head_dim"], ...]:
+    """Exact attention of several sequences, each to all of them: `(query, key, value)` of each, `[batch, seq, heads,
+    head_dim]`, which first go through their prologues.
 
-    The first `num_tokens` latent tokens and, per row, the first `text_length` text tokens are real (all by default);
-    what follows may hold anything. Latents lie on `sp`, the text is whole there; batch on `dp`, heads on `tp`. The
-    order of the two does not matter to attention, so none is implied.
+    Of each the first `lengths` tokens are real, in all rows or per row; what follows may hold anything. A sequence
+    `lies` on `sp`, or is whole there; batch on `dp`, heads on `tp`. Their order does not matter to attention, so none
+    is implied.
     """
-    length = text[0].shape[1] if text_length is None else text_length
-    queries = latent[0], text[0]
-    head_dim = queries[0].shape[3]
+    head_dim, heads = streams[0][0].shape[3], streams[0][0].shape[2]
+    prologues = prologues or (NO_PROLOGUE,) * len(streams)
     attend, layout = _local(policy, mesh, head_dim)
-    streams = [(_flat(q), _flat(k), _flat(v)) for q, k, v in (latent, text)]
+    flat = [(_flat(q), _flat(k), _flat(v)) for q, k, v in streams]
     if mesh is not None and mesh.size > 1:
-        _check_divides(queries[0], mesh)
-        (latent, one), (text, two) = (
-            _norms_over_chips(stream, prologue, head_dim, mesh)
-            for stream, prologue in zip(streams, prologues, strict=True)
-        )
+        for stream, how in zip(streams, lies, strict=True):
+            if how == "sharded":
+                _check_divides(stream[0], mesh)
+        ready = [_norms_over_chips(*each, head_dim, mesh) for each in zip(flat, prologues, strict=True)]
         outs = sharded.joint_attention(
-            latent, text, heads=queries[0].shape[2], num_tokens=num_tokens, text_length=length, mesh=mesh,
-            attend=attend, layout=layout, prologues=(one, two),
+            [stream for stream, _ in ready], lengths, heads=heads, whole=[how == "whole" for how in lies], mesh=mesh,
+            attend=attend, layout=layout, prologues=[prologue for _, prologue in ready],
         )  # fmt: skip
     else:
-        streams = [sharded.prepared(s, 1, layout, p)[0] for s, p in zip(streams, prologues, strict=True)]
-        keys = [first(*streams[0][1:], num_tokens), first(*streams[1][1:], length)]
-        outs = [attend(stream[0], keys, log_sums=False)[0] for stream in streams]
-    return outs[0].reshape(queries[0].shape), outs[1].reshape(queries[1].shape)
+        flat = [sharded.prepared(s, 1, layout, p)[0] for s, p in zip(flat, prologues, strict=True)]
+        keys = [first(*stream[1:], length) for stream, length in zip(flat, lengths, strict=True)]
+        outs = [attend(stream[0], keys, log_sums=False)[0] for stream in flat]
+    return tuple(out.reshape(stream[0].shape) for out, stream in zip(outs, streams, strict=True))
 
 
 def _check_divides(q: Array, mesh: Mesh) -> None:

@@ -9,7 +9,7 @@ Arrays are flat here, `[batch, tokens, heads * head_dim]`: the layout of the ker
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,9 +66,13 @@ def _to_tokens(parts: list[Array], ulysses: int, layout: HeadLayout) -> Array:
 
 def prepared(stream: Stream, ulysses: int, layout: HeadLayout, prologue: Prologue) -> list[Stream]:
     """Queries, keys and values of one sequence, ready for attention and each chip's heads together, part by part."""
-    parts = layout.parts(stream[0].shape[2] // ulysses) if ulysses > 1 else 1
+    parts = _num_parts(stream, ulysses, layout)
     found = (_to_heads(x, ulysses, parts, layout, *how) for x, how in zip(stream, prologue.of_each, strict=True))
     return list(zip(*found, strict=True))
+
+
+def _num_parts(stream: Stream, ulysses: int, layout: HeadLayout) -> int:
+    return layout.parts(stream[0].shape[2] // ulysses) if ulysses > 1 else 1
 
 
 def _specs(prologue: Prologue, tokens: Any) -> Prologue:
@@ -92,25 +96,31 @@ def _merge(one: tuple[Array, Array], two: tuple[Array, Array]) -> tuple[Array, A
 
 
 def _ring(
-    attend: LocalAttention, ring_size: int, q: Array, k: Array, v: Array, kv_length: int | Array, *beside: Keys
+    attend: LocalAttention, ring_size: int, q: Array, passed: list[tuple[Array, Array, int | Array]], *beside: Keys
 ) -> Array:
-    """Attention of this chip's queries to the keys of every chip of the ring, and to those `beside` them."""
-    block = k.shape[1]
+    """Attention of this chip's queries to the keys of every chip of the ring, and to those `beside` them.
+
+    `passed` around are keys and values of sequences, with the number of real tokens of each.
+    """
     index = jax.lax.axis_index(RING)
     neighbours = [(chip, (chip + 1) % ring_size) for chip in range(ring_size)]
     pass_on = functools.partial(jax.lax.ppermute, axis_name=RING, perm=neighbours)
-    certain = max(0, kv_length - (ring_size - 1) * block) if isinstance(kv_length, int) else 0
+
+    def keys_of(owner: Array, k: Array, v: Array, length: int | Array) -> Keys:
+        block = k.shape[1]
+        certain = max(0, length - (ring_size - 1) * block) if isinstance(length, int) else 0
+        return first(k, v, jnp.broadcast_to(jnp.clip(length - owner * block, 0, block), q.shape[:1]), certain=certain)
+
     merged = None
     for hop in range(ring_size):
         owner = (index - hop) % ring_size
-        length = jnp.broadcast_to(jnp.clip(kv_length - owner * block, 0, block), q.shape[:1])
-        keys = [first(k, v, length, certain=certain), *(beside if hop == 0 else ())]
+        keys = [*(keys_of(owner, *each) for each in passed), *(beside if hop == 0 else ())]
         out, log_sum = attend(q, keys, log_sums=True)
         assert log_sum is not None  # it was asked for
         part = out.astype(jnp.float32), log_sum
         merged = part if merged is None else _merge(merged, part)
         if hop + 1 < ring_size:
-            k, v = pass_on(k), pass_on(v)
+            passed = [(pass_on(k), pass_on(v), length) for k, v, length in passed]
     assert merged is not None
     return merged[0].astype(q.dtype)
 
@@ -140,7 +150,7 @@ def self_attention(
 
         def attended(q: Array, k: Array, v: Array) -> Array:
             if ring_size > 1:
-                return _ring(attend, ring_size, q, k, v, length)
+                return _ring(attend, ring_size, q, [(k, v, length)])
             return attend(q, [first(k, v, length)], log_sums=False)[0]
 
         parts = prepared((q, k, v), ulysses, layout, prologue)
@@ -186,47 +196,55 @@ def _own_heads(text: Stream, ulysses: int, parts: int, layout: HeadLayout, prolo
 
 
 def joint_attention(
-    latent: Stream,
-    text: Stream,
+    streams: Sequence[Stream],
+    lengths: Sequence[int | Array],
     *,
     heads: int,
-    num_tokens: int,
-    text_length: int | Array,
+    whole: Sequence[bool],
     mesh: Mesh,
     attend: LocalAttention,
     layout: HeadLayout,
-    prologues: tuple[Prologue, Prologue],
-) -> tuple[Array, Array]:
-    """Two sequences attending to both: latents sharded on `sp`, a text that is whole on every chip of it.
+    prologues: Sequence[Prologue],
+) -> tuple[Array, ...]:
+    """Several sequences, each attending to all: sharded on `sp`, or `whole` on every chip of it as a text is.
 
-    Each chip exchanges latent tokens for heads and takes the same heads of the text; the text's result is gathered over
-    heads again. Of the latents the first `num_tokens` are real, of the text `text_length` per row.
+    Each chip exchanges its tokens for heads and takes the same heads of what is whole, whose result is gathered over
+    heads again. Of each the first `lengths` tokens are real, the same for all rows or per row.
     """
     split = _split_sequence_axis(mesh, heads)
     ring_size, ulysses = split.shape[RING], split.shape[ULYSSES]
 
-    def body(latent: Stream, text: Stream, lengths: Array, prologues: Any) -> tuple[Array, Array]:
-        parts = prepared(latent, ulysses, layout, prologues[0])
-        texts = _own_heads(text, ulysses, len(parts), layout, prologues[1])
+    def ready(stream: Stream, prologue: Prologue, is_whole: bool) -> list[Stream]:
+        if not is_whole:
+            return prepared(stream, ulysses, layout, prologue)
+        return _own_heads(stream, ulysses, _num_parts(stream, ulysses, layout), layout, prologue)
 
-        def attended(queries: Array, latent: Stream, text: Stream) -> Array:
-            real = first(*text[1:], text_length if isinstance(text_length, int) else lengths)
-            if ring_size > 1:
-                return _ring(attend, ring_size, queries, *latent[1:], num_tokens, real)
-            return attend(queries, [first(*latent[1:], num_tokens), real], log_sums=False)[0]
+    def body(streams: tuple[Stream, ...], rows: tuple[Array, ...], prologues: Any) -> tuple[Array, ...]:
+        real = [given if isinstance(given, int) else each for given, each in zip(lengths, rows, strict=True)]
+        parts = list(zip(*map(ready, streams, prologues, whole), strict=True))
 
-        def of_text(part: Stream, text: Stream) -> Array:
-            out = attended(text[0], part, text)
+        def attended(queries: Array, part: tuple[Stream, ...]) -> Array:
+            keys = [(k, v, length) for (_, k, v), length in zip(part, real, strict=True)]
+            if ring_size == 1:
+                return attend(queries, [first(*each) for each in keys], log_sums=False)[0]
+            passed = [each for each, is_whole in zip(keys, whole, strict=True) if not is_whole]
+            beside = [first(*each) for each, is_whole in zip(keys, whole, strict=True) if is_whole]
+            return _ring(attend, ring_size, queries, passed, *beside)
+
+        def gathered(out: Array) -> Array:
             return jax.lax.all_gather(out, ULYSSES, axis=1) if ulysses > 1 else out[:, None]
 
-        pairs = list(zip(parts, texts, strict=True))
-        outs = [attended(part[0], part, text) for part, text in pairs]
-        text_out = layout.join([of_text(*pair) for pair in pairs])
-        return _to_tokens(outs, ulysses, layout), text_out
+        outs = []
+        for at, is_whole in enumerate(whole):
+            found = [attended(part[at][0], part) for part in parts]
+            outs.append(layout.join([*map(gathered, found)]) if is_whole else _to_tokens(found, ulysses, layout))
+        return tuple(outs)
 
-    tokens, whole = P("dp", (RING, ULYSSES), "tp"), P("dp", None, "tp")
-    ways = _specs(prologues[0], (RING, ULYSSES)), _specs(prologues[1], None)
-    specs = ((tokens,) * 3, (whole,) * 3, P("dp"), ways)
-    mapped = jax.shard_map(body, mesh=split, in_specs=specs, out_specs=(tokens, whole), check_vma=False)
+    lies = [None if is_whole else (RING, ULYSSES) for is_whole in whole]
+    tokens = tuple(P("dp", axes, "tp") for axes in lies)
+    ways = tuple(_specs(prologue, axes) for prologue, axes in zip(prologues, lies, strict=True))
+    specs = tuple((each,) * 3 for each in tokens), (P("dp"),) * len(tokens), ways
+    mapped = jax.shard_map(body, mesh=split, in_specs=specs, out_specs=tokens, check_vma=False)
+    rows = tuple(_lengths(length, len(stream[0])) for length, stream in zip(lengths, streams, strict=True))
     with jax.sharding.use_abstract_mesh(split.abstract_mesh):
-        return mapped(latent, text, _lengths(text_length, len(text[0])), prologues)
+        return mapped(tuple(streams), rows, tuple(prologues))

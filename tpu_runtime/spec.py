@@ -88,9 +88,8 @@ class Component:
     decoder of a whole VAE). `aliases` maps names in checkpoints to the module's: those of tied weights, and those that
     other versions of the libraries wrote, which upstream translates while loading. One that ends in a dot stands for
     all names that start so; the longest counts, and whole names are looked up after it. `class_aliases` are names of
-    the class that checkpoints have and upstream translates. `trim(module)` may drop what is not needed and fold a
-    weight: give it a shape with one dimension cut into `(groups, size)`, so that a fused projection can be split within
-    each group.
+    the class that checkpoints have and upstream translates. `trim(module)` may drop what is not needed and put parts
+    of a weight in its place (see `modules.Cut`).
     """
 
     name: str

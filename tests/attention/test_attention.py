@@ -22,6 +22,7 @@ def pallas(**form: Any) -> AttentionPolicy:
     return AttentionPolicy(kernel="pallas", form=replace(SMALL, **form))
 
 
+LIES = ("sharded", "whole")
 FORMS = {
     "reference": AttentionPolicy(),
     "bounded": pallas(maximum="zero"),
@@ -186,7 +187,7 @@ def test_the_kernel_on_every_mesh_gives_the_same(shape: MeshShape | None, heads:
     np.testing.assert_allclose(run(*poisoned), expected, atol=3e-6)
     joint = [np.concatenate([x[:, :41], y], axis=1) for x, y in zip(latent, text, strict=True)]
     expected = softmax_attention(*joint, [42, 46])
-    both = jax.jit(lambda a, b, n: joint_attention(a, b, num_tokens=41, text_length=n, mesh=mesh, policy=pallas()))
+    both = jax.jit(lambda a, b, n: joint_attention(a, b, lengths=(41, n), lies=LIES, mesh=mesh, policy=pallas()))
     poisoned_text = [text[0], *(poison(x, [1, 5]) for x in text[1:])]
     out, text_out = both(tuple(poisoned), tuple(poisoned_text), jnp.array([1, 5]))
     np.testing.assert_allclose(out[:, :41], expected[:, :41], atol=3e-6)
@@ -214,7 +215,7 @@ def test_lengths_may_differ_by_row_on_a_mesh():
     ids=str,
 )
 @pytest.mark.parametrize("lengths", [[7, 7], [1, 5]], ids=str)
-def test_two_sequences_attend_to_the_real_tokens_of_both(shape: MeshShape | None, heads: int, lengths: list[int]):
+def test_sequences_attend_to_the_real_tokens_of_all(shape: MeshShape | None, heads: int, lengths: list[int]):
     """41 latent tokens padded to 48, and a text with padding of its own, both full of NaN where nothing is."""
     mesh = make_mesh(jax.devices()[: shape.num_devices], shape) if shape else None
     latent, text = inputs(2, 48, 48, heads, 16), inputs(2, 7, 7, heads, 16)
@@ -222,9 +223,16 @@ def test_two_sequences_attend_to_the_real_tokens_of_both(shape: MeshShape | None
     expected = softmax_attention(*joint, [41 + length for length in lengths])
     latent = [latent[0], *(poison(x, [41, 41]) for x in latent[1:])]
     text = [text[0], *(poison(x, lengths) for x in text[1:])]
-    run = jax.jit(lambda a, b, n: joint_attention(a, b, num_tokens=41, text_length=n, mesh=mesh))
+    run = jax.jit(lambda a, b, n: joint_attention(a, b, lengths=(41, n), lies=LIES, mesh=mesh))
     out, text_out = run(tuple(latent), tuple(text), jnp.array(lengths))
     np.testing.assert_allclose(out[:, :41], expected[:, :41], atol=3e-6)
+    np.testing.assert_allclose(text_out, expected[:, 41:], atol=3e-6)
+    # The latents in two halves.
+    one, two = (tuple(x[:, part] for x in latent) for part in (slice(24), slice(24, None)))
+    how = {"lies": ("sharded", *LIES), "mesh": mesh}
+    run = jax.jit(lambda a, b, c, n: joint_attention(a, b, c, lengths=(24, 17, n), **how))
+    one, two, text_out = run(one, two, tuple(text), jnp.array(lengths))
+    np.testing.assert_allclose(np.concatenate([one, two], 1)[:, :41], expected[:, :41], atol=3e-6)
     np.testing.assert_allclose(text_out, expected[:, 41:], atol=3e-6)
 
 

@@ -142,8 +142,8 @@ def poison_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on the tokens that only fill up the chips' shares are NaN: whatever reads one becomes NaN."""
     pad_tokens = token_layout.TokenLayout.pad_tokens
 
-    def poison(self: token_layout.TokenLayout, x: jax.Array) -> jax.Array:
-        padded = pad_tokens(self, x)
+    def poison(self: token_layout.TokenLayout, x: jax.Array, parts: int = 1) -> jax.Array:
+        padded = pad_tokens(self, x, parts)
         real = jnp.arange(padded.shape[1]).reshape(1, -1, *[1] * (x.ndim - 2)) < x.shape[1]
         return jnp.where(real, padded, jnp.nan)
 

@@ -301,17 +301,8 @@ def by_own_names(tensors: Mapping[str, Found], aliases: Mapping[str, str]) -> di
     return {own: tensors[name] for own, name in sorted(pairs, key=lambda pair: pair[0] == pair[1])}
 
 
-def folded_dimension(shape: tuple[int, ...], folded: tuple[int, ...]) -> int | None:
-    """Which dimension of a file's `shape` is cut in two in `folded`; None if none is, or if they do not fit."""
-    for dim, size in enumerate(shape if len(folded) == len(shape) + 1 else ()):
-        if (*shape[:dim], *shape[dim + 1 :]) == (*folded[:dim], *folded[dim + 2 :]):
-            if size == folded[dim] * folded[dim + 1]:
-                return dim
-    return None
-
-
 def _check_shapes(weight: "Weight", files: tuple[TensorFile, ...], folder: Path) -> None:
-    expected = weight.shape[1:] if weight.stacked else weight.shape
+    expected = weight.cut.shape if weight.cut else weight.shape[1:] if weight.stacked else weight.shape
     for source, file in zip(weight.sources, files, strict=True):
-        if file.shape != expected and folded_dimension(file.shape, expected) is None:
+        if file.shape != expected:
             raise CheckpointError(f"{folder}: {source} has shape {file.shape}, but its config asks for {expected}.")

@@ -4,6 +4,7 @@ The host never holds more than one shard of one (stacked) weight. A weight with 
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from ..programs.modules import Network
 from ..programs.weights import Weights
 from ..progress import Progress
 from ..units import GIB, MIB
-from .checkpoint import TensorFile, folded_dimension
+from .checkpoint import TensorFile
 
 SECONDS_BETWEEN_TEXTS = 0.5
 NUMPY_VIEWS = {torch.bfloat16: (torch.int16, jax.numpy.bfloat16), torch.float32: (torch.float32, np.float32)}
@@ -118,7 +119,8 @@ def _read(
     shape = want.sharding.shard_shape(want.shape)
     piece = torch.empty((len(layers), *(shape[1:] if weight.stacked else shape)), dtype=torch_dtype)
     for row, layer in enumerate(layers):
-        piece[row] = _slice(reader, files[layer], inner, weight.shape[1:] if weight.stacked else weight.shape)
+        read = functools.partial(reader.slice, files[layer])
+        piece[row] = read(inner) if weight.cut is None else weight.cut.read(inner, read)
         if not torch.isfinite(piece[row]).all():
             raise CheckpointError(
                 f"{files[layer].path}: the weight {weight.sources[layer]} holds NaN or infinity; the file is damaged. "
@@ -127,15 +129,3 @@ def _read(
     view, dtype = NUMPY_VIEWS[torch_dtype]
     array = piece.view(view).numpy().view(dtype)
     return array if weight.stacked else array[0]
-
-
-def _slice(reader: _Reader, file: TensorFile, index: tuple[slice, ...], shape: tuple[int, ...]) -> torch.Tensor:
-    """Part of a file's tensor, which may be folded (see `spec.Component`): one piece of each group then."""
-    dim = folded_dimension(file.shape, shape)
-    if dim is None:
-        return reader.slice(file, index)
-    size = shape[dim + 1]
-    start, stop, _ = index[dim + 1].indices(size)
-    groups = range(*index[dim].indices(shape[dim]))
-    places = [slice(group * size + start, group * size + stop) for group in groups]
-    return torch.stack([reader.slice(file, (*index[:dim], place, *index[dim + 2 :])) for place in places], dim)

@@ -1,5 +1,6 @@
 """Flux.2 text to image: black-forest-labs/FLUX.2-dev. The oracle is `diffusers.Flux2Pipeline`."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -70,157 +71,151 @@ def rotary_tables(pos_embed: Any, ids: "np.ndarray") -> "tuple[torch.Tensor, tor
     return torch_bridge.to_torch(tuple(jnp.concatenate(table, axis=1) for table in tables))
 
 
-def fold_transformer(module: Any) -> None:
-    """Folds the fused projections into groups of equal width, so that each group is split over chips as heads are."""
+def cut_transformer(module: Any) -> None:
+    """Cuts the fused projections into one for each product, so that each is split over chips as heads are.
+
+    The single blocks' feed-forward lies in groups as wide as the heads, and their output projection as `[in, out]`: so
+    a chip's rows of it are one piece, those of its heads and then of its part of each group.
+    """
+    from ..programs.modules import cut
+
     for block in module.transformer_blocks:
-        for feed_forward in (block.ff, block.ff_context):
-            _fold(feed_forward.linear_in, 0, 2)
+        for part in (block.ff, block.ff_context):
+            for group, name in enumerate(("gate", "value")):
+                setattr(part, name, cut(part.linear_in.weight, "linear_in.weight", 0, 2, group))
+            del part.linear_in
     for block in module.single_transformer_blocks:
-        groups = block.attn.mlp_hidden_dim // block.attn.inner_dim
-        _fold(block.attn.to_qkv_mlp_proj, 0, 3 + 2 * groups)
-        _fold(block.attn.to_out, 1, 1 + groups)
+        attn = block.attn
+        wide = attn.mlp_hidden_dim // attn.inner_dim
+        taken = {"query": 0, "key": 1, "value": 2, "gate": slice(3, 3 + wide), "fed": slice(3 + wide, None)}
+        for name, groups in taken.items():
+            projection = cut(attn.to_qkv_mlp_proj.weight, "to_qkv_mlp_proj.weight", 0, 3 + 2 * wide, groups)
+            setattr(attn, f"in_{name}", projection)
+        attn.out = cut(attn.to_out.weight, "to_out.weight", 1, 1 + wide, slice(None), order=(1, 2, 0))
+        del attn.to_qkv_mlp_proj, attn.to_out
 
 
 def is_whole(ratio: Any) -> bool:
     return isinstance(ratio, int | float) and ratio >= 1 and float(ratio).is_integer()
 
 
-def _fold(linear: Any, dim: int, groups: int) -> None:
-    import torch
-
-    linear.weight = torch.nn.Parameter(linear.weight.unflatten(dim, (groups, -1)), requires_grad=False)
-
-
 def feed_forward(module: Any, hidden: "torch.Tensor") -> "torch.Tensor":
-    """`Flux2FeedForward.forward` with gate and value folded apart."""
-    gate, value = _project(hidden, module.linear_in.weight).unbind(-2)
-    return module.linear_out(module.act_fn.gate_fn(gate) * value)
+    """`Flux2FeedForward.forward` with gate and value apart."""
+    from torch.nn.functional import linear
 
-
-def _project(hidden: "torch.Tensor", weight: "torch.Tensor") -> "torch.Tensor":
-    """`[batch, seq, dim]` and a folded weight `[groups, size, dim]` to `[batch, seq, groups, size]`."""
-    import functools
-
-    import jax.numpy as jnp
-
-    from ..programs import torch_bridge
-
-    return torch_bridge.call_jax(functools.partial(jnp.einsum, "bsd,god->bsgo"), hidden, weight)
-
-
-class SingleProcessor:
-    """`Flux2ParallelSelfAttnProcessor` on folded weights: query, key, value, then the feed-forward's gate and value."""
-
-    def __init__(self, attend: Callable[..., Any]) -> None:
-        self.attend = attend
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: "torch.Tensor",
-        attention_mask: None,
-        image_rotary_emb: "tuple[torch.Tensor, torch.Tensor]",
-    ) -> "torch.Tensor":
-        import functools
-
-        import jax.numpy as jnp
-        import torch
-
-        from ..programs import torch_bridge
-
-        # A product each: cut out of one, they would be copied.
-        weights = attn.to_qkv_mlp_proj.weight.unbind(0)
-        query, key, value, *wide = (torch.nn.functional.linear(hidden_states, weight) for weight in weights)
-        heads = [x.unflatten(-1, (-1, attn.head_dim)) for x in (query, key, value)]
-        attend = functools.partial(self.attend, prologue=layers.prologue(attn.norm_q, attn.norm_k, image_rotary_emb))
-        attended = torch_bridge.call_jax(attend, *heads).flatten(2)
-        gates, values = wide[: len(wide) // 2], wide[len(wide) // 2 :]
-        fed = [attn.mlp_act_fn.gate_fn(gate) * value for gate, value in zip(gates, values, strict=True)]
-        joined = torch.stack([attended, *fed], dim=-2)
-        return torch_bridge.call_jax(lambda x, w: jnp.einsum("bsgi,ogi->bso", x, w), joined, attn.to_out.weight)
+    return module.linear_out(module.act_fn.gate_fn(linear(hidden, module.gate)) * linear(hidden, module.value))
 
 
 def run_double_block(
-    fuses: Any,
+    attend: Callable[..., Any],
+    staggered: "layers.Staggered",
     block: Any,
-    hidden_states: "torch.Tensor",
+    hidden_states: "dict[str, torch.Tensor]",
     encoder_hidden_states: "torch.Tensor",
     temb_mod_img: "torch.Tensor",
     temb_mod_txt: "torch.Tensor",
     image_rotary_emb: tuple,
     joint_attention_kwargs: None = None,
-) -> "tuple[torch.Tensor, torch.Tensor]":
-    """`Flux2TransformerBlock` (see `layers.run_joint_block`): text and latents."""
+) -> "tuple[torch.Tensor, dict[str, torch.Tensor]]":
+    """`Flux2TransformerBlock`: the text, and both halves of the latents."""
+    attn, fuse = block.attn, staggered.fuse_text
+    before, within = _modulations(temb_mod_img, 2)
+    text_before, text_within = _modulations(temb_mod_txt, 2)
+    own, of_text = (attn.norm_q, attn.norm_k), (attn.norm_added_q, attn.norm_added_k)
+    _, normed = fuse(encoder_hidden_states, None, None, *text_before[:2])
+    text_heads = layers.heads(attn, normed, (attn.add_q_proj.weight, attn.add_k_proj.weight, attn.add_v_proj.weight))
+    text_update = None
 
-    def attend(latent: "torch.Tensor", text: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
-        return block.attn(latent, text, image_rotary_emb=image_rotary_emb)
+    def attention(*halves: "torch.Tensor") -> "list[torch.Tensor]":
+        nonlocal text_update
+        own_weights = attn.to_q.weight, attn.to_k.weight, attn.to_v.weight
+        streams = *(layers.heads(attn, half, own_weights) for half in halves), text_heads
+        *outs, text_out = layers.attended(attend, streams, (own, own, of_text), image_rotary_emb)
+        text_update = attn.to_add_out(text_out)
+        return [attn.to_out[0](out) for out in outs]
 
-    halves = (vector.chunk(2, dim=-1) for vector in (temb_mod_img, temb_mod_txt))
-    modulations = [(_modulation(first), _modulation(second)) for first, second in halves]
-    hidden = hidden_states, encoder_hidden_states
-    latent, text = layers.run_joint_block(fuses, attend, hidden, modulations, (block.ff, block.ff_context))
-    return text, latent
+    state = staggered.run(hidden_states, (within, before, within), attention)
+    text, normed = fuse(encoder_hidden_states, text_update, text_before[2], *text_within[:2])
+    text = layers.add_gated(text, block.ff_context(normed), text_within[2])
+    return text, staggered.run(state, (before, within, before), lambda *halves: [*map(block.ff, halves)])
 
 
 def run_single_block(
-    fuse: Any,
+    attend: Callable[..., Any],
+    staggered: "layers.Staggered",
     block: Any,
-    hidden_states: "torch.Tensor",
+    hidden_states: "dict[str, torch.Tensor]",
     encoder_hidden_states: None,
     temb_mod: "torch.Tensor",
-    image_rotary_emb: "tuple[torch.Tensor, torch.Tensor]",
+    image_rotary_emb: tuple,
     joint_attention_kwargs: None = None,
-) -> "torch.Tensor":
-    """`Flux2SingleTransformerBlock` with its norm fused."""
-    scale, shift, gate = _modulation(temb_mod)
-    _, normed = fuse(hidden_states, None, None, scale, shift)
-    return layers.add_gated(hidden_states, block.attn(normed, image_rotary_emb=image_rotary_emb), gate)
+) -> "dict[str, torch.Tensor]":
+    """`Flux2SingleTransformerBlock` over both halves of a sequence. Both results are projected at once."""
+    from torch.nn.functional import linear
+
+    attn, (modulation,) = block.attn, _modulations(temb_mod, 1)
+    norms = ((attn.norm_q, attn.norm_k),) * 2
+
+    def update(*halves: "torch.Tensor") -> "list[torch.Tensor]":
+        streams = [layers.heads(attn, half, (attn.in_query, attn.in_key, attn.in_value)) for half in halves]
+        attended = layers.attended(attend, streams, norms, image_rotary_emb)
+        fed = (attn.mlp_act_fn.gate_fn(linear(half, attn.in_gate)) * linear(half, attn.in_fed) for half in halves)
+        return [staggered.partial_sums(attn.out, *pair) for pair in zip(attended, fed, strict=True)]
+
+    return staggered.run(hidden_states, (modulation,) * 3, update)
 
 
-def _modulation(vector: "torch.Tensor") -> "layers.Modulation":
-    shift, scale, gate = vector.chunk(3, dim=-1)
-    return layers.modulated(shift, scale, gate)
+def _modulations(vector: "torch.Tensor", count: int) -> "list[layers.Modulation]":
+    found = (part.chunk(3, dim=-1) for part in vector.chunk(count, dim=-1))
+    return [layers.modulated(shift, scale, gate) for shift, scale, gate in found]
 
 
 def prepare_denoiser(network: Any, sequence: Any) -> None:
-    """Puts our attention, token placement, tables and folded projections where upstream lets us.
+    """Puts our attention, token placement, tables and cut projections where upstream lets us.
 
     The double blocks keep text and latents apart, the text whole on every chip of `sp`; the single blocks see one
-    sequence, split as a whole.
+    sequence, split as a whole. Between products tokens are spread over `tp`, and a sequence is in halves.
     """
-    import functools
     import types
 
     double, single = network.blocks("transformer_blocks"), network.blocks("single_transformer_blocks")
-    for module in (double.block.ff, double.block.ff_context):
+    block = double.block
+    for module in (block.ff, block.ff_context):
         module.forward = types.MethodType(feed_forward, module)
+    layers.project_by(sequence.partial_sums, block.attn.to_out[0], block.ff.linear_out)
+    summed = functools.partial(sequence.summed, lies="whole")
+    layers.project_by(summed, block.attn.to_add_out, block.ff_context.linear_out)
     network.module.pos_embed.forward = types.MethodType(rotary_tables, network.module.pos_embed)
+    staggered = layers.Staggered(sequence, block.norm1.eps)
 
-    fuses = layers.fused_norms(sequence, double.block.norm1.eps)
-    double.block.forward = functools.partial(run_double_block, fuses, double.block)
-    single.block.forward = functools.partial(run_single_block, fuses[0], single.block)
+    def halves(tables: Any) -> tuple:
+        return tuple(zip(*map(sequence.halves, tables), strict=True))
 
     def enter_double(values: dict[str, Any]) -> dict[str, Any]:
-        size = values["encoder_hidden_states"].shape[1]
+        whole = {name: sequence.constrain(values[name], "dp") for name in WHOLE}
+        text = whole["encoder_hidden_states"]
+        size = text.shape[1]
         # With the references' tokens, which the latents' number does not count.
         tokens = replace(sequence, num_tokens=values["hidden_states"].shape[1])
-        double.block.attn.set_processor(layers.JointProcessor(tokens.joint_attention))
-        text = tuple(table[None, :size, None] for table in values["image_rotary_emb"])
-        latent = tuple(sequence.pad_tokens(table[None, size:, None]) for table in values["image_rotary_emb"])
-        whole = {name: sequence.constrain(values[name], "dp") for name in WHOLE}
-        hidden = sequence.shard_tokens(values["hidden_states"])
-        return {**values, **whole, "hidden_states": hidden, "image_rotary_emb": (text, latent)}
+        attend = functools.partial(tokens.halves_attention, text_length=size)
+        block.forward = functools.partial(run_double_block, attend, staggered, block)
+        tables = [table[None, :, None] for table in values["image_rotary_emb"]]
+        text_tables = tuple(sequence.pad_tokens(table[:, :size]) for table in tables)
+        rotary = (*halves(table[:, size:] for table in tables), text_tables)
+        spread = sequence.spread_tokens(text, "whole")
+        return {**values, **whole, "encoder_hidden_states": spread, "image_rotary_emb": rotary}
 
     def enter_single(values: dict[str, Any]) -> dict[str, Any]:
-        hidden = values["hidden_states"]
-        attend = functools.partial(sequence.self_attention, num_tokens=hidden.shape[1])
-        single.block.attn.set_processor(SingleProcessor(attend))
-        tables = tuple(sequence.pad_tokens(table[None, :, None]) for table in values["image_rotary_emb"])
-        whole = {"temb_mod": sequence.constrain(values["temb_mod"], "dp")}
-        return {**values, **whole, "hidden_states": sequence.shard_tokens(hidden), "image_rotary_emb": tables}
+        attend = replace(sequence, num_tokens=values["hidden_states"].shape[1]).halves_attention
+        single.block.forward = functools.partial(run_single_block, attend, staggered, single.block)
+        tables = halves(table[None, :, None] for table in values["image_rotary_emb"])
+        return {**values, "temb_mod": sequence.constrain(values["temb_mod"], "dp"), "image_rotary_emb": tables}
 
-    double.scan = sequence.scan("transformer_blocks", enter_double, ("encoder_hidden_states", "hidden_states"))
-    single.scan = sequence.scan("single_transformer_blocks", enter_single)
+    carried, merged = ("encoder_hidden_states", "hidden_states"), ("attn.in_gate", "attn.in_fed", "attn.out")
+    scan = sequence.scan("transformer_blocks", enter_double, carried)
+    double.scan = staggered.surround(scan, "temb_mod_img", functools.partial(_modulations, count=2))
+    scan = sequence.scan("single_transformer_blocks", enter_single, merged=merged)
+    single.scan = staggered.surround(scan, "temb_mod", functools.partial(_modulations, count=1))
 
 
 def heads_first(num_devices: int, branches: int) -> MeshShape:
@@ -244,10 +239,13 @@ TRANSFORMER_RULES = (
     Rule("transformer_blocks.*.attn.to_add_out.weight", (None, "fsdp_beside_tp", "heads")),
     Rule("transformer_blocks.*.attn.*_proj.weight", (None, "heads", "fsdp_beside_tp")),
     Rule("transformer_blocks.*.attn.to_*.weight", (None, "heads", "fsdp_beside_tp")),
-    Rule("transformer_blocks.*.*.linear_in.weight", (None, None, "mlp", "fsdp_beside_tp")),
+    Rule("transformer_blocks.*.*.gate", (None, "mlp", "fsdp_beside_tp")),
+    Rule("transformer_blocks.*.*.value", (None, "mlp", "fsdp_beside_tp")),
     Rule("transformer_blocks.*.*.linear_out.weight", (None, "fsdp_beside_tp", "mlp")),
-    Rule("single_transformer_blocks.*.attn.to_qkv_mlp_proj.weight", (None, None, "heads", "fsdp_beside_tp")),
-    Rule("single_transformer_blocks.*.attn.to_out.weight", (None, "fsdp_beside_tp", None, "heads")),
+    Rule("single_transformer_blocks.*.attn.in_gate", (None, None, "heads", "fsdp_beside_tp")),
+    Rule("single_transformer_blocks.*.attn.in_fed", (None, None, "heads", "fsdp_beside_tp")),
+    Rule("single_transformer_blocks.*.attn.in_*", (None, "heads", "fsdp_beside_tp")),
+    Rule("single_transformer_blocks.*.attn.out", (None, None, "heads", "fsdp_beside_tp")),
     # Used once a step, on a row or on the text: their outputs are gathered, not they.
     Rule("*_modulation_*.linear.weight", ("all_mlp", None)),
     Rule("single_stream_modulation.linear.weight", ("all_mlp", None)),
@@ -290,13 +288,13 @@ TRANSFORMER = Component(
     needs={
         "in_channels": Need((128,)),
         "joint_attention_dim": Same("text_encoder", "text_config.hidden_size", times=len(mistral3.STATES)),
-        # The single blocks' fused projections are split over chips in groups as wide as the heads together.
+        # The single blocks' fused projections are cut into groups as wide as the heads together.
         "mlp_ratio": Need(fits=is_whole, wording="a whole number"),
         "out_channels": Need((None, 128)),
         "patch_size": Need((1,)),
     },
     blocks=("transformer_blocks", "single_transformer_blocks"),
-    trim=fold_transformer,
+    trim=cut_transformer,
     rules=TRANSFORMER_RULES,
 )
 

@@ -58,15 +58,99 @@ def enter_joint(sequence: Any, tables: str, values: dict[str, Any]) -> dict[str,
     }
 
 
-def fused_norms(sequence: Any, eps: float) -> "tuple[Fuse, Fuse]":
-    """`sequence.residual_norm` for torch: of latents, and of a text that is whole on every chip."""
+def fused_norms(sequence: Any, eps: float, spread: bool = False) -> "tuple[Fuse, Fuse]":
+    """`sequence.residual_norm` for torch: of latents, and of a text that is whole on every chip of `sp`."""
     import functools
 
     from ..programs import torch_bridge
 
-    fuses = (functools.partial(sequence.residual_norm, eps=eps, lies=lies) for lies in ("sharded", "whole"))
+    fuses = (
+        functools.partial(sequence.residual_norm, eps=eps, lies=lies, spread=spread) for lies in ("sharded", "whole")
+    )
     latent, text = (functools.partial(torch_bridge.call_jax, fuse) for fuse in fuses)
     return latent, text
+
+
+def project_by(product: "Callable[[jax.Array, jax.Array], jax.Array]", *linears: Any) -> None:
+    """Linear layers without bias compute `product(weight, hidden)`, with the weight as `[in, out]`."""
+    import functools
+
+    from ..programs import torch_bridge
+
+    def forward(linear: Any, hidden: "torch.Tensor") -> "torch.Tensor":
+        return torch_bridge.call_jax(product, linear.weight.T, hidden)
+
+    for linear in linears:
+        linear.forward = functools.partial(forward, linear)
+
+
+class Staggered:
+    """Gated residuals of modulated norms over two halves of a sequence: what chips exchange of one half runs beside
+    products of the other.
+
+    Between them there are both residual streams, the first half's norm, and the second's update before its sums over
+    chips: these are exchanged beside the next products for the first half.
+    """
+
+    def __init__(self, sequence: Any, eps: float) -> None:
+        import functools
+
+        from ..programs import torch_bridge
+
+        self.sequence = sequence
+        self.fuse, self.fuse_text = fused_norms(sequence, eps, spread=True)
+        of = sequence.halves, sequence.spread_tokens, sequence.no_sums, sequence.partial_sums, sequence.scatter
+        self.halves, self.spread, self.no_sums, self.partial_sums, self.scatter = (
+            functools.partial(torch_bridge.call_jax, function) for function in of
+        )
+
+    def surround(self, scan: Any, vector: str, modulations: "Callable[[torch.Tensor], Sequence[Modulation]]") -> Any:
+        """`scan` with its argument `hidden_states` staggered behind `enter`, and joined again in front of `leave`.
+
+        `modulations` are those of a block's updates, made of its argument `vector`, which is the same for all.
+        """
+        from dataclasses import replace
+
+        from ..programs import torch_bridge
+
+        def start(hidden: "torch.Tensor", vector: "torch.Tensor") -> "dict[str, torch.Tensor]":
+            first, second = map(self.spread, self.halves(hidden))
+            _, normed = self.fuse(first, None, None, *modulations(vector)[0][:2])
+            return {"first": first, "normed": normed, "second": second, "sums": self.no_sums(second)}
+
+        def join(state: "dict[str, torch.Tensor]", vector: "torch.Tensor") -> "torch.Tensor":
+            import torch
+
+            second = add_gated(state["second"], self.scatter(state["sums"]), modulations(vector)[-1][2])
+            return torch.cat([state["first"], second], dim=1)
+
+        def enter(values: dict[str, Any]) -> dict[str, Any]:
+            values = scan.enter(values)
+            return {**values, "hidden_states": torch_bridge.call(start, values["hidden_states"], values[vector])}
+
+        def leave(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+            whole = self.sequence.constrain(before[vector], "dp")
+            return scan.leave(
+                {**after, "hidden_states": torch_bridge.call(join, after["hidden_states"], whole)}, before
+            )
+
+        return replace(scan, enter=enter, leave=leave)
+
+    def run(
+        self,
+        state: "dict[str, torch.Tensor]",
+        modulations: "tuple[Modulation, Modulation, Modulation]",
+        update: Callable[..., Any],
+    ) -> "dict[str, torch.Tensor]":
+        """`update` gives, for the norms of both halves, the partial sums of both updates (see `token_layout`).
+
+        `modulations` of the update before, of this one and of the next.
+        """
+        (_, _, gate_before), (scale, shift, gate), following = modulations
+        second, normed = self.fuse(state["second"], self.scatter(state["sums"]), gate_before, scale, shift)
+        first_sums, sums = update(state["normed"], normed)
+        first, normed = self.fuse(state["first"], self.scatter(first_sums), gate, *following[:2])
+        return {"first": first, "normed": normed, "second": second, "sums": sums}
 
 
 def modulated(shift: "torch.Tensor", scale: "torch.Tensor", gate: "torch.Tensor", norm: Any = None) -> "Modulation":
@@ -103,11 +187,28 @@ def run_joint_block(
     return left[0], left[1]
 
 
+def heads(attn: Any, hidden: "torch.Tensor", weights: "Sequence[torch.Tensor]") -> "tuple[torch.Tensor, ...]":
+    """Projections `[batch, tokens, heads, head_dim]`, without bias."""
+    from torch.nn.functional import linear
+
+    return tuple(linear(hidden, weight).unflatten(2, (-1, attn.head_dim)) for weight in weights)
+
+
+def attended(attend: Callable[..., Any], streams: Any, norms: Any, tables: Any) -> "list[torch.Tensor]":
+    """`attend` on `heads` of several streams, which have norms (of queries, of keys) and rotary tables each."""
+    import functools
+
+    from ..programs import torch_bridge
+
+    prologues = [prologue(*pair, each) for pair, each in zip(norms, tables, strict=True)]
+    outs = torch_bridge.call_jax(functools.partial(attend, prologues=prologues), *streams)
+    return [out.flatten(2) for out in outs]
+
+
 class JointProcessor:
     """Attention of latents and text that stay apart, each with projections and norms of its own, in JAX.
 
-    As `HunyuanVideo15AttnProcessor2_0`, whose mask is the text's length here and whose text has no positions, and as
-    `Flux2AttnProcessor`, which has no mask.
+    As `HunyuanVideo15AttnProcessor2_0`, whose mask is the text's length here and whose text has no positions.
     """
 
     def __init__(self, attend: "Callable[..., tuple[jax.Array, jax.Array]]") -> None:
@@ -121,7 +222,7 @@ class JointProcessor:
         attention_mask: "torch.Tensor | None",
         image_rotary_emb: tuple,
     ) -> "tuple[torch.Tensor, torch.Tensor]":
-        """`image_rotary_emb`: cosines and sines for the latents, or a pair of such pairs, the text's first."""
+        """`image_rotary_emb`: cosines and sines for the latents."""
         import functools
 
         from ..programs import torch_bridge
@@ -129,11 +230,8 @@ class JointProcessor:
         def heads(source: "torch.Tensor", projections: tuple) -> "tuple[Any, ...]":
             return tuple(project(source).unflatten(2, (attn.heads, -1)) for project in projections)
 
-        first, tables = image_rotary_emb
-        text_tables, tables = (first, tables) if isinstance(first, tuple) else (None, image_rotary_emb)
         text_projections, text_norms, text_out = self.of_text(attn)
-        text_norm_q, text_norm_k = text_norms
-        prologues = prologue(attn.norm_q, attn.norm_k, tables), prologue(text_norm_q, text_norm_k, text_tables)
+        prologues = prologue(attn.norm_q, attn.norm_k, image_rotary_emb), prologue(*text_norms)
         latent = heads(hidden_states, (attn.to_q, attn.to_k, attn.to_v))
         text = heads(encoder_hidden_states, text_projections)
         attend = functools.partial(self.attend, prologues=prologues)

@@ -8,7 +8,7 @@ parameter name. The list of equal blocks becomes one block whose parameters are 
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 LAYER = "*"
 
 Values = dict[str, Any]
+Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +35,16 @@ class Scan:
     """What surrounds scanned blocks.
 
     `carried` names the arguments that a block returns, in the order it returns them; all others are the same for every
-    layer. `enter(values)` may pad and place the arguments (by name) before the first layer, `leave(carried, before)`
-    undo that; `use(weights)` places one layer's weights for use. With `collect`, what each layer leaves in the first
-    carried argument is kept, `[layers, ...]`.
+    layer. `enter(values)` may pad and place the arguments (by name) before the first layer, or put a tree of arrays in
+    the place of one; `leave(carried, before)` undoes that, given all arguments as they were. `stack(weights)` may give
+    all layers' weights another form, `use(weights)` places one layer's for use. With `collect`, what each layer leaves
+    in the first carried argument is kept, `[layers, ...]`.
     """
 
     carried: tuple[str, ...] = ("hidden_states",)
     enter: Callable[[Values], Values] = lambda values: values
     leave: Callable[[Values, Values], Values] = lambda carried, before: carried
+    stack: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda weights: weights
     use: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda weights: weights
     collect: bool = False
 
@@ -81,10 +84,10 @@ class ScannedBlocks(torch.nn.Module):
 
     def _run(self, part: range | None, *args: Any, **kwargs: Any) -> Any:
         block, scan = self.block, self.scan
-        stacked = torch_bridge.to_jax({**dict(block.named_parameters()), **_saved_buffers(block)})
+        stacked = scan.stack(torch_bridge.to_jax({**dict(block.named_parameters()), **_saved_buffers(block)}))
         values = torch_bridge.to_jax(_by_name(block, args, kwargs))
-        before = {name: values[name] for name in scan.carried}
-        values = scan.enter(values)
+        before, values = values, scan.enter(values)
+        values = dict(values)
         start = tuple(values.pop(name) for name in scan.carried)
         is_tuple = False
 
@@ -96,7 +99,8 @@ class ScannedBlocks(torch.nn.Module):
             )
             is_tuple = isinstance(out, tuple | list)
             results = out if is_tuple else (out,)
-            carry = tuple(new.astype(old.dtype) for new, old in zip(results, carry, strict=False))
+            kept = tuple(results[: len(carry)])
+            carry = jax.tree.map(lambda new, old: new.astype(old.dtype), kept, carry)
             return carry, carry[0] if scan.collect else None
 
         def indexed(carry: tuple, index: jax.Array) -> tuple[tuple, jax.Array | None]:
@@ -122,13 +126,72 @@ def _by_name(block: torch.nn.Module, args: tuple, kwargs: dict) -> Values:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cut:
+    """Part of a checkpoint's tensor of `shape`, called `source` beside the parameter's module.
+
+    Its dimension `dim` is cut into `groups` of equal size. Of these the parameter is one, or has several (`taken`, a
+    slice) as a dimension of their own in front of it. Then dimensions follow each other in `order`.
+    """
+
+    source: str
+    shape: tuple[int, ...]
+    dim: int
+    groups: int
+    taken: int | slice
+    order: tuple[int, ...]
+
+    @property
+    def _range(self) -> range:
+        return range(self.groups)[self.taken if isinstance(self.taken, slice) else slice(self.taken, self.taken + 1)]
+
+    @property
+    def _size(self) -> int:
+        return self.shape[self.dim] // self.groups
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        several = (len(self._range),) if isinstance(self.taken, slice) else ()
+        shape = (*self.shape[: self.dim], *several, self._size, *self.shape[self.dim + 1 :])
+        return tuple(shape[axis] for axis in self.order)
+
+    def read(self, index: Index, read: Callable[[Index], torch.Tensor]) -> torch.Tensor:
+        """The parameter's values at `index`, from a tensor that `read` reads a piece of."""
+        parts = [index[self.order.index(axis)] for axis in range(len(index))]
+        chosen = self._range[parts.pop(self.dim)] if isinstance(self.taken, slice) else self._range
+        start, stop, _ = parts[self.dim].indices(self._size)
+        places = [slice(group * self._size + start, group * self._size + stop) for group in chosen]
+        pieces = [read((*parts[: self.dim], place, *parts[self.dim + 1 :])) for place in places]
+        found = torch.stack(pieces, self.dim) if isinstance(self.taken, slice) else pieces[0]
+        return found.permute(self.order)
+
+
+def cut(
+    weight: torch.Tensor, source: str, dim: int, groups: int, taken: int | slice, order: Sequence[int] | None = None
+) -> torch.nn.Parameter:
+    """A parameter in place of `weight`, or beside others: see `Cut`. Without values."""
+    if weight.shape[dim] % groups:
+        raise ValueError(f"{source} of shape {tuple(weight.shape)}: dimension {dim} is not {groups} equal groups.")
+    dims = weight.dim() + isinstance(taken, slice)
+    how = Cut(
+        source=source, shape=tuple(weight.shape), dim=dim, groups=groups, taken=taken,
+        order=tuple(order or range(dims)),
+    )  # fmt: skip
+    parameter = torch.nn.Parameter(torch.empty(how.part_shape, dtype=weight.dtype, device="meta"), requires_grad=False)
+    parameter.cut = how  # type: ignore[attr-defined]
+    return parameter
+
+
+@dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter of a built module: its shape (stacked where scanned) and the names it has in a checkpoint."""
+    """A parameter of a built module: its shape (stacked where scanned) and the names it has in a checkpoint; of what is
+    there it may be a `cut`.
+    """
 
     shape: tuple[int, ...]
     sources: tuple[str, ...]
     stacked: bool
     keep_float32: bool
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,22 +275,31 @@ def build(component: Component, config: Mapping[str, Any]) -> Network:
             continue
         float32 = not keep_float32.isdisjoint(name.split("."))
         prefix = next((f"{path}." for path in component.blocks if name.startswith(f"{path}.")), None)
+        cut = getattr(tensors[name], "cut", None)
         if prefix is None:
-            weights[name] = Weight(shape=shape, sources=(name,), stacked=False, keep_float32=float32)
+            weights[name] = Weight(
+                shape=shape, sources=(_source(name, cut),), stacked=False, keep_float32=float32, cut=cut
+            )
             continue
         layer, rest = name.removeprefix(prefix).split(".", 1)
         if layer == "0":
             count = len(module.get_submodule(prefix[:-1]))  # type: ignore[arg-type]
-            sources = tuple(f"{prefix}{index}.{rest}" for index in range(count))
-            _check_equal(sources, shapes)
+            names = tuple(f"{prefix}{index}.{rest}" for index in range(count))
+            _check_equal(names, shapes)
             weights[f"{prefix}{LAYER}.{rest}"] = Weight(
-                shape=(count, *shape), sources=sources, stacked=True, keep_float32=float32
-            )
+                shape=(count, *shape), sources=tuple(_source(name, cut) for name in names), stacked=True,
+                keep_float32=float32, cut=cut,
+            )  # fmt: skip
     for path in component.blocks:
         blocks = module.get_submodule(path)
         assert isinstance(blocks, torch.nn.ModuleList)
         _replace(module, path, ScannedBlocks(blocks))
     return Network(component=component, module=module, weights=weights)
+
+
+def _source(name: str, cut: Cut | None) -> str:
+    """What a checkpoint calls the tensor that holds a parameter."""
+    return name if cut is None else f"{name.rpartition('.')[0]}.{cut.source}"
 
 
 def float32_modules(component: Component, module: torch.nn.Module) -> frozenset[str]:

@@ -57,7 +57,8 @@ def step_options(mesh: Mesh) -> Mapping[str, str]:
     if device.device_kind in _SCOPED_KIB:
         options["xla_tpu_scoped_vmem_limit_kib"] = str(_SCOPED_KIB[device.device_kind])
     if device.device_kind in _SPARSE_CORE:
-        options["xla_tpu_enable_sparse_core_collective_offload_all_gather"] = "true"
+        for kind in ("all_gather", "reduce_scatter"):
+            options[f"xla_tpu_enable_sparse_core_collective_offload_{kind}"] = "true"
     return options
 
 

@@ -1,9 +1,13 @@
-"""How a denoiser's tokens lie on the mesh: padding, sharding, attention over them, weights gathered per block."""
+"""How a denoiser's tokens lie on the mesh: padding, sharding, attention over them, weights gathered per block.
+
+Between a block's products, tokens of a model whose weights stay split on `tp` may be *spread*: each chip of `tp` has
+some of them. Products gather them and scatter their sums, which is half of what an all-reduce sends on each side of the
+norms, and no chip repeats another's norms (sequence parallelism, https://arxiv.org/abs/2205.05198).
+"""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from ...attention import residual_norm
-from ...attention.api import attention, joint_attention
+from ...attention.api import Lies, attention, joint_attention
 from ...attention.policy import AttentionPolicy
 from ...attention.prologue import NO_PROLOGUE, Prologue
 from ...sharding.rules import Layout
@@ -33,18 +37,33 @@ class TokenLayout:
     def constrain(self, x: Array, *axes: str | tuple[str, ...] | None) -> Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*axes)))
 
-    def pad_tokens(self, x: Array) -> Array:
-        """`[batch, tokens, ...]` with zeros after the last token, so that every chip has whole rows of registers.
+    def pad_tokens(self, x: Array, parts: int = 1) -> Array:
+        """`[batch, tokens, ...]` with zeros after the last token, so that every chip has whole rows of registers, of
+        each of so many equal `parts`.
 
         Then what chips exchange joins without being moved.
         """
-        chips = self.mesh.shape["sp"]
-        padding = -x.shape[1] % (chips * ROWS) if chips > 1 else 0
+        chips = self.mesh.shape["sp"] * self.mesh.shape["tp"]
+        padding = -x.shape[1] % (parts * chips * ROWS) if chips * parts > 1 else 0
         widths = [(0, padding) if axis == 1 else (0, 0) for axis in range(x.ndim)]
         return jnp.pad(x, widths) if padding else x
 
     def shard_tokens(self, hidden: Float[Array, "batch tokens dim"]) -> Float[Array, "batch padded dim"]:
         return self.constrain(self.pad_tokens(hidden), "dp", "sp", None)
+
+    def spread_tokens(
+        self, hidden: Float[Array, "batch tokens dim"], lies: Lies = "sharded"
+    ) -> Float[Array, "batch padded dim"]:
+        return self.constrain(self.pad_tokens(hidden), *self._tokens(lies, spread=True))
+
+    def halves(self, x: Array) -> list[Array]:
+        """`[batch, tokens, ...]` in two parts of equal length."""
+        return jnp.split(self.pad_tokens(x, 2), 2, axis=1)
+
+    def _tokens(self, lies: Lies, *, spread: bool = False) -> P:
+        """Of `[batch, tokens, dim]`, where every chip of `tp` has all of its `sp`'s tokens, or they are spread."""
+        axes = ("sp",) if lies == "sharded" else ()
+        return P("dp", (*axes, "tp") if spread else axes or None, None)
 
     def self_attention(
         self, q: Array, k: Array, v: Array, num_tokens: int | None = None, *, prologue: Prologue = NO_PROLOGUE
@@ -78,8 +97,21 @@ class TokenLayout:
         prologues: tuple[Prologue, Prologue] = (NO_PROLOGUE, NO_PROLOGUE),
     ) -> tuple[Array, Array]:
         """Query, key and value of padded latent tokens and of a text: every token attends to all real ones of both."""
+        length = text[0].shape[1] if text_length is None else text_length
         return joint_attention(
-            latent, text, num_tokens=self.num_tokens, text_length=text_length, mesh=self.mesh,
+            latent, text, lengths=(self.num_tokens, length), lies=("sharded", "whole"), mesh=self.mesh,
+            prologues=prologues, policy=self.policy,
+        )  # fmt: skip
+
+    def halves_attention(
+        self, *streams: tuple[Array, Array, Array], text_length: int = 0, prologues: Sequence[Prologue]
+    ) -> tuple[Array, ...]:
+        """As `joint_attention`, of the two `halves` of a sequence, and of a text where one follows."""
+        half = streams[0][0].shape[1]
+        lengths = min(self.num_tokens, half), max(self.num_tokens - half, 0), text_length
+        lies: tuple[Lies, ...] = "sharded", "sharded", "whole"
+        return joint_attention(
+            *streams, lengths=lengths[: len(streams)], lies=lies[: len(streams)], mesh=self.mesh,
             prologues=prologues, policy=self.policy,
         )  # fmt: skip
 
@@ -92,17 +124,18 @@ class TokenLayout:
         shift: Array,
         *,
         eps: float,
-        lies: Literal["sharded", "whole"] = "sharded",
+        lies: Lies = "sharded",
+        spread: bool = False,
     ) -> tuple[Array, Array]:
         """`hidden + gate * update`, and its layer norm `* scale + shift`: see `residual_norm`. Vectors `[..., dim]`, of
-        every row or of all; tokens lie on `sp` or are whole on every chip.
+        every row or of all; tokens lie on `sp` or are whole on every chip. Of spread tokens the norm is gathered.
         """
         platform = self.mesh.devices.flat[0].platform
         run = functools.partial(
             residual_norm.residual_norm, eps=eps, kernel=self.policy.takes_kernel(platform), interpret=platform != "tpu"
         )
         gate, scale, shift = jax.tree.map(lambda v: v.reshape(-1, v.shape[-1]), (gate, scale, shift))
-        tokens = P("dp", "sp" if lies == "sharded" else None, None)
+        tokens = self._tokens(lies, spread=spread)
         args = (hidden, update), (gate, scale, shift)
         specs = (
             jax.tree.map(lambda _: tokens, args[0]),
@@ -110,15 +143,65 @@ class TokenLayout:
         )
 
         def fused(arrays: tuple, vectors: tuple) -> tuple[Array, Array]:
-            return run(*arrays, *vectors)
+            hidden, normed = run(*arrays, *vectors)
+            return hidden, _each_row(jax.lax.all_gather, normed) if spread else normed
 
-        mapped = jax.shard_map(fused, mesh=self.mesh, in_specs=specs, out_specs=(tokens, tokens), check_vma=False)
+        out_specs = tokens, self._tokens(lies)
+        mapped = jax.shard_map(fused, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
         return mapped(*args)
+
+    def partial_sums(
+        self, weight: Float[Array, "lanes dim"], *parts: Float[Array, "batch tokens _"], lies: Lies = "sharded"
+    ) -> Float[Array, "tp batch tokens dim"]:
+        """The lanes of all `parts` times `weight`, not yet summed over the chips of `tp`: each multiplies its own
+        lanes, side by side, by its rows.
+        """
+        tokens = self._tokens(lies)
+
+        def product(weight: Array, parts: tuple[Array, ...]) -> Array:
+            return (jnp.concatenate(parts, axis=-1) @ weight)[None]
+
+        specs, out_specs = (P("tp", None), (P(*tokens[:2], "tp"),) * len(parts)), P("tp", *tokens)
+        mapped = jax.shard_map(product, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+        return mapped(weight, parts)
+
+    def no_sums(self, hidden: Float[Array, "batch tokens dim"]) -> Float[Array, "tp batch tokens dim"]:
+        """Partial sums of nothing, for tokens like `hidden`."""
+        zeros = jnp.zeros((self.mesh.shape["tp"], *hidden.shape), hidden.dtype)
+        return self.constrain(zeros, "tp", *self._tokens("sharded"))
+
+    def scatter(
+        self, sums: Float[Array, "tp batch tokens dim"], lies: Lies = "sharded"
+    ) -> Float[Array, "batch tokens dim"]:
+        """`partial_sums`, summed over chips and spread."""
+
+        def scattered(sums: Array) -> Array:
+            return _each_row(jax.lax.psum_scatter, sums[0])
+
+        specs, out_specs = P("tp", *self._tokens(lies)), self._tokens(lies, spread=True)
+        return jax.shard_map(scattered, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)(sums)
+
+    def summed(
+        self, weight: Float[Array, "lanes dim"], *parts: Float[Array, "batch tokens _"], lies: Lies = "sharded"
+    ) -> Float[Array, "batch tokens dim"]:
+        """The lanes of all `parts` times `weight`, spread."""
+        return self.scatter(self.partial_sums(weight, *parts, lies=lies), lies)
+
+    def merge_groups(self, name: str, stack: Float[Array, "layers groups size dim"]) -> Float[Array, "layers rows dim"]:
+        """A stack whose `size` lies on `tp`, each chip's pieces of all groups together: another view, not a copy."""
+        layers, groups, size, dim = self.layouts[name].at_rest or (None,) * 4
+
+        def merged(stack: Array) -> Array:
+            return stack.reshape(len(stack), -1, stack.shape[-1])
+
+        specs, out_specs = P(layers, groups, size, dim), P(layers, size, dim)
+        return jax.shard_map(merged, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)(stack)
 
     def use_in_block(self, path: str, weights: dict[str, Array]) -> dict[str, Array]:
         """One layer's weights, gathered where they are only split at rest."""
         prefix = f"{path}.{LAYER}."
-        return {name: self.constrain(x, *self.layouts[prefix + name].in_use[1:]) for name, x in weights.items()}
+        # The last dimensions: groups may have been merged.
+        return {name: self.constrain(x, *self.layouts[prefix + name].in_use[-x.ndim :]) for name, x in weights.items()}
 
     def use_outside_blocks(self, weights: Mapping[str, Array]) -> dict[str, Array]:
         """All weights, those outside scanned blocks gathered for use."""
@@ -127,10 +210,30 @@ class TokenLayout:
             for name, x in weights.items()
         }
 
-    def scan(self, path: str, enter: Callable[[Values], Values], carried: tuple[str, ...] = ("hidden_states",)) -> Scan:
-        """The surroundings of the blocks at `path`: tokens are padded by `enter` and cut on the way out."""
+    def scan(
+        self,
+        path: str,
+        enter: Callable[[Values], Values],
+        carried: tuple[str, ...] = ("hidden_states",),
+        merged: tuple[str, ...] = (),
+    ) -> Scan:
+        """The surroundings of the blocks at `path`: tokens are padded by `enter` and cut on the way out. The groups of
+        the `merged` weights become one dimension.
+        """
 
         def leave(after: Values, before: Values) -> Values:
             return {name: hidden[:, : before[name].shape[1]] for name, hidden in after.items()}
 
-        return Scan(carried=carried, enter=enter, leave=leave, use=functools.partial(self.use_in_block, path))
+        def stack(weights: dict[str, Array]) -> dict[str, Array]:
+            prefix = f"{path}.{LAYER}."
+            return weights | {name: self.merge_groups(prefix + name, weights[name]) for name in merged}
+
+        return Scan(
+            carried=carried, enter=enter, leave=leave, stack=stack, use=functools.partial(self.use_in_block, path)
+        )
+
+
+def _each_row(collective: Callable[..., Array], x: Float[Array, "batch tokens dim"]) -> Array:
+    """An all-gather or a reduce-scatter of tokens over `tp`: row by row, for in front of them a batch is transposed."""
+    how = {"scatter_dimension": 0} if collective is jax.lax.psum_scatter else {"axis": 0}
+    return jnp.stack([collective(row, "tp", tiled=True, **how) for row in x])
