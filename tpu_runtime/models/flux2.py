@@ -162,7 +162,7 @@ def run_single_block(
         fed = (attn.mlp_act_fn.gate_fn(linear(half, attn.in_gate)) * linear(half, attn.in_fed) for half in halves)
         return [staggered.partial_sums(attn.out, *pair) for pair in zip(attended, fed, strict=True)]
 
-    return staggered.run(hidden_states, (modulation,) * 3, update)
+    return staggered.run(hidden_states, (modulation, modulation, modulation), update)
 
 
 def _modulations(vector: "torch.Tensor", count: int) -> "list[layers.Modulation]":

@@ -200,7 +200,7 @@ def attended(attend: Callable[..., Any], streams: Any, norms: Any, tables: Any) 
 
     from ..programs import torch_bridge
 
-    prologues = [prologue(*pair, each) for pair, each in zip(norms, tables, strict=True)]
+    prologues = [prologue(query, key, each) for (query, key), each in zip(norms, tables, strict=True)]
     outs = torch_bridge.call_jax(functools.partial(attend, prologues=prologues), *streams)
     return [out.flatten(2) for out in outs]
 
@@ -231,7 +231,7 @@ class JointProcessor:
             return tuple(project(source).unflatten(2, (attn.heads, -1)) for project in projections)
 
         text_projections, text_norms, text_out = self.of_text(attn)
-        prologues = prologue(attn.norm_q, attn.norm_k, image_rotary_emb), prologue(*text_norms)
+        prologues = prologue(attn.norm_q, attn.norm_k, image_rotary_emb), prologue(text_norms[0], text_norms[1])
         latent = heads(hidden_states, (attn.to_q, attn.to_k, attn.to_v))
         text = heads(encoder_hidden_states, text_projections)
         attend = functools.partial(self.attend, prologues=prologues)

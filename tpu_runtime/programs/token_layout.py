@@ -98,10 +98,11 @@ class TokenLayout:
     ) -> tuple[Array, Array]:
         """Query, key and value of padded latent tokens and of a text: every token attends to all real ones of both."""
         length = text[0].shape[1] if text_length is None else text_length
-        return joint_attention(
+        out, text_out = joint_attention(
             latent, text, lengths=(self.num_tokens, length), lies=("sharded", "whole"), mesh=self.mesh,
             prologues=prologues, policy=self.policy,
         )  # fmt: skip
+        return out, text_out
 
     def halves_attention(
         self, *streams: tuple[Array, Array, Array], text_length: int = 0, prologues: Sequence[Prologue]
