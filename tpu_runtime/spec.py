@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from ..sharding.rules import Rule
 from ..sharding.shape import MeshShape
 from .limits import Choice, FloatLimit, IntLimit, Switch
+from .names import Table
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +91,7 @@ class Component:
     all names that start so; the longest counts, and whole names are looked up after it. `class_aliases` are names of
     the class that checkpoints have and upstream translates. `trim(module)` may drop what is not needed and fold a
     weight: give it a shape with one dimension cut into `(groups, size)`, so that a fused projection can be split within
-    each group.
+    each group. `makers_names` is what the makers call its modules (see `names`).
     """
 
     name: str
@@ -107,6 +108,7 @@ class Component:
     aliases: Mapping[str, str] = field(default_factory=dict)
     class_aliases: tuple[str, ...] = ()
     trim: Callable[[Any], None] | None = None
+    makers_names: Table = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiny", {**self.config, **self.tiny})

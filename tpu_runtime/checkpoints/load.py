@@ -6,11 +6,12 @@ The host never holds more than one shard of one (stacked) weight. A weight with 
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 import torch
+from jax.sharding import Sharding
 
 from ..files import CheckpointError
 from ..programs.modules import Network
@@ -20,7 +21,18 @@ from ..units import GIB, MIB
 from .checkpoint import TensorFile, folded_dimension
 
 SECONDS_BETWEEN_TEXTS = 0.5
+Index = tuple[slice, ...]
 NUMPY_VIEWS = {torch.bfloat16: (torch.int16, jax.numpy.bfloat16), torch.float32: (torch.float32, np.float32)}
+
+
+class Changed(Protocol):
+    """Weights that are not as the files have them: `names`, and how one of these is read."""
+
+    names: frozenset[str]
+
+    def read(
+        self, reader: "Reader", name: str, files: tuple[TensorFile, ...], want: jax.ShapeDtypeStruct
+    ) -> jax.Array: ...
 
 
 def load(
@@ -29,17 +41,25 @@ def load(
     wanted: Mapping[str, jax.ShapeDtypeStruct],
     title: str,
     progress: Progress,
+    changed: Changed | None = None,
+    weights: Weights | None = None,
 ) -> Weights:
-    """Reads every weight of a network onto its devices. `wanted` comes from `abstract`.
+    """Reads weights of a network onto its devices. `wanted` comes from `abstract`: all of them, or those that take the
+    place of the same ones in `weights`, which leave one by one.
 
     A cancel stops between two tensors of the files and drops what was read so far.
     """
     meter = _Meter(title, sum(int(np.prod(want.shape)) * want.dtype.itemsize for want in wanted.values()), progress)
-    weights: Weights = {}
+    weights = {} if weights is None else weights
     with contextlib.ExitStack() as stack:
-        reader = _Reader(stack, progress.check_cancelled)
+        reader = Reader(stack, progress.check_cancelled)
         for name, want in wanted.items():
-            weights[name] = _load_one(reader, network, name, files[name], want)
+            if name in weights:
+                weights[name].delete()
+            if changed is not None and name in changed.names:
+                weights[name] = changed.read(reader, name, files[name], want)
+            else:
+                weights[name] = _load_one(reader, network, name, files[name], want)
             meter.add(int(np.prod(want.shape)) * want.dtype.itemsize)
     jax.block_until_ready(weights)
     return weights
@@ -67,7 +87,7 @@ class _Meter:
             self.progress.text(f"Loading {self.title}: {sizes}, {rate:.0f} MiB a second")
 
 
-class _Reader:
+class Reader:
     """Open safetensors files, closed by the stack. `check` raises if the user cancelled."""
 
     def __init__(self, stack: contextlib.ExitStack, check: Callable[[], None]) -> None:
@@ -75,7 +95,7 @@ class _Reader:
         self.check = check
         self.files: dict[str, Any] = {}
 
-    def slice(self, file: TensorFile, index: tuple[slice, ...]) -> torch.Tensor:
+    def slice(self, file: TensorFile, index: Index) -> torch.Tensor:
         from safetensors import safe_open
 
         self.check()
@@ -87,28 +107,38 @@ class _Reader:
 
 
 def _load_one(
-    reader: _Reader, network: Network, name: str, files: tuple[TensorFile, ...], want: jax.ShapeDtypeStruct
+    reader: Reader, network: Network, name: str, files: tuple[TensorFile, ...], want: jax.ShapeDtypeStruct
 ) -> jax.Array:
-    sharding = want.sharding
+    return _placed(want.shape, want.sharding, lambda index: _read(reader, network, name, files, index, want))
+
+
+def read_layer(reader: Reader, file: TensorFile, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
+    """One layer of a weight of `shape`, laid out by `sharding`: bfloat16 if the file is, else float32."""
+
+    def read(index: Index) -> np.ndarray:
+        piece = _slice(reader, file, index, shape)
+        _check_finite(piece, file)
+        return _array(piece if piece.dtype == torch.bfloat16 else piece.float())
+
+    return _placed(shape, sharding, read)
+
+
+def _placed(shape: tuple[int, ...], sharding: Sharding, read: Callable[[Index], np.ndarray]) -> jax.Array:
+    """An array of shards that `read` gives by their place."""
     pieces: dict[tuple, np.ndarray] = {}
     arrays = []
-    placed = sharding.addressable_devices_indices_map(want.shape).items()
+    placed = sharding.addressable_devices_indices_map(shape).items()
     for device, index in sorted(placed, key=lambda item: str(item[1])):  # equal shards follow each other: read once
         assert index is not None  # every shard has a place
         key = tuple((part.start, part.stop) for part in index)
         if key not in pieces:
-            pieces = {key: _read(reader, network, name, files, index, want)}
+            pieces = {key: read(index)}
         arrays.append(jax.device_put(pieces[key], device))
-    return jax.make_array_from_single_device_arrays(want.shape, sharding, arrays)
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def _read(
-    reader: _Reader,
-    network: Network,
-    name: str,
-    files: tuple[TensorFile, ...],
-    index: tuple[slice, ...],
-    want: jax.ShapeDtypeStruct,
+    reader: Reader, network: Network, name: str, files: tuple[TensorFile, ...], index: Index, want: jax.ShapeDtypeStruct
 ) -> np.ndarray:
     """One shard of a weight, in its final format on the host."""
     weight = network.weights[name]
@@ -119,17 +149,24 @@ def _read(
     piece = torch.empty((len(layers), *(shape[1:] if weight.stacked else shape)), dtype=torch_dtype)
     for row, layer in enumerate(layers):
         piece[row] = _slice(reader, files[layer], inner, weight.shape[1:] if weight.stacked else weight.shape)
-        if not torch.isfinite(piece[row]).all():
-            raise CheckpointError(
-                f"{files[layer].path}: the weight {weight.sources[layer]} holds NaN or infinity; the file is damaged. "
-                "Download it again."
-            )
-    view, dtype = NUMPY_VIEWS[torch_dtype]
-    array = piece.view(view).numpy().view(dtype)
+        _check_finite(piece[row], files[layer])
+    array = _array(piece)
     return array if weight.stacked else array[0]
 
 
-def _slice(reader: _Reader, file: TensorFile, index: tuple[slice, ...], shape: tuple[int, ...]) -> torch.Tensor:
+def _check_finite(piece: torch.Tensor, file: TensorFile) -> None:
+    if not torch.isfinite(piece).all():
+        raise CheckpointError(
+            f"{file.path}: the weight {file.name} holds NaN or infinity; the file is damaged. Download it again."
+        )
+
+
+def _array(piece: torch.Tensor) -> np.ndarray:
+    view, dtype = NUMPY_VIEWS[piece.dtype]
+    return piece.view(view).numpy().view(dtype)
+
+
+def _slice(reader: Reader, file: TensorFile, index: Index, shape: tuple[int, ...]) -> torch.Tensor:
     """Part of a file's tensor, which may be folded (see `spec.Component`): one piece of each group then."""
     dim = folded_dimension(file.shape, shape)
     if dim is None:
