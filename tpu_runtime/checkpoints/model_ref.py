@@ -1,7 +1,6 @@
 """Which model a node is to use: a description without weights, and the checks that need none."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from .. import models
 from ..precision import check_choice
@@ -9,7 +8,8 @@ from ..progress import Progress
 from ..spec import ModelSpec
 from . import checkpoint, compatibility
 
-Expert = Literal["both", "high", "low"]
+# Of two denoisers that share the steps: both, the first, the second.
+EXPERTS = ("both", "high", "low")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class Lora:
 
     path: str
     strength: float
-    expert: Expert = "both"
+    expert: str = EXPERTS[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class ModelRef:
         experts = self.spec.experts
         if component not in experts:
             return ()
-        own = ("both",) if len(experts) == 1 else ("both", ("high", "low")[experts.index(component)])
+        own = EXPERTS[0], EXPERTS[1 + experts.index(component)]
         return tuple(lora for lora in self.loras if lora.strength and lora.expert in own)
 
 

@@ -34,8 +34,8 @@ GENERATION = ("encode", "encode_image", "denoise", "decode")
 
 
 class Engine:
-    """Runs one stage at a time. `counts` tells how often weights were loaded or LoRAs merged into them, prompts encoded,
-    programs compiled.
+    """Runs one stage at a time. `counts` tells how often weights were loaded, LoRAs merged, prompts encoded, programs
+    compiled.
     """
 
     def __init__(self, chips: Sequence[Device] | None = None) -> None:

@@ -94,6 +94,14 @@ class Stage:
         activity.needed_bytes = max(activity.needed_bytes, needed)
         return resident.weights
 
+    def added_to_norms(self, component: Component) -> dict[str, torch.Tensor]:
+        """What LoRAs add to norms and biases of a denoiser, by name."""
+        loras = self.model.loras_of(component.name)
+        if not loras or not self.spec.head_norms:
+            return {}
+        network = modules.build(component, self.found.config(component, self.progress))
+        return apply.vectors(loras, network, self.progress)
+
     def _load(
         self,
         component: Component,

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from ..cache.store import signature
-from ..names import Names, Rows
+from ..checkpoints.names import Names
 from ..programs.modules import Network
 from ..redact import redact
+from ..spec import Rows
 from .factors import LOHA, LOKRS, LORA, DoesNotFit, Shape, factors
 
 # How names end, and what a tensor of that name is. The longest ending counts.

@@ -1,11 +1,15 @@
 """A model's LoRAs together: what they change in a network, and what a user is told of one that is added."""
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from ..cache.store import signature
-from ..checkpoints.model_ref import Lora, ModelRef
+from ..checkpoints import load
+from ..checkpoints.model_ref import EXPERTS, Lora, ModelRef
 from ..programs import modules
 from ..programs.modules import Network
 from ..progress import Progress
@@ -28,17 +32,26 @@ def changes(loras: Sequence[Lora], network: Network) -> Merge:
     return Merge([(adapter.read(lora.path, network), lora) for lora in loras], network)
 
 
+def vectors(loras: Sequence[Lora], network: Network, progress: Progress) -> dict[str, torch.Tensor]:
+    """What LoRAs add to weights of one dimension, norms among them: float32, by the weight's name in a checkpoint."""
+    with contextlib.ExitStack() as stack:
+        return changes(loras, network).vectors(load.Reader(stack, progress.check_cancelled))
+
+
 def add(model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef, str]:
     """The model with one more LoRA, and what of it applies as text.
 
     Raises `LoraError` where nothing of the file does, or where the model has no such expert.
     """
     spec = model.spec
-    if lora.expert != "both" and len(spec.experts) == 1:
-        raise LoraError(f"{spec.title}: expert is {lora.expert}, but this model has only one denoiser. Choose both.")
+    if lora.expert != EXPERTS[0] and len(spec.experts) == 1:
+        raise LoraError(
+            f"{spec.title}: expert is {lora.expert}, but this model has only one denoiser. Choose {EXPERTS[0]}."
+        )
     # Experts are alike: what fits one fits the other.
     component = spec.component(spec.experts[0])
-    network = modules.build(component, model.locate().config(component, progress))
+    with torch.inference_mode(False):  # which ComfyUI calls nodes in
+        network = modules.build(component, model.locate().config(component, progress))
     found = adapter.read(lora.path, network)
     if not found.changes:
         raise LoraError(_nothing_fits(found, model, network))

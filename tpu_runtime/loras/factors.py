@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..checkpoints.checkpoint import folded_dimension
-from ..names import Rows
+from ..spec import Rows
 
 Tensors = Mapping[str, torch.Tensor]
 Shape = tuple[int, ...]

@@ -31,7 +31,7 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 class Norm(NamedTuple):
-    """DoRA: what `pairs` make of the weight is brought to the norm `magnitude`; `strength` of that difference counts."""
+    """DoRA: what `pairs` make of the weight is brought to the norm `magnitude`; `strength` of the change counts."""
 
     pairs: tuple[Pair, ...]
     magnitude: jax.Array
@@ -111,6 +111,19 @@ class Merge:
             start = load.read_layer(reader, file, place.shape, place.sharding(place.spec))
             stack = _layer_program(sharding)(stack, layer, start, self._changes(reader, source, place))
         return stack
+
+    def vectors(self, reader: load.Reader) -> dict[str, torch.Tensor]:
+        """The sum of what is added to each weight of one dimension, by its name in a checkpoint."""
+        sums: dict[str, torch.Tensor] = {}
+        for weight in self._network.weights.values():
+            shape = weight.shape[1:] if weight.stacked else weight.shape
+            for source in weight.sources if len(shape) == 1 else ():
+                for adapter, lora in self._adapters:
+                    for change in adapter.changes.get(source, ()):
+                        found, scale = _read(reader, adapter, change, shape)
+                        assert found.dense is not None  # a vector has no factors
+                        sums[source] = sums.get(source, 0) + scale * lora.strength * found.dense
+        return sums
 
     def _changes(self, reader: load.Reader, source: str, place: "_Place") -> Changes:
         """What all files change in one weight of a checkpoint, on the chips."""

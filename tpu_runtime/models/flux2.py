@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ...sharding.rules import REPLICATED, Rule
 from ...sharding.shape import MeshShape
 from ..limits import FloatLimit, IntLimit
-from ..names import split, swapped
-from ..spec import Component, HeadNorms, LatentGeometry, ModelSpec, Need, Same, Settings
+from ..spec import Component, HeadNorms, LatentGeometry, ModelSpec, Need, Same, Settings, split, swapped
 from . import layers
 from .autoencoders.flux2 import VAE_DECODER, VAE_ENCODER, decode, denormalize_latents, encode_image
 from .text_encoders import mistral3

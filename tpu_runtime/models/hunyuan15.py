@@ -8,8 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
 from ..limits import FloatLimit, IntLimit, Switch
-from ..names import Table, split, swapped
-from ..spec import Component, HeadNorms, LatentGeometry, ModelSpec, Need, Same, Settings, StepReuse
+from ..spec import (
+    Component,
+    HeadNorms,
+    LatentGeometry,
+    ModelSpec,
+    Need,
+    Same,
+    Settings,
+    StepReuse,
+    Table,
+    split,
+    swapped,
+)
 from . import layers
 from .autoencoders.hunyuan15 import VAE_DECODER, decode, denormalize_latents
 from .text_encoders.hunyuan15 import GLYPH_ENCODER, NEGATIVE_PROMPT, PROMPT, TEXT_ENCODER, TEXT_ENCODERS

@@ -1,39 +1,14 @@
-"""Rename tables: what the makers of a model call its modules, and what diffusers does. Data, and how it is looked up.
-
-A table maps the makers' names to diffusers', those of modules or of single parameters; in both `*` stands for a number.
-Where diffusers cut a module apart, or turned its rows around, the makers' name maps to `Rows`.
-"""
+"""The names that files of others have for a network's modules, looked up in its makers' table."""
 
 import functools
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+
+from ..spec import Rows, Table
 
 # Trainers put these before a module's name, also several. Kohya and LyCORIS turn dots into underscores as well.
 _DOTTED = ("base_model.", "model.", "diffusion_model.", "transformer.", "module.")
 _UNDERSCORED = re.compile(r"(?:lora_unet|lora_transformer|lycoris)_+")
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A module whose rows are `groups` of the makers' module's, in that order, which has `of` equal groups of rows."""
-
-    name: str
-    groups: tuple[int, ...] = (0,)
-    of: int = 1
-
-
-Table = Mapping[str, str | tuple[Rows, ...]]
-
-
-def split(*names: str) -> tuple[Rows, ...]:
-    """Modules of equal size that the makers have as one."""
-    return tuple(Rows(name, (index,), len(names)) for index, name in enumerate(names))
-
-
-def swapped(name: str) -> tuple[Rows, ...]:
-    """A module whose two halves the makers have in the other order: shift before scale."""
-    return (Rows(name, (1, 0), 2),)
 
 
 class Names:
