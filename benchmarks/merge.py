@@ -34,7 +34,7 @@ def program(mesh: Mesh, stack: jax.ShapeDtypeStruct, rank: int) -> Program:
     down = shaped(mesh, (rank, *shape[cut:]), jnp.float32, None, *spec[cut:])
     start = shaped(mesh, shape, jnp.float32, *spec)
     layer = shaped(mesh, (), jnp.int32)
-    changes = merge.Changes(products=(((up, down),),))
+    changes = merge.Changes(products=(((up, down),),))  # type: ignore[arg-type] - shapes
     return Program(
         name=f"merge {'x'.join(map(str, shape))}",
         fn=merge.merge_layer,

@@ -41,17 +41,19 @@ def test_what_applies_is_said_in_short(tmp_path: Path):
 def test_what_does_not_apply_is_listed_on_the_node_and_all_of_it_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    """Keys of a text encoder, of modules that Wan 2.1's image to video has, a factor alone, and an unknown ending."""
+    """Keys of a text encoder, of what only Wan 2.1's image to video has, an unknown ending, and a product of three."""
     others = {f"lora_te_layer_{n}.lora_down.weight": torch.ones(1) for n in range(9)}
     alone = {"diffusion_model.blocks.0.cross_attn.k_img.lora_down.weight": torch.ones(2, 144)}
-    text, said = add(tmp_path, {**Q, **others, **alone, "blocks.1.attn1.to_q.oft_blocks": torch.ones(1)})
-    first = ["blocks.1.attn1.to_q.oft_blocks", *alone, *sorted(others)]
+    sizes = {"down": (2, 144), "mid": (2, 2), "up": (144, 2)}
+    three = {f"blocks.2.attn1.to_q.lora_{part}.weight": torch.ones(size) for part, size in sizes.items()}
+    text, said = add(tmp_path, {**Q, **others, **alone, **three, "blocks.1.attn1.to_q.oft_blocks": torch.ones(1)})
+    first = ["blocks.1.attn1.to_q.oft_blocks", *three, *alone, *sorted(others)]
     assert (
         text
         == said
         == (
-            "my.safetensors, strength 0.5: changes 1 weights of Wan 2.1 T2V 14B. Not applied, 11 tensors: "
-            f"{', '.join(first[:8])} and 3 more."
+            "my.safetensors, strength 0.5: changes 1 weights of Wan 2.1 T2V 14B. Not applied, 14 tensors: "
+            f"{', '.join(first[:8])} and 6 more."
         )
     )
     assert all(name in caplog.text for name in first)

@@ -15,10 +15,11 @@ from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import spec_for_family
+from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
 from comfyui_tpu.tpu_runtime.progress import Silent
 from safetensors.torch import load_file, save_file
 
-WAN21 = test_wan21.MODEL
+MODEL, WAN21 = test_wan22_i2v.MODEL, test_wan21.MODEL
 SHORT = replace(test_wan21.ODD, num_inference_steps=1)
 
 
@@ -39,8 +40,8 @@ def write_lora(path: Path, family: str, seed: int) -> Path:
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 def test_two_loras_on_both_experts_equal_upstreams(tmp_path: Path, compare: Callable):
-    """The first LoRA on both experts, the second on that of low noise alone; then none, as if there had been none."""
-    settings, runner = test_wan22_i2v.ODD, engine(8)
+    """The first LoRA on both experts, the second on that of low noise alone."""
+    settings, runner = replace(test_wan22_i2v.ODD, num_inference_steps=4), engine(8)
     first, second = (write_lora(tmp_path / f"{seed}.safetensors", "Wan22I2V", seed) for seed in (1, 2))
     pipe = test_wan22_i2v.load_pipeline(tiny.ensure(test_wan22_i2v.SPEC))
     pipe.load_lora_weights(str(first), adapter_name="first")
@@ -48,16 +49,20 @@ def test_two_loras_on_both_experts_equal_upstreams(tmp_path: Path, compare: Call
     pipe.load_lora_weights(str(second), adapter_name="second", load_into_transformer_2=True)
     pipe.transformer.set_adapters(["first"], [0.7])
     pipe.transformer_2.set_adapters(["first", "second"], [0.7, -0.3])
-    expected = test_wan22_i2v.generate(pipe, settings)
+    expected = test_wan22_i2v.generate(pipe, settings).latents
+    condition = runner.encode_image(MODEL, test_wan22_i2v.picture(settings), settings, Silent())
+    embeds = runner.encode(MODEL, test_wan22_i2v.SHORT, test_wan22_i2v.NEGATIVE, Silent())
+    mean, std = wan_vae.latent_stats(test_wan22_i2v.SPEC.component("vae_decoder").config)
+
+    def latents(*loras: Lora) -> np.ndarray:
+        model = replace(MODEL, loras=loras)
+        samples = runner.denoise(model, settings, *embeds, Silent(), condition)["samples"]
+        return ((samples - mean) / std).numpy()
+
     loras = Lora(path=str(first), strength=0.7), Lora(path=str(second), strength=-0.3, expert="low")
-    model = replace(test_wan22_i2v.MODEL, loras=loras)
-    _, latents, frames = test_wan22_i2v.run(runner, settings, model)
-    compare("latents, two LoRAs", latents.numpy(), expected.latents)
-    compare("frames, two LoRAs", frames.numpy(), expected.frames)
-    plain = test_wan22_i2v.oracle(settings)
-    assert np.abs(plain.latents - expected.latents).max() > 0.1
-    _, latents, _ = test_wan22_i2v.run(runner, settings)
-    compare("latents, none again", latents.numpy(), plain.latents)
+    compare("latents, two LoRAs", latents(*loras), expected)
+    for others in ((), loras[:1]):  # so that both are seen
+        assert np.abs(latents(*others) - expected).max() > 0.01
 
 
 class Wan:
@@ -144,7 +149,7 @@ def test_a_cancel_while_merging_leaves_no_half_merged_weights(wan: Wan, tmp_path
 
 def test_a_lora_of_one_expert_leaves_the_other_alone():
     loras = tuple(Lora(path="a", strength=1.0, expert=expert) for expert in ("both", "high", "low"))
-    two = replace(test_wan22_i2v.MODEL, loras=(*loras, Lora(path="b", strength=0.0)))
+    two = replace(MODEL, loras=(*loras, Lora(path="b", strength=0.0)))
     assert two.loras_of("transformer") == loras[:2]
     assert two.loras_of("transformer_2") == (loras[0], loras[2])
     assert two.loras_of("text_encoder") == ()

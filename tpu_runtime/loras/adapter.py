@@ -47,6 +47,8 @@ _PARTS = {
     ".w_norm": "diff",
     ".b_norm": "diff_b",
     **{f".{name}": name for kind in (LOHA, *LOKRS) for name in kind},
+    # Without these a product is another: Tucker's core, and a weight that is to grow.
+    **dict.fromkeys((".lora_mid.weight", ".hada_t1", ".hada_t2", ".lokr_t2", ".reshape_weight"), "unsupported"),
 }
 # What changes a weight, and what a bias, by the parts it needs and those that it may have.
 _SCALES = ("alpha", "magnitude")
@@ -156,6 +158,8 @@ def _changed(
     targets = {module if module in weights else f"{module}.weight": _OF_WEIGHT, f"{module}.bias": _OF_BIAS}
     for target, kinds in targets.items():
         for needed, optional in kinds:
+            if _SCALES == optional and "unsupported" in parts:
+                continue
             if target in weights and all(part in parts for part in needed):
                 yield target, {part: parts[part] for part in (*needed, *optional) if part in parts}
 
