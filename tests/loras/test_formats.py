@@ -14,11 +14,12 @@ import jax
 import numpy as np
 import pytest
 import torch
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, score_bound, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora
 from comfyui_tpu.tpu_runtime.checkpoints.names import Names
 from comfyui_tpu.tpu_runtime.loras import adapter, apply
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
+from comfyui_tpu.tpu_runtime.precision import Precision
 from comfyui_tpu.tpu_runtime.programs import modules, weights
 from comfyui_tpu.tpu_runtime.programs.modules import Network
 from comfyui_tpu.tpu_runtime.programs.program import Target
@@ -41,15 +42,15 @@ def base(family: str) -> dict[str, torch.Tensor]:
     return {name: x for path in folder.glob("*.safetensors") for name, x in load_file(path).items()}
 
 
-def merged(family: str, path: Path) -> dict[str, np.ndarray]:
-    """The changed weights by their name in a checkpoint, with what adapters leave out: nothing."""
+def merged(family: str, path: Path, precision: Precision = "float32") -> dict[str, np.ndarray]:
+    """The changed weights by their name in a checkpoint."""
     spec, own = spec_for_family(family), network(family)
-    target = Target(devices=tuple(jax.devices()[:8]), precision="float32")
+    target = Target(devices=tuple(jax.devices()[:8]), precision=precision)
     mesh = target.mesh(spec.mesh(8, 2).for_heads(own.component.tiny[spec.heads_key]))
     folder = tiny.ensure(spec) / "transformer"
     files = checkpoint.match(own, checkpoint.read_headers(folder, own.component), folder)
     changes = apply.changes((Lora(path=str(path), strength=STRENGTH),), own)
-    wanted = {name: want for name, want in weights.abstract(own, mesh, "float32").items() if name in changes.names}
+    wanted = {name: want for name, want in weights.abstract(own, mesh, precision).items() if name in changes.names}
     loaded = load.load(own, files, wanted, "test", Silent(), changes)
     assert all(loaded[name].sharding == want.sharding for name, want in wanted.items())
     found = {}
@@ -287,6 +288,41 @@ def test_a_file_of_every_format_is_merged_whole(family: str, case: Callable[[Fil
         else:  # another layer of a changed stack
             assert (value == expected).all(), name
     assert file.added.keys() <= found.keys()
+
+
+def test_the_sum_is_rounded_once(tmp_path: Path):
+    """But for sums that lie between two bfloat16 numbers as closely as float32 can tell."""
+    file = File("Wan21")
+    file.lora("blocks.0.attn1.to_q", "blocks.0.attn1.to_q.weight")
+    save_file(file.tensors, tmp_path / "lora.safetensors")
+    found = merged("Wan21", tmp_path / "lora.safetensors", "bfloat16")["blocks.0.attn1.to_q.weight"]
+    expected = (
+        file.base["blocks.0.attn1.to_q.weight"] + STRENGTH * file.added["blocks.0.attn1.to_q.weight"]
+    ).bfloat16()
+    assert found.dtype == jax.numpy.bfloat16
+    assert np.mean(found.astype(np.float32) == expected.float().numpy()) > 0.999
+
+
+def test_a_file_with_nan_is_refused(tmp_path: Path):
+    file = File("Wan21")
+    file.lora("blocks.0.attn1.to_q", "blocks.0.attn1.to_q.weight")
+    file.tensors["blocks.0.attn1.to_q.lora_B.weight"][1, 1] = torch.nan
+    save_file(file.tensors, tmp_path / "lora.safetensors")
+    with pytest.raises(
+        ValueError, match=r"blocks.0.attn1.to_q.lora_B.weight holds NaN or infinity; the file is damaged"
+    ):
+        merged("Wan21", tmp_path / "lora.safetensors")
+
+
+def test_a_changed_norm_counts_in_the_bound_on_scores(tmp_path: Path):
+    spec, file = spec_for_family("Flux2"), File("Flux2")
+    file.diff("single_blocks.1.norm.key_norm.scale.diff", "single_transformer_blocks.1.attn.norm_k.weight")
+    save_file(file.tensors, tmp_path / "lora.safetensors")
+    for strength, is_bounded in ((0.01, True), (1e4, False)):
+        loras = (Lora(path=str(tmp_path / "lora.safetensors"), strength=strength),)
+        added = apply.vectors(loras, network("Flux2"), Silent())
+        component, folder = spec.component("transformer"), tiny.ensure(spec) / "transformer"
+        assert score_bound.is_bounded(spec, component, folder, added) == is_bounded
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
