@@ -66,7 +66,7 @@ def test_what_does_not_apply_is_listed_on_the_node_and_all_of_it_in_the_log(
             {"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(2, 144)},
             r"my.safetensors changes nothing of Wan 2.1 T2V 14B. It has "
             r"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight; expected are names of the family Wan21 such as "
-            r"blocks.0.scale_shift_table or blocks.0.self_attn.q. Choose one made for Wan 2.1 T2V 14B.",
+            r"blocks.0.attn1.to_q or blocks.0.self_attn.q. Choose one made for Wan 2.1 T2V 14B.",
         ),
         (
             {name: value.repeat(*(2 if size == 144 else 1 for size in value.shape)) for name, value in Q.items()},

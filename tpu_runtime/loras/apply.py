@@ -73,12 +73,12 @@ def _nothing_fits(found: Adapter, model: ModelRef, network: Network) -> str:
             f"The LoRA {found.path} is for a model of another size than {model.model_id}: {found.misfit}. Choose one "
             f"made for {title}."
         )
-    expected = next(weight.sources[0] for weight in network.weights.values() if weight.stacked)
-    theirs = next(iter(network.component.makers_names), "")
+    own = next(weight.sources[0] for weight in network.weights.values() if weight.stacked and len(weight.shape) > 2)
+    theirs = [name.replace("*", "0") for name in network.component.makers_names if "*" in name]
+    expected = " or ".join([own.removesuffix(".weight"), *theirs[:1]])
     return (
         f"The LoRA {found.path} changes nothing of {title}. It has {_some(found.unused)}; expected are names of the "
-        f"family {model.spec.family} such as {expected.removesuffix('.weight')} or {theirs.replace('*', '0')}. Choose "
-        f"one made for {title}."
+        f"family {model.spec.family} such as {expected}. Choose one made for {title}."
     )
 
 
