@@ -158,9 +158,8 @@ def _changed(
     targets = {module if module in weights else f"{module}.weight": _OF_WEIGHT, f"{module}.bias": _OF_BIAS}
     for target, kinds in targets.items():
         for needed, optional in kinds:
-            if _SCALES == optional and "unsupported" in parts:
-                continue
-            if target in weights and all(part in parts for part in needed):
+            is_whole = "unsupported" not in parts or optional != _SCALES
+            if is_whole and target in weights and all(part in parts for part in needed):
                 yield target, {part: parts[part] for part in (*needed, *optional) if part in parts}
 
 
