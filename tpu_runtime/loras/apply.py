@@ -73,7 +73,8 @@ def _nothing_fits(found: Adapter, model: ModelRef, network: Network) -> str:
             f"The LoRA {found.path} is for a model of another size than {model.model_id}: {found.misfit}. Choose one "
             f"made for {title}."
         )
-    own = next(weight.sources[0] for weight in network.weights.values() if weight.stacked and len(weight.shape) > 2)
+    matrices = (name for name, weight in network.weights.items() if weight.stacked and len(weight.shape) > 2)
+    own = next(name.replace("*", "0") for name in matrices if name.endswith(".weight"))
     theirs = [name.replace("*", "0") for name in network.component.makers_names if "*" in name]
     expected = " or ".join([own.removesuffix(".weight"), *theirs[:1]])
     return (
