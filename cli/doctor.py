@@ -95,7 +95,7 @@ def _folders() -> Iterator[Finding]:
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     models = sorted(path.name.removeprefix("models--").replace("--", "/") for path in hub.glob("models--*"))
     yield Finding(topic="downloaded models", found=f"{hub}: {', '.join(models) or 'none'}")
-    comfyui = Path(os.environ.get("COMFYUI_PATH") or "~/ComfyUI").expanduser()
+    comfyui = comfyui_folder()
     if not (comfyui / "main.py").is_file():
         remedy = "git clone https://github.com/Comfy-Org/ComfyUI ~/ComfyUI, or set COMFYUI_PATH; `run` needs none."
         yield Finding(topic="ComfyUI", found=f"not in {comfyui}", remedy=remedy)
@@ -104,6 +104,10 @@ def _folders() -> Iterator[Finding]:
     yield from _disagreements(comfyui / "requirements.txt")
     local = sorted(path.parent.name for path in (comfyui / "models" / "diffusers").glob("*/model_index.json"))
     yield Finding(topic="models/diffusers", found=", ".join(local) or "none")
+
+
+def comfyui_folder() -> Path:
+    return Path(os.environ.get("COMFYUI_PATH") or "~/ComfyUI").expanduser()
 
 
 def _disagreements(requirements: Path) -> Iterator[Finding]:

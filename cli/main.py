@@ -163,7 +163,9 @@ def _run(options: argparse.Namespace) -> int:
         make_tiny(workflow)
     for assignment in options.set:
         assign(workflow, assignment)
-    host = TerminalHost(Folders(input=options.input, output=options.out, workflow=options.workflow.parent))
+    loras = (str(doctor.comfyui_folder() / "models" / "loras"),)
+    folders = Folders(loras=loras, input=options.input, output=options.out, workflow=options.workflow.parent)
+    host = TerminalHost(folders)
     try:
         run_workflow(workflow, host)
     finally:
@@ -181,7 +183,14 @@ def _read_json(path: Path) -> Any:
 
 
 def make_tiny(workflow: Workflow) -> None:
-    """Gives every model node its family's built-in miniature and its sizes; frames, steps and fps stay."""
+    """Gives every model node its family's built-in miniature and its sizes; frames, steps and fps stay.
+
+    LoRAs, which are made for the real sizes, are left out.
+    """
+    for node_id in [name for name, node in workflow.items() if node["class_type"] == "TPULoraLoader"]:
+        model = workflow.pop(node_id)["inputs"].get("model")
+        for node in workflow.values():
+            node["inputs"] = {k: model if v == [node_id, 0] else v for k, v in node["inputs"].items()}
     for node in workflow.values():
         declaration = HEADLESS.get(node["class_type"])
         family = declaration and (declaration.family or node["inputs"].get("family"))

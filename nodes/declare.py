@@ -13,12 +13,14 @@ WIDGET_TYPES = frozenset({"INT", "FLOAT", "STRING", "COMBO", "BOOLEAN"})
 
 @dataclass(frozen=True, kw_only=True)
 class Folders:
-    """Where a host keeps files. `workflow` is where the running file is.
+    """Where a host keeps files; of models and of LoRAs there may be several folders. `workflow` is where the running
+    file is.
 
     Relative stage folders lie under `output`; where a host is `confined`, as one that strangers may reach, all do.
     """
 
     models: tuple[str, ...] = ()
+    loras: tuple[str, ...] = ()
     input: Path = Path(".")
     workflow: Path = Path(".")
     output: Path = Path(".")
@@ -40,8 +42,9 @@ class Input:
     """One input: a widget when `type` is in WIDGET_TYPES, a socket otherwise.
 
     `check` raises ValueError with a full sentence; it speaks before the plain type and range checks. `companion` is a
-    value that ComfyUI's page saves right after this widget's own: "control_after_generate" or "upload". A socket that
-    is `listed_last` is required, and the page shows it among the optional ones (see `page_order`).
+    value that ComfyUI's page saves right after this widget's own: "control_after_generate" or "upload". A COMBO of
+    `files` offers those in the host's folders of that name. A socket that is `listed_last` is required, and the page
+    shows it among the optional ones (see `page_order`).
     """
 
     name: str
@@ -52,6 +55,7 @@ class Input:
     high: float | None = None
     step: float | None = None
     options: tuple[str, ...] = ()
+    files: str = ""
     optional: bool = False
     listed_last: bool = False
     advanced: bool = False

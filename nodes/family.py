@@ -129,7 +129,9 @@ def _chosen(
             f"{spec.title}: the connected model is a {model.spec_name}; this node runs {spec.name}. "
             f"Choose {spec.family} in the TPU Model Loader, or use the nodes of the other family."
         )
-    return choose_model(spec, model.model_id, precision=model.precision, folders=model.folders, progress=host)
+    return choose_model(
+        spec, model.model_id, precision=model.precision, folders=model.folders, loras=model.loras, progress=host
+    )
 
 
 def _check_takes_picture(spec: ModelSpec, found: ModelSpec, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Nodes that serve every model family: choosing a model, and stage files on disk."""
+"""Nodes that serve every model family: choosing a model, adding LoRAs to it, and stage files on disk."""
 
 from collections.abc import Hashable
 from dataclasses import replace
@@ -11,6 +11,7 @@ from ..tpu_runtime.engine import stage_files
 from ..tpu_runtime.models import SPECS, spec_by_name, spec_for_family
 from ..tpu_runtime.plan import process
 from ..tpu_runtime.precision import CHOICES
+from . import lora
 from .declare import Folders, Host, Input, Node, Output
 
 _FOLDER = Input(
@@ -256,4 +257,4 @@ PLAN = Node(
     run=_plan,
 )
 
-NODES = (MODEL_LOADER, SAVE_STAGE, LOAD_STAGE, FREE_MEMORY, WARMUP, PLAN)
+NODES = (MODEL_LOADER, lora.LOADER, SAVE_STAGE, LOAD_STAGE, FREE_MEMORY, WARMUP, PLAN)

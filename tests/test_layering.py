@@ -17,7 +17,7 @@ LEAVES = {"leaves", "cache", "attention", "sharding"}
 PROGRAMS = {"programs", *LEAVES}
 MODELS = {"models", *PROGRAMS}
 CHECKPOINTS = {"checkpoints", *MODELS}
-ENGINE = {"engine", *CHECKPOINTS}
+ENGINE = {"engine", "loras", *CHECKPOINTS}
 MAY_IMPORT = {
     "sharding": set(),
     "attention": {"sharding"},
@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "models.autoencoders": PROGRAMS,
     "models": {"models.text_encoders", "models.autoencoders", *PROGRAMS},
     "checkpoints": MODELS,
-    "engine": CHECKPOINTS,
+    "loras": CHECKPOINTS,
+    "engine": {"loras", *CHECKPOINTS},
     "pipeline": ENGINE,
     "cost_model": PROGRAMS,
     "plan": {"cost_model", *CHECKPOINTS},

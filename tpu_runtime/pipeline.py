@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .checkpoints.model_ref import ModelRef
+from .checkpoints.model_ref import Lora, ModelRef
 from .engine.current import current, engine
 from .engine.memory_advice import OutOfMemory as OutOfMemory  # nodes catch it
 from .engine.payloads import Conditioning, ImageCondition, Latent
@@ -59,6 +59,13 @@ def join_references(conditions: Sequence[ImageCondition]) -> ImageCondition:
     """Encoded references of several calls as one condition, in that order."""
     arrays = [array for condition in conditions for array in condition["tensors"].values()]
     return {**conditions[0], "tensors": {f"reference_{index}": array for index, array in enumerate(arrays)}}
+
+
+def add_lora(model: ModelRef, lora: Lora, *, progress: Progress) -> tuple[ModelRef, str]:
+    """The model with one more LoRA, and what of its file applies, in words. ValueError where nothing does."""
+    from .loras import apply
+
+    return apply.add(model, lora, progress)
 
 
 def decode(model: ModelRef, latents: Latent, *, progress: Progress) -> "torch.Tensor":

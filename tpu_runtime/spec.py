@@ -77,6 +77,29 @@ def _freeze(record: Any) -> None:
             object.__setattr__(record, one.name, MappingProxyType(dict(value)))
 
 
+@dataclass(frozen=True)
+class Rows:
+    """A module whose rows are `groups` of the makers' module's, in that order, which has `of` equal groups of rows."""
+
+    name: str
+    groups: tuple[int, ...] = (0,)
+    of: int = 1
+
+
+# What the makers call modules (or single parameters), to diffusers' names; in both `*` stands for a number.
+Table = Mapping[str, str | tuple[Rows, ...]]
+
+
+def split(*names: str) -> tuple[Rows, ...]:
+    """Modules of equal size that the makers have as one."""
+    return tuple(Rows(name, (index,), len(names)) for index, name in enumerate(names))
+
+
+def swapped(name: str) -> tuple[Rows, ...]:
+    """A module whose two halves the makers have in the other order: shift before scale."""
+    return (Rows(name, (1, 0), 2),)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Component:
     """One neural network of a model: the folder of its checkpoint called `name`, unless `folder` says another.
@@ -89,7 +112,7 @@ class Component:
     other versions of the libraries wrote, which upstream translates while loading. One that ends in a dot stands for
     all names that start so; the longest counts, and whole names are looked up after it. `class_aliases` are names of
     the class that checkpoints have and upstream translates. `trim(module)` may drop what is not needed and put parts
-    of a weight in its place (see `modules.Cut`).
+    of a weight in its place (see `modules.Cut`). `makers_names` is what the makers call its modules (see `names`).
     """
 
     name: str
@@ -106,6 +129,7 @@ class Component:
     aliases: Mapping[str, str] = field(default_factory=dict)
     class_aliases: tuple[str, ...] = ()
     trim: Callable[[Any], None] | None = None
+    makers_names: Table = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiny", {**self.config, **self.tiny})

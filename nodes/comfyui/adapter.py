@@ -54,6 +54,7 @@ class ComfyHost:
 def _folders() -> Folders:
     return Folders(
         models=tuple(folder_paths.get_folder_paths("diffusers")),
+        loras=tuple(folder_paths.get_folder_paths("loras")),
         input=Path(folder_paths.get_input_directory()),
         output=Path(folder_paths.get_output_directory()),
         confined=True,
@@ -119,12 +120,18 @@ def _input(declared: Input, *, raw_link: bool) -> Any:
         "INT": {"min": declared.low, "max": declared.high, "step": declared.step},
         "FLOAT": {"min": declared.low, "max": declared.high, "step": declared.step},
         "STRING": {"multiline": declared.multiline},
-        "COMBO": {"options": list(declared.options)},
+        "COMBO": {"options": _options(declared)},
     }.get(declared.type, {})
     if declared.companion == "control_after_generate":
         own["control_after_generate"] = True
     advanced = declared.advanced or None
-    return _accepted(_WIDGETS[declared.type].Input, default=declared.default, advanced=advanced, **own, **shared)
+    default = None if declared.files else declared.default  # the first file
+    return _accepted(_WIDGETS[declared.type].Input, default=default, advanced=advanced, **own, **shared)
+
+
+def _options(declared: Input) -> list[str]:
+    """Files are looked for whenever the page asks, as for core's nodes."""
+    return folder_paths.get_filename_list(declared.files) if declared.files else list(declared.options)
 
 
 def _output(kind: str, name: str, tooltip: str) -> Any:

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import av
 import pytest
+import torch
 from comfyui_tpu.cli.main import make_tiny
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.support.comfyui_server import PACK, Server, needs_comfyui, tiny_workflow
 from PIL import Image
+from safetensors.torch import save_file
 
 pytestmark = needs_comfyui
 
@@ -82,6 +84,32 @@ def _position(declaration, name: str) -> tuple[bool, int]:
     """ComfyUI lists first what it takes for required."""
     names = [declared.name for declared in declaration.inputs]
     return declaration.input(name).is_listed_optional, names.index(name)
+
+
+def test_loras_are_offered_found_and_refused_as_core_does_it(server: Server):
+    """What is merged does not need a server; what ComfyUI lists, checks and caches does."""
+    folder, module = server.base / "models" / "loras", "diffusion_model.blocks.0.self_attn.q"
+    tensors = {f"{module}.lora_A.weight": torch.ones(2, 144), f"{module}.lora_B.weight": torch.ones(144, 2)}
+    (folder / "wan").mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "wan" / "style.safetensors")
+    kind, options = server.get("/object_info/TPULoraLoader")["TPULoraLoader"]["input"]["required"]["lora_name"]
+    assert "wan/style.safetensors" in (kind if isinstance(kind, list) else options["options"])
+
+    def workflow(name: str) -> dict:
+        return {
+            "1": {"class_type": "TPUModelLoader", "inputs": {"model_id": "tiny/wan21", "family": "Wan21"}},
+            "2": {"class_type": "TPULoraLoader", "inputs": {"model": ["1", 0], "lora_name": name, "strength": 0.5}},
+            "3": {"class_type": "PreviewAny", "inputs": {"source": ["2", 1]}},
+        }
+
+    def reported() -> str:
+        return server.run(workflow("wan/style.safetensors"))["outputs"]["3"]["text"][0]
+
+    assert reported() == "style.safetensors, strength 0.5: changes 1 weights of Wan 2.1 T2V 14B."
+    save_file({**tensors, "unknown": torch.ones(1)}, folder / "wan" / "style.safetensors")
+    assert reported().endswith("Not applied, 1 tensors: unknown.")  # the file changed: not from ComfyUI's cache
+    refusal = server.queue(workflow("../style.safetensors"))
+    assert "must be a file below" in str(refusal["node_errors"]["2"])
 
 
 def test_the_api_workflow_gives_the_video_and_leaves_torch_as_it_was(server: Server):

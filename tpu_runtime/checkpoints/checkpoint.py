@@ -302,7 +302,7 @@ def by_own_names(tensors: Mapping[str, Found], aliases: Mapping[str, str]) -> di
 
 
 def _check_shapes(weight: "Weight", files: tuple[TensorFile, ...], folder: Path) -> None:
-    expected = weight.cut.shape if weight.cut else weight.shape[1:] if weight.stacked else weight.shape
+    expected = weight.tensor_shape
     for source, file in zip(weight.sources, files, strict=True):
         if file.shape != expected:
             raise CheckpointError(f"{folder}: {source} has shape {file.shape}, but its config asks for {expected}.")

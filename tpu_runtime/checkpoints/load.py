@@ -7,21 +7,33 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 import torch
+from jax.sharding import Sharding
 
 from ..files import CheckpointError
-from ..programs.modules import Network
+from ..programs.modules import Network, Weight
 from ..programs.weights import Weights
 from ..progress import Progress
 from ..units import GIB, MIB
 from .checkpoint import TensorFile
 
 SECONDS_BETWEEN_TEXTS = 0.5
+Index = tuple[slice, ...]
 NUMPY_VIEWS = {torch.bfloat16: (torch.int16, jax.numpy.bfloat16), torch.float32: (torch.float32, np.float32)}
+
+
+class Changed(Protocol):
+    """Weights that are not as the files have them: `names`, and how one of these is read."""
+
+    names: frozenset[str]
+
+    def read(
+        self, reader: "Reader", name: str, files: tuple[TensorFile, ...], want: jax.ShapeDtypeStruct
+    ) -> jax.Array: ...
 
 
 def load(
@@ -30,17 +42,25 @@ def load(
     wanted: Mapping[str, jax.ShapeDtypeStruct],
     title: str,
     progress: Progress,
+    changed: Changed | None = None,
+    weights: Weights | None = None,
 ) -> Weights:
-    """Reads every weight of a network onto its devices. `wanted` comes from `abstract`.
+    """Reads weights of a network onto its devices. `wanted` comes from `abstract`: all of them, or those that take the
+    place of the same ones in `weights`, which leave one by one.
 
     A cancel stops between two tensors of the files and drops what was read so far.
     """
     meter = _Meter(title, sum(int(np.prod(want.shape)) * want.dtype.itemsize for want in wanted.values()), progress)
-    weights: Weights = {}
+    weights = {} if weights is None else weights
     with contextlib.ExitStack() as stack:
-        reader = _Reader(stack, progress.check_cancelled)
+        reader = Reader(stack, progress.check_cancelled)
         for name, want in wanted.items():
-            weights[name] = _load_one(reader, network, name, files[name], want)
+            if name in weights:
+                weights[name].delete()
+            if changed is not None and name in changed.names:
+                weights[name] = changed.read(reader, name, files[name], want)
+            else:
+                weights[name] = _load_one(reader, network, name, files[name], want)
             meter.add(int(np.prod(want.shape)) * want.dtype.itemsize)
     jax.block_until_ready(weights)
     return weights
@@ -68,7 +88,7 @@ class _Meter:
             self.progress.text(f"Loading {self.title}: {sizes}, {rate:.0f} MiB a second")
 
 
-class _Reader:
+class Reader:
     """Open safetensors files, closed by the stack. `check` raises if the user cancelled."""
 
     def __init__(self, stack: contextlib.ExitStack, check: Callable[[], None]) -> None:
@@ -76,7 +96,7 @@ class _Reader:
         self.check = check
         self.files: dict[str, Any] = {}
 
-    def slice(self, file: TensorFile, index: tuple[slice, ...]) -> torch.Tensor:
+    def slice(self, file: TensorFile, index: Index) -> torch.Tensor:
         from safetensors import safe_open
 
         self.check()
@@ -88,28 +108,38 @@ class _Reader:
 
 
 def _load_one(
-    reader: _Reader, network: Network, name: str, files: tuple[TensorFile, ...], want: jax.ShapeDtypeStruct
+    reader: Reader, network: Network, name: str, files: tuple[TensorFile, ...], want: jax.ShapeDtypeStruct
 ) -> jax.Array:
-    sharding = want.sharding
+    return _placed(want.shape, want.sharding, lambda index: _read(reader, network, name, files, index, want))
+
+
+def read_layer(reader: Reader, file: TensorFile, weight: Weight, sharding: Sharding) -> jax.Array:
+    """One layer of a weight, laid out by `sharding`: bfloat16 if the file is, else float32."""
+
+    def read(index: Index) -> np.ndarray:
+        piece = _slice(reader, file, index, weight)
+        _check_finite(piece, file)
+        return _array(piece.contiguous() if piece.dtype == torch.bfloat16 else piece.float().contiguous())
+
+    return _placed(weight.layer_shape, sharding, read)
+
+
+def _placed(shape: tuple[int, ...], sharding: Sharding, read: Callable[[Index], np.ndarray]) -> jax.Array:
+    """An array of shards that `read` gives by their place."""
     pieces: dict[tuple, np.ndarray] = {}
     arrays = []
-    placed = sharding.addressable_devices_indices_map(want.shape).items()
+    placed = sharding.addressable_devices_indices_map(shape).items()
     for device, index in sorted(placed, key=lambda item: str(item[1])):  # equal shards follow each other: read once
         assert index is not None  # every shard has a place
         key = tuple((part.start, part.stop) for part in index)
         if key not in pieces:
-            pieces = {key: _read(reader, network, name, files, index, want)}
+            pieces = {key: read(index)}
         arrays.append(jax.device_put(pieces[key], device))
-    return jax.make_array_from_single_device_arrays(want.shape, sharding, arrays)
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def _read(
-    reader: _Reader,
-    network: Network,
-    name: str,
-    files: tuple[TensorFile, ...],
-    index: tuple[slice, ...],
-    want: jax.ShapeDtypeStruct,
+    reader: Reader, network: Network, name: str, files: tuple[TensorFile, ...], index: Index, want: jax.ShapeDtypeStruct
 ) -> np.ndarray:
     """One shard of a weight, in its final format on the host."""
     weight = network.weights[name]
@@ -119,13 +149,25 @@ def _read(
     shape = want.sharding.shard_shape(want.shape)
     piece = torch.empty((len(layers), *(shape[1:] if weight.stacked else shape)), dtype=torch_dtype)
     for row, layer in enumerate(layers):
-        read = functools.partial(reader.slice, files[layer])
-        piece[row] = read(inner) if weight.cut is None else weight.cut.read(inner, read)
-        if not torch.isfinite(piece[row]).all():
-            raise CheckpointError(
-                f"{files[layer].path}: the weight {weight.sources[layer]} holds NaN or infinity; the file is damaged. "
-                "Download it again."
-            )
-    view, dtype = NUMPY_VIEWS[torch_dtype]
-    array = piece.view(view).numpy().view(dtype)
+        piece[row] = _slice(reader, files[layer], inner, weight)
+        _check_finite(piece[row], files[layer])
+    array = _array(piece)
     return array if weight.stacked else array[0]
+
+
+def _check_finite(piece: torch.Tensor, file: TensorFile) -> None:
+    if not torch.isfinite(piece).all():
+        raise CheckpointError(
+            f"{file.path}: the weight {file.name} holds NaN or infinity; the file is damaged. Download it again."
+        )
+
+
+def _array(piece: torch.Tensor) -> np.ndarray:
+    view, dtype = NUMPY_VIEWS[piece.dtype]
+    return piece.view(view).numpy().view(dtype)
+
+
+def _slice(reader: Reader, file: TensorFile, index: Index, weight: Weight) -> torch.Tensor:
+    """Part of one layer of a weight, which may be cut out of the file's tensor."""
+    read = functools.partial(reader.slice, file)
+    return read(index) if weight.cut is None else weight.cut.read(index, read)

@@ -8,6 +8,18 @@ from ..progress import Progress
 from ..spec import ModelSpec
 from . import checkpoint, compatibility
 
+# Of two denoisers that share the steps: both, the first, the second.
+EXPERTS = ("both", "high", "low")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """A file of changes to a denoiser's weights, their strength, and to which expert: the first has the high noise."""
+
+    path: str
+    strength: float
+    expert: str = EXPERTS[0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRef:
@@ -17,6 +29,7 @@ class ModelRef:
     model_id: str
     precision: str = "auto"
     folders: tuple[str, ...] = ()
+    loras: tuple[Lora, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.model_id} ({self.precision})"
@@ -33,6 +46,14 @@ class ModelRef:
         check_choice(self.precision)
         self.locate().check()
 
+    def loras_of(self, component: str) -> tuple[Lora, ...]:
+        """Those that change a component: of a denoiser, with a strength other than 0."""
+        experts = self.spec.experts
+        if component not in experts:
+            return ()
+        own = EXPERTS[0], EXPERTS[1 + experts.index(component)]
+        return tuple(lora for lora in self.loras if lora.strength and lora.expert in own)
+
 
 def choose_model(
     spec: ModelSpec,
@@ -40,11 +61,12 @@ def choose_model(
     *,
     precision: str = "auto",
     folders: tuple[str, ...] = (),
+    loras: tuple[Lora, ...] = (),
     progress: Progress | None = None,
 ) -> ModelRef:
     """The checked model that `model_id` is: see `variant`, for `progress` too, and `ModelRef.check`."""
     spec = variant(spec, model_id, folders, progress)
-    model = ModelRef(spec_name=spec.name, model_id=model_id, precision=precision, folders=folders)
+    model = ModelRef(spec_name=spec.name, model_id=model_id, precision=precision, folders=folders, loras=loras)
     model.check()
     return model
 

@@ -14,16 +14,22 @@ from .checkpoint import TensorFile, by_own_names, read_headers
 
 LOG2_E = math.log2(math.e)
 
+Added = Mapping[str, torch.Tensor]
+NOTHING: Added = {}
 
-def is_bounded(spec: ModelSpec, component: Component, folder: Path) -> bool:
-    """Whether no score of the denoiser in `folder` can exceed `SCORE_BOUND`, in base 2, whatever the input."""
+
+def is_bounded(spec: ModelSpec, component: Component, folder: Path, added: Added = NOTHING) -> bool:
+    """Whether no score of the denoiser in `folder` can exceed `SCORE_BOUND`, in base 2, whatever the input.
+
+    `added` are what is added to weights, by name.
+    """
     if not spec.head_norms:
         return False
     tensors = by_own_names(read_headers(folder, component), component.aliases)
-    return all(score_bound(tensors, norms) <= SCORE_BOUND for norms in spec.head_norms)
+    return all(score_bound(tensors, norms, added) <= SCORE_BOUND for norms in spec.head_norms)
 
 
-def score_bound(tensors: Mapping[str, TensorFile], norms: HeadNorms) -> float:
+def score_bound(tensors: Mapping[str, TensorFile], norms: HeadNorms, added: Added = NOTHING) -> float:
     """The largest score of any layer, in base 2 and with the scale of attention.
 
     A normalised head has length `sqrt(head_dim)`, and its rotary embedding turns pairs of neighbours: so a score is at
@@ -33,12 +39,12 @@ def score_bound(tensors: Mapping[str, TensorFile], norms: HeadNorms) -> float:
     layers = {name.removeprefix(prefix).partition(".")[0] for name in tensors if name.startswith(prefix)}
     if not layers:
         return math.inf
-    return max(_layer_bound(tensors, norms, layer) for layer in layers)
+    return max(_layer_bound(tensors, norms, layer, added) for layer in layers)
 
 
-def _layer_bound(tensors: Mapping[str, TensorFile], norms: HeadNorms, layer: str) -> float:
+def _layer_bound(tensors: Mapping[str, TensorFile], norms: HeadNorms, layer: str, added: Added) -> float:
     def gains(names: Sequence[str]) -> list[tuple[np.ndarray, float]]:
-        return [_gain_and_bias(tensors, name.replace("*", layer)) for name in names]
+        return [_gain_and_bias(tensors, name.replace("*", layer), added) for name in names]
 
     return max(_bound(*query, *key) for query, key in itertools.product(gains(norms.queries), gains(norms.keys)))
 
@@ -52,10 +58,15 @@ def _bound(q_gain: np.ndarray, q_bias: float, k_gain: np.ndarray, k_bias: float)
     return LOG2_E / length * (product + biases)
 
 
-def _gain_and_bias(tensors: Mapping[str, TensorFile], norm: str) -> tuple[np.ndarray, float]:
+def _gain_and_bias(tensors: Mapping[str, TensorFile], norm: str, added: Added) -> tuple[np.ndarray, float]:
     """The larger gain of each pair of neighbours, and the length of the bias."""
-    gain = np.abs(_read(tensors[f"{norm}.weight"]))
-    bias = _read(tensors[f"{norm}.bias"]) if f"{norm}.bias" in tensors else np.zeros(1)
+
+    def read(name: str) -> np.ndarray:
+        more = added.get(name)
+        return _read(tensors[name]) + (0.0 if more is None else more.to(torch.float64).numpy())
+
+    gain = np.abs(read(f"{norm}.weight"))
+    bias = read(f"{norm}.bias") if f"{norm}.bias" in tensors else np.zeros(1)
     return gain.reshape(-1, 2).max(axis=1), float(np.linalg.norm(bias))
 
 

@@ -1,1 +1,1 @@
-"""One generation at work: the engine, its caches and stages. May import `checkpoints` and what that may."""
+"""One generation at work: the engine, its caches and stages. May import `loras`, `checkpoints` and what these may."""

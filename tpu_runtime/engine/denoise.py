@@ -106,7 +106,9 @@ def denoiser_program(
     spec, target = stage.spec, stage.target
     references = {name: x.shape for name, x in inputs.items() if spec.references and name.startswith("reference_")}
     bounded = all(
-        score_bound.is_bounded(spec, component, stage.found.fetch_weights(component, stage.progress))
+        score_bound.is_bounded(
+            spec, component, stage.found.fetch_weights(component, stage.progress), stage.added_to_norms(component)
+        )
         for component in map(spec.component, spec.experts)
     )
     shape = denoise_step.StepShape.of(table, references=references, bounded=bounded)

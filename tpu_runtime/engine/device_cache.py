@@ -12,12 +12,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import jax
-
 from ...sharding.mesh import Device
 from ..cache.store import signature
 from ..programs.executables import Executable
 from ..programs.step_reuse import Runnable
+from ..programs.weights import Weights
 from ..units import GIB, readable
 from .memory_advice import VARIABLE, OutOfMemory
 
@@ -33,13 +32,18 @@ Key = tuple[str, ...]
 
 @dataclass(kw_only=True)
 class Resident:
-    """A component's weights on the devices."""
+    """A component's weights on the devices.
+
+    `variant` says what was done to them, and `changed` names those that are not as the checkpoint has them.
+    """
 
     id: str
     component: str
     model: str
-    weights: dict[str, jax.Array]
+    weights: Weights
     size_bytes: int
+    variant: str = ""
+    changed: frozenset[str] = frozenset()
     last_used: float = field(default_factory=time.time)
 
     @property
@@ -73,18 +77,29 @@ class DeviceCache:
         model: str,
         size_bytes: int,
         running: Runnable,
-        load: Callable[[], dict[str, jax.Array]],
+        load: Callable[[Resident | None], tuple[Weights, frozenset[str]]],
+        variant: str = "",
     ) -> Resident:
         """The component `key`, loaded if it is not resident, with room for the program `running` on it.
 
-        Others leave first if all would not fit. Raises `OutOfMemory` before loading what cannot fit at all.
+        `load` gives weights and the names of those that are changed; if another `variant` of the component is resident,
+        it gets that, and gives the same weights with what differs replaced. Others leave first if all would not fit.
+        Raises `OutOfMemory` before loading what cannot fit at all.
         """
         self._make_room(key, f"{component} of {model}", size_bytes, running)
-        if key not in self._held:
-            weights = load()
+        held = self._held.get(key)
+        assert not isinstance(held, Executable)
+        if held is None or held.variant != variant:
+            try:
+                weights, changed = load(held)
+            except BaseException:
+                if held is not None:  # some of its weights may be gone
+                    self._evict(key)
+                raise
             self._held[key] = Resident(
-                id=signature(key), component=component, model=model, weights=weights, size_bytes=size_bytes
-            )
+                id=signature(key), component=component, model=model, weights=weights, size_bytes=size_bytes,
+                variant=variant, changed=changed,
+            )  # fmt: skip
         resident = self._used(key)
         assert isinstance(resident, Resident)
         resident.last_used = time.time()

@@ -34,14 +34,16 @@ GENERATION = ("encode", "encode_image", "denoise", "decode")
 
 
 class Engine:
-    """Runs one stage at a time. `counts` tells how often weights were loaded, prompts encoded, programs compiled."""
+    """Runs one stage at a time. `counts` tells how often weights were loaded, LoRAs merged, prompts encoded, programs
+    compiled.
+    """
 
     def __init__(self, chips: Sequence[Device] | None = None) -> None:
         versions.warn_once()
         xla_cache.use_persistent_cache()
         self.compilations = xla_cache.compilations()
         self.devices = tuple(chips or jax.devices())
-        self.counts: Counter[str] = Counter(load=0, encode=0, compile=0)
+        self.counts: Counter[str] = Counter(load=0, merge=0, encode=0, compile=0)
         self.device_cache = DeviceCache(self.devices[0])
         self.program_cache = ProgramCache(self.devices, self.device_cache, self.counts)
         self.prompt_cache = PromptCache()
@@ -118,6 +120,7 @@ class Engine:
         with self._lock, torch.inference_mode(False), torch.no_grad():
             activity = telemetry.Activity(stage=name, model=model.model_id)
             stage = Stage(
+                model=model,
                 found=model.locate(),
                 target=Target(
                     devices=self.devices, precision=precisions.resolve(model.precision, self.devices[0].platform)

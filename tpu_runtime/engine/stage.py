@@ -1,8 +1,9 @@
 """One stage at work: a located checkpoint, what it is compiled for, the host that watches, and the caches it uses."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,14 +11,16 @@ import torch
 
 from ..checkpoints import checkpoint, load
 from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.model_ref import Lora, ModelRef
+from ..loras import apply
 from ..programs import finite, modules, network_call
 from ..programs.executables import Executable
 from ..programs.program import Target
 from ..programs.step_reuse import Runnable
 from ..programs.weights import Weights, bytes_per_chip
-from ..spec import Call, ModelSpec
+from ..spec import Call, Component, ModelSpec
 from . import telemetry
-from .device_cache import DeviceCache
+from .device_cache import DeviceCache, Resident
 from .program_cache import ProgramCache
 from .prompt_cache import PromptCache
 
@@ -26,6 +29,7 @@ from .prompt_cache import PromptCache
 class Stage:
     """What the host code of a stage may ask for: networks to call, weights, progress."""
 
+    model: ModelRef
     found: Checkpoint
     target: Target
     progress: telemetry.Watched
@@ -75,25 +79,51 @@ class Stage:
         wanted = executable.program.weights
         assert wanted is not None
 
-        def read() -> Weights:
-            self.counts["load"] += 1
-            folder = self.found.fetch_weights(component, self.progress)
-            network = modules.build(component, self.found.config(component, self.progress))
-            files = checkpoint.match(network, checkpoint.read_headers(folder, component), folder)
-            return load.load(network, files, wanted, f"{name} of {self.found.model_id}", self.progress)
-
+        loras = self.model.loras_of(name)
         resident = self.device_cache.get(
             (name, self.found.identity(component.folder, self.progress), executable.program.precision),
             component=name,
             model=self.found.model_id,
             size_bytes=bytes_per_chip(wanted),
             running=executable,
-            load=read,
+            variant=apply.variant(loras),
+            load=lambda held: self._load(component, loras, wanted, held),
         )
         activity = self.progress.activity
         needed = self.device_cache.size_bytes + self.device_cache.code_bytes + executable.workspace_bytes
         activity.needed_bytes = max(activity.needed_bytes, needed)
         return resident.weights
+
+    def added_to_norms(self, component: Component) -> dict[str, torch.Tensor]:
+        """What LoRAs add to norms and biases of a denoiser, by name."""
+        loras = self.model.loras_of(component.name)
+        if not loras or not self.spec.head_norms:
+            return {}
+        network = modules.build(component, self.found.config(component, self.progress))
+        return apply.vectors(loras, network, self.progress)
+
+    def _load(
+        self,
+        component: Component,
+        loras: tuple[Lora, ...],
+        wanted: Mapping[str, jax.ShapeDtypeStruct],
+        held: Resident | None,
+    ) -> tuple[Weights, frozenset[str]]:
+        """A component's weights with `loras`, and which those change: of a resident only what differs is read."""
+        folder = self.found.fetch_weights(component, self.progress)
+        network = modules.build(component, self.found.config(component, self.progress))
+        files = checkpoint.match(network, checkpoint.read_headers(folder, component), folder)
+        changed = apply.changes(loras, network)
+        self.counts["merge"] += bool(changed.names)
+        title = f"{component.name} of {self.found.model_id}"
+        if loras:
+            title += f" with {', '.join(Path(lora.path).name for lora in loras)}"
+        if held is None:
+            self.counts["load"] += 1
+        else:
+            wanted = {name: want for name, want in wanted.items() if name in held.changed | changed.names}
+        weights = load.load(network, files, wanted, title, self.progress, changed, held.weights if held else None)
+        return weights, changed.names
 
     def report(self, unit: str) -> Callable[[int, int], None]:
         """Moves the host's bar and lets it cancel."""

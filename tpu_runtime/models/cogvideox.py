@@ -169,6 +169,24 @@ TEXT_ENCODER = t5.encoder(
     trim=t5.move_position_bias,
 )
 
+# ComfyUI's; adapters for this model have those or diffusers'.
+MAKERS_NAMES = {
+    "time_embedding_linear_1": "time_embedding.linear_1",
+    "time_embedding_linear_2": "time_embedding.linear_2",
+    "blocks.*.norm1.linear": "transformer_blocks.*.norm1.linear",
+    "blocks.*.norm1.norm": "transformer_blocks.*.norm1.norm",
+    "blocks.*.norm2.linear": "transformer_blocks.*.norm2.linear",
+    "blocks.*.norm2.norm": "transformer_blocks.*.norm2.norm",
+    "blocks.*.q": "transformer_blocks.*.attn1.to_q",
+    "blocks.*.k": "transformer_blocks.*.attn1.to_k",
+    "blocks.*.v": "transformer_blocks.*.attn1.to_v",
+    "blocks.*.norm_q": "transformer_blocks.*.attn1.norm_q",
+    "blocks.*.norm_k": "transformer_blocks.*.attn1.norm_k",
+    "blocks.*.attn_out": "transformer_blocks.*.attn1.to_out.0",
+    "blocks.*.ff_proj": "transformer_blocks.*.ff.net.0.proj",
+    "blocks.*.ff_out": "transformer_blocks.*.ff.net.2",
+}
+
 TRANSFORMER = Component(
     name="transformer",
     library="diffusers",
@@ -211,6 +229,7 @@ TRANSFORMER = Component(
         "use_rotary_positional_embeddings": Need((True,), required=True),
     },
     blocks=("transformer_blocks",),
+    makers_names=MAKERS_NAMES,
     rules=(
         Rule("transformer_blocks.**.bias", REPLICATED),
         Rule("transformer_blocks.*.attn1.norm_*.weight", REPLICATED),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...sharding.rules import REPLICATED, Rule
 from ...sharding.shape import MeshShape
 from ..limits import FloatLimit, IntLimit
-from ..spec import Component, HeadNorms, LatentGeometry, ModelSpec, Need, Same, Settings
+from ..spec import Component, HeadNorms, LatentGeometry, ModelSpec, Need, Same, Settings, split, swapped
 from . import layers
 from .autoencoders.flux2 import VAE_DECODER, VAE_ENCODER, decode, denormalize_latents, encode_image
 from .text_encoders import mistral3
@@ -257,6 +257,42 @@ TRANSFORMER_RULES = (
     Rule("proj_out.weight", REPLICATED),
 )
 
+_QKV = split("transformer_blocks.*.attn.to_q", "transformer_blocks.*.attn.to_k", "transformer_blocks.*.attn.to_v")
+_ADDED_QKV = split(*(f"transformer_blocks.*.attn.add_{name}_proj" for name in "qkv"))
+# Black Forest Labs'; as in `diffusers.loaders.single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers`.
+MAKERS_NAMES = {
+    "img_in": "x_embedder",
+    "txt_in": "context_embedder",
+    "time_in.in_layer": "time_guidance_embed.timestep_embedder.linear_1",
+    "time_in.out_layer": "time_guidance_embed.timestep_embedder.linear_2",
+    "guidance_in.in_layer": "time_guidance_embed.guidance_embedder.linear_1",
+    "guidance_in.out_layer": "time_guidance_embed.guidance_embedder.linear_2",
+    "double_stream_modulation_img.lin": "double_stream_modulation_img.linear",
+    "double_stream_modulation_txt.lin": "double_stream_modulation_txt.linear",
+    "single_stream_modulation.lin": "single_stream_modulation.linear",
+    "double_blocks.*.img_attn.qkv": _QKV,
+    "double_blocks.*.txt_attn.qkv": _ADDED_QKV,
+    # Diffusers' own, fused, as LyCORIS trains them.
+    "transformer_blocks.*.attn.to_qkv": _QKV,
+    "transformer_blocks.*.attn.to_added_qkv": _ADDED_QKV,
+    "double_blocks.*.img_attn.proj": "transformer_blocks.*.attn.to_out.0",
+    "double_blocks.*.txt_attn.proj": "transformer_blocks.*.attn.to_add_out",
+    "double_blocks.*.img_attn.norm.query_norm.scale": "transformer_blocks.*.attn.norm_q",
+    "double_blocks.*.img_attn.norm.key_norm.scale": "transformer_blocks.*.attn.norm_k",
+    "double_blocks.*.txt_attn.norm.query_norm.scale": "transformer_blocks.*.attn.norm_added_q",
+    "double_blocks.*.txt_attn.norm.key_norm.scale": "transformer_blocks.*.attn.norm_added_k",
+    "double_blocks.*.img_mlp.0": "transformer_blocks.*.ff.linear_in",
+    "double_blocks.*.img_mlp.2": "transformer_blocks.*.ff.linear_out",
+    "double_blocks.*.txt_mlp.0": "transformer_blocks.*.ff_context.linear_in",
+    "double_blocks.*.txt_mlp.2": "transformer_blocks.*.ff_context.linear_out",
+    "single_blocks.*.linear1": "single_transformer_blocks.*.attn.to_qkv_mlp_proj",
+    "single_blocks.*.linear2": "single_transformer_blocks.*.attn.to_out",
+    "single_blocks.*.norm.query_norm.scale": "single_transformer_blocks.*.attn.norm_q",
+    "single_blocks.*.norm.key_norm.scale": "single_transformer_blocks.*.attn.norm_k",
+    "final_layer.adaLN_modulation.1": swapped("norm_out.linear"),
+    "final_layer.linear": "proj_out",
+}
+
 TRANSFORMER = Component(
     name="transformer",
     library="diffusers",
@@ -296,6 +332,7 @@ TRANSFORMER = Component(
     blocks=("transformer_blocks", "single_transformer_blocks"),
     trim=cut_transformer,
     rules=TRANSFORMER_RULES,
+    makers_names=MAKERS_NAMES,
 )
 
 SCHEDULER = {

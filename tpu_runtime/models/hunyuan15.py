@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
 from ..limits import FloatLimit, IntLimit, Switch
-from ..spec import Component, HeadNorms, LatentGeometry, ModelSpec, Need, Same, Settings, StepReuse
+from ..spec import (
+    Component,
+    HeadNorms,
+    LatentGeometry,
+    ModelSpec,
+    Need,
+    Same,
+    Settings,
+    StepReuse,
+    Table,
+    split,
+    swapped,
+)
 from . import layers
 from .autoencoders.hunyuan15 import VAE_DECODER, decode, denormalize_latents
 from .text_encoders.hunyuan15 import GLYPH_ENCODER, NEGATIVE_PROMPT, PROMPT, TEXT_ENCODER, TEXT_ENCODERS
@@ -181,6 +193,98 @@ def prepare_denoiser(network: Any, sequence: Any) -> None:
     projection.forward = types.MethodType(layers.embed_patches, projection)
 
 
+# Where a block of the text's refiner lies.
+_REFINER = "context_embedder.token_refiner.refiner_blocks.*"
+# Tencent's names; and ComfyUI's, which has some of its own.
+MAKERS_NAMES: Table = {
+    "img_in.proj": "x_embedder.proj",
+    "time_in.mlp.0": "time_embed.timestep_embedder.linear_1",
+    "time_in.in_layer": "time_embed.timestep_embedder.linear_1",
+    "time_in.mlp.2": "time_embed.timestep_embedder.linear_2",
+    "time_in.out_layer": "time_embed.timestep_embedder.linear_2",
+    "txt_in.t_embedder.mlp.0": "context_embedder.time_text_embed.timestep_embedder.linear_1",
+    "txt_in.t_embedder.in_layer": "context_embedder.time_text_embed.timestep_embedder.linear_1",
+    "txt_in.t_embedder.mlp.2": "context_embedder.time_text_embed.timestep_embedder.linear_2",
+    "txt_in.t_embedder.out_layer": "context_embedder.time_text_embed.timestep_embedder.linear_2",
+    "txt_in.c_embedder.linear_1": "context_embedder.time_text_embed.text_embedder.linear_1",
+    "txt_in.c_embedder.in_layer": "context_embedder.time_text_embed.text_embedder.linear_1",
+    "txt_in.c_embedder.linear_2": "context_embedder.time_text_embed.text_embedder.linear_2",
+    "txt_in.c_embedder.out_layer": "context_embedder.time_text_embed.text_embedder.linear_2",
+    "txt_in.input_embedder": "context_embedder.proj_in",
+    "txt_in.individual_token_refiner.blocks.*.norm1": f"{_REFINER}.norm1",
+    "txt_in.individual_token_refiner.blocks.*.norm2": f"{_REFINER}.norm2",
+    "txt_in.individual_token_refiner.blocks.*.self_attn_qkv": split(
+        f"{_REFINER}.attn.to_q", f"{_REFINER}.attn.to_k", f"{_REFINER}.attn.to_v"
+    ),
+    "txt_in.individual_token_refiner.blocks.*.self_attn.qkv": split(
+        f"{_REFINER}.attn.to_q", f"{_REFINER}.attn.to_k", f"{_REFINER}.attn.to_v"
+    ),
+    "txt_in.individual_token_refiner.blocks.*.self_attn_proj": f"{_REFINER}.attn.to_out.0",
+    "txt_in.individual_token_refiner.blocks.*.self_attn.proj": f"{_REFINER}.attn.to_out.0",
+    "txt_in.individual_token_refiner.blocks.*.mlp.fc1": f"{_REFINER}.ff.net.0.proj",
+    "txt_in.individual_token_refiner.blocks.*.mlp.0": f"{_REFINER}.ff.net.0.proj",
+    "txt_in.individual_token_refiner.blocks.*.mlp.fc2": f"{_REFINER}.ff.net.2",
+    "txt_in.individual_token_refiner.blocks.*.mlp.2": f"{_REFINER}.ff.net.2",
+    "txt_in.individual_token_refiner.blocks.*.adaLN_modulation.1": f"{_REFINER}.norm_out.linear",
+    "byt5_in.layernorm": "context_embedder_2.norm",
+    "byt5_in.fc1": "context_embedder_2.linear_1",
+    "byt5_in.fc2": "context_embedder_2.linear_2",
+    "byt5_in.fc3": "context_embedder_2.linear_3",
+    "vision_in.proj.0": "image_embedder.norm_in",
+    "vision_in.proj.1": "image_embedder.linear_1",
+    "vision_in.proj.3": "image_embedder.linear_2",
+    "vision_in.proj.4": "image_embedder.norm_out",
+    "cond_type_embedding": "cond_type_embed",
+    "double_blocks.*.img_mod.linear": "transformer_blocks.*.norm1.linear",
+    "double_blocks.*.img_mod.lin": "transformer_blocks.*.norm1.linear",
+    "double_blocks.*.img_attn_q": "transformer_blocks.*.attn.to_q",
+    "double_blocks.*.img_attn_k": "transformer_blocks.*.attn.to_k",
+    "double_blocks.*.img_attn_v": "transformer_blocks.*.attn.to_v",
+    "double_blocks.*.img_attn_qkv": split(
+        "transformer_blocks.*.attn.to_q", "transformer_blocks.*.attn.to_k", "transformer_blocks.*.attn.to_v"
+    ),
+    "double_blocks.*.img_attn.qkv": split(
+        "transformer_blocks.*.attn.to_q", "transformer_blocks.*.attn.to_k", "transformer_blocks.*.attn.to_v"
+    ),
+    "double_blocks.*.img_attn_q_norm": "transformer_blocks.*.attn.norm_q",
+    "double_blocks.*.img_attn_k_norm": "transformer_blocks.*.attn.norm_k",
+    "double_blocks.*.img_attn.norm.query_norm": "transformer_blocks.*.attn.norm_q",
+    "double_blocks.*.img_attn.norm.key_norm": "transformer_blocks.*.attn.norm_k",
+    "double_blocks.*.img_attn_proj": "transformer_blocks.*.attn.to_out.0",
+    "double_blocks.*.img_attn.proj": "transformer_blocks.*.attn.to_out.0",
+    "double_blocks.*.img_mlp.fc1": "transformer_blocks.*.ff.net.0.proj",
+    "double_blocks.*.img_mlp.0": "transformer_blocks.*.ff.net.0.proj",
+    "double_blocks.*.img_mlp.fc2": "transformer_blocks.*.ff.net.2",
+    "double_blocks.*.img_mlp.2": "transformer_blocks.*.ff.net.2",
+    "double_blocks.*.txt_mod.linear": "transformer_blocks.*.norm1_context.linear",
+    "double_blocks.*.txt_mod.lin": "transformer_blocks.*.norm1_context.linear",
+    "double_blocks.*.txt_attn_q": "transformer_blocks.*.attn.add_q_proj",
+    "double_blocks.*.txt_attn_k": "transformer_blocks.*.attn.add_k_proj",
+    "double_blocks.*.txt_attn_v": "transformer_blocks.*.attn.add_v_proj",
+    "double_blocks.*.txt_attn_qkv": split(
+        "transformer_blocks.*.attn.add_q_proj",
+        "transformer_blocks.*.attn.add_k_proj",
+        "transformer_blocks.*.attn.add_v_proj",
+    ),
+    "double_blocks.*.txt_attn.qkv": split(
+        "transformer_blocks.*.attn.add_q_proj",
+        "transformer_blocks.*.attn.add_k_proj",
+        "transformer_blocks.*.attn.add_v_proj",
+    ),
+    "double_blocks.*.txt_attn_q_norm": "transformer_blocks.*.attn.norm_added_q",
+    "double_blocks.*.txt_attn_k_norm": "transformer_blocks.*.attn.norm_added_k",
+    "double_blocks.*.txt_attn.norm.query_norm": "transformer_blocks.*.attn.norm_added_q",
+    "double_blocks.*.txt_attn.norm.key_norm": "transformer_blocks.*.attn.norm_added_k",
+    "double_blocks.*.txt_attn_proj": "transformer_blocks.*.attn.to_add_out",
+    "double_blocks.*.txt_attn.proj": "transformer_blocks.*.attn.to_add_out",
+    "double_blocks.*.txt_mlp.fc1": "transformer_blocks.*.ff_context.net.0.proj",
+    "double_blocks.*.txt_mlp.0": "transformer_blocks.*.ff_context.net.0.proj",
+    "double_blocks.*.txt_mlp.fc2": "transformer_blocks.*.ff_context.net.2",
+    "double_blocks.*.txt_mlp.2": "transformer_blocks.*.ff_context.net.2",
+    "final_layer.adaLN_modulation.1": swapped("norm_out.linear"),
+    "final_layer.linear": "proj_out",
+}
+
 TRANSFORMER = Component(
     name="transformer",
     library="diffusers",
@@ -229,6 +333,7 @@ TRANSFORMER = Component(
         "use_meanflow": Need((False,)),
     },
     blocks=("transformer_blocks",),
+    makers_names=MAKERS_NAMES,
     rules=(
         Rule("transformer_blocks.**.bias", REPLICATED),
         Rule("transformer_blocks.*.attn.norm_*.weight", REPLICATED),

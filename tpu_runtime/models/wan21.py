@@ -138,6 +138,33 @@ TRANSFORMER_RULES = (
     Rule("condition_embedder.*.*.weight", *layers.GATHERED),
 )
 
+# Those of Wan-Video/Wan2.1; as in `diffusers.loaders.single_file_utils.convert_wan_transformer_to_diffusers`.
+MAKERS_NAMES = {
+    "blocks.*.self_attn.q": "blocks.*.attn1.to_q",
+    "blocks.*.self_attn.k": "blocks.*.attn1.to_k",
+    "blocks.*.self_attn.v": "blocks.*.attn1.to_v",
+    "blocks.*.self_attn.o": "blocks.*.attn1.to_out.0",
+    "blocks.*.self_attn.norm_q": "blocks.*.attn1.norm_q",
+    "blocks.*.self_attn.norm_k": "blocks.*.attn1.norm_k",
+    "blocks.*.cross_attn.q": "blocks.*.attn2.to_q",
+    "blocks.*.cross_attn.k": "blocks.*.attn2.to_k",
+    "blocks.*.cross_attn.v": "blocks.*.attn2.to_v",
+    "blocks.*.cross_attn.o": "blocks.*.attn2.to_out.0",
+    "blocks.*.cross_attn.norm_q": "blocks.*.attn2.norm_q",
+    "blocks.*.cross_attn.norm_k": "blocks.*.attn2.norm_k",
+    "blocks.*.ffn.0": "blocks.*.ffn.net.0.proj",
+    "blocks.*.ffn.2": "blocks.*.ffn.net.2",
+    "blocks.*.norm3": "blocks.*.norm2",
+    "blocks.*.modulation": "blocks.*.scale_shift_table",
+    "text_embedding.0": "condition_embedder.text_embedder.linear_1",
+    "text_embedding.2": "condition_embedder.text_embedder.linear_2",
+    "time_embedding.0": "condition_embedder.time_embedder.linear_1",
+    "time_embedding.2": "condition_embedder.time_embedder.linear_2",
+    "time_projection.1": "condition_embedder.time_proj",
+    "head.head": "proj_out",
+    "head.modulation": "scale_shift_table",
+}
+
 TRANSFORMER = Component(
     name="transformer",
     library="diffusers",
@@ -179,6 +206,7 @@ TRANSFORMER = Component(
     },
     blocks=("blocks",),
     rules=TRANSFORMER_RULES,
+    makers_names=MAKERS_NAMES,
 )
 
 # As the published checkpoint configures it; `flow_shift` is overridden by the sampler's widget.

@@ -16,7 +16,7 @@ def stats() -> dict[str, Any]:
     engine = current()
     if engine is None:
         nothing = {"platform": None, "message": NOT_STARTED, "chips": [], "resident": [], "running": None}
-        counts = {"load": 0, "encode": 0, "compile": 0}
+        counts = {"load": 0, "merge": 0, "encode": 0, "compile": 0}
         return {**nothing, "last_run": None, "caches": store.usage(), "counts": counts}
     activity, last_run = engine.activity, engine.last_run
     return {

@@ -154,6 +154,10 @@ class Cut:
         shape = (*self.shape[: self.dim], *several, self._size, *self.shape[self.dim + 1 :])
         return tuple(shape[axis] for axis in self.order)
 
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The parameter's values, of the whole tensor's."""
+        return self.read((slice(None),) * len(self.order), tensor.__getitem__)
+
     def read(self, index: Index, read: Callable[[Index], torch.Tensor]) -> torch.Tensor:
         """The parameter's values at `index`, from a tensor that `read` reads a piece of."""
         parts = [index[self.order.index(axis)] for axis in range(len(index))]
@@ -192,6 +196,15 @@ class Weight:
     stacked: bool
     keep_float32: bool
     cut: Cut | None = None
+
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        return self.shape[1:] if self.stacked else self.shape
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Of the checkpoint's tensor, or of each of its layers'."""
+        return self.layer_shape if self.cut is None else self.cut.shape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,90 @@
+"""What merging a LoRA into a real-size denoiser costs on a described TPU, as the compiler predicts it: the chips' part.
+
+`python benchmarks/merge.py --model wan2.1-t2v-14b --topology v6e:2x4 --rank 64`. One line for each shape of weight: how
+many layers of it there are, microseconds for each, and its largest array beside the weights on a chip. Reading the
+checkpoint's files and sending them to the chips comes on top; it is the host's and is not predicted.
+"""
+
+import argparse
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from comfyui_tpu.tpu_runtime.cost_model import hlo
+from comfyui_tpu.tpu_runtime.cost_model.chips import compile_devices
+from comfyui_tpu.tpu_runtime.cost_model.chips import topology as parse_topology
+from comfyui_tpu.tpu_runtime.loras import merge
+from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.plan.compile import compile_program
+from comfyui_tpu.tpu_runtime.plan.plan import plan_program
+from comfyui_tpu.tpu_runtime.programs import modules, weights
+from comfyui_tpu.tpu_runtime.programs.program import Program, Target, shaped, shard_bytes
+from comfyui_tpu.tpu_runtime.units import MIB
+from jax.sharding import Mesh
+
+
+def program(mesh: Mesh, stack: jax.ShapeDtypeStruct, rank: int) -> Program:
+    """The merge of one layer of `stack` with a LoRA of `rank`."""
+    assert isinstance(stack.sharding, jax.sharding.NamedSharding)
+    shape = stack.shape[1:]
+    spec = (*stack.sharding.spec, *[None] * (len(stack.shape) - len(stack.sharding.spec)))[1:]
+    cut = len(shape) - 1  # a matrix, or cut out of one
+    up = shaped(mesh, (*shape[:cut], rank), jnp.float32, *spec[:cut], None)
+    down = shaped(mesh, (rank, *shape[cut:]), jnp.float32, None, *spec[cut:])
+    start = shaped(mesh, shape, jnp.float32, *spec)
+    layer = shaped(mesh, (), jnp.int32)
+    changes = merge.Changes(products=(((up, down),),))  # type: ignore[arg-type] - shapes
+    return Program(
+        name=f"merge {'x'.join(map(str, shape))}",
+        fn=merge.merge_layer,
+        args=(stack, layer, start, changes),
+        mesh=mesh,
+        precision="float32",
+        donate=(0,),
+        out_shardings=stack.sharding,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="wan2.1-t2v-14b")
+    parser.add_argument("--topology", default="v6e:2x4")
+    parser.add_argument("--rank", type=int, default=64)
+    options = parser.parse_args()
+    spec, topology = spec_by_name(options.model), parse_topology(options.topology)
+    component = spec.component(spec.experts[0])
+    devices = compile_devices(topology)
+    mesh = Target(devices=devices, precision="bfloat16").mesh(
+        spec.mesh(len(devices), 2 if spec.guidance == "cfg" else 1).for_heads(component.config[spec.heads_key])
+    )
+    wanted = weights.abstract(modules.build(component, component.config), mesh, "bfloat16")
+    stacks = {name: want for name, want in wanted.items() if name.startswith(component.blocks) and want.ndim > 2}
+    layers: Counter[tuple] = Counter()
+    examples = {}
+    for name, want in stacks.items():
+        if name.endswith(".weight"):
+            layers[want.shape, str(want.sharding.spec)] += want.shape[0]
+            examples[want.shape, str(want.sharding.spec)] = want
+    total = 0.0
+    for key, count in layers.items():
+        done = compile_program(program(mesh, examples[key], options.rank), topology)
+        assert done.text is not None, done.refusal
+        plan = plan_program(done, hlo.parse(done.text), {}, topology)
+        assert plan.predicted_s is not None and plan.timing is not None
+        total += count * plan.predicted_s
+        stack, _, start, _ = done.program.args
+        beside = (done.memory.peak - shard_bytes(stack)) / MIB
+        layer = int(np.prod(start.sharding.shard_shape(start.shape))) * 4 / MIB
+        print(
+            f"{done.program.name:<28} {count:>4} layers, {plan.predicted_s * 1e6:>6.0f} us each; beside the stack "
+            f"{beside:.1f} MiB a chip, of which a float32 shard of the layer {layer:.1f}; "
+            f"{len(plan.timing.collectives)} collectives"
+        )
+    print(
+        f"{spec.title}, rank {options.rank}, {topology.name}: {total:.3f} s of the chips for every matrix of the blocks"
+    )
+
+
+if __name__ == "__main__":
+    main()

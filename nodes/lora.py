@@ -1,0 +1,92 @@
+"""The node that adds a LoRA to a model."""
+
+from collections.abc import Hashable
+from pathlib import Path
+
+from ..tpu_runtime import pipeline as runtime
+from ..tpu_runtime.checkpoints.model_ref import EXPERTS, Lora, ModelRef
+from .declare import Folders, Host, Input, Node, Output
+
+# As ComfyUI's own loader.
+_HIGH = 100.0
+
+
+def _find(folders: Folders, *, lora_name: str) -> Path:
+    """The file; a host that is not confined takes a path too. ValueError where there is none."""
+    name = lora_name.strip()
+    if not name:
+        raise ValueError(
+            f"lora_name is empty. Put a .safetensors file into {_listed(folders.loras)} and choose it; reload the page "
+            "if it is not in the list."
+        )
+    if folders.confined and (Path(name).is_absolute() or ".." in Path(name).parts):
+        raise ValueError(f"lora_name is {name}; it must be a file below {_listed(folders.loras)}.")
+    own = () if folders.confined else (Path(name).expanduser(), folders.workflow / name)
+    candidates = (*own, *(Path(folder) / name for folder in folders.loras))
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None:
+        raise ValueError(f"lora_name is {name}; there is no such file in {_listed(folders.loras)}. Choose another.")
+    if found.suffix != ".safetensors":
+        raise ValueError(f"lora_name is {name}; only .safetensors files are read. Choose one, or convert it.")
+    return found
+
+
+def _listed(folders: tuple[str, ...]) -> str:
+    return " or ".join(folders) or "models/loras"
+
+
+def _add(host: Host, *, model: ModelRef, lora_name: str, strength: float, expert: str) -> tuple[ModelRef, str]:
+    path = _find(host.folders, lora_name=lora_name)
+    return runtime.add_lora(model, Lora(path=str(path), strength=strength, expert=expert), progress=host)
+
+
+def _modified(folders: Folders, *, lora_name: str, **_: object) -> Hashable:
+    """Which file it is, and when it was last written."""
+    path = _find(folders, lora_name=lora_name)
+    stat = path.stat()
+    return str(path), stat.st_size, stat.st_mtime_ns
+
+
+LOADER = Node(
+    id="TPULoraLoader",
+    title="TPU LoRA Loader",
+    description="Adds a LoRA to a model: connect several in a row for several. They are merged into the weights on the "
+    "TPU, exactly, when the model next runs; another strength compiles and loads nothing else.",
+    inputs=(
+        Input(name="model", type="TPU_MODEL", tooltip="From TPU Model Loader, or another TPU LoRA Loader."),
+        Input(
+            name="lora_name",
+            type="COMBO",
+            default="",
+            files="loras",
+            tooltip="A .safetensors file in models/loras: a LoRA, LoHa, LoKr or DoRA, or whole differences, with "
+            "diffusers', PEFT's, kohya's or the makers' names.",
+        ),
+        Input(
+            name="strength",
+            type="FLOAT",
+            default=1.0,
+            low=-_HIGH,
+            high=_HIGH,
+            step=0.01,
+            tooltip="How much of it. 0 is the model as it is; below 0 is the opposite.",
+        ),
+        Input(
+            name="expert",
+            type="COMBO",
+            default=EXPERTS[0],
+            options=EXPERTS,
+            optional=True,
+            tooltip="Of a model with two denoisers (Wan 2.2) which gets it: that of high noise, which runs first, that "
+            "of low noise, or both.",
+        ),
+    ),
+    outputs=(
+        Output(name="model", type="TPU_MODEL", tooltip="The model with the LoRA, for the family's nodes."),
+        Output(name="report", type="STRING", tooltip="What of the file applies, and what does not."),
+    ),
+    check=_find,
+    checks=("lora_name",),
+    run=_add,
+    fingerprint=_modified,
+)

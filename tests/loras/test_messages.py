@@ -1,0 +1,94 @@
+"""What a user is told of a LoRA that fits in part, or not at all."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from comfyui_tpu.tests.models import parity
+from comfyui_tpu.tpu_runtime import pipeline
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora
+from comfyui_tpu.tpu_runtime.models import spec_for_family
+from comfyui_tpu.tpu_runtime.progress import Silent
+from safetensors.torch import save_file
+
+WAN21 = parity.tiny_model(spec_for_family("Wan21"))
+Q = {"blocks.0.attn1.to_q.lora_A.weight": torch.ones(2, 144), "blocks.0.attn1.to_q.lora_B.weight": torch.ones(144, 2)}
+
+
+class Page(Silent):
+    said = ""
+
+    def text(self, message: str) -> None:
+        self.said = message
+
+
+def add(folder: Path, tensors: dict[str, torch.Tensor], expert: str = "both") -> tuple[str, str]:
+    """The node's text and the page's."""
+    save_file(tensors, folder / "my.safetensors")
+    page = Page()
+    model, text = pipeline.add_lora(
+        WAN21, Lora(path=str(folder / "my.safetensors"), strength=0.5, expert=expert), progress=page
+    )
+    assert [lora.strength for lora in model.loras] == [0.5]
+    return text, page.said
+
+
+def test_what_applies_is_said_in_short(tmp_path: Path):
+    expected = "my.safetensors, strength 0.5: changes 1 weights of Wan 2.1 T2V 14B."
+    assert add(tmp_path, Q) == (expected, expected)
+
+
+def test_what_does_not_apply_is_listed_on_the_node_and_all_of_it_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Keys of a text encoder, of what only Wan 2.1's image to video has, an unknown ending, and a product of three."""
+    others = {f"lora_te_layer_{n}.lora_down.weight": torch.ones(1) for n in range(9)}
+    alone = {"diffusion_model.blocks.0.cross_attn.k_img.lora_down.weight": torch.ones(2, 144)}
+    sizes = {"down": (2, 144), "mid": (2, 2), "up": (144, 2)}
+    three = {f"blocks.2.attn1.to_q.lora_{part}.weight": torch.ones(size) for part, size in sizes.items()}
+    text, said = add(tmp_path, {**Q, **others, **alone, **three, "blocks.1.attn1.to_q.oft_blocks": torch.ones(1)})
+    first = ["blocks.1.attn1.to_q.oft_blocks", *three, *alone, *sorted(others)]
+    assert (
+        text
+        == said
+        == (
+            "my.safetensors, strength 0.5: changes 1 weights of Wan 2.1 T2V 14B. Not applied, 14 tensors: "
+            f"{', '.join(first[:8])} and 6 more."
+        )
+    )
+    assert all(name in caplog.text for name in first)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "problem"),
+    [
+        (
+            {"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(2, 144)},
+            r"my.safetensors changes nothing of Wan 2.1 T2V 14B. It has "
+            r"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight; expected are names of the family Wan21 such as "
+            r"blocks.0.attn1.to_q or blocks.0.self_attn.q. Choose one made for Wan 2.1 T2V 14B.",
+        ),
+        (
+            {name: value.repeat(*(2 if size == 144 else 1 for size in value.shape)) for name, value in Q.items()},
+            "my.safetensors is for a model of another size than tiny/wan21: blocks.0.attn1.to_q is for 288x288, but "
+            "blocks.0.attn1.to_q.weight is 144x144. Choose one made for Wan 2.1 T2V 14B.",
+        ),
+    ],
+    ids=["another family", "another size"],
+)
+def test_a_file_of_which_nothing_applies_is_refused(tmp_path: Path, tensors: dict[str, torch.Tensor], problem: str):
+    with pytest.raises(ValueError) as error:
+        add(tmp_path, tensors)
+    assert str(error.value) == f"The LoRA {tmp_path}/{problem}"
+
+
+def test_an_expert_that_there_is_not(tmp_path: Path):
+    with pytest.raises(ValueError) as error:
+        add(tmp_path, Q, expert="low")
+    assert str(error.value) == ("Wan 2.1 T2V 14B: expert is low, but this model has only one denoiser. Choose both.")
+
+
+def test_a_damaged_file(tmp_path: Path):
+    (tmp_path / "my.safetensors").write_bytes(b"half")
+    with pytest.raises(ValueError, match=r"my.safetensors is not a whole safetensors file \(.+\). Download it again"):
+        pipeline.add_lora(WAN21, Lora(path=str(tmp_path / "my.safetensors"), strength=1.0), progress=Silent())

@@ -1,0 +1,156 @@
+"""LoRAs through the engine: parity with diffusers' `load_lora_weights` and `set_adapters`, and what a change costs."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.tests.models import test_wan21, test_wan22_i2v
+from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
+from comfyui_tpu.tpu_runtime.engine.engine import Engine
+from comfyui_tpu.tpu_runtime.models import spec_for_family
+from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
+from comfyui_tpu.tpu_runtime.progress import Silent
+from safetensors.torch import load_file, save_file
+
+MODEL, WAN21 = test_wan22_i2v.MODEL, test_wan21.MODEL
+SHORT = replace(test_wan21.ODD, num_inference_steps=1)
+
+
+def write_lora(path: Path, family: str, seed: int) -> Path:
+    """Of every projection in the blocks, as diffusers saves it; ranks differ from layer to layer."""
+    generator = torch.Generator().manual_seed(seed)
+    folder = tiny.ensure(spec_for_family(family)) / "transformer"
+    weights = {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+    tensors = {}
+    for name, weight in weights.items():
+        if weight.ndim == 2 and name.startswith("blocks.") and name.endswith(".weight"):
+            rank, module = 3 + (seed + len(tensors)) % 4, f"transformer.{name.removesuffix('.weight')}"
+            tensors[f"{module}.lora_A.weight"] = torch.randn(rank, weight.shape[1], generator=generator) / 12
+            tensors[f"{module}.lora_B.weight"] = torch.randn(weight.shape[0], rank, generator=generator) / rank
+    save_file(tensors, path)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_two_loras_on_both_experts_equal_upstreams(tmp_path: Path, compare: Callable):
+    """The first LoRA on both experts, the second on that of low noise alone."""
+    settings, runner = replace(test_wan22_i2v.ODD, num_inference_steps=4), engine(8)
+    first, second = (write_lora(tmp_path / f"{seed}.safetensors", "Wan22I2V", seed) for seed in (1, 2))
+    pipe = test_wan22_i2v.load_pipeline(tiny.ensure(test_wan22_i2v.SPEC))
+    pipe.load_lora_weights(str(first), adapter_name="first")
+    pipe.load_lora_weights(str(first), adapter_name="first", load_into_transformer_2=True)
+    pipe.load_lora_weights(str(second), adapter_name="second", load_into_transformer_2=True)
+    pipe.transformer.set_adapters(["first"], [0.7])
+    pipe.transformer_2.set_adapters(["first", "second"], [0.7, -0.3])
+    expected = test_wan22_i2v.generate(pipe, settings).latents
+    condition = runner.encode_image(MODEL, test_wan22_i2v.picture(settings), settings, Silent())
+    embeds = runner.encode(MODEL, test_wan22_i2v.SHORT, test_wan22_i2v.NEGATIVE, Silent())
+    mean, std = wan_vae.latent_stats(test_wan22_i2v.SPEC.component("vae_decoder").config)
+
+    def latents(*loras: Lora) -> np.ndarray:
+        model = replace(MODEL, loras=loras)
+        samples = runner.denoise(model, settings, *embeds, Silent(), condition)["samples"]
+        return ((samples - mean) / std).numpy()
+
+    loras = Lora(path=str(first), strength=0.7), Lora(path=str(second), strength=-0.3, expert="low")
+    compare("latents, two LoRAs", latents(*loras), expected)
+    for others in ((), loras[:1]):  # so that both are seen
+        assert np.abs(latents(*others) - expected).max() > 0.01
+
+
+class Wan:
+    """Wan 2.1 with its text encoded: latents with some LoRAs, and what they cost."""
+
+    def __init__(self, runner: Engine) -> None:
+        self.runner = runner
+        self.embeds = runner.encode(WAN21, test_wan21.SHORT, test_wan21.NEGATIVE, Silent())
+
+    def latents(self, *loras: Lora, progress: Any = None) -> torch.Tensor:
+        model = replace(WAN21, loras=loras)
+        return self.runner.denoise(model, SHORT, *self.embeds, progress or Silent())["samples"]
+
+    def weights(self) -> dict[str, bytes]:
+        (resident,) = (one for one in self.runner.device_cache.list() if one.component == "transformer")
+        return {name: np.asarray(array).tobytes() for name, array in resident.weights.items()}
+
+
+@pytest.fixture
+def wan() -> Iterator[Wan]:
+    runner = engine(8)
+    runner.free()
+    yield Wan(runner)
+    runner.free()
+
+
+def test_a_new_strength_another_lora_and_none_compile_and_reload_nothing(wan: Wan, tmp_path: Path):
+    """And end bit for bit where they began; what was merged on top of others is what is merged at once."""
+    one, two = (write_lora(tmp_path / f"{seed}.safetensors", "Wan21", seed) for seed in (1, 2))
+    plain, begin = wan.latents(), wan.weights()
+    counts = dict(wan.runner.counts)
+    others = {r.component: r.weights for r in wan.runner.device_cache.list() if r.component != "transformer"}
+    seen = [plain]
+    for loras in (
+        [Lora(path=str(one), strength=1.0)],
+        [Lora(path=str(one), strength=0.5)],
+        [Lora(path=str(one), strength=0.5), Lora(path=str(two), strength=-0.3)],
+        [Lora(path=str(two), strength=-0.3)],
+    ):
+        seen.append(wan.latents(*loras))
+    assert len({latents.numpy().tobytes() for latents in seen}) == len(seen)
+    merged = wan.weights()
+    changed = {name for name, value in merged.items() if value != begin[name]}
+    assert changed == {name for name in begin if name.startswith("blocks.") and name.endswith((
+        "to_q.weight", "to_k.weight", "to_v.weight", "to_out.0.weight", "proj.weight", "net.2.weight"))}  # fmt: skip
+    wan.latents(Lora(path=str(two), strength=-0.3))  # the same again: nothing to do
+    assert torch.equal(wan.latents(Lora(path=str(one), strength=0.0)), plain)
+    assert wan.weights() == begin
+    assert wan.runner.counts == {**counts, "merge": counts["merge"] + 4}
+    assert {r.component: r.weights for r in wan.runner.device_cache.list() if r.component != "transformer"} == others
+    wan.runner.free()
+    assert torch.equal(wan.latents(Lora(path=str(two), strength=-0.3)), seen[-1])
+    assert wan.weights() == merged
+
+
+def test_a_file_that_changed_is_read_again(wan: Wan, tmp_path: Path):
+    path = write_lora(tmp_path / "one.safetensors", "Wan21", 1)
+    lora = Lora(path=str(path), strength=1.0)
+    before = wan.latents(lora)
+    write_lora(path, "Wan21", 2)
+    os.utime(path, (1, 1))
+    assert not torch.equal(wan.latents(lora), before)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"one\.safetensors cannot be read \(No such file or directory\)"):
+        wan.latents(lora)
+
+
+def test_a_cancel_while_merging_leaves_no_half_merged_weights(wan: Wan, tmp_path: Path):
+    class Cancelled(Exception):
+        pass
+
+    class CancelHalfway(Silent):
+        def step(self, done: int, total: int, unit: str, preview: object = None) -> None:
+            if unit == "MiB" and done > 0:
+                raise Cancelled
+
+    path = write_lora(tmp_path / "one.safetensors", "Wan21", 1)
+    plain = wan.latents()
+    with pytest.raises(Cancelled):
+        wan.latents(Lora(path=str(path), strength=1.0), progress=CancelHalfway())
+    assert "transformer" not in [resident.component for resident in wan.runner.device_cache.list()]
+    assert torch.equal(wan.latents(), plain)
+
+
+def test_a_lora_of_one_expert_leaves_the_other_alone():
+    loras = tuple(Lora(path="a", strength=1.0, expert=expert) for expert in ("both", "high", "low"))
+    two = replace(MODEL, loras=(*loras, Lora(path="b", strength=0.0)))
+    assert two.loras_of("transformer") == loras[:2]
+    assert two.loras_of("transformer_2") == (loras[0], loras[2])
+    assert two.loras_of("text_encoder") == ()
+    assert ModelRef(spec_name=WAN21.spec_name, model_id="x", loras=loras).loras_of("transformer") == loras[:2]

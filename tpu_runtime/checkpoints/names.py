@@ -1,0 +1,59 @@
+"""The names that files of others have for a network's modules, looked up in its makers' table."""
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+
+from ..spec import Rows, Table
+
+# Trainers put these before a module's name, also several. Kohya and LyCORIS turn dots into underscores as well.
+_DOTTED = ("base_model.", "model.", "diffusion_model.", "transformer.", "module.")
+_UNDERSCORED = re.compile(r"(?:lora_unet|lora_transformer|lycoris)_+")
+
+
+class Names:
+    """The modules that names in a file stand for, by the names of a network's `weights` and its makers' `table`."""
+
+    def __init__(self, weights: Iterable[str], table: Table) -> None:
+        self.weights = frozenset(weights)
+        own = {*self.weights, *(name.rpartition(".")[0] for name in self.weights)}
+        self._dotted = {name: name for name in own}
+        self._underscored = {name.replace(".", "_"): name for name in own}
+        self._table = table
+
+    def find(self, name: str) -> tuple[Rows, ...]:
+        """What a name of a module or parameter, with a trainer's prefix or without, is here; empty for one that is not.
+
+        Diffusers' own names go first.
+        """
+        if match := _UNDERSCORED.match(name):
+            found = self._look_up(name[match.end() :], self._underscored, "_")
+        else:
+            found = self._look_up(_bare(name), self._dotted, ".")
+        return found if all(rows.name in self._dotted for rows in found) else ()
+
+    def _look_up(self, name: str, own: Mapping[str, str], dot: str) -> tuple[Rows, ...]:
+        if name in own:
+            return (Rows(own[name]),)
+        for pattern, target in self._table.items():
+            if match := _regex(pattern.replace(".", dot)).fullmatch(name):
+                rows = (Rows(target),) if isinstance(target, str) else target
+                return tuple(Rows(_filled(one.name, match.groups()), one.groups, one.of) for one in rows)
+        return ()
+
+
+def _bare(name: str) -> str:
+    while prefix := next((prefix for prefix in _DOTTED if name.startswith(prefix)), ""):
+        name = name.removeprefix(prefix)
+    return name
+
+
+@functools.cache
+def _regex(pattern: str) -> re.Pattern[str]:
+    return re.compile(r"(\d+)".join(map(re.escape, pattern.split("*"))))
+
+
+def _filled(pattern: str, numbers: tuple[str, ...]) -> str:
+    for number in numbers:
+        pattern = pattern.replace("*", number, 1)
+    return pattern

@@ -1,0 +1,88 @@
+"""A model's LoRAs together: what they change in a network, and what a user is told of one that is added."""
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ..cache.store import signature
+from ..checkpoints import load
+from ..checkpoints.model_ref import EXPERTS, Lora, ModelRef
+from ..programs import modules
+from ..programs.modules import Network
+from ..progress import Progress
+from . import adapter
+from .adapter import Adapter, LoraError
+from .merge import Merge
+
+log = logging.getLogger(__name__)
+
+# How many names a sentence for the page has; the log has all.
+NAMES_IN_TEXT = 8
+
+
+def variant(loras: Sequence[Lora]) -> str:
+    """What tells weights with these LoRAs from others: their files and strengths; empty without any."""
+    return signature([(adapter.identity(lora.path), lora.strength) for lora in loras]) if loras else ""
+
+
+def changes(loras: Sequence[Lora], network: Network) -> Merge:
+    return Merge([(adapter.read(lora.path, network), lora) for lora in loras], network)
+
+
+def vectors(loras: Sequence[Lora], network: Network, progress: Progress) -> dict[str, torch.Tensor]:
+    """What LoRAs add to weights of one dimension, norms among them: float32, by the weight's name in a checkpoint."""
+    with contextlib.ExitStack() as stack:
+        return changes(loras, network).vectors(load.Reader(stack, progress.check_cancelled))
+
+
+def add(model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef, str]:
+    """The model with one more LoRA, and what of it applies as text.
+
+    Raises `LoraError` where nothing of the file does, or where the model has no such expert.
+    """
+    spec = model.spec
+    if lora.expert != EXPERTS[0] and len(spec.experts) == 1:
+        raise LoraError(
+            f"{spec.title}: expert is {lora.expert}, but this model has only one denoiser. Choose {EXPERTS[0]}."
+        )
+    # Experts are alike: what fits one fits the other.
+    component = spec.component(spec.experts[0])
+    with torch.inference_mode(False):  # which ComfyUI calls nodes in
+        network = modules.build(component, model.locate().config(component, progress))
+    found = adapter.read(lora.path, network)
+    if not found.changes:
+        raise LoraError(_nothing_fits(found, model, network))
+    name = found.path.name
+    text = f"{name}, strength {lora.strength:g}: changes {len(found.changes)} weights of {spec.title}."
+    if found.unused:
+        log.warning("%s: not applied to %s: %s", found.path, spec.title, ", ".join(found.unused))
+        why = f" ({found.misfit})" if found.misfit else ""
+        text += f" Not applied, {len(found.unused)} tensors{why}: {_some(found.unused)}."
+    progress.text(text)
+    return replace(model, loras=(*model.loras, lora)), text
+
+
+def _nothing_fits(found: Adapter, model: ModelRef, network: Network) -> str:
+    """Which names came, and which would do."""
+    title = model.spec.title
+    if found.misfit:
+        return (
+            f"The LoRA {found.path} is for a model of another size than {model.model_id}: {found.misfit}. Choose one "
+            f"made for {title}."
+        )
+    matrices = (weight.sources[0] for weight in network.weights.values() if weight.stacked and len(weight.shape) > 2)
+    own = next(name for name in matrices if name.endswith(".weight"))
+    theirs = [name.replace("*", "0") for name in network.component.makers_names if "*" in name]
+    expected = " or ".join([own.removesuffix(".weight"), *theirs[:1]])
+    return (
+        f"The LoRA {found.path} changes nothing of {title}. It has {_some(found.unused)}; expected are names of the "
+        f"family {model.spec.family} such as {expected}. Choose one made for {title}."
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMES_IN_TEXT} more" if len(names) > NAMES_IN_TEXT else ""
+    return ", ".join(names[:NAMES_IN_TEXT]) + more

@@ -1,0 +1,172 @@
+"""The tensors of one change as small factors of its difference, in the shape of the weight they change.
+
+The same code runs on real tensors and on those of the meta device, where it says whether shapes fit. Formulas: LoRA,
+arXiv:2106.09685; LoHa and LoKr, LyCORIS, arXiv:2309.14859; DoRA, arXiv:2402.09353.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..programs.modules import Cut
+from ..spec import Rows
+
+Tensors = Mapping[str, torch.Tensor]
+Shape = tuple[int, ...]
+# Parts of what is a product. Each factor of a LoKr is whole, or itself a product.
+LORA = ("down", "up")
+LOHA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
+LOKRS = tuple(
+    (*first, *second)
+    for first in (("lokr_w1",), ("lokr_w1_a", "lokr_w1_b"))
+    for second in (("lokr_w2",), ("lokr_w2_a", "lokr_w2_b"))
+)
+
+
+class DoesNotFit(ValueError):
+    """Tensors that cannot be a change of this weight; the text is the shape that they are for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """`scale` times the element by element product of `up @ down` of all pairs, or times `dense`.
+
+    For a weight `[*out, *in]`, `up` is `[*out, rank]`, `down` `[rank, *in]` and `dense` has its shape. With a
+    `magnitude`, whose shape the weight's broadcasts, the sum of weight and difference is brought to that norm.
+    """
+
+    pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    dense: torch.Tensor | None = None
+    magnitude: torch.Tensor | None = None
+    rank: int | None = None
+
+    def of(self, cut: Cut | None) -> "Factors":
+        """The same for a parameter that is cut out of the weight."""
+        if cut is None:
+            return self
+        return Factors(
+            pairs=tuple(_cut_pair(cut, *pair) for pair in self.pairs),
+            dense=None if self.dense is None else cut.take(self.dense),
+            magnitude=None if self.magnitude is None else _cut_magnitude(cut, self.magnitude),
+            rank=self.rank,
+        )
+
+
+def _part(cut: Cut, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """The groups that `cut` takes, of a factor or vector whose dimension `dim` is the one that is cut."""
+    dims = range(tensor.ndim + isinstance(cut.taken, slice))
+    return replace(cut, shape=tuple(tensor.shape), dim=dim, order=tuple(dims)).take(tensor)
+
+
+def _cut_pair(cut: Cut, up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors of a matrix to those of a parameter cut out of it, which may have the matrix's columns first."""
+    up, down = (_part(cut, up, 0), down) if cut.dim == 0 else (up, _part(cut, down, 1))
+    rows = up.ndim - 1
+    if cut.order[0] == 0:
+        return up, down
+    assert cut.order == (*range(rows, len(cut.order)), *range(rows)), cut
+    return down.movedim(0, -1), up.movedim(-1, 0)
+
+
+def _cut_magnitude(cut: Cut, magnitude: torch.Tensor) -> torch.Tensor:
+    """Of each row or column of a matrix, to the same of a parameter cut out of it."""
+    along = 0 if magnitude.shape[1] == 1 else 1
+    if along != cut.dim and cut.taken != slice(None):
+        raise DoesNotFit("a dora_scale whose norm other weights have a part in")
+    vector, dims = magnitude.flatten(), len(cut.order)
+    part = _part(cut, vector, 0) if along == cut.dim else vector
+    ones = [1] * (dims - part.ndim)
+    return (
+        part.reshape(*part.shape, *ones).permute(cut.order)
+        if along == 0
+        else part.reshape(*ones, *part.shape).permute(cut.order)
+    )
+
+
+def factors(tensors: Tensors, rows: Rows, shape: Shape) -> Factors:
+    """What `tensors`, by part, change in a weight of `shape`; raises `DoesNotFit`."""
+    for part in ("diff", "diff_b", "up_bias"):
+        if part in tensors:
+            rank = tensors["down"].shape[0] if "down" in tensors else None
+            return Factors(dense=_dense(tensors[part], rows, shape), rank=rank)
+    pairs, rank = _pairs(tensors)
+    out, inner = pairs[0][0].shape[0], pairs[0][1].shape[1]
+    if any(up.shape[0] != out or down.shape[1] != inner or up.shape[1] != down.shape[0] for up, down in pairs):
+        raise DoesNotFit("matrices that do not match")
+    cut = _cut(out * len(rows.groups) / rows.of, inner, shape)
+    if cut is None:
+        raise DoesNotFit(f"{out}x{inner}")
+    shaped = tuple((_of(up, rows).reshape(*shape[:cut], -1), down.reshape(-1, *shape[cut:])) for up, down in pairs)
+    return Factors(pairs=shaped, magnitude=_magnitude(tensors, rows, shape, cut), rank=rank)
+
+
+def _of(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The rows of a tensor that are meant."""
+    if tensor.shape[0] % rows.of:
+        raise DoesNotFit("x".join(map(str, tensor.shape)))
+    return torch.cat([tensor.chunk(rows.of)[group] for group in rows.groups])
+
+
+def _cut(out: float, inner: int, shape: Shape) -> int | None:
+    """How many of a weight's first dimensions are those of a matrix `[out, inner]`'s rows."""
+    cuts = (cut for cut in range(1, len(shape)) if (math.prod(shape[:cut]), math.prod(shape[cut:])) == (out, inner))
+    return next(cuts, None)
+
+
+def _dense(tensor: torch.Tensor, rows: Rows, shape: Shape) -> torch.Tensor:
+    chosen = _of(tensor, rows) if rows.of > 1 else tensor
+    found = tuple(chosen.shape)
+    if [size for size in found if size > 1] != [size for size in shape if size > 1]:
+        raise DoesNotFit("x".join(map(str, found)))
+    return chosen.reshape(shape)
+
+
+def _magnitude(tensors: Tensors, rows: Rows, shape: Shape, cut: int) -> torch.Tensor | None:
+    """Of each row, or of each column, with ones for the other dimensions."""
+    magnitude = tensors.get("magnitude")
+    if magnitude is None:
+        return None
+    if magnitude.ndim > 1 and magnitude.shape[0] == 1:
+        # The norm is over all rows, those of other modules too.
+        if rows.of > 1 or magnitude.numel() != math.prod(shape[cut:]):
+            raise DoesNotFit("a dora_scale of columns")
+        return magnitude.reshape(*[1] * cut, *shape[cut:])
+    chosen = _of(magnitude, rows)
+    if chosen.numel() != math.prod(shape[:cut]):
+        raise DoesNotFit(f"a dora_scale of {chosen.numel()}")
+    return chosen.reshape(*shape[:cut], *[1] * (len(shape) - cut))
+
+
+def _pairs(tensors: Tensors) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int | None]:
+    """Matrices `[out, rank]` and `[rank, in]`, and what alpha is divided by: None where there is no alpha."""
+    if "up" in tensors:
+        up, down = _matrix(tensors["up"]), _matrix(tensors["down"])
+        return [(up, down)], down.shape[0]
+    if "hada_w1_a" in tensors:
+        first, second, third, fourth = (_matrix(tensors[name]) for name in LOHA)
+        return [(first, second), (third, fourth)], second.shape[0]
+    (a1, b1), rank1 = _factor(tensors, "lokr_w1")
+    (a2, b2), rank2 = _factor(tensors, "lokr_w2")
+    # kron(w1, w2)[o1 * O2 + o2, i1 * I2 + i2] = w1[o1, i1] * w2[o2, i2]
+    first = a1.repeat_interleave(a2.shape[0], 0), b1.repeat_interleave(b2.shape[1], 1)
+    second = a2.repeat(a1.shape[0], 1), b2.repeat(1, b1.shape[1])
+    return [first, second], rank2 or rank1
+
+
+def _factor(tensors: Tensors, name: str) -> tuple[tuple[torch.Tensor, torch.Tensor], int | None]:
+    """A factor of a LoKr as a product; a whole one is a product with the smaller identity."""
+    if name not in tensors:
+        first, second = _matrix(tensors[f"{name}_a"]), _matrix(tensors[f"{name}_b"])
+        return (first, second), second.shape[0]
+    whole = _matrix(tensors[name])
+    one = torch.eye(min(whole.shape), dtype=whole.dtype, device=whole.device)
+    return ((one, whole) if whole.shape[0] < whole.shape[1] else (whole, one)), None
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """A convolution's weight too is a matrix: of its patches."""
+    if tensor.ndim < 2:
+        raise DoesNotFit("a vector")
+    return tensor.flatten(1)
