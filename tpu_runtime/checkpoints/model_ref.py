@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from .. import models
 from ..precision import check_choice
 from ..progress import Progress
-from ..spec import ModelSpec
+from ..spec import ModelSpec, Settings
 from . import checkpoint, compatibility
 
 
@@ -32,6 +32,17 @@ class ModelRef:
         """Raises `ValueError` with a sentence for the user where it cannot work. Reads no weights, asks no network."""
         check_choice(self.precision)
         self.locate().check()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """A generation to come: which of `spec.STAGES` it has behind the text encoder, and its settings, if they are known
+    before it denoises.
+    """
+
+    model: ModelRef
+    stages: tuple[str, ...]
+    settings: Settings | None = None
 
 
 def choose_model(
