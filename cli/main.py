@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..nodes.declare import Declaration, Folders
-from ..nodes.headless.runner import HEADLESS, TerminalHost, Timing, generations, run_workflow
-from ..nodes.headless.workflow import Workflow, to_api
+from ..nodes.graph import Workflow, generations
+from ..nodes.headless.runner import HEADLESS, TerminalHost, Timing, run_workflow
+from ..nodes.headless.workflow import to_api
 from ..tpu_runtime import media, pipeline
 from ..tpu_runtime.checkpoints.model_ref import ModelRef, choose_model, variant
 from ..tpu_runtime.engine import payloads, stage_files
@@ -40,6 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("comfyui-tpu: cancelled", file=sys.stderr)
         return 130
+
+
+def command() -> int:
+    """The console script: `main`, without waiting for XLA where it still compiles what nobody wants any more."""
+    status = main()
+    pipeline.leave(status)
+    return status
 
 
 def _expect_no_tpu() -> None:
@@ -385,7 +393,7 @@ def _wanted(options: argparse.Namespace) -> list[tuple[ModelRef, Settings]]:
         workflow = to_api(_read_json(options.workflow), HEADLESS)
         if options.tiny:
             make_tiny(workflow)
-        return generations(workflow, Folders())
+        return generations(workflow, Folders(), HEADLESS)
     spec = spec_by_name(options.model)
     model_id = options.model_id or (spec.tiny_id if options.tiny else spec.hub_id)
     sizes = spec.tiny_inputs if model_id == spec.tiny_id else {}

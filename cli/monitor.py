@@ -82,7 +82,12 @@ def fetch(url: str) -> Stats:
 
 def render(stats: Stats, note: str = "") -> RenderableType:
     """All of `stats`; whatever is missing there is shown as not known."""
-    blocks = [_running(stats.get("running")), *_chips(_list(stats, "chips")), _residents(_list(stats, "resident"))]
+    blocks = [
+        _running(stats.get("running")),
+        *_behind(_list(stats, "behind")),
+        *_chips(_list(stats, "chips")),
+        _residents(_list(stats, "resident")),
+    ]
     blocks += [*_last_run(stats.get("last_run")), _host(stats)]
     notes = [*([note] if note else []), *map(str, stats.get("notes") or ())]
     blocks += [_text(line, style="yellow") for line in notes]
@@ -120,6 +125,17 @@ def _running(running: Any) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_row(ProgressBar(total=total, completed=min(done, total), width=24), _text(pace))
     return Group(head, grid)
+
+
+def _behind(programs: Sequence[Stats]) -> Iterator[RenderableType]:
+    """What is compiled behind the running stage, and what waits for that."""
+    said = [f"{one.get('title')} {_begun(one)}" for one in programs]
+    if said:
+        yield Text("compiling behind  ", style="dim") + _text(", ".join(said))
+
+
+def _begun(program: Stats) -> str:
+    return "waits" if program.get("elapsed_s") is None else seconds(program["elapsed_s"])
 
 
 def _stage(of: Stats) -> str:

@@ -5,8 +5,9 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .checkpoints.model_ref import Lora, ModelRef
+from .checkpoints.model_ref import Expected, Lora, ModelRef
 from .engine.current import current, engine
+from .engine.current import leave as leave  # for hosts
 from .engine.memory_advice import OutOfMemory as OutOfMemory  # nodes catch it
 from .engine.payloads import Conditioning, ImageCondition, Latent
 from .progress import Progress
@@ -71,6 +72,12 @@ def add_lora(model: ModelRef, lora: Lora, *, progress: Progress) -> tuple[ModelR
 def decode(model: ModelRef, latents: Latent, *, progress: Progress) -> "torch.Tensor":
     """LATENT to IMAGE `[frames, height, width, 3]`, CPU float32 in 0..1."""
     return engine().decode(model, latents, progress)
+
+
+def expect(generations: Iterable[Expected]) -> None:
+    """Says which generations are about to run: while one stage runs, programs of the next are compiled behind it."""
+    if (found := list(generations)) or current():
+        engine().expect(found)
 
 
 def compilation_summary() -> str:

@@ -1,5 +1,6 @@
 """ComfyUI's side: declarations as V3 node classes, progress, previews, cancel and folders."""
 
+import atexit
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from server import PromptServer
 
 from ...tpu_runtime import pipeline
 from ...tpu_runtime.progress import Preview
-from .. import DECLARATIONS
+from .. import DECLARATIONS, graph
 from ..declare import Declaration, Expansion, Folders, Input, Link, Node, Ref
 from . import memory, previews, routes
 
@@ -63,6 +64,8 @@ def _folders() -> Folders:
 
 def extension() -> ComfyExtension:
     """What ComfyUI's `comfy_entrypoint` must return."""
+    # ComfyUI's exit code is 0 when it ends in order; nobody wants to wait minutes for that because XLA compiles.
+    atexit.register(pipeline.leave)
     memory.wrap_unload()
     routes.add()
     classes = [node_class(declaration) for declaration in DECLARATIONS.values()]
@@ -101,6 +104,7 @@ def _schema(declaration: Declaration) -> io.Schema:
         # ComfyUI caches by literal inputs: a descriptor passed as a value would defeat it, its link does not.
         inputs=[_input(declared, raw_link=is_expansion and not declared.is_widget) for declared in declaration.inputs],
         outputs=[_output(output.type, output.name, output.tooltip) for output in declaration.outputs],
+        hidden=[io.Hidden.prompt] if isinstance(declaration, Node) and declaration.family else [],
         is_output_node=isinstance(declaration, Node) and declaration.is_output,
         enable_expand=is_expansion,
     )
@@ -146,9 +150,26 @@ def _socket(kind: str) -> Any:
     return core.get(kind) or io.Custom(kind)
 
 
+class Announcer:
+    """Tells the runtime what a prompt will run, as its first node does: sizes are in the sampler, which runs later."""
+
+    def __init__(self) -> None:
+        self._announced: object = None
+
+    def __call__(self, prompt: dict[str, Any] | None) -> None:
+        if prompt is not None and prompt is not self._announced:
+            self._announced = prompt
+            pipeline.expect(graph.expected(prompt, _folders(), DECLARATIONS))
+
+
+_announce = Announcer()
+
+
 def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
     def execute(cls: type, **given: Any) -> io.NodeOutput:
         memory.register()
+        if declaration.family:
+            _announce(cls.hidden and cls.hidden.prompt)
         try:
             return io.NodeOutput(*declaration.run(ComfyHost(), **declaration.values(given)))
         except pipeline.OutOfMemory as error:
@@ -162,9 +183,9 @@ def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
 def _expand(declaration: Expansion) -> Callable[..., io.NodeOutput]:
     def execute(cls: type, **given: Any) -> io.NodeOutput:
         values = declaration.values(given)
-        graph = GraphBuilder()
+        builder = GraphBuilder()
         stages = declaration.stages_for(values)
-        nodes = {stage.name: graph.node(stage.node_id, id=stage.name) for stage in stages}
+        nodes = {stage.name: builder.node(stage.node_id, id=stage.name) for stage in stages}
         for stage in stages:
             for name, value in stage.inputs.items():
                 if isinstance(value, Link):
@@ -173,7 +194,7 @@ def _expand(declaration: Expansion) -> Callable[..., io.NodeOutput]:
                     value = values[value.input]
                 nodes[stage.name].set_input(name, value)
         results = [nodes[link.stage].out(link.output) for link in declaration.results]
-        return io.NodeOutput(*results, expand=graph.finalize())
+        return io.NodeOutput(*results, expand=builder.finalize())
 
     return execute
 

@@ -7,14 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from ...tpu_runtime.checkpoints.model_ref import ModelRef, choose_model
-from ...tpu_runtime.models import spec_for_family
-from ...tpu_runtime.progress import Silent
-from ...tpu_runtime.spec import Settings
+from ...tpu_runtime import pipeline
 from .. import DECLARATIONS
-from ..declare import Declaration, Folders, Node, by_id
+from ..declare import Folders, Node, by_id
+from ..graph import Table, Workflow, expand, expected, is_link, node_label
 from . import core_nodes
-from .workflow import Table, Workflow, expand, is_link, node_label, validate_workflow
+from .workflow import validate_workflow
 
 HEADLESS: Table = by_id((*DECLARATIONS.values(), *core_nodes.NODES))
 
@@ -76,6 +74,7 @@ def run_workflow(workflow: Workflow, host: TerminalHost, table: Table = HEADLESS
         table[node["class_type"]].check_constants(host.folders, constants)
     graph = expand(workflow, table)
     order = execution_order(graph, table)
+    pipeline.expect(expected(workflow, host.folders, table))
     results: dict[str, tuple[Any, ...]] = {}
     for node_id in order:
         node = _node(graph, node_id, table)
@@ -125,62 +124,3 @@ def _title(node: Node, node_id: str, graph: Workflow) -> str:
     """The node's title, with its id where the workflow has several of the kind."""
     same = [other for other in graph.values() if other["class_type"] == node.id]
     return node.title if len(same) == 1 else node_label(node_id, {"class_type": node.title})
-
-
-def generations(workflow: Workflow, folders: Folders, table: Table = HEADLESS) -> list[tuple[ModelRef, Settings]]:
-    """The models and settings of a workflow's samplers and pipelines, as its widgets have them.
-
-    Links count as the input's default; only models, and the size of an encoded picture, are followed to their nodes.
-    Raises ValueError where there is no sampler, and for bad values.
-    """
-    graph = expand({node_id: node for node_id, node in workflow.items() if node["class_type"] in table}, table)
-    samplers = [node_id for node_id, node in graph.items() if _is_sampler(table[node["class_type"]])]
-    found = [_generation(graph, node_id, folders, table) for node_id in samplers]
-    if not found:
-        raise ValueError("The workflow has no sampler or pipeline of this pack: there is nothing to compile.")
-    return found
-
-
-def _is_sampler(declaration: Declaration) -> bool:
-    return bool(declaration.family) and any(i.name == "num_inference_steps" for i in declaration.inputs)
-
-
-def _generation(graph: Workflow, node_id: str, folders: Folders, table: Table) -> tuple[ModelRef, Settings]:
-    node, widgets = graph[node_id], _widgets(graph, node_id, table)
-    declaration = table[node["class_type"]]
-    link = node["inputs"].get("model")
-    choice = _origin(graph, node_id, "model", "model_id", table) if is_link(link) else widgets
-    family, named = spec_for_family(declaration.family), {name: choice[name] for name in ("model_id", "precision")}
-    model = choose_model(family, **named, folders=folders.models, progress=Silent())
-    spec = model.spec
-    if spec.needs_condition and "height" not in widgets:
-        widgets = {**_origin(graph, node_id, "condition", "height", table), **widgets}
-    return model, spec.settings(**widgets)
-
-
-def _widgets(graph: Workflow, node_id: str, table: Table) -> dict[str, Any]:
-    """A node's own values by name, in their own types; what is linked counts as its default."""
-    node = graph[node_id]
-    own = {name: value for name, value in node["inputs"].items() if not is_link(value)}
-    declared = [declared for declared in table[node["class_type"]].inputs if declared.is_widget]
-    return {i.name: i.parse(own[i.name]) if own.get(i.name) is not None else i.default for i in declared}
-
-
-def _origin(graph: Workflow, node_id: str, socket: str, wanted: str, table: Table) -> dict[str, Any]:
-    """The values of the node that a socket is linked to and that has the widget `wanted`, through nodes that only pass
-    on what they get. ValueError where there is none: what it gives is then known only when it runs.
-    """
-    label = node_label(node_id, graph[node_id])
-    name = socket
-    for _ in graph:
-        link = graph[node_id]["inputs"].get(name)
-        if not is_link(link) or link[0] not in graph:
-            break
-        node_id, output = link
-        if wanted in (widgets := _widgets(graph, node_id, table)):
-            return widgets
-        name = table[graph[node_id]["class_type"]].outputs[output].name
-    raise ValueError(
-        f"{label}: what is linked to {socket} does not say its {wanted} before it runs. Name model and size yourself: "
-        "`comfyui-tpu warmup --model NAME --height ... --width ... --num-frames ...`."
-    )

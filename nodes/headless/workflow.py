@@ -5,23 +5,13 @@ supported.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
-from ..declare import Declaration, Expansion, Input, Link, Ref
-
-Workflow = dict[str, dict[str, Any]]
-Table = Mapping[str, Declaration]
+from ..declare import Declaration, Input
+from ..graph import Table, Workflow, declaration_of, is_link, node_label
 
 PAGE_ONLY = frozenset({"Note", "MarkdownNote", "Reroute", "PrimitiveNode"})
 _MUTED, _BYPASSED = 2, 4
-
-
-def is_link(value: Any) -> TypeGuard[list[Any]]:
-    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], int)
-
-
-def node_label(node_id: str, node: Mapping[str, Any]) -> str:
-    return f"{node.get('class_type')} (node {node_id})"
 
 
 def to_api(document: Any, table: Table) -> Workflow:
@@ -59,7 +49,7 @@ class _Page:
 
     def _widgets(self, node_id: str, node: Mapping[str, Any]) -> dict[str, Any]:
         """The node's own values by name. The page stores them by position; too few is an older version of the node."""
-        declaration = _declaration(self._table, node_id, node["type"])
+        declaration = declaration_of(self._table, node_id, node["type"])
         values = node.get("widgets_values") or []
         if isinstance(values, dict):
             return {i.name: values[i.name] for i in declaration.inputs if i.is_widget and i.name in values}
@@ -155,51 +145,12 @@ def _title(node: Mapping[str, Any]) -> str:
     return node.get("title") or node.get("properties", {}).get("Node name for S&R") or node["type"]
 
 
-def _declaration(table: Table, node_id: str, class_type: str) -> Declaration:
-    if class_type not in table:
-        raise ValueError(
-            f"Node {node_id} is a {class_type}, which does not run without ComfyUI. "
-            f"Known here: {', '.join(sorted(table))}."
-        )
-    return table[class_type]
-
-
-def expand(workflow: Workflow, table: Table) -> Workflow:
-    """The workflow with every Expansion replaced by its stages, named `<node id>.<stage>`."""
-    expanded, results = {}, {}
-    for node_id, node in workflow.items():
-        declaration = _declaration(table, node_id, node["class_type"])
-        if not isinstance(declaration, Expansion):
-            expanded[node_id] = node
-            continue
-        given = {i.name: node["inputs"].get(i.name, i.default) for i in declaration.inputs}
-        for stage in declaration.stages_for(given):
-            inputs = {name: _stage_value(node_id, given, value) for name, value in stage.inputs.items()}
-            inputs = {name: value for name, value in inputs.items() if value is not None}
-            expanded[f"{node_id}.{stage.name}"] = {"class_type": stage.node_id, "inputs": inputs}
-        results[node_id] = [[f"{node_id}.{link.stage}", link.output] for link in declaration.results]
-    return {
-        node_id: {**node, "inputs": {name: _replaced(value, results) for name, value in node["inputs"].items()}}
-        for node_id, node in expanded.items()
-    }
-
-
-def _stage_value(node_id: str, given: Mapping[str, Any], value: Any) -> Any:
-    if isinstance(value, Link):
-        return [f"{node_id}.{value.stage}", value.output]
-    return given[value.input] if isinstance(value, Ref) else value
-
-
-def _replaced(value: Any, results: Mapping[str, list]) -> Any:
-    return results[value[0]][value[1]] if is_link(value) and value[0] in results else value
-
-
 def validate_workflow(workflow: Workflow, table: Table) -> list[str]:
     """Everything wrong with an API-format workflow, one sentence each; no model is looked at."""
     problems = []
     for node_id, node in workflow.items():
         try:
-            declaration = _declaration(table, node_id, node["class_type"])
+            declaration = declaration_of(table, node_id, node["class_type"])
         except ValueError as error:
             problems.append(str(error))
             continue

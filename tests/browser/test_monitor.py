@@ -160,6 +160,7 @@ def fake(num_chips: int = 8, **changes: Any) -> dict[str, Any]:
             "stage": "denoise", "model": model, "text": "Denoising", "done": 13, "total": 40, "unit": "step",
             "seconds_per_unit": 6.42, "elapsed_s": 91.3, "compiling": False,
         },
+        "behind": [{"title": "the vae decoder", "elapsed_s": 90.2}, {"title": "<b>", "elapsed_s": None}],
         "last_run": {
             "model": model, "steps_per_second": 0.155, "peak_hbm": 18 * GIB,
             "stages": [{"stage": stage, "seconds": seconds} for stage, seconds in parts.items()],
@@ -354,6 +355,9 @@ def test_a_screen_reader_finds_names_and_values(tab: Tab):
     progress = tab.section("Running").locator("[role=progressbar]")
     values = [progress.get_attribute(name) for name in ("aria-valuenow", "aria-valuetext")]
     assert values == ["33", "Step 13 of 40"]
+    behind = tab.section("Running").get_by_role("list", name="Compiling behind it").get_by_role("listitem")
+    texts = [text.split("\n")[0] for text in behind.all_inner_texts()]
+    assert texts == ["Compiling behind: the vae decoder", "Will compile: <b>"]
     assert "TensorCore" in tab.section("Last two minutes").locator("canvas").get_attribute("aria-label")
 
 

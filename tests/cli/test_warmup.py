@@ -12,7 +12,8 @@ import jax
 import pytest
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, generations
+from comfyui_tpu.nodes.graph import generations
+from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
@@ -114,7 +115,7 @@ def test_an_examples_programs_are_built_at_its_tiny_sizes(path: Path, programs: 
 def generations_of_tiny(path: Path) -> Asked:
     workflow = workflow_of(path)
     cli.make_tiny(workflow)
-    return generations(workflow, Folders())
+    return generations(workflow, Folders(), HEADLESS)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)

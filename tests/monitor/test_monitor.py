@@ -297,7 +297,7 @@ class Requests:
 def test_stats_are_a_json_object():
     status, stats = Requests().send("GET", "/tpu/stats")
     assert status == 200
-    assert {"platform", "message", "chips", "host", "resident", "running", "caches", "notes"} <= set(stats)
+    assert {"platform", "message", "chips", "host", "resident", "running", "behind", "caches", "notes"} <= set(stats)
 
 
 @pytest.mark.parametrize("body", [None, "", "{}", '{"ids": null}'])

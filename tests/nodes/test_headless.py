@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Node, Output, Ref, Stage, by_id
+from comfyui_tpu.nodes.graph import expand
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, execution_order, run_workflow
-from comfyui_tpu.nodes.headless.workflow import expand, to_api, validate_workflow
+from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "wan21_t2v_720p.json"

@@ -21,6 +21,7 @@ def tpu(num_chips: int = 8, **changes: Any) -> dict[str, Any]:
             {"id": "vae/x", "component": "vae", "model": "tiny/wan21", "bytes_per_chip": GIB, "last_used": time.time()}
         ],
         "running": None,
+        "behind": [],
         "last_run": None,
         "caches": [{"name": "xla", "path": "/cache/xla", "files": 3, "bytes": 4096}],
         "counts": {"load": 1, "encode": 1, "compile": 2},

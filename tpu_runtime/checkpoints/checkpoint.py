@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..cache.store import signature
 from ..files import CheckpointError, read_json
-from ..progress import Progress
+from ..progress import Progress, Silent
 from ..spec import Component, ModelSpec
 from . import compatibility, hub, tiny
 
@@ -85,6 +85,13 @@ class Checkpoint:
             names = [f"{component.folder}/{name}" for name in weight_names(folder, component)]
             hub.fetch(self.model_id, self.home(progress), names, progress, component.folder)
         return folder
+
+    def weights_here(self, component: Component) -> list[Path]:
+        """A component's weight files if all are on this machine, else none. Asks no network, after `prepare`."""
+        try:
+            return weight_files(self._folder(self.home(Silent()), component.folder), component)
+        except CheckpointError:
+            return []
 
     def identity(self, folder: str, progress: Progress) -> str:
         """What tells a part from that of another checkpoint, and from an earlier state of the same."""

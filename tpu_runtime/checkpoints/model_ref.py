@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from .. import models
 from ..precision import check_choice
 from ..progress import Progress
-from ..spec import ModelSpec
+from ..spec import ModelSpec, Settings
 from . import checkpoint, compatibility
 
 # Of two denoisers that share the steps: both, the first, the second.
@@ -53,6 +53,17 @@ class ModelRef:
             return ()
         own = EXPERTS[0], EXPERTS[1 + experts.index(component)]
         return tuple(lora for lora in self.loras if lora.strength and lora.expert in own)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """A generation to come: which of `spec.STAGES` it has behind the text encoder, and its settings, if they are known
+    before it denoises.
+    """
+
+    model: ModelRef
+    stages: tuple[str, ...]
+    settings: Settings | None = None
 
 
 def choose_model(

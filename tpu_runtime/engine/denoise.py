@@ -1,6 +1,7 @@
 """The denoising loop: from noise to the last sample, one program a step."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from ..programs.solver_table import SolverTable
 from ..programs.step_reuse import CachedDenoiser
 from ..progress import Preview
 from ..spec import Settings
+from .program_cache import Wanted
 from .stage import Stage
 
 Inputs = Mapping[str, np.ndarray]
@@ -103,6 +105,23 @@ def denoiser_program(
 
     With a step cache it is two programs, both compiled before the first step.
     """
+    programs = programs_wanted(stage, settings, config, table, experts, inputs)
+    for later in programs[1:]:
+        stage.program_cache.note(later)  # compiled beside the first
+    full, *cached = (stage.program_cache.get(wanted, stage.progress) for wanted in programs)
+    is_full = step_reuse.full_steps(settings.step_cache, [expert for expert, _ in experts])
+    return CachedDenoiser(full=full, cached=cached[0], is_full=is_full) if cached else full
+
+
+def programs_wanted(
+    stage: Stage,
+    settings: Settings,
+    config: Mapping[str, Any],
+    table: SolverTable,
+    experts: Sequence[tuple[str, float]],
+    inputs: Inputs,
+) -> list[Wanted]:
+    """The denoiser's program; with a step cache that of full steps, and that of the others."""
     spec, target = stage.spec, stage.target
     references = {name: x.shape for name, x in inputs.items() if spec.references and name.startswith("reference_")}
     bounded = all(
@@ -113,21 +132,15 @@ def denoiser_program(
     )
     shape = denoise_step.StepShape.of(table, references=references, bounded=bounded)
 
-    def compiled(kind: str, build: Any, *features: Any) -> Executable:
-        def program() -> Program:
-            return build(spec, config, target, settings, shape, *features)
-
-        return stage.program_cache.get(
-            f"the denoiser for {settings.width}x{settings.height}, {settings.num_frames} frames",
-            ("denoise", spec.name, config, target, spec.geometry.latent_shape(settings), spec.branches(settings),
-             shape.num_memory, shape.timestep_dtype, kind, bounded, *references.items()),
-            stage.progress,
-            program,
+    def wanted(kind: str, build: Callable[..., Program]) -> Wanted:
+        return Wanted(
+            title=f"the denoiser for {settings.width}x{settings.height}, {settings.num_frames} frames",
+            key=("denoise", spec.name, config, target, spec.geometry.latent_shape(settings), spec.branches(settings),
+                 shape.num_memory, shape.timestep_dtype, kind, bounded, *references.items()),
+            build=functools.partial(build, spec, config, target, settings, shape),
         )  # fmt: skip
 
     is_full = step_reuse.full_steps(settings.step_cache, [expert for expert, _ in experts])
     if spec.step_reuse is None or all(is_full):
-        return compiled("plain", denoise_step.denoise_program)
-    full = compiled("keep", denoise_step.keeping_program)
-    kept = step_reuse.kept_shapes(spec.step_reuse, full.program)
-    return CachedDenoiser(full=full, cached=compiled("reuse", denoise_step.reusing_program, kept), is_full=is_full)
+        return [wanted("plain", denoise_step.denoise_program)]
+    return [wanted("keep", denoise_step.keeping_program), wanted("reuse", denoise_step.reusing_program)]

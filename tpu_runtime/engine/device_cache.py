@@ -7,6 +7,7 @@ memory that the one about to run needs beside them; it is checked before a byte 
 
 import logging
 import os
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -63,11 +64,15 @@ def budget_bytes(device: Device) -> int | None:
 
 
 class DeviceCache:
-    """Resident components and loaded programs, in order of use."""
+    """Resident components and loaded programs, in order of use. One stage at a time uses it; programs may be added, and
+    looked up, by other threads.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._held: OrderedDict[Key, Resident | Executable] = OrderedDict()
+        self._workspace_bytes = 0  # of the program that ran last
+        self._lock = threading.RLock()
 
     def get(
         self,
@@ -96,10 +101,13 @@ class DeviceCache:
                 if held is not None:  # some of its weights may be gone
                     self._evict(key)
                 raise
-            self._held[key] = Resident(
+            resident = Resident(
                 id=signature(key), component=component, model=model, weights=weights, size_bytes=size_bytes,
                 variant=variant, changed=changed,
             )  # fmt: skip
+            with self._lock:
+                self._held[key] = resident
+        self._workspace_bytes = running.workspace_bytes
         resident = self._used(key)
         assert isinstance(resident, Resident)
         resident.last_used = time.time()
@@ -108,20 +116,29 @@ class DeviceCache:
     def program(self, digest: str) -> Executable | None:
         """The loaded program `digest`; None if there is none."""
         key = ("program", digest)
-        program = self._used(key) if key in self._held else None
+        with self._lock:
+            program = self._used(key) if key in self._held else None
         assert not isinstance(program, Resident)
         return program
 
+    def has_room(self, program: Executable) -> bool:
+        """Whether a program may be loaded beside what is held and the one that ran last, with nothing leaving."""
+        budget = budget_bytes(self._device)
+        held = self.size_bytes + self.code_bytes + self._workspace_bytes
+        return budget is None or held + program.code_bytes <= budget
+
     def add_program(self, digest: str, program: Executable) -> None:
         """Keeps a loaded program; the longest unused leaves when there are too many."""
-        self._held["program", digest] = program
-        programs = [key for key, held in self._held.items() if not isinstance(held, Resident)]
-        for key in programs[:-MAX_PROGRAMS]:
-            self._evict(key)
+        with self._lock:
+            self._held["program", digest] = program
+            programs = [key for key, held in self._held.items() if not isinstance(held, Resident)]
+            for key in programs[:-MAX_PROGRAMS]:
+                self._evict(key)
 
     def _used(self, key: Key) -> Resident | Executable:
-        self._held.move_to_end(key)
-        return self._held[key]
+        with self._lock:
+            self._held.move_to_end(key)
+            return self._held[key]
 
     def _make_room(self, key: Key, title: str, size_bytes: int, running: Runnable) -> None:
         budget = budget_bytes(self._device)
@@ -134,14 +151,16 @@ class DeviceCache:
                 f"chip has {readable(budget)}."
             )
         staying = {id(part) for part in running.parts}
-        others = [other for other, held in self._held.items() if other != key and id(held) not in staying]
-        for other in others:
-            if sum(_bytes(self._held[one]) for one in others if one in self._held) + size_bytes + beside <= budget:
-                return
-            self._evict(other)
+        with self._lock:
+            others = [other for other, held in self._held.items() if other != key and id(held) not in staying]
+            for other in others:
+                if sum(_bytes(self._held[one]) for one in others if one in self._held) + size_bytes + beside <= budget:
+                    return
+                self._evict(other)
 
     def _evict(self, key: Key) -> None:
-        held = self._held.pop(key)
+        with self._lock:
+            held = self._held.pop(key)
         if isinstance(held, Resident):
             log.info("%s leaves the devices (%s a chip)", held.title, readable(held.size_bytes))
             for array in held.weights.values():
@@ -167,14 +186,17 @@ class DeviceCache:
     def drop(self, ids: Iterable[str]) -> None:
         """Unloads single residents; ids that are not resident are passed over."""
         wanted = set(ids)
-        for key, held in list(self._held.items()):
-            if isinstance(held, Resident) and held.id in wanted:
-                self._evict(key)
+        with self._lock:
+            for key, held in list(self._held.items()):
+                if isinstance(held, Resident) and held.id in wanted:
+                    self._evict(key)
 
     def clear(self) -> None:
         """Drops all weights and programs."""
-        for key in list(self._held):
-            self._evict(key)
+        with self._lock:
+            self._workspace_bytes = 0
+            for key in list(self._held):
+                self._evict(key)
 
 
 def _bytes(held: Resident | Executable) -> int:

@@ -1,10 +1,13 @@
-"""The engine: its devices, what is kept on them and in host memory, and one stage at a time that uses it."""
+"""The engine: its devices, what is kept on them and in host memory, and one stage at a time that uses it. Behind that
+stage it compiles and reads what the later ones of an expected generation need.
+"""
 
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import jax
@@ -13,24 +16,43 @@ import torch
 from ...sharding.mesh import Device
 from .. import media, refusal, versions
 from .. import precision as precisions
-from ..checkpoints.model_ref import ModelRef
-from ..programs import xla_cache
+from ..checkpoints.model_ref import Expected, ModelRef
+from ..programs import modules, xla_cache
 from ..programs.program import Target
-from ..progress import Progress
+from ..progress import Progress, Silent
 from ..spec import Settings
 from . import conditioning, memory_advice, run, telemetry
 from .device_cache import DeviceCache
 from .memory_advice import OutOfMemory
 from .payloads import Conditioning, ImageCondition, Latent
-from .program_cache import ProgramCache
+from .program_cache import COMPILER, ProgramCache
 from .prompt_cache import PromptCache
 from .stage import Stage
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-# The stages of one generation.
+# The stages of one generation, and which of `spec.STAGES` come after each.
 GENERATION = ("encode", "encode_image", "denoise", "decode")
+AFTER = {"encode": ("image", "denoise", "decode"), "encode_image": ("denoise", "decode"), "denoise": ("decode",)}
+
+
+class Dropped(Exception):
+    """What was begun ahead is not wanted any more."""
+
+
+class Ahead(Silent):
+    """The progress of what is done behind a stage: nobody sees it, and it ends once it `is_dropped`. `noted` are the
+    stages whose programs and weights it is about, and their settings.
+    """
+
+    def __init__(self) -> None:
+        self.is_dropped = False
+        self.noted: dict[str, Settings | None] = {}
+
+    def check_cancelled(self) -> None:
+        if self.is_dropped:
+            raise Dropped
 
 
 class Engine:
@@ -52,6 +74,15 @@ class Engine:
         self.peak_bytes = [0] * len(self.devices)
         self._generation: telemetry.LastRun | None = None
         self._lock = threading.RLock()
+        self._expected: dict[ModelRef, Expected] = {}
+        self._ahead = Ahead()
+
+    def expect(self, generations: Iterable[Expected]) -> None:
+        """Says what is about to run, in place of what was said before; nothing happens until its first stage runs."""
+        expected = {one.model: replace(one, settings=_seedless(one.settings)) for one in reversed(list(generations))}
+        if expected != self._expected:
+            self._expected = expected
+            self._drop_ahead()
 
     # -- stages: see `pipeline` --------------------------------------------------------------------------------------
 
@@ -98,6 +129,7 @@ class Engine:
         with self._lock:
             if ids is None:
                 self.device_cache.clear()
+                self._ahead.noted.clear()
             else:
                 self.device_cache.drop(ids)
 
@@ -134,12 +166,41 @@ class Engine:
             self.activity = activity
             try:
                 stage.found.prepare(stage.progress)
+                self._look_ahead(stage, model, settings)
                 result = self._within_memory(stage, work, settings)
+            except BaseException:
+                self._drop_ahead()
+                raise
             finally:
                 self.activity = None
                 self.note_peak()
             self._finished(activity)
             return result
+
+    def _look_ahead(self, stage: Stage, model: ModelRef, settings: Settings | None) -> None:
+        """Lets what the later stages need be compiled, and read from the disk, behind this one."""
+        expected = self._expected.get(model)
+        if expected is None or stage.name not in AFTER:
+            return
+        settings = _seedless(settings) if stage.name == "denoise" else expected.settings
+        stages = [name for name in AFTER[stage.name] if name in expected.stages]
+        noted = self._ahead.noted
+        unread = [name for name in (stage.name, *stages) if name not in noted]
+        unnoted = [name for name in stages if settings is not None and noted.get(name) != settings]
+        noted.update(dict.fromkeys(unread))
+        noted.update(dict.fromkeys(unnoted, settings))
+        quiet = replace(stage, progress=telemetry.Watched(host=self._ahead, activity=replace(stage.progress.activity)))
+        if unread:
+            in_daemon(lambda: run.read_ahead(quiet, unread))
+        if settings is not None and unnoted:
+            modules.import_upstream(model.spec.components)  # not by two threads at once
+            in_daemon(lambda: run.note(quiet, settings, unnoted), COMPILER)
+
+    def _drop_ahead(self) -> None:
+        """Ends what was begun for later stages, but for what XLA is at work on."""
+        self._ahead.is_dropped = True
+        self._ahead = Ahead()
+        self.program_cache.drop()
 
     def _within_memory(self, stage: Stage, work: Callable[[Stage], Result], settings: Settings | None) -> Result:
         """Runs `work`; out of memory, once more with everything unloaded. Then `OutOfMemory` says what would fit.
@@ -190,6 +251,26 @@ class Engine:
         held = telemetry.held_bytes(self.devices)
         self.peak_bytes = [max(pair) for pair in zip(held, self.peak_bytes, strict=True)]
         return held
+
+
+def _seedless(settings: Settings | None) -> Settings | None:
+    """Settings that are equal where the programs are."""
+    return settings and replace(settings, seed=0)
+
+
+def in_daemon(work: Callable[[], None], name: str = "comfyui-tpu-read") -> None:
+    """Does what may be done ahead, in a thread that does not keep the process from ending; its errors do not matter."""
+
+    def quietly() -> None:
+        try:
+            with torch.no_grad():
+                work()
+        except Dropped:
+            pass
+        except Exception as error:  # whatever it is, the stage that it was for will meet it, and say it to the user
+            log.warning("Nothing more is prepared ahead: %s: %s", type(error).__name__, error)
+
+    threading.Thread(target=quietly, name=name, daemon=True).start()
 
 
 def _out_of_memory(error: RuntimeError) -> str:

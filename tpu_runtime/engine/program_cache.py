@@ -1,18 +1,72 @@
-"""The compiled programs of this process, by all that they depend on."""
+"""The compiled programs of this process, by all that they depend on. Each is compiled once, in a thread of its own.
+
+A stage asks for a program (`get`) and waits, so that it can be cancelled. What later stages will ask for is noted
+before (`note`) and compiled behind the running one, in that order. XLA cannot be stopped: what it is at work on is
+finished and kept, whoever does not want it any more.
+"""
 
 import contextlib
 import json
+import logging
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from ...sharding.mesh import Device
 from ..cache.store import signature
 from ..programs import executables
 from ..programs.executables import Executable
-from ..programs.program import Program
+from ..programs.program import TRACING, Program
+from ..refusal import DoesNotFit
 from . import telemetry
 from .device_cache import DeviceCache
+
+log = logging.getLogger(__name__)
+
+# The name of threads that compile.
+COMPILER = "comfyui-tpu-compile"
+# How many compile behind a stage; XLA has more of its own.
+MAX_BEHIND = 2
+# How often who waits looks whether the user cancelled.
+LOOK_AGAIN_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A program that somebody will run: what to call it, all that it depends on, how to make it."""
+
+    title: str
+    key: tuple[Any, ...]
+    build: Callable[[], Program]
+
+    @property
+    def digest(self) -> str:
+        return signature(*(json.dumps(part, sort_keys=True) if isinstance(part, dict) else part for part in self.key))
+
+
+@dataclass(eq=False, kw_only=True)
+class Compilation:
+    """A program on its way: it waits to be compiled, is compiled, or was refused."""
+
+    wanted: Wanted
+    digest: str
+    started: float | None = None
+    is_awaited: bool = False  # by a stage
+    done: threading.Event = field(default_factory=threading.Event)
+    found: Executable | None = None
+    error: BaseException | None = None
+    _program: Program | None = None
+
+    @property
+    def program(self) -> Program:
+        with TRACING:
+            self._program = self._program or self.wanted.build()
+            return self._program
 
 
 class ProgramCache:
@@ -22,23 +76,118 @@ class ProgramCache:
         self._devices = devices
         self._device_cache = device_cache
         self._counts = counts
+        self._lock = threading.Lock()
+        # What is not loaded yet, by digest: waiting (in `_queue`), compiling, or refused.
+        self._coming: dict[str, Compilation] = {}
+        self._queue: list[Compilation] = []
+        self._threads_behind = 0
 
-    def get(
-        self, title: str, key: tuple[Any, ...], progress: telemetry.Watched, build: Callable[[], Program]
-    ) -> Executable:
-        """The program for `key`: of this process, of an earlier one, or compiled."""
-        digest = signature(*(json.dumps(part, sort_keys=True) if isinstance(part, dict) else part for part in key))
-        if (loaded := self._device_cache.program(digest)) is not None:
-            return loaded
-        stored = executables.is_stored(digest, self._devices)
-        progress.text(f"Loading the program of {title}" if stored else f"Compiling {title} (once for this size)")
+    def get(self, wanted: Wanted, progress: telemetry.Watched) -> Executable:
+        """The program: of this process, of an earlier one, or compiled. If it is being compiled, this waits for it."""
+        digest = wanted.digest
         progress.check_cancelled()
-        with _flagged(progress.activity):
-            found, is_new = executables.obtain(digest, build, self._devices)
-        self._device_cache.add_program(digest, found)
-        self._counts["compile"] += is_new
+        with self._lock:
+            if (loaded := self._device_cache.program(digest)) is not None:
+                return loaded
+            one = self._coming.setdefault(digest, Compilation(wanted=wanted, digest=digest))
+            if one in self._queue:
+                self._queue.remove(one)
+            is_ours, begun = one.started is None, one.started or time.monotonic()
+            one.started, one.is_awaited = begun, True
+        if is_ours:
+            _in_daemon(lambda: self._compile(one))
+        self._wait(one, time.monotonic() - begun, progress)
+        if one.found is not None:
+            return one.found
+        assert one.error is not None
+        with self._lock:
+            self._coming.pop(digest, None)
+        if is_ours or isinstance(one.error, DoesNotFit):
+            raise one.error
+        return self.get(wanted, progress)  # it failed behind another stage: now by ourselves
+
+    def _wait(self, one: Compilation, age_s: float, progress: telemetry.Watched) -> None:
+        title = one.wanted.title
+        stored = executables.is_stored(one.digest, self._devices)
+        begun = f"; begun {age_s:.0f} s ago" if age_s >= 1 else ""
+        progress.text(f"Loading the program of {title}" if stored else f"Compiling {title} (once for this size{begun})")
+        try:
+            with _flagged(progress.activity):
+                while not one.done.wait(LOOK_AGAIN_S):
+                    progress.check_cancelled()
+        finally:
+            one.is_awaited = False
         progress.check_cancelled()
-        return found
+
+    def note(self, wanted: Wanted) -> Compilation | Executable:
+        """The program as it is or will be: it is compiled behind what runs."""
+        digest = wanted.digest
+        with self._lock:
+            if (loaded := self._device_cache.program(digest)) is not None:
+                return loaded
+            one = self._coming.get(digest)
+            if one is None:
+                one = self._coming[digest] = Compilation(wanted=wanted, digest=digest)
+                self._queue.append(one)
+            if self._queue and self._threads_behind < MAX_BEHIND:
+                self._threads_behind += 1
+                _in_daemon(self._compile_behind)
+        return one
+
+    def drop(self) -> None:
+        """Forgets what was noted and is not begun."""
+        with self._lock:
+            for one in self._queue:
+                del self._coming[one.digest]
+            self._queue.clear()
+
+    def behind(self) -> list[dict[str, object]]:
+        """What is compiled behind the running stage, or waits for that, in order; seconds since each was begun."""
+        now = time.monotonic()
+        with self._lock:
+            coming = [one for one in self._coming.values() if not (one.is_awaited or one.done.is_set())]
+        return [
+            {"title": one.wanted.title, "elapsed_s": None if one.started is None else now - one.started}
+            for one in coming
+        ]
+
+    def _compile_behind(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._threads_behind -= 1
+                    return
+                one = self._queue.pop(0)
+                one.started = time.monotonic()
+            self._compile(one)
+            if isinstance(one.error, DoesNotFit):
+                with self._lock:
+                    self._coming[one.digest] = one  # said to the stage that asks for it, if one does
+            elif one.error is not None:
+                log.warning(
+                    "%s failed to compile ahead (%s); the stage that needs it tries again.", one.wanted.title, one.error
+                )
+
+    def _compile(self, one: Compilation) -> None:
+        try:
+            with torch.no_grad():  # a thread begins with gradients
+                found, is_new = executables.obtain(one.digest, lambda: one.program, self._devices)
+            with self._lock:
+                # Where it does not fit beside what runs, its stage loads it from the disk.
+                if one.is_awaited or self._device_cache.has_room(found):
+                    self._device_cache.add_program(one.digest, found)
+                self._counts["compile"] += is_new
+            one.found = found
+        except BaseException as error:  # handed on to the stage that waits
+            one.error = error
+        with self._lock:
+            self._coming.pop(one.digest, None)
+        one.done.set()
+
+
+def _in_daemon(function: Callable[[], None]) -> None:
+    """Runs it in a thread that does not keep the process from ending (but see `current.leave`)."""
+    threading.Thread(target=function, name=COMPILER, daemon=True).start()
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The stages of a generation, each a function of a `Stage`: encode, encode_image, denoise, decode; and warming up."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -8,11 +9,14 @@ import torch
 from .. import tokens
 from ..cache.store import signature
 from ..checkpoints import guider
+from ..checkpoints import read_ahead as reading
 from ..programs import executables, network_call, rehearsal
-from ..spec import Settings, TextEncoding
+from ..programs.executables import Executable
+from ..spec import STAGES, Settings, TextEncoding
 from . import conditioning
 from . import denoise as denoising
 from .payloads import Conditioning, ImageCondition, Latent
+from .program_cache import Compilation, Wanted
 from .stage import Stage
 
 
@@ -80,12 +84,47 @@ def decode(stage: Stage, samples: torch.Tensor) -> torch.Tensor:
 
 def warm(stage: Stage, settings: Settings) -> None:
     """Compiles every program of a generation of this size that is not compiled yet; loads no weights."""
+    _each_program(stage, settings, STAGES, lambda wanted: stage.program_cache.get(wanted, stage.progress))
+
+
+def note(stage: Stage, settings: Settings, stages: Sequence[str]) -> None:
+    """Lets the programs of later stages (some of `spec.STAGES`) be compiled behind the one that runs."""
+
+    def note_one(wanted: Wanted) -> Compilation | Executable:
+        stage.progress.check_cancelled()
+        return stage.program_cache.note(wanted)
+
+    # Its program depends on some of the weights, and a download belongs to the stage, which shows it.
+    is_here = all(stage.found.weights_here(stage.spec.component(name)) for name in stage.spec.experts)
+    _each_program(stage, settings, [name for name in stages if is_here or name != "denoise"], note_one)
+
+
+def read_ahead(stage: Stage, stages: Sequence[str]) -> None:
+    """Lets the weights of the denoiser and the decoder be in the kernel's page cache when these stages load them."""
+    names = [*(stage.spec.experts if "denoise" in stages else ()), *((stage.spec.vae,) if "decode" in stages else ())]
+    loaded = [(one.component, one.model) for one in stage.device_cache.list()]
+    files = [
+        stage.found.weights_here(stage.spec.component(name))
+        for name in names
+        if (name, stage.found.model_id) not in loaded
+    ]
+    reading.read_ahead(itertools.chain.from_iterable(files), stage.progress.check_cancelled)
+
+
+def _each_program(
+    stage: Stage, settings: Settings, stages: Sequence[str], prepare: Callable[[Wanted], Compilation | Executable]
+) -> None:
+    """Passes every program of these stages to `prepare`, in the order in which they run; loads no weights."""
     spec = stage.spec
     vae_config = stage.found.config(spec.component(spec.vae), stage.progress)
-    compile_only = network_call.caller(lambda request: stage.program(request).program, rehearsal.zeros)
-    rehearsal.rehearse(spec, settings, vae_config, compile_only)
-    settings = guider.settings_for(stage.found, settings, stage.progress)
-    config = stage.found.config(spec.component(spec.experts[0]), stage.progress)
-    scheduler, table = denoising.solver_of(stage, settings)
-    experts = denoising.experts_of(stage, scheduler, table, settings)
-    denoising.denoiser_program(stage, settings, config, table, experts, {})
+    call = network_call.caller(lambda request: prepare(stage.wanted(request)).program, rehearsal.zeros)
+    for name in STAGES:
+        if name in stages and name != "denoise":
+            rehearsal.rehearse(spec, settings, vae_config, call, (name,))
+        elif name in stages:
+            guided = guider.settings_for(stage.found, settings, stage.progress)
+            config = stage.found.config(spec.component(spec.experts[0]), stage.progress)
+            scheduler, table = denoising.solver_of(stage, guided)
+            experts = denoising.experts_of(stage, scheduler, table, guided)
+            for wanted in denoising.programs_wanted(stage, guided, config, table, experts, {}):
+                prepare(wanted)

@@ -21,7 +21,7 @@ from ..programs.weights import Weights, bytes_per_chip
 from ..spec import Call, Component, ModelSpec
 from . import telemetry
 from .device_cache import DeviceCache, Resident
-from .program_cache import ProgramCache
+from .program_cache import ProgramCache, Wanted
 from .prompt_cache import PromptCache
 
 
@@ -52,12 +52,15 @@ class Stage:
         return network_call.caller(self.program, self._execute)
 
     def program(self, request: network_call.Request) -> Executable:
+        return self.program_cache.get(self.wanted(request), self.progress)
+
+    def wanted(self, request: network_call.Request) -> Wanted:
+        """The program that a request needs."""
         config = self.found.config(self.spec.component(request.component), self.progress)
-        return self.program_cache.get(
-            f"the {request.component.replace('_', ' ')}",
-            (self.spec.name, config, self.target, *request.key),
-            self.progress,
-            lambda: request.program(self.spec, config, self.target),
+        return Wanted(
+            title=f"the {request.component.replace('_', ' ')}",
+            key=(self.spec.name, config, self.target, *request.key),
+            build=lambda: request.program(self.spec, config, self.target),
         )
 
     def _execute(self, executable: Executable, request: network_call.Request) -> tuple[Any, Any]:

@@ -25,6 +25,7 @@ NOTHING: Stats = {
     "host": {"cpu_percent": None, "ram_used": None, "ram_total": None, "process_ram": None},
     "resident": [],
     "running": None,
+    "behind": [],
     "last_run": None,
     "caches": [],
     "counts": {},

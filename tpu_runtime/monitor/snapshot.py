@@ -15,7 +15,7 @@ def stats() -> dict[str, Any]:
     """What is on the chips, running, resident, cached; `readings.Sampler` adds the host's load and libtpu's own."""
     engine = current()
     if engine is None:
-        nothing = {"platform": None, "message": NOT_STARTED, "chips": [], "resident": [], "running": None}
+        nothing = {"platform": None, "message": NOT_STARTED, "chips": [], "resident": [], "running": None, "behind": []}
         counts = {"load": 0, "merge": 0, "encode": 0, "compile": 0}
         return {**nothing, "last_run": None, "caches": store.usage(), "counts": counts}
     activity, last_run = engine.activity, engine.last_run
@@ -25,6 +25,7 @@ def stats() -> dict[str, Any]:
         "chips": _chips(engine),
         "resident": _resident(engine),
         "running": activity.describe() if activity else None,
+        "behind": engine.program_cache.behind(),
         "last_run": last_run.describe() if last_run else None,
         "caches": store.usage(),
         "counts": dict(engine.counts),

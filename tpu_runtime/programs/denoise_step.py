@@ -80,10 +80,9 @@ def keeping_program(spec: ModelSpec, config: Config, target: Target, settings: S
     return build.program(step, (build.state_shardings, kept))
 
 
-def reusing_program(
-    spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape, features: step_reuse.Shapes
-) -> Program:
-    """What is left of a step that starts from `features` of an earlier one: `(*state, denoised, is_finite)`."""
+def reusing_program(spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape) -> Program:
+    """What is left of a step that starts from what `keeping_program` kept: `(*state, denoised, is_finite)`."""
+    features = step_reuse.kept_shapes(reuse_of(spec), keeping_program(spec, config, target, settings, shape))
     build = _Step.of(spec, config, target, settings, shape)
     predict = step_reuse.starting_from_kept(reuse_of(spec), build.tokens)
 

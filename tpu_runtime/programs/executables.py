@@ -23,7 +23,7 @@ from .. import refusal
 from ..cache.store import Store, signature, trim_xla
 from ..refusal import DoesNotFit
 from .program import Program, shard_bytes
-from .xla_cache import compilations
+from .xla_cache import cached_by_thread, compilations
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +84,10 @@ def obtain(digest: str, build: Callable[[], Program], devices: tuple[Device, ...
             return Executable(program=program, compiled=_load(payload, program)), False
         except (ValueError, TypeError, KeyError, EOFError, pickle.UnpicklingError, jax.errors.JaxRuntimeError) as error:
             STORE.discard(key, f"it cannot be loaded ({_first_line(error)})")
-    from_xla_cache = compilations().cached
+    compilations()  # counts from now on
+    from_xla_cache = cached_by_thread()
     compiled = _compile(program)
-    if compilations().cached == from_xla_cache:
+    if cached_by_thread() == from_xla_cache:
         # What XLA itself has loaded does not serialize again: the CPU's code then lacks functions.
         _keep(key, program, compiled)
         trim_xla()

@@ -5,10 +5,12 @@ parameter name. The list of equal blocks becomes one block whose parameters are 
 `jax.lax.scan`, so that tracing and compiling do not grow with depth.
 """
 
+import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ import torch
 
 from ..spec import Component
 from . import torch_bridge
+from .program import TRACING
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
@@ -224,16 +227,35 @@ class Network:
 
 def build_full(component: Component, config: Mapping[str, Any]) -> torch.nn.Module:
     """The upstream module as it is, parameters on the meta device, buffers real."""
-    import accelerate
     import transformers
 
-    with accelerate.init_empty_weights(include_buffers=False):
+    with _parameters_on_meta():
         module = construct(component, config)
     if isinstance(module, transformers.PreTrainedModel):
         # Moving to the meta device unties shared embeddings.
         module.tie_weights()
         _tie(module, component.aliases)
     return module
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """accelerate's empty weights, for this thread alone: others may construct modules meanwhile, which keep theirs."""
+    import accelerate
+
+    owners = {threading.get_ident()}
+    register = torch.nn.Module.register_parameter
+    with accelerate.init_empty_weights(include_buffers=False):
+        register_empty = torch.nn.Module.register_parameter
+
+        def register_here(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+            (register_empty if threading.get_ident() in owners else register)(self, name, param)
+
+        torch.nn.Module.register_parameter = register_here
+        try:
+            yield
+        finally:
+            owners.clear()  # whoever patched it meanwhile may have kept ours
 
 
 def _tie(module: torch.nn.Module, aliases: Mapping[str, str]) -> None:
@@ -264,6 +286,14 @@ def construct(component: Component, config: Mapping[str, Any]) -> "ModelMixin | 
     return module.eval()
 
 
+def import_upstream(components: Iterable[Component]) -> None:
+    """Imports what these are built with: the libraries do so lazily, and two threads may meet half-made modules."""
+    import accelerate  # noqa: F401
+
+    for component in components:
+        upstream_class(component)
+
+
 def upstream_class(component: Component) -> Any:
     import diffusers
     import transformers
@@ -273,6 +303,11 @@ def upstream_class(component: Component) -> Any:
 
 def build(component: Component, config: Mapping[str, Any]) -> Network:
     """Builds a component's module and lists its weights. `config` is the checkpoint's own, or the spec's real one."""
+    with TRACING:
+        return _build(component, config)
+
+
+def _build(component: Component, config: Mapping[str, Any]) -> Network:
     module = build_full(component, config)
     if component.layers is not None:
         for path in component.blocks:

@@ -6,6 +6,7 @@ The very same programs run on the devices and are compiled for described ones by
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,10 @@ from ..precision import Precision
 log = logging.getLogger(__name__)
 
 Config = Mapping[str, Any]
+
+# One thread at a time builds modules and traces them: torchax keeps what is enabled in one place for all threads. What
+# XLA does afterwards, the long part, needs no lock and does not hold Python's.
+TRACING = threading.RLock()
 
 # On-chip memory that XLA's own operations may take: with the usual 16 MiB matrix products are a quarter slower.
 _SCOPED_KIB = {"TPU v5 lite": 65536, "TPU v6 lite": 65536}
@@ -98,7 +103,7 @@ class Program:
         jitted = jax.jit(self.fn, donate_argnums=donated, out_shardings=self.out_shardings)
         # float32 means float32: by default a TPU multiplies float32 matrices in bfloat16.
         highest = jax.default_matmul_precision("highest") if self.precision == "float32" else contextlib.nullcontext()
-        with highest, _target(self.mesh):
+        with TRACING, highest, _target(self.mesh):
             return jitted.lower(*self.arguments)
 
     def compile(self, lowered: jax.stages.Lowered | None = None) -> jax.stages.Compiled:
@@ -110,7 +115,8 @@ class Program:
         """What a call's program gives (see `spec.Call`), without running it: zeros without memory behind them, so that
         host code may slice and join them, and the shapes of what it carries.
         """
-        result, carried, _ = jax.eval_shape(self.fn, *self.arguments)
+        with TRACING:
+            result, carried, _ = jax.eval_shape(self.fn, *self.arguments)
         return jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), result), carried
 
 

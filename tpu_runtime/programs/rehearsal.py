@@ -98,5 +98,5 @@ def _steps(
     if spec.step_reuse is None or all(is_full):
         return (denoise_program(spec, config, target, settings, shape),)
     full = keeping_program(spec, config, target, settings, shape)
-    cached = reusing_program(spec, config, target, settings, shape, step_reuse.kept_shapes(spec.step_reuse, full))
+    cached = reusing_program(spec, config, target, settings, shape)
     return replace(full, runs=sum(is_full)), replace(cached, runs=is_full.count(False))

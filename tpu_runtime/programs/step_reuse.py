@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from ..spec import StepCache, StepReuse
 from . import torch_bridge
 from .executables import Executable
-from .program import Program
+from .program import TRACING, Program
 from .token_layout import TokenLayout
 
 Features = dict[str, jax.Array]
@@ -58,7 +58,8 @@ def starting_from_kept(reuse: StepReuse, tokens: TokenLayout) -> Callable[..., t
 
 def kept_shapes(reuse: StepReuse, full: Program) -> dict[str, jax.ShapeDtypeStruct]:
     """The features that a program which keeps them gives, placed as it leaves them."""
-    _, features = jax.eval_shape(full.fn, *full.arguments)
+    with TRACING:
+        _, features = jax.eval_shape(full.fn, *full.arguments)
     where = shardings(reuse, full.mesh)
     return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name]) for name, x in features.items()}
 

@@ -1,6 +1,7 @@
 """XLA's own cache of compiled programs: where it is, and what came from it."""
 
 import functools
+import threading
 from dataclasses import dataclass
 
 import jax
@@ -11,6 +12,8 @@ from .program import log
 
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 CACHE_MISS = "/jax/compilation_cache/cache_misses"
+
+_of_thread = threading.local()
 
 
 @dataclass
@@ -32,11 +35,17 @@ def compilations() -> Compilations:
     def count(event: str, **_: object) -> None:
         if event == CACHE_HIT:
             counter.cached += 1
+            _of_thread.cached = cached_by_thread() + 1
         elif event == CACHE_MISS:
             counter.compiled += 1
 
     jax.monitoring.register_event_listener(count)
     return counter
+
+
+def cached_by_thread() -> int:
+    """How many XLA programs this thread took from the persistent cache, since `compilations` was first called."""
+    return getattr(_of_thread, "cached", 0)
 
 
 def use_persistent_cache() -> None:

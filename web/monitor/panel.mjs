@@ -64,6 +64,16 @@ export class Panel {
   }
 }
 
+function behindRow() {
+  const [title, time] = [make("span", "tpu-dim tpu-clip"), make("span", "tpu-number tpu-dim")];
+  const update = (program) => {
+    const begun = amount(program.elapsed_s);
+    setText(title, `${begun === null ? "Will compile" : "Compiling behind"}: ${text(program.title)}`);
+    setText(time, begun === null ? "" : seconds(begun));
+  };
+  return { element: make("li", "tpu-between", {}, title, time), update };
+}
+
 function noteRow() {
   const element = make("li");
   return { element, update: (note) => setText(element, note) };
@@ -77,14 +87,19 @@ class Running {
   #pace = make("p", "tpu-dim");
   #busy = make("div", "tpu-stack");
   #idle = make("p", "tpu-dim", {}, "Nothing is running.");
+  #behind = make("ul", "tpu-list", { "aria-label": "Compiling behind it" });
+  #rows = new Rows(this.#behind, (_, index) => index, () => behindRow());
 
   constructor() {
     const head = make("div", "tpu-between", {}, this.#stage, this.#elapsed);
     this.#busy.append(head, this.#model, this.#bar.element, this.#pace);
-    this.element = section("Running", this.#idle, this.#busy);
+    this.element = section("Running", this.#idle, this.#busy, this.#behind);
   }
 
-  show({ running }) {
+  show({ running, behind }) {
+    const coming = list(behind);
+    this.#behind.hidden = coming.length === 0;
+    this.#rows.show(coming);
     const now = running !== null && typeof running === "object" ? running : null;
     this.#idle.hidden = now !== null;
     this.#busy.hidden = now === null;

@@ -1,0 +1,341 @@
+"""What later stages need is compiled behind the running one: in order, once, and never to the stage's harm."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import torch
+from comfyui_tpu.tests.support.patience import PATIENCE_S, until
+from comfyui_tpu.tpu_runtime.checkpoints import read_ahead
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Expected, ModelRef
+from comfyui_tpu.tpu_runtime.engine import run, telemetry
+from comfyui_tpu.tpu_runtime.engine.device_cache import DeviceCache
+from comfyui_tpu.tpu_runtime.engine.engine import Engine
+from comfyui_tpu.tpu_runtime.engine.program_cache import ProgramCache, Wanted
+from comfyui_tpu.tpu_runtime.models import spec_for_family
+from comfyui_tpu.tpu_runtime.programs import executables
+from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.refusal import DoesNotFit, Refusal
+
+ROOT = Path(__file__).parents[2]
+SPEC = spec_for_family("Wan21")
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.tiny_id)
+SETTINGS = SPEC.settings(**{**SPEC.tiny_inputs, "num_frames": 5, "num_inference_steps": 2})
+GENERATION = Expected(model=MODEL, stages=("denoise", "decode"), settings=SETTINGS)
+TOO_LARGE = DoesNotFit(Refusal(memory="HBM", needed_bytes=1, sentence="the compiler says it is too large"))
+
+
+class Cancelled(Exception):
+    pass
+
+
+class Host(Silent):
+    """A host whose user may cancel; `said` is what it was told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.is_cancelled = False
+
+    def text(self, message: str) -> None:
+        self.said.append(message)
+
+    def check_cancelled(self) -> None:
+        if self.is_cancelled:
+            raise Cancelled
+
+
+class Compiler:
+    """Stands for XLA: each program, known by one word, is ready when the test says so (`allow`), or fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[str] = []
+        self.fails: dict[str, list[Exception]] = {}
+        self._allowed: dict[str, threading.Event] = {}
+        self.counts: Counter[str] = Counter()
+        devices = tuple(jax.devices()[:1])
+        self.device_cache = DeviceCache(devices[0])
+        self.cache = ProgramCache(devices, self.device_cache, self.counts)
+        self.host = Host()
+        monkeypatch.setattr(executables, "obtain", self._obtain)
+        monkeypatch.setattr(executables, "is_stored", lambda *_: False)
+
+    def event(self, name: str) -> threading.Event:
+        return self._allowed.setdefault(name, threading.Event())
+
+    def allow(self, *names: str) -> None:
+        for name in names:
+            self.event(name).set()
+
+    def _obtain(self, digest: str, build: Callable[[], Any], devices: Any) -> tuple[Any, bool]:
+        name = build()
+        self.begun.append(name)
+        assert self.event(name).wait(PATIENCE_S)
+        if self.fails.get(name):
+            raise self.fails[name].pop()
+        return Program(name), True
+
+    def note(self, *names: str) -> None:
+        for name in names:
+            self.cache.note(self.wanted(name))
+
+    def get(self, name: str) -> Any:
+        watched = telemetry.Watched(host=self.host, activity=telemetry.Activity(stage="denoise", model="m"))
+        return self.cache.get(self.wanted(name), watched)
+
+    def wanted(self, name: str) -> Wanted:
+        return Wanted(title=f"the {name}", key=(name,), build=lambda: name)  # type: ignore[arg-type, return-value]
+
+    def behind(self) -> list[str]:
+        return [str(one["title"]) for one in self.cache.behind()]
+
+
+class Program(str):
+    """A loaded program that takes no room."""
+
+    code_bytes = 0
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    one = Compiler(monkeypatch)
+    yield one
+    one.cache.drop()
+    one.allow(*one.begun)
+
+
+def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Begins it, and gives what waits for its result."""
+    results: list[Any] = []
+
+    def work() -> None:
+        try:
+            results.append(function())
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+
+    def result() -> Any:
+        thread.join(PATIENCE_S)
+        return results[0]
+
+    return result
+
+
+def test_two_are_compiled_at_a_time_in_the_order_in_which_they_were_noted(compiler: Compiler):
+    compiler.note("denoiser", "decoder", "rest", "denoiser")
+    until(lambda: len(compiler.begun) == 2)
+    assert set(compiler.begun) == {"denoiser", "decoder"}
+    assert compiler.behind() == ["the denoiser", "the decoder", "the rest"]
+    assert [one["elapsed_s"] is None for one in compiler.cache.behind()] == [False, False, True]
+    compiler.allow("denoiser")
+    until(lambda: compiler.begun[2:] == ["rest"])
+    compiler.allow("decoder", "rest")
+    until(lambda: not compiler.behind())
+    assert [compiler.get(name) for name in ("denoiser", "decoder", "rest")] == ["denoiser", "decoder", "rest"]
+    assert len(compiler.begun) == compiler.counts["compile"] == 3
+
+
+def test_a_stage_waits_for_what_is_compiled_behind_it_and_can_be_cancelled(compiler: Compiler):
+    compiler.note("decoder")
+    until(lambda: compiler.begun)
+    waiting = in_thread(lambda: compiler.get("decoder"))
+    until(lambda: compiler.host.said == ["Compiling the decoder (once for this size)"])
+    assert compiler.behind() == []  # the stage's own now
+    compiler.host.is_cancelled = True
+    assert isinstance(waiting(), Cancelled)
+    compiler.host.is_cancelled = False
+    compiler.allow("decoder")  # XLA could not be stopped: it is kept
+    assert compiler.get("decoder") == "decoder" and compiler.begun == ["decoder"]
+
+
+def test_a_stage_need_not_wait_for_others_programs(compiler: Compiler):
+    compiler.note("one", "two", "three")
+    until(lambda: len(compiler.begun) == 2)
+    compiler.allow("three")
+    assert compiler.get("three") == "three"
+    compiler.allow("one", "two")
+    until(lambda: not compiler.behind())
+    assert sorted(compiler.begun) == ["one", "three", "two"]
+
+
+def test_a_compile_of_ones_own_can_be_cancelled_too(compiler: Compiler):
+    waiting = in_thread(lambda: compiler.get("denoiser"))
+    until(lambda: compiler.begun)
+    compiler.host.is_cancelled = True
+    assert isinstance(waiting(), Cancelled)
+
+
+def test_what_is_dropped_is_not_begun(compiler: Compiler):
+    compiler.note("one", "two", "three")
+    until(lambda: len(compiler.begun) == 2)
+    compiler.cache.drop()
+    compiler.allow("one", "two", "three")
+    until(lambda: not compiler.behind())
+    assert compiler.get("three") == "three" and sorted(compiler.begun) == ["one", "three", "two"]
+
+
+@pytest.mark.parametrize("is_waiting", [False, True], ids=["before it is needed", "while a stage waits"])
+def test_a_failure_behind_is_logged_once_and_the_stage_compiles_itself(
+    is_waiting: bool, compiler: Compiler, caplog: pytest.LogCaptureFixture
+):
+    compiler.fails["decoder"] = [RuntimeError("no luck")]
+    compiler.note("decoder")
+    until(lambda: compiler.begun)
+    waiting = in_thread(lambda: compiler.get("decoder")) if is_waiting else None
+    until(lambda: bool(compiler.host.said) == is_waiting)
+    compiler.allow("decoder")
+    until(lambda: "no luck" in caplog.text)
+    assert (waiting() if waiting else compiler.get("decoder")) == "decoder"
+    assert compiler.begun == ["decoder"] * 2 and caplog.text.count("no luck") == 1
+
+
+def test_a_failure_of_the_stages_own_is_the_stages(compiler: Compiler):
+    compiler.fails["decoder"] = [RuntimeError("no luck")] * 2
+    compiler.allow("decoder")
+    with pytest.raises(RuntimeError, match="no luck"):
+        compiler.get("decoder")
+    assert compiler.begun == ["decoder"]
+
+
+def test_a_refusal_is_kept_for_the_stage_that_asks(compiler: Compiler, caplog: pytest.LogCaptureFixture):
+    compiler.fails["decoder"] = [TOO_LARGE]
+    compiler.note("decoder")
+    compiler.allow("decoder")
+    until(lambda: compiler.begun and not compiler.behind())
+    with pytest.raises(DoesNotFit, match="too large"):
+        compiler.get("decoder")
+    assert compiler.begun == ["decoder"] and not caplog.records
+    assert compiler.get("decoder") == "decoder"  # with other sizes loaded, say: it may be asked again
+
+
+def test_what_has_no_room_beside_the_running_program_is_left_to_the_disk(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(DeviceCache, "has_room", lambda *_: False)
+    compiler.allow("decoder")
+    compiler.note("decoder")
+    until(lambda: compiler.counts["compile"] and not compiler.behind())
+    compiler.get("decoder")
+    assert compiler.begun == ["decoder"] * 2  # the second finds it there
+
+
+def test_unloading_waits_for_no_compiler(compiler: Compiler):
+    compiler.note("decoder")
+    until(lambda: compiler.begun)
+    compiler.device_cache.clear()
+    compiler.allow("decoder")
+    assert compiler.get("decoder") == "decoder" and compiler.begun == ["decoder"]
+
+
+# --- a whole engine ---------------------------------------------------------------------------------------------------
+
+
+def generate(engine: Engine) -> list[torch.Tensor]:
+    embeds = engine.encode(MODEL, "a cat", "", Silent())
+    latents = engine.denoise(MODEL, SETTINGS, *embeds, Silent())
+    return [embeds[0][0][0], latents["samples"], engine.decode(MODEL, latents, Silent())]
+
+
+def test_results_are_the_same_to_the_bit_and_nothing_is_compiled_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The very same programs: XLA finds those of the first run in its own cache."""
+    monkeypatch.setenv("COMFYUI_TPU_CACHE", str(tmp_path))
+    plain, ahead = Engine(jax.devices()[:2]), Engine(jax.devices()[:2])
+    expected = generate(plain)
+    for path in (*(tmp_path / "programs").iterdir(), *(tmp_path / "prompts").iterdir()):
+        path.unlink()
+    noted, note, compiled = [], ProgramCache.note, ahead.compilations.compiled
+    monkeypatch.setattr(ProgramCache, "note", lambda *given: (noted.append(given[1]), note(*given))[1])
+    ahead.expect([GENERATION])
+    found = generate(ahead)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert ahead.counts == plain.counts and ahead.counts["compile"] == len(ahead.device_cache.programs()) == 4
+    assert ahead.compilations.compiled == compiled
+    titles = dict.fromkeys(wanted.title.partition(" for")[0] for wanted in noted)
+    assert list(titles) == ["the denoiser", "the vae decoder"] and ahead.program_cache.behind() == []
+
+
+def test_without_an_expectation_nothing_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run, "note", lambda *_: pytest.fail("nobody said that this would run"))
+    engine = Engine(jax.devices()[:2])
+    embeds = engine.encode(MODEL, "a cat", "", Silent())
+    engine.expect([Expected(model=MODEL, stages=("denoise",))])
+    engine.denoise(MODEL, SETTINGS, *embeds, Silent())
+
+
+def test_a_cancelled_stage_drops_what_was_noted(monkeypatch: pytest.MonkeyPatch):
+    noting, dropped = threading.Event(), threading.Event()
+
+    def note(stage: Any, *_: Any) -> None:
+        noting.set()
+        until(lambda: stage.progress.host.is_dropped)
+        dropped.set()
+        stage.progress.check_cancelled()
+
+    class Stops(Silent):
+        def text(self, message: str) -> None:
+            until(noting.is_set)
+            raise Cancelled
+
+    monkeypatch.setattr(run, "note", note)
+    engine = Engine(jax.devices()[:2])
+    engine.expect([GENERATION])
+    with pytest.raises(Cancelled):
+        engine.encode(MODEL, "another cat", "", Stops())
+    assert dropped.wait(PATIENCE_S)
+
+
+def test_weights_are_read_ahead_as_far_as_memory_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    files = [tmp_path / name for name in "ab"]
+    for path in files:
+        path.write_bytes(bytes(3000))
+    assert read_ahead.available_bytes() > 0
+    assert read_ahead.read_ahead(files, lambda: None) == 6000
+    monkeypatch.setattr(read_ahead, "available_bytes", lambda: 8000)
+    assert read_ahead.read_ahead(files, lambda: None) == 3000
+    with pytest.raises(Cancelled):
+        host = Host()
+        host.is_cancelled = True
+        read_ahead.read_ahead(files, host.check_cancelled)
+
+
+ENDING = """
+import sys, threading
+import jax, jax.numpy as jnp
+from comfyui_tpu.tpu_runtime.engine import current, program_cache
+
+def slow(x):
+    for index in range(400):
+        x = jnp.sin(x @ x) + jnp.cumsum(x, axis=index % 2)
+    return x
+
+lowered, begun = jax.jit(slow).lower(jnp.ones((8, 8))), threading.Event()
+def compile():
+    begun.set()
+    lowered.compile()
+    print("compiled")
+program_cache._in_daemon(compile)
+begun.wait()
+print("ends")
+if "leave" in sys.argv:
+    current.leave(3)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("how", "printed"), [("leave", "ends\n"), ("in order", "ends\ncompiled\n")])
+def test_a_process_ends_with_its_own_exit_code_while_xla_compiles(how: str, printed: str):
+    """Left by its host, at once; otherwise after XLA is done, where a signal would kill it (see `current`)."""
+    environment = {**os.environ, "XLA_FLAGS": "", "JAX_COMPILATION_CACHE_DIR": ""}
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDING, how], env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert (ended.returncode, ended.stdout) == (3, printed), ended.stderr

@@ -1,0 +1,67 @@
+"""What a workflow says of its generations before it runs: their programs are compiled behind its first nodes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_tpu.nodes import DECLARATIONS
+from comfyui_tpu.nodes.declare import Folders
+from comfyui_tpu.nodes.graph import Workflow, expected, generations
+from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.headless.workflow import to_api
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Expected, ModelRef
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FILES = sorted(EXAMPLES.glob("*.json"))
+
+
+@pytest.fixture(autouse=True)
+def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelRef, "check", lambda model: None)
+
+
+def workflow_of(path: Path, **changes: Any) -> Workflow:
+    """An example with each node's input of these names changed."""
+    workflow = to_api(json.loads(path.read_text()), HEADLESS)
+    for node in workflow.values():
+        node["inputs"] |= {key: value for key, value in changes.items() if key in node["inputs"]}
+    return workflow
+
+
+def one_expected(workflow: Workflow) -> Expected:
+    """As ComfyUI's side asks, which knows no declarations of core nodes."""
+    (found,) = expected(workflow, Folders(), DECLARATIONS)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_an_example_says_model_sizes_and_stages(path: Path):
+    workflow = workflow_of(path)
+    found = one_expected(workflow)
+    assert [(found.model, found.settings)] == generations(workflow, Folders(), HEADLESS)
+    with_picture = found.model.spec.encode_image is not None and "i2v" in path.stem
+    assert found.stages == (("image",) if with_picture else ()) + ("denoise", "decode")
+
+
+@pytest.mark.parametrize(("name", "is_known"), [("width", False), ("guidance_scale", False), ("seed", True)])
+def test_a_size_that_another_node_gives_is_known_when_the_sampler_runs(name: str, is_known: bool):
+    found = one_expected(workflow_of(EXAMPLES / "wan21_t2v_720p.json", **{name: ["77", 0]}))
+    assert (found.settings is not None) == is_known and found.stages == ("denoise", "decode")
+
+
+def test_what_is_not_decoded_needs_no_decoder():
+    workflow = workflow_of(EXAMPLES / "wan21_t2v_720p.json")
+    workflow = {key: node for key, node in workflow.items() if "Decoder" not in node["class_type"]}
+    assert one_expected(workflow).stages == ("denoise",)
+
+
+def test_programs_that_depend_on_references_are_the_samplers_to_see():
+    workflow = workflow_of(EXAMPLES / "api" / "flux2_t2i.json")
+    workflow["20"] = {"class_type": "Flux2ImageEncoder", "inputs": {"image": ["21", 0]}}
+    assert one_expected(workflow).stages == ("decode",)
+
+
+def test_a_workflow_that_its_nodes_will_refuse_is_not_expected():
+    assert expected(workflow_of(EXAMPLES / "wan21_t2v_720p.json", width=81), Folders(), DECLARATIONS) == []
+    assert expected({"1": {"class_type": "SaveImage", "inputs": {}}}, Folders(), DECLARATIONS) == []
