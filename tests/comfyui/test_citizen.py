@@ -322,7 +322,7 @@ def test_a_second_process_compiles_and_encodes_nothing(start: Callable[..., Serv
     second = start()
     assert digest(second.run(workflow("Wan21", seed=51))) == first
     assert second.get("/citizen/compilations")["backend"] == 0
-    assert second.get("/tpu/stats")["counts"] == {"load": 2, "encode": 0, "compile": 0}
+    assert second.get("/tpu/stats")["counts"] == {"load": 2, "merge": 0, "encode": 0, "compile": 0}
     second.stop()
 
 

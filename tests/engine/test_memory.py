@@ -161,9 +161,9 @@ class Chip:
         self.loads: list[str] = []
 
     def run(self, component: str, size: int, running: Loaded) -> None:
-        def load() -> dict[str, jax.Array]:
+        def load(held: object) -> tuple[dict[str, jax.Array], frozenset[str]]:
             self.loads.append(component)
-            return {}
+            return {}, frozenset()
 
         self.device_cache.get(
             (component,), component=component, model="m", size_bytes=size * MIB, running=running, load=load

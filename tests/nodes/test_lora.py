@@ -10,7 +10,8 @@ import torch
 from comfyui_tpu.cli.main import make_tiny
 from comfyui_tpu.nodes import family, lora, wan21
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, generations, run_workflow
+from comfyui_tpu.nodes.graph import generations
+from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, run_workflow
 from comfyui_tpu.nodes.headless.workflow import validate_workflow
 from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
@@ -86,7 +87,7 @@ def test_another_content_is_another_result(folders: Folders):
 def test_miniatures_and_warming_up_do_without(folders: Folders):
     made = workflow("wan/style.safetensors", "wan/style.safetensors")
     sampler = {"class_type": "Wan21TPUSampler", "inputs": {"model": ["2", 0]}}
-    assert generations({**made, "8": sampler}, folders)[0][0].model_id == "tiny/wan21"
+    assert generations({**made, "8": sampler}, folders, HEADLESS)[0][0].model_id == "tiny/wan21"
     make_tiny(made)
     assert made["9"]["inputs"]["model"] == ["0", 0] and len(made) == 2
     assert validate_workflow(made, HEADLESS) == []

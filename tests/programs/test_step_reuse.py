@@ -15,7 +15,7 @@ from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name, spec_for_family
-from comfyui_tpu.tpu_runtime.programs import solver_table, step_reuse
+from comfyui_tpu.tpu_runtime.programs import rehearsal, solver_table, step_reuse
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import Settings, StepCache
 
@@ -183,3 +183,13 @@ def test_the_node_offers_it_off_with_the_originals_numbers():
 def test_the_command_refuses_it_for_a_model_without_it(tmp_path, capsys: pytest.CaptureFixture):
     assert cli.main(["denoise", "--folder", str(tmp_path), "--model", "tiny/wan21", "--step-cache"]) == 2
     assert "Wan 2.1 T2V 14B: this model has no step_cache. Leave --step-cache out." in capsys.readouterr().err
+
+
+def test_a_plan_has_both_programs_and_how_often_each_runs():
+    tiny_spec = replace(SPEC, components=tuple(replace(each, config=each.tiny) for each in SPEC.components))
+    for settings, wanted in (
+        (FLAT, {"denoise_step": 4, "denoise_step.from_features": 2}),
+        (replace(FLAT, step_cache=None), {"denoise_step": 6}),
+    ):
+        found = rehearsal.for_spec(tiny_spec, settings, jax.devices()[:1], stages=("denoise",))
+        assert {program.name: program.runs for program in found} == wanted

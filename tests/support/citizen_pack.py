@@ -51,7 +51,7 @@ def patch():
     PATCHED.append(True)
     __import__(runtime("pipeline").__package__ + ".engine.engine")
     load, executables, cache = runtime("checkpoints.load"), runtime("programs.executables"), runtime("cache.store")
-    read, call = load._Reader.slice, executables.Executable.__call__
+    read, call = load.Reader.slice, executables.Executable.__call__
     files = types.SimpleNamespace(**vars(os))
 
     def slow_read(self, *args):
@@ -67,7 +67,7 @@ def patch():
         disturb("write")
         os.replace(*args)
 
-    load._Reader.slice, executables.Executable.__call__ = slow_read, slow_call
+    load.Reader.slice, executables.Executable.__call__ = slow_read, slow_call
     files.replace = slow_replace
     cache.os = files
 
