@@ -78,11 +78,8 @@ def _cut_magnitude(cut: Cut, magnitude: torch.Tensor) -> torch.Tensor:
     vector, dims = magnitude.flatten(), len(cut.order)
     part = _part(cut, vector, 0) if along == cut.dim else vector
     ones = [1] * (dims - part.ndim)
-    return (
-        part.reshape(*part.shape, *ones).permute(cut.order)
-        if along == 0
-        else part.reshape(*ones, *part.shape).permute(cut.order)
-    )
+    shape = (*part.shape, *ones) if along == 0 else (*ones, *part.shape)
+    return part.reshape(shape).permute(cut.order)
 
 
 def factors(tensors: Tensors, rows: Rows, shape: Shape) -> Factors:

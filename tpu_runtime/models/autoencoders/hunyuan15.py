@@ -117,9 +117,10 @@ def _upsample(upsample: Any, is_first: "torch.Tensor", x: "torch.Tensor") -> "to
 
     enlarge, repeats = upsample._dcae_upsample_rearrange, upsample.repeats
     out = upsample.conv(x)
+    both = out + x.repeat_interleave(repeats, dim=1)
     if not upsample.add_temporal_upsample:
-        return enlarge(out + x.repeat_interleave(repeats, dim=1), r1=1, r2=2, r3=2)
-    later = enlarge(out + x.repeat_interleave(repeats, dim=1), r1=2, r2=2, r3=2)
+        return enlarge(both, r1=1, r2=2, r3=2)
+    later = enlarge(both, r1=2, r2=2, r3=2)
     # Of four pixels' channels, those of the first of two frames.
     first = out[:, :, :1].unflatten(1, (4, 2, -1))[:, :, 0].flatten(1, 2)
     alone = enlarge(first + x[:, :, :1].repeat_interleave(repeats // 2, dim=1), r1=1, r2=2, r3=2)
