@@ -1,4 +1,4 @@
-"""Predicts every model for one TPU: `benchmarks/predicted.json` and the table in the README.
+"""Predicts the flagship models for one TPU: `benchmarks/predicted.json` and the table in the README.
 
 Inputs are the models' defaults.
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from comfyui_tpu.tpu_runtime.cost_model import chips
-from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
+from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
 from comfyui_tpu.tpu_runtime.plan import plan
 from comfyui_tpu.tpu_runtime.plan.compile import Request
 from comfyui_tpu.tpu_runtime.spec import STAGES
@@ -138,12 +138,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     file = recorded(options.topology)
     known = {record["model"]: record for record in json.loads(file.read_text())} if file.exists() else {}
-    for name in options.model or [spec.name for spec in SPECS]:
+    for name in options.model or [spec.name for spec in FLAGSHIPS]:
         _say(f"== {name}")
         found = predict(name, options.topology, options.stages.split(","))
         known[name] = merged(found, known[name]) if name in known else found
         # After each: a run of all takes long, and may be broken off.
-        records = [known[spec.name] for spec in SPECS if spec.name in known]
+        records = [known[spec.name] for spec in FLAGSHIPS if spec.name in known]
         file.write_text(json.dumps(records, indent=1) + "\n")
         if options.topology == DEFAULT:
             README.write_text(insert(README.read_text(), section(records)))

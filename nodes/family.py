@@ -135,8 +135,8 @@ def _chosen(
 
 
 def _check_takes_picture(spec: ModelSpec, found: ModelSpec, name: str) -> None:
-    """Raises ValueError where input `name` is there and the model is the family's other one, which takes no picture."""
-    if found.name != spec.name:
+    """Raises ValueError where input `name` is there and the model is one of the family that takes no picture."""
+    if found.encode_image is None:
         raise ValueError(
             f"{spec.title}: {'an' if name[0] in 'aeiou' else 'a'} {name} is connected, but the model is a "
             f"{found.title}. Set model_id to one that takes a picture, such as {spec.hub_id}, or disconnect {name}."

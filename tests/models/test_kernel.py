@@ -14,7 +14,7 @@ from comfyui_tpu.attention import kernel, prologue, residual_norm
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint
-from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
+from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
 
@@ -22,7 +22,7 @@ KERNELS = ((kernel, "local_attention"), (prologue, "_divide"), (prologue, "_join
 # All-to-alls where heads divide by it, else a ring, or both: the miniatures have 2 to 6 heads.
 CHIPS = (1, 2, 3, 8)
 # Every model on two arrangements, every arrangement with three models: `--attention pallas` asks for the rest.
-CASES = [(spec, CHIPS[(index + shift) % 4]) for index, spec in enumerate(SPECS) for shift in (0, 2)]
+CASES = [(spec, CHIPS[(index + shift) % 4]) for index, spec in enumerate(FLAGSHIPS) for shift in (0, 2)]
 
 
 def odd(spec: ModelSpec) -> Settings:

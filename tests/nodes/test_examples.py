@@ -9,7 +9,7 @@ from comfyui_tpu.cli.main import make_tiny
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
-from comfyui_tpu.tpu_runtime.models import SPECS
+from comfyui_tpu.tpu_runtime.models import FLAGSHIPS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAGE_FILES = sorted(EXAMPLES.glob("*.json"))
@@ -69,5 +69,5 @@ def test_every_example_is_there_as_stages_as_a_pipeline_node_and_in_api_form():
 
 def test_every_model_has_an_example_with_its_own_id_and_defaults():
     texts = [path.read_text() for path in PAGE_FILES]
-    for spec in SPECS:
+    for spec in FLAGSHIPS:
         assert any(spec.hub_id in text and f"{spec.family}TPUSampler" in text for text in texts), spec.name

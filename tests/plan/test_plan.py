@@ -19,7 +19,7 @@ from comfyui_tpu.attention.policy import AttentionPolicy, Form
 from comfyui_tpu.tpu_runtime import refusal
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.cost_model.chips import GIB
-from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
+from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
 from comfyui_tpu.tpu_runtime.plan import advice, compile, findings, plan, report
 from comfyui_tpu.tpu_runtime.programs import denoise_step
 from comfyui_tpu.tpu_runtime.programs.program import Program
@@ -28,7 +28,7 @@ from comfyui_tpu.tpu_runtime.units import MIB
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-SPEC = SPECS[0]
+SPEC = FLAGSHIPS[0]
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "predicted.json"
 
 
@@ -261,8 +261,8 @@ def test_stages_that_were_not_predicted_again_stay_as_recorded(benchmark: Module
 
 def test_the_record_holds_every_model_at_its_defaults_and_each_fits():
     records = {record["model"]: record for record in json.loads(RECORDED.read_text())}
-    assert list(records) == [spec.name for spec in SPECS]
-    for spec in SPECS:
+    assert list(records) == [spec.name for spec in FLAGSHIPS]
+    for spec in FLAGSHIPS:
         record, asked = records[spec.name], vars(spec.settings())
         assert record["topology"] == "v6e:2x4" and record["fits"], spec.name
         assert all(program["fits"] and program["predicted_s"] > 0 for program in record["programs"]), spec.name
@@ -320,7 +320,7 @@ SHORT = Form(maximum="zero", block_q=128, step=128, unroll=2)
 SMALL_SCORES = 20 * MIB
 # Programs that were compiled and had nothing wrong with them.
 SOUND: set[str] = set()
-EVERY = [(spec, stages) for spec in SPECS for stages in (("encode", "denoise"), ("image", "decode"))]
+EVERY = [(spec, stages) for spec in FLAGSHIPS for stages in (("encode", "denoise"), ("image", "decode"))]
 
 
 @pytest.mark.slow

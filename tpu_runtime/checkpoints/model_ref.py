@@ -85,10 +85,11 @@ def choose_model(
 def variant(
     spec: ModelSpec, model_id: str, folders: tuple[str, ...] = (), progress: Progress | None = None
 ) -> ModelSpec:
-    """The model of the family of `spec` that `model_id` is, by its id or by what its index says; else `spec` itself.
+    """The model of the family of `spec` that `model_id` is, by its id or by what its index and configs say; else `spec`
+    itself. Of several that fit, the first: they differ by size, which the configs say.
 
-    A family's models have the same encoders and decoder for text and video, and so the same nodes. With `progress`
-    the index of a model on the Hub is fetched; without it, an index that is not on this machine decides nothing.
+    A family's models share its nodes. With `progress` the index of a model on the Hub is fetched, and configs where the
+    index does not decide; without it, what is not on this machine decides nothing.
     """
     family = [spec, *(other for other in models.SPECS if other.family == spec.family and other.name != spec.name)]
     named = [one for one in family if model_id.strip() in (one.hub_id, one.tiny_id)]
@@ -99,4 +100,8 @@ def variant(
         return spec
     alike = [one for one in family if compatibility.is_pipeline(one, index)]
     fitting = [one for one in alike if compatibility.index_problem(one, model_id, index) is None]
+    if len(fitting) > 1:
+        if progress is not None:
+            checkpoint.locate(fitting[0], model_id, folders).home(progress)
+        fitting = [one for one in fitting if checkpoint.configs_fit(one, model_id, folders)] or fitting
     return (fitting or alike or family)[0]

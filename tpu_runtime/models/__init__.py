@@ -6,7 +6,8 @@ ComfyUI imports these files at its start: what is slow to import, JAX and PyTorc
 from ..spec import ModelSpec
 from . import cogvideox, flux2, hunyuan15, hunyuan15_i2v, wan21, wan22_i2v
 
-SPECS: tuple[ModelSpec, ...] = (
+# One of each kind, in the README's table: what its examples and predictions are for.
+FLAGSHIPS: tuple[ModelSpec, ...] = (
     wan21.SPEC,
     wan22_i2v.SPEC,
     hunyuan15.SPEC,
@@ -14,6 +15,9 @@ SPECS: tuple[ModelSpec, ...] = (
     flux2.SPEC,
     cogvideox.SPEC,
 )
+# Of another size or recipe, or with more inputs: run by the nodes of the flagship of their family.
+SIBLINGS: tuple[ModelSpec, ...] = ()
+SPECS = FLAGSHIPS + SIBLINGS
 
 
 def spec_by_name(name: str) -> ModelSpec:
