@@ -122,7 +122,7 @@ def simulate(programs: Sequence[Program], *, is_behind: bool, threads: int) -> T
 
 def tables(threads: int) -> str:
     """Markdown: a generation a row, then each program's times."""
-    records = {record["model"]: record for record in json.loads(RECORDED.read_text())}
+    records = {record["model"]: record for record in json.loads(RECORDED.read_text()) if "recipe" not in record}
     overview: list[tuple[str, ...]] = [("model", "without", "with", "of it waiting for the decoder, without", "with")]
     details: list[tuple[str, ...]] = [("model", "program", "compiles for", "needed at", "ready at", "waited for")]
     for model in MODELS:

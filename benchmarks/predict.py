@@ -36,10 +36,23 @@ def recorded(topology: str) -> Path:
     return ROOT / "benchmarks" / f"predicted{suffix}.json"
 
 
-def predict(name: str, topology: str, stages: Sequence[str] = STAGES) -> Record:
-    """One model's plan at its defaults."""
+def read(file: Path) -> dict[str, Record]:
+    """What is recorded, by model, or by recipe where it is one (see `recipes.py`)."""
+    records = json.loads(file.read_text()) if file.exists() else []
+    return {record.get("recipe", record["model"]): record for record in records}
+
+
+def write(file: Path, records: Mapping[str, Record], recipes: Sequence[str]) -> None:
+    """Records flagships, and the recipes in the order of `recipes`."""
+    names = [*(spec.name for spec in FLAGSHIPS), *recipes]
+    file.write_text(json.dumps([records[name] for name in names if name in records], indent=1) + "\n")
+
+
+def predict(name: str, topology: str, stages: Sequence[str] = STAGES, **widgets: float) -> Record:
+    """One model's plan at its defaults, but for `widgets`."""
     spec = spec_by_name(name)
-    request = Request(spec=spec, settings=spec.settings(), topology=chips.topology(topology), stages=tuple(stages))
+    settings = spec.settings(**widgets)
+    request = Request(spec=spec, settings=settings, topology=chips.topology(topology), stages=tuple(stages))
     record = plan.make_plan(request, _say).to_json()
     programs = [{key: value for key, value in program.items() if key not in DROPPED} for program in record["programs"]]
     return {**record, "title": spec.title, "programs": programs}
@@ -77,8 +90,7 @@ def table(records: Sequence[Record]) -> str:
 
 def _row(record: Record) -> tuple[str, ...]:
     settings, clock = record["settings"], record["chip"]["clock_ghz"] * 1e9
-    # The denoiser is what runs once a step.
-    step = max(record["programs"], key=lambda program: program["runs"] == settings["num_inference_steps"])
+    step = step_of(record)
     total = record["predicted_total_s"]
     seconds = step["predicted_s"]
     return (
@@ -88,16 +100,21 @@ def _row(record: Record) -> tuple[str, ...]:
         str(settings["num_inference_steps"]),
         step["mesh"],
         f"{record['residency_bytes'] / chips.GIB:.1f}" + ("" if record["fits"] else " (does not fit)"),
-        _number(seconds),
+        number(seconds),
         _share(step["kernel_cycles"] / clock, seconds),
         _share(step["collectives_exposed_s"], seconds),
         _share(step["mfu"], 1),
         _share(step["ceiling_share"], 1),
-        _number(total),
+        number(total),
     )
 
 
-def _number(value: float | None) -> str:
+def step_of(record: Record) -> Record:
+    """The denoiser's program: what runs once a step."""
+    return next(program for program in record["programs"] if program["name"].startswith("denoise"))
+
+
+def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
@@ -116,12 +133,12 @@ def section(records: Sequence[Record]) -> str:
     )
 
 
-def insert(readme: str, text: str) -> str:
+def insert(readme: str, text: str, begin: str = BEGIN, end: str = END) -> str:
     """`readme` with `text` between its markers. Raises `ValueError` if it has none."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the README must contain {BEGIN} and {END}.")
+    before, found_begin, rest = readme.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end:
+        raise ValueError(f"the README must contain {begin} and {end}.")
     return f"{before}{begin}\n{text}\n{end}{after}"
 
 
@@ -137,15 +154,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--stages", default=",".join(STAGES), help="comma-separated; others stay as recorded")
     options = parser.parse_args(arguments)
     file = recorded(options.topology)
-    known = {record["model"]: record for record in json.loads(file.read_text())} if file.exists() else {}
+    known = read(file)
     for name in options.model or [spec.name for spec in FLAGSHIPS]:
         _say(f"== {name}")
         found = predict(name, options.topology, options.stages.split(","))
         known[name] = merged(found, known[name]) if name in known else found
         # After each: a run of all takes long, and may be broken off.
-        records = [known[spec.name] for spec in FLAGSHIPS if spec.name in known]
-        file.write_text(json.dumps(records, indent=1) + "\n")
+        write(file, known, [key for key, record in known.items() if "recipe" in record])
         if options.topology == DEFAULT:
+            records = [known[spec.name] for spec in FLAGSHIPS if spec.name in known]
             README.write_text(insert(README.read_text(), section(records)))
 
 

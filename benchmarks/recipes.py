@@ -1,0 +1,114 @@
+"""Predicts whole generations in few steps: `benchmarks/predicted.json` and the README's table of recipes.
+
+Run: python benchmarks/recipes.py [--only TITLE ...]. Takes minutes a recipe; no TPU is needed.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+# Run as a file, this folder is where Python looks first.
+import predict
+from comfyui_tpu.tpu_runtime.cost_model import chips
+
+BEGIN, END = "<!-- recipes:begin -->", "<!-- recipes:end -->"
+ONE_BRANCH = {"guidance_scale": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A generation as an example workflow has it: a model, what is not its default, and a TPU."""
+
+    title: str
+    model: str
+    topology: str
+    widgets: Mapping[str, float]
+
+    @property
+    def key(self) -> str:
+        return f"{self.title}, {self.topology}"
+
+
+WAN22 = {"num_inference_steps": 4, **ONE_BRANCH, "guidance_scale_2": 1.0}
+WAN_SMALL = {"height": 480, "width": 832, "num_frames": 81, "num_inference_steps": 4, **ONE_BRANCH}
+SQUARE = {"height": 1024, "width": 1024}
+KLEIN = {**SQUARE, "num_inference_steps": 4, **ONE_BRANCH}
+RECIPES = (
+    Recipe(title="Wan 2.2 T2V, 4 steps", model="wan2.2-t2v-a14b", topology="v6e:2x4", widgets=WAN22),
+    Recipe(title="Wan 2.2 I2V, 4 steps", model="wan2.2-i2v-a14b", topology="v6e:2x4", widgets=WAN22),
+    *(
+        Recipe(title="Wan 2.1 T2V 1.3B, 4 steps", model="wan2.1-t2v-1.3b", topology=topology, widgets=WAN_SMALL)
+        for topology in ("v5e:1x1", "v6e:1x1")
+    ),
+    *(
+        Recipe(title="FLUX.2 klein 4B, 4 steps", model="flux2-klein-4b", topology=topology, widgets=KLEIN)
+        for topology in ("v5e:1x1", "v6e:1x1", "v6e:2x4")
+    ),
+    Recipe(
+        title="FLUX.2 dev Turbo, 8 steps",
+        model="flux2-dev",
+        topology="v6e:2x4",
+        widgets={**SQUARE, "num_inference_steps": 8},
+    ),
+)
+
+
+def table(records: Sequence[predict.Record]) -> str:
+    """Markdown, one row a recipe."""
+    head = ("recipe", "TPU", "size", "frames", "GiB, largest stage", "s a step", "text", "picture", "steps", "decoder",
+            "s in all")  # fmt: skip
+    lines = [head, ("---",) * len(head), *map(_row, records)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _row(record: predict.Record) -> tuple[str, ...]:
+    settings = record["settings"]
+    step = predict.step_of(record)
+
+    def seconds(*starts: str) -> str:
+        parts = [p["predicted_s"] * p["runs"] for p in record["programs"] if p["name"].startswith(starts)]
+        return predict.number(sum(parts)) if parts else "-"
+
+    return (
+        record["recipe"].rpartition(", ")[0],
+        record["topology"],
+        f"{settings['width']}x{settings['height']}",
+        str(settings["num_frames"]),
+        f"{max(program['memory']['peak'] for program in record['programs']) / chips.GIB:.1f}",
+        predict.number(step["predicted_s"]),
+        seconds("text_encoder"),
+        seconds("vae_encoder", "image_encoder"),
+        seconds(step["name"]),
+        seconds("vae_decoder"),
+        predict.number(record["predicted_total_s"]),
+    )
+
+
+def section(records: Sequence[predict.Record]) -> str:
+    """What stands between the README's markers."""
+    first = records[0]
+    return (
+        f"{first['label'].capitalize()} ({first['compiler']}), by `benchmarks/recipes.py`; nothing in this table was "
+        "measured. Seconds of the programs alone: weights are there, everything is compiled. Where not all stages "
+        "fit at once, one after the other is in memory.\n\n" + table(records)
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", action="append", metavar="TITLE", help="recipes whose title starts so; repeatable")
+    options = parser.parse_args(arguments)
+    wanted = [one for one in RECIPES if not options.only or one.key.startswith(tuple(options.only))]
+    for recipe in wanted:
+        sys.stdout.write(f"== {recipe.key}\n")
+        found = {**predict.predict(recipe.model, recipe.topology, **recipe.widgets), "recipe": recipe.key}
+        records = predict.read(predict.recorded(predict.DEFAULT))
+        records[recipe.key] = found
+        predict.write(predict.recorded(predict.DEFAULT), records, [one.key for one in RECIPES])
+        rows = [records[one.key] for one in RECIPES if one.key in records]
+        predict.README.write_text(predict.insert(predict.README.read_text(), section(rows), BEGIN, END))
+
+
+if __name__ == "__main__":
+    main()
