@@ -107,7 +107,7 @@ def test_without_a_policy_every_step_is_whole_and_an_expert_never_takes_anothers
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("settings", "chips"), [(ODD, 8), (FLAT, 3), (ODD, 1)], ids=["odd 8", "flat 3", "odd 1"])
+@pytest.mark.parametrize(("settings", "chips"), [(FLAT, 8), (ODD, 3)], ids=["flat 8", "odd 3"])
 def test_reused_steps_are_upstreams_last_block_alone(settings: Settings, chips: int, compare: Callable):
     latents = denoise(engine(chips), settings)
     compare(f"latents with a step cache, {chips} chips", latents * SCALE, oracle(settings))
@@ -117,7 +117,7 @@ def test_reused_steps_are_upstreams_last_block_alone(settings: Settings, chips: 
 @pytest.mark.parametrize("policy", [StepCache(start=0, end=4, interval=1), StepCache(start=3, end=2, interval=4)])
 def test_where_no_step_is_reused_nothing_changes(policy: StepCache):
     """To the bit, and by the very same program."""
-    runner, short = engine(3), replace(FLAT, num_inference_steps=4)
+    runner, short = engine(8), replace(FLAT, num_inference_steps=4)
     plain = denoise(runner, replace(short, step_cache=None))
     before = runner.counts["compile"]
     assert np.array_equal(denoise(runner, replace(short, step_cache=policy)), plain)
