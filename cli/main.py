@@ -204,8 +204,10 @@ def make_tiny(workflow: Workflow) -> None:
         family = declaration and (declaration.family or node["inputs"].get("family"))
         if not declaration or not family:
             continue
-        defaults = {i.name: i.default for i in declaration.inputs}
-        spec = variant(spec_for_family(family), (defaults | node["inputs"]).get("model_id") or "")
+        named = node["inputs"].get("model")
+        source = workflow.get(named[0], node) if isinstance(named, list) else node  # a loader, in place of the widget
+        defaults = {i.name: i.default for i in HEADLESS.get(source["class_type"], declaration).inputs}
+        spec = variant(spec_for_family(family), (defaults | source["inputs"]).get("model_id") or "")
         wanted = {"model_id": spec.tiny_id, **spec.tiny_inputs}
         node["inputs"] |= {i.name: wanted[i.name] for i in declaration.inputs if i.name in wanted}
 
