@@ -44,6 +44,15 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
         {"_class_name": "WanPipeline", **_WAN, "transformer_2": [None, None], "boundary_ratio": None},
         {"_class_name": "WanPipeline", **_WAN, "transformer_2": [None, None], "expand_timesteps": False},
     ],
+    "wan2.2-t2v-a14b": [
+        {
+            "_class_name": "WanPipeline",
+            **_WAN,
+            "boundary_ratio": 0.875,
+            "expand_timesteps": False,
+            "transformer_2": ["diffusers", "WanTransformer3DModel"],
+        }
+    ],
     WAN22: [
         {
             "_class_name": "WanImageToVideoPipeline",

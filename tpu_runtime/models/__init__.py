@@ -5,6 +5,7 @@ ComfyUI imports these files at its start: what is slow to import, JAX and PyTorc
 
 from ..spec import ModelSpec
 from . import cogvideox, flux2, hunyuan15, hunyuan15_i2v, wan21, wan22_i2v
+from .wan_t2v_siblings import WAN22_A14B
 
 # One of each kind, in the README's table: what its examples and predictions are for.
 FLAGSHIPS: tuple[ModelSpec, ...] = (
@@ -16,7 +17,7 @@ FLAGSHIPS: tuple[ModelSpec, ...] = (
     cogvideox.SPEC,
 )
 # Of another size or recipe, or with more inputs: run by the nodes of the flagship of their family.
-SIBLINGS: tuple[ModelSpec, ...] = ()
+SIBLINGS: tuple[ModelSpec, ...] = (WAN22_A14B,)
 SPECS = FLAGSHIPS + SIBLINGS
 
 
