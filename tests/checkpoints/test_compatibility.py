@@ -53,6 +53,17 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
             "transformer_2": ["diffusers", "WanTransformer3DModel"],
         }
     ],
+    **{
+        name: [
+            {
+                "_class_name": "WanImageToVideoPipeline",
+                **_WAN,
+                "image_encoder": ["transformers", "CLIPVisionModelWithProjection"],
+                "image_processor": ["transformers", "CLIPImageProcessor"],
+            }
+        ]
+        for name in ("wan2.1-i2v-14b-480p", "wan2.1-i2v-14b-720p", "wan2.1-flf2v-14b-720p")
+    },
     WAN22: [
         {
             "_class_name": "WanImageToVideoPipeline",
