@@ -1,4 +1,4 @@
-"""Wan 2.2 T2V A14B against `diffusers.WanPipeline` on the CPU in float32."""
+"""Wan 2.1 T2V 1.3B and Wan 2.2 T2V A14B against `diffusers.WanPipeline` on the CPU in float32."""
 
 import functools
 from collections.abc import Callable
@@ -18,9 +18,11 @@ from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
 
-TWO = spec_by_name("wan2.2-t2v-a14b")
+SMALL, TWO = spec_by_name("wan2.1-t2v-1.3b"), spec_by_name("wan2.2-t2v-a14b")
 # Four steps of the first expert, two of the second, each with a scale of its own.
 SHARED = replace(ODD, guidance_scale=4.0, guidance_scale_2=3.0, shift=12.0)
+# 12 heads on 8 chips: 4 exchange heads, 2 pass keys around.
+ALONE = replace(ODD, guidance_scale=1.0, shift=8.0)
 
 
 @functools.cache
@@ -37,7 +39,7 @@ def generate(spec: ModelSpec, settings: Settings) -> parity.Result:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("spec", "settings"), [(TWO, SHARED)], ids=lambda x: getattr(x, "name", ""))
+@pytest.mark.parametrize(("spec", "settings"), [(SMALL, ALONE), (TWO, SHARED)], ids=lambda x: getattr(x, "name", ""))
 def test_latents_and_frames_equal_upstreams(spec: ModelSpec, settings: Settings, compare: Callable):
     model, runner, expected = parity.tiny_model(spec), engine(8), generate(spec, settings)
     latents = runner.denoise(model, settings, *runner.encode(model, SHORT, NEGATIVE, Silent()), Silent())
@@ -45,7 +47,7 @@ def test_latents_and_frames_equal_upstreams(spec: ModelSpec, settings: Settings,
     compare(f"{spec.name}, frames", runner.decode(model, latents, Silent()).numpy(), expected.frames)
 
 
-@pytest.mark.parametrize(("chips", "spec", "expert"), [(8, TWO, "transformer_2")])
+@pytest.mark.parametrize(("chips", "spec", "expert"), [(3, SMALL, "transformer"), (8, TWO, "transformer_2")])
 def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
     chips: int, spec: ModelSpec, expert: str, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):
@@ -79,6 +81,7 @@ def test_a_lora_may_be_for_one_of_the_experts():
     assert found == {"transformer": ["both", "high"], "transformer_2": ["both", "low"]}
 
 
-def test_the_nodes_of_wan_2_1_find_it():
-    for model_id in (TWO.hub_id, TWO.tiny_id, str(tiny.ensure(TWO))):
-        assert variant(test_wan21.SPEC, model_id) is TWO
+@pytest.mark.parametrize("spec", [SMALL, TWO], ids=lambda spec: spec.name)
+def test_the_nodes_of_wan_2_1_find_it(spec: ModelSpec):
+    for model_id in (spec.hub_id, spec.tiny_id, *([str(tiny.ensure(TWO))] if spec is TWO else [])):
+        assert variant(test_wan21.SPEC, model_id) is spec

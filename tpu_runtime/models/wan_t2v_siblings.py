@@ -1,4 +1,6 @@
-"""Wan 2.2 T2V A14B: Wan 2.1 T2V 14B with two experts. The oracle is `diffusers.WanPipeline`."""
+"""Wan 2.1 T2V 1.3B and Wan 2.2 T2V A14B: Wan 2.1 T2V 14B in another size, and with two experts. The oracle is
+`diffusers.WanPipeline`.
+"""
 
 from dataclasses import replace
 
@@ -6,6 +8,35 @@ from ..limits import FloatLimit, IntLimit
 from . import wan21
 
 _INPUTS = wan21.SPEC.inputs
+
+_SMALL = replace(
+    wan21.TRANSFORMER,
+    config={**wan21.TRANSFORMER.config, "ffn_dim": 8960, "num_attention_heads": 12, "num_layers": 30},
+    tiny={
+        **wan21.TRANSFORMER.tiny,
+        "attention_head_dim": 12,
+        "ffn_dim": 130,
+        "num_attention_heads": 12,
+        "num_layers": 2,
+    },
+)
+
+WAN21_1_3B = replace(
+    wan21.SPEC,
+    name="wan2.1-t2v-1.3b",
+    title="Wan 2.1 T2V 1.3B",
+    hub_id="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    tiny_id="tiny/wan21_1.3b",
+    components=(wan21.TEXT_ENCODER, _SMALL, wan21.VAE_DECODER),
+    inputs={
+        **_INPUTS,
+        # As its makers run it.
+        "height": replace(wan21.SPEC.whole_numbers("height"), default=480),
+        "width": replace(wan21.SPEC.whole_numbers("width"), default=832),
+        "guidance_scale": FloatLimit(default=6.0, low=0.0, high=20.0),
+        "flow_shift": FloatLimit(default=8.0, low=0.1, high=20.0, step=0.5),
+    },
+)
 
 EXPERTS = (wan21.TRANSFORMER, replace(wan21.TRANSFORMER, name="transformer_2", folder="transformer_2"))
 
