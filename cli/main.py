@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         encode.add_argument(_flag(name), dest=name)
     encode.add_argument(
         "--image", type=Path, action="append", default=[], metavar="FILE",
-        help="the picture to start from; for models that look at references: one of them, repeatable",
+        help="the picture to start from, and then the one to end with; for models that look at references: each",
     )  # fmt: skip
     encode.add_argument("--resize", choices=media.RESIZE, default=media.RESIZE[0], help="how another shape is fitted")
     _add_widgets(encode, _SIZE)
@@ -321,9 +321,10 @@ def _pictures(spec: ModelSpec, paths: Sequence[Path]) -> list[Any]:
     if paths and spec.encode_image is None:
         names = ", ".join(other.name for other in SPECS if other.encode_image is not None)
         raise ValueError(f"{spec.title}: it takes no picture. Leave --image out, or choose a model by --name: {names}.")
-    if spec.needs_condition and len(paths) != 1:
+    if spec.needs_condition and len(paths) not in spec.pictures:
         given = f"{len(paths)} were given" if paths else "none was given"
-        raise ValueError(f"{spec.title}: it starts from one picture, and {given}. Give it with --image FILE.")
+        wanted = {1: "starts from one picture", 2: "starts from one picture and ends with another"}[spec.pictures[0]]
+        raise ValueError(f"{spec.title}: it {wanted}, and {given}. Give each with --image FILE.")
     return [media.load_image(path)[0] for path in paths]
 
 
@@ -332,6 +333,7 @@ def _encode_pictures(
 ) -> payloads.ImageCondition | None:
     """The condition of pictures brought to `size`, or left at their own where that is empty; None without pictures."""
     images = [media.resize(one, size["height"], size["width"], resize) if size else one for one in pictures]
+    images = [media.joined(images)] if size else images
     conditions = [pipeline.encode_image(model, image, size, progress=host) for image in images]
     return pipeline.join_references(conditions) if len(conditions) > 1 else next(iter(conditions), None)
 

@@ -27,6 +27,8 @@ _TOOLTIPS = {
     "Needed when guidance_scale is above 1.",
     "latents": "What the sampler gave. Height, width and frames are taken from it.",
     "image": "The picture that the video starts from. Only the first of several is used.",
+    "last_image": "The picture that the video ends with. Wan 2.1 FLF2V needs it, Wan 2.2 I2V can do without, others "
+    "take none. Only the first of several is used.",
     "resize": "How a picture of another shape is fitted: crop fills the frame and cuts what is over, fit shows the "
     "whole picture with bars beside it.",
     "condition": "The encoded picture: the image encoder's output.",
@@ -63,12 +65,13 @@ _SOCKETS = {
     "negative_prompt_embeds": "CONDITIONING",
     "latents": "LATENT",
     "image": "IMAGE",
+    "last_image": "IMAGE",
     "condition": "TPU_CONDITION",
     "model": "TPU_MODEL",
 }
 _ADVANCED = ("step_cache", "cache_start", "cache_end", "cache_interval", "scheduler", "use_dynamic_cfg")
 _OPTIONAL = frozenset(
-    "negative_prompt_embeds model_id model precision flow_shift shift fps resize guidance_scale_2".split()
+    "negative_prompt_embeds model_id model precision flow_shift shift fps resize guidance_scale_2 last_image".split()
 ).union(_ADVANCED)
 
 
@@ -154,12 +157,23 @@ def _encode(spec: ModelSpec, host: Host, *, prompt: str, negative_prompt: str = 
 
 
 def _encode_image(
-    spec: ModelSpec, host: Host, *, image: Any, height: int, width: int, num_frames: int, resize: str, **choice: Any
+    spec: ModelSpec,
+    host: Host,
+    *,
+    image: Any,
+    height: int,
+    width: int,
+    num_frames: int,
+    resize: str,
+    last_image: Any = None,
+    **choice: Any,
 ) -> tuple:
     model = _chosen(spec, host.folders, host, **choice)
     _check_takes_picture(spec, model.spec, "image")
     size = {"height": height, "width": width, "num_frames": num_frames}
-    return (runtime.encode_image(model, media.resize(image[:1], height, width, resize), size, progress=host),)
+    given = [one[:1] for one in (image, last_image) if one is not None]
+    images = media.joined([media.resize(one, height, width, resize) for one in given])
+    return (runtime.encode_image(model, images, size, progress=host),)
 
 
 def _encode_references(spec: ModelSpec, host: Host, *, image: Any, condition: Any = None, **choice: Any) -> tuple:

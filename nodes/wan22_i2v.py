@@ -13,13 +13,14 @@ _SOCKETS = ("prompt_embeds", "negative_prompt_embeds", "condition")
 # Newer than the rest, so after it.
 _NEW = ("model", "precision")
 
-IMAGE_ENCODER = image_encoder(SPEC, LABEL, "image", *_SIZE, "model_id", "resize", *_NEW)
+IMAGE_ENCODER = image_encoder(SPEC, LABEL, "image", *_SIZE, "model_id", "resize", *_NEW, "last_image")
 TEXT_ENCODER = text_encoder(SPEC, LABEL, *_PROMPTS, "model_id", *_NEW)
 SAMPLER = sampler(SPEC, LABEL, *_SOCKETS, *_NUMBERS, "model_id", "guidance_scale_2", *_NEW)
 DECODER = decoder(SPEC, LABEL, "latents", "model_id", "fps", *_NEW)
 STAGES = (TEXT_ENCODER, IMAGE_ENCODER, SAMPLER, DECODER)
 PIPELINE = pipeline(
-    SPEC, LABEL, STAGES, "image", *_PROMPTS, *_SIZE, *_NUMBERS, "model_id", "fps", "resize", "guidance_scale_2", *_NEW
-)
+    SPEC, LABEL, STAGES, "image", *_PROMPTS, *_SIZE, *_NUMBERS, "model_id", "fps", "resize", "guidance_scale_2", *_NEW,
+    "last_image",
+)  # fmt: skip
 
 NODES = (*STAGES, PIPELINE)

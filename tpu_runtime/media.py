@@ -163,6 +163,13 @@ def resize(images: "torch.Tensor", height: int, width: int, how: str) -> "torch.
     return functional.pad(scaled.clamp(0.0, 1.0), edges).movedim(1, -1)
 
 
+def joined(images: "list[torch.Tensor]") -> "torch.Tensor":
+    """IMAGEs of one size as one, in that order."""
+    import torch
+
+    return torch.cat(images)
+
+
 def main_colours(latents: "torch.Tensor") -> tuple[list[list[float]], list[float]]:
     """A colouring of latents `[1, channels, ...]`: their three main axes as red, green and blue in -1..1.
 

@@ -51,7 +51,9 @@ def _warn_once(sentence: str) -> None:
 def encode_image(
     model: ModelRef, image: "torch.Tensor", size: Mapping[str, int], *, progress: Progress
 ) -> ImageCondition:
-    """An IMAGE `[1, height, width, 3]` in 0..1 as the condition of a video of `size` (height, width, num_frames)."""
+    """An IMAGE in 0..1 as the condition of a video of `size` (height, width, num_frames): its first frame, and the last
+    where there are two.
+    """
     settings = model.spec.settings(**size)
     return engine().encode_image(model, image, settings, progress)
 

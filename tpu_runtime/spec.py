@@ -303,8 +303,8 @@ class ModelSpec:
     - `solver_arguments(scheduler_config, latent_shape, settings)` are the arguments of upstream's `set_timesteps`.
     - `guidance_at(settings, timestep)` is the guidance scale of a step.
     - `advice(settings)` is what to tell the user of settings that are allowed, but not what the model's makers publish.
-    - `encode_image(call, image, settings, vae_config)` gives the arrays of `condition_shapes`, where the model takes an
-      image `[1, height, width, 3]` in 0..1.
+    - `encode_image(call, image, settings, vae_config)` gives the arrays of `condition_shapes`, where the model takes
+      images `[number, height, width, 3]` in 0..1: a first frame, or a first and a last one, as `pictures` allows.
       With `references` images are optional and of any number and size: it gets `[number, height, width, 3]` and gives
       an array for each, named `reference_<index>`; there is no `condition_shapes` then.
     - `mesh(num_devices, branches)` says how the denoiser's chips are arranged. Where `tp` does not divide the heads,
@@ -358,6 +358,7 @@ class ModelSpec:
     advice: Callable[[Settings], str | None] = no_advice
     condition_shapes: Callable[[tuple[int, ...]], dict[str, tuple[int | str, ...]]] = no_condition
     encode_image: Callable[..., dict[str, Any]] | None = None
+    pictures: tuple[int, ...] = (1,)
     step_reuse: StepReuse | None = None
     references: bool = False
     mesh: Callable[[int, int], MeshShape] = guidance_first

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 from comfyui_tpu.tpu_runtime.checkpoints import compatibility
-from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, variant
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
 from comfyui_tpu.tpu_runtime.programs import modules
@@ -44,6 +44,27 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
         {"_class_name": "WanPipeline", **_WAN, "transformer_2": [None, None], "boundary_ratio": None},
         {"_class_name": "WanPipeline", **_WAN, "transformer_2": [None, None], "expand_timesteps": False},
     ],
+    "wan2.1-t2v-1.3b": [{"_class_name": "WanPipeline", **_WAN}],
+    "wan2.2-t2v-a14b": [
+        {
+            "_class_name": "WanPipeline",
+            **_WAN,
+            "boundary_ratio": 0.875,
+            "expand_timesteps": False,
+            "transformer_2": ["diffusers", "WanTransformer3DModel"],
+        }
+    ],
+    **{
+        name: [
+            {
+                "_class_name": "WanImageToVideoPipeline",
+                **_WAN,
+                "image_encoder": ["transformers", "CLIPVisionModelWithProjection"],
+                "image_processor": ["transformers", "CLIPImageProcessor"],
+            }
+        ]
+        for name in ("wan2.1-i2v-14b-480p", "wan2.1-i2v-14b-720p", "wan2.1-flf2v-14b-720p")
+    },
     WAN22: [
         {
             "_class_name": "WanImageToVideoPipeline",
@@ -257,6 +278,13 @@ def test_a_key_that_must_be_there_is_missed(tmp_path: Path):
 def test_parts_that_do_not_belong_together_are_named(tmp_path: Path, name: str, changes: dict, sentence: str):
     title = spec_by_name(name).title
     assert problem(name, tmp_path, **changes) == f"{title}: {sentence} Its parts do not belong together."
+
+
+@pytest.mark.parametrize("name", [WAN21, "wan2.1-t2v-1.3b", "wan2.2-t2v-a14b"])
+def test_a_model_of_another_size_is_known_by_its_configs(tmp_path: Path, name: str):
+    """Wan 2.1's two sizes have one index, and each would run as the other."""
+    write(spec_by_name(name), tmp_path, PUBLISHED[name][0], {})
+    assert variant(spec_by_name(WAN21), str(tmp_path)).name == name
 
 
 def test_experts_of_two_architectures_are_refused(tmp_path: Path):

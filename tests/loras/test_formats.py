@@ -18,7 +18,7 @@ from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, score_bound, t
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora
 from comfyui_tpu.tpu_runtime.checkpoints.names import Names
 from comfyui_tpu.tpu_runtime.loras import adapter, apply
-from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
+from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name, spec_for_family
 from comfyui_tpu.tpu_runtime.precision import Precision
 from comfyui_tpu.tpu_runtime.programs import modules, weights
 from comfyui_tpu.tpu_runtime.programs.modules import Cut, Network
@@ -32,7 +32,11 @@ STRENGTH = -0.6
 
 @functools.cache
 def network(family: str) -> Network:
-    component = spec_for_family(family).component("transformer")
+    return network_of(spec_for_family(family).name)
+
+
+def network_of(name: str) -> Network:
+    component = spec_by_name(name).component("transformer")
     return modules.build(component, component.tiny)
 
 
@@ -340,14 +344,15 @@ def test_every_row_of_a_table_names_a_module(spec: Any):
 
 
 @pytest.mark.parametrize(
-    ("family", "convert"),
+    ("model", "convert"),
     [
-        ("Wan21", single_file_utils.convert_wan_transformer_to_diffusers),
-        ("Flux2", single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers),
+        ("wan2.1-t2v-14b", single_file_utils.convert_wan_transformer_to_diffusers),
+        ("wan2.1-i2v-14b-480p", single_file_utils.convert_wan_transformer_to_diffusers),
+        ("flux2-dev", single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers),
     ],
 )
-def test_tables_are_what_diffusers_does_to_the_makers_checkpoints(family: str, convert: Callable):
-    own = network(family)
+def test_tables_are_what_diffusers_does_to_the_makers_checkpoints(model: str, convert: Callable):
+    own = network_of(model)
     sources = [source for weight in own.weights.values() for source in weight.sources]
     names = Names(sources, own.component.makers_names)
     # Rows show where they went; entries for diffusers' own fused modules are no checkpoint's.

@@ -77,6 +77,7 @@ def test_the_kernel_gives_what_the_reference_gives(
 # Heads of the published size, two for each of two chips, which exchange them in two parts.
 REAL_HEADS = {
     "wan2.1-t2v-14b": {"attention_head_dim": 128},
+    "wan2.1-flf2v-14b-720p": {"attention_head_dim": 128, "added_kv_proj_dim": 4 * 128},
     "hunyuanvideo1.5-t2v-720p": {"attention_head_dim": 128, "rope_axes_dim": (16, 56, 56)},
     "flux2-dev": {"attention_head_dim": 128, "axes_dims_rope": (32, 32, 32, 32), "num_single_layers": 1},
     "cogvideox1.5-5b": {"attention_head_dim": 64},

@@ -127,6 +127,17 @@ def test_a_video_of_one_frame_has_a_condition_too(compare: Callable):
     assert (condition["height"], condition["width"], condition["num_frames"]) == (64, 64, 1)
 
 
+def test_a_video_may_end_with_a_picture_too(compare: Callable):
+    settings, last = replace(ONE, num_frames=5), picture(ONE).flip(2)
+    with torch.no_grad():
+        first, end = (one.movedim(-1, 1) * 2 - 1 for one in (picture(ONE), last))
+        _, expected = pipeline().prepare_latents(
+            first, 1, 16, 64, 64, 5, torch.float32, "cpu", torch.Generator(), last_image=end
+        )
+    condition = engine(8).encode_image(MODEL, torch.cat([picture(ONE), last]), settings, Silent())
+    compare("condition, first and last frame, 8 chips", condition["tensors"]["condition"], expected)
+
+
 @pytest.mark.parametrize("chips", [1, 3, 8])
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, compare: Callable):
     prompt_embeds, negative = engine(chips).encode(MODEL, SHORT, NEGATIVE, Silent())

@@ -6,7 +6,7 @@ Everything that can be wrong ends in a `CheckpointError` that says what to do.
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -193,14 +193,27 @@ def find_index(
 
 def configs_fit(spec: ModelSpec, model_id: str, folders: Sequence[str] = ()) -> bool:
     """Whether `spec` can run what the components' configs say, as far as they are on this machine."""
+    return not any(
+        compatibility.config_problem(spec, component, model_id, config)
+        for component, config in _configs_here(spec, model_id, folders)
+    )
+
+
+def likeness(spec: ModelSpec, model_id: str, folders: Sequence[str] = ()) -> int:
+    """How much of what the components' configs say, as far as they are on this machine, is what `spec` was published
+    with.
+    """
+    return sum(compatibility.likeness(*each) for each in _configs_here(spec, model_id, folders))
+
+
+def _configs_here(
+    spec: ModelSpec, model_id: str, folders: Sequence[str]
+) -> Iterator[tuple[Component, Mapping[str, Any]]]:
     model_id = model_id.strip()
     root = _local_folder(model_id, folders) or (hub.cached(model_id) if hub.is_hub_id(model_id) else None)
-    configs = {component: root / component.folder / CONFIG for component in spec.components} if root else {}
-    return not any(
-        compatibility.config_problem(spec, component, model_id, read_json(path))
-        for component, path in configs.items()
-        if path.is_file()
-    )
+    for component in spec.components if root else ():
+        if (path := root / component.folder / CONFIG).is_file():
+            yield component, read_json(path)
 
 
 def _local_folder(model_id: str, folders: Sequence[str]) -> Path | None:

@@ -86,6 +86,11 @@ def config_problem(spec: ModelSpec, component: Component, model_id: str, config:
     return None
 
 
+def likeness(component: Component, config: Mapping[str, Any]) -> int:
+    """In how many values a config is the component's published one."""
+    return sum(_value(config, key) == value for key, value in component.config.items())
+
+
 def sizes_problem(spec: ModelSpec, model_id: str, configs: Mapping[str, Mapping[str, Any]]) -> str | None:
     """Where the configs of several components (by name) contradict each other."""
     for component in spec.components:

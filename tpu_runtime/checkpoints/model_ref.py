@@ -86,7 +86,7 @@ def variant(
     spec: ModelSpec, model_id: str, folders: tuple[str, ...] = (), progress: Progress | None = None
 ) -> ModelSpec:
     """The model of the family of `spec` that `model_id` is, by its id or by what its index and configs say; else `spec`
-    itself. Of several that fit, the first: they differ by size, which the configs say.
+    itself. Of several that fit, the one whose published configs are most like its own, or the first of these.
 
     A family's models share its nodes. With `progress` the index of a model on the Hub is fetched, and configs where the
     index does not decide; without it, what is not on this machine decides nothing.
@@ -104,4 +104,5 @@ def variant(
         if progress is not None:
             checkpoint.locate(fitting[0], model_id, folders).home(progress)
         fitting = [one for one in fitting if checkpoint.configs_fit(one, model_id, folders)] or fitting
+        fitting.sort(key=lambda one: checkpoint.likeness(one, model_id, folders), reverse=True)
     return (fitting or alike or family)[0]

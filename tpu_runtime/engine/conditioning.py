@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..models import SPECS
 from ..programs import finite
 from ..spec import ModelSpec, Settings
 from .payloads import Conditioning, ImageCondition, conditioning_entry
@@ -20,6 +21,27 @@ def conditioning(spec: ModelSpec, encoded: Sequence[tuple[np.ndarray, np.ndarray
         info[f"{text.name}_length"] = int(lengths[row])
     main = spec.text_encoders[0].name
     return [[info.pop(main), {**info, "length": info[f"{main}_length"]}]]
+
+
+def check_pictures(spec: ModelSpec, settings: Settings, number: int) -> None:
+    """Raises `ValueError` where the model does not take so many pictures: a first frame, or a first and a last one."""
+    if spec.references:
+        return
+    if number not in spec.pictures:
+        alike = (one for one in SPECS if one.family == spec.family and one.encode_image and number in one.pictures)
+        other = next((f", or set model_id to a model such as {one.hub_id}" for one in alike), "")
+        end = "the picture that the video ends with"
+        if number > 1:
+            raise ValueError(
+                f"{spec.title}: last_image is connected, but this model has no use for {end}. Disconnect it{other}."
+            )
+        raise ValueError(f"{spec.title}: last_image is not connected; this model needs {end}. Connect it{other}.")
+    least = spec.geometry.stride_t + 1
+    if number > 1 and settings.num_frames < least:
+        raise ValueError(
+            f"{spec.title}: num_frames is {settings.num_frames}; with last_image it must be at least {least}. Use "
+            f"{least}."
+        )
 
 
 def condition(spec: ModelSpec, settings: Settings, tensors: Mapping[str, Any]) -> ImageCondition:
@@ -95,6 +117,12 @@ def _condition_arrays(
         raise ValueError(f"{spec.title}: the condition comes from a {given['tpu_family']} image encoder.")
     for name, shape in shapes.items():
         tensor = given["tensors"].get(name)
+        size = {"height": settings.height, "width": settings.width, "num_frames": settings.num_frames}
+        if {**given, **size} == given and (tensor is None or tuple(tensor.shape) != shape):
+            raise ValueError(
+                f"{spec.title}: the condition was encoded for another model of the family. Give "
+                f"{spec.family}ImageEncoder the model of the sampler."
+            )
         if tensor is None or tuple(tensor.shape) != shape:
             size = f"{given.get('width')}x{given.get('height')}, {given.get('num_frames')} frames"
             raise ValueError(f"{spec.title}: the condition was encoded for {size}; encode it for the video's size.")

@@ -97,6 +97,7 @@ class Engine:
         if model.spec.encode_image is None:
             raise ValueError(f"{model.spec.title} does not take an image.")
         seen = media.pictures(image)
+        conditioning.check_pictures(model.spec, settings, len(seen))
         return self._stage(
             "encode_image", model, progress, lambda stage: run.encode_image(stage, seen, settings), settings
         )

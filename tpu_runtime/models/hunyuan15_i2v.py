@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
 from ..spec import Call, Component, Need, Same, Settings
-from . import hunyuan15
+from . import hunyuan15, layers
 from .autoencoders.hunyuan15 import VAE_DECODER, prepare_image_encoder
 
 if TYPE_CHECKING:
@@ -100,13 +100,7 @@ IMAGE_ENCODER = Component(
     # As transformers 4 wrote it, and so as it is published.
     aliases={"vision_model.": ""},
     trim=trim_vision,
-    rules=(
-        Rule("embeddings.*.weight", REPLICATED),
-        Rule("encoder.layers.*.self_attn.out_proj.weight", (None, None, "all_heads")),
-        Rule("encoder.layers.*.self_attn.*.weight", (None, "all_heads", None)),
-        Rule("encoder.layers.*.mlp.fc1.weight", (None, "all_mlp", None)),
-        Rule("encoder.layers.*.mlp.fc2.weight", (None, None, "all_mlp")),
-    ),
+    rules=layers.VISION_RULES,
 )
 
 VAE_ENCODER = replace(

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...sharding.rules import REPLICATED, Rule
+
 if TYPE_CHECKING:
     import jax
     import torch
@@ -15,6 +17,15 @@ if TYPE_CHECKING:
 # Weights of one layer, or of scanned blocks, that are split over `fsdp` and gathered for use: layout and fallback.
 GATHERED = (("fsdp", None), ((None, "fsdp"),))
 BLOCK_GATHERED = ((None, "fsdp", None), ((None, None, "fsdp"),))
+
+# Of the towers of transformers that look at a picture: heads and feed-forward columns lie over all chips.
+VISION_RULES = (
+    Rule("embeddings.*.weight", REPLICATED),
+    Rule("encoder.layers.*.self_attn.out_proj.weight", (None, None, "all_heads")),
+    Rule("encoder.layers.*.self_attn.*.weight", (None, "all_heads", None)),
+    Rule("encoder.layers.*.mlp.fc1.weight", (None, "all_mlp", None)),
+    Rule("encoder.layers.*.mlp.fc2.weight", (None, None, "all_mlp")),
+)
 
 
 def prologue(query_norm: Any, key_norm: Any, tables: Any = None) -> "Prologue":

@@ -69,13 +69,28 @@ class WanProcessor:
         attention_mask: None = None,
         rotary_emb: "tuple[torch.Tensor, torch.Tensor] | None" = None,
     ) -> "torch.Tensor":
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        return attn.to_out[0](self.attended(attn, attn.to_q(hidden_states), source, rotary_emb))
+
+    def attended(self, attn: Any, query: "torch.Tensor", source: "torch.Tensor", rotary_emb: Any) -> "torch.Tensor":
+        """Attention of projected queries to `source`, all `[rows, tokens, dim]`."""
+        return self.attend_to(attn, query, attn.to_k(source), attn.to_v(source), attn.norm_k, rotary_emb)
+
+    def attend_to(
+        self,
+        attn: Any,
+        query: "torch.Tensor",
+        key: "torch.Tensor",
+        value: "torch.Tensor",
+        key_norm: Any,
+        rotary_emb: Any,
+    ) -> "torch.Tensor":
+        """Attention of projections `[rows, tokens, dim]`."""
         from ..programs import torch_bridge
 
-        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        projected = attn.to_q(hidden_states), attn.to_k(source), attn.to_v(source)
-        heads = [x.unflatten(2, (attn.heads, -1)) for x in projected]
-        attend = partial(self.attend, prologue=layers.prologue(attn.norm_q, attn.norm_k, rotary_emb))
-        return attn.to_out[0](torch_bridge.call_jax(attend, *heads).flatten(2, 3))
+        heads = [x.unflatten(2, (attn.heads, -1)) for x in (query, key, value)]
+        attend = partial(self.attend, prologue=layers.prologue(attn.norm_q, key_norm, rotary_emb))
+        return torch_bridge.call_jax(attend, *heads).flatten(2, 3)
 
 
 def run_block(

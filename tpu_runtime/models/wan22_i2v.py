@@ -43,7 +43,8 @@ def condition_shapes(latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]
 def encode_image(
     call: Call, image: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]
 ) -> "dict[str, np.ndarray]":
-    """The image as the first frame of a video that is grey after it, encoded; and the mask of what is given.
+    """The picture as the first frame of a video that is grey after it, encoded; and the mask of what is given. A second
+    picture is the last frame.
 
     One latent frame a call, the causal caches carried from one to the next: from 1 frame, then from 4 each.
     """
@@ -51,16 +52,22 @@ def encode_image(
     import torch
 
     # Pixels travel by the cell of 8 x 8 that becomes a latent: so they are split over chips as latents are.
-    cells = torch.nn.functional.pixel_unshuffle(image[:1].movedim(-1, 1) * 2.0 - 1.0, STRIDE_HW)
-    latent, caches = call("vae_encoder", encode_first, cells.unsqueeze(2), partition="spatial")
+    cells = torch.nn.functional.pixel_unshuffle(image.movedim(-1, 1) * 2.0 - 1.0, STRIDE_HW)
+    first, *last = cells.unsqueeze(2).split(1)
+    latent, caches = call("vae_encoder", encode_first, first, partition="spatial")
     latents = [latent]
-    for _ in range((settings.num_frames - 1) // STRIDE_T):
+    for _ in range((settings.num_frames - 1) // STRIDE_T - len(last)):
         latent, caches = call("vae_encoder", encode_grey, caches, partition="spatial", carries=True)
+        latents.append(latent)
+    for end in last:
+        latent, _ = call("vae_encoder", encode_last, end, caches, partition="spatial", carries=True)
         latents.append(latent)
     video = torch.from_numpy(np.concatenate(latents, axis=2))
     mean, std = wan_vae.latent_stats(vae_config)
     mask = torch.zeros(1, STRIDE_T, *video.shape[2:])
     mask[:, :, 0] = 1.0
+    if last:
+        mask[:, -1, -1] = 1.0
     return {"condition": torch.cat([mask, (video - mean) * (1.0 / std)], dim=1).numpy()}
 
 
@@ -77,11 +84,23 @@ def encode_next(vae: Any, frames: "torch.Tensor", caches: list) -> "tuple[torch.
 
 def encode_grey(vae: Any, caches: list) -> "tuple[torch.Tensor, list]":
     """Four frames of zeros, which is what follows the image."""
+    return encode_next(vae, grey(STRIDE_T, caches), caches)
+
+
+def encode_last(vae: Any, cells: "torch.Tensor", caches: list) -> "tuple[torch.Tensor, list]":
+    """Three frames of zeros and the last image, by the cell: `[1, 3 * 8 * 8, 1, h, w]`."""
+    import torch
+
+    image = torch.nn.functional.pixel_shuffle(cells[:, :, 0], STRIDE_HW).unsqueeze(2)
+    return encode_next(vae, torch.cat([grey(STRIDE_T - 1, caches), image], dim=2), caches)
+
+
+def grey(number: int, caches: list) -> "torch.Tensor":
+    """Frames of zeros, of the size of those that were seen."""
     import torch
 
     seen = caches[0]
-    frames = torch.zeros((*seen.shape[:2], STRIDE_T, *seen.shape[3:]), dtype=seen.dtype, device=seen.device)
-    return encode_next(vae, frames, caches)
+    return torch.zeros((*seen.shape[:2], number, *seen.shape[3:]), dtype=seen.dtype, device=seen.device)
 
 
 def encode_first(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, list]":
@@ -155,6 +174,7 @@ SPEC = replace(
     experts=tuple(expert.name for expert in EXPERTS),
     # The first expert composes: it runs while the timestep is at least this share of the training timesteps.
     index={"boundary_ratio": 0.9},
+    pictures=(1, 2),
     forward=forward,
     condition_shapes=condition_shapes,
     encode_image=encode_image,

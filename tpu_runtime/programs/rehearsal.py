@@ -54,7 +54,7 @@ def rehearse(
             ids, mask = (np.zeros((rows, n), np.int32) for n in (text.prefix + text.max_length, text.max_length))
             call(text.component, text.encode, ids, mask)
     if "image" in stages and spec.encode_image is not None:
-        image = torch.zeros(()).expand(1, settings.height, settings.width, 3)
+        image = torch.zeros(()).expand(spec.pictures[0], settings.height, settings.width, 3)
         spec.encode_image(call, image, settings, vae_config)
     if "decode" in stages:
         latent_shape = spec.geometry.latent_shape(settings)

@@ -1,0 +1,200 @@
+"""Wan 2.1 from a picture, and from a first to a last one, against `diffusers.WanImageToVideoPipeline` on the CPU."""
+
+import functools
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.nodes import wan22_i2v as nodes
+from comfyui_tpu.nodes.declare import Folders
+from comfyui_tpu.nodes.headless.runner import TerminalHost
+from comfyui_tpu.tests.models import parity, test_wan21
+from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tests.models.test_wan21 import NEGATIVE, SHORT, normalised
+from comfyui_tpu.tests.support.published import umt5_tokenizer
+from comfyui_tpu.tpu_runtime import pipeline as runtime
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import variant
+from comfyui_tpu.tpu_runtime.engine.payloads import ImageCondition
+from comfyui_tpu.tpu_runtime.models import spec_by_name, wan21_i2v
+from comfyui_tpu.tpu_runtime.programs import solver_table
+from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
+from PIL import Image
+
+FIRST, BOTH = spec_by_name("wan2.1-i2v-14b-480p"), spec_by_name("wan2.1-flf2v-14b-720p")
+SPECS = pytest.mark.parametrize("spec", [FIRST, BOTH], ids=lambda spec: spec.name)
+# Tokens: 3 * 5 * 7 = 105, and 257 or 514 of pictures: none divides by the chips.
+ODD = Settings(height=80, width=112, num_frames=9, num_inference_steps=4, guidance_scale=5.0, seed=7, shift=3.0)
+
+
+@dataclass(frozen=True)
+class Oracle(parity.Result):
+    condition: np.ndarray
+    tokens: np.ndarray
+
+
+def pictures(spec: ModelSpec) -> list[Image.Image]:
+    """Of exactly the video's size, in bytes, as upstream's processor for CLIP takes them."""
+    pixels = np.random.default_rng(3).integers(0, 256, (2, 10, 14, 3), np.uint8)
+    size = ODD.width, ODD.height
+    return [Image.fromarray(one).resize(size, Image.Resampling.BICUBIC) for one in pixels[: spec.pictures[0]]]
+
+
+def pixels_of(picture: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(picture, np.float32))[None] / 255.0
+
+
+@functools.cache
+def pipeline(name: str) -> Any:
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    folder = tiny.ensure(spec_by_name(name))
+    return parity.upstream(
+        "WanImageToVideoPipeline", folder, tokenizer=umt5_tokenizer(folder),
+        image_processor=CLIPImageProcessorPil.from_pretrained(folder / "image_processor"),
+    )  # fmt: skip
+
+
+@functools.cache
+def oracle(name: str) -> Oracle:
+    pipe, spec, kept = pipeline(name), spec_by_name(name), {}
+    pipe.scheduler = solver_table.scheduler_from({**spec.scheduler, "flow_shift": ODD.shift})
+
+    def keep(method: str, choose: Callable) -> None:
+        original = getattr(pipe, method)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            kept[method] = choose(result).numpy()
+            return result
+
+        setattr(pipe, method, run)
+
+    keep("prepare_latents", lambda result: result[1])
+    keep("encode_image", lambda result: result)
+    first, *last = pictures(spec)
+    found = parity.generate(
+        pipe, ODD, image=first, last_image=last[0] if last else None, prompt=SHORT, negative_prompt=NEGATIVE,
+        num_frames=ODD.num_frames,
+    )  # fmt: skip
+    tokens = kept["encode_image"].reshape(1, -1, kept["encode_image"].shape[-1])
+    return Oracle(latents=found.latents, frames=found.frames, condition=kept["prepare_latents"], tokens=tokens)
+
+
+def encode(spec: ModelSpec, **given: Any) -> ImageCondition:
+    """What the node makes of pictures."""
+    first, *last = [pixels_of(picture) for picture in pictures(spec)]
+    host = TerminalHost(Folders(), stream=io.StringIO())
+    values = nodes.IMAGE_ENCODER.values(
+        {
+            "image": first, "last_image": last[0] if last else None, "model": parity.tiny_model(spec),
+            "height": ODD.height, "width": ODD.width, "num_frames": ODD.num_frames, **given,
+        }
+    )  # fmt: skip
+    return nodes.IMAGE_ENCODER.run(host, **values)[0]
+
+
+@SPECS
+def test_condition_latents_and_frames_equal_upstreams(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, compare: Callable
+):
+    monkeypatch.setattr(runtime, "engine", lambda: engine(8))
+    model, runner, expected = parity.tiny_model(spec), engine(8), oracle(spec.name)
+    condition = encode(spec)
+    compare(f"{spec.name}, tokens of pictures", condition["tensors"]["image_embeds"], expected.tokens)
+    compare(f"{spec.name}, condition", condition["tensors"]["condition"], expected.condition)
+    embeds = runner.encode(model, SHORT, NEGATIVE, Silent())
+    latents = runner.denoise(model, ODD, *embeds, Silent(), condition)
+    compare(f"{spec.name}, latents", normalised(latents["samples"]), expected.latents)
+    compare(f"{spec.name}, frames", runner.decode(model, latents, Silent()).numpy(), expected.frames)
+
+
+@pytest.mark.parametrize(("spec", "chips"), [(FIRST, 3), (BOTH, 8)], ids=lambda x: getattr(x, "name", x))
+def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
+    spec: ModelSpec, chips: int, monkeypatch: pytest.MonkeyPatch, compare: Callable
+):
+    parity.poison_padding(monkeypatch)
+    text, of_pictures = test_wan21.embeddings(SHORT), oracle(spec.name)
+    noise, tokens = parity.random_latents(spec, ODD), torch.from_numpy(of_pictures.tokens)
+    with torch.no_grad():
+        sample = torch.cat([noise, torch.from_numpy(of_pictures.condition)], dim=1)
+        cond, uncond = (
+            pipeline(spec.name).transformer(
+                sample, torch.tensor([700]), torch.from_numpy(row[None]), tokens.unflatten(1, (-1, 257))[0],
+                return_dict=False,
+            )[0]
+            for row in text
+        )  # fmt: skip
+    given = {
+        "text": text, "text_length": np.full(2, 512, np.int32), "condition": of_pictures.condition,
+        "image_embeds": of_pictures.tokens,
+    }  # fmt: skip
+    ours = parity.denoise_once(spec, ODD, noise, given, timestep=700, chips=chips)
+    compare(f"{spec.name}, denoiser", ours, (uncond + ODD.guidance_scale * (cond - uncond)).numpy())
+    blank = parity.denoise_once(spec, ODD, noise, {**given, "image_embeds": 0 * of_pictures.tokens}, timestep=700)
+    assert np.abs(blank - ours).max() > 0.01  # so that pictures are seen to count
+
+
+@pytest.mark.parametrize(("height", "width"), [(80, 112), (1280, 720), (33, 331), (224, 224), (49, 49), (300, 225)])
+def test_clip_sees_what_upstreams_processor_shows_it(height: int, width: int):
+    image = np.random.default_rng(5).integers(0, 256, (height, width, 3), np.uint8)
+    expected = pipeline(FIRST.name).image_processor(images=Image.fromarray(image), return_tensors="pt")
+    ours = wan21_i2v.vision_pixels(torch.from_numpy(image.astype(np.float32))[None] / 255.0)
+    torch.testing.assert_close(ours, expected["pixel_values"], rtol=0, atol=1e-6)
+
+
+def test_480p_and_720p_differ_in_defaults_alone():
+    other = spec_by_name("wan2.1-i2v-14b-720p")
+    own = {name: getattr(FIRST, name) for name in ("name", "title", "hub_id", "tiny_id", "inputs")}
+    assert replace(other, **own) == FIRST
+    defaults = [(s.settings().height, s.settings().width, s.settings().shift) for s in (FIRST, other, BOTH)]
+    assert defaults == [(480, 832, 3.0), (720, 1280, 5.0), (720, 1280, 16.0)]
+
+
+@SPECS
+def test_the_nodes_of_wan_2_2_find_it(spec: ModelSpec):
+    for model_id in (spec.hub_id, spec.tiny_id, str(tiny.ensure(spec))):
+        assert variant(nodes.SPEC, model_id) is spec
+
+
+@pytest.mark.parametrize(
+    ("spec", "given", "message"),
+    [
+        (
+            BOTH, {"last_image": None},
+            "Wan 2.1 FLF2V 14B 720P: last_image is not connected; this model needs the picture that the video ends "
+            "with. Connect it, or set model_id to a model such as Wan-AI/Wan2.2-I2V-A14B-Diffusers.",
+        ),
+        (
+            FIRST, {"last_image": torch.zeros(1, 64, 64, 3)},
+            "Wan 2.1 I2V 14B 480P: last_image is connected, but this model has no use for the picture that the video "
+            "ends with. Disconnect it, or set model_id to a model such as Wan-AI/Wan2.2-I2V-A14B-Diffusers.",
+        ),
+        (
+            BOTH, {"num_frames": 1},
+            "Wan 2.1 FLF2V 14B 720P: num_frames is 1; it must be 4k + 1 between 5 and 241. Use 5.",
+        ),
+        (
+            nodes.SPEC, {"num_frames": 1, "last_image": torch.zeros(1, 64, 64, 3)},
+            "Wan 2.2 I2V A14B: num_frames is 1; with last_image it must be at least 5. Use 5.",
+        ),
+    ],
+    ids=["missing", "useless", "too short for the model", "too short"],
+)  # fmt: skip
+def test_what_the_model_does_with_a_last_picture_is_said(spec: ModelSpec, given: dict, message: str):
+    with pytest.raises(ValueError) as error:
+        encode(spec, **given)
+    assert str(error.value) == message
+
+
+def test_a_condition_of_another_model_of_the_family_is_refused():
+    given = {"tpu_family": "Wan22I2V", "height": 80, "width": 112, "num_frames": 9}
+    condition: Any = {**given, "tensors": {"condition": torch.zeros(1, 20, 3, 10, 14)}}
+    embeds = engine(8).encode(parity.tiny_model(FIRST), SHORT, NEGATIVE, Silent())
+    with pytest.raises(ValueError, match=r"encoded for another model of the family\. Give Wan22I2VImageEncoder the"):
+        engine(8).denoise(parity.tiny_model(FIRST), ODD, *embeds, Silent(), condition)

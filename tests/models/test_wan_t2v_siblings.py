@@ -1,0 +1,87 @@
+"""Wan 2.1 T2V 1.3B and Wan 2.2 T2V A14B against `diffusers.WanPipeline` on the CPU in float32."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.tests.models import parity, test_wan21
+from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tests.models.test_wan21 import NEGATIVE, ODD, SHORT
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, variant
+from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.programs import solver_table
+from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
+
+SMALL, TWO = spec_by_name("wan2.1-t2v-1.3b"), spec_by_name("wan2.2-t2v-a14b")
+# Four steps of the first expert, two of the second, each with a scale of its own.
+SHARED = replace(ODD, guidance_scale=4.0, guidance_scale_2=3.0, shift=12.0)
+# 12 heads on 8 chips: 4 exchange heads, 2 pass keys around.
+ALONE = replace(ODD, guidance_scale=1.0, shift=8.0)
+
+
+@functools.cache
+def pipeline(name: str) -> Any:
+    return test_wan21.load_pipeline(tiny.ensure(spec_by_name(name)))
+
+
+def generate(spec: ModelSpec, settings: Settings) -> parity.Result:
+    pipe = pipeline(spec.name)
+    pipe.scheduler = solver_table.scheduler_from({**spec.scheduler, "flow_shift": settings.shift})
+    return parity.generate(
+        pipe, settings, prompt=SHORT, negative_prompt=NEGATIVE, num_frames=settings.num_frames,
+        guidance_scale_2=settings.guidance_scale_2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "settings"), [(SMALL, ALONE), (TWO, SHARED)], ids=lambda x: getattr(x, "name", ""))
+def test_latents_and_frames_equal_upstreams(spec: ModelSpec, settings: Settings, compare: Callable):
+    model, runner, expected = parity.tiny_model(spec), engine(8), generate(spec, settings)
+    latents = runner.denoise(model, settings, *runner.encode(model, SHORT, NEGATIVE, Silent()), Silent())
+    compare(f"{spec.name}, latents", test_wan21.normalised(latents["samples"]), expected.latents)
+    compare(f"{spec.name}, frames", runner.decode(model, latents, Silent()).numpy(), expected.frames)
+
+
+@pytest.mark.parametrize(("chips", "spec", "expert"), [(3, SMALL, "transformer"), (8, TWO, "transformer_2")])
+def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
+    chips: int, spec: ModelSpec, expert: str, monkeypatch: pytest.MonkeyPatch, compare: Callable
+):
+    """The text encoder is Wan 2.1's, to the weight."""
+    parity.poison_padding(monkeypatch)
+    noise, text = parity.random_latents(spec, ODD), test_wan21.embeddings(SHORT)
+    denoiser = getattr(pipeline(spec.name), expert)
+    with torch.no_grad():
+        cond, uncond = (
+            denoiser(noise, torch.tensor([700]), torch.from_numpy(row[None]), return_dict=False)[0] for row in text
+        )
+    given = {"text": text, "text_length": np.full(2, 512, np.int32)}
+    ours = parity.denoise_once(spec, ODD, noise, given, timestep=700, chips=chips, expert=expert)
+    compare(f"{spec.name}, {expert}", ours, (uncond + ODD.guidance_scale * (cond - uncond)).numpy())
+
+
+def test_both_experts_run():
+    """So that the parity of the whole shows which of them ran when."""
+    table = solver_table.table_for(TWO, TWO.scheduler, SHARED)
+    assert [timestep >= 875 for timestep in table.timesteps] == [True] * 4 + [False] * 2
+    first, second = (
+        component.state_dict() for component in (pipeline(TWO.name).transformer, pipeline(TWO.name).transformer_2)
+    )
+    assert not torch.equal(first["blocks.0.attn1.to_q.weight"], second["blocks.0.attn1.to_q.weight"])
+
+
+def test_a_lora_may_be_for_one_of_the_experts():
+    loras = tuple(Lora(path=expert, strength=1.0, expert=expert) for expert in ("both", "high", "low"))
+    model = replace(parity.tiny_model(TWO), loras=loras)
+    found = {expert: [lora.path for lora in model.loras_of(expert)] for expert in TWO.experts}
+    assert found == {"transformer": ["both", "high"], "transformer_2": ["both", "low"]}
+
+
+@pytest.mark.parametrize("spec", [SMALL, TWO], ids=lambda spec: spec.name)
+def test_the_nodes_of_wan_2_1_find_it(spec: ModelSpec):
+    for model_id in (spec.hub_id, spec.tiny_id, *([str(tiny.ensure(TWO))] if spec is TWO else [])):
+        assert variant(test_wan21.SPEC, model_id) is spec
