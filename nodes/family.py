@@ -14,6 +14,7 @@ from ..tpu_runtime import pipeline as runtime
 from ..tpu_runtime.checkpoints.model_ref import ModelRef, choose_model
 from ..tpu_runtime.engine import payloads
 from ..tpu_runtime.limits import Choice, IntLimit, Switch
+from ..tpu_runtime.models import SPECS
 from ..tpu_runtime.precision import CHOICES
 from ..tpu_runtime.spec import ModelSpec
 from .declare import Expansion, Folders, Host, Input, Link, Node, Output, Ref, Stage
@@ -60,6 +61,13 @@ _REFERENCE_TOOLTIPS = {
     "image": "Pictures for the model to look at, each of its own: what they show may appear in the result.",
     "condition": "Encoded references: the image encoder's output. Optional.",
 }
+# Of a family whose first model has no use for a negative prompt.
+_SIBLINGS_TOOLTIPS = {
+    "negative_prompt": "What to avoid, for a model of this family that is guided by it; {title} is not. "
+    "Used when guidance_scale is above 1.",
+    "negative_prompt_embeds": "The encoded negative prompt: the text encoder's second output, for a model that is "
+    "guided by it; {title} is not. Needed when guidance_scale is above 1.",
+}
 _SOCKETS = {
     "prompt_embeds": "CONDITIONING",
     "negative_prompt_embeds": "CONDITIONING",
@@ -76,9 +84,13 @@ _OPTIONAL = frozenset(
 
 
 def _input(spec: ModelSpec, name: str) -> Input:
+    is_text = name in ("prompt", "negative_prompt")
     optional = name in _OPTIONAL or (name == "condition" and not spec.needs_condition)
-    tooltips = {**_TOOLTIPS, **_REFERENCE_TOOLTIPS} if spec.references else _TOOLTIPS
-    shared = {"name": name, "tooltip": tooltips[name].format(tiny=spec.tiny_id), "optional": optional}
+    optional |= is_text and name not in spec.texts
+    tooltips = _TOOLTIPS | (_REFERENCE_TOOLTIPS if spec.references else {})
+    tooltips |= _SIBLINGS_TOOLTIPS if spec.guidance != "cfg" else {}
+    tooltip = tooltips[name].format(tiny=spec.tiny_id, title=spec.title)
+    shared = {"name": name, "tooltip": tooltip, "optional": optional}
     if name in _SOCKETS:
         return Input(type=_SOCKETS[name], **shared)
     if name == "model_id":
@@ -87,8 +99,8 @@ def _input(spec: ModelSpec, name: str) -> Input:
         return Input(type="COMBO", default=media.RESIZE[0], options=media.RESIZE, **shared)
     if name == "precision":
         return Input(type="COMBO", default="auto", options=CHOICES, advanced=True, **shared)
-    if name in spec.texts:
-        return Input(type="STRING", default=spec.texts[name], multiline=True, **shared)
+    if is_text:
+        return Input(type="STRING", default=spec.texts.get(name, ""), multiline=True, **shared)
     limit = spec.inputs[name]
     shared |= {"default": limit.default, "advanced": name in _ADVANCED, "check": partial(spec.check_input, name)}
     if isinstance(limit, Switch):
@@ -152,8 +164,13 @@ def _check_model(spec: ModelSpec, folders: Folders, *, model_id: str) -> None:
 
 def _encode(spec: ModelSpec, host: Host, *, prompt: str, negative_prompt: str = "", **choice: Any) -> tuple:
     model = _chosen(spec, host.folders, host, **choice)
-    embeds = runtime.encode_prompt(model, prompt, negative_prompt, progress=host)
-    return embeds if spec.guidance == "cfg" else embeds[:1]
+    if negative_prompt.strip() and model.spec.guidance != "cfg":
+        guided = [one.name for one in SPECS if one.family == spec.family and one.guidance == "cfg"]
+        raise ValueError(
+            f"{model.spec.title}: negative_prompt is {negative_prompt!r}, but this model runs without one. Leave it "
+            f"empty, or choose a model that is guided by one: {', '.join(guided)}."
+        )
+    return runtime.encode_prompt(model, prompt, negative_prompt, progress=host)
 
 
 def _encode_image(
@@ -245,7 +262,11 @@ def _stage_node(spec: ModelSpec, suffix: str, title: str, inputs: tuple[str, ...
 def text_encoder(spec: ModelSpec, label: str, *inputs: str) -> Node:
     outputs = (
         Output(name="prompt_embeds", type="CONDITIONING", tooltip="The encoded prompt."),
-        Output(name="negative_prompt_embeds", type="CONDITIONING", tooltip="The encoded negative prompt."),
+        Output(
+            name="negative_prompt_embeds",
+            type="CONDITIONING",
+            tooltip="The encoded negative prompt; nothing where the model has no use for it.",
+        ),
     )
     return _stage_node(
         spec,
@@ -253,7 +274,7 @@ def text_encoder(spec: ModelSpec, label: str, *inputs: str) -> Node:
         f"{label} Text Encoder (TPU)",
         inputs,
         description=f"Encodes the prompts for {spec.title} on the TPU.",
-        outputs=outputs if spec.guidance == "cfg" else outputs[:1],
+        outputs=outputs,
         run=partial(_encode, spec),
     )
 

@@ -323,7 +323,7 @@ class ModelSpec:
     `index` and `files` (JSON, by path) are what else the built-in checkpoint holds.
 
     `guidance` is "cfg" (two branches while `guidance_scale` is above 1: row 0 the prompt, row 1 the negative prompt) or
-    "embedded" (one branch, the network is told the scale).
+    "embedded" (one branch, the network is told the scale if it takes one).
     """
 
     name: str

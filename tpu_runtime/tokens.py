@@ -1,7 +1,8 @@
 """A checkpoint's tokenizer, as its folder holds it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from .files import CheckpointError, read_json
@@ -39,9 +40,17 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def tokenize_chats(
-    tokenizer: Any, chats: Sequence[Any], max_length: int, *, add_generation_prompt: bool
+    tokenizer: Any,
+    chats: Sequence[Any],
+    max_length: int,
+    *,
+    add_generation_prompt: bool,
+    template_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> "tuple[np.ndarray, np.ndarray]":
-    """Ids and mask `[rows, max_length]` int32 of conversations in the tokenizer's template, padded on its side."""
+    """Ids and mask `[rows, max_length]` int32 of conversations in the tokenizer's template, padded on its side.
+
+    `template_options` are what this template takes beside the conversation.
+    """
     import numpy as np
 
     if tokenizer.chat_template is None:
@@ -58,5 +67,6 @@ def tokenize_chats(
         padding="max_length",
         truncation=True,
         max_length=max_length,
+        **template_options,
     )
     return tokens["input_ids"].astype(np.int32), tokens["attention_mask"].astype(np.int32)

@@ -37,6 +37,15 @@ _HUNYUAN = {
     "transformer": ["diffusers", "HunyuanVideo15Transformer3DModel"],
     "vae": ["diffusers", "AutoencoderKLHunyuanVideo15"],
 }
+_KLEIN = {
+    "_class_name": "Flux2KleinPipeline",
+    "_diffusers_version": "0.37.0.dev0",
+    "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    "text_encoder": ["transformers", "Qwen3ForCausalLM"],
+    "tokenizer": ["transformers", "Qwen2TokenizerFast"],
+    "transformer": ["diffusers", "Flux2Transformer2DModel"],
+    "vae": ["diffusers", "AutoencoderKLFlux2"],
+}
 # As they are published, by the spec that runs them. Which entries an index has depends on the diffusers that wrote it.
 PUBLISHED: dict[str, list[dict[str, Any]]] = {
     WAN21: [
@@ -96,6 +105,8 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
             "vae": ["diffusers", "AutoencoderKLFlux2"],
         }
     ],
+    **{f"flux2-klein-{size}": [{**_KLEIN, "is_distilled": True}] for size in ("4b", "9b")},
+    **{f"flux2-klein-base-{size}": [{**_KLEIN, "is_distilled": False}, _KLEIN] for size in ("4b", "9b")},
     COGVIDEOX: [
         {
             "_class_name": "CogVideoXPipeline",

@@ -36,6 +36,7 @@ RENAMED: Mapping[str, Mapping[str, Rename]] = {
     "UMT5EncoderModel": T5,
     "SiglipVisionModel": {"transformers 4": moved(("", "vision_model."))},
     "CLIPVisionModel": {"transformers 4": moved(("", "vision_model."))},
+    "Qwen3ForCausalLM": {"without a head": moved(("model.", ""))},
     "Qwen2_5_VLTextModel": {"beside a head": moved(("", "model."))},
     "Mistral3ForConditionalGeneration": {
         "as the module has them": moved(("language_model.model.", "model.language_model."), ("", "model.")),

@@ -214,7 +214,7 @@ IMAGE_QKV, TEXT_QKV = ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "ad
 
 
 def flux2_makers(file: File) -> None:
-    """fal/FLUX.2-dev-Turbo, ostris' AI Toolkit."""
+    """ostris' AI Toolkit, and what fal/FLUX.2-dev-Turbo has for ComfyUI."""
     file.lora("diffusion_model.double_blocks.0.img_attn.qkv", *qkv("transformer_blocks.0", *IMAGE_QKV))
     file.lora("diffusion_model.double_blocks.1.txt_attn.qkv", *qkv("transformer_blocks.1", *TEXT_QKV), rank=20)
     file.lora("diffusion_model.double_blocks.1.img_attn.proj", "transformer_blocks.1.attn.to_out.0.weight")
@@ -229,6 +229,21 @@ def flux2_makers(file: File) -> None:
     file.diff(
         "diffusion_model.single_blocks.1.norm.key_norm.scale.diff", "single_transformer_blocks.1.attn.norm_k.weight"
     )
+
+
+def flux2_turbo(file: File) -> None:
+    """fal/FLUX.2-dev-Turbo: diffusers' names, the guidance embedding's too; some of fal's have those of two kinds."""
+    file.lora(
+        "transformer.time_guidance_embed.guidance_embedder.linear_1",
+        "time_guidance_embed.guidance_embedder.linear_1.weight",
+    )
+    file.lora("transformer.transformer_blocks.0.attn.add_k_proj", "transformer_blocks.0.attn.add_k_proj.weight")
+    file.lora("transformer.transformer_blocks.1.attn.to_out.0", "transformer_blocks.1.attn.to_out.0.weight")
+    file.lora(
+        "transformer.single_transformer_blocks.2.attn.to_qkv_mlp_proj",
+        "single_transformer_blocks.2.attn.to_qkv_mlp_proj.weight",
+    )
+    file.lora("diffusion_model.guidance_in.out_layer", "time_guidance_embed.guidance_embedder.linear_2.weight")
 
 
 def flux2_kohya(file: File) -> None:
@@ -271,7 +286,7 @@ def cogvideox(file: File) -> None:
 
 CASES = {
     "Wan21": (wan_diffusers, wan_peft, wan_lightx2v, wan_bare, wan_musubi, wan_fun, wan_lycoris),
-    "Flux2": (flux2_makers, flux2_kohya, flux2_lycoris),
+    "Flux2": (flux2_makers, flux2_turbo, flux2_kohya, flux2_lycoris),
     "HunyuanVideo15": (hunyuan_makers,),
     "CogVideoX": (cogvideox,),
 }

@@ -108,7 +108,8 @@ def denoise_once(
     target = Target(devices=tuple(jax.devices()[: mesh.num_devices if mesh else chips]), precision="float32")
     found = checkpoint.locate(spec, spec.tiny_id)
     config = {**found.config(spec.component(expert), Silent()), **(changes or {})}
-    shape = denoise_step.StepShape.of(solver, mesh_shape=mesh)
+    references = {name: x.shape for name, x in inputs.items() if name.startswith("reference_")}
+    shape = denoise_step.StepShape.of(solver, mesh_shape=mesh, references=references)
     program = denoise_step.denoise_program(spec, config, target, settings, shape)
     args = denoise_step.StepArgs(
         (sample.numpy(),), solver.table[0], solver.timesteps[0], dict(inputs), np.float32(settings.guidance_scale)

@@ -4,9 +4,7 @@ ComfyUI imports these files at its start: what is slow to import, JAX and PyTorc
 """
 
 from ..spec import ModelSpec
-from . import cogvideox, flux2, hunyuan15, hunyuan15_i2v, wan21, wan22_i2v
-from .wan21_i2v import FLF2V, I2V_480P, I2V_720P
-from .wan_t2v_siblings import WAN21_1_3B, WAN22_A14B
+from . import cogvideox, flux2, flux2_klein, hunyuan15, hunyuan15_i2v, wan21, wan21_i2v, wan22_i2v, wan_t2v_siblings
 
 # One of each kind, in the README's table: what its examples and predictions are for.
 FLAGSHIPS: tuple[ModelSpec, ...] = (
@@ -18,7 +16,7 @@ FLAGSHIPS: tuple[ModelSpec, ...] = (
     cogvideox.SPEC,
 )
 # Of another size or recipe, or with more inputs: run by the nodes of the flagship of their family.
-SIBLINGS: tuple[ModelSpec, ...] = (WAN21_1_3B, WAN22_A14B, I2V_480P, I2V_720P, FLF2V)
+SIBLINGS: tuple[ModelSpec, ...] = (*wan_t2v_siblings.SPECS, *wan21_i2v.SPECS, *flux2_klein.SPECS)
 SPECS = FLAGSHIPS + SIBLINGS
 
 

@@ -236,3 +236,5 @@ FLF2V = replace(
     pictures=(2,),
     condition_shapes=partial(condition_shapes, pictures=2),
 )
+
+SPECS = (I2V_480P, I2V_720P, FLF2V)

@@ -59,3 +59,5 @@ WAN22_A14B = replace(
     # The first expert composes: it runs while the timestep is at least this share of the training timesteps.
     index={"boundary_ratio": 0.875},
 )
+
+SPECS = (WAN21_1_3B, WAN22_A14B)

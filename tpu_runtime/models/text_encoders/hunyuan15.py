@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import Rule
 from ...spec import Component, Need, TextEncoding
-from . import t5
+from . import causal, t5
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,29 +89,14 @@ def encode_glyphs(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> "t
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A real Qwen2 tokenizer whose merges are learnt from the words that it will see first."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import Qwen2Tokenizer
-
-    learner = Tokenizer(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
-    learner.train_from_iterator([system_message(), PROMPT], trainer)
-    bpe = learner.model
-    bpe_folder = folder / "learnt"
-    bpe_folder.mkdir(parents=True)
-    vocab, merges = models.BPE.read_file(*bpe.save(str(bpe_folder)))
-    for path in bpe_folder.iterdir():
-        path.unlink()
-    bpe_folder.rmdir()
-    Qwen2Tokenizer(
-        vocab={**vocab, "<|endoftext|>": len(vocab)},
-        merges=merges,  # pyright: ignore[reportArgumentType] - pairs, whatever the hint says
-        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+    """With merges of the words that it will see first."""
+    causal.write_qwen_tokenizer(
+        folder,
+        texts=(system_message(), PROMPT),
+        vocab_size=700,
+        special=("<|im_start|>", "<|im_end|>"),
         chat_template=CHAT_TEMPLATE,
-        padding_side="right",
-    ).save_pretrained(folder)
+    )
 
 
 def write_glyph_tokenizer(folder: Path) -> None:

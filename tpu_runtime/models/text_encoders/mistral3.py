@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import Rule
 from ...spec import Component, Need, TextEncoding
+from . import causal
 
 MAX_TOKENS = 512
 # The states after this many layers of the text encoder, side by side, are the prompt; later layers are not needed.
@@ -60,48 +61,7 @@ def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.nd
 
 def encode_text(module: "torch.nn.Module", ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
     """`[rows, 512]` tokens to `[rows, 512, 3 * dim]`: three layers' states, those of padding included."""
-    import types
-
-    import torch
-
-    from ...programs.modules import Scan
-
-    model: Any = module.get_submodule("model.language_model")
-    layers = model.layers
-    layers.scan = Scan(collect=True)
-    layers.block.self_attn.forward = types.MethodType(attend_causally, layers.block.self_attn)
-    embeds = model.embed_tokens(ids)
-    positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    layers(
-        embeds,
-        attention_mask=mask.to(torch.bool)[:, None, None, :] & (positions <= positions.T),
-        position_embeddings=model.rotary_emb(embeds, position_ids=positions),
-    )
-    states = layers.take_collected()
-    return torch.cat([states[layer - 1] for layer in STATES], dim=-1), None
-
-
-def attend_causally(
-    attn: Any,
-    hidden_states: "torch.Tensor",
-    position_embeddings: "tuple[torch.Tensor, torch.Tensor]",
-    attention_mask: "torch.Tensor",
-    **_: Any,
-) -> "tuple[torch.Tensor, None]":
-    """`MistralAttention.forward` with torch's meaning of a row that sees nothing, as padding before a text: zeros."""
-    import torch
-    from transformers.models.mistral.modeling_mistral import apply_rotary_pos_emb, repeat_kv
-
-    heads = [
-        project(hidden_states).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2)
-        for project in (attn.q_proj, attn.k_proj, attn.v_proj)
-    ]
-    query, key = apply_rotary_pos_emb(heads[0], heads[1], *position_embeddings)
-    key, value = (repeat_kv(x, attn.num_key_value_groups) for x in (key, heads[2]))
-    scores = (query @ key.transpose(2, 3)).float() * attn.scaling
-    weights = torch.where(attention_mask, scores, torch.finfo(torch.float32).min).softmax(dim=-1)
-    weights = torch.where(attention_mask, weights, 0.0).to(value.dtype)
-    return attn.o_proj((weights @ value).transpose(1, 2).flatten(2)), None
+    return causal.layer_states(module.get_submodule("model.language_model"), ids, mask, STATES), None
 
 
 # Where checkpoints have the language model beside the vision tower: as transformers 4 wrote it (and so as it is

@@ -1,0 +1,172 @@
+"""Flux.2 klein against `diffusers.Flux2KleinPipeline` on the CPU in float32: distilled, and base with guidance."""
+
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.nodes import family as node_stages
+from comfyui_tpu.nodes.declare import Folders
+from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tests.models import parity
+from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
+from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
+from comfyui_tpu.tpu_runtime.models.text_encoders import qwen3
+from comfyui_tpu.tpu_runtime.programs import modules, network_call
+from comfyui_tpu.tpu_runtime.programs.program import Target
+from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
+
+DEV = spec_for_family("Flux2")
+DISTILLED, BASE = spec_by_name("flux2-klein-4b"), spec_by_name("flux2-klein-base-4b")
+SHORT = "cat"
+LONG = "A cat holding a sign that says hello world. " * 60  # over 512 tokens
+# 5 x 7 = 35 and 13 x 3 = 39 latent tokens: with 512 of text neither divides by the chips.
+ODD = Settings(height=80, width=112, num_inference_steps=3, guidance_scale=4.0, seed=7)
+TALL = Settings(height=208, width=48, num_inference_steps=4, guidance_scale=4.0, seed=8)
+
+
+class Host(Silent):
+    folders = Folders(models=())
+
+
+@functools.cache
+def pipeline(name: str) -> Any:
+    return parity.upstream("Flux2KleinPipeline", tiny.ensure(spec_by_name(name)))
+
+
+@functools.cache
+def embeddings(prompt: str) -> np.ndarray:
+    with torch.no_grad():
+        return pipeline(BASE.name).encode_prompt(prompt)[0].numpy()
+
+
+@functools.cache
+def reference() -> np.ndarray:
+    """A picture whose sides are no multiples of 16: 5 x 6 tokens."""
+    return np.random.default_rng(4).integers(0, 256, (83, 100, 3)).astype(np.uint8)
+
+
+@pytest.mark.parametrize(("chips", "prompt"), [(1, LONG), (8, SHORT)])
+def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
+    both = engine(chips).encode(parity.tiny_model(BASE), prompt, "", Silent())
+    for given, found in zip((prompt, ""), both, strict=True):
+        assert found is not None
+        compare(f"embeddings of {given[:9]!r}, {chips} chips", found[0][0].numpy(), embeddings(given), error=1e-4)
+        assert (found[0][1]["length"] == 512) == (given == LONG)
+
+
+def test_a_tokenizer_that_pads_before_the_text_is_followed(compare: Callable):
+    component = BASE.component("text_encoder")
+    pipe = pipeline(BASE.name)
+    ids, mask = qwen3.tokenize(pipe.tokenizer, [SHORT])
+    assert pipe.tokenizer.decode(ids[0, : mask.sum()]) == (
+        "<|im_start|>user\ncat<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+    ids, mask = (np.roll(x, int((mask == 0).sum())) for x in (ids, mask))
+    run = network_call.call_program(
+        BASE, "text_encoder", component.tiny, Target(devices=tuple(jax.devices()[:3]), precision="float32"),
+        qwen3.encode_text, (ids, mask), partition="replicated", carries=False,
+    )  # fmt: skip
+    network = modules.build(component, component.tiny)
+    assert mask[0, -1] == 1 and not any("lm_head" in name or "norm.weight" == name for name in network.weights)
+    ours, *_ = run.compile()(parity.tiny_weights(BASE, "text_encoder", run), ids, mask)
+    with torch.no_grad():
+        states = pipe.text_encoder(
+            torch.from_numpy(ids), attention_mask=torch.from_numpy(mask), output_hidden_states=True
+        ).hidden_states
+    expected = torch.cat([states[k] for k in (9, 18, 27)], -1).numpy()
+    compare("embeddings, padded before, 3 chips", np.asarray(ours), expected, error=1e-4)
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(dp=2, sp=2, tp=2), MeshShape(sp=3)], ids=str)
+def test_one_guided_call_with_a_reference_equals_upstreams(
+    mesh: MeshShape, monkeypatch: pytest.MonkeyPatch, compare: Callable
+):
+    """The tokens that only fill up the chips' shares are NaN."""
+    noise, shown = (
+        parity.random_latents(BASE, ODD),
+        torch.randn(1, 128, 5, 6, generator=torch.Generator().manual_seed(6)),
+    )
+    pipe, rows = pipeline(BASE.name), [embeddings(SHORT), embeddings("")]
+    tokens = torch.cat([x.flatten(2).transpose(1, 2) for x in (noise, shown)], dim=1)
+    places = torch.cat([pipe._prepare_latent_ids(noise), pipe._prepare_image_ids([shown])], dim=1)
+    with torch.no_grad():
+        flows = [
+            pipe.transformer(
+                hidden_states=tokens, encoder_hidden_states=text, timestep=torch.tensor([0.7]), guidance=None,
+                img_ids=places, txt_ids=pipe._prepare_text_ids(text), return_dict=False,
+            )[0][:, :35].transpose(1, 2).reshape(noise.shape).numpy()
+            for text in map(torch.from_numpy, rows)
+        ]  # fmt: skip
+    parity.poison_padding(monkeypatch)
+    given = {"text": np.concatenate(rows), "text_length": np.full(2, 512, np.int32), "reference_0": shown.numpy()}
+    ours = parity.denoise_once(BASE, ODD, noise, given, timestep=700.0, mesh=mesh)
+    compare(f"denoiser, {mesh}", ours, flows[1] + 4.0 * (flows[0] - flows[1]))
+
+
+@pytest.mark.parametrize(
+    ("spec", "chips", "settings", "pictures"),
+    [
+        pytest.param(DISTILLED, 8, TALL, 0, id="distilled"),
+        pytest.param(BASE, 8, ODD, 1, id="base, a reference"),
+        pytest.param(BASE, 3, ODD, 0, id="base, 3 chips", marks=pytest.mark.slow),
+    ],
+)
+def test_latents_and_picture_equal_upstreams(
+    spec: ModelSpec, chips: int, settings: Settings, pictures: int, compare: Callable
+):
+    """Upstream ignores the guidance of a distilled checkpoint."""
+    from PIL import Image
+
+    shown = {"image": [Image.fromarray(reference())]} if pictures else {}
+    expected = parity.generate(pipeline(spec.name), settings, prompt=SHORT, **shown)
+    runner, model = engine(chips), parity.tiny_model(spec)
+    image = torch.from_numpy(reference().astype(np.float32) / 255.0)[None]
+    condition = runner.encode_image(model, image, settings, Silent()) if pictures else None
+    embeds = runner.encode(model, SHORT, "", Silent())
+    assert (embeds[1] is None) == (spec is DISTILLED)
+    latents = runner.denoise(model, settings, *embeds, Silent(), condition)
+    wanted = expected.latents.swapaxes(1, 2).reshape(latents["samples"].shape)
+    compare(f"latents, {spec.name}, {chips} chips", latents["samples"].numpy(), wanted)
+    picture = runner.decode(model, latents, Silent()).numpy()
+    compare(f"picture, {spec.name}, {chips} chips", picture, expected.frames)
+
+
+def test_a_checkpoint_is_known_by_what_it_says_of_distillation(tmp_path: Path):
+    for name, said in {"distilled": {"is_distilled": True}, "base": {}, "also_base": {"is_distilled": False}}.items():
+        shutil.copytree(tiny.ensure(BASE), tmp_path / name)
+        index = json.loads((tmp_path / name / "model_index.json").read_text())
+        (tmp_path / name / "model_index.json").write_text(json.dumps({**index, **said}))
+        wanted = DISTILLED if name == "distilled" else BASE
+        assert choose_model(DEV, str(tmp_path / name)).spec_name == wanted.name
+    assert choose_model(DEV, "black-forest-labs/FLUX.2-klein-base-9B").spec_name == "flux2-klein-base-9b"
+
+
+@pytest.mark.parametrize("spec", [DEV, DISTILLED], ids=lambda spec: spec.name)
+def test_a_negative_prompt_without_use_is_refused(spec: ModelSpec):
+    with pytest.raises(ValueError) as error:
+        node_stages._encode(
+            DEV, Host(), prompt=SHORT, negative_prompt="blur", model_id=spec.tiny_id, model=None, precision="float32"
+        )
+    assert str(error.value) == (
+        f"{spec.title}: negative_prompt is 'blur', but this model runs without one. Leave it empty, or choose a model "
+        "that is guided by one: flux2-klein-base-4b, flux2-klein-base-9b."
+    )
+
+
+def test_a_distilled_model_says_what_it_was_made_for():
+    assert DISTILLED.advice(DISTILLED.settings()) is None and DISTILLED.branches(TALL) == 1
+    assert DISTILLED.advice(replace(TALL, num_inference_steps=50)) == (
+        "guidance_scale is 4.0, but it is distilled and runs without; num_inference_steps is 50, but it is distilled "
+        "to 4."
+    )

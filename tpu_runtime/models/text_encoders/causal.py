@@ -1,0 +1,88 @@
+"""What language models have in common as text encoders: states of some of their layers; Qwen's kind of tokenizer."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def layer_states(model: Any, ids: "torch.Tensor", mask: "torch.Tensor", layers: Sequence[int]) -> "torch.Tensor":
+    """`[rows, length]` tokens to `[rows, length, dim]` after each of `layers`, side by side; padding's are given too.
+
+    `model` is a Mistral or Qwen3 without its head. Positions count from the first token, padding or not, as upstream's.
+    """
+    import types
+
+    import torch
+
+    from ...programs.modules import Scan
+
+    blocks = model.layers
+    blocks.scan = Scan(collect=True)
+    blocks.block.self_attn.forward = types.MethodType(attend_causally, blocks.block.self_attn)
+    embeds = model.embed_tokens(ids)
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    blocks(
+        embeds,
+        attention_mask=mask.to(torch.bool)[:, None, None, :] & (positions <= positions.T),
+        position_embeddings=model.rotary_emb(embeds, position_ids=positions),
+    )
+    states = blocks.take_collected()
+    return torch.cat([states[layer - 1] for layer in layers], dim=-1)
+
+
+def attend_causally(
+    attn: Any,
+    hidden_states: "torch.Tensor",
+    position_embeddings: "tuple[torch.Tensor, torch.Tensor]",
+    attention_mask: "torch.Tensor",
+    **_: Any,
+) -> "tuple[torch.Tensor, None]":
+    """`MistralAttention.forward`, and Qwen3's, which norms queries and keys head by head; with torch's meaning of a row
+    that sees nothing, as padding before a text: zeros.
+    """
+    import torch
+    from transformers.models.mistral.modeling_mistral import apply_rotary_pos_emb, repeat_kv
+
+    heads = [
+        project(hidden_states).unflatten(-1, (-1, attn.head_dim)) for project in (attn.q_proj, attn.k_proj, attn.v_proj)
+    ]
+    if hasattr(attn, "q_norm"):
+        heads[:2] = attn.q_norm(heads[0]), attn.k_norm(heads[1])
+    heads = [x.transpose(1, 2) for x in heads]
+    query, key = apply_rotary_pos_emb(heads[0], heads[1], *position_embeddings)
+    key, value = (repeat_kv(x, attn.num_key_value_groups) for x in (key, heads[2]))
+    scores = (query @ key.transpose(2, 3)).float() * attn.scaling
+    weights = torch.where(attention_mask, scores, torch.finfo(torch.float32).min).softmax(dim=-1)
+    weights = torch.where(attention_mask, weights, 0.0).to(value.dtype)
+    return attn.o_proj((weights @ value).transpose(1, 2).flatten(2)), None
+
+
+def write_qwen_tokenizer(
+    folder: Path, *, texts: Sequence[str], vocab_size: int, special: Sequence[str], chat_template: str
+) -> None:
+    """A real Qwen2 tokenizer whose merges are learnt from `texts`; `special` tokens follow the padding's."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import Qwen2Tokenizer
+
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    learner.train_from_iterator(texts, trainer)
+    bpe = learner.model
+    bpe_folder = folder / "learnt"
+    bpe_folder.mkdir(parents=True)
+    vocab, merges = models.BPE.read_file(*bpe.save(str(bpe_folder)))
+    for path in bpe_folder.iterdir():
+        path.unlink()
+    bpe_folder.rmdir()
+    Qwen2Tokenizer(
+        vocab={**vocab, "<|endoftext|>": len(vocab)},
+        merges=merges,  # pyright: ignore[reportArgumentType] - pairs, whatever the hint says
+        additional_special_tokens=list(special),
+        chat_template=chat_template,
+        padding_side="right",
+    ).save_pretrained(folder)

@@ -1,0 +1,111 @@
+"""Qwen3 as the text encoder of Flux.2 klein: conversation, tokens, the states of three layers."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ....sharding.rules import Rule
+from ...spec import Component, Need, TextEncoding
+from . import causal
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+MAX_TOKENS = 512
+# The states after this many layers of the text encoder, side by side, are the prompt; later layers are not needed.
+STATES = (9, 18, 27)
+
+# What Qwen3's template makes of a prompt whose answer is not to be thought about first.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+PROMPT = "A cat holding a sign that says hello world"
+
+
+def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.ndarray]":
+    """Ids and mask of a conversation with each prompt, `[rows, 512]` int32, padded on the tokenizer's side."""
+    from ... import tokens
+
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    return tokens.tokenize_chats(
+        tokenizer, chats, MAX_TOKENS, add_generation_prompt=True, template_options={"enable_thinking": False}
+    )
+
+
+def encode_text(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """`[rows, 512]` tokens to `[rows, 512, 3 * dim]`: three layers' states, those of padding included."""
+    return causal.layer_states(encoder.model, ids, mask, STATES), None
+
+
+TEXT_ENCODER = Component(
+    name="text_encoder",
+    library="transformers",
+    class_name="Qwen3ForCausalLM",
+    # Qwen3-4B.
+    config={
+        "head_dim": 128,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 36,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 151936,
+    },
+    tiny={
+        "head_dim": 12,
+        "hidden_size": 40,
+        # Large enough that a prompt's words matter.
+        "initializer_range": 0.2,
+        "intermediate_size": 72,
+        "max_position_embeddings": 1024,
+        "max_window_layers": 28,
+        "num_attention_heads": 6,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 2,
+        "rope_theta": 10000.0,
+        "vocab_size": 307,
+    },
+    needs={
+        "num_hidden_layers": Need(
+            fits=lambda layers: isinstance(layers, int) and layers >= max(STATES), wording=f"{max(STATES)} or more"
+        ),
+        "use_sliding_window": Need((False,)),
+    },
+    blocks=("model.layers",),
+    layers=slice(max(STATES)),
+    only=("model.embed_tokens.", "model.layers."),
+    # As the model without its head has them.
+    aliases={"embed_tokens.": "model.embed_tokens.", "layers.": "model.layers."},
+    rules=(
+        Rule("model.embed_tokens.weight", (None, "all_embed")),
+        Rule("model.layers.*.self_attn.o_proj.weight", (None, None, "all_heads")),
+        Rule("model.layers.*.self_attn.*_proj.weight", (None, "all_heads", None)),
+        Rule("model.layers.*.mlp.down_proj.weight", (None, None, "all_mlp")),
+        Rule("model.layers.*.mlp.*.weight", (None, "all_mlp", None)),
+    ),
+)
+# Qwen3-8B, as published.
+LARGER = {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
+
+TEXT = TextEncoding(
+    tokenizer_class="Qwen2TokenizerFast",
+    max_length=MAX_TOKENS,
+    width_key="joint_attention_dim",
+    tokenize=tokenize,
+    encode=encode_text,
+    write_tokenizer=partial(
+        causal.write_qwen_tokenizer,
+        texts=(PROMPT,),
+        vocab_size=290,
+        special=("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
+        chat_template=CHAT_TEMPLATE,
+    ),
+)
