@@ -176,6 +176,12 @@ def _row(program: ProgramPlan) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def _verdict(plan: Plan) -> str:
+    if plan.fits:
+        return "fits."
+    return "fits stage by stage only." if all(each.fits for each in plan.programs) else "DOES NOT FIT."
+
+
 def text(plan: Plan, explain: bool = False) -> str:
     """The readable report."""
     settings, chip = plan.settings, plan.topology.chip
@@ -190,7 +196,7 @@ def text(plan: Plan, explain: bool = False) -> str:
         *table([_COLUMNS, *map(_row, plan.programs)]),
         "",
         f"Memory with all components loaded: {gib(plan.residency_bytes)} of {chip.hbm_gib:g} GiB per device: "
-        + ("fits." if plan.fits else "DOES NOT FIT."),
+        + _verdict(plan),
         f"One generation, {LABEL}: " + ("-" if total is None else f"{total:.1f} s") + " (without loading weights).",
     ]
     if plan.mean_step_s is not None:
