@@ -180,6 +180,10 @@ def flags(values: dict[str, Any]) -> list[str]:
     [
         (["encode", "--family", "Wan22I2V"], "Wan 2.2 I2V A14B: it starts from one picture, and none was given. Give"),
         (["encode", "--image", "a.png"], "Wan 2.1 T2V 14B: it takes no picture. Leave --image out, or choose a model"),
+        (
+            ["encode", "--name", "wan2.1-flf2v-14b-720p", "--image", "a.png"],
+            "Wan 2.1 FLF2V 14B 720P: it starts from one picture and ends with another, and one was given. Give each",
+        ),
         (["encode", "--family", "Wan22I2V", "--image", "nowhere.png"], "There is no image nowhere.png."),
         (
             ["encode", "--family", "Wan22I2V", "--image", "a.png", "--height", "81"],

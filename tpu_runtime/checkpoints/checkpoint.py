@@ -211,7 +211,9 @@ def _configs_here(
 ) -> Iterator[tuple[Component, Mapping[str, Any]]]:
     model_id = model_id.strip()
     root = _local_folder(model_id, folders) or (hub.cached(model_id) if hub.is_hub_id(model_id) else None)
-    for component in spec.components if root else ():
+    if root is None:
+        return
+    for component in spec.components:
         if (path := root / component.folder / CONFIG).is_file():
             yield component, read_json(path)
 

@@ -87,8 +87,8 @@ def vision_pixels(images: "torch.Tensor") -> "torch.Tensor":
     from PIL import Image
 
     height, width = images.shape[1:3]
-    size = tuple(VISION_SIZE * side // min(height, width) for side in (width, height))
-    left, top = ((side - VISION_SIZE) // 2 for side in size)
+    size = VISION_SIZE * width // min(height, width), VISION_SIZE * height // min(height, width)
+    left, top = (size[0] - VISION_SIZE) // 2, (size[1] - VISION_SIZE) // 2
     box = left, top, left + VISION_SIZE, top + VISION_SIZE
     squares = []
     for image in images:
