@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from comfyui_tpu.nodes import DECLARATIONS, graph
+from comfyui_tpu.nodes.declare import Folders
+from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.published import umt5_tokenizer
@@ -114,3 +117,52 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
     if given:
         compare("first frame", ours[:, :, :1], first_frame(ODD), error=1e-6)
     compare("denoiser", ours[:, :, given:], expected[:, :, given:].numpy())
+
+
+def workflow(**inputs: Any) -> dict[str, dict[str, Any]]:
+    return {
+        "1": {"class_type": "LoadImage", "inputs": {"image": "wan_i2v_input.jpg"}},
+        "2": {"class_type": "Wan22I2VTPUPipeline", "inputs": inputs},
+        "3": {"class_type": "SaveVideo", "inputs": {"video": ["2", 2], "filename_prefix": "x"}},
+    }
+
+
+@pytest.mark.parametrize("with_picture", [False, True])
+def test_the_familys_nodes_take_a_picture_or_none(with_picture: bool):
+    """What is compiled ahead is what runs: with a picture its encoder too; the size is the pipeline's."""
+    size = {"height": 160, "width": 96, "num_frames": 5}
+    image = {"image": ["1", 0]} if with_picture else {}
+    (found,) = graph.expected(workflow(model_id=SPEC.tiny_id, **size, **image), Folders(), HEADLESS)
+    assert found.model.spec == SPEC
+    assert found.stages == (("image",) if with_picture else ()) + ("denoise", "decode")
+    assert {name: getattr(found.settings, name) for name in size} == size
+
+
+def test_a_sampler_has_the_pictures_size_its_own_or_the_models():
+    sampler, encoder = DECLARATIONS["Wan22I2VTPUSampler"], {"height": 160, "width": 96, "num_frames": 5}
+    nodes = {"9": {"class_type": "Wan22I2VImageEncoder", "inputs": {**encoder, "model_id": SPEC.tiny_id}}}
+
+    def size(**inputs: Any) -> tuple[int, int, int]:
+        asked = {**nodes, "4": {"class_type": sampler.id, "inputs": {"model_id": SPEC.tiny_id, **inputs}}}
+        ((_, found),) = graph.generations(asked, Folders(), HEADLESS)
+        return found.height, found.width, found.num_frames
+
+    assert size(condition=["9", 0]) == (160, 96, 5)
+    assert size(height=0, width=224, num_frames=0) == (704, 224, 121)
+    with pytest.raises(ValueError, match="Wan 2.2 TI2V 5B: height is 720; it must be a multiple of 32"):
+        size(height=720)
+
+
+@pytest.mark.parametrize(("node", "name"), [("Wan22I2VTPUSampler", "condition"), ("Wan22I2VTPUPipeline", "image")])
+def test_a_model_that_needs_a_picture_says_so_when_it_is_queued(node: str, name: str):
+    declared, needs_one = DECLARATIONS[node], {"model_id": "tiny/wan22i2v"}
+    message = (
+        f"Wan 2.2 I2V A14B: it starts from a picture, and {name} is not connected. Connect it, or set model_id to one "
+        "that can do without, such as Wan-AI/Wan2.2-TI2V-5B-Diffusers."
+    )
+    with pytest.raises(ValueError) as error:
+        declared.check_constants(Folders(), needs_one, set())
+    assert str(error.value) == message
+    for linked in ({name}, {"model"}, None):
+        declared.check_constants(Folders(), needs_one, linked)
+    declared.check_constants(Folders(), {"model_id": SPEC.tiny_id}, set())
