@@ -180,6 +180,10 @@ def flags(values: dict[str, Any]) -> list[str]:
     [
         (["encode", "--family", "Wan22I2V"], "Wan 2.2 I2V A14B: it starts from one picture, and none was given. Give"),
         (["encode", "--image", "a.png"], "Wan 2.1 T2V 14B: it takes no picture. Leave --image out, or choose a model"),
+        (
+            ["encode", "--name", "wan2.2-ti2v-5b", "--image", "a.png", "--image", "b.png"],
+            "Wan 2.2 TI2V 5B: it starts from one picture, and 2 were given. Give",
+        ),
         (["encode", "--family", "Wan22I2V", "--image", "nowhere.png"], "There is no image nowhere.png."),
         (
             ["encode", "--family", "Wan22I2V", "--image", "a.png", "--height", "81"],

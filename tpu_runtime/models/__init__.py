@@ -27,12 +27,7 @@ FLAGSHIPS: tuple[ModelSpec, ...] = (
     cogvideox.SPEC,
 )
 # Of another size or recipe, or with more inputs: run by the nodes of the flagship of their family.
-SIBLINGS: tuple[ModelSpec, ...] = (
-    *wan_t2v_siblings.SPECS,
-    *wan21_i2v.SPECS,
-    wan22_ti2v.SPEC,
-    *flux2_klein.SPECS,
-)
+SIBLINGS: tuple[ModelSpec, ...] = (*wan_t2v_siblings.SPECS, *wan21_i2v.SPECS, wan22_ti2v.SPEC, *flux2_klein.SPECS)
 SPECS = FLAGSHIPS + SIBLINGS
 
 
