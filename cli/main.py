@@ -321,7 +321,7 @@ def _pictures(spec: ModelSpec, paths: Sequence[Path]) -> list[Any]:
     if paths and spec.encode_image is None:
         names = ", ".join(other.name for other in SPECS if other.encode_image is not None)
         raise ValueError(f"{spec.title}: it takes no picture. Leave --image out, or choose a model by --name: {names}.")
-    if spec.needs_condition and len(paths) not in spec.pictures:
+    if (paths or spec.needs_condition) and not spec.references and len(paths) not in spec.pictures:
         given = {0: "none was given", 1: "one was given"}.get(len(paths), f"{len(paths)} were given")
         wanted = {1: "starts from one picture", 2: "starts from one picture and ends with another"}[spec.pictures[0]]
         raise ValueError(f"{spec.title}: it {wanted}, and {given}. Give each with --image FILE.")

@@ -3,7 +3,7 @@
 Nothing here knows ComfyUI: `comfyui.adapter` makes ComfyUI classes of declarations, `headless.runner` runs them.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -121,7 +121,8 @@ class Output:
 class Declaration:
     """What a node looks like. Subclasses say what it does.
 
-    `check(folders, **values)` gets the inputs named in `checks`, before anything runs, and raises ValueError.
+    `check(folders, **values)` gets the inputs named in `checks`, before anything runs, and raises ValueError. Of the
+    sockets among `checked_links` it gets whether they are linked, where the host knows.
     """
 
     id: str
@@ -133,6 +134,7 @@ class Declaration:
     family: str = ""
     check: Callable[..., object] | None = None
     checks: tuple[str, ...] = ()
+    checked_links: tuple[str, ...] = ()
 
     def input(self, name: str) -> Input:
         """Raises KeyError when there is no such input."""
@@ -145,13 +147,18 @@ class Declaration:
         """
         return tuple(sorted(self.inputs, key=lambda declared: (declared.is_widget, declared.is_listed_optional)))
 
-    def check_constants(self, folders: Folders, constants: Mapping[str, Any]) -> None:
-        """Raises ValueError for a constant that is not allowed; inputs that are links are simply absent."""
+    def check_constants(
+        self, folders: Folders, constants: Mapping[str, Any], linked: Collection[str] | None = None
+    ) -> None:
+        """Raises ValueError for a constant that is not allowed; inputs that are links are simply absent, and `linked`
+        names them.
+        """
         for declared in self.inputs:
             if declared.is_widget and declared.name in constants:
                 declared.parse(constants[declared.name])
         if self.check is not None and all(name in constants for name in self.checks):
-            self.check(folders, **{name: constants[name] for name in self.checks})
+            links = {} if linked is None else {name: name in linked for name in self.checked_links}
+            self.check(folders, **{name: constants[name] for name in self.checks}, **links)
 
     def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Every input's value: what was given, in its own type, else the default. ValueError names what is missing."""

@@ -78,14 +78,20 @@ _SOCKETS = {
     "model": "TPU_MODEL",
 }
 _ADVANCED = ("step_cache", "cache_start", "cache_end", "cache_interval", "scheduler", "use_dynamic_cfg")
+_SIZE = ("height", "width", "num_frames")
 _OPTIONAL = frozenset(
     "negative_prompt_embeds model_id model precision flow_shift shift fps resize guidance_scale_2 last_image".split()
 ).union(_ADVANCED)
 
 
+def _needs_picture(spec: ModelSpec) -> bool:
+    """Whether no model of the family can do without a picture."""
+    return all(one.needs_condition for one in SPECS if one.family == spec.family)
+
+
 def _input(spec: ModelSpec, name: str) -> Input:
     is_text = name in ("prompt", "negative_prompt")
-    optional = name in _OPTIONAL or (name == "condition" and not spec.needs_condition)
+    optional = name in _OPTIONAL or (name == "condition" and not _needs_picture(spec))
     optional |= is_text and name not in spec.texts
     tooltips = _TOOLTIPS | (_REFERENCE_TOOLTIPS if spec.references else {})
     tooltips |= _SIBLINGS_TOOLTIPS if spec.guidance != "cfg" else {}
@@ -118,6 +124,18 @@ def _input(spec: ModelSpec, name: str) -> Input:
         companion="control_after_generate" if name == "seed" else "",
         **shared,
     )
+
+
+def _own_size(spec: ModelSpec, name: str) -> Input:
+    """A number of the video's size, for a sampler that takes it from the encoded picture, if there is one."""
+    declared = _input(spec, name)
+
+    def check(value: Any) -> None:
+        if value:
+            spec.check_input(name, value)
+
+    tooltip = f"{declared.tooltip} 0 is the encoded picture's; without a picture, the model's own."
+    return replace(declared, default=0, low=0, step=1, optional=True, check=check, tooltip=tooltip)
 
 
 def _inputs(spec: ModelSpec, names: tuple[str, ...]) -> tuple[Input, ...]:
@@ -158,8 +176,16 @@ def _check_takes_picture(spec: ModelSpec, found: ModelSpec, name: str) -> None:
         )
 
 
-def _check_model(spec: ModelSpec, folders: Folders, *, model_id: str) -> None:
-    choose_model(spec, model_id, folders=folders.models)
+def _check_model(spec: ModelSpec, folders: Folders, *, model_id: str, model: bool = False, **pictures: bool) -> None:
+    """`model` and `pictures` say whether these sockets are linked."""
+    found = choose_model(spec, model_id, folders=folders.models).spec
+    for name, is_linked in pictures.items():
+        if found.needs_condition and not (is_linked or model):
+            others = [one.hub_id for one in SPECS if one.family == spec.family and not one.needs_condition]
+            raise ValueError(
+                f"{found.title}: it starts from a picture, and {name} is not connected. Connect it, or set model_id to "
+                f"one that can do without, such as {others[0]}."
+            )
 
 
 def _encode(spec: ModelSpec, host: Host, *, prompt: str, negative_prompt: str = "", **choice: Any) -> tuple:
@@ -214,6 +240,7 @@ def _sample(
     **numbers: Any,
 ) -> tuple:
     spec = spec if condition is None else image_spec
+    numbers = {name: value for name, value in numbers.items() if value or name not in _SIZE}
     for name, given in {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}.items():
         if given is not None:
             payloads.conditioning_entry(spec, name, given)
@@ -255,6 +282,7 @@ def _stage_node(spec: ModelSpec, suffix: str, title: str, inputs: tuple[str, ...
         family=spec.family,
         check=partial(_check_model, spec),
         checks=("model_id",),
+        checked_links=("model", "condition") if "condition" in inputs and not spec.references else (),
         **fields,
     )
 
@@ -292,13 +320,17 @@ def image_encoder(spec: ModelSpec, label: str, *inputs: str) -> Node:
     )
 
 
-def sampler(spec: ModelSpec, label: str, *inputs: str, image_spec: ModelSpec | None = None) -> Node:
-    """`image_spec` is the model that runs instead while a `condition` is connected."""
+def sampler(
+    spec: ModelSpec, label: str, *inputs: str, image_spec: ModelSpec | None = None, sizes: tuple[str, ...] = ()
+) -> Node:
+    """`image_spec` is the model that runs instead while a `condition` is connected. `sizes` are inputs too, the last;
+    an encoded picture's counts where they are 0.
+    """
     outputs = (
         Output(name="latents", type="LATENT", tooltip="For the VAE decoder; in ComfyUI's own layout."),
         Output(name="num_frames", type="INT", tooltip="Number of video frames the latents hold."),
     )
-    return _stage_node(
+    node = _stage_node(
         spec,
         "TPUSampler",
         f"{label} TPU Sampler",
@@ -307,6 +339,7 @@ def sampler(spec: ModelSpec, label: str, *inputs: str, image_spec: ModelSpec | N
         outputs=outputs[:1] if spec.is_image else outputs,
         run=partial(_sample, spec, image_spec or spec),
     )
+    return replace(node, inputs=(*node.inputs, *(_own_size(spec, name) for name in sizes)))
 
 
 def _frames_outputs(spec: ModelSpec) -> tuple[Output, ...]:
@@ -367,13 +400,14 @@ def pipeline(spec: ModelSpec, label: str, stage_nodes: tuple[Node, ...], *inputs
         category=f"TPU/{spec.category}",
         description=f"{spec.title} from prompt to {'picture' if spec.is_image else 'video'}: all stages in one node.",
         inputs=tuple(
-            replace(i, optional=True) if i.name == "image" and not spec.needs_condition else i
+            replace(i, optional=True) if i.name == "image" and not _needs_picture(spec) else i
             for i in _inputs(spec, inputs)
         ),
         outputs=outputs,
         family=spec.family,
         check=partial(_check_model, spec),
         checks=("model_id",),
+        checked_links=("model", "image") if "image" in inputs and not spec.references else (),
         stages=tuple(stages),
         results=tuple(results),
     )

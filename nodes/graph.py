@@ -130,7 +130,9 @@ def _generation(graph: Workflow, node_id: str, folders: Folders, table: Table) -
     family, named = spec_for_family(declaration.family), {name: choice[name] for name in ("model_id", "precision")}
     model = choose_model(family, **named, folders=folders.models, progress=Silent())
     spec = model.spec
-    if spec.needs_condition and "height" not in widgets:
+    # A size of 0 is the encoded picture's, or the model's own.
+    widgets = {name: value for name, value in widgets.items() if value or name not in ("height", "width", "num_frames")}
+    if "height" not in widgets and (spec.needs_condition or is_link(node["inputs"].get("condition"))):
         widgets = {**_origin(graph, node_id, "condition", "height", table), **widgets}
     return model, spec.settings(**widgets)
 

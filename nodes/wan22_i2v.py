@@ -1,4 +1,7 @@
-"""Wan 2.2 image to video: the inputs of its nodes, in the order that saved workflows rely on."""
+"""Wan 2.2 image to video: the inputs of its nodes, in the order that saved workflows rely on.
+
+A model of the family that can do without a picture takes the video's size from the sampler then.
+"""
 
 from ..tpu_runtime.models import spec_for_family
 from .family import decoder, image_encoder, pipeline, sampler, text_encoder
@@ -15,7 +18,7 @@ _NEW = ("model", "precision")
 
 IMAGE_ENCODER = image_encoder(SPEC, LABEL, "image", *_SIZE, "model_id", "resize", *_NEW, "last_image")
 TEXT_ENCODER = text_encoder(SPEC, LABEL, *_PROMPTS, "model_id", *_NEW)
-SAMPLER = sampler(SPEC, LABEL, *_SOCKETS, *_NUMBERS, "model_id", "guidance_scale_2", *_NEW)
+SAMPLER = sampler(SPEC, LABEL, *_SOCKETS, *_NUMBERS, "model_id", "guidance_scale_2", *_NEW, sizes=_SIZE)
 DECODER = decoder(SPEC, LABEL, "latents", "model_id", "fps", *_NEW)
 STAGES = (TEXT_ENCODER, IMAGE_ENCODER, SAMPLER, DECODER)
 PIPELINE = pipeline(

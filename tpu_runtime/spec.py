@@ -307,6 +307,8 @@ class ModelSpec:
       images `[number, height, width, 3]` in 0..1: a first frame, or a first and a last one, as `pictures` allows.
       With `references` images are optional and of any number and size: it gets `[number, height, width, 3]` and gives
       an array for each, named `reference_<index>`; there is no `condition_shapes` then.
+    - `put_given(sample, inputs)` puts the latents that a picture gives into a sample, before a step and after it. Such
+      a model runs without a picture too: the arrays of `condition_shapes` are zeros then.
     - `mesh(num_devices, branches)` says how the denoiser's chips are arranged. Where `tp` does not divide the heads,
       which the denoiser's config names `heads_key`, the rest of it goes to `sp`.
 
@@ -361,6 +363,7 @@ class ModelSpec:
     pictures: tuple[int, ...] = (1,)
     step_reuse: StepReuse | None = None
     references: bool = False
+    put_given: Callable[..., Any] | None = None
     mesh: Callable[[int, int], MeshShape] = guidance_first
     heads_key: str = "num_attention_heads"
     head_norms: tuple[HeadNorms, ...] = ()
@@ -376,7 +379,8 @@ class ModelSpec:
     @property
     def needs_condition(self) -> bool:
         """Whether the denoiser cannot run without an encoded image."""
-        return bool(self.condition_shapes(self.geometry.latent_shape(self.settings())))
+        shapes = self.condition_shapes(self.geometry.latent_shape(self.settings()))
+        return bool(shapes) and self.put_given is None
 
     def settings(self, **widgets: Any) -> Settings:
         """What widgets of these values ask for: of nodes, of a workflow file, or the command's options.

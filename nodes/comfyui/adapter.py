@@ -206,14 +206,14 @@ def _validate(declaration: Declaration) -> Callable[..., bool | str]:
     those. Inputs that are links are absent.
     """
     names = [i.name for i in declaration.inputs if i.is_grid or i.name in declaration.checks]
-    if any(i.listed_last for i in declaration.inputs):
+    if declaration.checked_links or any(i.listed_last for i in declaration.inputs):
         names.append("input_types")  # ComfyUI then leaves the links to us
 
     def validate_inputs(cls: type, input_types: Mapping[str, str] | None = None, **constants: Any) -> bool | str:
         try:
             if input_types is not None:
                 _check_links(declaration, input_types)
-            declaration.check_constants(_folders(), constants)
+            declaration.check_constants(_folders(), constants, input_types)
         except ValueError as error:
             return str(error)
         return True

@@ -71,7 +71,7 @@ def run_workflow(workflow: Workflow, host: TerminalHost, table: Table = HEADLESS
         raise ValueError("\n".join(problems))
     for node in workflow.values():
         constants = {name: value for name, value in node["inputs"].items() if not is_link(value)}
-        table[node["class_type"]].check_constants(host.folders, constants)
+        table[node["class_type"]].check_constants(host.folders, constants, set(node["inputs"]) - set(constants))
     graph = expand(workflow, table)
     order = execution_order(graph, table)
     pipeline.expect(expected(workflow, host.folders, table))

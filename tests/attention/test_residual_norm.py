@@ -30,6 +30,22 @@ def test_it_is_the_sum_and_its_modulated_norm(update: bool, gate: bool, rows: in
     compare("norm", np.asarray(ours[1]), normed.numpy(), error=1e-5)
 
 
+@pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
+@pytest.mark.parametrize("num_leading", [-5, 130, 139])
+def test_leading_tokens_may_have_vectors_of_their_own(num_leading: int, kernel: bool, compare: Callable):
+    x, added, gates, scale = drawn(2, 139, 384), drawn(2, 139, 384), drawn(2, 2, 384), drawn(1, 384)
+    shift = drawn(2, 2, 384) / 2
+    arrays = [jnp.asarray(v.numpy()) for v in (x, added, gates, scale, shift)]
+    ours = residual_norm(*arrays, eps=EPS, kernel=kernel, interpret=True, num_leading=jnp.array(num_leading))
+    for at, (first, last) in enumerate([(0, max(num_leading, 0)), (max(num_leading, 0), 139)]):
+        gate, moved, one = gates[:, at, None], shift[:, at, None], slice(first, last)
+        expected = x[:, one] + added[:, one] * gate
+        normed = torch.nn.functional.layer_norm(expected, (384,), eps=EPS) * scale + moved
+        if first < last:
+            compare("sum", np.asarray(ours[0])[:, one], expected.numpy(), error=1e-6)
+            compare("norm", np.asarray(ours[1])[:, one], normed.numpy(), error=1e-5)
+
+
 def test_large_means_do_not_cancel_what_varies():
     """Two passes: a mean of squares less a squared mean would leave nothing of a deviation of 0.1 at 1000."""
     x = drawn(1, 130, 256) / 10 + 1000

@@ -17,6 +17,7 @@ from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import Component, ModelSpec, Need
 
 WAN21, WAN22, FLUX2, COGVIDEOX = "wan2.1-t2v-14b", "wan2.2-i2v-a14b", "flux2-dev", "cogvideox1.5-5b"
+TI2V = "wan2.2-ti2v-5b"
 HUNYUAN, HUNYUAN_I2V = "hunyuanvideo1.5-t2v-720p", "hunyuanvideo1.5-i2v-720p"
 _WAN = {
     "_diffusers_version": "0.35.0.dev0",
@@ -83,6 +84,15 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
             "image_encoder": [None, None],
             "image_processor": [None, None],
             "transformer_2": ["diffusers", "WanTransformer3DModel"],
+        }
+    ],
+    TI2V: [
+        {
+            "_class_name": "WanPipeline",
+            **_WAN,
+            "boundary_ratio": None,
+            "expand_timesteps": True,
+            "transformer_2": [None, None],
         }
     ],
     HUNYUAN: [{"_class_name": "HunyuanVideo15Pipeline", **_HUNYUAN}],

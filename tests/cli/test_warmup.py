@@ -128,7 +128,8 @@ def test_a_named_model_is_warmed_at_its_tiny_or_given_sizes(spec: ModelSpec, ask
     assert asked[1][0].model_id == spec.tiny_id
     sizes = [(settings.height, settings.width, settings.num_frames) for _, settings in asked[1:]]
     num_frames = spec.tiny_inputs.get("num_frames", shown.num_frames)
-    assert sizes == [(80, 112, num_frames), (96, 112, num_frames)]
+    height, width = (spec.tiny_inputs[name] for name in ("height", "width"))
+    assert sizes == [(height, width, num_frames), (96, width, num_frames)]
     assert asked[2][1].guidance_scale == 1.0
 
 

@@ -337,7 +337,10 @@ def test_a_guided_run_needs_the_negative_prompt():
     [
         (nodes.IMAGE_ENCODER, "height width num_frames model_id resize precision"),
         (nodes.TEXT_ENCODER, "prompt negative_prompt model_id precision"),
-        (nodes.SAMPLER, "num_inference_steps guidance_scale shift seed model_id guidance_scale_2 precision"),
+        (
+            nodes.SAMPLER,
+            "num_inference_steps guidance_scale shift seed model_id guidance_scale_2 precision height width num_frames",
+        ),
         (nodes.DECODER, "model_id fps precision"),
     ],
     ids=lambda value: getattr(value, "id", ""),

@@ -184,6 +184,10 @@ def flags(values: dict[str, Any]) -> list[str]:
             ["encode", "--name", "wan2.1-flf2v-14b-720p", "--image", "a.png"],
             "Wan 2.1 FLF2V 14B 720P: it starts from one picture and ends with another, and one was given. Give each",
         ),
+        (
+            ["encode", "--name", "wan2.2-ti2v-5b", "--image", "a.png", "--image", "b.png"],
+            "Wan 2.2 TI2V 5B: it starts from one picture, and 2 were given. Give",
+        ),
         (["encode", "--family", "Wan22I2V", "--image", "nowhere.png"], "There is no image nowhere.png."),
         (
             ["encode", "--family", "Wan22I2V", "--image", "a.png", "--height", "81"],

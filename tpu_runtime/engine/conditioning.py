@@ -111,8 +111,10 @@ def _condition_arrays(
         shapes = {name: _reference_shape(spec, settings, name, x) for name, x in given["tensors"].items()}
     if not shapes:
         return {}
-    if given is None:
+    if given is None and spec.needs_condition:
         raise ValueError(f"{spec.title}: condition is not connected. Connect {spec.family}ImageEncoder.")
+    if given is None:
+        return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     if given["tpu_family"] != spec.family:
         raise ValueError(f"{spec.title}: the condition comes from a {given['tpu_family']} image encoder.")
     for name, shape in shapes.items():

@@ -4,7 +4,18 @@ ComfyUI imports these files at its start: what is slow to import, JAX and PyTorc
 """
 
 from ..spec import ModelSpec
-from . import cogvideox, flux2, flux2_klein, hunyuan15, hunyuan15_i2v, wan21, wan21_i2v, wan22_i2v, wan_t2v_siblings
+from . import (
+    cogvideox,
+    flux2,
+    flux2_klein,
+    hunyuan15,
+    hunyuan15_i2v,
+    wan21,
+    wan21_i2v,
+    wan22_i2v,
+    wan22_ti2v,
+    wan_t2v_siblings,
+)
 
 # One of each kind, in the README's table: what its examples and predictions are for.
 FLAGSHIPS: tuple[ModelSpec, ...] = (
@@ -16,7 +27,7 @@ FLAGSHIPS: tuple[ModelSpec, ...] = (
     cogvideox.SPEC,
 )
 # Of another size or recipe, or with more inputs: run by the nodes of the flagship of their family.
-SIBLINGS: tuple[ModelSpec, ...] = (*wan_t2v_siblings.SPECS, *wan21_i2v.SPECS, *flux2_klein.SPECS)
+SIBLINGS: tuple[ModelSpec, ...] = (*wan_t2v_siblings.SPECS, *wan21_i2v.SPECS, wan22_ti2v.SPEC, *flux2_klein.SPECS)
 SPECS = FLAGSHIPS + SIBLINGS
 
 

@@ -95,21 +95,25 @@ class WanProcessor:
 
 def run_block(
     fuse: Any,
+    add_gated: Any,
     block: Any,
     hidden_states: "torch.Tensor",
     encoder_hidden_states: "torch.Tensor",
     temb: "torch.Tensor",
     rotary_emb: "tuple[torch.Tensor, torch.Tensor]",
 ) -> "torch.Tensor":
-    """`WanTransformerBlock` with each residual and the norm after it as one (see `residual_norm`)."""
-    modulation = (block.scale_shift_table + temb.float()).chunk(6, dim=1)
+    """`WanTransformerBlock` with each residual and the norm after it as one (see `residual_norm`).
+
+    `temb` is `[rows, 6, dim]`, or of pairs `[rows, 2, 6, dim]`.
+    """
+    modulation = (block.scale_shift_table + temb.float()).chunk(6, dim=-2)
     (scale, shift, gate), (ffn_scale, ffn_shift, ffn_gate) = (layers.modulated(*modulation[n : n + 3]) for n in (0, 3))
     _, normed = fuse(hidden_states, None, None, scale, shift)
     update = block.attn1(normed, None, None, rotary_emb)
     hidden_states, normed = fuse(hidden_states, update, gate, block.norm2.weight, block.norm2.bias)
     update = block.attn2(normed, encoder_hidden_states, None, None)
     hidden_states, normed = fuse(hidden_states, update, None, ffn_scale, ffn_shift)
-    return layers.add_gated(hidden_states, block.ffn(normed), ffn_gate)
+    return add_gated(hidden_states, block.ffn(normed), ffn_gate)
 
 
 def prepare_denoiser(network: Any, sequence: Any) -> None:
@@ -120,7 +124,7 @@ def prepare_denoiser(network: Any, sequence: Any) -> None:
     blocks.block.attn1.set_processor(WanProcessor(sequence.self_attention))
     blocks.block.attn2.set_processor(WanProcessor(sequence.cross_attention))
     fuse, _ = layers.fused_norms(sequence, blocks.block.norm1.eps)
-    blocks.block.forward = partial(run_block, fuse, blocks.block)
+    blocks.block.forward = partial(run_block, fuse, layers.add_gated, blocks.block)
 
     def enter(values: dict[str, Any]) -> dict[str, Any]:
         tables = tuple(sequence.pad_tokens(table) for table in values["rotary_emb"])

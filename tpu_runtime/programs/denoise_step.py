@@ -1,7 +1,7 @@
 """The denoiser's step as one program: guidance, the network, the solver."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -118,6 +118,7 @@ class _Step:
         tokens = TokenLayout(
             mesh=mesh,
             num_tokens=spec.geometry.num_tokens(spec.geometry.latent_shape(settings)),
+            frame_tokens=spec.geometry.num_tokens(spec.geometry.latent_shape(replace(settings, num_frames=1))),
             policy=AttentionPolicy(bounded=bool(spec.head_norms) if shape.bounded is None else shape.bounded),
             layouts=weights.layouts(network, mesh, target.precision),
         )
@@ -130,7 +131,8 @@ class _Step:
     def run(self, weights: Weights, args: StepArgs, predict: Predict) -> tuple[Any, Any]:
         """The traced step: new state, denoised estimate, whether the sample is finite; and the features to keep."""
         branches, dtype = self.spec.branches(self.settings), self.target.dtype
-        sample = jnp.broadcast_to(args.state[0].astype(dtype), (branches, *args.state[0].shape[1:]))
+        sample = self._put_given(args.state[0], args.inputs)
+        sample = jnp.broadcast_to(sample.astype(dtype), (branches, *sample.shape[1:]))
         sample = self.tokens.constrain(sample, "dp")
         inputs = {name: _branched(x, branches, dtype) for name, x in args.inputs.items()}
         weights = self.tokens.use_outside_blocks(weights)
@@ -139,8 +141,13 @@ class _Step:
         output = output.astype(jnp.float32)
         if branches == 2:
             output = output[1:] + args.guidance * (output[:1] - output[1:])
-        state = solver_table.advance(args.state, output, args.row)
+        sample, *memory, denoised = solver_table.advance(args.state, output, args.row)
+        state = (self._put_given(sample, args.inputs), *memory, self._put_given(denoised, args.inputs))
         return (*state, finite.flag(state[0])), kept
+
+    def _put_given(self, sample: Array, inputs: dict[str, Array]) -> Array:
+        put_given = self.spec.put_given
+        return sample if put_given is None else torch_bridge.call(put_given, sample, inputs)
 
     @property
     def state_shardings(self) -> tuple[NamedSharding, ...]:

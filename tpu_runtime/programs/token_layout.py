@@ -27,12 +27,15 @@ ROWS = 16  # of a register of bfloat16
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLayout:
-    """`num_tokens` latent tokens, on the axis `sp` of `mesh`; padding goes last and is masked exactly."""
+    """`num_tokens` latent tokens, on the axis `sp` of `mesh`; padding goes last and is masked exactly. The first
+    `frame_tokens` are the first latent frame's.
+    """
 
     mesh: Mesh
     num_tokens: int
     policy: AttentionPolicy
     layouts: Mapping[str, Layout]
+    frame_tokens: int = 0
 
     def constrain(self, x: Array, *axes: str | tuple[str, ...] | None) -> Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*axes)))
@@ -130,21 +133,29 @@ class TokenLayout:
     ) -> tuple[Array, Array]:
         """`hidden + gate * update`, and its layer norm `* scale + shift`: see `residual_norm`. Vectors `[..., dim]`, of
         every row or of all; tokens lie on `sp` or are whole on every chip. Of spread tokens the norm is gathered.
+
+        A vector may be a pair, `[rows, 2, 1, dim]`: the first latent frame's tokens have the first.
         """
         platform = self.mesh.devices.flat[0].platform
         run = functools.partial(
             residual_norm.residual_norm, eps=eps, kernel=self.policy.takes_kernel(platform), interpret=platform != "tpu"
         )
-        gate, scale, shift = jax.tree.map(lambda v: v.reshape(-1, v.shape[-1]), (gate, scale, shift))
+        gate, scale, shift = jax.tree.map(
+            lambda v: v.reshape(-1, *[2] * (v.ndim == 4), v.shape[-1]), (gate, scale, shift)
+        )
+        has_pairs = any(v.ndim == 3 for v in jax.tree.leaves((gate, scale, shift)))
+        assert not has_pairs or (lies == "sharded" and not spread)
         tokens = self._tokens(lies, spread=spread)
         args = (hidden, update), (gate, scale, shift)
         specs = (
             jax.tree.map(lambda _: tokens, args[0]),
-            jax.tree.map(lambda v: P("dp" if len(v) > 1 else None, None), args[1]),
+            jax.tree.map(lambda v: P("dp" if len(v) > 1 else None, *[None] * (v.ndim - 1)), args[1]),
         )
 
         def fused(arrays: tuple, vectors: tuple) -> tuple[Array, Array]:
-            hidden, normed = run(*arrays, *vectors)
+            start = jax.lax.axis_index("sp") * arrays[0].shape[1] if has_pairs else 0
+            leading = {"num_leading": self.frame_tokens - start} if has_pairs else {}
+            hidden, normed = run(*arrays, *vectors, **leading)
             return hidden, _each_row(jax.lax.all_gather, normed) if spread else normed
 
         out_specs = tokens, self._tokens(lies)

@@ -1,4 +1,4 @@
-"""Wan's VAE: decoding one latent frame at a time."""
+"""Wan's VAE: decoding one latent frame at a time. Wan 2.2's of 48 channels has shortcuts and patches beside."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ def before_first(vae: Any, latent: "torch.Tensor") -> "tuple[torch.Tensor, list[
 def decode_next(
     vae: Any, latent: "torch.Tensor", memory: "list[torch.Tensor]"
 ) -> "tuple[torch.Tensor, list[torch.Tensor]]":
-    """A latent frame `[1, 16, 1, h, w]` to frames `[4, 8h, 8w, 3]` in 0..1, and the memory after it.
+    """A latent frame `[1, channels, 1, h, w]` to frames `[4, height, width, 3]` in 0..1, and the memory after it.
 
     `memory` is an image of ones before the first frame and of zeros later, then the last two inputs of each causal
     convolution in the order of use. Of the first latent frame, whose time upstream does not double, only the first of
@@ -75,12 +75,38 @@ def decode_next(
     (before, after), (attention,) = decoder.mid_block.resnets, decoder.mid_block.attentions
     x = residual(after, attention(residual(before, x)))
     for block in decoder.up_blocks:
+        small = x
         for resnet in block.resnets:
             x = residual(resnet, x)
-        for sampler in block.upsamplers or ():
+        for sampler in getattr(block, "upsamplers", None) or ():
             x = upsample(sampler, x)
-    frames = convolve(decoder.conv_out, silu(decoder.norm_out(x)))
-    return pixels(frames[0].permute(1, 2, 3, 0)), kept
+        if getattr(block, "avg_shortcut", None) is not None:
+            x = upsample(block.upsampler, x) + duplicated(block.avg_shortcut, small)
+    patches = convolve(decoder.conv_out, silu(decoder.norm_out(x)))
+    return pixels(unpatched(patches[0], vae.config.patch_size or 1)), kept
+
+
+def duplicated(shortcut: Any, x: "torch.Tensor") -> "torch.Tensor":
+    """`DupUp3D`: each element as several frames, rows and columns; of twice the channels two are two rows.
+
+    The video's first frame comes out several times too, as in `decode_next`.
+    """
+    from functools import partial
+
+    from ...programs import torch_bridge
+
+    *_, frames, height, width = x.shape
+    assert len(x[0]) == shortcut.out_channels * (1 if shortcut.factor_t > 1 else 2)
+    rows = x.unflatten(1, (shortcut.out_channels, -1)).movedim(2, 4).flatten(3, 4)
+    rows = rows.repeat_interleave(shortcut.factor_t, dim=2)
+    size = (shortcut.factor_t * frames, 2 * height, 2 * width)
+    return torch_bridge.call_jax(partial(enlarged, size=size), rows)
+
+
+def unpatched(patches: "torch.Tensor", size: int) -> "torch.Tensor":
+    """`[3 * size * size, frames, h, w]`, a patch's columns before its rows, to `[frames, height, width, 3]`."""
+    pixels = patches.unflatten(0, (3, size, size)).permute(3, 4, 2, 5, 1, 0)
+    return pixels.flatten(3, 4).flatten(1, 2)
 
 
 def prepare_encoder(encoder: Any) -> None:
@@ -111,7 +137,7 @@ def denormalize_latents(sample: "torch.Tensor", settings: Settings, vae_config: 
 
 
 def latent_stats(config: Mapping[str, Any]) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Mean and standard deviation of the latent channels, `[1, 16, 1, 1, 1]` each, from the VAE's config."""
+    """Mean and standard deviation of the latent channels, `[1, channels, 1, 1, 1]` each, from the VAE's config."""
     import torch
 
     mean, std = (torch.tensor(config[key]).view(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std"))
@@ -136,7 +162,7 @@ VAE_DECODER = Component(
     class_name="AutoencoderKLWan",
     config={"base_dim": 96, "z_dim": 16, "latents_mean": LATENTS_MEAN, "latents_std": LATENTS_STD},
     tiny={"base_dim": 8, "num_res_blocks": 1},
-    # Wan 2.2's 5B model has a VAE of another form by the same name.
+    # Wan 2.2's 5B model has a VAE of another form by the same name, see `wan22`.
     needs={
         "is_residual": Need((False,)),
         "latents_mean": Need(fits=has_length(16), wording="16 numbers"),

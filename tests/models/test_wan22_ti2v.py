@@ -1,0 +1,168 @@
+"""Wan 2.2 TI2V 5B against diffusers on the CPU in float32: from text alone, and from a picture."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.nodes import DECLARATIONS, graph
+from comfyui_tpu.nodes.declare import Folders
+from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.tests.models import parity
+from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tests.support.published import umt5_tokenizer
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
+from comfyui_tpu.tpu_runtime.programs import solver_table
+from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.spec import Settings
+
+SPEC = spec_by_name("wan2.2-ti2v-5b")
+MODEL = parity.tiny_model(SPEC)
+SHORT, NEGATIVE = "cat", "blurred details, overexposed"
+# Tokens: 3 * 5 * 7 = 105 on 4 chips, 32 each: the first frame's 35 end on the second.
+ODD = Settings(
+    height=160, width=224, num_frames=9, num_inference_steps=5, guidance_scale=3.5, seed=7, shift=5.0
+)  # fmt: skip
+# 2 * 5 * 3 tokens on 3 chips; nothing of the picture divides by 3 but its latents' columns.
+TALL = replace(ODD, height=160, width=96, num_frames=5, guidance_scale=1.0, seed=8, shift=3.0)
+CASES = {"odd": ODD, "tall": TALL}
+
+
+def picture(settings: Settings) -> torch.Tensor:
+    """An IMAGE of exactly the video's size: smooth, with colours and edges."""
+    y, x = torch.meshgrid(torch.linspace(0, 1, settings.height), torch.linspace(0, 1, settings.width), indexing="ij")
+    return torch.stack([x, (y * 5) % 1, 0.7 * (x > y) + 0.3 * x * y], dim=-1)[None]
+
+
+@functools.cache
+def pipeline(pipeline_class: str) -> Any:
+    """Both of the checkpoint's index, which says `expand_timesteps`."""
+    folder = tiny.ensure(SPEC)
+    pipe = parity.upstream(pipeline_class, folder, tokenizer=umt5_tokenizer(folder))
+    assert pipe.config.expand_timesteps
+    return pipe
+
+
+@functools.cache
+def embeddings() -> np.ndarray:
+    with torch.no_grad():
+        found = pipeline("WanPipeline").encode_prompt(SHORT, NEGATIVE, True, max_sequence_length=512)
+    return torch.cat(found).numpy()
+
+
+@functools.cache
+def first_frame(settings: Settings) -> np.ndarray:
+    """Upstream's encoded picture, normalised, `[1, 48, 1, h, w]`."""
+    pixels, size = picture(settings).movedim(-1, 1) * 2 - 1, (settings.height, settings.width, settings.num_frames)
+    with torch.no_grad():
+        _, condition, _ = pipeline("WanImageToVideoPipeline").prepare_latents(
+            pixels, 1, 48, *size, torch.float32, "cpu", torch.Generator()
+        )
+    return condition.numpy()
+
+
+@pytest.mark.parametrize(
+    ("chips", "case", "given"), [(8, "odd", True), (3, "tall", True), (8, "tall", False), (3, "odd", False)]
+)
+def test_condition_latents_and_frames_equal_upstreams(chips: int, case: str, given: bool, compare: Callable):
+    settings, runner = CASES[case], engine(chips)
+    pipe = pipeline("WanImageToVideoPipeline" if given else "WanPipeline")
+    pipe.scheduler = solver_table.scheduler_from({**SPEC.scheduler, "flow_shift": settings.shift})
+    arguments = {"image": picture(settings).movedim(-1, 1)} if given else {}
+    expected = parity.generate(
+        pipe, settings, prompt=SHORT, negative_prompt=NEGATIVE, num_frames=settings.num_frames, **arguments
+    )
+    condition = runner.encode_image(MODEL, picture(settings), settings, Silent()) if given else None
+    latents = runner.denoise(MODEL, settings, *runner.encode(MODEL, SHORT, NEGATIVE, Silent()), Silent(), condition)
+    mean, std = wan_vae.latent_stats(SPEC.component(SPEC.vae).config)
+    ours = ((latents["samples"] - mean) / std).numpy()
+    if condition is not None:
+        # Upstream's scheduler steps that frame too; it is replaced after the last step.
+        compare("condition", condition["tensors"]["first_frame"], first_frame(settings))
+        compare("first frame", ours[:, :, :1], first_frame(settings))
+        ours, expected = ours[:, :, 1:], replace(expected, latents=expected.latents[:, :, 1:])
+    compare("latents", ours, expected.latents)
+    compare("frames", runner.decode(MODEL, latents, Silent()).numpy(), expected.frames)
+
+
+@pytest.mark.parametrize(("chips", "given"), [(8, True), (8, False), (3, True)])
+def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
+    chips: int, given: bool, monkeypatch: pytest.MonkeyPatch, compare: Callable
+):
+    parity.poison_padding(monkeypatch)
+    sample = parity.random_latents(SPEC, ODD)
+    timesteps = torch.full((1, 3, 5, 7), 700.0)
+    seen = sample.clone()
+    if given:
+        timesteps[:, 0] = 0
+        seen[:, :, :1] = torch.from_numpy(first_frame(ODD))
+    with torch.no_grad():
+        cond, uncond = (
+            pipeline("WanPipeline").transformer(
+                seen, timesteps.flatten(1), torch.from_numpy(row[None]), return_dict=False
+            )[0]
+            for row in embeddings()
+        )
+    expected = uncond + ODD.guidance_scale * (cond - uncond)
+    inputs = {
+        "text": embeddings(), "text_length": np.full(2, 512, np.int32),
+        "first_frame": first_frame(ODD) * given, "is_given": np.full(1, given, np.float32),
+    }  # fmt: skip
+    ours = parity.denoise_once(SPEC, ODD, sample, inputs, timestep=700, chips=chips)
+    if given:
+        compare("first frame", ours[:, :, :1], first_frame(ODD), error=1e-6)
+    compare("denoiser", ours[:, :, given:], expected[:, :, given:].numpy())
+
+
+def workflow(**inputs: Any) -> dict[str, dict[str, Any]]:
+    return {
+        "1": {"class_type": "LoadImage", "inputs": {"image": "wan_i2v_input.jpg"}},
+        "2": {"class_type": "Wan22I2VTPUPipeline", "inputs": inputs},
+        "3": {"class_type": "SaveVideo", "inputs": {"video": ["2", 2], "filename_prefix": "x"}},
+    }
+
+
+@pytest.mark.parametrize("with_picture", [False, True])
+def test_the_familys_nodes_take_a_picture_or_none(with_picture: bool):
+    """What is compiled ahead is what runs: with a picture its encoder too; the size is the pipeline's."""
+    size = {"height": 160, "width": 96, "num_frames": 5}
+    image = {"image": ["1", 0]} if with_picture else {}
+    (found,) = graph.expected(workflow(model_id=SPEC.tiny_id, **size, **image), Folders(), HEADLESS)
+    assert found.model.spec == SPEC
+    assert found.stages == (("image",) if with_picture else ()) + ("denoise", "decode")
+    assert {name: getattr(found.settings, name) for name in size} == size
+
+
+def test_a_sampler_has_the_pictures_size_its_own_or_the_models():
+    sampler, encoder = DECLARATIONS["Wan22I2VTPUSampler"], {"height": 160, "width": 96, "num_frames": 5}
+    nodes = {"9": {"class_type": "Wan22I2VImageEncoder", "inputs": {**encoder, "model_id": SPEC.tiny_id}}}
+
+    def size(**inputs: Any) -> tuple[int, int, int]:
+        asked = {**nodes, "4": {"class_type": sampler.id, "inputs": {"model_id": SPEC.tiny_id, **inputs}}}
+        ((_, found),) = graph.generations(asked, Folders(), HEADLESS)
+        return found.height, found.width, found.num_frames
+
+    assert size(condition=["9", 0]) == (160, 96, 5)
+    assert size(height=0, width=224, num_frames=0) == (704, 224, 121)
+    with pytest.raises(ValueError, match="Wan 2.2 TI2V 5B: height is 720; it must be a multiple of 32"):
+        size(height=720)
+
+
+@pytest.mark.parametrize(("node", "name"), [("Wan22I2VTPUSampler", "condition"), ("Wan22I2VTPUPipeline", "image")])
+def test_a_model_that_needs_a_picture_says_so_when_it_is_queued(node: str, name: str):
+    declared, needs_one = DECLARATIONS[node], {"model_id": "tiny/wan22i2v"}
+    message = (
+        f"Wan 2.2 I2V A14B: it starts from a picture, and {name} is not connected. Connect it, or set model_id to one "
+        "that can do without, such as Wan-AI/Wan2.2-TI2V-5B-Diffusers."
+    )
+    with pytest.raises(ValueError) as error:
+        declared.check_constants(Folders(), needs_one, set())
+    assert str(error.value) == message
+    for linked in ({name}, {"model"}, None):
+        declared.check_constants(Folders(), needs_one, linked)
+    declared.check_constants(Folders(), {"model_id": SPEC.tiny_id}, set())
