@@ -195,10 +195,10 @@ def configs_fit(spec: ModelSpec, model_id: str, folders: Sequence[str] = ()) -> 
     """Whether `spec` can run what the components' configs say, as far as they are on this machine."""
     model_id = model_id.strip()
     root = _local_folder(model_id, folders) or (hub.cached(model_id) if hub.is_hub_id(model_id) else None)
-    configs = {component: root / component.folder / CONFIG for component in spec.components} if root else {}
+    configs = [(component, root / component.folder / CONFIG) for component in spec.components] if root else []
     return not any(
         compatibility.config_problem(spec, component, model_id, read_json(path))
-        for component, path in configs.items()
+        for component, path in configs
         if path.is_file()
     )
 
