@@ -294,7 +294,7 @@ class ModelSpec:
     - `prepare_denoiser(network, sequence)` puts our attention and token placement into the denoiser (see `sequence`).
     - `forward(denoiser, sample, timestep, inputs)` is one denoiser call. `sample` is `[branches, *latent]`, `timestep`
       `[1]`; `inputs` holds `[branches, length, dim]` and `<name>_length` `[branches]` of every text encoding, the
-      arrays of `condition_shapes`, and `guidance` `[1]`.
+      arrays of `condition_shapes`, `guidance` `[1]` and the `next_timestep` `[1]`, after the last step 0.
     - `decode(call, latents, report)` turns LATENT samples of one video (torch, CPU float32, `[1, channels, ...]`) into
       frames `[frames, height, width, 3]` in 0..1 (numpy or torch, float32).
     - `denormalize_latents(sample, settings, vae_config)` brings the solver's last sample into LATENT's scale and

@@ -51,7 +51,8 @@ def denoise(stage: Stage, settings: Settings, config: Mapping[str, Any], inputs:
         if expert != running:
             running, weights = expert, stage.weights(expert, program)
         state = solver_table.with_noise(state, noise)
-        args = denoise_step.StepArgs(state, table.table[index], table.timesteps[index], placed, np.float32(scale))
+        times = table.timesteps[index], table.next_timesteps[index]
+        args = denoise_step.StepArgs(state, table.table[index], *times, placed, np.float32(scale))
         *state, denoised, is_finite = program(weights, *args)
         state = tuple(state)
         noise = next(noises, None)  # drawn while the devices are at work
