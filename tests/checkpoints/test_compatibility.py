@@ -87,6 +87,9 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
         }
     ],
 }
+PUBLISHED |= {f"hunyuanvideo1.5-t2v-{kind}": PUBLISHED[HUNYUAN] for kind in ("480p", "480p-distilled")}
+for kind in ("480p", "480p-distilled", "480p-step-distilled"):
+    PUBLISHED[f"hunyuanvideo1.5-i2v-{kind}"] = PUBLISHED[HUNYUAN_I2V]
 
 
 def write(spec: ModelSpec, folder: Path, index: Mapping[str, Any], changes: Mapping[str, Mapping[str, Any]]) -> None:

@@ -4,7 +4,7 @@ ComfyUI imports these files at its start: what is slow to import, JAX and PyTorc
 """
 
 from ..spec import ModelSpec
-from . import cogvideox, flux2, hunyuan15, hunyuan15_i2v, wan21, wan22_i2v
+from . import cogvideox, flux2, hunyuan15, hunyuan15_distilled, hunyuan15_i2v, wan21, wan22_i2v
 
 # One of each kind, in the README's table: what its examples and predictions are for.
 FLAGSHIPS: tuple[ModelSpec, ...] = (
@@ -16,7 +16,13 @@ FLAGSHIPS: tuple[ModelSpec, ...] = (
     cogvideox.SPEC,
 )
 # Of another size or recipe, or with more inputs: run by the nodes of the flagship of their family.
-SIBLINGS: tuple[ModelSpec, ...] = ()
+SIBLINGS: tuple[ModelSpec, ...] = (
+    hunyuan15_distilled.T2V_480P,
+    hunyuan15_distilled.I2V_480P,
+    hunyuan15_distilled.T2V_480P_DISTILLED,
+    hunyuan15_distilled.I2V_480P_DISTILLED,
+    hunyuan15_distilled.I2V_480P_STEP_DISTILLED,
+)
 SPECS = FLAGSHIPS + SIBLINGS
 
 
