@@ -88,7 +88,7 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     ],
 }
 PUBLISHED |= {f"hunyuanvideo1.5-t2v-{kind}": PUBLISHED[HUNYUAN] for kind in ("480p", "480p-distilled")}
-for kind in ("480p", "480p-distilled", "480p-step-distilled"):
+for kind in ("480p", "480p-distilled", "720p-distilled", "480p-step-distilled"):
     PUBLISHED[f"hunyuanvideo1.5-i2v-{kind}"] = PUBLISHED[HUNYUAN_I2V]
 
 

@@ -21,6 +21,7 @@ SIBLINGS: tuple[ModelSpec, ...] = (
     hunyuan15_distilled.I2V_480P,
     hunyuan15_distilled.T2V_480P_DISTILLED,
     hunyuan15_distilled.I2V_480P_DISTILLED,
+    hunyuan15_distilled.I2V_720P_DISTILLED,
     hunyuan15_distilled.I2V_480P_STEP_DISTILLED,
 )
 SPECS = FLAGSHIPS + SIBLINGS

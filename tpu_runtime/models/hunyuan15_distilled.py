@@ -78,6 +78,7 @@ T2V_480P = _sibling("480p_t2v", shift=5.0, guidance_scale=6.0, transformer=_T2V,
 I2V_480P = _sibling("480p_i2v", shift=5.0, guidance_scale=6.0, transformer=_I2V, defaults=_DEFAULTS_480P)
 T2V_480P_DISTILLED = _sibling("480p_t2v_distilled", shift=5.0, transformer=_T2V, defaults=_DEFAULTS_480P)
 I2V_480P_DISTILLED = _sibling("480p_i2v_distilled", shift=5.0, transformer=_I2V, defaults=_DEFAULTS_480P)
+I2V_720P_DISTILLED = _sibling("720p_i2v_distilled", shift=7.0, transformer=hunyuan15_i2v.SPEC.component("transformer"))
 I2V_480P_STEP_DISTILLED = _sibling(
     "480p_i2v_step_distilled",
     shift=7.0,
