@@ -300,6 +300,7 @@ class ModelSpec:
     - `denormalize_latents(sample, settings, vae_config)` brings the solver's last sample into LATENT's scale and
       layout.
     - `noise(spec, settings, generator)` draws the first sample as upstream does.
+    - `draw_inputs(inputs, generator)` gives the denoiser's inputs with those in them that upstream draws before that.
     - `solver_arguments(scheduler_config, latent_shape, settings)` are the arguments of upstream's `set_timesteps`.
     - `guidance_at(settings, timestep)` is the guidance scale of a step.
     - `advice(settings)` is what to tell the user of settings that are allowed, but not what the model's makers publish.
@@ -353,6 +354,7 @@ class ModelSpec:
     decode: Callable[[Call, Any, Report], Any]
     denormalize_latents: Callable[..., Any]
     noise: Callable[..., Any] = plain_noise
+    draw_inputs: Callable[..., Mapping[str, Any]] = lambda inputs, generator: inputs
     solver_arguments: Callable[..., dict[str, Any]] = no_arguments
     guidance_at: Callable[[Settings, float], float] = steady_guidance
     advice: Callable[[Settings], str | None] = no_advice

@@ -33,8 +33,9 @@ def denoise(stage: Stage, settings: Settings, config: Mapping[str, Any], inputs:
     program = denoiser_program(stage, settings, config, table, experts, inputs)
     shapes = program.program.args
     assert isinstance(shapes, denoise_step.StepArgs)
-    placed = jax.tree.map(lambda x, want: jax.device_put(x, want.sharding), dict(inputs), shapes.inputs)
     generator = torch.Generator().manual_seed(settings.seed)
+    inputs = dict(spec.draw_inputs(inputs, generator))
+    placed = jax.tree.map(lambda x, want: jax.device_put(x, want.sharding), inputs, shapes.inputs)
 
     def draw() -> np.ndarray:
         return spec.noise(spec, settings, generator).numpy()

@@ -4,7 +4,7 @@ ComfyUI imports these files at its start: what is slow to import, JAX and PyTorc
 """
 
 from ..spec import ModelSpec
-from . import cogvideox, flux2, hunyuan15, hunyuan15_distilled, hunyuan15_i2v, wan21, wan22_i2v
+from . import cogvideox, cogvideox_i2v, flux2, hunyuan15, hunyuan15_distilled, hunyuan15_i2v, wan21, wan22_i2v
 
 # One of each kind, in the README's table: what its examples and predictions are for.
 FLAGSHIPS: tuple[ModelSpec, ...] = (
@@ -23,6 +23,7 @@ SIBLINGS: tuple[ModelSpec, ...] = (
     hunyuan15_distilled.I2V_480P_DISTILLED,
     hunyuan15_distilled.I2V_720P_DISTILLED,
     hunyuan15_distilled.I2V_480P_STEP_DISTILLED,
+    cogvideox_i2v.SPEC,
 )
 SPECS = FLAGSHIPS + SIBLINGS
 
