@@ -13,12 +13,12 @@ from dataclasses import replace
 import numpy as np
 from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
+from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
 from comfyui_tpu.tpu_runtime.programs import step_reuse
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings, StepCache
 
-MODELS = [spec for spec in SPECS if spec.step_reuse is not None and not spec.needs_condition]
+MODELS = [spec for spec in FLAGSHIPS if spec.step_reuse is not None and not spec.needs_condition]
 
 
 def main() -> None:

@@ -294,12 +294,13 @@ class ModelSpec:
     - `prepare_denoiser(network, sequence)` puts our attention and token placement into the denoiser (see `sequence`).
     - `forward(denoiser, sample, timestep, inputs)` is one denoiser call. `sample` is `[branches, *latent]`, `timestep`
       `[1]`; `inputs` holds `[branches, length, dim]` and `<name>_length` `[branches]` of every text encoding, the
-      arrays of `condition_shapes`, and `guidance` `[1]`.
+      arrays of `condition_shapes`, `guidance` `[1]` and the `next_timestep` `[1]`, after the last step 0.
     - `decode(call, latents, report)` turns LATENT samples of one video (torch, CPU float32, `[1, channels, ...]`) into
       frames `[frames, height, width, 3]` in 0..1 (numpy or torch, float32).
     - `denormalize_latents(sample, settings, vae_config)` brings the solver's last sample into LATENT's scale and
       layout.
     - `noise(spec, settings, generator)` draws the first sample as upstream does.
+    - `draw_inputs(inputs, generator)` gives the denoiser's inputs with those in them that upstream draws before that.
     - `solver_arguments(scheduler_config, latent_shape, settings)` are the arguments of upstream's `set_timesteps`.
     - `guidance_at(settings, timestep)` is the guidance scale of a step.
     - `advice(settings)` is what to tell the user of settings that are allowed, but not what the model's makers publish.
@@ -355,6 +356,7 @@ class ModelSpec:
     decode: Callable[[Call, Any, Report], Any]
     denormalize_latents: Callable[..., Any]
     noise: Callable[..., Any] = plain_noise
+    draw_inputs: Callable[..., Mapping[str, Any]] = lambda inputs, generator: inputs
     solver_arguments: Callable[..., dict[str, Any]] = no_arguments
     guidance_at: Callable[[Settings, float], float] = steady_guidance
     advice: Callable[[Settings], str | None] = no_advice

@@ -19,6 +19,7 @@ from comfyui_tpu.tpu_runtime.spec import Component, ModelSpec, Need
 WAN21, WAN22, FLUX2, COGVIDEOX = "wan2.1-t2v-14b", "wan2.2-i2v-a14b", "flux2-dev", "cogvideox1.5-5b"
 TI2V = "wan2.2-ti2v-5b"
 HUNYUAN, HUNYUAN_I2V = "hunyuanvideo1.5-t2v-720p", "hunyuanvideo1.5-i2v-720p"
+COGVIDEOX_I2V = "cogvideox1.5-5b-i2v"
 _WAN = {
     "_diffusers_version": "0.35.0.dev0",
     "scheduler": ["diffusers", "UniPCMultistepScheduler"],
@@ -129,6 +130,10 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
         }
     ],
 }
+PUBLISHED[COGVIDEOX_I2V] = [{**PUBLISHED[COGVIDEOX][0], "_class_name": "CogVideoXImageToVideoPipeline"}]
+PUBLISHED |= {f"hunyuanvideo1.5-t2v-{kind}": PUBLISHED[HUNYUAN] for kind in ("480p", "480p-distilled")}
+for kind in ("480p", "480p-distilled", "720p-distilled", "480p-step-distilled"):
+    PUBLISHED[f"hunyuanvideo1.5-i2v-{kind}"] = PUBLISHED[HUNYUAN_I2V]
 
 
 def write(spec: ModelSpec, folder: Path, index: Mapping[str, Any], changes: Mapping[str, Mapping[str, Any]]) -> None:

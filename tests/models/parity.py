@@ -89,6 +89,7 @@ def denoise_once(
     inputs: Mapping[str, np.ndarray],
     *,
     timestep: int | float,
+    next_timestep: int | float = 0,
     chips: int = 8,
     mesh: MeshShape | None = None,
     expert: str = "transformer",
@@ -102,9 +103,8 @@ def denoise_once(
     model's own. Traced, compiled and loaded anew at each call.
     """
     kind = np.int32 if isinstance(timestep, int) else np.float32
-    solver = solver_table.SolverTable(
-        timesteps=np.array([timestep], kind), table=np.array([[[0.0, 1.0]] * 2], np.float32)
-    )
+    times = np.array([timestep, next_timestep], kind)
+    solver = solver_table.SolverTable(timesteps=times[:1], table=np.array([[[0.0, 1.0]] * 2], np.float32))
     target = Target(devices=tuple(jax.devices()[: mesh.num_devices if mesh else chips]), precision="float32")
     found = checkpoint.locate(spec, spec.tiny_id)
     config = {**found.config(spec.component(expert), Silent()), **(changes or {})}
@@ -112,7 +112,7 @@ def denoise_once(
     shape = denoise_step.StepShape.of(solver, mesh_shape=mesh, references=references)
     program = denoise_step.denoise_program(spec, config, target, settings, shape)
     args = denoise_step.StepArgs(
-        (sample.numpy(),), solver.table[0], solver.timesteps[0], dict(inputs), np.float32(settings.guidance_scale)
+        (sample.numpy(),), solver.table[0], *times, dict(inputs), np.float32(settings.guidance_scale)
     )
     placed = jax.tree.map(lambda value, want: jax.device_put(value, want.sharding), args, program.args)
     weights = tiny_weights(spec, expert, program) if changes is None else drawn_weights(program)

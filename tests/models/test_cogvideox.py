@@ -62,11 +62,11 @@ def oracle(settings: Settings) -> parity.Result:
     return generate(with_scheduler(settings.scheduler), settings)
 
 
-def generate(pipe: Any, settings: Settings) -> parity.Result:
+def generate(pipe: Any, settings: Settings, **arguments: Any) -> parity.Result:
     """Upstream's latents without the frames that it discards, `[1, 16, frames, h, w]`."""
     found = parity.generate(
         pipe, settings, prompt=SHORT, negative_prompt=NEGATIVE, num_frames=settings.num_frames,
-        use_dynamic_cfg=settings.use_dynamic_cfg,
+        use_dynamic_cfg=settings.use_dynamic_cfg, **arguments,
     )  # fmt: skip
     return replace(found, latents=found.latents.swapaxes(1, 2)[:, :, -((settings.num_frames - 1) // 4 + 1) :])
 

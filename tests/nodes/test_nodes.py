@@ -140,13 +140,13 @@ def test_the_sampler_hands_its_numbers_to_the_runtime(runtime: Recorder):
 
 
 def test_cogvideox_has_its_scheduler_last_under_advanced_and_hands_it_on(runtime: Recorder):
-    """Older workflows end before it, and run with the checkpoint's own."""
-    for node in (cogvideox.SAMPLER, cogvideox.PIPELINE):
-        last = node.inputs[-2:]
+    """Older workflows end before it, and run with the checkpoint's own; what is for a picture came after it."""
+    for node, newer in ((cogvideox.SAMPLER, 1), (cogvideox.PIPELINE, 2)):
+        last = node.inputs[-2 - newer : -newer]
         assert [(i.name, i.default, i.optional, i.advanced) for i in last] == [
             ("scheduler", "checkpoint", True, True), ("use_dynamic_cfg", False, True, True),
         ]  # fmt: skip
-    given = {i.name: i.default for i in cogvideox.SAMPLER.inputs[:-2] if i.is_widget}
+    given = {i.name: i.default for i in cogvideox.SAMPLER.inputs[:-3] if i.is_widget}
     given["prompt_embeds"] = conditioning("CogVideoX")
     chosen = {"scheduler": "CogVideoXDPMScheduler", "use_dynamic_cfg": True}
     for more in ({}, chosen):

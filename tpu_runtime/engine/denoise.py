@@ -33,8 +33,9 @@ def denoise(stage: Stage, settings: Settings, config: Mapping[str, Any], inputs:
     program = denoiser_program(stage, settings, config, table, experts, inputs)
     shapes = program.program.args
     assert isinstance(shapes, denoise_step.StepArgs)
-    placed = jax.tree.map(lambda x, want: jax.device_put(x, want.sharding), dict(inputs), shapes.inputs)
     generator = torch.Generator().manual_seed(settings.seed)
+    inputs = dict(spec.draw_inputs(inputs, generator))
+    placed = jax.tree.map(lambda x, want: jax.device_put(x, want.sharding), inputs, shapes.inputs)
 
     def draw() -> np.ndarray:
         return spec.noise(spec, settings, generator).numpy()
@@ -51,7 +52,8 @@ def denoise(stage: Stage, settings: Settings, config: Mapping[str, Any], inputs:
         if expert != running:
             running, weights = expert, stage.weights(expert, program)
         state = solver_table.with_noise(state, noise)
-        args = denoise_step.StepArgs(state, table.table[index], table.timesteps[index], placed, np.float32(scale))
+        times = table.timesteps[index], table.next_timesteps[index]
+        args = denoise_step.StepArgs(state, table.table[index], *times, placed, np.float32(scale))
         *state, denoised, is_finite = program(weights, *args)
         state = tuple(state)
         noise = next(noises, None)  # drawn while the devices are at work

@@ -6,9 +6,11 @@ ComfyUI imports these files at its start: what is slow to import, JAX and PyTorc
 from ..spec import ModelSpec
 from . import (
     cogvideox,
+    cogvideox_i2v,
     flux2,
     flux2_klein,
     hunyuan15,
+    hunyuan15_distilled,
     hunyuan15_i2v,
     wan21,
     wan21_i2v,
@@ -27,7 +29,14 @@ FLAGSHIPS: tuple[ModelSpec, ...] = (
     cogvideox.SPEC,
 )
 # Of another size or recipe, or with more inputs: run by the nodes of the flagship of their family.
-SIBLINGS: tuple[ModelSpec, ...] = (*wan_t2v_siblings.SPECS, *wan21_i2v.SPECS, wan22_ti2v.SPEC, *flux2_klein.SPECS)
+SIBLINGS: tuple[ModelSpec, ...] = (
+    *wan_t2v_siblings.SPECS,
+    *wan21_i2v.SPECS,
+    wan22_ti2v.SPEC,
+    *hunyuan15_distilled.SPECS,
+    cogvideox_i2v.SPEC,
+    *flux2_klein.SPECS,
+)
 SPECS = FLAGSHIPS + SIBLINGS
 
 

@@ -1,5 +1,5 @@
-"""HunyuanVideo 1.5, text to video: hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v, and its 480p and
-CFG-distilled checkpoints (whose guider is off: see `guider`). The oracle is `diffusers.HunyuanVideo15Pipeline`.
+"""HunyuanVideo 1.5, text to video: hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v. The oracle is
+`diffusers.HunyuanVideo15Pipeline`.
 """
 
 from collections.abc import Mapping
@@ -63,13 +63,20 @@ def enter_blocks(
     latents = torch.cat([sample, inputs.get("condition", zeros)], dim=1)
     text, text_length = join_texts(transformer, timestep.expand(rows), inputs)
     hidden = transformer.x_embedder(latents)
-    temb = embed_time(transformer, timestep, sample)
+    temb = embed_time(transformer, timestep, sample, inputs)
     return hidden, text, temb, text_length, transformer.rope(latents)
 
 
-def embed_time(transformer: Any, timestep: "torch.Tensor", sample: "torch.Tensor") -> "torch.Tensor":
-    time_embed = transformer.time_embed
-    return time_embed.timestep_embedder(time_embed.time_proj(timestep.expand(len(sample))).to(sample.dtype))
+def embed_time(
+    transformer: Any, timestep: "torch.Tensor", sample: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+) -> "torch.Tensor":
+    """The timestep as a vector, `[rows, dim]`; of a mean flow it is told where the flow is to end, too."""
+    time_embed, rows = transformer.time_embed, len(sample)
+    temb = time_embed.timestep_embedder(time_embed.time_proj(timestep.expand(rows)).to(sample.dtype))
+    if not time_embed.use_meanflow:
+        return temb
+    end = time_embed.time_proj_r(inputs["next_timestep"].expand(rows))
+    return temb + time_embed.timestep_embedder_r(end.to(sample.dtype))
 
 
 def leave_blocks(
@@ -97,7 +104,7 @@ def reuse(
     inputs: "dict[str, torch.Tensor]",
 ) -> "torch.Tensor":
     """DeepCache: only the last block runs, on what it got before, with this step's time. `sample` is not looked at."""
-    return last_block(transformer, features, embed_time(transformer, timestep, sample), sample)
+    return last_block(transformer, features, embed_time(transformer, timestep, sample, inputs), sample)
 
 
 def last_block(

@@ -26,6 +26,7 @@ class StepArgs(NamedTuple):
     state: tuple[Any, ...]  # the sample and the solver's memory, float32 and donated
     row: Any  # the solver's row of numbers, `[rows, columns]` float32 (see `solver_table`)
     timestep: Any  # a scalar, as the scheduler gives it
+    next_timestep: Any  # that of the step after it, 0 behind the last
     inputs: dict[str, Any]  # texts and condition by name (see `spec.ModelSpec`)
     guidance: Any  # a float32 scalar
     features: Any = ()  # of an earlier step, where the program starts from them
@@ -136,7 +137,8 @@ class _Step:
         sample = self.tokens.constrain(sample, "dp")
         inputs = {name: _branched(x, branches, dtype) for name, x in args.inputs.items()}
         weights = self.tokens.use_outside_blocks(weights)
-        asked = (sample, args.timestep[None], {**inputs, "guidance": args.guidance[None]})
+        inputs |= {"guidance": args.guidance[None], "next_timestep": args.next_timestep[None]}
+        asked = (sample, args.timestep[None], inputs)
         output, kept = torch_bridge.functional(self.network.module, weights, predict, args.features, *asked)
         output = output.astype(jnp.float32)
         if branches == 2:
@@ -168,6 +170,7 @@ class _Step:
                 state=(shaped(mesh, latent_shape, jnp.float32),) * rows,
                 row=shaped(mesh, (rows + 1, rows + 1), jnp.float32),
                 timestep=shaped(mesh, (), self.shape.timestep_dtype),
+                next_timestep=shaped(mesh, (), self.shape.timestep_dtype),
                 inputs=denoiser_inputs(spec, self.config, mesh, branches, latent_shape, self.shape.references),
                 guidance=shaped(mesh, (), jnp.float32),
                 features=features,

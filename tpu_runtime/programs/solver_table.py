@@ -44,6 +44,11 @@ class SolverTable:
         return len(self.timesteps)
 
     @property
+    def next_timesteps(self) -> np.ndarray:
+        """What comes after each of `timesteps`: 0 after the last."""
+        return np.append(self.timesteps[1:], self.timesteps.dtype.type(0))
+
+    @property
     def num_memory(self) -> int:
         return self.table.shape[2] - 2
 

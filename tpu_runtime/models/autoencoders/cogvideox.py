@@ -1,4 +1,6 @@
-"""CogVideoX's VAE: decoding two latent frames at a time, as upstream does, without what only a GPU needs."""
+"""CogVideoX's VAE: decoding two latent frames at a time, as upstream does, without what only a GPU needs; encoding one
+picture.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -69,6 +71,28 @@ def prepare_decoder(decoder: Any) -> None:
             module.forward = partial(_upsample, module)
 
 
+def prepare_image_encoder(encoder: Any) -> None:
+    """Makes upstream's encoder one for a single frame, that can be split over chips."""
+    import torch
+    from diffusers.models.autoencoders.autoencoder_kl_cogvideox import CogVideoXSafeConv3d
+    from diffusers.models.downsampling import CogVideoXDownsample3D
+
+    for module in encoder.modules():
+        if isinstance(module, CogVideoXSafeConv3d):
+            module.forward = partial(convolved, module)
+        elif isinstance(module, torch.nn.GroupNorm):
+            module.forward = partial(normed, module)
+        elif isinstance(module, CogVideoXDownsample3D):
+            module.forward = partial(_downsample_image, module)
+
+
+def _downsample_image(downsample: Any, x: "torch.Tensor") -> "torch.Tensor":
+    """`CogVideoXDownsample3D` of one frame, of which time does not become less."""
+    import torch
+
+    return downsample.conv(torch.nn.functional.pad(x[:, :, 0], (0, 1, 0, 1)))[:, :, None]
+
+
 def _normalise(
     norm: Any, hidden: "torch.Tensor", latents: "torch.Tensor", conv_cache: None = None
 ) -> "tuple[torch.Tensor, Caches]":
@@ -102,6 +126,7 @@ VAE_DECODER = Component(
         "norm_num_groups": 32,
         "sample_height": 480,
         "sample_width": 720,
+        "invert_scale_latents": True,
         "scaling_factor": 0.7,
     },
     tiny={

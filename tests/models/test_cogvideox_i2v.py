@@ -1,0 +1,159 @@
+"""CogVideoX 1.5 I2V against `diffusers.CogVideoXImageToVideoPipeline` on the CPU in float32: every stage and the whole,
+on 3 and 8 chips.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.nodes import cogvideox as nodes
+from comfyui_tpu.nodes.declare import Folders
+from comfyui_tpu.tests.models import parity
+from comfyui_tpu.tests.models import test_cogvideox as flagship
+from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, variant
+from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.spec import Settings
+
+T2V, SPEC = flagship.SPEC, spec_by_name("cogvideox1.5-5b-i2v")
+MODEL = parity.tiny_model(SPEC)
+# Latent frames 5 and 3, padded to 6 and 4; tokens 3 * 5 * 7 = 105 and 2 * 7 * 3 = 42.
+ODD, TALL = replace(flagship.ODD, num_inference_steps=3), replace(flagship.TALL, num_inference_steps=3)
+
+
+@functools.cache
+def upstream_pipeline() -> Any:
+    return parity.upstream("CogVideoXImageToVideoPipeline", tiny.ensure(SPEC))
+
+
+def picture(settings: Settings) -> Any:
+    from PIL import Image
+
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize((settings.width, settings.height), Image.Resampling.BICUBIC)
+
+
+def condition(model: ModelRef, settings: Settings, chips: int) -> Any:
+    pixels = torch.from_numpy(np.asarray(picture(settings), np.float32) / 255)[None]
+    return engine(chips).encode_image(model, pixels, settings, Silent())
+
+
+@functools.cache
+def prepared(settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
+    """Upstream's noise and picture, with the settings' seed; `num_frames` as its pipeline gives them, whole patches."""
+    pipe = upstream_pipeline()
+    frames = 4 * SPEC.geometry.latent_frames(settings.num_frames) - 3
+    size, generator = (settings.height, settings.width), torch.Generator().manual_seed(settings.seed)
+    pixels = pipe.video_processor.preprocess(picture(settings), *size)
+    with torch.no_grad():
+        found = pipe.prepare_latents(pixels, 1, 16, frames, *size, torch.float32, torch.device("cpu"), generator)
+    return tuple(latents.transpose(1, 2) for latents in found)
+
+
+@pytest.mark.parametrize(("chips", "inverted"), [(8, True), (3, False)])
+def test_a_picture_is_encoded_as_upstream_encodes_it(chips: int, inverted: bool, tmp_path: Path, compare: Callable):
+    model, pipe = MODEL, upstream_pipeline()
+    if not inverted:
+        changes = {part.name: {} for part in SPEC.components}
+        changes |= {
+            name: {"invert_scale_latents": False, "scaling_factor": 1.3} for name in ("vae_encoder", "vae_decoder")
+        }
+        model = parity.write_other_dimensions(SPEC, tmp_path / "other", changes)
+        pipe = parity.upstream("CogVideoXImageToVideoPipeline", tmp_path / "other")
+    found = condition(model, ODD, chips)["tensors"]
+    with torch.no_grad():
+        pixels = pipe.video_processor.preprocess(picture(ODD), ODD.height, ODD.width)
+        expected = pipe.vae.encode(pixels[:, :, None]).latent_dist
+    scale = 1 / 0.7 if inverted else 1.3
+    compare(f"mean, {chips} chips", found["image"].numpy(), scale * expected.mean.numpy())
+    compare(f"deviation, {chips} chips", found["image_std"].numpy(), scale * expected.std.numpy())
+
+
+def test_noise_and_picture_are_drawn_as_upstream_draws_them(compare: Callable):
+    """From one generator, the picture first."""
+    noise, latents = prepared(ODD)
+    generator = torch.Generator().manual_seed(ODD.seed)
+    given = {name: tensor.numpy() for name, tensor in condition(MODEL, ODD, 8)["tensors"].items()}
+    drawn = SPEC.draw_inputs(given, generator)
+    compare("picture", drawn["image"], latents[:, :, :1].numpy())
+    assert torch.equal(SPEC.noise(SPEC, ODD, generator), noise)
+    assert not latents[:, :, 1:].any()
+    assert np.abs(drawn["image"] - given["image"]).max() > 1e-2
+
+
+def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(monkeypatch: pytest.MonkeyPatch, compare: Callable):
+    """105 tokens on 4 chips for each branch: the three added ones are NaN."""
+    parity.poison_padding(monkeypatch)
+    pipe, (noise, latents) = upstream_pipeline(), prepared(ODD)
+    text = flagship.embeddings(flagship.SHORT)
+    given = {"text": text, "text_length": np.full(2, 226, np.int32)}
+    given |= {"image": latents[:, :, :1].numpy(), "image_std": np.full_like(latents[:, :, :1].numpy(), np.nan)}
+    ours = parity.denoise_once(SPEC, ODD, noise, given, timestep=700)
+    rope = pipe._prepare_rotary_positional_embeddings(ODD.height, ODD.width, noise.shape[2], "cpu")
+    with torch.no_grad():
+        cond, uncond = (
+            pipe.transformer(
+                torch.cat([noise, latents], 1).transpose(1, 2), torch.from_numpy(row[None]), torch.tensor([700]),
+                ofs=torch.full((1,), 2.0), image_rotary_emb=rope,
+            ).sample.transpose(1, 2)
+            for row in text
+        )  # fmt: skip
+    compare("denoiser, poisoned padding", ours, (uncond + ODD.guidance_scale * (cond - uncond)).numpy())
+
+
+@pytest.mark.parametrize(("chips", "settings"), [(3, TALL), pytest.param(8, ODD, marks=pytest.mark.slow)])
+def test_a_video_from_a_picture_equals_upstreams(chips: int, settings: Settings, compare: Callable):
+    runner = engine(chips)
+    expected = flagship.generate(upstream_pipeline(), settings, image=picture(settings))
+    embeds = runner.encode(MODEL, flagship.SHORT, flagship.NEGATIVE, Silent())
+    latents = runner.denoise(MODEL, settings, *embeds, Silent(), condition(MODEL, settings, chips))
+    compare(f"latents, {chips} chips", latents["samples"].numpy() * 0.7, expected.latents)
+    frames = runner.decode(MODEL, latents, Silent())
+    assert frames.shape == (settings.num_frames, settings.height, settings.width, 3)
+    compare(f"frames, {chips} chips", frames.numpy(), expected.frames)
+
+
+def test_the_familys_nodes_say_what_a_model_lacks_or_has_no_use_for():
+    class Host(Silent):
+        folders = Folders()
+
+    numbers = {"height": 80, "width": 112, "num_frames": 9, "num_inference_steps": 1, "guidance_scale": 1.0, "seed": 0,
+               "scheduler": "checkpoint", "use_dynamic_cfg": False, "model": None, "precision": "auto"}  # fmt: skip
+    embeds = [[torch.zeros(1, 226, 40), {"tpu_family": SPEC.family}]]
+    encoded = {"height": 80, "width": 112, "num_frames": 9, "tpu_family": SPEC.family}
+    with pytest.raises(ValueError, match="I2V: condition is not connected. Connect CogVideoXImageEncoder."):
+        nodes.SAMPLER.run(Host(), prompt_embeds=embeds, model_id=SPEC.tiny_id, **numbers)
+    with pytest.raises(
+        ValueError, match="a condition is connected, but the model is a CogVideoX 1.5 5B. Set model_id to"
+    ):
+        nodes.SAMPLER.run(Host(), prompt_embeds=embeds, condition=encoded, model_id=T2V.tiny_id, **numbers)
+    size = {name: numbers[name] for name in ("height", "width", "num_frames", "model", "precision")}
+    with pytest.raises(ValueError, match="an image is connected, but the model is a CogVideoX 1.5 5B. Set model_id to"):
+        nodes.IMAGE_ENCODER.run(Host(), image=None, resize="crop", model_id=T2V.tiny_id, **size)
+
+
+def test_a_folder_is_taken_for_what_it_is_and_other_models_are_refused(tmp_path: Path):
+    assert variant(T2V, str(tiny.ensure(SPEC))) is SPEC
+    assert variant(SPEC, str(tiny.ensure(T2V))) is T2V
+    changes = {part.name: {} for part in SPEC.components} | {"transformer": {"ofs_embed_dim": None}}
+    folder = parity.write_other_dimensions(SPEC, tmp_path / "other", changes).model_id
+    with pytest.raises(
+        ValueError, match="I2V: ofs_embed_dim is null in transformer/config.json .*; supported is a number"
+    ):
+        ModelRef(spec_name=SPEC.name, model_id=folder).check()
+
+
+def test_sizes_that_its_makers_do_not_publish_are_warned_of():
+    shown = SPEC.settings()
+    assert (shown.height, shown.width, shown.num_frames) == (768, 1360, 81)
+    for size in ({}, {"height": 1360, "width": 768}, {"height": 768, "width": 1008, "num_frames": 161}):
+        assert SPEC.advice(SPEC.settings(**size)) is None
+    advice = SPEC.advice(SPEC.settings(height=480))
+    assert advice is not None and "768 pixels by 768 to 1360, and 16k + 1 frames" in advice

@@ -1,0 +1,143 @@
+"""HunyuanVideo 1.5's other checkpoints against diffusers' pipelines on the CPU in float32, on 3 and 8 chips."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.tests.models import parity
+from comfyui_tpu.tests.models import test_hunyuan15 as flagship
+from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, variant
+from comfyui_tpu.tpu_runtime.engine import conditioning
+from comfyui_tpu.tpu_runtime.models import SPECS, hunyuan15_distilled, spec_by_name, spec_for_family
+from comfyui_tpu.tpu_runtime.programs import solver_table
+from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.spec import ModelSpec
+
+SPEC = spec_for_family("HunyuanVideo15")
+MEAN_FLOW, DISTILLED = hunyuan15_distilled.I2V_480P_STEP_DISTILLED, hunyuan15_distilled.T2V_480P_DISTILLED
+# 105 tokens on 8 and on 3 chips: only 3 divides them. The checkpoint's own shift.
+PICTURE = replace(flagship.PICTURE, guidance_scale=1.0)
+FLAT = replace(flagship.FLAT, num_inference_steps=2, shift=0.0)
+# Makers' name, shift, guidance, steps, size: diffusers' conversion script, and the makers' README for the steps.
+PUBLISHED = [
+    ("720p_t2v", 9.0, 6.0, 50, (1280, 720)),
+    ("720p_i2v", 7.0, 6.0, 50, (1280, 720)),
+    ("480p_t2v", 5.0, 6.0, 50, (848, 480)),
+    ("480p_i2v", 5.0, 6.0, 50, (848, 480)),
+    ("480p_t2v_distilled", 5.0, 1.0, 50, (848, 480)),
+    ("480p_i2v_distilled", 5.0, 1.0, 50, (848, 480)),
+    ("720p_i2v_distilled", 7.0, 1.0, 50, (1280, 720)),
+    ("480p_i2v_step_distilled", 7.0, 1.0, 12, (848, 480)),
+]
+
+
+@pytest.mark.parametrize(("name", "shift", "guidance", "steps", "size"), PUBLISHED)
+def test_recipes_are_as_published(name: str, shift: float, guidance: float, steps: int, size: tuple[int, int]):
+    from diffusers.pipelines.hunyuan_video1_5 import image_processor
+
+    (spec,) = (spec for spec in SPECS if spec.hub_id.endswith(f"-Diffusers-{name}"))
+    settings = spec.settings()
+    assert (settings.guidance_scale, settings.num_inference_steps) == (guidance, steps)
+    assert (settings.width, settings.height, settings.num_frames) == (*size, 121)
+    assert spec.files["guider/guider_config.json"]["guidance_scale"] == guidance
+    assert spec.branches(settings) == (2 if guidance > 1 else 1)
+    area = spec.component("transformer").config["target_size"]
+    processor = image_processor.HunyuanVideo15ImageProcessor(vae_scale_factor=16)
+    assert processor.calculate_default_height_width(9, 16, area) == (settings.height, settings.width)
+    even = np.linspace(1, 0, steps + 1)
+    shifted = 1000 * shift * even / (1 + (shift - 1) * even)
+    table = solver_table.table_for(spec, spec.scheduler, settings)
+    np.testing.assert_allclose(table.timesteps, shifted[:-1], rtol=1e-6)
+    np.testing.assert_allclose(table.next_timesteps, shifted[1:], rtol=1e-6)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.family == SPEC.family], ids=lambda spec: spec.name)
+def test_a_folder_is_taken_for_what_its_configs_say(spec: ModelSpec):
+    """Whichever of the family's nodes it is given to. What guidance is, is read when it runs."""
+    found = variant(SPEC, str(tiny.ensure(spec)))
+    assert found.name == spec.name.removesuffix("-distilled" if "step" not in spec.name else "")
+    assert variant(SPEC, spec.hub_id) is spec
+
+
+def test_a_mean_flow_is_refused_by_name_where_it_is_not_known():
+    plain = spec_by_name("hunyuanvideo1.5-i2v-480p")
+    with pytest.raises(ValueError, match="I2V 480p: use_meanflow is true in .*; supported is false"):
+        ModelRef(spec_name=plain.name, model_id=str(tiny.ensure(MEAN_FLOW))).check()
+    with pytest.raises(ValueError, match="480p-step-distilled: use_meanflow is false in .*; supported is true"):
+        ModelRef(spec_name=MEAN_FLOW.name, model_id=str(tiny.ensure(plain))).check()
+
+
+@functools.cache
+def condition() -> dict[str, np.ndarray]:
+    """Of one picture, by upstream."""
+    pipe, image = flagship.image_pipeline(MEAN_FLOW.name), flagship.picture()
+    with flagship.upstream():
+        zeros = torch.zeros(MEAN_FLOW.geometry.latent_shape(PICTURE))
+        size = PICTURE.height, PICTURE.width
+        latent, mask = pipe.prepare_cond_latents_and_mask(zeros, image, 1, *size, torch.float32, "cpu")
+        tokens = pipe.encode_image(image, 1, "cpu", torch.float32)
+    return {"condition": torch.cat([latent, mask], 1).numpy(), "image_embeds": tokens.numpy()}
+
+
+def upstream_call(noise: torch.Tensor, given: dict[str, np.ndarray], timestep: float, following: float) -> Any:
+    pipe = flagship.image_pipeline(MEAN_FLOW.name)
+    mask, mask_2 = (
+        (torch.arange(given[name].shape[1])[None] < int(given[f"{name}_length"][0])).float()
+        for name in ("text", "text_2")
+    )
+    given = {name: torch.from_numpy(value) for name, value in given.items()}
+    return pipe.transformer(
+        hidden_states=torch.cat([noise, given["condition"]], 1),
+        timestep=torch.tensor([timestep]), timestep_r=torch.tensor([following]),
+        encoder_hidden_states=given["text"], encoder_attention_mask=mask,
+        encoder_hidden_states_2=given["text_2"], encoder_attention_mask_2=mask_2,
+        image_embeds=given["image_embeds"], return_dict=False,
+    )[0]  # fmt: skip
+
+
+def test_one_call_of_the_mean_flow_equals_upstreams_whatever_padding_holds(
+    monkeypatch: pytest.MonkeyPatch, compare: Callable
+):
+    """105 tokens on 8 chips, whose added ones are NaN."""
+    parity.poison_padding(monkeypatch)
+    noise = parity.random_latents(MEAN_FLOW, PICTURE)
+    given = {**flagship.embeddings(flagship.QUOTED), **condition()}
+    ours = parity.denoise_once(MEAN_FLOW, PICTURE, noise, given, timestep=700.5, next_timestep=410.25)
+    with flagship.upstream():
+        expected, other = (upstream_call(noise, given, 700.5, following).numpy() for following in (410.25, 0.0))
+    compare("mean flow, poisoned padding", ours, expected)
+    assert np.abs(expected - other).max() > 1e-3, "where the flow ends matters"
+
+
+def embeds(prompt: str) -> Any:
+    """Upstream's as CONDITIONING."""
+    given = flagship.embeddings(prompt)
+    encoded = [(given[name], given[f"{name}_length"]) for name in ("text", "text_2")]
+    return conditioning.conditioning(SPEC, encoded, 0)
+
+
+def test_a_generation_of_the_mean_flow_equals_upstreams(compare: Callable):
+    """Encoders and decoder are the flagship's. One branch on three chips, whatever the widget says."""
+    pipe, model = flagship.image_pipeline(MEAN_FLOW.name), parity.tiny_model(MEAN_FLOW)
+    expected = flagship.generate(pipe, MEAN_FLOW, PICTURE, flagship.QUOTED, image=flagship.picture())
+    picture = conditioning.condition(MEAN_FLOW, PICTURE, condition())
+    asked = replace(PICTURE, guidance_scale=6.0)
+    latents = engine(3).denoise(model, asked, embeds(flagship.QUOTED), None, Silent(), picture)
+    compare("latents, mean flow", latents["samples"].numpy() * flagship.SCALE, expected.latents)
+
+
+def test_a_cfg_distilled_checkpoint_runs_one_branch(compare: Callable, caplog: pytest.LogCaptureFixture):
+    """As upstream's pipeline, which takes the scale from the checkpoint; the widget still says 6."""
+    pipe, model = parity.upstream("HunyuanVideo15Pipeline", tiny.ensure(DISTILLED)), parity.tiny_model(DISTILLED)
+    flat = replace(FLAT, guidance_scale=pipe.guider.guidance_scale)
+    expected = flagship.generate(pipe, DISTILLED, flat, flagship.PLAIN, height=flat.height, width=flat.width)
+    asked = replace(flat, guidance_scale=6.0)
+    latents = engine(8).denoise(model, asked, embeds(flagship.PLAIN), None, Silent())
+    compare("latents, distilled", latents["samples"].numpy() * flagship.SCALE, expected.latents)
+    assert "guidance_scale 6.0 is taken as 1" in caplog.text

@@ -1,0 +1,139 @@
+"""CogVideoX 1.5 image to video: zai-org/CogVideoX1.5-5B-I2V. The oracle is `diffusers.CogVideoXImageToVideoPipeline`.
+
+The denoiser gets the encoded picture beside the first latent frame (one of those that fill up whole patches, where
+there are such, which nobody sees), and zeros beside the others. Upstream draws the picture's latent from the VAE's
+distribution, by the generator that draws the noise after it: so the encoder gives the distribution, and the draw is
+made with the seed, when denoising begins.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ...sharding.rules import REPLICATED, Rule
+from ..spec import Call, Need, Settings
+from . import cogvideox, layers
+from .autoencoders.cogvideox import VAE_DECODER, prepare_image_encoder
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+STRIDE_HW = 8
+# What upstream always gives the embedding that only this model has.
+OFS = 2.0
+
+
+def condition_shapes(latent_shape: tuple[int, ...]) -> dict[str, tuple[int | str, ...]]:
+    """Of the picture's latent the mean, in its place later the draw; and the standard deviation."""
+    rows, channels, _, *size = latent_shape
+    return {name: (rows, channels, 1, *size) for name in ("image", "image_std")}
+
+
+def encode_image(
+    call: Call, image: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]
+) -> "dict[str, np.ndarray]":
+    """The distribution of the picture's latent, in the denoiser's scale."""
+    import numpy as np
+    import torch
+
+    # Pixels travel by the cell of 8 x 8 that becomes a latent: so they are split over chips as latents are.
+    cells = torch.nn.functional.pixel_unshuffle(image[:1].movedim(-1, 1) * 2.0 - 1.0, STRIDE_HW)
+    moments, _ = call("vae_encoder", encode_moments, cells, partition="spatial")
+    mean, log_variance = np.split(np.asarray(moments, np.float32), 2, axis=1)
+    scale = vae_config["scaling_factor"]
+    # The makers trained it so: upstream calls it awkward but required.
+    scale = np.float32(1 / scale if vae_config.get("invert_scale_latents", False) else scale)
+    return {"image": scale * mean, "image_std": scale * np.exp(0.5 * np.clip(log_variance, -30.0, 20.0))}
+
+
+def encode_moments(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, tuple]":
+    """An image in -1..1 by the cell, `[1, 3 * 8 * 8, h, w]`, to mean and log variance `[1, 2 * 16, 1, h, w]`."""
+    import torch
+
+    prepare_image_encoder(vae.encoder)
+    image = torch.nn.functional.pixel_shuffle(cells, STRIDE_HW)
+    moments, _ = vae.encoder(image.unsqueeze(2))
+    return moments if vae.quant_conv is None else vae.quant_conv(moments), ()
+
+
+def draw_inputs(inputs: "Mapping[str, np.ndarray]", generator: "torch.Generator") -> "dict[str, np.ndarray]":
+    """A draw from the picture's distribution in place of its mean: the generator's first numbers."""
+    import torch
+
+    std = inputs["image_std"]
+    return {**inputs, "image": inputs["image"] + std * torch.randn(std.shape, generator=generator).numpy()}
+
+
+def forward(
+    transformer: Any, sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+) -> "torch.Tensor":
+    """The velocity of `[rows, 16, latent_frames, latent_height, latent_width]` at one timestep."""
+    import torch
+
+    rows, _, *size = sample.shape
+    picture = torch.cat([inputs["image"], torch.zeros_like(sample[:, :, 1:])], dim=2)
+    output = transformer(
+        hidden_states=torch.cat([sample, picture], dim=1).transpose(1, 2),
+        encoder_hidden_states=inputs["text"],
+        timestep=timestep.expand(rows),
+        ofs=torch.full((1,), OFS, dtype=sample.dtype, device=sample.device),
+        image_rotary_emb=cogvideox.rotary_tables(transformer.config, size, sample.device),
+        return_dict=False,
+    )
+    return output[0].transpose(1, 2)
+
+
+def advice(settings: Settings) -> str | None:
+    """A sentence for a size that the makers do not publish; None for those they do."""
+    shorter, longer = sorted((settings.height, settings.width))
+    if shorter == cogvideox.HEIGHT and longer <= cogvideox.WIDTH and settings.num_frames % 16 == 1:
+        return None
+    return (
+        f"{settings.width}x{settings.height} with {settings.num_frames} frames runs, but may look worse than what its "
+        f"makers publish: {cogvideox.HEIGHT} pixels by {cogvideox.HEIGHT} to {cogvideox.WIDTH}, and 16k + 1 frames up "
+        "to 161."
+    )
+
+
+TRANSFORMER = replace(
+    cogvideox.TRANSFORMER,
+    config={**cogvideox.TRANSFORMER.config, "in_channels": 32, "ofs_embed_dim": 512},
+    tiny={**cogvideox.TRANSFORMER.tiny, "in_channels": 32, "ofs_embed_dim": 36},
+    needs={
+        **cogvideox.TRANSFORMER.needs,
+        "in_channels": Need((32,), required=True),
+        "ofs_embed_dim": Need(fits=bool, wording="a number", required=True),
+    },
+    rules=(*cogvideox.TRANSFORMER.rules, Rule("ofs_embedding.linear_*.weight", *layers.GATHERED)),
+    makers_names={
+        **cogvideox.TRANSFORMER.makers_names,
+        "ofs_embedding_linear_1": "ofs_embedding.linear_1",
+        "ofs_embedding_linear_2": "ofs_embedding.linear_2",
+    },
+)
+
+VAE_ENCODER = replace(
+    VAE_DECODER, name="vae_encoder", only=("encoder.", "quant_conv."), rules=(Rule("encoder.**.weight", REPLICATED),)
+)
+
+PROMPT = (
+    "A small sailing boat glides over a calm sea at sunset. The sail sways gently, sunlight glitters on the waves, "
+    "clouds drift slowly behind the hills. The camera stays still."
+)
+
+SPEC = replace(
+    cogvideox.SPEC,
+    name="cogvideox1.5-5b-i2v",
+    title="CogVideoX 1.5 5B I2V",
+    hub_id="zai-org/CogVideoX1.5-5B-I2V",
+    tiny_id="tiny/cogvideox15i2v",
+    pipeline_classes=("CogVideoXImageToVideoPipeline",),
+    components=(cogvideox.TEXT_ENCODER, TRANSFORMER, VAE_ENCODER, VAE_DECODER),
+    texts={"prompt": PROMPT, "negative_prompt": ""},
+    condition_shapes=condition_shapes,
+    encode_image=encode_image,
+    draw_inputs=draw_inputs,
+    forward=forward,
+    advice=advice,
+)

@@ -1,0 +1,87 @@
+"""HunyuanVideo 1.5's other checkpoints: for 480p, CFG-distilled, step-distilled.
+
+Their numbers are those of diffusers' `scripts/convert_hunyuan_video1_5_to_diffusers.py`, which made them. Where the
+guider of a checkpoint has scale 1 (see `guider`) a step is one branch. The step-distilled one is a mean flow: it is
+told at which timestep a step ends too, and gives the mean velocity up to there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...sharding.rules import Rule
+from ..spec import Component, ModelSpec, Need
+from . import hunyuan15, hunyuan15_i2v, layers
+
+_BY_TASK = {"t2v": hunyuan15.SPEC, "i2v": hunyuan15_i2v.SPEC}
+# What upstream makes of 16:9 with a `target_size` of 640.
+_DEFAULTS_480P = {"height": 480, "width": 848}
+
+
+def _for_480p(transformer: Component) -> Component:
+    return replace(
+        transformer, config={**transformer.config, "target_size": 640}, tiny={**transformer.tiny, "target_size": 640}
+    )
+
+
+def _as_mean_flow(transformer: Component) -> Component:
+    return replace(
+        transformer,
+        config={**transformer.config, "use_meanflow": True},
+        tiny={**transformer.tiny, "use_meanflow": True},
+        needs={**transformer.needs, "use_meanflow": Need((True,), required=True)},
+        rules=(*transformer.rules, Rule("time_embed.timestep_embedder_r.*.weight", *layers.GATHERED)),
+        makers_names={
+            **transformer.makers_names,
+            "time_r_in.mlp.0": "time_embed.timestep_embedder_r.linear_1",
+            "time_r_in.in_layer": "time_embed.timestep_embedder_r.linear_1",
+            "time_r_in.mlp.2": "time_embed.timestep_embedder_r.linear_2",
+            "time_r_in.out_layer": "time_embed.timestep_embedder_r.linear_2",
+        },
+    )
+
+
+def _sibling(
+    checkpoint: str,
+    *,
+    shift: float,
+    guidance_scale: float = 1.0,
+    transformer: Component,
+    defaults: Mapping[str, Any] = {},
+) -> ModelSpec:
+    """The model of `checkpoint`, by its makers' name, with other `defaults` than that for 720p."""
+    size, task, *recipe = checkpoint.split("_")
+    spec, kind = _BY_TASK[task], "-".join([size, *recipe])
+    defaults = {**defaults, "guidance_scale": guidance_scale}
+    return replace(
+        spec,
+        name=f"hunyuanvideo1.5-{task}-{kind}",
+        title=f"{spec.title} {kind}",
+        hub_id=f"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{checkpoint}",
+        tiny_id=f"{spec.tiny_id}-{kind}",
+        components=tuple(transformer if part.name == transformer.name else part for part in spec.components),
+        inputs={**spec.inputs, **{name: replace(spec.inputs[name], default=defaults[name]) for name in defaults}},
+        scheduler={**spec.scheduler, "shift": shift},
+        files={
+            **spec.files,
+            "guider/guider_config.json": {"_class_name": "ClassifierFreeGuidance", "guidance_scale": guidance_scale},
+        },
+    )
+
+
+_T2V, _I2V = (_for_480p(spec.component("transformer")) for spec in _BY_TASK.values())
+
+T2V_480P = _sibling("480p_t2v", shift=5.0, guidance_scale=6.0, transformer=_T2V, defaults=_DEFAULTS_480P)
+I2V_480P = _sibling("480p_i2v", shift=5.0, guidance_scale=6.0, transformer=_I2V, defaults=_DEFAULTS_480P)
+T2V_480P_DISTILLED = _sibling("480p_t2v_distilled", shift=5.0, transformer=_T2V, defaults=_DEFAULTS_480P)
+I2V_480P_DISTILLED = _sibling("480p_i2v_distilled", shift=5.0, transformer=_I2V, defaults=_DEFAULTS_480P)
+I2V_720P_DISTILLED = _sibling("720p_i2v_distilled", shift=7.0, transformer=hunyuan15_i2v.SPEC.component("transformer"))
+I2V_480P_STEP_DISTILLED = _sibling(
+    "480p_i2v_step_distilled",
+    shift=7.0,
+    transformer=_as_mean_flow(_I2V),
+    # Its makers: 8 or 12.
+    defaults={**_DEFAULTS_480P, "num_inference_steps": 12},
+)
+
+SPECS = (T2V_480P, I2V_480P, T2V_480P_DISTILLED, I2V_480P_DISTILLED, I2V_720P_DISTILLED, I2V_480P_STEP_DISTILLED)
