@@ -16,7 +16,6 @@ from . import (
     wan21_i2v,
     wan22_i2v,
     wan22_ti2v,
-    wan_t2v_siblings,
 )
 
 # One of each kind, in the README's table: what its examples and predictions are for.
@@ -30,12 +29,12 @@ FLAGSHIPS: tuple[ModelSpec, ...] = (
 )
 # Of another size or recipe, or with more inputs: run by the nodes of the flagship of their family.
 SIBLINGS: tuple[ModelSpec, ...] = (
-    *wan_t2v_siblings.SPECS,
-    *wan21_i2v.SPECS,
+    *wan21.SIBLINGS,
+    *wan21_i2v.SIBLINGS,
     wan22_ti2v.SPEC,
-    *hunyuan15_distilled.SPECS,
+    *hunyuan15_distilled.SIBLINGS,
     cogvideox_i2v.SPEC,
-    *flux2_klein.SPECS,
+    *flux2_klein.SIBLINGS,
 )
 SPECS = FLAGSHIPS + SIBLINGS
 

@@ -1,8 +1,11 @@
-"""Wan 2.1 text to video: Wan-AI/Wan2.1-T2V-14B-Diffusers. The oracle is `diffusers.WanPipeline`."""
+"""Wan 2.1 and 2.2 text to video: Wan-AI/Wan2.1-T2V-14B-Diffusers, Wan2.1-T2V-1.3B-Diffusers and
+Wan2.2-T2V-A14B-Diffusers. The oracle is `diffusers.WanPipeline`.
+"""
 
 import html
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -283,3 +286,51 @@ SPEC = ModelSpec(
     decode=decode,
     denormalize_latents=denormalize_latents,
 )
+
+# Siblings: another size, and two experts.
+_SMALL = replace(
+    TRANSFORMER,
+    config={**TRANSFORMER.config, "ffn_dim": 8960, "num_attention_heads": 12, "num_layers": 30},
+    tiny={**TRANSFORMER.tiny, "attention_head_dim": 12, "ffn_dim": 130, "num_attention_heads": 12, "num_layers": 2},
+)
+
+SMALL = replace(
+    SPEC,
+    name="wan2.1-t2v-1.3b",
+    title="Wan 2.1 T2V 1.3B",
+    hub_id="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    tiny_id="tiny/wan21_1.3b",
+    components=(TEXT_ENCODER, _SMALL, VAE_DECODER),
+    inputs={
+        **SPEC.inputs,
+        # As its makers run it.
+        "height": replace(SPEC.whole_numbers("height"), default=480),
+        "width": replace(SPEC.whole_numbers("width"), default=832),
+        "guidance_scale": FloatLimit(default=6.0, low=0.0, high=20.0),
+        "flow_shift": FloatLimit(default=8.0, low=0.1, high=20.0, step=0.5),
+    },
+)
+
+EXPERTS = (TRANSFORMER, replace(TRANSFORMER, name="transformer_2", folder="transformer_2"))
+
+TWO_EXPERTS = replace(
+    SPEC,
+    name="wan2.2-t2v-a14b",
+    title="Wan 2.2 T2V A14B",
+    hub_id="Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+    tiny_id="tiny/wan22t2v",
+    components=(TEXT_ENCODER, *EXPERTS, VAE_DECODER),
+    inputs={
+        **SPEC.inputs,
+        "num_inference_steps": IntLimit(default=40, low=1, high=100),
+        "guidance_scale": FloatLimit(default=4.0, low=0.0, high=20.0),
+        "guidance_scale_2": FloatLimit(default=3.0, low=0.0, high=20.0),
+        # The makers'; the checkpoint's scheduler says 3.
+        "flow_shift": FloatLimit(default=12.0, low=0.1, high=20.0, step=0.5),
+    },
+    experts=tuple(expert.name for expert in EXPERTS),
+    # The first expert composes: it runs while the timestep is at least this share of the training timesteps.
+    index={"boundary_ratio": 0.875},
+)
+
+SIBLINGS = (SMALL, TWO_EXPERTS)

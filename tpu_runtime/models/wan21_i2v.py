@@ -237,4 +237,4 @@ FLF2V = replace(
     condition_shapes=partial(condition_shapes, pictures=2),
 )
 
-SPECS = (I2V_480P, I2V_720P, FLF2V)
+SIBLINGS = (I2V_480P, I2V_720P, FLF2V)
