@@ -105,6 +105,8 @@ def duplicated(shortcut: Any, x: "torch.Tensor") -> "torch.Tensor":
 
 def unpatched(patches: "torch.Tensor", size: int) -> "torch.Tensor":
     """`[3 * size * size, frames, h, w]`, a patch's columns before its rows, to `[frames, height, width, 3]`."""
+    if size == 1:
+        return patches.permute(1, 2, 3, 0)
     pixels = patches.unflatten(0, (3, size, size)).permute(3, 4, 2, 5, 1, 0)
     return pixels.flatten(3, 4).flatten(1, 2)
 
