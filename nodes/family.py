@@ -179,12 +179,17 @@ def _check_takes_picture(spec: ModelSpec, found: ModelSpec, name: str) -> None:
 def _check_model(spec: ModelSpec, folders: Folders, *, model_id: str, model: bool = False, **pictures: bool) -> None:
     """`model` and `pictures` say whether these sockets are linked."""
     found = choose_model(spec, model_id, folders=folders.models).spec
+    has_last = pictures.pop("last_image", False)
     for name, is_linked in pictures.items():
         if found.needs_condition and not (is_linked or model):
-            others = [one.hub_id for one in SPECS if one.family == spec.family and not one.needs_condition]
+            alike = (one for one in SPECS if one.family == spec.family and not one.needs_condition)
+            other = next((f", or set model_id to one that can do without, such as {one.hub_id}" for one in alike), "")
             raise ValueError(
-                f"{found.title}: it starts from a picture, and {name} is not connected. Connect it, or set model_id to "
-                f"one that can do without, such as {others[0]}."
+                f"{found.title}: it starts from a picture, and {name} is not connected. Connect it{other}."
+            )
+        if has_last and not is_linked:
+            raise ValueError(
+                f"{found.title}: last_image is connected, and {name} is not. Connect it, or disconnect last_image."
             )
 
 
@@ -407,7 +412,7 @@ def pipeline(spec: ModelSpec, label: str, stage_nodes: tuple[Node, ...], *inputs
         family=spec.family,
         check=partial(_check_model, spec),
         checks=("model_id",),
-        checked_links=("model", "image") if "image" in inputs and not spec.references else (),
+        checked_links=("model", "image", "last_image") if "image" in inputs and not spec.references else (),
         stages=tuple(stages),
         results=tuple(results),
     )

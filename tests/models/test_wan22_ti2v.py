@@ -166,3 +166,9 @@ def test_a_model_that_needs_a_picture_says_so_when_it_is_queued(node: str, name:
     for linked in ({name}, {"model"}, None):
         declared.check_constants(Folders(), needs_one, linked)
     declared.check_constants(Folders(), {"model_id": SPEC.tiny_id}, set())
+
+
+def test_a_last_picture_alone_is_refused():
+    declared = DECLARATIONS["Wan22I2VTPUPipeline"]
+    with pytest.raises(ValueError, match="Wan 2.2 TI2V 5B: last_image is connected, and image is not. Connect it, or"):
+        declared.check_constants(Folders(), {"model_id": SPEC.tiny_id}, {"last_image"})

@@ -32,8 +32,8 @@ def put_given(sample: "torch.Tensor", inputs: "dict[str, torch.Tensor]") -> "tor
     """The encoded picture in place of the first latent frame, where there is one."""
     import torch
 
-    first = torch.where(inputs["is_given"] > 0, inputs["first_frame"], sample[:, :, :1])
-    return torch.cat([first, sample[:, :, 1:]], dim=2)
+    frame = torch.arange(sample.shape[2], device=sample.device)[:, None, None]
+    return torch.where((frame == 0) & (inputs["is_given"] > 0), inputs["first_frame"], sample)
 
 
 def forward(
