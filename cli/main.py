@@ -209,7 +209,10 @@ def make_tiny(workflow: Workflow) -> None:
         defaults = {i.name: i.default for i in HEADLESS.get(source["class_type"], declaration).inputs}
         spec = variant(spec_for_family(family), (defaults | source["inputs"]).get("model_id") or "")
         wanted = {"model_id": spec.tiny_id, **spec.tiny_inputs}
-        node["inputs"] |= {i.name: wanted[i.name] for i in declaration.inputs if i.name in wanted}
+        given = {i.name: node["inputs"].get(i.name, i.default) for i in declaration.inputs if i.name in wanted}
+        # With an encoded picture a sampler's size may be 0: the picture's.
+        is_free = "condition" not in node["inputs"]
+        node["inputs"] |= {name: wanted[name] for name, value in given.items() if value or is_free}
 
 
 def assign(workflow: Workflow, assignment: str) -> None:

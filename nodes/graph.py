@@ -131,9 +131,11 @@ def _generation(graph: Workflow, node_id: str, folders: Folders, table: Table) -
     model = choose_model(family, **named, folders=folders.models, progress=Silent())
     spec = model.spec
     # A size of 0 is the encoded picture's, or the model's own.
-    widgets = {name: value for name, value in widgets.items() if value or name not in ("height", "width", "num_frames")}
-    if "height" not in widgets and (spec.needs_condition or is_link(node["inputs"].get("condition"))):
-        widgets = {**_origin(graph, node_id, "condition", "height", table), **widgets}
+    sizes = [name for name in ("height", "width", "num_frames") if name in spec.inputs]
+    widgets = {name: value for name, value in widgets.items() if value or name not in sizes}
+    missing = [name for name in sizes if name not in widgets]
+    if missing and (spec.needs_condition or is_link(node["inputs"].get("condition"))):
+        widgets = {**_origin(graph, node_id, "condition", missing[0], table), **widgets}
     return model, spec.settings(**widgets)
 
 

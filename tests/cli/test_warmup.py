@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 FILES = sorted(EXAMPLES.rglob("*.json"))
 HUNYUAN = spec_by_name("hunyuanvideo1.5-t2v-720p")
-# Only the example of Wan 2.2 has its size in another node than the sampler.
+# Only the example of Wan 2.2 has its size in another node than the sampler, where it is 0.
+SIZE = ("height", "width", "num_frames")
 WAN22 = EXAMPLES / "wan22_i2v_720p.json"
 
 Asked = list[tuple[ModelRef, Settings]]
@@ -72,14 +73,16 @@ def workflow_of(path: Path, **changes: Any) -> dict[str, Any]:
     """The workflow in API format, with each node's input of these names changed."""
     workflow = to_api(json.loads(path.read_text()), HEADLESS)
     for node in workflow.values():
-        node["inputs"] |= {key: value for key, value in changes.items() if key in node["inputs"]}
+        own = {key for key, value in node["inputs"].items() if value or key not in SIZE}
+        node["inputs"] |= {key: value for key, value in changes.items() if key in own}
     return workflow
 
 
 def widgets_of(path: Path) -> dict[str, Any]:
     """What the nodes of a file say together; size and frames stand in one node or, equal, in two."""
     inputs = [node["inputs"] for node in workflow_of(path).values()]
-    return {key: value for values in inputs for key, value in values.items() if not isinstance(value, list)}
+    given = {key: value for values in inputs for key, value in values.items() if value or key not in SIZE}
+    return {key: value for key, value in given.items() if not isinstance(value, list)}
 
 
 @pytest.mark.parametrize("is_tiny", [False, True], ids=["real", "tiny"])
