@@ -45,6 +45,7 @@ def residual_norm(
         """`[_, 1 or seq, dim]`."""
         if v.ndim == 2:
             return v[:, None]
+        assert num_leading is not None
         return jnp.where(jnp.arange(x.shape[1])[:, None] < num_leading, v[:, :1], v[:, 1:])
 
     if update is not None:

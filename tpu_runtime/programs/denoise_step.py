@@ -147,7 +147,7 @@ class _Step:
         state = (self._put_given(sample, args.inputs), *memory, self._put_given(denoised, args.inputs))
         return (*state, finite.flag(state[0])), kept
 
-    def _put_given(self, sample: Array, inputs: dict[str, Array]) -> Array:
+    def _put_given(self, sample: Any, inputs: dict[str, Any]) -> Any:
         put_given = self.spec.put_given
         return sample if put_given is None else torch_bridge.call(put_given, sample, inputs)
 
