@@ -197,7 +197,9 @@ def text(plan: Plan, explain: bool = False) -> str:
         "",
         f"Memory with all components loaded: {gib(plan.residency_bytes)} of {chip.hbm_gib:g} GiB per device: "
         + _verdict(plan),
-        f"One generation, {LABEL}: " + ("-" if total is None else f"{total:.1f} s") + " (without loading weights).",
+        f"One generation, {LABEL}: "
+        + ("-" if total is None else f"{_seconds(total)} s")
+        + " (without loading weights).",
     ]
     if plan.mean_step_s is not None:
         lines.append(f"A step takes {_seconds(plan.mean_step_s)} s in the mean.")
