@@ -136,14 +136,14 @@ def policy_of(widgets: Mapping[str, Any]) -> StepCache | None:
     return StepCache(start=widgets["cache_start"], end=widgets["cache_end"], interval=widgets["cache_interval"])
 
 
-# What a sampler of any model may be told of its steps; see `spec.Settings`.
-STEP_INPUTS = {
-    "sigmas": Numbers(most=100),
+# What a sampler of any model may be told to run a part of the steps only, and of the steps; see `Settings`.
+PART = {
     "start_step": IntLimit(default=0, low=0, high=100),
     "end_step": IntLimit(default=0, low=0, high=100),
     "add_noise": Switch(default=True),
     "return_with_leftover_noise": Switch(default=False),
 }
+STEP_INPUTS = {"sigmas": Numbers(most=100), **PART}
 
 # As a scheduler: the one that the checkpoint names.
 CHECKPOINT = "checkpoint"

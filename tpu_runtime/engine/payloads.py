@@ -82,6 +82,27 @@ def _known(spec: ModelSpec) -> set[str]:
     return {"tpu_family", "length", _UNUSED, *names, *(f"{name}_length" for name in names)}
 
 
+def pack_carried(carried: Carried) -> "dict[str, torch.Tensor]":
+    """Tensors of a safetensors file, by the names that `Carried` has."""
+    import torch
+
+    digests = {name: torch.tensor(list(bytes.fromhex(carried[name])), dtype=torch.uint8) for name in _DIGESTS}
+    numbers = {name: torch.tensor(carried[name]) for name in _STEPS}
+    return {**digests, **numbers, "state": carried["state"], "generator": carried["generator"]}
+
+
+def unpack_carried(tensors: "Mapping[str, torch.Tensor]") -> Carried | None:
+    """What `pack_carried` packed; None where a part of it is missing."""
+    if set(tensors) != set(Carried.__annotations__):
+        return None
+    digests = {name: bytes(tensors[name].flatten().tolist()).hex() for name in _DIGESTS}
+    numbers = {name: int(tensors[name]) for name in _STEPS}
+    return Carried(**digests, **numbers, state=tensors["state"], generator=tensors["generator"])
+
+
+_DIGESTS, _STEPS = ("solver", "samples"), ("begin", "step")
+
+
 def pack_embeddings(
     prompt_embeds: "Conditioning", negative_prompt_embeds: "Conditioning | None"
 ) -> "tuple[dict[str, torch.Tensor], dict[str, str]]":
