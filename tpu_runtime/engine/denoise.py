@@ -109,20 +109,13 @@ def scheduler_of(stage: Stage) -> Mapping[str, Any]:
 
 
 def experts_of(stage: Stage, scheduler: Mapping[str, Any], table: SolverTable, settings: Settings) -> list[Expert]:
-    """Which denoiser is for each step, and its guidance: the first above the checkpoint's boundary, or for the first
-    `high_noise_steps`, then another.
+    """Which denoiser is for each step, and its guidance (see `experts_for`).
 
-    As upstream: the boundary is a share of the scheduler's training timesteps.
+    As upstream: the checkpoint's boundary is a share of the scheduler's training timesteps.
     """
-    spec, timesteps = stage.spec, table.timesteps.tolist()
-    if len(spec.experts) == 1:
-        return [(spec.experts[0], spec.guidance_at(settings, timestep)) for timestep in timesteps]
-    first, second = ((name, spec.for_expert(settings, name).guidance_scale) for name in spec.experts)
-    if settings.high_noise_steps:
-        return [first if index < settings.high_noise_steps else second for index in range(table.num_steps)]
-    train_steps = scheduler.get("num_train_timesteps", 1000)
-    boundary = stage.found.index(stage.progress)["boundary_ratio"] * train_steps
-    return [first if timestep >= boundary else second for timestep in timesteps]
+    ratio = stage.found.index(stage.progress)["boundary_ratio"] if len(stage.spec.experts) > 1 else 0
+    boundary = ratio * scheduler.get("num_train_timesteps", 1000)
+    return solver_table.experts_for(stage.spec, table, settings, boundary)
 
 
 def most_guided(stage: Stage, settings: Settings, experts: Sequence[Expert]) -> Settings:

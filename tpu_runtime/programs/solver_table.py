@@ -137,6 +137,19 @@ def table_for(spec: ModelSpec, config: Mapping[str, Any], settings: Settings, be
     return tabulate(scheduler, settings.num_inference_steps, begin, **arguments)
 
 
+def experts_for(spec: ModelSpec, table: SolverTable, settings: Settings, boundary: float) -> list[tuple[str, float]]:
+    """Which denoiser is for each step, and its guidance scale: the first from timestep `boundary` on, or for the first
+    `high_noise_steps`, then another.
+    """
+    timesteps = table.timesteps.tolist()
+    if len(spec.experts) == 1:
+        return [(spec.experts[0], spec.guidance_at(settings, timestep)) for timestep in timesteps]
+    first, second = ((name, spec.for_expert(settings, name).guidance_scale) for name in spec.experts)
+    if settings.high_noise_steps:
+        return [first if index < settings.high_noise_steps else second for index in range(table.num_steps)]
+    return [first if timestep >= boundary else second for timestep in timesteps]
+
+
 # What schedulers of flow models call their shift.
 SHIFT_KEYS = ("flow_shift", "shift")
 
