@@ -18,8 +18,8 @@ from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5
 WAN, FLUX, HUNYUAN = (spec_for_family(name) for name in ("Wan22I2V", "Flux2", "HunyuanVideo15"))
 EULER, UNIPC, DPM, LCM = FLOW_SCHEDULERS
 # LightX2V's 4 steps, configs/distill/wan22/wan_moe_i2v_distill_model.json in its repository:
-# denoising_step_list [1000, 750, 500, 250], sample_shift 5, boundary_step_index 2. Its schedulers/wan/step_distill takes
-# Euler steps for Wan 2.2, and adds new noise at every step for Wan 2.1.
+# denoising_step_list [1000, 750, 500, 250], sample_shift 5, boundary_step_index 2. Its schedulers/wan/step_distill
+# takes Euler steps for Wan 2.2, and adds new noise at every step for Wan 2.1.
 LIGHTX2V = "1, 0.75, 0.5, 0.25"
 LIGHTX2V_SIGMAS = [1.0, 0.9375, 0.83333, 0.625]
 # The card of fal/FLUX.2-dev-Turbo: "pre-shifted custom sigmas for 8-step turbo inference", guidance_scale 2.5, given

@@ -86,21 +86,29 @@ def pack_carried(carried: Carried) -> "dict[str, torch.Tensor]":
     """Tensors of a safetensors file, by the names that `Carried` has."""
     import torch
 
-    digests = {name: torch.tensor(list(bytes.fromhex(carried[name])), dtype=torch.uint8) for name in _DIGESTS}
-    numbers = {name: torch.tensor(carried[name]) for name in _STEPS}
-    return {**digests, **numbers, "state": carried["state"], "generator": carried["generator"]}
+    return {
+        "solver": torch.tensor(list(bytes.fromhex(carried["solver"])), dtype=torch.uint8),
+        "samples": torch.tensor(list(bytes.fromhex(carried["samples"])), dtype=torch.uint8),
+        "begin": torch.tensor(carried["begin"]),
+        "step": torch.tensor(carried["step"]),
+        "state": carried["state"],
+        "generator": carried["generator"],
+    }
 
 
 def unpack_carried(tensors: "Mapping[str, torch.Tensor]") -> Carried | None:
-    """What `pack_carried` packed; None where a part of it is missing."""
-    if set(tensors) != set(Carried.__annotations__):
+    """What `pack_carried` packed; None where it is not there, or not as that packs it."""
+    try:
+        return {
+            "solver": bytes(tensors["solver"].tolist()).hex(),
+            "samples": bytes(tensors["samples"].tolist()).hex(),
+            "begin": int(tensors["begin"]),
+            "step": int(tensors["step"]),
+            "state": tensors["state"],
+            "generator": tensors["generator"],
+        }
+    except (KeyError, TypeError, ValueError, RuntimeError):
         return None
-    digests = {name: bytes(tensors[name].flatten().tolist()).hex() for name in _DIGESTS}
-    numbers = {name: int(tensors[name]) for name in _STEPS}
-    return Carried(**digests, **numbers, state=tensors["state"], generator=tensors["generator"])
-
-
-_DIGESTS, _STEPS = ("solver", "samples"), ("begin", "step")
 
 
 def pack_embeddings(

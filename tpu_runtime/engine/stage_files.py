@@ -119,8 +119,7 @@ def load_latents(folder: Path, model: "ModelRef") -> Latent:
     if "latents" not in tensors:
         raise StageFileError(f"{folder / LATENTS} holds no latents; run `comfyui-tpu denoise` again.")
     carried = {name.removeprefix(_SOLVER): x for name, x in tensors.items() if name.startswith(_SOLVER)}
-    with _as_sentence(folder / LATENTS):
-        found = unpack_carried(carried)
+    found = unpack_carried(carried)
     return {"samples": tensors["latents"]} if found is None else {"samples": tensors["latents"], CARRIED: found}
 
 
