@@ -140,9 +140,7 @@ def _add_widgets(verb: argparse.ArgumentParser, names: Sequence[str]) -> None:
     for name in names:
         limits = [spec.inputs[name] for spec in SPECS if name in spec.inputs]
         defaults = ", ".join(str(value) for value in dict.fromkeys(limit.default for limit in limits)) or "empty"
-        kind: dict[str, Any] = {"type": int if isinstance(limits[0], IntLimit) else float}
-        if isinstance(limits[0], Numbers):
-            kind = {"type": str, "metavar": "A,B"}
+        kind: dict[str, Any] = {"type": {IntLimit: int, Numbers: str}.get(type(limits[0]), float)}
         if isinstance(limits[0], Switch):
             kind = {"action": argparse.BooleanOptionalAction}
         elif isinstance(limits[0], Choice):

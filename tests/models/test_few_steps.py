@@ -199,7 +199,7 @@ def test_noise_is_added_to_latents_as_upstream_adds_it(name: str, compare: Calla
         return SPEC.denormalize_latents(sample, settings, vae_config)
 
     latents = {"samples": finish(samples)}
-    found = denoising.begin(SPEC, settings, table, finish, latents, lambda text: None)
+    found = denoising.begin(SPEC, settings, table, finish, {}, latents, lambda text: None)
     changes = {**SPEC.scheduler, **FLOW_SCHEDULERS[name], "flow_shift": 5.0, "shift": 5.0}
     upstream = solver_table.scheduler_from(changes)
     upstream.set_timesteps(4)

@@ -142,7 +142,7 @@ def test_the_sampler_hands_its_numbers_to_the_runtime(runtime: Recorder):
 
 
 def test_cogvideox_has_its_scheduler_last_under_advanced_and_hands_it_on(runtime: Recorder):
-    """Older workflows end before it, and run with the checkpoint's own; what is for a picture, and for a part of the steps, came after."""
+    """Older workflows end before it, and run with the checkpoint's own; pictures and parts of the steps came after."""
     for node, newer in ((cogvideox.SAMPLER, 6), (cogvideox.PIPELINE, 2)):
         last = node.inputs[-2 - newer : -newer]
         assert [(i.name, i.default, i.optional, i.advanced) for i in last] == [

@@ -93,6 +93,7 @@ def pack_carried(carried: Carried) -> "dict[str, torch.Tensor]":
         "step": torch.tensor(carried["step"]),
         "state": carried["state"],
         "generator": carried["generator"],
+        "origin": carried["origin"],
     }
 
 
@@ -106,6 +107,7 @@ def unpack_carried(tensors: "Mapping[str, torch.Tensor]") -> Carried | None:
             "step": int(tensors["step"]),
             "state": tensors["state"],
             "generator": tensors["generator"],
+            "origin": tensors["origin"],
         }
     except (KeyError, TypeError, ValueError, RuntimeError):
         return None
