@@ -16,7 +16,7 @@ from ..nodes.headless.workflow import to_api
 from ..tpu_runtime import media, pipeline
 from ..tpu_runtime.checkpoints.model_ref import ModelRef, choose_model, variant
 from ..tpu_runtime.engine import payloads, stage_files
-from ..tpu_runtime.limits import Choice, IntLimit, Switch
+from ..tpu_runtime.limits import PART, Choice, IntLimit, Numbers, Switch
 from ..tpu_runtime.models import SPECS, spec_by_name, spec_for_family
 from ..tpu_runtime.plan import options as plan_options
 from ..tpu_runtime.precision import CHOICES
@@ -139,12 +139,12 @@ def _add_widgets(verb: argparse.ArgumentParser, names: Sequence[str]) -> None:
     """An option for each of these inputs of the models; None where it is not given."""
     for name in names:
         limits = [spec.inputs[name] for spec in SPECS if name in spec.inputs]
-        defaults = ", ".join(str(value) for value in dict.fromkeys(limit.default for limit in limits))
-        kind: dict[str, Any] = {"type": int if isinstance(limits[0], IntLimit) else float}
+        defaults = ", ".join(str(value) for value in dict.fromkeys(limit.default for limit in limits)) or "empty"
+        kind: dict[str, Any] = {"type": {IntLimit: int, Numbers: str}.get(type(limits[0]), float)}
         if isinstance(limits[0], Switch):
             kind = {"action": argparse.BooleanOptionalAction}
         elif isinstance(limits[0], Choice):
-            kind = {"choices": limits[0].options}
+            kind = {"choices": list(dict.fromkeys(one for limit in limits for one in limit.options))}
         verb.add_argument(_flag(name), dest=name, help=f"default {defaults}", **kind)
 
 
@@ -348,6 +348,8 @@ def _denoise(options: argparse.Namespace) -> int:
     settings = spec.settings(**numbers)
     embeds = stage_files.load_embeddings(options.folder, model)
     condition = stage_files.load_condition(options.folder, model)
+    goes_on = settings.start_step or not settings.add_noise
+    given = stage_files.load_latents(options.folder, model) if goes_on else None
     if spec.needs_condition and condition is None:
         raise ValueError(
             f"{spec.title}: {options.folder} holds no encoded picture; run `comfyui-tpu encode --folder "
@@ -355,9 +357,9 @@ def _denoise(options: argparse.Namespace) -> int:
         )
 
     def action(host: TerminalHost) -> None:
-        latents = pipeline.denoise(model, settings, *embeds, condition=condition, progress=host)
+        latents = pipeline.denoise(model, settings, *embeds, condition=condition, latents=given, progress=host)
         stage_files.save_latents(options.folder, latents, model)
-        stage_files.update_config(options.folder, numbers)
+        stage_files.update_config(options.folder, {name: x for name, x in numbers.items() if name not in PART})
 
     return _timed(f"{spec.title}: denoise", action)
 

@@ -13,7 +13,7 @@ from ..tpu_runtime import media
 from ..tpu_runtime import pipeline as runtime
 from ..tpu_runtime.checkpoints.model_ref import ModelRef, choose_model
 from ..tpu_runtime.engine import payloads
-from ..tpu_runtime.limits import Choice, IntLimit, Switch
+from ..tpu_runtime.limits import PART, Choice, IntLimit, Numbers, Switch
 from ..tpu_runtime.models import SPECS
 from ..tpu_runtime.precision import CHOICES
 from ..tpu_runtime.spec import ModelSpec
@@ -33,7 +33,8 @@ _TOOLTIPS = {
     "resize": "How a picture of another shape is fitted: crop fills the frame and cuts what is over, fit shows the "
     "whole picture with bars beside it.",
     "condition": "The encoded picture: the image encoder's output.",
-    "guidance_scale_2": "guidance_scale of the second expert, which refines what the first has composed.",
+    "guidance_scale_2": "guidance_scale of the second expert, which refines what the first has composed. 0 is the same "
+    "as guidance_scale. Models with one expert leave it aside.",
     "model_id": "A Hugging Face repository, a folder in diffusers layout, the name of a folder under models/diffusers, "
     "or {tiny} (a built-in miniature with random weights). A connected model takes its place.",
     "model": "A model from TPU Model Loader; it takes the place of model_id and precision.",
@@ -53,9 +54,21 @@ _TOOLTIPS = {
     "cache_end": "From this step on all run whole again. For step_cache.",
     "cache_interval": "Between the two, every how many steps one runs whole. For step_cache.",
     "scheduler": "The solver: what the checkpoint names, or another in its place.",
+    "sigmas": "The noise levels that the scheduler starts from, one for each step, such as 1, 0.75, 0.5, 0.25, as the "
+    "makers of distilled models publish them. The scheduler shifts them. They take the place of num_inference_steps; "
+    "empty is the scheduler's own.",
+    "high_noise_steps": "How many steps the first of two experts runs. 0 is as many as the checkpoint says. Models "
+    "with one expert leave it aside.",
+    "start_step": "The first step to run, counted from 0. Above 0 it goes on from latents.",
+    "end_step": "The step to stop before, as if all were run; 0 is the end.",
+    "add_noise": "Whether noise of the start step is added to latents. Turn it off to go on from latents that "
+    "another sampler returned with leftover noise.",
+    "return_with_leftover_noise": "Whether latents keep the noise that is left after end_step, for another sampler. A "
+    "TPU sampler with the same numbers then goes on as if one had run all steps.",
     "use_dynamic_cfg": "Guidance changes from step to step, between 1 and guidance_scale + 1: recommended with "
     "CogVideoXDPMScheduler, not with CogVideoXDDIMScheduler.",
 }
+_LATENTS = "Latents of the sampler's size to go on from, as another sampler's. Without them it begins with noise."
 # Where pictures are references, other words fit.
 _REFERENCE_TOOLTIPS = {
     "image": "Pictures for the model to look at, each of its own: what they show may appear in the result.",
@@ -77,8 +90,13 @@ _SOCKETS = {
     "condition": "TPU_CONDITION",
     "model": "TPU_MODEL",
 }
-_ADVANCED = ("step_cache", "cache_start", "cache_end", "cache_interval", "scheduler", "use_dynamic_cfg")
 _SIZE = ("height", "width", "num_frames")
+# Recipes of distilled models, for flow models; and of those with two experts.
+FEW_STEPS = ("scheduler", "sigmas")
+EXPERTS = ("high_noise_steps",)
+_ADVANCED = (
+    *("step_cache", "cache_start", "cache_end", "cache_interval", "use_dynamic_cfg"), *FEW_STEPS, *EXPERTS, *PART
+)  # fmt: skip
 _OPTIONAL = frozenset(
     "negative_prompt_embeds model_id model precision flow_shift shift fps resize guidance_scale_2 last_image".split()
 ).union(_ADVANCED)
@@ -111,6 +129,8 @@ def _input(spec: ModelSpec, name: str) -> Input:
     shared |= {"default": limit.default, "advanced": name in _ADVANCED, "check": partial(spec.check_input, name)}
     if isinstance(limit, Switch):
         return Input(type="BOOLEAN", **shared)
+    if isinstance(limit, Numbers):
+        return Input(type="STRING", **shared)
     if isinstance(limit, Choice):
         return Input(type="COMBO", options=limit.options, **shared)
     if name == "flow_shift" and limit.low == 0:
@@ -239,6 +259,7 @@ def _sample(
     prompt_embeds: Any,
     negative_prompt_embeds: Any = None,
     condition: payloads.ImageCondition | None = None,
+    latents: payloads.Latent | None = None,
     model_id: str,
     model: ModelRef | None,
     precision: str,
@@ -254,8 +275,8 @@ def _sample(
         _check_takes_picture(spec, chosen.spec, "condition")
     settings = chosen.spec.settings(**numbers, **_encoded_size(spec, condition, numbers))
     embeds = (prompt_embeds, negative_prompt_embeds)
-    latents = runtime.denoise(chosen, settings, *embeds, condition=condition, progress=host)
-    return (latents,) if spec.is_image else (latents, settings.num_frames)
+    denoised = runtime.denoise(chosen, settings, *embeds, condition=condition, latents=latents, progress=host)
+    return (denoised,) if spec.is_image else (denoised, settings.num_frames)
 
 
 def _encoded_size(spec: ModelSpec, condition: Mapping[str, Any] | None, numbers: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,12 +299,14 @@ def _decode(spec: ModelSpec, host: Host, *, latents: payloads.Latent, fps: float
     return (frames,) if spec.is_image else (frames, float(fps))
 
 
-def _stage_node(spec: ModelSpec, suffix: str, title: str, inputs: tuple[str, ...], **fields: Any) -> Node:
+def _stage_node(
+    spec: ModelSpec, suffix: str, title: str, inputs: tuple[str, ...], more: tuple[Input, ...] = (), **fields: Any
+) -> Node:
     return Node(
         id=f"{spec.family}{suffix}",
         title=title,
         category=f"TPU/{spec.category}",
-        inputs=_inputs(spec, inputs),
+        inputs=(*_inputs(spec, inputs), *more),
         family=spec.family,
         check=partial(_check_model, spec),
         checks=("model_id",),
@@ -330,6 +353,8 @@ def sampler(
 ) -> Node:
     """`image_spec` is the model that runs instead while a `condition` is connected. `sizes` are inputs too, the last;
     an encoded picture's counts where they are 0.
+
+    Every sampler may also run a part of the steps, and begin with latents.
     """
     outputs = (
         Output(name="latents", type="LATENT", tooltip="For the VAE decoder; in ComfyUI's own layout."),
@@ -339,7 +364,8 @@ def sampler(
         spec,
         "TPUSampler",
         f"{label} TPU Sampler",
-        inputs,
+        (*inputs, *PART),
+        more=(Input(name="latents", type=_SOCKETS["latents"], tooltip=_LATENTS, optional=True),),
         description=f"Denoises with {spec.title} on the TPU, from random noise to latents.",
         outputs=outputs[:1] if spec.is_image else outputs,
         run=partial(_sample, spec, image_spec or spec),
@@ -386,7 +412,11 @@ def pipeline(spec: ModelSpec, label: str, stage_nodes: tuple[Node, ...], *inputs
         Stage(
             name=name,
             node_id=node.id,
-            inputs={i.name: links.get(i.name) or Ref(i.name) for i in node.inputs},
+            inputs={
+                i.name: links.get(i.name) or Ref(i.name)
+                for i in node.inputs
+                if i.name not in PART and links.get(i.name) != Link(name, 0)
+            },
             # Where the model can do without a picture, the stage that encodes it is left out without one.
             needs="image" if name == "image" else "",
         )

@@ -15,7 +15,7 @@ from .declare import Declaration, Expansion, Folders, Link, Ref
 Workflow = dict[str, dict[str, Any]]
 Table = Mapping[str, Declaration]
 # Numbers that no program depends on.
-_FREE = frozenset({"seed", "fps"})
+_FREE = frozenset({"seed", "fps", "add_noise", "return_with_leftover_noise"})
 
 
 def is_link(value: Any) -> TypeGuard[list[Any]]:
@@ -102,7 +102,7 @@ def _stages(model: ModelRef, declared: list[Declaration]) -> tuple[str, ...]:
     Where pictures are references, programs depend on their number and sizes, which only the sampler sees.
     """
     encodes = any(output.type == "TPU_CONDITION" for one in declared for output in one.outputs)
-    decodes = any(socket.name == "latents" for one in declared for socket in one.inputs)
+    decodes = any(socket.name == "latents" for one in declared if not _is_sampler(one) for socket in one.inputs)
     sees_references = encodes and model.spec.references
     names = {"image": encodes and not sees_references, "denoise": not sees_references, "decode": decodes}
     return tuple(name for name, runs in names.items() if runs)

@@ -111,6 +111,7 @@ def _free(host: Host, *, anything: Any) -> tuple:
 def _warmup(host: Host, *, model: ModelRef, **wanted: float) -> tuple[str]:
     """Compiles what the sizes need; 0 stands for the model's own value."""
     spec = model.spec
+    wanted["guidance_scale_2"] = wanted["guidance_scale"]
     settings = spec.settings(**{name: value or None for name, value in wanted.items()})
     compiled = runtime.warmup(model, settings, progress=host)
     size = f"{settings.width}x{settings.height}" + ("" if spec.is_image else f", {settings.num_frames} frames")

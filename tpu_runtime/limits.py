@@ -1,5 +1,6 @@
-"""What a widget may hold, and the sentence for what it may not. Pure arithmetic."""
+"""What a widget may hold, what a generation is asked for, and the sentence for what may not be. Pure arithmetic."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,3 +84,130 @@ class Choice:
 
     def problem(self, value: Any) -> str | None:
         return None if value in self.options else f"is {value!r}; it must be one of {', '.join(self.options)}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """Numbers between 0 and 1 as text with commas between them, each smaller than the one before; may be empty."""
+
+    most: int
+    default: str = ""
+
+    def problem(self, value: Any) -> str | None:
+        if not isinstance(value, str | tuple):
+            return f"is {value!r}; it must be text: numbers with commas between them."
+        try:
+            numbers = self.numbers(value)
+        except ValueError:
+            return f"is {value!r}; it must be numbers with commas between them, such as 1, 0.75, 0.5, 0.25, or empty."
+        if len(numbers) > self.most:
+            return f"has {len(numbers)} numbers; at most {self.most} are allowed."
+        if any(not 0 < number <= 1 for number in numbers):
+            return f"is {value!r}; each number must be above 0 and at most 1. The 0 at the end is added by itself."
+        if any(not low < high for high, low in zip(numbers, numbers[1:], strict=False)):
+            return f"is {value!r}; each number must be smaller than the one before."
+        return None
+
+    @staticmethod
+    def numbers(value: str | Sequence[float]) -> tuple[float, ...]:
+        """The numbers of the text; what are numbers already stay so. Raises `ValueError` for other text."""
+        if not isinstance(value, str):
+            return tuple(value)
+        return tuple(float(part) for part in value.split(",")) if value.strip() else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCache:
+    """Full steps before `start` and from `end` on; between them each `interval`-th, `start` first."""
+
+    start: int
+    end: int
+    interval: int
+
+    def is_full(self, index: int) -> bool:
+        """Whether step `index`, counted from 0, runs the whole denoiser."""
+        return not self.start <= index < self.end or (index - self.start) % self.interval == 0
+
+
+def policy_of(widgets: Mapping[str, Any]) -> StepCache | None:
+    """The policy that `step_cache` (on or off), `cache_start`, `cache_end` and `cache_interval` ask for."""
+    if not widgets.get("step_cache", False):
+        return None
+    return StepCache(start=widgets["cache_start"], end=widgets["cache_end"], interval=widgets["cache_interval"])
+
+
+# What a sampler of any model may be told to run a part of the steps only, and of the steps; see `Settings`.
+PART = {
+    "start_step": IntLimit(default=0, low=0, high=100),
+    "end_step": IntLimit(default=0, low=0, high=100),
+    "add_noise": Switch(default=True),
+    "return_with_leftover_noise": Switch(default=False),
+}
+STEP_INPUTS = {"sigmas": Numbers(most=100), **PART}
+
+# As a scheduler: the one that the checkpoint names.
+CHECKPOINT = "checkpoint"
+_FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+# What may run in place of a flow model's own: diffusers' classes, with what is to change in its config.
+FLOW_SCHEDULERS = {
+    name: {"_class_name": name, **changes}
+    for name, changes in {
+        "FlowMatchEulerDiscreteScheduler": {},
+        "UniPCMultistepScheduler": _FLOW,
+        "DPMSolverMultistepScheduler": {**_FLOW, "algorithm_type": "dpmsolver++"},
+        "FlowMatchLCMScheduler": {},
+    }.items()
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What one generation is asked for. Sizes in pixels and frames; `shift` is the scheduler's flow shift.
+
+    With a `step_cache` some steps are only approximated (see `StepReuse`). `scheduler` is one of the model's
+    `schedulers`, or `CHECKPOINT`. With `use_dynamic_cfg` guidance changes from step to step (see `guidance_at`).
+
+    `sigmas`, if there are any, are those that the scheduler starts from, one for each step. Of two experts the second
+    has `guidance_scale_2` (None: the same), and the first runs `high_noise_steps` (0: while the checkpoint says so). Of
+    all steps `start_step` to `end_step` run (0: the last). They begin with latents that were given, with noise added
+    unless `add_noise` is off; what noise is left before the last step stays with `return_with_leftover_noise`.
+    """
+
+    height: int
+    width: int
+    num_frames: int = 1
+    num_inference_steps: int
+    guidance_scale: float
+    seed: int = 0
+    shift: float | None = None
+    guidance_scale_2: float | None = None
+    step_cache: StepCache | None = None
+    scheduler: str = CHECKPOINT
+    use_dynamic_cfg: bool = False
+    sigmas: tuple[float, ...] = ()
+    high_noise_steps: int = 0
+    start_step: int = 0
+    end_step: int = 0
+    add_noise: bool = True
+    return_with_leftover_noise: bool = False
+
+    @property
+    def steps(self) -> range:
+        """The steps that run, counted from 0."""
+        total = self.num_inference_steps
+        return range(self.start_step, min(self.end_step or total, total))
+
+    def problem(self) -> str | None:
+        """What does not go together."""
+        total = self.num_inference_steps
+        if self.high_noise_steps > total:
+            return (
+                f"high_noise_steps is {self.high_noise_steps}, but there are {total} steps. Use at most that many, or "
+                "0 for as many as the checkpoint says."
+            )
+        if not self.steps:
+            return (
+                f"start_step is {self.start_step} and end_step {self.end_step}, of {total} steps: none is left to run. "
+                "Steps count from 0; start_step must be below end_step, where 0 stands for the end."
+            )
+        return None

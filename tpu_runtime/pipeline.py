@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .checkpoints.model_ref import Expected, Lora, ModelRef
 from .engine.current import current, engine
@@ -34,13 +34,17 @@ def denoise(
     *,
     progress: Progress,
     condition: ImageCondition | None = None,
+    latents: Mapping[str, Any] | None = None,
 ) -> Latent:
-    """From noise to LATENT `{"samples": [1, channels, frames, h, w]}`, CPU float32, in the scale of the VAE."""
+    """From noise to LATENT `{"samples": [1, channels, frames, h, w]}`, CPU float32, in the scale of the VAE.
+
+    With `latents`, another LATENT, from that one, see `Settings`. With leftover noise it holds more (see `denoise`).
+    """
     model.spec.check_settings(settings)
     advice = model.spec.advice(settings)
     if advice is not None and model.model_id != model.spec.tiny_id:
         _warn_once(f"{model.spec.title}: {advice}")
-    return engine().denoise(model, settings, prompt_embeds, negative_prompt_embeds, progress, condition)
+    return engine().denoise(model, settings, prompt_embeds, negative_prompt_embeds, progress, condition, latents)
 
 
 @functools.cache

@@ -2,39 +2,31 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..sharding.rules import Rule
 from ..sharding.shape import MeshShape
-from .limits import Choice, FloatLimit, IntLimit, Switch
+from .limits import (
+    CHECKPOINT,
+    FLOW_SCHEDULERS,
+    STEP_INPUTS,
+    Choice,
+    FloatLimit,
+    IntLimit,
+    Numbers,
+    Settings,
+    Switch,
+    policy_of,
+)
+from .limits import StepCache as StepCache  # settings have one
 
 if TYPE_CHECKING:
     import torch
 
 STAGES = ("encode", "image", "denoise", "decode")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepCache:
-    """Full steps before `start` and from `end` on; between them each `interval`-th, `start` first."""
-
-    start: int
-    end: int
-    interval: int
-
-    def is_full(self, index: int) -> bool:
-        """Whether step `index`, counted from 0, runs the whole denoiser."""
-        return not self.start <= index < self.end or (index - self.start) % self.interval == 0
-
-
-def policy_of(widgets: Mapping[str, Any]) -> StepCache | None:
-    """The policy that `step_cache` (on or off), `cache_start`, `cache_end` and `cache_interval` ask for."""
-    if not widgets.get("step_cache", False):
-        return None
-    return StepCache(start=widgets["cache_start"], end=widgets["cache_end"], interval=widgets["cache_interval"])
 
 
 @dataclass(frozen=True)
@@ -64,9 +56,7 @@ class Same:
     times: int = 1
 
 
-Limit = IntLimit | FloatLimit | Switch | Choice
-# As a scheduler: the one that the checkpoint names.
-CHECKPOINT = "checkpoint"
+Limit = IntLimit | FloatLimit | Switch | Choice | Numbers
 
 
 def _freeze(record: Any) -> None:
@@ -181,27 +171,6 @@ class TextEncoding:
     encode: Callable[..., Any]
     write_tokenizer: Callable[[Path], None]
     prefix: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What one generation is asked for. Sizes in pixels and frames; `shift` is the scheduler's flow shift.
-
-    With a `step_cache` some steps are only approximated (see `StepReuse`). `scheduler` is one of the model's
-    `schedulers`, or `CHECKPOINT`. With `use_dynamic_cfg` guidance changes from step to step (see `guidance_at`).
-    """
-
-    height: int
-    width: int
-    num_frames: int = 1
-    num_inference_steps: int
-    guidance_scale: float
-    seed: int = 0
-    shift: float | None = None
-    guidance_scale_2: float | None = None
-    step_cache: StepCache | None = None
-    scheduler: str = CHECKPOINT
-    use_dynamic_cfg: bool = False
 
 
 class Call(Protocol):
@@ -320,8 +289,8 @@ class ModelSpec:
     With a `step_reuse` the model's `inputs` have `step_cache` (on or off), `cache_start`, `cache_end` and
     `cache_interval` too (see `StepCache`).
 
-    `schedulers` are what may run in place of the checkpoint's own, for a model whose inputs have a `scheduler`: what is
-    to change in the checkpoint's config, by name.
+    `schedulers` are what may run in place of the checkpoint's own: what is to change in its config, by name. The input
+    `scheduler` is a choice of them, and every model has the inputs `STEP_INPUTS`.
 
     `index` and `files` (JSON, by path) are what else the built-in checkpoint holds.
 
@@ -345,7 +314,7 @@ class ModelSpec:
     tiny_inputs: Mapping[str, int]
     scheduler: Mapping[str, Any]
     guidance: Literal["cfg", "embedded"] = "cfg"
-    schedulers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    schedulers: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: FLOW_SCHEDULERS)
     shift_key: str | None = None
     experts: tuple[str, ...] = ("transformer",)
     vae: str = "vae_decoder"
@@ -371,6 +340,8 @@ class ModelSpec:
     head_norms: tuple[HeadNorms, ...] = ()
 
     def __post_init__(self) -> None:
+        choice = Choice(options=(CHECKPOINT, *self.schedulers))
+        object.__setattr__(self, "inputs", {**self.inputs, "scheduler": choice, **STEP_INPUTS})
         _freeze(self)
 
     @property
@@ -395,9 +366,15 @@ class ModelSpec:
         for name, value in values.items():
             self.check_input(name, value)
         values["step_cache"] = policy_of(values)
+        values["guidance_scale_2"] = values.get("guidance_scale_2") or None
+        values["sigmas"] = Numbers.numbers(values["sigmas"])
+        if values["sigmas"]:
+            values["num_inference_steps"] = len(values["sigmas"])
         if "flow_shift" in values:
             values["shift"] = values["flow_shift"]
-        return Settings(**{field: values[field] for field in Settings.__dataclass_fields__ if field in values})
+        settings = Settings(**{field: values[field] for field in Settings.__dataclass_fields__ if field in values})
+        self._check(settings)
+        return settings
 
     def conditions(self, config: Mapping[str, Any], latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """`condition_shapes`, where a dimension may be named: as the denoiser's `config` names it."""
@@ -418,8 +395,13 @@ class ModelSpec:
     def component(self, name: str) -> Component:
         return next(component for component in self.components if component.name == name)
 
+    def for_expert(self, settings: Settings, expert: str) -> Settings:
+        """The settings with the guidance of that expert as `guidance_scale`."""
+        scale = None if expert == self.experts[0] else settings.guidance_scale_2
+        return settings if scale is None else replace(settings, guidance_scale=scale)
+
     def branches(self, settings: Settings) -> int:
-        """How many rows a step of the denoiser has: 2 with classifier-free guidance."""
+        """How many rows a step of the first expert has: 2 with classifier-free guidance."""
         return 2 if self.guidance == "cfg" and settings.guidance_scale > 1 else 1
 
     def whole_numbers(self, name: str) -> IntLimit:
@@ -444,3 +426,9 @@ class ModelSpec:
         for name, value in values.items():
             if value is not None:
                 self.check_input(name, value)
+        self._check(settings)
+
+    def _check(self, settings: Settings) -> None:
+        """Raises `ValueError` where values do not go together."""
+        if problem := settings.problem():
+            raise ValueError(f"{self.title}: {problem}")

@@ -39,10 +39,11 @@ ODD = Settings(
     height=80, width=112, num_frames=9, num_inference_steps=6, guidance_scale=3.5, guidance_scale_2=5.0, seed=7,
     shift=5.0,
 )  # fmt: skip
-# Upstream has no guidance at all while the first scale is 1, whatever the second is.
-FLAT = replace(ODD, height=64, num_frames=5, guidance_scale=1.0, seed=8, shift=3.0)
-# The second expert's scale may turn its guidance off.
+FLAT = replace(ODD, height=64, num_frames=5, guidance_scale=1.0, guidance_scale_2=1.0, seed=8, shift=3.0)
+# The second expert runs one branch.
 TALL = replace(ODD, height=112, width=48, num_frames=5, guidance_scale=4.0, guidance_scale_2=1.0, seed=9)
+# Only the second expert is guided. Upstream guides neither while the first scale is 1.
+MIXED = replace(FLAT, guidance_scale_2=3.0)
 ONE = replace(ODD, height=64, width=64, num_frames=1)
 CASES = {"odd": ODD, "flat": FLAT, "tall": TALL}
 
@@ -116,6 +117,21 @@ def test_condition_latents_and_frames_equal_upstreams(chips: int, case: str, com
     compare(f"condition, {case}, {chips} chips", condition["tensors"]["condition"], expected.condition)
     compare(f"latents, {case}, {chips} chips", latents.numpy(), expected.latents)
     compare(f"frames, {case}, {chips} chips", frames.numpy(), expected.frames)
+
+
+def test_an_expert_without_guidance_runs_one_branch_beside_a_guided_one(
+    monkeypatch: pytest.MonkeyPatch, compare: Callable
+):
+    """Two programs of other arrangements of the chips; upstream is told to run both branches for both."""
+    monkeypatch.setattr(type(pipeline()), "do_classifier_free_guidance", True)
+    expected = generate(pipeline(), MIXED)
+    runner = engine(8)
+    before = {*map(id, runner.device_cache.programs())}
+    _, latents, _ = run(runner, MIXED)
+    compare("latents, mixed", latents.numpy(), expected.latents)
+    steps = [one.program for one in runner.device_cache.programs() if one.program.name == "denoise_step"]
+    new = [one for one in runner.device_cache.programs() if id(one) not in before and one.program in steps]
+    assert sorted(tuple(one.program.mesh.devices.shape) for one in new) == [(1, 8, 1), (2, 4, 1)]
 
 
 def test_a_video_of_one_frame_has_a_condition_too(compare: Callable):

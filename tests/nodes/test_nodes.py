@@ -13,8 +13,9 @@ from comfyui_tpu.nodes.wan21 import DECODER, PIPELINE, SAMPLER, SPEC, TEXT_ENCOD
 from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import stage_files
+from comfyui_tpu.tpu_runtime.models import SPECS
 from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.spec import Settings
+from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
 
 
 class Host(Silent):
@@ -28,8 +29,8 @@ class Recorder:
     calls: dict[str, tuple] = dataclasses.field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any, progress: Any = None, condition: Any = None) -> Any:
-            self.calls[name] = arguments
+        def call(*arguments: Any, progress: Any = None, condition: Any = None, latents: Any = None) -> Any:
+            self.calls[name] = (*arguments, latents) if latents else arguments
             return ("positive", "negative") if name == "encode_prompt" else name
 
         return call
@@ -79,17 +80,18 @@ def test_required_inputs_come_first(node: Any):
 @pytest.mark.parametrize(
     ("node", "widgets", "outputs"),
     [
-        (TEXT_ENCODER, "prompt negative_prompt model_id", "prompt_embeds negative_prompt_embeds"),
+        (TEXT_ENCODER, "prompt negative_prompt model_id precision", "prompt_embeds negative_prompt_embeds"),
         (
             SAMPLER,
-            "height width num_frames num_inference_steps guidance_scale seed model_id flow_shift",
+            "height width num_frames num_inference_steps guidance_scale seed model_id flow_shift precision scheduler "
+            "sigmas guidance_scale_2 high_noise_steps start_step end_step add_noise return_with_leftover_noise",
             "latents num_frames",
         ),
-        (DECODER, "model_id fps", "frames fps"),
+        (DECODER, "model_id fps precision", "frames fps"),
         (
             PIPELINE,
             "prompt negative_prompt height width num_frames num_inference_steps guidance_scale seed model_id fps "
-            "flow_shift",
+            "flow_shift precision scheduler sigmas guidance_scale_2 high_noise_steps",
             "frames fps video",
         ),
     ],
@@ -97,7 +99,7 @@ def test_required_inputs_come_first(node: Any):
 )
 def test_the_original_widgets_keep_their_order(node: Any, widgets: str, outputs: str):
     """Saved workflows hold values by position."""
-    assert [declared.name for declared in node.inputs if declared.is_widget] == [*widgets.split(), "precision"]
+    assert [declared.name for declared in node.inputs if declared.is_widget] == widgets.split()
     assert [output.name for output in node.outputs] == outputs.split()
 
 
@@ -140,13 +142,13 @@ def test_the_sampler_hands_its_numbers_to_the_runtime(runtime: Recorder):
 
 
 def test_cogvideox_has_its_scheduler_last_under_advanced_and_hands_it_on(runtime: Recorder):
-    """Older workflows end before it, and run with the checkpoint's own; what is for a picture came after it."""
-    for node, newer in ((cogvideox.SAMPLER, 1), (cogvideox.PIPELINE, 2)):
+    """Older workflows end before it, and run with the checkpoint's own; pictures and parts of the steps came after."""
+    for node, newer in ((cogvideox.SAMPLER, 6), (cogvideox.PIPELINE, 2)):
         last = node.inputs[-2 - newer : -newer]
         assert [(i.name, i.default, i.optional, i.advanced) for i in last] == [
             ("scheduler", "checkpoint", True, True), ("use_dynamic_cfg", False, True, True),
         ]  # fmt: skip
-    given = {i.name: i.default for i in cogvideox.SAMPLER.inputs[:-3] if i.is_widget}
+    given = {i.name: i.default for i in cogvideox.SAMPLER.inputs[:-8] if i.is_widget}
     given["prompt_embeds"] = conditioning("CogVideoX")
     chosen = {"scheduler": "CogVideoXDPMScheduler", "use_dynamic_cfg": True}
     for more in ({}, chosen):
@@ -155,6 +157,31 @@ def test_cogvideox_has_its_scheduler_last_under_advanced_and_hands_it_on(runtime
     assert cogvideox.SPEC.settings(**chosen).scheduler == "CogVideoXDPMScheduler"
     with pytest.raises(ValueError, match="CogVideoX 1.5 5B: scheduler is 'DDIM'; it must be one of checkpoint, CogV"):
         cogvideox.SAMPLER.check_constants(Host.folders, {"scheduler": "DDIM"})
+
+
+FEW_STEPS = {
+    "sigmas": "1, 0.75, 0.5, 0.25", "scheduler": "FlowMatchEulerDiscreteScheduler", "guidance_scale_2": 3.0,
+    "high_noise_steps": 2, "start_step": 2, "end_step": 3, "add_noise": False, "return_with_leftover_noise": True,
+}  # fmt: skip
+
+
+def test_the_sampler_hands_on_how_its_steps_are_run(runtime: Recorder):
+    latents = {"samples": "z"}
+    SAMPLER.run(Host(), **sampler_values(**FEW_STEPS, latents=latents))
+    settings = runtime.calls["denoise"][1]
+    expected = {**FEW_STEPS, "sigmas": (1.0, 0.75, 0.5, 0.25), "num_inference_steps": 4}
+    assert {name: getattr(settings, name) for name in expected} == expected
+    assert runtime.calls["denoise"][-1] is latents
+    with pytest.raises(ValueError, match="Wan 2.1 T2V 14B: sigmas is '1, 1'; each number must be smaller than"):
+        SAMPLER.check_constants(Host.folders, {"sigmas": "1, 1"})
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_a_familys_nodes_have_no_number_that_one_of_its_models_does_not_know(spec: ModelSpec):
+    """It would be left aside in silence; only models with several experts know those of the second."""
+    node = DECLARATIONS[f"{spec.family}TPUSampler"]
+    known = {*spec.inputs, *(() if len(spec.experts) > 1 else ("guidance_scale_2", "high_noise_steps"))}
+    assert {name for name in FEW_STEPS if name in {i.name for i in node.inputs}} <= known
 
 
 def test_the_decoder_passes_fps_on_as_a_float(runtime: Recorder):

@@ -65,7 +65,10 @@ def denoiser_inputs(
     negative: Conditioning | None,
     condition: ImageCondition | None,
 ) -> dict[str, np.ndarray]:
-    """The text of all branches and the condition by name; raises `ValueError` for what does not fit the model."""
+    """The text of all branches and the condition by name; raises `ValueError` for what does not fit the model.
+
+    `settings` are those of the expert that has the most branches.
+    """
     named = {"prompt_embeds": prompt, "negative_prompt_embeds": negative}
     rows = [_text_row(spec, config, settings, name, named[name]) for name in list(named)[: spec.branches(settings)]]
     stacked = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}

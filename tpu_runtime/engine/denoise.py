@@ -1,7 +1,16 @@
-"""The denoising loop: from noise to the last sample, one program a step."""
+"""The denoising loop, one program a step: from noise, from latents, or from where another sampler stopped.
+
+A LATENT with leftover noise holds what ComfyUI's own would: the sample, scaled so that the clean part of it counts
+whole. That is for previews and other nodes, and not exact. So it also carries the solver's own numbers: the next
+sampler goes on from these, to the bit as if one had run all steps, while nobody changed the latents between.
+"""
 
 import functools
+import hashlib
+import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -10,57 +19,79 @@ import torch
 
 from ..checkpoints import checkpoint, score_bound
 from ..programs import denoise_step, solver_table, step_reuse
-from ..programs.executables import Executable
 from ..programs.program import Program
 from ..programs.solver_table import SolverTable
-from ..programs.step_reuse import CachedDenoiser
+from ..programs.step_reuse import CachedDenoiser, Runnable
 from ..progress import Preview
-from ..spec import Settings
+from ..spec import ModelSpec, Settings
+from . import conditioning
+from .payloads import CARRIED, Carried, Latent
 from .program_cache import Wanted
 from .stage import Stage
 
+log = logging.getLogger(__name__)
+
 Inputs = Mapping[str, np.ndarray]
+# A denoiser's name, and the guidance scale of a step.
+Expert = tuple[str, float]
 
 
-def denoise(stage: Stage, settings: Settings, config: Mapping[str, Any], inputs: Inputs) -> torch.Tensor:
-    """All denoising steps. Waits for each, so that progress is true and a cancel stops within one step.
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Where a solver stands: its table, its state (float32 `[1, *latent]` each), and what draws its noise.
 
-    `config` is the denoiser's; `inputs` are texts and condition by name. Returns the solver's last sample on the host.
+    `inputs` are the denoiser's, texts and condition by name; what of them is drawn was drawn from `origin`, the state
+    that the generator began with.
     """
-    spec, progress = stage.spec, stage.progress
-    scheduler, table = solver_of(stage, settings)
-    experts = experts_of(stage, scheduler, table, settings)
-    program = denoiser_program(stage, settings, config, table, experts, inputs)
+
+    table: SolverTable
+    state: tuple[np.ndarray, ...]
+    inputs: Inputs
+    generator: torch.Generator
+    origin: torch.Tensor
+
+
+def denoise(
+    stage: Stage, settings: Settings, config: Mapping[str, Any], standing: Standing, experts: Sequence[Expert]
+) -> tuple[Standing, np.ndarray]:
+    """The steps of `settings`. Waits for each, so that progress is true and a cancel stops within one step.
+
+    `config` is the denoiser's, `experts` as `experts_of` gives them. Returns where the solver stands then, and the last
+    step's estimate of the end result, on the host.
+    """
+    spec, progress, table, steps = stage.spec, stage.progress, standing.table, settings.steps
+    programs = denoiser_programs(stage, settings, config, table, experts, standing.inputs)
+    noises = table.noises(lambda: spec.noise(spec, settings, standing.generator).numpy(), steps)
+    noise, state, denoised = next(noises), standing.state, None
+    for expert, part in itertools.groupby(steps, lambda index: experts[index][0]):
+        program = programs.pop(expert)
+        state, placed = _placed(program, state, standing.inputs)
+        weights = stage.weights(expert, program)
+        for index in part:
+            if index == steps.start:
+                progress.text(f"Denoising, {len(steps)} steps")
+                progress.step(0, len(steps), "step")
+            progress.check_cancelled()
+            state = solver_table.with_noise(state, noise)
+            times, scale = (table.timesteps[index], table.next_timesteps[index]), np.float32(experts[index][1])
+            args = denoise_step.StepArgs(state, table.table[index], *times, placed, scale)
+            *state, denoised, is_finite = program(weights, *args)
+            state = tuple(state)
+            noise = next(noises, None)  # drawn while the devices are at work
+            if not is_finite:  # waits for the step
+                raise stage.not_finite(f"from step {index + 1} of {table.num_steps} on, the latents")
+            _stepped(stage, steps.index(index) + 1, len(steps), denoised)
+    ended = tuple(np.array(part) for part in state)
+    return replace(standing, state=ended), np.array(denoised)
+
+
+def _placed(program: Runnable, state: tuple[Any, ...], inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """State and inputs where this program wants them; of a text's rows, one for each branch that it has."""
     shapes = program.program.args
     assert isinstance(shapes, denoise_step.StepArgs)
-    generator = torch.Generator().manual_seed(settings.seed)
-    inputs = dict(spec.draw_inputs(inputs, generator))
-    placed = jax.tree.map(lambda x, want: jax.device_put(x, want.sharding), inputs, shapes.inputs)
-
-    def draw() -> np.ndarray:
-        return spec.noise(spec, settings, generator).numpy()
-
-    state = solver_table.initial_state(draw(), table.num_memory)
-    noises = table.noises(draw)
-    noise = next(noises)
-    running = experts[0][0]
-    weights = stage.weights(running, program)
-    progress.text(f"Denoising, {table.num_steps} steps")
-    progress.step(0, table.num_steps, "step")
-    for index, (expert, scale) in enumerate(experts):
-        progress.check_cancelled()
-        if expert != running:
-            running, weights = expert, stage.weights(expert, program)
-        state = solver_table.with_noise(state, noise)
-        times = table.timesteps[index], table.next_timesteps[index]
-        args = denoise_step.StepArgs(state, table.table[index], *times, placed, np.float32(scale))
-        *state, denoised, is_finite = program(weights, *args)
-        state = tuple(state)
-        noise = next(noises, None)  # drawn while the devices are at work
-        if not is_finite:  # waits for the step
-            raise stage.not_finite(f"from step {index + 1} of {table.num_steps} on, the latents")
-        _stepped(stage, index + 1, table.num_steps, denoised)
-    return torch.from_numpy(np.array(state[0]))
+    rows = {name: x[: shapes.inputs[name].shape[0]] for name, x in inputs.items()}
+    put = functools.partial(jax.tree.map, lambda x, want: jax.device_put(x, want.sharding))
+    return put(state, shapes.state), put(rows, shapes.inputs)
 
 
 def _stepped(stage: Stage, done: int, total: int, denoised: jax.Array) -> None:
@@ -72,47 +103,46 @@ def _stepped(stage: Stage, done: int, total: int, denoised: jax.Array) -> None:
         stage.progress.text(f"Denoising, step {done} of {total}, {seconds:.2f} s a step")
 
 
-def solver_of(stage: Stage, settings: Settings) -> tuple[Mapping[str, Any], SolverTable]:
-    """The checkpoint's scheduler config; it, or the scheduler that was chosen in its place, as a table."""
-    scheduler = checkpoint.read_json(stage.found.folder("scheduler", stage.progress) / "scheduler_config.json")
-    return scheduler, solver_table.table_for(stage.spec, scheduler, settings)
+def scheduler_of(stage: Stage) -> Mapping[str, Any]:
+    """The checkpoint's scheduler config."""
+    return checkpoint.read_json(stage.found.folder("scheduler", stage.progress) / "scheduler_config.json")
 
 
-def experts_of(
-    stage: Stage, scheduler: Mapping[str, Any], table: SolverTable, settings: Settings
-) -> list[tuple[str, float]]:
-    """Which denoiser runs at each step, and its guidance: the first above the checkpoint's boundary, then another.
+def experts_of(stage: Stage, scheduler: Mapping[str, Any], table: SolverTable, settings: Settings) -> list[Expert]:
+    """Which denoiser is for each step, and its guidance (see `experts_for`).
 
-    As upstream: the boundary is a share of the scheduler's training timesteps.
+    As upstream: the checkpoint's boundary is a share of the scheduler's training timesteps.
     """
-    first, scale = stage.spec.experts[0], settings.guidance_scale
-    if len(stage.spec.experts) == 1:
-        return [(first, stage.spec.guidance_at(settings, timestep)) for timestep in table.timesteps.tolist()]
-    train_steps = scheduler.get("num_train_timesteps", 1000)
-    boundary = stage.found.index(stage.progress)["boundary_ratio"] * train_steps
-    second_scale = scale if settings.guidance_scale_2 is None else settings.guidance_scale_2
-    second = (stage.spec.experts[1], second_scale)
-    return [(first, scale) if timestep >= boundary else second for timestep in table.timesteps]
+    ratio = stage.found.index(stage.progress)["boundary_ratio"] if len(stage.spec.experts) > 1 else 0
+    boundary = ratio * scheduler.get("num_train_timesteps", 1000)
+    return solver_table.experts_for(stage.spec, table, settings, boundary)
 
 
-def denoiser_program(
+def most_guided(stage: Stage, settings: Settings, experts: Sequence[Expert]) -> Settings:
+    """The settings of the expert, among those that run, which has the most branches."""
+    found = [stage.spec.for_expert(settings, experts[index][0]) for index in settings.steps]
+    return max(found, key=stage.spec.branches)
+
+
+def denoiser_programs(
     stage: Stage,
     settings: Settings,
     config: Mapping[str, Any],
     table: SolverTable,
-    experts: Sequence[tuple[str, float]],
+    experts: Sequence[Expert],
     inputs: Inputs,
-) -> Executable | CachedDenoiser:
-    """What is called for each step; `experts` as `experts_of` gives them.
-
-    With a step cache it is two programs, both compiled before the first step.
-    """
-    programs = programs_wanted(stage, settings, config, table, experts, inputs)
-    for later in programs[1:]:
+) -> dict[str, Runnable]:
+    """What is called for each step, by the expert that runs it. All are compiled before the first step."""
+    wanted = programs_wanted(stage, settings, config, table, experts, inputs)
+    for later in [one for each in wanted.values() for one in each][1:]:
         stage.program_cache.note(later)  # compiled beside the first
-    full, *cached = (stage.program_cache.get(wanted, stage.progress) for wanted in programs)
-    is_full = step_reuse.full_steps(settings.step_cache, [expert for expert, _ in experts])
-    return CachedDenoiser(full=full, cached=cached[0], is_full=is_full) if cached else full
+    is_full = _full_steps(settings, experts)
+    programs: dict[str, Runnable] = {}
+    for expert, each in wanted.items():
+        full, *cached = (stage.program_cache.get(one, stage.progress) for one in each)
+        own = [is_full[index] for index in settings.steps if experts[index][0] == expert]
+        programs[expert] = CachedDenoiser(full=full, cached=cached[0], is_full=own) if cached else full
+    return programs
 
 
 def programs_wanted(
@@ -120,10 +150,13 @@ def programs_wanted(
     settings: Settings,
     config: Mapping[str, Any],
     table: SolverTable,
-    experts: Sequence[tuple[str, float]],
+    experts: Sequence[Expert],
     inputs: Inputs,
-) -> list[Wanted]:
-    """The denoiser's program; with a step cache that of full steps, and that of the others."""
+) -> dict[str, list[Wanted]]:
+    """For each expert that runs its program; with a step cache that of full steps, and that of the others.
+
+    Experts share one, unless only one of them is guided.
+    """
     spec, target = stage.spec, stage.target
     references = {name: x.shape for name, x in inputs.items() if spec.references and name.startswith("reference_")}
     bounded = all(
@@ -134,7 +167,7 @@ def programs_wanted(
     )
     shape = denoise_step.StepShape.of(table, references=references, bounded=bounded)
 
-    def wanted(kind: str, build: Callable[..., Program]) -> Wanted:
+    def wanted(settings: Settings, kind: str, build: Callable[..., Program]) -> Wanted:
         return Wanted(
             title=f"the denoiser for {settings.width}x{settings.height}, {settings.num_frames} frames",
             key=("denoise", spec.name, config, target, spec.geometry.latent_shape(settings), spec.branches(settings),
@@ -142,7 +175,152 @@ def programs_wanted(
             build=functools.partial(build, spec, config, target, settings, shape),
         )  # fmt: skip
 
-    is_full = step_reuse.full_steps(settings.step_cache, [expert for expert, _ in experts])
-    if spec.step_reuse is None or all(is_full):
-        return [wanted("plain", denoise_step.denoise_program)]
-    return [wanted("keep", denoise_step.keeping_program), wanted("reuse", denoise_step.reusing_program)]
+    is_full = _full_steps(settings, experts)
+    kinds: dict[str, Callable[..., Program]] = {"plain": denoise_step.denoise_program}
+    if spec.step_reuse is not None and not all(is_full[index] for index in settings.steps):
+        kinds = {"keep": denoise_step.keeping_program, "reuse": denoise_step.reusing_program}
+    running = dict.fromkeys(experts[index][0] for index in settings.steps)
+    return {
+        expert: [wanted(spec.for_expert(settings, expert), kind, build) for kind, build in kinds.items()]
+        for expert in running
+    }
+
+
+def _full_steps(settings: Settings, experts: Sequence[Expert]) -> list[bool]:
+    """For each of all steps, whether it is a full one; the first that runs is."""
+    full = step_reuse.full_steps(settings.step_cache, [expert for expert, _ in experts])
+    return [is_full or index == settings.steps.start for index, is_full in enumerate(full)]
+
+
+# --- where it begins and ends -----------------------------------------------------------------------------------------
+
+# Latents that the solver ends with, in the scale of LATENT.
+Finish = Callable[[torch.Tensor], torch.Tensor]
+# The solver for a generation that begins at this step.
+Tabulate = Callable[[int], SolverTable]
+
+
+def begin(
+    spec: ModelSpec,
+    settings: Settings,
+    tabulate: Tabulate,
+    finish: Finish,
+    inputs: Inputs,
+    latents: Mapping[str, Any] | None,
+    say: Callable[[str], None],
+) -> Standing:
+    """Before the first step; raises `ValueError` for latents that are missing or do not fit.
+
+    `say` tells the user why what the latents carry is not used.
+    """
+    start, generator = settings.steps.start, torch.Generator().manual_seed(settings.seed)
+    if latents is None and (start or not settings.add_noise):
+        why = f"start_step is {start}" if start else "add_noise is off"
+        raise ValueError(
+            f"{spec.title}: {why}, but no latents are connected to go on from. Connect latents, or begin with noise: "
+            "start_step 0 and add_noise on."
+        )
+    unscaled = None if latents is None else _unscaled(spec, settings, finish, latents)
+    carried = None if latents is None or settings.add_noise else latents.get(CARRIED)
+    if latents is not None and carried is not None:
+        problem, standing = _continued(spec, settings, tabulate, inputs, latents["samples"], carried)
+        if standing is not None:
+            return standing
+        log.warning("%s: the latents are taken as they are, without what the solver knew: %s.", spec.title, problem)
+        say(f"Going on from the latents alone: {problem}")
+    table, origin = tabulate(start), generator.get_state()
+    inputs = dict(spec.draw_inputs(inputs, generator))  # as upstream, before the noise
+    noise = spec.noise(spec, settings, generator) if settings.add_noise else torch.zeros(())
+    if unscaled is None:
+        sample = noise
+    else:
+        clean, noisy = map(float, table.levels[start])
+        sample = clean * unscaled + noisy * noise
+    return Standing(
+        table=table, state=solver_table.initial_state(sample.numpy(), table.num_memory), inputs=inputs,
+        generator=generator, origin=origin,
+    )  # fmt: skip
+
+
+def end(settings: Settings, standing: Standing, denoised: np.ndarray, finish: Finish) -> Latent:
+    """The LATENT after the last step that ran; `denoised` is that step's estimate of the end result."""
+    step, table = settings.steps.stop, standing.table
+    sample = torch.from_numpy(standing.state[0])
+    if step == table.num_steps:
+        return {"samples": finish(sample)}
+    if not settings.return_with_leftover_noise:
+        return {"samples": finish(torch.from_numpy(denoised))}
+    samples = finish(sample / float(table.levels[step, 0]))
+    carried: Carried = {
+        "solver": table.digest,
+        "samples": digest(samples),
+        "begin": table.begin,
+        "step": step,
+        "state": torch.from_numpy(np.concatenate(standing.state)),
+        "generator": standing.generator.get_state(),
+        "origin": standing.origin,
+    }
+    return {"samples": samples, CARRIED: carried}
+
+
+def digest(samples: torch.Tensor) -> str:
+    """Of latents, to see whether a node changed them."""
+    return hashlib.sha256(
+        repr(tuple(samples.shape)).encode() + samples.float().cpu().contiguous().numpy().tobytes()
+    ).hexdigest()
+
+
+def _continued(
+    spec: ModelSpec, settings: Settings, tabulate: Tabulate, inputs: Inputs, samples: torch.Tensor, carried: Carried
+) -> tuple[str, Standing | None]:
+    """Where another sampler stopped, or in words why that cannot be gone on from."""
+    start, shape = settings.steps.start, spec.geometry.latent_shape(settings)
+    if carried["samples"] != digest(samples):
+        return "another node changed them", None
+    if carried["step"] != start:
+        return f"they were left before step {carried['step']}, and start_step is {start}", None
+    table = tabulate(min(max(carried["begin"], 0), start))
+    if carried["solver"] != table.digest:
+        return "they were left by another solver, or for other sigmas, shift or number of steps", None
+    state = carried["state"]
+    if tuple(state.shape) != (1 + table.num_memory, *shape[1:]) or not state.isfinite().all():
+        return "what they carry is damaged", None
+    first, generator = torch.Generator(), torch.Generator()
+    try:
+        first.set_state(carried["origin"])
+        generator.set_state(carried["generator"])
+    except RuntimeError:
+        return "what they carry is damaged", None
+    standing = Standing(
+        table=table,
+        # Copied: the state of a step is donated to it, and the latents stay in ComfyUI's cache.
+        state=tuple(state.float().numpy()[:, None].copy()),
+        inputs=dict(spec.draw_inputs(inputs, first)),
+        generator=generator,
+        origin=carried["origin"],
+    )
+    return "", standing
+
+
+def _unscaled(spec: ModelSpec, settings: Settings, finish: Finish, latents: Mapping[str, Any]) -> torch.Tensor:
+    """The latents in the solver's scale and layout: what `finish` would bring to their samples.
+
+    That is one factor and one offset for each value, and maybe the first frames left out, which only fill up patches:
+    for those the first that is there is repeated, as upstream does with pictures.
+    """
+    samples, shape = conditioning.latent_samples(spec, latents), spec.geometry.latent_shape(settings)
+    offset, one = (finish(torch.full(shape, value, dtype=torch.float64)) for value in (0.0, 1.0))
+    if samples.shape != offset.shape:
+        raise ValueError(
+            f"{spec.title}: the latents have shape {tuple(samples.shape)}; with the sampler's size it must be "
+            f"{tuple(offset.shape)}. Set height, width and num_frames to those of the latents."
+        )
+    if latents.get("noise_mask") is not None:
+        raise ValueError(
+            f"{spec.title}: the latents have a noise mask, and masks are not supported. Connect them without it."
+        )
+    unscaled = ((samples.double() - offset) / (one - offset)).float()
+    if spec.is_image:
+        return unscaled
+    missing = shape[2] - unscaled.shape[2]
+    return torch.cat([unscaled[:, :, :1].repeat_interleave(missing, dim=2), unscaled], dim=2)

@@ -6,9 +6,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import torch
@@ -110,9 +110,10 @@ class Engine:
         negative_prompt_embeds: Conditioning | None,
         progress: Progress,
         condition: ImageCondition | None = None,
+        latents: Mapping[str, Any] | None = None,
     ) -> Latent:
         def work(stage: Stage) -> Latent:
-            return run.denoise(stage, settings, prompt_embeds, negative_prompt_embeds, condition)
+            return run.denoise(stage, settings, prompt_embeds, negative_prompt_embeds, condition, latents)
 
         return self._stage("denoise", model, progress, work, settings)
 

@@ -15,10 +15,27 @@ Conditioning = list
 _UNUSED = "pooled_output"
 
 
+class Carried(TypedDict):
+    """Where a solver stopped, see `denoise`: of which `step` was next, with which noise."""
+
+    solver: str  # the digest of its table
+    samples: str  # of the LATENT that this belongs to
+    begin: int  # the step that it began with
+    step: int
+    state: "torch.Tensor"  # [1 + memory, channels, ...], float32: the sample, and what it remembers
+    generator: "torch.Tensor"  # the state of the generator that draws noise, uint8
+    origin: "torch.Tensor"  # that which it began with
+
+
+# What a LATENT with leftover noise has beside its samples; nodes that do not know it hand it on.
+CARRIED = "tpu_solver"
+
+
 class Latent(TypedDict):
     """ComfyUI's LATENT."""
 
     samples: "torch.Tensor"  # [batch, channels, (latent_frames,) latent_height, latent_width], CPU float32
+    tpu_solver: NotRequired[Carried]
 
 
 class ImageCondition(TypedDict):
@@ -63,6 +80,37 @@ def conditioning_entry(spec: ModelSpec, name: str, given: Any) -> tuple[Any, Map
 def _known(spec: ModelSpec) -> set[str]:
     names = [text.name for text in spec.text_encoders]
     return {"tpu_family", "length", _UNUSED, *names, *(f"{name}_length" for name in names)}
+
+
+def pack_carried(carried: Carried) -> "dict[str, torch.Tensor]":
+    """Tensors of a safetensors file, by the names that `Carried` has."""
+    import torch
+
+    return {
+        "solver": torch.tensor(list(bytes.fromhex(carried["solver"])), dtype=torch.uint8),
+        "samples": torch.tensor(list(bytes.fromhex(carried["samples"])), dtype=torch.uint8),
+        "begin": torch.tensor(carried["begin"]),
+        "step": torch.tensor(carried["step"]),
+        "state": carried["state"],
+        "generator": carried["generator"],
+        "origin": carried["origin"],
+    }
+
+
+def unpack_carried(tensors: "Mapping[str, torch.Tensor]") -> Carried | None:
+    """What `pack_carried` packed; None where it is not there, or not as that packs it."""
+    try:
+        return {
+            "solver": bytes(tensors["solver"].tolist()).hex(),
+            "samples": bytes(tensors["samples"].tolist()).hex(),
+            "begin": int(tensors["begin"]),
+            "step": int(tensors["step"]),
+            "state": tensors["state"],
+            "generator": tensors["generator"],
+            "origin": tensors["origin"],
+        }
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        return None
 
 
 def pack_embeddings(

@@ -1,7 +1,9 @@
 """The stages of a generation, each a function of a `Stage`: encode, encode_image, denoise, decode; and warming up."""
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,8 +12,9 @@ from .. import tokens
 from ..cache.store import signature
 from ..checkpoints import guider
 from ..checkpoints import read_ahead as reading
-from ..programs import executables, network_call, rehearsal
+from ..programs import executables, network_call, rehearsal, solver_table
 from ..programs.executables import Executable
+from ..programs.solver_table import SolverTable
 from ..spec import STAGES, Settings, TextEncoding
 from . import conditioning
 from . import denoise as denoising
@@ -61,15 +64,28 @@ def denoise(
     prompt_embeds: Conditioning,
     negative_prompt_embeds: Conditioning | None,
     condition: ImageCondition | None,
+    latents: Mapping[str, Any] | None = None,
 ) -> Latent:
-    """From noise to a LATENT."""
+    """From noise, or from latents, to a LATENT."""
     spec = stage.spec
     settings = guider.settings_for(stage.found, settings, stage.progress)
     config = stage.found.config(spec.component(spec.experts[0]), stage.progress)
-    inputs = conditioning.denoiser_inputs(spec, config, settings, prompt_embeds, negative_prompt_embeds, condition)
-    sample = denoising.denoise(stage, settings, config, inputs)
     vae_config = stage.found.config(spec.component(spec.vae), stage.progress)
-    return {"samples": spec.denormalize_latents(sample, settings, vae_config)}
+    scheduler = denoising.scheduler_of(stage)
+
+    def finish(sample: torch.Tensor) -> torch.Tensor:
+        return spec.denormalize_latents(sample, settings, vae_config)
+
+    @functools.cache
+    def tabulate(begin: int) -> SolverTable:
+        return solver_table.table_for(spec, scheduler, settings, begin)
+
+    experts = denoising.experts_of(stage, scheduler, tabulate(settings.steps.start), settings)
+    guided = denoising.most_guided(stage, settings, experts)
+    inputs = conditioning.denoiser_inputs(spec, config, guided, prompt_embeds, negative_prompt_embeds, condition)
+    standing = denoising.begin(spec, settings, tabulate, finish, inputs, latents, stage.progress.text)
+    standing, denoised = denoising.denoise(stage, settings, config, standing, experts)
+    return denoising.end(settings, standing, denoised, finish)
 
 
 def decode(stage: Stage, samples: torch.Tensor) -> torch.Tensor:
@@ -124,7 +140,9 @@ def _each_program(
         elif name in stages:
             guided = guider.settings_for(stage.found, settings, stage.progress)
             config = stage.found.config(spec.component(spec.experts[0]), stage.progress)
-            scheduler, table = denoising.solver_of(stage, guided)
+            scheduler = denoising.scheduler_of(stage)
+            table = solver_table.table_for(spec, scheduler, guided, guided.steps.start)
             experts = denoising.experts_of(stage, scheduler, table, guided)
-            for wanted in denoising.programs_wanted(stage, guided, config, table, experts, {}):
+            programs = denoising.programs_wanted(stage, guided, config, table, experts, {})
+            for wanted in itertools.chain.from_iterable(programs.values()):
                 prepare(wanted)

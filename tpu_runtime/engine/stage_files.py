@@ -11,7 +11,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .payloads import Conditioning, ImageCondition, Latent, conditioning_entry, pack_embeddings, unpack_embeddings
+from .payloads import (
+    CARRIED,
+    Conditioning,
+    ImageCondition,
+    Latent,
+    conditioning_entry,
+    pack_carried,
+    pack_embeddings,
+    unpack_carried,
+    unpack_embeddings,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +31,7 @@ if TYPE_CHECKING:
 EMBEDDINGS = "stage1_embeddings.safetensors"
 LATENTS = "stage2_latents.safetensors"
 CONFIG = "generation_config.json"
-_CONDITION = "condition."
+_CONDITION, _SOLVER = "condition.", "solver."
 # Metadata with this name holds whole numbers.
 _NUMBERS = ("prompt_embeds.", "negative_prompt_embeds.", _CONDITION)
 # The mark of this pack's own files.
@@ -92,9 +102,14 @@ def load_condition(folder: Path, model: "ModelRef") -> "ImageCondition | None":
 
 
 def save_latents(folder: Path, latents: Mapping[str, Any], model: "ModelRef") -> None:
-    """Writes a LATENT to `folder`; raises `StageFileError` where that cannot be."""
+    """Writes a LATENT to `folder`; raises `StageFileError` where that cannot be.
+
+    What one with leftover noise carries has names that begin with `solver.`.
+    """
     check_ours(folder)
-    _save(folder / LATENTS, {"latents": latents["samples"]}, {})
+    carried = pack_carried(latents[CARRIED]) if CARRIED in latents else {}
+    tensors = {f"{_SOLVER}{name}": tensor for name, tensor in carried.items()}
+    _save(folder / LATENTS, {"latents": latents["samples"], **tensors}, {})
     update_config(folder, {"model_name": model.spec_name, "model_id": model.model_id})
 
 
@@ -103,7 +118,9 @@ def load_latents(folder: Path, model: "ModelRef") -> Latent:
     tensors, _ = _load(folder, LATENTS, "denoise", model)
     if "latents" not in tensors:
         raise StageFileError(f"{folder / LATENTS} holds no latents; run `comfyui-tpu denoise` again.")
-    return {"samples": tensors["latents"]}
+    carried = {name.removeprefix(_SOLVER): x for name, x in tensors.items() if name.startswith(_SOLVER)}
+    found = unpack_carried(carried)
+    return {"samples": tensors["latents"]} if found is None else {"samples": tensors["latents"], CARRIED: found}
 
 
 def read_config(folder: Path) -> dict[str, Any]:

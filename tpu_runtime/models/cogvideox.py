@@ -6,8 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..limits import Choice, FloatLimit, IntLimit, Switch
-from ..spec import CHECKPOINT, Component, HeadNorms, LatentGeometry, ModelSpec, Need, Same, Settings, TextEncoding
+from ..limits import FloatLimit, IntLimit, Switch
+from ..spec import Component, HeadNorms, LatentGeometry, ModelSpec, Need, Same, Settings, TextEncoding
 from . import layers
 from .autoencoders.cogvideox import VAE_DECODER, decode
 from .text_encoders import t5
@@ -296,7 +296,6 @@ SPEC = ModelSpec(
         "guidance_scale": FloatLimit(default=6.0, low=1.0, high=20.0),
         "seed": IntLimit(default=42, low=0, high=2**64 - 1),
         "fps": IntLimit(default=16, low=1, high=120),
-        "scheduler": Choice(options=(CHECKPOINT, *SCHEDULERS)),
         "use_dynamic_cfg": Switch(default=False),
     },
     texts={"prompt": PROMPT, "negative_prompt": ""},

@@ -276,6 +276,9 @@ SPEC = ModelSpec(
         "seed": IntLimit(default=2025, low=0, high=2**64 - 1),
         "flow_shift": FloatLimit(default=5.0, low=0.1, high=20.0, step=0.5),
         "fps": IntLimit(default=16, low=1, high=120),
+        # For those of the family with two experts. 0: the same as the first's; where the checkpoint says.
+        "guidance_scale_2": FloatLimit(default=0.0, low=0.0, high=20.0),
+        "high_noise_steps": IntLimit(default=0, low=0, high=100),
     },
     texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},
     tiny_inputs={"height": 80, "width": 112},

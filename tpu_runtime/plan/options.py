@@ -15,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--topology", default=DEFAULT_TOPOLOGY, metavar="NAME", help=f"default {DEFAULT_TOPOLOGY}")
     for name, kind in (("height", int), ("width", int), ("num-frames", int), ("steps", int), ("guidance", float)):
         parser.add_argument(f"--{name}", type=kind, help="default: the model's")
+    parser.add_argument("--guidance-2", type=float, help="of the second expert; default: --guidance, or the model's")
     parser.add_argument("--step-cache", action="store_true", help="with steps that start from what others kept")
     parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--mesh", metavar="DP,SP,TP", help="the denoiser's mesh; default: what the runtime chooses")

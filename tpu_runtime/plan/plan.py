@@ -154,6 +154,7 @@ def request_of(args: argparse.Namespace) -> Request:
         num_frames=args.num_frames,
         num_inference_steps=args.steps,
         guidance_scale=args.guidance,
+        guidance_scale_2=args.guidance if args.guidance_2 is None else args.guidance_2,
         step_cache=args.step_cache or None,
     )
     if args.step_cache and spec.step_reuse is None:

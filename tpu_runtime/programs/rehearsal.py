@@ -1,5 +1,6 @@
 """Which programs a generation runs, found by running its host code on zeros."""
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -81,7 +82,17 @@ def for_spec(
     if "denoise" in stages:
         table = solver_table.table_for(spec, spec.scheduler, settings)
         shape = StepShape.of(table, mesh_shape=mesh_shape)
-        found += _steps(spec, configs[spec.experts[0]], target, settings, shape)
+        config, boundary = configs[spec.experts[0]], spec.index.get("boundary_ratio", 0)
+        experts = solver_table.experts_for(
+            spec, table, settings, boundary * spec.scheduler.get("num_train_timesteps", 1000)
+        )
+        guided = [spec.for_expert(settings, experts[index][0]) for index in settings.steps]
+        for branches, each in itertools.groupby(sorted(guided, key=spec.branches, reverse=True), spec.branches):
+            same = [*each]
+            steps = _steps(spec, config, target, same[0], shape, len(same))
+            # Where only one expert is guided, the other has a program of its own.
+            is_other = branches < max(map(spec.branches, guided))
+            found += [replace(step, name=f"{step.name}.unguided") if is_other else step for step in steps]
     recorded = [replace(program, runs=recorder.runs[key]) for key, program in recorder.programs.items()]
     return (
         *(p for p in recorded if p.components != (spec.vae,)),
@@ -91,12 +102,12 @@ def for_spec(
 
 
 def _steps(
-    spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape
+    spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape, runs: int
 ) -> tuple[Program, ...]:
     """The denoiser's programs with how often each runs: with a step cache, a full one and one from kept features."""
-    is_full = step_reuse.full_steps(settings.step_cache, spec.experts[:1] * settings.num_inference_steps)
+    is_full = step_reuse.full_steps(settings.step_cache, spec.experts[:1] * runs)
     if spec.step_reuse is None or all(is_full):
-        return (denoise_program(spec, config, target, settings, shape),)
+        return (replace(denoise_program(spec, config, target, settings, shape), runs=runs),)
     full = keeping_program(spec, config, target, settings, shape)
     cached = reusing_program(spec, config, target, settings, shape)
     return replace(full, runs=sum(is_full)), replace(cached, runs=is_full.count(False))

@@ -7,9 +7,11 @@ then one weighted sum in float32, the same program for every step, solver and nu
 is written again here.
 """
 
+import copy
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,11 +35,16 @@ class SolverTable:
 
     A solver that adds noise has `draws[i]`: for each time that step `i` draws noise, whether it uses it, which at most
     one draw of a step is. The noise is the last of the memory: put there before the step, and 0 after it.
+
+    `levels[i]` are how much of a clean sample and of noise make the sample that step `i` begins with. Steps before
+    `begin`, where the solver remembers nothing, are zeros.
     """
 
     timesteps: np.ndarray  # [num_steps], int32 or float32 as the scheduler gives them
     table: np.ndarray  # [num_steps, 2 + num_memory, 2 + num_memory], float32
+    levels: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.float32))  # [num_steps, 2]
     draws: tuple[tuple[bool, ...], ...] = ()
+    begin: int = 0
 
     @property
     def num_steps(self) -> int:
@@ -52,10 +59,19 @@ class SolverTable:
     def num_memory(self) -> int:
         return self.table.shape[2] - 2
 
-    def noises(self, draw: Callable[[], np.ndarray]) -> Iterator[np.ndarray | None]:
-        """For each step the noise that it adds, or None; `draw` is called as often as upstream draws."""
-        for used in self.draws or ((),) * self.num_steps:
-            noise = None
+    @property
+    def digest(self) -> str:
+        """Equal for solvers that do the same at every step."""
+        parts = (self.timesteps, self.table, self.levels, np.array([self.begin]))
+        return hashlib.sha256(b"".join(part.tobytes() for part in parts) + repr(self.draws).encode()).hexdigest()
+
+    def noises(self, draw: Callable[[], np.ndarray], steps: range | None = None) -> Iterator[np.ndarray | None]:
+        """For each of `steps`, or of all, the noise that it adds, or None; `draw` is called as often as upstream draws.
+
+        Nothing is drawn for a step before it is asked for.
+        """
+        for step in range(self.num_steps) if steps is None else steps:
+            noise, used = None, self.draws[step] if self.draws else ()
             for is_used in used:
                 drawn = draw()
                 noise = drawn if is_used else noise
@@ -97,19 +113,63 @@ def scheduler_from(config: Mapping[str, Any], **overrides: Any) -> Any:
     return upstream.from_config({**config, **overrides})
 
 
-def table_for(spec: ModelSpec, config: Mapping[str, Any], settings: Settings) -> SolverTable:
+def table_for(spec: ModelSpec, config: Mapping[str, Any], settings: Settings, begin: int = 0) -> SolverTable:
     """The steps of a generation with the scheduler that `config`, a checkpoint's `scheduler_config.json`, describes, or
-    with the one that was chosen in its place.
+    with the one that was chosen in its place; see `tabulate` for `begin`. `ValueError` where it takes no sigmas.
     """
-    config = {**config, **spec.schedulers.get(settings.scheduler, {})}
-    if settings.shift and spec.shift_key:  # 0 is the checkpoint's own
-        config[spec.shift_key] = settings.shift
+    shift = settings.shift or config.get(spec.shift_key or "")  # 0 is the checkpoint's own
+    if settings.scheduler in spec.schedulers:
+        config = _in_place_of(config, spec.schedulers[settings.scheduler])
+    if shift and spec.shift_key:
+        own = [name for name in SHIFT_KEYS if name in _arguments(config)]
+        config = {**config, **dict.fromkeys(own, shift)}
+    scheduler = scheduler_from(config)
     arguments = spec.solver_arguments(config, spec.geometry.latent_shape(settings), settings)
-    return tabulate(scheduler_from(config), settings.num_inference_steps, **arguments)
+    if settings.sigmas:
+        arguments["sigmas"] = np.array(settings.sigmas)
+    if "sigmas" not in inspect.signature(scheduler.set_timesteps).parameters:
+        arguments.pop("sigmas", None)
+        if settings.sigmas:
+            raise ValueError(
+                f"{spec.title}: {type(scheduler).__name__} takes no sigmas. Leave sigmas empty, or choose another "
+                "scheduler."
+            )
+    return tabulate(scheduler, settings.num_inference_steps, begin, **arguments)
 
 
-def tabulate(scheduler: Any, num_steps: int, **timestep_arguments: Any) -> SolverTable:
-    """Reads the coefficients off an upstream scheduler.
+def experts_for(spec: ModelSpec, table: SolverTable, settings: Settings, boundary: float) -> list[tuple[str, float]]:
+    """Which denoiser is for each step, and its guidance scale: the first from timestep `boundary` on, or for the first
+    `high_noise_steps`, then another.
+    """
+    timesteps = table.timesteps.tolist()
+    if len(spec.experts) == 1:
+        return [(spec.experts[0], spec.guidance_at(settings, timestep)) for timestep in timesteps]
+    first, second = ((name, spec.for_expert(settings, name).guidance_scale) for name in spec.experts)
+    if settings.high_noise_steps:
+        return [first if index < settings.high_noise_steps else second for index in range(table.num_steps)]
+    return [first if timestep >= boundary else second for timestep in timesteps]
+
+
+# What schedulers of flow models call their shift.
+SHIFT_KEYS = ("flow_shift", "shift")
+
+
+def _arguments(config: Mapping[str, Any]) -> Mapping[str, inspect.Parameter]:
+    """What the class that `config` names is made with."""
+    import diffusers
+
+    upstream = getattr(diffusers, str(config.get("_class_name")), None)
+    return inspect.signature(upstream.__init__).parameters if upstream else {}
+
+
+def _in_place_of(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` for another class: upstream warns of what that one does not know."""
+    known = {"_class_name", *_arguments(changes)}
+    return {name: value for name, value in {**config, **changes}.items() if name in known}
+
+
+def tabulate(scheduler: Any, num_steps: int, begin: int = 0, **timestep_arguments: Any) -> SolverTable:
+    """Reads the coefficients off an upstream scheduler that begins at step `begin`, as its pipelines from latents do.
 
     Raises `NotImplementedError` where the scheduler is not linear (thresholding), takes more than a step of these has,
     keeps more than `MAX_MEMORY` tensors or adds several noises in a step, and `ValueError` where its step is not
@@ -122,15 +182,28 @@ def tabulate(scheduler: Any, num_steps: int, **timestep_arguments: Any) -> Solve
             f"{type(scheduler).__name__} is not supported: its step also needs {' and '.join(others)}. Use a "
             "checkpoint with another scheduler, such as a DDIM, DPM-Solver, UniPC or Euler one."
         )
+    # What a solver remembers of many steps has its place also where it runs few: one program for any number.
+    usual = copy.deepcopy(scheduler)
+    usual.set_timesteps(USUAL_STEPS, **{name: x for name, x in timestep_arguments.items() if name != "sigmas"})
     scheduler.set_timesteps(num_steps, **timestep_arguments)
+    return _table_of(scheduler, _rows(scheduler, begin), _rows(usual, 0), begin)
+
+
+# Enough for any solver here to remember all that it ever does.
+USUAL_STEPS = 6
+
+
+def _rows(scheduler: Any, begin: int) -> "list[_Row]":
+    """The steps from `begin` on."""
     if hasattr(scheduler, "set_begin_index"):
-        scheduler.set_begin_index(0)
+        scheduler.set_begin_index(begin)
     stepper = _Stepper(scheduler)
     rows = []
-    for timestep in scheduler.timesteps:
+    for index, timestep in enumerate(scheduler.timesteps[begin:], begin):
+        level = _level(scheduler, timestep)
         slots = [*_memory(scheduler), *_memory(stepper)]
-        for index, slot in enumerate(slots):
-            slot.write(_unit(2 + index))
+        for number, slot in enumerate(slots):
+            slot.write(_unit(2 + number))
         with _CountedDraws() as draws:
             result = stepper.step(_unit(OUTPUT), timestep, _unit(SAMPLE))
         rows.append(
@@ -138,11 +211,21 @@ def tabulate(scheduler: Any, num_steps: int, **timestep_arguments: Any) -> Solve
                 result=_coefficients(result),
                 before=[slot.key for slot in slots],
                 after={slot.key: _coefficients(slot.read()) for slot in (*_memory(scheduler), *_memory(stepper))},
-                denoised=_denoised(scheduler, len(rows), timestep),
+                denoised=_denoised(scheduler, index, timestep),
+                level=level,
                 num_draws=draws.count,
             )
         )
-    return _table_of(scheduler, rows)
+    return rows
+
+
+def _level(scheduler: Any, timestep: torch.Tensor) -> tuple[float, float]:
+    """Of a clean sample and of noise in the sample before this step, as upstream mixes them."""
+    clean, noise, times = _unit(SAMPLE), _unit(OUTPUT), timestep.reshape(1)
+    is_flow = hasattr(scheduler, "scale_noise")
+    mixed = scheduler.scale_noise(clean, times, noise) if is_flow else scheduler.add_noise(clean, noise, times)
+    found = _coefficients(mixed)
+    return float(found[SAMPLE]), float(found[OUTPUT])
 
 
 def _parameters(scheduler: Any) -> Mapping[str, inspect.Parameter]:
@@ -205,6 +288,7 @@ class _Row:
     before: list[tuple[str, int]]
     after: dict[tuple[str, int], np.ndarray]
     denoised: tuple[float, float]
+    level: tuple[float, float]
     num_draws: int
 
     @property
@@ -237,19 +321,21 @@ def _denoised(scheduler: Any, index: int, timestep: torch.Tensor) -> tuple[float
     return 0.0, 1.0
 
 
-def _table_of(scheduler: Any, rows: list[_Row]) -> SolverTable:
-    """Gives every remembered tensor, and the noise, a fixed column."""
-    name = type(scheduler).__name__
-    keys = sorted({key for row in rows for key in (*row.before, *row.after)})
+def _table_of(scheduler: Any, rows: list[_Row], usual: list[_Row], begin: int) -> SolverTable:
+    """Gives every remembered tensor, and the noise, a fixed column; those of `usual` rows count too."""
+    name, seen = type(scheduler).__name__, [*rows, *usual]
+    keys = sorted({key for row in seen for key in (*row.before, *row.after)})
     if len(keys) > MAX_MEMORY:
         raise NotImplementedError(f"{name} keeps {len(keys)} tensors; {MAX_MEMORY} are allowed.")
-    if any(sum(row.draws) > 1 for row in rows):
+    if any(sum(row.draws) > 1 for row in seen):
         raise NotImplementedError(f"{name} adds several noises in one step; one is supported.")
-    adds_noise = any(True in row.draws for row in rows)
+    adds_noise = any(True in row.draws for row in seen)
     column = {key: 2 + index for index, key in enumerate(keys)}
     width = 2 + len(keys) + adds_noise
-    table = np.zeros((len(rows), width, width), np.float32)
-    for step, row in enumerate(rows):
+    table = np.zeros((begin + len(rows), width, width), np.float32)
+    levels = np.zeros((begin + len(rows), 2), np.float32)
+    for step, row in enumerate(rows, begin):
+        levels[step] = row.level
         table[step, 0] = row.in_columns(row.result, column, width)
         for key, coefficients in row.after.items():
             table[step, column[key] - 1] = row.in_columns(coefficients, column, width)
@@ -258,8 +344,8 @@ def _table_of(scheduler: Any, rows: list[_Row]) -> SolverTable:
         raise ValueError(f"{type(scheduler).__name__} gives no finite step with this config and number of steps.")
     timesteps = scheduler.timesteps.cpu().numpy()
     wanted = np.int32 if np.issubdtype(timesteps.dtype, np.integer) else np.float32
-    draws = tuple(row.draws for row in rows) if adds_noise else ()
-    return SolverTable(timesteps=timesteps.astype(wanted), table=table, draws=draws)
+    draws = ((),) * begin + tuple(row.draws for row in rows) if adds_noise else ()
+    return SolverTable(timesteps=timesteps.astype(wanted), table=table, levels=levels, draws=draws, begin=begin)
 
 
 def _unit(index: int) -> torch.Tensor:

@@ -1,0 +1,247 @@
+"""Few steps: schedulers and given sigmas against diffusers' pipeline, two samplers in a row, latents to go on from.
+
+On Wan 2.1's miniature: a whole generation of each solver is run once, and every test looks at it.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.tests.models import parity
+from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tests.support.published import umt5_tokenizer
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.engine import denoise as denoising
+from comfyui_tpu.tpu_runtime.engine import stage_files
+from comfyui_tpu.tpu_runtime.engine.payloads import CARRIED
+from comfyui_tpu.tpu_runtime.limits import FLOW_SCHEDULERS
+from comfyui_tpu.tpu_runtime.models import spec_for_family
+from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
+from comfyui_tpu.tpu_runtime.programs import solver_table
+from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.spec import Settings
+
+SPEC = spec_for_family("Wan21")
+MODEL = parity.tiny_model(SPEC)
+EULER, UNIPC, DPM, LCM = FLOW_SCHEDULERS
+CHIPS = 3
+# 24 tokens on 3 chips; one branch, as distilled models have.
+SETTINGS = Settings(height=64, width=48, num_frames=5, num_inference_steps=4, guidance_scale=1.0, seed=7, shift=5.0)
+CASES = {
+    "Euler, given sigmas": replace(SETTINGS, scheduler=EULER, sigmas=(1.0, 0.75, 0.5, 0.25)),
+    "UniPC": replace(SETTINGS, scheduler=UNIPC),
+    "UniPC, given sigmas": replace(SETTINGS, scheduler=UNIPC, sigmas=(0.99, 0.8, 0.6, 0.2)),
+    "DPM-Solver++": replace(SETTINGS, scheduler=DPM),
+    "LCM": replace(SETTINGS, scheduler=LCM),
+}
+each_case = pytest.mark.parametrize("case", CASES)
+
+
+@functools.cache
+def pipeline() -> Any:
+    folder = tiny.ensure(SPEC)
+    return parity.upstream("WanPipeline", folder, tokenizer=umt5_tokenizer(folder))
+
+
+@functools.cache
+def oracle(case: str) -> np.ndarray:
+    """The last latents of diffusers' pipeline with another scheduler, as its documentation says to put it in."""
+    settings, pipe = CASES[case], pipeline()
+    upstream = getattr(diffusers, settings.scheduler)
+    shift = {"flow_shift" if settings.scheduler in (UNIPC, DPM) else "shift": settings.shift}
+    scheduler = pipe.scheduler = upstream.from_config({**SPEC.scheduler, "_class_name": settings.scheduler}, **shift)
+    if settings.sigmas:  # which this pipeline does not hand on
+        scheduler.set_timesteps = functools.partial(scheduler.set_timesteps, sigmas=np.array(settings.sigmas))
+    if settings.scheduler == LCM:  # upstream draws from the global generator: here, where the first noise ended
+        generator = torch.Generator().manual_seed(settings.seed)
+        SPEC.noise(SPEC, settings, generator)
+        scheduler.step = functools.partial(scheduler.step, generator=generator)
+    return parity.generate(pipe, settings, prompt="cat", negative_prompt="", num_frames=settings.num_frames).latents
+
+
+@functools.cache
+def embeds() -> tuple:
+    return engine(CHIPS).encode(MODEL, "cat", "", Silent())
+
+
+def run(settings: Settings, latents: Any = None, progress: Any = None) -> Any:
+    return engine(CHIPS).denoise(MODEL, settings, *embeds(), progress or Silent(), latents=latents)
+
+
+@functools.cache
+def whole(case: str) -> torch.Tensor:
+    return run(CASES[case])["samples"]
+
+
+def normalised(samples: torch.Tensor) -> torch.Tensor:
+    mean, std = wan_vae.latent_stats(SPEC.component(SPEC.vae).config)
+    return (samples - mean) / std
+
+
+def halves(case: str) -> tuple[Settings, Settings]:
+    """Two samplers of 2 + 2 steps; the seed of the second does not matter."""
+    first = replace(CASES[case], end_step=2, return_with_leftover_noise=True)
+    return first, replace(CASES[case], start_step=2, add_noise=False, seed=99)
+
+
+@each_case
+def test_latents_equal_upstreams(case: str, compare: Callable):
+    compare(f"latents, {case}", normalised(whole(case)).numpy(), oracle(case))
+
+
+@each_case
+def test_two_samplers_in_a_row_equal_one_to_the_bit(case: str, tmp_path: Path):
+    """Also over a file."""
+    expected, (first, second) = whole(case), halves(case)
+    left = run(first)
+    assert not torch.equal(left["samples"], expected)
+    assert torch.equal(run(second, left)["samples"], expected)
+    stage_files.save_latents(tmp_path, left, MODEL)
+    assert torch.equal(run(second, stage_files.load_latents(tmp_path, MODEL))["samples"], expected)
+
+
+def test_numbers_of_steps_compile_nothing():
+    """Other steps, sigmas, parts and a single step run one program for each solver."""
+    for case in CASES:
+        whole(case)
+    runner = engine(CHIPS)
+    before = [*runner.device_cache.programs()], runner.counts["compile"]
+    for name in (EULER, UNIPC, LCM):
+        settings = replace(SETTINGS, scheduler=name)
+        for few in (
+            replace(settings, num_inference_steps=1),
+            replace(settings, num_inference_steps=3, sigmas=(0.9, 0.5, 0.1)),
+            replace(settings, end_step=1),
+            replace(settings, num_inference_steps=2, shift=3.0),
+        ):
+            run(few)
+    run(replace(SETTINGS, scheduler=UNIPC, start_step=3), {"samples": whole("UniPC")})
+    assert {*map(id, before[0])} == {*map(id, runner.device_cache.programs())}
+    assert runner.counts["compile"] == before[1]
+
+
+class Words(Silent):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def text(self, message: str) -> None:
+        self.said.append(message)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"shift": 3.0}, "they were left by another solver, or for other sigmas, shift or number of steps"),
+        ({"num_inference_steps": 5}, "they were left by another solver, or for other sigmas, shift or number of steps"),
+        ({"scheduler": DPM}, "they were left by another solver, or for other sigmas, shift or number of steps"),
+        ({"start_step": 3}, "they were left before step 2, and start_step is 3"),
+    ],
+)
+def test_what_latents_carry_is_only_used_where_it_fits(
+    change: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+):
+    """Otherwise they are latents as any, and the user is told."""
+    first, second = halves("UniPC")
+    left, progress = run(first), Words()
+    other = replace(second, **change)
+    with caplog.at_level(logging.WARNING):
+        found = run(other, left, progress)["samples"]
+    assert f"Going on from the latents alone: {reason}" in progress.said and reason in caplog.text
+    assert torch.equal(found, run(other, {"samples": left["samples"]})["samples"])
+
+
+def test_latents_that_a_node_changed_are_not_gone_on_from_in_silence():
+    first, second = halves("UniPC")
+    left, progress = run(first), Words()
+    changed = {**left, "samples": left["samples"] * 1.01}
+    found = run(second, changed, progress)["samples"]
+    assert "Going on from the latents alone: another node changed them" in progress.said
+    assert not torch.equal(found, whole("UniPC"))
+    damaged = {**left, CARRIED: {**left[CARRIED], "generator": torch.zeros(3, dtype=torch.uint8)}}
+    run(second, damaged, progress)
+    assert "Going on from the latents alone: what they carry is damaged" in progress.said
+
+
+def test_leftover_latents_are_in_comfyuis_scale(compare: Callable):
+    """As its flow models' samplers leave them, over 1 - sigma: so a solver without memory nearly goes on from these."""
+    first, second = halves("Euler, given sigmas")
+    left = run(first)
+    sigma = 5 * 0.5 / (1 + 4 * 0.5)
+    state = left[CARRIED]["state"][:1]
+    compare("leftover", normalised(left["samples"]).numpy(), (state / (1 - sigma)).numpy(), error=1e-5)
+    found = run(second, {"samples": left["samples"]})["samples"]
+    compare("going on from it", found.numpy(), whole("Euler, given sigmas").numpy())
+
+
+def test_without_leftover_noise_an_early_end_is_the_estimate(compare: Callable):
+    """What an Euler step to 0 gives."""
+    settings = replace(CASES["Euler, given sigmas"], end_step=3)
+    shorter = replace(settings, sigmas=(1.0, 0.75, 0.5), end_step=0)
+    compare("early end", run(settings)["samples"].numpy(), run(shorter)["samples"].numpy(), error=1e-5)
+
+
+@pytest.mark.parametrize("name", FLOW_SCHEDULERS)
+def test_noise_is_added_to_latents_as_upstream_adds_it(name: str, compare: Callable):
+    """And the solver begins there as new, as in upstream's image to image."""
+    settings = replace(SETTINGS, scheduler=name, start_step=2)
+    table = functools.partial(solver_table.table_for, SPEC, SPEC.scheduler, settings)
+    samples = torch.randn(SPEC.geometry.latent_shape(settings), generator=torch.Generator().manual_seed(3))
+    vae_config = SPEC.component(SPEC.vae).config
+
+    def finish(sample: torch.Tensor) -> torch.Tensor:
+        return SPEC.denormalize_latents(sample, settings, vae_config)
+
+    latents = {"samples": finish(samples)}
+    found = denoising.begin(SPEC, settings, table, finish, {}, latents, lambda text: None)
+    changes = {**SPEC.scheduler, **FLOW_SCHEDULERS[name], "flow_shift": 5.0, "shift": 5.0}
+    upstream = solver_table.scheduler_from(changes)
+    upstream.set_timesteps(4)
+    upstream.set_begin_index(2)
+    noise = SPEC.noise(SPEC, settings, torch.Generator().manual_seed(settings.seed))
+    at = upstream.timesteps[2:3]
+    mix = getattr(upstream, "scale_noise", None)
+    expected = mix(samples, at, noise) if mix else upstream.add_noise(samples, noise, at)
+    compare(f"{name}, noise added", found.state[0], expected.numpy(), error=1e-5)
+    state, sample = found.state, expected
+    outputs = torch.randn(2, *samples.shape, generator=torch.Generator().manual_seed(4))
+    ours, theirs = (torch.Generator().manual_seed(5) for _ in range(2))
+    drawn = found.table.noises(lambda: torch.randn(samples.shape, generator=ours).numpy(), range(2, 4))
+    for index, noise, output in zip((2, 3), drawn, outputs, strict=True):
+        state = solver_table.with_noise(tuple(state), noise)
+        *state, _ = solver_table.advance(state, output.numpy(), found.table.table[index])
+        more = {"generator": theirs} if name == LCM else {}
+        sample = upstream.step(output, upstream.timesteps[index], sample, return_dict=False, **more)[0]
+    compare(f"{name}, begun in the middle", np.asarray(state[0]), sample.numpy(), error=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "latents", "sentence"),
+    [
+        ({"start_step": 2}, None, "start_step is 2, but no latents are connected to go on from. Connect latents, or"),
+        ({"add_noise": False}, None, "add_noise is off, but no latents are connected to go on from."),
+        ({}, torch.zeros(1, 16, 2, 4, 4), r"the latents have shape \(1, 16, 2, 4, 4\); with the sampler's size it mu"),
+        ({}, torch.zeros(1, 4, 8, 6), r"the LATENT has shape \(1, 4, 8, 6\); it must be \(batch, 16, frames, height /"),
+        ({}, torch.full((1, 16, 2, 8, 6), torch.nan), "the LATENT holds values that are not finite"),
+        (
+            {"scheduler": DPM, "sigmas": (1.0, 0.5)}, None,
+            "DPMSolverMultistepScheduler takes no sigmas. Leave sigmas empty, or choose another scheduler.",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_begun_is_refused_before_a_weight_is_read(
+    change: dict[str, Any], latents: torch.Tensor | None, sentence: str
+):
+    embeds()
+    loads = engine(CHIPS).counts["load"]
+    with pytest.raises(ValueError, match=sentence):
+        run(replace(SETTINGS, **change), None if latents is None else {"samples": latents})
+    with pytest.raises(ValueError, match="have a noise mask, and masks are not supported"):
+        run(SETTINGS, {"samples": torch.zeros(1, 16, 2, 8, 6), "noise_mask": torch.ones(1, 1, 8, 6)})
+    assert engine(CHIPS).counts["load"] == loads

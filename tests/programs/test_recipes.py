@@ -1,0 +1,172 @@
+"""Recipes of distilled models: the sigmas and timesteps that their makers publish, with their sources."""
+
+from dataclasses import replace
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+from comfyui_tpu.tpu_runtime.engine import denoise as denoising
+from comfyui_tpu.tpu_runtime.limits import FLOW_SCHEDULERS
+from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
+from comfyui_tpu.tpu_runtime.programs import solver_table
+from comfyui_tpu.tpu_runtime.programs.solver_table import SolverTable
+from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
+from diffusers.pipelines.flux2 import pipeline_flux2, pipeline_flux2_klein
+from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5
+
+WAN, FLUX, HUNYUAN = (spec_for_family(name) for name in ("Wan22I2V", "Flux2", "HunyuanVideo15"))
+EULER, UNIPC, DPM, LCM = FLOW_SCHEDULERS
+# LightX2V's 4 steps, configs/distill/wan22/wan_moe_i2v_distill_model.json in its repository:
+# denoising_step_list [1000, 750, 500, 250], sample_shift 5, boundary_step_index 2. Its schedulers/wan/step_distill
+# takes Euler steps for Wan 2.2, and adds new noise at every step for Wan 2.1.
+LIGHTX2V = "1, 0.75, 0.5, 0.25"
+LIGHTX2V_SIGMAS = [1.0, 0.9375, 0.83333, 0.625]
+# The card of fal/FLUX.2-dev-Turbo: "pre-shifted custom sigmas for 8-step turbo inference", guidance_scale 2.5, given
+# to Flux2Pipeline, which shifts them by the picture's size.
+TURBO = (1.0, 0.6509, 0.4374, 0.2932, 0.1893, 0.1108, 0.0495, 0.00031)
+
+
+def table_of(spec: ModelSpec, **widgets: Any) -> SolverTable:
+    return solver_table.table_for(spec, spec.scheduler, spec.settings(**widgets))
+
+
+def sigmas_of(table: SolverTable) -> np.ndarray:
+    return table.levels[:, 1]
+
+
+@pytest.mark.parametrize("scheduler", [EULER, LCM])
+def test_lightx2vs_four_steps_of_wan(scheduler: str):
+    table = table_of(WAN, sigmas=LIGHTX2V, shift=5.0, scheduler=scheduler)
+    np.testing.assert_allclose(sigmas_of(table), LIGHTX2V_SIGMAS, atol=1e-5)
+    np.testing.assert_allclose(table.timesteps, np.array(LIGHTX2V_SIGMAS) * 1000, atol=0.01)
+    np.testing.assert_allclose(table.levels.sum(1), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("boundary", [0.9, 0.875], ids=["Wan 2.2 I2V", "Wan 2.2 T2V"])
+def test_of_the_four_two_are_the_first_experts(boundary: float):
+    class Found:
+        spec, progress = WAN, None
+        found = type("Checkpoint", (), {"index": lambda self, progress: {"boundary_ratio": boundary}})()
+
+    settings = WAN.settings(sigmas=LIGHTX2V, scheduler=EULER, guidance_scale=1.0, guidance_scale_2=3.0)
+    table = solver_table.table_for(WAN, WAN.scheduler, settings)
+
+    def experts(settings: Settings) -> list:
+        return denoising.experts_of(Found(), WAN.scheduler, table, settings)  # pyright: ignore[reportArgumentType]
+
+    first, second = ("transformer", 1.0), ("transformer_2", 3.0)
+    assert experts(settings) == [first, first, second, second]
+    assert experts(replace(settings, high_noise_steps=3)) == [first, first, first, second]
+    assert experts(replace(settings, high_noise_steps=4)) == [first] * 4
+
+
+def test_four_steps_of_euler_alone_are_not_those():
+    """The trap: upstream's Euler spreads its steps between shifted ends, and shifts them again."""
+    alone = sigmas_of(table_of(WAN, num_inference_steps=4, shift=5.0, scheduler=EULER))
+    np.testing.assert_allclose(alone, [1.0, 0.9097, 0.7173, 0.0244], atol=1e-4)
+    for scheduler in (UNIPC, DPM, "checkpoint"):
+        table = table_of(WAN, num_inference_steps=4, shift=5.0, scheduler=scheduler)
+        np.testing.assert_allclose(sigmas_of(table), LIGHTX2V_SIGMAS, atol=1e-3)
+        assert np.abs(table.timesteps - [999, 937, 833, 625]).max() <= 1
+
+
+@pytest.mark.parametrize("scheduler", FLOW_SCHEDULERS)
+def test_the_shift_goes_with_the_scheduler(scheduler: str):
+    """The checkpoint's where none is given, whatever the class calls it."""
+    for spec, key, own in ((WAN, "flow_shift", 3.0), (HUNYUAN, "shift", 9.0)):
+        config = {**spec.scheduler, key: own}
+        given = replace(spec.settings(scheduler=scheduler, num_inference_steps=4), shift=None)
+        unset, same, other = (
+            solver_table.table_for(spec, config, replace(given, shift=shift)) for shift in (None, own, own + 2)
+        )
+        assert unset.digest == same.digest != other.digest
+
+
+def upstream_sigmas(module: Any, steps: int, sigmas: Any, shift: dict[str, Any], **mu: Any) -> Any:
+    """As diffusers' pipelines set their scheduler."""
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**shift)
+    timesteps, _ = module.retrieve_timesteps(scheduler, steps, "cpu", sigmas=sigmas, **mu)
+    return timesteps.numpy(), scheduler.sigmas[:-1].numpy()
+
+
+def test_turbos_eight_steps():
+    """At 1024 x 1024 what the pipeline makes of the card's sigmas is eight equal steps with a shift of 3."""
+    table = table_of(FLUX, sigmas=", ".join(map(str, TURBO)), guidance_scale=2.5)
+    mu = pipeline_flux2.compute_empirical_mu(image_seq_len=4096, num_steps=8)
+    timesteps, sigmas = upstream_sigmas(pipeline_flux2, 8, list(TURBO), {"use_dynamic_shifting": True}, mu=mu)
+    np.testing.assert_allclose(sigmas_of(table), sigmas, atol=1e-6)
+    np.testing.assert_allclose(table.timesteps, timesteps, atol=1e-3)
+    equal = np.linspace(1, 0.001, 8)
+    np.testing.assert_allclose(sigmas_of(table), 3 * equal / (1 + 2 * equal), atol=5e-4)
+
+
+def test_kleins_four_steps():
+    """`Flux2KleinPipeline` at 1024 x 1024: the same shift as dev's, for four steps."""
+    table = table_of(FLUX, num_inference_steps=4)
+    mu = pipeline_flux2_klein.compute_empirical_mu(image_seq_len=4096, num_steps=4)
+    timesteps, sigmas = upstream_sigmas(
+        pipeline_flux2_klein, 4, np.linspace(1, 0.25, 4), {"use_dynamic_shifting": True}, mu=mu
+    )
+    np.testing.assert_allclose(sigmas_of(table), sigmas, atol=1e-6)
+    np.testing.assert_allclose(table.timesteps, timesteps, atol=1e-3)
+
+
+@pytest.mark.parametrize("steps", [8, 12])
+def test_hunyuans_step_distilled(steps: int):
+    """Its makers' README: 8 or 12 steps; the card of 480p_i2v_step_distilled: shift 7, guidance 1."""
+    table = table_of(spec_by_name("hunyuanvideo1.5-i2v-720p"), num_inference_steps=steps, flow_shift=7.0)
+    equal = np.linspace(1, 0, steps + 1)[:-1]
+    timesteps, sigmas = upstream_sigmas(pipeline_hunyuan_video1_5, steps, equal, {"shift": 7.0})
+    np.testing.assert_allclose(sigmas_of(table), sigmas, atol=1e-6)
+    np.testing.assert_allclose(sigmas, 7 * equal / (1 + 6 * equal), atol=1e-6)
+    np.testing.assert_allclose(table.timesteps, timesteps, atol=1e-3)
+
+
+@pytest.mark.parametrize("spec", [FLUX, HUNYUAN], ids=lambda spec: spec.family)
+@pytest.mark.parametrize("scheduler", FLOW_SCHEDULERS)
+def test_every_family_runs_every_scheduler(spec: ModelSpec, scheduler: str):
+    table = table_of(spec, scheduler=scheduler, num_inference_steps=4)
+    sigmas = sigmas_of(table)
+    assert sigmas[0] > 0.99 and (np.diff(sigmas) < 0).all() and table.num_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("sigmas", "problem"),
+    [
+        ("1, x", "it must be numbers with commas between them, such as 1, 0.75, 0.5, 0.25, or empty."),
+        ("1, 0.5,", "it must be numbers with commas between them"),
+        ("1, 0.5, 0.5", "each number must be smaller than the one before."),
+        ("1, 0.5, 0", "each number must be above 0 and at most 1. The 0 at the end is added by itself."),
+        ("1000, 750", "each number must be above 0 and at most 1."),
+        ("1, nan", "each number must be above 0 and at most 1."),
+        (", ".join(str(1 - i / 200) for i in range(101)), "has 101 numbers; at most 100 are allowed."),
+    ],
+)
+def test_sigmas_that_cannot_be_are_refused(sigmas: str, problem: str):
+    with pytest.raises(ValueError) as error:
+        WAN.settings(sigmas=sigmas)
+    assert str(error.value).startswith("Wan 2.2 I2V A14B: sigmas ") and problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("widgets", "problem"),
+    [
+        (
+            {"start_step": 2, "end_step": 2, "num_inference_steps": 4},
+            "start_step is 2 and end_step 2, of 4 steps: none",
+        ),
+        ({"start_step": 4, "sigmas": LIGHTX2V}, "start_step is 4 and end_step 0, of 4 steps: none is left to run."),
+        ({"high_noise_steps": 5, "sigmas": LIGHTX2V}, "high_noise_steps is 5, but there are 4 steps."),
+        ({"scheduler": "euler"}, "scheduler is 'euler'; it must be one of checkpoint, FlowMatchEulerDiscreteScheduler"),
+    ],
+)
+def test_steps_that_cannot_be_are_refused(widgets: dict[str, Any], problem: str):
+    with pytest.raises(ValueError) as error:
+        WAN.settings(**widgets)
+    assert str(error.value).startswith(f"Wan 2.2 I2V A14B: {problem}")
+
+
+def test_sigmas_take_the_place_of_the_number_of_steps():
+    settings = WAN.settings(sigmas=LIGHTX2V, num_inference_steps=40, end_step=90)
+    assert settings.num_inference_steps == 4 and settings.steps == range(4)
