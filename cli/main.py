@@ -5,26 +5,22 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..nodes.declare import Declaration, Folders
 from ..nodes.graph import Workflow, generations
-from ..nodes.headless.runner import HEADLESS, TerminalHost, Timing, run_workflow
+from ..nodes.headless.runner import HEADLESS, TerminalHost, run_workflow
 from ..nodes.headless.workflow import to_api
-from ..tpu_runtime import media, pipeline
-from ..tpu_runtime.checkpoints.model_ref import ModelRef, choose_model, variant
-from ..tpu_runtime.engine import payloads, stage_files
-from ..tpu_runtime.limits import PART, Choice, IntLimit, Numbers, Switch
+from ..tpu_runtime import pipeline
+from ..tpu_runtime.checkpoints.model_ref import ModelRef, variant
 from ..tpu_runtime.models import SPECS, spec_by_name, spec_for_family
 from ..tpu_runtime.plan import options as plan_options
 from ..tpu_runtime.precision import CHOICES
-from ..tpu_runtime.spec import ModelSpec, Settings
-from . import doctor
-
-# What a picture is encoded for.
-_SIZE = ("height", "width", "num_frames")
+from ..tpu_runtime.spec import Settings
+from . import doctor, stages
+from .verbs import add_inputs, add_verb, flag, given_inputs, input_names, print_timings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
-    run = _verb(verbs, "run", _run, "run a ComfyUI workflow file")
+    run = add_verb(verbs, "run", _run, "run a ComfyUI workflow file")
     run.add_argument("workflow", type=Path, help="a workflow as ComfyUI's page saves or exports it (JSON)")
     run.add_argument(
         "--set", action="append", default=[], metavar="NODE.INPUT=VALUE", help="change an input; repeatable"
@@ -71,35 +67,22 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--tiny", action="store_true", help="use the built-in miniature models, at their sizes")
     run.add_argument("--out", type=Path, default=Path("output"), metavar="DIR", help="where results go (output)")
     run.add_argument("--input", type=Path, default=Path("input"), metavar="DIR", help="where LoadImage looks (input)")
-    encode = _stage_verb(verbs, "encode", _encode, "stage 1: prompts, and a picture, to embeddings")
-    for name in _names("texts"):
-        encode.add_argument(_flag(name), dest=name)
-    encode.add_argument(
-        "--image", type=Path, action="append", default=[], metavar="FILE",
-        help="the picture to start from, and then the one to end with; for models that look at references: each",
-    )  # fmt: skip
-    encode.add_argument("--resize", choices=media.RESIZE, default=media.RESIZE[0], help="how another shape is fitted")
-    _add_widgets(encode, _SIZE)
-    denoise = _stage_verb(verbs, "denoise", _denoise, "stage 2: embeddings to latents")
-    _add_widgets(denoise, [name for name in _names("inputs") if name != "fps"])
-    decode = _stage_verb(verbs, "decode", _decode, "stage 3: latents to a video or a picture")
-    _add_widgets(decode, ["fps"])
-    decode.add_argument("--out", type=Path, metavar="FILE", help="FOLDER/output_video.mp4 or output_image.png")
-    warmup = _verb(verbs, "warmup", _warmup, "compile a size's programs, so that its first run starts at once")
+    stages.add_verbs(verbs)
+    warmup = add_verb(verbs, "warmup", _warmup, "compile a size's programs, so that its first run starts at once")
     warmup.add_argument("workflow", type=Path, nargs="?", help="the sizes of this workflow's samplers")
     warmup.add_argument("--model", metavar="NAME", help="instead: this model; " + "; ".join(s.name for s in SPECS))
     warmup.add_argument("--model-id", metavar="ID", help="with --model: its id or folder; default: its Hub id")
     warmup.add_argument("--precision", choices=CHOICES, default="auto")
     warmup.add_argument("--tiny", action="store_true", help="use the built-in miniature models, at their sizes")
-    _add_widgets(warmup, [name for name in _names("inputs") if name not in ("fps", "seed")])
+    add_inputs(warmup, [name for name in input_names("inputs") if name not in ("fps", "seed")])
     plan_options.add_arguments(
-        _verb(verbs, "plan", _plan, "compile for a described TPU: does it fit, how long would it take")
+        add_verb(verbs, "plan", _plan, "compile for a described TPU: does it fit, how long would it take")
     )
-    monitor = _verb(verbs, "monitor", _monitor, "show what a running ComfyUI server does on the TPU")
+    monitor = add_verb(verbs, "monitor", _monitor, "show what a running ComfyUI server does on the TPU")
     monitor.add_argument("--url", default="http://127.0.0.1:8188", help="the server (http://127.0.0.1:8188)")
     monitor.add_argument("--once", action="store_true", help="print the numbers once and end")
     monitor.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="time between two looks (1)")
-    _verb(verbs, "doctor", _doctor, "report versions, devices, folders and what is missing")
+    add_verb(verbs, "doctor", _doctor, "report versions, devices, folders and what is missing")
     return parser
 
 
@@ -109,57 +92,6 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print(importlib.metadata.version("comfyui-tpu"))
         parser.exit()
-
-
-def _verb(verbs: Any, name: str, command: Callable, text: str) -> argparse.ArgumentParser:
-    verb = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-    verb.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    verb.set_defaults(command=command)
-    return verb
-
-
-def _stage_verb(verbs: Any, name: str, command: Callable, text: str) -> argparse.ArgumentParser:
-    verb = _verb(verbs, name, command, text)
-    verb.add_argument("--folder", type=Path, required=True, metavar="DIR", help="the folder of the stage files")
-    verb.add_argument(
-        "--name", choices=[spec.name for spec in SPECS], help="the model; default: the folder's, or the first"
-    )
-    verb.add_argument("--family", choices=[spec.family for spec in SPECS], help="the same by family")
-    verb.add_argument("--model", metavar="ID", help="model id or folder; default: the folder's, or the model's own")
-    verb.add_argument("--precision", choices=CHOICES, default="auto")
-    return verb
-
-
-def _names(field: str) -> list[str]:
-    """Names of the texts or inputs of all models, each once, in order."""
-    return list(dict.fromkeys(name for spec in SPECS for name in getattr(spec, field)))
-
-
-def _add_widgets(verb: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """An option for each of these inputs of the models; None where it is not given."""
-    for name in names:
-        limits = [spec.inputs[name] for spec in SPECS if name in spec.inputs]
-        defaults = ", ".join(str(value) for value in dict.fromkeys(limit.default for limit in limits)) or "empty"
-        kind: dict[str, Any] = {"type": {IntLimit: int, Numbers: str}.get(type(limits[0]), float)}
-        if isinstance(limits[0], Switch):
-            kind = {"action": argparse.BooleanOptionalAction}
-        elif isinstance(limits[0], Choice):
-            kind = {"choices": list(dict.fromkeys(one for limit in limits for one in limit.options))}
-        verb.add_argument(_flag(name), dest=name, help=f"default {defaults}", **kind)
-
-
-def _given(options: argparse.Namespace, spec: ModelSpec) -> dict[str, Any]:
-    """The texts and inputs that were given as options, by name; ValueError for one that the model does not have."""
-    names = [*_names("texts"), *_names("inputs")]
-    given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
-    for name in given:
-        if name not in spec.texts and name not in spec.inputs:
-            raise ValueError(f"{spec.title}: this model has no {name}. Leave {_flag(name)} out.")
-    return given
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 # --- run --------------------------------------------------------------------------------------------------------------
@@ -177,7 +109,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         run_workflow(workflow, host)
     finally:
-        _print_timings(host.timings)
+        print_timings(host.timings)
     return 0
 
 
@@ -259,127 +191,6 @@ def _find_node(workflow: Workflow, name: str) -> str:
     raise ValueError(f"--set: {count} called {name!r} in this workflow; its nodes are {listing}.")
 
 
-# --- encode, denoise, decode ------------------------------------------------------------------------------------------
-
-
-def _stage_spec(options: argparse.Namespace, config: dict[str, Any]) -> ModelSpec:
-    if options.name and options.family and spec_by_name(options.name).family != options.family:
-        raise ValueError(f"--name {options.name} is not of the family {options.family}; give one of the two.")
-    if options.family and not options.name:
-        return spec_for_family(options.family)
-    name = options.name or config.get("model_name")
-    return spec_by_name(name) if name else SPECS[0]
-
-
-def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, Any]]:
-    """The spec, the checked model, and every option by name: given now, else the folder's, else the default."""
-    config = stage_files.read_config(options.folder)
-    spec = _stage_spec(options, config)
-    model_id = options.model or config.get("model_id") or spec.hub_id
-    model = ModelRef(spec_name=spec.name, model_id=model_id, precision=options.precision)
-    if options.family and not options.name:
-        model = choose_model(spec, model_id, precision=options.precision, progress=TerminalHost(Folders()))
-        spec = model.spec
-    defaults = dict(spec.texts) | {name: limit.default for name, limit in spec.inputs.items()}
-    sizes = spec.tiny_inputs if model_id == spec.tiny_id else {}
-    stored = {name: config[name] for name in defaults if name in config}
-    values = {**defaults, **sizes, **stored, **_given(options, spec)}
-    for name in spec.inputs:
-        spec.check_input(name, values[name])
-    for name in spec.texts:
-        if not isinstance(values[name], str):
-            raise ValueError(f"{spec.title}: {name} is {values[name]!r}; it must be text.")
-    model.check()
-    return spec, model, values
-
-
-def _timed(title: str, action: Callable[[TerminalHost], None]) -> int:
-    host = TerminalHost(Folders())
-    with host.timed(title):
-        action(host)
-    _print_timings(host.timings)
-    return 0
-
-
-def _encode(options: argparse.Namespace) -> int:
-    spec, model, values = _stage(options)
-    stage_files.check_ours(options.folder)
-    texts = {name: values[name] for name in spec.texts}
-    pictures = _pictures(spec, options.image)
-    # A picture is encoded for a size, which the later stages must have.
-    fixed = {name: values[name] for name in _SIZE if pictures and not spec.references}
-    asked = {name: values[name] for name in _SIZE if name in values and getattr(options, name) is not None}
-
-    def action(host: TerminalHost) -> None:
-        embeds = pipeline.encode_prompt(model, texts["prompt"], texts.get("negative_prompt", ""), progress=host)
-        condition = _encode_pictures(model, pictures, fixed, options.resize, host)
-        stage_files.save_embeddings(options.folder, *embeds, model, condition)
-        stage_files.update_config(options.folder, texts | asked | fixed)
-
-    return _timed(f"{spec.title}: encode", action)
-
-
-def _pictures(spec: ModelSpec, paths: Sequence[Path]) -> list[Any]:
-    """The pictures as IMAGEs; ValueError where the model takes another number of them."""
-    if paths and spec.encode_image is None:
-        names = ", ".join(other.name for other in SPECS if other.encode_image is not None)
-        raise ValueError(f"{spec.title}: it takes no picture. Leave --image out, or choose a model by --name: {names}.")
-    if (paths or spec.needs_condition) and not spec.references and len(paths) not in spec.pictures:
-        given = {0: "none was given", 1: "one was given"}.get(len(paths), f"{len(paths)} were given")
-        wanted = {1: "starts from one picture", 2: "starts from one picture and ends with another"}[spec.pictures[0]]
-        raise ValueError(f"{spec.title}: it {wanted}, and {given}. Give each with --image FILE.")
-    return [media.load_image(path)[0] for path in paths]
-
-
-def _encode_pictures(
-    model: ModelRef, pictures: Sequence[Any], size: dict[str, int], resize: str, host: TerminalHost
-) -> payloads.ImageCondition | None:
-    """The condition of pictures brought to `size`, or left at their own where that is empty; None without pictures."""
-    images = [media.resize(one, size["height"], size["width"], resize) if size else one for one in pictures]
-    images = [media.joined(images)] if size else images
-    conditions = [pipeline.encode_image(model, image, size, progress=host) for image in images]
-    return pipeline.join_references(conditions) if len(conditions) > 1 else next(iter(conditions), None)
-
-
-def _denoise(options: argparse.Namespace) -> int:
-    spec, model, values = _stage(options)
-    stage_files.check_ours(options.folder)
-    numbers = {name: values[name] for name in spec.inputs if name != "fps"}
-    settings = spec.settings(**numbers)
-    embeds = stage_files.load_embeddings(options.folder, model)
-    condition = stage_files.load_condition(options.folder, model)
-    goes_on = settings.start_step or not settings.add_noise
-    given = stage_files.load_latents(options.folder, model) if goes_on else None
-    if spec.needs_condition and condition is None:
-        raise ValueError(
-            f"{spec.title}: {options.folder} holds no encoded picture; run `comfyui-tpu encode --folder "
-            f"{options.folder} --image FILE` first."
-        )
-
-    def action(host: TerminalHost) -> None:
-        latents = pipeline.denoise(model, settings, *embeds, condition=condition, latents=given, progress=host)
-        stage_files.save_latents(options.folder, latents, model)
-        stage_files.update_config(options.folder, {name: x for name, x in numbers.items() if name not in PART})
-
-    return _timed(f"{spec.title}: denoise", action)
-
-
-def _decode(options: argparse.Namespace) -> int:
-    spec, model, values = _stage(options)
-    out = options.out or options.folder / ("output_image.png" if spec.is_image else "output_video.mp4")
-    latents = stage_files.load_latents(options.folder, model)
-
-    def action(host: TerminalHost) -> None:
-        frames = pipeline.decode(model, latents, progress=host)
-        if spec.is_image:
-            media.save_image(out, frames[0])
-        else:
-            media.save_video(out, media.Video(frames=frames, frame_rate=media.frame_rate(values["fps"])))
-        host.text(f"wrote {out}")
-
-    return _timed(f"{spec.title}: decode", action)
-
-
 # --- warmup -----------------------------------------------------------------------------------------------------------
 
 
@@ -388,7 +199,7 @@ def _warmup(options: argparse.Namespace) -> int:
     for model, settings in _wanted(options):
         with host.timed(f"{model.spec.title}: {settings.width}x{settings.height}, {settings.num_frames} frames"):
             pipeline.warmup(model, settings, progress=host)
-    _print_timings(host.timings)
+    print_timings(host.timings)
     return 0
 
 
@@ -397,7 +208,7 @@ def _wanted(options: argparse.Namespace) -> list[tuple[ModelRef, Settings]]:
     if bool(options.workflow) == bool(options.model):
         raise ValueError("warmup takes either a workflow file or --model NAME.")
     if options.workflow:
-        if given := [_flag(name) for name in _names("inputs") if getattr(options, name, None) is not None]:
+        if given := [flag(name) for name in input_names("inputs") if getattr(options, name, None) is not None]:
             raise ValueError(f"{', '.join(given)}: a workflow has its own. Leave it out, or give --model NAME instead.")
         workflow = to_api(_read_json(options.workflow), HEADLESS)
         if options.tiny:
@@ -408,7 +219,7 @@ def _wanted(options: argparse.Namespace) -> list[tuple[ModelRef, Settings]]:
     sizes = spec.tiny_inputs if model_id == spec.tiny_id else {}
     model = ModelRef(spec_name=spec.name, model_id=model_id, precision=options.precision)
     model.check()
-    return [(model, spec.settings(**{**sizes, **_given(options, spec)}))]
+    return [(model, spec.settings(**{**sizes, **given_inputs(options, spec)}))]
 
 
 # --- plan -------------------------------------------------------------------------------------------------------------
@@ -430,16 +241,6 @@ def _monitor(options: argparse.Namespace) -> int:
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------
-
-
-def _print_timings(timings: Sequence[Timing]) -> None:
-    if not timings:
-        return
-    width = max(len(timing.title) for timing in timings)
-    for timing in timings:
-        print(f"{timing.title:<{width}}  {timing.elapsed_s:8.1f} s")
-    print(f"{'total':<{width}}  {sum(timing.elapsed_s for timing in timings):8.1f} s")
-    print(f"XLA programs: {pipeline.compilation_summary()}")
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -1,0 +1,168 @@
+"""The commands encode, denoise and decode: a generation in stages, which files hold between them."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..nodes.declare import Folders
+from ..nodes.headless.runner import TerminalHost
+from ..tpu_runtime import media, pipeline
+from ..tpu_runtime.checkpoints.model_ref import ModelRef, choose_model
+from ..tpu_runtime.engine import payloads, stage_files
+from ..tpu_runtime.limits import PART
+from ..tpu_runtime.models import SPECS, spec_by_name, spec_for_family
+from ..tpu_runtime.precision import CHOICES
+from ..tpu_runtime.spec import ModelSpec
+from .verbs import add_inputs, add_verb, flag, given_inputs, input_names, print_timings
+
+# What a picture is encoded for.
+_SIZE = ("height", "width", "num_frames")
+
+
+def add_verbs(verbs: Any) -> None:
+    """The three commands."""
+    encode = _stage_verb(verbs, "encode", _encode, "stage 1: prompts, and a picture, to embeddings")
+    for name in input_names("texts"):
+        encode.add_argument(flag(name), dest=name)
+    encode.add_argument(
+        "--image", type=Path, action="append", default=[], metavar="FILE",
+        help="the picture to start from, and then the one to end with; for models that look at references: each",
+    )  # fmt: skip
+    encode.add_argument("--resize", choices=media.RESIZE, default=media.RESIZE[0], help="how another shape is fitted")
+    add_inputs(encode, _SIZE)
+    denoise = _stage_verb(verbs, "denoise", _denoise, "stage 2: embeddings to latents")
+    add_inputs(denoise, [name for name in input_names("inputs") if name != "fps"])
+    decode = _stage_verb(verbs, "decode", _decode, "stage 3: latents to a video or a picture")
+    add_inputs(decode, ["fps"])
+    decode.add_argument("--out", type=Path, metavar="FILE", help="FOLDER/output_video.mp4 or output_image.png")
+
+
+def _stage_verb(verbs: Any, name: str, command: Callable, text: str) -> argparse.ArgumentParser:
+    verb = add_verb(verbs, name, command, text)
+    verb.add_argument("--folder", type=Path, required=True, metavar="DIR", help="the folder of the stage files")
+    verb.add_argument(
+        "--name", choices=[spec.name for spec in SPECS], help="the model; default: the folder's, or the first"
+    )
+    verb.add_argument("--family", choices=[spec.family for spec in SPECS], help="the same by family")
+    verb.add_argument("--model", metavar="ID", help="model id or folder; default: the folder's, or the model's own")
+    verb.add_argument("--precision", choices=CHOICES, default="auto")
+    return verb
+
+
+def _stage_spec(options: argparse.Namespace, config: dict[str, Any]) -> ModelSpec:
+    if options.name and options.family and spec_by_name(options.name).family != options.family:
+        raise ValueError(f"--name {options.name} is not of the family {options.family}; give one of the two.")
+    if options.family and not options.name:
+        return spec_for_family(options.family)
+    name = options.name or config.get("model_name")
+    return spec_by_name(name) if name else SPECS[0]
+
+
+def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, Any]]:
+    """The spec, the checked model, and every option by name: given now, else the folder's, else the default."""
+    config = stage_files.read_config(options.folder)
+    spec = _stage_spec(options, config)
+    model_id = options.model or config.get("model_id") or spec.hub_id
+    model = ModelRef(spec_name=spec.name, model_id=model_id, precision=options.precision)
+    if options.family and not options.name:
+        model = choose_model(spec, model_id, precision=options.precision, progress=TerminalHost(Folders()))
+        spec = model.spec
+    defaults = dict(spec.texts) | {name: limit.default for name, limit in spec.inputs.items()}
+    sizes = spec.tiny_inputs if model_id == spec.tiny_id else {}
+    stored = {name: config[name] for name in defaults if name in config}
+    values = {**defaults, **sizes, **stored, **given_inputs(options, spec)}
+    for name in spec.inputs:
+        spec.check_input(name, values[name])
+    for name in spec.texts:
+        if not isinstance(values[name], str):
+            raise ValueError(f"{spec.title}: {name} is {values[name]!r}; it must be text.")
+    model.check()
+    return spec, model, values
+
+
+def _timed(title: str, action: Callable[[TerminalHost], None]) -> int:
+    host = TerminalHost(Folders())
+    with host.timed(title):
+        action(host)
+    print_timings(host.timings)
+    return 0
+
+
+def _encode(options: argparse.Namespace) -> int:
+    spec, model, values = _stage(options)
+    stage_files.check_ours(options.folder)
+    texts = {name: values[name] for name in spec.texts}
+    pictures = _pictures(spec, options.image)
+    # A picture is encoded for a size, which the later stages must have.
+    fixed = {name: values[name] for name in _SIZE if pictures and not spec.references}
+    asked = {name: values[name] for name in _SIZE if name in values and getattr(options, name) is not None}
+
+    def action(host: TerminalHost) -> None:
+        embeds = pipeline.encode_prompt(model, texts["prompt"], texts.get("negative_prompt", ""), progress=host)
+        condition = _encode_pictures(model, pictures, fixed, options.resize, host)
+        stage_files.save_embeddings(options.folder, *embeds, model, condition)
+        stage_files.update_config(options.folder, texts | asked | fixed)
+
+    return _timed(f"{spec.title}: encode", action)
+
+
+def _pictures(spec: ModelSpec, paths: Sequence[Path]) -> list[Any]:
+    """The pictures as IMAGEs; ValueError where the model takes another number of them."""
+    if paths and spec.encode_image is None:
+        names = ", ".join(other.name for other in SPECS if other.encode_image is not None)
+        raise ValueError(f"{spec.title}: it takes no picture. Leave --image out, or choose a model by --name: {names}.")
+    if (paths or spec.needs_condition) and not spec.references and len(paths) not in spec.pictures:
+        given = {0: "none was given", 1: "one was given"}.get(len(paths), f"{len(paths)} were given")
+        wanted = {1: "starts from one picture", 2: "starts from one picture and ends with another"}[spec.pictures[0]]
+        raise ValueError(f"{spec.title}: it {wanted}, and {given}. Give each with --image FILE.")
+    return [media.load_image(path)[0] for path in paths]
+
+
+def _encode_pictures(
+    model: ModelRef, pictures: Sequence[Any], size: dict[str, int], resize: str, host: TerminalHost
+) -> payloads.ImageCondition | None:
+    """The condition of pictures brought to `size`, or left at their own where that is empty; None without pictures."""
+    images = [media.resize(one, size["height"], size["width"], resize) if size else one for one in pictures]
+    images = [media.joined(images)] if size else images
+    conditions = [pipeline.encode_image(model, image, size, progress=host) for image in images]
+    return pipeline.join_references(conditions) if len(conditions) > 1 else next(iter(conditions), None)
+
+
+def _denoise(options: argparse.Namespace) -> int:
+    spec, model, values = _stage(options)
+    stage_files.check_ours(options.folder)
+    numbers = {name: values[name] for name in spec.inputs if name != "fps"}
+    settings = spec.settings(**numbers)
+    embeds = stage_files.load_embeddings(options.folder, model)
+    condition = stage_files.load_condition(options.folder, model)
+    goes_on = settings.start_step or not settings.add_noise
+    given = stage_files.load_latents(options.folder, model) if goes_on else None
+    if spec.needs_condition and condition is None:
+        raise ValueError(
+            f"{spec.title}: {options.folder} holds no encoded picture; run `comfyui-tpu encode --folder "
+            f"{options.folder} --image FILE` first."
+        )
+
+    def action(host: TerminalHost) -> None:
+        latents = pipeline.denoise(model, settings, *embeds, condition=condition, latents=given, progress=host)
+        stage_files.save_latents(options.folder, latents, model)
+        stage_files.update_config(options.folder, {name: x for name, x in numbers.items() if name not in PART})
+
+    return _timed(f"{spec.title}: denoise", action)
+
+
+def _decode(options: argparse.Namespace) -> int:
+    spec, model, values = _stage(options)
+    out = options.out or options.folder / ("output_image.png" if spec.is_image else "output_video.mp4")
+    latents = stage_files.load_latents(options.folder, model)
+
+    def action(host: TerminalHost) -> None:
+        frames = pipeline.decode(model, latents, progress=host)
+        if spec.is_image:
+            media.save_image(out, frames[0])
+        else:
+            media.save_video(out, media.Video(frames=frames, frame_rate=media.frame_rate(values["fps"])))
+        host.text(f"wrote {out}")
+
+    return _timed(f"{spec.title}: decode", action)

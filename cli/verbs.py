@@ -1,0 +1,64 @@
+"""What the commands share: verbs, an option for every input of the models, and the times they print."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..nodes.headless.runner import Timing
+from ..tpu_runtime import pipeline
+from ..tpu_runtime.limits import Choice, IntLimit, Numbers, Switch
+from ..tpu_runtime.models import SPECS
+from ..tpu_runtime.spec import ModelSpec
+
+
+def add_verb(verbs: Any, name: str, command: Callable, text: str) -> argparse.ArgumentParser:
+    verb = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    verb.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    verb.set_defaults(command=command)
+    return verb
+
+
+def input_names(field: str) -> list[str]:
+    """Names of the texts or inputs of all models, each once, in order."""
+    return list(dict.fromkeys(name for spec in SPECS for name in getattr(spec, field)))
+
+
+def add_inputs(verb: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """An option for each of these inputs of the models; None where it is not given."""
+    for name in names:
+        limits = [spec.inputs[name] for spec in SPECS if name in spec.inputs]
+        defaults = ", ".join(str(value) for value in dict.fromkeys(limit.default for limit in limits)) or "empty"
+        kind: dict[str, Any] = {"type": {IntLimit: int, Numbers: str}.get(type(limits[0]), float)}
+        if isinstance(limits[0], Switch):
+            kind = {"action": argparse.BooleanOptionalAction}
+        elif isinstance(limits[0], Choice):
+            kind = {
+                "choices": list(
+                    dict.fromkeys(o for limit in limits if isinstance(limit, Choice) for o in limit.options)
+                )
+            }
+        verb.add_argument(flag(name), dest=name, help=f"default {defaults}", **kind)
+
+
+def given_inputs(options: argparse.Namespace, spec: ModelSpec) -> dict[str, Any]:
+    """The texts and inputs that were given as options, by name; ValueError for one that the model does not have."""
+    names = [*input_names("texts"), *input_names("inputs")]
+    given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
+    for name in given:
+        if name not in spec.texts and name not in spec.inputs:
+            raise ValueError(f"{spec.title}: this model has no {name}. Leave {flag(name)} out.")
+    return given
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def print_timings(timings: Sequence[Timing]) -> None:
+    if not timings:
+        return
+    width = max(len(timing.title) for timing in timings)
+    for timing in timings:
+        print(f"{timing.title:<{width}}  {timing.elapsed_s:8.1f} s")
+    print(f"{'total':<{width}}  {sum(timing.elapsed_s for timing in timings):8.1f} s")
+    print(f"XLA programs: {pipeline.compilation_summary()}")
