@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_tpu.cli.main import make_tiny
+from comfyui_tpu.cli.main import main, make_tiny
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
 from comfyui_tpu.tpu_runtime.models import FLAGSHIPS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+# Recipes of few steps, or of a small model, by siblings and LoRAs.
+FEW_STEPS = ("flux2_klein", "flux2_turbo", "wan21_1.3b", "wan22_i2v_4step", "wan22_t2v_4step")
 PAGE_FILES = sorted(EXAMPLES.glob("*.json"))
 API_FILES = sorted((EXAMPLES / "api").glob("*.json"))
 
@@ -71,3 +73,17 @@ def test_every_model_has_an_example_with_its_own_id_and_defaults():
     texts = [path.read_text() for path in PAGE_FILES]
     for spec in FLAGSHIPS:
         assert any(spec.hub_id in text and f"{spec.family}TPUSampler" in text for text in texts), spec.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", FEW_STEPS)
+def test_a_recipe_runs_headless_on_its_own_miniature(stem: str, tmp_path: Path):
+    assignments = ["Sampler.num_frames=5"] if stem.startswith("wan21") or "t2v" in stem else []
+    assignments += ["Image Encoder.num_frames=5"] if "i2v" in stem else []
+    words = [word for assignment in assignments for word in ("--set", assignment)]
+    picture = ["--input", str(EXAMPLES)]
+    assert (
+        main(["run", str(EXAMPLES / "api" / f"{stem}.json"), "--tiny", "--out", str(tmp_path), *picture, *words]) == 0
+    )
+    (made,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    assert made.suffix == (".png" if stem.startswith("flux2") else ".mp4") and made.stat().st_size > 500
