@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from comfyui_tpu.tests.models import test_wan21, test_wan22_i2v
 from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tests.models.wan import test_wan21, test_wan22_i2v
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from comfyui_tpu.tpu_runtime.engine.engine import Engine

@@ -12,9 +12,10 @@ import torch
 from comfyui_tpu.nodes import wan22_i2v as nodes
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless.runner import TerminalHost
-from comfyui_tpu.tests.models import parity, test_wan21
+from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
-from comfyui_tpu.tests.models.test_wan21 import NEGATIVE, SHORT, normalised
+from comfyui_tpu.tests.models.wan import test_wan21
+from comfyui_tpu.tests.models.wan.test_wan21 import NEGATIVE, SHORT, normalised
 from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime import pipeline as runtime
 from comfyui_tpu.tpu_runtime.checkpoints import tiny

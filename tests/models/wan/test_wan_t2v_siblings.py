@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from comfyui_tpu.tests.models import parity, test_wan21
+from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
-from comfyui_tpu.tests.models.test_wan21 import NEGATIVE, ODD, SHORT
+from comfyui_tpu.tests.models.wan import test_wan21
+from comfyui_tpu.tests.models.wan.test_wan21 import NEGATIVE, ODD, SHORT
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, variant
 from comfyui_tpu.tpu_runtime.models import spec_by_name
