@@ -82,9 +82,9 @@ def for_spec(
     if "denoise" in stages:
         table = solver_table.table_for(spec, spec.scheduler, settings)
         shape = StepShape.of(table, mesh_shape=mesh_shape)
-        config, boundary = configs[spec.experts[0]], spec.index.get("boundary_ratio", 0)
+        config, boundary = configs[spec.experts[0]], spec.index.get("boundary_ratio", 0.0)
         experts = solver_table.experts_for(
-            spec, table, settings, boundary * spec.scheduler.get("num_train_timesteps", 1000)
+            spec, table, settings, float(boundary * spec.scheduler.get("num_train_timesteps", 1000))
         )
         guided = [spec.for_expert(settings, experts[index][0]) for index in settings.steps]
         for branches, each in itertools.groupby(sorted(guided, key=spec.branches, reverse=True), spec.branches):

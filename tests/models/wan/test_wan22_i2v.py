@@ -355,7 +355,8 @@ def test_a_guided_run_needs_the_negative_prompt():
         (nodes.TEXT_ENCODER, "prompt negative_prompt model_id precision"),
         (
             nodes.SAMPLER,
-            "num_inference_steps guidance_scale shift seed model_id guidance_scale_2 precision height width num_frames",
+            "num_inference_steps guidance_scale shift seed model_id guidance_scale_2 precision scheduler sigmas "
+            "high_noise_steps start_step end_step add_noise return_with_leftover_noise height width num_frames",
         ),
         (nodes.DECODER, "model_id fps precision"),
     ],
