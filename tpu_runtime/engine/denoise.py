@@ -113,7 +113,7 @@ def experts_of(stage: Stage, scheduler: Mapping[str, Any], table: SolverTable, s
 
     As upstream: the checkpoint's boundary is a share of the scheduler's training timesteps.
     """
-    ratio = stage.found.index(stage.progress)["boundary_ratio"] if len(stage.spec.experts) > 1 else 0
+    ratio = stage.found.index(stage.progress)["boundary_ratio"] if len(stage.spec.experts) > 1 else 0.0
     boundary = ratio * scheduler.get("num_train_timesteps", 1000)
     return solver_table.experts_for(stage.spec, table, settings, boundary)
 
