@@ -105,6 +105,6 @@ def test_heads_of_the_published_size_go_through_every_kernel(
     for room, function in KERNELS:
         ran[function] = mock.Mock(wraps=getattr(room, function))
         monkeypatch.setattr(room, function, ran[function])
-    error = 4e-6 * np.abs(expected).max()  # drawn weights give large numbers
+    error = 8e-6 * np.abs(expected).max()  # drawn weights give large numbers, and guidance multiplies differences
     compare(f"{spec.name}, heads of the published size", denoised(), expected, error=error)
     assert all(spy.called for spy in ran.values()), ran
