@@ -48,7 +48,7 @@ def write(file: Path, records: Mapping[str, Record], recipes: Sequence[str]) -> 
     file.write_text(json.dumps([records[name] for name in names if name in records], indent=1) + "\n")
 
 
-def predict(name: str, topology: str, stages: Sequence[str] = STAGES, **widgets: float) -> Record:
+def predict(name: str, topology: str, stages: Sequence[str] = STAGES, widgets: Mapping[str, Any] = {}) -> Record:
     """One model's plan at its defaults, but for `widgets`."""
     spec = spec_by_name(name)
     settings = spec.settings(**widgets)

@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     wanted = [one for one in RECIPES if not options.only or one.key.startswith(tuple(options.only))]
     for recipe in wanted:
         sys.stdout.write(f"== {recipe.key}\n")
-        found = {**predict.predict(recipe.model, recipe.topology, **recipe.widgets), "recipe": recipe.key}
+        found = {**predict.predict(recipe.model, recipe.topology, widgets=recipe.widgets), "recipe": recipe.key}
         records = predict.read(predict.recorded(predict.DEFAULT))
         records[recipe.key] = found
         predict.write(predict.recorded(predict.DEFAULT), records, [one.key for one in RECIPES])
