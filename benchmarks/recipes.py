@@ -11,6 +11,8 @@ from dataclasses import dataclass
 # Run as a file, this folder is where Python looks first.
 import predict
 from comfyui_tpu.tpu_runtime.cost_model import chips
+from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.spec import STAGES
 
 BEGIN, END = "<!-- recipes:begin -->", "<!-- recipes:end -->"
 ONE_BRANCH = {"guidance_scale": 1.0}
@@ -102,9 +104,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     wanted = [one for one in RECIPES if not options.only or one.key.startswith(tuple(options.only))]
     for recipe in wanted:
         sys.stdout.write(f"== {recipe.key}\n")
-        found = {**predict.predict(recipe.model, recipe.topology, widgets=recipe.widgets), "recipe": recipe.key}
+        # Pictures to look at are not part of a recipe, one to start from is.
+        needs_picture = spec_by_name(recipe.model).needs_condition
+        stages = [stage for stage in STAGES if stage != "image" or needs_picture]
+        found = predict.predict(recipe.model, recipe.topology, stages, recipe.widgets)
         records = predict.read(predict.recorded(predict.DEFAULT))
-        records[recipe.key] = found
+        records[recipe.key] = {**found, "recipe": recipe.key}
         predict.write(predict.recorded(predict.DEFAULT), records, [one.key for one in RECIPES])
         rows = [records[one.key] for one in RECIPES if one.key in records]
         predict.README.write_text(predict.insert(predict.README.read_text(), section(rows), BEGIN, END))
