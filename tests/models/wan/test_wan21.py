@@ -67,7 +67,7 @@ def test_the_negative_prompt_is_the_makers_whole_one(name: str):
     text = spec_by_name(name).texts["negative_prompt"]
     assert hashlib.sha256(text.encode()).hexdigest() == published
     files = sorted((Path(__file__).parents[3] / "examples").rglob(f"{'wan21' if 't2v' in name else 'wan22'}_*.json"))
-    assert len(files) == 3 and all(text in file.read_text("utf-8") for file in files)
+    assert len(files) >= 3 and all(text in file.read_text("utf-8") for file in files)
 
 
 def normalised(samples: torch.Tensor) -> np.ndarray:
