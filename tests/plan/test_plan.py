@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import json
 import re
+import runpy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,11 +30,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 SPEC = FLAGSHIPS[0]
-RECORDED = [
-    record
-    for record in json.loads((Path(__file__).parents[2] / "benchmarks" / "predicted.json").read_text())
-    if "recipe" not in record
-]
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RECORDED = [record for record in json.loads((BENCHMARKS / "predicted.json").read_text()) if "recipe" not in record]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +269,21 @@ def test_the_record_holds_every_model_at_its_defaults_and_each_fits():
         assert record["topology"] == "v6e:2x4" and record["fits"], spec.name
         assert all(program["fits"] and program["predicted_s"] > 0 for program in record["programs"]), spec.name
         assert record["settings"] == {name: asked[name] for name in record["settings"]}, spec.name
+
+
+def test_every_recipe_is_recorded_with_its_own_settings_and_fits_stage_by_stage(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    recipes = runpy.run_path(str(BENCHMARKS / "recipes.py"))
+    records = {
+        record["recipe"]: record for record in json.loads((BENCHMARKS / "predicted.json").read_text())[len(RECORDED) :]
+    }
+    assert list(records) == [recipe.key for recipe in recipes["RECIPES"]]
+    for recipe in recipes["RECIPES"]:
+        record, asked = records[recipe.key], vars(spec_by_name(recipe.model).settings(**recipe.widgets))
+        assert (record["model"], record["topology"]) == (recipe.model, recipe.topology)
+        assert all(program["fits"] and program["predicted_s"] > 0 for program in record["programs"]), recipe.key
+        assert all(record["settings"][name] == asked[name] for name in recipe.widgets), recipe.key
+    assert recipes["section"](list(records.values())) in (BENCHMARKS.parent / "README.md").read_text()
 
 
 @pytest.mark.recorded
