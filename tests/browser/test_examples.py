@@ -78,9 +78,7 @@ def api_twin(path: Path) -> Path:
 
 
 def constants(workflow: dict) -> dict[str, Any]:
-    """Every widget's value by its name: the stages of an example agree on the names they share. A sampler's size of 0 is
-    its picture's.
-    """
+    """Every widget's value by its name, which stages share; a sampler's size of 0 is its picture's."""
     given = [(name, x) for node in workflow.values() for name, x in node["inputs"].items() if not isinstance(x, list)]
     return {name: x for name, x in given if x or name not in ("height", "width", "num_frames")}
 
