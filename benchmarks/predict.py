@@ -16,13 +16,14 @@ from typing import Any
 
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
-from comfyui_tpu.tpu_runtime.plan import plan
+from comfyui_tpu.tpu_runtime.plan import measured, plan
 from comfyui_tpu.tpu_runtime.plan.compile import Request
 from comfyui_tpu.tpu_runtime.spec import STAGES
 
 ROOT = Path(__file__).parents[1]
 DEFAULT = "v6e:2x4"
 README = ROOT / "README.md"
+MEASURED = ROOT / "benchmarks" / "measured"
 BEGIN, END = "<!-- predicted:begin -->", "<!-- predicted:end -->"
 # Files of this machine and sentences for a reader are not for comparing.
 DROPPED = ("findings", "notes")
@@ -84,8 +85,24 @@ def table(records: Sequence[Record]) -> str:
         "model", "size", "frames", "steps", "mesh of the denoiser", "GiB a chip", "s a step", "of it kernels",
         "of it waiting for links", "MFU", "of what its shapes allow", "s in all",
     )  # fmt: skip
-    lines = [head, ("---",) * len(head), *map(_row, records)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    rows = list(map(_row, records))
+    if any(seconds := [measured_step(record) for record in records]):
+        head = (*head, "measured s a step")
+        rows = [(*row, number(found)) for row, found in zip(rows, seconds, strict=True)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ("---",) * len(head), *rows])
+
+
+def measured_step(record: Record) -> float | None:
+    """The median step of the newest file in `measured/`, by name, for this model and size on such a TPU."""
+    found = None
+    there = record["chip"]["device_kind"], chips.topology(record["topology"]).num_devices
+    for path in sorted(MEASURED.glob("*.json")):
+        one = measured.read(path)
+        same = all(one.settings.get(name) == record["settings"][name] for name in ("height", "width", "num_frames"))
+        on = one.device_kind, one.num_devices
+        if same and on == there and not one.is_tiny and one.model == record["model"]:
+            found = next((p.median_s for p in one.programs if p.name.startswith("denoise")), found)
+    return found
 
 
 def _row(record: Record) -> tuple[str, ...]:

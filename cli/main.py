@@ -19,7 +19,7 @@ from ..tpu_runtime.models import SPECS, spec_by_name, spec_for_family
 from ..tpu_runtime.plan import options as plan_options
 from ..tpu_runtime.precision import CHOICES
 from ..tpu_runtime.spec import Settings
-from . import doctor, stages
+from . import bench, doctor, stages
 from .verbs import add_inputs, add_verb, flag, given_inputs, input_names, print_timings
 
 
@@ -78,6 +78,11 @@ def _parser() -> argparse.ArgumentParser:
     plan_options.add_arguments(
         add_verb(verbs, "plan", _plan, "compile for a described TPU: does it fit, how long would it take")
     )
+    timed = add_verb(verbs, "bench", _bench, "time a model's programs on this machine, with random weights")
+    timed.add_argument("model", metavar="MODEL", help="; ".join(s.name for s in SPECS))
+    timed.add_argument("--precision", choices=CHOICES, default="auto")
+    add_inputs(timed, ["height", "width", "num_frames", "num_inference_steps", "guidance_scale"])
+    bench.add_arguments(timed)
     monitor = add_verb(verbs, "monitor", _monitor, "show what a running ComfyUI server does on the TPU")
     monitor.add_argument("--url", default="http://127.0.0.1:8188", help="the server (http://127.0.0.1:8188)")
     monitor.add_argument("--once", action="store_true", help="print the numbers once and end")
@@ -229,6 +234,11 @@ def _plan(options: argparse.Namespace) -> int:
     from ..tpu_runtime.plan import plan
 
     return plan.run(options, lambda line: print(line, flush=True))
+
+
+def _bench(options: argparse.Namespace) -> int:
+    spec = spec_by_name(options.model)
+    return bench.run(options, spec, given_inputs(options, spec), lambda line: print(line, flush=True))
 
 
 # --- monitor ----------------------------------------------------------------------------------------------------------

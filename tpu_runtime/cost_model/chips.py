@@ -142,6 +142,12 @@ def topology(name: str) -> Topology:
     raise ValueError(f"there is no topology {name!r}; there are {known}.")
 
 
+def topology_of(device_kind: str, num_devices: int) -> Topology | None:
+    """The slice that devices of this kind and number are; None for one that is not listed, or no TPU."""
+    same = (found for found in TOPOLOGIES if found.chip.device_kind == device_kind)
+    return next((found for found in same if found.num_devices == num_devices), None)
+
+
 def larger(small: Topology) -> tuple[Topology, ...]:
     """The slices of the same generation with more chips, smallest first."""
     same = (found for found in TOPOLOGIES if found.chip == small.chip and found.num_chips > small.num_chips)

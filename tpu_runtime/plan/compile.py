@@ -99,11 +99,10 @@ def _outcome(program: Program, topology: Topology) -> Outcome:
             return Outcome.unpack(content)
         except (ValueError, TypeError, KeyError, zlib.error) as error:
             STORE.discard(key, f"it cannot be read ({error})")
-    weights = weight_bytes(program)
     memory, text, refusal = None, None, ""
     try:
         executable = program.compile(lowered)
-        memory, text = _memory(executable, weights), executable.as_text()
+        memory, text = memory_of(program, executable), executable.as_text()
     except jax.errors.JaxRuntimeError as error:
         refused = refusals.parse(str(error))
         if refused is None:
@@ -114,14 +113,27 @@ def _outcome(program: Program, topology: Topology) -> Outcome:
     return found
 
 
+def compiled(program: Program, executable: jax.stages.Compiled, topology: Topology, compile_s: float) -> Compiled:
+    """The outcome of a program that was compiled for the devices of this machine, which are those of `topology`."""
+    return Compiled(
+        memory=memory_of(program, executable),
+        text=executable.as_text(),
+        refusal="",
+        compile_s=compile_s,
+        program=program,
+        flops=flops.count(flops.traced(program), topology.chip.mxu_width),
+    )
+
+
 def weight_bytes(program: Program) -> int:
     """Bytes of weights that the program needs on each device: its first argument."""
     return sum(map(shard_bytes, jax.tree.leaves(program.weights)))
 
 
-def _memory(executable: jax.stages.Compiled, weights: int) -> Memory:
-    stats = executable.memory_analysis()
-    assert stats is not None  # a TPU's compiler gives it
+def memory_of(program: Program, executable: jax.stages.Compiled) -> Memory:
+    """What the compiled program holds on each device."""
+    weights, stats = weight_bytes(program), executable.memory_analysis()
+    assert stats is not None  # a TPU's compiler gives it, and the CPU's
     # Not `peak_memory_in_bytes`: that one counts on-chip memory too, and less than the arena of temporaries.
     held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return Memory(

@@ -7,7 +7,7 @@ another; of each only its text and its numbers are kept.
 import argparse
 import importlib.metadata
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
@@ -35,12 +35,7 @@ def make_plan(request: Request, write: Write = lambda line: None) -> Plan:
         compiled.append(compile_program(program, request.topology))
         done = compiled[-1]
         write(f"{program.name}: {'compiled' if done.text else 'does not fit'}, {done.compile_s:.0f} s")
-    modules = {done.program.name: hlo.parse(done.text) for done in compiled if done.text}
-    found = [kernel for module in modules.values() for kernel in kernels.find(module)]
-    if found:
-        write(f"measuring {len({kernel.key for kernel in found})} kernels")
-    costs = kernels.measure(found, request.topology)
-    rows = tuple(plan_program(done, modules.get(done.program.name), costs, request.topology) for done in compiled)
+    rows = predict(compiled, request.topology, write)
     residency = advice.residency(rows)
     return Plan(
         model=request.spec.name,
@@ -54,6 +49,16 @@ def make_plan(request: Request, write: Write = lambda line: None) -> Plan:
         compiler=f"libtpu {importlib.metadata.version('libtpu')}, jax {jax.__version__}",
         host_peak_bytes=host_peak_bytes(),
     )
+
+
+def predict(compiled: Sequence[Compiled], topology: Topology, write: Write) -> tuple[ProgramPlan, ...]:
+    """Times compiled programs, and their kernels, each once."""
+    modules = {done.program.name: hlo.parse(done.text) for done in compiled if done.text}
+    found = [kernel for module in modules.values() for kernel in kernels.find(module)]
+    if found:
+        write(f"counting the cycles of {len({kernel.key for kernel in found})} kernels")
+    costs = kernels.measure(found, topology)
+    return tuple(plan_program(done, modules.get(done.program.name), costs, topology) for done in compiled)
 
 
 def plan_program(

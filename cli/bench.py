@@ -1,0 +1,244 @@
+"""`comfyui-tpu bench`: a model's real programs, at the real size, timed on this machine beside what `plan` predicts.
+
+Nothing is downloaded: weights and inputs are random, made on the chips. Where there is no TPU the built-in miniature's
+sizes run, which shows that the command works, and nothing else.
+"""
+
+import argparse
+import functools
+import importlib.metadata
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..tpu_runtime.precision import resolve
+from ..tpu_runtime.spec import STAGES, ModelSpec, Settings
+
+if TYPE_CHECKING:
+    import jax
+
+    from ..tpu_runtime.cost_model.chips import Topology
+    from ..tpu_runtime.plan.compile import Compiled
+    from ..tpu_runtime.plan.measured import Measured, MeasuredProgram
+    from ..tpu_runtime.programs.program import Program
+
+PACKAGES = ("comfyui-tpu", "jax", "jaxlib", "libtpu", "torch", "torchax", "diffusers", "transformers")
+Write = Callable[[str], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options beside the model and its sizes."""
+    parser.add_argument("--runs", type=int, default=5, metavar="N", help="how often each program is timed (5)")
+    parser.add_argument("--stages", default=",".join(STAGES), metavar="A,B", help=f"default {','.join(STAGES)}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON, for a report")
+    parser.add_argument("--no-prediction", action="store_true", help="leave out what the compiler predicts (minutes)")
+
+
+def run(options: argparse.Namespace, spec: ModelSpec, widgets: Mapping[str, Any], write: Write) -> int:
+    """Runs the command. Errors of the user are `ValueError`."""
+    import jax
+
+    if options.runs < 1:
+        raise ValueError(f"--runs is {options.runs}; it must be at least 1.")
+    stages = tuple(name.strip() for name in options.stages.split(",") if name.strip())
+    if not stages or set(stages) - set(STAGES):
+        raise ValueError(f"--stages is {options.stages!r}; it must be some of {', '.join(STAGES)}.")
+    devices = jax.devices()
+    is_tiny = devices[0].platform != "tpu"
+    settings = spec.settings(**{**(spec.tiny_inputs if is_tiny else {}), **widgets})
+    precision = resolve(options.precision, devices[0].platform)
+    found = measure(
+        _miniature(spec) if is_tiny else spec, settings, devices,
+        precision=precision, stages=stages, runs=options.runs, predicts=not options.no_prediction, write=write,
+    )  # fmt: skip
+    write("\n" + text(replace(found, is_tiny=is_tiny)))
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(replace(found, is_tiny=is_tiny).to_json(), indent=1) + "\n")
+        write(f"written: {options.json}")
+    return 0
+
+
+def _miniature(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, components=tuple(replace(part, config=part.tiny) for part in spec.components))
+
+
+def measure(
+    spec: ModelSpec,
+    settings: Settings,
+    devices: "Sequence[jax.Device]",
+    *,
+    precision: Any,
+    stages: Sequence[str],
+    runs: int,
+    predicts: bool,
+    write: Write,
+) -> "Measured":
+    """Compiles and times every program of a generation, the programs of one network after another."""
+    from ..tpu_runtime.cost_model import chips
+    from ..tpu_runtime.plan.measured import Measured, MeasuredProgram
+    from ..tpu_runtime.programs import rehearsal
+
+    topology = chips.topology_of(devices[0].device_kind, len(devices)) if predicts else None
+    rows: list[MeasuredProgram] = []
+    compiled: list[Compiled | None] = []
+    programs = rehearsal.for_spec(spec, settings, devices, precision=precision, stages=stages)
+    for _, same in itertools.groupby(programs, key=lambda program: (program.components, program.weights)):
+        weights = None
+        for program in same:
+            executable, compile_s = _compiled(program)
+            weights = weights or {name: _random(want, 0.02) for name, want in (program.weights or {}).items()}
+            seconds = list(_timed(program, executable, weights, runs))
+            write(f"{program.name}: compiled in {compile_s:.0f} s, {statistics.median(seconds):.4f} s")
+            row, done = _row(program, executable, compile_s, seconds, topology)
+            rows.append(row)
+            compiled.append(done)
+    return Measured(
+        model=spec.name,
+        title=spec.title,
+        settings=asdict(settings),
+        device_kind=devices[0].device_kind,
+        num_devices=len(devices),
+        precision=precision,
+        versions=dict(_versions()),
+        is_tiny=False,
+        hbm_peak_bytes=_fullest(devices),
+        programs=tuple(_predicted(rows, compiled, topology, write)),
+    )
+
+
+def _compiled(program: "Program") -> "tuple[jax.stages.Compiled, float]":
+    started = time.monotonic()
+    executable = program.compile()
+    return executable, time.monotonic() - started
+
+
+def _timed(program: "Program", executable: Any, weights: Any, runs: int) -> Iterator[float]:
+    """Seconds of each run, after one that does not count. What a run may overwrite is made anew before it."""
+    import jax
+
+    for index in range(1 + runs):
+        args = jax.block_until_ready(_arguments(program))
+        started = time.perf_counter()
+        jax.block_until_ready(executable(weights, *args))
+        if index:
+            yield time.perf_counter() - started
+
+
+def _arguments(program: "Program") -> tuple[Any, ...]:
+    """Random numbers of deviation 1; as lengths of texts, whole ones; else 1 where whole numbers are wanted."""
+    import jax
+
+    from ..tpu_runtime.programs.denoise_step import StepArgs
+
+    args = jax.tree.map(lambda want: _random(want, 1.0), program.args)
+    if isinstance(args, StepArgs):
+        lengths = {f"{name}_length": value.shape[1] for name, value in args.inputs.items() if value.ndim == 3}
+        inputs = {name: value * lengths.get(name, 1) for name, value in args.inputs.items()}
+        args = args._replace(inputs=inputs)
+    return tuple(args)
+
+
+def _random(want: Any, deviation: float) -> "jax.Array":
+    """An array as `want` describes it, made where it lies."""
+    return _maker(want.shape, want.dtype, want.sharding)(deviation)
+
+
+@functools.cache
+def _maker(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    def make(deviation: Any) -> Any:
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return jnp.ones(shape, dtype)
+        # XLA's own generator: the usual one takes longer than the programs.
+        key = jax.random.key(0, impl="unsafe_rbg")
+        return (deviation * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
+
+    return jax.jit(make, out_shardings=sharding)
+
+
+def _row(
+    program: "Program", executable: Any, compile_s: float, seconds: Sequence[float], topology: "Topology | None"
+) -> "tuple[MeasuredProgram, Compiled | None]":
+    from ..sharding.mesh import shape_of
+    from ..tpu_runtime.plan import compile as compiling
+    from ..tpu_runtime.plan.measured import MeasuredProgram
+
+    row = MeasuredProgram(
+        name=program.name,
+        runs=program.runs,
+        mesh="x".join(str(size) for size in shape_of(program.mesh).sizes.values()),
+        compile_s=compile_s,
+        median_s=statistics.median(seconds),
+        least_s=min(seconds),
+        most_s=max(seconds),
+        predicted_s=None,
+        peak_bytes=compiling.memory_of(program, executable).peak,
+    )
+    return row, compiling.compiled(program, executable, topology, compile_s) if topology else None
+
+
+def _predicted(
+    rows: "Sequence[MeasuredProgram]", compiled: "Sequence[Compiled | None]", topology: "Topology | None", write: Write
+) -> "Iterator[MeasuredProgram]":
+    """The rows with what `plan` says of the very programs that ran."""
+    if topology is None:
+        yield from rows
+        return
+    from ..tpu_runtime.plan import plan
+
+    plans = plan.predict([done for done in compiled if done is not None], topology, write)
+    for row, planned in zip(rows, plans, strict=True):
+        yield replace(row, predicted_s=planned.predicted_s)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in PACKAGES:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+
+
+def _fullest(devices: "Sequence[jax.Device]") -> int | None:
+    """The most bytes that one device ever held in this process."""
+    stats = [device.memory_stats() or {} for device in devices]
+    peaks = [int(one["peak_bytes_in_use"]) for one in stats if "peak_bytes_in_use" in one]
+    return max(peaks, default=None)
+
+
+def text(found: "Measured") -> str:
+    """The readable report."""
+    from ..tpu_runtime.plan import report
+
+    head = ("program", "runs", "mesh", "compile", "GiB", "median", "least", "most", "x runs", "predicted", "of it")
+    rows = [
+        (
+            row.name, str(row.runs), row.mesh, f"{row.compile_s:.0f} s", report.gib(row.peak_bytes),
+            *(f"{value:.4f}" for value in (row.median_s, row.least_s, row.most_s, row.median_s * row.runs)),
+            "-" if row.predicted_s is None else f"{row.predicted_s:.4f}",
+            "-" if not row.predicted_s else f"{100 * row.median_s / row.predicted_s:.0f} %",
+        )
+        for row in found.programs
+    ]  # fmt: skip
+    size, steps = found.settings, found.settings["num_inference_steps"]
+    what = "the miniature of " * found.is_tiny + found.title
+    return "\n".join(
+        [
+            f"{what} on {found.num_devices} x {found.device_kind}: {size['width']}x{size['height']}, "
+            f"{size['num_frames']} frames, {steps} steps, {found.precision}. Seconds are measured"
+            + (", on no TPU: they say nothing of speed." if found.is_tiny else "; predicted is by the compiler."),
+            "",
+            *report.table([head, *rows]),
+            "",
+            f"One generation, measured: {found.total_s:.2f} s of programs, without loading weights.",
+            f"Fullest device: {report.gib(found.hbm_peak_bytes)} GiB.",
+        ]
+    )

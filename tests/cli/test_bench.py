@@ -1,0 +1,103 @@
+"""`comfyui-tpu bench`, on the miniature's sizes, and the record that it writes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_tpu.cli import bench
+from comfyui_tpu.cli.main import main
+from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.plan import measured
+from comfyui_tpu.tpu_runtime.programs import rehearsal
+
+MODEL = "flux2-klein-4b"
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bench") / "klein.json"
+    assert main(["bench", MODEL, "--runs", "2", "--stages", "encode,denoise,decode", "--json", str(path)]) == 0
+    return path
+
+
+@pytest.mark.slow
+def test_every_program_of_the_miniature_is_timed_and_recorded(record: Path):
+    found = measured.read(record)
+    assert (found.model, found.is_tiny, found.precision) == (MODEL, True, "float32")
+    wanted = ["text_encoder.encode_text", "denoise_step", "vae_decoder.decode_image"]
+    assert [program.name for program in found.programs] == wanted
+    for program in found.programs:
+        assert 0 < program.least_s <= program.median_s <= program.most_s and program.compile_s > 0, program.name
+        assert program.predicted_s is None and program.peak_bytes > 0, program.name
+    assert [program.runs for program in found.programs] == [1, 4, 1]
+    assert found.total_s == pytest.approx(sum(program.median_s * program.runs for program in found.programs))
+    assert {"jax", "torch"} <= set(found.versions)
+    assert str(Path.home()) not in record.read_text() and str(record.parent) not in record.read_text()
+
+
+@pytest.mark.slow
+def test_the_report_says_what_was_measured_and_on_what(record: Path):
+    found = measured.read(record)
+    text = bench.text(found)
+    assert text.startswith(f"the miniature of Flux.2 klein 4B on {found.num_devices} x ")
+    assert "on no TPU: they say nothing of speed" in text
+    real = replace(found, is_tiny=False, programs=(replace(found.programs[1], median_s=0.5, predicted_s=0.25),))
+    assert "predicted is by the compiler" in bench.text(real) and " 200 %" in bench.text(real)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"schema": 0}, "is not what `comfyui-tpu bench --json` of this version writes"),
+        ({"programs": []}, "holds no program"),
+        ({"num_devices": "8"}, "num_devices of a Measured is wrong"),
+        ({"programs": [{"name": "step"}]}, "runs, mesh, compile_s, median_s, least_s, most_s, predicted_s, peak_bytes"),
+    ],
+)
+def test_a_record_that_is_none_is_refused(tmp_path: Path, change: dict[str, Any], problem: str):
+    program = measured.MeasuredProgram(
+        name="step", runs=4, mesh="1x8x1", compile_s=1.0, median_s=1.0, least_s=1.0, most_s=1.0, predicted_s=None,
+        peak_bytes=1,
+    )  # fmt: skip
+    whole = measured.Measured(
+        model=MODEL, title="T", settings={}, device_kind="TPU v6 lite", num_devices=8, precision="bfloat16",
+        versions={}, is_tiny=False, hbm_peak_bytes=None, programs=(program,),
+    )  # fmt: skip
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(whole.to_json()))
+    assert measured.read(path) == whole
+    path.write_text(json.dumps({**whole.to_json(), **change}))
+    with pytest.raises(ValueError, match=problem):
+        measured.read(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["nothing"], "there is no model 'nothing'; there are wan2.1-t2v-14b"),
+        ([MODEL, "--runs", "0"], "--runs is 0; it must be at least 1."),
+        ([MODEL, "--stages", "paint"], "--stages is 'paint'; it must be some of encode"),
+        ([MODEL, "--height", "81"], "height is 81; it must be a multiple of"),
+    ],
+)
+def test_wrong_words_are_answered_with_what_would_do(words: list[str], problem: str, capsys: pytest.CaptureFixture):
+    assert main(["bench", *words]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_texts_are_taken_as_whole_ones():
+    """A text's length decides how much attention there is."""
+    import jax
+
+    spec = bench._miniature(spec_by_name("wan2.1-t2v-14b"))
+    settings = spec.settings(**spec.tiny_inputs, num_frames=5)
+    (step,) = rehearsal.for_spec(spec, settings, jax.devices()[:1], precision="float32", stages=("denoise",))
+    inputs = bench._arguments(step)[step.args._fields.index("inputs")]
+    assert inputs["text_length"].tolist() == [512, 512]
+
+
+def test_what_is_in_the_repository_are_records_of_a_tpu():
+    for path in sorted((Path(__file__).parents[2] / "benchmarks" / "measured").glob("*.json")):
+        assert not measured.read(path).is_tiny, path.name
