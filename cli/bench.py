@@ -22,6 +22,7 @@ from ..tpu_runtime.spec import STAGES, ModelSpec, Settings
 if TYPE_CHECKING:
     import jax
 
+    from ..sharding.mesh import Device
     from ..tpu_runtime.cost_model.chips import Topology
     from ..tpu_runtime.plan.compile import Compiled
     from ..tpu_runtime.plan.measured import Measured, MeasuredProgram
@@ -71,7 +72,7 @@ def _miniature(spec: ModelSpec) -> ModelSpec:
 def measure(
     spec: ModelSpec,
     settings: Settings,
-    devices: "Sequence[jax.Device]",
+    devices: "Sequence[Device]",
     *,
     precision: Any,
     stages: Sequence[str],
@@ -207,7 +208,7 @@ def _versions() -> Iterator[tuple[str, str]]:
             continue
 
 
-def _fullest(devices: "Sequence[jax.Device]") -> int | None:
+def _fullest(devices: "Sequence[Device]") -> int | None:
     """The most bytes that one device ever held in this process."""
     stats = [device.memory_stats() or {} for device in devices]
     peaks = [int(one["peak_bytes_in_use"]) for one in stats if "peak_bytes_in_use" in one]
