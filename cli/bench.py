@@ -54,13 +54,13 @@ def run(options: argparse.Namespace, spec: ModelSpec, widgets: Mapping[str, Any]
     settings = spec.settings(**{**(spec.tiny_inputs if is_tiny else {}), **widgets})
     precision = resolve(options.precision, devices[0].platform)
     found = measure(
-        _miniature(spec) if is_tiny else spec, settings, devices,
+        _miniature(spec) if is_tiny else spec, settings, devices, is_tiny=is_tiny,
         precision=precision, stages=stages, runs=options.runs, predicts=not options.no_prediction, write=write,
     )  # fmt: skip
-    write("\n" + text(replace(found, is_tiny=is_tiny)))
+    write("\n" + text(found))
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(replace(found, is_tiny=is_tiny).to_json(), indent=1) + "\n")
+        options.json.write_text(json.dumps(found.to_json(), indent=1) + "\n")
         write(f"written: {options.json}")
     return 0
 
@@ -74,6 +74,7 @@ def measure(
     settings: Settings,
     devices: "Sequence[Device]",
     *,
+    is_tiny: bool,
     precision: Any,
     stages: Sequence[str],
     runs: int,
@@ -107,7 +108,7 @@ def measure(
         num_devices=len(devices),
         precision=precision,
         versions=dict(_versions()),
-        is_tiny=False,
+        is_tiny=is_tiny,
         hbm_peak_bytes=_fullest(devices),
         programs=tuple(_predicted(rows, compiled, topology, write)),
     )

@@ -15,6 +15,7 @@ from ..nodes.headless.runner import HEADLESS, TerminalHost, run_workflow
 from ..nodes.headless.workflow import to_api
 from ..tpu_runtime import pipeline
 from ..tpu_runtime.checkpoints.model_ref import ModelRef, variant
+from ..tpu_runtime.limits import without_zero_sizes
 from ..tpu_runtime.models import SPECS, spec_by_name, spec_for_family
 from ..tpu_runtime.plan import options as plan_options
 from ..tpu_runtime.precision import CHOICES
@@ -147,9 +148,9 @@ def make_tiny(workflow: Workflow) -> None:
         spec = variant(spec_for_family(family), (defaults | source["inputs"]).get("model_id") or "")
         wanted = {"model_id": spec.tiny_id, **spec.tiny_inputs}
         given = {i.name: node["inputs"].get(i.name, i.default) for i in declaration.inputs if i.name in wanted}
-        # With an encoded picture a sampler's size may be 0: the picture's.
-        is_free = "condition" not in node["inputs"]
-        node["inputs"] |= {name: wanted[name] for name, value in given.items() if value or is_free}
+        if "condition" in node["inputs"]:
+            given = without_zero_sizes(given)  # they stay the picture's
+        node["inputs"] |= {name: wanted[name] for name in given}
 
 
 def assign(workflow: Workflow, assignment: str) -> None:

@@ -10,14 +10,11 @@ from ..nodes.headless.runner import TerminalHost
 from ..tpu_runtime import media, pipeline
 from ..tpu_runtime.checkpoints.model_ref import ModelRef, choose_model
 from ..tpu_runtime.engine import payloads, stage_files
-from ..tpu_runtime.limits import PART
+from ..tpu_runtime.limits import PART, SIZE
 from ..tpu_runtime.models import SPECS, spec_by_name, spec_for_family
 from ..tpu_runtime.precision import CHOICES
 from ..tpu_runtime.spec import ModelSpec
 from .verbs import add_inputs, add_verb, flag, given_inputs, input_names, print_timings
-
-# What a picture is encoded for.
-_SIZE = ("height", "width", "num_frames")
 
 
 def add_verbs(verbs: Any) -> None:
@@ -30,7 +27,7 @@ def add_verbs(verbs: Any) -> None:
         help="the picture to start from, and then the one to end with; for models that look at references: each",
     )  # fmt: skip
     encode.add_argument("--resize", choices=media.RESIZE, default=media.RESIZE[0], help="how another shape is fitted")
-    add_inputs(encode, _SIZE)
+    add_inputs(encode, SIZE)
     denoise = _stage_verb(verbs, "denoise", _denoise, "stage 2: embeddings to latents")
     add_inputs(denoise, [name for name in input_names("inputs") if name != "fps"])
     decode = _stage_verb(verbs, "decode", _decode, "stage 3: latents to a video or a picture")
@@ -95,8 +92,8 @@ def _encode(options: argparse.Namespace) -> int:
     texts = {name: values[name] for name in spec.texts}
     pictures = _pictures(spec, options.image)
     # A picture is encoded for a size, which the later stages must have.
-    fixed = {name: values[name] for name in _SIZE if pictures and not spec.references}
-    asked = {name: values[name] for name in _SIZE if name in values and getattr(options, name) is not None}
+    fixed = {name: values[name] for name in SIZE if pictures and not spec.references}
+    asked = {name: values[name] for name in SIZE if name in values and getattr(options, name) is not None}
 
     def action(host: TerminalHost) -> None:
         embeds = pipeline.encode_prompt(model, texts["prompt"], texts.get("negative_prompt", ""), progress=host)

@@ -2,6 +2,7 @@
 `condition` the sampler is image to video.
 """
 
+from ..tpu_runtime.limits import SIZE
 from ..tpu_runtime.models import spec_by_name, spec_for_family
 from .family import decoder, image_encoder, pipeline, sampler, text_encoder
 
@@ -10,15 +11,14 @@ IMAGE_SPEC = spec_by_name("cogvideox1.5-5b-i2v")
 LABEL = "CogVideoX"
 
 _PROMPTS = ("prompt", "negative_prompt")
-_SIZE = ("height", "width", "num_frames")
-_NUMBERS = (*_SIZE, "num_inference_steps", "guidance_scale", "seed")
+_NUMBERS = (*SIZE, "num_inference_steps", "guidance_scale", "seed")
 _EMBEDS = ("prompt_embeds", "negative_prompt_embeds")
 # Newer than the rest, so after it. The sampler and the decoder once had the model from the node before.
 _NEW = ("model", "precision")
 _RECIPE = ("scheduler", "use_dynamic_cfg")
 
 TEXT_ENCODER = text_encoder(SPEC, LABEL, *_PROMPTS, "model_id", *_NEW)
-IMAGE_ENCODER = image_encoder(IMAGE_SPEC, LABEL, "image", *_SIZE, "resize", "model_id", *_NEW)
+IMAGE_ENCODER = image_encoder(IMAGE_SPEC, LABEL, "image", *SIZE, "resize", "model_id", *_NEW)
 SAMPLER = sampler(SPEC, LABEL, *_EMBEDS, *_NUMBERS, "model_id", *_NEW, *_RECIPE, "condition", image_spec=IMAGE_SPEC)
 DECODER = decoder(SPEC, LABEL, "latents", "fps", "model_id", *_NEW)
 STAGES = (TEXT_ENCODER, IMAGE_ENCODER, SAMPLER, DECODER)

@@ -13,7 +13,7 @@ from ..tpu_runtime import media
 from ..tpu_runtime import pipeline as runtime
 from ..tpu_runtime.checkpoints.model_ref import ModelRef, choose_model
 from ..tpu_runtime.engine import payloads
-from ..tpu_runtime.limits import PART, Choice, IntLimit, Numbers, Switch
+from ..tpu_runtime.limits import PART, Choice, IntLimit, Numbers, Switch, without_zero_sizes
 from ..tpu_runtime.models import SPECS
 from ..tpu_runtime.precision import CHOICES
 from ..tpu_runtime.spec import ModelSpec
@@ -90,7 +90,6 @@ _SOCKETS = {
     "condition": "TPU_CONDITION",
     "model": "TPU_MODEL",
 }
-_SIZE = ("height", "width", "num_frames")
 # Recipes of distilled models, for flow models; and of those with two experts.
 FEW_STEPS = ("scheduler", "sigmas")
 EXPERTS = ("high_noise_steps",)
@@ -266,7 +265,7 @@ def _sample(
     **numbers: Any,
 ) -> tuple:
     spec = spec if condition is None else image_spec
-    numbers = {name: value for name, value in numbers.items() if value or name not in _SIZE}
+    numbers = without_zero_sizes(numbers)
     for name, given in {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}.items():
         if given is not None:
             payloads.conditioning_entry(spec, name, given)
@@ -360,17 +359,17 @@ def sampler(
         Output(name="latents", type="LATENT", tooltip="For the VAE decoder; in ComfyUI's own layout."),
         Output(name="num_frames", type="INT", tooltip="Number of video frames the latents hold."),
     )
-    node = _stage_node(
+    latents = Input(name="latents", type=_SOCKETS["latents"], tooltip=_LATENTS, optional=True)
+    return _stage_node(
         spec,
         "TPUSampler",
         f"{label} TPU Sampler",
         (*inputs, *PART),
-        more=(Input(name="latents", type=_SOCKETS["latents"], tooltip=_LATENTS, optional=True),),
+        more=(latents, *(_own_size(spec, name) for name in sizes)),
         description=f"Denoises with {spec.title} on the TPU, from random noise to latents.",
         outputs=outputs[:1] if spec.is_image else outputs,
         run=partial(_sample, spec, image_spec or spec),
     )
-    return replace(node, inputs=(*node.inputs, *(_own_size(spec, name) for name in sizes)))
 
 
 def _frames_outputs(spec: ModelSpec) -> tuple[Output, ...]:

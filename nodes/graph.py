@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from ..tpu_runtime.checkpoints.model_ref import Expected, ModelRef, choose_model
+from ..tpu_runtime.limits import SIZE, without_zero_sizes
 from ..tpu_runtime.models import spec_for_family
 from ..tpu_runtime.progress import Silent
 from ..tpu_runtime.spec import Settings
@@ -130,10 +131,8 @@ def _generation(graph: Workflow, node_id: str, folders: Folders, table: Table) -
     family, named = spec_for_family(declaration.family), {name: choice[name] for name in ("model_id", "precision")}
     model = choose_model(family, **named, folders=folders.models, progress=Silent())
     spec = model.spec
-    # A size of 0 is the encoded picture's, or the model's own.
-    sizes = [name for name in ("height", "width", "num_frames") if name in spec.inputs]
-    widgets = {name: value for name, value in widgets.items() if value or name not in sizes}
-    missing = [name for name in sizes if name not in widgets]
+    widgets = without_zero_sizes(widgets)
+    missing = [name for name in SIZE if name in spec.inputs and name not in widgets]
     if missing and (spec.needs_condition or is_link(node["inputs"].get("condition"))):
         widgets = {**_origin(graph, node_id, "condition", missing[0], table), **widgets}
     return model, spec.settings(**widgets)

@@ -1,5 +1,6 @@
 """HunyuanVideo 1.5, text and image to video: its nodes. With a `condition` the sampler is image to video."""
 
+from ..tpu_runtime.limits import SIZE
 from ..tpu_runtime.models import spec_by_name, spec_for_family
 from .family import FEW_STEPS, decoder, image_encoder, pipeline, sampler, text_encoder
 
@@ -8,15 +9,14 @@ IMAGE_SPEC = spec_by_name("hunyuanvideo1.5-i2v-720p")
 LABEL = "HunyuanVideo 1.5"
 
 _PROMPTS = ("prompt", "negative_prompt")
-_SIZE = ("height", "width", "num_frames")
-_NUMBERS = (*_SIZE, "num_inference_steps", "guidance_scale", "seed")
+_NUMBERS = (*SIZE, "num_inference_steps", "guidance_scale", "seed")
 _SOCKETS = ("prompt_embeds", "negative_prompt_embeds", "condition")
 _MODEL = ("model_id", "model", "precision")
 _CACHE = ("step_cache", "cache_start", "cache_end", "cache_interval")
 _RECIPE = (*_CACHE, *FEW_STEPS)
 
 TEXT_ENCODER = text_encoder(SPEC, LABEL, *_PROMPTS, *_MODEL)
-IMAGE_ENCODER = image_encoder(IMAGE_SPEC, LABEL, "image", *_SIZE, "resize", *_MODEL)
+IMAGE_ENCODER = image_encoder(IMAGE_SPEC, LABEL, "image", *SIZE, "resize", *_MODEL)
 SAMPLER = sampler(SPEC, LABEL, *_SOCKETS, *_NUMBERS, "flow_shift", *_MODEL, *_RECIPE, image_spec=IMAGE_SPEC)
 DECODER = decoder(SPEC, LABEL, "latents", "fps", *_MODEL)
 STAGES = (TEXT_ENCODER, IMAGE_ENCODER, SAMPLER, DECODER)

@@ -3,13 +3,13 @@
 A model of the family that can do without a picture takes the video's size from the sampler then.
 """
 
+from ..tpu_runtime.limits import SIZE
 from ..tpu_runtime.models import spec_for_family
 from .family import EXPERTS, FEW_STEPS, decoder, image_encoder, pipeline, sampler, text_encoder
 
 SPEC = spec_for_family("Wan22I2V")
 LABEL = "Wan 2.2 I2V"
 
-_SIZE = ("height", "width", "num_frames")
 _PROMPTS = ("prompt", "negative_prompt")
 _NUMBERS = ("num_inference_steps", "guidance_scale", "shift", "seed")
 _SOCKETS = ("prompt_embeds", "negative_prompt_embeds", "condition")
@@ -17,13 +17,13 @@ _SOCKETS = ("prompt_embeds", "negative_prompt_embeds", "condition")
 _NEW = ("model", "precision")
 _RECIPE = (*FEW_STEPS, *EXPERTS)
 
-IMAGE_ENCODER = image_encoder(SPEC, LABEL, "image", *_SIZE, "model_id", "resize", *_NEW, "last_image")
+IMAGE_ENCODER = image_encoder(SPEC, LABEL, "image", *SIZE, "model_id", "resize", *_NEW, "last_image")
 TEXT_ENCODER = text_encoder(SPEC, LABEL, *_PROMPTS, "model_id", *_NEW)
-SAMPLER = sampler(SPEC, LABEL, *_SOCKETS, *_NUMBERS, "model_id", "guidance_scale_2", *_NEW, *_RECIPE, sizes=_SIZE)
+SAMPLER = sampler(SPEC, LABEL, *_SOCKETS, *_NUMBERS, "model_id", "guidance_scale_2", *_NEW, *_RECIPE, sizes=SIZE)
 DECODER = decoder(SPEC, LABEL, "latents", "model_id", "fps", *_NEW)
 STAGES = (TEXT_ENCODER, IMAGE_ENCODER, SAMPLER, DECODER)
 PIPELINE = pipeline(
-    SPEC, LABEL, STAGES, "image", *_PROMPTS, *_SIZE, *_NUMBERS, "model_id", "fps", "resize", "guidance_scale_2", *_NEW,
+    SPEC, LABEL, STAGES, "image", *_PROMPTS, *SIZE, *_NUMBERS, "model_id", "fps", "resize", "guidance_scale_2", *_NEW,
     "last_image", *_RECIPE,
 )  # fmt: skip
 

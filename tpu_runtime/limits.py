@@ -136,6 +136,15 @@ def policy_of(widgets: Mapping[str, Any]) -> StepCache | None:
     return StepCache(start=widgets["cache_start"], end=widgets["cache_end"], interval=widgets["cache_interval"])
 
 
+# The size of a result, in pixels and frames.
+SIZE = ("height", "width", "num_frames")
+
+
+def without_zero_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` without sizes of 0, which stand for the encoded picture's, or for the model's own."""
+    return {name: value for name, value in values.items() if value or name not in SIZE}
+
+
 # What a sampler of any model may be told to run a part of the steps only, and of the steps; see `Settings`.
 PART = {
     "start_step": IntLimit(default=0, low=0, high=100),

@@ -6,7 +6,7 @@ Everything that can be wrong ends in a `CheckpointError` that says what to do.
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -191,31 +191,12 @@ def find_index(
     return read_json(folder / INDEX)
 
 
-def configs_fit(spec: ModelSpec, model_id: str, folders: Sequence[str] = ()) -> bool:
-    """Whether `spec` can run what the components' configs say, as far as they are on this machine."""
-    return not any(
-        compatibility.config_problem(spec, component, model_id, config)
-        for component, config in _configs_here(spec, model_id, folders)
-    )
-
-
-def likeness(spec: ModelSpec, model_id: str, folders: Sequence[str] = ()) -> int:
-    """How much of what the components' configs say, as far as they are on this machine, is what `spec` was published
-    with.
-    """
-    return sum(compatibility.likeness(*each) for each in _configs_here(spec, model_id, folders))
-
-
-def _configs_here(
-    spec: ModelSpec, model_id: str, folders: Sequence[str]
-) -> Iterator[tuple[Component, Mapping[str, Any]]]:
+def local_configs(model_id: str, parts: Iterable[str], folders: Sequence[str] = ()) -> dict[str, Mapping[str, Any]]:
+    """The `config.json` of each of a model's folders `parts`, as far as they are on this machine."""
     model_id = model_id.strip()
     root = _local_folder(model_id, folders) or (hub.cached(model_id) if hub.is_hub_id(model_id) else None)
-    if root is None:
-        return
-    for component in spec.components:
-        if (path := root / component.folder / CONFIG).is_file():
-            yield component, read_json(path)
+    paths = {part: root / part / CONFIG for part in parts} if root else {}
+    return {part: read_json(path) for part, path in paths.items() if path.is_file()}
 
 
 def _local_folder(model_id: str, folders: Sequence[str]) -> Path | None:

@@ -86,9 +86,16 @@ def config_problem(spec: ModelSpec, component: Component, model_id: str, config:
     return None
 
 
-def likeness(component: Component, config: Mapping[str, Any]) -> int:
-    """In how many values a config is the component's published one."""
-    return sum(_value(config, key) == value for key, value in component.config.items())
+def configs_fit(spec: ModelSpec, model_id: str, configs: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether the spec can run what the configs that are known, by folder, say."""
+    known = (part for part in spec.components if part.folder in configs)
+    return not any(config_problem(spec, part, model_id, configs[part.folder]) for part in known)
+
+
+def likeness(spec: ModelSpec, configs: Mapping[str, Mapping[str, Any]]) -> int:
+    """In how many values the configs, by folder, are those that the spec was published with."""
+    known = (part for part in spec.components if part.folder in configs)
+    return sum(_value(configs[part.folder], key) == value for part in known for key, value in part.config.items())
 
 
 def sizes_problem(spec: ModelSpec, model_id: str, configs: Mapping[str, Mapping[str, Any]]) -> str | None:

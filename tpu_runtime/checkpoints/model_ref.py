@@ -103,6 +103,8 @@ def variant(
     if len(fitting) > 1:
         if progress is not None:
             checkpoint.locate(fitting[0], model_id, folders).home(progress)
-        fitting = [one for one in fitting if checkpoint.configs_fit(one, model_id, folders)] or fitting
-        fitting.sort(key=lambda one: checkpoint.likeness(one, model_id, folders), reverse=True)
+        parts = {component.folder for one in fitting for component in one.components}
+        configs = checkpoint.local_configs(model_id, parts, folders)
+        fitting = [one for one in fitting if compatibility.configs_fit(one, model_id, configs)] or fitting
+        fitting = [max(fitting, key=lambda one: compatibility.likeness(one, configs))]
     return (fitting or alike or family)[0]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..limits import SIZE
 from ..models import SPECS
 from ..programs import finite
 from ..spec import ModelSpec, Settings
@@ -120,17 +121,17 @@ def _condition_arrays(
         return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     if given["tpu_family"] != spec.family:
         raise ValueError(f"{spec.title}: the condition comes from a {given['tpu_family']} image encoder.")
+    is_of_size = all(given.get(name) == getattr(settings, name) for name in SIZE)
     for name, shape in shapes.items():
         tensor = given["tensors"].get(name)
-        size = {"height": settings.height, "width": settings.width, "num_frames": settings.num_frames}
-        if {**given, **size} == given and (tensor is None or tuple(tensor.shape) != shape):
+        if tensor is None or tuple(tensor.shape) != shape:
+            size = f"{given.get('width')}x{given.get('height')}, {given.get('num_frames')} frames"
             raise ValueError(
                 f"{spec.title}: the condition was encoded for another model of the family. Give "
                 f"{spec.family}ImageEncoder the model of the sampler."
+                if is_of_size
+                else f"{spec.title}: the condition was encoded for {size}; encode it for the video's size."
             )
-        if tensor is None or tuple(tensor.shape) != shape:
-            size = f"{given.get('width')}x{given.get('height')}, {given.get('num_frames')} frames"
-            raise ValueError(f"{spec.title}: the condition was encoded for {size}; encode it for the video's size.")
         finite.check_given(spec.title, "condition", tensor)
     return {name: given["tensors"][name].to(torch.float32).cpu().numpy() for name in shapes}
 
