@@ -1,4 +1,7 @@
-"""The monitor in a terminal: what `GET /tpu/stats` of a running server says, as tables. Starts nothing itself."""
+"""The monitor in a terminal: what `GET /tpu/stats` of a running server says, as tables. Starts nothing itself.
+
+Where no server runs on this machine: what its bus says of the chips, and the process that holds them of their memory.
+"""
 
 import argparse
 import http.client
@@ -16,7 +19,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..tpu_runtime.monitor.readings import Stats
+from ..tpu_runtime.monitor import snapshot
+from ..tpu_runtime.monitor.readings import Sampler, Stats
 
 DEFAULT_URL = "http://127.0.0.1:8188"
 TIMEOUT_S = 5
@@ -33,29 +37,59 @@ class Unreachable(RuntimeError):
     """No statistics from that address; the message says what to do."""
 
 
-def run(options: argparse.Namespace, console: Console | None = None) -> int:
-    """Shows the statistics until Ctrl-C, through restarts of the server; raises `Unreachable` if it never answered."""
+class NoServer(Unreachable):
+    """Nothing listens there."""
+
+
+def run(options: argparse.Namespace, console: Console | None = None, sampler: Sampler | None = None) -> int:
+    """Shows the statistics until Ctrl-C, through restarts of the server; raises `Unreachable` if it never answered and
+    this machine has no chips to show instead."""
     if options.interval < FASTEST_S:
         raise ValueError(f"--interval is {options.interval:g}; it must be at least {FASTEST_S} s.")
-    console = console or Console()
-    stats = fetch(options.url)
+    console, sampler = console or Console(), sampler or Sampler()
+    stats, note = _first(options.url, sampler)
     if options.once:
-        console.print(render(stats))
+        console.print(render(stats, note))
         return 0
-    with Live(render(stats), console=console, auto_refresh=False, screen=console.is_terminal) as live:
+    has_answered = not note
+    with Live(render(stats, note), console=console, auto_refresh=False, screen=console.is_terminal) as live:
         while True:
             time.sleep(options.interval)
             try:
-                stats, note = fetch(options.url), ""
-            except Unreachable:
+                stats, note, has_answered = fetch(options.url), "", True
+            except Unreachable as reason:
                 note = "The server is not reachable, trying again. These numbers are old."
+                if not has_answered and (chips := _without_server(options.url, sampler)):
+                    stats, note = chips, str(reason)
             live.update(render(stats, note), refresh=True)
+
+
+def _first(url: str, sampler: Sampler) -> tuple[Stats, str]:
+    """The server's statistics, or this machine's own and why they are not the server's."""
+    try:
+        return fetch(url), ""
+    except NoServer as reason:
+        if stats := _without_server(url, sampler):
+            return stats, str(reason)
+        raise
+
+
+def _without_server(url: str, sampler: Sampler) -> Stats | None:
+    """What can be said of this machine's chips; None if it has none, or `url` is another machine's."""
+    if urllib.parse.urlsplit(_with_scheme(url)).hostname not in ("127.0.0.1", "localhost", "::1"):
+        return None
+    stats = sampler.complete(snapshot.stats())
+    # This process is not the one whose memory is of interest.
+    return {**stats, "host": {**stats["host"], "process_ram": None}} if stats["chips"] else None
+
+
+def _with_scheme(url: str) -> str:
+    return url if url.startswith(("http://", "https://")) else f"http://{url}"
 
 
 def fetch(url: str) -> Stats:
     """The server's statistics. Raises `Unreachable` when there are none."""
-    if not url.startswith(("http://", "https://")):
-        url = f"http://{url}"
+    url = _with_scheme(url)
     address = f"{url.rstrip('/')}/tpu/stats"
     try:
         with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
@@ -66,7 +100,7 @@ def fetch(url: str) -> Stats:
         raise Unreachable(f"{address} answers {refusal.code}. {reason}") from None
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        raise Unreachable(
+        raise NoServer(
             f"no server answers at {url} ({reason}). Start ComfyUI, or give its address: "
             f"comfyui-tpu monitor --url {DEFAULT_URL}"
         ) from None
@@ -198,7 +232,8 @@ def _last_run(run: Any) -> Iterator[RenderableType]:
 def _host(stats: Stats) -> RenderableType:
     host = found if isinstance(found := stats.get("host"), dict) else {}
     line = f"CPU {percent(host.get('cpu_percent'))}, RAM {bytes_of(host.get('ram_used'), host.get('ram_total'))}"
-    line += f", of it ComfyUI {size(host.get('process_ram'))}"
+    if host.get("process_ram") is not None:
+        line += f", of it ComfyUI {size(host['process_ram'])}"
     caches = [f"{one.get('name')} {size(one.get('bytes'))}" for one in _list(stats, "caches")]
     return Text.assemble(("\nhost  ", "dim"), line, ("\ncaches  ", "dim"), _text(", ".join(caches) or UNKNOWN))
 

@@ -4,6 +4,7 @@
 then runs on each of them as well.
 """
 
+import contextlib
 import os
 import random
 import re
@@ -17,8 +18,12 @@ from typing import Any
 import pytest
 from comfyui_tpu.tests.support.comfyui_server import PACK, Server, needs_comfyui, tiny_workflow
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
+from comfyui_tpu.tpu_runtime.monitor import snapshot
+from comfyui_tpu.tpu_runtime.monitor.readings import Sampler
+from comfyui_tpu.tpu_runtime.monitor.unstarted import Unstarted
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
+fake_tpu = pytest.importorskip("comfyui_tpu.tests.support.fake_tpu", reason="no tpu-info: it is for Linux")
 
 PATIENCE_MS = 1000 * PATIENCE_S
 playwright.expect.set_options(timeout=PATIENCE_MS)
@@ -343,6 +348,25 @@ def test_256_chips_fit_and_notes_are_shown(tab: Tab):
     assert last.get_attribute("aria-label") == "Chip 255"
     assert re.match(r"Chip 255: TPU v6e at \(1, 127, 0\), .* of 31.0 GiB", last.get_attribute("aria-valuetext"))
     tab.screenshot("monitor-256-chips")
+
+
+@pytest.mark.parametrize("port", ["closed", "serving"])
+def test_chips_are_shown_before_the_first_run(tab: Tab, port: str, tmp_path: Path):
+    """What `/tpu/stats` says on a machine whose chips nobody has started, and where another process holds them."""
+    fake_tpu.plug(tmp_path, "v6e", 8)
+    with contextlib.nullcontext(fake_tpu.closed()) if port == "closed" else fake_tpu.serving(8) as asked:
+        sampler = Sampler(unstarted=Unstarted(tmp_path, [asked], deadline_s=PATIENCE_S))
+        stats = sampler.complete(snapshot.stats() | {"platform": None, "message": snapshot.NOT_STARTED, "chips": []})
+    tab.answer_with(stats)
+    tab.open()
+    is_held = port == "serving"
+    tab.page.get_by_text(f"8 x v6e, {'held by another process' if is_held else 'not started'}").wait_for()
+    assert tab.section("Chips").locator("[role=progressbar]").count() == 8
+    assert ("36.0 of 248 GiB" if is_held else "– of 256 GiB") in tab.text("Chips")
+    assert tab.section("Last two minutes").is_visible() == is_held
+    assert tab.page.get_by_text("a run here can begin when that has ended").is_visible() == is_held
+    assert tab.page.evaluate(WIDER) == tab.page.evaluate(OVERLAPS) == []
+    tab.screenshot(f"monitor-{'held' if is_held else 'not-started'}")
 
 
 def test_a_screen_reader_finds_names_and_values(tab: Tab):

@@ -1,6 +1,8 @@
 """`comfyui-tpu monitor`: what a server says, in a terminal."""
 
+import contextlib
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +10,8 @@ import pytest
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.cli import monitor
 from comfyui_tpu.tests.support.chips import GIB, chip, tpu
+from comfyui_tpu.tpu_runtime.monitor.readings import Sampler
+from comfyui_tpu.tpu_runtime.monitor.unstarted import Unstarted
 from rich.console import Console
 
 
@@ -87,3 +91,60 @@ def test_the_terminal_follows_a_server_through_a_restart(monkeypatch: pytest.Mon
         monitor.run(SimpleNamespace(url="x", once=False, interval=1.0), console)
     text = console.export_text()
     assert "not reachable, trying again" in text and "back again" in text
+
+
+# --- without a server -------------------------------------------------------------------------------------------------
+
+NOBODY = "http://127.0.0.1:9"
+
+
+def looked(root: Path, port: int, url: str = NOBODY, **options: Any) -> str:
+    """What one look shows on a machine with the chips below `root`."""
+    sampler = Sampler(unstarted=Unstarted(root, [port], deadline_s=10.0))
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))
+    monitor.run(SimpleNamespace(url=url, once=True, interval=1.0, **options), console, sampler)
+    return console.export_text()
+
+
+@pytest.mark.parametrize("num_devices", [0, 1, 4, 8])
+def test_without_a_server_the_chips_of_the_machine_are_shown(tmp_path: Path, num_devices: int):
+    fake = pytest.importorskip("comfyui_tpu.tests.support.fake_tpu")
+    fake.plug(tmp_path, "v6e", num_devices or 8)
+    with fake.serving(num_devices) if num_devices else contextlib.nullcontext(fake.closed()) as port:
+        text = looked(tmp_path, port)
+    count = num_devices or 8
+    assert f"{count} x v6e, {'held by another process' if num_devices else 'not started'}" in text
+    assert len(re.findall(r"\d v6e ", text)) == count
+    assert ("1.0 of 31.0 GiB" if num_devices else "– of 32.0 GiB") in text
+    assert f"no server answers at {NOBODY}" in text and "of it ComfyUI" not in text
+
+
+@pytest.mark.parametrize(("kind", "url"), [(None, NOBODY), ("v6e", "http://[2001:db8::1]:bad")])
+def test_neither_chips_nor_a_server_is_an_error(tmp_path: Path, kind: str | None, url: str):
+    """Another machine's server has nothing to do with the chips of this one."""
+    fake = pytest.importorskip("comfyui_tpu.tests.support.fake_tpu")
+    fake.plug(tmp_path, "v6e", 8 if kind else 0)
+    with pytest.raises(monitor.Unreachable, match="no server answers"):
+        looked(tmp_path, fake.closed(), url)
+
+
+def test_a_server_that_starts_later_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    fake = pytest.importorskip("comfyui_tpu.tests.support.fake_tpu")
+    answers = iter([monitor.NoServer("nobody"), monitor.NoServer("nobody"), tpu(message="here I am")])
+
+    def fetch(url: str) -> Any:
+        answer = next(answers, None)
+        if answer is None:
+            raise KeyboardInterrupt
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(monitor, "fetch", fetch)
+    monkeypatch.setattr(monitor.time, "sleep", lambda seconds: None)
+    console = Console(width=100, record=True, file=open("/dev/null", "w"), force_terminal=True)
+    sampler = Sampler(unstarted=Unstarted(fake.plug(tmp_path, "v5e", 4), [fake.closed()]))
+    with pytest.raises(KeyboardInterrupt):
+        monitor.run(SimpleNamespace(url=NOBODY, once=False, interval=1.0), console, sampler)
+    text = console.export_text()
+    assert text.count("4 x v5e, not started") == 2 and "here I am" in text

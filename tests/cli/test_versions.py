@@ -11,7 +11,7 @@ from comfyui_tpu.tpu_runtime import versions
 from packaging.version import Version
 
 # What results, file formats and programs depend on.
-BOUNDED = ("jax", "torchax", "diffusers", "transformers", "safetensors", "huggingface-hub", "av")
+BOUNDED = ("jax", "torchax", "diffusers", "transformers", "safetensors", "huggingface-hub", "av", "tpu-info")
 
 
 @pytest.fixture

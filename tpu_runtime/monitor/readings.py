@@ -1,7 +1,7 @@
 """Readings that the runtime does not have itself: the host's load, and what libtpu measures about its chips.
 
-Nothing here starts a device: libtpu is asked only once the runtime says that it runs on a TPU. Nothing is sampled
-unless somebody asks.
+Nothing here starts a device: libtpu is asked only once the runtime says that it runs on a TPU, the bus until then.
+Nothing is sampled unless somebody asks.
 """
 
 import importlib
@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from typing import Any
+
+from .unstarted import Unstarted
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +51,15 @@ def read_libtpu(metric: str) -> Sequence[str]:
 class Sampler:
     """Completes the runtime's statistics. `complete` is for one thread at a time."""
 
-    def __init__(self, read: Callable[[str], Sequence[str]] = read_libtpu, *, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(
+        self,
+        read: Callable[[str], Sequence[str]] = read_libtpu,
+        *,
+        deadline_s: float = DEADLINE_S,
+        unstarted: Unstarted | None = None,
+    ) -> None:
         self._read = read
+        self._unstarted = unstarted or Unstarted()
         self._deadline_s = deadline_s
         self._late: Future | None = None
         self._logged: set[str] = set()
@@ -60,6 +69,8 @@ class Sampler:
         """`stats` with `host`, with what libtpu knows of the chips, and with `notes`: what is not known and why."""
         notes = [str(note) for note in stats.get("notes") or ()]
         host = stats.get("host") or self._host(notes)
+        if stats.get("platform") is None and not stats.get("chips"):
+            stats = self._unstarted.complete(stats, notes)
         chips = [dict(chip) for chip in stats.get("chips") or ()]
         if stats.get("platform") == "tpu" and chips:
             self._fill(chips, notes)

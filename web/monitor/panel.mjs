@@ -139,10 +139,11 @@ class Curve {
   }
 
   show(stats) {
-    this.element.hidden = list(stats.chips).length === 0;
     const { used, limit } = totals(stats);
     const core = mean(stats, "tensorcore_utilization");
     const busy = core ?? mean(stats, "duty_cycle");
+    // Chips that nobody has started yet say nothing.
+    this.element.hidden = used === null && busy === null;
     setText(this.#memory, `Memory ${limit ? percent((100 * (used ?? 0)) / limit) : bytes(used)}`);
     const measure = core === null ? "Duty cycle" : "TensorCore";
     setText(this.#busy, busy === null ? "Utilisation not known" : `${measure} ${percent(busy)}`);

@@ -1,0 +1,154 @@
+"""Chips that nobody has started, or that another process holds: read from a fake bus and a fake metrics service."""
+
+import asyncio
+import glob
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_tpu.tpu_runtime.monitor import bus, metrics_service, snapshot
+from comfyui_tpu.tpu_runtime.monitor.feed import Feed
+from comfyui_tpu.tpu_runtime.monitor.readings import Sampler
+from comfyui_tpu.tpu_runtime.monitor.unstarted import Unstarted
+
+tpu_info = pytest.importorskip("tpu_info.device", reason="no tpu-info: it is for Linux")
+fake_tpu = pytest.importorskip("comfyui_tpu.tests.support.fake_tpu")
+
+from comfyui_tpu.tests.support.fake_tpu import GIB, closed, plug, process, serving, silent  # noqa: E402
+
+
+def stats(root: Path, port: int, deadline_s: float = 10.0) -> dict[str, Any]:
+    """What the page would get, of a runtime without an engine."""
+    return Sampler(unstarted=Unstarted(root, [port], deadline_s=deadline_s)).complete(dict(NOTHING_STARTED))
+
+
+NOTHING_STARTED = {"platform": None, "message": snapshot.NOT_STARTED, "chips": [], "host": {"cpu_percent": 1.0}}
+
+
+@pytest.mark.parametrize("num_chips", [1, 4, 8])
+@pytest.mark.parametrize("kind", ["v4", "v5e", "v5p", "v6e", "TPU7x"])
+def test_the_bus_names_and_counts_the_chips(tmp_path: Path, kind: str, num_chips: int, monkeypatch: pytest.MonkeyPatch):
+    found = bus.chips(plug(tmp_path, kind, num_chips))
+    assert str(found) == f"{num_chips} x {kind}"
+    assert found.num_devices == num_chips * (2 if kind == "TPU7x" else 1)
+    assert len(bus.device_files(tmp_path)) == num_chips
+    # tpu-info itself, whose count is of PCI functions, says the same of devices it can read.
+    (tmp_path / "sys/bus/pci/devices/0000:00:09.0").rmdir()
+    real = glob.glob
+    monkeypatch.setattr(glob, "glob", lambda pattern: real(f"{tmp_path}{pattern}"))
+    theirs, count = tpu_info.get_local_chips()
+    assert (theirs.value.hbm_gib * GIB, count) == (found.hbm_bytes_per_chip, found.num_devices)
+
+
+def test_a_machine_without_chips_says_nothing_of_them(tmp_path: Path):
+    for root in (tmp_path / "empty", plug(tmp_path / "network", "v6e", 0)):
+        assert bus.chips(root) is None
+        assert stats(root, closed())["message"] == snapshot.NOT_STARTED
+
+
+@pytest.mark.parametrize("num_chips", [1, 4, 8])
+def test_chips_before_the_first_run_are_not_started(tmp_path: Path, num_chips: int):
+    said = stats(plug(tmp_path, "v6e", num_chips), closed())
+    assert said["message"] == f"{num_chips} x v6e, not started"
+    assert [(chip["index"], chip["hbm_used"], chip["hbm_limit"]) for chip in said["chips"]] == [
+        (index, None, 32 * GIB) for index in range(num_chips)
+    ]
+    assert said["notes"] == []
+
+
+@pytest.mark.parametrize(("kind", "num_chips"), [("v6e", 1), ("v6e", 4), ("v5p", 8), ("TPU7x", 4)])
+def test_the_memory_of_another_process_comes_from_its_metrics_service(tmp_path: Path, kind: str, num_chips: int):
+    root = plug(tmp_path, kind, num_chips)
+    process(root, 4711, "/usr/bin/python3", "/home/me/ComfyUI/main.py", "--token", "secret", opens=["/dev/vfio/0"])
+    process(root, 4712, "/usr/bin/bash", opens=["/dev/null", "/dev/vfio/vfio"])
+    num_devices = bus.chips(root).num_devices
+    with serving(num_devices, num_chips) as port:
+        said = stats(root, port)
+    assert said["message"] == f"{num_chips} x {kind}, held by another process"
+    assert said["notes"] == [
+        "Held by another process (python3 main.py, process 4711): a run here can begin when that has ended."
+    ]
+    each = num_devices // num_chips
+    assert [(chip["hbm_used"], chip["hbm_limit"], chip["duty_cycle"]) for chip in said["chips"]] == [
+        ((index + 1) * GIB, 31 * GIB, 10.0 * (index // each)) for index in range(num_devices)
+    ]
+
+
+def test_a_service_that_knows_fewer_devices_is_noted(tmp_path: Path):
+    with serving(4) as port:
+        said = stats(plug(tmp_path, "v6e", 8), port)
+    assert said["notes"][1] == "Memory is known of 4 of 8 devices."
+    assert [chip["hbm_used"] for chip in said["chips"]] == [GIB, 2 * GIB, 3 * GIB, 4 * GIB, None, None, None, None]
+
+
+def test_a_service_that_does_not_answer_costs_its_deadline_once(tmp_path: Path):
+    process(plug(tmp_path, "v6e", 8), 4711, "train", opens=["/dev/vfio/3"])
+    with silent() as port:
+        unstarted = Unstarted(tmp_path, [port], deadline_s=0.3)
+        begun = time.monotonic()
+        said = [Sampler(unstarted=unstarted).complete(dict(NOTHING_STARTED)) for _ in range(20)]
+        elapsed_s = time.monotonic() - begun
+    assert all(one["message"] == "8 x v6e, held by another process" for one in said)
+    assert (
+        said[-1]["notes"][0] == f"Memory in use is not known: the metrics service at localhost:{port} does not answer."
+    )
+    assert [chip["hbm_used"] for chip in said[-1]["chips"]] == [None] * 8
+    assert elapsed_s < 20 * 0.3
+
+
+def test_several_ports_are_one_machine(tmp_path: Path):
+    assert metrics_service.ports({"TPU_RUNTIME_METRICS_PORTS": "8431,8432"}) == [8431, 8432]
+    assert metrics_service.ports({"TPU_RUNTIME_METRICS_PORTS": "?"}) == metrics_service.ports({}) == [8431]
+    with serving(1) as first, serving(2) as second:
+        assert len(metrics_service.usage([first, second, closed()], 10.0)) == 3
+
+
+def test_the_names_of_the_metrics_are_tpu_infos():
+    metrics = pytest.importorskip("tpu_info.metrics")
+    assert set(metrics_service.METRICS.values()) <= {each.value for each in metrics.MetricName}
+
+
+def test_without_tpu_info_the_reason_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "tpu_info.device", None)
+    plug(tmp_path, "v6e", 8)
+    said = stats(tmp_path, closed())
+    assert said["notes"] == ["The chips are not known: tpu-info is not installed (pip install tpu-info)."]
+    assert (said["message"], said["chips"]) == (snapshot.NOT_STARTED, [])
+
+
+def test_the_feed_gives_them_to_the_page(tmp_path: Path):
+    with serving(4) as port:
+        unstarted = Unstarted(plug(tmp_path, "v6e", 4), [port], deadline_s=10.0)
+        feed = Feed(snapshot.stats, Sampler(unstarted=unstarted), patience_s=60.0)
+        answer = json.loads(asyncio.run(feed.answer()))
+    assert answer["message"] == "4 x v6e, held by another process"
+    assert [chip["hbm_used"] // GIB for chip in answer["chips"]] == [1, 2, 3, 4]
+
+
+def test_grpc_is_imported_only_where_a_service_listens_and_suits_sentencepiece(tmp_path: Path):
+    """In a process of its own: the old packs' SIGABRT was protobuf loaded twice."""
+    program = f"""
+        import io, sys
+        from pathlib import Path
+        from comfyui_tpu.tpu_runtime.monitor import bus, metrics_service
+        print(bus.chips(Path("{plug(tmp_path, "v6e", 8)}")))
+        try:
+            metrics_service.usage([{closed()}])
+        except metrics_service.NotServed:
+            print(*(name in sys.modules for name in ("grpc", "google.protobuf", "jax", "libtpu")))
+        import tpu_info.proto.tpu_metric_service_pb2_grpc
+        import sentencepiece
+        model = io.BytesIO()
+        words = iter(["a b c a b", "hello world a b"] * 5)
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=words, model_writer=model, vocab_size=20, hard_vocab_limit=False, minloglevel=9
+        )
+        print(len(sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).encode("hello")) > 0)
+    """
+    lines = "\n".join(line[8:] for line in program.strip("\n").splitlines())
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["8 x v6e", "False False False False", "True"], done.stderr

@@ -1,0 +1,80 @@
+"""The statistics of a process that runs nothing: the chips on the bus, and what another process does with them."""
+
+import functools
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from . import bus, metrics_service
+
+# Looking through the open files of every process takes some hundredths of a second; a service that once did not answer
+# in time would cost its deadline again.
+AGAIN_S = 5.0
+MISSING = "The chips are not known: tpu-info is not installed (pip install tpu-info)."
+
+
+class Unstarted:
+    """Without starting the chips. `complete` is for one thread at a time, and takes a second at most."""
+
+    def __init__(
+        self, root: Path = bus.ROOT, ports: list[int] | None = None, *, deadline_s: float = metrics_service.DEADLINE_S
+    ) -> None:
+        self._root = root
+        self._ports = metrics_service.ports() if ports is None else ports
+        self._deadline_s = deadline_s
+        self._looked_s = self._failed_s = -AGAIN_S
+        self._failure = ""
+        self._holders: list[bus.Holder] = []
+
+    @functools.cached_property
+    def _chips(self) -> bus.Chips | None:
+        return bus.chips(self._root)
+
+    def complete(self, stats: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+        """`stats` with `message` and `chips` of what is plugged in; as it is on a machine without a TPU."""
+        try:
+            chips = self._chips
+        except ImportError:
+            if bus.device_files(self._root):
+                notes.append(MISSING)
+            return stats
+        if chips is None:
+            return stats
+        usages = self._usages(notes)
+        holders = self._look()
+        if holders or usages:
+            who = ", ".join(f"{one.program}, process {one.pid}" for one in holders) or "of another user"
+            notes.append(f"Held by another process ({who}): a run here can begin when that has ended.")
+        if usages and len(usages) != chips.num_devices:
+            notes.append(f"Memory is known of {len(usages)} of {chips.num_devices} devices.")
+        state = "held by another process" if holders or usages else "not started"
+        rows = [_row(chips, index) for index in range(chips.num_devices)]
+        for row, usage in zip(rows, usages, strict=False):
+            known = {name: value for name, value in asdict(usage).items() if value is not None}
+            row |= {name: value for name, value in known.items() if name != "device_id"}
+        return {**stats, "message": f"{chips}, {state}", "chips": rows}
+
+    def _usages(self, notes: list[str]) -> list[metrics_service.Usage]:
+        if time.monotonic() - self._failed_s >= AGAIN_S:
+            self._failure = ""
+            try:
+                return metrics_service.usage(self._ports, self._deadline_s)
+            except metrics_service.NotServed:
+                return []
+            except (metrics_service.NoAnswer, ImportError) as error:
+                self._failure, self._failed_s = f"Memory in use is not known: {error}.", time.monotonic()
+        notes.append(self._failure)
+        return []
+
+    def _look(self) -> list[bus.Holder]:
+        if time.monotonic() - self._looked_s >= AGAIN_S:
+            self._holders = bus.holders(self._root)
+            self._looked_s = time.monotonic()
+        return self._holders
+
+
+def _row(chips: bus.Chips, index: int) -> dict[str, Any]:
+    unknown = dict.fromkeys(("coords", "hbm_used", "hbm_peak", "tensorcore_utilization", "duty_cycle"))
+    limit = chips.hbm_bytes_per_chip // chips.devices_per_chip
+    return {"index": index, "kind": chips.kind, **unknown, "hbm_limit": limit}
