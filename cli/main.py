@@ -88,7 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     monitor.add_argument("--url", default="http://127.0.0.1:8188", help="the server (http://127.0.0.1:8188)")
     monitor.add_argument("--once", action="store_true", help="print the numbers once and end")
     monitor.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="time between two looks (1)")
-    add_verb(verbs, "doctor", _doctor, "report versions, devices, folders and what is missing")
+    doctor.add_arguments(
+        add_verb(verbs, "doctor", doctor.run, "report what is wrong with this machine, and how to mend it")
+    )
     return parser
 
 
@@ -249,16 +251,3 @@ def _monitor(options: argparse.Namespace) -> int:
     from . import monitor
 
     return monitor.run(options)
-
-
-# --- reports ----------------------------------------------------------------------------------------------------------
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    """Exit code 1 when something needs mending."""
-    findings = doctor.report()
-    for finding in findings:
-        print(f"{finding.topic:<22} {finding.found}")
-        if finding.remedy:
-            print(f"{'':<22} -> {finding.remedy}")
-    return 1 if any(finding.remedy for finding in findings) else 0

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from comfyui_tpu.cli import doctor
+from comfyui_tpu.cli.doctor import Machine, comfyui, packages
 from comfyui_tpu.tpu_runtime import versions
 from packaging.version import Version
 
@@ -24,7 +24,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def findings(topic: str) -> list[tuple[str, str]]:
-    return [(each.found, each.remedy) for each in doctor._versions() if each.topic == topic]
+    return [(each.found, each.remedy) for each in packages.versions_here(Machine()) if each.topic == topic]
 
 
 @pytest.mark.parametrize("name", BOUNDED)
@@ -61,25 +61,19 @@ def test_doctor_names_a_version_that_was_not_run_and_the_command(
     assert findings(name) == [(f"{version}; tested with {tested}", command)]
 
 
-def test_doctor_names_a_gpu_build_of_torch(installed: dict[str, str]):
-    installed["torch"] = "2.13.0+cu130"
-    assert findings("torch") == [
-        ("2.13.0+cu130, a GPU build", f"pip install --index-url {versions.TORCH_INDEX} torch==2.13.0")
-    ]
-
-
 def test_doctor_reports_without_packaging(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "comfyui_tpu.tpu_runtime.versions", None)
-    assert [each.topic for each in doctor._versions()] == ["packaging"]
+    assert [each.topic for each in packages.versions_here(Machine())] == ["packaging"]
 
 
 def test_a_comfyui_that_asks_for_versions_never_run_is_named(tmp_path: Path):
     file = tmp_path / "requirements.txt"
+    machine = Machine(environ={"COMFYUI_PATH": str(tmp_path)})
     file.write_text("transformers>=4.50.3\nsafetensors>=0.4.2\ntorch\ntqdm\nav>=16.0.0\nnumpy>=1.25.0\nother==1\n")
-    assert list(doctor._disagreements(file)) == []
+    assert list(comfyui.requirements(machine)) == []
     file.write_text("transformers>=6  # newer\ntqdm\n")
-    (finding,) = doctor._disagreements(file)
+    (finding,) = comfyui.requirements(machine)
     assert (finding.topic, finding.found) == ("ComfyUI needs", "transformers>=6; tested with <5.24,>=5.6.0")
 
 

@@ -306,6 +306,6 @@ def test_ctrl_c_ends_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_doctor_reports_and_names_what_to_mend(capsys: pytest.CaptureFixture):
     code = cli.main(["doctor"])
     report = capsys.readouterr().out
-    assert code == (1 if " -> " in report else 0)
+    assert code == (1 if f"\n{'':<22} -> " in report else 0)
     for topic in ("Python", "torch", "jax", "devices", "mesh with guidance", "cache"):
         assert f"\n{topic} " in f"\n{report}"

@@ -1,0 +1,157 @@
+"""What the checks look at. A test describes another machine by folders that stand for `/`, home and ComfyUI's."""
+
+import functools
+import importlib.metadata
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...tpu_runtime.monitor import bus
+
+_PACK = Path(__file__).parents[2]
+# Of /proc/net/tcp: a socket that waits for connections.
+_LISTENS = "0A"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the report. `remedy` is a command or sentence, empty when all is well; advice is a remedy that
+    nothing depends on."""
+
+    topic: str
+    found: str
+    remedy: str = ""
+    advice: bool = False
+
+    @property
+    def is_fault(self) -> bool:
+        return bool(self.remedy) and not self.advice
+
+
+@dataclass(frozen=True)
+class Server:
+    """A ComfyUI that runs: its process, its folder, and its environment where this user may read it."""
+
+    pid: int
+    folder: Path
+    environ: Mapping[str, str] | None
+
+
+def free_bytes(path: Path) -> int:
+    return shutil.disk_usage(path).free
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether a file can be made in an existing folder: rights, a read-only disk, a quota. Leaves nothing behind."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def may_use(path: Path) -> bool:
+    return os.access(path, os.R_OK | os.W_OK)
+
+
+def distributions(*folders: Path) -> dict[str, str]:
+    """Installed packages and versions, of these site-packages or else of this process, by normalized name."""
+    where = {"path": [str(folder) for folder in folders]} if folders else {}
+    found = ((each.metadata["Name"], each.version) for each in importlib.metadata.distributions(**where))
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found if name}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The machine, and the environment that the command runs in."""
+
+    root: Path = bus.ROOT
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    home: Path = field(default_factory=Path.home)
+    pack: Path = _PACK
+    prefix: Path = field(default_factory=lambda: Path(sys.prefix))
+    packages: Mapping[str, str] = field(default_factory=distributions)
+    free_bytes: Callable[[Path], int] = free_bytes
+    is_writable: Callable[[Path], bool] = is_writable
+    may_use: Callable[[Path], bool] = may_use
+
+    @property
+    def comfyui(self) -> Path:
+        return comfyui_folder(self.environ, self.home)
+
+    @functools.cached_property
+    def device_files(self) -> list[Path]:
+        return bus.device_files(self.root)
+
+    @functools.cached_property
+    def chips(self) -> bus.Chips | None:
+        """What is plugged in, as far as it is known."""
+        try:
+            return bus.chips(self.root)
+        except ImportError:
+            return None
+
+    def path(self, name: str, default: Path) -> Path:
+        """The folder in an environment variable, else `default`."""
+        given = self.environ.get(name)
+        return Path(given.replace("~", str(self.home), 1) if given.startswith("~") else given) if given else default
+
+    @property
+    def hub(self) -> Path:
+        """Where huggingface_hub keeps what it downloads."""
+        home = self.path("HF_HOME", self.path("XDG_CACHE_HOME", self.home / ".cache") / "huggingface")
+        return self.path("HF_HUB_CACHE", home / "hub")
+
+    def text(self, path: str) -> str:
+        """A file below `root`; nothing where it cannot be read."""
+        try:
+            return (self.root / path).read_text("utf-8", "replace")
+        except OSError:
+            return ""
+
+    @functools.cached_property
+    def servers(self) -> list[Server]:
+        """The ComfyUIs that run here."""
+        found = []
+        for process in sorted((self.root / "proc").glob("[0-9]*")):
+            words = self.text(f"proc/{process.name}/cmdline").split("\0")
+            script = next((word for word in words[1:] if Path(word).name == "main.py"), None)
+            if script is None:
+                continue
+            try:
+                folder = (Path(os.readlink(process / "cwd")) / script).parent
+            except OSError:
+                continue
+            if (folder / "comfyui_version.py").is_file():
+                pairs = self.text(f"proc/{process.name}/environ").split("\0")
+                environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+                found.append(Server(int(process.name), folder, environ or None))
+        return found
+
+    def listeners(self, port: int) -> list[int | None]:
+        """The processes that wait for connections at a port; None for one of another user."""
+        inodes = {
+            words[9]
+            for table in ("proc/net/tcp", "proc/net/tcp6")
+            for line in self.text(table).splitlines()[1:]
+            if len(words := line.split()) > 9 and words[3] == _LISTENS and int(words[1].rpartition(":")[2], 16) == port
+        }
+        if not inodes:
+            return []
+        wanted = {f"socket:[{inode}]" for inode in inodes}
+        return sorted({pid for pid, target in bus.open_files(self.root) if target in wanted}) or [None]
+
+
+def comfyui_folder(environ: Mapping[str, str] | None = None, home: Path | None = None) -> Path:
+    given = (os.environ if environ is None else environ).get("COMFYUI_PATH")
+    return Path(given).expanduser() if given else (home or Path.home()) / "ComfyUI"
+
+
+def has_tpu() -> bool:
+    """Whether the kernel shows a TPU's device files."""
+    return bool(bus.device_files())

@@ -1,0 +1,427 @@
+"""`comfyui-tpu doctor`: a machine that is well, and each fault put into it."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from comfyui_tpu.cli.doctor import Machine, checks, chips, comfyui, folders, packages
+from comfyui_tpu.cli.doctor.checks import CHECKS
+
+fake_tpu = pytest.importorskip("comfyui_tpu.tests.support.fake_tpu", reason="no tpu-info: it is for Linux")
+
+GIB = 2**30
+CPU = {"torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu", "sentencepiece": "0.2.3", "protobuf": "7.36.2"}
+NOBODY = {"TPU_RUNTIME_METRICS_PORTS": str(fake_tpu.closed())}
+
+
+@pytest.fixture
+def well(tmp_path: Path) -> Machine:
+    """A TPU VM where everything is as it should be: 8 chips, ComfyUI with this pack and others, a model."""
+    root, home = fake_tpu.plug(tmp_path / "root", "v6e", 8), tmp_path / "home"
+    write(root / chips.HUGEPAGES, "[always] madvise never\n")
+    write(root / "proc/meminfo", "MemTotal: 1000000000 kB\nMemAvailable:   900000000 kB\n")
+    write(root / "proc/net/tcp", "  sl  local_address rem_address   st\n")
+    write(home / ".cache/huggingface/token", "hf_secret")
+    (home / ".cache/huggingface/hub/models--Wan-AI--Wan2.1-T2V-14B-Diffusers").mkdir(parents=True)
+    folder = home / "ComfyUI"
+    write(folder / "main.py", "")
+    write(folder / "requirements.txt", "torch\nav>=16.0.0\n")
+    write(folder / "comfyui_version.py", '__version__ = "0.33.0"\n')
+    write(folder / "custom_nodes/ComfyUI-Manager/__init__.py", "NODE_CLASS_MAPPINGS = {}")
+    write(
+        folder / "custom_nodes/Other/nodes.py",
+        'NODE_CLASS_MAPPINGS = {"MyWan21TextEncoder": 1}  # "TPUPlan" is not ours',
+    )
+    write(folder / "custom_nodes/ComfyUI-Old.disabled/nodes.py", 'NODE_CLASS_MAPPINGS = {"Flux2TextEncoder": 1}')
+    (folder / "custom_nodes/ComfyUI-TPU").symlink_to(Machine().pack)
+    return Machine(
+        root=root, home=home, environ={"PATH": os.environ["PATH"], **NOBODY}, packages=CPU,
+        free_bytes=lambda path: 500 * GIB,
+    )  # fmt: skip
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+Harm = Callable[[Machine], Machine | None]
+
+
+def env(**variables: str) -> Harm:
+    return lambda machine: dataclasses.replace(machine, environ={**machine.environ, **variables})
+
+
+def installed(**versions: str) -> Harm:
+    names = {name.replace("_", "-"): version for name, version in versions.items()}
+    return lambda machine: dataclasses.replace(machine, packages={**machine.packages, **names})
+
+
+def server(machine: Machine, pid: int = 77, *opens: str, environ: Mapping[str, str] | None = None) -> None:
+    """A ComfyUI that runs."""
+    arguments = ("/venv/bin/python", "main.py", "--cpu")
+    fake_tpu.process(machine.root, pid, *arguments, opens=opens, folder=machine.comfyui, environ=environ)
+
+
+def listening(machine: Machine, inode: int = 5555, port: int = 8188) -> None:
+    line = f"  0: 0100007F:{port:04X} 00000000:0000 0A 00000000:00000000 00:00000000 00000000 0 0 {inode} 1\n"
+    write(machine.root / "proc/net/tcp", f"header\n{line}")
+
+
+def environment(machine: Machine, name: str = ".venv", minor: int = 11, **versions: str) -> Path:
+    """An environment beside ComfyUI, with these packages alone."""
+    site = machine.comfyui / name / f"lib/python3.{minor}/site-packages"
+    for package, version in versions.items():
+        write(site / f"{package}-{version}.dist-info/METADATA", f"Name: {package}\nVersion: {version}\n")
+    site.mkdir(parents=True, exist_ok=True)
+    write(machine.comfyui / name / "bin/python", "")
+    return machine.comfyui / name
+
+
+# --- the faults: the check, what is done to a machine that is well, what is found, the command ------------------------
+
+
+def bare(machine: Machine) -> None:
+    shutil.rmtree(machine.root / "dev")
+
+
+def unmapped(machine: Machine) -> None:
+    shutil.rmtree(machine.root / "sys/bus")
+
+
+def forbidden(machine: Machine) -> Machine:
+    return dataclasses.replace(machine, may_use=lambda path: not path.name.endswith(("3", "lockfile")))
+
+
+def locked(machine: Machine) -> Machine:
+    write(machine.root / chips.LOCK, "")
+    return dataclasses.replace(machine, may_use=lambda path: path.name != "libtpu_lockfile")
+
+
+def held(machine: Machine) -> None:
+    fake_tpu.process(machine.root, 42, "python3", "train.py", "--key=secret", opens=["/dev/vfio/0", "/dev/vfio/1"])
+
+
+def slow_pages(machine: Machine) -> None:
+    write(machine.root / chips.HUGEPAGES, "always [madvise] never\n")
+
+
+def unwritable(machine: Machine) -> Machine:
+    machine = env(COMFYUI_TPU_CACHE=str(machine.home / "cache"))(machine)
+    return dataclasses.replace(machine, is_writable=lambda path: path != machine.home)
+
+
+def in_memory(machine: Machine) -> Machine:
+    (machine.root / "dev/shm").mkdir()
+    return env(HF_HOME=str(machine.root / "dev/shm"))(machine)
+
+
+def full(machine: Machine) -> Machine:
+    return dataclasses.replace(machine, free_bytes=lambda path: GIB)
+
+
+def forgotten(machine: Machine) -> None:
+    shutil.rmtree(machine.hub)
+
+
+def too_small(machine: Machine) -> Machine:
+    forgotten(machine)
+    return dataclasses.replace(machine, free_bytes=lambda path: 10 * GIB)
+
+
+def offline(machine: Machine) -> Machine:
+    forgotten(machine)
+    return env(HF_HUB_OFFLINE="1")(machine)
+
+
+def no_token(machine: Machine) -> None:
+    (machine.home / ".cache/huggingface/token").unlink()
+
+
+def little_memory(machine: Machine) -> None:
+    write(machine.root / "proc/meminfo", "MemAvailable:   3145728 kB\n")
+
+
+def pip_conf(machine: Machine) -> None:
+    write(machine.home / ".config/pip/pip.conf", "[global]\nbreak-system-packages = true\n")
+
+
+def version(text: str, *, ours: bool = False) -> Harm:
+    def harm(machine: Machine) -> None:
+        file = machine.comfyui / "comfyui_version.py"
+        write(file, f'__version__ = "{text}"\n') if text else file.unlink()
+        if ours:
+            write(machine.comfyui / ".comfyui-tpu/installed.json", "{}")
+
+    return harm
+
+
+def no_comfyui(machine: Machine) -> None:
+    shutil.rmtree(machine.comfyui)
+
+
+def demanding(machine: Machine) -> None:
+    write(machine.comfyui / "requirements.txt", "transformers>=6\n")
+
+
+def unlinked(machine: Machine) -> None:
+    (machine.comfyui / "custom_nodes/ComfyUI-TPU").unlink()
+
+
+def linked_twice(machine: Machine) -> None:
+    (machine.comfyui / "custom_nodes/comfyui-tpu").symlink_to(machine.pack)
+
+
+def copied_too(machine: Machine) -> None:
+    write(machine.comfyui / "custom_nodes/Copy/pyproject.toml", '[project]\nname = "comfyui-tpu"\n')
+
+
+def another(machine: Machine) -> None:
+    unlinked(machine)
+    copied_too(machine)
+
+
+def dangling(machine: Machine) -> None:
+    (machine.comfyui / "custom_nodes/Gone").symlink_to("/nowhere/at/all")
+
+
+def old_pack(machine: Machine) -> None:
+    text = (
+        'NODE_CLASS_MAPPINGS = {\n    "Flux2TPUSampler": Flux2TPUSampler,\n    "Flux2TextEncoder": Flux2TextEncoder,\n}'
+    )
+    write(machine.comfyui / "custom_nodes/ComfyUI-Flux.2-TPU/nodes.py", text)
+
+
+def new_style(machine: Machine) -> None:
+    write(machine.comfyui / "custom_nodes/wan.py", 'io.Schema(node_id="Wan21TPUSampler", inputs=[])')
+
+
+def crystools(machine: Machine) -> None:
+    text = "import tpu_info.device\nimport jax\nself.devices = jax.devices()"
+    write(machine.comfyui / "custom_nodes/ComfyUI-Crystools/general/tpu.py", text)
+
+
+def unmanaged(machine: Machine) -> None:
+    shutil.rmtree(machine.comfyui / "custom_nodes/ComfyUI-Manager")
+
+
+def broken(name: str) -> Harm:
+    def harm(machine: Machine) -> None:
+        python = environment(machine, name) / "bin/python"
+        python.unlink()
+        python.symlink_to("/usr/bin/python3.98")
+
+    return harm
+
+
+def old_python(machine: Machine) -> None:
+    environment(machine, minor=10)
+
+
+def unconstrained(machine: Machine) -> None:
+    server(machine, environ={"HOME": "/home/me"})
+
+
+def taken(machine: Machine) -> None:
+    fake_tpu.process(machine.root, 88, "jupyter", "lab", opens=["socket:[5555]"])
+    listening(machine)
+
+
+def aborting(machine: Machine) -> Machine:
+    write(machine.home / "python/sentencepiece.py", "import os; os.abort()")
+    return env(PYTHONPATH=str(machine.home / "python"))(machine)
+
+
+CASES: dict[str, tuple[Callable, Harm, str, str]] = {
+    "GPU build": (packages.builds, installed(torch="2.13.0+cu130"), "2.13.0+cu130, a GPU build", "cpu torch=="),
+    "GPU build by its packages": (
+        packages.builds, installed(torch="2.13.0", nvidia_cublas="13.1", nvidia_ml_py="1"),
+        "2.13.0, a GPU build with 1 nvidia packages", "pip uninstall -y nvidia-cublas; pip install --force-reinstall",
+    ),
+    "two libtpus": (
+        packages.twice, installed(libtpu_nightly="0.1", libtpu="0.0.42.1"),
+        "0.1, in the folder of libtpu", "-y libtpu-nightly && pip install --force-reinstall --no-deps libtpu==0.0.42.1",
+    ),
+    "SIGABRT": (
+        packages.tokenizer, aborting, "fails beside protobuf 7.36.2: signal 6",
+        "constraints.txt sentencepiece protobuf",
+    ),
+    "container without chips": (
+        chips.plugged_in, bare, "8 x v6e on the bus, but no device files", "docker run --privileged"
+    ),
+    "chips of an unknown kind": (chips.plugged_in, unmapped, "8 device files (0, ...)", "pip install 'tpu-info"),
+    "no rights": (chips.rights, forbidden, "no rights to /dev/vfio/3", "sudo chmod a+rw /dev/vfio/3"),
+    "another user's lock": (chips.rights, locked, "libtpu cannot lock it", "sudo rm /tmp/libtpu_lockfile"),
+    "TPU held": (chips.holders, held, "by python3 train.py, process 42", "kill 42"),
+    "hugepages": (chips.host, slow_pages, "off: the TPU starts", "sudo sh -c 'echo always > /sys/kernel/mm/"),
+    "JAX on the CPU": (chips.variables, env(JAX_PLATFORMS="cpu"), "cpu: the TPU is not used", "unset JAX_PLATFORMS"),
+    "another libtpu": (
+        chips.variables, env(TPU_LIBRARY_PATH="/lib/libtpu.so"), "/lib/libtpu.so, in place of", "unset TPU_LIBRARY_PATH"
+    ),
+    "no slice": (
+        chips.variables, env(TPU_SKIP_MDS_QUERY="1"), "without TPU_ACCELERATOR_TYPE", "unset TPU_SKIP_MDS_QUERY"
+    ),
+    "flags that abort": (
+        chips.variables, env(XLA_FLAGS="--xla_a=1 --xla_tpu_b=2", LIBTPU_INIT_ARGS="--c=3"),
+        "--xla_tpu_b=2: only libtpu knows these", "export XLA_FLAGS=--xla_a=1 LIBTPU_INIT_ARGS='--c=3 --xla_tpu_b=2'",
+    ),
+    "64 bits": (chips.variables, env(JAX_ENABLE_X64="true"), "true: never tested", "unset JAX_ENABLE_X64"),
+    "budget too high": (
+        chips.variables, env(COMFYUI_TPU_HBM_GIB="40"), "40 GiB, more than the 32.0 GiB of a v6e",
+        "unset COMFYUI_TPU_HBM_GIB",
+    ),
+    "no budget": (chips.variables, env(COMFYUI_TPU_HBM_GIB="all"), "'all' is no number", "unset COMFYUI_TPU_HBM_GIB"),
+    "cache not writable": (folders.caches, unwritable, "/cache cannot be written", "unset COMFYUI_TPU_CACHE"),
+    "programs not writable": (
+        folders.caches, env(JAX_COMPILATION_CACHE_DIR="/dev/null/xla"), "/dev/null/xla cannot be written",
+        "unset JAX_COMPILATION_CACHE_DIR",
+    ),
+    "models in memory": (folders.caches, in_memory, "/dev/shm/hub is memory of the host", "unset HF_HOME"),
+    "disk full": (folders.models, full, "1.0 GiB free in", "export HF_HOME=FOLDER"),
+    "disk too small": (folders.models, too_small, "the smallest model needs 16.0 GiB", "export HF_HOME=FOLDER"),
+    "offline": (folders.models, offline, "no model of this pack is downloaded", "unset HF_HUB_OFFLINE"),
+    "no token": (folders.token, no_token, "none; only gated models need one (FLUX.2-dev", "hf auth login"),
+    "little memory": (folders.memory, little_memory, "3.0 GiB free; compiling", "ps aux --sort=-rss"),
+    "pip.conf": (folders.pip, pip_conf, "pip.conf lets pip write", "pip config --user unset global.break-system"),
+    "no ComfyUI": (comfyui.version, no_comfyui, "/ComfyUI; the command line needs none", "setup.py install --comfyui"),
+    "old ComfyUI": (comfyui.version, version("0.3.9"), "0.3.9; the pack needs 0.3.76", "checkout master && git -C"),
+    "old ComfyUI of ours": (comfyui.version, version("0.3.9", ours=True), "0.3.9; the pack", "setup.py update"),
+    "very old ComfyUI": (comfyui.version, version(""), "too old to say its version", "pull"),
+    "demanding ComfyUI": (comfyui.requirements, demanding, "transformers>=6; tested with", "Take a ComfyUI that"),
+    "not linked": (comfyui.this_pack, unlinked, "not in", "ln -s "),
+    "linked twice": (comfyui.this_pack, linked_twice, "as comfyui-tpu: ComfyUI loads both", "rm "),
+    "linked and copied": (comfyui.this_pack, copied_too, "as Copy: ComfyUI loads both", "Copy.disabled"),
+    "another copy": (comfyui.this_pack, another, "Copy, this command's is", "pip install --no-deps -e"),
+    "a link to nowhere": (comfyui.this_pack, dangling, "Gone leads to /nowhere/at/all", "/custom_nodes/Gone"),
+    "separate packs": (
+        comfyui.other_packs, old_pack,
+        "ComfyUI-Flux.2-TPU has nodes of the same names (Flux2TPUSampler, Flux2TextEncoder)", "Flux.2-TPU.disabled",
+    ),
+    "the same node of another": (comfyui.other_packs, new_style, "wan.py has nodes of the same", "wan.py.disabled"),
+    "a monitor that starts the TPU": (
+        comfyui.other_packs, crystools, "ComfyUI-Crystools starts the TPU when ComfyUI starts", "Crystools.disabled"
+    ),
+    "no Manager": (comfyui.manager, unmanaged, "not installed", "git clone https://github.com/Comfy-Org/ComfyUI-Manager"),
+    "broken environment": (comfyui.environment, broken("venv"), "broken: ", "python3 -m venv --upgrade"),
+    "our broken environment": (comfyui.environment, broken(".comfyui-tpu/venv"), "broken: ", "setup.py install"),
+    "Python 3.10": (
+        comfyui.environment, old_python, "Python 3.10; the pack needs 3.11",
+        "setup.py install",
+    ),
+    "unconstrained": (comfyui.running, unconstrained, "process 77 runs without PIP_CONSTRAINT", "kill 77; python3 "),
+    "port in use": (comfyui.running, taken, "in use by jupyter lab, process 88", "--port 8189"),
+    "port in use by another user": (comfyui.running, listening, "in use by a program of another user", "--port 8189"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", CASES)
+def test_a_fault_is_found_with_its_command_and_only_where_it_is(fault: str, well: Machine):
+    check, harm, found, remedy = CASES[fault]
+    assert [finding for finding in check(well) if finding.remedy] == []
+    (finding,) = [finding for finding in check(harm(well) or dataclasses.replace(well)) if finding.remedy]
+    assert found in finding.found and remedy in finding.remedy, finding
+    assert "\n" not in finding.found + finding.remedy and "secret" not in str(finding)
+
+
+def test_every_check_is_shown_to_find_something():
+    elsewhere = {packages.versions_here, packages.companions}  # tests/cli/test_versions.py, and below
+    assert {check for check, *_ in CASES.values()} | elsewhere == set(CHECKS)
+
+
+def test_a_torchvision_for_another_torch_is_named(well: Machine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(packages, "_requires", lambda name: ["numpy", "torch==2.13.0"])
+    assert list(packages.companions(well)) == []
+    (finding,) = packages.companions(installed(torch="2.12.1+cpu")(well))
+    assert finding.found == "0.28.0+cpu, built for torch==2.13.0; torch is 2.12.1+cpu"
+    assert finding.remedy.endswith("torch==2.12.1 torchvision")
+
+
+def test_a_machine_that_is_well_needs_nothing(well: Machine, capsys: pytest.CaptureFixture[str]):
+    assert checks.run(SimpleNamespace(json=False, start=False), well) == 0
+    text = capsys.readouterr().out
+    assert "devices                8 x v6e, not started\nmesh with guidance     dp=2 sp=4 tp=1\n" in text
+    assert "->" not in text.replace("ComfyUI-TPU ->", "") and "if wanted" not in text
+
+
+@pytest.mark.parametrize(("harm", "code"), [(no_token, 0), (held, 1)])
+def test_json_has_every_finding_and_advice_is_no_fault(
+    harm: Harm, code: int, well: Machine, capsys: pytest.CaptureFixture[str]
+):
+    harm(well)
+    assert checks.run(SimpleNamespace(json=True, start=False), well) == code
+    findings = json.loads(capsys.readouterr().out)
+    assert all(set(finding) == {"topic", "found", "remedy", "advice"} for finding in findings)
+    assert [finding["advice"] for finding in findings if finding["remedy"]] == [code == 0]
+
+
+@contextlib.contextmanager
+def metrics(kind: str) -> Iterator[Harm]:
+    with fake_tpu.serving(8) if kind == "serving" else fake_tpu.silent() as port:
+        yield env(TPU_RUNTIME_METRICS_PORTS=str(port))
+
+
+def test_the_metrics_service_tells_of_a_process_that_cannot_be_seen(well: Machine):
+    with metrics("serving") as harm:
+        (finding,) = chips.holders(harm(well))
+    assert finding.found == "by a process of another user, 36.0 GiB of 248.0 GiB used"
+    assert finding.remedy.startswith("sudo lsof /dev/accel* /dev/vfio/*")
+
+
+def test_comfyui_may_hold_the_chips(well: Machine):
+    server(well, 77, "/dev/vfio/0", environ={"PIP_CONSTRAINT": "/constraints.txt"})
+    with metrics("serving") as harm:
+        (finding,) = chips.holders(harm(well))
+    assert finding.found.startswith("by ComfyUI (python main.py, process 77, 36.0 GiB of 248.0 GiB used)")
+    assert not finding.remedy and list(comfyui.running(well)) == []
+
+
+def test_a_silent_metrics_service_is_said_within_its_deadline(well: Machine):
+    with metrics("silent") as harm:
+        (finding,) = chips.holders(harm(well))
+    assert "does not answer: whoever holds the chips may hang" in finding.found
+
+
+def test_comfyui_at_its_port_is_no_fault(well: Machine):
+    server(well, 77, "socket:[5555]", environ={"PIP_CONSTRAINT": "/constraints.txt"})
+    listening(well)
+    (finding,) = comfyui.running(well)
+    assert (finding.topic, finding.found, finding.remedy) == ("port 8188", "ComfyUI, process 77", "")
+
+
+def test_the_environment_beside_comfyui_is_compared_too(well: Machine):
+    versions = {name: package.version for name, package in _tested().items()}
+    environment(well, **versions)
+    assert list(comfyui.environment(well)) == []
+    environment(well, ".comfyui-tpu/venv", **{**versions, "diffusers": "0.30.0", "jax": "0.5.0"})
+    found = {finding.found.partition(";")[0]: finding.remedy for finding in comfyui.environment(well)}
+    assert set(found) == {"jax 0.5.0", "diffusers 0.30.0"}
+    assert found["diffusers 0.30.0"].endswith(".comfyui-tpu/venv/bin/python -m pip install 'diffusers<0.43,>=0.42.1'")
+
+
+def _tested() -> Mapping[str, SimpleNamespace]:
+    from comfyui_tpu.tpu_runtime import versions
+
+    return {package.name: SimpleNamespace(version=package.installed) for package in versions.packages()}
+
+
+def test_without_chips_programs_run_on_the_cpu(well: Machine):
+    shutil.rmtree(well.root)
+    found = [
+        finding.found for finding in chips.plugged_in(env(XLA_FLAGS="--xla_force_host_platform_device_count=3")(well))
+    ]
+    assert found[0] == "no TPU; programs run on the CPU, as 3 simulated chips"
+    assert found[1] == "dp=1 sp=3 tp=1"
+
+
+def test_jax_is_started_only_when_asked_and_an_abort_of_it_is_a_finding(well: Machine):
+    environ = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    (finding,) = chips.start(dataclasses.replace(well, environ=environ))
+    assert (finding.found, "unset JAX_PLATFORMS" in finding.remedy) == ("starts: 1 x cpu (cpu)", True)
+    (finding,) = chips.start(dataclasses.replace(well, environ={**environ, "XLA_FLAGS": "--xla_tpu_b=2"}))
+    assert "Unknown flag in XLA_FLAGS: --xla_tpu_b=2" in finding.found and finding.remedy
