@@ -84,7 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     timed.add_argument("--precision", choices=CHOICES, default="auto")
     add_inputs(timed, ["height", "width", "num_frames", "num_inference_steps", "guidance_scale"])
     bench.add_arguments(timed)
-    monitor = add_verb(verbs, "monitor", _monitor, "show what a running ComfyUI server does on the TPU")
+    monitor = add_verb(
+        verbs, "monitor", _monitor, "show what a ComfyUI server does on the TPU, or without one the chips"
+    )
     monitor.add_argument("--url", default="http://127.0.0.1:8188", help="the server (http://127.0.0.1:8188)")
     monitor.add_argument("--once", action="store_true", help="print the numbers once and end")
     monitor.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="time between two looks (1)")

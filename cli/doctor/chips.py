@@ -34,8 +34,9 @@ def plugged_in(machine: Machine) -> Iterator[Finding]:
         yield Finding(topic="devices", found=found, remedy="pip install 'tpu-info>=0.14.2'")
     else:
         remedy = "" if files else "Give a container the chips: docker run --privileged ..."
+        each = readable(chips.hbm_bytes_per_chip)
         missing = "" if files else " on the bus, but no device files (/dev/vfio/*, /dev/accel*)"
-        yield Finding(topic="devices", found=f"{chips}{missing or ', not started'}", remedy=remedy)
+        yield Finding(topic="devices", found=f"{chips}{missing or f', {each} each'}", remedy=remedy)
         yield from _meshes(chips.num_devices)
 
 

@@ -61,8 +61,9 @@ def may_use(path: Path) -> bool:
 
 def distributions(*folders: Path) -> dict[str, str]:
     """Installed packages and versions, of these site-packages or else of this process, by normalized name."""
-    where = {"path": [str(folder) for folder in folders]} if folders else {}
-    found = ((each.metadata["Name"], each.version) for each in importlib.metadata.distributions(**where))
+    path = [str(folder) for folder in folders] or sys.path
+    every = reversed(list(importlib.metadata.distributions(path=path)))  # of two the first is imported
+    found = ((each.metadata["Name"], each.version) for each in every)
     return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found if name}
 
 
@@ -144,7 +145,8 @@ class Machine:
         if not inodes:
             return []
         wanted = {f"socket:[{inode}]" for inode in inodes}
-        return sorted({pid for pid, target in bus.open_files(self.root) if target in wanted}) or [None]
+        pids = {pid for pid, target in bus.open_files(self.root) if target in wanted}
+        return [*sorted(pids)] or [None]
 
 
 def comfyui_folder(environ: Mapping[str, str] | None = None, home: Path | None = None) -> Path:

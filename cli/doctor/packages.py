@@ -60,6 +60,8 @@ def compared(installed: Mapping[str, str | None], *, has_tpu: bool) -> Iterator[
 
 def builds(machine: Machine) -> Iterator[Finding]:
     """PyTorch for a GPU works, but brings gigabytes that a TPU machine cannot use, and slows every start."""
+    if find_spec("packaging") is None:
+        return
     installed = machine.packages
     local = installed.get("torch", "").partition("+")[2]
     extra = sorted(name for name in installed if name.startswith("nvidia-") and name not in _HARMLESS)
@@ -78,6 +80,8 @@ def builds(machine: Machine) -> Iterator[Finding]:
 
 def companions(machine: Machine) -> Iterator[Finding]:
     """ComfyUI imports torchvision and torchaudio, which load with the very torch they were built for."""
+    if find_spec("packaging") is None:
+        return
     from packaging.requirements import Requirement
 
     torch = machine.packages.get("torch")

@@ -23,7 +23,6 @@ from comfyui_tpu.tpu_runtime.monitor.readings import Sampler
 from comfyui_tpu.tpu_runtime.monitor.unstarted import Unstarted
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
-fake_tpu = pytest.importorskip("comfyui_tpu.tests.support.fake_tpu", reason="no tpu-info: it is for Linux")
 
 PATIENCE_MS = 1000 * PATIENCE_S
 playwright.expect.set_options(timeout=PATIENCE_MS)
@@ -353,6 +352,7 @@ def test_256_chips_fit_and_notes_are_shown(tab: Tab):
 @pytest.mark.parametrize("port", ["closed", "serving"])
 def test_chips_are_shown_before_the_first_run(tab: Tab, port: str, tmp_path: Path):
     """What `/tpu/stats` says on a machine whose chips nobody has started, and where another process holds them."""
+    fake_tpu = pytest.importorskip("comfyui_tpu.tests.support.fake_tpu", reason="no tpu-info: it is for Linux")
     fake_tpu.plug(tmp_path, "v6e", 8)
     with contextlib.nullcontext(fake_tpu.closed()) if port == "closed" else fake_tpu.serving(8) as asked:
         sampler = Sampler(unstarted=Unstarted(tmp_path, [asked], deadline_s=PATIENCE_S))

@@ -345,7 +345,7 @@ def test_a_torchvision_for_another_torch_is_named(well: Machine, monkeypatch: py
 def test_a_machine_that_is_well_needs_nothing(well: Machine, capsys: pytest.CaptureFixture[str]):
     assert checks.run(SimpleNamespace(json=False, start=False), well) == 0
     text = capsys.readouterr().out
-    assert "devices                8 x v6e, not started\nmesh with guidance     dp=2 sp=4 tp=1\n" in text
+    assert "devices                8 x v6e, 32.0 GiB each\nmesh with guidance     dp=2 sp=4 tp=1\n" in text
     assert "->" not in text.replace("ComfyUI-TPU ->", "") and "if wanted" not in text
 
 

@@ -64,7 +64,8 @@ def test_doctor_names_a_version_that_was_not_run_and_the_command(
 def test_doctor_reports_without_packaging(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "comfyui_tpu.tpu_runtime.versions", None)
-    assert [each.topic for each in packages.versions_here(Machine())] == ["packaging"]
+    found = [*packages.versions_here(Machine()), *packages.builds(Machine()), *packages.companions(Machine())]
+    assert [each.topic for each in found] == ["packaging"]
 
 
 def test_a_comfyui_that_asks_for_versions_never_run_is_named(tmp_path: Path):

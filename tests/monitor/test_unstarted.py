@@ -3,6 +3,7 @@
 import asyncio
 import glob
 import json
+import os
 import subprocess
 import sys
 import time
@@ -76,6 +77,13 @@ def test_the_memory_of_another_process_comes_from_its_metrics_service(tmp_path: 
     assert [(chip["hbm_used"], chip["hbm_limit"], chip["duty_cycle"]) for chip in said["chips"]] == [
         ((index + 1) * GIB, 31 * GIB, 10.0 * (index // each)) for index in range(num_devices)
     ]
+
+
+def test_while_the_first_run_starts_them_nobody_else_is_blamed(tmp_path: Path):
+    process(plug(tmp_path, "v6e", 4), os.getpid(), "python3", "main.py", opens=["/dev/vfio/0"])
+    with serving(4) as port:
+        said = stats(tmp_path, port)
+    assert (said["message"], said["notes"]) == ("4 x v6e, held by this process", [])
 
 
 def test_a_service_that_knows_fewer_devices_is_noted(tmp_path: Path):

@@ -71,8 +71,8 @@ def device_files(root: Path = ROOT) -> list[Path]:
 
 
 def holders(root: Path = ROOT) -> list[Holder]:
-    """The other processes that hold chips, as far as this user may see their open files."""
-    pids = {pid for pid, target in open_files(root) if _FILE.fullmatch(target)} - {os.getpid()}
+    """The processes that hold chips, this one among them, as far as this user may see their open files."""
+    pids = {pid for pid, target in open_files(root) if _FILE.fullmatch(target)}
     return [Holder(pid=pid, program=program(pid, root)) for pid in sorted(pids)]
 
 

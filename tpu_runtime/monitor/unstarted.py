@@ -1,6 +1,7 @@
 """The statistics of a process that runs nothing: the chips on the bus, and what another process does with them."""
 
 import functools
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -42,13 +43,17 @@ class Unstarted:
         if chips is None:
             return stats
         usages = self._usages(notes)
-        holders = self._look()
-        if holders or usages:
+        holders = self._look(again=bool(usages))
+        if any(one.pid == os.getpid() for one in holders):
+            state = "held by this process"  # a first run that starts them, or another pack
+        elif holders or usages:
+            state = "held by another process"
             who = ", ".join(f"{one.program}, process {one.pid}" for one in holders) or "of another user"
             notes.append(f"Held by another process ({who}): a run here can begin when that has ended.")
+        else:
+            state = "not started"
         if usages and len(usages) != chips.num_devices:
             notes.append(f"Memory is known of {len(usages)} of {chips.num_devices} devices.")
-        state = "held by another process" if holders or usages else "not started"
         rows = [_row(chips, index) for index in range(chips.num_devices)]
         for row, usage in zip(rows, usages, strict=False):
             known = {name: value for name, value in asdict(usage).items() if value is not None}
@@ -67,8 +72,9 @@ class Unstarted:
         notes.append(self._failure)
         return []
 
-    def _look(self) -> list[bus.Holder]:
-        if time.monotonic() - self._looked_s >= AGAIN_S:
+    def _look(self, *, again: bool) -> list[bus.Holder]:
+        """The holders as of some seconds ago; `again` if there must be one by now."""
+        if time.monotonic() - self._looked_s >= AGAIN_S or (again and not self._holders):
             self._holders = bus.holders(self._root)
             self._looked_s = time.monotonic()
         return self._holders
