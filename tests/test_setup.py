@@ -1,4 +1,4 @@
-"""setup.py's decisions, without a network and without installing anything."""
+"""setup.py, its demo and its tests, without installing anything; `tests/installer` has the rest."""
 
 import ast
 import http.server
@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from comfyui_tpu.installer import demo_and_tests, machine, terminal, venv
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -55,38 +56,48 @@ def test_demo_refuses_arguments_before_it_installs_anything():
 def steps(monkeypatch):
     """What `setup.py` would install and run, in order, instead of doing it."""
     done = []
-    monkeypatch.setattr(setup, "once", lambda name, *_: done.append(name))
-    monkeypatch.setattr(setup, "install_comfyui_requirements", lambda: done.append("comfyui"))
-    monkeypatch.setattr(setup, "run", lambda command, _: done.append(command[1:]) or 0)
+    monkeypatch.setattr(demo_and_tests, "once", lambda name, *_: done.append(name))
+    monkeypatch.setattr(demo_and_tests, "install_comfyui_requirements", lambda: done.append("comfyui"))
+    monkeypatch.setattr(demo_and_tests, "run", lambda command, _: done.append(command[1:]) or 0)
     return done
 
 
 @pytest.mark.parametrize(
     ("arguments", "installed", "words"),
     [
-        ([], ["base", "test", "comfyui"], setup.spread([])),
+        ([], ["base", "test", "comfyui"], demo_and_tests.spread([])),
         (["-k", "setup"], ["base", "test", "comfyui"], ["-k", "setup"]),
-        (["--fast"], ["base", "test"], [*setup.FAST, *setup.spread([])]),
-        (["-x", "--fast"], ["base", "test"], [*setup.FAST, "-x"]),
+        (["--fast"], ["base", "test"], [*demo_and_tests.FAST, *demo_and_tests.spread([])]),
+        (["-x", "--fast"], ["base", "test"], [*demo_and_tests.FAST, "-x"]),
     ],
 )
 def test_fast_leaves_comfyui_out_and_the_rest_goes_to_pytest(arguments, installed, words, steps):
     """A choice of tests starts at once; a whole run looks at style first, and with the slow tests at types."""
-    assert setup.main(["test", *arguments]) == 0
-    looked_at = setup.STYLE if "--fast" in arguments else (*setup.STYLE, *setup.TYPES)
+    assert demo_and_tests.test(arguments) == 0
+    looked_at = demo_and_tests.STYLE if "--fast" in arguments else (*demo_and_tests.STYLE, *demo_and_tests.TYPES)
     checks = [] if {*arguments} - {"--fast"} else [list(check[1:]) for check in looked_at]
     assert steps == [*installed, *checks, ["-m", "pytest", *words]]
 
 
 def test_a_type_error_ends_the_run_before_any_test(steps, monkeypatch):
-    monkeypatch.setattr(setup, "run", lambda command, environment: int("basedpyright" in command[0]))
-    assert setup.main(["test"]) == 1
+    monkeypatch.setattr(demo_and_tests, "run", lambda command, environment: int("basedpyright" in command[0]))
+    assert demo_and_tests.test([]) == 1
 
 
 @pytest.mark.slow
 def test_the_fast_suite_has_a_whole_run_of_every_family_and_no_server():
     families = ("cogvideox", "flux2", "hunyuan15", "wan21", "wan22_i2v")
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *setup.FAST, "comfyui", "browser", "models"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        *demo_and_tests.FAST,
+        "comfyui",
+        "browser",
+        "models",
+    ]
     found = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True).stdout.splitlines()
     for family in families:
         assert any(re.search(rf"test_{family}.py::test_\w*latents_and_\w+_equal_upstreams", line) for line in found), (
@@ -127,30 +138,39 @@ def option(command, name):
     return command[command.index(name) + 1]
 
 
-def test_torch_is_asked_from_its_cpu_index_first_and_always_constrained():
-    first, second = setup.torch_commands("torch==2.13.0", index_reachable=True)
+@pytest.fixture
+def environment(tmp_path):
+    """An environment that is not there."""
+    return venv.Venv(
+        folder=tmp_path / "venv", log=tmp_path / "install.log", root=ROOT, constraints=ROOT / "constraints.txt"
+    )
+
+
+def test_torch_is_asked_from_its_cpu_index_first_and_always_constrained(environment):
+    first, second = environment.torch_commands(["torch"], index_reachable=True)
     assert option(first, "--index-url") == "https://download.pytorch.org/whl/cpu"
     assert (option(first, "--timeout"), option(first, "--retries")) == ("5", "0")
     assert "--index-url" not in second
     for command in (first, second):
         assert option(command, "-c") == str(ROOT / "constraints.txt")
         assert "torch==2.13.0" in command and "--no-deps" in command
-    assert setup.torch_commands("torch==2.13.0", index_reachable=False) == [second]
+    assert environment.torch_commands(["torch"], index_reachable=False) == [second]
 
 
 def test_pip_is_the_one_of_the_venv():
-    assert setup.pip("install", "x") == [str(ROOT / ".venv" / "bin" / "python"), "-m", "pip", "install", "x"]
+    words = [str(ROOT / ".venv" / "bin" / "python"), "-m", "pip", "install", "x"]
+    assert demo_and_tests.VENV.pip("install", "x") == words
 
 
 def test_a_pin_is_read_from_the_constraints():
-    assert setup.pinned("torch", "# torch==1\ntorchax==0.0.13\ntorch==2.13.0\n") == "torch==2.13.0"
-    with pytest.raises(setup.SetupError, match=r"pins torch 0 times; it must do so once, as torch==VERSION"):
-        setup.pinned("torch", "torchax==0.0.13\n")
+    assert venv.pinned("torch", "# torch==1\ntorchax==0.0.13\ntorch==2.13.0\n") == "torch==2.13.0"
+    with pytest.raises(terminal.SetupError, match=r"pins torch 0 times; it must do so once, as torch==VERSION"):
+        venv.pinned("torch", "torchax==0.0.13\n")
 
 
 def test_what_needs_no_network_is_not_waited_for():
     started = time.monotonic()
-    assert not setup.is_reachable("http://127.0.0.1:9/", 600)  # the discard port: refused at once
+    assert not venv.is_reachable("http://127.0.0.1:9/", 600)  # the discard port: refused at once
     assert time.monotonic() - started < 300
 
 
@@ -171,55 +191,59 @@ def test_a_server_that_refuses_is_reachable_and_one_that_is_silent_is_not(monkey
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_address[1]}"
-        assert setup.is_reachable(f"{address}/refused", 600)
-        assert not setup.is_reachable(f"{address}/silent", 0.3)
+        assert venv.is_reachable(f"{address}/refused", 600)
+        assert not venv.is_reachable(f"{address}/silent", 0.3)
         silence.set()
         server.shutdown()
 
 
 def test_this_environment_holds_no_cuda_build():
-    assert setup.cuda_traces(sys.executable) == ""
+    assert venv.cuda_traces(sys.executable) == ""
 
 
-def test_a_cuda_build_is_seen_without_importing_torch(tmp_path, monkeypatch):
+def test_a_cuda_build_is_seen_without_importing_it(tmp_path, monkeypatch):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
     (tmp_path / "torch" / "version.py").write_text("cuda = '13.0'\n")
+    for name, library in (("torchvision", b"libcudart.so.13"), ("torchaudio", b"libc.so.6")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"raise SystemExit('{name} was imported')")
+        (tmp_path / name / "_C.so").write_bytes(library)
     (tmp_path / "nvidia_cublas-1.dist-info").mkdir()
     (tmp_path / "nvidia_cublas-1.dist-info" / "METADATA").write_text("Name: nvidia-cublas\nVersion: 1\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert setup.cuda_traces(sys.executable) == "torch for CUDA 13.0, nvidia-cublas"
+    assert venv.cuda_traces(sys.executable) == "torch for CUDA 13.0, torchvision for CUDA, nvidia-cublas"
 
 
 def test_an_installation_runs_once_for_a_key_and_again_for_another(tmp_path):
     ran = []
     for key in ("a", "a", "b", "b", "a"):
-        setup.once("base", key, lambda key=key: ran.append(key), venv=tmp_path)
+        demo_and_tests.once("base", key, lambda key=key: ran.append(key), venv=tmp_path)
     assert ran == ["a", "b", "a"]
 
 
 def test_an_installation_that_failed_runs_again_even_for_the_key_before(tmp_path):
     def fail():
-        raise setup.SetupError("no")
+        raise terminal.SetupError("no")
 
     ran = []
-    setup.once("base", "a", lambda: ran.append(1), venv=tmp_path)
-    with pytest.raises(setup.SetupError):
-        setup.once("base", "b", fail, venv=tmp_path)
-    setup.once("base", "a", lambda: ran.append(2), venv=tmp_path)
+    demo_and_tests.once("base", "a", lambda: ran.append(1), venv=tmp_path)
+    with pytest.raises(terminal.SetupError):
+        demo_and_tests.once("base", "b", fail, venv=tmp_path)
+    demo_and_tests.once("base", "a", lambda: ran.append(2), venv=tmp_path)
     assert ran == [1, 2]
 
 
 def test_the_key_follows_files_folder_and_extras(tmp_path, monkeypatch):
-    keys = {setup.install_key(), setup.install_key("test")}
+    keys = {demo_and_tests.install_key(), demo_and_tests.install_key("test")}
     for name in ("pyproject.toml", "requirements.txt", "constraints.txt"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    monkeypatch.setattr(setup, "ROOT", tmp_path)
-    keys.add(setup.install_key())
+    monkeypatch.setattr(demo_and_tests, "ROOT", tmp_path)
+    keys.add(demo_and_tests.install_key())
     (tmp_path / "constraints.txt").write_text("torch==0\n")
-    keys.add(setup.install_key())
+    keys.add(demo_and_tests.install_key())
     assert len(keys) == 4
-    assert setup.install_key() == setup.install_key()
+    assert demo_and_tests.install_key() == demo_and_tests.install_key()
 
 
 def test_comfyui_requirements_lose_what_needs_torchvision_and_nothing_else():
@@ -236,7 +260,7 @@ spandrel  # upscalers
 pydantic~=2.0
 av>=16.0.0 # video
 """
-    assert setup.comfyui_requirements(text) == [
+    assert demo_and_tests.comfyui_requirements(text) == [
         "comfyui-frontend-package==1.2.3",
         "torchsde",
         "kornia_rs",
@@ -246,26 +270,37 @@ av>=16.0.0 # video
 
 
 def test_comfyui_is_looked_for_where_the_environment_says(tmp_path):
-    assert setup.comfyui_folder({"COMFYUI_PATH": str(tmp_path)}) == tmp_path
-    assert setup.comfyui_folder({"COMFYUI_PATH": ""}) == Path.home() / "ComfyUI"
-    assert setup.comfyui_folder({}) == Path.home() / "ComfyUI"
+    assert machine.comfyui_folder({"COMFYUI_PATH": str(tmp_path)}) == tmp_path
+    assert machine.comfyui_folder({"COMFYUI_PATH": ""}) == Path.home() / "ComfyUI"
+    assert machine.comfyui_folder({}) == Path.home() / "ComfyUI"
 
 
 def test_an_exit_code_passes_and_a_signal_becomes_the_shells_number():
-    assert setup.run([sys.executable, "-c", "import os; raise SystemExit(int(os.environ['CODE']))"], {"CODE": "7"}) == 7
-    assert setup.run([sys.executable, "-c", "import os; os.kill(os.getpid(), 15)"], {}) == 143
+    assert (
+        demo_and_tests.run(
+            [sys.executable, "-c", "import os; raise SystemExit(int(os.environ['CODE']))"], {"CODE": "7"}
+        )
+        == 7
+    )
+    assert demo_and_tests.run([sys.executable, "-c", "import os; os.kill(os.getpid(), 15)"], {}) == 143
 
 
-def test_pip_output_goes_to_the_log_and_its_end_to_the_user(tmp_path, monkeypatch, capsys):
-    log = tmp_path / "install.log"
-    monkeypatch.setattr(setup, "LOG", log)
-    program = "print('\\n'.join(f'line {n}' for n in range(40))); raise SystemExit(1)"
-    with pytest.raises(setup.SetupError) as caught:
-        setup.install("installing x", [sys.executable, "-c", program], advice="Do y.")
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        ("no matching distribution", "line 39\nno matching distribution\n\nThis failed: installing x. pip's whole"),
+        ("OSError: [Errno 28] No space left on device", "This failed, because the disk is full: installing x. Make"),
+        ("[Errno -3] Temporary failure in name resolution", "This failed, because pip could not reach its index: inst"),
+    ],
+)
+def test_pip_output_goes_to_the_log_and_its_end_to_the_user(last, said, environment, capsys):
+    program = f"print('\\n'.join(f'line {{n}}' for n in range(40))); print({last!r}); raise SystemExit(1)"
+    with pytest.raises(terminal.SetupError) as caught:
+        environment.install("installing x", [sys.executable, "-c", program], advice="Do y.")
     message = str(caught.value)
-    assert "line 39" in message and "line 2\n" not in message
-    assert message.endswith(f"This failed: installing x. pip's whole output is in {log}. Do y.")
-    assert "line 2\n" in log.read_text()
+    assert said in message and "line 2\n" not in message
+    assert f"whole output is in {environment.log}." in message
+    assert "line 2\n" in environment.log.read_text()
     assert capsys.readouterr().out == "[setup] installing x\n"
 
 
@@ -278,16 +313,40 @@ def test_every_package_of_the_tree_is_named_in_pyproject():
 
 def test_requirements_leave_comfyuis_own_torch_alone():
     lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line and not line.startswith("#")]
-    names = {setup.project_name(line) for line in lines}
+    names = {demo_and_tests.project_name(line) for line in lines}
     assert not names & {"torch", "torchvision", "torchaudio"}
     assert all("==" not in line.partition(";")[0] for line in lines if not line.startswith(("torchax", "jax")))
 
 
-def test_an_older_python_reads_the_file_far_enough_to_say_so():
-    tree = ast.parse((ROOT / "setup.py").read_text(), feature_version=(3, 7))
+def test_an_older_python_reads_the_files_far_enough_to_say_so():
+    tree, *_ = [
+        ast.parse((ROOT / name).read_text(), feature_version=(3, 7))
+        for name in ("setup.py", "installer/__init__.py", "installer/newer_python.py")
+    ]
     _, first_import, check = tree.body[:3]
     assert ast.unparse(first_import) == "import sys"
-    assert ast.unparse(check).startswith("if sys.version_info < (3, 11):\n    sys.exit(")
+    assert ast.unparse(check).startswith("if sys.version_info < (3, 11):\n    from installer import newer_python")
+
+
+OLDER = "import sys, runpy; sys.version_info = (3, 9, 18); sys.argv = sys.argv[1:]; sys.path[0] = '.'; "
+
+
+@pytest.mark.parametrize("newer", [True, False], ids=["beside a newer one", "alone"])
+def test_an_older_python_gives_way_to_a_newer_one_or_says_what_is_missing(newer, tmp_path):
+    """With `python3.11` as it is under pyenv where another version was chosen: it exists and does not run."""
+    commands = {"python3.11": "exit 127", "python3.12": f'exec {sys.executable} "$@"'} if newer else {}
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    program = OLDER + "runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", program, "setup.py", "demo", "--fast"]
+    done = subprocess.run(command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 1
+    if newer:
+        assert done.stderr.strip() == "demo takes no arguments; it got: --fast"
+    else:
+        assert done.stderr.startswith("ComfyUI-TPU needs Python 3.11 or newer; this is Python ")
+        assert done.stderr.endswith("for example with: sudo apt install python3.11 python3.11-venv\n")
 
 
 def test_the_root_imports_in_milliseconds_and_brings_nothing_heavy(tmp_path):

@@ -1,0 +1,152 @@
+"""`setup.py demo` and `setup.py test`: everything in `.venv` beside setup.py."""
+
+import hashlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from .machine import NO_TPU, ROOT, comfyui_folder, has_tpu
+from .terminal import SetupError, say
+from .venv import Venv, install_this_folder, normalized
+
+_FOLDER = ROOT / ".venv"
+VENV = Venv(folder=_FOLDER, log=_FOLDER / "install.log", root=ROOT, constraints=ROOT / "constraints.txt")
+DEMO_WORKFLOW = "examples/wan21_t2v_720p.json"
+DEMO_VIDEO = ROOT / "output" / "demo" / "wan21.mp4"
+
+# Each needs torchvision or PyTorch itself, and the nodes under test need none of them.
+COMFYUI_SKIPPED = frozenset({"torch", "torchvision", "torchaudio", "spandrel", "kornia"})
+
+# What is looked at before any test runs. basedpyright is pyright with its own Node.js; pyright's package downloads one.
+STYLE = (("ruff", "check", "."), ("ruff", "format", "--check", "."))
+TYPES = (("basedpyright", "--level", "error"),)
+
+# pytest's words for `test --fast`: no server, no browser, no real-size compile, one whole run a family.
+FAST = ("-m", "not slow and not recorded")
+
+
+# --- what is installed already ----------------------------------------------------------------------------------------
+
+
+def digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def install_key(extra: str = "") -> str:
+    """Changes with everything an installation depends on, also when the folder was moved or Python replaced."""
+    files = [(ROOT / name).read_text() for name in ("pyproject.toml", "requirements.txt", "constraints.txt")]
+    return digest([*files, sys.version, str(ROOT), extra])
+
+
+def once(name: str, key: str, action: Callable[[], None], venv: Path = VENV.folder) -> None:
+    """Runs `action` unless it ended well with the same `key` before."""
+    stamp = venv / f"installed-{name}"
+    if stamp.is_file() and stamp.read_text() == key:
+        return
+    stamp.unlink(missing_ok=True)
+    action()
+    stamp.write_text(key)
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def install_base() -> None:
+    """PyTorch for the CPU, requirements.txt, and this folder as the package comfyui_tpu."""
+    VENV.make()
+    VENV.install_torch()
+    requirements = ("-r", str(ROOT / "requirements.txt"))
+    VENV.install("installing requirements.txt", VENV.constrained(*VENV.pins(["torch"]), *requirements))
+    install_this_folder(VENV)
+    VENV.require_cpu_build()
+
+
+def install_test_extras() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]["test"]
+    VENV.install(f"installing {', '.join(extras)}", VENV.constrained(*extras))
+    VENV.require_cpu_build()
+
+
+# --- a real ComfyUI for the tests -------------------------------------------------------------------------------------
+
+
+def comfyui_requirements(text: str) -> list[str]:
+    """The lines of ComfyUI's requirements.txt that its nodes need beside what is installed already."""
+    lines = [line.split(" #")[0].strip() for line in text.splitlines()]
+    return [line for line in lines if line and not line.startswith("#") and project_name(line) not in COMFYUI_SKIPPED]
+
+
+def project_name(requirement: str) -> str:
+    return normalized(re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0])
+
+
+def install_comfyui_requirements() -> None:
+    folder = comfyui_folder(os.environ)
+    if not (folder / "main.py").is_file():
+        say(f"no ComfyUI in {folder}: its tests are skipped (set COMFYUI_PATH to run them)")
+        return
+    wanted = comfyui_requirements((folder / "requirements.txt").read_text())
+    command = VENV.constrained(*VENV.pins(["torch"]), *wanted)
+    advice = "To test without ComfyUI: COMFYUI_PATH=none python3 setup.py test"
+
+    def action() -> None:
+        VENV.install(f"installing what ComfyUI in {folder} needs", command, advice=advice)
+        VENV.require_cpu_build()
+
+    once("comfyui", install_key("\n".join(wanted)), action)
+    say(f"ComfyUI tests run against {folder}")
+
+
+# --- verbs ------------------------------------------------------------------------------------------------------------
+
+
+def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Runs `command` in the repository; returns its exit code, a shell's number if a signal ended it."""
+    code = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}).returncode
+    return code if code >= 0 else 128 - code
+
+
+def demo(arguments: Sequence[str]) -> int:
+    """Makes a short video with Wan 2.1's tiny checkpoint"""
+    if arguments:
+        raise SetupError(f"demo takes no arguments; it got: {shlex.join(arguments)}")
+    once("base", install_key(), install_base)
+    DEMO_VIDEO.unlink(missing_ok=True)
+    command = [VENV.program("comfyui-tpu"), "run", DEMO_WORKFLOW, "--tiny", "--out", str(DEMO_VIDEO.parent)]
+    code = run(command, {} if has_tpu() else NO_TPU)
+    if code:
+        return code
+    if not DEMO_VIDEO.is_file():
+        raise SetupError(f"The workflow {DEMO_WORKFLOW} ended without an error, but {DEMO_VIDEO} is not there.")
+    say(f"the video is {DEMO_VIDEO}")
+    return 0
+
+
+def test(arguments: Sequence[str]) -> int:
+    """Runs ruff, pyright and the tests, with --fast in three minutes (no pyright); what follows goes to pytest"""
+    fast, chosen = "--fast" in arguments, [word for word in arguments if word != "--fast"]
+    once("base", install_key(), install_base)
+    once("test", install_key(), install_test_extras)
+    if not fast:
+        install_comfyui_requirements()
+    for program, *rest in () if chosen else STYLE if fast else (*STYLE, *TYPES):
+        code = run([VENV.program(program), *rest], {})
+        if code:
+            return code
+    selection = [*(FAST if fast else ()), *spread(chosen), *chosen]
+    return run([VENV.program("python"), "-m", "pytest", *selection], NO_TPU)
+
+
+def spread(arguments: Sequence[str]) -> list[str]:
+    """Three workers, a file each at a time, for a whole run; a choice of tests starts sooner without them.
+
+    Three on two cores, because each waits now and then: for a server, a browser, a compiler in another process. In the
+    files' own order: by their number of tests the few long ones would come last, on one worker.
+    """
+    return [] if arguments else ["--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder"]

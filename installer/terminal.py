@@ -1,0 +1,69 @@
+"""Talking to the user, and running commands whose output goes to a file."""
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+class SetupError(Exception):
+    """Ends the run with its message, a sentence for the user."""
+
+
+def say(message: str) -> None:
+    print(f"[setup] {message}", flush=True)
+
+
+def confirm(question: str) -> None:
+    """Raises SetupError unless the user says yes, or there is nobody to ask."""
+    if not sys.stdin.isatty():
+        raise SetupError(f"{question} There is no terminal to ask at: add --yes to go on without a question.")
+    if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
+        raise SetupError("Nothing was changed.")
+
+
+def logged(command: Sequence[str], log: Path, environment: Mapping[str, str], folder: Path) -> int:
+    """Runs `command` with its output at the end of `log`; returns its exit code.
+
+    In a terminal its last line is shown while it runs.
+    """
+    with log.open("ab") as output:
+        output.write(f"\n$ {shlex.join(command)}\n".encode())
+        output.flush()
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            _watch(process, log)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    return process.returncode
+
+
+def _watch(process: subprocess.Popen[bytes], log: Path) -> None:
+    started = time.monotonic()
+    while sys.stdout.isatty():
+        try:
+            process.wait(timeout=1)
+            break
+        except subprocess.TimeoutExpired:
+            line = f"  {time.monotonic() - started:4.0f} s  {last_line(log)}"
+            print(f"\r\033[K{line[: os.get_terminal_size().columns - 1]}", end="", flush=True)
+    else:
+        process.wait()
+    if sys.stdout.isatty():
+        print("\r\033[K", end="", flush=True)
+
+
+def last_line(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 500))
+        lines = file.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def tail(log: Path, num_lines: int) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
