@@ -1,4 +1,4 @@
-"""Sets ComfyUI-TPU up in `.venv` beside this file for the demo and the tests.
+"""Sets ComfyUI-TPU up: `install` for a TPU VM, or in `.venv` beside this file for the demo and the tests.
 
 Standard library only. Build back ends execute this file too: then it hands over to setuptools, which reads
 pyproject.toml. It touches no system Python, no pip configuration and no shell start-up file.
@@ -26,9 +26,13 @@ def is_for_backend(arguments: Sequence[str]) -> bool:
 
 def verbs() -> dict[str, Callable[[Sequence[str]], int]]:
     """What follows `setup.py` on the command line; imported here, because build back ends run without this folder."""
-    from installer import demo_and_tests
+    from installer import demo_and_tests, install, start, uninstall, update
 
     return {
+        "install": install.main,
+        "start": start.main,
+        "update": update.main,
+        "uninstall": uninstall.main,
         "demo": demo_and_tests.demo,
         "test": demo_and_tests.test,
     }
@@ -38,7 +42,7 @@ def usage() -> str:
     lines = "\n".join(f"  {name:<10} {verb.__doc__}" for name, verb in verbs().items())
     return (
         f"usage: python3 setup.py VERB [ARGUMENTS]\n\n{lines}\n\n"
-        f"demo and test install into {ROOT / '.venv'}."
+        f"install, start, update and uninstall say more with --help. demo and test install into {ROOT / '.venv'}."
     )
 
 

@@ -44,7 +44,7 @@ def test_without_a_verb_it_only_says_how_to_use_it(arguments):
 def test_a_word_that_is_no_verb_is_named_and_ends_in_2():
     done = run_setup("dmeo")
     assert done.returncode == 2
-    assert done.stderr.startswith("setup.py: 'dmeo' is not one of demo, test.")
+    assert done.stderr.startswith("setup.py: 'dmeo' is not one of install, start, update, uninstall, demo, test.")
 
 
 def test_demo_refuses_arguments_before_it_installs_anything():

@@ -1,0 +1,118 @@
+"""`setup.py install`: ComfyUI, Manager and this pack in one folder, with an environment of its own."""
+
+import argparse
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import steps
+from .layout import COMFYUI_ORIGIN, COMFYUI_TAG, MANAGER_ORIGIN, MANAGER_TAG, Layout, layout, require_comfyui
+from .machine import NO_TPU, ROOT, has_tpu
+from .steps import Origins, Step
+from .terminal import SetupError, confirm, say
+
+_DESCRIPTION = f"""\
+Installs ComfyUI {COMFYUI_TAG}, ComfyUI-Manager {MANAGER_TAG} and this pack, with PyTorch's build for the CPU and, on a
+TPU VM, jax[tpu]. A ComfyUI that is there already is left as it is, and so is its environment: packages go into
+DIR/.comfyui-tpu/venv. Nothing is written outside DIR and the folder of this file. What is done already is left out, so
+the same command goes on after an interruption, and changes nothing at its end.\
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Installs ComfyUI, Manager and this pack, on a TPU VM or elsewhere"""
+    options = _parser().parse_args(arguments)
+    chosen = layout(options.comfyui)
+    return install(chosen, Origins(comfyui=options.comfyui_origin, manager=options.manager_origin), options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="setup.py install", description=_DESCRIPTION)
+    add_common(parser)
+    parser.add_argument("--comfyui-origin", metavar="URL", default=COMFYUI_ORIGIN, help="clone ComfyUI from here")
+    parser.add_argument(
+        "--manager-origin", metavar="URL", default=MANAGER_ORIGIN, help="clone ComfyUI-Manager from here"
+    )
+    return parser
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """The options that install, update and uninstall share."""
+    add_folder(parser)
+    parser.add_argument("--yes", action="store_true", help="do not ask before anything is changed")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+
+
+def add_folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--comfyui", metavar="DIR", help="ComfyUI's folder (default: COMFYUI_PATH, else ~/ComfyUI)")
+
+
+def install(chosen: Layout, origins: Origins, options: argparse.Namespace, *, before: Sequence[Step] = ()) -> int:
+    """The steps `before` and all others that are not done yet, after a question; exit code 0."""
+    # A ComfyUI of ours that is too old is about to be updated.
+    _refuse(chosen, is_updated=bool(before) and chosen.record().comfyui is not None)
+    _carry_out(chosen, [*before, *steps.steps(chosen, origins)], options)
+    if not options.dry_run:
+        _report(chosen)
+    return 0
+
+
+def _refuse(chosen: Layout, *, is_updated: bool) -> None:
+    """SetupError where an installation could not end well; before anything is changed."""
+    if shutil.which("git") is None:
+        raise SetupError("git is needed to fetch ComfyUI, and is not there: sudo apt install git")
+    if chosen.comfyui.is_dir() and any(chosen.comfyui.iterdir()):
+        if not is_updated:
+            require_comfyui(chosen.comfyui)
+        steps.refuse_other_copies(chosen)
+    elif chosen.comfyui.exists() and not chosen.comfyui.is_dir():
+        raise SetupError(f"{chosen.comfyui} is a file: choose a folder with --comfyui DIR.")
+
+
+def _carry_out(chosen: Layout, every: list[Step], options: argparse.Namespace) -> None:
+    """Says what each step would do, asks, and does it."""
+    left = [(step, text) for step in every if (text := step.todo())]
+    if not left:
+        say(f"{chosen.comfyui}: everything is in place")
+        return
+    done = [step.name for step in every if step not in [each for each, _ in left]]
+    where = f"In {chosen.comfyui}" + (f", where these are done: {', '.join(done)}" if done else "")
+    size_gb = sum(step.size_gb for step, _ in left)
+    print(f"{where}:\n\n" + "\n".join(f"  {step.name:<12} {text}" for step, text in left))
+    print(f"\nThis takes about {size_gb:.1f} GB." if size_gb else "", flush=True)
+    _require_room(chosen.comfyui, size_gb)
+    if options.dry_run:
+        return
+    if not options.yes:
+        confirm("Go on?")
+    steps.run(chosen, every)
+
+
+def _require_room(folder: Path, size_gb: float) -> None:
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    free_gb = shutil.disk_usage(existing).free / 1e9
+    if free_gb < size_gb:
+        raise SetupError(
+            f"This needs about {size_gb:.1f} GB in {folder}, and {free_gb:.1f} GB are free: make room, or choose "
+            "another folder with --comfyui DIR."
+        )
+
+
+def _report(chosen: Layout) -> None:
+    """What `comfyui-tpu doctor` has to say, and how to go on."""
+    variables = {**chosen.venv.environment(), **start_variables(chosen)}
+    code = subprocess.run([chosen.venv.program("comfyui-tpu"), "doctor"], cwd=ROOT, env=variables).returncode
+    if code:
+        say(f"doctor ended with {code}; what it names above can be mended later")
+    folder = f" --comfyui {chosen.comfyui}" if chosen != layout(None) else ""
+    say(f"installed; start ComfyUI with: python3 setup.py start{folder}")
+
+
+def start_variables(chosen: Layout) -> dict[str, str]:
+    """What ComfyUI and its later installations must find in the environment."""
+    constraints = str(chosen.constraints)
+    own = {"COMFYUI_PATH": str(chosen.comfyui), "PIP_CONSTRAINT": constraints, "UV_CONSTRAINT": constraints}
+    given = {**chosen.caches, **({} if has_tpu() else NO_TPU)}
+    return {**{name: os.environ.get(name, value) for name, value in given.items()}, **own}

@@ -1,0 +1,170 @@
+"""Where `install` puts what, and the record of what it made."""
+
+import dataclasses
+import json
+import os
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from .machine import ROOT, comfyui_folder
+from .terminal import SetupError
+from .venv import Venv
+
+# The ComfyUI that the tests run against, and the newest release of Manager as a custom node, which was run with it.
+COMFYUI_ORIGIN, COMFYUI_TAG = "https://github.com/Comfy-Org/ComfyUI", "v0.33.0"
+MANAGER_ORIGIN, MANAGER_TAG = "https://github.com/Comfy-Org/ComfyUI-Manager", "3.39.3"
+MANAGER, PACK = "ComfyUI-Manager", "ComfyUI-TPU"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What `install` made, so that `uninstall` and `update` touch nothing else.
+
+    comfyui, manager: commits of the clones it made. pictures: names in ComfyUI's input folder.
+    """
+
+    comfyui: str | None = None
+    manager: str | None = None
+    link: bool = False
+    pictures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The folder of ComfyUI, and all that belongs to this installation in it."""
+
+    comfyui: Path
+
+    @property
+    def home(self) -> Path:
+        """Everything of ours: the environment, the record, pip's caches. No other program uses this name."""
+        return self.comfyui / ".comfyui-tpu"
+
+    @property
+    def constraints(self) -> Path:
+        """What every later installation in the environment must keep to."""
+        return self.home / "constraints.txt"
+
+    @property
+    def custom_nodes(self) -> Path:
+        return self.comfyui / "custom_nodes"
+
+    @property
+    def manager(self) -> Path:
+        """ComfyUI-Manager's folder: where it is, under whichever capitals, else where it will be."""
+        folders = self.custom_nodes.glob("*") if self.custom_nodes.is_dir() else ()
+        names = (MANAGER.lower(), f"{MANAGER.lower()}.disabled")
+        return next((each for each in sorted(folders) if each.name.lower() in names), self.custom_nodes / MANAGER)
+
+    @property
+    def link(self) -> Path:
+        return self.custom_nodes / PACK
+
+    @property
+    def is_in_custom_nodes(self) -> bool:
+        """Whether the repository itself lies where ComfyUI looks for it."""
+        return ROOT.parent == self.custom_nodes.resolve()
+
+    @property
+    def venv(self) -> Venv:
+        return Venv(
+            folder=self.home / "venv",
+            log=self.home / "install.log",
+            root=ROOT,
+            constraints=ROOT / "constraints.txt",
+            variables={**self.caches, "TMPDIR": str(self.temporary)},
+        )
+
+    @property
+    def temporary(self) -> Path:
+        return self.home / "tmp"
+
+    @property
+    def caches(self) -> dict[str, str]:
+        """Where pip and uv keep what they download: nothing goes into the user's home beside the chosen folder."""
+        return {"PIP_CACHE_DIR": str(self.home / "cache" / "pip"), "UV_CACHE_DIR": str(self.home / "cache" / "uv")}
+
+    # --- the record ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether `install` was here."""
+        return _record_in(self.home).is_file()
+
+    def record(self) -> Record:
+        if not self.is_ours:
+            return Record()
+        try:
+            found = json.loads(_record_in(self.home).read_text())
+            return Record(**{**found, "pictures": tuple(found["pictures"])})
+        except (ValueError, TypeError, KeyError):
+            raise SetupError(
+                f"{_record_in(self.home)} is damaged, so what install made is not known. Remove {self.home} and run "
+                "`python3 setup.py install` again; it keeps everything else."
+            ) from None
+
+    def note(self, **changed: object) -> None:
+        """Writes into the record, whole or not at all."""
+        write_record(self.home, dataclasses.replace(self.record(), **changed))
+
+
+def _record_in(home: Path) -> Path:
+    return home / "installed.json"
+
+
+def write_record(home: Path, record: Record) -> None:
+    home.mkdir(parents=True, exist_ok=True)
+    (home / ".gitignore").write_text("*\n")  # ComfyUI's own repository stays clean
+    beginning = home / "installed.json.new"
+    beginning.write_text(json.dumps(dataclasses.asdict(record), indent=2) + "\n")
+    os.replace(beginning, _record_in(home))
+
+
+def layout(chosen: str | None) -> Layout:
+    """For the folder that was chosen, else COMFYUI_PATH, else ~/ComfyUI."""
+    return Layout((Path(chosen).expanduser() if chosen else comfyui_folder(os.environ)).resolve())
+
+
+def installed(chosen: str | None) -> Layout:
+    """`layout`, if `install` made something there; SetupError otherwise."""
+    found = layout(chosen)
+    if not found.is_ours:
+        raise SetupError(f"Nothing is installed in {found.comfyui}: python3 setup.py install --comfyui {found.comfyui}")
+    return found
+
+
+# --- versions of ComfyUI ----------------------------------------------------------------------------------------------
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(digits) for digits in re.findall(r"\d+", version)[:3])
+
+
+def required_comfyui() -> str:
+    """The oldest ComfyUI that the pack runs in, such as "0.3.76"."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    return settings["tool"]["comfy"]["requires-comfyui"].removeprefix(">=")
+
+
+def comfyui_version(folder: Path) -> str:
+    """What a checkout says it is; "0" for one from before it said so."""
+    file = folder / "comfyui_version.py"
+    found = re.search(r'__version__ = "([^"]+)"', file.read_text()) if file.is_file() else None
+    return found[1] if found else "0"
+
+
+def require_comfyui(folder: Path) -> None:
+    """SetupError if `folder` is something else, or a ComfyUI that is too old."""
+    if not (folder / "main.py").is_file() or not (folder / "requirements.txt").is_file():
+        raise SetupError(
+            f"{folder} is neither empty nor a ComfyUI (it has no main.py): choose another folder with --comfyui DIR."
+        )
+    version, required = comfyui_version(folder), required_comfyui()
+    if numbers(version) < numbers(required):
+        said = f"ComfyUI {version}" if version != "0" else "a ComfyUI that does not even say its version"
+        raise SetupError(
+            f"{folder} is {said}, and the pack needs {required} or newer: update it (git pull), or choose another "
+            "folder with --comfyui DIR."
+        )

@@ -1,0 +1,84 @@
+"""`setup.py start`: becomes ComfyUI, with the flags and the environment that it needs here."""
+
+import argparse
+import errno
+import getpass
+import os
+import socket
+from collections.abc import Sequence
+
+from .install import add_folder, start_variables
+from .layout import Layout, installed
+from .terminal import SetupError, say
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_DESCRIPTION = """\
+Starts ComfyUI from the folder that `install` set up. What follows `--` goes to ComfyUI's main.py.\
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Starts ComfyUI; what follows -- goes to it"""
+    own, comfyuis = _split(arguments)
+    options = _parser().parse_args(own)
+    chosen = installed(options.comfyui)
+    command = _command(chosen, options, comfyuis)
+    _refuse(chosen, options, comfyuis)
+    _announce(options.listen, options.port)
+    os.chdir(chosen.comfyui)
+    os.execve(command[0], command, {**chosen.venv.environment(), **start_variables(chosen)})
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    words = list(arguments)
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="setup.py start", description=_DESCRIPTION)
+    add_folder(parser)
+    parser.add_argument("--listen", metavar="ADDRESS", default="127.0.0.1", help="default: %(default)s, this machine")
+    parser.add_argument("--port", type=int, default=8188, help="default: %(default)s")
+    return parser
+
+
+def _command(chosen: Layout, options: argparse.Namespace, comfyuis: Sequence[str]) -> list[str]:
+    # --cpu is about ComfyUI's own PyTorch; the pack finds the TPU by itself.
+    flags = ("--cpu", "--preview-method", "auto", "--listen", options.listen, "--port", str(options.port))
+    return [chosen.venv.python, "main.py", *flags, *comfyuis]
+
+
+def _refuse(chosen: Layout, options: argparse.Namespace, comfyuis: Sequence[str]) -> None:
+    for name in ("--listen", "--port"):
+        if any(word.partition("=")[0] == name for word in comfyuis):
+            raise SetupError(f"{name} is an option of `setup.py start` itself: give it before the `--`.")
+    if not chosen.constraints.is_file() or not chosen.venv.is_usable(any_python=True):
+        raise SetupError(
+            f"The installation in {chosen.comfyui} is not whole: python3 setup.py install --comfyui {chosen.comfyui}"
+        )
+    try:
+        family = socket.getaddrinfo(options.listen, options.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family[0], family[1]) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ComfyUI's server
+            probe.bind(family[4])
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise SetupError(
+                f"Port {options.port} is in use, perhaps by a ComfyUI that runs already: end that, or choose "
+                "another with --port N."
+            ) from None
+        raise SetupError(f"Nothing can listen at {options.listen}, port {options.port}: {error.strerror}.") from None
+
+
+def _announce(address: str, port: int) -> None:
+    if address not in LOOPBACK:
+        say(
+            f"WARNING: whoever reaches {address}, port {port}, can run programs here as you: ComfyUI asks for no "
+            "password, and Manager installs code. Without --listen only this machine reaches it, others by a tunnel."
+        )
+    host = "127.0.0.1" if address in ("0.0.0.0", "::", *LOOPBACK) else address
+    tunnel = f"-N -L {port}:{host}:{port}"
+    say(f"ComfyUI's page will be at http://{host}:{port} (Ctrl-C ends it)")
+    say(f"from your own machine: ssh {tunnel} {getpass.getuser()}@HOST, then open http://127.0.0.1:{port}")
+    say(f"          on a TPU VM: gcloud compute tpus tpu-vm ssh NAME --zone ZONE -- {tunnel}")

@@ -1,0 +1,341 @@
+"""The steps of an installation. Each looks at what there is: it can be repeated, and goes on where it was cut off."""
+
+import json
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import git
+from .layout import (
+    COMFYUI_ORIGIN,
+    COMFYUI_TAG,
+    MANAGER_ORIGIN,
+    MANAGER_TAG,
+    Layout,
+    Record,
+    require_comfyui,
+    write_record,
+)
+from .machine import ROOT, has_tpu
+from .terminal import SetupError, say
+from .venv import CPU_INDEX, cuda_traces, install_this_folder
+
+TORCH = ("torch", "torchvision", "torchaudio")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step: `todo` says what it would do, empty if that is done; `do` does it and leaves nothing half-done.
+
+    size_gb: what it takes on the disk.
+    """
+
+    name: str
+    todo: Callable[[], str]
+    do: Callable[[], None]
+    size_gb: float = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origins:
+    """Where ComfyUI and Manager are cloned from. One that was given may lack our tag: then it is the default branch."""
+
+    comfyui: str = COMFYUI_ORIGIN
+    manager: str = MANAGER_ORIGIN
+
+
+def steps(layout: Layout, origins: Origins) -> list[Step]:
+    """All steps in their order."""
+    return [
+        _comfyui(layout, origins.comfyui),
+        _environment(layout),
+        _torch(layout),
+        _constraints(layout),
+        _manager(layout, origins.manager),
+        _packages(layout),
+        _command(layout),
+        _link(layout),
+        _pictures(layout),
+    ]
+
+
+# --- clones -----------------------------------------------------------------------------------------------------------
+
+
+def _comfyui(layout: Layout, origin: str) -> Step:
+    target = layout.comfyui
+
+    def todo() -> str:
+        is_there = target.is_dir() and any(target.iterdir())
+        return "" if is_there else f"clone {origin} at {COMFYUI_TAG} into {target}"
+
+    def do() -> None:
+        beginning = target.with_name(f".{target.name}.beginning")
+
+        def ready(commit: str) -> None:
+            require_comfyui(beginning)
+            write_record(Layout(beginning).home, Record(comfyui=commit))
+
+        git.clone(origin, COMFYUI_TAG, target, beginning, default_branch=origin != COMFYUI_ORIGIN, ready=ready)
+
+    return Step(name="ComfyUI", todo=todo, do=do, size_gb=0.3)
+
+
+def _manager(layout: Layout, origin: str) -> Step:
+    def todo() -> str:
+        target = layout.manager
+        return "" if target.exists() else f"clone {origin} at {MANAGER_TAG} into {target}"
+
+    def do() -> None:
+        git.clone(
+            origin, MANAGER_TAG, layout.manager, layout.temporary / "manager",
+            default_branch=origin != MANAGER_ORIGIN, ready=lambda commit: layout.note(manager=commit),
+        )  # fmt: skip
+
+    return Step(name="Manager", todo=todo, do=do, size_gb=0.2)
+
+
+# --- the environment --------------------------------------------------------------------------------------------------
+
+
+def _environment(layout: Layout) -> Step:
+    venv = layout.venv
+
+    def todo() -> str:
+        if venv.is_usable(any_python=True):
+            return ""
+        return f"{'make anew' if venv.folder.exists() else 'make'} the environment {venv.folder}"
+
+    return Step(name="environment", todo=todo, do=lambda: venv.make(any_python=True), size_gb=0.1)
+
+
+def _torch(layout: Layout) -> Step:
+    venv = layout.venv
+
+    def todo() -> str:
+        versions = venv.versions()
+        wanted = venv.pins(TORCH)
+        have = [_satisfies(versions.get(name, ""), pin) for name, pin in zip(TORCH, wanted, strict=True)]
+        if all(have) and not cuda_traces(venv.python, venv.environment()):
+            return ""
+        return f"install {', '.join(wanted)} from {CPU_INDEX}, the builds for the CPU"
+
+    def do() -> None:
+        venv.forget_half_installed()
+        venv.install_torch(TORCH)
+
+    return Step(name="PyTorch", todo=todo, do=do, size_gb=1.0)
+
+
+def _satisfies(version: str, pin: str) -> bool:
+    """Whether `version`, which may have a local part, is the one of a pin such as "torch==2.13.0" or "x==0.28.*"."""
+    wanted, public = pin.partition("==")[2], version.partition("+")[0]
+    return public.startswith(wanted.removesuffix("*")) if wanted.endswith("*") else public == wanted
+
+
+def _constraints(layout: Layout) -> Step:
+    def todo() -> str:
+        if layout.constraints.is_file() and layout.constraints.read_text() == held(layout):
+            return ""
+        return f"write {layout.constraints}: no later installation, Manager's included, replaces these builds"
+
+    def do() -> None:
+        beginning = layout.constraints.with_suffix(".new")
+        beginning.write_text(held(layout))
+        beginning.replace(layout.constraints)
+
+    return Step(name="constraints", todo=todo, do=do)
+
+
+def held(layout: Layout) -> str:
+    """The constraints for every later installation: PyTorch's very builds, and the ranges that the pack needs."""
+    versions = layout.venv.versions()
+    # With its local part, such as 2.13.0+cpu, a version is that build and no other.
+    torch = [f"{name}=={versions[name]}" for name in TORCH if name in versions]
+    ranges = (
+        (ROOT / "requirements.txt").read_text().replace("jax[tpu]", "jax").splitlines()
+    )  # constraints know no extras
+    lines = [line for line in ranges if any(sign in line.split(";")[0] for sign in "<>=") and not line.startswith("#")]
+    return "\n".join(["# Written by ComfyUI-TPU's setup.py, which hands it to pip and uv.", *torch, *lines, ""])
+
+
+def _packages(layout: Layout) -> Step:
+    venv = layout.venv
+
+    def todo() -> str:
+        missing = unmet(layout)
+        if missing is None:
+            return "install what ComfyUI, Manager and this pack need"
+        some = ", ".join(missing[:6]) + (f" and {len(missing) - 6} more" if len(missing) > 6 else "")
+        return f"install {some}" if missing else ""
+
+    def do() -> None:
+        venv.forget_half_installed()
+        own = layout.home / "requirements.txt"
+        own.write_text(_own_requirements())
+        files = [word for file in (*_foreign_requirements(layout), own) for word in ("-r", str(file))]
+        wanted = ("-c", str(layout.constraints), *files)
+        # A newer ComfyUI may need more than the very versions that were tested together; the ranges hold all the same.
+        tested, within_ranges = venv.constrained(*wanted), venv.pip("install", *wanted)
+        venv.install("installing what ComfyUI, Manager and this pack need", tested, within_ranges)
+        venv.require_cpu_build()
+
+    return Step(name="packages", todo=todo, do=do, size_gb=3.0)
+
+
+def _own_requirements() -> str:
+    """requirements.txt for this machine: without a TPU no libtpu."""
+    text = (ROOT / "requirements.txt").read_text()
+    return text if has_tpu() else text.replace("jax[tpu]", "jax")
+
+
+def _foreign_requirements(layout: Layout) -> list[Path]:
+    files = (layout.comfyui / "requirements.txt", layout.manager / "requirements.txt")
+    return [file for file in files if file.is_file()]
+
+
+# Also what the requirements require: an installation that was cut off may lack only that.
+_UNMET = """
+import importlib.metadata, json, sys
+from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.utils import canonicalize_name
+given = json.load(sys.stdin)
+wanted, unmet, seen = [(line, "") for line in given["wanted"]], set(), set()
+while wanted:
+    line, extra = wanted.pop()
+    each = Requirement(line)
+    if (line, extra) in seen or each.marker and not each.marker.evaluate({"extra": extra}):
+        continue
+    seen.add((line, extra))
+    version = given["installed"].get(canonicalize_name(each.name))
+    if version is None or not each.specifier.contains(version, prereleases=True):
+        unmet.add(line.partition(";")[0].strip())
+        continue
+    wanted += [(other, one) for one in ("", *each.extras) for other in importlib.metadata.requires(each.name) or ()]
+print("\\n".join(sorted(unmet)), end="")
+"""
+
+
+def unmet(layout: Layout) -> list[str] | None:
+    """The requirements, and theirs in turn, that the environment does not meet; None where that cannot be said."""
+    venv = layout.venv
+    if not Path(venv.python).exists():
+        return None
+    texts = [file.read_text("utf-8") for file in _foreign_requirements(layout)] + [_own_requirements()]
+    lines = [line.partition(" #")[0].strip() for text in texts for line in text.splitlines()]
+    given = {"installed": venv.versions(), "wanted": [line for line in lines if line and line[0] not in "#-"]}
+    command = [venv.python, "-c", _UNMET]
+    done = subprocess.run(command, env=venv.environment(), input=json.dumps(given), capture_output=True, text=True)
+    return None if done.returncode else done.stdout.splitlines()
+
+
+def _command(layout: Layout) -> Step:
+    venv = layout.venv
+
+    def todo() -> str:
+        version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+        is_there = Path(venv.program("comfyui-tpu")).is_file() and venv.versions().get("comfyui-tpu") == version
+        return "" if is_there and _linked_folder(layout) == ROOT.as_uri() else f"install {venv.program('comfyui-tpu')}"
+
+    def do() -> None:
+        venv.forget_half_installed()
+        install_this_folder(venv)
+        venv.require_cpu_build()
+
+    return Step(name="command", todo=todo, do=do)
+
+
+def _linked_folder(layout: Layout) -> str | None:
+    """The address of the folder that the environment takes for this pack."""
+    for site in layout.venv.site_packages():
+        for file in site.glob("comfyui_tpu-*.dist-info/direct_url.json"):
+            return json.loads(file.read_text()).get("url")
+    return None
+
+
+# --- what ComfyUI sees ------------------------------------------------------------------------------------------------
+
+
+def _link(layout: Layout) -> Step:
+    link = layout.link
+
+    def todo() -> str:
+        return "" if layout.is_in_custom_nodes or link.resolve() == ROOT else f"link {link} to {ROOT}"
+
+    def do() -> None:
+        if link.is_symlink() and layout.record().link:
+            link.unlink()  # ours, to where the repository was
+        layout.note(link=True)
+        link.symlink_to(ROOT, target_is_directory=True)
+
+    return Step(name="link", todo=todo, do=do)
+
+
+def pictures() -> list[Path]:
+    """The pictures that example workflows start from; others there show what a workflow of the same name makes."""
+    found = (path for path in (ROOT / "examples").rglob("*") if path.suffix in (".jpg", ".png", ".webp"))
+    return sorted(path for path in found if not path.with_suffix(".json").exists())
+
+
+def _pictures(layout: Layout) -> Step:
+    def missing() -> list[Path]:
+        return [path for path in pictures() if not (layout.comfyui / "input" / path.name).exists()]
+
+    def todo() -> str:
+        return f"copy {', '.join(path.name for path in missing())} to {layout.comfyui / 'input'}" if missing() else ""
+
+    def do() -> None:
+        folder = layout.comfyui / "input"
+        folder.mkdir(exist_ok=True)
+        names = [path.name for path in missing()]
+        layout.note(pictures=tuple(sorted({*layout.record().pictures, *names})))
+        for path in missing():
+            beginning = layout.temporary / path.name
+            shutil.copyfile(path, beginning)
+            beginning.replace(folder / path.name)
+
+    return Step(name="pictures", todo=todo, do=do)
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+
+def refuse_other_copies(layout: Layout) -> None:
+    """SetupError if ComfyUI would load the pack from another folder, too."""
+    if layout.link.is_symlink() and layout.link.resolve() != ROOT and not layout.record().link:
+        raise SetupError(
+            f"{layout.link} is a link to {layout.link.resolve()}, not to this folder: remove it, or run that folder's "
+            "setup.py."
+        )
+    for file in layout.custom_nodes.glob("*/pyproject.toml"):
+        if (
+            file.parent.resolve() != ROOT
+            and not file.parent.is_symlink()
+            and 'name = "comfyui-tpu"' in file.read_text()
+        ):
+            raise SetupError(
+                f"{file.parent} is another copy of this pack, and ComfyUI would load both: remove it, or run its "
+                "setup.py."
+            )
+    if layout.link.exists() and not layout.link.is_symlink() and layout.link.resolve() != ROOT:
+        raise SetupError(f"{layout.link} is in the way of the link to this folder: move it away, then run this again.")
+
+
+def run(layout: Layout, chosen: list[Step]) -> None:
+    """Does what is left of `chosen`, each step after looking again: one may do what another would have done."""
+    for step in chosen:
+        if not (text := step.todo()):
+            continue
+        say(f"{step.name}: {text}")
+        if layout.comfyui.is_dir() and any(layout.comfyui.iterdir()):
+            layout.note()  # from here on there is something of ours
+            layout.temporary.mkdir(exist_ok=True)
+        try:
+            step.do()
+        finally:
+            if layout.home.is_dir():
+                shutil.rmtree(layout.temporary, ignore_errors=True)
+    shutil.rmtree(layout.home / "cache", ignore_errors=True)  # a gigabyte of wheels that are installed now

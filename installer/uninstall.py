@@ -1,0 +1,112 @@
+"""`setup.py uninstall`: removes what `install` made and nobody changed, and says what stays."""
+
+import argparse
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from . import git, steps
+from .install import add_common
+from .layout import Layout, installed
+from .machine import ROOT
+from .terminal import confirm, say
+
+_DESCRIPTION = """\
+Removes what `install` made: the environment, the link in custom_nodes, and ComfyUI and Manager where it cloned them and
+they are unchanged. Models, outputs, inputs, workflows, settings and other custom nodes stay, and are listed.\
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Removes what install made; models, outputs, inputs and settings stay"""
+    parser = argparse.ArgumentParser(prog="setup.py uninstall", description=_DESCRIPTION)
+    add_common(parser)
+    options = parser.parse_args(arguments)
+    chosen = installed(options.comfyui)
+    _say_what(chosen)
+    if options.dry_run:
+        return 0
+    if not options.yes:
+        confirm("Remove this?")
+    _remove(chosen)
+    for line in _left(chosen.comfyui):
+        say(f"left: {line}")
+    say(f"left: {ROOT}, this folder, and the pack's caches (~/.cache/comfyui-tpu, ~/.cache/huggingface)")
+    return 0
+
+
+def _say_what(chosen: Layout) -> None:
+    record = chosen.record()
+    lines = [f"{chosen.home}: the environment and all packages in it"]
+    if _is_our_link(chosen):
+        lines.append(f"{chosen.link}: the link to {ROOT}")
+    lines += [f"{picture}: a picture of the examples" for picture in _our_pictures(chosen)]
+    for name, folder, commit in (
+        ("Manager", chosen.manager, record.manager),
+        ("ComfyUI", chosen.comfyui, record.comfyui),
+    ):
+        if commit and _is_as_cloned(folder, commit):
+            lines.append(f"{folder}: {name}'s own files, as they were cloned")
+        elif commit and folder.is_dir():
+            say(f"{folder} stays: {name} was changed or updated since `install` cloned it")
+    print("To be removed:\n\n" + "\n".join(f"  {line}" for line in lines) + "\n", flush=True)
+
+
+def _remove(chosen: Layout) -> None:
+    """The record goes last but for the folder that held it, so that the same command goes on after an interruption."""
+    record = chosen.record()
+    if _is_our_link(chosen):
+        chosen.link.unlink()
+    for picture in _our_pictures(chosen):
+        picture.unlink()
+    if record.manager and _is_as_cloned(chosen.manager, record.manager):
+        shutil.rmtree(chosen.manager)
+    if record.comfyui and _is_as_cloned(chosen.comfyui, record.comfyui):
+        _remove_tracked(chosen.comfyui)
+    shutil.rmtree(chosen.home)
+    if not any(chosen.comfyui.iterdir()):
+        chosen.comfyui.rmdir()
+
+
+def _is_our_link(chosen: Layout) -> bool:
+    return chosen.record().link and chosen.link.is_symlink() and chosen.link.resolve() == ROOT
+
+
+def _our_pictures(chosen: Layout) -> Iterator[Path]:
+    """The pictures that `install` copied and that are still the same."""
+    for picture in steps.pictures():
+        copy = chosen.comfyui / "input" / picture.name
+        if picture.name in chosen.record().pictures and copy.is_file() and copy.read_bytes() == picture.read_bytes():
+            yield copy
+
+
+def _is_as_cloned(folder: Path, commit: str) -> bool:
+    """Files that are missing count as unchanged: an earlier removal may have been cut off."""
+    if git.commit_of(folder) != commit:
+        return False
+    changes = git.git(folder, "status", "--porcelain", "--untracked-files=no").splitlines()
+    return all(line.startswith(" D") for line in changes)
+
+
+def _remove_tracked(folder: Path) -> None:
+    """Removes the files that git tracks, Python's caches of them and the repository; what is the user's own stays."""
+    tracked = [folder / name for name in git.git(folder, "ls-files", "-z").split("\0") if name]
+    for file in tracked:
+        file.unlink(missing_ok=True)
+    for parent in sorted({file.parent for file in tracked}, reverse=True):  # the deepest first
+        shutil.rmtree(parent / "__pycache__", ignore_errors=True)
+        while parent != folder and parent.is_dir() and not any(parent.iterdir()):
+            parent.rmdir()
+            parent = parent.parent
+    # In one moment: half a repository would not say what is the user's own.
+    (folder / ".git").rename(Layout(folder).home / "removed.git")
+
+
+def _left(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        return []
+    lines = []
+    for path in sorted(folder.iterdir()):
+        files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+        lines.append(f"{path} ({len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB)")
+    return lines

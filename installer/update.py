@@ -1,0 +1,83 @@
+"""`setup.py update`: this repository, then what `install` cloned, then packages. What the user changed stays."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import git
+from .install import add_common, install
+from .layout import COMFYUI_TAG, MANAGER_TAG, Layout, installed
+from .machine import ROOT
+from .steps import Origins, Step
+from .terminal import SetupError, say
+
+_DESCRIPTION = """\
+Updates this repository (git pull, if it is unchanged and on a branch), then ComfyUI and Manager to the releases that it
+names, where `install` cloned them and they are unchanged, then the packages that are out of range. Models, outputs,
+settings, and whatever you changed yourself, stay as they are.\
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Updates this repository, what install cloned, and packages"""
+    parser = argparse.ArgumentParser(prog="setup.py update", description=_DESCRIPTION)
+    add_common(parser)
+    parser.add_argument("--pulled", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    chosen = installed(options.comfyui)
+    if not options.pulled and _pull(options):
+        # The new version's own steps count.
+        os.execv(sys.executable, [sys.executable, str(ROOT / "setup.py"), "update", "--pulled", *arguments])
+    return install(chosen, Origins(), options, before=_moves(chosen))
+
+
+def _pull(options: argparse.Namespace) -> bool:
+    """Brings the repository up to date; whether that changed it."""
+    if reason := _why_not_pulled():
+        say(f"{ROOT} is left as it is: {reason}")
+        return False
+    if options.dry_run:
+        say(f"git pull --ff-only in {ROOT}")
+        return False
+    before = git.commit_of(ROOT)
+    git.git(ROOT, "pull", "--ff-only", "--quiet")
+    after = git.commit_of(ROOT)
+    say(f"{ROOT} is up to date" if after == before else f"{ROOT} was updated from {before} to {after}")
+    return after != before
+
+
+def _why_not_pulled() -> str:
+    if git.commit_of(ROOT) is None:
+        return "it is no clone of a repository"
+    if not git.is_unchanged(ROOT):
+        return "files in it were changed"
+    try:
+        git.git(ROOT, "rev-parse", "--abbrev-ref", "@{upstream}")
+    except SetupError:
+        return "it is on no branch that follows another repository's"
+    return ""
+
+
+def _moves(chosen: Layout) -> list[Step]:
+    record = chosen.record()
+    comfyui = _move(chosen, "comfyui", "ComfyUI", chosen.comfyui, COMFYUI_TAG, record.comfyui)
+    return [comfyui, _move(chosen, "manager", "Manager", chosen.manager, MANAGER_TAG, record.manager)]
+
+
+def _move(chosen: Layout, field: str, name: str, folder: Path, tag: str, commit: str | None) -> Step:
+    """A step that brings a clone of ours, at `commit`, to `tag`."""
+
+    def todo() -> str:
+        now, wanted = git.commit_of(folder), git.commit_of(folder, f"refs/tags/{tag}")
+        if commit is None or now is None or now == wanted == commit:
+            return ""
+        if now not in (commit, wanted) or not git.is_unchanged(folder):
+            say(f"{folder} is left as it is: it was changed since `install` cloned it")
+            return ""
+        if wanted is None and not git.git(folder, "ls-remote", "--tags", "origin", f"refs/tags/{tag}"):
+            return ""  # a fork without our tags, which was chosen as the origin
+        return f"bring {folder} to {tag}"
+
+    return Step(name=name, todo=todo, do=lambda: chosen.note(**{field: git.move_to(folder, tag)}))

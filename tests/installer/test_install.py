@@ -1,0 +1,315 @@
+"""`setup.py install`, `start`, `update` and `uninstall` with real git, venv and pip, in a world without a network."""
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from comfyui_tpu.installer import git, install, layout, start, steps, terminal, uninstall, update, venv
+from comfyui_tpu.tests.installer import small_world
+
+ROOT = small_world.ROOT
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Origins, wheels, and an environment with an empty home, where nothing but these can be reached."""
+    folder = tmp_path_factory.mktemp("world")
+    small_world.repository(folder / "comfyui", small_world.COMFYUI, layout.COMFYUI_TAG)
+    small_world.repository(folder / "manager", small_world.MANAGER, layout.MANAGER_TAG)
+    small_world.wheels(folder / "wheels")
+    (folder / "home").mkdir()
+    (folder / "tmp").mkdir()
+    variables = {
+        "HOME": str(folder / "home"), "PATH": "/usr/bin:/bin", "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(folder / "wheels"), "TMPDIR": str(folder / "tmp"),
+        "https_proxy": "http://127.0.0.1:9", "PIP_CONFIG_FILE": os.devnull,
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith(("PIP_", "UV_", "COMFYUI_", "GIT_"))]:
+            patch.delenv(name)
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        patch.setattr(install, "_report", lambda chosen: None)  # the packages of this world are empty
+        yield folder
+
+
+def run_install(world, *words):
+    origins = ["--comfyui-origin", str(world / "comfyui"), "--manager-origin", str(world / "manager")]
+    return install.main([*origins, "--yes", *words])
+
+
+def killed_after(number, every, done):
+    """The steps `every`, each with its name added to `done`, and with that number the last thing that happens."""
+
+    def do(step):
+        step.do()
+        done.append(step.name)
+        if step is every[number]:
+            raise KeyboardInterrupt
+
+    return [dataclasses.replace(step, do=lambda step=step: do(step)) for step in every]
+
+
+@pytest.fixture(scope="module")
+def installed(world):
+    """An installation that was killed after every step, and twice within one, and went on each time."""
+    chosen = layout.layout(None)
+    all_steps = steps.steps
+    names = [step.name for step in all_steps(chosen, steps.Origins())]
+    again = {"PyTorch": ["environment", "PyTorch"], "command": ["packages", "command"]}  # after what is broken below
+    for number, name in enumerate(names):
+        done = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(steps, "steps", lambda *given, n=number, done=done: killed_after(n, all_steps(*given), done))
+            with pytest.raises(KeyboardInterrupt):
+                run_install(world)
+        assert done == again.get(name, [name])
+        if name == "environment":  # as if it had been killed before pip was in it
+            shutil.rmtree(next(chosen.venv.site_packages()[0].glob("pip")))
+        if name == "packages":  # as if pip had been killed while it wrote these
+            [site] = chosen.venv.site_packages()
+            for package in ("gitdb-4.0", "einops-0.8"):
+                (site / f"{package}.dist-info" / "INSTALLER").unlink()
+            (site / "einops" / "__init__.py").unlink()
+    assert run_install(world) == 0
+    return chosen
+
+
+def test_it_ends_whole_after_every_interruption_and_the_next_run_changes_nothing(world, installed, monkeypatch, capsys):
+    assert sorted(path.name for path in (world / "home").iterdir()) == ["ComfyUI"]
+    assert list((world / "tmp").iterdir()) == []
+    assert installed.link.resolve() == ROOT
+    assert (installed.comfyui / "input" / "wan_i2v_input.jpg").is_file()
+    [site] = installed.venv.site_packages()
+    assert (site / "einops" / "__init__.py").is_file() and (site / "gitdb-4.0.dist-info" / "INSTALLER").is_file()
+    versions = installed.venv.versions()
+    assert [versions[name] for name in steps.TORCH] == ["2.13.0+cpu", "0.28.0+cpu", "2.11.0+cpu"]
+    assert "libtpu" not in versions  # there is no TPU
+    assert not (installed.home / "cache").exists() and not installed.temporary.exists()
+    for folder in (installed.comfyui, installed.manager):
+        assert git.is_unchanged(folder)
+    before = small_world.listing(world / "home", world / "tmp")
+    for module in (git, venv):
+        monkeypatch.setattr(module, "logged", lambda *_: pytest.fail("pip was run, or git"))
+    assert run_install(world) == 0
+    assert small_world.listing(world / "home", world / "tmp") == before
+    assert "everything is in place" in capsys.readouterr().out
+
+
+def test_later_installations_keep_the_cpu_build(world, installed, monkeypatch):
+    """As Manager installs: pip as a process of ComfyUI, in its environment."""
+    newer = world / "newer"
+    newer.mkdir()
+    small_world.torch(newer, "2.15.0", cuda="13.2")
+    small_world.wheel(newer, "wants-newer", "1.0", requires=["torch>=2.15"])
+    small_world.wheel(newer, "wants-any", "1.0", requires=["torch"])
+    environment = {**installed.venv.environment(), **install.start_variables(installed)}
+    environment["PIP_FIND_LINKS"] = f"{newer} {world / 'wheels'}"
+
+    def pip(*words):
+        command = [installed.venv.python, "-m", "pip", "install", *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    assert pip("--upgrade", "--upgrade-strategy=eager", "torch", "wants-any").returncode == 0
+    refused = pip("wants-newer")
+    assert refused.returncode == 1 and "conflict" in refused.stdout + refused.stderr
+    assert installed.venv.versions()["torch"] == "2.13.0+cpu"
+    installed.venv.run(installed.venv.pip("uninstall", "-y", "wants-any"))
+
+
+def run_setup(*words):
+    return subprocess.run([sys.executable, "setup.py", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def test_start_becomes_comfyui_with_its_flags_and_environment(installed, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    port = str(free_port())
+    done = run_setup("start", "--port", port, "--", "--verbose", "DEBUG")
+    *said, last = done.stdout.splitlines()
+    words, folder, environment = json.loads(last)
+    assert words == [
+        "main.py", "--cpu", "--preview-method", "auto", "--listen", "127.0.0.1", "--port", port, "--verbose", "DEBUG",
+    ]  # fmt: skip
+    assert folder == str(installed.comfyui)
+    assert environment["PIP_CONSTRAINT"] == environment["UV_CONSTRAINT"] == str(installed.constraints)
+    assert environment["COMFYUI_PATH"] == str(installed.comfyui)
+    assert environment["JAX_PLATFORMS"] == "cpu" and "PYTHONPATH" not in environment
+    assert f"http://127.0.0.1:{port}" in said[0] and f"ssh -N -L {port}:127.0.0.1:{port} " in said[1]
+    assert "WARNING" not in done.stdout
+    assert "can run programs here as you" in run_setup("start", "--listen", "0.0.0.0", "--port", port).stdout
+
+
+def test_start_says_what_is_in_its_way(world, installed, monkeypatch):
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("it was started"))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(terminal.SetupError, match=r"^Port \d+ is in use, perhaps by a ComfyUI .* with --port N\.$"):
+            start.main(["--port", str(other.getsockname()[1])])
+    with pytest.raises(terminal.SetupError, match="^--port is an option of `setup.py start` itself"):
+        start.main(["--", "--port=1"])
+    with pytest.raises(terminal.SetupError, match=r"^Nothing is installed in .*: python3 setup.py install --comfyui"):
+        start.main(["--comfyui", str(world / "nowhere")])
+
+
+# --- bad ground -------------------------------------------------------------------------------------------------------
+
+
+def no_network(world, patch):
+    return ["--comfyui", str(world / "new" / "ComfyUI"), "--comfyui-origin", str(world / "gone")]
+
+
+def no_space(world, patch):
+    usage = shutil.disk_usage("/")
+    patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2_000_000_000))
+    return ["--comfyui", str(world / "new" / "ComfyUI")]
+
+
+def too_old(world, patch):
+    return ["--comfyui", str(existing(world, '__version__ = "0.3.75"\n'))]
+
+
+def says_no_version(world, patch):
+    return ["--comfyui", str(existing(world, ""))]
+
+
+def no_comfyui(world, patch):
+    (world / "bad" / "pictures").mkdir(parents=True)
+    return ["--comfyui", str(world / "bad")]
+
+
+def another_copy(world, patch):
+    folder = existing(world, '__version__ = "0.33.0"\n')
+    (folder / "custom_nodes" / "tpu").mkdir(parents=True)
+    (folder / "custom_nodes" / "tpu" / "pyproject.toml").write_text('[project]\nname = "comfyui-tpu"\n')
+    return ["--comfyui", str(folder)]
+
+
+def another_link(world, patch):
+    folder = existing(world, '__version__ = "0.33.0"\n')
+    (folder / "custom_nodes").mkdir()
+    (folder / "custom_nodes" / "ComfyUI-TPU").symlink_to(world)
+    return ["--comfyui", str(folder)]
+
+
+def no_git(world, patch):
+    patch.setenv("PATH", str(world))
+    return []
+
+
+def existing(world, version):
+    folder = world / "bad"
+    folder.mkdir()
+    for name, text in {"main.py": "", "requirements.txt": "torch\n", "comfyui_version.py": version}.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("ground", "sentence"),
+    [
+        (
+            no_network,
+            r".*gone could not be cloned: fatal: repository .* does not exist .*, and run the same command again",
+        ),
+        (no_space, r"This needs about 4\.\d GB in .*, and 2\.0 GB are free: make room, or choose another folder with"),
+        (too_old, r".* is ComfyUI 0\.3\.75, and the pack needs 0\.3\.76 or newer: update it \(git pull\), or choose"),
+        (says_no_version, r".* is a ComfyUI that does not even say its version, and the pack needs 0\.3\.76 or newer"),
+        (no_comfyui, r".* is neither empty nor a ComfyUI \(it has no main.py\): choose another folder with --comfyui"),
+        (another_copy, r".*custom_nodes/tpu is another copy of this pack, and ComfyUI would load both: remove it, or"),
+        (
+            another_link,
+            r".*custom_nodes/ComfyUI-TPU is a link to .*, not to this folder: remove it, or run that folder",
+        ),
+        (no_git, r"git is needed to fetch ComfyUI, and is not there: sudo apt install git$"),
+    ],
+)
+def test_bad_ground_is_one_sentence_and_nothing_half_done(ground, sentence, world, monkeypatch):
+    words = ground(world, monkeypatch)
+    before = small_world.listing(world)
+    try:
+        with pytest.raises(terminal.SetupError, match=f"^{sentence}") as caught:
+            run_install(world, *words)
+        assert "\n" not in str(caught.value)
+        after = small_world.listing(world)
+        after.pop(str(world / "new"), None)
+        assert after == before
+    finally:
+        shutil.rmtree(world / "bad", ignore_errors=True)
+        shutil.rmtree(world / "new", ignore_errors=True)
+
+
+def test_without_a_terminal_or_with_a_dry_run_nothing_is_done(world, capsys):
+    target = world / "new" / "ComfyUI"
+    origins = ["--comfyui-origin", str(world / "comfyui"), "--manager-origin", str(world / "manager")]
+    assert install.main([*origins, "--comfyui", str(target), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    for name in (
+        "ComfyUI",
+        "environment",
+        "PyTorch",
+        "constraints",
+        "Manager",
+        "packages",
+        "command",
+        "link",
+        "pictures",
+    ):
+        assert f"\n  {name} " in said
+    done = run_setup("install", *origins, "--comfyui", str(target))
+    assert done.returncode == 1 and "There is no terminal to ask at: add --yes" in done.stderr
+    assert not target.parent.exists()
+
+
+# --- later ------------------------------------------------------------------------------------------------------------
+
+
+def test_update_moves_what_it_cloned_and_leaves_what_the_user_changed(world, installed, monkeypatch, capsys):
+    monkeypatch.setattr(update, "_why_not_pulled", lambda: "this is a test")
+    for repository in ("comfyui", "manager"):
+        small_world.commit(world / repository, {"new.py": ""}, "v99")
+    monkeypatch.setattr(install, "require_comfyui", lambda _: pytest.fail("a ComfyUI of ours may be too old before"))
+    monkeypatch.setattr(update, "COMFYUI_TAG", "v99")
+    monkeypatch.setattr(update, "MANAGER_TAG", "v99")
+    mine = installed.manager / "__init__.py"
+    mine.write_text("# mine\n")
+    assert update.main(["--yes"]) == 0
+    assert (installed.comfyui / "new.py").is_file() and not (installed.manager / "new.py").exists()
+    assert mine.read_text() == "# mine\n"
+    assert f"{installed.manager} is left as it is: it was changed" in capsys.readouterr().out
+    mine.write_text("")
+    assert update.main(["--yes"]) == 0
+    assert (installed.manager / "new.py").is_file()
+    before = small_world.listing(world / "home")
+    assert update.main(["--yes"]) == 0
+    assert small_world.listing(world / "home") == before
+
+
+def test_uninstall_removes_what_install_made_and_nothing_of_the_users(world, installed, capsys):
+    """The last test of this file: the others share what it removes."""
+    mine = ["models/diffusers/x.safetensors", "output/a.mp4", "input/b.png", "user/c.json", "custom_nodes/other/d.py"]
+    for name in mine:
+        (installed.comfyui / name).parent.mkdir(parents=True, exist_ok=True)
+        (installed.comfyui / name).write_text("mine")
+    before = small_world.listing(world / "home")
+    assert uninstall.main(["--dry-run"]) == 0
+    assert small_world.listing(world / "home") == before
+    assert uninstall.main(["--yes"]) == 0
+    left = [path for path in installed.comfyui.rglob("*") if not path.is_dir()]
+    assert sorted(str(path.relative_to(installed.comfyui)) for path in left) == sorted(mine)
+    assert f"left: {installed.comfyui / 'models'} (1 files" in capsys.readouterr().out
+    with pytest.raises(terminal.SetupError, match="^Nothing is installed in "):
+        uninstall.main(["--yes"])
+    assert Path(ROOT / "setup.py").is_file()
