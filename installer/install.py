@@ -77,7 +77,8 @@ def _carry_out(chosen: Layout, every: list[Step], options: argparse.Namespace) -
     if not left:
         say(f"{chosen.comfyui}: everything is in place")
         return
-    done = [step.name for step in every if step not in [each for each, _ in left]]
+    ahead = {step.name for step, _ in left}
+    done = dict.fromkeys(step.name for step in every if step.name not in ahead)
     where = f"In {chosen.comfyui}" + (f", where these are done: {', '.join(done)}" if done else "")
     size_gb = sum(step.size_gb for step, _ in left)
     print(f"{where}:\n\n" + "\n".join(f"  {step.name:<12} {text}" for step, text in left))
