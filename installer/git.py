@@ -56,7 +56,7 @@ def clone(
             command = ["git", "clone", "--progress", origin, str(beginning)]
             if logged(command, log, {**os.environ, **_ENVIRONMENT}, beginning.parent):
                 raise SetupError(
-                    f"{origin} could not be cloned: {last_line(log)} "
+                    f"{origin} could not be cloned: {last_line(log)}. "
                     "Mend that (the network, the address or the disk), and run the same command again."
                 )
         if commit_of(beginning, f"refs/tags/{tag}"):

@@ -222,7 +222,7 @@ def existing(world, version):
     [
         (
             no_network,
-            r".*gone could not be cloned: fatal: repository .* does not exist .*, and run the same command again",
+            r".*gone could not be cloned: fatal: repository .* does not exist\. .*, and run the same command again",
         ),
         (no_space, r"This needs about 4\.\d GB in .*, and 2\.0 GB are free: make room, or choose another folder with"),
         (too_old, r".* is ComfyUI 0\.3\.75, and the pack needs 0\.3\.76 or newer: update it \(git pull\), or choose"),
