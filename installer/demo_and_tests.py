@@ -39,7 +39,9 @@ def digest(parts: Iterable[str]) -> str:
 
 def install_key(extra: str = "") -> str:
     """Changes with everything an installation depends on, also when the folder was moved or Python replaced."""
-    files = [(ROOT / name).read_text() for name in ("pyproject.toml", "requirements.txt", "constraints.txt")]
+    files = [
+        (ROOT / name).read_text() for name in ("pyproject.toml", "requirements.txt", "supported.txt", "constraints.txt")
+    ]
     return digest([*files, sys.version, str(ROOT), extra])
 
 

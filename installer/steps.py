@@ -155,9 +155,7 @@ def held(layout: Layout) -> str:
     versions = layout.venv.versions()
     # With its local part, such as 2.13.0+cpu, a version is that build and no other.
     torch = [f"{name}=={versions[name]}" for name in TORCH if name in versions]
-    ranges = (
-        (ROOT / "requirements.txt").read_text().replace("jax[tpu]", "jax").splitlines()
-    )  # constraints know no extras
+    ranges = _ranged_requirements().replace("jax[tpu]", "jax").splitlines()  # constraints know no extras
     lines = [line for line in ranges if any(sign in line.split(";")[0] for sign in "<>=") and not line.startswith("#")]
     return "\n".join(["# Written by ComfyUI-TPU's setup.py, which hands it to pip and uv.", *torch, *lines, ""])
 
@@ -187,9 +185,14 @@ def _packages(layout: Layout) -> Step:
     return Step(name="packages", todo=todo, do=do, size_gb=0.3 if "jaxlib" in venv.versions() else 3.0)
 
 
+def _ranged_requirements() -> str:
+    """requirements.txt, and the ranges of what it only names."""
+    return "\n".join((ROOT / name).read_text() for name in ("requirements.txt", "supported.txt"))
+
+
 def _own_requirements() -> str:
-    """requirements.txt for this machine: without a TPU no libtpu."""
-    text = (ROOT / "requirements.txt").read_text()
+    """The requirements for this machine: without a TPU no libtpu."""
+    text = _ranged_requirements()
     return text if has_tpu() else text.replace("jax[tpu]", "jax")
 
 

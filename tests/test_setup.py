@@ -3,6 +3,7 @@
 import ast
 import http.server
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from comfyui_tpu.installer import demo_and_tests, machine, terminal, venv
+from comfyui_tpu.tpu_runtime import versions
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -236,7 +238,7 @@ def test_an_installation_that_failed_runs_again_even_for_the_key_before(tmp_path
 
 def test_the_key_follows_files_folder_and_extras(tmp_path, monkeypatch):
     keys = {demo_and_tests.install_key(), demo_and_tests.install_key("test")}
-    for name in ("pyproject.toml", "requirements.txt", "constraints.txt"):
+    for name in ("pyproject.toml", "requirements.txt", "supported.txt", "constraints.txt"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     monkeypatch.setattr(demo_and_tests, "ROOT", tmp_path)
     keys.add(demo_and_tests.install_key())
@@ -316,6 +318,24 @@ def test_requirements_leave_comfyuis_own_torch_alone():
     names = {demo_and_tests.project_name(line) for line in lines}
     assert not names & {"torch", "torchvision", "torchaudio"}
     assert all("==" not in line.partition(";")[0] for line in lines if not line.startswith(("torchax", "jax")))
+
+
+# ComfyUI's requirements.txt, and what those and diffusers and accelerate bring.
+COMFYUIS = {"numpy", "transformers", "sentencepiece", "safetensors", "tqdm", "psutil", "av", "pillow"}
+BROUGHT = COMFYUIS | {"huggingface-hub", "jinja2", "packaging", "protobuf"}
+
+
+def test_requirements_change_no_version_that_comfyui_brings():
+    """Whatever an environment has of these satisfies us: pip leaves it. Their ranges are what doctor compares."""
+    own = {each.name: each for each in versions.requirements(ROOT / "requirements.txt")}
+    ranged = {each.name for each in versions.requirements(ROOT / "supported.txt")}
+    assert BROUGHT <= own.keys() and ranged <= BROUGHT
+    assert {name for name in BROUGHT if str(own[name].specifier)} == set()
+    assert {package.name for package in versions.packages() if not str(package.range)} <= {"pillow", "tqdm"}
+    comfyui = demo_and_tests.comfyui_folder(os.environ) / "requirements.txt"
+    if comfyui.is_file():
+        asked = {demo_and_tests.project_name(line) for line in demo_and_tests.comfyui_requirements(comfyui.read_text())}
+        assert own.keys() & asked <= BROUGHT
 
 
 def test_an_older_python_reads_the_files_far_enough_to_say_so():

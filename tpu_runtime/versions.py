@@ -1,7 +1,7 @@
 """The versions of other packages that this pack was run with, and which installed ones are others.
 
-`requirements.txt` states the ranges. PyTorch is not in it, because ComfyUI brings its own: its line is in
-`constraints.txt`. Which jaxlib and libtpu belong to a jax, that jax says itself.
+`requirements.txt` states the ranges, `supported.txt` those of packages that ComfyUI brings, which are only named there.
+PyTorch is in neither: its line is in `constraints.txt`. Which jaxlib and libtpu belong to a jax, that jax says itself.
 """
 
 import functools
@@ -48,7 +48,10 @@ class Package:
 def packages() -> tuple[Package, ...]:
     """Every package that the pack needs."""
     (torch,) = (pin for pin in requirements(ROOT / "constraints.txt") if pin.name == "torch")
+    supported = {each.name: each.specifier for each in requirements(ROOT / "supported.txt")}
     own = list(requirements(ROOT / "requirements.txt"))
+    for requirement in own:
+        requirement.specifier &= supported.get(requirement.name, SpecifierSet())
     (jax,) = (each for each in own if each.name == "jax")
     found = [Package(name="torch", range=torch.specifier, command=f"pip install --index-url {TORCH_INDEX} {torch}")]
     for requirement in own:

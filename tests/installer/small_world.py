@@ -79,7 +79,8 @@ def wheels(folder: Path) -> Path:
     folder.mkdir()
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
     version_of = {Requirement(pin).name: pin.partition("==")[2].replace("*", "0") for pin in pins}
-    own = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line and line[0] != "#"]
+    texts = [(ROOT / name).read_text() for name in ("requirements.txt", "supported.txt")]
+    own = [line for text in texts for line in text.splitlines() if line and line[0] != "#"]
     for name in ("setuptools", "packaging"):  # these two are put to use
         wheel_of_installed(folder, name)
     for each in (one for one in map(Requirement, own) if one.name != "packaging"):
