@@ -10,6 +10,7 @@ MIB = 2**20
 SPILLED_BYTES = 4 * MIB  # registers that the compiler spills: 3 MiB of the largest form
 SCORE_BOUND = 100  # in base 2: exponentials of up to 2^27 such scores sum to less than float32's largest number
 Maximum = Literal["zero", "sampled", "online"]
+Kernel = Literal["auto", "reference", "pallas"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class AttentionPolicy:
     `form` None: chosen by shape and chip.
     """
 
-    kernel: Literal["auto", "reference", "pallas"] = "auto"
+    kernel: Kernel = "auto"
     bounded: bool = False
     form: Form | None = None
 

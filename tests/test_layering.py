@@ -34,10 +34,11 @@ MAY_IMPORT = {
     "cost_model": PROGRAMS,
     "plan": {"cost_model", *CHECKPOINTS},
     "monitor": ENGINE,
+    "selftest": ENGINE,
     "nodes": {"pipeline", "plan", "cost_model", *ENGINE},
     "nodes.headless": {"nodes", "pipeline", *ENGINE},
     "nodes.comfyui": {"nodes", "pipeline", "monitor", *ENGINE},
-    "cli": {"nodes", "nodes.headless", "pipeline", "plan", "cost_model", "monitor", *ENGINE},
+    "cli": {"nodes", "nodes.headless", "pipeline", "plan", "cost_model", "monitor", "selftest", *ENGINE},
     "entry": {"nodes.comfyui"},
     "installer": set(),
 }

@@ -153,7 +153,7 @@ def poison_padding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on denoisers are built with the attention kernel, which runs in interpret mode without a TPU."""
-    monkeypatch.setattr(denoise_step, "AttentionPolicy", functools.partial(AttentionPolicy, kernel="pallas"))
+    monkeypatch.setattr(denoise_step, "AttentionPolicy", lambda **how: AttentionPolicy(**{**how, "kernel": "pallas"}))
 
 
 def write_other_dimensions(spec: ModelSpec, folder: Path, changes: Mapping[str, Mapping[str, Any]]) -> ModelRef:

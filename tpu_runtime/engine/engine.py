@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import jax
 import torch
 
+from ...attention.policy import Kernel
 from ...sharding.mesh import Device
 from .. import media, refusal, versions
 from .. import precision as precisions
@@ -57,14 +58,15 @@ class Ahead(Silent):
 
 class Engine:
     """Runs one stage at a time. `counts` tells how often weights were loaded, LoRAs merged, prompts encoded, programs
-    compiled.
+    compiled. `kernel` is that of the denoisers (see `AttentionPolicy`).
     """
 
-    def __init__(self, chips: Sequence[Device] | None = None) -> None:
+    def __init__(self, chips: Sequence[Device] | None = None, kernel: Kernel = "auto") -> None:
         versions.warn_once()
         xla_cache.use_persistent_cache()
         self.compilations = xla_cache.compilations()
         self.devices = tuple(chips or jax.devices())
+        self.kernel: Kernel = kernel
         self.counts: Counter[str] = Counter(load=0, merge=0, encode=0, compile=0)
         self.device_cache = DeviceCache(self.devices[0])
         self.program_cache = ProgramCache(self.devices, self.device_cache, self.counts)
@@ -157,7 +159,9 @@ class Engine:
                 model=model,
                 found=model.locate(),
                 target=Target(
-                    devices=self.devices, precision=precisions.resolve(model.precision, self.devices[0].platform)
+                    devices=self.devices,
+                    precision=precisions.resolve(model.precision, self.devices[0].platform),
+                    kernel=self.kernel,
                 ),
                 progress=telemetry.Watched(host=progress, activity=activity),
                 device_cache=self.device_cache,

@@ -120,7 +120,9 @@ class _Step:
             mesh=mesh,
             num_tokens=spec.geometry.num_tokens(spec.geometry.latent_shape(settings)),
             frame_tokens=spec.geometry.num_tokens(spec.geometry.latent_shape(replace(settings, num_frames=1))),
-            policy=AttentionPolicy(bounded=bool(spec.head_norms) if shape.bounded is None else shape.bounded),
+            policy=AttentionPolicy(
+                kernel=target.kernel, bounded=bool(spec.head_norms) if shape.bounded is None else shape.bounded
+            ),
             layouts=weights.layouts(network, mesh, target.precision),
         )
         spec.prepare_denoiser(network, tokens)

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ...attention.policy import Kernel
 from ...sharding.mesh import Device, Mesh, make_mesh
 from ...sharding.shape import MeshShape
 from ..precision import Precision
@@ -37,10 +38,13 @@ _SPARSE_CORE = ("TPU v5", "TPU v6 lite", "TPU7x")
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What programs are compiled for: these devices, in this precision."""
+    """What programs are compiled for: these devices, in this precision, and with Pallas kernels as `kernel` says (see
+    `AttentionPolicy`).
+    """
 
     devices: tuple[Device, ...]
     precision: Precision
+    kernel: Kernel = "auto"
 
     def mesh(self, shape: MeshShape) -> Mesh:
         return make_mesh(self.devices, shape)

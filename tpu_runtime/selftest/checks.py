@@ -1,0 +1,131 @@
+"""One check: what the chips computed beside what the host says, and the verdict on the difference."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..progress import Progress
+from ..redact import redact
+
+# Of equal name and shape: what the chips computed, and the reference.
+Arrays = Mapping[str, Any]
+
+
+class Wrong(Exception):
+    """Something that must be equal to the bit is not; the message is a sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """What rounding may do: the largest error, in units of the reference's largest value; and how far the slope of the
+    result, fitted on the reference, may be from 1. The slope sees what a largest error forgives: a small factor on
+    everything.
+    """
+
+    error: float
+    slope: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """`run(progress)` gives the chips' arrays and the reference's, or None where it has compared them itself (and
+    raises `Wrong`); without a `bound` that is how.
+    """
+
+    family: str
+    stage: str
+    precision: str
+    run: Callable[[Progress], tuple[Arrays, Arrays] | None]
+    bound: Bound | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What came of a check. `error` and `slope` as in `Bound`, None where there are no numbers; `problem` is a
+    sentence, empty when all is well.
+    """
+
+    family: str
+    stage: str
+    precision: str
+    error: float | None
+    slope: float | None
+    bound: Bound | None
+    seconds: float
+    problem: str
+
+    @property
+    def is_good(self) -> bool:
+        return not self.problem
+
+    @property
+    def title(self) -> str:
+        return f"{self.family}: {self.stage} ({self.precision})" if self.precision else f"{self.family}: {self.stage}"
+
+
+def perform(check: Check, progress: Progress) -> Row:
+    """Runs a check. Whatever it raises, but for Ctrl-C, is a row too: the other checks still run."""
+    started = time.monotonic()
+    error = slope = None
+    try:
+        found = check.run(progress)
+        problem = ""
+        if found is not None:
+            assert check.bound is not None, check.stage
+            error, slope, problem = judge(*found, check.bound)
+    except Wrong as wrong:
+        problem = str(wrong)
+    except Exception as failure:  # of any kind: it is the finding
+        problem = sentence(failure)
+    return Row(
+        family=check.family, stage=check.stage, precision=check.precision, error=error, slope=slope, bound=check.bound,
+        seconds=time.monotonic() - started, problem=problem,
+    )  # fmt: skip
+
+
+def sentence(failure: Exception) -> str:
+    """The first line of what an exception says, without secrets."""
+    first = redact(str(failure)).strip().partition("\n")[0]
+    return f"{type(failure).__name__}: {first}" if first else type(failure).__name__
+
+
+def judge(ours: Arrays, reference: Arrays, bound: Bound) -> tuple[float | None, float | None, str]:
+    """The worst error and slope of all arrays, and what is wrong with them."""
+    if ours.keys() != reference.keys():
+        return None, None, f"There are {', '.join(ours)} instead of {', '.join(reference)}."
+    errors, slopes = [0.0], [1.0]
+    for name, want in reference.items():
+        found, want = np.asarray(ours[name]), np.asarray(want)
+        if found.shape != want.shape:
+            return None, None, f"{name} has shape {found.shape} instead of {want.shape}."
+        if np.issubdtype(want.dtype, np.integer) and not np.array_equal(found, want):
+            return None, None, f"{name} is {found.tolist()} instead of {want.tolist()}."
+        if not np.isfinite(found).all():
+            wrong = np.count_nonzero(~np.isfinite(found))
+            return None, None, f"{wrong} of {found.size} values of {name} are not finite."
+        errors.append(_error(found, want))
+        slopes.append(_slope(found, want))
+    error, slope = max(errors), max(slopes, key=lambda one: abs(one - 1))
+    if error > bound.error:
+        return (
+            error,
+            slope,
+            f"The largest error is {error:.1e} of the largest value; {bound.error:.0e} may be rounding.",
+        )
+    if abs(slope - 1) > bound.slope:
+        return error, slope, f"Everything is {abs(slope - 1):.1e} too {'large' if slope > 1 else 'small'}."
+    return error, slope, ""
+
+
+def _error(found: np.ndarray, want: np.ndarray) -> float:
+    difference = np.max(np.abs(found.astype(np.float64) - want), initial=0.0)
+    return float(difference / max(np.max(np.abs(want), initial=0.0), 1e-30)) if difference else 0.0
+
+
+def _slope(found: np.ndarray, want: np.ndarray) -> float:
+    centred = want.astype(np.float64) - want.mean()
+    spread = np.sum(centred**2)
+    return float(np.sum(centred * (found - found.mean(dtype=np.float64))) / spread) if spread else 1.0

@@ -1,0 +1,139 @@
+"""The Pallas kernels against plain float32 on the host: compiled on a TPU, in interpret mode and with small tiles
+elsewhere. Padding is NaN, and one row has a single key: a mask that is off by one shows, whatever the bound.
+
+On a TPU they run in bfloat16, as they do for users; the families' float32 runs take them through float32 too.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...attention import residual_norm
+from ...attention.api import attention
+from ...attention.policy import AttentionPolicy, Form
+from ...attention.prologue import HeadLayout, Norm
+from ...sharding.mesh import Device, make_mesh
+from ...sharding.shape import MeshShape
+from .checks import Arrays, Bound, Check
+
+FAMILY = "kernels"
+HEAD_SIZES = (64, 128)
+# Sums in another order. Of bfloat16: eight bits of every probability and of the result.
+BOUNDS = {"float32": Bound(error=2e-5, slope=1e-4), "bfloat16": Bound(error=2e-2, slope=3e-3)}
+# Tiles that interpret mode runs in a second, and keys enough for loops, rests and several blocks of them.
+SMALL = Form(block_q=128, step=32, online_step=32)
+NUM_SMALL, NUM_LARGE = (131, 229), (1100, 2500)
+SMALL_BLOCK, LARGE_BLOCK = 96, 1024
+EPS = 1e-6
+
+
+def checks(device: Device, host: Device) -> Iterator[Check]:
+    """Kernels on one chip; `host` is where the reference runs."""
+    precision = "bfloat16" if device.platform == "tpu" else "float32"
+
+    def check(stage: str, run: Callable[[], tuple[Arrays, Arrays]]) -> Check:
+        return Check(
+            family=FAMILY, stage=stage, precision=precision, bound=BOUNDS[precision], run=lambda progress: run()
+        )
+
+    for head_dim in HEAD_SIZES:
+        for name, form in _forms(device, head_dim).items():
+            yield check(
+                f"attention, {name}, heads of {head_dim}",
+                lambda form=form, head_dim=head_dim: _attention(device, host, form, head_dim),
+            )
+        yield check(
+            f"norm and rotation, heads of {head_dim}", lambda head_dim=head_dim: _prologue(device, host, head_dim)
+        )
+    yield check("residual norm", lambda: _residual_norm(device, host))
+
+
+def _forms(device: Device, head_dim: int) -> dict[str, Form]:
+    """The ways in which the kernel may go about a call, with the tiles that it would take."""
+    form, block = SMALL, SMALL_BLOCK
+    if device.platform == "tpu":
+        (q_seq, kv_seq), block = NUM_LARGE, LARGE_BLOCK
+        policy = AttentionPolicy(kernel="pallas")
+        form = policy.form_for(
+            device.device_kind, q_seq=q_seq, kv_rows=[kv_seq], heads=2, head_dim=head_dim, itemsize=2
+        )
+    return {
+        "bounded scores": replace(form, maximum="zero"),
+        "sampled maximum": replace(form, maximum="sampled"),
+        "running maximum": replace(form, maximum="online"),
+        "keys in the grid": replace(form, maximum="online", block_kv=block),
+    }
+
+
+def _attention(device: Device, host: Device, form: Form, head_dim: int) -> tuple[Arrays, Arrays]:
+    """Four rows of other lengths: all keys, one, whole tiles, and some."""
+    q_seq, kv_seq = NUM_LARGE if device.platform == "tpu" else NUM_SMALL
+    lengths = np.array([kv_seq, 1, 128, kv_seq - 32], np.int32)
+    random = np.random.default_rng(head_dim)
+    q, k, v = (_rounded(random.normal(size=(4, seq, 2, head_dim)), device) for seq in (q_seq, kv_seq, kv_seq))
+    is_padding = np.arange(kv_seq)[None, :] >= lengths[:, None]
+    k, v = (np.where(is_padding[:, :, None, None], np.nan, x).astype(x.dtype) for x in (k, v))
+
+    def run(on: Device, policy: AttentionPolicy) -> np.ndarray:
+        mesh = make_mesh([on], MeshShape())
+        return _run(on, lambda q, k, v, n: attention(q, k, v, kv_length=n, mesh=mesh, policy=policy), q, k, v, lengths)
+
+    ours = run(device, AttentionPolicy(kernel="pallas", form=form))
+    return {"attention": ours}, {"attention": run(host, AttentionPolicy(kernel="reference"))}
+
+
+def _prologue(device: Device, host: Device, head_dim: int) -> tuple[Arrays, Arrays]:
+    """The norm of each head and the rotation, in the layout that chips exchange, and back."""
+    seq, heads = 139, 1024 // head_dim
+    random = np.random.default_rng(head_dim)
+    x = _rounded(random.normal(size=(2, seq, heads * head_dim)), device)
+    weight, angles = random.normal(size=head_dim), np.repeat(random.normal(size=(seq, head_dim // 2)), 2, axis=1)
+    tables = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+    def run(on: Device, *, kernel: bool) -> Arrays:
+        layout = HeadLayout(head_dim=head_dim, kernel=kernel, interpret=on.platform != "tpu")
+
+        def both(x: Any, weight: Any, tables: Any) -> tuple[Any, Any]:
+            divided = layout.divide(x, 2, 2, Norm(weight=weight, eps=EPS), tables)
+            return divided, layout.join(divided)
+
+        divided, joined = _run(on, both, x, weight.astype(np.float32), tables)
+        return {"first part": divided[0], "second part": divided[1], "joined": joined}
+
+    return run(device, kernel=True), run(host, kernel=False)
+
+
+def _residual_norm(device: Device, host: Device) -> tuple[Arrays, Arrays]:
+    """A sum and the norm after it, with vectors of their own for the first tokens."""
+    random = np.random.default_rng(3)
+    x, update = (_rounded(random.normal(size=(2, 139, 384)), device) for _ in range(2))
+    gate, shift = (random.normal(size=(2, 2, 384)).astype(np.float32) for _ in range(2))
+    scale, leading = random.normal(size=(1, 384)).astype(np.float32), np.array(130, np.int32)
+
+    def run(on: Device, *, kernel: bool) -> Arrays:
+        def fused(*arrays: Any) -> Any:
+            how = {"eps": EPS, "kernel": kernel, "interpret": on.platform != "tpu", "num_leading": arrays[-1]}
+            return residual_norm.residual_norm(*arrays[:-1], **how)
+
+        summed, normed = _run(on, fused, x, update, gate, scale, shift, leading)
+        return {"sum": summed, "norm": normed}
+
+    return run(device, kernel=True), run(host, kernel=False)
+
+
+def _rounded(x: np.ndarray, device: Device) -> np.ndarray:
+    """In the format of the device's runs."""
+    return x.astype(jnp.bfloat16 if device.platform == "tpu" else np.float32)
+
+
+def _run(device: Device, function: Callable[..., Any], *arrays: Any) -> Any:
+    """The function's result, in float32 on the host. The reference gets the same numbers, in float32."""
+    if device.platform != "tpu":
+        arrays = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == jnp.bfloat16 else x, arrays)
+    with jax.default_device(device):
+        found = jax.jit(function)(*jax.device_put(arrays, device))
+    return jax.tree.map(lambda x: np.asarray(x.astype(jnp.float32)), found)

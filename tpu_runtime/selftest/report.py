@@ -1,0 +1,128 @@
+"""What a self-test found, as a record to attach to a bug report: without paths, tokens, names of people or machines."""
+
+import getpass
+import importlib.metadata
+import os
+import platform
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ...sharding.mesh import Device
+from ..redact import HIDDEN, redact
+from . import chips
+from .checks import Row
+
+SCHEMA = 1
+PACKAGES = ("comfyui-tpu", "jax", "jaxlib", "libtpu", "torch", "torchax", "diffusers", "transformers", "numpy")
+# What changes how programs are compiled or where they run.
+VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS", "JAX_DEFAULT_MATMUL_PRECISION", "COMFYUI_TPU_HBM_GIB")
+_LONGEST = 400  # characters of a sentence
+_PATTERNS = (
+    re.compile(r"(?<![\w.:/])(?:~|\.{1,2})?(?:/[^\s/'\"<>|:;,()\[\]]+)+/?"),  # paths
+    re.compile(r"\b[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE),
+    re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b"),  # addresses
+    re.compile(r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+\b"),
+    re.compile(r"\b[\w-]+(?:\.[\w-]+)*\.(?:internal|local|lan|corp|home)\b"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """A device, and the bytes of memory that it says it has (None where it says nothing)."""
+
+    id: int
+    kind: str
+    coords: tuple[int, ...] | None
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A self-test. `settings` are the environment variables that matter to programs, cleaned."""
+
+    platform: str
+    chips: tuple[Chip, ...]
+    versions: dict[str, str]
+    system: str
+    settings: dict[str, str]
+    models: tuple[str, ...]
+    rows: tuple[Row, ...]
+    elapsed_s: float
+
+    @property
+    def is_good(self) -> bool:
+        return all(row.is_good for row in self.rows)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence for the user."""
+        wrong = [row for row in self.rows if not row.is_good]
+        where = f"{len(self.chips)} x {self.chips[0].kind}"
+        if not wrong:
+            return f"Green: all {len(self.rows)} checks on {where} are within their bounds ({self.elapsed_s:.0f} s)."
+        titles = "; ".join(row.title for row in wrong[:4]) + ("; ..." if len(wrong) > 4 else "")
+        return f"Red: {len(wrong)} of {len(self.rows)} checks on {where} failed: {titles}."
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [
+            asdict(replace(row, problem=cleaned(row.problem))) | {"verdict": "ok" if row.is_good else "wrong"}
+            for row in self.rows
+        ]
+        return {
+            "schema": SCHEMA, "label": "selftest", **asdict(self), "rows": rows,
+            "is_good": self.is_good, "verdict": self.verdict,
+        }  # fmt: skip
+
+
+def make(devices: Sequence[Device], models: Sequence[str], rows: Sequence[Row], elapsed_s: float) -> Report:
+    """The record of these checks, of this machine."""
+    return Report(
+        platform=devices[0].platform,
+        chips=tuple(
+            Chip(
+                id=device.id,
+                kind=device.device_kind,
+                coords=tuple(device.coords) if getattr(device, "coords", None) is not None else None,
+                memory_bytes=chips.memory_bytes(device),
+            )
+            for device in devices
+        ),
+        versions={"python": platform.python_version(), **dict(_versions())},
+        system=f"{platform.system()} {platform.machine()}",
+        settings={name: cleaned(value) for name in VARIABLES if (value := os.environ.get(name))},
+        models=tuple(models),
+        rows=tuple(rows),
+        elapsed_s=elapsed_s,
+    )
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in PACKAGES:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+
+
+def cleaned(text: str) -> str:
+    """`text` without tokens, paths, addresses, and the names of this machine and its user; at most 400 characters."""
+    text = redact(text)
+    for pattern in _PATTERNS:
+        text = pattern.sub(HIDDEN, text)
+    for name in _names():
+        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", HIDDEN, text, flags=re.IGNORECASE)
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+
+
+def _names() -> set[str]:
+    """Of this machine and its user."""
+    host = socket.gethostname()
+    names = {host, host.partition(".")[0]}
+    try:
+        names.add(getpass.getuser())
+    except (KeyError, OSError):  # a user without a name
+        pass
+    return {name for name in names if len(name) > 1}
