@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -40,6 +41,8 @@ def run(options: argparse.Namespace, console: Console | None = None) -> int:
     specs = [spec_by_name(name) for name in dict.fromkeys(options.model or ())] or FLAGSHIPS
     if options.report and not (options.report.parent.is_dir() and not options.report.is_dir()):
         raise ValueError(f"--report {options.report}: it must be a file in a folder that exists.")
+    # XLA warns of how arrays as small as the miniatures' are split, by the dozen.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import jax
 
     from ..tpu_runtime.selftest import checks, report

@@ -40,7 +40,7 @@ def _memory(devices: Sequence[Device]) -> None:
         if device.platform == "tpu" and not memory_bytes(device):
             raise Wrong(f"Chip {device.id} does not say how much memory it has.")
         written = random.integers(0, 2**32, WRITTEN_BYTES // 4, np.uint32)
-        read = np.asarray(jax.device_put(written, device))
+        read = _read(jax.device_put(written, device))
         if wrong := int(np.count_nonzero(written != read)):
             raise Wrong(f"Chip {device.id} gives {wrong} of {written.size} words back as others.")
 
@@ -59,7 +59,7 @@ def _exchange(devices: Sequence[Device]) -> None:
     got = mapped(jax.device_put(sent, NamedSharding(mesh, P("sp"))))
     expected = np.broadcast_to(sent.sum(0), sent.shape), sent.T, np.roll(sent, 1, axis=0)
     for what, found, want in zip(("sum over all", "all-to-all", "ring"), got, expected, strict=True):
-        wrong = np.flatnonzero((np.asarray(found) != want).any(axis=1))
+        wrong = np.flatnonzero((_read(found) != want).any(axis=1))
         if wrong.size:
             raise Wrong(f"The {what} is wrong on {_named([devices[index] for index in wrong])}.")
 
@@ -73,7 +73,7 @@ def _products(devices: Sequence[Device]) -> None:
         return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)[None]
 
     mapped = jax.shard_map(product, mesh=mesh, in_specs=P(), out_specs=P("sp"), check_vma=False)
-    found = np.asarray(jax.jit(mapped)(*jax.device_put((left, right), NamedSharding(mesh, P()))))
+    found = _read(jax.jit(mapped)(*jax.device_put((left, right), NamedSharding(mesh, P()))))
     expected = left.astype(np.float64) @ right
     close = np.abs(found - expected).max(axis=(1, 2)) < 1e-5 * np.abs(expected).max()  # NaN is not close
     if not close.all():
@@ -82,6 +82,10 @@ def _products(devices: Sequence[Device]) -> None:
     if other.any():
         wrong = _named([devices[at] for at in np.flatnonzero(other)])
         raise Wrong(f"The same product has other bits on {wrong} than on chip {devices[0].id}.")
+
+
+def _read(array: jax.Array) -> np.ndarray:
+    return np.asarray(array)
 
 
 def _named(devices: Sequence[Device]) -> str:

@@ -1,0 +1,272 @@
+"""`comfyui-tpu selftest`: green on 8 simulated chips, and red, with the place named, for each kind of fault."""
+
+import argparse
+import getpass
+import io
+import json
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.attention import kernel, kernel_body
+from comfyui_tpu.cli import selftest
+from comfyui_tpu.cli.main import main
+from comfyui_tpu.sharding.rules import REPLICATED, Rule
+from comfyui_tpu.tpu_runtime import models
+from comfyui_tpu.tpu_runtime.checkpoints import load
+from comfyui_tpu.tpu_runtime.engine import stage
+from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.programs import executables
+from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.selftest import checks, chips, families, kernels
+from comfyui_tpu.tpu_runtime.selftest import run as running
+from comfyui_tpu.tpu_runtime.selftest.checks import Bound, Check
+from rich.console import Console
+
+MODEL = "cogvideox1.5-5b"
+
+
+@dataclass(frozen=True)
+class Ran:
+    status: int
+    text: str
+    record: str
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return json.loads(self.record)["rows"]
+
+
+def ran(folder: Path, *models: str) -> Ran:
+    """The command, with its text and its record."""
+    path, stream = folder / "report.json", io.StringIO()
+    options = argparse.Namespace(model=list(models), report=path)
+    status = selftest.run(options, Console(file=stream, width=160))
+    return Ran(status, stream.getvalue(), path.read_text())
+
+
+def wrong(ran: Ran) -> list[str]:
+    return [f"{row['family']}: {row['stage']}" for row in ran.rows if row["verdict"] != "ok"]
+
+
+def one_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the attention kernel's forms one: `tests/attention` has the others, and this is to be quick."""
+    forms = kernels._forms
+    monkeypatch.setattr(kernels, "HEAD_SIZES", (64,))
+    monkeypatch.setattr(kernels, "_forms", lambda *args: dict(list(forms(*args).items())[:1]))
+
+
+@pytest.mark.slow
+def test_it_is_green_on_eight_chips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    one_form(monkeypatch)
+    used = mock.Mock(wraps=kernel.local_attention)
+    monkeypatch.setattr(kernel, "local_attention", used)
+    found = ran(tmp_path, MODEL)
+    record = json.loads(found.record)
+    assert found.status == 0, found.text
+    assert len(record["chips"]) == len(jax.devices()) == 8
+    stages = [(row["family"], row["stage"]) for row in found.rows]
+    title = "CogVideoX 1.5 5B"
+    assert stages == [
+        ("chips", "memory"), ("chips", "exchange"), ("chips", "products"),
+        ("kernels", "attention, bounded scores, heads of 64"), ("kernels", "norm and rotation, heads of 64"),
+        ("kernels", "residual norm"), (title, "reference on the host"), (title, "text states"), (title, "first step"),
+        (title, "last step"), (title, "frames"), (title, "weights"),
+    ]  # fmt: skip
+    assert all(row["error"] <= row["bound"]["error"] / 10 for row in found.rows if row["bound"])
+    assert any(row["error"] for row in found.rows if row["family"] == title)  # not compared with itself
+    assert used.call_count > 1  # in the denoiser too
+    assert found.text.splitlines()[-1].startswith("Green: all 12 checks on 8 x cpu are within their bounds")
+    assert not leaks(found.record, tmp_path)
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_one_flipped_weight_on_one_chip_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The sign of one of 10 368 values, after loading."""
+    name, whole = "transformer_blocks.*.attn1.to_q.weight", load.load
+
+    def flipped(*args: Any) -> dict[str, jax.Array]:
+        weights = whole(*args)
+        if name in weights and len(weights[name].sharding.device_set) == 8:
+            array = weights[name]
+            parts = [np.array(shard.data) for shard in array.addressable_shards]
+            parts[3].flat[np.abs(parts[3]).argmax()] *= -1
+            placed = [jax.device_put(x, shard.device) for x, shard in zip(parts, array.addressable_shards, strict=True)]
+            weights[name] = jax.make_array_from_single_device_arrays(array.shape, array.sharding, placed)
+        return weights
+
+    monkeypatch.setattr(stage.load, "load", flipped)
+    monkeypatch.setattr(kernels, "checks", lambda *args: ())
+    found = ran(tmp_path, MODEL)
+    assert found.status == 1
+    assert wrong(found) == [f"CogVideoX 1.5 5B: {stage}" for stage in ("first step", "last step", "weights")]
+    assert f"of transformer's {name} on chip 3 are others than on the host" in found.text
+    assert found.text.splitlines()[-1].startswith("Red: 3 of 9 checks on 8 x cpu failed: CogVideoX 1.5 5B: first step")
+
+
+@pytest.mark.slow
+def test_a_rule_that_replicates_what_the_code_takes_to_be_split_is_red(monkeypatch: pytest.MonkeyPatch):
+    """Flux.2's output projections, whose rows a chip takes for its own: on one chip nothing is wrong."""
+    spec = spec_by_name("flux2-dev")
+    part, pattern = spec.component("transformer"), "single_transformer_blocks.*.attn.out"
+    rules = tuple(Rule(pattern, REPLICATED) if rule.pattern == pattern else rule for rule in part.rules)
+    assert rules != part.rules
+    components = tuple(replace(part, rules=rules) if one is part else one for one in spec.components)
+    changed = replace(spec, components=components)
+    monkeypatch.setattr(models, "SPECS", tuple(changed if one is spec else one for one in models.SPECS))
+    monkeypatch.setattr(executables, "source_digest", lambda: "changed")  # as it were, had a file been
+    text = torch.randn(1, 512, 120, generator=torch.Generator().manual_seed(0))
+    texts = [[text, {"tpu_family": "Flux2", "length": 512}]], None
+    settings, host = families.settings_of(changed), families.engine(jax.devices()[:1])
+    estimates = families.Estimates(Silent())
+    latents = host.denoise(families._model(changed, "float32"), settings, *texts, estimates)
+    reference = families.Generation(
+        texts=texts, condition=None, estimates=estimates.kept, latents=latents, frames=torch.zeros(1)
+    )
+    steps = families._stages(changed, settings, reference, host, families.engine(jax.devices()[:2]), "float32")
+    row = next(checks.perform(check, Silent()) for check in steps if check.stage == "first step")
+    assert row.title == "Flux.2 dev: first step (float32)" and not row.is_good
+    assert row.error is not None and row.error > 100 * families.TIGHT.error
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"), [(1, "values of attention are not finite"), (-1, "The largest error is")], ids=str
+)
+def test_a_kernels_mask_that_is_off_by_one_is_red(more: int, problem: str, monkeypatch: pytest.MonkeyPatch):
+    def valid(self: kernel_body.Step, shape: tuple[int, ...]) -> jax.Array:
+        rows = jax.lax.broadcasted_iota(jax.numpy.int32, shape, 0)
+        return rows < self.part.length - self.start + more
+
+    monkeypatch.setattr(kernel_body.Step, "valid", valid)
+    row = checks.perform(next(iter(kernels.checks(*jax.devices()[:2]))), Silent())
+    assert row.title == "kernels: attention, bounded scores, heads of 64 (float32)"
+    assert problem in row.problem
+
+
+@pytest.mark.parametrize(
+    ("stage", "problem"),
+    [
+        ("memory", "Chip 0 gives 1 of 4194304 words back as others."),
+        ("exchange", "The sum over all is wrong on chip 3."),
+        ("products", "A product of matrices is wrong on chip 3."),
+    ],
+)
+def test_a_chip_that_forgets_or_computes_otherwise_is_named(stage: str, problem: str, monkeypatch: pytest.MonkeyPatch):
+    def altered(array: jax.Array) -> np.ndarray:
+        read = np.array(array)
+        read[3] += 1
+        return read
+
+    monkeypatch.setattr(chips, "_read", altered)
+    (check,) = (check for check in chips.checks(jax.devices()) if check.stage == stage)
+    assert checks.perform(check, Silent()).problem == problem
+
+
+# --- the verdict ------------------------------------------------------------------------------------------------------
+
+ONE = {"x": np.linspace(-2, 2, 101, dtype=np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("ours", "problem"),
+    [
+        (ONE["x"], ""),
+        (ONE["x"] + 1e-3 * (np.arange(101) == 40), ""),
+        (ONE["x"] + 1e-2 * (np.arange(101) == 40), "The largest error is 5.0e-03 of the largest value"),
+        (ONE["x"] * 1.0005, "Everything is 5.0e-04 too large."),
+        (np.where(np.arange(101) == 7, np.nan, ONE["x"]), "1 of 101 values of x are not finite."),
+        (ONE["x"][:100], "x has shape (100,) instead of (101,)."),
+        (ONE["x"] * 0, "The largest error is 1.0e+00"),
+    ],
+)
+def test_what_is_wrong_is_said(ours: np.ndarray, problem: str):
+    found = checks.judge({"x": ours}, ONE, Bound(error=1e-3, slope=1e-4))[2]
+    assert found.startswith(problem) and bool(found) == bool(problem)
+
+
+def test_lengths_must_be_equal_and_so_must_names():
+    bound = Bound(error=1.0, slope=1.0)
+    assert checks.judge({"length": 7}, {"length": 8}, bound)[2] == "length is 7 instead of 8."
+    assert checks.judge({"a": 1.0}, {"b": 1.0}, bound)[2] == "There are a instead of b."
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+TOKEN = "hf_" + "Q" * 34
+SECRETS = ("/mnt/disks/data/model.safetensors", "10.128.0.7", "anna@example.com", "t1v-n-8a5e-w-0.europe.internal")
+
+
+def leaks(text: str, *paths: Path) -> list[str]:
+    """What of this machine and its user is in `text`."""
+    names = {socket.gethostname(), getpass.getuser()}
+    found = [str(one) for one in (*paths, Path.home(), TOKEN, *SECRETS) if str(one) in text]
+    return found + [name for name in names if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)]
+
+
+def faulty(error: BaseException) -> Any:
+    """Checks of which the second raises `error`."""
+
+    def raises(progress: Any) -> None:
+        raise error
+
+    def given(*args: Any) -> Iterator[Check]:
+        for name, run in (("first", lambda progress: None), ("second", raises), ("third", lambda progress: None)):
+            yield Check(family="fake", stage=name, precision="", run=run)
+
+    return given
+
+
+def test_a_stage_that_raises_is_red_and_the_rest_still_runs_and_nobody_is_given_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    where = f"{getpass.getuser()} on {socket.gethostname()}"
+    said = f"cannot read {Path.home()}/weights ({', '.join(SECRETS)}) with {TOKEN} and secret-token, {where}"
+    monkeypatch.setenv("HF_TOKEN", "secret-token")
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={tmp_path} --xla_force_host_platform_device_count=8")
+    monkeypatch.setattr(running, "checks", faulty(OSError(said)))
+    found = ran(tmp_path)
+    assert found.status == 1
+    assert [row["verdict"] for row in found.rows] == ["ok", "wrong", "ok"]
+    assert found.rows[1]["problem"].startswith("OSError: cannot read ***")
+    assert not leaks(found.record, tmp_path) and "secret-token" not in found.record
+    assert "secret-token" not in found.text and TOKEN not in found.text
+    record = json.loads(found.record)
+    assert record["settings"]["XLA_FLAGS"] == "--xla_dump_to=*** --xla_force_host_platform_device_count=8"
+    assert {"python", "jax", "torch"} <= set(record["versions"]) and record["chips"][7]["id"] == 7
+    assert found.text.splitlines()[-1] == "Red: 1 of 3 checks on 8 x cpu failed: fake: second."
+
+
+def test_ctrl_c_ends_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setattr(running, "checks", faulty(KeyboardInterrupt()))
+    assert main(["selftest"]) == 130
+    assert capsys.readouterr().err == "comfyui-tpu: cancelled\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--model", "nothing"], "there is no model 'nothing'; there are wan2.1-t2v-14b"),
+        (["--report", "/no/such/folder/x.json"], "it must be a file in a folder that exists."),
+    ],
+)
+def test_wrong_words_are_answered_before_anything_runs(words: list[str], problem: str, capsys: pytest.CaptureFixture):
+    assert main(["selftest", *words]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_without_a_cpu_beside_the_tpu_it_says_how_to_have_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    monkeypatch.setattr(jax, "devices", mock.Mock(side_effect=RuntimeError("Unknown backend cpu")))
+    with pytest.raises(RuntimeError, match="Unset it, or set JAX_PLATFORMS=tpu,cpu."):
+        running.host_device()
