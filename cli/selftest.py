@@ -5,13 +5,12 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.status import Status
-from rich.table import Table
 from rich.text import Text
 
 from ..tpu_runtime.models import FLAGSHIPS, SPECS, spec_by_name
@@ -37,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console | None = None) -> int:
     """Runs the command; 0 where all is well, 1 where a check failed. Errors of the user are `ValueError`."""
-    console = console or Console(soft_wrap=True, highlight=False)
+    console = console or Console(highlight=False, soft_wrap=True)
     specs = [spec_by_name(name) for name in dict.fromkeys(options.model or ())] or FLAGSHIPS
     if options.report and not (options.report.parent.is_dir() and not options.report.is_dir()):
         raise ValueError(f"--report {options.report}: it must be a file in a folder that exists.")
@@ -57,7 +56,8 @@ def run(options: argparse.Namespace, console: Console | None = None) -> int:
             console.print(_line(rows[-1]))
     found = report.make(devices, [spec.name for spec in specs], rows, time.monotonic() - started)
     console.print()
-    console.print(table(rows))
+    for line in table(rows):
+        console.print(line)
     for row in rows:
         if not row.is_good:
             console.print(Text(f"{row.title}: {row.problem}"))
@@ -101,23 +101,26 @@ def _line(row: "Row") -> Text:
     return line if row.is_good else line.append(f"\n       {row.problem}", style="default")
 
 
-def table(rows: "Sequence[Row]") -> Table:
-    """Every check: its largest error and the bound, in units of the reference's largest value."""
-    found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("family", "stage", "format"):
-        found.add_column(name, no_wrap=True)
-    for name in ("error", "bound", "slope", "seconds"):
-        found.add_column(name, justify="right", no_wrap=True)
-    found.add_column("verdict", no_wrap=True)
-    for row in rows:
-        numbers = ("-", "-", "-")
-        if row.bound is not None:
-            error, slope = row.error, row.slope
-            numbers = (
-                "-" if error is None else f"{error:.1e}",
-                f"{row.bound.error:.0e}",
-                "-" if slope is None else f"{slope:.5f}",
-            )
-        verdict = Text("ok", style="green") if row.is_good else Text("WRONG", style="red")
-        found.add_row(row.family, row.stage, row.precision or "-", *numbers, f"{row.seconds:.1f}", verdict)
-    return found
+def table(rows: "Sequence[Row]") -> Iterator[Text]:
+    """Every check: its largest error and the bound, in units of the reference's largest value. Lines, which a narrow
+    terminal wraps, and which stay whole in a file.
+    """
+    from ..tpu_runtime.plan import report
+
+    width = max(len(row.family) for row in rows)
+    cells = [
+        (
+            f"{row.family:<{width}}  {row.stage}",
+            row.precision or "-",
+            "-" if row.error is None else f"{row.error:.1e}",
+            "-" if row.bound is None else f"{row.bound.error:.1e}",
+            f"{row.seconds:.1f}",
+            "ok" if row.is_good else "WRONG",
+        )
+        for row in rows
+    ]
+    head = (f"{'family':<{width}}  stage", "format", "error", "bound", "seconds", "verdict")
+    first, *lines = report.table([head, *cells])
+    yield Text(first, style="bold")
+    for row, line in zip(rows, lines, strict=True):
+        yield Text(line, style="" if row.is_good else "red")
