@@ -81,7 +81,7 @@ def test_it_is_green_on_eight_chips(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("kernels", "residual norm"), (title, "reference on the host"), (title, "text states"), (title, "first step"),
         (title, "last step"), (title, "frames"), (title, "weights"),
     ]  # fmt: skip
-    assert all(row["error"] <= row["bound"]["error"] / 10 for row in found.rows if row["bound"])
+    assert all(row["error"] <= row["bound"]["error"] / 4 for row in found.rows if row["bound"])
     assert any(row["error"] for row in found.rows if row["family"] == title)  # not compared with itself
     assert used.call_count > 1  # in the denoiser too
     assert found.text.splitlines()[-1].startswith("Green: all 12 checks on 8 x cpu are within their bounds")
@@ -128,7 +128,8 @@ def test_a_rule_that_replicates_what_the_code_takes_to_be_split_is_red(monkeypat
     monkeypatch.setattr(executables, "source_digest", lambda: "changed")  # as it were, had a file been
     text = torch.randn(1, 512, 120, generator=torch.Generator().manual_seed(0))
     texts = [[text, {"tpu_family": "Flux2", "length": 512}]], None
-    settings, host = families.settings_of(changed), families.engine(jax.devices()[:1])
+    # As on a TPU machine the reference's device is not JAX's first one.
+    settings, host = families.settings_of(changed), families.engine(jax.devices()[7:])
     estimates = families.Estimates(Silent())
     latents = host.denoise(families._model(changed, "float32"), settings, *texts, estimates)
     reference = families.Generation(

@@ -59,9 +59,9 @@ def _exchange(devices: Sequence[Device]) -> None:
     got = mapped(jax.device_put(sent, NamedSharding(mesh, P("sp"))))
     expected = np.broadcast_to(sent.sum(0), sent.shape), sent.T, np.roll(sent, 1, axis=0)
     for what, found, want in zip(("sum over all", "all-to-all", "ring"), got, expected, strict=True):
-        wrong = np.flatnonzero((_read(found) != want).any(axis=1))
-        if wrong.size:
-            raise Wrong(f"The {what} is wrong on {_named([devices[index] for index in wrong])}.")
+        wrong = (_read(found) != want).any(axis=1)
+        if wrong.any():
+            raise Wrong(f"The {what} is wrong on {_named(devices, wrong)}.")
 
 
 def _products(devices: Sequence[Device]) -> None:
@@ -77,17 +77,16 @@ def _products(devices: Sequence[Device]) -> None:
     expected = left.astype(np.float64) @ right
     close = np.abs(found - expected).max(axis=(1, 2)) < 1e-5 * np.abs(expected).max()  # NaN is not close
     if not close.all():
-        raise Wrong(f"A product of matrices is wrong on {_named([devices[at] for at in np.flatnonzero(~close)])}.")
+        raise Wrong(f"A product of matrices is wrong on {_named(devices, ~close)}.")
     other = (found != found[:1]).any(axis=(1, 2))
     if other.any():
-        wrong = _named([devices[at] for at in np.flatnonzero(other)])
-        raise Wrong(f"The same product has other bits on {wrong} than on chip {devices[0].id}.")
+        raise Wrong(f"The same product has other bits on {_named(devices, other)} than on chip {devices[0].id}.")
 
 
 def _read(array: jax.Array) -> np.ndarray:
     return np.asarray(array)
 
 
-def _named(devices: Sequence[Device]) -> str:
-    ids = ", ".join(str(device.id) for device in devices)
-    return f"chip {ids}" if len(devices) == 1 else f"chips {ids}"
+def _named(devices: Sequence[Device], wrong: np.ndarray) -> str:
+    ids = [str(device.id) for device, is_wrong in zip(devices, wrong, strict=True) if is_wrong]
+    return f"chip{'s' * (len(ids) > 1)} {', '.join(ids)}"

@@ -110,18 +110,18 @@ def _model(spec: ModelSpec, precision: Precision) -> ModelRef:
     return ModelRef(spec_name=spec.name, model_id=spec.tiny_id, precision=precision)
 
 
-def _encode(spec: ModelSpec, on: Engine, model: ModelRef, progress: Progress) -> Any:
+def _encode(spec: ModelSpec, on: Engine, model: ModelRef, progress: Progress) -> Encoded:
     return on.encode(model, spec.texts["prompt"], spec.texts.get("negative_prompt", ""), progress)
 
 
 def _generate(spec: ModelSpec, settings: Settings, host: Engine, progress: Progress) -> Generation:
     model, estimates = _model(spec, "float32"), Estimates(progress)
     host.expect([Expected(model=model, stages=("image", "denoise", "decode"), settings=settings)])
-    texts = _encode(spec, host, model, progress)
+    texts = prompt, negative = _encode(spec, host, model, progress)
     condition = None
     if spec.encode_image is not None:
         condition = host.encode_image(model, picture(spec, settings), settings, progress)
-    latents = host.denoise(model, settings, *texts, estimates, condition)
+    latents = host.denoise(model, settings, prompt, negative, estimates, condition)
     frames = host.decode(model, latents, progress)
     return Generation(texts=texts, condition=condition, estimates=estimates.kept, latents=latents, frames=frames)
 
