@@ -20,7 +20,7 @@ from ..tpu_runtime.models import SPECS, spec_by_name, spec_for_family
 from ..tpu_runtime.plan import options as plan_options
 from ..tpu_runtime.precision import CHOICES
 from ..tpu_runtime.spec import Settings
-from . import bench, doctor, selftest, stages
+from . import bench, doctor, download, selftest, stages
 from .verbs import add_inputs, add_verb, flag, given_inputs, input_names, print_timings
 
 
@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     selftest.add_arguments(
         add_verb(verbs, "selftest", selftest.run, "compare what this machine computes with float32 on the host's CPU")
     )
+    download.add_arguments(add_verb(verbs, "download", download.run, "download the files of a model that are loaded"))
     monitor = add_verb(
         verbs, "monitor", _monitor, "show what a ComfyUI server does on the TPU, or without one the chips"
     )

@@ -49,6 +49,8 @@ def fake(server: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fa
     server.repositories = {ID: tiny.ensure(SPEC)}
     server.answers.clear()
     server.asked.clear()
+    server.cuts.clear()
+    server.ranges.clear()
     server.use(monkeypatch, tmp_path / "hf")
     return server
 
@@ -113,9 +115,9 @@ def test_a_hub_model_runs_and_takes_only_what_a_stage_needs(fake: FakeHub, monke
     assert (runner.encode(MODEL, "a dog", "", Silent())[0][0][0] != expected).any()
     # A stage whose weights are not here says so.
     assert error_of(lambda: runner.decode(MODEL, {"samples": expected.new_zeros(1, 16, 1, 10, 14)}, Silent())) == (
-        "vae of owner/model is not on this machine and the Hugging Face Hub cannot be reached. With a network, run: hf "
-        'download owner/model --include "vae/diffusion_pytorch_model-00002-of-00003.safetensors" '
-        '"vae/diffusion_pytorch_model-00003-of-00003.safetensors"; or set model_id to a local folder.'
+        "vae of owner/model is not on this machine, or not all of it, and the Hugging Face Hub cannot be reached. With "
+        "a network, run: comfyui-tpu download owner/model (which goes on where it stopped); or set model_id to a local "
+        "folder."
     )
 
 
@@ -228,12 +230,16 @@ def test_a_repository_that_does_not_exist(fake: FakeHub):
     )
 
 
-def test_a_gated_repository_without_a_token(fake: FakeHub):
+@pytest.mark.parametrize(
+    ("status", "why"), [(401, ""), (403, ", and the account of the token that was sent has no access to it")]
+)
+def test_a_gated_repository(fake: FakeHub, status: int, why: str):
     """Its listing is public, its files are not."""
-    fake.answers["/resolve/"] = Answer(status=401, headers={"X-Error-Code": "GatedRepo"})
+    fake.answers["/resolve/"] = Answer(status=status, headers={"X-Error-Code": "GatedRepo"})
     assert error_of(lambda: MODEL.locate().home(Silent())) == (
-        "owner/model is gated on the Hugging Face Hub. Accept its terms at https://huggingface.co/owner/model, then "
-        "run: hf auth login (or set HF_TOKEN)."
+        f"owner/model is gated on the Hugging Face Hub{why}. Sign in and accept its terms at "
+        "https://huggingface.co/owner/model, make a token that may read at https://huggingface.co/settings/tokens, "
+        "then run: hf auth login (or set HF_TOKEN)."
     )
 
 
@@ -262,9 +268,9 @@ def test_a_network_that_is_gone_after_the_index(fake: FakeHub, monkeypatch: pyte
     model_ref.variant(HUNYUAN, ID, progress=Silent())
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert error_of(lambda: MODEL.locate().home(Silent())) == (
-        "configuration of owner/model is not on this machine and the Hugging Face Hub cannot be reached. With a "
-        'network, run: hf download owner/model --include "text_encoder/*" "transformer/*" "vae/*" "tokenizer/*" '
-        '"scheduler/*"; or set model_id to a local folder.'
+        "configuration of owner/model is not on this machine, or not all of it, and the Hugging Face Hub cannot be "
+        "reached. With a network, run: comfyui-tpu download owner/model (which goes on where it stopped); or set "
+        "model_id to a local folder."
     )
 
 
@@ -281,9 +287,9 @@ def test_what_the_hub_answers_after_the_index(fake: FakeHub):
 def test_no_network(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert error_of(lambda: MODEL.locate().home(Silent())) == (
-        "owner/model is not on this machine and the Hugging Face Hub cannot be reached. With a network, run: hf "
-        'download owner/model --include "model_index.json" "text_encoder/*" "transformer/*" "vae/*" "tokenizer/*" '
-        '"scheduler/*"; or set model_id to a local folder.'
+        "owner/model is not on this machine, or not all of it, and the Hugging Face Hub cannot be reached. With a "
+        "network, run: comfyui-tpu download owner/model (which goes on where it stopped); or set model_id to a local "
+        "folder."
     )
 
 
@@ -421,30 +427,3 @@ def test_the_command_prints_no_token(fake: FakeHub, tmp_path: Path):
     assert fake.authorization == f"Bearer {TOKEN}"
     assert "The Hugging Face Hub refuses model_index.json of owner/model (403)." in result.stderr
     assert result.stderr.count("no rights for ***") > 1 and TOKEN not in result.stdout + result.stderr
-
-
-def test_a_download_shows_its_bytes_and_can_be_cancelled():
-    class Cancelled(Exception):
-        pass
-
-    class Host(Silent):
-        cancelled = False
-        shown: list = []
-
-        def text(self, message: str) -> None:
-            self.shown.append(message)
-
-        def step(self, done: int, total: int, unit: str, preview: object = None) -> None:
-            self.shown.append((done, total, unit))
-
-        def check_cancelled(self) -> None:
-            if self.cancelled:
-                raise Cancelled
-
-    host = Host()
-    bar = hub._bar(host, "Downloading vae of owner/model")(total=8 * 2**20, unit="B")
-    bar.update(3 * 2**20)
-    assert host.shown == ["Downloading vae of owner/model", (3, 8, "MiB")]
-    host.cancelled = True
-    with pytest.raises(Cancelled):
-        bar.update(1)

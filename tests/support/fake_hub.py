@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+LARGE = ".safetensors"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
@@ -25,11 +27,17 @@ class Answer:
 
 @dataclasses.dataclass
 class FakeHub:
-    """`repositories` are folders by id. `answers` hold for addresses that contain their key, the last key first."""
+    """`repositories` are folders by id. `answers` hold for addresses that contain their key, the last key first.
+
+    `cuts` are the bytes after which the connection for a file ends, by the file's name, one for each request.
+    """
 
     repositories: dict[str, Path] = dataclasses.field(default_factory=dict)
     answers: dict[str, Answer] = dataclasses.field(default_factory=dict)
     asked: list[str] = dataclasses.field(default_factory=list)
+    cuts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    # The first bytes that were asked for, of each request with a range.
+    ranges: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     url: str = ""
     # Header of the last request.
     authorization: str | None = None
@@ -68,10 +76,13 @@ class FakeHub:
 
     def _listing(self, repository: str, is_tree: bool) -> Answer:
         folder, names = self.repositories[repository], self.files(repository)
-        entries = [
+        entries: list[dict[str, object]] = [
             {"type": "file", "path": name, "size": (folder / name).stat().st_size, "oid": _etag(folder / name)}
             for name in names
         ]
+        for entry in entries:
+            if str(entry["path"]).endswith(LARGE):
+                entry["lfs"] = {"oid": entry["oid"], "size": entry["size"], "pointerSize": 134}
         info = {
             "id": repository, "sha": self.commit(repository), "private": False, "gated": False, "downloads": 0,
             "tags": [], "siblings": [{"rfilename": name} for name in names],
@@ -100,7 +111,8 @@ class FakeHub:
 
 
 def _etag(path: Path) -> str:
-    return hashlib.sha1(path.read_bytes()).hexdigest()
+    """As the Hub has it: SHA-256 of what lies in its large storage, a hash of git's for the rest."""
+    return hashlib.new("sha256" if path.name.endswith(LARGE) else "sha1", path.read_bytes()).hexdigest()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -110,12 +122,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.asked.append(f"{self.command} {self.path}")
         self.hub.authorization = self.headers.get("Authorization")
         answer = self.hub.answer(self.path)
-        self.send_response(answer.status)
-        for name, value in {**answer.headers, "Content-Length": str(len(answer.body))}.items():
+        body, status = answer.body, answer.status
+        if status == 200 and (wanted := self.headers.get("Range", "").removeprefix("bytes=").partition("-")[0]):
+            self.hub.ranges.append((self.path.rpartition("/")[2], wanted))
+            body, status = body[int(wanted) :], 206
+        self.send_response(status)
+        for name, value in {**answer.headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(answer.body)
+            cuts = self.hub.cuts.get(self.path.rpartition("/")[2])
+            self.wfile.write(body[: cuts.pop(0)] if cuts else body)
 
     do_HEAD = do_GET
 

@@ -19,6 +19,7 @@ from . import compatibility, hub, tiny
 
 if TYPE_CHECKING:
     from ..programs.modules import Network, Weight
+    from .weight_files import WeightFile
 
 INDEX = hub.INDEX
 CONFIG = "config.json"
@@ -41,13 +42,17 @@ class TensorFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A located checkpoint. `root` is None for one on the Hub and for the built-in one, which is made on first use."""
+    """A located checkpoint. `root` is None for one on the Hub and for the built-in one, which is made on first use.
+
+    A Hub model's files go into the Hub's cache, or into the folder `to`.
+    """
 
     spec: ModelSpec
     model_id: str
     root: Path | None
+    to: Path | None = None
     # Where a Hub model is, once it was looked for: that takes a request, and stages ask at every chunk.
-    located: list[Path] = field(default_factory=list, repr=False, compare=False)
+    located: list[hub.Snapshot] = field(default_factory=list, repr=False, compare=False)
 
     def home(self, progress: Progress) -> Path:
         """The checkpoint's local folder. Of a Hub model it holds the newest commit's index, which is checked first, and
@@ -57,14 +62,17 @@ class Checkpoint:
             return self.root
         if self.model_id == self.spec.tiny_id:
             return tiny.ensure(self.spec)
+        return self._snapshot(progress).root
+
+    def _snapshot(self, progress: Progress) -> hub.Snapshot:
         if not self.located:
             parts = self.spec.parts
-            root = hub.snapshot(self.model_id, parts, progress)
-            _check_index(self.spec, self.model_id, read_json(root / INDEX))
+            found = hub.snapshot(self.model_id, progress, self.to)
+            _check_index(self.spec, self.model_id, read_json(found.root / INDEX))
             small = [f"{part}/{pattern}" for part in parts for pattern in SMALL_FILES]
             configs = dict.fromkeys(f"{component.folder}/{CONFIG}" for component in self.spec.components)
-            hub.fetch(self.model_id, root, [*configs, SCHEDULER_CONFIG, *small], progress, "configuration", parts)
-            self.located.append(root)
+            hub.fetch(found, [*configs, SCHEDULER_CONFIG, *small], progress, "configuration")
+            self.located.append(found)
         return self.located[0]
 
     def folder(self, name: str, progress: Progress) -> Path:
@@ -82,9 +90,17 @@ class Checkpoint:
         """A component's folder with its weights in it: downloads the files that hold a tensor which is loaded."""
         folder = self.folder(component.folder, progress)
         if self._is_on_hub:
-            names = [f"{component.folder}/{name}" for name in weight_names(folder, component)]
-            hub.fetch(self.model_id, self.home(progress), names, progress, component.folder)
+            found = self._snapshot(progress)
+            hub.fetch(found, self._weights(component, folder), progress, component.folder)
         return folder
+
+    def weights_on_hub(self, component: Component, progress: Progress) -> "list[WeightFile]":
+        """What `fetch_weights` would make local, with sizes and how much of it is here."""
+        folder = self.folder(component.folder, progress)
+        return self._snapshot(progress).weights(self._weights(component, folder), component.folder)
+
+    def _weights(self, component: Component, folder: Path) -> list[str]:
+        return [f"{component.folder}/{name}" for name in weight_names(folder, component)]
 
     def weights_here(self, component: Component) -> list[Path]:
         """A component's weight files if all are on this machine, else none. Asks no network, after `prepare`."""
@@ -176,7 +192,7 @@ def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = ()) -> Check
 
 
 def find_index(
-    model_id: str, folders: Sequence[str] = (), *, parts: Sequence[str] = (), progress: Progress | None = None
+    model_id: str, folders: Sequence[str] = (), *, progress: Progress | None = None
 ) -> Mapping[str, Any] | None:
     """The `model_index.json` that a model id stands for; None for an id without one.
 
@@ -185,7 +201,7 @@ def find_index(
     model_id = model_id.strip()
     folder = _local_folder(model_id, folders)
     if folder is None and hub.is_hub_id(model_id) and not model_id.startswith("tiny/"):
-        folder = hub.cached(model_id) if progress is None else hub.snapshot(model_id, parts, progress)
+        folder = hub.cached(model_id) if progress is None else hub.snapshot(model_id, progress).root
     if folder is None or not (folder / INDEX).is_file():
         return None
     return read_json(folder / INDEX)

@@ -10,15 +10,18 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..progress import Progress
 from ..redact import guard_logs, redact
-from ..units import GIB, MIB
+from ..units import GIB, MIB, readable
+from . import weight_files
 
 INDEX = "model_index.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ELSEWHERE = "set HF_HOME to a folder on a larger disk"
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -40,6 +43,13 @@ def is_hub_id(model_id: str) -> bool:
     return re.fullmatch(r"(?!.*(--|\.\.))[A-Za-z0-9][\w.-]*/[\w.-]+", model_id) is not None
 
 
+def cache_folder() -> Path:
+    """Where the Hub's client keeps what it downloads."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
 def cached(model_id: str) -> Path | None:
     """The folder of the newest commit on this machine, if its index is there; asks no network."""
     from huggingface_hub import try_to_load_from_cache
@@ -48,52 +58,127 @@ def cached(model_id: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def snapshot(model_id: str, parts: Sequence[str], progress: Progress) -> Path:
-    """The local folder of a model's newest commit, with its index in it; without a network, of the newest known one.
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A commit of a model, and the folder of its files: in the Hub's cache, or `is_own`, one that the user chose."""
 
-    `parts` are the folders that will be wanted, for the command that an error names.
+    model_id: str
+    commit: str
+    root: Path
+    is_own: bool = False
+
+    def weights(self, names: Sequence[str], title: str) -> list[weight_files.WeightFile]:
+        """What is known of weight files without reading them, for a download in short `title`."""
+        with _sentences(self.model_id, title, self.place):
+            return weight_files.find(self.model_id, self.commit, names, self._target, self._is_here)
+
+    @property
+    def place(self) -> Path:
+        """The folder that takes the bytes."""
+        return self.root if self.is_own else cache_folder()
+
+    def _target(self, name: str, etag: str) -> Path:
+        return self.root / name if self.is_own else self.root.parents[1] / "blobs" / etag
+
+    def _is_here(self, name: str) -> bool:
+        return (self.root / name).is_file()
+
+
+def snapshot(model_id: str, progress: Progress, to: Path | None = None) -> Snapshot:
+    """A model's newest commit, with its index in the local folder; without a network, the newest known one.
+
+    With `to` its files go there, into a folder of their own, and not into the Hub's cache.
     """
     from huggingface_hub import HfApi, hf_hub_download
 
-    with _sentences(model_id, INDEX, [INDEX, *(f"{part}/*" for part in parts)]):
+    with _sentences(model_id, INDEX, to or cache_folder()):
         progress.text(f"Looking for {model_id}")
+        if to is not None:
+            commit = HfApi().model_info(model_id).sha or ""
+            _claim(to, model_id)
+            hf_hub_download(model_id, INDEX, revision=commit, local_dir=to)
+            return Snapshot(model_id=model_id, commit=commit, root=to, is_own=True)
         if cached(model_id) is None:
             # Says at once what is wrong, where asking for a file would be tried again for half a minute.
             HfApi().model_info(model_id)
-        return Path(hf_hub_download(model_id, INDEX)).parent
+        root = Path(hf_hub_download(model_id, INDEX)).parent
+        return Snapshot(model_id=model_id, commit=root.name, root=root)
 
 
-def fetch(
-    model_id: str, root: Path, names: Sequence[str], progress: Progress, title: str, parts: Sequence[str] = ()
-) -> None:
-    """Makes files of the commit whose folder is `root` local. Names may be patterns, such as `vae/*.json`.
+def _claim(folder: Path, model_id: str) -> None:
+    """Marks a folder as that of a model; HubError where something else is in it."""
+    mark = folder / ".cache" / "comfyui-tpu.txt"
+    if folder.exists() and not folder.is_dir():
+        raise HubError(f"{folder} is a file. Choose a folder for {model_id}, such as {folder}-model.")
+    if folder.is_dir() and any(folder.iterdir()) and not (mark.is_file() and mark.read_text().strip() == model_id):
+        name = model_id.partition("/")[2]
+        raise HubError(
+            f"{folder} is not empty, and what is in it was not begun by a download of {model_id}. Choose a folder of "
+            f"its own, such as {folder / name}."
+        )
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.write_text(model_id + "\n")
 
-    Raises `HubError` where a file that is named, not matched, is not there afterwards; its command names whole `parts`,
-    if given.
+
+def fetch(found: Snapshot, names: Sequence[str], progress: Progress, title: str) -> None:
+    """Makes files of a commit local. Names may be patterns, such as `vae/*.json`.
+
+    Raises `HubError` where a file that is named, not matched, is not there afterwards.
     """
     from huggingface_hub import HfApi, snapshot_download
 
     exact = [name for name in names if "*" not in name]
-    missing = _missing(root, exact)
-    if not missing and len(exact) == len(names):
+    missing = _missing(found.root, exact)
+    # In a folder of the user's own, files may be of another commit.
+    if not missing and len(exact) == len(names) and not found.is_own:
         return
-    with _sentences(model_id, title, [f"{part}/*" for part in parts] or names):
+    with _sentences(found.model_id, title, found.place):
         progress.check_cancelled()
         if missing:
             # As in `snapshot`. With a part of the model here, what follows would also pass over what the Hub answers.
-            HfApi().model_info(model_id, revision=root.name)
+            HfApi().model_info(found.model_id, revision=found.commit)
+        progress.text(f"Downloading {title} of {found.model_id}")
+        if weights := [name for name in missing if name.endswith(".safetensors")]:
+            _fetch_weights(found, weights, progress, title)
         snapshot_download(
-            model_id,
-            revision=root.name,
+            found.model_id,
+            revision=found.commit,
             allow_patterns=list(names),
-            tqdm_class=_bar(progress, f"Downloading {title} of {model_id}"),
+            local_dir=found.root if found.is_own else None,
+            tqdm_class=_bar(progress),
         )
-    if missing := _missing(root, exact):
+    if missing := _missing(found.root, exact):
         hint = " Weights are read from safetensors files alone." if missing[0].endswith(".safetensors") else ""
         raise HubError(
-            f"{model_id} has no {', '.join(missing)} on the Hugging Face Hub.{hint} Choose another repository, or set "
-            "model_id to a local folder."
+            f"{found.model_id} has no {', '.join(missing)} on the Hugging Face Hub.{hint} Choose another repository, "
+            "or set model_id to a local folder."
         )
+
+
+def _fetch_weights(found: Snapshot, names: Sequence[str], progress: Progress, title: str) -> None:
+    """The bytes of weight files; `snapshot_download` then finds them, checks those in a user's folder, and links."""
+    files = found.weights(names, title)
+    check_room(files, found.place, f"{title} of {found.model_id}")
+    weight_files.download(files, progress)
+
+
+def check_room(files: Sequence[weight_files.WeightFile], place: Path, what: str) -> None:
+    """HubError where what is missing of `files` does not fit into the folder."""
+    needed = sum(file.size_bytes - file.here_bytes for file in files)
+    free = free_bytes(place)
+    if free is not None and needed > free:
+        raise HubError(
+            f"The disk is too full: {what} needs {readable(needed)} more, and {place} has {readable(free)} free. Make "
+            f"room for {readable(needed - free)}, or {_ELSEWHERE}."
+        )
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Free disk where a folder is, or would be; None if nobody knows."""
+    for existing in (folder, *folder.absolute().parents):
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(existing).free
+    return None
 
 
 def _missing(root: Path, names: Sequence[str]) -> list[str]:
@@ -101,8 +186,8 @@ def _missing(root: Path, names: Sequence[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _sentences(model_id: str, title: str, names: Sequence[str]) -> Iterator[None]:
-    """Turns what goes wrong in a download of `names`, in short `title`, into a `HubError`."""
+def _sentences(model_id: str, title: str, place: Path) -> Iterator[None]:
+    """Turns what goes wrong in a download to `place`, in short `title`, into a `HubError`."""
     from huggingface_hub import errors
 
     guard_logs()
@@ -113,9 +198,9 @@ def _sentences(model_id: str, title: str, names: Sequence[str]) -> Iterator[None
         yield
     except known as error:
         sentence = (
-            _disk_sentence(error, model_id, title)
+            _disk_sentence(error, model_id, title, place)
             or _answer_sentence(error, model_id, title)
-            or _lost_sentence(error, model_id, title, names)
+            or _lost_sentence(error, model_id, title)
         )
         raise HubError(sentence) from _Cause(error)
 
@@ -127,22 +212,19 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _disk_sentence(error: BaseException, model_id: str, title: str) -> str | None:
+def _disk_sentence(error: BaseException, model_id: str, title: str, place: Path) -> str | None:
     """For a disk that takes no more, or no file of this user."""
-    from huggingface_hub import constants
-
-    cache = Path(constants.HF_HUB_CACHE)
     for link in _chain(error):
         number = _os_error_number(link)
         if number in _FULL:
             return (
-                f"The disk is full: {title} of {model_id} does not fit into {cache}{_free(cache)}. Make room there, or "
-                "set HF_HOME to a folder on a larger disk."
+                f"The disk is full: {title} of {model_id} does not fit into {place}{_free(place)}. Make room there, or "
+                f"{_ELSEWHERE}."
             )
         path = getattr(link, "filename", None)
         if number in _DENIED or (number is not None and path is not None):
             return (
-                f"{path or cache} cannot be written ({os.strerror(number)}): {title} of {model_id} was not downloaded. "
+                f"{path or place} cannot be written ({os.strerror(number)}): {title} of {model_id} was not downloaded. "
                 "Give this user the right to write there, or set HF_HOME to a folder of their own."
             )
     return None
@@ -157,10 +239,8 @@ def _os_error_number(error: BaseException) -> int | None:
 
 
 def _free(folder: Path) -> str:
-    try:
-        return f", which has {shutil.disk_usage(folder).free / GIB:.1f} GiB left"
-    except OSError:
-        return ""
+    free = free_bytes(folder)
+    return "" if free is None else f", which has {free / GIB:.1f} GiB left"
 
 
 def _answer_sentence(error: BaseException, model_id: str, title: str) -> str | None:
@@ -170,8 +250,9 @@ def _answer_sentence(error: BaseException, model_id: str, title: str) -> str | N
     for link in _chain(error):
         if isinstance(link, errors.GatedRepoError):
             return (
-                f"{model_id} is gated on the Hugging Face Hub. Accept its terms at https://huggingface.co/{model_id}, "
-                "then run: hf auth login (or set HF_TOKEN)."
+                f"{model_id} is gated on the Hugging Face Hub{_given_token(link)}. Sign in and accept its terms at "
+                f"https://huggingface.co/{model_id}, make a token that may read at "
+                "https://huggingface.co/settings/tokens, then run: hf auth login (or set HF_TOKEN)."
             )
         if isinstance(link, errors.RepositoryNotFoundError):
             return (
@@ -186,6 +267,13 @@ def _answer_sentence(error: BaseException, model_id: str, title: str) -> str | N
         if (response := getattr(link, "response", None)) is not None:
             return _status_sentence(response.status_code, response.headers, model_id, title)
     return None
+
+
+def _given_token(error: Any) -> str:
+    """Why there may be no way in, where a token was sent: its account has not accepted, or waits to be let in."""
+    response = getattr(error, "response", None)
+    is_refused = response is not None and response.status_code == 403
+    return ", and the account of the token that was sent has no access to it" if is_refused else ""
 
 
 def _status_sentence(status: int, headers: Mapping[str, str], model_id: str, title: str) -> str:
@@ -215,22 +303,23 @@ def _retry_time(headers: Mapping[str, str]) -> str:
     return "in a few minutes"
 
 
-def _lost_sentence(error: BaseException, model_id: str, title: str, names: Sequence[str]) -> str:
+def _lost_sentence(error: BaseException, model_id: str, title: str) -> str:
     """For a Hub that cannot be reached, or that is lost on the way."""
+    if isinstance(error, weight_files.DamagedError):
+        return f"{title} of {model_id} came damaged ({error}), and was thrown away. Run it again; the rest is kept."
     if isinstance(error, RuntimeError):
         return (
             f"The download of {title} of {model_id} broke off. Run it again: files that are complete are kept. If it "
             "breaks off each time, set HF_HUB_DISABLE_XET=1."
         )
-    include = " ".join(f'"{name}"' for name in names)
     what = model_id if title == INDEX else f"{title} of {model_id}"
     return (
-        f"{what} is not on this machine and the Hugging Face Hub cannot be reached. With a network, run: hf download "
-        f"{model_id} --include {include}; or set model_id to a local folder."
+        f"{what} is not on this machine, or not all of it, and the Hugging Face Hub cannot be reached. With a network, "
+        f"run: comfyui-tpu download {model_id} (which goes on where it stopped); or set model_id to a local folder."
     )
 
 
-def _bar(progress: Progress, title: str) -> type:
+def _bar(progress: Progress) -> type:
     """A tqdm class that shows the bytes of a download in the host and stops when the user cancels."""
     from tqdm import tqdm
 
@@ -238,8 +327,6 @@ def _bar(progress: Progress, title: str) -> type:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)
             super().__init__(*args, **{**kwargs, "disable": False, "file": _Nowhere()})
-            if self.unit == "B":
-                progress.text(title)
 
         def update(self, n: float | None = 1) -> bool | None:
             progress.check_cancelled()

@@ -95,7 +95,7 @@ def variant(
     named = [one for one in family if model_id.strip() in (one.hub_id, one.tiny_id)]
     if named or len(family) == 1:
         return (named or family)[0]
-    index = checkpoint.find_index(model_id, folders, parts=spec.parts, progress=progress)
+    index = checkpoint.find_index(model_id, folders, progress=progress)
     if index is None:
         return spec
     alike = [one for one in family if compatibility.is_pipeline(one, index)]
@@ -108,3 +108,14 @@ def variant(
         fitting = [one for one in fitting if compatibility.configs_fit(one, model_id, configs)] or fitting
         fitting = [max(fitting, key=lambda one: compatibility.likeness(one, configs))]
     return (fitting or alike or family)[0]
+
+
+def any_model(model_id: str, progress: Progress) -> ModelSpec:
+    """The model, of any family, that a Hub id is by its index and configs, which are fetched; ValueError if none."""
+    index = checkpoint.find_index(model_id, progress=progress) or {}
+    alike = [spec for spec in models.SPECS if compatibility.is_pipeline(spec, index)]
+    fitting = [spec for spec in alike if compatibility.index_problem(spec, model_id, index) is None]
+    if not alike:
+        known = ", ".join(dict.fromkeys(name for spec in models.SPECS for name in spec.pipeline_classes))
+        raise ValueError(f"{model_id} is a {index.get('_class_name')}; what can be run is {known}.")
+    return variant((fitting or alike)[0], model_id, progress=progress)

@@ -1,0 +1,127 @@
+"""`comfyui-tpu download`: the files of a model that the nodes load, into the Hub's cache or a folder.
+
+What is taken, and how, is what the nodes do at a first run (`tpu_runtime/checkpoints/hub.py`); here it is said before.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from ..nodes.declare import Folders
+from ..nodes.headless.runner import TerminalHost
+from ..tpu_runtime.checkpoints import checkpoint, hub
+from ..tpu_runtime.checkpoints.checkpoint import Checkpoint
+from ..tpu_runtime.checkpoints.model_ref import any_model
+from ..tpu_runtime.checkpoints.weight_files import WeightFile
+from ..tpu_runtime.models import SPECS
+from ..tpu_runtime.spec import ModelSpec
+from ..tpu_runtime.units import MIB, readable
+
+BAR_WIDTH = 24
+# Without a terminal that can overwrite a line, a new one after so many seconds.
+LINE_S = 30.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a Hub id, or " + "; ".join(spec.name for spec in SPECS))
+    parser.add_argument(
+        "--to", type=Path, metavar="DIR",
+        help="into this folder, such as ComfyUI/models/diffusers/NAME, which model_id then names; "
+        "default: the Hub's cache, where the nodes find it by its id",
+    )  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command. Errors of the user, the disk and the Hub are `ValueError`."""
+    host = BarHost()
+    to = Path(os.path.expanduser(options.to)).absolute() if options.to else None
+    try:
+        spec, model_id = find(options.model, host)
+        found = Checkpoint(spec=spec, model_id=model_id, root=None, to=to)
+        found.prepare(host)
+        _announce(found, to or hub.cache_folder(), host)
+        for component in spec.components:
+            found.fetch_weights(component, host)
+            checkpoint.read_headers(found.folder(component.folder, host), component)
+    finally:
+        host.clear()
+    print(f"complete: {spec.title}; model_id is {to or model_id}")
+    return 0
+
+
+def find(model: str, host: TerminalHost) -> tuple[ModelSpec, str]:
+    """The model and the Hub id that a name or an id stands for."""
+    named = next((spec for spec in SPECS if model in (spec.name, spec.hub_id)), None)
+    if named is not None:
+        return named, named.hub_id
+    if model.startswith("tiny/"):
+        raise ValueError(f"{model} is built in: it is made on first use, and nothing has to be downloaded.")
+    if not hub.is_hub_id(model):
+        names = ", ".join(spec.name for spec in SPECS)
+        raise ValueError(f"there is no model {model!r}; there are {names}, or a Hub id of such a model (owner/name).")
+    return any_model(model, host), model
+
+
+def _announce(found: Checkpoint, place: Path, host: "BarHost") -> None:
+    """Says what will be downloaded; ValueError where that does not fit on the disk."""
+    parts: dict[str, dict[str, WeightFile]] = {}
+    for component in found.spec.components:
+        part = parts.setdefault(component.folder, {})  # a network and its other half may be in one folder
+        part.update((file.name, file) for file in found.weights_on_hub(component, host))
+    files = [file for part in parts.values() for file in part.values()]
+    rows = [("part", "files", "size", "here")]
+    for name, part in [*parts.items(), ("all weights", {file.name: file for file in files})]:
+        size, here = sum(f.size_bytes for f in part.values()), sum(f.here_bytes for f in part.values())
+        rows.append((name, str(len(part)), readable(size), readable(here)))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    host.clear()
+    print(f"{found.spec.title}: {found.model_id}, to {place}")
+    for row in rows:
+        print(f"  {row[0]:<{widths[0]}}" + "".join(f"  {row[i]:>{widths[i]}}" for i in (1, 2, 3)))
+    needed, free = sum(file.size_bytes - file.here_bytes for file in files), hub.free_bytes(place)
+    print(f"to download: {readable(needed)}; free on the disk: {'not known' if free is None else readable(free)}")
+    hub.check_room(files, place, found.model_id)
+
+
+class BarHost(TerminalHost):
+    """A terminal that shows the bytes of a download as a bar, with the speed and the time that is left."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(Folders(), **options)
+        self._start = (0.0, 0)  # when, and how much there was
+        self._said_s, self._said = 0.0, ""
+
+    def text(self, message: str) -> None:
+        self._start = (0.0, 0)
+        if message != self._said:
+            super().text(message)
+        self._said = message
+
+    def clear(self) -> None:
+        """Takes the bar away."""
+        self._clear()
+        self._stream.flush()
+
+    def step(self, done: int, total: int, unit: str, preview: Any = None) -> None:
+        now = time.monotonic()
+        if not self._start[0]:
+            self._start, self._said_s = (now, done), now
+        if not self._is_tty and now - self._said_s < LINE_S:
+            return
+        self._said_s = now
+        self._clear()
+        self._stream.write(f"  {bar(done, total, done - self._start[1], now - self._start[0])}")
+        self._stream.write("" if self._is_tty else "\n")
+        self._stream.flush()
+
+
+def bar(done: int, total: int, came: int, elapsed_s: float) -> str:
+    """`done` of `total` MiB as a line; `came` MiB of them in `elapsed_s`."""
+    filled = BAR_WIDTH * done // total
+    line = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {readable(done * MIB)} of {readable(total * MIB)}"
+    if came <= 0 or elapsed_s <= 0:
+        return line
+    minutes, seconds = divmod(int((total - done) * elapsed_s / came), 60)
+    return f"{line}, {came / elapsed_s:.0f} MiB/s, {minutes}:{seconds:02} left"

@@ -1,0 +1,231 @@
+"""`comfyui-tpu download`: only what is loaded, said before, going on where it stopped, whole or not there."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+from comfyui_tpu.cli.download import BarHost, bar
+from comfyui_tpu.cli.main import main
+from comfyui_tpu.tests.support import fake_hub
+from comfyui_tpu.tests.support.fake_hub import Answer, FakeHub
+from comfyui_tpu.tpu_runtime.checkpoints import hub, tiny, weight_files
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.engine.engine import Engine
+from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.progress import Silent
+
+SPEC, TI2V = spec_by_name("wan2.1-t2v-14b"), spec_by_name("wan2.2-ti2v-5b")
+ENCODER, DENOISER = "model.safetensors", "diffusion_pytorch_model-00002-of-00004.safetensors"
+# Weights in another format, documents, and a shard of the VAE's encoder, which makes no video from text.
+UNUSED = {
+    "README.md", "wan.safetensors", "assets/picture.png", "transformer/diffusion_pytorch_model.bin",
+    "vae/diffusion_pytorch_model-00001-of-00003.safetensors",
+}  # fmt: skip
+TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZ012345"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeHub]:
+    with fake_hub.serve() as found:
+        yield found
+
+
+@pytest.fixture
+def fake(server: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeHub:
+    """A hub with the built-in checkpoint as a model by its own id, beside what is never loaded."""
+    folder = tmp_path / "published"
+    shutil.copytree(tiny.ensure(SPEC), folder)
+    for path in (folder / name for name in UNUSED):
+        path.parent.mkdir(exist_ok=True)
+        path.exists() or path.write_text("x")
+    server.repositories = {SPEC.hub_id: folder}
+    for state in (server.answers, server.asked, server.cuts, server.ranges):
+        state.clear()
+    server.use(monkeypatch, tmp_path / "hf")
+    monkeypatch.setattr(weight_files, "PAUSE_S", 0.0)
+    return server
+
+
+def named(folder: Path) -> set[str]:
+    """What lies in a folder under its final name."""
+    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {path.as_posix() for path in files if path.parts[0] != ".cache" and path.suffix != ".part"}
+
+
+def prompt_of(model_id: str) -> list[float]:
+    model = ModelRef(spec_name=SPEC.name, model_id=model_id, precision="float32")
+    model.check()
+    return Engine(jax.devices()[:1]).encode(model, "a cat", "", Silent())[0][0][0].flatten().tolist()
+
+
+def test_a_folder_gets_what_is_loaded_and_then_serves_as_the_model(
+    fake: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    to = tmp_path / "models" / "wan"
+    assert main(["download", SPEC.name, "--to", str(to)]) == 0
+    assert named(to) == set(fake.files(SPEC.hub_id)) - UNUSED
+    out = capsys.readouterr().out
+    assert f"Wan 2.1 T2V 14B: {SPEC.hub_id}, to {to}\n  part          files" in out
+    assert f"complete: Wan 2.1 T2V 14B; model_id is {to}" in out
+    assert not (tmp_path / "hf").exists(), "the Hub's cache was written to"
+    assert prompt_of(str(to)) == prompt_of(SPEC.tiny_id)
+    # Again: all is there, and no weight is asked for.
+    fake.asked.clear()
+    assert main(["download", SPEC.name, "--to", str(to)]) == 0
+    assert not fake.weights() and "to download: 0.0 MiB" in capsys.readouterr().out
+
+
+def test_without_a_folder_the_nodes_find_it(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
+    """By a name, and by the id of somebody's copy, whose family its index says."""
+    fake.repositories["owner/ti2v"] = tiny.ensure(TI2V)
+    for model in (SPEC.name, "owner/ti2v"):
+        assert main(["download", model]) == 0
+    gets = [line for line in fake.asked if line.startswith("GET") and "/resolve/" in line]
+    assert len(gets) == len(set(gets)), "a file was fetched twice"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for spec, model_id in ((SPEC, SPEC.hub_id), (TI2V, "owner/ti2v")):
+        found = ModelRef(spec_name=spec.name, model_id=model_id).locate()
+        assert all(found.weights_here(component) for component in spec.components), model_id
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["cache", "folder"])
+def test_a_cut_download_goes_on_where_it_stopped(
+    fake: FakeHub, tmp_path: Path, own: bool, capsys: pytest.CaptureFixture[str]
+):
+    """At once where the connection comes back; else what came is kept for the next call, under no final name."""
+    to = tmp_path / "wan"
+    command = ["download", SPEC.name, *(["--to", str(to)] if own else [])]
+    fake.cuts[ENCODER] = [1000]
+    fake.cuts[DENOISER] = [2000] + [0] * weight_files.TRIES
+    assert main(command) == 2
+    assert (
+        "transformer of Wan-AI/Wan2.1-T2V-14B-Diffusers is not on this machine, or not all" in capsys.readouterr().err
+    )
+    assert (ENCODER, "1000") in fake.ranges
+    parts = list((to if own else tmp_path / "hf").rglob("*.part"))
+    assert 2000 in [part.stat().st_size for part in parts] and not list(tmp_path.glob(f"wan/**/{DENOISER}"))
+    fake.ranges.clear()
+    assert main(command) == 0
+    assert (DENOISER, "2000") in fake.ranges and not list(tmp_path.rglob("*.part"))
+    assert ENCODER not in [name for name, _ in fake.ranges]
+
+
+def test_a_cancelled_download_keeps_what_came(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Ctrl-C while the bytes come; after the next call they are the Hub's."""
+
+    def interrupt(self: BarHost, *_: object) -> None:
+        raise KeyboardInterrupt
+
+    to = tmp_path / "wan"
+    with monkeypatch.context() as patched:
+        patched.setattr(BarHost, "step", interrupt)
+        assert main(["download", SPEC.name, "--to", str(to)]) == 130
+    assert main(["download", SPEC.name, "--to", str(to)]) == 0
+    for name in named(to):
+        assert (to / name).read_bytes() == (fake.repositories[SPEC.hub_id] / name).read_bytes(), name
+
+
+def test_a_damaged_part_is_found_and_thrown_away(fake: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    to = tmp_path / "wan"
+    fake.cuts[DENOISER] = [2000] + [0] * weight_files.TRIES
+    main(["download", SPEC.name, "--to", str(to)])
+    part = to / "transformer" / f"{DENOISER}.part"
+    part.write_bytes(bytes(2000))
+    assert main(["download", SPEC.name, "--to", str(to)]) == 2
+    assert "came damaged (transformer/diffusion_pytorch_model-00002-of-00004.safetensors of" in capsys.readouterr().err
+    assert not part.exists() and not (to / "transformer" / DENOISER).exists()
+
+
+def test_what_does_not_fit_is_refused_before_any_weight(
+    fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(hub, "free_bytes", lambda folder: 2**16)
+    assert main(["download", SPEC.name, "--to", str(tmp_path / "wan")]) == 2
+    out, err = capsys.readouterr()
+    assert "free on the disk: 0.1 MiB" in out
+    assert "The disk is too full: Wan-AI/Wan2.1-T2V-14B-Diffusers needs" in err and "Make room for" in err
+    assert not fake.weights()
+    # The nodes look first too.
+    model = ModelRef(spec_name=SPEC.name, model_id=SPEC.hub_id)
+    with pytest.raises(ValueError, match=r"^The disk is too full: transformer of Wan-AI/\S+ needs .* and /\S+/hf has"):
+        model.locate().fetch_weights(SPEC.component("transformer"), Silent())
+    assert not fake.weights()
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        ("wan3", "there is no model 'wan3'; there are wan2.1-t2v-14b, wan2.2-i2v-a14b,"),
+        ("tiny/wan21", "tiny/wan21 is built in: it is made on first use, and nothing has to be downloaded."),
+        ("owner/unknown", "owner/unknown was not found on the Hugging Face Hub, or it is private."),
+        ("owner/other", "owner/other is a StableDiffusionPipeline; what can be run is WanPipeline,"),
+    ],
+)
+def test_a_model_that_is_none(
+    fake: FakeHub, tmp_path: Path, model: str, sentence: str, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    fake.repositories["owner/other"] = tmp_path / "other"
+    assert main(["download", model]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_gated_model_says_the_way_in_and_no_token(
+    fake: FakeHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    fake.answers["/resolve/"] = Answer(status=403, headers={"X-Error-Code": "GatedRepo", "X-Error-Message": TOKEN})
+    assert main(["download", SPEC.name]) == 2
+    out, err = capsys.readouterr()
+    for word in (
+        f"https://huggingface.co/{SPEC.hub_id}",
+        "huggingface.co/settings/tokens",
+        "hf auth login",
+        "HF_TOKEN",
+    ):
+        assert word in err
+    assert TOKEN not in out + err
+
+
+def test_a_folder_of_something_else_is_left_alone(fake: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The folder of all models instead of one in it, and another model's."""
+    (tmp_path / "diffusers" / "mine").mkdir(parents=True)
+    assert main(["download", SPEC.name, "--to", str(tmp_path / "diffusers")]) == 2
+    said = capsys.readouterr().err
+    assert f"Choose a folder of its own, such as {tmp_path}/diffusers/Wan2.1-T2V-14B-Diffusers." in said
+    assert [path.name for path in (tmp_path / "diffusers").iterdir()] == ["mine"]
+
+
+def test_the_bar():
+    assert bar(512, 2048, 256, 2.0) == "[######..................] 0.5 GiB of 2.0 GiB, 128 MiB/s, 0:12 left"
+    assert bar(0, 2048, 0, 0.0) == "[........................] 0.0 MiB of 2.0 GiB"
+
+
+def test_a_download_shows_its_bytes_and_can_be_cancelled():
+    class Cancelled(Exception):
+        pass
+
+    class Host(Silent):
+        cancelled = False
+        shown: list = []
+
+        def text(self, message: str) -> None:
+            self.shown.append(message)
+
+        def step(self, done: int, total: int, unit: str, preview: object = None) -> None:
+            self.shown.append((done, total, unit))
+
+        def check_cancelled(self) -> None:
+            if self.cancelled:
+                raise Cancelled
+
+    host = Host()
+    bar = hub._bar(host)(total=8 * 2**20, unit="B")
+    bar.update(3 * 2**20)
+    assert host.shown == [(3, 8, "MiB")]
+    host.cancelled = True
+    with pytest.raises(Cancelled):
+        bar.update(1)
