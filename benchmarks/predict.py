@@ -1,4 +1,4 @@
-"""Predicts the flagship models for one TPU: `benchmarks/predicted.json` and the table in the README.
+"""Predicts the flagship models for one TPU: `benchmarks/predicted.json` and the table in the READMEs.
 
 Inputs are the models' defaults.
 
@@ -22,7 +22,7 @@ from comfyui_tpu.tpu_runtime.spec import STAGES
 
 ROOT = Path(__file__).parents[1]
 DEFAULT = "v6e:2x4"
-README = ROOT / "README.md"
+READMES = (ROOT / "README.md", ROOT / "README.zh-CN.md")
 MEASURED = ROOT / "benchmarks" / "measured"
 BEGIN, END = "<!-- predicted:begin -->", "<!-- predicted:end -->"
 # Files of this machine and sentences for a reader are not for comparing.
@@ -164,6 +164,12 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
+def write_readmes(text: str, begin: str, end: str) -> None:
+    """Puts `text` between the markers of the README in each language; tables stay English."""
+    for path in READMES:
+        path.write_text(insert(path.read_text("utf-8"), text, begin, end), "utf-8")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", action="append", metavar="NAME", help="only this one; repeatable")
@@ -180,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write(file, known, [key for key, record in known.items() if "recipe" in record])
         if options.topology == DEFAULT:
             records = [known[spec.name] for spec in FLAGSHIPS if spec.name in known]
-            README.write_text(insert(README.read_text(), section(records)))
+            write_readmes(section(records), BEGIN, END)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         records[recipe.key] = {**found, "recipe": recipe.key}
         predict.write(predict.recorded(predict.DEFAULT), records, [one.key for one in RECIPES])
         rows = [records[one.key] for one in RECIPES if one.key in records]
-        predict.README.write_text(predict.insert(predict.README.read_text(), section(rows), BEGIN, END))
+        predict.write_readmes(section(rows), BEGIN, END)
 
 
 if __name__ == "__main__":
