@@ -128,8 +128,9 @@ class _Transfer:
                         if self.stop.is_set():
                             return
                 except _connection_error() as error:
-                    if getattr(error, "response", None) is not None:
-                        raise  # what the Hub answered; the others are connections that were cut
+                    answer = getattr(error, "response", None)
+                    if answer is not None and answer.status_code < 500:
+                        raise  # a refusal; the others are connections that were cut, and a Hub in trouble
                     lost = error
                 failures = 0 if part.tell() > start else failures + 1
                 if failures == TRIES:
@@ -165,12 +166,13 @@ def _connection_error() -> type[Exception]:
 
 def _bytes(file: WeightFile, start: int) -> Iterator[bytes]:
     """The bytes of a file from `start` on."""
-    from huggingface_hub import get_session, hf_hub_url
+    from huggingface_hub import constants, get_session, hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
     url = hf_hub_url(file.model_id, file.name, revision=file.commit)
     headers = {**build_hf_headers(), "Range": f"bytes={start}-", "Accept-Encoding": "identity"}
-    with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
+    stalled_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=stalled_s) as response:
         hf_raise_for_status(response)
         skipped = 0 if response.status_code == 206 else start  # one that knows no ranges sends all of it
         for chunk in response.iter_bytes():
