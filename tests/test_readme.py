@@ -1,0 +1,188 @@
+"""The READMEs: every command is run by a test or marked with what it needs, and both languages say the same."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from comfyui_tpu.cli.main import _parser
+
+ROOT = Path(__file__).parents[1]
+ENGLISH, CHINESE = "README.md", "README.zh-CN.md"
+READMES = (ENGLISH, CHINESE)
+NETWORK, TPU = "network", "TPU"
+# What stands beside a command that no test runs.
+MARKS = {
+    ENGLISH: {NETWORK: "(needs the network)", TPU: "(needs a TPU)"},
+    CHINESE: {NETWORK: "（需要网络）", TPU: "（需要 TPU）"},
+}
+HERE = "tests/test_readme.py::test_a_command_has_the_options_that_are_shown"
+BENCH = "tests/cli/test_bench.py::test_every_program_of_the_miniature_is_timed_and_recorded"
+DOCTOR = "tests/cli/test_doctor.py::test_a_machine_that_is_well_needs_nothing"
+DOCTOR_JSON = "tests/cli/test_doctor.py::test_json_has_every_finding_and_advice_is_no_fault"
+DOCTOR_START = "tests/cli/test_doctor.py::test_jax_is_started_only_when_asked_and_an_abort_of_it_is_a_finding"
+DOWNLOAD = "tests/checkpoints/test_download.py::test_a_folder_gets_what_is_loaded_and_then_serves_as_the_model"
+PLAN = "tests/plan/test_plan.py::test_the_command_writes_a_report_and_a_file"
+SELFTEST = "tests/cli/test_selftest.py::test_it_is_green_on_eight_chips"
+STAGES = "tests/nodes/test_stages.py::test_three_stages_in_three_processes_give_the_frames_of_one_run"
+WARMUP = "tests/cli/test_warmup.py::"
+INSTALLER = "tests/installer/test_install.py::"
+# The test that runs a command, or the mark that stands beside it.
+SHOWN = {
+    "python3 setup.py demo": NETWORK,
+    "python3 setup.py test": NETWORK,
+    "git clone https://github.com/comfyui-tpu/ComfyUI-TPU": NETWORK,
+    "python -m pip install -r requirements.txt": NETWORK,
+    "python -m pip install --no-deps -e .": NETWORK,
+    "python3 setup.py install": INSTALLER
+    + "test_it_ends_whole_after_every_interruption_and_the_next_run_changes_nothing",
+    "python3 setup.py start": INSTALLER + "test_start_becomes_comfyui_with_its_flags_and_environment",
+    "python3 setup.py start --port 8189": INSTALLER + "test_start_becomes_comfyui_with_its_flags_and_environment",
+    "python3 setup.py update": INSTALLER + "test_update_moves_what_it_cloned_and_leaves_what_the_user_changed",
+    "python3 setup.py uninstall": INSTALLER + "test_uninstall_removes_what_install_made_and_nothing_of_the_users",
+    "comfyui-tpu doctor": DOCTOR,
+    "comfyui-tpu doctor [--json] [--start]": DOCTOR_JSON,
+    "comfyui-tpu doctor --start": DOCTOR_START,
+    "comfyui-tpu selftest": SELFTEST,
+    "comfyui-tpu selftest [--model NAME] [--report FILE]": SELFTEST,
+    "comfyui-tpu selftest --report FILE": SELFTEST,
+    "comfyui-tpu bench wan2.1-t2v-14b": TPU,
+    "comfyui-tpu bench MODEL [--json FILE]": BENCH,
+    "comfyui-tpu download wan2.1-t2v-14b": NETWORK,
+    "comfyui-tpu download MODEL [--to DIR]": DOWNLOAD,
+    "comfyui-tpu download MODEL": DOWNLOAD,
+    "comfyui-tpu run examples/wan21_t2v_720p.json": TPU,
+    "comfyui-tpu run WORKFLOW.json [--set NODE.INPUT=VALUE ...] [--tiny] [--out DIR]": (
+        "tests/nodes/test_examples.py::test_a_recipe_runs_headless_on_its_own_miniature"
+    ),
+    "comfyui-tpu encode --folder DIR": STAGES,
+    "comfyui-tpu denoise --folder DIR": STAGES,
+    "comfyui-tpu decode --folder DIR": STAGES,
+    "comfyui-tpu plan --model NAME --topology v6e:2x4 [--json FILE] [--explain]": PLAN,
+    "comfyui-tpu plan --model NAME --topology v6e:2x4": PLAN,
+    "comfyui-tpu warmup WORKFLOW.json": WARMUP + "test_an_example_is_warmed_at_its_own_sizes",
+    "comfyui-tpu warmup --model NAME": WARMUP + "test_a_named_model_is_warmed_at_its_tiny_or_given_sizes",
+    "comfyui-tpu monitor [--url http://127.0.0.1:8188] [--once] [--interval 1]": (
+        "tests/cli/test_monitor.py::test_a_server_that_starts_later_takes_over"
+    ),
+    "comfyui-tpu COMMAND --help": HERE,
+    "hf auth login": NETWORK,
+}
+STARTS = ("comfyui-tpu ", "python3 ", "python ", "git ", "pip ", "hf ")
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text("utf-8")
+
+
+def commands(page: str) -> Iterator[tuple[str, str]]:
+    """Every command of a page with the line that it stands in: lines of code blocks, and code within a text."""
+    in_block = False
+    for line in page.splitlines():
+        if line.startswith("```"):
+            in_block = not in_block
+        elif in_block:
+            command = re.split(r"\s+#", line)[0].strip()
+            if command and not command.startswith(("cd ", "export ")):
+                yield command, line
+        else:
+            yield from ((code, line) for code in re.findall(r"`([^`]+)`", line) if code.startswith(STARTS))
+
+
+def problems(page: str, marks: dict[str, str]) -> list[str]:
+    """What is wrong with a page's commands: those that nobody vouches for, and those that are not there any more."""
+    found = list(commands(page))
+    said = [
+        f"{command}: in which test does it run, or what does it need?" for command, _ in found if command not in SHOWN
+    ]
+    for command, line in found:
+        if (mark := marks.get(SHOWN.get(command, ""))) and mark not in line:
+            said.append(f"{command}: {mark} is missing beside it")
+    return said + [f"{command}: no longer shown" for command in SHOWN.keys() - {command for command, _ in found}]
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_every_command_is_run_by_a_test_or_marked(name: str):
+    page = text(name)
+    assert problems(page, MARKS[name]) == []
+    mark = MARKS[name][TPU]
+    assert problems(page.replace(mark, "", 1), MARKS[name]) == [
+        f"comfyui-tpu bench wan2.1-t2v-14b: {mark} is missing beside it"
+    ]
+    assert len(problems(page + "\n```\ncomfyui-tpu paint\n```\n", MARKS[name])) == 1
+    assert len(problems(page.replace("comfyui-tpu decode", "comfyui-tpu paint"), MARKS[name])) == 2
+
+
+@pytest.mark.parametrize("evidence", sorted({value for value in SHOWN.values() if "::" in value}))
+def test_the_test_that_is_named_exists(evidence: str):
+    path, _, name = evidence.partition("::")
+    tree = ast.parse((ROOT / path).read_text("utf-8"))
+    assert name in [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+
+
+def options_of(command: str) -> list[str]:
+    return re.findall(r"(?<![\w-])--[a-z][a-z-]*", command)
+
+
+def test_a_command_has_the_options_that_are_shown(capsys: pytest.CaptureFixture[str]):
+    """`comfyui-tpu VERB --help` of every verb, which must be all that the tables list."""
+    verbs: dict[str, set[str]] = {}
+    for command in SHOWN:
+        if command.startswith("comfyui-tpu ") and "COMMAND" not in command:
+            verbs.setdefault(command.split()[1], set()).update(options_of(command))
+    (table,) = (action.choices for action in _parser()._actions if action.dest == "==SUPPRESS==" or action.choices)
+    assert set(table) == set(verbs), "the README's table lacks a verb, or has one too many"
+    for verb, options in verbs.items():
+        with pytest.raises(SystemExit) as end:
+            _parser().parse_args([verb, "--help"])
+        said = capsys.readouterr().out
+        assert end.value.code == 0 and options <= set(options_of(said)), verb
+
+
+@pytest.mark.parametrize("verb", ["install", "start", "update", "uninstall"])
+def test_setup_has_the_verbs_and_options_that_are_shown(verb: str):
+    run = subprocess.run([sys.executable, "setup.py", verb, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    shown = {
+        option for command in SHOWN if command.startswith(f"python3 setup.py {verb}") for option in options_of(command)
+    }
+    said = {"install": {"--comfyui", "--dry-run", "--yes"}}.get(verb, set())
+    assert shown | said <= set(options_of(run.stdout)) and all(f"`{option}" in text(ENGLISH) for option in said)
+
+
+def headings(page: str) -> list[int]:
+    """Levels in order, without code blocks."""
+    return [len(line) - len(line.lstrip("#")) for line in _prose(page) if line.startswith("#")]
+
+
+def _prose(page: str) -> Sequence[str]:
+    return re.sub(r"```.*?```", "", page, flags=re.DOTALL).splitlines()
+
+
+def rows(page: str) -> list[int]:
+    """The tables' sizes in order: lines, and columns."""
+    lines = [line.count(" | ") if line.startswith("|") else None for line in _prose(page)]
+    return [lines.count(None), *[count for count in lines if count is not None]][1:]
+
+
+def test_both_languages_have_the_same_sections_commands_tables_and_pictures():
+    english, chinese = text(ENGLISH), text(CHINESE)
+    assert headings(english) == headings(chinese) and len(headings(english)) > 15
+    assert [command for command, _ in commands(english)] == [command for command, _ in commands(chinese)]
+    assert rows(english) == rows(chinese)
+    for pattern in (r"!\[[^\]]*\]\(([^)]+)\)", r"(?<!!)\[[^\]]*\]\((docs/[^)]+)\)"):
+        assert re.findall(pattern, english) == re.findall(pattern, chinese)
+
+
+@pytest.mark.parametrize(
+    "name", [*READMES, "CONTRIBUTING.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+)
+def test_no_link_leads_nowhere(name: str):
+    folder = (ROOT / name).parent
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", re.sub(r"`[^`\n]*`", "", text(name))):
+        assert "://" in target or (folder / target).exists(), target
+    for picture in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text(name)):
+        assert (folder / picture).stat().st_size < 150_000, picture

@@ -1,0 +1,88 @@
+"""Takes the READMEs' pictures of ComfyUI's page, `docs/images/page.jpg` and `docs/images/monitor.jpg`.
+
+The first is an example in the page, beside the TPU tab after the built-in miniature ran on eight simulated chips; the
+second the tab alone, with made-up numbers of a busy v6e-8.
+
+Run: python tools/screenshots.py. It needs a ComfyUI in COMFYUI_PATH or ~/ComfyUI, playwright, and Chromium.
+"""
+
+import io
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from comfyui_tpu.tests.browser import test_monitor
+from comfyui_tpu.tests.support import comfyui_server
+from comfyui_tpu.tests.support.patience import until
+from PIL import Image
+from playwright.sync_api import sync_playwright
+
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "images"
+EXAMPLE = ROOT / "examples" / "wan21_t2v_720p.json"
+# No tour, and nothing over the graph.
+SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.InstalledVersion": "1.0.0", "Comfy.Minimap.Visible": False}
+# So large that the page writes words into nodes; pictures are shrunk.
+SIZE, WIDTH, TALL = (2560, 1200), 1600, 1330
+# Where the graph stands in the page, beside the open tab.
+SHOW = """async ([workflow, name, left]) => {
+    await app.loadGraphData(workflow, true, true, name);
+    const boxes = app.graph.nodes.map((node) => Array.from(node.boundingRect ?? node.getBounding()));
+    const [x, y] = [0, 1].map((axis) => Math.min(...boxes.map((box) => box[axis])));
+    const [right, bottom] = [0, 1].map((axis) => Math.max(...boxes.map((box) => box[axis] + box[axis + 2])));
+    const scale = Math.min(1, (innerWidth - left - 60) / (right - x), (innerHeight - 200) / (bottom - y));
+    Object.assign(app.canvas.ds, {scale, offset: [(left + 30) / scale - x, 110 / scale - y]});
+    app.canvas.draw(true, true);
+}"""
+
+
+def main() -> None:
+    base = Path(tempfile.mkdtemp(prefix="screenshots-"))
+    server = comfyui_server.prepare(base)
+    try:
+        server.start()
+        server.post("/settings", SETTINGS)
+        server.run(comfyui_server.tiny_workflow("picture", num_inference_steps=8))
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=test_monitor.CHROMIUM, args=test_monitor.ARGUMENTS)
+            page = browser.new_page(viewport={"width": SIZE[0], "height": SIZE[1]})
+            take(test_monitor.Tab(page, server, ""))
+            browser.close()
+    finally:
+        server.stop()
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def example() -> dict:
+    """The workflow, with a negative prompt that needs no Chinese font."""
+    workflow = json.loads(EXAMPLE.read_text("utf-8"))
+    (encoder,) = (node for node in workflow["nodes"] if node["type"] == "Wan21TextEncoder")
+    encoder["widgets_values"][1] = "blurred, overexposed, subtitles"
+    return workflow
+
+
+def take(tab: test_monitor.Tab) -> None:
+    """Both pictures."""
+    tab.load()
+    tab.open()
+    until(lambda: tab.section("Loaded").locator("li").count())
+    time.sleep(3)  # two points of the history
+    panel = tab.page.locator(test_monitor.PANEL)
+    box = panel.bounding_box()
+    assert box
+    tab.page.evaluate(SHOW, [example(), EXAMPLE.stem, box["x"] + box["width"]])
+    time.sleep(1)
+    picture = Image.open(io.BytesIO(tab.page.screenshot()))
+    picture.resize((WIDTH, WIDTH * SIZE[1] // SIZE[0]), Image.Resampling.LANCZOS).convert("RGB").save(
+        IMAGES / "page.jpg", quality=80, optimize=True
+    )
+    tab.page.set_viewport_size({"width": 1280, "height": TALL})
+    tab.answer_with(lambda: test_monitor.fake(behind=[{"title": "the vae decoder", "elapsed_s": 90.2}]))
+    time.sleep(4)
+    panel.screenshot(path=IMAGES / "monitor.jpg", type="jpeg", quality=85)
+
+
+if __name__ == "__main__":
+    main()
