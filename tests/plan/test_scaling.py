@@ -1,0 +1,57 @@
+"""The table of `docs/performance.md`."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from comfyui_tpu.tpu_runtime.cost_model import chips
+from comfyui_tpu.tpu_runtime.cost_model.flops import Flops
+from comfyui_tpu.tpu_runtime.cost_model.step_time import Timing
+from comfyui_tpu.tpu_runtime.plan.report import Memory, ProgramPlan
+
+PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+PROGRAM = ProgramPlan(
+    name="denoise_step", runs=50, mesh="2x4x1", components=("transformer",),
+    memory=Memory(arguments=0, weights=0, temporaries=0, output=0, alias=0, peak=4 * chips.GIB),
+    fits=True, compile_s=1.0, flops=Flops(), timing=Timing(xla=1.75e9, kernels=3.5e9, waiting=1.75e9),
+    predicted_s=4.0, best_s=4.0, rerun_s=4.0, mfu=0.5, ceiling_share=0.7, findings={},
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def scaling() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "scaling.py"
+    found = importlib.util.spec_from_file_location("benchmark_scaling", path)
+    assert found and found.loader
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def entry(scaling: ModuleType, topology: str, **changes: Any) -> Any:
+    return scaling.Entry(size=(480, 832), topology=chips.topology(topology), program=replace(PROGRAM, **changes))
+
+
+def test_efficiency_is_that_of_the_fewest_chips_that_fit(scaling: ModuleType):
+    entries = [
+        entry(scaling, "v6e:1x1", fits=False, predicted_s=None, timing=None),
+        entry(scaling, "v6e:2x2", predicted_s=8.0),
+        entry(scaling, "v6e:2x4"),
+        entry(scaling, "v6e:4x4", predicted_s=4.0),
+        entry(scaling, "v5p:2x2x1", predicted_s=1.0),
+    ]
+    rows = [scaling.row(each, entries) for each in entries]
+    assert [row[4] for row in rows] == ["-", "100 %", "100 %", "50 %", "100 %"]
+    assert rows[0][2] == "4.0, does not fit"
+    assert rows[2] == ("8 x v6e", "2x4x1", "4.0", "4.00", "100 %", "50 %", "25 %", "25 %", "kernels")
+
+
+def test_the_page_has_a_row_for_each_slice_and_size(scaling: ModuleType):
+    page = PAGE.read_text()
+    assert scaling.insert(page, "new") == scaling.insert(scaling.insert(page, "old"), "new")
+    for name in scaling.TOPOLOGIES:
+        slice_ = chips.topology(name)
+        assert page.count(f"| {slice_.num_chips} x {slice_.chip.generation} |") == len(scaling.SIZES)
