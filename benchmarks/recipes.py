@@ -16,6 +16,7 @@ from comfyui_tpu.tpu_runtime.spec import STAGES
 
 BEGIN, END = "<!-- recipes:begin -->", "<!-- recipes:end -->"
 ONE_BRANCH = {"guidance_scale": 1.0}
+ONE_CHIP = ("v5e:1x1", "v6e:1x1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +42,15 @@ RECIPES = (
     Recipe(title="Wan 2.2 I2V, 4 steps", model="wan2.2-i2v-a14b", topology="v6e:2x4", widgets=WAN22),
     *(
         Recipe(title="Wan 2.1 T2V 1.3B, 4 steps", model="wan2.1-t2v-1.3b", topology=topology, widgets=WAN_SMALL)
-        for topology in ("v5e:1x1", "v6e:1x1")
+        for topology in ONE_CHIP
+    ),
+    *(
+        Recipe(title="Wan 2.1 T2V 1.3B, 50 steps", model="wan2.1-t2v-1.3b", topology=topology, widgets={})
+        for topology in ONE_CHIP
     ),
     *(
         Recipe(title="FLUX.2 klein 4B, 4 steps", model="flux2-klein-4b", topology=topology, widgets=KLEIN)
-        for topology in ("v5e:1x1", "v6e:1x1", "v6e:2x4")
+        for topology in (*ONE_CHIP, "v6e:2x4")
     ),
     Recipe(
         title="FLUX.2 dev Turbo, 8 steps",
