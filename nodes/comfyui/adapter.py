@@ -18,7 +18,7 @@ from ...tpu_runtime import pipeline
 from ...tpu_runtime.progress import Preview
 from .. import DECLARATIONS, graph
 from ..declare import Declaration, Expansion, Folders, Input, Link, Node, Ref
-from . import memory, previews, routes
+from . import memory, pictures, previews, routes
 
 try:
     from comfy_api.latest import ComfyExtension, io
@@ -68,6 +68,7 @@ def extension() -> ComfyExtension:
     atexit.register(pipeline.leave)
     memory.wrap_unload()
     routes.add()
+    pictures.install()
     classes = [node_class(declaration) for declaration in DECLARATIONS.values()]
 
     class Extension(ComfyExtension):
