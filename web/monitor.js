@@ -1,5 +1,5 @@
 // The TPU monitor in ComfyUI's page: a sidebar tab, a button in the action bar, two settings.
-// The only module here that ComfyUI runs by itself; the others end in .mjs.
+// What it imports ends in .mjs: ComfyUI runs every .js by itself.
 
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
