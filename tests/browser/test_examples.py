@@ -1,4 +1,5 @@
-"""The example workflows in ComfyUI's page, in a real browser: every node is there, every widget has its own value.
+"""The example workflows in ComfyUI's page, in a real browser: the template browser shows them all, they open without a
+warning, every node is there and in nobody's way, every widget has its own value.
 
 What the page looked like is in `output/screenshots/`.
 """
@@ -32,34 +33,73 @@ READY = "window.app && app.graph && Object.keys(LiteGraph.registered_node_types)
 pytestmark = [needs_comfyui, pytest.mark.skipif(not BROWSER, reason="no chromium or google-chrome on the PATH")]
 playwright_sync = pytest.importorskip("playwright.sync_api", reason="no playwright; pip install playwright")
 
+# Opens an example as a click on its card does, but for the click.
+OPEN = """async (name) => {
+    const workflow = await (await fetch(`/api/workflow_templates/ComfyUI-TPU/${name}.json`)).json();
+    await app.loadGraphData(workflow, true, true, name, {openSource: "template"});
+}"""
+IS_DRAWN = "app.graph.links.size > 0 && [...app.graph.links.values()].every((link) => link.path)"
 # What the page made of a workflow, and what it would queue.
-LOAD = """async (workflow) => {
-    await app.loadGraphData(workflow);
-    app.canvas?.ds && Object.assign(app.canvas.ds, {scale: 0.6, offset: [560, 160]});
-    app.graph.setDirtyCanvas(true, true);
-    const nodes = (app.graph.nodes ?? app.graph._nodes).map((node) => ({
+FOUND = """async () => ({
+    nodes: app.graph.nodes.map((node) => ({
         id: String(node.id),
         type: node.type,
         known: node.type in LiteGraph.registered_node_types,
         errors: Boolean(node.has_errors),
         widgets: Object.fromEntries((node.widgets ?? []).map((widget) => [widget.name, widget.value])),
-    }));
-    return {nodes, queued: (await app.graphToPrompt()).output};
+        dimmed: (node.widgets ?? []).filter((widget) => widget.disabled).map((widget) => widget.name),
+    })),
+    queued: (await app.graphToPrompt()).output,
+})"""
+# Links that the page draws behind a node's frame, and nodes that lie on each other.
+COVERED = """() => {
+    const [context, found] = [document.createElement("canvas").getContext("2d"), []];
+    const boxes = app.graph.nodes.map((node) => [node.id, ...node.boundingRect]);
+    context.lineWidth = 4;
+    for (const [id, x, y, width, height] of boxes) {
+        for (const [other, left, top, ...size] of boxes) {
+            const apart = x + width <= left || left + size[0] <= x || y + height <= top || top + size[1] <= y;
+            if (id < other && !apart) found.push(`${id} on ${other}`);
+        }
+        const edge = [];
+        for (let at = 0; at <= width; at += 3) edge.push([x + at, y], [x + at, y + height]);
+        for (let at = 0; at <= height; at += 3) edge.push([x, y + at], [x + width, y + at]);
+        for (const link of app.graph.links.values()) {
+            const own = id === link.origin_id || id === link.target_id;
+            const crosses = !own && edge.some((point) => context.isPointInStroke(link.path, ...point));
+            if (crosses) found.push(`link ${link.id} behind ${id}`);
+        }
+    }
+    return found;
 }"""
+# What the page has to complain of: its stores of missing nodes, models and media, and what pops up.
+COMPLAINTS = """() => {
+    const stores = document.querySelector("#vue-app").__vue_app__.config.globalProperties.$pinia.state.value;
+    const missing = [stores.missingModel.missingModelCandidates, stores.missingMedia.missingMediaCandidates];
+    const nodes = stores.missingNodesError.missingNodesError;
+    const shown = [...document.querySelectorAll("[role=dialog], [role=alert], [role=status], .p-toast-message")];
+    const texts = shown.map((one) => one.innerText);
+    return [...missing.flatMap((found) => found ?? []), ...(nodes ? [nodes] : []), ...texts];
+}"""
+# The cards of the template browser, and whether each shows a picture of its own.
+CARDS = """() => Object.fromEntries([...document.querySelectorAll("[data-testid^=template-workflow-]")].map((card) => {
+    const picture = card.querySelector("img");
+    picture ?? card.scrollIntoView();
+    const name = card.dataset.testid.replace("template-workflow-", "");
+    return [name, Boolean(picture?.complete && picture.naturalWidth === 512)];
+}))"""
 
 
 @pytest.fixture(scope="module")
 def page(start_comfyui: Callable[..., Server]) -> Iterator[Any]:
     """ComfyUI's page, ready to load a workflow."""
     server = start_comfyui()
-    picture = EXAMPLES / "wan_i2v_input.jpg"
-    shutil.copy(picture, server.base / "input" / picture.name)
     # Where a LoRA is missing the page marks its loader, as it should.
     for name in LORAS:
         (server.base / "models" / "loras").mkdir(parents=True, exist_ok=True)
         (server.base / "models" / "loras" / name).touch()
     # Its first visit would open a gallery of templates over the canvas.
-    server.post("/settings", {"Comfy.TutorialCompleted": True, "Comfy.Workflow.ShowMissingModelsWarning": False})
+    server.post("/settings", {"Comfy.TutorialCompleted": True})
     with playwright_sync.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
         try:
@@ -78,20 +118,62 @@ def api_twin(path: Path) -> Path:
 
 
 def constants(workflow: dict) -> dict[str, Any]:
-    """Every widget's value by its name, which stages share; a sampler's size of 0 is its picture's."""
+    """Every widget's value by its name, which stages share; a sampler's size of 0 is its picture's, and a loader's
+    family has no place in a pipeline node.
+    """
     given = [(name, x) for node in workflow.values() for name, x in node["inputs"].items() if not isinstance(x, list)]
+    given = [(name, x) for name, x in given if name != "family"]
     return {name: x for name, x in given if x or name not in ("height", "width", "num_frames")}
+
+
+def click(page: Any, selector: str, text: str = "") -> None:
+    """As the page's own code would: a dialog that still moves and loads is not waited for."""
+    script = """([selector, text]) => {
+        const all = [...document.querySelectorAll(selector)];
+        const found = all.find((one) => !text || (one.childElementCount === 0 && one.textContent.trim() === text));
+        found?.click();
+        return Boolean(found);
+    }"""
+    page.wait_for_function(script, arg=[selector, text])
+
+
+def test_the_template_browser_shows_every_example_with_its_thumbnail_and_opens_it(page: Any):
+    """And the page does complain of what it lacks: of its own default workflow's models."""
+    page.wait_for_function(f"({COMPLAINTS})().length > 0")
+    page.evaluate("app.extensionManager.command.execute('Comfy.BrowseTemplates')")
+    click(page, "[role=dialog] *", "ComfyUI-TPU")
+    every = {path.stem: True for path in PAGES}
+    page.wait_for_function(f"(every) => Object.entries(every).every(([name]) => ({CARDS})()[name])", arg=every)
+    assert page.evaluate(CARDS) == every
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / "templates.png")
+    click(page, "[data-testid=template-workflow-wan22_i2v_720p]")
+    page.wait_for_function("app.extensionManager.workflow.activeWorkflow.path.includes('wan22_i2v_720p')")
+    page.wait_for_function(IS_DRAWN)
+    assert page.evaluate(COMPLAINTS) == []
+    assert any(node["type"] == "Wan22I2VTPUSampler" for node in page.evaluate(FOUND)["nodes"])
+
+
+def is_model(socket: dict[str, Any]) -> bool:
+    return socket["type"] == "TPU_MODEL" and socket["link"] is not None
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_an_example_opens_with_every_node_and_every_value_in_its_place(page: Any, path: Path):
     document = json.loads(path.read_text())
-    found = page.evaluate(LOAD, document)
-    page.wait_for_timeout(500)  # the canvas is drawn after the next frame
+    page.evaluate(OPEN, path.stem)
+    page.wait_for_function(IS_DRAWN)
+    found = page.evaluate(FOUND)
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SCREENSHOTS / f"{path.stem}.png")
+    assert page.evaluate(COMPLAINTS) == []
+    assert page.evaluate(COVERED) == []
     assert [node["type"] for node in found["nodes"] if not node["known"] or node["errors"]] == []
     assert sorted(node["id"] for node in found["nodes"]) == sorted(str(node["id"]) for node in document["nodes"])
+    linked = {str(node["id"]) for node in document["nodes"] for socket in node["inputs"] if is_model(socket)}
+    dimmed = {node["id"]: node["dimmed"] for node in found["nodes"] if node["dimmed"]}
+    named = {node["id"] for node in found["nodes"] if "model_id" in node["widgets"]}
+    assert dimmed == {node_id: ["model_id", "precision"] for node_id in linked & named}
     expected = to_api(document, HEADLESS)
     assert constants(expected).items() >= constants(json.loads(api_twin(path).read_text())).items()
     widgets = {node["id"]: node["widgets"] for node in found["nodes"]}
@@ -110,7 +192,8 @@ def test_an_example_opens_with_every_node_and_every_value_in_its_place(page: Any
 
 def test_a_bypassed_save_stage_gives_the_page_the_links_that_a_headless_run_has(page: Any):
     document = saved_page(OLD_ORDER)
-    queued = page.evaluate(LOAD, document)["queued"]
+    page.evaluate("(workflow) => app.loadGraphData(workflow)", document)
+    queued = page.evaluate(FOUND)["queued"]
     links = {name: x for name, x in queued["3"]["inputs"].items() if isinstance(x, list)}
     assert links == {"prompt_embeds": ["1", 0], "negative_prompt_embeds": ["1", 1]}
     assert to_api(document, HEADLESS)["3"]["inputs"].items() >= links.items()

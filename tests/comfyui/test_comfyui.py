@@ -114,12 +114,12 @@ def test_loras_are_offered_found_and_refused_as_core_does_it(server: Server):
 
 def test_the_api_workflow_gives_the_video_and_leaves_torch_as_it_was(server: Server):
     workflow = tiny_workflow("stages")
-    workflow["6"] = {"class_type": "TorchProbe", "inputs": {"after": ["3", 0]}}
+    workflow["probe"] = {"class_type": "TorchProbe", "inputs": {"after": ["3", 0]}}
     entry = server.run(workflow)
     assert _video(server, "stages") == (5, 112, 80, 16.0)
     tensor = "<class 'torch.Tensor'>"
     facts = [tensor, "torch.float32", "cpu", "torch.float32", tensor, "torch.float32"]
-    assert entry["outputs"]["6"]["facts"] == facts
+    assert entry["outputs"]["probe"]["facts"] == facts
 
 
 def test_the_pipeline_node_gives_the_same_video(server: Server):
@@ -199,10 +199,11 @@ def test_a_bad_input_is_rejected_when_queued(server: Server, change: dict, sente
 )
 def test_a_save_stage_that_cannot_be_is_rejected_when_queued(server: Server, change: dict, sentence: str):
     """Its page lists `model` among the optional inputs, and ComfyUI leaves its links to us."""
-    inputs = {"folder": "never", "model": ["9", 0], "prompt_embeds": ["1", 0], **change}
+    inputs = {"folder": "never", "model": ["6", 0], "prompt_embeds": ["1", 0], **change}
+    encoder, loader = (tiny_workflow("never")[node_id] for node_id in ("1", "6"))
     workflow = {
-        "1": tiny_workflow("never")["1"],
-        "9": {"class_type": "TPUModelLoader", "inputs": {"model_id": "tiny/wan21", "family": "Wan21"}},
+        "1": encoder,
+        "6": loader,
         "2": {"class_type": "TPUSaveStage", "inputs": {name: x for name, x in inputs.items() if x is not None}},
     }
     errors = server.queue(workflow)["node_errors"]["2"]["errors"]

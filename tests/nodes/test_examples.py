@@ -1,6 +1,8 @@
 """The example workflows fit the nodes: every link, every widget, in the page's format and in the API's."""
 
 import json
+import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
 from comfyui_tpu.tpu_runtime.models import FLAGSHIPS
+from PIL import Image
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Recipes of few steps, or of a small model, by siblings and LoRAs.
@@ -73,6 +76,46 @@ def test_every_model_has_an_example_with_its_own_id_and_defaults():
     texts = [path.read_text() for path in PAGE_FILES]
     for spec in FLAGSHIPS:
         assert any(spec.hub_id in text and f"{spec.family}TPUSampler" in text for text in texts), spec.name
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
+    """What a script of `tools/` defines."""
+    folder = EXAMPLES.parent / "tools"
+    monkeypatch.syspath_prepend(folder)
+    return lambda name: runpy.run_path(str(folder / f"{name}.py"))
+
+
+def test_the_examples_are_what_the_script_writes(tool: Callable[[str], dict[str, Any]]):
+    """So their figures are those of `benchmarks/predicted.json`. If not: `python tools/workflows.py`."""
+    written = tool("workflows")["files"]()
+    assert sorted(written) == sorted(name(path) for path in PAGE_FILES + API_FILES)
+    assert [found for found, text in written.items() if (EXAMPLES / found).read_text("utf-8") != text] == []
+
+
+def test_every_example_has_its_thumbnail(tool: Callable[[str], dict[str, Any]]):
+    """As cards want it, square and small, and no caption is out of date. If one is: `python tools/thumbnails.py`."""
+    script = tool("thumbnails")
+    captions = {example.name: script["comment"](example) for example in script["workflows"].ALL}
+    wrong = []
+    for path in PAGE_FILES:
+        with Image.open(path.with_suffix(".jpg")) as picture:
+            caption = captions[path.stem.removesuffix("_pipeline")]
+            fits = picture.size == (512, 512) and path.with_suffix(".jpg").stat().st_size <= 40_000
+            wrong += [] if fits and picture.info["comment"] == caption.encode() else [path.stem]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("path", PAGE_FILES + API_FILES, ids=name)
+def test_a_model_is_named_once(path: Path):
+    """By the loader, for all stages; by a pipeline node itself, if nothing is added to the model."""
+    workflow = to_api(read(path), HEADLESS)
+    ours = [node for node in workflow.values() if HEADLESS[node["class_type"]].family]
+    loaders = [node for node in workflow.values() if node["class_type"] == "TPUModelLoader"]
+    assert len(loaders) == 1 or (len(ours), len(loaders)) == (1, 0)
+    assert len({tuple(node["inputs"].get("model", ())) for node in ours}) == 1
+    if loaders:
+        assert all("model" in node["inputs"] for node in ours)
 
 
 @pytest.mark.slow

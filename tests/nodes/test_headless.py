@@ -245,7 +245,7 @@ def test_tiny_changes_models_and_sizes_and_nothing_else():
         for name, value in node["inputs"].items()
         if value != before[node_id]["inputs"].get(name)
     }
-    models = {(node_id, "model_id"): "tiny/wan21" for node_id in ("1", "2", "3")}
+    models = {(node_id, "model_id"): "tiny/wan21" for node_id in ("1", "2", "3", "6")}
     assert changed == {**models, ("2", "height"): 80, ("2", "width"): 112}
 
 

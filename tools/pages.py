@@ -1,0 +1,231 @@
+"""An API-format workflow as ComfyUI's page saves one: sockets, widgets by position, and a layout.
+
+Nodes stand in columns from left to right, as the work goes. A link to the next column stays in the gap between the two;
+one that goes further runs over the tops of the columns on its way, which stand lower to let it pass. `behind` checks
+that by geometry.
+"""
+
+import itertools
+import math
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from comfyui_tpu.nodes import DECLARATIONS
+from comfyui_tpu.nodes.declare import Declaration
+from comfyui_tpu.nodes.graph import Workflow, is_link
+from comfyui_tpu.nodes.headless.runner import HEADLESS
+
+Document = dict[str, Any]
+Box = tuple[float, float, float, float]  # left, top, right, bottom; the title stands above the top
+Point = tuple[float, float]
+
+# LiteGraph's, in pixels.
+TITLE, SLOT, WIDGET, MARGIN = 30, 20, 24, 16
+GAP, LANE, TEXT = 66, 40, 130
+WIDTHS = {"Encoder": 320, "Pipeline": 380, "CreateVideo": 212, "SaveVideo": 280, "SaveImage": 320}
+WIDTH = 310
+# A picture below the widgets.
+SHOWN = {"LoadImage": 220}
+# Of the screen that a page opens on.
+VIEW = 1500
+# Where a note has room below a column, and where it would be too far down.
+LOW, HIGH = 150, 600
+# What a user chooses has a colour: the model, the words, the picture.
+COLOURS = {"Loader": ("#323", "#535"), "TextEncoder": ("#232", "#353"), "LoadImage": ("#223", "#335")}
+NOTE = {"type": "MarkdownNote", "title": "How to use this", "color": "#432", "bgcolor": "#653"}
+
+
+def page(name: str, workflow: Workflow, columns: Sequence[Sequence[str]], note: str, models: Mapping) -> Document:
+    """The document of a graph whose nodes stand in `columns`, each from top to bottom.
+
+    `note` is Markdown and stands below the first column. `models` names the files that a node needs, by its id: the
+    page offers to download what is missing.
+    """
+    boxes = _places(workflow, columns)
+    links = [
+        [number, int(source[0]), source[1], int(target), _slots(workflow[target]).index(socket),
+         HEADLESS[workflow[source[0]]["class_type"]].outputs[source[1]].type]
+        for number, (source, target, socket) in enumerate(_links(workflow), 1)
+    ]  # fmt: skip
+    nodes = [_note(max(map(int, workflow)) + 1, note, boxes, columns)]
+    for order, (node_id, node) in enumerate(workflow.items(), 1):
+        nodes.append(_node(int(node_id), node, boxes[node_id], links))
+        nodes[-1]["order"] = order
+        if node_id in models:
+            nodes[-1]["properties"]["models"] = models[node_id]
+    left, right = min(node["pos"][0] for node in nodes), max(box[2] for box in boxes.values())
+    scale = round(min(0.8, VIEW / (right - left)), 2)
+    document = {
+        "id": str(uuid.uuid5(uuid.NAMESPACE_URL, f"comfyui-tpu/examples/{name}")),
+        "revision": 0,
+        "last_node_id": nodes[0]["id"],
+        "last_link_id": len(links),
+        "nodes": nodes,
+        "links": links,
+        "groups": [],
+        "config": {},
+        "extra": {"ds": {"scale": scale, "offset": [80 - left, 140]}},
+        "version": 0.4,
+    }
+    assert not behind(document), f"{name}: links run behind nodes: {behind(document)}"
+    return document
+
+
+def _node(node_id: int, node: Mapping[str, Any], box: Box, links: Sequence[Sequence[Any]]) -> Document:
+    kind = node["class_type"]
+    declaration, is_ours = HEADLESS[kind], kind in DECLARATIONS
+    coming = {slot: number for number, _, _, target, slot, _ in links if target == node_id}
+    inputs = []
+    for slot, name in enumerate(_slots(node)):
+        declared = declaration.input(name)
+        entry: Document = {"name": name, "type": declared.type, "link": coming.get(slot)}
+        if declared.is_widget:
+            entry["widget"] = {"name": name}
+        elif declared.is_listed_optional:
+            entry["shape"] = 7
+        inputs.append(entry)
+    outputs = []
+    for slot, output in enumerate(declaration.outputs):
+        going = [number for number, origin, index, *_ in links if (origin, index) == (node_id, slot)]
+        outputs.append({"name": output.name, "type": output.type, "links": going or None})
+    colours = next((found for end, found in COLOURS.items() if kind.endswith(end)), ())
+    return {
+        "id": node_id,
+        "type": kind,
+        "pos": list(box[:2]),
+        "size": [box[2] - box[0], box[3] - box[1]],
+        "flags": {},
+        "order": 0,
+        "mode": 0,
+        "inputs": inputs,
+        "outputs": outputs,
+        "properties": {
+            "cnr_id": "comfyui-tpu" if is_ours else "comfy-core",
+            "ver": "0.1.0" if is_ours else "0.33.0",
+            "Node name for S&R": kind,
+        },
+        "widgets_values": _widget_values(declaration, node["inputs"]),
+        **dict(zip(("color", "bgcolor"), colours, strict=False)),
+    }
+
+
+def _widget_values(declaration: Declaration, inputs: Mapping[str, Any]) -> list[Any]:
+    """By position. After a seed comes what happens to it after a run, after a picture its upload button."""
+    values = []
+    for declared in declaration.inputs:
+        if declared.is_widget:
+            value = inputs.get(declared.name, declared.default)
+            values.append(declared.default if is_link(value) else value)
+            values += {"": [], "upload": ["image"]}.get(declared.companion, ["fixed"])
+    return values
+
+
+def _slots(node: Mapping[str, Any]) -> list[str]:
+    """The names of a node's input sockets from the top: the declared ones, then widgets that are linked."""
+    named = [declared.name for declared in HEADLESS[node["class_type"]].page_order() if not declared.is_widget]
+    return named + [name for name, value in node["inputs"].items() if is_link(value) and name not in named]
+
+
+def _links(workflow: Workflow) -> Iterator[tuple[list, str, str]]:
+    """Source, target node and its socket of every link."""
+    for node_id, node in workflow.items():
+        yield from ((node["inputs"][name], node_id, name) for name in _slots(node) if is_link(node["inputs"].get(name)))
+
+
+# --- layout -----------------------------------------------------------------------------------------------------------
+
+
+def _places(workflow: Workflow, columns: Sequence[Sequence[str]]) -> dict[str, Box]:
+    """Where every node stands. The last column is placed first: what passes over the others is known then."""
+    sizes = {node_id: _size(node["class_type"]) for node_id, node in workflow.items()}
+    column_of = {node_id: index for index, column in enumerate(columns) for node_id in column}
+    widths = [max(sizes[node_id][0] for node_id in column) for column in columns]
+    boxes: dict[str, Box] = {}
+    for index in reversed(range(len(columns))):
+        left, top = sum(widths[:index]) + GAP * index, 0
+        for source, target, socket in _links(workflow):
+            if column_of[source[0]] < index < column_of[target]:
+                top = max(top, boxes[target][1] + SLOT * (_slots(workflow[target]).index(socket) + 1) + LANE + TITLE)
+        for node_id in columns[index]:
+            boxes[node_id] = (left, top, left + widths[index], top + sizes[node_id][1])
+            top += sizes[node_id][1] + LANE + TITLE
+    return boxes
+
+
+def _size(kind: str) -> tuple[int, int]:
+    """Width and height, as LiteGraph computes them or a little more."""
+    declaration = HEADLESS[kind]
+    widgets = [declared for declared in declaration.inputs if declared.is_widget]
+    rows = sum(1 + bool(declared.companion) for declared in widgets if not declared.multiline)
+    texts = sum(declared.multiline for declared in widgets)
+    slots = max(len(declaration.inputs) - len(widgets), len(declaration.outputs))
+    height = SLOT * slots + WIDGET * rows + TEXT * texts + MARGIN + SHOWN.get(kind, 0)
+    width = next((found for end, found in WIDTHS.items() if kind.endswith(end) and "VAE" not in kind), WIDTH)
+    return width, height
+
+
+def _note(node_id: int, text: str, boxes: Mapping[str, Box], columns: Sequence[Sequence[str]]) -> Document:
+    """Below the first columns, as far as these are low; left of a graph that is high from the start."""
+    low = list(itertools.takewhile(lambda column: boxes[column[-1]][3] < LOW, columns[:3])) or columns[:1]
+    left, right = 0.0, boxes[low[-1][0]][2]
+    top = max(boxes[column[-1]][3] for column in low) + LANE + TITLE
+    if top > HIGH:
+        left, top, right = -WIDTH - GAP, 0.0, -GAP
+    lines = sum(math.ceil(len(line) * 6 / (right - left - 50)) for line in text.splitlines() if line)
+    return {
+        "id": node_id,
+        **NOTE,
+        "pos": [left, top],
+        "size": [right - left, 80 + 16 * lines],
+        "flags": {},
+        "order": 0,
+        "mode": 0,
+        "inputs": [],
+        "outputs": [],
+        "properties": {},
+        "widgets_values": [text],
+    }
+
+
+# --- geometry ---------------------------------------------------------------------------------------------------------
+
+
+def behind(document: Document) -> list[str]:
+    """Links that run behind a node, and nodes that lie on each other, as LiteGraph draws them."""
+    nodes = {node["id"]: node for node in document["nodes"]}
+    outer = {key: _outer(node) for key, node in nodes.items()}
+    problems = [f"{a} on {b}" for a, b in itertools.combinations(outer, 2) if _overlap(outer[a], outer[b])]
+    for number, origin, output, target, slot, _ in document["links"]:
+        start, end = nodes[origin], nodes[target]
+        first = (start["pos"][0] + start["size"][0], start["pos"][1] + SLOT * (output + 0.7))
+        last = (end["pos"][0], end["pos"][1] + SLOT * (slot + 0.7))
+        for x, y in _curve(first, last):
+            problems += [
+                f"link {number} behind {key}"
+                for key, (left, top, right, bottom) in outer.items()
+                if left < x < right and top < y < bottom and key not in (origin, target)
+            ]
+    return sorted(set(problems))
+
+
+def _outer(node: Document) -> Box:
+    (left, top), (width, height) = node["pos"], node["size"]
+    return (left, top - TITLE, left + width, top + height)
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def _curve(first: Point, last: Point) -> Iterator[Point]:
+    """Points of the curve between two sockets: a Bezier curve with handles of a quarter of the distance."""
+    reach = math.dist(first, last) / 4
+    points = (first, (first[0] + reach, first[1]), (last[0] - reach, last[1]), last)
+    for step in range(101):
+        t = step / 100
+        weights = ((1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t**2 * (1 - t), t**3)
+        yield (
+            sum(weight * x for weight, (x, _) in zip(weights, points, strict=True)),
+            sum(weight * y for weight, (_, y) in zip(weights, points, strict=True)),
+        )

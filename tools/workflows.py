@@ -1,0 +1,294 @@
+"""Writes the example workflows: `examples/*.json` as ComfyUI's page saves them, `examples/api/*.json` for its API.
+
+A model's own defaults stand in its spec; a description here adds what differs. What a workflow is predicted to take
+comes from `benchmarks/predicted.json`: run this again where that has changed, and then `thumbnails.py`.
+
+Run: python tools/workflows.py
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+# Run as a file, this folder is where Python looks first.
+import pages
+from graphs import Example, LoraFile, api, pipeline, stages
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+PREDICTED = ROOT / "benchmarks" / "predicted.json"
+
+
+FOUR_K = "`num_frames` is 4k + 1: {} frames are 5 seconds at {} fps."
+CHOOSE = "The picture is in ComfyUI's `input` folder; choose one of your own. One of another shape is cropped to the "
+CHOOSE += "video's size, or with `resize` fit shown whole with bars."
+DISTILLED = (
+    "Two LoRAs distil the model, one for each expert. The page offers to download them; or get them from "
+    "`Comfy-Org/Wan_2.2_ComfyUI_Repackaged` on the Hub, `split_files/loras`, into ComfyUI's `models/loras`, and reload "
+    "the page.",
+    "`guidance_scale` 1 and `guidance_scale_2` 1: no negative prompt, half the work. Slow motion is the LoRAs' known "
+    "flaw: guidance 2 to 3.5 for the first expert, or a strength below 1 of its LoRA, helps.",
+    "Shift 5 and four steps are sigmas 1, 0.9375, 0.8333, 0.625: two steps for each expert.",
+    "Without the LoRAs four steps give a blur.",
+)
+FOUR_STEPS = {
+    "num_inference_steps": 4, "guidance_scale": 1.0, "guidance_scale_2": 1.0, "seed": 0,
+    "scheduler": "FlowMatchEulerDiscreteScheduler", "sigmas": "1, 0.75, 0.5, 0.25",
+}  # fmt: skip
+WAN22 = "Wan_2.2_ComfyUI_Repackaged"
+SUNSET = "A beautiful sunset over the ocean"
+
+
+def experts(name: str) -> tuple[LoraFile, ...]:
+    """Wan 2.2's pair of files; `name` has a place for the expert's."""
+    return tuple(LoraFile(name=name.format(expert), repo=WAN22, expert=expert) for expert in ("high", "low"))
+
+
+ALL = (
+    Example(
+        name="wan21_t2v_720p",
+        prefix="wan21",
+        model="wan2.1-t2v-14b",
+        does="text to video",
+        predicted=("wan2.1-t2v-14b",),
+        tips=("720p wants `flow_shift` 5, 480p (832x480) wants 3.", FOUR_K.format(81, 16)),
+    ),
+    Example(
+        name="wan21_1.3b",
+        model="wan2.1-t2v-1.3b",
+        does="text to video on one chip",
+        predicted=("Wan 2.1 T2V 1.3B, 50 steps, v5e:1x1", "Wan 2.1 T2V 1.3B, 50 steps, v6e:1x1"),
+        tips=(
+            "1.3 billion parameters: for one chip, as free notebooks lend.",
+            "The makers' numbers: 832x480, 50 steps, guidance 6, shift 8.",
+            FOUR_K.format(81, 16),
+        ),
+    ),
+    Example(
+        name="wan22_t2v_4step",
+        model="wan2.2-t2v-a14b",
+        does="text to video in 4 steps",
+        predicted=("Wan 2.2 T2V, 4 steps, v6e:2x4",),
+        widgets={**FOUR_STEPS, "flow_shift": 5.0},
+        loras=experts("wan2.2_t2v_lightx2v_4steps_lora_v1.1_{}_noise.safetensors"),
+        tips=DISTILLED,
+    ),
+    Example(
+        name="wan22_i2v_720p",
+        prefix="wan22_i2v",
+        model="wan2.2-i2v-a14b",
+        does="image to video",
+        predicted=("wan2.2-i2v-a14b",),
+        tips=(
+            CHOOSE,
+            "`guidance_scale` is for the first expert, which composes; `guidance_scale_2` for the second, which "
+            "refines.",
+            FOUR_K.format(81, 16),
+        ),
+    ),
+    Example(
+        name="wan22_i2v_4step",
+        model="wan2.2-i2v-a14b",
+        does="image to video in 4 steps",
+        predicted=("Wan 2.2 I2V, 4 steps, v6e:2x4",),
+        widgets=FOUR_STEPS,
+        loras=experts("wan2.2_i2v_lightx2v_4steps_lora_v1_{}_noise.safetensors"),
+        tips=(CHOOSE, *DISTILLED),
+    ),
+    Example(
+        name="hunyuan15_t2v_720p",
+        prefix="hunyuan15",
+        model="hunyuanvideo1.5-t2v-720p",
+        does="text to video",
+        predicted=("hunyuanvideo1.5-t2v-720p",),
+        tips=(
+            "Text in quotes in the prompt is drawn as letters.",
+            "`flow_shift` 0 takes the checkpoint's own shift (720p: 9, 480p: 5).",
+            "CFG-distilled checkpoints run without guidance, whatever `guidance_scale` says.",
+            FOUR_K.format(121, 24),
+        ),
+    ),
+    Example(
+        name="hunyuan15_i2v_720p",
+        prefix="hunyuan15_i2v",
+        model="hunyuanvideo1.5-i2v-720p",
+        does="image to video",
+        predicted=("hunyuanvideo1.5-i2v-720p",),
+        tips=(
+            CHOOSE,
+            "As stages, height, width and frames must be the same in the image encoder and the sampler.",
+            "`flow_shift` 0 takes the checkpoint's own shift (720p: 7, 480p: 5).",
+            FOUR_K.format(121, 24),
+        ),
+    ),
+    Example(
+        name="cogvideox_t2v_768p",
+        prefix="cogvideox",
+        model="cogvideox1.5-5b",
+        does="text to video",
+        predicted=("cogvideox1.5-5b",),
+        tips=(
+            "Made for 1360x768 with 16k + 1 frames: 81 are 5 seconds at 16 fps, 161 are 10. Other sizes run too: "
+            "height and width are multiples of 16, `num_frames` is 8k + 1.",
+            "Its makers recommend `scheduler` CogVideoXDPMScheduler together with `use_dynamic_cfg`; what stands here "
+            "is the checkpoint's own.",
+            "The model likes long, detailed prompts, up to 226 tokens.",
+        ),
+    ),
+    Example(
+        name="flux2_t2i",
+        prefix="flux2",
+        model="flux2-dev",
+        does="text to image",
+        predicted=("flux2-dev",),
+        tips=(
+            "Height and width are multiples of 16; 1024 x 1024 is what the model is best at.",
+            "Flux.2 dev takes no negative prompt: guidance is an input of the network, and a step costs the same at "
+            "any `guidance_scale`.",
+            "The repository is gated: accept its licence on the Hub and set `HF_TOKEN`, or use a local folder.",
+        ),
+    ),
+    Example(
+        name="flux2_turbo",
+        model="flux2-dev",
+        does="text to image in 8 steps",
+        predicted=("FLUX.2 dev Turbo, 8 steps, v6e:2x4",),
+        widgets={
+            "num_inference_steps": 8, "guidance_scale": 2.5, "seed": 0,
+            "sigmas": "1.0, 0.6509, 0.4374, 0.2932, 0.1893, 0.1108, 0.0495, 0.00031",
+        },
+        loras=(LoraFile(name="Flux2TurboComfyv2.safetensors", repo="flux2-dev"),),
+        tips=(
+            "A LoRA by fal distils the model. The page offers to download it; or get it from `fal/FLUX.2-dev-Turbo` or "
+            "`Comfy-Org/flux2-dev` on the Hub, into ComfyUI's `models/loras`, and reload the page.",
+            "`sigmas` are the makers', shifted already; guidance 2.5.",
+            "Without the LoRA eight such steps give a poor picture.",
+        ),
+    ),
+    Example(
+        name="flux2_klein",
+        model="flux2-klein-4b",
+        does="text to image in 4 steps, on one chip",
+        predicted=tuple(f"FLUX.2 klein 4B, 4 steps, {topology}" for topology in ("v5e:1x1", "v6e:1x1", "v6e:2x4")),
+        prompt=SUNSET,
+        tips=(
+            "4 billion parameters and 4 steps: a picture in seconds on one chip.",
+            "The distilled model takes no guidance and no negative prompt. `black-forest-labs/FLUX.2-klein-base-4B` "
+            "takes both: 50 steps, guidance 4.",
+            "`black-forest-labs/FLUX.2-klein-9B` is larger and finer.",
+        ),
+    ),
+)  # fmt: skip
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def records() -> dict[str, Any]:
+    """What is predicted, by model or recipe."""
+    found = json.loads(PREDICTED.read_text())
+    return {record.get("recipe", record["model"]): record for record in found}
+
+
+def predictions(example: Example) -> Iterator[dict[str, Any]]:
+    """The example's records. Raises ValueError for one of another size or recipe."""
+    values, known = example.values, records()
+    # Where guidance is an input of the network, it costs nothing.
+    guidance = ("guidance_scale",) if example.spec.guidance == "cfg" else ()
+    names = ("height", "width", "num_frames", "num_inference_steps", *guidance)
+    for key in example.predicted:
+        if key not in known:
+            raise ValueError(f"{example.name}: benchmarks/predicted.json has no {key}; it has {', '.join(known)}.")
+        settings = known[key]["settings"]
+        wrong = [name for name in names if name in values and settings[name] != values[name]]
+        if wrong or known[key]["model"] != example.model:
+            raise ValueError(f"{example.name}: {key} was predicted for another model or {', '.join(wrong)}.")
+        yield known[key]
+
+
+def seconds(value: float) -> str:
+    return f"{value:.2g} s" if value < 10 else f"{value:.0f} s"
+
+
+def roughly(value: float) -> str:
+    """Seconds for a thumbnail, which need not be drawn again for each of them."""
+    return seconds(value) if value < 60 else f"{value / 60:.2g} min"
+
+
+def memory(record: Mapping[str, Any]) -> str:
+    """GiB on each chip with everything loaded or, where that is too much, of the largest stage."""
+    gib, loaded = 2**30, record["residency_bytes"]
+    if loaded <= record["chip"]["hbm_gib"] * gib:
+        return f"{loaded / gib:.1f}"
+    return f"{max(program['memory']['peak'] for program in record['programs']) / gib:.1f}, stage by stage"
+
+
+def size(example: Example) -> str:
+    """For example 1280x720, 81 frames, 50 steps."""
+    values = example.values
+    frames = "" if example.spec.is_image else f"{values['num_frames']} frames, "
+    return f"{values['width']}x{values['height']}, {frames}{values['num_inference_steps']} steps"
+
+
+def caption(example: Example) -> tuple[str, str, str]:
+    """What a thumbnail says: the model, the size, and how long that is predicted to take on the smallest TPU named."""
+    first = next(predictions(example), None)
+    found = ""
+    if first:
+        chips = "1 chip" if first["chips"] == 1 else f"{first['chips']} chips"
+        generation = first["topology"].partition(":")[0]
+        found = f"{roughly(first['predicted_total_s'])} on {chips} of {generation}, predicted"
+    return (example.spec.title, size(example), found)
+
+
+def note(example: Example, has_loader: bool) -> str:
+    """Markdown: what it takes, then what to know."""
+    spec, rows = example.spec, list(predictions(example))
+    lines = [f"**{spec.title}: {example.does}**", "", f"{size(example)}:", ""]
+    if rows:
+        lines += ["| TPU | chips | GiB a chip | predicted |", "|---|---|---|---|"]
+        lines += [
+            f"| {row['topology']} | {row['chips']} | {memory(row)} | {seconds(row['predicted_total_s'])} |"
+            for row in rows
+        ]
+        lines += ["", "Predicted by the compiler, not measured; the first run of a size compiles for minutes before."]
+    place = "`model_id` of the TPU Model Loader, which all stages share," if has_loader else "`model_id`"
+    sizes = ", ".join(f"{name} {value}" for name, value in spec.tiny_inputs.items())
+    tips = [
+        *example.tips,
+        f"{place} may also be a local folder in diffusers layout, or `{spec.tiny_id}` to try the graph without weights "
+        f"({sizes}).",
+    ]
+    return "\n".join([*lines, "", *(f"- {tip}" for tip in tips)])
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def files() -> dict[str, str]:
+    """Every example's content by its path below `examples/`."""
+    found = {}
+    for example in ALL:
+        by_stage, as_one = stages(example), pipeline(example)
+        found[f"api/{example.name}.json"] = _text(api(by_stage.workflow))
+        for name, graph in ((example.name, by_stage), (f"{example.name}_pipeline", as_one)):
+            has_loader = any(node["class_type"] == "TPUModelLoader" for node in graph.workflow.values())
+            words = note(example, has_loader)
+            found[f"{name}.json"] = _text(pages.page(name, graph.workflow, graph.columns, words, graph.files))
+    return found
+
+
+def _text(document: Any) -> str:
+    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+
+
+def main() -> None:
+    for name, text in files().items():
+        (EXAMPLES / name).write_text(text, "utf-8")
+        sys.stdout.write(f"{EXAMPLES / name}\n")
+
+
+if __name__ == "__main__":
+    main()
