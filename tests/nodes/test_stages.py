@@ -45,6 +45,7 @@ def test_three_stages_in_three_processes_give_the_frames_of_one_run(tmp_path: Pa
     in_process("run", str(EXAMPLE), "--tiny", "--out", str(tmp_path), *assignments)
     *timed, compiled = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in timed] == [
+        "TPU Model Loader",
         "Wan 2.1 Text Encoder (TPU)",
         "Wan 2.1 TPU Sampler",
         "Wan 2.1 TPU VAE Decoder",
