@@ -47,7 +47,8 @@ def clone(
     """A clone of `origin` at `tag` as `target`, whole or not at all; without the tag the `default_branch`, if allowed.
 
     It begins as the folder `beginning` on the same disk. `ready`, given the commit, is called before that is renamed.
-    """  # noqa: E501
+    Where files are in `target` already they stay, and only the repository comes to them: see `write_missing_files`.
+    """
     shutil.rmtree(beginning, ignore_errors=True)
     beginning.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -68,9 +69,17 @@ def clone(
             raise SetupError(f"{origin} has no commit: it cannot be the right repository.")
         ready(commit)
         target.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(beginning, target)
+        if target.is_dir() and any(target.iterdir()):
+            os.rename(beginning / ".git", target / ".git")
+        else:
+            os.rename(beginning, target)
     finally:
         shutil.rmtree(beginning, ignore_errors=True)
+
+
+def write_missing_files(folder: Path) -> None:
+    """Writes what a clone tracks and its folder lacks; what is there stays as it is."""
+    git(folder, "checkout-index", "--all", "--quiet")
 
 
 def move_to(folder: Path, tag: str) -> str:

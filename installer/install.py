@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import steps
-from .layout import COMFYUI_ORIGIN, COMFYUI_TAG, MANAGER_ORIGIN, MANAGER_TAG, Layout, layout, require_comfyui
+from .layout import COMFYUI_ORIGIN, COMFYUI_TAG, MANAGER_ORIGIN, MANAGER_TAG, Layout, layout, remains, require_comfyui
 from .machine import NO_TPU, ROOT, has_tpu
 from .steps import Origins, Step
 from .terminal import SetupError, confirm, say
@@ -64,7 +64,7 @@ def _refuse(chosen: Layout, *, is_updated: bool) -> None:
     if shutil.which("git") is None:
         raise SetupError("git is needed to fetch ComfyUI, and is not there: sudo apt install git")
     if chosen.comfyui.is_dir() and any(chosen.comfyui.iterdir()):
-        if not is_updated:
+        if not is_updated and not remains(chosen.comfyui):
             require_comfyui(chosen.comfyui)
         steps.refuse_other_copies(chosen)
     elif chosen.comfyui.exists() and not chosen.comfyui.is_dir():

@@ -22,13 +22,12 @@ MANAGER, PACK = "ComfyUI-Manager", "ComfyUI-TPU"
 class Record:
     """What `install` made, so that `uninstall` and `update` touch nothing else.
 
-    comfyui, manager: commits of the clones it made. pictures: names in ComfyUI's input folder.
+    comfyui, manager: commits of the clones it made.
     """
 
     comfyui: str | None = None
     manager: str | None = None
     link: bool = False
-    pictures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,9 +96,8 @@ class Layout:
         if not self.is_ours:
             return Record()
         try:
-            found = json.loads(_record_in(self.home).read_text())
-            return Record(**{**found, "pictures": tuple(found["pictures"])})
-        except (ValueError, TypeError, KeyError):
+            return Record(**json.loads(_record_in(self.home).read_text()))
+        except (ValueError, TypeError):
             raise SetupError(
                 f"{_record_in(self.home)} is damaged, so what install made is not known. Remove {self.home} and run "
                 "`python3 setup.py install` again; it keeps everything else."
@@ -153,6 +151,16 @@ def comfyui_version(folder: Path) -> str:
     file = folder / "comfyui_version.py"
     found = re.search(r'__version__ = "([^"]+)"', file.read_text()) if file.is_file() else None
     return found[1] if found else "0"
+
+
+# What of a ComfyUI is its user's, and what an installation that was cut off leaves.
+_KEPT = frozenset({"models", "output", "input", "user", "custom_nodes", "temp", ".git", ".comfyui-tpu"})
+
+
+def remains(folder: Path) -> bool:
+    """Whether `folder` holds what is left of a ComfyUI that was uninstalled, or not whole yet, and nothing else."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return bool(names) and names <= _KEPT
 
 
 def require_comfyui(folder: Path) -> None:

@@ -16,6 +16,7 @@ from .layout import (
     MANAGER_TAG,
     Layout,
     Record,
+    remains,
     require_comfyui,
     write_record,
 )
@@ -58,7 +59,6 @@ def steps(layout: Layout, origins: Origins) -> list[Step]:
         _packages(layout),
         _command(layout),
         _link(layout),
-        _pictures(layout),
     ]
 
 
@@ -69,17 +69,19 @@ def _comfyui(layout: Layout, origin: str) -> Step:
     target = layout.comfyui
 
     def todo() -> str:
-        is_there = target.is_dir() and any(target.iterdir())
-        return "" if is_there else f"clone {origin} at {COMFYUI_TAG} into {target}"
+        return "" if (target / "main.py").is_file() else f"clone {origin} at {COMFYUI_TAG} into {target}"
 
     def do() -> None:
         beginning = target.with_name(f".{target.name}.beginning")
+        home = layout.home if remains(target) else Layout(beginning).home
 
         def ready(commit: str) -> None:
             require_comfyui(beginning)
-            write_record(Layout(beginning).home, Record(comfyui=commit))
+            write_record(home, Record(comfyui=commit))
 
-        git.clone(origin, COMFYUI_TAG, target, beginning, default_branch=origin != COMFYUI_ORIGIN, ready=ready)
+        if git.commit_of(target) is None:
+            git.clone(origin, COMFYUI_TAG, target, beginning, default_branch=origin != COMFYUI_ORIGIN, ready=ready)
+        git.write_missing_files(target)
 
     return Step(name="ComfyUI", todo=todo, do=do, size_gb=0.3)
 
@@ -276,32 +278,6 @@ def _link(layout: Layout) -> Step:
         link.symlink_to(ROOT, target_is_directory=True)
 
     return Step(name="link", todo=todo, do=do)
-
-
-def pictures() -> list[Path]:
-    """The pictures that example workflows start from; others there show what a workflow of the same name makes."""
-    found = (path for path in (ROOT / "examples").rglob("*") if path.suffix in (".jpg", ".png", ".webp"))
-    return sorted(path for path in found if not path.with_suffix(".json").exists())
-
-
-def _pictures(layout: Layout) -> Step:
-    def missing() -> list[Path]:
-        return [path for path in pictures() if not (layout.comfyui / "input" / path.name).exists()]
-
-    def todo() -> str:
-        return f"copy {', '.join(path.name for path in missing())} to {layout.comfyui / 'input'}" if missing() else ""
-
-    def do() -> None:
-        folder = layout.comfyui / "input"
-        folder.mkdir(exist_ok=True)
-        names = [path.name for path in missing()]
-        layout.note(pictures=tuple(sorted({*layout.record().pictures, *names})))
-        for path in missing():
-            beginning = layout.temporary / path.name
-            shutil.copyfile(path, beginning)
-            beginning.replace(folder / path.name)
-
-    return Step(name="pictures", todo=todo, do=do)
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------

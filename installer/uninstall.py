@@ -2,10 +2,10 @@
 
 import argparse
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from . import git, steps
+from . import git
 from .install import add_common
 from .layout import Layout, installed
 from .machine import ROOT
@@ -40,7 +40,6 @@ def _say_what(chosen: Layout) -> None:
     lines = [f"{chosen.home}: the environment and all packages in it"]
     if _is_our_link(chosen):
         lines.append(f"{chosen.link}: the link to {ROOT}")
-    lines += [f"{picture}: a picture of the examples" for picture in _our_pictures(chosen)]
     for name, folder, commit in (
         ("Manager", chosen.manager, record.manager),
         ("ComfyUI", chosen.comfyui, record.comfyui),
@@ -57,8 +56,6 @@ def _remove(chosen: Layout) -> None:
     record = chosen.record()
     if _is_our_link(chosen):
         chosen.link.unlink()
-    for picture in _our_pictures(chosen):
-        picture.unlink()
     if record.manager and _is_as_cloned(chosen.manager, record.manager):
         shutil.rmtree(chosen.manager)
     if record.comfyui and _is_as_cloned(chosen.comfyui, record.comfyui):
@@ -70,14 +67,6 @@ def _remove(chosen: Layout) -> None:
 
 def _is_our_link(chosen: Layout) -> bool:
     return chosen.record().link and chosen.link.is_symlink() and chosen.link.resolve() == ROOT
-
-
-def _our_pictures(chosen: Layout) -> Iterator[Path]:
-    """The pictures that `install` copied and that are still the same."""
-    for picture in steps.pictures():
-        copy = chosen.comfyui / "input" / picture.name
-        if picture.name in chosen.record().pictures and copy.is_file() and copy.read_bytes() == picture.read_bytes():
-            yield copy
 
 
 def _is_as_cloned(folder: Path, commit: str) -> bool:

@@ -85,7 +85,6 @@ def test_it_ends_whole_after_every_interruption_and_the_next_run_changes_nothing
     assert sorted(path.name for path in (world / "home").iterdir()) == ["ComfyUI"]
     assert list((world / "tmp").iterdir()) == []
     assert installed.link.resolve() == ROOT
-    assert (installed.comfyui / "input" / "wan_i2v_input.jpg").is_file()
     [site] = installed.venv.site_packages()
     assert (site / "einops" / "__init__.py").is_file() and (site / "gitdb-4.0.dist-info" / "INSTALLER").is_file()
     versions = installed.venv.versions()
@@ -256,17 +255,7 @@ def test_without_a_terminal_or_with_a_dry_run_nothing_is_done(world, capsys):
     origins = ["--comfyui-origin", str(world / "comfyui"), "--manager-origin", str(world / "manager")]
     assert install.main([*origins, "--comfyui", str(target), "--dry-run"]) == 0
     said = capsys.readouterr().out
-    for name in (
-        "ComfyUI",
-        "environment",
-        "PyTorch",
-        "constraints",
-        "Manager",
-        "packages",
-        "command",
-        "link",
-        "pictures",
-    ):
+    for name in ("ComfyUI", "environment", "PyTorch", "constraints", "Manager", "packages", "command", "link"):
         assert f"\n  {name} " in said
     done = run_setup("install", *origins, "--comfyui", str(target))
     assert done.returncode == 1 and "There is no terminal to ask at: add --yes" in done.stderr
@@ -295,6 +284,24 @@ def test_update_moves_what_it_cloned_and_leaves_what_the_user_changed(world, ins
     before = small_world.listing(world / "home")
     assert update.main(["--yes"]) == 0
     assert small_world.listing(world / "home") == before
+
+
+def test_a_new_installation_keeps_what_uninstall_left(world, monkeypatch):
+    chosen = layout.Layout(world / "left")
+    mine = [chosen.comfyui / name for name in ("models/x.safetensors", "input/b.png")]
+    for path in mine:
+        path.parent.mkdir(parents=True)
+        path.write_text("mine")
+    clone, *_ = steps.steps(chosen, steps.Origins(comfyui=str(world / "comfyui")))
+    with monkeypatch.context() as patch:
+        patch.setattr(git, "write_missing_files", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            clone.do()
+    assert not (chosen.comfyui / "main.py").exists() and layout.remains(chosen.comfyui) and clone.todo()
+    clone.do()
+    assert not clone.todo() and git.is_unchanged(chosen.comfyui)
+    assert chosen.record().comfyui == git.commit_of(chosen.comfyui)
+    assert [path.read_text() for path in mine] == ["mine", "mine"]
 
 
 def test_uninstall_removes_what_install_made_and_nothing_of_the_users(world, installed, capsys):
