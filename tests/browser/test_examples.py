@@ -15,7 +15,7 @@ from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.nodes.test_bypass import OLD_ORDER, saved_page
 from comfyui_tpu.tests.support.comfyui_server import PACK, Server, needs_comfyui
-from comfyui_tpu.tests.support.patience import PATIENCE_S
+from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 EXAMPLES = PACK / "examples"
@@ -81,13 +81,19 @@ COMPLAINTS = """() => {
     const texts = shown.map((one) => one.innerText);
     return [...missing.flatMap((found) => found ?? []), ...(nodes ? [nodes] : []), ...texts];
 }"""
-# The cards of the template browser, and whether each shows a picture of its own.
-CARDS = """() => Object.fromEntries([...document.querySelectorAll("[data-testid^=template-workflow-]")].map((card) => {
+# The names of the template browser's cards; the last one is brought into view, which makes the page add others.
+CARDS = """() => {
+    const cards = [...document.querySelectorAll("[data-testid^=template-workflow-]")];
+    cards.at(-1)?.scrollIntoView();
+    return cards.map((card) => card.dataset.testid.replace("template-workflow-", ""));
+}"""
+# Whether a card shows a picture of its own, which is loaded when somebody could see it.
+SHOWS_PICTURE = """(name) => {
+    const card = document.querySelector(`[data-testid="template-workflow-${name}"]`);
     const picture = card.querySelector("img");
-    picture ?? card.scrollIntoView();
-    const name = card.dataset.testid.replace("template-workflow-", "");
-    return [name, Boolean(picture?.complete && picture.naturalWidth === 512)];
-}))"""
+    if (!picture) card.scrollIntoView({block: "center"});
+    return Boolean(picture?.complete && picture.naturalWidth === 512);
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +148,11 @@ def test_the_template_browser_shows_every_example_with_its_thumbnail_and_opens_i
     page.wait_for_function(f"({COMPLAINTS})().length > 0")
     page.evaluate("app.extensionManager.command.execute('Comfy.BrowseTemplates')")
     click(page, "[role=dialog] *", "ComfyUI-TPU")
-    every = {path.stem: True for path in PAGES}
-    page.wait_for_function(f"(every) => Object.entries(every).every(([name]) => ({CARDS})()[name])", arg=every)
-    assert page.evaluate(CARDS) == every
+    every = sorted(path.stem for path in PAGES)
+    until(lambda: len(page.evaluate(CARDS)) >= len(every))
+    assert sorted(page.evaluate(CARDS)) == every
+    for name in every:
+        page.wait_for_function(SHOWS_PICTURE, arg=name, polling=100)
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SCREENSHOTS / "templates.png")
     click(page, "[data-testid=template-workflow-wan22_i2v_720p]")
