@@ -6,7 +6,6 @@ sizes run, which shows that the command works, and nothing else.
 
 import argparse
 import functools
-import importlib.metadata
 import itertools
 import json
 import statistics
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from ..tpu_runtime.plan.measured import Measured, MeasuredProgram
     from ..tpu_runtime.programs.program import Program
 
-PACKAGES = ("comfyui-tpu", "jax", "jaxlib", "libtpu", "torch", "torchax", "diffusers", "transformers")
 Write = Callable[[str], None]
 
 
@@ -82,6 +80,7 @@ def measure(
     write: Write,
 ) -> "Measured":
     """Compiles and times every program of a generation, the programs of one network after another."""
+    from ..tpu_runtime import versions
     from ..tpu_runtime.cost_model import chips
     from ..tpu_runtime.plan.measured import Measured, MeasuredProgram
     from ..tpu_runtime.programs import rehearsal
@@ -107,7 +106,7 @@ def measure(
         device_kind=devices[0].device_kind,
         num_devices=len(devices),
         precision=precision,
-        versions=dict(_versions()),
+        versions=versions.of_results(),
         is_tiny=is_tiny,
         hbm_peak_bytes=_fullest(devices),
         programs=tuple(_predicted(rows, compiled, topology, write)),
@@ -199,14 +198,6 @@ def _predicted(
     plans = plan.predict([done for done in compiled if done is not None], topology, write)
     for row, planned in zip(rows, plans, strict=True):
         yield replace(row, predicted_s=planned.predicted_s)
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    for name in PACKAGES:
-        try:
-            yield name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
 
 
 def _fullest(devices: "Sequence[Device]") -> int | None:

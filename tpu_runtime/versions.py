@@ -4,6 +4,7 @@
 PyTorch is in neither: its line is in `constraints.txt`. Which jaxlib and libtpu belong to a jax, that jax says itself.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import logging
@@ -21,6 +22,8 @@ ROOT = Path(__file__).parents[1]
 # The build for the CPU: only the TPU computes.
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 OF_JAX = ("jaxlib", "libtpu")
+# What results and their speed depend on.
+_OF_RESULTS = ("comfyui-tpu", "jax", *OF_JAX, "torch", "torchax", "diffusers", "transformers", "numpy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,15 @@ def packages() -> tuple[Package, ...]:
             ranges = _ranges_of_jax()
             found.extend(Package(name=name, range=ranges[name], command=_install(jax)) for name in OF_JAX)
     return tuple(found)
+
+
+def of_results() -> dict[str, str]:
+    """The installed versions that a record of results is to name."""
+    found = {}
+    for name in _OF_RESULTS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def requirements(path: Path) -> Iterator[Requirement]:

@@ -1,22 +1,21 @@
 """What a self-test found, as a record to attach to a bug report: without paths, tokens, names of people or machines."""
 
 import getpass
-import importlib.metadata
 import os
 import platform
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...sharding.mesh import Device
+from .. import versions
 from ..redact import HIDDEN, redact
 from . import chips
 from .checks import Row
 
 SCHEMA = 1
-PACKAGES = ("comfyui-tpu", "jax", "jaxlib", "libtpu", "torch", "torchax", "diffusers", "transformers", "numpy")
 # What changes how programs are compiled or where they run.
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS", "JAX_DEFAULT_MATMUL_PRECISION", "COMFYUI_TPU_HBM_GIB")
 _LONGEST = 400  # characters of a sentence
@@ -90,21 +89,13 @@ def make(devices: Sequence[Device], models: Sequence[str], rows: Sequence[Row], 
             )
             for device in devices
         ),
-        versions={"python": platform.python_version(), **dict(_versions())},
+        versions={"python": platform.python_version(), **versions.of_results()},
         system=f"{platform.system()} {platform.machine()}",
         settings={name: cleaned(value) for name in VARIABLES if (value := os.environ.get(name))},
         models=tuple(models),
         rows=tuple(rows),
         elapsed_s=elapsed_s,
     )
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    for name in PACKAGES:
-        try:
-            yield name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
 
 
 def cleaned(text: str) -> str:
