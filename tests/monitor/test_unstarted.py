@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from comfyui_tpu.tpu_runtime.engine import current
 from comfyui_tpu.tpu_runtime.monitor import bus, metrics_service, snapshot
 from comfyui_tpu.tpu_runtime.monitor.feed import Feed
 from comfyui_tpu.tpu_runtime.monitor.readings import Sampler
@@ -128,7 +129,8 @@ def test_without_tpu_info_the_reason_is_said(tmp_path: Path, monkeypatch: pytest
     assert (said["message"], said["chips"]) == (snapshot.NOT_STARTED, [])
 
 
-def test_the_feed_gives_them_to_the_page(tmp_path: Path):
+def test_the_feed_gives_them_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(current, "_engine", None)  # another test of this process may have started one
     with serving(4) as port:
         unstarted = Unstarted(plug(tmp_path, "v6e", 4), [port], deadline_s=10.0)
         feed = Feed(snapshot.stats, Sampler(unstarted=unstarted), patience_s=60.0)
