@@ -1,14 +1,12 @@
 """`comfyui-tpu download`: only what is loaded, said before, going on where it stopped, whole or not there."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import pytest
 from comfyui_tpu.cli.download import BarHost, bar
 from comfyui_tpu.cli.main import main
-from comfyui_tpu.tests.support import fake_hub
 from comfyui_tpu.tests.support.fake_hub import Answer, FakeHub
 from comfyui_tpu.tpu_runtime.checkpoints import hub, tiny, weight_files
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
@@ -26,12 +24,6 @@ UNUSED = {
 TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZ012345"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeHub]:
-    with fake_hub.serve() as found:
-        yield found
-
-
 @pytest.fixture
 def fake(server: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeHub:
     """A hub with the built-in checkpoint as a model by its own id, beside what is never loaded."""
@@ -40,10 +32,7 @@ def fake(server: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fa
     for path in (folder / name for name in UNUSED):
         path.parent.mkdir(exist_ok=True)
         path.exists() or path.write_text("x")
-    server.repositories = {SPEC.hub_id: folder}
-    for state in (server.answers, server.asked, server.cuts, server.ranges):
-        state.clear()
-    server.use(monkeypatch, tmp_path / "hf")
+    server.use(monkeypatch, tmp_path / "hf", {SPEC.hub_id: folder})
     monkeypatch.setattr(weight_files, "PAUSE_S", 0.0)
     return server
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import huggingface_hub
@@ -18,7 +18,6 @@ import torch
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.hunyuan15 import SAMPLER
-from comfyui_tpu.tests.support import fake_hub
 from comfyui_tpu.tests.support.fake_hub import Answer, FakeHub
 from comfyui_tpu.tests.support.patience import PATIENCE_S
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, hub, model_ref, tiny
@@ -37,21 +36,10 @@ TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZ012345"
 ODD_TOKEN = "my-own-gateway-key"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeHub]:
-    with fake_hub.serve() as found:
-        yield found
-
-
 @pytest.fixture
 def fake(server: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeHub:
     """A hub with the built-in checkpoint as `owner/model`, and a cache of the test's own."""
-    server.repositories = {ID: tiny.ensure(SPEC)}
-    server.answers.clear()
-    server.asked.clear()
-    server.cuts.clear()
-    server.ranges.clear()
-    server.use(monkeypatch, tmp_path / "hf")
+    server.use(monkeypatch, tmp_path / "hf", {ID: tiny.ensure(SPEC)})
     return server
 
 

@@ -97,10 +97,15 @@ class FakeHub:
             return Answer(status=404, headers={**headers, "X-Error-Code": "EntryNotFound"})
         return Answer(status=200, headers={**headers, "ETag": f'"{_etag(path)}"'}, body=path.read_bytes())
 
-    def use(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-        """Points this process's Hub client here, which reads its variables only once; downloads go to `cache`."""
+    def use(self, monkeypatch: pytest.MonkeyPatch, cache: Path, repositories: dict[str, Path]) -> None:
+        """Begins anew with `repositories`, and points this process's Hub client here, which reads its variables only
+        once; downloads go to `cache`.
+        """
         from huggingface_hub import constants
 
+        self.repositories = repositories
+        for state in (self.answers, self.asked, self.cuts, self.ranges):
+            state.clear()
         for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
             monkeypatch.delenv(variable, raising=False)
         monkeypatch.setattr(constants, "ENDPOINT", self.url)
