@@ -38,16 +38,7 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-from comfyui_tpu.tests.support.citizen import (  # noqa: E402
-    BUDGET_MIB,
-    CITIZEN_PACK,
-    EXAMPLES,
-    PICTURE,
-    Listener,
-    copy_picture,
-    digest,
-    workflow,
-)
+from comfyui_tpu.tests.support.citizen import BUDGET_MIB, CITIZEN_PACK, EXAMPLES, PICTURE, Listener, digest, workflow  # noqa: E402
 
 MIB = 2**20
 CLIENTS = 2
@@ -143,7 +134,6 @@ class InServer:
         )
         stack.callback(server.stop)
         server.start()
-        copy_picture(server)
         self._server = server
         self._pages = [stack.enter_context(Listener(server)) for _ in range(CLIENTS)]
         self.unloads = (

@@ -1,20 +1,12 @@
 """The pack in a real ComfyUI server, with the built-in tiny model on simulated chips."""
 
-import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 
-import av
 import pytest
 import torch
-from comfyui_tpu.cli.main import make_tiny
 from comfyui_tpu.nodes import DECLARATIONS
-from comfyui_tpu.nodes.headless.runner import HEADLESS
-from comfyui_tpu.nodes.headless.workflow import to_api
-from comfyui_tpu.tests.nodes.test_examples import FEW_STEPS
-from comfyui_tpu.tests.support.comfyui_server import PACK, Server, needs_comfyui, tiny_workflow
-from PIL import Image
+from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui, saved_video, tiny_workflow
 from safetensors.torch import save_file
 
 pytestmark = needs_comfyui
@@ -50,15 +42,6 @@ PROBE = """
 @pytest.fixture(scope="module")
 def server(start_comfyui: Callable[..., Server]) -> Server:
     return start_comfyui(packs={"probe": PROBE})
-
-
-def _video(server: Server, prefix: str) -> tuple[int, int, int, float]:
-    """Frames, width, height, fps of the one video with this prefix."""
-    (path,) = (server.base / "output").glob(f"{prefix}*.mp4")
-    with av.open(str(path)) as container:
-        stream = container.streams.video[0]
-        assert (stream.codec_context.name, stream.codec_context.pix_fmt) == ("h264", "yuv420p")
-        return sum(1 for _ in container.decode(stream)), stream.width, stream.height, float(stream.average_rate)
 
 
 def test_the_pack_imports_in_under_a_second_and_touches_no_device(server: Server):
@@ -116,7 +99,7 @@ def test_the_api_workflow_gives_the_video_and_leaves_torch_as_it_was(server: Ser
     workflow = tiny_workflow("stages")
     workflow["probe"] = {"class_type": "TorchProbe", "inputs": {"after": ["3", 0]}}
     entry = server.run(workflow)
-    assert _video(server, "stages") == (5, 112, 80, 16.0)
+    assert saved_video(server, "stages") == (5, 112, 80, 16.0)
     tensor = "<class 'torch.Tensor'>"
     facts = [tensor, "torch.float32", "cpu", "torch.float32", tensor, "torch.float32"]
     assert entry["outputs"]["probe"]["facts"] == facts
@@ -142,34 +125,7 @@ def test_the_pipeline_node_gives_the_same_video(server: Server):
         },
     }
     server.run(workflow)
-    assert _video(server, "pipeline") == (5, 112, 80, 16.0)
-
-
-EXAMPLES = PACK / "examples"
-# Pipeline nodes have no API form of their own: theirs is made from the page's. Recipes of few steps run headless.
-RUNNABLE = [
-    path
-    for path in [*sorted((EXAMPLES / "api").glob("*.json")), *sorted(EXAMPLES.glob("*_pipeline.json"))]
-    if path.stem.removesuffix("_pipeline") not in FEW_STEPS
-]
-
-
-@pytest.mark.parametrize("path", RUNNABLE, ids=lambda path: path.stem)
-def test_every_example_gives_its_picture_or_video(server: Server, path: Path):
-    """On the built-in checkpoints at their sizes, 9 frames, 2 steps; the picture came with the pack."""
-    workflow = to_api(json.loads(path.read_text()), HEADLESS)
-    make_tiny(workflow)
-    prefix = f"example_{path.stem}"
-    for node in workflow.values():
-        changes = {"num_frames": 9, "num_inference_steps": 2, "filename_prefix": prefix}
-        node["inputs"] |= {name: value for name, value in changes.items() if name in node["inputs"]}
-    server.run(workflow)
-    if "t2i" in path.stem:
-        (image,) = (server.base / "output").glob(f"{prefix}_0*.png")
-        assert Image.open(image).size == (112, 80)
-    else:
-        (fps,) = (node["inputs"]["fps"] for node in workflow.values() if isinstance(node["inputs"].get("fps"), int))
-        assert _video(server, f"{prefix}_0") == (9, 112, 80, fps)
+    assert saved_video(server, "pipeline") == (5, 112, 80, 16.0)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ For tests of memory and cancelling, and for `benchmarks/soak.py`.
 
 import asyncio
 import json
-import shutil
 import threading
 from io import BytesIO
 from pathlib import Path
@@ -14,11 +13,14 @@ import aiohttp
 from PIL import Image
 
 from ...cli.main import make_tiny
+from ...nodes.headless.runner import HEADLESS
+from ...nodes.headless.workflow import to_api
 from .comfyui_server import PACK, Server
 from .patience import PATIENCE_S, until
 
 CITIZEN_PACK = (Path(__file__).parent / "citizen_pack.py").read_text()
-PICTURE = PACK / "examples" / "wan_i2v_input.jpg"
+EXAMPLES_FOLDER = PACK / "examples"
+PICTURE = EXAMPLES_FOLDER / "wan_i2v_input.jpg"
 EXAMPLES = {
     "Wan21": "wan21_t2v_720p",
     "Wan22I2V": "wan22_i2v_720p",
@@ -30,18 +32,20 @@ EXAMPLES = {
 BUDGET_MIB = 74
 
 
-def copy_picture(server: Server) -> None:
-    """Puts the examples' picture where the server looks for it."""
-    shutil.copy(PICTURE, server.base / "input" / PICTURE.name)
+def example(stem: str, **inputs: object) -> dict:
+    """An example on its family's miniature, two or three latent frames and 2 steps."""
+    folder = EXAMPLES_FOLDER if stem.endswith("_pipeline") else EXAMPLES_FOLDER / "api"
+    graph = to_api(json.loads((folder / f"{stem}.json").read_text()), HEADLESS)
+    make_tiny(graph)
+    small = {"num_frames": 9 if stem.startswith("cogvideox") else 5, "num_inference_steps": 2, **inputs}
+    for node in graph.values():
+        node["inputs"] |= {name: value for name, value in small.items() if name in node["inputs"]}
+    return graph
 
 
 def workflow(family: str, **inputs: object) -> dict:
-    """A family's example on its miniature, two latent frames and 2 steps, ending in a digest of its frames."""
-    graph = json.loads((PACK / "examples" / "api" / f"{EXAMPLES[family]}.json").read_text())
-    make_tiny(graph)
-    small = {"num_frames": 9 if family == "CogVideoX" else 5, "num_inference_steps": 2, **inputs}
-    for node in graph.values():
-        node["inputs"] |= {name: value for name, value in small.items() if name in node["inputs"]}
+    """A family's example, ending in a digest of its frames."""
+    graph = example(EXAMPLES[family], **inputs)
     saved = [name for name, node in graph.items() if node["class_type"] in ("SaveVideo", "SaveImage", "CreateVideo")]
     for name in saved:
         del graph[name]

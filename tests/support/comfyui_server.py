@@ -219,3 +219,14 @@ def tiny_workflow(prefix: str, **sampler: int) -> dict:
     workflow["2"]["inputs"] |= {"num_frames": 5, "num_inference_steps": 2, **sampler}
     workflow["5"]["inputs"]["filename_prefix"] = prefix
     return workflow
+
+
+def saved_video(server: Server, prefix: str) -> tuple[int, int, int, float]:
+    """Frames, width, height, fps of the one video with this prefix."""
+    import av
+
+    (path,) = (server.base / "output").glob(f"{prefix}*.mp4")
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        assert (stream.codec_context.name, stream.codec_context.pix_fmt) == ("h264", "yuv420p")
+        return sum(1 for _ in container.decode(stream)), stream.width, stream.height, float(stream.average_rate)
