@@ -114,7 +114,11 @@ def test_a_published_tokenizer_is_read(tmp_path: Path):
 
 
 @pytest.mark.parametrize("chips", CHIPS)
-def test_one_denoiser_call_equals_upstreams(chips: int, compare: Callable):
+def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
+    chips: int, monkeypatch: pytest.MonkeyPatch, compare: Callable
+):
+    """105 tokens: those that 4 chips need beside them are NaN."""
+    parity.poison_padding(monkeypatch)
     noise = parity.random_latents(SPEC, ODD)
     pipe = upstream_pipeline()
     rope = pipe._prepare_rotary_positional_embeddings(ODD.height, ODD.width, noise.shape[2], "cpu")
@@ -200,15 +204,6 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
     compare("frames, bfloat16", frames.numpy(), expected.frames, error=5e-2, slope=3e-3)
 
 
-def test_poisoned_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch, compare: Callable):
-    """105 tokens on 4 chips: the three added ones may hold NaN."""
-    noise = parity.random_latents(SPEC, ODD)
-    expected = denoise_once(noise)
-    parity.poison_padding(monkeypatch)
-    # Not to the bit: with the poison in it, other operations become one and round otherwise.
-    compare("poisoned padding", denoise_once(noise), expected, error=2e-5)
-
-
 @pytest.mark.slow
 def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
     """Nothing is tuned to the built-in checkpoint: other heads, widths, depths, text and latent scale."""
@@ -288,6 +283,6 @@ def test_the_makers_size_is_the_default_and_another_is_warned_of_once(
     assert warnings(**SPEC.tiny_inputs) == []
 
 
-def denoise_once(noise: torch.Tensor, chips: int = 8) -> np.ndarray:
+def denoise_once(noise: torch.Tensor, chips: int) -> np.ndarray:
     given = {"text": embeddings(SHORT), "text_length": np.full(2, 226, np.int32)}
     return parity.denoise_once(SPEC, ODD, noise, given, timestep=700, chips=chips)

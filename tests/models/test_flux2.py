@@ -106,8 +106,13 @@ def test_a_tokenizer_that_pads_after_the_text_is_followed(compare: Callable):
 
 
 @pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(tp=3), MeshShape(sp=4, tp=2), MeshShape(sp=8)], ids=str)
-def test_one_denoiser_call_equals_upstreams(mesh: MeshShape, compare: Callable):
-    """All arrangements of the chips; that of 8 chips by default is `sp=4 tp=2`, for 6 heads."""
+def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
+    mesh: MeshShape, monkeypatch: pytest.MonkeyPatch, compare: Callable
+):
+    """All arrangements of the chips; that of 8 chips by default is `sp=4 tp=2`, for 6 heads. Of 35 latent tokens and
+    547 of both, those that the chips need beside them are NaN.
+    """
+    parity.poison_padding(monkeypatch)
     noise, text = parity.random_latents(SPEC, ODD), embeddings(SHORT)
     with torch.no_grad():
         tokens = pipeline().transformer(
@@ -181,14 +186,6 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
     picture = runner.decode(model, latents, Silent()).numpy()
     # Upstream's own VAE in bfloat16 is off by 4e-2 already, with these random weights.
     compare("picture, bfloat16", picture, expected.frames, error=1.5e-1, slope=1e-2)
-
-
-def test_poisoned_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch, compare: Callable):
-    """35 latent tokens and 547 of both on 4 chips: the added ones may hold NaN."""
-    noise, mesh = parity.random_latents(SPEC, ODD), MeshShape(sp=4, tp=2)
-    expected = denoise_once(noise, mesh)
-    parity.poison_padding(monkeypatch)
-    compare("poisoned padding", denoise_once(noise, mesh), expected, error=1e-6)
 
 
 @pytest.mark.slow

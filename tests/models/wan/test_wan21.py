@@ -85,7 +85,11 @@ def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, c
 
 
 @pytest.mark.parametrize("chips", CHIPS)
-def test_one_denoiser_call_equals_upstreams(chips: int, compare: Callable):
+def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
+    chips: int, monkeypatch: pytest.MonkeyPatch, compare: Callable
+):
+    """105 tokens: those that 4 chips need beside them are NaN."""
+    parity.poison_padding(monkeypatch)
     noise = parity.random_latents(SPEC, ODD)
     with torch.no_grad():
         cond, uncond = (
@@ -98,10 +102,7 @@ def test_one_denoiser_call_equals_upstreams(chips: int, compare: Callable):
 
 @pytest.mark.parametrize(
     ("case", "chips"),
-    [
-        ("odd", 8),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("odd", 1), ("flat", 3), ("tall", 8), ("tall", 1))),
-    ],
+    [("odd", 8), pytest.param("flat", 3, marks=pytest.mark.slow), pytest.param("tall", 1, marks=pytest.mark.slow)],
 )
 def test_latents_and_frames_equal_upstreams(case: str, chips: int, compare: Callable):
     settings, runner = CASES[case], engine(chips)
@@ -124,17 +125,6 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
     compare("embeddings, bfloat16", embeds[0][0][0].numpy(), embeddings(SHORT)[:1], error=3e-2, slope=3e-3)
     compare("latents, bfloat16", normalised(latents["samples"]), expected.latents, error=2e-2, slope=3e-3)
     compare("frames, bfloat16", frames.numpy(), expected.frames, error=5e-2, slope=3e-3)
-
-
-def test_poisoned_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch, compare: Callable):
-    """105 tokens on 4 chips: those added may hold NaN.
-
-    To the bit; the kernel alone does queries with NaN again, in another form, which rounds otherwise (5e-6).
-    """
-    noise = parity.random_latents(SPEC, ODD)
-    expected = denoise_once(noise)
-    parity.poison_padding(monkeypatch)
-    compare("poisoned padding", denoise_once(noise), expected, error=1e-5)
 
 
 @pytest.mark.slow
@@ -204,6 +194,6 @@ def test_another_seed_loads_encodes_and_compiles_nothing():
     assert (first - second).abs().max() > 1e-3
 
 
-def denoise_once(noise: torch.Tensor, chips: int = 8) -> np.ndarray:
+def denoise_once(noise: torch.Tensor, chips: int) -> np.ndarray:
     given = {"text": embeddings(SHORT), "text_length": np.full(2, 512, np.int32)}
     return parity.denoise_once(SPEC, ODD, noise, given, timestep=700, chips=chips)

@@ -163,7 +163,11 @@ def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, compare: Calla
 
 
 @pytest.mark.parametrize(("chips", "expert"), [(1, "transformer_2"), (3, "transformer"), (8, "transformer_2")])
-def test_one_denoiser_call_equals_upstreams(chips: int, expert: str, compare: Callable):
+def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
+    chips: int, expert: str, monkeypatch: pytest.MonkeyPatch, compare: Callable
+):
+    """105 tokens: those that 4 chips need beside them are NaN."""
+    parity.poison_padding(monkeypatch)
     noise, condition = parity.random_latents(SPEC, ODD).numpy(), oracle(ODD).condition
     with torch.no_grad():
         sample = torch.from_numpy(np.concatenate([noise, condition], axis=1))
@@ -173,13 +177,6 @@ def test_one_denoiser_call_equals_upstreams(chips: int, expert: str, compare: Ca
         )
     expected = uncond + ODD.guidance_scale * (cond - uncond)
     compare(f"{expert}, {chips} chips", denoise_once(chips, expert), expected.numpy())
-
-
-def test_poisoned_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch, compare: Callable):
-    """105 tokens on 4 chips: the three added ones may hold NaN."""
-    expected = denoise_once(8, "transformer")
-    parity.poison_padding(monkeypatch)
-    compare("poisoned padding", denoise_once(8, "transformer"), expected, error=1e-6)
 
 
 def test_the_two_experts_differ_and_share_the_steps():
