@@ -114,12 +114,10 @@ def test_one_guided_call_with_a_reference_equals_upstreams(
     compare(f"denoiser, {mesh}", ours, flows[1] + 4.0 * (flows[0] - flows[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "settings", "pictures"),
-    [
-        pytest.param(DISTILLED, FOUR_STEPS, 0, id="distilled"),
-        pytest.param(BASE, ODD, 1, id="base, a reference", marks=pytest.mark.slow),
-    ],
+    [pytest.param(DISTILLED, FOUR_STEPS, 0, id="distilled"), pytest.param(BASE, ODD, 1, id="base, a reference")],
 )
 def test_latents_and_picture_equal_upstreams(spec: ModelSpec, settings: Settings, pictures: int, compare: Callable):
     """Upstream ignores the guidance of a distilled checkpoint."""

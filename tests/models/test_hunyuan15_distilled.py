@@ -122,6 +122,7 @@ def embeds(prompt: str) -> Any:
     return conditioning.conditioning(SPEC, encoded, 0)
 
 
+@pytest.mark.slow
 def test_a_generation_of_the_mean_flow_equals_upstreams(compare: Callable):
     """Encoders and decoder are the flagship's. One branch on three chips, whatever the widget says."""
     pipe, model = flagship.image_pipeline(MEAN_FLOW.name), parity.tiny_model(MEAN_FLOW)
@@ -132,6 +133,7 @@ def test_a_generation_of_the_mean_flow_equals_upstreams(compare: Callable):
     compare("latents, mean flow", latents["samples"].numpy() * flagship.SCALE, expected.latents)
 
 
+@pytest.mark.slow
 def test_a_cfg_distilled_checkpoint_runs_one_branch(compare: Callable, caplog: pytest.LogCaptureFixture):
     """As upstream's pipeline, which takes the scale from the checkpoint; the widget still says 6."""
     pipe, model = parity.upstream("HunyuanVideo15Pipeline", tiny.ensure(DISTILLED)), parity.tiny_model(DISTILLED)

@@ -100,6 +100,7 @@ def encode(spec: ModelSpec, **given: Any) -> ImageCondition:
     return nodes.IMAGE_ENCODER.run(host, **values)[0]
 
 
+@pytest.mark.slow
 @SPECS
 def test_condition_latents_and_frames_equal_upstreams(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, compare: Callable

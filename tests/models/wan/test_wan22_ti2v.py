@@ -66,6 +66,7 @@ def first_frame(settings: Settings) -> np.ndarray:
     return condition.numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chips", "case", "given"), [(8, "odd", True), (3, "tall", False)])
 def test_condition_latents_and_frames_equal_upstreams(chips: int, case: str, given: bool, compare: Callable):
     settings, runner = CASES[case], engine(chips)

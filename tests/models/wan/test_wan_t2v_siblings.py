@@ -40,6 +40,7 @@ def generate(spec: ModelSpec, settings: Settings) -> parity.Result:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "settings"), [(SMALL, ALONE), (TWO, SHARED)], ids=lambda x: getattr(x, "name", ""))
 def test_latents_and_frames_equal_upstreams(spec: ModelSpec, settings: Settings, compare: Callable):
     model, runner, expected = parity.tiny_model(spec), engine(8), generate(spec, settings)
