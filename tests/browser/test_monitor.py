@@ -282,19 +282,19 @@ def test_the_tab_survives_a_killed_server(tab: Tab, server: Server):
     tab.page.get_by_text("No run yet").wait_for()
 
 
-@pytest.mark.parametrize("theme", ["dark", "light"])
-def test_it_is_readable_in_both_themes_in_a_narrow_sidebar(tab: Tab, theme: str):
+def test_it_is_readable_in_both_themes_in_a_narrow_sidebar(tab: Tab):
     tab.answer_with(fake(notes=["duty_cycle_pct is not known: libtpu gave 7 values for 8 chips."]))
     tab.open()
-    tab.theme(theme)
     tab.page.get_by_text("8 x TPU v6e").wait_for()
-    tab.screenshot(f"monitor-{theme}")
-    for width_px in (200, 300):
-        tab.page.eval_on_selector(PANEL, f"(panel) => {{ panel.style.width = '{width_px}px'; }}")
-        assert tab.page.evaluate(WIDER) == [], f"text runs out of the panel at {width_px} px"
-        assert tab.page.evaluate(OVERLAPS) == [], f"numbers run into each other at {width_px} px"
-    assert tab.page.evaluate(CONTRASTS) == [], "text is too faint"
-    tab.theme("dark")
+    for theme in ("light", "dark"):
+        tab.theme(theme)
+        tab.page.eval_on_selector(PANEL, "(panel) => { panel.style.width = ''; }")
+        tab.screenshot(f"monitor-{theme}")
+        for width_px in (200, 300):
+            tab.page.eval_on_selector(PANEL, f"(panel) => {{ panel.style.width = '{width_px}px'; }}")
+            assert tab.page.evaluate(WIDER) == [], f"text runs out of the panel at {width_px} px"
+            assert tab.page.evaluate(OVERLAPS) == [], f"numbers run into each other at {width_px} px"
+        assert tab.page.evaluate(CONTRASTS) == [], f"text is too faint, {theme}"
 
 
 # Elements that reach beyond the panel's right edge.
@@ -349,24 +349,24 @@ def test_256_chips_fit_and_notes_are_shown(tab: Tab):
     tab.screenshot("monitor-256-chips")
 
 
-@pytest.mark.parametrize("port", ["closed", "serving"])
-def test_chips_are_shown_before_the_first_run(tab: Tab, port: str, tmp_path: Path):
+def test_chips_are_shown_before_the_first_run(tab: Tab, tmp_path: Path):
     """What `/tpu/stats` says on a machine whose chips nobody has started, and where another process holds them."""
     fake_tpu = pytest.importorskip("comfyui_tpu.tests.support.fake_tpu", reason="no tpu-info: it is for Linux")
     fake_tpu.plug(tmp_path, "v6e", 8)
-    with contextlib.nullcontext(fake_tpu.closed()) if port == "closed" else fake_tpu.serving(8) as asked:
-        sampler = Sampler(unstarted=Unstarted(tmp_path, [asked], deadline_s=PATIENCE_S))
-        stats = sampler.complete(snapshot.stats() | {"platform": None, "message": snapshot.NOT_STARTED, "chips": []})
-    tab.answer_with(stats)
     tab.open()
-    is_held = port == "serving"
-    tab.page.get_by_text(f"8 x v6e, {'held by another process' if is_held else 'not started'}").wait_for()
-    assert tab.section("Chips").locator("[role=progressbar]").count() == 8
-    assert ("36.0 of 248 GiB" if is_held else "– of 256 GiB") in tab.text("Chips")
-    assert tab.section("Last two minutes").is_visible() == is_held
-    assert tab.page.get_by_text("a run here can begin when that has ended").is_visible() == is_held
-    assert tab.page.evaluate(WIDER) == tab.page.evaluate(OVERLAPS) == []
-    tab.screenshot(f"monitor-{'held' if is_held else 'not-started'}")
+    for port in (contextlib.nullcontext(fake_tpu.closed()), fake_tpu.serving(8)):
+        is_held = not isinstance(port, contextlib.nullcontext)
+        with port as asked:
+            sampler = Sampler(unstarted=Unstarted(tmp_path, [asked], deadline_s=PATIENCE_S))
+            given = snapshot.stats() | {"platform": None, "message": snapshot.NOT_STARTED, "chips": []}
+            tab.answer_with(sampler.complete(given))
+        tab.page.get_by_text(f"8 x v6e, {'held by another process' if is_held else 'not started'}").wait_for()
+        assert tab.section("Chips").locator("[role=progressbar]").count() == 8
+        assert ("36.0 of 248 GiB" if is_held else "– of 256 GiB") in tab.text("Chips")
+        assert tab.section("Last two minutes").is_visible() == is_held
+        assert tab.page.get_by_text("a run here can begin when that has ended").is_visible() == is_held
+        assert tab.page.evaluate(WIDER) == tab.page.evaluate(OVERLAPS) == []
+        tab.screenshot(f"monitor-{'held' if is_held else 'not-started'}")
 
 
 def test_a_screen_reader_finds_names_and_values(tab: Tab):
