@@ -17,7 +17,7 @@ LEAVES = {"leaves", "cache", "attention", "sharding"}
 PROGRAMS = {"programs", *LEAVES}
 MODELS = {"models", *PROGRAMS}
 CHECKPOINTS = {"checkpoints", *MODELS}
-ENGINE = {"engine", "loras", *CHECKPOINTS}
+ENGINE = {"engine", "hosts", "loras", *CHECKPOINTS}
 MAY_IMPORT = {
     "sharding": set(),
     "attention": {"sharding"},
@@ -29,7 +29,8 @@ MAY_IMPORT = {
     "models": {"models.text_encoders", "models.autoencoders", *PROGRAMS},
     "checkpoints": MODELS,
     "loras": CHECKPOINTS,
-    "engine": {"loras", *CHECKPOINTS},
+    "hosts": CHECKPOINTS,
+    "engine": {"hosts", "loras", *CHECKPOINTS},
     "pipeline": ENGINE,
     "cost_model": PROGRAMS,
     "plan": {"cost_model", *CHECKPOINTS},

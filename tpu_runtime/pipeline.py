@@ -2,19 +2,25 @@
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .checkpoints.model_ref import Expected, Lora, ModelRef
 from .engine.current import current, engine
-from .engine.current import leave as leave  # for hosts
+from .engine.current import leave as leave  # for hosts, as the next three
+from .engine.current import leave_at_exit as leave_at_exit
+from .engine.current import listen as listen
+from .engine.current import when_stuck as when_stuck
 from .engine.memory_advice import OutOfMemory as OutOfMemory  # nodes catch it
 from .engine.payloads import Conditioning, ImageCondition, Latent
+from .hosts.place import Place
 from .progress import Progress
 from .spec import Settings
 
 if TYPE_CHECKING:
     import torch
+
+    from .hosts.together import Together
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +29,7 @@ def encode_prompt(
     model: ModelRef, prompt: str, negative_prompt: str, *, progress: Progress
 ) -> tuple[Conditioning, Conditioning | None]:
     """Prompt and negative prompt as CONDITIONING, CPU float32; no negative one where the model has no use for it."""
-    return engine().encode(model, prompt, negative_prompt, progress)
+    return engine(progress).encode(model, prompt, negative_prompt, progress)
 
 
 def denoise(
@@ -44,7 +50,8 @@ def denoise(
     advice = model.spec.advice(settings)
     if advice is not None and model.model_id != model.spec.tiny_id:
         _warn_once(f"{model.spec.title}: {advice}")
-    return engine().denoise(model, settings, prompt_embeds, negative_prompt_embeds, progress, condition, latents)
+    found = engine(progress)
+    return found.denoise(model, settings, prompt_embeds, negative_prompt_embeds, progress, condition, latents)
 
 
 @functools.cache
@@ -59,7 +66,7 @@ def encode_image(
     where there are two.
     """
     settings = model.spec.settings(**size)
-    return engine().encode_image(model, image, settings, progress)
+    return engine(progress).encode_image(model, image, settings, progress)
 
 
 def join_references(conditions: Sequence[ImageCondition]) -> ImageCondition:
@@ -77,13 +84,28 @@ def add_lora(model: ModelRef, lora: Lora, *, progress: Progress) -> tuple[ModelR
 
 def decode(model: ModelRef, latents: Latent, *, progress: Progress) -> "torch.Tensor":
     """LATENT to IMAGE `[frames, height, width, 3]`, CPU float32 in 0..1."""
-    return engine().decode(model, latents, progress)
+    return engine(progress).decode(model, latents, progress)
 
 
-def expect(generations: Iterable[Expected]) -> None:
+def expect(generations: Iterable[Expected], *, progress: Progress) -> None:
     """Says which generations are about to run: while one stage runs, programs of the next are compiled behind it."""
     if (found := list(generations)) or current():
-        engine().expect(found)
+        engine(progress).expect(found)
+
+
+def follow(place: Place, chips: Callable[[Any], list[dict[str, Any]]]) -> None:
+    """Does this host's part of what the leader of `place` runs, until the process ends with that one.
+
+    `chips` says what the monitor shows of an engine's own. Raises `Refused`.
+    """
+    from .hosts import following
+
+    def make_engine(hosts: "Together") -> Any:
+        from .engine.engine import Engine
+
+        return Engine(hosts=hosts)
+
+    following.follow(place, make_engine, chips)
 
 
 def compilation_summary() -> str:
@@ -96,7 +118,7 @@ def compilation_summary() -> str:
 def warmup(model: ModelRef, settings: Settings, *, progress: Progress) -> int:
     """Compiles every program of a generation with these settings, loading no weights; how many were not there yet."""
     model.spec.check_settings(settings)
-    return engine().warmup(model, settings, progress)
+    return engine(progress).warmup(model, settings, progress)
 
 
 def free(ids: Iterable[str] | None = None) -> None:

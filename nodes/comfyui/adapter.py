@@ -1,7 +1,7 @@
 """ComfyUI's side: declarations as V3 node classes, progress, previews, cancel and folders."""
 
-import atexit
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ try:
     from comfy_api.latest import ComfyExtension, io
 except ImportError:
     from comfy_api.v0_0_2 import ComfyExtension, io
+
+log = logging.getLogger(__name__)
 
 _WIDGETS = {"INT": io.Int, "FLOAT": io.Float, "STRING": io.String, "COMBO": io.Combo, "BOOLEAN": io.Boolean}
 
@@ -52,6 +54,17 @@ class ComfyHost:
         comfy.model_management.throw_exception_if_processing_interrupted()
 
 
+def _say_stuck(sentence: str) -> None:
+    """The error of a prompt whose node cannot raise one any more (see `pipeline.when_stuck`)."""
+    server = PromptServer.instance
+    message = {
+        "prompt_id": getattr(server, "last_prompt_id", None), "node_id": server.last_node_id, "node_type": "",
+        "executed": [], "exception_message": sentence, "exception_type": "HostsError", "traceback": [],
+        "current_inputs": [], "current_outputs": [],
+    }  # fmt: skip
+    server.send_sync("execution_error", message, server.client_id)
+
+
 def _folders() -> Folders:
     return Folders(
         models=tuple(folder_paths.get_folder_paths("diffusers")),
@@ -65,8 +78,13 @@ def _folders() -> Folders:
 def extension() -> ComfyExtension:
     """What ComfyUI's `comfy_entrypoint` must return."""
     # ComfyUI's exit code is 0 when it ends in order; nobody wants to wait minutes for that because XLA compiles.
-    atexit.register(pipeline.leave)
+    pipeline.leave_at_exit()
     memory.wrap_unload()
+    pipeline.when_stuck(_say_stuck)
+    try:
+        pipeline.listen()
+    except (ValueError, RuntimeError) as error:
+        log.error("%s", error)  # as the first prompt will
     routes.add()
     pictures.install()
     classes = [node_class(declaration) for declaration in DECLARATIONS.values()]
@@ -157,10 +175,10 @@ class Announcer:
     def __init__(self) -> None:
         self._announced: object = None
 
-    def __call__(self, prompt: dict[str, Any] | None) -> None:
+    def __call__(self, prompt: dict[str, Any] | None, host: ComfyHost) -> None:
         if prompt is not None and prompt is not self._announced:
             self._announced = prompt
-            pipeline.expect(graph.expected(prompt, _folders(), DECLARATIONS))
+            pipeline.expect(graph.expected(prompt, _folders(), DECLARATIONS), progress=host)
 
 
 _announce = Announcer()
@@ -169,10 +187,11 @@ _announce = Announcer()
 def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
     def execute(cls: type, **given: Any) -> io.NodeOutput:
         memory.register()
+        host = ComfyHost()
         if declaration.family:
-            _announce(cls.hidden and cls.hidden.prompt)
+            _announce(cls.hidden and cls.hidden.prompt, host)
         try:
-            return io.NodeOutput(*declaration.run(ComfyHost(), **declaration.values(given)))
+            return io.NodeOutput(*declaration.run(host, **declaration.values(given)))
         except pipeline.OutOfMemory as error:
             failure = str(error)
         # ComfyUI knows this one: it unloads everything, and the page says that memory ran out.

@@ -74,7 +74,7 @@ def run_workflow(workflow: Workflow, host: TerminalHost, table: Table = HEADLESS
         table[node["class_type"]].check_constants(host.folders, constants, set(node["inputs"]) - set(constants))
     graph = expand(workflow, table)
     order = execution_order(graph, table)
-    pipeline.expect(expected(workflow, host.folders, table))
+    pipeline.expect(expected(workflow, host.folders, table), progress=host)
     results: dict[str, tuple[Any, ...]] = {}
     for node_id in order:
         node = _node(graph, node_id, table)

@@ -59,7 +59,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
         return executables.Executable(program=found[-1], compiled=None), True
 
     fresh = engines.Engine(jax.devices())
-    monkeypatch.setattr(pipeline, "engine", lambda: fresh)
+    monkeypatch.setattr(pipeline, "engine", lambda progress: fresh)
     monkeypatch.setattr(executables, "obtain", obtain)
     monkeypatch.setattr(executables, "is_stored", lambda digest, devices: False)
     yield found

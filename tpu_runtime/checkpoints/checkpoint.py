@@ -319,6 +319,13 @@ def match(network: "Network", tensors: Mapping[str, TensorFile], folder: Path) -
     return matched
 
 
+def content(files: Mapping[str, tuple[TensorFile, ...]]) -> str:
+    """What two copies of a checkpoint have in common, and other checkpoints do not: tensors, and the files' sizes."""
+    tensors = [[(file.path.name, file.name, file.shape) for file in files[name]] for name in sorted(files)]
+    paths = sorted({file.path for each in files.values() for file in each})
+    return signature(tensors, [(path.name, path.stat().st_size) for path in paths])
+
+
 def own_name(name: str, aliases: Mapping[str, str]) -> str:
     """A checkpoint's name as the module has it (see `spec.Component`): first how it starts, then the whole of it."""
     prefix = max((part for part in aliases if part.endswith(".") and name.startswith(part)), key=len, default="")

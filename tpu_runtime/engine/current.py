@@ -1,33 +1,84 @@
 """The process's one engine: made by the first stage, only looked at by everything else; and how the process ends while
-XLA compiles. Imports no JAX by itself.
+XLA compiles, or when another host of the engine is gone. Imports no JAX by itself.
 
 XLA cannot be stopped, and looks for signals several times a second: a thread that it does so in after Python has begun
 to end is killed within C++, which aborts the process (up to Python 3.13).
 """
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
 import threading
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ..hosts import place
+from ..hosts.together import RESTART
+from ..progress import Progress
+
 if TYPE_CHECKING:
+    from ..hosts.leader import Leader
     from .engine import Engine
 
+log = logging.getLogger(__name__)
+
+# How long what was said last has until it is read, before the process ends.
+LAST_WORDS_S = 2.0
+
 _engine: "Engine | None" = None
+_leader: "Leader | None" = None
 _lock = threading.Lock()
+_leaves = False
+_when_stuck: list[Callable[[str], None]] = []
 
 
-def engine() -> "Engine":
-    """The engine, made on first use: only then a device is touched."""
+def engine(progress: Progress) -> "Engine":
+    """The engine, made on first use: only then a device is touched. With several hosts it waits for these, and raises
+    `HostsError` where they do not come.
+    """
     global _engine
     with _lock:
         if _engine is None:
-            from .engine import Engine
+            leader = listen()
+            with leader.joining(progress) if leader else contextlib.nullcontext():
+                from .engine import Engine
 
-            _engine = Engine()
+                _engine = Engine(hosts=leader)
+            if leader is not None and _leaves:
+                atexit.register(leave)  # again: before what JAX registered meanwhile, which waits for the other hosts
         return _engine
+
+
+def listen() -> "Leader | None":
+    """Takes the engine's other hosts in from now on, where this process was started as the first of several."""
+    global _leader
+    found = place.from_environment()
+    if _leader is None and found is not None:
+        from ..hosts.leader import Leader
+
+        if not found.is_leader:
+            raise ValueError(f"{place.VARIABLE} is {found}: only process 0 runs workflows. Start `comfyui-tpu follow`.")
+        _leader = Leader(found, _start_again)
+        _leader.listen()
+    return _leader
+
+
+def when_stuck(say: Callable[[str], None]) -> None:
+    """`say` gets the sentence if a stage is stuck on the chips and the process ends: there it can raise no error."""
+    _when_stuck.append(say)
+
+
+def _start_again(sentence: str, stuck: Progress | None) -> None:
+    """Another host is gone, and with it the use of these chips: the process ends, to be started again."""
+    try:
+        for say in [stuck.text, *_when_stuck] if stuck else ():
+            say(sentence)
+        time.sleep(LAST_WORDS_S)
+    finally:
+        _end(RESTART)
 
 
 def compilers() -> list[threading.Thread]:
@@ -37,12 +88,28 @@ def compilers() -> list[threading.Thread]:
 
 
 def leave(status: int = 0) -> None:
-    """Ends the process at once if XLA compiles: for a host that knows its exit code, as its last act."""
-    if compilers():
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    """Ends the process at once if XLA compiles, or other hosts have joined it, for which JAX would wait.
+
+    For a host that knows its exit code, as its last act.
+    """
+    if _leader is not None:
+        _leader.close()
+    if (_leader is not None and _engine is not None) or compilers():
+        _end(status)
+
+
+def leave_at_exit() -> None:
+    """`leave`, for a host whose exit code is 0 when it ends in order."""
+    global _leaves
+    _leaves = True
+    atexit.register(leave)
+
+
+def _end(status: int) -> None:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 @atexit.register

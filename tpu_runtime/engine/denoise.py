@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import torch
 
+from ...sharding import placement
 from ..checkpoints import checkpoint, score_bound
 from ..programs import denoise_step, solver_table, step_reuse
 from ..programs.program import Program
@@ -71,7 +72,7 @@ def denoise(
             if index == steps.start:
                 progress.text(f"Denoising, {len(steps)} steps")
                 progress.step(0, len(steps), "step")
-            progress.check_cancelled()
+            stage.check(f"step {index + 1} of {expert}")
             state = solver_table.with_noise(state, noise)
             times, scale = (table.timesteps[index], table.next_timesteps[index]), np.float32(experts[index][1])
             args = denoise_step.StepArgs(state, table.table[index], *times, placed, scale)
@@ -90,7 +91,7 @@ def _placed(program: Runnable, state: tuple[Any, ...], inputs: Inputs) -> tuple[
     shapes = program.program.args
     assert isinstance(shapes, denoise_step.StepArgs)
     rows = {name: x[: shapes.inputs[name].shape[0]] for name, x in inputs.items()}
-    put = functools.partial(jax.tree.map, lambda x, want: jax.device_put(x, want.sharding))
+    put = functools.partial(jax.tree.map, lambda x, want: placement.put(x, want.sharding))
     return put(state, shapes.state), put(rows, shapes.inputs)
 
 
@@ -139,7 +140,7 @@ def denoiser_programs(
     is_full = _full_steps(settings, experts)
     programs: dict[str, Runnable] = {}
     for expert, each in wanted.items():
-        full, *cached = (stage.program_cache.get(one, stage.progress) for one in each)
+        full, *cached = map(stage.executable, each)
         own = [is_full[index] for index in settings.steps if experts[index][0] == expert]
         programs[expert] = CachedDenoiser(full=full, cached=cached[0], is_full=own) if cached else full
     return programs

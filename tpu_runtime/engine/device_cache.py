@@ -121,6 +121,18 @@ class DeviceCache:
         assert not isinstance(program, Resident)
         return program
 
+    def drop_program(self, digest: str) -> None:
+        """Unloads a program, if it is loaded."""
+        with self._lock:
+            if ("program", digest) in self._held:
+                self._evict(("program", digest))
+
+    def state(self, key: Key, variant: str) -> str:
+        """Of a component: whether it is resident as `variant`, as another one, or not."""
+        held = self._held.get(key)
+        assert not isinstance(held, Executable)
+        return "absent" if held is None else "resident" if held.variant == variant else "another"
+
     def has_room(self, program: Executable) -> bool:
         """Whether a program may be loaded beside what is held and the one that ran last, with nothing leaving."""
         budget = budget_bytes(self._device)

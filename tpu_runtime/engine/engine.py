@@ -18,6 +18,7 @@ from ...sharding.mesh import Device
 from .. import media, refusal, versions
 from .. import precision as precisions
 from ..checkpoints.model_ref import Expected, ModelRef
+from ..hosts.together import Alone, Elsewhere, Ending, Together
 from ..programs import modules, xla_cache
 from ..programs.program import Target
 from ..progress import Progress, Silent
@@ -58,22 +59,27 @@ class Ahead(Silent):
 
 class Engine:
     """Runs one stage at a time. `counts` tells how often weights were loaded, LoRAs merged, prompts encoded, programs
-    compiled. `kernel` is that of the denoisers (see `AttentionPolicy`).
+    compiled. `kernel` is that of the denoisers (see `AttentionPolicy`). With several `hosts` each has an engine over
+    all `devices`, and holds what is on its `own`.
     """
 
-    def __init__(self, chips: Sequence[Device] | None = None, kernel: Kernel = "auto") -> None:
+    def __init__(
+        self, chips: Sequence[Device] | None = None, kernel: Kernel = "auto", hosts: Together | None = None
+    ) -> None:
         versions.warn_once()
         xla_cache.use_persistent_cache()
         self.compilations = xla_cache.compilations()
         self.devices = tuple(chips or jax.devices())
+        self.own = tuple(device for device in self.devices if device.process_index == jax.process_index())
+        self.hosts = hosts or Alone()
         self.kernel: Kernel = kernel
         self.counts: Counter[str] = Counter(load=0, merge=0, encode=0, compile=0)
-        self.device_cache = DeviceCache(self.devices[0])
+        self.device_cache = DeviceCache(self.own[0])
         self.program_cache = ProgramCache(self.devices, self.device_cache, self.counts)
         self.prompt_cache = PromptCache()
         self.activity: telemetry.Activity | None = None
         self.last_run: telemetry.LastRun | None = None
-        self.peak_bytes = [0] * len(self.devices)
+        self.peak_bytes = [0] * len(self.own)
         self._generation: telemetry.LastRun | None = None
         self._lock = threading.RLock()
         self._expected: dict[ModelRef, Expected] = {}
@@ -83,6 +89,7 @@ class Engine:
         """Says what is about to run, in place of what was said before; nothing happens until its first stage runs."""
         expected = {one.model: replace(one, settings=_seedless(one.settings)) for one in reversed(list(generations))}
         if expected != self._expected:
+            self.hosts.tell("expect", {"generations": list(expected.values())[::-1]})
             self._expected = expected
             self._drop_ahead()
 
@@ -91,7 +98,8 @@ class Engine:
     def encode(
         self, model: ModelRef, prompt: str, negative_prompt: str, progress: Progress
     ) -> tuple[Conditioning, Conditioning | None]:
-        return self._stage("encode", model, progress, lambda stage: run.encode(stage, prompt, negative_prompt))
+        arguments = {"prompt": prompt, "negative_prompt": negative_prompt}
+        return self._stage("encode", model, progress, arguments, lambda stage: run.encode(stage, **arguments))
 
     def encode_image(
         self, model: ModelRef, image: torch.Tensor, settings: Settings, progress: Progress
@@ -100,8 +108,9 @@ class Engine:
             raise ValueError(f"{model.spec.title} does not take an image.")
         seen = media.pictures(image)
         conditioning.check_pictures(model.spec, settings, len(seen))
+        arguments = {"image": seen, "settings": settings}
         return self._stage(
-            "encode_image", model, progress, lambda stage: run.encode_image(stage, seen, settings), settings
+            "encode_image", model, progress, arguments, lambda stage: run.encode_image(stage, seen, settings), settings
         )
 
     def denoise(
@@ -114,28 +123,47 @@ class Engine:
         condition: ImageCondition | None = None,
         latents: Mapping[str, Any] | None = None,
     ) -> Latent:
-        def work(stage: Stage) -> Latent:
-            return run.denoise(stage, settings, prompt_embeds, negative_prompt_embeds, condition, latents)
-
-        return self._stage("denoise", model, progress, work, settings)
+        arguments = {
+            "settings": settings, "prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds,
+            "condition": condition, "latents": latents,
+        }  # fmt: skip
+        return self._stage(
+            "denoise", model, progress, arguments, lambda stage: run.denoise(stage, **arguments), settings
+        )
 
     def decode(self, model: ModelRef, latents: Latent, progress: Progress) -> torch.Tensor:
         samples = conditioning.latent_samples(model.spec, latents)
-        return self._stage("decode", model, progress, lambda stage: run.decode(stage, samples))
+        arguments = {"latents": {"samples": samples}}
+        return self._stage("decode", model, progress, arguments, lambda stage: run.decode(stage, samples))
 
     def warmup(self, model: ModelRef, settings: Settings, progress: Progress) -> int:
         before = self.counts["compile"]
-        self._stage("warmup", model, progress, lambda stage: run.warm(stage, settings), settings)
+        self._stage(
+            "warmup", model, progress, {"settings": settings}, lambda stage: run.warm(stage, settings), settings
+        )
         return self.counts["compile"] - before
 
     def free(self, ids: Iterable[str] | None = None) -> None:
         """Drops weights and compiled programs; with `ids`, the weights of those residents alone."""
         with self._lock:
             if ids is None:
-                self.device_cache.clear()
-                self._ahead.noted.clear()
+                self.hosts.tell("free", {})
+                self._clear()
             else:
+                ids = set(ids)
+                chosen = [one.title for one in self.device_cache.list() if one.id in ids]
+                self.hosts.tell("free_titled", {"titles": chosen})
                 self.device_cache.drop(ids)
+
+    def free_titled(self, titles: Iterable[str]) -> None:
+        """Drops the weights of residents by title; ids are of one host's files."""
+        with self._lock:
+            wanted = set(titles)
+            self.device_cache.drop([one.id for one in self.device_cache.list() if one.title in wanted])
+
+    def _clear(self) -> None:
+        self.device_cache.clear()
+        self._ahead.noted.clear()
 
     def forget_prompts(self) -> None:
         """Drops the encoded prompts kept in host memory."""
@@ -149,30 +177,24 @@ class Engine:
         name: str,
         model: ModelRef,
         progress: Progress,
+        arguments: Mapping[str, Any],
         work: Callable[[Stage], Result],
         settings: Settings | None = None,
     ) -> Result:
-        """One stage at a time, without gradients; ComfyUI calls nodes in inference mode, which torchax cannot use."""
-        with self._lock, torch.inference_mode(False), torch.no_grad():
+        """One stage at a time, without gradients; ComfyUI calls nodes in inference mode, which torchax cannot use.
+
+        `arguments` are those of the method `name`, which followers are to call too.
+        """
+        with (
+            self._lock,
+            torch.inference_mode(False),
+            torch.no_grad(),
+            self.hosts.stage(name, {"model": model, **arguments}, progress) as progress,
+        ):
             activity = telemetry.Activity(stage=name, model=model.model_id)
-            stage = Stage(
-                model=model,
-                found=model.locate(),
-                target=Target(
-                    devices=self.devices,
-                    precision=precisions.resolve(model.precision, self.devices[0].platform),
-                    kernel=self.kernel,
-                ),
-                progress=telemetry.Watched(host=progress, activity=activity),
-                device_cache=self.device_cache,
-                program_cache=self.program_cache,
-                prompt_cache=self.prompt_cache,
-                counts=self.counts,
-            )
             self.activity = activity
             try:
-                stage.found.prepare(stage.progress)
-                self._look_ahead(stage, model, settings)
+                stage = self.hosts.attempt(lambda: self._begun(model, settings, progress, activity), _ending)
                 result = self._within_memory(stage, work, settings)
             except BaseException:
                 self._drop_ahead()
@@ -182,6 +204,29 @@ class Engine:
                 self.note_peak()
             self._finished(activity)
             return result
+
+    def _begun(
+        self, model: ModelRef, settings: Settings | None, progress: Progress, activity: telemetry.Activity
+    ) -> Stage:
+        """A stage whose checkpoint is found, with what may be done ahead under way."""
+        stage = Stage(
+            model=model,
+            found=model.locate(),
+            target=Target(
+                devices=self.devices,
+                precision=precisions.resolve(model.precision, self.devices[0].platform),
+                kernel=self.kernel,
+            ),
+            progress=telemetry.Watched(host=progress, activity=activity),
+            device_cache=self.device_cache,
+            program_cache=self.program_cache,
+            prompt_cache=self.prompt_cache,
+            counts=self.counts,
+            hosts=self.hosts,
+        )
+        stage.found.prepare(stage.progress)
+        self._look_ahead(stage, model, settings)
+        return stage
 
     def _look_ahead(self, stage: Stage, model: ModelRef, settings: Settings | None) -> None:
         """Lets what the later stages need be compiled, and read from the disk, behind this one."""
@@ -196,7 +241,7 @@ class Engine:
         noted.update(dict.fromkeys(unread))
         noted.update(dict.fromkeys(unnoted, settings))
         quiet = replace(stage, progress=telemetry.Watched(host=self._ahead, activity=replace(stage.progress.activity)))
-        if unread:
+        if unread and len(self.own) == len(self.devices):  # each of several hosts needs only part of each file
             in_daemon(lambda: run.read_ahead(quiet, unread))
         if settings is not None and unnoted:
             modules.import_upstream(model.spec.components)  # not by two threads at once
@@ -213,27 +258,27 @@ class Engine:
 
         What the compiler refuses is not tried again: its answer does not depend on what is loaded.
         """
+
+        def attempt() -> Result:
+            return self.hosts.attempt(lambda: work(stage), _ending)
+
         try:
-            return work(stage)
+            return attempt()
         except refusal.DoesNotFit as error:
             advice = memory_advice.compiler_sentence(stage.spec, stage.name, settings, error.refused, len(self.devices))
             raise OutOfMemory(advice) from None
-        except OutOfMemory as error:  # known before loading: nothing that may leave is in its way
-            reason, again = str(error), False
-        except jax.errors.JaxRuntimeError as error:
-            reason, again = _out_of_memory(error), True
+        except (OutOfMemory, Elsewhere, jax.errors.JaxRuntimeError) as error:
+            reason, again = _out_of_memory(error)
         # Here, not above: the error's traceback holds arrays.
-        self.free()
+        self._clear()
         if again:
             log.warning("%s: out of memory (%s); everything was unloaded, trying once more.", stage.name, reason)
             stage.progress.text("Out of memory: everything else was unloaded, trying once more")
             try:
-                return work(stage)
-            except OutOfMemory as error:
-                reason = str(error)
-            except jax.errors.JaxRuntimeError as error:
-                reason = _out_of_memory(error)
-            self.free()
+                return attempt()
+            except (OutOfMemory, Elsewhere, jax.errors.JaxRuntimeError) as error:
+                reason, _ = _out_of_memory(error)
+            self._clear()
         raise OutOfMemory(memory_advice.sentence(stage.spec, stage.name, settings, reason, len(self.devices)))
 
     def _finished(self, activity: telemetry.Activity) -> None:
@@ -253,8 +298,8 @@ class Engine:
             log.info("%s", found)
 
     def note_peak(self) -> list[int]:
-        """Bytes held on each device now; remembers the most."""
-        held = telemetry.held_bytes(self.devices)
+        """Bytes held on each own device now; remembers the most."""
+        held = telemetry.held_bytes(self.own)
         self.peak_bytes = [max(pair) for pair in zip(held, self.peak_bytes, strict=True)]
         return held
 
@@ -279,8 +324,19 @@ def in_daemon(work: Callable[[], None], name: str = "comfyui-tpu-read") -> None:
     threading.Thread(target=quietly, name=name, daemon=True).start()
 
 
-def _out_of_memory(error: RuntimeError) -> str:
-    """The first line of an error that says memory ran out; any other is raised again."""
-    if "RESOURCE_EXHAUSTED" not in str(error):
+def _ending(error: BaseException) -> Ending:
+    """Whether memory ran out, and whether less beside it might help: what was known before loading, would not."""
+    if isinstance(error, OutOfMemory):
+        return "no room"
+    exhausted = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    return "again" if exhausted else "failed"
+
+
+def _out_of_memory(error: Exception) -> tuple[str, bool]:
+    """Of an error that says memory ran out, here or elsewhere: its first line, and whether to try again. Any other is
+    raised again.
+    """
+    ending = error.ending if isinstance(error, Elsewhere) else _ending(error)
+    if ending == "failed":
         raise error
-    return str(error).partition("\n")[0]
+    return str(error).partition("\n")[0], ending == "again"

@@ -134,6 +134,10 @@ class ProgramCache:
                 _in_daemon(self._compile_behind)
         return one
 
+    def unload(self, wanted: Wanted) -> None:
+        """Lets `get` load the program anew."""
+        self._device_cache.drop_program(wanted.digest)
+
     def drop(self) -> None:
         """Forgets what was noted and is not begun."""
         with self._lock:

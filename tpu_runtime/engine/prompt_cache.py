@@ -15,6 +15,8 @@ STORE = Store("prompts")
 MAX_IN_MEMORY = 16
 
 Encoded = tuple[Conditioning, Conditioning | None]
+# On a follower that does not have what the leader found: only the leader's result goes on.
+NOBODYS: Encoded = ([], None)
 
 
 class PromptCache:
@@ -23,18 +25,21 @@ class PromptCache:
     def __init__(self) -> None:
         self._kept: OrderedDict[str, Encoded] = OrderedDict()
 
-    def get(self, key: str, family: str, encode: Callable[[], Encoded]) -> Encoded:
-        """The entry `key`: from memory, else from disk, else by `encode`."""
-        if key not in self._kept:
-            found = _read(key, family)
-            if found is None:
-                found = encode()
-                _write(key, found)
-            self._kept[key] = found
-            if len(self._kept) > MAX_IN_MEMORY:
-                self._kept.popitem(last=False)
+    def get(self, key: str, family: str, encode: Callable[[], Encoded], decide: Callable[[bool], bool]) -> Encoded:
+        """The entry `key`: from memory, else from disk, else by `encode`. Whether it is there is what the leader of
+        several hosts finds: `decide` gives that.
+        """
+        found = self._kept.get(key) or _read(key, family)
+        if not decide(found is not None):
+            found = encode()
+            _write(key, found)
+        if found is None:
+            return NOBODYS
+        self._kept[key] = found
+        if len(self._kept) > MAX_IN_MEMORY:
+            self._kept.popitem(last=False)
         self._kept.move_to_end(key)
-        return self._kept[key]
+        return found
 
     def forget(self) -> None:
         """Drops what is in host memory."""

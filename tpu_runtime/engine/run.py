@@ -30,7 +30,7 @@ def encode(stage: Stage, prompt: str, negative_prompt: str) -> tuple[Conditionin
     folders = [(spec.component(text.component).folder, text.tokenizer_folder) for text in spec.text_encoders]
     parts = [tuple(stage.found.identity(folder, stage.progress) for folder in pair) for pair in folders]
     key = signature(spec.name, parts, stage.target.precision, prompts, executables.environment())
-    return stage.prompt_cache.get(key, spec.family, lambda: _encode(stage, prompts))
+    return stage.prompt_cache.get(key, spec.family, lambda: _encode(stage, prompts), stage.hosts.decide)
 
 
 def _encode(stage: Stage, prompts: Sequence[str]) -> tuple[Conditioning, Conditioning | None]:
@@ -94,8 +94,9 @@ def decode(stage: Stage, samples: torch.Tensor) -> torch.Tensor:
     frames = []
     for sample in samples:
         for chunk in stage.spec.decode(stage.call, sample[None], stage.report("chunk")):
-            frames.append(torch.from_numpy(np.array(chunk)))
-    return torch.cat(frames)
+            if stage.hosts.is_leader:
+                frames.append(torch.from_numpy(np.array(chunk)))
+    return torch.cat(frames) if frames else torch.empty(0)
 
 
 def warm(stage: Stage, settings: Settings) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import torch
 
+from ..cache.store import signature
 from ..checkpoints import checkpoint, load
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.model_ref import Lora, ModelRef
+from ..hosts.together import Together
 from ..loras import apply
 from ..programs import finite, modules, network_call
 from ..programs.executables import Executable
@@ -37,6 +39,7 @@ class Stage:
     program_cache: ProgramCache
     prompt_cache: PromptCache
     counts: Counter[str]
+    hosts: Together
 
     @property
     def spec(self) -> ModelSpec:
@@ -52,7 +55,20 @@ class Stage:
         return network_call.caller(self.program, self._execute)
 
     def program(self, request: network_call.Request) -> Executable:
-        return self.program_cache.get(self.wanted(request), self.progress)
+        return self.executable(self.wanted(request))
+
+    def executable(self, wanted: Wanted) -> Executable:
+        """A program, the same on all hosts."""
+        found = self.program_cache.get(wanted, self.progress)
+        while not self.hosts.agree(f"load {wanted.title}, {wanted.digest[:12]}", found.runs):
+            self.program_cache.unload(wanted)
+            found = self.program_cache.get(wanted, self.progress)
+        return found
+
+    def check(self, what: str) -> None:
+        """Before a program runs: raises if the user cancelled, and waits until all hosts are about to run it."""
+        self.progress.check_cancelled()
+        self.hosts.agree(f"run {what}")
 
     def wanted(self, request: network_call.Request) -> Wanted:
         """The program that a request needs."""
@@ -65,7 +81,7 @@ class Stage:
 
     def _execute(self, executable: Executable, request: network_call.Request) -> tuple[Any, Any]:
         weights = self.weights(request.component, executable)
-        self.progress.check_cancelled()
+        self.check(executable.program.name)
         args = jax.tree.map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, request.args)
         result, carried, is_finite = executable(weights, *args)
         result, is_finite = jax.device_get((result, is_finite))
@@ -83,13 +99,17 @@ class Stage:
         assert wanted is not None
 
         loras = self.model.loras_of(name)
+        key = (name, self.found.identity(component.folder, self.progress), executable.program.precision)
+        variant = apply.variant(loras)
+        if not self.hosts.agree(f"use {name} of {self.found.model_id}", self.device_cache.state(key, variant)):
+            self.device_cache.drop([signature(key)])
         resident = self.device_cache.get(
-            (name, self.found.identity(component.folder, self.progress), executable.program.precision),
+            key,
             component=name,
             model=self.found.model_id,
             size_bytes=bytes_per_chip(wanted),
             running=executable,
-            variant=apply.variant(loras),
+            variant=variant,
             load=lambda held: self._load(component, loras, wanted, held),
         )
         activity = self.progress.activity
@@ -116,7 +136,8 @@ class Stage:
         folder = self.found.fetch_weights(component, self.progress)
         network = modules.build(component, self.found.config(component, self.progress))
         files = checkpoint.match(network, checkpoint.read_headers(folder, component), folder)
-        changed = apply.changes(loras, network)
+        changed = apply.changes(loras, network, self.check)
+        self.hosts.agree(f"read {component.name}, {checkpoint.content(files)}, {apply.content(loras)}")
         self.counts["merge"] += bool(changed.names)
         title = f"{component.name} of {self.found.model_id}"
         if loras:

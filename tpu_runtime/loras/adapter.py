@@ -107,6 +107,12 @@ def identity(path: str) -> str:
     return signature(path, stat.st_size, stat.st_mtime_ns)
 
 
+def content(path: str) -> str:
+    """What two copies of the file have in common, and other files do not: its size and header."""
+    shapes, config = _header(path)
+    return signature(os.stat(path).st_size, sorted(shapes.items()), sorted(config.items()) if config else None)
+
+
 def read(path: str, network: Network) -> Adapter:
     """What a file changes in a network; raises `LoraError` for one that is damaged or no safetensors file."""
     shapes, config = _header(path)

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,8 +28,14 @@ def variant(loras: Sequence[Lora]) -> str:
     return signature([(adapter.identity(lora.path), lora.strength) for lora in loras]) if loras else ""
 
 
-def changes(loras: Sequence[Lora], network: Network) -> Merge:
-    return Merge([(adapter.read(lora.path, network), lora) for lora in loras], network)
+def content(loras: Sequence[Lora]) -> str:
+    """What tells the files from others of the same names on another host."""
+    return signature([(adapter.content(lora.path), lora.strength) for lora in loras]) if loras else "no LoRA"
+
+
+def changes(loras: Sequence[Lora], network: Network, check: Callable[[str], None] = lambda what: None) -> Merge:
+    """`check` is called before the chips merge what it names."""
+    return Merge([(adapter.read(lora.path, network), lora) for lora in loras], network, check)
 
 
 def vectors(loras: Sequence[Lora], network: Network, progress: Progress) -> dict[str, torch.Tensor]:

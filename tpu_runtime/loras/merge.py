@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from ...sharding import placement
 from ..checkpoints import load
 from ..checkpoints.checkpoint import TensorFile
 from ..checkpoints.model_ref import Lora
@@ -35,7 +37,7 @@ class Norm(NamedTuple):
 
     pairs: tuple[Pair, ...]
     magnitude: jax.Array
-    strength: jax.Array
+    strength: np.float32
 
 
 class Changes(NamedTuple):
@@ -86,8 +88,10 @@ def _program(sharding: NamedSharding, dtype: Any) -> Callable[..., jax.Array]:
 class Merge:
     """The changes of several files to one network, as `load.load` asks for them."""
 
-    def __init__(self, adapters: Sequence[tuple[Adapter, Lora]], network: Network) -> None:
-        self._adapters, self._network = adapters, network
+    def __init__(
+        self, adapters: Sequence[tuple[Adapter, Lora]], network: Network, check: Callable[[str], None]
+    ) -> None:
+        self._adapters, self._network, self._check = adapters, network, check
         changed = {source for adapter, _ in adapters for source in adapter.changes}
         self.names = frozenset(
             name for name, weight in network.weights.items() if not changed.isdisjoint(weight.sources)
@@ -103,13 +107,18 @@ class Merge:
         if not weight.stacked:
             place = _Place(sharding.mesh, spec, want.shape)
             start = load.read_layer(reader, files[0], weight, sharding)
-            return _program(sharding, want.dtype)(start, self._changes(reader, weight, weight.sources[0], place))
+            changes = self._changes(reader, weight, weight.sources[0], place)
+            self._check(f"merge into {name}")
+            return _program(sharding, want.dtype)(start, changes)
         assert spec[0] is None  # layers are never split
         place = _Place(sharding.mesh, spec[1:], want.shape[1:])
-        stack = jnp.zeros(want.shape, want.dtype, device=sharding)
+        stack: Any = None
         for layer, (source, file) in enumerate(zip(weight.sources, files, strict=True)):
             start = load.read_layer(reader, file, weight, place.sharding(place.spec))
-            stack = _layer_program(sharding)(stack, layer, start, self._changes(reader, weight, source, place))
+            changes = self._changes(reader, weight, source, place)
+            self._check(f"merge into layer {layer} of {name}")
+            stack = jnp.zeros(want.shape, want.dtype, device=sharding) if stack is None else stack
+            stack = _layer_program(sharding)(stack, layer, start, changes)
         return stack
 
     def vectors(self, reader: load.Reader) -> dict[str, torch.Tensor]:
@@ -139,7 +148,7 @@ class Merge:
                 pairs = [(up * strength, down), *others]
                 if found.magnitude is not None:
                     placed = tuple(place.pair(*pair) for pair in pairs)
-                    norms.append(Norm(placed, place.magnitude(found.magnitude), jnp.float32(lora.strength)))
+                    norms.append(Norm(placed, place.magnitude(found.magnitude), np.float32(lora.strength)))
                 elif others:
                     products.append(tuple(place.pair(*pair) for pair in pairs))
                 else:
@@ -178,7 +187,7 @@ class _Place:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def _put(self, tensor: torch.Tensor, spec: tuple[Any, ...]) -> jax.Array:
-        return jax.device_put(tensor.numpy(), self.sharding(spec))
+        return placement.put(tensor.numpy(), self.sharding(spec))
 
     def dense(self, tensor: torch.Tensor) -> jax.Array:
         return self._put(tensor, self.spec)

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
+from ...sharding import placement
 from ...sharding.mesh import Device
 from .. import refusal
 from ..cache.store import Store, signature, trim_xla
@@ -34,16 +35,22 @@ FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION")
 SOURCES = ("attention/**", "sharding/**", "tpu_runtime", "tpu_runtime/models/**", "tpu_runtime/programs/**")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Executable:
-    """A compiled program, with its arguments' shapes and shardings."""
+    """A compiled program, with its arguments' shapes and shardings.
+
+    `runs` is how often it ran since it was loaded. With several hosts it must be the same on all of them: a TPU tells
+    one launch from the next by counting, from the moment that a program was loaded.
+    """
 
     program: Program
     compiled: jax.stages.Compiled
+    runs: int = 0
 
     def __call__(self, weights: dict[str, jax.Array], *args: Any) -> Any:
         """Runs it; host arrays among `args` are placed as the program wants them."""
-        placed = jax.tree.map(lambda value, want: jax.device_put(value, want.sharding), args, tuple(self.program.args))
+        placed = jax.tree.map(lambda value, want: placement.put(value, want.sharding), args, tuple(self.program.args))
+        self.runs += 1
         return self.compiled(weights, *placed)
 
     @property
@@ -125,7 +132,10 @@ def _first_line(error: Exception) -> str:
 
 def _key(digest: str, devices: tuple[Device, ...]) -> str:
     where = [(device.id, device.device_kind, getattr(device, "coords", None)) for device in devices]
-    return signature(digest, where, devices[0].client.platform_version, environment())
+    client = devices[0].client
+    # What is compiled in one process of several is for the devices of that process.
+    process = (client.process_index(), client.local_device_count())
+    return signature(digest, where, process, client.platform_version, environment())
 
 
 def environment() -> tuple[Any, ...]:

@@ -1,0 +1,102 @@
+"""What an engine asks of its hosts: to announce a stage, and to take the same turn at the same place.
+
+What runs on all chips may not run on some hosts only: these would wait for the others for ever. So hosts agree before
+each program, and about how each attempt at a stage ended. A process alone agrees with itself.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, Protocol, TypeVar
+
+from ..progress import Progress
+
+Result = TypeVar("Result")
+# How an attempt ended that did not succeed, the gravest first: for good; out of memory, so that it is worth a second
+# one with nothing else loaded; it can not fit.
+Ending = Literal["failed", "again", "no room"]
+ENDINGS: tuple[Ending, ...] = ("failed", "again", "no room")
+# Exit code of a process that wants to be started again (EX_TEMPFAIL).
+RESTART = 75
+
+
+class HostsError(RuntimeError):
+    """Hosts that are missing, gone, or not of one mind; a sentence for the user."""
+
+
+class Elsewhere(HostsError):
+    """Another host's attempt did not succeed."""
+
+    def __init__(self, ending: Ending, sentence: str) -> None:
+        super().__init__(sentence)
+        self.ending: Ending = ending
+
+
+class Stopped(Exception):
+    """In a follower: the leader ends this attempt."""
+
+
+class Together(Protocol):
+    """The hosts of an engine, as its one thread that runs stages sees them."""
+
+    is_leader: bool
+
+    def stage(
+        self, name: str, arguments: Mapping[str, Any], progress: Progress
+    ) -> contextlib.AbstractContextManager[Progress]:
+        """Lets all hosts run a stage; gives the progress to run it with."""
+        ...
+
+    def tell(self, request: str, arguments: Mapping[str, Any]) -> None:
+        """Lets the followers call a method of the engine between stages."""
+        ...
+
+    def attempt(self, work: Callable[[], Result], ending: Callable[[BaseException], Ending]) -> Result:
+        """`work` of all hosts: succeeds where it does everywhere. Else raises its own error if that is the gravest, or
+        `Elsewhere`; `ending` classifies errors.
+        """
+        ...
+
+    def agree(self, what: str, state: Any = None) -> bool:
+        """Waits until all hosts are about to do `what`, and gives whether all said the same `state`. Raises if one is
+        about to do something else.
+        """
+        ...
+
+    def decide(self, value: Result) -> Result:
+        """The leader's value, on all hosts."""
+        ...
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The chips of the other hosts, as they were lately (see `monitor.snapshot`)."""
+        ...
+
+
+class Alone:
+    """One process with all its chips."""
+
+    is_leader = True
+
+    def stage(
+        self, name: str, arguments: Mapping[str, Any], progress: Progress
+    ) -> contextlib.AbstractContextManager[Progress]:
+        return contextlib.nullcontext(progress)
+
+    def tell(self, request: str, arguments: Mapping[str, Any]) -> None:
+        pass
+
+    def attempt(self, work: Callable[[], Result], ending: Callable[[BaseException], Ending]) -> Result:
+        return work()
+
+    def agree(self, what: str, state: Any = None) -> bool:
+        return True
+
+    def decide(self, value: Result) -> Result:
+        return value
+
+    def rows(self) -> list[dict[str, Any]]:
+        return []
+
+
+def gravest(endings: Iterable[Ending | None]) -> Ending | None:
+    found = set(endings)
+    return next((ending for ending in ENDINGS if ending in found), None)
