@@ -74,11 +74,14 @@ class Sampler:
         chips = [dict(chip) for chip in stats.get("chips") or ()]
         if stats.get("platform") == "tpu" and chips:
             self._fill(chips, notes)
+        elsewhere = stats.get("elsewhere") or ()  # of other hosts, which filled them, as of their last answer
+        chips = sorted([*chips, *elsewhere], key=lambda chip: chip["index"]) if elsewhere else chips
         for note in notes:
             if note not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add(note)
                 log.info("monitor: %s", note)
-        return {**stats, "host": host, "chips": chips, "notes": notes}
+        known = {name: value for name, value in stats.items() if name != "elsewhere"}
+        return {**known, "host": host, "chips": chips, "notes": notes}
 
     def _host(self, notes: list[str]) -> dict[str, float | int | None]:
         try:

@@ -22,7 +22,8 @@ def stats() -> dict[str, Any]:
     return {
         "platform": engine.devices[0].platform,
         "message": _message(engine),
-        "chips": _chips(engine),
+        "chips": own_chips(engine),
+        "elsewhere": engine.hosts.rows(),
         "resident": _resident(engine),
         "running": activity.describe() if activity else None,
         "behind": engine.program_cache.behind(),
@@ -39,18 +40,20 @@ def _message(engine: "Engine") -> str:
     return f"no TPU, running on CPU with {count} simulated chip{'s' if count > 1 else ''}"
 
 
-def _chips(engine: "Engine") -> list[dict[str, Any]]:
+def own_chips(engine: "Engine") -> list[dict[str, Any]]:
+    """The chips of this host."""
     held = engine.note_peak()
-    return [_chip(engine, index, held[index]) for index in range(len(engine.devices))]
+    return [_chip(engine, index, held[index]) for index in range(len(engine.own))]
 
 
 def _chip(engine: "Engine", index: int, held: int) -> dict[str, Any]:
     from ..engine.device_cache import budget_bytes
 
-    device = engine.devices[index]
+    device = engine.own[index]
     said = (device.memory_stats() or {}) if device.platform == "tpu" else {}
     return {
-        "index": index,
+        "index": engine.devices.index(device),
+        "host": device.process_index,
         "kind": device.device_kind,
         "coords": list(device.coords) if device.platform == "tpu" else None,
         "hbm_used": held,
