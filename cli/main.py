@@ -20,7 +20,7 @@ from ..tpu_runtime.models import SPECS, spec_by_name, spec_for_family
 from ..tpu_runtime.plan import options as plan_options
 from ..tpu_runtime.precision import CHOICES
 from ..tpu_runtime.spec import Settings
-from . import bench, doctor, download, selftest, stages
+from . import bench, doctor, download, follow, selftest, stages
 from .verbs import add_inputs, add_verb, flag, given_inputs, input_names, print_timings
 
 
@@ -94,6 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     monitor.add_argument("--url", default="http://127.0.0.1:8188", help="the server (http://127.0.0.1:8188)")
     monitor.add_argument("--once", action="store_true", help="print the numbers once and end")
     monitor.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="time between two looks (1)")
+    follow.add_arguments(
+        add_verb(verbs, "follow", follow.run, "take part, as a further host, in what the first host of a TPU runs")
+    )
     doctor.add_arguments(
         add_verb(verbs, "doctor", doctor.run, "report what is wrong with this machine, and how to mend it")
     )

@@ -24,6 +24,8 @@ def main(arguments: Sequence[str]) -> int:
     chosen = installed(options.comfyui)
     command = _command(chosen, options, comfyuis)
     _refuse(chosen, options, comfyuis)
+    if options.hosts:
+        command = [*_follow(chosen, options.hosts), "--", *command]
     _announce(options.listen, options.port)
     os.chdir(chosen.comfyui)
     os.execve(command[0], command, {**chosen.venv.environment(), **start_variables(chosen)})
@@ -40,6 +42,14 @@ def _parser() -> argparse.ArgumentParser:
     add_folder(parser)
     parser.add_argument("--listen", metavar="ADDRESS", default="127.0.0.1", help="default: %(default)s, this machine")
     parser.add_argument("--port", type=int, default=8188, help="default: %(default)s")
+    parser.add_argument(
+        "--hosts",
+        nargs="?",
+        const="auto",
+        metavar="N/M@HOST:PORT",
+        help="this is one of several hosts of a TPU: the first runs ComfyUI, the others do their part, and all start "
+        "again when one is gone. The TPU says which host this is; else: host N (from 0) of M, and where 0 listens",
+    )
     return parser
 
 
@@ -47,6 +57,18 @@ def _command(chosen: Layout, options: argparse.Namespace, comfyuis: Sequence[str
     # --cpu is about ComfyUI's own PyTorch; the pack finds the TPU by itself.
     flags = ("--cpu", "--preview-method", "auto", "--listen", options.listen, "--port", str(options.port))
     return [chosen.venv.python, "main.py", *flags, *comfyuis]
+
+
+def _follow(chosen: Layout, hosts: str) -> list[str]:
+    """The command that runs ComfyUI on the first of several hosts and follows it on the others, and keeps that up."""
+    program = chosen.venv.program("comfyui-tpu")
+    if hosts == "auto":
+        return [program, "follow"]
+    process, _, rest = hosts.partition("/")
+    count, at, coordinator = rest.partition("@")
+    if not (at and process.isdecimal() and count.isdecimal()):
+        raise SetupError(f"--hosts {hosts}: it must be N/M@HOST:PORT such as 0/2@10.0.0.2:8476, or nothing on a TPU.")
+    return [program, "follow", "--coordinator", coordinator, "--process", process, "--of", count]
 
 
 def _refuse(chosen: Layout, options: argparse.Namespace, comfyuis: Sequence[str]) -> None:

@@ -150,6 +150,22 @@ def test_start_becomes_comfyui_with_its_flags_and_environment(installed, monkeyp
     assert "can run programs here as you" in run_setup("start", "--listen", "0.0.0.0", "--port", port).stdout
 
 
+@pytest.mark.parametrize(
+    ("hosts", "place"),
+    [([], []), (["1/2@10.0.0.2:8476"], ["--coordinator", "10.0.0.2:8476", "--process", "1", "--of", "2"])],
+)
+def test_start_on_several_hosts_keeps_comfyui_or_a_follower_running(installed, tmp_path, monkeypatch, hosts, place):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "execve", lambda program, command, environment: started.append(command))
+    started: list[list[str]] = []
+    start.main(["--port", str(free_port()), "--hosts", *hosts])
+    assert started[0][: 4 + len(place)] == [
+        installed.venv.program("comfyui-tpu"), "follow", *place, "--", installed.venv.python,
+    ]  # fmt: skip
+    with pytest.raises(terminal.SetupError, match=r"^--hosts here: it must be N/M@HOST:PORT such as "):
+        start.main(["--port", str(free_port()), "--hosts", "here"])
+
+
 def test_start_says_what_is_in_its_way(world, installed, monkeypatch):
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("it was started"))
     with socket.socket() as other:
