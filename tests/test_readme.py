@@ -68,6 +68,9 @@ SHOWN = {
     "comfyui-tpu monitor [--url http://127.0.0.1:8188] [--once] [--interval 1]": (
         "tests/cli/test_monitor.py::test_a_server_that_starts_later_takes_over"
     ),
+    "comfyui-tpu follow [--coordinator HOST:PORT --process N --of M]": (
+        "tests/hosts/test_hosts.py::test_two_hosts_give_the_frames_of_one_cancel_together_and_say_when_one_is_gone"
+    ),
     "comfyui-tpu COMMAND --help": HERE,
     "hf auth login": NETWORK,
 }

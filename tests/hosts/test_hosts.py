@@ -1,0 +1,122 @@
+"""One model over two hosts: the frames of one process, one cancel for both, and a sentence when one is gone."""
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.tests.support import hosts
+from comfyui_tpu.tests.support.hosts_driver import digest
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.engine.engine import Engine
+from comfyui_tpu.tpu_runtime.hosts import place, supervisor, terms, wire
+from comfyui_tpu.tpu_runtime.hosts.together import RESTART
+from comfyui_tpu.tpu_runtime.models import spec_for_family
+from comfyui_tpu.tpu_runtime.progress import Silent
+
+SPEC = spec_for_family("Wan21")
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.tiny_id)
+SETTINGS = SPEC.settings(**{**SPEC.tiny_inputs, "num_frames": 5, "num_inference_steps": 2})
+
+
+@pytest.mark.slow
+def test_two_hosts_give_the_frames_of_one_cancel_together_and_say_when_one_is_gone(tmp_path: Path, cache: Path):
+    """With one chip each every sum has two parts, so that its order does not matter.
+
+    That all begin again, and much else, is in `test_matrix`.
+    """
+    with hosts.running(tmp_path, cache, count=2, chips=1) as two:
+        two.lead.send(model=SPEC.name)
+        engine = Engine(jax.devices()[:2])  # meanwhile
+        texts = engine.encode(MODEL, "a cat", "", Silent())
+        latents = engine.denoise(MODEL, SETTINGS, *texts, Silent())
+        frames = engine.decode(MODEL, latents, Silent())
+        first = two.lead.next("ended")
+        assert first["ended"] == "done", first
+        assert (first["latents"], first["frames"]) == (digest(latents["samples"]), digest(frames))
+
+        assert two.lead.ask(model=SPEC.name, cancel=["denoise", "step"])["ended"] == "Cancelled"
+        two.lead.send(model=SPEC.name, steps=100)
+        while two.lead.next("step")["step"] != ["denoise", "step"]:
+            pass
+        two.at_work(1).kill()
+        said = two.lead.next("ended", "ready", within_s=hosts.ENDS_S)
+        sentence = said.get("sentence") or two.lead.texts()[-1]
+        assert sentence.startswith("Host 1 (127.0.0.1) is gone (") and "All hosts start again" in sentence
+
+
+def test_a_message_arrives_as_it_was_sent():
+    tensors = {"a": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), "b": torch.tensor(7), "c": torch.empty(0, 2)}
+    message = {
+        "model": MODEL, "settings": SETTINGS, "prompt_embeds": [[tensors["a"], {"length": 3, "other": object()}]],
+        "latents": tensors, "sizes": (1, 2.5, None, True, "x"),
+    }  # fmt: skip
+    sent = b"".join(bytes(part) for part in wire.pack(message))
+    at = 0
+
+    def read(size: int) -> bytearray:
+        nonlocal at
+        at += size
+        return bytearray(sent[at - size : at])
+
+    got = wire.unpack(read)
+    assert at == len(sent)
+    assert (got["model"], got["settings"], got["sizes"]) == (MODEL, SETTINGS, message["sizes"])
+    assert got["prompt_embeds"][0][1] == {"length": 3, "other": None}
+    for name, tensor in tensors.items():
+        assert got["latents"][name].dtype == tensor.dtype and torch.equal(got["latents"][name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("environment", "metadata", "found"),
+    [
+        ({"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a.svc,b.svc"}, {}, "1/2@a.svc:8476"),
+        ({"TPU_WORKER_ID": "0", "TPU_PROCESS_ADDRESSES": "10.0.0.1:8471,10.0.0.2:8471"}, {}, "0/2@10.0.0.1:8476"),
+        (
+            {},
+            {"worker-network-endpoints": "w:7:10.1.0.2,w:8:10.1.0.3", "agent-worker-number": "1"},
+            "1/2@10.1.0.2:8476",
+        ),
+    ],
+    ids=["gke", "gke with ports", "compute engine"],
+)
+def test_a_tpus_machines_say_which_host_this_is(environment, metadata, found):
+    assert str(place.of_tpu.__wrapped__(environment, metadata.__getitem__)) == found
+
+
+@pytest.mark.parametrize("text", ["2/2@host:1", "host:1", "0/2@host", "0/2@host:70000"])
+def test_a_place_that_is_none_is_a_sentence(text):
+    with pytest.raises(ValueError, match=rf"^COMFYUI_TPU_HOSTS is '{text}'; "):
+        place.parse(text)
+
+
+def test_hosts_must_have_the_same_versions_and_source():
+    mine = terms.terms()
+    assert mine["jax"] == jax.__version__ and len(mine["the pack's source"]) == 12
+    assert terms.difference(mine, mine) is None
+    assert terms.difference({"jax": "1", "numpy": np.__version__}, {"jax": "2", "numpy": np.__version__}) == (
+        "jax: 2 there, 1 here"
+    )
+
+
+def test_a_process_is_started_again_when_it_asks_or_is_killed_and_else_ends(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(supervisor, "PAUSE_S", 0.01)
+    starts = tmp_path / "starts"
+    script = f"""
+import os, signal
+from pathlib import Path
+starts = Path({str(starts)!r})
+number = len(starts.read_text()) if starts.exists() else 0
+starts.write_text("x" * (number + 1))
+assert os.environ["COMFYUI_TPU_SUPERVISED"] == "1" and os.environ["COMFYUI_TPU_HOSTS"] == "here"
+if number == 0:
+    os._exit({RESTART})
+if number == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+os._exit(3)
+"""
+    command = [sys.executable, "-S", "-c", script]
+    assert supervisor.keep(command, {"COMFYUI_TPU_HOSTS": "here"}) == 3
+    assert starts.read_text() == "xxx"

@@ -1,0 +1,162 @@
+"""A leader and a follower in one process, without chips: an attempt ends on both in the same way, whatever happens."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from comfyui_tpu.tests.support.hosts import free_port
+from comfyui_tpu.tests.support.patience import PATIENCE_S, until
+from comfyui_tpu.tpu_runtime.hosts import distributed, leader, terms
+from comfyui_tpu.tpu_runtime.hosts.follower import Follower, Refused
+from comfyui_tpu.tpu_runtime.hosts.leader import Leader
+from comfyui_tpu.tpu_runtime.hosts.place import Place
+from comfyui_tpu.tpu_runtime.hosts.together import Elsewhere, HostsError
+from comfyui_tpu.tpu_runtime.progress import Silent
+
+
+class Cancelled(Exception):
+    pass
+
+
+class Host(Silent):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.is_cancelled = False
+
+    def text(self, message: str) -> None:
+        self.said.append(message)
+
+    def check_cancelled(self) -> None:
+        if self.is_cancelled:
+            raise Cancelled
+
+
+class Pair:
+    """The two, and what became of them: `ends` are the leader's last words, `left` the follower's."""
+
+    def __init__(self) -> None:
+        port, self.ends, self.left, self.host, self.is_joined = free_port(), [], [], Host(), False
+        places = [Place(process=process, count=2, host="127.0.0.1", port=port) for process in range(2)]
+        self.leader = Leader(places[0], lambda sentence, stuck: self.ends.append((sentence, stuck)))
+        self.follower = Follower(places[1])
+
+    def join(self) -> None:
+        joining = threading.Thread(target=self.follower.join)
+        joining.start()
+        with self.leader.joining(self.host):
+            joining.join(PATIENCE_S)
+        self.is_joined = True
+
+    def attempt(self, lead: Callable[[], Any], follow: Callable[[], Any]) -> list[Any]:
+        """What both gave or raised."""
+        outcomes: list[Any] = [None, None]
+
+        def run(side: int, attempt: Callable[..., Any], work: Callable[[], Any]) -> None:
+            try:
+                outcomes[side] = attempt(work, lambda error: "again" if "memory" in str(error) else "failed")
+            except Exception as error:
+                outcomes[side] = error
+
+        following = threading.Thread(target=run, args=(1, self.follower.attempt, follow))
+        following.start()
+        with self.leader.stage("encode", {}, self.host):
+            run(0, self.leader.attempt, lead)
+        following.join(PATIENCE_S)
+        return outcomes
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    found = Pair()
+    monkeypatch.setattr(distributed, "start", lambda place: None)
+    monkeypatch.setattr(Follower, "_end", lambda self, why: found.left.append(why))
+    monkeypatch.setattr(terms, "take_over", lambda environment: None)
+    yield found
+    found.leader.close()
+    if found.is_joined:
+        until(lambda: found.left)  # before its way to end is the real one again
+
+
+def fails(sentence: str, kind: type[Exception] = ValueError) -> Callable[[], None]:
+    def work() -> None:
+        raise kind(sentence)
+
+    return work
+
+
+def test_an_attempt_ends_on_both_in_the_same_way(pair: Pair):
+    pair.join()
+    agree = [lambda: pair.leader.agree("run it", 1), lambda: pair.follower.agree("run it", 1)]
+    assert pair.attempt(*agree) == [True, True]
+    assert pair.attempt(agree[0], lambda: pair.follower.agree("run it", 2)) == [False, False]
+    assert pair.attempt(lambda: pair.leader.decide("mine"), lambda: pair.follower.decide("yours")) == ["mine", "mine"]
+    # The leader finds that there is nothing to do for both.
+    assert pair.attempt(lambda: "cached", agree[1]) == ["cached", None]
+
+    told, own = pair.attempt(agree[0], fails("the file is damaged"))
+    assert isinstance(told, Elsewhere) and str(told) == "Host 1 (127.0.0.1): the file is damaged"
+    assert isinstance(own, ValueError)
+
+    told, own = pair.attempt(agree[0], fails("out of memory", RuntimeError))
+    assert isinstance(told, Elsewhere) and (told.ending, str(own)) == ("again", "out of memory")
+    own, told = pair.attempt(fails("out of memory", RuntimeError), agree[1])
+    assert isinstance(told, Elsewhere) and (told.ending, str(own)) == ("again", "out of memory")
+    # One fails for good: none tries again.
+    own, told = pair.attempt(fails("damaged"), fails("out of memory", RuntimeError))
+    assert isinstance(told, Elsewhere) and (told.ending, str(own)) == ("failed", "damaged")
+
+    wrong, told = pair.attempt(agree[0], lambda: pair.follower.agree("run another"))
+    assert str(wrong).startswith("Hosts would do different things: host 1 (127.0.0.1) run another, the leader run it.")
+    assert isinstance(told, Elsewhere)
+
+    pair.host.is_cancelled = True
+    cancelled, told = pair.attempt(agree[0], lambda: time.sleep(0.5) or pair.follower.agree("run it"))
+    assert isinstance(cancelled, Cancelled) and isinstance(told, Elsewhere)
+    pair.host.is_cancelled = False
+    assert pair.attempt(*agree) == [True, True] and not pair.ends and not pair.left
+
+
+def test_a_host_that_is_gone_ends_the_stage_and_then_the_process(pair: Pair):
+    pair.join()
+    pair.follower._send({"log": "reading the last shard"})
+    with pair.leader.stage("denoise", {}, pair.host) as progress:
+        pair.follower._channel.close()
+        until(lambda: pair.leader._members.lost)
+        with pytest.raises(
+            HostsError, match=r"^Host 1 \(127\.0\.0\.1\) is gone \(it closed the connection\)\. Its log"
+        ):
+            pair.leader.attempt(progress.check_cancelled, lambda error: "failed")
+    until(lambda: pair.ends)
+    assert pair.ends[0][1] is None and "Its log ended: reading the last shard. This process ends" in pair.ends[0][0]
+
+
+def test_a_stage_that_is_stuck_on_the_chips_is_told_too(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(leader, "GRACE_S", 0.1)
+    pair.join()
+    with pair.leader.stage("denoise", {}, pair.host):
+        pair.follower._channel.close()
+        until(lambda: pair.ends)
+    assert pair.ends[0][1] is pair.host
+
+
+def test_a_follower_of_another_version_is_refused_on_both_sides(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    mine = terms.terms()
+    versions = iter([{**mine, "jax": "0.1"}, mine])
+    monkeypatch.setattr(terms, "terms", lambda: next(versions))
+    refused: list[str] = []
+
+    def join() -> None:
+        try:
+            pair.follower.join()
+        except Refused as error:
+            refused.append(str(error))
+
+    threading.Thread(target=join).start()
+    with pytest.raises(HostsError) as missing, pair.leader.joining(pair.host):
+        pass
+    until(lambda: refused)
+    assert refused == [str(missing.value)]
+    assert refused[0].startswith("Host 1 (127.0.0.1) cannot take part, its versions are others (jax: 0.1 there, ")
+    assert pair.host.said[0].startswith("Waiting for host 1 of 2, 4")
