@@ -1,7 +1,10 @@
 """A leader and a follower in one process, without chips: an attempt ends on both in the same way, whatever happens."""
 
+import contextlib
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -116,6 +119,34 @@ def test_an_attempt_ends_on_both_in_the_same_way(pair: Pair):
     assert isinstance(cancelled, Cancelled) and isinstance(told, Elsewhere)
     pair.host.is_cancelled = False
     assert pair.attempt(*agree) == [True, True] and not pair.ends and not pair.left
+
+
+def test_what_an_attempt_had_loaded_is_free_for_the_next(pair: Pair):
+    class Array:
+        pass
+
+    left: list[weakref.ref] = []
+
+    def work() -> None:
+        array = Array()
+        left.append(weakref.ref(array))
+        raise RuntimeError("out of memory")
+
+    def attempt(attempt: Callable[..., Any]) -> None:
+        with contextlib.suppress(RuntimeError):
+            attempt(work, lambda error: "again")
+
+    pair.join()
+    gc.disable()
+    try:
+        following = threading.Thread(target=attempt, args=(pair.follower.attempt,))
+        following.start()
+        with pair.leader.stage("denoise", {}, pair.host):
+            attempt(pair.leader.attempt)
+        following.join(PATIENCE_S)
+        assert [one() for one in left] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_host_that_is_gone_ends_the_stage_and_then_the_process(pair: Pair):

@@ -115,21 +115,25 @@ class Follower:
         pass
 
     def attempt(self, work: Callable[[], Result], ending: Callable[[BaseException], Ending]) -> Result:
-        error, result, own = None, None, None
+        error: BaseException | None = None
+        result, own = None, None
         try:
-            result = work()
-        except Stopped as stopped:
-            error = stopped
-        except BaseException as raised:
-            error, own = raised, ending(raised)
-        self._send({"ended": own, "error": str(error)})
-        verdict: Ending | None = self._next("verdict")
-        self._is_stopped.clear()
-        if error is not None and own is not None and own == verdict:
-            raise error
-        if verdict is not None:
-            raise Elsewhere(verdict, "another host's attempt did not succeed")
-        return result  # pyright: ignore[reportReturnType] - `work` gave it, or nobody needs it
+            try:
+                result = work()
+            except Stopped as stopped:
+                error = stopped
+            except BaseException as raised:
+                error, own = raised, ending(raised)
+            self._send({"ended": own, "error": str(error)})
+            verdict: Ending | None = self._next("verdict")
+            self._is_stopped.clear()
+            if error is not None and own is not None and own == verdict:
+                raise error
+            if verdict is not None:
+                raise Elsewhere(verdict, "another host's attempt did not succeed")
+            return result  # pyright: ignore[reportReturnType] - `work` gave it, or nobody needs it
+        finally:
+            error = None  # its traceback holds this frame, and arrays: the circle would keep these on the chips
 
     def agree(self, what: str, state: Any = None) -> bool:
         if self._is_stopped.is_set():

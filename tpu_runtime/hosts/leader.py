@@ -84,29 +84,38 @@ class Leader:
         self._members.tell({"request": request, "arguments": arguments})
 
     def attempt(self, work: Callable[[], Result], ending: Callable[[BaseException], Ending]) -> Result:
-        error, result = None, None
+        error: BaseException | None = None
+        failures: list[Elsewhere] = []
+        result: Any = None
         try:
-            result = work()
-            self._wait_for_ends()
-        except BaseException as raised:
-            error = raised
+            try:
+                result = work()
+                self._wait_for_ends()
+            except BaseException as raised:
+                error = raised
+                self._end_attempt(error)
+            own = None if error is None or isinstance(error, Elsewhere) else ending(error)
+            failures = [_failure(member, message) for member in self._members.all() if (message := member.failure())]
+            verdict = gravest([own, *(failure.ending for failure in failures)])
+            for member in self._members.all():
+                member.begin_anew()
+            self._members.tell({"verdict": verdict})
+            if error is not None and verdict == own:
+                raise error
+            if verdict is not None:
+                raise next(failure for failure in failures if failure.ending == verdict)
+            return result
+        finally:
+            # Their tracebacks hold this frame, and arrays: the circle would keep these on the chips.
+            error, failures = None, []
+
+    def _end_attempt(self, error: BaseException) -> None:
+        """After an error here, or elsewhere, or a cancel: until the others have ended too."""
         if isinstance(error, RuntimeError) and not isinstance(error, HostsError):
             self._members.wait_lost(TELL_S)  # the chips may notice first that a host is gone, in words of their own
         self._raise_if_lost(error)
-        if error is not None:
-            self._members.tell({"stop": True})
-            self._wait_for_ends(time.monotonic() + STUCK_S)
-        own = None if error is None or isinstance(error, Elsewhere) else ending(error)
-        failures = [_failure(member, message) for member in self._members.all() if (message := member.failure())]
-        verdict = gravest([own, *(failure.ending for failure in failures)])
-        for member in self._members.all():
-            member.begin_anew()
-        self._members.tell({"verdict": verdict})
-        if error is not None and verdict == own:
-            raise error
-        if verdict is not None:
-            raise next(failure for failure in failures if failure.ending == verdict) from error
-        return result  # pyright: ignore[reportReturnType] - `work` gave it
+        self._members.tell({"stop": True})
+        self._wait_for_ends(time.monotonic() + STUCK_S)
 
     def agree(self, what: str, state: Any = None) -> bool:
         self._check_progress()
