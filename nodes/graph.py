@@ -16,7 +16,7 @@ from .declare import Declaration, Expansion, Folders, Link, Ref
 Workflow = dict[str, dict[str, Any]]
 Table = Mapping[str, Declaration]
 # Numbers that no program depends on.
-_FREE = frozenset({"seed", "fps", "add_noise", "return_with_leftover_noise"})
+PROGRAMLESS = frozenset({"seed", "fps", "add_noise", "return_with_leftover_noise"})
 
 
 def is_link(value: Any) -> TypeGuard[list[Any]]:
@@ -88,7 +88,7 @@ def expected(workflow: Workflow, folders: Folders, table: Table) -> list[Expecte
         except ValueError:
             continue  # its node says what is wrong when it runs
         nodes = [node for node in graph.values() if table[node["class_type"]].family == model.spec.family]
-        changing = set(model.spec.inputs) - _FREE
+        changing = set(model.spec.inputs) - PROGRAMLESS
         is_known = not any(
             is_link(value) and name in changing for node in nodes for name, value in node["inputs"].items()
         )

@@ -38,13 +38,14 @@ MAY_IMPORT = {
     "nodes": {"pipeline", "plan", "cost_model", *ENGINE},
     "nodes.headless": {"nodes", "pipeline", *ENGINE},
     "nodes.comfyui": {"nodes", "pipeline", "monitor", *ENGINE},
-    "cli": {"nodes", "nodes.headless", "pipeline", "plan", "cost_model", "monitor", "selftest", *ENGINE},
+    "fleet": {"nodes", "nodes.headless", "pipeline", *ENGINE},
+    "cli": {"nodes", "nodes.headless", "fleet", "pipeline", "plan", "cost_model", "monitor", "selftest", *ENGINE},
     "entry": {"nodes.comfyui"},
     "installer": set(),
 }
 TORCH = frozenset({"torch", "torchax", "diffusers", "transformers"})
 COMFYUI = frozenset({"comfy", "comfy_api", "comfy_execution", "folder_paths", "server", "execution", "latent_preview"})
-FOLDERS = ("attention", "cli", "installer", "nodes", "sharding", "tpu_runtime")
+FOLDERS = ("attention", "cli", "fleet", "installer", "nodes", "sharding", "tpu_runtime")
 FILES = [ROOT / "__init__.py"] + sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 

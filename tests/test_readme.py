@@ -58,6 +58,9 @@ SHOWN = {
     "comfyui-tpu run WORKFLOW.json [--set NODE.INPUT=VALUE ...] [--tiny] [--out DIR]": (
         "tests/nodes/test_examples.py::test_a_recipe_runs_headless_on_its_own_miniature"
     ),
+    "comfyui-tpu batch WORKFLOW.json --set-from prompts.jsonl --out DIR [--ray ADDRESS]": (
+        "tests/fleet/test_batch.py::test_a_batch_gives_what_single_runs_give"
+    ),
     "comfyui-tpu encode --folder DIR": STAGES,
     "comfyui-tpu denoise --folder DIR": STAGES,
     "comfyui-tpu decode --folder DIR": STAGES,

@@ -270,7 +270,10 @@ def test_set_changes_one_input(assignment: str, place: tuple[str, str], value: A
     ("arguments", "message"),
     [
         (["--set", "seed=7"], "--set seed=7: it must look like NODE.INPUT=VALUE, such as 2.seed=7."),
-        (["--set", "9.seed=7"], "--set: no node called '9' in this workflow; its nodes are 1 (Wan21TextEncoder), 2 ("),
+        (
+            ["--set", "9.seed=7"],
+            "--set 9.seed=7: no node called '9' in this workflow; its nodes are 1 (Wan21TextEncoder), 2 (",
+        ),
         (
             ["--set", "2.sed=7"],
             "--set 2.sed=7: 2 has no input sed; it has prompt_embeds, negative_prompt_embeds, height",
