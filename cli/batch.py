@@ -68,6 +68,9 @@ def run(options: argparse.Namespace) -> int:
             workers = _workers(options, store)
             driver = Driver(recipe, jobs, ledger, workers, limits=Limits(failures=options.attempts), view=view)
             ended = driver.run()
+        except KeyboardInterrupt:
+            view.line(f"stopped: {len(ledger.done)} jobs are done. The same command goes on from here.")
+            raise
         finally:
             view.close()
             if workers is not None:
@@ -130,7 +133,10 @@ def render(progress: Progress) -> RenderableType:
         hours = (progress.waiting + len(running)) / progress.per_hour
         numbers.append(f"{progress.per_hour:.0f} an hour, {hours * 60:.0f} min to go")
     decided = progress.done + progress.failed
-    parts: list[RenderableType] = [ProgressBar(total=progress.total, completed=decided), Text(", ".join(numbers))]
+    head = Table.grid()
+    head.add_row(ProgressBar(total=progress.total, completed=decided, width=60))
+    head.add_row(Text(", ".join(numbers)))
+    parts: list[RenderableType] = [head]
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("worker", "line", "for", "does"):
         table.add_column(name)

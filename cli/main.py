@@ -19,7 +19,7 @@ from ..tpu_runtime.models import SPECS, spec_by_name
 from ..tpu_runtime.plan import options as plan_options
 from ..tpu_runtime.precision import CHOICES
 from ..tpu_runtime.spec import Settings
-from . import batch, bench, doctor, download, selftest, stages
+from . import batch, bench, doctor, download, selftest, serve, stages
 from .verbs import (
     add_inputs,
     add_verb,
@@ -73,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     add_workflow(run)
     run.add_argument("--out", type=Path, default=Path("output"), metavar="DIR", help="where results go (output)")
     batch.add_arguments(add_verb(verbs, "batch", batch.run, "run a workflow once for each line of a file"))
+    serve.add_arguments(
+        add_verb(verbs, "serve", serve.run, "run stages for a ComfyUI elsewhere, by its node TPU Remote")
+    )
     stages.add_verbs(verbs)
     warmup = add_verb(verbs, "warmup", _warmup, "compile a size's programs, so that its first run starts at once")
     warmup.add_argument("workflow", type=Path, nargs="?", help="the sizes of this workflow's samplers")

@@ -91,7 +91,7 @@ class Driver:
         self._queue = Queue(with_tries(waiting, ledger.tries(job.id for job in waiting)))
         self._doing: dict[str, Doing] = {}
         self._ends: deque[float] = deque(maxlen=_RECENT)
-        self._in_a_row: set[str] = set()
+        self._in_a_row: dict[str, Job] = {}
         self._is_stopping = False
 
     def run(self) -> Progress:
@@ -196,8 +196,9 @@ class Driver:
         if event.of_job:
             return
         doing.in_a_row += 1
-        self._in_a_row.add(job.id)
+        self._in_a_row[job.id] = job
         if len(self._in_a_row) >= MOST_IN_A_ROW:
+            self._forgive()
             raise Stopped(
                 f"{len(self._in_a_row)} jobs in a row ended with an error of the machine, the last with: {event.error} "
                 "Mend it, and run the same command again: with --retry-failed also for what was set aside."
@@ -205,6 +206,13 @@ class Driver:
         if doing.in_a_row >= _WORKER_IN_A_ROW:
             doing.in_a_row, doing.is_here = 0, False
             self._workers.restart(event.worker)
+
+    def _forgive(self) -> None:
+        """Jobs that failed in a row, by the machine's fault, have lost none of their attempts."""
+        for job in self._in_a_row.values():
+            if job.id not in self._ledger.failed:
+                job.tries.failures.clear()
+                self._ledger.note_tries(job.id, job.tries)
 
     def _failed_once(self, job: Job, error: str) -> None:
         job.tries.failures.append(error)

@@ -22,6 +22,8 @@ from .messages import Done, Event, Lost, Ready, Request, Status
 
 # A worker that ends at once is started again after longer and longer.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
+# So many in a row that were not even ready: it is not the machine that goes away.
+_VAIN_STARTS = 4
 _LOG_LINES = 6
 _RUN, _CANCEL = "run", "cancel"
 
@@ -36,6 +38,7 @@ class _Child:
     connection: Connection | None = None
     status: Status = field(default_factory=Status)
     wait_s: float = _FIRST_WAIT_S
+    vain_starts: int = 0
     start_at: float = 0.0
 
 
@@ -87,6 +90,7 @@ class LocalWorkers:
                 else:
                     if isinstance(said, Done):
                         child.wait_s = _FIRST_WAIT_S
+                    child.vain_starts = 0
                     child.status = Status()
                     found.append(said)
         except (EOFError, OSError):
@@ -104,9 +108,13 @@ class LocalWorkers:
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         child.process = child.connection = None
         child.status = Status()
+        reason = f"its process ended ({how}). {_tail(child.log)}"
+        child.vain_starts += 1
+        if child.vain_starts == _VAIN_STARTS:
+            raise RuntimeError(f"the worker on this machine does not start: {reason}")
         child.start_at = time.monotonic() + child.wait_s
         child.wait_s = min(2 * child.wait_s, _LONGEST_WAIT_S)
-        return Lost(worker=child.name, reason=f"its process ended ({how}). {_tail(child.log)}".strip())
+        return Lost(worker=child.name, reason=reason)
 
     def submit(self, worker: str, request: Request) -> None:
         self._send(self._children[worker], (_RUN, request))

@@ -128,6 +128,11 @@ def _generation(graph: Workflow, node_id: str, folders: Folders, table: Table) -
     declaration = table[node["class_type"]]
     link = node["inputs"].get("model")
     choice = _origin(graph, node_id, "model", "model_id", table) if is_link(link) else widgets
+    if "address" in choice:
+        raise ValueError(
+            f"{node_label(node_id, node)}: its model is at {choice['address']}, where its programs are compiled "
+            "too. Run this on that machine."
+        )
     family, named = spec_for_family(declaration.family), {name: choice[name] for name in ("model_id", "precision")}
     model = choose_model(family, **named, folders=folders.models, progress=Silent())
     spec = model.spec

@@ -11,19 +11,50 @@ from .engine.current import leave as leave  # for hosts
 from .engine.memory_advice import OutOfMemory as OutOfMemory  # nodes catch it
 from .engine.payloads import Conditioning, ImageCondition, Latent
 from .progress import Progress
-from .spec import Settings
+from .spec import ModelSpec, Settings
 
 if TYPE_CHECKING:
     import torch
 
+    from .engine.engine import Engine
+    from .remote.client import Client
+
 log = logging.getLogger(__name__)
+
+
+def _runner(model: ModelRef) -> "Engine | Client":
+    """Who runs a model's stages: this process's engine, or the machine that the model is on."""
+    if not model.address:
+        return engine()
+    from .remote.client import Client
+
+    return Client(model.address)
+
+
+def check_address(address: str) -> None:
+    """Raises ValueError for what are no addresses of other machines; connects to none."""
+    from .remote.client import parse_all
+
+    parse_all(address)
+
+
+def remote_model(
+    address: str, spec: ModelSpec, model_id: str, *, precision: str = "auto", progress: Progress
+) -> ModelRef:
+    """The model of a family that `model_id` is on another machine, whose stages then run there. Of several addresses,
+    with commas between them, each stage is run by one.
+    """
+    from .remote.client import Client
+
+    name = Client(address).choose(spec.family, model_id, precision, progress)
+    return ModelRef(spec_name=name, model_id=model_id, precision=precision, address=address)
 
 
 def encode_prompt(
     model: ModelRef, prompt: str, negative_prompt: str, *, progress: Progress
 ) -> tuple[Conditioning, Conditioning | None]:
     """Prompt and negative prompt as CONDITIONING, CPU float32; no negative one where the model has no use for it."""
-    return engine().encode(model, prompt, negative_prompt, progress)
+    return _runner(model).encode(model, prompt, negative_prompt, progress)
 
 
 def denoise(
@@ -44,7 +75,7 @@ def denoise(
     advice = model.spec.advice(settings)
     if advice is not None and model.model_id != model.spec.tiny_id:
         _warn_once(f"{model.spec.title}: {advice}")
-    return engine().denoise(model, settings, prompt_embeds, negative_prompt_embeds, progress, condition, latents)
+    return _runner(model).denoise(model, settings, prompt_embeds, negative_prompt_embeds, progress, condition, latents)
 
 
 @functools.cache
@@ -59,7 +90,7 @@ def encode_image(
     where there are two.
     """
     settings = model.spec.settings(**size)
-    return engine().encode_image(model, image, settings, progress)
+    return _runner(model).encode_image(model, image, settings, progress)
 
 
 def join_references(conditions: Sequence[ImageCondition]) -> ImageCondition:
@@ -70,6 +101,10 @@ def join_references(conditions: Sequence[ImageCondition]) -> ImageCondition:
 
 def add_lora(model: ModelRef, lora: Lora, *, progress: Progress) -> tuple[ModelRef, str]:
     """The model with one more LoRA, and what of its file applies, in words. ValueError where nothing does."""
+    if model.address:
+        from .remote.client import Client
+
+        return Client(model.address).add_lora(model, lora, progress)
     from .loras import apply
 
     return apply.add(model, lora, progress)
@@ -77,7 +112,7 @@ def add_lora(model: ModelRef, lora: Lora, *, progress: Progress) -> tuple[ModelR
 
 def decode(model: ModelRef, latents: Latent, *, progress: Progress) -> "torch.Tensor":
     """LATENT to IMAGE `[frames, height, width, 3]`, CPU float32 in 0..1."""
-    return engine().decode(model, latents, progress)
+    return _runner(model).decode(model, latents, progress)
 
 
 def expect(generations: Iterable[Expected]) -> None:
@@ -96,7 +131,7 @@ def compilation_summary() -> str:
 def warmup(model: ModelRef, settings: Settings, *, progress: Progress) -> int:
     """Compiles every program of a generation with these settings, loading no weights; how many were not there yet."""
     model.spec.check_settings(settings)
-    return engine().warmup(model, settings, progress)
+    return _runner(model).warmup(model, settings, progress)
 
 
 def free(ids: Iterable[str] | None = None) -> None:

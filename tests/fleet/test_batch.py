@@ -1,10 +1,14 @@
 """Batches: each job once, whatever ends before it does; affinity; what is set aside; the same results as one by one."""
 
+import ast
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,13 +16,17 @@ from typing import Any
 import pytest
 from comfyui_tpu.cli import batch
 from comfyui_tpu.cli import main as cli
-from comfyui_tpu.fleet.driver import MOST_IN_A_ROW
-from comfyui_tpu.fleet.messages import Done, Failed, Lost, Request
+from comfyui_tpu.fleet import slices
+from comfyui_tpu.fleet.driver import MOST_IN_A_ROW, Doing, Progress
+from comfyui_tpu.fleet.messages import Done, Failed, Lost, Request, Status
 from comfyui_tpu.fleet.queue import MOST, Group, Job, Queue
+from comfyui_tpu.fleet.slices import Slice
 from comfyui_tpu.fleet.store import open_store
-from comfyui_tpu.fleet.worker import Worker
 from comfyui_tpu.tests.support.fleet import PACK, WORKFLOW, Inline, keep, prompts
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
+from rich.console import Console
+
+ROOMS = ("attention", "cli", "fleet", "nodes", "sharding", "tpu_runtime")
 
 
 @pytest.fixture
@@ -176,6 +184,18 @@ def test_a_store_of_objects_keeps_the_same_state(run, tmp_path: Path, monkeypatc
     ]  # fmt: skip
 
 
+def test_the_extras_packages_are_imported_only_where_they_are_asked_for():
+    """Inside functions of the fleet; and the core's requirements know nothing of them."""
+    for path in (path for folder in ROOMS for path in (PACK / folder).rglob("*.py")):
+        for node in ast.walk(tree := ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            if {name.partition(".")[0] for name in names} & {"ray", "fsspec"}:
+                assert path.parent.name == "fleet" and node not in tree.body, path
+    core = (PACK / "requirements.txt").read_text()
+    assert not re.search(r"^(ray|fsspec)\b", core, re.MULTILINE)
+
+
 # A driver with a child that pretends, as a process of its own.
 DRIVER = """
 import sys
@@ -223,15 +243,27 @@ def test_killed_workers_and_drivers_lose_nothing(tmp_path: Path):
     assert len(runs()) <= 42 and PACK.is_dir()
 
 
-def test_a_batch_gives_what_single_runs_give(run, tmp_path: Path):
-    """The real worker, in this process: the same files, byte for byte."""
-    real = Worker("a")
-    workers = Inline(["a"], lambda worker, request: real.run(request, lambda status: None))
-    assert run(workers, 2) == 0
-    for line in journal(tmp_path):
-        index, alone = line["line"] - 1, tmp_path / f"alone-{line['line']}"
-        sets = [f"1.prompt=number {index}", f"2.seed={index}", "2.num_frames=5", "2.num_inference_steps=1"]
-        arguments = [part for each in sets for part in ("--set", each)]
-        assert cli.main(["run", str(WORKFLOW), "--tiny", *arguments, "--out", str(alone)]) == 0
-        (file,) = line["files"]
-        assert (tmp_path / "out" / file).read_bytes() == (alone / "wan21.mp4").read_bytes()
+def test_the_view_says_what_each_worker_does():
+    job = Job(id="1", line=7, text="", group=Group("m", "s"))
+    busy = Doing(job=job, since=time.monotonic(), status=Status(node="Sampler", done=3, total=50, unit="step"))
+    workers = {"a": busy, "b": Doing(), "c": Doing(is_here=False)}
+    numbers = Progress(total=20, done=9, failed=1, before=0, waiting=9, per_hour=120.0, workers=workers)
+    console = Console(file=io.StringIO(), width=100, force_terminal=False)
+    console.print(batch.render(numbers))
+    said = console.file.getvalue()
+    assert "9 done, 1 running, 9 waiting, 1 set aside, 120 an hour, 5 min to go" in said
+    assert re.search(r"a +7 +0 s +Sampler, step 3/50", said) and re.search(r"b +waits", said)
+    assert re.search(r"c +is started again", said)
+
+
+def test_a_slice_of_several_machines_counts_once_and_only_whole():
+    def machine(chips: int, name: str = "", topology: str = "", pod: str = "", alive: bool = True) -> dict[str, Any]:
+        labels = {"slice-name": name, "topology": topology, "pod-type": pod}
+        labels = {f"ray.io/tpu-{key}": value for key, value in labels.items() if value}
+        return {"Alive": alive, "Resources": {"TPU": float(chips)} if chips else {}, "Labels": labels}
+
+    one = machine(8, "x", "2x4", "v6e-8")
+    four = [machine(4, "y", "4x4", "v6e-16") for _ in range(4)]
+    others = [machine(0), machine(4), machine(4, alive=False), *(machine(4, "z", "4x4", "v6e-16") for _ in range(3))]
+    whole = Slice(chips=4, hosts=4, name="y", topology="4x4", generation="v6e")
+    assert slices.found([one, *four, *others]) == [Slice(chips=8), Slice(chips=4), whole]
