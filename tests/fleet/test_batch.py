@@ -196,6 +196,15 @@ def test_the_extras_packages_are_imported_only_where_they_are_asked_for():
     assert not re.search(r"^(ray|fsspec)\b", core, re.MULTILINE)
 
 
+def test_without_the_extra_its_options_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    for name in ("ray", "fsspec", "fsspec.core"):
+        monkeypatch.setitem(sys.modules, name, None)
+    lines = prompts(tmp_path / "prompts.jsonl", 1)
+    for options in (["--out", out(tmp_path), "--ray", "auto"], ["--out", "gs://bucket/batch"]):
+        assert cli.main(["batch", str(WORKFLOW), "--tiny", "--set-from", str(lines), *options]) == 2
+        assert "pip install 'comfyui-tpu[fleet]'" in capsys.readouterr().err
+
+
 # A driver with a child that pretends, as a process of its own.
 DRIVER = """
 import sys

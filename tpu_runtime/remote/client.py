@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Until the other machine answers at all, and between two signs of life of it.
-_CONNECT_S, _SILENCE_S = 10.0, 60.0
+_CONNECT_S, _SILENCE_S = 5.0, 60.0
 _LOOK_S = 0.1
 _COMMAND = "comfyui-tpu serve"
 
@@ -153,7 +153,7 @@ class Client:
         for address in list(left):
             try:
                 with self._answer(address, "GET", wire.LOAD, io.BytesIO(), progress) as messages:
-                    load = next(messages)["result"]
+                    load = _only(address, messages)
                 loads[address] = (load["requests"], wanted is not None and load["model"] != wanted.model_id)
             except Unreachable as error:
                 left.remove(address)
@@ -181,12 +181,11 @@ class Client:
         """Sends a LoRA's file, unless it is there."""
         name = f"{wire.FILE}{_digest(lora)}"
         with self._answer(address, "GET", name, io.BytesIO(), progress) as messages:
-            if next(messages).get("result"):
+            if _only(address, messages):
                 return
         progress.text(f"Sending {Path(lora.path).name} to {address}")
         with open(lora.path, "rb") as file, self._answer(address, "PUT", name, file, progress) as messages:
-            if (message := next(messages)).get("kind") == "error":
-                raise _error(address, message)
+            _only(address, messages)
 
     @contextlib.contextmanager
     def _answer(
@@ -256,7 +255,7 @@ def _sentences(address: Address) -> Iterator[None]:
         yield
     except TimeoutError:
         raise Unreachable(
-            f"{address} did not answer for {_SILENCE_S:.0f} s. Is the machine there, and does `{_COMMAND}` run on it?"
+            f"{address} does not answer. Is the machine there, and does `{_COMMAND}` run on it?"
         ) from None
     except ConnectionRefusedError:
         raise Unreachable(
@@ -268,6 +267,13 @@ def _sentences(address: Address) -> Iterator[None]:
             f"the connection to {address} broke off ({redact(str(error)) or type(error).__name__}). Look at "
             f"what `{_COMMAND}` printed there, and queue again."
         ) from None
+
+
+def _only(address: Address, messages: Iterator[Mapping[str, Any]]) -> Any:
+    """The result of a request that one message answers."""
+    for message in messages:
+        return message.get("result")
+    raise Unreachable(f"{address} ended without an answer.")
 
 
 def _error(address: Address, message: Mapping[str, Any]) -> Exception:
