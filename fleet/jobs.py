@@ -130,7 +130,9 @@ class Recipe:
         """What the files that a node names hold: a model's, unless a connected one takes its place, and a LoRA's."""
         for declared in declaration.inputs:
             given = inputs.get(declared.name, declared.default)
-            if declared.name == "model_id" and not is_link(given) and not is_link(inputs.get("model")):
+            if declared.name == "model_id" and "address" in inputs:
+                yield Mark(kind="remote model", name=str(given), content="")  # known there alone
+            elif declared.name == "model_id" and not is_link(given) and not is_link(inputs.get("model")):
                 yield self._mark("model", given)
             elif declared.files == "loras" and not is_link(given):
                 yield self._mark("LoRA", given)

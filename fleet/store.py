@@ -6,8 +6,8 @@ A file is there whole or not at all. Names are relative, with slashes.
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,20 +92,17 @@ class FolderStore:
     @contextlib.contextmanager
     def _replacing(self, name: str) -> Iterator[Path]:
         """A path to write, which then takes the place of the file `name`."""
-        target, partial, scratch = self.root / name, self.root / _PARTIAL, None
+        target, scratch = self.root / name, self.root / _PARTIAL / secrets.token_hex(8)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            partial.mkdir(exist_ok=True)
-            descriptor, scratch = tempfile.mkstemp(dir=partial)
-            os.fchmod(descriptor, 0o666 & ~_umask())
-            os.close(descriptor)
-            yield Path(scratch)
+            scratch.parent.mkdir(exist_ok=True)
+            yield scratch
             os.replace(scratch, target)
         except OSError as error:
             raise _sentence(target, error) from error
         finally:
-            if scratch:
-                Path(scratch).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                scratch.unlink()
 
     def remove(self, name: str) -> None:
         try:
@@ -148,13 +145,6 @@ class FolderStore:
             # What killed processes began to write.
             shutil.rmtree(self.root / _PARTIAL, ignore_errors=True)
             yield
-
-
-def _umask() -> int:
-    """The process's mask of permissions, which can only be read by setting it."""
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 def _keep(file: Any) -> None:
