@@ -77,7 +77,7 @@ class RayWorkers:
             import ray
         except ImportError:
             raise RuntimeError("--ray needs Ray: pip install 'comfyui-tpu[fleet]'.") from None
-        self._ray = ray
+        self._ray: Any = ray
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
         self._known: dict[str, _Known] = {}
         self._actor = actor

@@ -133,9 +133,9 @@ class Recipe:
             if declared.name == "model_id" and "address" in inputs:
                 yield Mark(kind="remote model", name=str(given), content="")  # known there alone
             elif declared.name == "model_id" and not is_link(given) and not is_link(inputs.get("model")):
-                yield self._mark("model", given)
+                yield self._mark("model", str(given))
             elif declared.files == "loras" and not is_link(given):
-                yield self._mark("LoRA", given)
+                yield self._mark("LoRA", str(given))
         if isinstance(declaration, Node) and declaration.fingerprint is not None and declaration.id != lora.LOADER.id:
             widgets = {i.name: inputs[i.name] for i in declaration.inputs if i.is_widget and i.name in inputs}
             state = repr(declaration.fingerprint(self.folders, **widgets))

@@ -35,7 +35,7 @@ class _Child:
     name: str
     log: Path
     process: BaseProcess | None = None
-    connection: Connection | None = None
+    connection: Any = None
     status: Status = field(default_factory=Status)
     wait_s: float = _FIRST_WAIT_S
     vain_starts: int = 0
@@ -66,7 +66,7 @@ class LocalWorkers:
             return []
         found: list[Event] = []
         for ready in wait(list(connections), timeout_s):
-            found += self._read(connections[ready])  # pyright: ignore[reportArgumentType]
+            found += self._read(connections[ready])
         return found
 
     def _start(self, child: _Child) -> None:

@@ -94,8 +94,10 @@ def _start_over_hosts(place: Slice, actor: Any, name: str) -> Started:
         bundle_label_selector=[{_NAME: place.name, _WORKER: str(index)} for index in range(place.hosts)],
     )
 
+    group: Any = reserved.placement_group
+
     def begin(kind: Any, index: int, *arguments: Any, **options: Any) -> Any:
-        where = PlacementGroupSchedulingStrategy(reserved.placement_group, placement_group_bundle_index=index)
+        where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         return ray.remote(**_options(place, kind), scheduling_strategy=where, **options)(kind).remote(*arguments)
 
     handle = begin(actor, 0, name, runtime_env={"env_vars": _HOSTS})

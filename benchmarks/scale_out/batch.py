@@ -1,6 +1,6 @@
 """What driving a batch costs: time and memory of the driver for many jobs of a stub workload, which take no time.
 
-Run: python benchmarks/fleet.py [--jobs 10000] [--workers 64] [--sizes 1] [--ray]
+Run: python benchmarks/scale_out/batch.py [--jobs 10000] [--workers 64] [--sizes 1] [--ray]
 The stub writes a result and a record for each job, as a worker does, in the driver's own process: its time is in the
 numbers. With --ray it is an actor on each of four simulated machines, and what Ray adds is in them too.
 """
@@ -11,6 +11,7 @@ import resource
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from comfyui_tpu.fleet.driver import Driver, Limits, View
 from comfyui_tpu.fleet.jobs import Recipe, read_jobs
@@ -100,11 +101,11 @@ def main() -> None:
         from comfyui_tpu.fleet.cluster import RayWorkers
         from ray.cluster_utils import Cluster
 
-        small = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+        small: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
         cluster = Cluster(initialize_head=True, head_node_args=small)
         for _ in range(4):
             cluster.add_node(resources={"TPU": 4}, **small)
-        workers = RayWorkers(cluster.address, StubActor)
+        workers = RayWorkers(str(cluster.address), StubActor)
         try:
             measure(options.jobs, options.sizes, workers, Path(folder))
         finally:
