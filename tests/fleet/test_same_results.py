@@ -22,6 +22,7 @@ from comfyui_tpu.cli import batch
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.fleet.serve import Server, Stages
 from comfyui_tpu.fleet.worker import Worker
+from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.graph import expected, generations
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, run_workflow
@@ -88,6 +89,11 @@ def workflow(server: Server | None = None, *, lora: str = "", **sampler: Any) ->
 def frames(graph: dict[str, Any], host: TerminalHost) -> torch.Tensor:
     ((video,),) = run_workflow(graph, host).values()
     return video.frames
+
+
+def run_node(node: dict[str, Any], host: TerminalHost, **links: Any) -> tuple:
+    declaration = DECLARATIONS[node["class_type"]]
+    return declaration.run(host, **declaration.values(node["inputs"] | links))
 
 
 def test_a_batch_gives_what_single_runs_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -166,17 +172,32 @@ def test_a_served_process_gives_the_frames_of_this_one(tmp_path: Path):
         assert torch.equal(frames(graph, Watching(folders)), frames(workflow(), Watching(folders)))
 
 
-def test_a_lora_behind_it_is_sent_once_and_changes_the_same(server: Server, tmp_path: Path):
+@pytest.fixture
+def style(tmp_path: Path) -> Folders:
+    """Folders with one LoRA, style.safetensors."""
     module = "diffusion_model.blocks.0.self_attn.q"
     tensors = {f"{module}.lora_A.weight": torch.ones(2, 144), f"{module}.lora_B.weight": torch.ones(144, 2)}
     save_file(tensors, tmp_path / "style.safetensors")
-    folders = Folders(output=tmp_path, loras=(str(tmp_path),))
-    there, again = Watching(folders), Watching(folders)
-    changed = frames(workflow(server, lora="style.safetensors"), there)
-    assert torch.equal(changed, frames(workflow(lora="style.safetensors"), TerminalHost(folders, io.StringIO())))
-    frames(workflow(server, lora="style.safetensors", seed=1), again)
+    return Folders(output=tmp_path, loras=(str(tmp_path),))
+
+
+def test_a_lora_behind_it_is_sent_once_and_looked_at_there(server: Server, style: Folders):
+    there, again, here = Watching(style), Watching(style), Watching(style)
+    for host, at in ((there, server), (again, server), (here, None)):
+        graph = workflow(at, lora="style.safetensors")
+        (chosen,) = run_node(graph["6"], host)
+        changed, said = run_node(graph["7"], host, model=chosen)
+        assert (
+            said == "style.safetensors, strength 1: changes 1 weights of Wan 2.1 T2V 14B." and len(changed.loras) == 1
+        )
     assert sum("Sending style.safetensors" in text for text in [*there.texts, *again.texts]) == 1
-    assert not torch.equal(changed, frames(workflow(server), Watching(folders)))
+
+
+@pytest.mark.recorded
+def test_a_lora_there_changes_what_it_changes_here(server: Server, style: Folders):
+    changed = frames(workflow(server, lora="style.safetensors"), Watching(style))
+    assert torch.equal(changed, frames(workflow(lora="style.safetensors"), Watching(style)))
+    assert not torch.equal(changed, frames(workflow(server), Watching(style)))
 
 
 def test_cancel_ends_the_work_there_and_the_next_prompt_runs(server: Server, tmp_path: Path):
