@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 # How often is looked for new machines, and asked what workers do.
 _LOOK_S, _STATUS_S, _AGAIN_S = 5.0, 1.0, 1.0
+# So many in a row that never were there: it is not the machine that goes away.
+_VAIN_STARTS = 4
 
 
 class Actor:
@@ -62,6 +64,7 @@ class _Known:
     waiting: Any = None
     is_running: bool = False
     ask_at: float = 0.0
+    vain_starts: int = 0
     asked: Any = None
     asked_at: float = 0.0
     status: Status = field(default_factory=Status)
@@ -139,10 +142,17 @@ class RayWorkers:
                 return Lost(worker=known.name, reason=_sentence(error))
             if not isinstance(error, self._ray.exceptions.ActorUnavailableError):
                 # Ray will not start this one again.
+                known.vain_starts += 1
+                if known.vain_starts == _VAIN_STARTS:
+                    raise RuntimeError(
+                        f"a worker of the cluster does not start: {_sentence(error)} Is the pack installed on every "
+                        "machine of it, in the same version?"
+                    ) from None
                 log.warning("%s: another takes its place: %s", known.name, _sentence(error))
                 known.started.stop()
                 known.started = slices.start(known.place, self._actor, known.name)
             return None
+        known.vain_starts = 0
         return said if was_running else Ready(worker=known.name)
 
     def submit(self, worker: str, request: Request) -> None:
