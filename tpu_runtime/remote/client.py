@@ -15,7 +15,7 @@ import queue
 import re
 import socket
 import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -120,7 +120,7 @@ class Client:
 
     def add_lora(self, model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef, str]:
         changed = replace(model, loras=(*model.loras, lora))
-        return changed, self._stage("report_lora", changed, progress)
+        return changed, _named(self._stage("report_lora", changed, progress), changed.loras)
 
     # -- the line ------------------------------------------------------------------------------------------------------
 
@@ -137,7 +137,8 @@ class Client:
             try:
                 for lora in wanted.loras if wanted else ():
                     self._bring(address, lora, progress)
-                return self._result(address, wire.pack({"verb": verb, "given": given}), progress)
+                loras = wanted.loras if wanted else ()
+                return self._result(address, wire.pack({"verb": verb, "given": given}), progress, loras)
             except Unreachable as error:
                 left.remove(address)
                 if not left:
@@ -162,17 +163,17 @@ class Client:
             raise Unreachable(f"none of {', '.join(map(str, self.addresses))} is there; the last: {said}")
         return min(loads, key=lambda address: loads[address])
 
-    def _result(self, address: Address, content: bytes, progress: Progress) -> Any:
+    def _result(self, address: Address, content: bytes, progress: Progress, loras: Sequence[Lora]) -> Any:
         """Sends one request and shows what comes back, up to its result."""
         with self._answer(address, "POST", wire.RUN, io.BytesIO(content), progress) as messages:
             for message in messages:
                 kind = message.get("kind")
                 if kind == "text":
-                    progress.text(message["text"])
+                    progress.text(_named(message["text"], loras))
                 elif kind == "step":
                     progress.step(message["done"], message["total"], message["unit"], _preview(message))
                 elif kind == "error":
-                    raise _error(address, message)
+                    raise _error(address, {**message, "text": _named(message["text"], loras)})
                 elif kind == "result":
                     return message["result"]
         raise Unreachable(f"{address} ended without a result. Look at what `{_COMMAND}` printed there.")
@@ -301,6 +302,13 @@ def _preview(message: Mapping[str, Any]) -> Preview | None:
     if (latents := message.get("latents")) is None:
         return None
     return Preview(latent_format=message["latent_format"], latents=lambda: latents.float())
+
+
+def _named(text: str, loras: Sequence[Lora]) -> str:
+    """A text of the other machine, which knows LoRAs by their digests, with their own names."""
+    for lora in loras:
+        text = text.replace(f"{_digest(lora)}.safetensors", Path(lora.path).name)
+    return text
 
 
 def _digest(lora: Lora) -> str:
