@@ -2,13 +2,19 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from ..nodes.headless.runner import Timing
+from ..nodes.declare import Folders
+from ..nodes.graph import Workflow
+from ..nodes.headless.changes import assign, make_tiny, read_json
+from ..nodes.headless.runner import HEADLESS, Timing
+from ..nodes.headless.workflow import to_api
 from ..tpu_runtime import pipeline
 from ..tpu_runtime.limits import Choice, IntLimit, Numbers, Switch
 from ..tpu_runtime.models import SPECS
 from ..tpu_runtime.spec import ModelSpec
+from . import doctor
 
 
 def add_verb(verbs: Any, name: str, command: Callable, text: str) -> argparse.ArgumentParser:
@@ -16,6 +22,31 @@ def add_verb(verbs: Any, name: str, command: Callable, text: str) -> argparse.Ar
     verb.add_argument("--debug", action="store_true", help="show the traceback of an error")
     verb.set_defaults(command=command)
     return verb
+
+
+def add_workflow(verb: argparse.ArgumentParser) -> None:
+    """A workflow file, and what changes it before it runs."""
+    verb.add_argument("workflow", type=Path, help="a workflow as ComfyUI's page saves or exports it (JSON)")
+    verb.add_argument(
+        "--set", action="append", default=[], metavar="NODE.INPUT=VALUE", help="change an input; repeatable"
+    )
+    verb.add_argument("--tiny", action="store_true", help="use the built-in miniature models, at their sizes")
+    verb.add_argument("--input", type=Path, default=Path("input"), metavar="DIR", help="where LoadImage looks (input)")
+
+
+def given_workflow(options: argparse.Namespace) -> Workflow:
+    """The workflow of these options, changed as they say, in API format."""
+    workflow = to_api(read_json(options.workflow), HEADLESS)
+    if options.tiny:
+        make_tiny(workflow)
+    for assignment in options.set:
+        assign(workflow, assignment)
+    return workflow
+
+
+def given_folders(options: argparse.Namespace, output: Path) -> Folders:
+    loras = (str(doctor.comfyui_folder() / "models" / "loras"),)
+    return Folders(loras=loras, input=options.input, output=output, workflow=options.workflow.parent)
 
 
 def input_names(field: str) -> list[str]:

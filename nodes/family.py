@@ -181,6 +181,8 @@ def _chosen(
             f"{spec.title}: the connected model is a {model.spec_name}; this node runs {spec.name}. "
             f"Choose {spec.family} in the TPU Model Loader, or use the nodes of the other family."
         )
+    if model.address:
+        return model  # the other machine has looked at it
     return choose_model(
         spec, model.model_id, precision=model.precision, folders=model.folders, loras=model.loras, progress=host
     )

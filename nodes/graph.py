@@ -16,7 +16,7 @@ from .declare import Declaration, Expansion, Folders, Link, Ref
 Workflow = dict[str, dict[str, Any]]
 Table = Mapping[str, Declaration]
 # Numbers that no program depends on.
-_FREE = frozenset({"seed", "fps", "add_noise", "return_with_leftover_noise"})
+PROGRAMLESS = frozenset({"seed", "fps", "add_noise", "return_with_leftover_noise"})
 
 
 def is_link(value: Any) -> TypeGuard[list[Any]]:
@@ -88,7 +88,7 @@ def expected(workflow: Workflow, folders: Folders, table: Table) -> list[Expecte
         except ValueError:
             continue  # its node says what is wrong when it runs
         nodes = [node for node in graph.values() if table[node["class_type"]].family == model.spec.family]
-        changing = set(model.spec.inputs) - _FREE
+        changing = set(model.spec.inputs) - PROGRAMLESS
         is_known = not any(
             is_link(value) and name in changing for node in nodes for name, value in node["inputs"].items()
         )
@@ -128,6 +128,11 @@ def _generation(graph: Workflow, node_id: str, folders: Folders, table: Table) -
     declaration = table[node["class_type"]]
     link = node["inputs"].get("model")
     choice = _origin(graph, node_id, "model", "model_id", table) if is_link(link) else widgets
+    if "address" in choice:
+        raise ValueError(
+            f"{node_label(node_id, node)}: its model is at {choice['address']}, where its programs are compiled "
+            "too. Run this on that machine."
+        )
     family, named = spec_for_family(declaration.family), {name: choice[name] for name in ("model_id", "precision")}
     model = choose_model(family, **named, folders=folders.models, progress=Silent())
     spec = model.spec

@@ -11,7 +11,7 @@ from .declare import Folders, Host, Input, Node, Output
 _HIGH = 100.0
 
 
-def _find(folders: Folders, *, lora_name: str) -> Path:
+def find(folders: Folders, *, lora_name: str) -> Path:
     """The file; a host that is not confined takes a path too. ValueError where there is none."""
     name = lora_name.strip()
     if not name:
@@ -36,13 +36,13 @@ def _listed(folders: tuple[str, ...]) -> str:
 
 
 def _add(host: Host, *, model: ModelRef, lora_name: str, strength: float, expert: str) -> tuple[ModelRef, str]:
-    path = _find(host.folders, lora_name=lora_name)
+    path = find(host.folders, lora_name=lora_name)
     return runtime.add_lora(model, Lora(path=str(path), strength=strength, expert=expert), progress=host)
 
 
 def _modified(folders: Folders, *, lora_name: str, **_: object) -> Hashable:
     """Which file it is, and when it was last written."""
-    path = _find(folders, lora_name=lora_name)
+    path = find(folders, lora_name=lora_name)
     stat = path.stat()
     return str(path), stat.st_size, stat.st_mtime_ns
 
@@ -85,7 +85,7 @@ LOADER = Node(
         Output(name="model", type="TPU_MODEL", tooltip="The model with the LoRA, for the family's nodes."),
         Output(name="report", type="STRING", tooltip="What of the file applies, and what does not."),
     ),
-    check=_find,
+    check=find,
     checks=("lora_name",),
     run=_add,
     fingerprint=_modified,

@@ -11,7 +11,7 @@ from ..tpu_runtime.engine import stage_files
 from ..tpu_runtime.models import SPECS, spec_by_name, spec_for_family
 from ..tpu_runtime.plan import process
 from ..tpu_runtime.precision import CHOICES
-from . import lora
+from . import lora, remote
 from .declare import Folders, Host, Input, Node, Output
 
 _FOLDER = Input(
@@ -258,4 +258,4 @@ PLAN = Node(
     run=_plan,
 )
 
-NODES = (MODEL_LOADER, lora.LOADER, SAVE_STAGE, LOAD_STAGE, FREE_MEMORY, WARMUP, PLAN)
+NODES = (MODEL_LOADER, remote.NODE, lora.LOADER, SAVE_STAGE, LOAD_STAGE, FREE_MEMORY, WARMUP, PLAN)

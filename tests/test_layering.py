@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "loras": CHECKPOINTS,
     "hosts": CHECKPOINTS,
     "engine": {"hosts", "loras", *CHECKPOINTS},
-    "pipeline": ENGINE,
+    "remote": ENGINE,
+    "pipeline": {"remote", *ENGINE},
     "cost_model": PROGRAMS,
     "plan": {"cost_model", *CHECKPOINTS},
     "monitor": ENGINE,
@@ -39,13 +40,25 @@ MAY_IMPORT = {
     "nodes": {"pipeline", "plan", "cost_model", *ENGINE},
     "nodes.headless": {"nodes", "pipeline", *ENGINE},
     "nodes.comfyui": {"nodes", "pipeline", "monitor", *ENGINE},
-    "cli": {"nodes", "nodes.headless", "pipeline", "plan", "cost_model", "monitor", "selftest", *ENGINE},
+    "fleet": {"nodes", "nodes.headless", "pipeline", "remote", *ENGINE},
+    "cli": {
+        "nodes",
+        "nodes.headless",
+        "fleet",
+        "remote",
+        "pipeline",
+        "plan",
+        "cost_model",
+        "monitor",
+        "selftest",
+        *ENGINE,
+    },
     "entry": {"nodes.comfyui"},
     "installer": set(),
 }
 TORCH = frozenset({"torch", "torchax", "diffusers", "transformers"})
 COMFYUI = frozenset({"comfy", "comfy_api", "comfy_execution", "folder_paths", "server", "execution", "latent_preview"})
-FOLDERS = ("attention", "cli", "installer", "nodes", "sharding", "tpu_runtime")
+FOLDERS = ("attention", "cli", "fleet", "installer", "nodes", "sharding", "tpu_runtime")
 FILES = [ROOT / "__init__.py"] + sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 

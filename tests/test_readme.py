@@ -58,6 +58,13 @@ SHOWN = {
     "comfyui-tpu run WORKFLOW.json [--set NODE.INPUT=VALUE ...] [--tiny] [--out DIR]": (
         "tests/nodes/test_examples.py::test_a_recipe_runs_headless_on_its_own_miniature"
     ),
+    "comfyui-tpu batch WORKFLOW.json --set-from prompts.jsonl --out DIR [--ray ADDRESS]": (
+        "tests/fleet/test_same_results.py::test_a_batch_gives_what_single_runs_give"
+    ),
+    "comfyui-tpu serve": "tests/fleet/test_same_results.py::test_the_command_serves_until_it_is_ended",
+    "comfyui-tpu serve [--host 127.0.0.1] [--port 8190] [--models DIR]": (
+        "tests/fleet/test_same_results.py::test_the_command_serves_until_it_is_ended"
+    ),
     "comfyui-tpu encode --folder DIR": STAGES,
     "comfyui-tpu denoise --folder DIR": STAGES,
     "comfyui-tpu decode --folder DIR": STAGES,

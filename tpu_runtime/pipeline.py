@@ -15,21 +15,51 @@ from .engine.memory_advice import OutOfMemory as OutOfMemory  # nodes catch it
 from .engine.payloads import Conditioning, ImageCondition, Latent
 from .hosts.place import Place
 from .progress import Progress
-from .spec import Settings
+from .spec import ModelSpec, Settings
 
 if TYPE_CHECKING:
     import torch
 
+    from .engine.engine import Engine
     from .hosts.together import Together
+    from .remote.client import Client
 
 log = logging.getLogger(__name__)
+
+
+def _runner(model: ModelRef, progress: Progress) -> "Engine | Client":
+    """Who runs a model's stages: this process's engine, or the machine that the model is on."""
+    if not model.address:
+        return engine(progress)
+    from .remote.client import Client
+
+    return Client(model.address)
+
+
+def check_address(address: str) -> None:
+    """Raises ValueError for what are no addresses of other machines; connects to none."""
+    from .remote.client import parse_all
+
+    parse_all(address)
+
+
+def remote_model(
+    address: str, spec: ModelSpec, model_id: str, *, precision: str = "auto", progress: Progress
+) -> ModelRef:
+    """The model of a family that `model_id` is on another machine, whose stages then run there. Of several addresses,
+    with commas between them, each stage is run by one.
+    """
+    from .remote.client import Client
+
+    name = Client(address).choose(spec.family, model_id, precision, progress)
+    return ModelRef(spec_name=name, model_id=model_id, precision=precision, address=address)
 
 
 def encode_prompt(
     model: ModelRef, prompt: str, negative_prompt: str, *, progress: Progress
 ) -> tuple[Conditioning, Conditioning | None]:
     """Prompt and negative prompt as CONDITIONING, CPU float32; no negative one where the model has no use for it."""
-    return engine(progress).encode(model, prompt, negative_prompt, progress)
+    return _runner(model, progress).encode(model, prompt, negative_prompt, progress)
 
 
 def denoise(
@@ -50,7 +80,7 @@ def denoise(
     advice = model.spec.advice(settings)
     if advice is not None and model.model_id != model.spec.tiny_id:
         _warn_once(f"{model.spec.title}: {advice}")
-    found = engine(progress)
+    found = _runner(model, progress)
     return found.denoise(model, settings, prompt_embeds, negative_prompt_embeds, progress, condition, latents)
 
 
@@ -66,7 +96,7 @@ def encode_image(
     where there are two.
     """
     settings = model.spec.settings(**size)
-    return engine(progress).encode_image(model, image, settings, progress)
+    return _runner(model, progress).encode_image(model, image, settings, progress)
 
 
 def join_references(conditions: Sequence[ImageCondition]) -> ImageCondition:
@@ -77,6 +107,10 @@ def join_references(conditions: Sequence[ImageCondition]) -> ImageCondition:
 
 def add_lora(model: ModelRef, lora: Lora, *, progress: Progress) -> tuple[ModelRef, str]:
     """The model with one more LoRA, and what of its file applies, in words. ValueError where nothing does."""
+    if model.address:
+        from .remote.client import Client
+
+        return Client(model.address).add_lora(model, lora, progress)
     from .loras import apply
 
     return apply.add(model, lora, progress)
@@ -84,7 +118,7 @@ def add_lora(model: ModelRef, lora: Lora, *, progress: Progress) -> tuple[ModelR
 
 def decode(model: ModelRef, latents: Latent, *, progress: Progress) -> "torch.Tensor":
     """LATENT to IMAGE `[frames, height, width, 3]`, CPU float32 in 0..1."""
-    return engine(progress).decode(model, latents, progress)
+    return _runner(model, progress).decode(model, latents, progress)
 
 
 def expect(generations: Iterable[Expected], *, progress: Progress) -> None:
@@ -118,7 +152,7 @@ def compilation_summary() -> str:
 def warmup(model: ModelRef, settings: Settings, *, progress: Progress) -> int:
     """Compiles every program of a generation with these settings, loading no weights; how many were not there yet."""
     model.spec.check_settings(settings)
-    return engine(progress).warmup(model, settings, progress)
+    return _runner(model, progress).warmup(model, settings, progress)
 
 
 def free(ids: Iterable[str] | None = None) -> None:

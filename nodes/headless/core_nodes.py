@@ -4,17 +4,21 @@ from pathlib import Path
 from typing import Any
 
 from ...tpu_runtime import media
-from ..declare import Host, Input, Node, Output
+from ..declare import Folders, Host, Input, Node, Output
 
 _IMAGES = Input(name="images", type="IMAGE", tooltip="The images.")
 _VIDEO = Input(name="video", type="VIDEO", tooltip="The video.")
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def _load_image(host: Host, *, image: str) -> tuple:
+def find_image(folders: Folders, image: str) -> Path:
     """From the input folder; else beside the workflow, else among the pack's own examples."""
-    candidates = [folder / image for folder in (host.folders.input, host.folders.workflow, _EXAMPLES)]
-    return media.load_image(next((path for path in candidates if path.is_file()), candidates[0]))
+    candidates = [folder / image for folder in (folders.input, folders.workflow, _EXAMPLES)]
+    return next((path for path in candidates if path.is_file()), candidates[0])
+
+
+def _load_image(host: Host, *, image: str) -> tuple:
+    return media.load_image(find_image(host.folders, image))
 
 
 def _save_images(host: Host, *, images: Any, filename_prefix: str) -> tuple:

@@ -3,13 +3,13 @@
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from ...tpu_runtime import pipeline
 from .. import DECLARATIONS
-from ..declare import Folders, Node, by_id
+from ..declare import Folders, Host, Node, by_id
 from ..graph import Table, Workflow, expand, expected, is_link, node_label
 from . import core_nodes
 from .workflow import validate_workflow
@@ -21,6 +21,14 @@ HEADLESS: Table = by_id((*DECLARATIONS.values(), *core_nodes.NODES))
 class Timing:
     title: str
     elapsed_s: float
+
+
+class TimedHost(Host, Protocol):
+    """A host that is told which node runs."""
+
+    def timed(self, title: str) -> AbstractContextManager[None]:
+        """Entered while a node of this title runs."""
+        ...
 
 
 class TerminalHost:
@@ -62,7 +70,7 @@ class TerminalHost:
             self._stream.write("\r\x1b[K")
 
 
-def run_workflow(workflow: Workflow, host: TerminalHost, table: Table = HEADLESS) -> dict[str, tuple[Any, ...]]:
+def run_workflow(workflow: Workflow, host: TimedHost, table: Table = HEADLESS) -> dict[str, tuple[Any, ...]]:
     """Runs what the output nodes need and returns their outputs by node id.
 
     Everything is checked before the first node runs; ValueError lists all that is wrong.

@@ -9,6 +9,7 @@ import pytest
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Node, Output, Ref, Stage, by_id
 from comfyui_tpu.nodes.graph import expand
+from comfyui_tpu.nodes.headless.changes import assign, make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, execution_order, run_workflow
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
 
@@ -238,7 +239,7 @@ def example() -> dict:
 
 def test_tiny_changes_models_and_sizes_and_nothing_else():
     workflow, before = example(), example()
-    cli.make_tiny(workflow)
+    make_tiny(workflow)
     changed = {
         (node_id, name): value
         for node_id, node in workflow.items()
@@ -262,7 +263,7 @@ def test_tiny_changes_models_and_sizes_and_nothing_else():
 def test_set_changes_one_input(assignment: str, place: tuple[str, str], value: Any):
     workflow = example()
     workflow["5"]["_meta"] = {"title": "Save Video"}
-    cli.assign(workflow, assignment)
+    assign(workflow, assignment)
     assert workflow[place[0]]["inputs"][place[1]] == value
 
 
@@ -270,7 +271,10 @@ def test_set_changes_one_input(assignment: str, place: tuple[str, str], value: A
     ("arguments", "message"),
     [
         (["--set", "seed=7"], "--set seed=7: it must look like NODE.INPUT=VALUE, such as 2.seed=7."),
-        (["--set", "9.seed=7"], "--set: no node called '9' in this workflow; its nodes are 1 (Wan21TextEncoder), 2 ("),
+        (
+            ["--set", "9.seed=7"],
+            "--set 9.seed=7: no node called '9' in this workflow; its nodes are 1 (Wan21TextEncoder), 2 (",
+        ),
         (
             ["--set", "2.sed=7"],
             "--set 2.sed=7: 2 has no input sed; it has prompt_embeds, negative_prompt_embeds, height",

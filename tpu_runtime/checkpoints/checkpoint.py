@@ -174,7 +174,7 @@ def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = ()) -> Check
         if model_id != spec.tiny_id:
             raise CheckpointError(f"{spec.title}: model_id is {model_id}; its built-in checkpoint is {spec.tiny_id}.")
         return Checkpoint(spec=spec, model_id=model_id, root=None)
-    if (folder := _local_folder(model_id, folders)) is not None:
+    if (folder := local_folder(model_id, folders)) is not None:
         if not (folder / INDEX).is_file():
             raise CheckpointError(
                 f"{spec.title}: the folder {model_id} has no {INDEX}; it is not a model in diffusers layout. Choose "
@@ -199,7 +199,7 @@ def find_index(
     A Hub model's is read from this machine; with `progress` it is fetched, as `hub.snapshot` does it.
     """
     model_id = model_id.strip()
-    folder = _local_folder(model_id, folders)
+    folder = local_folder(model_id, folders)
     if folder is None and hub.is_hub_id(model_id) and not model_id.startswith("tiny/"):
         folder = hub.cached(model_id) if progress is None else hub.snapshot(model_id, progress).root
     if folder is None or not (folder / INDEX).is_file():
@@ -210,12 +210,12 @@ def find_index(
 def local_configs(model_id: str, parts: Iterable[str], folders: Sequence[str] = ()) -> dict[str, Mapping[str, Any]]:
     """The `config.json` of each of a model's folders `parts`, as far as they are on this machine."""
     model_id = model_id.strip()
-    root = _local_folder(model_id, folders) or (hub.cached(model_id) if hub.is_hub_id(model_id) else None)
+    root = local_folder(model_id, folders) or (hub.cached(model_id) if hub.is_hub_id(model_id) else None)
     paths = {part: root / part / CONFIG for part in parts} if root else {}
     return {part: read_json(path) for part, path in paths.items() if path.is_file()}
 
 
-def _local_folder(model_id: str, folders: Sequence[str]) -> Path | None:
+def local_folder(model_id: str, folders: Sequence[str]) -> Path | None:
     """The folder that an id is the path of, or the name of in one of `folders`."""
     # Unlike `Path.expanduser` this takes the name of a user that there is not.
     own = Path(os.path.expanduser(model_id))

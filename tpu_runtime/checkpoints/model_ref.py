@@ -23,16 +23,20 @@ class Lora:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRef:
-    """Which model to use: a description, no weights. `folders` are searched for `model_id`."""
+    """Which model to use: a description, no weights. `folders` are searched for `model_id`.
+
+    With an `address` it is a model of the machine there, which runs its stages (see `remote`).
+    """
 
     spec_name: str
     model_id: str
     precision: str = "auto"
     folders: tuple[str, ...] = ()
     loras: tuple[Lora, ...] = ()
+    address: str = ""
 
     def __str__(self) -> str:
-        return f"{self.model_id} ({self.precision})"
+        return f"{self.model_id} ({self.precision})" + (f" at {self.address}" if self.address else "")
 
     @property
     def spec(self) -> ModelSpec:

@@ -1,0 +1,152 @@
+"""The command batch: a workflow once for each line of a file, on this machine or over a fleet, as one view."""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ..fleet.driver import Driver, Limits, Progress, View
+from ..fleet.jobs import Recipe, read_jobs
+from ..fleet.ledger import JOURNAL, RESULTS, Ledger
+from ..fleet.local import LocalWorkers
+from ..fleet.messages import Workers
+from ..fleet.store import FolderStore, Store, open_store
+from ..nodes.declare import Folders
+from ..nodes.headless.runner import TerminalHost
+from .verbs import add_workflow, given_folders, given_workflow
+
+# More workers than this are counted, not listed.
+MOST_WORKERS = 24
+_EVERY_S = 0.5
+
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    add_workflow(verb)
+    verb.add_argument(
+        "--set-from", type=Path, required=True, metavar="FILE.jsonl",
+        help='a job a line: the inputs that it sets, such as {"1.prompt": "a cat", "2.seed": 7}',
+    )  # fmt: skip
+    verb.add_argument(
+        "--out", required=True, metavar="DIR",
+        help="folder, or address that fsspec knows (gs://bucket/folder), of results and state; a second call goes on",
+    )  # fmt: skip
+    verb.add_argument(
+        "--ray", metavar="ADDRESS", help="a Ray cluster instead of this machine: auto, HOST:6379 or ray://HOST:10001"
+    )
+    verb.add_argument("--attempts", type=int, default=3, metavar="N", help="failures that set a job aside (3)")
+    verb.add_argument("--retry-failed", action="store_true", help="try again what was set aside")
+
+
+def run(options: argparse.Namespace) -> int:
+    """0 when all is done, 1 when jobs were set aside."""
+    if options.attempts < 1:
+        raise ValueError(f"--attempts is {options.attempts}; it must be at least 1.")
+    # What an output node writes goes into a folder of its job's own; this one is nobody's.
+    folders = given_folders(options, Path(options.out) / RESULTS / "of-a-job")
+    recipe = Recipe(given_workflow(options), folders, TerminalHost(Folders()))
+    try:
+        lines = options.set_from.read_text("utf-8").splitlines()
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {options.set_from}.") from None
+    jobs = read_jobs(recipe, lines, str(options.set_from))
+    store = open_store(options.out)
+    with store.alone():
+        ledger = Ledger(store)
+        ledger.open()
+        if options.retry_failed:
+            ledger.take_back(job.id for job in jobs)
+        view = TerminalView(Console())
+        view.line(f"{len(jobs)} jobs, results in {store.location}")
+        workers = None
+        try:
+            workers = _workers(options, store)
+            driver = Driver(recipe, jobs, ledger, workers, limits=Limits(failures=options.attempts), view=view)
+            ended = driver.run()
+        except KeyboardInterrupt:
+            view.line(f"stopped: {len(ledger.done)} jobs are done. The same command goes on from here.")
+            raise
+        finally:
+            view.close()
+            if workers is not None:
+                workers.close()
+    print(summary(ended, store))
+    return 1 if ended.failed else 0
+
+
+def _workers(options: argparse.Namespace, store: Store) -> Workers:
+    if options.ray:
+        from ..fleet.cluster import RayWorkers
+
+        return RayWorkers(options.ray)
+    logs = store.root / "logs" if isinstance(store, FolderStore) else Path(tempfile.mkdtemp(prefix="comfyui-tpu-logs-"))
+    return LocalWorkers(logs)
+
+
+def summary(ended: Progress, store: Store) -> str:
+    text = f"{ended.done} of {ended.total} jobs are done"
+    if ended.before:
+        text += f", {ended.before} of them decided by earlier calls"
+    if ended.failed:
+        text += (
+            f"; {ended.failed} are set aside, with their errors in {store.location}/failed: --retry-failed tries "
+            "them again"
+        )
+    return f"{text}. A line for each is in {store.location}/{JOURNAL}."
+
+
+class TerminalView(View):
+    """On a terminal a table that is drawn over, and a line for what happened; elsewhere only the lines."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._shown = 0.0
+        if self._live:
+            self._live.start()
+
+    def line(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+    def show(self, progress: Progress) -> None:
+        if self._live and time.monotonic() > self._shown + _EVERY_S:
+            self._shown = time.monotonic()
+            self._live.update(render(progress), refresh=True)
+
+    def close(self) -> None:
+        if self._live:
+            self._live.stop()
+
+
+def render(progress: Progress) -> RenderableType:
+    """The numbers of a batch, and what each worker does."""
+    running = [doing for doing in progress.workers.values() if doing.job is not None]
+    numbers = [f"{progress.done} done", f"{len(running)} running", f"{progress.waiting} waiting"]
+    if progress.failed:
+        numbers.append(f"{progress.failed} set aside")
+    if progress.per_hour:
+        hours = (progress.waiting + len(running)) / progress.per_hour
+        numbers.append(f"{progress.per_hour:.0f} an hour, {hours * 60:.0f} min to go")
+    decided = progress.done + progress.failed
+    head = Table.grid()
+    head.add_row(ProgressBar(total=progress.total, completed=decided, width=60))
+    head.add_row(Text(", ".join(numbers)))
+    parts: list[RenderableType] = [head]
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("worker", "line", "for", "does"):
+        table.add_column(name)
+    for name, doing in list(progress.workers.items())[:MOST_WORKERS]:
+        if doing.job is None:
+            table.add_row(name, "", "", "waits" if doing.is_here else "is started again")
+        else:
+            elapsed = f"{time.monotonic() - doing.since:.0f} s"
+            table.add_row(name, str(doing.job.line), elapsed, Text(str(doing.status)))
+    parts.append(table)
+    if (more := len(progress.workers) - MOST_WORKERS) > 0:
+        parts.append(Text(f"and {more} more workers"))
+    return Group(*parts)

@@ -1,0 +1,154 @@
+"""What is known of every job of a batch, as files: a second call reads them and goes on.
+
+| file | says |
+|---|---|
+| `done/<job>.json` | the job is done: its record, written by the worker after its results |
+| `failed/<job>.json` | it is set aside, and why |
+| `tries/<job>.json` | how often it failed, or lost its worker, and is to run again |
+| `results/<job>/...` | what it made |
+| `journal.jsonl` | a line for each job that was decided, for people and scripts; made anew from the others |
+
+The names of a folder are the state, so that starting again lists three folders and reads few files.
+"""
+
+import json
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .store import Store, StoreError
+
+DONE, FAILED, TRIES, RESULTS, JOURNAL, MARK = "done", "failed", "tries", "results", "journal.jsonl", "batch.json"
+_MADE_BY = "comfyui-tpu batch"
+
+
+@dataclass(slots=True, kw_only=True)
+class Tries:
+    """What went wrong with a job so far: its own failures, and how often its worker went away."""
+
+    failures: list[str] = field(default_factory=list)
+    losses: int = 0
+
+
+class Ledger:
+    """The state of a batch in its store. One process writes it; workers add `results` and `done`."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.done: set[str] = set()
+        self.failed: set[str] = set()
+        self._unsaid: list[bytes] = []  # journal lines of a store that cannot be added to
+        self._said = 0
+        self.token = ""
+
+    def open(self) -> None:
+        """Reads the state, and brings the journal up to date after a process that was killed."""
+        self.token = _token(self.store)
+        self.done = _ids(self.store.names(DONE))
+        self.failed = _ids(self.store.names(FAILED)) - self.done
+        self._mend_journal()
+
+    def tries(self, jobs: Iterable[str]) -> dict[str, Tries]:
+        """What is known of those jobs that did not go well so far."""
+        found = {}
+        for job in _ids(self.store.names(TRIES)) & set(jobs):
+            content = self.store.read(f"{TRIES}/{job}.json")
+            if content:
+                found[job] = Tries(**json.loads(content))
+        return found
+
+    def is_done(self, job: str) -> dict[str, Any] | None:
+        """The record of a job that its worker may have finished before it went away."""
+        content = self.store.read(f"{DONE}/{job}.json")
+        return json.loads(content) if content else None
+
+    def note_done(self, job: str, record: Mapping[str, Any], had_tries: bool) -> None:
+        self.done.add(job)
+        self._say(record)
+        if had_tries:
+            self.store.remove(f"{TRIES}/{job}.json")
+        if job in self.failed:
+            self.failed.discard(job)
+            self.store.remove(f"{FAILED}/{job}.json")
+
+    def note_tries(self, job: str, tries: Tries) -> None:
+        self._write(f"{TRIES}/{job}.json", {"failures": tries.failures, "losses": tries.losses})
+
+    def set_aside(self, job: str, record: Mapping[str, Any]) -> None:
+        self.failed.add(job)
+        self._write(f"{FAILED}/{job}.json", record)
+        self.store.remove(f"{TRIES}/{job}.json")
+        self._say(record)
+
+    def take_back(self, jobs: Iterable[str]) -> None:
+        """Lets jobs that were set aside be tried again."""
+        for job in self.failed & set(jobs):
+            self.store.remove(f"{FAILED}/{job}.json")
+            self.failed.discard(job)
+
+    def close(self) -> None:
+        """Writes what the journal of a store that cannot be added to still lacks."""
+        if len(self._unsaid) != self._said:
+            self.store.write(JOURNAL, b"".join(self._unsaid))
+            self._said = len(self._unsaid)
+
+    # -- the journal ---------------------------------------------------------------------------------------------------
+
+    def _say(self, record: Mapping[str, Any]) -> None:
+        line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        if not self._unsaid and self.store.append(JOURNAL, line):
+            return
+        self._unsaid.append(line)
+        # Written whole, whenever it has doubled: a store of objects adds nothing to one.
+        if len(self._unsaid) >= 2 * self._said:
+            self.close()
+
+    def _mend_journal(self) -> None:
+        """Adds lines for jobs that were decided when nobody could say so any more, and drops a line that was cut."""
+        content = self.store.read(JOURNAL) or b""
+        lines = [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
+        if sum(map(len, lines)) != len(content):
+            self.store.write(JOURNAL, b"".join(lines))
+        said = {(record["job"], record["state"]) for record in map(json.loads, lines)}
+        if not self.store.append(JOURNAL, b""):
+            self._unsaid, self._said = lines, len(lines)
+        for folder, jobs in ((DONE, self.done), (FAILED, self.failed)):
+            for job in sorted(jobs):
+                if (job, folder) not in said and (content := self.store.read(f"{folder}/{job}.json")):
+                    self._say(json.loads(content))
+
+    def _write(self, name: str, document: Mapping[str, Any]) -> None:
+        self.store.write(name, json.dumps(document, ensure_ascii=False, indent=2).encode())
+
+
+def _ids(names: Iterable[str]) -> set[str]:
+    return {name.removesuffix(".json") for name in names if name.endswith(".json")}
+
+
+def _token(store: Store) -> str:
+    """What only this store holds: by it a worker sees that it writes to the same place. StoreError if it is strange."""
+    if content := store.read(MARK):
+        try:
+            mark = json.loads(content)
+            if mark["made_by"] == _MADE_BY:
+                return str(mark["token"])
+        except (ValueError, KeyError, TypeError):
+            pass
+        raise StoreError(f"{store.location} has a {MARK} that is no batch's. Choose another --out.")
+    token = secrets.token_hex(8)
+    store.write(MARK, json.dumps({"made_by": _MADE_BY, "token": token}).encode())
+    return token
+
+
+def check_same_place(store: Store, token: str, who: str) -> None:
+    """Raises StoreError where a worker's store is not that of the batch."""
+    try:
+        mark = json.loads(store.read(MARK) or b"{}")
+    except ValueError:
+        mark = {}
+    if mark.get("token") != token:
+        raise StoreError(
+            f"{who} does not see the batch's folder at {store.location}. With several machines --out must be a folder "
+            "that all of them share, or an address such as gs://bucket/folder."
+        )

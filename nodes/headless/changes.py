@@ -1,0 +1,107 @@
+"""Changes to a workflow before it runs: a file's content, single inputs as `--set` names them, the miniature models."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ...tpu_runtime.checkpoints.model_ref import variant
+from ...tpu_runtime.limits import without_zero_sizes
+from ...tpu_runtime.models import spec_for_family
+from ..declare import Declaration, Input
+from ..graph import Workflow
+from .runner import HEADLESS
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {path}.") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from None
+
+
+def make_tiny(workflow: Workflow) -> None:
+    """Gives every model node its family's built-in miniature and its sizes; frames, steps and fps stay.
+
+    LoRAs, which are made for the real sizes, are left out.
+    """
+    for node_id in [name for name, node in workflow.items() if node["class_type"] == "TPULoraLoader"]:
+        model = workflow.pop(node_id)["inputs"].get("model")
+        for node in workflow.values():
+            node["inputs"] = {k: model if v == [node_id, 0] else v for k, v in node["inputs"].items()}
+    for node in workflow.values():
+        declaration = HEADLESS.get(node["class_type"])
+        family = declaration and (declaration.family or node["inputs"].get("family"))
+        if not declaration or not family:
+            continue
+        named = node["inputs"].get("model")
+        source = workflow.get(named[0], node) if isinstance(named, list) else node  # a loader, in place of the widget
+        defaults = {i.name: i.default for i in HEADLESS.get(source["class_type"], declaration).inputs}
+        spec = variant(spec_for_family(family), (defaults | source["inputs"]).get("model_id") or "")
+        wanted = {"model_id": spec.tiny_id, **spec.tiny_inputs}
+        given = {i.name: node["inputs"].get(i.name, i.default) for i in declaration.inputs if i.name in wanted}
+        if "condition" in node["inputs"]:
+            given = without_zero_sizes(given)  # they stay the picture's
+        node["inputs"] |= {name: wanted[name] for name in given}
+
+
+def assign(workflow: Workflow, assignment: str) -> None:
+    """Applies one NODE.INPUT=VALUE; NODE is an id, or a class or title that only one node has."""
+    target, equals, text = assignment.partition("=")
+    if not equals or "." not in target:
+        raise ValueError(f"--set {assignment}: it must look like NODE.INPUT=VALUE, such as 2.seed=7.")
+    inputs, declared = _find_input(workflow, target, f"--set {assignment}")
+    inputs[declared.name] = _value(declared, text)
+
+
+def set_input(workflow: Workflow, target: str, value: Any) -> None:
+    """Sets the input `NODE.INPUT` to a value of JSON; a socket cannot be set."""
+    if "." not in target:
+        raise ValueError(f'{target}: a name must look like NODE.INPUT, such as "2.seed".')
+    inputs, declared = _find_input(workflow, target, target)
+    if not declared.is_widget:
+        raise ValueError(f"{target}: it takes a link to a node that gives {declared.type}, which no value replaces.")
+    if not isinstance(value, str | int | float):
+        raise ValueError(f"{target} is {value!r}; it must be text, a number, true or false.")
+    inputs[declared.name] = value
+
+
+def _find_input(workflow: Workflow, target: str, said: str) -> tuple[dict[str, Any], Input]:
+    """The inputs of the node that `NODE.INPUT` names, and that input's declaration; errors begin with `said`."""
+    node_name, _, input_name = target.rpartition(".")
+    node = workflow[_find_node(workflow, node_name, said)]
+    names = {declared.name: declared for declared in _declaration(node).inputs}
+    if input_name not in names:
+        raise ValueError(f"{said}: {node_name} has no input {input_name}; it has {', '.join(names)}.")
+    return node["inputs"], names[input_name]
+
+
+def _declaration(node: dict[str, Any]) -> Declaration:
+    if node["class_type"] not in HEADLESS:
+        raise ValueError(
+            f"{node['class_type']} does not run without ComfyUI. Known here: {', '.join(sorted(HEADLESS))}."
+        )
+    return HEADLESS[node["class_type"]]
+
+
+def _value(declared: Input, text: str) -> Any:
+    """`text` as JSON, or as it stands where the input takes text or it is not JSON."""
+    if declared.type in ("STRING", "COMBO"):
+        return text
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _find_node(workflow: Workflow, name: str, said: str) -> str:
+    if name in workflow:
+        return name
+    titles = {node_id: node.get("_meta", {}).get("title") for node_id, node in workflow.items()}
+    found = [node_id for node_id, node in workflow.items() if name in (node["class_type"], titles[node_id])]
+    if len(found) == 1:
+        return found[0]
+    listing = ", ".join(f"{node_id} ({node['class_type']})" for node_id, node in workflow.items())
+    count = "no node" if not found else f"{len(found)} nodes"
+    raise ValueError(f"{said}: {count} called {name!r} in this workflow; its nodes are {listing}.")

@@ -1,0 +1,278 @@
+"""Batches: each job once, whatever ends before it does; affinity; what is set aside; the same results as one by one."""
+
+import ast
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_tpu.cli import batch
+from comfyui_tpu.cli import main as cli
+from comfyui_tpu.fleet import slices
+from comfyui_tpu.fleet.driver import MOST_IN_A_ROW, Doing, Progress
+from comfyui_tpu.fleet.messages import Done, Failed, Lost, Request, Status
+from comfyui_tpu.fleet.queue import MOST, Group, Job, Queue
+from comfyui_tpu.fleet.slices import Slice
+from comfyui_tpu.fleet.store import open_store
+from comfyui_tpu.tests.support.fleet import PACK, WORKFLOW, Inline, keep, prompts
+from comfyui_tpu.tests.support.patience import PATIENCE_S, until
+from rich.console import Console
+
+ROOMS = ("attention", "cli", "fleet", "nodes", "sharding", "tpu_runtime")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`comfyui-tpu batch` of `count` jobs with other workers in place of a child process; its exit code."""
+
+    def call(workers: Inline, count: int = 4, *options: str, **sets: Any) -> int:
+        monkeypatch.setattr(batch, "_workers", lambda *_: workers)
+        lines = prompts(tmp_path / "prompts.jsonl", count, **sets)
+        return cli.main(["batch", str(WORKFLOW), "--tiny", "--set-from", str(lines), *options, "--out", out(tmp_path)])
+
+    return call
+
+
+def out(folder: Path) -> str:
+    return str(folder / "out")
+
+
+def journal(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "out" / "journal.jsonl").read_text().splitlines()]
+
+
+def results(folder: Path) -> list[str]:
+    return sorted(path.read_text() for path in (folder / "out" / "results").rglob("prompt.txt"))
+
+
+def test_each_job_runs_once_and_a_second_call_only_what_is_new(run, tmp_path: Path):
+    first, second = Inline(["a", "b"]), Inline(["a"])
+    assert run(first, 4) == 0 and first.runs == {1: 1, 2: 1, 3: 1, 4: 1}
+    assert run(second, 6) == 0 and second.runs == {5: 1, 6: 1}
+    assert results(tmp_path) == [f"number {index}" for index in range(6)]
+    assert sorted(line["line"] for line in journal(tmp_path)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_job_that_fails_three_times_is_set_aside_and_the_rest_goes_on(run, tmp_path: Path, capsys):
+    def body(worker: str, request: Request) -> Done | Failed:
+        return keep(worker, request) if request.line != 2 else Failed(worker=worker, job=request.job, error="no such")
+
+    workers = Inline(["a", "b"], body)
+    assert run(workers, 5) == 1 and workers.runs == {1: 1, 2: 3, 3: 1, 4: 1, 5: 1}
+    (aside,) = (tmp_path / "out" / "failed").iterdir()
+    said = json.loads(aside.read_text())
+    assert said["error"] == "no such" and said["set"]["1.prompt"] == "number 1" and len(said["failures"]) == 3
+    assert not list((tmp_path / "out" / "tries").iterdir())
+    # It stays aside until it is asked for; then it is done, and the journal says both.
+    again = Inline(["a"])
+    assert run(again, 5) == 1 and not again.runs
+    assert run(again, 5, "--retry-failed") == 0 and again.runs == {2: 1}
+    assert [line["state"] for line in journal(tmp_path) if line["line"] == 2] == ["failed", "done"]
+
+
+def test_a_worker_that_goes_away_is_not_the_jobs_failure(run, tmp_path: Path):
+    times: Counter[int] = Counter()
+
+    def body(worker: str, request: Request) -> Done | Lost:
+        times[request.line] += 1
+        # The second time its results are there already.
+        if request.line == 1 and times[1] <= 5:
+            return Lost(worker=worker, reason="preempted")
+        if request.line == 2 and times[2] == 1:
+            keep(worker, request)
+            return Lost(worker=worker, reason="preempted")
+        return keep(worker, request)
+
+    workers = Inline(["a", "b"], body)
+    assert run(workers, 3) == 0
+    assert workers.runs == {1: 6, 2: 1, 3: 1} and sorted(line["line"] for line in journal(tmp_path)) == [1, 2, 3]
+
+
+def test_a_job_that_always_takes_its_worker_along_ends(run, tmp_path: Path):
+    workers = Inline(["a"], lambda worker, request: Lost(worker=worker, reason="killed by SIGKILL"))
+    assert run(workers, 1) == 1 and workers.runs == {1: 12}
+    assert "its worker went away 12 times" in journal(tmp_path)[0]["error"]
+
+
+def test_failures_are_counted_over_calls(run, tmp_path: Path):
+    def interrupted(worker: str, request: Request) -> Failed:
+        if workers.runs[1] == 2:
+            signal.raise_signal(signal.SIGINT)
+        return Failed(worker=worker, job=request.job, error="bad", of_job=True)
+
+    workers = Inline(["a"], interrupted)
+    assert run(workers, 1) == 130 and workers.runs == {1: 2}
+    last = Inline(["a"], lambda worker, request: Failed(worker=worker, job=request.job, error="bad", of_job=True))
+    assert run(last, 1) == 1 and last.runs == {1: 1}
+
+
+def test_a_broken_machine_stops_the_batch_before_everything_is_set_aside(run, capsys):
+    workers = Inline(["a"], lambda worker, request: Failed(worker=worker, job=request.job, error="the chips are taken"))
+    assert run(workers, 30) == 2
+    assert f"{MOST_IN_A_ROW} jobs in a row" in (said := capsys.readouterr().err) and "the chips are taken" in said
+    assert workers.restarted and len(workers.runs) == MOST_IN_A_ROW
+
+
+def test_ctrl_c_stops_and_says_how_to_go_on(run, tmp_path: Path, capsys):
+    def body(worker: str, request: Request) -> Done:
+        if request.line == 2:
+            signal.raise_signal(signal.SIGINT)
+        return keep(worker, request)
+
+    assert run(Inline(["a"], body), 5) == 130
+    assert run(rest := Inline(["a"]), 5) == 0 and rest.runs == {3: 1, 4: 1, 5: 1}
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"2.seed": }', "line 1: it is not JSON"),
+        ("[1]", "line 1: it is a JSON list; it must be an object"),
+        ('{"9.seed": 1}', "line 1: 9.seed: no node called '9'"),
+        ('{"2.seeds": 1}', "line 1: 2.seeds: 2 has no input seeds"),
+        ('{"2.height": 81}', "line 1: Wan21TPUSampler (node 2): Wan 2.1 T2V 14B: height is 81; it must be a multiple"),
+        ('{"2.latents": 1}', "line 1: 2.latents: it takes a link"),
+        ('{"6.model_id": "nowhere"}', "line 1: Wan 2.1 T2V 14B: model_id is nowhere; there is no such folder"),
+        ("", "has no jobs"),
+    ],
+)
+def test_a_line_that_cannot_run_is_named_before_anything_runs(tmp_path: Path, line: str, problem: str, capsys):
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text(line + "\n")
+    assert cli.main(["batch", str(WORKFLOW), "--tiny", "--set-from", str(lines), "--out", out(tmp_path)]) == 2
+    assert problem in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_workers_keep_to_the_model_and_size_that_they_hold():
+    mixed = [Job(id=f"{n}", line=n, text="", group=Group("m", f"size {n % 2}")) for n in range(20)]
+    queue, held = Queue(mixed), {"a": [], "b": []}
+    while queue:
+        for worker, sizes in held.items():
+            if job := queue.take(worker):
+                sizes.append(job.group.size)
+    changes = [sum(one != two for one, two in zip(sizes, sizes[1:], strict=False)) for sizes in held.values()]
+    assert changes == [0, 0] and set(held["a"]) != set(held["b"])
+
+
+def test_an_idle_worker_helps_with_another_model_and_avoids_what_it_failed_on():
+    jobs = [Job(id=f"{n}", line=n, text="", group=Group("ab"[n == 0], "s")) for n in range(MOST + 5)]
+    queue = Queue(jobs)
+    assert queue.take("one").group.model == "a" and queue.take("two").group.model == "a"
+    jobs[3].avoid = "one"
+    assert queue.take("one").id == "4"
+    left = []
+    while job := queue.take("one"):
+        left.append(job.id)
+    assert len(left) == MOST + 2 and {"0", "3"} <= set(left) and not queue
+
+
+def test_a_store_of_objects_keeps_the_same_state(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In fsspec's memory, which as a bucket cannot be added to."""
+    monkeypatch.setattr(sys.modules[__name__], "out", lambda folder: f"memory://batch-{folder.name}")
+    assert run(Inline(["a"]), 3) == 0 and run(second := Inline(["a"]), 5) == 0 and second.runs == {4: 1, 5: 1}
+    store = open_store(out(tmp_path))
+    assert sorted(json.loads(line)["line"] for line in (store.read("journal.jsonl") or b"").splitlines()) == [
+        1, 2, 3, 4, 5,
+    ]  # fmt: skip
+
+
+def test_the_extras_packages_are_imported_only_where_they_are_asked_for():
+    """Inside functions of the fleet; and the core's requirements know nothing of them."""
+    for path in (path for folder in ROOMS for path in (PACK / folder).rglob("*.py")):
+        for node in ast.walk(tree := ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            if {name.partition(".")[0] for name in names} & {"ray", "fsspec"}:
+                assert path.parent.name == "fleet" and node not in tree.body, path
+    core = (PACK / "requirements.txt").read_text()
+    assert not re.search(r"^(ray|fsspec)\b", core, re.MULTILINE)
+
+
+def test_without_the_extra_its_options_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    for name in ("ray", "fsspec", "fsspec.core"):
+        monkeypatch.setitem(sys.modules, name, None)
+    lines = prompts(tmp_path / "prompts.jsonl", 1)
+    for options in (["--out", out(tmp_path), "--ray", "auto"], ["--out", "gs://bucket/batch"]):
+        assert cli.main(["batch", str(WORKFLOW), "--tiny", "--set-from", str(lines), *options]) == 2
+        assert "pip install 'comfyui-tpu[fleet]'" in capsys.readouterr().err
+
+
+# A driver with a child that pretends, as a process of its own.
+DRIVER = """
+import sys
+from comfyui_tpu.cli import batch, main
+from comfyui_tpu.fleet.local import LocalWorkers
+from comfyui_tpu.tests.support.fleet import stub
+if __name__ == "__main__":
+    for name in ("ray", "fsspec"):
+        sys.modules[name] = None
+    batch._workers = lambda options, store: LocalWorkers(store.root / "logs", stub)
+    code = main.main(sys.argv[1:])
+    assert not {"torch", "jax", "torchax"} & set(sys.modules), "the driver is to stay small"
+    sys.exit(code)
+"""
+
+
+def test_killed_workers_and_drivers_lose_nothing(tmp_path: Path):
+    """kill -9 of a worker, then of the driver; the third start finds what is left. Without Ray, fsspec and PyTorch."""
+    program, lines, begun = tmp_path / "driver.py", prompts(tmp_path / "prompts.jsonl", 40), tmp_path / "out/begun.txt"
+    program.write_text(DRIVER)
+    command = [sys.executable, str(program), "batch", str(WORKFLOW), "--tiny", "--set-from", str(lines)]
+    command += ["--out", out(tmp_path)]
+
+    def start() -> subprocess.Popen:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def runs() -> list[list[str]]:
+        return [line.split() for line in begun.read_text().splitlines()] if begun.exists() else []
+
+    driver = start()
+    until(lambda: len(runs()) >= 5)
+    os.kill(worker := int(runs()[-1][1]), signal.SIGKILL)
+    until(lambda: int(runs()[-1][1]) != worker and len(runs()) > 10)
+    driver.kill()
+    assert "killed by SIGKILL" in driver.communicate()[0]
+    child = int(runs()[-1][1])
+    until(lambda: not Path(f"/proc/{child}").exists(), "the worker outlived its driver")
+    last = start()
+    said, _ = last.communicate(timeout=PATIENCE_S)
+    assert last.returncode == 0 and "40 of 40 jobs are done" in said, said
+    assert results(tmp_path) == sorted(f"number {index}" for index in range(40))
+    assert sorted(line["line"] for line in journal(tmp_path)) == list(range(1, 41))
+    # Only what ran when somebody was killed has run twice.
+    assert len(runs()) <= 42 and PACK.is_dir()
+
+
+def test_the_view_says_what_each_worker_does():
+    job = Job(id="1", line=7, text="", group=Group("m", "s"))
+    busy = Doing(job=job, since=time.monotonic(), status=Status(node="Sampler", done=3, total=50, unit="step"))
+    workers = {"a": busy, "b": Doing(), "c": Doing(is_here=False)}
+    numbers = Progress(total=20, done=9, failed=1, before=0, waiting=9, per_hour=120.0, workers=workers)
+    console = Console(file=io.StringIO(), width=100, force_terminal=False)
+    console.print(batch.render(numbers))
+    said = console.file.getvalue()
+    assert "9 done, 1 running, 9 waiting, 1 set aside, 120 an hour, 5 min to go" in said
+    assert re.search(r"a +7 +0 s +Sampler, step 3/50", said) and re.search(r"b +waits", said)
+    assert re.search(r"c +is started again", said)
+
+
+def test_a_slice_of_several_machines_counts_once_and_only_whole():
+    def machine(chips: int, name: str = "", topology: str = "", pod: str = "", alive: bool = True) -> dict[str, Any]:
+        labels = {"slice-name": name, "topology": topology, "pod-type": pod}
+        labels = {f"ray.io/tpu-{key}": value for key, value in labels.items() if value}
+        return {"Alive": alive, "Resources": {"TPU": float(chips)} if chips else {}, "Labels": labels}
+
+    one = machine(8, "x", "2x4", "v6e-8")
+    four = [machine(4, "y", "4x4", "v6e-16") for _ in range(4)]
+    others = [machine(0), machine(4), machine(4, alive=False), *(machine(4, "z", "4x4", "v6e-16") for _ in range(3))]
+    whole = Slice(chips=4, hosts=4, name="y", topology="4x4", generation="v6e")
+    assert slices.found([one, *four, *others]) == [Slice(chips=8), Slice(chips=4), whole]

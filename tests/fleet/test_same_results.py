@@ -1,0 +1,275 @@
+"""Jobs of a batch, and stages on another machine (TPURemote), give what a run here gives; progress, previews, cancel
+and errors come back.
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comfyui_tpu.cli import batch
+from comfyui_tpu.cli import main as cli
+from comfyui_tpu.fleet.serve import Server, Stages
+from comfyui_tpu.fleet.worker import Worker
+from comfyui_tpu.nodes import DECLARATIONS
+from comfyui_tpu.nodes.declare import Folders
+from comfyui_tpu.nodes.graph import expected, generations
+from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, run_workflow
+from comfyui_tpu.tests.support.comfyui_server import tiny_workflow
+from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, prompts
+from comfyui_tpu.tests.support.patience import PATIENCE_S, until
+from comfyui_tpu.tpu_runtime.progress import Preview
+from comfyui_tpu.tpu_runtime.remote import client, wire
+from safetensors.torch import save_file
+
+
+class Watching(TerminalHost):
+    """Notes what is shown; cancels once `stop_at` steps are done."""
+
+    def __init__(self, folders: Folders, stop_at: int | None = None) -> None:
+        super().__init__(folders, stream=io.StringIO())
+        self.texts: list[str] = []
+        self.steps: list[tuple[int, int, str]] = []
+        self.previews: list[Preview] = []
+        self._stop_at = stop_at
+
+    def text(self, message: str) -> None:
+        self.texts.append(message)
+
+    def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
+        self.steps.append((done, total, unit))
+        if preview is not None:
+            self.previews.append(preview)
+
+    def check_cancelled(self) -> None:
+        if self._stop_at is not None and any(unit == "step" and done >= self._stop_at for done, _, unit in self.steps):
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """Stages at an address of this machine."""
+    with Server("127.0.0.1", 0, Stages()) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def address(server: Server) -> str:
+    return f"127.0.0.1:{server.server_address[1]}"
+
+
+def workflow(server: Server | None = None, *, lora: str = "", **sampler: Any) -> dict[str, Any]:
+    """The example on its miniature, here or there."""
+    found = tiny_workflow("wan21", **sampler)
+    if server is not None:
+        found["6"]["class_type"] = "TPURemote"
+        found["6"]["inputs"]["address"] = address(server)
+    if lora:
+        added = {"model": ["6", 0], "lora_name": lora, "strength": 1.0}
+        found["7"] = {"class_type": "TPULoraLoader", "inputs": added}
+        for node_id in ("1", "2", "3"):
+            found[node_id]["inputs"]["model"] = ["7", 0]
+    return found
+
+
+def frames(graph: dict[str, Any], host: TerminalHost) -> torch.Tensor:
+    ((video,),) = run_workflow(graph, host).values()
+    return video.frames
+
+
+def run_node(node: dict[str, Any], host: TerminalHost, **links: Any) -> tuple:
+    declaration = DECLARATIONS[node["class_type"]]
+    return declaration.run(host, **declaration.values(node["inputs"] | links))
+
+
+def test_a_batch_gives_what_single_runs_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The real worker, in this process: the same files, byte for byte."""
+    real, out = Worker("a"), tmp_path / "out"
+    workers = Inline(["a"], lambda worker, request: real.run(request, lambda status: None))
+    monkeypatch.setattr(batch, "_workers", lambda *_: workers)
+    lines = prompts(tmp_path / "prompts.jsonl", 2)
+    assert cli.main(["batch", str(WORKFLOW), "--tiny", "--set-from", str(lines), "--out", str(out)]) == 0
+    records = [json.loads(line) for line in (out / "journal.jsonl").read_text().splitlines()]
+    assert len(records) == 2
+    for record in records:
+        alone, sets = (
+            tmp_path / f"alone-{record['line']}",
+            json.loads(lines.read_text().splitlines()[record["line"] - 1]),
+        )
+        options = [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
+        assert cli.main(["run", str(WORKFLOW), "--tiny", *options, "--out", str(alone)]) == 0
+        (file,) = record["files"]
+        assert (out / file).read_bytes() == (alone / "wan21.mp4").read_bytes()
+
+
+def test_stages_elsewhere_give_the_frames_of_stages_here(server: Server, tmp_path: Path):
+    folders = Folders(output=tmp_path)
+    there = Watching(folders)
+    assert torch.equal(frames(workflow(server), there), frames(workflow(), TerminalHost(folders, io.StringIO())))
+    assert (1, 2, "step") in there.steps and (2, 2, "step") in there.steps
+    assert there.previews[0].latent_format == "Wan21" and there.previews[0].latents().shape == (1, 16, 2, 10, 14)
+    assert any("prompt" in text for text in there.texts)
+
+
+def test_of_several_machines_one_that_is_there_and_free_is_asked(server: Server, tmp_path: Path):
+    folders = Folders(output=tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        gone = f"127.0.0.1:{listener.getsockname()[1]}"
+    with Server("127.0.0.1", 0, busy := Stages()) as other:
+        thread = threading.Thread(target=other.serve_forever)
+        thread.start()
+        busy._asking = 1
+        graph = workflow(server)
+        graph["6"]["inputs"]["address"] = f"{gone}, {address(other)}, {address(server)}"
+        assert frames(graph, Watching(folders)).shape == (5, 80, 112, 3)
+        assert not busy.load()["model"] and server.stages.load() == {"requests": 0, "model": "tiny/wan21"}
+        other.shutdown()
+        thread.join()
+    with pytest.raises(client.RemoteError, match="none of .* is there; the last: nothing listens at"):
+        ask(f"{gone},{address(other)}")
+
+
+@contextlib.contextmanager
+def served() -> Iterator[str]:
+    """The address of `comfyui-tpu serve` as a process."""
+    program = "import sys; from comfyui_tpu.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", program, "serve", "--port", "0"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        said = process.stdout.readline()
+        yield re.search(r"at (127.0.0.1:\d+),", said)[1]
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=PATIENCE_S) == 130
+
+
+def test_the_command_serves_until_it_is_ended():
+    with served() as there:
+        assert ask(there) == "wan2.1-t2v-14b"
+
+
+@pytest.mark.recorded
+def test_a_served_process_gives_the_frames_of_this_one(tmp_path: Path):
+    folders, graph = Folders(output=tmp_path), workflow()
+    with served() as there:
+        graph["6"] |= {"class_type": "TPURemote"}
+        graph["6"]["inputs"] |= {"address": there}
+        assert torch.equal(frames(graph, Watching(folders)), frames(workflow(), Watching(folders)))
+
+
+@pytest.fixture
+def style(tmp_path: Path) -> Folders:
+    """Folders with one LoRA, style.safetensors."""
+    module = "diffusion_model.blocks.0.self_attn.q"
+    tensors = {f"{module}.lora_A.weight": torch.ones(2, 144), f"{module}.lora_B.weight": torch.ones(144, 2)}
+    save_file(tensors, tmp_path / "style.safetensors")
+    return Folders(output=tmp_path, loras=(str(tmp_path),))
+
+
+def test_a_lora_behind_it_is_sent_once_and_looked_at_there(server: Server, style: Folders):
+    there, again, here = Watching(style), Watching(style), Watching(style)
+    for host, at in ((there, server), (again, server), (here, None)):
+        graph = workflow(at, lora="style.safetensors")
+        (chosen,) = run_node(graph["6"], host)
+        changed, said = run_node(graph["7"], host, model=chosen)
+        assert (
+            said == "style.safetensors, strength 1: changes 1 weights of Wan 2.1 T2V 14B." and len(changed.loras) == 1
+        )
+    assert sum("Sending style.safetensors" in text for text in [*there.texts, *again.texts]) == 1
+
+
+@pytest.mark.recorded
+def test_a_lora_there_changes_what_it_changes_here(server: Server, style: Folders):
+    changed = frames(workflow(server, lora="style.safetensors"), Watching(style))
+    assert torch.equal(changed, frames(workflow(lora="style.safetensors"), Watching(style)))
+    assert not torch.equal(changed, frames(workflow(server), Watching(style)))
+
+
+def test_cancel_ends_the_work_there_and_the_next_prompt_runs(server: Server, tmp_path: Path):
+    folders = Folders(output=tmp_path)
+    host = Watching(folders, stop_at=1)
+    with pytest.raises(KeyboardInterrupt):
+        frames(workflow(server, num_inference_steps=50), host)
+    assert max(done for done, _, unit in host.steps if unit == "step") < 50
+    until(lambda: not server.stages._turn.locked(), "the stage goes on though nobody waits")
+    assert frames(workflow(server), Watching(folders)).shape == (5, 80, 112, 3)
+
+
+def test_an_error_there_is_the_sentence_that_it_is_here(server: Server, tmp_path: Path):
+    wrong = workflow(server)
+    wrong["6"]["inputs"]["model_id"] = "nowhere"
+    with pytest.raises(ValueError, match="Wan 2.1 T2V 14B: model_id is nowhere; there is no such folder"):
+        run_workflow(wrong, Watching(Folders(output=tmp_path)))
+
+
+def test_nothing_is_prepared_here_for_what_runs_there(server: Server):
+    assert expected(workflow(server), Folders(), HEADLESS) == []
+    with pytest.raises(ValueError, match="its model is at 127.0.0.1.*Run this on that machine"):
+        generations(workflow(server), Folders(), HEADLESS)
+
+
+@pytest.mark.parametrize("text", ["", "host:port", "https://host:1", "host:0", "a b", "host:70000"])
+def test_an_address_that_cannot_be_is_refused_before_anything_runs(text: str):
+    with pytest.raises(ValueError, match="it must be HOST or HOST:PORT"):
+        client.parse(text)
+    assert str(client.parse("http://gpu-1/")) == f"gpu-1:{wire.DEFAULT_PORT}"
+    assert str(client.parse("[::1]:99")) == "[::1]:99"
+
+
+def ask(to: str) -> str:
+    return client.Client(to).choose("Wan21", "tiny/wan21", "auto", Watching(Folders()))
+
+
+def test_who_has_no_token_is_refused(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match="--host 0.0.0.0 lets other machines ask, and there is no token"):
+        Server("0.0.0.0", 0, Stages())
+    with Server("127.0.0.1", 0, Stages(), token="secret") as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv(wire.VARIABLE, "guess")
+        with pytest.raises(client.RemoteError, match="refuses: the token is wrong or missing"):
+            ask(address(server))
+        monkeypatch.setenv(wire.VARIABLE, "secret")
+        assert ask(address(server)) == "wan2.1-t2v-14b"
+        server.shutdown()
+
+
+def test_a_machine_that_is_not_there_and_one_that_goes_away_are_sentences():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def hang_up() -> None:
+            connection, _ = listener.accept()
+            connection.recv(100)
+            connection.close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        with pytest.raises(client.RemoteError, match=f"the connection to 127.0.0.1:{port} broke off"):
+            ask(f"127.0.0.1:{port}")
+    with pytest.raises(client.RemoteError, match=f"nothing listens at 127.0.0.1:{port}. Start `comfyui-tpu serve`"):
+        ask(f"127.0.0.1:{port}")
+
+
+def test_a_message_is_what_was_sent_and_nothing_else_is_read():
+    settings = generations(tiny_workflow("x"), Folders(), HEADLESS)[0][1]
+    sent = {"a": [torch.arange(3), {"b": (1, None, "x", True)}], "settings": settings, "strange": object()}
+    came = wire.unpack(wire.pack(sent))
+    assert torch.equal(came["a"][0], torch.arange(3)) and came["a"][1] == {"b": (1, None, "x", True)}
+    assert came["settings"] == settings and came["strange"] is None
+    for content in (b"", b"\x80\x04N.", wire.pack({})[:-1], wire.pack(sent)[:-8]):
+        with pytest.raises(wire.WireError):
+            wire.unpack(content)
