@@ -92,8 +92,7 @@ def function(call: Call, device_kind: str) -> tuple[Callable[..., Any], Any]:
     from comfyui_tpu.attention.keys import first
 
     if call.kernel != "ours":
-        import online
-        import splash
+        from kernels import online, splash
 
         attend = {"splash": splash.attention, "online": online.attention}[call.kernel]
 
