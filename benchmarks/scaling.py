@@ -1,7 +1,7 @@
 """How Wan's step grows with the number of chips, predicted: the table in `docs/performance.md`.
 
-Two sizes on one, four, eight and sixteen chips of v6e and on four of v5p, the denoiser alone. Efficiency: chips times
-seconds on the fewest chips of the generation that the model fits, by chips times seconds.
+Two sizes on 1, 4, 8, 16 and 32 chips of v6e and on 4 of v5p, the denoiser alone. Efficiency: chips times seconds on the
+fewest chips of the generation that the model fits, by chips times seconds.
 
 Run: python benchmarks/scaling.py. Takes about two minutes an entry; no TPU is needed.
 """
@@ -20,7 +20,7 @@ from comfyui_tpu.tpu_runtime.plan.report import LABEL, ProgramPlan
 
 MODEL = "wan2.1-t2v-14b"
 SIZES = ((480, 832), (720, 1280))
-TOPOLOGIES = ("v6e:1x1", "v6e:2x2", "v6e:2x4", "v6e:4x4", "v5p:2x2x1")
+TOPOLOGIES = ("v6e:1x1", "v6e:2x2", "v6e:2x4", "v6e:4x4", "v6e:4x8", "v5p:2x2x1")
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 BEGIN, END = "<!-- scaling:begin -->", "<!-- scaling:end -->"
 HEAD = (

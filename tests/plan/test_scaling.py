@@ -1,6 +1,6 @@
-"""The table of `docs/performance.md`."""
+"""The tables of `docs/performance.md` and `docs/scaling.md` that come of predictions."""
 
-import importlib.util
+import importlib
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +12,9 @@ from comfyui_tpu.tpu_runtime.cost_model.flops import Flops
 from comfyui_tpu.tpu_runtime.cost_model.step_time import Timing
 from comfyui_tpu.tpu_runtime.plan.report import Memory, ProgramPlan
 
-PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "performance.md"
+CAPACITY = ROOT / "docs" / "scaling.md"
 PROGRAM = ProgramPlan(
     name="denoise_step", runs=50, mesh="2x4x1", components=("transformer",),
     memory=Memory(arguments=0, weights=0, temporaries=0, output=0, alias=0, peak=4 * chips.GIB),
@@ -21,14 +23,15 @@ PROGRAM = ProgramPlan(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def scaling() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "scaling.py"
-    found = importlib.util.spec_from_file_location("benchmark_scaling", path)
-    assert found and found.loader
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+def benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A file of `benchmarks/`, found as where it is run."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module(name)
+
+
+@pytest.fixture
+def scaling(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return benchmark("scaling", monkeypatch)
 
 
 def entry(scaling: ModuleType, topology: str, **changes: Any) -> Any:
@@ -55,3 +58,16 @@ def test_the_page_has_a_row_for_each_slice_and_size(scaling: ModuleType):
     for name in scaling.TOPOLOGIES:
         slice_ = chips.topology(name)
         assert page.count(f"| {slice_.num_chips} x {slice_.chip.generation} |") == len(scaling.SIZES)
+
+
+def test_what_a_million_videos_take_follows_from_the_records(monkeypatch: pytest.MonkeyPatch):
+    capacity = benchmark("capacity", monkeypatch)
+    record = {
+        "title": "Wan", "topology": "v6e:2x4", "chips": 8, "predicted_total_s": 86.4,
+    }  # fmt: skip
+    plan = capacity.Plan(record=record, videos=10_001, used=0.5)
+    assert plan.row() == ("Wan", "v6e:2x4", "86.4", "500", "0.384", "21", "168")
+    rows = {" | ".join(plan.row()) for plan in capacity.plans(1_000_000, 0.8)}
+    section = CAPACITY.read_text().partition("## A million videos a day")[2]
+    written = [line.strip("| ") for line in section.splitlines() if line.startswith("|")][2:]
+    assert len(written) >= 10 and set(written) <= rows

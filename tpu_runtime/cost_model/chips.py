@@ -86,7 +86,7 @@ CHIPS: tuple[Chip, ...] = (
 class Topology:
     """A slice: `name` as libtpu knows it, `options` for `get_topology_desc`, `aliases` as clouds and users say it.
 
-    None of these slices has wrap-around links: those need a side of 4 in 3D, 16 in 2D, or more.
+    None of these slices has wrap-around links: those need sides of 4 in all of 3D, of 16 in 2D, or more.
     """
 
     name: str
@@ -121,11 +121,15 @@ TOPOLOGIES: tuple[Topology, ...] = (
     Topology(name="v6e:2x2", options=_one_host(2, 2, 1), aliases=("v6e-4",)),
     Topology(name="v6e:2x4", options=_one_host(2, 4, 1), aliases=("v6e-8",)),
     Topology(name="v6e:4x4", aliases=("v6e-16",)),
+    Topology(name="v6e:4x8", aliases=("v6e-32",)),
+    Topology(name="v6e:8x8", aliases=("v6e-64",)),
     Topology(name="v5e:1x1", options=_one_host(1, 1, 1), aliases=("v5e-1", "v5litepod-1")),
     Topology(name="v5e:2x2", options=_one_host(2, 2, 1), aliases=("v5e-4", "v5litepod-4")),
     Topology(name="v5e:2x4", options=_one_host(2, 4, 1), aliases=("v5e-8", "v5litepod-8")),
     Topology(name="v5p:2x2x1", options=_one_host(2, 2, 1), aliases=("v5p-8",)),
     Topology(name="v5p:2x2x2", aliases=("v5p-16",)),
+    Topology(name="v5p:2x2x4", aliases=("v5p-32",)),
+    Topology(name="v5p:2x4x4", aliases=("v5p-64",)),
     # Without "megacore" libtpu describes eight single cores.
     Topology(name="v4:2x2x1", options={"chip_config_name": "megacore"} | _one_host(2, 2, 1), aliases=("v4-8",)),
     Topology(name="tpu7x:2x2x1", aliases=("tpu7x-8", "7x-8", "v7x-8")),
