@@ -146,7 +146,9 @@ def test_of_several_machines_one_that_is_there_and_free_is_asked(server: Server,
 @contextlib.contextmanager
 def served() -> Iterator[str]:
     """The address of `comfyui-tpu serve` as a process."""
-    program = "import sys; from comfyui_tpu.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    # What a shell runs in the background ignores Ctrl-C, and so would what this process starts.
+    listens = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    program = f"{listens}; import sys; from comfyui_tpu.cli.main import main; sys.exit(main(sys.argv[1:]))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", program, "serve", "--port", "0"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)

@@ -105,7 +105,7 @@ def encode(spec: ModelSpec, **given: Any) -> ImageCondition:
 def test_condition_latents_and_frames_equal_upstreams(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):
-    monkeypatch.setattr(runtime, "engine", lambda: engine(8))
+    monkeypatch.setattr(runtime, "engine", lambda progress: engine(8))
     model, runner, expected = parity.tiny_model(spec), engine(8), oracle(spec.name)
     condition = encode(spec)
     compare(f"{spec.name}, tokens of pictures", condition["tensors"]["image_embeds"], expected.tokens)
