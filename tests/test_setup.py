@@ -308,7 +308,7 @@ def test_pip_output_goes_to_the_log_and_its_end_to_the_user(last, said, environm
 
 def test_every_package_of_the_tree_is_named_in_pyproject():
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    roots = ("attention", "cli", "nodes", "sharding", "tpu_runtime")
+    roots = ("attention", "cli", "fleet", "nodes", "sharding", "tpu_runtime")
     found = {file.parent.relative_to(ROOT) for root in roots for file in (ROOT / root).rglob("*.py")}
     assert {"comfyui_tpu", *(".".join(("comfyui_tpu", *folder.parts)) for folder in found)} == set(packages)
 
