@@ -1,4 +1,4 @@
-"""Nodes that serve every model family: choosing a model, adding LoRAs to it, and stage files on disk."""
+"""Nodes that serve every model family: stage files on disk, memory, programs ahead of time, plans."""
 
 from collections.abc import Hashable
 from dataclasses import replace
@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from ..tpu_runtime import pipeline as runtime
-from ..tpu_runtime.checkpoints.model_ref import ModelRef, choose_model
+from ..tpu_runtime.checkpoints.model_ref import ModelRef
 from ..tpu_runtime.engine import stage_files
-from ..tpu_runtime.models import SPECS, spec_by_name, spec_for_family
+from ..tpu_runtime.models import SPECS, spec_by_name
 from ..tpu_runtime.plan import process
-from ..tpu_runtime.precision import CHOICES
-from . import lora, remote
+from . import lora, model
 from .declare import Folders, Host, Input, Node, Output
 
 _FOLDER = Input(
@@ -28,15 +27,6 @@ _STAGES = (
     ("condition", "TPU_CONDITION", "The encoded picture. It is saved with the prompt, in one file."),
 )
 _STAGE_OUTPUTS = tuple(Output(name=name, type=kind, tooltip=text) for name, kind, text in _STAGES)
-
-
-def _check_choice(folders: Folders, *, model_id: str, family: str) -> None:
-    choose_model(spec_for_family(family), model_id, folders=folders.models)
-
-
-def _choose(host: Host, *, model_id: str, family: str, precision: str) -> tuple[ModelRef]:
-    spec, folders = spec_for_family(family), host.folders.models
-    return (choose_model(spec, model_id, precision=precision, folders=folders, progress=host),)
 
 
 def _stage_folder(folders: Folders, folder: str) -> Path:
@@ -147,41 +137,6 @@ _SIZES = (
     _plan_number("guidance_scale", "FLOAT", 20.0),
 )
 
-MODEL_LOADER = Node(
-    id="TPUModelLoader",
-    title="TPU Model Loader",
-    description="Names one model for several nodes. Weights are read where and when they are used.",
-    inputs=(
-        Input(
-            name="model_id",
-            type="STRING",
-            default=SPECS[0].hub_id,
-            tooltip="A Hugging Face repository, a folder in diffusers layout, the name of a folder under "
-            f"models/diffusers, or a built-in miniature: {', '.join(spec.tiny_id for spec in SPECS)}.",
-        ),
-        Input(
-            name="family",
-            type="COMBO",
-            default=SPECS[0].family,
-            options=tuple(dict.fromkeys(spec.family for spec in SPECS)),
-            tooltip="The model's family: the nodes it is for.",
-        ),
-        Input(
-            name="precision",
-            type="COMBO",
-            default="auto",
-            options=CHOICES,
-            optional=True,
-            advanced=True,
-            tooltip="Number format of weights and programs. auto is bfloat16 on a TPU; float32 is exact and slow.",
-        ),
-    ),
-    outputs=(Output(name="model", type="TPU_MODEL", tooltip="For the `model` input of the family's nodes."),),
-    check=_check_choice,
-    checks=("model_id", "family"),
-    run=_choose,
-)
-
 SAVE_STAGE = Node(
     id="TPUSaveStage",
     title="TPU Save Stage",
@@ -258,4 +213,4 @@ PLAN = Node(
     run=_plan,
 )
 
-NODES = (MODEL_LOADER, remote.NODE, lora.LOADER, SAVE_STAGE, LOAD_STAGE, FREE_MEMORY, WARMUP, PLAN)
+NODES = (model.LOADER, model.REMOTE, lora.LOADER, SAVE_STAGE, LOAD_STAGE, FREE_MEMORY, WARMUP, PLAN)

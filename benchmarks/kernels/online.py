@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array
+
+from .layout import KeysOrValues, Queries, padded, scaled
 
 LOG2_E = 1.4426950408889634
 NEGATIVE = -1e30
@@ -54,22 +56,13 @@ def _kernel(q: Any, k: Any, v: Any, out: Any, top: Any, total: Any, sums: Any, *
         out[...] = (sums[...] / real).astype(out.dtype)
 
 
-def attention(
-    q: Float[Array, "batch q_seq heads head_dim"],
-    k: Float[Array, "batch kv_seq heads head_dim"],
-    v: Float[Array, "batch kv_seq heads head_dim"],
-    tiles: Tiles = Tiles(),  # noqa: B008 - frozen
-) -> Float[Array, "batch q_seq heads head_dim"]:
+def attention(q: Queries, k: KeysOrValues, v: KeysOrValues, tiles: Tiles = Tiles()) -> Queries:  # noqa: B008 - frozen
     """Softmax attention with scale `head_dim ** -0.5`."""
     batch, q_seq, heads, head_dim = q.shape
     kv_seq = k.shape[1]
 
-    def padded(x: Array, block: int) -> Array:
-        widths = ((0, 0), (0, 0), (0, -x.shape[1] % block), (0, -head_dim % 128))
-        return jnp.pad(jnp.swapaxes(x, 1, 2), widths)
-
-    scaled = (q.astype(jnp.float32) * (head_dim**-0.5 * LOG2_E)).astype(q.dtype)
-    arrays = padded(scaled, tiles.block_q), padded(k, tiles.block_kv), padded(v, tiles.block_kv)
+    blocks = tiles.block_q, tiles.block_kv, tiles.block_kv
+    arrays = padded((scaled(q, head_dim**-0.5 * LOG2_E), k, v), blocks)
     rows, lanes = arrays[0].shape[2:]
     queries = pl.BlockSpec((None, None, tiles.block_q, lanes), lambda b, h, i, j: (b, h, i, 0))
     keys = pl.BlockSpec((None, None, tiles.block_kv, lanes), lambda b, h, i, j: (b, h, j, 0))

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-from jaxtyping import Array, Float
 
-LANES = 128
+from .layout import LANES, KeysOrValues, Queries, padded, round_up, scaled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,34 +22,18 @@ class Tiles:
     block_kv_compute: int = 1024
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
 def _tile(seq: int, block: int) -> int:
     """The block for a sequence: as wanted, or the whole sequence where it is shorter."""
-    return min(block, _round_up(seq, LANES))
+    return min(block, round_up(seq, LANES))
 
 
-def _pad(x: Array, seq: int, head_dim: int) -> Array:
-    """`[batch, seq, heads, head_dim]` to `[batch, heads, padded seq, padded head_dim]`, filled with zeros."""
-    padded = jnp.pad(x, ((0, 0), (0, seq - x.shape[1]), (0, 0), (0, head_dim - x.shape[3])))
-    return jnp.swapaxes(padded, 1, 2)
-
-
-def attention(
-    q: Float[Array, "batch q_seq heads head_dim"],
-    k: Float[Array, "batch kv_seq heads head_dim"],
-    v: Float[Array, "batch kv_seq heads head_dim"],
-    tiles: Tiles = Tiles(),  # noqa: B008 - frozen
-) -> Float[Array, "batch q_seq heads head_dim"]:
+def attention(q: Queries, k: KeysOrValues, v: KeysOrValues, tiles: Tiles = Tiles()) -> Queries:  # noqa: B008 - frozen
     """Segment ids keep padding out of the softmax."""
     batch, q_seq, heads, head_dim = q.shape
     kv_seq = k.shape[1]
     block_q, block_kv = _tile(q_seq, tiles.block_q), _tile(kv_seq, tiles.block_kv)
     block_compute = tiles.block_kv_compute if block_kv % tiles.block_kv_compute == 0 else block_kv
-    padded_q, padded_kv = _round_up(q_seq, block_q), _round_up(kv_seq, block_kv)
-    padded_dim = _round_up(head_dim, LANES)
+    padded_q, padded_kv = round_up(q_seq, block_q), round_up(kv_seq, block_kv)
     segments = None
     if padded_kv != kv_seq:
         segments = kernel.SegmentIds(
@@ -63,8 +46,7 @@ def attention(
         head_shards=1,
         q_seq_shards=1,
     )
-    scaled = (q.astype(jnp.float32) * head_dim**-0.5).astype(q.dtype)
-    padded = [_pad(x, seq, padded_dim) for x, seq in ((scaled, padded_q), (k, padded_kv), (v, padded_kv))]
-    out = jax.vmap(attend)(*padded, segments)
+    arrays = padded((scaled(q, head_dim**-0.5), k, v), (block_q, block_kv, block_kv))
+    out = jax.vmap(attend)(*arrays, segments)
     assert isinstance(out, jax.Array)  # without residuals
     return jnp.swapaxes(out, 1, 2)[:, :q_seq, :, :head_dim].astype(q.dtype)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import pytest
 import torch
+from comfyui_tpu.tests.support.host import Cancelled, Host
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime.checkpoints import read_ahead
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Expected, ModelRef
@@ -30,25 +31,6 @@ MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.tiny_id)
 SETTINGS = SPEC.settings(**{**SPEC.tiny_inputs, "num_frames": 5, "num_inference_steps": 2})
 GENERATION = Expected(model=MODEL, stages=("denoise", "decode"), settings=SETTINGS)
 TOO_LARGE = DoesNotFit(Refusal(memory="HBM", needed_bytes=1, sentence="the compiler says it is too large"))
-
-
-class Cancelled(Exception):
-    pass
-
-
-class Host(Silent):
-    """A host whose user may cancel; `said` is what it was told."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.is_cancelled = False
-
-    def text(self, message: str) -> None:
-        self.said.append(message)
-
-    def check_cancelled(self) -> None:
-        if self.is_cancelled:
-            raise Cancelled
 
 
 class Compiler:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tests.support.host import Host
 from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.engine import denoise as denoising
@@ -127,14 +128,6 @@ def test_numbers_of_steps_compile_nothing():
     assert runner.counts["compile"] == before[1]
 
 
-class Words(Silent):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def text(self, message: str) -> None:
-        self.said.append(message)
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -149,7 +142,7 @@ def test_what_latents_carry_is_only_used_where_it_fits(
 ):
     """Otherwise they are latents as any, and the user is told."""
     first, second = halves("UniPC")
-    left, progress = run(first), Words()
+    left, progress = run(first), Host()
     other = replace(second, **change)
     with caplog.at_level(logging.WARNING):
         found = run(other, left, progress)["samples"]
@@ -159,7 +152,7 @@ def test_what_latents_carry_is_only_used_where_it_fits(
 
 def test_latents_that_a_node_changed_are_not_gone_on_from_in_silence():
     first, second = halves("UniPC")
-    left, progress = run(first), Words()
+    left, progress = run(first), Host()
     changed = {**left, "samples": left["samples"] * 1.01}
     found = run(second, changed, progress)["samples"]
     assert "Going on from the latents alone: another node changed them" in progress.said

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from comfyui_tpu.tests.support.host import Cancelled, Host
 from comfyui_tpu.tests.support.hosts import free_port
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime.hosts import distributed, leader, terms
@@ -16,24 +17,6 @@ from comfyui_tpu.tpu_runtime.hosts.follower import Follower, Refused
 from comfyui_tpu.tpu_runtime.hosts.leader import Leader
 from comfyui_tpu.tpu_runtime.hosts.place import Place
 from comfyui_tpu.tpu_runtime.hosts.together import Elsewhere, HostsError
-from comfyui_tpu.tpu_runtime.progress import Silent
-
-
-class Cancelled(Exception):
-    pass
-
-
-class Host(Silent):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.is_cancelled = False
-
-    def text(self, message: str) -> None:
-        self.said.append(message)
-
-    def check_cancelled(self) -> None:
-        if self.is_cancelled:
-            raise Cancelled
 
 
 class Pair:

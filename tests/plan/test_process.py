@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost
+from comfyui_tpu.tests.support.host import Cancelled, Host
 from comfyui_tpu.tests.support.patience import PATIENCE_S
 from comfyui_tpu.tpu_runtime.cost_model.chips import compiler_environment
 from comfyui_tpu.tpu_runtime.models import SPECS
@@ -18,16 +19,6 @@ from comfyui_tpu.tpu_runtime.plan import process
 from comfyui_tpu.tpu_runtime.progress import Silent
 
 MODEL = ("--model", SPECS[0].name)
-
-
-class Host(Silent):
-    """Remembers what it is told."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def text(self, message: str) -> None:
-        self.lines.append(message)
 
 
 @pytest.fixture
@@ -53,7 +44,7 @@ def test_a_plan_leaves_this_process_as_it_was(untouched: Callable[[], None]):
     text = process.make_text(["--model=cogvideox1.5-5b", "--topology=v6e-1", "--stages=encode"], host)
     untouched()
     assert "predicted by the compiler" in text and "text_encoder" in text
-    assert any("compiled" in line for line in host.lines), host.lines
+    assert any("compiled" in line for line in host.said), host.said
 
 
 def test_the_node_asks_for_what_its_widgets_say(monkeypatch: pytest.MonkeyPatch):
@@ -74,10 +65,6 @@ def test_a_wrong_topology_is_the_users_error(untouched: Callable[[], None]):
     with pytest.raises(ValueError, match=r"there is no topology 'v6e:9x9'; there are v6e:1x1"):
         process.make_text([*MODEL, "--topology=v6e:9x9"], Silent())
     untouched()
-
-
-class Cancelled(Exception):
-    pass
 
 
 def test_a_cancel_ends_the_compiler_and_its_children(monkeypatch: pytest.MonkeyPatch):
