@@ -28,8 +28,8 @@ _VAIN_STARTS = 4
 class Actor:
     """A worker in a process of the cluster. Runs one job at a time, and answers meanwhile."""
 
-    # `run`, `status` and `cancel` at once.
-    CONCURRENCY = 4
+    # `stay`, `run`, `status` and `cancel` at once.
+    CONCURRENCY = 5
 
     def __init__(self, name: str) -> None:
         self._worker = Worker(name)
@@ -39,6 +39,10 @@ class Actor:
 
     def ready(self) -> None:
         """Answers once it is there."""
+
+    def stay(self) -> None:
+        """Answers never: who waits for it hears of this actor's end."""
+        threading.Event().wait()
 
     def run(self, request: Request) -> Done | Failed:
         def report(status: Status) -> None:
@@ -56,12 +60,16 @@ class Actor:
 
 @dataclass(kw_only=True)
 class _Known:
-    """An actor as the driver knows it. `waiting` is what it was asked: to run a job, or to say that it is there."""
+    """An actor as the driver knows it. `waiting` is what it was asked: to run a job, to say that it is there, or, where
+    it is and has nothing to do, to stay.
+    """
 
     name: str
     place: Slice
     started: slices.Started
     waiting: Any = None
+    staying: Any = None
+    is_here: bool = False
     is_running: bool = False
     ask_at: float = 0.0
     vain_starts: int = 0
@@ -85,6 +93,7 @@ class RayWorkers:
         self._known: dict[str, _Known] = {}
         self._actor = actor
         self._count = 0
+        self._unsaid: list[Event] = []
         self._look()
         if not self._known:
             self.close()
@@ -101,6 +110,7 @@ class RayWorkers:
             if known.place.hosts > 1 and known.place not in there and not known.is_running:
                 known.started.stop()  # a slice of several hosts does not come back by its name
                 del self._known[known.name]
+                self._unsaid.append(Lost(worker=known.name, reason="its slice is not whole any more", for_good=True))
         missing = Counter(there)
         missing.subtract(known.place for known in self._known.values())
         for place, count in missing.items():
@@ -112,7 +122,8 @@ class RayWorkers:
 
     def _await(self, known: _Known, after_s: float = 0.0) -> None:
         """Lets an actor be asked for a sign of life, again and again until it is there."""
-        known.waiting, known.is_running, known.status = None, False, Status()
+        known.waiting, known.staying, known.is_here, known.is_running = None, None, False, False
+        known.status = Status()
         known.ask_at = time.monotonic() + after_s
 
     def events(self, timeout_s: float) -> list[Event]:
@@ -122,23 +133,27 @@ class RayWorkers:
         for known in self._known.values():
             if known.ask_at and now >= known.ask_at:
                 known.ask_at, known.waiting = 0.0, known.started.handle.ready.remote()
+        found, self._unsaid = self._unsaid, []
         waiting = {known.waiting: known for known in self._known.values() if known.waiting is not None}
+        timeout_s = 0 if found else timeout_s
         if not waiting:
             time.sleep(timeout_s)
-            return []
+            return found
         ready, _ = self._ray.wait(list(waiting), num_returns=1, timeout=timeout_s)
         if ready and len(waiting) > 1:
             ready, _ = self._ray.wait(list(waiting), num_returns=len(waiting), timeout=0)
-        return [event for reference in ready if (event := self._answer(waiting[reference])) is not None]
+        answers = [self._answer(waiting[reference]) for reference in ready]
+        return [*found, *(event for event in answers if event is not None)]
 
     def _answer(self, known: _Known) -> Event | None:
-        was_running, reference = known.is_running, known.waiting
-        known.waiting, known.is_running = None, False
+        was_here, was_running, staying = known.is_here, known.is_running, known.staying
         try:
-            said = self._ray.get(reference)
+            said = self._ray.get(known.waiting)
         except self._ray.exceptions.RayError as error:
             self._await(known, _AGAIN_S)
-            if was_running:
+            if isinstance(error, self._ray.exceptions.RayTaskError):
+                known.staying = staying  # it is there, and was asked: another call would take another of its threads
+            if was_here:
                 return Lost(worker=known.name, reason=_sentence(error))
             if not isinstance(error, self._ray.exceptions.ActorUnavailableError):
                 # Ray will not start this one again.
@@ -152,7 +167,9 @@ class RayWorkers:
                 known.started.stop()
                 known.started = slices.start(known.place, self._actor, known.name)
             return None
-        known.vain_starts = 0
+        if known.staying is None:
+            known.staying = known.started.handle.stay.remote()
+        known.waiting, known.is_here, known.is_running, known.vain_starts = known.staying, True, False, 0
         return said if was_running else Ready(worker=known.name)
 
     def submit(self, worker: str, request: Request) -> None:
@@ -177,8 +194,6 @@ class RayWorkers:
 
     def restart(self, worker: str) -> None:
         self._ray.kill(self._known[worker].started.handle, no_restart=False)
-        if not self._known[worker].is_running:
-            self._await(self._known[worker], _AGAIN_S)
 
     def cancel(self) -> None:
         for known in self._known.values():

@@ -153,6 +153,8 @@ class Driver:
         if isinstance(event, Lost):
             doing.is_here = False
             self._queue.forget(event.worker)
+            if event.for_good:
+                del self._doing[event.worker]
             self._lost(event, job)
         elif job is None or job.id != event.job:
             log.warning("%s speaks of job %s, which it does not have.", event.worker, event.job)

@@ -55,10 +55,11 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class Lost:
-    """A worker went away, with the job it had. Another `Ready` follows when it is back."""
+    """A worker went away, with the job it had. Another `Ready` follows when it is back, unless it is `for_good`."""
 
     worker: str
     reason: str
+    for_good: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from comfyui_tpu.fleet.cluster import Actor, RayWorkers
 from comfyui_tpu.fleet.driver import Driver, Limits, View
 from comfyui_tpu.fleet.jobs import Recipe, read_jobs
 from comfyui_tpu.fleet.ledger import Ledger
@@ -26,22 +27,14 @@ from comfyui_tpu.tpu_runtime.progress import Silent
 _HEIGHTS = range(64, 721, 16)
 
 
-class StubActor:
-    """As `fleet.cluster.Actor`, with jobs that take no time."""
-
-    CONCURRENCY = 4
+class StubActor(Actor):
+    """With jobs that take no time."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-
-    def ready(self) -> None: ...
-    def cancel(self) -> None: ...
+        self._name, self._status = name, Status()
 
     def run(self, request: Request) -> Done:
         return keep(self._name, request)
-
-    def status(self) -> Status:
-        return Status()
 
 
 def lines(count: int, sizes: int) -> list[str]:
@@ -98,7 +91,6 @@ def main() -> None:
             workers = Inline([f"worker {index}" for index in range(options.workers)])
             measure(options.jobs, options.sizes, workers, Path(folder))
             return
-        from comfyui_tpu.fleet.cluster import RayWorkers
         from ray.cluster_utils import Cluster
 
         small: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20}

@@ -22,6 +22,7 @@ from comfyui_tpu.fleet.messages import Done, Failed, Lost, Request, Status
 from comfyui_tpu.fleet.queue import MOST, Group, Job, Queue
 from comfyui_tpu.fleet.slices import Slice
 from comfyui_tpu.fleet.store import open_store
+from comfyui_tpu.tests.support.fake_ray import machine
 from comfyui_tpu.tests.support.fleet import PACK, WORKFLOW, Inline, keep, prompts
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from rich.console import Console
@@ -210,6 +211,7 @@ DRIVER = """
 import sys
 from comfyui_tpu.cli import batch, main
 from comfyui_tpu.fleet.local import LocalWorkers
+from comfyui_tpu.tests.support.fake_ray import machine
 from comfyui_tpu.tests.support.fleet import stub
 if __name__ == "__main__":
     for name in ("ray", "fsspec"):
@@ -266,11 +268,6 @@ def test_the_view_says_what_each_worker_does():
 
 
 def test_a_slice_of_several_machines_counts_once_and_only_whole():
-    def machine(chips: int, name: str = "", topology: str = "", pod: str = "", alive: bool = True) -> dict[str, Any]:
-        labels = {"slice-name": name, "topology": topology, "pod-type": pod}
-        labels = {f"ray.io/tpu-{key}": value for key, value in labels.items() if value}
-        return {"Alive": alive, "Resources": {"TPU": float(chips)} if chips else {}, "Labels": labels}
-
     one = machine(8, "x", "2x4", "v6e-8")
     four = [machine(4, "y", "4x4", "v6e-16") for _ in range(4)]
     others = [machine(0), machine(4), machine(4, alive=False), *(machine(4, "z", "4x4", "v6e-16") for _ in range(3))]
