@@ -1,7 +1,8 @@
-"""The one mesh: every device of the process, in one order, on the axes `(dp, sp, tp)`.
+"""The one mesh: every device of all processes, in one order, on the axes `(dp, sp, tp)`.
 
-Meshes of different shapes over the same devices keep the same device order: an array sharded over all axes is laid out
-alike on each.
+Host after host: what exchanges most, `tp` and then `sp`, has neighbouring chips, those of one host first, and `dp` goes
+across. Meshes of different shapes over the same devices keep the same device order: an array sharded over all axes is
+laid out alike on each.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,9 @@ def make_mesh(devices: Sequence[Device], shape: MeshShape) -> Mesh:
     """The mesh of `shape` over `devices`, which must be exactly as many."""
     if len(devices) != shape.num_devices:
         raise ValueError(f"mesh {shape} needs {shape.num_devices} devices, but there are {len(devices)}.")
-    return Mesh(np.asarray(devices, dtype=object).reshape(shape.dp, shape.sp, shape.tp), AXES)
+    # Devices are numbered row by row of the whole slice: of a v6e 4x4, the first four are of two hosts.
+    ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
+    return Mesh(np.asarray(ordered, dtype=object).reshape(shape.dp, shape.sp, shape.tp), AXES)
 
 
 def shape_of(mesh: Mesh) -> MeshShape:

@@ -1,8 +1,12 @@
 """The table of chips against hand counts, and the slices against what libtpu describes."""
 
 import importlib.util
+import itertools
+import math
 
 import pytest
+from comfyui_tpu.sharding.mesh import make_mesh
+from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tpu_runtime.cost_model import chips, interconnect
 
 # Matrix units of one device: how many, how wide, and how many rows each takes per cycle.
@@ -22,6 +26,37 @@ def test_libtpu_describes_every_slice_as_the_table_does(target: chips.Topology):
     assert len(devices) == target.num_devices
     assert {device.device_kind for device in devices} == {target.chip.device_kind}
     assert len({tuple(device.coords) for device in devices}) == target.num_chips
+
+
+HOSTS = [target for target in chips.TOPOLOGIES if not target.options and target.num_chips > 4]
+
+
+@pytest.mark.parametrize(
+    ("target", "shape", "hosts"),
+    [
+        (chips.Topology(name="v6e:2x4"), MeshShape(dp=2, sp=4), [{0}, {1}]),
+        (chips.Topology(name="v6e:2x4"), MeshShape(sp=2, tp=4), [{0}, {1}]),
+        (chips.topology("v6e:4x4"), MeshShape(dp=2, sp=8), [{0, 1}, {2, 3}]),
+        (chips.topology("v6e:4x4"), MeshShape(dp=2, sp=2, tp=4), [{0}, {1}, {2}, {3}]),
+        (chips.topology("v6e:4x8"), MeshShape(dp=2, sp=16), [{0, 1, 2, 3}, {4, 5, 6, 7}]),
+        *((target, MeshShape(dp=2, sp=target.num_chips // 2), None) for target in HOSTS),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_rows_of_a_mesh_are_neighbours_of_as_few_hosts_as_can_be(
+    target: chips.Topology, shape: MeshShape, hosts: list[set[int]] | None
+):
+    """Whatever order devices come in: of the innermost axis that has several, each row fills a box of whole hosts."""
+    devices = chips.compile_devices(target)
+    for given in (devices, sorted(devices, key=lambda device: device.id), devices[::-1]):
+        mesh = make_mesh(given, shape)
+        rows = mesh.devices.reshape(-1, shape.tp if shape.tp > 1 else shape.sp)
+        found = [{device.process_index for device in row} for row in rows]
+        assert hosts is None or found == hosts
+        assert all(not one & other for one, other in itertools.combinations(found, 2))
+        for row in rows:
+            sides = [{device.coords[side] for device in row} for side in range(3)]
+            assert math.prod(max(side) - min(side) + 1 for side in sides) == len(row)
 
 
 @pytest.mark.parametrize(
