@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..tpu_runtime.hosts.supervisor import ending_with_us
+
 # Labels that Ray gives the machines of a slice.
 _NAME, _TOPOLOGY, _POD_TYPE, _WORKER = (
     f"ray.io/tpu-{name}" for name in ("slice-name", "topology", "pod-type", "worker-id")
@@ -120,11 +122,14 @@ def _kill(handles: Sequence[Any]) -> None:
 
 
 class Follower:
-    """A further host of a slice: `comfyui-tpu follow`, started again whenever it ends, as the leader is by Ray."""
+    """A further host of a slice: `comfyui-tpu follow`, started again whenever it ends, as the leader is by Ray. It ends
+    with this actor, which Ray kills when the slice is given up.
+    """
 
     CONCURRENCY = 1
 
     def follow(self) -> None:
         while True:
-            subprocess.run([sys.executable, "-c", _FOLLOW, "follow"], check=False)
+            command = [sys.executable, "-c", _FOLLOW, "follow", "--once"]
+            subprocess.run(command, check=False, preexec_fn=ending_with_us())
             time.sleep(_AGAIN_S)

@@ -1,13 +1,16 @@
 """One model over two hosts: the frames of one process, one cancel for both, and a sentence when one is gone."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import numpy as np
+import psutil
 import pytest
 import torch
 from comfyui_tpu.tests.support import hosts
+from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.hosts import place, supervisor, terms, wire
 from comfyui_tpu.tpu_runtime.hosts.together import RESTART
@@ -116,3 +119,18 @@ os._exit(3)
     command = [sys.executable, "-S", "-c", script]
     assert supervisor.keep(command, {"COMFYUI_TPU_HOSTS": "here"}) == 3
     assert starts.read_text() == "xxx"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process is not told that its parent is gone")
+def test_what_is_kept_running_ends_with_its_keeper_even_by_kill_9(tmp_path: Path):
+    said = tmp_path / "pid"
+    child = f"import os, time; open({str(said)!r}, 'w').write(str(os.getpid()) + ' '); time.sleep({PATIENCE_S})"
+    keeper = "import sys; from comfyui_tpu.tpu_runtime.hosts import supervisor; supervisor.keep(sys.argv[1:], {})"
+    process = subprocess.Popen([sys.executable, "-c", keeper, sys.executable, "-S", "-c", child])
+    until(lambda: said.exists() and said.read_text().endswith(" "))
+    kept = psutil.Process(int(said.read_text()))
+    assert kept.ppid() == process.pid
+    process.kill()
+    process.wait()
+    psutil.wait_procs([kept], timeout=PATIENCE_S)
+    assert not kept.is_running()

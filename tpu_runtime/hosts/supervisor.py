@@ -1,11 +1,13 @@
 """Keeps a process of several running: all end when one is gone, and each has somebody who starts it again."""
 
+import ctypes
 import logging
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .distributed import SUPERVISED
 from .together import RESTART
@@ -14,6 +16,24 @@ log = logging.getLogger(__name__)
 
 # Between two starts, doubled while they end early.
 PAUSE_S, LONGEST_PAUSE_S, EARLY_S = 1.0, 15.0, 30.0
+_PR_SET_PDEATHSIG = 1
+
+
+def ending_with_us() -> Callable[[], None] | None:
+    """What `subprocess` is to run in a child (`preexec_fn`) so that it gets SIGTERM when this process is gone, even by
+    kill -9. Nobody would be left to end it, and it would keep the chips and the port that the next start wants. Only
+    Linux can; the thread that starts the child must stay as long as the process.
+    """
+    if sys.platform != "linux":
+        return None
+    parent, libc = os.getpid(), ctypes.CDLL(None)
+
+    def begin() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it was gone before that
+            os._exit(128 + signal.SIGTERM)
+
+    return begin
 
 
 def keep(command: Sequence[str], environment: Mapping[str, str], *, always: bool = False) -> int:
@@ -35,7 +55,12 @@ def keep(command: Sequence[str], environment: Mapping[str, str], *, always: bool
         while True:
             began = time.monotonic()
             # A group of its own: Ctrl-C would reach it twice.
-            process = subprocess.Popen(command, env={**os.environ, **environment, SUPERVISED: "1"}, process_group=0)
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **environment, SUPERVISED: "1"},
+                process_group=0,
+                preexec_fn=ending_with_us(),
+            )
             status = process.wait()
             if asked or not (always or status == RESTART or status < 0):
                 return status if status >= 0 else 128 - status
