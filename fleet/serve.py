@@ -55,7 +55,7 @@ class Asker:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Raises `Gone` where nobody takes it."""
-        content = memoryview(wire.frame(wire.pack(message)))
+        content = memoryview(wire.pack(message))
         with self._lock:
             try:
                 # In pieces: the connection's timeout is for each call, and a video takes a slow line minutes.

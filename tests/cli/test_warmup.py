@@ -230,8 +230,8 @@ def test_what_cannot_be_warmed_is_refused(
 
 
 def test_widgets_become_settings_in_one_place_only():
-    """`ModelSpec.settings`: elsewhere a new widget would be forgotten. What another machine sent has all of them."""
+    """`ModelSpec.settings`: elsewhere a new widget would be forgotten."""
     files = [path for room in ("cli", "nodes", "tpu_runtime") for path in (ROOT / room).rglob("*.py")]
     calls = [(path, node) for path in files for node in ast.walk(ast.parse(path.read_text()))]
     makers = {path.name for path, node in calls if isinstance(node, ast.Call) and ast.unparse(node.func) == "Settings"}
-    assert makers == {"spec.py", "wire.py"}
+    assert makers == {"spec.py"}

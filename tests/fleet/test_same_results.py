@@ -29,6 +29,7 @@ from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, run_workfl
 from comfyui_tpu.tests.support.comfyui_server import tiny_workflow
 from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, prompts
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora
 from comfyui_tpu.tpu_runtime.progress import Preview
 from comfyui_tpu.tpu_runtime.remote import client, wire
 from safetensors.torch import save_file
@@ -272,6 +273,16 @@ def test_a_message_is_what_was_sent_and_nothing_else_is_read():
     came = wire.unpack(wire.pack(sent))
     assert torch.equal(came["a"][0], torch.arange(3)) and came["a"][1] == {"b": (1, None, "x", True)}
     assert came["settings"] == settings and came["strange"] is None
-    for content in (b"", b"\x80\x04N.", wire.pack({})[:-1], wire.pack(sent)[:-8]):
+    strange = [
+        *(b"", b"\x80\x04N." * 8, wire.pack({})[:-1], wire.pack(sent)[:-8]),
+        wire.pack({"file": Lora(path="/etc/passwd", strength=1.0)}),
+        *(framed(head) for head in (b"[]", b"{", b'{"__record__": "Settings"}', b'{"__tensor__": ["ones", [2], 0]}')),
+        *(framed(b'{"a": {"__tensor__": ["int64", %s]}}' % where) for where in (b"[1], 0", b"[1, -1], 0", b'"1", 0')),
+    ]
+    for content in strange:
         with pytest.raises(wire.WireError):
             wire.unpack(content)
+
+
+def framed(head: bytes) -> bytes:
+    return len(head).to_bytes(8, "big") + bytes(8) + head

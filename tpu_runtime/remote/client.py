@@ -226,8 +226,8 @@ class Client:
                     response = connection.getresponse()
                     if response.status != http.client.OK:
                         raise RemoteError(f"{address} refuses: {_reason(response)}")
-                    while (content := wire.read_frame(response.read)) is not None:
-                        put(wire.unpack(content))
+                    while (message := wire.read(response.read)) is not None:
+                        put(message)
                 put(None)
             except Exception as error:  # whatever it is, the thread that asked raises it
                 put(error)
