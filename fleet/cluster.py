@@ -129,7 +129,10 @@ class RayWorkers:
     def events(self, timeout_s: float) -> list[Event]:
         now = time.monotonic()
         if now > self._looked + _LOOK_S:
-            self._look()
+            try:
+                self._look()
+            except self._ray.exceptions.RayError as error:
+                log.warning("the cluster does not say which machines it has (%s); it is asked again", _sentence(error))
         for known in self._known.values():
             if known.ask_at and now >= known.ask_at:
                 known.ask_at, known.waiting = 0.0, known.started.handle.ready.remote()

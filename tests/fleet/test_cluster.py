@@ -10,7 +10,7 @@ from comfyui_tpu.fleet import cluster, slices
 from comfyui_tpu.fleet.cluster import RayWorkers
 from comfyui_tpu.fleet.messages import Lost, Ready, Request
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.tests.support.fake_ray import FakeRay, RayTaskError, machine
+from comfyui_tpu.tests.support.fake_ray import FakeRay, RayError, RayTaskError, machine
 from comfyui_tpu.tests.support.fleet import WORKFLOW, prompts
 
 REQUEST = Request(job="1", line=1, workflow={}, folders=Folders(), out="", token="")
@@ -47,6 +47,19 @@ def test_a_worker_that_is_gone_with_a_job_says_so_once(ray: FakeRay):
     ray.handles["slice-1"].lose()
     assert workers.events(0) == [Lost(worker="slice-1", reason="The node died")]
     assert workers.events(0) == []
+
+
+def test_a_cluster_that_does_not_answer_once_is_asked_again(ray: FakeRay, monkeypatch: pytest.MonkeyPatch):
+    workers = RayWorkers("fake")
+    with monkeypatch.context() as context:
+        context.setattr(ray, "nodes", lambda: fails(RayError("RPC error: CANCELLED")))
+        assert workers.events(0) == [Ready(worker="slice-0"), Ready(worker="slice-1")]
+    ray.machines = [ONE, ONE, ONE]
+    assert [*workers.events(0), *workers.events(0)] == [Ready(worker="slice-2")]
+
+
+def fails(error: Exception) -> None:
+    raise error
 
 
 def test_a_worker_whose_job_cannot_even_be_read_stays_reachable(ray: FakeRay):
