@@ -190,8 +190,12 @@ def serve(name: str, connection: Connection) -> None:
     """A child's work: job after job, until the driver is gone."""
     import logging
 
+    from tqdm import tqdm
+
     from .worker import Worker
 
+    # Its own lock is one between processes: Python would complain, in the driver's terminal, that nobody frees it.
+    tqdm.set_lock(threading.RLock())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     inbox, worker, sending = Inbox(connection), Worker(name), threading.Lock()
 

@@ -89,3 +89,23 @@ def stub(name: str, connection: Connection) -> None:
             file.write(f"{request.job} {os.getpid()}\n")
         time.sleep(0.05)
         connection.send(keep(name, request))
+
+
+def stepping(name: str, connection: Connection) -> None:
+    """The body of a child process whose second job has steps without end, until it is cancelled; begun again it has
+    none.
+    """
+    inbox = Inbox(connection)
+    connection.send(Ready(worker=name))
+    while True:
+        request = inbox.requests.get()
+        begun = Path(request.out) / "begun.txt"
+        if request.line == 2 and not begun.exists():
+            begun.touch()
+            step = 0
+            while not inbox.is_cancelled.wait(0.05):
+                step += 1
+                connection.send(Status(node="Sampler", done=step, total=10**6, unit="step"))
+            connection.send(Failed(worker=name, job=request.job, error="cancelled", cancelled=True))
+        else:
+            connection.send(keep(name, request))
