@@ -23,7 +23,7 @@ from typing import Any
 
 from ..tpu_runtime import pipeline
 from ..tpu_runtime.cache.store import cache_folder
-from ..tpu_runtime.checkpoints.model_ref import Lora, ModelRef, choose_model
+from ..tpu_runtime.checkpoints.model_ref import Expected, Lora, ModelRef, choose_model
 from ..tpu_runtime.models import spec_by_name, spec_for_family
 from ..tpu_runtime.progress import Preview
 from ..tpu_runtime.redact import redact
@@ -152,35 +152,45 @@ class Stages:
             folders=self._models, loras=loras, progress=asker,
         )  # fmt: skip
 
+    def _stage(self, described: Mapping[str, Any], expected: Mapping[str, Any] | None, asker: Asker) -> ModelRef:
+        """The model of a stage, behind which what is `expected` to follow may be compiled."""
+        model, generations = self._model(described, asker), []
+        # Who asks may take a model that it does not have for another of its family.
+        if expected is not None and expected["name"] == model.spec_name:
+            if (settings := expected["settings"]) is not None:
+                model.spec.check_settings(settings)
+            generations.append(Expected(model=model, stages=tuple(expected["stages"]), settings=settings))
+        pipeline.expect_here(generations, progress=asker)
+        return model
+
     def _choose(self, asker: Asker, *, family: str, model_id: str, precision: str) -> str:
         spec = spec_for_family(family)
         return choose_model(spec, model_id, precision=precision, folders=self._models, progress=asker).spec_name
 
-    def _encode(self, asker: Asker, *, model: Mapping[str, Any], prompt: str, negative_prompt: str) -> Any:
-        return pipeline.encode_prompt(self._model(model, asker), prompt, negative_prompt, progress=asker)
+    def _encode(self, asker: Asker, *, model: Any, expected: Any, prompt: str, negative_prompt: str) -> Any:
+        return pipeline.encode_prompt(self._stage(model, expected, asker), prompt, negative_prompt, progress=asker)
 
-    def _encode_image(self, asker: Asker, *, model: Mapping[str, Any], image: Any, settings: Any) -> Any:
+    def _encode_image(self, asker: Asker, *, model: Any, expected: Any, image: Any, settings: Any) -> Any:
         size = {name: getattr(settings, name) for name in ("height", "width", "num_frames")}
-        return pipeline.encode_image(self._model(model, asker), image, size, progress=asker)
+        return pipeline.encode_image(self._stage(model, expected, asker), image, size, progress=asker)
 
     def _denoise(
         self,
         asker: Asker,
         *,
-        model: Mapping[str, Any],
+        model: Any,
+        expected: Any,
         settings: Any,
         prompt_embeds: Any,
         negative_prompt_embeds: Any,
         condition: Any,
         latents: Any,
     ) -> Any:
-        embeds = (prompt_embeds, negative_prompt_embeds)
-        return pipeline.denoise(
-            self._model(model, asker), settings, *embeds, condition=condition, latents=latents, progress=asker
-        )
+        chosen, embeds = self._stage(model, expected, asker), (prompt_embeds, negative_prompt_embeds)
+        return pipeline.denoise(chosen, settings, *embeds, condition=condition, latents=latents, progress=asker)
 
-    def _decode(self, asker: Asker, *, model: Mapping[str, Any], latents: Any) -> Any:
-        return pipeline.decode(self._model(model, asker), latents, progress=asker)
+    def _decode(self, asker: Asker, *, model: Any, expected: Any, latents: Any) -> Any:
+        return pipeline.decode(self._stage(model, expected, asker), latents, progress=asker)
 
     def _warmup(self, asker: Asker, *, model: Mapping[str, Any], settings: Any) -> int:
         return pipeline.warmup(self._model(model, asker), settings, progress=asker)

@@ -6,7 +6,7 @@ API format: `{node id: {"class_type": ..., "inputs": {name: value or [node id, o
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from ..tpu_runtime.checkpoints.model_ref import Expected, ModelRef, choose_model
+from ..tpu_runtime.checkpoints.model_ref import Expected, ModelRef, choose_model, variant
 from ..tpu_runtime.limits import SIZE, without_zero_sizes
 from ..tpu_runtime.models import spec_for_family
 from ..tpu_runtime.progress import Silent
@@ -72,8 +72,15 @@ def generations(workflow: Workflow, folders: Folders, table: Table) -> list[tupl
     Links count as the input's default; only models, and the size of an encoded picture, are followed to their nodes.
     Raises ValueError where there is no sampler, and for bad values.
     """
-    graph = _ours(workflow, table)
-    found = [_generation(graph, node_id, folders, table) for node_id in _samplers(graph, table)]
+    graph, found = _ours(workflow, table), []
+    for node_id in _samplers(graph, table):
+        model, settings = _generation(graph, node_id, folders, table)
+        if model.address:
+            raise ValueError(
+                f"{node_label(node_id, graph[node_id])}: its model is at {model.address}, where its programs are "
+                "compiled too. Run this on that machine."
+            )
+        found.append((model, settings))
     if not found:
         raise ValueError("The workflow has no sampler or pipeline of this pack: there is nothing to compile.")
     return found
@@ -128,13 +135,12 @@ def _generation(graph: Workflow, node_id: str, folders: Folders, table: Table) -
     declaration = table[node["class_type"]]
     link = node["inputs"].get("model")
     choice = _origin(graph, node_id, "model", "model_id", table) if is_link(link) else widgets
-    if "address" in choice:
-        raise ValueError(
-            f"{node_label(node_id, node)}: its model is at {choice['address']}, where its programs are compiled "
-            "too. Run this on that machine."
-        )
     family, named = spec_for_family(declaration.family), {name: choice[name] for name in ("model_id", "precision")}
-    model = choose_model(family, **named, folders=folders.models, progress=Silent())
+    if "address" in choice:  # what its id is there, as far as that is known here
+        spec = variant(family, choice["model_id"])
+        model = ModelRef(spec_name=spec.name, **named, address=choice["address"])
+    else:
+        model = choose_model(family, **named, folders=folders.models, progress=Silent())
     spec = model.spec
     widgets = without_zero_sizes(widgets)
     missing = [name for name in SIZE if name in spec.inputs and name not in widgets]

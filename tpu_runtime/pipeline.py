@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# What the running prompt is to run on other machines, by `str(ModelRef)`, in which LoRAs do not count: each stage is
+# asked for by a client of its own, and says it.
+_elsewhere: dict[str, Expected] = {}
+
 
 def _runner(model: ModelRef, progress: Progress) -> "Engine | Client":
     """Who runs a model's stages: this process's engine, or the machine that the model is on."""
@@ -33,7 +37,7 @@ def _runner(model: ModelRef, progress: Progress) -> "Engine | Client":
         return engine(progress)
     from .remote.client import Client
 
-    return Client(model.address)
+    return Client(model.address, _elsewhere.get(str(model)))
 
 
 def check_address(address: str) -> None:
@@ -122,9 +126,19 @@ def decode(model: ModelRef, latents: Latent, *, progress: Progress) -> "torch.Te
 
 
 def expect(generations: Iterable[Expected], *, progress: Progress) -> None:
-    """Says which generations are about to run: while one stage runs, programs of the next are compiled behind it."""
-    if (found := list(generations)) or current():
-        engine(progress).expect(found)
+    """Says which generations are about to run: while one stage runs, programs of the next are compiled behind it, on
+    the machine that the model is on.
+    """
+    found = list(generations)
+    _elsewhere.clear()
+    _elsewhere.update({str(one.model): one for one in found if one.model.address})
+    expect_here([one for one in found if not one.model.address], progress=progress)
+
+
+def expect_here(generations: Sequence[Expected], *, progress: Progress) -> None:
+    """`expect`, of models of this machine alone."""
+    if generations or current():
+        engine(progress).expect(generations)
 
 
 def follow(place: Place, chips: Callable[[Any], list[dict[str, Any]]]) -> None:

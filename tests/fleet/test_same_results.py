@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, run_workfl
 from comfyui_tpu.tests.support.comfyui_server import tiny_workflow
 from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, prompts
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
-from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora
+from comfyui_tpu.tpu_runtime import pipeline
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Expected, Lora
 from comfyui_tpu.tpu_runtime.progress import Preview
 from comfyui_tpu.tpu_runtime.remote import client, wire
 from safetensors.torch import save_file
@@ -220,8 +222,28 @@ def test_an_error_there_is_the_sentence_that_it_is_here(server: Server, tmp_path
         run_workflow(wrong, Watching(Folders(output=tmp_path)))
 
 
-def test_nothing_is_prepared_here_for_what_runs_there(server: Server):
-    assert expected(workflow(server), Folders(), HEADLESS) == []
+def test_what_follows_is_prepared_where_it_runs(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    said: list[list[Expected]] = []
+    here = pipeline.expect_here
+    monkeypatch.setattr(
+        pipeline, "expect_here", lambda found, progress: said.append(list(found)) or here(found, progress=progress)
+    )
+    graph = workflow(server, num_inference_steps=3)
+    frames(graph, Watching(Folders(output=tmp_path)))
+    (there,) = expected(graph, Folders(), HEADLESS)
+    assert there.model.address == address(server) and there.stages == ("denoise", "decode")
+    # Here nothing, and then with each stage.
+    assert said == [[], *[[replace(there, model=replace(there.model, address=""))]] * 3]
+    with pytest.raises(ValueError, match="num_inference_steps"):
+        strange = replace(there, settings=replace(there.settings, num_inference_steps=0))
+        client.Client(address(server), strange).encode(there.model, "a cat", "", Watching(Folders()))
+    # Another model of the family than it is taken for here: nothing is prepared for that.
+    other = replace(there, model=replace(there.model, spec_name="wan2.1-t2v-1.3b"))
+    client.Client(address(server), other).encode(there.model, "a cat", "", Watching(Folders()))
+    assert said[-1] == []
+
+
+def test_what_runs_there_is_not_compiled_here(server: Server):
     with pytest.raises(ValueError, match="its model is at 127.0.0.1.*Run this on that machine"):
         generations(workflow(server), Folders(), HEADLESS)
 

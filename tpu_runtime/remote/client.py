@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ..checkpoints.model_ref import Lora, ModelRef
+from ..checkpoints.model_ref import Expected, Lora, ModelRef
 from ..engine.memory_advice import OutOfMemory
 from ..engine.payloads import Conditioning, ImageCondition, Latent
 from ..progress import Preview, Progress
@@ -79,11 +79,13 @@ class Client:
     """The stages of models at one of the `addresses`, with the engine's methods.
 
     Of several each stage goes to the one that has least to do, and of these to one that ran the model last; when it is
-    gone, to another. What travels between stages is whole, so that they need not run at the same place.
+    gone, to another. What travels between stages is whole, so that they need not run at the same place. `expected` is
+    the generation that they are of: where a stage runs, programs of the next are compiled behind it.
     """
 
-    def __init__(self, addresses: str) -> None:
+    def __init__(self, addresses: str, expected: Expected | None = None) -> None:
         self.addresses = parse_all(addresses)
+        self._expected = expected
 
     def choose(self, family: str, model_id: str, precision: str, progress: Progress) -> str:
         """The name of the model that `model_id` is on the other machine; ValueError with its sentence if none."""
@@ -116,15 +118,22 @@ class Client:
         return self._stage("decode", model, progress, latents=latents)
 
     def warmup(self, model: ModelRef, settings: Settings, progress: Progress) -> int:
-        return self._stage("warmup", model, progress, settings=settings)
+        return self._about("warmup", model, progress, settings=settings)
 
     def add_lora(self, model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef, str]:
         changed = replace(model, loras=(*model.loras, lora))
-        return changed, _named(self._stage("report_lora", changed, progress), changed.loras)
+        return changed, _named(self._about("report_lora", changed, progress), changed.loras)
 
     # -- the line ------------------------------------------------------------------------------------------------------
 
     def _stage(self, verb: str, model: ModelRef, progress: Progress, **given: Any) -> Any:
+        """One of the engine's stages; what is to follow goes with it."""
+        one = self._expected
+        following = one and {"name": one.model.spec_name, "stages": one.stages, "settings": one.settings}
+        return self._about(verb, model, progress, expected=following, **given)
+
+    def _about(self, verb: str, model: ModelRef, progress: Progress, **given: Any) -> Any:
+        """What is asked of a model."""
         loras = [{"digest": _digest(lora), "strength": lora.strength, "expert": lora.expert} for lora in model.loras]
         described = {"name": model.spec_name, "model_id": model.model_id, "precision": model.precision, "loras": loras}
         return self._ask(verb, progress, model, model=described, **given)
