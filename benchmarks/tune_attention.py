@@ -36,7 +36,9 @@ LARGE = 1536  # keys; fewer are a text
 def candidates(call: Call) -> Iterator[dict[str, Any]]:
     """Tiles worth a compile, by what bounds them: see `docs/attention.md`."""
     if call.head_dim == 64:
-        for block_q, step, unroll, columns in ((1024, 512, 8, 512), (1024, 512, 4, 512), (512, 512, 4, 512)):
+        for block_q, step, unroll, columns in (
+            (1024, 512, 8, 1024), (1024, 512, 4, 1024), (1024, 512, 8, 512), (512, 512, 4, 512),
+        ):  # fmt: skip
             yield {"block_q": block_q, "step": step, "unroll": unroll, "columns": columns, "heads": 2}
     elif call.kv_rows <= LARGE:
         for heads in (4, 2, 1):

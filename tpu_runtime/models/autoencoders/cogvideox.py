@@ -2,71 +2,112 @@
 picture.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
 from ...spec import Call, Component, Need, Report, has_length
+from . import convolution as kernels
+from . import modulation
 from .frames import pixels
-from .layers import convolved, enlarged, normed
+from .layers import convolved, enlarged, group_moments, normed
 
 if TYPE_CHECKING:
+    import jax
     import torch
 
-Caches = dict[str, Any]
 FRAMES_A_CALL = 2
 
 
 def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
-    """Two latent frames a call, an odd one with the first two, the causal caches carried from one call to the next."""
-    total = latents.shape[2]
-    start = min(total, FRAMES_A_CALL + total % FRAMES_A_CALL)
+    """Two latent frames a call, an odd one with the first two, the causal caches carried from one call to the next.
+
+    Norms are over all frames of a call, so that none may be left out. One program serves all: it has room for the odd
+    one, which the first call alone means. That costs the others an eighth more, and spares minutes of compiling.
+    """
+    import torch
+
+    total, odd = latents.shape[2], latents.shape[2] % FRAMES_A_CALL
+    alone, memory = latents[:, :, :1], None
     report(0, total)
-    frames, caches = call("vae_decoder", decode_first, latents[:, :, :start], partition="spatial")
-    while start < total:
-        yield frames
-        report(start, total)
-        chunk = latents[:, :, start : start + FRAMES_A_CALL]
-        frames, caches = call("vae_decoder", decode_next, chunk, caches, partition="spatial", carries=True)
-        start += FRAMES_A_CALL
-    yield frames
-    report(total, total)
+    for start in range(odd, max(total, FRAMES_A_CALL), FRAMES_A_CALL):
+        pair, is_first = latents[:, :, start : start + FRAMES_A_CALL], start == odd
+        meant = torch.tensor([is_first, is_first and odd, len(pair[0, 0])], dtype=latents.dtype).view(1, 3, 1, 1, 1)
+        meant = meant.clamp(max=1).repeat(1, 1, 1, *latents.shape[3:])
+        chunk = torch.cat([alone, pair if len(pair[0, 0]) else torch.cat([alone, alone], dim=2)], dim=2)
+        if memory is None:
+            _, memory = call("vae_decoder", before_first, chunk, meant, partition="spatial")
+        frames, memory = call("vae_decoder", decode_next, chunk, meant, memory, partition="spatial", carries=True)
+        yield frames[0 if is_first and odd else 1 : None if len(pair[0, 0]) else 1]
+        report(min(start + FRAMES_A_CALL, total), total)
 
 
-def decode_first(vae: Any, latents: "torch.Tensor") -> "tuple[torch.Tensor, Caches]":
-    """The first one to three latent frames: one frame for an odd one, four for each other."""
-    return _decode_frames(vae, latents, None)
+def before_first(vae: Any, latents: "torch.Tensor", meant: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
+    """Room for the caches; of its result nothing is used."""
+    import torch
+
+    from ...programs import torch_bridge
+
+    shapes = torch_bridge.shapes(lambda latents, meant: decode_next(vae, latents, meant, [])[1], latents, meant)
+    return latents[:, :1], [torch.zeros(shape, dtype=latents.dtype, device=latents.device) for shape in shapes]
 
 
-def decode_next(vae: Any, latents: "torch.Tensor", caches: Caches) -> "tuple[torch.Tensor, Caches]":
-    """Two latent frames `[1, 16, 2, h, w]` to frames `[8, 8h, 8w, 3]` in 0..1, and the causal caches after them."""
-    return _decode_frames(vae, latents, caches)
+def decode_next(
+    vae: Any, latents: "torch.Tensor", meant: "torch.Tensor", memory: "list[torch.Tensor]"
+) -> "tuple[torch.Tensor, list[torch.Tensor]]":
+    """Three latent frames `[1, 16, 3, h, w]` to frames `[9, 8h, 8w, 3]` in 0..1, one for the first and four for each
+    other, and the last two inputs of each causal convolution, in the order of use.
 
+    `meant` are three images of ones or zeros: whether nothing came before, whether the first frame is meant, and
+    whether the others are. What is not meant counts in no norm, and nothing that is looks back at it.
+    """
+    import jax
+    import torch
 
-def _decode_frames(vae: Any, latents: "torch.Tensor", caches: Caches | None) -> "tuple[torch.Tensor, Caches]":
-    prepare_decoder(vae.decoder)
+    from ...programs import torch_bridge
+
+    is_first, has_alone, has_pair = (meant[0, index].amax() > 0 for index in range(3))
+    given, kept = iter(memory), []
+
+    def convolve(conv: Any, inputs: "torch.Tensor", conv_cache: None = None) -> "tuple[torch.Tensor, None]":
+        """`CogVideoXCausalConv3d`, before the first frame of which that frame stands twice."""
+        opening = torch.where(has_alone, inputs[:, :, :1], inputs[:, :, 1:2]).repeat_interleave(2, dim=2)
+        past = torch.where(is_first, opening, next(given, opening))
+        # Between the first frame and the others.
+        out = convolved(conv.conv, inputs, past=past, past_at=1, kernel=True)
+        # What is kept is taken at once: else the compiler does it last, and keeps all inputs until then.
+        out, last = torch_bridge.call_jax(lambda *both: jax.lax.optimization_barrier(both), out, inputs[:, :, -2:])
+        kept.append(last)
+        return out, None
+
+    prepare_decoder(vae.decoder, convolve, lambda frames: torch.stack([has_alone, *[has_pair] * (frames - 1)]))
     if vae.post_quant_conv is not None:
         latents = vae.post_quant_conv(latents)
-    frames, after = vae.decoder(latents, conv_cache=caches)
-    return pixels(frames[0].permute(1, 2, 3, 0)), after
+    frames, _ = vae.decoder(latents)
+    return pixels(frames[0].permute(1, 2, 3, 0)), kept
 
 
-def prepare_decoder(decoder: Any) -> None:
+def prepare_decoder(decoder: Any, convolve: "Callable[..., Any]", counted: "Callable[[int], torch.Tensor]") -> None:
     """Puts forms of upstream's layers that can be split over chips where upstream's cannot.
 
     Upstream also cuts large convolutions in pieces for CuDNN's sake, and carries caches of pointwise convolutions,
     which need none: whole videos of 16 channels.
     """
+    import torch
     from diffusers.models.autoencoders import autoencoder_kl_cogvideox as upstream
     from diffusers.models.upsampling import CogVideoXUpsample3D
 
     for module in decoder.modules():
         if isinstance(module, upstream.CogVideoXSafeConv3d):
-            module.forward = partial(convolved, module)
+            module.forward = partial(convolved, module, kernel=True)
+        elif isinstance(module, upstream.CogVideoXCausalConv3d):
+            # Upstream says that it returns a tensor; it returns caches too, as the norm does.
+            module.forward = partial(convolve, module)  # pyright: ignore[reportAttributeAccessIssue]
         elif isinstance(module, upstream.CogVideoXSpatialNorm3D):
-            # Upstream says that it returns a tensor; it returns caches too.
-            module.forward = partial(_normalise, module)  # pyright: ignore[reportAttributeAccessIssue]
+            module.forward = partial(_normalise, counted, module)  # pyright: ignore[reportAttributeAccessIssue]
+        elif isinstance(module, torch.nn.SiLU):
+            module.forward = lambda input: input  # the norm before it has done it
         elif isinstance(module, CogVideoXUpsample3D):
             module.forward = partial(_upsample, module)
 
@@ -94,24 +135,61 @@ def _downsample_image(downsample: Any, x: "torch.Tensor") -> "torch.Tensor":
 
 
 def _normalise(
-    norm: Any, hidden: "torch.Tensor", latents: "torch.Tensor", conv_cache: None = None
-) -> "tuple[torch.Tensor, Caches]":
-    """`CogVideoXSpatialNorm3D`. What it enlarges is 16 channels, for all norms of one size the same."""
+    counted: "Callable[[int], torch.Tensor]",
+    norm: Any,
+    hidden: "torch.Tensor",
+    latents: "torch.Tensor",
+    conv_cache: None = None,
+) -> "tuple[torch.Tensor, None]":
+    """`CogVideoXSpatialNorm3D` and the activation after it. Scale and offset are of latent pixels, and are enlarged in
+    frames and columns; the rows that share them become a dimension, where all is one pass.
+    """
     from ...programs import torch_bridge
 
-    latents = torch_bridge.call_jax(partial(enlarged, size=tuple(hidden.shape[2:])), latents)
-    return normed(norm.norm_layer, hidden) * norm.conv_y.conv(latents) + norm.conv_b.conv(latents), {}
+    *_, frames, _, width = hidden.shape
+    enlarge = partial(enlarged, size=(frames, latents.shape[3], width))
+    vectors = (torch_bridge.call_jax(enlarge, conv.conv(latents)) for conv in (norm.conv_y, norm.conv_b))
+    group = norm.norm_layer
+    run = partial(modulated, groups=group.num_groups, eps=group.eps)
+    return torch_bridge.call_jax(run, hidden, counted(frames), group.weight, group.bias, *vectors), None
+
+
+def modulated(
+    x: "jax.Array",
+    counted: "jax.Array",
+    weight: "jax.Array",
+    bias: "jax.Array",
+    scale: "jax.Array",
+    offset: "jax.Array",
+    *,
+    groups: int,
+    eps: float,
+) -> "jax.Array":
+    """SiLU of the group norm of `[1, channels, frames, height, width]`, scaled and offset by what has fewer rows."""
+    import jax
+    import jax.numpy as jnp
+
+    middle, factor = group_moments(x, counted, groups=groups, eps=eps)
+    factor = factor * weight
+    shift = bias - middle * factor
+    if kernels.vmem_mib() >= kernels.LEAST_MIB:
+        return modulation.modulated(x, factor, shift, scale, offset)
+    rows = x.reshape(*x.shape[:3], scale.shape[3], -1, x.shape[4]).astype(jnp.float32)
+    beyond = (..., None, None, None, None)
+    found = rows * factor[beyond] + shift[beyond]
+    found = found * scale[:, :, :, :, None] + offset[:, :, :, :, None]
+    return jax.nn.silu(found).astype(x.dtype).reshape(x.shape)
 
 
 def _upsample(upsample: Any, inputs: "torch.Tensor") -> "torch.Tensor":
-    """`CogVideoXUpsample3D` with its convolution over all frames at once."""
+    """`CogVideoXUpsample3D`. Frames are repeated last: of equal ones its convolution makes equal ones."""
     from ...programs import torch_bridge
 
-    *_, frames, height, width = inputs.shape
-    if upsample.compress_time:
-        frames = 2 * frames - frames % 2
-    hidden = torch_bridge.call_jax(partial(enlarged, size=(frames, 2 * height, 2 * width)), inputs)
-    return convolved(upsample.conv, hidden)
+    hidden = convolved(upsample.conv, inputs, doubled=True, kernel=True)
+    if not upsample.compress_time:
+        return hidden
+    *_, frames, height, width = hidden.shape
+    return torch_bridge.call_jax(partial(enlarged, size=(2 * frames - frames % 2, height, width)), hidden)
 
 
 VAE_DECODER = Component(

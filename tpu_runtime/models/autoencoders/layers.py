@@ -17,15 +17,25 @@ Edges = Literal["zero", "replicate"]
 # Both stand for a module's `forward`, and name their input as torch does.
 
 
-def convolved(conv: Any, input: "torch.Tensor", edges: Edges = "zero") -> "torch.Tensor":
+def convolved(
+    conv: Any,
+    input: "torch.Tensor",
+    edges: Edges = "zero",
+    doubled: bool = False,
+    past: "torch.Tensor | None" = None,
+    past_at: int = 0,
+    kernel: bool = False,
+) -> "torch.Tensor":
     """An upstream convolution applied to a video or picture, without upstream's padding: height and width stay, of
-    frames as many are lost as its kernel has, less one.
+    frames as many are lost as its kernel has, less one. `doubled`: of each pixel as two rows and two columns. Frames of
+    the `past` stand before frame `past_at`. `kernel`: by our kernel where it can.
     """
     from ...programs import torch_bridge
 
     weight = conv.weight if conv.weight.ndim == 5 else conv.weight[:, :, None]
     video = input if input.ndim == 5 else input[:, :, None]
-    out = torch_bridge.call_jax(partial(convolution, edges=edges), video, weight, conv.bias)
+    how = partial(convolution, edges=edges, doubled=doubled, past_at=past_at, kernel=kernel)
+    out = torch_bridge.call_jax(how, video, weight, conv.bias, past)
     return out if input.ndim == 5 else out[:, :, 0]
 
 
@@ -38,16 +48,40 @@ def normed(norm: Any, input: "torch.Tensor") -> "torch.Tensor":
     )
 
 
-def convolution(x: "jax.Array", weight: "jax.Array", bias: "jax.Array | None", *, edges: Edges = "zero") -> "jax.Array":
+def convolution(
+    x: "jax.Array",
+    weight: "jax.Array",
+    bias: "jax.Array | None",
+    past: "jax.Array | None" = None,
+    *,
+    edges: Edges = "zero",
+    doubled: bool = False,
+    past_at: int = 0,
+    kernel: bool = False,
+) -> "jax.Array":
     """`[1, in, frames, height, width]` by `[out, in, time, rows, columns]`, stride 1, odd rows and columns.
 
     A TPU wants a batch of at least 8, which one video is not; XLA then cuts its width in 8 and moves every pixel twice.
     So columns are the batch, and what a kernel's columns see are shifted copies, side by side as channels: the same
     sums. Where width is split over chips, only the outer columns move.
+
+    With `kernel` a TPU takes our own instead (see `convolution`), and of one place it is a product.
     """
     import jax
     import jax.numpy as jnp
 
+    from . import convolution as kernels
+
+    if kernel and kernels.takes_kernel(weight):
+        how = {"repeats": edges == "replicate", "doubled": doubled, "past": past, "past_at": past_at}
+        return kernels.convolution(x, weight, bias, **how)
+    if past is not None:
+        x = jnp.concatenate([x[:, :, :past_at], past, x[:, :, past_at:]], axis=2)
+    if doubled:
+        x = enlarged(x, size=(x.shape[2], 2 * x.shape[3], 2 * x.shape[4]))
+    if kernel and max(weight.shape[2:]) == 1:
+        out = jnp.einsum("oi,bi...->bo...", weight[:, :, 0, 0, 0], x)
+        return out if bias is None else out + bias[:, None, None, None]
     rows, columns = weight.shape[3:]
     assert len(x) == 1 and rows % 2 == columns % 2 == 1
     above, reach = rows // 2, columns // 2
@@ -57,9 +91,9 @@ def convolution(x: "jax.Array", weight: "jax.Array", bias: "jax.Array | None", *
     shifted = [_shift(x[0], -by, edges) for by in range(-reach, reach + 1)]
     stacked = jnp.concatenate(shifted, axis=0)
     # [out, columns * in, time, rows], in the order of `shifted`.
-    kernel = jnp.moveaxis(weight, 4, 1).reshape(len(weight), -1, *weight.shape[2:4])
+    stacked_weight = jnp.moveaxis(weight, 4, 1).reshape(len(weight), -1, *weight.shape[2:4])
     out = jax.lax.conv_general_dilated(
-        stacked, kernel, (1, 1), [(0, 0), (above, above)], dimension_numbers=("CDHN", "OIDH", "CDHN")
+        stacked, stacked_weight, (1, 1), [(0, 0), (above, above)], dimension_numbers=("CDHN", "OIDH", "CDHN")
     )
     return (out if bias is None else out + bias[:, None, None, None])[None]
 
@@ -80,7 +114,20 @@ def _shift(x: "jax.Array", by: int, edges: Edges) -> "jax.Array":
 
 
 def group_norm(x: "jax.Array", weight: "jax.Array", bias: "jax.Array", *, groups: int, eps: float) -> "jax.Array":
-    """Group norm with its sums in float32.
+    """Group norm with its sums in float32."""
+    import jax.numpy as jnp
+
+    middle, factor = group_moments(x, groups=groups, eps=eps)
+    beyond = (...,) + (None,) * (x.ndim - 2)
+    found = (x.astype(jnp.float32) - middle[beyond]) * (factor * weight.astype(jnp.float32))[beyond]
+    return (found + bias.astype(jnp.float32)[beyond]).astype(x.dtype)
+
+
+def group_moments(
+    x: "jax.Array", counted: "jax.Array | None" = None, *, groups: int, eps: float
+) -> "tuple[jax.Array, jax.Array]":
+    """What group norm takes off each channel, and what it multiplies it by; of a video perhaps without the frames that
+    are not `counted` `[frames]`.
 
     Channels are never reshaped into groups, which would move them: sums over pixels come first.
     """
@@ -91,13 +138,12 @@ def group_norm(x: "jax.Array", weight: "jax.Array", bias: "jax.Array", *, groups
 
     def of_groups(x: "jax.Array") -> "jax.Array":
         """The mean over a group's pixels, for each of its channels."""
-        means = x.mean((0, *range(2, x.ndim))).reshape(groups, -1).mean(1)
-        return jnp.repeat(means, channels // groups)[beyond]
+        means = x.mean((0, -2, -1)).reshape(channels, -1)  # of each frame
+        return jnp.repeat(means.mean(1, where=counted).reshape(groups, -1).mean(1), channels // groups)
 
-    weight, bias = (values.astype(jnp.float32)[beyond] for values in (weight, bias))
-    centred = x.astype(jnp.float32) - of_groups(x.astype(jnp.float32))
-    scale = jax.lax.rsqrt(of_groups(jnp.square(centred)) + eps) * weight
-    return (centred * scale + bias).astype(x.dtype)
+    x = x.astype(jnp.float32)
+    middle = of_groups(x)
+    return middle, jax.lax.rsqrt(of_groups(jnp.square(x - middle[beyond])) + eps)
 
 
 def enlarged(x: "jax.Array", *, size: tuple[int, ...]) -> "jax.Array":

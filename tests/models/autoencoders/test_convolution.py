@@ -1,0 +1,81 @@
+"""The convolution kernel, in interpret mode, is torch's convolution, also where a picture is split over chips."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.sharding.mesh import make_mesh
+from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tpu_runtime.models.autoencoders import convolution, layers
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+FRAMES, ROWS, INS = 4, 8, 5
+ONE, EIGHT = MeshShape(), MeshShape(dp=4, sp=2)
+
+
+def by_kernel(conv: torch.nn.Conv3d, x: torch.Tensor, shape: MeshShape, dtype: jnp.dtype, **how: object) -> np.ndarray:
+    mesh = make_mesh(jax.devices()[: shape.dp * shape.sp], shape)
+    placed = NamedSharding(mesh, P(None, None, None, "dp", "sp"))
+    past_at = how.get("past_at")
+    given = [x] if past_at is None else [torch.cat([x[:, :, :past_at], x[:, :, past_at + 2 :]], dim=2), x]
+    video, *rest = (jax.device_put(jnp.asarray(each.numpy(), dtype), placed) for each in given)
+    past = rest[0][:, :, past_at : past_at + 2] if rest else None
+    weight, bias = (jnp.asarray(value.detach().numpy(), dtype) for value in (conv.weight, conv.bias))
+    with jax.set_mesh(mesh):
+        run = jax.jit(lambda *arrays: convolution.convolution(*arrays[:3], past=arrays[3], interpret=True, **how))
+        return np.asarray(run(video, weight, bias, past), np.float32)
+
+
+def wanted(conv: torch.nn.Conv3d, x: torch.Tensor, edges: layers.Edges) -> np.ndarray:
+    _, rows, columns = conv.kernel_size
+    mode = "constant" if edges == "zero" else "replicate"
+    with torch.no_grad():
+        return conv(torch.nn.functional.pad(x, (columns // 2, columns // 2, rows // 2, rows // 2, 0, 0), mode)).numpy()
+
+
+def drawn(kernel: tuple[int, int, int], outs: int, width: int) -> tuple[torch.nn.Conv3d, torch.Tensor]:
+    torch.manual_seed(0)
+    return torch.nn.Conv3d(INS, outs, kernel), torch.randn(1, INS, FRAMES, ROWS, width)
+
+
+# A chip's columns: whole registers and a rest, less than one, or nothing but whole ones. Three channels go into the
+# lanes of one register with their columns, 50 do not, 300 are blocks of their own.
+@pytest.mark.parametrize(
+    ("kernel", "outs", "width"), [((3, 3, 3), 50, 60), ((1, 3, 3), 3, 24), ((3, 1, 1), 300, 64)], ids=str
+)
+@pytest.mark.parametrize("edges", ["zero", "replicate"])
+@pytest.mark.parametrize("shape", [ONE, EIGHT], ids=["1 chip", "8 chips"])
+def test_the_kernel_is_torchs_convolution(
+    kernel: tuple[int, int, int], outs: int, width: int, edges: layers.Edges, shape: MeshShape, compare: Callable
+):
+    conv, x = drawn(kernel, outs, width)
+    found = by_kernel(conv, x, shape, jnp.float32, repeats=edges == "replicate")
+    compare("convolution", found, wanted(conv, x, edges), error=1e-5)
+
+
+@pytest.mark.parametrize("past_at", [0, 1])
+@pytest.mark.parametrize("shape", [ONE, EIGHT], ids=["1 chip", "8 chips"])
+def test_past_frames_stand_where_they_are_said_to(past_at: int, shape: MeshShape, compare: Callable):
+    conv, x = drawn((3, 3, 3), 7, 40)
+    found = by_kernel(conv, x, shape, jnp.float32, repeats=False, past_at=past_at)
+    compare("convolution", found, wanted(conv, x, "zero"), error=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [ONE, EIGHT], ids=["1 chip", "8 chips"])
+def test_pixels_are_doubled_in_the_kernel(dtype: jnp.dtype, shape: MeshShape, compare: Callable):
+    conv, x = drawn((1, 3, 3), 7, 40)
+    with torch.no_grad():
+        x = x.bfloat16().float()
+        conv.weight.copy_(conv.weight.bfloat16())
+    found = by_kernel(conv, x, shape, dtype, repeats=False, doubled=True)
+    large = x.repeat_interleave(2, dim=3).repeat_interleave(2, dim=4)
+    compare("convolution", found, wanted(conv, large, "zero"), error=1e-5 if dtype == jnp.float32 else 1e-2)
+
+
+def test_a_program_for_no_tpu_keeps_xlas_convolution():
+    assert not convolution.takes_kernel(jnp.zeros((4, 4, 3, 3, 3)))
