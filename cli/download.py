@@ -57,7 +57,7 @@ def find(model: str, host: TerminalHost) -> tuple[ModelSpec, str]:
     if named is not None:
         return named, named.hub_id
     if model.startswith("tiny/"):
-        raise ValueError(f"{model} is built in: it is made on first use, and nothing has to be downloaded.")
+        raise ValueError(f"{model} is built in: nothing has to be downloaded.")
     if not hub.is_hub_id(model):
         names = ", ".join(spec.name for spec in SPECS)
         raise ValueError(f"there is no model {model!r}; there are {names}, or a Hub id of such a model (owner/name).")

@@ -157,7 +157,7 @@ def _wanted(options: argparse.Namespace) -> list[tuple[ModelRef, Settings]]:
         return generations(workflow, Folders(), HEADLESS)
     spec = spec_by_name(options.model)
     model_id = options.model_id or (spec.tiny_id if options.tiny else spec.hub_id)
-    sizes = spec.tiny_inputs if model_id == spec.tiny_id else {}
+    sizes = spec.tiny_inputs if model_id in spec.tiny_ids else {}
     model = ModelRef(spec_name=spec.name, model_id=model_id, precision=options.precision)
     model.check()
     return [(model, spec.settings(**{**sizes, **given_inputs(options, spec)}))]

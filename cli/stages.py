@@ -66,9 +66,9 @@ def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, 
         model = choose_model(spec, model_id, precision=options.precision, progress=TerminalHost(Folders()))
         spec = model.spec
     defaults = dict(spec.texts) | {name: limit.default for name, limit in spec.inputs.items()}
-    sizes = spec.tiny_inputs if model_id == spec.tiny_id else {}
+    fitting = {**spec.tiny_inputs, **spec.tiny_texts} if model_id in spec.tiny_ids else {}
     stored = {name: config[name] for name in defaults if name in config}
-    values = {**defaults, **sizes, **stored, **given_inputs(options, spec)}
+    values = {**defaults, **fitting, **stored, **given_inputs(options, spec)}
     for name in spec.inputs:
         spec.check_input(name, values[name])
     for name in spec.texts:

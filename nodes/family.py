@@ -36,7 +36,7 @@ _TOOLTIPS = {
     "guidance_scale_2": "guidance_scale of the second expert, which refines what the first has composed. 0 is the same "
     "as guidance_scale. Models with one expert leave it aside.",
     "model_id": "A Hugging Face repository, a folder in diffusers layout, the name of a folder under models/diffusers, "
-    "or {tiny} (a built-in miniature with random weights). A connected model takes its place.",
+    "or {tiny} (a built-in miniature). A connected model takes its place.",
     "model": "A model from TPU Model Loader; it takes the place of model_id and precision.",
     "precision": "Number format of the weights and programs. auto is bfloat16 on a TPU; float32 is exact and slow.",
     "height": "Height of the result in pixels.",

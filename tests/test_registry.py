@@ -51,5 +51,7 @@ def test_the_archive_holds_what_comfyui_loads():
     left_out = (ROOT / ".comfyignore").read_text().split()
     packages = {package.removeprefix("comfyui_tpu").lstrip(".").partition(".")[0]
                 for package in METADATA["tool"]["setuptools"]["packages"]}  # fmt: skip
-    for name in {*packages, "web", "examples", "requirements.txt", "pyproject.toml", "__init__.py"} - {""}:
+    for name in {*packages, "web", "examples", "miniatures", "requirements.txt", "pyproject.toml", "__init__.py"} - {
+        ""
+    }:
         assert (ROOT / name).exists() and not {name, name + "/"} & set(left_out), name

@@ -1,18 +1,23 @@
-"""Takes the READMEs' pictures of ComfyUI's page, `docs/images/page.jpg` and `docs/images/monitor.jpg`.
+"""Takes the READMEs' pictures: `docs/images/page.jpg` and `docs/images/monitor.jpg` of ComfyUI's page, and `demo.png`.
 
 The first is an example in the page, beside the TPU tab after the built-in miniature ran on eight simulated chips; the
-second the tab alone, with made-up numbers of a busy v6e-8.
+second the tab alone, with made-up numbers of a busy v6e-8; the third five frames of what `setup.py demo` made.
 
 Run: python tools/screenshots.py. It needs a ComfyUI in COMFYUI_PATH or ~/ComfyUI, playwright, and Chromium.
+With --demo it takes the third alone, and needs nothing of these.
 """
 
 import io
 import json
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
 
+import av
+import numpy as np
+from comfyui_tpu.installer import demo_and_tests
 from comfyui_tpu.tests.browser import test_monitor
 from comfyui_tpu.tests.support import comfyui_server
 from comfyui_tpu.tests.support.patience import until
@@ -39,6 +44,20 @@ SHOW = """async ([workflow, name, left]) => {
 
 
 def main() -> None:
+    take_demo()
+    if "--demo" not in sys.argv:
+        take_pages()
+
+
+def take_demo() -> None:
+    """Frames at the video's own size, side by side."""
+    with av.open(demo_and_tests.DEMO_VIDEO) as video:
+        frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
+    chosen = [frames[round(index * (len(frames) - 1) / 4)] for index in range(5)]
+    Image.fromarray(np.concatenate(chosen, axis=1)).save(IMAGES / "demo.png", optimize=True)
+
+
+def take_pages() -> None:
     base = Path(tempfile.mkdtemp(prefix="screenshots-"))
     server = comfyui_server.prepare(base)
     try:

@@ -82,7 +82,7 @@ def denoise(
     """
     model.spec.check_settings(settings)
     advice = model.spec.advice(settings)
-    if advice is not None and model.model_id != model.spec.tiny_id:
+    if advice is not None and model.model_id not in model.spec.tiny_ids:
         _warn_once(f"{model.spec.title}: {advice}")
     found = _runner(model, progress)
     return found.denoise(model, settings, prompt_embeds, negative_prompt_embeds, progress, condition, latents)

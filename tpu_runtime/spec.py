@@ -292,7 +292,8 @@ class ModelSpec:
     `schedulers` are what may run in place of the checkpoint's own: what is to change in its config, by name. The input
     `scheduler` is a choice of them, and every model has the inputs `STEP_INPUTS`.
 
-    `index` and `files` (JSON, by path) are what else the built-in checkpoint holds.
+    `tiny_inputs` and `tiny_texts` are the inputs that fit the built-in checkpoint. `index` and `files` (JSON, by path)
+    are what else it holds.
 
     `guidance` is "cfg" (two branches while `guidance_scale` is above 1: row 0 the prompt, row 1 the negative prompt) or
     "embedded" (one branch, the network is told the scale if it takes one).
@@ -314,6 +315,7 @@ class ModelSpec:
     tiny_inputs: Mapping[str, int]
     scheduler: Mapping[str, Any]
     guidance: Literal["cfg", "embedded"] = "cfg"
+    tiny_texts: Mapping[str, str] = field(default_factory=dict)
     schedulers: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: FLOW_SCHEDULERS)
     shift_key: str | None = None
     experts: tuple[str, ...] = ("transformer",)
@@ -383,6 +385,15 @@ class ModelSpec:
             name: tuple(int(config[dim]) if isinstance(dim, str) else dim for dim in shape)
             for name, shape in shapes.items()
         }
+
+    @property
+    def random_id(self) -> str:
+        """The id of the built-in checkpoint with random weights; `tiny_id` is a trained one where there is one."""
+        return self.tiny_id.replace("tiny/", "tiny/random-")
+
+    @property
+    def tiny_ids(self) -> tuple[str, str]:
+        return self.tiny_id, self.random_id
 
     @property
     def parts(self) -> tuple[str, ...]:

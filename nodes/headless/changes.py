@@ -22,7 +22,7 @@ def read_json(path: Path) -> Any:
 
 
 def make_tiny(workflow: Workflow) -> None:
-    """Gives every model node its family's built-in miniature and its sizes; frames, steps and fps stay.
+    """Gives every model node its family's built-in miniature and what fits it: sizes, and prompts if it was trained.
 
     LoRAs, which are made for the real sizes, are left out.
     """
@@ -39,7 +39,7 @@ def make_tiny(workflow: Workflow) -> None:
         source = workflow.get(named[0], node) if isinstance(named, list) else node  # a loader, in place of the widget
         defaults = {i.name: i.default for i in HEADLESS.get(source["class_type"], declaration).inputs}
         spec = variant(spec_for_family(family), (defaults | source["inputs"]).get("model_id") or "")
-        wanted = {"model_id": spec.tiny_id, **spec.tiny_inputs}
+        wanted = {"model_id": spec.tiny_id, **spec.tiny_inputs, **spec.tiny_texts}
         given = {i.name: node["inputs"].get(i.name, i.default) for i in declaration.inputs if i.name in wanted}
         if "condition" in node["inputs"]:
             given = without_zero_sizes(given)  # they stay the picture's

@@ -59,7 +59,7 @@ def test_a_folder_gets_what_is_loaded_and_then_serves_as_the_model(
     assert f"Wan 2.1 T2V 14B: {SPEC.hub_id}, to {to}\n  part          files" in out
     assert f"complete: Wan 2.1 T2V 14B; model_id is {to}" in out
     assert not (tmp_path / "hf").exists(), "the Hub's cache was written to"
-    assert prompt_of(str(to)) == prompt_of(SPEC.tiny_id)
+    assert prompt_of(str(to)) == prompt_of(SPEC.random_id)
     # Again: all is there, and no weight is asked for.
     fake.asked.clear()
     assert main(["download", SPEC.name, "--to", str(to)]) == 0
@@ -147,7 +147,7 @@ def test_what_does_not_fit_is_refused_before_any_weight(
     ("model", "sentence"),
     [
         ("wan3", "there is no model 'wan3'; there are wan2.1-t2v-14b, wan2.2-i2v-a14b,"),
-        ("tiny/wan21", "tiny/wan21 is built in: it is made on first use, and nothing has to be downloaded."),
+        ("tiny/wan21", "tiny/wan21 is built in: nothing has to be downloaded."),
         ("owner/unknown", "owner/unknown was not found on the Hugging Face Hub, or it is private."),
         ("owner/other", "owner/other is a StableDiffusionPipeline; what can be run is WanPipeline,"),
     ],

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 SPEC = SPECS[0]
-MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.tiny_id)
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.random_id)
 
 
 # --- what the compiler refuses ----------------------------------------------------------------------------------------

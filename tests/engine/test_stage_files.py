@@ -319,9 +319,9 @@ def test_pictures_of_another_content_end_in_a_sentence(tmp_path: Path, name: str
     latent_shape = spec.geometry.latent_shape(spec.settings())
     write(tmp_path, {**embeds, **condition, "latents": torch.zeros(latent_shape)})
     if not condition and not spec.needs_condition:
-        return use(tmp_path, ModelRef(spec_name=name, model_id=spec.tiny_id))
+        return use(tmp_path, ModelRef(spec_name=name, model_id=spec.random_id))
     with pytest.raises(ValueError, match=f"{spec.title}: the condition|condition is not connected"):
-        use(tmp_path, ModelRef(spec_name=name, model_id=spec.tiny_id))
+        use(tmp_path, ModelRef(spec_name=name, model_id=spec.random_id))
 
 
 def headers() -> dict[str, bytes]:

@@ -17,7 +17,7 @@ from comfyui_tpu.tpu_runtime.hosts.together import RESTART
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 
 SPEC = spec_for_family("Wan21")
-MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.tiny_id)
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.random_id)
 SETTINGS = SPEC.settings(**{**SPEC.tiny_inputs, "num_frames": 5, "num_inference_steps": 2})
 
 

@@ -30,7 +30,7 @@ from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
 
 def tiny_model(spec: ModelSpec) -> ModelRef:
     """The built-in checkpoint of `spec` in float32."""
-    return ModelRef(spec_name=spec.name, model_id=spec.tiny_id, precision="float32")
+    return ModelRef(spec_name=spec.name, model_id=spec.random_id, precision="float32")
 
 
 @functools.cache
@@ -106,7 +106,7 @@ def denoise_once(
     times = np.array([timestep, next_timestep], kind)
     solver = solver_table.SolverTable(timesteps=times[:1], table=np.array([[[0.0, 1.0]] * 2], np.float32))
     target = Target(devices=tuple(jax.devices()[: mesh.num_devices if mesh else chips]), precision="float32")
-    found = checkpoint.locate(spec, spec.tiny_id)
+    found = checkpoint.locate(spec, spec.random_id)
     config = {**found.config(spec.component(expert), Silent()), **(changes or {})}
     references = {name: x.shape for name, x in inputs.items() if name.startswith("reference_")}
     shape = denoise_step.StepShape.of(solver, mesh_shape=mesh, references=references)
@@ -132,7 +132,7 @@ def drawn_weights(program: Program) -> Weights:
 
 def tiny_weights(spec: ModelSpec, component: str, program: Program) -> Weights:
     """A component of the tiny checkpoint, laid out as `program` takes it."""
-    found, part = checkpoint.locate(spec, spec.tiny_id), spec.component(component)
+    found, part = checkpoint.locate(spec, spec.random_id), spec.component(component)
     folder = found.folder(part.folder, Silent())
     network = modules.build(part, found.config(part, Silent()))
     files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)

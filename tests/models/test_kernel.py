@@ -36,7 +36,7 @@ def odd(spec: ModelSpec) -> Settings:
 def given(name: str) -> dict[str, np.ndarray]:
     """Texts of different lengths for the rows, and a condition, by the names of the denoiser's inputs."""
     spec, random = spec_by_name(name), np.random.default_rng(7)
-    config = checkpoint.locate(spec, spec.tiny_id).config(spec.component(spec.experts[0]), Silent())
+    config = checkpoint.locate(spec, spec.random_id).config(spec.component(spec.experts[0]), Silent())
     settings = odd(spec)
     rows = spec.branches(settings)
     found: dict[str, np.ndarray] = {}

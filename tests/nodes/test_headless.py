@@ -237,7 +237,7 @@ def example() -> dict:
     return to_api(json.loads(EXAMPLE.read_text()), HEADLESS)
 
 
-def test_tiny_changes_models_and_sizes_and_nothing_else():
+def test_tiny_changes_models_sizes_and_prompts_and_nothing_else():
     workflow, before = example(), example()
     make_tiny(workflow)
     changed = {
@@ -247,7 +247,9 @@ def test_tiny_changes_models_and_sizes_and_nothing_else():
         if value != before[node_id]["inputs"].get(name)
     }
     models = {(node_id, "model_id"): "tiny/wan21" for node_id in ("1", "2", "3", "6")}
-    assert changed == {**models, ("2", "height"): 80, ("2", "width"): 112}
+    sizes = {("2", "height"): 80, ("2", "width"): 112, ("2", "num_frames"): 17}
+    texts = {("1", "prompt"): "a red circle moves right on blue", ("1", "negative_prompt"): ""}
+    assert changed == {**models, **sizes, **texts}
 
 
 @pytest.mark.parametrize(

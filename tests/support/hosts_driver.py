@@ -50,7 +50,7 @@ def generate(request: dict[str, Any]) -> dict[str, str]:
     """Digests of what the stages gave."""
     spec, host = spec_by_name(request["model"]), Host(request.get("cancel"))
     loras = tuple(Lora(path=path, strength=1.0) for path in request.get("loras", ()))
-    model = ModelRef(spec_name=spec.name, model_id=request.get("id") or spec.tiny_id, loras=loras)
+    model = ModelRef(spec_name=spec.name, model_id=request.get("id") or spec.random_id, loras=loras)
     frames = {} if spec.is_image else {"num_frames": 9 if spec.family == "CogVideoX" else 5}
     sizes = {**spec.tiny_inputs, **frames, **request.get("sizes", {})}
     settings = spec.settings(**{**sizes, "num_inference_steps": request.get("steps", 2)})

@@ -60,8 +60,8 @@ class Checkpoint:
         """
         if self.root is not None:
             return self.root
-        if self.model_id == self.spec.tiny_id:
-            return tiny.ensure(self.spec)
+        if self.model_id in self.spec.tiny_ids:
+            return tiny.folder(self.spec, self.model_id)
         return self._snapshot(progress).root
 
     def _snapshot(self, progress: Progress) -> hub.Snapshot:
@@ -117,7 +117,7 @@ class Checkpoint:
 
     @property
     def _is_on_hub(self) -> bool:
-        return self.root is None and self.model_id != self.spec.tiny_id
+        return self.root is None and self.model_id not in self.spec.tiny_ids
 
     def index(self, progress: Progress) -> Mapping[str, Any]:
         """The checkpoint's `model_index.json`."""
@@ -171,7 +171,7 @@ def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = ()) -> Check
             f"layout, or {spec.tiny_id}."
         )
     if model_id.startswith("tiny/"):
-        if model_id != spec.tiny_id:
+        if model_id not in spec.tiny_ids:
             raise CheckpointError(f"{spec.title}: model_id is {model_id}; its built-in checkpoint is {spec.tiny_id}.")
         return Checkpoint(spec=spec, model_id=model_id, root=None)
     if (folder := local_folder(model_id, folders)) is not None:

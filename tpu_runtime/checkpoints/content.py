@@ -22,9 +22,10 @@ _SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 def of_model(model_id: str, folders: Sequence[str], progress: Progress) -> str:
     """The mark of a model: of a Hub id the newest commit, which is asked for; of a folder that of its files."""
     model_id = model_id.strip()
-    if model_id.startswith("tiny/"):
+    folder = tiny.trained(model_id) or local_folder(model_id, folders)
+    if folder is None and model_id.startswith("tiny/"):
         return f"miniature {tiny.VERSION}"
-    if (folder := local_folder(model_id, folders)) is not None:
+    if folder is not None:
         paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.suffix in _SUFFIXES}
         # Names that begin with a dot are notes of download clients.
         marks = [(name, of_file(paths[name])) for name in sorted(paths) if f"/{name}".find("/.") < 0]

@@ -96,7 +96,7 @@ def variant(
     index does not decide; without it, what is not on this machine decides nothing.
     """
     family = [spec, *(other for other in models.SPECS if other.family == spec.family and other.name != spec.name)]
-    named = [one for one in family if model_id.strip() in (one.hub_id, one.tiny_id)]
+    named = [one for one in family if model_id.strip() in (one.hub_id, *one.tiny_ids)]
     if named or len(family) == 1:
         return (named or family)[0]
     index = checkpoint.find_index(model_id, folders, progress=progress)

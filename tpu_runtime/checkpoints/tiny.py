@@ -1,7 +1,7 @@
-"""The built-in tiny checkpoints: made on first use from the real classes, with fixed random weights.
+"""The built-in tiny checkpoints: trained ones, which the pack brings, and random ones, which are made on first use.
 
 They have the real layout, the real tokenizer class and every part of the real model, at a size that a CPU runs in
-seconds. What they generate means nothing; that it equals what diffusers generates does.
+seconds. What random ones generate means nothing; that it equals what diffusers generates does.
 """
 
 import hashlib
@@ -17,9 +17,23 @@ from ..spec import Component, ModelSpec
 # Part of the folder's name: raise it when the way of making a checkpoint changes.
 VERSION = 3
 
+# Trained by `tools/train_miniature.py`; the model card in each folder says on what, and how well.
+_TRAINED = Path(__file__).resolve().parents[2] / "miniatures"
+
+
+def trained(model_id: str) -> Path | None:
+    """The folder of a trained one; None for an id that is something else."""
+    folder = _TRAINED / model_id.removeprefix("tiny/")
+    return folder if model_id.startswith("tiny/") and folder.is_dir() else None
+
+
+def folder(spec: ModelSpec, model_id: str) -> Path:
+    """The folder of one of `spec.tiny_ids`; makes it if it is neither brought nor there."""
+    return trained(model_id) or ensure(spec)
+
 
 def ensure(spec: ModelSpec) -> Path:
-    """The folder of a spec's tiny checkpoint; makes it if it is not there."""
+    """The folder of a spec's tiny checkpoint with random weights; makes it if it is not there."""
     description = {
         "version": VERSION,
         "scheduler": dict(spec.scheduler),

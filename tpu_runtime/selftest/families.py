@@ -107,7 +107,7 @@ def checks(spec: ModelSpec, host: Engine, chips: Engine, precisions: Sequence[Pr
 
 
 def _model(spec: ModelSpec, precision: Precision) -> ModelRef:
-    return ModelRef(spec_name=spec.name, model_id=spec.tiny_id, precision=precision)
+    return ModelRef(spec_name=spec.name, model_id=spec.random_id, precision=precision)
 
 
 def _encode(spec: ModelSpec, on: Engine, model: ModelRef, progress: Progress) -> Encoded:
@@ -188,7 +188,7 @@ def _texts(encoded: tuple[Conditioning, Conditioning | None]) -> Arrays:
 
 def _same_weights(spec: ModelSpec, host: Engine, chips: Engine) -> None:
     """Every chip's part of every weight, after all stages, is still the host's, in the chips' format."""
-    wanted = {one.component: one.weights for one in host.device_cache.list() if one.model == spec.tiny_id}
+    wanted = {one.component: one.weights for one in host.device_cache.list() if one.model == spec.random_id}
     for resident in chips.device_cache.list():
         for name, weight in resident.weights.items():
             want = np.asarray(wanted[resident.component][name]).astype(weight.dtype)

@@ -1,0 +1,122 @@
+"""The trained miniature: frames show what the prompt says, and faults in what the model is told show in them."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.tests.models import parity
+from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.models import wan21
+from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
+from comfyui_tpu.tpu_runtime.models.text_encoders import t5
+from comfyui_tpu.tpu_runtime.programs import solver_table
+from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.selftest.families import Unkept
+from comfyui_tpu.tpu_runtime.spec import Settings
+
+SPEC = wan21.SPEC
+ROOT = Path(__file__).resolve().parents[3]
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.tiny_id, precision="float32")
+SETTINGS = SPEC.settings(**{**SPEC.tiny_inputs, "num_frames": 5, "num_inference_steps": 8})
+PROMPT = SPEC.tiny_texts["prompt"]
+PROMPTS = 2
+
+
+@pytest.fixture(scope="module")
+def shapes() -> ModuleType:
+    """`tools/moving_shapes.py`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "tools"))
+        import moving_shapes
+
+        return moving_shapes
+
+
+def frames_of(prompt: str, negative: str = "", settings: Settings = SETTINGS, chips: int = 1) -> np.ndarray:
+    runner = engine(chips)
+    embeds = runner.encode(MODEL, prompt, negative, Silent())
+    latents = runner.denoise(MODEL, settings, *embeds, Silent())
+    return np.round(runner.decode(MODEL, latents, Silent()).numpy() * 255).astype(np.uint8)
+
+
+def num_right(shapes: ModuleType, make: Callable[[str], np.ndarray]) -> int:
+    """Of how many held-out prompts, of motions that five frames can show, the frames show all."""
+    fast = ("moves right", "moves left")
+    found = (scene for scene in shapes.scenes(100, held_out=True) if all(one.motion in fast for one in scene.actors))
+    return sum(shapes.judge(make(str(scene)), scene).all for scene in itertools.islice(found, PROMPTS))
+
+
+@pytest.mark.parametrize(("frames", "number"), [(9, 16), (33, 4)])
+def test_the_judge_reads_what_is_drawn_and_nothing_else(shapes: ModuleType, frames: int, number: int):
+    random = np.random.default_rng(frames)
+    scenes = list(itertools.islice(shapes.scenes(frames, held_out=True), number))
+    clips = [shapes.draw(scene, frames, random) for scene in scenes]
+    for clip, scene, other in zip(clips, scenes, [*scenes[1:], scenes[0]], strict=True):
+        assert shapes.judge(clip, scene).all, scene
+        assert scene == other or not shapes.judge(clip, other).all, (scene, other)
+
+
+def test_frames_show_what_held_out_prompts_say(shapes: ModuleType):
+    right = num_right(shapes, frames_of)
+    print(f"{right} of {PROMPTS}")
+    assert right == PROMPTS
+
+
+def swapped(prompt: str) -> np.ndarray:
+    return frames_of("", prompt)
+
+
+def shift_of_the_times_alone(prompt: str) -> np.ndarray:
+    """The network is told the times of another flow_shift than that of the noise."""
+    table_for = solver_table.table_for
+
+    def wrong(spec: Any, config: Any, settings: Settings, *more: Any) -> solver_table.SolverTable:
+        others = table_for(spec, config, replace(settings, shift=0.1), *more)
+        return replace(table_for(spec, config, settings, *more), timesteps=others.timesteps)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solver_table, "table_for", wrong)
+        return frames_of(prompt)
+
+
+def without_mask(prompt: str) -> np.ndarray:
+    """What stands behind the prompt's end is attended to, in the text encoder and in the denoiser."""
+    tokens = t5.tokens
+
+    def unmasked(*asked: Any) -> tuple[np.ndarray, np.ndarray]:
+        ids, mask = tokens(*asked)
+        return ids, np.ones_like(mask)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(t5, "tokens", unmasked)
+        patch.setattr(engine(1), "prompt_cache", Unkept())
+        return frames_of(prompt)
+
+
+@pytest.mark.parametrize("fault", [swapped, shift_of_the_times_alone, without_mask])
+def test_faults_show_in_the_frames(fault: Callable[[str], np.ndarray], shapes: ModuleType):
+    right = num_right(shapes, fault)
+    print(f"{right} of {PROMPTS}")
+    assert right < PROMPTS
+
+
+def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(compare: Callable):
+    """With weights that mean something, and the same video from the same seed whatever the number of chips."""
+    settings = replace(SETTINGS, num_inference_steps=3)
+    pipe = parity.upstream("WanPipeline", tiny.folder(SPEC, SPEC.tiny_id))
+    pipe.to(torch.float32).scheduler = solver_table.scheduler_from({**SPEC.scheduler, "flow_shift": settings.shift})
+    expected = parity.generate(pipe, settings, prompt=PROMPT, negative_prompt="", num_frames=settings.num_frames)
+    for chips in (1, 8):
+        runner = engine(chips)
+        latents = runner.denoise(MODEL, settings, *runner.encode(MODEL, PROMPT, "", Silent()), Silent())
+        mean, std = wan_vae.latent_stats(pipe.vae.config)
+        compare(f"latents, {chips} chips", ((latents["samples"] - mean) / std).numpy(), expected.latents)
+        compare(f"frames, {chips} chips", runner.decode(MODEL, latents, Silent()).numpy(), expected.frames)
