@@ -1,57 +1,138 @@
-"""What a step cache costs in accuracy: the latents and frames with it beside those without, on the built-in checkpoint.
+"""What a step cache costs: DeepCache beside all steps whole, in numbers and in what one sees.
 
-Its weights are random: the numbers tell whether reuse works and how much it skips, not how a real video looks. Give
-`--model` a real checkpoint, on a TPU, for that. Times are of this machine's clock.
+Without `--name`, on the trained miniature of Wan 2.1: how many of the held-out prompts its frames still show, and their
+PSNR. Wan's nodes have no step cache; this is where it is tried. With `--name`, a model that has one, by one generation;
+the built-in checkpoint's weights are random there, so give `--model` a real one, on a TPU.
 
 Run: python benchmarks/step_cache.py [--steps 50] [--cache-start 11] [--cache-end 45] [--cache-interval 4]
 """
 
 import argparse
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from comfyui_tpu.tpu_runtime import pipeline
+from comfyui_tpu.tpu_runtime import models, pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
+from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name, wan21
 from comfyui_tpu.tpu_runtime.programs import step_reuse
 from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings, StepCache
+from comfyui_tpu.tpu_runtime.spec import ModelSpec, StepCache, StepReuse
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))  # scripts, which find each other in their folder
+import score_miniature  # noqa: E402
+from moving_shapes import judge  # noqa: E402
 
 MODELS = [spec for spec in FLAGSHIPS if spec.step_reuse is not None and not spec.needs_condition]
+CACHED_INPUTS = {name: MODELS[0].inputs[name] for name in ("step_cache", "cache_start", "cache_end", "cache_interval")}
+
+
+# --- Wan with a step cache --------------------------------------------------------------------------------------------
+
+
+def keep(transformer: Any, *asked: Any) -> tuple[Any, dict[str, Any]]:
+    """`forward`, and what the last block starts from."""
+    blocks, kept = transformer.blocks, {}
+
+    def run(hidden: Any, *rest: Any) -> Any:
+        kept["hidden"] = blocks.layers(slice(None, -1))(hidden, *rest)
+        return blocks.layers(slice(-1, None))(kept["hidden"], *rest)
+
+    return _forward(transformer, run, *asked), kept
+
+
+def reuse(transformer: Any, features: dict[str, Any], *asked: Any) -> Any:
+    """Only the last block, on what it got before, with this step's time."""
+    last = transformer.blocks.layers(slice(-1, None))
+    return _forward(transformer, lambda hidden, *rest: last(features["hidden"], *rest), *asked)
+
+
+def _forward(transformer: Any, run: Any, *asked: Any) -> Any:
+    """`wan21.forward` with `run` in the place of all blocks."""
+    blocks = transformer._modules["blocks"]
+    transformer.__dict__["blocks"], _ = [run], transformer._modules.pop("blocks")
+    try:
+        return wan21.forward(transformer, *asked)
+    finally:
+        del transformer.__dict__["blocks"]
+        transformer._modules["blocks"] = blocks
+
+
+CACHED_WAN = replace(
+    wan21.SPEC,
+    name="wan2.1-with-a-step-cache",
+    inputs={**wan21.SPEC.inputs, **CACHED_INPUTS},
+    step_reuse=StepReuse(keep=keep, reuse=reuse, tokens=("hidden",)),
+)
+
+
+# --- comparisons ------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
     options = _options()
-    spec = spec_by_name(options.name)
-    model = ModelRef(spec_name=spec.name, model_id=options.model or spec.tiny_id, precision=options.precision)
-    sizes = spec.tiny_inputs if model.model_id == spec.tiny_id else {}
-    plain = replace(spec.settings(), num_inference_steps=options.steps, **sizes)
     policy = StepCache(start=options.cache_start, end=options.cache_end, interval=options.cache_interval)
-    is_full = step_reuse.full_steps(policy, [spec.experts[0]] * options.steps)
-    print(f"{spec.title} ({model}), {plain.width}x{plain.height}, {plain.num_frames} frames, {options.steps} steps")
-    reused = is_full.count(False)
+    reused = step_reuse.full_steps(policy, ["transformer"] * options.steps).count(False)
     print(f"{policy}: {reused} of {options.steps} steps reused ({reused / options.steps:.0%})")
-    _compare(spec, model, plain, replace(plain, step_cache=policy))
+    if options.name:
+        _compare(spec_by_name(options.name), policy, options)
+    else:
+        _score(policy, options)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="What a step cache costs in accuracy.")
-    parser.add_argument("--name", choices=[spec.name for spec in MODELS], default=MODELS[0].name)
+    parser.add_argument(
+        "--name", choices=[spec.name for spec in MODELS], help="default: the trained miniature of Wan 2.1"
+    )
     parser.add_argument("--model", metavar="ID", help="model id or folder; default: the built-in checkpoint")
     parser.add_argument("--precision", choices=("auto", "bfloat16", "float32"), default="auto")
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--prompts", type=int, default=64)
     for name in ("cache_start", "cache_end", "cache_interval"):
-        default = MODELS[0].inputs[name].default
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=CACHED_INPUTS[name].default)
     return parser.parse_args()
 
 
-def _compare(spec: ModelSpec, model: ModelRef, plain: Settings, cached: Settings) -> None:
-    texts = (spec.texts["prompt"], spec.texts.get("negative_prompt", ""))
-    embeds = pipeline.encode_prompt(model, *texts, progress=Silent())
+def _score(policy: StepCache, options: argparse.Namespace) -> None:
+    """The miniature's score with and without a cache, and the PSNR of each video with it."""
+    models.SPECS += (CACHED_WAN,)
+    verdicts, differences = {"all steps whole": [], "with the cache": []}, []
+    model = ModelRef(spec_name=CACHED_WAN.name, model_id=options.model or CACHED_WAN.tiny_id)
+    inputs = {"num_inference_steps": options.steps, "num_frames": 17}
+    cached = {"step_cache": True, **{f"cache_{name}": value for name, value in vars(policy).items()}}
+    for seed, scene in enumerate(score_miniature.held_out(options.prompts)):
+        videos = [
+            score_miniature.frames_of(model, str(scene), Silent(), seed=seed, **inputs, **more) for more in ({}, cached)
+        ]
+        for found, video in zip(verdicts.values(), videos, strict=True):
+            found.append(judge(video, scene))
+        differences.append(psnr(*videos))
+    for name, found in verdicts.items():
+        print(f"{name}: {score_miniature.summary(found)}")
+    print(f"PSNR of {len(differences)} videos: median {np.median(differences):.1f} dB, lowest {min(differences):.1f}")
+
+
+def psnr(one: np.ndarray, other: np.ndarray) -> float:
+    """Of 8-bit frames, in dB; at most 99."""
+    error = np.square(one.astype(np.float64) - other).mean()
+    return min(99.0, 10 * np.log10(255**2 / max(error, 1e-9)))
+
+
+def _compare(spec: ModelSpec, policy: StepCache, options: argparse.Namespace) -> None:
+    """One generation's latents and frames. Times are of this machine's clock."""
+    model = ModelRef(spec_name=spec.name, model_id=options.model or spec.tiny_id, precision=options.precision)
+    sizes = spec.tiny_inputs if model.model_id in spec.tiny_ids else {}
+    plain = replace(spec.settings(), num_inference_steps=options.steps, **sizes)
+    print(f"{spec.title} ({model}), {plain.width}x{plain.height}, {plain.num_frames} frames, {options.steps} steps")
+    embeds = pipeline.encode_prompt(
+        model, spec.texts["prompt"], spec.texts.get("negative_prompt", ""), progress=Silent()
+    )
     results = {}
-    for name, settings in (("uncached", plain), ("cached", cached)):
+    for name, settings in (("uncached", plain), ("cached", replace(plain, step_cache=policy))):
         pipeline.denoise(model, settings, *embeds, progress=Silent())  # compiles
         start = time.perf_counter()
         latents = pipeline.denoise(model, settings, *embeds, progress=Silent())
