@@ -227,7 +227,8 @@ def test_an_unload_on_the_event_loop_does_not_wait_for_a_stage(server: Server):
 CANCELS = {
     "load": {"after": 3, "num_frames": 5},
     "step": {"after": 2, "num_frames": 1, "bar": ("2", 50), "at_most": 3},
-    "decode": {"after": 1, "num_frames": 9, "bar": ("3", 3), "at_most": 2},
+    # Five chunks: three would be as long as the bar of its weights, 3 MiB.
+    "decode": {"after": 1, "num_frames": 17, "bar": ("3", 5), "at_most": 2},
 }
 
 
