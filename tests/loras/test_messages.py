@@ -70,8 +70,8 @@ def test_what_does_not_apply_is_listed_on_the_node_and_all_of_it_in_the_log(
         ),
         (
             {name: value.repeat(*(2 if size == 144 else 1 for size in value.shape)) for name, value in Q.items()},
-            "my.safetensors is for a model of another size than tiny/random-wan21: blocks.0.attn1.to_q is for 288x288, but "
-            "blocks.0.attn1.to_q.weight is 144x144. Choose one made for Wan 2.1 T2V 14B.",
+            "my.safetensors is for a model of another size than tiny/random-wan21: blocks.0.attn1.to_q is for 288x288, "
+            "but blocks.0.attn1.to_q.weight is 144x144. Choose one made for Wan 2.1 T2V 14B.",
         ),
     ],
     ids=["another family", "another size"],
