@@ -51,7 +51,7 @@ def main() -> None:
 
 def take_demo() -> None:
     """Frames at the video's own size, side by side."""
-    with av.open(demo_and_tests.DEMO_VIDEO, "r") as video:
+    with av.open(str(demo_and_tests.DEMO_VIDEO)) as video:
         frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
     chosen = [frames[round(index * (len(frames) - 1) / 4)] for index in range(5)]
     Image.fromarray(np.concatenate(chosen, axis=1)).save(IMAGES / "demo.png", optimize=True)
