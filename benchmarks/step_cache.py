@@ -41,24 +41,30 @@ def keep(transformer: Any, *asked: Any) -> tuple[Any, dict[str, Any]]:
         kept["hidden"] = blocks.layers(slice(None, -1))(hidden, *rest)
         return blocks.layers(slice(-1, None))(kept["hidden"], *rest)
 
-    return _forward(transformer, run, *asked), kept
+    return wan21.forward(WithBlocks(transformer, run), *asked), kept
 
 
 def reuse(transformer: Any, features: dict[str, Any], *asked: Any) -> Any:
     """Only the last block, on what it got before, with this step's time."""
     last = transformer.blocks.layers(slice(-1, None))
-    return _forward(transformer, lambda hidden, *rest: last(features["hidden"], *rest), *asked)
+
+    def run(hidden: Any, *rest: Any) -> Any:
+        return last(features["hidden"], *rest)
+
+    return wan21.forward(WithBlocks(transformer, run), *asked)
 
 
-def _forward(transformer: Any, run: Any, *asked: Any) -> Any:
-    """`wan21.forward` with `run` in the place of all blocks."""
-    blocks = transformer._modules["blocks"]
-    transformer.__dict__["blocks"], _ = [run], transformer._modules.pop("blocks")
-    try:
-        return wan21.forward(transformer, *asked)
-    finally:
-        del transformer.__dict__["blocks"]
-        transformer._modules["blocks"] = blocks
+class WithBlocks:
+    """A transformer with other blocks in the place of its own."""
+
+    def __init__(self, transformer: Any, *blocks: Any) -> None:
+        self.transformer, self.blocks = transformer, blocks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transformer, name)
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        return type(self.transformer).forward(self, *inputs, **options)
 
 
 CACHED_WAN = replace(

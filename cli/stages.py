@@ -8,6 +8,7 @@ from typing import Any
 from ..nodes.declare import Folders
 from ..nodes.headless.runner import TerminalHost
 from ..tpu_runtime import media, pipeline
+from ..tpu_runtime.checkpoints import tiny
 from ..tpu_runtime.checkpoints.model_ref import ModelRef, choose_model
 from ..tpu_runtime.engine import payloads, stage_files
 from ..tpu_runtime.limits import PART, SIZE
@@ -66,7 +67,7 @@ def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, 
         model = choose_model(spec, model_id, precision=options.precision, progress=TerminalHost(Folders()))
         spec = model.spec
     defaults = dict(spec.texts) | {name: limit.default for name, limit in spec.inputs.items()}
-    fitting = {**spec.tiny_inputs, **spec.tiny_texts} if model_id in spec.tiny_ids else {}
+    fitting = {**spec.tiny_inputs, **tiny.texts(spec, model_id)} if model_id in spec.tiny_ids else {}
     stored = {name: config[name] for name in defaults if name in config}
     values = {**defaults, **fitting, **stored, **given_inputs(options, spec)}
     for name in spec.inputs:

@@ -257,8 +257,8 @@ def note(example: Example, has_loader: bool) -> str:
         lines += ["", "Predicted by the compiler, not measured; the first run of a size compiles for minutes before."]
     place = "`model_id` of the TPU Model Loader, which all stages share," if has_loader else "`model_id`"
     sizes = ", ".join(f"{name} {value}" for name, value in spec.tiny_inputs.items())
-    if tiny.trained(spec.tiny_id):
-        sizes += f', and a prompt such as "{spec.tiny_texts["prompt"]}", the negative one empty'
+    if texts := tiny.texts(spec, spec.tiny_id):
+        sizes += f', and a prompt such as "{texts["prompt"]}", the negative one empty'
     tips = [
         *example.tips,
         f"{place} may also be a local folder in diffusers layout, or `{spec.tiny_id}` to try the graph without weights "

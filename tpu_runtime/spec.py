@@ -292,8 +292,8 @@ class ModelSpec:
     `schedulers` are what may run in place of the checkpoint's own: what is to change in its config, by name. The input
     `scheduler` is a choice of them, and every model has the inputs `STEP_INPUTS`.
 
-    `tiny_inputs` and `tiny_texts` are the inputs that fit the built-in checkpoint. `index` and `files` (JSON, by path)
-    are what else it holds.
+    `tiny_inputs` are the inputs that fit the built-in checkpoint, `tiny_texts` those that fit a trained one. `index`
+    and `files` (JSON, by path) are what else it holds.
 
     `guidance` is "cfg" (two branches while `guidance_scale` is above 1: row 0 the prompt, row 1 the negative prompt) or
     "embedded" (one branch, the network is told the scale if it takes one).

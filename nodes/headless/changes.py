@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ...tpu_runtime.checkpoints import tiny
 from ...tpu_runtime.checkpoints.model_ref import variant
 from ...tpu_runtime.limits import without_zero_sizes
 from ...tpu_runtime.models import spec_for_family
@@ -39,7 +40,7 @@ def make_tiny(workflow: Workflow) -> None:
         source = workflow.get(named[0], node) if isinstance(named, list) else node  # a loader, in place of the widget
         defaults = {i.name: i.default for i in HEADLESS.get(source["class_type"], declaration).inputs}
         spec = variant(spec_for_family(family), (defaults | source["inputs"]).get("model_id") or "")
-        wanted = {"model_id": spec.tiny_id, **spec.tiny_inputs, **spec.tiny_texts}
+        wanted = {"model_id": spec.tiny_id, **spec.tiny_inputs, **tiny.texts(spec, spec.tiny_id)}
         given = {i.name: node["inputs"].get(i.name, i.default) for i in declaration.inputs if i.name in wanted}
         if "condition" in node["inputs"]:
             given = without_zero_sizes(given)  # they stay the picture's

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..cache.store import cache_folder
@@ -25,6 +26,11 @@ def trained(model_id: str) -> Path | None:
     """The folder of a trained one; None for an id that is something else."""
     folder = _TRAINED / model_id.removeprefix("tiny/")
     return folder if model_id.startswith("tiny/") and folder.is_dir() else None
+
+
+def texts(spec: ModelSpec, model_id: str) -> Mapping[str, str]:
+    """Texts that a trained one understands, by input; none for an id that is something else."""
+    return spec.tiny_texts if trained(model_id) else {}
 
 
 def folder(spec: ModelSpec, model_id: str) -> Path:
