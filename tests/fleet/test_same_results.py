@@ -139,7 +139,7 @@ def test_of_several_machines_one_that_is_there_and_free_is_asked(server: Server,
         graph = workflow(server)
         graph["6"]["inputs"]["address"] = f"{gone}, {address(other)}, {address(server)}"
         assert frames(graph, Watching(folders)).shape == (5, 80, 112, 3)
-        assert not busy.load()["model"] and server.stages.load() == {"requests": 0, "model": "tiny/wan21"}
+        assert not busy.load()["model"] and server.stages.load() == {"requests": 0, "model": "tiny/random-wan21"}
         other.shutdown()
         thread.join()
     with pytest.raises(client.RemoteError, match="none of .* is there; the last: nothing listens at"):

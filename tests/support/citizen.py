@@ -12,10 +12,9 @@ from pathlib import Path
 import aiohttp
 from PIL import Image
 
-from ...cli.main import make_tiny
 from ...nodes.headless.runner import HEADLESS
 from ...nodes.headless.workflow import to_api
-from .comfyui_server import PACK, Server
+from .comfyui_server import PACK, Server, make_random
 from .patience import PATIENCE_S, until
 
 CITIZEN_PACK = (Path(__file__).parent / "citizen_pack.py").read_text()
@@ -36,7 +35,7 @@ def example(stem: str, **inputs: object) -> dict:
     """An example on its family's miniature, two or three latent frames and 2 steps."""
     folder = EXAMPLES_FOLDER if stem.endswith("_pipeline") else EXAMPLES_FOLDER / "api"
     graph = to_api(json.loads((folder / f"{stem}.json").read_text()), HEADLESS)
-    make_tiny(graph)
+    make_random(graph)
     small = {"num_frames": 9 if stem.startswith("cogvideox") else 5, "num_inference_steps": 2, **inputs}
     for node in graph.values():
         node["inputs"] |= {name: value for name, value in small.items() if name in node["inputs"]}

@@ -212,13 +212,24 @@ def _write(path: Path, text: str) -> None:
 
 def tiny_workflow(prefix: str, **sampler: int) -> dict:
     """The Wan 2.1 example in API form on the built-in miniature; 5 frames, 2 steps, saved under `prefix`."""
-    from comfyui_tpu.cli.main import make_tiny
-
     workflow = json.loads((PACK / "examples" / "api" / "wan21_t2v_720p.json").read_text())
-    make_tiny(workflow)
+    make_random(workflow)
     workflow["2"]["inputs"] |= {"num_frames": 5, "num_inference_steps": 2, **sampler}
     workflow["5"]["inputs"]["filename_prefix"] = prefix
     return workflow
+
+
+def make_random(workflow: dict) -> None:
+    """Like `--tiny`, but for a trained miniature, which is larger: this takes the one with random weights."""
+    from comfyui_tpu.cli.main import make_tiny
+    from comfyui_tpu.tpu_runtime.checkpoints import tiny
+    from comfyui_tpu.tpu_runtime.models import SPECS
+
+    make_tiny(workflow)
+    random_ids = {spec.tiny_id: spec.random_id for spec in SPECS if tiny.trained(spec.tiny_id)}
+    for node in workflow.values():
+        if "model_id" in node["inputs"]:
+            node["inputs"]["model_id"] = random_ids.get(node["inputs"]["model_id"], node["inputs"]["model_id"])
 
 
 def saved_video(server: Server, prefix: str) -> tuple[int, int, int, float]:
