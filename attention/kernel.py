@@ -16,6 +16,7 @@ from .keys import Keys
 from .policy import AttentionPolicy, Form
 
 MIB = 2**20
+TURNED_ROWS = 2048  # at once
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -44,7 +45,8 @@ def flat_attention(
     # Blocks of equal size: of a last one that is nearly empty the rest would be computed for nothing.
     block_q = round_up(-(-q_seq // -(-q_seq // form.block_q)), LANES)
     width = together * head_dim
-    blocks = _key_blocks(keys, form)
+    turned = head_dim < LANES
+    blocks = _key_blocks(keys, form, LANES if turned else ROWS)
     num_kv = -(-max(keys[0].rows, 1) // blocks[0])
     step = min(form.step, max(blocks))
     lengths = jnp.stack(
@@ -55,18 +57,12 @@ def flat_attention(
     def queries(row: Any, group: Any, index: Any, *_: Any) -> tuple:
         return row, index, group
 
-    def rows_of(main: bool) -> Any:
-        def index_map(row: Any, group: Any, index: Any, *rest: Any) -> tuple:
-            return row, rest[0] if main and num_kv > 1 else 0, group
-
-        return index_map
-
     mode = {"pipeline_mode": pl.Buffered(1)} if form.single_buffered else {}
-    key_specs = [
-        pl.BlockSpec((None, block, width), rows_of(part is keys[0]), **mode)
-        for part, block in zip(keys, blocks, strict=True)
-        for _ in range(2)
-    ]
+    arrays, key_specs = [], []
+    for part, block in zip(keys, blocks, strict=True):
+        divided = part is keys[0] and num_kv > 1
+        arrays += [part.keys, turn(part.values, interpret=interpret) if turned else part.values]
+        key_specs += [_key_spec(block, width, divided, is_turned, mode) for is_turned in (False, turned)]
     query_spec = pl.BlockSpec((None, block_q, width), queries)
     out_shape = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     out_specs = [query_spec]
@@ -94,6 +90,7 @@ def flat_attention(
             "unroll": form.unroll,
             "scale": scale,
         },
+        turned=turned,
     )
     results = pl.pallas_call(
         body,
@@ -103,7 +100,7 @@ def flat_attention(
             in_specs=[query_spec, *key_specs],
             out_specs=out_specs,
             scratch_shapes=[
-                pltpu.VMEM((together, block_q, max(LANES, head_dim)), q.dtype),
+                pltpu.VMEM((together, max(LANES, head_dim), block_q), q.dtype),
                 row,
                 pltpu.VMEM((together, head_dim, block_q), jnp.float32),
                 weights,
@@ -120,8 +117,43 @@ def flat_attention(
         cost_estimate=_cost(q, keys, head_dim),
         # The name tells `plan` how to count.
         name="attention_with_rerun" if form.maximum == "sampled" and num_kv == 1 else "attention",
-    )(lengths, q, *(x for part in keys for x in (part.keys, part.values)))
+    )(lengths, q, *arrays)
     return results[0], results[1][:, :, 0] if log_sums else None
+
+
+def _key_spec(block: int, width: int, divided: bool, turned: bool, mode: dict[str, Any]) -> pl.BlockSpec:
+    """`block` keys of a group of heads; `divided`: those of the grid's last index."""
+
+    def index_map(row: Any, group: Any, index: Any, *rest: Any) -> tuple:
+        at = rest[0] if divided else 0
+        return (row, group, at) if turned else (row, at, group)
+
+    return pl.BlockSpec((None, width, block) if turned else (None, block, width), index_map, **mode)
+
+
+def turn(x: Float[Array, "batch rows lanes"], *, interpret: bool = False) -> Float[Array, "batch lanes columns"]:
+    """`x` with rows as lanes, their number rounded up to whole registers: what is beyond the last may be anything.
+
+    Values of heads of 64 are read as the product wants them, once for all blocks of queries: turned in the loop they
+    cost a twentieth of the kernel.
+    """
+    batch, rows, lanes = x.shape
+    columns = round_up(rows, LANES)
+    block = min(TURNED_ROWS, columns)
+
+    def body(source: Any, result: Any) -> None:
+        result[...] = source[...].T
+
+    return pl.pallas_call(
+        body,
+        grid=(batch, lanes // LANES, -(-columns // block)),
+        in_specs=[pl.BlockSpec((None, block, LANES), lambda row, group, index: (row, index, group))],
+        out_specs=pl.BlockSpec((None, LANES, block), lambda row, group, index: (row, group, index)),
+        out_shape=jax.ShapeDtypeStruct((batch, lanes, columns), x.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        interpret=interpret,
+        name="turn",
+    )(x)
 
 
 def _cost(q: Array, keys: Sequence[Keys], head_dim: int) -> pl.CostEstimate:
@@ -132,11 +164,11 @@ def _cost(q: Array, keys: Sequence[Keys], head_dim: int) -> pl.CostEstimate:
     return pl.CostEstimate(flops=4 * scores * head_dim, transcendentals=scores, bytes_accessed=moved * q.dtype.itemsize)
 
 
-def _key_blocks(keys: Sequence[Keys], form: Form) -> list[int]:
+def _key_blocks(keys: Sequence[Keys], form: Form, multiple: int) -> list[int]:
     """Rows of each part that are in VMEM at once: all, but for the first part where the form divides it."""
-    rows = [round_up(max(part.rows, 1), ROWS) for part in keys]
+    rows = [round_up(max(part.rows, 1), multiple) for part in keys]
     if form.block_kv is not None and form.block_kv < rows[0]:
-        rows[0] = round_up(-(-rows[0] // -(-rows[0] // form.block_kv)), ROWS)
+        rows[0] = round_up(-(-rows[0] // -(-rows[0] // form.block_kv)), multiple)
     return rows
 
 
@@ -176,7 +208,9 @@ def _resize(x: Array, head_dim: int, wanted: int) -> Array:
     return jnp.pad(heads, ((0, 0),) * 3 + ((0, max(0, wanted - head_dim)),)).reshape(*x.shape[:2], -1)
 
 
-def _body(lengths: Any, query: Any, *refs: Any, keys: list, log_sums: bool, num_kv: int, settings: dict) -> None:
+def _body(
+    lengths: Any, query: Any, *refs: Any, keys: list, log_sums: bool, num_kv: int, settings: dict, turned: bool
+) -> None:
     key_refs, refs = refs[: 2 * len(keys)], refs[2 * len(keys) :]
     result, refs = refs[0], refs[1:]
     log_sum, refs = (refs[0], refs[1:]) if log_sums else (None, refs)
@@ -201,5 +235,5 @@ def _body(lengths: Any, query: Any, *refs: Any, keys: list, log_sums: bool, num_
         sure = max(0, certain - (num_kv - 1) * rows) if index == 0 else certain
         length = total if certain == total and num_kv == 1 else lengths[row, index] - before
         k, v = key_refs[2 * index : 2 * index + 2]
-        parts.append(Part(keys=k, values=v, rows=rows, certain=min(sure, rows), length=length))
+        parts.append(Part(keys=k, values=v, turned=turned, rows=rows, certain=min(sure, rows), length=length))
     attend(block, parts, at=at, num_kv=num_kv)

@@ -30,11 +30,13 @@ LOG2_E = 1.4426950408889634
 class Part:
     """Keys of one array in VMEM: `rows` of them, of which the first `certain` are real whatever `length` says.
 
-    `length` is how many are real: a number, or a scalar read in the kernel.
+    `length` is how many are real: a number, or a scalar read in the kernel. `values` are `[lanes, rows]` where they are
+    `turned`, like keys `[rows, lanes]` elsewhere.
     """
 
     keys: Any
     values: Any
+    turned: bool
     rows: int
     certain: int
     length: Any
@@ -53,9 +55,9 @@ class Step:
     def rows(self) -> Any:
         return pl.ds(self.start, self.size)
 
-    def valid(self, shape: tuple[int, ...]) -> Array:
-        """Which rows of `shape` are real keys."""
-        return jax.lax.broadcasted_iota(jnp.int32, shape, 0) < self.part.length - self.start
+    def valid(self, shape: tuple[int, ...], axis: int = 0) -> Array:
+        """Which places of `shape` along `axis` are real keys."""
+        return jax.lax.broadcasted_iota(jnp.int32, shape, axis) < self.part.length - self.start
 
 
 def steps_of(part: Part, size: int) -> list[Step]:
@@ -120,7 +122,7 @@ class Block:
                 lane = jax.lax.broadcasted_iota(jnp.int32, query.shape, 1)
                 first = head * self.head_dim % LANES
                 query = jnp.where((lane >= first) & (lane < first + self.head_dim), query, 0)
-            self.scaled[head] = query.astype(self.scaled.dtype)
+            self.scaled[head] = query.astype(self.scaled.dtype).T
         self.clear()
         if self.maximum == "sampled":
             size = min(SAMPLED_KEYS, max(ROWS, part.rows // 8 // ROWS * ROWS))
@@ -141,7 +143,7 @@ class Block:
 
     def scores(self, step: Step, head: int, columns: Any) -> Array:
         """`[keys, queries]`, in base 2; of padding anything."""
-        return self.product(step.part.keys[step.rows, self.lanes(head)], self.scaled[head, columns], ((1,), (1,)))
+        return self.product(step.part.keys[step.rows, self.lanes(head)], self.scaled[head, :, columns], ((1,), (0,)))
 
     def masked_scores(self, step: Step, head: int, columns: Any) -> Array:
         found = self.scores(step, head, columns)
@@ -149,13 +151,11 @@ class Block:
 
     def weighted(self, step: Step, parity: int, head: int, columns: Any) -> Array:
         """The step's values summed by weight, `[head_dim, queries]`."""
-        values = step.part.values[step.rows, self.lanes(head)]
+        lanes, of_keys = pl.ds(head * self.head_dim, self.head_dim), int(step.part.turned)
+        values = step.part.values[(lanes, step.rows) if of_keys else (step.rows, lanes)]
         if step.masked:
-            values = jnp.where(step.valid(values.shape), values, jnp.zeros_like(values))
-        if self.head_dim < LANES:
-            first = head * self.head_dim % LANES
-            values = values[:, first : first + self.head_dim]
-        return self.product(values, self.weights[parity][head, : step.size, columns], ((0,), (0,)))
+            values = jnp.where(step.valid(values.shape, of_keys), values, jnp.zeros_like(values))
+        return self.product(values, self.weights[parity][head, : step.size, columns], ((of_keys,), (0,)))
 
     # --- under a fixed maximum ----------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ def tiles_for(device_kind: str, *, head_dim: int, kv_rows: int, heads: int) -> d
 
 def _usual(head_dim: int, kv_rows: int, heads: int) -> dict[str, Any]:
     if head_dim == 64:
-        return {"block_q": 1024, "step": 512, "unroll": 4, "columns": 512, "heads": 2}
+        return {"block_q": 1024, "step": 256, "unroll": 8, "columns": 512, "heads": 2}
     if kv_rows <= 1536:
         together = next(n for n in (4, 2, 1) if heads % n == 0)
         return {"block_q": 1024, "step": 512, "unroll": 2, "heads": together}

@@ -37,7 +37,7 @@ def candidates(call: Call) -> Iterator[dict[str, Any]]:
     """Tiles worth a compile, by what bounds them: see `docs/attention.md`."""
     if call.head_dim == 64:
         for block_q, step, unroll, columns in (
-            (1024, 512, 8, 1024), (1024, 512, 4, 1024), (1024, 512, 8, 512), (512, 512, 4, 512),
+            (1024, 256, 16, 512), (1024, 256, 8, 512), (1024, 512, 8, 512), (512, 256, 16, 512),
         ):  # fmt: skip
             yield {"block_q": block_q, "step": step, "unroll": unroll, "columns": columns, "heads": 2}
     elif call.kv_rows <= LARGE:
