@@ -77,5 +77,31 @@ def test_pixels_are_doubled_in_the_kernel(dtype: jnp.dtype, shape: MeshShape, co
     compare("convolution", found, wanted(conv, large, "zero"), error=1e-5 if dtype == jnp.float32 else 1e-2)
 
 
+@pytest.mark.parametrize("shape", [ONE, EIGHT], ids=["1 chip", "8 chips"])
+def test_every_second_row_and_column_is_torchs_stride(shape: MeshShape, compare: Callable):
+    conv, x = drawn((1, 3, 3), 7, 40)
+    padded = torch.nn.functional.pad(x, (0, 1, 0, 1))
+    strided = torch.nn.functional.conv3d(padded, conv.weight, conv.bias, stride=(1, 2, 2)).detach().numpy()
+    compare("kernel", by_kernel(conv, x, shape, jnp.float32, repeats=False, halved=True), strided, error=1e-5)
+    weight, bias = (jnp.asarray(value.detach().numpy()) for value in (conv.weight, conv.bias))
+    compare("XLA's", layers.convolution(jnp.asarray(x.numpy()), weight, bias, halved=True), strided, error=1e-5)
+
+
 def test_a_program_for_no_tpu_keeps_xlas_convolution():
     assert not convolution.takes_kernel(jnp.zeros((4, 4, 3, 3, 3)))
+
+
+@pytest.mark.parametrize(
+    ("mib", "channels", "lanes"),
+    [(128, 1024, 256), (128, 384, 384), (128, 2048, 128), (64, 512, 256), (64, 1024, 128), (64, 2048, None)],
+)
+def test_a_blocks_weights_leave_room_for_rows(
+    mib: int, channels: int, lanes: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(convolution, "vmem_mib", lambda: mib)
+    weight, bias = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((channels, channels, 3, 3, 3), (channels,)))
+    assert convolution.takes_kernel(weight) == (lanes is not None)
+    if lanes:
+        kernel, _ = jax.eval_shape(lambda *arrays: convolution._arranged(*arrays), weight, bias)
+        assert kernel.shape == (channels // lanes, 9 * channels, 3 * lanes)
+        assert 2 * 2 * kernel.shape[1] * kernel.shape[2] < mib * convolution.MIB / 2

@@ -23,10 +23,12 @@ ROWS, COLUMNS = "dp", "sp"
 
 
 def takes_kernel(weight: "jax.Array") -> bool:
-    """Whether programs are being traced for chips that have room for the kernel, and the kernel has more than one
-    place.
+    """Whether programs are being traced for chips that have room for the kernel and these weights, and the weights have
+    more than one place.
     """
-    return vmem_mib() >= LEAST_MIB and math.prod(weight.shape[2:]) > 1 and max(weight.shape[3:]) <= 3
+    if vmem_mib() < LEAST_MIB or _apart(weight) is None:
+        return False
+    return math.prod(weight.shape[2:]) > 1 and max(weight.shape[3:]) <= 3
 
 
 def vmem_mib() -> int:
@@ -44,13 +46,15 @@ def convolution(
     *,
     repeats: bool,
     doubled: bool = False,
+    halved: bool = False,
     past: "jax.Array | None" = None,
     past_at: int = 0,
     interpret: bool = False,
 ) -> "jax.Array":
     """`layers.convolution` on the mesh in context, which may be of one chip. `repeats` edges, or nothing is there.
 
-    `doubled`: of `x` with each pixel as two rows and two columns. Frames of the `past` stand before frame `past_at`.
+    `doubled`: of `x` with each pixel as two rows and two columns. `halved`: every second row and column of the result,
+    the first left out. Frames of the `past` stand before frame `past_at`.
     """
     import jax
     import jax.numpy as jnp
@@ -59,7 +63,8 @@ def convolution(
     if bias is None:
         bias = jnp.zeros(len(weight), weight.dtype)
     picture = P(None, None, None, ROWS, COLUMNS)
-    local = partial(_convolved, repeats=repeats, factor=1 + doubled, past_at=past_at, interpret=interpret)
+    how = {"repeats": repeats, "factor": 1 + doubled, "past_at": past_at, "interpret": interpret}
+    local = partial(_convolved, halved=halved, **how)
     videos = (x,) if past is None else (x, past)
     specs = (picture,) * len(videos), P(), P()
     return jax.shard_map(local, in_specs=specs, out_specs=picture, check_vma=False)(videos, weight, bias)
@@ -72,6 +77,7 @@ def _convolved(
     *,
     repeats: bool,
     factor: int,
+    halved: bool,
     past_at: int,
     interpret: bool,
 ) -> "jax.Array":
@@ -112,6 +118,8 @@ def _convolved(
         videos, ends, last, *_arranged(weight, bias), outs=outs, window=(time, rows, columns), past_at=past_at,
         rows_each=factor, columns_each=within, interpret=interpret,
     )  # fmt: skip
+    if halved:
+        found = found[:, 1::2, 1::2]
     return jnp.moveaxis(found[..., :outs], -1, 0)[None]
 
 
@@ -131,6 +139,22 @@ def _beside(first: "jax.Array", last: "jax.Array", name: str, *, repeats: bool) 
     return got(first, last, 1, 0), got(last, first, -1, chips - 1)
 
 
+def _apart(weight: "jax.Array") -> int | None:
+    """How many lanes lie between a kernel's columns: a block's channels. None where two buffers of a block's weights
+    would take over two fifths of the on-chip memory: rows have half of it.
+    """
+    outs, ins, time, rows, columns = weight.shape
+    if outs * columns <= LANES:
+        return LANES // columns  # a picture's three channels: one register has all
+    lane_bytes = 2 * time * rows * _round_up(ins, LANES) * columns * weight.dtype.itemsize
+    most = 2 * _limit_mib() * MIB // 5 // lane_bytes
+    return next((each for each in (256, 384, LANES) if _round_up(outs, LANES) % each == 0 and each <= most), None)
+
+
+def _limit_mib() -> int:
+    return (vmem_mib() or LEAST_MIB) - RESERVED_MIB
+
+
 def _arranged(weight: "jax.Array", bias: "jax.Array") -> "tuple[jax.Array, ...]":
     """`[blocks, places * in, lanes]`, where a place is a frame and row that is seen, and `[blocks, 1, each]`.
 
@@ -139,10 +163,9 @@ def _arranged(weight: "jax.Array", bias: "jax.Array") -> "tuple[jax.Array, ...]"
     import jax.numpy as jnp
 
     outs, ins, time, rows, columns = weight.shape
-    wide, lanes = _round_up(outs, LANES), _round_up(ins, LANES)
-    each = next(each for each in (256, 384, LANES) if wide % each == 0)
-    if outs * columns <= LANES:
-        wide = each = LANES // columns  # a picture's three channels: one register has all
+    each, lanes = _apart(weight), _round_up(ins, LANES)
+    assert each is not None
+    wide = _round_up(outs, each)
     kernel = jnp.pad(weight, ((0, wide - outs), (0, lanes - ins), (0, 0), (0, 0), (0, 0)))
     kernel = kernel.reshape(-1, each, lanes, time, rows, columns).transpose(0, 3, 4, 2, 5, 1)
     kernel = kernel.reshape(-1, time * rows * lanes, columns * each)
@@ -184,7 +207,7 @@ def _call(
     blocks, depth, across = kernel.shape
     frames, each, above = seen - time + 1, offset.shape[2], rows // 2
     lanes, wide = depth // time // rows, width // SUBLANES * SUBLANES + last.shape[2]
-    limit = (vmem_mib() or LEAST_MIB) - RESERVED_MIB
+    limit = _limit_mib()
     # Two buffers of what comes and goes, and what is made of it. Weights, sums and what spills have the rest.
     row_bytes = rows_each * wide * dtype.itemsize * (3 * seen * lanes + 2 * frames * each)
     given = _most(height, limit * MIB // 2 // row_bytes - 2 * above)

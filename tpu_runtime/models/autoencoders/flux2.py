@@ -80,13 +80,22 @@ def decode_image(vae: Any, latents: "torch.Tensor") -> "tuple[torch.Tensor, None
 def prepare(network: Any) -> None:
     """Puts forms of upstream's layers that keep each chip's part of the picture where it is."""
     import torch
+    from diffusers.models.downsampling import Downsample2D
+    from diffusers.models.upsampling import Upsample2D
 
     network.mid_block.attentions[0].set_processor(PictureProcessor())
     for module in network.modules():
         if isinstance(module, torch.nn.GroupNorm):
             module.forward = partial(normed, module)
         elif isinstance(module, torch.nn.Conv2d) and module.stride == (1, 1):
-            module.forward = partial(convolved, module)
+            module.forward = partial(convolved, module, kernel=True)
+        # Upstream names their inputs otherwise, and gives them by position.
+        elif isinstance(module, Upsample2D):
+            doubled = partial(convolved, module.conv, doubled=True, kernel=True)
+            module.forward = doubled  # pyright: ignore[reportAttributeAccessIssue]
+        elif isinstance(module, Downsample2D):
+            halved = partial(convolved, module.conv, halved=True, kernel=True)
+            module.forward = halved  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class PictureProcessor:

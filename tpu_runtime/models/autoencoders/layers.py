@@ -22,19 +22,21 @@ def convolved(
     input: "torch.Tensor",
     edges: Edges = "zero",
     doubled: bool = False,
+    halved: bool = False,
     past: "torch.Tensor | None" = None,
     past_at: int = 0,
     kernel: bool = False,
 ) -> "torch.Tensor":
     """An upstream convolution applied to a video or picture, without upstream's padding: height and width stay, of
-    frames as many are lost as its kernel has, less one. `doubled`: of each pixel as two rows and two columns. Frames of
-    the `past` stand before frame `past_at`. `kernel`: by our kernel where it can.
+    frames as many are lost as its kernel has, less one. `doubled`: of each pixel as two rows and two columns. `halved`:
+    every second row and column of the result, the first left out. Frames of the `past` stand before frame `past_at`.
+    `kernel`: by our kernel where it can.
     """
     from ...programs import torch_bridge
 
     weight = conv.weight if conv.weight.ndim == 5 else conv.weight[:, :, None]
     video = input if input.ndim == 5 else input[:, :, None]
-    how = partial(convolution, edges=edges, doubled=doubled, past_at=past_at, kernel=kernel)
+    how = partial(convolution, edges=edges, doubled=doubled, halved=halved, past_at=past_at, kernel=kernel)
     out = torch_bridge.call_jax(how, video, weight, conv.bias, past)
     return out if input.ndim == 5 else out[:, :, 0]
 
@@ -56,6 +58,7 @@ def convolution(
     *,
     edges: Edges = "zero",
     doubled: bool = False,
+    halved: bool = False,
     past_at: int = 0,
     kernel: bool = False,
 ) -> "jax.Array":
@@ -73,7 +76,7 @@ def convolution(
     from . import convolution as kernels
 
     if kernel and kernels.takes_kernel(weight):
-        how = {"repeats": edges == "replicate", "doubled": doubled, "past": past, "past_at": past_at}
+        how = {"repeats": edges == "replicate", "doubled": doubled, "halved": halved, "past": past, "past_at": past_at}
         return kernels.convolution(x, weight, bias, **how)
     if past is not None:
         x = jnp.concatenate([x[:, :, :past_at], past, x[:, :, past_at:]], axis=2)
@@ -84,6 +87,10 @@ def convolution(
         return out if bias is None else out + bias[:, None, None, None]
     rows, columns = weight.shape[3:]
     assert len(x) == 1 and rows % 2 == columns % 2 == 1
+    if halved:
+        assert rows == columns == 3 and edges == "zero"
+        out = jax.lax.conv_general_dilated(x, weight, (1, 2, 2), [(0, 0), (0, 1), (0, 1)])
+        return out if bias is None else out + bias[:, None, None, None]
     above, reach = rows // 2, columns // 2
     if edges == "replicate" and above:
         # Before columns are shifted: padding what was stacked takes the convolution more than twice as long.

@@ -37,8 +37,7 @@ def decode_next(
     convolution in the order of use. Of the first latent frame, whose time upstream does not double, only the first of
     the four frames is meant, and it alone is remembered.
     """
-    from functools import partial
-
+    import jax
     import torch
     from torch.nn.functional import silu
 
@@ -51,14 +50,19 @@ def decode_next(
     def convolve(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
         blank = torch.zeros_like(x[:, :, :1])
         past = next(given, torch.cat([blank, blank], dim=2))
-        alone = torch.cat([blank, x[:, :, :1]], dim=2)
-        seen = torch.cat([past, x], dim=2)
-        kept.append(torch.where(is_first, alone, seen[:, :, -2:]))
-        return convolved(conv, seen)
+        last = torch.cat([past[:, :, len(x[0, 0]) :], x[:, :, -2:]], dim=2)
+        last = torch.where(is_first, torch.cat([blank, x[:, :, :1]], dim=2), last)
+        # What is kept is taken at once: else the compiler does it last, and keeps all inputs until then.
+        out = convolved(conv, x, past=past, kernel=True)
+        out, last = torch_bridge.call_jax(lambda *both: jax.lax.optimization_barrier(both), out, last)
+        kept.append(last)
+        return out
 
     def residual(block: Any, x: "torch.Tensor") -> "torch.Tensor":
         out = convolve(block.conv1, silu(block.norm1(x)))
-        return convolve(block.conv2, silu(block.norm2(out))) + block.conv_shortcut(x)
+        shortcut = block.conv_shortcut
+        shortcut = x if isinstance(shortcut, torch.nn.Identity) else convolved(shortcut, x, kernel=True)
+        return convolve(block.conv2, silu(block.norm2(out))) + shortcut
 
     def upsample(sampler: Any, x: "torch.Tensor") -> "torch.Tensor":
         if sampler.mode == "upsample3d":
@@ -66,9 +70,7 @@ def decode_next(
             # Nor is the first frame remembered here.
             kept[-1] = torch.where(is_first, torch.zeros_like(kept[-1]), kept[-1])
             x = torch.where(is_first, x.repeat_interleave(2, dim=2), doubled)
-        *_, frames, height, width = x.shape
-        x = torch_bridge.call_jax(partial(enlarged, size=(frames, 2 * height, 2 * width)), x)
-        return convolved(sampler.resample[1], x)
+        return convolved(sampler.resample[1], x, doubled=True, kernel=True)
 
     decoder = vae.decoder
     x = convolve(decoder.conv_in, vae.post_quant_conv(latent))
@@ -112,14 +114,27 @@ def unpatched(patches: "torch.Tensor", size: int) -> "torch.Tensor":
 
 
 def prepare_encoder(encoder: Any) -> None:
-    """Puts our convolution in place of upstream's where its stride is 1."""
+    """Puts our convolution in place of upstream's."""
     from functools import partial
 
-    from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
+    from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanResample
 
     for module in encoder.modules():
-        if isinstance(module, WanCausalConv3d) and module.stride == (1, 1, 1):
-            module.forward = partial(_causally_convolved, module)
+        if isinstance(module, WanCausalConv3d):
+            module.forward = partial(_causally_convolved if module.stride[0] == 1 else _thinned, module)
+        elif isinstance(module, WanResample):
+            _, conv = module.resample.children()  # after upstream's padding
+            module.resample.forward = partial(_halved, conv)
+
+
+def _halved(conv: Any, input: "torch.Tensor") -> "torch.Tensor":
+    """Downsampling of `[frames, channels, height, width]`, each by itself."""
+    return convolved(conv, input.movedim(0, 1)[None], halved=True, kernel=True)[0].movedim(0, 1)
+
+
+def _thinned(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
+    """A convolution of stride 2 in time."""
+    return convolved(conv, x, kernel=True)[:, :, ::2]
 
 
 def _causally_convolved(conv: Any, x: "torch.Tensor", cache_x: "torch.Tensor | None" = None) -> "torch.Tensor":
@@ -127,9 +142,12 @@ def _causally_convolved(conv: Any, x: "torch.Tensor", cache_x: "torch.Tensor | N
     import torch
 
     before = conv.kernel_size[0] - 1
-    seen = x if cache_x is None or not before else torch.cat([cache_x, x], dim=2)
-    missing = before - (seen.shape[2] - x.shape[2])
-    return convolved(conv, torch.nn.functional.pad(seen, (0, 0, 0, 0, missing, 0)))
+    if not before:
+        return convolved(conv, x, kernel=True)
+    past = x[:, :, :0] if cache_x is None else cache_x
+    missing = before - past.shape[2]
+    past = torch.nn.functional.pad(past, (0, 0, 0, 0, missing, 0)) if missing else past
+    return convolved(conv, x, past=past, kernel=True)
 
 
 def denormalize_latents(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
