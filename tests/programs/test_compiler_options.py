@@ -35,6 +35,13 @@ def test_libtpu_knows_every_option(name: str):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("shape", "is_early"), [(MeshShape(sp=4), True), (MeshShape(tp=4), False)], ids=str)
+def test_gathers_of_weights_begin_early_and_those_of_tokens_do_not(shape: MeshShape, is_early: bool):
+    options = step_options(make_mesh(chips.compile_devices(chips.topology("v6e:2x2")), shape))
+    assert any("latency_multiplier" in name for name in options) == is_early
+
+
+@pytest.mark.slow
 def test_an_option_that_libtpu_does_not_know_is_an_error():
     mesh = make_mesh(chips.compile_devices(chips.topology("v6e:1x1")), MeshShape())
     program = Program(

@@ -68,8 +68,10 @@ def step_options(mesh: Mesh) -> Mapping[str, str]:
     if device.device_kind in _SPARSE_CORE:
         for kind in ("all_gather", "reduce_scatter"):
             options[f"xla_tpu_enable_sparse_core_collective_offload_{kind}"] = "true"
-        # The scheduler thinks gathers shorter than they are, and begins some too late to be hidden.
-        options["xla_tpu_sparse_core_all_gather_latency_multiplier"] = "4"
+        # The scheduler thinks gathers shorter than they are, and begins some of weights too late to be hidden. With
+        # `tp` they are of tokens, and begun sooner they hold up the reduce-scatters that take turns with them.
+        if mesh.shape["tp"] == 1:
+            options["xla_tpu_sparse_core_all_gather_latency_multiplier"] = "4"
     return options
 
 
