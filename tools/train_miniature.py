@@ -8,8 +8,11 @@ diffusers' layout, with its model card. One thread is enough, and as fast as two
 """
 
 import argparse
+import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import miniature_denoiser
 import miniature_vae
@@ -42,6 +45,19 @@ them, read by plain arithmetic on the pixels (`tools/score_miniature.py`).
 """
 
 
+def save(pipeline: Any, tokenizer: Path, folder: Path) -> None:
+    """The checkpoint as published ones are: in bfloat16, the tokenizer's own files, its class as the makers name it.
+
+    transformers 5 would save the tokenizer as a class of its own, which version 4 does not know.
+    """
+    pipeline.to(torch.bfloat16).save_pretrained(folder)
+    shutil.rmtree(folder / "tokenizer")
+    shutil.copytree(tokenizer, folder / "tokenizer")
+    index = json.loads((folder / "model_index.json").read_text("utf-8"))
+    index["tokenizer"] = ["transformers", "T5TokenizerFast"]
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+
+
 def write_card(folder: Path, lines: Iterable[str]) -> None:
     """The model card of what is in `folder`, with the lines of its score."""
     text = CARD.format(
@@ -64,7 +80,7 @@ def main() -> None:
     vae = miniature_vae.train(options.out, options.seed)
     pipeline = miniature_denoiser.train(vae, options.out, options.seed)
     folder = options.out / "miniature"
-    pipeline.to(torch.bfloat16).save_pretrained(folder)
+    save(pipeline, options.out / "tokenizer", folder)
     write_card(folder, scores(str(folder), steps=(4, 10, 50), guidance=(1.0, 5.0)))
 
 
