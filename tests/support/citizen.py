@@ -12,6 +12,7 @@ from pathlib import Path
 import aiohttp
 from PIL import Image
 
+from ...cli.main import make_tiny
 from ...nodes.headless.runner import HEADLESS
 from ...nodes.headless.workflow import to_api
 from .comfyui_server import PACK, Server, make_random
@@ -31,11 +32,11 @@ EXAMPLES = {
 BUDGET_MIB = 74
 
 
-def example(stem: str, **inputs: object) -> dict:
-    """An example on its family's miniature, two or three latent frames and 2 steps."""
+def example(stem: str, *, is_random: bool = True, **inputs: object) -> dict:
+    """An example on its miniature, with random weights or as `--tiny` takes it, two or three latent frames, 2 steps."""
     folder = EXAMPLES_FOLDER if stem.endswith("_pipeline") else EXAMPLES_FOLDER / "api"
     graph = to_api(json.loads((folder / f"{stem}.json").read_text()), HEADLESS)
-    make_random(graph)
+    (make_random if is_random else make_tiny)(graph)
     small = {"num_frames": 9 if stem.startswith("cogvideox") else 5, "num_inference_steps": 2, **inputs}
     for node in graph.values():
         node["inputs"] |= {name: value for name, value in small.items() if name in node["inputs"]}
