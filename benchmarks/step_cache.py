@@ -41,7 +41,8 @@ def keep(transformer: Any, *asked: Any) -> tuple[Any, dict[str, Any]]:
         kept["hidden"] = blocks.layers(slice(None, -1))(hidden, *rest)
         return blocks.layers(slice(-1, None))(kept["hidden"], *rest)
 
-    return wan21.forward(WithBlocks(transformer, run), *asked), kept
+    changed: Any = WithBlocks(transformer, run)
+    return wan21.forward(changed, *asked), kept
 
 
 def reuse(transformer: Any, features: dict[str, Any], *asked: Any) -> Any:
@@ -51,7 +52,8 @@ def reuse(transformer: Any, features: dict[str, Any], *asked: Any) -> Any:
     def run(hidden: Any, *rest: Any) -> Any:
         return last(features["hidden"], *rest)
 
-    return wan21.forward(WithBlocks(transformer, run), *asked)
+    changed: Any = WithBlocks(transformer, run)
+    return wan21.forward(changed, *asked)
 
 
 class WithBlocks:
