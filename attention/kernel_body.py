@@ -151,11 +151,11 @@ class Block:
 
     def weighted(self, step: Step, parity: int, head: int, columns: Any) -> Array:
         """The step's values summed by weight, `[head_dim, queries]`."""
-        lanes, of_keys = pl.ds(head * self.head_dim, self.head_dim), int(step.part.turned)
-        values = step.part.values[(lanes, step.rows) if of_keys else (step.rows, lanes)]
+        lanes, axis = pl.ds(head * self.head_dim, self.head_dim), int(step.part.turned)  # of keys
+        values = step.part.values[(lanes, step.rows) if step.part.turned else (step.rows, lanes)]
         if step.masked:
-            values = jnp.where(step.valid(values.shape, of_keys), values, jnp.zeros_like(values))
-        return self.product(values, self.weights[parity][head, : step.size, columns], ((of_keys,), (0,)))
+            values = jnp.where(step.valid(values.shape, axis), values, jnp.zeros_like(values))
+        return self.product(values, self.weights[parity][head, : step.size, columns], ((axis,), (0,)))
 
     # --- under a fixed maximum ----------------------------------------------------------------------------------------
 

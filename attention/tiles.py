@@ -12,6 +12,10 @@ VMEM_MIB = {"TPU v4": 16, "TPU v5 lite": 128, "TPU v5": 64, "TPU v6 lite": 128, 
 RESERVED_MIB = 8
 
 
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
 def tiles_for(device_kind: str, *, head_dim: int, kv_rows: int, heads: int) -> dict[str, Any]:
     """Fields of a `policy.Form`: of the entry nearest in number of keys, at most twice as many or half."""
 

@@ -45,7 +45,7 @@ them, read by plain arithmetic on the pixels (`tools/score_miniature.py`).
 """
 
 
-def save(pipeline: Any, tokenizer: Path, folder: Path) -> None:
+def write_checkpoint(pipeline: Any, tokenizer: Path, folder: Path) -> None:
     """The checkpoint as published ones are: in bfloat16, the tokenizer's own files, its class as the makers name it.
 
     transformers 5 would save the tokenizer as a class of its own, which version 4 does not know.
@@ -80,7 +80,7 @@ def main() -> None:
     vae = miniature_vae.train(options.out, options.seed)
     pipeline = miniature_denoiser.train(vae, options.out, options.seed)
     folder = options.out / "miniature"
-    save(pipeline, options.out / "tokenizer", folder)
+    write_checkpoint(pipeline, options.out / "tokenizer", folder)
     write_card(folder, scores(str(folder), steps=(4, 10, 50), guidance=(1.0, 5.0)))
 
 

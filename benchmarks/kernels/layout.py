@@ -3,15 +3,12 @@
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+from comfyui_tpu.attention.tiles import round_up
 from jaxtyping import Array, Float
 
 LANES = 128
 Queries = Float[Array, "batch q_seq heads head_dim"]
 KeysOrValues = Float[Array, "batch kv_seq heads head_dim"]
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def scaled(q: Queries, factor: float) -> Queries:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from comfyui_tpu.attention.tiles import round_up
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from .layout import LANES, KeysOrValues, Queries, padded, round_up, scaled
+from .layout import LANES, KeysOrValues, Queries, padded, scaled
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ....attention.tiles import RESERVED_MIB, VMEM_MIB
+from ....attention.tiles import RESERVED_MIB, VMEM_MIB, round_up
 
 if TYPE_CHECKING:
     import jax
@@ -63,8 +63,8 @@ def convolution(
     if bias is None:
         bias = jnp.zeros(len(weight), weight.dtype)
     picture = P(None, None, None, ROWS, COLUMNS)
-    how = {"repeats": repeats, "factor": 1 + doubled, "past_at": past_at, "interpret": interpret}
-    local = partial(_convolved, halved=halved, **how)
+    how = {"repeats": repeats, "factor": 1 + doubled, "halved": halved, "past_at": past_at, "interpret": interpret}
+    local = partial(_convolved, **how)
     videos = (x,) if past is None else (x, past)
     specs = (picture,) * len(videos), P(), P()
     return jax.shard_map(local, in_specs=specs, out_specs=picture, check_vma=False)(videos, weight, bias)
@@ -106,7 +106,7 @@ def _convolved(
 
     # What stands beside a row follows it, as if it closed to a circle; in front of that, its last part register.
     whole = width // SUBLANES * SUBLANES
-    room = max(SUBLANES, _round_up(width + 2 * reach, SUBLANES) - whole)
+    room = max(SUBLANES, round_up(width + 2 * reach, SUBLANES) - whole)
     last = jnp.repeat(with_ends(slice(whole // within, None)), within, axis=2)
     if reach:
         outermost = with_ends(slice(0, 1)), with_ends(slice(places - 1, None))
@@ -146,9 +146,9 @@ def _apart(weight: "jax.Array") -> int | None:
     outs, ins, time, rows, columns = weight.shape
     if outs * columns <= LANES:
         return LANES // columns  # a picture's three channels: one register has all
-    lane_bytes = 2 * time * rows * _round_up(ins, LANES) * columns * weight.dtype.itemsize
+    lane_bytes = 2 * time * rows * round_up(ins, LANES) * columns * weight.dtype.itemsize
     most = 2 * _limit_mib() * MIB // 5 // lane_bytes
-    return next((each for each in (256, 384, LANES) if _round_up(outs, LANES) % each == 0 and each <= most), None)
+    return next((each for each in (256, 384, LANES) if round_up(outs, LANES) % each == 0 and each <= most), None)
 
 
 def _limit_mib() -> int:
@@ -163,19 +163,15 @@ def _arranged(weight: "jax.Array", bias: "jax.Array") -> "tuple[jax.Array, ...]"
     import jax.numpy as jnp
 
     outs, ins, time, rows, columns = weight.shape
-    each, lanes = _apart(weight), _round_up(ins, LANES)
+    each, lanes = _apart(weight), round_up(ins, LANES)
     assert each is not None
-    wide = _round_up(outs, each)
+    wide = round_up(outs, each)
     kernel = jnp.pad(weight, ((0, wide - outs), (0, lanes - ins), (0, 0), (0, 0), (0, 0)))
     kernel = kernel.reshape(-1, each, lanes, time, rows, columns).transpose(0, 3, 4, 2, 5, 1)
     kernel = kernel.reshape(-1, time * rows * lanes, columns * each)
     offset = jnp.pad(bias, (0, wide - outs)).astype(jnp.float32).reshape(-1, 1, each)
     whole = (jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % LANES))) for x in (kernel, offset))
     return tuple(whole)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _call(
