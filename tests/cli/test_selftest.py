@@ -24,6 +24,7 @@ from comfyui_tpu.tpu_runtime import models
 from comfyui_tpu.tpu_runtime.checkpoints import load
 from comfyui_tpu.tpu_runtime.engine import stage
 from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models.autoencoders import convolution
 from comfyui_tpu.tpu_runtime.programs import executables
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.selftest import checks, chips, families, kernels
@@ -78,13 +79,13 @@ def test_it_is_green_on_eight_chips(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert stages == [
         ("chips", "memory"), ("chips", "exchange"), ("chips", "products"),
         ("kernels", "attention, bounded scores, heads of 64"), ("kernels", "norm and rotation, heads of 64"),
-        ("kernels", "residual norm"), (title, "reference on the host"), (title, "text states"), (title, "first step"),
-        (title, "last step"), (title, "frames"), (title, "weights"),
+        ("kernels", "residual norm"), ("kernels", "convolution"), (title, "reference on the host"),
+        (title, "text states"), (title, "first step"), (title, "last step"), (title, "frames"), (title, "weights"),
     ]  # fmt: skip
     assert all(row["error"] <= row["bound"]["error"] / 4 for row in found.rows if row["bound"])
     assert any(row["error"] for row in found.rows if row["family"] == title)  # not compared with itself
     assert used.call_count > 1  # in the denoiser too
-    assert found.text.splitlines()[-1].startswith("Green: all 12 checks on 8 x cpu are within their bounds")
+    assert found.text.splitlines()[-1].startswith("Green: all 13 checks on 8 x cpu are within their bounds")
     assert not leaks(found.record, tmp_path)
 
 
@@ -153,6 +154,14 @@ def test_a_kernels_mask_that_is_off_by_one_is_red(more: int, problem: str, monke
     row = checks.perform(next(iter(kernels.checks(*jax.devices()[:2]))), Silent())
     assert row.title == "kernels: attention, bounded scores, heads of 64 (float32)"
     assert problem in row.problem
+
+
+def test_a_convolution_of_mirrored_weights_is_red(monkeypatch: pytest.MonkeyPatch):
+    arranged = convolution._arranged
+    (check,) = (check for check in kernels.checks(*jax.devices()[:2]) if check.stage == "convolution")
+    assert checks.perform(check, Silent()).is_good
+    monkeypatch.setattr(convolution, "_arranged", lambda weight, bias: arranged(weight[..., ::-1], bias))
+    assert "The largest error is" in checks.perform(check, Silent()).problem
 
 
 @pytest.mark.parametrize(

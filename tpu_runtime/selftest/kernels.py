@@ -4,8 +4,10 @@ elsewhere. Padding is NaN, and one row has a single key: a mask that is off by o
 On a TPU they run in bfloat16, as they do for users; the families' float32 runs take them through float32 too.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,8 +18,10 @@ from ...attention import residual_norm
 from ...attention.api import attention
 from ...attention.policy import AttentionPolicy, Form
 from ...attention.prologue import HeadLayout, Norm
+from ...attention.tiles import VMEM_MIB
 from ...sharding.mesh import Device, make_mesh
 from ...sharding.shape import MeshShape
+from ..models.autoencoders import convolution, layers
 from .checks import Arrays, Bound, Check
 
 FAMILY = "kernels"
@@ -50,6 +54,8 @@ def checks(device: Device, host: Device) -> Iterator[Check]:
             f"norm and rotation, heads of {head_dim}", lambda head_dim=head_dim: _prologue(device, host, head_dim)
         )
     yield check("residual norm", lambda: _residual_norm(device, host))
+    if device.platform != "tpu" or VMEM_MIB.get(device.device_kind, 0) >= convolution.LEAST_MIB:
+        yield check("convolution", lambda: _convolution(device, host))
 
 
 def _forms(device: Device, head_dim: int) -> dict[str, Form]:
@@ -121,6 +127,38 @@ def _residual_norm(device: Device, host: Device) -> tuple[Arrays, Arrays]:
 
         summed, normed = _run(on, fused, x, update, gate, scale, shift, leading)
         return {"sum": summed, "norm": normed}
+
+    return run(device, kernel=True), run(host, kernel=False)
+
+
+def _convolution(device: Device, host: Device) -> tuple[Arrays, Arrays]:
+    """As decoders and encoders use it: behind frames of the past, with each pixel doubled, and of every second one."""
+    random = np.random.default_rng(5)
+    # Columns of whole registers and a rest; outputs of one block, and of several.
+    ins, outs, frames, rows, columns = (256, 512, 4, 48, 90) if device.platform == "tpu" else (5, 7, 4, 8, 40)
+    x, past = (_rounded(random.normal(size=(1, ins, n, rows, columns)), device) for n in (frames, 2))
+    volume, picture = (
+        _rounded(random.normal(size=(outs, ins, *places)) / math.sqrt(ins * math.prod(places)), device)
+        for places in ((3, 3, 3), (1, 3, 3))
+    )
+    bias = _rounded(random.normal(size=outs), device)
+
+    def run(on: Device, *, kernel: bool) -> Arrays:
+        def all_ways(x: Any, past: Any, volume: Any, picture: Any, bias: Any) -> Arrays:
+            if kernel:
+                how = {"bias": bias, "interpret": on.platform != "tpu"}
+                apply, edges = partial(convolution.convolution, **how, repeats=False), {"repeats": True}
+            else:
+                apply, edges = partial(layers.convolution, bias=bias), {"edges": "replicate"}
+            return {
+                "behind the past": apply(x, volume, past=past),
+                "edges repeated": apply(x, volume, **edges),
+                "doubled": apply(x, picture, doubled=True),
+                "halved": apply(x, picture, halved=True),
+            }
+
+        with jax.set_mesh(make_mesh([on], MeshShape())):
+            return _run(on, all_ways, x, past, volume, picture, bias)
 
     return run(device, kernel=True), run(host, kernel=False)
 
