@@ -5,12 +5,14 @@ The queue is not Ray's: its head may be lost with all it knows, and the batch's 
 """
 
 import logging
+import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from . import slices
 from .messages import Done, Event, Failed, Lost, Ready, Request, Status
@@ -23,6 +25,8 @@ log = logging.getLogger(__name__)
 _LOOK_S, _STATUS_S, _AGAIN_S = 5.0, 1.0, 1.0
 # So many in a row that never were there: it is not the machine that goes away.
 _VAIN_STARTS = 4
+# Ray itself tries for minutes.
+_CONNECT_S = 10.0
 
 
 class Actor:
@@ -89,12 +93,19 @@ class RayWorkers:
         except ImportError:
             raise RuntimeError("--ray needs Ray: pip install 'comfyui-tpu[fleet]'.") from None
         self._ray: Any = ray
-        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
         self._known: dict[str, _Known] = {}
         self._actor = actor
         self._count = 0
         self._unsaid: list[Event] = []
-        self._look()
+        try:
+            _connect(address)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
+            self._look()
+        except (OSError, ValueError, RuntimeError, self._ray.exceptions.RayError) as error:
+            raise RuntimeError(
+                f"no Ray cluster answers at {address} ({_sentence(error)}). On a machine of the cluster the address is "
+                "auto, elsewhere its head's, HOST:6379 or ray://HOST:10001; there `ray status` says whether it runs."
+            ) from error
         if not self._known:
             self.close()
             raise RuntimeError(
@@ -207,6 +218,13 @@ class RayWorkers:
         for known in self._known.values():
             known.started.stop()
         self._ray.shutdown()
+
+
+def _connect(address: str) -> None:
+    """OSError or ValueError where `address` has a host and a port, and nobody is there."""
+    where = urlsplit(address if "://" in address else f"//{address}")
+    if where.hostname and where.port:
+        socket.create_connection((where.hostname, where.port), _CONNECT_S).close()
 
 
 def _sentence(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """Which of a cluster's workers get a job, and which are gone: without Ray, on machines that a script takes away."""
 
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +61,19 @@ def test_a_cluster_that_does_not_answer_once_is_asked_again(ray: FakeRay, monkey
 
 def fails(error: Exception) -> None:
     raise error
+
+
+def test_a_cluster_that_cannot_be_reached_is_said_in_a_sentence_at_once(ray: FakeRay, monkeypatch: pytest.MonkeyPatch):
+    """Ray would try for minutes, and raise what is no error of Python's own kinds."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        _, port = server.getsockname()
+        RayWorkers(f"127.0.0.1:{port}")
+    for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}", "127.0.0.1:none"):
+        with pytest.raises(RuntimeError, match=f"no Ray cluster answers at {address} .*On a machine of the cluster"):
+            RayWorkers(address)
+    monkeypatch.setattr(ray, "nodes", lambda: fails(RayError("RPC error: CANCELLED")))
+    with pytest.raises(RuntimeError, match="no Ray cluster answers at fake .RPC error: CANCELLED.*`ray status`"):
+        RayWorkers("fake")
 
 
 def test_a_worker_whose_job_cannot_even_be_read_stays_reachable(ray: FakeRay):
