@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "cost_model": PROGRAMS,
     "plan": {"cost_model", *CHECKPOINTS},
     "monitor": ENGINE,
-    "selftest": ENGINE,
+    "selftest": {"models.autoencoders", *ENGINE},
     "nodes": {"pipeline", "plan", "cost_model", *ENGINE},
     "nodes.headless": {"nodes", "pipeline", *ENGINE},
     "nodes.comfyui": {"nodes", "pipeline", "monitor", *ENGINE},
