@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from comfyui_tpu.tests.support.host import Cancelled, Host
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime.checkpoints import read_ahead
-from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Expected, ModelRef
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Expected, Lora, ModelRef
 from comfyui_tpu.tpu_runtime.engine import run, telemetry
 from comfyui_tpu.tpu_runtime.engine.device_cache import DeviceCache
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
@@ -251,6 +252,28 @@ def test_without_an_expectation_nothing_is_compiled_ahead(monkeypatch: pytest.Mo
     embeds = engine.encode(MODEL, "a cat", "", Silent())
     engine.expect([Expected(model=MODEL, stages=("denoise",))])
     engine.denoise(MODEL, SETTINGS, *embeds, Silent())
+
+
+def test_a_model_with_a_lora_is_the_one_that_was_expected(monkeypatch: pytest.MonkeyPatch):
+    """A workflow's expectations know no LoRAs, another machine's stages bring them: neither begins again for them."""
+    noted: list[tuple[ModelRef, list[str]]] = []
+    done = threading.Semaphore(0)
+
+    def note(stage: Any, settings: Any, stages: list[str]) -> None:
+        noted.append((stage.model, stages))
+        done.release()
+
+    monkeypatch.setattr(run, "note", note)
+    engine = Engine(jax.devices()[:2])
+    changed = replace(MODEL, loras=(Lora(path="style.safetensors", strength=0.8),))
+    for model in (MODEL, changed):
+        engine.expect([replace(GENERATION, model=model)])
+        engine.encode(changed, "a cat", "", Silent())
+    assert done.acquire(timeout=PATIENCE_S)
+    engine.expect([replace(GENERATION, stages=("decode",))])
+    engine.encode(changed, "a cat", "", Silent())
+    assert done.acquire(timeout=PATIENCE_S)
+    assert noted == [(changed, ["denoise", "decode"]), (changed, ["decode"])]
 
 
 def test_a_cancelled_stage_drops_what_was_noted(monkeypatch: pytest.MonkeyPatch):

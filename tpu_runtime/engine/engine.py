@@ -87,7 +87,10 @@ class Engine:
 
     def expect(self, generations: Iterable[Expected]) -> None:
         """Says what is about to run, in place of what was said before; nothing happens until its first stage runs."""
-        expected = {one.model: replace(one, settings=_seedless(one.settings)) for one in reversed(list(generations))}
+        expected = {}
+        for one in reversed(list(generations)):
+            base = _base(one.model)
+            expected[base] = replace(one, model=base, settings=_seedless(one.settings))
         if expected != self._expected:
             self.hosts.tell("expect", {"generations": list(expected.values())[::-1]})
             self._expected = expected
@@ -230,7 +233,7 @@ class Engine:
 
     def _look_ahead(self, stage: Stage, model: ModelRef, settings: Settings | None) -> None:
         """Lets what the later stages need be compiled, and read from the disk, behind this one."""
-        expected = self._expected.get(model)
+        expected = self._expected.get(_base(model))
         if expected is None or stage.name not in AFTER:
             return
         settings = _seedless(settings) if stage.name == "denoise" else expected.settings
@@ -302,6 +305,11 @@ class Engine:
         held = telemetry.held_bytes(self.own)
         self.peak_bytes = [max(pair) for pair in zip(held, self.peak_bytes, strict=True)]
         return held
+
+
+def _base(model: ModelRef) -> ModelRef:
+    """The model without LoRAs, which a workflow's later nodes may add and which change no settings."""
+    return replace(model, loras=())
 
 
 def _seedless(settings: Settings | None) -> Settings | None:
