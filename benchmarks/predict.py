@@ -60,9 +60,11 @@ def predict(name: str, topology: str, stages: Sequence[str] = STAGES, widgets: M
 
 
 def merged(new: Record, old: Record) -> Record:
-    """`old` with the programs of `new`, and what follows from all of them."""
-    known = {program["name"]: program for program in new["programs"]}
-    programs = [known.pop(program["name"], program) for program in old["programs"]] + list(known.values())
+    """`old` with the programs of `new` in place of those of the same parts, and what follows from all of them."""
+    again = {_part(program) for program in new["programs"]}
+    candidates = [*(program for program in old["programs"] if _part(program) not in again), *new["programs"]]
+    order = list(dict.fromkeys(_part(program) for program in [*old["programs"], *new["programs"]]))
+    programs = sorted(candidates, key=lambda program: order.index(_part(program)))
     weights = {name: program["memory"]["weights"] for program in programs for name in program["weights"]}
     largest = max(program["memory"]["peak"] - program["memory"]["weights"] for program in programs)
     residency = sum(weights.values()) + largest
@@ -77,6 +79,11 @@ def merged(new: Record, old: Record) -> Record:
         "predicted_total_s": total,
         "fits": fits,
     }
+
+
+def _part(program: Record) -> str:
+    """The component that a program runs; one that it had before may be gone."""
+    return program["name"].partition(".")[0]
 
 
 def table(records: Sequence[Record]) -> str:

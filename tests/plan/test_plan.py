@@ -245,13 +245,16 @@ def test_the_benchmark_writes_a_table_between_the_markers(benchmark: ModuleType,
         benchmark.insert("no markers", "")
 
 
-def test_stages_that_were_not_predicted_again_stay_as_recorded(benchmark: ModuleType, small_plan: report.Plan):
+def test_stages_that_were_not_predicted_again_stay_as_recorded_and_programs_that_are_gone_do_not(
+    benchmark: ModuleType, small_plan: report.Plan
+):
     old = small_plan.to_json()
     program = old["programs"][0]
     weights = {"memory": {**program["memory"], "weights": 2**30, "peak": 3 * 2**30}, "weights": ["vae_decoder"]}
     decode = {**program, **weights, "name": "decode", "runs": 2, "predicted_s": 0.5, "mesh": "1x2x1"}
     new = {**old, "programs": [{**program, "predicted_s": 1.0}], "predicted_total_s": 0.0, "residency_bytes": 0}
-    found = benchmark.merged(new, {**old, "programs": [program, decode]})
+    gone = {**program, "name": f"{program['name'].partition('.')[0]}.first", "predicted_s": 9.0}
+    found = benchmark.merged(new, {**old, "programs": [gone, program, decode]})
     assert [(each["name"], each["predicted_s"]) for each in found["programs"]] == [
         (program["name"], 1.0),
         ("decode", 0.5),
