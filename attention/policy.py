@@ -99,7 +99,7 @@ def _smaller(form: Form, block_q: int, step: int) -> Form:
 def vmem_bytes(form: Form, q_seq: int, kv_rows: Sequence[int], head_dim: int, itemsize: int) -> int:
     """What a form needs of the memory on the chip."""
     width = max(128, form.heads * head_dim)
-    block_q = min(form.block_q, -(-q_seq // 128) * 128)
+    block_q = min(form.block_q, tiles.round_up(q_seq, 128))
     rows = [min(kv_rows[0], form.block_kv or kv_rows[0]), *kv_rows[1:]]
     step = min(form.step, max(rows))
     heads = width // head_dim

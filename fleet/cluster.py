@@ -100,12 +100,12 @@ class RayWorkers:
         try:
             _connect(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
-            self._look()
         except (OSError, ValueError, RuntimeError, self._ray.exceptions.RayError) as error:
-            raise RuntimeError(
-                f"no Ray cluster answers at {address} ({_sentence(error)}). On a machine of the cluster the address is "
-                "auto, elsewhere its head's, HOST:6379 or ray://HOST:10001; there `ray status` says whether it runs."
-            ) from error
+            raise _no_answer(address, error) from error
+        try:
+            self._look()
+        except self._ray.exceptions.RayError as error:
+            raise _no_answer(address, error) from error
         if not self._known:
             self.close()
             raise RuntimeError(
@@ -227,8 +227,15 @@ def _connect(address: str) -> None:
         socket.create_connection((where.hostname, where.port), _CONNECT_S).close()
 
 
+def _no_answer(address: str, error: Exception) -> RuntimeError:
+    return RuntimeError(
+        f"no Ray cluster answers at {address} ({_sentence(error)}). On a machine of the cluster the address is auto, "
+        "elsewhere its head's, HOST:6379 or ray://HOST:10001; there `ray status` says whether it runs."
+    )
+
+
 def _sentence(error: Exception) -> str:
-    """What Ray says of an actor's end, in one line: the cause stands behind the address."""
+    """What Ray says of an actor's end or of a cluster, in one line: the cause stands behind the address."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if "cause" in line.lower() or "died" in line.lower() or "node" in line.lower()]
     return " ".join(dict.fromkeys((causes or lines)[:3]))[:400] or type(error).__name__
