@@ -32,7 +32,7 @@ gc.set_threshold(50_000)
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
-from comfyui_tpu.tests.support import comfyui_server  # noqa: E402
+from comfyui_tpu.tests.support import closeness, comfyui_server  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -96,22 +96,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def compare(capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
-    """Prints the largest error and the fitted slope of `ours` on `oracle`, and asserts their bounds.
+    """Prints how close `ours` is to `oracle`, and asserts it; `closeness.py` says in what, and chooses `error`.
 
-    The slope catches what a largest error forgives: a small scale factor on everything.
+    `error` bounds the largest error and, unless `overall` does, that of all values together. The slope catches what a
+    coarse bound forgives: a small scale factor on everything.
     """
 
-    def check(what: str, ours: np.ndarray, oracle: np.ndarray, *, error: float = 2e-4, slope: float = 1e-3) -> None:
+    def check(
+        what: str, ours: Any, oracle: Any, *,
+        error: float = closeness.PIPELINE, overall: float | None = None, slope: float = 1e-3,
+    ) -> None:  # fmt: skip
         ours, oracle = (np.asarray(x, np.float64) for x in (ours, oracle))
         assert ours.shape == oracle.shape, f"{what}: {ours.shape} instead of {oracle.shape}"
-        largest = float(np.max(np.abs(ours - oracle)))
-        centred = oracle - oracle.mean()
-        fitted = float(np.sum(centred * (ours - ours.mean())) / np.sum(centred**2))
+        wrong = np.count_nonzero(~np.isfinite(ours))
+        assert not wrong, f"{what}: {wrong} of {ours.size} values are not finite"
+        found = closeness.measure(ours, oracle)
         with capsys.disabled():
-            size = np.abs(oracle).max()
-            print(f"\n  {what}: largest error {largest:.2e} of {size:.2f}, slope {fitted:.6f}", end="")
-        assert np.isfinite(ours).all(), what
-        assert largest <= error, what
-        assert abs(fitted - 1) <= slope, what
+            print(f"\n  {what}: {found}", end="")
+        assert found.largest <= error, f"{what}: {found}; {error:.1e} may be rounding"
+        all_together = error if overall is None else overall
+        assert found.overall <= all_together, f"{what}: {found}; {all_together:.1e} may be rounding overall"
+        assert abs(found.slope - 1) <= slope, f"{what}: {found}"
 
     return check

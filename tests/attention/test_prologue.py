@@ -13,6 +13,7 @@ from comfyui_tpu.attention.policy import AttentionPolicy
 from comfyui_tpu.attention.prologue import HeadLayout, Norm, Prologue
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tests.support.closeness import OPERATION
 from diffusers.models.embeddings import apply_rotary_emb
 
 EPS = 1e-6
@@ -68,7 +69,7 @@ def test_queries_are_prepared_as_upstream_does(
     found = layout.divide(jnp.asarray(x.numpy()), groups, 1, norm_of(module), tuple(rotated))
     with torch.no_grad():
         expected = upstream(x, module, head_dim, rotary).unflatten(2, (groups, -1)).movedim(2, 1)
-    compare(f"{name}, {heads} heads of {head_dim}", np.asarray(found[0]), expected.numpy(), error=1e-5)
+    compare(f"{name}, {heads} heads of {head_dim}", np.asarray(found[0]), expected.numpy(), error=OPERATION)
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
@@ -110,12 +111,12 @@ def test_on_every_mesh_the_prologue_is_the_same(name: str, shape: MeshShape, com
     for policy in (AttentionPolicy(), AttentionPolicy(kernel="pallas")):
         run = jax.jit(lambda p, *x, policy=policy: attention(*x, mesh=mesh, prologue=p, policy=policy))
         out = run(prologue, *(x.numpy().reshape(2, seq, heads, head_dim) for x in (q, k, v)))
-        compare(f"{name}, {shape}, {policy.kernel}", np.asarray(out), expected.numpy(), error=2e-5)
+        compare(f"{name}, {shape}, {policy.kernel}", np.asarray(out), expected.numpy(), error=OPERATION)
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
 @pytest.mark.parametrize("name", ["RMS norm of heads", "RMS norm of all"])
-def test_one_chip_takes_its_own_groups_of_what_is_divided(name: str, kernel: bool):
+def test_one_chip_takes_its_own_groups_of_what_is_divided(name: str, kernel: bool, compare: Callable):
     module, rotary, x = norms(8 * 64, 64)[name], tables(139, 64), drawn(2, 139, 8 * 64)
     layout = HeadLayout(head_dim=64, kernel=kernel, interpret=True)
     rest = norm_of(module), tuple(jnp.asarray(table.numpy()) for table in rotary)
@@ -123,4 +124,4 @@ def test_one_chip_takes_its_own_groups_of_what_is_divided(name: str, kernel: boo
     for chip in (0, 1):
         taken = layout.take(jnp.asarray(x.numpy()), jnp.int32(chip), 2, 2, *rest)
         for part, whole in zip(taken, divided, strict=True):
-            np.testing.assert_allclose(part, whole[:, chip], atol=1e-5)
+            compare(f"chip {chip}", part, whole[:, chip], error=OPERATION)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tests.support.closeness import OPERATION
 from comfyui_tpu.tests.support.host import Host
 from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
@@ -168,7 +169,7 @@ def test_leftover_latents_are_in_comfyuis_scale(compare: Callable):
     left = run(first)
     sigma = 5 * 0.5 / (1 + 4 * 0.5)
     state = left[CARRIED]["state"][:1]
-    compare("leftover", normalised(left["samples"]).numpy(), (state / (1 - sigma)).numpy(), error=1e-5)
+    compare("leftover", normalised(left["samples"]).numpy(), (state / (1 - sigma)).numpy(), error=OPERATION)
     found = run(second, {"samples": left["samples"]})["samples"]
     compare("going on from it", found.numpy(), whole("Euler, given sigmas").numpy())
 
@@ -177,7 +178,7 @@ def test_without_leftover_noise_an_early_end_is_the_estimate(compare: Callable):
     """What an Euler step to 0 gives."""
     settings = replace(CASES["Euler, given sigmas"], end_step=3)
     shorter = replace(settings, num_inference_steps=3, sigmas=(1.0, 0.75, 0.5), end_step=0)
-    compare("early end", run(settings)["samples"].numpy(), run(shorter)["samples"].numpy(), error=1e-5)
+    compare("early end", run(settings)["samples"].numpy(), run(shorter)["samples"].numpy(), error=OPERATION)
 
 
 @pytest.mark.parametrize("name", FLOW_SCHEDULERS)
@@ -201,7 +202,7 @@ def test_noise_is_added_to_latents_as_upstream_adds_it(name: str, compare: Calla
     at = upstream.timesteps[2:3]
     mix = getattr(upstream, "scale_noise", None)
     expected = mix(samples, at, noise) if mix else upstream.add_noise(samples, noise, at)
-    compare(f"{name}, noise added", found.state[0], expected.numpy(), error=1e-5)
+    compare(f"{name}, noise added", found.state[0], expected.numpy(), error=OPERATION)
     state, sample = found.state, expected
     outputs = torch.randn(2, *samples.shape, generator=torch.Generator().manual_seed(4))
     ours, theirs = (torch.Generator().manual_seed(5) for _ in range(2))
@@ -211,7 +212,7 @@ def test_noise_is_added_to_latents_as_upstream_adds_it(name: str, compare: Calla
         *state, _ = solver_table.advance(state, output.numpy(), found.table.table[index])
         more = {"generator": theirs} if name == LCM else {}
         sample = upstream.step(output, upstream.timesteps[index], sample, return_dict=False, **more)[0]
-    compare(f"{name}, begun in the middle", np.asarray(state[0]), sample.numpy(), error=1e-4)
+    compare(f"{name}, begun in the middle", np.asarray(state[0]), sample.numpy(), error=OPERATION)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from comfyui_tpu.tests.support.closeness import OPERATION, difference
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, score_bound, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora
 from comfyui_tpu.tpu_runtime.checkpoints.names import Names
@@ -306,8 +307,8 @@ def test_a_file_of_every_format_is_merged_whole(family: str, case: Callable[[Fil
         whole = file.base[name] + STRENGTH * file.added.get(name, torch.zeros(()))
         expected = (cut.take(whole) if cut else whole.reshape(value.shape)).numpy()
         if name in file.added:
-            assert np.abs(value - expected).max() < 2e-6 * max(1, np.abs(expected).max()), name
-            assert file.added[name].abs().max() > 1e-3
+            assert difference(value, expected) <= OPERATION, name
+            assert difference(whole, file.base[name]) > 1e-3
         else:  # another layer of a changed stack
             assert (value == expected).all(), name
     assert file.added.keys() <= {name for name, _, _ in found}

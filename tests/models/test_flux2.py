@@ -15,6 +15,7 @@ from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tests.support.closeness import NETWORK, difference
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
@@ -81,7 +82,7 @@ def embeddings(prompt: str) -> np.ndarray:
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
     embeds, negative = engine(chips).encode(MODEL, prompt, "", Silent())
     what = "one word" if prompt == SHORT else "over 512 tokens"
-    compare(f"embeddings, {what}, {chips} chips", embeds[0][0].numpy(), embeddings(prompt), error=1e-5)
+    compare(f"embeddings, {what}, {chips} chips", embeds[0][0].numpy(), embeddings(prompt), error=NETWORK)
     assert negative is None
     assert (embeds[0][1]["length"] == 512) == (prompt == LONG)
 
@@ -102,7 +103,8 @@ def test_a_tokenizer_that_pads_after_the_text_is_followed(compare: Callable):
         states = pipe.text_encoder(
             torch.from_numpy(ids), attention_mask=torch.from_numpy(mask), output_hidden_states=True
         ).hidden_states
-    compare("embeddings, padded after", np.asarray(ours), torch.cat([states[k] for k in (10, 20, 30)], -1).numpy())
+    expected = torch.cat([states[k] for k in (10, 20, 30)], -1).numpy()
+    compare("embeddings, padded after", np.asarray(ours), expected, error=NETWORK)
 
 
 @pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(tp=3), MeshShape(sp=4, tp=2), MeshShape(sp=8)], ids=str)
@@ -121,7 +123,7 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
             img_ids=pipeline()._prepare_latent_ids(noise), txt_ids=pipeline()._prepare_text_ids(torch.from_numpy(text)),
         )[0]  # fmt: skip
     expected = tokens.transpose(1, 2).reshape(noise.shape).numpy()
-    compare(f"denoiser, {mesh}", denoise_once(noise, mesh), expected)
+    compare(f"denoiser, {mesh}", denoise_once(noise, mesh), expected, error=NETWORK)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_references_join_the_sequence_as_upstreams_do(compare: Callable):
     embeds = runner.encode(MODEL, SHORT, "", Silent())
     latents = runner.denoise(MODEL, ODD, *embeds, Silent(), condition)["samples"].numpy()
     compare("latents, two references", latents, expected.latents)
-    assert np.abs(latents - oracle(ODD).latents).max() > 1e-3
+    assert difference(latents, oracle(ODD).latents) > 1e-3
 
 
 def test_alpha_and_pixels_beyond_the_range_do_not_change_a_reference():
@@ -181,11 +183,11 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
     model = replace(MODEL, precision="bfloat16")
     embeds = runner.encode(model, SHORT, "", Silent())
     latents = runner.denoise(model, ODD, *embeds, Silent())
-    compare("embeddings, bfloat16", embeds[0][0][0].numpy(), embeddings(SHORT), error=1e-2, slope=2e-2)
-    compare("latents, bfloat16", latents["samples"].numpy(), expected.latents, error=5e-2, slope=5e-3)
+    compare("embeddings, bfloat16", embeds[0][0][0].numpy(), embeddings(SHORT), error=9e-2, slope=1e-2)
+    compare("latents, bfloat16", latents["samples"].numpy(), expected.latents, error=1.5e-2, slope=3e-3)
     picture = runner.decode(model, latents, Silent()).numpy()
     # Upstream's own VAE in bfloat16 is off by 4e-2 already, with these random weights.
-    compare("picture, bfloat16", picture, expected.frames, error=1.5e-1, slope=1e-2)
+    compare("picture, bfloat16", picture, expected.frames, error=2e-1, overall=5e-2, slope=5e-3)
 
 
 @pytest.mark.slow
@@ -227,7 +229,7 @@ def test_every_setting_changes_the_result(change: dict):
     first = runner.denoise(MODEL, ODD, *runner.encode(MODEL, SHORT, "", Silent()), Silent())["samples"]
     embeds = runner.encode(MODEL, change.get("prompt", SHORT), "", Silent())
     second = runner.denoise(MODEL, settings, *embeds, Silent())["samples"]
-    assert (first - second).abs().max() > 1e-4
+    assert difference(first, second) > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tests.support.closeness import NETWORK
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
 from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
@@ -61,7 +62,7 @@ def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, c
     both = engine(chips).encode(parity.tiny_model(BASE), prompt, "", Silent())
     for given, found in zip((prompt, ""), both, strict=True):
         assert found is not None
-        compare(f"embeddings of {given[:9]!r}, {chips} chips", found[0][0].numpy(), embeddings(given), error=1e-4)
+        compare(f"embeddings of {given[:9]!r}, {chips} chips", found[0][0].numpy(), embeddings(given), error=NETWORK)
         assert (found[0][1]["length"] == 512) == (given == LONG)
 
 
@@ -85,7 +86,7 @@ def test_a_tokenizer_that_pads_before_the_text_is_followed(compare: Callable):
             torch.from_numpy(ids), attention_mask=torch.from_numpy(mask), output_hidden_states=True
         ).hidden_states
     expected = torch.cat([states[k] for k in (9, 18, 27)], -1).numpy()
-    compare("embeddings, padded before, 3 chips", np.asarray(ours), expected, error=1e-4)
+    compare("embeddings, padded before, 3 chips", np.asarray(ours), expected, error=NETWORK)
 
 
 @pytest.mark.parametrize("mesh", [MeshShape(dp=2, sp=2, tp=2), MeshShape(sp=3)], ids=str)
@@ -111,7 +112,7 @@ def test_one_guided_call_with_a_reference_equals_upstreams(
     parity.poison_padding(monkeypatch)
     given = {"text": np.concatenate(rows), "text_length": np.full(2, 512, np.int32), "reference_0": shown.numpy()}
     ours = parity.denoise_once(BASE, ODD, noise, given, timestep=700.0, mesh=mesh)
-    compare(f"denoiser, {mesh}", ours, flows[1] + 4.0 * (flows[0] - flows[1]))
+    compare(f"denoiser, {mesh}", ours, flows[1] + 4.0 * (flows[0] - flows[1]), error=NETWORK)
 
 
 @pytest.mark.slow

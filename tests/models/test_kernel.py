@@ -13,6 +13,7 @@ import pytest
 from comfyui_tpu.attention import kernel, prologue, residual_norm
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.models import parity
+from comfyui_tpu.tests.support.closeness import NETWORK
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint
 from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
 from comfyui_tpu.tpu_runtime.progress import Silent
@@ -70,7 +71,7 @@ def test_the_kernel_gives_what_the_reference_gives(
     parity.use_kernel(monkeypatch)
     ran = mock.Mock(wraps=kernel.local_attention)
     monkeypatch.setattr(kernel, "local_attention", ran)
-    compare(f"{spec.name}, kernel, {chips} chips", denoised(spec, MeshShape(sp=chips)), expected, error=2e-5)
+    compare(f"{spec.name}, kernel, {chips} chips", denoised(spec, MeshShape(sp=chips)), expected, error=NETWORK)
     assert ran.called
 
 
@@ -105,6 +106,5 @@ def test_heads_of_the_published_size_go_through_every_kernel(
     for room, function in KERNELS:
         ran[function] = mock.Mock(wraps=getattr(room, function))
         monkeypatch.setattr(room, function, ran[function])
-    error = 8e-6 * np.abs(expected).max()  # drawn weights give large numbers, and guidance multiplies differences
-    compare(f"{spec.name}, heads of the published size", denoised(), expected, error=error)
+    compare(f"{spec.name}, heads of the published size", denoised(), expected, error=NETWORK)
     assert all(spy.called for spy in ran.values()), ran

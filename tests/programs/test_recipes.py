@@ -1,11 +1,13 @@
 """Recipes of distilled models: the sigmas and timesteps that their makers publish, with their sources."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import diffusers
 import numpy as np
 import pytest
+from comfyui_tpu.tests.support.closeness import OPERATION
 from comfyui_tpu.tpu_runtime.engine import denoise as denoising
 from comfyui_tpu.tpu_runtime.limits import FLOW_SCHEDULERS
 from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
@@ -36,11 +38,11 @@ def sigmas_of(table: SolverTable) -> np.ndarray:
 
 
 @pytest.mark.parametrize("scheduler", [EULER, LCM])
-def test_lightx2vs_four_steps_of_wan(scheduler: str):
+def test_lightx2vs_four_steps_of_wan(scheduler: str, compare: Callable):
     table = table_of(WAN, sigmas=LIGHTX2V, shift=5.0, scheduler=scheduler)
-    np.testing.assert_allclose(sigmas_of(table), LIGHTX2V_SIGMAS, atol=1e-5)
-    np.testing.assert_allclose(table.timesteps, np.array(LIGHTX2V_SIGMAS) * 1000, atol=0.01)
-    np.testing.assert_allclose(table.levels.sum(1), 1, atol=1e-6)
+    compare("sigmas", sigmas_of(table), LIGHTX2V_SIGMAS, error=1e-5)  # of five decimals
+    compare("timesteps", table.timesteps, np.array(LIGHTX2V_SIGMAS) * 1000, error=1e-5)
+    compare("levels", table.levels.sum(1), np.ones(4), error=OPERATION)
 
 
 @pytest.mark.parametrize("boundary", [0.9, 0.875], ids=["Wan 2.2 I2V", "Wan 2.2 T2V"])
@@ -61,14 +63,15 @@ def test_of_the_four_two_are_the_first_experts(boundary: float):
     assert experts(replace(settings, high_noise_steps=4)) == [first] * 4
 
 
-def test_four_steps_of_euler_alone_are_not_those():
+def test_four_steps_of_euler_alone_are_not_those(compare: Callable):
     """The trap: upstream's Euler spreads its steps between shifted ends, and shifts them again."""
     alone = sigmas_of(table_of(WAN, num_inference_steps=4, shift=5.0, scheduler=EULER))
-    np.testing.assert_allclose(alone, [1.0, 0.9097, 0.7173, 0.0244], atol=1e-4)
+    compare("sigmas", alone, [1.0, 0.9097, 0.7173, 0.0244], error=1e-4)  # of four decimals
     for scheduler in (UNIPC, DPM, "checkpoint"):
         table = table_of(WAN, num_inference_steps=4, shift=5.0, scheduler=scheduler)
-        np.testing.assert_allclose(sigmas_of(table), LIGHTX2V_SIGMAS, atol=1e-3)
-        assert np.abs(table.timesteps - [999, 937, 833, 625]).max() <= 1
+        # Of 1000 training steps they take the nearest.
+        compare("sigmas", sigmas_of(table), LIGHTX2V_SIGMAS, error=1e-3, slope=5e-3)
+        compare("timesteps", table.timesteps, [999, 937, 833, 625], error=1.5e-3, slope=5e-3)
 
 
 @pytest.mark.parametrize("scheduler", FLOW_SCHEDULERS)
@@ -90,37 +93,37 @@ def upstream_sigmas(module: Any, steps: int, sigmas: Any, shift: dict[str, Any],
     return timesteps.numpy(), scheduler.sigmas[:-1].numpy()
 
 
-def test_turbos_eight_steps():
+def test_turbos_eight_steps(compare: Callable):
     """At 1024 x 1024 what the pipeline makes of the card's sigmas is eight equal steps with a shift of 3."""
     table = table_of(FLUX, sigmas=", ".join(map(str, TURBO)), guidance_scale=2.5)
     mu = pipeline_flux2.compute_empirical_mu(image_seq_len=4096, num_steps=8)
     timesteps, sigmas = upstream_sigmas(pipeline_flux2, 8, list(TURBO), {"use_dynamic_shifting": True}, mu=mu)
-    np.testing.assert_allclose(sigmas_of(table), sigmas, atol=1e-6)
-    np.testing.assert_allclose(table.timesteps, timesteps, atol=1e-3)
+    compare("sigmas", sigmas_of(table), sigmas, error=OPERATION)
+    compare("timesteps", table.timesteps, timesteps, error=OPERATION)
     equal = np.linspace(1, 0.001, 8)
-    np.testing.assert_allclose(sigmas_of(table), 3 * equal / (1 + 2 * equal), atol=5e-4)
+    compare("equal steps", sigmas_of(table), 3 * equal / (1 + 2 * equal), error=5e-4)  # the card's have four decimals
 
 
-def test_kleins_four_steps():
+def test_kleins_four_steps(compare: Callable):
     """`Flux2KleinPipeline` at 1024 x 1024: the same shift as dev's, for four steps."""
     table = table_of(FLUX, num_inference_steps=4)
     mu = pipeline_flux2_klein.compute_empirical_mu(image_seq_len=4096, num_steps=4)
     timesteps, sigmas = upstream_sigmas(
         pipeline_flux2_klein, 4, np.linspace(1, 0.25, 4), {"use_dynamic_shifting": True}, mu=mu
     )
-    np.testing.assert_allclose(sigmas_of(table), sigmas, atol=1e-6)
-    np.testing.assert_allclose(table.timesteps, timesteps, atol=1e-3)
+    compare("sigmas", sigmas_of(table), sigmas, error=OPERATION)
+    compare("timesteps", table.timesteps, timesteps, error=OPERATION)
 
 
 @pytest.mark.parametrize("steps", [8, 12])
-def test_hunyuans_step_distilled(steps: int):
+def test_hunyuans_step_distilled(steps: int, compare: Callable):
     """Its makers' README: 8 or 12 steps; the card of 480p_i2v_step_distilled: shift 7, guidance 1."""
     table = table_of(spec_by_name("hunyuanvideo1.5-i2v-720p"), num_inference_steps=steps, flow_shift=7.0)
     equal = np.linspace(1, 0, steps + 1)[:-1]
     timesteps, sigmas = upstream_sigmas(pipeline_hunyuan_video1_5, steps, equal, {"shift": 7.0})
-    np.testing.assert_allclose(sigmas_of(table), sigmas, atol=1e-6)
-    np.testing.assert_allclose(sigmas, 7 * equal / (1 + 6 * equal), atol=1e-6)
-    np.testing.assert_allclose(table.timesteps, timesteps, atol=1e-3)
+    compare("sigmas", sigmas_of(table), sigmas, error=OPERATION)
+    compare("equal steps", sigmas, 7 * equal / (1 + 6 * equal), error=OPERATION)
+    compare("timesteps", table.timesteps, timesteps, error=OPERATION)
 
 
 @pytest.mark.parametrize("spec", [FLUX, HUNYUAN], ids=lambda spec: spec.family)

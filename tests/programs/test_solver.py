@@ -5,6 +5,7 @@ import inspect
 import numpy as np
 import pytest
 import torch
+from comfyui_tpu.tests.support.closeness import NETWORK, OPERATION
 from comfyui_tpu.tpu_runtime.programs import solver_table
 
 FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
@@ -60,7 +61,7 @@ def trajectory(config: dict, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("num_steps", [1, 2, 6, 50])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_table_steps_as_its_scheduler_does(config: dict, num_steps: int, compare):
-    compare(f"{config['_class_name']}, {num_steps} steps", *trajectory(config, num_steps), error=1e-5)
+    compare(f"{config['_class_name']}, {num_steps} steps", *trajectory(config, num_steps), error=NETWORK)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -79,7 +80,7 @@ def test_a_true_output_gives_the_denoised_sample(config: dict, compare):
             sample, output = (1 - sigma) * clean + sigma * noise, noise - clean
         state = solver_table.initial_state(sample.numpy(), table.num_memory)
         denoised = solver_table.advance(state, output.numpy(), table.table[index])[-1]
-        compare(f"{config['_class_name']} at {timestep}", np.asarray(denoised), clean.numpy(), error=1e-4)
+        compare(f"{config['_class_name']} at {timestep}", np.asarray(denoised), clean.numpy(), error=OPERATION)
 
 
 def test_a_solver_that_is_not_linear_is_refused():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tests.support.closeness import OPERATION
 from comfyui_tpu.tpu_runtime.models.autoencoders import layers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -30,7 +31,7 @@ def test_a_convolution_is_torchs(kernel: tuple[int, int, int], edges: layers.Edg
         wanted = conv(torch.nn.functional.pad(x, (columns // 2, columns // 2, rows // 2, rows // 2, 0, 0), mode))
         weight, bias = (jnp.asarray(value.numpy()) for value in (conv.weight, conv.bias))
     found = jax.jit(layers.convolution, static_argnames="edges")(split(x, chips), weight, bias, edges=edges)
-    compare("convolution", found, wanted.numpy(), error=1e-5)
+    compare("convolution", found, wanted.numpy(), error=OPERATION)
 
 
 @pytest.mark.parametrize("shape", [(1, 6, 3, 4, 16), (1, 6, 4, 16)], ids=["video", "picture"])
@@ -42,4 +43,4 @@ def test_a_group_norm_is_torchs(shape: tuple[int, ...], chips: int, compare: Cal
     wanted = torch.nn.functional.group_norm(x, 3, weight, bias, eps=1e-6)
     values = (jnp.asarray(value.numpy()) for value in (weight, bias))
     found = jax.jit(layers.group_norm, static_argnames=("groups", "eps"))(split(x, chips), *values, groups=3, eps=1e-6)
-    compare("group norm", found, wanted.numpy(), error=1e-5)
+    compare("group norm", found, wanted.numpy(), error=OPERATION)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tests.support.closeness import OPERATION
 from comfyui_tpu.tpu_runtime.models.autoencoders import convolution, layers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -54,7 +55,7 @@ def test_the_kernel_is_torchs_convolution(
 ):
     conv, x = drawn(kernel, outs, width)
     found = by_kernel(conv, x, shape, jnp.float32, repeats=edges == "replicate")
-    compare("convolution", found, wanted(conv, x, edges), error=1e-5)
+    compare("convolution", found, wanted(conv, x, edges), error=OPERATION)
 
 
 @pytest.mark.parametrize("past_at", [0, 1])
@@ -62,7 +63,7 @@ def test_the_kernel_is_torchs_convolution(
 def test_past_frames_stand_where_they_are_said_to(past_at: int, shape: MeshShape, compare: Callable):
     conv, x = drawn((3, 3, 3), 7, 40)
     found = by_kernel(conv, x, shape, jnp.float32, repeats=False, past_at=past_at)
-    compare("convolution", found, wanted(conv, x, "zero"), error=1e-5)
+    compare("convolution", found, wanted(conv, x, "zero"), error=OPERATION)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -74,7 +75,7 @@ def test_pixels_are_doubled_in_the_kernel(dtype: jnp.dtype, shape: MeshShape, co
         conv.weight.copy_(conv.weight.bfloat16())
     found = by_kernel(conv, x, shape, dtype, repeats=False, doubled=True)
     large = x.repeat_interleave(2, dim=3).repeat_interleave(2, dim=4)
-    compare("convolution", found, wanted(conv, large, "zero"), error=1e-5 if dtype == jnp.float32 else 1e-2)
+    compare("convolution", found, wanted(conv, large, "zero"), error=OPERATION if dtype == jnp.float32 else 1.2e-2)
 
 
 @pytest.mark.parametrize("shape", [ONE, EIGHT], ids=["1 chip", "8 chips"])
@@ -82,9 +83,9 @@ def test_every_second_row_and_column_is_torchs_stride(shape: MeshShape, compare:
     conv, x = drawn((1, 3, 3), 7, 40)
     padded = torch.nn.functional.pad(x, (0, 1, 0, 1))
     strided = torch.nn.functional.conv3d(padded, conv.weight, conv.bias, stride=(1, 2, 2)).detach().numpy()
-    compare("kernel", by_kernel(conv, x, shape, jnp.float32, repeats=False, halved=True), strided, error=1e-5)
+    compare("kernel", by_kernel(conv, x, shape, jnp.float32, repeats=False, halved=True), strided, error=OPERATION)
     weight, bias = (jnp.asarray(value.detach().numpy()) for value in (conv.weight, conv.bias))
-    compare("XLA's", layers.convolution(jnp.asarray(x.numpy()), weight, bias, halved=True), strided, error=1e-5)
+    compare("XLA's", layers.convolution(jnp.asarray(x.numpy()), weight, bias, halved=True), strided, error=OPERATION)
 
 
 def test_a_program_for_no_tpu_keeps_xlas_convolution():

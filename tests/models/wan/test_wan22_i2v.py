@@ -17,6 +17,7 @@ from comfyui_tpu.nodes.headless import core_nodes
 from comfyui_tpu.nodes.headless.runner import TerminalHost
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tests.support.closeness import NETWORK, difference
 from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime import media
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
@@ -114,7 +115,7 @@ def test_condition_latents_and_frames_equal_upstreams(chips: int, case: str, com
     settings = CASES[case]
     expected = oracle(settings)
     condition, latents, frames = run(engine(chips), settings)
-    compare(f"condition, {case}, {chips} chips", condition["tensors"]["condition"], expected.condition)
+    compare(f"condition, {case}, {chips} chips", condition["tensors"]["condition"], expected.condition, error=NETWORK)
     compare(f"latents, {case}, {chips} chips", latents.numpy(), expected.latents)
     compare(f"frames, {case}, {chips} chips", frames.numpy(), expected.frames)
 
@@ -139,7 +140,7 @@ def test_a_video_of_one_frame_has_a_condition_too(compare: Callable):
         pixels = picture(ONE).movedim(-1, 1) * 2 - 1
         _, expected = pipeline().prepare_latents(pixels, 1, 16, 64, 64, 1, torch.float32, "cpu", torch.Generator())
     condition = engine(8).encode_image(MODEL, picture(ONE), ONE, Silent())
-    compare("condition, one frame, 8 chips", condition["tensors"]["condition"], expected)
+    compare("condition, one frame, 8 chips", condition["tensors"]["condition"], expected, error=NETWORK)
     assert (condition["height"], condition["width"], condition["num_frames"]) == (64, 64, 1)
 
 
@@ -151,14 +152,14 @@ def test_a_video_may_end_with_a_picture_too(compare: Callable):
             first, 1, 16, 64, 64, 5, torch.float32, "cpu", torch.Generator(), last_image=end
         )
     condition = engine(8).encode_image(MODEL, torch.cat([picture(ONE), last]), settings, Silent())
-    compare("condition, first and last frame, 8 chips", condition["tensors"]["condition"], expected)
+    compare("condition, first and last frame, 8 chips", condition["tensors"]["condition"], expected, error=NETWORK)
 
 
 @pytest.mark.parametrize("chips", [1, 3, 8])
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, compare: Callable):
     prompt_embeds, negative = engine(chips).encode(MODEL, SHORT, NEGATIVE, Silent())
     ours = np.concatenate([prompt_embeds[0][0].numpy(), negative[0][0].numpy()])
-    compare(f"embeddings, {chips} chips", ours, embeddings())
+    compare(f"embeddings, {chips} chips", ours, embeddings(), error=NETWORK)
     assert prompt_embeds[0][1]["length"] == 2
 
 
@@ -176,7 +177,7 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
             for row in embeddings()
         )
     expected = uncond + ODD.guidance_scale * (cond - uncond)
-    compare(f"{expert}, {chips} chips", denoise_once(chips, expert), expected.numpy())
+    compare(f"{expert}, {chips} chips", denoise_once(chips, expert), expected.numpy(), error=NETWORK)
 
 
 def test_the_two_experts_differ_and_share_the_steps():
@@ -238,7 +239,7 @@ def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
     model = parity.write_other_dimensions(other, tmp_path / "other", changes)
     expected = generate(load_pipeline(tmp_path / "other"), settings)
     condition, latents, frames = run(engine(3), settings, model)
-    compare("condition, other dimensions", condition["tensors"]["condition"], expected.condition)
+    compare("condition, other dimensions", condition["tensors"]["condition"], expected.condition, error=NETWORK)
     compare("latents, other dimensions", latents.numpy(), expected.latents)
     compare("frames, other dimensions", frames.numpy(), expected.frames)
 
@@ -254,10 +255,10 @@ def test_every_setting_and_the_picture_change_the_result():
         {"shift": 3.0}, {"num_inference_steps": 4}, {"seed": 11}, {"guidance_scale": 2.0}, {"guidance_scale_2": 1.5},
     ):  # fmt: skip
         other = runner.denoise(MODEL, replace(ODD, **change), *embeds, Silent(), condition)["samples"]
-        assert (first - other).abs().max() > 1e-3, change
+        assert difference(first, other) > 1e-3, change
     dark = runner.encode_image(MODEL, picture(ODD) * 0.3, ODD, Silent())
     other = runner.denoise(MODEL, ODD, *embeds, Silent(), dark)["samples"]
-    assert (first - other).abs().max() > 1e-3
+    assert difference(first, other) > 1e-3
     assert dict(runner.counts) == before
 
 
