@@ -208,10 +208,11 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
     embeds = runner.encode(model, PLAIN, NEGATIVE, Silent())
     latents = runner.denoise(model, FLAT, *embeds, Silent())
     frames = runner.decode(model, latents, Silent())
-    compare("prompt, bfloat16", embeds[0][0][0].numpy(), embeddings(PLAIN)["text"], error=8e-2, slope=3e-3)
-    compare("latents, bfloat16", latents["samples"].numpy() * SCALE, expected.latents, error=4e-2, slope=3e-3)
+    states = embeds[0][0][0].numpy(), embeddings(PLAIN)["text"]
+    compare("prompt, bfloat16", *states, error=2e-1, overall=1e-1, slope=3e-3)
+    compare("latents, bfloat16", latents["samples"].numpy() * SCALE, expected.latents, error=1.2e-2, slope=3e-3)
     # Measured 0.06 at the worst pixel; the decoder alone 0.039 (rms 0.0024), upstream's in bfloat16 0.027 (0.0023).
-    compare("frames, bfloat16", frames.numpy(), expected.frames, error=8e-2, slope=5e-3)
+    compare("frames, bfloat16", frames.numpy(), expected.frames, error=2.5e-1, overall=2e-2, slope=5e-3)
 
 
 @pytest.mark.slow

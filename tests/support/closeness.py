@@ -12,7 +12,7 @@ ROUNDING = 2.0**-24
 # `tests/test_closeness.py` what was seen. One operation: a norm, a softmax, a sum of products.
 OPERATION = 64 * ROUNDING
 # Operations in a row: a text encoder, one call of a denoiser.
-NETWORK = 256 * ROUNDING
+NETWORK = 512 * ROUNDING
 # Networks in a row: the steps of a solver, with guidance, and the autoencoder.
 PIPELINE = 1024 * ROUNDING
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tests.support.closeness import OPERATION, PIPELINE
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.models import wan21
@@ -119,4 +120,6 @@ def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(compare: Callable
         latents = runner.denoise(MODEL, settings, *runner.encode(MODEL, PROMPT, "", Silent()), Silent())
         mean, std = wan_vae.latent_stats(pipe.vae.config)
         compare(f"latents, {chips} chips", ((latents["samples"] - mean) / std).numpy(), expected.latents)
-        compare(f"frames, {chips} chips", runner.decode(MODEL, latents, Silent()).numpy(), expected.frames)
+        frames = runner.decode(MODEL, latents, Silent()).numpy()
+        # The edges of what a trained decoder draws are steep: the worst of 134 400 values is off by 7e-5, all by 2e-6.
+        compare(f"frames, {chips} chips", frames, expected.frames, error=5 * PIPELINE, overall=2 * OPERATION)

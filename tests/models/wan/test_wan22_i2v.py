@@ -215,9 +215,10 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
     """Against the float32 oracle: rounding of 8 bits through the VAE twice, 2 blocks, 6 steps."""
     expected = oracle(ONE)
     condition, latents, frames = run(engine(1), ONE, replace(MODEL, precision="bfloat16"))
-    compare("condition, bfloat16", condition["tensors"]["condition"], expected.condition, error=3e-2, slope=3e-3)
-    compare("latents, bfloat16", latents.numpy(), expected.latents, error=5e-2, slope=3e-3)
-    compare("frames, bfloat16", frames.numpy(), expected.frames, error=5e-2, slope=5e-3)
+    first_frame = condition["tensors"]["condition"]
+    compare("condition, bfloat16", first_frame, expected.condition, error=2.5e-2, overall=5e-3, slope=3e-3)
+    compare("latents, bfloat16", latents.numpy(), expected.latents, error=4e-2, slope=3e-3)
+    compare("frames, bfloat16", frames.numpy(), expected.frames, error=1e-1, overall=2.5e-2, slope=5e-3)
 
 
 @pytest.mark.slow
