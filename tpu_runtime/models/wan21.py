@@ -158,6 +158,9 @@ TRANSFORMER_RULES = (
     Rule("blocks.*.ffn.net.2.weight", *layers.BLOCK_GATHERED),
     Rule("condition_embedder.time_proj.weight", *layers.GATHERED),
     Rule("condition_embedder.*.*.weight", *layers.GATHERED),
+    # 5120 wide: over the limit of what needs no rule in float32, or of more channels.
+    Rule("patch_embedding.weight", REPLICATED),
+    Rule("proj_out.weight", REPLICATED),
 )
 
 # Those of Wan-Video/Wan2.1; as in `diffusers.loaders.single_file_utils.convert_wan_transformer_to_diffusers`.

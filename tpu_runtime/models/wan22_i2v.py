@@ -137,8 +137,6 @@ _EXPERT = replace(
     config={**wan21.TRANSFORMER.config, "in_channels": 36},
     tiny={**wan21.TRANSFORMER.tiny, "in_channels": 36, "num_layers": 2},
     needs={**wan21.TRANSFORMER.needs, "in_channels": Need((36,), required=True)},
-    # 1.4 MiB, where Wan 2.1's has 0.6.
-    rules=(*wan21.TRANSFORMER.rules, Rule("patch_embedding.weight", REPLICATED)),
 )
 EXPERTS = (_EXPERT, replace(_EXPERT, name="transformer_2", folder="transformer_2"))
 

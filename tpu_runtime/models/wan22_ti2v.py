@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...sharding.rules import REPLICATED, Rule
 from ..limits import FloatLimit, IntLimit
 from ..spec import LatentGeometry, Need
 from . import layers, wan21
@@ -91,8 +90,6 @@ TRANSFORMER = replace(
         "in_channels": Need((48,), required=True),
         "out_channels": Need((48,), required=True),
     },
-    # 1.1 MiB each, where Wan 2.1's have 0.6.
-    rules=(*wan21.TRANSFORMER.rules, Rule("patch_embedding.weight", REPLICATED), Rule("proj_out.weight", REPLICATED)),
 )
 
 SPEC = replace(
