@@ -102,8 +102,9 @@ class Block:
         return self.out.shape[-1]
 
     @property
-    def precision(self) -> jax.lax.Precision | None:
-        return jax.lax.Precision.HIGHEST if self.query.dtype == jnp.float32 else None
+    def precision(self) -> jax.lax.Precision:
+        # Stated for bfloat16 too: a user's default of "highest" does not compile in a kernel.
+        return jax.lax.Precision.HIGHEST if self.query.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
     def lanes(self, head: int) -> Any:
         """The lanes of keys that hold `head`: whole registers, so perhaps a neighbour's lanes too."""

@@ -279,7 +279,8 @@ def _body(
     seen, high, wide, lanes = joined.shape
     ins, whole, above, at = last.shape[3], wide - last.shape[2], rows // 2, pl.program_id(1)
     rows_each = block // (last.shape[1] - 2 * above)
-    precision = jax.lax.Precision.HIGHEST if out.dtype == jnp.float32 else None
+    # Stated for bfloat16 too: a user's default of "highest" does not compile in a kernel.
+    precision = jax.lax.Precision.HIGHEST if out.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     num_past = seen - videos[0].shape[0]
 
     def put(place: tuple, row: "jax.Array") -> None:
