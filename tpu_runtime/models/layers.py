@@ -55,6 +55,13 @@ def embed_patches(embedding: Any, latents: "torch.Tensor") -> "torch.Tensor":
     return tokens.transpose(1, 2)
 
 
+def unrounded(forward: "Callable[..., torch.Tensor]") -> "Callable[..., torch.Tensor]":
+    """`forward` of a module that stays in float32 when the rest is bfloat16, as which a TPU would multiply it too."""
+    import jax
+
+    return jax.default_matmul_precision("highest")(forward)
+
+
 def enter_joint(sequence: Any, tables: str, values: dict[str, Any]) -> dict[str, Any]:
     """The arguments of blocks that keep latents and text apart: latents and the rotary `tables` split by tokens."""
     rotary = tuple(

@@ -136,6 +136,8 @@ def prepare_denoiser(network: Any, sequence: Any) -> None:
     blocks.scan = sequence.scan("blocks", enter)
     embedding = network.module.patch_embedding
     embedding.forward = types.MethodType(embed_patches, embedding)
+    embedder = network.module.condition_embedder.time_embedder
+    embedder.forward = layers.unrounded(embedder.forward)
 
 
 TEXT_ENCODER = t5.encoder(

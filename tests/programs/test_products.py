@@ -1,0 +1,110 @@
+"""In which precision products are computed: read from what the programs of every model trace to for a TPU."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from comfyui_tpu.attention import kernel
+from comfyui_tpu.attention.keys import Keys
+from comfyui_tpu.attention.policy import Form
+from comfyui_tpu.sharding.mesh import make_mesh
+from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tpu_runtime.cost_model import chips, flops
+from comfyui_tpu.tpu_runtime.models import SPECS
+from comfyui_tpu.tpu_runtime.models.autoencoders import convolution
+from comfyui_tpu.tpu_runtime.programs import rehearsal
+from comfyui_tpu.tpu_runtime.programs.program import Program, shaped
+from comfyui_tpu.tpu_runtime.spec import STAGES, ModelSpec
+
+
+def products(jaxpr: Any, in_kernel: bool = False) -> Iterator[tuple[Any, bool]]:
+    """Every product, and whether a kernel computes it."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        name = equation.primitive.name
+        if name in ("dot_general", "conv_general_dilated"):
+            yield equation, in_kernel
+        for inner in flops.inner_jaxprs(equation):
+            yield from products(inner, in_kernel or name == "pallas_call")
+
+
+def is_rounded(equation: Any) -> bool:
+    """Whether a TPU rounds an operand of float32 to bfloat16."""
+    precisions = equation.params["precision"] or (None, None)
+    return any(
+        operand.aval.dtype == jnp.float32 and precision != jax.lax.Precision.HIGHEST
+        for operand, precision in zip(equation.invars[:2], precisions, strict=True)
+    )
+
+
+def shared(spec: ModelSpec, stage: str) -> tuple[Any, ...]:
+    """What models have in common whose programs of a stage have the same products."""
+    functions = {
+        "encode": [text.encode for text in spec.text_encoders],
+        "image": [spec.encode_image],
+        "denoise": [spec.forward, spec.prepare_denoiser, spec.guidance, spec.step_reuse],
+        "decode": [spec.decode],
+    }
+    names = {
+        "encode": [text.component for text in spec.text_encoders],
+        "image": [part.name for part in spec.components if part.name in ("vae_encoder", "image_encoder")],
+        "denoise": spec.experts[:1],
+        "decode": [spec.vae],
+    }
+    parts = [(spec.component(name).class_name, str(spec.component(name).config)) for name in names[stage]]
+    return stage, str(parts), str(functions[stage])
+
+
+# Each program once; "image" of a model that takes none has no programs.
+CASES = {
+    shared(spec, stage): (spec, stage)
+    for spec in reversed(SPECS)
+    for stage in STAGES
+    if stage != "image" or spec.encode_image is not None
+}
+
+
+def traced(spec: ModelSpec, stage: str) -> list[Program]:
+    devices = chips.compile_devices(chips.topology("v6e-1"))
+    found = [*rehearsal.for_spec(spec, spec.settings(), devices, stages=(stage,))]
+    if stage == "denoise" and spec.step_reuse is not None:
+        found += rehearsal.for_spec(spec, spec.settings(step_cache=True), devices, stages=(stage,))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "stage"), [pytest.param(*each, id=f"{each[0].name}-{each[1]}") for each in CASES.values()]
+)
+def test_float32_is_multiplied_as_float32_and_kernels_say_how(spec: ModelSpec, stage: str):
+    """In bfloat16 programs too; in a kernel nothing may depend on a user's default, which may not compile."""
+    found = {program.name: [*products(flops.traced(program))] for program in traced(spec, stage)}
+    assert any(found.values())
+    for name, equations in found.items():
+        rounded = [str(equation.source_info.name_stack) for equation, _ in equations if is_rounded(equation)]
+        assert not rounded, name
+        assert all(equation.params["precision"] for equation, in_kernel in equations if in_kernel), name
+
+
+def attended(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    keys = Keys(keys=k, values=v, rows=k.shape[1], certain=k.shape[1])
+    form = Form(block_q=128, step=128)
+    return kernel.flat_attention(q, [keys], head_dim=64, form=form, log_sums=False, scale=0.125)[0]
+
+
+def convolved(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+    return convolution.convolution(x, weight, bias, repeats=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [(attended, [(1, 256, 128)] * 3), (convolved, [(1, 128, 2, 8, 16), (128, 128, 1, 3, 3), (128,)])],
+)
+def test_kernels_compile_whatever_the_default_precision_is(function: Callable, shapes: list[tuple[int, ...]]):
+    mesh = make_mesh(chips.compile_devices(chips.topology("v6e-1")), MeshShape())
+    args = tuple(shaped(mesh, shape, jnp.bfloat16) for shape in shapes)
+    program = Program(name="kernel", fn=function, args=args, mesh=mesh, precision="bfloat16")
+    with jax.default_matmul_precision("highest"):
+        lowered = program.lower()
+        assert program.compile(lowered).memory_analysis() is not None
