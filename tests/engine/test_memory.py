@@ -16,6 +16,7 @@ from comfyui_tpu.tpu_runtime.engine.device_cache import DeviceCache
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.engine.memory_advice import VARIABLE, OutOfMemory
 from comfyui_tpu.tpu_runtime.models import SPECS
+from comfyui_tpu.tpu_runtime.plan import compile
 from comfyui_tpu.tpu_runtime.programs import executables
 from comfyui_tpu.tpu_runtime.programs.program import Program
 from comfyui_tpu.tpu_runtime.progress import Silent
@@ -229,3 +230,30 @@ def test_a_programs_code_is_what_the_compiler_says():
     assert executable.code_bytes == stats.generated_code_size_in_bytes > 0
     held = (stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.temp_size_in_bytes)
     assert executable.workspace_bytes == sum(held)
+
+
+def doubled(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    return x @ weights["used"] * 2
+
+
+def test_weights_that_a_program_does_not_use_hide_nothing_of_what_it_holds():
+    """JAX drops them from what the program takes; as much was taken off its results."""
+    mesh = Mesh(np.array(jax.devices()), ("sp",))
+
+    def shaped(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P("sp")))
+
+    def workspace(**weights: jax.ShapeDtypeStruct) -> set[int]:
+        """Of the program as it was compiled, as it is loaded again, and as a plan has it."""
+        program = Program(
+            name="doubled", fn=doubled, weights=weights, args=(shaped(512, 64),), mesh=mesh, precision="float32"
+        )
+        compiled, loaded = (
+            executables.obtain(f"doubled {len(weights)}", lambda: program, tuple(jax.devices()))[0] for _ in range(2)
+        )
+        planned = compile.memory_of(program, compiled.compiled).without_weights
+        return {compiled.workspace_bytes, loaded.workspace_bytes, planned}
+
+    (alone,) = workspace(used=shaped(64, 32))
+    assert alone >= 512 * (64 + 32) * 4 // len(mesh.devices)
+    assert workspace(used=shaped(64, 32), unused=shaped(1024, 1024)) == {alone}

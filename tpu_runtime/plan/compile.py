@@ -131,11 +131,12 @@ def weight_bytes(program: Program) -> int:
 
 
 def memory_of(program: Program, executable: jax.stages.Compiled) -> Memory:
-    """What the compiled program holds on each device."""
+    """What each device holds while the compiled program runs: its component's weights are whole, used or not."""
     weights, stats = weight_bytes(program), executable.memory_analysis()
     assert stats is not None  # a TPU's compiler gives it, and the CPU's
     # Not `peak_memory_in_bytes`: that one counts on-chip memory too, and less than the arena of temporaries.
-    held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    beside = stats.argument_size_in_bytes - program.weight_bytes_in(executable)
+    held = weights + beside + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return Memory(
         arguments=stats.argument_size_in_bytes,
         weights=weights,

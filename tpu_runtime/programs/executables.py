@@ -23,7 +23,7 @@ from ...sharding.mesh import Device
 from .. import refusal
 from ..cache.store import Store, signature, trim_xla
 from ..refusal import DoesNotFit
-from .program import Program, shard_bytes
+from .program import Program
 from .xla_cache import cached_by_thread, compilations
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Executable:
         stats = self.compiled.memory_analysis()
         if stats is None:
             return 0
-        weights = sum(map(shard_bytes, jax.tree.leaves(self.program.weights)))
+        weights = self.program.weight_bytes_in(self.compiled)
         held = stats.argument_size_in_bytes - weights + stats.output_size_in_bytes - stats.alias_size_in_bytes
         return max(0, held) + stats.temp_size_in_bytes
 

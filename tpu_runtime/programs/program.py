@@ -118,6 +118,13 @@ class Program:
         """The program, which may have been `lowered` already, with its `compiler_options`."""
         return (lowered or self.lower()).compile(compiler_options=dict(self.compiler_options))
 
+    def weight_bytes_in(self, compiled: jax.stages.Compiled) -> int:
+        """Bytes on one chip of the weights that the `compiled` program takes: JAX drops those that it does not use."""
+        if self.weights is None:
+            return 0
+        taken, _ = compiled.input_shardings
+        return sum(shard_bytes(self.weights[name]) for name, sharding in taken[0].items() if sharding is not None)
+
     @functools.cached_property
     def zeros(self) -> tuple[Any, Any]:
         """What a call's program gives (see `spec.Call`), without running it: zeros without memory behind them, so that
