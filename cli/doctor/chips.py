@@ -19,6 +19,9 @@ HUGEPAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 LOCK = "tmp/libtpu_lockfile"
 # Each changes every program, and nothing was tested with it.
 _UNTESTED = ("JAX_ENABLE_X64", "JAX_DISABLE_JIT")
+# With these values no network can be traced.
+_REFUSING = {"JAX_NUMPY_RANK_PROMOTION": "raise", "JAX_NUMPY_DTYPE_PROMOTION": "strict"}
+_PRECISION = "JAX_DEFAULT_MATMUL_PRECISION"
 
 
 def plugged_in(machine: Machine) -> Iterator[Finding]:
@@ -123,6 +126,12 @@ def variables(machine: Machine) -> Iterator[Finding]:
     for name in _UNTESTED:
         if environ.get(name, "").lower() not in ("", "0", "false"):
             yield Finding(topic=name, found=f"{environ[name]}: never tested", remedy=f"unset {name}")
+    for name, value in _REFUSING.items():
+        if environ.get(name, "").lower() == value:
+            yield Finding(topic=name, found=f"{value}: JAX refuses what networks compute", remedy=f"unset {name}")
+    if precision := environ.get(_PRECISION):
+        found = f"{precision}: changes products of bfloat16 programs, but for those in kernels"
+        yield Finding(topic=_PRECISION, found=found, remedy=f"unset {_PRECISION}", advice=True)
     yield from _budget(machine)
 
 

@@ -272,6 +272,17 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
         "--xla_tpu_b=2: only libtpu knows these", "export XLA_FLAGS=--xla_a=1 LIBTPU_INIT_ARGS='--c=3 --xla_tpu_b=2'",
     ),
     "64 bits": (chips.variables, env(JAX_ENABLE_X64="true"), "true: never tested", "unset JAX_ENABLE_X64"),
+    "no broadcasting": (
+        chips.variables, env(JAX_NUMPY_RANK_PROMOTION="raise"), "raise: JAX refuses", "unset JAX_NUMPY_RANK_PROMOTION"
+    ),
+    "no mixed types": (
+        chips.variables, env(JAX_NUMPY_DTYPE_PROMOTION="strict"), "strict: JAX refuses",
+        "unset JAX_NUMPY_DTYPE_PROMOTION",
+    ),
+    "another precision": (
+        chips.variables, env(JAX_DEFAULT_MATMUL_PRECISION="highest"), "highest: changes products of bfloat16 programs",
+        "unset JAX_DEFAULT_MATMUL_PRECISION",
+    ),
     "budget too high": (
         chips.variables, env(COMFYUI_TPU_HBM_GIB="40"), "40 GiB, more than the 32.0 GiB of a v6e",
         "unset COMFYUI_TPU_HBM_GIB",
