@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .files import CheckpointError, read_json
 
@@ -44,11 +44,14 @@ def tokenize_chats(
     chats: Sequence[Any],
     max_length: int,
     *,
+    padding_side: Literal["left", "right"],
     add_generation_prompt: bool,
     template_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> "tuple[np.ndarray, np.ndarray]":
-    """Ids and mask `[rows, max_length]` int32 of conversations in the tokenizer's template, padded on its side.
+    """Ids and mask `[rows, max_length]` int32 of conversations in the tokenizer's template.
 
+    `padding_side` is the model's, not the tokenizer's: where a tokenizer_config.json does not state it, transformers 4
+    used the default of the tokenizer's class, and transformers 5 pads every class on the right.
     `template_options` are what this template takes beside the conversation.
     """
     import numpy as np
@@ -65,6 +68,7 @@ def tokenize_chats(
         return_dict=True,
         return_tensors="np",
         padding="max_length",
+        tokenizer_kwargs={"padding_side": padding_side},
         truncation=True,
         max_length=max_length,
         **template_options,

@@ -1,6 +1,7 @@
 """Flux.2 against `diffusers.Flux2Pipeline` on the CPU in float32: every stage and the whole, on 1, 3 and 8 chips."""
 
 import functools
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK, difference
+from comfyui_tpu.tpu_runtime import tokens
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
@@ -41,7 +43,11 @@ class Host(Silent):
 
 
 def build_pipeline(folder: Path) -> Any:
-    """From its parts: the processor of the tokenizer's folder does not load without torchvision."""
+    """From its parts: the processor of the tokenizer's folder does not load without torchvision.
+
+    The published tokenizer states no side of padding. The pipeline was published with transformers 4, which pads that
+    class on the left.
+    """
     import diffusers
     from transformers import AutoTokenizer, Mistral3ForConditionalGeneration
 
@@ -49,7 +55,7 @@ def build_pipeline(folder: Path) -> Any:
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
         vae=diffusers.AutoencoderKLFlux2.from_pretrained(folder / "vae"),
         text_encoder=Mistral3ForConditionalGeneration.from_pretrained(folder / "text_encoder"),
-        tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"),
+        tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer", padding_side="left"),
         transformer=diffusers.Flux2Transformer2DModel.from_pretrained(folder / "transformer"),
     )
     pipe.set_progress_bar_config(disable=True)
@@ -87,7 +93,18 @@ def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, c
     assert (embeds[0][1]["length"] == 512) == (prompt == LONG)
 
 
-def test_a_tokenizer_that_pads_after_the_text_is_followed(compare: Callable):
+def test_prompts_are_padded_on_the_left_whatever_the_tokenizer_does():
+    config = json.loads((tiny.ensure(SPEC) / "tokenizer" / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "LlamaTokenizerFast" and "padding_side" not in config  # as published
+    tokenizer = tokens.load_tokenizer(tiny.ensure(SPEC) / "tokenizer")
+    assert tokenizer.padding_side == "right"  # transformers 5, of any class
+    ids, mask = mistral3.tokenize(tokenizer, [SHORT, LONG])
+    empty = int((mask[0] == 0).sum())
+    assert 0 < empty < 512 and mask[0].tolist() == [0] * empty + [1] * (512 - empty) and mask[1].all()
+    assert ids[0, empty] == tokenizer.bos_token_id and (ids[0, :empty] == tokenizer.pad_token_id).all()
+
+
+def test_padding_after_the_text_is_masked_too(compare: Callable):
     pipe = pipeline()
     ids, mask = mistral3.tokenize(pipe.tokenizer, [SHORT])
     ids, mask = (np.roll(x, -int((mask == 0).sum())) for x in (ids, mask))

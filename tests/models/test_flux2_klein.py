@@ -1,5 +1,6 @@
 """Flux.2 klein against `diffusers.Flux2KleinPipeline` on the CPU in float32: distilled, and base with guidance."""
 
+import copy
 import functools
 import json
 import shutil
@@ -66,7 +67,14 @@ def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, c
         assert (found[0][1]["length"] == 512) == (given == LONG)
 
 
-def test_a_tokenizer_that_pads_before_the_text_is_followed(compare: Callable):
+def test_prompts_are_padded_on_the_right_whatever_the_tokenizer_does():
+    tokenizer = copy.deepcopy(pipeline(BASE.name).tokenizer)
+    tokenizer.padding_side = "left"
+    _, mask = qwen3.tokenize(tokenizer, [SHORT])
+    assert 0 < mask.sum() < 512 and mask[0, : mask.sum()].all()
+
+
+def test_padding_before_the_text_is_masked_too(compare: Callable):
     component = BASE.component("text_encoder")
     pipe = pipeline(BASE.name)
     ids, mask = qwen3.tokenize(pipe.tokenizer, [SHORT])

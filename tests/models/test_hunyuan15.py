@@ -1,6 +1,7 @@
 """HunyuanVideo 1.5 against diffusers' pipelines on the CPU in float32: every stage and the whole, on 1 to 8 chips."""
 
 import contextlib
+import copy
 import functools
 import json
 import shutil
@@ -310,11 +311,17 @@ def test_a_guider_is_taken_as_upstream_takes_it_or_refused(tmp_path, config: dic
     assert guider.settings_for(MODEL.locate(), TALL, Silent()) == TALL
 
 
-def test_a_tokenizer_that_pads_on_the_left_is_refused():
-    tokenizer = pipeline().tokenizer
+def test_prompts_are_padded_on_the_right_whatever_the_tokenizer_does():
+    """The states of the first tokens, the system message's, are cut off."""
+    tokenizer = copy.deepcopy(pipeline().tokenizer)
+    expected = hunyuan15_text.tokenize(tokenizer, [PLAIN])
     tokenizer.padding_side = "left"
-    try:
-        with pytest.raises(ValueError, match="pads on the left"):
-            hunyuan15_text.tokenize(tokenizer, [PLAIN])
-    finally:
-        tokenizer.padding_side = "right"
+    for ours, wanted in zip(hunyuan15_text.tokenize(tokenizer, [PLAIN]), expected, strict=True):
+        np.testing.assert_array_equal(ours, wanted)
+
+
+def test_another_chat_template_is_refused():
+    tokenizer = copy.deepcopy(pipeline().tokenizer)
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    with pytest.raises(ValueError, match="another chat template"):
+        hunyuan15_text.tokenize(tokenizer, [PLAIN])

@@ -40,9 +40,10 @@ def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.nd
     from ... import tokens
 
     chats = format_text_input(list(prompts), system_message())
-    ids, mask = tokens.tokenize_chats(tokenizer, chats, PREFIX + MAX_TOKENS, add_generation_prompt=True)
+    length = PREFIX + MAX_TOKENS
+    ids, mask = tokens.tokenize_chats(tokenizer, chats, length, padding_side="right", add_generation_prompt=True)
     if not mask[:, : PREFIX + 1].all():
-        raise ValueError("the checkpoint's tokenizer pads on the left or has another chat template; it cannot be used.")
+        raise ValueError("the checkpoint's tokenizer has another chat template; it cannot be used.")
     return ids, mask[:, PREFIX:]
 
 

@@ -1,10 +1,12 @@
 """Mistral Small 3 as the text encoder of Flux.2: conversation, tokens, the states of three layers."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import Rule
+from ...files import read_json
 from ...spec import Component, Need, TextEncoding
 from . import causal
 
@@ -27,7 +29,9 @@ CHAT_TEMPLATE = (
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer with the real one's special tokens, template and side of padding."""
+    """A byte-level tokenizer with the real one's special tokens and template, whose config says what the real one's
+    does: the class `LlamaTokenizerFast`, and no side of padding.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -43,20 +47,27 @@ def write_tokenizer(folder: Path) -> None:
         bos_token="<s>",
         eos_token="</s>",
         pad_token="<pad>",
-        padding_side="left",
         chat_template=CHAT_TEMPLATE,
     ).save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = {k: v for k, v in read_json(path).items() if k not in ("backend", "padding_side")}
+    config |= {"processor_class": "PixtralProcessor", "tokenizer_class": "LlamaTokenizerFast"}
+    path.write_text(json.dumps(config, indent=2), "utf-8")
 
 
 def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.ndarray]":
-    """Ids and mask of the prompts in upstream's conversation, `[rows, 512]` int32, padded on the tokenizer's side."""
+    """Ids and mask of the prompts in upstream's conversation, `[rows, 512]` int32, padded on the left.
+
+    The makers published with transformers 4, which pads a `LlamaTokenizerFast` on the left; so does ComfyUI
+    (`comfy/text_encoders/flux.py`).
+    """
     from diffusers.pipelines.flux2.pipeline_flux2 import format_input
     from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 
     from ... import tokens
 
     chats = format_input(prompts=list(prompts), system_message=SYSTEM_MESSAGE)
-    return tokens.tokenize_chats(tokenizer, chats, MAX_TOKENS, add_generation_prompt=False)
+    return tokens.tokenize_chats(tokenizer, chats, MAX_TOKENS, padding_side="left", add_generation_prompt=False)
 
 
 def encode_text(module: "torch.nn.Module", ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
