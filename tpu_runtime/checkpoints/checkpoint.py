@@ -15,7 +15,7 @@ from ..cache.store import signature
 from ..files import CheckpointError, read_json
 from ..progress import Progress, Silent
 from ..spec import Component, ModelSpec
-from . import compatibility, hub, tiny
+from . import compatibility, hub, quantized, tiny
 
 if TYPE_CHECKING:
     from ..programs.modules import Network, Weight
@@ -33,11 +33,12 @@ WEIGHTS = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "
 
 @dataclass(frozen=True, kw_only=True)
 class TensorFile:
-    """Where a tensor is: the safetensors file, its name and its shape there."""
+    """Where a tensor is: the safetensors file, its name, its shape and its format (as `BF16`) there."""
 
     path: Path
     name: str
     shape: tuple[int, ...]
+    dtype: str = "F32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +290,9 @@ def weight_files(folder: Path, component: Component) -> list[Path]:
 
 
 def read_headers(folder: Path, component: Component) -> dict[str, TensorFile]:
-    """Every tensor by name in a component's weight files, from the files' headers alone."""
+    """Every tensor by name in a component's weight files, from the files' headers alone; CheckpointError where they
+    are quantized.
+    """
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, TensorFile] = {}
@@ -297,12 +300,20 @@ def read_headers(folder: Path, component: Component) -> dict[str, TensorFile]:
         try:
             with safe_open(os.fspath(path), framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
-                    tensors[name] = TensorFile(path=path, name=name, shape=tuple(file.get_slice(name).get_shape()))
+                    part = file.get_slice(name)
+                    shape = tuple(part.get_shape())
+                    tensors[name] = TensorFile(path=path, name=name, shape=shape, dtype=part.get_dtype())
         except SafetensorError as error:
             raise CheckpointError(
                 f"{path} is not a whole safetensors file ({error}); it was probably cut off while downloading. Delete "
                 "it and download it again."
             ) from error
+    if codes := quantized.method_of_tensors({name: tensor.dtype for name, tensor in tensors.items()}):
+        name, method = codes
+        raise CheckpointError(
+            f"{tensors[name].path}: the weights are quantized with {method} ({name} is {tensors[name].dtype}, with its "
+            f"scales beside it). {quantized.ADVICE}"
+        )
     return tensors
 
 
@@ -342,5 +353,9 @@ def by_own_names(tensors: Mapping[str, Found], aliases: Mapping[str, str]) -> di
 def _check_shapes(weight: "Weight", files: tuple[TensorFile, ...], folder: Path) -> None:
     expected = weight.tensor_shape
     for source, file in zip(weight.sources, files, strict=True):
+        if file.dtype not in quantized.READ:
+            raise CheckpointError(
+                f"{folder}: {source} holds {file.dtype}, and weights are floating point numbers. {quantized.ADVICE}"
+            )
         if file.shape != expected:
             raise CheckpointError(f"{folder}: {source} has shape {file.shape}, but its config asks for {expected}.")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..spec import Component, ModelSpec, Need, Same
+from . import quantized
 
 # Prepare or judge pictures around the networks: what we run instead of them, or without them, is the same.
 HARMLESS = ("feature_extractor", "image_processor", "video_processor", "processor", "safety_checker")
@@ -74,6 +75,11 @@ def config_problem(spec: ModelSpec, component: Component, model_id: str, config:
     found = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
     if found not in (component.class_name, *component.class_aliases):
         return f"{model_id}: {component.folder} is a {found}; {spec.title} needs a {component.class_name}."
+    if method := quantized.method_of_config(config):
+        return (
+            f"{spec.title}: {component.folder} of {model_id} is quantized with {method} (quantization_config in its "
+            f"config.json). {quantized.ADVICE.removesuffix('.')}, such as {spec.hub_id}."
+        )
     for key, need in component.needs.items():
         value = _value(config, key)
         if isinstance(need, Same) or _fits(need, value):

@@ -1,0 +1,193 @@
+"""Quantized checkpoints, as the tools that write them lay them out, are refused by the method's name."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, quantized, tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
+from comfyui_tpu.tpu_runtime.files import CheckpointError
+from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
+from safetensors.torch import load_file, save_file
+
+SPEC = spec_for_family("Wan21")
+LAYER = "blocks.0.attn1.to_q"
+FP8 = torch.float8_e4m3fn
+Tensors = dict[str, torch.Tensor]
+
+
+def as_bitsandbytes_4bit(weight: torch.Tensor) -> Tensors:
+    return {
+        "weight": torch.zeros(weight.numel() // 2, 1, dtype=torch.uint8),
+        "weight.absmax": torch.ones(weight.numel() // 64),
+        "weight.quant_map": torch.zeros(16),
+        "weight.quant_state.bitsandbytes__nf4": torch.zeros(80, dtype=torch.uint8),
+    }
+
+
+def as_bitsandbytes_8bit(weight: torch.Tensor) -> Tensors:
+    codes = torch.zeros(weight.shape, dtype=torch.int8)
+    return {"weight": codes, "SCB": torch.ones(len(weight)), "weight_format": torch.tensor(0, dtype=torch.uint8)}
+
+
+def as_torchao(weight: torch.Tensor) -> Tensors:
+    return {"_weight_qdata": torch.zeros(weight.shape, dtype=torch.int8), "_weight_scale": torch.ones(len(weight))}
+
+
+def as_compressed_tensors(weight: torch.Tensor) -> Tensors:
+    return {"weight": weight.to(FP8), "weight_scale": torch.ones(len(weight), 1, dtype=torch.bfloat16)}
+
+
+def as_packed_compressed_tensors(weight: torch.Tensor) -> Tensors:
+    return {
+        "weight_packed": torch.zeros(len(weight), weight.shape[1] // 8, dtype=torch.int32),
+        "weight_scale": torch.ones(len(weight), 1, dtype=torch.bfloat16),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+
+
+def as_modelopt(weight: torch.Tensor) -> Tensors:
+    return {
+        "weight": weight.to(FP8),
+        "weight_quantizer._scale": torch.ones(()),
+        "input_quantizer._amax": torch.ones(()),
+    }
+
+
+def as_auto_round_mxfp8(weight: torch.Tensor) -> Tensors:
+    return {"weight": weight.to(FP8), "weight_scale": torch.full((len(weight), 1), 127, dtype=torch.uint8)}
+
+
+def as_gptq(weight: torch.Tensor) -> Tensors:
+    return {
+        "qweight": torch.zeros(weight.shape[1] // 8, len(weight), dtype=torch.int32),
+        "qzeros": torch.zeros(1, len(weight) // 8, dtype=torch.int32),
+        "scales": torch.ones(1, len(weight), dtype=torch.float16),
+    }
+
+
+def as_block_fp8(weight: torch.Tensor) -> Tensors:
+    return {"weight": weight.to(FP8), "weight_scale_inv": torch.ones(1, 1)}
+
+
+def as_quanto(weight: torch.Tensor) -> Tensors:
+    return {"weight._data": torch.zeros(weight.shape, dtype=torch.int8), "weight._scale": torch.ones(len(weight), 1)}
+
+
+def as_comfyui(weight: torch.Tensor) -> Tensors:
+    return {"weight": weight.to(FP8), "scale_weight": torch.ones(())}
+
+
+def as_light_x2v(weight: torch.Tensor) -> Tensors:
+    return {"weight": torch.zeros(weight.shape, dtype=torch.int8), "weight_scale": torch.ones(len(weight), 1)}
+
+
+# By writer: what it puts into config.json, if anything, what it makes of a weight, and what names it in the tensors.
+WRITERS: dict[str, tuple[dict[str, Any] | None, Callable[[torch.Tensor], Tensors], str]] = {
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, as_bitsandbytes_4bit, "bitsandbytes"),
+    "bitsandbytes 8 bit": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True}, as_bitsandbytes_8bit, "bitsandbytes",
+    ),
+    "torchao": ({"quant_method": "torchao", "quant_type": {"default": {}}}, as_torchao, "torchao"),
+    "compressed-tensors": (
+        {"quant_method": "compressed-tensors", "format": "float-quantized"}, as_compressed_tensors, "scaled F8_E4M3",
+    ),
+    "compressed-tensors, packed": (
+        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+        as_packed_compressed_tensors,
+        "compressed-tensors",
+    ),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, as_modelopt, "modelopt"),
+    "auto-round": ({"quant_method": "auto-round", "data_type": "mx_fp"}, as_auto_round_mxfp8, "scaled F8_E4M3"),
+    "gptq": ({"quant_method": "gptq", "bits": 4}, as_gptq, "GPTQ, AWQ or AutoRound"),
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, as_block_fp8, "transformers' block-wise fp8"),
+    "quanto": ({"quant_method": "quanto", "weights": "int8"}, as_quanto, "quanto"),
+    "ComfyUI": (None, as_comfyui, "ComfyUI's scaled fp8"),
+    "LightX2V": (None, as_light_x2v, "scaled I8"),
+}  # fmt: skip
+
+
+def quantize(folder: Path, make: Callable[[torch.Tensor], Tensors] | None, config: dict[str, Any] | None) -> Path:
+    """A copy of the tiny checkpoint whose transformer has one layer as `make` writes it, and `config` beside it."""
+    shutil.copytree(tiny.ensure(SPEC), folder, copy_function=os.link)
+    part = folder / "transformer"
+    tensors: Tensors = {}
+    for path in part.glob("*.safetensors*"):
+        tensors |= load_file(path) if path.suffix == ".safetensors" else {}
+        path.unlink()
+    if make is not None:
+        tensors |= {f"{LAYER}.{name}": x for name, x in make(tensors.pop(f"{LAYER}.weight")).items()}
+    save_file(tensors, part / "diffusion_pytorch_model.safetensors")
+    written = json.loads((part / "config.json").read_text())
+    (part / "config.json").unlink()  # a link to the original
+    (part / "config.json").write_text(json.dumps(written | ({"quantization_config": config} if config else {})))
+    return folder
+
+
+@pytest.mark.parametrize("writer", [name for name, (config, *_) in WRITERS.items() if config])
+def test_what_the_config_says_comes_before_what_the_files_hold(writer: str, tmp_path: Path):
+    config, make, _ = WRITERS[writer]
+    assert config is not None
+    folder = quantize(tmp_path / "model", make, config)
+    with pytest.raises(CheckpointError) as error:
+        choose_model(SPEC, str(folder))
+    assert str(error.value) == (
+        f"{SPEC.title}: transformer of {folder} is quantized with {config['quant_method']} (quantization_config in its "
+        "config.json). Such codes are not decoded here. Use a checkpoint whose weights are bfloat16, float16 or "
+        f"float32, such as {SPEC.hub_id}."
+    )
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_codes_are_seen_in_the_files_headers(writer: str, tmp_path: Path):
+    """Repackaged files often come with the config of the original."""
+    _, make, method = WRITERS[writer]
+    folder = quantize(tmp_path / "model", make, None)
+    with pytest.raises(CheckpointError, match="Such codes are not decoded here") as error:
+        choose_model(SPEC, str(folder))
+    assert f"the weights are quantized with {method} ({LAYER}." in str(error.value)
+    assert "download" not in str(error.value).lower()
+
+
+def test_quantization_of_a_model_of_several_parts_is_found():
+    assert quantized.method_of_config({"text_config": {"quantization_config": {"quant_method": "fp8"}}}) == "fp8"
+    assert quantized.method_of_config({"compression_config": {"format": "pack-quantized"}}) == "pack-quantized"
+    assert quantized.method_of_config({"quantization_config": ["what"]}) == "a method that its config does not name"
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_no_published_config_is_taken_for_a_quantized_one(spec):
+    assert not any(quantized.method_of_config(component.config) for component in spec.components)
+
+
+def test_plain_fp8_is_a_cast_although_names_hold_scale(tmp_path: Path):
+    """`scale_shift_table` is a weight of Wan's blocks, and no scale of its neighbours."""
+    folder = quantize(tmp_path / "model", None, None)
+    path = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = {name: x.to(FP8) for name, x in load_file(path).items()}
+    assert any("scale_shift_table" in name for name in tensors)
+    save_file(tensors, path)
+    choose_model(SPEC, str(folder))
+    headers = checkpoint.read_headers(folder / "transformer", SPEC.component("transformer"))
+    assert {tensor.dtype for tensor in headers.values()} == {"F8_E4M3"}
+
+
+def test_integers_are_no_weights_even_without_a_scale(tmp_path: Path):
+    from comfyui_tpu.tpu_runtime.programs import modules
+
+    folder = quantize(tmp_path / "model", lambda weight: {"weight": torch.zeros(weight.shape, dtype=torch.int8)}, None)
+    component = SPEC.component("transformer")
+    headers = checkpoint.read_headers(folder / "transformer", component)
+    with pytest.raises(CheckpointError, match=f"{LAYER}.weight holds I8, and weights are floating point numbers"):
+        checkpoint.match(modules.build(component, component.tiny), headers, folder)
+
+
+def test_positions_beside_weights_are_left_aside():
+    """CLIP's published files have them."""
+    names = {"embeddings.position_ids": "I64", "embeddings.position_embedding.weight": "F16", "logit_scale": "F32"}
+    assert quantized.method_of_tensors(names) is None
