@@ -69,11 +69,15 @@ def _freeze(record: Any) -> None:
 
 @dataclass(frozen=True)
 class Rows:
-    """A module whose rows are `groups` of the makers' module's, in that order, which has `of` equal groups of rows."""
+    """A module whose rows are `groups` of the makers' module's, in that order, which has `of` equal groups of rows.
+
+    With `squares` the makers' module is only the first rows of this one: that many times as many as it has columns.
+    """
 
     name: str
     groups: tuple[int, ...] = (0,)
     of: int = 1
+    squares: int = 0
 
 
 # What the makers call modules (or single parameters), to diffusers' names; in both `*` stands for a number.

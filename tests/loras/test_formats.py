@@ -125,9 +125,9 @@ class File:
         self.tensors[f"{module}.alpha"] = torch.tensor(alpha)
         self.add(targets, torch.kron(*product) * (1.0 if all(whole) else alpha / 2))
 
-    def dora(self, module: str, target: str, dim: int, name: str = "dora_scale") -> None:
+    def dora(self, module: str, target: str, dim: int, name: str = "dora_scale", **names: str) -> None:
         """`dim` is what the norm is over."""
-        new = self.base[target] + self.lora(module, target, alpha=2.0)
+        new = self.base[target] + self.lora(module, target, alpha=2.0, **names)
         norm = new.norm(dim=dim, keepdim=True)
         magnitude = self.draw(f"{module}.{name}", *norm.shape).abs_().add_(0.5)
         if name != "dora_scale":  # PEFT's has one dimension
@@ -147,7 +147,9 @@ def wan_peft(file: File) -> None:
     file.lora("base_model.model.blocks.1.ffn.net.2", "blocks.1.ffn.net.2.weight")
     file.dora("base_model.model.blocks.0.attn2.to_k", "blocks.0.attn2.to_k.weight", 1, "lora_magnitude_vector")
     # As diffusers writes it: of a file without alphas.
-    config = {"transformer.lora_alpha": 6, "transformer.r": 3, "transformer.alpha_pattern": {r"attn2\.to_v": 12}}
+    # Of the names that fit the end of a module's, from a dot on, the first counts.
+    pattern = {"o_v": 999, r"^blocks\.0\.attn2\.to_v$": 12, "to_v": 7}
+    config = {"transformer.lora_alpha": 6, "transformer.r": 3, "transformer.alpha_pattern": pattern}
     file.metadata["lora_adapter_metadata"] = json.dumps(config)
     file.lora("base_model.model.blocks.0.attn2.to_v", "blocks.0.attn2.to_v.weight")
     file.added["blocks.1.ffn.net.2.weight"] *= 2
@@ -211,6 +213,28 @@ def qkv(block: str, *names: str) -> list[str]:
     return [f"{block}.attn.{name}.weight" for name in names]
 
 
+def wan_ai_toolkit(file: File) -> None:
+    """ostris' AI Toolkit, `toolkit/models/DoRA.py`: `magnitude` is the norm of each row, as PEFT's vector."""
+    names = {"down": "lora_down.weight", "up": "lora_up.weight"}
+    file.dora("diffusion_model.blocks.0.self_attn.q", "blocks.0.attn1.to_q.weight", 1, "magnitude", **names)
+    file.dora("diffusion_model.blocks.1.cross_attn.k", "blocks.1.attn2.to_k.weight", 1, "magnitude", **names)
+    two = "diffusion_model.blocks.1.cross_attn.k.magnitude"
+    file.tensors[two] = file.tensors[two][:, None].clone()
+
+
+def wan_prefixes(file: File) -> None:
+    """DiffSynth-Studio's pipelines, OneTrainer's and kohya's with dots, adapters that were given a name."""
+    named = {"down": "lora_A.high_noise.weight", "up": "lora_B.high_noise.weight"}
+    short = {"down": "lora_down", "up": "lora_up"}
+    file.lora("pipe.dit.blocks.0.cross_attn.v", "blocks.0.attn2.to_v.weight", **named)
+    file.lora("dit.blocks.1.ffn.2", "blocks.1.ffn.net.2.weight", **short)
+    file.lora("unet.blocks.2.attn1.to_q", "blocks.2.attn1.to_q.weight", **named)
+    file.lora("lora_unet.blocks.0.self_attn.k", "blocks.0.attn1.to_k.weight", **short, alpha=2.0)
+    file.dora(
+        "blocks.2.self_attn.o", "blocks.2.attn1.to_out.0.weight", 1, "lora_magnitude_vector.high_noise.weight", **named
+    )
+
+
 IMAGE_QKV, TEXT_QKV = ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")
 
 
@@ -245,6 +269,23 @@ def flux2_turbo(file: File) -> None:
         "single_transformer_blocks.2.attn.to_qkv_mlp_proj.weight",
     )
     file.lora("diffusion_model.guidance_in.out_layer", "time_guidance_embed.guidance_embedder.linear_2.weight")
+
+
+def flux2_comfyui(file: File) -> None:
+    """Differences that ComfyUI extracts, where norms have a `weight`; and x-flux' part of `linear1` as it names it."""
+    norms = {
+        "double_blocks.0.img_attn.norm.query_norm": "transformer_blocks.0.attn.norm_q",
+        "double_blocks.1.txt_attn.norm.key_norm": "transformer_blocks.1.attn.norm_added_k",
+        "single_blocks.2.norm.query_norm": "single_transformer_blocks.2.attn.norm_q",
+    }
+    for theirs, own in norms.items():
+        file.diff(f"diffusion_model.{theirs}.diff", f"{own}.weight")
+    file.diff("single_blocks.0.norm.key_norm.weight.diff", "single_transformer_blocks.0.attn.norm_k.weight")
+    target = "single_transformer_blocks.1.attn.to_qkv_mlp_proj.weight"
+    rows, columns = file.base[target].shape
+    module = "diffusion_model.single_blocks.1.linear1_qkv"
+    delta = file.draw(f"{module}.lora_up.weight", 3 * columns, 4) @ file.draw(f"{module}.lora_down.weight", 4, columns)
+    file.added[target] = torch.cat([delta, torch.zeros(rows - 3 * columns, columns)])
 
 
 def flux2_kohya(file: File) -> None:
@@ -286,8 +327,18 @@ def cogvideox(file: File) -> None:
 
 
 CASES = {
-    "Wan21": (wan_diffusers, wan_peft, wan_lightx2v, wan_bare, wan_musubi, wan_fun, wan_lycoris),
-    "Flux2": (flux2_makers, flux2_turbo, flux2_kohya, flux2_lycoris),
+    "Wan21": (
+        wan_diffusers,
+        wan_peft,
+        wan_lightx2v,
+        wan_bare,
+        wan_musubi,
+        wan_fun,
+        wan_lycoris,
+        wan_ai_toolkit,
+        wan_prefixes,
+    ),
+    "Flux2": (flux2_makers, flux2_turbo, flux2_comfyui, flux2_kohya, flux2_lycoris),
     "HunyuanVideo15": (hunyuan_makers,),
     "CogVideoX": (cogvideox,),
 }
@@ -371,8 +422,13 @@ def test_tables_are_what_diffusers_does_to_the_makers_checkpoints(model: str, co
     own = network_of(model)
     sources = [source for weight in own.weights.values() for source in weight.sources]
     names = Names(sources, own.component.makers_names)
-    # Rows show where they went; entries for diffusers' own fused modules are no checkpoint's.
-    makers = [name.replace("*", "1") for name in own.component.makers_names if not name.startswith("transformer_")]
+    # Rows show where they went; entries for diffusers' own fused modules are no checkpoint's, nor are ComfyUI's names.
+    others = ("transformer_", "query_norm", "key_norm", "query_norm.weight", "key_norm.weight", "linear1_qkv")
+    makers = [
+        name.replace("*", "1")
+        for name in own.component.makers_names
+        if not name.startswith(others[0]) and not name.endswith(others[1:])
+    ]
     bare = (".scale", "modulation")
     tensors = {
         name if name.endswith(bare) else f"{name}.weight": torch.arange(6.0)[:, None] + 10 * number

@@ -3,11 +3,16 @@
 import functools
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from ..spec import Rows, Table
 
 # Trainers put these before a module's name, also several. Kohya and LyCORIS turn dots into underscores as well.
-_DOTTED = ("base_model.", "model.", "diffusion_model.", "transformer.", "module.")
+SECOND_EXPERT = "transformer_2."
+_DOTTED = (
+    *("base_model.", "model.", "diffusion_model.", "transformer.", SECOND_EXPERT, "module."),
+    *("unet.", "dit.", "pipe.", "lora_unet."),
+)
 _UNDERSCORED = re.compile(r"(?:lora_unet|lora_transformer|lycoris)_+")
 
 
@@ -38,7 +43,7 @@ class Names:
         for pattern, target in self._table.items():
             if match := _regex(pattern.replace(".", dot)).fullmatch(name):
                 rows = (Rows(target),) if isinstance(target, str) else target
-                return tuple(Rows(_filled(one.name, match.groups()), one.groups, one.of) for one in rows)
+                return tuple(replace(one, name=_filled(one.name, match.groups())) for one in rows)
         return ()
 
 

@@ -80,5 +80,5 @@ def _layers(names: Mapping[str, Any]) -> Mapping[str, list[str]]:
 
 
 def _is_of(own: str, rest: str) -> bool:
-    """Whether `rest` describes the tensor `own` of the same layer, and not a part of the layer with codes of its own."""
+    """Whether `rest` describes the tensor `own` of the same layer, and no part of the layer with codes of its own."""
     return "." not in rest or rest.startswith((f"{own}.", f"{own}_quantizer."))

@@ -80,7 +80,8 @@ def denoise(
             state = tuple(state)
             noise = next(noises, None)  # drawn while the devices are at work
             if not is_finite:  # waits for the step
-                raise stage.not_finite(f"from step {index + 1} of {table.num_steps} on, the latents")
+                what = f"from step {index + 1} of {table.num_steps} on, the latents"
+                raise stage.not_finite(what, stage.model.loras)
             _stepped(stage, steps.index(index) + 1, len(steps), denoised)
     ended = tuple(np.array(part) for part in state)
     return replace(standing, state=ended), np.array(denoised)

@@ -1,7 +1,7 @@
 """One stage at work: a located checkpoint, what it is compiled for, the host that watches, and the caches it uses."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,10 @@ class Stage:
             raise self.not_finite(f"values of the {request.component.replace('_', ' ')}")
         return result, carried
 
-    def not_finite(self, what: str) -> finite.NotFinite:
-        return finite.failure(self.spec.title, what, self.target.precision)
+    def not_finite(self, what: str, loras: Sequence[Lora] = ()) -> finite.NotFinite:
+        """The error for `what`, which weights with these LoRAs gave."""
+        names = [Path(lora.path).name for lora in loras if lora.strength]
+        return finite.failure(self.spec.title, what, self.target.precision, names)
 
     def weights(self, name: str, executable: Runnable) -> Weights:
         """A component's weights as `executable` wants them, loaded if they are not resident."""

@@ -5,10 +5,11 @@ What fits nothing in the network is listed, never dropped in silence.
 """
 
 import json
+import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 
 from ..cache.store import signature
-from ..checkpoints.names import Names
+from ..checkpoints import quantized
+from ..checkpoints.names import SECOND_EXPERT, Names
 from ..programs.modules import Cut, Network
 from ..redact import redact
 from ..spec import Rows
@@ -29,19 +31,17 @@ _PARTS = {
     ".lora_B.bias": "up_bias",
     ".lora_magnitude_vector": "magnitude",
     ".lora_magnitude_vector.weight": "magnitude",
-    # As PEFT's own state has them, with the adapter's name.
-    ".lora_A.default.weight": "down",
-    ".lora_B.default.weight": "up",
-    ".lora_B.default.bias": "up_bias",
-    ".lora_magnitude_vector.default.weight": "magnitude",
     ".lora_A": "down",
     ".lora_B": "up",
+    ".lora_down": "down",
+    ".lora_up": "up",
     ".lora_down.weight": "down",
     ".lora_up.weight": "up",
     ".lora.down.weight": "down",
     ".lora.up.weight": "up",
     ".alpha": "alpha",
     ".dora_scale": "magnitude",
+    ".magnitude": "magnitude",  # ai-toolkit's DoRA: the norm of each row, as PEFT's
     ".diff": "diff",
     ".diff_b": "diff_b",
     ".w_norm": "diff",
@@ -57,6 +57,12 @@ _OF_BIAS = ((("diff_b",), ()), (("up_bias", "down"), ("alpha",)))
 # Lightx2v's: the difference of a block's `modulation`, which is a parameter and no module.
 _MODULATION = ".diff_m"
 _ENDING = re.compile(rf"(.+?)({'|'.join(map(re.escape, sorted(_PARTS, key=len, reverse=True)))})")
+# PEFT's own state has the adapter's name in the middle: `lora_A.default.weight`.
+_NAMED = re.compile(r"(.+\.lora_(?:A|B|magnitude_vector))\.([^.]+)((?:\.weight|\.bias)?)")
+# No published name comes near; matching longer ones would cost a stranger's file more than its reading.
+_LONGEST_NAME = 500
+# Of an alpha or the rank it is divided by; larger ones make infinities of weights.
+_LARGEST_ALPHA = 1e6
 # Where diffusers keeps PEFT's config in a file; beside PEFT's own files it is a file.
 _PEFT_METADATA, _PEFT_CONFIG = "lora_adapter_metadata", "adapter_config.json"
 
@@ -123,14 +129,19 @@ def read(path: str, network: Network) -> Adapter:
             weights[source] = one.tensor_shape
             cuts[source].append(one.cut)
     names = Names(weights, network.component.makers_names)
-    modules: dict[str, dict[str, str]] = defaultdict(dict)
-    for name in shapes:
+    modules: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    for name in _meant_for(network.component.name, shapes):
         if (found := _split(name)) is not None:
-            modules[found[0]][found[1]] = name
+            modules[found[:2]][found[2]] = name
     changes: dict[str, list[Change]] = defaultdict(list)
+    scalings = _Scalings(path, config)
     misfit = ""
-    for module, parts in modules.items():
-        scaling = _scaling(config, module)
+    for (module, adapter), own in list(modules.items()):
+        # An alpha has no adapter's name.
+        unnamed = modules.get((module, ""), {}) if adapter else {}
+        parts = {**{part: unnamed[part] for part in _SCALES if part in unnamed}, **own}
+        _check_sizes(path, parts, shapes)
+        scaling = scalings.of(module)
         for rows in names.find(module):
             for weight, chosen in _changed(rows.name, parts, weights):
                 meta = {part: torch.empty(shapes[name], device="meta") for part, name in chosen.items()}
@@ -152,12 +163,40 @@ def read(path: str, network: Network) -> Adapter:
     )
 
 
-def _split(name: str) -> tuple[str, str] | None:
-    """The module that a tensor is for, and which part of a change it is; None for a name with another ending."""
+def _meant_for(component: str, names: Iterable[str]) -> list[str]:
+    """The names that are for a denoiser called `component`: all, unless some name the second expert, which has these
+    alone.
+    """
+    names = list(names)
+    seconds = [name for name in names if name.startswith(SECOND_EXPERT)]
+    if component == SECOND_EXPERT.removesuffix("."):
+        return seconds or names
+    return [name for name in names if not name.startswith(SECOND_EXPERT)]
+
+
+def _split(name: str) -> tuple[str, str, str] | None:
+    """The module that a tensor is for, the name of PEFT's adapter, if it has one, and which part of a change it is;
+    None for a name with another ending.
+    """
+    if len(name) > _LONGEST_NAME:
+        return None
     if name.endswith(_MODULATION):
-        return f"{name.removesuffix(_MODULATION)}.modulation", "diff"
+        return f"{name.removesuffix(_MODULATION)}.modulation", "", "diff"
+    adapter = ""
+    if _ENDING.fullmatch(name) is None and (named := _NAMED.fullmatch(name)):
+        name, adapter = named[1] + named[3], named[2]
     match = _ENDING.fullmatch(name)
-    return (match[1], _PARTS[match[2]]) if match else None
+    return (match[1], adapter, _PARTS[match[2]]) if match else None
+
+
+def _check_sizes(path: str, parts: Mapping[str, str], shapes: Mapping[str, Shape]) -> None:
+    """Raises `LoraError` for tensors that hold nothing, and for an alpha of more than one number."""
+    for part, name in parts.items():
+        size = math.prod(shapes[name])
+        if size == 0 or (part == "alpha" and size != 1):
+            form = "x".join(map(str, shapes[name]))
+            expected = "one number" if part == "alpha" else "a rank of 1 or more"
+            raise LoraError(f"The LoRA {path}: {name} has the shape {form}, which is not {expected}. Choose another.")
 
 
 def _changed(
@@ -176,24 +215,78 @@ def _header(path: str) -> tuple[dict[str, Shape], Mapping[str, Any]]:
     """Shapes by name, and PEFT's config where there is one."""
     from safetensors import SafetensorError, safe_open
 
+    shapes: dict[str, Shape] = {}
     try:
         with safe_open(path, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dict
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                part = file.get_slice(name)
+                shapes[name] = tuple(part.get_shape())
+                if part.get_dtype() not in quantized.READ and _split(name) is not None:
+                    raise LoraError(
+                        f"The LoRA {path}: {name} holds {part.get_dtype()}, and changes are floating point numbers. "
+                        "Choose one that is not quantized."
+                    )
             metadata = file.metadata() or {}
         said = metadata.get(_PEFT_METADATA)
         beside = Path(path).with_name(_PEFT_CONFIG)
         if said is None and beside.is_file() and Path(path).name == "adapter_model.safetensors":
             said = beside.read_text("utf-8")
-        config = json.loads(said or "{}")
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, SafetensorError, UnicodeDecodeError) as error:
         raise LoraError(
             f"The LoRA {path} is not a whole safetensors file ({error}). Download it again, or choose another."
         ) from None
+    try:
+        config = json.loads(said or "{}")
+    except (ValueError, RecursionError) as error:
+        raise LoraError(f"The LoRA {path}: PEFT's config in it is not JSON ({error}). Choose another.") from None
+    if not isinstance(config, dict):
+        raise LoraError(f"The LoRA {path}: PEFT's config in it is {_short(config)}, and no object. Choose another.")
     return shapes, {key.removeprefix("transformer."): value for key, value in config.items()}
 
 
-def _scaling(config: Mapping[str, Any], module: str) -> Scaling:
-    """As PEFT: a pattern is a regular expression for the end of a module's name."""
-    patterns = (config.get("alpha_pattern") or {}).items()
-    own = (value for key, value in patterns if re.fullmatch(rf"(.*\.)?({key})", module))
-    return Scaling(alpha=next(own, config.get("lora_alpha")), power=0.5 if config.get("use_rslora") else 1.0)
+class _Scalings:
+    """What PEFT's config says of each module; raises `LoraError` where that cannot be used.
+
+    `alpha_pattern` names modules, whole or from a dot on, as diffusers and PEFT write it. PEFT takes the names for
+    regular expressions; a stranger's are not run here, for one can take for ever.
+    """
+
+    def __init__(self, path: str, config: Mapping[str, Any]) -> None:
+        self._path, self._config = path, config
+        patterns = config.get("alpha_pattern") or {}
+        if not isinstance(patterns, dict):
+            raise LoraError(f"The LoRA {path}: alpha_pattern is {_short(patterns)}, and no object. Choose another.")
+        self._own: dict[str, tuple[int, Any]] = {}
+        for order, (key, alpha) in enumerate(patterns.items()):
+            name = key.removeprefix("^").removesuffix("$").replace("\\.", ".")
+            if not re.fullmatch(r"[\w.-]+", name):
+                raise LoraError(
+                    f"The LoRA {path}: alpha_pattern has {_short(key)}, which is a regular expression; only names of "
+                    "modules are taken, whole or from a dot on. Save it with the modules' names, or choose another."
+                )
+            self._own.setdefault(name, (order, alpha))
+
+    def of(self, module: str) -> Scaling:
+        """Of several names that fit, the first counts, as in PEFT."""
+        parts = module.split(".")
+        fitting = (self._own.get(".".join(parts[start:])) for start in range(len(parts)))
+        found = min((one for one in fitting if one is not None), key=lambda one: one[0], default=None)
+        alpha = self._config.get("lora_alpha") if found is None else found[1]
+        power = 0.5 if self._config.get("use_rslora") else 1.0
+        return Scaling(alpha=None if alpha is None else check_alpha(self._path, "lora_alpha", alpha), power=power)
+
+
+def check_alpha(path: str | Path, name: str, alpha: Any) -> float:
+    """An alpha as a number; raises `LoraError` for one that no training has."""
+    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    if not is_number or not abs(alpha) <= _LARGEST_ALPHA:
+        raise LoraError(
+            f"The LoRA {path}: {name} is {_short(alpha)}; an alpha is a number between 0 and {_LARGEST_ALPHA:g}. "
+            "Choose another."
+        )
+    return float(alpha)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"

@@ -54,11 +54,15 @@ def add(model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef, str]
         raise LoraError(
             f"{spec.title}: expert is {lora.expert}, but this model has only one denoiser. Choose {EXPERTS[0]}."
         )
-    # Experts are alike: what fits one fits the other.
-    component = spec.component(spec.experts[0])
+    # Experts are alike: one network stands for all, under the name of each.
+    first = spec.component(spec.experts[0])
     with torch.inference_mode(False):  # which ComfyUI calls nodes in
-        network = modules.build(component, model.locate().config(component, progress))
-    found = adapter.read(lora.path, network)
+        network = modules.build(first, model.locate().config(first, progress))
+    chosen = [name for name in spec.experts if replace(model, loras=(replace(lora, strength=1.0),)).loras_of(name)]
+    each = [adapter.read(lora.path, replace(network, component=spec.component(name))) for name in chosen]
+    found = next((one for one in each if one.changes), each[0])
+    unused = sorted(set(each[0].unused).intersection(*(one.unused for one in each)))
+    found = replace(found, unused=tuple(unused))
     if not found.changes:
         raise LoraError(_nothing_fits(found, model, network))
     name = found.path.name

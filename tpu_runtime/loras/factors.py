@@ -92,6 +92,11 @@ def factors(tensors: Tensors, rows: Rows, shape: Shape) -> Factors:
     out, inner = pairs[0][0].shape[0], pairs[0][1].shape[1]
     if any(up.shape[0] != out or down.shape[1] != inner or up.shape[1] != down.shape[0] for up, down in pairs):
         raise DoesNotFit("matrices that do not match")
+    if rows.squares:
+        if out != rows.squares * inner or out > shape[0] or "magnitude" in tensors:
+            raise DoesNotFit(f"{out}x{inner}")
+        pairs = [(torch.nn.functional.pad(up, (0, 0, 0, shape[0] - out)), down) for up, down in pairs]
+        out = shape[0]
     cut = _cut(out * len(rows.groups) / rows.of, inner, shape)
     if cut is None:
         raise DoesNotFit(f"{out}x{inner}")

@@ -21,7 +21,7 @@ from ..checkpoints import load
 from ..checkpoints.checkpoint import TensorFile
 from ..checkpoints.model_ref import Lora
 from ..programs.modules import Network, Weight
-from .adapter import Adapter, Change, LoraError
+from .adapter import Adapter, Change, LoraError, check_alpha
 from .factors import Factors, Shape, factors
 
 # Ranks are filled up with zeros to this times a power of two: other files then run the same programs.
@@ -170,7 +170,7 @@ def _read(reader: load.Reader, adapter: Adapter, change: Change, weight: Weight)
     if found.rank is None:
         return found, 1.0
     if "alpha" in tensors:
-        return found, tensors["alpha"].item() / found.rank
+        return found, check_alpha(adapter.path, change.parts["alpha"], tensors["alpha"].item()) / found.rank
     alpha = change.scaling.alpha
     return found, 1.0 if alpha is None else alpha / found.rank**change.scaling.power
 

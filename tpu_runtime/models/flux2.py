@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...sharding.rules import REPLICATED, Rule
 from ...sharding.shape import MeshShape
 from ..limits import FloatLimit, IntLimit
-from ..spec import Component, HeadNorms, LatentGeometry, ModelSpec, Need, Same, Settings, split, swapped
+from ..spec import Component, HeadNorms, LatentGeometry, ModelSpec, Need, Rows, Same, Settings, split, swapped
 from . import layers
 from .autoencoders.flux2 import VAE_DECODER, VAE_ENCODER, decode, denormalize_latents, encode_image
 from .text_encoders import mistral3
@@ -260,6 +260,15 @@ TRANSFORMER_RULES = (
 _QKV = split("transformer_blocks.*.attn.to_q", "transformer_blocks.*.attn.to_k", "transformer_blocks.*.attn.to_v")
 _ADDED_QKV = split(*(f"transformer_blocks.*.attn.add_{name}_proj" for name in "qkv"))
 # Black Forest Labs'; as in `diffusers.loaders.single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers`.
+# The makers have the norms' weights as `scale`; ComfyUI calls them `weight`, as any module's.
+_NORMS = {
+    "double_blocks.*.img_attn.norm.query_norm": "transformer_blocks.*.attn.norm_q",
+    "double_blocks.*.img_attn.norm.key_norm": "transformer_blocks.*.attn.norm_k",
+    "double_blocks.*.txt_attn.norm.query_norm": "transformer_blocks.*.attn.norm_added_q",
+    "double_blocks.*.txt_attn.norm.key_norm": "transformer_blocks.*.attn.norm_added_k",
+    "single_blocks.*.norm.query_norm": "single_transformer_blocks.*.attn.norm_q",
+    "single_blocks.*.norm.key_norm": "single_transformer_blocks.*.attn.norm_k",
+}
 MAKERS_NAMES = {
     "img_in": "x_embedder",
     "txt_in": "context_embedder",
@@ -277,18 +286,15 @@ MAKERS_NAMES = {
     "transformer_blocks.*.attn.to_added_qkv": _ADDED_QKV,
     "double_blocks.*.img_attn.proj": "transformer_blocks.*.attn.to_out.0",
     "double_blocks.*.txt_attn.proj": "transformer_blocks.*.attn.to_add_out",
-    "double_blocks.*.img_attn.norm.query_norm.scale": "transformer_blocks.*.attn.norm_q",
-    "double_blocks.*.img_attn.norm.key_norm.scale": "transformer_blocks.*.attn.norm_k",
-    "double_blocks.*.txt_attn.norm.query_norm.scale": "transformer_blocks.*.attn.norm_added_q",
-    "double_blocks.*.txt_attn.norm.key_norm.scale": "transformer_blocks.*.attn.norm_added_k",
     "double_blocks.*.img_mlp.0": "transformer_blocks.*.ff.linear_in",
     "double_blocks.*.img_mlp.2": "transformer_blocks.*.ff.linear_out",
     "double_blocks.*.txt_mlp.0": "transformer_blocks.*.ff_context.linear_in",
     "double_blocks.*.txt_mlp.2": "transformer_blocks.*.ff_context.linear_out",
     "single_blocks.*.linear1": "single_transformer_blocks.*.attn.to_qkv_mlp_proj",
     "single_blocks.*.linear2": "single_transformer_blocks.*.attn.to_out",
-    "single_blocks.*.norm.query_norm.scale": "single_transformer_blocks.*.attn.norm_q",
-    "single_blocks.*.norm.key_norm.scale": "single_transformer_blocks.*.attn.norm_k",
+    # x-flux' and ComfyUI's name for the rows of `linear1` that make query, key and value.
+    "single_blocks.*.linear1_qkv": (Rows("single_transformer_blocks.*.attn.to_qkv_mlp_proj", squares=3),),
+    **{f"{theirs}{ending}": own for theirs, own in _NORMS.items() for ending in (".scale", "", ".weight")},
     "final_layer.adaLN_modulation.1": swapped("norm_out.linear"),
     "final_layer.linear": "proj_out",
 }

@@ -3,6 +3,7 @@
 The flag is one reduction inside the program; the host looks at it when it waits for the results anyway.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,10 +24,15 @@ def flag(results: Any) -> Bool[Array, ""]:
     return jnp.stack([jnp.isfinite(x).all() for x in floating] or [jnp.array(True)]).all()
 
 
-def failure(title: str, what: str, precision: Precision) -> NotFinite:
-    """The error for `what` (plural), with its likely cause."""
+def failure(title: str, what: str, precision: Precision, changed_by: Sequence[str] = ()) -> NotFinite:
+    """The error for `what` (plural), with its likely cause; `changed_by` names the LoRAs merged into the weights."""
     cause = "The checkpoint is probably damaged: download it again, or try another."
-    if precision == "bfloat16":
+    if changed_by:
+        cause = (
+            f"It is probably for {' and '.join(changed_by)}, which the weights are changed by: lower the strength, or "
+            "leave it out."
+        )
+    elif precision == "bfloat16":
         cause = (
             "bfloat16 is probably too coarse for it: set precision to float32. If that does not help, the checkpoint "
             "is damaged."

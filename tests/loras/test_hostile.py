@@ -1,0 +1,175 @@
+"""LoRA files of strangers: a sentence with the file's name, soon, whatever is in them."""
+
+import contextlib
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import torch
+from comfyui_tpu.sharding.mesh import make_mesh
+from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
+from comfyui_tpu.tpu_runtime.loras import adapter, apply
+from comfyui_tpu.tpu_runtime.loras.adapter import LoraError
+from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
+from comfyui_tpu.tpu_runtime.programs import modules, weights
+from comfyui_tpu.tpu_runtime.programs.modules import Network
+from comfyui_tpu.tpu_runtime.progress import Silent
+from safetensors.torch import save_file
+
+MODULE = "blocks.0.attn1.to_q"
+
+
+@pytest.fixture(scope="module")
+def network() -> Network:
+    component = spec_for_family("Wan21").component("transformer")
+    return modules.build(component, component.tiny)
+
+
+@pytest.fixture(scope="module")
+def size(network: Network) -> int:
+    return network.weights["blocks.*.attn1.to_q.weight"].tensor_shape[0]
+
+
+def write(path: Path, size: int, config: Any = None, module: str = MODULE, rank: int = 2, **others: Any) -> str:
+    tensors = {
+        f"{module}.lora_A.weight": torch.ones(rank, size),
+        f"{module}.lora_B.weight": torch.ones(size, rank),
+        **{f"{module}.{name}": tensor for name, tensor in others.items()},
+    }
+    metadata = (
+        {} if config is None else {"lora_adapter_metadata": config if isinstance(config, str) else json.dumps(config)}
+    )
+    save_file(tensors, path / "lora.safetensors", metadata)
+    return str(path / "lora.safetensors")
+
+
+def test_a_pattern_is_never_run(tmp_path: Path, network: Network, size: int):
+    """This one takes longer than the universe has on a name of a few dozen letters."""
+    config = {"lora_alpha": 2, "alpha_pattern": {r"(([\w.]+)+)+!": 4}}
+    path = write(tmp_path, size, config)
+    began = time.process_time()
+    with pytest.raises(LoraError, match=r"lora.safetensors: alpha_pattern has .* which is a regular expression; only"):
+        adapter.read(path, network)
+    assert time.process_time() - began < 10
+
+
+def test_a_rank_pattern_does_not_matter(tmp_path: Path, network: Network, size: int):
+    """The rank is the matrices' own."""
+    found = adapter.read(write(tmp_path, size, {"rank_pattern": {r"(([\w.]+)+)+!": 4}, "lora_alpha": 2}), network)
+    assert found.changes[f"{MODULE}.weight"][0].scaling.alpha == 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "alpha"),
+    [
+        ({MODULE: 4}, 4.0),
+        ({"to_q": 4}, 4.0),
+        ({"attn1.to_q": 4, MODULE: 5}, 4.0),
+        ({"o_q": 4}, 8.0),  # not from a dot on
+        ({"attn1.to": 4}, 8.0),
+        ({"blocks.0.attn1": 4}, 8.0),
+        ({"attn1xto_q": 4}, 8.0),
+        ({r"attn1\.to_q": 4}, 4.0),
+    ],
+)
+def test_names_in_a_pattern_are_whole_or_begin_at_a_dot(
+    pattern: dict[str, int], alpha: float, tmp_path: Path, network: Network, size: int
+):
+    path = write(tmp_path, size, {"lora_alpha": 8, "alpha_pattern": pattern}, f"transformer.{MODULE}")
+    assert adapter.read(path, network).changes[f"{MODULE}.weight"][0].scaling.alpha == alpha
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("[]", r"PEFT's config in it is \[\], and no object"),
+        ("3", "PEFT's config in it is 3, and no object"),
+        ("{", "PEFT's config in it is not JSON"),
+        ("[" * 100_000, "PEFT's config in it is not JSON"),
+        ('{"lora_alpha": NaN}', "lora_alpha is nan; an alpha is a number between 0 and 1e"),
+        ('{"lora_alpha": Infinity}', "lora_alpha is inf;"),
+        ('{"lora_alpha": 1e300}', r"lora_alpha is 1e\+300;"),
+        ('{"lora_alpha": [1, 2]}', r"lora_alpha is \[1, 2\];"),
+        ('{"lora_alpha": true}', "lora_alpha is True;"),
+        ('{"lora_alpha": "a lot"}', "lora_alpha is 'a lot';"),
+        ('{"alpha_pattern": [1]}', r"alpha_pattern is \[1\], and no object"),
+        ('{"alpha_pattern": {"to_q": {}}, "lora_alpha": 2}', "lora_alpha is {};"),
+    ],
+)
+def test_peft_configs_that_nobody_writes(config: str, said: str, tmp_path: Path, network: Network, size: int):
+    with pytest.raises(LoraError, match=said) as error:
+        adapter.read(write(tmp_path, size, config), network)
+    assert "lora.safetensors" in str(error.value) and "Traceback" not in str(error.value)
+
+
+@pytest.mark.parametrize("alpha", [math.nan, math.inf, -math.inf, 1e30])
+def test_an_alpha_that_nobody_trains_with_is_refused(alpha: float, tmp_path: Path, network: Network, size: int):
+    path = write(tmp_path, size, alpha=torch.tensor(alpha))
+    changes = apply.changes((Lora(path=path, strength=1.0),), network)
+    name = "blocks.*.attn1.to_q.weight"
+    folder = tiny.ensure(spec_for_family("Wan21")) / "transformer"
+    files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
+    want = weights.abstract(network, make_mesh(jax.devices()[:1], MeshShape()), "float32")[name]
+    with contextlib.ExitStack() as stack, pytest.raises(LoraError) as error:
+        changes.read(load.Reader(stack, lambda: None), name, files[name], want)
+    assert path in str(error.value) and f"{MODULE}.alpha" in str(error.value)
+    assert "heckpoint" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ({"alpha": torch.ones(2)}, "alpha has the shape 2, which is not one number"),
+        ({"alpha": torch.ones(0)}, "alpha has the shape 0, which is not one number"),
+        ({"rank": 0}, "has the shape 0x"),
+        ({"alpha": torch.tensor(3)}, "alpha holds I64, and changes are floating point numbers"),
+        ({"diff_b": torch.zeros(3, dtype=torch.int8)}, "diff_b holds I8"),
+    ],
+)
+def test_tensors_that_nobody_writes(others: dict[str, Any], said: str, tmp_path: Path, network: Network, size: int):
+    with pytest.raises(LoraError, match=said) as error:
+        adapter.read(write(tmp_path, size, **others), network)
+    assert "lora.safetensors" in str(error.value)
+
+
+def test_long_names_cost_nothing(tmp_path: Path, network: Network, size: int):
+    began = time.process_time()
+    found = adapter.read(write(tmp_path, size, module="model." * 200_000 + MODULE), network)
+    assert not found.changes and len(found.unused) == 2
+    assert time.process_time() - began < 10
+
+
+def test_two_adapters_of_one_file_are_two_changes(tmp_path: Path, network: Network, size: int):
+    path = tmp_path / "lora.safetensors"
+    names = [f"{MODULE}.lora_{matrix}.{name}.weight" for name in ("first", "second") for matrix in "AB"]
+    save_file({name: torch.ones((2, size) if "_A" in name else (size, 2)) for name in names}, path)
+    found = adapter.read(str(path), network)
+    assert len(found.changes[f"{MODULE}.weight"]) == 2 and found.unused == ()
+
+
+def test_a_file_that_names_the_second_expert_changes_that_alone(tmp_path: Path):
+    spec = spec_by_name("wan2.2-t2v-a14b")
+    networks = {name: modules.build(spec.component(name), spec.component(name).tiny) for name in spec.experts}
+    size = networks["transformer"].weights["blocks.*.attn1.to_q.weight"].tensor_shape[0]
+    tensors = {
+        f"{expert}{module}.lora_{matrix}.weight": torch.ones((2, size) if matrix == "A" else (size, 2))
+        for expert, module in (("transformer.", MODULE), ("transformer_2.", "blocks.1.attn1.to_q"))
+        for matrix in "AB"
+    }
+    path = tmp_path / "lora.safetensors"
+    save_file(tensors, path)
+    changed = {name: set(adapter.read(str(path), network).changes) for name, network in networks.items()}
+    first, second = f"{MODULE}.weight", "blocks.1.attn1.to_q.weight"
+    assert changed == {"transformer": {first}, "transformer_2": {second}}
+    save_file({name: x for name, x in tensors.items() if name.startswith("transformer_2.")}, path)
+    model = ModelRef(spec_name=spec.name, model_id=spec.random_id)
+    added, report = apply.add(model, Lora(path=str(path), strength=1.0), Silent())
+    assert added.loras and "Not applied" not in report
+    with pytest.raises(LoraError, match="changes nothing of"):
+        apply.add(model, Lora(path=str(path), strength=1.0, expert="high"), Silent())
