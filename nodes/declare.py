@@ -82,7 +82,7 @@ class Input:
         value = _converted(self.type, value)
         if self.check is not None:
             self.check(value)
-        if not isinstance(value, _VALUE_TYPES[self.type]) or (isinstance(value, bool) and self.type != "BOOLEAN"):
+        if not isinstance(value, VALUE_TYPES[self.type]) or (isinstance(value, bool) and self.type != "BOOLEAN"):
             raise ValueError(f"{self.name} is {value!r}; it must be {_VALUE_NAMES[self.type]}.")
         if self.options and value not in self.options:
             raise ValueError(f"{self.name} is {value!r}; it must be one of {', '.join(self.options)}.")
@@ -91,7 +91,7 @@ class Input:
         return value
 
 
-_VALUE_TYPES = {"INT": int, "FLOAT": float, "STRING": str, "COMBO": str, "BOOLEAN": bool}
+VALUE_TYPES = {"INT": int, "FLOAT": float, "STRING": str, "COMBO": str, "BOOLEAN": bool}
 _VALUE_NAMES = {
     "INT": "a whole number",
     "FLOAT": "a number",

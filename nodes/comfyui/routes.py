@@ -1,10 +1,12 @@
-"""The monitor's two addresses on ComfyUI's server: `GET /tpu/stats` and `POST /tpu/free`.
+"""The pack's addresses on ComfyUI's server: the monitor's `GET /tpu/stats` and `POST /tpu/free`, and
+`POST /tpu/upgrade`, which brings a workflow of the separate packs to today's nodes.
 
 It knows ComfyUI only in `add`.
 """
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,12 @@ from aiohttp import web
 from ...tpu_runtime import pipeline
 from ...tpu_runtime.monitor.feed import Feed
 from ...tpu_runtime.monitor.readings import in_daemon
+from .. import DECLARATIONS, upgrade
 
+log = logging.getLogger(__name__)
+
+# Bytes: a thousand times what large ones have.
+LONGEST_WORKFLOW = 16 * 2**20
 # Where ComfyUI serves our web files: under the name of the folder it found us in.
 _WEB = f"/extensions/{Path(__file__).parents[2].name}/"
 
@@ -26,6 +33,7 @@ def add() -> None:
     server = PromptServer.instance
     add_routes(server.routes, request_unload=lambda: server.prompt_queue.set_flag("unload_models", True))
     server.app.on_response_prepare.append(_keep_modules_fresh)
+    server.add_on_prompt_handler(_upgrade_prompt)
 
 
 def add_routes(
@@ -55,6 +63,42 @@ def add_routes(
         # It waits for a running stage, perhaps for minutes: not with a thread of the loop's small pool.
         await asyncio.wrap_future(in_daemon(lambda: free(ids=ids)))
         return web.json_response({"freed": list(ids)})
+
+    @routes.post("/tpu/upgrade")
+    async def upgrade_workflow(request: web.Request) -> web.Response:
+        try:
+            body = await _bounded(request)
+            workflow, changes = await asyncio.to_thread(_upgraded, body)
+        except ValueError as error:
+            return web.json_response({"error": str(error)}, status=400)
+        return web.json_response({"changes": changes, **({"workflow": workflow} if changes else {})})
+
+
+async def _bounded(request: web.Request) -> bytes:
+    """The body; ValueError for one that is longer than any workflow, of which no more is read."""
+    body = bytearray()
+    async for piece in request.content.iter_chunked(2**16):
+        body += piece
+        if len(body) > LONGEST_WORKFLOW:
+            raise ValueError(f"The workflow is longer than {LONGEST_WORKFLOW // 2**20} MiB.")
+    return bytes(body)
+
+
+def _upgraded(body: bytes) -> tuple[Any, list[str]]:
+    """The workflow in `body` with today's nodes, and what was changed; ValueError for what is none."""
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"The body is not a workflow in JSON ({error}).") from None
+    return upgrade.upgraded(document, DECLARATIONS)
+
+
+def _upgrade_prompt(data: dict[str, Any]) -> dict[str, Any]:
+    """What is about to be queued, as scripts send it, with today's nodes."""
+    prompt, changes = upgrade.upgraded(data.get("prompt"), DECLARATIONS)
+    if changes:
+        log.warning("%s", "\n  ".join(changes))
+    return {**data, "prompt": prompt} if changes else data
 
 
 def _ids(text: str) -> tuple[str, ...] | None:

@@ -7,9 +7,9 @@ from typing import Any
 from ...tpu_runtime.checkpoints import tiny
 from ...tpu_runtime.checkpoints.model_ref import variant
 from ...tpu_runtime.limits import without_zero_sizes
-from ...tpu_runtime.models import spec_for_family
+from ...tpu_runtime.models import SPECS, spec_for_family
 from ..declare import Declaration, Input
-from ..graph import Workflow
+from ..graph import Workflow, is_link
 from .runner import HEADLESS
 
 
@@ -34,12 +34,14 @@ def make_tiny(workflow: Workflow) -> None:
     for node in workflow.values():
         declaration = HEADLESS.get(node["class_type"])
         family = declaration and (declaration.family or node["inputs"].get("family"))
-        if not declaration or not family:
+        if not declaration or not isinstance(family, str) or family not in {one.family for one in SPECS}:
             continue
         named = node["inputs"].get("model")
-        source = workflow.get(named[0], node) if isinstance(named, list) else node  # a loader, in place of the widget
+        source = workflow.get(named[0], node) if is_link(named) else node  # a loader, in place of the widget
         defaults = {i.name: i.default for i in HEADLESS.get(source["class_type"], declaration).inputs}
-        spec = variant(spec_for_family(family), (defaults | source["inputs"]).get("model_id") or "")
+        model_id = (defaults | source["inputs"]).get("model_id")
+        # A wrong type is an error of the workflow's own, said when all of it is checked.
+        spec = variant(spec_for_family(family), model_id if isinstance(model_id, str) else "")
         wanted = {"model_id": spec.tiny_id, **spec.tiny_inputs, **tiny.texts(spec, spec.tiny_id)}
         given = {i.name: node["inputs"].get(i.name, i.default) for i in declaration.inputs if i.name in wanted}
         if "condition" in node["inputs"]:

@@ -4,18 +4,27 @@ API format: `{node id: {"class_type": ..., "inputs": {name: value or [node id, o
 supported.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..declare import Declaration, Input
 from ..graph import Table, Workflow, declaration_of, is_link, node_label
+from ..upgrade import upgraded
+
+log = logging.getLogger(__name__)
 
 PAGE_ONLY = frozenset({"Note", "MarkdownNote", "Reroute", "PrimitiveNode"})
 _MUTED, _BYPASSED = 2, 4
 
 
 def to_api(document: Any, table: Table) -> Workflow:
-    """A workflow file's content in API format; ValueError says why a document is not a workflow that can run."""
+    """A workflow file's content in API format; ValueError says why a document is not a workflow that can run. One that
+    the separate packs saved has today's nodes then, and the log says what was changed.
+    """
+    document, changes = upgraded(document, table)
+    if changes:
+        log.warning("%s", "\n  ".join(changes))
     if isinstance(document, dict) and "nodes" in document and "links" in document:
         return _Page(document, table).to_api()
     if isinstance(document, dict) and document and all(_is_api_node(node) for node in document.values()):

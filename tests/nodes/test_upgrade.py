@@ -1,0 +1,253 @@
+"""Workflows that the separate packs saved: brought to today's nodes, with the values that they had, and run."""
+
+import contextlib
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_tpu.cli.main import main
+from comfyui_tpu.nodes import DECLARATIONS
+from comfyui_tpu.nodes.declare import Folders
+from comfyui_tpu.nodes.graph import expand, expected
+from comfyui_tpu.nodes.headless.changes import make_tiny
+from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
+from comfyui_tpu.nodes.upgrade import upgraded
+from comfyui_tpu.tests.support import separate_packs
+from PIL import Image
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EVERY_EXAMPLE = sorted([*EXAMPLES.glob("*.json"), *(EXAMPLES / "api").glob("*.json")])
+HEADLINE = "This workflow was saved by the separate TPU packs; it now has ComfyUI-TPU's nodes."
+
+
+def constants(workflow: dict[str, Any], kind: str) -> dict[str, Any]:
+    (inputs,) = (node["inputs"] for node in workflow.values() if node["class_type"] == kind)
+    return inputs
+
+
+def check_links(document: dict[str, Any]) -> None:
+    """Every link is known to the sockets at both of its ends, and they to it."""
+    nodes = {node["id"]: node for node in document["nodes"]}
+    for link in document["links"]:
+        number, origin, slot, target, target_slot, kind = link.values() if isinstance(link, dict) else link
+        assert number in nodes[origin]["outputs"][slot]["links"]
+        assert nodes[target]["inputs"][target_slot]["link"] == number
+        assert nodes[target]["type"] not in DECLARATIONS or nodes[target]["inputs"][target_slot]["type"] == kind
+    known = {link["id"] if isinstance(link, dict) else link[0] for link in document["links"]}
+    for node in nodes.values():
+        assert {socket["link"] for socket in node["inputs"]} <= {*known, None}
+        assert {link for socket in node["outputs"] for link in socket["links"] or ()} <= known
+
+
+@pytest.mark.parametrize("pack", separate_packs.ALL)
+def test_a_saved_workflow_has_todays_nodes(pack: str):
+    before = separate_packs.ALL[pack]()
+    document, changes = upgraded(before, DECLARATIONS)
+    assert before == separate_packs.ALL[pack]()  # a copy was changed
+    assert changes[0] == HEADLINE
+    check_links(document)
+    for node in document["nodes"]:
+        if node["type"] in DECLARATIONS:
+            declared = [one for one in HEADLESS[node["type"]].inputs if one.is_widget]
+            assert len(node["widgets_values"]) == len(declared) + sum(bool(one.companion) for one in declared)
+            sockets = [one for one in HEADLESS[node["type"]].page_order() if not one.is_widget]
+            assert [(one["name"], one["type"]) for one in node["inputs"]] == [(one.name, one.type) for one in sockets]
+    assert validate_workflow(to_api(document, HEADLESS), HEADLESS) == []
+    assert upgraded(document, DECLARATIONS) == (document, [])  # and has nothing more to change
+
+
+def test_every_value_that_counts_stays():
+    flux2 = to_api(separate_packs.flux2(), HEADLESS)
+    sampler = constants(flux2, "Flux2TPUSampler")
+    assert {name: sampler[name] for name in ("height", "width", "num_inference_steps", "guidance_scale", "seed")} == {
+        "height": 1024, "width": 1024, "num_inference_steps": 50, "guidance_scale": 4.0, "seed": 719528488,
+    }  # fmt: skip
+    assert constants(flux2, "Flux2TPUVAEDecoder") == {
+        "model_id": separate_packs.FLUX2, "precision": "auto", "latents": ["2", 0],
+    }  # fmt: skip
+    cogvideox = constants(to_api(separate_packs.cogvideox(), HEADLESS), "CogVideoXTPUSampler")
+    assert (cogvideox["height"], cogvideox["width"], cogvideox["num_frames"], cogvideox["seed"]) == (720, 1280, 81, 42)
+    assert (cogvideox["prompt_embeds"], cogvideox["negative_prompt_embeds"]) == (["1", 0], ["1", 1])
+    wan22 = to_api(separate_packs.wan22_i2v(), HEADLESS)
+    sampler = constants(wan22, "Wan22I2VTPUSampler")
+    assert (sampler["seed"], sampler["shift"], sampler["model_id"]) == (0, 5.0, separate_packs.WAN22)
+    # The separate pack had one guidance for both experts; the size comes with the picture.
+    assert (sampler["guidance_scale"], sampler["guidance_scale_2"], sampler["height"]) == (3.5, 0.0, 0)
+    assert "latent_info" not in sampler and sampler["condition"] == ["2", 0]
+    assert constants(wan22, "Wan22I2VImageEncoder")["height"] == 1104
+
+
+def test_the_notice_says_what_was_changed():
+    said = {pack: upgraded(make(), DECLARATIONS)[1][1:] for pack, make in separate_packs.ALL.items()}
+    assert said == {
+        "flux2": [
+            "Flux2TPUVAEDecoder (node 3): height 1024 is left out, what comes in has its own; width 1024 is left out, "
+            "what comes in has its own."
+        ],
+        "cogvideox": [
+            "CogVideoXTPUSampler (node 2): 8 is left out, no input takes it; embeddings is prompt_embeds and "
+            "negative_prompt_embeds now."
+        ],
+        "wan21": [],
+        "wan22_i2v": ["Wan22I2VTPUSampler (node 4): latent_info is not needed any more."],
+    }
+
+
+def test_a_control_behind_the_seed_stays_and_is_fixed_where_there_was_none():
+    for pack, kind, control in (
+        ("flux2", "Flux2TPUSampler", "randomize"), ("cogvideox", "CogVideoXTPUSampler", "fixed"),
+        ("wan22_i2v", "Wan22I2VTPUSampler", "fixed"),
+    ):  # fmt: skip
+        document, _ = upgraded(separate_packs.ALL[pack](), DECLARATIONS)
+        (values,) = (node["widgets_values"] for node in document["nodes"] if node["type"] == kind)
+        widgets = [one for one in HEADLESS[kind].inputs if one.is_widget]
+        names = [name for one in widgets for name in ([one.name, "control"] if one.companion else [one.name])]
+        assert dict(zip(names, values, strict=True))["control"] == control
+
+
+def test_a_link_through_a_reroute_becomes_two():
+    document = separate_packs.cogvideox()
+    document["nodes"].append({
+        "id": 9, "type": "Reroute", "mode": 0, "inputs": [{"name": "", "type": "*", "link": 1}],
+        "outputs": [{"name": "", "type": "COGVIDEOX_EMBEDS", "links": [8]}],
+    })  # fmt: skip
+    document["nodes"][1]["inputs"][0]["link"] = 8
+    document["links"][0] = [1, 1, 0, 9, 0, "*"]
+    document["links"].append([8, 9, 0, 2, 0, "COGVIDEOX_EMBEDS"])
+    sampler = constants(to_api(document, HEADLESS), "CogVideoXTPUSampler")
+    assert (sampler["prompt_embeds"], sampler["negative_prompt_embeds"]) == (["1", 0], ["1", 1])
+
+
+def test_a_subgraph_is_upgraded_too():
+    inner = separate_packs.cogvideox()
+    names = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")
+    inner["links"] = [dict(zip(names, link, strict=True)) for link in inner["links"]]
+    outer = {"nodes": [], "links": [], "definitions": {"subgraphs": [{**inner, "state": {"lastLinkId": 4}}]}}
+    document, changes = upgraded(outer, DECLARATIONS)
+    (found,) = document["definitions"]["subgraphs"]
+    check_links(found)
+    assert len(changes) == 2 and found["state"]["lastLinkId"] == 5
+
+
+def in_api_form(pack: str) -> dict[str, Any]:
+    """As the page of that time exported it: values by name."""
+    from comfyui_tpu.nodes.upgrade import _OLD
+
+    document, workflow = separate_packs.ALL[pack](), {}
+    sources = {link[0]: [str(link[1]), link[2]] for link in document["links"]}
+    for node in document["nodes"]:
+        old = _OLD.get(node["type"])
+        names = list(old.widgets) if old else [one.name for one in HEADLESS[node["type"]].inputs if one.is_widget]
+        values = [value for value in node["widgets_values"] if value not in ("fixed", "randomize", "image")]
+        links = {one["name"]: sources[one["link"]] for one in node["inputs"] if one["link"] is not None}
+        workflow[str(node["id"])] = {
+            "class_type": node["type"],
+            "inputs": {**dict(zip(names, values, strict=False)), **links},
+        }
+    return workflow
+
+
+@pytest.mark.parametrize("pack", separate_packs.ALL)
+def test_an_api_workflow_is_upgraded(pack: str):
+    before = in_api_form(pack)
+    kept = copy.deepcopy(before)
+    after, changes = upgraded(before, DECLARATIONS)
+    assert before == kept and bool(changes) == (pack != "wan21")
+    assert validate_workflow(to_api(before, HEADLESS), HEADLESS) == []
+    assert upgraded(after, DECLARATIONS) == (after, [])
+    own = to_api(separate_packs.ALL[pack](), HEADLESS)
+    for node_id, node in after.items():  # the same as from the page's form, but for what has its default
+        assert node["inputs"].items() <= own[node_id]["inputs"].items()
+
+
+@pytest.mark.parametrize("path", EVERY_EXAMPLE, ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_todays_examples_are_left_as_they_are(path: Path):
+    document = json.loads(path.read_text())
+    assert upgraded(document, DECLARATIONS) == (document, [])
+
+
+@pytest.mark.parametrize(
+    "document", [None, 3, [], {}, {"nodes": 3}, {"nodes": [None, {"type": []}], "links": 7}, {"1": 2}]
+)
+def test_what_is_no_workflow_is_left_to_who_reads_it(document: Any):
+    assert upgraded(document, DECLARATIONS) == (document, [])
+
+
+def test_what_is_nested_too_deeply_is_a_sentence():
+    document = separate_packs.flux2()
+    document["extra"] = nested = []
+    for _ in range(100_000):
+        nested.append([])
+        nested = nested[0]
+    with pytest.raises(ValueError, match="nested too deeply"):
+        upgraded(document, DECLARATIONS)
+
+
+@pytest.mark.parametrize("pack", separate_packs.ALL)
+def test_damaged_ones_end_in_a_sentence(pack: str):
+    """Any part of it replaced by something else: a result or a ValueError."""
+    draw = random.Random(pack)
+    strange = [None, 3, -1, 1e300, True, "x", [], {}, [[]], [1, 2, 3, 4, 5, 6], {"link": []}, float("nan")]
+    for _ in range(300):
+        document = separate_packs.ALL[pack]()
+        place: Any = document
+        while isinstance(place, dict | list) and place:
+            key = draw.choice(list(place) if isinstance(place, dict) else range(len(place)))
+            if draw.random() < 0.3 or not isinstance(place[key], dict | list) or not place[key]:
+                place[key] = draw.choice(strange)
+                break
+            place = place[key]
+        with contextlib.suppress(ValueError):
+            upgraded(document, DECLARATIONS)
+
+
+@pytest.mark.parametrize(
+    ("pack", "result"),
+    [("flux2", "*.png"), ("cogvideox", "*.mp4"), ("wan21", "video/*.mp4"), ("wan22_i2v", "video/*.mp4")],
+)
+def test_a_saved_workflow_runs(pack: str, result: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+    (tmp_path / "input").mkdir()
+    Image.new("RGB", (96, 64), "red").save(tmp_path / "input" / "input.png")
+    (tmp_path / "saved.json").write_text(json.dumps(separate_packs.ALL[pack]()))
+    steps = next(
+        f"{node['type']}.num_inference_steps=2"
+        for node in separate_packs.ALL[pack]()["nodes"]
+        if node["type"].endswith("Sampler")
+    )
+    words = ["run", str(tmp_path / "saved.json"), "--tiny", "--set", steps, "--out", str(tmp_path / "out")]
+    assert main([*words, "--input", str(tmp_path / "input")]) == 0
+    assert [path.stat().st_size > 500 for path in (tmp_path / "out").rglob(result.rpartition("/")[2])] == [True]
+
+
+WRONG = (
+    *(None, [], [1, 2], ["9", 0], {}, {"a": 1}, True, "", "many", "nan"),
+    *(-1, 0, 2**80, 1.5, 1e300, float("nan"), float("inf")),
+)
+
+
+@pytest.mark.parametrize("path", EVERY_EXAMPLE, ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_a_wrong_type_in_a_widget_is_a_sentence(path: Path):
+    """As `run` goes on with it, with the real models and with miniatures, up to where the first node would run."""
+    draw = random.Random(path.stem)
+    document = json.loads(path.read_text())
+    for number in range(20):
+        workflow = to_api(document, HEADLESS)
+        node = workflow[draw.choice([node_id for node_id, node in workflow.items() if node["inputs"]])]
+        node["inputs"][draw.choice(sorted(node["inputs"]))] = draw.choice(WRONG)
+        try:
+            if number % 2:
+                make_tiny(workflow)
+            if problems := validate_workflow(workflow, HEADLESS):
+                assert all(problem.endswith((".", ")")) for problem in problems)
+                continue
+            for node in workflow.values():
+                given = {name: value for name, value in node["inputs"].items() if not isinstance(value, list)}
+                HEADLESS[node["class_type"]].check_constants(Folders(), given)
+            expand(workflow, HEADLESS)
+            expected(workflow, Folders(), HEADLESS)
+        except ValueError as error:
+            assert str(error)
