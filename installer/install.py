@@ -5,10 +5,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from . import steps
 from .layout import COMFYUI_ORIGIN, COMFYUI_TAG, MANAGER_ORIGIN, MANAGER_TAG, Layout, layout, remains, require_comfyui
+from .lock import alone
 from .machine import NO_TPU, ROOT, has_tpu
 from .steps import Origins, Step
 from .terminal import SetupError, confirm, say
@@ -51,9 +53,10 @@ def add_folder(parser: argparse.ArgumentParser) -> None:
 
 def install(chosen: Layout, origins: Origins, options: argparse.Namespace, *, before: Sequence[Step] = ()) -> int:
     """The steps `before` and all others that are not done yet, after a question; exit code 0."""
-    # A ComfyUI of ours that is too old is about to be updated.
-    _refuse(chosen, is_updated=bool(before) and chosen.record().comfyui is not None)
-    _carry_out(chosen, [*before, *steps.steps(chosen, origins)], options)
+    # A ComfyUI of ours that is too old, or that was half removed, is about to be made whole.
+    _refuse(chosen, is_updated=chosen.record().comfyui is not None)
+    with alone(chosen):
+        _carry_out(chosen, [*before, *steps.steps(chosen, origins)], options)
     if not options.dry_run:
         _report(chosen)
     return 0
@@ -103,17 +106,24 @@ def _require_room(folder: Path, size_gb: float) -> None:
 
 def _report(chosen: Layout) -> None:
     """What `comfyui-tpu doctor` has to say, and how to go on."""
-    variables = {**chosen.venv.environment(), **start_variables(chosen)}
-    code = subprocess.run([chosen.venv.program("comfyui-tpu"), "doctor"], cwd=ROOT, env=variables).returncode
+    command = [chosen.venv.program("comfyui-tpu"), "doctor"]
+    code = subprocess.run(command, cwd=ROOT, env=start_environment(chosen)).returncode
     if code:
         say(f"doctor ended with {code}; what it names above can be mended later")
     folder = f" --comfyui {chosen.comfyui}" if chosen != layout(None) else ""
     say(f"installed; start ComfyUI with: python3 setup.py start{folder}")
 
 
-def start_variables(chosen: Layout) -> dict[str, str]:
-    """What ComfyUI and its later installations must find in the environment."""
-    constraints = str(chosen.constraints)
+def start_environment(chosen: Layout) -> dict[str, str]:
+    """What ComfyUI, and the installations that it starts, are run with: the user's own folder of temporary files, for
+    the installation's is gone.
+    """
+    return {**replace(chosen.venv, variables={}).environment(), **_start_variables(chosen)}
+
+
+def _start_variables(chosen: Layout) -> dict[str, str]:
+    # As an address: pip and uv take several files with spaces between them, and an address has none.
+    constraints = chosen.constraints.as_uri()
     own = {"COMFYUI_PATH": str(chosen.comfyui), "PIP_CONSTRAINT": constraints, "UV_CONSTRAINT": constraints}
     given = {**chosen.caches, **({} if has_tpu() else NO_TPU)}
     return {**{name: os.environ.get(name, value) for name, value in given.items()}, **own}

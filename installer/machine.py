@@ -1,5 +1,6 @@
 """Where things are on this machine: the repository, ComfyUI, a TPU."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,4 +14,5 @@ def has_tpu() -> bool:
 
 
 def comfyui_folder(environment: Mapping[str, str]) -> Path:
-    return Path(environment.get("COMFYUI_PATH") or "~/ComfyUI").expanduser()
+    # Unlike `Path.expanduser` this raises nothing for a user without a home.
+    return Path(os.path.expanduser(environment.get("COMFYUI_PATH") or "~/ComfyUI"))

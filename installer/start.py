@@ -7,8 +7,9 @@ import os
 import socket
 from collections.abc import Sequence
 
-from .install import add_folder, start_variables
+from .install import add_folder, start_environment
 from .layout import Layout, installed
+from .lock import running
 from .terminal import SetupError, say
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -28,7 +29,8 @@ def main(arguments: Sequence[str]) -> int:
         command = [*_follow(chosen, options.hosts), "--", *command]
     _announce(options.listen, options.port)
     os.chdir(chosen.comfyui)
-    os.execve(command[0], command, {**chosen.venv.environment(), **start_variables(chosen)})
+    with running(chosen):
+        os.execve(command[0], command, start_environment(chosen))
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -102,5 +104,13 @@ def _announce(address: str, port: int) -> None:
     host = "127.0.0.1" if address in ("0.0.0.0", "::", *LOOPBACK) else address
     tunnel = f"-N -L {port}:{host}:{port}"
     say(f"ComfyUI's page will be at http://{host}:{port} (Ctrl-C ends it)")
-    say(f"from your own machine: ssh {tunnel} {getpass.getuser()}@HOST, then open http://127.0.0.1:{port}")
+    say(f"from your own machine: ssh {tunnel} {_user()}@HOST, then open http://127.0.0.1:{port}")
     say(f"          on a TPU VM: gcloud compute tpus tpu-vm ssh NAME --zone ZONE -- {tunnel}")
+
+
+def _user() -> str:
+    """The name to log in with; containers run under numbers that have none."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "USER"

@@ -294,7 +294,7 @@ def refuse_other_copies(layout: Layout) -> None:
         if (
             file.parent.resolve() != ROOT
             and not file.parent.is_symlink()
-            and 'name = "comfyui-tpu"' in file.read_text()
+            and b'name = "comfyui-tpu"' in file.read_bytes()  # in whatever encoding others write theirs
         ):
             raise SetupError(
                 f"{file.parent} is another copy of this pack, and ComfyUI would load both: remove it, or run its "

@@ -8,6 +8,7 @@ from pathlib import Path
 from . import git
 from .install import add_common
 from .layout import Layout, installed
+from .lock import alone
 from .machine import ROOT
 from .terminal import confirm, say
 
@@ -28,7 +29,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if not options.yes:
         confirm("Remove this?")
-    _remove(chosen)
+    with alone(chosen):
+        _remove(chosen)
     for line in _left(chosen.comfyui):
         say(f"left: {line}")
     say(f"left: {ROOT}, this folder, and the pack's caches (~/.cache/comfyui-tpu, ~/.cache/huggingface)")
@@ -57,12 +59,21 @@ def _remove(chosen: Layout) -> None:
     if _is_our_link(chosen):
         chosen.link.unlink()
     if record.manager and _is_as_cloned(chosen.manager, record.manager):
-        shutil.rmtree(chosen.manager)
+        _remove_tracked(chosen.manager, chosen)
     if record.comfyui and _is_as_cloned(chosen.comfyui, record.comfyui):
-        _remove_tracked(chosen.comfyui)
-    shutil.rmtree(chosen.home)
+        _remove_tracked(chosen.comfyui, chosen)
+    _remove_home(chosen.home)
     if not any(chosen.comfyui.iterdir()):
         chosen.comfyui.rmdir()
+
+
+def _remove_home(home: Path) -> None:
+    """Who moved the environment to another disk left a link to it here: both are ours."""
+    if home.is_symlink():
+        shutil.rmtree(home.resolve(), ignore_errors=True)
+        home.unlink()
+    else:
+        shutil.rmtree(home)
 
 
 def _is_our_link(chosen: Layout) -> bool:
@@ -70,25 +81,36 @@ def _is_our_link(chosen: Layout) -> bool:
 
 
 def _is_as_cloned(folder: Path, commit: str) -> bool:
-    """Files that are missing count as unchanged: an earlier removal may have been cut off."""
-    if git.commit_of(folder) != commit:
+    """Files that are missing count as unchanged: an earlier removal may have been cut off. A link is the user's own."""
+    if folder.is_symlink() or git.commit_of(folder) != commit:
         return False
     changes = git.git(folder, "status", "--porcelain", "--untracked-files=no").splitlines()
     return all(line.startswith(" D") for line in changes)
 
 
-def _remove_tracked(folder: Path) -> None:
-    """Removes the files that git tracks, Python's caches of them and the repository; what is the user's own stays."""
-    tracked = [folder / name for name in git.git(folder, "ls-files", "-z").split("\0") if name]
+def _remove_tracked(folder: Path, chosen: Layout) -> None:
+    """Removes the files that git tracks, Python's caches of them and the repository; what is the user's own stays.
+
+    So does what is behind a folder that the user replaced by a link: git takes such files for deleted.
+    """
+    names = [name for name in git.git(folder, "ls-files", "-z").split("\0") if name]
+    tracked = [folder / name for name in names if not _is_behind_link(folder, Path(name))]
     for file in tracked:
         file.unlink(missing_ok=True)
     for parent in sorted({file.parent for file in tracked}, reverse=True):  # the deepest first
-        shutil.rmtree(parent / "__pycache__", ignore_errors=True)
+        if not (parent / "__pycache__").is_symlink():
+            shutil.rmtree(parent / "__pycache__", ignore_errors=True)
         while parent != folder and parent.is_dir() and not any(parent.iterdir()):
             parent.rmdir()
             parent = parent.parent
     # In one moment: half a repository would not say what is the user's own.
-    (folder / ".git").rename(Layout(folder).home / "removed.git")
+    (folder / ".git").rename(chosen.home / f"removed-{folder.name}.git")
+    if folder != chosen.comfyui and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _is_behind_link(folder: Path, name: Path) -> bool:
+    return any((folder / parent).is_symlink() for parent in name.parents)
 
 
 def _left(folder: Path) -> list[str]:
@@ -96,6 +118,9 @@ def _left(folder: Path) -> list[str]:
         return []
     lines = []
     for path in sorted(folder.iterdir()):
+        if path.is_symlink():
+            lines.append(f"{path} (a link to {path.resolve()})")
+            continue
         files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
         lines.append(f"{path} ({len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB)")
     return lines
