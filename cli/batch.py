@@ -51,9 +51,13 @@ def run(options: argparse.Namespace) -> int:
     folders = given_folders(options, Path(options.out) / RESULTS / "of-a-job")
     recipe = Recipe(given_workflow(options), folders, TerminalHost(Folders()))
     try:
-        lines = options.set_from.read_text("utf-8").splitlines()
+        # Lines end in a newline alone: other signs that Python splits at may stand in a JSON string. Some editors begin
+        # a file with a mark of its encoding.
+        lines = options.set_from.read_text("utf-8-sig").split("\n")
     except FileNotFoundError:
         raise ValueError(f"there is no file {options.set_from}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{options.set_from} cannot be read as UTF-8 text ({error}).") from None
     jobs = read_jobs(recipe, lines, str(options.set_from))
     store = open_store(options.out)
     with store.alone():
