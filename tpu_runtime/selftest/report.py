@@ -1,6 +1,7 @@
 """What a self-test found, as a record to attach to a bug report: without paths, tokens, names of people or machines."""
 
 import getpass
+import ipaddress
 import os
 import platform
 import re
@@ -19,13 +20,22 @@ SCHEMA = 1
 # What changes how programs are compiled or where they run.
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS", "JAX_DEFAULT_MATMUL_PRECISION", "COMFYUI_TPU_HBM_GIB")
 _LONGEST = 400  # characters of a sentence
+_WORD = r"[^\s/'\"<>|:;,()\[\]]+"  # of a path
 _PATTERNS = (
-    re.compile(r"(?<![\w.:/])(?:~|\.{1,2})?(?:/[^\s/'\"<>|:;,()\[\]]+)+/?"),  # paths
-    re.compile(r"\b[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE),
+    re.compile(r"(['\"])(?:file:|~|\.{1,2})?/(?:(?!\1).)+\1"),  # a path in quotes may hold anything else
+    re.compile(r"\b(?:[a-z][a-z0-9+.-]*://|file:)\S+", re.IGNORECASE),
+    # Spaces belong to a folder's name where another slash follows soon, and to a file's where an ending does.
+    re.compile(
+        rf"(?<![\w./])(?:~\w*|\.{{1,2}})?"
+        rf"(?:/{_WORD}(?: {_WORD}){{0,5}}(?=/)|/{_WORD}(?: {_WORD}){{0,5}}\.[A-Za-z]\w*|/{_WORD})+/?"
+    ),
+    re.compile(r"\b[A-Za-z]:\\[^\s'\"]+"),
     re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b"),  # addresses
-    re.compile(r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+\b"),
+    re.compile(r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)*\b"),
     re.compile(r"\b[\w-]+(?:\.[\w-]+)*\.(?:internal|local|lan|corp|home)\b"),
 )
+# What may be an address of version 6; times of day look like one too.
+_IPV6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f]*:[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*(?:%\w+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +113,18 @@ def cleaned(text: str) -> str:
     text = redact(text)
     for pattern in _PATTERNS:
         text = pattern.sub(HIDDEN, text)
+    text = _IPV6.sub(lambda match: HIDDEN if _is_address(match[0]) else match[0], text)
     for name in _names():
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", HIDDEN, text, flags=re.IGNORECASE)
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text.rstrip("."))
+    except ValueError:
+        return False
+    return True
 
 
 def _names() -> set[str]:
