@@ -85,8 +85,9 @@ class Asker:
 
     def check_cancelled(self) -> None:
         """Nothing more is to come from who asked: what can be read is the end of the connection."""
-        readable, _, _ = select.select([self._connection], [], [], 0)
-        if readable:
+        watched = select.poll()  # unlike select.select, for descriptors of any number
+        watched.register(self._connection, select.POLLIN)
+        if watched.poll(0):
             with contextlib.suppress(OSError):
                 if self._connection.recv(1, socket.MSG_PEEK):
                     return

@@ -7,7 +7,7 @@ It knows ComfyUI only in `add`.
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def add_routes(
     free: Callable[..., Any] = pipeline.free,
 ) -> None:
     """The handlers. `request_unload` is ComfyUI's own "unload models", which runs between prompts, never inside one."""
-    feed = feed or Feed()
+    feed, freeing = feed or Feed(), _Freeing(free)
 
     @routes.get("/tpu/stats")
     async def stats(request: web.Request) -> web.Response:
@@ -60,8 +60,7 @@ def add_routes(
         if ids is None:
             request_unload()
             return web.json_response({"freed": "requested"})
-        # It waits for a running stage, perhaps for minutes: not with a thread of the loop's small pool.
-        await asyncio.wrap_future(in_daemon(lambda: free(ids=ids)))
+        await freeing.of(ids)
         return web.json_response({"freed": list(ids)})
 
     @routes.post("/tpu/upgrade")
@@ -72,6 +71,32 @@ def add_routes(
         except ValueError as error:
             return web.json_response({"error": str(error)}, status=400)
         return web.json_response({"changes": changes, **({"workflow": workflow} if changes else {})})
+
+
+class _Freeing:
+    """Frees residents in one thread, however many ask meanwhile: that waits for a running stage, perhaps for minutes,
+    and who asked may be gone by then.
+    """
+
+    def __init__(self, free: Callable[..., Any]) -> None:
+        self._free = free
+        self._wanted: set[str] = set()
+        self._round: asyncio.Future[None] | None = None
+
+    async def of(self, ids: Iterable[str]) -> None:
+        self._wanted.update(ids)
+        if self._round is None:
+            self._round = asyncio.ensure_future(self._work())
+        await asyncio.shield(self._round)
+
+    async def _work(self) -> None:
+        try:
+            while self._wanted:
+                ids, self._wanted = tuple(sorted(self._wanted)), set()
+                # Not with a thread of the loop's small pool.
+                await asyncio.wrap_future(in_daemon(lambda ids=ids: self._free(ids=ids)))
+        finally:
+            self._round = None
 
 
 async def _bounded(request: web.Request) -> bytes:

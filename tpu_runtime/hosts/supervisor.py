@@ -42,11 +42,14 @@ def keep(command: Sequence[str], environment: Mapping[str, str], *, always: bool
     SIGTERM and SIGINT are for both: the command ends, and is not started again.
     """
     asked: list[int] = []
+    missed: list[int] = []  # while there is no process to tell: while `Popen` is starting it
     process: subprocess.Popen | None = None
 
     def end(number: int, _: object) -> None:
         asked.append(number)
-        if process is not None:
+        if process is None:
+            missed.append(number)
+        else:
             process.send_signal(number)
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -61,7 +64,10 @@ def keep(command: Sequence[str], environment: Mapping[str, str], *, always: bool
                 process_group=0,
                 preexec_fn=ending_with_us(),
             )
+            if missed:
+                process.send_signal(missed[0])
             status = process.wait()
+            process = None
             if asked or not (always or status == RESTART or status < 0):
                 return status if status >= 0 else 128 - status
             pause_s = PAUSE_S if time.monotonic() - began > EARLY_S else min(2 * pause_s, LONGEST_PAUSE_S)
