@@ -15,9 +15,13 @@ class CheckpointError(ValueError):
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; `CheckpointError` for anything else."""
     try:
-        return json.loads(path.read_text("utf-8"))
+        found = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; the checkpoint is incomplete.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(found).__name__}; it must be an object. Download it again.")
+    return found

@@ -157,5 +157,7 @@ def latent_samples(spec: ModelSpec, latents: Mapping[str, Any]) -> torch.Tensor:
             f"{spec.title}: the LATENT has shape {tuple(samples.shape)}; it must be ({', '.join(names)}, "
             f"height / {stride}, width / {stride})."
         )
+    if not samples.numel():
+        raise ValueError(f"{spec.title}: the LATENT has shape {tuple(samples.shape)}, which is empty. Sample it again.")
     finite.check_given(spec.title, "the LATENT", samples)
     return samples.to(torch.float32).cpu()

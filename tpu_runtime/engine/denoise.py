@@ -291,7 +291,7 @@ def _continued(
     try:
         first.set_state(carried["origin"])
         generator.set_state(carried["generator"])
-    except RuntimeError:
+    except (RuntimeError, TypeError):  # of another length, or of another type
         return "what they carry is damaged", None
     standing = Standing(
         table=table,
