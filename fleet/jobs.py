@@ -19,6 +19,7 @@ from ..nodes.headless.core_nodes import find_image
 from ..nodes.headless.runner import HEADLESS, execution_order
 from ..nodes.headless.workflow import validate_workflow
 from ..tpu_runtime.checkpoints import content
+from ..tpu_runtime.files import parse_json
 from ..tpu_runtime.progress import Progress
 from .ledger import Tries
 from .messages import Mark, Request
@@ -175,7 +176,7 @@ def mark(kind: str, name: str, folders: Folders, progress: Progress) -> Mark:
 
 def _settings(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError as error:
         raise ValueError(f"it is not JSON ({error}).") from None
     if not isinstance(found, dict):

@@ -1,10 +1,14 @@
-"""Reading a checkpoint's JSON files; what is wrong with a checkpoint as a sentence."""
+"""Reading JSON that may come from anyone, such as a checkpoint's; what is wrong with a checkpoint as a sentence."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from .redact import redact
+
+# Lists and objects within each other: deeper ones exhaust Python's stack, here or where they are printed.
+MOST_LEVELS = 100
 
 
 class CheckpointError(ValueError):
@@ -14,13 +18,34 @@ class CheckpointError(ValueError):
         super().__init__(redact(sentence))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; `CheckpointError` for anything else."""
+def parse_json(content: str | bytes) -> Any:
+    """The value of a JSON text, of UTF-8 where it is bytes, with a byte order mark or without.
+
+    `ValueError` says what is wrong with any other content.
+    """
     try:
-        found = json.loads(path.read_text("utf-8"))
+        value = json.loads(content if isinstance(content, str) else content.decode("utf-8-sig"))
+    except RecursionError:
+        raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep") from None
+    level, depth = [value], 0
+    while level := [inner for outer in level for inner in _entries(outer)]:
+        depth += 1
+        if depth > MOST_LEVELS:
+            raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
+    return value
+
+
+def _entries(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a checkpoint's JSON file; `CheckpointError` for anything else."""
+    try:
+        found = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; the checkpoint is incomplete.") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a JSON {type(found).__name__}; it must be an object. Download it again.")

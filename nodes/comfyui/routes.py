@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from ...tpu_runtime import pipeline
+from ...tpu_runtime.files import parse_json
 from ...tpu_runtime.monitor.feed import Feed
 from ...tpu_runtime.monitor.readings import in_daemon
 from .. import DECLARATIONS, upgrade
@@ -54,7 +55,7 @@ def add_routes(
     @routes.post("/tpu/free")
     async def free_memory(request: web.Request) -> web.Response:
         try:
-            ids = _ids(await request.text())
+            ids = _ids(await request.read())
         except ValueError as error:
             return web.json_response({"error": str(error)}, status=400)
         if ids is None:
@@ -126,17 +127,17 @@ def _upgrade_prompt(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "prompt": prompt} if changes else data
 
 
-def _ids(text: str) -> tuple[str, ...] | None:
+def _ids(content: bytes) -> tuple[str, ...] | None:
     """What to free; None for everything. ValueError with a sentence when the body is something else."""
-    if not text.strip():
+    if not content.strip():
         return None
     expected = 'it must be empty, or {"ids": ["..."]} with ids from "resident" in /tpu/stats.'
     try:
-        body = json.loads(text)
+        body = parse_json(content)
     except ValueError as error:
         raise ValueError(f"The body is not JSON ({error}); {expected}") from None
     if not isinstance(body, dict) or set(body) - {"ids"}:
-        raise ValueError(f"The body is {text[:80]}; {expected}")
+        raise ValueError(f"The body is {json.dumps(body)[:80]}; {expected}")
     ids = body.get("ids")
     if ids is not None and (not isinstance(ids, list) or not all(isinstance(one, str) for one in ids)):
         raise ValueError(f"ids is {json.dumps(ids)[:80]}; {expected}")

@@ -1,11 +1,11 @@
 """Changes to a workflow before it runs: a file's content, single inputs as `--set` names them, the miniature models."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ...tpu_runtime.checkpoints import tiny
 from ...tpu_runtime.checkpoints.model_ref import variant
+from ...tpu_runtime.files import parse_json
 from ...tpu_runtime.limits import without_zero_sizes
 from ...tpu_runtime.models import SPECS, spec_for_family
 from ..declare import Declaration, Input
@@ -15,10 +15,10 @@ from .runner import HEADLESS
 
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text("utf-8"))
+        return parse_json(path.read_bytes())
     except FileNotFoundError:
         raise ValueError(f"there is no file {path}.") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}.") from None
 
 
@@ -93,8 +93,8 @@ def _value(declared: Input, text: str) -> Any:
     if declared.type in ("STRING", "COMBO"):
         return text
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
+        return parse_json(text)
+    except ValueError:
         return text
 
 

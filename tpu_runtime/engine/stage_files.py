@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..files import parse_json
 from .payloads import (
     CARRIED,
     Conditioning,
@@ -128,8 +129,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     with _as_sentence(path):
         try:
-            config = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-        except (RecursionError, ValueError) as error:
+            config = parse_json(path.read_bytes()) if path.is_file() else {}
+        except ValueError as error:
             raise StageFileError(f"{path} is not valid JSON ({error}). Mend or delete it.") from error
     if not isinstance(config, dict):
         raise StageFileError(f"{path} holds a JSON {type(config).__name__}; it must be an object. Mend or delete it.")
