@@ -27,9 +27,12 @@ def load_tokenizer(folder: Path) -> Any:
     upstream = PreTrainedTokenizerFast if (folder / TOKENIZER).is_file() else AutoTokenizer
     try:
         tokenizer = upstream.from_pretrained(folder, trust_remote_code=False)
-    except ValueError as error:
+    except Exception as error:  # whatever upstream's code makes of files that may hold anything
         if "trust_remote_code" not in str(error):
-            raise
+            raise CheckpointError(
+                f"{folder} holds no tokenizer that can be read ({type(error).__name__}: {error}). Download the folder "
+                "again."
+            ) from error
         raise CheckpointError(
             f"{folder} comes with code of its own, which is never run here. Use a checkpoint whose tokenizer is one of "
             "transformers' own."

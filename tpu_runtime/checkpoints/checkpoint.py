@@ -218,10 +218,12 @@ def local_configs(model_id: str, parts: Iterable[str], folders: Sequence[str] = 
 
 def local_folder(model_id: str, folders: Sequence[str]) -> Path | None:
     """The folder that an id is the path of, or the name of in one of `folders`."""
-    # Unlike `Path.expanduser` this takes the name of a user that there is not.
-    own = Path(os.path.expanduser(model_id))
-    found = (own, *(Path(parent) / model_id for parent in folders)) if model_id else ()
-    return next((folder for folder in found if folder.is_dir()), None)
+    if not model_id or "\0" in model_id:
+        return None
+    # Unlike those of `Path` these take the name of a user that there is not, and names that can be no file's.
+    own = os.path.expanduser(model_id)
+    found = (own, *(os.path.join(parent, model_id) for parent in folders))
+    return next((Path(folder) for folder in found if os.path.isdir(folder)), None)
 
 
 def _check_index(spec: ModelSpec, model_id: str, index: Mapping[str, Any]) -> None:
@@ -247,7 +249,10 @@ def weight_names(folder: Path, component: Component) -> list[str]:
         singles = sorted(path.name for path in folder.glob("*.safetensors"))
         return singles if len(singles) == 1 else [usual]
     index = indices[0]
-    names = sorted(_loaded_files(component, read_json(index).get("weight_map", {})))
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index} has no weight_map from tensors to files. Download the checkpoint again.")
+    names = sorted(_loaded_files(component, weight_map))
     if strange := [name for name in names if not re.fullmatch(r"[\w.-]+\.safetensors", name)]:
         raise CheckpointError(f"{index} names a weight file {strange[0]!r}; only .safetensors beside it are read.")
     return names
@@ -277,7 +282,7 @@ def _layer(name: str, path: str) -> int | None:
 def weight_files(folder: Path, component: Component) -> list[Path]:
     """The safetensors files of a component that hold a tensor which is loaded; raises where one is missing."""
     names = weight_names(folder, component)
-    missing = [name for name in names if not (folder / name).is_file()]
+    missing = [name for name in names if not os.path.isfile(folder / name)]  # `Path` raises for names too long
     if missing and len(names) > 1:
         raise CheckpointError(
             f"{folder}: {len(missing)} of {len(names)} weight files are missing: {', '.join(missing)}. Download the "

@@ -4,12 +4,15 @@ Pure functions over parsed JSON: each gives a sentence for the user, or None if 
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..spec import Component, ModelSpec, Need, Same
 from . import quantized
 
+# Numbers of a config may be so many times those of the published one: no model is built that no chip could hold.
+MOST_TIMES = 8
 # Prepare or judge pictures around the networks: what we run instead of them, or without them, is the same.
 HARMLESS = ("feature_extractor", "image_processor", "video_processor", "processor", "safety_checker")
 _MISSING = object()
@@ -72,7 +75,8 @@ def _is_off(value: Any) -> bool:
 
 def config_problem(spec: ModelSpec, component: Component, model_id: str, config: Mapping[str, Any]) -> str | None:
     """What of a component's own `config.json` does not fit, by key and value."""
-    found = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
+    found = config.get("_class_name") or config.get("architectures")
+    found = found[0] if isinstance(found, list) and found else found
     if found not in (component.class_name, *component.class_aliases):
         return f"{model_id}: {component.folder} is a {found}; {spec.title} needs a {component.class_name}."
     if method := quantized.method_of_config(config):
@@ -80,6 +84,8 @@ def config_problem(spec: ModelSpec, component: Component, model_id: str, config:
             f"{spec.title}: {component.folder} of {model_id} is quantized with {method} (quantization_config in its "
             f"config.json). {quantized.ADVICE.removesuffix('.')}, such as {spec.hub_id}."
         )
+    if strange := next(_strange(config, component.config), None):
+        return f"{model_id}: {strange} in {component.folder}/config.json. Use a checkpoint such as {spec.hub_id}."
     for key, need in component.needs.items():
         value = _value(config, key)
         if isinstance(need, Same) or _fits(need, value):
@@ -90,6 +96,23 @@ def config_problem(spec: ModelSpec, component: Component, model_id: str, config:
             f"{_supported(need)}. Use a checkpoint such as {spec.hub_id}."
         )
     return None
+
+
+def _strange(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator[str]:
+    """Numbers that are out of all proportion to the published ones, at which building a network would take for ever."""
+    for key, real in published.items():
+        value = config.get(key)
+        if isinstance(real, Mapping) and isinstance(value, Mapping):
+            yield from _strange(value, real)
+        most = MOST_TIMES * max(_sizes(real), default=math.inf)
+        if any(size > most for size in _sizes(value)) or (isinstance(value, list) and len(value) > most):
+            yield f"{key} is {json.dumps(value)[:80]} (the published model's is {json.dumps(real)})"
+
+
+def _sizes(value: Any) -> list[float]:
+    """A whole number's size, or those in a list."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return [abs(one) for one in values if isinstance(one, int) and not isinstance(one, bool)]
 
 
 def configs_fit(spec: ModelSpec, model_id: str, configs: Mapping[str, Mapping[str, Any]]) -> bool:

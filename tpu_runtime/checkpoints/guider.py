@@ -18,6 +18,7 @@ from .checkpoint import Checkpoint
 log = logging.getLogger(__name__)
 
 FOLDER, CONFIG = "guider", "guider_config.json"
+DEFAULT_SCALE = 7.5  # upstream's
 # Fields of upstream's ClassifierFreeGuidance beside its scale, with the values that make it the plain formula.
 _PLAIN = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
 
@@ -27,9 +28,13 @@ def settings_for(found: Checkpoint, settings: Settings, progress: Progress) -> S
 
     Raises `CheckpointError` where it guides by another formula than plain classifier-free guidance.
     """
-    if settings.guidance_scale <= 1 or not any(found.index(progress).get(FOLDER) or ()):
+    entry = found.index(progress).get(FOLDER)
+    if settings.guidance_scale <= 1 or not isinstance(entry, list) or not any(entry):
         return settings
     config = read_json(found.folder(FOLDER, progress) / CONFIG)
+    scale = config.get("guidance_scale", DEFAULT_SCALE)
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise CheckpointError(f"{found.model_id}: guidance_scale is {scale!r} in its {CONFIG}; it must be a number.")
     if _is_off(config):
         log.warning(
             "%s is CFG-distilled (its %s): guidance_scale %s is taken as 1, without a negative prompt.",
@@ -44,7 +49,7 @@ def settings_for(found: Checkpoint, settings: Settings, progress: Progress) -> S
 def _is_off(config: Mapping[str, Any]) -> bool:
     """As upstream decides it: the scale at which its formula gives the prompt's prediction alone."""
     nothing = 0.0 if config.get("use_original_formulation") else 1.0
-    return not config.get("enabled", True) or math.isclose(config.get("guidance_scale", 7.5), nothing)
+    return not config.get("enabled", True) or math.isclose(config.get("guidance_scale", DEFAULT_SCALE), nothing)
 
 
 def _check_plain(model_id: str, config: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from ..files import CheckpointError
 from ..spec import Component
 from . import torch_bridge
 from .program import TRACING
@@ -271,8 +272,17 @@ def _tie(module: torch.nn.Module, aliases: Mapping[str, str]) -> None:
 
 
 def construct(component: Component, config: Mapping[str, Any]) -> "ModelMixin | PreTrainedModel":
-    """Calls the upstream class with a config as its `config.json` holds it."""
-    upstream = upstream_class(component)
+    """Calls the upstream class with a config as its `config.json` holds it; `CheckpointError` where that fails."""
+    try:
+        return _constructed(upstream_class(component), component, config)
+    except Exception as error:  # whatever upstream's code makes of a config that may hold anything
+        raise CheckpointError(
+            f"{component.folder}/config.json: no {component.class_name} can be made of it ({type(error).__name__}: "
+            f"{error}). The checkpoint is damaged, or made for another version; download it again."
+        ) from error
+
+
+def _constructed(upstream: Any, component: Component, config: Mapping[str, Any]) -> "ModelMixin | PreTrainedModel":
     if component.library == "transformers":
         # Config classes write into what they are given.
         settings = {

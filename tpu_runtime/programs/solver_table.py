@@ -7,6 +7,7 @@ then one weighted sum in float32, the same program for every step, solver and nu
 is written again here.
 """
 
+import contextlib
 import copy
 import hashlib
 import inspect
@@ -25,6 +26,8 @@ from ..spec import ModelSpec, Settings
 # The vector space of one step: the sample, the denoiser's output, and up to this many remembered tensors and draws.
 MAX_MEMORY, MAX_DRAWS = 4, 4
 SAMPLE, OUTPUT = 0, 1
+# Schedulers make lists as long as some numbers of their config say, which are a thousand or less.
+MOST_NUMBER = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +111,29 @@ def scheduler_from(config: Mapping[str, Any], **overrides: Any) -> Any:
 
     name = config.get("_class_name")
     upstream = getattr(diffusers, str(name), None)
-    if upstream is None:
+    if not (inspect.isclass(upstream) and issubclass(upstream, diffusers.SchedulerMixin)):
         raise ValueError(f"the checkpoint's scheduler is {name}, which this version of diffusers does not have.")
-    return upstream.from_config({**config, **overrides})
+    for key, value in config.items():
+        if isinstance(value, int) and abs(value) > MOST_NUMBER:
+            raise ValueError(
+                f"the checkpoint's scheduler {name} has {key} {value}; at most {MOST_NUMBER} is supported."
+            )
+    with _upstream(name):
+        return upstream.from_config({**config, **overrides})
+
+
+@contextlib.contextmanager
+def _upstream(name: Any) -> Iterator[None]:
+    """What upstream's code makes of a config that may hold anything, as a sentence; ours stay as they are."""
+    try:
+        yield
+    except TooManyDraws:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"the checkpoint's scheduler {name} does not run with its config ({type(error).__name__}: {error}). "
+            "Choose another scheduler, or download the checkpoint again."
+        ) from error
 
 
 def table_for(spec: ModelSpec, config: Mapping[str, Any], settings: Settings, begin: int = 0) -> SolverTable:
@@ -184,9 +207,11 @@ def tabulate(scheduler: Any, num_steps: int, begin: int = 0, **timestep_argument
         )
     # What a solver remembers of many steps has its place also where it runs few: one program for any number.
     usual = copy.deepcopy(scheduler)
-    usual.set_timesteps(USUAL_STEPS, **{name: x for name, x in timestep_arguments.items() if name != "sigmas"})
-    scheduler.set_timesteps(num_steps, **timestep_arguments)
-    return _table_of(scheduler, _rows(scheduler, begin), _rows(usual, 0), begin)
+    with _upstream(type(scheduler).__name__):
+        usual.set_timesteps(USUAL_STEPS, **{name: x for name, x in timestep_arguments.items() if name != "sigmas"})
+        scheduler.set_timesteps(num_steps, **timestep_arguments)
+        rows, usual_rows = _rows(scheduler, begin), _rows(usual, 0)
+    return _table_of(scheduler, rows, usual_rows, begin)
 
 
 # Enough for any solver here to remember all that it ever does.
@@ -262,6 +287,10 @@ class _Stepper:
         return result
 
 
+class TooManyDraws(NotImplementedError):
+    """A step that draws noise more often than there is room for."""
+
+
 class _CountedDraws(TorchFunctionMode):
     """Normal noise that is drawn while it is active is a unit vector, another for each draw."""
 
@@ -275,7 +304,7 @@ class _CountedDraws(TorchFunctionMode):
         if function not in (torch.randn, torch.randn_like):
             return function(*args, **(kwargs or {}))
         if self.count == MAX_DRAWS:
-            raise NotImplementedError(f"the scheduler draws noise more than {MAX_DRAWS} times in a step.")
+            raise TooManyDraws(f"the scheduler draws noise more than {MAX_DRAWS} times in a step.")
         self.count += 1
         return _unit(2 + MAX_MEMORY + self.count - 1)
 
