@@ -93,28 +93,36 @@ def run_workflow(workflow: Workflow, host: TimedHost, table: Table = HEADLESS) -
 
 def execution_order(graph: Workflow, table: Table) -> list[str]:
     """Ids of the output nodes and of all they depend on, dependencies first. ValueError for none, and for a cycle."""
-    order: list[str] = []
-    visiting: list[str] = []
+    done: dict[str, None] = {}
 
-    def visit(node_id: str) -> None:
-        if node_id in order:
-            return
-        if node_id in visiting:
-            path = " -> ".join([*visiting[visiting.index(node_id) :], node_id])
-            raise ValueError(f"The workflow's links form a circle: {path}.")
-        visiting.append(node_id)
-        for value in graph[node_id]["inputs"].values():
-            if is_link(value):
-                visit(value[0])
-        visiting.pop()
-        order.append(node_id)
+    def visit(first: str) -> None:
+        """Not by calling itself: a chain of nodes may be longer than Python's stack."""
+        path = {first: _sources(graph, first)}
+        while path:
+            node_id, sources = next(reversed(path.items()))
+            source = next((one for one in sources if one not in done), None)
+            if source is None:
+                path.popitem()
+                done[node_id] = None
+            elif source in path:
+                names = list(path)
+                circle = " -> ".join([*names[names.index(source) :], source])
+                raise ValueError(f"The workflow's links form a circle: {circle}.")
+            else:
+                path[source] = _sources(graph, source)
 
     outputs = [node_id for node_id in graph if _node(graph, node_id, table).is_output]
     if not outputs:
         raise ValueError("The workflow has no output node, such as SaveVideo: nothing would come of running it.")
     for node_id in outputs:
-        visit(node_id)
-    return order
+        if node_id not in done:
+            visit(node_id)
+    return list(done)
+
+
+def _sources(graph: Workflow, node_id: str) -> Iterator[str]:
+    """The nodes that a node's links come from."""
+    return (value[0] for value in graph[node_id]["inputs"].values() if is_link(value))
 
 
 def _given(inputs: Mapping[str, Any], results: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from ..declare import Declaration, Input
 from ..graph import Table, Workflow, declaration_of, is_link, node_label
 from ..upgrade import upgraded
+from .structure import api_nodes, page_links, page_nodes
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ def to_api(document: Any, table: Table) -> Workflow:
     if isinstance(document, dict) and "nodes" in document and "links" in document:
         return _Page(document, table).to_api()
     if isinstance(document, dict) and document and all(_is_api_node(node) for node in document.values()):
-        return {node_id: {**node, "inputs": dict(node.get("inputs", {}))} for node_id, node in document.items()}
+        return api_nodes(document)
     raise ValueError("This is not a ComfyUI workflow: it has neither `nodes` and `links` nor nodes with a class_type.")
 
 
@@ -40,8 +41,8 @@ class _Page:
     """A document in the page's format."""
 
     def __init__(self, document: Mapping[str, Any], table: Table):
-        self._nodes = {str(node["id"]): node for node in document["nodes"]}
-        self._links = dict(_read_link(link) for link in document["links"])
+        self._nodes = page_nodes(document)
+        self._links = page_links(document)
         self._table = table
 
     def to_api(self) -> Workflow:
@@ -91,9 +92,14 @@ class _Page:
         if link_id not in self._links:
             raise ValueError(f"The workflow names link {link_id}, which it does not have.")
         origin, output = self._links[link_id]
+        if origin not in self._nodes:
+            raise ValueError(f"The workflow's link {link_id} comes from node {origin}, which it does not have.")
         node = self._nodes[origin]
         if node["type"] == "PrimitiveNode":
-            return node["widgets_values"][0]
+            values = node.get("widgets_values")
+            if not isinstance(values, list) or not values:
+                raise ValueError(f"Node {origin}, a PrimitiveNode, has no value. Open the workflow and give it one.")
+            return values[0]
         if node["type"] == "Reroute":
             return self._delivered(node.get("inputs", [])[:1], wanted)
         if node.get("mode") == _MUTED:
@@ -101,6 +107,10 @@ class _Page:
         if node.get("mode") == _BYPASSED:
             sockets = self._sockets(node)
             types = [self._type(node, socket) for socket in sockets]
+            if not 0 <= output < len(node["outputs"]):
+                raise ValueError(
+                    f"The workflow's link {link_id} is of output {output} of node {origin}, which has none."
+                )
             index = bypass_index(types, output, str(node["outputs"][output].get("type")), wanted)
             return None if index is None else self._delivered([sockets[index]], types[index])
         return [origin, output]
@@ -141,13 +151,6 @@ def _connects(one: str, other: str) -> bool:
     """Whether the page links sockets of these types; a type may list several, and `*` is any."""
     kinds, others = ({kind.lower() for kind in types.split(",")} for types in (one, other))
     return bool(kinds & others) or not {"", "*"}.isdisjoint(kinds | others)
-
-
-def _read_link(link: Any) -> tuple[int, tuple[str, int]]:
-    """`id -> (origin node, origin output)`, from the page's list form or its newer dict form."""
-    if isinstance(link, dict):
-        return link["id"], (str(link["origin_id"]), link["origin_slot"])
-    return link[0], (str(link[1]), link[2])
 
 
 def _title(node: Mapping[str, Any]) -> str:
