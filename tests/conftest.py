@@ -30,9 +30,14 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 # Tracing makes objects by the million, most of them for long.
 gc.set_threshold(50_000)
 
+import hypothesis  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from comfyui_tpu.tests.support import closeness, comfyui_server  # noqa: E402
+
+# The same examples in every run and on every machine, whatever it takes; what fails is written into a test, not kept.
+hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("suite")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,161 @@
+"""A workflow, what `--set` names, a batch's lines and a request's body may come from anyone."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from comfyui_tpu.fleet.jobs import Recipe, read_jobs
+from comfyui_tpu.nodes.comfyui import routes
+from comfyui_tpu.nodes.declare import Folders, Input, Node
+from comfyui_tpu.nodes.graph import expand, expected, is_link
+from comfyui_tpu.nodes.headless.changes import assign, make_tiny, read_json
+from comfyui_tpu.nodes.headless.runner import HEADLESS, execution_order
+from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
+from comfyui_tpu.tests.properties.hostile import VALUES, documents, ends_well, spoiled
+from comfyui_tpu.tpu_runtime.progress import Silent
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PAGE = json.loads((EXAMPLES / "wan21_t2v_720p.json").read_text())
+API = json.loads((EXAMPLES / "api" / "wan21_t2v_720p.json").read_text())
+BODY = {"ids": ["0123", "4567"]}
+
+
+def up_to_running(path: Path, *sets: str) -> None:
+    """What `comfyui-tpu run --tiny` does before the first node runs; a list of problems is sentences too."""
+    workflow = to_api(read_json(path), HEADLESS)
+    for one in sets:
+        assign(workflow, one)
+    make_tiny(workflow)
+    if problems := validate_workflow(workflow, HEADLESS):
+        raise ValueError("The workflow cannot run: " + "\n".join(problems))
+    for node in workflow.values():
+        constants = {name: value for name, value in node["inputs"].items() if not is_link(value)}
+        linked = set(node["inputs"]) - set(constants)
+        HEADLESS[node["class_type"]].check_constants(Folders(), constants, linked)
+    execution_order(expand(workflow, HEADLESS), HEADLESS)
+    expected(workflow, Folders(), HEADLESS)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hostile") / "workflow.json"
+
+
+@pytest.mark.parametrize("document", [API, PAGE], ids=["api", "page"])
+def test_any_workflow(path: Path, document: Any):
+    @settings(max_examples=150)
+    @given(content=documents(document))
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        ends_well(lambda: up_to_running(path), len(content))
+
+    path.write_text(json.dumps(document))
+    up_to_running(path)
+    read()
+
+
+IDS = st.sampled_from(["1", "2", "3", "4"])
+LINKS = st.tuples(IDS, st.integers(-2, 3)).map(list)
+
+
+@settings(max_examples=100)
+@given(links=st.dictionaries(IDS, st.dictionaries(st.sampled_from(["model", "latents", "images"]), LINKS), max_size=4))
+def test_any_links(path: Path, links: dict):
+    """Circles, nodes that are their own source, outputs that there are not."""
+    kinds = ("TPUFreeMemory", "Wan21TPUVAEDecoder", "Wan21TPUSampler", "SaveVideo")
+    nodes = {
+        node_id: {"class_type": kind, "inputs": links.get(node_id, {})}
+        for node_id, kind in zip("1234", kinds, strict=True)
+    }
+    path.write_text(json.dumps(nodes))
+    ends_well(lambda: up_to_running(path), path.stat().st_size)
+
+
+def test_a_chain_longer_than_pythons_stack_runs():
+    kinds = {
+        "Pass": Node(
+            id="Pass",
+            title="",
+            description="",
+            inputs=(Input(name="x", type="X", tooltip=""),),
+            run=lambda host, **_: (),
+        ),
+        "Save": Node(id="Save", title="", description="", inputs=(), run=lambda host, **_: (), is_output=True),
+    }
+    chain = {str(n): {"class_type": "Pass", "inputs": {"x": [str(n + 1), 0]}} for n in range(1, 20_000)}
+    graph = {"0": {"class_type": "Save", "inputs": {"x": ["1", 0]}}, **chain}
+    graph["20000"] = {"class_type": "Pass", "inputs": {}}
+    assert execution_order(graph, kinds) == [str(n) for n in range(20_000, -1, -1)]
+    graph["20000"]["inputs"]["x"] = ["19999", 0]
+    with pytest.raises(ValueError, match=r"form a circle: 19999 -> 20000 -> 19999\.$"):
+        execution_order(graph, kinds)
+
+
+def test_a_chain_of_reroutes_longer_than_pythons_stack_is_a_sentence(path: Path):
+    reroutes = [{"id": n, "type": "Reroute", "inputs": [{"name": "", "link": n}]} for n in range(1, 5001)]
+    save = {"id": 0, "type": "SaveVideo", "inputs": [{"name": "video", "link": 0}]}
+    links = [[n, n + 1, 0, n, 0, "*"] for n in range(5000)]
+    path.write_text(json.dumps({"nodes": [save, *reroutes], "links": links}))
+    ends_well(lambda: up_to_running(path), path.stat().st_size)
+
+
+TARGETS = st.sampled_from(
+    ["1", "2", "1.prompt", "2.seed", "2.seed=7", "SaveVideo.format", ".", "=", "1.prompt=", "9.x=1"]
+)
+
+
+@settings(max_examples=200)
+@given(text=st.text(max_size=20) | st.builds("".join, st.lists(TARGETS | st.text(max_size=3) | VALUES.map(json.dumps))))
+def test_any_set(path: Path, text: str):
+    path.write_text(json.dumps(API))
+    ends_well(lambda: up_to_running(path, text), path.stat().st_size + len(text))
+
+
+LINE = {"2.seed": 7, "1.prompt": "a red circle", "2.height": 80, "SaveVideo.filename_prefix": "x"}
+
+
+@settings(max_examples=150)
+@given(
+    content=documents(LINE)
+    | st.lists(st.text(max_size=20)).map("\n".join).map(lambda text: text.encode("utf-8", "replace"))
+)
+def test_any_line_of_a_batch(content: bytes):
+    workflow = to_api(API, HEADLESS)
+    make_tiny(workflow)
+    lines = content.decode("utf-8", "replace").splitlines()
+    recipe = Recipe(workflow, Folders(), Silent())
+    ends_well(lambda: read_jobs(recipe, lines, "the file"), len(content))
+
+
+class Request:
+    """A request with this body."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    async def read(self) -> bytes:
+        return self._content
+
+
+@settings(max_examples=100)
+@given(content=documents(BODY) | spoiled(json.dumps(BODY).encode()))
+def test_any_body(content: bytes):
+    """`POST /tpu/free` frees what was named, all, or answers 400 with a sentence."""
+    table, freed = web.RouteTableDef(), []
+    routes.add_routes(table, request_unload=lambda: freed.append(None), free=lambda *, ids: freed.append(ids))
+    (handler,) = (route.handler for route in table if route.path == "/tpu/free")
+    answers: list[web.Response] = []
+
+    def ask() -> None:
+        answers.append(asyncio.run(handler(Request(content))))
+
+    ends_well(ask, len(content))
+    (answer,) = answers
+    said = json.loads(answer.body)
+    assert (answer.status == 200) == bool(freed)
+    assert answer.status == 200 or (answer.status == 400 and said["error"].startswith(("The body ", "ids is ")))
