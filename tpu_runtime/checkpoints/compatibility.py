@@ -11,8 +11,9 @@ from typing import Any
 from ..spec import Component, ModelSpec, Need, Same
 from . import quantized
 
-# Numbers of a config may be so many times those of the published one: no model is built that no chip could hold.
-MOST_TIMES = 8
+# Numbers of a config may be so many times those of the published one, which are counts below a thousand and lengths
+# above: each layer takes time to be built, each place of a table memory, long before a chip could not hold them.
+MOST_TIMES, MOST_TIMES_LONGER = 8, 64
 # Prepare or judge pictures around the networks: what we run instead of them, or without them, is the same.
 HARMLESS = ("feature_extractor", "image_processor", "video_processor", "processor", "safety_checker")
 _MISSING = object()
@@ -104,7 +105,8 @@ def _strange(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterato
         value = config.get(key)
         if isinstance(real, Mapping) and isinstance(value, Mapping):
             yield from _strange(value, real)
-        most = MOST_TIMES * max(_sizes(real), default=math.inf)
+        largest = max(_sizes(real), default=math.inf)
+        most = largest * (MOST_TIMES if largest < 1000 else MOST_TIMES_LONGER)
         if any(size > most for size in _sizes(value)) or (isinstance(value, list) and len(value) > most):
             yield f"{key} is {json.dumps(value)[:80]} (the published model's is {json.dumps(real)})"
 
