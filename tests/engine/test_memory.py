@@ -223,6 +223,123 @@ def test_programs_of_many_sizes_do_not_stay_for_ever(chip: Chip, monkeypatch: py
     assert [name for name in "abc" if chip.device_cache.program(name)] == ["a", "c"]
 
 
+class Array:
+    """Stands for weights on a device."""
+
+    def __init__(self) -> None:
+        self.is_deleted = False
+
+    def delete(self) -> None:
+        self.is_deleted = True
+
+
+def resident(cache: DeviceCache, name: str, **more: Any) -> device_cache.Resident:
+    """A component of one mebibyte, loaded if it is not there."""
+    options = {"component": name, "model": "m", "size_bytes": MIB, "running": Loaded(code=0), **more}
+    return cache.get((name,), **{"load": lambda held: ({name: Array()}, frozenset()), **options})
+
+
+def test_a_residents_weights_are_deleted_as_it_leaves(chip: Chip):
+    cache = chip.device_cache
+    one, two = resident(cache, "a"), resident(cache, "b")
+    assert (one.title, one.size_bytes, one.variant, one.changed) == ("a of m", MIB, "", frozenset())
+    assert one.id != two.id and resident(cache, "a") is one
+    cache.drop([one.id, "not there"])
+    assert chip.held == "b" and one.weights["a"].is_deleted and not two.weights["b"].is_deleted
+    cache.drop([])
+    assert chip.held == "b"
+    cache.clear()
+    assert cache.list() == () and two.weights["b"].is_deleted
+
+
+def test_clearing_drops_programs_and_what_the_last_one_needed(chip: Chip):
+    running = Loaded(code=30, workspace=40)
+    chip.device_cache.add_program("a", running)
+    chip.run("x", 20, running)
+    beside = Loaded(code=11)
+    assert not chip.device_cache.has_room(beside) and chip.device_cache.has_room(Loaded(code=10))
+    chip.device_cache.clear()
+    assert chip.device_cache.programs() == () and chip.device_cache.has_room(Loaded(code=100))
+    assert not chip.device_cache.has_room(Loaded(code=101))
+
+
+def test_there_is_room_for_everything_where_nobody_says_how_much(chip: Chip, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(VARIABLE)
+    assert chip.device_cache.has_room(Loaded(code=10**9))
+    chip.run("a", 10**6, Loaded(code=10**6))
+    chip.run("b", 10**6, Loaded(code=10**6))
+    assert chip.held == "ab"
+
+
+def test_another_variant_gets_what_is_there_and_takes_its_place(chip: Chip):
+    cache, given = chip.device_cache, []
+
+    def load(held: device_cache.Resident | None) -> tuple[dict[str, Any], frozenset[str]]:
+        given.append(held)
+        return {"w": Array()}, frozenset({"w"})
+
+    plain = resident(cache, "a")
+    assert [cache.state(("a",), variant) for variant in ("", "lora")] == ["resident", "another"]
+    assert cache.state(("b",), "") == "absent"
+    changed = resident(cache, "a", variant="lora", load=load)
+    assert given == [plain] and (changed.variant, changed.changed) == ("lora", frozenset({"w"}))
+    assert resident(cache, "a", variant="lora", load=load) is changed and len(given) == 1
+    assert chip.held == "a" and cache.state(("a",), "lora") == "resident"
+
+
+def test_what_fails_half_way_leaves_the_devices(chip: Chip):
+    def fails(held: object) -> Any:
+        raise KeyboardInterrupt
+
+    plain = resident(chip.device_cache, "a")
+    with pytest.raises(KeyboardInterrupt):
+        resident(chip.device_cache, "a", variant="lora", load=fails)
+    assert chip.held == "" and plain.weights["a"].is_deleted
+    with pytest.raises(KeyboardInterrupt):
+        resident(chip.device_cache, "b", load=fails)
+    assert chip.held == ""
+
+
+def test_a_program_that_is_dropped_is_gone_and_no_other(chip: Chip):
+    chip.device_cache.add_program("a", Loaded(code=1))
+    chip.device_cache.add_program("b", keeps := Loaded(code=2))
+    chip.device_cache.drop_program("a")
+    chip.device_cache.drop_program("never there")
+    assert chip.device_cache.program("a") is None and chip.device_cache.program("b") is keeps
+
+
+def test_using_a_resident_again_makes_it_the_last_to_leave(chip: Chip):
+    first = resident(chip.device_cache, "a")
+    first.last_used = 0.0
+    resident(chip.device_cache, "b")
+    assert resident(chip.device_cache, "a").last_used > 0
+    chip.run("c", 98, Loaded(code=1))
+    assert chip.held == "ac"
+
+
+def test_the_budget_is_the_chips_less_a_reserve_or_what_is_set(monkeypatch: pytest.MonkeyPatch):
+    class Device:
+        platform = "tpu"
+        stats: Any = {"bytes_limit": 1000}
+
+        def memory_stats(self) -> Any:
+            return self.stats
+
+    device: Any = Device()
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert device_cache.budget_bytes(device) == 960
+    monkeypatch.setenv(VARIABLE, "1.5")
+    assert device_cache.budget_bytes(device) == 1536 * MIB
+    monkeypatch.setenv(VARIABLE, "much")
+    with pytest.raises(ValueError, match=f"^{VARIABLE} is 'much'; it must be a number of GiB such as 24.$"):
+        device_cache.budget_bytes(device)
+    monkeypatch.delenv(VARIABLE)
+    for device.stats in ({}, None):
+        assert device_cache.budget_bytes(device) is None
+    device.stats, device.platform = {"bytes_limit": 1000}, "cpu"
+    assert device_cache.budget_bytes(device) is None
+
+
 def test_a_programs_code_is_what_the_compiler_says():
     program = for_a_tpu(lambda x: x + 1, (8, 128))
     executable = executables.Executable(program=program, compiled=program.compile())

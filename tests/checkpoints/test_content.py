@@ -1,0 +1,101 @@
+"""The mark of a model's files: the same on every machine, another wherever a model was trained further."""
+
+import os
+from pathlib import Path
+
+import pytest
+from comfyui_tpu.tpu_runtime.checkpoints import content, tiny
+from comfyui_tpu.tpu_runtime.files import CheckpointError
+from comfyui_tpu.tpu_runtime.progress import Silent
+
+LARGE = content.SAMPLES * content.SAMPLE_BYTES
+
+
+def mark(folder: Path) -> str:
+    return content.of_model(str(folder), (), Silent())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("model/model_index.json", "model/vae/a.safetensors", "model/tokenizer/vocab.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    return tmp_path / "model"
+
+
+def test_the_mark_of_a_folder_is_of_names_and_contents(folder: Path):
+    """Written down, so that jobs are the same on every machine and in the next version."""
+    own = mark(folder)
+    assert own == "e54f6b0462d1a19a"
+    for path in folder.rglob("*"):
+        os.utime(path, (1, 1))
+    (folder / "README.md").write_text("no part of the model")
+    (folder / ".cache" / "huggingface").mkdir(parents=True)
+    (folder / ".cache" / "huggingface" / "note.json").write_text("of a download client")
+    (folder / "vae" / ".hidden.json").write_text("")
+    assert mark(folder) == own
+    seen = {own}
+    for name in ("a.json", "a.txt", "a.model", "a.jinja", "a.safetensors"):
+        (folder / "vae" / name).write_text("new")
+        seen.add(mark(folder))
+    (folder / "model_index.json").rename(folder / "renamed.json")
+    seen.add(mark(folder))
+    assert len(seen) == 7
+
+
+def test_a_folder_is_found_by_name_and_with_blanks_around_it(folder: Path):
+    assert content.of_model(f" {folder.name} ", (str(folder.parent),), Silent()) == mark(folder)
+
+
+def test_built_in_models_have_marks_of_their_own():
+    assert content.of_model("tiny/random-wan21", (), Silent()) == f"miniature {tiny.VERSION}"
+    trained = tiny.trained("tiny/wan21")
+    assert trained is not None and content.of_model("tiny/wan21", (), Silent()) == mark(trained)
+
+
+def test_what_is_no_model_is_a_sentence():
+    with pytest.raises(CheckpointError, match="model_id is 'no model'; it is neither a folder nor a Hugging Face id"):
+        content.of_model("no model", (), Silent())
+
+
+def file(path: Path, size: int) -> Path:
+    path.write_bytes(bytes(size))
+    return path
+
+
+def change(path: Path, place: int) -> None:
+    with path.open("r+b") as written:
+        written.seek(place)
+        written.write(b"x")
+
+
+@pytest.mark.parametrize("size", [0, 1, LARGE])
+def test_every_byte_of_a_small_file_counts(tmp_path: Path, size: int):
+    path = file(tmp_path / "a", size)
+    marks = {content.of_file(path), content.of_file(file(tmp_path / "b", size + 1))}
+    assert content.of_file(file(tmp_path / "c", size)) in marks and all(len(one) == 16 for one in marks)
+    for place in {0, size // 2, size - 1} if size else ():
+        change(path, place)
+        marks.add(content.of_file(path))
+    assert len(marks) == 2 + len({0, size // 2, size - 1} if size else ())
+
+
+def test_a_large_file_is_known_by_its_size_and_by_samples_from_end_to_end(tmp_path: Path):
+    size = 2 * LARGE
+    path = file(tmp_path / "a", size)
+    step = (size - content.SAMPLE_BYTES) / (content.SAMPLES - 1)
+    seen = {content.of_file(path), content.of_file(file(tmp_path / "b", size + 1))}
+    for place in (
+        0,
+        content.SAMPLE_BYTES - 1,
+        int(31 * step) + 5,
+        int(32 * step) + 5,
+        size - content.SAMPLE_BYTES,
+        size - 1,
+    ):
+        change(path, place)
+        seen.add(content.of_file(path))
+    assert len(seen) == 8
+    between = content.of_file(path)
+    change(path, content.SAMPLE_BYTES + 5)
+    assert content.of_file(path) == between

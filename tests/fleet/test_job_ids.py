@@ -1,0 +1,175 @@
+"""What a job is known by: equal where it is the same job, on every machine, and another where anything differs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_tpu.fleet import jobs
+from comfyui_tpu.fleet.jobs import MOST_PROBLEMS, Prepared, Recipe, read_jobs, with_tries
+from comfyui_tpu.fleet.ledger import Tries
+from comfyui_tpu.fleet.messages import Mark
+from comfyui_tpu.nodes.declare import Folders
+from comfyui_tpu.nodes.headless.changes import make_tiny
+from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.headless.workflow import to_api
+from comfyui_tpu.tests.support.fleet import WORKFLOW
+from comfyui_tpu.tpu_runtime.progress import Silent
+
+SMALL = {"2.num_frames": 5, "2.num_inference_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def workflow() -> dict[str, Any]:
+    found = to_api(json.loads(WORKFLOW.read_text()), HEADLESS)
+    make_tiny(found)
+    return found
+
+
+@pytest.fixture
+def recipe(workflow: dict[str, Any]) -> Recipe:
+    return Recipe(workflow, Folders(), Silent())
+
+
+def line(**more: Any) -> str:
+    return json.dumps({**SMALL, **{name.replace("_", ".", 1): value for name, value in more.items()}})
+
+
+def test_an_id_is_of_what_a_job_holds_in_whatever_order():
+    """Written down, so that a batch begun by one version is known by the next."""
+    marks = (Mark(kind="model", name="m", content="1"), Mark(kind="LoRA", name="l", content="2"))
+    nodes = {"1": {"class_type": "A", "inputs": {"x": "é", "y": ["2", 0]}}, "2": {"class_type": "B", "inputs": {}}}
+    turned = {"2": nodes["2"], "1": {"inputs": {"y": ["2", 0], "x": "é"}, "class_type": "A"}}
+    one = Prepared(workflow=nodes, files={}, marks=marks).id
+    assert one == "18b1d5401acfaaabeea0"
+    assert Prepared(workflow=turned, files={"a": Path("b")}, marks=marks[::-1]).id == one
+    titled = {**nodes, "2": {**nodes["2"], "_meta": {"title": "other"}}}
+    assert Prepared(workflow=titled, files={}, marks=marks).id == one
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        {"1": {"class_type": "B", "inputs": {"x": 1}}},
+        {"1": {"class_type": "A", "inputs": {"x": 2}}},
+        {"1": {"class_type": "A", "inputs": {"x": "1"}}},
+        {"1": {"class_type": "A", "inputs": {"y": 1}}},
+        {"2": {"class_type": "A", "inputs": {"x": 1}}},
+    ],
+)
+def test_whatever_differs_is_another_job(nodes: dict):
+    mark = Mark(kind="model", name="m", content="1")
+    own = Prepared(workflow={"1": {"class_type": "A", "inputs": {"x": 1}}}, files={}, marks=(mark,))
+    assert Prepared(workflow=nodes, files={}, marks=(mark,)).id != own.id
+    for other in (Mark(kind="LoRA", name="m", content="1"), Mark(kind="model", name="n", content="1"),
+                  Mark(kind="model", name="m", content="2")):  # fmt: skip
+        assert Prepared(workflow=own.workflow, files={}, marks=(other,)).id != own.id
+
+
+def test_lines_that_say_the_same_are_one_job(recipe: Recipe):
+    """`16` for a number with a fraction, another order, blanks, and titles in place of ids."""
+    lines = [
+        line(**{"2_seed": 1, "2_guidance_scale": 4}), "", "  ",
+        line(**{"2_guidance_scale": 4.0, "2_seed": 1}), line(**{"2_seed": 2}),
+    ]  # fmt: skip
+    found = read_jobs(recipe, lines, "jobs")
+    assert [(job.line, job.text) for job in found] == [(1, lines[0]), (5, lines[4])]
+    assert len({job.id for job in found}) == 2 and all(len(job.id) == 20 for job in found)
+
+
+def test_a_group_is_of_weights_and_of_programs(recipe: Recipe):
+    own = recipe.job(1, line()).group
+    for same in ({"2_seed": 9}, {"1_prompt": "another"}, {"1_negative_prompt": "another"}):
+        assert recipe.job(1, line(**same)).group == own
+    for other in ({"2_num_inference_steps": 2}, {"2_height": 96}, {"2_flow_shift": 7.0}):
+        found = recipe.job(1, line(**other)).group
+        assert found.model == own.model and found.size != own.size
+    found = recipe.job(1, line(**{"6_precision": "float32"})).group
+    assert found.model != own.model and found.size == own.size
+
+
+def test_another_model_is_another_group(recipe: Recipe):
+    marks = {mark.kind: mark for mark in recipe.prepared(line()).marks}
+    assert marks["model"].name == "tiny/wan21" and len(marks["model"].content) > 4
+    own, other = recipe.job(1, line()), recipe.job(1, line(**{"6_model_id": "tiny/random-wan21"}))
+    assert own.group.model != other.group.model and own.id != other.id
+
+
+def test_a_line_is_checked_once_for_each_choice_of_a_model(recipe: Recipe, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr(
+        jobs, "mark", lambda kind, name, *_: asked.append((kind, name)) or Mark(kind=kind, name=name, content="")
+    )
+    for seed in range(3):
+        recipe.job(seed, line(**{"2_seed": seed}))
+    assert asked == [("model", "tiny/wan21")]
+
+
+def test_a_jobs_own_workflow_is_not_the_recipes(recipe: Recipe, workflow: dict):
+    saved = json.dumps(workflow)
+    prepared = recipe.prepared(line(**{"1_prompt": "mine"}))
+    assert prepared.workflow["1"]["inputs"]["prompt"] == "mine" and json.dumps(workflow) == saved
+    assert not any("_meta" in node for node in prepared.workflow.values())
+
+
+def test_a_request_is_the_job_as_its_worker_gets_it(recipe: Recipe):
+    job = recipe.job(7, line())
+    request = recipe.request(job, "out", "token")
+    assert (request.job, request.line, request.out, request.token) == (job.id, 7, "out", "token")
+    assert (request.workflow, request.marks) == (recipe.prepared(job.text).workflow, recipe.prepared(job.text).marks)
+    assert request.files == {} and request.folders == Folders()
+
+
+def test_what_is_wrong_is_listed_by_line_up_to_a_number(recipe: Recipe):
+    lines = ["{", "", "[]", '{"2.seed": -1}', *['{"9.x": 1}'] * 20]
+    with pytest.raises(ValueError) as error:
+        read_jobs(recipe, lines, "the file")
+    said = str(error.value).splitlines()
+    assert len(said) == MOST_PROBLEMS == 10
+    assert said[0].startswith("the file, line 1: it is not JSON (")
+    assert said[1] == 'the file, line 3: it is a JSON list; it must be an object such as {"2.seed": 7}.'
+    assert said[2].startswith("the file, line 4: ") and said[3].startswith("the file, line 5: 9.x: no node called '9'")
+    with pytest.raises(
+        ValueError, match=r'^the file has no jobs; each line must be a JSON object such as {"2.seed": 7}'
+    ):
+        read_jobs(recipe, [" ", ""], "the file")
+
+
+def test_jobs_keep_what_is_known_of_earlier_calls(recipe: Recipe):
+    first, second = read_jobs(recipe, [line(**{"2_seed": 1}), line(**{"2_seed": 2})], "jobs")
+    known, own = Tries(losses=2), first.tries
+    assert [job.tries for job in with_tries([second, first], {second.id: known})] == [known, own]
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pictured(tmp_path: Path) -> Recipe:
+    found = to_api(json.loads((WORKFLOW.parent / "wan22_i2v_720p.json").read_text()), HEADLESS)
+    make_tiny(found)
+    for name in ("one.png", "two.png", "other.png"):
+        (tmp_path / name).write_bytes(b"other" if name == "other.png" else b"same")
+    return Recipe(found, Folders(input=tmp_path), Silent())
+
+
+def of_picture(recipe: Recipe, name: str) -> str:
+    (node,) = (n for n, node in recipe._workflow.items() if node["class_type"] == "LoadImage")
+    return json.dumps({f"{node}.image": name})
+
+
+def test_pictures_are_known_by_what_they_hold(pictured: Recipe, tmp_path: Path):
+    one, two, other = (pictured.prepared(of_picture(pictured, f"{name}.png")) for name in ("one", "two", "other"))
+    assert one.id == two.id != other.id
+    ((name, path),) = one.files.items()
+    assert name == "0967115f2813a3541eae.png" and path == tmp_path / "one.png"
+    with pytest.raises(ValueError, match="There is no image .*none.png"):
+        pictured.prepared(of_picture(pictured, "none.png"))
+
+
+def test_a_picture_that_changes_under_a_batch_is_named(pictured: Recipe, tmp_path: Path):
+    job = pictured.job(1, of_picture(pictured, "one.png"))
+    assert list(pictured.request(job, "out", "").files.values()) == [b"same"]
+    (tmp_path / "one.png").write_bytes(b"changed")
+    with pytest.raises(ValueError, match="one.png has changed since the batch began. Start the batch again"):
+        pictured.request(job, "out", "")

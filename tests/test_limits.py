@@ -1,0 +1,141 @@
+"""What a widget may hold, to the last value, and what it says of any other; the settings of a part of the steps."""
+
+import math
+from typing import Any
+
+import pytest
+from comfyui_tpu.tpu_runtime.limits import (
+    Choice,
+    FloatLimit,
+    IntLimit,
+    Numbers,
+    Settings,
+    StepCache,
+    Switch,
+    policy_of,
+    without_zero_sizes,
+)
+
+FRAMES = IntLimit(default=81, low=17, high=121, multiple_of=4, plus=1)
+SIZE = IntLimit(default=80, low=16, high=100, multiple_of=16)
+COUNT = IntLimit(default=1, low=1, high=9)
+SCALE = FloatLimit(default=5.0, low=0.5, high=9.5)
+SIGMAS = Numbers(most=3)
+
+
+@pytest.mark.parametrize(
+    ("limit", "allowed"),
+    [
+        (FRAMES, (17, 21, 81, 121)), (SIZE, (16, 96)), (COUNT, (1, 9)), (SCALE, (0.5, 5, 9.5)),
+        (Switch(default=True), (True, False)), (Choice(options=("a", "b")), ("a", "b")),
+        (SIGMAS, ("", "  ", "1", "1, 0.5,0.25", (1.0, 0.1), ())),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_what_is_allowed_has_no_problem(limit: Any, allowed: tuple):
+    assert [limit.problem(value) for value in allowed] == [None] * len(allowed)
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "problem"),
+    [
+        (FRAMES, 80, "is 80; it must be 4k + 1 between 17 and 121. Use 77 or 81."),
+        (FRAMES, 16, "is 16; it must be 4k + 1 between 17 and 121. Use 17."),
+        (FRAMES, 122, "is 122; it must be 4k + 1 between 17 and 121. Use 121."),
+        (FRAMES, 10**30, f"is {10**30}; it must be 4k + 1 between 17 and 121. Use 121."),
+        (SIZE, 97, "is 97; it must be a multiple of 16 between 16 and 100. Use 96 or 100."),
+        (SIZE, 17, "is 17; it must be a multiple of 16 between 16 and 100. Use 16 or 32."),
+        (COUNT, 0, "is 0; it must be between 1 and 9. Use 1."),
+        (COUNT, 10, "is 10; it must be between 1 and 9. Use 9."),
+        (COUNT, 1.0, "is 1.0; it must be a whole number between 1 and 9."),
+        (COUNT, True, "is True; it must be a whole number between 1 and 9."),
+        (SCALE, 0.4, "is 0.4; it must be between 0.5 and 9.5. Use 0.5."),
+        (SCALE, 10, "is 10; it must be between 0.5 and 9.5. Use 9.5."),
+        (SCALE, math.nan, "is nan; it must be between 0.5 and 9.5. Use 9.5."),
+        (SCALE, "5", "is '5'; it must be a number between 0.5 and 9.5."),
+        (SCALE, False, "is False; it must be a number between 0.5 and 9.5."),
+        (Switch(default=True), 1, "is 1; it must be true or false."),
+        (Choice(options=("a", "b")), "c", "is 'c'; it must be one of a, b."),
+        (SIGMAS, 1, "is 1; it must be text: numbers with commas between them."),
+        (SIGMAS, "1;2", "is '1;2'; it must be numbers with commas between them, such as 1, 0.75, 0.5, 0.25, or empty."),
+        (SIGMAS, "1,0.8,0.5,0.2", "has 4 numbers; at most 3 are allowed."),
+        (SIGMAS, "1,0", "is '1,0'; each number must be above 0 and at most 1. The 0 at the end is added by itself."),
+        (SIGMAS, "1.5", "is '1.5'; each number must be above 0 and at most 1. The 0 at the end is added by itself."),
+        (SIGMAS, "nan", "is 'nan'; each number must be above 0 and at most 1. The 0 at the end is added by itself."),
+        (SIGMAS, (0.5, 0.5), "is (0.5, 0.5); each number must be smaller than the one before."),
+    ],
+)
+def test_what_is_not_allowed_names_what_would_do(limit: Any, value: Any, problem: str):
+    assert limit.problem(value) == problem
+
+
+def test_a_choice_begins_with_its_default_and_numbers_are_read_in_order():
+    assert Choice(options=("b", "a")).default == "b"
+    assert Numbers.numbers(" 1, 0.5 ,0.25") == (1.0, 0.5, 0.25)
+    assert Numbers.numbers(" ") == () and Numbers.numbers([1, 0.5]) == (1, 0.5)
+
+
+def test_the_largest_allowed_number_that_is_not_above_another():
+    assert [FRAMES.at_most(value) for value in (16, 17, 80, 81, 121, 122, 124, 125)] == [
+        None, 17, 77, 81, 121, 121, 121, None
+    ]  # fmt: skip
+
+
+def test_the_steps_that_a_cache_runs_whole():
+    cache = StepCache(start=2, end=7, interval=3)
+    assert [index for index in range(9) if cache.is_full(index)] == [0, 1, 2, 5, 7, 8]
+    assert [index for index in range(5) if StepCache(start=1, end=5, interval=1).is_full(index)] == [0, 1, 2, 3, 4]
+
+
+def test_the_policy_that_widgets_ask_for():
+    widgets = {"step_cache": True, "cache_start": 1, "cache_end": 5, "cache_interval": 2}
+    assert policy_of(widgets) == StepCache(start=1, end=5, interval=2)
+    assert policy_of({**widgets, "step_cache": False}) is None and policy_of({}) is None
+
+
+def test_sizes_of_zero_stand_for_another_size():
+    given = {"height": 0, "width": 16, "num_frames": 0, "seed": 0, "fps": 0}
+    assert without_zero_sizes(given) == {"width": 16, "seed": 0, "fps": 0}
+
+
+def part(**fields: Any) -> Settings:
+    return Settings(height=16, width=16, num_inference_steps=6, guidance_scale=5.0, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "steps"),
+    [
+        ({}, range(6)),
+        ({"start_step": 2}, range(2, 6)),
+        ({"end_step": 4}, range(4)),
+        ({"start_step": 1, "end_step": 2}, range(1, 2)),
+        ({"start_step": 5, "end_step": 100}, range(5, 6)),
+    ],
+)
+def test_the_steps_that_run(fields: dict, steps: range):
+    assert part(**fields).steps == steps and part(**fields).problem() is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        (
+            {"high_noise_steps": 7},
+            "high_noise_steps is 7, but there are 6 steps. Use at most that many, or 0 for as many as the checkpoint "
+            "says.",
+        ),
+        (
+            {"start_step": 3, "end_step": 3},
+            "start_step is 3 and end_step 3, of 6 steps: none is left to run. Steps count from 0; start_step must be "
+            "below end_step, where 0 stands for the end.",
+        ),
+        (
+            {"start_step": 6},
+            "start_step is 6 and end_step 0, of 6 steps: none is left to run. Steps count from 0; start_step must be "
+            "below end_step, where 0 stands for the end.",
+        ),
+    ],
+)
+def test_steps_that_do_not_go_together(fields: dict, problem: str):
+    assert part(**fields).problem() == problem
+    assert part(high_noise_steps=6).problem() is None

@@ -1,0 +1,151 @@
+"""What a model's description says of sizes, guidance and experts, and what its makers call its modules."""
+
+from dataclasses import replace
+
+import pytest
+from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tpu_runtime.limits import Settings, StepCache
+from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.spec import (
+    Component,
+    LatentGeometry,
+    Rows,
+    guidance_first,
+    has_length,
+    no_advice,
+    no_arguments,
+    no_condition,
+    plain_noise,
+    split,
+    steady_guidance,
+    swapped,
+)
+
+WAN = spec_by_name("wan2.1-t2v-14b")
+WAN22 = spec_by_name("wan2.2-i2v-a14b")
+FLUX = spec_by_name("flux2-dev")
+VIDEO = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(2, 2, 2))
+SETTINGS = Settings(height=64, width=96, num_frames=9, num_inference_steps=6, guidance_scale=5.0)
+
+
+def test_modules_that_the_makers_have_as_one():
+    assert split("q", "k", "v") == (Rows("q", (0,), 3), Rows("k", (1,), 3), Rows("v", (2,), 3))
+    assert swapped("norm") == (Rows("norm", (1, 0), 2),)
+
+
+def test_a_config_value_of_a_length():
+    assert has_length(2)((1, 2)) and not has_length(2)((1, 2, 3)) and not has_length(2)([1, 2])
+
+
+def test_a_component_is_tiny_where_it_says_so_and_its_mappings_are_read_only():
+    given = {"layers": 40, "heads": 40}
+    one = Component(name="a", library="diffusers", class_name="A", config=given, tiny={"layers": 2}, rules=())
+    assert dict(one.tiny) == {"layers": 2, "heads": 40} and dict(one.config) == given and one.folder == "a"
+    assert replace(one, folder="b").folder == "b"
+    given["layers"] = 1
+    assert one.config["layers"] == 40
+    for mapping in (one.config, one.tiny, one.aliases, one.needs, one.makers_names):
+        with pytest.raises(TypeError):
+            mapping["layers"] = 1  # type: ignore[index]
+
+
+def test_pixels_become_latents_and_tokens():
+    assert [VIDEO.latent_frames(count) for count in (1, 4, 5, 8, 9, 13)] == [2, 2, 2, 2, 4, 4]
+    assert VIDEO.latent_shape(SETTINGS) == (1, 16, 4, 8, 12)
+    assert VIDEO.num_tokens((1, 16, 4, 8, 12)) == 2 * 4 * 6
+    picture = LatentGeometry(channels=128, stride_t=0, stride_hw=16, patch_thw=(9, 1, 2))
+    assert picture.latent_shape(SETTINGS) == (1, 128, 4, 6) and picture.num_tokens((1, 128, 4, 6)) == 12
+
+
+def test_what_a_model_does_that_says_nothing_of_it():
+    assert no_arguments({}, (1,), SETTINGS) == {} and no_condition((1,)) == {} and no_advice(SETTINGS) is None
+    assert steady_guidance(SETTINGS, 999.0) == 5.0
+
+
+def test_noise_has_the_latents_shape_in_float32():
+    import torch
+
+    noise = plain_noise(WAN, SETTINGS, torch.Generator().manual_seed(0))
+    assert torch.equal(noise, torch.randn((1, 16, 3, 8, 12), generator=torch.Generator().manual_seed(0)))
+    assert noise.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("chips", "branches", "shape"), [(8, 2, (2, 4)), (8, 1, (1, 8)), (3, 2, (1, 3)), (1, 2, (1, 1)), (2, 2, (2, 1))]
+)
+def test_two_branches_lie_side_by_side_where_the_count_is_even(chips: int, branches: int, shape: tuple[int, int]):
+    assert guidance_first(chips, branches) == MeshShape(dp=shape[0], sp=shape[1])
+
+
+def test_guidance_of_one_or_less_is_one_branch():
+    assert [WAN.branches(replace(SETTINGS, guidance_scale=scale)) for scale in (0.5, 1.0, 1.01, 5.0)] == [1, 1, 2, 2]
+    assert FLUX.branches(SETTINGS) == 1
+
+
+def test_the_second_expert_has_its_own_guidance_where_it_is_given():
+    own = replace(SETTINGS, guidance_scale_2=3.0)
+    first, second = WAN22.experts
+    assert [WAN22.for_expert(own, name).guidance_scale for name in (first, second)] == [5.0, 3.0]
+    assert [WAN22.for_expert(SETTINGS, name).guidance_scale for name in (first, second)] == [5.0, 5.0]
+
+
+def test_what_is_not_given_is_the_models_default():
+    found = WAN.settings(height=None, num_frames=5, nothing_of_it="x")
+    assert (found.height, found.num_frames, found.seed) == (WAN.inputs["height"].default, 5, WAN.inputs["seed"].default)
+    assert found.shift == WAN.inputs["flow_shift"].default and found.step_cache is None
+    assert found.guidance_scale_2 is None and found.sigmas == ()
+    assert WAN.settings(flow_shift=7.0).shift == 7.0
+    assert WAN22.settings(guidance_scale_2=2.0).guidance_scale_2 == 2.0
+    assert WAN22.settings(guidance_scale_2=0.0).guidance_scale_2 is None
+
+
+def test_sigmas_say_how_many_steps_there_are():
+    found = WAN.settings(sigmas="1, 0.5, 0.25", num_inference_steps=50)
+    assert found.sigmas == (1.0, 0.5, 0.25) and found.num_inference_steps == 3
+
+
+def test_a_value_that_is_not_allowed_names_model_and_widget():
+    with pytest.raises(
+        ValueError, match=r"^Wan 2.1 T2V 14B: num_frames is 80; it must be 4k \+ 1 between .* Use 77 or"
+    ):
+        WAN.settings(num_frames=80)
+    with pytest.raises(ValueError, match="^Wan 2.1 T2V 14B: start_step is 6 and end_step 0, of 6 steps"):
+        WAN.settings(num_inference_steps=6, start_step=6)
+    WAN.check_input("no such widget", object())
+
+
+def test_settings_that_did_not_come_from_widgets_are_checked_too():
+    WAN.check_settings(SETTINGS)
+    for wrong, problem in [
+        ({"height": 81}, "height is 81"),
+        ({"shift": -1.0}, "flow_shift is -1.0"),
+        ({"start_step": 6}, "start_step is 6"),
+        ({"sigmas": (2.0,)}, "sigmas is"),
+    ]:
+        with pytest.raises(ValueError, match=f"^Wan 2.1 T2V 14B: {problem}"):
+            WAN.check_settings(replace(SETTINGS, **wrong))
+
+
+def test_a_step_cache_is_for_models_that_have_one():
+    cached = replace(SETTINGS, step_cache=StepCache(start=1, end=5, interval=2))
+    with pytest.raises(ValueError, match="^Wan 2.1 T2V 14B: step_cache is on, but this model runs every step whole"):
+        WAN.check_settings(cached)
+    caching = spec_by_name("hunyuanvideo1.5-t2v-720p")
+    sizes = {name: caching.inputs[name].default for name in ("height", "width", "num_frames")}
+    caching.check_settings(replace(cached, **sizes))
+    with pytest.raises(ValueError, match="cache_start is -1"):
+        caching.check_settings(replace(cached, **sizes, step_cache=StepCache(start=-1, end=5, interval=2)))
+    widgets = {"step_cache": True, "cache_start": 2, "cache_end": 4, "cache_interval": 2}
+    assert caching.settings(**widgets).step_cache == StepCache(start=2, end=4, interval=2)
+
+
+def test_dimensions_of_a_condition_may_be_named():
+    shaped = replace(WAN, condition_shapes=lambda latent: {"condition": ("dim", *latent[2:]), "text": (2, "dim")})
+    assert shaped.conditions({"dim": 7.0}, (1, 16, 3, 8, 12)) == {"condition": (7, 3, 8, 12), "text": (2, 7)}
+
+
+def test_whole_numbers_are_those_of_a_widget_with_whole_numbers():
+    assert WAN.whole_numbers("height") is WAN.inputs["height"]
+    with pytest.raises(AssertionError):
+        WAN.whole_numbers("guidance_scale")
+    assert WAN.component("transformer").name == "transformer"
