@@ -1,5 +1,6 @@
 """Quantized checkpoints, as the tools that write them lay them out, are refused by the method's name."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -7,12 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 import torch
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, quantized, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, quantized, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
+from comfyui_tpu.tpu_runtime.programs import modules
 from safetensors.torch import load_file, save_file
 
 SPEC = spec_for_family("Wan21")
@@ -177,9 +181,25 @@ def test_plain_fp8_is_a_cast_although_names_hold_scale(tmp_path: Path):
     assert {tensor.dtype for tensor in headers.values()} == {"F8_E4M3"}
 
 
-def test_integers_are_no_weights_even_without_a_scale(tmp_path: Path):
-    from comfyui_tpu.tpu_runtime.programs import modules
+@pytest.mark.parametrize("kind", [FP8, torch.float8_e5m2], ids=str)
+def test_a_layer_of_plain_fp8_is_read_as_the_numbers_it_holds(kind: torch.dtype, tmp_path: Path):
+    """As where a LoRA changes it; torch cannot tell whether fp8 is finite."""
+    folder = quantize(tmp_path / "model", None, None) / "transformer"
+    path = folder / "diffusion_pytorch_model.safetensors"
+    cast = {name: x.to(kind) for name, x in load_file(path).items()}
+    save_file(cast, path)
+    component = SPEC.component("transformer")
+    network = modules.build(component, component.tiny)
+    files = checkpoint.match(network, checkpoint.read_headers(folder, component), folder)
+    name = next(name for name, weight in network.weights.items() if f"{LAYER}.weight" in weight.sources)
+    with contextlib.ExitStack() as stack:
+        reader = load.Reader(stack, lambda: None)
+        alone = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        layer = load.read_layer(reader, files[name][0], network.weights[name], alone)
+    assert np.array_equal(np.asarray(layer, np.float32), cast[f"{LAYER}.weight"].float().numpy())
 
+
+def test_integers_are_no_weights_even_without_a_scale(tmp_path: Path):
     folder = quantize(tmp_path / "model", lambda weight: {"weight": torch.zeros(weight.shape, dtype=torch.int8)}, None)
     component = SPEC.component("transformer")
     headers = checkpoint.read_headers(folder / "transformer", component)

@@ -118,8 +118,9 @@ def read_layer(reader: Reader, file: TensorFile, weight: Weight, sharding: Shard
 
     def read(index: Index) -> np.ndarray:
         piece = _slice(reader, file, index, weight)
+        piece = (piece if piece.dtype == torch.bfloat16 else piece.float()).contiguous()
         _check_finite(piece, file)
-        return _array(piece.contiguous() if piece.dtype == torch.bfloat16 else piece.float().contiguous())
+        return _array(piece)
 
     return _placed(weight.layer_shape, sharding, read)
 
