@@ -16,7 +16,7 @@ from ..cache.store import cache_folder
 from ..spec import Component, ModelSpec
 
 # Part of the folder's name: raise it when the way of making a checkpoint changes.
-VERSION = 3
+VERSION = 4
 
 # Trained by `tools/train_miniature.py`; the model card in each folder says on what, and how well.
 _TRAINED = Path(__file__).resolve().parents[2] / "miniatures"
