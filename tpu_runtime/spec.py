@@ -1,7 +1,7 @@
 """What a model is, as data: components, architecture numbers, geometry, limits, recipe. No torch, no devices here."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -159,9 +159,10 @@ class LatentGeometry:
 class TextEncoding:
     """One text encoder's part in the conditioning.
 
-    `tokenize(tokenizer, prompts)` gives ids and mask, `[rows, max_length]` int32 each; `encode(module, ids, mask)`
-    gives states `[rows, max_length, dim]`. With a `prefix`, ids start with that many tokens more, which are always
-    there and whose states are dropped. `width_key` is where the denoiser's config names `dim`.
+    `tokenize(tokenizer, prompts)` gives ids and mask, `[rows, max_length]` int32 each, or of another `length`, which
+    tells how much of a prompt is cut off; `encode(module, ids, mask)` gives states `[rows, max_length, dim]`. With a
+    `prefix`, ids start with that many tokens more, which are always there and whose states are dropped. `width_key` is
+    where the denoiser's config names `dim`.
     `write_tokenizer(folder)` makes the tiny checkpoint's tokenizer, of class `tokenizer_class`.
     """
 
@@ -171,7 +172,7 @@ class TextEncoding:
     tokenizer_class: str
     max_length: int
     width_key: str
-    tokenize: Callable[[Any, Sequence[str]], tuple[Any, Any]]
+    tokenize: Callable[..., tuple[Any, Any]]
     encode: Callable[..., Any]
     write_tokenizer: Callable[[Path], None]
     prefix: int = 0

@@ -1,6 +1,8 @@
-"""A checkpoint's tokenizer, as its folder holds it."""
+"""A checkpoint's tokenizer, as its folder holds it; what of a prompt it cuts off, and what is read as it stands."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,9 +12,18 @@ from .files import CheckpointError, read_json
 if TYPE_CHECKING:
     import numpy as np
 
+    from .spec import TextEncoding
+
 TOKENIZER = "tokenizer.json"
 # Where processors had their template before it had a file of its own; tokenizers do not look there.
 TEMPLATE = "chat_template.json"
+# What has a meaning in prompts elsewhere. A time or a ratio in parentheses is no weight, and JSON is no choice.
+LITERAL = {
+    "a weight": re.compile(r"(?<!\\)\([^()]*[^()\d\s:]\s*:\s*[+-]?(?:\d?\.\d+|\d)\s*\)"),
+    "a choice": re.compile(r"(?<!\\)\{[^{}\"|]*\|[^{}\"]*\}"),
+    "an embedding": re.compile(r"\bembedding:[^\s,()]+"),
+}
+SHOWN = 60  # characters
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -77,3 +88,37 @@ def tokenize_chats(
         **template_options,
     )
     return tokens["input_ids"].astype(np.int32), tokens["attention_mask"].astype(np.int32)
+
+
+def literals(prompt: str) -> Iterator[str]:
+    """What of a prompt is read as it stands and means more elsewhere: the first of each kind, and the kind."""
+    for kind, pattern in LITERAL.items():
+        if found := pattern.search(prompt):
+            yield f"{shown(found.group())} ({kind})"
+
+
+def cut_off(text: "TextEncoding", tokenizer: Any, prompt: str) -> tuple[int, str]:
+    """How many tokens of a prompt in its conversation a text encoder does not take, and the prompt's words in them."""
+    import numpy as np
+
+    (kept,), _ = text.tokenize(tokenizer, [prompt])
+    # A character is at most four bytes, and a token at least one.
+    ids, masks = text.tokenize(tokenizer, [prompt, ""], length=text.max_length + 4 * len(prompt))
+    prefix = np.ones(text.prefix, bool)
+    whole, empty = (row[np.concatenate([prefix, mask.astype(bool)])] for row, mask in zip(ids, masks, strict=True))
+    if len(whole) <= len(kept):
+        return 0, ""
+    # Some tokenizers put a last token behind what they cut; a conversation goes on behind the prompt.
+    start = _equal(kept, whole)
+    end = len(whole) - _equal(whole[::-1], empty[::-1])
+    return len(whole) - len(kept), tokenizer.decode(whole[start:end], skip_special_tokens=True).strip()
+
+
+def _equal(ones: Iterable[Any], others: Iterable[Any]) -> int:
+    """At how many places from the first on two rows are equal."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ones, others, strict=False)))
+
+
+def shown(words: str) -> str:
+    """Words of a prompt as a sentence quotes them: of many the first."""
+    return repr(words if len(words) <= SHOWN else f"{words[:SHOWN]}...")

@@ -2,7 +2,8 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,10 @@ from .payloads import Conditioning, ImageCondition, Latent
 from .program_cache import Compilation, Wanted
 from .stage import Stage
 
+log = logging.getLogger(__name__)
+
+PROMPTS = ("prompt", "negative prompt")
+
 
 def encode(stage: Stage, prompt: str, negative_prompt: str) -> tuple[Conditioning, Conditioning | None]:
     """Prompt and negative prompt as CONDITIONING, from the cache where the same text was encoded before."""
@@ -30,7 +35,32 @@ def encode(stage: Stage, prompt: str, negative_prompt: str) -> tuple[Conditionin
     folders = [(spec.component(text.component).folder, text.tokenizer_folder) for text in spec.text_encoders]
     parts = [tuple(stage.found.identity(folder, stage.progress) for folder in pair) for pair in folders]
     key = signature(spec.name, parts, stage.target.precision, prompts, executables.environment())
-    return stage.prompt_cache.get(key, spec.family, lambda: _encode(stage, prompts), stage.hosts.decide)
+    found = stage.prompt_cache.get(key, spec.family, lambda: _encode(stage, prompts), stage.hosts.decide)
+    if lost := [sentence for named in zip(PROMPTS, prompts, found, strict=False) for sentence in _lost(stage, *named)]:
+        log.warning("%s", " ".join(lost))
+        stage.progress.text(" ".join(lost))
+    return found
+
+
+def _lost(stage: Stage, name: str, prompt: str, encoded: Conditioning | None) -> Iterator[str]:
+    """What of a prompt does not reach the model as it may be meant, in sentences for the user."""
+    title = stage.spec.title
+    if literals := ", ".join(tokens.literals(prompt)):
+        yield f"{title}: {literals} in the {name} is read as it stands and means nothing more here. Say it in words."
+    for text in stage.spec.text_encoders if encoded else ():
+        assert encoded
+        # Only what fills all places may have been longer.
+        if encoded[0][1].get(f"{text.name}_length", text.max_length) < text.max_length:
+            continue
+        tokenizer = tokens.load_tokenizer(stage.found.folder(text.tokenizer_folder, stage.progress))
+        number, words = tokens.cut_off(text, tokenizer, prompt)
+        if number:
+            encoder = text.component.replace("_", " ")
+            start = f", from {tokens.shown(words)} on" if words else ""
+            yield (
+                f"{title}: the {name} has {text.max_length + number} tokens, and the {encoder} takes "
+                f"{text.max_length}: the last {number} are cut off{start}. Shorten it."
+            )
 
 
 def _encode(stage: Stage, prompts: Sequence[str]) -> tuple[Conditioning, Conditioning | None]:

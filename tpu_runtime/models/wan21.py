@@ -40,9 +40,9 @@ def clean_prompt(prompt: str) -> str:
     return re.sub(r"\s+", " ", text).strip()
 
 
-def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.ndarray]":
-    """Ids and mask, `[rows, 512]` int32."""
-    return t5.tokens(tokenizer, [clean_prompt(prompt) for prompt in prompts], MAX_TOKENS)
+def tokenize(tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS) -> "tuple[np.ndarray, np.ndarray]":
+    """Ids and mask, `[rows, length]` int32."""
+    return t5.tokens(tokenizer, [clean_prompt(prompt) for prompt in prompts], length)
 
 
 def encode_text(encoder: "torch.nn.Module", ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":

@@ -33,29 +33,32 @@ def system_message() -> str:
     return inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters["system_message"].default
 
 
-def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.ndarray]":
-    """Ids `[rows, 108 + 1000]` of a conversation with the prompt; the mask `[rows, 1000]` of what follows 108."""
+def tokenize(tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS) -> "tuple[np.ndarray, np.ndarray]":
+    """Ids `[rows, 108 + length]` of a conversation with the prompt; the mask `[rows, length]` of what follows 108."""
     from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
 
     from ... import tokens
 
     chats = format_text_input(list(prompts), system_message())
-    length = PREFIX + MAX_TOKENS
-    ids, mask = tokens.tokenize_chats(tokenizer, chats, length, padding_side="right", add_generation_prompt=True)
+    ids, mask = tokens.tokenize_chats(
+        tokenizer, chats, PREFIX + length, padding_side="right", add_generation_prompt=True
+    )
     if not mask[:, : PREFIX + 1].all():
         raise ValueError("the checkpoint's tokenizer has another chat template; it cannot be used.")
     return ids, mask[:, PREFIX:]
 
 
-def tokenize_glyphs(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.ndarray]":
-    """Ids and mask `[rows, 256]` of what a prompt has in quotes; zeros where it has nothing."""
+def tokenize_glyphs(
+    tokenizer: Any, prompts: Sequence[str], length: int = MAX_GLYPHS
+) -> "tuple[np.ndarray, np.ndarray]":
+    """Ids and mask `[rows, length]` of what a prompt has in quotes; zeros where it has nothing."""
     import numpy as np
     from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
 
-    ids, mask = (np.zeros((len(prompts), MAX_GLYPHS), np.int32) for _ in range(2))
+    ids, mask = (np.zeros((len(prompts), length), np.int32) for _ in range(2))
     for row, prompt in enumerate(prompts):
         if (glyphs := extract_glyph_texts(prompt)) is not None:
-            tokens = tokenizer(glyphs, padding="max_length", max_length=MAX_GLYPHS, truncation=True)
+            tokens = tokenizer(glyphs, padding="max_length", max_length=length, truncation=True)
             ids[row], mask[row] = tokens["input_ids"], tokens["attention_mask"]
     return ids, mask
 

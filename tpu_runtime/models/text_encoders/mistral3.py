@@ -55,8 +55,8 @@ def write_tokenizer(folder: Path) -> None:
     path.write_text(json.dumps(config, indent=2), "utf-8")
 
 
-def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.ndarray]":
-    """Ids and mask of the prompts in upstream's conversation, `[rows, 512]` int32, padded on the left.
+def tokenize(tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS) -> "tuple[np.ndarray, np.ndarray]":
+    """Ids and mask of the prompts in upstream's conversation, `[rows, length]` int32, padded on the left.
 
     The makers published with transformers 4, which pads a `LlamaTokenizerFast` on the left; so does ComfyUI
     (`comfy/text_encoders/flux.py`).
@@ -67,7 +67,7 @@ def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.nd
     from ... import tokens
 
     chats = format_input(prompts=list(prompts), system_message=SYSTEM_MESSAGE)
-    return tokens.tokenize_chats(tokenizer, chats, MAX_TOKENS, padding_side="left", add_generation_prompt=False)
+    return tokens.tokenize_chats(tokenizer, chats, length, padding_side="left", add_generation_prompt=False)
 
 
 def encode_text(module: "torch.nn.Module", ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":

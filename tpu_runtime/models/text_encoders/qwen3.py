@@ -25,15 +25,15 @@ CHAT_TEMPLATE = (
 PROMPT = "A cat holding a sign that says hello world"
 
 
-def tokenize(tokenizer: Any, prompts: Sequence[str]) -> "tuple[np.ndarray, np.ndarray]":
-    """Ids and mask of a conversation with each prompt, `[rows, 512]` int32, padded on the right."""
+def tokenize(tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS) -> "tuple[np.ndarray, np.ndarray]":
+    """Ids and mask of a conversation with each prompt, `[rows, length]` int32, padded on the right."""
     from ... import tokens
 
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     return tokens.tokenize_chats(
         tokenizer,
         chats,
-        MAX_TOKENS,
+        length,
         padding_side="right",
         add_generation_prompt=True,
         template_options={"enable_thinking": False},

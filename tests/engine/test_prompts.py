@@ -1,0 +1,115 @@
+"""What of a prompt does not reach the model as it may be meant: said once a prompt, in the node and the log."""
+
+import bisect
+import functools
+import logging
+
+import jax
+import pytest
+from comfyui_tpu.tests.models import parity
+from comfyui_tpu.tests.support.host import Host
+from comfyui_tpu.tpu_runtime import tokens
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.engine.engine import Engine
+from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
+
+WAN = spec_for_family("Wan21")
+END = "a green lamp at the very end"
+
+
+@functools.cache
+def runner() -> Engine:
+    return Engine(jax.devices()[:1])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "found"),
+    [
+        ("a (red circle:1.4) on blue", ["'(red circle:1.4)' (a weight)"]),
+        ("(a, b:.5) (cat:2)", ["'(a, b:.5)' (a weight)"]),
+        ("((cat:1.2))", ["'(cat:1.2)' (a weight)"]),
+        ("a {red|blue} ball", ["'{red|blue}' (a choice)"]),
+        ("embedding:foo, a cat", ["'embedding:foo' (an embedding)"]),
+        ("(x:1.1) {a|b} embedding:y", ["'(x:1.1)' (a weight)", "'{a|b}' (a choice)", "'embedding:y' (an embedding)"]),
+        ("a cat (a small one) at noon (10:30), in (16:9), 4:3 (John 3:16)", []),
+        ("a sign that reads (scale: 1:50), (note: see page 12), \\(cat:1.2)", []),
+        ('{"scene": "a cat | a dog", "style": {"name": "oil"}} f(x) {red}', []),
+        ("the word embedding: what it means; a|b", []),
+    ],
+)  # fmt: skip
+def test_what_has_a_meaning_elsewhere_is_found(prompt: str, found: list[str]):
+    assert list(tokens.literals(prompt)) == found
+
+
+@pytest.mark.parametrize("part", ["(", "{", "{|", "|", "(a:", "(a ", ": 1.", "\\(", "embedding:"])
+def test_a_long_prompt_is_looked_at_in_time_that_grows_with_its_length(part: str):
+    """Seconds where it is linear, days where it is not."""
+    list(tokens.literals("{(" + part * 300_000))
+
+
+def test_it_is_said_once_a_prompt_also_of_a_known_one(caplog: pytest.LogCaptureFixture):
+    sentence = (
+        "Wan 2.1 T2V 14B: '(red circle:1.4)' (a weight) in the prompt is read as it stands and means nothing more "
+        "here. Say it in words. Wan 2.1 T2V 14B: '{a|b}' (a choice) in the negative prompt is read as it stands and "
+        "means nothing more here. Say it in words."
+    )
+    for _ in range(2):
+        host = Host()
+        with caplog.at_level(logging.WARNING):
+            runner().encode(parity.tiny_model(WAN), "a (red circle:1.4)", "{a|b}", host)
+        assert host.said[-1] == sentence and [one for one in host.said if "as it stands" in one] == [sentence]
+        assert [record.message for record in caplog.records] == [sentence]
+        caplog.clear()
+
+
+def test_nothing_is_said_of_a_plain_prompt(caplog: pytest.LogCaptureFixture):
+    host = Host()
+    with caplog.at_level(logging.WARNING):
+        runner().encode(parity.tiny_model(WAN), "a cat (a small one)", WAN.texts["negative_prompt"], host)
+    assert not [one for one in host.said if WAN.title in one] and not caplog.records
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_what_is_cut_off_is_counted(spec):
+    """Against the tokenizer's own count of as many words as just fit, and of two more."""
+    text = spec.text_encoders[0]
+    tokenizer = tokens.load_tokenizer(tiny.ensure(spec) / text.tokenizer_folder)
+    whole = functools.partial(text.tokenize, tokenizer, length=3000)
+
+    def size(prompt: str) -> int:
+        return int(whole([prompt])[1].sum())
+
+    number = bisect.bisect_right(range(2000), text.max_length, key=lambda number: size("a " * number + "a"))
+    fits, long = "a " * (number - 1) + "a", "a " * number + END
+    assert size(fits) <= text.max_length < size("a " * number + "a")
+    assert tokens.cut_off(text, tokenizer, fits) == (0, "")
+    left, words = tokens.cut_off(text, tokenizer, long)
+    assert left == size(long) - text.max_length > 0
+    assert words and END.endswith(words)
+
+
+def test_how_much_is_cut_off_is_said_and_of_a_known_prompt_too(caplog: pytest.LogCaptureFixture):
+    prompt = "cat " * 520 + END
+    tokenizer = tokens.load_tokenizer(tiny.ensure(WAN) / "tokenizer")
+    size = int(WAN.text_encoders[0].tokenize(tokenizer, [prompt], length=5000)[1].sum())
+    for _ in range(2):
+        host = Host()
+        with caplog.at_level(logging.WARNING):
+            runner().encode(parity.tiny_model(WAN), prompt, "", host)
+        (record,) = caplog.records
+        assert record.message == host.said[-1]
+        assert record.message.startswith(
+            f"Wan 2.1 T2V 14B: the prompt has {size} tokens, and the text encoder takes 512: the last {size - 512} are "
+            "cut off, from '"
+        )
+        assert record.message.endswith("...' on. Shorten it.")
+        caplog.clear()
+
+
+def test_a_text_in_quotes_that_is_too_long_is_said_of_its_own_encoder():
+    spec = spec_for_family("HunyuanVideo15")
+    glyphs = spec.text_encoders[1]
+    tokenizer = tokens.load_tokenizer(tiny.ensure(spec) / glyphs.tokenizer_folder)
+    left, words = tokens.cut_off(glyphs, tokenizer, f'a sign "{"x" * 300}{END}" in the sun')
+    assert left > 44 and words.startswith("x" * 20) and END in words
+    assert tokens.cut_off(glyphs, tokenizer, "no quotes " * 100) == (0, "")
