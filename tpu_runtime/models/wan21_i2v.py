@@ -167,6 +167,10 @@ _INPUTS = {name: limit for name, limit in wan21.SPEC.inputs.items() if name != "
     name: wan22_i2v.SPEC.inputs[name] for name in ("num_inference_steps", "seed", "shift")
 }
 
+# The makers' (`sample_neg_prompt`): what a picture that is given makes likely, shaking, and from one to another a cut.
+NEGATIVE_PROMPT = "镜头晃动，" + wan21.NEGATIVE_PROMPT
+NEGATIVE_PROMPT_BETWEEN = "镜头切换，" + NEGATIVE_PROMPT
+
 I2V_720P = replace(
     wan22_i2v.SPEC,
     name="wan2.1-i2v-14b-720p",
@@ -175,6 +179,7 @@ I2V_720P = replace(
     tiny_id="tiny/wan21i2v_720p",
     components=_COMPONENTS,
     inputs=_INPUTS,
+    texts={**wan22_i2v.SPEC.texts, "negative_prompt": NEGATIVE_PROMPT},
     experts=(TRANSFORMER.name,),
     index={"image_processor": ("transformers", "CLIPImageProcessor")},
     files={
@@ -232,6 +237,7 @@ FLF2V = replace(
         "num_inference_steps": wan21.SPEC.inputs["num_inference_steps"],
         "shift": FloatLimit(default=16.0, low=0.1, high=20.0, step=0.5),
     },
+    texts={**I2V_720P.texts, "negative_prompt": NEGATIVE_PROMPT_BETWEEN},
     scheduler={**wan21.SCHEDULER, "flow_shift": 16.0},
     pictures=(2,),
     condition_shapes=partial(condition_shapes, pictures=2),

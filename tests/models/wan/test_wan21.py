@@ -71,6 +71,17 @@ def test_the_negative_prompt_is_the_makers_whole_one(name: str):
     assert len(files) >= 3 and all(text in file.read_text("utf-8") for file in files)
 
 
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [("i2v-14b-480p", "镜头晃动，"), ("i2v-14b-720p", "镜头晃动，"), ("flf2v-14b-720p", "镜头切换，镜头晃动，")],
+)
+def test_that_of_wan_2_1_with_pictures_begins_with_the_camera(name: str, prefix: str):
+    """`wan/configs/wan_i2v_14B.py` and `wan/configs/__init__.py` in the makers' repository put it there."""
+    spec = spec_by_name(f"wan2.1-{name}")
+    assert spec.texts["negative_prompt"] == prefix + SPEC.texts["negative_prompt"]
+    assert spec.texts["prompt"] == spec_by_name("wan2.2-i2v-a14b").texts["prompt"]
+
+
 def normalised(samples: torch.Tensor) -> np.ndarray:
     mean, std = wan_vae.latent_stats(pipeline().vae.config)
     return ((samples - mean) / std).numpy()
