@@ -1,5 +1,6 @@
 """Recipes of distilled models: the sigmas and timesteps that their makers publish, with their sources."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import diffusers
 import numpy as np
 import pytest
+import torch
 from comfyui_tpu.tests.support.closeness import OPERATION
 from comfyui_tpu.tpu_runtime.engine import denoise as denoising
 from comfyui_tpu.tpu_runtime.limits import FLOW_SCHEDULERS
@@ -21,7 +23,7 @@ WAN, FLUX, HUNYUAN = (spec_for_family(name) for name in ("Wan22I2V", "Flux2", "H
 EULER, UNIPC, DPM, LCM = FLOW_SCHEDULERS
 # LightX2V's 4 steps, configs/distill/wan22/wan_moe_i2v_distill_model.json in its repository:
 # denoising_step_list [1000, 750, 500, 250], sample_shift 5, boundary_step_index 2. Its schedulers/wan/step_distill
-# takes Euler steps for Wan 2.2, and adds new noise at every step for Wan 2.1.
+# takes Euler steps, for Wan 2.1 since November 2025; before, it added new noise at every step there.
 LIGHTX2V = "1, 0.75, 0.5, 0.25"
 LIGHTX2V_SIGMAS = [1.0, 0.9375, 0.83333, 0.625]
 # The card of fal/FLUX.2-dev-Turbo: "pre-shifted custom sigmas for 8-step turbo inference", guidance_scale 2.5, given
@@ -38,11 +40,37 @@ def sigmas_of(table: SolverTable) -> np.ndarray:
 
 
 @pytest.mark.parametrize("scheduler", [EULER, LCM])
-def test_lightx2vs_four_steps_of_wan(scheduler: str, compare: Callable):
-    table = table_of(WAN, sigmas=LIGHTX2V, shift=5.0, scheduler=scheduler)
+@pytest.mark.parametrize("spec", [WAN, spec_for_family("Wan21"), HUNYUAN], ids=lambda spec: spec.name)
+def test_lightx2vs_four_steps(spec: ModelSpec, scheduler: str, compare: Callable):
+    shift = "shift" if spec is WAN else "flow_shift"
+    table = table_of(spec, sigmas=LIGHTX2V, scheduler=scheduler, **{shift: 5.0})
     compare("sigmas", sigmas_of(table), LIGHTX2V_SIGMAS, error=1e-5)  # of five decimals
     compare("timesteps", table.timesteps, np.array(LIGHTX2V_SIGMAS) * 1000, error=1e-5)
     compare("levels", table.levels.sum(1), np.ones(4), error=OPERATION)
+
+
+def test_fastwans_three_steps(compare: Callable):
+    """FastVideo's `DmdDenoisingStage`: of what the network takes for the clean video and new noise the next sample, at
+    [1000, 757, 522] of 1000 timesteps that are shifted by 8 already: those nearest to them.
+    """
+    spec, published = spec_for_family("Wan21"), np.array([1000, 757, 522])
+    settings = spec.settings(sigmas="1, 0.757, 0.522", flow_shift=1.0, guidance_scale=1.0, scheduler=LCM)
+    table = solver_table.table_for(spec, spec.scheduler, settings)
+    equal = np.linspace(1, 1e-3, 1000)
+    shifted = 8 * equal / (1 + 7 * equal)
+    theirs = shifted[np.abs(shifted * 1000 - published[:, None]).argmin(1)]
+    compare("sigmas", sigmas_of(table), theirs, error=5e-4)  # the nearest of a list
+    compare("timesteps", table.timesteps, published, error=OPERATION)
+    generator = torch.Generator().manual_seed(0)
+    sample, *noises = (torch.randn(5, generator=generator).numpy() for _ in range(4))
+    steps = iter(noises)
+    drawn = list(table.noises(lambda: next(steps), range(3)))
+    state = solver_table.initial_state(sample, table.num_memory)
+    for index, (sigma, after) in enumerate(itertools.pairwise([*sigmas_of(table), 0.0])):
+        flow = torch.randn(5, generator=generator).numpy()
+        sample = (1 - after) * (sample - sigma * flow) + after * noises[index]
+        *state, _ = solver_table.advance(solver_table.with_noise(tuple(state), drawn[index]), flow, table.table[index])
+        compare(f"step {index + 1}", np.asarray(state[0]), sample, error=OPERATION)
 
 
 @pytest.mark.parametrize("boundary", [0.9, 0.875], ids=["Wan 2.2 I2V", "Wan 2.2 T2V"])

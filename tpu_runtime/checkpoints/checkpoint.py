@@ -324,7 +324,8 @@ def read_headers(folder: Path, component: Component) -> dict[str, TensorFile]:
 
 def match(network: "Network", tensors: Mapping[str, TensorFile], folder: Path) -> dict[str, tuple[TensorFile, ...]]:
     """The files of each weight of a network; checks names and shapes."""
-    by_name = by_own_names(tensors, network.component.aliases)
+    component = network.component
+    by_name = by_own_names(tensors, component.aliases)
     matched: dict[str, tuple[TensorFile, ...]] = {}
     for name, weight in network.weights.items():
         missing = [source for source in weight.sources if source not in by_name]
@@ -332,6 +333,14 @@ def match(network: "Network", tensors: Mapping[str, TensorFile], folder: Path) -
             raise CheckpointError(f"{folder}: the weight {missing[0]} is missing; the checkpoint is incomplete.")
         matched[name] = tuple(by_name[source] for source in weight.sources)
         _check_shapes(weight, matched[name], folder)
+    used = {source for weight in network.weights.values() for source in weight.sources}
+    # Of networks that are read whole. What stands beside their blocks may be left over, such as tables of positions.
+    whole = component.blocks if component.library == "diffusers" and not (component.only or component.layers) else ()
+    if more := sorted(name for name in by_name.keys() - used if any(_layer(name, path) is not None for path in whole)):
+        raise CheckpointError(
+            f"{folder}: the weight {more[0]} is none of a {component.class_name}'s; without it the result would be "
+            "wrong. Use a checkpoint of the network as it was published."
+        )
     return matched
 
 

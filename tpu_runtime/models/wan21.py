@@ -196,6 +196,7 @@ TRANSFORMER = Component(
     name="transformer",
     library="diffusers",
     class_name="WanTransformer3DModel",
+    class_aliases=("SkyReelsV2Transformer3DModel",),
     config={
         "attention_head_dim": 128,
         "cross_attn_norm": True,
@@ -225,6 +226,9 @@ TRANSFORMER = Component(
         "cross_attn_norm": Need((True,)),
         "image_dim": Need((None,)),
         "in_channels": Need((16,)),
+        # SkyReels V2's: the frame rate as an input, and frames that see earlier ones alone.
+        "inject_sample_info": Need((False,)),
+        "num_frame_per_block": Need((1,)),
         "out_channels": Need((16,)),
         "patch_size": Need(((1, 2, 2),)),
         "pos_embed_seq_len": Need((None,)),
@@ -259,7 +263,8 @@ SPEC = ModelSpec(
     hub_id="Wan-AI/Wan2.1-T2V-14B-Diffusers",
     tiny_id="tiny/wan21",
     latent_format="Wan21",
-    pipeline_classes=("WanPipeline",),
+    # FastVideo's (FastWan, few steps) and diffusers' of SkyReels V2 (not diffusion forcing) run the same network.
+    pipeline_classes=("WanPipeline", "WanDMDPipeline", "SkyReelsV2Pipeline"),
     components=(TEXT_ENCODER, TRANSFORMER, VAE_DECODER),
     geometry=LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(1, 2, 2)),
     text_encoders=(

@@ -101,7 +101,7 @@ SPEC = replace(
     hub_id="Wan-AI/Wan2.2-TI2V-5B-Diffusers",
     tiny_id="tiny/wan22ti2v",
     latent_format="Wan22",
-    pipeline_classes=("WanPipeline", "WanImageToVideoPipeline"),
+    pipeline_classes=("WanPipeline", "WanImageToVideoPipeline", "WanDMDPipeline"),
     components=(wan21.TEXT_ENCODER, TRANSFORMER, wan22_vae.VAE_ENCODER, wan22_vae.VAE_DECODER),
     geometry=LatentGeometry(channels=48, stride_t=4, stride_hw=wan22_vae.STRIDE_HW, patch_thw=(1, 2, 2)),
     inputs={
