@@ -131,6 +131,14 @@ class _Graph:
         links = graph.get("links")
         read = [_Link.read(raw) for raw in links] if isinstance(links, list) else []
         self._links = {link.id: link for link in read if link is not None}
+        self._last = max((one for one in self._links if isinstance(one, int)), default=0)
+        # What is looked up for each node or link: a file may have many of both.
+        self._sockets: dict[int | str, list[dict[str, Any]]] = {}
+        for node in self._nodes.values():
+            for socket in _dicts(node.get("inputs")):
+                if self._is_linked(socket):
+                    self._sockets.setdefault(socket["link"], []).append(socket)
+        self._origins: dict[int | str, int | str] = {}
 
     def is_old(self) -> bool:
         return any(self._is_old(node) for node in self._ours())
@@ -154,8 +162,11 @@ class _Graph:
         for node in self._ours():
             said = [*self._upgrade_widgets(node), *self._upgrade_inputs(node)]
             changes += [f"{_label(node)}: {'; '.join(said)}."] if said else []
-        for node in self._ours():  # once all inputs are what they will be
-            said = list(self._upgrade_outputs(node))
+        leaving: dict[int | str, list[_Link]] = {}
+        for link in self._links.values():  # once all inputs are what they will be
+            leaving.setdefault(link.origin, []).append(link)
+        for node in self._ours():
+            said = list(self._upgrade_outputs(node, leaving.get(node["id"], [])))
             changes += [f"{_label(node)}: {'; '.join(said)}."] if said else []
         self._graph["links"] = [link.written() for link in self._links.values()]
         return changes
@@ -207,48 +218,55 @@ class _Graph:
         link = socket.get("link")
         return isinstance(link, int | str) and link in self._links
 
-    def _upgrade_outputs(self, node: dict[str, Any]) -> Iterator[str]:
-        """Outputs as today's node has them, each with the links that the old one of its name had."""
+    def _upgrade_outputs(self, node: dict[str, Any], leaving: "list[_Link]") -> Iterator[str]:
+        """Outputs as today's node has them, each with those of the links `leaving` that the old one of its name had."""
         declared, old = self._table[node["type"]], _OLD[node["type"]]
         today = {one.name: slot for slot, one in enumerate(declared.outputs)}
-        for link in [link for link in self._links.values() if link.origin == node["id"] and not link.is_new]:
-            name = old.outputs[link.origin_slot] if link.origin_slot in range(len(old.outputs)) else ""
+        own: list[list[int | str]] = [[] for _ in declared.outputs]
+        for link in leaving:
+            names = tuple(today) if link.is_new else old.outputs
+            name = names[link.origin_slot] if link.origin_slot in range(len(names)) else ""
             if name in today:
                 link.origin_slot = today[name]
+                own[today[name]].append(link.id)
             else:
                 self._remove(link)
                 yield f"the link from output {link.origin_slot} is left out, there is no such output"
-        node["outputs"] = []
-        for slot, one in enumerate(declared.outputs):
-            own = [link.id for link in self._links.values() if (link.origin, link.origin_slot) == (node["id"], slot)]
-            node["outputs"].append({"name": one.name, "type": one.type, "links": own or None})
+        node["outputs"] = [
+            {"name": one.name, "type": one.type, "links": links or None}
+            for one, links in zip(declared.outputs, own, strict=True)
+        ]
 
     def _add_link(self, first: "_Link", offset: int) -> "_Link":
         """A further link from the node where `first` comes from, through nodes that only pass it on."""
-        origin = first
-        for _ in self._nodes:
-            node = self._nodes.get(origin.origin)
-            if node is None or node["type"] != "Reroute":
-                break
-            socket = next(iter(_dicts(node.get("inputs"))), {})
-            if not self._is_linked(socket):
-                break
-            origin = self._links[socket["link"]]
-        number = 1 + max((one for one in self._links if isinstance(one, int)), default=0)
-        added = replace(first, id=number, origin=origin.origin, origin_slot=offset, is_new=True)
-        self._links[number] = added
+        self._last += 1
+        added = replace(first, id=self._last, origin=self._origin(first), origin_slot=offset, is_new=True)
+        self._links[self._last] = added
         if isinstance(self._graph.get("last_link_id"), int):
-            self._graph["last_link_id"] = max(number, self._graph["last_link_id"])
+            self._graph["last_link_id"] = max(self._last, self._graph["last_link_id"])
         if isinstance(state := self._graph.get("state"), dict):
-            state["lastLinkId"] = number
+            state["lastLinkId"] = self._last
         return added
 
+    def _origin(self, link: "_Link") -> int | str:
+        """The node that a link comes from, behind all reroutes; in a circle of them any of these."""
+        passed = []
+        while link.id not in self._origins:
+            passed.append(link.id)
+            self._origins[link.id] = link.origin
+            node = self._nodes.get(link.origin, {})
+            socket = next(iter(_dicts(node.get("inputs"))), {})
+            if node.get("type") != "Reroute" or not self._is_linked(socket):
+                break
+            link = self._links[socket["link"]]
+        origin = self._origins[link.id]
+        self._origins.update(dict.fromkeys(passed, origin))
+        return origin
+
     def _remove(self, link: "_Link") -> None:
-        del self._links[link.id]
-        for node in self._nodes.values():
-            for socket in _dicts(node.get("inputs")):
-                if socket.get("link") == link.id:
-                    socket["link"] = None
+        self._links.pop(link.id, None)
+        for socket in self._sockets.get(link.id, ()):
+            socket["link"] = None
 
 
 _FIELDS = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")

@@ -113,8 +113,8 @@ async def _bounded(request: web.Request) -> bytes:
 def _upgraded(body: bytes) -> tuple[Any, list[str]]:
     """The workflow in `body` with today's nodes, and what was changed; ValueError for what is none."""
     try:
-        document = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        document = parse_json(body)
+    except ValueError as error:
         raise ValueError(f"The body is not a workflow in JSON ({error}).") from None
     return upgrade.upgraded(document, DECLARATIONS)
 
