@@ -5,7 +5,6 @@ What the page looked like is in `output/screenshots/`.
 """
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,19 @@ import pytest
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.nodes.test_bypass import OLD_ORDER, saved_page
+from comfyui_tpu.tests.support.browser import (
+    COMPLAINTS,
+    COVERED,
+    FOUND,
+    IS_DRAWN,
+    SCREENSHOTS,
+    click,
+    needs_browser,
+    opened,
+)
 from comfyui_tpu.tests.support.comfyui_server import PACK, Server, needs_comfyui
-from comfyui_tpu.tests.support.patience import PATIENCE_S, until
+from comfyui_tpu.tests.support.patience import until
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 EXAMPLES = PACK / "examples"
 PAGES = sorted(EXAMPLES.glob("*.json"))
 LORAS = {
@@ -26,60 +34,13 @@ LORAS = {
     for node in json.loads(path.read_text()).values()
     if node["class_type"] == "TPULoraLoader"
 }
-SCREENSHOTS = PACK / "output" / "screenshots"
-ARGUMENTS = "--headless --no-sandbox --disable-gpu --disable-background-networking".split()
-READY = "window.app && app.graph && Object.keys(LiteGraph.registered_node_types).length > 50"
 
-pytestmark = [needs_comfyui, pytest.mark.skipif(not BROWSER, reason="no chromium or google-chrome on the PATH")]
-playwright_sync = pytest.importorskip("playwright.sync_api", reason="no playwright; pip install playwright")
+pytestmark = [needs_comfyui, needs_browser]
 
 # Opens an example as a click on its card does, but for the click.
 OPEN = """async (name) => {
     const workflow = await (await fetch(`/api/workflow_templates/ComfyUI-TPU/${name}.json`)).json();
     await app.loadGraphData(workflow, true, true, name, {openSource: "template"});
-}"""
-IS_DRAWN = "app.graph.links.size > 0 && [...app.graph.links.values()].every((link) => link.path)"
-# What the page made of a workflow, and what it would queue.
-FOUND = """async () => ({
-    nodes: app.graph.nodes.map((node) => ({
-        id: String(node.id),
-        type: node.type,
-        known: node.type in LiteGraph.registered_node_types,
-        errors: Boolean(node.has_errors),
-        widgets: Object.fromEntries((node.widgets ?? []).map((widget) => [widget.name, widget.value])),
-        dimmed: (node.widgets ?? []).filter((widget) => widget.disabled).map((widget) => widget.name),
-    })),
-    queued: (await app.graphToPrompt()).output,
-})"""
-# Links that the page draws behind a node's frame, and nodes that lie on each other.
-COVERED = """() => {
-    const [context, found] = [document.createElement("canvas").getContext("2d"), []];
-    const boxes = app.graph.nodes.map((node) => [node.id, ...node.boundingRect]);
-    context.lineWidth = 4;
-    for (const [id, x, y, width, height] of boxes) {
-        for (const [other, left, top, ...size] of boxes) {
-            const apart = x + width <= left || left + size[0] <= x || y + height <= top || top + size[1] <= y;
-            if (id < other && !apart) found.push(`${id} on ${other}`);
-        }
-        const edge = [];
-        for (let at = 0; at <= width; at += 3) edge.push([x + at, y], [x + at, y + height]);
-        for (let at = 0; at <= height; at += 3) edge.push([x, y + at], [x + width, y + at]);
-        for (const link of app.graph.links.values()) {
-            const own = id === link.origin_id || id === link.target_id;
-            const crosses = !own && edge.some((point) => context.isPointInStroke(link.path, ...point));
-            if (crosses) found.push(`link ${link.id} behind ${id}`);
-        }
-    }
-    return found;
-}"""
-# What the page has to complain of: its stores of missing nodes, models and media, and what pops up.
-COMPLAINTS = """() => {
-    const stores = document.querySelector("#vue-app").__vue_app__.config.globalProperties.$pinia.state.value;
-    const missing = [stores.missingModel.missingModelCandidates, stores.missingMedia.missingMediaCandidates];
-    const nodes = stores.missingNodesError.missingNodesError;
-    const shown = [...document.querySelectorAll("[role=dialog], [role=alert], [role=status], .p-toast-message")];
-    const texts = shown.map((one) => one.innerText);
-    return [...missing.flatMap((found) => found ?? []), ...(nodes ? [nodes] : []), ...texts];
 }"""
 # The names of the template browser's cards; the last one is brought into view, which makes the page add others.
 CARDS = """() => {
@@ -104,18 +65,8 @@ def page(start_comfyui: Callable[..., Server]) -> Iterator[Any]:
     for name in LORAS:
         (server.base / "models" / "loras").mkdir(parents=True, exist_ok=True)
         (server.base / "models" / "loras" / name).touch()
-    # Its first visit would open a gallery of templates over the canvas.
-    server.post("/settings", {"Comfy.TutorialCompleted": True})
-    with playwright_sync.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
-        try:
-            opened = browser.new_page(viewport={"width": 1600, "height": 1000})
-            opened.set_default_timeout(1000 * PATIENCE_S)
-            opened.goto(server.url, wait_until="domcontentloaded")
-            opened.wait_for_function(READY)
-            yield opened
-        finally:
-            browser.close()
+    with opened(server) as page:
+        yield page
 
 
 def api_twin(path: Path) -> Path:
@@ -130,17 +81,6 @@ def constants(workflow: dict) -> dict[str, Any]:
     given = [(name, x) for node in workflow.values() for name, x in node["inputs"].items() if not isinstance(x, list)]
     given = [(name, x) for name, x in given if name != "family"]
     return {name: x for name, x in given if x or name not in ("height", "width", "num_frames")}
-
-
-def click(page: Any, selector: str, text: str = "") -> None:
-    """As the page's own code would: a dialog that still moves and loads is not waited for."""
-    script = """([selector, text]) => {
-        const all = [...document.querySelectorAll(selector)];
-        const found = all.find((one) => !text || (one.childElementCount === 0 && one.textContent.trim() === text));
-        found?.click();
-        return Boolean(found);
-    }"""
-    page.wait_for_function(script, arg=[selector, text])
 
 
 def test_the_template_browser_shows_every_example_with_its_thumbnail_and_opens_it(page: Any):

@@ -93,6 +93,16 @@ async def release(request):
     return web.json_response({})
 
 
+@routes.post("/citizen/validate")
+async def validate(request):
+    """What ComfyUI says of a prompt before it queues it; nothing runs."""
+    import execution
+
+    prompt = (await request.json())["prompt"]
+    is_valid, error, _, node_errors = await execution.validate_prompt("looked at", prompt, None)
+    return web.json_response({"is_valid": is_valid, "error": error, "node_errors": node_errors})
+
+
 @routes.get("/citizen/stats")
 async def stats(request):
     """The monitor's numbers of this moment; its own address may answer with those of half a second ago."""

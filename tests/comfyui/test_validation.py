@@ -1,0 +1,53 @@
+"""What ComfyUI's page says of the examples with wrong values in our widgets: a sentence for each, never a traceback."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_tpu.nodes import DECLARATIONS
+from comfyui_tpu.tests.nodes.test_upgrade import WRONG
+from comfyui_tpu.tests.support.citizen import CITIZEN_PACK
+from comfyui_tpu.tests.support.comfyui_server import PACK, Server, needs_comfyui
+
+pytestmark = needs_comfyui
+
+EXAMPLES = sorted((PACK / "examples" / "api").glob("*.json"))
+# What is a list is a link to ComfyUI.
+VALUES = [value for value in WRONG if not isinstance(value, list)]
+
+
+@pytest.fixture(scope="module")
+def server(start_comfyui: Callable[..., Server]) -> Server:
+    return start_comfyui(packs={"citizen": CITIZEN_PACK})
+
+
+def sentences(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    """All that the page would show."""
+    found = [error for node in answer["node_errors"].values() for error in node["errors"]]
+    return [*found, *([answer["error"]] if answer["error"] else [])]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_a_wrong_value_in_a_widget_is_a_sentence(server: Server, path: Path):
+    draw, refused = random.Random(path.stem), 0
+    for _ in range(20):
+        workflow = json.loads(path.read_text())
+        widgets = [
+            (node["inputs"], name)
+            for node in workflow.values()
+            for name, value in node["inputs"].items()
+            if node["class_type"] in DECLARATIONS and not isinstance(value, list)
+        ]
+        inputs, name = draw.choice(widgets)
+        inputs[name] = draw.choice(VALUES)
+        answer = server.post("/citizen/validate", {"prompt": workflow})
+        found = sentences(answer)
+        assert bool(found) != answer["is_valid"], (name, inputs[name], answer)
+        for error in found:
+            assert error["message"], (name, inputs[name])
+            assert "exception" not in error["type"] and "traceback" not in error["extra_info"], (name, error)
+        refused += not answer["is_valid"]
+    assert refused

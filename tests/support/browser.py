@@ -1,0 +1,92 @@
+"""ComfyUI's page in a real browser, as tests of workflows look at it."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from .comfyui_server import PACK, Server
+from .patience import PATIENCE_S
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+ARGUMENTS = "--headless --no-sandbox --disable-gpu --disable-background-networking".split()
+READY = "window.app && app.graph && Object.keys(LiteGraph.registered_node_types).length > 50"
+SCREENSHOTS = PACK / "output" / "screenshots"
+ARGUMENTS = "--headless --no-sandbox --disable-gpu --disable-background-networking".split()
+READY = "window.app && app.graph && Object.keys(LiteGraph.registered_node_types).length > 50"
+IS_DRAWN = "app.graph.links.size > 0 && [...app.graph.links.values()].every((link) => link.path)"
+# What the page made of a workflow, and what it would queue.
+FOUND = """async () => ({
+    nodes: app.graph.nodes.map((node) => ({
+        id: String(node.id),
+        type: node.type,
+        known: node.type in LiteGraph.registered_node_types,
+        errors: Boolean(node.has_errors),
+        widgets: Object.fromEntries((node.widgets ?? []).map((widget) => [widget.name, widget.value])),
+        dimmed: (node.widgets ?? []).filter((widget) => widget.disabled).map((widget) => widget.name),
+    })),
+    queued: (await app.graphToPrompt()).output,
+})"""
+# Links that the page draws behind a node's frame, and nodes that lie on each other.
+COVERED = """() => {
+    const [context, found] = [document.createElement("canvas").getContext("2d"), []];
+    const boxes = app.graph.nodes.map((node) => [node.id, ...node.boundingRect]);
+    context.lineWidth = 4;
+    for (const [id, x, y, width, height] of boxes) {
+        for (const [other, left, top, ...size] of boxes) {
+            const apart = x + width <= left || left + size[0] <= x || y + height <= top || top + size[1] <= y;
+            if (id < other && !apart) found.push(`${id} on ${other}`);
+        }
+        const edge = [];
+        for (let at = 0; at <= width; at += 3) edge.push([x + at, y], [x + at, y + height]);
+        for (let at = 0; at <= height; at += 3) edge.push([x, y + at], [x + width, y + at]);
+        for (const link of app.graph.links.values()) {
+            const own = id === link.origin_id || id === link.target_id;
+            const crosses = !own && edge.some((point) => context.isPointInStroke(link.path, ...point));
+            if (crosses) found.push(`link ${link.id} behind ${id}`);
+        }
+    }
+    return found;
+}"""
+# What the page has to complain of: its stores of missing nodes, models and media, and what pops up.
+COMPLAINTS = """() => {
+    const stores = document.querySelector("#vue-app").__vue_app__.config.globalProperties.$pinia.state.value;
+    const missing = [stores.missingModel.missingModelCandidates, stores.missingMedia.missingMediaCandidates];
+    const nodes = stores.missingNodesError.missingNodesError;
+    const shown = [...document.querySelectorAll("[role=dialog], [role=alert], [role=status], .p-toast-message")];
+    const texts = shown.map((one) => one.innerText);
+    return [...missing.flatMap((found) => found ?? []), ...(nodes ? [nodes] : []), ...texts];
+}"""
+
+needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium or google-chrome on the PATH")
+
+
+@contextlib.contextmanager
+def opened(server: Server) -> Iterator[Any]:
+    """The page of a server, ready to load a workflow."""
+    playwright_sync = pytest.importorskip("playwright.sync_api", reason="no playwright; pip install playwright")
+    # Its first visit would open a gallery of templates over the canvas.
+    server.post("/settings", {"Comfy.TutorialCompleted": True})
+    with playwright_sync.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
+        try:
+            page = browser.new_page(viewport={"width": 1600, "height": 1000})
+            page.set_default_timeout(1000 * PATIENCE_S)
+            page.goto(server.url, wait_until="domcontentloaded")
+            page.wait_for_function(READY)
+            yield page
+        finally:
+            browser.close()
+
+
+def click(page: Any, selector: str, text: str = "") -> None:
+    """As the page's own code would: a dialog that still moves and loads is not waited for."""
+    script = """([selector, text]) => {
+        const all = [...document.querySelectorAll(selector)];
+        const found = all.find((one) => !text || (one.childElementCount === 0 && one.textContent.trim() === text));
+        found?.click();
+        return Boolean(found);
+    }"""
+    page.wait_for_function(script, arg=[selector, text])
