@@ -46,6 +46,7 @@ def add_routes(
 ) -> None:
     """The handlers. `request_unload` is ComfyUI's own "unload models", which runs between prompts, never inside one."""
     feed, freeing = feed or Feed(), _Freeing(free)
+    upgrading = asyncio.Lock()  # a large workflow takes seconds, and memory: one at a time
 
     @routes.get("/tpu/stats")
     async def stats(request: web.Request) -> web.Response:
@@ -55,7 +56,7 @@ def add_routes(
     @routes.post("/tpu/free")
     async def free_memory(request: web.Request) -> web.Response:
         try:
-            ids = _ids(await request.read())
+            ids = _ids(await _bounded(request))
         except ValueError as error:
             return web.json_response({"error": str(error)}, status=400)
         if ids is None:
@@ -68,7 +69,8 @@ def add_routes(
     async def upgrade_workflow(request: web.Request) -> web.Response:
         try:
             body = await _bounded(request)
-            workflow, changes = await asyncio.to_thread(_upgraded, body)
+            async with upgrading:
+                workflow, changes = await asyncio.to_thread(_upgraded, body)
         except ValueError as error:
             return web.json_response({"error": str(error)}, status=400)
         return web.json_response({"changes": changes, **({"workflow": workflow} if changes else {})})
@@ -101,12 +103,12 @@ class _Freeing:
 
 
 async def _bounded(request: web.Request) -> bytes:
-    """The body; ValueError for one that is longer than any workflow, of which no more is read."""
+    """The body; ValueError for one that is longer than any workflow's, of which no more is read."""
     body = bytearray()
     async for piece in request.content.iter_chunked(2**16):
         body += piece
         if len(body) > LONGEST_WORKFLOW:
-            raise ValueError(f"The workflow is longer than {LONGEST_WORKFLOW // 2**20} MiB.")
+            raise ValueError(f"The body is longer than {LONGEST_WORKFLOW // 2**20} MiB, which no workflow is.")
     return bytes(body)
 
 

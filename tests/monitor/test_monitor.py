@@ -330,6 +330,40 @@ def test_a_wrong_body_is_refused_with_a_sentence(body: str, sentence: str):
     assert (requests.unloads, requests.freed) == (0, [])
 
 
+def test_a_workflow_of_the_separate_packs_comes_back_with_todays_nodes():
+    workflow = {"1": {"class_type": "Flux2TPUVAEDecoder", "inputs": {"height": 64, "latents": ["2", 0]}}}
+    status, answer = Requests().send("POST", "/tpu/upgrade", json.dumps(workflow))
+    assert status == 200 and len(answer["changes"]) == 2
+    assert answer["workflow"]["1"]["inputs"] == {"latents": ["2", 0]}
+
+
+@pytest.mark.parametrize("body", ["{}", "[]", "3", '"x"', "null", '{"nodes": [], "links": []}'])
+def test_what_is_no_workflow_of_theirs_needs_no_change(body: str):
+    assert Requests().send("POST", "/tpu/upgrade", body) == (200, {"changes": []})
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("", "The body is not a workflow in JSON"),
+        ("{", "The body is not a workflow in JSON"),
+        ("\xff", "The body is not a workflow in JSON"),
+        ("[" * 100_000, "nested more than"),
+        (f'{{"nodes": [{"[" * 10_000}{"]" * 10_000}]}}', "nested more than"),
+        ('"' + "x" * 2**24 + '"', "The body is longer than 16 MiB, which no workflow is."),
+    ],
+    ids=["empty", "half", "bytes", "open", "deep", "long"],
+)
+@pytest.mark.parametrize("path", ["/tpu/upgrade", "/tpu/free"])
+def test_a_hostile_body_ends_in_a_sentence(path: str, body: str, sentence: str):
+    status, answer = Requests().send("POST", path, body)
+    if path == "/tpu/free" and not body:
+        assert status == 200
+    else:
+        assert status == 400 and (path == "/tpu/free" or sentence in answer["error"]), answer
+        assert len(answer["error"]) < 500
+
+
 def test_importing_the_monitor_starts_no_thread_and_touches_no_device():
     program = """
         import sys, threading
