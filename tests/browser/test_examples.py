@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api
-from comfyui_tpu.tests.nodes.test_bypass import OLD_ORDER, saved_page
-from comfyui_tpu.tests.support.browser import (
+from comfyui_tpu.tests.browser.page import (
     COMPLAINTS,
     COVERED,
     FOUND,
@@ -23,6 +22,7 @@ from comfyui_tpu.tests.support.browser import (
     needs_browser,
     opened,
 )
+from comfyui_tpu.tests.nodes.test_bypass import OLD_ORDER, saved_page
 from comfyui_tpu.tests.support.comfyui_server import PACK, Server, needs_comfyui
 from comfyui_tpu.tests.support.patience import until
 

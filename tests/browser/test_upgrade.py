@@ -11,9 +11,7 @@ from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.nodes.upgrade import upgraded
-from comfyui_tpu.tests.nodes.test_upgrade import in_api_form
-from comfyui_tpu.tests.support import separate_packs
-from comfyui_tpu.tests.support.browser import (
+from comfyui_tpu.tests.browser.page import (
     COMPLAINTS,
     COVERED,
     FOUND,
@@ -23,6 +21,8 @@ from comfyui_tpu.tests.support.browser import (
     needs_browser,
     opened,
 )
+from comfyui_tpu.tests.nodes import separate_packs
+from comfyui_tpu.tests.nodes.test_upgrade import in_api_form
 from comfyui_tpu.tests.support.comfyui_server import PACK, Server, make_random, needs_comfyui
 from comfyui_tpu.tests.support.patience import until
 from PIL import Image

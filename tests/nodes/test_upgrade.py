@@ -16,7 +16,7 @@ from comfyui_tpu.nodes.headless.changes import make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
 from comfyui_tpu.nodes.upgrade import upgraded
-from comfyui_tpu.tests.support import separate_packs
+from comfyui_tpu.tests.nodes import separate_packs
 from PIL import Image
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

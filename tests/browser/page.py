@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-from .comfyui_server import PACK, Server
-from .patience import PATIENCE_S
+from comfyui_tpu.tests.support.comfyui_server import PACK, Server
+from comfyui_tpu.tests.support.patience import PATIENCE_S
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ARGUMENTS = "--headless --no-sandbox --disable-gpu --disable-background-networking".split()
