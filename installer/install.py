@@ -1,6 +1,7 @@
 """`setup.py install`: ComfyUI, Manager and this pack in one folder, with an environment of its own."""
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
@@ -55,7 +56,7 @@ def install(chosen: Layout, origins: Origins, options: argparse.Namespace, *, be
     """The steps `before` and all others that are not done yet, after a question; exit code 0."""
     # A ComfyUI of ours that is too old, or that was half removed, is about to be made whole.
     _refuse(chosen, is_updated=chosen.record().comfyui is not None)
-    with alone(chosen):
+    with contextlib.nullcontext() if options.dry_run else alone(chosen):
         _carry_out(chosen, [*before, *steps.steps(chosen, origins)], options)
     if not options.dry_run:
         _report(chosen)

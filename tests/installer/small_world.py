@@ -12,8 +12,11 @@ import comfyui_tpu
 from packaging.requirements import Requirement
 
 ROOT = Path(comfyui_tpu.__file__).resolve().parent
-# Prints what it was started with, in place of a server.
-MAIN = "import json, os, sys; print(json.dumps([sys.argv, os.getcwd(), dict(os.environ)]))\n"
+# Prints what it was started with, in place of a server, and with HOLD runs until its input ends.
+MAIN = """import json, os, sys
+print(json.dumps([sys.argv, os.getcwd(), dict(os.environ)]), flush=True)
+"HOLD" in os.environ and sys.stdin.read()
+"""
 COMFYUI = {
     "main.py": MAIN,
     "comfyui_version.py": '__version__ = "0.33.0"\n',

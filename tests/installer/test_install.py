@@ -1,8 +1,11 @@
 """`setup.py install`, `start`, `update` and `uninstall` with real git, venv and pip, in a world without a network."""
 
+import contextlib
 import dataclasses
+import getpass
 import json
 import os
+import pwd
 import shutil
 import socket
 import subprocess
@@ -10,10 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from comfyui_tpu.installer import git, install, layout, start, steps, terminal, uninstall, update, venv
+from comfyui_tpu.installer import git, install, layout, lock, machine, start, steps, terminal, uninstall, update, venv
 from comfyui_tpu.tests.installer import small_world
 
 ROOT = small_world.ROOT
+HOME = "a home"  # pip takes what stands in its variables for several words where there are spaces
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +27,10 @@ def world(tmp_path_factory):
     small_world.repository(folder / "comfyui", small_world.COMFYUI, layout.COMFYUI_TAG)
     small_world.repository(folder / "manager", small_world.MANAGER, layout.MANAGER_TAG)
     small_world.wheels(folder / "wheels")
-    (folder / "home").mkdir()
+    (folder / HOME).mkdir()
     (folder / "tmp").mkdir()
     variables = {
-        "HOME": str(folder / "home"), "PATH": "/usr/bin:/bin", "PIP_NO_INDEX": "1",
+        "HOME": str(folder / HOME), "PATH": "/usr/bin:/bin", "PIP_NO_INDEX": "1",
         "PIP_FIND_LINKS": str(folder / "wheels"), "TMPDIR": str(folder / "tmp"),
         "https_proxy": "http://127.0.0.1:9", "PIP_CONFIG_FILE": os.devnull,
     }  # fmt: skip
@@ -81,8 +85,23 @@ def installed(world):
     return chosen
 
 
+CLONED = ("ComfyUI", "Manager", "link")
+
+
+@pytest.fixture
+def cloned(world, tmp_path):
+    """What an installation without the environment is, for tests that take it apart."""
+    chosen = layout.Layout(tmp_path / "a disk" / "ComfyUI")
+    chosen.comfyui.parent.mkdir()
+    origins = steps.Origins(comfyui=str(world / "comfyui"), manager=str(world / "manager"))
+    for step in steps.steps(chosen, origins):
+        if step.name in CLONED:
+            step.do()
+    return chosen
+
+
 def test_it_ends_whole_after_every_interruption_and_the_next_run_changes_nothing(world, installed, monkeypatch, capsys):
-    assert sorted(path.name for path in (world / "home").iterdir()) == ["ComfyUI"]
+    assert sorted(path.name for path in (world / HOME).iterdir()) == ["ComfyUI"]
     assert list((world / "tmp").iterdir()) == []
     assert installed.link.resolve() == ROOT
     [site] = installed.venv.site_packages()
@@ -93,11 +112,11 @@ def test_it_ends_whole_after_every_interruption_and_the_next_run_changes_nothing
     assert not (installed.home / "cache").exists() and not installed.temporary.exists()
     for folder in (installed.comfyui, installed.manager):
         assert git.is_unchanged(folder)
-    before = small_world.listing(world / "home", world / "tmp")
+    before = small_world.listing(world / HOME, world / "tmp")
     for module in (git, venv):
         monkeypatch.setattr(module, "logged", lambda *_: pytest.fail("pip was run, or git"))
     assert run_install(world) == 0
-    assert small_world.listing(world / "home", world / "tmp") == before
+    assert small_world.listing(world / HOME, world / "tmp") == before
     assert "everything is in place" in capsys.readouterr().out
 
 
@@ -108,8 +127,7 @@ def test_later_installations_keep_the_cpu_build(world, installed, monkeypatch):
     small_world.torch(newer, "2.15.0", cuda="13.2")
     small_world.wheel(newer, "wants-newer", "1.0", requires=["torch>=2.15"])
     small_world.wheel(newer, "wants-any", "1.0", requires=["torch"])
-    environment = {**installed.venv.environment(), **install.start_variables(installed)}
-    environment["PIP_FIND_LINKS"] = f"{newer} {world / 'wheels'}"
+    environment = {**install.start_environment(installed), "PIP_FIND_LINKS": f"{newer} {world / 'wheels'}"}
 
     def pip(*words):
         command = [installed.venv.python, "-m", "pip", "install", *words]
@@ -142,7 +160,8 @@ def test_start_becomes_comfyui_with_its_flags_and_environment(installed, monkeyp
         "main.py", "--cpu", "--preview-method", "auto", "--listen", "127.0.0.1", "--port", port, "--verbose", "DEBUG",
     ]  # fmt: skip
     assert folder == str(installed.comfyui)
-    assert environment["PIP_CONSTRAINT"] == environment["UV_CONSTRAINT"] == str(installed.constraints)
+    assert environment["PIP_CONSTRAINT"] == environment["UV_CONSTRAINT"] == installed.constraints.as_uri()
+    assert environment["TMPDIR"] == os.environ["TMPDIR"] and not installed.temporary.exists()
     assert environment["COMFYUI_PATH"] == str(installed.comfyui)
     assert environment["JAX_PLATFORMS"] == "cpu" and "PYTHONPATH" not in environment
     assert f"http://127.0.0.1:{port}" in said[0] and f"ssh -N -L {port}:127.0.0.1:{port} " in said[1]
@@ -297,9 +316,9 @@ def test_update_moves_what_it_cloned_and_leaves_what_the_user_changed(world, ins
     mine.write_text("")
     assert update.main(["--yes"]) == 0
     assert (installed.manager / "new.py").is_file()
-    before = small_world.listing(world / "home")
+    before = small_world.listing(world / HOME)
     assert update.main(["--yes"]) == 0
-    assert small_world.listing(world / "home") == before
+    assert small_world.listing(world / HOME) == before
 
 
 def test_a_new_installation_keeps_what_uninstall_left(world, monkeypatch):
@@ -320,19 +339,137 @@ def test_a_new_installation_keeps_what_uninstall_left(world, monkeypatch):
     assert [path.read_text() for path in mine] == ["mine", "mine"]
 
 
-def test_uninstall_removes_what_install_made_and_nothing_of_the_users(world, installed, capsys):
-    """The last test of this file: the others share what it removes."""
+def test_uninstall_removes_what_install_made_and_nothing_of_the_users(cloned, capsys):
     mine = ["models/diffusers/x.safetensors", "output/a.mp4", "input/b.png", "user/c.json", "custom_nodes/other/d.py"]
     for name in mine:
-        (installed.comfyui / name).parent.mkdir(parents=True, exist_ok=True)
-        (installed.comfyui / name).write_text("mine")
-    before = small_world.listing(world / "home")
-    assert uninstall.main(["--dry-run"]) == 0
-    assert small_world.listing(world / "home") == before
-    assert uninstall.main(["--yes"]) == 0
-    left = [path for path in installed.comfyui.rglob("*") if not path.is_dir()]
-    assert sorted(str(path.relative_to(installed.comfyui)) for path in left) == sorted(mine)
-    assert f"left: {installed.comfyui / 'models'} (1 files" in capsys.readouterr().out
+        (cloned.comfyui / name).parent.mkdir(parents=True, exist_ok=True)
+        (cloned.comfyui / name).write_text("mine")
+    where = ["--comfyui", str(cloned.comfyui)]
+    before = small_world.listing(cloned.comfyui)
+    assert uninstall.main([*where, "--dry-run"]) == 0
+    assert small_world.listing(cloned.comfyui) == before
+    assert uninstall.main([*where, "--yes"]) == 0
+    left = [path for path in cloned.comfyui.rglob("*") if not path.is_dir()]
+    assert sorted(str(path.relative_to(cloned.comfyui)) for path in left) == sorted(mine)
+    assert f"left: {cloned.comfyui / 'models'} (1 files" in capsys.readouterr().out
     with pytest.raises(terminal.SetupError, match="^Nothing is installed in "):
-        uninstall.main(["--yes"])
+        uninstall.main([*where, "--yes"])
     assert Path(ROOT / "setup.py").is_file()
+
+
+def test_uninstall_leaves_what_is_behind_links_and_in_managers_folder(cloned, tmp_path, capsys):
+    elsewhere, tracked = tmp_path / "disk", Path("models/checkpoints/put_checkpoints_here")
+    shutil.move(cloned.comfyui / "models", elsewhere)
+    (cloned.comfyui / "models").symlink_to(elsewhere)
+    mine = cloned.manager / "config.ini"
+    mine.write_text("mine")
+    assert uninstall.main(["--comfyui", str(cloned.comfyui), "--yes"]) == 0
+    assert (elsewhere / tracked.relative_to("models")).is_file() and (cloned.comfyui / "models").is_symlink()
+    assert mine.read_text() == "mine" and [path.name for path in cloned.manager.iterdir()] == [mine.name]
+    assert not (cloned.comfyui / "main.py").exists() and not cloned.home.exists()
+    assert f"left: {cloned.comfyui / 'models'} (a link to {elsewhere})" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("again", ["uninstall", "install"])
+def test_a_removal_that_was_cut_off_goes_on_or_is_taken_back(cloned, world, monkeypatch, again):
+    removed = shutil.rmtree
+
+    def cut_off(path, **options):
+        if Path(path) == cloned.home:
+            raise KeyboardInterrupt
+        removed(path, **options)
+
+    where = ["--comfyui", str(cloned.comfyui), "--yes"]
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            uninstall.main(where)
+    assert not (cloned.comfyui / "main.py").exists()
+    if again == "uninstall":
+        assert uninstall.main(where) == 0
+        assert not cloned.comfyui.exists()
+    else:
+        every = steps.steps
+        monkeypatch.setattr(steps, "steps", lambda *given: [one for one in every(*given) if one.name in CLONED])
+        assert run_install(world, *where[:2]) == 0
+        assert (cloned.comfyui / "main.py").is_file() and git.is_unchanged(cloned.comfyui)
+        assert (cloned.manager / "__init__.py").is_file() and cloned.link.resolve() == ROOT
+
+
+# --- one at a time ----------------------------------------------------------------------------------------------------
+
+IN_USE = "is in use: its ComfyUI runs, or another install, update or uninstall does. End that, or wait for it"
+HOLDS = """
+import sys
+from pathlib import Path
+from comfyui_tpu.installer import layout, lock
+with lock.alone(layout.Layout(Path(sys.argv[1]))):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def held(command, **options):
+    """A process that has said something and runs until the end."""
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options) as process:
+        assert any('"main.py"' in line or line == "held\n" for line in process.stdout)
+        yield
+        process.stdin.close()
+        process.stdout.read()
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_two_installations_at_once_are_one_and_a_sentence(world, cloned, tmp_path, is_first):
+    target = tmp_path / "new" / "ComfyUI" if is_first else cloned.comfyui
+    target.parent.mkdir(exist_ok=True)
+    before = small_world.listing(target.parent)
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with held([sys.executable, "-c", HOLDS, str(target)], env={**os.environ, **paths}):
+        with pytest.raises(terminal.SetupError, match=IN_USE):
+            run_install(world, "--comfyui", str(target))
+        assert small_world.listing(target.parent) == before
+    with lock.alone(layout.Layout(target)):
+        pass
+
+
+def test_nothing_is_changed_under_a_running_comfyui_of_which_there_may_be_two(world, installed):
+    def started():
+        command = [sys.executable, "setup.py", "start", "--port", str(free_port())]
+        return held(command, cwd=ROOT, env={**os.environ, "HOLD": "1"})
+
+    with started(), started():
+        for change in (update.main, uninstall.main):
+            with pytest.raises(terminal.SetupError, match=IN_USE):
+                change(["--yes"])
+        assert uninstall.main(["--dry-run"]) == 0
+    with lock.alone(installed):
+        pass
+
+
+# --- strange machines -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [KeyError("uid not found: 5"), OSError("No username set in the environment")])
+def test_a_user_without_a_name_or_a_home_can_start(installed, monkeypatch, capsys, error):
+    def nobody(*_):
+        raise error
+
+    monkeypatch.setattr(os, "execve", lambda *_: None)
+    monkeypatch.setattr(getpass, "getuser", nobody)
+    monkeypatch.chdir(ROOT)
+    start.main(["--port", str(free_port())])
+    assert " USER@HOST, then open " in capsys.readouterr().out
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # raises KeyError
+    monkeypatch.delenv("HOME")
+    assert machine.comfyui_folder({}).name == "ComfyUI"
+
+
+@pytest.mark.parametrize(("name", "is_copy"), [("other", False), ("comfyui-tpu", True)])
+def test_another_packs_pyproject_may_be_in_any_encoding(cloned, name, is_copy):
+    other = cloned.comfyui / "custom_nodes" / "other"
+    other.mkdir()
+    (other / "pyproject.toml").write_bytes(f'[project]\nname = "{name}"\nauthors = ["Jos\u00e9"]\n'.encode("latin-1"))
+    with pytest.raises(terminal.SetupError, match="another copy") if is_copy else contextlib.nullcontext():
+        steps.refuse_other_copies(cloned)
