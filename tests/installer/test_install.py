@@ -371,17 +371,24 @@ def test_uninstall_leaves_what_is_behind_links_and_in_managers_folder(cloned, tm
 
 
 @pytest.mark.parametrize("again", ["uninstall", "install"])
-def test_a_removal_that_was_cut_off_goes_on_or_is_taken_back(cloned, world, monkeypatch, again):
-    removed = shutil.rmtree
+@pytest.mark.parametrize("at", ["a file", "the end"])
+def test_a_removal_that_was_cut_off_goes_on_or_is_taken_back(cloned, world, monkeypatch, at, again):
+    last = cloned.home if at == "the end" else cloned.comfyui / "requirements.txt"
 
-    def cut_off(path, **options):
-        if Path(path) == cloned.home:
-            raise KeyboardInterrupt
-        removed(path, **options)
+    def cut_off(module, name):
+        real = getattr(module, name)
+
+        def remove(path, *words, **options):
+            if Path(path) == last:
+                raise KeyboardInterrupt
+            real(path, *words, **options)
+
+        return module, name, remove
 
     where = ["--comfyui", str(cloned.comfyui), "--yes"]
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", cut_off)
+        for place in ((shutil, "rmtree"), (Path, "unlink")):
+            patch.setattr(*cut_off(*place))
         with pytest.raises(KeyboardInterrupt):
             uninstall.main(where)
     assert not (cloned.comfyui / "main.py").exists()
