@@ -59,13 +59,20 @@ def test_a_folder_that_is_not_a_model(tmp_path: Path):
     )
 
 
+@pytest.mark.parametrize("content", ["[]", "null", "3", '"x"'])
+def test_an_index_that_is_no_object(copied: Path, content: str):
+    (copied / "model_index.json").write_text(content)
+    with pytest.raises(ValueError, match=r"model_index\.json holds a JSON \w+; it must be an object"):
+        model(copied).check()
+
+
 def test_another_familys_checkpoint(copied: Path):
     (copied / "model_index.json").write_text(json.dumps({"_class_name": "Flux2Pipeline"}))
     with pytest.raises(ValueError) as error:
         model(copied).check()
     assert str(error.value) == (
-        f"Wan 2.1 T2V 14B: the checkpoint {copied} is a Flux2Pipeline; this node needs a WanPipeline, such as "
-        "Wan-AI/Wan2.1-T2V-14B-Diffusers."
+        f"Wan 2.1 T2V 14B: the checkpoint {copied} is a Flux2Pipeline; this node needs a WanPipeline or "
+        "WanDMDPipeline or SkyReelsV2Pipeline, such as Wan-AI/Wan2.1-T2V-14B-Diffusers."
     )
 
 

@@ -30,6 +30,7 @@ from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.selftest import checks, chips, families, kernels
 from comfyui_tpu.tpu_runtime.selftest import run as running
 from comfyui_tpu.tpu_runtime.selftest.checks import Bound, Check
+from comfyui_tpu.tpu_runtime.selftest.report import HIDDEN, cleaned
 from rich.console import Console
 
 MODEL = "cogvideox1.5-5b"
@@ -280,3 +281,30 @@ def test_without_a_cpu_beside_the_tpu_it_says_how_to_have_one(monkeypatch: pytes
     monkeypatch.setattr(jax, "devices", mock.Mock(side_effect=RuntimeError("Unknown backend cpu")))
     with pytest.raises(RuntimeError, match="Unset it, or set JAX_PLATFORMS=tpu,cpu."):
         running.host_device()
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "/home/jo doe/my models/wan.safetensors", "'/srv/big disk/models of jo'", "~/my pictures/cat.png", "./here/x",
+        "file:///home/jo/x", "file:/home/jo/x", "file://server/share/x", "https://jo:secret@hub.example/x?token=abc",
+        "gs://jo-bucket/x", r"C:\\Users\\jo\\models", "10.1.2.3", "10.1.2.3:8476", "2001:db8::1", "fe80::1%eth0", "::1",
+        "[2001:db8:0:0:1:2:3:4]:8476", "::ffff:10.1.2.3", "jo@example.com", "jo@workstation", "tpu-vm-7.c.jo.internal",
+    ],
+)  # fmt: skip
+def test_a_report_hides_paths_addresses_and_names(secret: str):
+    found = cleaned(f"It ended at {secret}, after step 3")
+    assert HIDDEN in found and found.startswith("It ended at ") and found.endswith("after step 3"), found
+    left = found.removeprefix("It ended at ").removesuffix(", after step 3")
+    assert not set(re.findall(r"\w+", secret)) & set(re.findall(r"\w+", left)) - {"8476", "models", "of"}, found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "3/8 chips, 12:30:05, bfloat16/float32: largest error 1.2e-3 of 2.94", "v6e:2x4 at step 3 of 50", "a and/or b",
+        "jax 0.10.2 differs", "denoise_step: 0.5 GiB/s",
+    ],
+)  # fmt: skip
+def test_a_report_keeps_what_is_no_secret(text: str):
+    assert cleaned(text) == text

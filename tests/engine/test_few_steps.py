@@ -158,9 +158,16 @@ def test_latents_that_a_node_changed_are_not_gone_on_from_in_silence():
     found = run(second, changed, progress)["samples"]
     assert "Going on from the latents alone: another node changed them" in progress.said
     assert not torch.equal(found, whole("UniPC"))
-    damaged = {**left, CARRIED: {**left[CARRIED], "generator": torch.zeros(3, dtype=torch.uint8)}}
-    run(second, damaged, progress)
-    assert "Going on from the latents alone: what they carry is damaged" in progress.said
+    for generator in (torch.zeros(3, dtype=torch.uint8), left[CARRIED]["generator"].float()):
+        damaged, progress = {**left, CARRIED: {**left[CARRIED], "generator": generator}}, Host()
+        run(second, damaged, progress)
+        assert "Going on from the latents alone: what they carry is damaged" in progress.said
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 0, 8, 6), (0, 16, 2, 8, 6), (1, 16, 2, 0, 6)])
+def test_an_empty_latent_is_refused(shape: tuple[int, ...]):
+    with pytest.raises(ValueError, match=r"the LATENT has shape \(.*\), which is empty\. Sample it again\."):
+        engine(CHIPS).decode(MODEL, {"samples": torch.zeros(shape)}, Silent())
 
 
 def test_leftover_latents_are_in_comfyuis_scale(compare: Callable):

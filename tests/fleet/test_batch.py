@@ -23,7 +23,7 @@ from comfyui_tpu.fleet.queue import MOST, Group, Job, Queue
 from comfyui_tpu.fleet.slices import Slice
 from comfyui_tpu.fleet.store import open_store
 from comfyui_tpu.tests.support.fake_ray import machine
-from comfyui_tpu.tests.support.fleet import PACK, WORKFLOW, Inline, keep, prompts
+from comfyui_tpu.tests.support.fleet import PACK, SMALLEST, WORKFLOW, Inline, keep, prompts
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from rich.console import Console
 
@@ -150,6 +150,26 @@ def test_a_line_that_cannot_run_is_named_before_anything_runs(tmp_path: Path, li
     lines.write_text(line + "\n")
     assert cli.main(["batch", str(WORKFLOW), "--tiny", "--set-from", str(lines), "--out", out(tmp_path)]) == 2
     assert problem in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_line_ends_at_a_newline_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not at other signs that end lines elsewhere; and a file may begin with a mark of its encoding."""
+    workers, said = Inline(["a"]), "one\u2028two\u2029three\x85four"
+    monkeypatch.setattr(batch, "_workers", lambda *_: workers)
+    lines = tmp_path / "prompts.jsonl"
+    prompts = [{"1.prompt": text, **SMALLEST} for text in ("first", said, "last")]
+    written = "\ufeff" + "\r\n".join(json.dumps(line, ensure_ascii=False) for line in prompts)
+    lines.write_bytes(written.encode())
+    assert cli.main(["batch", str(WORKFLOW), "--tiny", "--set-from", str(lines), "--out", out(tmp_path)]) == 0
+    found = [path.read_bytes().decode() for path in (tmp_path / "out" / "results").rglob("prompt.txt")]
+    assert sorted(found) == sorted(["first", said, "last"])
+
+
+def test_a_file_of_lines_in_another_encoding_is_a_sentence(tmp_path: Path, capsys):
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_bytes(json.dumps({"1.prompt": "caf\xe9"}, ensure_ascii=False).encode("latin-1"))
+    assert cli.main(["batch", str(WORKFLOW), "--tiny", "--set-from", str(lines), "--out", out(tmp_path)]) == 2
+    assert "prompts.jsonl cannot be read as UTF-8 text" in capsys.readouterr().err
 
 
 def test_workers_keep_to_the_model_and_size_that_they_hold():

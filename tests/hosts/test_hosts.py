@@ -1,5 +1,7 @@
 """One model over two hosts: the frames of one process, one cancel for both, and a sentence when one is gone."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +121,17 @@ os._exit(3)
     command = [sys.executable, "-S", "-c", script]
     assert supervisor.keep(command, {"COMFYUI_TPU_HOSTS": "here"}) == 3
     assert starts.read_text() == "xxx"
+
+
+def test_a_signal_while_a_process_is_being_started_reaches_it(monkeypatch):
+    class Popen(subprocess.Popen):
+        def __init__(self, *words, **options):
+            os.kill(os.getpid(), signal.SIGTERM)
+            super().__init__(*words, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    command = [sys.executable, "-S", "-c", f"import time; time.sleep({PATIENCE_S})"]
+    assert supervisor.keep(command, {}) == 128 + signal.SIGTERM
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process is not told that its parent is gone")

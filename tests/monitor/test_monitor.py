@@ -313,6 +313,44 @@ def test_free_with_ids_frees_those_off_the_event_loop():
     assert (requests.unloads, requests.freed) == (0, [("a", "b")])
 
 
+def test_those_who_ask_and_leave_leave_no_thread_behind():
+    """Freeing waits for a running stage, perhaps for minutes, and a page that was closed does not wait for it."""
+    begun, released, freed = threading.Event(), threading.Event(), []
+
+    def free(*, ids: tuple[str, ...]) -> None:
+        begun.set()
+        released.wait(PATIENCE_S)
+        freed.extend(ids)
+
+    async def go() -> None:
+        table = web.RouteTableDef()
+        routes.add_routes(table, request_unload=lambda: None, feed=Feed(Counting(), patience_s=PATIENCE_S), free=free)
+        app = web.Application()
+        app.add_routes(table)
+        async with test_utils.TestClient(test_utils.TestServer(app)) as client:
+            first = asyncio.create_task(client.post("/tpu/free", json={"ids": ["first"]}))
+            await asyncio.to_thread(begun.wait, PATIENCE_S)
+            before = threading.active_count()
+            others = [asyncio.create_task(client.post("/tpu/free", json={"ids": [f"{n}"]})) for n in range(50)]
+            handled = client.server.handler
+            while len(handled.connections) < 51:
+                await asyncio.sleep(0.01)
+            for other in others:
+                other.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            while len(handled.connections) > 1:
+                await asyncio.sleep(0.01)
+            assert threading.active_count() <= before
+            last = asyncio.create_task(client.post("/tpu/free", json={"ids": ["last"]}))
+            while len(handled.connections) < 2:
+                await asyncio.sleep(0.01)
+            released.set()
+            assert (await first).status == (await last).status == 200
+
+    asyncio.run(go())
+    assert freed[0] == "first" and "last" in freed
+
+
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [

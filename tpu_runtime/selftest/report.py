@@ -110,10 +110,9 @@ def make(devices: Sequence[Device], models: Sequence[str], rows: Sequence[Row], 
 
 def cleaned(text: str) -> str:
     """`text` without tokens, paths, addresses, and the names of this machine and its user; at most 400 characters."""
-    text = redact(text)
+    text = _IPV6.sub(lambda match: HIDDEN if _is_address(match[0]) else match[0], redact(text))
     for pattern in _PATTERNS:
         text = pattern.sub(HIDDEN, text)
-    text = _IPV6.sub(lambda match: HIDDEN if _is_address(match[0]) else match[0], text)
     for name in _names():
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", HIDDEN, text, flags=re.IGNORECASE)
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
