@@ -130,7 +130,7 @@ def test_a_signal_while_a_process_is_being_started_reaches_it(monkeypatch):
             super().__init__(*words, **options)
 
     monkeypatch.setattr(subprocess, "Popen", Popen)
-    command = [sys.executable, "-S", "-c", f"import time; time.sleep({PATIENCE_S})"]
+    command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
     assert supervisor.keep(command, {}) == 128 + signal.SIGTERM
 
 
