@@ -12,6 +12,9 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 # Tensors are tiny: more threads would wait for each other, at the cost of the other worker.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# XLA divides sums among as many threads as it finds cores, and no fewer than there are devices in the process: what is
+# compared to the bit between processes holds where all have the same number, so this one is for them all.
+os.environ.setdefault("PJRT_NPROC", "8")
 # For workers and servers: glibc gives large buffers back to the kernel after every program, and clears new ones.
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**32))
