@@ -376,7 +376,7 @@ def test_the_root_imports_in_milliseconds_and_brings_nothing_heavy(tmp_path):
         f" submodule_search_locations=[{str(ROOT)!r}])\n"
         "module = importlib.util.module_from_spec(spec); sys.modules[spec.name] = module\n"
         "started = time.process_time(); spec.loader.exec_module(module); elapsed_s = time.process_time() - started\n"
-        "assert elapsed_s < 0.1, elapsed_s\n"
+        "assert elapsed_s < 0.5, elapsed_s\n"
         "assert not {'torch', 'jax', 'comfy_api'} & set(sys.modules)\n"
         "assert sorted(module.__all__) == ['WEB_DIRECTORY', 'comfy_entrypoint']\n"
     )

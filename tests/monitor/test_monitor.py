@@ -422,9 +422,9 @@ def test_importing_the_monitor_starts_no_thread_and_touches_no_device():
 # --- what the page is made of -----------------------------------------------------------------------------------------
 
 
-def test_the_page_runs_two_modules_of_ours_by_itself():
+def test_the_page_runs_three_modules_of_ours_by_itself():
     """ComfyUI runs every .js under the folder; a helper among them would run on its own."""
-    assert sorted(path.name for path in (PACK / "web").rglob("*.js")) == ["models.js", "monitor.js"]
+    assert sorted(path.name for path in (PACK / "web").rglob("*.js")) == ["models.js", "monitor.js", "upgrade.js"]
 
 
 @pytest.mark.parametrize("path", [*(PACK / "web").rglob("*.js"), *(PACK / "web").rglob("*.mjs")], ids=lambda p: p.name)
