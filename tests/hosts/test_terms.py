@@ -1,63 +1,71 @@
-"""What hosts compare before they start: every source file that a program may come from, by name and content."""
+"""What hosts must have in common is seen wherever it differs; what the leader decides holds and nothing else."""
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
+from comfyui_tpu.tpu_runtime import versions
 from comfyui_tpu.tpu_runtime.hosts import terms
 
 SOURCE = "the pack's source"
-FILES = ("attention/a.py", "sharding/b.py", "tpu_runtime/c.py", "tpu_runtime/deep/deeper/d.py")
 
 
 @pytest.fixture
-def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A pack whose files hold their names."""
-    for name in FILES:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small pack in the place of this one."""
+    for name in ("attention/a.py", "sharding/b.py", "tpu_runtime/hosts/c.py", "cli/d.py"):
+        (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(name)
     monkeypatch.setattr(terms, "_ROOT", tmp_path)
     return tmp_path
 
 
-def source() -> str:
-    return terms.terms()[SOURCE]
+def test_the_sources_digest_is_of_names_and_contents(source: Path):
+    own = terms.terms()[SOURCE]
+    assert own == terms.terms()[SOURCE] and len(own) == 12 and int(own, 16)
+    seen = {own}
+    (source / "tpu_runtime/hosts/c.py").write_text("changed")
+    seen.add(terms.terms()[SOURCE])
+    (source / "sharding/new.py").write_text("")
+    seen.add(terms.terms()[SOURCE])
+    (source / "attention/a.py").rename(source / "attention/renamed.py")
+    seen.add(terms.terms()[SOURCE])
+    assert len(seen) == 4
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_hosts_whose_source_differs_in_one_file_refuse_each_other(pack: Path, name: str):
-    mine = terms.terms()
-    (pack / name).write_text("another")
-    assert (theirs := terms.terms())[SOURCE] != mine[SOURCE]
-    assert terms.difference(mine, theirs) == f"{SOURCE}: {theirs[SOURCE]} there, {mine[SOURCE]} here"
-    (pack / name).write_text(name)
-    assert terms.terms() == mine
+def test_the_sources_digest_is_the_same_wherever_the_pack_lies(source: Path, monkeypatch: pytest.MonkeyPatch):
+    own = terms.terms()[SOURCE]
+    other = source.parent / f"{source.name}-elsewhere"
+    shutil.copytree(source, other)
+    monkeypatch.setattr(terms, "_ROOT", other)
+    assert terms.terms()[SOURCE] == own
+    (other / "cli/d.py").write_text("what hosts do not run")
+    (other / "sharding/notes.txt").write_text("no code")
+    assert terms.terms()[SOURCE] == own
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_more_less_or_of_another_name_is_another_source(pack: Path, name: str):
-    found = [source()]
-    (pack / name).rename((pack / name).with_name("z.py"))
-    found.append(source())
-    (pack / name).with_name("z.py").unlink()
-    found.append(source())
-    (pack / name).write_text(name)
-    (pack / name).with_name("z.py").touch()
-    found.append(source())
-    assert len(set(found)) == 4
+def test_terms_are_the_versions_and_the_source():
+    assert terms.terms() == {**versions.of_results(), SOURCE: terms.terms()[SOURCE]}
 
 
-def test_where_the_pack_lies_and_what_is_no_source_make_no_difference(pack: Path, tmp_path_factory, monkeypatch):
-    mine = source()
-    for name in ("nodes/n.py", "tests/t.py", "tpu_runtime/notes.md", "tpu_runtime/__pycache__/c.cpython-311.pyc"):
-        (pack / name).parent.mkdir(parents=True, exist_ok=True)
-        (pack / name).write_text("other")
-    assert source() == mine
-    elsewhere = pack.rename(tmp_path_factory.mktemp("elsewhere") / "pack")
-    monkeypatch.setattr(terms, "_ROOT", elsewhere)
-    assert source() == mine
+def test_what_differs_is_named_from_both_sides():
+    assert terms.difference({"a": "1", "b": "2"}, {"b": "2", "a": "1"}) is None
+    assert terms.difference({"a": "1", "b": "2"}, {"a": "3", "c": "4"}) == (
+        "a: 3 there, 1 here; b: none there, 2 here; c: 4 there, none here"
+    )
 
 
-def test_the_sources_are_this_packs():
-    """Folders that are not there would be the same on all hosts."""
-    for folder in terms._SOURCES:
-        assert list((terms._ROOT / folder).glob("*.py")), folder
+def test_the_leaders_environment_holds_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XLA_FLAGS", "mine")
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    monkeypatch.setenv("COMFYUI_TPU_HBM_GIB", "8")
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    found = terms.environment()
+    assert set(found) == set(terms.VARIABLES) and found["XLA_FLAGS"] == "mine" and found["LIBTPU_INIT_ARGS"] is None
+    path = os.environ["PATH"]
+    terms.take_over({"XLA_FLAGS": "theirs", "LIBTPU_INIT_ARGS": "x", "COMFYUI_TPU_HBM_GIB": None, "PATH": "nowhere"})
+    assert os.environ["XLA_FLAGS"] == "theirs" and os.environ["LIBTPU_INIT_ARGS"] == "x"
+    assert "COMFYUI_TPU_HBM_GIB" not in os.environ and os.environ["PATH"] == path
+    for name in ("LIBTPU_INIT_ARGS", "COMFYUI_TPU_HBM_GIB"):
+        os.environ.pop(name, None)
