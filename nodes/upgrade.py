@@ -225,7 +225,7 @@ class _Graph:
         own: list[list[int | str]] = [[] for _ in declared.outputs]
         for link in leaving:
             names = tuple(today) if link.is_new else old.outputs
-            name = names[link.origin_slot] if link.origin_slot in range(len(names)) else ""
+            name = dict(enumerate(names)).get(link.origin_slot, "")  # type: ignore[arg-type]
             if name in today:
                 link.origin_slot = today[name]
                 own[today[name]].append(link.id)
@@ -288,7 +288,7 @@ class _Link:
     @classmethod
     def read(cls, raw: Any) -> "_Link | None":
         """None for what is no link."""
-        parts = [raw.get(name) for name in _FIELDS] if isinstance(raw, dict) else raw
+        parts: Any = [raw.get(name) for name in _FIELDS] if isinstance(raw, dict) else raw
         if not isinstance(parts, list) or len(parts) != len(_FIELDS):
             return None
         return cls(raw, *parts) if all(isinstance(one, int | str) for one in parts[:5]) else None

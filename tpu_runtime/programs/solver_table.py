@@ -108,10 +108,12 @@ def advance(state: State, output: Array | np.ndarray, row: Float[Array | np.ndar
 def scheduler_from(config: Mapping[str, Any], **overrides: Any) -> Any:
     """The upstream scheduler of a checkpoint's `scheduler_config.json`."""
     import diffusers
+    from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
     name = config.get("_class_name")
-    upstream = getattr(diffusers, str(name), None)
-    if not (inspect.isclass(upstream) and issubclass(upstream, diffusers.SchedulerMixin)):
+    upstream: Any = getattr(diffusers, str(name), None)
+    is_scheduler = inspect.isclass(upstream) and issubclass(upstream, SchedulerMixin)
+    if not is_scheduler:
         raise ValueError(f"the checkpoint's scheduler is {name}, which this version of diffusers does not have.")
     for key, value in config.items():
         if isinstance(value, int) and abs(value) > MOST_NUMBER:
