@@ -13,7 +13,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -111,9 +111,8 @@ def scheduler_from(config: Mapping[str, Any], **overrides: Any) -> Any:
     from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
     name = config.get("_class_name")
-    upstream: Any = getattr(diffusers, str(name), None)
-    is_scheduler = inspect.isclass(upstream) and issubclass(upstream, SchedulerMixin)
-    if not is_scheduler:
+    upstream = getattr(diffusers, str(name), None)
+    if not (inspect.isclass(upstream) and issubclass(upstream, SchedulerMixin)):
         raise ValueError(f"the checkpoint's scheduler is {name}, which this version of diffusers does not have.")
     for key, value in config.items():
         if isinstance(value, int) and abs(value) > MOST_NUMBER:
@@ -121,7 +120,7 @@ def scheduler_from(config: Mapping[str, Any], **overrides: Any) -> Any:
                 f"the checkpoint's scheduler {name} has {key} {value}; at most {MOST_NUMBER} is supported."
             )
     with _upstream(name):
-        return upstream.from_config({**config, **overrides})
+        return cast(Any, upstream).from_config({**config, **overrides})
 
 
 @contextlib.contextmanager
