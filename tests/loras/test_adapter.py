@@ -1,4 +1,4 @@
-"""What a LoRA file is multiplied by where it has no alphas, with PEFT's own layers as the oracle; what it is known by."""
+"""What a LoRA file is multiplied by where it has no alphas, with PEFT's layers as the oracle; what it is known by."""
 
 import contextlib
 import json
