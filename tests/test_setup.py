@@ -369,14 +369,13 @@ def test_an_older_python_gives_way_to_a_newer_one_or_says_what_is_missing(newer,
         assert done.stderr.endswith("for example with: sudo apt install python3.11 python3.11-venv\n")
 
 
-def test_the_root_imports_in_milliseconds_and_brings_nothing_heavy(tmp_path):
+def test_the_root_brings_nothing_heavy(tmp_path):
     program = (
-        "import importlib.util, sys, time\n"
+        "import importlib.util, sys\n"
         f"spec = importlib.util.spec_from_file_location('strange name', {str(ROOT / '__init__.py')!r},"
         f" submodule_search_locations=[{str(ROOT)!r}])\n"
         "module = importlib.util.module_from_spec(spec); sys.modules[spec.name] = module\n"
-        "started = time.process_time(); spec.loader.exec_module(module); elapsed_s = time.process_time() - started\n"
-        "assert elapsed_s < 0.5, elapsed_s\n"
+        "spec.loader.exec_module(module)\n"
         "assert not {'torch', 'jax', 'comfy_api'} & set(sys.modules)\n"
         "assert sorted(module.__all__) == ['WEB_DIRECTORY', 'comfy_entrypoint']\n"
     )
