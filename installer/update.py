@@ -1,6 +1,7 @@
 """`setup.py update`: this repository, then what `install` cloned, then packages. What the user changed stays."""
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from . import git
 from .install import add_common, install
 from .layout import COMFYUI_TAG, MANAGER_TAG, Layout, installed
+from .lock import alone
 from .machine import ROOT
 from .steps import Origins, Step
 from .terminal import SetupError, say
@@ -27,7 +29,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--pulled", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     chosen = installed(options.comfyui)
-    if not options.pulled and _pull(options):
+    with contextlib.nullcontext() if options.dry_run else alone(chosen):
+        is_new = not options.pulled and _pull(options)
+    if is_new:
         # The new version's own steps count.
         os.execv(sys.executable, [sys.executable, str(ROOT / "setup.py"), "update", "--pulled", *arguments])
     return install(chosen, Origins(), options, before=_moves(chosen))

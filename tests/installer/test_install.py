@@ -441,7 +441,9 @@ def test_two_installations_at_once_are_one_and_a_sentence(world, cloned, tmp_pat
         pass
 
 
-def test_nothing_is_changed_under_a_running_comfyui_of_which_there_may_be_two(world, installed):
+def test_nothing_is_changed_under_a_running_comfyui_of_which_there_may_be_two(world, installed, monkeypatch):
+    monkeypatch.setattr(update, "_pull", lambda _: pytest.fail("the repository was pulled"))
+
     def started():
         command = [sys.executable, "setup.py", "start", "--port", str(free_port())]
         return held(command, cwd=ROOT, env={**os.environ, "HOLD": "1"})
