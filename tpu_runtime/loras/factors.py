@@ -106,6 +106,8 @@ def factors(tensors: Tensors, rows: Rows, shape: Shape) -> Factors:
 
 def _of(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
     """The rows of a tensor that are meant."""
+    if not tensor.ndim:
+        raise DoesNotFit("a single number")
     if tensor.shape[0] % rows.of:
         raise DoesNotFit("x".join(map(str, tensor.shape)))
     return torch.cat([tensor.chunk(rows.of)[group] for group in rows.groups])
