@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +136,12 @@ def test_any_line_of_a_batch(content: bytes):
 class Request:
     """A request with this body."""
 
-    def __init__(self, content: bytes) -> None:
-        self._content = content
+    def __init__(self, body: bytes) -> None:
+        self.content, self._body = self, body
 
-    async def read(self) -> bytes:
-        return self._content
+    async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
+        for start in range(0, len(self._body), size):
+            yield self._body[start : start + size]
 
 
 @settings(max_examples=100)
