@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import jax
 import pytest
 from comfyui_tpu.tpu_runtime.checkpoints import compatibility
@@ -343,7 +344,9 @@ def test_needs_are_upstreams_keys_and_hold_for_its_defaults(spec: ModelSpec, com
     """A config that lacks a key means upstream's default: that must be one that is supported."""
     upstream = modules.upstream_class(component)
     if component.library == "diffusers":
-        known = {name: p.default for name, p in inspect.signature(upstream.__init__).parameters.items()}
+        # Another maker's class of the same network may have keys of its own.
+        classes = [*(getattr(diffusers, name) for name in component.class_aliases), upstream]
+        known = {name: p.default for one in classes for name, p in inspect.signature(one.__init__).parameters.items()}
     else:
         known = json.loads(upstream.config_class().to_json_string(use_diff=False))
     for key in component.needs:

@@ -1,10 +1,12 @@
 """What a job is known by: equal where it is the same job, on every machine, and another where anything differs."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from comfyui_tpu.fleet import jobs
 from comfyui_tpu.fleet.jobs import MOST_PROBLEMS, Prepared, Recipe, read_jobs, with_tries
 from comfyui_tpu.fleet.ledger import Tries
@@ -15,6 +17,7 @@ from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.support.fleet import WORKFLOW
 from comfyui_tpu.tpu_runtime.progress import Silent
+from safetensors.torch import save_file
 
 SMALL = {"2.num_frames": 5, "2.num_inference_steps": 1}
 
@@ -173,3 +176,101 @@ def test_a_picture_that_changes_under_a_batch_is_named(pictured: Recipe, tmp_pat
     (tmp_path / "one.png").write_bytes(b"changed")
     with pytest.raises(ValueError, match="one.png has changed since the batch began. Start the batch again"):
         pictured.request(job, "out", "")
+
+
+# --- what nodes name --------------------------------------------------------------------------------------------------
+
+
+def with_nodes(workflow: dict[str, Any], **nodes: Any) -> dict[str, Any]:
+    return {**json.loads(json.dumps(workflow)), **{name.removeprefix("n"): node for name, node in nodes.items()}}
+
+
+def lora_file(folder: Path, name: str, rank: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({"blocks.0.attn1.to_q.lora_A.weight": torch.ones(rank, 8)}, folder / name)
+
+
+def test_a_lora_is_known_by_what_it_holds(workflow: dict, tmp_path: Path):
+    folders = Folders(input=tmp_path, loras=(str(tmp_path / "loras"),))
+    for name, rank in (("a.safetensors", 2), ("b.safetensors", 2), ("c.safetensors", 3)):
+        lora_file(tmp_path / "loras", name, rank)
+    loader = {
+        "class_type": "TPULoraLoader",
+        "inputs": {"model": ["6", 0], "lora_name": "a.safetensors", "strength": 1.0},
+    }
+    graph = with_nodes(workflow, n7=loader)
+    for node_id in ("1", "2", "3"):
+        graph[node_id]["inputs"]["model"] = ["7", 0]
+    recipe = Recipe(graph, folders, Silent())
+    marks = {name: recipe.prepared(line(**{"7_lora_name": f"{name}.safetensors"})).marks for name in "abc"}
+    loras = {name: [mark for mark in found if mark.kind == "LoRA"] for name, found in marks.items()}
+    assert [mark.name for found in loras.values() for mark in found] == [f"{name}.safetensors" for name in "abc"]
+    (a,), (b,), (c,) = loras.values()
+    assert a.content == b.content != c.content and len(a.content) > 4
+    # The model comes through the loader: the samplers' own names do not count.
+    assert [mark.name for mark in marks["a"] if mark.kind == "model"] == ["tiny/wan21"]
+    assert len(marks["a"]) == 2
+    own = recipe.job(1, line()).group
+    stronger = recipe.job(1, line(**{"7_strength": 0.5})).group
+    assert stronger.model != own.model and stronger.size == own.size
+    assert recipe.job(1, line(**{"7_lora_name": "c.safetensors"})).group.model not in (own.model, stronger.model)
+    with pytest.raises(ValueError, match="none.safetensors"):
+        recipe.prepared(line(**{"7_lora_name": "none.safetensors"}))
+
+
+def test_a_model_on_another_machine_is_known_there_alone(workflow: dict):
+    remote = {"class_type": "TPURemote", "inputs": {**workflow["6"]["inputs"], "address": "127.0.0.1:8190"}}
+    prepared = Recipe(with_nodes(workflow, n6=remote), Folders(), Silent()).prepared(line())
+    assert prepared.marks == (Mark(kind="remote model", name="tiny/wan21", content=""),)
+
+
+def test_a_model_that_is_not_named_is_the_nodes_default(workflow: dict):
+    graph = with_nodes(workflow)
+    graph["6"]["inputs"]["model_id"] = "tiny/random-wan21"
+    own = Recipe(graph, Folders(), Silent()).prepared(line()).marks
+    assert [mark.name for mark in own] == ["tiny/random-wan21"]
+
+
+def test_stage_files_of_a_batch_have_a_whole_path(workflow: dict, tmp_path: Path):
+    from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+    from comfyui_tpu.tpu_runtime.engine import stage_files
+
+    model = ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21")
+    stage_files.save_latents(tmp_path, {"samples": torch.zeros(1, 16, 2, 8, 8)}, model)
+    load = {"class_type": "TPULoadStage", "inputs": {"folder": "relative", "model": ["6", 0]}}
+    graph = with_nodes(workflow, n8=load)
+    graph["3"]["inputs"]["latents"] = ["8", HEADLESS["TPULoadStage"].outputs.index(
+        next(one for one in HEADLESS["TPULoadStage"].outputs if one.type == "LATENT")
+    )]  # fmt: skip
+    recipe = Recipe(graph, Folders(), Silent())
+    with pytest.raises(ValueError) as error:
+        recipe.prepared(line())
+    assert str(error.value) == "TPULoadStage (node 8): in a batch folder must be a whole path, such as /data/stages."
+    named = line(**{"8_folder": str(tmp_path)})
+    first = recipe.prepared(named)
+    (files,) = (mark for mark in first.marks if mark.kind == "files")
+    assert json.loads(files.name)["folder"] == str(tmp_path) and files.content not in ("None", "")
+    stage_files.save_latents(tmp_path, {"samples": torch.ones(1, 16, 2, 8, 8)}, model)
+    os.utime(tmp_path / stage_files.LATENTS, ns=(7, 7))
+    assert recipe.prepared(named).id != first.id
+
+
+def test_what_the_check_of_a_node_sees(recipe: Recipe, monkeypatch: pytest.MonkeyPatch):
+    """Constants, and which inputs are linked; once for each choice."""
+    seen = []
+    declaration = HEADLESS["Wan21TPUSampler"]
+    check = type(declaration).check_constants
+
+    def spy(self, folders, given, linked=frozenset()):
+        if self is declaration:
+            seen.append((dict(given), set(linked)))
+        return check(self, folders, given, linked)
+
+    monkeypatch.setattr(type(declaration), "check_constants", spy)
+    recipe.job(1, line(**{"2_seed": 1}))
+    recipe.job(2, line(**{"2_seed": 2}))
+    assert len(seen) == 1
+    given, linked = seen[0]
+    assert given["height"] == 80 and "seed" in given
+    assert linked == {name for name, value in recipe._workflow["2"]["inputs"].items() if isinstance(value, list)}
+    assert "model" in linked and not linked & set(given)
