@@ -1,0 +1,121 @@
+"""A page's workflow as it would run: names, values and links, and a sentence for what leads nowhere."""
+
+from typing import Any
+
+import pytest
+from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.headless.workflow import bypass_index, to_api, validate_workflow
+
+DECODER, VIDEO = "Wan21TPUVAEDecoder", "CreateVideo"
+MUTED, BYPASSED = 2, 4
+
+
+def node(node_id: int, kind: str, inputs: dict[str, int | None] | None = None, **fields: Any) -> dict[str, Any]:
+    sockets = [{"name": name, "link": link} for name, link in (inputs or {}).items()]
+    return {"id": node_id, "type": kind, "inputs": sockets, **fields}
+
+
+def inputs(*nodes: dict[str, Any], links: list[list[Any]] | None = None) -> dict[str, dict[str, Any]]:
+    found = to_api({"nodes": list(nodes), "links": links or []}, HEADLESS)
+    return {name: each["inputs"] for name, each in found.items()}
+
+
+def test_a_nodes_title_is_the_users_the_pages_or_its_type():
+    named = {"properties": {"Node name for S&R": "named"}}
+    nodes = [
+        node(1, VIDEO, title="mine", **named),
+        node(2, VIDEO, **named),
+        node(3, VIDEO, properties={}),
+        node(4, VIDEO),
+    ]
+    found = to_api({"nodes": nodes, "links": []}, HEADLESS)
+    assert [found[name]["_meta"]["title"] for name in "1234"] == ["mine", "named", VIDEO, VIDEO]
+
+
+def test_values_may_be_named():
+    assert inputs(node(1, VIDEO, widgets_values={"fps": 24.0, "images": 3, "unknown": 1})) == {"1": {"fps": 24.0}}
+    assert inputs(node(1, VIDEO)) == {"1": {}}
+
+
+def test_a_reroute_passes_its_only_input_on_and_a_muted_node_nothing():
+    nodes = [node(1, DECODER), node(2, "Reroute", {"": 1, "other": 9}), node(3, VIDEO, {"images": 2})]
+    links = [[1, 1, 0, 2, 0, "*"], [2, 2, 0, 3, 0, "IMAGE"]]
+    assert inputs(*nodes, links=links)["3"] == {"images": ["1", 0]}
+    assert inputs({**nodes[0], "mode": MUTED}, *nodes[1:], links=links) == {"3": {}}
+    assert inputs(nodes[0], node(2, "Reroute"), nodes[2], links=links)["3"] == {}
+    assert inputs(nodes[0], node(2, "Reroute", {"": None}), nodes[2], links=links)["3"] == {}
+
+
+def test_a_primitive_nodes_value_takes_the_links_place():
+    links = [[1, 1, 0, 2, 0, "FLOAT"]]
+    assert inputs(node(1, "PrimitiveNode", widgets_values=[24, "fixed"]), node(2, VIDEO, {"fps": 1}), links=links) == {
+        "2": {"fps": 24}
+    }
+    for values in ({}, {"widgets_values": []}, {"widgets_values": {"value": 3}}):
+        with pytest.raises(ValueError) as error:
+            inputs(node(1, "PrimitiveNode", **values), node(2, VIDEO, {"fps": 1}), links=links)
+        assert str(error.value) == "Node 1, a PrimitiveNode, has no value. Open the workflow and give it one."
+
+
+def test_links_that_lead_nowhere_are_named():
+    for links, said in (
+        ([], "The workflow names link 5, which it does not have."),
+        ([[5, 9, 0, 2, 0, "IMAGE"]], "The workflow's link 5 comes from node 9, which it does not have."),
+    ):
+        with pytest.raises(ValueError) as error:
+            inputs(node(2, VIDEO, {"images": 5}), links=links)
+        assert str(error.value) == said
+
+
+def bypassed(types: list[str], outputs: list[str], slot: int, saved: str = "IMAGE") -> dict[str, Any]:
+    """What Create Video's `images` is linked to, behind a bypassed node that nobody knows."""
+    sockets = [{"name": f"in{n}", "type": kind, "link": 10 + n} for n, kind in enumerate(types)]
+    other = {
+        "id": 2, "type": "Somebody's", "mode": BYPASSED, "inputs": sockets,
+        "outputs": [{"name": f"out{n}", "type": kind} for n, kind in enumerate(outputs)],
+    }  # fmt: skip
+    links = [[1, 2, slot, 3, 0, saved], *([10 + n, 1, n, 2, n, kind] for n, kind in enumerate(types))]
+    return inputs(node(1, DECODER), other, node(3, VIDEO, {"images": 1}), links=links)["3"]
+
+
+def test_a_bypassed_node_that_nobody_knows_joins_what_fits():
+    assert bypassed(["IMAGE"], ["IMAGE"], 0) == {"images": ["1", 0]}
+    assert bypassed(["LATENT", "IMAGE"], ["IMAGE"], 0) == {"images": ["1", 1]}
+    assert bypassed(["LATENT"], ["IMAGE"], 0) == {}
+    # What Create Video takes says its declaration, not the link.
+    assert bypassed(["LATENT", "IMAGE"], ["*"], 0, saved="LATENT") == {"images": ["1", 1]}
+    with pytest.raises(ValueError) as error:
+        bypassed(["IMAGE"], ["IMAGE"], 1)
+    assert str(error.value) == "The workflow's link 1 is of output 1 of node 2, which has none."
+
+
+@pytest.mark.parametrize(
+    ("types", "output", "given", "wanted", "index"),
+    [
+        (["LATENT", "IMAGE"], 0, "IMAGE", "*", 0), (["LATENT"], 1, "IMAGE", "*", 0), ([], 0, "IMAGE", "*", None),
+        (["LATENT", "IMAGE"], 1, "IMAGE", "", 1), (["LATENT"], 1, "IMAGE", "", 0),
+        (["A"], 0, "A", "B", None), (["A", "B"], 0, "A", "B", 1), (["B"], 0, "A", "B", 0), (["C", "B"], 0, "B", "B", 1),
+        (["LATENT"], 1, "LATENT", "LATENT", 0), (["latent"], 0, "LATENT", "LATENT", 0), ([""], 0, "A", "A", 0),
+        (["A,B"], 0, "B", "B", 0), (["*"], 0, "A", "A", 0), (["X", "a,b"], 0, "A", "A,C", 1),
+    ],
+)  # fmt: skip
+def test_which_input_stands_in_for_an_output(types: list[str], output: int, given: str, wanted: str, index: int | None):
+    assert bypass_index(types, output, given, wanted) == index
+
+
+def test_what_a_workflow_links_wrongly_is_said_by_output_and_type():
+    decoder = {"class_type": DECODER, "inputs": {"latents": ["9", 0]}, "_meta": {"title": "D"}}
+    outputs = HEADLESS[DECODER].outputs
+    frames = [one.name for one in outputs].index("frames")
+
+    def said(link: list[Any], name: str = "images") -> list[str]:
+        video = {"class_type": VIDEO, "inputs": {"images": ["1", frames], "fps": 16.0, name: link}}
+        return [one for one in validate_workflow({"1": decoder, "2": video}, HEADLESS) if one.startswith(VIDEO)]
+
+    assert said(["1", frames]) == []
+    assert said(["7", 0]) == [f"{VIDEO} (node 2): images is linked to node 7, which does not exist."]
+    assert said(["1", len(outputs)])[0].endswith(f"{DECODER} (node 1), which has {len(outputs)}.")
+    assert said(["1", -1])[0].startswith(
+        f"{VIDEO} (node 2): images is linked to output -1 of {DECODER} (node 1), which"
+    )
+    assert said(["1", frames], "fps") == [f"{VIDEO} (node 2): fps takes FLOAT; {DECODER} (node 1) gives IMAGE there."]
