@@ -1,6 +1,5 @@
 """One model over two hosts: the frames of one process, one cancel for both, and a sentence when one is gone."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import torch
 from comfyui_tpu.tests.support import hosts
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.hosts import place, supervisor, terms, wire
+from comfyui_tpu.tpu_runtime.hosts import place, terms, wire
 from comfyui_tpu.tpu_runtime.hosts.together import RESTART
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 
@@ -102,8 +101,15 @@ def test_hosts_must_have_the_same_versions_and_source():
     )
 
 
-def test_a_process_is_started_again_when_it_asks_or_is_killed_and_else_ends(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(supervisor, "PAUSE_S", 0.01)
+# Small processes of their own, as in use: what keeps another running forks, which a process of many gigabytes may not.
+KEEPER = """
+import os, signal, subprocess, sys
+from comfyui_tpu.tpu_runtime.hosts import supervisor
+supervisor.PAUSE_S = 0.01
+"""
+
+
+def test_a_process_is_started_again_when_it_asks_or_is_killed_and_else_ends(tmp_path: Path):
     starts = tmp_path / "starts"
     script = f"""
 import os, signal
@@ -118,20 +124,27 @@ if number == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 os._exit(3)
 """
-    command = [sys.executable, "-S", "-c", script]
-    assert supervisor.keep(command, {"COMFYUI_TPU_HOSTS": "here"}) == 3
+    keeper = KEEPER + "sys.exit(supervisor.keep(sys.argv[1:], {'COMFYUI_TPU_HOSTS': 'here'}))"
+    assert subprocess.run([sys.executable, "-c", keeper, sys.executable, "-S", "-c", script]).returncode == 3
     assert starts.read_text() == "xxx"
 
 
-def test_a_signal_while_a_process_is_being_started_reaches_it(monkeypatch):
-    class Popen(subprocess.Popen):
-        def __init__(self, *words, **options):
-            os.kill(os.getpid(), signal.SIGTERM)
-            super().__init__(*words, **options)
+def test_a_signal_while_a_process_is_being_started_reaches_it():
+    keeper = (
+        KEEPER
+        + """
+class Popen(subprocess.Popen):
+    def __init__(self, *words, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        super().__init__(*words, **options)
 
-    monkeypatch.setattr(subprocess, "Popen", Popen)
-    command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
-    assert supervisor.keep(command, {}) == 128 + signal.SIGTERM
+subprocess.Popen = Popen
+sys.exit(supervisor.keep(sys.argv[1:], {}))
+"""
+    )
+    sleeper = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    done = subprocess.run([sys.executable, "-c", keeper, *sleeper])
+    assert done.returncode == 128 + signal.SIGTERM
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process is not told that its parent is gone")
