@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, run_workflow
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.engine import conditioning, payloads, stage_files
+from comfyui_tpu.tpu_runtime.engine import conditioning, stage_files
 from comfyui_tpu.tpu_runtime.models import spec_by_name
-from safetensors import safe_open
 from safetensors.torch import save, save_file
 
 MODEL = ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21")
@@ -379,89 +377,3 @@ def test_bytes_changed_at_random_are_read_or_refused_in_a_sentence(tmp_path: Pat
             assert len(str(error).split()) > 5
             refused += 1
     assert refused > 100
-
-
-# --- what they hold ---------------------------------------------------------------------------------------------------
-
-
-CARRIED_STATE = {
-    "solver": "0a" * 32, "samples": "0b" * 32, "begin": 1, "step": 2, "state": torch.rand(2, 1, 16, 1, 2, 2),
-    "generator": torch.Generator().get_state(), "origin": torch.rand(1, 16, 1, 2, 2),
-}  # fmt: skip
-
-
-def test_everything_that_is_saved_is_there_again(tmp_path: Path):
-    """Names and numbers are the file's own, so that other programs read them."""
-    folder = tmp_path / "new" / "folder"
-    given = [[torch.rand(1, 4, 6), {"tpu_family": "Wan22I2V", "length": 3}]]
-    negative = [[torch.rand(1, 4, 6), {"tpu_family": "Wan22I2V", "length": 2}]]
-    condition = {
-        "tpu_family": "Wan22I2V", "height": 64, "width": 48, "num_frames": 5, "tensors": {"condition": torch.rand(2)},
-    }  # fmt: skip
-    stage_files.save_embeddings(folder, given, negative, PICTURE_MODEL, condition)
-    with safe_open(folder / stage_files.EMBEDDINGS, framework="pt") as file:
-        names, metadata = set(file.keys()), file.metadata()
-    assert names == {"prompt_embeds", "negative_prompt_embeds", "condition.condition"}
-    assert metadata == {
-        "made_by": "comfyui-tpu", "prompt_embeds.length": "3", "negative_prompt_embeds.length": "2",
-        "condition.height": "64", "condition.width": "48", "condition.num_frames": "5",
-    }  # fmt: skip
-    numbers = stage_files.packed_numbers((folder / stage_files.EMBEDDINGS).read_bytes())
-    assert numbers == {name: int(value) for name, value in metadata.items() if name != "made_by"}
-    for expected, found in zip((given, negative), stage_files.load_embeddings(folder, PICTURE_MODEL), strict=True):
-        assert torch.equal(found[0][0], expected[0][0]) and found[0][1].items() >= expected[0][1].items()
-    found = stage_files.load_condition(folder, PICTURE_MODEL)
-    assert torch.equal(found.pop("tensors")["condition"], condition.pop("tensors")["condition"])
-    assert found == condition
-    made_by = {"model_name": PICTURE_MODEL.spec_name, "model_id": PICTURE_MODEL.model_id}
-    assert stage_files.read_config(folder) == made_by
-    assert sorted(path.name for path in folder.iterdir()) == sorted([stage_files.EMBEDDINGS, stage_files.CONFIG])
-    stage_files.save_embeddings(folder, given, None, PICTURE_MODEL)
-    assert stage_files.load_condition(folder, PICTURE_MODEL) is None
-    assert stage_files.load_embeddings(folder, PICTURE_MODEL)[1] is None
-
-
-def test_latents_are_there_again_with_what_the_solver_remembers(tmp_path: Path):
-    given = latents()
-    stage_files.save_latents(tmp_path, given, MODEL)
-    assert stage_files.read_config(tmp_path) == {"model_name": MODEL.spec_name, "model_id": MODEL.model_id}
-    found = stage_files.load_latents(tmp_path, MODEL)
-    assert set(found) == {"samples"} and torch.equal(found["samples"], given["samples"])
-    stage_files.save_latents(tmp_path, {**given, payloads.CARRIED: CARRIED_STATE}, MODEL)
-    found = stage_files.load_latents(tmp_path, MODEL)
-    assert torch.equal(found["samples"], given["samples"]) and set(found) == {"samples", payloads.CARRIED}
-    for name, value in CARRIED_STATE.items():
-        other = found[payloads.CARRIED][name]
-        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, name
-    with safe_open(tmp_path / stage_files.LATENTS, framework="pt") as file:
-        assert {name.partition(".")[0] for name in file.keys()} == {"latents", "solver"}  # noqa: SIM118 - no dict
-
-
-def test_settings_are_added_to_and_written_as_people_read_them(tmp_path: Path):
-    stage_files.update_config(tmp_path, {"prompt": "ein Bär", "seed": 1})
-    stage_files.update_config(tmp_path, {"seed": 2})
-    assert stage_files.read_config(tmp_path) == {"prompt": "ein Bär", "seed": 2}
-    assert (tmp_path / stage_files.CONFIG).read_text("utf-8") == '{\n  "prompt": "ein Bär",\n  "seed": 2\n}'
-
-
-def test_when_files_were_written_is_known(tmp_path: Path):
-    assert stage_files.present(tmp_path) == {}
-    stage_files.save_latents(tmp_path, latents(), MODEL)
-    os.utime(tmp_path / stage_files.LATENTS, ns=(5_000_000_007, 5_000_000_007))
-    assert stage_files.present(tmp_path) == {stage_files.LATENTS: 5_000_000_007}
-
-
-def test_of_another_models_files_it_is_said_whose_they_are(tmp_path: Path):
-    stage_files.save_latents(tmp_path, latents(), MODEL)
-    for load in (stage_files.load_latents, stage_files.load_embeddings, stage_files.load_condition):
-        with pytest.raises(stage_files.StageFileError) as error:
-            load(tmp_path, PICTURE_MODEL)
-        assert str(error.value) == (
-            f"{tmp_path} was made by wan2.1-t2v-14b; it cannot be continued with wan2.2-i2v-a14b."
-        )
-    for load in (stage_files.load_embeddings, stage_files.load_condition):
-        with pytest.raises(stage_files.StageFileError) as error:
-            load(tmp_path, MODEL)
-        assert str(error.value) == (
-            f"{tmp_path / stage_files.EMBEDDINGS} is missing; run `comfyui-tpu encode --folder {tmp_path}` first."
-        )

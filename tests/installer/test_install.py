@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from comfyui_tpu.installer import git, install, layout, lock, machine, start, steps, terminal, uninstall, update, venv
-from comfyui_tpu.tests.installer import small_world
+from comfyui_tpu.tests.installer import bad_ground, small_world
 
 ROOT = small_world.ROOT
 HOME = "a home"  # pip takes what stands in its variables for several words where there are spaces
@@ -201,73 +201,38 @@ def test_start_says_what_is_in_its_way(world, installed, monkeypatch):
 # --- bad ground -------------------------------------------------------------------------------------------------------
 
 
-def no_network(world, patch):
-    return ["--comfyui", str(world / "new" / "ComfyUI"), "--comfyui-origin", str(world / "gone")]
-
-
-def no_space(world, patch):
-    usage = shutil.disk_usage("/")
-    patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2_000_000_000))
-    return ["--comfyui", str(world / "new" / "ComfyUI")]
-
-
-def too_old(world, patch):
-    return ["--comfyui", str(existing(world, '__version__ = "0.3.75"\n'))]
-
-
-def says_no_version(world, patch):
-    return ["--comfyui", str(existing(world, ""))]
-
-
-def no_comfyui(world, patch):
-    (world / "bad" / "pictures").mkdir(parents=True)
-    return ["--comfyui", str(world / "bad")]
-
-
-def another_copy(world, patch):
-    folder = existing(world, '__version__ = "0.33.0"\n')
-    (folder / "custom_nodes" / "tpu").mkdir(parents=True)
-    (folder / "custom_nodes" / "tpu" / "pyproject.toml").write_text('[project]\nname = "comfyui-tpu"\n')
-    return ["--comfyui", str(folder)]
-
-
-def another_link(world, patch):
-    folder = existing(world, '__version__ = "0.33.0"\n')
-    (folder / "custom_nodes").mkdir()
-    (folder / "custom_nodes" / "ComfyUI-TPU").symlink_to(world)
-    return ["--comfyui", str(folder)]
-
-
-def no_git(world, patch):
-    patch.setenv("PATH", str(world))
-    return []
-
-
-def existing(world, version):
-    folder = world / "bad"
-    folder.mkdir()
-    for name, text in {"main.py": "", "requirements.txt": "torch\n", "comfyui_version.py": version}.items():
-        (folder / name).write_text(text)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("ground", "sentence"),
     [
         (
-            no_network,
+            bad_ground.no_network,
             r".*gone could not be cloned: fatal: repository .* does not exist\. .*, and run the same command again",
         ),
-        (no_space, r"This needs about 4\.\d GB in .*, and 2\.0 GB are free: make room, or choose another folder with"),
-        (too_old, r".* is ComfyUI 0\.3\.75, and the pack needs 0\.3\.76 or newer: update it \(git pull\), or choose"),
-        (says_no_version, r".* is a ComfyUI that does not even say its version, and the pack needs 0\.3\.76 or newer"),
-        (no_comfyui, r".* is neither empty nor a ComfyUI \(it has no main.py\): choose another folder with --comfyui"),
-        (another_copy, r".*custom_nodes/tpu is another copy of this pack, and ComfyUI would load both: remove it, or"),
         (
-            another_link,
+            bad_ground.no_space,
+            r"This needs about 4\.\d GB in .*, and 2\.0 GB are free: make room, or choose another folder with",
+        ),
+        (
+            bad_ground.too_old,
+            r".* is ComfyUI 0\.3\.75, and the pack needs 0\.3\.76 or newer: update it \(git pull\), or choose",
+        ),
+        (
+            bad_ground.says_no_version,
+            r".* is a ComfyUI that does not even say its version, and the pack needs 0\.3\.76 or newer",
+        ),
+        (
+            bad_ground.no_comfyui,
+            r".* is neither empty nor a ComfyUI \(it has no main.py\): choose another folder with --comfyui",
+        ),
+        (
+            bad_ground.another_copy,
+            r".*custom_nodes/tpu is another copy of this pack, and ComfyUI would load both: remove it, or",
+        ),
+        (
+            bad_ground.another_link,
             r".*custom_nodes/ComfyUI-TPU is a link to .*, not to this folder: remove it, or run that folder",
         ),
-        (no_git, r"git is needed to fetch ComfyUI, and is not there: sudo apt install git$"),
+        (bad_ground.no_git, r"git is needed to fetch ComfyUI, and is not there: sudo apt install git$"),
     ],
 )
 def test_bad_ground_is_one_sentence_and_nothing_half_done(ground, sentence, world, monkeypatch):

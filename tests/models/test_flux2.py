@@ -237,7 +237,7 @@ def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
-    [{"num_inference_steps": 3}, {"seed": 11}, {"guidance_scale": 2.0}, {"prompt": "dog"}],
+    [{"num_inference_steps": 3}, {"seed": 11}, {"guidance_scale": 2.0}, {"prompt": LONG}],
     ids=lambda change: next(iter(change)),
 )
 def test_every_setting_changes_the_result(change: dict):
