@@ -186,12 +186,12 @@ def test_any_file_of_weights(tmp_path_factory: pytest.TempPathFactory, content: 
     ends_well(lambda: checkpoint.read_headers(folder, ONE), len(content))
 
 
-def test_a_header_of_many_tensors_takes_little_memory(tmp_path: Path):
-    header = {f"{n}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(50_000)}
+@pytest.mark.parametrize("name", ["{}", "layer.{}", "layer.{}.scale", "layer.{}_scale", "{}.a.b.quant_state"])
+def test_a_header_of_many_tensors_takes_little_memory_and_time(tmp_path: Path, name: str):
+    header = {name.format(n): {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(15_000)}
     content = file_of(json.dumps(header, separators=(",", ":")).encode())[:-33]
     (tmp_path / "model.safetensors").write_bytes(content)
     ends_well(lambda: checkpoint.read_headers(tmp_path, ONE), len(content))
-    assert len(checkpoint.read_headers(tmp_path, ONE)) == 50_000
 
 
 def test_what_lies_in_the_place_of_a_file(folder: Path):

@@ -4,8 +4,9 @@ Names are those of the writers: compressed-tensors, NVIDIA's modelopt, bitsandby
 transformers' block-wise fp8, and ComfyUI's scaled fp8.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 # What is read as numbers, in the words of safetensors' headers. fp8 alone is a plain cast; beside a scale it is a code.
@@ -30,7 +31,7 @@ _WRITERS = (
     ("weight_scale_inv", "transformers' block-wise fp8"),
 )
 # What makes numbers of a layer's codes.
-_MARKS = ("scale", "absmax", "quant_state", "SCB", "comfy_quant", "qzeros", "_amax")
+_MARKS = re.compile("scale|absmax|quant_state|SCB|comfy_quant|qzeros|_amax")
 
 
 def method_of_config(config: Mapping[str, Any]) -> str | None:
@@ -56,29 +57,42 @@ def method_of_tensors(dtypes: Mapping[str, str]) -> tuple[str, str] | None:
     in the same layer, what makes numbers of them. Integers without that, such as positions, are left aside.
     """
     suspects = [name for name, dtype in dtypes.items() if dtype not in FLOATS]
-    layers = _layers(dtypes) if suspects else {}
+    marks, described = _marks(dtypes) if suspects else (Counter(), set())
     for name in suspects:
         layer, _, own = name.rpartition(".")
-        beside = [rest for rest in layers[layer] if rest != own and _is_of(own, rest)]
-        if any(mark in rest for mark in _MARKS for rest in beside):
-            words = [own, *beside]
-            method = next((method for word, method in _WRITERS for each in words if word in each), None)
+        if name in described or marks[layer] > bool(_MARKS.search(own)):
+            beside = [rest for rest in _rests(dtypes, layer) if rest != own and _is_of(own, rest)]
+            method = next((method for word, method in _WRITERS for each in (own, *beside) if word in each), None)
             return name, method or f"scaled {dtypes[name]}"
     return None
 
 
-def _layers(names: Mapping[str, Any]) -> Mapping[str, list[str]]:
-    """What follows each layer's name in the names of its tensors, to a depth of three as in
-    `weight.quant_state.bitsandbytes__nf4`.
+def _marks(names: Iterable[str]) -> tuple[Counter[str], set[str]]:
+    """How many tensors of each layer make numbers of codes, and the tensors that have such for themselves, to the depth
+    of `weight.quant_state.bitsandbytes__nf4`.
+
+    A stranger's file may have as many tensors in one layer as it likes, so no pair of them is looked at.
     """
-    layers: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        parts = name.split(".")
-        for depth in range(1, min(3, len(parts)) + 1):
-            layers[".".join(parts[:-depth])].append(".".join(parts[-depth:]))
-    return layers
+    counts: Counter[str] = Counter()
+    described: set[str] = set()
+    for name in filter(_MARKS.search, names):
+        layer, _, own = name.rpartition(".")
+        counts[layer] += bool(_MARKS.search(own))
+        described.update(*map(_described, (layer, layer.rpartition(".")[0])))
+    return counts, described
+
+
+def _rests(names: Iterable[str], layer: str) -> list[str]:
+    """What follows a layer's name in the names of its tensors."""
+    prefix = f"{layer}." if layer else ""
+    return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+
+
+def _described(part: str) -> tuple[str, str]:
+    """The tensors of a layer that the tensors of its part of that name may describe."""
+    return part, part.removesuffix("_quantizer")
 
 
 def _is_of(own: str, rest: str) -> bool:
     """Whether `rest` describes the tensor `own` of the same layer, and no part of the layer with codes of its own."""
-    return "." not in rest or rest.startswith((f"{own}.", f"{own}_quantizer."))
+    return "." not in rest or own in _described(rest.partition(".")[0])
