@@ -69,6 +69,8 @@ def test_a_file_opens_with_todays_nodes_and_one_notice_and_runs(fresh: Any, serv
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     fresh.screenshot(path=SCREENSHOTS / f"separate_{pack}.png")
     assert fresh.evaluate(ITEMS) == changes
+    # A picture that is not looked for yet counts as missing: what is asked of the server first is awaited.
+    fresh.wait_for_function(f"({COMPLAINTS})().length === 1")
     (notice,) = fresh.evaluate(COMPLAINTS)
     assert notice.startswith(changes[0])
     assert [node["type"] for node in found["nodes"] if not node["known"] or node["errors"]] == []
