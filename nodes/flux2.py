@@ -1,7 +1,8 @@
 """Flux.2 and its klein siblings, text to image: the inputs of its nodes, in the order that saved workflows rely on."""
 
 from ..tpu_runtime.models import spec_for_family
-from .family import FEW_STEPS, decoder, image_encoder, pipeline, sampler, text_encoder
+from .family import decoder, image_encoder, pipeline, sampler, text_encoder
+from .inputs import FEW_STEPS
 
 SPEC = spec_for_family("Flux2")
 LABEL = "Flux.2"

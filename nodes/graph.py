@@ -3,14 +3,14 @@
 API format: `{node id: {"class_type": ..., "inputs": {name: value or [node id, output index]}}}`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeGuard
 
 from ..tpu_runtime.checkpoints.model_ref import Expected, ModelRef, choose_model, variant
 from ..tpu_runtime.limits import SIZE, without_zero_sizes
 from ..tpu_runtime.models import spec_for_family
 from ..tpu_runtime.progress import Silent
-from ..tpu_runtime.spec import Settings
+from ..tpu_runtime.spec import STAGES, Settings
 from .declare import Declaration, Expansion, Folders, Link, Ref
 
 Workflow = dict[str, dict[str, Any]]
@@ -99,21 +99,18 @@ def expected(workflow: Workflow, folders: Folders, table: Table) -> list[Expecte
         is_known = not any(
             is_link(value) and name in changing for node in nodes for name, value in node["inputs"].items()
         )
-        stages = _stages(model, [table[node["class_type"]] for node in nodes])
+        stages = _stages(model, {table[node["class_type"]].stage for node in nodes})
         found.append(Expected(model=model, stages=stages, settings=settings if is_known else None))
     return found
 
 
-def _stages(model: ModelRef, declared: list[Declaration]) -> tuple[str, ...]:
-    """Which of `spec.STAGES` a workflow with these nodes of the model's family has, behind the text encoder.
+def _stages(model: ModelRef, present: Collection[str]) -> tuple[str, ...]:
+    """Which of a workflow's stages of a model's family can be prepared for behind the text encoder.
 
     Where pictures are references, programs depend on their number and sizes, which only the sampler sees.
     """
-    encodes = any(output.type == "TPU_CONDITION" for one in declared for output in one.outputs)
-    decodes = any(socket.name == "latents" for one in declared if not _is_sampler(one) for socket in one.inputs)
-    sees_references = encodes and model.spec.references
-    names = {"image": encodes and not sees_references, "denoise": not sees_references, "decode": decodes}
-    return tuple(name for name, runs in names.items() if runs)
+    unknown = {"encode"} | ({"image", "denoise"} if "image" in present and model.spec.references else set())
+    return tuple(stage for stage in STAGES if stage in present and stage not in unknown)
 
 
 def _ours(workflow: Workflow, table: Table) -> Workflow:
@@ -123,11 +120,7 @@ def _ours(workflow: Workflow, table: Table) -> Workflow:
 
 
 def _samplers(graph: Workflow, table: Table) -> list[str]:
-    return [node_id for node_id, node in graph.items() if _is_sampler(table[node["class_type"]])]
-
-
-def _is_sampler(declaration: Declaration) -> bool:
-    return bool(declaration.family) and any(i.name == "num_inference_steps" for i in declaration.inputs)
+    return [node_id for node_id, node in graph.items() if table[node["class_type"]].stage == "denoise"]
 
 
 def _generation(graph: Workflow, node_id: str, folders: Folders, table: Table) -> tuple[ModelRef, Settings]:

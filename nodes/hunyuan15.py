@@ -2,7 +2,8 @@
 
 from ..tpu_runtime.limits import SIZE
 from ..tpu_runtime.models import spec_by_name, spec_for_family
-from .family import FEW_STEPS, decoder, image_encoder, pipeline, sampler, text_encoder
+from .family import decoder, image_encoder, pipeline, sampler, text_encoder
+from .inputs import FEW_STEPS
 
 SPEC = spec_for_family("HunyuanVideo15")
 IMAGE_SPEC = spec_by_name("hunyuanvideo1.5-i2v-720p")

@@ -1,7 +1,8 @@
 """Wan 2.1 text to video: the inputs of its nodes, in the order that saved workflows rely on."""
 
 from ..tpu_runtime.models import spec_for_family
-from .family import EXPERTS, FEW_STEPS, decoder, pipeline, sampler, text_encoder
+from .family import decoder, pipeline, sampler, text_encoder
+from .inputs import EXPERTS, FEW_STEPS
 
 SPEC = spec_for_family("Wan21")
 LABEL = "Wan 2.1"

@@ -5,7 +5,8 @@ A model of the family that can do without a picture takes the video's size from 
 
 from ..tpu_runtime.limits import SIZE
 from ..tpu_runtime.models import spec_for_family
-from .family import EXPERTS, FEW_STEPS, decoder, image_encoder, pipeline, sampler, text_encoder
+from .family import decoder, image_encoder, pipeline, sampler, text_encoder
+from .inputs import EXPERTS, FEW_STEPS
 
 SPEC = spec_for_family("Wan22I2V")
 LABEL = "Wan 2.2 I2V"

@@ -92,8 +92,8 @@ def test_a_stage_is_left_out_without_the_input_it_needs(picture: bool):
     workflow = {"1": node("LoadImage", image="a.png"), "2": node("HunyuanVideo15TPUPipeline", **inputs)}
     expanded = expand(workflow, HEADLESS)
     assert ("2.image" in expanded) == picture
-    assert expanded["2.sample"]["inputs"].get("condition") == (["2.image", 0] if picture else None)
-    assert {"2.encode", "2.sample", "2.decode", "2.video"} <= set(expanded)
+    assert expanded["2.denoise"]["inputs"].get("condition") == (["2.image", 0] if picture else None)
+    assert {"2.encode", "2.denoise", "2.decode", "2.video"} <= set(expanded)
 
 
 def test_an_expansion_may_feed_an_expansion():
