@@ -25,6 +25,7 @@ from comfyui_tpu.tests.support.comfyui_server import Server, prepare, tiny_workf
 from comfyui_tpu.tests.support.patience import until
 from comfyui_tpu.tpu_runtime.engine.program_cache import MAX_BEHIND
 from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.spec import STAGES
 
 RECORDED = Path(__file__).parent / "predicted.json"
 MODELS = ("flux2-dev", "cogvideox1.5-5b", "wan2.1-t2v-14b", "wan2.2-i2v-a14b", "hunyuanvideo1.5-t2v-720p")
@@ -73,8 +74,7 @@ def programs_of(record: dict[str, Any]) -> list[Program]:
             name=program["name"], stage=stage, compile_s=program["compile_s"],
             run_s=program["predicted_s"] * program["runs"], weights_bytes=weights,
         )  # fmt: skip
-    order = ("encode", "image", "denoise", "decode")
-    return sorted(stages.values(), key=lambda program: order.index(program.stage))
+    return sorted(stages.values(), key=lambda program: STAGES.index(program.stage))
 
 
 def simulate(programs: Sequence[Program], *, is_behind: bool, threads: int) -> Timeline:

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from ..tpu_runtime.monitor import snapshot
 from ..tpu_runtime.monitor.readings import Sampler, Stats
+from ..tpu_runtime.spec import STAGES
 
 DEFAULT_URL = "http://127.0.0.1:8188"
 TIMEOUT_S = 5
@@ -30,7 +31,7 @@ FASTEST_S = 0.5
 MOST_CHIPS = 32
 FULLEST = 8
 UNKNOWN = "–"
-STAGES = {"encode": "text encoder", "encode_image": "image encoder", "denoise": "denoiser", "decode": "VAE decoder"}
+TITLES = dict(zip(STAGES, ("text encoder", "image encoder", "denoiser", "VAE decoder"), strict=True))
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -175,7 +176,7 @@ def _begun(program: Stats) -> str:
 
 def _stage(of: Stats) -> str:
     name = str(of.get("stage"))
-    return STAGES.get(name, name)
+    return TITLES.get(name, name)
 
 
 def _chips(chips: Sequence[Stats]) -> Iterator[RenderableType]:

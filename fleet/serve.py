@@ -28,6 +28,7 @@ from ..tpu_runtime.models import spec_by_name, spec_for_family
 from ..tpu_runtime.progress import Preview
 from ..tpu_runtime.redact import redact
 from ..tpu_runtime.remote import wire
+from ..tpu_runtime.spec import STAGES
 
 log = logging.getLogger(__name__)
 
@@ -109,21 +110,13 @@ class Stages:
 
     def run(self, verb: str, given: Mapping[str, Any], asker: Asker) -> Any:
         """The result of one request, when it is its turn. ValueError for what cannot be asked."""
-        work = {
-            "choose": self._choose,
-            "encode": self._encode,
-            "encode_image": self._encode_image,
-            "denoise": self._denoise,
-            "decode": self._decode,
-            "warmup": self._warmup,
-            "report_lora": self._report_lora,
-        }.get(verb)
-        if work is None:
+        work = {"choose": self._choose, "report_lora": self._report_lora}.get(verb)
+        if work is None and verb not in (*STAGES, "warmup"):
             raise ValueError(f"{verb!r} is no stage. Update the pack on both machines.")
         self._asking += 1
         try:
             with self._my_turn(asker):
-                return work(asker, **given)
+                return work(asker, **given) if work else self._stage(verb, asker, **given)
         except TypeError as error:
             # Values of a kind that no node sends.
             log.exception("%s cannot be understood", verb)
@@ -153,48 +146,22 @@ class Stages:
             folders=self._models, loras=loras, progress=asker,
         )  # fmt: skip
 
-    def _stage(self, described: Mapping[str, Any], expected: Mapping[str, Any] | None, asker: Asker) -> ModelRef:
-        """The model of a stage, behind which what is `expected` to follow may be compiled."""
-        model, generations = self._model(described, asker), []
+    def _stage(
+        self, name: str, asker: Asker, *, model: Mapping[str, Any], expected: Mapping[str, Any] | None, **given: Any
+    ) -> Any:
+        """One of the engine's stages, behind which what is `expected` to follow may be compiled."""
+        chosen, generations = self._model(model, asker), []
         # Who asks may take a model that it does not have for another of its family.
-        if expected is not None and expected["name"] == model.spec_name:
+        if expected is not None and expected["name"] == chosen.spec_name:
             if (settings := expected["settings"]) is not None:
-                model.spec.check_settings(settings)
-            generations.append(Expected(model=model, stages=tuple(expected["stages"]), settings=settings))
+                chosen.spec.check_settings(settings)
+            generations.append(Expected(model=chosen, stages=tuple(expected["stages"]), settings=settings))
         pipeline.expect_here(generations, progress=asker)
-        return model
+        return pipeline.run(name, chosen, asker, **given)
 
     def _choose(self, asker: Asker, *, family: str, model_id: str, precision: str) -> str:
         spec = spec_for_family(family)
         return choose_model(spec, model_id, precision=precision, folders=self._models, progress=asker).spec_name
-
-    def _encode(self, asker: Asker, *, model: Any, expected: Any, prompt: str, negative_prompt: str) -> Any:
-        return pipeline.encode_prompt(self._stage(model, expected, asker), prompt, negative_prompt, progress=asker)
-
-    def _encode_image(self, asker: Asker, *, model: Any, expected: Any, image: Any, settings: Any) -> Any:
-        size = {name: getattr(settings, name) for name in ("height", "width", "num_frames")}
-        return pipeline.encode_image(self._stage(model, expected, asker), image, size, progress=asker)
-
-    def _denoise(
-        self,
-        asker: Asker,
-        *,
-        model: Any,
-        expected: Any,
-        settings: Any,
-        prompt_embeds: Any,
-        negative_prompt_embeds: Any,
-        condition: Any,
-        latents: Any,
-    ) -> Any:
-        chosen, embeds = self._stage(model, expected, asker), (prompt_embeds, negative_prompt_embeds)
-        return pipeline.denoise(chosen, settings, *embeds, condition=condition, latents=latents, progress=asker)
-
-    def _decode(self, asker: Asker, *, model: Any, expected: Any, latents: Any) -> Any:
-        return pipeline.decode(self._stage(model, expected, asker), latents, progress=asker)
-
-    def _warmup(self, asker: Asker, *, model: Mapping[str, Any], settings: Any) -> int:
-        return pipeline.warmup(self._model(model, asker), settings, progress=asker)
 
     def _report_lora(self, asker: Asker, *, model: Mapping[str, Any]) -> str:
         whole = self._model(model, asker)

@@ -20,28 +20,16 @@ from . import inputs as named
 from .declare import Expansion, Folders, Host, Input, Link, Node, Output, Ref, Stage
 
 
-def _chosen(
-    spec: ModelSpec,
-    folders: Folders,
-    host: Host | None = None,
-    *,
-    model_id: str,
-    model: ModelRef | None,
-    precision: str,
-) -> ModelRef:
-    """The connected model, or the one that the widgets name, checked; a `host` lets it ask the Hub."""
+def _chosen(spec: ModelSpec, host: Host, *, model_id: str, model: ModelRef | None, precision: str) -> ModelRef:
+    """The connected model, which its loader has resolved, or the one that the widgets name, checked."""
     if model is None:
-        return choose_model(spec, model_id, precision=precision, folders=folders.models, progress=host)
+        return choose_model(spec, model_id, precision=precision, folders=host.folders.models, progress=host)
     if model.spec.family != spec.family:
         raise ValueError(
             f"{spec.title}: the connected model is a {model.spec_name}; this node runs {spec.name}. "
             f"Choose {spec.family} in the TPU Model Loader, or use the nodes of the other family."
         )
-    if model.address:
-        return model  # the other machine has looked at it
-    return choose_model(
-        spec, model.model_id, precision=model.precision, folders=model.folders, loras=model.loras, progress=host
-    )
+    return model
 
 
 def _check_takes_picture(spec: ModelSpec, found: ModelSpec, name: str) -> None:
@@ -71,7 +59,7 @@ def _check_model(spec: ModelSpec, folders: Folders, *, model_id: str, model: boo
 
 
 def _encode(spec: ModelSpec, host: Host, *, prompt: str, negative_prompt: str = "", **choice: Any) -> tuple:
-    model = _chosen(spec, host.folders, host, **choice)
+    model = _chosen(spec, host, **choice)
     if negative_prompt.strip() and model.spec.guidance != "cfg":
         guided = [one.name for one in SPECS if one.family == spec.family and one.guidance == "cfg"]
         raise ValueError(
@@ -93,7 +81,7 @@ def _encode_image(
     last_image: Any = None,
     **choice: Any,
 ) -> tuple:
-    model = _chosen(spec, host.folders, host, **choice)
+    model = _chosen(spec, host, **choice)
     _check_takes_picture(spec, model.spec, "image")
     size = {"height": height, "width": width, "num_frames": num_frames}
     given = [one[:1] for one in (image, last_image) if one is not None]
@@ -103,7 +91,7 @@ def _encode_image(
 
 def _encode_references(spec: ModelSpec, host: Host, *, image: Any, condition: Any = None, **choice: Any) -> tuple:
     """References in the order they were given: those of a connected condition first."""
-    model = _chosen(spec, host.folders, host, **choice)
+    model = _chosen(spec, host, **choice)
     found = runtime.encode_image(model, image, {}, progress=host)
     return (runtime.join_references([found] if condition is None else [condition, found]),)
 
@@ -127,7 +115,7 @@ def _sample(
     for name, given in {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}.items():
         if given is not None:
             payloads.conditioning_entry(spec, name, given)
-    chosen = _chosen(spec, host.folders, host, model_id=model_id, model=model, precision=precision)
+    chosen = _chosen(spec, host, model_id=model_id, model=model, precision=precision)
     if condition is not None:
         _check_takes_picture(spec, chosen.spec, "condition")
     settings = chosen.spec.settings(**numbers, **_encoded_size(spec, condition, numbers))
@@ -151,7 +139,7 @@ def _encoded_size(spec: ModelSpec, condition: Mapping[str, Any] | None, numbers:
 
 
 def _decode(spec: ModelSpec, host: Host, *, latents: payloads.Latent, fps: float = 0, **choice: Any) -> tuple:
-    model = _chosen(spec, host.folders, host, **choice)
+    model = _chosen(spec, host, **choice)
     frames = runtime.decode(model, latents, progress=host)
     return (frames,) if spec.is_image else (frames, float(fps))
 

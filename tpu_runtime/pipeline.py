@@ -59,11 +59,18 @@ def remote_model(
     return ModelRef(spec_name=name, model_id=model_id, precision=precision, address=address)
 
 
+def run(stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> Any:
+    """One of `engine.run.WORK`, where the model is; see below for the arguments. Settings among them are checked."""
+    if (settings := arguments.get("settings")) is not None:
+        model.spec.check_settings(settings)
+    return _runner(model, progress).run(stage, model, progress, **arguments)
+
+
 def encode_prompt(
     model: ModelRef, prompt: str, negative_prompt: str, *, progress: Progress
 ) -> tuple[Conditioning, Conditioning | None]:
     """Prompt and negative prompt as CONDITIONING, CPU float32; no negative one where the model has no use for it."""
-    return _runner(model, progress).encode(model, prompt, negative_prompt, progress)
+    return run("encode", model, progress, prompt=prompt, negative_prompt=negative_prompt)
 
 
 def denoise(
@@ -80,12 +87,13 @@ def denoise(
 
     With `latents`, another LATENT, from that one, see `Settings`. With leftover noise it holds more (see `denoise`).
     """
-    model.spec.check_settings(settings)
     advice = model.spec.advice(settings)
     if advice is not None and model.model_id not in model.spec.tiny_ids:
         _warn_once(f"{model.spec.title}: {advice}")
-    found = _runner(model, progress)
-    return found.denoise(model, settings, prompt_embeds, negative_prompt_embeds, progress, condition, latents)
+    return run(
+        "denoise", model, progress, settings=settings, prompt_embeds=prompt_embeds,
+        negative_prompt_embeds=negative_prompt_embeds, condition=condition, latents=latents,
+    )  # fmt: skip
 
 
 @functools.cache
@@ -99,8 +107,7 @@ def encode_image(
     """An IMAGE in 0..1 as the condition of a video of `size` (height, width, num_frames): its first frame, and the last
     where there are two.
     """
-    settings = model.spec.settings(**size)
-    return _runner(model, progress).encode_image(model, image, settings, progress)
+    return run("image", model, progress, image=image, settings=model.spec.settings(**size))
 
 
 def join_references(conditions: Sequence[ImageCondition]) -> ImageCondition:
@@ -122,7 +129,7 @@ def add_lora(model: ModelRef, lora: Lora, *, progress: Progress) -> tuple[ModelR
 
 def decode(model: ModelRef, latents: Latent, *, progress: Progress) -> "torch.Tensor":
     """LATENT to IMAGE `[frames, height, width, 3]`, CPU float32 in 0..1."""
-    return _runner(model, progress).decode(model, latents, progress)
+    return run("decode", model, progress, latents={"samples": latents["samples"]})
 
 
 def expect(generations: Iterable[Expected], *, progress: Progress) -> None:
@@ -165,8 +172,7 @@ def compilation_summary() -> str:
 
 def warmup(model: ModelRef, settings: Settings, *, progress: Progress) -> int:
     """Compiles every program of a generation with these settings, loading no weights; how many were not there yet."""
-    model.spec.check_settings(settings)
-    return _runner(model, progress).warmup(model, settings, progress)
+    return run("warmup", model, progress, settings=settings)
 
 
 def free(ids: Iterable[str] | None = None) -> None:

@@ -143,7 +143,7 @@ def fake(num_chips: int = 8, **changes: Any) -> dict[str, Any]:
     """What a busy v6e would say."""
     model = "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
     sizes = {"text_encoder": 1.3, "transformer": 3.5, "transformer_2": 3.5, "vae": 0.24}
-    parts = {"encode": 3.2, "encode_image": 5.0, "denoise": 257.1, "decode": 31.8}
+    parts = {"encode": 3.2, "image": 5.0, "denoise": 257.1, "decode": 31.8}
     return {
         "platform": "tpu",
         "message": f"{num_chips} x TPU v6e",

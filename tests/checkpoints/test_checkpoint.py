@@ -6,10 +6,10 @@ from pathlib import Path
 
 import jax
 import pytest
+from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import stage_files
-from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import modules
 from comfyui_tpu.tpu_runtime.progress import Silent
@@ -166,11 +166,11 @@ def test_a_weight_file_outside_the_folder_is_refused(copied: Path):
 
 
 @pytest.fixture
-def runner() -> Engine:
-    return Engine(jax.devices()[:3])
+def runner() -> Runner:
+    return Runner(jax.devices()[:3])
 
 
-def test_a_missing_weight(copied: Path, runner: Engine):
+def test_a_missing_weight(copied: Path, runner: Runner):
     path = copied / "text_encoder" / "model.safetensors"
     tensors = load_file(path)
     del tensors["encoder.block.1.layer.0.SelfAttention.k.weight"]
@@ -183,7 +183,7 @@ def test_a_missing_weight(copied: Path, runner: Engine):
     )
 
 
-def test_a_nan_weight(copied: Path, runner: Engine):
+def test_a_nan_weight(copied: Path, runner: Runner):
     path = copied / "text_encoder" / "model.safetensors"
     tensors = load_file(path)
     tensors["encoder.block.1.layer.1.DenseReluDense.wo.weight"][0, 0] = float("nan")
@@ -203,7 +203,7 @@ def test_a_folder_of_comfyuis_models_is_found_by_name(copied: Path):
     assert ref.locate().root == copied
 
 
-def test_a_single_weight_file_and_the_other_name_of_the_embedding_load_too(copied: Path, runner: Engine):
+def test_a_single_weight_file_and_the_other_name_of_the_embedding_load_too(copied: Path, runner: Runner):
     path = copied / "text_encoder" / "model.safetensors"
     tensors = load_file(path)
     assert "shared.weight" in tensors
@@ -215,7 +215,7 @@ def test_a_single_weight_file_and_the_other_name_of_the_embedding_load_too(copie
     assert (runner.encode(model(copied), "cat", "", Silent())[0][0][0] == expected).all()
 
 
-def test_cancelling_while_loading_leaves_nothing_behind(copied: Path, runner: Engine):
+def test_cancelling_while_loading_leaves_nothing_behind(copied: Path, runner: Runner):
     class Cancelled(Exception):
         pass
 

@@ -9,9 +9,9 @@ from typing import Any
 import diffusers
 import jax
 import pytest
+from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints import compatibility
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, variant
-from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
 from comfyui_tpu.tpu_runtime.programs import modules
 from comfyui_tpu.tpu_runtime.progress import Silent
@@ -325,7 +325,7 @@ def test_a_run_says_so_before_it_builds_anything(tmp_path: Path):
     spec = spec_by_name(HUNYUAN)
     write(spec, tmp_path, PUBLISHED[HUNYUAN][0], {"transformer": {"in_channels": 17}})
     model = ModelRef(spec_name=HUNYUAN, model_id=str(tmp_path), precision="float32")
-    runner = Engine(jax.devices()[:1])
+    runner = Runner(jax.devices()[:1])
     with pytest.raises(ValueError, match="in_channels is 17 in transformer/config.json of .*; supported is 65"):
         runner.encode(model, "a cat", "", Silent())
     assert not any(runner.counts.values())

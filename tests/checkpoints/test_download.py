@@ -8,9 +8,9 @@ import pytest
 from comfyui_tpu.cli.download import BarHost, bar
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.tests.support.fake_hub import Answer, FakeHub
+from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints import hub, tiny, weight_files
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.progress import Silent
 
@@ -46,7 +46,7 @@ def named(folder: Path) -> set[str]:
 def prompt_of(model_id: str) -> list[float]:
     model = ModelRef(spec_name=SPEC.name, model_id=model_id, precision="float32")
     model.check()
-    return Engine(jax.devices()[:1]).encode(model, "a cat", "", Silent())[0][0][0].flatten().tolist()
+    return Runner(jax.devices()[:1]).encode(model, "a cat", "", Silent())[0][0][0].flatten().tolist()
 
 
 def test_a_folder_gets_what_is_loaded_and_then_serves_as_the_model(

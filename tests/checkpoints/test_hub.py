@@ -19,10 +19,10 @@ from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.hunyuan15 import SAMPLER
 from comfyui_tpu.tests.support.fake_hub import Answer, FakeHub
+from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tests.support.patience import PATIENCE_S
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, hub, model_ref, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
 from comfyui_tpu.tpu_runtime.progress import Silent
 
@@ -64,7 +64,7 @@ def test_the_index_comes_first_and_a_wrong_one_ends_it(fake: FakeHub, tmp_path: 
     """Wan 2.2 T2V-A14B in the Wan 2.1 nodes: nothing but its index is fetched, and its second expert is named."""
     second = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.875}
     fake.repositories[ID] = changed(tmp_path / "experts", **second)
-    sentence = error_of(lambda: Engine(jax.devices()[:1]).encode(MODEL, "a cat", "", Silent()))
+    sentence = error_of(lambda: Runner(jax.devices()[:1]).encode(MODEL, "a cat", "", Silent()))
     assert "has transformer_2 (WanTransformer3DModel) and boundary_ratio 0.875" in sentence
     assert fake.served() == ["model_index.json"]
     # From now on it is known without a network, before anything runs.
@@ -77,14 +77,14 @@ def test_configs_come_before_weights_and_a_wrong_one_ends_it(fake: FakeHub, tmp_
     fake.repositories[ID] = changed(tmp_path / "other")
     config = tmp_path / "other" / "vae" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "z_dim": 48}))
-    sentence = error_of(lambda: Engine(jax.devices()[:1]).encode(MODEL, "a cat", "", Silent()))
+    sentence = error_of(lambda: Runner(jax.devices()[:1]).encode(MODEL, "a cat", "", Silent()))
     assert "z_dim is 48 in vae/config.json of owner/model; supported is 16" in sentence
     assert "vae/config.json" in fake.served() and not fake.weights()
     assert error_of(lambda: MODEL.check()) == sentence
 
 
 def test_a_hub_model_runs_and_takes_only_what_a_stage_needs(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
-    runner = Engine(jax.devices()[:1])
+    runner = Runner(jax.devices()[:1])
     local = ModelRef(spec_name=SPEC.name, model_id=SPEC.random_id, precision="float32")
     expected = runner.encode(local, "a cat", "", Silent())[0][0][0]
     assert (runner.encode(MODEL, "a cat", "", Silent())[0][0][0] == expected).all()
@@ -115,14 +115,14 @@ def test_a_hub_models_denoiser_is_there_before_its_program_is_chosen(fake: FakeH
     model = ModelRef(spec_name=COGVIDEOX.name, model_id=ID, precision="float32")
     settings = COGVIDEOX.settings(height=64, width=64, num_frames=1, num_inference_steps=1, guidance_scale=1.0)
     prompt = [[torch.ones(1, 226, 40), {"tpu_family": COGVIDEOX.family}]]
-    found = Engine(jax.devices()[:1]).denoise(model, settings, prompt, None, Silent())["samples"]
+    found = Runner(jax.devices()[:1]).denoise(model, settings, prompt, None, Silent())["samples"]
     assert {name.split("/")[0] for name in fake.weights()} == {"transformer"}
     assert found.shape == (1, 16, 1, 8, 8)
 
 
 def test_known_prompts_need_no_text_encoder(fake: FakeHub):
     """Their key is the commit's, not that of files which may not be here yet."""
-    runner, progress = Engine(jax.devices()[:1]), Silent()
+    runner, progress = Runner(jax.devices()[:1]), Silent()
     before = MODEL.locate().identity("text_encoder", progress)
     runner.encode(MODEL, "a bird", "", progress)
     assert MODEL.locate().identity("text_encoder", progress) == before

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import jax
 import pytest
+from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime import pipeline, redact, tokens
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.progress import Silent
 
@@ -81,7 +81,7 @@ def test_a_tokenizer_with_code_of_its_own_is_not_run(tmp_path: Path):
     # What a tokenizer.json says is all that is needed.
     assert tokens.load_tokenizer(folder / "tokenizer")
     (folder / "tokenizer" / "tokenizer.json").unlink()
-    assert error_of(lambda: Engine(jax.devices()[:1]).encode(model, "a cat", "", Silent())) == (
+    assert error_of(lambda: Runner(jax.devices()[:1]).encode(model, "a cat", "", Silent())) == (
         f"{folder / 'tokenizer'} comes with code of its own, which is never run here. Use a checkpoint whose tokenizer "
         "is one of transformers' own."
     )

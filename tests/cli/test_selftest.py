@@ -135,7 +135,7 @@ def test_a_rule_that_replicates_what_the_code_takes_to_be_split_is_red(monkeypat
     # As on a TPU machine the reference's device is not JAX's first one.
     settings, host = families.settings_of(changed), families.engine(jax.devices()[7:])
     estimates = families.Estimates(Silent())
-    latents = host.denoise(families._model(changed, "float32"), settings, *texts, estimates)
+    latents = families._denoise(host, families._model(changed, "float32"), settings, texts, None, estimates)
     reference = families.Generation(
         texts=texts, condition=None, estimates=estimates.kept, latents=latents, frames=torch.zeros(1)
     )

@@ -13,13 +13,12 @@ from typing import Any
 import jax
 import pytest
 import torch
-from comfyui_tpu.tests.support.host import Cancelled, Host
+from comfyui_tpu.tests.support.host import Cancelled, Host, Runner
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime.checkpoints import read_ahead
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Expected, Lora, ModelRef
 from comfyui_tpu.tpu_runtime.engine import run, telemetry
 from comfyui_tpu.tpu_runtime.engine.device_cache import DeviceCache
-from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.engine.program_cache import ProgramCache, Wanted
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.programs import executables
@@ -222,7 +221,7 @@ def test_unloading_waits_for_no_compiler(compiler: Compiler):
 # --- a whole engine ---------------------------------------------------------------------------------------------------
 
 
-def generate(engine: Engine) -> list[torch.Tensor]:
+def generate(engine: Runner) -> list[torch.Tensor]:
     embeds = engine.encode(MODEL, "a cat", "", Silent())
     latents = engine.denoise(MODEL, SETTINGS, *embeds, Silent())
     return [embeds[0][0][0], latents["samples"], engine.decode(MODEL, latents, Silent())]
@@ -231,7 +230,7 @@ def generate(engine: Engine) -> list[torch.Tensor]:
 def test_results_are_the_same_to_the_bit_and_nothing_is_compiled_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The very same programs: XLA finds those of the first run in its own cache."""
     monkeypatch.setenv("COMFYUI_TPU_CACHE", str(tmp_path))
-    plain, ahead = Engine(jax.devices()[:2]), Engine(jax.devices()[:2])
+    plain, ahead = Runner(jax.devices()[:2]), Runner(jax.devices()[:2])
     expected = generate(plain)
     for path in (*(tmp_path / "programs").iterdir(), *(tmp_path / "prompts").iterdir()):
         path.unlink()
@@ -248,7 +247,7 @@ def test_results_are_the_same_to_the_bit_and_nothing_is_compiled_twice(tmp_path:
 
 def test_without_an_expectation_nothing_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run, "note", lambda *_: pytest.fail("nobody said that this would run"))
-    engine = Engine(jax.devices()[:2])
+    engine = Runner(jax.devices()[:2])
     embeds = engine.encode(MODEL, "a cat", "", Silent())
     engine.expect([Expected(model=MODEL, stages=("denoise",))])
     engine.denoise(MODEL, SETTINGS, *embeds, Silent())
@@ -264,7 +263,7 @@ def test_a_model_with_a_lora_is_the_one_that_was_expected(monkeypatch: pytest.Mo
         done.release()
 
     monkeypatch.setattr(run, "note", note)
-    engine = Engine(jax.devices()[:2])
+    engine = Runner(jax.devices()[:2])
     changed = replace(MODEL, loras=(Lora(path="style.safetensors", strength=0.8),))
     for model in (MODEL, changed):
         engine.expect([replace(GENERATION, model=model)])
@@ -291,7 +290,7 @@ def test_a_cancelled_stage_drops_what_was_noted(monkeypatch: pytest.MonkeyPatch)
             raise Cancelled
 
     monkeypatch.setattr(run, "note", note)
-    engine = Engine(jax.devices()[:2])
+    engine = Runner(jax.devices()[:2])
     engine.expect([GENERATION])
     with pytest.raises(Cancelled):
         engine.encode(MODEL, "another cat", "", Stops())

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.autoencoders import frames
 from comfyui_tpu.tpu_runtime.programs import finite, solver_table
@@ -29,8 +29,8 @@ LATENT = {"samples": torch.zeros(1, 128, 4, 6)}
 
 
 @functools.cache
-def engine() -> Engine:
-    return Engine(jax.devices()[:2])
+def engine() -> Runner:
+    return Runner(jax.devices()[:2])
 
 
 def encode(model: ModelRef = MODEL) -> Any:
@@ -117,7 +117,7 @@ def test_in_bfloat16_that_is_the_likely_cause():
 
 def test_what_comes_in_from_elsewhere_is_named():
     """Before a weight is read: it is not the model's fault."""
-    runner = Engine(jax.devices()[:2])
+    runner = Runner(jax.devices()[:2])
     bad = torch.full((1, 512, 120), torch.inf)
     with pytest.raises(ValueError, match="Flux.2 dev: prompt_embeds holds values that are not finite"):
         runner.denoise(MODEL, SETTINGS, [[bad, {}]], None, Silent())

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime import refusal
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.engine import device_cache
 from comfyui_tpu.tpu_runtime.engine.device_cache import DeviceCache
-from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.engine.memory_advice import VARIABLE, OutOfMemory
 from comfyui_tpu.tpu_runtime.models import SPECS
 from comfyui_tpu.tpu_runtime.plan import compile
@@ -114,7 +114,7 @@ def test_what_the_compiler_refuses_is_not_tried_again(
 
     monkeypatch.setattr(Program, "compile", compile_)
     monkeypatch.setattr(executables.Store, "get", lambda *_: None)
-    runner = Engine(jax.devices())
+    runner = Runner(jax.devices())
     with pytest.raises(OutOfMemory) as refused:
         runner.warmup(MODEL, SPEC.settings(**SPEC.tiny_inputs), Silent())
     assert len(tried) == tries, tried

@@ -7,10 +7,9 @@ import logging
 import jax
 import pytest
 from comfyui_tpu.tests.models import parity
-from comfyui_tpu.tests.support.host import Host
+from comfyui_tpu.tests.support.host import Host, Runner
 from comfyui_tpu.tpu_runtime import tokens
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
-from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
 
 WAN = spec_for_family("Wan21")
@@ -18,8 +17,8 @@ END = "a green lamp at the very end"
 
 
 @functools.cache
-def runner() -> Engine:
-    return Engine(jax.devices()[:1])
+def runner() -> Runner:
+    return Runner(jax.devices()[:1])
 
 
 @pytest.mark.parametrize(

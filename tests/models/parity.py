@@ -18,9 +18,9 @@ import pytest
 import torch
 from comfyui_tpu.attention.policy import AttentionPolicy
 from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.programs import denoise_step, modules, solver_table, token_layout
 from comfyui_tpu.tpu_runtime.programs.program import Program, Target
 from comfyui_tpu.tpu_runtime.programs.weights import Weights
@@ -34,9 +34,9 @@ def tiny_model(spec: ModelSpec) -> ModelRef:
 
 
 @functools.cache
-def engine(chips: int) -> Engine:
+def engine(chips: int) -> Runner:
     """One engine for each number of simulated chips, for all tests of the process."""
-    return Engine(jax.devices()[:chips])
+    return Runner(jax.devices()[:chips])
 
 
 def upstream(pipeline_class: str, folder: Path, **parts: Any) -> Any:

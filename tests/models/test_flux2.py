@@ -17,10 +17,10 @@ from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK, difference
+from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime import tokens
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.text_encoders import mistral3
 from comfyui_tpu.tpu_runtime.programs import modules, network_call
@@ -276,7 +276,7 @@ def test_latents_and_embeddings_of_another_shape_are_refused():
         engine(8).denoise(MODEL, ODD, embeds, None, Silent())
 
 
-def encode_with(runner: Engine, model: ModelRef, image: torch.Tensor, size: dict, progress: Any) -> dict:
+def encode_with(runner: Runner, model: ModelRef, image: torch.Tensor, size: dict, progress: Any) -> dict:
     return runner.encode_image(model, image, replace(SPEC.settings(), **size), progress)
 
 

@@ -12,9 +12,9 @@ import torch
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.models.wan import test_wan21, test_wan22_i2v
 from comfyui_tpu.tests.support.closeness import difference
+from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
-from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
 from comfyui_tpu.tpu_runtime.progress import Silent
@@ -69,7 +69,7 @@ def test_two_loras_on_both_experts_equal_upstreams(tmp_path: Path, compare: Call
 class Wan:
     """Wan 2.1 with its text encoded: latents with some LoRAs, and what they cost."""
 
-    def __init__(self, runner: Engine) -> None:
+    def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.embeds = runner.encode(WAN21, test_wan21.SHORT, test_wan21.NEGATIVE, Silent())
 

@@ -12,9 +12,9 @@ import torch
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes import hunyuan15 as nodes
 from comfyui_tpu.tests.support.closeness import difference
+from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import rehearsal, solver_table, step_reuse
 from comfyui_tpu.tpu_runtime.progress import Silent
@@ -34,8 +34,8 @@ FLAT = replace(ODD, height=64, num_frames=5, guidance_scale=1.0, num_inference_s
 
 
 @functools.cache
-def engine(chips: int) -> Engine:
-    return Engine(jax.devices()[:chips])
+def engine(chips: int) -> Runner:
+    return Runner(jax.devices()[:chips])
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def embeds() -> tuple:
     return engine(8).encode(MODEL, PROMPT, NEGATIVE, Silent())
 
 
-def denoise(runner: Engine, settings: Settings, model: ModelRef = MODEL, progress: Any = None) -> np.ndarray:
+def denoise(runner: Runner, settings: Settings, model: ModelRef = MODEL, progress: Any = None) -> np.ndarray:
     return runner.denoise(model, settings, *embeds(), progress or Silent())["samples"].numpy()
 
 
@@ -116,7 +116,7 @@ def test_reused_steps_are_upstreams_last_block_alone(settings: Settings, chips: 
 
 @pytest.mark.slow
 def test_both_programs_are_compiled_before_the_first_step_and_serve_every_policy():
-    runner, seen = Engine(jax.devices()[:2]), []
+    runner, seen = Runner(jax.devices()[:2]), []
 
     class Watch(Silent):
         def step(self, done: int, total: int, unit: str, preview: object = None) -> None:

@@ -1,6 +1,14 @@
-"""A host whose user may cancel."""
+"""A host whose user may cancel, and an engine whose stages are methods with the arguments that tests give them."""
 
-from comfyui_tpu.tpu_runtime.progress import Silent
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.engine.engine import Engine
+from comfyui_tpu.tpu_runtime.engine.payloads import Conditioning, ImageCondition, Latent
+from comfyui_tpu.tpu_runtime.progress import Progress, Silent
+from comfyui_tpu.tpu_runtime.spec import Settings
 
 
 class Cancelled(Exception):
@@ -20,3 +28,38 @@ class Host(Silent):
     def check_cancelled(self) -> None:
         if self.is_cancelled:
             raise Cancelled
+
+
+class Runner(Engine):
+    """The engine, with one method for each stage."""
+
+    def encode(
+        self, model: ModelRef, prompt: str, negative_prompt: str, progress: Progress
+    ) -> tuple[Conditioning, Conditioning | None]:
+        return self.run("encode", model, progress, prompt=prompt, negative_prompt=negative_prompt)
+
+    def encode_image(
+        self, model: ModelRef, image: torch.Tensor, settings: Settings, progress: Progress
+    ) -> ImageCondition:
+        return self.run("image", model, progress, image=image, settings=settings)
+
+    def denoise(
+        self,
+        model: ModelRef,
+        settings: Settings,
+        prompt_embeds: Conditioning,
+        negative_prompt_embeds: Conditioning | None,
+        progress: Progress,
+        condition: ImageCondition | None = None,
+        latents: Mapping[str, Any] | None = None,
+    ) -> Latent:
+        return self.run(
+            "denoise", model, progress, settings=settings, prompt_embeds=prompt_embeds,
+            negative_prompt_embeds=negative_prompt_embeds, condition=condition, latents=latents,
+        )  # fmt: skip
+
+    def decode(self, model: ModelRef, latents: Latent, progress: Progress) -> torch.Tensor:
+        return self.run("decode", model, progress, latents=latents)
+
+    def warmup(self, model: ModelRef, settings: Settings, progress: Progress) -> int:
+        return self.run("warmup", model, progress, settings=settings)

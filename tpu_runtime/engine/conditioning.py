@@ -26,6 +26,8 @@ def conditioning(spec: ModelSpec, encoded: Sequence[tuple[np.ndarray, np.ndarray
 
 def check_pictures(spec: ModelSpec, settings: Settings, number: int) -> None:
     """Raises `ValueError` where the model does not take so many pictures: a first frame, or a first and a last one."""
+    if spec.encode_image is None:
+        raise ValueError(f"{spec.title} does not take an image.")
     if spec.references:
         return
     if number not in spec.pictures:

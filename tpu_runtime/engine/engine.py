@@ -2,11 +2,12 @@
 stage it compiles and reads what the later ones of an expected generation need.
 """
 
+import functools
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,18 +16,17 @@ import torch
 
 from ...attention.policy import Kernel
 from ...sharding.mesh import Device
-from .. import media, refusal, versions
 from .. import precision as precisions
+from .. import refusal, versions
 from ..checkpoints.model_ref import Expected, ModelRef
 from ..hosts.together import Alone, Elsewhere, Ending, Together
 from ..programs import modules, xla_cache
 from ..programs.program import Target
 from ..progress import Progress, Silent
-from ..spec import Settings
-from . import conditioning, memory_advice, run, telemetry
+from ..spec import STAGES, Settings
+from . import memory_advice, run, telemetry
 from .device_cache import DeviceCache
 from .memory_advice import OutOfMemory
-from .payloads import Conditioning, ImageCondition, Latent
 from .program_cache import COMPILER, ProgramCache
 from .prompt_cache import PromptCache
 from .stage import Stage
@@ -34,9 +34,6 @@ from .stage import Stage
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-# The stages of one generation, and which of `spec.STAGES` come after each.
-GENERATION = ("encode", "encode_image", "denoise", "decode")
-AFTER = {"encode": ("image", "denoise", "decode"), "encode_image": ("denoise", "decode"), "denoise": ("decode",)}
 
 
 class Dropped(Exception):
@@ -96,56 +93,6 @@ class Engine:
             self._expected = expected
             self._drop_ahead()
 
-    # -- stages: see `pipeline` --------------------------------------------------------------------------------------
-
-    def encode(
-        self, model: ModelRef, prompt: str, negative_prompt: str, progress: Progress
-    ) -> tuple[Conditioning, Conditioning | None]:
-        arguments = {"prompt": prompt, "negative_prompt": negative_prompt}
-        return self._stage("encode", model, progress, arguments, lambda stage: run.encode(stage, **arguments))
-
-    def encode_image(
-        self, model: ModelRef, image: torch.Tensor, settings: Settings, progress: Progress
-    ) -> ImageCondition:
-        if model.spec.encode_image is None:
-            raise ValueError(f"{model.spec.title} does not take an image.")
-        seen = media.pictures(image)
-        conditioning.check_pictures(model.spec, settings, len(seen))
-        arguments = {"image": seen, "settings": settings}
-        return self._stage(
-            "encode_image", model, progress, arguments, lambda stage: run.encode_image(stage, seen, settings), settings
-        )
-
-    def denoise(
-        self,
-        model: ModelRef,
-        settings: Settings,
-        prompt_embeds: Conditioning,
-        negative_prompt_embeds: Conditioning | None,
-        progress: Progress,
-        condition: ImageCondition | None = None,
-        latents: Mapping[str, Any] | None = None,
-    ) -> Latent:
-        arguments = {
-            "settings": settings, "prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds,
-            "condition": condition, "latents": latents,
-        }  # fmt: skip
-        return self._stage(
-            "denoise", model, progress, arguments, lambda stage: run.denoise(stage, **arguments), settings
-        )
-
-    def decode(self, model: ModelRef, latents: Latent, progress: Progress) -> torch.Tensor:
-        samples = conditioning.latent_samples(model.spec, latents)
-        arguments = {"latents": {"samples": samples}}
-        return self._stage("decode", model, progress, arguments, lambda stage: run.decode(stage, samples))
-
-    def warmup(self, model: ModelRef, settings: Settings, progress: Progress) -> int:
-        before = self.counts["compile"]
-        self._stage(
-            "warmup", model, progress, {"settings": settings}, lambda stage: run.warm(stage, settings), settings
-        )
-        return self.counts["compile"] - before
-
     def free(self, ids: Iterable[str] | None = None) -> None:
         """Drops weights and compiled programs; with `ids`, the weights of those residents alone."""
         with self._lock:
@@ -175,30 +122,23 @@ class Engine:
 
     # -- how a stage runs ----------------------------------------------------------------------------------------------
 
-    def _stage(
-        self,
-        name: str,
-        model: ModelRef,
-        progress: Progress,
-        arguments: Mapping[str, Any],
-        work: Callable[[Stage], Result],
-        settings: Settings | None = None,
-    ) -> Result:
-        """One stage at a time, without gradients; ComfyUI calls nodes in inference mode, which torchax cannot use.
+    def run(self, stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> Any:
+        """What `run.WORK[stage]` returns for these arguments, on all hosts; see `pipeline` for those of each stage.
 
-        `arguments` are those of the method `name`, which followers are to call too.
+        One at a time, without gradients; ComfyUI calls nodes in inference mode, which torchax cannot use.
         """
+        settings = arguments.get("settings")
         with (
             self._lock,
             torch.inference_mode(False),
             torch.no_grad(),
-            self.hosts.stage(name, {"model": model, **arguments}, progress) as progress,
+            self.hosts.stage(stage, {"model": model, **arguments}, progress) as progress,
         ):
-            activity = telemetry.Activity(stage=name, model=model.model_id)
+            activity = telemetry.Activity(stage=stage, model=model.model_id)
             self.activity = activity
             try:
-                stage = self.hosts.attempt(lambda: self._begun(model, settings, progress, activity), _ending)
-                result = self._within_memory(stage, work, settings)
+                begun = self.hosts.attempt(lambda: self._begun(model, settings, progress, activity), _ending)
+                result = self._within_memory(begun, functools.partial(run.WORK[stage], begun, **arguments), settings)
             except BaseException:
                 self._drop_ahead()
                 raise
@@ -234,10 +174,11 @@ class Engine:
     def _look_ahead(self, stage: Stage, model: ModelRef, settings: Settings | None) -> None:
         """Lets what the later stages need be compiled, and read from the disk, behind this one."""
         expected = self._expected.get(_base(model))
-        if expected is None or stage.name not in AFTER:
+        if expected is None or stage.name not in STAGES:
             return
         settings = _seedless(settings) if stage.name == "denoise" else expected.settings
-        stages = [name for name in AFTER[stage.name] if name in expected.stages]
+        later = STAGES[STAGES.index(stage.name) + 1 :]
+        stages = [name for name in later if name in expected.stages]
         noted = self._ahead.noted
         unread = [name for name in (stage.name, *stages) if name not in noted]
         unnoted = [name for name in stages if settings is not None and noted.get(name) != settings]
@@ -256,14 +197,14 @@ class Engine:
         self._ahead = Ahead()
         self.program_cache.drop()
 
-    def _within_memory(self, stage: Stage, work: Callable[[Stage], Result], settings: Settings | None) -> Result:
+    def _within_memory(self, stage: Stage, work: Callable[[], Result], settings: Settings | None) -> Result:
         """Runs `work`; out of memory, once more with everything unloaded. Then `OutOfMemory` says what would fit.
 
         What the compiler refuses is not tried again: its answer does not depend on what is loaded.
         """
 
         def attempt() -> Result:
-            return self.hosts.attempt(lambda: work(stage), _ending)
+            return self.hosts.attempt(work, _ending)
 
         try:
             return attempt()
@@ -286,7 +227,7 @@ class Engine:
 
     def _finished(self, activity: telemetry.Activity) -> None:
         """Adds a stage to the generation it belongs to; decoding ends one, and warming up is none."""
-        if activity.stage not in GENERATION:
+        if activity.stage not in STAGES:
             return
         found = self._generation
         if found is None or found.model != activity.model or activity.stage in dict(found.stages):

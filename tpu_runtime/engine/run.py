@@ -1,4 +1,4 @@
-"""The stages of a generation, each a function of a `Stage`: encode, encode_image, denoise, decode; and warming up."""
+"""The stages of a generation, each a function of a `Stage`, and warming up: what an engine runs, by name, is `WORK`."""
 
 import functools
 import itertools
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import tokens
+from .. import media, tokens
 from ..cache.store import signature
 from ..checkpoints import guider
 from ..checkpoints import read_ahead as reading
@@ -81,10 +81,12 @@ def _encode_text(stage: Stage, text: TextEncoding, prompts: Sequence[str]) -> tu
 
 def encode_image(stage: Stage, image: torch.Tensor, settings: Settings) -> ImageCondition:
     """An IMAGE `[N, height, width, 3]` in 0..1, CPU float32, as the denoiser's condition."""
+    seen = media.pictures(image)
+    conditioning.check_pictures(stage.spec, settings, len(seen))
     assert stage.spec.encode_image is not None
     stage.progress.text("Encoding the image")
     vae_config = stage.found.config(stage.spec.component(stage.spec.vae), stage.progress)
-    tensors = stage.spec.encode_image(stage.call, image, settings, vae_config)
+    tensors = stage.spec.encode_image(stage.call, seen, settings, vae_config)
     return conditioning.condition(stage.spec, settings, tensors)
 
 
@@ -93,7 +95,7 @@ def denoise(
     settings: Settings,
     prompt_embeds: Conditioning,
     negative_prompt_embeds: Conditioning | None,
-    condition: ImageCondition | None,
+    condition: ImageCondition | None = None,
     latents: Mapping[str, Any] | None = None,
 ) -> Latent:
     """From noise, or from latents, to a LATENT."""
@@ -118,8 +120,9 @@ def denoise(
     return denoising.end(settings, standing, denoised, finish)
 
 
-def decode(stage: Stage, samples: torch.Tensor) -> torch.Tensor:
-    """LATENT samples `[batch, channels, ...]` to IMAGE frames of all of them."""
+def decode(stage: Stage, latents: Mapping[str, Any]) -> torch.Tensor:
+    """The samples `[batch, channels, ...]` of a LATENT to IMAGE frames of all of them."""
+    samples = conditioning.latent_samples(stage.spec, latents)
     stage.progress.text("Decoding")
     frames = []
     for sample in samples:
@@ -129,9 +132,15 @@ def decode(stage: Stage, samples: torch.Tensor) -> torch.Tensor:
     return torch.cat(frames) if frames else torch.empty(0)
 
 
-def warm(stage: Stage, settings: Settings) -> None:
-    """Compiles every program of a generation of this size that is not compiled yet; loads no weights."""
+def warm(stage: Stage, settings: Settings) -> int:
+    """Compiles every program of a generation of this size, loading no weights; how many were not compiled yet."""
+    before = stage.counts["compile"]
     _each_program(stage, settings, STAGES, lambda wanted: stage.program_cache.get(wanted, stage.progress))
+    return stage.counts["compile"] - before
+
+
+_STAGES = (encode, encode_image, denoise, decode)
+WORK: Mapping[str, Callable[..., Any]] = {**dict(zip(STAGES, _STAGES, strict=True)), "warmup": warm}
 
 
 def note(stage: Stage, settings: Settings, stages: Sequence[str]) -> None:

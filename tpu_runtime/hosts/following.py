@@ -7,13 +7,12 @@ from typing import Any
 from ..progress import Silent
 from .follower import Follower
 from .place import Place
-from .together import HostsError, Together
+from .together import Together
 
 log = logging.getLogger(__name__)
 
-STAGES = ("encode", "encode_image", "denoise", "decode", "warmup")
-# What the leader asks for between stages.
-OTHERS = ("expect", "free", "free_titled")
+# What the leader asks for between stages, methods of the engine. Whatever else it asks for is a stage.
+REQUESTS = ("expect", "free", "free_titled")
 
 
 def follow(place: Place, make_engine: Callable[[Together], Any], chips: Callable[[Any], list[dict[str, Any]]]) -> None:
@@ -27,13 +26,11 @@ def follow(place: Place, make_engine: Callable[[Together], Any], chips: Callable
     follower.own_rows = lambda: chips(engine)
     log.info("Following with %d of %d chips", len(engine.own), len(engine.devices))
     for name, arguments in follower.requests():
-        if name in STAGES:
-            try:
-                getattr(engine, name)(**arguments, progress=Silent())
-                log.info("%s: done", name)
-            except Exception as error:  # whatever it is, the leader has it by now, and says it to the user
-                log.info("%s: %s: %s", name, type(error).__name__, error)
-        elif name in OTHERS:
+        if name in REQUESTS:
             getattr(engine, name)(**arguments)
-        else:
-            raise HostsError(f"The leader asks for {name!r}, which this version does not know.")
+            continue
+        try:
+            engine.run(name, **arguments, progress=Silent())
+            log.info("%s: done", name)
+        except Exception as error:  # whatever it is, the leader has it by now, and says it to the user
+            log.info("%s: %s: %s", name, type(error).__name__, error)

@@ -18,18 +18,13 @@ import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from ..checkpoints.model_ref import Expected, Lora, ModelRef
 from ..engine.memory_advice import OutOfMemory
-from ..engine.payloads import Conditioning, ImageCondition, Latent
 from ..progress import Preview, Progress
 from ..redact import redact
-from ..spec import Settings
 from . import wire
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +71,7 @@ def parse(text: str) -> Address:
 
 
 class Client:
-    """The stages of models at one of the `addresses`, with the engine's methods.
+    """The stages of models at one of the `addresses`, with the engine's `run`.
 
     Of several each stage goes to the one that has least to do, and of these to one that ran the model last; when it is
     gone, to another. What travels between stages is whole, so that they need not run at the same place. `expected` is
@@ -91,46 +86,17 @@ class Client:
         """The name of the model that `model_id` is on the other machine; ValueError with its sentence if none."""
         return self._ask("choose", progress, family=family, model_id=model_id, precision=precision)
 
-    def encode(
-        self, model: ModelRef, prompt: str, negative_prompt: str, progress: Progress
-    ) -> tuple[Conditioning, Conditioning | None]:
-        return self._stage("encode", model, progress, prompt=prompt, negative_prompt=negative_prompt)
-
-    def encode_image(
-        self, model: ModelRef, image: "torch.Tensor", settings: Settings, progress: Progress
-    ) -> ImageCondition:
-        return self._stage("encode_image", model, progress, image=image, settings=settings)
-
-    def denoise(
-        self,
-        model: ModelRef,
-        settings: Settings,
-        prompt_embeds: Conditioning,
-        negative_prompt_embeds: Conditioning | None,
-        progress: Progress,
-        condition: ImageCondition | None = None,
-        latents: Mapping[str, Any] | None = None,
-    ) -> Latent:
-        given = {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}
-        return self._stage("denoise", model, progress, settings=settings, condition=condition, latents=latents, **given)
-
-    def decode(self, model: ModelRef, latents: Latent, progress: Progress) -> "torch.Tensor":
-        return self._stage("decode", model, progress, latents=latents)
-
-    def warmup(self, model: ModelRef, settings: Settings, progress: Progress) -> int:
-        return self._about("warmup", model, progress, settings=settings)
+    def run(self, stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> Any:
+        """As the engine runs it; what is to follow goes with it."""
+        one = self._expected
+        following = one and {"name": one.model.spec_name, "stages": one.stages, "settings": one.settings}
+        return self._about(stage, model, progress, expected=following, **arguments)
 
     def add_lora(self, model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef, str]:
         changed = replace(model, loras=(*model.loras, lora))
         return changed, _named(self._about("report_lora", changed, progress), changed.loras)
 
     # -- the line ------------------------------------------------------------------------------------------------------
-
-    def _stage(self, verb: str, model: ModelRef, progress: Progress, **given: Any) -> Any:
-        """One of the engine's stages; what is to follow goes with it."""
-        one = self._expected
-        following = one and {"name": one.model.spec_name, "stages": one.stages, "settings": one.settings}
-        return self._about(verb, model, progress, expected=following, **given)
 
     def _about(self, verb: str, model: ModelRef, progress: Progress, **given: Any) -> Any:
         """What is asked of a model."""

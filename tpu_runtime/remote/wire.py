@@ -10,7 +10,7 @@ from ..hosts import wire
 from ..limits import Settings, StepCache
 
 # Both ends must have the same: raise it when messages change.
-PROTOCOL = 2
+PROTOCOL = 3
 DEFAULT_PORT = 8190
 VARIABLE = "COMFYUI_TPU_TOKEN"
 RUN, LOAD, FILE = "/tpu/run", "/tpu/load", "/tpu/file/"

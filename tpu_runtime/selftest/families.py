@@ -27,7 +27,7 @@ from ..engine.payloads import Conditioning, ImageCondition, Latent
 from ..engine.prompt_cache import Encoded, PromptCache
 from ..precision import Precision
 from ..progress import Preview, Progress
-from ..spec import ModelSpec, Settings
+from ..spec import STAGES, ModelSpec, Settings
 from .checks import Arrays, Bound, Check, Wrong
 
 NUM_FRAMES, NUM_STEPS = 9, 4  # three latent frames, and steps for both experts
@@ -111,18 +111,31 @@ def _model(spec: ModelSpec, precision: Precision) -> ModelRef:
 
 
 def _encode(spec: ModelSpec, on: Engine, model: ModelRef, progress: Progress) -> Encoded:
-    return on.encode(model, spec.texts["prompt"], spec.texts.get("negative_prompt", ""), progress)
+    texts = {name: spec.texts.get(name, "") for name in ("prompt", "negative_prompt")}
+    return on.run("encode", model, progress, **texts)
+
+
+def _denoise(
+    on: Engine,
+    model: ModelRef,
+    settings: Settings,
+    texts: Encoded,
+    condition: ImageCondition | None,
+    progress: Progress,
+) -> Latent:
+    given = dict(zip(("prompt_embeds", "negative_prompt_embeds"), texts, strict=True))
+    return on.run("denoise", model, progress, settings=settings, condition=condition, **given)
 
 
 def _generate(spec: ModelSpec, settings: Settings, host: Engine, progress: Progress) -> Generation:
     model, estimates = _model(spec, "float32"), Estimates(progress)
-    host.expect([Expected(model=model, stages=("image", "denoise", "decode"), settings=settings)])
-    texts = prompt, negative = _encode(spec, host, model, progress)
+    host.expect([Expected(model=model, stages=STAGES[1:], settings=settings)])
+    texts = _encode(spec, host, model, progress)
     condition = None
     if spec.encode_image is not None:
-        condition = host.encode_image(model, picture(spec, settings), settings, progress)
-    latents = host.denoise(model, settings, prompt, negative, estimates, condition)
-    frames = host.decode(model, latents, progress)
+        condition = host.run("image", model, progress, image=picture(spec, settings), settings=settings)
+    latents = _denoise(host, model, settings, texts, condition, estimates)
+    frames = host.run("decode", model, progress, latents=latents)
     return Generation(texts=texts, condition=condition, estimates=estimates.kept, latents=latents, frames=frames)
 
 
@@ -133,7 +146,7 @@ def _stages(
     on_tpu = chips.devices[0].platform == "tpu"
     bound = COARSE if precision == "bfloat16" else TIGHT_ON_TPU if on_tpu else TIGHT
     is_long = precision == "float32" and on_tpu
-    later = ("denoise",) if is_long else ("image", "denoise", "decode")
+    later = ("denoise",) if is_long else STAGES[1:]
 
     def check(stage: str, run: Any) -> Check:
         return Check(family=spec.title, stage=stage, precision=precision, bound=bound, run=run)
@@ -144,17 +157,18 @@ def _stages(
 
     def encode_image(progress: Progress) -> tuple[Arrays, Arrays]:
         assert reference.condition is not None
-        ours = chips.encode_image(model, picture(spec, settings), settings, progress)
+        ours = chips.run("image", model, progress, image=picture(spec, settings), settings=settings)
         return ours["tensors"], reference.condition["tensors"]
 
     def first_step(progress: Progress) -> tuple[Arrays, Arrays]:
         estimates = Estimates(progress)
-        chips.denoise(model, settings, *reference.texts, estimates, reference.condition)
+        _denoise(chips, model, settings, reference.texts, reference.condition, estimates)
         denoised.extend(estimates.kept)
         return _added(spec, settings, denoised[0], reference.estimates[0])
 
     def decode(progress: Progress) -> tuple[Arrays, Arrays]:
-        return {"frames": chips.decode(model, reference.latents, progress)}, {"frames": reference.frames}
+        frames = chips.run("decode", model, progress, latents=reference.latents)
+        return {"frames": frames}, {"frames": reference.frames}
 
     yield check("text states", encode)
     if reference.condition is not None and not is_long:

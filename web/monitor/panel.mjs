@@ -5,7 +5,7 @@ import { make, makeBar, Rows, section, setAttribute, setText } from "./dom.mjs";
 import { Chips } from "./chips.mjs";
 import { draw, History } from "./history.mjs";
 
-const STAGES = { encode: "Text encoder", encode_image: "Image encoder", denoise: "Denoiser", decode: "VAE decoder" };
+const STAGES = { encode: "Text encoder", image: "Image encoder", denoise: "Denoiser", decode: "VAE decoder" };
 const CACHES = { programs: "Compiled programs", xla: "XLA's cache", prompts: "Encoded prompts" };
 
 const COUNTS = [["load", "load"], ["encode", "prompt"], ["compile", "compilation"]];

@@ -18,12 +18,12 @@ from comfyui_tpu.nodes.headless.runner import TerminalHost
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK, difference
+from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime import media
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import conditioning
-from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.engine.memory_advice import VARIABLE
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
@@ -98,7 +98,7 @@ def generate(pipe: Any, settings: Settings) -> Oracle:
     return Oracle(latents=found.latents, frames=found.frames, condition=kept["condition"].numpy())
 
 
-def run(runner: Engine, settings: Settings, model: ModelRef = MODEL) -> tuple[dict, torch.Tensor, torch.Tensor]:
+def run(runner: Runner, settings: Settings, model: ModelRef = MODEL) -> tuple[dict, torch.Tensor, torch.Tensor]:
     """Condition, latents in the network's scale, frames."""
     condition = runner.encode_image(model, picture(settings), settings, Silent())
     embeds = runner.encode(model, SHORT, NEGATIVE, Silent())
