@@ -83,12 +83,12 @@ def measure(
     from ..tpu_runtime import versions
     from ..tpu_runtime.cost_model import chips
     from ..tpu_runtime.plan.measured import Measured, MeasuredProgram
-    from ..tpu_runtime.programs import rehearsal
+    from ..tpu_runtime.programs import generation
 
     topology = chips.topology_of(devices[0].device_kind, len(devices)) if predicts else None
     rows: list[MeasuredProgram] = []
     compiled: list[Compiled | None] = []
-    programs = rehearsal.for_spec(spec, settings, devices, precision=precision, stages=stages)
+    programs = generation.for_spec(spec, settings, devices, precision=precision, stages=stages)
     for _, same in itertools.groupby(programs, key=lambda program: (program.components, program.weights)):
         weights = None
         for program in same:

@@ -10,7 +10,7 @@ from comfyui_tpu.cli import bench
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.plan import measured
-from comfyui_tpu.tpu_runtime.programs import rehearsal
+from comfyui_tpu.tpu_runtime.programs import generation
 
 MODEL = "flux2-klein-4b"
 
@@ -93,7 +93,7 @@ def test_texts_are_taken_as_whole_ones():
 
     spec = bench._miniature(spec_by_name("wan2.1-t2v-14b"))
     settings = spec.settings(**{**spec.tiny_inputs, "num_frames": 5})
-    (step,) = rehearsal.for_spec(spec, settings, jax.devices()[:1], precision="float32", stages=("denoise",))
+    (step,) = generation.for_spec(spec, settings, jax.devices()[:1], precision="float32", stages=("denoise",))
     inputs = bench._arguments(step)[step.args._fields.index("inputs")]
     assert inputs["text_length"].tolist() == [512, 512]
 

@@ -27,6 +27,7 @@ from comfyui_tpu.tpu_runtime.limits import FLOW_SCHEDULERS
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
 from comfyui_tpu.tpu_runtime.programs import solver_table
+from comfyui_tpu.tpu_runtime.programs.generation import Denoising
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import Settings
 
@@ -192,15 +193,10 @@ def test_without_leftover_noise_an_early_end_is_the_estimate(compare: Callable):
 def test_noise_is_added_to_latents_as_upstream_adds_it(name: str, compare: Callable):
     """And the solver begins there as new, as in upstream's image to image."""
     settings = replace(SETTINGS, scheduler=name, start_step=2)
-    table = functools.partial(solver_table.table_for, SPEC, SPEC.scheduler, settings)
+    plan = Denoising.published(SPEC, settings)
     samples = torch.randn(SPEC.geometry.latent_shape(settings), generator=torch.Generator().manual_seed(3))
-    vae_config = SPEC.component(SPEC.vae).config
-
-    def finish(sample: torch.Tensor) -> torch.Tensor:
-        return SPEC.denormalize_latents(sample, settings, vae_config)
-
-    latents = {"samples": finish(samples)}
-    found = denoising.begin(SPEC, settings, table, finish, {}, latents, lambda text: None)
+    latents = {"samples": plan.finish(samples)}
+    found = denoising.begin(plan, {}, latents, lambda text: None)
     changes = {**SPEC.scheduler, **FLOW_SCHEDULERS[name], "flow_shift": 5.0, "shift": 5.0}
     upstream = solver_table.scheduler_from(changes)
     upstream.set_timesteps(4)

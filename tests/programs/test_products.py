@@ -14,7 +14,7 @@ from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tpu_runtime.cost_model import chips, flops
 from comfyui_tpu.tpu_runtime.models import SPECS
 from comfyui_tpu.tpu_runtime.models.autoencoders import convolution
-from comfyui_tpu.tpu_runtime.programs import rehearsal
+from comfyui_tpu.tpu_runtime.programs import generation
 from comfyui_tpu.tpu_runtime.programs.program import Program, shaped
 from comfyui_tpu.tpu_runtime.spec import STAGES, ModelSpec
 
@@ -67,9 +67,9 @@ CASES = {
 
 def traced(spec: ModelSpec, stage: str) -> list[Program]:
     devices = chips.compile_devices(chips.topology("v6e-1"))
-    found = [*rehearsal.for_spec(spec, spec.settings(), devices, stages=(stage,))]
+    found = [*generation.for_spec(spec, spec.settings(), devices, stages=(stage,))]
     if stage == "denoise" and spec.step_reuse is not None:
-        found += rehearsal.for_spec(spec, spec.settings(step_cache=True), devices, stages=(stage,))
+        found += generation.for_spec(spec, spec.settings(step_cache=True), devices, stages=(stage,))
     return found
 
 

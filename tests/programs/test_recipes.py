@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from comfyui_tpu.tests.support.closeness import OPERATION
-from comfyui_tpu.tpu_runtime.engine import denoise as denoising
 from comfyui_tpu.tpu_runtime.limits import FLOW_SCHEDULERS
 from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import solver_table
+from comfyui_tpu.tpu_runtime.programs.generation import Denoising
 from comfyui_tpu.tpu_runtime.programs.solver_table import SolverTable
 from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
 from diffusers.pipelines.flux2 import pipeline_flux2, pipeline_flux2_klein
@@ -75,15 +75,10 @@ def test_fastwans_three_steps(compare: Callable):
 
 @pytest.mark.parametrize("boundary", [0.9, 0.875], ids=["Wan 2.2 I2V", "Wan 2.2 T2V"])
 def test_of_the_four_two_are_the_first_experts(boundary: float):
-    class Found:
-        spec, progress = WAN, None
-        found = type("Checkpoint", (), {"index": lambda self, progress: {"boundary_ratio": boundary}})()
-
     settings = WAN.settings(sigmas=LIGHTX2V, scheduler=EULER, guidance_scale=1.0, guidance_scale_2=3.0)
-    table = solver_table.table_for(WAN, WAN.scheduler, settings)
 
     def experts(settings: Settings) -> list:
-        return denoising.experts_of(Found(), WAN.scheduler, table, settings)  # pyright: ignore[reportArgumentType]
+        return replace(Denoising.published(WAN, settings), boundary_ratio=boundary).experts
 
     first, second = ("transformer", 1.0), ("transformer_2", 3.0)
     assert experts(settings) == [first, first, second, second]

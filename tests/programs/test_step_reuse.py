@@ -16,7 +16,7 @@ from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name, spec_for_family
-from comfyui_tpu.tpu_runtime.programs import rehearsal, solver_table, step_reuse
+from comfyui_tpu.tpu_runtime.programs import generation, solver_table, step_reuse
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import Settings, StepCache
 
@@ -196,5 +196,5 @@ def test_a_plan_has_both_programs_and_how_often_each_runs():
         (ODD, {"denoise_step": 4, "denoise_step.from_features": 2}),
         (replace(ODD, step_cache=None), {"denoise_step": 6}),
     ):
-        found = rehearsal.for_spec(tiny_spec, settings, jax.devices()[:1], stages=("denoise",))
+        found = generation.for_spec(tiny_spec, settings, jax.devices()[:1], stages=("denoise",))
         assert {program.name: program.runs for program in found} == wanted

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from ...sharding import placement
-from ..checkpoints import checkpoint, score_bound
-from ..programs import denoise_step, solver_table, step_reuse
-from ..programs.program import Program
+from ..checkpoints import checkpoint, guider, score_bound
+from ..programs import denoise_step, solver_table
+from ..programs.generation import Denoising
 from ..programs.solver_table import SolverTable
 from ..programs.step_reuse import CachedDenoiser, Runnable
 from ..progress import Preview
-from ..spec import ModelSpec, Settings
+from ..spec import Settings
 from . import conditioning
 from .payloads import CARRIED, Carried, Latent
 from .program_cache import Wanted
@@ -33,8 +33,6 @@ from .stage import Stage
 log = logging.getLogger(__name__)
 
 Inputs = Mapping[str, np.ndarray]
-# A denoiser's name, and the guidance scale of a step.
-Expert = tuple[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +50,16 @@ class Standing:
     origin: torch.Tensor
 
 
-def denoise(
-    stage: Stage, settings: Settings, config: Mapping[str, Any], standing: Standing, experts: Sequence[Expert]
-) -> tuple[Standing, np.ndarray]:
-    """The steps of `settings`. Waits for each, so that progress is true and a cancel stops within one step.
+def denoise(stage: Stage, plan: Denoising, standing: Standing) -> tuple[Standing, np.ndarray]:
+    """The steps that `plan` runs. Waits for each, so that progress is true and a cancel stops within one step.
 
-    `config` is the denoiser's, `experts` as `experts_of` gives them. Returns where the solver stands then, and the last
-    step's estimate of the end result, on the host.
+    Returns where the solver stands then, and the last step's estimate of the end result, on the host.
     """
-    spec, progress, table, steps = stage.spec, stage.progress, standing.table, settings.steps
-    programs = denoiser_programs(stage, settings, config, table, experts, standing.inputs)
-    noises = table.noises(lambda: spec.noise(spec, settings, standing.generator).numpy(), steps)
+    spec, progress, table, steps = plan.spec, stage.progress, standing.table, plan.settings.steps
+    programs = denoiser_programs(stage, plan, standing.inputs)
+    noises = table.noises(lambda: spec.noise(spec, plan.settings, standing.generator).numpy(), steps)
     noise, state, denoised = next(noises), standing.state, None
-    for expert, part in itertools.groupby(steps, lambda index: experts[index][0]):
+    for expert, part in itertools.groupby(steps, lambda index: plan.experts[index][0]):
         program = programs.pop(expert)
         state, placed = _placed(program, state, standing.inputs)
         weights = stage.weights(expert, program)
@@ -74,7 +69,7 @@ def denoise(
                 progress.step(0, len(steps), "step")
             stage.check(f"step {index + 1} of {expert}")
             state = solver_table.with_noise(state, noise)
-            times, scale = (table.timesteps[index], table.next_timesteps[index]), np.float32(experts[index][1])
+            times, scale = (table.timesteps[index], table.next_timesteps[index]), np.float32(plan.experts[index][1])
             args = denoise_step.StepArgs(state, table.table[index], *times, placed, scale)
             *state, denoised, is_finite = program(weights, *args)
             state = tuple(state)
@@ -105,61 +100,37 @@ def _stepped(stage: Stage, done: int, total: int, denoised: jax.Array) -> None:
         stage.progress.text(f"Denoising, step {done} of {total}, {seconds:.2f} s a step")
 
 
-def scheduler_of(stage: Stage) -> Mapping[str, Any]:
-    """The checkpoint's scheduler config."""
-    return checkpoint.read_json(stage.found.folder("scheduler", stage.progress) / "scheduler_config.json")
+def plan_of(stage: Stage, settings: Settings) -> Denoising:
+    """What a generation with these settings denoises, as the checkpoint has it."""
+    spec, found, progress = stage.spec, stage.found, stage.progress
+    return Denoising(
+        spec=spec,
+        settings=guider.settings_for(found, settings, progress),
+        configs={name: found.config(spec.component(name), progress) for name in (spec.experts[0], spec.vae)},
+        scheduler=checkpoint.read_json(found.folder("scheduler", progress) / "scheduler_config.json"),
+        boundary_ratio=found.index(progress)["boundary_ratio"] if len(spec.experts) > 1 else 0.0,
+    )
 
 
-def experts_of(stage: Stage, scheduler: Mapping[str, Any], table: SolverTable, settings: Settings) -> list[Expert]:
-    """Which denoiser is for each step, and its guidance (see `experts_for`).
-
-    As upstream: the checkpoint's boundary is a share of the scheduler's training timesteps.
-    """
-    ratio = stage.found.index(stage.progress)["boundary_ratio"] if len(stage.spec.experts) > 1 else 0.0
-    boundary = float(ratio * scheduler.get("num_train_timesteps", 1000))
-    return solver_table.experts_for(stage.spec, table, settings, boundary)
-
-
-def most_guided(stage: Stage, settings: Settings, experts: Sequence[Expert]) -> Settings:
-    """The settings of the expert, among those that run, which has the most branches."""
-    found = [stage.spec.for_expert(settings, experts[index][0]) for index in settings.steps]
-    return max(found, key=stage.spec.branches)
-
-
-def denoiser_programs(
-    stage: Stage,
-    settings: Settings,
-    config: Mapping[str, Any],
-    table: SolverTable,
-    experts: Sequence[Expert],
-    inputs: Inputs,
-) -> dict[str, Runnable]:
+def denoiser_programs(stage: Stage, plan: Denoising, inputs: Inputs) -> dict[str, Runnable]:
     """What is called for each step, by the expert that runs it. All are compiled before the first step."""
-    wanted = programs_wanted(stage, settings, config, table, experts, inputs)
+    wanted = programs_wanted(stage, plan, inputs)
     for later in [one for each in wanted.values() for one in each][1:]:
         stage.program_cache.note(later)  # compiled beside the first
-    is_full = _full_steps(settings, experts)
     programs: dict[str, Runnable] = {}
     for expert, each in wanted.items():
         full, *cached = map(stage.executable, each)
-        own = [is_full[index] for index in settings.steps if experts[index][0] == expert]
+        own = [plan.is_full[index] for index in plan.settings.steps if plan.experts[index][0] == expert]
         programs[expert] = CachedDenoiser(full=full, cached=cached[0], is_full=own) if cached else full
     return programs
 
 
-def programs_wanted(
-    stage: Stage,
-    settings: Settings,
-    config: Mapping[str, Any],
-    table: SolverTable,
-    experts: Sequence[Expert],
-    inputs: Inputs,
-) -> dict[str, list[Wanted]]:
+def programs_wanted(stage: Stage, plan: Denoising, inputs: Inputs) -> dict[str, list[Wanted]]:
     """For each expert that runs its program; with a step cache that of full steps, and that of the others.
 
     Experts share one, unless only one of them is guided.
     """
-    spec, target = stage.spec, stage.target
+    spec, target, settings = plan.spec, stage.target, plan.settings
     references = {name: x.shape for name, x in inputs.items() if spec.references and name.startswith("reference_")}
     bounded = all(
         score_bound.is_bounded(
@@ -167,54 +138,30 @@ def programs_wanted(
         )
         for component in map(spec.component, spec.experts)
     )
-    shape = denoise_step.StepShape.of(table, references=references, bounded=bounded)
-
-    def wanted(settings: Settings, kind: str, build: Callable[..., Program]) -> Wanted:
-        return Wanted(
-            title=f"the denoiser for {settings.width}x{settings.height}, {settings.num_frames} frames",
-            key=("denoise", spec.name, config, target, spec.geometry.latent_shape(settings), spec.branches(settings),
-                 shape.num_memory, shape.timestep_dtype, kind, bounded, *references.items()),
-            build=functools.partial(build, spec, config, target, settings, shape),
+    shape = plan.shape(references=references, bounded=bounded)
+    wanted: dict[str, list[Wanted]] = {}
+    for part in plan.parts:
+        wanted.setdefault(part.expert, []).append(
+            Wanted(
+                title=f"the denoiser for {settings.width}x{settings.height}, {settings.num_frames} frames",
+                key=("denoise", spec.name, plan.config, target, spec.geometry.latent_shape(settings),
+                     spec.branches(part.settings), shape.num_memory, shape.timestep_dtype, part.kind, bounded,
+                     *references.items()),
+                build=functools.partial(plan.program, part, target, shape),
+            )
         )  # fmt: skip
-
-    is_full = _full_steps(settings, experts)
-    kinds: dict[str, Callable[..., Program]] = {"plain": denoise_step.denoise_program}
-    if spec.step_reuse is not None and not all(is_full[index] for index in settings.steps):
-        kinds = {"keep": denoise_step.keeping_program, "reuse": denoise_step.reusing_program}
-    running = dict.fromkeys(experts[index][0] for index in settings.steps)
-    return {
-        expert: [wanted(spec.for_expert(settings, expert), kind, build) for kind, build in kinds.items()]
-        for expert in running
-    }
-
-
-def _full_steps(settings: Settings, experts: Sequence[Expert]) -> list[bool]:
-    """For each of all steps, whether it is a full one; the first that runs is."""
-    full = step_reuse.full_steps(settings.step_cache, [expert for expert, _ in experts])
-    return [is_full or index == settings.steps.start for index, is_full in enumerate(full)]
+    return wanted
 
 
 # --- where it begins and ends -----------------------------------------------------------------------------------------
 
-# Latents that the solver ends with, in the scale of LATENT.
-Finish = Callable[[torch.Tensor], torch.Tensor]
-# The solver for a generation that begins at this step.
-Tabulate = Callable[[int], SolverTable]
 
-
-def begin(
-    spec: ModelSpec,
-    settings: Settings,
-    tabulate: Tabulate,
-    finish: Finish,
-    inputs: Inputs,
-    latents: Mapping[str, Any] | None,
-    say: Callable[[str], None],
-) -> Standing:
+def begin(plan: Denoising, inputs: Inputs, latents: Mapping[str, Any] | None, say: Callable[[str], None]) -> Standing:
     """Before the first step; raises `ValueError` for latents that are missing or do not fit.
 
     `say` tells the user why what the latents carry is not used.
     """
+    spec, settings = plan.spec, plan.settings
     start, generator = settings.steps.start, torch.Generator().manual_seed(settings.seed)
     if latents is None and (start or not settings.add_noise):
         why = f"start_step is {start}" if start else "add_noise is off"
@@ -222,15 +169,15 @@ def begin(
             f"{spec.title}: {why}, but no latents are connected to go on from. Connect latents, or begin with noise: "
             "start_step 0 and add_noise on."
         )
-    unscaled = None if latents is None else _unscaled(spec, settings, finish, latents)
+    unscaled = None if latents is None else _unscaled(plan, latents)
     carried = None if latents is None or settings.add_noise else latents.get(CARRIED)
     if latents is not None and carried is not None:
-        problem, standing = _continued(spec, settings, tabulate, inputs, latents["samples"], carried)
+        problem, standing = _continued(plan, inputs, latents["samples"], carried)
         if standing is not None:
             return standing
         log.warning("%s: the latents are taken as they are, without what the solver knew: %s.", spec.title, problem)
         say(f"Going on from the latents alone: {problem}")
-    table, origin = tabulate(start), generator.get_state()
+    table, origin = plan.table, generator.get_state()
     inputs = dict(spec.draw_inputs(inputs, generator))  # as upstream, before the noise
     noise = spec.noise(spec, settings, generator) if settings.add_noise else torch.zeros(())
     if unscaled is None:
@@ -244,8 +191,9 @@ def begin(
     )  # fmt: skip
 
 
-def end(settings: Settings, standing: Standing, denoised: np.ndarray, finish: Finish) -> Latent:
+def end(plan: Denoising, standing: Standing, denoised: np.ndarray) -> Latent:
     """The LATENT after the last step that ran; `denoised` is that step's estimate of the end result."""
+    settings, finish = plan.settings, plan.finish
     step, table = settings.steps.stop, standing.table
     sample = torch.from_numpy(standing.state[0])
     if step == table.num_steps:
@@ -272,16 +220,14 @@ def digest(samples: torch.Tensor) -> str:
     ).hexdigest()
 
 
-def _continued(
-    spec: ModelSpec, settings: Settings, tabulate: Tabulate, inputs: Inputs, samples: torch.Tensor, carried: Carried
-) -> tuple[str, Standing | None]:
+def _continued(plan: Denoising, inputs: Inputs, samples: torch.Tensor, carried: Carried) -> tuple[str, Standing | None]:
     """Where another sampler stopped, or in words why that cannot be gone on from."""
-    start, shape = settings.steps.start, spec.geometry.latent_shape(settings)
+    start, shape = plan.settings.steps.start, plan.spec.geometry.latent_shape(plan.settings)
     if carried["samples"] != digest(samples):
         return "another node changed them", None
     if carried["step"] != start:
         return f"they were left before step {carried['step']}, and start_step is {start}", None
-    table = tabulate(min(max(carried["begin"], 0), start))
+    table = plan.tabulate(min(max(carried["begin"], 0), start))
     if carried["solver"] != table.digest:
         return "they were left by another solver, or for other sigmas, shift or number of steps", None
     state = carried["state"]
@@ -297,21 +243,22 @@ def _continued(
         table=table,
         # Copied: the state of a step is donated to it, and the latents stay in ComfyUI's cache.
         state=tuple(state.float().numpy()[:, None].copy()),
-        inputs=dict(spec.draw_inputs(inputs, first)),
+        inputs=dict(plan.spec.draw_inputs(inputs, first)),
         generator=generator,
         origin=carried["origin"],
     )
     return "", standing
 
 
-def _unscaled(spec: ModelSpec, settings: Settings, finish: Finish, latents: Mapping[str, Any]) -> torch.Tensor:
-    """The latents in the solver's scale and layout: what `finish` would bring to their samples.
+def _unscaled(plan: Denoising, latents: Mapping[str, Any]) -> torch.Tensor:
+    """The latents in the solver's scale and layout: what `plan.finish` would bring to their samples.
 
     That is one factor and one offset for each value, and maybe the first frames left out, which only fill up patches:
     for those the first that is there is repeated, as upstream does with pictures.
     """
-    samples, shape = conditioning.latent_samples(spec, latents), spec.geometry.latent_shape(settings)
-    offset, one = (finish(torch.full(shape, value, dtype=torch.float64)) for value in (0.0, 1.0))
+    spec, shape = plan.spec, plan.spec.geometry.latent_shape(plan.settings)
+    samples = conditioning.latent_samples(spec, latents)
+    offset, one = (plan.finish(torch.full(shape, value, dtype=torch.float64)) for value in (0.0, 1.0))
     if samples.shape != offset.shape:
         raise ValueError(
             f"{spec.title}: the latents have shape {tuple(samples.shape)}; with the sampler's size it must be "

@@ -1,6 +1,5 @@
 """The stages of a generation, each a function of a `Stage`, and warming up: what an engine runs, by name, is `WORK`."""
 
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,11 +10,9 @@ import torch
 
 from .. import media, tokens
 from ..cache.store import signature
-from ..checkpoints import guider
 from ..checkpoints import read_ahead as reading
-from ..programs import executables, network_call, rehearsal, solver_table
+from ..programs import executables, generation, network_call
 from ..programs.executables import Executable
-from ..programs.solver_table import SolverTable
 from ..spec import STAGES, Settings, TextEncoding
 from . import conditioning
 from . import denoise as denoising
@@ -99,25 +96,12 @@ def denoise(
     latents: Mapping[str, Any] | None = None,
 ) -> Latent:
     """From noise, or from latents, to a LATENT."""
-    spec = stage.spec
-    settings = guider.settings_for(stage.found, settings, stage.progress)
-    config = stage.found.config(spec.component(spec.experts[0]), stage.progress)
-    vae_config = stage.found.config(spec.component(spec.vae), stage.progress)
-    scheduler = denoising.scheduler_of(stage)
-
-    def finish(sample: torch.Tensor) -> torch.Tensor:
-        return spec.denormalize_latents(sample, settings, vae_config)
-
-    @functools.cache
-    def tabulate(begin: int) -> SolverTable:
-        return solver_table.table_for(spec, scheduler, settings, begin)
-
-    experts = denoising.experts_of(stage, scheduler, tabulate(settings.steps.start), settings)
-    guided = denoising.most_guided(stage, settings, experts)
-    inputs = conditioning.denoiser_inputs(spec, config, guided, prompt_embeds, negative_prompt_embeds, condition)
-    standing = denoising.begin(spec, settings, tabulate, finish, inputs, latents, stage.progress.text)
-    standing, denoised = denoising.denoise(stage, settings, config, standing, experts)
-    return denoising.end(settings, standing, denoised, finish)
+    plan = denoising.plan_of(stage, settings)
+    inputs = conditioning.denoiser_inputs(
+        plan.spec, plan.config, plan.guided, prompt_embeds, negative_prompt_embeds, condition
+    )
+    standing = denoising.begin(plan, inputs, latents, stage.progress.text)
+    return denoising.end(plan, *denoising.denoise(stage, plan, standing))
 
 
 def decode(stage: Stage, latents: Mapping[str, Any]) -> torch.Tensor:
@@ -171,18 +155,11 @@ def _each_program(
     stage: Stage, settings: Settings, stages: Sequence[str], prepare: Callable[[Wanted], Compilation | Executable]
 ) -> None:
     """Passes every program of these stages to `prepare`, in the order in which they run; loads no weights."""
-    spec = stage.spec
-    vae_config = stage.found.config(spec.component(spec.vae), stage.progress)
-    call = network_call.caller(lambda request: prepare(stage.wanted(request)).program, rehearsal.zeros)
+    plan = denoising.plan_of(stage, settings)
+    call = network_call.caller(lambda request: prepare(stage.wanted(request)).program, generation.zeros)
     for name in STAGES:
         if name in stages and name != "denoise":
-            rehearsal.rehearse(spec, settings, vae_config, call, (name,))
+            generation.rehearse(plan, call, (name,))
         elif name in stages:
-            guided = guider.settings_for(stage.found, settings, stage.progress)
-            config = stage.found.config(spec.component(spec.experts[0]), stage.progress)
-            scheduler = denoising.scheduler_of(stage)
-            table = solver_table.table_for(spec, scheduler, guided, guided.steps.start)
-            experts = denoising.experts_of(stage, scheduler, table, guided)
-            programs = denoising.programs_wanted(stage, guided, config, table, experts, {})
-            for wanted in itertools.chain.from_iterable(programs.values()):
+            for wanted in itertools.chain.from_iterable(denoising.programs_wanted(stage, plan, {}).values()):
                 prepare(wanted)

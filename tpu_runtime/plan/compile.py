@@ -13,7 +13,7 @@ from ..cache.store import Store, signature
 from ..cost_model import chips, flops
 from ..cost_model.chips import Topology
 from ..precision import Precision
-from ..programs import executables, rehearsal
+from ..programs import executables, generation
 from ..programs.program import Program, shard_bytes
 from ..spec import STAGES, ModelSpec, Settings
 from .report import Memory, gib
@@ -33,7 +33,7 @@ class Request:
     stages: tuple[str, ...] = STAGES
 
     def programs(self) -> tuple[Program, ...]:
-        return rehearsal.for_spec(
+        return generation.for_spec(
             self.spec,
             self.settings,
             chips.compile_devices(self.topology),

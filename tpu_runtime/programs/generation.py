@@ -1,0 +1,200 @@
+"""Which programs one generation runs, as far as that is known before a weight is read: what running, compiling ahead,
+planning and timing all use.
+
+The plan of the denoising is a record: the solver's steps, which denoiser and guidance each of them has, which programs
+run them. The programs of the stages around it are found by running their host code on zeros.
+"""
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from ...sharding.mesh import Device
+from ...sharding.shape import MeshShape
+from ..precision import Precision
+from ..spec import STAGES, Call, ModelSpec, Settings
+from . import solver_table, step_reuse
+from .denoise_step import StepShape, denoise_program, keeping_program, reusing_program
+from .network_call import Request, caller
+from .program import Config, Program, Target
+from .solver_table import SolverTable
+
+# A step's program: of one that stands alone, of one that keeps features for others, of one that starts from these.
+_BUILD = {"plain": denoise_program, "keep": keeping_program, "reuse": reusing_program}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The steps, by index, that one denoiser runs with one program. `settings` have its own guidance."""
+
+    expert: str
+    kind: Literal["plain", "keep", "reuse"]
+    settings: Settings
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Denoising:
+    """Of a model with the `configs` of its first denoiser and its VAE, by component, and a checkpoint's `scheduler`.
+
+    `boundary_ratio` is the share of the scheduler's training timesteps from which on the first of two experts denoises.
+    """
+
+    spec: ModelSpec
+    settings: Settings
+    configs: Mapping[str, Config]
+    scheduler: Config
+    boundary_ratio: float = 0.0
+
+    @classmethod
+    def published(cls, spec: ModelSpec, settings: Settings) -> "Denoising":
+        """That of the real architecture, without a checkpoint."""
+        return cls(
+            spec=spec, settings=settings, configs={part.name: part.config for part in spec.components},
+            scheduler=spec.scheduler, boundary_ratio=spec.index.get("boundary_ratio", 0.0),
+        )  # fmt: skip
+
+    @property
+    def config(self) -> Config:
+        """The denoiser's."""
+        return self.configs[self.spec.experts[0]]
+
+    @property
+    def vae_config(self) -> Config:
+        return self.configs[self.spec.vae]
+
+    @functools.cached_property
+    def tabulate(self) -> Callable[[int], SolverTable]:
+        """The solver for a generation that begins at a step; `ValueError` where it does not do what is asked."""
+        return functools.cache(functools.partial(solver_table.table_for, self.spec, self.scheduler, self.settings))
+
+    @property
+    def table(self) -> SolverTable:
+        return self.tabulate(self.settings.steps.start)
+
+    @functools.cached_property
+    def experts(self) -> list[tuple[str, float]]:
+        """Which denoiser is for each of all steps, and its guidance scale (see `experts_for`)."""
+        boundary = float(self.boundary_ratio * self.scheduler.get("num_train_timesteps", 1000))
+        return solver_table.experts_for(self.spec, self.table, self.settings, boundary)
+
+    @functools.cached_property
+    def is_full(self) -> list[bool]:
+        """For each of all steps, whether it starts from no features of another; the first that runs does not."""
+        full = step_reuse.full_steps(self.settings.step_cache, [expert for expert, _ in self.experts])
+        return [is_full or index == self.settings.steps.start for index, is_full in enumerate(full)]
+
+    @functools.cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The steps that run, by denoiser; with a step cache the full ones, then the others."""
+        running = self.settings.steps
+        plain = self.spec.step_reuse is None or all(self.is_full[index] for index in running)
+        steps: dict[tuple[str, Literal["plain", "keep", "reuse"]], list[int]] = {}
+        for expert in dict.fromkeys(self.experts[index][0] for index in running):
+            steps |= {(expert, "plain"): []} if plain else {(expert, "keep"): [], (expert, "reuse"): []}
+        for index in running:
+            kind = "plain" if plain else "keep" if self.is_full[index] else "reuse"
+            steps[self.experts[index][0], kind].append(index)
+        return tuple(
+            Part(expert=expert, kind=kind, settings=self.spec.for_expert(self.settings, expert), steps=tuple(each))
+            for (expert, kind), each in steps.items()
+        )
+
+    @property
+    def guided(self) -> Settings:
+        """The settings of the denoiser, among those that run, which has the most branches."""
+        return max((part.settings for part in self.parts), key=self.spec.branches)
+
+    def shape(self, **more: object) -> StepShape:
+        """What every step's program is compiled for; `more` are fields of `StepShape`."""
+        return StepShape.of(self.table, **more)
+
+    def program(self, part: Part, target: Target, shape: StepShape) -> Program:
+        return _BUILD[part.kind](self.spec, self.config, target, part.settings, shape)
+
+    def finish(self, sample: torch.Tensor) -> torch.Tensor:
+        """The solver's last sample in the scale and layout of LATENT."""
+        return self.spec.denormalize_latents(sample, self.settings, self.vae_config)
+
+
+@dataclass
+class Recorder:
+    """Notes the programs that a stage would run, and how often; runs nothing."""
+
+    plan: Denoising
+    target: Target
+    programs: dict[tuple, Program] = field(default_factory=dict)
+    runs: Counter[tuple] = field(default_factory=Counter)
+
+    @property
+    def call(self) -> Call:
+        return caller(self._record, zeros)
+
+    def _record(self, request: Request) -> Program:
+        if request.key not in self.programs:
+            config = self.plan.configs[request.component]
+            self.programs[request.key] = request.program(self.plan.spec, config, self.target)
+        self.runs[request.key] += 1
+        return self.programs[request.key]
+
+
+def zeros(program: Program, request: Request) -> tuple[Any, Any]:
+    """What a call returns where nothing is run."""
+    return program.zeros
+
+
+def rehearse(plan: Denoising, call: Call, stages: Sequence[str] = STAGES) -> None:
+    """Runs the host code of the stages around the denoiser on zeros: `call` gets every program they would run."""
+    spec, settings = plan.spec, plan.settings
+    if "encode" in stages:
+        for text in spec.text_encoders:
+            rows = 2 if spec.guidance == "cfg" else 1
+            ids, mask = (np.zeros((rows, n), np.int32) for n in (text.prefix + text.max_length, text.max_length))
+            call(text.component, text.encode, ids, mask)
+    if "image" in stages and spec.encode_image is not None:
+        image = torch.zeros(()).expand(spec.pictures[0], settings.height, settings.width, 3)
+        spec.encode_image(call, image, settings, plan.vae_config)
+    if "decode" in stages:
+        samples = plan.finish(torch.zeros(()).expand(spec.geometry.latent_shape(settings)))
+        for _ in spec.decode(call, samples, lambda done, total: None):
+            pass
+
+
+def for_spec(
+    spec: ModelSpec,
+    settings: Settings,
+    devices: Sequence[Device],
+    *,
+    precision: Precision = "bfloat16",
+    mesh_shape: MeshShape | None = None,
+    stages: Sequence[str] = STAGES,
+) -> tuple[Program, ...]:
+    """Every program of one generation with the real architecture: what `plan` compiles, without a checkpoint."""
+    plan, target = Denoising.published(spec, settings), Target(devices=tuple(devices), precision=precision)
+    recorder = Recorder(plan, target)
+    rehearse(plan, recorder.call, stages)
+    found = _steps(plan, target, mesh_shape) if "denoise" in stages else []
+    recorded = [replace(program, runs=recorder.runs[key]) for key, program in recorder.programs.items()]
+    return (
+        *(p for p in recorded if p.components != (spec.vae,)),
+        *found,
+        *(p for p in recorded if p.components == (spec.vae,)),
+    )
+
+
+def _steps(plan: Denoising, target: Target, mesh_shape: MeshShape | None) -> list[Program]:
+    """The denoiser's programs with how often each runs: experts share them, unless only one of these is guided."""
+    shape, same = plan.shape(mesh_shape=mesh_shape), defaultdict[tuple[int, str], list[Part]](list)
+    for part in sorted(plan.parts, key=lambda part: plan.spec.branches(part.settings), reverse=True):
+        same[plan.spec.branches(part.settings), part.kind].append(part)
+    found = []
+    for (branches, _), parts in same.items():
+        program = plan.program(parts[0], target, shape)
+        name = program.name + ".unguided" * (branches < plan.spec.branches(plan.guided))
+        found.append(replace(program, name=name, runs=sum(len(part.steps) for part in parts)))
+    return found
