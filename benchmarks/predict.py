@@ -19,6 +19,7 @@ from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
 from comfyui_tpu.tpu_runtime.plan import measured, plan
 from comfyui_tpu.tpu_runtime.plan.compile import Request
 from comfyui_tpu.tpu_runtime.spec import STAGES
+from comfyui_tpu.tpu_runtime.units import GIB
 
 ROOT = Path(__file__).parents[1]
 DEFAULT = "v6e:2x4"
@@ -70,7 +71,7 @@ def merged(new: Record, old: Record) -> Record:
     residency = sum(weights.values()) + largest
     seconds = [program["predicted_s"] for program in programs]
     total = None if None in seconds else sum(program["predicted_s"] * program["runs"] for program in programs)
-    fits = residency <= new["chip"]["hbm_gib"] * chips.GIB and all(program["fits"] for program in programs)
+    fits = residency <= new["chip"]["hbm_gib"] * GIB and all(program["fits"] for program in programs)
     return {
         **new,
         "mesh": {program["name"]: program["mesh"] for program in programs},
@@ -123,7 +124,7 @@ def _row(record: Record) -> tuple[str, ...]:
         str(settings["num_frames"]),
         str(settings["num_inference_steps"]),
         step["mesh"],
-        f"{record['residency_bytes'] / chips.GIB:.1f}" + ("" if record["fits"] else " (does not fit)"),
+        f"{record['residency_bytes'] / GIB:.1f}" + ("" if record["fits"] else " (does not fit)"),
         number(seconds),
         _share(step["kernel_cycles"] / clock, seconds),
         _share(step["collectives_exposed_s"], seconds),

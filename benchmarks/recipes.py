@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 # Run as a file, this folder is where Python looks first.
 import predict
-from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.spec import STAGES
+from comfyui_tpu.tpu_runtime.units import GIB
 
 BEGIN, END = "<!-- recipes:begin -->", "<!-- recipes:end -->"
 ONE_BRANCH = {"guidance_scale": 1.0}
@@ -82,7 +82,7 @@ def _row(record: predict.Record) -> tuple[str, ...]:
         record["topology"],
         f"{settings['width']}x{settings['height']}",
         str(settings["num_frames"]),
-        f"{max(program['memory']['peak'] for program in record['programs']) / chips.GIB:.1f}",
+        f"{max(program['memory']['peak'] for program in record['programs']) / GIB:.1f}",
         predict.number(step["predicted_s"]),
         seconds("text_encoder"),
         seconds("vae_encoder", "image_encoder"),

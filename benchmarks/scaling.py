@@ -17,6 +17,7 @@ from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.plan import plan
 from comfyui_tpu.tpu_runtime.plan.compile import Request
 from comfyui_tpu.tpu_runtime.plan.report import LABEL, ProgramPlan
+from comfyui_tpu.tpu_runtime.units import GIB
 
 MODEL = "wan2.1-t2v-14b"
 SIZES = ((480, 832), (720, 1280))
@@ -73,7 +74,7 @@ def predict(size: tuple[int, int], name: str) -> Entry:
 
 def row(entry: Entry, entries: Sequence[Entry]) -> tuple[str, ...]:
     """A line of the table; `entries` are those to compare with."""
-    gib = f"{entry.program.memory.peak / chips.GIB:.1f}"
+    gib = f"{entry.program.memory.peak / GIB:.1f}"
     first = (f"{entry.topology.num_chips} x {entry.topology.chip.generation}", str(entry.program.mesh))
     if entry.seconds is None or entry.chip_seconds is None:
         return (*first, f"{gib}, does not fit", *["-"] * 6)

@@ -1,4 +1,4 @@
-"""The versions of other packages that this pack was run with, and which installed ones are others.
+"""What results depend on: versions of other packages, which installed ones were not tested, flags, and the own source.
 
 `requirements.txt` states the ranges, `supported.txt` those of packages that ComfyUI brings, which are only named there.
 PyTorch is in neither: its line is in `constraints.txt`. Which jaxlib and libtpu belong to a jax, that jax says itself.
@@ -6,8 +6,10 @@ PyTorch is in neither: its line is in `constraints.txt`. Which jaxlib and libtpu
 
 import contextlib
 import functools
+import hashlib
 import importlib.metadata
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,10 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 OF_JAX = ("jaxlib", "libtpu")
 # What results and their speed depend on.
 _OF_RESULTS = ("comfyui-tpu", "jax", *OF_JAX, "torch", "torchax", "diffusers", "transformers", "numpy")
+# What else changes compiled programs.
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION")
+# The folders whose code computes results.
+_SOURCES = ("attention", "sharding", "tpu_runtime")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +78,22 @@ def of_results() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
+
+
+def environment() -> tuple[object, ...]:
+    """What a compiled program depends on apart from its own text: versions and flags."""
+    return (*of_results().items(), *(os.environ.get(name, "") for name in FLAGS))
+
+
+@functools.cache
+def source_digest(root: Path = ROOT) -> str:
+    """Of the names and contents of the code that computes results, in the pack's folder `root`."""
+    digest = hashlib.sha256()
+    for folder in _SOURCES:
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def requirements(path: Path) -> Iterator[Requirement]:

@@ -25,7 +25,6 @@ from comfyui_tpu.tpu_runtime.checkpoints import load
 from comfyui_tpu.tpu_runtime.engine import stage
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.models.autoencoders import convolution
-from comfyui_tpu.tpu_runtime.programs import executables
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.selftest import checks, chips, families, kernels
 from comfyui_tpu.tpu_runtime.selftest import run as running
@@ -129,7 +128,6 @@ def test_a_rule_that_replicates_what_the_code_takes_to_be_split_is_red(monkeypat
     components = tuple(replace(part, rules=rules) if one is part else one for one in spec.components)
     changed = replace(spec, components=components)
     monkeypatch.setattr(models, "SPECS", tuple(changed if one is spec else one for one in models.SPECS))
-    monkeypatch.setattr(executables, "source_digest", lambda: "changed")  # as it were, had a file been
     text = torch.randn(1, 512, 120, generator=torch.Generator().manual_seed(0))
     texts = [[text, {"tpu_family": "Flux2", "length": 512}]], None
     # As on a TPU machine the reference's device is not JAX's first one.

@@ -3,7 +3,7 @@
 import ast
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -54,14 +54,13 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
     """The programs that an engine of its own would compile."""
     found: list[Program] = []
 
-    def obtain(digest: str, build: Callable[[], Program], devices: Any) -> tuple[executables.Executable, bool]:
-        found.append(build())
-        return executables.Executable(program=found[-1], compiled=None), True
+    def obtain(program: Program) -> tuple[executables.Executable, bool]:
+        found.append(program)
+        return executables.Executable(program=program, compiled=None), True
 
     fresh = engines.Engine(jax.devices())
     monkeypatch.setattr(pipeline, "engine", lambda progress: fresh)
     monkeypatch.setattr(executables, "obtain", obtain)
-    monkeypatch.setattr(executables, "is_stored", lambda digest, devices: False)
     yield found
 
 

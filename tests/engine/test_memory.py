@@ -70,7 +70,7 @@ def for_a_tpu(function: Any, shape: tuple[int, ...]) -> Program:
 def test_libtpus_refusal_says_which_memory(function: Any, shape: tuple[int, ...], memory: str, sentence: str):
     program = for_a_tpu(function, shape)
     with pytest.raises(DoesNotFit) as refused:
-        executables.obtain(f"refused {sentence}", lambda: program, tuple(program.mesh.devices.flat))
+        executables.obtain(program)
     assert refused.value.refused.memory == memory
     assert str(refused.value).startswith(sentence)
 
@@ -113,7 +113,6 @@ def test_what_the_compiler_refuses_is_not_tried_again(
         raise jax.errors.JaxRuntimeError(message)
 
     monkeypatch.setattr(Program, "compile", compile_)
-    monkeypatch.setattr(executables.Store, "get", lambda *_: None)
     runner = Runner(jax.devices())
     with pytest.raises(OutOfMemory) as refused:
         runner.warmup(MODEL, SPEC.settings(**SPEC.tiny_inputs), Silent())
@@ -365,9 +364,7 @@ def test_weights_that_a_program_does_not_use_hide_nothing_of_what_it_holds():
         program = Program(
             name="doubled", fn=doubled, weights=weights, args=(shaped(512, 64),), mesh=mesh, precision="float32"
         )
-        compiled, loaded = (
-            executables.obtain(f"doubled {len(weights)}", lambda: program, tuple(jax.devices()))[0] for _ in range(2)
-        )
+        compiled, loaded = (executables.obtain(program)[0] for _ in range(2))
         planned = compile.memory_of(program, compiled.compiled).without_weights
         return {compiled.workspace_bytes, loaded.workspace_bytes, planned}
 

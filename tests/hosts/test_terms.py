@@ -12,41 +12,45 @@ SOURCE = "the pack's source"
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small pack in the place of this one."""
+def source(tmp_path: Path) -> Path:
+    """A small pack."""
+    folder = tmp_path / "pack"
     for name in ("attention/a.py", "sharding/b.py", "tpu_runtime/hosts/c.py", "cli/d.py"):
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text(name)
-    monkeypatch.setattr(terms, "_ROOT", tmp_path)
-    return tmp_path
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(name)
+    return folder
+
+
+def digest(folder: Path) -> str:
+    versions.source_digest.cache_clear()
+    return versions.source_digest(folder)
 
 
 def test_the_sources_digest_is_of_names_and_contents(source: Path):
-    own = terms.terms()[SOURCE]
-    assert own == terms.terms()[SOURCE] and len(own) == 12 and int(own, 16)
+    own = digest(source)
+    assert own == digest(source) and int(own, 16)
     seen = {own}
     (source / "tpu_runtime/hosts/c.py").write_text("changed")
-    seen.add(terms.terms()[SOURCE])
+    seen.add(digest(source))
     (source / "sharding/new.py").write_text("")
-    seen.add(terms.terms()[SOURCE])
+    seen.add(digest(source))
     (source / "attention/a.py").rename(source / "attention/renamed.py")
-    seen.add(terms.terms()[SOURCE])
+    seen.add(digest(source))
     assert len(seen) == 4
 
 
-def test_the_sources_digest_is_the_same_wherever_the_pack_lies(source: Path, monkeypatch: pytest.MonkeyPatch):
-    own = terms.terms()[SOURCE]
-    other = source.parent / f"{source.name}-elsewhere"
+def test_the_sources_digest_is_the_same_wherever_the_pack_is(source: Path):
+    own = digest(source)
+    other = source.with_name("elsewhere")
     shutil.copytree(source, other)
-    monkeypatch.setattr(terms, "_ROOT", other)
-    assert terms.terms()[SOURCE] == own
+    assert digest(other) == own
     (other / "cli/d.py").write_text("what hosts do not run")
     (other / "sharding/notes.txt").write_text("no code")
-    assert terms.terms()[SOURCE] == own
+    assert digest(other) == own
 
 
 def test_terms_are_the_versions_and_the_source():
-    assert terms.terms() == {**versions.of_results(), SOURCE: terms.terms()[SOURCE]}
+    assert terms.terms() == {**versions.of_results(), SOURCE: versions.source_digest()[:12]}
 
 
 def test_what_differs_is_named_from_both_sides():

@@ -11,13 +11,14 @@ from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.cost_model.flops import Flops
 from comfyui_tpu.tpu_runtime.cost_model.step_time import Timing
 from comfyui_tpu.tpu_runtime.plan.report import Memory, ProgramPlan
+from comfyui_tpu.tpu_runtime.units import GIB
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "performance.md"
 CAPACITY = ROOT / "docs" / "scaling.md"
 PROGRAM = ProgramPlan(
     name="denoise_step", runs=50, mesh="2x4x1", components=("transformer",),
-    memory=Memory(arguments=0, weights=0, temporaries=0, output=0, alias=0, peak=4 * chips.GIB),
+    memory=Memory(arguments=0, weights=0, temporaries=0, output=0, alias=0, peak=4 * GIB),
     fits=True, compile_s=1.0, flops=Flops(), timing=Timing(xla=1.75e9, kernels=3.5e9, waiting=1.75e9),
     predicted_s=4.0, best_s=4.0, rerun_s=4.0, mfu=0.5, ceiling_share=0.7, findings={},
 )  # fmt: skip

@@ -7,13 +7,12 @@ import contextlib
 import errno
 import functools
 import hashlib
-import hmac
 import logging
 import os
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ SECONDS_BETWEEN_COUNTS = 5
 # Beginnings of entries that a killed process never finished are older than this.
 ABANDONED_S = 24 * 3600
 # More than this leaves, the longest unused first.
-MAX_BYTES = {"programs": 20 * GIB, "prompts": 4 * GIB, "plans": GIB, "xla": 20 * GIB}
+MAX_BYTES = {"prompts": 4 * GIB, "plans": GIB, "xla": 20 * GIB}
 
 
 def cache_folder() -> Path:
@@ -107,8 +106,8 @@ def _say_once(warning: str) -> None:
 
 @dataclass(frozen=True)
 class Store:
-    """Entries of one kind (a subfolder of the cache) by key. Entries that are `code` bear the seal of the cache's own
-    key, and exist only where nobody else can write.
+    """Entries of one kind (a subfolder of the cache) by key, each after its SHA-256. Entries that are `code` exist
+    only where nobody else can write.
     """
 
     kind: str
@@ -134,17 +133,17 @@ class Store:
             if self.code:
                 trust.check(path)
             content = path.read_bytes()
-            wanted = self._digest(key, content[DIGEST_SIZE:])
         except FileNotFoundError:
             return None
         except (OSError, trust.Untrusted) as error:
             log.warning("the cache entry %s cannot be read (%s); doing without.", path, error)
             return None
-        if not hmac.compare_digest(content[:DIGEST_SIZE], wanted):
-            self.discard(key, "it is damaged, or of another cache" if self.code else "it is damaged")
+        payload = content[DIGEST_SIZE:]
+        if content[:DIGEST_SIZE] != hashlib.sha256(payload).digest():
+            self.discard(key, "it is damaged")
             return None
         _touch(path)
-        return content[DIGEST_SIZE:]
+        return payload
 
     def put(self, key: str, payload: bytes) -> None:
         """Keeps an entry, if the folder takes it."""
@@ -156,10 +155,10 @@ class Store:
             _trim(self.folder, MAX_BYTES[self.kind] - len(payload))
             descriptor, scratch = tempfile.mkstemp(prefix=f".{key}-", dir=self.folder)
             with os.fdopen(descriptor, "wb") as file:
-                file.write(self._digest(key, payload))
+                file.write(hashlib.sha256(payload).digest())
                 file.write(payload)
             os.replace(scratch, path)
-        except (OSError, trust.Untrusted) as error:
+        except OSError as error:
             log.warning("the cache entry %s was not written (%s); the run goes on without it.", path, error)
             if scratch:
                 Path(scratch).unlink(missing_ok=True)
@@ -167,39 +166,20 @@ class Store:
     def _is_usable(self) -> bool:
         return not self.code or holds_own_code(self.folder)
 
-    def _digest(self, key: str, payload: bytes) -> bytes:
-        if self.code:
-            return trust.seal(trust.key(cache_folder() / f"{self.kind}.key"), key, payload)
-        return hashlib.sha256(payload).digest()
-
     def discard(self, key: str, why: str) -> None:
         """Removes an entry that is of no use."""
-        log.warning("the cache entry %s is dropped: %s. It is made anew.", self.path(key), why)
+        log.warning("the cache entry %s is dropped: %s. It is recreated.", self.path(key), why)
         try:
             self.path(key).unlink(missing_ok=True)
         except OSError as error:
             log.warning("%s cannot be removed (%s).", self.path(key), error)
 
 
-def trim_xla() -> None:
-    """Lets the longest unused of XLA's programs go. A folder of JAX's own variable is left to its owner: JAX has a
-    limit for it (`JAX_COMPILATION_CACHE_MAX_SIZE`), which fails where it finds files of processes without one.
-    """
-    folder = cache_folder() / "xla"
-    if folder != xla_cache_folder():
-        return
-    try:
-        # JAX only reads what it finds, so when it was read counts.
-        _trim(folder, MAX_BYTES["xla"], lambda status: max(status.st_mtime, status.st_atime))
-    except OSError as error:
-        log.warning("XLA's cache %s cannot be made smaller (%s).", folder, error)
-
-
-def _trim(folder: Path, limit: int, used: Callable[[os.stat_result], float] = lambda status: status.st_mtime) -> None:
-    """Lets the longest unused files of a folder go until the others hold at most `limit` bytes, and what killed
+def _trim(folder: Path, limit: int) -> None:
+    """Removes the longest unused files of a folder until the others hold at most `limit` bytes, and what killed
     processes left.
     """
-    files = sorted((used(status), status.st_size, path) for path, status in _files(folder))
+    files = sorted((status.st_mtime, status.st_size, path) for path, status in _files(folder))
     newest = files[-1][0] if files else 0.0
     held = sum(size for _, size, _ in files)
     for moment, size, path in files:

@@ -1,19 +1,14 @@
-"""Whom the files of a cache may come from. A serialized program is code: it is loaded only where nobody else can have
-written it, and only if it bears the seal of the key that lies beside it.
-
-The key travels with the folder, so that another machine that is given the folder compiles nothing.
+"""Whom the files of a cache may come from. A compiled program is code: it is loaded only where nobody else can have
+written it.
 """
 
 import grp
-import hmac
 import os
 import pwd
-import secrets
 import stat
 import tempfile
 from pathlib import Path
 
-KEY_SIZE = 32
 PRIVATE = 0o700
 
 
@@ -38,60 +33,6 @@ def _is_own_group(number: int) -> bool:
     except KeyError:
         return False
     return number == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
-
-
-def key(path: Path) -> bytes:
-    """The key at `path`, made if there is none or another user may have chosen it. The folder must be trusted.
-
-    Raises `OSError` where it can be neither read nor made.
-    """
-    try:
-        return _read_key(path)
-    except FileNotFoundError:
-        _make_key(path, replace=False)
-    except Untrusted:
-        _make_key(path, replace=True)
-    return _read_key(path)
-
-
-def _read_key(path: Path) -> bytes:
-    if path.is_symlink():
-        raise Untrusted(f"{path} is a link")
-    check(path)
-    found = path.read_bytes()
-    if len(found) != KEY_SIZE:
-        raise Untrusted(f"{path} is no key")
-    return found
-
-
-def _make_key(path: Path, *, replace: bool) -> None:
-    """Puts a new key at `path`, whole or not at all; of processes that do so at once, one wins."""
-    descriptor, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # readable by this user only
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(KEY_SIZE))
-        if replace:
-            os.replace(scratch, path)
-        else:
-            _link(scratch, path)
-    finally:
-        Path(scratch).unlink(missing_ok=True)
-
-
-def _link(scratch: str, path: Path) -> None:
-    try:
-        os.link(scratch, path)
-    except FileExistsError:
-        return  # another process was first
-    except OSError:
-        os.replace(scratch, path)  # no hard links here, as in a mounted bucket
-
-
-def seal(secret: bytes, name: str, payload: bytes) -> bytes:
-    """What only the holder of `secret` can compute for the entry `name`."""
-    code = hmac.new(secret, name.encode() + b"\0", "sha256")
-    code.update(payload)
-    return code.digest()
 
 
 def temporary_folder() -> Path:

@@ -1,9 +1,10 @@
-"""The TPUs there are, as data: what a chip can do, and which slices of them libtpu can compile for.
+"""The slices of TPU chips that libtpu can compile for, as data.
 
 Nothing here needs a TPU. `compile_devices` loads libtpu, the TPU's compiler, on any Linux machine.
 """
 
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -12,74 +13,10 @@ from typing import Any
 
 from jax.experimental import topologies
 
+from ...sharding.chips import CHIPS, Chip
 from ...sharding.mesh import Device
-from ..units import GIB
 
 LIBTPU = "libtpu==0.0.42.1"  # what jax 0.10.2 asks for
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chip:
-    """One chip. A chip is one JAX device, but for TPU7x: two, each with half the peak and bandwidth.
-
-    `hbm_gib` is per device and what libtpu leaves to programs (it names the number when a program asks for too much).
-    `link_gb_s` is one direction of one link to a neighbouring chip. `mxu_width`: how deep a contraction must be to fill
-    a matrix unit. `cores` are the tensor cores of one device: XLA and kernels with a "parallel" grid use them all.
-    """
-
-    generation: str
-    device_kind: str
-    peak_tflop_s: float  # bfloat16, per chip
-    clock_ghz: float
-    hbm_gib: float
-    hbm_gb_s: float  # per chip
-    links: int
-    link_gb_s: float
-    mxu_width: int
-    cores: int = 1
-    devices: int = 1
-
-    @property
-    def clock_hz(self) -> float:
-        return self.clock_ghz * 1e9
-
-    @property
-    def hbm_bytes(self) -> int:
-        """Per device."""
-        return int(self.hbm_gib * GIB)
-
-    @property
-    def flop_per_cycle(self) -> float:
-        """The bfloat16 peak of one device in one clock cycle."""
-        return self.peak_tflop_s * 1e12 / self.devices / self.clock_hz
-
-
-# Peak, HBM bandwidth: https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. Links: the same pages and
-# https://jax-ml.github.io/scaling-book/tpus (one-way bandwidth per link; 7x: the lower of 90 and 100). MXU width and
-# cores: jax/_src/pallas/mosaic/tpu_info.py. Usable HBM: the refusals of libtpu 0.0.42.1. Clock: peak / (FLOP of all
-# MXUs per cycle), which agrees with the LLO schedules.
-CHIPS: tuple[Chip, ...] = (
-    Chip(
-        generation="v4", device_kind="TPU v4", peak_tflop_s=275, clock_ghz=1.05, hbm_gib=30.75, hbm_gb_s=1228,
-        links=6, link_gb_s=45, mxu_width=128, cores=2,
-    ),
-    Chip(
-        generation="v5e", device_kind="TPU v5 lite", peak_tflop_s=197, clock_ghz=1.5, hbm_gib=15.75, hbm_gb_s=819,
-        links=4, link_gb_s=45, mxu_width=128,
-    ),
-    Chip(
-        generation="v5p", device_kind="TPU v5", peak_tflop_s=459, clock_ghz=1.75, hbm_gib=95.74, hbm_gb_s=2765,
-        links=6, link_gb_s=90, mxu_width=128, cores=2,
-    ),
-    Chip(
-        generation="v6e", device_kind="TPU v6 lite", peak_tflop_s=918, clock_ghz=1.75, hbm_gib=31.25, hbm_gb_s=1638,
-        links=4, link_gb_s=90, mxu_width=256,
-    ),
-    Chip(
-        generation="tpu7x", device_kind="TPU7x", peak_tflop_s=2307, clock_ghz=2.2, hbm_gib=94.75, hbm_gb_s=7380,
-        links=6, link_gb_s=90, mxu_width=256, devices=2,
-    ),
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +37,7 @@ class Topology:
 
     @property
     def num_chips(self) -> int:
-        chips = 1
-        for side in self.name.partition(":")[2].split("x"):
-            chips *= int(side)
-        return chips
+        return math.prod(map(int, self.name.partition(":")[2].split("x")))
 
     @property
     def num_devices(self) -> int:

@@ -72,7 +72,7 @@ class Engine:
         self.kernel: Kernel = kernel
         self.counts: Counter[str] = Counter(load=0, merge=0, encode=0, compile=0)
         self.device_cache = DeviceCache(self.own[0])
-        self.program_cache = ProgramCache(self.devices, self.device_cache, self.counts)
+        self.program_cache = ProgramCache(self.device_cache, self.counts)
         self.prompt_cache = PromptCache()
         self.activity: telemetry.Activity | None = None
         self.last_run: telemetry.LastRun | None = None

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from ...sharding.mesh import Device
 from ..cache.store import signature
 from ..programs import executables
 from ..programs.executables import Executable
@@ -70,10 +69,9 @@ class Compilation:
 
 
 class ProgramCache:
-    """Compiled programs by key, loaded on the devices. `counts["compile"]` tells how many were not in any cache."""
+    """Compiled programs by key, loaded on the devices. `counts["compile"]` tells how many were in no cache."""
 
-    def __init__(self, devices: tuple[Device, ...], device_cache: DeviceCache, counts: Counter[str]) -> None:
-        self._devices = devices
+    def __init__(self, device_cache: DeviceCache, counts: Counter[str]) -> None:
         self._device_cache = device_cache
         self._counts = counts
         self._lock = threading.Lock()
@@ -83,7 +81,7 @@ class ProgramCache:
         self._threads_behind = 0
 
     def get(self, wanted: Wanted, progress: telemetry.Watched) -> Executable:
-        """The program: of this process, of an earlier one, or compiled. If it is being compiled, this waits for it."""
+        """The program: loaded, or compiled now. If it is being compiled, this waits for it."""
         digest = wanted.digest
         progress.check_cancelled()
         with self._lock:
@@ -107,10 +105,8 @@ class ProgramCache:
         return self.get(wanted, progress)  # it failed behind another stage: now by ourselves
 
     def _wait(self, one: Compilation, age_s: float, progress: telemetry.Watched) -> None:
-        title = one.wanted.title
-        stored = executables.is_stored(one.digest, self._devices)
         begun = f"; begun {age_s:.0f} s ago" if age_s >= 1 else ""
-        progress.text(f"Loading the program of {title}" if stored else f"Compiling {title} (once for this size{begun})")
+        progress.text(f"Compiling {one.wanted.title} (once for this size{begun})")
         try:
             with _flagged(progress.activity):
                 while not one.done.wait(LOOK_AGAIN_S):
@@ -135,7 +131,7 @@ class ProgramCache:
         return one
 
     def unload(self, wanted: Wanted) -> None:
-        """Lets `get` load the program anew."""
+        """Lets `get` load the program again."""
         self._device_cache.drop_program(wanted.digest)
 
     def drop(self) -> None:
@@ -175,9 +171,9 @@ class ProgramCache:
     def _compile(self, one: Compilation) -> None:
         try:
             with torch.no_grad():  # a thread begins with gradients
-                found, is_new = executables.obtain(one.digest, lambda: one.program, self._devices)
+                found, is_new = executables.obtain(one.program)
             with self._lock:
-                # Where it does not fit beside what runs, its stage loads it from the disk.
+                # Where it does not fit next to what runs, its stage takes it from XLA's cache.
                 if one.is_awaited or self._device_cache.has_room(found):
                     self._device_cache.add_program(one.digest, found)
                 self._counts["compile"] += is_new

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import media, tokens
+from .. import media, tokens, versions
 from ..cache.store import signature
 from ..checkpoints import read_ahead as reading
-from ..programs import executables, generation, network_call
+from ..programs import generation, network_call
 from ..programs.executables import Executable
 from ..spec import STAGES, Settings, TextEncoding
 from . import conditioning
@@ -31,7 +31,8 @@ def encode(stage: Stage, prompt: str, negative_prompt: str) -> tuple[Conditionin
     prompts = (prompt, negative_prompt) if spec.guidance == "cfg" else (prompt,)
     folders = [(spec.component(text.component).folder, text.tokenizer_folder) for text in spec.text_encoders]
     parts = [tuple(stage.found.identity(folder, stage.progress) for folder in pair) for pair in folders]
-    key = signature(spec.name, parts, stage.target.precision, prompts, executables.environment())
+    sources = (*versions.environment(), versions.source_digest())
+    key = signature(spec.name, parts, stage.target.precision, prompts, sources)
     found = stage.prompt_cache.get(key, spec.family, lambda: _encode(stage, prompts), stage.hosts.decide)
     if lost := [sentence for named in zip(PROMPTS, prompts, found, strict=False) for sentence in _lost(stage, *named)]:
         log.warning("%s", " ".join(lost))

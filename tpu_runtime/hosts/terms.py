@@ -1,32 +1,17 @@
 """What hosts of one engine must have in common, and what the leader's environment decides for all. Imports no JAX."""
 
-import hashlib
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from .. import versions
 
-_ROOT = Path(__file__).parents[2]
-_SOURCES = ("attention", "sharding", "tpu_runtime")
 # The leader's values of these hold on all hosts: programs depend on them.
-VARIABLES = (
-    "COMFYUI_TPU_PRECISION",
-    "COMFYUI_TPU_HBM_GIB",
-    "XLA_FLAGS",
-    "LIBTPU_INIT_ARGS",
-    "JAX_DEFAULT_MATMUL_PRECISION",
-)
+VARIABLES = ("COMFYUI_TPU_PRECISION", "COMFYUI_TPU_HBM_GIB", *versions.FLAGS)
 
 
 def terms() -> dict[str, str]:
     """Versions, and a digest of the pack's source, by name."""
-    digest = hashlib.sha256()
-    for folder in _SOURCES:
-        for path in sorted((_ROOT / folder).rglob("*.py")):
-            digest.update(str(path.relative_to(_ROOT)).encode())
-            digest.update(path.read_bytes())
-    return {**versions.of_results(), "the pack's source": digest.hexdigest()[:12]}
+    return {**versions.of_results(), "the pack's source": versions.source_digest()[:12]}
 
 
 def difference(leaders: Mapping[str, str], followers: Mapping[str, str]) -> str | None:

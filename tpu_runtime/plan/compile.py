@@ -9,11 +9,12 @@ import jax
 
 from ...sharding.shape import MeshShape
 from .. import refusal as refusals
+from .. import versions
 from ..cache.store import Store, signature
 from ..cost_model import chips, flops
 from ..cost_model.chips import Topology
 from ..precision import Precision
-from ..programs import executables, generation
+from ..programs import generation
 from ..programs.program import Program, shard_bytes
 from ..spec import STAGES, ModelSpec, Settings
 from .report import Memory, gib
@@ -93,7 +94,7 @@ def _outcome(program: Program, topology: Topology) -> Outcome:
     started = time.monotonic()
     lowered = program.lower()
     options = sorted(program.compiler_options.items())
-    key = signature(lowered.as_text(), topology.name, executables.environment()[:2], options)
+    key = signature(lowered.as_text(), topology.name, versions.environment(), options)
     if content := STORE.get(key):
         try:
             return Outcome.unpack(content)

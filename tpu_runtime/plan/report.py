@@ -5,10 +5,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..cost_model import step_time
-from ..cost_model.chips import GIB, Topology
+from ..cost_model.chips import Topology
 from ..cost_model.flops import Flops
 from ..cost_model.step_time import Timing
 from ..spec import Settings
+from ..units import GIB
 
 LABEL = "predicted by the compiler"
 

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ...attention.policy import Kernel
+from ...sharding.chips import chip_of
 from ...sharding.mesh import Device, Mesh, make_mesh
 from ...sharding.shape import MeshShape
 from ..precision import Precision
@@ -29,11 +30,6 @@ Config = Mapping[str, Any]
 # One thread at a time builds modules and traces them: torchax keeps what is enabled in one place for all threads. What
 # XLA does afterwards, the long part, needs no lock and does not hold Python's.
 TRACING = threading.RLock()
-
-# On-chip memory that XLA's own operations may take: with the usual 16 MiB matrix products are a quarter slower.
-_SCOPED_KIB = {"TPU v5 lite": 65536, "TPU v6 lite": 65536}
-# Chips with a SparseCore, which gathers weights beside the computation.
-_SPARSE_CORE = ("TPU v5", "TPU v6 lite", "TPU7x")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +59,10 @@ def step_options(mesh: Mesh) -> Mapping[str, str]:
     if device.platform != "tpu":
         return {}
     options = {"xla_tpu_enable_async_all_to_all": "true"}
-    if device.device_kind in _SCOPED_KIB:
-        options["xla_tpu_scoped_vmem_limit_kib"] = str(_SCOPED_KIB[device.device_kind])
-    if device.device_kind in _SPARSE_CORE:
+    chip = chip_of(device.device_kind)
+    if chip and chip.scoped_vmem_mib:
+        options["xla_tpu_scoped_vmem_limit_kib"] = str(chip.scoped_vmem_mib * 1024)
+    if chip and chip.has_sparse_core:
         for kind in ("all_gather", "reduce_scatter"):
             options[f"xla_tpu_enable_sparse_core_collective_offload_{kind}"] = "true"
         # The scheduler thinks gathers shorter than they are, and begins some of weights too late to be hidden. With

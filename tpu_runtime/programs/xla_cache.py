@@ -1,24 +1,34 @@
-"""XLA's own cache of compiled programs: where it is, and what came from it."""
+"""JAX's persistent cache of compiled programs, in the pack's cache folder, and what came from it.
+
+A process that finds its programs there still traces and lowers them. That takes 2.6 to 9.3 s of processor time for a
+generation, of which its user waits for at most 0.5 s (docs/LOG.md, 2026-11-24): the rest is done while weights are read
+and steps run. So the pack serializes no executables of its own.
+"""
 
 import functools
 import threading
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import jax
+from jax._src import compilation_cache, compiler
+from jax._src.compilation_cache_interface import CacheInterface
 
-from ..cache.store import cache_folder, holds_own_code, trim_xla, xla_cache_folder
+from ..cache.store import Store, cache_folder, holds_own_code, xla_cache_folder
 from ..cache.trust import PRIVATE
 from .program import log
 
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 CACHE_MISS = "/jax/compilation_cache/cache_misses"
+STORE = Store("xla", code=True)
 
 _of_thread = threading.local()
 
 
 @dataclass
 class Compilations:
-    """XLA programs of this process: `compiled` anew, or taken from the persistent cache (`cached`)."""
+    """XLA programs of this process: `compiled`, or taken from the persistent cache (`cached`)."""
 
     compiled: int = 0
     cached: int = 0
@@ -49,17 +59,44 @@ def cached_by_thread() -> int:
 
 
 def use_persistent_cache() -> None:
-    """Lets XLA's compiled programs outlive the process. Called before the first compilation."""
+    """Lets XLA's compiled programs outlive the process. Called before the first compilation.
+
+    A folder of JAX's own variable is the user's decision: JAX trusts it, and writes it as it always does.
+    """
     folder = xla_cache_folder()
     try:
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     except OSError as error:
-        log.warning("XLA's cache %s cannot be made (%s); programs are compiled anew in each process.", folder, error)
+        log.warning("XLA's cache %s cannot be made (%s); each process compiles its programs again.", folder, error)
         return
-    # A folder of JAX's own variable is the user's decision; JAX trusts it too.
-    if cache_folder() in folder.parents and not holds_own_code(folder):
-        return
+    if cache_folder() in folder.parents:
+        if not holds_own_code(folder):
+            return
+        compilation_cache.get_file_cache = lambda path: (_Entries(path), path)
+        compiler._cache_write = _write
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    trim_xla()
+
+
+class _Entries(CacheInterface):
+    """JAX's entries in our store. JAX's own writes them in place: a process that is killed meanwhile, or a full disk,
+    leaves one that is damaged for good.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    def get(self, key: str) -> bytes | None:
+        return STORE.get(key)
+
+    def put(self, key: str, value: bytes) -> None:
+        STORE.put(key, value)
+
+
+def _write(key: str, seconds: float, name: str, backend: Any, executable: Any, callbacks: Any) -> None:
+    """Keeps an entry on every host. JAX does so on the first alone, for a bucket behind the folder; but hosts have
+    folders of their own, and the others would compile for minutes at each start.
+    """
+    if not callbacks:
+        compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
