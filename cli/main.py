@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         add_verb(verbs, "follow", follow.run, "take part, as a further host, in what the first host of a TPU runs")
     )
     doctor.add_arguments(
-        add_verb(verbs, "doctor", doctor.run, "report what is wrong with this machine, and how to mend it")
+        add_verb(verbs, "doctor", doctor.run, "report what is wrong with this machine, and how to fix it")
     )
     return parser
 
