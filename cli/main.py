@@ -19,7 +19,7 @@ from ..tpu_runtime.models import SPECS, spec_by_name
 from ..tpu_runtime.plan import options as plan_options
 from ..tpu_runtime.precision import CHOICES
 from ..tpu_runtime.spec import Settings
-from . import batch, bench, doctor, download, follow, selftest, serve, stages
+from . import batch, bench, doctor, download, follow, monitor, selftest, serve, stages
 from .verbs import (
     add_inputs,
     add_verb,
@@ -96,12 +96,9 @@ def _parser() -> argparse.ArgumentParser:
         add_verb(verbs, "selftest", selftest.run, "compare what this machine computes with float32 on the host's CPU")
     )
     download.add_arguments(add_verb(verbs, "download", download.run, "download the files of a model that are loaded"))
-    monitor = add_verb(
-        verbs, "monitor", _monitor, "show what a ComfyUI server does on the TPU, or without one the chips"
+    monitor.add_arguments(
+        add_verb(verbs, "monitor", monitor.run, "show what a ComfyUI server does on the TPU, or without one the chips")
     )
-    monitor.add_argument("--url", default="http://127.0.0.1:8188", help="the server (http://127.0.0.1:8188)")
-    monitor.add_argument("--once", action="store_true", help="print the numbers once and end")
-    monitor.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="time between two looks (1)")
     follow.add_arguments(
         add_verb(verbs, "follow", follow.run, "take part, as a further host, in what the first host of a TPU runs")
     )
@@ -175,12 +172,3 @@ def _plan(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     spec = spec_by_name(options.model)
     return bench.run(options, spec, given_inputs(options, spec), lambda line: print(line, flush=True))
-
-
-# --- monitor ----------------------------------------------------------------------------------------------------------
-
-
-def _monitor(options: argparse.Namespace) -> int:
-    from . import monitor
-
-    return monitor.run(options)

@@ -66,7 +66,7 @@ def holders(machine: Machine) -> Findings:
         memory = f", {readable(used)} of {readable(limit)} used" if limit else ""
     except metrics_service.NoAnswer as error:
         silent = f"{error}: whoever holds the chips may hang, or is just starting"
-    except (metrics_service.NotServed, ImportError):
+    except ImportError:
         pass
     servers = {server.pid for server in machine.servers}
     found = bus.holders(machine.root)
