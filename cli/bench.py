@@ -97,7 +97,9 @@ def measure(
     for _, same in itertools.groupby(programs, key=lambda program: (program.components, program.weights)):
         weights = None
         for program in same:
-            executable, compile_s = _compiled(program)
+            started = time.monotonic()
+            executable = program.compile()
+            compile_s = time.monotonic() - started
             weights = weights or {name: _random(want, 0.02) for name, want in (program.weights or {}).items()}
             seconds = list(_timed(program, executable, weights, runs))
             write(f"{program.name}: compiled in {compile_s:.0f} s, {statistics.median(seconds):.4f} s")
@@ -118,12 +120,6 @@ def measure(
     )
 
 
-def _compiled(program: "Program") -> "tuple[jax.stages.Compiled, float]":
-    started = time.monotonic()
-    executable = program.compile()
-    return executable, time.monotonic() - started
-
-
 def _timed(program: "Program", executable: Any, weights: Any, runs: int) -> Iterator[float]:
     """Seconds of each run, after one that does not count. What a run may overwrite is created again before it."""
     import jax
@@ -137,7 +133,7 @@ def _timed(program: "Program", executable: Any, weights: Any, runs: int) -> Iter
 
 
 def _arguments(program: "Program") -> tuple[Any, ...]:
-    """Random numbers of deviation 1; as lengths of texts, whole ones; else 1 where whole numbers are wanted."""
+    """Random numbers of deviation 1; lengths of texts are the longest; other integers are 1."""
     import jax
 
     from ..tpu_runtime.programs.denoise_step import StepArgs
