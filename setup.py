@@ -1,4 +1,4 @@
-"""Sets ComfyUI-TPU up: `install` for a TPU VM, or in `.venv` beside this file for the demo and the tests.
+"""Sets ComfyUI-TPU up: `install` for a TPU VM, or in `.venv` next to this file for the demo and the tests.
 
 Standard library only. Build back ends execute this file too: then it hands over to setuptools, which reads
 pyproject.toml. It touches no system Python, no pip configuration and no shell start-up file.

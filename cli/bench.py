@@ -1,4 +1,4 @@
-"""`comfyui-tpu bench`: a model's real programs, at the real size, timed on this machine beside what `plan` predicts.
+"""`comfyui-tpu bench`: a model's real programs, at the real size, timed on this machine next to what `plan` predicts.
 
 Nothing is downloaded: weights and inputs are random, made on the chips. Where there is no TPU the built-in miniature's
 sizes run, which shows that the command works, and nothing else.
@@ -10,13 +10,15 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..tpu_runtime.precision import resolve
+from ..tpu_runtime.models import SPECS, spec_by_name
+from ..tpu_runtime.precision import CHOICES, resolve
 from ..tpu_runtime.spec import STAGES, ModelSpec, Settings
+from .verbs import add_inputs, given_inputs, print_now
 
 if TYPE_CHECKING:
     import jax
@@ -31,17 +33,21 @@ Write = Callable[[str], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options beside the model and its sizes."""
+    parser.add_argument("model", metavar="MODEL", help="; ".join(spec.name for spec in SPECS))
+    parser.add_argument("--precision", choices=CHOICES, default="auto")
+    add_inputs(parser, ["height", "width", "num_frames", "num_inference_steps", "guidance_scale"])
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="how often each program is timed (5)")
     parser.add_argument("--stages", default=",".join(STAGES), metavar="A,B", help=f"default {','.join(STAGES)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON, for a report")
     parser.add_argument("--no-prediction", action="store_true", help="leave out what the compiler predicts (minutes)")
 
 
-def run(options: argparse.Namespace, spec: ModelSpec, widgets: Mapping[str, Any], write: Write) -> int:
+def run(options: argparse.Namespace) -> int:
     """Runs the command. Errors of the user are `ValueError`."""
     import jax
 
+    spec = spec_by_name(options.model)
+    widgets = given_inputs(options, spec)
     if options.runs < 1:
         raise ValueError(f"--runs is {options.runs}; it must be at least 1.")
     stages = tuple(name.strip() for name in options.stages.split(",") if name.strip())
@@ -50,16 +56,15 @@ def run(options: argparse.Namespace, spec: ModelSpec, widgets: Mapping[str, Any]
     devices = jax.devices()
     is_tiny = devices[0].platform != "tpu"
     settings = spec.settings(**{**(spec.tiny_inputs if is_tiny else {}), **widgets})
-    precision = resolve(options.precision, devices[0].platform)
     found = measure(
-        _miniature(spec) if is_tiny else spec, settings, devices, is_tiny=is_tiny,
-        precision=precision, stages=stages, runs=options.runs, predicts=not options.no_prediction, write=write,
+        _miniature(spec) if is_tiny else spec, settings, devices, is_tiny=is_tiny, stages=stages, runs=options.runs,
+        precision=resolve(options.precision, devices[0].platform), predicts=not options.no_prediction, write=print_now,
     )  # fmt: skip
-    write("\n" + text(found))
+    print_now("\n" + text(found))
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(found.to_json(), indent=1) + "\n")
-        write(f"written: {options.json}")
+        print_now(f"written: {options.json}")
     return 0
 
 
@@ -92,7 +97,9 @@ def measure(
     for _, same in itertools.groupby(programs, key=lambda program: (program.components, program.weights)):
         weights = None
         for program in same:
-            executable, compile_s = _compiled(program)
+            started = time.monotonic()
+            executable = program.compile()
+            compile_s = time.monotonic() - started
             weights = weights or {name: _random(want, 0.02) for name, want in (program.weights or {}).items()}
             seconds = list(_timed(program, executable, weights, runs))
             write(f"{program.name}: compiled in {compile_s:.0f} s, {statistics.median(seconds):.4f} s")
@@ -113,14 +120,8 @@ def measure(
     )
 
 
-def _compiled(program: "Program") -> "tuple[jax.stages.Compiled, float]":
-    started = time.monotonic()
-    executable = program.compile()
-    return executable, time.monotonic() - started
-
-
 def _timed(program: "Program", executable: Any, weights: Any, runs: int) -> Iterator[float]:
-    """Seconds of each run, after one that does not count. What a run may overwrite is made anew before it."""
+    """Seconds of each run, after one that does not count. What a run may overwrite is created again before it."""
     import jax
 
     for index in range(1 + runs):
@@ -132,7 +133,7 @@ def _timed(program: "Program", executable: Any, weights: Any, runs: int) -> Iter
 
 
 def _arguments(program: "Program") -> tuple[Any, ...]:
-    """Random numbers of deviation 1; as lengths of texts, whole ones; else 1 where whole numbers are wanted."""
+    """Random numbers of deviation 1; lengths of texts are the longest; other integers are 1."""
     import jax
 
     from ..tpu_runtime.programs.denoise_step import StepArgs
@@ -146,7 +147,7 @@ def _arguments(program: "Program") -> tuple[Any, ...]:
 
 
 def _random(want: Any, deviation: float) -> "jax.Array":
-    """An array as `want` describes it, made where it lies."""
+    """An array as `want` describes it, made where it is placed."""
     return _maker(want.shape, want.dtype, want.sharding)(deviation)
 
 

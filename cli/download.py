@@ -66,6 +66,8 @@ def find(model: str, host: TerminalHost) -> tuple[ModelSpec, str]:
 
 def _announce(found: Checkpoint, place: Path, host: "BarHost") -> None:
     """Says what will be downloaded; ValueError where that does not fit on the disk."""
+    from ..tpu_runtime.plan import report
+
     parts: dict[str, dict[str, WeightFile]] = {}
     for component in found.spec.components:
         part = parts.setdefault(component.folder, {})  # a network and its other half may be in one folder
@@ -75,11 +77,10 @@ def _announce(found: Checkpoint, place: Path, host: "BarHost") -> None:
     for name, part in [*parts.items(), ("all weights", {file.name: file for file in files})]:
         size, here = sum(f.size_bytes for f in part.values()), sum(f.here_bytes for f in part.values())
         rows.append((name, str(len(part)), readable(size), readable(here)))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
     host.clear()
     print(f"{found.spec.title}: {found.model_id}, to {place}")
-    for row in rows:
-        print(f"  {row[0]:<{widths[0]}}" + "".join(f"  {row[i]:>{widths[i]}}" for i in (1, 2, 3)))
+    for line in report.table(rows):
+        print(f"  {line}")
     needed, free = sum(file.size_bytes - file.here_bytes for file in files), hub.free_bytes(place)
     print(f"to download: {readable(needed)}; free on the disk: {'not known' if free is None else readable(free)}")
     hub.check_room(files, place, found.model_id)
@@ -100,7 +101,7 @@ class BarHost(TerminalHost):
         self._said = message
 
     def clear(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         self._clear()
         self._stream.flush()
 

@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from ..tpu_runtime import pipeline
@@ -48,22 +49,19 @@ def run(options: argparse.Namespace) -> int:
             [sys.executable, *sys.orig_argv[1:at], "--once", *sys.orig_argv[at:]], environment, always=True
         )
     try:
-        pipeline.follow(place, _Chips())
+        pipeline.follow(place, _chips())
     except Refused as error:
         print(f"comfyui-tpu: {error}", file=sys.stderr, flush=True)
         return RESTART  # it may fit after an update
     return 0
 
 
-class _Chips:
+def _chips() -> Callable[[Any], list[dict[str, Any]]]:
     """What the monitor shows of this host's chips."""
-
-    def __init__(self) -> None:
-        self._sampler = readings.Sampler()
-
-    def __call__(self, engine: Any) -> list[dict[str, Any]]:
-        own = {"platform": engine.devices[0].platform, "chips": snapshot.own_chips(engine)}
-        return self._sampler.complete(own)["chips"]
+    sampler = readings.Sampler()
+    return lambda engine: sampler.complete(
+        {"platform": engine.devices[0].platform, "chips": snapshot.own_chips(engine)}
+    )["chips"]
 
 
 def _place(options: argparse.Namespace) -> Place:

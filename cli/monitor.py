@@ -23,6 +23,7 @@ from rich.text import Text
 from ..tpu_runtime.monitor import snapshot
 from ..tpu_runtime.monitor.readings import Sampler, Stats
 from ..tpu_runtime.spec import STAGES
+from ..tpu_runtime.units import readable
 
 DEFAULT_URL = "http://127.0.0.1:8188"
 TIMEOUT_S = 5
@@ -32,7 +33,6 @@ MOST_CHIPS = 32
 FULLEST = 8
 UNKNOWN = "–"
 TITLES = dict(zip(STAGES, ("text encoder", "image encoder", "denoiser", "VAE decoder"), strict=True))
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Unreachable(RuntimeError):
@@ -43,13 +43,24 @@ class NoServer(Unreachable):
     """Nothing listens there."""
 
 
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--url", default=DEFAULT_URL, help=f"the server ({DEFAULT_URL})")
+    verb.add_argument("--once", action="store_true", help="print the numbers once and end")
+    verb.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="time between two looks (1)")
+
+
 def run(options: argparse.Namespace, console: Console | None = None, sampler: Sampler | None = None) -> int:
     """Shows the statistics until Ctrl-C, through restarts of the server; raises `Unreachable` if it never answered and
     this machine has no chips to show instead."""
     if options.interval < FASTEST_S:
         raise ValueError(f"--interval is {options.interval:g}; it must be at least {FASTEST_S} s.")
     console, sampler = console or Console(), sampler or Sampler()
-    stats, note = _first(options.url, sampler)
+    try:
+        stats, note = fetch(options.url), ""
+    except NoServer as reason:
+        stats, note = _without_server(options.url, sampler), str(reason)
+        if stats is None:
+            raise
     if options.once:
         console.print(render(stats, note))
         return 0
@@ -64,16 +75,6 @@ def run(options: argparse.Namespace, console: Console | None = None, sampler: Sa
                 if not has_answered and (chips := _without_server(options.url, sampler)):
                     stats, note = chips, str(reason)
             live.update(render(stats, note), refresh=True)
-
-
-def _first(url: str, sampler: Sampler) -> tuple[Stats, str]:
-    """The server's statistics, or this machine's own and why they are not the server's."""
-    try:
-        return fetch(url), ""
-    except NoServer as reason:
-        if stats := _without_server(url, sampler):
-            return stats, str(reason)
-        raise
 
 
 def _without_server(url: str, sampler: Sampler) -> Stats | None:
@@ -123,10 +124,10 @@ def render(stats: Stats, note: str = "") -> RenderableType:
         *_behind(_list(stats, "behind")),
         *_chips(_list(stats, "chips")),
         _residents(_list(stats, "resident")),
+        *_last_run(stats.get("last_run")),
+        _host(stats),
+        *(_text(line, style="yellow") for line in (note, *(stats.get("notes") or ())) if line),
     ]
-    blocks += [*_last_run(stats.get("last_run")), _host(stats)]
-    notes = [*([note] if note else []), *map(str, stats.get("notes") or ())]
-    blocks += [_text(line, style="yellow") for line in notes]
     return Panel(Group(*blocks), title="TPU", subtitle=_text(stats.get("message") or ""), title_align="left")
 
 
@@ -165,13 +166,12 @@ def _running(running: Any) -> RenderableType:
 
 def _behind(programs: Sequence[Stats]) -> Iterator[RenderableType]:
     """What is compiled behind the running stage, and what waits for that."""
-    said = [f"{one.get('title')} {_begun(one)}" for one in programs]
+    said = [
+        f"{one.get('title')} {'waits' if one.get('elapsed_s') is None else seconds(one['elapsed_s'])}"
+        for one in programs
+    ]
     if said:
         yield Text("compiling behind  ", style="dim") + _text(", ".join(said))
-
-
-def _begun(program: Stats) -> str:
-    return "waits" if program.get("elapsed_s") is None else seconds(program["elapsed_s"])
 
 
 def _stage(of: Stats) -> str:
@@ -193,10 +193,10 @@ def _chips(chips: Sequence[Stats]) -> Iterator[RenderableType]:
     table = _table("chip", "", "memory", "peak", "TensorCore", "duty")
     largest = max((_number(chip.get("hbm_peak")) or _number(chip.get("hbm_used")) or 0 for chip in chips), default=0)
     for chip in shown:
-        whole = _number(chip.get("hbm_limit")) or largest * 1.25 or 1
+        total = _number(chip.get("hbm_limit")) or largest * 1.25 or 1
         table.add_row(
             _text(f"{chip.get('index')} {chip.get('kind') or ''}"),
-            ProgressBar(total=whole, completed=_number(chip.get("hbm_used")) or 0, width=12),
+            ProgressBar(total=total, completed=_number(chip.get("hbm_used")) or 0, width=12),
             bytes_of(chip.get("hbm_used"), chip.get("hbm_limit")),
             size(chip.get("hbm_peak")),
             percent(chip.get("tensorcore_utilization")),
@@ -210,12 +210,8 @@ def _residents(residents: Sequence[Stats]) -> RenderableType:
         return Text("\nnothing is loaded", style="dim")
     table = _table("\nloaded", "a chip", "last used")
     for resident in residents:
-        last_used = _number(resident.get("last_used"))
-        table.add_row(
-            _text(f"{resident.get('component')} of {resident.get('model')}"),
-            size(resident.get("bytes_per_chip")),
-            UNKNOWN if last_used is None else _ago(time.time() - last_used),
-        )
+        name = _text(f"{resident.get('component')} of {resident.get('model')}")
+        table.add_row(name, size(resident.get("bytes_per_chip")), _ago(_number(resident.get("last_used"))))
     return table
 
 
@@ -240,7 +236,10 @@ def _host(stats: Stats) -> RenderableType:
     return Text.assemble(("\nhost  ", "dim"), line, ("\ncaches  ", "dim"), _text(", ".join(caches) or UNKNOWN))
 
 
-def _ago(past_s: float) -> str:
+def _ago(then: float | None) -> str:
+    if then is None:
+        return UNKNOWN
+    past_s = time.time() - then
     return "just now" if past_s < 5 else f"{seconds(float(round(past_s)))} ago"
 
 
@@ -253,14 +252,8 @@ def _number(value: Any) -> float | None:
 
 
 def size(value: Any) -> str:
-    """Bytes in the unit that suits them."""
     number = _number(value)
-    if number is None:
-        return UNKNOWN
-    unit = 0
-    while number >= 1023.5 and unit < len(_UNITS) - 1:
-        number, unit = number / 1024, unit + 1
-    return f"{number:.{0 if unit == 0 or number >= 99.95 else 1}f} {_UNITS[unit]}"
+    return UNKNOWN if number is None else readable(number)
 
 
 def bytes_of(used: Any, limit: Any) -> str:

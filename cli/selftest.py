@@ -103,7 +103,7 @@ def _line(row: "Row") -> Text:
 
 def table(rows: "Sequence[Row]") -> Iterator[Text]:
     """Every check: its largest error and the bound, in units of the reference's largest value. Lines, which a narrow
-    terminal wraps, and which stay whole in a file.
+    terminal wraps, and which are not cut in a file.
     """
     from ..tpu_runtime.plan import report
 

@@ -34,11 +34,17 @@ def add_workflow(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--input", type=Path, default=Path("input"), metavar="DIR", help="where LoadImage looks (input)")
 
 
-def given_workflow(options: argparse.Namespace) -> Workflow:
-    """The workflow of these options, changed as they say, in API format."""
+def read_workflow(options: argparse.Namespace) -> Workflow:
+    """The workflow of these options in API format, as a miniature if they ask for that."""
     workflow = to_api(read_json(options.workflow), HEADLESS)
     if options.tiny:
         make_tiny(workflow)
+    return workflow
+
+
+def given_workflow(options: argparse.Namespace) -> Workflow:
+    """The same, changed as `--set` says."""
+    workflow = read_workflow(options)
     for assignment in options.set:
         assign(workflow, assignment)
     return workflow
@@ -63,11 +69,8 @@ def add_inputs(verb: argparse.ArgumentParser, names: Sequence[str]) -> None:
         if isinstance(limits[0], Switch):
             kind = {"action": argparse.BooleanOptionalAction}
         elif isinstance(limits[0], Choice):
-            kind = {
-                "choices": list(
-                    dict.fromkeys(o for limit in limits if isinstance(limit, Choice) for o in limit.options)
-                )
-            }
+            options = (option for limit in limits if isinstance(limit, Choice) for option in limit.options)
+            kind = {"choices": list(dict.fromkeys(options))}
         verb.add_argument(flag(name), dest=name, help=f"default {defaults}", **kind)
 
 
@@ -83,6 +86,10 @@ def given_inputs(options: argparse.Namespace, spec: ModelSpec) -> dict[str, Any]
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def print_now(line: str) -> None:
+    print(line, flush=True)
 
 
 def print_timings(timings: Sequence[Timing]) -> None:

@@ -1,4 +1,4 @@
-"""`setup.py demo` and `setup.py test`: everything in `.venv` beside setup.py."""
+"""`setup.py demo` and `setup.py test`: everything in `.venv` next to setup.py."""
 
 import hashlib
 import os
@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from .machine import NO_TPU, ROOT, comfyui_folder, has_tpu
@@ -26,23 +26,18 @@ COMFYUI_SKIPPED = frozenset({"torch", "torchvision", "torchaudio", "spandrel", "
 STYLE = (("ruff", "check", "."), ("ruff", "format", "--check", "."))
 TYPES = (("basedpyright", "--level", "error"),)
 
-# pytest's words for `test --fast`: no server, no browser, no real-size compile, one whole run a family.
+# pytest's words for `test --fast`: no server, no browser, no real-size compile, one full run a family.
 FAST = ("-m", "not slow and not recorded")
 
 
 # --- what is installed already ----------------------------------------------------------------------------------------
 
 
-def digest(parts: Iterable[str]) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
 def install_key(extra: str = "") -> str:
     """Changes with everything an installation depends on, also when the folder was moved or Python replaced."""
-    files = [
-        (ROOT / name).read_text() for name in ("pyproject.toml", "requirements.txt", "supported.txt", "constraints.txt")
-    ]
-    return digest([*files, sys.version, str(ROOT), extra])
+    names = ("pyproject.toml", "requirements.txt", "supported.txt", "constraints.txt")
+    parts = [*((ROOT / name).read_text() for name in names), sys.version, str(ROOT), extra]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def once(name: str, key: str, action: Callable[[], None], venv: Path = VENV.folder) -> None:
@@ -79,7 +74,7 @@ def install_test_extras() -> None:
 
 
 def comfyui_requirements(text: str) -> list[str]:
-    """The lines of ComfyUI's requirements.txt that its nodes need beside what is installed already."""
+    """The lines of ComfyUI's requirements.txt that its nodes need besides what is installed already."""
     lines = [line.split(" #")[0].strip() for line in text.splitlines()]
     return [line for line in lines if line and not line.startswith("#") and project_name(line) not in COMFYUI_SKIPPED]
 
@@ -146,7 +141,7 @@ def test(arguments: Sequence[str]) -> int:
 
 
 def spread(arguments: Sequence[str]) -> list[str]:
-    """Three workers, a file each at a time, for a whole run; a choice of tests starts sooner without them.
+    """Three workers, a file each at a time, for a full run; a choice of tests starts sooner without them.
 
     Three on two cores, because each waits now and then: for a server, a browser, a compiler in another process. In the
     files' own order: by their number of tests the few long ones would come last, on one worker.

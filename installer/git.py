@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from .terminal import SetupError, last_line, logged
+from .terminal import SetupError, logged, tail
 
 # A password that git would ask for has nobody to answer, and a repository that does not exist makes it ask.
 _ENVIRONMENT = {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
@@ -44,7 +44,8 @@ def is_unchanged(folder: Path) -> bool:
 def clone(
     origin: str, tag: str, target: Path, beginning: Path, *, default_branch: bool, ready: Callable[[str], None]
 ) -> None:
-    """A clone of `origin` at `tag` as `target`, whole or not at all; without the tag the `default_branch`, if allowed.
+    """Clones `origin` at `tag` into `target`, completely or not at all; without the tag the default branch, if that is
+    allowed.
 
     It begins as the folder `beginning` on the same disk. `ready`, given the commit, is called before that is renamed.
     Where files are in `target` already they stay, and only the repository comes to them: see `write_missing_files`.
@@ -57,8 +58,8 @@ def clone(
             command = ["git", "clone", "--progress", origin, str(beginning)]
             if logged(command, log, {**os.environ, **_ENVIRONMENT}, beginning.parent):
                 raise SetupError(
-                    f"{origin} could not be cloned: {last_line(log)}. "
-                    "Mend that (the network, the address or the disk), and run the same command again."
+                    f"{origin} could not be cloned: {tail(log)}. "
+                    "Fix that (the network, the address or the disk), and run the same command again."
                 )
         if commit_of(beginning, f"refs/tags/{tag}"):
             git(beginning, "-c", "advice.detachedHead=false", "checkout", "--detach", f"refs/tags/{tag}")

@@ -13,7 +13,7 @@ from . import steps
 from .layout import COMFYUI_ORIGIN, COMFYUI_TAG, MANAGER_ORIGIN, MANAGER_TAG, Layout, layout, remains, require_comfyui
 from .lock import alone
 from .machine import NO_TPU, ROOT, has_tpu
-from .steps import Origins, Step
+from .steps import Step
 from .terminal import SetupError, confirm, say
 
 _DESCRIPTION = f"""\
@@ -27,8 +27,8 @@ the same command goes on after an interruption, and changes nothing at its end.\
 def main(arguments: Sequence[str]) -> int:
     """Installs ComfyUI, Manager and this pack, on a TPU VM or elsewhere"""
     options = _parser().parse_args(arguments)
-    chosen = layout(options.comfyui)
-    return install(chosen, Origins(comfyui=options.comfyui_origin, manager=options.manager_origin), options)
+    origins = {"comfyui_origin": options.comfyui_origin, "manager_origin": options.manager_origin}
+    return install(replace(layout(options.comfyui), **origins), options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,12 +52,12 @@ def add_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--comfyui", metavar="DIR", help="ComfyUI's folder (default: COMFYUI_PATH, else ~/ComfyUI)")
 
 
-def install(chosen: Layout, origins: Origins, options: argparse.Namespace, *, before: Sequence[Step] = ()) -> int:
+def install(chosen: Layout, options: argparse.Namespace, *, before: Sequence[Step] = ()) -> int:
     """The steps `before` and all others that are not done yet, after a question; exit code 0."""
-    # A ComfyUI of ours that is too old, or that was half removed, is about to be made whole.
+    # A ComfyUI of ours that is too old, or that was half removed, is about to be completed.
     _refuse(chosen, is_updated=chosen.record().comfyui is not None)
     with contextlib.nullcontext() if options.dry_run else alone(chosen):
-        _carry_out(chosen, [*before, *steps.steps(chosen, origins)], options)
+        _carry_out(chosen, [*before, *steps.steps(chosen)], options)
     if not options.dry_run:
         _report(chosen)
     return 0
@@ -110,8 +110,8 @@ def _report(chosen: Layout) -> None:
     command = [chosen.venv.program("comfyui-tpu"), "doctor"]
     code = subprocess.run(command, cwd=ROOT, env=start_environment(chosen)).returncode
     if code:
-        say(f"doctor ended with {code}; what it names above can be mended later")
-    folder = f" --comfyui {chosen.comfyui}" if chosen != layout(None) else ""
+        say(f"doctor ended with {code}; what it names above can be fixed later")
+    folder = f" --comfyui {chosen.comfyui}" if chosen.comfyui != layout(None).comfyui else ""
     say(f"installed; start ComfyUI with: python3 setup.py start{folder}")
 
 

@@ -32,9 +32,14 @@ class Record:
 
 @dataclass(frozen=True)
 class Layout:
-    """The folder of ComfyUI, and all that belongs to this installation in it."""
+    """The folder of ComfyUI, and all that belongs to this installation in it.
+
+    comfyui_origin, manager_origin: what is cloned. One that was chosen may lack our tag: then the default branch is.
+    """
 
     comfyui: Path
+    comfyui_origin: str = COMFYUI_ORIGIN
+    manager_origin: str = MANAGER_ORIGIN
 
     @property
     def home(self) -> Path:
@@ -63,7 +68,7 @@ class Layout:
 
     @property
     def is_in_custom_nodes(self) -> bool:
-        """Whether the repository itself lies where ComfyUI looks for it."""
+        """Whether the repository itself is where ComfyUI looks for it."""
         return ROOT.parent == self.custom_nodes.resolve()
 
     @property
@@ -82,7 +87,7 @@ class Layout:
 
     @property
     def caches(self) -> dict[str, str]:
-        """Where pip and uv keep what they download: nothing goes into the user's home beside the chosen folder."""
+        """Where pip and uv keep what they download: nothing goes into the user's home but into the chosen folder."""
         return {"PIP_CACHE_DIR": str(self.home / "cache" / "pip"), "UV_CACHE_DIR": str(self.home / "cache" / "uv")}
 
     # --- the record ---------------------------------------------------------------------------------------------------
@@ -104,7 +109,7 @@ class Layout:
             ) from None
 
     def note(self, **changed: object) -> None:
-        """Writes into the record, whole or not at all."""
+        """Writes into the record, completely or not at all."""
         write_record(self.home, dataclasses.replace(self.record(), **changed))
 
 
@@ -133,32 +138,14 @@ def installed(chosen: str | None) -> Layout:
     return found
 
 
-# --- versions of ComfyUI ----------------------------------------------------------------------------------------------
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(digits) for digits in re.findall(r"\d+", version)[:3])
-
-
-def required_comfyui() -> str:
-    """The oldest ComfyUI that the pack runs in, such as "0.3.76"."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    return settings["tool"]["comfy"]["requires-comfyui"].removeprefix(">=")
-
-
-def comfyui_version(folder: Path) -> str:
-    """What a checkout says it is; "0" for one from before it said so."""
-    file = folder / "comfyui_version.py"
-    found = re.search(r'__version__ = "([^"]+)"', file.read_text()) if file.is_file() else None
-    return found[1] if found else "0"
-
+# --- what is in the folder --------------------------------------------------------------------------------------------
 
 # What of a ComfyUI is its user's, and what an installation that was cut off leaves.
 _KEPT = frozenset({"models", "output", "input", "user", "custom_nodes", "temp", ".git", ".comfyui-tpu"})
 
 
 def remains(folder: Path) -> bool:
-    """Whether `folder` holds what is left of a ComfyUI that was uninstalled, or not whole yet, and nothing else."""
+    """Whether `folder` holds what is left of a ComfyUI that was uninstalled, or not complete yet, and nothing else."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     return bool(names) and names <= _KEPT
 
@@ -169,10 +156,17 @@ def require_comfyui(folder: Path) -> None:
         raise SetupError(
             f"{folder} is neither empty nor a ComfyUI (it has no main.py): choose another folder with --comfyui DIR."
         )
-    version, required = comfyui_version(folder), required_comfyui()
-    if numbers(version) < numbers(required):
-        said = f"ComfyUI {version}" if version != "0" else "a ComfyUI that does not even say its version"
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    required = settings["tool"]["comfy"]["requires-comfyui"].removeprefix(">=")
+    file = folder / "comfyui_version.py"
+    version = re.search(r'__version__ = "([^"]+)"', file.read_text()) if file.is_file() else None
+    if version is None or _numbers(version[1]) < _numbers(required):
+        said = f"ComfyUI {version[1]}" if version else "a ComfyUI that does not even say its version"
         raise SetupError(
             f"{folder} is {said}, and the pack needs {required} or newer: update it (git pull), or choose another "
             "folder with --comfyui DIR."
         )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(digits) for digits in re.findall(r"\d+", version)[:3])

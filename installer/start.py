@@ -79,13 +79,11 @@ def _refuse(chosen: Layout, options: argparse.Namespace, comfyuis: Sequence[str]
             raise SetupError(f"{name} is an option of `setup.py start` itself: give it before the `--`.")
     if not chosen.constraints.is_file() or not chosen.venv.is_usable(any_python=True):
         raise SetupError(
-            f"The installation in {chosen.comfyui} is not whole: python3 setup.py install --comfyui {chosen.comfyui}"
+            f"The installation in {chosen.comfyui} is not complete: python3 setup.py install --comfyui {chosen.comfyui}"
         )
     try:
-        family = socket.getaddrinfo(options.listen, options.port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family[0], family[1]) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ComfyUI's server
-            probe.bind(family[4])
+        family, *_, address = socket.getaddrinfo(options.listen, options.port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(address, family=family).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise SetupError(

@@ -40,33 +40,17 @@ class Step:
     size_gb: float = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Origins:
-    """Where ComfyUI and Manager are cloned from. One that was given may lack our tag: then it is the default branch."""
-
-    comfyui: str = COMFYUI_ORIGIN
-    manager: str = MANAGER_ORIGIN
-
-
-def steps(layout: Layout, origins: Origins) -> list[Step]:
+def steps(layout: Layout) -> list[Step]:
     """All steps in their order."""
-    return [
-        _comfyui(layout, origins.comfyui),
-        _environment(layout),
-        _torch(layout),
-        _constraints(layout),
-        _manager(layout, origins.manager),
-        _packages(layout),
-        _command(layout),
-        _link(layout),
-    ]
+    every = (_comfyui, _environment, _torch, _constraints, _manager, _packages, _command, _link)
+    return [step(layout) for step in every]
 
 
 # --- clones -----------------------------------------------------------------------------------------------------------
 
 
-def _comfyui(layout: Layout, origin: str) -> Step:
-    target = layout.comfyui
+def _comfyui(layout: Layout) -> Step:
+    target, origin = layout.comfyui, layout.comfyui_origin
 
     def todo() -> str:
         return "" if (target / "main.py").is_file() else f"clone {origin} at {COMFYUI_TAG} into {target}"
@@ -86,7 +70,9 @@ def _comfyui(layout: Layout, origin: str) -> Step:
     return Step(name="ComfyUI", todo=todo, do=do, size_gb=0.3)
 
 
-def _manager(layout: Layout, origin: str) -> Step:
+def _manager(layout: Layout) -> Step:
+    origin = layout.manager_origin
+
     def todo() -> str:
         target = layout.manager
         return "" if target.exists() else f"clone {origin} at {MANAGER_TAG} into {target}"
@@ -109,7 +95,7 @@ def _environment(layout: Layout) -> Step:
     def todo() -> str:
         if venv.is_usable(any_python=True):
             return ""
-        return f"{'make anew' if venv.folder.exists() else 'make'} the environment {venv.folder}"
+        return f"{'recreate' if venv.folder.exists() else 'create'} the environment {venv.folder}"
 
     return Step(name="environment", todo=todo, do=lambda: venv.make(any_python=True), size_gb=0.1)
 

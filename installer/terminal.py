@@ -1,5 +1,6 @@
 """Talking to the user, and running commands whose output goes to a file."""
 
+import contextlib
 import os
 import shlex
 import subprocess
@@ -44,26 +45,18 @@ def logged(command: Sequence[str], log: Path, environment: Mapping[str, str], fo
 
 
 def _watch(process: subprocess.Popen[bytes], log: Path) -> None:
-    started = time.monotonic()
-    while sys.stdout.isatty():
-        try:
-            process.wait(timeout=1)
-            break
-        except subprocess.TimeoutExpired:
-            line = f"  {time.monotonic() - started:4.0f} s  {last_line(log)}"
-            print(f"\r\033[K{line[: os.get_terminal_size().columns - 1]}", end="", flush=True)
-    else:
+    if not sys.stdout.isatty():
         process.wait()
-    if sys.stdout.isatty():
-        print("\r\033[K", end="", flush=True)
+        return
+    started = time.monotonic()
+    while process.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=1)
+        line = f"  {time.monotonic() - started:4.0f} s  {tail(log)}" if process.poll() is None else ""
+        print(f"\r\033[K{line[: os.get_terminal_size().columns - 1]}", end="", flush=True)
 
 
-def last_line(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 500))
-        lines = file.read().decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def tail(log: Path, num_lines: int) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
+def tail(log: Path, num_lines: int = 1) -> str:
+    """The last lines that say something."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return "\n".join(lines[-num_lines:])

@@ -58,10 +58,9 @@ def _remove(chosen: Layout) -> None:
     record = chosen.record()
     if _is_our_link(chosen):
         chosen.link.unlink()
-    if record.manager and _is_as_cloned(chosen.manager, record.manager):
-        _remove_tracked(chosen.manager, chosen)
-    if record.comfyui and _is_as_cloned(chosen.comfyui, record.comfyui):
-        _remove_tracked(chosen.comfyui, chosen)
+    for folder, commit in ((chosen.manager, record.manager), (chosen.comfyui, record.comfyui)):
+        if commit and _is_as_cloned(folder, commit):
+            _remove_tracked(folder, chosen)
     _remove_home(chosen.home)
     if not any(chosen.comfyui.iterdir()):
         chosen.comfyui.rmdir()

@@ -12,7 +12,7 @@ from .install import add_common, install
 from .layout import COMFYUI_TAG, MANAGER_TAG, Layout, installed
 from .lock import alone
 from .machine import ROOT
-from .steps import Origins, Step
+from .steps import Step
 from .terminal import SetupError, say
 
 _DESCRIPTION = """\
@@ -34,7 +34,8 @@ def main(arguments: Sequence[str]) -> int:
     if is_new:
         # The new version's own steps count.
         os.execv(sys.executable, [sys.executable, str(ROOT / "setup.py"), "update", "--pulled", *arguments])
-    return install(chosen, Origins(), options, before=_moves(chosen))
+    moves = [_move(chosen, "comfyui", "ComfyUI", COMFYUI_TAG), _move(chosen, "manager", "Manager", MANAGER_TAG)]
+    return install(chosen, options, before=moves)
 
 
 def _pull(options: argparse.Namespace) -> bool:
@@ -64,14 +65,10 @@ def _why_not_pulled() -> str:
     return ""
 
 
-def _moves(chosen: Layout) -> list[Step]:
-    record = chosen.record()
-    comfyui = _move(chosen, "comfyui", "ComfyUI", chosen.comfyui, COMFYUI_TAG, record.comfyui)
-    return [comfyui, _move(chosen, "manager", "Manager", chosen.manager, MANAGER_TAG, record.manager)]
-
-
-def _move(chosen: Layout, field: str, name: str, folder: Path, tag: str, commit: str | None) -> Step:
-    """A step that brings a clone of ours, at `commit`, to `tag`."""
+def _move(chosen: Layout, field: str, name: str, tag: str) -> Step:
+    """A step that brings a clone of ours, which the layout and the record call `field`, to `tag`."""
+    folder: Path = getattr(chosen, field)
+    commit: str | None = getattr(chosen.record(), field)
 
     def todo() -> str:
         now, wanted = git.commit_of(folder), git.commit_of(folder, f"refs/tags/{tag}")

@@ -4,13 +4,9 @@ import importlib.metadata
 import os
 import re
 import shutil
-import ssl
 import subprocess
 import sys
-import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +17,6 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CPU_ADVICE = (
     f"Make {CPU_INDEX} reachable, or give pip a folder with the CPU wheel: PIP_FIND_LINKS=FOLDER python3 setup.py ..."
 )
-PROBE_S = 3
 # Would let packages of another environment pass for installed ones, or send ours elsewhere.
 FOREIGN = ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_USER")
 # Any of these in pip's output means that it could not reach its index.
@@ -56,7 +51,7 @@ class Venv:
         return {**kept, "PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", **self.variables}
 
     def make(self, *, any_python: bool = False) -> None:
-        """Makes the folder, or makes it anew when its Python or pip no longer runs.
+        """Creates the folder, or recreates it when its Python or pip no longer runs.
 
         Another Python than this one will do if `any_python`.
         """
@@ -114,17 +109,17 @@ class Venv:
     def _complaint(self, message: str, advice: str) -> str:
         end = tail(self.log, 25)
         again = "run the same command again; it goes on from here."
-        where = f"pip's whole output is in {self.log}."
+        where = f"pip's full output is in {self.log}."
         if NO_SPACE.search(end):
             return f"This failed, because the disk is full: {message}. Make room and {again} {where}"
         if NO_NETWORK.search(end):
             return (
                 f"This failed, because pip could not reach its index: {message}. "
-                f"{advice or f'Mend the network, or set pip up for a mirror, and {again}'} {where}"
+                f"{advice or f'Fix the network, or set pip up for a mirror, and {again}'} {where}"
             )
         return (
             f"{end}\n\nThis failed: {message}. {where} "
-            f"{advice or f'Mend what its last lines say and {again}'}"
+            f"{advice or f'Fix what its last lines say and {again}'}"
         )  # fmt: skip
 
     def versions(self) -> dict[str, str]:
@@ -148,21 +143,20 @@ class Venv:
         text = self.constraints.read_text()
         return [pinned(name, text) for name in names]
 
-    def torch_commands(self, names: Sequence[str], *, index_reachable: bool) -> list[list[str]]:
-        """The pip commands that may bring PyTorch, in the order to try them: its own CPU index, then pip's own
-        configuration.
+    def torch_commands(self, names: Sequence[str]) -> list[list[str]]:
+        """The pip commands that may bring PyTorch, in the order to try them: its own CPU index, asked once and shortly,
+        then pip's own configuration.
 
         Without dependencies: a CUDA build is noticed before its gigabytes of nvidia packages come.
         """
         install = ("install", "-c", str(self.constraints), "--no-deps", *self.pins(names))
         cpu_index = self.pip(*install, "--index-url", CPU_INDEX, network=("--timeout", "5", "--retries", "0"))
-        return [cpu_index, self.pip(*install)] if index_reachable else [self.pip(*install)]
+        return [cpu_index, self.pip(*install)]
 
     def install_torch(self, names: Sequence[str] = ("torch",)) -> None:
         """PyTorch as the CPU build; SetupError if only a CUDA build could be had."""
-        commands = self.torch_commands(names, index_reachable=is_reachable(f"{CPU_INDEX}/torch/", PROBE_S))
-        source = f"from {CPU_INDEX}" if len(commands) > 1 else f"as pip is configured ({CPU_INDEX} does not answer)"
-        self.install(f"installing {', '.join(self.pins(names))} {source}", *commands, advice=CPU_ADVICE)
+        message = f"installing {', '.join(self.pins(names))} from {CPU_INDEX}, or else as pip is configured"
+        self.install(message, *self.torch_commands(names), advice=CPU_ADVICE)
         self.require_cpu_build()
 
     def require_cpu_build(self) -> None:
@@ -191,28 +185,6 @@ def pinned(name: str, constraints: str) -> str:
     if len(pins) != 1:
         raise SetupError(f"constraints.txt pins {name} {len(pins)} times; it must do so once, as {name}==VERSION.")
     return pins[0]
-
-
-def answers(url: str, timeout_s: float) -> bool:
-    """Whether a server answers at `url`, be it with a refusal, asked through the proxies pip would use."""
-    try:
-        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=timeout_s).close()
-    except urllib.error.HTTPError:
-        return True
-    except urllib.error.URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # pip may hold a certificate that we do not
-    except OSError:
-        return False
-    return True
-
-
-def is_reachable(url: str, timeout_s: float) -> bool:
-    """`answers` within `timeout_s`; in a thread, because looking a name up has a longer timeout of its own."""
-    answer = []
-    thread = threading.Thread(target=lambda: answer.append(answers(url, timeout_s)), daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return answer == [True]
 
 
 def cuda_traces(python: str, environment: Mapping[str, str] | None = None) -> str:

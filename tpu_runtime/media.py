@@ -43,7 +43,7 @@ def free_path(folder: Path, stem: str, suffix: str) -> Path:
 
 def save_video(path: Path, video: Video, *, crf: int = 18) -> None:
     """Writes H.264 (yuv420p, BT.709, fast start) in an MP4; a smaller `crf` is larger and better.
-    On one machine the same frames give the same file; x264's number of threads, and so its file, follows the cores.
+    On one machine the same frames become the same file; x264's number of threads, and so its file, follows the cores.
 
     Raises ValueError for no frames, and for an odd width or height, which yuv420p cannot hold.
     """

@@ -30,7 +30,7 @@ def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a folder, with the chat template that is in it.
 
     A `tokenizer.json` is used as it stands, as transformers 4 did it. By the name of a class, transformers 5 takes the
-    vocabulary out of it and makes the rest anew: a T5Tokenizer has its unknown token at 2, UMT5's is at 3. Without that
+    vocabulary out of it and recreates the rest: a T5Tokenizer has its unknown token at 2, UMT5's is at 3. Without that
     file (a SentencePiece model alone, or bytes) the class is asked; one that comes with the checkpoint as code is not.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -66,7 +66,7 @@ def tokenize_chats(
 
     `padding_side` is the model's, not the tokenizer's: where a tokenizer_config.json does not state it, transformers 4
     used the default of the tokenizer's class, and transformers 5 pads every class on the right.
-    `template_options` are what this template takes beside the conversation.
+    `template_options` are what this template takes besides the conversation.
     """
     import numpy as np
 
@@ -105,13 +105,13 @@ def cut_off(text: "TextEncoding", tokenizer: Any, prompt: str) -> tuple[int, str
     # A character is at most four bytes, and a token at least one.
     ids, masks = text.tokenize(tokenizer, [prompt, ""], length=text.max_length + 4 * len(prompt))
     prefix = np.ones(text.prefix, bool)
-    whole, empty = (row[np.concatenate([prefix, mask.astype(bool)])] for row, mask in zip(ids, masks, strict=True))
-    if len(whole) <= len(kept):
+    full, empty = (row[np.concatenate([prefix, mask.astype(bool)])] for row, mask in zip(ids, masks, strict=True))
+    if len(full) <= len(kept):
         return 0, ""
     # Some tokenizers put a last token behind what they cut; a conversation goes on behind the prompt.
-    start = _equal(kept, whole)
-    end = len(whole) - _equal(whole[::-1], empty[::-1])
-    return len(whole) - len(kept), tokenizer.decode(whole[start:end], skip_special_tokens=True).strip()
+    start = _equal(kept, full)
+    end = len(full) - _equal(full[::-1], empty[::-1])
+    return len(full) - len(kept), tokenizer.decode(full[start:end], skip_special_tokens=True).strip()
 
 
 def _equal(ones: Iterable[Any], others: Iterable[Any]) -> int:

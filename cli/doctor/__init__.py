@@ -1,6 +1,6 @@
 """`comfyui-tpu doctor`: each fault of a machine that can be found without starting its chips, with the command that
-mends it. May import everything the command may; a check is a function from a `Machine` to findings, and reads no more
-of the real one.
+fixes it. May import everything the command may. `checks` is the table of what is said; the files of its `look`s see
+nothing of the real machine but through a `Machine`.
 """
 
 from .checks import add_arguments, report, run

@@ -4,37 +4,17 @@ import argparse
 import dataclasses
 import json
 import platform
-from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
-from . import chips, comfyui, folders, packages
-from .machine import Finding, Machine
-
-Check = Callable[[Machine], Iterator[Finding]]
+from . import chips, comfyui, host
+from .machine import Check, Finding, Machine
 
 CHECKS: tuple[Check, ...] = (
-    packages.versions_here,
-    packages.builds,
-    packages.companions,
-    packages.twice,
-    packages.tokenizer,
-    chips.plugged_in,
-    chips.rights,
-    chips.holders,
-    chips.host,
-    chips.variables,
-    folders.caches,
-    folders.models,
-    folders.token,
-    folders.memory,
-    folders.pip,
-    comfyui.version,
-    comfyui.requirements,
-    comfyui.this_pack,
-    comfyui.other_packs,
-    comfyui.manager,
-    comfyui.environment,
-    comfyui.running,
-)
+    host.twice, host.tokenizer,
+    chips.plugged_in, chips.rights, chips.holders, chips.hugepages, chips.variables, chips.flags, chips.budget,
+    host.caches, host.models, host.token, host.memory, host.pip,
+    comfyui.version, comfyui.this_pack, comfyui.other_packs, comfyui.manager, comfyui.running,
+)  # fmt: skip
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
@@ -43,7 +23,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, machine: Machine | None = None) -> int:
-    """Prints the report. Exit code 1 when something needs mending; advice does not."""
+    """Prints the report. Exit code 1 when something needs fixing; advice does not."""
     findings = report(machine or Machine(), is_started=options.start)
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
@@ -57,7 +37,16 @@ def run(options: argparse.Namespace, machine: Machine | None = None) -> int:
 
 def report(machine: Machine, *, is_started: bool = False) -> list[Finding]:
     """Everything about this machine that matters to the pack. Starts no device unless asked to."""
-    found = [Finding(topic="Python", found=f"{platform.python_version()} on {platform.system()}")]
-    for check in CHECKS:
-        found += check(machine)
-    return [*found, *chips.start(machine)] if is_started else found
+    found = [Finding("Python", f"{platform.python_version()} on {platform.system()}")]
+    if find_spec("packaging") is None:
+        found.append(Finding("packaging", "not installed", "pip install packaging"))
+        checks = CHECKS
+    else:
+        from . import packages
+
+        checks = (*packages.CHECKS, *CHECKS)
+    return [
+        *found,
+        *(each for check in checks for each in check(machine)),
+        *(chips.start(machine) if is_started else ()),
+    ]

@@ -5,153 +5,161 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 
 from ...tpu_runtime.engine.memory_advice import VARIABLE as HBM
 from ...tpu_runtime.monitor import bus, metrics_service
+from ...tpu_runtime.spec import guidance_first
 from ...tpu_runtime.units import GIB, readable
-from .machine import Finding, Machine
+from .machine import Finding, Findings, Machine
 
 # JAX waits for all hosts of a slice; on one it takes some ten seconds.
 START_S = 300
 _SIMULATED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 HUGEPAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 LOCK = "tmp/libtpu_lockfile"
-# Each changes every program, and nothing was tested with it.
-_UNTESTED = ("JAX_ENABLE_X64", "JAX_DISABLE_JIT")
-# With these values no network can be traced.
-_REFUSING = {"JAX_NUMPY_RANK_PROMOTION": "raise", "JAX_NUMPY_DTYPE_PROMOTION": "strict"}
-_PRECISION = "JAX_DEFAULT_MATMUL_PRECISION"
 
 
-def plugged_in(machine: Machine) -> Iterator[Finding]:
+def plugged_in(machine: Machine) -> Findings:
     """The chips on the bus, their device files, and the mesh they would make."""
     chips, files = machine.chips, machine.device_files
-    if chips is None and not files:
-        simulated = _simulated(machine)
-        found = f"no TPU; programs run on the CPU, as {simulated} simulated chip{'s' if simulated > 1 else ''}"
-        yield Finding(topic="devices", found=found)
-        yield from _meshes(simulated)
-    elif chips is None:
+    if chips is None and files:
         found = f"{len(files)} device files ({files[0].name}, ...), of which chips is not known"
-        yield Finding(topic="devices", found=found, remedy="pip install 'tpu-info>=0.14.2'")
+        yield Finding("devices", found, "pip install 'tpu-info>=0.14.2'")
+        return
+    if chips is None:
+        given = _SIMULATED.findall(machine.environ.get("XLA_FLAGS", ""))
+        count = max(1, int(given[-1])) if given else 1
+        yield Finding("devices", f"no TPU; programs run on the CPU, as {count} simulated chip{'s' * (count > 1)}")
+    elif files:
+        count = chips.num_devices
+        yield Finding("devices", f"{chips}, {readable(chips.hbm_bytes_per_chip)} each")
     else:
-        remedy = "" if files else "Give a container the chips: docker run --privileged ..."
-        each = readable(chips.hbm_bytes_per_chip)
-        missing = "" if files else " on the bus, but no device files (/dev/vfio/*, /dev/accel*)"
-        yield Finding(topic="devices", found=f"{chips}{missing or f', {each} each'}", remedy=remedy)
-        yield from _meshes(chips.num_devices)
+        count = chips.num_devices
+        found = f"{chips} on the bus, but no device files (/dev/vfio/*, /dev/accel*)"
+        yield Finding("devices", found, "Give a container the chips: docker run --privileged ...")
+    yield Finding("mesh with guidance", str(guidance_first(count, 2)))
+    yield Finding("mesh without guidance", str(guidance_first(count, 1)))
 
 
-def _simulated(machine: Machine) -> int:
-    given = _SIMULATED.findall(machine.environ.get("XLA_FLAGS", ""))
-    return max(1, int(given[-1])) if given else 1
-
-
-def _meshes(num_devices: int) -> Iterator[Finding]:
-    from ...tpu_runtime.spec import guidance_first
-
-    for branches, when in ((2, "with guidance"), (1, "without guidance")):
-        yield Finding(topic=f"mesh {when}", found=str(guidance_first(num_devices, branches)))
-
-
-def rights(machine: Machine) -> Iterator[Finding]:
+def rights(machine: Machine) -> Findings:
     """libtpu opens the device files, and locks a file in /tmp."""
-    refused = [f"/{path.relative_to(machine.root)}" for path in machine.device_files if not machine.may_use(path)]
+    refused = " ".join(
+        f"/{path.relative_to(machine.root)}" for path in machine.device_files if not machine.may_use(path)
+    )
     if refused:
-        files = " ".join(refused)
-        yield Finding(topic="device files", found=f"no rights to {files}", remedy=f"sudo chmod a+rw {files}")
+        yield Finding("device files", f"no rights to {refused}", f"sudo chmod a+rw {refused}")
     lock = machine.root / LOCK
     if machine.device_files and lock.exists() and not machine.may_use(lock):
         found = f"/{LOCK} belongs to another user, so libtpu cannot lock it"
-        yield Finding(topic="libtpu's lock", found=found, remedy=f"sudo rm /{LOCK}")
+        yield Finding("libtpu's lock", found, f"sudo rm /{LOCK}")
 
 
-def holders(machine: Machine) -> Iterator[Finding]:
+def holders(machine: Machine) -> Findings:
     """Only one process at a time can have the chips."""
     if not machine.device_files:
         return
-    memory = ""
-    reason = None
+    memory, silent = "", ""
     try:
         usages = metrics_service.usage(metrics_service.ports(machine.environ))
         used, limit = (sum(getattr(each, name) or 0 for each in usages) for name in ("hbm_used", "hbm_limit"))
         memory = f", {readable(used)} of {readable(limit)} used" if limit else ""
-    except (metrics_service.NotServed, metrics_service.NoAnswer, ImportError) as error:
-        reason = error
+    except metrics_service.NoAnswer as error:
+        silent = f"{error}: whoever holds the chips may hang, or is just starting"
+    except ImportError:
+        pass
     servers = {server.pid for server in machine.servers}
     found = bus.holders(machine.root)
-    for holder in found:
-        said = f"{holder.program}, process {holder.pid}{memory}"
-        if holder.pid in servers:
+    for each in found:
+        said = f"{each.program}, process {each.pid}{memory}"
+        if each.pid in servers:
             # Nothing is wrong; but who wants the command line to use the chips must know.
-            yield Finding(topic="TPU in use", found=f"by ComfyUI ({said}); for the command line: kill {holder.pid}")
+            yield Finding("TPU in use", f"by ComfyUI ({said}); for the command line: kill {each.pid}")
         else:
-            yield Finding(topic="TPU in use", found=f"by {said}", remedy=f"kill {holder.pid}")
-    if not found and memory:
+            yield Finding("TPU in use", f"by {said}", f"kill {each.pid}")
+    if memory and not found:
         remedy = "sudo lsof /dev/accel* /dev/vfio/*, then sudo kill PID"
-        yield Finding(topic="TPU in use", found=f"by a process of another user{memory}", remedy=remedy)
-    if isinstance(reason, metrics_service.NoAnswer):
-        yield Finding(topic="TPU in use", found=f"{reason}: whoever holds the chips may hang, or is just starting")
+        yield Finding("TPU in use", f"by a process of another user{memory}", remedy)
+    if silent:
+        yield Finding("TPU in use", silent)
 
 
-def host(machine: Machine) -> Iterator[Finding]:
+def hugepages(machine: Machine) -> Findings:
     """What libtpu wants of the kernel."""
     pages = machine.text(HUGEPAGES)
     if machine.device_files and pages and "[always]" not in pages:
         found = "off: the TPU starts and ends slowly on v5e and newer"
-        remedy = f"sudo sh -c 'echo always > /{HUGEPAGES}'"
-        yield Finding(topic="transparent hugepages", found=found, remedy=remedy, advice=True)
+        yield Finding("transparent hugepages", found, f"sudo sh -c 'echo always > /{HUGEPAGES}'", advice=True)
 
 
-def variables(machine: Machine) -> Iterator[Finding]:
+# --- environment variables --------------------------------------------------------------------------------------------
+
+
+def _without_tpu(machine: Machine, value: str) -> bool:
+    return bool(machine.device_files) and "tpu" not in value
+
+
+def _is_on(machine: Machine, value: str) -> bool:
+    return value.lower() not in ("0", "false")
+
+
+# By name: where a value keeps a run from the TPU or breaks it, and what is said of that value.
+_VARIABLES: dict[str, tuple[Callable[[Machine, str], object], str]] = {
+    "JAX_PLATFORMS": (_without_tpu, "{}: the TPU is not used"),
+    "JAX_PLATFORM_NAME": (_without_tpu, "{}: the TPU is not used"),
+    "TPU_LIBRARY_PATH": (lambda machine, _: machine.device_files, "{}, in place of the tested libtpu"),
+    "TPU_SKIP_MDS_QUERY": (
+        lambda machine, _: machine.device_files and not machine.environ.get("TPU_ACCELERATOR_TYPE"),
+        "set without TPU_ACCELERATOR_TYPE: libtpu does not learn which slice this is",
+    ),
+    # Each of these two changes every program, and nothing was tested with it.
+    "JAX_ENABLE_X64": (_is_on, "{}: never tested"),
+    "JAX_DISABLE_JIT": (_is_on, "{}: never tested"),
+    # With these values no network can be traced.
+    "JAX_NUMPY_RANK_PROMOTION": (lambda _, value: value.lower() == "raise", "{}: JAX refuses what networks compute"),
+    "JAX_NUMPY_DTYPE_PROMOTION": (lambda _, value: value.lower() == "strict", "{}: JAX refuses what networks compute"),
+}
+_PRECISION = "JAX_DEFAULT_MATMUL_PRECISION"
+
+
+def variables(machine: Machine) -> Findings:
     """Environment variables that break a run."""
-    environ, has_tpu = machine.environ, bool(machine.device_files)
-    for name in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME"):
-        if has_tpu and environ.get(name) and "tpu" not in environ[name]:
-            yield Finding(topic=name, found=f"{environ[name]}: the TPU is not used", remedy=f"unset {name}")
-    if has_tpu and (library := environ.get("TPU_LIBRARY_PATH")):
-        found = f"{library}, in place of the tested libtpu"
-        yield Finding(topic="TPU_LIBRARY_PATH", found=found, remedy="unset TPU_LIBRARY_PATH")
-    if has_tpu and environ.get("TPU_SKIP_MDS_QUERY") and not environ.get("TPU_ACCELERATOR_TYPE"):
-        found = "set without TPU_ACCELERATOR_TYPE: libtpu does not learn which slice this is"
-        yield Finding(topic="TPU_SKIP_MDS_QUERY", found=found, remedy="unset TPU_SKIP_MDS_QUERY")
-    words = environ.get("XLA_FLAGS", "").split()
+    for name, (is_wrong, said) in _VARIABLES.items():
+        if (value := machine.environ.get(name)) and is_wrong(machine, value):
+            yield Finding(name, said.format(value), f"unset {name}")
+    if precision := machine.environ.get(_PRECISION):
+        found = f"{precision}: changes products of bfloat16 programs, but for those in kernels"
+        yield Finding(_PRECISION, found, f"unset {_PRECISION}", advice=True)
+
+
+def flags(machine: Machine) -> Findings:
+    """libtpu's own flags belong into another variable than XLA's."""
+    words = machine.environ.get("XLA_FLAGS", "").split()
     if libtpus := [word for word in words if word.startswith(("--xla_tpu_", "--xla_jf_", "--xla_sc_"))]:
         rest = " ".join(word for word in words if word not in libtpus)
-        both = f"{environ.get('LIBTPU_INIT_ARGS', '')} {' '.join(libtpus)}".strip()
+        both = f"{machine.environ.get('LIBTPU_INIT_ARGS', '')} {' '.join(libtpus)}".strip()
         remedy = f"export XLA_FLAGS={shlex.quote(rest)} LIBTPU_INIT_ARGS={shlex.quote(both)}"
-        found = f"{' '.join(libtpus)}: only libtpu knows these, and JAX aborts the process"
-        yield Finding(topic="XLA_FLAGS", found=found, remedy=remedy)
-    for name in _UNTESTED:
-        if environ.get(name, "").lower() not in ("", "0", "false"):
-            yield Finding(topic=name, found=f"{environ[name]}: never tested", remedy=f"unset {name}")
-    for name, value in _REFUSING.items():
-        if environ.get(name, "").lower() == value:
-            yield Finding(topic=name, found=f"{value}: JAX refuses what networks compute", remedy=f"unset {name}")
-    if precision := environ.get(_PRECISION):
-        found = f"{precision}: changes products of bfloat16 programs, but for those in kernels"
-        yield Finding(topic=_PRECISION, found=found, remedy=f"unset {_PRECISION}", advice=True)
-    yield from _budget(machine)
+        yield Finding("XLA_FLAGS", f"{' '.join(libtpus)}: only libtpu knows these, and JAX aborts the process", remedy)
 
 
-def _budget(machine: Machine) -> Iterator[Finding]:
-    given = machine.environ.get(HBM)
-    if not given:
+def budget(machine: Machine) -> Findings:
+    """The limit of memory that the user has set."""
+    if not (given := machine.environ.get(HBM)):
         return
     try:
         wanted = float(given)
     except ValueError:
-        yield Finding(topic=HBM, found=f"{given!r} is no number of GiB", remedy=f"unset {HBM}")
+        yield Finding(HBM, f"{given!r} is no number of GiB", f"unset {HBM}")
         return
-    if chips := machine.chips:
-        each = chips.hbm_bytes_per_chip // chips.devices_per_chip
-        if wanted * GIB > each:
-            found = f"{given} GiB, more than the {readable(each)} of a {chips.kind}: runs end out of memory"
-            yield Finding(topic=HBM, found=found, remedy=f"unset {HBM}")
+    if (chips := machine.chips) and wanted * GIB > (each := chips.hbm_bytes_per_chip // chips.devices_per_chip):
+        found = f"{given} GiB, more than the {readable(each)} of a {chips.kind}: runs end out of memory"
+        yield Finding(HBM, found, f"unset {HBM}")
 
 
-def start(machine: Machine) -> Iterator[Finding]:
+# --- JAX --------------------------------------------------------------------------------------------------------------
+
+
+def start(machine: Machine) -> Findings:
     """What JAX says when it starts the chips: in a process of its own, which a wrong flag may abort."""
     program = "import jax, json; d = jax.devices(); print(json.dumps([len(d), d[0].device_kind, d[0].platform]))"
     command = [sys.executable, "-c", program]
@@ -159,14 +167,13 @@ def start(machine: Machine) -> Iterator[Finding]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, env=dict(machine.environ))
     except subprocess.TimeoutExpired:
         remedy = "All hosts of a slice must start together; on one host: sudo reboot"
-        yield Finding(topic="JAX", found=f"did not start within {START_S} s", remedy=remedy)
+        yield Finding("JAX", f"did not start within {START_S} s", remedy)
         return
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        remedy = "Mend what is named above, then again: comfyui-tpu doctor --start"
-        yield Finding(topic="JAX", found=f"cannot start: {last}", remedy=remedy)
+        yield Finding("JAX", f"cannot start: {last}", "Fix what is named above, then again: comfyui-tpu doctor --start")
         return
     count, kind, platform = json.loads(done.stdout.strip().splitlines()[-1])
-    is_idle = bool(machine.device_files) and platform != "tpu"
+    is_idle = machine.device_files and platform != "tpu"
     remedy = "unset JAX_PLATFORMS; pip install 'jax[tpu]'" if is_idle else ""
-    yield Finding(topic="JAX", found=f"starts: {count} x {kind} ({platform})", remedy=remedy)
+    yield Finding("JAX", f"starts: {count} x {kind} ({platform})", remedy)

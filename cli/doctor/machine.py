@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,7 @@ _PACK = Path(__file__).parents[2]
 _LISTENS = "0A"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One line of the report. `remedy` is a command or sentence, empty when all is well; advice is a remedy that
     nothing depends on."""
@@ -157,3 +157,7 @@ def comfyui_folder(environ: Mapping[str, str] | None = None, home: Path | None =
 def has_tpu() -> bool:
     """Whether the kernel shows a TPU's device files."""
     return bool(bus.device_files())
+
+
+Findings = Iterator[Finding]
+Check = Callable[[Machine], Findings]

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from comfyui_tpu.cli.doctor import Machine, checks, chips, comfyui, folders, packages
+from comfyui_tpu.cli.doctor import Machine, checks, chips, comfyui, host, packages
 from comfyui_tpu.cli.doctor.checks import CHECKS
 
 fake_tpu = pytest.importorskip("comfyui_tpu.tests.support.fake_tpu", reason="no tpu-info: it is for Linux")
@@ -245,11 +245,11 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
         "2.13.0, a GPU build with 1 nvidia packages", "pip uninstall -y nvidia-cublas; pip install --force-reinstall",
     ),
     "two libtpus": (
-        packages.twice, installed(libtpu_nightly="0.1", libtpu="0.0.42.1"),
+        host.twice, installed(libtpu_nightly="0.1", libtpu="0.0.42.1"),
         "0.1, in the folder of libtpu", "-y libtpu-nightly && pip install --force-reinstall --no-deps libtpu==0.0.42.1",
     ),
     "SIGABRT": (
-        packages.tokenizer, aborting, "fails beside protobuf 7.36.2: signal 6",
+        host.tokenizer, aborting, "fails beside protobuf 7.36.2: signal 6",
         "constraints.txt sentencepiece protobuf",
     ),
     "container without chips": (
@@ -259,7 +259,7 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
     "no rights": (chips.rights, forbidden, "no rights to /dev/vfio/3", "sudo chmod a+rw /dev/vfio/3"),
     "another user's lock": (chips.rights, locked, "libtpu cannot lock it", "sudo rm /tmp/libtpu_lockfile"),
     "TPU held": (chips.holders, held, "by python3 train.py, process 42", "kill 42"),
-    "hugepages": (chips.host, slow_pages, "off: the TPU starts", "sudo sh -c 'echo always > /sys/kernel/mm/"),
+    "hugepages": (chips.hugepages, slow_pages, "off: the TPU starts", "sudo sh -c 'echo always > /sys/kernel/mm/"),
     "JAX on the CPU": (chips.variables, env(JAX_PLATFORMS="cpu"), "cpu: the TPU is not used", "unset JAX_PLATFORMS"),
     "another libtpu": (
         chips.variables, env(TPU_LIBRARY_PATH="/lib/libtpu.so"), "/lib/libtpu.so, in place of", "unset TPU_LIBRARY_PATH"
@@ -268,7 +268,7 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
         chips.variables, env(TPU_SKIP_MDS_QUERY="1"), "without TPU_ACCELERATOR_TYPE", "unset TPU_SKIP_MDS_QUERY"
     ),
     "flags that abort": (
-        chips.variables, env(XLA_FLAGS="--xla_a=1 --xla_tpu_b=2", LIBTPU_INIT_ARGS="--c=3"),
+        chips.flags, env(XLA_FLAGS="--xla_a=1 --xla_tpu_b=2", LIBTPU_INIT_ARGS="--c=3"),
         "--xla_tpu_b=2: only libtpu knows these", "export XLA_FLAGS=--xla_a=1 LIBTPU_INIT_ARGS='--c=3 --xla_tpu_b=2'",
     ),
     "64 bits": (chips.variables, env(JAX_ENABLE_X64="true"), "true: never tested", "unset JAX_ENABLE_X64"),
@@ -284,27 +284,27 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
         "unset JAX_DEFAULT_MATMUL_PRECISION",
     ),
     "budget too high": (
-        chips.variables, env(COMFYUI_TPU_HBM_GIB="40"), "40 GiB, more than the 32.0 GiB of a v6e",
+        chips.budget, env(COMFYUI_TPU_HBM_GIB="40"), "40 GiB, more than the 32.0 GiB of a v6e",
         "unset COMFYUI_TPU_HBM_GIB",
     ),
-    "no budget": (chips.variables, env(COMFYUI_TPU_HBM_GIB="all"), "'all' is no number", "unset COMFYUI_TPU_HBM_GIB"),
-    "cache not writable": (folders.caches, unwritable, "/cache cannot be written", "unset COMFYUI_TPU_CACHE"),
+    "no budget": (chips.budget, env(COMFYUI_TPU_HBM_GIB="all"), "'all' is no number", "unset COMFYUI_TPU_HBM_GIB"),
+    "cache not writable": (host.caches, unwritable, "/cache cannot be written", "unset COMFYUI_TPU_CACHE"),
     "programs not writable": (
-        folders.caches, env(JAX_COMPILATION_CACHE_DIR="/dev/null/xla"), "/dev/null/xla cannot be written",
+        host.caches, env(JAX_COMPILATION_CACHE_DIR="/dev/null/xla"), "/dev/null/xla cannot be written",
         "unset JAX_COMPILATION_CACHE_DIR",
     ),
-    "models in memory": (folders.caches, in_memory, "/dev/shm/hub is memory of the host", "unset HF_HOME"),
-    "disk full": (folders.models, full, "1.0 GiB free in", "export HF_HOME=FOLDER"),
-    "disk too small": (folders.models, too_small, "the smallest model needs 16.0 GiB", "export HF_HOME=FOLDER"),
-    "offline": (folders.models, offline, "no model of this pack is downloaded", "unset HF_HUB_OFFLINE"),
-    "no token": (folders.token, no_token, "none; only gated models need one (FLUX.2-dev", "hf auth login"),
-    "little memory": (folders.memory, little_memory, "3.0 GiB free; compiling", "ps aux --sort=-rss"),
-    "pip.conf": (folders.pip, pip_conf, "pip.conf lets pip write", "pip config --user unset global.break-system"),
+    "models in memory": (host.caches, in_memory, "/dev/shm/hub is memory of the host", "unset HF_HOME"),
+    "disk full": (host.models, full, "1.0 GiB free in", "export HF_HOME=FOLDER"),
+    "disk too small": (host.models, too_small, "the smallest model needs 16.0 GiB", "export HF_HOME=FOLDER"),
+    "offline": (host.models, offline, "no model of this pack is downloaded", "unset HF_HUB_OFFLINE"),
+    "no token": (host.token, no_token, "none; only gated models need one (FLUX.2-dev", "hf auth login"),
+    "little memory": (host.memory, little_memory, "3.0 GiB free; compiling", "ps aux --sort=-rss"),
+    "pip.conf": (host.pip, pip_conf, "pip.conf lets pip write", "pip config --user unset global.break-system"),
     "no ComfyUI": (comfyui.version, no_comfyui, "/ComfyUI; the command line needs none", "setup.py install --comfyui"),
     "old ComfyUI": (comfyui.version, version("0.3.9"), "0.3.9; the pack needs 0.3.76", "checkout master && git -C"),
     "old ComfyUI of ours": (comfyui.version, version("0.3.9", ours=True), "0.3.9; the pack", "setup.py update"),
     "very old ComfyUI": (comfyui.version, version(""), "too old to say its version", "pull"),
-    "demanding ComfyUI": (comfyui.requirements, demanding, "transformers>=6; tested with", "Take a ComfyUI that"),
+    "demanding ComfyUI": (packages.requirements, demanding, "transformers>=6; tested with", "Take a ComfyUI that"),
     "not linked": (comfyui.this_pack, unlinked, "not in", "ln -s "),
     "linked twice": (comfyui.this_pack, linked_twice, "as comfyui-tpu: ComfyUI loads both", "rm "),
     "linked and copied": (comfyui.this_pack, copied_too, "as Copy: ComfyUI loads both", "Copy.disabled"),
@@ -319,10 +319,10 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
         comfyui.other_packs, crystools, "ComfyUI-Crystools starts the TPU when ComfyUI starts", "Crystools.disabled"
     ),
     "no Manager": (comfyui.manager, unmanaged, "not installed", "git clone https://github.com/Comfy-Org/ComfyUI-Manager"),
-    "broken environment": (comfyui.environment, broken("venv"), "broken: ", "python3 -m venv --upgrade"),
-    "our broken environment": (comfyui.environment, broken(".comfyui-tpu/venv"), "broken: ", "setup.py install"),
+    "broken environment": (packages.environment, broken("venv"), "broken: ", "python3 -m venv --upgrade"),
+    "our broken environment": (packages.environment, broken(".comfyui-tpu/venv"), "broken: ", "setup.py install"),
     "Python 3.10": (
-        comfyui.environment, old_python, "Python 3.10; the pack needs 3.11",
+        packages.environment, old_python, "Python 3.10; the pack needs 3.11",
         "setup.py install",
     ),
     "unconstrained": (comfyui.running, unconstrained, "process 77 runs without PIP_CONSTRAINT", "kill 77; python3 "),
@@ -342,7 +342,7 @@ def test_a_fault_is_found_with_its_command_and_only_where_it_is(fault: str, well
 
 def test_every_check_is_shown_to_find_something():
     elsewhere = {packages.versions_here, packages.companions}  # tests/cli/test_versions.py, and below
-    assert {check for check, *_ in CASES.values()} | elsewhere == set(CHECKS)
+    assert {check for check, *_ in CASES.values()} | elsewhere == {*packages.CHECKS, *CHECKS}
 
 
 def test_a_torchvision_for_another_torch_is_named(well: Machine, monkeypatch: pytest.MonkeyPatch):
@@ -408,9 +408,9 @@ def test_comfyui_at_its_port_is_no_fault(well: Machine):
 def test_the_environment_beside_comfyui_is_compared_too(well: Machine):
     versions = {name: package.version for name, package in _tested().items()}
     environment(well, **versions)
-    assert list(comfyui.environment(well)) == []
+    assert list(packages.environment(well)) == []
     environment(well, ".comfyui-tpu/venv", **{**versions, "diffusers": "0.30.0", "jax": "0.5.0"})
-    found = {finding.found.partition(";")[0]: finding.remedy for finding in comfyui.environment(well)}
+    found = {finding.found.partition(";")[0]: finding.remedy for finding in packages.environment(well)}
     assert set(found) == {"jax 0.5.0", "diffusers 0.30.0"}
     assert found["diffusers 0.30.0"].endswith(".comfyui-tpu/venv/bin/python -m pip install 'diffusers<0.43,>=0.42.1'")
 

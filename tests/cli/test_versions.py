@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from comfyui_tpu.cli.doctor import Machine, comfyui, packages
+from comfyui_tpu.cli.doctor import Machine, checks, packages
 from comfyui_tpu.tpu_runtime import versions
 from packaging.version import Version
 
@@ -62,19 +62,20 @@ def test_doctor_names_a_version_that_was_not_run_and_the_command(
 
 
 def test_doctor_reports_without_packaging(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(packages, "find_spec", lambda name: None)
-    monkeypatch.setitem(sys.modules, "comfyui_tpu.tpu_runtime.versions", None)
-    found = [*packages.versions_here(Machine()), *packages.builds(Machine()), *packages.companions(Machine())]
-    assert [each.topic for each in found] == ["packaging"]
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    for module in ("cli.doctor.packages", "tpu_runtime.versions"):
+        monkeypatch.setitem(sys.modules, f"comfyui_tpu.{module}", None)
+    topics = [each.topic for each in checks.report(Machine())]
+    assert topics[:2] == ["Python", "packaging"] and "devices" in topics and "torch" not in topics
 
 
 def test_a_comfyui_that_asks_for_versions_never_run_is_named(tmp_path: Path):
     file = tmp_path / "requirements.txt"
     machine = Machine(environ={"COMFYUI_PATH": str(tmp_path)})
     file.write_text("transformers>=4.50.3\nsafetensors>=0.4.2\ntorch\ntqdm\nav>=16.0.0\nnumpy>=1.25.0\nother==1\n")
-    assert list(comfyui.requirements(machine)) == []
+    assert list(packages.requirements(machine)) == []
     file.write_text("transformers>=6  # newer\ntqdm\n")
-    (finding,) = comfyui.requirements(machine)
+    (finding,) = packages.requirements(machine)
     assert (finding.topic, finding.found) == ("ComfyUI needs", "transformers>=6; tested with <5.24,>=5.6.0")
 
 

@@ -13,6 +13,7 @@ import pytest
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.graph import generations
+from comfyui_tpu.nodes.headless.changes import make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tpu_runtime import pipeline
@@ -118,7 +119,7 @@ def test_an_examples_programs_are_built_at_its_tiny_sizes(path: Path, programs: 
 
 def generations_of_tiny(path: Path) -> Asked:
     workflow = workflow_of(path)
-    cli.make_tiny(workflow)
+    make_tiny(workflow)
     return generations(workflow, Folders(), HEADLESS)
 
 

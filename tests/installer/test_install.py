@@ -65,7 +65,7 @@ def installed(world):
     """An installation that was killed after every step, and twice within one, and went on each time."""
     chosen = layout.layout(None)
     all_steps = steps.steps
-    names = [step.name for step in all_steps(chosen, steps.Origins())]
+    names = [step.name for step in all_steps(chosen)]
     again = {"PyTorch": ["environment", "PyTorch"], "command": ["packages", "command"]}  # after what is broken below
     for number, name in enumerate(names):
         done = []
@@ -91,10 +91,9 @@ CLONED = ("ComfyUI", "Manager", "link")
 @pytest.fixture
 def cloned(world, tmp_path):
     """What an installation without the environment is, for tests that take it apart."""
-    chosen = layout.Layout(tmp_path / "a disk" / "ComfyUI")
+    chosen = layout.Layout(tmp_path / "a disk" / "ComfyUI", str(world / "comfyui"), str(world / "manager"))
     chosen.comfyui.parent.mkdir()
-    origins = steps.Origins(comfyui=str(world / "comfyui"), manager=str(world / "manager"))
-    for step in steps.steps(chosen, origins):
+    for step in steps.steps(chosen):
         if step.name in CLONED:
             step.do()
     return chosen
@@ -287,12 +286,12 @@ def test_update_moves_what_it_cloned_and_leaves_what_the_user_changed(world, ins
 
 
 def test_a_new_installation_keeps_what_uninstall_left(world, monkeypatch):
-    chosen = layout.Layout(world / "left")
+    chosen = layout.Layout(world / "left", comfyui_origin=str(world / "comfyui"))
     mine = [chosen.comfyui / name for name in ("models/x.safetensors", "input/b.png")]
     for path in mine:
         path.parent.mkdir(parents=True)
         path.write_text("mine")
-    clone, *_ = steps.steps(chosen, steps.Origins(comfyui=str(world / "comfyui")))
+    clone, *_ = steps.steps(chosen)
     with monkeypatch.context() as patch:
         patch.setattr(git, "write_missing_files", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):

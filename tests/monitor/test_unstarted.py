@@ -149,10 +149,8 @@ def test_grpc_is_imported_only_where_a_service_listens_and_suits_sentencepiece(t
         from pathlib import Path
         from comfyui_tpu.tpu_runtime.monitor import bus, metrics_service
         print(bus.chips(Path("{plug(tmp_path, "v6e", 8)}")))
-        try:
-            metrics_service.usage([{closed()}])
-        except metrics_service.NotServed:
-            print(*(name in sys.modules for name in ("grpc", "google.protobuf", "jax", "libtpu")))
+        assert metrics_service.usage([{closed()}]) == []
+        print(*(name in sys.modules for name in ("grpc", "google.protobuf", "jax", "libtpu")))
         import tpu_info.proto.tpu_metric_service_pb2_grpc
         import sentencepiece
         model = io.BytesIO()

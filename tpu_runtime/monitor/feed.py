@@ -19,16 +19,8 @@ FRESH_S = 0.5
 PATIENCE_S = 2.0
 # What the page and the terminal need to stay useful when there is no sample at all.
 NOTHING: Stats = {
-    "platform": None,
-    "message": "The runtime does not answer.",
-    "chips": [],
-    "host": {"cpu_percent": None, "ram_used": None, "ram_total": None, "process_ram": None},
-    "resident": [],
-    "running": None,
-    "behind": [],
-    "last_run": None,
-    "caches": [],
-    "counts": {},
+    **snapshot.nothing("The runtime does not answer."),
+    "host": dict.fromkeys(("cpu_percent", "ram_used", "ram_total", "process_ram")),
     "notes": [],
 }
 

@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from typing import Any
 
+import psutil
+
 from .unstarted import Unstarted
 
 log = logging.getLogger(__name__)
@@ -63,32 +65,26 @@ class Sampler:
         self._deadline_s = deadline_s
         self._late: Future | None = None
         self._logged: set[str] = set()
-        self._process: Any = None
+        self._process: psutil.Process | None = None
 
     def complete(self, stats: Stats) -> Stats:
         """`stats` with `host`, with what libtpu knows of the chips, and with `notes`: what is not known and why."""
         notes = [str(note) for note in stats.get("notes") or ()]
-        host = stats.get("host") or self._host(notes)
+        host = stats.get("host") or self._host()
         if stats.get("platform") is None and not stats.get("chips"):
             stats = self._unstarted.complete(stats, notes)
         chips = [dict(chip) for chip in stats.get("chips") or ()]
         if stats.get("platform") == "tpu" and chips:
             self._fill(chips, notes)
-        elsewhere = stats.get("elsewhere") or ()  # of other hosts, which filled them, as of their last answer
-        chips = sorted([*chips, *elsewhere], key=lambda chip: chip["index"]) if elsewhere else chips
+        chips += stats.get("elsewhere") or ()  # of other hosts, which filled them, as of their last answer
         for note in notes:
             if note not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add(note)
                 log.info("monitor: %s", note)
         known = {name: value for name, value in stats.items() if name != "elsewhere"}
-        return {**known, "host": host, "chips": chips, "notes": notes}
+        return {**known, "host": host, "chips": sorted(chips, key=lambda chip: chip["index"]), "notes": notes}
 
-    def _host(self, notes: list[str]) -> dict[str, float | int | None]:
-        try:
-            import psutil
-        except ImportError:
-            notes.append("The host's CPU and memory are not known: psutil is not installed (pip install psutil).")
-            return dict.fromkeys(("cpu_percent", "ram_used", "ram_total", "process_ram"))
+    def _host(self) -> dict[str, float | int]:
         is_first = self._process is None
         self._process = self._process or psutil.Process()
         memory = psutil.virtual_memory()
@@ -107,9 +103,9 @@ class Sampler:
             for field, metric in {**UTILISATION, **MEMORY}.items()
             if any(chip.get(field) is None for chip in chips)
         }
-        answers = self._ask(wanted, notes) if wanted else {}
-        for field, answer in answers.items():
-            for chip, number in zip(chips, _per_chip(wanted[field], answer, len(chips), notes), strict=True):
+        for field, answer in self._ask(wanted, notes).items() if wanted else ():
+            numbers = _per_chip(wanted[field], answer, len(chips), notes)
+            for chip, number in zip(chips, numbers, strict=False):
                 if chip.get(field) is None:
                     chip[field] = number
 
@@ -118,10 +114,9 @@ class Sampler:
         if self._late is not None and not self._late.done():
             notes.append("libtpu does not answer: a chip may hang. Utilisation is not known.")
             return {}
-        late = in_daemon(lambda: {field: self._answer(metric) for field, metric in wanted.items()})
-        self._late = late
+        self._late = in_daemon(lambda: {field: self._answer(metric) for field, metric in wanted.items()})
         try:
-            return late.result(self._deadline_s)
+            return self._late.result(self._deadline_s)
         except NotInTime:
             notes.append(f"libtpu did not answer within {self._deadline_s:g} s. Utilisation is not known.")
             return {}
@@ -134,30 +129,30 @@ class Sampler:
 
 
 def _per_chip(metric: str, answer: Sequence[str] | Exception, num_chips: int, notes: list[str]) -> list[float | None]:
-    """A number a chip, the mean where a chip has several cores; None and a note for what is not known."""
-    unknown: list[float | None] = [None] * num_chips
+    """A number a chip, the mean where a chip has several cores, None where one is not known; nothing, and a note, where
+    the answer is none."""
     if isinstance(answer, ImportError):
         if metric == UTILISATION["tensorcore_utilization"]:  # once is enough
             notes.append("Utilisation is not known: libtpu's monitoring module is missing (pip install -U libtpu).")
-        return unknown
+        return []
     if isinstance(answer, Exception):
         notes.append(f"{metric} is not known: libtpu says {type(answer).__name__}: {answer}")
-        return unknown
+        return []
     if not answer or len(answer) % num_chips:
         notes.append(f"{metric} is not known: libtpu gave {len(answer)} values for {num_chips} chips.")
-        return unknown
-    cores = len(answer) // num_chips
+        return []
     numbers = [_number(text) for text in answer]
-    if None in numbers:
-        notes.append(f"{metric} is not known for {numbers.count(None)} of {len(numbers)} cores.")
-    groups = [numbers[start : start + cores] for start in range(0, len(numbers), cores)]
-    known = [[number for number in group if number is not None] for group in groups]
-    return [sum(group) / cores if len(group) == cores else None for group in known]
+    if unknown := sum(math.isnan(number) for number in numbers):
+        notes.append(f"{metric} is not known for {unknown} of {len(numbers)} cores.")
+    cores = len(answer) // num_chips
+    means = [sum(numbers[start : start + cores]) / cores for start in range(0, len(numbers), cores)]
+    return [None if math.isnan(mean) else mean for mean in means]
 
 
-def _number(text: str) -> float | None:
+def _number(text: str) -> float:
+    """NaN for what is no number, or none that can be measured."""
     try:
         number = float(text)
     except (TypeError, ValueError):
-        return None
-    return number if math.isfinite(number) and number >= 0 else None
+        return math.nan
+    return number if math.isfinite(number) and number >= 0 else math.nan

@@ -15,9 +15,8 @@ def stats() -> dict[str, Any]:
     """What is on the chips, running, resident, cached; `readings.Sampler` adds the host's load and libtpu's own."""
     engine = current()
     if engine is None:
-        nothing = {"platform": None, "message": NOT_STARTED, "chips": [], "resident": [], "running": None, "behind": []}
-        counts = {"load": 0, "merge": 0, "encode": 0, "compile": 0}
-        return {**nothing, "last_run": None, "caches": store.usage(), "counts": counts}
+        counts = dict.fromkeys(("load", "merge", "encode", "compile"), 0)
+        return {**nothing(NOT_STARTED), "caches": store.usage(), "counts": counts}
     activity, last_run = engine.activity, engine.last_run
     return {
         "platform": engine.devices[0].platform,
@@ -31,6 +30,12 @@ def stats() -> dict[str, Any]:
         "caches": store.usage(),
         "counts": dict(engine.counts),
     }
+
+
+def nothing(message: str) -> dict[str, Any]:
+    """The statistics of a runtime that has none to tell."""
+    lists: dict[str, Any] = {name: [] for name in ("chips", "resident", "behind", "caches")}
+    return {"platform": None, "message": message, **lists, "running": None, "last_run": None, "counts": {}}
 
 
 def _message(engine: "Engine") -> str:

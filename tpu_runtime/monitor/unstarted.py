@@ -56,17 +56,13 @@ class Unstarted:
             notes.append(f"Memory is known of {len(usages)} of {chips.num_devices} devices.")
         rows = [_row(chips, index) for index in range(chips.num_devices)]
         for row, usage in zip(rows, usages, strict=False):
-            known = {name: value for name, value in asdict(usage).items() if value is not None}
-            row |= {name: value for name, value in known.items() if name != "device_id"}
+            row |= {name: value for name, value in asdict(usage).items() if value is not None}
         return {**stats, "message": f"{chips}, {state}", "chips": rows}
 
     def _usages(self, notes: list[str]) -> list[metrics_service.Usage]:
         if time.monotonic() - self._failed_s >= AGAIN_S:
-            self._failure = ""
             try:
                 return metrics_service.usage(self._ports, self._deadline_s)
-            except metrics_service.NotServed:
-                return []
             except (metrics_service.NoAnswer, ImportError) as error:
                 self._failure, self._failed_s = f"Memory in use is not known: {error}.", time.monotonic()
         notes.append(self._failure)

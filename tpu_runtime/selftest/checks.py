@@ -1,4 +1,4 @@
-"""One check: what the chips computed beside what the host says, and the verdict on the difference."""
+"""One check: what the chips computed against what the host says, and the verdict on the difference."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """`run(progress)` gives the chips' arrays and the reference's, or None where it has compared them itself (and
+    """`run(progress)` returns the chips' arrays and the reference's, or None where it has compared them itself (and
     raises `Wrong`); without a `bound` that is how.
     """
 

@@ -1,0 +1,133 @@
+"""Checks of what any program here depends on: clashing packages, folders, memory, the Hugging Face token, pip."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from ...tpu_runtime.cache import store
+from ...tpu_runtime.models import SPECS
+from ...tpu_runtime.units import GIB, readable
+from .machine import Finding, Findings, Machine
+
+# The smallest checkpoint (FLUX.2-klein-4B) is about this big, the largest seven times.
+MODEL_BYTES = 16 * GIB
+# Compiled programs and videos.
+LEAST_BYTES = 2 * GIB
+# Compiling programs of real sizes takes two to four of the host, more next to other stages.
+RAM_BYTES = 8 * GIB
+GATED = ("FLUX.2-dev", "FLUX.2-klein-9B")
+# A vocabulary trained and loaded after protobuf: with some pairs of versions that ended in SIGABRT.
+_TOKENIZE = """
+import io
+import google.protobuf.message
+try:
+    import tpu_info.proto.tpu_metric_service_pb2
+except ImportError:
+    pass
+import sentencepiece
+model = io.BytesIO()
+sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(["a b c a b", "hello world a b"] * 5), model_writer=model, vocab_size=20,
+    hard_vocab_limit=False, minloglevel=9,
+)
+sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).encode("hello")
+"""
+
+
+def twice(machine: Machine) -> Findings:
+    """Packages that put files into the same folder as those we need: the last installed wins."""
+    for other, ours in (("libtpu-nightly", "libtpu"), ("jax-nightly", "jax")):
+        if other in machine.packages:
+            version = machine.packages.get(ours)
+            wanted = f"{ours}=={version}" if version else ours
+            remedy = f"pip uninstall -y {other} && pip install --force-reinstall --no-deps {wanted}"
+            yield Finding(other, f"{machine.packages[other]}, in the folder of {ours}", remedy)
+
+
+def tokenizer(machine: Machine) -> Findings:
+    """Whether sentencepiece works in one process with protobuf. In a process of its own, which may abort."""
+    sentencepiece, protobuf = (machine.packages.get(name) for name in ("sentencepiece", "protobuf"))
+    if not sentencepiece or not protobuf:
+        return
+    command = [sys.executable, "-c", _TOKENIZE]
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(machine.environ))
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        how = f"signal {-done.returncode}" if done.returncode < 0 else last
+        pins = shlex.quote(str(machine.pack / "constraints.txt"))
+        remedy = f"pip install --force-reinstall --no-deps -c {pins} sentencepiece protobuf"
+        yield Finding("tokenizers", f"sentencepiece {sentencepiece} fails beside protobuf {protobuf}: {how}", remedy)
+
+
+def caches(machine: Machine) -> Findings:
+    """The folders that are written: there or not yet, with rights, on a disk."""
+    own = machine.path(store.VARIABLE, machine.home / ".cache/comfyui-tpu")
+    programs = machine.path("JAX_COMPILATION_CACHE_DIR", own / "xla")
+    folders = [(store.VARIABLE, "cache", own), ("HF_HOME", "downloads", machine.hub)]
+    if own not in programs.parents:
+        folders.append(("JAX_COMPILATION_CACHE_DIR", "compiled programs", programs))
+    for name, topic, folder in folders:
+        existing = _existing(folder)
+        if not existing.is_dir() or not machine.is_writable(existing):
+            remedy = f"unset {name}" if machine.environ.get(name) else f"export {name}=FOLDER, one that can be written"
+            yield Finding(topic, f"{folder} cannot be written", remedy)
+        elif machine.root / "dev/shm" in (folder, *folder.parents):
+            found = f"{folder} is memory of the host, and empty after a restart"
+            yield Finding(topic, found, f"unset {name} (look for it in ~/.bashrc)", advice=True)
+        else:
+            yield Finding(topic, f"{folder}{f', {readable(_size_bytes(folder))}' if topic != 'downloads' else ''}")
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest above it that is there."""
+    return next((each for each in (folder, *folder.parents) if each.exists()), folder)
+
+
+def _size_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def models(machine: Machine) -> Findings:
+    """What is downloaded, and whether more has room."""
+    found = sorted(path.name.removeprefix("models--").replace("--", "/") for path in machine.hub.glob("models--*"))
+    yield Finding("downloaded models", f"{machine.hub}: {', '.join(found) or 'none'}")
+    has_ours = bool({spec.hub_id for spec in SPECS} & set(found))
+    existing = _existing(machine.hub)
+    if existing.is_dir():
+        free, needed = machine.free_bytes(existing), LEAST_BYTES if has_ours else MODEL_BYTES
+        why = "programs and videos need" if has_ours else "the smallest model needs"
+        missing = f"; {why} {readable(needed)}" if free < needed else ""
+        remedy = "export HF_HOME=FOLDER, on a larger disk; or: hf cache rm MODEL" if missing else ""
+        yield Finding("disk", f"{readable(free)} free in {existing}{missing}", remedy)
+    if machine.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on") and not has_ours:
+        yield Finding("HF_HUB_OFFLINE", "on, and no model of this pack is downloaded", "unset HF_HUB_OFFLINE")
+
+
+def token(machine: Machine) -> Findings:
+    """Whether there is a token; never which."""
+    home = machine.path("HF_HOME", machine.home / ".cache/huggingface")
+    names = [name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if machine.environ.get(name, "").strip()]
+    if names or machine.path("HF_TOKEN_PATH", home / "token").is_file():
+        yield Finding("Hugging Face token", f"there ({names[0] if names else 'saved by hf auth login'})")
+    else:
+        found = f"none; only gated models need one ({', '.join(GATED)})"
+        yield Finding("Hugging Face token", found, "hf auth login", advice=True)
+
+
+def memory(machine: Machine) -> Findings:
+    """The host's memory. /dev/shm matters only where a cache is in it, which `caches` says."""
+    if given := re.search(r"^MemAvailable:\s+(\d+) kB", machine.text("proc/meminfo"), re.MULTILINE):
+        available = 1024 * int(given[1])
+        remedy = "ps aux --sort=-rss | head, then end what is not needed" if available < RAM_BYTES else ""
+        needed = f"; compiling and loading may need {readable(RAM_BYTES)}" if remedy else ""
+        yield Finding("host memory", f"{readable(available)} free{needed}", remedy, advice=True)
+
+
+def pip(machine: Machine) -> Findings:
+    """A line that the installer of the separate packs left, by which pip writes into the system's Python."""
+    for file in (machine.home / ".config/pip/pip.conf", machine.home / ".pip/pip.conf"):
+        if file.is_file() and re.search(r"break-system-packages\s*=\s*(true|1)", file.read_text("utf-8", "replace")):
+            remedy = "pip config --user unset global.break-system-packages"
+            yield Finding("pip", f"{file} lets pip write into the system's Python", remedy, advice=True)

@@ -1,0 +1,48 @@
+"""`comfyui-tpu warmup`: compiles the programs of the generations that a workflow, or one model, will run."""
+
+import argparse
+from pathlib import Path
+
+from ..nodes.declare import Folders
+from ..nodes.graph import generations
+from ..nodes.headless.runner import HEADLESS, TerminalHost
+from ..tpu_runtime import pipeline
+from ..tpu_runtime.checkpoints.model_ref import ModelRef
+from ..tpu_runtime.models import SPECS, spec_by_name
+from ..tpu_runtime.precision import CHOICES
+from ..tpu_runtime.spec import Settings
+from .verbs import add_inputs, flag, given_inputs, input_names, print_timings, read_workflow
+
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("workflow", type=Path, nargs="?", help="the sizes of this workflow's samplers")
+    verb.add_argument("--model", metavar="NAME", help="instead: this model; " + "; ".join(s.name for s in SPECS))
+    verb.add_argument("--model-id", metavar="ID", help="with --model: its id or folder; default: its Hub id")
+    verb.add_argument("--precision", choices=CHOICES, default="auto")
+    verb.add_argument("--tiny", action="store_true", help="use the built-in miniature models, at their sizes")
+    add_inputs(verb, [name for name in input_names("inputs") if name not in ("fps", "seed")])
+
+
+def run(options: argparse.Namespace) -> int:
+    host = TerminalHost(Folders())
+    for model, settings in _wanted(options):
+        with host.timed(f"{model.spec.title}: {settings.width}x{settings.height}, {settings.num_frames} frames"):
+            pipeline.warmup(model, settings, progress=host)
+    print_timings(host.timings)
+    return 0
+
+
+def _wanted(options: argparse.Namespace) -> list[tuple[ModelRef, Settings]]:
+    """The generations to compile for: a workflow's, or one model's."""
+    if bool(options.workflow) == bool(options.model):
+        raise ValueError("warmup takes either a workflow file or --model NAME.")
+    if options.workflow:
+        if given := [flag(name) for name in input_names("inputs") if getattr(options, name, None) is not None]:
+            raise ValueError(f"{', '.join(given)}: a workflow has its own. Leave it out, or give --model NAME instead.")
+        return generations(read_workflow(options), Folders(), HEADLESS)
+    spec = spec_by_name(options.model)
+    model_id = options.model_id or (spec.tiny_id if options.tiny else spec.hub_id)
+    sizes = spec.tiny_inputs if model_id in spec.tiny_ids else {}
+    model = ModelRef(spec_name=spec.name, model_id=model_id, precision=options.precision)
+    model.check()
+    return [(model, spec.settings(**{**sizes, **given_inputs(options, spec)}))]
