@@ -14,7 +14,7 @@ import pytest
 import torch
 from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
-from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.autoencoders import frames
 from comfyui_tpu.tpu_runtime.programs import finite, solver_table
@@ -108,10 +108,37 @@ def test_denoising_stops_at_the_first_step_that_is_not_finite(monkeypatch: pytes
     assert progress.done == [0, 1, 2]
 
 
+def test_where_a_lora_is_merged_the_checkpoint_is_not_blamed(tmp_path: Path):
+    """Every number in the file is finite, and so is its alpha; what they make of a weight is not."""
+    files = (tiny.ensure(SPEC) / "transformer").glob("*.safetensors")
+    ((out, inner),) = (weight.shape for file in files for weight in _named(load_file(file), "proj_out.weight"))
+    tensors = {
+        "proj_out.lora_A.weight": torch.full((1, inner), 1e30),
+        "proj_out.lora_B.weight": torch.full((out, 1), 1e30),
+    }
+    loras = tuple(
+        Lora(path=str(tmp_path / f"{name}.safetensors"), strength=strength)
+        for name, strength in (("wild", 0.5), ("off", 0.0))
+    )
+    for lora in loras:
+        save_file(tensors, lora.path)
+    with pytest.raises(ValueError) as error:
+        denoise(replace(MODEL, loras=loras))
+    assert str(error.value) == (
+        "Flux.2 dev: from step 1 of 4 on, the latents are not finite (NaN or infinite), in float32. It is probably "
+        "caused by wild.safetensors, merged into the weights: lower the strength, or leave it out."
+    )
+    assert np.isfinite(np.asarray(denoise()["samples"])).all()  # the same engine, without it
+
+
 def test_in_bfloat16_that_is_the_likely_cause():
     assert str(finite.failure("Some model", "its values", "bfloat16")) == (
         "Some model: its values are not finite (NaN or infinite), in bfloat16. bfloat16 is probably too coarse for it: "
         "set precision to float32. If that does not help, the checkpoint is damaged."
+    )
+    assert str(finite.failure("Some model", "its values", "bfloat16", ["a.safetensors", "b.safetensors"])) == (
+        "Some model: its values are not finite (NaN or infinite), in bfloat16. It is probably caused by "
+        "a.safetensors and b.safetensors, merged into the weights: lower the strength, or leave it out."
     )
 
 

@@ -15,6 +15,8 @@ from comfyui_tpu.nodes.graph import expand, expected, is_link
 from comfyui_tpu.nodes.headless.changes import assign, make_tiny, read_json
 from comfyui_tpu.nodes.headless.runner import HEADLESS, execution_order
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
+from comfyui_tpu.tests.nodes import separate_packs
+from comfyui_tpu.tests.nodes.test_upgrade import in_api_form
 from comfyui_tpu.tests.properties.hostile import VALUES, documents, ends_well, spoiled
 from comfyui_tpu.tpu_runtime.progress import Silent
 from hypothesis import given, settings
@@ -23,6 +25,7 @@ from hypothesis import strategies as st
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAGE = json.loads((EXAMPLES / "wan21_t2v_720p.json").read_text())
 API = json.loads((EXAMPLES / "api" / "wan21_t2v_720p.json").read_text())
+OLD_PAGE, OLD_API = separate_packs.cogvideox(), in_api_form("wan22_i2v")
 BODY = {"ids": ["0123", "4567"]}
 
 
@@ -47,8 +50,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("hostile") / "workflow.json"
 
 
-@pytest.mark.parametrize("document", [API, PAGE], ids=["api", "page"])
+@pytest.mark.parametrize("document", [API, PAGE, OLD_API, OLD_PAGE], ids=["api", "page", "old api", "old page"])
 def test_any_workflow(path: Path, document: Any):
+    """Also one that the separate packs saved, which is brought to today's nodes first."""
+
     @settings(max_examples=150)
     @given(content=documents(document))
     def read(content: bytes) -> None:

@@ -29,7 +29,7 @@ def failure(title: str, what: str, precision: Precision, changed_by: Sequence[st
     cause = "The checkpoint is probably damaged: download it again, or try another."
     if changed_by:
         cause = (
-            f"It is probably for {' and '.join(changed_by)}, which the weights are changed by: lower the strength, or "
+            f"It is probably caused by {' and '.join(changed_by)}, merged into the weights: lower the strength, or "
             "leave it out."
         )
     elif precision == "bfloat16":
