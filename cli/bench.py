@@ -10,7 +10,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,12 +24,9 @@ if TYPE_CHECKING:
     import jax
 
     from ..sharding.mesh import Device
-    from ..tpu_runtime.cost_model.chips import Topology
     from ..tpu_runtime.plan.compile import Compiled
-    from ..tpu_runtime.plan.measured import Measured, MeasuredProgram
+    from ..tpu_runtime.plan.measured import Measured
     from ..tpu_runtime.programs.program import Program
-
-Write = Callable[[str], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     settings = spec.settings(**{**(spec.tiny_inputs if is_tiny else {}), **widgets})
     found = measure(
         _miniature(spec) if is_tiny else spec, settings, devices, is_tiny=is_tiny, stages=stages, runs=options.runs,
-        precision=resolve(options.precision, devices[0].platform), predicts=not options.no_prediction, write=print_now,
+        precision=resolve(options.precision, devices[0].platform), predicts=not options.no_prediction,
     )  # fmt: skip
     print_now("\n" + text(found))
     if options.json:
@@ -73,26 +70,21 @@ def _miniature(spec: ModelSpec) -> ModelSpec:
 
 
 def measure(
-    spec: ModelSpec,
-    settings: Settings,
-    devices: "Sequence[Device]",
-    *,
-    is_tiny: bool,
-    precision: Any,
-    stages: Sequence[str],
-    runs: int,
-    predicts: bool,
-    write: Write,
-) -> "Measured":
+    spec: ModelSpec, settings: Settings, devices: "Sequence[Device]", *, is_tiny: bool, precision: Any,
+    stages: Sequence[str], runs: int, predicts: bool,
+) -> "Measured":  # fmt: skip
     """Compiles and times every program of a generation, the programs of one network after another."""
+    from ..sharding.mesh import shape_of
     from ..tpu_runtime import versions
     from ..tpu_runtime.cost_model import chips
+    from ..tpu_runtime.plan import compile as compiling
+    from ..tpu_runtime.plan import plan
     from ..tpu_runtime.plan.measured import Measured, MeasuredProgram
     from ..tpu_runtime.programs import generation
 
     topology = chips.topology_of(devices[0].device_kind, len(devices)) if predicts else None
     rows: list[MeasuredProgram] = []
-    compiled: list[Compiled | None] = []
+    compiled: list[Compiled] = []
     programs = generation.for_spec(spec, settings, devices, precision=precision, stages=stages)
     for _, same in itertools.groupby(programs, key=lambda program: (program.components, program.weights)):
         weights = None
@@ -102,22 +94,24 @@ def measure(
             compile_s = time.monotonic() - started
             weights = weights or {name: _random(want, 0.02) for name, want in (program.weights or {}).items()}
             seconds = list(_timed(program, executable, weights, runs))
-            write(f"{program.name}: compiled in {compile_s:.0f} s, {statistics.median(seconds):.4f} s")
-            row, done = _row(program, executable, compile_s, seconds, topology)
+            print_now(f"{program.name}: compiled in {compile_s:.0f} s, {statistics.median(seconds):.4f} s")
+            row = MeasuredProgram(
+                name=program.name, runs=program.runs, compile_s=compile_s, predicted_s=None,
+                mesh="x".join(str(size) for size in shape_of(program.mesh).sizes.values()),
+                median_s=statistics.median(seconds), least_s=min(seconds), most_s=max(seconds),
+                peak_bytes=compiling.memory_of(program, executable).peak,
+            )  # fmt: skip
             rows.append(row)
-            compiled.append(done)
+            if topology:
+                compiled.append(compiling.compiled(program, executable, topology, compile_s))
+    if topology:  # what `plan` says of the very programs that ran
+        plans = plan.predict(compiled, topology, print_now)
+        rows = [replace(row, predicted_s=planned.predicted_s) for row, planned in zip(rows, plans, strict=True)]
     return Measured(
-        model=spec.name,
-        title=spec.title,
-        settings=asdict(settings),
-        device_kind=devices[0].device_kind,
-        num_devices=len(devices),
-        precision=precision,
-        versions=versions.of_results(),
-        is_tiny=is_tiny,
-        hbm_peak_bytes=_fullest(devices),
-        programs=tuple(_predicted(rows, compiled, topology, write)),
-    )
+        model=spec.name, title=spec.title, settings=asdict(settings), device_kind=devices[0].device_kind,
+        num_devices=len(devices), precision=precision, versions=versions.of_results(), is_tiny=is_tiny,
+        hbm_peak_bytes=_fullest(devices), programs=tuple(rows),
+    )  # fmt: skip
 
 
 def _timed(program: "Program", executable: Any, weights: Any, runs: int) -> Iterator[float]:
@@ -164,41 +158,6 @@ def _maker(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
         return (deviation * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
 
     return jax.jit(make, out_shardings=sharding)
-
-
-def _row(
-    program: "Program", executable: Any, compile_s: float, seconds: Sequence[float], topology: "Topology | None"
-) -> "tuple[MeasuredProgram, Compiled | None]":
-    from ..sharding.mesh import shape_of
-    from ..tpu_runtime.plan import compile as compiling
-    from ..tpu_runtime.plan.measured import MeasuredProgram
-
-    row = MeasuredProgram(
-        name=program.name,
-        runs=program.runs,
-        mesh="x".join(str(size) for size in shape_of(program.mesh).sizes.values()),
-        compile_s=compile_s,
-        median_s=statistics.median(seconds),
-        least_s=min(seconds),
-        most_s=max(seconds),
-        predicted_s=None,
-        peak_bytes=compiling.memory_of(program, executable).peak,
-    )
-    return row, compiling.compiled(program, executable, topology, compile_s) if topology else None
-
-
-def _predicted(
-    rows: "Sequence[MeasuredProgram]", compiled: "Sequence[Compiled | None]", topology: "Topology | None", write: Write
-) -> "Iterator[MeasuredProgram]":
-    """The rows with what `plan` says of the very programs that ran."""
-    if topology is None:
-        yield from rows
-        return
-    from ..tpu_runtime.plan import plan
-
-    plans = plan.predict([done for done in compiled if done is not None], topology, write)
-    for row, planned in zip(rows, plans, strict=True):
-        yield replace(row, predicted_s=planned.predicted_s)
 
 
 def _fullest(devices: "Sequence[Device]") -> int | None:

@@ -1,11 +1,11 @@
-"""`comfyui-tpu selftest`: does this machine compute what it should? Lines as it goes, a table, a verdict, a record."""
+"""`comfyui-tpu selftest`: does this machine compute what it should? A line a check, a verdict, a record."""
 
 import argparse
 import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,12 +55,6 @@ def run(options: argparse.Namespace, console: Console | None = None) -> int:
             rows.append(checks.perform(check, Shown(status, f"{check.family}: {check.stage} {check.precision}")))
             console.print(_line(rows[-1]))
     found = report.make(devices, [spec.name for spec in specs], rows, time.monotonic() - started)
-    console.print()
-    for line in table(rows):
-        console.print(line)
-    for row in rows:
-        if not row.is_good:
-            console.print(Text(f"{row.title}: {row.problem}"))
     if options.report:
         options.report.write_text(json.dumps(found.to_json(), indent=1) + "\n", "utf-8")
         console.print(Text(f"written: {options.report}"))
@@ -99,28 +93,3 @@ def _line(row: "Row") -> Text:
     line = Text("ok     " if row.is_good else "WRONG  ", style="green" if row.is_good else "red")
     line.append(f"{row.title}{numbers}  {row.seconds:.1f} s", style="default")
     return line if row.is_good else line.append(f"\n       {row.problem}", style="default")
-
-
-def table(rows: "Sequence[Row]") -> Iterator[Text]:
-    """Every check: its largest error and the bound, in units of the reference's largest value. Lines, which a narrow
-    terminal wraps, and which are not cut in a file.
-    """
-    from ..tpu_runtime.plan import report
-
-    width = max(len(row.family) for row in rows)
-    cells = [
-        (
-            f"{row.family:<{width}}  {row.stage}",
-            row.precision or "-",
-            "-" if row.error is None else f"{row.error:.1e}",
-            "-" if row.bound is None else f"{row.bound.error:.1e}",
-            f"{row.seconds:.1f}",
-            "ok" if row.is_good else "WRONG",
-        )
-        for row in rows
-    ]
-    head = (f"{'family':<{width}}  stage", "format", "error", "bound", "seconds", "verdict")
-    first, *lines = report.table([head, *cells])
-    yield Text(first, style="bold")
-    for row, line in zip(rows, lines, strict=True):
-        yield Text(line, style="" if row.is_good else "red")

@@ -1,7 +1,8 @@
 """The commands encode, denoise and decode: a generation in stages, which files hold between them."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,13 @@ def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, 
     return spec, model, values
 
 
-def _timed(title: str, action: Callable[[TerminalHost], None]) -> int:
+@contextmanager
+def _timed(title: str) -> Iterator[TerminalHost]:
+    """The host of a stage, whose time is printed at its end."""
     host = TerminalHost(Folders())
     with host.timed(title):
-        action(host)
+        yield host
     print_timings(host.timings)
-    return 0
 
 
 def _encode(options: argparse.Namespace) -> int:
@@ -95,14 +97,12 @@ def _encode(options: argparse.Namespace) -> int:
     # A picture is encoded for a size, which the later stages must have.
     fixed = {name: values[name] for name in SIZE if pictures and not spec.references}
     asked = {name: values[name] for name in SIZE if name in values and getattr(options, name) is not None}
-
-    def action(host: TerminalHost) -> None:
+    with _timed(f"{spec.title}: encode") as host:
         embeds = pipeline.encode_prompt(model, texts["prompt"], texts.get("negative_prompt", ""), progress=host)
         condition = _encode_pictures(model, pictures, fixed, options.resize, host)
         stage_files.save_embeddings(options.folder, *embeds, model, condition)
         stage_files.update_config(options.folder, texts | asked | fixed)
-
-    return _timed(f"{spec.title}: encode", action)
+    return 0
 
 
 def _pictures(spec: ModelSpec, paths: Sequence[Path]) -> list[Any]:
@@ -141,26 +141,22 @@ def _denoise(options: argparse.Namespace) -> int:
             f"{spec.title}: {options.folder} holds no encoded picture; run `comfyui-tpu encode --folder "
             f"{options.folder} --image FILE` first."
         )
-
-    def action(host: TerminalHost) -> None:
+    with _timed(f"{spec.title}: denoise") as host:
         latents = pipeline.denoise(model, settings, *embeds, condition=condition, latents=given, progress=host)
         stage_files.save_latents(options.folder, latents, model)
         stage_files.update_config(options.folder, {name: x for name, x in numbers.items() if name not in PART})
-
-    return _timed(f"{spec.title}: denoise", action)
+    return 0
 
 
 def _decode(options: argparse.Namespace) -> int:
     spec, model, values = _stage(options)
     out = options.out or options.folder / ("output_image.png" if spec.is_image else "output_video.mp4")
     latents = stage_files.load_latents(options.folder, model)
-
-    def action(host: TerminalHost) -> None:
+    with _timed(f"{spec.title}: decode") as host:
         frames = pipeline.decode(model, latents, progress=host)
         if spec.is_image:
             media.save_image(out, frames[0])
         else:
             media.save_video(out, media.Video(frames=frames, frame_rate=media.frame_rate(values["fps"])))
         host.text(f"wrote {out}")
-
-    return _timed(f"{spec.title}: decode", action)
+    return 0

@@ -26,30 +26,24 @@ the same command goes on after an interruption, and changes nothing at its end.\
 
 def main(arguments: Sequence[str]) -> int:
     """Installs ComfyUI, Manager and this pack, on a TPU VM or elsewhere"""
-    options = _parser().parse_args(arguments)
-    origins = {"comfyui_origin": options.comfyui_origin, "manager_origin": options.manager_origin}
-    return install(replace(layout(options.comfyui), **origins), options)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="setup.py install", description=_DESCRIPTION)
-    add_common(parser)
+    parser = verb("install", _DESCRIPTION)
     parser.add_argument("--comfyui-origin", metavar="URL", default=COMFYUI_ORIGIN, help="clone ComfyUI from here")
     parser.add_argument(
         "--manager-origin", metavar="URL", default=MANAGER_ORIGIN, help="clone ComfyUI-Manager from here"
     )
-    return parser
+    options = parser.parse_args(arguments)
+    origins = {"comfyui_origin": options.comfyui_origin, "manager_origin": options.manager_origin}
+    return install(replace(layout(options.comfyui), **origins), options)
 
 
-def add_common(parser: argparse.ArgumentParser) -> None:
-    """The options that install, update and uninstall share."""
-    add_folder(parser)
-    parser.add_argument("--yes", action="store_true", help="do not ask before anything is changed")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
-
-
-def add_folder(parser: argparse.ArgumentParser) -> None:
+def verb(name: str, description: str, *, changes: bool = True) -> argparse.ArgumentParser:
+    """The options of install, update and uninstall; start, which `changes` nothing, shares the folder alone."""
+    parser = argparse.ArgumentParser(prog=f"setup.py {name}", description=description)
     parser.add_argument("--comfyui", metavar="DIR", help="ComfyUI's folder (default: COMFYUI_PATH, else ~/ComfyUI)")
+    if changes:
+        parser.add_argument("--yes", action="store_true", help="do not ask before anything is changed")
+        parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    return parser
 
 
 def install(chosen: Layout, options: argparse.Namespace, *, before: Sequence[Step] = ()) -> int:

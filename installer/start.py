@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Sequence
 
-from .install import add_folder, start_environment
+from .install import start_environment, verb
 from .layout import Layout, installed
 from .lock import running
 from .terminal import SetupError, say
@@ -20,8 +20,9 @@ Starts ComfyUI from the folder that `install` set up. What follows `--` goes to 
 
 def main(arguments: Sequence[str]) -> int:
     """Starts ComfyUI; what follows -- goes to it"""
-    own, comfyuis = _split(arguments)
-    options = _parser().parse_args(own)
+    words = list(arguments)
+    at = words.index("--") if "--" in words else len(words)
+    options, comfyuis = _options(words[:at]), words[at + 1 :]
     chosen = installed(options.comfyui)
     command = _command(chosen, options, comfyuis)
     _refuse(chosen, options, comfyuis)
@@ -33,15 +34,8 @@ def main(arguments: Sequence[str]) -> int:
         os.execve(command[0], command, start_environment(chosen))
 
 
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    words = list(arguments)
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], words[at + 1 :]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="setup.py start", description=_DESCRIPTION)
-    add_folder(parser)
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = verb("start", _DESCRIPTION, changes=False)
     parser.add_argument("--listen", metavar="ADDRESS", default="127.0.0.1", help="default: %(default)s, this machine")
     parser.add_argument("--port", type=int, default=8188, help="default: %(default)s")
     parser.add_argument(
@@ -52,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         help="this is one of several hosts of a TPU: the first runs ComfyUI, the others do their part, and all start "
         "again when one is gone. The TPU says which host this is; else: host N (from 0) of M, and where 0 listens",
     )
-    return parser
+    return parser.parse_args(arguments)
 
 
 def _command(chosen: Layout, options: argparse.Namespace, comfyuis: Sequence[str]) -> list[str]:

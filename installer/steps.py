@@ -1,4 +1,4 @@
-"""The steps of an installation. Each looks at what there is: it can be repeated, and goes on where it was cut off."""
+"""The steps of an installation. Each looks at what there is: it can be repeated, and resumes where it was cut off."""
 
 import json
 import shutil

@@ -1,12 +1,11 @@
 """`setup.py uninstall`: removes what `install` made and nobody changed, and says what stays."""
 
-import argparse
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from . import git
-from .install import add_common
+from .install import verb
 from .layout import Layout, installed
 from .lock import alone
 from .machine import ROOT
@@ -20,9 +19,7 @@ they are unchanged. Models, outputs, inputs, workflows, settings and other custo
 
 def main(arguments: Sequence[str]) -> int:
     """Removes what install made; models, outputs, inputs and settings stay"""
-    parser = argparse.ArgumentParser(prog="setup.py uninstall", description=_DESCRIPTION)
-    add_common(parser)
-    options = parser.parse_args(arguments)
+    options = verb("uninstall", _DESCRIPTION).parse_args(arguments)
     chosen = installed(options.comfyui)
     _say_what(chosen)
     if options.dry_run:

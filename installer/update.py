@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import git
-from .install import add_common, install
+from .install import install, verb
 from .layout import COMFYUI_TAG, MANAGER_TAG, Layout, installed
 from .lock import alone
 from .machine import ROOT
@@ -24,8 +24,7 @@ settings, and whatever you changed yourself, stay as they are.\
 
 def main(arguments: Sequence[str]) -> int:
     """Updates this repository, what install cloned, and packages"""
-    parser = argparse.ArgumentParser(prog="setup.py update", description=_DESCRIPTION)
-    add_common(parser)
+    parser = verb("update", _DESCRIPTION)
     parser.add_argument("--pulled", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     chosen = installed(options.comfyui)

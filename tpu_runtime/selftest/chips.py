@@ -42,7 +42,7 @@ def _memory(devices: Sequence[Device]) -> None:
         written = random.integers(0, 2**32, WRITTEN_BYTES // 4, np.uint32)
         read = _read(jax.device_put(written, device))
         if wrong := int(np.count_nonzero(written != read)):
-            raise Wrong(f"Chip {device.id} gives {wrong} of {written.size} words back as others.")
+            raise Wrong(f"Chip {device.id} returns {wrong} of {written.size} words changed.")
 
 
 def _exchange(devices: Sequence[Device]) -> None:
@@ -80,7 +80,7 @@ def _products(devices: Sequence[Device]) -> None:
         raise Wrong(f"A product of matrices is wrong on {_named(devices, ~close)}.")
     other = (found != found[:1]).any(axis=(1, 2))
     if other.any():
-        raise Wrong(f"The same product has other bits on {_named(devices, other)} than on chip {devices[0].id}.")
+        raise Wrong(f"The same product differs on {_named(devices, other)} from that of chip {devices[0].id}.")
 
 
 def _read(array: jax.Array) -> np.ndarray:

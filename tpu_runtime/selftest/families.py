@@ -211,5 +211,5 @@ def _same_weights(spec: ModelSpec, host: Engine, chips: Engine) -> None:
                 if wrong:
                     raise Wrong(
                         f"{wrong} of {shard.data.size} values of {resident.component}'s {name} on chip "
-                        f"{shard.device.id} are others than on the host."
+                        f"{shard.device.id} differ from the host's."
                     )
