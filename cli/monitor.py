@@ -32,7 +32,7 @@ FASTEST_S = 0.5
 MOST_CHIPS = 32
 FULLEST = 8
 UNKNOWN = "–"
-TITLES = dict(zip(STAGES, ("text encoder", "image encoder", "denoiser", "VAE decoder"), strict=True))
+TITLES: dict[str, str] = dict(zip(STAGES, ("text encoder", "image encoder", "denoiser", "VAE decoder"), strict=True))
 
 
 class Unreachable(RuntimeError):
