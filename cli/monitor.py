@@ -35,11 +35,11 @@ UNKNOWN = "–"
 TITLES: dict[str, str] = dict(zip(STAGES, ("text encoder", "image encoder", "denoiser", "VAE decoder"), strict=True))
 
 
-class Unreachable(RuntimeError):
+class NoStatistics(RuntimeError):
     """No statistics from that address; the message says what to do."""
 
 
-class NoServer(Unreachable):
+class NoServer(NoStatistics):
     """Nothing listens there."""
 
 
@@ -50,7 +50,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console | None = None, sampler: Sampler | None = None) -> int:
-    """Shows the statistics until Ctrl-C, through restarts of the server; raises `Unreachable` if it never answered and
+    """Shows the statistics until Ctrl-C, through restarts of the server; raises `NoStatistics` if it never answered and
     this machine has no chips to show instead."""
     if options.interval < FASTEST_S:
         raise ValueError(f"--interval is {options.interval:g}; it must be at least {FASTEST_S} s.")
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace, console: Console | None = None, sampler: Sa
             time.sleep(options.interval)
             try:
                 stats, note, has_answered = fetch(options.url), "", True
-            except Unreachable as reason:
+            except NoStatistics as reason:
                 note = "The server is not reachable, trying again. These numbers are old."
                 if not has_answered and (chips := _without_server(options.url, sampler)):
                     stats, note = chips, str(reason)
@@ -91,7 +91,7 @@ def _with_scheme(url: str) -> str:
 
 
 def fetch(url: str) -> Stats:
-    """The server's statistics. Raises `Unreachable` when there are none."""
+    """The server's statistics. Raises `NoStatistics` when there are none."""
     url = _with_scheme(url)
     address = f"{url.rstrip('/')}/tpu/stats"
     try:
@@ -100,7 +100,7 @@ def fetch(url: str) -> Stats:
     except urllib.error.HTTPError as refusal:
         missing = "ComfyUI-TPU is not loaded there: look for IMPORT FAILED in the server's log."
         reason = missing if refusal.code == 404 else "Look into the server's log."
-        raise Unreachable(f"{address} answers {refusal.code}. {reason}") from None
+        raise NoStatistics(f"{address} answers {refusal.code}. {reason}") from None
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         raise NoServer(
@@ -108,9 +108,9 @@ def fetch(url: str) -> Stats:
             f"comfyui-tpu monitor --url {DEFAULT_URL}"
         ) from None
     except ValueError:
-        raise Unreachable(f"{address} does not answer with JSON; is it a ComfyUI server?") from None
+        raise NoStatistics(f"{address} does not answer with JSON; is it a ComfyUI server?") from None
     if not isinstance(stats, dict):
-        raise Unreachable(f"{address} answers with {type(stats).__name__} instead of an object.")
+        raise NoStatistics(f"{address} answers with {type(stats).__name__} instead of an object.")
     return stats
 
 

@@ -10,10 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from . import steps
-from .layout import COMFYUI_ORIGIN, COMFYUI_TAG, MANAGER_ORIGIN, MANAGER_TAG, Layout, layout, remains, require_comfyui
+from .layout import (
+    COMFYUI_ORIGIN,
+    COMFYUI_TAG,
+    MANAGER_ORIGIN,
+    MANAGER_TAG,
+    Installation,
+    layout,
+    remains,
+    require_comfyui,
+)
 from .lock import alone
 from .machine import NO_TPU, ROOT, has_tpu
-from .steps import Step
+from .steps import SetupStep
 from .terminal import SetupError, confirm, say
 
 _DESCRIPTION = f"""\
@@ -46,7 +55,7 @@ def verb(name: str, description: str, *, changes: bool = True) -> argparse.Argum
     return parser
 
 
-def install(chosen: Layout, options: argparse.Namespace, *, before: Sequence[Step] = ()) -> int:
+def install(chosen: Installation, options: argparse.Namespace, *, before: Sequence[SetupStep] = ()) -> int:
     """The steps `before` and all others that are not done yet, after a question; exit code 0."""
     # A ComfyUI of ours that is too old, or that was half removed, is about to be completed.
     _refuse(chosen, is_updated=chosen.record().comfyui is not None)
@@ -57,7 +66,7 @@ def install(chosen: Layout, options: argparse.Namespace, *, before: Sequence[Ste
     return 0
 
 
-def _refuse(chosen: Layout, *, is_updated: bool) -> None:
+def _refuse(chosen: Installation, *, is_updated: bool) -> None:
     """SetupError where an installation could not end well; before anything is changed."""
     if shutil.which("git") is None:
         raise SetupError("git is needed to fetch ComfyUI, and is not there: sudo apt install git")
@@ -69,7 +78,7 @@ def _refuse(chosen: Layout, *, is_updated: bool) -> None:
         raise SetupError(f"{chosen.comfyui} is a file: choose a folder with --comfyui DIR.")
 
 
-def _carry_out(chosen: Layout, every: list[Step], options: argparse.Namespace) -> None:
+def _carry_out(chosen: Installation, every: list[SetupStep], options: argparse.Namespace) -> None:
     """Says what each step would do, asks, and does it."""
     left = [(step, text) for step in every if (text := step.todo())]
     if not left:
@@ -99,7 +108,7 @@ def _require_room(folder: Path, size_gb: float) -> None:
         )
 
 
-def _report(chosen: Layout) -> None:
+def _report(chosen: Installation) -> None:
     """What `comfyui-tpu doctor` has to say, and how to go on."""
     command = [chosen.venv.program("comfyui-tpu"), "doctor"]
     code = subprocess.run(command, cwd=ROOT, env=start_environment(chosen)).returncode
@@ -109,14 +118,14 @@ def _report(chosen: Layout) -> None:
     say(f"installed; start ComfyUI with: python3 setup.py start{folder}")
 
 
-def start_environment(chosen: Layout) -> dict[str, str]:
+def start_environment(chosen: Installation) -> dict[str, str]:
     """What ComfyUI, and the installations that it starts, are run with: the user's own folder of temporary files, for
     the installation's is gone.
     """
     return {**replace(chosen.venv, variables={}).environment(), **_start_variables(chosen)}
 
 
-def _start_variables(chosen: Layout) -> dict[str, str]:
+def _start_variables(chosen: Installation) -> dict[str, str]:
     # As an address: pip and uv take several files with spaces between them, and an address has none.
     constraints = chosen.constraints.as_uri()
     own = {"COMFYUI_PATH": str(chosen.comfyui), "PIP_CONSTRAINT": constraints, "UV_CONSTRAINT": constraints}

@@ -31,7 +31,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Installation:
     """The folder of ComfyUI, and all that belongs to this installation in it.
 
     comfyui_origin, manager_origin: what is cloned. One that was chosen may lack our tag: then the default branch is.
@@ -125,12 +125,12 @@ def write_record(home: Path, record: Record) -> None:
     os.replace(beginning, _record_in(home))
 
 
-def layout(chosen: str | None) -> Layout:
+def layout(chosen: str | None) -> Installation:
     """For the folder that was chosen, else COMFYUI_PATH, else ~/ComfyUI."""
-    return Layout((Path(chosen).expanduser() if chosen else comfyui_folder(os.environ)).resolve())
+    return Installation((Path(chosen).expanduser() if chosen else comfyui_folder(os.environ)).resolve())
 
 
-def installed(chosen: str | None) -> Layout:
+def installed(chosen: str | None) -> Installation:
     """`layout`, if `install` made something there; SetupError otherwise."""
     found = layout(chosen)
     if not found.is_ours:

@@ -9,12 +9,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from .layout import Layout
+from .layout import Installation
 from .terminal import SetupError
 
 
 @contextlib.contextmanager
-def alone(chosen: Layout) -> Iterator[None]:
+def alone(chosen: Installation) -> Iterator[None]:
     """For what changes an installation; SetupError where something else changes it, or its ComfyUI runs.
 
     The folder that ComfyUI is in, or will be made in, is locked too: there two first installations meet.
@@ -28,7 +28,7 @@ def alone(chosen: Layout) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def running(chosen: Layout) -> Iterator[None]:
+def running(chosen: Installation) -> Iterator[None]:
     """For ComfyUI, of which several may run. The lock goes over to the program that this process becomes."""
     with _locked(chosen.comfyui, chosen, fcntl.LOCK_SH) as descriptor:
         os.set_inheritable(descriptor, True)
@@ -36,7 +36,7 @@ def running(chosen: Layout) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, chosen: Layout, kind: int) -> Iterator[int]:
+def _locked(folder: Path, chosen: Installation, kind: int) -> Iterator[int]:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         # Some file systems that are shared over a network have no locks.

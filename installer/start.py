@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 
 from .install import start_environment, verb
-from .layout import Layout, installed
+from .layout import Installation, installed
 from .lock import running
 from .terminal import SetupError, say
 
@@ -49,13 +49,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _command(chosen: Layout, options: argparse.Namespace, comfyuis: Sequence[str]) -> list[str]:
+def _command(chosen: Installation, options: argparse.Namespace, comfyuis: Sequence[str]) -> list[str]:
     # --cpu is about ComfyUI's own PyTorch; the pack finds the TPU by itself.
     flags = ("--cpu", "--preview-method", "auto", "--listen", options.listen, "--port", str(options.port))
     return [chosen.venv.python, "main.py", *flags, *comfyuis]
 
 
-def _follow(chosen: Layout, hosts: str) -> list[str]:
+def _follow(chosen: Installation, hosts: str) -> list[str]:
     """The command that runs ComfyUI on the first of several hosts and follows it on the others, and keeps that up."""
     program = chosen.venv.program("comfyui-tpu")
     if hosts == "auto":
@@ -67,7 +67,7 @@ def _follow(chosen: Layout, hosts: str) -> list[str]:
     return [program, "follow", "--coordinator", coordinator, "--process", process, "--of", count]
 
 
-def _refuse(chosen: Layout, options: argparse.Namespace, comfyuis: Sequence[str]) -> None:
+def _refuse(chosen: Installation, options: argparse.Namespace, comfyuis: Sequence[str]) -> None:
     for name in ("--listen", "--port"):
         if any(word.partition("=")[0] == name for word in comfyuis):
             raise SetupError(f"{name} is an option of `setup.py start` itself: give it before the `--`.")

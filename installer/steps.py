@@ -14,7 +14,7 @@ from .layout import (
     COMFYUI_TAG,
     MANAGER_ORIGIN,
     MANAGER_TAG,
-    Layout,
+    Installation,
     Record,
     remains,
     require_comfyui,
@@ -28,7 +28,7 @@ TORCH = ("torch", "torchvision", "torchaudio")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class SetupStep:
     """One step: `todo` says what it would do, empty if that is done; `do` does it and leaves nothing half-done.
 
     size_gb: what it takes on the disk.
@@ -40,7 +40,7 @@ class Step:
     size_gb: float = 0
 
 
-def steps(layout: Layout) -> list[Step]:
+def steps(layout: Installation) -> list[SetupStep]:
     """All steps in their order."""
     every = (_comfyui, _environment, _torch, _constraints, _manager, _packages, _command, _link)
     return [step(layout) for step in every]
@@ -49,7 +49,7 @@ def steps(layout: Layout) -> list[Step]:
 # --- clones -----------------------------------------------------------------------------------------------------------
 
 
-def _comfyui(layout: Layout) -> Step:
+def _comfyui(layout: Installation) -> SetupStep:
     target, origin = layout.comfyui, layout.comfyui_origin
 
     def todo() -> str:
@@ -57,7 +57,7 @@ def _comfyui(layout: Layout) -> Step:
 
     def do() -> None:
         beginning = target.with_name(f".{target.name}.beginning")
-        home = layout.home if remains(target) else Layout(beginning).home
+        home = layout.home if remains(target) else Installation(beginning).home
 
         def ready(commit: str) -> None:
             require_comfyui(beginning)
@@ -67,10 +67,10 @@ def _comfyui(layout: Layout) -> Step:
             git.clone(origin, COMFYUI_TAG, target, beginning, default_branch=origin != COMFYUI_ORIGIN, ready=ready)
         git.write_missing_files(target)
 
-    return Step(name="ComfyUI", todo=todo, do=do, size_gb=0.3)
+    return SetupStep(name="ComfyUI", todo=todo, do=do, size_gb=0.3)
 
 
-def _manager(layout: Layout) -> Step:
+def _manager(layout: Installation) -> SetupStep:
     origin = layout.manager_origin
 
     def todo() -> str:
@@ -83,13 +83,13 @@ def _manager(layout: Layout) -> Step:
             default_branch=origin != MANAGER_ORIGIN, ready=lambda commit: layout.note(manager=commit),
         )  # fmt: skip
 
-    return Step(name="Manager", todo=todo, do=do, size_gb=0.2)
+    return SetupStep(name="Manager", todo=todo, do=do, size_gb=0.2)
 
 
 # --- the environment --------------------------------------------------------------------------------------------------
 
 
-def _environment(layout: Layout) -> Step:
+def _environment(layout: Installation) -> SetupStep:
     venv = layout.venv
 
     def todo() -> str:
@@ -97,10 +97,10 @@ def _environment(layout: Layout) -> Step:
             return ""
         return f"{'recreate' if venv.folder.exists() else 'create'} the environment {venv.folder}"
 
-    return Step(name="environment", todo=todo, do=lambda: venv.make(any_python=True), size_gb=0.1)
+    return SetupStep(name="environment", todo=todo, do=lambda: venv.make(any_python=True), size_gb=0.1)
 
 
-def _torch(layout: Layout) -> Step:
+def _torch(layout: Installation) -> SetupStep:
     venv = layout.venv
 
     def todo() -> str:
@@ -115,7 +115,7 @@ def _torch(layout: Layout) -> Step:
         venv.forget_half_installed()
         venv.install_torch(TORCH)
 
-    return Step(name="PyTorch", todo=todo, do=do, size_gb=1.0)
+    return SetupStep(name="PyTorch", todo=todo, do=do, size_gb=1.0)
 
 
 def _satisfies(version: str, pin: str) -> bool:
@@ -124,7 +124,7 @@ def _satisfies(version: str, pin: str) -> bool:
     return public.startswith(wanted.removesuffix("*")) if wanted.endswith("*") else public == wanted
 
 
-def _constraints(layout: Layout) -> Step:
+def _constraints(layout: Installation) -> SetupStep:
     def todo() -> str:
         if layout.constraints.is_file() and layout.constraints.read_text() == held(layout):
             return ""
@@ -135,10 +135,10 @@ def _constraints(layout: Layout) -> Step:
         beginning.write_text(held(layout))
         beginning.replace(layout.constraints)
 
-    return Step(name="constraints", todo=todo, do=do)
+    return SetupStep(name="constraints", todo=todo, do=do)
 
 
-def held(layout: Layout) -> str:
+def held(layout: Installation) -> str:
     """The constraints for every later installation: PyTorch's very builds, and the ranges that the pack needs."""
     versions = layout.venv.versions()
     # With its local part, such as 2.13.0+cpu, a version is that build and no other.
@@ -148,7 +148,7 @@ def held(layout: Layout) -> str:
     return "\n".join(["# Written by ComfyUI-TPU's setup.py, which hands it to pip and uv.", *torch, *lines, ""])
 
 
-def _packages(layout: Layout) -> Step:
+def _packages(layout: Installation) -> SetupStep:
     venv = layout.venv
 
     def todo() -> str:
@@ -170,7 +170,7 @@ def _packages(layout: Layout) -> Step:
         venv.require_cpu_build()
 
     # jaxlib is the largest: with it in place, little is missing.
-    return Step(name="packages", todo=todo, do=do, size_gb=0.3 if "jaxlib" in venv.versions() else 3.0)
+    return SetupStep(name="packages", todo=todo, do=do, size_gb=0.3 if "jaxlib" in venv.versions() else 3.0)
 
 
 def _ranged_requirements() -> str:
@@ -184,7 +184,7 @@ def _own_requirements() -> str:
     return text if has_tpu() else text.replace("jax[tpu]", "jax")
 
 
-def _foreign_requirements(layout: Layout) -> list[Path]:
+def _foreign_requirements(layout: Installation) -> list[Path]:
     files = (layout.comfyui / "requirements.txt", layout.manager / "requirements.txt")
     return [file for file in files if file.is_file()]
 
@@ -211,7 +211,7 @@ print("\\n".join(unmet[name] for name in sorted(unmet)), end="")
 """
 
 
-def unmet(layout: Layout) -> list[str] | None:
+def unmet(layout: Installation) -> list[str] | None:
     """The requirements, and theirs in turn, that the environment does not meet; None where that cannot be said."""
     venv = layout.venv
     if not Path(venv.python).exists():
@@ -224,7 +224,7 @@ def unmet(layout: Layout) -> list[str] | None:
     return None if done.returncode else done.stdout.splitlines()
 
 
-def _command(layout: Layout) -> Step:
+def _command(layout: Installation) -> SetupStep:
     venv = layout.venv
 
     def todo() -> str:
@@ -237,10 +237,10 @@ def _command(layout: Layout) -> Step:
         install_this_folder(venv)
         venv.require_cpu_build()
 
-    return Step(name="command", todo=todo, do=do)
+    return SetupStep(name="command", todo=todo, do=do)
 
 
-def _linked_folder(layout: Layout) -> str | None:
+def _linked_folder(layout: Installation) -> str | None:
     """The address of the folder that the environment takes for this pack."""
     for site in layout.venv.site_packages():
         for file in site.glob("comfyui_tpu-*.dist-info/direct_url.json"):
@@ -251,7 +251,7 @@ def _linked_folder(layout: Layout) -> str | None:
 # --- what ComfyUI sees ------------------------------------------------------------------------------------------------
 
 
-def _link(layout: Layout) -> Step:
+def _link(layout: Installation) -> SetupStep:
     link = layout.link
 
     def todo() -> str:
@@ -263,13 +263,13 @@ def _link(layout: Layout) -> Step:
         layout.note(link=True)
         link.symlink_to(ROOT, target_is_directory=True)
 
-    return Step(name="link", todo=todo, do=do)
+    return SetupStep(name="link", todo=todo, do=do)
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
-def refuse_other_copies(layout: Layout) -> None:
+def refuse_other_copies(layout: Installation) -> None:
     """SetupError if ComfyUI would load the pack from another folder, too."""
     if layout.link.is_symlink() and layout.link.resolve() != ROOT and not layout.record().link:
         raise SetupError(
@@ -290,7 +290,7 @@ def refuse_other_copies(layout: Layout) -> None:
         raise SetupError(f"{layout.link} is in the way of the link to this folder: move it away, then run this again.")
 
 
-def run(layout: Layout, chosen: list[Step]) -> None:
+def run(layout: Installation, chosen: list[SetupStep]) -> None:
     """Does what is left of `chosen`, each step after looking again: one may do what another would have done."""
     for step in chosen:
         if not (text := step.todo()):

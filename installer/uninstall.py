@@ -6,7 +6,7 @@ from pathlib import Path
 
 from . import git
 from .install import verb
-from .layout import Layout, installed
+from .layout import Installation, installed
 from .lock import alone
 from .machine import ROOT
 from .terminal import confirm, say
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _say_what(chosen: Layout) -> None:
+def _say_what(chosen: Installation) -> None:
     record = chosen.record()
     lines = [f"{chosen.home}: the environment and all packages in it"]
     if _is_our_link(chosen):
@@ -50,7 +50,7 @@ def _say_what(chosen: Layout) -> None:
     print("To be removed:\n\n" + "\n".join(f"  {line}" for line in lines) + "\n", flush=True)
 
 
-def _remove(chosen: Layout) -> None:
+def _remove(chosen: Installation) -> None:
     """The record goes last but for the folder that held it, so that the same command goes on after an interruption."""
     record = chosen.record()
     if _is_our_link(chosen):
@@ -72,7 +72,7 @@ def _remove_home(home: Path) -> None:
         shutil.rmtree(home)
 
 
-def _is_our_link(chosen: Layout) -> bool:
+def _is_our_link(chosen: Installation) -> bool:
     return chosen.record().link and chosen.link.is_symlink() and chosen.link.resolve() == ROOT
 
 
@@ -84,7 +84,7 @@ def _is_as_cloned(folder: Path, commit: str) -> bool:
     return all(line.startswith(" D") for line in changes)
 
 
-def _remove_tracked(folder: Path, chosen: Layout) -> None:
+def _remove_tracked(folder: Path, chosen: Installation) -> None:
     """Removes the files that git tracks, Python's caches of them and the repository; what is the user's own stays.
 
     So does what is behind a folder that the user replaced by a link: git takes such files for deleted.

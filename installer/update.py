@@ -9,10 +9,10 @@ from pathlib import Path
 
 from . import git
 from .install import install, verb
-from .layout import COMFYUI_TAG, MANAGER_TAG, Layout, installed
+from .layout import COMFYUI_TAG, MANAGER_TAG, Installation, installed
 from .lock import alone
 from .machine import ROOT
-from .steps import Step
+from .steps import SetupStep
 from .terminal import SetupError, say
 
 _DESCRIPTION = """\
@@ -64,7 +64,7 @@ def _why_not_pulled() -> str:
     return ""
 
 
-def _move(chosen: Layout, field: str, name: str, tag: str) -> Step:
+def _move(chosen: Installation, field: str, name: str, tag: str) -> SetupStep:
     """A step that brings a clone of ours, which the layout and the record call `field`, to `tag`."""
     folder: Path = getattr(chosen, field)
     commit: str | None = getattr(chosen.record(), field)
@@ -80,4 +80,4 @@ def _move(chosen: Layout, field: str, name: str, tag: str) -> Step:
             return ""  # a fork without our tags, which was chosen as the origin
         return f"bring {folder} to {tag}"
 
-    return Step(name=name, todo=todo, do=lambda: chosen.note(**{field: git.move_to(folder, tag)}))
+    return SetupStep(name=name, todo=todo, do=lambda: chosen.note(**{field: git.move_to(folder, tag)}))

@@ -7,7 +7,7 @@ import platform
 from importlib.util import find_spec
 
 from . import chips, comfyui, host
-from .machine import Check, Finding, Machine
+from .machine import Check, Finding, HostMachine
 
 CHECKS: tuple[Check, ...] = (
     host.twice, host.tokenizer,
@@ -22,9 +22,9 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--start", action="store_true", help="also start JAX: it takes the chips for a moment")
 
 
-def run(options: argparse.Namespace, machine: Machine | None = None) -> int:
+def run(options: argparse.Namespace, machine: HostMachine | None = None) -> int:
     """Prints the report. Exit code 1 when something needs fixing; advice does not."""
-    findings = report(machine or Machine(), is_started=options.start)
+    findings = report(machine or HostMachine(), is_started=options.start)
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace, machine: Machine | None = None) -> int:
     return 1 if any(finding.is_fault for finding in findings) else 0
 
 
-def report(machine: Machine, *, is_started: bool = False) -> list[Finding]:
+def report(machine: HostMachine, *, is_started: bool = False) -> list[Finding]:
     """Everything about this machine that matters to the pack. Starts no device unless asked to."""
     found = [Finding("Python", f"{platform.python_version()} on {platform.system()}")]
     if find_spec("packaging") is None:

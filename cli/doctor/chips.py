@@ -11,7 +11,7 @@ from ...tpu_runtime.engine.memory_advice import VARIABLE as HBM
 from ...tpu_runtime.monitor import bus, metrics_service
 from ...tpu_runtime.spec import guidance_first
 from ...tpu_runtime.units import GIB, readable
-from .machine import Finding, Findings, Machine
+from .machine import Finding, Findings, HostMachine
 
 # JAX waits for all hosts of a slice; on one it takes some ten seconds.
 START_S = 300
@@ -20,7 +20,7 @@ HUGEPAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 LOCK = "tmp/libtpu_lockfile"
 
 
-def plugged_in(machine: Machine) -> Findings:
+def plugged_in(machine: HostMachine) -> Findings:
     """The chips on the bus, their device files, and the mesh they would make."""
     chips, files = machine.chips, machine.device_files
     if chips is None and files:
@@ -42,7 +42,7 @@ def plugged_in(machine: Machine) -> Findings:
     yield Finding("mesh without guidance", str(guidance_first(count, 1)))
 
 
-def rights(machine: Machine) -> Findings:
+def rights(machine: HostMachine) -> Findings:
     """libtpu opens the device files, and locks a file in /tmp."""
     refused = " ".join(
         f"/{path.relative_to(machine.root)}" for path in machine.device_files if not machine.may_use(path)
@@ -55,7 +55,7 @@ def rights(machine: Machine) -> Findings:
         yield Finding("libtpu's lock", found, f"sudo rm /{LOCK}")
 
 
-def holders(machine: Machine) -> Findings:
+def holders(machine: HostMachine) -> Findings:
     """Only one process at a time can have the chips."""
     if not machine.device_files:
         return
@@ -84,7 +84,7 @@ def holders(machine: Machine) -> Findings:
         yield Finding("TPU in use", silent)
 
 
-def hugepages(machine: Machine) -> Findings:
+def hugepages(machine: HostMachine) -> Findings:
     """What libtpu wants of the kernel."""
     pages = machine.text(HUGEPAGES)
     if machine.device_files and pages and "[always]" not in pages:
@@ -95,16 +95,16 @@ def hugepages(machine: Machine) -> Findings:
 # --- environment variables --------------------------------------------------------------------------------------------
 
 
-def _without_tpu(machine: Machine, value: str) -> bool:
+def _without_tpu(machine: HostMachine, value: str) -> bool:
     return bool(machine.device_files) and "tpu" not in value
 
 
-def _is_on(machine: Machine, value: str) -> bool:
+def _is_on(machine: HostMachine, value: str) -> bool:
     return value.lower() not in ("0", "false")
 
 
 # By name: where a value keeps a run from the TPU or breaks it, and what is said of that value.
-_VARIABLES: dict[str, tuple[Callable[[Machine, str], object], str]] = {
+_VARIABLES: dict[str, tuple[Callable[[HostMachine, str], object], str]] = {
     "JAX_PLATFORMS": (_without_tpu, "{}: the TPU is not used"),
     "JAX_PLATFORM_NAME": (_without_tpu, "{}: the TPU is not used"),
     "TPU_LIBRARY_PATH": (lambda machine, _: machine.device_files, "{}, in place of the tested libtpu"),
@@ -122,7 +122,7 @@ _VARIABLES: dict[str, tuple[Callable[[Machine, str], object], str]] = {
 _PRECISION = "JAX_DEFAULT_MATMUL_PRECISION"
 
 
-def variables(machine: Machine) -> Findings:
+def variables(machine: HostMachine) -> Findings:
     """Environment variables that break a run."""
     for name, (is_wrong, said) in _VARIABLES.items():
         if (value := machine.environ.get(name)) and is_wrong(machine, value):
@@ -132,7 +132,7 @@ def variables(machine: Machine) -> Findings:
         yield Finding(_PRECISION, found, f"unset {_PRECISION}", advice=True)
 
 
-def flags(machine: Machine) -> Findings:
+def flags(machine: HostMachine) -> Findings:
     """libtpu's own flags belong into another variable than XLA's."""
     words = machine.environ.get("XLA_FLAGS", "").split()
     if libtpus := [word for word in words if word.startswith(("--xla_tpu_", "--xla_jf_", "--xla_sc_"))]:
@@ -142,7 +142,7 @@ def flags(machine: Machine) -> Findings:
         yield Finding("XLA_FLAGS", f"{' '.join(libtpus)}: only libtpu knows these, and JAX aborts the process", remedy)
 
 
-def budget(machine: Machine) -> Findings:
+def budget(machine: HostMachine) -> Findings:
     """The limit of memory that the user has set."""
     if not (given := machine.environ.get(HBM)):
         return
@@ -159,7 +159,7 @@ def budget(machine: Machine) -> Findings:
 # --- JAX --------------------------------------------------------------------------------------------------------------
 
 
-def start(machine: Machine) -> Findings:
+def start(machine: HostMachine) -> Findings:
     """What JAX says when it starts the chips: in a process of its own, which a wrong flag may abort."""
     program = "import jax, json; d = jax.devices(); print(json.dumps([len(d), d[0].device_kind, d[0].platform]))"
     command = [sys.executable, "-c", program]

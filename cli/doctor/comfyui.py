@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...nodes import DECLARATIONS
 from ...tpu_runtime.monitor import bus
-from .machine import Finding, Findings, Machine
+from .machine import Finding, Findings, HostMachine
 
 PORT = 8188
 # A node's id, where it is registered in either of ComfyUI's two ways.
@@ -18,7 +18,7 @@ _REGISTERED = re.compile(rf"{_ID}\s*:|node_id\s*=\s*{_ID}")
 MAX_SOURCE_BYTES = 2**20
 
 
-def setup(machine: Machine, verb: str, comfyui: Path | None = None) -> str:
+def setup(machine: HostMachine, verb: str, comfyui: Path | None = None) -> str:
     """The command of setup.py for this ComfyUI."""
     return f"python3 {_quoted(machine.pack / 'setup.py')} {verb} --comfyui {_quoted(comfyui or machine.comfyui)}"
 
@@ -27,11 +27,11 @@ def _quoted(path: Path | str) -> str:
     return shlex.quote(str(path))
 
 
-def _is_there(machine: Machine) -> bool:
+def _is_there(machine: HostMachine) -> bool:
     return (machine.comfyui / "main.py").is_file()
 
 
-def version(machine: Machine) -> Findings:
+def version(machine: HostMachine) -> Findings:
     """Whether there is a ComfyUI, and a new enough one."""
     folder = machine.comfyui
     if not _is_there(machine):
@@ -60,7 +60,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 # --- packs ------------------------------------------------------------------------------------------------------------
 
 
-def _packs(machine: Machine) -> list[Path]:
+def _packs(machine: HostMachine) -> list[Path]:
     """What ComfyUI will import: folders, links and files in custom_nodes that nobody has disabled."""
     found = sorted((machine.comfyui / "custom_nodes").glob("*"))
     skipped = (".disabled", ".example", "__pycache__")
@@ -75,12 +75,12 @@ def _is_ours(folder: Path) -> bool:
         return False
 
 
-def is_used(machine: Machine) -> bool:
+def is_used(machine: HostMachine) -> bool:
     """Whether there is a ComfyUI with this pack in it."""
     return _is_there(machine) and any(_is_ours(path) for path in _packs(machine))
 
 
-def this_pack(machine: Machine) -> Findings:
+def this_pack(machine: HostMachine) -> Findings:
     """This pack is to be in custom_nodes, once."""
     if not _is_there(machine):
         return
@@ -109,7 +109,7 @@ def _disable(path: Path) -> str:
     return f"rm {_quoted(path)}" if path.is_symlink() else f"mv {_quoted(path)} {_quoted(f'{path}.disabled')}"
 
 
-def other_packs(machine: Machine) -> Findings:
+def other_packs(machine: HostMachine) -> Findings:
     """The separate packs that this one replaces have its nodes' ids; their monitor starts the TPU with ComfyUI."""
     for path in _packs(machine):
         if _is_ours(path):
@@ -138,7 +138,7 @@ def _sources(pack: Path) -> Iterator[str]:
             continue
 
 
-def manager(machine: Machine) -> Findings:
+def manager(machine: HostMachine) -> Findings:
     """ComfyUI-Manager is convenient; nothing needs it."""
     if not _is_there(machine):
         return
@@ -154,7 +154,7 @@ def manager(machine: Machine) -> Findings:
 # --- what runs --------------------------------------------------------------------------------------------------------
 
 
-def running(machine: Machine) -> Findings:
+def running(machine: HostMachine) -> Findings:
     """A ComfyUI whose later installations may replace PyTorch, and whoever has its port."""
     for server in machine.servers:
         if server.environ is not None and not server.environ.get("PIP_CONSTRAINT"):

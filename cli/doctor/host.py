@@ -9,7 +9,7 @@ from pathlib import Path
 from ...tpu_runtime.cache import store
 from ...tpu_runtime.models import SPECS
 from ...tpu_runtime.units import GIB, readable
-from .machine import Finding, Findings, Machine
+from .machine import Finding, Findings, HostMachine
 
 # The smallest checkpoint (FLUX.2-klein-4B) is about this big, the largest seven times.
 MODEL_BYTES = 16 * GIB
@@ -36,7 +36,7 @@ sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).encode("hello
 """
 
 
-def twice(machine: Machine) -> Findings:
+def twice(machine: HostMachine) -> Findings:
     """Packages that put files into the same folder as those we need: the last installed wins."""
     for other, ours in (("libtpu-nightly", "libtpu"), ("jax-nightly", "jax")):
         if other in machine.packages:
@@ -46,7 +46,7 @@ def twice(machine: Machine) -> Findings:
             yield Finding(other, f"{machine.packages[other]}, in the folder of {ours}", remedy)
 
 
-def tokenizer(machine: Machine) -> Findings:
+def tokenizer(machine: HostMachine) -> Findings:
     """Whether sentencepiece works in one process with protobuf. In a process of its own, which may abort."""
     sentencepiece, protobuf = (machine.packages.get(name) for name in ("sentencepiece", "protobuf"))
     if not sentencepiece or not protobuf:
@@ -61,7 +61,7 @@ def tokenizer(machine: Machine) -> Findings:
         yield Finding("tokenizers", f"sentencepiece {sentencepiece} fails beside protobuf {protobuf}: {how}", remedy)
 
 
-def caches(machine: Machine) -> Findings:
+def caches(machine: HostMachine) -> Findings:
     """The folders that are written: there or not yet, with rights, on a disk."""
     own = machine.path(store.VARIABLE, machine.home / ".cache/comfyui-tpu")
     programs = machine.path("JAX_COMPILATION_CACHE_DIR", own / "xla")
@@ -89,7 +89,7 @@ def _size_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def models(machine: Machine) -> Findings:
+def models(machine: HostMachine) -> Findings:
     """What is downloaded, and whether more has room."""
     found = sorted(path.name.removeprefix("models--").replace("--", "/") for path in machine.hub.glob("models--*"))
     yield Finding("downloaded models", f"{machine.hub}: {', '.join(found) or 'none'}")
@@ -105,7 +105,7 @@ def models(machine: Machine) -> Findings:
         yield Finding("HF_HUB_OFFLINE", "on, and no model of this pack is downloaded", "unset HF_HUB_OFFLINE")
 
 
-def token(machine: Machine) -> Findings:
+def token(machine: HostMachine) -> Findings:
     """Whether there is a token; never which."""
     home = machine.path("HF_HOME", machine.home / ".cache/huggingface")
     names = [name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if machine.environ.get(name, "").strip()]
@@ -116,7 +116,7 @@ def token(machine: Machine) -> Findings:
         yield Finding("Hugging Face token", found, "hf auth login", advice=True)
 
 
-def memory(machine: Machine) -> Findings:
+def memory(machine: HostMachine) -> Findings:
     """The host's memory. /dev/shm matters only where a cache is in it, which `caches` says."""
     if given := re.search(r"^MemAvailable:\s+(\d+) kB", machine.text("proc/meminfo"), re.MULTILINE):
         available = 1024 * int(given[1])
@@ -125,7 +125,7 @@ def memory(machine: Machine) -> Findings:
         yield Finding("host memory", f"{readable(available)} free{needed}", remedy, advice=True)
 
 
-def pip(machine: Machine) -> Findings:
+def pip(machine: HostMachine) -> Findings:
     """A line that the installer of the separate packs left, by which pip writes into the system's Python."""
     for file in (machine.home / ".config/pip/pip.conf", machine.home / ".pip/pip.conf"):
         if file.is_file() and re.search(r"break-system-packages\s*=\s*(true|1)", file.read_text("utf-8", "replace")):

@@ -34,7 +34,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Server:
+class RunningComfyUI:
     """A ComfyUI that runs: its process, its folder, and its environment where this user may read it."""
 
     pid: int
@@ -68,7 +68,7 @@ def distributions(*folders: Path) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class HostMachine:
     """The machine, and the environment that the command runs in."""
 
     root: Path = bus.ROOT
@@ -116,7 +116,7 @@ class Machine:
             return ""
 
     @functools.cached_property
-    def servers(self) -> list[Server]:
+    def servers(self) -> list[RunningComfyUI]:
         """The ComfyUIs that run here."""
         found = []
         for process in sorted((self.root / "proc").glob("[0-9]*")):
@@ -131,7 +131,7 @@ class Machine:
             if (folder / "comfyui_version.py").is_file():
                 pairs = self.text(f"proc/{process.name}/environ").split("\0")
                 environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-                found.append(Server(int(process.name), folder, environ or None))
+                found.append(RunningComfyUI(int(process.name), folder, environ or None))
         return found
 
     def listeners(self, port: int) -> list[int | None]:
@@ -160,4 +160,4 @@ def has_tpu() -> bool:
 
 
 Findings = Iterator[Finding]
-Check = Callable[[Machine], Findings]
+Check = Callable[[HostMachine], Findings]

@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 
 from ...tpu_runtime import versions
 from .comfyui import is_used, setup
-from .machine import Check, Finding, Findings, Machine, distributions
+from .machine import Check, Finding, Findings, HostMachine, distributions
 
 # Small, and used by other packs' monitors on any machine.
 _HARMLESS = frozenset({"nvidia-ml-py"})
@@ -17,12 +17,12 @@ OLDEST_PYTHON = 11
 _ENVIRONMENTS = (".comfyui-tpu/venv", ".venv", "venv")
 
 
-def versions_here(machine: Machine) -> Findings:
+def versions_here(machine: HostMachine) -> Findings:
     """What the pack needs, in this environment."""
     yield from _compared({each.name: each.installed for each in versions.packages()}, machine)
 
 
-def _compared(installed: Mapping[str, str | None], machine: Machine) -> Findings:
+def _compared(installed: Mapping[str, str | None], machine: HostMachine) -> Findings:
     """By package: what there is of it, and the command that brings a version that was run."""
     for package in versions.packages():
         found = installed.get(package.name)
@@ -36,7 +36,7 @@ def _compared(installed: Mapping[str, str | None], machine: Machine) -> Findings
             yield Finding(package.name, found)
 
 
-def builds(machine: Machine) -> Findings:
+def builds(machine: HostMachine) -> Findings:
     """PyTorch for a GPU works, but brings gigabytes that a TPU machine cannot use, and slows every start."""
     torch = machine.packages.get("torch", "")
     extra = sorted(name for name in machine.packages if name.startswith("nvidia-") and name not in _HARMLESS)
@@ -50,7 +50,7 @@ def builds(machine: Machine) -> Findings:
         )
 
 
-def companions(machine: Machine) -> Findings:
+def companions(machine: HostMachine) -> Findings:
     """ComfyUI imports torchvision and torchaudio, which load with the very torch they were built for."""
     torch = machine.packages.get("torch")
     for name in ("torchvision", "torchaudio"):
@@ -71,7 +71,7 @@ def _requires(name: str) -> list[str]:
         return []
 
 
-def requirements(machine: Machine) -> Findings:
+def requirements(machine: HostMachine) -> Findings:
     """Where what ComfyUI asks for was never run with this pack."""
     file = machine.comfyui / "requirements.txt"
     for asked, package in versions.unserved(file) if file.is_file() else ():
@@ -79,7 +79,7 @@ def requirements(machine: Machine) -> Findings:
         yield Finding("ComfyUI needs", f"{asked}; tested with {package.range}", remedy)
 
 
-def environment(machine: Machine) -> Findings:
+def environment(machine: HostMachine) -> Findings:
     """The environment next to ComfyUI, where this command runs in another one."""
     folder = next((each for name in _ENVIRONMENTS if (each := machine.comfyui / name).exists()), None)
     if folder is None or not is_used(machine):

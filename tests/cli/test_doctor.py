@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from comfyui_tpu.cli.doctor import Machine, checks, chips, comfyui, host, packages
+from comfyui_tpu.cli.doctor import HostMachine, checks, chips, comfyui, host, packages
 from comfyui_tpu.cli.doctor.checks import CHECKS
 
 fake_tpu = pytest.importorskip("comfyui_tpu.tests.support.fake_tpu", reason="no tpu-info: it is for Linux")
@@ -21,7 +21,7 @@ NOBODY = {"TPU_RUNTIME_METRICS_PORTS": str(fake_tpu.closed())}
 
 
 @pytest.fixture
-def well(tmp_path: Path) -> Machine:
+def well(tmp_path: Path) -> HostMachine:
     """A TPU VM where everything is as it should be: 8 chips, ComfyUI with this pack and others, a model."""
     root, home = fake_tpu.plug(tmp_path / "root", "v6e", 8), tmp_path / "home"
     write(root / chips.HUGEPAGES, "[always] madvise never\n")
@@ -39,8 +39,8 @@ def well(tmp_path: Path) -> Machine:
         'NODE_CLASS_MAPPINGS = {"MyWan21TextEncoder": 1}  # "TPUPlan" is not ours',
     )
     write(folder / "custom_nodes/ComfyUI-Old.disabled/nodes.py", 'NODE_CLASS_MAPPINGS = {"Flux2TextEncoder": 1}')
-    (folder / "custom_nodes/ComfyUI-TPU").symlink_to(Machine().pack)
-    return Machine(
+    (folder / "custom_nodes/ComfyUI-TPU").symlink_to(HostMachine().pack)
+    return HostMachine(
         root=root, home=home, environ={"PATH": os.environ["PATH"], **NOBODY}, packages=CPU,
         free_bytes=lambda path: 500 * GIB,
     )  # fmt: skip
@@ -51,7 +51,7 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-Harm = Callable[[Machine], Machine | None]
+Harm = Callable[[HostMachine], HostMachine | None]
 
 
 def env(**variables: str) -> Harm:
@@ -63,18 +63,18 @@ def installed(**versions: str) -> Harm:
     return lambda machine: dataclasses.replace(machine, packages={**machine.packages, **names})
 
 
-def server(machine: Machine, pid: int = 77, *opens: str, environ: Mapping[str, str] | None = None) -> None:
+def server(machine: HostMachine, pid: int = 77, *opens: str, environ: Mapping[str, str] | None = None) -> None:
     """A ComfyUI that runs."""
     arguments = ("/venv/bin/python", "main.py", "--cpu")
     fake_tpu.process(machine.root, pid, *arguments, opens=opens, folder=machine.comfyui, environ=environ)
 
 
-def listening(machine: Machine, inode: int = 5555, port: int = 8188) -> None:
+def listening(machine: HostMachine, inode: int = 5555, port: int = 8188) -> None:
     line = f"  0: 0100007F:{port:04X} 00000000:0000 0A 00000000:00000000 00:00000000 00000000 0 0 {inode} 1\n"
     write(machine.root / "proc/net/tcp", f"header\n{line}")
 
 
-def environment(machine: Machine, name: str = ".venv", minor: int = 11, **versions: str) -> Path:
+def environment(machine: HostMachine, name: str = ".venv", minor: int = 11, **versions: str) -> Path:
     """An environment beside ComfyUI, with these packages alone."""
     site = machine.comfyui / name / f"lib/python3.{minor}/site-packages"
     for package, version in versions.items():
@@ -87,73 +87,73 @@ def environment(machine: Machine, name: str = ".venv", minor: int = 11, **versio
 # --- the faults: the check, what is done to a machine that is well, what is found, the command ------------------------
 
 
-def bare(machine: Machine) -> None:
+def bare(machine: HostMachine) -> None:
     shutil.rmtree(machine.root / "dev")
 
 
-def unmapped(machine: Machine) -> None:
+def unmapped(machine: HostMachine) -> None:
     shutil.rmtree(machine.root / "sys/bus")
 
 
-def forbidden(machine: Machine) -> Machine:
+def forbidden(machine: HostMachine) -> HostMachine:
     return dataclasses.replace(machine, may_use=lambda path: not path.name.endswith(("3", "lockfile")))
 
 
-def locked(machine: Machine) -> Machine:
+def locked(machine: HostMachine) -> HostMachine:
     write(machine.root / chips.LOCK, "")
     return dataclasses.replace(machine, may_use=lambda path: path.name != "libtpu_lockfile")
 
 
-def held(machine: Machine) -> None:
+def held(machine: HostMachine) -> None:
     fake_tpu.process(machine.root, 42, "python3", "train.py", "--key=secret", opens=["/dev/vfio/0", "/dev/vfio/1"])
 
 
-def slow_pages(machine: Machine) -> None:
+def slow_pages(machine: HostMachine) -> None:
     write(machine.root / chips.HUGEPAGES, "always [madvise] never\n")
 
 
-def unwritable(machine: Machine) -> Machine:
+def unwritable(machine: HostMachine) -> HostMachine:
     machine = env(COMFYUI_TPU_CACHE=str(machine.home / "cache"))(machine)
     return dataclasses.replace(machine, is_writable=lambda path: path != machine.home)
 
 
-def in_memory(machine: Machine) -> Machine:
+def in_memory(machine: HostMachine) -> HostMachine:
     (machine.root / "dev/shm").mkdir()
     return env(HF_HOME=str(machine.root / "dev/shm"))(machine)
 
 
-def full(machine: Machine) -> Machine:
+def full(machine: HostMachine) -> HostMachine:
     return dataclasses.replace(machine, free_bytes=lambda path: GIB)
 
 
-def forgotten(machine: Machine) -> None:
+def forgotten(machine: HostMachine) -> None:
     shutil.rmtree(machine.hub)
 
 
-def too_small(machine: Machine) -> Machine:
+def too_small(machine: HostMachine) -> HostMachine:
     forgotten(machine)
     return dataclasses.replace(machine, free_bytes=lambda path: 10 * GIB)
 
 
-def offline(machine: Machine) -> Machine:
+def offline(machine: HostMachine) -> HostMachine:
     forgotten(machine)
     return env(HF_HUB_OFFLINE="1")(machine)
 
 
-def no_token(machine: Machine) -> None:
+def no_token(machine: HostMachine) -> None:
     (machine.home / ".cache/huggingface/token").unlink()
 
 
-def little_memory(machine: Machine) -> None:
+def little_memory(machine: HostMachine) -> None:
     write(machine.root / "proc/meminfo", "MemAvailable:   3145728 kB\n")
 
 
-def pip_conf(machine: Machine) -> None:
+def pip_conf(machine: HostMachine) -> None:
     write(machine.home / ".config/pip/pip.conf", "[global]\nbreak-system-packages = true\n")
 
 
 def version(text: str, *, ours: bool = False) -> Harm:
-    def harm(machine: Machine) -> None:
+    def harm(machine: HostMachine) -> None:
         file = machine.comfyui / "comfyui_version.py"
         write(file, f'__version__ = "{text}"\n') if text else file.unlink()
         if ours:
@@ -162,57 +162,57 @@ def version(text: str, *, ours: bool = False) -> Harm:
     return harm
 
 
-def no_comfyui(machine: Machine) -> None:
+def no_comfyui(machine: HostMachine) -> None:
     shutil.rmtree(machine.comfyui)
 
 
-def demanding(machine: Machine) -> None:
+def demanding(machine: HostMachine) -> None:
     write(machine.comfyui / "requirements.txt", "transformers>=6\n")
 
 
-def unlinked(machine: Machine) -> None:
+def unlinked(machine: HostMachine) -> None:
     (machine.comfyui / "custom_nodes/ComfyUI-TPU").unlink()
 
 
-def linked_twice(machine: Machine) -> None:
+def linked_twice(machine: HostMachine) -> None:
     (machine.comfyui / "custom_nodes/comfyui-tpu").symlink_to(machine.pack)
 
 
-def copied_too(machine: Machine) -> None:
+def copied_too(machine: HostMachine) -> None:
     write(machine.comfyui / "custom_nodes/Copy/pyproject.toml", '[project]\nname = "comfyui-tpu"\n')
 
 
-def another(machine: Machine) -> None:
+def another(machine: HostMachine) -> None:
     unlinked(machine)
     copied_too(machine)
 
 
-def dangling(machine: Machine) -> None:
+def dangling(machine: HostMachine) -> None:
     (machine.comfyui / "custom_nodes/Gone").symlink_to("/nowhere/at/all")
 
 
-def old_pack(machine: Machine) -> None:
+def old_pack(machine: HostMachine) -> None:
     text = (
         'NODE_CLASS_MAPPINGS = {\n    "Flux2TPUSampler": Flux2TPUSampler,\n    "Flux2TextEncoder": Flux2TextEncoder,\n}'
     )
     write(machine.comfyui / "custom_nodes/ComfyUI-Flux.2-TPU/nodes.py", text)
 
 
-def new_style(machine: Machine) -> None:
+def new_style(machine: HostMachine) -> None:
     write(machine.comfyui / "custom_nodes/wan.py", 'io.Schema(node_id="Wan21TPUSampler", inputs=[])')
 
 
-def crystools(machine: Machine) -> None:
+def crystools(machine: HostMachine) -> None:
     text = "import tpu_info.device\nimport jax\nself.devices = jax.devices()"
     write(machine.comfyui / "custom_nodes/ComfyUI-Crystools/general/tpu.py", text)
 
 
-def unmanaged(machine: Machine) -> None:
+def unmanaged(machine: HostMachine) -> None:
     shutil.rmtree(machine.comfyui / "custom_nodes/ComfyUI-Manager")
 
 
 def broken(name: str) -> Harm:
-    def harm(machine: Machine) -> None:
+    def harm(machine: HostMachine) -> None:
         python = environment(machine, name) / "bin/python"
         python.unlink()
         python.symlink_to("/usr/bin/python3.98")
@@ -220,20 +220,20 @@ def broken(name: str) -> Harm:
     return harm
 
 
-def old_python(machine: Machine) -> None:
+def old_python(machine: HostMachine) -> None:
     environment(machine, minor=10)
 
 
-def unconstrained(machine: Machine) -> None:
+def unconstrained(machine: HostMachine) -> None:
     server(machine, environ={"HOME": "/home/me"})
 
 
-def taken(machine: Machine) -> None:
+def taken(machine: HostMachine) -> None:
     fake_tpu.process(machine.root, 88, "jupyter", "lab", opens=["socket:[5555]"])
     listening(machine)
 
 
-def aborting(machine: Machine) -> Machine:
+def aborting(machine: HostMachine) -> HostMachine:
     write(machine.home / "python/sentencepiece.py", "import os; os.abort()")
     return env(PYTHONPATH=str(machine.home / "python"))(machine)
 
@@ -332,7 +332,7 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
 
 
 @pytest.mark.parametrize("fault", CASES)
-def test_a_fault_is_found_with_its_command_and_only_where_it_is(fault: str, well: Machine):
+def test_a_fault_is_found_with_its_command_and_only_where_it_is(fault: str, well: HostMachine):
     check, harm, found, remedy = CASES[fault]
     assert [finding for finding in check(well) if finding.remedy] == []
     (finding,) = [finding for finding in check(harm(well) or dataclasses.replace(well)) if finding.remedy]
@@ -345,7 +345,7 @@ def test_every_check_is_shown_to_find_something():
     assert {check for check, *_ in CASES.values()} | elsewhere == {*packages.CHECKS, *CHECKS}
 
 
-def test_a_torchvision_for_another_torch_is_named(well: Machine, monkeypatch: pytest.MonkeyPatch):
+def test_a_torchvision_for_another_torch_is_named(well: HostMachine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packages, "_requires", lambda name: ["numpy", "torch==2.13.0"])
     assert list(packages.companions(well)) == []
     (finding,) = packages.companions(installed(torch="2.12.1+cpu")(well))
@@ -353,7 +353,7 @@ def test_a_torchvision_for_another_torch_is_named(well: Machine, monkeypatch: py
     assert finding.remedy.endswith("torch==2.12.1 torchvision")
 
 
-def test_a_machine_that_is_well_needs_nothing(well: Machine, capsys: pytest.CaptureFixture[str]):
+def test_a_machine_that_is_well_needs_nothing(well: HostMachine, capsys: pytest.CaptureFixture[str]):
     assert checks.run(SimpleNamespace(json=False, start=False), well) == 0
     text = capsys.readouterr().out
     assert "devices                8 x v6e, 32.0 GiB each\nmesh with guidance     dp=2 sp=4 tp=1\n" in text
@@ -362,7 +362,7 @@ def test_a_machine_that_is_well_needs_nothing(well: Machine, capsys: pytest.Capt
 
 @pytest.mark.parametrize(("harm", "code"), [(no_token, 0), (held, 1)])
 def test_json_has_every_finding_and_advice_is_no_fault(
-    harm: Harm, code: int, well: Machine, capsys: pytest.CaptureFixture[str]
+    harm: Harm, code: int, well: HostMachine, capsys: pytest.CaptureFixture[str]
 ):
     harm(well)
     assert checks.run(SimpleNamespace(json=True, start=False), well) == code
@@ -377,14 +377,14 @@ def metrics(kind: str) -> Iterator[Harm]:
         yield env(TPU_RUNTIME_METRICS_PORTS=str(port))
 
 
-def test_the_metrics_service_tells_of_a_process_that_cannot_be_seen(well: Machine):
+def test_the_metrics_service_tells_of_a_process_that_cannot_be_seen(well: HostMachine):
     with metrics("serving") as harm:
         (finding,) = chips.holders(harm(well))
     assert finding.found == "by a process of another user, 36.0 GiB of 248.0 GiB used"
     assert finding.remedy.startswith("sudo lsof /dev/accel* /dev/vfio/*")
 
 
-def test_comfyui_may_hold_the_chips(well: Machine):
+def test_comfyui_may_hold_the_chips(well: HostMachine):
     server(well, 77, "/dev/vfio/0", environ={"PIP_CONSTRAINT": "/constraints.txt"})
     with metrics("serving") as harm:
         (finding,) = chips.holders(harm(well))
@@ -392,20 +392,20 @@ def test_comfyui_may_hold_the_chips(well: Machine):
     assert not finding.remedy and list(comfyui.running(well)) == []
 
 
-def test_a_silent_metrics_service_is_said_within_its_deadline(well: Machine):
+def test_a_silent_metrics_service_is_said_within_its_deadline(well: HostMachine):
     with metrics("silent") as harm:
         (finding,) = chips.holders(harm(well))
     assert "does not answer: whoever holds the chips may hang" in finding.found
 
 
-def test_comfyui_at_its_port_is_no_fault(well: Machine):
+def test_comfyui_at_its_port_is_no_fault(well: HostMachine):
     server(well, 77, "socket:[5555]", environ={"PIP_CONSTRAINT": "/constraints.txt"})
     listening(well)
     (finding,) = comfyui.running(well)
     assert (finding.topic, finding.found, finding.remedy) == ("port 8188", "ComfyUI, process 77", "")
 
 
-def test_the_environment_beside_comfyui_is_compared_too(well: Machine):
+def test_the_environment_beside_comfyui_is_compared_too(well: HostMachine):
     versions = {name: package.version for name, package in _tested().items()}
     environment(well, **versions)
     assert list(packages.environment(well)) == []
@@ -421,7 +421,7 @@ def _tested() -> Mapping[str, SimpleNamespace]:
     return {package.name: SimpleNamespace(version=package.installed) for package in versions.packages()}
 
 
-def test_without_chips_programs_run_on_the_cpu(well: Machine):
+def test_without_chips_programs_run_on_the_cpu(well: HostMachine):
     shutil.rmtree(well.root)
     found = [
         finding.found for finding in chips.plugged_in(env(XLA_FLAGS="--xla_force_host_platform_device_count=3")(well))
@@ -430,7 +430,7 @@ def test_without_chips_programs_run_on_the_cpu(well: Machine):
     assert found[1] == "dp=1 sp=3 tp=1"
 
 
-def test_jax_is_started_only_when_asked_and_an_abort_of_it_is_a_finding(well: Machine):
+def test_jax_is_started_only_when_asked_and_an_abort_of_it_is_a_finding(well: HostMachine):
     environ = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     (finding,) = chips.start(dataclasses.replace(well, environ=environ))
     assert (finding.found, "unset JAX_PLATFORMS" in finding.remedy) == ("starts: 1 x cpu (cpu)", True)

@@ -74,7 +74,7 @@ def test_a_wrong_interval_is_refused(capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_terminal_follows_a_server_through_a_restart(monkeypatch: pytest.MonkeyPatch):
-    answers = iter([tpu(), monitor.Unreachable("gone"), tpu(message="back again")])
+    answers = iter([tpu(), monitor.NoStatistics("gone"), tpu(message="back again")])
 
     def fetch(url: str) -> Any:
         answer = next(answers, None)
@@ -124,7 +124,7 @@ def test_neither_chips_nor_a_server_is_an_error(tmp_path: Path, kind: str | None
     """Another machine's server has nothing to do with the chips of this one."""
     fake = pytest.importorskip("comfyui_tpu.tests.support.fake_tpu")
     fake.plug(tmp_path, "v6e", 8 if kind else 0)
-    with pytest.raises(monitor.Unreachable, match="no server answers"):
+    with pytest.raises(monitor.NoStatistics, match="no server answers"):
         looked(tmp_path, fake.closed(), url)
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from comfyui_tpu.cli.doctor import Machine, checks, packages
+from comfyui_tpu.cli.doctor import HostMachine, checks, packages
 from comfyui_tpu.tpu_runtime import versions
 from packaging.version import Version
 
@@ -24,7 +24,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def findings(topic: str) -> list[tuple[str, str]]:
-    return [(each.found, each.remedy) for each in packages.versions_here(Machine()) if each.topic == topic]
+    return [(each.found, each.remedy) for each in packages.versions_here(HostMachine()) if each.topic == topic]
 
 
 @pytest.mark.parametrize("name", BOUNDED)
@@ -65,13 +65,13 @@ def test_doctor_reports_without_packaging(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     for module in ("cli.doctor.packages", "tpu_runtime.versions"):
         monkeypatch.setitem(sys.modules, f"comfyui_tpu.{module}", None)
-    topics = [each.topic for each in checks.report(Machine())]
+    topics = [each.topic for each in checks.report(HostMachine())]
     assert topics[:2] == ["Python", "packaging"] and "devices" in topics and "torch" not in topics
 
 
 def test_a_comfyui_that_asks_for_versions_never_run_is_named(tmp_path: Path):
     file = tmp_path / "requirements.txt"
-    machine = Machine(environ={"COMFYUI_PATH": str(tmp_path)})
+    machine = HostMachine(environ={"COMFYUI_PATH": str(tmp_path)})
     file.write_text("transformers>=4.50.3\nsafetensors>=0.4.2\ntorch\ntqdm\nav>=16.0.0\nnumpy>=1.25.0\nother==1\n")
     assert list(packages.requirements(machine)) == []
     file.write_text("transformers>=6  # newer\ntqdm\n")

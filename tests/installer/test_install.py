@@ -91,7 +91,7 @@ CLONED = ("ComfyUI", "Manager", "link")
 @pytest.fixture
 def cloned(world, tmp_path):
     """What an installation without the environment is, for tests that take it apart."""
-    chosen = layout.Layout(tmp_path / "a disk" / "ComfyUI", str(world / "comfyui"), str(world / "manager"))
+    chosen = layout.Installation(tmp_path / "a disk" / "ComfyUI", str(world / "comfyui"), str(world / "manager"))
     chosen.comfyui.parent.mkdir()
     for step in steps.steps(chosen):
         if step.name in CLONED:
@@ -286,7 +286,7 @@ def test_update_moves_what_it_cloned_and_leaves_what_the_user_changed(world, ins
 
 
 def test_a_new_installation_keeps_what_uninstall_left(world, monkeypatch):
-    chosen = layout.Layout(world / "left", comfyui_origin=str(world / "comfyui"))
+    chosen = layout.Installation(world / "left", comfyui_origin=str(world / "comfyui"))
     mine = [chosen.comfyui / name for name in ("models/x.safetensors", "input/b.png")]
     for path in mine:
         path.parent.mkdir(parents=True)
@@ -374,7 +374,7 @@ HOLDS = """
 import sys
 from pathlib import Path
 from comfyui_tpu.installer import layout, lock
-with lock.alone(layout.Layout(Path(sys.argv[1]))):
+with lock.alone(layout.Installation(Path(sys.argv[1]))):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -401,7 +401,7 @@ def test_two_installations_at_once_are_one_and_a_sentence(world, cloned, tmp_pat
         with pytest.raises(terminal.SetupError, match=IN_USE):
             run_install(world, "--comfyui", str(target))
         assert small_world.listing(target.parent) == before
-    with lock.alone(layout.Layout(target)):
+    with lock.alone(layout.Installation(target)):
         pass
 
 

@@ -39,7 +39,7 @@ _IPV6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f]*:[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*(?:%\w+
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chip:
+class ChipRecord:
     """A device, and the bytes of memory that it says it has (None where it says nothing)."""
 
     id: int
@@ -53,7 +53,7 @@ class Report:
     """A self-test. `settings` are the environment variables that matter to programs, cleaned."""
 
     platform: str
-    chips: tuple[Chip, ...]
+    chips: tuple[ChipRecord, ...]
     versions: dict[str, str]
     system: str
     settings: dict[str, str]
@@ -91,7 +91,7 @@ def make(devices: Sequence[Device], models: Sequence[str], rows: Sequence[Row], 
     return Report(
         platform=devices[0].platform,
         chips=tuple(
-            Chip(
+            ChipRecord(
                 id=device.id,
                 kind=device.device_kind,
                 coords=tuple(device.coords) if getattr(device, "coords", None) is not None else None,
