@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .machine import NO_TPU, ROOT, comfyui_folder, has_tpu
 from .terminal import SetupError, say
-from .venv import Venv, install_this_folder, normalized
+from .venv import Venv, install_this_folder, normalized, requirement_lines
 
 _FOLDER = ROOT / ".venv"
 VENV = Venv(folder=_FOLDER, log=_FOLDER / "install.log", root=ROOT, constraints=ROOT / "constraints.txt")
@@ -75,8 +75,7 @@ def install_test_extras() -> None:
 
 def comfyui_requirements(text: str) -> list[str]:
     """The lines of ComfyUI's requirements.txt that its nodes need besides what is installed already."""
-    lines = [line.split(" #")[0].strip() for line in text.splitlines()]
-    return [line for line in lines if line and not line.startswith("#") and project_name(line) not in COMFYUI_SKIPPED]
+    return [line for line in requirement_lines(text) if project_name(line) not in COMFYUI_SKIPPED]
 
 
 def project_name(requirement: str) -> str:

@@ -22,7 +22,7 @@ from .layout import (
 )
 from .machine import ROOT, has_tpu
 from .terminal import SetupError, say
-from .venv import CPU_INDEX, cuda_traces, install_this_folder
+from .venv import CPU_INDEX, cuda_traces, install_this_folder, requirement_lines
 
 TORCH = ("torch", "torchvision", "torchaudio")
 
@@ -143,8 +143,8 @@ def held(layout: Installation) -> str:
     versions = layout.venv.versions()
     # With its local part, such as 2.13.0+cpu, a version is that build and no other.
     torch = [f"{name}=={versions[name]}" for name in TORCH if name in versions]
-    ranges = _ranged_requirements().replace("jax[tpu]", "jax").splitlines()  # constraints know no extras
-    lines = [line for line in ranges if any(sign in line.split(";")[0] for sign in "<>=") and not line.startswith("#")]
+    ranges = requirement_lines(_ranged_requirements().replace("jax[tpu]", "jax"))  # constraints know no extras
+    lines = [line for line in ranges if any(sign in line.split(";")[0] for sign in "<>=")]
     return "\n".join(["# Written by ComfyUI-TPU's setup.py, which hands it to pip and uv.", *torch, *lines, ""])
 
 
@@ -217,8 +217,7 @@ def unmet(layout: Installation) -> list[str] | None:
     if not Path(venv.python).exists():
         return None
     texts = [file.read_text("utf-8") for file in _foreign_requirements(layout)] + [_own_requirements()]
-    lines = [line.partition(" #")[0].strip() for text in texts for line in text.splitlines()]
-    given = {"installed": venv.versions(), "wanted": [line for line in lines if line and line[0] not in "#-"]}
+    given = {"installed": venv.versions(), "wanted": [line for text in texts for line in requirement_lines(text)]}
     command = [venv.python, "-c", _UNMET]
     done = subprocess.run(command, env=venv.environment(), input=json.dumps(given), capture_output=True, text=True)
     return None if done.returncode else done.stdout.splitlines()

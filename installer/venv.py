@@ -179,6 +179,12 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def requirement_lines(text: str) -> list[str]:
+    """The requirements of a file, without comments and pip's options."""
+    lines = (line.partition(" #")[0].strip() for line in text.splitlines())
+    return [line for line in lines if line and line[0] not in "#-"]
+
+
 def pinned(name: str, constraints: str) -> str:
     """The line of `constraints` that pins `name`, such as "torch==2.13.0"."""
     pins = [line.strip() for line in constraints.splitlines() if line.startswith(f"{name}==")]
