@@ -16,7 +16,7 @@ from comfyui_tpu.sharding.mesh import Device
 from comfyui_tpu.sharding.rules import REPLICATED, Rule
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tpu_runtime.cost_model import chips
-from comfyui_tpu.tpu_runtime.models import wan21
+from comfyui_tpu.tpu_runtime.models import wan, wan21
 from comfyui_tpu.tpu_runtime.plan import plan
 from comfyui_tpu.tpu_runtime.plan.compile import Request
 from comfyui_tpu.tpu_runtime.programs import modules, torch_bridge, weights
@@ -59,14 +59,17 @@ def plain_port(devices: tuple[Device, ...]) -> Program:
 
     target = Target(devices=devices, precision="bfloat16")
     mesh = target.mesh(MeshShape(dp=2, tp=4))
-    network = modules.build(replace(wan21.TRANSFORMER, rules=RULES), wan21.TRANSFORMER.config)
+    network = modules.build(replace(wan.TRANSFORMER, rules=RULES), wan.TRANSFORMER.config)
 
     def dispatch(query: Any, key: Any, value: Any, **_: Any) -> Any:
         return torch_bridge.call_jax(lambda q, k, v: attend(mesh, q, k, v), query, key, value)
 
+    def forward(transformer: Any, sample: Any, timestep: Any, text: Any) -> Any:
+        return transformer(sample, timestep.expand(len(sample)), text, return_dict=False)[0]
+
     def call(weights: Weights, sample: jax.Array, timestep: jax.Array, text: jax.Array) -> jax.Array:
         transformer_wan.dispatch_attention_fn = dispatch  # pyright: ignore[reportPrivateImportUsage]
-        return torch_bridge.functional(network.module, weights, wan21.forward, sample, timestep, {"text": text})
+        return torch_bridge.functional(network.module, weights, forward, sample, timestep, text)
 
     settings = wan21.SPEC.settings()
     latent = wan21.SPEC.geometry.latent_shape(settings)

@@ -178,8 +178,8 @@ class InProcess:
         from comfyui_tpu.nodes.declare import Folders, Input, Node, by_id
         from comfyui_tpu.nodes.headless.runner import HEADLESS
         from comfyui_tpu.tpu_runtime import pipeline
+        from comfyui_tpu.tpu_runtime.cache import xla_cache
         from comfyui_tpu.tpu_runtime.monitor import snapshot
-        from comfyui_tpu.tpu_runtime.programs import xla_cache
 
         image = Input(name="image", type="IMAGE", tooltip="Frames.")
         digester = Node(

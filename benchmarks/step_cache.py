@@ -10,15 +10,16 @@ Run: python benchmarks/step_cache.py [--steps 50] [--cache-start 11] [--cache-en
 import argparse
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from comfyui_tpu.tpu_runtime import models, pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name, wan21
+from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name, wan, wan21
 from comfyui_tpu.tpu_runtime.programs import step_reuse
+from comfyui_tpu.tpu_runtime.programs.denoiser_run import DenoiserRun
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import ModelSpec, StepCache, StepReuse
 
@@ -33,40 +34,27 @@ CACHED_INPUTS = {name: MODELS[0].inputs[name] for name in ("step_cache", "cache_
 # --- Wan with a step cache --------------------------------------------------------------------------------------------
 
 
-def keep(transformer: Any, *asked: Any) -> tuple[Any, dict[str, Any]]:
+@dataclass(frozen=True, kw_only=True)
+class LastBlockApart(DenoiserRun):
+    """Runs the last of Wan's blocks by itself, on what the others leave, or on `kept` of an earlier step."""
+
+    kept: dict[str, Any]
+
+    def scan(self, blocks: Any, carry: Any, body: Any, **_: Any) -> Any:
+        if not self.kept:
+            self.kept["hidden"] = super().scan(blocks, carry, body, layers=slice(None, -1))
+        return super().scan(blocks, self.kept["hidden"], body, layers=slice(-1, None))
+
+
+def keep(transformer: Any, run: DenoiserRun, *asked: Any) -> tuple[Any, dict[str, Any]]:
     """`forward`, and what the last block starts from."""
-    blocks, kept = transformer.blocks, {}
-
-    def run(hidden: Any, *rest: Any) -> Any:
-        kept["hidden"] = blocks.layers(slice(None, -1))(hidden, *rest)
-        return blocks.layers(slice(-1, None))(kept["hidden"], *rest)
-
-    changed: Any = WithBlocks(transformer, run)
-    return wan21.forward(changed, *asked), kept
+    kept: dict[str, Any] = {}
+    return wan.forward(transformer, LastBlockApart(layout=run.layout, kept=kept), *asked), kept
 
 
-def reuse(transformer: Any, features: dict[str, Any], *asked: Any) -> Any:
+def reuse(transformer: Any, run: DenoiserRun, features: dict[str, Any], *asked: Any) -> Any:
     """Only the last block, on what it got before, with this step's time."""
-    last = transformer.blocks.layers(slice(-1, None))
-
-    def run(hidden: Any, *rest: Any) -> Any:
-        return last(features["hidden"], *rest)
-
-    changed: Any = WithBlocks(transformer, run)
-    return wan21.forward(changed, *asked)
-
-
-class WithBlocks:
-    """A transformer with other blocks in the place of its own."""
-
-    def __init__(self, transformer: Any, *blocks: Any) -> None:
-        self.transformer, self.blocks = transformer, blocks
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.transformer, name)
-
-    def __call__(self, *inputs: Any, **options: Any) -> Any:
-        return type(self.transformer).forward(self, *inputs, **options)
+    return wan.forward(transformer, LastBlockApart(layout=run.layout, kept=features), *asked)
 
 
 CACHED_WAN = replace(

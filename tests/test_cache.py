@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comfyui_tpu.tpu_runtime.cache import store, trust
+from comfyui_tpu.tpu_runtime.cache import store, trust, xla_cache
 from comfyui_tpu.tpu_runtime.cache.store import Store
-from comfyui_tpu.tpu_runtime.programs import executables, xla_cache
+from comfyui_tpu.tpu_runtime.programs import executables
 from comfyui_tpu.tpu_runtime.programs.program import Program
 from jax._src import compilation_cache, distributed
 from jax.sharding import Mesh, NamedSharding

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from comfyui_tpu.sharding.rules import Rule
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tpu_runtime.limits import Settings, StepCache
 from comfyui_tpu.tpu_runtime.models import spec_by_name
@@ -12,9 +13,6 @@ from comfyui_tpu.tpu_runtime.spec import (
     Rows,
     guidance_first,
     has_length,
-    no_advice,
-    no_arguments,
-    no_condition,
     plain_noise,
     split,
     steady_guidance,
@@ -42,6 +40,9 @@ def test_a_component_is_tiny_where_it_says_so_and_its_mappings_are_read_only():
     one = Component(name="a", library="diffusers", class_name="A", config=given, tiny={"layers": 2}, rules=())
     assert dict(one.tiny) == {"layers": 2, "heads": 40} and dict(one.config) == given and one.folder == "a"
     assert replace(one, folder="b").folder == "b"
+    deep = replace(one, rules=(Rule("b", ()),)).extended(config={"layers": 50}, rules=(Rule("a", ()),))
+    assert dict(deep.config) == {"layers": 50, "heads": 40} and dict(deep.tiny) == dict(one.tiny)
+    assert [rule.pattern for rule in deep.rules] == ["a", "b"]
     given["layers"] = 1
     assert one.config["layers"] == 40
     for mapping in (one.config, one.tiny, one.aliases, one.needs, one.makers_names):
@@ -58,7 +59,8 @@ def test_pixels_become_latents_and_tokens():
 
 
 def test_what_a_model_does_that_says_nothing_of_it():
-    assert no_arguments({}, (1,), SETTINGS) == {} and no_condition((1,)) == {} and no_advice(SETTINGS) is None
+    assert WAN.solver_arguments({}, (1,), SETTINGS) == {} and WAN.condition_shapes((1,)) == {}
+    assert WAN.advice(SETTINGS) is None
     assert steady_guidance(SETTINGS, 999.0) == 5.0
 
 

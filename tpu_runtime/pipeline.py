@@ -165,7 +165,7 @@ def follow(place: Place, chips: Callable[[Any], list[dict[str, Any]]]) -> None:
 
 def compilation_summary() -> str:
     """How many XLA programs this process compiled, and how many came from the persistent cache."""
-    from .programs.xla_cache import compilations
+    from .cache.xla_cache import compilations
 
     return str(compilations())
 

@@ -130,6 +130,13 @@ class Component:
         object.__setattr__(self, "folder", self.folder or self.name)
         _freeze(self)
 
+    def extended(self, *, rules: tuple[Rule, ...] = (), **tables: Mapping[str, Any]) -> "Component":
+        """A variant of this network: entries more or others in its `tables` (`config`, `tiny`, `needs`,
+        `makers_names`), and `rules` that come before its own.
+        """
+        merged: dict[str, Any] = {name: {**getattr(self, name), **entries} for name, entries in tables.items()}
+        return replace(self, rules=(*rules, *self.rules), **merged)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentGeometry:
@@ -208,21 +215,9 @@ def plain_noise(spec: "ModelSpec", settings: Settings, generator: "torch.Generat
     return torch.randn(spec.geometry.latent_shape(settings), generator=generator, dtype=torch.float32)
 
 
-def no_arguments(config: Mapping[str, Any], latent_shape: tuple[int, ...], settings: Settings) -> dict[str, Any]:
-    return {}
-
-
 def steady_guidance(settings: Settings, timestep: float) -> float:
     """`guidance_scale` at every step."""
     return settings.guidance_scale
-
-
-def no_advice(settings: Settings) -> str | None:
-    return None
-
-
-def no_condition(latent_shape: tuple[int, ...]) -> dict[str, tuple[int | str, ...]]:
-    return {}
 
 
 def guidance_first(num_devices: int, branches: int) -> MeshShape:
@@ -235,11 +230,11 @@ def guidance_first(num_devices: int, branches: int) -> MeshShape:
 class StepReuse:
     """How a denoiser starts a step from the inner features of an earlier one; its arguments are those of `forward`.
 
-    - `keep(denoiser, sample, timestep, inputs)` gives the prediction of a full step, and features by name.
-    - `reuse(denoiser, features, sample, timestep, inputs)` gives a prediction from them.
+    - `keep(denoiser, run, sample, timestep, inputs)` returns the prediction of a full step, and features by name.
+    - `reuse(denoiser, run, features, sample, timestep, inputs)` returns a prediction from them.
 
-    Features have a row for each branch first. Those named in `tokens` are `[rows, latent tokens, dim]` and stay split
-    over the chips; those in `whole` every chip has.
+    Features have a row for each branch first. Those named in `tokens` are `[rows, tokens, dim]` as `run.tokens` places
+    them; those in `whole` every chip has.
     """
 
     keep: Callable[..., tuple[Any, dict[str, Any]]]
@@ -265,10 +260,12 @@ class ModelSpec:
 
     The functions, all pure, see upstream's torch modules as their first argument inside a traced program:
 
-    - `prepare_denoiser(network, sequence)` puts our attention and token placement into the denoiser (see `sequence`).
-    - `forward(denoiser, sample, timestep, inputs)` is one denoiser call. `sample` is `[branches, *latent]`, `timestep`
-      `[1]`; `inputs` holds `[branches, length, dim]` and `<name>_length` `[branches]` of every text encoding, the
-      arrays of `condition_shapes`, `guidance` `[1]` and the `next_timestep` `[1]`, after the last step 0.
+    - `forward(denoiser, run, sample, timestep, inputs)` is one denoiser call, written out: `denoiser` holds upstream's
+      modules, `run` is what the mesh adds (see `programs.denoiser_run.DenoiserRun`). `sample` is `[branches, *latent]`,
+      `timestep` `[1]`; `inputs` holds `[branches, length, dim]` and `<name>_length` `[branches]` of every text
+      encoding, the arrays of `condition_shapes`, `guidance` `[1]` and the `next_timestep` `[1]`, after the last step 0.
+    - `prepare_denoiser(network, sequence)`, where there is one, puts our attention and token placement into upstream's
+      forward; then `forward`, and the functions of a `step_reuse`, take no `run`.
     - `decode(call, latents, report)` turns LATENT samples of one video (torch, CPU float32, `[1, channels, ...]`) into
       frames `[frames, height, width, 3]` in 0..1 (numpy or torch, float32).
     - `denormalize_latents(sample, settings, vae_config)` brings the solver's last sample into LATENT's scale and
@@ -327,16 +324,16 @@ class ModelSpec:
     vae: str = "vae_decoder"
     index: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    prepare_denoiser: Callable[..., None]
+    prepare_denoiser: Callable[..., None] | None = None
     forward: Callable[..., Any]
     decode: Callable[[Call, Any, Report], Any]
     denormalize_latents: Callable[..., Any]
     noise: Callable[..., Any] = plain_noise
     draw_inputs: Callable[..., Mapping[str, Any]] = lambda inputs, generator: inputs
-    solver_arguments: Callable[..., dict[str, Any]] = no_arguments
+    solver_arguments: Callable[..., dict[str, Any]] = lambda config, latent_shape, settings: {}
     guidance_at: Callable[[Settings, float], float] = steady_guidance
-    advice: Callable[[Settings], str | None] = no_advice
-    condition_shapes: Callable[[tuple[int, ...]], dict[str, tuple[int | str, ...]]] = no_condition
+    advice: Callable[[Settings], str | None] = lambda settings: None
+    condition_shapes: Callable[[tuple[int, ...]], dict[str, tuple[int | str, ...]]] = lambda latent_shape: {}
     encode_image: Callable[..., dict[str, Any]] | None = None
     pictures: tuple[int, ...] = (1,)
     step_reuse: StepReuse | None = None

@@ -10,8 +10,8 @@ from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime import tokens
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.files import CheckpointError, read_json
-from comfyui_tpu.tpu_runtime.models import spec_for_family, wan21
-from comfyui_tpu.tpu_runtime.models.text_encoders import t5
+from comfyui_tpu.tpu_runtime.models import spec_for_family
+from comfyui_tpu.tpu_runtime.models.text_encoders import t5, wan
 from tokenizers import Tokenizer
 
 PROMPTS = ("a cat, a dog", "猫 and a dög 🐈", "", "a\n\ncat  in </s> the <unk> kitchen", "a cat and a dog " * 200)
@@ -20,17 +20,17 @@ PAD, END, UNKNOWN = 0, 1, 3
 
 @pytest.fixture
 def umt5(tmp_path: Path) -> Path:
-    t5.write_umt5_tokenizer(tmp_path / "tokenizer", (wan21.PROMPT,))
+    t5.write_umt5_tokenizer(tmp_path / "tokenizer", (wan.PROMPT,))
     return tmp_path / "tokenizer"
 
 
 def test_wans_tokenizer_is_the_one_in_its_file(umt5: Path):
     """A T5Tokenizer, which its config names, is made anew by transformers 5, with the unknown token at 2."""
-    ids, mask = wan21.tokenize(tokens.load_tokenizer(umt5), PROMPTS)
+    ids, mask = wan.tokenize(tokens.load_tokenizer(umt5), PROMPTS)
     file = Tokenizer.from_file(str(umt5 / "tokenizer.json"))
-    file.enable_truncation(wan21.MAX_TOKENS)
-    file.enable_padding(length=wan21.MAX_TOKENS, pad_id=PAD, pad_token="<pad>")
-    expected = file.encode_batch([wan21.clean_prompt(prompt) for prompt in PROMPTS])
+    file.enable_truncation(wan.MAX_TOKENS)
+    file.enable_padding(length=wan.MAX_TOKENS, pad_id=PAD, pad_token="<pad>")
+    expected = file.encode_batch([wan.clean_prompt(prompt) for prompt in PROMPTS])
     np.testing.assert_array_equal(ids, [encoding.ids for encoding in expected])
     np.testing.assert_array_equal(mask, [encoding.attention_mask for encoding in expected])
     assert [UNKNOWN in row for row in ids] == [False, True, False, True, False]
@@ -38,9 +38,7 @@ def test_wans_tokenizer_is_the_one_in_its_file(umt5: Path):
 
 
 def test_the_tests_oracle_has_the_same_tokens(umt5: Path):
-    ours, theirs = (
-        wan21.tokenize(each, PROMPTS) for each in (tokens.load_tokenizer(umt5), umt5_tokenizer(umt5.parent))
-    )
+    ours, theirs = (wan.tokenize(each, PROMPTS) for each in (tokens.load_tokenizer(umt5), umt5_tokenizer(umt5.parent)))
     np.testing.assert_array_equal(ours, theirs)
 
 

@@ -18,9 +18,10 @@ from ...attention.policy import Kernel
 from ...sharding.mesh import Device
 from .. import precision as precisions
 from .. import refusal, versions
+from ..cache import xla_cache
 from ..checkpoints.model_ref import Expected, ModelRef
 from ..hosts.together import Alone, Elsewhere, Ending, Together
-from ..programs import modules, xla_cache
+from ..programs import modules
 from ..programs.program import Target
 from ..progress import Progress, Silent
 from ..spec import STAGES, Settings

@@ -184,8 +184,6 @@ def run_block(
 
 def prepare_denoiser(network: Any, sequence: Any) -> None:
     """Puts our attention, token placement and patch embedding where upstream lets us."""
-    import types
-
     transformer = network.module
     blocks = network.blocks("transformer_blocks")
     blocks.block.attn.set_processor(layers.JointProcessor(sequence.joint_attention))
@@ -197,7 +195,7 @@ def prepare_denoiser(network: Any, sequence: Any) -> None:
     enter = partial(layers.enter_joint, sequence, "freqs_cis")
     blocks.scan = sequence.scan("transformer_blocks", enter, ("hidden_states", "encoder_hidden_states"))
     projection = transformer.x_embedder.proj
-    projection.forward = types.MethodType(layers.embed_patches, projection)
+    projection.forward = lambda latents: layers.embed_patches(projection, latents).transpose(1, 2)
 
 
 # Where a block of the text's refiner lies.

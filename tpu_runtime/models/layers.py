@@ -43,7 +43,7 @@ def prologue(query_norm: Any, key_norm: Any, tables: Any = None) -> "Prologue":
 
 
 def embed_patches(embedding: Any, latents: "torch.Tensor") -> "torch.Tensor":
-    """The patch convolution as one matrix product over patches.
+    """The patch convolution as one matrix product over patches: `[rows, tokens, dim]`.
 
     A convolution's output cannot be split by tokens; the patches can, and are 80 times smaller.
     """
@@ -51,8 +51,7 @@ def embed_patches(embedding: Any, latents: "torch.Tensor") -> "torch.Tensor":
     rows, channels, frames, height, width = latents.shape
     patches = latents.reshape(rows, channels, frames // pt, pt, height // ph, ph, width // pw, pw)
     patches = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
-    tokens = patches.to(embedding.weight.dtype) @ embedding.weight.flatten(1).T + embedding.bias
-    return tokens.transpose(1, 2)
+    return patches.to(embedding.weight.dtype) @ embedding.weight.flatten(1).T + embedding.bias
 
 
 def unrounded(forward: "Callable[..., torch.Tensor]") -> "Callable[..., torch.Tensor]":

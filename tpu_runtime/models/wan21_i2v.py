@@ -1,6 +1,6 @@
 """Wan 2.1 image to video, and from a first to a last frame: Wan-AI/Wan2.1-I2V-14B-480P-Diffusers, -720P-Diffusers and
 Wan2.1-FLF2V-14B-720P-diffusers. The oracle is `diffusers.WanImageToVideoPipeline`. One denoiser that takes the encoded
-video as Wan 2.2's do, and attends to what CLIP sees in the pictures as well as to the text.
+video as more channels, and attends to what CLIP sees in the pictures as well as to the text.
 """
 
 from collections.abc import Mapping
@@ -9,9 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..limits import FloatLimit
+from ..limits import FloatLimit, IntLimit
 from ..spec import Call, Component, Need, Same, Settings
-from . import layers, wan21, wan22_i2v
+from . import layers, wan
+from .autoencoders import wan_encoder
+from .autoencoders.wan import VAE_DECODER
+from .text_encoders import wan as wan_text
+from .text_encoders.wan import TEXT_ENCODER
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,46 +27,18 @@ VISION_SIZE, VISION_TOKENS = 224, 16 * 16 + 1
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
-def forward(
-    transformer: "torch.nn.Module", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
-) -> "torch.Tensor":
-    """The flow (velocity) of `[rows, 16, latent_frames, latent_height, latent_width]` at one timestep."""
-    import torch
-
-    latents = torch.cat([sample, inputs["condition"]], dim=1)
-    # Upstream takes pictures as rows, and joins those of one video where it adds their positions.
-    pictures = inputs["image_embeds"].unflatten(1, (-1, VISION_TOKENS)).flatten(0, 1)
-    return transformer(latents, timestep.expand(len(sample)), inputs["text"], pictures, return_dict=False)[0]
-
-
-class PictureProcessor(wan21.WanProcessor):
-    """`WanAttnProcessor` where pictures' tokens stand in front of the text's: the sum of attention to each."""
-
-    def attended(self, attn: Any, query: "torch.Tensor", source: "torch.Tensor", rotary_emb: Any) -> "torch.Tensor":
-        pictures, text = source[:, : -wan21.MAX_TOKENS], source[:, -wan21.MAX_TOKENS :]
-        projected = attn.add_k_proj(pictures), attn.add_v_proj(pictures)
-        to_pictures = self.attend_to(attn, query, *projected, attn.norm_added_k, rotary_emb)
-        return super().attended(attn, query, text, rotary_emb) + to_pictures
-
-
-def prepare_denoiser(network: Any, sequence: Any) -> None:
-    """As Wan 2.1's, but for the attention to pictures."""
-    wan21.prepare_denoiser(network, sequence)
-    network.blocks("blocks").block.attn2.set_processor(PictureProcessor(sequence.cross_attention))
-
-
 def condition_shapes(latent_shape: tuple[int, ...], pictures: int = 1) -> dict[str, tuple[int | str, ...]]:
     """Mask and encoded video, channels joined; the tokens of all pictures."""
     tokens = (1, pictures * VISION_TOKENS, "image_dim")
-    return {**wan22_i2v.condition_shapes(latent_shape), "image_embeds": tokens}
+    return {**wan_encoder.condition_shapes(latent_shape), "image_embeds": tokens}
 
 
 def encode_image(
     call: Call, image: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]
 ) -> "dict[str, np.ndarray]":
-    """The video as Wan 2.2's; and the pictures' tokens, one picture after the other."""
+    """The encoded video; and the pictures' tokens, one picture after the other."""
     tokens, _ = call("image_encoder", look, vision_pixels(image))
-    condition = wan22_i2v.encode_image(call, image, settings, vae_config)
+    condition = wan_encoder.encode_image(call, image, settings, vae_config)
     return {**condition, "image_embeds": tokens.reshape(1, -1, tokens.shape[-1])}
 
 
@@ -130,25 +106,10 @@ IMAGE_ENCODER = Component(
     rules=layers.VISION_RULES,
 )
 
-MAKERS_NAMES = {
-    **wan21.MAKERS_NAMES,
-    "blocks.*.cross_attn.k_img": "blocks.*.attn2.add_k_proj",
-    "blocks.*.cross_attn.v_img": "blocks.*.attn2.add_v_proj",
-    "blocks.*.cross_attn.norm_k_img": "blocks.*.attn2.norm_added_k",
-    "img_emb.proj.0": "condition_embedder.image_embedder.norm1",
-    "img_emb.proj.1": "condition_embedder.image_embedder.ff.net.0.proj",
-    "img_emb.proj.3": "condition_embedder.image_embedder.ff.net.2",
-    "img_emb.proj.4": "condition_embedder.image_embedder.norm2",
-}
-
-_OF_VIDEO = wan22_i2v.EXPERTS[0]
-
-TRANSFORMER = replace(
-    _OF_VIDEO,
-    config={**_OF_VIDEO.config, "added_kv_proj_dim": 5120, "image_dim": 1280},
-    tiny={**_OF_VIDEO.tiny, "added_kv_proj_dim": 6 * 24, "image_dim": 28},
+TRANSFORMER = wan.PICTURE_TRANSFORMER.extended(
+    config={"added_kv_proj_dim": 5120, "image_dim": 1280},
+    tiny={"added_kv_proj_dim": 6 * 24, "image_dim": 28},
     needs={
-        **_OF_VIDEO.needs,
         "added_kv_proj_dim": Need(fits=lambda dim: dim is not None, wording="a number", required=True),
         "image_dim": Same("image_encoder", "hidden_size"),
     },
@@ -156,31 +117,41 @@ TRANSFORMER = replace(
         Rule("blocks.*.attn2.norm_added_k.weight", REPLICATED),
         Rule("condition_embedder.image_embedder.norm*.weight", REPLICATED),
         Rule("condition_embedder.image_embedder.ff.**.weight", *layers.GATHERED),
-        *_OF_VIDEO.rules,
     ),
-    makers_names=MAKERS_NAMES,
+    makers_names={
+        "blocks.*.cross_attn.k_img": "blocks.*.attn2.add_k_proj",
+        "blocks.*.cross_attn.v_img": "blocks.*.attn2.add_v_proj",
+        "blocks.*.cross_attn.norm_k_img": "blocks.*.attn2.norm_added_k",
+        "img_emb.proj.0": "condition_embedder.image_embedder.norm1",
+        "img_emb.proj.1": "condition_embedder.image_embedder.ff.net.0.proj",
+        "img_emb.proj.3": "condition_embedder.image_embedder.ff.net.2",
+        "img_emb.proj.4": "condition_embedder.image_embedder.norm2",
+    },
 )
 
-_COMPONENTS = (wan21.TEXT_ENCODER, IMAGE_ENCODER, TRANSFORMER, wan22_i2v.VAE_ENCODER, wan21.VAE_DECODER)
-# As Wan 2.1's, and where the makers' are others Wan 2.2's.
-_INPUTS = {name: limit for name, limit in wan21.SPEC.inputs.items() if name != "flow_shift"} | {
-    name: wan22_i2v.SPEC.inputs[name] for name in ("num_inference_steps", "seed", "shift")
+_COMPONENTS = (TEXT_ENCODER, IMAGE_ENCODER, TRANSFORMER, wan_encoder.VAE_ENCODER, VAE_DECODER)
+_INPUTS = {
+    **wan.INPUTS,
+    "num_inference_steps": IntLimit(default=40, low=1, high=100),
+    "seed": replace(wan.INPUTS["seed"], default=0),
+    "shift": FloatLimit(default=5.0, low=0.1, high=20.0, step=0.5),
 }
 
 # The makers' (`sample_neg_prompt`): what a picture that is given makes likely, shaking, and from one to another a cut.
-NEGATIVE_PROMPT = "镜头晃动，" + wan21.NEGATIVE_PROMPT
+NEGATIVE_PROMPT = "镜头晃动，" + wan_text.NEGATIVE_PROMPT
 NEGATIVE_PROMPT_BETWEEN = "镜头切换，" + NEGATIVE_PROMPT
 
-I2V_720P = replace(
-    wan22_i2v.SPEC,
+I2V_720P = wan.spec(
     name="wan2.1-i2v-14b-720p",
+    family="Wan22I2V",
+    category="Wan2.2-I2V",
+    pipeline_classes=("WanImageToVideoPipeline",),
     title="Wan 2.1 I2V 14B 720P",
     hub_id="Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
     tiny_id="tiny/wan21i2v_720p",
     components=_COMPONENTS,
     inputs=_INPUTS,
-    texts={**wan22_i2v.SPEC.texts, "negative_prompt": NEGATIVE_PROMPT},
-    experts=(TRANSFORMER.name,),
+    texts={"prompt": wan_text.PICTURE_PROMPT, "negative_prompt": NEGATIVE_PROMPT},
     index={"image_processor": ("transformers", "CLIPImageProcessor")},
     files={
         "image_processor/preprocessor_config.json": {
@@ -193,8 +164,6 @@ I2V_720P = replace(
         }
     },
     pictures=(1,),
-    prepare_denoiser=prepare_denoiser,
-    forward=forward,
     condition_shapes=condition_shapes,
     encode_image=encode_image,
 )
@@ -214,13 +183,12 @@ I2V_480P = replace(
 )
 
 _POSITIONS = 2 * VISION_TOKENS
-_BETWEEN = replace(
-    TRANSFORMER,
-    config={**TRANSFORMER.config, "pos_embed_seq_len": _POSITIONS},
-    tiny={**TRANSFORMER.tiny, "pos_embed_seq_len": _POSITIONS},
-    needs={**TRANSFORMER.needs, "pos_embed_seq_len": Need((_POSITIONS,), required=True)},
-    rules=(Rule("condition_embedder.image_embedder.pos_embed", REPLICATED), *TRANSFORMER.rules),
-    makers_names={**MAKERS_NAMES, "img_emb.emb_pos": "condition_embedder.image_embedder.pos_embed"},
+_BETWEEN = TRANSFORMER.extended(
+    config={"pos_embed_seq_len": _POSITIONS},
+    tiny={"pos_embed_seq_len": _POSITIONS},
+    needs={"pos_embed_seq_len": Need((_POSITIONS,), required=True)},
+    rules=(Rule("condition_embedder.image_embedder.pos_embed", REPLICATED),),
+    makers_names={"img_emb.emb_pos": "condition_embedder.image_embedder.pos_embed"},
 )
 
 FLF2V = replace(
@@ -234,11 +202,11 @@ FLF2V = replace(
         **_INPUTS,
         # The two frames are not in one latent.
         "num_frames": replace(I2V_720P.whole_numbers("num_frames"), low=5),
-        "num_inference_steps": wan21.SPEC.inputs["num_inference_steps"],
+        "num_inference_steps": wan.INPUTS["num_inference_steps"],
         "shift": FloatLimit(default=16.0, low=0.1, high=20.0, step=0.5),
     },
     texts={**I2V_720P.texts, "negative_prompt": NEGATIVE_PROMPT_BETWEEN},
-    scheduler={**wan21.SCHEDULER, "flow_shift": 16.0},
+    scheduler={**wan.SCHEDULER, "flow_shift": 16.0},
     pictures=(2,),
     condition_shapes=partial(condition_shapes, pictures=2),
 )

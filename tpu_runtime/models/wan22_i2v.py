@@ -1,157 +1,19 @@
 """Wan 2.2 image to video: Wan-AI/Wan2.2-I2V-A14B-Diffusers. The oracle is `diffusers.WanImageToVideoPipeline`.
 
-Two experts of Wan 2.1's architecture, each for its part of the timesteps, and a VAE encoder; all else is Wan 2.1's.
+Two experts of the network in `wan`, each for its part of the timesteps, and a VAE encoder.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
-from ...sharding.rules import REPLICATED, Rule
 from ..limits import FloatLimit, IntLimit
-from ..spec import Call, Need, Settings
-from . import wan21
-from .autoencoders import wan as wan_vae
-from .wan21 import NEGATIVE_PROMPT
+from . import wan
+from .autoencoders.wan import VAE_DECODER
+from .autoencoders.wan_encoder import VAE_ENCODER, condition_shapes, encode_image
+from .text_encoders.wan import NEGATIVE_PROMPT, PICTURE_PROMPT, TEXT_ENCODER
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
+EXPERTS = wan.experts(wan.PICTURE_TRANSFORMER)
 
-PROMPT = (
-    "A small sailing boat glides over a calm sea at sunset. The sail sways gently, sunlight glitters on the waves, "
-    "clouds drift slowly behind the hills. The camera stays still."
-)
-# Pixels on a side of a latent; frames in a latent after the first, which is also how many channels the mask has.
-STRIDE_HW, STRIDE_T = 8, 4
-
-
-def forward(
-    transformer: "torch.nn.Module", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
-) -> "torch.Tensor":
-    """The flow (velocity) of `[rows, 16, latent_frames, latent_height, latent_width]` at one timestep."""
-    import torch
-
-    return wan21.forward(transformer, torch.cat([sample, inputs["condition"]], dim=1), timestep, inputs)
-
-
-def condition_shapes(latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Mask and encoded video, channels joined."""
-    return {"condition": (1, STRIDE_T + latent_shape[1], *latent_shape[2:])}
-
-
-def encode_image(
-    call: Call, image: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]
-) -> "dict[str, np.ndarray]":
-    """The picture as the first frame of a video that is grey after it, encoded; and the mask of what is given. A second
-    picture is the last frame.
-
-    One latent frame a call, the causal caches carried from one to the next: from 1 frame, then from 4 each.
-    """
-    import numpy as np
-    import torch
-
-    # Pixels travel by the cell of 8 x 8 that becomes a latent: so they are split over chips as latents are.
-    cells = torch.nn.functional.pixel_unshuffle(image.movedim(-1, 1) * 2.0 - 1.0, STRIDE_HW)
-    first, *last = cells.unsqueeze(2).split(1)
-    latent, caches = call("vae_encoder", encode_first, first, partition="spatial")
-    latents = [latent]
-    for _ in range((settings.num_frames - 1) // STRIDE_T - len(last)):
-        latent, caches = call("vae_encoder", encode_grey, caches, partition="spatial", carries=True)
-        latents.append(latent)
-    for end in last:
-        latent, _ = call("vae_encoder", encode_last, end, caches, partition="spatial", carries=True)
-        latents.append(latent)
-    video = torch.from_numpy(np.concatenate(latents, axis=2))
-    mean, std = wan_vae.latent_stats(vae_config)
-    mask = torch.zeros(1, STRIDE_T, *video.shape[2:])
-    mask[:, :, 0] = 1.0
-    if last:
-        mask[:, -1, -1] = 1.0
-    return {"condition": torch.cat([mask, (video - mean) * (1.0 / std)], dim=1).numpy()}
-
-
-def encode_next(vae: Any, frames: "torch.Tensor", caches: list) -> "tuple[torch.Tensor, list]":
-    """Frames `[1, 3, frames, height, width]` in -1..1 to the mean of one latent frame `[1, 16, 1, h, w]`.
-
-    `caches` is upstream's `feat_cache`: None before the first chunk, then what the last chunk returned.
-    """
-    wan_vae.prepare_encoder(vae.encoder)
-    caches = list(caches)
-    moments = vae.quant_conv(vae.encoder(frames, feat_cache=caches, feat_idx=[0]))
-    return moments.chunk(2, dim=1)[0], caches
-
-
-def encode_grey(vae: Any, caches: list) -> "tuple[torch.Tensor, list]":
-    """Four frames of zeros, which is what follows the image."""
-    return encode_next(vae, grey(STRIDE_T, caches), caches)
-
-
-def encode_last(vae: Any, cells: "torch.Tensor", caches: list) -> "tuple[torch.Tensor, list]":
-    """Three frames of zeros and the last image, by the cell: `[1, 3 * 8 * 8, 1, h, w]`."""
-    import torch
-
-    image = torch.nn.functional.pixel_shuffle(cells[:, :, 0], STRIDE_HW).unsqueeze(2)
-    return encode_next(vae, torch.cat([grey(STRIDE_T - 1, caches), image], dim=2), caches)
-
-
-def grey(number: int, caches: list) -> "torch.Tensor":
-    """Frames of zeros, of the size of those that were seen."""
-    import torch
-
-    seen = caches[0]
-    return torch.zeros((*seen.shape[:2], number, *seen.shape[3:]), dtype=seen.dtype, device=seen.device)
-
-
-def encode_first(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, list]":
-    """The image, by the cell: `[1, 3 * 8 * 8, 1, h, w]`. Its caches come out in the shape that later ones have."""
-    import torch
-
-    from ..programs import torch_bridge
-
-    def first(cells: "torch.Tensor") -> "tuple[torch.Tensor, list]":
-        image = torch.nn.functional.pixel_shuffle(cells[:, :, 0], STRIDE_HW)
-        return encode_next(vae, image.unsqueeze(2), [None] * vae._cached_conv_counts["encoder"])
-
-    latent, caches = first(cells)
-    later = torch_bridge.shapes(lambda cells: encode_grey(vae, first(cells)[1])[1], cells)
-    return latent, lengthened(caches, later, cells)
-
-
-def lengthened(caches: list, shapes: list, like: "torch.Tensor") -> "list[torch.Tensor | None]":
-    """The first chunk's causal caches in the `shapes` of later ones, zeros in front; `like` gives the format."""
-    import torch
-
-    def lengthen(cache: Any, shape: tuple[int, ...] | None) -> "torch.Tensor | None":
-        if shape is None:  # upstream counts a cache for every convolution; the 1x1x1 shortcuts use none
-            return None
-        kept = cache.shape[2] if isinstance(cache, torch.Tensor) else 0
-        missing = torch.zeros((*shape[:2], shape[2] - kept, *shape[3:]), dtype=like.dtype, device=like.device)
-        return torch.cat([missing, cache], dim=2) if kept else missing
-
-    return [lengthen(cache, shape) for cache, shape in zip(caches, shapes, strict=True)]
-
-
-_EXPERT = replace(
-    wan21.TRANSFORMER,
-    config={**wan21.TRANSFORMER.config, "in_channels": 36},
-    tiny={**wan21.TRANSFORMER.tiny, "in_channels": 36, "num_layers": 2},
-    needs={**wan21.TRANSFORMER.needs, "in_channels": Need((36,), required=True)},
-)
-EXPERTS = (_EXPERT, replace(_EXPERT, name="transformer_2", folder="transformer_2"))
-
-VAE_ENCODER = replace(
-    wan_vae.VAE_DECODER,
-    name="vae_encoder",
-    only=("encoder.", "quant_conv."),
-    # 0.1 GiB in all: whole on every chip.
-    rules=(Rule("encoder.**.weight", REPLICATED),),
-)
-
-_LIMITS = {name: limit for name, limit in wan21.SPEC.inputs.items() if name != "flow_shift"}
-
-SPEC = replace(
-    wan21.SPEC,
+SPEC = wan.spec(
     name="wan2.2-i2v-a14b",
     family="Wan22I2V",
     title="Wan 2.2 I2V A14B",
@@ -159,21 +21,20 @@ SPEC = replace(
     hub_id="Wan-AI/Wan2.2-I2V-A14B-Diffusers",
     tiny_id="tiny/wan22i2v",
     pipeline_classes=("WanImageToVideoPipeline",),
-    components=(wan21.TEXT_ENCODER, *EXPERTS, VAE_ENCODER, wan_vae.VAE_DECODER),
+    components=(TEXT_ENCODER, *EXPERTS, VAE_ENCODER, VAE_DECODER),
     inputs={
-        **_LIMITS,
+        **wan.INPUTS,
         "num_inference_steps": IntLimit(default=40, low=1, high=100),
         "guidance_scale": FloatLimit(default=3.5, low=0.0, high=20.0),
         "guidance_scale_2": FloatLimit(default=3.5, low=0.0, high=20.0),
-        "seed": replace(wan21.SPEC.inputs["seed"], default=0),
+        "seed": replace(wan.INPUTS["seed"], default=0),
         "shift": FloatLimit(default=5.0, low=0.1, high=20.0, step=0.5),
     },
-    texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},
+    texts={"prompt": PICTURE_PROMPT, "negative_prompt": NEGATIVE_PROMPT},
     experts=tuple(expert.name for expert in EXPERTS),
     # The first expert composes: it runs while the timestep is at least this share of the training timesteps.
     index={"boundary_ratio": 0.9},
     pictures=(1, 2),
-    forward=forward,
     condition_shapes=condition_shapes,
     encode_image=encode_image,
 )

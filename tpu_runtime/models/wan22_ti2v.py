@@ -4,19 +4,19 @@ The oracles are `diffusers.WanPipeline` and, with a picture, `diffusers.WanImage
 `expand_timesteps`. A given picture is the first latent frame, already without noise: its tokens' timestep is 0.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..limits import FloatLimit, IntLimit
 from ..spec import LatentGeometry, Need
-from . import layers, wan21
+from . import wan
 from .autoencoders import wan22 as wan22_vae
-from .wan21 import NEGATIVE_PROMPT
+from .text_encoders.wan import NEGATIVE_PROMPT, TEXT_ENCODER
 
 if TYPE_CHECKING:
     import torch
+
+    from ..programs.denoiser_run import DenoiserRun
 
 # The makers' own.
 PROMPT = "Two anthropomorphic cats in comfy boxing gear and bright gloves fight intensely on a spotlighted stage."
@@ -36,64 +36,31 @@ def put_given(sample: "torch.Tensor", inputs: "dict[str, torch.Tensor]") -> "tor
 
 
 def forward(
-    transformer: "torch.nn.Module", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    transformer: Any,
+    run: "DenoiserRun",
+    sample: "torch.Tensor",
+    timestep: "torch.Tensor",
+    inputs: "dict[str, torch.Tensor]",
 ) -> "torch.Tensor":
-    """The flow (velocity) of `[rows, 48, latent_frames, latent_height, latent_width]` at one timestep.
+    """The flow (velocity) of `[rows, 48, frames, height, width]` at one timestep.
 
     Upstream has a timestep for each token. There are two: that of the first frame's tokens, and all others'. What is
     said of a given first frame is not upstream's, and nobody uses it.
     """
     import torch
 
-    others = timestep.float().expand(sample.shape[0])
+    others = timestep.float().expand(len(sample))
     firsts = others * (1.0 - inputs["is_given"].float())
-    return transformer(sample, torch.stack([firsts, others], dim=1), inputs["text"], return_dict=False)[0]
+    return wan.predict_flow(transformer, run, sample, torch.stack([firsts, others], dim=1), inputs["text"])
 
 
-def embed(embedder: Callable[..., "tuple[torch.Tensor, ...]"], *args: Any, **kwargs: Any) -> "tuple[torch.Tensor, ...]":
-    """`WanTimeTextImageEmbedding` of two timesteps: blocks get both, the output's norm only the other tokens'."""
-    temb, *rest = embedder(*args, **kwargs)
-    return temb[:, 1], *rest
-
-
-def prepare_denoiser(network: Any, sequence: Any) -> None:
-    """Wan 2.1's, with modulation of the first frame's tokens by a timestep of their own."""
-    import torch
-
-    def add_gated(hidden: "torch.Tensor", update: "torch.Tensor", pair: "torch.Tensor") -> "torch.Tensor":
-        """`hidden + gate * update` in float32; `[rows, 2, 1, dim]` gates, see `residual_norm`."""
-        is_first = torch.arange(hidden.shape[1], device=hidden.device)[:, None] < sequence.frame_tokens
-        gate = torch.where(is_first, pair[:, 0], pair[:, 1])
-        return (hidden.float() + gate * update.float()).type_as(hidden)
-
-    wan21.prepare_denoiser(network, sequence)
-    block = network.blocks("blocks").block
-    fuse, _ = layers.fused_norms(sequence, block.norm1.eps)
-    block.forward = partial(wan21.run_block, fuse, add_gated, block)
-    embedder = network.module.condition_embedder
-    embedder.forward = partial(embed, embedder.forward)
-
-
-TRANSFORMER = replace(
-    wan21.TRANSFORMER,
-    config={
-        **wan21.TRANSFORMER.config,
-        "ffn_dim": 14336,
-        "in_channels": 48,
-        "num_attention_heads": 24,
-        "num_layers": 30,
-        "out_channels": 48,
-    },
-    tiny={**wan21.TRANSFORMER.tiny, "in_channels": 48, "num_layers": 2, "out_channels": 48},
-    needs={
-        **wan21.TRANSFORMER.needs,
-        "in_channels": Need((48,), required=True),
-        "out_channels": Need((48,), required=True),
-    },
+TRANSFORMER = wan.TRANSFORMER.extended(
+    config={"ffn_dim": 14336, "in_channels": 48, "num_attention_heads": 24, "num_layers": 30, "out_channels": 48},
+    tiny={"in_channels": 48, "num_layers": 2, "out_channels": 48},
+    needs={"in_channels": Need((48,), required=True), "out_channels": Need((48,), required=True)},
 )
 
-SPEC = replace(
-    wan21.SPEC,
+SPEC = wan.spec(
     name="wan2.2-ti2v-5b",
     family="Wan22I2V",
     title="Wan 2.2 TI2V 5B",
@@ -102,7 +69,7 @@ SPEC = replace(
     tiny_id="tiny/wan22ti2v",
     latent_format="Wan22",
     pipeline_classes=("WanPipeline", "WanImageToVideoPipeline", "WanDMDPipeline"),
-    components=(wan21.TEXT_ENCODER, TRANSFORMER, wan22_vae.VAE_ENCODER, wan22_vae.VAE_DECODER),
+    components=(TEXT_ENCODER, TRANSFORMER, wan22_vae.VAE_ENCODER, wan22_vae.VAE_DECODER),
     geometry=LatentGeometry(channels=48, stride_t=4, stride_hw=wan22_vae.STRIDE_HW, patch_thw=(1, 2, 2)),
     inputs={
         "height": IntLimit(default=704, low=64, high=1920, multiple_of=32),
@@ -110,15 +77,14 @@ SPEC = replace(
         "num_frames": IntLimit(default=121, low=1, high=241, multiple_of=4, plus=1),
         "num_inference_steps": IntLimit(default=50, low=1, high=100),
         "guidance_scale": FloatLimit(default=5.0, low=0.0, high=20.0),
-        "seed": replace(wan21.SPEC.inputs["seed"], default=0),
+        "seed": replace(wan.INPUTS["seed"], default=0),
         "shift": FloatLimit(default=5.0, low=0.1, high=20.0, step=0.5),
         "fps": IntLimit(default=24, low=1, high=120),
     },
     texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},
     tiny_inputs={"height": 160, "width": 224},
-    scheduler={**wan21.SPEC.scheduler, "flow_shift": 5.0},
+    scheduler={**wan.SCHEDULER, "flow_shift": 5.0},
     index={"expand_timesteps": True},
-    prepare_denoiser=prepare_denoiser,
     forward=forward,
     condition_shapes=condition_shapes,
     put_given=put_given,

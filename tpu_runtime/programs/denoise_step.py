@@ -15,6 +15,7 @@ from ...sharding.mesh import Mesh
 from ...sharding.shape import MeshShape
 from ..spec import ModelSpec, Settings, StepReuse
 from . import finite, modules, solver_table, step_reuse, torch_bridge, weights
+from .denoiser_run import DenoiserRun
 from .program import Config, Program, Target, shaped, step_options
 from .token_layout import TokenLayout
 from .weights import Weights
@@ -61,7 +62,7 @@ def denoise_program(spec: ModelSpec, config: Config, target: Target, settings: S
     build = _Step.of(spec, config, target, settings, shape)
 
     def predict(denoiser: Any, features: Any, *asked: Any) -> tuple[Any, Any]:
-        return spec.forward(denoiser, *asked), ()
+        return build.with_run(spec.forward)(denoiser, *asked), ()
 
     def step(weights: Weights, *args: Any) -> Any:
         return build.run(weights, StepArgs(*args), predict)[0]
@@ -72,7 +73,7 @@ def denoise_program(spec: ModelSpec, config: Config, target: Target, settings: S
 def keeping_program(spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape) -> Program:
     """A full step that also returns what later steps may start from: `((*state, denoised, is_finite), features)`."""
     build = _Step.of(spec, config, target, settings, shape)
-    predict = step_reuse.keeping(reuse_of(spec), build.tokens)
+    predict = step_reuse.keeping(reuse_of(spec), build.with_run(reuse_of(spec).keep), build.tokens)
 
     def step(weights: Weights, *args: Any) -> Any:
         return build.run(weights, StepArgs(*args), predict)
@@ -85,7 +86,10 @@ def reusing_program(spec: ModelSpec, config: Config, target: Target, settings: S
     """What is left of a step that starts from what `keeping_program` kept: `(*state, denoised, is_finite)`."""
     features = step_reuse.kept_shapes(reuse_of(spec), keeping_program(spec, config, target, settings, shape))
     build = _Step.of(spec, config, target, settings, shape)
-    predict = step_reuse.starting_from_kept(reuse_of(spec), build.tokens)
+    reuse = build.with_run(reuse_of(spec).reuse)
+    # Where the model's file runs the blocks, tokens stay padded.
+    tokens = build.tokens if spec.prepare_denoiser is not None else None
+    predict = step_reuse.starting_from_kept(reuse_of(spec), reuse, tokens)
 
     def step(weights: Weights, *args: Any) -> Any:
         return build.run(weights, StepArgs(*args), predict)[0]
@@ -125,11 +129,19 @@ class _Step:
             ),
             layouts=weights.layouts(network, mesh, target.precision),
         )
-        spec.prepare_denoiser(network, tokens)
+        if spec.prepare_denoiser is not None:
+            spec.prepare_denoiser(network, tokens)
         return cls(
             spec=spec, config=config, target=target, settings=settings, shape=shape,
             mesh=mesh, network=network, tokens=tokens,
         )  # fmt: skip
+
+    def with_run(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the spec that takes the run behind the denoiser, given it."""
+        if self.spec.prepare_denoiser is not None:
+            return function
+        run = DenoiserRun(layout=self.tokens)
+        return lambda denoiser, *asked: function(denoiser, run, *asked)
 
     def run(self, weights: Weights, args: StepArgs, predict: Predict) -> tuple[Any, Any]:
         """The traced step: new state, denoised estimate, whether the sample is finite; and the features to keep."""

@@ -8,9 +8,9 @@ import jax
 
 from ...sharding import placement
 from .. import refusal
+from ..cache.xla_cache import cached_by_thread, compilations
 from ..refusal import DoesNotFit
 from .program import Program
-from .xla_cache import cached_by_thread, compilations
 
 
 @dataclass(eq=False, kw_only=True)

@@ -56,9 +56,9 @@ class Scan:
 class ScannedBlocks(torch.nn.Module):
     """Stands in a model where its list of equal blocks was, and iterates as a list of one."""
 
-    def __init__(self, blocks: torch.nn.ModuleList) -> None:
+    def __init__(self, blocks: torch.nn.ModuleList, path: str = "") -> None:
         super().__init__()
-        self.num_layers = len(blocks)
+        self.path, self.num_layers = path, len(blocks)
         self.add_module(LAYER, blocks[0])
         self.scan = Scan()
         self._collected: torch.Tensor | None = None
@@ -87,39 +87,57 @@ class ScannedBlocks(torch.nn.Module):
         return self._run(None, *args, **kwargs)
 
     def _run(self, part: range | None, *args: Any, **kwargs: Any) -> Any:
-        block, scan = self.block, self.scan
-        stacked = scan.stack(torch_bridge.to_jax({**dict(block.named_parameters()), **_saved_buffers(block)}))
-        values = torch_bridge.to_jax(_by_name(block, args, kwargs))
-        before, values = values, scan.enter(values)
-        values = dict(values)
+        scan = self.scan
+        before = torch_bridge.to_jax(_by_name(self.block, args, kwargs))
+        values = dict(torch_bridge.to_torch(scan.enter(before)))
         start = tuple(values.pop(name) for name in scan.carried)
         is_tuple = False
 
-        def layer(carry: tuple, weights: dict[str, jax.Array]) -> tuple[tuple, jax.Array | None]:
+        def run(block: torch.nn.Module, carry: tuple) -> tuple:
             nonlocal is_tuple
-            named = {**values, **dict(zip(scan.carried, carry, strict=True))}
-            out = torch_bridge.functional(
-                block, scan.use(weights), lambda module: module(**torch_bridge.to_torch(named))
-            )
+            out = block(**values, **dict(zip(scan.carried, carry, strict=True)))
             is_tuple = isinstance(out, tuple | list)
-            results = out if is_tuple else (out,)
-            kept = tuple(results[: len(carry)])
-            carry = jax.tree.map(lambda new, old: new.astype(old.dtype), kept, carry)
-            return carry, carry[0] if scan.collect else None
+            return tuple(out[: len(carry)]) if is_tuple else (out,)
 
-        def indexed(carry: tuple, index: jax.Array) -> tuple[tuple, jax.Array | None]:
-            return layer(carry, {name: jax.lax.dynamic_index_in_dim(x, index, 0, False) for name, x in stacked.items()})
-
-        if part is None:
-            carry, kept = jax.lax.scan(layer, start, stacked)
-        else:
-            # By index: a slice of the stack would be a copy of those weights.
-            carry, kept = jax.lax.scan(indexed, start, jnp.array(part))
-        after = scan.leave(dict(zip(scan.carried, carry, strict=True)), before)
-        self._collected = torch_bridge.to_torch(kept) if scan.collect else None
+        carry, kept = scan_layers(self, start, run, part, stack=scan.stack, use=scan.use, collect=scan.collect)
+        after = scan.leave(dict(zip(scan.carried, torch_bridge.to_jax(carry), strict=True)), before)
+        self._collected = kept
         results = torch_bridge.to_torch(tuple(after[name] for name in scan.carried))
         # As the block does: a caller that takes element 0 would take row 0 of a bare tensor, and say nothing.
         return results if is_tuple else results[0]
+
+
+def scan_layers(
+    blocks: ScannedBlocks,
+    carry: Any,
+    body: Callable[[torch.nn.Module, Any], Any],
+    part: range | None = None,
+    *,
+    stack: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda weights: weights,
+    use: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda weights: weights,
+    collect: bool = False,
+) -> tuple[Any, torch.Tensor | None]:
+    """`carry = body(block, carry)` for each layer in turn (or those in `part`), traced once: the last carry.
+
+    `block` is the one block with a layer's weights for parameters. `carry` is a tree of torch tensors; each keeps its
+    shape and its format. `stack` may reshape all layers' weights, `use` places one layer's. With `collect` also what
+    each layer leaves in the carry's first leaf, `[layers, ...]`.
+    """
+    block = blocks.block
+    stacked = stack(torch_bridge.to_jax({**dict(block.named_parameters()), **_saved_buffers(block)}))
+
+    def layer(carry: Any, weights: dict[str, jax.Array]) -> tuple[Any, jax.Array | None]:
+        found = torch_bridge.functional(block, use(weights), body, carry)
+        found = jax.tree.map(lambda new, old: new.astype(old.dtype), found, carry)
+        return found, jax.tree.leaves(found)[0] if collect else None
+
+    def indexed(carry: Any, index: jax.Array) -> tuple[Any, jax.Array | None]:
+        return layer(carry, {name: jax.lax.dynamic_index_in_dim(x, index, 0, False) for name, x in stacked.items()})
+
+    start = torch_bridge.to_jax(carry)
+    # By index: a slice of the stack would be a copy of those weights.
+    found = jax.lax.scan(layer, start, stacked) if part is None else jax.lax.scan(indexed, start, jnp.array(part))
+    return torch_bridge.to_torch(found)
 
 
 def _by_name(block: torch.nn.Module, args: tuple, kwargs: dict) -> Values:
@@ -351,7 +369,7 @@ def _build(component: Component, config: Mapping[str, Any]) -> Network:
     for path in component.blocks:
         blocks = module.get_submodule(path)
         assert isinstance(blocks, torch.nn.ModuleList)
-        _replace(module, path, ScannedBlocks(blocks))
+        _replace(module, path, ScannedBlocks(blocks, path))
     return Network(component=component, module=module, weights=weights)
 
 

@@ -35,23 +35,25 @@ def shardings(reuse: StepReuse, mesh: Mesh) -> dict[str, NamedSharding]:
     return {**tokens, **dict.fromkeys(reuse.whole, NamedSharding(mesh, P("dp")))}
 
 
-def keeping(reuse: StepReuse, tokens: TokenLayout) -> Callable[..., tuple[Any, Features]]:
-    """A full prediction with the features that it keeps, placed as they stay."""
+def keeping(reuse: StepReuse, keep: Callable[..., Any], tokens: TokenLayout) -> Callable[..., tuple[Any, Features]]:
+    """A full prediction with the features that `keep` returns with it, placed as they stay."""
 
     def predict(denoiser: Any, features: Any, *asked: Any) -> tuple[Any, Features]:
-        output, kept = reuse.keep(denoiser, *asked)
+        output, kept = keep(denoiser, *asked)
         placed = {name: torch_bridge.call_jax(tokens.shard_tokens, kept[name]) for name in reuse.tokens}
         return output, {**kept, **placed}
 
     return predict
 
 
-def starting_from_kept(reuse: StepReuse, tokens: TokenLayout) -> Callable[..., tuple[Any, Any]]:
-    """A prediction from an earlier step's features."""
+def starting_from_kept(
+    reuse: StepReuse, run: Callable[..., Any], tokens: TokenLayout | None
+) -> Callable[..., tuple[Any, Any]]:
+    """The prediction that `run` makes of an earlier step's features, cut to their `tokens`."""
 
     def predict(denoiser: Any, features: Any, *asked: Any) -> tuple[Any, Any]:
-        cut = {name: features[name][:, : tokens.num_tokens] for name in reuse.tokens}
-        return reuse.reuse(denoiser, {**features, **cut}, *asked), ()
+        cut = {name: features[name][:, : tokens.num_tokens] for name in reuse.tokens} if tokens is not None else {}
+        return run(denoiser, {**features, **cut}, *asked), ()
 
     return predict
 

@@ -6,6 +6,7 @@ and steps run. So the pack serializes no executables of its own.
 """
 
 import functools
+import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,10 @@ import jax
 from jax._src import compilation_cache, compiler
 from jax._src.compilation_cache_interface import CacheInterface
 
-from ..cache.store import Store, cache_folder, holds_own_code, xla_cache_folder
-from ..cache.trust import PRIVATE
-from .program import log
+from .store import Store, cache_folder, holds_own_code, xla_cache_folder
+from .trust import PRIVATE
+
+log = logging.getLogger(__name__)
 
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 CACHE_MISS = "/jax/compilation_cache/cache_misses"

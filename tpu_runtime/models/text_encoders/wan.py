@@ -1,0 +1,64 @@
+"""The text of the Wan family: UMT5 over cleaned prompts."""
+
+import html
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ...spec import TextEncoding
+from . import t5
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+PROMPT = "A cat and a dog baking a cake together in a kitchen."
+# Of models that begin with a picture.
+PICTURE_PROMPT = (
+    "A small sailing boat glides over a calm sea at sunset. The sail sways gently, sunlight glitters on the waves, "
+    "clouds drift slowly behind the hills. The camera stays still."
+)
+MAX_TOKENS = 512
+# The makers' own, as they publish it (`sample_neg_prompt`).
+NEGATIVE_PROMPT = (
+    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，"
+    "JPEG压缩残留，丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，"
+    "手指融合，静止不动的画面，杂乱的背景，三条腿，背景人很多，倒着走"
+)
+
+
+def clean_prompt(prompt: str) -> str:
+    """Fixed encoding, resolved HTML entities, single spaces: as upstream does it."""
+    import ftfy
+
+    text = html.unescape(html.unescape(ftfy.fix_text(prompt))).strip()
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def tokenize(tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS) -> "tuple[np.ndarray, np.ndarray]":
+    """Ids and mask, `[rows, length]` int32."""
+    return t5.tokens(tokenizer, [clean_prompt(prompt) for prompt in prompts], length)
+
+
+def encode_text(encoder: "torch.nn.Module", ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """`[rows, length]` tokens to `[rows, length, dim]` states, zero after each prompt's end."""
+    states = encoder(ids, mask).last_hidden_state
+    return states * mask.unsqueeze(-1).to(states.dtype), None
+
+
+TEXT_ENCODER = t5.encoder(
+    class_name="UMT5EncoderModel",
+    config={"d_ff": 10240, "d_kv": 64, "d_model": 4096, "num_heads": 64, "num_layers": 24, "vocab_size": 256384},
+    tiny={"d_ff": 72, "d_kv": 8, "d_model": 40, "num_heads": 5, "num_layers": 2, "vocab_size": 200},
+    blocks=("encoder.block",),
+)
+
+TEXT = TextEncoding(
+    tokenizer_class="T5TokenizerFast",
+    max_length=MAX_TOKENS,
+    width_key="text_dim",
+    tokenize=tokenize,
+    encode=encode_text,
+    write_tokenizer=partial(t5.write_umt5_tokenizer, texts=(PROMPT,)),
+)

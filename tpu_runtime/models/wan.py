@@ -1,0 +1,290 @@
+"""What the models of the Wan family share, from the denoiser's forward to the scheduler.
+
+The denoiser is that of Wan (https://arxiv.org/abs/2503.20314, section 4.2); its modules have the names of diffusers'
+`WanTransformer3DModel`.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ...sharding.rules import REPLICATED, Rule
+from ..limits import FloatLimit, IntLimit
+from ..spec import Component, LatentGeometry, ModelSpec, Need, Same
+from . import layers
+from .autoencoders.wan import decode, denormalize_latents
+from .text_encoders.wan import TEXT
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..programs.denoiser_run import DenoiserRun
+
+# --- the denoiser -----------------------------------------------------------------------------------------------------
+
+
+def forward(
+    wan: Any, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+) -> "torch.Tensor":
+    """The flow (velocity) of `[rows, channels, frames, height, width]` at one timestep. A `condition` among the inputs
+    is more channels; `image_embeds` are what CLIP sees in pictures, attended to next to the text.
+    """
+    import torch
+
+    latents = torch.cat([sample, inputs["condition"]], dim=1) if "condition" in inputs else sample
+    return predict_flow(wan, run, latents, timestep.expand(len(sample)), inputs["text"], inputs.get("image_embeds"))
+
+
+def predict_flow(
+    wan: Any,
+    run: "DenoiserRun",
+    latents: "torch.Tensor",
+    timesteps: "torch.Tensor",
+    text: "torch.Tensor",
+    pictures: "torch.Tensor | None" = None,
+) -> "torch.Tensor":
+    """The flow of `[rows, channels, frames, height, width]`. `timesteps` are `[rows]`, or `[rows, 2]`: of the first
+    frame's tokens, and of all others.
+    """
+    cosines, sines = map(run.tokens, wan.rope(latents))
+    x = run.tokens(layers.embed_patches(wan.patch_embedding, latents))  # [rows, tokens, dim]
+
+    embedder = wan.condition_embedder
+    time = embed_time(embedder, timesteps).type_as(text)  # [rows, dim] or [rows, 2, dim]
+    modulation = embedder.time_proj(embedder.act_fn(time)).unflatten(-1, (6, -1))
+    text = embedder.text_embedder(text)
+    pictures = None if pictures is None else embed_pictures(embedder.image_embedder, pictures)
+
+    def body(block: Any, x: "torch.Tensor") -> "torch.Tensor":
+        return run_block(block, run, x, modulation, (cosines, sines), text, pictures)
+
+    x = run.unpadded(run.scan(wan.blocks, x, body))
+    # Of two timesteps the others': what is said of a first frame that is given nobody uses.
+    time = time.reshape(len(time), -1, time.shape[-1])[:, -1:]
+    shift, scale = (wan.scale_shift_table + time).chunk(2, dim=1)
+    x = (wan.norm_out(x.float()) * (1 + scale) + shift).type_as(x)
+    return join_patches(wan.proj_out(x), latents, wan.config.patch_size)
+
+
+def run_block(
+    block: Any,
+    run: "DenoiserRun",
+    x: "torch.Tensor",
+    modulation: "torch.Tensor",
+    rotary: "tuple[torch.Tensor, torch.Tensor]",
+    text: "torch.Tensor",
+    pictures: "torch.Tensor | None",
+) -> "torch.Tensor":
+    """Self-attention over all tokens, cross-attention to the text, feed-forward: each with a residual, which is one
+    with the norm after it. `modulation` is `[rows, 6, dim]`, or of pairs `[rows, 2, 6, dim]`.
+    """
+    norm = partial(run.residual_norm, eps=block.norm1.eps)
+    vectors = (block.scale_shift_table + modulation.float()).chunk(6, dim=-2)
+    shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = vectors
+    _, y = norm(x, None, None, 1 + scale, shift)
+    x, y = norm(x, attend_to_video(block.attn1, run, y, rotary), gate, block.norm2.weight, block.norm2.bias)
+    x, y = norm(x, attend_to_text(block.attn2, run, y, text, pictures), None, 1 + ffn_scale, ffn_shift)
+    return run.add_gated(x, block.ffn(y), ffn_gate)
+
+
+def attend_to_video(
+    attn: Any, run: "DenoiserRun", x: "torch.Tensor", rotary: "tuple[torch.Tensor, torch.Tensor]"
+) -> "torch.Tensor":
+    """Self-attention. Queries and keys are normed over all heads at once, then rotated by their place."""
+    query, key, value = (by_head(attn, project(x)) for project in (attn.to_q, attn.to_k, attn.to_v))
+    found = run.self_attention(query, key, value, layers.prologue(attn.norm_q, attn.norm_k, rotary))
+    return attn.to_out[0](found.flatten(2))
+
+
+def attend_to_text(
+    attn: Any, run: "DenoiserRun", x: "torch.Tensor", text: "torch.Tensor", pictures: "torch.Tensor | None"
+) -> "torch.Tensor":
+    """Cross-attention to all of the text, its padding too; and added to it that to the pictures' tokens."""
+    query, key, value = (by_head(attn, x) for x in (attn.to_q(x), attn.to_k(text), attn.to_v(text)))
+    prologue = layers.prologue(attn.norm_q, attn.norm_k)
+    found = run.cross_attention(query, key, value, prologue=prologue).flatten(2)
+    if pictures is not None:
+        key, value = (by_head(attn, project(pictures)) for project in (attn.add_k_proj, attn.add_v_proj))
+        prologue = layers.prologue(attn.norm_q, attn.norm_added_k)
+        found = found + run.cross_attention(query, key, value, prologue=prologue).flatten(2)
+    return attn.to_out[0](found)
+
+
+def by_head(attn: Any, projected: "torch.Tensor") -> "torch.Tensor":
+    """`[rows, tokens, heads * head_dim]` to `[rows, tokens, heads, head_dim]`."""
+    return projected.unflatten(2, (attn.heads, -1))
+
+
+def embed_time(embedder: Any, timesteps: "torch.Tensor") -> "torch.Tensor":
+    """`[...]` to `[..., dim]`, in float32 as upstream keeps it."""
+    waves = embedder.timesteps_proj(timesteps.flatten()).unflatten(0, timesteps.shape)
+    return layers.unrounded(embedder.time_embedder)(waves)
+
+
+def embed_pictures(embedder: Any, pictures: "torch.Tensor") -> "torch.Tensor":
+    """CLIP's tokens of all pictures, `[rows, tokens, image_dim]` to `[rows, tokens, dim]`; two have places."""
+    if embedder.pos_embed is not None:
+        pictures = pictures + embedder.pos_embed
+    return embedder.norm2(embedder.ff(embedder.norm1(pictures)))
+
+
+def join_patches(patches: "torch.Tensor", latents: "torch.Tensor", patch_size: tuple[int, int, int]) -> "torch.Tensor":
+    """`[rows, tokens, patch_size * channels]` to a sample of the frames and size of `latents`."""
+    sizes = [size // part for size, part in zip(latents.shape[2:], patch_size, strict=True)]
+    parts = patches.reshape(len(patches), *sizes, *patch_size, -1)
+    return parts.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+
+# --- what it is made of -----------------------------------------------------------------------------------------------
+
+TRANSFORMER_RULES = (
+    # Biases, norms and modulation tables of a block are rows of `[layers, dim]`: at most 2.4 MB in bfloat16.
+    Rule("blocks.**.bias", REPLICATED),
+    Rule("blocks.*.*.norm_q.weight", REPLICATED),
+    Rule("blocks.*.*.norm_k.weight", REPLICATED),
+    Rule("blocks.*.norm2.weight", REPLICATED),
+    Rule("blocks.*.scale_shift_table", REPLICATED),
+    Rule("blocks.*.*.to_out.0.weight", *layers.BLOCK_GATHERED),
+    Rule("blocks.*.*.*.weight", *layers.BLOCK_GATHERED),
+    Rule("blocks.*.ffn.net.0.proj.weight", *layers.BLOCK_GATHERED),
+    Rule("blocks.*.ffn.net.2.weight", *layers.BLOCK_GATHERED),
+    Rule("condition_embedder.time_proj.weight", *layers.GATHERED),
+    Rule("condition_embedder.*.*.weight", *layers.GATHERED),
+    # 5120 wide: over the limit of what needs no rule in float32, or of more channels.
+    Rule("patch_embedding.weight", REPLICATED),
+    Rule("proj_out.weight", REPLICATED),
+)
+
+# Those of Wan-Video/Wan2.1; as in `diffusers.loaders.single_file_utils.convert_wan_transformer_to_diffusers`.
+MAKERS_NAMES = {
+    "blocks.*.self_attn.q": "blocks.*.attn1.to_q",
+    "blocks.*.self_attn.k": "blocks.*.attn1.to_k",
+    "blocks.*.self_attn.v": "blocks.*.attn1.to_v",
+    "blocks.*.self_attn.o": "blocks.*.attn1.to_out.0",
+    "blocks.*.self_attn.norm_q": "blocks.*.attn1.norm_q",
+    "blocks.*.self_attn.norm_k": "blocks.*.attn1.norm_k",
+    "blocks.*.cross_attn.q": "blocks.*.attn2.to_q",
+    "blocks.*.cross_attn.k": "blocks.*.attn2.to_k",
+    "blocks.*.cross_attn.v": "blocks.*.attn2.to_v",
+    "blocks.*.cross_attn.o": "blocks.*.attn2.to_out.0",
+    "blocks.*.cross_attn.norm_q": "blocks.*.attn2.norm_q",
+    "blocks.*.cross_attn.norm_k": "blocks.*.attn2.norm_k",
+    "blocks.*.ffn.0": "blocks.*.ffn.net.0.proj",
+    "blocks.*.ffn.2": "blocks.*.ffn.net.2",
+    "blocks.*.norm3": "blocks.*.norm2",
+    "blocks.*.modulation": "blocks.*.scale_shift_table",
+    "text_embedding.0": "condition_embedder.text_embedder.linear_1",
+    "text_embedding.2": "condition_embedder.text_embedder.linear_2",
+    "time_embedding.0": "condition_embedder.time_embedder.linear_1",
+    "time_embedding.2": "condition_embedder.time_embedder.linear_2",
+    "time_projection.1": "condition_embedder.time_proj",
+    "head.head": "proj_out",
+    "head.modulation": "scale_shift_table",
+}
+
+TRANSFORMER = Component(
+    name="transformer",
+    library="diffusers",
+    class_name="WanTransformer3DModel",
+    class_aliases=("SkyReelsV2Transformer3DModel",),
+    config={
+        "attention_head_dim": 128,
+        "cross_attn_norm": True,
+        "eps": 1e-6,
+        "ffn_dim": 13824,
+        "freq_dim": 256,
+        "in_channels": 16,
+        "num_attention_heads": 40,
+        "num_layers": 40,
+        "out_channels": 16,
+        "patch_size": (1, 2, 2),
+        "qk_norm": "rms_norm_across_heads",
+        "rope_max_seq_len": 1024,
+        "text_dim": 4096,
+    },
+    tiny={
+        "attention_head_dim": 24,
+        "ffn_dim": 200,
+        "freq_dim": 32,
+        "num_attention_heads": 6,
+        "num_layers": 3,
+        "text_dim": 40,
+    },
+    needs={
+        # Set where pictures are attended to, as in Wan 2.1's image to video.
+        "added_kv_proj_dim": Need((None,)),
+        "cross_attn_norm": Need((True,)),
+        "image_dim": Need((None,)),
+        "in_channels": Need((16,)),
+        # SkyReels V2's: the frame rate as an input, and frames that see earlier ones alone.
+        "inject_sample_info": Need((False,)),
+        "num_frame_per_block": Need((1,)),
+        "out_channels": Need((16,)),
+        "patch_size": Need(((1, 2, 2),)),
+        "pos_embed_seq_len": Need((None,)),
+        "qk_norm": Need(("rms_norm_across_heads",)),
+        "text_dim": Same("text_encoder", "d_model"),
+    },
+    blocks=("blocks",),
+    rules=TRANSFORMER_RULES,
+    makers_names=MAKERS_NAMES,
+)
+
+# Of models that begin with a picture: mask and encoded video are more channels.
+PICTURE_TRANSFORMER = TRANSFORMER.extended(
+    config={"in_channels": 36},
+    tiny={"in_channels": 36, "num_layers": 2},
+    needs={"in_channels": Need((36,), required=True)},
+)
+
+
+def experts(first: Component) -> tuple[Component, Component]:
+    """Two networks, each for its part of the timesteps."""
+    return first, replace(first, name="transformer_2", folder="transformer_2")
+
+
+# As the published checkpoint configures it; `flow_shift` is overridden by the sampler's widget.
+SCHEDULER = {
+    "_class_name": "UniPCMultistepScheduler",
+    "final_sigmas_type": "zero",
+    "flow_shift": 3.0,
+    "lower_order_final": True,
+    "num_train_timesteps": 1000,
+    "predict_x0": True,
+    "prediction_type": "flow_prediction",
+    "solver_order": 2,
+    "solver_type": "bh2",
+    "timestep_spacing": "linspace",
+    "use_flow_sigmas": True,
+}
+
+INPUTS = {
+    "height": IntLimit(default=720, low=64, high=1920, multiple_of=16),
+    "width": IntLimit(default=1280, low=64, high=1920, multiple_of=16),
+    "num_frames": IntLimit(default=81, low=1, high=241, multiple_of=4, plus=1),
+    "num_inference_steps": IntLimit(default=50, low=1, high=100),
+    "guidance_scale": FloatLimit(default=5.0, low=0.0, high=20.0),
+    "seed": IntLimit(default=2025, low=0, high=2**64 - 1),
+    "flow_shift": FloatLimit(default=5.0, low=0.1, high=20.0, step=0.5),
+    "fps": IntLimit(default=16, low=1, high=120),
+    # Of two experts. 0: the same as the first's; where the checkpoint says.
+    "guidance_scale_2": FloatLimit(default=0.0, low=0.0, high=20.0),
+    "high_noise_steps": IntLimit(default=0, low=0, high=100),
+}
+
+
+def spec(**own: Any) -> ModelSpec:
+    """A model of the family: its `own` fields over those that most share."""
+    shared: dict[str, Any] = {
+        "latent_format": "Wan21",
+        "geometry": LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(1, 2, 2)),
+        "text_encoders": (TEXT,),
+        "tiny_inputs": {"height": 80, "width": 112, "num_frames": 17},
+        "tiny_texts": {"prompt": "a red circle moves right on blue", "negative_prompt": ""},
+        "scheduler": SCHEDULER,
+        "shift_key": "flow_shift",
+        "forward": forward,
+        "decode": decode,
+        "denormalize_latents": denormalize_latents,
+    }
+    return ModelSpec(**{**shared, **own})

@@ -1,0 +1,127 @@
+"""What the mesh adds to a denoiser's forward, for its torch code: placed tokens, attention over them, one scan."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import torch
+
+from ...attention.api import Lies
+from ...attention.prologue import NO_PROLOGUE, Prologue
+from . import torch_bridge
+from .modules import LAYER, ScannedBlocks, scan_layers
+from .token_layout import TokenLayout
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenoiserRun:
+    """A denoiser's forward on the mesh. Tensors are torch views of arrays being traced, with a row for each branch.
+
+    Between `tokens` and `unpadded` a sequence has padding at its end, which attention masks exactly: all else there
+    works token by token. Queries, keys and values are `[rows, tokens, heads, head_dim]`, and so is what comes of them;
+    a prologue is what queries and keys go through before (see `layers.prologue`).
+
+    `layout` does the same for JAX arrays; `torch_bridge.call_jax(run.layout.name, ...)` calls what is not here.
+    """
+
+    layout: TokenLayout
+
+    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """`[rows, tokens, ...]`, padded, and sharded by tokens. One row stands for all, as in rotary tables."""
+
+        def placed(x: jax.Array) -> jax.Array:
+            rows = "dp" if len(x) > 1 else None
+            return self.layout.constrain(self.layout.pad_tokens(x), rows, "sp", *[None] * (x.ndim - 2))
+
+        return torch_bridge.call_jax(placed, x)
+
+    def replicated(self, x: torch.Tensor) -> torch.Tensor:
+        """`[rows, ...]`, on every chip of a branch: a text, or a vector whose weights are sharded."""
+        return torch_bridge.call_jax(lambda x: self.layout.constrain(x, "dp", *[None] * (x.ndim - 1)), x)
+
+    def unpadded(self, x: torch.Tensor) -> torch.Tensor:
+        """`[rows, tokens, ...]` without the padding of `tokens`."""
+        return torch_bridge.call_jax(lambda x: x[:, : self.layout.num_tokens], x)
+
+    def scan(
+        self,
+        blocks: Any,
+        carry: Any,
+        body: Callable[[Any, Any], Any],
+        *,
+        layers: slice | None = None,
+        merged: tuple[str, ...] = (),
+    ) -> Any:
+        """`carry = body(block, carry)` for each of `blocks` in turn, traced once; `layers` are some of them.
+
+        `blocks` is a list of the component's `blocks`; `block` is upstream's module with one layer's weights, gathered
+        for use. `carry` is a tree of tensors that keep shape and format; what is the same for all layers `body` closes
+        over. The groups of the `merged` weights become one dimension (see `TokenLayout.merge_groups`).
+        """
+        assert isinstance(blocks, ScannedBlocks)
+
+        def stack(weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            prefix = f"{blocks.path}.{LAYER}."
+            return weights | {name: self.layout.merge_groups(prefix + name, weights[name]) for name in merged}
+
+        part = None if layers is None else range(blocks.num_layers)[layers]
+        use = functools.partial(self.layout.use_in_block, blocks.path)
+        return scan_layers(blocks, carry, body, part, stack=stack, use=use)[0]
+
+    def self_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prologue: Prologue = NO_PROLOGUE
+    ) -> torch.Tensor:
+        """Sharded tokens attending to each other."""
+        return torch_bridge.call_jax(functools.partial(self.layout.self_attention, prologue=prologue), q, k, v)
+
+    def cross_attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        text_length: torch.Tensor | None = None,
+        prologue: Prologue = NO_PROLOGUE,
+    ) -> torch.Tensor:
+        """Sharded tokens attending to the first `text_length` `[rows]` of a replicated text, by default to all."""
+        attend = functools.partial(self.layout.cross_attention, prologue=prologue)
+        return torch_bridge.call_jax(attend, q, k, v, text_length)
+
+    def joint_attention(
+        self,
+        latent: Heads,
+        text: Heads,
+        text_length: torch.Tensor | None = None,
+        prologues: tuple[Prologue, Prologue] = (NO_PROLOGUE, NO_PROLOGUE),
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sharded tokens and a replicated text, each attending to all real tokens of both."""
+        attend = functools.partial(self.layout.joint_attention, prologues=prologues)
+        return torch_bridge.call_jax(attend, latent, text, text_length)
+
+    def residual_norm(
+        self,
+        x: torch.Tensor,
+        update: torch.Tensor | None,
+        gate: torch.Tensor | None,
+        scale: torch.Tensor,
+        shift: torch.Tensor,
+        *,
+        eps: float,
+        lies: Lies = "sharded",
+        spread: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x + gate * update`, and its layer norm `* scale + shift`, in one pass: see `TokenLayout.residual_norm`."""
+        fused = functools.partial(self.layout.residual_norm, eps=eps, lies=lies, spread=spread)
+        return torch_bridge.call_jax(fused, x, update, gate, scale, shift)
+
+    def add_gated(self, x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """`x + gate * update` in float32. The gate is a vector of each row, or a pair, as in `residual_norm`."""
+        if gate.ndim < 4:
+            by_token = gate.reshape(-1, 1, gate.shape[-1])
+        else:
+            is_first = torch.arange(x.shape[1], device=x.device)[:, None] < self.layout.frame_tokens
+            by_token = torch.where(is_first, gate[:, 0], gate[:, 1])
+        return (x.float() + by_token * update.float()).type_as(x)
