@@ -1,34 +1,19 @@
 """The one entry point to attention."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-import jax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from . import kernel, reference, sharded
-from .keys import first
+from ..kernels.attention_reference import first
+from ..kernels.prologue import Norm, normed
+from . import local, sharded
 from .policy import AttentionPolicy
-from .prologue import NO_PROLOGUE, HeadLayout, Norm, Prologue, normed
+from .prologue import NO_PROLOGUE, Prologue
 
 Lies = Literal["sharded", "whole"]  # tokens: on `sp`, or all of them on each of its chips
-
-
-def _local(policy: AttentionPolicy, mesh: Mesh | None, head_dim: int) -> tuple[sharded.LocalAttention, HeadLayout]:
-    """How one chip attends, and how it prepares its arrays."""
-    device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
-    on_tpu = device.platform == "tpu"
-    if not policy.takes_kernel(device.platform):
-        return functools.partial(reference.flat_attention, head_dim=head_dim), HeadLayout(
-            head_dim=head_dim, kernel=False
-        )
-    attend = functools.partial(
-        kernel.local_attention, head_dim=head_dim, policy=policy, device_kind=device.device_kind, interpret=not on_tpu
-    )
-    return attend, HeadLayout(head_dim=head_dim, kernel=True, interpret=not on_tpu)
 
 
 def _flat(x: Array) -> Array:
@@ -54,18 +39,13 @@ def attention(
     sequence do not divide by their axis; the caller pads sequences.
     """
     length = k.shape[1] if kv_length is None else kv_length
-    attend, layout = _local(policy, mesh, q.shape[3])
-    flat = _flat(q), _flat(k), _flat(v)
-    if mesh is None or mesh.size == 1:
-        (ready,) = sharded.prepared(flat, 1, layout, prologue)
-        return attend(ready[0], [first(*ready[1:], length)], log_sums=False)[0].reshape(q.shape)
+    if keys == "sharded" or mesh is None or mesh.size == 1:
+        streams = {"lengths": (length,), "lies": ("sharded",), "prologues": (prologue,)}
+        return joint_attention((q, k, v), **streams, mesh=mesh, policy=policy)[0]
     _check_divides(q, mesh)
-    flat, prologue = _norms_over_chips(flat, prologue, q.shape[3], mesh)
-    how = {"mesh": mesh, "attend": attend, "layout": layout, "prologue": prologue}
-    if keys == "sharded":
-        out = sharded.self_attention(*flat, length, heads=q.shape[2], **how)
-    else:
-        out = sharded.cross_attention(*flat, length, **how)
+    attend, layout = local.chosen(policy, mesh, q.shape[3])
+    flat, prologue = _norms_over_chips((_flat(q), _flat(k), _flat(v)), prologue, q.shape[3], mesh)
+    out = sharded.cross_attention(*flat, length, mesh=mesh, attend=attend, layout=layout, prologue=prologue)
     return out.reshape(q.shape)
 
 
@@ -100,7 +80,7 @@ def joint_attention(
     """
     head_dim, heads = streams[0][0].shape[3], streams[0][0].shape[2]
     prologues = prologues or (NO_PROLOGUE,) * len(streams)
-    attend, layout = _local(policy, mesh, head_dim)
+    attend, layout = local.chosen(policy, mesh, head_dim)
     flat = [(_flat(q), _flat(k), _flat(v)) for q, k, v in streams]
     if mesh is not None and mesh.size > 1:
         for stream, how in zip(streams, lies, strict=True):

@@ -9,7 +9,7 @@ Arrays are flat here, `[batch, tokens, heads * head_dim]`: the layout of the ker
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +19,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from .keys import Keys, first
-from .prologue import HeadLayout, Norm, Prologue
+from ..kernels.attention_reference import Keys, first
+from ..kernels.prologue import Norm
+from .local import LocalAttention
+from .prologue import HeadLayout, Prologue
 
-# (q, keys, log_sums=...) -> (out, log-sum-exp[batch, heads, q_seq] or None)
-LocalAttention = Callable[..., tuple[Array, Array | None]]
 Stream = tuple[Array, Array, Array]  # queries, keys, values
 
 RING, ULYSSES = "ring", "ulysses"
@@ -129,41 +129,6 @@ def _lengths(length: int | Array, batch: int) -> Array:
     return jnp.broadcast_to(jnp.asarray(length, jnp.int32), (batch,))
 
 
-def self_attention(
-    q: Float[Array, "batch seq lanes"],
-    k: Float[Array, "batch seq lanes"],
-    v: Float[Array, "batch seq lanes"],
-    kv_length: int | Int[Array, " batch"],
-    *,
-    heads: int,
-    mesh: Mesh,
-    attend: LocalAttention,
-    layout: HeadLayout,
-    prologue: Prologue,
-) -> Float[Array, "batch seq lanes"]:
-    """Queries and keys of one sequence, sharded on `sp`; batch on `dp`, heads on `tp`. `seq` divides by `sp`."""
-    split = _split_sequence_axis(mesh, heads)
-    ring_size, ulysses = split.shape[RING], split.shape[ULYSSES]
-
-    def body(q: Array, k: Array, v: Array, lengths: Array, prologue: Prologue) -> Array:
-        length = kv_length if isinstance(kv_length, int) else lengths
-
-        def attended(q: Array, k: Array, v: Array) -> Array:
-            if ring_size > 1:
-                return _ring(attend, ring_size, q, [(k, v, length)])
-            return attend(q, [first(k, v, length)], log_sums=False)[0]
-
-        parts = prepared((q, k, v), ulysses, layout, prologue)
-        return _to_tokens([attended(*part) for part in parts], ulysses, layout)
-
-    tokens = P("dp", (RING, ULYSSES), "tp")
-    specs = (tokens, tokens, tokens, P("dp"), _specs(prologue, (RING, ULYSSES)))
-    mapped = jax.shard_map(body, mesh=split, in_specs=specs, out_specs=tokens, check_vma=False)
-    # Kernels are lowered for the mesh in context, which has to be the split one here.
-    with jax.sharding.use_abstract_mesh(split.abstract_mesh):
-        return mapped(q, k, v, _lengths(kv_length, len(q)), prologue)
-
-
 def cross_attention(
     q: Float[Array, "batch q_seq lanes"],
     k: Float[Array, "batch kv_seq lanes"],
@@ -246,5 +211,6 @@ def joint_attention(
     specs = tuple((each,) * 3 for each in tokens), (P("dp"),) * len(tokens), ways
     mapped = jax.shard_map(body, mesh=split, in_specs=specs, out_specs=tokens, check_vma=False)
     rows = tuple(_lengths(length, len(stream[0])) for length, stream in zip(lengths, streams, strict=True))
+    # Kernels are lowered for the mesh in context, which has to be the split one here.
     with jax.sharding.use_abstract_mesh(split.abstract_mesh):
         return mapped(tuple(streams), rows, tuple(prologues))

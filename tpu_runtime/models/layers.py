@@ -30,7 +30,8 @@ VISION_RULES = (
 
 def prologue(query_norm: Any, key_norm: Any, tables: Any = None) -> "Prologue":
     """What upstream's norm modules and rotary `tables` (cosines, sines: `[..., head_dim]`) do before attention."""
-    from ...attention.prologue import Norm, Prologue
+    from ...attention.prologue import Prologue
+    from ...kernels.prologue import Norm
     from ..programs import torch_bridge
 
     def norm(module: Any) -> Norm:

@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from ...attention import residual_norm
 from ...attention.api import Lies, attention, joint_attention
 from ...attention.policy import AttentionPolicy
 from ...attention.prologue import NO_PROLOGUE, Prologue
+from ...kernels import residual_norm
 from ...sharding.rules import Layout
 from .modules import LAYER, Scan, Values
 

@@ -1,15 +1,35 @@
-"""Plain softmax attention in float32: what every other implementation is compared with."""
+"""Plain softmax attention in float32, with which the kernel is compared, and the keys that a call of either takes."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
-
-from .keys import Keys
+from jaxtyping import Array, Float, Int
 
 # Stands for minus infinity where the arithmetic must stay finite (a row without any valid key).
 NEGATIVE = -1e30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """The first `rows` rows of `keys` and `values` may be real; what follows may hold anything.
+
+    The first `certain` of them are real in every batch row, of the rest those before `length` (None: all).
+    """
+
+    keys: Float[Array, "batch kv_seq lanes"]
+    values: Float[Array, "batch kv_seq lanes"]
+    rows: int
+    certain: int
+    length: Int[Array, " batch"] | None = None
+
+
+def first(keys: Array, values: Array, length: int | Int[Array, " batch"], *, certain: int = 0) -> Keys:
+    """The first `length` rows, a number or one for each batch row, of which `certain` are known before the trace."""
+    if isinstance(length, int):
+        return Keys(keys=keys, values=values, rows=length, certain=length)
+    return Keys(keys=keys, values=values, rows=keys.shape[1], certain=certain, length=length)
 
 
 def flat_attention(

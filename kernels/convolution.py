@@ -5,94 +5,149 @@ frames and rows see lie side by side as lanes, without being moved: one product 
 adds, in lanes of its own, and their sums, a column apart, are the result.
 """
 
-import math
-from functools import partial
-from typing import TYPE_CHECKING, Any
+import functools
+from dataclasses import dataclass
+from typing import Any
 
-from ....attention.tiles import RESERVED_MIB, VMEM_MIB, round_up
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
-if TYPE_CHECKING:
-    import jax
+from . import chip, names
+from .chip import LANES, MIB, PACKED_ROWS, RESERVED_MIB, round_up
+from .choice import NO_TPU, KernelRefusal
 
-LANES, SUBLANES = 128, 16
-MIB = 2**20
 LEAST_MIB = 64  # of VMEM; a chip with less keeps XLA's convolutions
 # Products of 8 pixels by 256 x 256 weights that are written out: twice as many instructions, 2 to 3 s to compile.
 MAX_PRODUCTS = 1300
-ROWS, COLUMNS = "dp", "sp"
+ROWS, COLUMNS = "dp", "sp"  # the mesh's axes over which a picture is split
+
+Video = Float[Array, "1 channels frames height width"]
+Past = Float[Array, "1 channels past_frames height width"]
+Weight = Float[Array, "out channels time rows columns"]
+Bias = Float[Array, " out"]
+Shaped = Array | jax.ShapeDtypeStruct
 
 
-def takes_kernel(weight: "jax.Array") -> bool:
-    """Whether programs are being traced for chips that have room for the kernel and these weights, and the weights have
-    more than one place.
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionForm:
+    """How a kernel of `window` (frames, rows, columns) goes over a video; see `convolution`.
+
+    A pixel stands for `factor` rows and as many columns, of which it becomes `columns_each` in the kernel.
     """
-    if vmem_mib() < LEAST_MIB or _apart(weight) is None:
-        return False
-    return math.prod(weight.shape[2:]) > 1 and max(weight.shape[3:]) <= 3
+
+    window: tuple[int, ...]
+    repeats: bool
+    factor: int
+    halved: bool
+    past_at: int
+    columns_each: int
+
+
+def refusal(weight: Shaped) -> KernelRefusal:
+    """Why the kernel does not take a convolution by `weight` on the chips of the mesh in context."""
+    return KernelRefusal(kernel=names.CONVOLUTION, reasons=(*chip_reasons(), *_weight_reasons(weight)))
+
+
+def chip_reasons() -> tuple[str, ...]:
+    """Why a chip of the mesh in context does not run kernels that hold rows of a picture."""
+    kind, mib = chip.device_kind(), vmem_mib()
+    if not kind.startswith("TPU"):
+        return (NO_TPU,)
+    return () if mib >= LEAST_MIB else (f"{kind} has {mib} MiB of on-chip memory (VMEM), less than {LEAST_MIB}",)
+
+
+def _weight_reasons(weight: Shaped) -> tuple[str, ...]:
+    reasons, shape = [], " x ".join(map(str, weight.shape))
+    if max(weight.shape[3:]) > 3:
+        reasons.append(f"a kernel of {weight.shape[3]} rows and {weight.shape[4]} columns has more than 3")
+    if _apart(weight) is None:
+        reasons.append(f"weights of {shape} leave no room for rows in {_limit_mib()} MiB of on-chip memory (VMEM)")
+    return tuple(reasons)
 
 
 def vmem_mib() -> int:
     """Of a chip of the mesh in context; 0 where that is no TPU."""
-    import jax
-
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return VMEM_MIB.get(device.device_kind, 0) if device is not None else 0
+    return chip.VMEM_MIB.get(chip.device_kind(), 0)
 
 
-def convolution(
-    x: "jax.Array",
-    weight: "jax.Array",
-    bias: "jax.Array | None",
+def reference(
+    x: Video,
+    weight: Weight,
+    bias: Bias | None,
     *,
     repeats: bool,
     doubled: bool = False,
     halved: bool = False,
-    past: "jax.Array | None" = None,
+    past: Past | None = None,
+    past_at: int = 0,
+) -> Float[Array, "1 out _ _ _"]:
+    """As `convolution`, in float32 by XLA."""
+    found = x if past is None else jnp.concatenate([x[:, :, :past_at], past, x[:, :, past_at:]], axis=2)
+    if doubled:
+        found = jnp.repeat(jnp.repeat(found, 2, axis=3), 2, axis=4)
+    above, reach = weight.shape[3] // 2, weight.shape[4] // 2
+    widths = (0, 0), (0, 0), (0, 0), (above, above), (reach, reach)
+    found = jax.lax.conv_general_dilated(
+        jnp.pad(found, widths, mode="edge" if repeats else "constant").astype(jnp.float32),
+        weight.astype(jnp.float32),
+        window_strides=(1, 1, 1),
+        padding="VALID",
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    found = found if bias is None else found + bias.astype(jnp.float32)[:, None, None, None]
+    return (found[:, :, :, 1::2, 1::2] if halved else found).astype(x.dtype)
+
+
+def convolution(
+    x: Video,
+    weight: Weight,
+    bias: Bias | None,
+    *,
+    repeats: bool,
+    doubled: bool = False,
+    halved: bool = False,
+    past: Past | None = None,
     past_at: int = 0,
     interpret: bool = False,
-) -> "jax.Array":
-    """`layers.convolution` on the mesh in context, which may be of one chip. `repeats` edges, or nothing is there.
+) -> Float[Array, "1 out _ _ _"]:
+    """Stride 1, of odd rows and columns, on the mesh in context, which may be of one chip; height and width stay, of
+    frames as many are lost as the kernel has, less one. `repeats` edges, or zeros are beyond them.
 
     `doubled`: of `x` with each pixel as two rows and two columns. `halved`: every second row and column of the result,
-    the first left out. Frames of the `past` stand before frame `past_at`.
+    the first left out. Frames of the `past` stand before frame `past_at`. Raises `NotImplementedError` where the kernel
+    refuses the weights.
     """
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import PartitionSpec as P
-
+    KernelRefusal(kernel=names.CONVOLUTION, reasons=_weight_reasons(weight)).check()
     if bias is None:
         bias = jnp.zeros(len(weight), weight.dtype)
     picture = P(None, None, None, ROWS, COLUMNS)
-    how = {"repeats": repeats, "factor": 1 + doubled, "halved": halved, "past_at": past_at, "interpret": interpret}
-    local = partial(_convolved, **how)
+    form = ConvolutionForm(
+        window=weight.shape[2:], repeats=repeats, factor=1 + doubled, halved=halved, past_at=past_at,
+        columns_each=1 + doubled if x.dtype.itemsize == 2 else 1,
+    )  # fmt: skip
+    local = functools.partial(_convolved, form=form, interpret=interpret)
     videos = (x,) if past is None else (x, past)
     specs = (picture,) * len(videos), P(), P()
     return jax.shard_map(local, in_specs=specs, out_specs=picture, check_vma=False)(videos, weight, bias)
 
 
 def _convolved(
-    videos: "tuple[jax.Array, ...]",
-    weight: "jax.Array",
-    bias: "jax.Array",
-    *,
-    repeats: bool,
-    factor: int,
-    halved: bool,
-    past_at: int,
-    interpret: bool,
-) -> "jax.Array":
+    videos: tuple[Array, ...], weight: Array, bias: Array, *, form: ConvolutionForm, interpret: bool
+) -> Array:
     """A chip's part `[1, in, frames, height, width]`."""
-    import jax.numpy as jnp
-
-    outs, _, time, rows, columns = weight.shape
+    outs, (_, rows, columns) = len(weight), form.window
     videos = tuple(jnp.moveaxis(x[0], 0, -1) for x in videos)  # [frames, height, width, in]
-    if factor > 1 and videos[0].dtype.itemsize > 2:
-        videos = tuple(jnp.repeat(x, factor, axis=2) for x in videos)
-    within = factor if videos[0].dtype.itemsize == 2 else 1  # what the kernel does of it
+    if form.columns_each < form.factor:
+        videos = tuple(jnp.repeat(x, form.factor, axis=2) for x in videos)
+    within, past_at, repeats = form.columns_each, form.past_at, form.repeats
     places, above, reach = videos[0].shape[2], rows // 2, columns // 2
     width = within * places
 
-    def joined(cut: tuple[slice, ...]) -> "jax.Array":
+    def joined(cut: tuple[slice, ...]) -> Array:
         """A part of all frames in order, and small: what is whole is joined in the kernel."""
         now, *past = (x[cut] for x in videos)
         return jnp.concatenate([now[:past_at], *past, now[past_at:]], axis=0)
@@ -100,13 +155,13 @@ def _convolved(
     first, final = (joined((slice(None), cut)) for cut in (slice(0, 1), slice(-1, None)))
     ends = _beside(first, final, ROWS, repeats=repeats) if above else ()
 
-    def with_ends(cut: slice) -> "jax.Array":
+    def with_ends(cut: slice) -> Array:
         middle = joined((slice(None), slice(None), cut))
         return jnp.concatenate([*(x[:, :, cut] for x in ends[:1]), middle, *(x[:, :, cut] for x in ends[1:])], axis=1)
 
     # What stands beside a row follows it, as if it closed to a circle; in front of that, its last part register.
-    whole = width // SUBLANES * SUBLANES
-    room = max(SUBLANES, round_up(width + 2 * reach, SUBLANES) - whole)
+    whole = width // PACKED_ROWS * PACKED_ROWS
+    room = max(PACKED_ROWS, round_up(width + 2 * reach, PACKED_ROWS) - whole)
     last = jnp.repeat(with_ends(slice(whole // within, None)), within, axis=2)
     if reach:
         outermost = with_ends(slice(0, 1)), with_ends(slice(places - 1, None))
@@ -114,23 +169,17 @@ def _convolved(
         empty = jnp.zeros_like(left, shape=(*left.shape[:2], room - last.shape[2] - 2, left.shape[3]))
         last = jnp.concatenate([last, right, empty, left], axis=2)
     last = jnp.pad(last, ((0, 0), (0, 0), (0, room - last.shape[2]), (0, 0)))
-    found = _call(
-        videos, ends, last, *_arranged(weight, bias), outs=outs, window=(time, rows, columns), past_at=past_at,
-        rows_each=factor, columns_each=within, interpret=interpret,
-    )  # fmt: skip
-    if halved:
+    found = _call(videos, ends, last, *_arranged(weight, bias), outs=outs, form=form, interpret=interpret)
+    if form.halved:
         found = found[:, 1::2, 1::2]
     return jnp.moveaxis(found[..., :outs], -1, 0)[None]
 
 
-def _beside(first: "jax.Array", last: "jax.Array", name: str, *, repeats: bool) -> "tuple[jax.Array, jax.Array]":
+def _beside(first: Array, last: Array, name: str, *, repeats: bool) -> tuple[Array, Array]:
     """What stands before the first and after the last place, which neighbours on axis `name` hold."""
-    import jax
-    import jax.numpy as jnp
-
     chips, index = jax.lax.axis_size(name), jax.lax.axis_index(name)
 
-    def got(own: "jax.Array", sent: "jax.Array", hop: int, edge: int) -> "jax.Array":
+    def got(own: Array, sent: Array, hop: int, edge: int) -> Array:
         # A chip that nobody sends to gets zeros.
         pairs = [(chip, chip + hop) for chip in range(chips) if 0 <= chip + hop < chips]
         received = jax.lax.ppermute(sent, name, pairs) if pairs else jnp.zeros_like(sent)
@@ -139,7 +188,7 @@ def _beside(first: "jax.Array", last: "jax.Array", name: str, *, repeats: bool) 
     return got(first, last, 1, 0), got(last, first, -1, chips - 1)
 
 
-def _apart(weight: "jax.Array") -> int | None:
+def _apart(weight: Shaped) -> int | None:
     """How many lanes lie between a kernel's columns: a block's channels. None where two buffers of a block's weights
     would take over two fifths of the on-chip memory: rows have half of it.
     """
@@ -155,16 +204,14 @@ def _limit_mib() -> int:
     return (vmem_mib() or LEAST_MIB) - RESERVED_MIB
 
 
-def _arranged(weight: "jax.Array", bias: "jax.Array") -> "tuple[jax.Array, ...]":
+def _arranged(weight: Array, bias: Array) -> tuple[Array, ...]:
     """`[blocks, places * in, lanes]`, where a place is a frame and row that is seen, and `[blocks, 1, each]`.
 
     The lanes of a kernel's columns follow each other, `each` apart.
     """
-    import jax.numpy as jnp
-
     outs, ins, time, rows, columns = weight.shape
     each, lanes = _apart(weight), round_up(ins, LANES)
-    assert each is not None
+    assert each is not None  # `convolution` has checked it
     wide = round_up(outs, each)
     kernel = jnp.pad(weight, ((0, wide - outs), (0, lanes - ins), (0, 0), (0, 0), (0, 0)))
     kernel = kernel.reshape(-1, each, lanes, time, rows, columns).transpose(0, 3, 4, 2, 5, 1)
@@ -175,42 +222,26 @@ def _arranged(weight: "jax.Array", bias: "jax.Array") -> "tuple[jax.Array, ...]"
 
 
 def _call(
-    videos: "tuple[jax.Array, ...]",
-    ends: "tuple[jax.Array, ...]",
-    last: "jax.Array",
-    kernel: "jax.Array",
-    offset: "jax.Array",
-    *,
-    outs: int,
-    window: tuple[int, int, int],
-    past_at: int,
-    rows_each: int,
-    columns_each: int,
-    interpret: bool,
-) -> "jax.Array":
+    videos: tuple[Array, ...], ends: tuple[Array, ...], last: Array, kernel: Array, offset: Array, *,
+    outs: int, form: ConvolutionForm, interpret: bool,
+) -> Array:  # fmt: skip
     """`[frames, height, width, out]` of `videos` `[some frames, height, width, in]`. Of all frames in order: rows at
-    the `ends`, and of each row, theirs included, what is `last` after whole registers. A pixel of a video stands for
-    some rows and columns.
+    the `ends`, and of each row, theirs included, what is `last` after whole registers.
     """
-    import jax
-    import jax.numpy as jnp
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
-    time, rows, _ = window
+    time, rows, _ = form.window
     _, height, width, ins = videos[0].shape
-    seen, width, dtype = len(last), columns_each * width, last.dtype
+    seen, width, dtype = len(last), form.columns_each * width, last.dtype
     blocks, depth, across = kernel.shape
     frames, each, above = seen - time + 1, offset.shape[2], rows // 2
-    lanes, wide = depth // time // rows, width // SUBLANES * SUBLANES + last.shape[2]
+    lanes, wide = depth // time // rows, width // PACKED_ROWS * PACKED_ROWS + last.shape[2]
     limit = _limit_mib()
     # Two buffers of what comes and goes, and what is made of it. Weights, sums and what spills have the rest.
-    row_bytes = rows_each * wide * dtype.itemsize * (3 * seen * lanes + 2 * frames * each)
+    row_bytes = form.factor * wide * dtype.itemsize * (3 * seen * lanes + 2 * frames * each)
     given = _most(height, limit * MIB // 2 // row_bytes - 2 * above)
-    block = rows_each * given
+    block = form.factor * given
     together = _most(block, MAX_PRODUCTS // (wide // 8 * -(-depth // 256) * -(-across // 256)))
 
-    def rows_of(x: "jax.Array", missing: int) -> Any:
+    def rows_of(x: Array, missing: int) -> Any:
         # Blocks share rows, so they are placed by element: none begins before the array, some end after it.
         shape = (x.shape[0], given + 2 * above, *x.shape[2:])
         return pl.BlockSpec(
@@ -220,37 +251,29 @@ def _call(
 
     out_lanes = outs if blocks == 1 else blocks * each
     return pl.pallas_call(
-        partial(
-            _body,
-            window=window,
-            past_at=past_at,
-            together=together,
-            num_videos=len(videos),
-            num_ends=len(ends),
-            columns_each=columns_each,
-        ),
+        functools.partial(_body, form=form, together=together),
         grid=(blocks, height // given),
         in_specs=[
-            *(rows_of(video, above) for video in videos),
-            *(pl.BlockSpec(end.shape, lambda out, at: (0, 0, 0, 0)) for end in ends),
+            tuple(rows_of(video, above) for video in videos),
+            tuple(pl.BlockSpec(end.shape, lambda out, at: (0, 0, 0, 0)) for end in ends),
             rows_of(last, 0),
             pl.BlockSpec((None, depth, across), lambda out, at: (out, 0, 0)),
             pl.BlockSpec((None, 1, each), lambda out, at: (out, 0, 0)),
         ],
         out_specs=pl.BlockSpec((frames, block, width, min(each, out_lanes)), lambda out, at: (0, at, 0, out)),
-        out_shape=jax.ShapeDtypeStruct((frames, rows_each * height, width, out_lanes), dtype),
+        out_shape=jax.ShapeDtypeStruct((frames, form.factor * height, width, out_lanes), dtype),
         scratch_shapes=[pltpu.VMEM((seen, block + 2 * above, wide, lanes), dtype)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=limit * MIB
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * frames * rows_each * height * width * kernel.size,
+            flops=2 * frames * form.factor * height * width * kernel.size,
             transcendentals=0,
-            bytes_accessed=(seen * ins + frames * rows_each * out_lanes) * height * width * dtype.itemsize,
+            bytes_accessed=(seen * ins + frames * form.factor * out_lanes) * height * width * dtype.itemsize,
         ),
         interpret=interpret,
-        name="convolution",
-    )(*videos, *ends, last, kernel, offset)
+        name=names.CONVOLUTION,
+    )(videos, ends, last, kernel, offset)
 
 
 def _most(whole: int, limit: int) -> int:
@@ -259,34 +282,21 @@ def _most(whole: int, limit: int) -> int:
 
 
 def _body(
-    *refs: Any,
-    window: tuple[int, int, int],
-    past_at: int,
-    together: int,
-    num_videos: int,
-    num_ends: int,
-    columns_each: int,
-) -> None:
+    videos: Any, ends: Any, last: Any, kernel: Any, offset: Any, out: Any, joined: Any, *,
+    form: ConvolutionForm, together: int,
+) -> None:  # fmt: skip
     """`together` rows of a frame at a time."""
-    import jax
-    import jax.numpy as jnp
-    from jax.experimental import pallas as pl
-
-    videos, ends = refs[:num_videos], refs[num_videos : num_videos + num_ends]
-    last, kernel, offset, out, joined = refs[num_videos + num_ends :]
-    time, rows, columns = window
+    (time, rows, columns), past_at = form.window, form.past_at
     frames, block = out.shape[:2]
     seen, high, wide, lanes = joined.shape
     ins, whole, above, at = last.shape[3], wide - last.shape[2], rows // 2, pl.program_id(1)
-    rows_each = block // (last.shape[1] - 2 * above)
-    # Stated for bfloat16 too: a user's default of "highest" does not compile in a kernel.
-    precision = jax.lax.Precision.HIGHEST if out.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    rows_each, columns_each = form.factor, form.columns_each
     num_past = seen - videos[0].shape[0]
 
-    def put(place: tuple, row: "jax.Array") -> None:
+    def put(place: tuple, row: Array) -> None:
         joined[*place, :whole, :ins] = _twice(row) if columns_each > 1 else row
 
-    def join(video: Any, index: "jax.Array", _: None) -> None:
+    def join(video: Any, index: Array, _: None) -> None:
         frame, row = index // high, index % high
         source = (row + rows_each - 1) // rows_each
         # The others stand between frames of the first video.
@@ -300,7 +310,7 @@ def _body(
         joined[target, row, whole:, :ins] = last[target, source]
 
     for video in videos:
-        jax.lax.fori_loop(0, video.shape[0] * high, partial(join, video), None)
+        jax.lax.fori_loop(0, video.shape[0] * high, functools.partial(join, video), None)
     for end, row, edge in zip(ends if whole else (), (0, high - 1), (0, pl.num_programs(1) - 1), strict=False):
 
         @pl.when(at == edge)
@@ -310,21 +320,19 @@ def _body(
 
     turns = block // together
 
-    def turn(index: "jax.Array", _: None) -> None:
+    def turn(index: Array, _: None) -> None:
         frame, row = index // turns, index % turns * together
         places = [(frame + dt, pl.ds(row + dy, together)) for dt in range(time) for dy in range(rows)]
         sight = jnp.concatenate([joined[place].reshape(together * wide, lanes) for place in places], axis=1)
-        parts = jnp.dot(sight, kernel[...], preferred_element_type=jnp.float32, precision=precision)
+        parts = jnp.dot(sight, kernel[...], preferred_element_type=jnp.float32, precision=chip.precision(out.dtype))
         total = _summed(parts.reshape(together, wide, -1), offset, columns)
         out[frame, pl.ds(row, together)] = total[:, : out.shape[2], : out.shape[3]].astype(out.dtype)
 
     jax.lax.fori_loop(0, frames * turns, turn, None)
 
 
-def _summed(parts: "jax.Array", offset: Any, columns: int) -> "jax.Array":
+def _summed(parts: Array, offset: Any, columns: int) -> Array:
     """What a kernel's columns add, which in `parts` lies a pixel apart and in lanes of its own."""
-    from jax.experimental.pallas import tpu as pltpu
-
     wide, each = parts.shape[1], offset.shape[1]
     total = offset[...]
     for by in range(columns):
@@ -338,10 +346,7 @@ def _summed(parts: "jax.Array", offset: Any, columns: int) -> "jax.Array":
     return total
 
 
-def _twice(row: "jax.Array") -> "jax.Array":
+def _twice(row: Array) -> Array:
     """Each of `[columns, lanes]` of bfloat16 twice: two neighbours are the halves of a word."""
-    import jax.numpy as jnp
-    from jax.experimental.pallas import tpu as pltpu
-
     word = pltpu.bitcast(row.astype(jnp.float32), jnp.uint32)
     return pltpu.bitcast(word | (word >> 16), jnp.bfloat16)
