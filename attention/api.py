@@ -52,7 +52,7 @@ def attention(
 def _norms_over_chips(
     stream: sharded.Stream, prologue: Prologue, head_dim: int, mesh: Mesh
 ) -> tuple[sharded.Stream, Prologue]:
-    """Norms over all heads where these lie on several chips, done at once: the partitioner adds up what they need."""
+    """Norms over all heads where heads are sharded, computed before: the partitioner sums over chips what they need."""
 
     def ready(x: Array, norm: Norm | None) -> tuple[Array, Norm | None]:
         if norm is None or norm.weight.size == head_dim or mesh.shape["tp"] == 1:

@@ -43,8 +43,8 @@ class HeadLayout:
     interpret: bool = False
 
     def parts(self, lanes: int) -> int:
-        """In how many parts chips exchange what is `lanes` wide for each: two, so that one part's exchange runs beside
-        the other's attention, or one where that is not whole registers.
+        """The number of parts in which chips exchange `lanes` lanes each: two, so that one part's exchange runs during
+        the other's attention, or one where half of the lanes does not fill registers.
         """
         return 2 if self.kernel and not prologue.refusal(self.head_dim, lanes // 2) else 1
 
@@ -63,7 +63,7 @@ class HeadLayout:
     def take(
         self, x: Float[Array, "batch seq lanes"], chip: Int[Array, ""], groups: int, parts: int, norm: Any, tables: Any
     ) -> list[Float[Array, "batch seq lanes_of_group"]]:
-        """The groups of one `chip` alone that `divide` returns: what is replicated is not all prepared."""
+        """Of what `divide` returns, the groups of one `chip`. A chip prepares no more of a replicated array."""
         alone = norm is None or norm.weight.size == self.head_dim
         if alone and self._by_kernel(x.shape[2] // groups // parts):
             how = {"head_dim": self.head_dim, "interpret": self.interpret, "chip": chip}

@@ -1,6 +1,6 @@
 """Sequence-parallel attention: all-to-all over heads (Ulysses), a ring over the rest.
 
-Tokens lie on `sp`. Of the `sp` chips, as many as divide the heads exchange tokens for heads (DeepSpeed-Ulysses,
+Tokens are sharded on `sp`. Of the `sp` chips, as many as divide the heads exchange tokens for heads (DeepSpeed-Ulysses,
 https://arxiv.org/abs/2309.14509), so that each holds a longer run of the sequence for fewer heads; the remaining factor
 passes keys and values around a ring and merges partial softmaxes (Ring Attention, https://arxiv.org/abs/2310.01889).
 
@@ -76,7 +76,7 @@ def _num_parts(stream: Stream, ulysses: int, layout: HeadLayout) -> int:
 
 
 def _specs(prologue: Prologue, tokens: Any) -> Prologue:
-    """How a prologue's arrays lie: the norms whole, the tables with their `tokens`."""
+    """Where a prologue's arrays are: norms replicated, tables with their `tokens`."""
     specs = jax.tree.map(lambda _: P(), prologue)
     return replace(specs, tables=prologue.tables and (P(tokens), P(tokens)))
 
@@ -96,9 +96,9 @@ def _merge(one: tuple[Array, Array], two: tuple[Array, Array]) -> tuple[Array, A
 
 
 def _ring(
-    attend: LocalAttention, ring_size: int, q: Array, passed: list[tuple[Array, Array, int | Array]], *beside: Keys
+    attend: LocalAttention, ring_size: int, q: Array, passed: list[tuple[Array, Array, int | Array]], *replicated: Keys
 ) -> Array:
-    """Attention of this chip's queries to the keys of every chip of the ring, and to those `beside` them.
+    """Attention of this chip's queries to the keys of every chip of the ring, and to `replicated` ones.
 
     `passed` around are keys and values of sequences, with the number of real tokens of each.
     """
@@ -114,7 +114,7 @@ def _ring(
     merged = None
     for hop in range(ring_size):
         owner = (index - hop) % ring_size
-        keys = [*(keys_of(owner, *each) for each in passed), *(beside if hop == 0 else ())]
+        keys = [*(keys_of(owner, *each) for each in passed), *(replicated if hop == 0 else ())]
         out, log_sum = attend(q, keys, log_sums=True)
         assert log_sum is not None  # it was asked for
         part = out.astype(jnp.float32), log_sum
@@ -140,7 +140,7 @@ def cross_attention(
     layout: HeadLayout,
     prologue: Prologue,
 ) -> Float[Array, "batch q_seq lanes"]:
-    """Queries sharded on `sp`, keys (a short text) whole on every chip of it: nothing is exchanged."""
+    """Queries sharded on `sp`, keys (a short text) replicated: nothing is exchanged."""
 
     def body(q: Array, k: Array, v: Array, lengths: Array, prologue: Prologue) -> Array:
         length = kv_length if isinstance(kv_length, int) else lengths
@@ -154,7 +154,7 @@ def cross_attention(
 
 
 def _own_heads(text: Stream, ulysses: int, parts: int, layout: HeadLayout, prologue: Prologue) -> list[Stream]:
-    """A chip's heads of a text that is whole on all of them, prepared, in the parts that latents are exchanged in."""
+    """A chip's heads of a replicated text, prepared, in the parts in which latents are exchanged."""
     chip = jax.lax.axis_index(ULYSSES)
     taken = (layout.take(x, chip, ulysses, parts, *how) for x, how in zip(text, prologue.of_each, strict=True))
     return list(zip(*taken, strict=True))

@@ -34,7 +34,7 @@ def flat_attention(
     """Softmax attention of `q` to all of `keys`, and if asked the log-sum-exp of its scores.
 
     `head_dim` is 64 (an even number of heads) or a multiple of 128, else `NotImplementedError` says so. A row without
-    keys gives zeros and a log-sum-exp of `NEGATIVE`. Padding may hold anything.
+    keys returns zeros and a log-sum-exp of `NEGATIVE`. Padding may hold anything.
     """
     batch, q_seq, lanes = q.shape
     heads = lanes // head_dim
@@ -125,7 +125,7 @@ def _key_spec(block: int, width: int, divided: bool, turned: bool, mode: dict[st
 
 
 def turn(x: Float[Array, "batch rows lanes"], *, interpret: bool = False) -> Float[Array, "batch lanes columns"]:
-    """`x` with rows as lanes, their number rounded up to whole registers: what is beyond the last may be anything.
+    """`x` with rows as lanes, their number rounded up to a multiple of 128; lanes after the last may hold anything.
 
     Values of heads of 64 are read as the product wants them, once for all blocks of queries: turned in the loop they
     cost 3 % of the kernel (docs/LOG.md).

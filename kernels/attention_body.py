@@ -1,7 +1,7 @@
 """What one grid step of the attention kernel does: a block of queries against the keys in VMEM.
 
-Scores are kept transposed, `[keys, queries]`: sums over keys are then sums of whole registers, and nothing of a row of
-scores crosses lanes. `docs/attention.md` has a picture of the pipeline and the proofs of exactness.
+Scores are kept transposed, `[keys, queries]`: sums over keys are then sums of registers, and nothing of a row of scores
+crosses lanes. `docs/attention.md` has a picture of the pipeline and the proofs of exactness.
 """
 
 import functools
@@ -29,7 +29,7 @@ class Scratch(NamedTuple):
 
     What one stage of the pipeline leaves for the next has two buffers, one for even and one for odd steps: `weights`
     `[heads, step, block_q]`, exponentials; and under a running maximum `raw` `[heads, step, block_q]`, scores, `top`
-    and `kept` `[heads, 8, block_q]`, the maximum and what is left of sums under it.
+    and `kept` `[heads, 8, block_q]`, the maximum and the factor that it leaves of sums.
     """
 
     scaled: Any
@@ -107,7 +107,7 @@ class Block:
         return self.vmem.out.shape[-1]
 
     def lanes(self, head: int) -> Any:
-        """The lanes of keys that hold `head`: whole registers, so perhaps a neighbour's lanes too."""
+        """The lanes of keys that hold `head`: full registers, so perhaps a neighbour's lanes too."""
         return pl.ds(head * self.head_dim // LANES * LANES, max(LANES, self.head_dim))
 
     def units(self) -> Iterator[tuple[int, Any]]:

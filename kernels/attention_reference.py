@@ -37,8 +37,8 @@ def flat_attention(
 ) -> tuple[Float[Array, "batch q_seq lanes"], Float[Array, "batch heads q_seq"] | None]:
     """Attention of `q` to the real keys of all parts, and if asked the log-sum-exp of its scores.
 
-    Heads lie side by side. Keys and values that are not real are never touched: they may hold NaN. A row without keys
-    gives zeros and a log-sum-exp of `NEGATIVE`.
+    Heads are side by side. Keys and values that are not real are never used: they may hold NaN. A row without keys
+    returns zeros and a log-sum-exp of `NEGATIVE`.
     """
     valid = jnp.concatenate([_valid(part, len(q)) for part in keys], axis=1)  # [batch, kv_seq]
 

@@ -1,7 +1,7 @@
 """A convolution of a video or picture by a Pallas kernel, where rows and columns are split over the chips of a TPU.
 
 Channels are a register's lanes and columns its sublanes. For some rows of a frame at once, the pixels that a kernel's
-frames and rows see lie side by side as lanes, without being moved: one product gives what each of the kernel's columns
+frames and rows see are side by side as lanes, without being moved: one product is what each of the kernel's columns
 adds, in lanes of its own, and their sums, a column apart, are the result.
 """
 
@@ -148,24 +148,24 @@ def _convolved(
     width = within * places
 
     def joined(cut: tuple[slice, ...]) -> Array:
-        """A part of all frames in order, and small: what is whole is joined in the kernel."""
+        """A small part of all frames in order: full frames are joined in the kernel."""
         now, *past = (x[cut] for x in videos)
         return jnp.concatenate([now[:past_at], *past, now[past_at:]], axis=0)
 
     first, final = (joined((slice(None), cut)) for cut in (slice(0, 1), slice(-1, None)))
-    ends = _beside(first, final, ROWS, repeats=repeats) if above else ()
+    ends = _neighbours(first, final, ROWS, repeats=repeats) if above else ()
 
     def with_ends(cut: slice) -> Array:
         middle = joined((slice(None), slice(None), cut))
         return jnp.concatenate([*(x[:, :, cut] for x in ends[:1]), middle, *(x[:, :, cut] for x in ends[1:])], axis=1)
 
-    # What stands beside a row follows it, as if it closed to a circle; in front of that, its last part register.
-    whole = width // PACKED_ROWS * PACKED_ROWS
-    room = max(PACKED_ROWS, round_up(width + 2 * reach, PACKED_ROWS) - whole)
-    last = jnp.repeat(with_ends(slice(whole // within, None)), within, axis=2)
+    # After a row's full registers its rest follows, then what neighbours it right and left, as on a circle.
+    full = width // PACKED_ROWS * PACKED_ROWS
+    room = max(PACKED_ROWS, round_up(width + 2 * reach, PACKED_ROWS) - full)
+    last = jnp.repeat(with_ends(slice(full // within, None)), within, axis=2)
     if reach:
         outermost = with_ends(slice(0, 1)), with_ends(slice(places - 1, None))
-        left, right = _beside(*outermost, COLUMNS, repeats=repeats)
+        left, right = _neighbours(*outermost, COLUMNS, repeats=repeats)
         empty = jnp.zeros_like(left, shape=(*left.shape[:2], room - last.shape[2] - 2, left.shape[3]))
         last = jnp.concatenate([last, right, empty, left], axis=2)
     last = jnp.pad(last, ((0, 0), (0, 0), (0, room - last.shape[2]), (0, 0)))
@@ -175,8 +175,8 @@ def _convolved(
     return jnp.moveaxis(found[..., :outs], -1, 0)[None]
 
 
-def _beside(first: Array, last: Array, name: str, *, repeats: bool) -> tuple[Array, Array]:
-    """What stands before the first and after the last place, which neighbours on axis `name` hold."""
+def _neighbours(first: Array, last: Array, name: str, *, repeats: bool) -> tuple[Array, Array]:
+    """The places before the first and after the last, which neighbours on axis `name` hold."""
     chips, index = jax.lax.axis_size(name), jax.lax.axis_index(name)
 
     def got(own: Array, sent: Array, hop: int, edge: int) -> Array:
@@ -189,7 +189,7 @@ def _beside(first: Array, last: Array, name: str, *, repeats: bool) -> tuple[Arr
 
 
 def _apart(weight: Shaped) -> int | None:
-    """How many lanes lie between a kernel's columns: a block's channels. None where two buffers of a block's weights
+    """How many lanes are between a kernel's columns: a block's channels. None where two buffers of a block's weights
     would take over two fifths of the on-chip memory: rows have half of it.
     """
     outs, ins, time, rows, columns = weight.shape
@@ -217,8 +217,7 @@ def _arranged(weight: Array, bias: Array) -> tuple[Array, ...]:
     kernel = kernel.reshape(-1, each, lanes, time, rows, columns).transpose(0, 3, 4, 2, 5, 1)
     kernel = kernel.reshape(-1, time * rows * lanes, columns * each)
     offset = jnp.pad(bias, (0, wide - outs)).astype(jnp.float32).reshape(-1, 1, each)
-    whole = (jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % LANES))) for x in (kernel, offset))
-    return tuple(whole)
+    return tuple(jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % LANES))) for x in (kernel, offset))
 
 
 def _call(
@@ -226,7 +225,7 @@ def _call(
     outs: int, form: ConvolutionForm, interpret: bool,
 ) -> Array:  # fmt: skip
     """`[frames, height, width, out]` of `videos` `[some frames, height, width, in]`. Of all frames in order: rows at
-    the `ends`, and of each row, theirs included, what is `last` after whole registers.
+    the `ends`, and of each row, theirs included, what is `last` after full registers.
     """
     time, rows, _ = form.window
     _, height, width, ins = videos[0].shape
@@ -235,7 +234,7 @@ def _call(
     frames, each, above = seen - time + 1, offset.shape[2], rows // 2
     lanes, wide = depth // time // rows, width // PACKED_ROWS * PACKED_ROWS + last.shape[2]
     limit = _limit_mib()
-    # Two buffers of what comes and goes, and what is made of it. Weights, sums and what spills have the rest.
+    # Two buffers of inputs and outputs, and the joined rows. Weights, sums and spilled registers have the rest.
     row_bytes = form.factor * wide * dtype.itemsize * (3 * seen * lanes + 2 * frames * each)
     given = _most(height, limit * MIB // 2 // row_bytes - 2 * above)
     block = form.factor * given
@@ -276,9 +275,9 @@ def _call(
     )(videos, ends, last, kernel, offset)
 
 
-def _most(whole: int, limit: int) -> int:
-    """The largest part of `whole` that divides it and is within a limit, or 1."""
-    return max(n for n in range(1, whole + 1) if whole % n == 0 and (n == 1 or n <= limit))
+def _most(total: int, limit: int) -> int:
+    """The largest divisor of `total` within a limit, or 1."""
+    return max(n for n in range(1, total + 1) if total % n == 0 and (n == 1 or n <= limit))
 
 
 def _body(
@@ -289,34 +288,34 @@ def _body(
     (time, rows, columns), past_at = form.window, form.past_at
     frames, block = out.shape[:2]
     seen, high, wide, lanes = joined.shape
-    ins, whole, above, at = last.shape[3], wide - last.shape[2], rows // 2, pl.program_id(1)
+    ins, full, above, at = last.shape[3], wide - last.shape[2], rows // 2, pl.program_id(1)
     rows_each, columns_each = form.factor, form.columns_each
     num_past = seen - videos[0].shape[0]
 
     def put(place: tuple, row: Array) -> None:
-        joined[*place, :whole, :ins] = _twice(row) if columns_each > 1 else row
+        joined[*place, :full, :ins] = _twice(row) if columns_each > 1 else row
 
     def join(video: Any, index: Array, _: None) -> None:
         frame, row = index // high, index % high
         source = (row + rows_each - 1) // rows_each
-        # The others stand between frames of the first video.
+        # The past is between frames of the first video.
         target = jnp.where(frame >= past_at, frame + num_past, frame) if video is videos[0] else frame + past_at
         if ins < lanes:
             joined[target, row] = jnp.zeros((wide, lanes), joined.dtype)
-        if whole:
-            # The first block has no row in front; what is taken for it is no matter.
+        if full:
+            # The first block has no row in front; any row may stand for it, for the end replaces it.
             given = jnp.maximum(source - jnp.where(at == 0, above, 0), 0)
-            put((target, row), video[frame, given, : whole // columns_each, :])
-        joined[target, row, whole:, :ins] = last[target, source]
+            put((target, row), video[frame, given, : full // columns_each, :])
+        joined[target, row, full:, :ins] = last[target, source]
 
     for video in videos:
         jax.lax.fori_loop(0, video.shape[0] * high, functools.partial(join, video), None)
-    for end, row, edge in zip(ends if whole else (), (0, high - 1), (0, pl.num_programs(1) - 1), strict=False):
+    for end, row, edge in zip(ends if full else (), (0, high - 1), (0, pl.num_programs(1) - 1), strict=False):
 
         @pl.when(at == edge)
         def _(end: Any = end, row: int = row) -> None:
             for frame in range(seen):
-                put((frame, row), end[frame, 0, : whole // columns_each, :])
+                put((frame, row), end[frame, 0, : full // columns_each, :])
 
     turns = block // together
 
@@ -332,7 +331,7 @@ def _body(
 
 
 def _summed(parts: Array, offset: Any, columns: int) -> Array:
-    """What a kernel's columns add, which in `parts` lies a pixel apart and in lanes of its own."""
+    """The sum over a kernel's columns, which in `parts` are a pixel apart and in lanes of their own."""
     wide, each = parts.shape[1], offset.shape[1]
     total = offset[...]
     for by in range(columns):

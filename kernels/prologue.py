@@ -194,7 +194,7 @@ def _over_head(y: Float[Array, "rows lanes"], head_dim: int) -> Array:
 def _moments(
     mean: Callable[[Callable[[Array], Array]], Array], *, is_centred: bool, eps: float
 ) -> tuple[Array | float, Array]:
-    """What is taken off, and what is multiplied by; `mean` is that of a function of the values."""
+    """The mean to subtract (0 of an RMS norm) and the factor; `mean` is that of a function of the values."""
     middle = mean(lambda y: y) if is_centred else 0.0
     return middle, jax.lax.rsqrt(mean(lambda y: jnp.square(y - middle)) + eps)
 

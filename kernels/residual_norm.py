@@ -90,7 +90,7 @@ def by_kernel(
         *jax.tree.map(lambda v: pl.BlockSpec((None, v.shape[1], dim), _row_of(len(v))), vectors),
         jax.tree.map(lambda _: pl.BlockSpec(memory_space=pltpu.SMEM), count),
     )
-    results = jax.tree.map(lambda _: rows, (update, x))  # without an update the sum is what was there
+    results = jax.tree.map(lambda _: rows, (update, x))  # without an update the sum is `x`
     num_arrays = len(jax.tree.leaves(results))
     summed, normed = pl.pallas_call(
         functools.partial(_body, eps=eps),
@@ -113,7 +113,7 @@ def _row_of(num_rows: int) -> Any:
 
 
 def _vmem_bytes(arrays: int, dim: int) -> int:
-    """Both buffers of what is read and written, and as much again for what the compiler keeps."""
+    """Both buffers of what is read and written, as much again for the compiler, and 1 MiB."""
     return 2 * (4 * arrays * BLOCK_BYTES * dim) + MIB
 
 
