@@ -13,7 +13,7 @@ from . import local, sharded
 from .policy import AttentionPolicy
 from .prologue import NO_PROLOGUE, Prologue
 
-Lies = Literal["sharded", "whole"]  # tokens: on `sp`, or all of them on each of its chips
+Placement = Literal["sharded", "replicated"]  # of tokens, over the chips of `sp`
 
 
 def _flat(x: Array) -> Array:
@@ -27,20 +27,20 @@ def attention(
     *,
     kv_length: int | Int[Array, " batch"] | None = None,
     mesh: Mesh | None = None,
-    keys: Lies = "sharded",
+    keys: Placement = "sharded",
     prologue: Prologue = NO_PROLOGUE,
     policy: AttentionPolicy = AttentionPolicy(),  # noqa: B008 - frozen
 ) -> Float[Array, "batch q_seq heads head_dim"]:
     """Exact softmax attention with scale `head_dim ** -0.5`, of queries and keys that went through the `prologue`.
 
     Only the first `kv_length` keys of a row count (all by default): padding goes last and may hold anything. With a
-    `mesh`, batch lies on `dp`, heads on `tp` and queries on `sp`; keys lie on `sp` as well (`"sharded"`: one sequence
-    attending to itself) or are whole on every chip (`"whole"`: a short text). Raises `ValueError` where heads, batch or
-    sequence do not divide by their axis; the caller pads sequences.
+    `mesh`, batch is sharded on `dp`, heads on `tp` and queries on `sp`; so are keys (one sequence attending to itself),
+    or they are `"replicated"` (a short text). Raises `ValueError` where heads, batch or sequence do not divide by their
+    axis; the caller pads sequences.
     """
     length = k.shape[1] if kv_length is None else kv_length
     if keys == "sharded" or mesh is None or mesh.size == 1:
-        streams = {"lengths": (length,), "lies": ("sharded",), "prologues": (prologue,)}
+        streams = {"lengths": (length,), "placements": ("sharded",), "prologues": (prologue,)}
         return joint_attention((q, k, v), **streams, mesh=mesh, policy=policy)[0]
     _check_divides(q, mesh)
     attend, layout = local.chosen(policy, mesh, q.shape[3])
@@ -66,7 +66,7 @@ def _norms_over_chips(
 def joint_attention(
     *streams: tuple[Array, Array, Array],
     lengths: Sequence[int | Int[Array, " batch"]],
-    lies: Sequence[Lies],
+    placements: Sequence[Placement],
     mesh: Mesh | None = None,
     prologues: Sequence[Prologue] | None = None,
     policy: AttentionPolicy = AttentionPolicy(),  # noqa: B008 - frozen
@@ -75,21 +75,21 @@ def joint_attention(
     head_dim]`, which first go through their prologues.
 
     Of each the first `lengths` tokens are real, in all rows or per row; what follows may hold anything. A sequence
-    `lies` on `sp`, or is whole there; batch on `dp`, heads on `tp`. Their order does not matter to attention, so none
-    is implied.
+    is sharded on `sp` or replicated there; batch on `dp`, heads on `tp`. Their order does not matter to attention, so
+    none is implied.
     """
     head_dim, heads = streams[0][0].shape[3], streams[0][0].shape[2]
     prologues = prologues or (NO_PROLOGUE,) * len(streams)
     attend, layout = local.chosen(policy, mesh, head_dim)
     flat = [(_flat(q), _flat(k), _flat(v)) for q, k, v in streams]
     if mesh is not None and mesh.size > 1:
-        for stream, how in zip(streams, lies, strict=True):
+        for stream, how in zip(streams, placements, strict=True):
             if how == "sharded":
                 _check_divides(stream[0], mesh)
         ready = [_norms_over_chips(*each, head_dim, mesh) for each in zip(flat, prologues, strict=True)]
         outs = sharded.joint_attention(
-            [stream for stream, _ in ready], lengths, heads=heads, whole=[how == "whole" for how in lies], mesh=mesh,
-            attend=attend, layout=layout, prologues=[prologue for _, prologue in ready],
+            [stream for stream, _ in ready], lengths, heads=heads, mesh=mesh, attend=attend, layout=layout,
+            replicated=[how == "replicated" for how in placements], prologues=[prologue for _, prologue in ready],
         )  # fmt: skip
     else:
         flat = [sharded.prepared(s, 1, layout, p)[0] for s, p in zip(flat, prologues, strict=True)]

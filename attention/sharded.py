@@ -165,49 +165,49 @@ def joint_attention(
     lengths: Sequence[int | Array],
     *,
     heads: int,
-    whole: Sequence[bool],
+    replicated: Sequence[bool],
     mesh: Mesh,
     attend: LocalAttention,
     layout: HeadLayout,
     prologues: Sequence[Prologue],
 ) -> tuple[Array, ...]:
-    """Several sequences, each attending to all: sharded on `sp`, or `whole` on every chip of it as a text is.
+    """Several sequences, each attending to all: sharded on `sp`, or `replicated` there as a text is.
 
-    Each chip exchanges its tokens for heads and takes the same heads of what is whole, whose result is gathered over
-    heads again. Of each the first `lengths` tokens are real, the same for all rows or per row.
+    Each chip exchanges its tokens for heads and takes the same heads of a replicated sequence, whose result is gathered
+    over heads again. Of each the first `lengths` tokens are real, the same for all rows or per row.
     """
     split = _split_sequence_axis(mesh, heads)
     ring_size, ulysses = split.shape[RING], split.shape[ULYSSES]
 
-    def ready(stream: Stream, prologue: Prologue, is_whole: bool) -> list[Stream]:
-        if not is_whole:
+    def ready(stream: Stream, prologue: Prologue, is_replicated: bool) -> list[Stream]:
+        if not is_replicated:
             return prepared(stream, ulysses, layout, prologue)
         return _own_heads(stream, ulysses, _num_parts(stream, ulysses, layout), layout, prologue)
 
     def body(streams: tuple[Stream, ...], rows: tuple[Array, ...], prologues: Any) -> tuple[Array, ...]:
         real = [given if isinstance(given, int) else each for given, each in zip(lengths, rows, strict=True)]
-        parts = list(zip(*map(ready, streams, prologues, whole), strict=True))
+        parts = list(zip(*map(ready, streams, prologues, replicated), strict=True))
 
         def attended(queries: Array, part: tuple[Stream, ...]) -> Array:
             keys = [(k, v, length) for (_, k, v), length in zip(part, real, strict=True)]
             if ring_size == 1:
                 return attend(queries, [first(*each) for each in keys], log_sums=False)[0]
-            passed = [each for each, is_whole in zip(keys, whole, strict=True) if not is_whole]
-            beside = [first(*each) for each, is_whole in zip(keys, whole, strict=True) if is_whole]
-            return _ring(attend, ring_size, queries, passed, *beside)
+            passed = [each for each, is_replicated in zip(keys, replicated, strict=True) if not is_replicated]
+            kept = [first(*each) for each, is_replicated in zip(keys, replicated, strict=True) if is_replicated]
+            return _ring(attend, ring_size, queries, passed, *kept)
 
         def gathered(out: Array) -> Array:
             return jax.lax.all_gather(out, ULYSSES, axis=1) if ulysses > 1 else out[:, None]
 
         outs = []
-        for at, is_whole in enumerate(whole):
+        for at, is_replicated in enumerate(replicated):
             found = [attended(part[at][0], part) for part in parts]
-            outs.append(layout.join([*map(gathered, found)]) if is_whole else _to_tokens(found, ulysses, layout))
+            outs.append(layout.join([*map(gathered, found)]) if is_replicated else _to_tokens(found, ulysses, layout))
         return tuple(outs)
 
-    lies = [None if is_whole else (RING, ULYSSES) for is_whole in whole]
-    tokens = tuple(P("dp", axes, "tp") for axes in lies)
-    ways = tuple(_specs(prologue, axes) for prologue, axes in zip(prologues, lies, strict=True))
+    axes_of = [None if is_replicated else (RING, ULYSSES) for is_replicated in replicated]
+    tokens = tuple(P("dp", axes, "tp") for axes in axes_of)
+    ways = tuple(_specs(prologue, axes) for prologue, axes in zip(prologues, axes_of, strict=True))
     specs = tuple((each,) * 3 for each in tokens), (P("dp"),) * len(tokens), ways
     mapped = jax.shard_map(body, mesh=split, in_specs=specs, out_specs=tokens, check_vma=False)
     rows = tuple(_lengths(length, len(stream[0])) for length, stream in zip(lengths, streams, strict=True))

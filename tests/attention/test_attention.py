@@ -25,7 +25,7 @@ def pallas(**form: Any) -> AttentionPolicy:
     return AttentionPolicy(kernel="pallas", form=replace(SMALL, **form))
 
 
-LIES = ("sharded", "whole")
+PLACEMENTS = ("sharded", "replicated")
 FORMS = {
     "reference": AttentionPolicy(),
     "bounded": pallas(maximum="zero"),
@@ -169,7 +169,7 @@ def test_every_mesh_gives_the_same(shape: MeshShape, heads: int, length: int, co
     mesh = make_mesh(jax.devices()[: shape.num_devices], shape)
     q, k, v = inputs(2, 48, 48, heads, 16)
     expected = softmax_attention(q, k, v, [length, length])
-    for keys in ("sharded", "whole"):
+    for keys in PLACEMENTS:
         run = jax.jit(lambda q, k, v, keys=keys: attention(q, k, v, kv_length=length, mesh=mesh, keys=keys))
         out = run(q, poison(k, [length] * 2), poison(v, [length] * 2))
         compare("attention", out, expected, error=OPERATION)
@@ -190,7 +190,9 @@ def test_the_kernel_on_every_mesh_gives_the_same(shape: MeshShape | None, heads:
     compare("attention", run(*poisoned), expected, error=OPERATION)
     joint = [np.concatenate([x[:, :41], y], axis=1) for x, y in zip(latent, text, strict=True)]
     expected = softmax_attention(*joint, [42, 46])
-    both = jax.jit(lambda a, b, n: joint_attention(a, b, lengths=(41, n), lies=LIES, mesh=mesh, policy=pallas()))
+    both = jax.jit(
+        lambda a, b, n: joint_attention(a, b, lengths=(41, n), placements=PLACEMENTS, mesh=mesh, policy=pallas())
+    )
     poisoned_text = [text[0], *(poison(x, [1, 5]) for x in text[1:])]
     out, text_out = both(tuple(poisoned), tuple(poisoned_text), jnp.array([1, 5]))
     compare("attention", out[:, :41], expected[:, :41], error=OPERATION)
@@ -224,8 +226,8 @@ def test_sequences_attend_to_the_real_tokens_of_all(shape: MeshShape | None, hea
     joint = [np.concatenate([x[:, :41], y], axis=1) for x, y in zip(clean, text, strict=True)]
     latent = (clean[0], *(poison(x, [41, 41]) for x in clean[1:]))
     halves = [tuple(x[:, part] for x in latent) for part in (slice(24), slice(24, None))]
-    how = {"lies": ("sharded", *LIES), "mesh": mesh}
-    whole = jax.jit(lambda a, b, n: joint_attention(a, b, lengths=(41, n), lies=LIES, mesh=mesh))
+    how = {"placements": ("sharded", *PLACEMENTS), "mesh": mesh}
+    whole = jax.jit(lambda a, b, n: joint_attention(a, b, lengths=(41, n), placements=PLACEMENTS, mesh=mesh))
     halved = jax.jit(lambda a, b, c, n: joint_attention(a, b, c, lengths=(24, 17, n), **how))
     for lengths in ([7, 7], [1, 5]):
         expected = softmax_attention(*joint, [41 + length for length in lengths])

@@ -78,13 +78,14 @@ def enter_joint(sequence: Any, tables: str, values: dict[str, Any]) -> dict[str,
 
 
 def fused_norms(sequence: Any, eps: float, spread: bool = False) -> "tuple[Fuse, Fuse]":
-    """`sequence.residual_norm` for torch: of latents, and of a text that is whole on every chip of `sp`."""
+    """`sequence.residual_norm` for torch: of latents, and of a replicated text."""
     import functools
 
     from ..programs import torch_bridge
 
     fuses = (
-        functools.partial(sequence.residual_norm, eps=eps, lies=lies, spread=spread) for lies in ("sharded", "whole")
+        functools.partial(sequence.residual_norm, eps=eps, placement=placement, spread=spread)
+        for placement in ("sharded", "replicated")
     )
     latent, text = (functools.partial(torch_bridge.call_jax, fuse) for fuse in fuses)
     return latent, text
