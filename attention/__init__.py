@@ -1,5 +1,5 @@
-"""Exact attention: one entry point (`api.attention`), a float32 reference, the TPU kernel, the sharded form; and the
-residual norms around it.
+"""Exact attention: one entry point (`api.attention`), its policy, the sequence-parallel form, and what queries and keys
+go through before.
 
-May import `sharding`.
+May import `kernels` and `sharding`.
 """

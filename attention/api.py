@@ -1,34 +1,19 @@
 """The one entry point to attention."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-import jax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from . import kernel, reference, sharded
-from .keys import first
+from ..kernels.attention_reference import first
+from ..kernels.prologue import Norm, normed
+from . import local, sharded
 from .policy import AttentionPolicy
-from .prologue import NO_PROLOGUE, HeadLayout, Norm, Prologue, normed
+from .prologue import NO_PROLOGUE, Prologue
 
-Lies = Literal["sharded", "whole"]  # tokens: on `sp`, or all of them on each of its chips
-
-
-def _local(policy: AttentionPolicy, mesh: Mesh | None, head_dim: int) -> tuple[sharded.LocalAttention, HeadLayout]:
-    """How one chip attends, and how it prepares its arrays."""
-    device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
-    on_tpu = device.platform == "tpu"
-    if not policy.takes_kernel(device.platform):
-        return functools.partial(reference.flat_attention, head_dim=head_dim), HeadLayout(
-            head_dim=head_dim, kernel=False
-        )
-    attend = functools.partial(
-        kernel.local_attention, head_dim=head_dim, policy=policy, device_kind=device.device_kind, interpret=not on_tpu
-    )
-    return attend, HeadLayout(head_dim=head_dim, kernel=True, interpret=not on_tpu)
+Placement = Literal["sharded", "replicated"]  # of tokens, over the chips of `sp`
 
 
 def _flat(x: Array) -> Array:
@@ -42,37 +27,32 @@ def attention(
     *,
     kv_length: int | Int[Array, " batch"] | None = None,
     mesh: Mesh | None = None,
-    keys: Lies = "sharded",
+    keys: Placement = "sharded",
     prologue: Prologue = NO_PROLOGUE,
     policy: AttentionPolicy = AttentionPolicy(),  # noqa: B008 - frozen
 ) -> Float[Array, "batch q_seq heads head_dim"]:
     """Exact softmax attention with scale `head_dim ** -0.5`, of queries and keys that went through the `prologue`.
 
     Only the first `kv_length` keys of a row count (all by default): padding goes last and may hold anything. With a
-    `mesh`, batch lies on `dp`, heads on `tp` and queries on `sp`; keys lie on `sp` as well (`"sharded"`: one sequence
-    attending to itself) or are whole on every chip (`"whole"`: a short text). Raises `ValueError` where heads, batch or
-    sequence do not divide by their axis; the caller pads sequences.
+    `mesh`, batch is sharded on `dp`, heads on `tp` and queries on `sp`; so are keys (one sequence attending to itself),
+    or they are `"replicated"` (a short text). Raises `ValueError` where heads, batch or sequence do not divide by their
+    axis; the caller pads sequences.
     """
     length = k.shape[1] if kv_length is None else kv_length
-    attend, layout = _local(policy, mesh, q.shape[3])
-    flat = _flat(q), _flat(k), _flat(v)
-    if mesh is None or mesh.size == 1:
-        (ready,) = sharded.prepared(flat, 1, layout, prologue)
-        return attend(ready[0], [first(*ready[1:], length)], log_sums=False)[0].reshape(q.shape)
+    if keys == "sharded" or mesh is None or mesh.size == 1:
+        streams = {"lengths": (length,), "placements": ("sharded",), "prologues": (prologue,)}
+        return joint_attention((q, k, v), **streams, mesh=mesh, policy=policy)[0]
     _check_divides(q, mesh)
-    flat, prologue = _norms_over_chips(flat, prologue, q.shape[3], mesh)
-    how = {"mesh": mesh, "attend": attend, "layout": layout, "prologue": prologue}
-    if keys == "sharded":
-        out = sharded.self_attention(*flat, length, heads=q.shape[2], **how)
-    else:
-        out = sharded.cross_attention(*flat, length, **how)
+    attend, layout = local.chosen(policy, mesh, q.shape[3])
+    flat, prologue = _norms_over_chips((_flat(q), _flat(k), _flat(v)), prologue, q.shape[3], mesh)
+    out = sharded.cross_attention(*flat, length, mesh=mesh, attend=attend, layout=layout, prologue=prologue)
     return out.reshape(q.shape)
 
 
 def _norms_over_chips(
     stream: sharded.Stream, prologue: Prologue, head_dim: int, mesh: Mesh
 ) -> tuple[sharded.Stream, Prologue]:
-    """Norms over all heads where these lie on several chips, done at once: the partitioner adds up what they need."""
+    """Norms over all heads where heads are sharded, computed before: the partitioner sums over chips what they need."""
 
     def ready(x: Array, norm: Norm | None) -> tuple[Array, Norm | None]:
         if norm is None or norm.weight.size == head_dim or mesh.shape["tp"] == 1:
@@ -86,7 +66,7 @@ def _norms_over_chips(
 def joint_attention(
     *streams: tuple[Array, Array, Array],
     lengths: Sequence[int | Int[Array, " batch"]],
-    lies: Sequence[Lies],
+    placements: Sequence[Placement],
     mesh: Mesh | None = None,
     prologues: Sequence[Prologue] | None = None,
     policy: AttentionPolicy = AttentionPolicy(),  # noqa: B008 - frozen
@@ -95,21 +75,21 @@ def joint_attention(
     head_dim]`, which first go through their prologues.
 
     Of each the first `lengths` tokens are real, in all rows or per row; what follows may hold anything. A sequence
-    `lies` on `sp`, or is whole there; batch on `dp`, heads on `tp`. Their order does not matter to attention, so none
-    is implied.
+    is sharded on `sp` or replicated there; batch on `dp`, heads on `tp`. Their order does not matter to attention, so
+    none is implied.
     """
     head_dim, heads = streams[0][0].shape[3], streams[0][0].shape[2]
     prologues = prologues or (NO_PROLOGUE,) * len(streams)
-    attend, layout = _local(policy, mesh, head_dim)
+    attend, layout = local.chosen(policy, mesh, head_dim)
     flat = [(_flat(q), _flat(k), _flat(v)) for q, k, v in streams]
     if mesh is not None and mesh.size > 1:
-        for stream, how in zip(streams, lies, strict=True):
+        for stream, how in zip(streams, placements, strict=True):
             if how == "sharded":
                 _check_divides(stream[0], mesh)
         ready = [_norms_over_chips(*each, head_dim, mesh) for each in zip(flat, prologues, strict=True)]
         outs = sharded.joint_attention(
-            [stream for stream, _ in ready], lengths, heads=heads, whole=[how == "whole" for how in lies], mesh=mesh,
-            attend=attend, layout=layout, prologues=[prologue for _, prologue in ready],
+            [stream for stream, _ in ready], lengths, heads=heads, mesh=mesh, attend=attend, layout=layout,
+            replicated=[how == "replicated" for how in placements], prologues=[prologue for _, prologue in ready],
         )  # fmt: skip
     else:
         flat = [sharded.prepared(s, 1, layout, p)[0] for s, p in zip(flat, prologues, strict=True)]

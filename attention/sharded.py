@@ -1,6 +1,6 @@
 """Sequence-parallel attention: all-to-all over heads (Ulysses), a ring over the rest.
 
-Tokens lie on `sp`. Of the `sp` chips, as many as divide the heads exchange tokens for heads (DeepSpeed-Ulysses,
+Tokens are sharded on `sp`. Of the `sp` chips, as many as divide the heads exchange tokens for heads (DeepSpeed-Ulysses,
 https://arxiv.org/abs/2309.14509), so that each holds a longer run of the sequence for fewer heads; the remaining factor
 passes keys and values around a ring and merges partial softmaxes (Ring Attention, https://arxiv.org/abs/2310.01889).
 
@@ -9,7 +9,7 @@ Arrays are flat here, `[batch, tokens, heads * head_dim]`: the layout of the ker
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +19,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from .keys import Keys, first
-from .prologue import HeadLayout, Norm, Prologue
+from ..kernels.attention_reference import Keys, first
+from ..kernels.prologue import Norm
+from .local import LocalAttention
+from .prologue import HeadLayout, Prologue
 
-# (q, keys, log_sums=...) -> (out, log-sum-exp[batch, heads, q_seq] or None)
-LocalAttention = Callable[..., tuple[Array, Array | None]]
 Stream = tuple[Array, Array, Array]  # queries, keys, values
 
 RING, ULYSSES = "ring", "ulysses"
@@ -76,7 +76,7 @@ def _num_parts(stream: Stream, ulysses: int, layout: HeadLayout) -> int:
 
 
 def _specs(prologue: Prologue, tokens: Any) -> Prologue:
-    """How a prologue's arrays lie: the norms whole, the tables with their `tokens`."""
+    """Where a prologue's arrays are: norms replicated, tables with their `tokens`."""
     specs = jax.tree.map(lambda _: P(), prologue)
     return replace(specs, tables=prologue.tables and (P(tokens), P(tokens)))
 
@@ -96,9 +96,9 @@ def _merge(one: tuple[Array, Array], two: tuple[Array, Array]) -> tuple[Array, A
 
 
 def _ring(
-    attend: LocalAttention, ring_size: int, q: Array, passed: list[tuple[Array, Array, int | Array]], *beside: Keys
+    attend: LocalAttention, ring_size: int, q: Array, passed: list[tuple[Array, Array, int | Array]], *replicated: Keys
 ) -> Array:
-    """Attention of this chip's queries to the keys of every chip of the ring, and to those `beside` them.
+    """Attention of this chip's queries to the keys of every chip of the ring, and to `replicated` ones.
 
     `passed` around are keys and values of sequences, with the number of real tokens of each.
     """
@@ -114,7 +114,7 @@ def _ring(
     merged = None
     for hop in range(ring_size):
         owner = (index - hop) % ring_size
-        keys = [*(keys_of(owner, *each) for each in passed), *(beside if hop == 0 else ())]
+        keys = [*(keys_of(owner, *each) for each in passed), *(replicated if hop == 0 else ())]
         out, log_sum = attend(q, keys, log_sums=True)
         assert log_sum is not None  # it was asked for
         part = out.astype(jnp.float32), log_sum
@@ -129,41 +129,6 @@ def _lengths(length: int | Array, batch: int) -> Array:
     return jnp.broadcast_to(jnp.asarray(length, jnp.int32), (batch,))
 
 
-def self_attention(
-    q: Float[Array, "batch seq lanes"],
-    k: Float[Array, "batch seq lanes"],
-    v: Float[Array, "batch seq lanes"],
-    kv_length: int | Int[Array, " batch"],
-    *,
-    heads: int,
-    mesh: Mesh,
-    attend: LocalAttention,
-    layout: HeadLayout,
-    prologue: Prologue,
-) -> Float[Array, "batch seq lanes"]:
-    """Queries and keys of one sequence, sharded on `sp`; batch on `dp`, heads on `tp`. `seq` divides by `sp`."""
-    split = _split_sequence_axis(mesh, heads)
-    ring_size, ulysses = split.shape[RING], split.shape[ULYSSES]
-
-    def body(q: Array, k: Array, v: Array, lengths: Array, prologue: Prologue) -> Array:
-        length = kv_length if isinstance(kv_length, int) else lengths
-
-        def attended(q: Array, k: Array, v: Array) -> Array:
-            if ring_size > 1:
-                return _ring(attend, ring_size, q, [(k, v, length)])
-            return attend(q, [first(k, v, length)], log_sums=False)[0]
-
-        parts = prepared((q, k, v), ulysses, layout, prologue)
-        return _to_tokens([attended(*part) for part in parts], ulysses, layout)
-
-    tokens = P("dp", (RING, ULYSSES), "tp")
-    specs = (tokens, tokens, tokens, P("dp"), _specs(prologue, (RING, ULYSSES)))
-    mapped = jax.shard_map(body, mesh=split, in_specs=specs, out_specs=tokens, check_vma=False)
-    # Kernels are lowered for the mesh in context, which has to be the split one here.
-    with jax.sharding.use_abstract_mesh(split.abstract_mesh):
-        return mapped(q, k, v, _lengths(kv_length, len(q)), prologue)
-
-
 def cross_attention(
     q: Float[Array, "batch q_seq lanes"],
     k: Float[Array, "batch kv_seq lanes"],
@@ -175,7 +140,7 @@ def cross_attention(
     layout: HeadLayout,
     prologue: Prologue,
 ) -> Float[Array, "batch q_seq lanes"]:
-    """Queries sharded on `sp`, keys (a short text) whole on every chip of it: nothing is exchanged."""
+    """Queries sharded on `sp`, keys (a short text) replicated: nothing is exchanged."""
 
     def body(q: Array, k: Array, v: Array, lengths: Array, prologue: Prologue) -> Array:
         length = kv_length if isinstance(kv_length, int) else lengths
@@ -189,7 +154,7 @@ def cross_attention(
 
 
 def _own_heads(text: Stream, ulysses: int, parts: int, layout: HeadLayout, prologue: Prologue) -> list[Stream]:
-    """A chip's heads of a text that is whole on all of them, prepared, in the parts that latents are exchanged in."""
+    """A chip's heads of a replicated text, prepared, in the parts in which latents are exchanged."""
     chip = jax.lax.axis_index(ULYSSES)
     taken = (layout.take(x, chip, ulysses, parts, *how) for x, how in zip(text, prologue.of_each, strict=True))
     return list(zip(*taken, strict=True))
@@ -200,51 +165,52 @@ def joint_attention(
     lengths: Sequence[int | Array],
     *,
     heads: int,
-    whole: Sequence[bool],
+    replicated: Sequence[bool],
     mesh: Mesh,
     attend: LocalAttention,
     layout: HeadLayout,
     prologues: Sequence[Prologue],
 ) -> tuple[Array, ...]:
-    """Several sequences, each attending to all: sharded on `sp`, or `whole` on every chip of it as a text is.
+    """Several sequences, each attending to all: sharded on `sp`, or `replicated` there as a text is.
 
-    Each chip exchanges its tokens for heads and takes the same heads of what is whole, whose result is gathered over
-    heads again. Of each the first `lengths` tokens are real, the same for all rows or per row.
+    Each chip exchanges its tokens for heads and takes the same heads of a replicated sequence, whose result is gathered
+    over heads again. Of each the first `lengths` tokens are real, the same for all rows or per row.
     """
     split = _split_sequence_axis(mesh, heads)
     ring_size, ulysses = split.shape[RING], split.shape[ULYSSES]
 
-    def ready(stream: Stream, prologue: Prologue, is_whole: bool) -> list[Stream]:
-        if not is_whole:
+    def ready(stream: Stream, prologue: Prologue, is_replicated: bool) -> list[Stream]:
+        if not is_replicated:
             return prepared(stream, ulysses, layout, prologue)
         return _own_heads(stream, ulysses, _num_parts(stream, ulysses, layout), layout, prologue)
 
     def body(streams: tuple[Stream, ...], rows: tuple[Array, ...], prologues: Any) -> tuple[Array, ...]:
         real = [given if isinstance(given, int) else each for given, each in zip(lengths, rows, strict=True)]
-        parts = list(zip(*map(ready, streams, prologues, whole), strict=True))
+        parts = list(zip(*map(ready, streams, prologues, replicated), strict=True))
 
         def attended(queries: Array, part: tuple[Stream, ...]) -> Array:
             keys = [(k, v, length) for (_, k, v), length in zip(part, real, strict=True)]
             if ring_size == 1:
                 return attend(queries, [first(*each) for each in keys], log_sums=False)[0]
-            passed = [each for each, is_whole in zip(keys, whole, strict=True) if not is_whole]
-            beside = [first(*each) for each, is_whole in zip(keys, whole, strict=True) if is_whole]
-            return _ring(attend, ring_size, queries, passed, *beside)
+            passed = [each for each, is_replicated in zip(keys, replicated, strict=True) if not is_replicated]
+            kept = [first(*each) for each, is_replicated in zip(keys, replicated, strict=True) if is_replicated]
+            return _ring(attend, ring_size, queries, passed, *kept)
 
         def gathered(out: Array) -> Array:
             return jax.lax.all_gather(out, ULYSSES, axis=1) if ulysses > 1 else out[:, None]
 
         outs = []
-        for at, is_whole in enumerate(whole):
+        for at, is_replicated in enumerate(replicated):
             found = [attended(part[at][0], part) for part in parts]
-            outs.append(layout.join([*map(gathered, found)]) if is_whole else _to_tokens(found, ulysses, layout))
+            outs.append(layout.join([*map(gathered, found)]) if is_replicated else _to_tokens(found, ulysses, layout))
         return tuple(outs)
 
-    lies = [None if is_whole else (RING, ULYSSES) for is_whole in whole]
-    tokens = tuple(P("dp", axes, "tp") for axes in lies)
-    ways = tuple(_specs(prologue, axes) for prologue, axes in zip(prologues, lies, strict=True))
+    axes_of = [None if is_replicated else (RING, ULYSSES) for is_replicated in replicated]
+    tokens = tuple(P("dp", axes, "tp") for axes in axes_of)
+    ways = tuple(_specs(prologue, axes) for prologue, axes in zip(prologues, axes_of, strict=True))
     specs = tuple((each,) * 3 for each in tokens), (P("dp"),) * len(tokens), ways
     mapped = jax.shard_map(body, mesh=split, in_specs=specs, out_specs=tokens, check_vma=False)
     rows = tuple(_lengths(length, len(stream[0])) for length, stream in zip(lengths, streams, strict=True))
+    # Kernels are lowered for the mesh in context, which has to be the split one here.
     with jax.sharding.use_abstract_mesh(split.abstract_mesh):
         return mapped(tuple(streams), rows, tuple(prologues))

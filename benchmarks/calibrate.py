@@ -24,7 +24,7 @@ from comfyui_tpu.tpu_runtime.programs.program import Program, Target, shaped
 from comfyui_tpu.tpu_runtime.programs.weights import Weights
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from kernels import online
+from other_kernels import online
 
 PUBLISHED_S, PUBLISHED_KERNEL_S = 4.54, 3.03
 COLUMNS, ROWS = (None, "heads", None), (None, None, "heads")

@@ -25,6 +25,7 @@ from comfyui_tpu.tests.support.comfyui_server import Server, prepare, tiny_workf
 from comfyui_tpu.tests.support.patience import until
 from comfyui_tpu.tpu_runtime.engine.program_cache import MAX_BEHIND
 from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.programs.program import DENOISE_STEP
 from comfyui_tpu.tpu_runtime.spec import STAGES
 
 RECORDED = Path(__file__).parent / "predicted.json"
@@ -156,7 +157,7 @@ NEIGHBOUR = """
 
     def run_and_rest(executable, *args):
         result = run(executable, *args)
-        if executable.program.name == "denoise_step":
+        if executable.program.name == {step!r}:
             time.sleep({step_s})
         return result
 
@@ -186,7 +187,7 @@ def measure(num_pairs: int, steps: int, step_s: float) -> list[tuple[float, floa
         for is_behind in (True, False):
             base = Path(folder) / str(is_behind)
             base.mkdir()
-            neighbour = NEIGHBOUR.format(is_behind=is_behind, step_s=step_s)
+            neighbour = NEIGHBOUR.format(is_behind=is_behind, step=DENOISE_STEP, step_s=step_s)
             servers.append(prepare(base, packs={"zz-first-run": neighbour}))
             stack.callback(servers[-1].stop)
             servers[-1].start()

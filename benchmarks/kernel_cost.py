@@ -23,7 +23,7 @@ MIB = 2**20
 class Call:
     """Attention of `q_rows` queries to `kv_rows` keys and then to `text_rows`, whose number is known at run time.
 
-    `form`: fields of `policy.Form` in place of the table's. `kernel` "ours", or one to compare with.
+    `form`: fields of a `Form` in place of the table's. `kernel` "ours", or one to compare with.
     """
 
     title: str
@@ -88,11 +88,12 @@ def arrays(call: Call) -> list[tuple[tuple[int, ...], str]]:
 def function(call: Call, device_kind: str) -> tuple[Callable[..., Any], Any]:
     """What to compile, of `arrays`; and the form of ours."""
     import jax.numpy as jnp
-    from comfyui_tpu.attention import kernel, policy
-    from comfyui_tpu.attention.keys import first
+    from comfyui_tpu.kernels import attention
+    from comfyui_tpu.kernels.attention_form import Form, fastest
+    from comfyui_tpu.kernels.attention_reference import first
 
     if call.kernel != "ours":
-        from kernels import online, splash
+        from other_kernels import online, splash
 
         attend = {"splash": splash.attention, "online": online.attention}[call.kernel]
 
@@ -105,19 +106,20 @@ def function(call: Call, device_kind: str) -> tuple[Callable[..., Any], Any]:
 
         return run, None
 
-    chosen = policy.AttentionPolicy(bounded=call.bounded).form_for(
+    chosen = fastest(
         device_kind,
+        "zero" if call.bounded else "sampled",
         q_seq=call.q_rows,
         kv_rows=[call.kv_rows, *([call.text_rows] if call.text_rows else [])],
         heads=call.heads,
         head_dim=call.head_dim,
         itemsize=2,
     )
-    form = policy.Form(**{**asdict(chosen), **call.form})
+    form = Form(**{**asdict(chosen), **call.form})
 
     def run_ours(q: Any, k: Any, v: Any, *text: Any) -> Any:
         keys = [first(k, v, call.kv_rows), *([first(*text)] if text else [])]
-        return kernel.flat_attention(
+        return attention.flat_attention(
             q, keys, head_dim=call.head_dim, form=form, log_sums=False, scale=call.head_dim**-0.5
         )[0]
 

@@ -18,6 +18,7 @@ from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
 from comfyui_tpu.tpu_runtime.plan import measured, plan
 from comfyui_tpu.tpu_runtime.plan.compile import Request
+from comfyui_tpu.tpu_runtime.programs.program import DENOISE_STEP
 from comfyui_tpu.tpu_runtime.spec import STAGES
 from comfyui_tpu.tpu_runtime.units import GIB
 
@@ -109,7 +110,7 @@ def measured_step(record: Record) -> float | None:
         same = all(one.settings.get(name) == record["settings"][name] for name in ("height", "width", "num_frames"))
         on = one.device_kind, one.num_devices
         if same and on == there and not one.is_tiny and one.model == record["model"]:
-            found = next((p.median_s for p in one.programs if p.name.startswith("denoise")), found)
+            found = next((p.median_s for p in one.programs if p.name.startswith(DENOISE_STEP)), found)
     return found
 
 
@@ -136,7 +137,7 @@ def _row(record: Record) -> tuple[str, ...]:
 
 def step_of(record: Record) -> Record:
     """The denoiser's program: what runs once a step."""
-    return next(program for program in record["programs"] if program["name"].startswith("denoise"))
+    return next(program for program in record["programs"] if program["name"].startswith(DENOISE_STEP))
 
 
 def number(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Searches the attention kernel's tiles by what the compiler makes of them, and writes `attention/tile_table.py`.
+"""Searches the attention kernel's tiles by what the compiler makes of them, and writes `kernels/attention_tiles.py`.
 
 For each call of `attention.py` every candidate is compiled alone; the one with the fewest cycles wins, and of those
 within half a percent of it the shortest code, which loads and compiles sooner. Where there is a TPU the time counts
@@ -21,7 +21,7 @@ from kernel_cost import Call, Found, cost, measured_s
 
 import attention
 
-FILE = Path(__file__).parents[1] / "attention" / "tile_table.py"
+FILE = Path(__file__).parents[1] / "kernels" / "attention_tiles.py"
 HEAD = '''"""Written by `benchmarks/tune_attention.py`: the `tiles` for `kv_rows` keys, by which `libtpu`."""
 
 from typing import Any

@@ -29,7 +29,7 @@ _OF_RESULTS = ("comfyui-tpu", "jax", *OF_JAX, "torch", "torchax", "diffusers", "
 # What else changes compiled programs.
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION")
 # The folders whose code computes results.
-_SOURCES = ("attention", "sharding", "tpu_runtime")
+_SOURCES = ("attention", "kernels", "sharding", "tpu_runtime")
 
 
 @dataclass(frozen=True, kw_only=True)

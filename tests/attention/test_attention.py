@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comfyui_tpu.attention import kernel_body, tiles
-from comfyui_tpu.attention import policy as policies
 from comfyui_tpu.attention.api import attention, joint_attention
-from comfyui_tpu.attention.policy import AttentionPolicy, Form
+from comfyui_tpu.attention.policy import AttentionPolicy
+from comfyui_tpu.kernels import attention_body, attention_form, chip
+from comfyui_tpu.kernels.attention_form import Form
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support import closeness
@@ -25,7 +25,7 @@ def pallas(**form: Any) -> AttentionPolicy:
     return AttentionPolicy(kernel="pallas", form=replace(SMALL, **form))
 
 
-LIES = ("sharded", "whole")
+PLACEMENTS = ("sharded", "replicated")
 FORMS = {
     "reference": AttentionPolicy(),
     "bounded": pallas(maximum="zero"),
@@ -118,7 +118,7 @@ def test_keys_far_above_the_first_ones_take_over(name: str, compare: Callable):
 
 
 def test_without_the_rerun_a_gap_would_be_seen(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kernel_body.Block, "failed", lambda self: False)
+    monkeypatch.setattr(attention_body.Block, "failed", lambda self: False)
     q, k = scored(np.where(np.arange(331) == 300, 140.0, 0.0), 33)
     out = jax.jit(lambda q, k: attention(q, k, k, policy=pallas()))(q, k)
     assert not np.isfinite(out).all()
@@ -169,7 +169,7 @@ def test_every_mesh_gives_the_same(shape: MeshShape, heads: int, length: int, co
     mesh = make_mesh(jax.devices()[: shape.num_devices], shape)
     q, k, v = inputs(2, 48, 48, heads, 16)
     expected = softmax_attention(q, k, v, [length, length])
-    for keys in ("sharded", "whole"):
+    for keys in PLACEMENTS:
         run = jax.jit(lambda q, k, v, keys=keys: attention(q, k, v, kv_length=length, mesh=mesh, keys=keys))
         out = run(q, poison(k, [length] * 2), poison(v, [length] * 2))
         compare("attention", out, expected, error=OPERATION)
@@ -190,7 +190,9 @@ def test_the_kernel_on_every_mesh_gives_the_same(shape: MeshShape | None, heads:
     compare("attention", run(*poisoned), expected, error=OPERATION)
     joint = [np.concatenate([x[:, :41], y], axis=1) for x, y in zip(latent, text, strict=True)]
     expected = softmax_attention(*joint, [42, 46])
-    both = jax.jit(lambda a, b, n: joint_attention(a, b, lengths=(41, n), lies=LIES, mesh=mesh, policy=pallas()))
+    both = jax.jit(
+        lambda a, b, n: joint_attention(a, b, lengths=(41, n), placements=PLACEMENTS, mesh=mesh, policy=pallas())
+    )
     poisoned_text = [text[0], *(poison(x, [1, 5]) for x in text[1:])]
     out, text_out = both(tuple(poisoned), tuple(poisoned_text), jnp.array([1, 5]))
     compare("attention", out[:, :41], expected[:, :41], error=OPERATION)
@@ -224,8 +226,8 @@ def test_sequences_attend_to_the_real_tokens_of_all(shape: MeshShape | None, hea
     joint = [np.concatenate([x[:, :41], y], axis=1) for x, y in zip(clean, text, strict=True)]
     latent = (clean[0], *(poison(x, [41, 41]) for x in clean[1:]))
     halves = [tuple(x[:, part] for x in latent) for part in (slice(24), slice(24, None))]
-    how = {"lies": ("sharded", *LIES), "mesh": mesh}
-    whole = jax.jit(lambda a, b, n: joint_attention(a, b, lengths=(41, n), lies=LIES, mesh=mesh))
+    how = {"placements": ("sharded", *PLACEMENTS), "mesh": mesh}
+    whole = jax.jit(lambda a, b, n: joint_attention(a, b, lengths=(41, n), placements=PLACEMENTS, mesh=mesh))
     halved = jax.jit(lambda a, b, c, n: joint_attention(a, b, c, lengths=(24, 17, n), **how))
     for lengths in ([7, 7], [1, 5]):
         expected = softmax_attention(*joint, [41 + length for length in lengths])
@@ -293,16 +295,18 @@ HUNYUAN = {"q_seq": 111600, "kv_rows": [111600, 1256], "heads": 4, "head_dim": 1
 def test_the_form_follows_from_the_chip_the_size_and_the_weights(
     kind: str, call: dict[str, Any], bounded: bool, maximum: str, divided: bool
 ):
-    form = AttentionPolicy(bounded=bounded).form_for(kind, **call)
+    form = attention_form.fastest(kind, AttentionPolicy(bounded=bounded).maximum, **call)
     assert (form.maximum, form.block_kv is not None) == (maximum, divided)
-    used = policies.vmem_bytes(form, call["q_seq"], call["kv_rows"], call["head_dim"], call["itemsize"])
-    assert used <= form.vmem_mib * 2**20 < tiles.VMEM_MIB[kind] * 2**20
+    used = attention_form.vmem_bytes(form, call["q_seq"], call["kv_rows"], call["head_dim"], call["itemsize"])
+    assert used <= form.vmem_mib * 2**20 < chip.VMEM_MIB[kind] * 2**20
 
 
 def test_tiles_are_those_of_the_nearest_entry(monkeypatch: pytest.MonkeyPatch):
     def entry(rows: int, step: int) -> dict[str, Any]:
         return {"device_kind": "TPU", "head_dim": 128, "kv_rows": rows, "libtpu": "1", "tiles": {"step": step}}
 
-    monkeypatch.setattr(tiles, "ENTRIES", (entry(1000, 16), entry(3000, 32)))
-    found = [tiles.tiles_for("TPU", head_dim=128, kv_rows=rows, heads=1).get("step") for rows in (900, 2900, 9000)]
+    monkeypatch.setattr(attention_form, "ENTRIES", (entry(1000, 16), entry(3000, 32)))
+    found = [
+        attention_form.tiles_for("TPU", head_dim=128, kv_rows=rows, heads=1).get("step") for rows in (900, 2900, 9000)
+    ]
     assert found == [16, 32, 1024]

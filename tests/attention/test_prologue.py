@@ -10,7 +10,8 @@ import pytest
 import torch
 from comfyui_tpu.attention.api import attention
 from comfyui_tpu.attention.policy import AttentionPolicy
-from comfyui_tpu.attention.prologue import HeadLayout, Norm, Prologue
+from comfyui_tpu.attention.prologue import HeadLayout, Prologue
+from comfyui_tpu.kernels.prologue import Norm
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.closeness import OPERATION

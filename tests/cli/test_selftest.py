@@ -16,15 +16,15 @@ import jax
 import numpy as np
 import pytest
 import torch
-from comfyui_tpu.attention import kernel, kernel_body
+from comfyui_tpu.attention import local
 from comfyui_tpu.cli import selftest
 from comfyui_tpu.cli.main import main
+from comfyui_tpu.kernels import attention_body, convolution
 from comfyui_tpu.sharding.rules import REPLICATED, Rule
 from comfyui_tpu.tpu_runtime import models
 from comfyui_tpu.tpu_runtime.checkpoints import load
 from comfyui_tpu.tpu_runtime.engine import stage
 from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.models.autoencoders import convolution
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.selftest import checks, chips, families, kernels
 from comfyui_tpu.tpu_runtime.selftest import run as running
@@ -70,8 +70,8 @@ def test_it_is_green_on_eight_chips(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     one_form(monkeypatch)
     # A program that an earlier test has stored would not be traced.
     monkeypatch.setenv("COMFYUI_TPU_CACHE", str(tmp_path / "cache"))
-    used = mock.Mock(wraps=kernel.local_attention)
-    monkeypatch.setattr(kernel, "local_attention", used)
+    used = mock.Mock(wraps=local.by_kernel)
+    monkeypatch.setattr(local, "by_kernel", used)
     found = ran(tmp_path, MODEL)
     record = json.loads(found.record)
     assert found.status == 0, found.text
@@ -147,11 +147,11 @@ def test_a_rule_that_replicates_what_the_code_takes_to_be_split_is_red(monkeypat
     ("more", "problem"), [(1, "values of attention are not finite"), (-1, "The largest error is")], ids=str
 )
 def test_a_kernels_mask_that_is_off_by_one_is_red(more: int, problem: str, monkeypatch: pytest.MonkeyPatch):
-    def valid(self: kernel_body.Step, shape: tuple[int, ...], axis: int = 0) -> jax.Array:
+    def valid(self: attention_body.Step, shape: tuple[int, ...], axis: int = 0) -> jax.Array:
         keys = jax.lax.broadcasted_iota(jax.numpy.int32, shape, axis)
         return keys < self.part.length - self.start + more
 
-    monkeypatch.setattr(kernel_body.Step, "valid", valid)
+    monkeypatch.setattr(attention_body.Step, "valid", valid)
     row = checks.perform(next(iter(kernels.checks(*jax.devices()[:2]))), Silent())
     assert row.title == "kernels: attention, bounded scores, heads of 64 (float32)"
     assert problem in row.problem

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comfyui_tpu.kernels import names
 from comfyui_tpu.tpu_runtime.cost_model import bundles, chips, collectives, flops, hlo, kernels, step_time
 from comfyui_tpu.tpu_runtime.plan import findings
 from comfyui_tpu.tpu_runtime.programs.program import Program
@@ -176,7 +177,7 @@ def checking_kernel(x: jax.Array, reruns: bool = False) -> jax.Array:
         in_specs=[pl.BlockSpec((512, 256), lambda i: (i, 0))],
         out_specs=pl.BlockSpec((512, 1), lambda i: (i, 0)),
         out_shape=jax.ShapeDtypeStruct((len(x), 1), jnp.float32),
-        name="checking_with_rerun" if reruns else "checking",
+        name="checking" + names.WITH_RERUN * reruns,
     )(x)
 
 

@@ -15,7 +15,7 @@ SOURCE = "the pack's source"
 def source(tmp_path: Path) -> Path:
     """A small pack."""
     folder = tmp_path / "pack"
-    for name in ("attention/a.py", "sharding/b.py", "tpu_runtime/hosts/c.py", "cli/d.py"):
+    for name in ("attention/a.py", "kernels/k.py", "sharding/b.py", "tpu_runtime/hosts/c.py", "cli/d.py"):
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_text(name)
     return folder

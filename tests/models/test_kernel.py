@@ -10,7 +10,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from comfyui_tpu.attention import kernel, prologue, residual_norm
+from comfyui_tpu.attention import local
+from comfyui_tpu.kernels import prologue, residual_norm
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.support.closeness import NETWORK
@@ -19,7 +20,7 @@ from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
 
-KERNELS = ((kernel, "local_attention"), (prologue, "_divide"), (prologue, "_join"), (residual_norm, "_by_kernel"))
+KERNELS = ((local, "by_kernel"), (prologue, "divide"), (prologue, "join"), (residual_norm, "by_kernel"))
 # All-to-alls where heads divide by it, else a ring, or both: the miniatures have 2 to 6 heads.
 CHIPS = (1, 2, 3, 8)
 # Every model on two arrangements, every arrangement with three models: `--attention pallas` asks for the rest.
@@ -69,8 +70,8 @@ def test_the_kernel_gives_what_the_reference_gives(
     expected = by_the_reference(spec.name)
     parity.poison_padding(monkeypatch)
     parity.use_kernel(monkeypatch)
-    ran = mock.Mock(wraps=kernel.local_attention)
-    monkeypatch.setattr(kernel, "local_attention", ran)
+    ran = mock.Mock(wraps=local.by_kernel)
+    monkeypatch.setattr(local, "by_kernel", ran)
     compare(f"{spec.name}, kernel, {chips} chips", denoised(spec, MeshShape(sp=chips)), expected, error=NETWORK)
     assert ran.called
 
@@ -104,7 +105,7 @@ def test_heads_of_the_published_size_go_through_every_kernel(
     parity.use_kernel(monkeypatch)
     ran = {}
     for room, function in KERNELS:
-        ran[function] = mock.Mock(wraps=getattr(room, function))
-        monkeypatch.setattr(room, function, ran[function])
+        ran[room.__name__, function] = mock.Mock(wraps=getattr(room, function))
+        monkeypatch.setattr(room, function, ran[room.__name__, function])
     compare(f"{spec.name}, heads of the published size", denoised(), expected, error=NETWORK)
     assert all(spy.called for spy in ran.values()), ran

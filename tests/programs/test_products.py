@@ -6,14 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from comfyui_tpu.attention import kernel
-from comfyui_tpu.attention.keys import Keys
-from comfyui_tpu.attention.policy import Form
+from comfyui_tpu.kernels import attention, convolution
+from comfyui_tpu.kernels.attention_form import Form
+from comfyui_tpu.kernels.attention_reference import Keys
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tpu_runtime.cost_model import chips, flops
 from comfyui_tpu.tpu_runtime.models import SPECS
-from comfyui_tpu.tpu_runtime.models.autoencoders import convolution
 from comfyui_tpu.tpu_runtime.programs import generation
 from comfyui_tpu.tpu_runtime.programs.program import Program, shaped
 from comfyui_tpu.tpu_runtime.spec import STAGES, ModelSpec
@@ -90,7 +89,7 @@ def test_float32_is_multiplied_as_float32_and_kernels_say_how(spec: ModelSpec, s
 def attended(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     keys = Keys(keys=k, values=v, rows=k.shape[1], certain=k.shape[1])
     form = Form(block_q=128, step=128)
-    return kernel.flat_attention(q, [keys], head_dim=64, form=form, log_sums=False, scale=0.125)[0]
+    return attention.flat_attention(q, [keys], head_dim=64, form=form, log_sums=False, scale=0.125)[0]
 
 
 def convolved(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:

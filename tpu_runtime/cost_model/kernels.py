@@ -15,20 +15,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ...kernels import names
 from . import bundles, hlo
 from .chips import Topology, compiler_environment
 
 log = logging.getLogger(__name__)
 
 TARGET = "tpu_custom_call"
-RERUNS = "with_rerun"  # in the name of a kernel that repeats a step's work where its quicker way has failed
 TIMEOUT_S = 1800
 # libtpu's own estimate aborts elsewhere ("unsupported" in its DMA model). For long kernels it takes minutes (46 s and
 # 7.5 GiB for 13 600 bundles, 1 s for 3 700), and finds little there: it skips what is conditional.
 ESTIMATED = ("v5e", "v5p", "v6e")
 ESTIMATED_BUNDLES = 8000
 # Nor of these, by the start of their names: their loops over rows take it minutes and up to 16 GiB.
-NOT_ESTIMATED = ("convolution", "modulation")
+NOT_ESTIMATED = (names.CONVOLUTION, names.MODULATION)
 _DTYPES = {
     "pred": "bool",
     **{f"s{bits}": f"int{bits}" for bits in (4, 8, 16, 32)},
@@ -59,7 +59,7 @@ class Kernel:
 
     @property
     def reruns(self) -> bool:
-        return RERUNS in self.name
+        return names.WITH_RERUN in self.name
 
     @property
     def key(self) -> str:

@@ -183,7 +183,7 @@ def prepare_denoiser(network: Any, sequence: Any) -> None:
     for module in (block.ff, block.ff_context):
         module.forward = types.MethodType(feed_forward, module)
     layers.project_by(sequence.partial_sums, block.attn.to_out[0], block.ff.linear_out)
-    summed = functools.partial(sequence.summed, lies="whole")
+    summed = functools.partial(sequence.summed, placement="replicated")
     layers.project_by(summed, block.attn.to_add_out, block.ff_context.linear_out)
     network.module.pos_embed.forward = types.MethodType(rotary_tables, network.module.pos_embed)
     staggered = layers.Staggered(sequence, block.norm1.eps)
@@ -202,7 +202,7 @@ def prepare_denoiser(network: Any, sequence: Any) -> None:
         tables = [table[None, :, None] for table in values["image_rotary_emb"]]
         text_tables = tuple(sequence.pad_tokens(table[:, :size]) for table in tables)
         rotary = (*halves(table[:, size:] for table in tables), text_tables)
-        spread = sequence.spread_tokens(text, "whole")
+        spread = sequence.spread_tokens(text, "replicated")
         return {**values, **whole, "encoder_hidden_states": spread, "image_rotary_emb": rotary}
 
     def enter_single(values: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,8 @@ VISION_RULES = (
 
 def prologue(query_norm: Any, key_norm: Any, tables: Any = None) -> "Prologue":
     """What upstream's norm modules and rotary `tables` (cosines, sines: `[..., head_dim]`) do before attention."""
-    from ...attention.prologue import Norm, Prologue
+    from ...attention.prologue import Prologue
+    from ...kernels.prologue import Norm
     from ..programs import torch_bridge
 
     def norm(module: Any) -> Norm:
@@ -76,13 +77,14 @@ def enter_joint(sequence: Any, tables: str, values: dict[str, Any]) -> dict[str,
 
 
 def fused_norms(sequence: Any, eps: float, spread: bool = False) -> "tuple[Fuse, Fuse]":
-    """`sequence.residual_norm` for torch: of latents, and of a text that is whole on every chip of `sp`."""
+    """`sequence.residual_norm` for torch: of latents, and of a replicated text."""
     import functools
 
     from ..programs import torch_bridge
 
     fuses = (
-        functools.partial(sequence.residual_norm, eps=eps, lies=lies, spread=spread) for lies in ("sharded", "whole")
+        functools.partial(sequence.residual_norm, eps=eps, placement=placement, spread=spread)
+        for placement in ("sharded", "replicated")
     )
     latent, text = (functools.partial(torch_bridge.call_jax, fuse) for fuse in fuses)
     return latent, text

@@ -8,6 +8,7 @@ from ..cost_model import step_time
 from ..cost_model.chips import Topology
 from ..cost_model.flops import Flops
 from ..cost_model.step_time import Timing
+from ..programs.program import DENOISE_STEP
 from ..spec import Settings
 from ..units import GIB
 
@@ -107,7 +108,7 @@ class Plan:
     @property
     def mean_step_s(self) -> float | None:
         """Of a step, where several programs take turns at it; None where there is one, or one did not compile."""
-        steps = [each for each in self.programs if each.name.startswith(STEP)]
+        steps = [each for each in self.programs if each.name.startswith(DENOISE_STEP)]
         seconds = [each.predicted_s * each.runs for each in steps if each.predicted_s is not None]
         return sum(seconds) / sum(each.runs for each in steps) if len(seconds) == len(steps) > 1 else None
 
@@ -136,9 +137,6 @@ class Plan:
             "host_peak_bytes": self.host_peak_bytes,
         }
 
-
-# What the denoiser's programs are called.
-STEP = "denoise_step"
 
 _COLUMNS = (
     "program", "runs", "mesh", "weights", "temps", "output", "peak", "fits", "compile",

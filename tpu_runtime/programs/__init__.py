@@ -1,1 +1,4 @@
-"""Upstream modules as pure, compiled functions. May import the leaves of `tpu_runtime`, `attention` and `sharding`."""
+"""Upstream modules as pure, compiled functions.
+
+May import the leaves of `tpu_runtime`, `attention`, `kernels` and `sharding`.
+"""

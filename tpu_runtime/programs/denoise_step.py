@@ -16,7 +16,7 @@ from ...sharding.shape import MeshShape
 from ..spec import ModelSpec, Settings, StepReuse
 from . import finite, modules, solver_table, step_reuse, torch_bridge, weights
 from .denoiser_run import DenoiserRun
-from .program import Config, Program, Target, shaped, step_options
+from .program import DENOISE_STEP, Config, Program, Target, shaped, step_options
 from .token_layout import TokenLayout
 from .weights import Weights
 
@@ -94,7 +94,7 @@ def reusing_program(spec: ModelSpec, config: Config, target: Target, settings: S
     def step(weights: Weights, *args: Any) -> Any:
         return build.run(weights, StepArgs(*args), predict)[0]
 
-    return build.program(step, build.state_shardings, features, name="denoise_step.from_features")
+    return build.program(step, build.state_shardings, features, name=f"{DENOISE_STEP}.from_features")
 
 
 def reuse_of(spec: ModelSpec) -> StepReuse:
@@ -170,7 +170,7 @@ class _Step:
         return (NamedSharding(self.mesh, P()),) * (3 + self.shape.num_memory)
 
     def program(
-        self, step: Callable[..., Any], out_shardings: Any, features: Any = (), name: str = "denoise_step"
+        self, step: Callable[..., Any], out_shardings: Any, features: Any = (), name: str = DENOISE_STEP
     ) -> Program:
         spec, mesh, rows = self.spec, self.mesh, 1 + self.shape.num_memory
         latent_shape = spec.geometry.latent_shape(self.settings)

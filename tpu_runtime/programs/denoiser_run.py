@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import torch
 
-from ...attention.api import Lies
+from ...attention.api import Placement
 from ...attention.prologue import NO_PROLOGUE, Prologue
 from . import torch_bridge
 from .modules import LAYER, ScannedBlocks, scan_layers
@@ -110,11 +110,11 @@ class DenoiserRun:
         shift: torch.Tensor,
         *,
         eps: float,
-        lies: Lies = "sharded",
+        placement: Placement = "sharded",
         spread: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`x + gate * update`, and its layer norm `* scale + shift`, in one pass: see `TokenLayout.residual_norm`."""
-        fused = functools.partial(self.layout.residual_norm, eps=eps, lies=lies, spread=spread)
+        fused = functools.partial(self.layout.residual_norm, eps=eps, placement=placement, spread=spread)
         return torch_bridge.call_jax(fused, x, update, gate, scale, shift)
 
     def add_gated(self, x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,8 @@ from ..precision import Precision
 
 log = logging.getLogger(__name__)
 
+DENOISE_STEP = "denoise_step"  # begins the names of the denoiser's programs, by which plan and benchmarks find them
+
 Config = Mapping[str, Any]
 
 # One thread at a time builds modules and traces them: torchax keeps what is enabled in one place for all threads. What

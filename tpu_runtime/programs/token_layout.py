@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from ...attention import residual_norm
-from ...attention.api import Lies, attention, joint_attention
+from ...attention.api import Placement, attention, joint_attention
 from ...attention.policy import AttentionPolicy
 from ...attention.prologue import NO_PROLOGUE, Prologue
+from ...kernels import residual_norm
 from ...sharding.rules import Layout
 from .modules import LAYER, Scan, Values
 
@@ -55,17 +55,17 @@ class TokenLayout:
         return self.constrain(self.pad_tokens(hidden), "dp", "sp", None)
 
     def spread_tokens(
-        self, hidden: Float[Array, "batch tokens dim"], lies: Lies = "sharded"
+        self, hidden: Float[Array, "batch tokens dim"], placement: Placement = "sharded"
     ) -> Float[Array, "batch padded dim"]:
-        return self.constrain(self.pad_tokens(hidden), *self._tokens(lies, spread=True))
+        return self.constrain(self.pad_tokens(hidden), *self._tokens(placement, spread=True))
 
     def halves(self, x: Array) -> list[Array]:
         """`[batch, tokens, ...]` in two parts of equal length."""
         return jnp.split(self.pad_tokens(x, 2), 2, axis=1)
 
-    def _tokens(self, lies: Lies, *, spread: bool = False) -> P:
+    def _tokens(self, placement: Placement, *, spread: bool = False) -> P:
         """Of `[batch, tokens, dim]`, where every chip of `tp` has all of its `sp`'s tokens, or they are spread."""
-        axes = ("sp",) if lies == "sharded" else ()
+        axes = ("sp",) if placement == "sharded" else ()
         return P("dp", (*axes, "tp") if spread else axes or None, None)
 
     def self_attention(
@@ -86,9 +86,9 @@ class TokenLayout:
         *,
         prologue: Prologue = NO_PROLOGUE,
     ) -> Array:
-        """Latent tokens attending to a text that is whole on every chip, to all of it by default."""
+        """Latent tokens attending to a replicated text, to all of it by default."""
         return attention(
-            q, k, v, kv_length=text_length, mesh=self.mesh, keys="whole", prologue=prologue, policy=self.policy
+            q, k, v, kv_length=text_length, mesh=self.mesh, keys="replicated", prologue=prologue, policy=self.policy
         )
 
     def joint_attention(
@@ -102,7 +102,7 @@ class TokenLayout:
         """Query, key and value of padded latent tokens and of a text: every token attends to all real ones of both."""
         length = text[0].shape[1] if text_length is None else text_length
         out, text_out = joint_attention(
-            latent, text, lengths=(self.num_tokens, length), lies=("sharded", "whole"), mesh=self.mesh,
+            latent, text, lengths=(self.num_tokens, length), placements=("sharded", "replicated"), mesh=self.mesh,
             prologues=prologues, policy=self.policy,
         )  # fmt: skip
         return out, text_out
@@ -113,9 +113,9 @@ class TokenLayout:
         """As `joint_attention`, of the two `halves` of a sequence, and of a text where one follows."""
         half = streams[0][0].shape[1]
         lengths = min(self.num_tokens, half), max(self.num_tokens - half, 0), text_length
-        lies: tuple[Lies, ...] = "sharded", "sharded", "whole"
+        placements: tuple[Placement, ...] = "sharded", "sharded", "replicated"
         return joint_attention(
-            *streams, lengths=lengths[: len(streams)], lies=lies[: len(streams)], mesh=self.mesh,
+            *streams, lengths=lengths[: len(streams)], placements=placements[: len(streams)], mesh=self.mesh,
             prologues=prologues, policy=self.policy,
         )  # fmt: skip
 
@@ -128,11 +128,11 @@ class TokenLayout:
         shift: Array,
         *,
         eps: float,
-        lies: Lies = "sharded",
+        placement: Placement = "sharded",
         spread: bool = False,
     ) -> tuple[Array, Array]:
         """`hidden + gate * update`, and its layer norm `* scale + shift`: see `residual_norm`. Vectors `[..., dim]`, of
-        every row or of all; tokens lie on `sp` or are whole on every chip. Of spread tokens the norm is gathered.
+        every row or of all; tokens are sharded on `sp` or replicated. Of spread tokens the norm is gathered.
 
         A vector may be a pair, `[rows, 2, 1, dim]`: the first latent frame's tokens have the first.
         """
@@ -144,8 +144,8 @@ class TokenLayout:
             lambda v: v.reshape(-1, *[2] * (v.ndim == 4), v.shape[-1]), (gate, scale, shift)
         )
         has_pairs = any(v.ndim == 3 for v in jax.tree.leaves((gate, scale, shift)))
-        assert not has_pairs or (lies == "sharded" and not spread)
-        tokens = self._tokens(lies, spread=spread)
+        assert not has_pairs or (placement == "sharded" and not spread)
+        tokens = self._tokens(placement, spread=spread)
         args = (hidden, update), (gate, scale, shift)
         specs = (
             jax.tree.map(lambda _: tokens, args[0]),
@@ -158,17 +158,20 @@ class TokenLayout:
             hidden, normed = run(*arrays, *vectors, **leading)
             return hidden, _each_row(jax.lax.all_gather, normed) if spread else normed
 
-        out_specs = tokens, self._tokens(lies)
+        out_specs = tokens, self._tokens(placement)
         mapped = jax.shard_map(fused, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
         return mapped(*args)
 
     def partial_sums(
-        self, weight: Float[Array, "lanes dim"], *parts: Float[Array, "batch tokens _"], lies: Lies = "sharded"
+        self,
+        weight: Float[Array, "lanes dim"],
+        *parts: Float[Array, "batch tokens _"],
+        placement: Placement = "sharded",
     ) -> Float[Array, "tp batch tokens dim"]:
         """The lanes of all `parts` times `weight`, not yet summed over the chips of `tp`: each multiplies its own
         lanes, side by side, by its rows.
         """
-        tokens = self._tokens(lies)
+        tokens = self._tokens(placement)
 
         def product(weight: Array, parts: tuple[Array, ...]) -> Array:
             return (jnp.concatenate(parts, axis=-1) @ weight)[None]
@@ -183,21 +186,24 @@ class TokenLayout:
         return self.constrain(zeros, "tp", *self._tokens("sharded"))
 
     def scatter(
-        self, sums: Float[Array, "tp batch tokens dim"], lies: Lies = "sharded"
+        self, sums: Float[Array, "tp batch tokens dim"], placement: Placement = "sharded"
     ) -> Float[Array, "batch tokens dim"]:
         """`partial_sums`, summed over chips and spread."""
 
         def scattered(sums: Array) -> Array:
             return _each_row(jax.lax.psum_scatter, sums[0])
 
-        specs, out_specs = P("tp", *self._tokens(lies)), self._tokens(lies, spread=True)
+        specs, out_specs = P("tp", *self._tokens(placement)), self._tokens(placement, spread=True)
         return jax.shard_map(scattered, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)(sums)
 
     def summed(
-        self, weight: Float[Array, "lanes dim"], *parts: Float[Array, "batch tokens _"], lies: Lies = "sharded"
+        self,
+        weight: Float[Array, "lanes dim"],
+        *parts: Float[Array, "batch tokens _"],
+        placement: Placement = "sharded",
     ) -> Float[Array, "batch tokens dim"]:
         """The lanes of all `parts` times `weight`, spread."""
-        return self.scatter(self.partial_sums(weight, *parts, lies=lies), lies)
+        return self.scatter(self.partial_sums(weight, *parts, placement=placement), placement)
 
     def merge_groups(self, name: str, stack: Float[Array, "layers groups size dim"]) -> Float[Array, "layers rows dim"]:
         """A stack whose `size` lies on `tp`, each chip's pieces of all groups together: another view, not a copy."""

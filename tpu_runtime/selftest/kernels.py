@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...attention import residual_norm
 from ...attention.api import attention
-from ...attention.policy import AttentionPolicy, Form
-from ...attention.prologue import HeadLayout, Norm
-from ...attention.tiles import VMEM_MIB
+from ...attention.policy import AttentionPolicy
+from ...attention.prologue import HeadLayout
+from ...kernels import convolution, residual_norm
+from ...kernels.attention_form import Form, fastest
+from ...kernels.chip import VMEM_MIB
+from ...kernels.prologue import Norm
 from ...sharding.mesh import Device, make_mesh
 from ...sharding.shape import MeshShape
-from ..models.autoencoders import convolution, layers
 from .checks import Arrays, Bound, Check
 
 FAMILY = "kernels"
@@ -63,10 +64,8 @@ def _forms(device: Device, head_dim: int) -> dict[str, Form]:
     form, block = SMALL, SMALL_BLOCK
     if device.platform == "tpu":
         (q_seq, kv_seq), block = NUM_LARGE, LARGE_BLOCK
-        policy = AttentionPolicy(kernel="pallas")
-        form = policy.form_for(
-            device.device_kind, q_seq=q_seq, kv_rows=[kv_seq], heads=2, head_dim=head_dim, itemsize=2
-        )
+        size = {"q_seq": q_seq, "kv_rows": [kv_seq], "heads": 2, "head_dim": head_dim, "itemsize": 2}
+        form = fastest(device.device_kind, "sampled", **size)
     return {
         "bounded scores": replace(form, maximum="zero"),
         "sampled maximum": replace(form, maximum="sampled"),
@@ -145,16 +144,14 @@ def _convolution(device: Device, host: Device) -> tuple[Arrays, Arrays]:
 
     def run(on: Device, *, kernel: bool) -> Arrays:
         def all_ways(x: Any, past: Any, volume: Any, picture: Any, bias: Any) -> Arrays:
+            apply = convolution.reference
             if kernel:
-                how = {"bias": bias, "interpret": on.platform != "tpu"}
-                apply, edges = partial(convolution.convolution, **how, repeats=False), {"repeats": True}
-            else:
-                apply, edges = partial(layers.convolution, bias=bias), {"edges": "replicate"}
+                apply = partial(convolution.convolution, interpret=on.platform != "tpu")
             return {
-                "behind the past": apply(x, volume, past=past),
-                "edges repeated": apply(x, volume, **edges),
-                "doubled": apply(x, picture, doubled=True),
-                "halved": apply(x, picture, halved=True),
+                "behind the past": apply(x, volume, bias, repeats=False, past=past),
+                "edges repeated": apply(x, volume, bias, repeats=True),
+                "doubled": apply(x, picture, bias, repeats=False, doubled=True),
+                "halved": apply(x, picture, bias, repeats=False, halved=True),
             }
 
         with jax.set_mesh(make_mesh([on], MeshShape())):

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
 from ...spec import Call, Component, Need, Report, has_length
-from . import convolution as kernels
-from . import modulation
 from .frames import pixels
 from .layers import convolved, enlarged, group_moments, normed
 
@@ -166,19 +164,12 @@ def modulated(
     eps: float,
 ) -> "jax.Array":
     """SiLU of the group norm of `[1, channels, frames, height, width]`, scaled and offset by what has fewer rows."""
-    import jax
-    import jax.numpy as jnp
+    from ....kernels import choice, modulation
 
     middle, factor = group_moments(x, counted, groups=groups, eps=eps)
     factor = factor * weight
-    shift = bias - middle * factor
-    if kernels.vmem_mib() >= kernels.LEAST_MIB:
-        return modulation.modulated(x, factor, shift, scale, offset)
-    rows = x.reshape(*x.shape[:3], scale.shape[3], -1, x.shape[4]).astype(jnp.float32)
-    beyond = (..., None, None, None, None)
-    found = rows * factor[beyond] + shift[beyond]
-    found = found * scale[:, :, :, :, None] + offset[:, :, :, :, None]
-    return jax.nn.silu(found).astype(x.dtype).reshape(x.shape)
+    run = modulation.modulated if choice.accepted(modulation.refusal()) else modulation.reference
+    return run(x, factor, bias - middle * factor, scale, offset)
 
 
 def _upsample(upsample: Any, inputs: "torch.Tensor") -> "torch.Tensor":

@@ -68,21 +68,24 @@ def convolution(
     So columns are the batch, and what a kernel's columns see are shifted copies, side by side as channels: the same
     sums. Where width is split over chips, only the outer columns move.
 
-    With `kernel` a TPU takes our own instead (see `convolution`), and of one place it is a product.
+    With `kernel` our own computes it instead, unless it refuses (see `kernels.convolution`), and of one place it is a
+    product.
     """
     import jax
     import jax.numpy as jnp
 
-    from . import convolution as kernels
+    from ....kernels import choice
+    from ....kernels import convolution as ours
 
-    if kernel and kernels.takes_kernel(weight):
+    is_product = kernel and max(weight.shape[2:]) == 1
+    if kernel and not is_product and choice.accepted(ours.refusal(weight)):
         how = {"repeats": edges == "replicate", "doubled": doubled, "halved": halved, "past": past, "past_at": past_at}
-        return kernels.convolution(x, weight, bias, **how)
+        return ours.convolution(x, weight, bias, **how)
     if past is not None:
         x = jnp.concatenate([x[:, :, :past_at], past, x[:, :, past_at:]], axis=2)
     if doubled:
         x = enlarged(x, size=(x.shape[2], 2 * x.shape[3], 2 * x.shape[4]))
-    if kernel and max(weight.shape[2:]) == 1:
+    if is_product:
         out = jnp.einsum("oi,bi...->bo...", weight[:, :, 0, 0, 0], x)
         return out if bias is None else out + bias[:, None, None, None]
     rows, columns = weight.shape[3:]

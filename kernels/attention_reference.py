@@ -1,15 +1,35 @@
-"""Plain softmax attention in float32: what every other implementation is compared with."""
+"""Plain softmax attention in float32, with which the kernel is compared, and the keys that a call of either takes."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
-
-from .keys import Keys
+from jaxtyping import Array, Float, Int
 
 # Stands for minus infinity where the arithmetic must stay finite (a row without any valid key).
 NEGATIVE = -1e30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """The first `rows` rows of `keys` and `values` may be real; what follows may hold anything.
+
+    The first `certain` of them are real in every batch row, of the rest those before `length` (None: all).
+    """
+
+    keys: Float[Array, "batch kv_seq lanes"]
+    values: Float[Array, "batch kv_seq lanes"]
+    rows: int
+    certain: int
+    length: Int[Array, " batch"] | None = None
+
+
+def first(keys: Array, values: Array, length: int | Int[Array, " batch"], *, certain: int = 0) -> Keys:
+    """The first `length` rows, a number or one for each batch row, of which `certain` are known before the trace."""
+    if isinstance(length, int):
+        return Keys(keys=keys, values=values, rows=length, certain=length)
+    return Keys(keys=keys, values=values, rows=keys.shape[1], certain=certain, length=length)
 
 
 def flat_attention(
@@ -17,8 +37,8 @@ def flat_attention(
 ) -> tuple[Float[Array, "batch q_seq lanes"], Float[Array, "batch heads q_seq"] | None]:
     """Attention of `q` to the real keys of all parts, and if asked the log-sum-exp of its scores.
 
-    Heads lie side by side. Keys and values that are not real are never touched: they may hold NaN. A row without keys
-    gives zeros and a log-sum-exp of `NEGATIVE`.
+    Heads are side by side. Keys and values that are not real are never used: they may hold NaN. A row without keys
+    returns zeros and a log-sum-exp of `NEGATIVE`.
     """
     valid = jnp.concatenate([_valid(part, len(q)) for part in keys], axis=1)  # [batch, kv_seq]
 

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from comfyui_tpu.kernels import chip, choice, convolution
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.closeness import OPERATION
-from comfyui_tpu.tpu_runtime.models.autoencoders import convolution, layers
+from comfyui_tpu.tpu_runtime.models.autoencoders import layers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -89,7 +90,7 @@ def test_every_second_row_and_column_is_torchs_stride(shape: MeshShape, compare:
 
 
 def test_a_program_for_no_tpu_keeps_xlas_convolution():
-    assert not convolution.takes_kernel(jnp.zeros((4, 4, 3, 3, 3)))
+    assert convolution.refusal(jnp.zeros((4, 4, 3, 3, 3))).reasons == (choice.NO_TPU,)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +102,8 @@ def test_a_blocks_weights_leave_room_for_rows(
 ):
     monkeypatch.setattr(convolution, "vmem_mib", lambda: mib)
     weight, bias = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((channels, channels, 3, 3, 3), (channels,)))
-    assert convolution.takes_kernel(weight) == (lanes is not None)
+    assert (convolution._apart(weight) is None) == bool(convolution._weight_reasons(weight)) == (lanes is None)
     if lanes:
         kernel, _ = jax.eval_shape(lambda *arrays: convolution._arranged(*arrays), weight, bias)
         assert kernel.shape == (channels // lanes, 9 * channels, 3 * lanes)
-        assert 2 * 2 * kernel.shape[1] * kernel.shape[2] < mib * convolution.MIB / 2
+        assert 2 * 2 * kernel.shape[1] * kernel.shape[2] < mib * chip.MIB / 2

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from comfyui_tpu.attention.residual_norm import residual_norm
+from comfyui_tpu.kernels.residual_norm import residual_norm
 from comfyui_tpu.tests.support.closeness import OPERATION, ROUNDING
 
 EPS = 1e-5

@@ -1,42 +1,64 @@
 """What one grid step of the attention kernel does: a block of queries against the keys in VMEM.
 
-Scores are kept transposed, `[keys, queries]`: sums over keys are then sums of whole registers, and nothing of a row of
-scores crosses lanes. `docs/attention.md` has a picture of the pipeline and the proofs of exactness.
+Scores are kept transposed, `[keys, queries]`: sums over keys are then sums of registers, and nothing of a row of scores
+crosses lanes. `docs/attention.md` has a picture of the pipeline and the proofs of exactness.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from .policy import Maximum
-from .reference import NEGATIVE
+from .attention_form import Form
+from .attention_reference import NEGATIVE
+from .chip import LANES, PACKED_ROWS, SUBLANES, precision
 
-LANES = 128
-SUBLANES = 8
-ROWS = 16  # rows of keys come in whole registers of bfloat16
 # Of a sum of exponentials above this the maximum was too low by 83 at least (of up to 2^17 keys): float32 ends at 128.
 LIMIT = 2.0**100
 SAMPLED_KEYS = 256
 LOG2_E = 1.4426950408889634
 
 
+class Scratch(NamedTuple):
+    """What a grid step keeps in VMEM. `sums` `[heads, 8, block_q]` and `out` `[heads, head_dim, block_q]` are float32.
+
+    What one stage of the pipeline leaves for the next has two buffers, one for even and one for odd steps: `weights`
+    `[heads, step, block_q]`, exponentials; and under a running maximum `raw` `[heads, step, block_q]`, scores, `top`
+    and `kept` `[heads, 8, block_q]`, the maximum and the factor that it leaves of sums.
+    """
+
+    scaled: Any
+    sums: Any
+    out: Any
+    weights: tuple[Any, Any]
+    top: tuple[Any, ...] = ()
+    kept: tuple[Any, ...] = ()
+    raw: tuple[Any, ...] = ()
+
+
+class Extent(NamedTuple):
+    """Of one array of keys: `block` rows are in VMEM at once, of `rows` in all, of which `certain` are always real."""
+
+    block: int
+    certain: int
+    rows: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """Keys of one array in VMEM: `rows` of them, of which the first `certain` are real whatever `length` says.
 
-    `length` is how many are real: a number, or a scalar read in the kernel. `values` are `[lanes, rows]` where they are
-    `turned`, like keys `[rows, lanes]` elsewhere.
+    `length` is how many are real: a number, or a scalar read in the kernel. `values` of heads below 128 lanes are
+    `[lanes, rows]`, others like keys `[rows, lanes]`.
     """
 
     keys: Any
     values: Any
-    turned: bool
     rows: int
     certain: int
     length: Any
@@ -70,81 +92,62 @@ def steps_of(part: Part, size: int) -> list[Step]:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """The memory of one grid step, and how it is used.
+    """One grid step: what it reads, writes and keeps of `form.heads` heads of `head_dim`, side by side in lanes."""
 
-    `heads` heads of `head_dim` lie side by side in lanes. What one stage of the pipeline leaves for the next has two
-    buffers, one for even and one for odd steps: `weights` `[heads, step, block_q]`, exponentials; and under a running
-    maximum `raw` `[heads, step, block_q]`, scores, `top` and `kept` `[heads, 8, block_q]`, the maximum and what is left
-    of sums under it. `sums` `[heads, 8, block_q]` and `out` `[heads, head_dim, block_q]` are float32.
-    """
-
+    form: Form
     head_dim: int
-    heads: int
-    maximum: Maximum
-    columns: int
-    step: int
-    online_step: int
-    unroll: int
     scale: float
     query: Any
-    result: Any
-    log_sum: Any
-    scaled: Any
-    sums: Any
     out: Any
-    weights: tuple[Any, Any]
-    top: tuple[Any, ...] = ()
-    kept: tuple[Any, ...] = ()
-    raw: tuple[Any, ...] = ()
+    log_sum: Any | None
+    vmem: Scratch
 
     @property
     def block_q(self) -> int:
-        return self.out.shape[-1]
-
-    @property
-    def precision(self) -> jax.lax.Precision:
-        # Stated for bfloat16 too: a user's default of "highest" does not compile in a kernel.
-        return jax.lax.Precision.HIGHEST if self.query.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+        return self.vmem.out.shape[-1]
 
     def lanes(self, head: int) -> Any:
-        """The lanes of keys that hold `head`: whole registers, so perhaps a neighbour's lanes too."""
+        """The lanes of keys that hold `head`: full registers, so perhaps a neighbour's lanes too."""
         return pl.ds(head * self.head_dim // LANES * LANES, max(LANES, self.head_dim))
 
     def units(self) -> Iterator[tuple[int, Any]]:
-        for head in range(self.heads):
-            for start in range(0, self.block_q, self.columns):
-                yield head, pl.ds(start, min(self.columns, self.block_q - start))
+        columns = self.form.columns or self.block_q
+        for head in range(self.form.heads):
+            for start in range(0, self.block_q, columns):
+                yield head, pl.ds(start, min(columns, self.block_q - start))
 
     def prepare(self, part: Part) -> None:
         """Scales the queries, in base 2, and zeroes the lanes of other heads; takes the maximum; clears the sums."""
-        for head in range(self.heads):
+        for head in range(self.form.heads):
             query = self.query[:, self.lanes(head)].astype(jnp.float32) * (self.scale * LOG2_E)
             if self.head_dim < LANES:
                 lane = jax.lax.broadcasted_iota(jnp.int32, query.shape, 1)
                 first = head * self.head_dim % LANES
                 query = jnp.where((lane >= first) & (lane < first + self.head_dim), query, 0)
-            self.scaled[head] = query.astype(self.scaled.dtype).T
+            self.vmem.scaled[head] = query.astype(self.vmem.scaled.dtype).T
         self.clear()
-        if self.maximum == "sampled":
-            size = min(SAMPLED_KEYS, max(ROWS, part.rows // 8 // ROWS * ROWS))
+        if self.form.maximum == "sampled":
+            size = min(SAMPLED_KEYS, max(PACKED_ROWS, part.rows // 8 // PACKED_ROWS * PACKED_ROWS))
             step = Step(part=part, start=0, size=size, masked=size > part.certain)
             for head, columns in self.units():
-                self.top[0][head, :, columns] = spread(jnp.max(self.masked_scores(step, head, columns), 0))
+                self.vmem.top[0][head, :, columns] = spread(jnp.max(self.masked_scores(step, head, columns), 0))
 
     def clear(self) -> None:
-        self.sums[...] = jnp.zeros_like(self.sums)
-        self.out[...] = jnp.zeros_like(self.out)
-        for top in self.top:
+        self.vmem.sums[...] = jnp.zeros_like(self.vmem.sums)
+        self.vmem.out[...] = jnp.zeros_like(self.vmem.out)
+        for top in self.vmem.top:
             top[...] = jnp.full_like(top, NEGATIVE)
 
     def product(self, left: Array, right: Array, dims: tuple) -> Array:
         return jax.lax.dot_general(
-            left, right, (dims, ((), ())), preferred_element_type=jnp.float32, precision=self.precision
+            left, right, (dims, ((), ())), preferred_element_type=jnp.float32, precision=precision(self.query.dtype)
         )
 
     def scores(self, step: Step, head: int, columns: Any) -> Array:
         """`[keys, queries]`, in base 2; of padding anything."""
-        return self.product(step.part.keys[step.rows, self.lanes(head)], self.scaled[head, :, columns], ((1,), (0,)))
+        return self.product(
+            step.part.keys[step.rows, self.lanes(head)], self.vmem.scaled[head, :, columns], ((1,), (0,))
+        )
 
     def masked_scores(self, step: Step, head: int, columns: Any) -> Array:
         found = self.scores(step, head, columns)
@@ -152,62 +155,66 @@ class Block:
 
     def weighted(self, step: Step, parity: int, head: int, columns: Any) -> Array:
         """The step's values summed by weight, `[head_dim, queries]`."""
-        lanes, axis = pl.ds(head * self.head_dim, self.head_dim), int(step.part.turned)  # of keys
-        values = step.part.values[(lanes, step.rows) if step.part.turned else (step.rows, lanes)]
+        lanes, axis = pl.ds(head * self.head_dim, self.head_dim), int(self.head_dim < LANES)  # of keys
+        values = step.part.values[(lanes, step.rows) if axis else (step.rows, lanes)]
         if step.masked:
             values = jnp.where(step.valid(values.shape, axis), values, jnp.zeros_like(values))
-        return self.product(values, self.weights[parity][head, : step.size, columns], ((axis,), (0,)))
+        return self.product(values, self.vmem.weights[parity][head, : step.size, columns], ((axis,), (0,)))
 
     # --- under a fixed maximum ----------------------------------------------------------------------------------------
 
     def exponents(self, step: Step, parity: int, head: int, columns: Any) -> None:
         scores = self.scores(step, head, columns)
-        if self.maximum == "sampled":
-            scores = scores - self.top[0][head, :1, columns]
-        self.sums[head, :, columns] += self.keep_weights(jnp.exp2(scores), step, parity, head, columns)
+        if self.form.maximum == "sampled":
+            scores = scores - self.vmem.top[0][head, :1, columns]
+        self.vmem.sums[head, :, columns] += self.keep_weights(jnp.exp2(scores), step, parity, head, columns)
 
     def keep_weights(self, weights: Array, step: Step, parity: int, head: int, columns: Any) -> Array:
         """Stores `[keys, queries]` without padding for the second product; their sums, `[8, queries]`."""
         if step.masked:
             weights = jnp.where(step.valid(weights.shape), weights, 0)
-        buffer = self.weights[parity]
+        buffer = self.vmem.weights[parity]
         buffer[head, : step.size, columns] = weights.astype(buffer.dtype)
         return jnp.sum(weights.reshape(-1, SUBLANES, weights.shape[1]), axis=0)
 
     def accumulate(self, step: Step, parity: int, head: int, columns: Any) -> None:
-        self.out[head, :, columns] += self.weighted(step, parity, head, columns)
+        self.vmem.out[head, :, columns] += self.weighted(step, parity, head, columns)
 
     # --- under a running maximum --------------------------------------------------------------------------------------
 
     def measure(self, step: Step, parity: int, head: int, columns: Any) -> None:
         """Scores, and the maximum with them."""
         scores = self.masked_scores(step, head, columns)
-        before = self.top[1 - parity][head, :1, columns]
+        before = self.vmem.top[1 - parity][head, :1, columns]
         top = jnp.maximum(before, jnp.max(scores, axis=0, keepdims=True))
-        self.raw[parity][head, : step.size, columns] = scores
-        self.top[parity][head, :, columns] = spread(top)
-        self.kept[parity][head, :, columns] = spread(jnp.exp2(before - top))
+        self.vmem.raw[parity][head, : step.size, columns] = scores
+        self.vmem.top[parity][head, :, columns] = spread(top)
+        self.vmem.kept[parity][head, :, columns] = spread(jnp.exp2(before - top))
 
     def exponents_online(self, step: Step, parity: int, head: int, columns: Any) -> None:
-        scores = self.raw[parity][head, : step.size, columns] - self.top[parity][head, :1, columns]
+        scores = self.vmem.raw[parity][head, : step.size, columns] - self.vmem.top[parity][head, :1, columns]
         added = self.keep_weights(jnp.exp2(scores), step, parity, head, columns)
-        self.sums[head, :, columns] = self.sums[head, :, columns] * self.kept[parity][head, :, columns] + added
+        self.vmem.sums[head, :, columns] = (
+            self.vmem.sums[head, :, columns] * self.vmem.kept[parity][head, :, columns] + added
+        )
 
     def accumulate_online(self, step: Step, parity: int, head: int, columns: Any) -> None:
-        kept = self.kept[parity][head, :1, columns]
-        self.out[head, :, columns] = self.out[head, :, columns] * kept + self.weighted(step, parity, head, columns)
+        kept = self.vmem.kept[parity][head, :1, columns]
+        self.vmem.out[head, :, columns] = self.vmem.out[head, :, columns] * kept + self.weighted(
+            step, parity, head, columns
+        )
 
     # --- the pipeline -------------------------------------------------------------------------------------------------
 
     def run(self, parts: list[Part]) -> None:
         """All keys under the fixed maximum: the second product one step behind the exponents."""
-        self.pipeline(parts, ((0, self.exponents), (1, self.accumulate)), self.step, self.unroll)
+        self.pipeline(parts, ((0, self.exponents), (1, self.accumulate)), self.form.step, self.form.unroll)
 
     def run_online(self, parts: list[Part]) -> None:
         """All keys under the running maximum: exponents one step behind the scores, the second product two."""
         stages = ((2, self.accumulate_online), (1, self.exponents_online), (0, self.measure))
-        last = self.pipeline(parts, stages, self.online_step, 2)
-        self.top[1 - last][...] = self.top[last][...]
+        last = self.pipeline(parts, stages, self.form.online_step, 2)
+        self.vmem.top[1 - last][...] = self.vmem.top[last][...]
 
     def pipeline(self, parts: list[Part], stages: tuple[tuple[int, Callable], ...], size: int, unroll: int) -> int:
         """Every stage for every step of keys, each so many steps behind; the buffer that the last step used.
@@ -249,21 +256,23 @@ class Block:
     # --- the result ---------------------------------------------------------------------------------------------------
 
     def totals(self, head: int) -> Array:
-        return jnp.sum(self.sums[head], axis=0, keepdims=True)  # [1, block_q]
+        return jnp.sum(self.vmem.sums[head], axis=0, keepdims=True)  # [1, block_q]
 
     def failed(self) -> Array:
         """Whether a fixed maximum was too low for some query; also where something is not finite."""
-        worst = functools.reduce(jnp.maximum, (jnp.where(self.totals(h) < LIMIT, 0.0, 1.0) for h in range(self.heads)))
+        worst = functools.reduce(
+            jnp.maximum, (jnp.where(self.totals(h) < LIMIT, 0.0, 1.0) for h in range(self.form.heads))
+        )
         return jnp.max(worst) > 0
 
     def write(self) -> None:
         """The result, transposed back, and the log-sum-exp if asked. Without any key: zeros and `NEGATIVE`."""
-        for head in range(self.heads):
+        for head in range(self.form.heads):
             total = self.totals(head)
-            out = self.out[head] / jnp.where(total > 0, total, 1.0)
-            self.result[:, pl.ds(head * self.head_dim, self.head_dim)] = out.T.astype(self.result.dtype)
+            out = self.vmem.out[head] / jnp.where(total > 0, total, 1.0)
+            self.out[:, pl.ds(head * self.head_dim, self.head_dim)] = out.T.astype(self.out.dtype)
             if self.log_sum is not None:
-                top = self.top[0][head, :1] if self.top else 0.0
+                top = self.vmem.top[0][head, :1] if self.vmem.top else 0.0
                 found = (jnp.log2(jnp.where(total > 0, total, 1.0)) + top) / LOG2_E
                 self.log_sum[head] = jnp.where(total > 0, found, NEGATIVE)
 
@@ -273,9 +282,33 @@ def spread(row: Array) -> Array:
     return jnp.broadcast_to(row.reshape(1, -1), (SUBLANES, row.shape[-1]))
 
 
-def attend(block: Block, parts: list[Part], *, at: Any, num_kv: int) -> None:
-    """Grid step `at` of the `num_kv` over which the first part's keys are divided; the others come with the last."""
-    run = block.run_online if block.maximum == "online" else block.run
+def grid_step(
+    lengths: Any,
+    query: Any,
+    keys: Sequence[tuple[Any, Any]],
+    out: Any,
+    log_sum: Any | None,
+    scratch: Scratch,
+    *,
+    form: Form,
+    head_dim: int,
+    scale: float,
+    extents: Sequence[Extent],
+    num_kv: int,
+) -> None:
+    """One of the `num_kv` steps over which the first array's keys are divided; the other arrays come with the last."""
+    block = Block(form=form, head_dim=head_dim, scale=scale, query=query, out=out, log_sum=log_sum, vmem=scratch)
+    row, at = pl.program_id(0), pl.program_id(3) if num_kv > 1 else 0
+    parts = []
+    for index, ((k, v), extent) in enumerate(zip(keys, extents, strict=True)):
+        before = at * extent.block if index == 0 and num_kv > 1 else 0
+        # Where keys are divided, a block is as certain as the last one.
+        certain = extent.certain if index else max(0, extent.certain - (num_kv - 1) * extent.block)
+        is_known = extent.certain == extent.rows and num_kv == 1
+        length = extent.rows if is_known else lengths[row, index] - before
+        certain = min(certain, extent.block)
+        parts.append(Part(keys=k, values=v, rows=extent.block, certain=certain, length=length))
+    run = block.run_online if form.maximum == "online" else block.run
     if num_kv == 1:
         block.prepare(parts[0])
         run(parts)
@@ -297,7 +330,7 @@ def attend(block: Block, parts: list[Part], *, at: Any, num_kv: int) -> None:
 
 def finish(block: Block, parts: list[Part]) -> None:
     """Writes the result; first all again under a running maximum, where the sampled one was too low."""
-    if block.maximum == "sampled":
+    if block.form.maximum == "sampled":
 
         @pl.when(block.failed())
         def _() -> None:

@@ -3,45 +3,51 @@
 XLA writes both of the second map's arrays out at full size first, in float32.
 """
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import Any
 
-from .convolution import COLUMNS, ROWS
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
-if TYPE_CHECKING:
-    import jax
+from . import names
+from .choice import KernelRefusal
+from .convolution import COLUMNS, ROWS, chip_reasons
+
+Picture = Float[Array, "1 channels frames height width"]
+Rows = Float[Array, "1 channels frames rows width"]  # each of which stands for several of a picture's
+Vector = Float[Array, " channels"]
 
 
 def modulated(
-    x: "jax.Array",
-    factor: "jax.Array",
-    shift: "jax.Array",
-    scale: "jax.Array",
-    offset: "jax.Array",
-    *,
-    interpret: bool = False,
-) -> "jax.Array":
-    """SiLU of `(x * factor + shift) * scale + offset` on the mesh in context: `[1, channels, frames, height, width]`,
-    with `factor` and `shift` `[channels]` and rows of `scale` and `offset` that stand for several of `x`.
-    """
-    import jax
-    from jax.sharding import PartitionSpec as P
-
+    x: Picture, factor: Vector, shift: Vector, scale: Rows, offset: Rows, *, interpret: bool = False
+) -> Picture:
+    """SiLU of `(x * factor + shift) * scale + offset` on the mesh in context, whose axes split rows and columns."""
     picture = P(None, None, None, ROWS, COLUMNS)
     specs = picture, P(), P(), picture, picture
-    local = partial(_modulated, interpret=interpret)
+    local = functools.partial(_modulated, interpret=interpret)
     return jax.shard_map(local, in_specs=specs, out_specs=picture, check_vma=False)(x, factor, shift, scale, offset)
 
 
-def _modulated(
-    x: "jax.Array", factor: "jax.Array", shift: "jax.Array", scale: "jax.Array", offset: "jax.Array", *, interpret: bool
-) -> "jax.Array":
-    """A chip's part."""
-    import jax
-    import jax.numpy as jnp
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
+def reference(x: Picture, factor: Vector, shift: Vector, scale: Rows, offset: Rows) -> Picture:
+    """As `modulated`, by XLA."""
+    rows = x.reshape(*x.shape[:3], scale.shape[3], -1, x.shape[4]).astype(jnp.float32)
+    beyond = (..., None, None, None, None)
+    found = rows * factor[beyond] + shift[beyond]
+    found = found * scale[:, :, :, :, None] + offset[:, :, :, :, None]
+    return jax.nn.silu(found).astype(x.dtype).reshape(x.shape)
 
+
+def refusal() -> KernelRefusal:
+    """Why the kernel does not run on the chips of the mesh in context."""
+    return KernelRefusal(kernel=names.MODULATION, reasons=chip_reasons())
+
+
+def _modulated(x: Array, factor: Array, shift: Array, scale: Array, offset: Array, *, interpret: bool) -> Array:
+    """A chip's part."""
     x, scale, offset = (jnp.moveaxis(each[0], 0, -1) for each in (x, scale, offset))
     frames, height, width, channels = x.shape
     several = height // scale.shape[1]
@@ -60,21 +66,18 @@ def _modulated(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         cost_estimate=pl.CostEstimate(flops=8 * x.size, transcendentals=x.size, bytes_accessed=2 * x.nbytes),
         interpret=interpret,
-        name="modulation",
+        name=names.MODULATION,
     )(x, *vectors, scale, offset)
     return jnp.moveaxis(found, -1, 0)[None]
 
 
 def _body(x: Any, factor: Any, shift: Any, scale: Any, offset: Any, out: Any) -> None:
-    import jax
-    import jax.numpy as jnp
-
     # One map of each pixel, for all rows of the block.
     scales, offsets = (each[0].astype(jnp.float32) for each in (scale, offset))
     offsets = offsets + shift[...] * scales
     scales = factor[...] * scales
 
-    def row(at: "jax.Array", _: None) -> None:
+    def row(at: Array, _: None) -> None:
         values = x[at].astype(jnp.float32) * scales + offsets
         out[at] = (values / (1 + jnp.exp(-values))).astype(out.dtype)
 

@@ -1,0 +1,70 @@
+"""How one chip attends to keys that it has: by the kernel in the form that the policy names, or by the reference."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from ..kernels import attention, attention_reference
+from ..kernels.attention_form import fastest
+from ..kernels.attention_reference import Keys
+from ..kernels.chip import LANES, round_up
+from .policy import AttentionPolicy
+from .prologue import HeadLayout
+
+# (q, keys, log_sums=...) -> (out, log-sum-exp[batch, heads, q_seq] or None)
+LocalAttention = Callable[..., tuple[Array, Array | None]]
+
+
+def chosen(policy: AttentionPolicy, mesh: Mesh | None, head_dim: int) -> tuple[LocalAttention, HeadLayout]:
+    """How each chip of `mesh` attends, and how it prepares its arrays."""
+    device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
+    if not policy.takes_kernel(device.platform):
+        attend = functools.partial(attention_reference.flat_attention, head_dim=head_dim)
+        return attend, HeadLayout(head_dim=head_dim, kernel=False)
+    interpret = device.platform != "tpu"
+    attend = functools.partial(
+        by_kernel, head_dim=head_dim, policy=policy, device_kind=device.device_kind, interpret=interpret
+    )
+    return attend, HeadLayout(head_dim=head_dim, kernel=True, interpret=interpret)
+
+
+def by_kernel(
+    q: Float[Array, "batch q_seq lanes"],
+    keys: Sequence[Keys],
+    *,
+    head_dim: int,
+    log_sums: bool,
+    policy: AttentionPolicy,
+    device_kind: str,
+    interpret: bool = False,
+) -> tuple[Float[Array, "batch q_seq lanes"], Float[Array, "batch heads q_seq"] | None]:
+    """Like `attention_reference.flat_attention`. Heads of a size that the kernel refuses are padded with zeros."""
+    heads = q.shape[2] // head_dim
+    padded = LANES // 2 if head_dim <= LANES // 2 and heads % 2 == 0 else round_up(head_dim, LANES)
+    if padded != head_dim:
+        resize = functools.partial(_resize, head_dim=head_dim, wanted=padded)
+        q, keys = resize(q), [replace(part, keys=resize(part.keys), values=resize(part.values)) for part in keys]
+    form = policy.form or fastest(
+        device_kind,
+        policy.maximum,
+        q_seq=q.shape[1],
+        kv_rows=[part.rows for part in keys],
+        heads=heads,
+        head_dim=padded,
+        itemsize=q.dtype.itemsize,
+    )
+    out, log_sum = attention.flat_attention(
+        q, keys, head_dim=padded, form=form, log_sums=log_sums, scale=head_dim**-0.5, interpret=interpret
+    )
+    return out if padded == head_dim else _resize(out, padded, head_dim), log_sum
+
+
+def _resize(x: Array, head_dim: int, wanted: int) -> Array:
+    """Heads of `wanted` lanes: zeros are added, or lanes cut off."""
+    heads = x.reshape(*x.shape[:2], -1, head_dim)[..., :wanted]
+    return jnp.pad(heads, ((0, 0),) * 3 + ((0, max(0, wanted - head_dim)),)).reshape(*x.shape[:2], -1)

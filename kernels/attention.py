@@ -1,0 +1,165 @@
+"""The attention kernel: arrays, grid and blocks around `attention_body`, all flat, `[tokens, heads * head_dim]`."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from . import names
+from .attention_body import Extent, Scratch, grid_step
+from .attention_form import Form
+from .attention_reference import Keys
+from .chip import LANES, MIB, PACKED_ROWS, SUBLANES, round_up
+from .choice import KernelRefusal
+
+TURNED_ROWS = 2048  # at once
+
+
+def flat_attention(
+    q: Float[Array, "batch q_seq lanes"],
+    keys: Sequence[Keys],
+    *,
+    head_dim: int,
+    form: Form,
+    log_sums: bool,
+    scale: float,
+    interpret: bool = False,
+) -> tuple[Float[Array, "batch q_seq lanes"], Float[Array, "batch heads q_seq"] | None]:
+    """Softmax attention of `q` to all of `keys`, and if asked the log-sum-exp of its scores.
+
+    `head_dim` is 64 (an even number of heads) or a multiple of 128, else `NotImplementedError` says so. A row without
+    keys returns zeros and a log-sum-exp of `NEGATIVE`. Padding may hold anything.
+    """
+    batch, q_seq, lanes = q.shape
+    heads = lanes // head_dim
+    refusal(heads, head_dim).check()
+    least = max(1, LANES // head_dim)  # a block has 128 lanes at least
+    together = form.heads if form.heads % least == 0 and heads % form.heads == 0 else least
+    # Blocks of equal size: of a last one that is nearly empty the rest would be computed for nothing.
+    block_q = round_up(-(-q_seq // -(-q_seq // form.block_q)), LANES)
+    width = together * head_dim
+    turned = head_dim < LANES
+    blocks = _key_blocks(keys, form, LANES if turned else PACKED_ROWS)
+    num_kv = -(-max(keys[0].rows, 1) // blocks[0])
+    step = min(form.step, max(blocks))
+    form = replace(
+        form, heads=together, block_q=block_q, columns=min(form.columns or block_q, block_q), step=step,
+        online_step=min(form.online_step, step),
+    )  # fmt: skip
+    lengths = jnp.stack(
+        [jnp.full(batch, part.rows) if part.length is None else part.length for part in keys], axis=1
+    ).astype(jnp.int32)
+    grid = (batch, heads // together, -(-q_seq // block_q), *((num_kv,) if num_kv > 1 else ()))
+    mode = {"pipeline_mode": pl.Buffered(1)} if form.single_buffered else {}
+    query_spec = pl.BlockSpec((None, block_q, width), lambda row, group, index, *_: (row, index, group))
+    sums_spec = pl.BlockSpec((None, together, 1, block_q), lambda row, group, index, *_: (row, group, 0, index))
+    key_specs = [
+        tuple(_key_spec(block, width, part is keys[0] and num_kv > 1, turns, mode) for turns in (False, turned))
+        for part, block in zip(keys, blocks, strict=True)
+    ]
+    arrays = [(part.keys, turn(part.values, interpret=interpret) if turned else part.values) for part in keys]
+    sums_shape = jax.ShapeDtypeStruct((batch, heads, 1, q_seq), jnp.float32)
+    out, sums = pl.pallas_call(
+        functools.partial(
+            grid_step,
+            form=form,
+            head_dim=head_dim,
+            scale=scale,
+            extents=[Extent(block, part.certain, part.rows) for part, block in zip(keys, blocks, strict=True)],
+            num_kv=num_kv,
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=grid,
+            in_specs=[query_spec, key_specs],
+            out_specs=[query_spec, sums_spec if log_sums else None],
+            scratch_shapes=[_scratch(form, head_dim, q.dtype)],
+        ),
+        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), sums_shape if log_sums else None],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary")[: len(grid)],
+            vmem_limit_bytes=form.vmem_mib * MIB,
+        ),
+        interpret=interpret,
+        cost_estimate=_cost(q, keys, head_dim),
+        name=names.ATTENTION_WITH_RERUN if form.maximum == "sampled" and num_kv == 1 else names.ATTENTION,
+    )(lengths, q, arrays)
+    return out, sums[:, :, 0] if log_sums else None
+
+
+def refusal(heads: int, head_dim: int) -> KernelRefusal:
+    """Why the kernel does not take heads of this size as they are."""
+    if head_dim % LANES == 0 or (head_dim == LANES // 2 and heads % 2 == 0):
+        return KernelRefusal(kernel=names.ATTENTION)
+    reason = (
+        f"{heads} heads of {head_dim} lanes are neither of a multiple of {LANES} nor an even number of {LANES // 2}"
+    )
+    return KernelRefusal(kernel=names.ATTENTION, reasons=(reason,))
+
+
+def _scratch(form: Form, head_dim: int, dtype: Any) -> Scratch:
+    def held(rows: int, kind: Any = jnp.float32) -> Any:
+        return pltpu.VMEM((form.heads, rows, form.block_q), kind)
+
+    two = {"weights": (held(form.step, dtype),) * 2}
+    if form.maximum != "zero":
+        row = held(SUBLANES)
+        two |= {"top": (row, row), "kept": (row, row), "raw": (held(form.online_step),) * 2}
+    return Scratch(scaled=held(max(LANES, head_dim), dtype), sums=held(SUBLANES), out=held(head_dim), **two)
+
+
+def _key_spec(block: int, width: int, divided: bool, turned: bool, mode: dict[str, Any]) -> pl.BlockSpec:
+    """`block` keys of a group of heads; `divided`: those of the grid's last index."""
+
+    def index_map(row: Any, group: Any, index: Any, *rest: Any) -> tuple:
+        at = rest[0] if divided else 0
+        return (row, group, at) if turned else (row, at, group)
+
+    return pl.BlockSpec((None, width, block) if turned else (None, block, width), index_map, **mode)
+
+
+def turn(x: Float[Array, "batch rows lanes"], *, interpret: bool = False) -> Float[Array, "batch lanes columns"]:
+    """`x` with rows as lanes, their number rounded up to a multiple of 128; lanes after the last may hold anything.
+
+    Values of heads of 64 are read as the product wants them, once for all blocks of queries: turned in the loop they
+    cost 3 % of the kernel (docs/LOG.md).
+    """
+    batch, rows, lanes = x.shape
+    columns = round_up(rows, LANES)
+    block = min(TURNED_ROWS, columns)
+
+    def body(source: Any, result: Any) -> None:
+        result[...] = source[...].T
+
+    return pl.pallas_call(
+        body,
+        grid=(batch, lanes // LANES, -(-columns // block)),
+        in_specs=[pl.BlockSpec((None, block, LANES), lambda row, group, index: (row, index, group))],
+        out_specs=pl.BlockSpec((None, LANES, block), lambda row, group, index: (row, group, index)),
+        out_shape=jax.ShapeDtypeStruct((batch, lanes, columns), x.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        interpret=interpret,
+        name=names.TURN,
+    )(x)
+
+
+def _cost(q: Array, keys: Sequence[Keys], head_dim: int) -> pl.CostEstimate:
+    """For XLA's scheduler, and for counting model FLOPs."""
+    rows = sum(part.rows for part in keys)
+    scores = q.size // head_dim * rows
+    moved = 2 * q.size + 2 * rows * q.size // q.shape[1]
+    return pl.CostEstimate(flops=4 * scores * head_dim, transcendentals=scores, bytes_accessed=moved * q.dtype.itemsize)
+
+
+def _key_blocks(keys: Sequence[Keys], form: Form, multiple: int) -> list[int]:
+    """Rows of each part that are in VMEM at once: all, but for the first part where the form divides it."""
+    rows = [round_up(max(part.rows, 1), multiple) for part in keys]
+    if form.block_kv is not None and form.block_kv < rows[0]:
+        rows[0] = round_up(-(-rows[0] // -(-rows[0] // form.block_kv)), multiple)
+    return rows

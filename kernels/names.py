@@ -1,0 +1,11 @@
+"""The kernels' names in a compiled program's text, by which `cost_model` knows how to count them."""
+
+WITH_RERUN = "_with_rerun"  # ends the name of a kernel that repeats a step's work where its faster form has failed
+ATTENTION = "attention"
+ATTENTION_WITH_RERUN = ATTENTION + WITH_RERUN
+TURN = "turn"
+PROLOGUE = "attention_prologue"
+JOIN = "attention_join"
+RESIDUAL_NORM = "residual_norm"
+CONVOLUTION = "convolution"
+MODULATION = "modulation"

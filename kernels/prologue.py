@@ -1,0 +1,225 @@
+"""Norm and rotary embedding of queries and keys, in the layout that chips exchange, and the way back: the kernels
+`divide` and `join`. Flat, `[tokens, heads * head_dim]`, each in one pass over memory.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from . import names
+from .chip import LANES
+from .choice import KernelRefusal
+
+# Tokens a grid step: with 5120 lanes 5 MiB of VMEM, both buffers of both arrays.
+BLOCK = 128
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """RMS norm over each head, or over all heads where `weight` `[lanes]` is as long; with a `bias` a layer norm.
+
+    Of arrays, or of anything that stands for them in a tree.
+    """
+
+    weight: Any
+    bias: Any = None
+    eps: float = field(metadata={"static": True})
+
+
+def refusal(head_dim: int, lanes: int) -> KernelRefusal:
+    """Why the kernels do not take heads of `head_dim`, of which each part has `lanes` for each chip."""
+    reasons = []
+    if head_dim not in (LANES // 2, LANES):
+        reasons.append(f"heads have {head_dim} lanes, not {LANES // 2} or {LANES}")
+    if lanes % LANES:
+        reasons.append(f"a chip's heads have {lanes} lanes, not a multiple of {LANES}")
+    return KernelRefusal(kernel=names.PROLOGUE, reasons=tuple(reasons))
+
+
+# --- the reference ----------------------------------------------------------------------------------------------------
+
+
+def normed(x: Float[Array, "... lanes"], norm: Norm, head_dim: int) -> Float[Array, "... lanes"]:
+    """In float32, as `torch.nn.RMSNorm` and `LayerNorm` do it."""
+    parts = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, norm.weight.size)
+    if norm.bias is not None:
+        parts = parts - jnp.mean(parts, axis=-1, keepdims=True)
+    parts = parts * jax.lax.rsqrt(jnp.mean(jnp.square(parts), axis=-1, keepdims=True) + norm.eps) * norm.weight
+    return (parts if norm.bias is None else parts + norm.bias).reshape(x.shape)
+
+
+def divide_reference(
+    x: Float[Array, "batch seq lanes"], groups: int, parts: int, norm: Norm | None, tables: Any, *, head_dim: int
+) -> list[Float[Array, "batch groups seq lanes_of_group"]]:
+    """As `divide`, of all groups."""
+    found = x.astype(jnp.float32) if norm is None else normed(x, norm, head_dim)
+    if tables is not None:
+        heads = found.reshape(*x.shape[:2], -1, head_dim)
+        pairs = heads.reshape(*heads.shape[:3], -1, 2)
+        partner = jnp.stack([-pairs[..., 1], pairs[..., 0]], axis=-1).reshape(heads.shape)
+        cosines, sines = (table[None, :, None].astype(jnp.float32) for table in tables)
+        found = (heads * cosines + partner * sines).reshape(x.shape)
+    divided = jnp.moveaxis(found.astype(x.dtype).reshape(*x.shape[:2], parts, groups, -1), 1, 3)
+    return [divided[:, part] for part in range(parts)]
+
+
+def join_reference(parts: list[Float[Array, "batch groups seq width"]]) -> Float[Array, "batch seq lanes"]:
+    """As `join`."""
+    batch, _, seq, _ = parts[0].shape
+    return jnp.moveaxis(jnp.stack(parts, axis=1), 3, 1).reshape(batch, seq, -1)
+
+
+# --- the kernels ------------------------------------------------------------------------------------------------------
+
+
+def divide(
+    x: Float[Array, "batch seq lanes"],
+    groups: int,
+    parts: int,
+    norm: Norm | None,
+    tables: Any,
+    *,
+    head_dim: int,
+    interpret: bool = False,
+    chip: Int[Array, ""] | None = None,
+) -> list[Float[Array, "batch written seq lanes_of_group"]]:
+    """Norm and rotary embedding of `x` in float32, rounded once. The heads follow each other in parts, and those of a
+    part in `groups`; all groups of each part are written, or those of one `chip`.
+    """
+    batch, seq, lanes = x.shape
+    width = lanes // groups // parts
+    refusal(head_dim, width).check()
+    written = groups if chip is None else 1
+    if chip is None:
+        sources = [pl.BlockSpec((None, BLOCK, lanes), lambda row, at, chip: (row, at, 0))]
+    else:
+        sources = [
+            pl.BlockSpec((None, BLOCK, width), lambda row, at, chip, p=p: (row, at, p * groups + chip[0]))
+            for p in range(parts)
+        ]
+    vectors = (None, None) if norm is None else (norm.weight, norm.bias)
+    vectors = jax.tree.map(lambda v: v.astype(jnp.float32)[None], vectors)
+    tables = jax.tree.map(lambda table: table.astype(jnp.float32), tables or (None, None))
+    specs = (
+        *jax.tree.map(lambda v: pl.BlockSpec(v.shape, lambda row, at, chip: (0, 0)), vectors),
+        *jax.tree.map(lambda _: pl.BlockSpec((BLOCK, head_dim), lambda row, at, chip: (at, 0)), tables),
+    )
+    part = pl.BlockSpec((None, written, BLOCK, width), lambda row, at, chip: (row, 0, at, 0))
+    (found,) = pl.pallas_call(
+        functools.partial(_divide_body, head_dim=head_dim, eps=norm.eps if norm else 0.0),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(batch, pl.cdiv(seq, BLOCK)),
+            in_specs=[tuple(sources), *specs],
+            out_specs=[(part,) * parts],
+        ),
+        out_shape=[(jax.ShapeDtypeStruct((batch, written, seq, width), x.dtype),) * parts],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        cost_estimate=pl.CostEstimate(
+            flops=8 * x.size,
+            transcendentals=0,
+            bytes_accessed=2 * x.nbytes + batch * sum(t.nbytes for t in jax.tree.leaves(tables)),
+        ),
+        interpret=interpret,
+        name=names.PROLOGUE,
+    )(jnp.zeros(1, jnp.int32) if chip is None else chip[None], (x,) * len(sources), *vectors, *tables)
+    return list(found)
+
+
+def _divide_body(
+    chip: Any, sources: Any, weight: Any, bias: Any, cosines: Any, sines: Any, outs: Any, *, head_dim: int, eps: float
+) -> None:
+    """`sources` are all lanes of some tokens, or of each part one chip's; a norm or tables that are not there, None."""
+    rows, each = sources[0].shape
+    lanes = len(sources) * each
+    groups, _, width = outs[0].shape
+    starts = range(0, lanes, LANES)
+    widened = functools.partial(_widened, head_dim=head_dim)
+    moments = functools.partial(_moments, is_centred=bias is not None, eps=eps)
+
+    def part(start: int) -> Array:
+        return sources[start // each][:, pl.ds(start % each, LANES)].astype(jnp.float32)
+
+    over_all = weight is not None and weight.shape[1] > head_dim
+    middle, factor = 0.0, 1.0
+    if over_all:
+        middle, factor = moments(
+            lambda function: jnp.sum(sum(function(part(start)) for start in starts), axis=1, keepdims=True) / lanes
+        )
+    if cosines is not None:
+        is_even = jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) % 2 == 0
+        by_cosines, by_sines = widened(cosines[...]), widened(sines[...])
+        by_sines = jnp.where(is_even, -by_sines, by_sines)
+    for start in starts:
+        y = part(start)
+
+        def vector(ref: Any, start: int = start) -> Array:
+            return ref[:, pl.ds(start, LANES)] if over_all else widened(ref[...])
+
+        if weight is not None:
+            if not over_all:
+                middle, factor = moments(lambda function, y=y: _over_head(function(y), head_dim))
+            gain, offset = vector(weight), None if bias is None else vector(bias)
+            y = (y - middle) * factor * gain
+            y = y if offset is None else y + offset
+        if cosines is not None:
+            partner = jnp.where(is_even, pltpu.roll(y, LANES - 1, 1), pltpu.roll(y, 1, 1))
+            y = y * by_cosines + partner * by_sines
+        out_part, group = divmod(start // width, groups)
+        outs[out_part][group, :, pl.ds(start % width, LANES)] = y.astype(outs[0].dtype)
+
+
+def _widened(x: Float[Array, "rows head_dim"], head_dim: int) -> Float[Array, "rows lanes"]:
+    """What holds for each head, for all heads of a register."""
+    return jnp.concatenate([x] * (LANES // head_dim), axis=1)
+
+
+def _over_head(y: Float[Array, "rows lanes"], head_dim: int) -> Array:
+    """The mean of each head in a register."""
+    if head_dim == LANES:
+        return jnp.sum(y, axis=1, keepdims=True) / LANES
+    is_left = jax.lax.broadcasted_iota(jnp.int32, y.shape, 1) < head_dim
+    left, right = (jnp.sum(jnp.where(side, y, 0.0), axis=1, keepdims=True) for side in (is_left, ~is_left))
+    return jnp.where(is_left, left, right) / head_dim
+
+
+def _moments(
+    mean: Callable[[Callable[[Array], Array]], Array], *, is_centred: bool, eps: float
+) -> tuple[Array | float, Array]:
+    """The mean to subtract (0 of an RMS norm) and the factor; `mean` is that of a function of the values."""
+    middle = mean(lambda y: y) if is_centred else 0.0
+    return middle, jax.lax.rsqrt(mean(lambda y: jnp.square(y - middle)) + eps)
+
+
+def join(
+    parts: list[Float[Array, "batch groups seq width"]], *, interpret: bool = False
+) -> Float[Array, "batch seq lanes"]:
+    """All heads side by side again."""
+    batch, groups, seq, width = parts[0].shape
+    lanes = len(parts) * groups * width
+    return pl.pallas_call(
+        _join_body,
+        grid=(batch, pl.cdiv(seq, BLOCK)),
+        in_specs=[(pl.BlockSpec((None, groups, BLOCK, width), lambda row, at: (row, 0, at, 0)),) * len(parts)],
+        out_specs=pl.BlockSpec((None, BLOCK, lanes), lambda row, at: (row, at, 0)),
+        out_shape=jax.ShapeDtypeStruct((batch, seq, lanes), parts[0].dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * len(parts) * parts[0].nbytes),
+        interpret=interpret,
+        name=names.JOIN,
+    )(tuple(parts))
+
+
+def _join_body(parts: tuple[Any, ...], out: Any) -> None:
+    groups, _, width = parts[0].shape
+    for index, part in enumerate(parts):
+        for group in range(groups):
+            out[:, pl.ds((index * groups + group) * width, width)] = part[group]

@@ -1,0 +1,102 @@
+"""A kernel that is called by name raises what it refuses; an automatic choice says once why XLA computes instead."""
+
+import functools
+import logging
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comfyui_tpu.attention.prologue import HeadLayout
+from comfyui_tpu.kernels import attention, choice, convolution, modulation, names, prologue, residual_norm
+from comfyui_tpu.kernels.attention_form import Form
+from comfyui_tpu.kernels.attention_reference import first
+from comfyui_tpu.tpu_runtime.cost_model import chips, kernels
+from jax.sharding import Mesh
+
+
+def shaped(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def attend(q: jax.Array, head_dim: int, form: Form) -> jax.Array:
+    return attention.flat_attention(q, [first(q, q, 48)], head_dim=head_dim, form=form, log_sums=False, scale=1.0)[0]
+
+
+def normed(x: jax.Array, vector: jax.Array) -> jax.Array:
+    return residual_norm.by_kernel(x, None, None, vector, vector, None, eps=1e-6, interpret=False)[1]
+
+
+NAMED: dict[str, tuple[Callable, tuple, str]] = {
+    "attention": (
+        functools.partial(attend, head_dim=40, form=Form()), (shaped(1, 48, 120),),
+        "3 heads of 40 lanes are neither of a multiple of 128 nor an even number of 64",
+    ),
+    "attention_prologue": (
+        lambda x: prologue.divide(x, 2, 1, None, None, head_dim=24), (shaped(1, 48, 96),),
+        "heads have 24 lanes, not 64 or 128; a chip's heads have 48 lanes, not a multiple of 128",
+    ),
+    "residual_norm": (normed, (shaped(1, 48, 96), shaped(1, 96)), "tokens have 96 lanes, not a multiple of 128"),
+    "convolution": (
+        functools.partial(convolution.convolution, bias=None, repeats=False),
+        (shaped(1, 8, 4, 8, 16), shaped(8, 8, 1, 5, 5)), "a kernel of 5 rows and 5 columns has more than 3",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_kernel_that_is_named_raises_its_reasons(name: str):
+    call, arrays, reasons = NAMED[name]
+    with pytest.raises(NotImplementedError) as error:
+        jax.eval_shape(call, *arrays)
+    assert str(error.value) == f"The kernel {name} does not compute this call: {reasons}."
+
+
+def warnings(caplog: pytest.LogCaptureFixture, run: Callable[[], object]) -> list[str]:
+    choice._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        run()
+        run()
+    return [record.getMessage() for record in caplog.records if record.name == choice.__name__]
+
+
+def test_an_automatic_choice_says_once_why_xla_computes(caplog: pytest.LogCaptureFixture):
+    layout, x = HeadLayout(head_dim=24, kernel=True, interpret=True), jnp.ones((1, 7, 96))
+    (warning,) = warnings(caplog, lambda: layout.divide(x, 2, 1))
+    reasons = "heads have 24 lanes, not 64 or 128; a chip's heads have 48 lanes, not a multiple of 128"
+    assert warning == f"The kernel attention_prologue does not compute this call: {reasons}. XLA computes it."
+
+
+def test_a_question_of_the_layout_is_no_refusal(caplog: pytest.LogCaptureFixture):
+    assert not warnings(caplog, lambda: HeadLayout(head_dim=64, kernel=True).parts(3 * 64))
+
+
+@pytest.mark.parametrize(
+    ("topology", "reasons"),
+    [("v4:2x2x1", ("TPU v4 has 16 MiB of on-chip memory (VMEM), less than 64",)), ("v6e-1", ())], ids=str,
+)  # fmt: skip
+def test_a_chip_without_room_for_rows_keeps_xlas_forms(
+    topology: str, reasons: tuple[str, ...], caplog: pytest.LogCaptureFixture
+):
+    device = chips.compile_devices(chips.topology(topology))[0]
+    with jax.sharding.use_abstract_mesh(Mesh(np.array([device]), ("sp",)).abstract_mesh):
+        refusals = convolution.refusal(shaped(8, 8, 1, 3, 3)), modulation.refusal()
+        found = warnings(caplog, lambda: [*map(choice.accepted, refusals)])
+    assert [refusal.reasons for refusal in refusals] == [reasons] * 2
+    assert found == [f"{refusal} XLA computes it." for refusal in refusals if reasons]
+
+
+def test_programs_for_no_tpu_take_the_reference_silently(caplog: pytest.LogCaptureFixture):
+    assert modulation.refusal().reasons == (choice.NO_TPU,)
+    assert not warnings(caplog, lambda: choice.accepted(modulation.refusal()))
+
+
+@pytest.mark.parametrize("maximum", ["zero", "sampled", "online"])
+def test_the_cost_model_knows_the_form_that_may_rerun_by_its_name(maximum: str):
+    form = Form(maximum=maximum, block_q=128, step=32)
+    traced = jax.make_jaxpr(functools.partial(attend, head_dim=128, form=form))(jnp.ones((1, 48, 128)))
+    (call,) = (equation for equation in traced.eqns if equation.primitive.name == "pallas_call")
+    kernel = kernels.Kernel(name=call.params["name"], config="", operands=(), results=())
+    assert kernel.reruns == (maximum == "sampled")
+    assert kernel.name == (names.ATTENTION_WITH_RERUN if kernel.reruns else names.ATTENTION)
