@@ -158,6 +158,21 @@ def test_codes_are_seen_in_the_files_headers(writer: str, tmp_path: Path):
     assert "download" not in str(error.value).lower()
 
 
+@pytest.mark.parametrize("part", ["transformer", "text_encoder", "vae"])
+def test_codes_that_are_pickled_are_not_called_an_incomplete_download(part: str, tmp_path: Path):
+    """As torchao's were, before it wrote safetensors."""
+    folder = quantize(tmp_path / "model", None, None)
+    for path in (folder / part).glob("*.safetensors*"):
+        path.rename(path.with_suffix(".bin"))
+    path = folder / part / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "torchao"}}
+    path.unlink()  # a link to the original
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"{part} of .* is quantized with torchao") as error:
+        choose_model(SPEC, str(folder))
+    assert "incomplete" not in str(error.value) and "ownload" not in str(error.value)
+
+
 def test_quantization_of_a_model_of_several_parts_is_found():
     assert quantized.method_of_config({"text_config": {"quantization_config": {"quant_method": "fp8"}}}) == "fp8"
     assert quantized.method_of_config({"compression_config": {"format": "pack-quantized"}}) == "pack-quantized"

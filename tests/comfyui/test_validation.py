@@ -1,20 +1,25 @@
 """What ComfyUI's page says of the examples with wrong values in our widgets: a sentence for each, never a traceback."""
 
+import copy
 import json
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from comfyui_tpu.nodes import DECLARATIONS
+from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.headless.workflow import to_api
+from comfyui_tpu.tests.nodes import separate_packs
 from comfyui_tpu.tests.nodes.test_upgrade import WRONG
 from comfyui_tpu.tests.support.citizen import CITIZEN_PACK
 from comfyui_tpu.tests.support.comfyui_server import PACK, Server, needs_comfyui
 
 pytestmark = needs_comfyui
 
-EXAMPLES = sorted((PACK / "examples" / "api").glob("*.json"))
+# Also what the separate packs saved, as ComfyUI queues it.
+EXAMPLES = {path.stem: json.loads(path.read_text()) for path in sorted((PACK / "examples" / "api").glob("*.json"))}
+EXAMPLES |= {f"separate {pack}": to_api(make(), HEADLESS) for pack, make in separate_packs.ALL.items()}
 # What is a list is a link to ComfyUI.
 VALUES = [value for value in WRONG if not isinstance(value, list)]
 
@@ -30,11 +35,11 @@ def sentences(answer: dict[str, Any]) -> list[dict[str, Any]]:
     return [*found, *([answer["error"]] if answer["error"] else [])]
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_a_wrong_value_in_a_widget_is_a_sentence(server: Server, path: Path):
-    draw, refused = random.Random(path.stem), 0
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_wrong_value_in_a_widget_is_a_sentence(server: Server, example: str):
+    draw, refused = random.Random(example), 0
     for _ in range(20):
-        workflow = json.loads(path.read_text())
+        workflow = copy.deepcopy(EXAMPLES[example])
         widgets = [
             (node["inputs"], name)
             for node in workflow.values()

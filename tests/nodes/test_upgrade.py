@@ -229,25 +229,43 @@ WRONG = (
 )
 
 
+def problems_of(document: Any, is_tiny: bool) -> list[str]:
+    """What `run` says of a workflow, with the real models or with miniatures, up to where the first node would run."""
+    try:
+        workflow = to_api(document, HEADLESS)
+        if is_tiny:
+            make_tiny(workflow)
+        if problems := validate_workflow(workflow, HEADLESS):
+            return problems
+        for node in workflow.values():
+            given = {name: value for name, value in node["inputs"].items() if not isinstance(value, list)}
+            HEADLESS[node["class_type"]].check_constants(Folders(), given)
+        expand(workflow, HEADLESS)
+        expected(workflow, Folders(), HEADLESS)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
 @pytest.mark.parametrize("path", EVERY_EXAMPLE, ids=lambda path: str(path.relative_to(EXAMPLES)))
 def test_a_wrong_type_in_a_widget_is_a_sentence(path: Path):
-    """As `run` goes on with it, with the real models and with miniatures, up to where the first node would run."""
     draw = random.Random(path.stem)
     document = json.loads(path.read_text())
     for number in range(20):
         workflow = to_api(document, HEADLESS)
         node = workflow[draw.choice([node_id for node_id, node in workflow.items() if node["inputs"]])]
         node["inputs"][draw.choice(sorted(node["inputs"]))] = draw.choice(WRONG)
-        try:
-            if number % 2:
-                make_tiny(workflow)
-            if problems := validate_workflow(workflow, HEADLESS):
-                assert all(problem.endswith((".", ")")) for problem in problems)
-                continue
-            for node in workflow.values():
-                given = {name: value for name, value in node["inputs"].items() if not isinstance(value, list)}
-                HEADLESS[node["class_type"]].check_constants(Folders(), given)
-            expand(workflow, HEADLESS)
-            expected(workflow, Folders(), HEADLESS)
-        except ValueError as error:
-            assert str(error)
+        assert all(problem.endswith((".", ")")) for problem in problems_of(workflow, bool(number % 2)))
+
+
+@pytest.mark.parametrize("pack", separate_packs.ALL)
+def test_a_wrong_type_in_a_widget_of_the_separate_packs_is_a_sentence(pack: str):
+    draw, refused = random.Random(pack), 0
+    for number in range(20):
+        document = separate_packs.ALL[pack]()
+        values = draw.choice([node["widgets_values"] for node in document["nodes"] if node["widgets_values"]])
+        values[draw.randrange(len(values))] = draw.choice(WRONG)
+        problems = problems_of(document, bool(number % 2))
+        assert all(problem.endswith((".", ")")) for problem in problems)
+        refused += bool(problems)
+    assert refused
