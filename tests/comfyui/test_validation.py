@@ -10,8 +10,9 @@ import pytest
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api
+from comfyui_tpu.nodes.upgrade import upgraded
 from comfyui_tpu.tests.nodes import separate_packs
-from comfyui_tpu.tests.nodes.test_upgrade import WRONG
+from comfyui_tpu.tests.nodes.test_upgrade import HEADLINE, WRONG, in_api_form
 from comfyui_tpu.tests.support.citizen import CITIZEN_PACK
 from comfyui_tpu.tests.support.comfyui_server import PACK, Server, needs_comfyui
 
@@ -56,3 +57,18 @@ def test_a_wrong_value_in_a_widget_is_a_sentence(server: Server, example: str):
             assert "exception" not in error["type"] and "traceback" not in error["extra_info"], (name, error)
         refused += not answer["is_valid"]
     assert refused
+
+
+@pytest.mark.parametrize("pack", ["cogvideox", "flux2"])
+def test_what_a_script_queues_has_todays_nodes(server: Server, pack: str):
+    """At ComfyUI's own address. That the model is not on this machine ends it before anything is loaded."""
+    workflow = in_api_form(pack)
+    for node in workflow.values():
+        if node["class_type"] == "SaveVideo":
+            node["inputs"] |= {"format": "auto", "codec": "auto"}
+    before = server.log.read_text().count(HEADLINE)
+    answer = server.queue(workflow)
+    assert "prompt_id" in answer and not answer["node_errors"], answer
+    entry = server.finish(answer["prompt_id"])
+    assert entry["prompt"][2] == upgraded(workflow, DECLARATIONS)[0] != workflow
+    assert server.log.read_text().count(HEADLINE) == before + 1
