@@ -112,6 +112,18 @@ def test_of_the_four_two_are_the_first_experts(boundary: float):
     assert experts(replace(settings, high_noise_steps=4)) == [first] * 4
 
 
+def test_one_expert_has_the_guidance_of_each_step_and_two_meet_at_the_boundary():
+    alone = table_of(HUNYUAN, num_inference_steps=3)
+    halving = replace(HUNYUAN, guidance_at=lambda settings, timestep: settings.guidance_scale * timestep / 1000)
+    settings = HUNYUAN.settings(num_inference_steps=3, guidance_scale=6.0)
+    (name,) = HUNYUAN.experts
+    expected = [(name, 6.0 * timestep / 1000) for timestep in alone.timesteps.tolist()]
+    assert solver_table.experts_for(halving, alone, settings, boundary=900.0) == expected
+    table = table_of(WAN, num_inference_steps=3)
+    found = solver_table.experts_for(WAN, table, WAN.settings(), boundary=float(table.timesteps[1]))
+    assert [name for name, _ in found] == ["transformer", "transformer", "transformer_2"]
+
+
 def test_four_steps_of_euler_alone_are_not_those(compare: Callable):
     """The trap: upstream's Euler spreads its steps between shifted ends, and shifts them again."""
     alone = sigmas_of(table_of(WAN, num_inference_steps=4, shift=5.0, scheduler=EULER))
