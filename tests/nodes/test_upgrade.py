@@ -232,7 +232,7 @@ def test_damaged_ones_end_in_a_sentence(pack: str):
 )
 def test_a_saved_workflow_runs(pack: str, result: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "input").mkdir()
-    Image.new("RGB", (96, 64), "red").save(tmp_path / "input" / "input.png")
+    Image.new("RGB", (96, 64), "red").save(tmp_path / "input" / separate_packs.PICTURE, "PNG")
     (tmp_path / "saved.json").write_text(json.dumps(separate_packs.ALL[pack]()))
     steps = next(
         f"{node['type']}.num_inference_steps=2"
