@@ -154,7 +154,8 @@ class _Graph:
         values, declared = node.get("widgets_values"), self._table[node["type"]]
         if not isinstance(values, list) or len(values) not in _lengths(_OLD[node["type"]]):
             return False
-        return not all(_is_typed(one, value) for one, value in zip(_widgets(declared), values, strict=False) if one)
+        pairs = zip(_widgets(declared), values, strict=False)
+        return not all(_is_typed(one, value) if one else value in _CONTROLS for one, value in pairs)
 
     def upgrade(self) -> list[str]:
         """Brings all nodes of the separate packs to today's; says what of each is another thing now."""

@@ -56,6 +56,13 @@ def test_usage_counts_files_and_bytes_of_every_kind(folder: Path, monkeypatch: p
     assert len(counted) == 2 * len(found)
 
 
+def test_usage_is_of_the_folder_of_this_moment(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(store.time, "monotonic", lambda: 100.0)
+    for wanted in (folder, folder.parent / "another"):
+        monkeypatch.setenv(store.VARIABLE, str(wanted))
+        assert {one["path"] for one in store.usage()} == {str(wanted / kind) for kind in store.MAX_BYTES}
+
+
 @pytest.mark.parametrize(("number", "is_kept"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EROFS, False)])
 def test_a_full_disk_can_still_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_kept: bool):
     def refuse(**_):
@@ -81,6 +88,53 @@ def test_what_is_half_written_leaves_nothing(folder: Path, monkeypatch: pytest.M
     assert path.name == "key.bin" and list(path.parent.iterdir()) == []
 
 
+def test_the_folders_are_for_this_user_alone(tmp_path: Path, folder: Path):
+    store._make(tmp_path / "a" / "b")
+    store._make(tmp_path / "a" / "b")
+    Store("prompts").put("key", b"payload")
+    for made in (tmp_path / "a" / "b", folder, folder / "prompts"):
+        assert made.stat().st_mode & 0o777 == 0o700
+
+
+def aged(path: Path, moment: float, size: int = 10) -> Path:
+    path.write_bytes(bytes(size))
+    os.utime(path, (moment, moment))
+    return path
+
+
+def test_beginnings_leave_once_they_are_a_day_older_than_the_newest(tmp_path: Path):
+    now = 10 * store.ABANDONED_S
+    files = [
+        aged(tmp_path / ".abandoned", now - store.ABANDONED_S - 1),
+        aged(tmp_path / ".at-work", now - store.ABANDONED_S),
+        aged(tmp_path / "old.bin", 0), aged(tmp_path / "newest.bin", now),
+    ]  # fmt: skip
+    store._trim(tmp_path, 10**6)
+    assert [path.name for path in files if not path.exists()] == [".abandoned"]
+    (tmp_path / "none").mkdir()
+    store._trim(tmp_path / "none", 0)
+
+
+def test_no_more_leaves_than_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    files = [aged(tmp_path / f"{number}.bin", number, size=10 + number) for number in range(4)]
+    store._trim(tmp_path, 46)  # all of them
+    assert all(path.exists() for path in files)
+    store._trim(tmp_path, 25)
+    assert [path.exists() for path in files] == [False, False, True, True]
+
+
+def test_what_another_process_removes_meanwhile_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    gone, kept = aged(tmp_path / "gone.bin", 0), aged(tmp_path / "kept.bin", 1)
+    listed = [*store._files(tmp_path)]
+    gone.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_files", lambda folder: iter(listed))
+        store._trim(tmp_path, 10)
+    assert kept.exists()
+    monkeypatch.setattr(Path, "iterdir", lambda folder: iter([gone, kept]))
+    assert [path for path, _ in store._files(tmp_path)] == [kept]
+
+
 def test_a_damaged_entry_is_dropped_with_its_reason(folder: Path, caplog: pytest.LogCaptureFixture):
     prompts = Store("prompts")
     prompts.put("key", b"payload")
@@ -89,6 +143,7 @@ def test_a_damaged_entry_is_dropped_with_its_reason(folder: Path, caplog: pytest
     assert prompts.get("key") is None and not path.exists()
     assert f"{path} is dropped: it is damaged. It is recreated." in caplog.text
     prompts.discard("key", "again")
+    assert "cannot be removed" not in caplog.text  # it is gone already
 
 
 def test_a_folder_that_cannot_be_looked_at_holds_no_code(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from comfyui_tpu.sharding.rules import Rule
 from comfyui_tpu.sharding.shape import MeshShape
-from comfyui_tpu.tpu_runtime.limits import Settings, StepCache
+from comfyui_tpu.tpu_runtime.limits import CHECKPOINT, STEP_INPUTS, Choice, Settings, StepCache
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.spec import (
     Component,
@@ -53,7 +53,10 @@ def test_a_component_is_tiny_where_it_says_so_and_its_mappings_are_read_only():
 def test_pixels_become_latents_and_tokens():
     assert [VIDEO.latent_frames(count) for count in (1, 4, 5, 8, 9, 13)] == [2, 2, 2, 2, 4, 4]
     assert VIDEO.latent_shape(SETTINGS) == (1, 16, 4, 8, 12)
-    assert VIDEO.num_tokens((1, 16, 4, 8, 12)) == 2 * 4 * 6
+    count = VIDEO.num_tokens((1, 16, 4, 8, 12))
+    assert count == 2 * 4 * 6 and isinstance(count, int)
+    with pytest.raises(ValueError):
+        VIDEO.num_tokens((1, 16, 8, 12))
     picture = LatentGeometry(channels=128, stride_t=0, stride_hw=16, patch_thw=(9, 1, 2))
     assert picture.latent_shape(SETTINGS) == (1, 128, 4, 6) and picture.num_tokens((1, 128, 4, 6)) == 12
 
@@ -135,10 +138,19 @@ def test_a_step_cache_is_for_models_that_have_one():
     caching = spec_by_name("hunyuanvideo1.5-t2v-720p")
     sizes = {name: caching.inputs[name].default for name in ("height", "width", "num_frames")}
     caching.check_settings(replace(cached, **sizes))
+    with pytest.raises(ValueError, match="height is 81"):
+        caching.check_settings(replace(cached, **sizes | {"height": 81}))
     with pytest.raises(ValueError, match="cache_start is -1"):
         caching.check_settings(replace(cached, **sizes, step_cache=StepCache(start=-1, end=5, interval=2)))
     widgets = {"step_cache": True, "cache_start": 2, "cache_end": 4, "cache_interval": 2}
     assert caching.settings(**widgets).step_cache == StepCache(start=2, end=4, interval=2)
+
+
+def test_every_model_has_a_choice_of_schedulers_and_of_steps():
+    made = replace(WAN, inputs={"height": WAN.inputs["height"]}, schedulers=("A", "B"))
+    assert set(made.inputs) == {"height", "scheduler", *STEP_INPUTS}
+    assert made.inputs["scheduler"] == Choice(options=(CHECKPOINT, "A", "B"))
+    assert {name: made.inputs[name] for name in STEP_INPUTS} == STEP_INPUTS
 
 
 def test_dimensions_of_a_condition_may_be_named():

@@ -39,8 +39,6 @@ class IntLimit:
     def _nearest(self, value: int) -> str:
         below = self._not_above(value)
         clipped = sorted({min(max(near, self.low), self.high) for near in (below, below + self.multiple_of)})
-        if not self.low <= value <= self.high:
-            return str(clipped[0] if value < self.low else clipped[-1])
         return " or ".join(str(near) for near in clipped)
 
 

@@ -40,7 +40,7 @@ ITEMS = f"() => [...document.querySelectorAll('{NOTICE} strong, {NOTICE} li')].m
 def server(start_comfyui: Callable[..., Server]) -> Server:
     server = start_comfyui()
     (server.base / "input").mkdir(exist_ok=True)
-    Image.new("RGB", (96, 64), "red").save(server.base / "input" / "input.png")
+    Image.new("RGB", (96, 64), "red").save(server.base / "input" / separate_packs.PICTURE, "PNG")
     return server
 
 

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from comfyui_tpu.tpu_runtime.checkpoints import content, tiny
@@ -51,6 +52,17 @@ def test_built_in_models_have_marks_of_their_own():
     assert content.of_model("tiny/random-wan21", (), Silent()) == f"miniature {tiny.VERSION}"
     trained = tiny.trained("tiny/wan21")
     assert trained is not None and content.of_model("tiny/wan21", (), Silent()) == mark(trained)
+
+
+def test_a_hub_id_is_known_by_its_newest_commit(monkeypatch: pytest.MonkeyPatch):
+    progress, asked = Silent(), []
+
+    def snapshot(model_id: str, watching: Silent) -> SimpleNamespace:
+        asked.append((model_id, watching))
+        return SimpleNamespace(commit="0123abc")
+
+    monkeypatch.setattr(content.hub, "snapshot", snapshot)
+    assert content.of_model(" owner/name ", (), progress) == "0123abc" and asked == [("owner/name", progress)]
 
 
 def test_what_is_no_model_is_a_sentence():

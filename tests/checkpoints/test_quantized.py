@@ -158,10 +158,31 @@ def test_codes_are_seen_in_the_files_headers(writer: str, tmp_path: Path):
     assert "download" not in str(error.value).lower()
 
 
+@pytest.mark.parametrize("part", ["transformer", "text_encoder", "vae"])
+def test_codes_that_are_pickled_are_not_called_an_incomplete_download(part: str, tmp_path: Path):
+    """As torchao's were, before it wrote safetensors."""
+    folder = quantize(tmp_path / "model", None, None)
+    for path in (folder / part).glob("*.safetensors*"):
+        path.rename(path.with_suffix(".bin"))
+    path = folder / part / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "torchao"}}
+    path.unlink()  # a link to the original
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"{part} of .* is quantized with torchao") as error:
+        choose_model(SPEC, str(folder))
+    assert "incomplete" not in str(error.value) and "ownload" not in str(error.value)
+
+
 def test_quantization_of_a_model_of_several_parts_is_found():
     assert quantized.method_of_config({"text_config": {"quantization_config": {"quant_method": "fp8"}}}) == "fp8"
     assert quantized.method_of_config({"compression_config": {"format": "pack-quantized"}}) == "pack-quantized"
-    assert quantized.method_of_config({"quantization_config": ["what"]}) == "a method that its config does not name"
+    for nameless in (["what"], {"bits": 4}, {"quant_method": 4}):
+        found = quantized.method_of_config({"quantization_config": nameless})
+        assert found == "a method that its config does not name"
+    for key in ("quant_method", "quant_algo", "quant_type", "format"):
+        assert quantized.method_of_config({"quantization_config": {key: "x", "bits": 4}}) == "x"
+    of_a_part = {"quantization_config": {"quant_method": "fp8"}}
+    assert quantized.method_of_config({"text_config": 3, "task": of_a_part}) is None
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -211,3 +232,23 @@ def test_positions_beside_weights_are_left_aside():
     """CLIP's published files have them."""
     names = {"embeddings.position_ids": "I64", "embeddings.position_embedding.weight": "F16", "logit_scale": "F32"}
     assert quantized.method_of_tensors(names) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        # bitsandbytes' description of the whole quantization, two names below the weight.
+        ({"a.b.weight": "U8", "a.b.weight.quant_state.bitsandbytes__nf4": "U8"}, ("a.b.weight", "bitsandbytes")),
+        ({"weight": "I8", "SCB": "F32"}, ("weight", "bitsandbytes")),
+        # Two scales, of which one is made of codes too.
+        ({"a.weight_scale": "U8", "a.input_scale": "F32"}, ("a.weight_scale", "scaled U8")),
+        ({"a.weight_scale": "U8"}, None),
+        ({"a.weight_scale": "F32", "a.weight": "I8", "a.b.weight.absmax": "F32"}, ("a.weight", "scaled I8")),
+        ({"a.position": "I64", "a.position.table": "F32", "b.scale": "F32"}, None),
+        ({"a.weight": "F8_E4M3", "a.bias": "F16"}, None),
+    ],
+)
+def test_codes_are_known_by_what_stands_in_their_layer(names: dict[str, str], found: tuple[str, str] | None):
+    assert quantized.method_of_tensors(names) == found
+    turned = dict(reversed(names.items()))
+    assert quantized.method_of_tensors(turned) == found

@@ -11,7 +11,7 @@ from comfyui_tpu.fleet import jobs
 from comfyui_tpu.fleet.jobs import MOST_PROBLEMS, Prepared, Recipe, read_jobs, with_tries
 from comfyui_tpu.fleet.ledger import Tries
 from comfyui_tpu.fleet.messages import Mark
-from comfyui_tpu.nodes.declare import Folders
+from comfyui_tpu.nodes.declare import Folders, Node
 from comfyui_tpu.nodes.headless.changes import make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api
@@ -253,6 +253,24 @@ def test_stage_files_of_a_batch_have_a_whole_path(workflow: dict, tmp_path: Path
     stage_files.save_latents(tmp_path, {"samples": torch.ones(1, 16, 2, 8, 8)}, model)
     os.utime(tmp_path / stage_files.LATENTS, ns=(7, 7))
     assert recipe.prepared(named).id != first.id
+
+
+def test_each_choice_is_checked_whatever_was_checked_before(recipe: Recipe, tmp_path: Path):
+    """A model, and whether it is connected: what one line names right another may not."""
+    recipe.job(1, line())
+    with pytest.raises(ValueError, match="has no model_index.json"):
+        recipe.job(2, line(**{"6_model_id": str(tmp_path)}))
+    seen = []
+    declaration = Node(
+        id="A", title="A", description="", inputs=(), run=lambda host: (), checks=("model_id",),
+        checked_links=("model",), check=lambda folders, model_id, model: seen.append((model_id, model)),
+    )  # fmt: skip
+    for inputs in (
+        {"model_id": "a"}, {"model_id": "a", "seed": 1}, {"model_id": "a", "model": ["6", 0]}, {"model_id": "b"},
+        {"model_id": "a", "other": ["6", 0]}, {"model_id": "a", "model": ["7", 0]}, {"model_id": "b", "model": None},
+    ):  # fmt: skip
+        recipe._check("1", {"inputs": inputs}, declaration)
+    assert seen == [("a", False), ("a", True), ("b", False)]
 
 
 def test_what_the_check_of_a_node_sees(recipe: Recipe, monkeypatch: pytest.MonkeyPatch):

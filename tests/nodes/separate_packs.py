@@ -1,10 +1,15 @@
 """Workflows as the separate TPU packs saved them: their nodes, sockets and values in the order of their widgets.
 
 After the example files in yangwhale/gpu-tpu-pedia, `tpu/ComfyUI/custom_nodes/*/examples`, with other prompts; some of
-these were saved without what the page adds behind a seed, or with a value that no widget takes.
+these were saved without what the page adds behind a seed, or with a value that no widget takes. With a checkout of that
+repository in PUBLISHED_WORKFLOWS the tests take the files themselves.
 """
 
+import functools
+import json
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 # Id, type, values, sockets as (name, type), outputs as (name, type).
@@ -15,6 +20,7 @@ FLUX2, COGVIDEOX = "black-forest-labs/FLUX.2-dev", "zai-org/CogVideoX1.5-5B"
 EMBEDS = [("prompt_embeds", "TENSOR"), ("negative_prompt_embeds", "TENSOR")]
 LATENTS = ("latents", "LATENT")
 FRAMES = [("frames", "IMAGE"), ("fps", "INT")]
+PICTURE = "wan_i2v_input.JPG"
 
 
 def document(rows: Sequence[Row], links: Sequence[Link]) -> dict[str, Any]:
@@ -41,9 +47,11 @@ def document(rows: Sequence[Row], links: Sequence[Link]) -> dict[str, Any]:
 
 
 def video_nodes(node_id: int, prefix: list[Any]) -> list[Row]:
-    """ComfyUI's own behind a decoder."""
+    """ComfyUI's own behind a decoder; one file was written without the page."""
+    is_by_hand = len(prefix) == 1
+    sockets = [("images", "IMAGE"), *([] if is_by_hand else [("audio", "AUDIO")])]
     return [
-        (node_id, "CreateVideo", [16], [("images", "IMAGE"), ("audio", "AUDIO")], [("VIDEO", "VIDEO")]),
+        (node_id, "CreateVideo", [16], sockets, [("video" if is_by_hand else "VIDEO", "VIDEO")]),
         (node_id + 1, "SaveVideo", prefix, [("video", "VIDEO")], []),
     ]
 
@@ -83,10 +91,10 @@ def wan21() -> dict[str, Any]:
     return document(rows, [(1, 1, 0, 2, 0), (2, 1, 1, 2, 1), (3, 2, 0, 3, 0), (6, 3, 0, 6, 0), (7, 6, 0, 7, 0)])
 
 
-def wan22_i2v(picture: str = "input.png") -> dict[str, Any]:
+def wan22_i2v() -> dict[str, Any]:
     condition, info = ("condition", "CONDITION"), ("latent_info", "LATENT_INFO")
     rows: list[Row] = [
-        (1, "LoadImage", [picture, "image"], [], [("IMAGE", "IMAGE"), ("MASK", "MASK")]),
+        (1, "LoadImage", [PICTURE, "image"], [], [("IMAGE", "IMAGE"), ("MASK", "MASK")]),
         (2, "Wan22I2VImageEncoder", [1104, 832, 81, WAN22], [("image", "IMAGE")], [condition, info]),
         (3, "Wan22I2VTextEncoder", ["a white cat on a surfboard", "static", WAN22], [], EMBEDS),
         (
@@ -103,4 +111,16 @@ def wan22_i2v(picture: str = "input.png") -> dict[str, Any]:
     return document(rows, links)
 
 
+def published(checkout: Path, name: str) -> dict[str, Any]:
+    (path,) = checkout.glob(f"tpu/ComfyUI/custom_nodes/*/examples/{name}.json")
+    return json.loads(path.read_text("utf-8"))
+
+
 ALL = {"flux2": flux2, "cogvideox": cogvideox, "wan21": wan21, "wan22_i2v": wan22_i2v}
+if "PUBLISHED_WORKFLOWS" in os.environ:
+    FILES = {
+        "flux2": "flux2_tpu_basic", "cogvideox": "cogvideox_t2v_720p", "wan21": "wan21_t2v_720p",
+        "wan22_i2v": "wan22_i2v_720p",
+    }  # fmt: skip
+    checkout = Path(os.environ["PUBLISHED_WORKFLOWS"])
+    ALL = {pack: functools.partial(published, checkout, name) for pack, name in FILES.items()}

@@ -109,6 +109,27 @@ def test_a_control_behind_the_seed_stays_and_is_fixed_where_there_was_none():
         assert dict(zip(names, values, strict=True))["control"] == control
 
 
+@pytest.mark.parametrize(
+    ("kind", "values", "is_old"),
+    [
+        ("Flux2TPUVAEDecoder", [1024, 1024, separate_packs.FLUX2], True),
+        ("Flux2TPUVAEDecoder", [separate_packs.FLUX2, "auto"], False),
+        ("Flux2TPUVAEDecoder", [1024, 1024, separate_packs.FLUX2, "auto"], False),  # nobody's
+        ("CogVideoXTPUVAEDecoder", [16], False),  # today's begins alike
+        ("CogVideoXTPUSampler", [720, 1280, 81, 50, 6.0, 42, 8], True),  # where the page has "fixed" or "randomize"
+        ("Wan21TPUSampler", [720, 1280, 81, 50, 5, 42, "fixed", separate_packs.WAN21, 5], False),
+        ("Wan22I2VTPUSampler", [40, 3.5, 5.0, 0, separate_packs.WAN22], True),
+        ("Wan22I2VImageEncoder", [1104, 832, 81, separate_packs.WAN22], False),
+    ],
+)
+def test_without_their_sockets_they_are_known_by_the_number_and_types_of_values(kind: str, values: list, is_old: bool):
+    node = {"id": 1, "type": kind, "inputs": [], "outputs": [], "widgets_values": values}
+    document, changes = upgraded({"nodes": [node], "links": []}, DECLARATIONS)
+    assert (changes[:1] == [HEADLINE]) == is_old
+    if is_old:
+        assert separate_packs.FLUX2 not in values or document["nodes"][0]["widgets_values"][0] == separate_packs.FLUX2
+
+
 def test_a_link_through_a_reroute_becomes_two():
     document = separate_packs.cogvideox()
     document["nodes"].append({
@@ -209,9 +230,9 @@ def test_damaged_ones_end_in_a_sentence(pack: str):
     ("pack", "result"),
     [("flux2", "*.png"), ("cogvideox", "*.mp4"), ("wan21", "video/*.mp4"), ("wan22_i2v", "video/*.mp4")],
 )
-def test_a_saved_workflow_runs(pack: str, result: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_a_saved_workflow_runs(pack: str, result: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "input").mkdir()
-    Image.new("RGB", (96, 64), "red").save(tmp_path / "input" / "input.png")
+    Image.new("RGB", (96, 64), "red").save(tmp_path / "input" / separate_packs.PICTURE, "PNG")
     (tmp_path / "saved.json").write_text(json.dumps(separate_packs.ALL[pack]()))
     steps = next(
         f"{node['type']}.num_inference_steps=2"
@@ -221,6 +242,7 @@ def test_a_saved_workflow_runs(pack: str, result: str, tmp_path: Path, capsys: p
     words = ["run", str(tmp_path / "saved.json"), "--tiny", "--set", steps, "--out", str(tmp_path / "out")]
     assert main([*words, "--input", str(tmp_path / "input")]) == 0
     assert [path.stat().st_size > 500 for path in (tmp_path / "out").rglob(result.rpartition("/")[2])] == [True]
+    assert [record.message.partition("\n")[0] for record in caplog.records].count(HEADLINE) == 1
 
 
 WRONG = (
@@ -229,25 +251,43 @@ WRONG = (
 )
 
 
+def problems_of(document: Any, is_tiny: bool) -> list[str]:
+    """What `run` says of a workflow, with the real models or with miniatures, up to where the first node would run."""
+    try:
+        workflow = to_api(document, HEADLESS)
+        if is_tiny:
+            make_tiny(workflow)
+        if problems := validate_workflow(workflow, HEADLESS):
+            return problems
+        for node in workflow.values():
+            given = {name: value for name, value in node["inputs"].items() if not isinstance(value, list)}
+            HEADLESS[node["class_type"]].check_constants(Folders(), given)
+        expand(workflow, HEADLESS)
+        expected(workflow, Folders(), HEADLESS)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
 @pytest.mark.parametrize("path", EVERY_EXAMPLE, ids=lambda path: str(path.relative_to(EXAMPLES)))
 def test_a_wrong_type_in_a_widget_is_a_sentence(path: Path):
-    """As `run` goes on with it, with the real models and with miniatures, up to where the first node would run."""
     draw = random.Random(path.stem)
     document = json.loads(path.read_text())
     for number in range(20):
         workflow = to_api(document, HEADLESS)
         node = workflow[draw.choice([node_id for node_id, node in workflow.items() if node["inputs"]])]
         node["inputs"][draw.choice(sorted(node["inputs"]))] = draw.choice(WRONG)
-        try:
-            if number % 2:
-                make_tiny(workflow)
-            if problems := validate_workflow(workflow, HEADLESS):
-                assert all(problem.endswith((".", ")")) for problem in problems)
-                continue
-            for node in workflow.values():
-                given = {name: value for name, value in node["inputs"].items() if not isinstance(value, list)}
-                HEADLESS[node["class_type"]].check_constants(Folders(), given)
-            expand(workflow, HEADLESS)
-            expected(workflow, Folders(), HEADLESS)
-        except ValueError as error:
-            assert str(error)
+        assert all(problem.endswith((".", ")")) for problem in problems_of(workflow, bool(number % 2)))
+
+
+@pytest.mark.parametrize("pack", separate_packs.ALL)
+def test_a_wrong_type_in_a_widget_of_the_separate_packs_is_a_sentence(pack: str):
+    draw, refused = random.Random(pack), 0
+    for number in range(20):
+        document = separate_packs.ALL[pack]()
+        values = draw.choice([node["widgets_values"] for node in document["nodes"] if node["widgets_values"]])
+        values[draw.randrange(len(values))] = draw.choice(WRONG)
+        problems = problems_of(document, bool(number % 2))
+        assert all(problem.endswith((".", ")")) for problem in problems)
+        refused += bool(problems)
+    assert refused

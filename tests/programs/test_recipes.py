@@ -1,8 +1,10 @@
 """Recipes of distilled models: the sigmas and timesteps that their makers publish, with their sources."""
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -26,6 +28,7 @@ EULER, UNIPC, DPM, LCM = FLOW_SCHEDULERS
 # takes Euler steps, for Wan 2.1 since November 2025; before, it added new noise at every step there.
 LIGHTX2V = "1, 0.75, 0.5, 0.25"
 LIGHTX2V_SIGMAS = [1.0, 0.9375, 0.83333, 0.625]
+FASTWAN = "1, 0.757, 0.522"
 # The card of fal/FLUX.2-dev-Turbo: "pre-shifted custom sigmas for 8-step turbo inference", guidance_scale 2.5, given
 # to Flux2Pipeline, which shifts them by the picture's size.
 TURBO = (1.0, 0.6509, 0.4374, 0.2932, 0.1893, 0.1108, 0.0495, 0.00031)
@@ -49,12 +52,35 @@ def test_lightx2vs_four_steps(spec: ModelSpec, scheduler: str, compare: Callable
     compare("levels", table.levels.sum(1), np.ones(4), error=OPERATION)
 
 
+def test_the_docs_recipes_are_those():
+    """`docs/few_steps.md`, as people copy it."""
+    lines = (Path(__file__).parents[2] / "docs" / "few_steps.md").read_text("utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
+    recipes = {model: (steps, said) for model, steps, said in rows}
+
+    def found(model: str) -> tuple[int, str, list[str], str]:
+        """Steps, scheduler, sigmas and what follows them."""
+        (steps, said), words = recipes[model], r"`scheduler` (.+?), `sigmas` `(.+?)`, (.+)"
+        scheduler, sigmas, rest = re.fullmatch(words, said).groups()
+        return int(steps), scheduler, sigmas.split(", "), rest
+
+    lightx2v = LIGHTX2V.split(", ")
+    assert found("Wan 2.2 with LightX2V's LoRAs or checkpoint") == (4, EULER, lightx2v, "shift 5, both guidances 1")
+    hunyuan = "HunyuanVideo 1.5 T2V 480p with LightX2V's"
+    assert found(hunyuan) == (4, EULER, lightx2v, "`flow_shift` 5, guidance 1")
+    steps, said = recipes["Wan 2.1 with LightX2V's"]
+    same, _, before = said.partition(";")
+    assert (steps, same) == ("4", "the same, with its one guidance 1") and LCM in before and "older card" in before
+    fastwan = "Wan 2.1 or 2.2 5B as FastWan (FastVideo's `WanDMDPipeline`)"
+    assert found(fastwan) == (3, LCM, FASTWAN.split(", "), "shift 1, guidance 1")
+
+
 def test_fastwans_three_steps(compare: Callable):
     """FastVideo's `DmdDenoisingStage`: of what the network takes for the clean video and new noise the next sample, at
     [1000, 757, 522] of 1000 timesteps that are shifted by 8 already: those nearest to them.
     """
     spec, published = spec_for_family("Wan21"), np.array([1000, 757, 522])
-    settings = spec.settings(sigmas="1, 0.757, 0.522", flow_shift=1.0, guidance_scale=1.0, scheduler=LCM)
+    settings = spec.settings(sigmas=FASTWAN, flow_shift=1.0, guidance_scale=1.0, scheduler=LCM)
     table = solver_table.table_for(spec, spec.scheduler, settings)
     equal = np.linspace(1, 1e-3, 1000)
     shifted = 8 * equal / (1 + 7 * equal)
@@ -84,6 +110,18 @@ def test_of_the_four_two_are_the_first_experts(boundary: float):
     assert experts(settings) == [first, first, second, second]
     assert experts(replace(settings, high_noise_steps=3)) == [first, first, first, second]
     assert experts(replace(settings, high_noise_steps=4)) == [first] * 4
+
+
+def test_one_expert_has_the_guidance_of_each_step_and_two_meet_at_the_boundary():
+    alone = table_of(HUNYUAN, num_inference_steps=3)
+    halving = replace(HUNYUAN, guidance_at=lambda settings, timestep: settings.guidance_scale * timestep / 1000)
+    settings = HUNYUAN.settings(num_inference_steps=3, guidance_scale=6.0)
+    (name,) = HUNYUAN.experts
+    expected = [(name, 6.0 * timestep / 1000) for timestep in alone.timesteps.tolist()]
+    assert solver_table.experts_for(halving, alone, settings, boundary=900.0) == expected
+    table = table_of(WAN, num_inference_steps=3)
+    found = solver_table.experts_for(WAN, table, WAN.settings(), boundary=float(table.timesteps[1]))
+    assert [name for name, _ in found] == ["transformer", "transformer", "transformer_2"]
 
 
 def test_four_steps_of_euler_alone_are_not_those(compare: Callable):
