@@ -209,16 +209,15 @@ def test_a_users_own_group_may_write(folder: Path, monkeypatch: pytest.MonkeyPat
     assert PROGRAMS.get("a") is None
 
 
-def test_xlas_programs_are_not_kept_where_others_may_write(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    asked: dict[str, object] = {}
-    monkeypatch.setattr(jax.config, "update", asked.__setitem__)
-    (folder / "xla").mkdir(parents=True)
-    (folder / "xla").chmod(0o777)
-    xla_cache.use_persistent_cache()
-    assert asked == {}
-    (folder / "xla").chmod(0o755)
-    xla_cache.use_persistent_cache()
-    assert asked["jax_compilation_cache_dir"] == str(folder / "xla")
+def test_xlas_programs_are_not_kept_where_others_may_write(
+    from_here: None, folder: Path, add_one: Callable[[], Program]
+):
+    PROGRAMS.folder.mkdir(parents=True)
+    PROGRAMS.folder.chmod(0o777)
+    assert [executables.obtain(add_one())[1] for _ in range(2)] == [True, True]
+    assert not list(PROGRAMS.folder.iterdir())
+    PROGRAMS.folder.chmod(0o755)
+    assert [executables.obtain(add_one())[1] for _ in range(2)] == [True, False]
 
 
 # --- how much it holds ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..cache.store import signature
-from ..files import CheckpointError, read_json
+from ..files import CheckpointError, TensorFile, read_header, read_json
 from ..progress import Progress, Silent
 from ..spec import Component, ModelSpec
 from . import compatibility, hub, quantized, tiny
@@ -29,16 +29,6 @@ Found = TypeVar("Found")
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 # How the libraries name the weights of one file.
 WEIGHTS = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorFile:
-    """Where a tensor is: the safetensors file, its name, its shape and its format (as `BF16`) there."""
-
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str = "F32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,16 +288,12 @@ def read_headers(folder: Path, component: Component) -> dict[str, TensorFile]:
     """Every tensor by name in a component's weight files, from the files' headers alone; CheckpointError where they
     are quantized.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     tensors: dict[str, TensorFile] = {}
     for path in weight_files(folder, component):
         try:
-            with safe_open(os.fspath(path), framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    part = file.get_slice(name)
-                    shape = tuple(part.get_shape())
-                    tensors[name] = TensorFile(path=path, name=name, shape=shape, dtype=part.get_dtype())
+            tensors |= read_header(path)[0]
         except SafetensorError as error:
             raise CheckpointError(
                 f"{path} is not a whole safetensors file ({error}); it was probably cut off while downloading. Delete "

@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from jax.sharding import Sharding
 
-from ..files import CheckpointError
+from ..files import CheckpointError, TensorFile
 from ..programs.modules import Network, Weight
 from ..programs.weights import Weights
 from ..progress import Progress
 from ..units import GIB, MIB
-from .checkpoint import TensorFile
 
 SECONDS_BETWEEN_TEXTS = 0.5
 Index = tuple[slice, ...]

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from ...attention.policy import SCORE_BOUND
+from ..files import TensorFile
 from ..spec import Component, HeadNorms, ModelSpec
-from .checkpoint import TensorFile, by_own_names, read_headers
+from .checkpoint import by_own_names, read_headers
 
 LOG2_E = math.log2(math.e)
 

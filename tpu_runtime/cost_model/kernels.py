@@ -3,7 +3,6 @@
 XLA's text says nothing of a kernel's time: `measure` has each compiled alone, by the script `bundles`.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -15,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..cache.store import signature
 from . import bundles, hlo
 from .chips import Topology, compiler_environment
 
@@ -63,8 +63,7 @@ class Kernel:
 
     @property
     def key(self) -> str:
-        parts = (self.config, *map(str, self.operands), "->", *map(str, self.results))
-        return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+        return signature(self.config, self.operands, self.results)
 
 
 def kernel_of(call: hlo.Instruction) -> Kernel | None:

@@ -4,7 +4,6 @@ A file holds matrices by module: `down` and `up` of a LoRA, the factors of LyCOR
 What fits nothing in the network is listed, never dropped in silence.
 """
 
-import json
 import math
 import os
 import re
@@ -19,6 +18,7 @@ import torch
 from ..cache.store import signature
 from ..checkpoints import quantized
 from ..checkpoints.names import SECOND_EXPERT, Names
+from ..files import parse_json, read_header
 from ..programs.modules import Cut, Network
 from ..redact import redact
 from ..spec import Rows
@@ -213,34 +213,31 @@ def _changed(
 
 def _header(path: str) -> tuple[dict[str, Shape], Mapping[str, Any]]:
     """Shapes by name, and PEFT's config where there is one."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
-    shapes: dict[str, Shape] = {}
     try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                part = file.get_slice(name)
-                shapes[name] = tuple(part.get_shape())
-                if part.get_dtype() not in quantized.READ and _split(name) is not None:
-                    raise LoraError(
-                        f"The LoRA {path}: {name} holds {part.get_dtype()}, and changes are floating point numbers. "
-                        "Choose one that is not quantized."
-                    )
-            metadata = file.metadata() or {}
+        tensors, metadata = read_header(Path(path))
         said = metadata.get(_PEFT_METADATA)
-        beside = Path(path).with_name(_PEFT_CONFIG)
-        if said is None and beside.is_file() and Path(path).name == "adapter_model.safetensors":
-            said = beside.read_text("utf-8")
+        separate = Path(path).with_name(_PEFT_CONFIG)
+        if said is None and separate.is_file() and Path(path).name == "adapter_model.safetensors":
+            said = separate.read_text("utf-8")
     except (OSError, SafetensorError, UnicodeDecodeError) as error:
         raise LoraError(
             f"The LoRA {path} is not a whole safetensors file ({error}). Download it again, or choose another."
         ) from None
+    for name, tensor in tensors.items():
+        if tensor.dtype not in quantized.READ and _split(name) is not None:
+            raise LoraError(
+                f"The LoRA {path}: {name} holds {tensor.dtype}, and changes are floating point numbers. "
+                "Choose one that is not quantized."
+            )
     try:
-        config = json.loads(said or "{}")
-    except (ValueError, RecursionError) as error:
+        config = parse_json(said or "{}")
+    except ValueError as error:
         raise LoraError(f"The LoRA {path}: PEFT's config in it is not JSON ({error}). Choose another.") from None
     if not isinstance(config, dict):
         raise LoraError(f"The LoRA {path}: PEFT's config in it is {_short(config)}, and no object. Choose another.")
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     return shapes, {key.removeprefix("transformer."): value for key, value in config.items()}
 
 

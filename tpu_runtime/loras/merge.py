@@ -18,8 +18,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ...sharding import placement
 from ..checkpoints import load
-from ..checkpoints.checkpoint import TensorFile
 from ..checkpoints.model_ref import Lora
+from ..files import TensorFile
 from ..programs.modules import Network, Weight
 from .adapter import Adapter, Change, LoraError, check_alpha
 from .factors import Factors, Shape, factors
