@@ -162,6 +162,18 @@ def test_every_host_keeps_what_it_compiled(
     assert [executables.obtain(add_one())[1] for _ in range(2)] == [True, False]
 
 
+def test_a_copy_of_the_folder_serves_another_machine(
+    from_here: None, folder: Path, tmp_path: Path, add_one: Callable[[], Program], monkeypatch: pytest.MonkeyPatch
+):
+    """Its path is in no key."""
+    assert executables.obtain(add_one())[1]
+    shutil.copytree(folder, tmp_path / "given")
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "given"))
+    store._writable.cache_clear()
+    xla_cache.use_persistent_cache()
+    assert not executables.obtain(add_one())[1]
+
+
 @pytest.mark.parametrize("which", ["cache", "xla"])
 def test_a_folder_that_others_may_write_gives_and_gets_no_programs(
     which: str, folder: Path, caplog: pytest.LogCaptureFixture

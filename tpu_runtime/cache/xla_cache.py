@@ -68,6 +68,8 @@ def use_persistent_cache() -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # What this adds is for GPUs, and it puts the folder's path into every key: a copy of the folder would be of no use.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 class _Entries(CacheInterface):

@@ -15,7 +15,7 @@ from .collectives import Transfer, transfer_of
 from .hlo import Instruction
 from .kernels import kernel_of
 
-# These cost nothing, or nothing of their own: copies between memories run beside the computation.
+# These cost nothing, or nothing of their own: copies between memories overlap with the computation.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier add-dependency "
     "optimization-barrier copy-start copy-done slice-start slice-done dynamic-slice-start dynamic-slice-done "
@@ -206,7 +206,7 @@ class _Schedule:
         if found.estimated_cycles is not None:
             self._plain_operation(found)
         clock = self.machine.chip.clock_hz
-        if transfer.phase in ("start", "whole"):
+        if transfer.phase in ("start", "blocking"):
             loads = interconnect.link_bytes(transfer.kind, transfer.size, transfer.groups, self.machine.devices)
             size = max(loads.values(), default=0.0)
             cycles_per_byte = clock / (self.machine.chip.link_gb_s * 1e9)
@@ -226,7 +226,7 @@ class _Schedule:
             }
             self.links_free |= through
             self.started[transfer.key] = (record, max(through.values(), default=now))
-        if transfer.phase in ("done", "whole") and transfer.key in self.started:
+        if transfer.phase in ("done", "blocking") and transfer.key in self.started:
             record, through = self.started.pop(transfer.key)
             waiting = max(0.0, through - self.total.cycles)
             record = replace(record, exposed_s=waiting / clock)
