@@ -162,6 +162,18 @@ def test_every_host_keeps_what_it_compiled(
     assert [executables.obtain(add_one())[1] for _ in range(2)] == [True, False]
 
 
+def test_a_copy_of_the_folder_serves_another_machine(
+    from_here: None, folder: Path, tmp_path: Path, add_one: Callable[[], Program], monkeypatch: pytest.MonkeyPatch
+):
+    """Its path is in no key."""
+    assert executables.obtain(add_one())[1]
+    shutil.copytree(folder, tmp_path / "given")
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "given"))
+    store._writable.cache_clear()
+    xla_cache.use_persistent_cache()
+    assert not executables.obtain(add_one())[1]
+
+
 @pytest.mark.parametrize("which", ["cache", "xla"])
 def test_a_folder_that_others_may_write_gives_and_gets_no_programs(
     which: str, folder: Path, caplog: pytest.LogCaptureFixture
@@ -209,16 +221,15 @@ def test_a_users_own_group_may_write(folder: Path, monkeypatch: pytest.MonkeyPat
     assert PROGRAMS.get("a") is None
 
 
-def test_xlas_programs_are_not_kept_where_others_may_write(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    asked: dict[str, object] = {}
-    monkeypatch.setattr(jax.config, "update", asked.__setitem__)
-    (folder / "xla").mkdir(parents=True)
-    (folder / "xla").chmod(0o777)
-    xla_cache.use_persistent_cache()
-    assert asked == {}
-    (folder / "xla").chmod(0o755)
-    xla_cache.use_persistent_cache()
-    assert asked["jax_compilation_cache_dir"] == str(folder / "xla")
+def test_xlas_programs_are_not_kept_where_others_may_write(
+    from_here: None, folder: Path, add_one: Callable[[], Program]
+):
+    PROGRAMS.folder.mkdir(parents=True)
+    PROGRAMS.folder.chmod(0o777)
+    assert [executables.obtain(add_one())[1] for _ in range(2)] == [True, True]
+    assert not list(PROGRAMS.folder.iterdir())
+    PROGRAMS.folder.chmod(0o755)
+    assert [executables.obtain(add_one())[1] for _ in range(2)] == [True, False]
 
 
 # --- how much it holds ------------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
-"""Reading JSON that may come from anyone, such as a checkpoint's; what is wrong with a checkpoint as a sentence."""
+"""Reading JSON and headers that may come from anyone, such as a checkpoint's; what is wrong with one as a sentence."""
 
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +52,29 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a JSON {type(found).__name__}; it must be an object. Download it again.")
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorFile:
+    """Where a tensor is: the safetensors file, its name, its shape and its format (as `BF16`) there."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "F32"
+
+
+def read_header(path: Path) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
+    """The tensors of a safetensors file by name, and its metadata; reads no weights.
+
+    Raises `OSError` or safetensors' own `SafetensorError`.
+    """
+    from safetensors import safe_open
+
+    with safe_open(os.fspath(path), framework="pt") as file:
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        tensors = {
+            name: TensorFile(path=path, name=name, shape=tuple(part.get_shape()), dtype=part.get_dtype())
+            for name, part in parts.items()
+        }
+        return tensors, file.metadata() or {}

@@ -1,8 +1,10 @@
-"""What a running stage tells its host (ComfyUI, a terminal) and asks of it."""
+"""What a running stage tells its host (ComfyUI, a terminal) and asks of it, and work next to it."""
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -42,3 +44,17 @@ class Silent:
 
     def check_cancelled(self) -> None:
         pass
+
+
+def in_daemon(work: Callable[[], Any], name: str) -> Future:
+    """Does `work` in a thread of its own, which unlike an executor's cannot keep the process from ending."""
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # the future hands it on to whoever waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

@@ -16,7 +16,7 @@ from aiohttp import web
 from ...tpu_runtime import pipeline
 from ...tpu_runtime.files import parse_json
 from ...tpu_runtime.monitor.feed import Feed
-from ...tpu_runtime.monitor.readings import in_daemon
+from ...tpu_runtime.progress import in_daemon
 from .. import DECLARATIONS, upgrade
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class _Freeing:
             while self._wanted:
                 ids, self._wanted = tuple(sorted(self._wanted)), set()
                 # Not with a thread of the loop's small pool.
-                await asyncio.wrap_future(in_daemon(lambda ids=ids: self._free(ids=ids)))
+                await asyncio.wrap_future(in_daemon(lambda ids=ids: self._free(ids=ids), "comfyui-tpu-free"))
         finally:
             self._round = None
 

@@ -313,6 +313,7 @@ ENDING = """
 import sys, threading
 import jax, jax.numpy as jnp
 from comfyui_tpu.tpu_runtime.engine import current, program_cache
+from comfyui_tpu.tpu_runtime.progress import in_daemon
 
 def slow(x):
     for index in range(400):
@@ -324,7 +325,7 @@ def compile():
     begun.set()
     lowered.compile()
     print("compiled")
-program_cache._in_daemon(compile)
+in_daemon(compile, program_cache.COMPILER)
 begun.wait()
 print("ends")
 if "leave" in sys.argv:

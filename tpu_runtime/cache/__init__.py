@@ -1,1 +1,1 @@
-"""What is kept on disk between runs, and whom it is taken from. May import the leaves."""
+"""What is kept on disk between runs, and who may have written it. May import the leaves."""

@@ -1,6 +1,6 @@
-"""Where things are kept between runs, and how: an entry is written whole or not at all, and checked when it is read.
+"""What is kept on disk between runs: an entry is written completely or not at all, and checked when it is read.
 
-A cache never stops a run: what cannot be written or read is said in the log, and done without.
+A cache never stops a run: what cannot be written or read is logged, and the run goes on without it.
 """
 
 import contextlib
@@ -23,16 +23,18 @@ from . import trust
 log = logging.getLogger(__name__)
 
 VARIABLE = "COMFYUI_TPU_CACHE"
+# Errors of a disk that takes no more.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DIGEST_SIZE = hashlib.sha256().digest_size
 SECONDS_BETWEEN_COUNTS = 5
-# Beginnings of entries that a killed process never finished are older than this.
+# Entries that a killed process left unfinished are older than this.
 ABANDONED_S = 24 * 3600
-# More than this leaves, the longest unused first.
+# Above this the least recently used entries are removed.
 MAX_BYTES = {"prompts": 4 * GIB, "plans": GIB, "xla": 20 * GIB}
 
 
 def cache_folder() -> Path:
-    """The pack's cache; a temporary folder of this user's own where the wanted one cannot be written."""
+    """The pack's cache; a private temporary folder where the configured one cannot be written."""
     return _writable(os.environ.get(VARIABLE) or "~/.cache/comfyui-tpu")
 
 
@@ -45,13 +47,13 @@ def _writable(wanted: str) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where the home is
-        if _is_full(error) and folder.is_dir():
+        if getattr(error, "errno", None) in FULL and folder.is_dir():
             return folder  # what is there can still be read
         return _instead_of(folder, getattr(error, "strerror", None) or str(error))
 
 
 def _make(folder: Path) -> None:
-    """Makes a folder that others neither read nor write; leaves an existing one as it is."""
+    """Creates a private folder; an existing one stays as it is."""
     folder.mkdir(mode=trust.PRIVATE, parents=True, exist_ok=True)
 
 
@@ -68,10 +70,6 @@ def _instead_of(folder: Path, reason: str) -> Path:
     return instead
 
 
-def _is_full(error: Exception) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
 def xla_cache_folder() -> Path:
     """XLA's compiled programs; JAX's own variable wins."""
     given = os.environ.get("JAX_COMPILATION_CACHE_DIR")
@@ -84,7 +82,7 @@ def signature(*parts: Any) -> str:
 
 
 def holds_own_code(folder: Path) -> bool:
-    """Whether programs in `folder`, a part of the cache, can be nobody else's; if not, the log has said why."""
+    """Whether nobody else can have written programs into `folder`, a part of the cache; if not, the log says why."""
     try:
         for one in (cache_folder(), folder):
             trust.check(one)
@@ -125,7 +123,7 @@ class Store:
         return self._is_usable() and self.path(key).is_file()
 
     def get(self, key: str) -> bytes | None:
-        """An entry's bytes; None if there is none or it is damaged, which removes it."""
+        """An entry's bytes; None if there is none. A damaged entry is removed."""
         if not self._is_usable():
             return None
         path = self.path(key)
@@ -146,7 +144,7 @@ class Store:
         return payload
 
     def put(self, key: str, payload: bytes) -> None:
-        """Keeps an entry, if the folder takes it."""
+        """Writes an entry, if the folder can be written."""
         if not self._is_usable():
             return
         path, scratch = self.path(key), None
@@ -167,7 +165,7 @@ class Store:
         return not self.code or holds_own_code(self.folder)
 
     def discard(self, key: str, why: str) -> None:
-        """Removes an entry that is of no use."""
+        """Removes an entry that cannot be used; `why` goes to the log."""
         log.warning("the cache entry %s is dropped: %s. It is recreated.", self.path(key), why)
         try:
             self.path(key).unlink(missing_ok=True)
@@ -176,8 +174,8 @@ class Store:
 
 
 def _trim(folder: Path, limit: int) -> None:
-    """Removes the longest unused files of a folder until the others hold at most `limit` bytes, and what killed
-    processes left.
+    """Removes the least recently used files of a folder until the others hold at most `limit` bytes, and abandoned
+    scratch files.
     """
     files = sorted((status.st_mtime, status.st_size, path) for path, status in _files(folder))
     newest = files[-1][0] if files else 0.0
@@ -190,7 +188,7 @@ def _trim(folder: Path, limit: int) -> None:
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """The files of a folder; another process may remove some meanwhile."""
+    """The files of a folder; another process may remove some at the same time."""
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
             status = path.stat()
@@ -199,7 +197,7 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _touch(path: Path) -> None:
-    """Marks an entry as used; a folder that cannot be written keeps its old order."""
+    """Marks an entry as used; in a folder that cannot be written the order stays."""
     try:
         os.utime(path)
     except OSError as error:
@@ -207,7 +205,7 @@ def _touch(path: Path) -> None:
 
 
 def usage() -> list[dict[str, object]]:
-    """What the cache holds, by kind: `name`, `path`, `files`, `bytes`. Counted anew every few seconds."""
+    """What the cache holds, by kind: `name`, `path`, `files`, `bytes`. Counted again every few seconds."""
     return _usage(cache_folder(), int(time.monotonic() / SECONDS_BETWEEN_COUNTS))
 
 
@@ -225,6 +223,6 @@ def _size(folder: Path) -> dict[str, int]:
                 if entry.is_file():
                     sizes.append(entry.stat().st_size)
     except OSError:
-        # Not there yet, or an entry left meanwhile: the rest is what is known.
+        # The folder does not exist yet, or an entry was removed while it was read.
         return {"files": len(sizes), "bytes": sum(sizes)}
     return {"files": len(sizes), "bytes": sum(sizes)}

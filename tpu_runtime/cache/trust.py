@@ -1,4 +1,4 @@
-"""Whom the files of a cache may come from. A compiled program is code: it is loaded only where nobody else can have
+"""Who may have written the files of a cache. A compiled program is code: it is loaded only where nobody else can have
 written it.
 """
 
@@ -13,7 +13,7 @@ PRIVATE = 0o700
 
 
 class Untrusted(Exception):
-    """Others than this user could have written it; the message says why and what to do."""
+    """Another user could have written it; the message says why and what to do."""
 
 
 def check(path: Path) -> None:
@@ -36,7 +36,7 @@ def _is_own_group(number: int) -> bool:
 
 
 def temporary_folder() -> Path:
-    """A folder for this user alone: the same at every call of every process, unless something else lies in its place.
+    """A private folder: the same at every call of every process, unless something else is in its place.
 
     Raises `OSError` where there is no place for temporary files.
     """
@@ -44,7 +44,7 @@ def temporary_folder() -> Path:
     try:
         folder.mkdir(mode=PRIVATE)
     except FileExistsError:
-        status = folder.lstat()  # a link is not followed: it leads where its owner wants
+        status = folder.lstat()  # a link is not followed: its owner chooses the target
         is_private = stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == PRIVATE
         if not is_private or status.st_uid != os.getuid():
             return Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))

@@ -6,7 +6,6 @@ and steps run. So the pack serializes no executables of its own.
 """
 
 import functools
-import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,7 @@ import jax
 from jax._src import compilation_cache, compiler
 from jax._src.compilation_cache_interface import CacheInterface
 
-from .store import Store, cache_folder, holds_own_code, xla_cache_folder
-from .trust import PRIVATE
-
-log = logging.getLogger(__name__)
+from .store import Store, cache_folder, xla_cache_folder
 
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 CACHE_MISS = "/jax/compilation_cache/cache_misses"
@@ -66,19 +62,14 @@ def use_persistent_cache() -> None:
     A folder of JAX's own variable is the user's decision: JAX trusts it, and writes it as it always does.
     """
     folder = xla_cache_folder()
-    try:
-        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-    except OSError as error:
-        log.warning("XLA's cache %s cannot be made (%s); each process compiles its programs again.", folder, error)
-        return
     if cache_folder() in folder.parents:
-        if not holds_own_code(folder):
-            return
         compilation_cache.get_file_cache = lambda path: (_Entries(path), path)
         compiler._cache_write = _write
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # What this adds is for GPUs, and it puts the folder's path into every key: a copy of the folder would be of no use.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 class _Entries(CacheInterface):

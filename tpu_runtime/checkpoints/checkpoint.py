@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..cache.store import signature
-from ..files import CheckpointError, read_json
+from ..files import CheckpointError, TensorFile, read_header, read_json
 from ..progress import Progress, Silent
 from ..spec import Component, ModelSpec
 from . import compatibility, hub, quantized, tiny
@@ -25,20 +25,10 @@ INDEX = hub.INDEX
 CONFIG = "config.json"
 SCHEDULER_CONFIG = "scheduler/scheduler_config.json"
 Found = TypeVar("Found")
-# What is fetched of a folder on the Hub beside weights: configs, indices, tokenizers. Never code.
+# What is fetched from a folder on the Hub next to weights: configs, indices, tokenizers. Never code.
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 # How the libraries name the weights of one file.
 WEIGHTS = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorFile:
-    """Where a tensor is: the safetensors file, its name, its shape and its format (as `BF16`) there."""
-
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str = "F32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +233,7 @@ def weight_names(folder: Path, component: Component) -> list[str]:
     Looks at the folder for an index and for a single file of another than the usual name; the files need not be there.
     """
     usual = WEIGHTS[component.library]
-    # The same weights may lie there in several formats, by other names.
+    # The same weights may be there in several formats, under other names.
     indices = sorted(folder.glob("*.safetensors.index.json"), key=lambda path: path.name != f"{usual}.index.json")
     if not indices:
         singles = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -298,16 +288,12 @@ def read_headers(folder: Path, component: Component) -> dict[str, TensorFile]:
     """Every tensor by name in a component's weight files, from the files' headers alone; CheckpointError where they
     are quantized.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     tensors: dict[str, TensorFile] = {}
     for path in weight_files(folder, component):
         try:
-            with safe_open(os.fspath(path), framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    part = file.get_slice(name)
-                    shape = tuple(part.get_shape())
-                    tensors[name] = TensorFile(path=path, name=name, shape=shape, dtype=part.get_dtype())
+            tensors |= read_header(path)[0]
         except SafetensorError as error:
             raise CheckpointError(
                 f"{path} is not a whole safetensors file ({error}); it was probably cut off while downloading. Delete "
@@ -334,9 +320,9 @@ def match(network: "Network", tensors: Mapping[str, TensorFile], folder: Path) -
         matched[name] = tuple(by_name[source] for source in weight.sources)
         _check_shapes(weight, matched[name], folder)
     used = {source for weight in network.weights.values() for source in weight.sources}
-    # Of networks that are read whole. What stands beside their blocks may be left over, such as tables of positions.
-    whole = component.blocks if component.library == "diffusers" and not (component.only or component.layers) else ()
-    if more := sorted(name for name in by_name.keys() - used if any(_layer(name, path) is not None for path in whole)):
+    # Of networks that are read in full. What is outside their blocks may be unused, such as tables of positions.
+    blocks = component.blocks if component.library == "diffusers" and not (component.only or component.layers) else ()
+    if more := sorted(name for name in by_name.keys() - used if any(_layer(name, path) is not None for path in blocks)):
         raise CheckpointError(
             f"{folder}: the weight {more[0]} is none of a {component.class_name}'s; without it the result would be "
             "wrong. Use a checkpoint of the network as it was published."
@@ -352,7 +338,7 @@ def content(files: Mapping[str, tuple[TensorFile, ...]]) -> str:
 
 
 def own_name(name: str, aliases: Mapping[str, str]) -> str:
-    """A checkpoint's name as the module has it (see `spec.Component`): first how it starts, then the whole of it."""
+    """A checkpoint's name as the module has it (see `spec.Component`): first its prefix, then the full name."""
     prefix = max((part for part in aliases if part.endswith(".") and name.startswith(part)), key=len, default="")
     name = aliases.get(prefix, "") + name.removeprefix(prefix)
     return aliases.get(name, name)

@@ -1,6 +1,6 @@
 """What a checkpoint says of itself, in `model_index.json` and its configs, against what a spec can run.
 
-Pure functions over parsed JSON: each gives a sentence for the user, or None if all is well.
+Pure functions over parsed JSON: each returns a sentence for the user, or None if all is well.
 """
 
 import json
@@ -11,10 +11,10 @@ from typing import Any
 from ..spec import Component, ModelSpec, Need, Same
 from . import quantized
 
-# Numbers of a config may be so many times those of the published one, which are counts below a thousand and lengths
-# above: each layer takes time to be built, each place of a table memory, long before a chip could not hold them.
+# A number of a config may be at most so many times the published one; below a thousand it is a count, above a length.
+# Each layer takes time to build and each row of a table memory, long before a chip's memory is the limit.
 MOST_TIMES, MOST_TIMES_LONGER = 8, 64
-# Prepare or judge pictures around the networks: what we run instead of them, or without them, is the same.
+# They prepare or judge pictures around the networks; results are the same without them.
 HARMLESS = ("feature_extractor", "image_processor", "video_processor", "processor", "safety_checker")
 _MISSING = object()
 
@@ -70,7 +70,7 @@ def _is_part(value: Any) -> bool:
 
 
 def _is_off(value: Any) -> bool:
-    """An option that is off, or a part that the pipeline does without."""
+    """An option that is off, or a part that the pipeline does not use."""
     return value is None or value is False or (_is_part(value) and value[1] is None)
 
 
@@ -100,7 +100,7 @@ def config_problem(spec: ModelSpec, component: Component, model_id: str, config:
 
 
 def _strange(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator[str]:
-    """Numbers that are out of all proportion to the published ones, at which building a network would take for ever."""
+    """Numbers far above the published ones, with which building a network would take forever."""
     for key, real in published.items():
         value = config.get(key)
         if isinstance(real, Mapping) and isinstance(value, Mapping):
@@ -112,7 +112,7 @@ def _strange(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterato
 
 
 def _sizes(value: Any) -> list[float]:
-    """A whole number's size, or those in a list."""
+    """The size of an integer, or of those in a list."""
     values = value if isinstance(value, list | tuple) else [value]
     return [abs(one) for one in values if isinstance(one, int) and not isinstance(one, bool)]
 

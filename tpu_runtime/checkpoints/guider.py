@@ -1,7 +1,7 @@
 """What a checkpoint says of guidance: diffusers keeps it with the checkpoint where the pipeline has a `guider`.
 
-A CFG-distilled checkpoint has learnt what guidance does; its guider is off or has scale 1, and guided again it would be
-over-saturated at twice the price.
+A CFG-distilled checkpoint has learnt what guidance does; its guider is off or has scale 1. Guided again, it would be
+over-saturated at twice the cost.
 """
 
 import logging
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 FOLDER, CONFIG = "guider", "guider_config.json"
 DEFAULT_SCALE = 7.5  # upstream's
-# Fields of upstream's ClassifierFreeGuidance beside its scale, with the values that make it the plain formula.
+# Fields of upstream's ClassifierFreeGuidance besides its scale, with the values of the plain formula.
 _PLAIN = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
 
 
@@ -47,7 +47,7 @@ def settings_for(found: Checkpoint, settings: Settings, progress: Progress) -> S
 
 
 def _is_off(config: Mapping[str, Any]) -> bool:
-    """As upstream decides it: the scale at which its formula gives the prompt's prediction alone."""
+    """As upstream decides it: at this scale its formula returns the prompt's prediction alone."""
     nothing = 0.0 if config.get("use_original_formulation") else 1.0
     return not config.get("enabled", True) or math.isclose(config.get("guidance_scale", DEFAULT_SCALE), nothing)
 

@@ -1,6 +1,6 @@
-"""What is taken from the Hugging Face Hub: the newest commit of a model, and of it only the files that are asked for.
+"""Downloads from the Hugging Face Hub: the newest commit of a model, and of it only the requested files.
 
-Everything that can go wrong ends in a `HubError`, a sentence that says what to do and holds no token.
+Every failure ends in a `HubError`, a sentence that says what to do and holds no token.
 """
 
 import contextlib
@@ -14,26 +14,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..cache.store import FULL
 from ..progress import Progress
 from ..redact import guard_logs, redact
 from ..units import GIB, MIB, readable
 from . import weight_files
 
 INDEX = "model_index.json"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ELSEWHERE = "set HF_HOME to a folder on a larger disk"
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class HubError(ValueError):
-    """A download that cannot work, in a sentence with the command that mends it."""
+    """A download that cannot work, in a sentence with the command that fixes it."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(redact(sentence))
 
 
 class _Cause(Exception):
-    """What a library said, without secrets: in place of its own error, whose text and address may hold some."""
+    """What a library said, without secrets, in place of its own error, whose text and address may hold some."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(redact(f"{type(error).__name__}: {error}"))
@@ -99,7 +99,7 @@ def snapshot(model_id: str, progress: Progress, to: Path | None = None) -> Snaps
             hf_hub_download(model_id, INDEX, revision=commit, local_dir=to)
             return Snapshot(model_id=model_id, commit=commit, root=to, is_own=True)
         if cached(model_id) is None:
-            # Says at once what is wrong, where asking for a file would be tried again for half a minute.
+            # Fails at once, where a request for a file would be repeated for half a minute.
             HfApi().model_info(model_id)
         root = Path(hf_hub_download(model_id, INDEX)).parent
         return Snapshot(model_id=model_id, commit=root.name, root=root)
@@ -121,7 +121,7 @@ def _claim(folder: Path, model_id: str) -> None:
 
 
 def fetch(found: Snapshot, names: Sequence[str], progress: Progress, title: str) -> None:
-    """Makes files of a commit local. Names may be patterns, such as `vae/*.json`.
+    """Downloads files of a commit. Names may be patterns, such as `vae/*.json`.
 
     Raises `HubError` where a file that is named, not matched, is not there afterwards.
     """
@@ -216,7 +216,7 @@ def _disk_sentence(error: BaseException, model_id: str, title: str, place: Path)
     """For a disk that takes no more, or no file of this user."""
     for link in _chain(error):
         number = _os_error_number(link)
-        if number in _FULL:
+        if number in FULL:
             return (
                 f"The disk is full: {title} of {model_id} does not fit into {place}{_free(place)}. Make room there, or "
                 f"{_ELSEWHERE}."

@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from jax.sharding import Sharding
 
-from ..files import CheckpointError
+from ..files import CheckpointError, TensorFile
 from ..programs.modules import Network, Weight
 from ..programs.weights import Weights
 from ..progress import Progress
 from ..units import GIB, MIB
-from .checkpoint import TensorFile
 
 SECONDS_BETWEEN_TEXTS = 0.5
 Index = tuple[slice, ...]
@@ -27,7 +26,7 @@ NUMPY_VIEWS = {torch.bfloat16: (torch.int16, jax.numpy.bfloat16), torch.float32:
 
 
 class Changed(Protocol):
-    """Weights that are not as the files have them: `names`, and how one of these is read."""
+    """Weights that differ from the files: their `names`, and how to read one."""
 
     names: frozenset[str]
 
@@ -45,8 +44,8 @@ def load(
     changed: Changed | None = None,
     weights: Weights | None = None,
 ) -> Weights:
-    """Reads weights of a network onto its devices. `wanted` comes from `abstract`: all of them, or those that take the
-    place of the same ones in `weights`, which leave one by one.
+    """Reads weights of a network onto its devices. `wanted` comes from `abstract`: all of them, or those that replace
+    those of the same names in `weights`, which are freed one by one.
 
     A cancel stops between two tensors of the files and drops what was read so far.
     """
@@ -67,7 +66,7 @@ def load(
 
 
 class _Meter:
-    """Says how much is loaded, and how fast."""
+    """Reports how much is loaded, and how fast."""
 
     def __init__(self, title: str, total_bytes: int, progress: Progress) -> None:
         self.title, self.total, self.progress = title, total_bytes, progress
@@ -114,7 +113,7 @@ def _load_one(
 
 
 def read_layer(reader: Reader, file: TensorFile, weight: Weight, sharding: Sharding) -> jax.Array:
-    """One layer of a weight, laid out by `sharding`: bfloat16 if the file is, else float32."""
+    """One layer of a weight with this `sharding`: bfloat16 if the file is, else float32."""
 
     def read(index: Index) -> np.ndarray:
         piece = _slice(reader, file, index, weight)
@@ -126,7 +125,7 @@ def read_layer(reader: Reader, file: TensorFile, weight: Weight, sharding: Shard
 
 
 def _placed(shape: tuple[int, ...], sharding: Sharding, read: Callable[[Index], np.ndarray]) -> jax.Array:
-    """An array of shards that `read` gives by their place."""
+    """An array of the shards that `read` returns for their indices."""
     pieces: dict[tuple, np.ndarray] = {}
     arrays = []
     placed = sharding.addressable_devices_indices_map(shape).items()

@@ -1,4 +1,4 @@
-"""The names that files of others have for a network's modules, looked up in its makers' table."""
+"""Names of a network's modules in files of other projects, looked up in the table of its original code."""
 
 import functools
 import re

@@ -1,4 +1,4 @@
-"""Checkpoints whose numbers are codes: how they say so, in a component's config or beside its tensors.
+"""Checkpoints whose numbers are codes: how they say so, in a component's config or next to its tensors.
 
 Names are those of the writers: compressed-tensors, NVIDIA's modelopt, bitsandbytes, torchao, AutoRound, quanto,
 transformers' block-wise fp8, and ComfyUI's scaled fp8.
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# What is read as numbers, in the words of safetensors' headers. fp8 alone is a plain cast; beside a scale it is a code.
+# What is read as numbers, in the words of safetensors' headers. fp8 alone is a plain cast; with a scale it is a code.
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 READ = FLOATS | {"F8_E4M3", "F8_E5M2"}
 ADVICE = "Such codes are not decoded here. Use a checkpoint whose weights are bfloat16, float16 or float32."
@@ -30,7 +30,7 @@ _WRITERS = (
     ("scale_weight", "ComfyUI's scaled fp8"),
     ("weight_scale_inv", "transformers' block-wise fp8"),
 )
-# What makes numbers of a layer's codes.
+# What decodes a layer's codes.
 _MARKS = re.compile("scale|absmax|quant_state|SCB|comfy_quant|qzeros|_amax")
 
 
@@ -53,23 +53,23 @@ def method_of_config(config: Mapping[str, Any]) -> str | None:
 def method_of_tensors(dtypes: Mapping[str, str]) -> tuple[str, str] | None:
     """The first tensor that holds codes, and the method that wrote it; None where all hold numbers.
 
-    `dtypes` are safetensors' by name. Codes are of another format than floating point, or fp8, and have beside them,
-    in the same layer, what makes numbers of them. Integers without that, such as positions, are left aside.
+    `dtypes` are safetensors' by name. Codes are of another format than floating point, or fp8, and the same layer has
+    what decodes them. Integers without that, such as positions, are ignored.
     """
     suspects = [name for name, dtype in dtypes.items() if dtype not in FLOATS]
     marks, described = _marks(dtypes) if suspects else (Counter(), set())
     for name in suspects:
         layer, _, own = name.rpartition(".")
         if name in described or marks[layer] > bool(_MARKS.search(own)):
-            beside = [rest for rest in _rests(dtypes, layer) if rest != own and _is_of(own, rest)]
-            method = next((method for word, method in _WRITERS for each in (own, *beside) if word in each), None)
+            others = [rest for rest in _rests(dtypes, layer) if rest != own and _is_of(own, rest)]
+            method = next((method for word, method in _WRITERS for each in (own, *others) if word in each), None)
             return name, method or f"scaled {dtypes[name]}"
     return None
 
 
 def _marks(names: Iterable[str]) -> tuple[Counter[str], set[str]]:
-    """How many tensors of each layer make numbers of codes, and the tensors that have such for themselves, to the depth
-    of `weight.quant_state.bitsandbytes__nf4`.
+    """How many tensors of each layer decode codes, and the tensors that have such for themselves, to the depth of
+     `weight.quant_state.bitsandbytes__nf4`.
 
     A stranger's file may have as many tensors in one layer as it likes, so no pair of them is looked at.
     """

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from ...attention.policy import SCORE_BOUND
+from ..files import TensorFile
 from ..spec import Component, HeadNorms, ModelSpec
-from .checkpoint import TensorFile, by_own_names, read_headers
+from .checkpoint import by_own_names, read_headers
 
 LOG2_E = math.log2(math.e)
 
@@ -50,7 +51,7 @@ def _layer_bound(tensors: Mapping[str, TensorFile], norms: HeadNorms, layer: str
 
 
 def _bound(q_gain: np.ndarray, q_bias: float, k_gain: np.ndarray, k_bias: float) -> float:
-    """`gain` is that of each pair, `[head_dim / 2]`, `bias` the length of the whole."""
+    """`gain` is that of each pair, `[head_dim / 2]`, `bias` the length of the full vector."""
     head_dim = 2 * q_gain.size
     length = math.sqrt(head_dim)
     product = head_dim * (q_gain * k_gain).max()

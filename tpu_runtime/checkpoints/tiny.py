@@ -1,4 +1,4 @@
-"""The built-in tiny checkpoints: trained ones, which the pack brings, and random ones, which are made on first use.
+"""The built-in tiny checkpoints: trained ones, which are part of the pack, and random ones, created on first use.
 
 They have the real layout, the real tokenizer class and every part of the real model, at a size that a CPU runs in
 seconds. What random ones generate means nothing; that it equals what diffusers generates does.
@@ -15,7 +15,7 @@ from pathlib import Path
 from ..cache.store import cache_folder
 from ..spec import Component, ModelSpec
 
-# Part of the folder's name: raise it when the way of making a checkpoint changes.
+# Part of the folder's name: increase it when the way of creating a checkpoint changes.
 VERSION = 4
 
 # Trained by `tools/train_miniature.py`; the model card in each folder says on what, and how well.
@@ -34,12 +34,12 @@ def texts(spec: ModelSpec, model_id: str) -> Mapping[str, str]:
 
 
 def folder(spec: ModelSpec, model_id: str) -> Path:
-    """The folder of one of `spec.tiny_ids`; makes it if it is neither brought nor there."""
+    """The folder of one of `spec.tiny_ids`; creates it if it is neither part of the pack nor there."""
     return trained(model_id) or ensure(spec)
 
 
 def ensure(spec: ModelSpec) -> Path:
-    """The folder of a spec's tiny checkpoint with random weights; makes it if it is not there."""
+    """The folder of a spec's tiny checkpoint with random weights; creates it if it is not there."""
     description = {
         "version": VERSION,
         "scheduler": dict(spec.scheduler),
@@ -61,7 +61,7 @@ def write(spec: ModelSpec, folder: Path, seed: int = 0) -> None:
         _write_parts(spec, scratch, seed)
         os.replace(scratch, folder)
     except OSError:
-        # Another process may have made the same folder meanwhile; anything else is an error.
+        # Another process may have created the same folder; anything else is an error.
         if not folder.is_dir():
             raise
     finally:

@@ -2,8 +2,8 @@
 
 huggingface_hub throws away what it had of a file when a download ends early (from 1.18 on, its #4228): of several files
 of 10 GB side by side that is everything. So the bytes come here, into a file with `.part` behind its name, which the
-next download continues. It gets its final name when it is whole and its SHA-256 is the Hub's. Two downloads of one file
-write the same bytes to the same places, so they need no lock.
+next download continues. It gets its final name when it is complete and its SHA-256 is the Hub's. Two downloads of one
+file write the same bytes to the same places, so they need no lock.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class DamagedError(OSError):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFile:
-    """A file of a commit on the Hub, and where its bytes go: `target` when whole, its `part` until then."""
+    """A file of a commit on the Hub, and where its bytes go: `target` when complete, its `part` until then."""
 
     model_id: str
     commit: str
@@ -76,7 +76,7 @@ def find(
 
 
 def download(files: Sequence[WeightFile], progress: Progress) -> None:
-    """Makes the files whole, several at once. What is here of them stays when it fails or is cancelled."""
+    """Completes the files, several at once. What is here of them stays when it fails or is cancelled."""
     transfer = _Transfer(done=sum(file.here_bytes for file in files))
     total = sum(file.size_bytes for file in files)
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="download") as pool:

@@ -29,7 +29,7 @@ _PIPELINE_STEPS = 2  # the grid loop runs two more times than the grid: to fetch
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """`length`: bundles of the whole kernel; `step`: those of one grid step, loops and all. `longest`, `shortest`: over
+    """`length`: bundles of the kernel; `step`: those of one grid step, loops and all. `longest`, `shortest`: over
     all steps, where of two parts that exclude each other one runs.
 
     `rerun`: bundles, over all steps, of a part that repeats the work of a step where a flag computed in the kernel says
@@ -139,7 +139,7 @@ def _grid_loop(loops: list[_Branch], counts: Mapping[_Branch, int | None], steps
 
 def _rerun(branches: list[_Branch], bodies: Mapping[int, str]) -> range:
     """The addresses of the longest part under a predicate that holds no other of a tenth of its length: the guard of
-    the whole step holds the rerun, and all others are a few transfers.
+    the step holds the rerun, and all others are a few transfers.
     """
     parts = [branch.skipped for branch in branches if branch.target > branch.address and branch.predicate]
 

@@ -108,7 +108,7 @@ def compile_devices(target: Topology) -> tuple[Device, ...]:
 
 
 def compiler_environment() -> dict[str, str]:
-    """What libtpu must find in the environment when it is loaded to compile beside a process that uses a TPU, or
+    """What libtpu must find in the environment when it is loaded to compile next to a process that uses a TPU, or
     where there is none: it asks no metadata server, takes no lock and does not complain that it is not on a TPU VM.
     """
     return {

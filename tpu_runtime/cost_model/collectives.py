@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from . import hlo, interconnect
 from .hlo import Instruction
 
-# Of a computation beside this one: on another thread of the chip, as on the SparseCore (`call`).
+# Of a computation next to this one: on another thread of the chip, as on the SparseCore (`call`).
 _THREADS = ("async", "call")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
     """A collective at one place of the schedule. `phase`: "start" and "done" have equal `key`s; "under way" costs
-    nothing; "whole" blocks. `size` in bytes as `interconnect.link_bytes` wants it.
+    nothing; "blocking" waits at once. `size` in bytes as `interconnect.link_bytes` wants it.
     """
 
     instruction: Instruction
@@ -34,7 +34,7 @@ def transfer_of(found: Instruction, computation: hlo.Computation, module: hlo.Mo
     """The collective that `found` starts, ends or is; None if it has nothing to do with one."""
     kind, _, phase = found.opcode.rpartition("-")
     if found.opcode in interconnect.KINDS:
-        return _sized(found, computation, phase="whole", key=found.name)
+        return _sized(found, computation, phase="blocking", key=found.name)
     if kind in interconnect.KINDS and phase == "start":
         return _sized(found, computation, phase="start", key=found.name)
     if kind in (*interconnect.KINDS, *_THREADS) and phase in ("done", "update"):
@@ -68,8 +68,8 @@ def _within(found: Instruction, called: hlo.Computation) -> Transfer | None:
     if "async_collective_fusion_config" in inner.attributes:
         return Transfer(instruction=inner, kind=inner.opcode, phase="under way", key=channel)
     scattered = inner.opcode == "all-reduce" and any(each.opcode == "dynamic-slice" for each in called.instructions)
-    whole = _sized(inner, called, phase="whole", key=found.name)
-    return replace(whole, kind="reduce-scatter") if scattered else whole
+    blocking = _sized(inner, called, phase="blocking", key=found.name)
+    return replace(blocking, kind="reduce-scatter") if scattered else blocking
 
 
 def _sized(found: Instruction, computation: hlo.Computation, *, phase: str, key: str) -> Transfer:

@@ -1,4 +1,4 @@
-"""Model FLOPs of a traced program, counted over the whole mesh: matrix products, convolutions and Pallas kernels.
+"""Model FLOPs of a traced program, counted over the mesh: matrix products, convolutions and Pallas kernels.
 
 A kernel counts what its author states (`pl.CostEstimate`), else the matrix products of its body times its grid.
 """
@@ -66,7 +66,7 @@ def _cond(equation: Any, mxu_width: int) -> Flops:
 
 
 def _shard_map(equation: Any, mxu_width: int) -> Flops:
-    """Every shard does its own work; along an axis that no input lies on, all do the same, which counts once."""
+    """Every shard does its own work; along an axis over which no input is sharded all do the same, counted once."""
     mesh = equation.params["mesh"]
     axes = {axis for spec in equation.params["in_specs"] for axis in _axes(spec)}
     return count(equation.params["jaxpr"], mxu_width) * math.prod(mesh.shape[axis] for axis in axes)

@@ -3,7 +3,6 @@
 XLA's text says nothing of a kernel's time: `measure` has each compiled alone, by the script `bundles`.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -16,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...kernels import names
+from ..cache.store import signature
 from . import bundles, hlo
 from .chips import Topology, compiler_environment
 
@@ -23,9 +23,8 @@ log = logging.getLogger(__name__)
 
 TARGET = "tpu_custom_call"
 TIMEOUT_S = 1800
-# libtpu's own estimate aborts elsewhere ("unsupported" in its DMA model). For long kernels it takes minutes (46 s and
-# 7.5 GiB for 13 600 bundles, 1 s for 3 700), and finds little there: it skips what is conditional.
-ESTIMATED = ("v5e", "v5p", "v6e")
+# For longer kernels libtpu's own estimate takes minutes (46 s and 7.5 GiB for 13 600 bundles, 1 s for 3 700), and finds
+# little there: it skips what is conditional.
 ESTIMATED_BUNDLES = 8000
 # Nor of these, by the start of their names: their loops over rows take it minutes and up to 16 GiB.
 NOT_ESTIMATED = (names.CONVOLUTION, names.MODULATION)
@@ -63,8 +62,7 @@ class Kernel:
 
     @property
     def key(self) -> str:
-        parts = (self.config, *map(str, self.operands), "->", *map(str, self.results))
-        return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+        return signature(self.config, self.operands, self.results)
 
 
 def kernel_of(call: hlo.Instruction) -> Kernel | None:
@@ -99,7 +97,7 @@ def measure(kernels: Iterable[Kernel], target: Topology) -> Mapping[str, bundles
 def _measure_one(kernel: Kernel, target: Topology) -> bundles.Cost:
     cost = _run(kernel, target, bundles.DUMP_FLAGS, TIMEOUT_S)
     is_long = cost.length > ESTIMATED_BUNDLES or kernel.name.startswith(NOT_ESTIMATED)
-    if target.chip.generation not in ESTIMATED or kernel.is_xla or cost.error or is_long:
+    if not target.chip.estimates_kernels or kernel.is_xla or cost.error or is_long:
         return cost
     return replace(cost, estimated=_run(kernel, target, bundles.PROFILE_FLAG, TIMEOUT_S).estimated)
 

@@ -3,8 +3,9 @@ of the collectives that no computation covers. No measurement is in it; it ranks
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from ...sharding.mesh import Device
 from . import hlo, interconnect, products, trip_count
@@ -14,7 +15,7 @@ from .collectives import Transfer, transfer_of
 from .hlo import Instruction
 from .kernels import kernel_of
 
-# These cost nothing, or nothing of their own: copies between memories run beside the computation.
+# These cost nothing, or nothing of their own: copies between memories overlap with the computation.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier add-dependency "
     "optimization-barrier copy-start copy-done slice-start slice-done dynamic-slice-start dynamic-slice-done "
@@ -22,6 +23,7 @@ _FREE = frozenset(
 )
 _FREE_CALLS = ('"ConcatBitcast"', '"AllocateBuffer"', '"Sharding"')
 _TRIVIAL_BYTES = 4096  # smaller results without an estimate are scalars and indices
+Record = TypeVar("Record", "Operation", "Collective")
 _HIDDEN = 0.05  # a collective is overlapped if less of it than this is waited for
 
 
@@ -204,7 +206,7 @@ class _Schedule:
         if found.estimated_cycles is not None:
             self._plain_operation(found)
         clock = self.machine.chip.clock_hz
-        if transfer.phase in ("start", "whole"):
+        if transfer.phase in ("start", "blocking"):
             loads = interconnect.link_bytes(transfer.kind, transfer.size, transfer.groups, self.machine.devices)
             size = max(loads.values(), default=0.0)
             cycles_per_byte = clock / (self.machine.chip.link_gb_s * 1e9)
@@ -224,7 +226,7 @@ class _Schedule:
             }
             self.links_free |= through
             self.started[transfer.key] = (record, max(through.values(), default=now))
-        if transfer.phase in ("done", "whole") and transfer.key in self.started:
+        if transfer.phase in ("done", "blocking") and transfer.key in self.started:
             record, through = self.started.pop(transfer.key)
             waiting = max(0.0, through - self.total.cycles)
             record = replace(record, exposed_s=waiting / clock)
@@ -245,33 +247,27 @@ def _branches(conditional: Instruction) -> list[str]:
 
 def dearest(timing: Timing, count: int) -> list[Operation]:
     """The `count` dearest operations; equal ones (same source, opcode, shape and cost) are one."""
-    merged: dict[tuple, Operation] = {}
-    for operation in timing.operations:
-        each = operation.cycles / max(operation.times, 1)
-        place = (operation.source, operation.op_name, operation.opcode, operation.shape, each)
-        seen = merged.get(place)
-        merged[place] = (
-            replace(seen, cycles=seen.cycles + operation.cycles, times=seen.times + operation.times)
-            if seen
-            else operation
-        )
-    return sorted(merged.values(), key=lambda operation: operation.cycles, reverse=True)[:count]
+
+    def place(each: Operation) -> tuple[object, ...]:
+        return each.source, each.op_name, each.opcode, each.shape, each.cycles / max(each.times, 1)
+
+    joined = _joined(timing.operations, place, ("cycles", "times"))
+    return sorted(joined, key=lambda operation: operation.cycles, reverse=True)[:count]
 
 
 def merged(collectives: Iterable[Collective]) -> list[Collective]:
     """Collectives of equal kind, bytes and fate as one; the longest first."""
-    found: dict[tuple, Collective] = {}
-    for each in collectives:
-        place = (each.kind, each.bytes, each.overlapped)
-        seen = found.get(place)
-        found[place] = (
-            replace(
-                seen,
-                times=seen.times + each.times,
-                seconds=seen.seconds + each.seconds,
-                exposed_s=seen.exposed_s + each.exposed_s,
-            )
-            if seen
-            else each
-        )
-    return sorted(found.values(), key=lambda each: each.seconds, reverse=True)
+    joined = _joined(
+        collectives, lambda each: (each.kind, each.bytes, each.overlapped), ("times", "seconds", "exposed_s")
+    )
+    return sorted(joined, key=lambda each: each.seconds, reverse=True)
+
+
+def _joined(records: Iterable[Record], place: Callable[[Record], Any], summed: Sequence[str]) -> list[Record]:
+    """Records of the same `place` as one, with the sums of their fields `summed`."""
+    found: dict[Any, Record] = {}
+    for each in records:
+        seen = found.get(place(each))
+        sums = {name: getattr(seen, name) + getattr(each, name) for name in summed} if seen else {}
+        found[place(each)] = replace(seen or each, **sums)
+    return list(found.values())

@@ -23,7 +23,7 @@ _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """A whole number: `offset`, plus the loop's parameter element `element` if that is not None."""
+    """An integer: `offset`, plus the loop's parameter element `element` if that is not None."""
 
     offset: int
     element: int | None = None
@@ -39,7 +39,7 @@ class Scope:
     parameters: Mapping[int, Value | None] = field(default_factory=dict)
 
     def value(self, name: str) -> Value | None:
-        """What scalar `name` is, or None if it is no whole number known here."""
+        """What scalar `name` is, or None if it is no integer known here."""
         found = self.computation.by_name.get(name)
         if found is None:
             return None
@@ -141,7 +141,7 @@ def _unknown(loop: Instruction) -> NotImplementedError:
 
 
 def _firsts(loop: Instruction, outer: Scope) -> list[Value | None]:
-    """The first values of the loop's tuple; None for what is no whole number."""
+    """The first values of the loop's tuple; None for what is no integer."""
     start = outer.computation.by_name[loop.operands[0]]
     if start.opcode != "tuple":
         return [None] * len(loop.arrays)

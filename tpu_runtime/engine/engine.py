@@ -23,7 +23,7 @@ from ..checkpoints.model_ref import Expected, ModelRef
 from ..hosts.together import Alone, Elsewhere, Ending, Together
 from ..programs import modules
 from ..programs.program import Target
-from ..progress import Progress, Silent
+from ..progress import Progress, Silent, in_daemon
 from ..spec import STAGES, Settings
 from . import memory_advice, run, telemetry
 from .device_cache import DeviceCache
@@ -187,10 +187,10 @@ class Engine:
         noted.update(dict.fromkeys(unnoted, settings))
         quiet = replace(stage, progress=telemetry.Watched(host=self._ahead, activity=replace(stage.progress.activity)))
         if unread and len(self.own) == len(self.devices):  # each of several hosts needs only part of each file
-            in_daemon(lambda: run.read_ahead(quiet, unread))
+            _ahead_of_time(lambda: run.read_ahead(quiet, unread), "comfyui-tpu-read")
         if settings is not None and unnoted:
             modules.import_upstream(model.spec.components)  # not by two threads at once
-            in_daemon(lambda: run.note(quiet, settings, unnoted), COMPILER)
+            _ahead_of_time(lambda: run.note(quiet, settings, unnoted), COMPILER)
 
     def _drop_ahead(self) -> None:
         """Ends what was begun for later stages, but for what XLA is at work on."""
@@ -259,8 +259,8 @@ def _seedless(settings: Settings | None) -> Settings | None:
     return settings and replace(settings, seed=0)
 
 
-def in_daemon(work: Callable[[], None], name: str = "comfyui-tpu-read") -> None:
-    """Does what may be done ahead, in a thread that does not keep the process from ending; its errors do not matter."""
+def _ahead_of_time(work: Callable[[], None], name: str) -> None:
+    """Does what may be done ahead, in a thread called `name`; its errors do not matter."""
 
     def quietly() -> None:
         try:
@@ -271,7 +271,7 @@ def in_daemon(work: Callable[[], None], name: str = "comfyui-tpu-read") -> None:
         except Exception as error:  # whatever it is, the stage that it was for will meet it, and say it to the user
             log.warning("Nothing more is prepared ahead: %s: %s", type(error).__name__, error)
 
-    threading.Thread(target=quietly, name=name, daemon=True).start()
+    in_daemon(quietly, name)
 
 
 def _ending(error: BaseException) -> Ending:

@@ -21,13 +21,14 @@ from ..cache.store import signature
 from ..programs import executables
 from ..programs.executables import Executable
 from ..programs.program import TRACING, Program
+from ..progress import in_daemon
 from ..refusal import DoesNotFit
 from . import telemetry
 from .device_cache import DeviceCache
 
 log = logging.getLogger(__name__)
 
-# The name of threads that compile.
+# The name of threads that compile, for which a process waits before it ends (see `current`).
 COMPILER = "comfyui-tpu-compile"
 # How many compile behind a stage; XLA has more of its own.
 MAX_BEHIND = 2
@@ -93,7 +94,7 @@ class ProgramCache:
             is_ours, begun = one.started is None, one.started or time.monotonic()
             one.started, one.is_awaited = begun, True
         if is_ours:
-            _in_daemon(lambda: self._compile(one))
+            in_daemon(lambda: self._compile(one), COMPILER)
         self._wait(one, time.monotonic() - begun, progress)
         if one.found is not None:
             return one.found
@@ -127,7 +128,7 @@ class ProgramCache:
                 self._queue.append(one)
             if self._queue and self._threads_behind < MAX_BEHIND:
                 self._threads_behind += 1
-                _in_daemon(self._compile_behind)
+                in_daemon(self._compile_behind, COMPILER)
         return one
 
     def unload(self, wanted: Wanted) -> None:
@@ -183,11 +184,6 @@ class ProgramCache:
         with self._lock:
             self._coming.pop(one.digest, None)
         one.done.set()
-
-
-def _in_daemon(function: Callable[[], None]) -> None:
-    """Runs it in a thread that does not keep the process from ending (but see `current.leave`)."""
-    threading.Thread(target=function, name=COMPILER, daemon=True).start()
 
 
 @contextlib.contextmanager

@@ -1,10 +1,9 @@
 """What a LoRA file changes, from its header alone: names of tensors, in any trainer's spelling, and their shapes.
 
-A file holds matrices by module: `down` and `up` of a LoRA, the factors of LyCORIS' LoHa and LoKr, or whole differences.
-What fits nothing in the network is listed, never dropped in silence.
+A file holds matrices by module: `down` and `up` of a LoRA, the factors of LyCORIS' LoHa and LoKr, or full differences.
+What matches nothing in the network is listed, never dropped silently.
 """
 
-import json
 import math
 import os
 import re
@@ -19,6 +18,7 @@ import torch
 from ..cache.store import signature
 from ..checkpoints import quantized
 from ..checkpoints.names import SECOND_EXPERT, Names
+from ..files import parse_json, read_header
 from ..programs.modules import Cut, Network
 from ..redact import redact
 from ..spec import Rows
@@ -47,10 +47,10 @@ _PARTS = {
     ".w_norm": "diff",
     ".b_norm": "diff_b",
     **{f".{name}": name for kind in (LOHA, *LOKRS) for name in kind},
-    # Without these a product is another: Tucker's core, and a weight that is to grow.
+    # Without these a product is wrong: Tucker's core, and a weight that is enlarged.
     **dict.fromkeys((".lora_mid.weight", ".hada_t1", ".hada_t2", ".lokr_t2", ".reshape_weight"), "unsupported"),
 }
-# What changes a weight, and what a bias, by the parts it needs and those that it may have.
+# What changes a weight, and what a bias, by the parts that it needs and those that are optional.
 _SCALES = ("alpha", "magnitude")
 _OF_WEIGHT = (*((kind, _SCALES) for kind in (LORA, LOHA, *LOKRS)), (("diff",), ()))
 _OF_BIAS = ((("diff_b",), ()), (("up_bias", "down"), ("alpha",)))
@@ -59,11 +59,11 @@ _MODULATION = ".diff_m"
 _ENDING = re.compile(rf"(.+?)({'|'.join(map(re.escape, sorted(_PARTS, key=len, reverse=True)))})")
 # PEFT's own state has the adapter's name in the middle: `lora_A.default.weight`.
 _NAMED = re.compile(r"(.+\.lora_(?:A|B|magnitude_vector))\.([^.]+)((?:\.weight|\.bias)?)")
-# No published name comes near; matching longer ones would cost a stranger's file more than its reading.
+# No published name is nearly as long; matching longer ones would take longer than reading the file.
 _LONGEST_NAME = 500
 # Of an alpha or the rank it is divided by; larger ones make infinities of weights.
 _LARGEST_ALPHA = 1e6
-# Where diffusers keeps PEFT's config in a file; beside PEFT's own files it is a file.
+# Where diffusers keeps PEFT's config in a file; PEFT itself writes a separate one.
 _PEFT_METADATA, _PEFT_CONFIG = "lora_adapter_metadata", "adapter_config.json"
 
 
@@ -213,42 +213,39 @@ def _changed(
 
 def _header(path: str) -> tuple[dict[str, Shape], Mapping[str, Any]]:
     """Shapes by name, and PEFT's config where there is one."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
-    shapes: dict[str, Shape] = {}
     try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                part = file.get_slice(name)
-                shapes[name] = tuple(part.get_shape())
-                if part.get_dtype() not in quantized.READ and _split(name) is not None:
-                    raise LoraError(
-                        f"The LoRA {path}: {name} holds {part.get_dtype()}, and changes are floating point numbers. "
-                        "Choose one that is not quantized."
-                    )
-            metadata = file.metadata() or {}
+        tensors, metadata = read_header(Path(path))
         said = metadata.get(_PEFT_METADATA)
-        beside = Path(path).with_name(_PEFT_CONFIG)
-        if said is None and beside.is_file() and Path(path).name == "adapter_model.safetensors":
-            said = beside.read_text("utf-8")
+        separate = Path(path).with_name(_PEFT_CONFIG)
+        if said is None and separate.is_file() and Path(path).name == "adapter_model.safetensors":
+            said = separate.read_text("utf-8")
     except (OSError, SafetensorError, UnicodeDecodeError) as error:
         raise LoraError(
             f"The LoRA {path} is not a whole safetensors file ({error}). Download it again, or choose another."
         ) from None
+    for name, tensor in tensors.items():
+        if tensor.dtype not in quantized.READ and _split(name) is not None:
+            raise LoraError(
+                f"The LoRA {path}: {name} holds {tensor.dtype}, and changes are floating point numbers. "
+                "Choose one that is not quantized."
+            )
     try:
-        config = json.loads(said or "{}")
-    except (ValueError, RecursionError) as error:
+        config = parse_json(said or "{}")
+    except ValueError as error:
         raise LoraError(f"The LoRA {path}: PEFT's config in it is not JSON ({error}). Choose another.") from None
     if not isinstance(config, dict):
         raise LoraError(f"The LoRA {path}: PEFT's config in it is {_short(config)}, and no object. Choose another.")
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     return shapes, {key.removeprefix("transformer."): value for key, value in config.items()}
 
 
 class _Scalings:
     """What PEFT's config says of each module; raises `LoraError` where that cannot be used.
 
-    `alpha_pattern` names modules, whole or from a dot on, as diffusers and PEFT write it. PEFT takes the names for
-    regular expressions; a stranger's are not run here, for one can take for ever.
+    `alpha_pattern` names modules, fully or from a dot on, as diffusers and PEFT write it. PEFT takes the names for
+    regular expressions; a stranger's are not run here, because one can take forever.
     """
 
     def __init__(self, path: str, config: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from ..spec import Rows
 
 Tensors = Mapping[str, torch.Tensor]
 Shape = tuple[int, ...]
-# Parts of what is a product. Each factor of a LoKr is whole, or itself a product.
+# The parts of a product. Each factor of a LoKr is a full matrix, or itself a product.
 LORA = ("down", "up")
 LOHA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 LOKRS = tuple(
@@ -160,13 +160,13 @@ def _pairs(tensors: Tensors) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], i
 
 
 def _factor(tensors: Tensors, name: str) -> tuple[tuple[torch.Tensor, torch.Tensor], int | None]:
-    """A factor of a LoKr as a product; a whole one is a product with the smaller identity."""
+    """A factor of a LoKr as a product; a full matrix is one with the smaller identity."""
     if name not in tensors:
         first, second = _matrix(tensors[f"{name}_a"]), _matrix(tensors[f"{name}_b"])
         return (first, second), second.shape[0]
-    whole = _matrix(tensors[name])
-    one = torch.eye(min(whole.shape), dtype=whole.dtype, device=whole.device)
-    return ((one, whole) if whole.shape[0] < whole.shape[1] else (whole, one)), None
+    full = _matrix(tensors[name])
+    one = torch.eye(min(full.shape), dtype=full.dtype, device=full.device)
+    return ((one, full) if full.shape[0] < full.shape[1] else (full, one)), None
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Merging changes into weights, on the chips: `W0 + sum of strength * difference` in float32, then one cast.
 
 `W0` comes from the checkpoint's files each time, so that nothing accumulates. A weight is merged layer by layer and
-shard by shard: beside its stack a chip holds a float32 shard of one layer, and those rows and columns of a change's
-factors that the shard needs. Only factors are computed on the host.
+shard by shard: next to its stack a chip holds a float32 shard of one layer, and the rows and columns of a
+change's factors that the shard needs. Only factors are computed on the host.
 """
 
 import functools
@@ -18,13 +18,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ...sharding import placement
 from ..checkpoints import load
-from ..checkpoints.checkpoint import TensorFile
 from ..checkpoints.model_ref import Lora
+from ..files import TensorFile
 from ..programs.modules import Network, Weight
 from .adapter import Adapter, Change, LoraError, check_alpha
 from .factors import Factors, Shape, factors
 
-# Ranks are filled up with zeros to this times a power of two: other files then run the same programs.
+# Ranks are padded with zeros to this times a power of two, so that other files run the same programs.
 LEAST_RANK = 16
 # As LyCORIS: a row of zeros has no direction.
 SMALLEST_NORM = float(jnp.finfo(jnp.float32).eps)
@@ -41,7 +41,7 @@ class Norm(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """All that is added to one layer of a weight: products of pairs (see `Factors`), whole differences, DoRA's."""
+    """All that is added to one layer of a weight: products of pairs (see `Factors`), full differences, DoRA's."""
 
     products: tuple[tuple[Pair, ...], ...] = ()
     dense: tuple[jax.Array, ...] = ()
@@ -100,7 +100,7 @@ class Merge:
     def read(
         self, reader: load.Reader, name: str, files: tuple[TensorFile, ...], want: jax.ShapeDtypeStruct
     ) -> jax.Array:
-        """A weight of `names` with its changes, laid out as `want`; `files` are the checkpoint's."""
+        """A weight of `names` with its changes and the sharding of `want`; `files` are the checkpoint's."""
         weight, sharding = self._network.weights[name], want.sharding
         assert isinstance(sharding, NamedSharding)
         spec = (*sharding.spec, *[None] * (len(want.shape) - len(sharding.spec)))
@@ -160,7 +160,7 @@ class Merge:
 
 
 def _read(reader: load.Reader, adapter: Adapter, change: Change, weight: Weight) -> tuple[Factors, float]:
-    """The factors of a change in float32, and what multiplies them beside the strength."""
+    """The factors of a change in float32, and what multiplies them besides the strength."""
     tensors = {}
     for part, name in change.parts.items():
         tensors[part] = reader.slice(TensorFile(path=adapter.path, name=name, shape=()), ()).float()
@@ -177,7 +177,7 @@ def _read(reader: load.Reader, adapter: Adapter, change: Change, weight: Weight)
 
 @dataclass(frozen=True)
 class _Place:
-    """Where one layer of a weight of `shape` lies; `spec` has the mesh axes of each of its dimensions."""
+    """The sharding of one layer of a weight of `shape`; `spec` has the mesh axes of each of its dimensions."""
 
     mesh: Mesh | AbstractMesh
     spec: tuple[Any, ...]
@@ -194,10 +194,10 @@ class _Place:
 
     def magnitude(self, tensor: torch.Tensor) -> jax.Array:
         axes = zip(self.spec, tensor.shape, self.shape, strict=True)
-        return self._put(tensor, tuple(axis if size == whole else None for axis, size, whole in axes))
+        return self._put(tensor, tuple(axis if size == full else None for axis, size, full in axes))
 
     def pair(self, up: torch.Tensor, down: torch.Tensor) -> Pair:
-        """Rows of `up` and columns of `down` where those of the weight lie; the rank filled up, the same everywhere."""
+        """Rows of `up` and columns of `down` on the chips of the weight's; the rank is padded, and replicated."""
         rank = LEAST_RANK
         while rank < up.shape[-1]:
             rank *= 2

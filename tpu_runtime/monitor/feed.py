@@ -8,8 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from ..progress import in_daemon
 from . import snapshot
-from .readings import Sampler, Stats, in_daemon
+from .readings import READER, Sampler, Stats
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class Feed:
             return self._body
         if self._pending is None:
             self._asked_s = time.monotonic()
-            self._pending = in_daemon(self._sample)
+            self._pending = in_daemon(self._sample, READER)
         pending = self._pending
         if not pending.done():
             patience_s = max(0.001, self._asked_s + self._patience_s - time.monotonic())

@@ -7,7 +7,6 @@ Nothing is sampled unless somebody asks.
 import importlib
 import logging
 import math
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
@@ -15,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from ..progress import in_daemon
 from .unstarted import Unstarted
 
 log = logging.getLogger(__name__)
@@ -27,22 +27,10 @@ UTILISATION = {"tensorcore_utilization": "tensorcore_util", "duty_cycle": "duty_
 MEMORY = {"hbm_used": "hbm_capacity_usage", "hbm_limit": "hbm_capacity_total"}
 # libtpu answers in well under a millisecond; after this long something is wrong with a chip.
 DEADLINE_S = 1.0
+# The name of threads that read.
+READER = "comfyui-tpu-monitor"
 # Each note is logged once; a message that differs every time must not fill the log.
 MAX_LOGGED = 50
-
-
-def in_daemon(function: Callable[[], Any]) -> Future:
-    """Runs `function` in a thread of its own that, unlike an executor's, cannot keep the process from ending."""
-    future: Future = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # the future hands it on to whoever waits
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="comfyui-tpu-monitor", daemon=True).start()
-    return future
 
 
 def read_libtpu(metric: str) -> Sequence[str]:
@@ -114,7 +102,7 @@ class Sampler:
         if self._late is not None and not self._late.done():
             notes.append("libtpu does not answer: a chip may hang. Utilisation is not known.")
             return {}
-        self._late = in_daemon(lambda: {field: self._answer(metric) for field, metric in wanted.items()})
+        self._late = in_daemon(lambda: {field: self._answer(metric) for field, metric in wanted.items()}, READER)
         try:
             return self._late.result(self._deadline_s)
         except NotInTime:

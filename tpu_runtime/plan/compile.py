@@ -46,7 +46,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the compiler made of a program: kept on disk, because families share programs and plans are repeated.
+    """The compiler's result for a program: kept on disk, because families share programs and plans are repeated.
 
     Where it refused for lack of memory, `text` is None and `refusal` says of which: the chip's, or that on the chip
     which one kernel may use.
@@ -132,12 +132,12 @@ def weight_bytes(program: Program) -> int:
 
 
 def memory_of(program: Program, executable: jax.stages.Compiled) -> Memory:
-    """What each device holds while the compiled program runs: its component's weights are whole, used or not."""
+    """What each device holds while the compiled program runs: all of its component's weights, used or not."""
     weights, stats = weight_bytes(program), executable.memory_analysis()
-    assert stats is not None  # a TPU's compiler gives it, and the CPU's
+    assert stats is not None  # the TPU's compiler returns it, and the CPU's
     # Not `peak_memory_in_bytes`: that one counts on-chip memory too, and less than the arena of temporaries.
-    beside = stats.argument_size_in_bytes - program.weight_bytes_in(executable)
-    held = weights + beside + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    others = stats.argument_size_in_bytes - program.weight_bytes_in(executable)
+    held = weights + others + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return Memory(
         arguments=stats.argument_size_in_bytes,
         weights=weights,

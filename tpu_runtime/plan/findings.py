@@ -20,7 +20,7 @@ from ..programs.program import Program
 from ..units import GIB, MIB
 
 _MOVES = ("copy", "transpose", "pad", "slice", "concatenate", "dynamic-slice", "dynamic-update-slice", "broadcast")
-# What chips exchange around a kernel is laid out for it too.
+# What chips exchange around a kernel has its layout too.
 _SEE_THROUGH = (
     "bitcast", "get-tuple-element", "reshape", "copy-start", "copy-done", "parameter", "constant", "all-to-all",
 )  # fmt: skip
@@ -88,7 +88,7 @@ def _products(jaxpr: core.Jaxpr, devices: int) -> Iterator[tuple[core.JaxprEqn, 
 
 
 def replicated_weights(program: Program, limit: int = 64 * MIB) -> list[str]:
-    """Arguments of more than `limit` bytes that every device holds whole."""
+    """Replicated arguments of more than `limit` bytes."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(program.arguments)
     return [
         f"{program.name}: argument {jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)} of "
@@ -140,7 +140,7 @@ def exposed_collectives(timing: Timing) -> list[str]:
 
 
 def kernel_costs(module: Module, timing: Timing, costs: Mapping[str, Cost]) -> list[str]:
-    """What each kernel's time is made of."""
+    """The parts of each kernel's time."""
     times = {operation.name: operation.times for operation in timing.operations}
     return [
         f"{kernel.name}: {times.get(kernel.name, 0):.0f} x {cost.steps} steps x {cost.step} bundles; "
@@ -154,7 +154,7 @@ def kernel_costs(module: Module, timing: Timing, costs: Mapping[str, Cost]) -> l
 
 
 def size_of(leaf: Any) -> int:
-    """Bytes of an abstract array, whole."""
+    """Bytes of an abstract array, over all devices."""
     return leaf.size * leaf.dtype.itemsize
 
 
@@ -205,7 +205,7 @@ def _users(computation: hlo.Computation) -> Mapping[str, list[str]]:
 def _reached(
     kernels: list[str], neighbours: Callable[[str], Iterable[str]], module: Module, computation: hlo.Computation
 ) -> set[str]:
-    """What lies next to `kernels`, through instructions that only move data."""
+    """What is next to `kernels`, through instructions that only move data."""
     found: set[str] = set()
     waiting = [near for kernel in kernels for near in neighbours(kernel)]
     while waiting:

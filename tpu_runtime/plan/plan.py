@@ -141,7 +141,7 @@ def _notes(module: hlo.Module, timing: step_time.Timing, costs: Mapping[str, Cos
 
 
 def host_peak_bytes() -> int:
-    """The most memory that this process held, and the largest of its children beside it."""
+    """The most memory that this process held, plus the largest of its children."""
     import resource  # exists where libtpu does
 
     return sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) * 1024

@@ -33,12 +33,12 @@ class Executable:
 
     @property
     def parts(self) -> tuple["Executable", ...]:
-        """The loaded programs that it is made of."""
+        """The loaded programs that it consists of."""
         return (self,)
 
     @functools.cached_property
     def workspace_bytes(self) -> int:
-        """What one chip holds while it runs, beside its weights and its code: other arguments, results, temporaries."""
+        """Bytes on one chip while it runs, without its weights and its code: other arguments, results, temporaries."""
         stats = self.compiled.memory_analysis()
         if stats is None:
             return 0

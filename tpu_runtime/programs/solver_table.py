@@ -43,7 +43,7 @@ class SolverTable:
     `begin`, where the solver remembers nothing, are zeros.
     """
 
-    timesteps: np.ndarray  # [num_steps], int32 or float32 as the scheduler gives them
+    timesteps: np.ndarray  # [num_steps], int32 or float32 as the scheduler has them
     table: np.ndarray  # [num_steps, 2 + num_memory, 2 + num_memory], float32
     levels: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.float32))  # [num_steps, 2]
     draws: tuple[tuple[bool, ...], ...] = ()
@@ -105,7 +105,7 @@ def advance(state: State, output: Array | np.ndarray, row: Float[Array | np.ndar
     )
 
 
-def scheduler_from(config: Mapping[str, Any], **overrides: Any) -> Any:
+def scheduler_from(config: Mapping[str, Any]) -> Any:
     """The upstream scheduler of a checkpoint's `scheduler_config.json`."""
     import diffusers
     from diffusers.schedulers.scheduling_utils import SchedulerMixin
@@ -120,12 +120,12 @@ def scheduler_from(config: Mapping[str, Any], **overrides: Any) -> Any:
                 f"the checkpoint's scheduler {name} has {key} {value}; at most {MOST_NUMBER} is supported."
             )
     with _upstream(name):
-        return cast(Any, upstream).from_config({**config, **overrides})
+        return cast(Any, upstream).from_config(dict(config))
 
 
 @contextlib.contextmanager
 def _upstream(name: Any) -> Iterator[None]:
-    """What upstream's code makes of a config that may hold anything, as a sentence; ours stay as they are."""
+    """Turns upstream's errors about a config, which may hold anything, into a sentence; our own pass."""
     try:
         yield
     except TooManyDraws:
@@ -206,7 +206,7 @@ def tabulate(scheduler: Any, num_steps: int, begin: int = 0, **timestep_argument
             f"{type(scheduler).__name__} is not supported: its step also needs {' and '.join(others)}. Use a "
             "checkpoint with another scheduler, such as a DDIM, DPM-Solver, UniPC or Euler one."
         )
-    # What a solver remembers of many steps has its place also where it runs few: one program for any number.
+    # What a solver remembers over many steps has a column also where it runs few: one program for any number.
     usual = copy.deepcopy(scheduler)
     with _upstream(type(scheduler).__name__):
         usual.set_timesteps(USUAL_STEPS, **{name: x for name, x in timestep_arguments.items() if name != "sigmas"})
@@ -269,7 +269,7 @@ class _Stepper:
     """One step after the other, as diffusers' pipelines call them.
 
     `CogVideoXDPMScheduler` keeps nothing: its step takes the last estimate of the end result and the last timestep, and
-    gives its own estimate as a second output, which is remembered here.
+    returns its own estimate as a second output, which is remembered here.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -312,7 +312,7 @@ class _CountedDraws(TorchFunctionMode):
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """What a step made of unit vectors, as coefficients; `before` and `after` are the memory, by place."""
+    """The result of a step on unit vectors, as coefficients; `before` and `after` are the memory, by place."""
 
     result: np.ndarray
     before: list[tuple[str, int]]
@@ -323,7 +323,7 @@ class _Row:
 
     @property
     def draws(self) -> tuple[bool, ...]:
-        """For each draw, whether anything came of it."""
+        """For each draw, whether the step used it."""
         made = np.stack([self.result, *self.after.values()])
         return tuple(bool(made[:, 2 + MAX_MEMORY + index].any()) for index in range(self.num_draws))
 
@@ -352,7 +352,7 @@ def _denoised(scheduler: Any, index: int, timestep: torch.Tensor) -> tuple[float
 
 
 def _table_of(scheduler: Any, rows: list[_Row], usual: list[_Row], begin: int) -> SolverTable:
-    """Gives every remembered tensor, and the noise, a fixed column; those of `usual` rows count too."""
+    """Assigns every remembered tensor, and the noise, a fixed column; those of `usual` rows count too."""
     name, seen = type(scheduler).__name__, [*rows, *usual]
     keys = sorted({key for row in seen for key in (*row.before, *row.after)})
     if len(keys) > MAX_MEMORY:
