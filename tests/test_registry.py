@@ -55,3 +55,13 @@ def test_the_archive_holds_what_comfyui_loads():
         ""
     }:
         assert (ROOT / name).exists() and not {name, name + "/"} & set(left_out), name
+
+
+def test_what_is_mutated_and_the_tests_that_notice_it_are_there():
+    """mutmut passes over what has moved, in silence."""
+    mutated = METADATA["tool"]["mutmut"]
+    names = (*mutated["only_mutate"], *mutated["source_paths"], *mutated["pytest_add_cli_args_test_selection"])
+    for name in names:
+        path, _, function = name.removeprefix("comfyui_tpu/").partition("::")
+        assert (ROOT / path).exists(), name
+        assert not function or f"def {function}(" in (ROOT / path).read_text(), name
