@@ -55,7 +55,7 @@ def _small(mesh: Mesh, name: str, weights_gib: float, frames: int) -> Program:
         return jnp.tanh(state * weights["w"][0])
 
     return Program(
-        name=f"{name}_program",
+        name=f"{name}_step",
         fn=step,
         weights={"w": shaped(int(weights_gib * 1024), 1024, 512)},
         components=(name,),
@@ -133,9 +133,9 @@ def test_the_json_holds_every_figure(small_plan: report.Plan):
 def test_the_text_says_predicted_and_names_what_costs(small_plan: report.Plan):
     text = report.text(small_plan, explain=True)
     assert "predicted by the compiler" in text and "nothing was measured" in text
-    assert re.search(r"^denoise_program +50 +1x8x1 ", text, re.MULTILINE)
+    assert re.search(r"^denoise_step +50 +1x8x1 ", text, re.MULTILINE)
     assert "Memory with all components loaded:" in text and "fits." in text
-    assert "denoise_program: the dearest operations" in text and "test_plan.py:" in text
+    assert "denoise_step: the dearest operations" in text and "test_plan.py:" in text
 
 
 # --- what fits --------------------------------------------------------------------------------------------------------
@@ -144,13 +144,13 @@ def test_the_text_says_predicted_and_names_what_costs(small_plan: report.Plan):
 def test_weights_that_fit_one_after_the_other_need_eviction():
     request = small("v5e-1", weights_gib=(9.0, 10.0))
     (sentence,) = advice.advice(request, [replace(row, fits=True) for row in rows_of(request)])
-    assert re.search(r"need 2\d\.\d\d of 15.75 GiB\. With idle components evicted.* it fits: denoise_program", sentence)
+    assert re.search(r"need 2\d\.\d\d of 15.75 GiB\. With idle components evicted.* it fits: denoise_step", sentence)
 
 
 def test_weights_too_large_for_a_chip_need_more_chips():
     request = small("v5e-1", weights_gib=(1.0, 40.0))
     said, would = advice.advice(request, rows_of(request))
-    assert "denoise_program does not fit: it needs at least 41" in said or "at least 40" in said
+    assert "denoise_step does not fit: it needs at least 41" in said or "at least 40" in said
     assert "Evicting idle components does not help" in said
     assert re.search(r"confirmed by a compile: 4 chips \(v5e:2x2\) instead of 1 .* needs 10\.\d\d GiB", would)
 
@@ -216,7 +216,7 @@ def test_the_command_writes_a_report_and_a_file(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(plan, "request_of", lambda args: small("v6e-1"))
     written: list[str] = []
     assert plan.run(parsed("--json", str(tmp_path / "plan.json")), written.append) == 0
-    assert "denoise_program" in written[-2]
+    assert "denoise_step" in written[-2]
     assert json.loads((tmp_path / "plan.json").read_text())["topology"] == "v6e:1x1"
 
 
