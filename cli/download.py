@@ -13,7 +13,7 @@ from ..nodes.declare import Folders
 from ..nodes.headless.runner import TerminalHost
 from ..tpu_runtime.checkpoints import checkpoint, hub
 from ..tpu_runtime.checkpoints.checkpoint import Checkpoint
-from ..tpu_runtime.checkpoints.model_ref import any_model
+from ..tpu_runtime.checkpoints.model_ref import variant
 from ..tpu_runtime.checkpoints.weight_files import WeightFile
 from ..tpu_runtime.models import SPECS
 from ..tpu_runtime.spec import ModelSpec
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         spec, model_id = find(options.model, host)
         found = Checkpoint(spec=spec, model_id=model_id, root=None, to=to)
-        found.prepare(host)
+        found.configs(host)
         _announce(found, to or hub.cache_folder(), host)
         for component in spec.components:
             found.fetch_weights(component, host)
@@ -61,7 +61,7 @@ def find(model: str, host: TerminalHost) -> tuple[ModelSpec, str]:
     if not hub.is_hub_id(model):
         names = ", ".join(spec.name for spec in SPECS)
         raise ValueError(f"there is no model {model!r}; there are {names}, or a Hub id of such a model (owner/name).")
-    return any_model(model, host), model
+    return variant(None, model, progress=host), model
 
 
 def _announce(found: Checkpoint, place: Path, host: "BarHost") -> None:
