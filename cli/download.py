@@ -11,13 +11,7 @@ from typing import Any
 
 from ..nodes.declare import Folders
 from ..nodes.headless.runner import TerminalHost
-from ..tpu_runtime.checkpoints import checkpoint, hub
-from ..tpu_runtime.checkpoints.checkpoint import Checkpoint
-from ..tpu_runtime.checkpoints.model_ref import variant
-from ..tpu_runtime.checkpoints.weight_files import WeightFile
-from ..tpu_runtime.models import SPECS
-from ..tpu_runtime.spec import ModelSpec
-from ..tpu_runtime.units import MIB, readable
+from ..tpu_runtime.pipeline import MIB, SPECS, Checkpoint, ModelSpec, WeightFile, checkpoint, hub, readable, variant
 
 BAR_WIDTH = 24
 # Without a terminal that can overwrite a line, a new one after so many seconds.
@@ -66,7 +60,7 @@ def find(model: str, host: TerminalHost) -> tuple[ModelSpec, str]:
 
 def _announce(found: Checkpoint, place: Path, host: "BarHost") -> None:
     """Says what will be downloaded; ValueError where that does not fit on the disk."""
-    from ..tpu_runtime.plan import report
+    from ..tpu_runtime.pipeline import plan_report as report
 
     parts: dict[str, dict[str, WeightFile]] = {}
     for component in found.spec.components:

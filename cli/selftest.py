@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from ..tpu_runtime.models import FLAGSHIPS, SPECS, spec_by_name
+from ..tpu_runtime.pipeline import FLAGSHIPS, SPECS, spec_by_name
 
 if TYPE_CHECKING:
     from ..sharding.mesh import Device
-    from ..tpu_runtime.progress import Preview
+    from ..tpu_runtime.pipeline import Preview
     from ..tpu_runtime.selftest.checks import Row
 
 
@@ -105,7 +105,7 @@ def table(rows: "Sequence[Row]") -> Iterator[Text]:
     """Every check: its largest error and the bound, in units of the reference's largest value. Lines, which a narrow
     terminal wraps, and which are not cut in a file.
     """
-    from ..tpu_runtime.plan import report
+    from ..tpu_runtime.pipeline import plan_report as report
 
     width = max(len(row.family) for row in rows)
     cells = [
