@@ -15,18 +15,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..tpu_runtime.models import SPECS, spec_by_name
-from ..tpu_runtime.precision import CHOICES, resolve
-from ..tpu_runtime.spec import STAGES, ModelSpec, Settings
+from ..tpu_runtime.pipeline import CHOICES, SPECS, STAGES, ModelSpec, Settings, spec_by_name
+from ..tpu_runtime.pipeline import resolve_precision as resolve
 from .verbs import add_inputs, given_inputs, print_now
 
 if TYPE_CHECKING:
     import jax
 
     from ..sharding.mesh import Device
-    from ..tpu_runtime.plan.compile import Compiled
-    from ..tpu_runtime.plan.measured import Measured
-    from ..tpu_runtime.programs.program import Program
+    from ..tpu_runtime.pipeline import Compiled, Measured, Program
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,12 +72,7 @@ def measure(
 ) -> "Measured":  # fmt: skip
     """Compiles and times every program of a generation, the programs of one network after another."""
     from ..sharding.mesh import shape_of
-    from ..tpu_runtime import versions
-    from ..tpu_runtime.cost_model import chips
-    from ..tpu_runtime.plan import compile as compiling
-    from ..tpu_runtime.plan import plan
-    from ..tpu_runtime.plan.measured import Measured, MeasuredProgram
-    from ..tpu_runtime.programs import generation
+    from ..tpu_runtime.pipeline import Measured, MeasuredProgram, chips, compiling, generation, plan, versions
 
     topology = chips.topology_of(devices[0].device_kind, len(devices)) if predicts else None
     rows: list[MeasuredProgram] = []
@@ -130,7 +122,7 @@ def _arguments(program: "Program") -> tuple[Any, ...]:
     """Random numbers of deviation 1; lengths of texts are the longest; other integers are 1."""
     import jax
 
-    from ..tpu_runtime.programs.denoise_step import StepArgs
+    from ..tpu_runtime.pipeline import StepArgs
 
     args = jax.tree.map(lambda want: _random(want, 1.0), program.args)
     if isinstance(args, StepArgs):
@@ -169,7 +161,7 @@ def _fullest(devices: "Sequence[Device]") -> int | None:
 
 def text(found: "Measured") -> str:
     """The readable report."""
-    from ..tpu_runtime.plan import report
+    from ..tpu_runtime.pipeline import plan_report as report
 
     head = ("program", "runs", "mesh", "compile", "GiB", "median", "least", "most", "x runs", "predicted", "of it")
     rows = [

@@ -11,13 +11,7 @@ from typing import Any
 
 from ..nodes.declare import Folders
 from ..nodes.headless.runner import TerminalHost
-from ..tpu_runtime.checkpoints import checkpoint, hub
-from ..tpu_runtime.checkpoints.checkpoint import Checkpoint
-from ..tpu_runtime.checkpoints.model_ref import any_model
-from ..tpu_runtime.checkpoints.weight_files import WeightFile
-from ..tpu_runtime.models import SPECS
-from ..tpu_runtime.spec import ModelSpec
-from ..tpu_runtime.units import MIB, readable
+from ..tpu_runtime.pipeline import MIB, SPECS, Checkpoint, ModelSpec, WeightFile, checkpoint, hub, readable, variant
 
 BAR_WIDTH = 24
 # Without a terminal that can overwrite a line, a new one after so many seconds.
@@ -40,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         spec, model_id = find(options.model, host)
         found = Checkpoint(spec=spec, model_id=model_id, root=None, to=to)
-        found.prepare(host)
+        found.configs(host)
         _announce(found, to or hub.cache_folder(), host)
         for component in spec.components:
             found.fetch_weights(component, host)
@@ -61,12 +55,12 @@ def find(model: str, host: TerminalHost) -> tuple[ModelSpec, str]:
     if not hub.is_hub_id(model):
         names = ", ".join(spec.name for spec in SPECS)
         raise ValueError(f"there is no model {model!r}; there are {names}, or a Hub id of such a model (owner/name).")
-    return any_model(model, host), model
+    return variant(None, model, progress=host), model
 
 
 def _announce(found: Checkpoint, place: Path, host: "BarHost") -> None:
     """Says what will be downloaded; ValueError where that does not fit on the disk."""
-    from ..tpu_runtime.plan import report
+    from ..tpu_runtime.pipeline import plan_report as report
 
     parts: dict[str, dict[str, WeightFile]] = {}
     for component in found.spec.components:

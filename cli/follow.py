@@ -8,12 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..tpu_runtime import pipeline
-from ..tpu_runtime.hosts import place as places
-from ..tpu_runtime.hosts import supervisor
-from ..tpu_runtime.hosts.follower import Refused
-from ..tpu_runtime.hosts.place import Place
-from ..tpu_runtime.hosts.together import RESTART
-from ..tpu_runtime.monitor import readings, snapshot
+from ..tpu_runtime.pipeline import RESTART, Place, Refused, places, readings, snapshot, supervisor
 
 _DESCRIPTION = """\
 Joins this host's chips to those of the first host, and does its part of what runs there. When one host is gone, all

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..nodes.headless.runner import TerminalHost, run_workflow
 from ..tpu_runtime import pipeline
-from ..tpu_runtime.plan import options as plan_options
+from ..tpu_runtime.pipeline import plan_options
 from . import batch, bench, doctor, download, follow, monitor, selftest, serve, stages, warmup
 from .verbs import add_verb, add_workflow, given_folders, given_workflow, print_now, print_timings
 
@@ -94,6 +94,6 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from ..tpu_runtime.plan import plan
+    from ..tpu_runtime.pipeline import plan
 
     return plan.run(options, print_now)

@@ -20,10 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..tpu_runtime.monitor import snapshot
-from ..tpu_runtime.monitor.readings import Sampler, Stats
-from ..tpu_runtime.spec import STAGES
-from ..tpu_runtime.units import readable
+from ..tpu_runtime.pipeline import STAGES, Sampler, Stats, readable, snapshot
 
 DEFAULT_URL = "http://127.0.0.1:8188"
 TIMEOUT_S = 5

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from ..tpu_runtime.models import FLAGSHIPS, SPECS, spec_by_name
+from ..tpu_runtime.pipeline import FLAGSHIPS, SPECS, spec_by_name
 
 if TYPE_CHECKING:
     from ..sharding.mesh import Device
-    from ..tpu_runtime.progress import Preview
+    from ..tpu_runtime.pipeline import Preview
     from ..tpu_runtime.selftest.checks import Row
 
 

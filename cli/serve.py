@@ -5,7 +5,7 @@ import logging
 import os
 
 from ..fleet.serve import LOOPBACK, Server, Stages
-from ..tpu_runtime.remote import wire
+from ..tpu_runtime.pipeline import wire
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:

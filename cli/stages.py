@@ -8,14 +8,22 @@ from typing import Any
 
 from ..nodes.declare import Folders
 from ..nodes.headless.runner import TerminalHost
-from ..tpu_runtime import media, pipeline
-from ..tpu_runtime.checkpoints import tiny
-from ..tpu_runtime.checkpoints.model_ref import ModelRef, choose_model
-from ..tpu_runtime.engine import payloads, stage_files
-from ..tpu_runtime.limits import PART, SIZE
-from ..tpu_runtime.models import SPECS, spec_by_name, spec_for_family
-from ..tpu_runtime.precision import CHOICES
-from ..tpu_runtime.spec import ModelSpec
+from ..tpu_runtime import pipeline
+from ..tpu_runtime.pipeline import (
+    CHOICES,
+    PART,
+    SIZE,
+    SPECS,
+    ModelRef,
+    ModelSpec,
+    choose_model,
+    media,
+    payloads,
+    spec_by_name,
+    spec_for_family,
+    stage_files,
+    tiny,
+)
 from .verbs import add_inputs, add_verb, flag, given_inputs, input_names, print_timings
 
 

@@ -11,9 +11,7 @@ from ..nodes.headless.changes import assign, make_tiny, read_json
 from ..nodes.headless.runner import HEADLESS, Timing
 from ..nodes.headless.workflow import to_api
 from ..tpu_runtime import pipeline
-from ..tpu_runtime.limits import Choice, IntLimit, Numbers, Switch
-from ..tpu_runtime.models import SPECS
-from ..tpu_runtime.spec import ModelSpec
+from ..tpu_runtime.pipeline import SPECS, Choice, IntLimit, ModelSpec, Numbers, Switch
 from . import doctor
 
 

@@ -7,10 +7,7 @@ from ..nodes.declare import Folders
 from ..nodes.graph import generations
 from ..nodes.headless.runner import HEADLESS, TerminalHost
 from ..tpu_runtime import pipeline
-from ..tpu_runtime.checkpoints.model_ref import ModelRef
-from ..tpu_runtime.models import SPECS, spec_by_name
-from ..tpu_runtime.precision import CHOICES
-from ..tpu_runtime.spec import Settings
+from ..tpu_runtime.pipeline import CHOICES, SPECS, ModelRef, Settings, spec_by_name
 from .verbs import add_inputs, flag, given_inputs, input_names, print_timings, read_workflow
 
 

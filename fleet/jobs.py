@@ -18,9 +18,7 @@ from ..nodes.headless.changes import set_input
 from ..nodes.headless.core_nodes import find_image
 from ..nodes.headless.runner import HEADLESS, execution_order
 from ..nodes.headless.workflow import validate_workflow
-from ..tpu_runtime.checkpoints import content
-from ..tpu_runtime.files import parse_json
-from ..tpu_runtime.progress import Progress
+from ..tpu_runtime.pipeline import Progress, content, parse_json
 from .ledger import Tries
 from .messages import Mark, Request
 from .queue import Group, Job

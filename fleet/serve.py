@@ -22,13 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from ..tpu_runtime import pipeline
-from ..tpu_runtime.cache.store import cache_folder
-from ..tpu_runtime.checkpoints.model_ref import Expected, Lora, ModelRef, choose_model
-from ..tpu_runtime.models import spec_by_name, spec_for_family
-from ..tpu_runtime.progress import Preview
-from ..tpu_runtime.redact import redact
-from ..tpu_runtime.remote import wire
-from ..tpu_runtime.spec import STAGES
+from ..tpu_runtime.pipeline import (
+    STAGES,
+    Expected,
+    Lora,
+    ModelRef,
+    Preview,
+    cache_folder,
+    choose_model,
+    redact,
+    spec_by_name,
+    spec_for_family,
+    wire,
+)
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..tpu_runtime.hosts.supervisor import ending_with_us
+from ..tpu_runtime.pipeline import ending_with_us
 
 # Labels that Ray gives the machines of a slice.
 _NAME, _TOPOLOGY, _POD_TYPE, _WORKER = (

@@ -16,8 +16,7 @@ from typing import Any
 
 from ..nodes.declare import Folders
 from ..nodes.headless.runner import Timing, run_workflow
-from ..tpu_runtime.progress import Preview
-from ..tpu_runtime.redact import redact
+from ..tpu_runtime.pipeline import Preview, redact
 from .jobs import mark
 from .ledger import DONE, RESULTS, check_same_place
 from .messages import Done, Failed, Mark, Request, Status

@@ -1,6 +1,6 @@
 """The pack's nodes as declarations. A family adds its file and one line here.
 
-May import `tpu_runtime`: its pipeline, its plans and what checks a choice.
+May import `tpu_runtime/pipeline.py`.
 """
 
 from . import cogvideox, flux2, hunyuan15, shared, wan21, wan22_i2v

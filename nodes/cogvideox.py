@@ -2,8 +2,7 @@
 `condition` the sampler is image to video.
 """
 
-from ..tpu_runtime.limits import SIZE
-from ..tpu_runtime.models import spec_by_name, spec_for_family
+from ..tpu_runtime.pipeline import SIZE, spec_by_name, spec_for_family
 from .family import decoder, image_encoder, pipeline, sampler, text_encoder
 
 SPEC = spec_for_family("CogVideoX")

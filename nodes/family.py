@@ -9,13 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..tpu_runtime import media
 from ..tpu_runtime import pipeline as runtime
-from ..tpu_runtime.checkpoints.model_ref import ModelRef, choose_model
-from ..tpu_runtime.engine import payloads
-from ..tpu_runtime.limits import PART, without_zero_sizes
-from ..tpu_runtime.models import SPECS
-from ..tpu_runtime.spec import ModelSpec
+from ..tpu_runtime.pipeline import PART, SPECS, ModelRef, ModelSpec, choose_model, media, payloads, without_zero_sizes
 from . import inputs as named
 from .declare import Expansion, Folders, Host, Input, Link, Node, Output, Ref, Stage
 

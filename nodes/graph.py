@@ -6,11 +6,18 @@ API format: `{node id: {"class_type": ..., "inputs": {name: value or [node id, o
 from collections.abc import Collection, Mapping
 from typing import Any, TypeGuard
 
-from ..tpu_runtime.checkpoints.model_ref import Expected, ModelRef, choose_model, variant
-from ..tpu_runtime.limits import SIZE, without_zero_sizes
-from ..tpu_runtime.models import spec_for_family
-from ..tpu_runtime.progress import Silent
-from ..tpu_runtime.spec import STAGES, Settings
+from ..tpu_runtime.pipeline import (
+    SIZE,
+    STAGES,
+    Expected,
+    ModelRef,
+    Settings,
+    Silent,
+    choose_model,
+    spec_for_family,
+    variant,
+    without_zero_sizes,
+)
 from .declare import Declaration, Expansion, Folders, Link, Ref
 
 Workflow = dict[str, dict[str, Any]]

@@ -5,11 +5,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ..tpu_runtime import media
-from ..tpu_runtime.limits import Choice, FloatLimit, IntLimit, Numbers, Switch
-from ..tpu_runtime.models import SPECS
-from ..tpu_runtime.precision import CHOICES
-from ..tpu_runtime.spec import Limit, ModelSpec
+from ..tpu_runtime.pipeline import (
+    CHOICES,
+    SPECS,
+    Choice,
+    FloatLimit,
+    IntLimit,
+    Limit,
+    ModelSpec,
+    Numbers,
+    Switch,
+    media,
+)
 from .declare import Input
 
 

@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from pathlib import Path
 
 from ..tpu_runtime import pipeline as runtime
-from ..tpu_runtime.checkpoints.model_ref import EXPERTS, Lora, ModelRef
+from ..tpu_runtime.pipeline import EXPERTS, Lora, ModelRef
 from .declare import Folders, Host, Input, Node, Output
 
 # As ComfyUI's own loader.

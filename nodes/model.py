@@ -1,9 +1,7 @@
 """The nodes that name a model for others: one that runs here, or on another machine."""
 
 from ..tpu_runtime import pipeline as runtime
-from ..tpu_runtime.checkpoints.model_ref import ModelRef, choose_model
-from ..tpu_runtime.models import SPECS, spec_for_family
-from ..tpu_runtime.precision import CHOICES
+from ..tpu_runtime.pipeline import CHOICES, SPECS, ModelRef, choose_model, spec_for_family
 from .declare import Folders, Host, Input, Node, Output
 
 _FAMILY = Input(

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ..tpu_runtime import pipeline as runtime
-from ..tpu_runtime.checkpoints.model_ref import ModelRef
-from ..tpu_runtime.engine import stage_files
-from ..tpu_runtime.models import SPECS, spec_by_name
-from ..tpu_runtime.plan import process
+from ..tpu_runtime.pipeline import SPECS, ModelRef, spec_by_name, stage_files
+from ..tpu_runtime.pipeline import plan_process as process
 from . import lora, model
 from .declare import Folders, Host, Input, Node, Output
 

@@ -3,8 +3,7 @@
 A model of the family that can do without a picture takes the video's size from the sampler then.
 """
 
-from ..tpu_runtime.limits import SIZE
-from ..tpu_runtime.models import spec_for_family
+from ..tpu_runtime.pipeline import SIZE, spec_for_family
 from .family import decoder, image_encoder, pipeline, sampler, text_encoder
 from .inputs import EXPERTS, FEW_STEPS
 

@@ -1,28 +1,92 @@
-"""The three stages as the nodes call them. Cheap to import: torch and JAX come in when a stage runs."""
+"""The runtime's door: the stages as nodes call them, and all else of the runtime that nodes, commands and batches use.
+
+Cheap to import: torch and JAX come in when a stage runs, or with the names of `_LATER`.
+"""
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .checkpoints.model_ref import Expected, Lora, ModelRef
-from .engine.current import current, engine
-from .engine.current import leave as leave  # for hosts, as the next three
-from .engine.current import leave_at_exit as leave_at_exit
-from .engine.current import listen as listen
-from .engine.current import when_stuck as when_stuck
-from .engine.memory_advice import OutOfMemory as OutOfMemory  # nodes catch it
+from . import media
+from .cache import store
+from .cache.store import cache_folder
+from .checkpoints import checkpoint, content, hub, tiny
+from .checkpoints.checkpoint import Checkpoint
+from .checkpoints.model_ref import EXPERTS, Expected, Lora, ModelRef, choose_model, variant
+from .checkpoints.weight_files import WeightFile
+from .engine import payloads, stage_files
+from .engine.current import current, engine, leave, leave_at_exit, listen, when_stuck
+from .engine.memory_advice import VARIABLE as HBM_VARIABLE
+from .engine.memory_advice import OutOfMemory
 from .engine.payloads import Conditioning, ImageCondition, Latent
+from .files import parse_json
+from .hosts import place as places
+from .hosts import supervisor
+from .hosts.follower import Refused
 from .hosts.place import Place
-from .progress import Progress
-from .spec import ModelSpec, Settings
+from .hosts.supervisor import ending_with_us
+from .hosts.together import RESTART
+from .limits import PART, SIZE, Choice, FloatLimit, IntLimit, Numbers, Switch, without_zero_sizes
+from .models import FLAGSHIPS, SPECS, spec_by_name, spec_for_family
+from .monitor import bus, metrics_service, readings, snapshot
+from .monitor.feed import Feed
+from .monitor.readings import Sampler, Stats, in_daemon
+from .plan import options as plan_options
+from .plan import process as plan_process
+from .precision import CHOICES
+from .precision import resolve as resolve_precision
+from .progress import Preview, Progress, Silent
+from .redact import redact
+from .remote import wire
+from .spec import STAGES, Limit, ModelSpec, Settings, guidance_first
+from .units import GIB, MIB, readable
 
 if TYPE_CHECKING:
     import torch
 
+    from . import versions
+    from .anchor import TPUModels
+    from .cost_model import chips
+    from .cost_model.chips import Topology
     from .engine.engine import Engine
     from .hosts.together import Together
+    from .plan import compile as compiling
+    from .plan import plan
+    from .plan import report as plan_report
+    from .plan.compile import Compiled
+    from .plan.measured import Measured, MeasuredProgram
+    from .programs import generation
+    from .programs.denoise_step import StepArgs
+    from .programs.program import Program
     from .remote.client import Client
+
+# What imports torch or JAX: the module, and what of it if not all.
+_LATER = {
+    "versions": ("versions", ""),
+    "TPUModels": ("anchor", "TPUModels"),
+    "chips": ("cost_model.chips", ""),
+    "Topology": ("cost_model.chips", "Topology"),
+    "compiling": ("plan.compile", ""),
+    "plan": ("plan.plan", ""),
+    "plan_report": ("plan.report", ""),
+    "Compiled": ("plan.compile", "Compiled"),
+    "Measured": ("plan.measured", "Measured"),
+    "MeasuredProgram": ("plan.measured", "MeasuredProgram"),
+    "generation": ("programs.generation", ""),
+    "StepArgs": ("programs.denoise_step", "StepArgs"),
+    "Program": ("programs.program", "Program"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, part = _LATER[name]
+    found = importlib.import_module(f".{module}", __package__)
+    return getattr(found, part) if part else found
+
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from ...tpu_runtime.engine.memory_advice import VARIABLE as HBM
-from ...tpu_runtime.monitor import bus, metrics_service
-from ...tpu_runtime.spec import guidance_first
-from ...tpu_runtime.units import GIB, readable
+from ...tpu_runtime.pipeline import GIB, bus, guidance_first, metrics_service, readable
+from ...tpu_runtime.pipeline import HBM_VARIABLE as HBM
 from .machine import Finding, Findings, HostMachine
 
 # JAX waits for all hosts of a slice; on one it takes some ten seconds.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...nodes import DECLARATIONS
-from ...tpu_runtime.monitor import bus
+from ...tpu_runtime.pipeline import bus
 from .machine import Finding, Findings, HostMachine
 
 PORT = 8188

@@ -6,9 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ...tpu_runtime.cache import store
-from ...tpu_runtime.models import SPECS
-from ...tpu_runtime.units import GIB, readable
+from ...tpu_runtime.pipeline import GIB, SPECS, readable, store
 from .machine import Finding, Findings, HostMachine
 
 # The smallest checkpoint (FLUX.2-klein-4B) is about this big, the largest seven times.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...tpu_runtime.monitor import bus
+from ...tpu_runtime.pipeline import bus
 
 _PACK = Path(__file__).parents[2]
 # Of /proc/net/tcp: a socket that waits for connections.

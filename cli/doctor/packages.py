@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from packaging.requirements import Requirement
 
-from ...tpu_runtime import versions
+from ...tpu_runtime.pipeline import versions
 from .comfyui import is_used, setup
 from .machine import Check, Finding, Findings, HostMachine, distributions
 

@@ -1,1 +1,1 @@
-"""The only files that know ComfyUI: node classes, memory, previews, routes. May import `nodes` and `tpu_runtime`."""
+"""The only files that know ComfyUI: node classes, memory, previews, routes. May import `nodes` and `pipeline`."""

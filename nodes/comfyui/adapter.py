@@ -15,7 +15,7 @@ from comfy_execution.validation import validate_node_input
 from server import PromptServer
 
 from ...tpu_runtime import pipeline
-from ...tpu_runtime.progress import Preview
+from ...tpu_runtime.pipeline import Preview
 from .. import DECLARATIONS, graph
 from ..declare import Declaration, Expansion, Folders, Input, Link, Node, Ref
 from . import memory, pictures, previews, routes

@@ -9,7 +9,7 @@ import comfy.model_patcher
 from server import PromptServer
 
 from ...tpu_runtime import pipeline
-from ...tpu_runtime.anchor import TPUModels
+from ...tpu_runtime.pipeline import TPUModels
 
 
 class _Patcher(comfy.model_patcher.ModelPatcher):

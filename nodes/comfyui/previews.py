@@ -5,8 +5,7 @@ from typing import Any
 import comfy.latent_formats
 import latent_preview
 
-from ...tpu_runtime import media
-from ...tpu_runtime.progress import Preview
+from ...tpu_runtime.pipeline import Preview, media
 
 
 class Previewer:

@@ -14,9 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from ...tpu_runtime import pipeline
-from ...tpu_runtime.files import parse_json
-from ...tpu_runtime.monitor.feed import Feed
-from ...tpu_runtime.progress import in_daemon
+from ...tpu_runtime.pipeline import Feed, in_daemon, parse_json
 from .. import DECLARATIONS, upgrade
 
 log = logging.getLogger(__name__)

@@ -3,11 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ...tpu_runtime.checkpoints import tiny
-from ...tpu_runtime.checkpoints.model_ref import variant
-from ...tpu_runtime.files import parse_json
-from ...tpu_runtime.limits import without_zero_sizes
-from ...tpu_runtime.models import SPECS, spec_for_family
+from ...tpu_runtime.pipeline import SPECS, parse_json, spec_for_family, tiny, variant, without_zero_sizes
 from ..declare import Declaration, Input
 from ..graph import Workflow, is_link
 from .runner import HEADLESS

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ...tpu_runtime import media
+from ...tpu_runtime.pipeline import media
 from ..declare import Folders, Host, Input, Node, Output
 
 _IMAGES = Input(name="images", type="IMAGE", tooltip="The images.")

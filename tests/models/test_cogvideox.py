@@ -263,7 +263,7 @@ def test_bad_settings_are_refused(change: dict, sentence: str):
 def test_the_makers_size_is_the_default_and_another_is_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(pipeline, "engine", lambda progress: SimpleNamespace(denoise=lambda *args: {}))
+    monkeypatch.setattr(pipeline, "engine", lambda progress: SimpleNamespace(run=lambda *args, **given: {}))
     model = ModelRef(spec_name=SPEC.name, model_id=SPEC.hub_id)
 
     def warnings(**widgets: int) -> list[str]:

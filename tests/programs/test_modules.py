@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from comfyui_tpu.tpu_runtime.models import spec_for_family
-from comfyui_tpu.tpu_runtime.programs import modules, torch_bridge
+from comfyui_tpu.tpu_runtime.programs import modules, torch_bridge, weights
 
 
 class Block(torch.nn.Module):
@@ -46,3 +46,17 @@ def test_an_embedding_that_is_saved_once_is_one_weight(ties: bool, monkeypatch: 
     component = spec_for_family("Wan21").component("text_encoder")
     network = modules.build(component, {**component.tiny, "tie_word_embeddings": False})
     assert [name for name in network.weights if "embed_tokens" in name or "shared" in name] == ["shared.weight"]
+
+
+def test_a_network_is_built_once_for_its_weights_and_its_first_trace(monkeypatch: pytest.MonkeyPatch):
+    """Who traces a network may change its module, so that each has one of its own."""
+    component, build, built = spec_for_family("Wan21").component("text_encoder"), modules.build, []
+    monkeypatch.setattr(modules, "build", lambda *asked: built.append(build(*asked)) or built[-1])
+    monkeypatch.setattr(weights, "_built", weights.OrderedDict())
+    config = {**component.tiny, "d_ff": 48}
+    first = weights.described(component, config)
+    assert weights.described(component, dict(config)) is first and weights.traceable(component, config) is first
+    assert len(built) == 1
+    second = weights.traceable(component, config)
+    assert second.module is not first.module and weights.described(component, config) is first
+    assert weights.described(component, {**config, "d_ff": 64}) is not first and len(built) == 3

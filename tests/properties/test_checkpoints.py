@@ -49,7 +49,7 @@ def load(folder: Path, name: str) -> None:
     """All that is done with a component before its weights are read."""
     component = PARTS[name]
     located = checkpoint.locate(SPEC, str(folder))
-    located.prepare(Silent())
+    located.configs(Silent())
     network = modules.build(component, located.config(component, Silent()))
     part = located.folder(component.folder, Silent())
     checkpoint.match(network, checkpoint.read_headers(part, component), part)

@@ -4,6 +4,7 @@ A model id is a Hub id, a folder, a folder under ComfyUI's `models/diffusers`, o
 Everything that can be wrong ends in a `CheckpointError` that says what to do.
 """
 
+import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -94,7 +95,7 @@ class Checkpoint:
         return [f"{component.folder}/{name}" for name in weight_names(folder, component)]
 
     def weights_here(self, component: Component) -> list[Path]:
-        """A component's weight files if all are on this machine, else none. Asks no network, after `prepare`."""
+        """A component's weight files if all are on this machine, else none. Asks no network, after `configs`."""
         try:
             return weight_files(self._folder(self.home(Silent()), component.folder), component)
         except CheckpointError:
@@ -124,23 +125,23 @@ class Checkpoint:
             return
         if self._is_on_hub:
             _check_index(self.spec, self.model_id, read_json(root / INDEX))
-        self._check_configs(root)
+        is_here = [not self._is_on_hub or (root / part.folder / CONFIG).is_file() for part in self.spec.components]
+        self._configs(root, itertools.compress(self.spec.components, is_here))
         if self.root is not None:
             for component in self.spec.components:
                 read_headers(root / component.folder, component)
 
-    def prepare(self, progress: Progress) -> None:
-        """`check` for a run: fetches index and configs where need be, and looks at no weights."""
-        self._check_configs(self.home(progress))
+    def configs(self, progress: Progress) -> dict[str, Mapping[str, Any]]:
+        """Every component's own `config.json`, by its name, fetched where need be; `CheckpointError` where the model
+        cannot run one, or where they do not fit each other. Looks at no weights.
+        """
+        return self._configs(self.home(progress), self.spec.components)
 
-    def _check_configs(self, root: Path) -> None:
-        """Whether the parts fit the model, and each other."""
-        configs = {}
-        for component in self.spec.components:
-            if not self._is_on_hub or (root / component.folder / CONFIG).is_file():
-                configs[component.name] = self._config(component, root)
+    def _configs(self, root: Path, components: Iterable[Component]) -> dict[str, Mapping[str, Any]]:
+        configs = {component.name: self._config(component, root) for component in components}
         if problem := compatibility.sizes_problem(self.spec, self.model_id, configs):
             raise CheckpointError(problem)
+        return configs
 
     def config(self, component: Component, progress: Progress) -> Mapping[str, Any]:
         """A component's own `config.json`, one that the model can run."""

@@ -1,6 +1,8 @@
 """Which model a node is to use: a description without weights, and the checks that need none."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from .. import models
 from ..precision import check_choice
@@ -45,6 +47,11 @@ class ModelRef:
     def locate(self) -> checkpoint.Checkpoint:
         return checkpoint.locate(self.spec, self.model_id, self.folders)
 
+    def resolve(self, progress: Progress) -> "Resolved":
+        """What a run needs to know of it, fetched where need be; raises `CheckpointError` where it cannot run."""
+        found = self.locate()
+        return Resolved(spec=found.spec, checkpoint=found, configs=found.configs(progress))
+
     def check(self) -> None:
         """Raises `ValueError` with a sentence for the user where it cannot work. Reads no weights, asks no network."""
         check_choice(self.precision)
@@ -57,6 +64,15 @@ class ModelRef:
             return ()
         own = EXPERTS[0], EXPERTS[1 + experts.index(component)]
         return tuple(lora for lora in self.loras if lora.strength and lora.expert in own)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A model that can run: what it is, where its files are, and the config of each component, by name."""
+
+    spec: ModelSpec
+    checkpoint: checkpoint.Checkpoint
+    configs: Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +103,17 @@ def choose_model(
 
 
 def variant(
-    spec: ModelSpec, model_id: str, folders: tuple[str, ...] = (), progress: Progress | None = None
+    spec: ModelSpec | None, model_id: str, folders: tuple[str, ...] = (), progress: Progress | None = None
 ) -> ModelSpec:
     """The model of the family of `spec` that `model_id` is, by its id or by what its index and configs say; else `spec`
     itself. Of several that fit, the one whose published configs are most like its own, or the first of these.
 
     A family's models share its nodes. With `progress` the index of a model on the Hub is fetched, and configs where the
-    index does not decide; without it, what is not on this machine decides nothing.
+    index does not decide; without it, what is not on this machine decides nothing. Without `spec` it may be of any
+    family; `ValueError` if it is of none.
     """
+    if spec is None:
+        spec = _of_any_family(model_id, checkpoint.find_index(model_id, folders, progress=progress) or {})
     family = [spec, *(other for other in models.SPECS if other.family == spec.family and other.name != spec.name)]
     named = [one for one in family if model_id.strip() in (one.hub_id, *one.tiny_ids)]
     if named or len(family) == 1:
@@ -114,12 +133,10 @@ def variant(
     return (fitting or alike or family)[0]
 
 
-def any_model(model_id: str, progress: Progress) -> ModelSpec:
-    """The model, of any family, that a Hub id is by its index and configs, which are fetched; ValueError if none."""
-    index = checkpoint.find_index(model_id, progress=progress) or {}
+def _of_any_family(model_id: str, index: Mapping[str, Any]) -> ModelSpec:
     alike = [spec for spec in models.SPECS if compatibility.is_pipeline(spec, index)]
     fitting = [spec for spec in alike if compatibility.index_problem(spec, model_id, index) is None]
     if not alike:
         known = ", ".join(dict.fromkeys(name for spec in models.SPECS for name in spec.pipeline_classes))
         raise ValueError(f"{model_id} is a {index.get('_class_name')}; what can be run is {known}.")
-    return variant((fitting or alike)[0], model_id, progress=progress)
+    return (fitting or alike)[0]

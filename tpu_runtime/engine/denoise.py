@@ -106,7 +106,7 @@ def plan_of(stage: Stage, settings: Settings) -> Denoising:
     return Denoising(
         spec=spec,
         settings=guider.settings_for(found, settings, progress),
-        configs={name: found.config(spec.component(name), progress) for name in (spec.experts[0], spec.vae)},
+        configs=stage.resolved.configs,
         scheduler=checkpoint.read_json(found.folder("scheduler", progress) / "scheduler_config.json"),
         boundary_ratio=found.index(progress)["boundary_ratio"] if len(spec.experts) > 1 else 0.0,
     )

@@ -153,22 +153,22 @@ class Engine:
         self, model: ModelRef, settings: Settings | None, progress: Progress, activity: telemetry.Activity
     ) -> Stage:
         """A stage whose checkpoint is found, with what may be done ahead under way."""
+        watched = telemetry.Watched(host=progress, activity=activity)
         stage = Stage(
             model=model,
-            found=model.locate(),
+            resolved=model.resolve(watched),
             target=Target(
                 devices=self.devices,
                 precision=precisions.resolve(model.precision, self.devices[0].platform),
                 kernel=self.kernel,
             ),
-            progress=telemetry.Watched(host=progress, activity=activity),
+            progress=watched,
             device_cache=self.device_cache,
             program_cache=self.program_cache,
             prompt_cache=self.prompt_cache,
             counts=self.counts,
             hosts=self.hosts,
         )
-        stage.found.prepare(stage.progress)
         self._look_ahead(stage, model, settings)
         return stage
 

@@ -1,8 +1,11 @@
-"""What travels between the stages: CPU tensors in plain dicts and lists, as ComfyUI passes them from node to node."""
+"""What travels between the stages: CPU tensors in plain dicts and lists, as ComfyUI passes them from node to node, and
+the same as the bytes of a safetensors file.
+"""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
+from ..files import parse_json
 from ..spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -82,61 +85,106 @@ def _known(spec: ModelSpec) -> set[str]:
     return {"tpu_family", "length", _UNUSED, *names, *(f"{name}_length" for name in names)}
 
 
-def pack_carried(carried: Carried) -> "dict[str, torch.Tensor]":
-    """Tensors of a safetensors file, by the names that `Carried` has."""
-    import torch
+# --- as bytes: a folder of stage files and the cache of prompts hold them ---------------------------------------------
 
-    return {
-        "solver": torch.tensor(list(bytes.fromhex(carried["solver"])), dtype=torch.uint8),
-        "samples": torch.tensor(list(bytes.fromhex(carried["samples"])), dtype=torch.uint8),
-        "begin": torch.tensor(carried["begin"]),
-        "step": torch.tensor(carried["step"]),
-        "state": carried["state"],
-        "generator": carried["generator"],
-        "origin": carried["origin"],
-    }
-
-
-def unpack_carried(tensors: "Mapping[str, torch.Tensor]") -> Carried | None:
-    """What `pack_carried` packed; None where it is not there, or not as that packs it."""
-    try:
-        return {
-            "solver": bytes(tensors["solver"].tolist()).hex(),
-            "samples": bytes(tensors["samples"].tolist()).hex(),
-            "begin": int(tensors["begin"]),
-            "step": int(tensors["step"]),
-            "state": tensors["state"],
-            "generator": tensors["generator"],
-            "origin": tensors["origin"],
-        }
-    except (KeyError, TypeError, ValueError, RuntimeError):
-        return None
+# The mark of this pack's own files, in their metadata.
+MADE_BY = {"made_by": "comfyui-tpu"}
+_PROMPTS, _CONDITION, _SOLVER = ("prompt_embeds", "negative_prompt_embeds"), "condition", "solver"
+_SIZE = ("height", "width", "num_frames")
 
 
 def pack_embeddings(
-    prompt_embeds: "Conditioning", negative_prompt_embeds: "Conditioning | None"
-) -> "tuple[dict[str, torch.Tensor], dict[str, str]]":
-    """Tensors and metadata of a safetensors file, named as `save_embeddings` says."""
+    prompt_embeds: Conditioning, negative_prompt_embeds: Conditioning | None, condition: ImageCondition | None = None
+) -> bytes:
+    """Encoded prompts, and an encoded picture if there is one.
+
+    Tensor names are `prompt_embeds`, `negative_prompt_embeds`, and with a dot and their name after it what further text
+    encoders gave; those of a picture are `condition.<name>`. Whole numbers (lengths, the size that a picture was
+    encoded for) are metadata under the same kind of name.
+    """
     tensors, numbers = {}, {}
-    named = {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}
-    for name, conditioning in named.items():
+    for name, conditioning in zip(_PROMPTS, (prompt_embeds, negative_prompt_embeds), strict=True):
         if conditioning is not None:
             tensors[name], info = conditioning[0]
             tensors |= {f"{name}.{key}": value for key, value in info.items() if hasattr(value, "shape")}
-            numbers |= {f"{name}.{key}": str(value) for key, value in info.items() if isinstance(value, int)}
-    return tensors, numbers
+            numbers |= {f"{name}.{key}": value for key, value in info.items() if isinstance(value, int)}
+    if condition is not None:
+        tensors |= {f"{_CONDITION}.{key}": value for key, value in condition["tensors"].items()}
+        numbers |= {f"{_CONDITION}.{key}": value for key, value in condition.items() if isinstance(value, int)}
+    return _packed(tensors, numbers)
 
 
 def unpack_embeddings(
-    tensors: "Mapping[str, torch.Tensor]", numbers: Mapping[str, int], family: str
-) -> "tuple[Conditioning | None, Conditioning | None]":
-    """What `pack_embeddings` packed; None for what is not there."""
-    values = {**tensors, **numbers}
+    content: bytes, family: str
+) -> tuple[Conditioning | None, Conditioning | None, ImageCondition | None]:
+    """What `pack_embeddings` packed; None for what is not there. `ValueError` for what is no such file."""
+    tensors, numbers = _unpacked(content)
 
-    def conditioning(name: str) -> "Conditioning | None":
+    def below(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {key.removeprefix(f"{prefix}."): value for key, value in values.items() if key.startswith(f"{prefix}.")}
+
+    def conditioning(name: str) -> Conditioning | None:
         if name not in tensors:
             return None
-        info = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
-        return [[tensors[name], {"tpu_family": family, **info}]]
+        return [[tensors[name], {"tpu_family": family, **below(name, tensors), **below(name, numbers)}]]
 
-    return conditioning("prompt_embeds"), conditioning("negative_prompt_embeds")
+    size = {name: number for name, number in below(_CONDITION, numbers).items() if name in _SIZE}
+    pictures = below(_CONDITION, tensors)
+    condition = ImageCondition(tpu_family=family, **size, tensors=pictures) if pictures else None
+    return conditioning(_PROMPTS[0]), conditioning(_PROMPTS[1]), condition
+
+
+def pack_latents(latents: Mapping[str, Any]) -> bytes:
+    """A LATENT: `latents`, and `solver.<name>` of what one with leftover noise carries."""
+    import torch
+
+    tensors = {"latents": latents["samples"]}
+    for name, value in latents.get(CARRIED, {}).items():
+        if isinstance(value, str):
+            value = torch.tensor(list(bytes.fromhex(value)), dtype=torch.uint8)
+        tensors[f"{_SOLVER}.{name}"] = torch.tensor(value) if isinstance(value, int) else value
+    return _packed(tensors, {})
+
+
+def unpack_latents(content: bytes) -> Latent | None:
+    """What `pack_latents` packed; None where it is not there. `ValueError` for what is no such file."""
+    tensors, _ = _unpacked(content)
+    if "latents" not in tensors:
+        return None
+    carried: dict[str, Any] = {}
+    try:
+        for name, kind in Carried.__annotations__.items():
+            tensor = tensors[f"{_SOLVER}.{name}"]
+            carried[name] = bytes(tensor.tolist()).hex() if kind is str else int(tensor) if kind is int else tensor
+    except (KeyError, TypeError, ValueError, RuntimeError):  # not there, or not as it was packed
+        return {"samples": tensors["latents"]}
+    return {"samples": tensors["latents"], CARRIED: cast(Carried, carried)}
+
+
+def _packed(tensors: "Mapping[str, torch.Tensor]", numbers: Mapping[str, int]) -> bytes:
+    from safetensors.torch import save
+
+    # Copies: safetensors refuses tensors that share memory, and one CONDITIONING may be on both inputs.
+    owned = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    return save(owned, metadata={**{name: str(number) for name, number in numbers.items()}, **MADE_BY})
+
+
+def _unpacked(content: bytes) -> "tuple[dict[str, torch.Tensor], dict[str, int]]":
+    """Tensors, and the whole numbers in the metadata that are ours; `ValueError` for what is no safetensors file."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        tensors = load(content)
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
+    numbers = {}
+    # The header is JSON, after its length in eight bytes.
+    metadata = parse_json(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__") or {}
+    for key, value in metadata.items():
+        if key.startswith(tuple(f"{name}." for name in (*_PROMPTS, _CONDITION))):
+            try:
+                numbers[key] = int(value)
+            except ValueError:
+                raise ValueError(f"its {key} is {value[:40]!r}, not a whole number") from None
+    return tensors, numbers

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from ..cache.store import Store
-from . import payloads, stage_files
+from . import payloads
 from .payloads import Conditioning
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class PromptCache:
         found = self._kept.get(key) or _read(key, family)
         if not decide(found is not None):
             found = encode()
-            _write(key, found)
+            STORE.put(key, payloads.pack_embeddings(*found))
         if found is None:
             return NOBODYS
         self._kept[key] = found
@@ -47,26 +47,15 @@ class PromptCache:
 
 
 def _read(key: str, family: str) -> Encoded | None:
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    payload = STORE.get(key)
-    if payload is None:
+    content = STORE.get(key)
+    if content is None:
         return None
     try:
-        tensors = load(payload)
-        prompt, negative = payloads.unpack_embeddings(tensors, stage_files.packed_numbers(payload), family)
-    except (SafetensorError, ValueError) as error:
+        prompt, negative, _ = payloads.unpack_embeddings(content, family)
+    except ValueError as error:
         STORE.discard(key, f"it cannot be read ({error})")
         return None
     if prompt is None:
         STORE.discard(key, "it holds no prompt")
         return None
     return prompt, negative
-
-
-def _write(key: str, encoded: Encoded) -> None:
-    from safetensors.torch import save
-
-    tensors, numbers = payloads.pack_embeddings(*encoded)
-    STORE.put(key, save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata=numbers))

@@ -83,8 +83,7 @@ def encode_image(stage: Stage, image: torch.Tensor, settings: Settings) -> Image
     conditioning.check_pictures(stage.spec, settings, len(seen))
     assert stage.spec.encode_image is not None
     stage.progress.text("Encoding the image")
-    vae_config = stage.found.config(stage.spec.component(stage.spec.vae), stage.progress)
-    tensors = stage.spec.encode_image(stage.call, seen, settings, vae_config)
+    tensors = stage.spec.encode_image(stage.call, seen, settings, stage.config(stage.spec.vae))
     return conditioning.condition(stage.spec, settings, tensors)
 
 

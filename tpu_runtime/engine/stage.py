@@ -12,14 +12,14 @@ import torch
 from ..cache.store import signature
 from ..checkpoints import checkpoint, load
 from ..checkpoints.checkpoint import Checkpoint
-from ..checkpoints.model_ref import Lora, ModelRef
+from ..checkpoints.model_ref import Lora, ModelRef, Resolved
 from ..hosts.together import Together
 from ..loras import apply
-from ..programs import finite, modules, network_call
+from ..programs import finite, network_call
 from ..programs.executables import Executable
 from ..programs.program import Target
 from ..programs.step_reuse import Runnable
-from ..programs.weights import Weights, bytes_per_chip
+from ..programs.weights import Weights, bytes_per_chip, described
 from ..spec import Call, Component, ModelSpec
 from . import telemetry
 from .device_cache import DeviceCache, Resident
@@ -32,7 +32,7 @@ class Stage:
     """What the host code of a stage may ask for: networks to call, weights, progress."""
 
     model: ModelRef
-    found: Checkpoint
+    resolved: Resolved
     target: Target
     progress: telemetry.Watched
     device_cache: DeviceCache
@@ -43,7 +43,15 @@ class Stage:
 
     @property
     def spec(self) -> ModelSpec:
-        return self.found.spec
+        return self.resolved.spec
+
+    @property
+    def found(self) -> Checkpoint:
+        return self.resolved.checkpoint
+
+    def config(self, component: str) -> Mapping[str, Any]:
+        """A component's own `config.json`."""
+        return self.resolved.configs[component]
 
     @property
     def name(self) -> str:
@@ -72,7 +80,7 @@ class Stage:
 
     def wanted(self, request: network_call.Request) -> Wanted:
         """The program that a request needs."""
-        config = self.found.config(self.spec.component(request.component), self.progress)
+        config = self.config(request.component)
         return Wanted(
             title=f"the {request.component.replace('_', ' ')}",
             key=(self.spec.name, config, self.target, *request.key),
@@ -124,7 +132,7 @@ class Stage:
         loras = self.model.loras_of(component.name)
         if not loras or not self.spec.head_norms:
             return {}
-        network = modules.build(component, self.found.config(component, self.progress))
+        network = described(component, self.config(component.name))
         return apply.vectors(loras, network, self.progress)
 
     def _load(
@@ -136,7 +144,7 @@ class Stage:
     ) -> tuple[Weights, frozenset[str]]:
         """A component's weights with `loras`, and which those change: of a resident only what differs is read."""
         folder = self.found.fetch_weights(component, self.progress)
-        network = modules.build(component, self.found.config(component, self.progress))
+        network = described(component, self.config(component.name))
         files = checkpoint.match(network, checkpoint.read_headers(folder, component), folder)
         changed = apply.changes(loras, network, self.check)
         self.hosts.agree(f"read {component.name}, {checkpoint.content(files)}, {apply.content(loras)}")

@@ -7,36 +7,21 @@ model that made them. What is read may come from anyone; files of these names th
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..files import parse_json
-from .payloads import (
-    CARRIED,
-    Conditioning,
-    ImageCondition,
-    Latent,
-    conditioning_entry,
-    pack_carried,
-    pack_embeddings,
-    unpack_carried,
-    unpack_embeddings,
-)
+from . import payloads
+from .payloads import Conditioning, ImageCondition, Latent, conditioning_entry
 
 if TYPE_CHECKING:
-    import torch
-
     from ..checkpoints.model_ref import ModelRef
 
 EMBEDDINGS = "stage1_embeddings.safetensors"
 LATENTS = "stage2_latents.safetensors"
 CONFIG = "generation_config.json"
-_CONDITION, _SOLVER = "condition.", "solver."
-# Metadata with this name holds whole numbers.
-_NUMBERS = ("prompt_embeds.", "negative_prompt_embeds.", _CONDITION)
-# The mark of this pack's own files.
-_MADE_BY = {"made_by": "comfyui-tpu"}
+Value = TypeVar("Value")
 
 
 class StageFileError(ValueError):
@@ -45,83 +30,54 @@ class StageFileError(ValueError):
 
 def save_embeddings(
     folder: Path,
-    prompt_embeds: "Conditioning",
-    negative_prompt_embeds: "Conditioning | None",
+    prompt_embeds: Conditioning,
+    negative_prompt_embeds: Conditioning | None,
     model: "ModelRef",
-    condition: "ImageCondition | None" = None,
+    condition: ImageCondition | None = None,
 ) -> None:
-    """Writes the encoded prompts, and an encoded picture if there is one, to `folder`, which is made if need be.
-
-    Tensor names are `prompt_embeds`, `negative_prompt_embeds`, and with a dot and their name after it what further text
-    encoders gave; those of a picture are `condition.<name>`. Whole numbers (lengths, the size that a picture was
-    encoded for) are the file's metadata under the same kind of name. Raises `StageFileError` where that cannot be.
+    """Writes the encoded prompts, and an encoded picture if there is one, to `folder`, which is made if need be. Raises
+    `StageFileError` where that cannot be.
     """
     check_ours(folder)
     for name, given in {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}.items():
         if given is not None:
             conditioning_entry(model.spec, name, given)
-    tensors, numbers = pack_embeddings(prompt_embeds, negative_prompt_embeds)
-    if condition is not None:
-        tensors |= {f"{_CONDITION}{key}": value for key, value in condition["tensors"].items()}
-        numbers |= {f"{_CONDITION}{key}": str(value) for key, value in condition.items() if isinstance(value, int)}
-    _save(folder / EMBEDDINGS, tensors, numbers)
+    _replace(folder / EMBEDDINGS, payloads.pack_embeddings(prompt_embeds, negative_prompt_embeds, condition))
     update_config(folder, {"model_name": model.spec_name, "model_id": model.model_id})
 
 
-def load_embeddings(folder: Path, model: "ModelRef") -> "tuple[Conditioning, Conditioning | None]":
+def load_embeddings(folder: Path, model: "ModelRef") -> tuple[Conditioning, Conditioning | None]:
     """The encoded prompts of `folder`; raises `StageFileError` where another model made them."""
-    prompt, negative = unpack_embeddings(*_load(folder, EMBEDDINGS, "encode", model), model.spec.family)
+    prompt, negative, _ = _embeddings(folder, model)
     if prompt is None:
         raise StageFileError(f"{folder / EMBEDDINGS} holds no prompt_embeds; run `comfyui-tpu encode` again.")
     return prompt, negative
 
 
-def packed_numbers(content: bytes) -> dict[str, int]:
-    """The whole numbers in a safetensors file's bytes: its header is JSON after its length in eight bytes."""
-    size = int.from_bytes(content[:8], "little")
-    return _numbers(json.loads(content[8 : 8 + size]).get("__metadata__", {}))
-
-
-def _numbers(metadata: Mapping[str, str]) -> dict[str, int]:
-    """What is ours of a file's metadata; `ValueError` for what is no whole number."""
-    numbers = {}
-    for key, value in metadata.items():
-        if key.startswith(_NUMBERS):
-            try:
-                numbers[key] = int(value)
-            except ValueError:
-                raise ValueError(f"its {key} is {value[:40]!r}, not a whole number") from None
-    return numbers
-
-
-def load_condition(folder: Path, model: "ModelRef") -> "ImageCondition | None":
+def load_condition(folder: Path, model: "ModelRef") -> ImageCondition | None:
     """The encoded picture of `folder`, None where there is none; raises `StageFileError` for another model's."""
-    tensors, numbers = _load(folder, EMBEDDINGS, "encode", model)
-    found = {key.removeprefix(_CONDITION): x for key, x in tensors.items() if key.startswith(_CONDITION)}
-    size = {key: x for key in ("height", "width", "num_frames") if (x := numbers.get(f"{_CONDITION}{key}")) is not None}
-    return ImageCondition(tpu_family=model.spec.family, **size, tensors=found) if found else None
+    return _embeddings(folder, model)[2]
+
+
+def _embeddings(
+    folder: Path, model: "ModelRef"
+) -> tuple[Conditioning | None, Conditioning | None, ImageCondition | None]:
+    return _load(folder, EMBEDDINGS, "encode", model, lambda x: payloads.unpack_embeddings(x, model.spec.family))
 
 
 def save_latents(folder: Path, latents: Mapping[str, Any], model: "ModelRef") -> None:
-    """Writes a LATENT to `folder`; raises `StageFileError` where that cannot be.
-
-    What one with leftover noise carries has names that begin with `solver.`.
-    """
+    """Writes a LATENT to `folder`; raises `StageFileError` where that cannot be."""
     check_ours(folder)
-    carried = pack_carried(latents[CARRIED]) if CARRIED in latents else {}
-    tensors = {f"{_SOLVER}{name}": tensor for name, tensor in carried.items()}
-    _save(folder / LATENTS, {"latents": latents["samples"], **tensors}, {})
+    _replace(folder / LATENTS, payloads.pack_latents(latents))
     update_config(folder, {"model_name": model.spec_name, "model_id": model.model_id})
 
 
 def load_latents(folder: Path, model: "ModelRef") -> Latent:
     """The LATENT of `folder`; raises `StageFileError` where another model made it."""
-    tensors, _ = _load(folder, LATENTS, "denoise", model)
-    if "latents" not in tensors:
+    latents = _load(folder, LATENTS, "denoise", model, payloads.unpack_latents)
+    if latents is None:
         raise StageFileError(f"{folder / LATENTS} holds no latents; run `comfyui-tpu denoise` again.")
-    carried = {name.removeprefix(_SOLVER): x for name, x in tensors.items() if name.startswith(_SOLVER)}
-    found = unpack_carried(carried)
-    return {"samples": tensors["latents"]} if found is None else {"samples": tensors["latents"], CARRIED: found}
+    return latents
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -174,7 +130,7 @@ def _is_ours(path: Path) -> bool:
         return False
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
-            return _MADE_BY.items() <= (file.metadata() or {}).items()
+            return payloads.MADE_BY.items() <= (file.metadata() or {}).items()
     except SafetensorError:
         return False
 
@@ -186,14 +142,6 @@ def _as_sentence(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StageFileError(f"{path}: {error.strerror or error}. Choose another folder, or mend this one.") from error
-
-
-def _save(path: Path, tensors: "Mapping[str, torch.Tensor]", metadata: dict[str, str]) -> None:
-    from safetensors.torch import save
-
-    # Copies: safetensors refuses tensors that share memory, and one CONDITIONING may be on both inputs.
-    owned = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    _replace(path, save(owned, metadata={**metadata, **_MADE_BY}))
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -208,9 +156,7 @@ def _replace(path: Path, content: bytes) -> None:
             scratch.unlink(missing_ok=True)
 
 
-def _load(folder: Path, name: str, stage: str, model: "ModelRef") -> "tuple[dict[str, torch.Tensor], dict[str, int]]":
-    from safetensors import SafetensorError, safe_open
-
+def _load(folder: Path, name: str, stage: str, model: "ModelRef", unpack: Callable[[bytes], Value]) -> Value:
     maker = read_config(folder).get("model_name", model.spec_name)
     if maker != model.spec_name:
         raise StageFileError(f"{folder} was made by {maker}; it cannot be continued with {model.spec_name}.")
@@ -219,9 +165,7 @@ def _load(folder: Path, name: str, stage: str, model: "ModelRef") -> "tuple[dict
         raise StageFileError(f"{path} is missing; run `comfyui-tpu {stage} --folder {folder}` first.")
     with _as_sentence(path):
         try:
-            with safe_open(os.fspath(path), framework="pt") as file:
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
-                return tensors, _numbers(file.metadata() or {})
-        except (SafetensorError, ValueError) as error:
+            return unpack(path.read_bytes())
+        except ValueError as error:
             again = f"delete it and run `comfyui-tpu {stage}` again"
             raise StageFileError(f"{path} is damaged ({error}); {again}.") from error

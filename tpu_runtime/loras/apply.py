@@ -10,8 +10,8 @@ import torch
 from ..cache.store import signature
 from ..checkpoints import load
 from ..checkpoints.model_ref import EXPERTS, Lora, ModelRef
-from ..programs import modules
 from ..programs.modules import Network
+from ..programs.weights import described
 from ..progress import Progress
 from . import adapter
 from .adapter import Adapter, LoraError
@@ -57,7 +57,7 @@ def add(model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef, str]
     # Experts are alike: one network stands for all, under the name of each.
     first = spec.component(spec.experts[0])
     with torch.inference_mode(False):  # which ComfyUI calls nodes in
-        network = modules.build(first, model.locate().config(first, progress))
+        network = described(first, model.resolve(progress).configs[first.name])
     chosen = [name for name in spec.experts if replace(model, loras=(replace(lora, strength=1.0),)).loras_of(name)]
     each = [adapter.read(lora.path, replace(network, component=spec.component(name))) for name in chosen]
     found = next((one for one in each if one.changes), each[0])

@@ -119,7 +119,7 @@ class _Step:
     def of(cls, spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape) -> "_Step":
         default = spec.mesh(len(target.devices), spec.branches(settings))
         mesh = target.mesh(shape.mesh_shape or default.for_heads(int(config.get(spec.heads_key, default.tp))))
-        network = modules.build(spec.component(spec.experts[0]), config)
+        network = weights.traceable(spec.component(spec.experts[0]), config)
         tokens = TokenLayout(
             mesh=mesh,
             num_tokens=spec.geometry.num_tokens(spec.geometry.latent_shape(settings)),

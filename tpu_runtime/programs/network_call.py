@@ -95,7 +95,7 @@ def call_program(
     Floating arguments reach the network in the target's format; the result leaves as float32. `is_finite` is the
     result's (see `finite`).
     """
-    network = modules.build(spec.component(component), config)
+    network = weights.traceable(spec.component(component), config)
     mesh, sharding = _placed(target, args, partition)
     replicated = NamedSharding(mesh, P())
     layouts = weights.layouts(network, mesh, target.precision)

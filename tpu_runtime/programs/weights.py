@@ -1,6 +1,11 @@
-"""A network's weights as shapes: format, layout on the mesh, bytes on a chip. Nothing is read here."""
+"""Networks, each built once, and their weights as shapes: format, layout on the mesh, bytes on a chip. Nothing is read
+here.
+"""
 
+import json
+from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -9,10 +14,52 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ...sharding import rules
 from ...sharding.mesh import shape_of
 from ..precision import Precision
+from ..spec import Component
+from . import modules
 from .modules import Network
-from .program import shard_bytes
+from .program import TRACING, Config, shard_bytes
 
 Weights = dict[str, jax.Array]
+
+
+@dataclass(kw_only=True)
+class _Built:
+    """A network that was built here. Whoever traces it may change its module."""
+
+    network: Network
+    is_untouched: bool
+
+
+_built: OrderedDict[tuple[int, str], _Built] = OrderedDict()
+MAX_BUILT = 32
+
+
+def described(component: Component, config: Config) -> Network:
+    """The network, for who asks only for its weights: its module may not be called. Built once for each config."""
+    with TRACING:
+        return _found(component, config).network
+
+
+def traceable(component: Component, config: Config) -> Network:
+    """The network with a module of the caller's own, which it may change: the one that was built to be `described`, if
+    nobody has it.
+    """
+    with TRACING:
+        found = _found(component, config)
+        if found.is_untouched:
+            found.is_untouched = False
+            return found.network
+        return modules.build(component, config)
+
+
+def _found(component: Component, config: Config) -> _Built:
+    key = (id(component), json.dumps(config, sort_keys=True, default=str))
+    if key not in _built:  # with the component, so that no other gets its id
+        _built[key] = _Built(network=modules.build(component, config), is_untouched=True)
+        if len(_built) > MAX_BUILT:
+            _built.popitem(last=False)
+    _built.move_to_end(key)
+    return _built[key]
 
 
 def weight_dtype(network: Network, name: str, precision: Precision) -> jax.numpy.dtype:
