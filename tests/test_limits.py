@@ -18,6 +18,8 @@ from comfyui_tpu.tpu_runtime.limits import (
 
 FRAMES = IntLimit(default=81, low=17, high=121, multiple_of=4, plus=1)
 SIZE = IntLimit(default=80, low=16, high=100, multiple_of=16)
+ODD = IntLimit(default=1, low=1, high=9, multiple_of=2, plus=1)
+EVEN = IntLimit(default=2, low=2, high=8, multiple_of=2)
 COUNT = IntLimit(default=1, low=1, high=9)
 SCALE = FloatLimit(default=5.0, low=0.5, high=9.5)
 SIGMAS = Numbers(most=3)
@@ -45,6 +47,8 @@ def test_what_is_allowed_has_no_problem(limit: Any, allowed: tuple):
         (FRAMES, 10**30, f"is {10**30}; it must be 4k + 1 between 17 and 121. Use 121."),
         (SIZE, 97, "is 97; it must be a multiple of 16 between 16 and 100. Use 96 or 100."),
         (SIZE, 17, "is 17; it must be a multiple of 16 between 16 and 100. Use 16 or 32."),
+        (ODD, 4, "is 4; it must be 2k + 1 between 1 and 9. Use 3 or 5."),
+        (EVEN, 5, "is 5; it must be a multiple of 2 between 2 and 8. Use 4 or 6."),
         (COUNT, 0, "is 0; it must be between 1 and 9. Use 1."),
         (COUNT, 10, "is 10; it must be between 1 and 9. Use 9."),
         (COUNT, 1.0, "is 1.0; it must be a whole number between 1 and 9."),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_tpu.tpu_runtime.checkpoints import load
+from comfyui_tpu.tpu_runtime.checkpoints.names import Names
 from comfyui_tpu.tpu_runtime.loras import adapter, merge
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.programs import modules
@@ -92,6 +93,12 @@ def test_a_file_everywhere_is_known_by_size_tensors_and_config(tmp_path: Path):
     ]
     ranks = [lora_file(tmp_path / "rank.safetensors", rank=5)]
     assert len({one, *(adapter.content(path) for path in (longer, *others, *ranks))}) == 5
+    # As many bytes of another module.
+    module = MODULE.replace("to_q", "to_k")
+    other = {f"{module}.lora_A.weight": torch.ones(4, 8), f"{module}.lora_B.weight": torch.ones(8, 4)}
+    save_file(other, tmp_path / "module.safetensors")
+    assert (tmp_path / "module.safetensors").stat().st_size == (tmp_path / "a.safetensors").stat().st_size
+    assert adapter.content(str(tmp_path / "module.safetensors")) != one
     # The order in which a file has its tensors and settings is no difference.
     turned = json.dumps({"transformer.r": 4, "transformer.lora_alpha": 4})
     same = lora_file(tmp_path / "turned.safetensors", metadata={"lora_adapter_metadata": turned})
@@ -101,3 +108,8 @@ def test_a_file_everywhere_is_known_by_size_tensors_and_config(tmp_path: Path):
 def test_long_names_are_shown_shortened():
     assert adapter._short("x" * 58) == repr("x" * 58)
     assert adapter._short("x" * 59) == repr("x" * 59)[:60] + "…"
+
+
+def test_each_number_of_a_makers_name_has_its_place():
+    names = Names(["a.3.b.12.weight"], {"x.*.y.*": "a.*.b.*"})
+    assert [rows.name for rows in names.find("model.x.3.y.12")] == ["a.3.b.12"]

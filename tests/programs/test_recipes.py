@@ -120,6 +120,7 @@ def test_one_expert_has_the_guidance_of_each_step_and_two_meet_at_the_boundary()
     expected = [(name, 6.0 * timestep / 1000) for timestep in alone.timesteps.tolist()]
     assert solver_table.experts_for(halving, alone, settings, boundary=900.0) == expected
     table = table_of(WAN, num_inference_steps=3)
+    assert solver_table.table_for(WAN, WAN.scheduler, WAN.settings(num_inference_steps=3), begin=2).begin == 2
     found = solver_table.experts_for(WAN, table, WAN.settings(), boundary=float(table.timesteps[1]))
     assert [name for name, _ in found] == ["transformer", "transformer", "transformer_2"]
 

@@ -28,24 +28,28 @@ CONFIGS = {
     "dpm++ with noise": {"_class_name": "DPMSolverMultistepScheduler", **FLOW, "algorithm_type": "sde-dpmsolver++"},
     "ddpm": {"_class_name": "DDPMScheduler", "prediction_type": "v_prediction", "clip_sample": False},
     "ddim": {"_class_name": "DDIMScheduler", "prediction_type": "v_prediction", "clip_sample": False},
+    "ddim of noise": {"_class_name": "DDIMScheduler", "prediction_type": "epsilon", "clip_sample": False},
+    "ddim of samples": {"_class_name": "DDIMScheduler", "prediction_type": "sample", "clip_sample": False},
 }  # fmt: skip
 
 
 SHAPE = (1, 16, 3, 5, 7)
 
 
-def trajectory(config: dict, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """The upstream scheduler's last sample and the table's, for outputs that depend on the sample."""
-    table = solver_table.tabulate(solver_table.scheduler_from(config), num_steps)
+def trajectory(config: dict, num_steps: int, begin: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """The upstream scheduler's last sample and the table's from step `begin` on; outputs depend on the sample."""
+    table = solver_table.tabulate(solver_table.scheduler_from(config), num_steps, begin)
     upstream = solver_table.scheduler_from(config)
     upstream.set_timesteps(num_steps)
+    if hasattr(upstream, "set_begin_index"):
+        upstream.set_begin_index(begin)
     assert (table.timesteps == upstream.timesteps.numpy()).all()
     sample, *outputs = torch.randn(1 + num_steps, *SHAPE, generator=torch.Generator().manual_seed(num_steps))
     state = solver_table.initial_state(sample.numpy(), table.num_memory)
     ours, theirs = (torch.Generator().manual_seed(3) for _ in range(2))
-    noises = table.noises(lambda: torch.randn(SHAPE, generator=ours).numpy())
+    noises = table.noises(lambda: torch.randn(SHAPE, generator=ours).numpy(), range(begin, num_steps))
     estimate = last = None
-    for index, (timestep, noise) in enumerate(zip(upstream.timesteps, noises, strict=True)):
+    for index, (timestep, noise) in enumerate(zip(upstream.timesteps[begin:], noises, strict=True), begin):
         state = solver_table.with_noise(tuple(state), noise)
         *state, _ = solver_table.advance(state, np.asarray(outputs[index].numpy() + 0.3 * state[0]), table.table[index])
         output = outputs[index] + 0.3 * sample
@@ -65,16 +69,40 @@ def test_a_table_steps_as_its_scheduler_does(config: dict, num_steps: int, compa
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_table_from_a_later_step_on_steps_as_its_scheduler_does(config: dict, compare):
+    compare(f"{config['_class_name']}, from the third of 6 on", *trajectory(config, 6, begin=2), error=NETWORK)
+    whole, later = (solver_table.tabulate(solver_table.scheduler_from(config), 6, begin) for begin in (0, 2))
+    assert (whole.begin, later.begin) == (0, 2) and (later.timesteps == whole.timesteps).all()
+    assert later.table.shape == whole.table.shape and not later.table[:2].any() and not later.levels[:2].any()
+    assert (later.levels[2:] == whole.levels[2:]).all()
+    assert later.draws[:2] == ((), ()) if later.draws else not whole.draws
+    assert later.table.dtype == later.levels.dtype == np.float32
+    is_whole = not config["_class_name"].startswith("FlowMatch")
+    assert later.timesteps.dtype == (np.int32 if is_whole else np.float32)
+
+
+def test_a_table_is_as_wide_as_what_the_solver_remembers():
+    """The sample, the output, each remembered tensor, the noise."""
+    widths = {
+        name: solver_table.tabulate(solver_table.scheduler_from(CONFIGS[name]), 3).table.shape for name in CONFIGS
+    }
+    assert {name: widths[name] for name in ("euler", "dpm++", "dpm++ with noise", "unipc order 3")} == {
+        "euler": (3, 2, 2), "dpm++": (3, 4, 4), "dpm++ with noise": (3, 5, 5), "unipc order 3": (3, 6, 6),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_true_output_gives_the_denoised_sample(config: dict, compare):
     """With the output that belongs to a known clean sample, every step's estimate is that sample."""
     scheduler = solver_table.scheduler_from(config)
     table = solver_table.tabulate(scheduler, 6)
     clean, noise = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(0))
     for index, timestep in enumerate(table.timesteps):
-        if config.get("prediction_type") == "v_prediction":
+        if config.get("prediction_type") in ("v_prediction", "epsilon", "sample"):
             signal = scheduler.alphas_cumprod[int(timestep)] ** 0.5
             rest = (1 - signal**2) ** 0.5
-            sample, output = signal * clean + rest * noise, signal * noise - rest * clean
+            outputs = {"v_prediction": signal * noise - rest * clean, "epsilon": noise, "sample": clean}
+            sample, output = signal * clean + rest * noise, outputs[config["prediction_type"]]
         else:
             sigma = scheduler.sigmas[index]
             sample, output = (1 - sigma) * clean + sigma * noise, noise - clean
