@@ -1,7 +1,7 @@
 """What several denoisers share: the way into attention, patches, attention of latents and text that stay apart."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...sharding.rules import REPLICATED, Rule
 
@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     import torch
 
     from ...attention.prologue import Prologue
+    from ..programs.denoiser_run import DenoiserRun
 
     Fuse = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    Modulation = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    Pair = tuple[torch.Tensor, torch.Tensor]  # of the halves of a sequence, or cosines and sines
+    ResidualNorm = Callable[..., Pair]  # `DenoiserRun.residual_norm` of tokens that are spread over `tp`
 
 # Weights of one layer, or of scanned blocks, that are split over `fsdp` and gathered for use: layout and fallback.
 GATHERED = (("fsdp", None), ((None, "fsdp"),))
@@ -90,94 +92,20 @@ def fused_norms(sequence: Any, eps: float, spread: bool = False) -> "tuple[Fuse,
     return latent, text
 
 
-def project_by(product: "Callable[[jax.Array, jax.Array], jax.Array]", *linears: Any) -> None:
-    """Linear layers without bias compute `product(weight, hidden)`, with the weight as `[in, out]`."""
-    import functools
+class Modulation(NamedTuple):
+    """Of an update: what its norm is multiplied by, what is added to the norm, and the gate. float32, `[rows, dim]`."""
 
-    from ..programs import torch_bridge
-
-    def forward(linear: Any, hidden: "torch.Tensor") -> "torch.Tensor":
-        return torch_bridge.call_jax(product, linear.weight.T, hidden)
-
-    for linear in linears:
-        linear.forward = functools.partial(forward, linear)
+    scale: "torch.Tensor"
+    shift: "torch.Tensor"
+    gate: "torch.Tensor"
 
 
-class Staggered:
-    """Gated residuals of modulated norms over two halves of a sequence: what chips exchange of one half runs beside
-    products of the other.
-
-    Between them there are both residual streams, the first half's norm, and the second's update before its sums over
-    chips: these are exchanged beside the next products for the first half.
-    """
-
-    def __init__(self, sequence: Any, eps: float) -> None:
-        import functools
-
-        from ..programs import torch_bridge
-
-        self.sequence = sequence
-        self.fuse, self.fuse_text = fused_norms(sequence, eps, spread=True)
-        of = sequence.halves, sequence.spread_tokens, sequence.no_sums, sequence.partial_sums, sequence.scatter
-        self.halves, self.spread, self.no_sums, self.partial_sums, self.scatter = (
-            functools.partial(torch_bridge.call_jax, function) for function in of
-        )
-
-    def surround(self, scan: Any, vector: str, modulations: "Callable[[torch.Tensor], Sequence[Modulation]]") -> Any:
-        """`scan` with its argument `hidden_states` staggered behind `enter`, and joined again in front of `leave`.
-
-        `modulations` are those of a block's updates, made of its argument `vector`, which is the same for all.
-        """
-        from dataclasses import replace
-
-        from ..programs import torch_bridge
-
-        def start(hidden: "torch.Tensor", vector: "torch.Tensor") -> "dict[str, torch.Tensor]":
-            first, second = map(self.spread, self.halves(hidden))
-            _, normed = self.fuse(first, None, None, *modulations(vector)[0][:2])
-            return {"first": first, "normed": normed, "second": second, "sums": self.no_sums(second)}
-
-        def join(state: "dict[str, torch.Tensor]", vector: "torch.Tensor") -> "torch.Tensor":
-            import torch
-
-            second = add_gated(state["second"], self.scatter(state["sums"]), modulations(vector)[-1][2])
-            return torch.cat([state["first"], second], dim=1)
-
-        def enter(values: dict[str, Any]) -> dict[str, Any]:
-            values = scan.enter(values)
-            return {**values, "hidden_states": torch_bridge.call(start, values["hidden_states"], values[vector])}
-
-        def leave(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-            whole = self.sequence.constrain(before[vector], "dp")
-            return scan.leave(
-                {**after, "hidden_states": torch_bridge.call(join, after["hidden_states"], whole)}, before
-            )
-
-        return replace(scan, enter=enter, leave=leave)
-
-    def run(
-        self,
-        state: "dict[str, torch.Tensor]",
-        modulations: "tuple[Modulation, Modulation, Modulation]",
-        update: Callable[..., Any],
-    ) -> "dict[str, torch.Tensor]":
-        """`update` gives, for the norms of both halves, the partial sums of both updates (see `token_layout`).
-
-        `modulations` of the update before, of this one and of the next.
-        """
-        (_, _, gate_before), (scale, shift, gate), following = modulations
-        second, normed = self.fuse(state["second"], self.scatter(state["sums"]), gate_before, scale, shift)
-        first_sums, sums = update(state["normed"], normed)
-        first, normed = self.fuse(state["first"], self.scatter(first_sums), gate, *following[:2])
-        return {"first": first, "normed": normed, "second": second, "sums": sums}
-
-
-def modulated(shift: "torch.Tensor", scale: "torch.Tensor", gate: "torch.Tensor", norm: Any = None) -> "Modulation":
+def modulated(shift: "torch.Tensor", scale: "torch.Tensor", gate: "torch.Tensor", norm: Any = None) -> Modulation:
     """What a norm is multiplied by and what is added to it, with its own weight and bias if it has them; the gate."""
     factor, shift = 1 + scale.float(), shift.float()
     if norm is not None:
         factor, shift = factor * norm.weight, factor * norm.bias + shift
-    return factor, shift, gate.float()
+    return Modulation(factor, shift, gate.float())
 
 
 def add_gated(hidden: "torch.Tensor", update: "torch.Tensor", gate: "torch.Tensor") -> "torch.Tensor":
@@ -204,24 +132,6 @@ def run_joint_block(
         x, normed = fuse(x, update, before[2], *within[:2])
         left.append(add_gated(x, feed_forward(normed), within[2]))
     return left[0], left[1]
-
-
-def heads(attn: Any, hidden: "torch.Tensor", weights: "Sequence[torch.Tensor]") -> "tuple[torch.Tensor, ...]":
-    """Projections `[batch, tokens, heads, head_dim]`, without bias."""
-    from torch.nn.functional import linear
-
-    return tuple(linear(hidden, weight).unflatten(2, (-1, attn.head_dim)) for weight in weights)
-
-
-def attended(attend: Callable[..., Any], streams: Any, norms: Any, tables: Any) -> "list[torch.Tensor]":
-    """`attend` on `heads` of several streams, which have norms (of queries, of keys) and rotary tables each."""
-    import functools
-
-    from ..programs import torch_bridge
-
-    prologues = [prologue(query, key, each) for (query, key), each in zip(norms, tables, strict=True)]
-    outs = torch_bridge.call_jax(functools.partial(attend, prologues=prologues), *streams)
-    return [out.flatten(2) for out in outs]
 
 
 class JointProcessor:
@@ -283,3 +193,62 @@ def valid_first(parts: "tuple[jax.Array, ...]", lengths: "tuple[jax.Array, ...]"
     joined = jnp.concatenate(parts, axis=1)
     source = jnp.clip(source, 0, joined.shape[1] - 1)
     return jnp.take_along_axis(joined, source[:, :, None], axis=1), start
+
+
+class Staggered(NamedTuple):
+    """A sequence in two halves, so that what chips exchange of one half runs next to products of the other:
+    intra-sequence overlap, https://arxiv.org/abs/2409.11155.
+
+    It is for blocks of updates `x + gate * update(norm(x))` whose weights stay split over the chips of `tp`. Each chip
+    has some of the heads and of the feed-forward's columns, so an update is a sum over chips; between updates each has
+    some of the tokens (see `token_layout`). `stagger` begins a stack of blocks, `join` ends it. In a block an update is
+    `catch_up`, then the products that make its sums, then `add_update`.
+
+    The last update is added to the first half, whose norm for the next is there. Of the second half's last update there
+    are only the sums of each chip, which are exchanged next to the first half's next products.
+    """
+
+    first: "torch.Tensor"  # [rows, tokens / 2, dim], spread over `tp`
+    normed: "torch.Tensor"  # the norm of the first half, on every chip of `tp`
+    second: "torch.Tensor"  # as the first half
+    sums: "torch.Tensor"  # [tp, rows, tokens / 2, dim]
+
+
+def halve(run: "DenoiserRun", tables: "Sequence[torch.Tensor]") -> "list[Pair]":
+    """Cosines and sines `[1, tokens, head_dim]` of each half."""
+    return [*zip(*map(run.halves, tables), strict=True)]
+
+
+def stagger(run: "DenoiserRun", norm: "ResidualNorm", x: "torch.Tensor", after: Modulation) -> Staggered:
+    """`[rows, tokens, dim]` before its first update, whose modulation is `after`: there are no sums yet."""
+    first, second = map(run.spread, run.halves(x))
+    _, normed = norm(first, None, None, after.scale, after.shift)
+    return Staggered(first, normed, second, run.no_sums(second))
+
+
+def catch_up(
+    run: "DenoiserRun", norm: "ResidualNorm", x: Staggered, before: Modulation, now: Modulation
+) -> "tuple[Pair, Pair]":
+    """Adds the update `before` to the second half. Returns both halves, and both norms for the update `now`."""
+    second, normed = norm(x.second, run.scatter(x.sums), before.gate, now.scale, now.shift)
+    return (x.first, second), (x.normed, normed)
+
+
+def add_update(
+    run: "DenoiserRun",
+    norm: "ResidualNorm",
+    halves: "Pair",
+    sums: "list[torch.Tensor]",
+    now: Modulation,
+    after: Modulation,
+) -> Staggered:
+    """Adds the update `now` to the first half, and norms it for the one after. `sums` are those of both halves."""
+    first, normed = norm(halves[0], run.scatter(sums[0]), now.gate, after.scale, after.shift)
+    return Staggered(first, normed, halves[1], sums[1])
+
+
+def join(run: "DenoiserRun", x: Staggered, before: Modulation) -> "torch.Tensor":
+    """`[rows, padded tokens, dim]`: the last update, whose modulation is `before`, is added to the second half too."""
+    import torch
+
+    return torch.cat([x.first, run.add_gated(x.second, run.scatter(x.sums), before.gate)], dim=1)

@@ -1,8 +1,8 @@
 """What the mesh adds to a denoiser's forward, for its torch code: placed tokens, attention over them, one scan."""
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -46,6 +46,10 @@ class DenoiserRun:
     def unpadded(self, x: torch.Tensor) -> torch.Tensor:
         """`[rows, tokens, ...]` without the padding of `tokens`."""
         return torch_bridge.call_jax(lambda x: x[:, : self.layout.num_tokens], x)
+
+    def of_length(self, num_tokens: int) -> "DenoiserRun":
+        """This run for a sequence of another length, such as that of latents and text together."""
+        return replace(self, layout=replace(self.layout, num_tokens=num_tokens))
 
     def scan(
         self,
@@ -101,6 +105,13 @@ class DenoiserRun:
         attend = functools.partial(self.layout.joint_attention, prologues=prologues)
         return torch_bridge.call_jax(attend, latent, text, text_length)
 
+    def halves_attention(
+        self, *streams: Heads, prologues: Sequence[Prologue], text_length: int = 0
+    ) -> tuple[torch.Tensor, ...]:
+        """Both `halves` of a sequence, and a replicated text if one follows, each attending to all real tokens."""
+        attend = functools.partial(self.layout.halves_attention, text_length=text_length, prologues=prologues)
+        return torch_bridge.call_jax(attend, *streams)
+
     def residual_norm(
         self,
         x: torch.Tensor,
@@ -125,3 +136,29 @@ class DenoiserRun:
             is_first = torch.arange(x.shape[1], device=x.device)[:, None] < self.layout.frame_tokens
             by_token = torch.where(is_first, gate[:, 0], gate[:, 1])
         return (x.float() + by_token * update.float()).type_as(x)
+
+    # Of models whose weights stay split over `tp`: see `token_layout`.
+
+    def halves(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """`[rows, tokens, ...]`, padded, in two parts of equal length."""
+        return torch_bridge.call_jax(self.layout.halves, x)
+
+    def spread(self, x: torch.Tensor, placement: Placement = "sharded") -> torch.Tensor:
+        """`[rows, tokens, dim]`, padded: each chip of `tp` has some of the tokens."""
+        return torch_bridge.call_jax(functools.partial(self.layout.spread_tokens, placement=placement), x)
+
+    def partial_sums(self, weight: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+        """The lanes of all `parts` times `weight` `[lanes, dim]`: of each chip its sums, `[tp, rows, tokens, dim]`."""
+        return torch_bridge.call_jax(self.layout.partial_sums, weight, *parts)
+
+    def no_sums(self, x: torch.Tensor) -> torch.Tensor:
+        """Partial sums of nothing, for tokens like `x`."""
+        return torch_bridge.call_jax(self.layout.no_sums, x)
+
+    def scatter(self, sums: torch.Tensor) -> torch.Tensor:
+        """Partial sums, summed over chips and spread."""
+        return torch_bridge.call_jax(self.layout.scatter, sums)
+
+    def summed(self, weight: torch.Tensor, *parts: torch.Tensor, placement: Placement = "sharded") -> torch.Tensor:
+        """The lanes of all `parts` times `weight` `[lanes, dim]`, summed over chips and spread."""
+        return torch_bridge.call_jax(functools.partial(self.layout.summed, placement=placement), weight, *parts)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+convolve = partial(convolved, kernel=True)
 
 # Pixels of a token's side, and the most that a reference keeps.
 STRIDE = 16
@@ -58,8 +59,7 @@ def encode_reference(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, No
     """A picture in -1..1, `[1, 3 * 16 * 16, h, w]`, to normalised latents `[1, 128, h, w]`."""
     import torch
 
-    prepare(vae.encoder)
-    moments = vae.encoder(torch.nn.functional.pixel_shuffle(cells, STRIDE))
+    moments = run_encoder(vae.encoder, torch.nn.functional.pixel_shuffle(cells, STRIDE))
     moments = moments if vae.quant_conv is None else vae.quant_conv(moments)
     latents = torch.nn.functional.pixel_unshuffle(moments.chunk(2, dim=1)[0], 2)
     std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
@@ -70,45 +70,64 @@ def decode_image(vae: Any, latents: "torch.Tensor") -> "tuple[torch.Tensor, None
     """`[1, 128, h, w]` to a picture `[1, 16h, 16w, 3]` in 0..1."""
     import torch
 
-    prepare(vae.decoder)
     std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
-    latents = latents * std + vae.bn.running_mean.view(1, -1, 1, 1)
-    image = vae.decode(torch.nn.functional.pixel_shuffle(latents, 2), return_dict=False)[0]
-    return pixels(image.permute(0, 2, 3, 1)), None
+    latents = torch.nn.functional.pixel_shuffle(latents * std + vae.bn.running_mean.view(1, -1, 1, 1), 2)
+    latents = latents if vae.post_quant_conv is None else vae.post_quant_conv(latents)
+    return pixels(run_decoder(vae.decoder, latents).permute(0, 2, 3, 1)), None
 
 
-def prepare(network: Any) -> None:
-    """Puts forms of upstream's layers that keep each chip's part of the picture where it is."""
+def run_encoder(encoder: Any, x: "torch.Tensor") -> "torch.Tensor":
+    """diffusers' `Encoder`: a picture `[1, channels, height, width]` to moments, of an eighth of its height and width.
+
+    Here and in `run_decoder` each chip keeps its part of the picture.
+    """
+    x = convolve(encoder.conv_in, x)
+    for block in encoder.down_blocks:
+        for resnet in block.resnets:
+            x = run_resnet(resnet, x)
+        for downsampler in block.downsamplers or ():
+            x = convolve(downsampler.conv, x, halved=True)
+    x = run_mid_block(encoder.mid_block, x)
+    return convolve(encoder.conv_out, activate(encoder.conv_norm_out, x))
+
+
+def run_decoder(decoder: Any, x: "torch.Tensor") -> "torch.Tensor":
+    """diffusers' `Decoder`: latents `[1, channels, height, width]` to a picture, of 8 times their height and width."""
+    x = run_mid_block(decoder.mid_block, convolve(decoder.conv_in, x))
+    for block in decoder.up_blocks:
+        for resnet in block.resnets:
+            x = run_resnet(resnet, x)
+        for upsampler in block.upsamplers or ():
+            x = convolve(upsampler.conv, x, doubled=True)
+    return convolve(decoder.conv_out, activate(decoder.conv_norm_out, x))
+
+
+def run_mid_block(block: Any, x: "torch.Tensor") -> "torch.Tensor":
+    """`UNetMidBlock2D` with one attention."""
+    first, last = block.resnets
+    return run_resnet(last, attend(block.attentions[0], run_resnet(first, x)))
+
+
+def run_resnet(resnet: Any, x: "torch.Tensor") -> "torch.Tensor":
+    """`ResnetBlock2D` without time."""
+    update = convolve(resnet.conv1, activate(resnet.norm1, x))
+    update = convolve(resnet.conv2, activate(resnet.norm2, update))
+    return update + (x if resnet.conv_shortcut is None else convolve(resnet.conv_shortcut, x))
+
+
+def attend(attn: Any, x: "torch.Tensor") -> "torch.Tensor":
+    """`Attention` of one head over a picture that stays one, so that rows and columns stay on their chips."""
+    from ...programs import torch_bridge
+
+    y = normed(attn.group_norm, x).permute(0, 2, 3, 1)
+    found = torch_bridge.call_jax(attend_to_picture, attn.to_q(y), attn.to_k(y), attn.to_v(y))
+    return x + attn.to_out[0](found).permute(0, 3, 1, 2)
+
+
+def activate(norm: Any, x: "torch.Tensor") -> "torch.Tensor":
     import torch
-    from diffusers.models.downsampling import Downsample2D
-    from diffusers.models.upsampling import Upsample2D
 
-    network.mid_block.attentions[0].set_processor(PictureProcessor())
-    for module in network.modules():
-        if isinstance(module, torch.nn.GroupNorm):
-            module.forward = partial(normed, module)
-        elif isinstance(module, torch.nn.Conv2d) and module.stride == (1, 1):
-            module.forward = partial(convolved, module, kernel=True)
-        # Upstream names their inputs otherwise, and gives them by position.
-        elif isinstance(module, Upsample2D):
-            doubled = partial(convolved, module.conv, doubled=True, kernel=True)
-            module.forward = doubled  # pyright: ignore[reportAttributeAccessIssue]
-        elif isinstance(module, Downsample2D):
-            halved = partial(convolved, module.conv, halved=True, kernel=True)
-            module.forward = halved  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class PictureProcessor:
-    """`AttnProcessor2_0` of one head over a picture that stays one, so that rows and columns stay on their chips."""
-
-    def __call__(self, attn: Any, hidden_states: "torch.Tensor", temb: None = None, **_: Any) -> "torch.Tensor":
-        from ...programs import torch_bridge
-
-        normed = attn.group_norm(hidden_states).permute(0, 2, 3, 1)
-        attended = torch_bridge.call_jax(
-            attend_to_picture, *(project(normed) for project in (attn.to_q, attn.to_k, attn.to_v))
-        )
-        return hidden_states + attn.to_out[0](attended).permute(0, 3, 1, 2)
+    return torch.nn.functional.silu(normed(norm, x))
 
 
 def attend_to_picture(q: "jax.Array", k: "jax.Array", v: "jax.Array") -> "jax.Array":
