@@ -31,7 +31,7 @@ from comfyui_tpu.tests.support.comfyui_server import tiny_workflow
 from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, prompts
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime import pipeline
-from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Expected, Lora
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Expected, Lora, ModelRef
 from comfyui_tpu.tpu_runtime.progress import Preview
 from comfyui_tpu.tpu_runtime.remote import client, wire
 from safetensors.torch import save_file
@@ -232,6 +232,10 @@ def test_an_error_there_is_the_sentence_that_it_is_here(server: Server, tmp_path
         run_workflow(wrong, Watching(Folders(output=tmp_path)))
 
 
+def encode(asked: client.Client, model: ModelRef) -> None:
+    asked.run("encode", model, Watching(Folders()), prompt="a cat", negative_prompt="")
+
+
 def test_what_follows_is_prepared_where_it_runs(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     said: list[list[Expected]] = []
     here = pipeline.expect_here
@@ -246,10 +250,10 @@ def test_what_follows_is_prepared_where_it_runs(server: Server, tmp_path: Path, 
     assert said == [[], *[[replace(there, model=replace(there.model, address=""))]] * 3]
     with pytest.raises(ValueError, match="num_inference_steps"):
         strange = replace(there, settings=replace(there.settings, num_inference_steps=0))
-        client.Client(address(server), strange).encode(there.model, "a cat", "", Watching(Folders()))
+        encode(client.Client(address(server), strange), there.model)
     # Another model of the family than it is taken for here: nothing is prepared for that.
     other = replace(there, model=replace(there.model, spec_name="wan2.1-t2v-1.3b"))
-    client.Client(address(server), other).encode(there.model, "a cat", "", Watching(Folders()))
+    encode(client.Client(address(server), other), there.model)
     assert said[-1] == []
 
 

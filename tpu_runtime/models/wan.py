@@ -265,7 +265,6 @@ INPUTS = {
     "num_inference_steps": IntLimit(default=50, low=1, high=100),
     "guidance_scale": FloatLimit(default=5.0, low=0.0, high=20.0),
     "seed": IntLimit(default=2025, low=0, high=2**64 - 1),
-    "flow_shift": FloatLimit(default=5.0, low=0.1, high=20.0, step=0.5),
     "fps": IntLimit(default=16, low=1, high=120),
     # Of two experts. 0: the same as the first's; where the checkpoint says.
     "guidance_scale_2": FloatLimit(default=0.0, low=0.0, high=20.0),
