@@ -66,7 +66,7 @@ def programs_of(record: dict[str, Any]) -> list[Program]:
     spec, stages = spec_by_name(record["model"]), {}
     for program in record["programs"]:
         component, function = program["name"].partition(".")[::2]
-        stage = "denoise" if not function else "decode" if component == spec.vae else "image"
+        stage = "denoise" if not function else "decode" if component == spec.vae.component else "image"
         stage = "encode" if component.startswith("text_encoder") else stage
         if stage == "image" and not spec.needs_condition:
             continue

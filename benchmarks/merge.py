@@ -53,10 +53,10 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=64)
     options = parser.parse_args()
     spec, topology = spec_by_name(options.model), parse_topology(options.topology)
-    component = spec.component(spec.experts[0])
+    component = spec.component(spec.denoiser.experts[0])
     devices = compile_devices(topology)
     mesh = Target(devices=devices, precision="bfloat16").mesh(
-        spec.mesh(len(devices), 2 if spec.guidance == "cfg" else 1).for_heads(component.config[spec.heads_key])
+        spec.parallelism.arranged(len(devices), 2 if spec.recipe.guidance == "cfg" else 1, component.config)
     )
     wanted = weights.abstract(modules.build(component, component.config), mesh, "bfloat16")
     stacks = {name: want for name, want in wanted.items() if name.startswith(component.blocks) and want.ndim > 2}

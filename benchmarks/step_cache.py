@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))  # script
 import score_miniature  # noqa: E402
 from moving_shapes import judge  # noqa: E402
 
-MODELS = [spec for spec in FLAGSHIPS if spec.step_reuse is not None and not spec.needs_condition]
+MODELS = [spec for spec in FLAGSHIPS if spec.denoiser.step_reuse is not None and not spec.needs_condition]
 CACHED_INPUTS = {name: MODELS[0].inputs[name] for name in ("step_cache", "cache_start", "cache_end", "cache_interval")}
 
 
@@ -61,7 +61,7 @@ CACHED_WAN = replace(
     wan21.SPEC,
     name="wan2.1-with-a-step-cache",
     inputs={**wan21.SPEC.inputs, **CACHED_INPUTS},
-    step_reuse=StepReuse(keep=keep, reuse=reuse, tokens=("hidden",)),
+    denoiser=replace(wan.DENOISER, step_reuse=StepReuse(keep=keep, reuse=reuse, tokens=("hidden",))),
 )
 
 
@@ -97,7 +97,7 @@ def _score(policy: StepCache, options: argparse.Namespace) -> None:
     """The miniature's score with and without a cache, and the PSNR of each video with it."""
     models.SPECS += (CACHED_WAN,)
     verdicts, differences = {"all steps whole": [], "with the cache": []}, []
-    model = ModelRef(spec_name=CACHED_WAN.name, model_id=options.model or CACHED_WAN.tiny_id)
+    model = ModelRef(spec_name=CACHED_WAN.name, model_id=options.model or CACHED_WAN.miniature.id)
     inputs = {"num_inference_steps": options.steps, "num_frames": 17}
     cached = {"step_cache": True, **{f"cache_{name}": value for name, value in vars(policy).items()}}
     for seed, scene in enumerate(score_miniature.held_out(options.prompts)):
@@ -120,8 +120,8 @@ def psnr(one: np.ndarray, other: np.ndarray) -> float:
 
 def _compare(spec: ModelSpec, policy: StepCache, options: argparse.Namespace) -> None:
     """One generation's latents and frames. Times are of this machine's clock."""
-    model = ModelRef(spec_name=spec.name, model_id=options.model or spec.tiny_id, precision=options.precision)
-    sizes = spec.tiny_inputs if model.model_id in spec.tiny_ids else {}
+    model = ModelRef(spec_name=spec.name, model_id=options.model or spec.miniature.id, precision=options.precision)
+    sizes = spec.miniature.inputs if model.model_id in spec.miniature.ids else {}
     plain = replace(spec.settings(), num_inference_steps=options.steps, **sizes)
     print(f"{spec.title} ({model}), {plain.width}x{plain.height}, {plain.num_frames} frames, {options.steps} steps")
     embeds = pipeline.encode_prompt(

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--stages is {options.stages!r}; it must be some of {', '.join(STAGES)}.")
     devices = jax.devices()
     is_tiny = devices[0].platform != "tpu"
-    settings = spec.settings(**{**(spec.tiny_inputs if is_tiny else {}), **widgets})
+    settings = spec.settings(**{**(spec.miniature.inputs if is_tiny else {}), **widgets})
     found = measure(
         _miniature(spec) if is_tiny else spec, settings, devices, is_tiny=is_tiny, stages=stages, runs=options.runs,
         precision=resolve(options.precision, devices[0].platform), predicts=not options.no_prediction,

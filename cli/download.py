@@ -47,9 +47,9 @@ def run(options: argparse.Namespace) -> int:
 
 def find(model: str, host: TerminalHost) -> tuple[ModelSpec, str]:
     """The model and the Hub id that a name or an id stands for."""
-    named = next((spec for spec in SPECS if model in (spec.name, spec.hub_id)), None)
+    named = next((spec for spec in SPECS if model in (spec.name, spec.published.hub_id)), None)
     if named is not None:
-        return named, named.hub_id
+        return named, named.published.hub_id
     if model.startswith("tiny/"):
         raise ValueError(f"{model} is built in: nothing has to be downloaded.")
     if not hub.is_hub_id(model):

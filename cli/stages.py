@@ -70,13 +70,13 @@ def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, 
     """The spec, the checked model, and every option by name: given now, else the folder's, else the default."""
     config = stage_files.read_config(options.folder)
     spec = _stage_spec(options, config)
-    model_id = options.model or config.get("model_id") or spec.hub_id
+    model_id = options.model or config.get("model_id") or spec.published.hub_id
     model = ModelRef(spec_name=spec.name, model_id=model_id, precision=options.precision)
     if options.family and not options.name:
         model = choose_model(spec, model_id, precision=options.precision, progress=TerminalHost(Folders()))
         spec = model.spec
     defaults = dict(spec.texts) | {name: limit.default for name, limit in spec.inputs.items()}
-    fitting = {**spec.tiny_inputs, **tiny.texts(spec, model_id)} if model_id in spec.tiny_ids else {}
+    fitting = {**spec.miniature.inputs, **tiny.texts(spec, model_id)} if model_id in spec.miniature.ids else {}
     stored = {name: config[name] for name in defaults if name in config}
     values = {**defaults, **fitting, **stored, **given_inputs(options, spec)}
     for name in spec.inputs:
@@ -103,7 +103,7 @@ def _encode(options: argparse.Namespace) -> int:
     texts = {name: values[name] for name in spec.texts}
     pictures = _pictures(spec, options.image)
     # A picture is encoded for a size, which the later stages must have.
-    fixed = {name: values[name] for name in SIZE if pictures and not spec.references}
+    fixed = {name: values[name] for name in SIZE if pictures and not spec.pictures.are_references}
     asked = {name: values[name] for name in SIZE if name in values and getattr(options, name) is not None}
     with _timed(f"{spec.title}: encode") as host:
         embeds = pipeline.encode_prompt(model, texts["prompt"], texts.get("negative_prompt", ""), progress=host)
@@ -115,12 +115,13 @@ def _encode(options: argparse.Namespace) -> int:
 
 def _pictures(spec: ModelSpec, paths: Sequence[Path]) -> list[Any]:
     """The pictures as IMAGEs; ValueError where the model takes another number of them."""
-    if paths and spec.encode_image is None:
-        names = ", ".join(other.name for other in SPECS if other.encode_image is not None)
+    if paths and spec.pictures.encode is None:
+        names = ", ".join(other.name for other in SPECS if other.pictures.encode is not None)
         raise ValueError(f"{spec.title}: it takes no picture. Leave --image out, or choose a model by --name: {names}.")
-    if (paths or spec.needs_condition) and not spec.references and len(paths) not in spec.pictures:
+    allowed = spec.pictures.numbers
+    if (paths or spec.needs_condition) and not spec.pictures.are_references and len(paths) not in allowed:
         given = {0: "none was given", 1: "one was given"}.get(len(paths), f"{len(paths)} were given")
-        wanted = {1: "starts from one picture", 2: "starts from one picture and ends with another"}[spec.pictures[0]]
+        wanted = {1: "starts from one picture", 2: "starts from one picture and ends with another"}[allowed[0]]
         raise ValueError(f"{spec.title}: it {wanted}, and {given}. Give each with --image FILE.")
     return [media.load_image(path)[0] for path in paths]
 

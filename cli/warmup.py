@@ -38,8 +38,8 @@ def _wanted(options: argparse.Namespace) -> list[tuple[ModelRef, Settings]]:
             raise ValueError(f"{', '.join(given)}: a workflow has its own. Leave it out, or give --model NAME instead.")
         return generations(read_workflow(options), Folders(), HEADLESS)
     spec = spec_by_name(options.model)
-    model_id = options.model_id or (spec.tiny_id if options.tiny else spec.hub_id)
-    sizes = spec.tiny_inputs if model_id in spec.tiny_ids else {}
+    model_id = options.model_id or (spec.miniature.id if options.tiny else spec.published.hub_id)
+    sizes = spec.miniature.inputs if model_id in spec.miniature.ids else {}
     model = ModelRef(spec_name=spec.name, model_id=model_id, precision=options.precision)
     model.check()
     return [(model, spec.settings(**{**sizes, **given_inputs(options, spec)}))]

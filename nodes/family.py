@@ -29,10 +29,11 @@ def _chosen(spec: ModelSpec, host: Host, *, model_id: str, model: ModelRef | Non
 
 def _check_takes_picture(spec: ModelSpec, found: ModelSpec, name: str) -> None:
     """Raises ValueError where input `name` is there and the model is one of the family that takes no picture."""
-    if found.encode_image is None:
+    if found.pictures.encode is None:
         raise ValueError(
             f"{spec.title}: {'an' if name[0] in 'aeiou' else 'a'} {name} is connected, but the model is a "
-            f"{found.title}. Set model_id to one that takes a picture, such as {spec.hub_id}, or disconnect {name}."
+            f"{found.title}. Set model_id to one that takes a picture, such as {spec.published.hub_id}, or disconnect "
+            f"{name}."
         )
 
 
@@ -43,9 +44,9 @@ def _check_model(spec: ModelSpec, folders: Folders, *, model_id: str, model: boo
     for name, is_linked in pictures.items():
         if found.needs_condition and not (is_linked or model):
             alike = (one for one in SPECS if one.family == spec.family and not one.needs_condition)
-            other = next((f", or set model_id to one that can do without, such as {one.hub_id}" for one in alike), "")
+            ids = (f", or set model_id to one that can do without, such as {one.published.hub_id}" for one in alike)
             raise ValueError(
-                f"{found.title}: it starts from a picture, and {name} is not connected. Connect it{other}."
+                f"{found.title}: it starts from a picture, and {name} is not connected. Connect it{next(ids, '')}."
             )
         if has_last and not is_linked:
             raise ValueError(
@@ -55,8 +56,8 @@ def _check_model(spec: ModelSpec, folders: Folders, *, model_id: str, model: boo
 
 def _encode(spec: ModelSpec, host: Host, *, prompt: str, negative_prompt: str = "", **choice: Any) -> tuple:
     model = _chosen(spec, host, **choice)
-    if negative_prompt.strip() and model.spec.guidance != "cfg":
-        guided = [one.name for one in SPECS if one.family == spec.family and one.guidance == "cfg"]
+    if negative_prompt.strip() and model.spec.recipe.guidance != "cfg":
+        guided = [one.name for one in SPECS if one.family == spec.family and one.recipe.guidance == "cfg"]
         raise ValueError(
             f"{model.spec.title}: negative_prompt is {negative_prompt!r}, but this model runs without one. Leave it "
             f"empty, or choose a model that is guided by one: {', '.join(guided)}."
@@ -157,7 +158,7 @@ def _stage_node(
         stage=stage,
         check=partial(_check_model, spec),
         checks=("model_id",),
-        checked_links=("model", "condition") if "condition" in inputs and not spec.references else (),
+        checked_links=("model", "condition") if "condition" in inputs and not spec.pictures.are_references else (),
         **fields,
     )
 
@@ -185,15 +186,16 @@ def text_encoder(spec: ModelSpec, label: str, *inputs: str) -> Node:
 
 def image_encoder(spec: ModelSpec, label: str, *inputs: str) -> Node:
     """The node for `spec`, a model that takes an image, or references."""
+    verb = "look at" if spec.pictures.are_references else "start from"
     return _stage_node(
         spec,
         "image",
         "ImageEncoder",
         f"{label} Image Encoder (TPU)",
         inputs,
-        description=f"Encodes what {spec.title} is to {'look at' if spec.references else 'start from'}, on the TPU.",
+        description=f"Encodes what {spec.title} is to {verb}, on the TPU.",
         outputs=(Output(name="condition", type="TPU_CONDITION", tooltip="The encoded picture, for the sampler."),),
-        run=partial(_encode_references if spec.references else _encode_image, spec),
+        run=partial(_encode_references if spec.pictures.are_references else _encode_image, spec),
     )
 
 
@@ -278,6 +280,7 @@ def pipeline(spec: ModelSpec, label: str, stage_nodes: tuple[Node, ...], *inputs
         stages.append(Stage(name="video", node_id="CreateVideo", inputs=frames))
         results.append(Link("video", 0))
         outputs = (*outputs, Output(name="video", type="VIDEO", tooltip="The video, for Save Video."))
+    needs_link = "image" in inputs and not spec.pictures.are_references
     return Expansion(
         id=f"{spec.family}TPUPipeline",
         title=f"{label} TPU Full Pipeline",
@@ -291,7 +294,7 @@ def pipeline(spec: ModelSpec, label: str, stage_nodes: tuple[Node, ...], *inputs
         family=spec.family,
         check=partial(_check_model, spec),
         checks=("model_id",),
-        checked_links=("model", "image", "last_image") if "image" in inputs and not spec.references else (),
+        checked_links=("model", "image", "last_image") if needs_link else (),
         stages=tuple(stages),
         results=tuple(results),
     )

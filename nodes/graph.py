@@ -116,7 +116,9 @@ def _stages(model: ModelRef, present: Collection[str]) -> tuple[str, ...]:
 
     Where pictures are references, programs depend on their number and sizes, which only the sampler sees.
     """
-    unknown = {"encode"} | ({"image", "denoise"} if "image" in present and model.spec.references else set())
+    unknown = {"encode"} | (
+        {"image", "denoise"} if "image" in present and model.spec.pictures.are_references else set()
+    )
     return tuple(stage for stage in STAGES if stage in present and stage not in unknown)
 
 

@@ -35,9 +35,9 @@ class Entry:
     unguided: str = ""
 
     def said_of(self, spec: ModelSpec) -> str:
-        unguided = self.unguided if spec.guidance != "cfg" else ""
-        text = unguided or (self.references if spec.references else "") or self.tooltip
-        return text.format(tiny=spec.tiny_id, title=spec.title)
+        unguided = self.unguided if spec.recipe.guidance != "cfg" else ""
+        text = unguided or (self.references if spec.pictures.are_references else "") or self.tooltip
+        return text.format(tiny=spec.miniature.id, title=spec.title)
 
 
 def _recipe(tooltip: str) -> Entry:
@@ -180,7 +180,7 @@ def of_name(spec: ModelSpec, name: str) -> Input:
         shared["optional"] = name not in spec.texts
         return Input(type="STRING", default=spec.texts.get(name, ""), multiline=True, **shared)
     plain = {
-        "model_id": {"type": "STRING", "default": spec.hub_id},
+        "model_id": {"type": "STRING", "default": spec.published.hub_id},
         "resize": {"type": "COMBO", "default": media.RESIZE[0], "options": media.RESIZE},
         "precision": {"type": "COMBO", "default": "auto", "options": CHOICES},
     }

@@ -49,9 +49,9 @@ LOADER = Node(
         Input(
             name="model_id",
             type="STRING",
-            default=SPECS[0].hub_id,
+            default=SPECS[0].published.hub_id,
             tooltip="A Hugging Face repository, a folder in diffusers layout, the name of a folder under "
-            f"models/diffusers, or a built-in miniature: {', '.join(spec.tiny_id for spec in SPECS)}.",
+            f"models/diffusers, or a built-in miniature: {', '.join(spec.miniature.id for spec in SPECS)}.",
         ),
         _FAMILY,
         _PRECISION,
@@ -79,7 +79,7 @@ REMOTE = Node(
         Input(
             name="model_id",
             type="STRING",
-            default=SPECS[0].hub_id,
+            default=SPECS[0].published.hub_id,
             tooltip="As the other machine knows it: a Hugging Face repository, a folder there, a built-in miniature.",
         ),
         _FAMILY,

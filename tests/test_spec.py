@@ -5,17 +5,20 @@ from dataclasses import replace
 import pytest
 from comfyui_tpu.sharding.rules import Rule
 from comfyui_tpu.sharding.shape import MeshShape
-from comfyui_tpu.tpu_runtime.limits import CHECKPOINT, STEP_INPUTS, Choice, Settings, StepCache
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.spec import (
+    CHECKPOINT,
+    STEP_INPUTS,
+    Choice,
     Component,
     LatentGeometry,
+    Pictures,
     Rows,
+    Settings,
+    StepCache,
     guidance_first,
     has_length,
-    plain_noise,
     split,
-    steady_guidance,
     swapped,
 )
 
@@ -62,15 +65,15 @@ def test_pixels_become_latents_and_tokens():
 
 
 def test_what_a_model_does_that_says_nothing_of_it():
-    assert WAN.solver_arguments({}, (1,), SETTINGS) == {} and WAN.condition_shapes((1,)) == {}
-    assert WAN.advice(SETTINGS) is None
-    assert steady_guidance(SETTINGS, 999.0) == 5.0
+    assert WAN.recipe.solver_arguments({}, (1,), SETTINGS) == {} and WAN.pictures.condition_shapes((1,)) == {}
+    assert WAN.recipe.advice(SETTINGS) is None
+    assert WAN.recipe.guidance_at(SETTINGS, 999.0) == 5.0
 
 
 def test_noise_has_the_latents_shape_in_float32():
     import torch
 
-    noise = plain_noise(WAN, SETTINGS, torch.Generator().manual_seed(0))
+    noise = WAN.draw_noise(SETTINGS, torch.Generator().manual_seed(0))
     assert torch.equal(noise, torch.randn((1, 16, 3, 8, 12), generator=torch.Generator().manual_seed(0)))
     assert noise.dtype == torch.float32
 
@@ -89,7 +92,7 @@ def test_guidance_of_one_or_less_is_one_branch():
 
 def test_the_second_expert_has_its_own_guidance_where_it_is_given():
     own = replace(SETTINGS, guidance_scale_2=3.0)
-    first, second = WAN22.experts
+    first, second = WAN22.denoiser.experts
     assert [WAN22.for_expert(own, name).guidance_scale for name in (first, second)] == [5.0, 3.0]
     assert [WAN22.for_expert(SETTINGS, name).guidance_scale for name in (first, second)] == [5.0, 5.0]
 
@@ -147,14 +150,17 @@ def test_a_step_cache_is_for_models_that_have_one():
 
 
 def test_every_model_has_a_choice_of_schedulers_and_of_steps():
-    made = replace(WAN, inputs={"height": WAN.inputs["height"]}, schedulers=("A", "B"))
+    made = replace(
+        WAN, inputs={"height": WAN.inputs["height"]}, recipe=replace(WAN.recipe, schedulers={"A": {}, "B": {}})
+    )
     assert set(made.inputs) == {"height", "scheduler", *STEP_INPUTS}
     assert made.inputs["scheduler"] == Choice(options=(CHECKPOINT, "A", "B"))
     assert {name: made.inputs[name] for name in STEP_INPUTS} == STEP_INPUTS
 
 
 def test_dimensions_of_a_condition_may_be_named():
-    shaped = replace(WAN, condition_shapes=lambda latent: {"condition": ("dim", *latent[2:]), "text": (2, "dim")})
+    shapes = Pictures(condition_shapes=lambda latent: {"condition": ("dim", *latent[2:]), "text": (2, "dim")})
+    shaped = replace(WAN, pictures=shapes)
     assert shaped.conditions({"dim": 7.0}, (1, 16, 3, 8, 12)) == {"condition": (7, 3, 8, 12), "text": (2, 7)}
 
 

@@ -54,7 +54,7 @@ class Example:
         spec = self.spec
         defaults = {name: limit.default for name, limit in spec.inputs.items()}
         texts = {**spec.texts, **({"prompt": self.prompt} if self.prompt else {})}
-        return {**defaults, **texts, "model_id": spec.hub_id, "resize": "crop", **self.widgets}
+        return {**defaults, **texts, "model_id": spec.published.hub_id, "resize": "crop", **self.widgets}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,9 @@ class _Builder:
     def model(self) -> list[str]:
         """The loader and, one after the other, what adds the LoRAs."""
         spec = self._example.spec
-        chain = [self.add("TPUModelLoader", "Model", model_id=spec.hub_id, family=spec.family, precision="auto")]
+        chain = [
+            self.add("TPUModelLoader", "Model", model_id=spec.published.hub_id, family=spec.family, precision="auto")
+        ]
         for lora in self._example.loras:
             title = "LoRA" if lora.expert == "both" else f"LoRA, {lora.expert} noise"
             chosen = {"lora_name": lora.name, "strength": 1.0, "expert": lora.expert}
@@ -120,7 +122,7 @@ def stages(example: Example) -> Graph:
     text = build.stage("TextEncoder", "Prompt")
     image = [build.stage("ImageEncoder", "Image Encoder", image=[picture[0], 0])] if picture else []
     embeds = {"prompt_embeds": [text, 0]}
-    if example.spec.guidance == "cfg":
+    if example.spec.recipe.guidance == "cfg":
         embeds["negative_prompt_embeds"] = [text, 1]
     sampler = build.stage("TPUSampler", "Sampler", **embeds, **({"condition": [image[0], 0]} if image else {}))
     decoder = build.stage("TPUVAEDecoder", "Decoder", latents=[sampler, 0])

@@ -41,8 +41,8 @@ def held_out(number: int) -> list[Scene]:
 
 def frames_of(model: ModelRef, prompt: str, progress: Progress, **inputs: Any) -> np.ndarray:
     """The video of a prompt, `[frames, height, width, 3]` uint8; `inputs` are what is not the miniature's default."""
-    settings = model.spec.settings(**{**SPEC.tiny_inputs, **inputs})
-    embeds = pipeline.encode_prompt(model, prompt, SPEC.tiny_texts["negative_prompt"], progress=progress)
+    settings = model.spec.settings(**{**SPEC.miniature.inputs, **inputs})
+    embeds = pipeline.encode_prompt(model, prompt, SPEC.miniature.texts["negative_prompt"], progress=progress)
     latents = pipeline.denoise(model, settings, *embeds, progress=progress)
     return np.round(pipeline.decode(model, latents, progress=progress).numpy() * 255).astype(np.uint8)
 
@@ -86,7 +86,9 @@ def main() -> None:
     parser.add_argument("--guidance", type=float, nargs="+", default=[1.0, 5.0])
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--frames", type=int, default=17)
-    parser.add_argument("--model", default=SPEC.tiny_id, help="a folder of the trainer's, in place of the built-in one")
+    parser.add_argument(
+        "--model", default=SPEC.miniature.id, help="a folder of the trainer's, in place of the built-in one"
+    )
     parser.add_argument("--sheets", type=Path, metavar="FOLDER", help="keeps some frames of each video there")
     options = parser.parse_args()
     for line in scores(

@@ -197,7 +197,7 @@ def predictions(example: Example) -> Iterator[dict[str, Any]]:
     """The example's records. Raises ValueError for one of another size or recipe."""
     values, known = example.values, records()
     # Where guidance is an input of the network, it costs nothing.
-    guidance = ("guidance_scale",) if example.spec.guidance == "cfg" else ()
+    guidance = ("guidance_scale",) if example.spec.recipe.guidance == "cfg" else ()
     names = ("height", "width", "num_frames", "num_inference_steps", *guidance)
     for key in example.predicted:
         if key not in known:
@@ -256,13 +256,13 @@ def note(example: Example, has_loader: bool) -> str:
         ]
         lines += ["", "Predicted by the compiler, not measured; the first run of a size compiles for minutes before."]
     place = "`model_id` of the TPU Model Loader, which all stages share," if has_loader else "`model_id`"
-    sizes = ", ".join(f"{name} {value}" for name, value in spec.tiny_inputs.items())
-    if texts := tiny.texts(spec, spec.tiny_id):
+    sizes = ", ".join(f"{name} {value}" for name, value in spec.miniature.inputs.items())
+    if texts := tiny.texts(spec, spec.miniature.id):
         sizes += f', and a prompt such as "{texts["prompt"]}", the negative one empty'
     tips = [
         *example.tips,
-        f"{place} may also be a local folder in diffusers layout, or `{spec.tiny_id}` to try the graph without weights "
-        f"({sizes}).",
+        f"{place} may also be a local folder in diffusers layout, or `{spec.miniature.id}` to try the graph without "
+        f"weights ({sizes}).",
     ]
     return "\n".join([*lines, "", *(f"- {tip}" for tip in tips)])
 

@@ -28,7 +28,6 @@ from .hosts.follower import Refused
 from .hosts.place import Place
 from .hosts.supervisor import ending_with_us
 from .hosts.together import RESTART
-from .limits import PART, SIZE, Choice, FloatLimit, IntLimit, Numbers, Switch, without_zero_sizes
 from .models import FLAGSHIPS, SPECS, spec_by_name, spec_for_family
 from .monitor import bus, metrics_service, readings, snapshot
 from .monitor.feed import Feed
@@ -40,7 +39,21 @@ from .precision import resolve as resolve_precision
 from .progress import Preview, Progress, Silent
 from .redact import redact
 from .remote import wire
-from .spec import STAGES, Limit, ModelSpec, Settings, guidance_first
+from .spec import (
+    PART,
+    SIZE,
+    STAGES,
+    Choice,
+    FloatLimit,
+    IntLimit,
+    Limit,
+    ModelSpec,
+    Numbers,
+    Settings,
+    Switch,
+    guidance_first,
+    without_zero_sizes,
+)
 from .units import GIB, MIB, readable
 
 if TYPE_CHECKING:
@@ -151,8 +164,8 @@ def denoise(
 
     With `latents`, another LATENT, from that one, see `Settings`. With leftover noise it holds more (see `denoise`).
     """
-    advice = model.spec.advice(settings)
-    if advice is not None and model.model_id not in model.spec.tiny_ids:
+    advice = model.spec.recipe.advice(settings)
+    if advice is not None and model.model_id not in model.spec.miniature.ids:
         _warn_once(f"{model.spec.title}: {advice}")
     return run(
         "denoise", model, progress, settings=settings, prompt_embeds=prompt_embeds,

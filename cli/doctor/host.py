@@ -91,7 +91,7 @@ def models(machine: HostMachine) -> Findings:
     """What is downloaded, and whether more has room."""
     found = sorted(path.name.removeprefix("models--").replace("--", "/") for path in machine.hub.glob("models--*"))
     yield Finding("downloaded models", f"{machine.hub}: {', '.join(found) or 'none'}")
-    has_ours = bool({spec.hub_id for spec in SPECS} & set(found))
+    has_ours = bool({spec.published.hub_id for spec in SPECS} & set(found))
     existing = _existing(machine.hub)
     if existing.is_dir():
         free, needed = machine.free_bytes(existing), LEAST_BYTES if has_ours else MODEL_BYTES

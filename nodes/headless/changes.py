@@ -38,7 +38,7 @@ def make_tiny(workflow: Workflow) -> None:
         model_id = (defaults | source["inputs"]).get("model_id")
         # A wrong type is an error of the workflow's own, said when all of it is checked.
         spec = variant(spec_for_family(family), model_id if isinstance(model_id, str) else "")
-        wanted = {"model_id": spec.tiny_id, **spec.tiny_inputs, **tiny.texts(spec, spec.tiny_id)}
+        wanted = {"model_id": spec.miniature.id, **spec.miniature.inputs, **tiny.texts(spec, spec.miniature.id)}
         given = {i.name: node["inputs"].get(i.name, i.default) for i in declaration.inputs if i.name in wanted}
         if "condition" in node["inputs"]:
             given = without_zero_sizes(given)  # they stay the picture's

@@ -206,7 +206,7 @@ def test_what_a_pipeline_has_beside_is_refused_by_name(tmp_path: Path, name: str
     spec = spec_by_name(name)
     assert problem(name, tmp_path, index) == (
         f"{spec.title}: the model_index.json of FOLDER has {found}, which this model does not know; without that the "
-        f"result would be wrong. Use one such as {spec.hub_id}."
+        f"result would be wrong. Use one such as {spec.published.hub_id}."
     )
 
 
@@ -221,7 +221,7 @@ def test_what_a_pipeline_lacks_is_named(tmp_path: Path, name: str, index: dict, 
     spec = spec_by_name(name)
     assert problem(name, tmp_path, index) == (
         f"{spec.title}: the model_index.json of FOLDER has no {missing}, which this model needs. Use one that has, "
-        f"such as {spec.hub_id}."
+        f"such as {spec.published.hub_id}."
     )
 
 
@@ -258,7 +258,7 @@ def test_a_number_that_cannot_be_served_is_named(tmp_path: Path, name: str, chan
     found = problem(name, tmp_path, **changes)
     assert found.startswith(f"{spec.title}: {sentence}")
     assert " of FOLDER; supported is " in found
-    assert found.endswith(f". Use a checkpoint such as {spec.hub_id}.")
+    assert found.endswith(f". Use a checkpoint such as {spec.published.hub_id}.")
 
 
 def test_a_key_that_must_be_there_is_missed(tmp_path: Path):

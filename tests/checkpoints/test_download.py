@@ -32,7 +32,7 @@ def fake(server: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fa
     for path in (folder / name for name in UNUSED):
         path.parent.mkdir(exist_ok=True)
         path.exists() or path.write_text("x")
-    server.use(monkeypatch, tmp_path / "hf", {SPEC.hub_id: folder})
+    server.use(monkeypatch, tmp_path / "hf", {SPEC.published.hub_id: folder})
     monkeypatch.setattr(weight_files, "PAUSE_S", 0.0)
     return server
 
@@ -54,12 +54,12 @@ def test_a_folder_gets_what_is_loaded_and_then_serves_as_the_model(
 ):
     to = tmp_path / "models" / "wan"
     assert main(["download", SPEC.name, "--to", str(to)]) == 0
-    assert named(to) == set(fake.files(SPEC.hub_id)) - UNUSED
+    assert named(to) == set(fake.files(SPEC.published.hub_id)) - UNUSED
     out = capsys.readouterr().out
-    assert f"Wan 2.1 T2V 14B: {SPEC.hub_id}, to {to}\n  part          files" in out
+    assert f"Wan 2.1 T2V 14B: {SPEC.published.hub_id}, to {to}\n  part          files" in out
     assert f"complete: Wan 2.1 T2V 14B; model_id is {to}" in out
     assert not (tmp_path / "hf").exists(), "the Hub's cache was written to"
-    assert prompt_of(str(to)) == prompt_of(SPEC.random_id)
+    assert prompt_of(str(to)) == prompt_of(SPEC.miniature.random_id)
     # Again: all is there, and no weight is asked for.
     fake.asked.clear()
     assert main(["download", SPEC.name, "--to", str(to)]) == 0
@@ -74,7 +74,7 @@ def test_without_a_folder_the_nodes_find_it(fake: FakeHub, monkeypatch: pytest.M
     gets = [line for line in fake.asked if line.startswith("GET") and "/resolve/" in line]
     assert len(gets) == len(set(gets)), "a file was fetched twice"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for spec, model_id in ((SPEC, SPEC.hub_id), (TI2V, "owner/ti2v")):
+    for spec, model_id in ((SPEC, SPEC.published.hub_id), (TI2V, "owner/ti2v")):
         found = ModelRef(spec_name=spec.name, model_id=model_id).locate()
         assert all(found.weights_here(component) for component in spec.components), model_id
 
@@ -113,7 +113,7 @@ def test_a_cancelled_download_keeps_what_came(fake: FakeHub, tmp_path: Path, mon
         assert main(["download", SPEC.name, "--to", str(to)]) == 130
     assert main(["download", SPEC.name, "--to", str(to)]) == 0
     for name in named(to):
-        assert (to / name).read_bytes() == (fake.repositories[SPEC.hub_id] / name).read_bytes(), name
+        assert (to / name).read_bytes() == (fake.repositories[SPEC.published.hub_id] / name).read_bytes(), name
 
 
 def test_a_damaged_part_is_found_and_thrown_away(fake: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_refused_before_any_weight(
     assert "The disk is too full: Wan-AI/Wan2.1-T2V-14B-Diffusers needs" in err and "Make room for" in err
     assert not fake.weights()
     # The nodes look first too.
-    model = ModelRef(spec_name=SPEC.name, model_id=SPEC.hub_id)
+    model = ModelRef(spec_name=SPEC.name, model_id=SPEC.published.hub_id)
     with pytest.raises(ValueError, match=r"^The disk is too full: transformer of Wan-AI/\S+ needs .* and /\S+/hf has"):
         model.locate().fetch_weights(SPEC.component("transformer"), Silent())
     assert not fake.weights()
@@ -170,7 +170,7 @@ def test_a_gated_model_says_the_way_in_and_no_token(
     assert main(["download", SPEC.name]) == 2
     out, err = capsys.readouterr()
     for word in (
-        f"https://huggingface.co/{SPEC.hub_id}",
+        f"https://huggingface.co/{SPEC.published.hub_id}",
         "huggingface.co/settings/tokens",
         "hf auth login",
         "HF_TOKEN",

@@ -85,7 +85,7 @@ def test_configs_come_before_weights_and_a_wrong_one_ends_it(fake: FakeHub, tmp_
 
 def test_a_hub_model_runs_and_takes_only_what_a_stage_needs(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
     runner = Runner(jax.devices()[:1])
-    local = ModelRef(spec_name=SPEC.name, model_id=SPEC.random_id, precision="float32")
+    local = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id, precision="float32")
     expected = runner.encode(local, "a cat", "", Silent())[0][0][0]
     assert (runner.encode(MODEL, "a cat", "", Silent())[0][0][0] == expected).all()
     assert fake.served()[0] == "model_index.json"

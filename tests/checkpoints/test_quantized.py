@@ -143,7 +143,7 @@ def test_what_the_config_says_comes_before_what_the_files_hold(writer: str, tmp_
     assert str(error.value) == (
         f"{SPEC.title}: transformer of {folder} is quantized with {config['quant_method']} (quantization_config in its "
         "config.json). Such codes are not decoded here. Use a checkpoint whose weights are bfloat16, float16 or "
-        f"float32, such as {SPEC.hub_id}."
+        f"float32, such as {SPEC.published.hub_id}."
     )
 
 

@@ -92,7 +92,7 @@ def test_texts_are_taken_as_whole_ones():
     import jax
 
     spec = bench._miniature(spec_by_name("wan2.1-t2v-14b"))
-    settings = spec.settings(**{**spec.tiny_inputs, "num_frames": 5})
+    settings = spec.settings(**{**spec.miniature.inputs, "num_frames": 5})
     (step,) = generation.for_spec(spec, settings, jax.devices()[:1], precision="float32", stages=("denoise",))
     inputs = bench._arguments(step)[step.args._fields.index("inputs")]
     assert inputs["text_length"].tolist() == [512, 512]

@@ -92,7 +92,7 @@ def test_an_example_is_warmed_at_its_own_sizes(path: Path, is_tiny: bool, asked:
     ((model, settings),) = asked
     widgets = widgets_of(path)
     if is_tiny:
-        widgets |= {"model_id": model.spec.tiny_id, **model.spec.tiny_inputs}
+        widgets |= {"model_id": model.spec.miniature.id, **model.spec.miniature.inputs}
     expected = {"shift": widgets.get("flow_shift"), **{key: widgets[key] for key in widgets if key != "step_cache"}}
     sigmas = tuple(float(sigma) for sigma in widgets.get("sigmas", "").split(",") if sigma)
     expected |= {"sigmas": sigmas, "guidance_scale_2": widgets.get("guidance_scale_2") or None}
@@ -110,8 +110,8 @@ def test_an_examples_programs_are_built_at_its_tiny_sizes(path: Path, programs: 
     ((model, settings),) = generations_of_tiny(path)
     spec = model.spec
     parts = {name for program in programs for name in program.components}
-    assert parts == {component.name for component in spec.components if component.name in parts | {spec.vae}}
-    assert {spec.experts[0], spec.vae, *(text.component for text in spec.text_encoders)} <= parts
+    assert parts == {component.name for component in spec.components if component.name in parts | {spec.vae.component}}
+    assert {spec.denoiser.experts[0], spec.vae.component, *(text.component for text in spec.text_encoders)} <= parts
     (step,) = (program for program in programs if program.name == "denoise_step")
     assert step.args.state[0].shape == spec.geometry.latent_shape(settings)
     assert step.args.state[0].shape[-2:] == (80 // spec.geometry.stride_hw, 112 // spec.geometry.stride_hw)
@@ -129,18 +129,18 @@ def test_a_named_model_is_warmed_at_its_tiny_or_given_sizes(spec: ModelSpec, ask
     assert cli.main(["warmup", "--model", spec.name, "--tiny"]) == 0
     assert cli.main(["warmup", "--model", spec.name, "--tiny", "--height", "96", "--guidance-scale", "1"]) == 0
     shown = spec.settings()
-    assert asked[0] == (ModelRef(spec_name=spec.name, model_id=spec.hub_id), shown)
-    assert asked[1][0].model_id == spec.tiny_id
+    assert asked[0] == (ModelRef(spec_name=spec.name, model_id=spec.published.hub_id), shown)
+    assert asked[1][0].model_id == spec.miniature.id
     sizes = [(settings.height, settings.width, settings.num_frames) for _, settings in asked[1:]]
-    num_frames = spec.tiny_inputs.get("num_frames", shown.num_frames)
-    height, width = (spec.tiny_inputs[name] for name in ("height", "width"))
+    num_frames = spec.miniature.inputs.get("num_frames", shown.num_frames)
+    height, width = (spec.miniature.inputs[name] for name in ("height", "width"))
     assert sizes == [(height, width, num_frames), (96, width, num_frames)]
     assert asked[2][1].guidance_scale == 1.0
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_the_node_warms_what_it_is_told(spec: ModelSpec, asked: Asked):
-    node, model = HEADLESS["TPUWarmup"], ModelRef(spec_name=spec.name, model_id=spec.tiny_id)
+    node, model = HEADLESS["TPUWarmup"], ModelRef(spec_name=spec.name, model_id=spec.miniature.id)
     sizes = {"height": 96, "width": 0, "num_frames": 17, "num_inference_steps": 3, "guidance_scale": 0.0}
     (report,) = node.run(TerminalHost(Folders(), stream=io.StringIO()), **node.values({"model": model, **sizes}))
     shown = spec.settings()
@@ -234,4 +234,4 @@ def test_widgets_become_settings_in_one_place_only():
     files = [path for room in ("cli", "nodes", "tpu_runtime") for path in (ROOT / room).rglob("*.py")]
     calls = [(path, node) for path in files for node in ast.walk(ast.parse(path.read_text()))]
     makers = {path.name for path, node in calls if isinstance(node, ast.Call) and ast.unparse(node.func) == "Settings"}
-    assert makers == {"spec.py"}
+    assert makers == {"model.py"}

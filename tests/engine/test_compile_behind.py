@@ -27,8 +27,8 @@ from comfyui_tpu.tpu_runtime.refusal import DoesNotFit, Refusal
 
 ROOT = Path(__file__).parents[2]
 SPEC = spec_for_family("Wan21")
-MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.random_id)
-SETTINGS = SPEC.settings(**{**SPEC.tiny_inputs, "num_frames": 5, "num_inference_steps": 2})
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id)
+SETTINGS = SPEC.settings(**{**SPEC.miniature.inputs, "num_frames": 5, "num_inference_steps": 2})
 GENERATION = Expected(model=MODEL, stages=("denoise", "decode"), settings=SETTINGS)
 TOO_LARGE = DoesNotFit(Refusal(memory="HBM", needed_bytes=1, sentence="the compiler says it is too large"))
 

@@ -23,13 +23,12 @@ from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.engine import denoise as denoising
 from comfyui_tpu.tpu_runtime.engine import stage_files
 from comfyui_tpu.tpu_runtime.engine.payloads import CARRIED
-from comfyui_tpu.tpu_runtime.limits import FLOW_SCHEDULERS
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
 from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.programs.generation import Denoising
 from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.spec import Settings
+from comfyui_tpu.tpu_runtime.spec import FLOW_SCHEDULERS, Settings
 
 SPEC = spec_for_family("Wan21")
 MODEL = parity.tiny_model(SPEC)
@@ -59,12 +58,14 @@ def oracle(case: str) -> np.ndarray:
     settings, pipe = CASES[case], pipeline()
     upstream = getattr(diffusers, settings.scheduler)
     shift = {"flow_shift" if settings.scheduler in (UNIPC, DPM) else "shift": settings.shift}
-    scheduler = pipe.scheduler = upstream.from_config({**SPEC.scheduler, "_class_name": settings.scheduler}, **shift)
+    scheduler = pipe.scheduler = upstream.from_config(
+        {**SPEC.recipe.scheduler, "_class_name": settings.scheduler}, **shift
+    )
     if settings.sigmas:  # which this pipeline does not hand on
         scheduler.set_timesteps = functools.partial(scheduler.set_timesteps, sigmas=np.array(settings.sigmas))
     if settings.scheduler == LCM:  # upstream draws from the global generator: here, where the first noise ended
         generator = torch.Generator().manual_seed(settings.seed)
-        SPEC.noise(SPEC, settings, generator)
+        SPEC.draw_noise(settings, generator)
         scheduler.step = functools.partial(scheduler.step, generator=generator)
     return parity.generate(pipe, settings, prompt="cat", negative_prompt="", num_frames=settings.num_frames).latents
 
@@ -84,7 +85,7 @@ def whole(case: str) -> torch.Tensor:
 
 
 def normalised(samples: torch.Tensor) -> torch.Tensor:
-    mean, std = wan_vae.latent_stats(SPEC.component(SPEC.vae).config)
+    mean, std = wan_vae.latent_stats(SPEC.component(SPEC.vae.component).config)
     return (samples - mean) / std
 
 
@@ -197,11 +198,11 @@ def test_noise_is_added_to_latents_as_upstream_adds_it(name: str, compare: Calla
     samples = torch.randn(SPEC.geometry.latent_shape(settings), generator=torch.Generator().manual_seed(3))
     latents = {"samples": plan.finish(samples)}
     found = denoising.begin(plan, {}, latents, lambda text: None)
-    changes = {**SPEC.scheduler, **FLOW_SCHEDULERS[name], "flow_shift": 5.0, "shift": 5.0}
+    changes = {**SPEC.recipe.scheduler, **FLOW_SCHEDULERS[name], "flow_shift": 5.0, "shift": 5.0}
     upstream = solver_table.scheduler_from(changes)
     upstream.set_timesteps(4)
     upstream.set_begin_index(2)
-    noise = SPEC.noise(SPEC, settings, torch.Generator().manual_seed(settings.seed))
+    noise = SPEC.draw_noise(settings, torch.Generator().manual_seed(settings.seed))
     at = upstream.timesteps[2:3]
     mix = getattr(upstream, "scale_noise", None)
     expected = mix(samples, at, noise) if mix else upstream.add_noise(samples, noise, at)

@@ -23,7 +23,7 @@ from comfyui_tpu.tpu_runtime.spec import Settings
 from safetensors.torch import load_file, save_file
 
 SPEC = spec_for_family("Flux2")
-MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.random_id, precision="float32")
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id, precision="float32")
 SETTINGS = Settings(height=64, width=96, num_inference_steps=4, guidance_scale=4.0)
 LATENT = {"samples": torch.zeros(1, 128, 4, 6)}
 

@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 SPEC = SPECS[0]
-MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.random_id)
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id)
 
 
 # --- what the compiler refuses ----------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_what_the_compiler_refuses_is_not_tried_again(
     monkeypatch.setattr(Program, "compile", compile_)
     runner = Runner(jax.devices())
     with pytest.raises(OutOfMemory) as refused:
-        runner.warmup(MODEL, SPEC.settings(**SPEC.tiny_inputs), Silent())
+        runner.warmup(MODEL, SPEC.settings(**SPEC.miniature.inputs), Silent())
     assert len(tried) == tries, tried
     assert all(sentence in str(refused.value) for sentence in sentences), refused.value
     assert ("not tried again" in str(refused.value)) == (tries == 1)

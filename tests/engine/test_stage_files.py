@@ -274,7 +274,7 @@ def use(folder: Path, model: ModelRef = MODEL) -> None:
     spec = model.spec
     embeds = stage_files.load_embeddings(folder, model)
     condition, samples = stage_files.load_condition(folder, model), stage_files.load_latents(folder, model)
-    config, settings = spec.component(spec.experts[0]).tiny, spec.settings()
+    config, settings = spec.component(spec.denoiser.experts[0]).tiny, spec.settings()
     conditioning.denoiser_inputs(spec, config, settings, *embeds, condition)
     conditioning.latent_samples(spec, samples)
 
@@ -310,7 +310,7 @@ def test_files_of_another_content_end_in_a_sentence(tmp_path: Path, tensors: dic
 @pytest.mark.parametrize("name", ["wan2.2-i2v-a14b", "hunyuanvideo1.5-i2v-720p", "flux2-dev"])
 def test_pictures_of_another_content_end_in_a_sentence(tmp_path: Path, name: str, condition: dict):
     spec = spec_by_name(name)
-    config = spec.component(spec.experts[0]).tiny
+    config = spec.component(spec.denoiser.experts[0]).tiny
     first, *others = spec.text_encoders
     embeds = {"prompt_embeds": torch.rand(1, first.max_length, config[first.width_key])}
     for text in others:
@@ -319,9 +319,9 @@ def test_pictures_of_another_content_end_in_a_sentence(tmp_path: Path, name: str
     latent_shape = spec.geometry.latent_shape(spec.settings())
     write(tmp_path, {**embeds, **condition, "latents": torch.zeros(latent_shape)})
     if not condition and not spec.needs_condition:
-        return use(tmp_path, ModelRef(spec_name=name, model_id=spec.random_id))
+        return use(tmp_path, ModelRef(spec_name=name, model_id=spec.miniature.random_id))
     with pytest.raises(ValueError, match=f"{spec.title}: the condition|condition is not connected"):
-        use(tmp_path, ModelRef(spec_name=name, model_id=spec.random_id))
+        use(tmp_path, ModelRef(spec_name=name, model_id=spec.miniature.random_id))
 
 
 def headers() -> dict[str, bytes]:

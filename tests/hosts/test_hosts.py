@@ -18,8 +18,8 @@ from comfyui_tpu.tpu_runtime.hosts.together import RESTART
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 
 SPEC = spec_for_family("Wan21")
-MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.random_id)
-SETTINGS = SPEC.settings(**{**SPEC.tiny_inputs, "num_frames": 5, "num_inference_steps": 2})
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id)
+SETTINGS = SPEC.settings(**{**SPEC.miniature.inputs, "num_frames": 5, "num_inference_steps": 2})
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def merged(family: str, path: Path, precision: Precision = "float32") -> Merged:
     """The changed weights by their name in a checkpoint, and what of the checkpoint's tensor they are."""
     spec, own = spec_for_family(family), network(family)
     target = Target(devices=tuple(jax.devices()[:8]), precision=precision)
-    mesh = target.mesh(spec.mesh(8, 2).for_heads(own.component.tiny[spec.heads_key]))
+    mesh = target.mesh(spec.parallelism.mesh(8, 2).for_heads(own.component.tiny[spec.parallelism.heads_key]))
     folder = tiny.ensure(spec) / "transformer"
     files = checkpoint.match(own, checkpoint.read_headers(folder, own.component), folder)
     changes = apply.changes((Lora(path=str(path), strength=STRENGTH),), own)

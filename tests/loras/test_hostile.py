@@ -155,7 +155,7 @@ def test_two_adapters_of_one_file_are_two_changes(tmp_path: Path, network: Netwo
 
 def test_a_file_that_names_the_second_expert_changes_that_alone(tmp_path: Path):
     spec = spec_by_name("wan2.2-t2v-a14b")
-    networks = {name: modules.build(spec.component(name), spec.component(name).tiny) for name in spec.experts}
+    networks = {name: modules.build(spec.component(name), spec.component(name).tiny) for name in spec.denoiser.experts}
     size = networks["transformer"].weights["blocks.*.attn1.to_q.weight"].tensor_shape[0]
     tensors = {
         f"{expert}{module}.lora_{matrix}.weight": torch.ones((2, size) if matrix == "A" else (size, 2))
@@ -168,7 +168,7 @@ def test_a_file_that_names_the_second_expert_changes_that_alone(tmp_path: Path):
     first, second = f"{MODULE}.weight", "blocks.1.attn1.to_q.weight"
     assert changed == {"transformer": {first}, "transformer_2": {second}}
     save_file({name: x for name, x in tensors.items() if name.startswith("transformer_2.")}, path)
-    model = ModelRef(spec_name=spec.name, model_id=spec.random_id)
+    model = ModelRef(spec_name=spec.name, model_id=spec.miniature.random_id)
     added, report = apply.add(model, Lora(path=str(path), strength=1.0), Silent())
     assert added.loras and "Not applied" not in report
     with pytest.raises(LoraError, match="changes nothing of"):

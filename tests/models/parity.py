@@ -30,7 +30,7 @@ from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
 
 def tiny_model(spec: ModelSpec) -> ModelRef:
     """The built-in checkpoint of `spec` in float32."""
-    return ModelRef(spec_name=spec.name, model_id=spec.random_id, precision="float32")
+    return ModelRef(spec_name=spec.name, model_id=spec.miniature.random_id, precision="float32")
 
 
 @functools.cache
@@ -99,14 +99,14 @@ def denoise_once(
 
     With `changes` of its config its weights are drawn, not those of the miniature.
 
-    `inputs` are those of `spec.forward`, a row for each branch; `mesh` is another arrangement of the chips than the
-    model's own. Traced, compiled and loaded anew at each call.
+    `inputs` are those of `spec.Denoiser.forward`, a row for each branch; `mesh` is another arrangement of chips than
+    the model's own. Traced, compiled and loaded anew at each call.
     """
     kind = np.int32 if isinstance(timestep, int) else np.float32
     times = np.array([timestep, next_timestep], kind)
     solver = solver_table.SolverTable(timesteps=times[:1], table=np.array([[[0.0, 1.0]] * 2], np.float32))
     target = Target(devices=tuple(jax.devices()[: mesh.num_devices if mesh else chips]), precision="float32")
-    found = checkpoint.locate(spec, spec.random_id)
+    found = checkpoint.locate(spec, spec.miniature.random_id)
     config = {**found.config(spec.component(expert), Silent()), **(changes or {})}
     references = {name: x.shape for name, x in inputs.items() if name.startswith("reference_")}
     shape = denoise_step.StepShape.of(solver, mesh_shape=mesh, references=references)
@@ -132,7 +132,7 @@ def drawn_weights(program: Program) -> Weights:
 
 def tiny_weights(spec: ModelSpec, component: str, program: Program) -> Weights:
     """A component of the tiny checkpoint, laid out as `program` takes it."""
-    found, part = checkpoint.locate(spec, spec.random_id), spec.component(component)
+    found, part = checkpoint.locate(spec, spec.miniature.random_id), spec.component(component)
     folder = found.folder(part.folder, Silent())
     network = modules.build(part, found.config(part, Silent()))
     files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)

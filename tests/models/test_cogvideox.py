@@ -162,12 +162,15 @@ def test_latents_and_frames_equal_upstreams(chips: int, settings: Settings, comp
 
 
 def test_a_checkpoint_may_name_the_other_scheduler_itself():
-    config = {**SPEC.scheduler, "_class_name": "CogVideoXDPMScheduler"}
+    config = {**SPEC.recipe.scheduler, "_class_name": "CogVideoXDPMScheduler"}
     own = solver_table.table_for(SPEC, config, ODD)
-    chosen = solver_table.table_for(SPEC, SPEC.scheduler, replace(ODD, scheduler="CogVideoXDPMScheduler"))
+    chosen = solver_table.table_for(SPEC, SPEC.recipe.scheduler, replace(ODD, scheduler="CogVideoXDPMScheduler"))
     plain = solver_table.table_for(SPEC, config, replace(ODD, scheduler="CogVideoXDDIMScheduler"))
     assert np.array_equal(own.table, chosen.table) and own.draws == chosen.draws != ()
-    assert np.array_equal(plain.table, solver_table.table_for(SPEC, SPEC.scheduler, ODD).table) and plain.draws == ()
+    assert (
+        np.array_equal(plain.table, solver_table.table_for(SPEC, SPEC.recipe.scheduler, ODD).table)
+        and plain.draws == ()
+    )
 
 
 @pytest.mark.slow
@@ -179,7 +182,7 @@ def test_guidance_that_changes_compiles_nothing_anew():
     before = runner.counts["compile"]
     runner.denoise(MODEL, replace(ODD_DYNAMIC, guidance_scale=3.0), *embeds, Silent())
     assert runner.counts["compile"] == before
-    scales = [SPEC.guidance_at(replace(ODD_DYNAMIC, guidance_scale=3.0), timestep) for timestep in range(1000)]
+    scales = [SPEC.recipe.guidance_at(replace(ODD_DYNAMIC, guidance_scale=3.0), timestep) for timestep in range(1000)]
     assert 1 <= min(scales) < 1.1 and 3.9 < max(scales) <= 4
 
 
@@ -264,7 +267,7 @@ def test_the_makers_size_is_the_default_and_another_is_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(pipeline, "engine", lambda progress: SimpleNamespace(run=lambda *args, **given: {}))
-    model = ModelRef(spec_name=SPEC.name, model_id=SPEC.hub_id)
+    model = ModelRef(spec_name=SPEC.name, model_id=SPEC.published.hub_id)
 
     def warnings(**widgets: int) -> list[str]:
         caplog.clear()
@@ -282,7 +285,7 @@ def test_the_makers_size_is_the_default_and_another_is_warned_of_once(
     assert warnings(height=720, width=1280) == []
     assert warnings(num_frames=89) == [sentence.format("1360x768 with 89")]
     model = MODEL
-    assert warnings(**SPEC.tiny_inputs) == []
+    assert warnings(**SPEC.miniature.inputs) == []
 
 
 def denoise_once(noise: torch.Tensor, chips: int) -> np.ndarray:

@@ -82,9 +82,9 @@ def test_noise_and_picture_are_drawn_as_upstream_draws_them(compare: Callable):
     noise, latents = prepared(ODD)
     generator = torch.Generator().manual_seed(ODD.seed)
     given = {name: tensor.numpy() for name, tensor in condition(MODEL, ODD, 8)["tensors"].items()}
-    drawn = SPEC.draw_inputs(given, generator)
+    drawn = SPEC.recipe.draw_inputs(given, generator)
     compare("picture", drawn["image"], latents[:, :, :1].numpy(), error=NETWORK)
-    assert torch.equal(SPEC.noise(SPEC, ODD, generator), noise)
+    assert torch.equal(SPEC.draw_noise(ODD, generator), noise)
     assert not latents[:, :, 1:].any()
     assert difference(drawn["image"], given["image"]) > 1e-3
 
@@ -131,14 +131,14 @@ def test_the_familys_nodes_say_what_a_model_lacks_or_has_no_use_for():
     embeds = [[torch.zeros(1, 226, 40), {"tpu_family": SPEC.family}]]
     encoded = {"height": 80, "width": 112, "num_frames": 9, "tpu_family": SPEC.family}
     with pytest.raises(ValueError, match="I2V: condition is not connected. Connect CogVideoXImageEncoder."):
-        nodes.SAMPLER.run(Host(), prompt_embeds=embeds, model_id=SPEC.tiny_id, **numbers)
+        nodes.SAMPLER.run(Host(), prompt_embeds=embeds, model_id=SPEC.miniature.id, **numbers)
     with pytest.raises(
         ValueError, match="a condition is connected, but the model is a CogVideoX 1.5 5B. Set model_id to"
     ):
-        nodes.SAMPLER.run(Host(), prompt_embeds=embeds, condition=encoded, model_id=T2V.tiny_id, **numbers)
+        nodes.SAMPLER.run(Host(), prompt_embeds=embeds, condition=encoded, model_id=T2V.miniature.id, **numbers)
     size = {name: numbers[name] for name in ("height", "width", "num_frames", "model", "precision")}
     with pytest.raises(ValueError, match="an image is connected, but the model is a CogVideoX 1.5 5B. Set model_id to"):
-        nodes.IMAGE_ENCODER.run(Host(), image=None, resize="crop", model_id=T2V.tiny_id, **size)
+        nodes.IMAGE_ENCODER.run(Host(), image=None, resize="crop", model_id=T2V.miniature.id, **size)
 
 
 def test_a_folder_is_taken_for_what_it_is_and_other_models_are_refused(tmp_path: Path):
@@ -156,6 +156,6 @@ def test_sizes_that_its_makers_do_not_publish_are_warned_of():
     shown = SPEC.settings()
     assert (shown.height, shown.width, shown.num_frames) == (768, 1360, 81)
     for size in ({}, {"height": 1360, "width": 768}, {"height": 768, "width": 1008, "num_frames": 161}):
-        assert SPEC.advice(SPEC.settings(**size)) is None
-    advice = SPEC.advice(SPEC.settings(height=480))
+        assert SPEC.recipe.advice(SPEC.settings(**size)) is None
+    advice = SPEC.recipe.advice(SPEC.settings(height=480))
     assert advice is not None and "768 pixels by 768 to 1360, and 16k + 1 frames" in advice

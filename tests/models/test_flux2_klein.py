@@ -160,7 +160,13 @@ def test_a_checkpoint_is_known_by_what_it_says_of_distillation(tmp_path: Path):
 def test_a_negative_prompt_without_use_is_refused(spec: ModelSpec):
     with pytest.raises(ValueError) as error:
         node_stages._encode(
-            DEV, Host(), prompt=SHORT, negative_prompt="blur", model_id=spec.tiny_id, model=None, precision="float32"
+            DEV,
+            Host(),
+            prompt=SHORT,
+            negative_prompt="blur",
+            model_id=spec.miniature.id,
+            model=None,
+            precision="float32",
         )
     assert str(error.value) == (
         f"{spec.title}: negative_prompt is 'blur', but this model runs without one. Leave it empty, or choose a model "
@@ -169,8 +175,8 @@ def test_a_negative_prompt_without_use_is_refused(spec: ModelSpec):
 
 
 def test_a_distilled_model_says_what_it_was_made_for():
-    assert DISTILLED.advice(DISTILLED.settings()) is None and DISTILLED.branches(FOUR_STEPS) == 1
-    assert DISTILLED.advice(replace(FOUR_STEPS, num_inference_steps=50)) == (
+    assert DISTILLED.recipe.advice(DISTILLED.settings()) is None and DISTILLED.branches(FOUR_STEPS) == 1
+    assert DISTILLED.recipe.advice(replace(FOUR_STEPS, num_inference_steps=50)) == (
         "guidance_scale is 4.0, but it is distilled and runs without; num_inference_steps is 50, but it is distilled "
         "to 4."
     )

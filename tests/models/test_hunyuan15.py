@@ -72,7 +72,7 @@ def image_pipeline(name: str = I2V.name) -> Any:
 def generate(pipe: Any, spec: ModelSpec, settings: Settings, prompt: str, **arguments: Any) -> parity.Result:
     """What upstream gives for `settings`; without a shift the scheduler is the checkpoint's."""
     shift = {"shift": settings.shift} if settings.shift else {}
-    pipe.scheduler = solver_table.scheduler_from({**spec.scheduler, **shift})
+    pipe.scheduler = solver_table.scheduler_from({**spec.recipe.scheduler, **shift})
     pipe.guider.guidance_scale = settings.guidance_scale
     with upstream():
         latents = pipe(
@@ -272,15 +272,15 @@ def test_bad_inputs_are_refused_in_a_sentence():
     condition = {"height": 80, "width": 112, "num_frames": 5, "tpu_family": SPEC.family}
     size = {name: numbers[name] for name in ("height", "width", "num_frames", "model", "precision")}
     with pytest.raises(ValueError, match="an image is connected, but the model is a HunyuanVideo 1.5 T2V. Set"):
-        nodes.IMAGE_ENCODER.run(Host(), image=None, resize="crop", model_id=SPEC.tiny_id, **size)
+        nodes.IMAGE_ENCODER.run(Host(), image=None, resize="crop", model_id=SPEC.miniature.id, **size)
     with pytest.raises(ValueError, match="a condition is connected, but the model is a HunyuanVideo 1.5 T2V. Set"):
-        nodes.SAMPLER.run(Host(), prompt_embeds=embeds, condition=condition, model_id=SPEC.tiny_id, **numbers)
+        nodes.SAMPLER.run(Host(), prompt_embeds=embeds, condition=condition, model_id=SPEC.miniature.id, **numbers)
     with pytest.raises(ValueError, match="num_frames is 9, but the picture was encoded for 5."):
         nodes.SAMPLER.run(
-            Host(), prompt_embeds=embeds, condition=condition, model_id=I2V.tiny_id, **{**numbers, "num_frames": 9}
+            Host(), prompt_embeds=embeds, condition=condition, model_id=I2V.miniature.id, **{**numbers, "num_frames": 9}
         )
     with pytest.raises(ValueError, match="condition is not connected. Connect HunyuanVideo15ImageEncoder."):
-        nodes.SAMPLER.run(Host(), prompt_embeds=embeds, model_id=I2V.tiny_id, **numbers)
+        nodes.SAMPLER.run(Host(), prompt_embeds=embeds, model_id=I2V.miniature.id, **numbers)
 
 
 def with_guider(folder: Any, **config: Any) -> ModelRef:

@@ -42,18 +42,18 @@ PUBLISHED = [
 def test_recipes_are_as_published(name: str, shift: float, guidance: float, steps: int, size: tuple[int, int]):
     from diffusers.pipelines.hunyuan_video1_5 import image_processor
 
-    (spec,) = (spec for spec in SPECS if spec.hub_id.endswith(f"-Diffusers-{name}"))
+    (spec,) = (spec for spec in SPECS if spec.published.hub_id.endswith(f"-Diffusers-{name}"))
     settings = spec.settings()
     assert (settings.guidance_scale, settings.num_inference_steps) == (guidance, steps)
     assert (settings.width, settings.height, settings.num_frames) == (*size, 121)
-    assert spec.files["guider/guider_config.json"]["guidance_scale"] == guidance
+    assert spec.published.files["guider/guider_config.json"]["guidance_scale"] == guidance
     assert spec.branches(settings) == (2 if guidance > 1 else 1)
     area = spec.component("transformer").config["target_size"]
     processor = image_processor.HunyuanVideo15ImageProcessor(vae_scale_factor=16)
     assert processor.calculate_default_height_width(9, 16, area) == (settings.height, settings.width)
     even = np.linspace(1, 0, steps + 1)
     shifted = 1000 * shift * even / (1 + (shift - 1) * even)
-    table = solver_table.table_for(spec, spec.scheduler, settings)
+    table = solver_table.table_for(spec, spec.recipe.scheduler, settings)
     np.testing.assert_allclose(table.timesteps, shifted[:-1], rtol=1e-6)
     np.testing.assert_allclose(table.next_timesteps, shifted[1:], rtol=1e-6)
 
@@ -63,7 +63,7 @@ def test_a_folder_is_taken_for_what_its_configs_say(spec: ModelSpec):
     """Whichever of the family's nodes it is given to. What guidance is, is read when it runs."""
     found = variant(SPEC, str(tiny.ensure(spec)))
     assert found.name == spec.name.removesuffix("-distilled" if "step" not in spec.name else "")
-    assert variant(SPEC, spec.hub_id) is spec
+    assert variant(SPEC, spec.published.hub_id) is spec
 
 
 def test_a_mean_flow_is_refused_by_name_where_it_is_not_known():

@@ -29,7 +29,7 @@ CASES = [(spec, CHIPS[(index + shift) % 4]) for index, spec in enumerate(FLAGSHI
 
 def odd(spec: ModelSpec) -> Settings:
     """The tiny size, one cell taller, so that tokens divide by no number of chips."""
-    sizes = {**spec.tiny_inputs}
+    sizes = {**spec.miniature.inputs}
     sizes["height"] += spec.whole_numbers("height").multiple_of
     return spec.settings(**sizes, num_inference_steps=1)
 
@@ -38,7 +38,9 @@ def odd(spec: ModelSpec) -> Settings:
 def given(name: str) -> dict[str, np.ndarray]:
     """Texts of different lengths for the rows, and a condition, by the names of the denoiser's inputs."""
     spec, random = spec_by_name(name), np.random.default_rng(7)
-    config = checkpoint.locate(spec, spec.random_id).config(spec.component(spec.experts[0]), Silent())
+    config = checkpoint.locate(spec, spec.miniature.random_id).config(
+        spec.component(spec.denoiser.experts[0]), Silent()
+    )
     settings = odd(spec)
     rows = spec.branches(settings)
     found: dict[str, np.ndarray] = {}

@@ -76,7 +76,7 @@ def test_every_example_is_there_as_stages_as_a_pipeline_node_and_in_api_form():
 def test_every_model_has_an_example_with_its_own_id_and_defaults():
     texts = [path.read_text() for path in PAGE_FILES]
     for spec in FLAGSHIPS:
-        assert any(spec.hub_id in text and f"{spec.family}TPUSampler" in text for text in texts), spec.name
+        assert any(spec.published.hub_id in text and f"{spec.family}TPUSampler" in text for text in texts), spec.name
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def test_an_example_says_model_sizes_and_stages(path: Path):
     workflow = workflow_of(path)
     found = one_expected(workflow)
     assert [(found.model, found.settings)] == generations(workflow, Folders(), HEADLESS)
-    with_picture = found.model.spec.encode_image is not None and "i2v" in path.stem
+    with_picture = found.model.spec.pictures.encode is not None and "i2v" in path.stem
     assert found.stages == (("image",) if with_picture else ()) + ("denoise", "decode")
 
 

@@ -138,7 +138,7 @@ def test_the_sampler_hands_its_numbers_to_the_runtime(runtime: Recorder):
     model, settings, positive, negative = runtime.calls["denoise"]
     expected = {"height": 80, "width": 112, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 4.0, "seed": 7}
     assert settings == Settings(**expected, shift=3.0)
-    assert (positive, negative, model.model_id) == (conditioning(), None, SPEC.hub_id)
+    assert (positive, negative, model.model_id) == (conditioning(), None, SPEC.published.hub_id)
 
 
 def test_cogvideox_has_its_scheduler_last_under_advanced_and_hands_it_on(runtime: Recorder):
@@ -180,7 +180,7 @@ def test_the_sampler_hands_on_how_its_steps_are_run(runtime: Recorder):
 def test_a_familys_nodes_have_no_number_that_one_of_its_models_does_not_know(spec: ModelSpec):
     """It would be left aside in silence; only models with several experts know those of the second."""
     node = DECLARATIONS[f"{spec.family}TPUSampler"]
-    known = {*spec.inputs, *(() if len(spec.experts) > 1 else ("guidance_scale_2", "high_noise_steps"))}
+    known = {*spec.inputs, *(() if len(spec.denoiser.experts) > 1 else ("guidance_scale_2", "high_noise_steps"))}
     assert {name for name in FEW_STEPS if name in {i.name for i in node.inputs}} <= known
 
 

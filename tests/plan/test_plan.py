@@ -320,7 +320,7 @@ def programs_of(spec: ModelSpec, stages: tuple[str, ...]) -> tuple[Program, ...]
     attention scores are then larger than what is made of a text alone. A VAE has no scan, so it is tiny, and a decoder
     has one residual block for each size.
     """
-    sizes = dict(spec.tiny_inputs)
+    sizes = dict(spec.miniature.inputs)
     if "decode" in stages:
         tiny = [replace(part, config={**part.config, **shallow(part)}) for part in spec.components if not part.blocks]
         spec = replace(spec, components=(*(part for part in spec.components if part.blocks), *tiny))

@@ -41,15 +41,15 @@ def shared(spec: ModelSpec, stage: str) -> tuple[Any, ...]:
     """What models have in common whose programs of a stage have the same products."""
     functions = {
         "encode": [text.encode for text in spec.text_encoders],
-        "image": [spec.encode_image],
-        "denoise": [spec.forward, spec.prepare_denoiser, spec.guidance, spec.step_reuse],
-        "decode": [spec.decode],
+        "image": [spec.pictures.encode],
+        "denoise": [spec.denoiser.forward, spec.denoiser.prepare, spec.recipe.guidance, spec.denoiser.step_reuse],
+        "decode": [spec.vae.decode],
     }
     names = {
         "encode": [text.component for text in spec.text_encoders],
         "image": [part.name for part in spec.components if part.name in ("vae_encoder", "image_encoder")],
-        "denoise": spec.experts[:1],
-        "decode": [spec.vae],
+        "denoise": spec.denoiser.experts[:1],
+        "decode": [spec.vae.component],
     }
     parts = [(spec.component(name).class_name, str(spec.component(name).config)) for name in names[stage]]
     return stage, str(parts), str(functions[stage])
@@ -60,14 +60,14 @@ CASES = {
     shared(spec, stage): (spec, stage)
     for spec in reversed(SPECS)
     for stage in STAGES
-    if stage != "image" or spec.encode_image is not None
+    if stage != "image" or spec.pictures.encode is not None
 }
 
 
 def traced(spec: ModelSpec, stage: str) -> list[Program]:
     devices = chips.compile_devices(chips.topology("v6e-1"))
     found = [*generation.for_spec(spec, spec.settings(), devices, stages=(stage,))]
-    if stage == "denoise" and spec.step_reuse is not None:
+    if stage == "denoise" and spec.denoiser.step_reuse is not None:
         found += generation.for_spec(spec, spec.settings(step_cache=True), devices, stages=(stage,))
     return found
 

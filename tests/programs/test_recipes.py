@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 from comfyui_tpu.tests.support.closeness import OPERATION
-from comfyui_tpu.tpu_runtime.limits import FLOW_SCHEDULERS
 from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.programs.generation import Denoising
 from comfyui_tpu.tpu_runtime.programs.solver_table import SolverTable
-from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
+from comfyui_tpu.tpu_runtime.spec import FLOW_SCHEDULERS, ModelSpec, Settings
 from diffusers.pipelines.flux2 import pipeline_flux2, pipeline_flux2_klein
 from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5
 
@@ -35,7 +34,7 @@ TURBO = (1.0, 0.6509, 0.4374, 0.2932, 0.1893, 0.1108, 0.0495, 0.00031)
 
 
 def table_of(spec: ModelSpec, **widgets: Any) -> SolverTable:
-    return solver_table.table_for(spec, spec.scheduler, spec.settings(**widgets))
+    return solver_table.table_for(spec, spec.recipe.scheduler, spec.settings(**widgets))
 
 
 def sigmas_of(table: SolverTable) -> np.ndarray:
@@ -81,7 +80,7 @@ def test_fastwans_three_steps(compare: Callable):
     """
     spec, published = spec_for_family("Wan21"), np.array([1000, 757, 522])
     settings = spec.settings(sigmas=FASTWAN, flow_shift=1.0, guidance_scale=1.0, scheduler=LCM)
-    table = solver_table.table_for(spec, spec.scheduler, settings)
+    table = solver_table.table_for(spec, spec.recipe.scheduler, settings)
     equal = np.linspace(1, 1e-3, 1000)
     shifted = 8 * equal / (1 + 7 * equal)
     theirs = shifted[np.abs(shifted * 1000 - published[:, None]).argmin(1)]
@@ -114,13 +113,14 @@ def test_of_the_four_two_are_the_first_experts(boundary: float):
 
 def test_one_expert_has_the_guidance_of_each_step_and_two_meet_at_the_boundary():
     alone = table_of(HUNYUAN, num_inference_steps=3)
-    halving = replace(HUNYUAN, guidance_at=lambda settings, timestep: settings.guidance_scale * timestep / 1000)
+    recipe = replace(HUNYUAN.recipe, guidance_at=lambda settings, timestep: settings.guidance_scale * timestep / 1000)
+    halving = replace(HUNYUAN, recipe=recipe)
     settings = HUNYUAN.settings(num_inference_steps=3, guidance_scale=6.0)
-    (name,) = HUNYUAN.experts
+    (name,) = HUNYUAN.denoiser.experts
     expected = [(name, 6.0 * timestep / 1000) for timestep in alone.timesteps.tolist()]
     assert solver_table.experts_for(halving, alone, settings, boundary=900.0) == expected
     table = table_of(WAN, num_inference_steps=3)
-    assert solver_table.table_for(WAN, WAN.scheduler, WAN.settings(num_inference_steps=3), begin=2).begin == 2
+    assert solver_table.table_for(WAN, WAN.recipe.scheduler, WAN.settings(num_inference_steps=3), begin=2).begin == 2
     found = solver_table.experts_for(WAN, table, WAN.settings(), boundary=float(table.timesteps[1]))
     assert [name for name, _ in found] == ["transformer", "transformer", "transformer_2"]
 
@@ -140,7 +140,7 @@ def test_four_steps_of_euler_alone_are_not_those(compare: Callable):
 def test_the_shift_goes_with_the_scheduler(scheduler: str):
     """The checkpoint's where none is given, whatever the class calls it."""
     for spec, key, own in ((WAN, "flow_shift", 3.0), (HUNYUAN, "shift", 9.0)):
-        config = {**spec.scheduler, key: own}
+        config = {**spec.recipe.scheduler, key: own}
         given = replace(spec.settings(scheduler=scheduler, num_inference_steps=4), shift=None)
         unset, same, other = (
             solver_table.table_for(spec, config, replace(given, shift=shift)) for shift in (None, own, own + 2)

@@ -22,7 +22,7 @@ from comfyui_tpu.tpu_runtime.spec import Settings, StepCache
 
 SPEC = spec_for_family("HunyuanVideo15")
 I2V = spec_by_name("hunyuanvideo1.5-i2v-720p")
-MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.random_id, precision="float32")
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id, precision="float32")
 PROMPT, NEGATIVE = 'a cat with a sign that says "Hi"', "blurred details"
 SCALE = 1.03682
 # Full steps: 0, 1, 3, 5. Tokens: 3 * 5 * 7 = 105, which 4 chips do not divide.
@@ -55,7 +55,7 @@ def oracle(settings: Settings) -> np.ndarray:
 
     pipe = diffusers.HunyuanVideo15Pipeline.from_pretrained(tiny.ensure(SPEC))
     pipe.set_progress_bar_config(disable=True)
-    pipe.scheduler = solver_table.scheduler_from(SPEC.scheduler)
+    pipe.scheduler = solver_table.scheduler_from(SPEC.recipe.scheduler)
     pipe.guider.guidance_scale = settings.guidance_scale
     branches, calls, kept = SPEC.branches(settings), 0, {}
 
@@ -150,7 +150,7 @@ def test_bfloat16_keeps_features_in_its_own_format(compare: Callable):
 
 @pytest.mark.slow
 def test_a_video_from_a_picture_may_reuse_steps():
-    model = ModelRef(spec_name=I2V.name, model_id=I2V.random_id, precision="float32")
+    model = ModelRef(spec_name=I2V.name, model_id=I2V.miniature.random_id, precision="float32")
     arrays = {"condition": torch.rand(1, 33, 2, 4, 7), "image_embeds": torch.rand(1, 729, 28)}
     condition = {"tpu_family": I2V.family, "height": 64, "width": 112, "num_frames": 5, "tensors": arrays}
     one, two = (
@@ -182,7 +182,7 @@ def test_the_node_offers_it_off_with_the_originals_numbers():
         found = {i.name: i.default for i in last}
         assert found == {"step_cache": False, "cache_start": 11, "cache_end": 45, "cache_interval": 4}
         assert all(i.optional and i.advanced for i in last)
-    assert {spec.family for spec in SPECS if spec.step_reuse is not None} == {SPEC.family}
+    assert {spec.family for spec in SPECS if spec.denoiser.step_reuse is not None} == {SPEC.family}
 
 
 def test_the_command_refuses_it_for_a_model_without_it(tmp_path, capsys: pytest.CaptureFixture):

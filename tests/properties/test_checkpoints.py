@@ -91,7 +91,7 @@ def test_any_config(folder: Path, name: str):
 
 
 @settings(max_examples=60)
-@given(content=documents(dict(SPEC.scheduler)))
+@given(content=documents(dict(SPEC.recipe.scheduler)))
 def test_any_scheduler(folder: Path, content: bytes):
     path = folder / checkpoint.SCHEDULER_CONFIG
 

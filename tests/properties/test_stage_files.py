@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 SPEC = spec_by_name("wan2.1-t2v-14b")
-MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.random_id)
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id)
 WIDTH = SPEC.component("transformer").tiny["text_dim"]
 WHOLE = save(
     {
@@ -51,7 +51,7 @@ def use(folder: Path) -> None:
     """All that is read of a folder before the first program runs."""
     embeds = stage_files.load_embeddings(folder, MODEL)
     condition, latents = stage_files.load_condition(folder, MODEL), stage_files.load_latents(folder, MODEL)
-    config = SPEC.component(SPEC.experts[0]).tiny
+    config = SPEC.component(SPEC.denoiser.experts[0]).tiny
     conditioning.denoiser_inputs(SPEC, config, SPEC.settings(), *embeds, condition)
     conditioning.latent_samples(SPEC, latents)
 
@@ -66,9 +66,9 @@ def test_any_stage_file(folder: Path, content: bytes):
 
 
 CONFIG = {
-    "model_name": SPEC.name, "model_id": SPEC.random_id, "prompt": "a red circle", "negative_prompt": "", "height": 80,
-    "width": 80, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 5.0, "flow_shift": 3.0, "seed": 1,
-    "sigmas": "1, 0.5", "scheduler": "checkpoint", "fps": 16.0, "add_noise": True,
+    "model_name": SPEC.name, "model_id": SPEC.miniature.random_id, "prompt": "a red circle", "negative_prompt": "",
+    "height": 80, "width": 80, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 5.0,
+    "flow_shift": 3.0, "seed": 1, "sigmas": "1, 0.5", "scheduler": "checkpoint", "fps": 16.0, "add_noise": True,
 }  # fmt: skip
 
 

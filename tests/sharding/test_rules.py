@@ -79,10 +79,10 @@ def network_of(part: int) -> modules.Network:
 def meshes_of(part: int, chips: int) -> set[MeshShape]:
     """Of the calls of a network by itself, which a decoder's mesh differs from in names alone, and of steps."""
     steps = {
-        spec.mesh(chips, branches).for_heads(int(component.config.get(spec.heads_key, chips)))
+        spec.parallelism.mesh(chips, branches).for_heads(int(component.config.get(spec.parallelism.heads_key, chips)))
         for spec in SPECS
         for component in spec.components
-        if id(component) == part and component.name in spec.experts
+        if id(component) == part and component.name in spec.denoiser.experts
         for branches in (1, 2)
     }
     return {MeshShape(sp=chips), *steps}

@@ -50,19 +50,19 @@ def generate(request: dict[str, Any]) -> dict[str, str]:
     """Digests of what the stages gave."""
     spec, host = spec_by_name(request["model"]), Host(request.get("cancel"))
     loras = tuple(Lora(path=path, strength=1.0) for path in request.get("loras", ()))
-    model = ModelRef(spec_name=spec.name, model_id=request.get("id") or spec.random_id, loras=loras)
+    model = ModelRef(spec_name=spec.name, model_id=request.get("id") or spec.miniature.random_id, loras=loras)
     frames = {} if spec.is_image else {"num_frames": 9 if spec.family == "CogVideoX" else 5}
-    sizes = {**spec.tiny_inputs, **frames, **request.get("sizes", {})}
+    sizes = {**spec.miniature.inputs, **frames, **request.get("sizes", {})}
     settings = spec.settings(**{**sizes, "num_inference_steps": request.get("steps", 2)})
     host.stage = "encode"
     texts = pipeline.encode_prompt(model, request.get("prompt", "a cat"), "", progress=host)
     condition = None
-    if spec.encode_image is not None and spec.needs_condition:
+    if spec.pictures.encode is not None and spec.needs_condition:
         host.stage = "encode_image"
         size = {name: getattr(settings, name) for name in ("height", "width", "num_frames")}
-        picture = torch.linspace(0, 1, spec.pictures[0] * size["height"] * size["width"] * 3)
+        picture = torch.linspace(0, 1, spec.pictures.numbers[0] * size["height"] * size["width"] * 3)
         condition = pipeline.encode_image(
-            model, picture.reshape(spec.pictures[0], size["height"], size["width"], 3), size, progress=host
+            model, picture.reshape(spec.pictures.numbers[0], size["height"], size["width"], 3), size, progress=host
         )
     host.stage = "denoise"
     latents = pipeline.denoise(model, settings, *texts, progress=host, condition=condition)

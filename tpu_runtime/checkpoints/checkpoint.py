@@ -52,7 +52,7 @@ class Checkpoint:
         """
         if self.root is not None:
             return self.root
-        if self.model_id in self.spec.tiny_ids:
+        if self.model_id in self.spec.miniature.ids:
             return tiny.folder(self.spec, self.model_id)
         return self._snapshot(progress).root
 
@@ -109,7 +109,7 @@ class Checkpoint:
 
     @property
     def _is_on_hub(self) -> bool:
-        return self.root is None and self.model_id not in self.spec.tiny_ids
+        return self.root is None and self.model_id not in self.spec.miniature.ids
 
     def index(self, progress: Progress) -> Mapping[str, Any]:
         """The checkpoint's `model_index.json`."""
@@ -159,12 +159,14 @@ def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = ()) -> Check
     model_id = model_id.strip()
     if not model_id:
         raise CheckpointError(
-            f"{spec.title}: model_id is empty. Enter a Hugging Face id such as {spec.hub_id}, a folder in diffusers "
-            f"layout, or {spec.tiny_id}."
+            f"{spec.title}: model_id is empty. Enter a Hugging Face id such as {spec.published.hub_id}, a folder in "
+            f"diffusers layout, or {spec.miniature.id}."
         )
     if model_id.startswith("tiny/"):
-        if model_id not in spec.tiny_ids:
-            raise CheckpointError(f"{spec.title}: model_id is {model_id}; its built-in checkpoint is {spec.tiny_id}.")
+        if model_id not in spec.miniature.ids:
+            raise CheckpointError(
+                f"{spec.title}: model_id is {model_id}; its built-in checkpoint is {spec.miniature.id}."
+            )
         return Checkpoint(spec=spec, model_id=model_id, root=None)
     if (folder := local_folder(model_id, folders)) is not None:
         if not (folder / INDEX).is_file():
@@ -178,7 +180,7 @@ def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = ()) -> Check
         searched = ", ".join(["the path itself", *folders])
         raise CheckpointError(
             f"{spec.title}: model_id is {model_id}; there is no such folder (looked at {searched}) and it is not a "
-            f"Hugging Face id (owner/name) such as {spec.hub_id}."
+            f"Hugging Face id (owner/name) such as {spec.published.hub_id}."
         )
     return Checkpoint(spec=spec, model_id=model_id, root=None)
 

@@ -21,7 +21,7 @@ _MISSING = object()
 
 def is_pipeline(spec: ModelSpec, index: Mapping[str, Any]) -> bool:
     """Whether the index is of a pipeline that `spec` stands for."""
-    return index.get("_class_name") in spec.pipeline_classes
+    return index.get("_class_name") in spec.published.pipeline_classes
 
 
 def index_problem(spec: ModelSpec, model_id: str, index: Mapping[str, Any]) -> str | None:
@@ -29,17 +29,17 @@ def index_problem(spec: ModelSpec, model_id: str, index: Mapping[str, Any]) -> s
     if not is_pipeline(spec, index):
         return (
             f"{spec.title}: the checkpoint {model_id} is a {index.get('_class_name')}; this node needs a "
-            f"{' or '.join(spec.pipeline_classes)}, such as {spec.hub_id}."
+            f"{' or '.join(spec.published.pipeline_classes)}, such as {spec.published.hub_id}."
         )
     if unknown := list(_unknown(spec, index)):
         return (
             f"{spec.title}: the model_index.json of {model_id} has {_listed(unknown)}, which this model does not know; "
-            f"without that the result would be wrong. Use one such as {spec.hub_id}."
+            f"without that the result would be wrong. Use one such as {spec.published.hub_id}."
         )
     if missing := list(_missing(spec, index)):
         return (
             f"{spec.title}: the model_index.json of {model_id} has no {_listed(missing)}, which this model needs. Use "
-            f"one that has, such as {spec.hub_id}."
+            f"one that has, such as {spec.published.hub_id}."
         )
     return None
 
@@ -49,7 +49,7 @@ def _missing(spec: ModelSpec, index: Mapping[str, Any]) -> Iterator[str]:
     for folder in dict.fromkeys(component.folder for component in spec.components):
         if folder in index and _is_off(index[folder]):
             yield folder
-    for name, value in spec.index.items():
+    for name, value in spec.published.index.items():
         if not _is_part(value) and _is_off(index.get(name)):
             yield name
 
@@ -58,7 +58,7 @@ def _unknown(spec: ModelSpec, index: Mapping[str, Any]) -> Iterator[str]:
     """What is set and not known, with its value."""
     folders = {component.folder for component in spec.components}
     tokenizers = {text.tokenizer_folder for text in spec.text_encoders}
-    known = {*folders, *tokenizers, "scheduler", *spec.index, *HARMLESS}
+    known = {*folders, *tokenizers, "scheduler", *spec.published.index, *HARMLESS}
     for name, value in index.items():
         if name not in known and not name.startswith("_") and not _is_off(value):
             yield f"{name} ({value[1]})" if _is_part(value) else f"{name} {json.dumps(value)}"
@@ -83,10 +83,11 @@ def config_problem(spec: ModelSpec, component: Component, model_id: str, config:
     if method := quantized.method_of_config(config):
         return (
             f"{spec.title}: {component.folder} of {model_id} is quantized with {method} (quantization_config in its "
-            f"config.json). {quantized.ADVICE.removesuffix('.')}, such as {spec.hub_id}."
+            f"config.json). {quantized.ADVICE.removesuffix('.')}, such as {spec.published.hub_id}."
         )
     if strange := next(_strange(config, component.config), None):
-        return f"{model_id}: {strange} in {component.folder}/config.json. Use a checkpoint such as {spec.hub_id}."
+        where = f"{component.folder}/config.json"
+        return f"{model_id}: {strange} in {where}. Use a checkpoint such as {spec.published.hub_id}."
     for key, need in component.needs.items():
         value = _value(config, key)
         if isinstance(need, Same) or _fits(need, value):
@@ -94,7 +95,7 @@ def config_problem(spec: ModelSpec, component: Component, model_id: str, config:
         said = "is missing" if value is _MISSING else f"is {json.dumps(value)}"
         return (
             f"{spec.title}: {key} {said} in {component.folder}/config.json of {model_id}; supported is "
-            f"{_supported(need)}. Use a checkpoint such as {spec.hub_id}."
+            f"{_supported(need)}. Use a checkpoint such as {spec.published.hub_id}."
         )
     return None
 
@@ -149,7 +150,7 @@ def sizes_problem(spec: ModelSpec, model_id: str, configs: Mapping[str, Mapping[
 
 def _experts_problem(spec: ModelSpec, model_id: str, configs: Mapping[str, Mapping[str, Any]]) -> str | None:
     """One program runs all experts, so they are of one architecture."""
-    known = [name for name in spec.experts if name in configs]
+    known = [name for name in spec.denoiser.experts if name in configs]
     for first, name in zip(known, known[1:], strict=False):
         mine, its = configs[first], configs[name]
         for key in sorted({*mine, *its}):

@@ -59,7 +59,7 @@ class ModelRef:
 
     def loras_of(self, component: str) -> tuple[Lora, ...]:
         """Those that change a component: of a denoiser, with a strength other than 0."""
-        experts = self.spec.experts
+        experts = self.spec.denoiser.experts
         if component not in experts:
             return ()
         own = EXPERTS[0], EXPERTS[1 + experts.index(component)]
@@ -115,7 +115,7 @@ def variant(
     if spec is None:
         spec = _of_any_family(model_id, checkpoint.find_index(model_id, folders, progress=progress) or {})
     family = [spec, *(other for other in models.SPECS if other.family == spec.family and other.name != spec.name)]
-    named = [one for one in family if model_id.strip() in (one.hub_id, *one.tiny_ids)]
+    named = [one for one in family if model_id.strip() in (one.published.hub_id, *one.miniature.ids)]
     if named or len(family) == 1:
         return (named or family)[0]
     index = checkpoint.find_index(model_id, folders, progress=progress)
@@ -137,6 +137,6 @@ def _of_any_family(model_id: str, index: Mapping[str, Any]) -> ModelSpec:
     alike = [spec for spec in models.SPECS if compatibility.is_pipeline(spec, index)]
     fitting = [spec for spec in alike if compatibility.index_problem(spec, model_id, index) is None]
     if not alike:
-        known = ", ".join(dict.fromkeys(name for spec in models.SPECS for name in spec.pipeline_classes))
+        known = ", ".join(dict.fromkeys(name for spec in models.SPECS for name in spec.published.pipeline_classes))
         raise ValueError(f"{model_id} is a {index.get('_class_name')}; what can be run is {known}.")
     return (fitting or alike)[0]

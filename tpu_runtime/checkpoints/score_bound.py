@@ -24,10 +24,10 @@ def is_bounded(spec: ModelSpec, component: Component, folder: Path, added: Added
 
     `added` are what is added to weights, by name.
     """
-    if not spec.head_norms:
+    if not spec.denoiser.head_norms:
         return False
     tensors = by_own_names(read_headers(folder, component), component.aliases)
-    return all(score_bound(tensors, norms, added) <= SCORE_BOUND for norms in spec.head_norms)
+    return all(score_bound(tensors, norms, added) <= SCORE_BOUND for norms in spec.denoiser.head_norms)
 
 
 def score_bound(tensors: Mapping[str, TensorFile], norms: HeadNorms, added: Added = NOTHING) -> float:

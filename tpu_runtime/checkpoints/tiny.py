@@ -30,11 +30,11 @@ def trained(model_id: str) -> Path | None:
 
 def texts(spec: ModelSpec, model_id: str) -> Mapping[str, str]:
     """Texts that a trained one understands, by input; none for an id that is something else."""
-    return spec.tiny_texts if trained(model_id) else {}
+    return spec.miniature.texts if trained(model_id) else {}
 
 
 def folder(spec: ModelSpec, model_id: str) -> Path:
-    """The folder of one of `spec.tiny_ids`; creates it if it is neither part of the pack nor there."""
+    """The folder of one of `spec.miniature.ids`; creates it if it is neither part of the pack nor there."""
     return trained(model_id) or ensure(spec)
 
 
@@ -42,12 +42,12 @@ def ensure(spec: ModelSpec) -> Path:
     """The folder of a spec's tiny checkpoint with random weights; creates it if it is not there."""
     description = {
         "version": VERSION,
-        "scheduler": dict(spec.scheduler),
-        "files": {path: dict(content) for path, content in spec.files.items()},
+        "scheduler": dict(spec.recipe.scheduler),
+        "files": {path: dict(content) for path, content in spec.published.files.items()},
         "components": {component.name: dict(component.tiny) for component in spec.components},
     }
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:12]
-    folder = cache_folder() / "tiny" / f"{spec.tiny_id.removeprefix('tiny/')}-{digest}"
+    folder = cache_folder() / "tiny" / f"{spec.miniature.id.removeprefix('tiny/')}-{digest}"
     if not folder.is_dir():
         write(spec, folder)
     return folder
@@ -69,7 +69,7 @@ def write(spec: ModelSpec, folder: Path, seed: int = 0) -> None:
 
 
 def _write_parts(spec: ModelSpec, folder: Path, seed: int) -> None:
-    index: dict[str, object] = {"_class_name": spec.pipeline_classes[0], **spec.index}
+    index: dict[str, object] = {"_class_name": spec.published.pipeline_classes[0], **spec.published.index}
     written: dict[str, str] = {}
     for component in spec.components:
         if component.folder not in written:
@@ -81,13 +81,13 @@ def _write_parts(spec: ModelSpec, folder: Path, seed: int) -> None:
     for text in spec.text_encoders:
         text.write_tokenizer(folder / text.tokenizer_folder)
         index[text.tokenizer_folder] = ["transformers", text.tokenizer_class]
-    for path, content in spec.files.items():
+    for path, content in spec.published.files.items():
         (folder / path).parent.mkdir(exist_ok=True)
         (folder / path).write_text(json.dumps(dict(content), indent=2), "utf-8")
     scheduler = folder / "scheduler"
     scheduler.mkdir()
-    (scheduler / "scheduler_config.json").write_text(json.dumps(dict(spec.scheduler), indent=2), "utf-8")
-    index["scheduler"] = ["diffusers", spec.scheduler["_class_name"]]
+    (scheduler / "scheduler_config.json").write_text(json.dumps(dict(spec.recipe.scheduler), indent=2), "utf-8")
+    index["scheduler"] = ["diffusers", spec.recipe.scheduler["_class_name"]]
     (folder / "model_index.json").write_text(json.dumps(index, indent=2), "utf-8")
 
 

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..limits import SIZE
 from ..models import SPECS
 from ..programs import finite
-from ..spec import ModelSpec, Settings
+from ..spec import SIZE, ModelSpec, Settings
 from .payloads import Conditioning, ImageCondition, conditioning_entry
 
 
@@ -26,13 +25,15 @@ def conditioning(spec: ModelSpec, encoded: Sequence[tuple[np.ndarray, np.ndarray
 
 def check_pictures(spec: ModelSpec, settings: Settings, number: int) -> None:
     """Raises `ValueError` where the model does not take so many pictures: a first frame, or a first and a last one."""
-    if spec.encode_image is None:
+    if spec.pictures.encode is None:
         raise ValueError(f"{spec.title} does not take an image.")
-    if spec.references:
+    if spec.pictures.are_references:
         return
-    if number not in spec.pictures:
-        alike = (one for one in SPECS if one.family == spec.family and one.encode_image and number in one.pictures)
-        other = next((f", or set model_id to a model such as {one.hub_id}" for one in alike), "")
+    if number not in spec.pictures.numbers:
+        alike = (
+            one for one in SPECS if one.family == spec.family and one.pictures.encode and number in one.pictures.numbers
+        )
+        other = next((f", or set model_id to a model such as {one.published.hub_id}" for one in alike), "")
         end = "the picture that the video ends with"
         if number > 1:
             raise ValueError(
@@ -50,7 +51,7 @@ def check_pictures(spec: ModelSpec, settings: Settings, number: int) -> None:
 def condition(spec: ModelSpec, settings: Settings, tensors: Mapping[str, Any]) -> ImageCondition:
     """An encoded image, with the size it was encoded for."""
     size = {"height": settings.height, "width": settings.width, "num_frames": settings.num_frames}
-    size = {} if spec.references else size
+    size = {} if spec.pictures.are_references else size
     owned = {name: _owned(x) for name, x in tensors.items()}
     return ImageCondition(tpu_family=spec.family, **size, tensors=owned)
 
@@ -113,7 +114,7 @@ def _condition_arrays(
     spec: ModelSpec, config: Mapping[str, Any], settings: Settings, given: ImageCondition | None
 ) -> dict[str, np.ndarray]:
     shapes = spec.conditions(config, spec.geometry.latent_shape(settings))
-    if given is not None and spec.references:
+    if given is not None and spec.pictures.are_references:
         shapes = {name: _reference_shape(spec, settings, name, x) for name, x in given["tensors"].items()}
     if not shapes:
         return {}

@@ -57,7 +57,7 @@ def denoise(stage: Stage, plan: Denoising, standing: Standing) -> tuple[Standing
     """
     spec, progress, table, steps = plan.spec, stage.progress, standing.table, plan.settings.steps
     programs = denoiser_programs(stage, plan, standing.inputs)
-    noises = table.noises(lambda: spec.noise(spec, plan.settings, standing.generator).numpy(), steps)
+    noises = table.noises(lambda: spec.draw_noise(plan.settings, standing.generator).numpy(), steps)
     noise, state, denoised = next(noises), standing.state, None
     for expert, part in itertools.groupby(steps, lambda index: plan.experts[index][0]):
         program = programs.pop(expert)
@@ -95,7 +95,7 @@ def _stepped(stage: Stage, done: int, total: int, denoised: jax.Array) -> None:
     def latents() -> torch.Tensor:
         return torch.from_numpy(np.array(denoised))
 
-    stage.progress.step(done, total, "step", Preview(latent_format=stage.spec.latent_format, latents=latents))
+    stage.progress.step(done, total, "step", Preview(latent_format=stage.spec.vae.latent_format, latents=latents))
     if seconds := stage.progress.activity.seconds_per_unit:
         stage.progress.text(f"Denoising, step {done} of {total}, {seconds:.2f} s a step")
 
@@ -108,7 +108,7 @@ def plan_of(stage: Stage, settings: Settings) -> Denoising:
         settings=guider.settings_for(found, settings, progress),
         configs=stage.resolved.configs,
         scheduler=checkpoint.read_json(found.folder("scheduler", progress) / "scheduler_config.json"),
-        boundary_ratio=found.index(progress)["boundary_ratio"] if len(spec.experts) > 1 else 0.0,
+        boundary_ratio=found.index(progress)["boundary_ratio"] if len(spec.denoiser.experts) > 1 else 0.0,
     )
 
 
@@ -131,12 +131,14 @@ def programs_wanted(stage: Stage, plan: Denoising, inputs: Inputs) -> dict[str, 
     Experts share one, unless only one of them is guided.
     """
     spec, target, settings = plan.spec, stage.target, plan.settings
-    references = {name: x.shape for name, x in inputs.items() if spec.references and name.startswith("reference_")}
+    references = {
+        name: x.shape for name, x in inputs.items() if spec.pictures.are_references and name.startswith("reference_")
+    }
     bounded = all(
         score_bound.is_bounded(
             spec, component, stage.found.fetch_weights(component, stage.progress), stage.added_to_norms(component)
         )
-        for component in map(spec.component, spec.experts)
+        for component in map(spec.component, spec.denoiser.experts)
     )
     shape = plan.shape(references=references, bounded=bounded)
     wanted: dict[str, list[Wanted]] = {}
@@ -178,8 +180,8 @@ def begin(plan: Denoising, inputs: Inputs, latents: Mapping[str, Any] | None, sa
         log.warning("%s: the latents are taken as they are, without what the solver knew: %s.", spec.title, problem)
         say(f"Going on from the latents alone: {problem}")
     table, origin = plan.table, generator.get_state()
-    inputs = dict(spec.draw_inputs(inputs, generator))  # as upstream, before the noise
-    noise = spec.noise(spec, settings, generator) if settings.add_noise else torch.zeros(())
+    inputs = dict(spec.recipe.draw_inputs(inputs, generator))  # as upstream, before the noise
+    noise = spec.draw_noise(settings, generator) if settings.add_noise else torch.zeros(())
     if unscaled is None:
         sample = noise
     else:
@@ -243,7 +245,7 @@ def _continued(plan: Denoising, inputs: Inputs, samples: torch.Tensor, carried: 
         table=table,
         # Copied: the state of a step is donated to it, and the latents stay in ComfyUI's cache.
         state=tuple(state.float().numpy()[:, None].copy()),
-        inputs=dict(plan.spec.draw_inputs(inputs, first)),
+        inputs=dict(plan.spec.recipe.draw_inputs(inputs, first)),
         generator=generator,
         origin=carried["origin"],
     )

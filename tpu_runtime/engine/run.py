@@ -28,7 +28,7 @@ PROMPTS = ("prompt", "negative prompt")
 def encode(stage: Stage, prompt: str, negative_prompt: str) -> tuple[Conditioning, Conditioning | None]:
     """Prompt and negative prompt as CONDITIONING, from the cache where the same text was encoded before."""
     spec = stage.spec
-    prompts = (prompt, negative_prompt) if spec.guidance == "cfg" else (prompt,)
+    prompts = (prompt, negative_prompt) if spec.recipe.guidance == "cfg" else (prompt,)
     folders = [(spec.component(text.component).folder, text.tokenizer_folder) for text in spec.text_encoders]
     parts = [tuple(stage.found.identity(folder, stage.progress) for folder in pair) for pair in folders]
     sources = (*versions.environment(), versions.source_digest())
@@ -81,9 +81,9 @@ def encode_image(stage: Stage, image: torch.Tensor, settings: Settings) -> Image
     """An IMAGE `[N, height, width, 3]` in 0..1, CPU float32, as the denoiser's condition."""
     seen = media.pictures(image)
     conditioning.check_pictures(stage.spec, settings, len(seen))
-    assert stage.spec.encode_image is not None
+    assert stage.spec.pictures.encode is not None
     stage.progress.text("Encoding the image")
-    tensors = stage.spec.encode_image(stage.call, seen, settings, stage.config(stage.spec.vae))
+    tensors = stage.spec.pictures.encode(stage.call, seen, settings, stage.config(stage.spec.vae.component))
     return conditioning.condition(stage.spec, settings, tensors)
 
 
@@ -110,7 +110,7 @@ def decode(stage: Stage, latents: Mapping[str, Any]) -> torch.Tensor:
     stage.progress.text("Decoding")
     frames = []
     for sample in samples:
-        for chunk in stage.spec.decode(stage.call, sample[None], stage.report("chunk")):
+        for chunk in stage.spec.vae.decode(stage.call, sample[None], stage.report("chunk")):
             if stage.hosts.is_leader:
                 frames.append(torch.from_numpy(np.array(chunk)))
     return torch.cat(frames) if frames else torch.empty(0)
@@ -135,13 +135,16 @@ def note(stage: Stage, settings: Settings, stages: Sequence[str]) -> None:
         return stage.program_cache.note(wanted)
 
     # Its program depends on some of the weights, and a download belongs to the stage, which shows it.
-    is_here = all(stage.found.weights_here(stage.spec.component(name)) for name in stage.spec.experts)
+    is_here = all(stage.found.weights_here(stage.spec.component(name)) for name in stage.spec.denoiser.experts)
     _each_program(stage, settings, [name for name in stages if is_here or name != "denoise"], note_one)
 
 
 def read_ahead(stage: Stage, stages: Sequence[str]) -> None:
     """Lets the weights of the denoiser and the decoder be in the kernel's page cache when these stages load them."""
-    names = [*(stage.spec.experts if "denoise" in stages else ()), *((stage.spec.vae,) if "decode" in stages else ())]
+    names = [
+        *(stage.spec.denoiser.experts if "denoise" in stages else ()),
+        *((stage.spec.vae.component,) if "decode" in stages else ()),
+    ]
     loaded = [(one.component, one.model) for one in stage.device_cache.list()]
     files = [
         stage.found.weights_here(stage.spec.component(name))

@@ -130,7 +130,7 @@ class Stage:
     def added_to_norms(self, component: Component) -> dict[str, torch.Tensor]:
         """What LoRAs add to norms and biases of a denoiser, by name."""
         loras = self.model.loras_of(component.name)
-        if not loras or not self.spec.head_norms:
+        if not loras or not self.spec.denoiser.head_norms:
             return {}
         network = described(component, self.config(component.name))
         return apply.vectors(loras, network, self.progress)

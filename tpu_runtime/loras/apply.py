@@ -50,15 +50,17 @@ def add(model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef, str]
     Raises `LoraError` where nothing of the file does, or where the model has no such expert.
     """
     spec = model.spec
-    if lora.expert != EXPERTS[0] and len(spec.experts) == 1:
+    if lora.expert != EXPERTS[0] and len(spec.denoiser.experts) == 1:
         raise LoraError(
             f"{spec.title}: expert is {lora.expert}, but this model has only one denoiser. Choose {EXPERTS[0]}."
         )
     # Experts are alike: one network stands for all, under the name of each.
-    first = spec.component(spec.experts[0])
+    first = spec.component(spec.denoiser.experts[0])
     with torch.inference_mode(False):  # which ComfyUI calls nodes in
         network = described(first, model.resolve(progress).configs[first.name])
-    chosen = [name for name in spec.experts if replace(model, loras=(replace(lora, strength=1.0),)).loras_of(name)]
+    chosen = [
+        name for name in spec.denoiser.experts if replace(model, loras=(replace(lora, strength=1.0),)).loras_of(name)
+    ]
     each = [adapter.read(lora.path, replace(network, component=spec.component(name))) for name in chosen]
     found = next((one for one in each if one.changes), each[0])
     unused = sorted(set(each[0].unused).intersection(*(one.unused for one in each)))

@@ -6,8 +6,24 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..limits import FloatLimit, IntLimit, Switch
-from ..spec import Component, HeadNorms, LatentGeometry, ModelSpec, Need, Same, Settings, TextEncoding
+from ..spec import (
+    Component,
+    Denoiser,
+    FloatLimit,
+    HeadNorms,
+    IntLimit,
+    LatentGeometry,
+    Miniature,
+    ModelSpec,
+    Need,
+    Published,
+    Recipe,
+    Same,
+    Settings,
+    Switch,
+    TextEncoding,
+    Vae,
+)
 from . import layers
 from .autoencoders.cogvideox import VAE_DECODER, decode
 from .text_encoders import t5
@@ -122,11 +138,11 @@ def prepare_denoiser(network: Any, sequence: Any) -> None:
     blocks.scan = sequence.scan("transformer_blocks", enter, ("hidden_states", "encoder_hidden_states"))
 
 
-def noise(spec: ModelSpec, settings: Settings, generator: "torch.Generator") -> "torch.Tensor":
+def noise(latent_shape: tuple[int, ...], generator: "torch.Generator") -> "torch.Tensor":
     """Upstream draws frame by frame: its latents are `[1, latent_frames, 16, h, w]`."""
     import torch
 
-    rows, channels, frames, *size = spec.geometry.latent_shape(settings)
+    rows, channels, frames, *size = latent_shape
     drawn = torch.randn((rows, frames, channels, *size), generator=generator, dtype=torch.float32)
     return drawn.transpose(1, 2).contiguous()
 
@@ -272,10 +288,8 @@ SPEC = ModelSpec(
     family="CogVideoX",
     title="CogVideoX 1.5 5B",
     category="CogVideoX",
-    hub_id="zai-org/CogVideoX1.5-5B",
-    tiny_id="tiny/cogvideox",
-    latent_format="CogVideoX1_5",
-    pipeline_classes=("CogVideoXPipeline",),
+    published=Published(hub_id="zai-org/CogVideoX1.5-5B", pipeline_classes=("CogVideoXPipeline",)),
+    miniature=Miniature(id="tiny/cogvideox", inputs={"height": 80, "width": 112, "num_frames": 9}),
     components=(TEXT_ENCODER, TRANSFORMER, VAE_DECODER),
     geometry=GEOMETRY,
     text_encoders=(
@@ -299,17 +313,13 @@ SPEC = ModelSpec(
         "use_dynamic_cfg": Switch(default=False),
     },
     texts={"prompt": PROMPT, "negative_prompt": ""},
-    tiny_inputs={"height": 80, "width": 112, "num_frames": 9},
-    scheduler=SCHEDULER,
-    schedulers=SCHEDULERS,
-    guidance_at=guidance_at,
-    advice=advice,
-    head_norms=(
-        HeadNorms(queries=("transformer_blocks.*.attn1.norm_q",), keys=("transformer_blocks.*.attn1.norm_k",)),
+    recipe=Recipe(scheduler=SCHEDULER, schedulers=SCHEDULERS, guidance_at=guidance_at, noise=noise, advice=advice),
+    denoiser=Denoiser(
+        forward=forward,
+        prepare=prepare_denoiser,
+        head_norms=(
+            HeadNorms(queries=("transformer_blocks.*.attn1.norm_q",), keys=("transformer_blocks.*.attn1.norm_k",)),
+        ),
     ),
-    prepare_denoiser=prepare_denoiser,
-    forward=forward,
-    decode=decode,
-    denormalize_latents=denormalize_latents,
-    noise=noise,
+    vae=Vae(latent_format="CogVideoX1_5", denormalize=denormalize_latents, decode=decode),
 )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..spec import Call, Need, Settings
+from ..spec import Call, Need, Pictures, Published, Settings
 from . import cogvideox, layers
 from .autoencoders.cogvideox import VAE_DECODER, prepare_image_encoder
 
@@ -126,14 +126,11 @@ SPEC = replace(
     cogvideox.SPEC,
     name="cogvideox1.5-5b-i2v",
     title="CogVideoX 1.5 5B I2V",
-    hub_id="zai-org/CogVideoX1.5-5B-I2V",
-    tiny_id="tiny/cogvideox15i2v",
-    pipeline_classes=("CogVideoXImageToVideoPipeline",),
+    published=Published(hub_id="zai-org/CogVideoX1.5-5B-I2V", pipeline_classes=("CogVideoXImageToVideoPipeline",)),
+    miniature=replace(cogvideox.SPEC.miniature, id="tiny/cogvideox15i2v"),
     components=(cogvideox.TEXT_ENCODER, TRANSFORMER, VAE_ENCODER, VAE_DECODER),
     texts={"prompt": PROMPT, "negative_prompt": ""},
-    condition_shapes=condition_shapes,
-    encode_image=encode_image,
-    draw_inputs=draw_inputs,
-    forward=forward,
-    advice=advice,
+    recipe=replace(cogvideox.SPEC.recipe, draw_inputs=draw_inputs, advice=advice),
+    denoiser=replace(cogvideox.SPEC.denoiser, forward=forward),
+    pictures=Pictures(encode=encode_image, condition_shapes=condition_shapes),
 )

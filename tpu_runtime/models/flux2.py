@@ -10,8 +10,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.shape import MeshShape
-from ..limits import FloatLimit, IntLimit
-from ..spec import HeadNorms, LatentGeometry, ModelSpec, Same, Settings
+from ..spec import (
+    Denoiser,
+    FloatLimit,
+    HeadNorms,
+    IntLimit,
+    LatentGeometry,
+    Miniature,
+    ModelSpec,
+    Parallelism,
+    Pictures,
+    Published,
+    Recipe,
+    Same,
+    Settings,
+    Vae,
+)
 from . import layers
 from .autoencoders.flux2 import VAE_DECODER, VAE_ENCODER, decode, denormalize_latents, encode_image
 from .denoisers.flux2 import GUIDANCE_NAMES, TRANSFORMER
@@ -237,28 +251,9 @@ def solver_arguments(
     return {"sigmas": sigmas, "mu": compute_empirical_mu(latent_shape[-2] * latent_shape[-1], steps)}
 
 
-def spec(**own: Any) -> ModelSpec:
-    """A model of the family: its `own` fields over those that most share."""
-    shared: dict[str, Any] = {
-        "family": "Flux2",
-        "category": "Flux.2",
-        "latent_format": "Flux2",
-        "geometry": LatentGeometry(channels=128, stride_t=0, stride_hw=16, patch_thw=(1, 1, 1)),
-        "inputs": INPUTS,
-        "tiny_inputs": {"height": 80, "width": 112},
-        "scheduler": SCHEDULER,
-        "guidance": "embedded",
-        "head_norms": HEAD_NORMS,
-        "forward": forward,
-        "decode": decode,
-        "denormalize_latents": denormalize_latents,
-        "solver_arguments": solver_arguments,
-        "encode_image": encode_image,
-        "references": True,
-        "mesh": heads_first,
-    }
-    return ModelSpec(**{**shared, **own})
-
+GEOMETRY = LatentGeometry(channels=128, stride_t=0, stride_hw=16, patch_thw=(1, 1, 1))
+MINIATURE = Miniature(id="tiny/flux2", inputs={"height": 80, "width": 112})
+RECIPE = Recipe(scheduler=SCHEDULER, guidance="embedded", solver_arguments=solver_arguments)
 
 _DEV = TRANSFORMER.extended(
     config={
@@ -273,13 +268,21 @@ _DEV = TRANSFORMER.extended(
     makers_names=GUIDANCE_NAMES,
 )
 
-SPEC = spec(
+SPEC = ModelSpec(
     name="flux2-dev",
+    family="Flux2",
     title="Flux.2 dev",
-    hub_id="black-forest-labs/FLUX.2-dev",
-    tiny_id="tiny/flux2",
-    pipeline_classes=("Flux2Pipeline",),
+    category="Flux.2",
+    published=Published(hub_id="black-forest-labs/FLUX.2-dev", pipeline_classes=("Flux2Pipeline",)),
+    miniature=MINIATURE,
     components=(mistral3.TEXT_ENCODER, _DEV, *VAE),
+    geometry=GEOMETRY,
     text_encoders=(mistral3.TEXT,),
+    inputs=INPUTS,
     texts={"prompt": "A beautiful sunset over the ocean"},
+    recipe=RECIPE,
+    denoiser=Denoiser(forward=forward, head_norms=HEAD_NORMS),
+    parallelism=Parallelism(mesh=heads_first),
+    vae=Vae(latent_format="Flux2", denormalize=denormalize_latents, decode=decode),
+    pictures=Pictures(encode=encode_image, are_references=True),
 )

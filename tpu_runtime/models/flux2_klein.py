@@ -5,11 +5,9 @@ The published 9B configs are gated: its sizes are those of `Klein9BParams` in Bl
 """
 
 from dataclasses import replace
-from typing import Any
 
 from ...sharding.shape import MeshShape
-from ..limits import FloatLimit, IntLimit
-from ..spec import Component, Need, Same, Settings
+from ..spec import Component, FloatLimit, IntLimit, ModelSpec, Need, Parallelism, Published, Same, Settings
 from . import flux2
 from .denoisers import flux2 as denoiser
 from .text_encoders import qwen3
@@ -63,57 +61,50 @@ LARGER_COMPONENTS = (
 )
 
 # One branch, and no negative prompt: upstream ignores guidance where a checkpoint says that it is distilled.
-DISTILLED: dict[str, Any] = {
-    "pipeline_classes": ("Flux2KleinPipeline",),
-    "text_encoders": (qwen3.TEXT,),
-    "inputs": {
+DISTILLED = replace(
+    flux2.SPEC,
+    name="flux2-klein-4b",
+    title="Flux.2 klein 4B",
+    published=Published(
+        hub_id="black-forest-labs/FLUX.2-klein-4B",
+        pipeline_classes=("Flux2KleinPipeline",),
+        index={"is_distilled": True},
+    ),
+    miniature=replace(flux2.MINIATURE, id="tiny/flux2klein"),
+    components=COMPONENTS,
+    text_encoders=(qwen3.TEXT,),
+    inputs={
         **flux2.INPUTS,
         "num_inference_steps": IntLimit(default=STEPS, low=1, high=100),
         "guidance_scale": FloatLimit(default=1.0, low=0.0, high=20.0),
     },
-    "texts": {"prompt": qwen3.PROMPT},
-    "index": {"is_distilled": True},
-    "advice": advise,
-}
-BASE: dict[str, Any] = {
-    "pipeline_classes": ("Flux2KleinPipeline",),
-    "text_encoders": (qwen3.TEXT,),
-    "texts": {"prompt": qwen3.PROMPT, "negative_prompt": ""},
-    "guidance": "cfg",
-    "mesh": guidance_beside_heads,
-}
-
-SIBLINGS = (
-    flux2.spec(
-        name="flux2-klein-4b",
-        title="Flux.2 klein 4B",
-        hub_id="black-forest-labs/FLUX.2-klein-4B",
-        tiny_id="tiny/flux2klein",
-        components=COMPONENTS,
-        **DISTILLED,
-    ),
-    flux2.spec(
-        name="flux2-klein-9b",
-        title="Flux.2 klein 9B",
-        hub_id="black-forest-labs/FLUX.2-klein-9B",
-        tiny_id="tiny/flux2klein9b",
-        components=LARGER_COMPONENTS,
-        **DISTILLED,
-    ),
-    flux2.spec(
-        name="flux2-klein-base-4b",
-        title="Flux.2 klein base 4B",
-        hub_id="black-forest-labs/FLUX.2-klein-base-4B",
-        tiny_id="tiny/flux2kleinbase",
-        components=COMPONENTS,
-        **BASE,
-    ),
-    flux2.spec(
-        name="flux2-klein-base-9b",
-        title="Flux.2 klein base 9B",
-        hub_id="black-forest-labs/FLUX.2-klein-base-9B",
-        tiny_id="tiny/flux2kleinbase9b",
-        components=LARGER_COMPONENTS,
-        **BASE,
-    ),
+    texts={"prompt": qwen3.PROMPT},
+    recipe=replace(flux2.RECIPE, advice=advise),
 )
+BASE = replace(
+    flux2.SPEC,
+    name="flux2-klein-base-4b",
+    title="Flux.2 klein base 4B",
+    published=Published(hub_id="black-forest-labs/FLUX.2-klein-base-4B", pipeline_classes=("Flux2KleinPipeline",)),
+    miniature=replace(flux2.MINIATURE, id="tiny/flux2kleinbase"),
+    components=COMPONENTS,
+    text_encoders=(qwen3.TEXT,),
+    texts={"prompt": qwen3.PROMPT, "negative_prompt": ""},
+    recipe=replace(flux2.RECIPE, guidance="cfg"),
+    parallelism=Parallelism(mesh=guidance_beside_heads),
+)
+
+
+def of_9b(spec: ModelSpec) -> ModelSpec:
+    """The larger of two siblings."""
+    return replace(
+        spec,
+        name=spec.name.replace("4b", "9b"),
+        title=spec.title.replace("4B", "9B"),
+        published=replace(spec.published, hub_id=spec.published.hub_id.replace("4B", "9B")),
+        miniature=replace(spec.miniature, id=f"{spec.miniature.id}9b"),
+        components=LARGER_COMPONENTS,
+    )
+
+
+SIBLINGS = (DISTILLED, of_9b(DISTILLED), BASE, of_9b(BASE))

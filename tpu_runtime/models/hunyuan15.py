@@ -7,17 +7,24 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..limits import FloatLimit, IntLimit, Switch
 from ..spec import (
     Component,
+    Denoiser,
+    FloatLimit,
     HeadNorms,
+    IntLimit,
     LatentGeometry,
+    Miniature,
     ModelSpec,
     Need,
+    Published,
+    Recipe,
     Same,
     Settings,
     StepReuse,
+    Switch,
     Table,
+    Vae,
     split,
     swapped,
 )
@@ -373,10 +380,13 @@ SPEC = ModelSpec(
     family="HunyuanVideo15",
     title="HunyuanVideo 1.5 T2V",
     category="HunyuanVideo1.5",
-    hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
-    tiny_id="tiny/hunyuan15",
-    latent_format="HunyuanVideo15",
-    pipeline_classes=("HunyuanVideo15Pipeline",),
+    published=Published(
+        hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
+        pipeline_classes=("HunyuanVideo15Pipeline",),
+        index={"guider": ("diffusers", "ClassifierFreeGuidance")},
+        files={"guider/guider_config.json": {"_class_name": "ClassifierFreeGuidance", "guidance_scale": 6.0}},
+    ),
+    miniature=Miniature(id="tiny/hunyuan15", inputs={"height": 80, "width": 112, "num_frames": 9}),
     components=(TEXT_ENCODER, GLYPH_ENCODER, TRANSFORMER, VAE_DECODER),
     geometry=LatentGeometry(channels=32, stride_t=4, stride_hw=16, patch_thw=(1, 1, 1)),
     text_encoders=TEXT_ENCODERS,
@@ -398,21 +408,17 @@ SPEC = ModelSpec(
         "cache_interval": IntLimit(default=4, low=1, high=100),
     },
     texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},
-    tiny_inputs={"height": 80, "width": 112, "num_frames": 9},
-    scheduler=SCHEDULER,
-    shift_key="shift",
-    index={"guider": ("diffusers", "ClassifierFreeGuidance")},
-    files={"guider/guider_config.json": {"_class_name": "ClassifierFreeGuidance", "guidance_scale": 6.0}},
-    head_norms=(
-        HeadNorms(
-            queries=("transformer_blocks.*.attn.norm_q", "transformer_blocks.*.attn.norm_added_q"),
-            keys=("transformer_blocks.*.attn.norm_k", "transformer_blocks.*.attn.norm_added_k"),
+    recipe=Recipe(scheduler=SCHEDULER, shift_key="shift", solver_arguments=solver_arguments),
+    denoiser=Denoiser(
+        forward=forward,
+        prepare=prepare_denoiser,
+        step_reuse=StepReuse(keep=keep, reuse=reuse, tokens=("hidden",), whole=("text", "text_length")),
+        head_norms=(
+            HeadNorms(
+                queries=("transformer_blocks.*.attn.norm_q", "transformer_blocks.*.attn.norm_added_q"),
+                keys=("transformer_blocks.*.attn.norm_k", "transformer_blocks.*.attn.norm_added_k"),
+            ),
         ),
     ),
-    prepare_denoiser=prepare_denoiser,
-    forward=forward,
-    decode=decode,
-    denormalize_latents=denormalize_latents,
-    solver_arguments=solver_arguments,
-    step_reuse=StepReuse(keep=keep, reuse=reuse, tokens=("hidden",), whole=("text", "text_length")),
+    vae=Vae(latent_format="HunyuanVideo15", denormalize=denormalize_latents, decode=decode),
 )

@@ -57,15 +57,21 @@ def _sibling(
         spec,
         name=f"hunyuanvideo1.5-{task}-{kind}",
         title=f"{spec.title} {kind}",
-        hub_id=f"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{checkpoint}",
-        tiny_id=f"{spec.tiny_id}-{kind}",
+        published=replace(
+            spec.published,
+            hub_id=f"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{checkpoint}",
+            files={
+                **spec.published.files,
+                "guider/guider_config.json": {
+                    "_class_name": "ClassifierFreeGuidance",
+                    "guidance_scale": guidance_scale,
+                },
+            },
+        ),
+        miniature=replace(spec.miniature, id=f"{spec.miniature.id}-{kind}"),
         components=tuple(transformer if part.name == transformer.name else part for part in spec.components),
         inputs={**spec.inputs, **{name: replace(spec.inputs[name], default=defaults[name]) for name in defaults}},
-        scheduler={**spec.scheduler, "shift": shift},
-        files={
-            **spec.files,
-            "guider/guider_config.json": {"_class_name": "ClassifierFreeGuidance", "guidance_scale": guidance_scale},
-        },
+        recipe=replace(spec.recipe, scheduler={**spec.recipe.scheduler, "shift": shift}),
     )
 
 

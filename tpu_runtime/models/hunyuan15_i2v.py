@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..spec import Call, Component, Need, Same, Settings
+from ..spec import Call, Component, Need, Pictures, Published, Same, Settings
 from . import hunyuan15, layers
 from .autoencoders.hunyuan15 import VAE_DECODER, prepare_image_encoder
 
@@ -123,23 +123,24 @@ SPEC = replace(
     hunyuan15.SPEC,
     name="hunyuanvideo1.5-i2v-720p",
     title="HunyuanVideo 1.5 I2V",
-    hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
-    tiny_id="tiny/hunyuan15i2v",
-    pipeline_classes=("HunyuanVideo15ImageToVideoPipeline",),
+    published=Published(
+        hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
+        pipeline_classes=("HunyuanVideo15ImageToVideoPipeline",),
+        index={**hunyuan15.SPEC.published.index, "feature_extractor": ("transformers", "SiglipImageProcessor")},
+        files={
+            **hunyuan15.SPEC.published.files,
+            "feature_extractor/preprocessor_config.json": {
+                "image_processor_type": "SiglipImageProcessor",
+                "image_mean": [0.5, 0.5, 0.5],
+                "image_std": [0.5, 0.5, 0.5],
+                "resample": 3,
+                "size": {"height": VISION_SIZE, "width": VISION_SIZE},
+            },
+        },
+    ),
+    miniature=replace(hunyuan15.SPEC.miniature, id="tiny/hunyuan15i2v"),
     components=(hunyuan15.TEXT_ENCODER, hunyuan15.GLYPH_ENCODER, IMAGE_ENCODER, _TRANSFORMER, VAE_ENCODER, VAE_DECODER),
     texts={"prompt": PROMPT, "negative_prompt": hunyuan15.NEGATIVE_PROMPT},
-    scheduler={**hunyuan15.SCHEDULER, "shift": 7.0},
-    index={**hunyuan15.SPEC.index, "feature_extractor": ("transformers", "SiglipImageProcessor")},
-    files={
-        **hunyuan15.SPEC.files,
-        "feature_extractor/preprocessor_config.json": {
-            "image_processor_type": "SiglipImageProcessor",
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
-            "resample": 3,
-            "size": {"height": VISION_SIZE, "width": VISION_SIZE},
-        },
-    },
-    condition_shapes=condition_shapes,
-    encode_image=encode_image,
+    recipe=replace(hunyuan15.SPEC.recipe, scheduler={**hunyuan15.SCHEDULER, "shift": 7.0}),
+    pictures=Pictures(encode=encode_image, condition_shapes=condition_shapes),
 )

@@ -9,11 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..limits import FloatLimit, IntLimit
-from ..spec import Component, LatentGeometry, ModelSpec, Need, Same
+from ..spec import Component, Denoiser, FloatLimit, IntLimit, LatentGeometry, Miniature, Need, Recipe, Same, Vae
 from . import layers
 from .autoencoders.wan import decode, denormalize_latents
-from .text_encoders.wan import TEXT
 
 if TYPE_CHECKING:
     import torch
@@ -272,18 +270,12 @@ INPUTS = {
 }
 
 
-def spec(**own: Any) -> ModelSpec:
-    """A model of the family: its `own` fields over those that most share."""
-    shared: dict[str, Any] = {
-        "latent_format": "Wan21",
-        "geometry": LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(1, 2, 2)),
-        "text_encoders": (TEXT,),
-        "tiny_inputs": {"height": 80, "width": 112, "num_frames": 17},
-        "tiny_texts": {"prompt": "a red circle moves right on blue", "negative_prompt": ""},
-        "scheduler": SCHEDULER,
-        "shift_key": "flow_shift",
-        "forward": forward,
-        "decode": decode,
-        "denormalize_latents": denormalize_latents,
-    }
-    return ModelSpec(**{**shared, **own})
+GEOMETRY = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(1, 2, 2))
+RECIPE = Recipe(scheduler=SCHEDULER, shift_key="flow_shift")
+DENOISER = Denoiser(forward=forward)
+VAE = Vae(latent_format="Wan21", denormalize=denormalize_latents, decode=decode)
+MINIATURE = Miniature(
+    id="tiny/wan21",
+    inputs={"height": 80, "width": 112, "num_frames": 17},
+    texts={"prompt": "a red circle moves right on blue", "negative_prompt": ""},
+)

@@ -4,23 +4,30 @@ Wan2.2-T2V-A14B-Diffusers. The oracle is `diffusers.WanPipeline`. The network is
 
 from dataclasses import replace
 
-from ..limits import FloatLimit, IntLimit
+from ..spec import FloatLimit, IntLimit, ModelSpec, Published
 from . import wan
 from .autoencoders.wan import VAE_DECODER
-from .text_encoders.wan import NEGATIVE_PROMPT, PROMPT, TEXT_ENCODER
+from .text_encoders.wan import NEGATIVE_PROMPT, PROMPT, TEXT, TEXT_ENCODER
 
-SPEC = wan.spec(
+SPEC = ModelSpec(
     name="wan2.1-t2v-14b",
     family="Wan21",
     title="Wan 2.1 T2V 14B",
     category="Wan2.1",
-    hub_id="Wan-AI/Wan2.1-T2V-14B-Diffusers",
-    tiny_id="tiny/wan21",
-    # FastVideo's (FastWan, few steps) and diffusers' of SkyReels V2 (not diffusion forcing) run the same network.
-    pipeline_classes=("WanPipeline", "WanDMDPipeline", "SkyReelsV2Pipeline"),
+    published=Published(
+        hub_id="Wan-AI/Wan2.1-T2V-14B-Diffusers",
+        # FastVideo's (FastWan, few steps) and diffusers' of SkyReels V2 (not diffusion forcing) run the same network.
+        pipeline_classes=("WanPipeline", "WanDMDPipeline", "SkyReelsV2Pipeline"),
+    ),
+    miniature=wan.MINIATURE,
     components=(TEXT_ENCODER, wan.TRANSFORMER, VAE_DECODER),
+    geometry=wan.GEOMETRY,
+    text_encoders=(TEXT,),
     inputs={**wan.INPUTS, "flow_shift": FloatLimit(default=5.0, low=0.1, high=20.0, step=0.5)},
     texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},
+    recipe=wan.RECIPE,
+    denoiser=wan.DENOISER,
+    vae=wan.VAE,
 )
 
 # Siblings: another size, and two experts.
@@ -33,8 +40,8 @@ SMALL = replace(
     SPEC,
     name="wan2.1-t2v-1.3b",
     title="Wan 2.1 T2V 1.3B",
-    hub_id="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-    tiny_id="tiny/wan21_1.3b",
+    published=replace(SPEC.published, hub_id="Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
+    miniature=replace(wan.MINIATURE, id="tiny/wan21_1.3b"),
     components=(TEXT_ENCODER, _SMALL, VAE_DECODER),
     inputs={
         **SPEC.inputs,
@@ -52,8 +59,9 @@ TWO_EXPERTS = replace(
     SPEC,
     name="wan2.2-t2v-a14b",
     title="Wan 2.2 T2V A14B",
-    hub_id="Wan-AI/Wan2.2-T2V-A14B-Diffusers",
-    tiny_id="tiny/wan22t2v",
+    # The first expert composes: it runs while the timestep is at least this share of the training timesteps.
+    published=replace(SPEC.published, hub_id="Wan-AI/Wan2.2-T2V-A14B-Diffusers", index={"boundary_ratio": 0.875}),
+    miniature=replace(wan.MINIATURE, id="tiny/wan22t2v"),
     components=(TEXT_ENCODER, *EXPERTS, VAE_DECODER),
     inputs={
         **SPEC.inputs,
@@ -63,9 +71,7 @@ TWO_EXPERTS = replace(
         # The makers'; the checkpoint's scheduler says 3.
         "flow_shift": FloatLimit(default=12.0, low=0.1, high=20.0, step=0.5),
     },
-    experts=tuple(expert.name for expert in EXPERTS),
-    # The first expert composes: it runs while the timestep is at least this share of the training timesteps.
-    index={"boundary_ratio": 0.875},
+    denoiser=replace(wan.DENOISER, experts=tuple(expert.name for expert in EXPERTS)),
 )
 
 SIBLINGS = (SMALL, TWO_EXPERTS)

@@ -9,13 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..limits import FloatLimit, IntLimit
-from ..spec import Call, Component, Need, Same, Settings
+from ..spec import Call, Component, FloatLimit, IntLimit, ModelSpec, Need, Pictures, Published, Same, Settings
 from . import layers, wan
 from .autoencoders import wan_encoder
 from .autoencoders.wan import VAE_DECODER
 from .text_encoders import wan as wan_text
-from .text_encoders.wan import TEXT_ENCODER
+from .text_encoders.wan import TEXT, TEXT_ENCODER
 
 if TYPE_CHECKING:
     import numpy as np
@@ -141,39 +140,44 @@ _INPUTS = {
 NEGATIVE_PROMPT = "镜头晃动，" + wan_text.NEGATIVE_PROMPT
 NEGATIVE_PROMPT_BETWEEN = "镜头切换，" + NEGATIVE_PROMPT
 
-I2V_720P = wan.spec(
+I2V_720P = ModelSpec(
     name="wan2.1-i2v-14b-720p",
     family="Wan22I2V",
     category="Wan2.2-I2V",
-    pipeline_classes=("WanImageToVideoPipeline",),
     title="Wan 2.1 I2V 14B 720P",
-    hub_id="Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
-    tiny_id="tiny/wan21i2v_720p",
+    published=Published(
+        hub_id="Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
+        pipeline_classes=("WanImageToVideoPipeline",),
+        index={"image_processor": ("transformers", "CLIPImageProcessor")},
+        files={
+            "image_processor/preprocessor_config.json": {
+                "image_processor_type": "CLIPImageProcessor",
+                "crop_size": {"height": VISION_SIZE, "width": VISION_SIZE},
+                "image_mean": MEAN,
+                "image_std": STD,
+                "resample": 3,
+                "size": {"shortest_edge": VISION_SIZE},
+            }
+        },
+    ),
+    miniature=replace(wan.MINIATURE, id="tiny/wan21i2v_720p"),
     components=_COMPONENTS,
+    geometry=wan.GEOMETRY,
+    text_encoders=(TEXT,),
     inputs=_INPUTS,
     texts={"prompt": wan_text.PICTURE_PROMPT, "negative_prompt": NEGATIVE_PROMPT},
-    index={"image_processor": ("transformers", "CLIPImageProcessor")},
-    files={
-        "image_processor/preprocessor_config.json": {
-            "image_processor_type": "CLIPImageProcessor",
-            "crop_size": {"height": VISION_SIZE, "width": VISION_SIZE},
-            "image_mean": MEAN,
-            "image_std": STD,
-            "resample": 3,
-            "size": {"shortest_edge": VISION_SIZE},
-        }
-    },
-    pictures=(1,),
-    condition_shapes=condition_shapes,
-    encode_image=encode_image,
+    recipe=wan.RECIPE,
+    denoiser=wan.DENOISER,
+    vae=wan.VAE,
+    pictures=Pictures(encode=encode_image, condition_shapes=condition_shapes),
 )
 
 I2V_480P = replace(
     I2V_720P,
     name="wan2.1-i2v-14b-480p",
     title="Wan 2.1 I2V 14B 480P",
-    hub_id="Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
-    tiny_id="tiny/wan21i2v",
+    published=replace(I2V_720P.published, hub_id="Wan-AI/Wan2.1-I2V-14B-480P-Diffusers"),
+    miniature=replace(wan.MINIATURE, id="tiny/wan21i2v"),
     inputs={
         **_INPUTS,
         "height": replace(I2V_720P.whole_numbers("height"), default=480),
@@ -195,8 +199,8 @@ FLF2V = replace(
     I2V_720P,
     name="wan2.1-flf2v-14b-720p",
     title="Wan 2.1 FLF2V 14B 720P",
-    hub_id="Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers",
-    tiny_id="tiny/wan21flf2v",
+    published=replace(I2V_720P.published, hub_id="Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers"),
+    miniature=replace(wan.MINIATURE, id="tiny/wan21flf2v"),
     components=tuple(_BETWEEN if component is TRANSFORMER else component for component in _COMPONENTS),
     inputs={
         **_INPUTS,
@@ -206,9 +210,8 @@ FLF2V = replace(
         "shift": FloatLimit(default=16.0, low=0.1, high=20.0, step=0.5),
     },
     texts={**I2V_720P.texts, "negative_prompt": NEGATIVE_PROMPT_BETWEEN},
-    scheduler={**wan.SCHEDULER, "flow_shift": 16.0},
-    pictures=(2,),
-    condition_shapes=partial(condition_shapes, pictures=2),
+    recipe=replace(wan.RECIPE, scheduler={**wan.SCHEDULER, "flow_shift": 16.0}),
+    pictures=Pictures(encode=encode_image, numbers=(2,), condition_shapes=partial(condition_shapes, pictures=2)),
 )
 
 SIBLINGS = (I2V_480P, I2V_720P, FLF2V)

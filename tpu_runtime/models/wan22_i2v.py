@@ -5,23 +5,29 @@ Two experts of the network in `wan`, each for its part of the timesteps, and a V
 
 from dataclasses import replace
 
-from ..limits import FloatLimit, IntLimit
+from ..spec import FloatLimit, IntLimit, ModelSpec, Pictures, Published
 from . import wan
 from .autoencoders.wan import VAE_DECODER
 from .autoencoders.wan_encoder import VAE_ENCODER, condition_shapes, encode_image
-from .text_encoders.wan import NEGATIVE_PROMPT, PICTURE_PROMPT, TEXT_ENCODER
+from .text_encoders.wan import NEGATIVE_PROMPT, PICTURE_PROMPT, TEXT, TEXT_ENCODER
 
 EXPERTS = wan.experts(wan.PICTURE_TRANSFORMER)
 
-SPEC = wan.spec(
+SPEC = ModelSpec(
     name="wan2.2-i2v-a14b",
     family="Wan22I2V",
     title="Wan 2.2 I2V A14B",
     category="Wan2.2-I2V",
-    hub_id="Wan-AI/Wan2.2-I2V-A14B-Diffusers",
-    tiny_id="tiny/wan22i2v",
-    pipeline_classes=("WanImageToVideoPipeline",),
+    published=Published(
+        hub_id="Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+        pipeline_classes=("WanImageToVideoPipeline",),
+        # The first expert composes: it runs while the timestep is at least this share of the training timesteps.
+        index={"boundary_ratio": 0.9},
+    ),
+    miniature=replace(wan.MINIATURE, id="tiny/wan22i2v"),
     components=(TEXT_ENCODER, *EXPERTS, VAE_ENCODER, VAE_DECODER),
+    geometry=wan.GEOMETRY,
+    text_encoders=(TEXT,),
     inputs={
         **wan.INPUTS,
         "num_inference_steps": IntLimit(default=40, low=1, high=100),
@@ -31,10 +37,8 @@ SPEC = wan.spec(
         "shift": FloatLimit(default=5.0, low=0.1, high=20.0, step=0.5),
     },
     texts={"prompt": PICTURE_PROMPT, "negative_prompt": NEGATIVE_PROMPT},
-    experts=tuple(expert.name for expert in EXPERTS),
-    # The first expert composes: it runs while the timestep is at least this share of the training timesteps.
-    index={"boundary_ratio": 0.9},
-    pictures=(1, 2),
-    condition_shapes=condition_shapes,
-    encode_image=encode_image,
+    recipe=wan.RECIPE,
+    denoiser=replace(wan.DENOISER, experts=tuple(expert.name for expert in EXPERTS)),
+    vae=wan.VAE,
+    pictures=Pictures(encode=encode_image, numbers=(1, 2), condition_shapes=condition_shapes),
 )

@@ -7,11 +7,10 @@ The oracles are `diffusers.WanPipeline` and, with a picture, `diffusers.WanImage
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..limits import FloatLimit, IntLimit
-from ..spec import LatentGeometry, Need
+from ..spec import FloatLimit, IntLimit, LatentGeometry, ModelSpec, Need, Pictures, Published
 from . import wan
 from .autoencoders import wan22 as wan22_vae
-from .text_encoders.wan import NEGATIVE_PROMPT, TEXT_ENCODER
+from .text_encoders.wan import NEGATIVE_PROMPT, TEXT, TEXT_ENCODER
 
 if TYPE_CHECKING:
     import torch
@@ -60,17 +59,20 @@ TRANSFORMER = wan.TRANSFORMER.extended(
     needs={"in_channels": Need((48,), required=True), "out_channels": Need((48,), required=True)},
 )
 
-SPEC = wan.spec(
+SPEC = ModelSpec(
     name="wan2.2-ti2v-5b",
     family="Wan22I2V",
     title="Wan 2.2 TI2V 5B",
     category="Wan2.2-I2V",
-    hub_id="Wan-AI/Wan2.2-TI2V-5B-Diffusers",
-    tiny_id="tiny/wan22ti2v",
-    latent_format="Wan22",
-    pipeline_classes=("WanPipeline", "WanImageToVideoPipeline", "WanDMDPipeline"),
+    published=Published(
+        hub_id="Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+        pipeline_classes=("WanPipeline", "WanImageToVideoPipeline", "WanDMDPipeline"),
+        index={"expand_timesteps": True},
+    ),
+    miniature=replace(wan.MINIATURE, id="tiny/wan22ti2v", inputs={"height": 160, "width": 224}),
     components=(TEXT_ENCODER, TRANSFORMER, wan22_vae.VAE_ENCODER, wan22_vae.VAE_DECODER),
     geometry=LatentGeometry(channels=48, stride_t=4, stride_hw=wan22_vae.STRIDE_HW, patch_thw=(1, 2, 2)),
+    text_encoders=(TEXT,),
     inputs={
         "height": IntLimit(default=704, low=64, high=1920, multiple_of=32),
         "width": IntLimit(default=1280, low=64, high=1920, multiple_of=32),
@@ -82,11 +84,8 @@ SPEC = wan.spec(
         "fps": IntLimit(default=24, low=1, high=120),
     },
     texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},
-    tiny_inputs={"height": 160, "width": 224},
-    scheduler={**wan.SCHEDULER, "flow_shift": 5.0},
-    index={"expand_timesteps": True},
-    forward=forward,
-    condition_shapes=condition_shapes,
-    put_given=put_given,
-    encode_image=wan22_vae.encode_image,
+    recipe=replace(wan.RECIPE, scheduler={**wan.SCHEDULER, "flow_shift": 5.0}),
+    denoiser=replace(wan.DENOISER, forward=forward),
+    vae=replace(wan.VAE, latent_format="Wan22"),
+    pictures=Pictures(encode=wan22_vae.encode_image, condition_shapes=condition_shapes, put_given=put_given),
 )

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 import jax
 
 from ..cost_model import chips
-from ..limits import IntLimit
 from ..programs.program import Program
-from ..spec import Settings
+from ..spec import IntLimit, Settings
 from .compile import Request, compile_program, weight_bytes
 from .report import ProgramPlan, gib
 

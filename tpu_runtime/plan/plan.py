@@ -162,7 +162,7 @@ def request_of(args: argparse.Namespace) -> Request:
         guidance_scale_2=args.guidance if args.guidance_2 is None else args.guidance_2,
         step_cache=args.step_cache or None,
     )
-    if args.step_cache and spec.step_reuse is None:
+    if args.step_cache and spec.denoiser.step_reuse is None:
         raise ValueError(f"{spec.title}: this model has no step_cache. Leave --step-cache out.")
     stages = tuple(name.strip() for name in args.stages.split(",") if name.strip())
     unknown = [name for name in stages if name not in STAGES]

@@ -28,12 +28,12 @@ class StepArgs(NamedTuple):
     row: Any  # the solver's row of numbers, `[rows, columns]` float32 (see `solver_table`)
     timestep: Any  # a scalar, as the scheduler gives it
     next_timestep: Any  # that of the step after it, 0 behind the last
-    inputs: dict[str, Any]  # texts and condition by name (see `spec.ModelSpec`)
+    inputs: dict[str, Any]  # texts and condition by name (see `spec.functions.Forward`)
     guidance: Any  # a float32 scalar
     features: Any = ()  # of an earlier step, where the program starts from them
 
 
-# A network's prediction of one step and the features to keep: (denoiser, features, *arguments of `spec.forward`).
+# The prediction of one step, and the features to keep: (denoiser, features, *arguments of `spec.functions.Forward`).
 Predict = Callable[..., tuple[Any, Any]]
 
 
@@ -62,7 +62,7 @@ def denoise_program(spec: ModelSpec, config: Config, target: Target, settings: S
     build = _Step.of(spec, config, target, settings, shape)
 
     def predict(denoiser: Any, features: Any, *asked: Any) -> tuple[Any, Any]:
-        return build.with_run(spec.forward)(denoiser, *asked), ()
+        return build.with_run(spec.denoiser.forward)(denoiser, *asked), ()
 
     def step(weights: Weights, *args: Any) -> Any:
         return build.run(weights, StepArgs(*args), predict)[0]
@@ -88,7 +88,7 @@ def reusing_program(spec: ModelSpec, config: Config, target: Target, settings: S
     build = _Step.of(spec, config, target, settings, shape)
     reuse = build.with_run(reuse_of(spec).reuse)
     # Where the model's file runs the blocks, tokens stay padded.
-    tokens = build.tokens if spec.prepare_denoiser is not None else None
+    tokens = build.tokens if spec.denoiser.prepare is not None else None
     predict = step_reuse.starting_from_kept(reuse_of(spec), reuse, tokens)
 
     def step(weights: Weights, *args: Any) -> Any:
@@ -98,8 +98,8 @@ def reusing_program(spec: ModelSpec, config: Config, target: Target, settings: S
 
 
 def reuse_of(spec: ModelSpec) -> StepReuse:
-    assert spec.step_reuse is not None, spec.name
-    return spec.step_reuse
+    assert spec.denoiser.step_reuse is not None, spec.name
+    return spec.denoiser.step_reuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,20 +117,20 @@ class _Step:
 
     @classmethod
     def of(cls, spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape) -> "_Step":
-        default = spec.mesh(len(target.devices), spec.branches(settings))
-        mesh = target.mesh(shape.mesh_shape or default.for_heads(int(config.get(spec.heads_key, default.tp))))
-        network = weights.traceable(spec.component(spec.experts[0]), config)
+        default = spec.parallelism.arranged(len(target.devices), spec.branches(settings), config)
+        mesh = target.mesh(shape.mesh_shape or default)
+        network = weights.traceable(spec.component(spec.denoiser.experts[0]), config)
         tokens = TokenLayout(
             mesh=mesh,
             num_tokens=spec.geometry.num_tokens(spec.geometry.latent_shape(settings)),
             frame_tokens=spec.geometry.num_tokens(spec.geometry.latent_shape(replace(settings, num_frames=1))),
             policy=AttentionPolicy(
-                kernel=target.kernel, bounded=bool(spec.head_norms) if shape.bounded is None else shape.bounded
+                kernel=target.kernel, bounded=bool(spec.denoiser.head_norms) if shape.bounded is None else shape.bounded
             ),
             layouts=weights.layouts(network, mesh, target.precision),
         )
-        if spec.prepare_denoiser is not None:
-            spec.prepare_denoiser(network, tokens)
+        if spec.denoiser.prepare is not None:
+            spec.denoiser.prepare(network, tokens)
         return cls(
             spec=spec, config=config, target=target, settings=settings, shape=shape,
             mesh=mesh, network=network, tokens=tokens,
@@ -138,7 +138,7 @@ class _Step:
 
     def with_run(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the spec that takes the run behind the denoiser, given it."""
-        if self.spec.prepare_denoiser is not None:
+        if self.spec.denoiser.prepare is not None:
             return function
         run = DenoiserRun(layout=self.tokens)
         return lambda denoiser, *asked: function(denoiser, run, *asked)
@@ -162,7 +162,7 @@ class _Step:
         return (*state, finite.flag(state[0])), kept
 
     def _put_given(self, sample: Any, inputs: dict[str, Any]) -> Any:
-        put_given = self.spec.put_given
+        put_given = self.spec.pictures.put_given
         return sample if put_given is None else torch_bridge.call(put_given, sample, inputs)
 
     @property
@@ -179,7 +179,7 @@ class _Step:
             name=name,
             fn=step,
             weights=weights.abstract(self.network, mesh, self.target.precision),
-            components=spec.experts,
+            components=spec.denoiser.experts,
             args=StepArgs(
                 state=(shaped(mesh, latent_shape, jnp.float32),) * rows,
                 row=shaped(mesh, (rows + 1, rows + 1), jnp.float32),

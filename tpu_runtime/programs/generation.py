@@ -56,17 +56,17 @@ class Denoising:
         """That of the real architecture, without a checkpoint."""
         return cls(
             spec=spec, settings=settings, configs={part.name: part.config for part in spec.components},
-            scheduler=spec.scheduler, boundary_ratio=spec.index.get("boundary_ratio", 0.0),
+            scheduler=spec.recipe.scheduler, boundary_ratio=spec.published.index.get("boundary_ratio", 0.0),
         )  # fmt: skip
 
     @property
     def config(self) -> Config:
         """The denoiser's."""
-        return self.configs[self.spec.experts[0]]
+        return self.configs[self.spec.denoiser.experts[0]]
 
     @property
     def vae_config(self) -> Config:
-        return self.configs[self.spec.vae]
+        return self.configs[self.spec.vae.component]
 
     @functools.cached_property
     def tabulate(self) -> Callable[[int], SolverTable]:
@@ -93,7 +93,7 @@ class Denoising:
     def parts(self) -> tuple[Part, ...]:
         """The steps that run, by denoiser; with a step cache the full ones, then the others."""
         running = self.settings.steps
-        plain = self.spec.step_reuse is None or all(self.is_full[index] for index in running)
+        plain = self.spec.denoiser.step_reuse is None or all(self.is_full[index] for index in running)
         steps: dict[tuple[str, Literal["plain", "keep", "reuse"]], list[int]] = {}
         for expert in dict.fromkeys(self.experts[index][0] for index in running):
             steps |= {(expert, "plain"): []} if plain else {(expert, "keep"): [], (expert, "reuse"): []}
@@ -119,7 +119,7 @@ class Denoising:
 
     def finish(self, sample: torch.Tensor) -> torch.Tensor:
         """The solver's last sample in the scale and layout of LATENT."""
-        return self.spec.denormalize_latents(sample, self.settings, self.vae_config)
+        return self.spec.vae.denormalize(sample, self.settings, self.vae_config)
 
 
 @dataclass
@@ -153,15 +153,15 @@ def rehearse(plan: Denoising, call: Call, stages: Sequence[str] = STAGES) -> Non
     spec, settings = plan.spec, plan.settings
     if "encode" in stages:
         for text in spec.text_encoders:
-            rows = 2 if spec.guidance == "cfg" else 1
+            rows = 2 if spec.recipe.guidance == "cfg" else 1
             ids, mask = (np.zeros((rows, n), np.int32) for n in (text.prefix + text.max_length, text.max_length))
             call(text.component, text.encode, ids, mask)
-    if "image" in stages and spec.encode_image is not None:
-        image = torch.zeros(()).expand(spec.pictures[0], settings.height, settings.width, 3)
-        spec.encode_image(call, image, settings, plan.vae_config)
+    if "image" in stages and spec.pictures.encode is not None:
+        image = torch.zeros(()).expand(spec.pictures.numbers[0], settings.height, settings.width, 3)
+        spec.pictures.encode(call, image, settings, plan.vae_config)
     if "decode" in stages:
         samples = plan.finish(torch.zeros(()).expand(spec.geometry.latent_shape(settings)))
-        for _ in spec.decode(call, samples, lambda done, total: None):
+        for _ in spec.vae.decode(call, samples, lambda done, total: None):
             pass
 
 
@@ -181,9 +181,9 @@ def for_spec(
     found = _steps(plan, target, mesh_shape) if "denoise" in stages else []
     recorded = [replace(program, runs=recorder.runs[key]) for key, program in recorder.programs.items()]
     return (
-        *(p for p in recorded if p.components != (spec.vae,)),
+        *(p for p in recorded if p.components != (spec.vae.component,)),
         *found,
-        *(p for p in recorded if p.components == (spec.vae,)),
+        *(p for p in recorded if p.components == (spec.vae.component,)),
     )
 
 

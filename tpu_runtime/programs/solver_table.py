@@ -141,14 +141,14 @@ def table_for(spec: ModelSpec, config: Mapping[str, Any], settings: Settings, be
     """The steps of a generation with the scheduler that `config`, a checkpoint's `scheduler_config.json`, describes, or
     with the one that was chosen in its place; see `tabulate` for `begin`. `ValueError` where it takes no sigmas.
     """
-    shift = settings.shift or config.get(spec.shift_key or "")  # 0 is the checkpoint's own
-    if settings.scheduler in spec.schedulers:
-        config = _in_place_of(config, spec.schedulers[settings.scheduler])
-    if shift and spec.shift_key:
+    shift = settings.shift or config.get(spec.recipe.shift_key or "")  # 0 is the checkpoint's own
+    if settings.scheduler in spec.recipe.schedulers:
+        config = _in_place_of(config, spec.recipe.schedulers[settings.scheduler])
+    if shift and spec.recipe.shift_key:
         own = [name for name in SHIFT_KEYS if name in _arguments(config)]
         config = {**config, **dict.fromkeys(own, shift)}
     scheduler = scheduler_from(config)
-    arguments = spec.solver_arguments(config, spec.geometry.latent_shape(settings), settings)
+    arguments = spec.recipe.solver_arguments(config, spec.geometry.latent_shape(settings), settings)
     if settings.sigmas:
         arguments["sigmas"] = np.array(settings.sigmas)
     if "sigmas" not in inspect.signature(scheduler.set_timesteps).parameters:
@@ -166,9 +166,9 @@ def experts_for(spec: ModelSpec, table: SolverTable, settings: Settings, boundar
     `high_noise_steps`, then another.
     """
     timesteps = table.timesteps.tolist()
-    if len(spec.experts) == 1:
-        return [(spec.experts[0], spec.guidance_at(settings, timestep)) for timestep in timesteps]
-    first, second = ((name, spec.for_expert(settings, name).guidance_scale) for name in spec.experts)
+    if len(spec.denoiser.experts) == 1:
+        return [(spec.denoiser.experts[0], spec.recipe.guidance_at(settings, timestep)) for timestep in timesteps]
+    first, second = ((name, spec.for_expert(settings, name).guidance_scale) for name in spec.denoiser.experts)
     if settings.high_noise_steps:
         return [first if index < settings.high_noise_steps else second for index in range(table.num_steps)]
     return [first if timestep >= boundary else second for timestep in timesteps]

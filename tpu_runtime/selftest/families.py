@@ -76,7 +76,7 @@ def engine(devices: Sequence[Any], **how: Any) -> Engine:
 
 def settings_of(spec: ModelSpec) -> Settings:
     """6 x 8 patches of the miniature, which autoencoders split over 2, 4 or 8 chips; few frames and steps."""
-    sizes = {"height": spec.tiny_inputs["height"] // 5 * 6, "width": spec.tiny_inputs["width"] // 7 * 8}
+    sizes = {"height": spec.miniature.inputs["height"] // 5 * 6, "width": spec.miniature.inputs["width"] // 7 * 8}
     if not spec.is_image:
         sizes["num_frames"] = NUM_FRAMES
     return spec.settings(**sizes, num_inference_steps=NUM_STEPS)
@@ -84,7 +84,7 @@ def settings_of(spec: ModelSpec) -> Settings:
 
 def picture(spec: ModelSpec, settings: Settings) -> torch.Tensor:
     """`[number, height, width, 3]`: waves of another length in each colour."""
-    size = (spec.pictures[0], settings.height, settings.width, 3)
+    size = (spec.pictures.numbers[0], settings.height, settings.width, 3)
     number, row, column, colour = np.indices(size)
     waves = np.sin(row / (5 + 3 * colour) + number) * np.cos(column / (7 + 2 * colour))
     return torch.from_numpy((0.5 + 0.4 * waves).astype(np.float32))
@@ -107,7 +107,7 @@ def checks(spec: ModelSpec, host: Engine, chips: Engine, precisions: Sequence[Pr
 
 
 def _model(spec: ModelSpec, precision: Precision) -> ModelRef:
-    return ModelRef(spec_name=spec.name, model_id=spec.random_id, precision=precision)
+    return ModelRef(spec_name=spec.name, model_id=spec.miniature.random_id, precision=precision)
 
 
 def _encode(spec: ModelSpec, on: Engine, model: ModelRef, progress: Progress) -> Encoded:
@@ -132,7 +132,7 @@ def _generate(spec: ModelSpec, settings: Settings, host: Engine, progress: Progr
     host.expect([Expected(model=model, stages=STAGES[1:], settings=settings)])
     texts = _encode(spec, host, model, progress)
     condition = None
-    if spec.encode_image is not None:
+    if spec.pictures.encode is not None:
         condition = host.run("image", model, progress, image=picture(spec, settings), settings=settings)
     latents = _denoise(host, model, settings, texts, condition, estimates)
     frames = host.run("decode", model, progress, latents=latents)
@@ -185,7 +185,7 @@ def _stages(
 
 def _added(spec: ModelSpec, settings: Settings, ours: torch.Tensor, theirs: torch.Tensor) -> tuple[Arrays, Arrays]:
     """Both estimates without the noise that they hold, as much as the reference holds of it."""
-    noise = spec.noise(spec, settings, torch.Generator().manual_seed(settings.seed))
+    noise = spec.draw_noise(settings, torch.Generator().manual_seed(settings.seed))
     share = (theirs * noise).sum() / noise.square().sum()
     return {"estimate": ours - share * noise}, {"estimate": theirs - share * noise}
 
@@ -202,7 +202,7 @@ def _texts(encoded: tuple[Conditioning, Conditioning | None]) -> Arrays:
 
 def _same_weights(spec: ModelSpec, host: Engine, chips: Engine) -> None:
     """Every chip's part of every weight, after all stages, is still the host's, in the chips' format."""
-    wanted = {one.component: one.weights for one in host.device_cache.list() if one.model == spec.random_id}
+    wanted = {one.component: one.weights for one in host.device_cache.list() if one.model == spec.miniature.random_id}
     for resident in chips.device_cache.list():
         for name, weight in resident.weights.items():
             want = np.asarray(wanted[resident.component][name]).astype(weight.dtype)

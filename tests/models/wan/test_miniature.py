@@ -25,9 +25,9 @@ from comfyui_tpu.tpu_runtime.spec import Settings
 
 SPEC = wan21.SPEC
 ROOT = Path(__file__).resolve().parents[3]
-MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.tiny_id, precision="float32")
-SETTINGS = SPEC.settings(**{**SPEC.tiny_inputs, "num_frames": 5, "num_inference_steps": 8})
-PROMPT = SPEC.tiny_texts["prompt"]
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision="float32")
+SETTINGS = SPEC.settings(**{**SPEC.miniature.inputs, "num_frames": 5, "num_inference_steps": 8})
+PROMPT = SPEC.miniature.texts["prompt"]
 PROMPTS = 2
 
 
@@ -112,8 +112,10 @@ def test_faults_show_in_the_frames(fault: Callable[[str], np.ndarray], shapes: M
 def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(compare: Callable):
     """With weights that mean something, and the same video from the same seed whatever the number of chips."""
     settings = replace(SETTINGS, num_inference_steps=3)
-    pipe = parity.upstream("WanPipeline", tiny.folder(SPEC, SPEC.tiny_id))
-    pipe.to(torch.float32).scheduler = solver_table.scheduler_from({**SPEC.scheduler, "flow_shift": settings.shift})
+    pipe = parity.upstream("WanPipeline", tiny.folder(SPEC, SPEC.miniature.id))
+    pipe.to(torch.float32).scheduler = solver_table.scheduler_from(
+        {**SPEC.recipe.scheduler, "flow_shift": settings.shift}
+    )
     expected = parity.generate(pipe, settings, prompt=PROMPT, negative_prompt="", num_frames=settings.num_frames)
     for chips in (1, 8):
         runner = engine(chips)

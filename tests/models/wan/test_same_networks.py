@@ -52,7 +52,7 @@ def skyreels(tmp_path: Path) -> Path:
 def test_skyreels_latents_and_frames_equal_upstreams(skyreels: Path, compare: Callable):
     pipe = parity.upstream("SkyReelsV2Pipeline", skyreels, tokenizer=umt5_tokenizer(skyreels))
     assert type(pipe.transformer).__name__ == SKYREELS["_class_name"]
-    pipe.scheduler = solver_table.scheduler_from({**WAN.scheduler, "flow_shift": SETTINGS.shift})
+    pipe.scheduler = solver_table.scheduler_from({**WAN.recipe.scheduler, "flow_shift": SETTINGS.shift})
     expected = parity.generate(pipe, SETTINGS, prompt=SHORT, negative_prompt=NEGATIVE, num_frames=SETTINGS.num_frames)
     model, runner = choose_model(WAN, str(skyreels), precision="float32"), engine(3)
     assert model.spec is WAN

@@ -57,7 +57,7 @@ def oracle(settings: Settings) -> parity.Result:
 
 
 def generate(pipe: Any, settings: Settings) -> parity.Result:
-    pipe.scheduler = solver_table.scheduler_from({**SPEC.scheduler, "flow_shift": settings.shift})
+    pipe.scheduler = solver_table.scheduler_from({**SPEC.recipe.scheduler, "flow_shift": settings.shift})
     return parity.generate(pipe, settings, prompt=SHORT, negative_prompt=NEGATIVE, num_frames=settings.num_frames)
 
 

@@ -44,7 +44,7 @@ def pictures(spec: ModelSpec) -> list[Image.Image]:
     """Of exactly the video's size, in bytes, as upstream's processor for CLIP takes them."""
     pixels = np.random.default_rng(3).integers(0, 256, (2, 10, 14, 3), np.uint8)
     size = ODD.width, ODD.height
-    return [Image.fromarray(one).resize(size, Image.Resampling.BICUBIC) for one in pixels[: spec.pictures[0]]]
+    return [Image.fromarray(one).resize(size, Image.Resampling.BICUBIC) for one in pixels[: spec.pictures.numbers[0]]]
 
 
 def pixels_of(picture: Image.Image) -> torch.Tensor:
@@ -65,7 +65,7 @@ def pipeline(name: str) -> Any:
 @functools.cache
 def oracle(name: str) -> Oracle:
     pipe, spec, kept = pipeline(name), spec_by_name(name), {}
-    pipe.scheduler = solver_table.scheduler_from({**spec.scheduler, "flow_shift": ODD.shift})
+    pipe.scheduler = solver_table.scheduler_from({**spec.recipe.scheduler, "flow_shift": ODD.shift})
 
     def keep(method: str, choose: Callable) -> None:
         original = getattr(pipe, method)
@@ -161,7 +161,7 @@ def test_480p_and_720p_differ_in_defaults_alone():
 
 @SPECS
 def test_the_nodes_of_wan_2_2_find_it(spec: ModelSpec):
-    for model_id in (spec.hub_id, spec.tiny_id, str(tiny.ensure(spec))):
+    for model_id in (spec.published.hub_id, spec.miniature.id, str(tiny.ensure(spec))):
         assert variant(nodes.SPEC, model_id) is spec
 
 

@@ -82,7 +82,7 @@ def oracle(settings: Settings) -> Oracle:
 
 
 def generate(pipe: Any, settings: Settings) -> Oracle:
-    pipe.scheduler = solver_table.scheduler_from({**SPEC.scheduler, "flow_shift": settings.shift})
+    pipe.scheduler = solver_table.scheduler_from({**SPEC.recipe.scheduler, "flow_shift": settings.shift})
     kept: dict[str, torch.Tensor] = {}
     prepare = type(pipe).prepare_latents
 
@@ -103,7 +103,7 @@ def run(runner: Runner, settings: Settings, model: ModelRef = MODEL) -> tuple[di
     condition = runner.encode_image(model, picture(settings), settings, Silent())
     embeds = runner.encode(model, SHORT, NEGATIVE, Silent())
     latents = runner.denoise(model, settings, *embeds, Silent(), condition)
-    mean, std = wan_vae.latent_stats(SPEC.component(SPEC.vae).config)
+    mean, std = wan_vae.latent_stats(SPEC.component(SPEC.vae.component).config)
     return condition, (latents["samples"] - mean) / std, runner.decode(model, latents, Silent())
 
 
@@ -186,7 +186,7 @@ def test_the_two_experts_differ_and_share_the_steps():
     first, second = (next(expert.parameters()) for expert in (found.transformer, found.transformer_2))
     assert not torch.equal(first, second)
     for settings in CASES.values():
-        scheduler = solver_table.scheduler_from({**SPEC.scheduler, "flow_shift": settings.shift})
+        scheduler = solver_table.scheduler_from({**SPEC.recipe.scheduler, "flow_shift": settings.shift})
         scheduler.set_timesteps(settings.num_inference_steps)
         assert 0 < sum(timestep >= 900 for timestep in scheduler.timesteps) < settings.num_inference_steps
 
@@ -199,7 +199,7 @@ def test_the_idle_expert_leaves_when_both_do_not_fit(monkeypatch: pytest.MonkeyP
     embeds = runner.encode(MODEL, SHORT, NEGATIVE, Silent())
     runner.free()
     expected = runner.denoise(MODEL, ODD, *embeds, Silent(), condition)["samples"]
-    assert [resident.component for resident in runner.device_cache.list()] == list(SPEC.experts)
+    assert [resident.component for resident in runner.device_cache.list()] == list(SPEC.denoiser.experts)
     (step,) = runner.device_cache.programs()
     one = runner.device_cache.list()[0].size_bytes
     runner.device_cache.clear()
@@ -207,7 +207,7 @@ def test_the_idle_expert_leaves_when_both_do_not_fit(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(VARIABLE, str((1.5 * one + step.code_bytes + step.workspace_bytes) / GIB))
     assert torch.equal(runner.denoise(MODEL, ODD, *embeds, Silent(), condition)["samples"], expected)
     assert runner.counts["load"] - before == 2
-    assert [resident.component for resident in runner.device_cache.list()] == [SPEC.experts[1]]
+    assert [resident.component for resident in runner.device_cache.list()] == [SPEC.denoiser.experts[1]]
 
 
 @pytest.mark.slow
@@ -236,7 +236,7 @@ def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
         "vae_encoder": {"base_dim": 6},
         "vae_decoder": {"base_dim": 6},
     }
-    other = replace(SPEC, index={"boundary_ratio": 0.7})
+    other = replace(SPEC, published=replace(SPEC.published, index={"boundary_ratio": 0.7}))
     model = parity.write_other_dimensions(other, tmp_path / "other", changes)
     expected = generate(load_pipeline(tmp_path / "other"), settings)
     condition, latents, frames = run(engine(3), settings, model)

@@ -72,14 +72,14 @@ def first_frame(settings: Settings) -> np.ndarray:
 def test_condition_latents_and_frames_equal_upstreams(chips: int, case: str, given: bool, compare: Callable):
     settings, runner = CASES[case], engine(chips)
     pipe = pipeline("WanImageToVideoPipeline" if given else "WanPipeline")
-    pipe.scheduler = solver_table.scheduler_from({**SPEC.scheduler, "flow_shift": settings.shift})
+    pipe.scheduler = solver_table.scheduler_from({**SPEC.recipe.scheduler, "flow_shift": settings.shift})
     arguments = {"image": picture(settings).movedim(-1, 1)} if given else {}
     expected = parity.generate(
         pipe, settings, prompt=SHORT, negative_prompt=NEGATIVE, num_frames=settings.num_frames, **arguments
     )
     condition = runner.encode_image(MODEL, picture(settings), settings, Silent()) if given else None
     latents = runner.denoise(MODEL, settings, *runner.encode(MODEL, SHORT, NEGATIVE, Silent()), Silent(), condition)
-    mean, std = wan_vae.latent_stats(SPEC.component(SPEC.vae).config)
+    mean, std = wan_vae.latent_stats(SPEC.component(SPEC.vae.component).config)
     ours = ((latents["samples"] - mean) / std).numpy()
     if condition is not None:
         # Upstream's scheduler steps that frame too; it is replaced after the last step.
@@ -132,7 +132,7 @@ def test_the_familys_nodes_take_a_picture_or_none(with_picture: bool):
     """What is compiled ahead is what runs: with a picture its encoder too; the size is the pipeline's."""
     size = {"height": 160, "width": 96, "num_frames": 5}
     image = {"image": ["1", 0]} if with_picture else {}
-    (found,) = graph.expected(workflow(model_id=SPEC.tiny_id, **size, **image), Folders(), HEADLESS)
+    (found,) = graph.expected(workflow(model_id=SPEC.miniature.id, **size, **image), Folders(), HEADLESS)
     assert found.model.spec == SPEC
     assert found.stages == (("image",) if with_picture else ()) + ("denoise", "decode")
     assert {name: getattr(found.settings, name) for name in size} == size
@@ -140,10 +140,10 @@ def test_the_familys_nodes_take_a_picture_or_none(with_picture: bool):
 
 def test_a_sampler_has_the_pictures_size_its_own_or_the_models():
     sampler, encoder = DECLARATIONS["Wan22I2VTPUSampler"], {"height": 160, "width": 96, "num_frames": 5}
-    nodes = {"9": {"class_type": "Wan22I2VImageEncoder", "inputs": {**encoder, "model_id": SPEC.tiny_id}}}
+    nodes = {"9": {"class_type": "Wan22I2VImageEncoder", "inputs": {**encoder, "model_id": SPEC.miniature.id}}}
 
     def size(**inputs: Any) -> tuple[int, int, int]:
-        asked = {**nodes, "4": {"class_type": sampler.id, "inputs": {"model_id": SPEC.tiny_id, **inputs}}}
+        asked = {**nodes, "4": {"class_type": sampler.id, "inputs": {"model_id": SPEC.miniature.id, **inputs}}}
         ((_, found),) = graph.generations(asked, Folders(), HEADLESS)
         return found.height, found.width, found.num_frames
 
@@ -165,10 +165,10 @@ def test_a_model_that_needs_a_picture_says_so_when_it_is_queued(node: str, name:
     assert str(error.value) == message
     for linked in ({name}, {"model"}, None):
         declared.check_constants(Folders(), needs_one, linked)
-    declared.check_constants(Folders(), {"model_id": SPEC.tiny_id}, set())
+    declared.check_constants(Folders(), {"model_id": SPEC.miniature.id}, set())
 
 
 def test_a_last_picture_alone_is_refused():
     declared = DECLARATIONS["Wan22I2VTPUPipeline"]
     with pytest.raises(ValueError, match="Wan 2.2 TI2V 5B: last_image is connected, and image is not. Connect it, or"):
-        declared.check_constants(Folders(), {"model_id": SPEC.tiny_id}, {"last_image"})
+        declared.check_constants(Folders(), {"model_id": SPEC.miniature.id}, {"last_image"})

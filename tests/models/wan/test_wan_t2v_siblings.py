@@ -34,7 +34,7 @@ def pipeline(name: str) -> Any:
 
 def generate(spec: ModelSpec, settings: Settings) -> parity.Result:
     pipe = pipeline(spec.name)
-    pipe.scheduler = solver_table.scheduler_from({**spec.scheduler, "flow_shift": settings.shift})
+    pipe.scheduler = solver_table.scheduler_from({**spec.recipe.scheduler, "flow_shift": settings.shift})
     return parity.generate(
         pipe, settings, prompt=SHORT, negative_prompt=NEGATIVE, num_frames=settings.num_frames,
         guidance_scale_2=settings.guidance_scale_2,
@@ -69,7 +69,7 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
 
 def test_both_experts_run():
     """So that the parity of the whole shows which of them ran when."""
-    table = solver_table.table_for(TWO, TWO.scheduler, SHARED)
+    table = solver_table.table_for(TWO, TWO.recipe.scheduler, SHARED)
     assert [timestep >= 875 for timestep in table.timesteps] == [True] * 4 + [False] * 2
     first, second = (
         component.state_dict() for component in (pipeline(TWO.name).transformer, pipeline(TWO.name).transformer_2)
@@ -80,11 +80,11 @@ def test_both_experts_run():
 def test_a_lora_may_be_for_one_of_the_experts():
     loras = tuple(Lora(path=expert, strength=1.0, expert=expert) for expert in ("both", "high", "low"))
     model = replace(parity.tiny_model(TWO), loras=loras)
-    found = {expert: [lora.path for lora in model.loras_of(expert)] for expert in TWO.experts}
+    found = {expert: [lora.path for lora in model.loras_of(expert)] for expert in TWO.denoiser.experts}
     assert found == {"transformer": ["both", "high"], "transformer_2": ["both", "low"]}
 
 
 @pytest.mark.parametrize("spec", [SMALL, TWO], ids=lambda spec: spec.name)
 def test_the_nodes_of_wan_2_1_find_it(spec: ModelSpec):
-    for model_id in (spec.hub_id, spec.tiny_id, *([str(tiny.ensure(TWO))] if spec is TWO else [])):
+    for model_id in (spec.published.hub_id, spec.miniature.id, *([str(tiny.ensure(TWO))] if spec is TWO else [])):
         assert variant(test_wan21.SPEC, model_id) is spec

@@ -114,6 +114,9 @@ class Numbers:
         return tuple(float(part) for part in value.split(",")) if value.strip() else ()
 
 
+Limit = IntLimit | FloatLimit | Switch | Choice | Numbers
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepCache:
     """Full steps before `start` and from `end` on; between them each `interval`-th, `start` first."""
@@ -172,7 +175,7 @@ class Settings:
     """What one generation is asked for. Sizes in pixels and frames; `shift` is the scheduler's flow shift.
 
     With a `step_cache` some steps are only approximated (see `StepReuse`). `scheduler` is one of the model's
-    `schedulers`, or `CHECKPOINT`. With `use_dynamic_cfg` guidance changes from step to step (see `guidance_at`).
+    `schedulers`, or `CHECKPOINT`. With `use_dynamic_cfg` guidance changes from step to step (see `GuidanceAt`).
 
     `sigmas`, if there are any, are those that the scheduler starts from, one for each step. Of two experts the second
     has `guidance_scale_2` (None: the same), and the first runs `high_noise_steps` (0: while the checkpoint says so). Of

@@ -1,0 +1,79 @@
+"""What a model is, as data: its networks, geometry, limits, recipe, and the types of its functions. No torch here.
+
+May import sharding only.
+"""
+
+from .component import Component, Need, Rows, Same, Table, has_length, split, swapped
+from .functions import Call, Report
+from .groups import (
+    Denoiser,
+    HeadNorms,
+    LatentGeometry,
+    Miniature,
+    Parallelism,
+    Pictures,
+    Published,
+    Recipe,
+    StepReuse,
+    TextEncoding,
+    Vae,
+    guidance_first,
+)
+from .limits import (
+    CHECKPOINT,
+    FLOW_SCHEDULERS,
+    PART,
+    SIZE,
+    STEP_INPUTS,
+    Choice,
+    FloatLimit,
+    IntLimit,
+    Limit,
+    Numbers,
+    Settings,
+    StepCache,
+    Switch,
+    without_zero_sizes,
+)
+from .model import STAGES, ModelSpec
+
+__all__ = [
+    "CHECKPOINT",
+    "FLOW_SCHEDULERS",
+    "PART",
+    "SIZE",
+    "STAGES",
+    "STEP_INPUTS",
+    "Call",
+    "Choice",
+    "Component",
+    "Denoiser",
+    "FloatLimit",
+    "HeadNorms",
+    "IntLimit",
+    "LatentGeometry",
+    "Limit",
+    "Miniature",
+    "ModelSpec",
+    "Need",
+    "Numbers",
+    "Parallelism",
+    "Pictures",
+    "Published",
+    "Recipe",
+    "Report",
+    "Rows",
+    "Same",
+    "Settings",
+    "StepCache",
+    "StepReuse",
+    "Switch",
+    "Table",
+    "TextEncoding",
+    "Vae",
+    "guidance_first",
+    "has_length",
+    "split",
+    "swapped",
+    "without_zero_sizes",
+]

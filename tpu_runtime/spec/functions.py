@@ -1,0 +1,157 @@
+"""The functions that a model's file supplies, as types: what each takes, in which shape, and what it returns.
+
+All are pure. Those that compute are called inside a traced program and see upstream's torch modules. Arguments are
+passed by position, so an implementation may call the network what its paper calls it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from ...sharding.shape import MeshShape
+from .limits import Settings
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+# (done, total) -> None: moves the bar and lets the host cancel.
+Report = Callable[[int, int], None]
+
+
+class Call(Protocol):
+    """How a stage's host code runs a network: `function(module, *args) -> (result, carried)`, compiled once per shape.
+
+    `result` comes back on the host; `carried` stays on the devices, to be passed to the next call (and is donated by
+    it when it is the last argument). With `partition="spatial"` the last two dimensions of every argument are an
+    image's height and width (or multiples of the smallest one's) and are split over the chips; with `"replicated"`
+    every chip gets everything.
+    """
+
+    def __call__(
+        self,
+        component: str,
+        function: Callable[..., tuple[Any, Any]],
+        *args: Any,
+        partition: Literal["replicated", "spatial"] = "replicated",
+        carries: bool = False,
+    ) -> tuple[Any, Any]: ...
+
+
+class Tokenize(Protocol):
+    """Ids and mask of prompts, `[rows, length]` int32 each; a `length` beyond `max_length` shows what is cut off."""
+
+    def __call__(
+        self, tokenizer: Any, prompts: Sequence[str], /, *, length: int = ...
+    ) -> "tuple[np.ndarray, np.ndarray]": ...
+
+
+class EncodeText(Protocol):
+    """`ids` and `mask` `[rows, max_length]` to states `[rows, max_length, dim]`; the second result is None."""
+
+    def __call__(self, encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor", /) -> "tuple[torch.Tensor, None]": ...
+
+
+class WriteTokenizer(Protocol):
+    """Writes the miniature's tokenizer into `folder`."""
+
+    def __call__(self, folder: Path, /) -> None: ...
+
+
+class Forward(Protocol):
+    """The prediction for `sample` `[branches, *latent]` at `timestep` `[1]`, of the sample's shape.
+
+    `denoiser` holds upstream's modules; `run`, a `programs.denoiser_run.DenoiserRun`, is what the mesh adds. `inputs`
+    holds `[branches, length, dim]` and `<name>_length` `[branches]` of every text encoding, the arrays of
+    `condition_shapes`, `guidance` `[1]`, and `next_timestep` `[1]`, which is 0 after the last step.
+    """
+
+    def __call__(
+        self,
+        denoiser: Any,
+        run: Any,
+        sample: "torch.Tensor",
+        timestep: "torch.Tensor",
+        inputs: "dict[str, torch.Tensor]",
+        /,
+    ) -> "torch.Tensor": ...
+
+
+class Noise(Protocol):
+    """The first sample of `latent_shape`, float32 on the CPU, drawn in upstream's order."""
+
+    def __call__(self, latent_shape: tuple[int, ...], generator: "torch.Generator", /) -> "torch.Tensor": ...
+
+
+class DrawInputs(Protocol):
+    """The denoiser's inputs with those that upstream draws before the noise."""
+
+    def __call__(
+        self, inputs: "Mapping[str, np.ndarray]", generator: "torch.Generator", /
+    ) -> "Mapping[str, np.ndarray]": ...
+
+
+class SolverArguments(Protocol):
+    """The arguments of upstream's `set_timesteps` besides the number of steps."""
+
+    def __call__(
+        self, scheduler_config: Mapping[str, Any], latent_shape: tuple[int, ...], settings: Settings, /
+    ) -> dict[str, Any]: ...
+
+
+class GuidanceAt(Protocol):
+    """The guidance scale of the step at `timestep`."""
+
+    def __call__(self, settings: Settings, timestep: float, /) -> float: ...
+
+
+class Advice(Protocol):
+    """A sentence about settings that are allowed but that the model's authors do not publish; None for others."""
+
+    def __call__(self, settings: Settings, /) -> str | None: ...
+
+
+class ArrangeChips(Protocol):
+    """How the denoiser's chips are arranged, for so many branches of guidance."""
+
+    def __call__(self, num_devices: int, branches: int, /) -> MeshShape: ...
+
+
+class Decode(Protocol):
+    """LATENT samples of one video, `[1, channels, ...]` float32 on the CPU, to chunks of its frames.
+
+    A chunk is `[frames, height, width, 3]` float32 in 0..1, numpy or torch.
+    """
+
+    def __call__(self, call: Call, latents: "torch.Tensor", report: Report, /) -> Iterator[Any]: ...
+
+
+class DenormalizeLatents(Protocol):
+    """The solver's last sample in LATENT's scale and layout."""
+
+    def __call__(
+        self, sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any], /
+    ) -> "torch.Tensor": ...
+
+
+class ConditionShapes(Protocol):
+    """The shape of each array that a picture becomes. A dimension may be a key of the denoiser's config."""
+
+    def __call__(self, latent_shape: tuple[int, ...], /) -> Mapping[str, tuple[int | str, ...]]: ...
+
+
+class EncodePictures(Protocol):
+    """Pictures `[number, height, width, 3]` in 0..1 to the arrays of `condition_shapes`.
+
+    Reference pictures have no `condition_shapes`: there is one array for each, `reference_<index>`.
+    """
+
+    def __call__(
+        self, call: Call, image: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any], /
+    ) -> "dict[str, np.ndarray]": ...
+
+
+class PutGiven(Protocol):
+    """`sample` with the latents that a picture supplies; before a step and after it."""
+
+    def __call__(self, sample: "torch.Tensor", inputs: "dict[str, torch.Tensor]", /) -> "torch.Tensor": ...

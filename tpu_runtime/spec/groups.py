@@ -1,0 +1,262 @@
+"""The groups of a model's description: what is published, the recipe of a generation, and each stage's functions."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from ...sharding.shape import MeshShape
+from .component import freeze
+from .functions import (
+    Advice,
+    ArrangeChips,
+    ConditionShapes,
+    Decode,
+    DenormalizeLatents,
+    DrawInputs,
+    EncodePictures,
+    EncodeText,
+    Forward,
+    GuidanceAt,
+    Noise,
+    PutGiven,
+    SolverArguments,
+    Tokenize,
+    WriteTokenizer,
+)
+from .limits import FLOW_SCHEDULERS, Settings
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """The checkpoint on Hugging Face: its id, and what of its `model_index.json` identifies the model.
+
+    `pipeline_classes` are upstream's classes for it. `index` holds further entries of `model_index.json` and `files`
+    further JSON files by path; the miniature has them too.
+    """
+
+    hub_id: str
+    pipeline_classes: tuple[str, ...]
+    index: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        freeze(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Miniature:
+    """The built-in checkpoint: `inputs` that fit it, and `texts` that fit one that was trained."""
+
+    id: str
+    inputs: Mapping[str, int]
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        freeze(self)
+
+    @property
+    def random_id(self) -> str:
+        """The id of the checkpoint with random weights; `id` is a trained one where there is one."""
+        return self.id.replace("tiny/", "tiny/random-")
+
+    @property
+    def ids(self) -> tuple[str, str]:
+        return self.id, self.random_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentGeometry:
+    """How pixels become latents and tokens. An image model has `stride_t` 0 and latents without a frame dimension."""
+
+    channels: int
+    stride_t: int
+    stride_hw: int
+    patch_thw: tuple[int, int, int]
+
+    def latent_frames(self, num_frames: int) -> int:
+        """Latent frames of a video whose first frame is a latent frame of its own, padded to whole patches."""
+        frames = (num_frames - 1) // self.stride_t + 1
+        return -(-frames // self.patch_thw[0]) * self.patch_thw[0]
+
+    def latent_shape(self, settings: Settings) -> tuple[int, ...]:
+        """`[1, channels, latent_frames, latent_height, latent_width]`, for an image without the frames."""
+        frames = (self.latent_frames(settings.num_frames),) if self.stride_t else ()
+        return (1, self.channels, *frames, settings.height // self.stride_hw, settings.width // self.stride_hw)
+
+    def num_tokens(self, latent_shape: tuple[int, ...]) -> int:
+        patch = self.patch_thw if self.stride_t else self.patch_thw[1:]
+        return math.prod(size // part for size, part in zip(latent_shape[2:], patch, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEncoding:
+    """One text encoder's part in the conditioning.
+
+    With a `prefix`, ids start with that many more tokens, which are always there and whose states are dropped.
+    `width_key` is where the denoiser's config names the states' width. `tokenizer_class` is that of the miniature.
+    """
+
+    name: str = "text"
+    component: str = "text_encoder"
+    tokenizer_folder: str = "tokenizer"
+    tokenizer_class: str
+    max_length: int
+    width_key: str
+    tokenize: Tokenize
+    encode: EncodeText
+    write_tokenizer: WriteTokenizer
+    prefix: int = 0
+
+
+def plain_noise(latent_shape: tuple[int, ...], generator: "torch.Generator") -> "torch.Tensor":
+    """Standard normal noise in the layout of the latents."""
+    import torch
+
+    return torch.randn(latent_shape, generator=generator, dtype=torch.float32)
+
+
+def nothing_drawn(inputs: "Mapping[str, np.ndarray]", generator: "torch.Generator") -> "Mapping[str, np.ndarray]":
+    return inputs
+
+
+def no_arguments(
+    scheduler_config: Mapping[str, Any], latent_shape: tuple[int, ...], settings: Settings
+) -> dict[str, Any]:
+    return {}
+
+
+def steady_guidance(settings: Settings, timestep: float) -> float:
+    """`guidance_scale` at every step."""
+    return settings.guidance_scale
+
+
+def no_advice(settings: Settings) -> None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a sample is drawn: the schedule, the noise and guidance.
+
+    `scheduler` is the published config. `schedulers` may run in its place: what is to change in the config, by name.
+    `shift_key` is the config's name for the shift that a widget overrides. `guidance` is "cfg" (two branches while
+    `guidance_scale` is above 1: row 0 the prompt, row 1 the negative prompt) or "embedded" (one branch; the network is
+    told the scale if it takes one).
+    """
+
+    scheduler: Mapping[str, Any]
+    schedulers: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: FLOW_SCHEDULERS)
+    shift_key: str | None = None
+    guidance: Literal["cfg", "embedded"] = "cfg"
+    guidance_at: GuidanceAt = steady_guidance
+    noise: Noise = plain_noise
+    draw_inputs: DrawInputs = nothing_drawn
+    solver_arguments: SolverArguments = no_arguments
+    advice: Advice = no_advice
+
+    def __post_init__(self) -> None:
+        freeze(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReuse:
+    """How a denoiser starts a step from the inner features of an earlier one; its arguments are those of `forward`.
+
+    - `keep(denoiser, run, sample, timestep, inputs)` returns the prediction of a full step, and features by name.
+    - `reuse(denoiser, run, features, sample, timestep, inputs)` returns a prediction from them.
+
+    Features have a row for each branch first. Those named in `tokens` are `[rows, tokens, dim]` as `run.tokens` places
+    them; those in `whole` every chip has.
+    """
+
+    keep: Callable[..., tuple[Any, dict[str, Any]]]
+    reuse: Callable[..., Any]
+    tokens: tuple[str, ...]
+    whole: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadNorms:
+    """The norms of queries and keys, head by head, of one stack of blocks, by name; `*` stands for a layer.
+
+    Every query of a layer may meet every key of it: those of a text have norms of their own.
+    """
+
+    queries: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Denoiser:
+    """The network that denoises. `experts` are its components, where there are two each for its part of the steps.
+
+    With a `step_reuse` the model's `inputs` have `step_cache` (on or off), `cache_start`, `cache_end` and
+    `cache_interval` too (see `StepCache`). `head_norms` are the norms that bound attention's scores, of every stack of
+    blocks; empty where none do.
+
+    `prepare(network, sequence)`, where there is one, puts our attention and token placement into upstream's forward;
+    then `forward`, and the functions of a `step_reuse`, take no `run`.
+    """
+
+    forward: Forward | Callable[..., Any]
+    prepare: Callable[..., None] | None = None
+    experts: tuple[str, ...] = ("transformer",)
+    step_reuse: StepReuse | None = None
+    head_norms: tuple[HeadNorms, ...] = ()
+
+
+def guidance_first(num_devices: int, branches: int) -> MeshShape:
+    """Guidance's two branches side by side where the count is even; all other chips share the sequence."""
+    dp = 2 if branches == 2 and num_devices % 2 == 0 else 1
+    return MeshShape(dp=dp, sp=num_devices // dp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """How the denoiser is divided. What of `tp` does not divide the heads, the config's `heads_key`, goes to `sp`."""
+
+    mesh: ArrangeChips = guidance_first
+    heads_key: str = "num_attention_heads"
+
+    def arranged(self, num_devices: int, branches: int, config: Mapping[str, Any]) -> MeshShape:
+        """The mesh for a denoiser of that `config`."""
+        shape = self.mesh(num_devices, branches)
+        return shape.for_heads(int(config.get(self.heads_key, shape.tp)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vae:
+    """From the solver's last sample to pixels, by the component of that name.
+
+    `latent_format` is ComfyUI's name for the layout and scale of the denoiser's sample, for previews.
+    """
+
+    component: str = "vae_decoder"
+    latent_format: str
+    denormalize: DenormalizeLatents
+    decode: Decode
+
+
+def no_conditions(latent_shape: tuple[int, ...]) -> Mapping[str, tuple[int | str, ...]]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictures:
+    """What a model takes of pictures; the default takes none.
+
+    `numbers` are how many it may get: a first frame, or a first and a last one. With `are_references` they are optional
+    and of any number and size. With `put_given` the model runs without a picture too: the arrays of `condition_shapes`
+    are zeros then.
+    """
+
+    encode: EncodePictures | None = None
+    numbers: tuple[int, ...] = (1,)
+    condition_shapes: ConditionShapes = no_conditions
+    are_references: bool = False
+    put_given: PutGiven | None = None
