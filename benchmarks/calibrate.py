@@ -18,7 +18,7 @@ from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.models import wan, wan21
 from comfyui_tpu.tpu_runtime.plan import plan
-from comfyui_tpu.tpu_runtime.plan.compile import Request
+from comfyui_tpu.tpu_runtime.plan.compile import PlanRequest
 from comfyui_tpu.tpu_runtime.programs import modules, torch_bridge, weights
 from comfyui_tpu.tpu_runtime.programs.program import Program, Target, shaped
 from comfyui_tpu.tpu_runtime.programs.weights import Weights
@@ -88,7 +88,7 @@ def plain_port(devices: tuple[Device, ...]) -> Program:
     )
 
 
-class PlainPort(Request):
+class PlainPort(PlanRequest):
     def programs(self) -> tuple[Program, ...]:
         return (plain_port(chips.compile_devices(self.topology)),)
 

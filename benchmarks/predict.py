@@ -17,7 +17,7 @@ from typing import Any
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
 from comfyui_tpu.tpu_runtime.plan import measured, plan
-from comfyui_tpu.tpu_runtime.plan.compile import Request
+from comfyui_tpu.tpu_runtime.plan.compile import PlanRequest
 from comfyui_tpu.tpu_runtime.programs.program import DENOISE_STEP
 from comfyui_tpu.tpu_runtime.spec import STAGES
 from comfyui_tpu.tpu_runtime.units import GIB
@@ -55,7 +55,7 @@ def predict(name: str, topology: str, stages: Sequence[str] = STAGES, widgets: M
     """One model's plan at its defaults, but for `widgets`."""
     spec = spec_by_name(name)
     settings = spec.settings(**widgets)
-    request = Request(spec=spec, settings=settings, topology=chips.topology(topology), stages=tuple(stages))
+    request = PlanRequest(spec=spec, settings=settings, topology=chips.topology(topology), stages=tuple(stages))
     record = plan.make_plan(request, _say).to_json()
     programs = [{key: value for key, value in program.items() if key not in DROPPED} for program in record["programs"]]
     return {**record, "title": spec.title, "programs": programs}

@@ -15,7 +15,7 @@ from pathlib import Path
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.plan import plan
-from comfyui_tpu.tpu_runtime.plan.compile import Request
+from comfyui_tpu.tpu_runtime.plan.compile import PlanRequest
 from comfyui_tpu.tpu_runtime.plan.report import LABEL, ProgramPlan
 from comfyui_tpu.tpu_runtime.units import GIB
 
@@ -65,7 +65,7 @@ class Entry:
 def predict(size: tuple[int, int], name: str) -> Entry:
     spec, (height, width) = spec_by_name(MODEL), size
     topology = chips.topology(name)
-    request = Request(
+    request = PlanRequest(
         spec=spec, settings=spec.settings(height=height, width=width), topology=topology, stages=("denoise",)
     )
     (program,) = plan.make_plan(request, _say).programs

@@ -18,7 +18,7 @@ from ..tpu_runtime.pipeline import FLAGSHIPS, SPECS, spec_by_name
 if TYPE_CHECKING:
     from ..sharding.mesh import Device
     from ..tpu_runtime.pipeline import Preview
-    from ..tpu_runtime.selftest.checks import Row
+    from ..tpu_runtime.selftest.checks import CheckResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +88,7 @@ def _head(devices: "Sequence[Device]") -> str:
     return f"On {kinds}, which is no TPU: kernels run in interpret mode."
 
 
-def _line(row: "Row") -> Text:
+def _line(row: "CheckResult") -> Text:
     numbers = "" if row.error is None or row.bound is None else f"  {row.error:.1e} of {row.bound.error:.0e}"
     line = Text("ok     " if row.is_good else "WRONG  ", style="green" if row.is_good else "red")
     line.append(f"{row.title}{numbers}  {row.seconds:.1f} s", style="default")

@@ -8,7 +8,7 @@ from typing import Any
 from ..nodes.declare import Folders
 from ..nodes.graph import Workflow
 from ..nodes.headless.changes import assign, make_tiny, read_json
-from ..nodes.headless.runner import HEADLESS, Timing
+from ..nodes.headless.runner import HEADLESS, NodeTime
 from ..nodes.headless.workflow import to_api
 from ..tpu_runtime import pipeline
 from ..tpu_runtime.pipeline import SPECS, Choice, IntLimit, ModelSpec, Numbers, Switch
@@ -90,7 +90,7 @@ def print_now(line: str) -> None:
     print(line, flush=True)
 
 
-def print_timings(timings: Sequence[Timing]) -> None:
+def print_timings(timings: Sequence[NodeTime]) -> None:
     if not timings:
         return
     width = max(len(timing.title) for timing in timings)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..nodes.declare import Folders
-from ..nodes.headless.runner import Timing, run_workflow
+from ..nodes.headless.runner import NodeTime, run_workflow
 from ..tpu_runtime.pipeline import Preview, redact
 from .jobs import mark
 from .ledger import DONE, RESULTS, check_same_place
@@ -37,7 +37,7 @@ class JobHost:
 
     def __init__(self, folders: Folders, report: Callable[[Status], None], is_cancelled: Callable[[], bool]) -> None:
         self.folders = folders
-        self.timings: list[Timing] = []
+        self.timings: list[NodeTime] = []
         self._report = report
         self._is_cancelled = is_cancelled
         self._status = Status()
@@ -59,7 +59,7 @@ class JobHost:
         self._say(Status(node=title), always=True)
         start = time.perf_counter()
         yield
-        self.timings.append(Timing(title=title, elapsed_s=time.perf_counter() - start))
+        self.timings.append(NodeTime(title=title, elapsed_s=time.perf_counter() - start))
 
     def _say(self, status: Status, *, always: bool) -> None:
         self._status = status

@@ -50,7 +50,7 @@ class Extent(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class KeyBlock:
     """Keys of one array in VMEM: `rows` of them, of which the first `certain` are real whatever `length` says.
 
     `length` is how many are real: a number, or a scalar read in the kernel. `values` of heads below 128 lanes are
@@ -65,10 +65,10 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class KeyRun:
     """A run of `size` keys of a part. `masked`: some may be padding."""
 
-    part: Part
+    part: KeyBlock
     start: Any
     size: int
     masked: bool
@@ -82,10 +82,10 @@ class Step:
         return jax.lax.broadcasted_iota(jnp.int32, shape, axis) < self.part.length - self.start
 
 
-def steps_of(part: Part, size: int) -> list[Step]:
+def steps_of(part: KeyBlock, size: int) -> list[KeyRun]:
     """The keys of a part in runs of `size` and a rest."""
     return [
-        Step(part=part, start=start, size=min(size, part.rows - start), masked=start + size > part.certain)
+        KeyRun(part=part, start=start, size=min(size, part.rows - start), masked=start + size > part.certain)
         for start in range(0, part.rows, size)
     ]
 
@@ -116,7 +116,7 @@ class Block:
             for start in range(0, self.block_q, columns):
                 yield head, pl.ds(start, min(columns, self.block_q - start))
 
-    def prepare(self, part: Part) -> None:
+    def prepare(self, part: KeyBlock) -> None:
         """Scales the queries, in base 2, and zeroes the lanes of other heads; takes the maximum; clears the sums."""
         for head in range(self.form.heads):
             query = self.query[:, self.lanes(head)].astype(jnp.float32) * (self.scale * LOG2_E)
@@ -128,7 +128,7 @@ class Block:
         self.clear()
         if self.form.maximum == "sampled":
             size = min(SAMPLED_KEYS, max(PACKED_ROWS, part.rows // 8 // PACKED_ROWS * PACKED_ROWS))
-            step = Step(part=part, start=0, size=size, masked=size > part.certain)
+            step = KeyRun(part=part, start=0, size=size, masked=size > part.certain)
             for head, columns in self.units():
                 self.vmem.top[0][head, :, columns] = spread(jnp.max(self.masked_scores(step, head, columns), 0))
 
@@ -143,17 +143,17 @@ class Block:
             left, right, (dims, ((), ())), preferred_element_type=jnp.float32, precision=precision(self.query.dtype)
         )
 
-    def scores(self, step: Step, head: int, columns: Any) -> Array:
+    def scores(self, step: KeyRun, head: int, columns: Any) -> Array:
         """`[keys, queries]`, in base 2; of padding anything."""
         return self.product(
             step.part.keys[step.rows, self.lanes(head)], self.vmem.scaled[head, :, columns], ((1,), (0,))
         )
 
-    def masked_scores(self, step: Step, head: int, columns: Any) -> Array:
+    def masked_scores(self, step: KeyRun, head: int, columns: Any) -> Array:
         found = self.scores(step, head, columns)
         return jnp.where(step.valid(found.shape), found, NEGATIVE) if step.masked else found
 
-    def weighted(self, step: Step, parity: int, head: int, columns: Any) -> Array:
+    def weighted(self, step: KeyRun, parity: int, head: int, columns: Any) -> Array:
         """The step's values summed by weight, `[head_dim, queries]`."""
         lanes, axis = pl.ds(head * self.head_dim, self.head_dim), int(self.head_dim < LANES)  # of keys
         values = step.part.values[(lanes, step.rows) if axis else (step.rows, lanes)]
@@ -163,13 +163,13 @@ class Block:
 
     # --- under a fixed maximum ----------------------------------------------------------------------------------------
 
-    def exponents(self, step: Step, parity: int, head: int, columns: Any) -> None:
+    def exponents(self, step: KeyRun, parity: int, head: int, columns: Any) -> None:
         scores = self.scores(step, head, columns)
         if self.form.maximum == "sampled":
             scores = scores - self.vmem.top[0][head, :1, columns]
         self.vmem.sums[head, :, columns] += self.keep_weights(jnp.exp2(scores), step, parity, head, columns)
 
-    def keep_weights(self, weights: Array, step: Step, parity: int, head: int, columns: Any) -> Array:
+    def keep_weights(self, weights: Array, step: KeyRun, parity: int, head: int, columns: Any) -> Array:
         """Stores `[keys, queries]` without padding for the second product; their sums, `[8, queries]`."""
         if step.masked:
             weights = jnp.where(step.valid(weights.shape), weights, 0)
@@ -177,12 +177,12 @@ class Block:
         buffer[head, : step.size, columns] = weights.astype(buffer.dtype)
         return jnp.sum(weights.reshape(-1, SUBLANES, weights.shape[1]), axis=0)
 
-    def accumulate(self, step: Step, parity: int, head: int, columns: Any) -> None:
+    def accumulate(self, step: KeyRun, parity: int, head: int, columns: Any) -> None:
         self.vmem.out[head, :, columns] += self.weighted(step, parity, head, columns)
 
     # --- under a running maximum --------------------------------------------------------------------------------------
 
-    def measure(self, step: Step, parity: int, head: int, columns: Any) -> None:
+    def measure(self, step: KeyRun, parity: int, head: int, columns: Any) -> None:
         """Scores, and the maximum with them."""
         scores = self.masked_scores(step, head, columns)
         before = self.vmem.top[1 - parity][head, :1, columns]
@@ -191,14 +191,14 @@ class Block:
         self.vmem.top[parity][head, :, columns] = spread(top)
         self.vmem.kept[parity][head, :, columns] = spread(jnp.exp2(before - top))
 
-    def exponents_online(self, step: Step, parity: int, head: int, columns: Any) -> None:
+    def exponents_online(self, step: KeyRun, parity: int, head: int, columns: Any) -> None:
         scores = self.vmem.raw[parity][head, : step.size, columns] - self.vmem.top[parity][head, :1, columns]
         added = self.keep_weights(jnp.exp2(scores), step, parity, head, columns)
         self.vmem.sums[head, :, columns] = (
             self.vmem.sums[head, :, columns] * self.vmem.kept[parity][head, :, columns] + added
         )
 
-    def accumulate_online(self, step: Step, parity: int, head: int, columns: Any) -> None:
+    def accumulate_online(self, step: KeyRun, parity: int, head: int, columns: Any) -> None:
         kept = self.vmem.kept[parity][head, :1, columns]
         self.vmem.out[head, :, columns] = self.vmem.out[head, :, columns] * kept + self.weighted(
             step, parity, head, columns
@@ -206,17 +206,17 @@ class Block:
 
     # --- the pipeline -------------------------------------------------------------------------------------------------
 
-    def run(self, parts: list[Part]) -> None:
+    def run(self, parts: list[KeyBlock]) -> None:
         """All keys under the fixed maximum: the second product one step behind the exponents."""
         self.pipeline(parts, ((0, self.exponents), (1, self.accumulate)), self.form.step, self.form.unroll)
 
-    def run_online(self, parts: list[Part]) -> None:
+    def run_online(self, parts: list[KeyBlock]) -> None:
         """All keys under the running maximum: exponents one step behind the scores, the second product two."""
         stages = ((2, self.accumulate_online), (1, self.exponents_online), (0, self.measure))
         last = self.pipeline(parts, stages, self.form.online_step, 2)
         self.vmem.top[1 - last][...] = self.vmem.top[last][...]
 
-    def pipeline(self, parts: list[Part], stages: tuple[tuple[int, Callable], ...], size: int, unroll: int) -> int:
+    def pipeline(self, parts: list[KeyBlock], stages: tuple[tuple[int, Callable], ...], size: int, unroll: int) -> int:
         """Every stage for every step of keys, each so many steps behind; the buffer that the last step used.
 
         Most steps are those of a loop of `unroll` steps a turn; those before, after and with padding are written out.
@@ -228,7 +228,7 @@ class Block:
         turns = (uniform - depth) // unroll if uniform >= depth + 2 * unroll else 0
         looped = range(depth, depth + turns * unroll)
 
-        def tick(parity: int, step_at: Callable[[int], Step | None]) -> None:
+        def tick(parity: int, step_at: Callable[[int], KeyRun | None]) -> None:
             for head, columns in self.units():
                 for behind, stage in stages:
                     step = step_at(behind)
@@ -239,9 +239,9 @@ class Block:
             for offset in range(unroll):
                 first = depth + index * unroll + offset
 
-                def step_at(behind: int, first: Array = first) -> Step:
+                def step_at(behind: int, first: Array = first) -> KeyRun:
                     start = pl.multiple_of((first - behind) * size, size)
-                    return Step(part=parts[0], start=start, size=size, masked=False)
+                    return KeyRun(part=parts[0], start=start, size=size, masked=False)
 
                 tick(depth + offset, step_at)
 
@@ -307,7 +307,7 @@ def grid_step(
         is_known = extent.certain == extent.rows and num_kv == 1
         length = extent.rows if is_known else lengths[row, index] - before
         certain = min(certain, extent.block)
-        parts.append(Part(keys=k, values=v, rows=extent.block, certain=certain, length=length))
+        parts.append(KeyBlock(keys=k, values=v, rows=extent.block, certain=certain, length=length))
     run = block.run_online if form.maximum == "online" else block.run
     if num_kv == 1:
         block.prepare(parts[0])
@@ -328,7 +328,7 @@ def grid_step(
         block.write()
 
 
-def finish(block: Block, parts: list[Part]) -> None:
+def finish(block: Block, parts: list[KeyBlock]) -> None:
     """Writes the result; first all again under a running maximum, where the sampled one was too low."""
     if block.form.maximum == "sampled":
 

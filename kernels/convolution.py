@@ -25,9 +25,9 @@ LEAST_MIB = 64  # of VMEM; a chip with less keeps XLA's convolutions
 MAX_PRODUCTS = 1300
 ROWS, COLUMNS = "dp", "sp"  # the mesh's axes over which a picture is split
 
-Video = Float[Array, "1 channels frames height width"]
+Frames = Float[Array, "1 channels frames height width"]
 Past = Float[Array, "1 channels past_frames height width"]
-Weight = Float[Array, "out channels time rows columns"]
+KernelWeight = Float[Array, "out channels time rows columns"]
 Bias = Float[Array, " out"]
 Shaped = Array | jax.ShapeDtypeStruct
 
@@ -75,8 +75,8 @@ def vmem_mib() -> int:
 
 
 def reference(
-    x: Video,
-    weight: Weight,
+    x: Frames,
+    weight: KernelWeight,
     bias: Bias | None,
     *,
     repeats: bool,
@@ -103,8 +103,8 @@ def reference(
 
 
 def convolution(
-    x: Video,
-    weight: Weight,
+    x: Frames,
+    weight: KernelWeight,
     bias: Bias | None,
     *,
     repeats: bool,

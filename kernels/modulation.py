@@ -18,12 +18,12 @@ from .choice import KernelRefusal
 from .convolution import COLUMNS, ROWS, chip_reasons
 
 Picture = Float[Array, "1 channels frames height width"]
-Rows = Float[Array, "1 channels frames rows width"]  # each of which stands for several of a picture's
+FewerRows = Float[Array, "1 channels frames rows width"]  # each of which stands for several of a picture's
 Vector = Float[Array, " channels"]
 
 
 def modulated(
-    x: Picture, factor: Vector, shift: Vector, scale: Rows, offset: Rows, *, interpret: bool = False
+    x: Picture, factor: Vector, shift: Vector, scale: FewerRows, offset: FewerRows, *, interpret: bool = False
 ) -> Picture:
     """SiLU of `(x * factor + shift) * scale + offset` on the mesh in context, whose axes split rows and columns."""
     picture = P(None, None, None, ROWS, COLUMNS)
@@ -32,7 +32,7 @@ def modulated(
     return jax.shard_map(local, in_specs=specs, out_specs=picture, check_vma=False)(x, factor, shift, scale, offset)
 
 
-def reference(x: Picture, factor: Vector, shift: Vector, scale: Rows, offset: Rows) -> Picture:
+def reference(x: Picture, factor: Vector, shift: Vector, scale: FewerRows, offset: FewerRows) -> Picture:
     """As `modulated`, by XLA."""
     rows = x.reshape(*x.shape[:3], scale.shape[3], -1, x.shape[4]).astype(jnp.float32)
     beyond = (..., None, None, None, None)

@@ -205,7 +205,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class StageNode:
     """One node of an expansion. It is left out where the expanding node's input `needs` is absent."""
 
     name: str
@@ -218,10 +218,10 @@ class Stage:
 class Expansion(Declaration):
     """A node that stands for a small graph of other nodes and has no body of its own."""
 
-    stages: tuple[Stage, ...] = field(default=())
+    stages: tuple[StageNode, ...] = field(default=())
     results: tuple[Link, ...] = field(default=())
 
-    def stages_for(self, given: Mapping[str, Any]) -> tuple[Stage, ...]:
+    def stages_for(self, given: Mapping[str, Any]) -> tuple[StageNode, ...]:
         """The stages that run for these inputs; a link to one that does not is left out as well."""
         present = [stage for stage in self.stages if not stage.needs or given.get(stage.needs) is not None]
         names = {stage.name for stage in present}

@@ -12,7 +12,7 @@ from typing import Any
 from ..tpu_runtime import pipeline as runtime
 from ..tpu_runtime.pipeline import PART, SPECS, ModelRef, ModelSpec, choose_model, media, payloads, without_zero_sizes
 from . import inputs as named
-from .declare import Expansion, Folders, Host, Input, Link, Node, Output, Ref, Stage
+from .declare import Expansion, Folders, Host, Input, Link, Node, Output, Ref, StageNode
 
 
 def _chosen(spec: ModelSpec, host: Host, *, model_id: str, model: ModelRef | None, precision: str) -> ModelRef:
@@ -260,7 +260,7 @@ def pipeline(spec: ModelSpec, label: str, stage_nodes: tuple[Node, ...], *inputs
     """The stages (and Create Video) as one node: a graph over the others, not a second implementation."""
     links = {name: link for name, link in _LINKS.items() if link.stage in {node.stage for node in stage_nodes}}
     stages = [
-        Stage(
+        StageNode(
             name=node.stage,
             node_id=node.id,
             inputs={
@@ -277,7 +277,7 @@ def pipeline(spec: ModelSpec, label: str, stage_nodes: tuple[Node, ...], *inputs
     outputs = _frames_outputs(spec)
     if not spec.is_image:
         frames = {"images": Link("decode", 0), "fps": Link("decode", 1)}
-        stages.append(Stage(name="video", node_id="CreateVideo", inputs=frames))
+        stages.append(StageNode(name="video", node_id="CreateVideo", inputs=frames))
         results.append(Link("video", 0))
         outputs = (*outputs, Output(name="video", type="VIDEO", tooltip="The video, for Save Video."))
     needs_link = "image" in inputs and not spec.pictures.are_references

@@ -129,7 +129,7 @@ class _Graph:
             if isinstance(node.get("type"), str) and isinstance(node.get("id"), int | str)
         }
         links = graph.get("links")
-        read = [_Link.read(raw) for raw in links] if isinstance(links, list) else []
+        read = [_Wire.read(raw) for raw in links] if isinstance(links, list) else []
         self._links = {link.id: link for link in read if link is not None}
         self._last = max((one for one in self._links if isinstance(one, int)), default=0)
         # What is looked up for each node or link: a file may have many of both.
@@ -163,7 +163,7 @@ class _Graph:
         for node in self._ours():
             said = [*self._upgrade_widgets(node), *self._upgrade_inputs(node)]
             changes += [f"{_label(node)}: {'; '.join(said)}."] if said else []
-        leaving: dict[int | str, list[_Link]] = {}
+        leaving: dict[int | str, list[_Wire]] = {}
         for link in self._links.values():  # once all inputs are what they will be
             leaving.setdefault(link.origin, []).append(link)
         for node in self._ours():
@@ -219,7 +219,7 @@ class _Graph:
         link = socket.get("link")
         return isinstance(link, int | str) and link in self._links
 
-    def _upgrade_outputs(self, node: dict[str, Any], leaving: "list[_Link]") -> Iterator[str]:
+    def _upgrade_outputs(self, node: dict[str, Any], leaving: "list[_Wire]") -> Iterator[str]:
         """Outputs as today's node has them, each with those of the links `leaving` that the old one of its name had."""
         declared, old = self._table[node["type"]], _OLD[node["type"]]
         today = {one.name: slot for slot, one in enumerate(declared.outputs)}
@@ -238,7 +238,7 @@ class _Graph:
             for one, links in zip(declared.outputs, own, strict=True)
         ]
 
-    def _add_link(self, first: "_Link", offset: int) -> "_Link":
+    def _add_link(self, first: "_Wire", offset: int) -> "_Wire":
         """A further link from the node where `first` comes from, through nodes that only pass it on."""
         self._last += 1
         added = replace(first, id=self._last, origin=self._origin(first), origin_slot=offset, is_new=True)
@@ -249,7 +249,7 @@ class _Graph:
             state["lastLinkId"] = self._last
         return added
 
-    def _origin(self, link: "_Link") -> int | str:
+    def _origin(self, link: "_Wire") -> int | str:
         """The node that a link comes from, behind all reroutes; in a circle of them any of these."""
         passed = []
         while link.id not in self._origins:
@@ -264,7 +264,7 @@ class _Graph:
         self._origins.update(dict.fromkeys(passed, origin))
         return origin
 
-    def _remove(self, link: "_Link") -> None:
+    def _remove(self, link: "_Wire") -> None:
         self._links.pop(link.id, None)
         for socket in self._sockets.get(link.id, ()):
             socket["link"] = None
@@ -274,7 +274,7 @@ _FIELDS = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")
 
 
 @dataclass
-class _Link:
+class _Wire:
     """A link from an output to an input; `raw` is what the file has for it."""
 
     raw: Any
@@ -287,7 +287,7 @@ class _Link:
     is_new: bool = False
 
     @classmethod
-    def read(cls, raw: Any) -> "_Link | None":
+    def read(cls, raw: Any) -> "_Wire | None":
         """None for what is no link."""
         parts: Any = [raw.get(name) for name in _FIELDS] if isinstance(raw, dict) else raw
         if not isinstance(parts, list) or len(parts) != len(_FIELDS):

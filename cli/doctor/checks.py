@@ -7,9 +7,9 @@ import platform
 from importlib.util import find_spec
 
 from . import chips, comfyui, host
-from .machine import Check, Finding, HostMachine
+from .machine import Finding, HostMachine, Inspection
 
-CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[Inspection, ...] = (
     host.twice, host.tokenizer,
     chips.plugged_in, chips.rights, chips.holders, chips.hugepages, chips.variables, chips.flags, chips.budget,
     host.caches, host.models, host.token, host.memory, host.pip,

@@ -160,4 +160,4 @@ def has_tpu() -> bool:
 
 
 Findings = Iterator[Finding]
-Check = Callable[[HostMachine], Findings]
+Inspection = Callable[[HostMachine], Findings]

@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 
 from ...tpu_runtime.pipeline import versions
 from .comfyui import is_used, setup
-from .machine import Check, Finding, Findings, HostMachine, distributions
+from .machine import Finding, Findings, HostMachine, Inspection, distributions
 
 # Small, and used by other packs' monitors on any machine.
 _HARMLESS = frozenset({"nvidia-ml-py"})
@@ -101,4 +101,4 @@ def environment(machine: HostMachine) -> Findings:
                 yield Finding(topic, f"{each.topic} {each.found}", f"{shlex.quote(str(python))} -m {each.remedy}")
 
 
-CHECKS: tuple[Check, ...] = (versions_here, builds, companions, requirements, environment)
+CHECKS: tuple[Inspection, ...] = (versions_here, builds, companions, requirements, environment)

@@ -18,7 +18,7 @@ HEADLESS: Table = by_id((*DECLARATIONS.values(), *core_nodes.NODES))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timing:
+class NodeTime:
     title: str
     elapsed_s: float
 
@@ -36,7 +36,7 @@ class TerminalHost:
 
     def __init__(self, folders: Folders, stream: TextIO | None = None) -> None:
         self.folders = folders
-        self.timings: list[Timing] = []
+        self.timings: list[NodeTime] = []
         self._stream = stream or sys.stderr
         self._is_tty = self._stream.isatty()
 
@@ -63,7 +63,7 @@ class TerminalHost:
             yield
         finally:
             self._clear()
-        self.timings.append(Timing(title=title, elapsed_s=time.perf_counter() - start))
+        self.timings.append(NodeTime(title=title, elapsed_s=time.perf_counter() - start))
 
     def _clear(self) -> None:
         if self._is_tty:

@@ -147,11 +147,11 @@ def test_a_rule_that_replicates_what_the_code_takes_to_be_split_is_red(monkeypat
     ("more", "problem"), [(1, "values of attention are not finite"), (-1, "The largest error is")], ids=str
 )
 def test_a_kernels_mask_that_is_off_by_one_is_red(more: int, problem: str, monkeypatch: pytest.MonkeyPatch):
-    def valid(self: attention_body.Step, shape: tuple[int, ...], axis: int = 0) -> jax.Array:
+    def valid(self: attention_body.KeyRun, shape: tuple[int, ...], axis: int = 0) -> jax.Array:
         keys = jax.lax.broadcasted_iota(jax.numpy.int32, shape, axis)
         return keys < self.part.length - self.start + more
 
-    monkeypatch.setattr(attention_body.Step, "valid", valid)
+    monkeypatch.setattr(attention_body.KeyRun, "valid", valid)
     row = checks.perform(next(iter(kernels.checks(*jax.devices()[:2]))), Silent())
     assert row.title == "kernels: attention, bounded scores, heads of 64 (float32)"
     assert problem in row.problem

@@ -97,6 +97,6 @@ def test_the_cost_model_knows_the_form_that_may_rerun_by_its_name(maximum: str):
     form = Form(maximum=maximum, block_q=128, step=32)
     traced = jax.make_jaxpr(functools.partial(attend, head_dim=128, form=form))(jnp.ones((1, 48, 128)))
     (call,) = (equation for equation in traced.eqns if equation.primitive.name == "pallas_call")
-    kernel = kernels.Kernel(name=call.params["name"], config="", operands=(), results=())
+    kernel = kernels.MosaicCall(name=call.params["name"], config="", operands=(), results=())
     assert kernel.reruns == (maximum == "sampled")
     assert kernel.name == (names.ATTENTION_WITH_RERUN if kernel.reruns else names.ATTENTION)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.cli import main as cli
-from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Node, Output, Ref, Stage, by_id
+from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Node, Output, Ref, StageNode, by_id
 from comfyui_tpu.nodes.graph import expand
 from comfyui_tpu.nodes.headless.changes import assign, make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, execution_order, run_workflow
@@ -44,8 +44,8 @@ TABLE = by_id(
             inputs=(_SUM,),
             outputs=(Output(name="sum", type="SUM"),),
             stages=(
-                Stage(name="one", node_id="Next", inputs={"a": Ref("a")}),
-                Stage(name="two", node_id="Next", inputs={"a": Link("one", 0)}),
+                StageNode(name="one", node_id="Next", inputs={"a": Ref("a")}),
+                StageNode(name="two", node_id="Next", inputs={"a": Link("one", 0)}),
             ),
             results=(Link("two", 0),),
         ),

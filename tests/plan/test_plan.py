@@ -34,7 +34,7 @@ RECORDED = [record for record in json.loads((BENCHMARKS / "predicted.json").read
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmallRequest(compile.Request):
+class SmallRequest(compile.PlanRequest):
     """Two programs of ours in place of the model's: weights of so many GiB, and a state of half a GiB a frame."""
 
     weights_gib: tuple[float, float] = (1.0, 1.0)
@@ -293,7 +293,7 @@ def test_every_recipe_is_recorded_with_its_own_settings_and_fits_stage_by_stage(
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda record: record["model"])
 def test_the_denoiser_is_as_fast_as_recorded(recorded: dict):
     spec = spec_by_name(recorded["model"])
-    request = compile.Request(
+    request = compile.PlanRequest(
         spec=spec, settings=spec.settings(), topology=chips.topology(recorded["topology"]), stages=("denoise",)
     )
     (again,) = plan.make_plan(request).programs
@@ -305,9 +305,9 @@ def test_the_denoiser_is_as_fast_as_recorded(recorded: dict):
 # --- the real programs ------------------------------------------------------------------------------------------------
 
 
-def request_of(spec: ModelSpec, stages: tuple[str, ...], **sizes: int) -> compile.Request:
+def request_of(spec: ModelSpec, stages: tuple[str, ...], **sizes: int) -> compile.PlanRequest:
     settings = spec.settings(**sizes)
-    return compile.Request(spec=spec, settings=settings, topology=chips.topology("v6e-8"), stages=stages)
+    return compile.PlanRequest(spec=spec, settings=settings, topology=chips.topology("v6e-8"), stages=stages)
 
 
 def is_small(spec: ModelSpec, stages: tuple[str, ...]) -> bool:

@@ -63,7 +63,7 @@ def use_persistent_cache() -> None:
     """
     folder = xla_cache_folder()
     if cache_folder() in folder.parents:
-        compilation_cache.get_file_cache = lambda path: (_Entries(path), path)
+        compilation_cache.get_file_cache = lambda path: (_XlaEntries(path), path)
         compiler._cache_write = _write
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -72,7 +72,7 @@ def use_persistent_cache() -> None:
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
-class _Entries(CacheInterface):
+class _XlaEntries(CacheInterface):
     """JAX's entries in our store. JAX's own writes them in place: a process that is killed meanwhile, or a full disk,
     leaves one that is damaged for good.
     """

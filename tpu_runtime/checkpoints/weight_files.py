@@ -77,7 +77,7 @@ def find(
 
 def download(files: Sequence[WeightFile], progress: Progress) -> None:
     """Completes the files, several at once. What is here of them stays when it fails or is cancelled."""
-    transfer = _Transfer(done=sum(file.here_bytes for file in files))
+    transfer = _Download(done=sum(file.here_bytes for file in files))
     total = sum(file.size_bytes for file in files)
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="download") as pool:
         futures = [pool.submit(transfer.run, file) for file in files if not file.target.exists()]
@@ -88,7 +88,7 @@ def download(files: Sequence[WeightFile], progress: Progress) -> None:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _watch(futures: Sequence[Future[None]], transfer: "_Transfer", total: int, progress: Progress) -> None:
+def _watch(futures: Sequence[Future[None]], transfer: "_Download", total: int, progress: Progress) -> None:
     """Shows how far it is until all is done; raises the first error, and the host's own if it is cancelled."""
     while True:
         done, pending = wait(futures, timeout=LOOK_S, return_when=FIRST_EXCEPTION)
@@ -101,7 +101,7 @@ def _watch(futures: Sequence[Future[None]], transfer: "_Transfer", total: int, p
 
 
 @dataclass
-class _Transfer:
+class _Download:
     """The files that one download brings, each in a thread: `done` bytes of all, and whether to `stop`."""
 
     done: int

@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from ...sharding.mesh import Device
 
 Coords = tuple[int, ...]
-Link = tuple[Coords, Coords]
+Cable = tuple[Coords, Coords]
 Groups = tuple[tuple[int, ...], ...]
 
 RING = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "collective-broadcast": 1}
 KINDS = (*RING, "all-to-all", "ragged-all-to-all", "collective-permute")
 
 
-def link_bytes(kind: str, size_bytes: float, groups: Groups, devices: Sequence[Device]) -> Mapping[Link, float]:
+def link_bytes(kind: str, size_bytes: float, groups: Groups, devices: Sequence[Device]) -> Mapping[Cable, float]:
     """Bytes that each link carries in one direction.
 
     `size_bytes`: for all-gather the gathered array, for reduce-scatter and all-reduce the array to be reduced, for
@@ -69,9 +69,9 @@ def _ring_load(order: Sequence[Coords]) -> tuple[float, float]:
     return max(loads.values(), default=0.0), sum(loads.values())
 
 
-def _loads(traffic: Iterable[tuple[Coords, Coords, float]]) -> Mapping[Link, float]:
+def _loads(traffic: Iterable[tuple[Coords, Coords, float]]) -> Mapping[Cable, float]:
     """Load of every directed link; a flow is split evenly over the orders in which it can cross the dimensions."""
-    loads: defaultdict[Link, float] = defaultdict(float)
+    loads: defaultdict[Cable, float] = defaultdict(float)
     for source, target, amount in traffic:
         paths = _paths(source, target)
         for path in paths:
@@ -81,7 +81,7 @@ def _loads(traffic: Iterable[tuple[Coords, Coords, float]]) -> Mapping[Link, flo
 
 
 @functools.cache
-def _paths(source: Coords, target: Coords) -> tuple[tuple[Link, ...], ...]:
+def _paths(source: Coords, target: Coords) -> tuple[tuple[Cable, ...], ...]:
     """One shortest path for every order of the dimensions in which the two places differ; none within one chip."""
     differing = [axis for axis in range(len(source)) if source[axis] != target[axis]]
     paths = []

@@ -43,7 +43,7 @@ _GIVEN = ("flag_configs", "scoped_memory_configs", "custom_call_config")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernel:
+class MosaicCall:
     """A Mosaic kernel with the arrays it is called on. Kernels with equal keys cost the same."""
 
     name: str
@@ -65,12 +65,12 @@ class Kernel:
         return signature(self.config, self.operands, self.results)
 
 
-def kernel_of(call: hlo.Instruction) -> Kernel | None:
+def kernel_of(call: hlo.Instruction) -> MosaicCall | None:
     """The kernel that `call` runs; None if it is no call of one."""
     if call.opcode != "custom-call" or TARGET not in (call.attribute("custom_call_target") or ""):
         return None
     config = call.backend_config
-    return Kernel(
+    return MosaicCall(
         name=call.name,
         config=json.dumps({name: config[name] for name in _GIVEN if name in config}, sort_keys=True),
         operands=hlo.arrays(call.attribute("operand_layout_constraints") or ""),
@@ -78,14 +78,14 @@ def kernel_of(call: hlo.Instruction) -> Kernel | None:
     )
 
 
-def find(module: hlo.Module) -> tuple[Kernel, ...]:
+def find(module: hlo.Module) -> tuple[MosaicCall, ...]:
     """Every kernel of `module`, equal ones once."""
     calls = (call for computation in module.computations.values() for call in computation.instructions)
     found = {kernel.key: kernel for kernel in map(kernel_of, calls) if kernel is not None}
     return tuple(found.values())
 
 
-def measure(kernels: Iterable[Kernel], target: Topology) -> Mapping[str, bundles.Cost]:
+def measure(kernels: Iterable[MosaicCall], target: Topology) -> Mapping[str, bundles.Cost]:
     """What one call of each costs on one device of `target`, by key. The cost of one that the compiler refuses alone
     says why.
     """
@@ -94,7 +94,7 @@ def measure(kernels: Iterable[Kernel], target: Topology) -> Mapping[str, bundles
         return dict(zip(wanted, pool.map(lambda kernel: _measure_one(kernel, target), wanted.values()), strict=True))
 
 
-def _measure_one(kernel: Kernel, target: Topology) -> bundles.Cost:
+def _measure_one(kernel: MosaicCall, target: Topology) -> bundles.Cost:
     cost = _run(kernel, target, bundles.DUMP_FLAGS, TIMEOUT_S)
     is_long = cost.length > ESTIMATED_BUNDLES or kernel.name.startswith(NOT_ESTIMATED)
     if not target.chip.estimates_kernels or kernel.is_xla or cost.error or is_long:
@@ -102,7 +102,7 @@ def _measure_one(kernel: Kernel, target: Topology) -> bundles.Cost:
     return replace(cost, estimated=_run(kernel, target, bundles.PROFILE_FLAG, TIMEOUT_S).estimated)
 
 
-def _run(kernel: Kernel, target: Topology, flags: str, timeout_s: float) -> bundles.Cost:
+def _run(kernel: MosaicCall, target: Topology, flags: str, timeout_s: float) -> bundles.Cost:
     """One compile in a process of its own: some kernels, XLA's own among them, make the compiler abort."""
     request = {
         "topology": target.name,
@@ -129,6 +129,6 @@ def _run(kernel: Kernel, target: Topology, flags: str, timeout_s: float) -> bund
         return bundles.Cost(**json.loads(Path(folder, bundles.RESULT).read_text()))
 
 
-def _failed(kernel: Kernel, reason: str) -> bundles.Cost:
+def _failed(kernel: MosaicCall, reason: str) -> bundles.Cost:
     log.info("kernel %s: %s", kernel.name, reason)
     return bundles.Cost(error=reason)

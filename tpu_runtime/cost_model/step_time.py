@@ -23,7 +23,7 @@ _FREE = frozenset(
 )
 _FREE_CALLS = ('"ConcatBitcast"', '"AllocateBuffer"', '"Sharding"')
 _TRIVIAL_BYTES = 4096  # smaller results without an estimate are scalars and indices
-Record = TypeVar("Record", "Operation", "Collective")
+Counted = TypeVar("Counted", "Operation", "Collective")
 _HIDDEN = 0.05  # a collective is overlapped if less of it than this is waited for
 
 
@@ -128,7 +128,7 @@ class _Schedule:
     machine: Machine
     scope: trip_count.Scope
     total: Timing = field(default_factory=Timing)
-    links_free: dict[interconnect.Link, float] = field(default_factory=dict)
+    links_free: dict[interconnect.Cable, float] = field(default_factory=dict)
     started: dict[str, tuple[Collective, float]] = field(default_factory=dict)  # -> record, when it is through
 
     def run(self) -> Timing:
@@ -263,9 +263,9 @@ def merged(collectives: Iterable[Collective]) -> list[Collective]:
     return sorted(joined, key=lambda each: each.seconds, reverse=True)
 
 
-def _joined(records: Iterable[Record], place: Callable[[Record], Any], summed: Sequence[str]) -> list[Record]:
+def _joined(records: Iterable[Counted], place: Callable[[Counted], Any], summed: Sequence[str]) -> list[Counted]:
     """Records of the same `place` as one, with the sums of their fields `summed`."""
-    found: dict[Any, Record] = {}
+    found: dict[Any, Counted] = {}
     for each in records:
         seen = found.get(place(each))
         sums = {name: getattr(seen, name) + getattr(each, name) for name in summed} if seen else {}

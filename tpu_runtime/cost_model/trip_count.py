@@ -22,7 +22,7 @@ _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Value:
+class Symbolic:
     """An integer: `offset`, plus the loop's parameter element `element` if that is not None."""
 
     offset: int
@@ -35,16 +35,16 @@ class Scope:
 
     module: Module
     computation: Computation
-    elements: Mapping[int, Value] = field(default_factory=dict)
-    parameters: Mapping[int, Value | None] = field(default_factory=dict)
+    elements: Mapping[int, Symbolic] = field(default_factory=dict)
+    parameters: Mapping[int, Symbolic | None] = field(default_factory=dict)
 
-    def value(self, name: str) -> Value | None:
+    def value(self, name: str) -> Symbolic | None:
         """What scalar `name` is, or None if it is no integer known here."""
         found = self.computation.by_name.get(name)
         if found is None:
             return None
         if found.opcode == "constant":
-            return Value(offset=int(found.operand_text)) if re.fullmatch(r"-?\d+", found.operand_text) else None
+            return Symbolic(offset=int(found.operand_text)) if re.fullmatch(r"-?\d+", found.operand_text) else None
         if found.opcode == "parameter":
             return self.parameters.get(int(found.operand_text))
         if found.opcode in _PASSES_ON:
@@ -66,7 +66,7 @@ class Scope:
             parameters={number: self.value(operand) for number, operand in enumerate(fusion.operands)},
         )
 
-    def _sum(self, found: Instruction) -> Value | None:
+    def _sum(self, found: Instruction) -> Symbolic | None:
         left, right = (self.value(operand) for operand in found.operands)
         if left is None or right is None or (right.element is not None and found.opcode == "subtract"):
             return None
@@ -74,13 +74,13 @@ class Scope:
             return None
         sign = 1 if found.opcode == "add" else -1
         element = left.element if left.element is not None else right.element
-        return Value(offset=left.offset + sign * right.offset, element=element)
+        return Symbolic(offset=left.offset + sign * right.offset, element=element)
 
-    def _element(self, found: Instruction) -> Value | None:
+    def _element(self, found: Instruction) -> Symbolic | None:
         index = int(found.needed("index"))
         source = self.computation.by_name[found.operands[0]]
         if source.opcode == "parameter":
-            return self.elements.get(index, Value(offset=0, element=index))
+            return self.elements.get(index, Symbolic(offset=0, element=index))
         if source.opcode == "tuple":
             return self.value(source.operands[index])
         if source.opcode == "fusion":
@@ -96,7 +96,7 @@ def body_scope(loop: Instruction, outer: Scope) -> Scope:
     inside = Scope(module=outer.module, computation=body)
     known = {}
     for index, first in enumerate(_firsts(loop, outer)):
-        if first is not None and _next(inside, index) == Value(offset=0, element=index):
+        if first is not None and _next(inside, index) == Symbolic(offset=0, element=index):
             known[index] = first
     return Scope(module=outer.module, computation=body, elements=known)
 
@@ -140,7 +140,7 @@ def _unknown(loop: Instruction) -> NotImplementedError:
     )
 
 
-def _firsts(loop: Instruction, outer: Scope) -> list[Value | None]:
+def _firsts(loop: Instruction, outer: Scope) -> list[Symbolic | None]:
     """The first values of the loop's tuple; None for what is no integer."""
     start = outer.computation.by_name[loop.operands[0]]
     if start.opcode != "tuple":
@@ -149,7 +149,7 @@ def _firsts(loop: Instruction, outer: Scope) -> list[Value | None]:
     return [outer.value(scalar.name) if scalar.shape[:5] in ("s32[]", "u32[]") else None for scalar in scalars]
 
 
-def _next(inside: Scope, index: int) -> Value | None:
+def _next(inside: Scope, index: int) -> Symbolic | None:
     """What element `index` of the loop's tuple is after one iteration."""
     root = inside.computation.root
     return inside.value(root.operands[index]) if root.opcode == "tuple" else None

@@ -62,7 +62,7 @@ class Stage:
         """Runs a network; see `spec.Call`."""
         return network_call.caller(self.program, self._execute)
 
-    def program(self, request: network_call.Request) -> Executable:
+    def program(self, request: network_call.CallRequest) -> Executable:
         return self.executable(self.wanted(request))
 
     def executable(self, wanted: Wanted) -> Executable:
@@ -78,7 +78,7 @@ class Stage:
         self.progress.check_cancelled()
         self.hosts.agree(f"run {what}")
 
-    def wanted(self, request: network_call.Request) -> Wanted:
+    def wanted(self, request: network_call.CallRequest) -> Wanted:
         """The program that a request needs."""
         config = self.config(request.component)
         return Wanted(
@@ -87,7 +87,7 @@ class Stage:
             build=lambda: request.program(self.spec, config, self.target),
         )
 
-    def _execute(self, executable: Executable, request: network_call.Request) -> tuple[Any, Any]:
+    def _execute(self, executable: Executable, request: network_call.CallRequest) -> tuple[Any, Any]:
         weights = self.weights(request.component, executable)
         self.check(executable.program.name)
         args = jax.tree.map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, request.args)

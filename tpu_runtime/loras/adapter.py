@@ -22,7 +22,7 @@ from ..files import parse_json, read_header
 from ..programs.modules import Cut, Network
 from ..redact import redact
 from ..spec import Rows
-from .factors import LOHA, LOKRS, LORA, DoesNotFit, Shape, factors
+from .factors import LOHA, LOKRS, LORA, Shape, WrongShape, factors
 
 # How names end, and what a tensor of that name is. The longest ending counts.
 _PARTS = {
@@ -149,7 +149,7 @@ def read(path: str, network: Network) -> Adapter:
                     found = factors(meta, rows, weights[weight])
                     for cut in cuts[weight]:
                         found.of(cut)
-                except DoesNotFit as error:
+                except WrongShape as error:
                     size = "x".join(map(str, weights[weight]))
                     misfit = misfit or f"{module} is for {error}, but {weight} is {size}"
                 else:

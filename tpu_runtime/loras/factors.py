@@ -25,7 +25,7 @@ LOKRS = tuple(
 )
 
 
-class DoesNotFit(ValueError):
+class WrongShape(ValueError):
     """Tensors that cannot be a change of this weight; the text is the shape that they are for."""
 
 
@@ -74,7 +74,7 @@ def _cut_magnitude(cut: Cut, magnitude: torch.Tensor) -> torch.Tensor:
     """Of each row or column of a matrix, to the same of a parameter cut out of it."""
     along = 0 if magnitude.shape[1] == 1 else 1
     if along != cut.dim and cut.taken != slice(None):
-        raise DoesNotFit("a dora_scale whose norm other weights have a part in")
+        raise WrongShape("a dora_scale whose norm other weights have a part in")
     vector, dims = magnitude.flatten(), len(cut.order)
     part = _part(cut, vector, 0) if along == cut.dim else vector
     ones = [1] * (dims - part.ndim)
@@ -83,7 +83,7 @@ def _cut_magnitude(cut: Cut, magnitude: torch.Tensor) -> torch.Tensor:
 
 
 def factors(tensors: Tensors, rows: Rows, shape: Shape) -> Factors:
-    """What `tensors`, by part, change in a weight of `shape`; raises `DoesNotFit`."""
+    """What `tensors`, by part, change in a weight of `shape`; raises `WrongShape`."""
     for part in ("diff", "diff_b", "up_bias"):
         if part in tensors:
             rank = tensors["down"].shape[0] if "down" in tensors else None
@@ -91,15 +91,15 @@ def factors(tensors: Tensors, rows: Rows, shape: Shape) -> Factors:
     pairs, rank = _pairs(tensors)
     out, inner = pairs[0][0].shape[0], pairs[0][1].shape[1]
     if any(up.shape[0] != out or down.shape[1] != inner or up.shape[1] != down.shape[0] for up, down in pairs):
-        raise DoesNotFit("matrices that do not match")
+        raise WrongShape("matrices that do not match")
     if rows.squares:
         if out != rows.squares * inner or out > shape[0] or "magnitude" in tensors:
-            raise DoesNotFit(f"{out}x{inner}")
+            raise WrongShape(f"{out}x{inner}")
         pairs = [(torch.nn.functional.pad(up, (0, 0, 0, shape[0] - out)), down) for up, down in pairs]
         out = shape[0]
     cut = _cut(out * len(rows.groups) / rows.of, inner, shape)
     if cut is None:
-        raise DoesNotFit(f"{out}x{inner}")
+        raise WrongShape(f"{out}x{inner}")
     shaped = tuple((_of(up, rows).reshape(*shape[:cut], -1), down.reshape(-1, *shape[cut:])) for up, down in pairs)
     return Factors(pairs=shaped, magnitude=_magnitude(tensors, rows, shape, cut), rank=rank)
 
@@ -107,9 +107,9 @@ def factors(tensors: Tensors, rows: Rows, shape: Shape) -> Factors:
 def _of(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
     """The rows of a tensor that are meant."""
     if not tensor.ndim:
-        raise DoesNotFit("a single number")
+        raise WrongShape("a single number")
     if tensor.shape[0] % rows.of:
-        raise DoesNotFit("x".join(map(str, tensor.shape)))
+        raise WrongShape("x".join(map(str, tensor.shape)))
     return torch.cat([tensor.chunk(rows.of)[group] for group in rows.groups])
 
 
@@ -123,7 +123,7 @@ def _dense(tensor: torch.Tensor, rows: Rows, shape: Shape) -> torch.Tensor:
     chosen = _of(tensor, rows) if rows.of > 1 else tensor
     found = tuple(chosen.shape)
     if [size for size in found if size > 1] != [size for size in shape if size > 1]:
-        raise DoesNotFit("x".join(map(str, found)))
+        raise WrongShape("x".join(map(str, found)))
     return chosen.reshape(shape)
 
 
@@ -135,11 +135,11 @@ def _magnitude(tensors: Tensors, rows: Rows, shape: Shape, cut: int) -> torch.Te
     if magnitude.ndim > 1 and magnitude.shape[0] == 1:
         # The norm is over all rows, those of other modules too.
         if rows.of > 1 or magnitude.numel() != math.prod(shape[cut:]):
-            raise DoesNotFit("a dora_scale of columns")
+            raise WrongShape("a dora_scale of columns")
         return magnitude.reshape(*[1] * cut, *shape[cut:])
     chosen = _of(magnitude, rows)
     if chosen.numel() != math.prod(shape[:cut]):
-        raise DoesNotFit(f"a dora_scale of {chosen.numel()}")
+        raise WrongShape(f"a dora_scale of {chosen.numel()}")
     return chosen.reshape(*shape[:cut], *[1] * (len(shape) - cut))
 
 
@@ -172,5 +172,5 @@ def _factor(tensors: Tensors, name: str) -> tuple[tuple[torch.Tensor, torch.Tens
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     """A convolution's weight too is a matrix: of its patches."""
     if tensor.ndim < 2:
-        raise DoesNotFit("a vector")
+        raise WrongShape("a vector")
     return tensor.flatten(1)

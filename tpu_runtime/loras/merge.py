@@ -32,7 +32,7 @@ SMALLEST_NORM = float(jnp.finfo(jnp.float32).eps)
 Pair = tuple[jax.Array, jax.Array]
 
 
-class Norm(NamedTuple):
+class ChangedNorm(NamedTuple):
     """DoRA: what `pairs` make of the weight is brought to the norm `magnitude`; `strength` of the change counts."""
 
     pairs: tuple[Pair, ...]
@@ -45,7 +45,7 @@ class Changes(NamedTuple):
 
     products: tuple[tuple[Pair, ...], ...] = ()
     dense: tuple[jax.Array, ...] = ()
-    norms: tuple[Norm, ...] = ()
+    norms: tuple[ChangedNorm, ...] = ()
 
 
 def merged(weight: jax.Array, changes: Changes) -> jax.Array:
@@ -105,13 +105,13 @@ class Merge:
         assert isinstance(sharding, NamedSharding)
         spec = (*sharding.spec, *[None] * (len(want.shape) - len(sharding.spec)))
         if not weight.stacked:
-            place = _Place(sharding.mesh, spec, want.shape)
+            place = _LayerSharding(sharding.mesh, spec, want.shape)
             start = load.read_layer(reader, files[0], weight, sharding)
             changes = self._changes(reader, weight, weight.sources[0], place)
             self._check(f"merge into {name}")
             return _program(sharding, want.dtype)(start, changes)
         assert spec[0] is None  # layers are never split
-        place = _Place(sharding.mesh, spec[1:], want.shape[1:])
+        place = _LayerSharding(sharding.mesh, spec[1:], want.shape[1:])
         stack: Any = None
         for layer, (source, file) in enumerate(zip(weight.sources, files, strict=True)):
             start = load.read_layer(reader, file, weight, place.sharding(place.spec))
@@ -133,7 +133,7 @@ class Merge:
                         sums[source] = sums.get(source, 0) + scale * lora.strength * found.dense
         return sums
 
-    def _changes(self, reader: load.Reader, weight: Weight, source: str, place: "_Place") -> Changes:
+    def _changes(self, reader: load.Reader, weight: Weight, source: str, place: "_LayerSharding") -> Changes:
         """What all files change in one layer of a weight, `source` in a checkpoint, on the chips."""
         low_rank: list[tuple[torch.Tensor, torch.Tensor]] = []
         products, dense, norms = [], [], []
@@ -148,7 +148,7 @@ class Merge:
                 pairs = [(up * strength, down), *others]
                 if found.magnitude is not None:
                     placed = tuple(place.pair(*pair) for pair in pairs)
-                    norms.append(Norm(placed, place.magnitude(found.magnitude), np.float32(lora.strength)))
+                    norms.append(ChangedNorm(placed, place.magnitude(found.magnitude), np.float32(lora.strength)))
                 elif others:
                     products.append(tuple(place.pair(*pair) for pair in pairs))
                 else:
@@ -176,7 +176,7 @@ def _read(reader: load.Reader, adapter: Adapter, change: Change, weight: Weight)
 
 
 @dataclass(frozen=True)
-class _Place:
+class _LayerSharding:
     """The sharding of one layer of a weight of `shape`; `spec` has the mesh axes of each of its dimensions."""
 
     mesh: Mesh | AbstractMesh

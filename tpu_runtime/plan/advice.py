@@ -9,7 +9,7 @@ import jax
 from ..cost_model import chips
 from ..programs.program import Program
 from ..spec import IntLimit, Settings
-from .compile import Request, compile_program, weight_bytes
+from .compile import PlanRequest, compile_program, weight_bytes
 from .report import ProgramPlan, gib
 
 _TRIES = 3  # compiles per kind of change: the estimates that promise most may be wrong
@@ -22,7 +22,7 @@ def residency(programs: Sequence[ProgramPlan]) -> int:
     return sum(weights.values()) + max((program.memory.without_weights for program in programs), default=0)
 
 
-def advice(request: Request, programs: Sequence[ProgramPlan]) -> tuple[str, ...]:
+def advice(request: PlanRequest, programs: Sequence[ProgramPlan]) -> tuple[str, ...]:
     """Sentences that say what does not fit and what would; none where all fits at once."""
     available = request.topology.chip.hbm_bytes
     needed = residency(programs)
@@ -44,19 +44,19 @@ def advice(request: Request, programs: Sequence[ProgramPlan]) -> tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Change:
+class _Alternative:
     """Another request and how to say what it changes."""
 
-    request: Request
+    request: PlanRequest
     words: str
 
 
-def _only_stage_of(culprit: ProgramPlan, request: Request) -> Request:
+def _only_stage_of(culprit: ProgramPlan, request: PlanRequest) -> PlanRequest:
     alone = (replace(request, stages=(stage,)) for stage in request.stages)
     return next(each for each in alone if any(program.name == culprit.name for program in each.programs()))
 
 
-def _what_would(request: Request, culprit: ProgramPlan, available: int) -> str:
+def _what_would(request: PlanRequest, culprit: ProgramPlan, available: int) -> str:
     """The first change whose estimate fits and whose compile confirms it."""
     alone = _only_stage_of(culprit, request)
     before = _program(alone, culprit.name)
@@ -79,17 +79,17 @@ def _what_would(request: Request, culprit: ProgramPlan, available: int) -> str:
     return f"Nothing that was tried fits: {'; '.join(tried) or 'there is no larger slice of this generation here'}."
 
 
-def _other_weights(request: Request, culprit: ProgramPlan) -> int:
+def _other_weights(request: PlanRequest, culprit: ProgramPlan) -> int:
     """Bytes per device of all weights but those that the culprit runs with at a time."""
     weights = {name: weight_bytes(program) for program in request.programs() for name in program.components}
     return sum(weights.values()) - max((weights[name] for name in culprit.components), default=0)
 
 
-def _program(request: Request, name: str) -> Program:
+def _program(request: PlanRequest, name: str) -> Program:
     return next(program for program in request.programs() if program.name == name)
 
 
-def _estimate(request: Request, culprit: ProgramPlan, before: Program) -> float:
+def _estimate(request: PlanRequest, culprit: ProgramPlan, before: Program) -> float:
     """Bytes per device that the culprit would need: its weights there, and the rest grown like its other inputs."""
     after = _program(request, culprit.name)
     rest = culprit.memory.without_weights * _growth(before, after)
@@ -103,7 +103,7 @@ def _growth(before: Program, after: Program) -> float:
     return sum(new for _, new in changed) / sum(old for old, _ in changed) if changed else 1.0
 
 
-def _fewer_frames(request: Request) -> Iterator[_Change]:
+def _fewer_frames(request: PlanRequest) -> Iterator[_Alternative]:
     limit, settings = request.spec.inputs.get("num_frames"), request.settings
     if not isinstance(limit, IntLimit):
         return
@@ -111,7 +111,7 @@ def _fewer_frames(request: Request) -> Iterator[_Change]:
         yield _with(request, replace(settings, num_frames=frames), f"{frames} frames instead of {settings.num_frames}")
 
 
-def _smaller(request: Request) -> Iterator[_Change]:
+def _smaller(request: PlanRequest) -> Iterator[_Alternative]:
     height, width = map(request.spec.whole_numbers, ("height", "width"))
     settings = request.settings
     for scale in _SCALES:
@@ -124,17 +124,17 @@ def _smaller(request: Request) -> Iterator[_Change]:
             )
 
 
-def _more_chips(request: Request) -> Iterator[_Change]:
+def _more_chips(request: PlanRequest) -> Iterator[_Alternative]:
     for topology in chips.larger(request.topology):
         # A mesh that was asked for has a wrong size there.
-        yield _Change(
+        yield _Alternative(
             request=replace(request, topology=topology, mesh_shape=None),
             words=f"{topology.num_chips} chips ({topology.name}) instead of {request.topology.num_chips}",
         )
 
 
-def _with(request: Request, settings: Settings, words: str) -> _Change:
-    return _Change(request=replace(request, settings=settings), words=words)
+def _with(request: PlanRequest, settings: Settings, words: str) -> _Alternative:
+    return _Alternative(request=replace(request, settings=settings), words=words)
 
 
 def _allowed(limit: IntLimit, below: int) -> Iterator[int]:

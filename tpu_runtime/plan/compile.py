@@ -23,7 +23,7 @@ STORE = Store("plans")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class PlanRequest:
     """What to plan. `mesh_shape` None: what the runtime would choose."""
 
     spec: ModelSpec

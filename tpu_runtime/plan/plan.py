@@ -19,7 +19,7 @@ from ..cost_model.bundles import Cost
 from ..cost_model.chips import Topology
 from ..spec import STAGES
 from . import advice, findings, report
-from .compile import Compiled, Request, compile_program
+from .compile import Compiled, PlanRequest, compile_program
 from .options import add_arguments
 from .report import Plan, ProgramPlan
 
@@ -28,7 +28,7 @@ __all__ = ["add_arguments", "make_plan", "request_of", "run"]
 Write = Callable[[str], None]
 
 
-def make_plan(request: Request, write: Write = lambda line: None) -> Plan:
+def make_plan(request: PlanRequest, write: Write = lambda line: None) -> Plan:
     """Compiles and times every program; `write` gets a line as each is done."""
     compiled = []
     for program in request.programs():
@@ -150,7 +150,7 @@ def host_peak_bytes() -> int:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def request_of(args: argparse.Namespace) -> Request:
+def request_of(args: argparse.Namespace) -> PlanRequest:
     """Raises `ValueError` with a sentence for the user."""
     spec = models.spec_by_name(args.model)
     settings = spec.settings(
@@ -168,7 +168,7 @@ def request_of(args: argparse.Namespace) -> Request:
     unknown = [name for name in stages if name not in STAGES]
     if unknown or not stages:
         raise ValueError(f"--stages is {args.stages!r}; it must be some of {', '.join(STAGES)}.")
-    return Request(
+    return PlanRequest(
         spec=spec,
         settings=settings,
         topology=chips.topology(args.topology),

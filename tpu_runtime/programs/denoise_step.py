@@ -59,7 +59,7 @@ def denoise_program(spec: ModelSpec, config: Config, target: Target, settings: S
 
     `denoised` is what a preview shows; `is_finite` says whether the sample is.
     """
-    build = _Step.of(spec, config, target, settings, shape)
+    build = _StepBuild.of(spec, config, target, settings, shape)
 
     def predict(denoiser: Any, features: Any, *asked: Any) -> tuple[Any, Any]:
         return build.with_run(spec.denoiser.forward)(denoiser, *asked), ()
@@ -72,7 +72,7 @@ def denoise_program(spec: ModelSpec, config: Config, target: Target, settings: S
 
 def keeping_program(spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape) -> Program:
     """A full step that also returns what later steps may start from: `((*state, denoised, is_finite), features)`."""
-    build = _Step.of(spec, config, target, settings, shape)
+    build = _StepBuild.of(spec, config, target, settings, shape)
     predict = step_reuse.keeping(reuse_of(spec), build.with_run(reuse_of(spec).keep), build.tokens)
 
     def step(weights: Weights, *args: Any) -> Any:
@@ -85,7 +85,7 @@ def keeping_program(spec: ModelSpec, config: Config, target: Target, settings: S
 def reusing_program(spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape) -> Program:
     """What is left of a step that starts from what `keeping_program` kept: `(*state, denoised, is_finite)`."""
     features = step_reuse.kept_shapes(reuse_of(spec), keeping_program(spec, config, target, settings, shape))
-    build = _Step.of(spec, config, target, settings, shape)
+    build = _StepBuild.of(spec, config, target, settings, shape)
     reuse = build.with_run(reuse_of(spec).reuse)
     # Where the model's file runs the blocks, tokens stay padded.
     tokens = build.tokens if spec.denoiser.prepare is not None else None
@@ -103,7 +103,7 @@ def reuse_of(spec: ModelSpec) -> StepReuse:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Step:
+class _StepBuild:
     """What the three programs of a step share."""
 
     spec: ModelSpec
@@ -116,7 +116,7 @@ class _Step:
     tokens: TokenLayout
 
     @classmethod
-    def of(cls, spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape) -> "_Step":
+    def of(cls, spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape) -> "_StepBuild":
         default = spec.parallelism.arranged(len(target.devices), spec.branches(settings), config)
         mesh = target.mesh(shape.mesh_shape or default)
         network = weights.traceable(spec.component(spec.denoiser.experts[0]), config)

@@ -20,7 +20,7 @@ from ..precision import Precision
 from ..spec import STAGES, Call, ModelSpec, Settings
 from . import solver_table, step_reuse
 from .denoise_step import StepShape, denoise_program, keeping_program, reusing_program
-from .network_call import Request, caller
+from .network_call import CallRequest, caller
 from .program import Config, Program, Target
 from .solver_table import SolverTable
 
@@ -29,7 +29,7 @@ _BUILD = {"plain": denoise_program, "keep": keeping_program, "reuse": reusing_pr
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class Passage:
     """The steps, by index, that one denoiser runs with one program. `settings` have its own guidance."""
 
     expert: str
@@ -90,7 +90,7 @@ class Denoising:
         return [is_full or index == self.settings.steps.start for index, is_full in enumerate(full)]
 
     @functools.cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[Passage, ...]:
         """The steps that run, by denoiser; with a step cache the full ones, then the others."""
         running = self.settings.steps
         plain = self.spec.denoiser.step_reuse is None or all(self.is_full[index] for index in running)
@@ -101,7 +101,7 @@ class Denoising:
             kind = "plain" if plain else "keep" if self.is_full[index] else "reuse"
             steps[self.experts[index][0], kind].append(index)
         return tuple(
-            Part(expert=expert, kind=kind, settings=self.spec.for_expert(self.settings, expert), steps=tuple(each))
+            Passage(expert=expert, kind=kind, settings=self.spec.for_expert(self.settings, expert), steps=tuple(each))
             for (expert, kind), each in steps.items()
         )
 
@@ -114,7 +114,7 @@ class Denoising:
         """What every step's program is compiled for; `more` are fields of `StepShape`."""
         return StepShape.of(self.table, **more)
 
-    def program(self, part: Part, target: Target, shape: StepShape) -> Program:
+    def program(self, part: Passage, target: Target, shape: StepShape) -> Program:
         return _BUILD[part.kind](self.spec, self.config, target, part.settings, shape)
 
     def finish(self, sample: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ class Recorder:
     def call(self) -> Call:
         return caller(self._record, zeros)
 
-    def _record(self, request: Request) -> Program:
+    def _record(self, request: CallRequest) -> Program:
         if request.key not in self.programs:
             config = self.plan.configs[request.component]
             self.programs[request.key] = request.program(self.plan.spec, config, self.target)
@@ -143,7 +143,7 @@ class Recorder:
         return self.programs[request.key]
 
 
-def zeros(program: Program, request: Request) -> tuple[Any, Any]:
+def zeros(program: Program, request: CallRequest) -> tuple[Any, Any]:
     """What a call returns where nothing is run."""
     return program.zeros
 
@@ -189,7 +189,7 @@ def for_spec(
 
 def _steps(plan: Denoising, target: Target, mesh_shape: MeshShape | None) -> list[Program]:
     """The denoiser's programs with how often each runs: experts share them, unless only one of these is guided."""
-    shape, same = plan.shape(mesh_shape=mesh_shape), defaultdict[tuple[int, str], list[Part]](list)
+    shape, same = plan.shape(mesh_shape=mesh_shape), defaultdict[tuple[int, str], list[Passage]](list)
     for part in sorted(plan.parts, key=lambda part: plan.spec.branches(part.settings), reverse=True):
         same[plan.spec.branches(part.settings), part.kind].append(part)
     found = []

@@ -25,7 +25,7 @@ Prepared = TypeVar("Prepared")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class CallRequest:
     """What a stage's host code asks a network for: `function(module, *args)` (see `spec.Call`)."""
 
     component: str
@@ -48,7 +48,9 @@ class Request:
         )  # fmt: skip
 
 
-def caller(prepare: Callable[[Request], Prepared], execute: Callable[[Prepared, Request], tuple[Any, Any]]) -> Call:
+def caller(
+    prepare: Callable[[CallRequest], Prepared], execute: Callable[[Prepared, CallRequest], tuple[Any, Any]]
+) -> Call:
     """A `spec.Call` that gets each request's program by `prepare` and its result by `execute`."""
 
     def call(
@@ -58,7 +60,7 @@ def caller(prepare: Callable[[Request], Prepared], execute: Callable[[Prepared, 
         partition: Partition = "replicated",
         carries: bool = False,
     ) -> tuple[Any, Any]:
-        request = Request(component=component, function=function, args=args, partition=partition, carries=carries)
+        request = CallRequest(component=component, function=function, args=args, partition=partition, carries=carries)
         return execute(prepare(request), request)
 
     return call

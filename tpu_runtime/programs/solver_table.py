@@ -219,7 +219,7 @@ def tabulate(scheduler: Any, num_steps: int, begin: int = 0, **timestep_argument
 USUAL_STEPS = 6
 
 
-def _rows(scheduler: Any, begin: int) -> "list[_Row]":
+def _rows(scheduler: Any, begin: int) -> "list[_Coefficients]":
     """The steps from `begin` on."""
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(begin)
@@ -233,7 +233,7 @@ def _rows(scheduler: Any, begin: int) -> "list[_Row]":
         with _CountedDraws() as draws:
             result = stepper.step(_unit(OUTPUT), timestep, _unit(SAMPLE))
         rows.append(
-            _Row(
+            _Coefficients(
                 result=_coefficients(result),
                 before=[slot.key for slot in slots],
                 after={slot.key: _coefficients(slot.read()) for slot in (*_memory(scheduler), *_memory(stepper))},
@@ -311,7 +311,7 @@ class _CountedDraws(TorchFunctionMode):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Row:
+class _Coefficients:
     """The result of a step on unit vectors, as coefficients; `before` and `after` are the memory, by place."""
 
     result: np.ndarray
@@ -351,7 +351,7 @@ def _denoised(scheduler: Any, index: int, timestep: torch.Tensor) -> tuple[float
     return 0.0, 1.0
 
 
-def _table_of(scheduler: Any, rows: list[_Row], usual: list[_Row], begin: int) -> SolverTable:
+def _table_of(scheduler: Any, rows: list[_Coefficients], usual: list[_Coefficients], begin: int) -> SolverTable:
     """Assigns every remembered tensor, and the noise, a fixed column; those of `usual` rows count too."""
     name, seen = type(scheduler).__name__, [*rows, *usual]
     keys = sorted({key for row in seen for key in (*row.before, *row.after)})

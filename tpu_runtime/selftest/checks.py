@@ -43,7 +43,7 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class CheckResult:
     """What came of a check. `error` and `slope` as in `Bound`, None where there are no numbers; `problem` is a
     sentence, empty when all is well.
     """
@@ -66,7 +66,7 @@ class Row:
         return f"{self.family}: {self.stage} ({self.precision})" if self.precision else f"{self.family}: {self.stage}"
 
 
-def perform(check: Check, progress: Progress) -> Row:
+def perform(check: Check, progress: Progress) -> CheckResult:
     """Runs a check. Whatever it raises, but for Ctrl-C, is a row too: the other checks still run."""
     started = time.monotonic()
     error = slope = None
@@ -80,7 +80,7 @@ def perform(check: Check, progress: Progress) -> Row:
         problem = str(wrong)
     except Exception as failure:  # of any kind: it is the finding
         problem = sentence(failure)
-    return Row(
+    return CheckResult(
         family=check.family, stage=check.stage, precision=check.precision, error=error, slope=slope, bound=check.bound,
         seconds=time.monotonic() - started, problem=problem,
     )  # fmt: skip

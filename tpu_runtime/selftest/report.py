@@ -14,7 +14,7 @@ from ...sharding.mesh import Device
 from .. import versions
 from ..redact import HIDDEN, redact
 from . import chips
-from .checks import Row
+from .checks import CheckResult
 
 SCHEMA = 1
 # What changes how programs are compiled or where they run.
@@ -49,7 +49,7 @@ class ChipRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class SelftestReport:
     """A self-test. `settings` are the environment variables that matter to programs, cleaned."""
 
     platform: str
@@ -58,7 +58,7 @@ class Report:
     system: str
     settings: dict[str, str]
     models: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[CheckResult, ...]
     elapsed_s: float
 
     @property
@@ -86,9 +86,11 @@ class Report:
         }  # fmt: skip
 
 
-def make(devices: Sequence[Device], models: Sequence[str], rows: Sequence[Row], elapsed_s: float) -> Report:
+def make(
+    devices: Sequence[Device], models: Sequence[str], rows: Sequence[CheckResult], elapsed_s: float
+) -> SelftestReport:
     """The record of these checks, of this machine."""
-    return Report(
+    return SelftestReport(
         platform=devices[0].platform,
         chips=tuple(
             ChipRecord(
