@@ -24,9 +24,9 @@ from typing import Any
 from comfyui_tpu.tests.support.comfyui_server import Server, prepare, tiny_workflow
 from comfyui_tpu.tests.support.patience import until
 from comfyui_tpu.tpu_runtime.engine.program_cache import MAX_BEHIND
+from comfyui_tpu.tpu_runtime.model_spec import STAGES
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.programs.program import DENOISE_STEP
-from comfyui_tpu.tpu_runtime.spec import STAGES
 
 RECORDED = Path(__file__).parent / "predicted.json"
 MODELS = ("flux2-dev", "cogvideox1.5-5b", "wan2.1-t2v-14b", "wan2.2-i2v-a14b", "hunyuanvideo1.5-t2v-720p")

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from comfyui_tpu.tpu_runtime.cost_model import chips
+from comfyui_tpu.tpu_runtime.model_spec import STAGES
 from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
 from comfyui_tpu.tpu_runtime.plan import measured, plan
 from comfyui_tpu.tpu_runtime.plan.compile import PlanRequest
 from comfyui_tpu.tpu_runtime.programs.program import DENOISE_STEP
-from comfyui_tpu.tpu_runtime.spec import STAGES
 from comfyui_tpu.tpu_runtime.units import GIB
 
 ROOT = Path(__file__).parents[1]

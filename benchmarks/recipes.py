@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 # Run as a file, this folder is where Python looks first.
 import predict
+from comfyui_tpu.tpu_runtime.model_spec import STAGES
 from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.spec import STAGES
 from comfyui_tpu.tpu_runtime.units import GIB
 
 BEGIN, END = "<!-- recipes:begin -->", "<!-- recipes:end -->"

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from comfyui_tpu.tpu_runtime import models, pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, StepCache, StepReuse
 from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name, wan, wan21
 from comfyui_tpu.tpu_runtime.programs import step_reuse
 from comfyui_tpu.tpu_runtime.programs.denoiser_run import DenoiserRun
 from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.spec import ModelSpec, StepCache, StepReuse
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))  # scripts, which find each other in their folder
 import score_miniature  # noqa: E402

@@ -121,9 +121,9 @@ class Output:
 class Declaration:
     """What a node looks like. Subclasses say what it does.
 
-    A node of a `family` runs one `stage` of its models (see `spec.STAGES`). `check(folders, **values)` gets the inputs
-    named in `checks`, before anything runs, and raises ValueError. Of the sockets among `checked_links` it gets whether
-    they are linked, where the host knows.
+    A node of a `family` runs one `stage` of its models, of `model_spec.STAGES`. `check(folders, **values)` gets the
+    inputs named in `checks`, before anything runs, and raises ValueError. Of the sockets among `checked_links` it gets
+    whether they are linked, where the host knows.
     """
 
     id: str

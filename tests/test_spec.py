@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 from comfyui_tpu.sharding.rules import Rule
 from comfyui_tpu.sharding.shape import MeshShape
-from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.spec import (
+from comfyui_tpu.tpu_runtime.model_spec import (
     CHECKPOINT,
     STEP_INPUTS,
     Choice,
@@ -21,6 +20,7 @@ from comfyui_tpu.tpu_runtime.spec import (
     split,
     swapped,
 )
+from comfyui_tpu.tpu_runtime.models import spec_by_name
 
 WAN = spec_by_name("wan2.1-t2v-14b")
 WAN22 = spec_by_name("wan2.2-i2v-a14b")

@@ -7,8 +7,8 @@ from typing import Any
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Input
 from comfyui_tpu.nodes.graph import Workflow
+from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
 from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.spec import ModelSpec
 
 PICTURE = "wan_i2v_input.jpg"
 HUB = "https://huggingface.co/Comfy-Org/{}/resolve/main/split_files/loras/{}"

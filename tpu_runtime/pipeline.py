@@ -28,18 +28,7 @@ from .hosts.follower import Refused
 from .hosts.place import Place
 from .hosts.supervisor import ending_with_us
 from .hosts.together import RESTART
-from .models import FLAGSHIPS, SPECS, spec_by_name, spec_for_family
-from .monitor import bus, metrics_service, readings, snapshot
-from .monitor.feed import Feed
-from .monitor.readings import Sampler, Stats, in_daemon
-from .plan import options as plan_options
-from .plan import process as plan_process
-from .precision import CHOICES
-from .precision import resolve as resolve_precision
-from .progress import Preview, Progress, Silent
-from .redact import redact
-from .remote import wire
-from .spec import (
+from .model_spec import (
     PART,
     SIZE,
     STAGES,
@@ -54,6 +43,17 @@ from .spec import (
     guidance_first,
     without_zero_sizes,
 )
+from .models import FLAGSHIPS, SPECS, spec_by_name, spec_for_family
+from .monitor import bus, metrics_service, readings, snapshot
+from .monitor.feed import Feed
+from .monitor.readings import Sampler, Stats, in_daemon
+from .plan import options as plan_options
+from .plan import process as plan_process
+from .precision import CHOICES
+from .precision import resolve as resolve_precision
+from .progress import Preview, Progress, Silent
+from .redact import redact
+from .remote import wire
 from .units import GIB, MIB, readable
 
 if TYPE_CHECKING:

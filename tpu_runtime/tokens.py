@@ -12,7 +12,7 @@ from .files import CheckpointError, read_json
 if TYPE_CHECKING:
     import numpy as np
 
-    from .spec import TextEncoding
+    from .model_spec import TextEncoding
 
 TOKENIZER = "tokenizer.json"
 # Where processors had their template before it had a file of its own; tokenizers do not look there.

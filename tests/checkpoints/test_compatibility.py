@@ -12,10 +12,10 @@ import pytest
 from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints import compatibility
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, variant
+from comfyui_tpu.tpu_runtime.model_spec import Component, ModelSpec, Need
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
 from comfyui_tpu.tpu_runtime.programs import modules
 from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.spec import Component, ModelSpec, Need
 
 WAN21, WAN22, FLUX2, COGVIDEOX = "wan2.1-t2v-14b", "wan2.2-i2v-a14b", "flux2-dev", "cogvideox1.5-5b"
 TI2V = "wan2.2-ti2v-5b"

@@ -14,10 +14,10 @@ from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.published import Rename, moved, rewrite
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
 from comfyui_tpu.tpu_runtime.files import read_json
+from comfyui_tpu.tpu_runtime.model_spec import Component
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
 from comfyui_tpu.tpu_runtime.programs import modules, weights
 from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.spec import Component
 from packaging.version import Version
 
 # Families share components: each once, by the names of a spec and of a component.

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, score_bound, tiny
+from comfyui_tpu.tpu_runtime.model_spec import HeadNorms, ModelSpec
 from comfyui_tpu.tpu_runtime.models import SPECS
-from comfyui_tpu.tpu_runtime.spec import HeadNorms, ModelSpec
 from safetensors.torch import save_file
 
 NORMS = HeadNorms(queries=("blocks.*.norm_q", "blocks.*.text_q"), keys=("blocks.*.norm_k",))

@@ -19,10 +19,10 @@ from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import engine as engines
+from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings, StepCache
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
 from comfyui_tpu.tpu_runtime.programs import executables
 from comfyui_tpu.tpu_runtime.programs.program import Program
-from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings, StepCache
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

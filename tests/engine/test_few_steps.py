@@ -23,12 +23,12 @@ from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.engine import denoise as denoising
 from comfyui_tpu.tpu_runtime.engine import stage_files
 from comfyui_tpu.tpu_runtime.engine.payloads import CARRIED
+from comfyui_tpu.tpu_runtime.model_spec import FLOW_SCHEDULERS, Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
 from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.programs.generation import Denoising
 from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.spec import FLOW_SCHEDULERS, Settings
 
 SPEC = spec_for_family("Wan21")
 MODEL = parity.tiny_model(SPEC)

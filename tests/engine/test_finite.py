@@ -15,11 +15,11 @@ import torch
 from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
+from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.autoencoders import frames
 from comfyui_tpu.tpu_runtime.programs import finite, solver_table
 from comfyui_tpu.tpu_runtime.progress import Preview, Silent
-from comfyui_tpu.tpu_runtime.spec import Settings
 from safetensors.torch import load_file, save_file
 
 SPEC = spec_for_family("Flux2")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from comfyui_tpu.tpu_runtime.hosts import wire
-from comfyui_tpu.tpu_runtime.spec import StepCache
+from comfyui_tpu.tpu_runtime.model_spec import StepCache
 
 MODEL = ModelRef(
     spec_name="wan2.1-t2v-14b", model_id="tiny/wan21", precision="float32", loras=(Lora(path="a", strength=0.5),)

@@ -21,11 +21,11 @@ from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.programs import denoise_step, modules, solver_table, token_layout
 from comfyui_tpu.tpu_runtime.programs.program import Program, Target
 from comfyui_tpu.tpu_runtime.programs.weights import Weights
 from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
 
 
 def tiny_model(spec: ModelSpec) -> ModelRef:
@@ -99,7 +99,7 @@ def denoise_once(
 
     With `changes` of its config its weights are drawn, not those of the miniature.
 
-    `inputs` are those of `spec.Denoiser.forward`, a row for each branch; `mesh` is another arrangement of chips than
+    `inputs` are those of `model_spec.Forward`, a row for each branch; `mesh` is another arrangement of chips than
     the model's own. Traced, compiled and loaded anew at each call.
     """
     kind = np.int32 if isinstance(timestep, int) else np.float32

@@ -21,12 +21,12 @@ from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime import tokens
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.text_encoders import mistral3
 from comfyui_tpu.tpu_runtime.programs import modules, network_call
 from comfyui_tpu.tpu_runtime.programs.program import Target
 from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.spec import Settings
 
 SPEC = spec_for_family("Flux2")
 MODEL = parity.tiny_model(SPEC)

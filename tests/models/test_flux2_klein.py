@@ -21,12 +21,12 @@ from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
+from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
 from comfyui_tpu.tpu_runtime.models.text_encoders import qwen3
 from comfyui_tpu.tpu_runtime.programs import modules, network_call
 from comfyui_tpu.tpu_runtime.programs.program import Target
 from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
 
 DEV = spec_for_family("Flux2")
 DISTILLED, BASE = spec_by_name("flux2-klein-4b"), spec_by_name("flux2-klein-base-4b")

@@ -15,10 +15,10 @@ from comfyui_tpu.tests.support.closeness import NETWORK, difference
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, variant
 from comfyui_tpu.tpu_runtime.engine import conditioning
+from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
 from comfyui_tpu.tpu_runtime.models import SPECS, hunyuan15_distilled, spec_by_name, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.spec import ModelSpec
 
 SPEC = spec_for_family("HunyuanVideo15")
 MEAN_FLOW, DISTILLED = hunyuan15_distilled.I2V_480P_STEP_DISTILLED, hunyuan15_distilled.T2V_480P_DISTILLED

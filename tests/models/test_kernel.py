@@ -16,9 +16,9 @@ from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.support.closeness import NETWORK
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint
+from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
 from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
 
 KERNELS = ((local, "by_kernel"), (prologue, "divide"), (prologue, "join"), (residual_norm, "by_kernel"))
 # All-to-alls where heads divide by it, else a ring, or both: the miniatures have 2 to 6 heads.

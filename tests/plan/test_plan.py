@@ -19,11 +19,11 @@ import pytest
 from comfyui_tpu.attention.policy import AttentionPolicy, Form
 from comfyui_tpu.tpu_runtime import refusal
 from comfyui_tpu.tpu_runtime.cost_model import chips
+from comfyui_tpu.tpu_runtime.model_spec import Component, ModelSpec
 from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
 from comfyui_tpu.tpu_runtime.plan import advice, compile, findings, plan, report
 from comfyui_tpu.tpu_runtime.programs import denoise_step
 from comfyui_tpu.tpu_runtime.programs.program import Program
-from comfyui_tpu.tpu_runtime.spec import Component, ModelSpec
 from comfyui_tpu.tpu_runtime.units import GIB, MIB
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P

@@ -12,10 +12,10 @@ from comfyui_tpu.kernels.attention_reference import Keys
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tpu_runtime.cost_model import chips, flops
+from comfyui_tpu.tpu_runtime.model_spec import STAGES, ModelSpec
 from comfyui_tpu.tpu_runtime.models import SPECS
 from comfyui_tpu.tpu_runtime.programs import generation
 from comfyui_tpu.tpu_runtime.programs.program import Program, shaped
-from comfyui_tpu.tpu_runtime.spec import STAGES, ModelSpec
 
 
 def products(jaxpr: Any, in_kernel: bool = False) -> Iterator[tuple[Any, bool]]:

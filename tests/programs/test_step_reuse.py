@@ -15,10 +15,10 @@ from comfyui_tpu.tests.support.closeness import difference
 from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.model_spec import Settings, StepCache
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import generation, solver_table, step_reuse
 from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.spec import Settings, StepCache
 
 SPEC = spec_for_family("HunyuanVideo15")
 I2V = spec_by_name("hunyuanvideo1.5-i2v-720p")

@@ -7,8 +7,8 @@ import torch
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.engine.payloads import Conditioning, ImageCondition, Latent
+from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.progress import Progress, Silent
-from comfyui_tpu.tpu_runtime.spec import Settings
 
 
 class Cancelled(Exception):

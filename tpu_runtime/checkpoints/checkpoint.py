@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..cache.store import signature
 from ..files import CheckpointError, TensorFile, read_header, read_json
+from ..model_spec import Component, ModelSpec
 from ..progress import Progress, Silent
-from ..spec import Component, ModelSpec
 from . import compatibility, hub, quantized, tiny
 
 if TYPE_CHECKING:
@@ -341,7 +341,7 @@ def content(files: Mapping[str, tuple[TensorFile, ...]]) -> str:
 
 
 def own_name(name: str, aliases: Mapping[str, str]) -> str:
-    """A checkpoint's name as the module has it (see `spec.Component`): first its prefix, then the full name."""
+    """A checkpoint's name as the module has it (see `model_spec.Component`): first its prefix, then the full name."""
     prefix = max((part for part in aliases if part.endswith(".") and name.startswith(part)), key=len, default="")
     name = aliases.get(prefix, "") + name.removeprefix(prefix)
     return aliases.get(name, name)

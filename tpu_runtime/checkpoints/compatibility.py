@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..spec import Component, ModelSpec, Need, Same
+from ..model_spec import Component, ModelSpec, Need, Same
 from . import quantized
 
 # A number of a config may be at most so many times the published one; below a thousand it is a count, above a length.

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..files import CheckpointError, read_json
+from ..model_spec import Settings
 from ..progress import Progress
-from ..spec import Settings
 from .checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import models
+from ..model_spec import ModelSpec, Settings
 from ..precision import check_choice
 from ..progress import Progress
-from ..spec import ModelSpec, Settings
 from . import checkpoint, compatibility
 
 # Of two denoisers that share the steps: both, the first, the second.
@@ -77,8 +77,8 @@ class Resolved:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """A generation to come: which of `spec.STAGES` it has behind the text encoder, and its settings, if they are known
-    before it denoises.
+    """A generation to come: which of `model_spec.STAGES` it has behind the text encoder, and its settings, if they are
+    known before it denoises.
     """
 
     model: ModelRef

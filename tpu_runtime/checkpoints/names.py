@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ..spec import Rows, Table
+from ..model_spec import Rows, Table
 
 # Trainers put these before a module's name, also several. Kohya and LyCORIS turn dots into underscores as well.
 SECOND_EXPERT = "transformer_2."

@@ -10,7 +10,7 @@ import torch
 
 from ...attention.policy import SCORE_BOUND
 from ..files import TensorFile
-from ..spec import Component, HeadNorms, ModelSpec
+from ..model_spec import Component, HeadNorms, ModelSpec
 from .checkpoint import by_own_names, read_headers
 
 LOG2_E = math.log2(math.e)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..cache.store import cache_folder
-from ..spec import Component, ModelSpec
+from ..model_spec import Component, ModelSpec
 
 # Part of the folder's name: increase it when the way of creating a checkpoint changes.
 VERSION = 4

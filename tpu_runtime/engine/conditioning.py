@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..model_spec import SIZE, ModelSpec, Settings
 from ..models import SPECS
 from ..programs import finite
-from ..spec import SIZE, ModelSpec, Settings
 from .payloads import Conditioning, ImageCondition, conditioning_entry
 
 

@@ -19,12 +19,12 @@ import torch
 
 from ...sharding import placement
 from ..checkpoints import checkpoint, guider, score_bound
+from ..model_spec import Settings
 from ..programs import denoise_step, solver_table
 from ..programs.generation import Denoising
 from ..programs.solver_table import SolverTable
 from ..programs.step_reuse import CachedDenoiser, Runnable
 from ..progress import Preview
-from ..spec import Settings
 from . import conditioning
 from .payloads import CARRIED, Carried, Latent
 from .program_cache import Wanted

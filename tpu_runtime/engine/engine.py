@@ -21,10 +21,10 @@ from .. import refusal, versions
 from ..cache import xla_cache
 from ..checkpoints.model_ref import Expected, ModelRef
 from ..hosts.together import Alone, Elsewhere, Ending, Together
+from ..model_spec import STAGES, Settings
 from ..programs import modules
 from ..programs.program import Target
 from ..progress import Progress, Silent, in_daemon
-from ..spec import STAGES, Settings
 from . import memory_advice, run, telemetry
 from .device_cache import DeviceCache
 from .memory_advice import OutOfMemory

@@ -3,8 +3,8 @@
 import math
 import os
 
+from ..model_spec import ModelSpec, Settings
 from ..refusal import Refusal
-from ..spec import ModelSpec, Settings
 
 VARIABLE = "COMFYUI_TPU_HBM_GIB"
 # A video's sides in the smaller sizes that are proposed.

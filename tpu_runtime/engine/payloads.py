@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
 from ..files import parse_json
-from ..spec import ModelSpec
+from ..model_spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch

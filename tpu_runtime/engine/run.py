@@ -11,9 +11,9 @@ import torch
 from .. import media, tokens, versions
 from ..cache.store import signature
 from ..checkpoints import read_ahead as reading
+from ..model_spec import STAGES, Settings, TextEncoding
 from ..programs import generation, network_call
 from ..programs.executables import Executable
-from ..spec import STAGES, Settings, TextEncoding
 from . import conditioning
 from . import denoise as denoising
 from .payloads import Conditioning, ImageCondition, Latent
@@ -128,7 +128,7 @@ WORK: Mapping[str, Callable[..., Any]] = {**dict(zip(STAGES, _STAGES, strict=Tru
 
 
 def note(stage: Stage, settings: Settings, stages: Sequence[str]) -> None:
-    """Lets the programs of later stages (some of `spec.STAGES`) be compiled behind the one that runs."""
+    """Lets the programs of later stages (some of `model_spec.STAGES`) be compiled behind the one that runs."""
 
     def note_one(wanted: Wanted) -> Compilation | Executable:
         stage.progress.check_cancelled()

@@ -15,12 +15,12 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.model_ref import Lora, ModelRef, Resolved
 from ..hosts.together import Together
 from ..loras import apply
+from ..model_spec import Call, Component, ModelSpec
 from ..programs import finite, network_call
 from ..programs.executables import Executable
 from ..programs.program import Target
 from ..programs.step_reuse import Runnable
 from ..programs.weights import Weights, bytes_per_chip, described
-from ..spec import Call, Component, ModelSpec
 from . import telemetry
 from .device_cache import DeviceCache, Resident
 from .program_cache import ProgramCache, Wanted
@@ -59,7 +59,7 @@ class Stage:
 
     @property
     def call(self) -> Call:
-        """Runs a network; see `spec.Call`."""
+        """Runs a network; see `model_spec.Call`."""
         return network_call.caller(self.program, self._execute)
 
     def program(self, request: network_call.CallRequest) -> Executable:

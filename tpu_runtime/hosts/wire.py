@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from ..checkpoints.model_ref import Expected, Lora, ModelRef
-from ..spec import Settings, StepCache
+from ..model_spec import Settings, StepCache
 
 RECORDS = (Expected, Lora, ModelRef, Settings, StepCache)
 _TENSOR, _TUPLE, _RECORD = "__tensor__", "__tuple__", "__record__"

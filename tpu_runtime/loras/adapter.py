@@ -19,9 +19,9 @@ from ..cache.store import signature
 from ..checkpoints import quantized
 from ..checkpoints.names import SECOND_EXPERT, Names
 from ..files import parse_json, read_header
+from ..model_spec import Rows
 from ..programs.modules import Cut, Network
 from ..redact import redact
-from ..spec import Rows
 from .factors import LOHA, LOKRS, LORA, Shape, WrongShape, factors
 
 # How names end, and what a tensor of that name is. The longest ending counts.

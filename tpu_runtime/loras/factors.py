@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..model_spec import Rows
 from ..programs.modules import Cut
-from ..spec import Rows
 
 Tensors = Mapping[str, torch.Tensor]
 Shape = tuple[int, ...]

@@ -3,7 +3,7 @@
 ComfyUI imports these files at its start: what is slow to import, JAX and PyTorch too, is imported where it is used.
 """
 
-from ..spec import ModelSpec
+from ..model_spec import ModelSpec
 from . import (
     cogvideox,
     cogvideox_i2v,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..spec import Call, Need, Pictures, Published, Settings
+from ..model_spec import Call, Need, Pictures, Published, Settings
 from . import cogvideox, layers
 from .autoencoders.cogvideox import VAE_DECODER, prepare_image_encoder
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.shape import MeshShape
-from ..spec import (
+from ..model_spec import (
     Denoiser,
     FloatLimit,
     HeadNorms,

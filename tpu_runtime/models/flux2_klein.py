@@ -7,7 +7,7 @@ The published 9B configs are gated: its sizes are those of `Klein9BParams` in Bl
 from dataclasses import replace
 
 from ...sharding.shape import MeshShape
-from ..spec import Component, FloatLimit, IntLimit, ModelSpec, Need, Parallelism, Published, Same, Settings
+from ..model_spec import Component, FloatLimit, IntLimit, ModelSpec, Need, Parallelism, Published, Same, Settings
 from . import flux2
 from .denoisers import flux2 as denoiser
 from .text_encoders import qwen3

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..spec import (
+from ..model_spec import (
     Component,
     Denoiser,
     FloatLimit,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...sharding.rules import Rule
-from ..spec import Component, ModelSpec, Need
+from ..model_spec import Component, ModelSpec, Need
 from . import hunyuan15, hunyuan15_i2v, layers
 
 _BY_TASK = {"t2v": hunyuan15.SPEC, "i2v": hunyuan15_i2v.SPEC}

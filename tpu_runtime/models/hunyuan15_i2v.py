@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..spec import Call, Component, Need, Pictures, Published, Same, Settings
+from ..model_spec import Call, Component, Need, Pictures, Published, Same, Settings
 from . import hunyuan15, layers
 from .autoencoders.hunyuan15 import VAE_DECODER, prepare_image_encoder
 

@@ -4,7 +4,7 @@ Wan2.2-T2V-A14B-Diffusers. The oracle is `diffusers.WanPipeline`. The network is
 
 from dataclasses import replace
 
-from ..spec import FloatLimit, IntLimit, ModelSpec, Published
+from ..model_spec import FloatLimit, IntLimit, ModelSpec, Published
 from . import wan
 from .autoencoders.wan import VAE_DECODER
 from .text_encoders.wan import NEGATIVE_PROMPT, PROMPT, TEXT, TEXT_ENCODER

@@ -5,7 +5,7 @@ Two experts of the network in `wan`, each for its part of the timesteps, and a V
 
 from dataclasses import replace
 
-from ..spec import FloatLimit, IntLimit, ModelSpec, Pictures, Published
+from ..model_spec import FloatLimit, IntLimit, ModelSpec, Pictures, Published
 from . import wan
 from .autoencoders.wan import VAE_DECODER
 from .autoencoders.wan_encoder import VAE_ENCODER, condition_shapes, encode_image

@@ -7,7 +7,7 @@ The oracles are `diffusers.WanPipeline` and, with a picture, `diffusers.WanImage
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..spec import FloatLimit, IntLimit, LatentGeometry, ModelSpec, Need, Pictures, Published
+from ..model_spec import FloatLimit, IntLimit, LatentGeometry, ModelSpec, Need, Pictures, Published
 from . import wan
 from .autoencoders import wan22 as wan22_vae
 from .text_encoders.wan import NEGATIVE_PROMPT, TEXT, TEXT_ENCODER

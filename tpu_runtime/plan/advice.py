@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import jax
 
 from ..cost_model import chips
+from ..model_spec import IntLimit, Settings
 from ..programs.program import Program
-from ..spec import IntLimit, Settings
 from .compile import PlanRequest, compile_program, weight_bytes
 from .report import ProgramPlan, gib
 

@@ -13,10 +13,10 @@ from .. import versions
 from ..cache.store import Store, signature
 from ..cost_model import chips, flops
 from ..cost_model.chips import Topology
+from ..model_spec import STAGES, ModelSpec, Settings
 from ..precision import Precision
 from ..programs import generation
 from ..programs.program import Program, shard_bytes
-from ..spec import STAGES, ModelSpec, Settings
 from .report import Memory, gib
 
 STORE = Store("plans")

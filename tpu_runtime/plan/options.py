@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from .. import models
-from ..spec import STAGES
+from ..model_spec import STAGES
 
 DEFAULT_TOPOLOGY = "v6e:2x4"
 

@@ -17,7 +17,7 @@ from .. import models
 from ..cost_model import chips, flops, hlo, kernels, step_time
 from ..cost_model.bundles import Cost
 from ..cost_model.chips import Topology
-from ..spec import STAGES
+from ..model_spec import STAGES
 from . import advice, findings, report
 from .compile import Compiled, PlanRequest, compile_program
 from .options import add_arguments

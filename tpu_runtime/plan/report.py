@@ -8,8 +8,8 @@ from ..cost_model import step_time
 from ..cost_model.chips import Topology
 from ..cost_model.flops import Flops
 from ..cost_model.step_time import Timing
+from ..model_spec import Settings
 from ..programs.program import DENOISE_STEP
-from ..spec import Settings
 from ..units import GIB
 
 LABEL = "predicted by the compiler"

@@ -13,7 +13,7 @@ from jaxtyping import Array
 from ...attention.policy import AttentionPolicy
 from ...sharding.mesh import Mesh
 from ...sharding.shape import MeshShape
-from ..spec import ModelSpec, Settings, StepReuse
+from ..model_spec import ModelSpec, Settings, StepReuse
 from . import finite, modules, solver_table, step_reuse, torch_bridge, weights
 from .denoiser_run import DenoiserRun
 from .program import DENOISE_STEP, Config, Program, Target, shaped, step_options
@@ -28,12 +28,12 @@ class StepArgs(NamedTuple):
     row: Any  # the solver's row of numbers, `[rows, columns]` float32 (see `solver_table`)
     timestep: Any  # a scalar, as the scheduler gives it
     next_timestep: Any  # that of the step after it, 0 behind the last
-    inputs: dict[str, Any]  # texts and condition by name (see `spec.functions.Forward`)
+    inputs: dict[str, Any]  # texts and condition by name (see `model_spec.Forward`)
     guidance: Any  # a float32 scalar
     features: Any = ()  # of an earlier step, where the program starts from them
 
 
-# The prediction of one step, and the features to keep: (denoiser, features, *arguments of `spec.functions.Forward`).
+# The prediction of one step, and the features to keep: (denoiser, features, *arguments of `model_spec.Forward`).
 Predict = Callable[..., tuple[Any, Any]]
 
 

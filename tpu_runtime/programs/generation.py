@@ -16,8 +16,8 @@ import torch
 
 from ...sharding.mesh import Device
 from ...sharding.shape import MeshShape
+from ..model_spec import STAGES, Call, ModelSpec, Settings
 from ..precision import Precision
-from ..spec import STAGES, Call, ModelSpec, Settings
 from . import solver_table, step_reuse
 from .denoise_step import StepShape, denoise_program, keeping_program, reusing_program
 from .network_call import CallRequest, caller

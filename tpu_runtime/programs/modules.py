@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import torch
 
 from ..files import CheckpointError
-from ..spec import Component
+from ..model_spec import Component
 from . import torch_bridge
 from .program import TRACING
 

@@ -1,4 +1,4 @@
-"""One call of a network as a program, and the `spec.Call` that a stage's host code gets. Shapes only, no weights."""
+"""One call of a network as a program, and the `model_spec.Call` that a stage's host code gets. Shapes only."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool
 from ...sharding.mesh import Mesh
 from ...sharding.rules import Layout
 from ...sharding.shape import MeshShape
-from ..spec import Call, ModelSpec
+from ..model_spec import Call, ModelSpec
 from . import finite, modules, torch_bridge, weights
 from .program import Config, Program, Target
 from .weights import Weights
@@ -26,7 +26,7 @@ Prepared = TypeVar("Prepared")
 
 @dataclass(frozen=True, kw_only=True)
 class CallRequest:
-    """What a stage's host code asks a network for: `function(module, *args)` (see `spec.Call`)."""
+    """What a stage's host code asks a network for: `function(module, *args)` (see `model_spec.Call`)."""
 
     component: str
     function: Callable[..., tuple[Any, Any]]
@@ -51,7 +51,7 @@ class CallRequest:
 def caller(
     prepare: Callable[[CallRequest], Prepared], execute: Callable[[Prepared, CallRequest], tuple[Any, Any]]
 ) -> Call:
-    """A `spec.Call` that gets each request's program by `prepare` and its result by `execute`."""
+    """A `model_spec.Call` that gets each request's program by `prepare` and its result by `execute`."""
 
     def call(
         component: str,
@@ -92,7 +92,7 @@ def call_program(
     partition: Partition,
     carries: bool,
 ) -> Program:
-    """`(weights, *args) -> (result, carried, is_finite)` for one call of a stage (see `spec.Call`), with shapes `args`.
+    """`(weights, *args) -> (result, carried, is_finite)` for one call of a stage, with shapes `args`.
 
     Floating arguments reach the network in the target's format; the result leaves as float32. `is_finite` is the
     result's (see `finite`).

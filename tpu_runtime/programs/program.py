@@ -126,8 +126,8 @@ class Program:
 
     @functools.cached_property
     def zeros(self) -> tuple[Any, Any]:
-        """What a call's program gives (see `spec.Call`), without running it: zeros without memory behind them, so that
-        host code may slice and join them, and the shapes of what it carries.
+        """What a `model_spec.Call` returns, without running it: zeros without memory behind them, which host code may
+        slice and join, and the shapes of what it carries.
         """
         with TRACING:
             result, carried, _ = jax.eval_shape(self.fn, *self.arguments)

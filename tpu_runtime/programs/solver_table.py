@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Array, Float
 from torch.overrides import TorchFunctionMode
 
-from ..spec import ModelSpec, Settings
+from ..model_spec import ModelSpec, Settings
 
 # The vector space of one step: the sample, the denoiser's output, and up to this many remembered tensors and draws.
 MAX_MEMORY, MAX_DRAWS = 4, 4

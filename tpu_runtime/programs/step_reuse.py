@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..spec import StepCache, StepReuse
+from ..model_spec import StepCache, StepReuse
 from . import torch_bridge
 from .executables import Executable
 from .program import TRACING, Program

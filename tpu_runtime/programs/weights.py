@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...sharding import rules
 from ...sharding.mesh import shape_of
+from ..model_spec import Component
 from ..precision import Precision
-from ..spec import Component
 from . import modules
 from .modules import Network
 from .program import TRACING, Config, shard_bytes

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..hosts import wire
-from ..spec import Settings, StepCache
+from ..model_spec import Settings, StepCache
 
 # Both ends must have the same: raise it when messages change.
 PROTOCOL = 3

@@ -25,9 +25,9 @@ from ..checkpoints.model_ref import Expected, ModelRef
 from ..engine.engine import Engine
 from ..engine.payloads import Conditioning, ImageCondition, Latent
 from ..engine.prompt_cache import Encoded, PromptCache
+from ..model_spec import STAGES, ModelSpec, Settings
 from ..precision import Precision
 from ..progress import Preview, Progress
-from ..spec import STAGES, ModelSpec, Settings
 from .checks import Arrays, Bound, Check, Wrong
 
 NUM_FRAMES, NUM_STEPS = 9, 4  # three latent frames, and steps for both experts

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from ...sharding.mesh import Device
+from ..model_spec import ModelSpec
 from ..precision import Precision
-from ..spec import ModelSpec
 from . import chips, families, kernels
 from .checks import Check
 

@@ -22,10 +22,10 @@ from comfyui_tpu.tpu_runtime import pipeline as runtime
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import variant
 from comfyui_tpu.tpu_runtime.engine.payloads import ImageCondition
+from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.models import spec_by_name, wan21_i2v
 from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
 from PIL import Image
 
 FIRST, BOTH = spec_by_name("wan2.1-i2v-14b-480p"), spec_by_name("wan2.1-flf2v-14b-720p")

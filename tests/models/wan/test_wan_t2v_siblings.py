@@ -15,10 +15,10 @@ from comfyui_tpu.tests.models.wan.test_wan21 import NEGATIVE, ODD, SHORT
 from comfyui_tpu.tests.support.closeness import NETWORK
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, variant
+from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.spec import ModelSpec, Settings
 
 SMALL, TWO = spec_by_name("wan2.1-t2v-1.3b"), spec_by_name("wan2.2-t2v-a14b")
 # Four steps of the first expert, two of the second, each with a scale of its own.

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
-from ...spec import Call, Component, Need, Report, has_length
+from ...model_spec import Call, Component, Need, Report, has_length
 from .frames import pixels
 from .layers import convolved, enlarged, group_moments, normed
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ...spec import Call, Report
+from ...model_spec import Call, Report
 
 if TYPE_CHECKING:
     import torch

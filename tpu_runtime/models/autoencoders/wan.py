@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
-from ...spec import Call, Component, Need, Report, Settings, has_length
+from ...model_spec import Call, Component, Need, Report, Settings, has_length
 from .frames import decode_by_frame, pixels
 from .layers import convolved, enlarged
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
-from ...spec import Call, Need, Settings, has_length
+from ...model_spec import Call, Need, Settings, has_length
 from . import wan
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
-from ...spec import Call, Settings
+from ...model_spec import Call, Settings
 from . import wan
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ....sharding.rules import REPLICATED, Rule
-from ...spec import Component, Need, Rows, split, swapped
+from ...model_spec import Component, Need, Rows, split, swapped
 
 
 def cut_transformer(module: Any) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import Rule
 from ...files import read_json
-from ...spec import Component, Need, TextEncoding
+from ...model_spec import Component, Need, TextEncoding
 from . import causal
 
 MAX_TOKENS = 512

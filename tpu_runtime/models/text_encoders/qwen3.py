@@ -5,7 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import Rule
-from ...spec import Component, Need, TextEncoding
+from ...model_spec import Component, Need, TextEncoding
 from . import causal
 
 if TYPE_CHECKING:

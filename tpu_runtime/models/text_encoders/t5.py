@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
-from ...spec import Component, Need
+from ...model_spec import Component, Need
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...spec import TextEncoding
+from ...model_spec import TextEncoding
 from . import t5
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ May import sharding only.
 """
 
 from .component import Component, Need, Rows, Same, Table, has_length, split, swapped
-from .functions import Call, Report
+from .functions import Call, Forward, Report
 from .groups import (
     Denoiser,
     HeadNorms,
@@ -49,6 +49,7 @@ __all__ = [
     "Component",
     "Denoiser",
     "FloatLimit",
+    "Forward",
     "HeadNorms",
     "IntLimit",
     "LatentGeometry",
