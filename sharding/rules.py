@@ -48,7 +48,7 @@ class Rule:
 
     In a pattern `*` stands for one dotted part of the name, `**` for any number of them. Stacked block parameters are
     named with a literal `*` for the layer number and have the layer as dimension 0. Where a dimension does not divide,
-    `otherwise` are tried in order, and then replication up to `REPLICATE_BYTES`.
+    `fallbacks` are tried in order, and then replication up to `REPLICATE_BYTES`.
     """
 
     pattern: str

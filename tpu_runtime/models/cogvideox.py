@@ -77,7 +77,7 @@ def rotary_tables(config: Any, size: Sequence[int], device: Any) -> "tuple[torch
     return cosines, sines
 
 
-class JointProcessor(layers.JointProcessor):
+class SharedProcessor(layers.JointProcessor):
     """`CogVideoXAttnProcessor2_0` with latents and text apart: they share projections and norms."""
 
     def of_text(self, attn: Any) -> tuple[tuple, tuple, Any]:
@@ -126,7 +126,7 @@ def prepare_denoiser(network: Any, sequence: Any) -> None:
     """Puts our attention and token placement where upstream lets us."""
 
     blocks = network.blocks("transformer_blocks")
-    blocks.block.attn1.set_processor(JointProcessor(sequence.joint_attention))
+    blocks.block.attn1.set_processor(SharedProcessor(sequence.joint_attention))
     fuses = layers.fused_norms(sequence, blocks.block.norm1.norm.eps)
     blocks.block.forward = partial(run_block, fuses, blocks.block)
     for name in ("norm1", "norm2"):

@@ -1,0 +1,68 @@
+"""What the docs say of the code where that can be compared: the lines that a reader is sent to, and the vocabulary."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from comfyui_tpu.tpu_runtime.engine.run import WORK
+from comfyui_tpu.tpu_runtime.model_spec import STAGES
+
+ROOT = Path(__file__).parents[1]
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text("utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+# Without the self-test, whose checks are also of parts that are no stage.
+ROOMS = ("cli", "nodes", "fleet", *(f"tpu_runtime/{room}" for room in ("engine", "programs", "plan", "monitor")))
+PRODUCT = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+PLACES = re.findall(r"^\| ([^|]+) \| `([\w/]+\.py)` \| `(.+)` \|$", CONTRIBUTING, re.MULTILINE)
+
+
+def section(title: str) -> str:
+    return ARCHITECTURE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize(("what", "path", "line"), PLACES, ids=[what for what, *_ in PLACES])
+def test_a_line_that_contributors_are_sent_to_is_there_once(what: str, path: str, line: str):
+    """From the README to each of them it is three files."""
+    assert "(CONTRIBUTING.md)" in (ROOT / "README.md").read_text("utf-8")
+    assert (ROOT / path).read_text("utf-8").count(line) == 1
+
+
+def test_contributors_are_sent_to_guidance_to_memory_and_to_a_refusal():
+    assert {"guidance is added", "weights leave the chips", "a wrong size is refused"} <= {what for what, *_ in PLACES}
+
+
+def test_the_vocabulary_lists_the_stages_in_their_order():
+    listed = re.findall(r"^\| `(\w+)` \|", section("Vocabulary"), re.MULTILINE)
+    assert tuple(listed) == STAGES
+    assert set(WORK) == {*STAGES, "warmup"}
+
+
+def stage_words(tree: ast.AST) -> Iterator[str]:
+    """Literals that are compared with, or passed as, a stage."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "stage":
+            yield from words(node.value)
+        elif isinstance(node, ast.Compare) and re.search(r"\bstages?(\.name)?$", ast.unparse(node.comparators[-1])):
+            yield from words(node.left)
+        elif isinstance(node, ast.Compare) and re.search(r"\bstage(\.name)?$", ast.unparse(node.left)):
+            yield from (word for each in node.comparators for word in words(each))
+
+
+def words(node: ast.AST) -> list[str]:
+    return [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+
+
+def test_code_calls_stages_by_the_listed_words():
+    used = {word for path in PRODUCT for word in stage_words(ast.parse(path.read_text("utf-8")))}
+    assert {"denoise", "decode"} <= used <= {*STAGES, "warmup", ""}
+
+
+def test_the_vocabulary_has_the_states_of_weights():
+    text = (ROOT / "tpu_runtime/engine/device_cache.py").read_text("utf-8")
+    body = next(
+        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef) and node.name == "state"
+    )
+    states = {word for node in ast.walk(body.body[-1]) for word in words(node)}
+    assert states and states <= set(re.findall(r"`(\w+)`", section("Vocabulary")))
