@@ -1,4 +1,4 @@
-"""Node declarations: what a node is called, takes, gives and does, as plain data.
+"""Node declarations: what a node is called, takes, returns and does, as plain data.
 
 Nothing here knows ComfyUI: `comfyui.adapter` makes ComfyUI classes of declarations, `headless.runner` runs them.
 """
@@ -145,7 +145,7 @@ class Declaration:
     def page_order(self) -> tuple[Input, ...]:
         """The inputs in the order of the page: sockets, then widgets, of each kind the required ones first.
 
-        By it the page bypasses a node: an output gives what comes in at the input of the same number, if types agree.
+        By it the page bypasses a node: an output passes on the input of the same number, if types agree.
         """
         return tuple(sorted(self.inputs, key=lambda declared: (declared.is_widget, declared.is_listed_optional)))
 
@@ -179,7 +179,7 @@ class Declaration:
 
 @dataclass(frozen=True, kw_only=True)
 class Node(Declaration):
-    """A node with a body: `run(host, **values)` gives one value per output.
+    """A node with a body: `run(host, **values)` returns one value per output.
 
     `fingerprint(folders, **values)` changes when the result may differ although the inputs do not (files on disk).
     """

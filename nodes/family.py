@@ -1,6 +1,6 @@
 """The nodes of a model family, built from its spec: text encoder, sampler, decoder, pipeline.
 
-A family's file gives its label and its nodes' inputs in the order its users know; limits and defaults come from the
+A family's file has its label and its nodes' inputs in the order its users know; limits and defaults come from the
 spec, bodies from here. Every body checks, then makes one call into the runtime.
 """
 

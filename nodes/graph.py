@@ -161,7 +161,7 @@ def _widgets(graph: Workflow, node_id: str, table: Table) -> dict[str, Any]:
 
 def _origin(graph: Workflow, node_id: str, socket: str, wanted: str, table: Table) -> dict[str, Any]:
     """The values of the node that a socket is linked to and that has the widget `wanted`, through nodes that only pass
-    on what they get. ValueError where there is none: what it gives is then known only when it runs.
+    on what they get. ValueError where there is none: what it returns is then known only when it runs.
     """
     label = node_label(node_id, graph[node_id])
     name = socket

@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 
 
 def put(value: Any, sharding: Sharding) -> jax.Array:
-    """A host array laid out by `sharding`; an array of the devices as it is, or laid out anew."""
+    """A host array laid out by `sharding`; an array of the devices as it is, or laid out again."""
     if isinstance(value, jax.Array) or sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     array = np.asarray(value)

@@ -1,4 +1,4 @@
-"""Parameter rules: which dimension of which parameter lies on which mesh axes.
+"""Parameter rules: which dimension of which parameter is on which mesh axes.
 
 A rule names *logical* axes (`"heads"`, `"mlp"`, `"fsdp"`); one table maps these to mesh axes, so another strategy edits
 one line. Everything is decided from names and shapes, without weights or devices, and whatever is not spelled out is an
@@ -18,7 +18,7 @@ SMALL_BYTES = 1 * MIB
 # The most that a rule's own fallback may replicate.
 REPLICATE_BYTES = 64 * MIB
 
-# `fsdp` dimensions are split at rest and gathered just before use (`fsdp_beside_tp` where another dimension lies on
+# `fsdp` dimensions are split at rest and gathered just before use (`fsdp_beside_tp` where another dimension is on
 # `tp`); `heads` and `mlp` stay split while in use.
 LOGICAL_AXES: Mapping[str, tuple[str, ...]] = {
     "fsdp": ("dp", "sp", "tp"),
@@ -44,7 +44,7 @@ REPLICATED: tuple[()] = ()
 @dataclass(frozen=True)
 class Rule:
     """Parameters whose name matches `pattern` carry the logical `axes`, one per dimension (`None`: not split).
-    `REPLICATED` instead declares that every chip holds the whole parameter.
+    `REPLICATED` instead declares that the parameter is replicated.
 
     In a pattern `*` stands for one dotted part of the name, `**` for any number of them. Stacked block parameters are
     named with a literal `*` for the layer number and have the layer as dimension 0. Where a dimension does not divide,

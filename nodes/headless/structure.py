@@ -1,4 +1,4 @@
-"""Whether a workflow file's content is built as one: what lies where, not what it means."""
+"""Whether a workflow file's content is built as one: what is where, not what it means."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -16,29 +15,33 @@ from comfyui_tpu.tpu_runtime.models import SPECS
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "add_a_model.md"
-# A file's name on a line of its own, and what is to stand in it, or how it changes.
-BLOCK = re.compile(r"^\*\*`([^`\n]+)`\*\*\n\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# A file of the repository, which is one of the guide's; and one with how it changes.
+NEW = re.compile(r"^\*\*`([^`\n]+)`\*\* is \[[^]]+\]\(([^)\n]+)\)", re.MULTILINE)
+CHANGE = re.compile(r"^\*\*`([^`\n]+)`\*\*\n\n```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+QUOTED = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def blocks() -> Iterator[tuple[str, str, str]]:
-    """Path, language and content of the guide's blocks, in order."""
-    for found in BLOCK.finditer(GUIDE.read_text("utf-8")):
-        yield found[1], found[2], found[3]
+def new_files() -> dict[str, str]:
+    """The files that the guide adds, by their place in the repository."""
+    return {found[1]: (GUIDE.parent / found[2]).read_text("utf-8") for found in NEW.finditer(GUIDE.read_text("utf-8"))}
 
 
 def follow(root: Path) -> None:
     """Does in the repository at `root` what the guide says."""
-    for path, language, content in blocks():
-        file = root / path
-        if language != "diff":
-            assert not file.exists(), path
-            file.write_text(content, "utf-8")
-            continue
-        lines = content.splitlines(keepends=True)
+    for path, content in new_files().items():
+        assert not (root / path).exists(), path
+        (root / path).write_text(content, "utf-8")
+    for found in CHANGE.finditer(GUIDE.read_text("utf-8")):
+        file, lines = root / found[1], found[2].splitlines(keepends=True)
         before, after = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
         text = file.read_text("utf-8")
-        assert text.count(before) == 1, f"{path} no longer has what the guide changes:\n{before}"
+        assert text.count(before) == 1, f"{found[1]} no longer has what the guide changes:\n{before}"
         file.write_text(text.replace(before, after), "utf-8")
+
+
+def test_what_the_guide_quotes_is_in_its_files():
+    quoted = QUOTED.findall(GUIDE.read_text("utf-8"))
+    assert quoted and all(any(each in content for content in new_files().values()) for each in quoted)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +89,7 @@ def test_the_guides_model_passes_its_parity_tests_and_those_of_every_family(copy
 
 
 def test_the_guides_code_is_in_the_houses_style(copy: Path):
-    new = [path for path, language, _ in blocks() if language == "python"]
+    new = list(new_files())
     assert len(new) == 3
     for command in (("ruff", "check"), ("ruff", "format", "--check")):
         done = run(copy, "-m", *command, "--no-cache", *new)

@@ -57,7 +57,7 @@ def condition(spec: ModelSpec, settings: Settings, tensors: Mapping[str, Any]) -
 
 
 def _owned(x: Any) -> torch.Tensor:
-    """A tensor of its own: what a program gives is memory that others read too, and read-only."""
+    """A tensor of its own: what a program returns is memory that others read too, and read-only."""
     return x.clone() if isinstance(x, torch.Tensor) else torch.from_numpy(np.array(x))
 
 

@@ -87,8 +87,9 @@ class DeviceCache:
     ) -> Resident:
         """The component `key`, loaded if it is not resident, with room for the program `running` on it.
 
-        `load` gives weights and the names of those that are changed; if another `variant` of the component is resident,
-        it gets that, and gives the same weights with what differs replaced. Others leave first if all would not fit.
+        `load` returns weights and the names of those that are changed; if another `variant` of the component is
+        resident, it gets that, and returns the same weights with what differs replaced. Others leave first if all
+        would not fit.
         Raises `OutOfMemory` before loading what cannot fit at all.
         """
         self._make_room(key, f"{component} of {model}", size_bytes, running)

@@ -27,7 +27,7 @@ class PromptCache:
 
     def get(self, key: str, family: str, encode: Callable[[], Encoded], decide: Callable[[bool], bool]) -> Encoded:
         """The entry `key`: from memory, else from disk, else by `encode`. Whether it is there is what the leader of
-        several hosts finds: `decide` gives that.
+        several hosts finds: `decide` returns that.
         """
         found = self._kept.get(key) or _read(key, family)
         if not decide(found is not None):

@@ -1,4 +1,4 @@
-"""What lies between the stages, as files of a folder, so that each stage may run in another process or machine.
+"""What passes between the stages, as files of a folder, so that each stage may run in another process or machine.
 
 `stage1_embeddings.safetensors`, `stage2_latents.safetensors`, and `generation_config.json` with the settings and the
 model that made them. What is read may come from anyone; files of these names that others made are never overwritten.
@@ -145,7 +145,7 @@ def _as_sentence(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all."""
+    """Writes the complete file or nothing."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     with _as_sentence(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from ...sharding.rules import Rule
 
 @dataclass(frozen=True)
 class Need:
-    """What a config must say of a key for the component to run here: one of `values`, or what `fits`, see `wording`.
+    """What a config must have at a key for the component to run here: one of `values`, or what `fits`, see `wording`.
 
     Where the key is missing, upstream's default counts: it is among these, unless the key is `required`.
     """
@@ -45,9 +45,9 @@ def freeze(record: Any) -> None:
 
 @dataclass(frozen=True)
 class Rows:
-    """A module whose rows are `groups` of the makers' module's, in that order, which has `of` equal groups of rows.
+    """Row groups `groups`, in that order, of the original module, which is divided into `of` equal groups.
 
-    With `squares` the makers' module is only the first rows of this one: that many times as many as it has columns.
+    With `squares` the original module is only the first rows of this one: that many times as many as it has columns.
     """
 
     name: str
@@ -56,17 +56,17 @@ class Rows:
     squares: int = 0
 
 
-# What the makers call modules (or single parameters), to diffusers' names; in both `*` stands for a number.
+# Original names of modules (or single parameters), to diffusers' names; in both `*` stands for a number.
 Table = Mapping[str, str | tuple[Rows, ...]]
 
 
 def split(*names: str) -> tuple[Rows, ...]:
-    """Modules of equal size that the makers have as one."""
+    """Modules of equal size that the original has as one."""
     return tuple(Rows(name, (index,), len(names)) for index, name in enumerate(names))
 
 
 def swapped(name: str) -> tuple[Rows, ...]:
-    """A module whose two halves the makers have in the other order: shift before scale."""
+    """A module whose two halves are in the other order in the original: shift before scale."""
     return (Rows(name, (1, 0), 2),)
 
 
@@ -78,11 +78,11 @@ class Component:
     only what differs need be given. `needs` says which numbers of a checkpoint's own config this code relies on, by key
     (`a.b` for a nested one). `blocks` are the attribute paths of lists of equal blocks, each traced once and scanned;
     `layers` says which of each list are used, where not all are. `only` keeps the parameters whose names start so (a
-    decoder of a whole VAE). `aliases` maps names in checkpoints to the module's: those of tied weights, and those that
+    decoder of a VAE). `aliases` maps names in checkpoints to the module's: those of tied weights, and those that
     other versions of the libraries wrote, which upstream translates while loading. One that ends in a dot stands for
-    all names that start so; the longest counts, and whole names are looked up after it. `class_aliases` are names of
+    all names that start so; the longest counts, and full names are looked up after it. `class_aliases` are names of
     the class that checkpoints have and upstream translates. `trim(module)` may drop what is not needed and put parts
-    of a weight in its place (see `modules.Cut`). `makers_names` is what the makers call its modules (see `names`).
+    of a weight in its place (see `modules.Cut`). `makers_names` are the original names (see `checkpoints.names`).
     """
 
     name: str

@@ -126,7 +126,7 @@ class StepCache:
     interval: int
 
     def is_full(self, index: int) -> bool:
-        """Whether step `index`, counted from 0, runs the whole denoiser."""
+        """Whether step `index`, counted from 0, runs the full denoiser."""
         return not self.start <= index < self.end or (index - self.start) % self.interval == 0
 
 

@@ -59,8 +59,8 @@ class ModelSpec:
     def settings(self, **widgets: Any) -> Settings:
         """What widgets of these values ask for: of nodes, of a workflow file, or the command's options.
 
-        What is missing or None is the model's default. Names of other widgets are left aside: several models share a
-        node or a command. Raises `ValueError` with a sentence for the user where a value is not allowed.
+        What is missing or None is the model's default. Names of other widgets are ignored: several models share a node
+        or a command. Raises `ValueError` with a sentence for the user where a value is not allowed.
         """
         given = {name: value for name, value in widgets.items() if value is not None and name in self.inputs}
         values: dict[str, Any] = {name: limit.default for name, limit in self.inputs.items()} | given
@@ -110,7 +110,7 @@ class ModelSpec:
         return 2 if self.recipe.guidance == "cfg" and settings.guidance_scale > 1 else 1
 
     def whole_numbers(self, name: str) -> IntLimit:
-        """What widget `name` may hold, where it holds whole numbers as sizes do."""
+        """The limit of widget `name`, which holds integers as sizes do."""
         limit = self.inputs[name]
         assert isinstance(limit, IntLimit), name
         return limit

@@ -96,18 +96,15 @@ def advice(settings: Settings) -> str | None:
     )
 
 
-TRANSFORMER = replace(
-    cogvideox.TRANSFORMER,
-    config={**cogvideox.TRANSFORMER.config, "in_channels": 32, "ofs_embed_dim": 512},
-    tiny={**cogvideox.TRANSFORMER.tiny, "in_channels": 32, "ofs_embed_dim": 36},
+TRANSFORMER = cogvideox.TRANSFORMER.extended(
+    config={"in_channels": 32, "ofs_embed_dim": 512},
+    tiny={"in_channels": 32, "ofs_embed_dim": 36},
     needs={
-        **cogvideox.TRANSFORMER.needs,
         "in_channels": Need((32,), required=True),
         "ofs_embed_dim": Need(fits=bool, wording="a number", required=True),
     },
-    rules=(*cogvideox.TRANSFORMER.rules, Rule("ofs_embedding.linear_*.weight", *layers.GATHERED)),
+    rules=(Rule("ofs_embedding.linear_*.weight", *layers.GATHERED),),
     makers_names={
-        **cogvideox.TRANSFORMER.makers_names,
         "ofs_embedding_linear_1": "ofs_embedding.linear_1",
         "ofs_embedding_linear_2": "ofs_embedding.linear_2",
     },

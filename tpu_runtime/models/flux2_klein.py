@@ -7,7 +7,7 @@ The published 9B configs are gated: its sizes are those of `Klein9BParams` in Bl
 from dataclasses import replace
 
 from ...sharding.shape import MeshShape
-from ..model_spec import Component, FloatLimit, IntLimit, ModelSpec, Need, Parallelism, Published, Same, Settings
+from ..model_spec import FloatLimit, IntLimit, ModelSpec, Need, Parallelism, Published, Same, Settings
 from . import flux2
 from .denoisers import flux2 as denoiser
 from .text_encoders import qwen3
@@ -48,15 +48,12 @@ TRANSFORMER = denoiser.TRANSFORMER.extended(
 )
 
 
-def larger(component: Component, **sizes: object) -> Component:
-    """The 9B model's."""
-    return replace(component, config={**component.config, **sizes})
-
-
 COMPONENTS = (qwen3.TEXT_ENCODER, TRANSFORMER, *flux2.VAE)
 LARGER_COMPONENTS = (
-    larger(qwen3.TEXT_ENCODER, **qwen3.LARGER),
-    larger(TRANSFORMER, joint_attention_dim=12288, num_attention_heads=32, num_layers=8, num_single_layers=24),
+    qwen3.TEXT_ENCODER.extended(config=qwen3.LARGER),
+    TRANSFORMER.extended(
+        config={"joint_attention_dim": 12288, "num_attention_heads": 32, "num_layers": 8, "num_single_layers": 24}
+    ),
     *flux2.VAE,
 )
 

@@ -19,20 +19,16 @@ _DEFAULTS_480P = {"height": 480, "width": 848}
 
 
 def _for_480p(transformer: Component) -> Component:
-    return replace(
-        transformer, config={**transformer.config, "target_size": 640}, tiny={**transformer.tiny, "target_size": 640}
-    )
+    return transformer.extended(config={"target_size": 640}, tiny={"target_size": 640})
 
 
 def _as_mean_flow(transformer: Component) -> Component:
-    return replace(
-        transformer,
-        config={**transformer.config, "use_meanflow": True},
-        tiny={**transformer.tiny, "use_meanflow": True},
-        needs={**transformer.needs, "use_meanflow": Need((True,), required=True)},
-        rules=(*transformer.rules, Rule("time_embed.timestep_embedder_r.*.weight", *layers.GATHERED)),
+    return transformer.extended(
+        config={"use_meanflow": True},
+        tiny={"use_meanflow": True},
+        needs={"use_meanflow": Need((True,), required=True)},
+        rules=(Rule("time_embed.timestep_embedder_r.*.weight", *layers.GATHERED),),
         makers_names={
-            **transformer.makers_names,
             "time_r_in.mlp.0": "time_embed.timestep_embedder_r.linear_1",
             "time_r_in.in_layer": "time_embed.timestep_embedder_r.linear_1",
             "time_r_in.mlp.2": "time_embed.timestep_embedder_r.linear_2",

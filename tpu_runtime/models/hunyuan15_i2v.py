@@ -107,11 +107,10 @@ VAE_ENCODER = replace(
     VAE_DECODER, name="vae_encoder", only=("encoder.",), rules=(Rule("encoder.**.weight", REPLICATED),)
 )
 
-_TRANSFORMER = replace(
-    hunyuan15.TRANSFORMER,
-    config={**hunyuan15.TRANSFORMER.config, "task_type": "i2v"},
-    tiny={**hunyuan15.TRANSFORMER.tiny, "task_type": "i2v"},
-    needs={**hunyuan15.TRANSFORMER.needs, "image_embed_dim": Same("image_encoder", "hidden_size")},
+_TRANSFORMER = hunyuan15.TRANSFORMER.extended(
+    config={"task_type": "i2v"},
+    tiny={"task_type": "i2v"},
+    needs={"image_embed_dim": Same("image_encoder", "hidden_size")},
 )
 
 PROMPT = (

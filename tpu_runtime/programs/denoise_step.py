@@ -26,7 +26,7 @@ class StepArgs(NamedTuple):
 
     state: tuple[Any, ...]  # the sample and the solver's memory, float32 and donated
     row: Any  # the solver's row of numbers, `[rows, columns]` float32 (see `solver_table`)
-    timestep: Any  # a scalar, as the scheduler gives it
+    timestep: Any  # a scalar, as in the scheduler
     next_timestep: Any  # that of the step after it, 0 behind the last
     inputs: dict[str, Any]  # texts and condition by name (see `model_spec.Forward`)
     guidance: Any  # a float32 scalar

@@ -40,8 +40,8 @@ class Scan:
 
     `carried` names the arguments that a block returns, in the order it returns them; all others are the same for every
     layer. `enter(values)` may pad and place the arguments (by name) before the first layer, or put a tree of arrays in
-    the place of one; `leave(carried, before)` undoes that, given all arguments as they were. `stack(weights)` may give
-    all layers' weights another form, `use(weights)` places one layer's for use. With `collect`, what each layer leaves
+    the place of one; `leave(carried, before)` undoes that, given all arguments as they were. `stack(weights)` returns
+    all layers' weights another form, `use(weights)` places one layer's. With `collect`, what each layer leaves
     in the first carried argument is kept, `[layers, ...]`.
     """
 
@@ -177,7 +177,7 @@ class Cut:
         return tuple(shape[axis] for axis in self.order)
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The parameter's values, of the whole tensor's."""
+        """The parameter's values, of the full tensor's."""
         return self.read((slice(None),) * len(self.order), tensor.__getitem__)
 
     def read(self, index: Index, read: Callable[[Index], torch.Tensor]) -> torch.Tensor:

@@ -259,7 +259,7 @@ def _parameters(scheduler: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _other_arguments(scheduler: Any) -> list[str]:
-    """What a scheduler's step needs besides what `_Stepper` gives it."""
+    """What a scheduler's step needs besides what `_Stepper` supplies."""
     needed = [name for name, parameter in _parameters(scheduler).items() if parameter.default is parameter.empty]
     known = ("model_output", "timestep", "sample", "old_pred_original_sample", "timestep_back")
     return [name for name in needed if name not in known]

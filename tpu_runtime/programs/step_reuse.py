@@ -59,7 +59,7 @@ def starting_from_kept(
 
 
 def kept_shapes(reuse: StepReuse, full: Program) -> dict[str, jax.ShapeDtypeStruct]:
-    """The features that a program which keeps them gives, placed as it leaves them."""
+    """The features that a program which keeps them returns, placed as it leaves them."""
     with TRACING:
         _, features = jax.eval_shape(full.fn, *full.arguments)
     where = shardings(reuse, full.mesh)

@@ -206,7 +206,7 @@ class TokenLayout:
         return self.scatter(self.partial_sums(weight, *parts, placement=placement), placement)
 
     def merge_groups(self, name: str, stack: Float[Array, "layers groups size dim"]) -> Float[Array, "layers rows dim"]:
-        """A stack whose `size` lies on `tp`, each chip's pieces of all groups together: another view, not a copy."""
+        """A stack whose `size` is on `tp`, each chip's pieces of all groups together: another view, not a copy."""
         layers, groups, size, dim = self.layouts[name].at_rest or (None,) * 4
 
         def merged(stack: Array) -> Array:

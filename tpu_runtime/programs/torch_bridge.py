@@ -73,7 +73,7 @@ def _environment() -> Any:
         import torchax.tensor
 
         environment = torchax.default_env()
-    # torch code asks for int64, JAX gives int32: meant so, and said once per operation otherwise.
+    # torch code asks for int64, JAX has int32: meant so, and said once per operation otherwise.
     warnings.filterwarnings("ignore", message="Explicitly requested dtype int64", category=UserWarning)
     # Importing torchax turns this off for every model in the process.
     torch.backends.mha.set_fastpath_enabled(mha_fastpath)
@@ -138,7 +138,7 @@ def _constant(buffer: torch.Tensor) -> jax.Array:
 
 
 def shapes(function: Callable, *tensors: Any) -> Any:
-    """For use inside a traced module: the shapes of what a torch function would give, without computing it."""
+    """For use inside a traced module: the shapes of what a torch function would return, without computing it."""
     found = jax.eval_shape(lambda *args: _arrays_only(to_jax(function(*to_torch(args)))), *to_jax(tensors))
     return jax.tree.map(lambda x: tuple(x.shape), found)
 
@@ -148,5 +148,5 @@ def _arrays_only(tree: Any) -> Any:
 
 
 def call_jax(function: Callable, *tensors: Any) -> Any:
-    """For use inside a traced module: applies a JAX function to torch views and gives torch views back."""
+    """For use inside a traced module: applies a JAX function to torch views and returns torch views."""
     return to_torch(function(*to_jax(tensors)))

@@ -90,7 +90,7 @@ def prepare_decoder(decoder: Any, convolve: "Callable[..., Any]", counted: "Call
     """Puts forms of upstream's layers that can be split over chips where upstream's cannot.
 
     Upstream also cuts large convolutions in pieces for CuDNN's sake, and carries caches of pointwise convolutions,
-    which need none: whole videos of 16 channels.
+    which need none: full videos of 16 channels.
     """
     import torch
     from diffusers.models.autoencoders import autoencoder_kl_cogvideox as upstream
@@ -214,6 +214,6 @@ VAE_DECODER = Component(
         "temporal_compression_ratio": Need((4,)),
     },
     only=("decoder.", "post_quant_conv."),
-    # 0.2 GiB in all: whole on every chip.
+    # 0.2 GiB in all: replicated.
     rules=(Rule("decoder.**.weight", REPLICATED),),
 )

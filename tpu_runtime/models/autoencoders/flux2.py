@@ -131,7 +131,7 @@ def activate(norm: Any, x: "torch.Tensor") -> "torch.Tensor":
 
 
 def attend_to_picture(q: "jax.Array", k: "jax.Array", v: "jax.Array") -> "jax.Array":
-    """Exact attention of `[batch, height, width, dim]`: the softmax is carried over rows of keys, never whole."""
+    """Exact attention of `[batch, height, width, dim]`: the softmax is carried over rows of keys, never complete."""
     import jax
     import jax.numpy as jnp
 
@@ -174,7 +174,7 @@ VAE_DECODER = Component(
     },
     only=("decoder.", "post_quant_conv.", "bn."),
     aliases=_old_names("decoder"),
-    # 0.1 GiB in all: whole on every chip.
+    # 0.1 GiB in all: replicated.
     rules=(Rule("decoder.**.weight", REPLICATED),),
 )
 

@@ -35,7 +35,7 @@ def decode_by_frame(
 
 
 def pixels(decoded: "torch.Tensor") -> "torch.Tensor":
-    """What a decoder gives, around -1..1, as float32 pixels in 0..1.
+    """What a decoder returns, around -1..1, as float32 pixels in 0..1.
 
     Infinite ones become NaN: clamped they would pass for black and white, and nobody would be told (see `finite`).
     """

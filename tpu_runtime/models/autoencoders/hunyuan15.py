@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
     """One latent frame a call, what later frames look back at carried from one to the next: 1 frame, then 4 each.
 
-    Upstream decodes the whole video at once. No frame sees later ones, neither by convolution nor by attention, so this
+    Upstream decodes the full video at once. No frame sees later ones, neither by convolution nor by attention, so this
     is the same.
     """
     import torch

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import jax
     import torch
 
-# What lies beyond a picture: nothing, or its outermost pixels again.
+# What is beyond a picture: nothing, or its outermost pixels again.
 Edges = Literal["zero", "replicate"]
 
 

@@ -194,6 +194,6 @@ VAE_DECODER = Component(
         "z_dim": Need((16,)),
     },
     only=("decoder.", "post_quant_conv."),
-    # 0.1 GiB in all: whole on every chip.
+    # 0.1 GiB in all: replicated.
     rules=(Rule("decoder.**.weight", REPLICATED),),
 )

@@ -91,7 +91,7 @@ VAE_DECODER = replace(
         "temperal_downsample": Need(((False, True, True),)),
         "z_dim": Need((48,), required=True),
     },
-    # 1.0 GiB in bfloat16: whole on every chip.
+    # 1.0 GiB in bfloat16: replicated.
 )
 
 VAE_ENCODER = replace(

@@ -100,7 +100,7 @@ def encode_first(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, list]"
 
 
 def lengthened(caches: list, shapes: list, like: "torch.Tensor") -> "list[torch.Tensor | None]":
-    """The first chunk's causal caches in the `shapes` of later ones, zeros in front; `like` gives the format."""
+    """The first chunk's causal caches in the `shapes` of later ones, zeros in front; `like` has the format."""
     import torch
 
     def lengthen(cache: Any, shape: tuple[int, ...] | None) -> "torch.Tensor | None":
@@ -117,6 +117,6 @@ VAE_ENCODER = replace(
     wan.VAE_DECODER,
     name="vae_encoder",
     only=("encoder.", "quant_conv."),
-    # 0.1 GiB in all: whole on every chip.
+    # 0.1 GiB in all: replicated.
     rules=(Rule("encoder.**.weight", REPLICATED),),
 )

@@ -1,0 +1,224 @@
+"""PixArt-Sigma text to image: PixArt-alpha/PixArt-Sigma-XL-2-1024-MS. The oracle is `diffusers.PixArtSigmaPipeline`."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ...sharding.rules import REPLICATED, Rule
+from ..model_spec import (
+    Call,
+    Component,
+    Denoiser,
+    FloatLimit,
+    IntLimit,
+    LatentGeometry,
+    Miniature,
+    ModelSpec,
+    Need,
+    Published,
+    Recipe,
+    Report,
+    Same,
+    Settings,
+    TextEncoding,
+    Vae,
+)
+from . import layers
+from .autoencoders import flux2 as flux2_vae
+from .autoencoders.frames import pixels
+from .text_encoders import t5
+
+if TYPE_CHECKING:
+    # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
+    import numpy as np
+    import torch
+
+    from ..programs.denoiser_run import DenoiserRun
+
+PROMPT = "A small cactus with a happy face in the Sahara desert."
+MAX_TOKENS = 300
+
+
+def tokenize(tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS) -> "tuple[np.ndarray, np.ndarray]":
+    """Ids and mask, `[rows, length]` int32; prompts in lower case, as upstream has them."""
+    return t5.tokens(tokenizer, [prompt.lower().strip() for prompt in prompts], length)
+
+
+def encode_text(encoder: "torch.nn.Module", ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """`[rows, length]` tokens to `[rows, length, dim]` states."""
+    return encoder(ids, mask).last_hidden_state, None
+
+
+def forward(
+    transformer: Any,
+    run: "DenoiserRun",
+    sample: "torch.Tensor",
+    timestep: "torch.Tensor",
+    inputs: "dict[str, torch.Tensor]",
+) -> "torch.Tensor":
+    """The noise in `[rows, 4, latent_height, latent_width]` at one timestep, as `PixArtTransformer2DModel` finds it."""
+    x = run.tokens(transformer.pos_embed(sample))  # [rows, tokens, dim]
+    modulation, time = transformer.adaln_single(timestep.expand(len(sample)), hidden_dtype=sample.dtype)
+    modulation = modulation.unflatten(1, (6, -1))
+    text = transformer.caption_projection(inputs["text"])
+
+    def body(block: Any, x: "torch.Tensor") -> "torch.Tensor":
+        return run_block(block, run, x, modulation, text, inputs["text_length"])
+
+    x = run.unpadded(run.scan(transformer.transformer_blocks, x, body))
+    shift, scale = (transformer.scale_shift_table + time[:, None]).chunk(2, dim=1)
+    x = transformer.proj_out(transformer.norm_out(x) * (1 + scale) + shift)
+    size = transformer.config.patch_size
+    patches = x.unflatten(1, (sample.shape[2] // size, -1)).unflatten(3, (size, size, -1))
+    noise = patches.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+    return noise[:, : sample.shape[1]]  # the other channels are the variance, which no solver of ours asks for
+
+
+def run_block(
+    block: Any,
+    run: "DenoiserRun",
+    x: "torch.Tensor",
+    modulation: "torch.Tensor",
+    text: "torch.Tensor",
+    text_length: "torch.Tensor",
+) -> "torch.Tensor":
+    """Self-attention, cross-attention to the text, feed-forward. What the text adds has no norm before it."""
+    norm = partial(run.residual_norm, eps=block.norm1.eps)
+    look = partial(run.cross_attention, text_length=text_length)
+    vectors = (block.scale_shift_table + modulation.float()).chunk(6, dim=1)
+    shift, scale, gate, ff_shift, ff_scale, ff_gate = vectors
+    _, y = norm(x, None, None, 1 + scale, shift)
+    x = run.add_gated(x, attend(block.attn1, y, y, run.self_attention), gate)
+    x, y = norm(x, attend(block.attn2, x, text, look), None, 1 + ff_scale, ff_shift)
+    return run.add_gated(x, block.ff(y), ff_gate)
+
+
+def attend(
+    attn: Any, x: "torch.Tensor", source: "torch.Tensor", attention: "Callable[..., torch.Tensor]"
+) -> "torch.Tensor":
+    projected = attn.to_q(x), attn.to_k(source), attn.to_v(source)
+    heads = [each.unflatten(2, (attn.heads, -1)) for each in projected]
+    return attn.to_out[0](attention(*heads).flatten(2))
+
+
+def denormalize_latents(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
+    """ComfyUI's LATENT is in the VAE's own scale."""
+    return sample / vae_config["scaling_factor"]
+
+
+def decode(call: Call, latents: "torch.Tensor", report: Report) -> Iterator[Any]:
+    report(0, 1)
+    yield call("vae_decoder", decode_image, latents, partition="spatial")[0]
+    report(1, 1)
+
+
+def decode_image(vae: Any, latents: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """`[1, 4, h, w]` to a picture `[1, 8h, 8w, 3]` in 0..1."""
+    picture = flux2_vae.run_decoder(vae.decoder, vae.post_quant_conv(latents))
+    return pixels(picture.permute(0, 2, 3, 1)), None
+
+
+TEXT_ENCODER = t5.encoder(
+    config={"d_ff": 10240, "d_kv": 64, "d_model": 4096, "num_heads": 64, "num_layers": 24, "vocab_size": 32128},
+    tiny={"d_ff": 72, "d_kv": 8, "d_model": 40, "num_heads": 5, "num_layers": 2, "vocab_size": 210},
+)
+
+TRANSFORMER = Component(
+    name="transformer",
+    folder="transformer",
+    library="diffusers",
+    class_name="PixArtTransformer2DModel",
+    class_aliases=("Transformer2DModel",),
+    config={
+        "attention_head_dim": 72,
+        "caption_channels": 4096,
+        "cross_attention_dim": 1152,
+        "in_channels": 4,
+        "interpolation_scale": 2,
+        "num_attention_heads": 16,
+        "num_layers": 28,
+        "out_channels": 8,
+        "patch_size": 2,
+        "sample_size": 128,
+        "use_additional_conditions": False,
+    },
+    tiny={
+        "attention_head_dim": 12,
+        "caption_channels": 40,
+        "cross_attention_dim": 72,
+        "num_attention_heads": 6,
+        "num_layers": 3,
+    },
+    needs={
+        "caption_channels": Same("text_encoder", "d_model"),
+        "in_channels": Need((4,)),
+        "norm_elementwise_affine": Need((False,)),
+        "norm_type": Need(("ada_norm_single",)),
+        "patch_size": Need((2,)),
+        # PixArt-Alpha tells the network the picture's size.
+        "use_additional_conditions": Need((False,), required=True),
+    },
+    blocks=("transformer_blocks",),
+    rules=(
+        Rule("transformer_blocks.**.bias", REPLICATED),
+        Rule("transformer_blocks.*.scale_shift_table", REPLICATED),
+        Rule("transformer_blocks.**.weight", *layers.BLOCK_GATHERED),
+        Rule("adaln_single.**.weight", *layers.GATHERED),
+        Rule("caption_projection.*.weight", *layers.GATHERED),
+    ),
+)
+
+BLOCKS = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+SIZES = {"block_out_channels": (128, 256, 512, 512), "latent_channels": 4, "layers_per_block": 2}
+VAE_DECODER = replace(
+    flux2_vae.VAE_DECODER,
+    class_name="AutoencoderKL",
+    config={**BLOCKS, **SIZES, "scaling_factor": 0.13025},
+    tiny={"block_out_channels": (6, 6, 12, 12), "norm_num_groups": 3},
+    needs={"latent_channels": Need((4,)), "shift_factor": Need((None,))},
+    only=("decoder.", "post_quant_conv."),
+)
+
+SPEC = ModelSpec(
+    name="pixart-sigma-xl",
+    family="PixArt",
+    title="PixArt-Sigma XL",
+    category="PixArt",
+    published=Published(hub_id="PixArt-alpha/PixArt-Sigma-XL-2-1024-MS", pipeline_classes=("PixArtSigmaPipeline",)),
+    miniature=Miniature(id="tiny/pixart", inputs={"height": 80, "width": 112}),
+    components=(TEXT_ENCODER, TRANSFORMER, VAE_DECODER),
+    geometry=LatentGeometry(channels=4, stride_t=0, stride_hw=8, patch_thw=(1, 2, 2)),
+    text_encoders=(
+        TextEncoding(
+            tokenizer_class="T5Tokenizer",
+            max_length=MAX_TOKENS,
+            width_key="caption_channels",
+            tokenize=tokenize,
+            encode=encode_text,
+            write_tokenizer=partial(t5.write_t5_tokenizer, texts=(PROMPT.lower(),)),
+        ),
+    ),
+    inputs={
+        "height": IntLimit(default=1024, low=64, high=2048, multiple_of=16),
+        "width": IntLimit(default=1024, low=64, high=2048, multiple_of=16),
+        "num_inference_steps": IntLimit(default=20, low=1, high=100),
+        "guidance_scale": FloatLimit(default=4.5, low=1.0, high=20.0),
+        "seed": IntLimit(default=0, low=0, high=2**64 - 1),
+    },
+    texts={"prompt": PROMPT, "negative_prompt": ""},
+    recipe=Recipe(
+        scheduler={
+            "_class_name": "DPMSolverMultistepScheduler",
+            "algorithm_type": "dpmsolver++",
+            "beta_end": 0.02,
+            "beta_schedule": "linear",
+            "beta_start": 0.0001,
+            "num_train_timesteps": 1000,
+            "prediction_type": "epsilon",
+            "solver_order": 2,
+        }
+    ),
+    denoiser=Denoiser(forward=forward),
+    vae=Vae(latent_format="SDXL", denormalize=denormalize_latents, decode=decode),
+)
