@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from ..kernels import attention, attention_reference
+from ..kernels import attention, attention_reference, names
 from ..kernels.attention_form import fastest
 from ..kernels.attention_reference import Keys
 from ..kernels.chip import LANES, round_up
+from ..kernels.choice import KernelRefusal, accepted
 from .policy import AttentionPolicy
 from .prologue import HeadLayout
 
@@ -23,14 +24,15 @@ LocalAttention = Callable[..., tuple[Array, Array | None]]
 def chosen(policy: AttentionPolicy, mesh: Mesh | None, head_dim: int) -> tuple[LocalAttention, HeadLayout]:
     """How each chip of `mesh` attends, and how it prepares its arrays."""
     device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
-    if not policy.takes_kernel(device.platform):
-        attend = functools.partial(attention_reference.flat_attention, head_dim=head_dim)
-        return attend, HeadLayout(head_dim=head_dim, kernel=False)
     interpret = device.platform != "tpu"
+    kernels = policy.takes_kernel(device.platform)
+    layout = HeadLayout(head_dim=head_dim, kernel=kernels, interpret=interpret and kernels)
+    if not kernels or not accepted(KernelRefusal(kernel=names.ATTENTION)):
+        return functools.partial(attention_reference.flat_attention, head_dim=head_dim), layout
     attend = functools.partial(
         by_kernel, head_dim=head_dim, policy=policy, device_kind=device.device_kind, interpret=interpret
     )
-    return attend, HeadLayout(head_dim=head_dim, kernel=True, interpret=interpret)
+    return attend, layout
 
 
 def by_kernel(

@@ -5,8 +5,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from . import names
 from .attention_tiles import ENTRIES
 from .chip import LANES, MIB, PACKED_ROWS, RESERVED_MIB, SUBLANES, VMEM_MIB, round_up
+from .choice import is_small
 
 SPILLED_BYTES = 4 * MIB  # registers that the compiler spills: 3 MiB of the largest form
 Maximum = Literal["zero", "sampled", "online"]
@@ -34,8 +36,8 @@ class Form:
     vmem_mib: int = 100
 
     def __post_init__(self) -> None:
-        for names, multiple in (("block_q", "columns"), LANES), (("step", "online_step", "block_kv"), PACKED_ROWS):
-            for name in names:
+        for fields, multiple in (("block_q", "columns"), LANES), (("step", "online_step", "block_kv"), PACKED_ROWS):
+            for name in fields:
                 if (getattr(self, name) or 0) % multiple:
                     raise ValueError(f"{name}={getattr(self, name)} must be a multiple of {multiple}.")
         if self.unroll % 2:
@@ -50,7 +52,7 @@ def fastest(
     Where even the last does not fit, the compiler says so.
     """
     tiles = tiles_for(device_kind, head_dim=head_dim, kv_rows=sum(kv_rows), heads=heads)
-    limit_mib = VMEM_MIB.get(device_kind, 16) - RESERVED_MIB
+    limit_mib = (VMEM_MIB.get(device_kind, 16) - RESERVED_MIB) // (1 + is_small(names.ATTENTION))
     candidates = list(_candidates(Form(maximum=maximum, vmem_mib=limit_mib, **tiles)))
     fitting = (f for f in candidates if vmem_bytes(f, q_seq, kv_rows, head_dim, itemsize) <= limit_mib * MIB)
     return next(fitting, candidates[-1])

@@ -4,13 +4,46 @@ A kernel that is called by name raises what it refuses. Where the choice is auto
 refuses, and the reasons are logged once.
 """
 
+import contextlib
 import functools
 import logging
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 log = logging.getLogger(__name__)
 
 NO_TPU = "the program is not for a TPU"
+SWITCHED_OFF = "it is switched off on this machine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rungs:
+    """How far this machine follows each kernel, by the names in `names.KERNELS`: `off` are computed by XLA, `small`
+    take tiles for half of the on-chip memory. Both are sorted, so that equal rungs have equal keys.
+    """
+
+    off: tuple[str, ...] = ()
+    small: tuple[str, ...] = ()
+
+
+_ALL_TAKEN = Rungs()
+_RUNGS: ContextVar[Rungs] = ContextVar("rungs", default=_ALL_TAKEN)
+
+
+@contextlib.contextmanager
+def on(rungs: Rungs) -> Iterator[None]:
+    """Within it kernels are chosen, and their tiles, as `rungs` says."""
+    token = _RUNGS.set(rungs)
+    try:
+        yield
+    finally:
+        _RUNGS.reset(token)
+
+
+def is_small(kernel: str) -> bool:
+    """Whether the kernel takes tiles for half of the on-chip memory."""
+    return kernel in _RUNGS.get().small
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +52,10 @@ class KernelRefusal:
 
     kernel: str
     reasons: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kernel in _RUNGS.get().off:
+            object.__setattr__(self, "reasons", (*self.reasons, SWITCHED_OFF))
 
     def __bool__(self) -> bool:
         return bool(self.reasons)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from . import chip, names
 from .chip import LANES, MIB, PACKED_ROWS, RESERVED_MIB, round_up
-from .choice import NO_TPU, KernelRefusal
+from .choice import NO_TPU, KernelRefusal, is_small
 
 LEAST_MIB = 64  # of VMEM; a chip with less keeps XLA's convolutions
 # Products of 8 pixels by 256 x 256 weights that are written out: twice as many instructions, 2 to 3 s to compile.
@@ -201,7 +201,7 @@ def _apart(weight: Shaped) -> int | None:
 
 
 def _limit_mib() -> int:
-    return (vmem_mib() or LEAST_MIB) - RESERVED_MIB
+    return ((vmem_mib() or LEAST_MIB) - RESERVED_MIB) // (1 + is_small(names.CONVOLUTION))
 
 
 def _arranged(weight: Array, bias: Array) -> tuple[Array, ...]:

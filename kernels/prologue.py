@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from . import names
 from .chip import LANES
-from .choice import KernelRefusal
+from .choice import KernelRefusal, is_small
 
 # Tokens a grid step: with 5120 lanes 5 MiB of VMEM, both buffers of both arrays.
 BLOCK = 128
@@ -42,6 +42,10 @@ def refusal(head_dim: int, lanes: int) -> KernelRefusal:
     if lanes % LANES:
         reasons.append(f"a chip's heads have {lanes} lanes, not a multiple of {LANES}")
     return KernelRefusal(kernel=names.PROLOGUE, reasons=tuple(reasons))
+
+
+def _block() -> int:
+    return BLOCK // (1 + is_small(names.PROLOGUE))
 
 
 # --- the reference ----------------------------------------------------------------------------------------------------
@@ -97,12 +101,13 @@ def divide(
     batch, seq, lanes = x.shape
     width = lanes // groups // parts
     refusal(head_dim, width).check()
+    block = _block()
     written = groups if chip is None else 1
     if chip is None:
-        sources = [pl.BlockSpec((None, BLOCK, lanes), lambda row, at, chip: (row, at, 0))]
+        sources = [pl.BlockSpec((None, block, lanes), lambda row, at, chip: (row, at, 0))]
     else:
         sources = [
-            pl.BlockSpec((None, BLOCK, width), lambda row, at, chip, p=p: (row, at, p * groups + chip[0]))
+            pl.BlockSpec((None, block, width), lambda row, at, chip, p=p: (row, at, p * groups + chip[0]))
             for p in range(parts)
         ]
     vectors = (None, None) if norm is None else (norm.weight, norm.bias)
@@ -110,14 +115,14 @@ def divide(
     tables = jax.tree.map(lambda table: table.astype(jnp.float32), tables or (None, None))
     specs = (
         *jax.tree.map(lambda v: pl.BlockSpec(v.shape, lambda row, at, chip: (0, 0)), vectors),
-        *jax.tree.map(lambda _: pl.BlockSpec((BLOCK, head_dim), lambda row, at, chip: (at, 0)), tables),
+        *jax.tree.map(lambda _: pl.BlockSpec((block, head_dim), lambda row, at, chip: (at, 0)), tables),
     )
-    part = pl.BlockSpec((None, written, BLOCK, width), lambda row, at, chip: (row, 0, at, 0))
+    part = pl.BlockSpec((None, written, block, width), lambda row, at, chip: (row, 0, at, 0))
     (found,) = pl.pallas_call(
         functools.partial(_divide_body, head_dim=head_dim, eps=norm.eps if norm else 0.0),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(batch, pl.cdiv(seq, BLOCK)),
+            grid=(batch, pl.cdiv(seq, block)),
             in_specs=[tuple(sources), *specs],
             out_specs=[(part,) * parts],
         ),
@@ -204,12 +209,12 @@ def join(
 ) -> Float[Array, "batch seq lanes"]:
     """All heads side by side again."""
     batch, groups, seq, width = parts[0].shape
-    lanes = len(parts) * groups * width
+    lanes, block = len(parts) * groups * width, _block()
     return pl.pallas_call(
         _join_body,
-        grid=(batch, pl.cdiv(seq, BLOCK)),
-        in_specs=[(pl.BlockSpec((None, groups, BLOCK, width), lambda row, at: (row, 0, at, 0)),) * len(parts)],
-        out_specs=pl.BlockSpec((None, BLOCK, lanes), lambda row, at: (row, at, 0)),
+        grid=(batch, pl.cdiv(seq, block)),
+        in_specs=[(pl.BlockSpec((None, groups, block, width), lambda row, at: (row, 0, at, 0)),) * len(parts)],
+        out_specs=pl.BlockSpec((None, block, lanes), lambda row, at: (row, at, 0)),
         out_shape=jax.ShapeDtypeStruct((batch, seq, lanes), parts[0].dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * len(parts) * parts[0].nbytes),

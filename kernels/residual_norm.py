@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from . import names
 from .chip import LANES, MIB
-from .choice import KernelRefusal, accepted
+from .choice import KernelRefusal, accepted, is_small
 
 # Bytes of one lane a grid step, 128 tokens of bfloat16: with 6144 lanes 12 MiB of VMEM, both buffers of four arrays.
 BLOCK_BYTES = 256
@@ -83,7 +83,7 @@ def by_kernel(
     refusal(dim).check()
     vectors = jax.tree.map(lambda v: v.astype(jnp.float32).reshape(len(v), -1, dim), (gate, scale, shift))
     count = jax.tree.map(lambda count: count.astype(jnp.int32).reshape(1), num_leading)
-    block = BLOCK_BYTES // x.dtype.itemsize
+    block = _block_bytes() // x.dtype.itemsize
     rows = pl.BlockSpec((None, block, dim), lambda row, at: (row, at, 0))
     specs = (
         *jax.tree.map(lambda _: rows, (x, update)),
@@ -112,9 +112,13 @@ def _row_of(num_rows: int) -> Any:
     return lambda row, at: (row if num_rows > 1 else 0, 0, 0)
 
 
+def _block_bytes() -> int:
+    return BLOCK_BYTES // (1 + is_small(names.RESIDUAL_NORM))
+
+
 def _vmem_bytes(arrays: int, dim: int) -> int:
     """Both buffers of what is read and written, as much again for the compiler, and 1 MiB."""
-    return 2 * (4 * arrays * BLOCK_BYTES * dim) + MIB
+    return 2 * (4 * arrays * _block_bytes() * dim) + MIB
 
 
 def _body(

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 MAX_FILES, MAX_LINES, MAX_SHARED_RUN = 14, 500, 8
 # What each room may import beside itself.
 LEAVES = {"leaves", "model_spec", "cache", "attention", "kernels", "sharding"}
-PROGRAMS = {"programs", *LEAVES}
+PROGRAMS = {"programs", "machine", *LEAVES}
 MODELS = {"models", *PROGRAMS}
 CHECKPOINTS = {"checkpoints", *MODELS}
 ENGINE = {"engine", "hosts", "loras", *CHECKPOINTS}
@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "model_spec": {"sharding"},
     "leaves": {"model_spec", "attention", "sharding"},
     "cache": {"leaves", "attention", "sharding"},
-    "programs": LEAVES,
+    "machine": LEAVES,
+    "programs": {"machine", *LEAVES},
     "models.text_encoders": PROGRAMS,
     "models.autoencoders": PROGRAMS,
     "models.denoisers": PROGRAMS,

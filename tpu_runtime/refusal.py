@@ -16,6 +16,10 @@ class Refusal:
     sentence: str
 
 
+class HostFull(RuntimeError):
+    """The host cannot map more of its memory for the chips; a sentence for the user."""
+
+
 class DoesNotFit(RuntimeError):
     """The compiler refused a program for lack of memory: it would again, whatever is unloaded."""
 
@@ -34,6 +38,21 @@ _SCRATCH = re.compile(
 )
 # Older ones name no kernel: "... memory space vmem. Used 16.75M of 16.00M vmem."
 _NAMELESS = re.compile(r"memory space vmem\. Used ([\d.]+\w) of ([\d.]+\w) vmem")
+
+
+# What VFIO says of memory that it cannot map for a chip, as in public reports.
+_HOST = re.compile(r"ioctl|vfio|memlock|DMA map|Cannot allocate memory", re.IGNORECASE)
+
+
+def of_host(message: str) -> HostFull | None:
+    """The error where memory ran out on the host, not on a chip; None for any other."""
+    if "RESOURCE_EXHAUSTED" not in message or not _HOST.search(message):
+        return None
+    line = message.strip().partition("\n")[0][:200]
+    return HostFull(
+        f"The host could not map memory for the chips ({line}). Allow more and start again: `ulimit -l unlimited`, in "
+        "a container `--ulimit memlock=-1`, or options vfio_iommu_type1 dma_entry_limit=1000000 in /etc/modprobe.d."
+    )
 
 
 def parse(message: str) -> Refusal | None:

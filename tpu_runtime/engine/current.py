@@ -16,8 +16,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..hosts import place
+from ..hosts.distributed import SUPERVISED
 from ..hosts.together import RESTART
-from ..progress import Progress
+from ..progress import Progress, in_daemon
 
 if TYPE_CHECKING:
     from ..hosts.leader import Leader
@@ -46,7 +47,7 @@ def engine(progress: Progress) -> "Engine":
             with leader.joining(progress) if leader else contextlib.nullcontext():
                 from .engine import Engine
 
-                _engine = Engine(hosts=leader)
+                _engine = Engine(hosts=leader, when_halted=_halted)
             if leader is not None and _leaves:
                 atexit.register(leave)  # again: before what JAX registered meanwhile, which waits for the other hosts
         return _engine
@@ -79,6 +80,12 @@ def _start_again(sentence: str, stuck: Progress | None) -> None:
         time.sleep(LAST_WORDS_S)
     finally:
         _end(RESTART)
+
+
+def _halted(sentence: str, progress: Progress) -> None:
+    """The chips are lost to this process. Where somebody starts it again it ends, once the stage has said so."""
+    if os.environ.get(SUPERVISED):
+        in_daemon(lambda: _start_again(sentence, progress), "comfyui-tpu-halted")
 
 
 def compilers() -> list[threading.Thread]:

@@ -21,9 +21,12 @@ from .. import refusal, versions
 from ..cache import xla_cache
 from ..checkpoints.model_ref import Expected, ModelRef
 from ..hosts.together import Alone, Elsewhere, Ending, Together
+from ..machine.fallbacks import Unsupported, halted
+from ..machine.ladder import Halted, Ladder
 from ..model_spec import STAGES, Settings
-from ..programs import modules
-from ..programs.program import Target
+from ..programs import executables, modules
+from ..programs.finite import NotFinite
+from ..programs.program import Target, step_options
 from ..progress import Progress, Silent, in_daemon
 from . import memory_advice, run, telemetry
 from .device_cache import DeviceCache
@@ -58,11 +61,16 @@ class Ahead(Silent):
 class Engine:
     """Runs one stage at a time. `counts` tells how often weights were loaded, LoRAs merged, prompts encoded, programs
     compiled. `kernel` is that of the denoisers (see `AttentionPolicy`). With several `hosts` each has an engine over
-    all `devices`, and holds what is on its `own`.
+    all `devices`, and holds what is on its `own`. `when_halted` gets the sentence once a core has halted: this process
+    cannot use the chips any more.
     """
 
     def __init__(
-        self, chips: Sequence[Device] | None = None, kernel: Kernel = "auto", hosts: Together | None = None
+        self,
+        chips: Sequence[Device] | None = None,
+        kernel: Kernel = "auto",
+        hosts: Together | None = None,
+        when_halted: Callable[[str, Progress], None] = lambda sentence, progress: None,
     ) -> None:
         versions.warn_once()
         xla_cache.use_persistent_cache()
@@ -71,6 +79,9 @@ class Engine:
         self.own = tuple(device for device in self.devices if device.process_index == jax.process_index())
         self.hosts = hosts or Alone()
         self.kernel: Kernel = kernel
+        self.ladder = Ladder(self.devices)
+        self.lost: Halted | None = None
+        self._when_halted = when_halted
         self.counts: Counter[str] = Counter(load=0, merge=0, encode=0, compile=0)
         self.device_cache = DeviceCache(self.own[0])
         self.program_cache = ProgramCache(self.device_cache, self.counts)
@@ -128,7 +139,6 @@ class Engine:
 
         One at a time, without gradients; ComfyUI calls nodes in inference mode, which torchax cannot use.
         """
-        settings = arguments.get("settings")
         with (
             self._lock,
             torch.inference_mode(False),
@@ -138,8 +148,9 @@ class Engine:
             activity = telemetry.Activity(stage=stage, model=model.model_id)
             self.activity = activity
             try:
-                begun = self.hosts.attempt(lambda: self._begun(model, settings, progress, activity), _ending)
-                result = self._within_memory(begun, functools.partial(run.WORK[stage], begun, **arguments), settings)
+                if self.lost is not None:
+                    raise Halted(str(self.lost))
+                result = self._attempted(stage, model, progress, activity, arguments)
             except BaseException:
                 self._drop_ahead()
                 raise
@@ -148,6 +159,38 @@ class Engine:
                 self.note_peak()
             self._finished(activity)
             return result
+
+    def _attempted(
+        self, stage: str, model: ModelRef, progress: Progress, activity: telemetry.Activity, arguments: dict[str, Any]
+    ) -> Any:
+        """What the stage returns, from the first rung of the ladder on that the machine takes."""
+        settings = arguments.get("settings")
+        while True:
+            begun = self.hosts.attempt(lambda: self._begun(model, settings, progress, activity), _ending)
+            try:
+                result = self._within_memory(begun, functools.partial(run.WORK[stage], begun, **arguments), settings)
+            except Unsupported as error:
+                if (sentence := self.ladder.down(error)) is None:
+                    raise
+            except NotFinite:
+                mesh = begun.target.mesh(begun.spec.mesh(len(self.devices), 1))
+                is_overlapped = stage == "denoise" and bool(begun.target.fallbacks.left(step_options(mesh)))
+                if (sentence := self.ladder.try_without_overlap(is_overlapped)) is None:
+                    raise
+            except jax.errors.JaxRuntimeError as error:
+                last = executables.last_started()
+                halt = halted(error, last.program.name if last else stage, last.kernels if last else ())
+                if halt is None:
+                    raise refusal.of_host(str(error)) or error from None
+                self.lost = self.ladder.halted(halt)
+                self._when_halted(str(self.lost), progress)
+                raise self.lost from None
+            else:
+                self.ladder.held()
+                return result
+            # Here, not above: the error's traceback holds arrays.
+            log.warning("%s", sentence)
+            progress.text(sentence)
 
     def _begun(
         self, model: ModelRef, settings: Settings | None, progress: Progress, activity: telemetry.Activity
@@ -161,6 +204,7 @@ class Engine:
                 devices=self.devices,
                 precision=precisions.resolve(model.precision, self.devices[0].platform),
                 kernel=self.kernel,
+                fallbacks=self.ladder.fallbacks,
             ),
             progress=watched,
             device_cache=self.device_cache,
@@ -278,8 +322,9 @@ def _ending(error: BaseException) -> Ending:
     """Whether memory ran out, and whether less beside it might help: what was known before loading, would not."""
     if isinstance(error, OutOfMemory):
         return "no room"
-    exhausted = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
-    return "again" if exhausted else "failed"
+    if not isinstance(error, jax.errors.JaxRuntimeError) or refusal.of_host(str(error)):
+        return "failed"
+    return "again" if "RESOURCE_EXHAUSTED" in str(error) else "failed"
 
 
 def _out_of_memory(error: Exception) -> tuple[str, bool]:

@@ -194,7 +194,8 @@ class _StepBuild:
             donate=(StepArgs._fields.index("state"),),
             out_shardings=out_shardings,
             runs=self.settings.num_inference_steps,
-            compiler_options=step_options(mesh),
+            compiler_options=self.target.fallbacks.left(step_options(mesh)),
+            rungs=self.target.fallbacks.kernels,
         )
 
 

@@ -9,6 +9,7 @@ import jax
 from ...sharding import placement
 from .. import refusal
 from ..cache.xla_cache import cached_by_thread, compilations
+from ..machine import fallbacks
 from ..refusal import DoesNotFit
 from .program import Program
 
@@ -28,8 +29,15 @@ class Executable:
     def __call__(self, weights: dict[str, jax.Array], *args: Any) -> Any:
         """Runs it; host arrays among `args` are placed as the program wants them."""
         placed = jax.tree.map(lambda value, want: placement.put(value, want.sharding), args, tuple(self.program.args))
+        global _last
         self.runs += 1
+        _last = self
         return self.compiled(weights, *placed)
+
+    @functools.cached_property
+    def kernels(self) -> tuple[str, ...]:
+        """The Pallas kernels that it consists of, by the names in `names.KERNELS`."""
+        return fallbacks.in_program(self.compiled.as_text() or "")
 
     @property
     def parts(self) -> tuple["Executable", ...]:
@@ -53,17 +61,28 @@ class Executable:
         return stats.generated_code_size_in_bytes if stats else 0
 
 
+_last: Executable | None = None
+
+
+def last_started() -> Executable | None:
+    """The program that this process started last, on whatever devices."""
+    return _last
+
+
 def obtain(program: Program) -> tuple[Executable, bool]:
     """The program, compiled, and whether XLA had to: its persistent cache may hold what it would make.
 
-    Raises `DoesNotFit` where the compiler refuses it for lack of memory.
+    Raises `DoesNotFit` where the compiler refuses it for lack of the chip's memory, and `Unsupported` where it refuses
+    a kernel or an option.
     """
     compilations()  # counts from now on
     before = cached_by_thread()
     try:
         compiled = program.compile()
-    except jax.errors.JaxRuntimeError as error:
-        refused = refusal.parse(str(error))
+    except Exception as error:
+        if unsupported := fallbacks.explained(error, program.name):
+            raise unsupported from error
+        refused = refusal.parse(str(error)) if isinstance(error, jax.errors.JaxRuntimeError) else None
         if refused is None:
             raise  # another complaint, or memory that is full only now
         raise DoesNotFit(refused) from None

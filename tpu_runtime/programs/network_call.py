@@ -122,6 +122,7 @@ def call_program(
         precision=target.precision,
         donate=(len(args) - 1,) if carries else (),
         out_shardings=(replicated, sharding, replicated),
+        rungs=target.fallbacks.kernels,
     )
 
 

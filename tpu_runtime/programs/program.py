@@ -18,9 +18,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ...attention.policy import Kernel
+from ...kernels import choice
 from ...sharding.chips import chip_of
 from ...sharding.mesh import Device, Mesh, make_mesh
 from ...sharding.shape import MeshShape
+from ..machine import fallbacks
+from ..machine.fallbacks import Fallbacks
 from ..precision import Precision
 
 log = logging.getLogger(__name__)
@@ -36,13 +39,14 @@ TRACING = threading.RLock()
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What programs are compiled for: these devices, in this precision, and with Pallas kernels as `kernel` says (see
-    `AttentionPolicy`).
+    """What programs are compiled for: these devices, in this precision, with Pallas kernels as `kernel` says (see
+    `AttentionPolicy`), and without what is in `fallbacks`: by default what the environment switches off.
     """
 
     devices: tuple[Device, ...]
     precision: Precision
     kernel: Kernel = "auto"
+    fallbacks: Fallbacks = field(default_factory=fallbacks.from_environment)
 
     def mesh(self, shape: MeshShape) -> Mesh:
         return make_mesh(self.devices, shape)
@@ -84,7 +88,7 @@ class Program:
 
     `weights`, by parameter name, are those of any one of `components`. `args` is a tuple, named where a caller asks
     for single ones. `donate` are the indices in `args` of what the program may overwrite. `runs` is how often one
-    generation executes it. `compiler_options` are libtpu's, by name.
+    generation executes it. `compiler_options` are libtpu's, by name; `rungs` how far kernels are followed.
     """
 
     name: str
@@ -98,6 +102,7 @@ class Program:
     out_shardings: Any = None
     runs: int = 1
     compiler_options: Mapping[str, str] = field(default_factory=dict)
+    rungs: choice.Rungs = field(default_factory=choice.Rungs)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -110,7 +115,7 @@ class Program:
         jitted = jax.jit(self.fn, donate_argnums=donated, out_shardings=self.out_shardings)
         # float32 means float32: by default a TPU multiplies float32 matrices in bfloat16.
         highest = jax.default_matmul_precision("highest") if self.precision == "float32" else contextlib.nullcontext()
-        with TRACING, highest, _target(self.mesh):
+        with TRACING, highest, _target(self.mesh), choice.on(self.rungs):
             return jitted.lower(*self.arguments)
 
     def compile(self, lowered: jax.stages.Lowered | None = None) -> jax.stages.Compiled:
@@ -129,7 +134,7 @@ class Program:
         """What a `model_spec.Call` returns, without running it: zeros without memory behind them, which host code may
         slice and join, and the shapes of what it carries.
         """
-        with TRACING:
+        with TRACING, choice.on(self.rungs):
             result, carried, _ = jax.eval_shape(self.fn, *self.arguments)
         return jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), result), carried
 

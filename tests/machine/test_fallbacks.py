@@ -1,0 +1,216 @@
+"""What libtpu 0.0.42.1 says of what it does not take, in its own words, and the rung below each."""
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comfyui_tpu.kernels import attention_form, choice, names, residual_norm
+from comfyui_tpu.kernels.choice import Rungs
+from comfyui_tpu.sharding.mesh import make_mesh
+from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tpu_runtime.cost_model import chips
+from comfyui_tpu.tpu_runtime.machine import fallbacks, record
+from comfyui_tpu.tpu_runtime.machine.fallbacks import Fallbacks, Unsupported
+from comfyui_tpu.tpu_runtime.programs import executables
+from comfyui_tpu.tpu_runtime.programs.program import Program, Target, shaped, step_options
+
+# As libtpu 0.0.42.1 and jax 0.10.2 said them of programs made for it.
+NO_OPTION = "INVALID_ARGUMENT: No such compile option: 'xla_tpu_enable_async_all_to_all'"
+NO_VALUE = "INVALID_ARGUMENT: Failed to parse 'maybe' into flag xla_tpu_scoped_vmem_limit_kib: "
+SCRATCH = (
+    "RESOURCE_EXHAUSTED: Allocation (size=268435456) would exceed memory (size=134217728) :: #allocation2 [shape = "
+    "'u8[268435456]{0}', space=vmem, size = 0x10000000, scoped, tag = 'input window allocation for operator input 0.'] "
+    ":: attention_with_rerun.1"
+)
+LABEL = (
+    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space vmem. Used 128.00M of "
+    '127.94M vmem.\n  1. Size: 64.00M\n     Operator: op_name="jit(f)/attention_join/pallas_call"\n     XLA label: '
+    'attention_join.1 = custom-call(x.1), custom_call_target="tpu_custom_call"'
+)
+NAMELESS = (
+    "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem while allocating on stack for %fusion.2 = bf16[8] "
+    "fusion(), with size 21.51M and limit 16.00M"
+)
+# As users of other programs reported it.
+HALT = (
+    "INTERNAL: Accelerator device halted prematurely, perhaps due to an on-device check-failure. Core halted "
+    "unexpectedly: INTERNAL: Accelerator device halted: HLO: %convolution.7"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "named"),
+    [
+        (NO_OPTION, "option", ("xla_tpu_enable_async_all_to_all",)),
+        (NO_VALUE, "option", ("xla_tpu_scoped_vmem_limit_kib",)),
+        (SCRATCH, "kernel", (names.ATTENTION,)),
+        (LABEL, "kernel", (names.PROLOGUE,)),
+        (NAMELESS, "option", ("xla_tpu_scoped_vmem",)),
+        ("INTERNAL: Mosaic failed to compile TPU kernel: Bad lhs type", "kernel", names.KERNELS),
+    ],
+    ids=["option", "value", "scratch", "label", "no kernel", "no name"],
+)
+def test_what_the_compiler_refuses_is_named(said: str, kind: str, named: tuple[str, ...]):
+    found = fallbacks.explained(jax.errors.JaxRuntimeError(said), "the step")
+    assert found is not None and (found.kind, found.names) == (kind, named)
+    assert said.splitlines()[0][:100].strip() in str(found)
+
+
+@pytest.mark.parametrize(
+    "said", ["RESOURCE_EXHAUSTED: Used 54.12G of 31.25G hbm", "INTERNAL: something else", "%attention.3 is fine"]
+)
+def test_any_other_error_has_no_rung_below(said: str):
+    error = jax.errors.JaxRuntimeError(said)
+    assert fallbacks.explained(error, "the step") is None and fallbacks.halted(error, "the step", ()) is None
+
+
+def test_a_fault_in_a_kernels_code_is_no_refusal():
+    with pytest.raises(TypeError) as error:
+        residual_norm.by_kernel(*(None,) * 6, eps=1e-6)  # type: ignore[arg-type]
+    assert fallbacks.explained(error.value, "the step") is None
+
+
+def test_a_halt_names_its_kernel_or_all_of_its_program():
+    named = fallbacks.halted(jax.errors.JaxRuntimeError(HALT), "decode", ["attention"])
+    assert named is not None and named.names == (names.CONVOLUTION,)
+    error = jax.errors.JaxRuntimeError("INTERNAL: TPU program continuator has halted")
+    unnamed = fallbacks.halted(error, "denoise_step", [names.RESIDUAL_NORM, names.ATTENTION])
+    assert unnamed is not None and unnamed.names == (names.ATTENTION, names.RESIDUAL_NORM)
+
+
+def down(start: Fallbacks, failure: Unsupported) -> Fallbacks | None:
+    found = fallbacks.below(start, failure)
+    return found and found[0]
+
+
+def test_a_kernel_takes_smaller_tiles_and_then_xla_its_place():
+    failure = Unsupported("kernel", "the step", (names.ATTENTION,), "no room")
+    first = down(Fallbacks(), failure)
+    assert first == Fallbacks(kernels=Rungs(small=(names.ATTENTION,)))
+    second = down(first, failure)
+    assert second == Fallbacks(kernels=Rungs(small=(names.ATTENTION,), off=(names.ATTENTION,)))
+    assert down(second, failure) is None
+    halt = Unsupported("halt", "the step", (names.CONVOLUTION,), "halted")
+    assert down(Fallbacks(), halt) == Fallbacks(kernels=Rungs(off=(names.CONVOLUTION,)))
+
+
+def test_an_option_is_left_out_once():
+    failure = Unsupported("option", "the step", ("xla_tpu_enable_async_all_to_all",), "unknown")
+    first = down(Fallbacks(), failure)
+    assert first is not None and down(first, failure) is None
+    given = {"xla_tpu_enable_async_all_to_all": "true", "xla_tpu_scoped_vmem_limit_kib": "1"}
+    assert first.left(given) == {"xla_tpu_scoped_vmem_limit_kib": "1"}
+
+
+# --- what the owner switches off --------------------------------------------------------------------------------------
+
+
+def test_the_environment_switches_kernels_and_options_off():
+    environ = {"COMFYUI_TPU_KERNELS": "-attention, -prologue", "COMFYUI_TPU_OPTIONS": "-sparsecore,-vmem"}
+    found = fallbacks.from_environment(environ)
+    assert found.kernels == Rungs(off=("attention", "attention_prologue"))
+    options = step_options(make_mesh(chips.compile_devices(chips.topology("v6e:2x4")), MeshShape(dp=2, sp=4)))
+    assert len(options) == 5 and set(found.left(options)) == {"xla_tpu_enable_async_all_to_all"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("COMFYUI_TPU_KERNELS", "attention"), ("COMFYUI_TPU_KERNELS", "-splash"), ("COMFYUI_TPU_OPTIONS", "-attention")],
+)
+def test_a_switch_that_is_none_is_said(variable: str, value: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=rf"{variable}: '{value}' is none of -.*commas"):
+        Target(devices=tuple(jax.devices()[:1]), precision="float32")
+
+
+# --- smaller tiles ----------------------------------------------------------------------------------------------------
+
+
+def test_small_tiles_take_half_of_the_on_chip_memory():
+    call = {"q_seq": 9472, "kv_rows": [75600], "heads": 5, "head_dim": 128, "itemsize": 2}
+    fastest = functools.partial(attention_form.fastest, "TPU v6 lite", "sampled", **call)
+    with choice.on(Rungs(small=(names.ATTENTION,))):
+        small = fastest()
+    usual = fastest()
+    assert 2 * small.vmem_mib <= usual.vmem_mib
+    sizes = [attention_form.vmem_bytes(form, 9472, [75600], 128, 2) for form in (small, usual)]
+    assert sizes[0] <= small.vmem_mib * 2**20 < sizes[1]
+
+
+@pytest.mark.parametrize("rungs", [Rungs(), Rungs(small=names.KERNELS), Rungs(off=names.KERNELS)], ids=str)
+def test_every_rung_computes_the_same(rungs: Rungs):
+    generator = np.random.default_rng(0)
+    x, update, vector = (
+        jnp.asarray(generator.normal(size=shape), jnp.float32) for shape in ((1, 300, 256),) * 2 + ((1, 256),)
+    )
+    run = functools.partial(residual_norm.residual_norm, eps=1e-6, interpret=True)
+    with choice.on(rungs):
+        found = run(x, update, vector, vector, vector, kernel=True)
+    wanted = residual_norm.reference(x, update, vector, vector, vector, None, eps=1e-6)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6 * float(jnp.abs(other).max()))
+
+
+@pytest.mark.slow
+def test_a_kernel_that_mosaic_refuses_is_named_by_where_its_line_stands(monkeypatch: pytest.MonkeyPatch):
+    """The compiler names none: JAX ends the traceback in the kernel's file."""
+    mesh = make_mesh(chips.compile_devices(chips.topology("v6e:1x1")), MeshShape())
+    # Not a multiple of a register's rows.
+    monkeypatch.setattr(residual_norm, "BLOCK_BYTES", 250)
+
+    def step(x: jax.Array, vector: jax.Array) -> jax.Array:
+        return residual_norm.residual_norm(x, x, vector, vector, vector, eps=1e-6, kernel=True)[1]
+
+    program = Program(
+        name="step", fn=step, mesh=mesh, precision="bfloat16",
+        args=(shaped(mesh, (1, 1000, 256), jnp.bfloat16), shaped(mesh, (1, 256), jnp.float32)),
+    )  # fmt: skip
+    with pytest.raises(Unsupported) as error:
+        executables.obtain(program)
+    assert (error.value.kind, error.value.names) == ("kernel", (names.RESIDUAL_NORM,))
+
+
+# --- machine.json -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("COMFYUI_TPU_CACHE", str(tmp_path))
+    return tmp_path
+
+
+RECORD = record.Record(
+    fallbacks=Fallbacks(kernels=Rungs(off=("attention",), small=("convolution",)), options=("xla_tpu_scoped_vmem",)),
+    sentences=("The kernel …",),
+)
+
+
+def test_a_record_is_read_as_it_was_written(folder: Path):
+    record.write("8 x TPU v6 lite", RECORD)
+    record.write("1 x TPU v5 lite", record.Record())
+    assert record.read("8 x TPU v6 lite") == RECORD and record.read("1 x TPU v5 lite") == record.Record()
+    assert record.read("another") == record.Record()
+    assert list(record.everything()) == ["8 x TPU v6 lite", "1 x TPU v5 lite"]
+    assert [path.name for path in folder.iterdir()] == ["machine.json"]
+
+
+STRANGE = {"kernels_off": ["x", 3], "kernels_small": {}, "options_off": ["xla_dump_to"], "sentences": 1}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"[]", b"{", b"\xff", b"[" * 10_000, b'{"8 x TPU v6 lite": 3}', b" " * (2**20 + 1),
+        json.dumps({"8 x TPU v6 lite": STRANGE}).encode(),
+    ],
+    ids=["empty", "list", "cut off", "no text", "deep", "no record", "too long", "strange names"],
+)  # fmt: skip
+def test_whatever_the_file_holds_is_a_record_or_none(folder: Path, content: bytes):
+    (folder / "machine.json").write_bytes(content)
+    assert record.read("8 x TPU v6 lite") == record.Record()
+    record.write("8 x TPU v6 lite", RECORD)
+    assert record.read("8 x TPU v6 lite") == RECORD

@@ -1,0 +1,79 @@
+"""An engine's place on the ladder: a failure that another form of a program avoids is a step down, which is said."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...kernels.choice import Rungs
+from ...sharding.mesh import Device
+from . import fallbacks, record
+from .fallbacks import Fallbacks, Unsupported
+from .record import Record
+
+
+class Halted(RuntimeError):
+    """A core of a chip stopped: this process cannot use the chips any more. A sentence for the user."""
+
+
+class Ladder:
+    """What programs do without on these devices: what the environment switches off, and what was found out before or by
+    this process. `sentences` say why.
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._key = record.key_of(devices[0].device_kind, len(devices))
+        self._record = record.read(self._key)
+        self._switched_off = fallbacks.from_environment()
+        self._is_trial = False
+
+    @property
+    def fallbacks(self) -> Fallbacks:
+        found = self._switched_off | self._record.fallbacks
+        return fallbacks.without_overlap(found) if self._is_trial else found
+
+    @property
+    def sentences(self) -> list[str]:
+        off = self._switched_off
+        switched = [f"Switched off: {', '.join((*off.kernels.off, *off.options))}."] if off else []
+        return [*switched, *self._record.sentences]
+
+    def down(self, failure: Unsupported) -> str | None:
+        """Steps down; the sentence that says so. None where no rung is left, so that the failure is the user's."""
+        lower = fallbacks.below(self.fallbacks, failure)
+        if lower is None:
+            return None
+        self._found_out(*lower)
+        return lower[1]
+
+    def halted(self, halt: Unsupported) -> Halted:
+        """Records that a program halted the chips, for the next process; the error to raise in this one."""
+        sentence = f"{halt.program} halted the chips ({halt.reason})."
+        if halt.names:
+            sentence += f" From the next start on XLA computes in place of {', '.join(halt.names)}, more slowly."
+        self._found_out(Fallbacks(kernels=Rungs(off=halt.names)), sentence)
+        return Halted(f"{sentence} Restart ComfyUI: this process cannot use the chips any more.")
+
+    def try_without_overlap(self, is_overlapped: bool) -> str | None:
+        """Leaves transfers beside computation out for one attempt, after values that were not finite; the sentence
+        that says so. None where that was tried, or where nothing overlaps.
+        """
+        if self._is_trial or not is_overlapped:
+            self._is_trial = False
+            return None
+        self._is_trial = True
+        return "The values are not finite: once more without transfers beside computation."
+
+    def held(self) -> None:
+        """An attempt succeeded: what was left out for it stays out."""
+        if self._is_trial:
+            lower = self.fallbacks
+            self._is_trial = False
+            self._found_out(
+                lower,
+                "With transfers beside computation values were not finite, without they are: programs are compiled "
+                "without, and are slower.",
+            )
+
+    def _found_out(self, lower: Fallbacks, sentence: str) -> None:
+        sentences = (*(one for one in self._record.sentences if one != sentence), sentence)
+        self._record = replace(self._record, fallbacks=self._record.fallbacks | lower, sentences=sentences)
+        record.write(self._key, Record(fallbacks=self._record.fallbacks, sentences=sentences))
