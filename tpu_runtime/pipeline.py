@@ -28,6 +28,8 @@ from .hosts.follower import Refused
 from .hosts.place import Place
 from .hosts.supervisor import ending_with_us
 from .hosts.together import RESTART
+from .machine import fallbacks
+from .machine import record as machine_record
 from .model_spec import (
     PART,
     SIZE,

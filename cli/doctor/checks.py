@@ -12,6 +12,7 @@ from .machine import Finding, HostMachine, Inspection
 CHECKS: tuple[Inspection, ...] = (
     host.twice, host.tokenizer,
     chips.plugged_in, chips.rights, chips.holders, chips.hugepages, chips.variables, chips.flags, chips.budget,
+    chips.ladder,
     host.caches, host.models, host.token, host.memory, host.pip,
     comfyui.version, comfyui.this_pack, comfyui.other_packs, comfyui.manager, comfyui.running,
 )  # fmt: skip

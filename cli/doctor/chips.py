@@ -7,7 +7,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from ...tpu_runtime.pipeline import GIB, bus, guidance_first, metrics_service, readable
+from ...tpu_runtime.pipeline import (
+    GIB,
+    bus,
+    fallbacks,
+    guidance_first,
+    machine_record,
+    metrics_service,
+    readable,
+    store,
+)
 from ...tpu_runtime.pipeline import HBM_VARIABLE as HBM
 from .machine import Finding, Findings, HostMachine
 
@@ -152,6 +161,25 @@ def budget(machine: HostMachine) -> Findings:
     if (chips := machine.chips) and wanted * GIB > (each := chips.hbm_bytes_per_chip // chips.devices_per_chip):
         found = f"{given} GiB, more than the {readable(each)} of a {chips.kind}: runs end out of memory"
         yield Finding(HBM, found, f"unset {HBM}")
+
+
+def ladder(machine: HostMachine) -> Findings:
+    """What programs are compiled without: by the environment, and by what this machine was found not to take."""
+    try:
+        switched_off = fallbacks.from_environment(machine.environ)
+    except ValueError as error:
+        yield Finding("switches", str(error), f"unset {str(error).partition(':')[0]}")
+    else:
+        if switched_off:
+            off = ", ".join((*switched_off.kernels.off, *switched_off.options))
+            variables = f"unset {fallbacks.KERNELS_VARIABLE} {fallbacks.OPTIONS_VARIABLE}"
+            yield Finding("switched off", f"{off}: results are the same, only later", variables, advice=True)
+    file = machine.path(store.VARIABLE, machine.home / ".cache/comfyui-tpu") / machine_record.NAME
+    for key, found in machine_record.everything(file).items():
+        for sentence in found.sentences:
+            yield Finding(
+                "machine", f"{key}: {sentence}", f"to have it tried again: rm {shlex.quote(str(file))}", advice=True
+            )
 
 
 # --- JAX --------------------------------------------------------------------------------------------------------------

@@ -112,6 +112,11 @@ def slow_pages(machine: HostMachine) -> None:
     write(machine.root / chips.HUGEPAGES, "always [madvise] never\n")
 
 
+def halted(machine: HostMachine) -> None:
+    said = {"kernels_off": ["convolution"], "sentences": ["decode halted the chips."]}
+    write(machine.home / ".cache/comfyui-tpu/machine.json", json.dumps({"8 x TPU v6 lite": said}))
+
+
 def unwritable(machine: HostMachine) -> HostMachine:
     machine = env(COMFYUI_TPU_CACHE=str(machine.home / "cache"))(machine)
     return dataclasses.replace(machine, is_writable=lambda path: path != machine.home)
@@ -288,6 +293,12 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
         "unset COMFYUI_TPU_HBM_GIB",
     ),
     "no budget": (chips.budget, env(COMFYUI_TPU_HBM_GIB="all"), "'all' is no number", "unset COMFYUI_TPU_HBM_GIB"),
+    "kernel switched off": (
+        chips.ladder, env(COMFYUI_TPU_KERNELS="-attention"), "attention: results are the same",
+        "unset COMFYUI_TPU_KERNELS",
+    ),
+    "no switch": (chips.ladder, env(COMFYUI_TPU_OPTIONS="-all"), "'-all' is none of", "unset COMFYUI_TPU_OPTIONS"),
+    "a halt": (chips.ladder, halted, "8 x TPU v6 lite: decode halted the chips", "rm "),
     "cache not writable": (host.caches, unwritable, "/cache cannot be written", "unset COMFYUI_TPU_CACHE"),
     "programs not writable": (
         host.caches, env(JAX_COMPILATION_CACHE_DIR="/dev/null/xla"), "/dev/null/xla cannot be written",

@@ -2,13 +2,14 @@
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comfyui_tpu.kernels import attention_form, choice, names, residual_norm
+from comfyui_tpu.kernels import attention_form, attention_reference, choice, names, residual_norm
 from comfyui_tpu.kernels.choice import Rungs
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
@@ -155,23 +156,50 @@ def test_every_rung_computes_the_same(rungs: Rungs):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6 * float(jnp.abs(other).max()))
 
 
-@pytest.mark.slow
-def test_a_kernel_that_mosaic_refuses_is_named_by_where_its_line_stands(monkeypatch: pytest.MonkeyPatch):
-    """The compiler names none: JAX ends the traceback in the kernel's file."""
-    mesh = make_mesh(chips.compile_devices(chips.topology("v6e:1x1")), MeshShape())
-    # Not a multiple of a register's rows.
-    monkeypatch.setattr(residual_norm, "BLOCK_BYTES", 250)
+def in_float16(x: jax.Array) -> jax.Array:
+    return jnp.sqrt(x.astype(jnp.float16)).astype(jnp.float32)  # a TPU has none
 
-    def step(x: jax.Array, vector: jax.Array) -> jax.Array:
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("said", "harm"),
+    [
+        ("Mosaic failed to compile", lambda monkeypatch: monkeypatch.setattr(jax.lax, "rsqrt", in_float16)),
+        ("divisible by 8", lambda monkeypatch: monkeypatch.setattr(residual_norm, "BLOCK_BYTES", 250)),
+        ("memory space vmem", lambda monkeypatch: monkeypatch.setattr(residual_norm, "LANES", 1)),
+    ],
+    ids=["by Mosaic", "by JAX", "by XLA"],
+)
+def test_a_kernel_that_is_refused_for_a_tpu_is_named(
+    said: str, harm: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+):
+    """Only XLA names it: JAX ends the traceback of the others in the kernel's file."""
+
+    def step(x: jax.Array, vector: jax.Array) -> jax.Array:  # of its own, so that JAX traces it
         return residual_norm.residual_norm(x, x, vector, vector, vector, eps=1e-6, kernel=True)[1]
 
-    program = Program(
-        name="step", fn=step, mesh=mesh, precision="bfloat16",
-        args=(shaped(mesh, (1, 1000, 256), jnp.bfloat16), shaped(mesh, (1, 256), jnp.float32)),
-    )  # fmt: skip
-    with pytest.raises(Unsupported) as error:
+    mesh = make_mesh(chips.compile_devices(chips.topology("v6e:1x1")), MeshShape())
+    args = (shaped(mesh, (1, 1000, 256), jnp.bfloat16), shaped(mesh, (1, 256), jnp.float32))
+    program = Program(name="step", fn=step, mesh=mesh, precision="bfloat16", args=args)
+    harm(monkeypatch)
+    with pytest.raises(Unsupported, match=said) as error:
         executables.obtain(program)
     assert (error.value.kind, error.value.names) == ("kernel", (names.RESIDUAL_NORM,))
+
+
+def test_the_attention_in_place_of_the_kernels_goes_by_blocks_of_queries(monkeypatch: pytest.MonkeyPatch):
+    """At a model's size all scores at once are more than a chip has; a block's are the same numbers."""
+    generator = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(generator.normal(size=(2, rows, 3 * 40)), jnp.float32) for rows in (37, 50, 50))
+    keys = [attention_reference.first(k, v, jnp.array([50, 31]))]
+    run = functools.partial(attention_reference.flat_attention, q, keys, head_dim=40, log_sums=True)
+    wanted = run()
+    monkeypatch.setattr(attention_reference, "SCORES_BYTES", 8 * 2 * 3 * 50 * 4)  # eight queries, of 37
+    for found, one in zip(run(), wanted, strict=True):
+        assert found is not None and one is not None
+        np.testing.assert_allclose(found, one, rtol=0, atol=1e-6 * float(jnp.abs(one).max()))
+    text = jax.jit(run).lower().as_text()
+    assert "2x3x37x50xf32" not in text and "2x3x8x50xf32" in text
 
 
 # --- machine.json -----------------------------------------------------------------------------------------------------

@@ -198,4 +198,4 @@ def test_the_monitor_says_what_the_machine_does_without(machine: Machine, monkey
     monkeypatch.setenv("COMFYUI_TPU_KERNELS", "-attention")
     runner = Runner(jax.devices()[:2])
     monkeypatch.setattr(snapshot, "current", lambda: runner)
-    assert snapshot.stats()["fallbacks"] == ["Switched off: attention."]
+    assert snapshot.stats()["notes"] == ["Switched off: attention."]

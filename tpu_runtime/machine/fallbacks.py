@@ -30,13 +30,11 @@ OVERLAP = ("sparsecore", "async")
 _NO_OPTION = re.compile(r"No such compile option: '(\w+)'|into flag (\w+):")
 _NO_KERNEL = re.compile(r"Mosaic failed to compile TPU kernel")
 _VMEM = re.compile(r"memory space vmem|space=vmem")
-# Errors of JAX while it lowers a kernel. Any other one that arises in a kernel is a fault of the kernel's code.
-_LOWERING = ("NotImplementedError", "LoweringException", "VerificationError")
 # What libtpu says of a core that stopped, as quoted in public reports.
 _HALT = re.compile(r"halted unexpectedly|core halt|program continuator has halted|BoundsCheck", re.IGNORECASE)
 _NAMES = "|".join((*names.KERNELS, *names.PARTS))
-# An instruction `%name` or `name.3`, or where a kernel was called.
-_KERNEL = re.compile(rf"%({_NAMES})\b|\b({_NAMES})\.\d|\b({_NAMES})/pallas_call")
+# An instruction `%name` or `name.3`, or a call of a kernel, as XLA and as JAX write it.
+_KERNEL = re.compile(rf"%({_NAMES})\b|\b({_NAMES})\.\d|\b({_NAMES})/pallas_call|pallas_call ({_NAMES})\b")
 
 Kind = Literal["option", "kernel", "halt"]
 
@@ -98,7 +96,7 @@ def explained(error: BaseException, program: str) -> Unsupported | None:
     if found := _NO_OPTION.search(text):
         return Unsupported("option", program, (found[1] or found[2],), _first_line(text))
     kernels = _named(text) or _of_file(error)
-    if _NO_KERNEL.search(text) or (kernels and type(error).__name__ in _LOWERING):
+    if _NO_KERNEL.search(text) or (kernels and _is_lowering(error)):
         return Unsupported("kernel", program, kernels or names.KERNELS, _first_line(text))
     if _VMEM.search(text):
         if kernels:
@@ -126,13 +124,20 @@ def _named(text: str) -> tuple[str, ...]:
 
 
 def _of_file(error: BaseException) -> tuple[str, ...]:
-    """The kernel in whose file an error arose: JAX puts the refused line at the end of the traceback."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+    """The kernel in whose file an error arose: JAX ends the error's traceback there, or its cause's."""
+    causes = (error, error.__cause__)
+    for frame in (frame for one in causes if one for frame in reversed(traceback.extract_tb(one.__traceback__))):
         path = PurePath(frame.filename)
         if path.parent.name == "kernels":
             # `attention_body.py` is the attention's.
             return tuple(name for word, name in names.SWITCHES.items() if f"{path.stem}_".startswith(f"{word}_"))
     return ()
+
+
+def _is_lowering(error: BaseException) -> bool:
+    """Whether JAX refused to translate a kernel; any other error in a kernel's file is a fault of its code."""
+    innermost = traceback.extract_tb(error.__traceback__)[-1:]
+    return any("/jax/_src/pallas/mosaic/" in frame.filename for frame in innermost)
 
 
 def below(fallbacks: Fallbacks, failure: Unsupported) -> tuple[Fallbacks, str] | None:
@@ -160,7 +165,8 @@ def _sorted(*groups: Iterable[str]) -> tuple[str, ...]:
 
 
 def _first_line(text: str) -> str:
-    line = next(iter(text.strip().splitlines()), "")
+    first, _, rest = text.strip().partition("\n")
+    line = f"{first} {rest.partition(chr(10))[0]}" if first.endswith(":") else first
     return line if len(line) <= 200 else f"{line[:200]}…"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...kernels import names
 from ...kernels.choice import Rungs
-from .. import files, versions
+from .. import files
 from ..cache.store import cache_folder
 from .fallbacks import OPTIONS, Fallbacks
 
@@ -42,23 +42,25 @@ def path() -> Path:
 
 def key_of(device_kind: str, num_devices: int) -> str:
     """What a record depends on: chips, libtpu, and the code that computes results."""
+    from .. import versions  # needs `packaging`, which `doctor` may have to miss
+
     libtpu = versions.of_results().get("libtpu", "none")
     return f"{num_devices} x {device_kind}, libtpu {libtpu}, sources {versions.source_digest()[:12]}"
 
 
 def read(key: str) -> Record:
     """The record of a machine; an empty one where there is none. What is damaged is left aside, and the log says so."""
-    return _record(_entries().get(key))
+    return _record(_entries(path()).get(key))
 
 
-def everything() -> dict[str, Record]:
-    """All records, by key, the oldest first."""
-    return {key: _record(value) for key, value in _entries().items()}
+def everything(file: Path | None = None) -> dict[str, Record]:
+    """All records of a file, by default this process's, by key, the oldest first."""
+    return {key: _record(value) for key, value in _entries(file or path()).items()}
 
 
 def write(key: str, record: Record) -> None:
     """Puts a record in place of the one before. A folder that cannot be written costs the record, not the run."""
-    entries = _entries()
+    entries = _entries(path())
     entries.pop(key, None)
     kernels = record.fallbacks.kernels
     entries[key] = {
@@ -82,18 +84,18 @@ def write(key: str, record: Record) -> None:
                 Path(scratch).unlink(missing_ok=True)
 
 
-def _entries() -> dict[str, Any]:
+def _entries(file: Path) -> dict[str, Any]:
     try:
-        with path().open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
+        with file.open("rb") as opened:
+            content = opened.read(MAX_BYTES + 1)
         found = files.parse_json(content) if len(content) <= MAX_BYTES else None
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        log.warning("%s cannot be read (%s); doing without.", path(), error)
+        log.warning("%s cannot be read (%s); doing without.", file, error)
         return {}
     if not isinstance(found, dict):
-        log.warning("%s is not a record of machines; doing without.", path())
+        log.warning("%s is not a record of machines; doing without.", file)
         return {}
     return found
 

@@ -56,7 +56,7 @@ class Sampler:
         self._process: psutil.Process | None = None
 
     def complete(self, stats: Stats) -> Stats:
-        """`stats` with `host`, with what libtpu knows of the chips, and with `notes`: what is not known and why."""
+        """`stats` with `host`, with what libtpu knows of the chips; to its `notes`, what is not known and why."""
         notes = [str(note) for note in stats.get("notes") or ()]
         host = stats.get("host") or self._host()
         if stats.get("platform") is None and not stats.get("chips"):

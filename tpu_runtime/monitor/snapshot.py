@@ -26,7 +26,7 @@ def stats() -> dict[str, Any]:
         "resident": _resident(engine),
         "running": activity.describe() if activity else None,
         "behind": engine.program_cache.behind(),
-        "fallbacks": engine.ladder.sentences,
+        "notes": engine.ladder.sentences,
         "last_run": last_run.describe() if last_run else None,
         "caches": store.usage(),
         "counts": dict(engine.counts),
@@ -35,7 +35,7 @@ def stats() -> dict[str, Any]:
 
 def nothing(message: str) -> dict[str, Any]:
     """The statistics of a runtime that has none to tell."""
-    lists: dict[str, Any] = {name: [] for name in ("chips", "resident", "behind", "fallbacks", "caches")}
+    lists: dict[str, Any] = {name: [] for name in ("chips", "resident", "behind", "caches", "notes")}
     return {"platform": None, "message": message, **lists, "running": None, "last_run": None, "counts": {}}
 
 
