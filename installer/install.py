@@ -129,5 +129,7 @@ def _start_variables(chosen: Installation) -> dict[str, str]:
     # As an address: pip and uv take several files with spaces between them, and an address has none.
     constraints = chosen.constraints.as_uri()
     own = {"COMFYUI_PATH": str(chosen.comfyui), "PIP_CONSTRAINT": constraints, "UV_CONSTRAINT": constraints}
+    # After a halt of a chip the process cannot use the chips any more, and starts itself again.
+    own["COMFYUI_TPU_RESTARTS"] = "1"
     given = {**chosen.caches, **({} if has_tpu() else NO_TPU)}
     return {**{name: os.environ.get(name, value) for name, value in given.items()}, **own}

@@ -3,6 +3,8 @@
 The machine is a layer in the place of XLA's compiler that says what libtpu says.
 """
 
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -144,14 +146,13 @@ def test_a_halt_names_its_program_and_the_next_start_is_without_its_kernels(mach
             raise jax.errors.JaxRuntimeError("INTERNAL: Core halted unexpectedly: TPU program continuator has halted")
         return result
 
-    machine.answers = answers
-    runner, ended = Runner(jax.devices()[:2], when_halted=lambda sentence, progress: said.append(sentence)), Host()
-    said: list[str] = []
-    with pytest.raises(Halted, match="denoise_step halted the chips.*attention, residual_norm.*Restart"):
-        generate(runner, ended)
-    assert len(said) == 1
+    machine.answers, ended = answers, []
+    runner = Runner(jax.devices()[:2], when_halted=lambda: ended.append(True))
+    with pytest.raises(Halted, match="denoise_step halted the chips.*attention, residual_norm.*restart"):
+        generate(runner, Host())
+    assert ended == [True]
     # This process has lost the chips: nothing is tried on them.
-    with pytest.raises(Halted, match="Restart"):
+    with pytest.raises(Halted, match="restart"):
         runner.encode(MODEL, "another", "", Host())
     assert recorded().fallbacks.kernels == Rungs(off=("attention", "residual_norm"))
     after = Runner(jax.devices()[:2])
@@ -199,3 +200,29 @@ def test_the_monitor_says_what_the_machine_does_without(machine: Machine, monkey
     runner = Runner(jax.devices()[:2])
     monkeypatch.setattr(snapshot, "current", lambda: runner)
     assert snapshot.stats()["notes"] == ["Switched off: attention."]
+
+
+RESTARTED = """
+import fcntl, os, sys
+from pathlib import Path
+from comfyui_tpu.tpu_runtime.engine import current
+file, folder = map(Path, sys.argv[1:])
+if file.exists():
+    chips, lock = map(int, file.read_text().split())
+    is_open = [number for number in (chips, lock) if os.path.exists(f"/proc/self/fd/{number}")]
+    print(os.getpid(), is_open == [lock], flush=True)
+    sys.exit(7)
+chips, lock = os.open("/dev/null", os.O_RDONLY), os.open(folder, os.O_RDONLY)
+for number in (chips, lock):
+    os.set_inheritable(number, True)
+file.write_text(f"{chips} {lock}")
+print(os.getpid(), flush=True)
+current.restart()
+"""
+
+
+def test_a_process_that_starts_again_is_the_same_with_its_lock_and_without_the_chips(tmp_path: Path):
+    command = [sys.executable, "-c", RESTARTED, str(tmp_path / "file"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    before, after = done.stdout.splitlines()
+    assert after == f"{before} True" and done.returncode == 7, done.stderr

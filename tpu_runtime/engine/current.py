@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import logging
 import os
+import stat
 import sys
 import threading
 import time
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Set where a process may start itself again, as `setup.py start` does.
+RESTARTS = "COMFYUI_TPU_RESTARTS"
 # How long what was said last has until it is read, before the process ends.
 LAST_WORDS_S = 2.0
 
@@ -82,10 +85,25 @@ def _start_again(sentence: str, stuck: Progress | None) -> None:
         _end(RESTART)
 
 
-def _halted(sentence: str, progress: Progress) -> None:
-    """The chips are lost to this process. Where somebody starts it again it ends, once the stage has said so."""
+def _halted() -> None:
+    """The chips are lost to this process. Where it may, it starts again once the stage has said so."""
     if os.environ.get(SUPERVISED):
-        in_daemon(lambda: _start_again(sentence, progress), "comfyui-tpu-halted")
+        in_daemon(lambda: (time.sleep(LAST_WORDS_S), _end(RESTART)), "comfyui-tpu-halted")
+    elif os.environ.get(RESTARTS):
+        in_daemon(lambda: (time.sleep(LAST_WORDS_S), restart()), "comfyui-tpu-halted")
+
+
+def restart() -> None:
+    """Becomes the program that this process was started as, with its arguments and environment. Threads end, however
+    stuck; what libtpu holds of the chips is closed. Folders stay open: `setup.py start` has locked ComfyUI's.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for number in (int(name) for name in os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the one that lists them is closed
+            os.set_inheritable(number, number <= 2 or stat.S_ISDIR(os.fstat(number).st_mode))
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def compilers() -> list[threading.Thread]:

@@ -61,8 +61,8 @@ class Ahead(Silent):
 class Engine:
     """Runs one stage at a time. `counts` tells how often weights were loaded, LoRAs merged, prompts encoded, programs
     compiled. `kernel` is that of the denoisers (see `AttentionPolicy`). With several `hosts` each has an engine over
-    all `devices`, and holds what is on its `own`. `when_halted` gets the sentence once a core has halted: this process
-    cannot use the chips any more.
+    all `devices`, and holds what is on its `own`. `when_halted` is called once a core has halted:
+    this process cannot use the chips any more.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Engine:
         chips: Sequence[Device] | None = None,
         kernel: Kernel = "auto",
         hosts: Together | None = None,
-        when_halted: Callable[[str, Progress], None] = lambda sentence, progress: None,
+        when_halted: Callable[[], None] = lambda: None,
     ) -> None:
         versions.warn_once()
         xla_cache.use_persistent_cache()
@@ -183,7 +183,7 @@ class Engine:
                 if halt is None:
                     raise refusal.of_host(str(error)) or error from None
                 self.lost = self.ladder.halted(halt)
-                self._when_halted(str(self.lost), progress)
+                self._when_halted()
                 raise self.lost from None
             else:
                 self.ladder.held()

@@ -50,7 +50,9 @@ class Ladder:
         if halt.names:
             sentence += f" From the next start on XLA computes in place of {', '.join(halt.names)}, more slowly."
         self._found_out(Fallbacks(kernels=Rungs(off=halt.names)), sentence)
-        return Halted(f"{sentence} Restart ComfyUI: this process cannot use the chips any more.")
+        return Halted(
+            f"{sentence} This process cannot use the chips any more: restart it, unless it does so by itself."
+        )
 
     def try_without_overlap(self, is_overlapped: bool) -> str | None:
         """Leaves transfers beside computation out for one attempt, after values that were not finite; the sentence
