@@ -211,7 +211,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-RECORD = record.Record(
+RECORD = record.MachineRecord(
     fallbacks=Fallbacks(kernels=Rungs(off=("attention",), small=("convolution",)), options=("xla_tpu_scoped_vmem",)),
     sentences=("The kernel …",),
 )
@@ -219,9 +219,9 @@ RECORD = record.Record(
 
 def test_a_record_is_read_as_it_was_written(folder: Path):
     record.write("8 x TPU v6 lite", RECORD)
-    record.write("1 x TPU v5 lite", record.Record())
-    assert record.read("8 x TPU v6 lite") == RECORD and record.read("1 x TPU v5 lite") == record.Record()
-    assert record.read("another") == record.Record()
+    record.write("1 x TPU v5 lite", record.MachineRecord())
+    assert record.read("8 x TPU v6 lite") == RECORD and record.read("1 x TPU v5 lite") == record.MachineRecord()
+    assert record.read("another") == record.MachineRecord()
     assert list(record.everything()) == ["8 x TPU v6 lite", "1 x TPU v5 lite"]
     assert [path.name for path in folder.iterdir()] == ["machine.json"]
 
@@ -239,6 +239,6 @@ STRANGE = {"kernels_off": ["x", 3], "kernels_small": {}, "options_off": ["xla_du
 )  # fmt: skip
 def test_whatever_the_file_holds_is_a_record_or_none(folder: Path, content: bytes):
     (folder / "machine.json").write_bytes(content)
-    assert record.read("8 x TPU v6 lite") == record.Record()
+    assert record.read("8 x TPU v6 lite") == record.MachineRecord()
     record.write("8 x TPU v6 lite", RECORD)
     assert record.read("8 x TPU v6 lite") == RECORD

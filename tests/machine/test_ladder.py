@@ -20,15 +20,15 @@ from comfyui_tpu.tpu_runtime.engine import engine as engines
 from comfyui_tpu.tpu_runtime.machine import record
 from comfyui_tpu.tpu_runtime.machine.fallbacks import Fallbacks
 from comfyui_tpu.tpu_runtime.machine.ladder import Halted
+from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.monitor import snapshot
 from comfyui_tpu.tpu_runtime.programs import denoise_step
 from comfyui_tpu.tpu_runtime.programs.finite import NotFinite
 from comfyui_tpu.tpu_runtime.programs.program import DENOISE_STEP, Program
-from comfyui_tpu.tpu_runtime.spec import Settings
 
 SPEC = spec_for_family("Flux2")
-MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.random_id, precision="float32")
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id, precision="float32")
 SETTINGS = Settings(height=64, width=96, num_inference_steps=2, guidance_scale=4.0)
 OPTIONS = {"xla_tpu_enable_async_all_to_all": "true", "xla_tpu_scoped_vmem_limit_kib": "65536"}
 
@@ -91,7 +91,7 @@ def exact() -> torch.Tensor:
     return generate(Runner(jax.devices()[:2]), Host())
 
 
-def recorded() -> record.Record:
+def recorded() -> record.MachineRecord:
     (found,) = record.everything().values()
     return found
 
@@ -107,7 +107,7 @@ def test_an_option_that_is_refused_is_left_out_and_said_once(machine: Machine, e
     assert host.said.count(sentence) == 1 and sentence in host.said
     assert option in sentence and "compiled without" in sentence
     assert [options for _, options in machine.compiled] == [tuple(OPTIONS), ("xla_tpu_scoped_vmem_limit_kib",)]
-    assert recorded() == record.Record(fallbacks=Fallbacks(options=(option,)), sentences=(sentence,))
+    assert recorded() == record.MachineRecord(fallbacks=Fallbacks(options=(option,)), sentences=(sentence,))
     # The next process begins where this one ended.
     host = Host()
     assert torch.equal(generate(Runner(jax.devices()[:2]), host), exact)

@@ -173,7 +173,8 @@ class Engine:
                 if (sentence := self.ladder.down(error)) is None:
                     raise
             except NotFinite:
-                mesh = begun.target.mesh(begun.spec.mesh(len(self.devices), 1))
+                config = begun.config(begun.spec.denoiser.experts[0])
+                mesh = begun.target.mesh(begun.spec.parallelism.arranged(len(self.devices), 1, config))
                 is_overlapped = stage == "denoise" and bool(begun.target.fallbacks.left(step_options(mesh)))
                 if (sentence := self.ladder.try_without_overlap(is_overlapped)) is None:
                     raise

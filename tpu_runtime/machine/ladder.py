@@ -7,7 +7,7 @@ from ...kernels.choice import Rungs
 from ...sharding.mesh import Device
 from . import fallbacks, record
 from .fallbacks import Fallbacks, Unsupported
-from .record import Record
+from .record import MachineRecord
 
 
 class Halted(RuntimeError):
@@ -78,4 +78,4 @@ class Ladder:
     def _found_out(self, lower: Fallbacks, sentence: str) -> None:
         sentences = (*(one for one in self._record.sentences if one != sentence), sentence)
         self._record = replace(self._record, fallbacks=self._record.fallbacks | lower, sentences=sentences)
-        record.write(self._key, Record(fallbacks=self._record.fallbacks, sentences=sentences))
+        record.write(self._key, MachineRecord(fallbacks=self._record.fallbacks, sentences=sentences))

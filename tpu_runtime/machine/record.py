@@ -29,7 +29,7 @@ MAX_MACHINES, MAX_SENTENCES = 32, 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class MachineRecord:
     """What a machine does without, and the sentences that say why, in the order in which it was found out."""
 
     fallbacks: Fallbacks = Fallbacks()
@@ -48,17 +48,17 @@ def key_of(device_kind: str, num_devices: int) -> str:
     return f"{num_devices} x {device_kind}, libtpu {libtpu}, sources {versions.source_digest()[:12]}"
 
 
-def read(key: str) -> Record:
+def read(key: str) -> MachineRecord:
     """The record of a machine; an empty one where there is none. What is damaged is left aside, and the log says so."""
     return _record(_entries(path()).get(key))
 
 
-def everything(file: Path | None = None) -> dict[str, Record]:
+def everything(file: Path | None = None) -> dict[str, MachineRecord]:
     """All records of a file, by default this process's, by key, the oldest first."""
     return {key: _record(value) for key, value in _entries(file or path()).items()}
 
 
-def write(key: str, record: Record) -> None:
+def write(key: str, record: MachineRecord) -> None:
     """Puts a record in place of the one before. A folder that cannot be written costs the record, not the run."""
     entries = _entries(path())
     entries.pop(key, None)
@@ -100,9 +100,9 @@ def _entries(file: Path) -> dict[str, Any]:
     return found
 
 
-def _record(value: Any) -> Record:
+def _record(value: Any) -> MachineRecord:
     if not isinstance(value, Mapping):
-        return Record()
+        return MachineRecord()
     begins = tuple(begin for switch in OPTIONS.values() for begin in switch)
 
     def texts(name: str) -> list[str]:
@@ -113,7 +113,7 @@ def _record(value: Any) -> Record:
         return tuple(sorted(set(texts(name)) & set(names.KERNELS)))
 
     options = {one for one in texts("options_off") if one.startswith(begins)}
-    return Record(
+    return MachineRecord(
         fallbacks=Fallbacks(
             kernels=Rungs(off=kernels("kernels_off"), small=kernels("kernels_small")), options=tuple(sorted(options))
         ),
