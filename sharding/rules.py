@@ -29,7 +29,7 @@ LOGICAL_AXES: Mapping[str, tuple[str, ...]] = {
     "all_mlp": ("dp", "sp", "tp"),
     "all_embed": ("dp", "sp", "tp"),
 }
-GATHERED = frozenset({"fsdp", "fsdp_beside_tp"})
+GATHERED_AXES = frozenset({"fsdp", "fsdp_beside_tp"})
 
 Entries = tuple[tuple[str, ...] | None, ...]
 
@@ -39,6 +39,9 @@ class ShardingError(ValueError):
 
 
 REPLICATED: tuple[()] = ()
+# Layout and fallback of weights, of one layer or of scanned blocks, that are split over all chips and gathered for use.
+GATHERED = (("fsdp", None), ((None, "fsdp"),))
+BLOCK_GATHERED = ((None, "fsdp", None), ((None, None, "fsdp"),))
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def _layout(axes: Sequence[str | None], shape: tuple[int, ...], mesh: MeshShape)
     used = [name for entry in at_rest if entry for name in entry]
     if len(used) != len(set(used)):
         raise ShardingError(f"axes {tuple(axes)} put one mesh axis on two dimensions: {at_rest}.")
-    in_use = [None if axis in GATHERED else entry for axis, entry in zip(axes, at_rest, strict=True)]
+    in_use = [None if axis in GATHERED_AXES else entry for axis, entry in zip(axes, at_rest, strict=True)]
     return Layout(at_rest=tuple(at_rest), in_use=tuple(in_use))
 
 

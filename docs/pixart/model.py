@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...sharding.rules import REPLICATED, Rule
+from ...sharding.rules import BLOCK_GATHERED, GATHERED, REPLICATED, Rule
 from ..model_spec import (
     Call,
     Component,
@@ -97,9 +97,8 @@ def run_block(
 def attend(
     attn: Any, x: "torch.Tensor", source: "torch.Tensor", attention: "Callable[..., torch.Tensor]"
 ) -> "torch.Tensor":
-    projected = attn.to_q(x), attn.to_k(source), attn.to_v(source)
-    heads = [each.unflatten(2, (attn.heads, -1)) for each in projected]
-    return attn.to_out[0](attention(*heads).flatten(2))
+    (query,), (key, value) = layers.heads(attn, x, attn.to_q), layers.heads(attn, source, attn.to_k, attn.to_v)
+    return attn.to_out[0](attention(query, key, value).flatten(2))
 
 
 def denormalize_latents(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
@@ -163,9 +162,9 @@ TRANSFORMER = Component(
     rules=(
         Rule("transformer_blocks.**.bias", REPLICATED),
         Rule("transformer_blocks.*.scale_shift_table", REPLICATED),
-        Rule("transformer_blocks.**.weight", *layers.BLOCK_GATHERED),
-        Rule("adaln_single.**.weight", *layers.GATHERED),
-        Rule("caption_projection.*.weight", *layers.GATHERED),
+        Rule("transformer_blocks.**.weight", *BLOCK_GATHERED),
+        Rule("adaln_single.**.weight", *GATHERED),
+        Rule("caption_projection.*.weight", *GATHERED),
     ),
 )
 

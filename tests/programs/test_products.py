@@ -42,7 +42,7 @@ def shared(spec: ModelSpec, stage: str) -> tuple[Any, ...]:
     functions = {
         "encode": [text.encode for text in spec.text_encoders],
         "image": [spec.pictures.encode],
-        "denoise": [spec.denoiser.forward, spec.denoiser.prepare, spec.recipe.guidance, spec.denoiser.step_reuse],
+        "denoise": [spec.denoiser.forward, spec.recipe.guidance, spec.denoiser.step_reuse],
         "decode": [spec.vae.decode],
     }
     names = {

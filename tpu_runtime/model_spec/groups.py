@@ -198,13 +198,9 @@ class Denoiser:
     With a `step_reuse` the model's `inputs` have `step_cache` (on or off), `cache_start`, `cache_end` and
     `cache_interval` too (see `StepCache`). `head_norms` are the norms that bound attention's scores, of every stack of
     blocks; empty where none do.
-
-    `prepare(network, sequence)`, where there is one, puts our attention and token placement into upstream's forward;
-    then `forward`, and the functions of a `step_reuse`, take no `run`.
     """
 
-    forward: Forward | Callable[..., Any]
-    prepare: Callable[..., None] | None = None
+    forward: Forward
     experts: tuple[str, ...] = ("transformer",)
     step_reuse: StepReuse | None = None
     head_norms: tuple[HeadNorms, ...] = ()

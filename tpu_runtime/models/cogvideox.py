@@ -1,13 +1,15 @@
-"""CogVideoX 1.5 text to video: zai-org/CogVideoX1.5-5B. The oracle is `diffusers.CogVideoXPipeline`."""
+"""CogVideoX 1.5 text to video: zai-org/CogVideoX1.5-5B. The oracle is `diffusers.CogVideoXPipeline`.
+
+The denoiser is that of CogVideoX (https://arxiv.org/abs/2408.06072, section 2.2); its modules have the names of
+diffusers' `CogVideoXTransformer3DModel`.
+"""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...sharding.rules import REPLICATED, Rule
 from ..model_spec import (
-    Component,
     Denoiser,
     FloatLimit,
     HeadNorms,
@@ -15,10 +17,8 @@ from ..model_spec import (
     LatentGeometry,
     Miniature,
     ModelSpec,
-    Need,
     Published,
     Recipe,
-    Same,
     Settings,
     Switch,
     TextEncoding,
@@ -26,11 +26,104 @@ from ..model_spec import (
 )
 from . import layers
 from .autoencoders.cogvideox import VAE_DECODER, decode
+from .denoisers.cogvideox import MAX_TOKENS, TRANSFORMER
+from .layers import Modulation
 from .text_encoders import t5
 
 if TYPE_CHECKING:
-    import jax
     import torch
+
+    from ..programs.denoiser_run import DenoiserRun
+    from .layers import Pair
+
+GEOMETRY = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(2, 2, 2))
+
+# --- the denoiser -----------------------------------------------------------------------------------------------------
+
+
+def forward(
+    cogvideox: Any,
+    run: "DenoiserRun",
+    sample: "torch.Tensor",
+    timestep: "torch.Tensor",
+    inputs: "dict[str, torch.Tensor]",
+) -> "torch.Tensor":
+    """The velocity of `[rows, 16, latent_frames, latent_height, latent_width]` at one timestep."""
+    return predict_velocity(cogvideox, run, sample, embed_time(cogvideox, sample, timestep), inputs["text"])
+
+
+def embed_time(cogvideox: Any, sample: "torch.Tensor", timestep: "torch.Tensor") -> "torch.Tensor":
+    """The timestep as a vector, `[rows, dim]`."""
+    return cogvideox.time_embedding(cogvideox.time_proj(timestep.expand(len(sample))).to(sample.dtype))
+
+
+def predict_velocity(
+    cogvideox: Any, run: "DenoiserRun", latents: "torch.Tensor", temb: "torch.Tensor", text: "torch.Tensor"
+) -> "torch.Tensor":
+    """The velocity of `[rows, channels, latent_frames, latent_height, latent_width]`. All tokens of the text count."""
+    cosines, sines = (run.tokens(table[None]) for table in rotary_tables(cogvideox.config, latents))
+    x = run.tokens(cogvideox.patch_embed.proj(layers.cut_patches(latents, GEOMETRY.patch_thw)))  # [rows, tokens, dim]
+    text = run.replicated(cogvideox.patch_embed.text_proj(text))
+
+    def body(block: Any, streams: "Pair") -> "Pair":
+        return run_block(block, run, *streams, temb, (cosines, sines))
+
+    x, _ = run.scan(cogvideox.transformer_blocks, (x, text), body)
+    x = cogvideox.norm_out(cogvideox.norm_final(run.unpadded(x)), temb=temb)
+    return layers.join_patches(cogvideox.proj_out(x), latents, GEOMETRY.patch_thw)
+
+
+def run_block(
+    block: Any, run: "DenoiserRun", x: "torch.Tensor", text: "torch.Tensor", temb: "torch.Tensor", rotary: "Pair"
+) -> "Pair":
+    """Joint attention, then one feed-forward, all in gated residuals of modulated norms.
+
+    Upstream joins latents and text for both: joined, tokens would leave their chips.
+    """
+    norm = partial(run.residual_norm, eps=block.norm1.norm.eps)
+    text_norm = partial(norm, placement="replicated")
+    (msa, text_msa), (mlp, text_mlp) = modulate(run, block.norm1, temb), modulate(run, block.norm2, temb)
+
+    _, y = norm(x, None, None, msa.scale, msa.shift)
+    _, text_y = text_norm(text, None, None, text_msa.scale, text_msa.shift)
+    update, text_update = attend(block.attn1, run, y, text_y, rotary)
+    x, y = norm(x, update, msa.gate, mlp.scale, mlp.shift)
+    x = run.add_gated(x, block.ff(y), mlp.gate)
+    text, text_y = text_norm(text, text_update, text_msa.gate, text_mlp.scale, text_mlp.shift)
+    return x, run.add_gated(text, block.ff(text_y), text_mlp.gate)
+
+
+def modulate(run: "DenoiserRun", norm: Any, temb: "torch.Tensor") -> "tuple[Modulation, Modulation]":
+    """`CogVideoXLayerNormZero`: of latents, and of the text."""
+    parts = run.vector(norm.linear(norm.silu(temb))).chunk(6, dim=1)
+    return layers.modulated(*parts[:3], norm=norm.norm), layers.modulated(*parts[3:], norm=norm.norm)
+
+
+def attend(attn: Any, run: "DenoiserRun", x: "torch.Tensor", text: "torch.Tensor", rotary: "Pair") -> "Pair":
+    """Latents and text attend to both. They share projections and norms; the text's tokens have no place."""
+    prologues = layers.prologue(attn.norm_q, attn.norm_k, rotary), layers.prologue(attn.norm_q, attn.norm_k)
+    latent_heads, text_heads = (layers.heads(attn, each, attn.to_q, attn.to_k, attn.to_v) for each in (x, text))
+    found, text_found = run.joint_attention(latent_heads, text_heads, prologues=prologues)
+    return attn.to_out[0](found.flatten(2)), attn.to_out[0](text_found.flatten(2))
+
+
+def rotary_tables(config: Any, latents: "torch.Tensor") -> "Pair":
+    """Cosines and sines of every latent token, `[tokens, head_dim]`.
+
+    Positions count from 0, so a latent larger than `sample_height` and `sample_width`, where upstream's tables end,
+    only continues them.
+    """
+    from diffusers.models.embeddings import get_3d_rotary_pos_embed
+
+    frames, height, width = (side // patch for side, patch in zip(latents.shape[2:], GEOMETRY.patch_thw, strict=True))
+    grid = height, width
+    cosines, sines = get_3d_rotary_pos_embed(
+        config.attention_head_dim, None, grid, frames, grid_type="slice", max_size=grid, device=latents.device
+    )
+    return cosines, sines
+
+
+# --- the recipe -------------------------------------------------------------------------------------------------------
 
 PROMPT = (
     "A panda, dressed in a small, red jacket and a tiny hat, sits on a wooden stool in a serene bamboo forest. The "
@@ -40,102 +133,8 @@ PROMPT = (
     "background includes a small, flowing stream and vibrant green foliage, enhancing the peaceful and magical "
     "atmosphere of this unique musical performance."
 )
-MAX_TOKENS = 226
 # What the makers publish for text to video.
 HEIGHT, WIDTH = 768, 1360
-GEOMETRY = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(2, 2, 2))
-
-
-def forward(
-    transformer: Any, sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
-) -> "torch.Tensor":
-    """The velocity of `[rows, 16, latent_frames, latent_height, latent_width]` at one timestep."""
-    rows, _, *size = sample.shape
-    output = transformer(
-        hidden_states=sample.transpose(1, 2),
-        encoder_hidden_states=inputs["text"],
-        timestep=timestep.expand(rows),
-        image_rotary_emb=rotary_tables(transformer.config, size, sample.device),
-        return_dict=False,
-    )
-    return output[0].transpose(1, 2)
-
-
-def rotary_tables(config: Any, size: Sequence[int], device: Any) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Cosines and sines of every latent token, `[tokens, head_dim]`, for a latent's frames, height and width.
-
-    Positions count from 0, so a latent larger than `sample_height` and `sample_width`, where upstream's tables end,
-    only continues them.
-    """
-    from diffusers.models.embeddings import get_3d_rotary_pos_embed
-
-    frames, height, width = (side // patch for side, patch in zip(size, GEOMETRY.patch_thw, strict=True))
-    grid = height, width
-    cosines, sines = get_3d_rotary_pos_embed(
-        config.attention_head_dim, None, grid, frames, grid_type="slice", max_size=grid, device=device
-    )
-    return cosines, sines
-
-
-class SharedProcessor(layers.JointProcessor):
-    """`CogVideoXAttnProcessor2_0` with latents and text apart: they share projections and norms."""
-
-    def of_text(self, attn: Any) -> tuple[tuple, tuple, Any]:
-        return (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k), attn.to_out[0]
-
-
-def run_block(
-    fuses: Any,
-    block: Any,
-    hidden_states: "torch.Tensor",
-    encoder_hidden_states: "torch.Tensor",
-    temb: "torch.Tensor",
-    image_rotary_emb: "tuple[torch.Tensor, torch.Tensor]",
-    attention_kwargs: None = None,
-) -> "tuple[torch.Tensor, torch.Tensor]":
-    """`CogVideoXBlock` with latents and text apart in the feed-forward too: joined, tokens would leave their chips."""
-
-    def attend(latent: "torch.Tensor", text: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
-        return block.attn1(latent, text, image_rotary_emb=image_rotary_emb)
-
-    def of_streams(norm: Any) -> "tuple[layers.Modulation, layers.Modulation]":
-        shift, scale, gate, *of_text = norm.linear(norm.silu(temb)).chunk(6, dim=1)
-        return layers.modulated(shift, scale, gate, norm.norm), layers.modulated(*of_text, norm=norm.norm)
-
-    # Of latents and of text, each before attention and before the feed-forward.
-    modulations = list(zip(of_streams(block.norm1), of_streams(block.norm2), strict=True))
-    hidden = hidden_states, encoder_hidden_states
-    return layers.run_joint_block(fuses, attend, hidden, modulations, (block.ff, block.ff))
-
-
-def modulate(linear: Any, gather: "Callable[[jax.Array], jax.Array]", embedding: "torch.Tensor") -> "torch.Tensor":
-    """The vector of all shifts, scales and gates: whole on every chip before it is cut into these."""
-    import torch
-
-    from ..programs import torch_bridge
-
-    return torch_bridge.call_jax(gather, torch.nn.functional.linear(embedding, linear.weight, linear.bias))
-
-
-def gather_vector(sequence: Any, axes: "tuple[str, ...] | None", vector: "jax.Array") -> "jax.Array":
-    """`[rows, dim]`, computed where the weights of `dim` lie, on `axes`; whole afterwards."""
-    return sequence.constrain(sequence.constrain(vector, None, axes), None, None)
-
-
-def prepare_denoiser(network: Any, sequence: Any) -> None:
-    """Puts our attention and token placement where upstream lets us."""
-
-    blocks = network.blocks("transformer_blocks")
-    blocks.block.attn1.set_processor(SharedProcessor(sequence.joint_attention))
-    fuses = layers.fused_norms(sequence, blocks.block.norm1.norm.eps)
-    blocks.block.forward = partial(run_block, fuses, blocks.block)
-    for name in ("norm1", "norm2"):
-        linear = blocks.block.get_submodule(name).linear
-        weight = sequence.layouts[f"transformer_blocks.*.{name}.linear.weight"].in_use
-        linear.forward = partial(modulate, linear, partial(gather_vector, sequence, weight[1] if weight else None))
-
-    enter = partial(layers.enter_joint, sequence, "image_rotary_emb")
-    blocks.scan = sequence.scan("transformer_blocks", enter, ("hidden_states", "encoder_hidden_states"))
 
 
 def noise(latent_shape: tuple[int, ...], generator: "torch.Generator") -> "torch.Tensor":
@@ -183,82 +182,6 @@ TEXT_ENCODER = t5.encoder(
         )
     },
     trim=t5.move_position_bias,
-)
-
-# ComfyUI's; adapters for this model have those or diffusers'.
-MAKERS_NAMES = {
-    "time_embedding_linear_1": "time_embedding.linear_1",
-    "time_embedding_linear_2": "time_embedding.linear_2",
-    "blocks.*.norm1.linear": "transformer_blocks.*.norm1.linear",
-    "blocks.*.norm1.norm": "transformer_blocks.*.norm1.norm",
-    "blocks.*.norm2.linear": "transformer_blocks.*.norm2.linear",
-    "blocks.*.norm2.norm": "transformer_blocks.*.norm2.norm",
-    "blocks.*.q": "transformer_blocks.*.attn1.to_q",
-    "blocks.*.k": "transformer_blocks.*.attn1.to_k",
-    "blocks.*.v": "transformer_blocks.*.attn1.to_v",
-    "blocks.*.norm_q": "transformer_blocks.*.attn1.norm_q",
-    "blocks.*.norm_k": "transformer_blocks.*.attn1.norm_k",
-    "blocks.*.attn_out": "transformer_blocks.*.attn1.to_out.0",
-    "blocks.*.ff_proj": "transformer_blocks.*.ff.net.0.proj",
-    "blocks.*.ff_out": "transformer_blocks.*.ff.net.2",
-}
-
-TRANSFORMER = Component(
-    name="transformer",
-    library="diffusers",
-    class_name="CogVideoXTransformer3DModel",
-    config={
-        "attention_bias": True,
-        "attention_head_dim": 64,
-        "in_channels": 16,
-        "max_text_seq_length": MAX_TOKENS,
-        "num_attention_heads": 48,
-        "num_layers": 42,
-        "out_channels": 16,
-        "patch_bias": False,
-        "patch_size": 2,
-        "patch_size_t": 2,
-        "sample_frames": 81,
-        "sample_height": 96,
-        "sample_width": 170,
-        "text_embed_dim": 4096,
-        "time_embed_dim": 512,
-        "use_rotary_positional_embeddings": True,
-    },
-    tiny={
-        "attention_head_dim": 16,
-        "num_attention_heads": 6,
-        "num_layers": 3,
-        "text_embed_dim": 40,
-        "time_embed_dim": 36,
-    },
-    needs={
-        "in_channels": Need((16,)),
-        "max_text_seq_length": Need((MAX_TOKENS,)),
-        "ofs_embed_dim": Need((None,)),
-        "out_channels": Need((16,)),
-        "patch_size": Need((2,)),
-        # CogVideoX 1.0 has none.
-        "patch_size_t": Need((2,), required=True),
-        "text_embed_dim": Same("text_encoder", "d_model"),
-        "use_learned_positional_embeddings": Need((False,)),
-        "use_rotary_positional_embeddings": Need((True,), required=True),
-    },
-    blocks=("transformer_blocks",),
-    makers_names=MAKERS_NAMES,
-    rules=(
-        Rule("transformer_blocks.**.bias", REPLICATED),
-        Rule("transformer_blocks.*.attn1.norm_*.weight", REPLICATED),
-        Rule("transformer_blocks.*.*.norm.weight", REPLICATED),
-        # Modulation is of one vector: where its weights lie, it is computed, and the vector is gathered.
-        Rule("transformer_blocks.*.*.linear.weight", (None, "all_embed", None)),
-        Rule("transformer_blocks.*.attn1.**.weight", *layers.BLOCK_GATHERED),
-        Rule("transformer_blocks.*.ff.net.**.weight", *layers.BLOCK_GATHERED),
-        Rule("patch_embed.*.weight", *layers.GATHERED),
-        Rule("time_embedding.linear_*.weight", *layers.GATHERED),
-        Rule("norm_out.linear.weight", *layers.GATHERED),
-        Rule("proj_out.weight", *layers.GATHERED),
-    ),
 )
 
 # As the published checkpoint configures it.
@@ -316,7 +239,6 @@ SPEC = ModelSpec(
     recipe=Recipe(scheduler=SCHEDULER, schedulers=SCHEDULERS, guidance_at=guidance_at, noise=noise, advice=advice),
     denoiser=Denoiser(
         forward=forward,
-        prepare=prepare_denoiser,
         head_norms=(
             HeadNorms(queries=("transformer_blocks.*.attn1.norm_q",), keys=("transformer_blocks.*.attn1.norm_k",)),
         ),

@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...sharding.rules import REPLICATED, Rule
+from ...sharding.rules import GATHERED, REPLICATED, Rule
 from ..model_spec import Call, Need, Pictures, Published, Settings
-from . import cogvideox, layers
+from . import cogvideox
 from .autoencoders.cogvideox import VAE_DECODER, prepare_image_encoder
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+    from ..programs.denoiser_run import DenoiserRun
 
 STRIDE_HW = 8
 # What upstream always gives the embedding that only this model has.
@@ -66,22 +68,20 @@ def draw_inputs(inputs: "Mapping[str, np.ndarray]", generator: "torch.Generator"
 
 
 def forward(
-    transformer: Any, sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    transformer: Any,
+    run: "DenoiserRun",
+    sample: "torch.Tensor",
+    timestep: "torch.Tensor",
+    inputs: "dict[str, torch.Tensor]",
 ) -> "torch.Tensor":
     """The velocity of `[rows, 16, latent_frames, latent_height, latent_width]` at one timestep."""
     import torch
 
-    rows, _, *size = sample.shape
+    ofs = torch.full((1,), OFS, dtype=sample.dtype, device=sample.device)
+    temb = cogvideox.embed_time(transformer, sample, timestep)
+    temb = temb + transformer.ofs_embedding(transformer.ofs_proj(ofs).to(sample.dtype))
     picture = torch.cat([inputs["image"], torch.zeros_like(sample[:, :, 1:])], dim=2)
-    output = transformer(
-        hidden_states=torch.cat([sample, picture], dim=1).transpose(1, 2),
-        encoder_hidden_states=inputs["text"],
-        timestep=timestep.expand(rows),
-        ofs=torch.full((1,), OFS, dtype=sample.dtype, device=sample.device),
-        image_rotary_emb=cogvideox.rotary_tables(transformer.config, size, sample.device),
-        return_dict=False,
-    )
-    return output[0].transpose(1, 2)
+    return cogvideox.predict_velocity(transformer, run, torch.cat([sample, picture], dim=1), temb, inputs["text"])
 
 
 def advice(settings: Settings) -> str | None:
@@ -103,7 +103,7 @@ TRANSFORMER = cogvideox.TRANSFORMER.extended(
         "in_channels": Need((32,), required=True),
         "ofs_embed_dim": Need(fits=bool, wording="a number", required=True),
     },
-    rules=(Rule("ofs_embedding.linear_*.weight", *layers.GATHERED),),
+    rules=(Rule("ofs_embedding.linear_*.weight", *GATHERED),),
     makers_names={
         "ofs_embedding_linear_1": "ofs_embedding.linear_1",
         "ofs_embedding_linear_2": "ofs_embedding.linear_2",

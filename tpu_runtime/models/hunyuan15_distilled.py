@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...sharding.rules import Rule
+from ...sharding.rules import GATHERED, Rule
 from ..model_spec import Component, ModelSpec, Need
-from . import hunyuan15, hunyuan15_i2v, layers
+from . import hunyuan15, hunyuan15_i2v
 
 _BY_TASK = {"t2v": hunyuan15.SPEC, "i2v": hunyuan15_i2v.SPEC}
 # What upstream makes of 16:9 with a `target_size` of 640.
@@ -27,7 +27,7 @@ def _as_mean_flow(transformer: Component) -> Component:
         config={"use_meanflow": True},
         tiny={"use_meanflow": True},
         needs={"use_meanflow": Need((True,), required=True)},
-        rules=(Rule("time_embed.timestep_embedder_r.*.weight", *layers.GATHERED),),
+        rules=(Rule("time_embed.timestep_embedder_r.*.weight", *GATHERED),),
         makers_names={
             "time_r_in.mlp.0": "time_embed.timestep_embedder_r.linear_1",
             "time_r_in.in_layer": "time_embed.timestep_embedder_r.linear_1",

@@ -1,4 +1,4 @@
-"""What several denoisers share: the way into attention, patches, attention of latents and text that stay apart."""
+"""What several denoisers share: heads and the way into attention, patches, modulation, a sequence in two halves."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,13 +12,8 @@ if TYPE_CHECKING:
     from ...attention.prologue import Prologue
     from ..programs.denoiser_run import DenoiserRun
 
-    Fuse = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    Pair = tuple[torch.Tensor, torch.Tensor]  # of the halves of a sequence, or cosines and sines
+    Pair = tuple[torch.Tensor, torch.Tensor]  # of latents and text, of halves of a sequence, or cosines and sines
     ResidualNorm = Callable[..., Pair]  # `DenoiserRun.residual_norm` of tokens that are spread over `tp`
-
-# Weights of one layer, or of scanned blocks, that are split over `fsdp` and gathered for use: layout and fallback.
-GATHERED = (("fsdp", None), ((None, "fsdp"),))
-BLOCK_GATHERED = ((None, "fsdp", None), ((None, None, "fsdp"),))
 
 # Of the towers of transformers that look at a picture: heads and feed-forward columns lie over all chips.
 VISION_RULES = (
@@ -45,15 +40,32 @@ def prologue(query_norm: Any, key_norm: Any, tables: Any = None) -> "Prologue":
     return Prologue(query_norm=norm(query_norm), key_norm=norm(key_norm), tables=tables)
 
 
+def heads(attn: Any, x: "torch.Tensor", *projections: Any) -> "tuple[torch.Tensor, ...]":
+    """What each of `projections` makes of `[rows, tokens, dim]`, head by head: `[rows, tokens, heads, head_dim]`."""
+    return tuple(project(x).unflatten(2, (attn.heads, -1)) for project in projections)
+
+
+def cut_patches(latents: "torch.Tensor", patch_size: tuple[int, int, int]) -> "torch.Tensor":
+    """`[rows, channels, frames, height, width]` to `[rows, tokens, channels * patch_size]`."""
+    pt, ph, pw = patch_size
+    rows, channels, frames, height, width = latents.shape
+    patches = latents.reshape(rows, channels, frames // pt, pt, height // ph, ph, width // pw, pw)
+    return patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
+
+
+def join_patches(patches: "torch.Tensor", latents: "torch.Tensor", patch_size: tuple[int, int, int]) -> "torch.Tensor":
+    """The other way, to frames of the number and size of `latents`."""
+    sizes = [size // part for size, part in zip(latents.shape[2:], patch_size, strict=True)]
+    parts = patches.reshape(len(patches), *sizes, -1, *patch_size)
+    return parts.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+
 def embed_patches(embedding: Any, latents: "torch.Tensor") -> "torch.Tensor":
     """The patch convolution as one matrix product over patches: `[rows, tokens, dim]`.
 
     A convolution's output cannot be split by tokens; the patches can, and are 80 times smaller.
     """
-    pt, ph, pw = embedding.kernel_size
-    rows, channels, frames, height, width = latents.shape
-    patches = latents.reshape(rows, channels, frames // pt, pt, height // ph, ph, width // pw, pw)
-    patches = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
+    patches = cut_patches(latents, embedding.kernel_size)
     return patches.to(embedding.weight.dtype) @ embedding.weight.flatten(1).T + embedding.bias
 
 
@@ -62,34 +74,6 @@ def unrounded(forward: "Callable[..., torch.Tensor]") -> "Callable[..., torch.Te
     import jax
 
     return jax.default_matmul_precision("highest")(forward)
-
-
-def enter_joint(sequence: Any, tables: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of blocks that keep latents and text apart: latents and the rotary `tables` split by tokens."""
-    rotary = tuple(
-        sequence.constrain(sequence.pad_tokens(table[None, :, None]), None, "sp", None, None)
-        for table in values[tables]
-    )
-    return {
-        **values,
-        "hidden_states": sequence.shard_tokens(values["hidden_states"]),
-        "encoder_hidden_states": sequence.constrain(values["encoder_hidden_states"], "dp", None, None),
-        tables: rotary,
-    }
-
-
-def fused_norms(sequence: Any, eps: float, spread: bool = False) -> "tuple[Fuse, Fuse]":
-    """`sequence.residual_norm` for torch: of latents, and of a replicated text."""
-    import functools
-
-    from ..programs import torch_bridge
-
-    fuses = (
-        functools.partial(sequence.residual_norm, eps=eps, placement=placement, spread=spread)
-        for placement in ("sharded", "replicated")
-    )
-    latent, text = (functools.partial(torch_bridge.call_jax, fuse) for fuse in fuses)
-    return latent, text
 
 
 class Modulation(NamedTuple):
@@ -106,74 +90,6 @@ def modulated(shift: "torch.Tensor", scale: "torch.Tensor", gate: "torch.Tensor"
     if norm is not None:
         factor, shift = factor * norm.weight, factor * norm.bias + shift
     return Modulation(factor, shift, gate.float())
-
-
-def add_gated(hidden: "torch.Tensor", update: "torch.Tensor", gate: "torch.Tensor") -> "torch.Tensor":
-    """`hidden + gate * update` in float32; the gate is `[..., dim]` for each row."""
-    gate = gate.reshape(-1, 1, gate.shape[-1])
-    return (hidden.float() + gate * update.float()).type_as(hidden)
-
-
-def run_joint_block(
-    fuses: "tuple[Fuse, Fuse]",
-    attend: "Callable[..., tuple[torch.Tensor, torch.Tensor]]",
-    hidden: "tuple[torch.Tensor, torch.Tensor]",
-    modulations: "Sequence[tuple[Modulation, Modulation]]",
-    feed_forwards: tuple[Any, Any],
-) -> "tuple[torch.Tensor, torch.Tensor]":
-    """A block of latents and text: joint attention, then a feed-forward each, both in gated residuals of modulated
-    norms. Of each stream its norm (see `fused_norms`), tokens, modulation of attention and of feed-forward, and that.
-    """
-    first = [fuse(x, None, None, *into[:2])[1] for fuse, x, (into, _) in zip(fuses, hidden, modulations, strict=True)]
-    left = []
-    for fuse, x, update, (before, within), feed_forward in zip(
-        fuses, hidden, attend(*first), modulations, feed_forwards, strict=True
-    ):
-        x, normed = fuse(x, update, before[2], *within[:2])
-        left.append(add_gated(x, feed_forward(normed), within[2]))
-    return left[0], left[1]
-
-
-class JointProcessor:
-    """Attention of latents and text that stay apart, each with projections and norms of its own, in JAX.
-
-    As `HunyuanVideo15AttnProcessor2_0`, whose mask is the text's length here and whose text has no positions.
-    """
-
-    def __init__(self, attend: "Callable[..., tuple[jax.Array, jax.Array]]") -> None:
-        self.attend = attend
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: "torch.Tensor",
-        encoder_hidden_states: "torch.Tensor",
-        attention_mask: "torch.Tensor | None",
-        image_rotary_emb: tuple,
-    ) -> "tuple[torch.Tensor, torch.Tensor]":
-        """`image_rotary_emb`: cosines and sines for the latents."""
-        import functools
-
-        from ..programs import torch_bridge
-
-        def heads(source: "torch.Tensor", projections: tuple) -> "tuple[Any, ...]":
-            return tuple(project(source).unflatten(2, (attn.heads, -1)) for project in projections)
-
-        text_projections, text_norms, text_out = self.of_text(attn)
-        prologues = prologue(attn.norm_q, attn.norm_k, image_rotary_emb), prologue(text_norms[0], text_norms[1])
-        latent = heads(hidden_states, (attn.to_q, attn.to_k, attn.to_v))
-        text = heads(encoder_hidden_states, text_projections)
-        attend = functools.partial(self.attend, prologues=prologues)
-        outputs = torch_bridge.call_jax(attend, latent, text, attention_mask)
-        return attn.to_out[0](outputs[0].flatten(2)), text_out(outputs[1].flatten(2))
-
-    def of_text(self, attn: Any) -> tuple[tuple, tuple, Any]:
-        """The text's projections and norms, and what its output goes through."""
-        return (
-            (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
-            (attn.norm_added_q, attn.norm_added_k),
-            attn.to_add_out,
-        )
 
 
 def valid_first(parts: "tuple[jax.Array, ...]", lengths: "tuple[jax.Array, ...]") -> "tuple[jax.Array, jax.Array]":

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...sharding.rules import REPLICATED, Rule
+from ...sharding.rules import BLOCK_GATHERED, GATHERED, REPLICATED, Rule
 from ..model_spec import Component, Denoiser, FloatLimit, IntLimit, LatentGeometry, Miniature, Need, Recipe, Same, Vae
 from . import layers
 from .autoencoders.wan import decode, denormalize_latents
@@ -89,7 +89,7 @@ def attend_to_video(
     attn: Any, run: "DenoiserRun", x: "torch.Tensor", rotary: "tuple[torch.Tensor, torch.Tensor]"
 ) -> "torch.Tensor":
     """Self-attention. Queries and keys are normed over all heads at once, then rotated by their place."""
-    query, key, value = (by_head(attn, project(x)) for project in (attn.to_q, attn.to_k, attn.to_v))
+    query, key, value = layers.heads(attn, x, attn.to_q, attn.to_k, attn.to_v)
     found = run.self_attention(query, key, value, layers.prologue(attn.norm_q, attn.norm_k, rotary))
     return attn.to_out[0](found.flatten(2))
 
@@ -98,19 +98,14 @@ def attend_to_text(
     attn: Any, run: "DenoiserRun", x: "torch.Tensor", text: "torch.Tensor", pictures: "torch.Tensor | None"
 ) -> "torch.Tensor":
     """Cross-attention to all of the text, its padding too; and added to it that to the pictures' tokens."""
-    query, key, value = (by_head(attn, x) for x in (attn.to_q(x), attn.to_k(text), attn.to_v(text)))
+    (query,), (key, value) = layers.heads(attn, x, attn.to_q), layers.heads(attn, text, attn.to_k, attn.to_v)
     prologue = layers.prologue(attn.norm_q, attn.norm_k)
     found = run.cross_attention(query, key, value, prologue=prologue).flatten(2)
     if pictures is not None:
-        key, value = (by_head(attn, project(pictures)) for project in (attn.add_k_proj, attn.add_v_proj))
+        key, value = layers.heads(attn, pictures, attn.add_k_proj, attn.add_v_proj)
         prologue = layers.prologue(attn.norm_q, attn.norm_added_k)
         found = found + run.cross_attention(query, key, value, prologue=prologue).flatten(2)
     return attn.to_out[0](found)
-
-
-def by_head(attn: Any, projected: "torch.Tensor") -> "torch.Tensor":
-    """`[rows, tokens, heads * head_dim]` to `[rows, tokens, heads, head_dim]`."""
-    return projected.unflatten(2, (attn.heads, -1))
 
 
 def embed_time(embedder: Any, timesteps: "torch.Tensor") -> "torch.Tensor":
@@ -142,12 +137,12 @@ TRANSFORMER_RULES = (
     Rule("blocks.*.*.norm_k.weight", REPLICATED),
     Rule("blocks.*.norm2.weight", REPLICATED),
     Rule("blocks.*.scale_shift_table", REPLICATED),
-    Rule("blocks.*.*.to_out.0.weight", *layers.BLOCK_GATHERED),
-    Rule("blocks.*.*.*.weight", *layers.BLOCK_GATHERED),
-    Rule("blocks.*.ffn.net.0.proj.weight", *layers.BLOCK_GATHERED),
-    Rule("blocks.*.ffn.net.2.weight", *layers.BLOCK_GATHERED),
-    Rule("condition_embedder.time_proj.weight", *layers.GATHERED),
-    Rule("condition_embedder.*.*.weight", *layers.GATHERED),
+    Rule("blocks.*.*.to_out.0.weight", *BLOCK_GATHERED),
+    Rule("blocks.*.*.*.weight", *BLOCK_GATHERED),
+    Rule("blocks.*.ffn.net.0.proj.weight", *BLOCK_GATHERED),
+    Rule("blocks.*.ffn.net.2.weight", *BLOCK_GATHERED),
+    Rule("condition_embedder.time_proj.weight", *GATHERED),
+    Rule("condition_embedder.*.*.weight", *GATHERED),
     # 5120 wide: over the limit of what needs no rule in float32, or of more channels.
     Rule("patch_embedding.weight", REPLICATED),
     Rule("proj_out.weight", REPLICATED),

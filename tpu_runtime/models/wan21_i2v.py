@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...sharding.rules import REPLICATED, Rule
+from ...sharding.rules import GATHERED, REPLICATED, Rule
 from ..model_spec import Call, Component, FloatLimit, IntLimit, ModelSpec, Need, Pictures, Published, Same, Settings
 from . import layers, wan
 from .autoencoders import wan_encoder
@@ -115,7 +115,7 @@ TRANSFORMER = wan.PICTURE_TRANSFORMER.extended(
     rules=(
         Rule("blocks.*.attn2.norm_added_k.weight", REPLICATED),
         Rule("condition_embedder.image_embedder.norm*.weight", REPLICATED),
-        Rule("condition_embedder.image_embedder.ff.**.weight", *layers.GATHERED),
+        Rule("condition_embedder.image_embedder.ff.**.weight", *GATHERED),
     ),
     makers_names={
         "blocks.*.cross_attn.k_img": "blocks.*.attn2.add_k_proj",

@@ -62,7 +62,7 @@ def denoise_program(spec: ModelSpec, config: Config, target: Target, settings: S
     build = _StepBuild.of(spec, config, target, settings, shape)
 
     def predict(denoiser: Any, features: Any, *asked: Any) -> tuple[Any, Any]:
-        return build.with_run(spec.denoiser.forward)(denoiser, *asked), ()
+        return spec.denoiser.forward(denoiser, build.on_mesh, *asked), ()
 
     def step(weights: Weights, *args: Any) -> Any:
         return build.run(weights, StepArgs(*args), predict)[0]
@@ -73,7 +73,9 @@ def denoise_program(spec: ModelSpec, config: Config, target: Target, settings: S
 def keeping_program(spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape) -> Program:
     """A full step that also returns what later steps may start from: `((*state, denoised, is_finite), features)`."""
     build = _StepBuild.of(spec, config, target, settings, shape)
-    predict = step_reuse.keeping(reuse_of(spec), build.with_run(reuse_of(spec).keep), build.tokens)
+
+    def predict(denoiser: Any, features: Any, *asked: Any) -> tuple[Any, Any]:
+        return reuse_of(spec).keep(denoiser, build.on_mesh, *asked)
 
     def step(weights: Weights, *args: Any) -> Any:
         return build.run(weights, StepArgs(*args), predict)
@@ -86,10 +88,9 @@ def reusing_program(spec: ModelSpec, config: Config, target: Target, settings: S
     """What is left of a step that starts from what `keeping_program` kept: `(*state, denoised, is_finite)`."""
     features = step_reuse.kept_shapes(reuse_of(spec), keeping_program(spec, config, target, settings, shape))
     build = _StepBuild.of(spec, config, target, settings, shape)
-    reuse = build.with_run(reuse_of(spec).reuse)
-    # Where the model's file runs the blocks, tokens stay padded.
-    tokens = build.tokens if spec.denoiser.prepare is not None else None
-    predict = step_reuse.starting_from_kept(reuse_of(spec), reuse, tokens)
+
+    def predict(denoiser: Any, features: Any, *asked: Any) -> tuple[Any, Any]:
+        return reuse_of(spec).reuse(denoiser, build.on_mesh, features, *asked), ()
 
     def step(weights: Weights, *args: Any) -> Any:
         return build.run(weights, StepArgs(*args), predict)[0]
@@ -113,14 +114,14 @@ class _StepBuild:
     shape: StepShape
     mesh: Mesh
     network: modules.Network
-    tokens: TokenLayout
+    on_mesh: DenoiserRun
 
     @classmethod
     def of(cls, spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape) -> "_StepBuild":
         default = spec.parallelism.arranged(len(target.devices), spec.branches(settings), config)
         mesh = target.mesh(shape.mesh_shape or default)
         network = weights.traceable(spec.component(spec.denoiser.experts[0]), config)
-        tokens = TokenLayout(
+        layout = TokenLayout(
             mesh=mesh,
             num_tokens=spec.geometry.num_tokens(spec.geometry.latent_shape(settings)),
             frame_tokens=spec.geometry.num_tokens(spec.geometry.latent_shape(replace(settings, num_frames=1))),
@@ -129,28 +130,19 @@ class _StepBuild:
             ),
             layouts=weights.layouts(network, mesh, target.precision),
         )
-        if spec.denoiser.prepare is not None:
-            spec.denoiser.prepare(network, tokens)
         return cls(
             spec=spec, config=config, target=target, settings=settings, shape=shape,
-            mesh=mesh, network=network, tokens=tokens,
+            mesh=mesh, network=network, on_mesh=DenoiserRun(layout=layout),
         )  # fmt: skip
-
-    def with_run(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the spec that takes the run behind the denoiser, given it."""
-        if self.spec.denoiser.prepare is not None:
-            return function
-        run = DenoiserRun(layout=self.tokens)
-        return lambda denoiser, *asked: function(denoiser, run, *asked)
 
     def run(self, weights: Weights, args: StepArgs, predict: Predict) -> tuple[Any, Any]:
         """The traced step: new state, denoised estimate, whether the sample is finite; and the features to keep."""
         branches, dtype = self.spec.branches(self.settings), self.target.dtype
         sample = self._put_given(args.state[0], args.inputs)
         sample = jnp.broadcast_to(sample.astype(dtype), (branches, *sample.shape[1:]))
-        sample = self.tokens.constrain(sample, "dp")
+        sample = self.on_mesh.layout.constrain(sample, "dp")
         inputs = {name: _branched(x, branches, dtype) for name, x in args.inputs.items()}
-        weights = self.tokens.use_outside_blocks(weights)
+        weights = self.on_mesh.layout.use_outside_blocks(weights)
         inputs |= {"guidance": args.guidance[None], "next_timestep": args.next_timestep[None]}
         asked = (sample, args.timestep[None], inputs)
         output, kept = torch_bridge.functional(self.network.module, weights, predict, args.features, *asked)

@@ -14,7 +14,7 @@ from . import torch_bridge
 from .modules import LAYER, ScannedBlocks, scan_layers
 from .token_layout import TokenLayout
 
-Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Heads = Sequence[torch.Tensor]  # query, key and value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,18 @@ class DenoiserRun:
     def replicated(self, x: torch.Tensor) -> torch.Tensor:
         """`[rows, ...]`, on every chip of a branch: a text, or a vector whose weights are sharded."""
         return torch_bridge.call_jax(lambda x: self.layout.constrain(x, "dp", *[None] * (x.ndim - 1)), x)
+
+    def vector(self, x: torch.Tensor) -> torch.Tensor:
+        """`[rows, dim]`, a product of one vector for each row and weights that lie on all chips by `dim`: each chip
+        computes its part of all rows, and then every chip has them.
+        """
+
+        def gathered(x: jax.Array) -> jax.Array:
+            mesh = self.layout.mesh
+            parts = mesh.axis_names if x.shape[1] % mesh.size == 0 else None
+            return self.layout.constrain(self.layout.constrain(x, None, parts), None, None)
+
+        return torch_bridge.call_jax(gathered, x)
 
     def unpadded(self, x: torch.Tensor) -> torch.Tensor:
         """`[rows, tokens, ...]` without the padding of `tokens`."""

@@ -7,7 +7,6 @@ parameter name. The list of equal blocks becomes one block whose parameters are 
 
 import contextlib
 import copy
-import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,27 +29,7 @@ if TYPE_CHECKING:
 # The name of the one block in a stacked list: `blocks.3.attn.weight` is layer 3 of `blocks.*.attn.weight`.
 LAYER = "*"
 
-Values = dict[str, Any]
 Index = tuple[slice, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scan:
-    """What surrounds scanned blocks.
-
-    `carried` names the arguments that a block returns, in the order it returns them; all others are the same for every
-    layer. `enter(values)` may pad and place the arguments (by name) before the first layer, or put a tree of arrays in
-    the place of one; `leave(carried, before)` undoes that, given all arguments as they were. `stack(weights)` returns
-    all layers' weights another form, `use(weights)` places one layer's. With `collect`, what each layer leaves
-    in the first carried argument is kept, `[layers, ...]`.
-    """
-
-    carried: tuple[str, ...] = ("hidden_states",)
-    enter: Callable[[Values], Values] = lambda values: values
-    leave: Callable[[Values, Values], Values] = lambda carried, before: carried
-    stack: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda weights: weights
-    use: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda weights: weights
-    collect: bool = False
 
 
 class ScannedBlocks(torch.nn.Module):
@@ -60,8 +39,6 @@ class ScannedBlocks(torch.nn.Module):
         super().__init__()
         self.path, self.num_layers = path, len(blocks)
         self.add_module(LAYER, blocks[0])
-        self.scan = Scan()
-        self._collected: torch.Tensor | None = None
 
     @property
     def block(self) -> torch.nn.Module:
@@ -73,38 +50,23 @@ class ScannedBlocks(torch.nn.Module):
     def __getitem__(self, index: Any) -> Any:
         return [self] if isinstance(index, slice) else self
 
-    def take_collected(self) -> torch.Tensor:
-        """What `collect` kept in the last call, `[layers, ...]`."""
-        collected, self._collected = self._collected, None
-        assert collected is not None
-        return collected
-
-    def layers(self, part: slice) -> Callable[..., Any]:
-        """Some of the layers, to be called as all of them are."""
-        return functools.partial(self._run, range(self.num_layers)[part])
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(None, *args, **kwargs)
-
-    def _run(self, part: range | None, *args: Any, **kwargs: Any) -> Any:
-        scan = self.scan
-        before = torch_bridge.to_jax(_by_name(self.block, args, kwargs))
-        values = dict(torch_bridge.to_torch(scan.enter(before)))
-        start = tuple(values.pop(name) for name in scan.carried)
+        """What the blocks in turn make of `hidden_states`, as upstream's loop over them calls one; their other
+        arguments are the same for every layer. Returned as a block returns it, alone or in a tuple.
+        """
+        values = _by_name(self.block, args, kwargs)
+        hidden = values.pop("hidden_states")
         is_tuple = False
 
-        def run(block: torch.nn.Module, carry: tuple) -> tuple:
+        def body(block: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
             nonlocal is_tuple
-            out = block(**values, **dict(zip(scan.carried, carry, strict=True)))
+            out = block(hidden_states=hidden, **values)
             is_tuple = isinstance(out, tuple | list)
-            return tuple(out[: len(carry)]) if is_tuple else (out,)
+            return out[0] if is_tuple else out
 
-        carry, kept = scan_layers(self, start, run, part, stack=scan.stack, use=scan.use, collect=scan.collect)
-        after = scan.leave(dict(zip(scan.carried, torch_bridge.to_jax(carry), strict=True)), before)
-        self._collected = kept
-        results = torch_bridge.to_torch(tuple(after[name] for name in scan.carried))
-        # As the block does: a caller that takes element 0 would take row 0 of a bare tensor, and say nothing.
-        return results if is_tuple else results[0]
+        hidden, _ = scan_layers(self, hidden, body)
+        # A caller that takes element 0 would take row 0 of a bare tensor, and say nothing.
+        return (hidden,) if is_tuple else hidden
 
 
 def scan_layers(
@@ -116,7 +78,7 @@ def scan_layers(
     stack: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda weights: weights,
     use: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda weights: weights,
     collect: bool = False,
-) -> tuple[Any, torch.Tensor | None]:
+) -> tuple[Any, Any]:
     """`carry = body(block, carry)` for each layer in turn (or those in `part`), traced once: the last carry.
 
     `block` is the one block with a layer's weights for parameters. `carry` is a tree of torch tensors; each keeps its
@@ -140,7 +102,7 @@ def scan_layers(
     return torch_bridge.to_torch(found)
 
 
-def _by_name(block: torch.nn.Module, args: tuple, kwargs: dict) -> Values:
+def _by_name(block: torch.nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
     """A call's arguments by the names of the block's parameters."""
     bound = inspect.signature(block.forward).bind(*args, **kwargs).arguments
     extra = bound.pop("kwargs", {})
@@ -236,12 +198,6 @@ class Network:
     component: Component
     module: torch.nn.Module
     weights: Mapping[str, Weight]
-
-    def blocks(self, path: str) -> ScannedBlocks:
-        """The scanned blocks at one of the component's `blocks` paths."""
-        blocks = self.module.get_submodule(path)
-        assert isinstance(blocks, ScannedBlocks)
-        return blocks
 
 
 def build_full(component: Component, config: Mapping[str, Any]) -> torch.nn.Module:

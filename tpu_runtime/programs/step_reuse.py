@@ -1,6 +1,6 @@
 """Denoising with a step cache: one program that keeps features on the devices, one that starts from them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +9,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..model_spec import StepCache, StepReuse
-from . import torch_bridge
 from .executables import Executable
 from .program import TRACING, Program
-from .token_layout import TokenLayout
 
 Features = dict[str, jax.Array]
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
@@ -33,29 +31,6 @@ def shardings(reuse: StepReuse, mesh: Mesh) -> dict[str, NamedSharding]:
     """Where features stay between steps: rows on `dp`, and what is for each latent token on `sp`."""
     tokens = dict.fromkeys(reuse.tokens, NamedSharding(mesh, P("dp", "sp")))
     return {**tokens, **dict.fromkeys(reuse.whole, NamedSharding(mesh, P("dp")))}
-
-
-def keeping(reuse: StepReuse, keep: Callable[..., Any], tokens: TokenLayout) -> Callable[..., tuple[Any, Features]]:
-    """A full prediction with the features that `keep` returns with it, placed as they stay."""
-
-    def predict(denoiser: Any, features: Any, *asked: Any) -> tuple[Any, Features]:
-        output, kept = keep(denoiser, *asked)
-        placed = {name: torch_bridge.call_jax(tokens.shard_tokens, kept[name]) for name in reuse.tokens}
-        return output, {**kept, **placed}
-
-    return predict
-
-
-def starting_from_kept(
-    reuse: StepReuse, run: Callable[..., Any], tokens: TokenLayout | None
-) -> Callable[..., tuple[Any, Any]]:
-    """The prediction that `run` makes of an earlier step's features, cut to their `tokens`."""
-
-    def predict(denoiser: Any, features: Any, *asked: Any) -> tuple[Any, Any]:
-        cut = {name: features[name][:, : tokens.num_tokens] for name in reuse.tokens} if tokens is not None else {}
-        return run(denoiser, {**features, **cut}, *asked), ()
-
-    return predict
 
 
 def kept_shapes(reuse: StepReuse, full: Program) -> dict[str, jax.ShapeDtypeStruct]:

@@ -20,7 +20,7 @@ from ...attention.policy import AttentionPolicy
 from ...attention.prologue import NO_PROLOGUE, Prologue
 from ...kernels import residual_norm
 from ...sharding.rules import Layout
-from .modules import LAYER, Scan, Values
+from .modules import LAYER
 
 ROWS = 16  # of a register of bfloat16
 
@@ -51,9 +51,6 @@ class TokenLayout:
         widths = [(0, padding) if axis == 1 else (0, 0) for axis in range(x.ndim)]
         return jnp.pad(x, widths) if padding else x
 
-    def shard_tokens(self, hidden: Float[Array, "batch tokens dim"]) -> Float[Array, "batch padded dim"]:
-        return self.constrain(self.pad_tokens(hidden), "dp", "sp", None)
-
     def spread_tokens(
         self, hidden: Float[Array, "batch tokens dim"], placement: Placement = "sharded"
     ) -> Float[Array, "batch padded dim"]:
@@ -68,13 +65,10 @@ class TokenLayout:
         axes = ("sp",) if placement == "sharded" else ()
         return P("dp", (*axes, "tp") if spread else axes or None, None)
 
-    def self_attention(
-        self, q: Array, k: Array, v: Array, num_tokens: int | None = None, *, prologue: Prologue = NO_PROLOGUE
-    ) -> Array:
-        """One padded sequence of `num_tokens` real tokens (the latent tokens by default) attending to itself."""
-        length = self.num_tokens if num_tokens is None else num_tokens
+    def self_attention(self, q: Array, k: Array, v: Array, *, prologue: Prologue = NO_PROLOGUE) -> Array:
+        """Padded latent tokens attending to each other."""
         return attention(
-            q, k, v, kv_length=length, mesh=self.mesh, keys="sharded", prologue=prologue, policy=self.policy
+            q, k, v, kv_length=self.num_tokens, mesh=self.mesh, keys="sharded", prologue=prologue, policy=self.policy
         )
 
     def cross_attention(
@@ -227,28 +221,6 @@ class TokenLayout:
             name: x if f".{LAYER}." in name else self.constrain(x, *self.layouts[name].in_use)
             for name, x in weights.items()
         }
-
-    def scan(
-        self,
-        path: str,
-        enter: Callable[[Values], Values],
-        carried: tuple[str, ...] = ("hidden_states",),
-        merged: tuple[str, ...] = (),
-    ) -> Scan:
-        """The surroundings of the blocks at `path`: tokens are padded by `enter` and cut on the way out. The groups of
-        the `merged` weights become one dimension.
-        """
-
-        def leave(after: Values, before: Values) -> Values:
-            return {name: hidden[:, : before[name].shape[1]] for name, hidden in after.items()}
-
-        def stack(weights: dict[str, Array]) -> dict[str, Array]:
-            prefix = f"{path}.{LAYER}."
-            return weights | {name: self.merge_groups(prefix + name, weights[name]) for name in merged}
-
-        return Scan(
-            carried=carried, enter=enter, leave=leave, stack=stack, use=functools.partial(self.use_in_block, path)
-        )
 
 
 def _each_row(collective: Callable[..., Array], x: Float[Array, "batch tokens dim"]) -> Array:

@@ -17,19 +17,19 @@ def layer_states(model: Any, ids: "torch.Tensor", mask: "torch.Tensor", layers: 
 
     import torch
 
-    from ...programs.modules import Scan
+    from ...programs.modules import scan_layers
 
-    blocks = model.layers
-    blocks.scan = Scan(collect=True)
-    blocks.block.self_attn.forward = types.MethodType(attend_causally, blocks.block.self_attn)
+    attn = model.layers.block.self_attn
+    attn.forward = types.MethodType(attend_causally, attn)
     embeds = model.embed_tokens(ids)
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    blocks(
-        embeds,
-        attention_mask=mask.to(torch.bool)[:, None, None, :] & (positions <= positions.T),
-        position_embeddings=model.rotary_emb(embeds, position_ids=positions),
-    )
-    states = blocks.take_collected()
+    seen = mask.to(torch.bool)[:, None, None, :] & (positions <= positions.T)
+    rotary = model.rotary_emb(embeds, position_ids=positions)
+
+    def body(block: Any, x: "torch.Tensor") -> "torch.Tensor":
+        return block(x, attention_mask=seen, position_embeddings=rotary)
+
+    _, states = scan_layers(model.layers, embeds, body, collect=True)
     return torch.cat([states[layer - 1] for layer in layers], dim=-1)
 
 
