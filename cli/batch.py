@@ -14,7 +14,7 @@ from rich.text import Text
 from ..fleet.driver import Driver, Limits, Progress, View
 from ..fleet.jobs import Recipe, read_jobs
 from ..fleet.ledger import JOURNAL, RESULTS, Ledger
-from ..fleet.local import LocalWorkers
+from ..fleet.local import LocalWorker
 from ..fleet.messages import Workers
 from ..fleet.store import FolderStore, Store, open_store
 from ..nodes.declare import Folders
@@ -89,7 +89,7 @@ def _workers(options: argparse.Namespace, store: Store) -> Workers:
 
         return RayWorkers(options.ray)
     logs = store.root / "logs" if isinstance(store, FolderStore) else Path(tempfile.mkdtemp(prefix="comfyui-tpu-logs-"))
-    return LocalWorkers(logs)
+    return LocalWorker(logs)
 
 
 def summary(ended: Progress, store: Store) -> str:

@@ -20,7 +20,7 @@ LEAVES = {"leaves", "model_spec", "cache", "attention", "kernels", "sharding"}
 PROGRAMS = {"programs", "machine", *LEAVES}
 MODELS = {"models", *PROGRAMS}
 CHECKPOINTS = {"checkpoints", *MODELS}
-ENGINE = {"engine", "hosts", "loras", *CHECKPOINTS}
+ENGINE = {"engine", "hosts", "line", "loras", *CHECKPOINTS}
 MAY_IMPORT = {
     "sharding": set(),
     "kernels": {"sharding"},
@@ -36,8 +36,9 @@ MAY_IMPORT = {
     "models": {"models.text_encoders", "models.autoencoders", "models.denoisers", *PROGRAMS},
     "checkpoints": MODELS,
     "loras": CHECKPOINTS,
-    "hosts": CHECKPOINTS,
-    "engine": {"hosts", "loras", *CHECKPOINTS},
+    "line": CHECKPOINTS,
+    "hosts": {"line", *CHECKPOINTS},
+    "engine": ENGINE - {"engine"},
     "remote": ENGINE,
     "cost_model": PROGRAMS,
     "plan": {"cost_model", *CHECKPOINTS},
