@@ -34,7 +34,7 @@ from ..tpu_runtime.pipeline import (
 log = logging.getLogger(__name__)
 
 # A client that says nothing for half as long again loses its turn.
-HEARTBEAT_S = 6.0
+HEARTBEAT_S = 10.0
 # Sending previews takes at most this share of the time.
 _PREVIEW_S, _PREVIEW_SHARE = 0.5, 0.1
 # Clients at once; bytes of what a stage is given, of a LoRA, and of all LoRAs that are kept.

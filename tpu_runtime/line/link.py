@@ -30,7 +30,7 @@ HEARTBEAT_S = 20.0
 # How long a connection may take, and to show the secret; how many may be about to; how long a wrong one takes.
 LATE_S, MOST_STRANGERS, WRONG_S = 10.0, 64, 1.0
 _PATH, _HELLO, _REFUSED = "/line", "X-Hello", "X-Refused"
-_PIECE, _LOOK_S = 2**20, 0.1
+_PIECE, _AHEAD, _LOOK_S = 2**20, 16, 0.1
 _THREAD = "comfyui-tpu-line"
 _CLOSED = "it closed the connection"
 # What aiohttp raises where the other end is gone.
@@ -76,6 +76,16 @@ class Link:
     def __init__(self, line: Any, end: Callable[[], Awaitable[Any]], heartbeat_s: float) -> None:
         self._line, self._end, self._silence_s = line, end, 1.5 * heartbeat_s
         self._sending = asyncio.Lock()
+        # Read ahead, so that pings are answered while nobody waits for a message.
+        self._frames: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue(_AHEAD)
+        self._reading = loop().create_task(self._read())
+
+    async def _read(self) -> None:
+        is_open = True
+        while is_open:
+            frame = await self._line.receive()
+            is_open = frame.type in (WSMsgType.TEXT, WSMsgType.BINARY)
+            await self._frames.put(frame)
 
     def send(self, message: Any, look: Callable[[], None] = lambda: None) -> None:
         """Raises `Gone`. From the loop's own thread it does not wait."""
@@ -130,11 +140,12 @@ class Link:
             yield piece
 
     async def _frame(self, kind: WSMsgType) -> Any:
-        frame = await self._line.receive()
-        if frame.type == kind:
-            return frame.data
-        if frame.type in (WSMsgType.TEXT, WSMsgType.BINARY):
-            raise wire.WireError("what came is not what is expected next")
+        if not (self._reading.done() and self._frames.empty()):
+            frame = await self._frames.get()
+            if frame.type == kind:
+                return frame.data
+            if frame.type in (WSMsgType.TEXT, WSMsgType.BINARY):
+                raise wire.WireError("what came is not what is expected next")
         if isinstance(self._line.exception(), TimeoutError):
             raise Gone(f"nothing was heard of it for {self._silence_s:.0f} s")
         raise Gone(_CLOSED)
@@ -229,7 +240,8 @@ class Door(web.Server):
         async def close() -> None:
             if self._listening is not None:
                 self._listening.close()
-            await self.shutdown(0.0)
+            for transport in list(self._connections.values()):
+                transport.abort()
 
         run(close())
 
@@ -274,7 +286,7 @@ class Door(web.Server):
         try:
             await line.prepare(request)
             await self._speak(Link(line, functools.partial(_abort, request), self._heartbeat_s), hello, address)
-        except (Gone, wire.WireError) as error:
+        except (OSError, wire.WireError) as error:  # `Gone` among them
             log.info("%s is gone: %s", address, error)
         except Exception:  # whatever it is, the others stay
             log.exception("the link with %s failed", address)
