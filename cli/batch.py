@@ -16,7 +16,7 @@ from ..fleet.jobs import Recipe, read_jobs
 from ..fleet.ledger import JOURNAL, RESULTS, Ledger
 from ..fleet.local import LocalWorker
 from ..fleet.messages import Workers
-from ..fleet.store import FolderStore, Store, open_store
+from ..fleet.store import Store, open_store
 from ..nodes.declare import Folders
 from ..nodes.headless.runner import TerminalHost
 from .verbs import add_workflow, given_folders, given_workflow
@@ -88,7 +88,7 @@ def _workers(options: argparse.Namespace, store: Store) -> Workers:
         from ..fleet.cluster import RayWorkers
 
         return RayWorkers(options.ray)
-    logs = store.root / "logs" if isinstance(store, FolderStore) else Path(tempfile.mkdtemp(prefix="comfyui-tpu-logs-"))
+    logs = store.root / "logs" if store.root else Path(tempfile.mkdtemp(prefix="comfyui-tpu-logs-"))
     return LocalWorker(logs)
 
 

@@ -111,7 +111,7 @@ def test_a_job_that_always_takes_its_worker_along_ends(run, tmp_path: Path):
 def test_failures_are_counted_over_calls(run, tmp_path: Path):
     def interrupted(worker: str, request: Request) -> Failed:
         if workers.runs[1] == 2:
-            signal.raise_signal(signal.SIGINT)
+            workers.ctrl_c()
         return Failed(job=request.job, error="bad", fault=JOBS_FAULT)
 
     workers = Inline(["a"], interrupted)
@@ -131,10 +131,11 @@ def test_a_broken_machine_stops_the_batch_before_everything_is_set_aside(run, ca
 def test_ctrl_c_stops_and_says_how_to_go_on(run, tmp_path: Path, capsys):
     def body(worker: str, request: Request) -> Done:
         if request.line == 2:
-            signal.raise_signal(signal.SIGINT)
+            workers.ctrl_c()
         return keep(worker, request)
 
-    assert run(Inline(["a"], body), 5) == 130
+    workers = Inline(["a"], body)
+    assert run(workers, 5) == 130
     assert run(rest := Inline(["a"]), 5) == 0 and rest.runs == {3: 1, 4: 1, 5: 1}
 
 

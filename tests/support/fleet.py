@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ from ...fleet.ledger import DONE, RESULTS
 from ...fleet.local import READY, Inbox
 from ...fleet.messages import Done, Failed, Request, Status
 from ...fleet.store import open_store
+from .patience import until
 
 PACK = Path(__file__).parents[2]
 WORKFLOW = PACK / "examples" / "api" / "wan21_t2v_720p.json"
@@ -52,6 +54,7 @@ class InlineWorker:
         with self._workers.lock:
             self._workers.runs[request.line] += 1
             self._workers.ran[self.name].append(request)
+            self._workers.is_cancelled = is_cancelled
             return self._workers.body(self.name, request)
 
     def restart(self) -> None:
@@ -66,6 +69,7 @@ class Inline:
         self.runs: Counter[int] = Counter()  # by line
         self.ran: dict[str, list[Request]] = {name: [] for name in names}
         self.restarted: list[str] = []
+        self.is_cancelled: Callable[[], bool] = lambda: False
         self._new = [InlineWorker(name, self) for name in names]
 
     def found(self) -> Sequence[InlineWorker]:
@@ -73,6 +77,11 @@ class Inline:
         return new
 
     def close(self) -> None: ...
+
+    def ctrl_c(self) -> None:
+        """As if the user pressed it, until the driver knows: its thread is another than a worker's."""
+        signal.raise_signal(signal.SIGINT)
+        until(self.is_cancelled)
 
 
 def stub(connection: Connection) -> None:
