@@ -63,6 +63,7 @@ def run(work: Coroutine[Any, Any, Any], look: Callable[[], None] = lambda: None)
     """What `work` gives, done on the loop, for another thread; `look` is called meanwhile, and may raise."""
     future = asyncio.run_coroutine_threadsafe(work, loop())
     try:
+        look()  # also where each of many is done at once
         while not wait([future], _LOOK_S).done:
             look()
         return future.result()
