@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import shutil
 import socket
 import stat
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ class Echo:
 
     def __init__(self, heartbeat_s: float = link.HEARTBEAT_S) -> None:
         self.links: list[Link] = []
+        self.made: list[Link] = []
         self.door = Door(lambda hello, address: hello["no"], self._speak, {"/health": lambda: "ok"}, heartbeat_s)
         self.where = trust.Address(host="127.0.0.1", port=self.door.listen("127.0.0.1", 0))
 
@@ -32,7 +35,8 @@ class Echo:
         self.links.remove(one)
 
     def connect(self, no: Any = None) -> Link:
-        return link.connect(self.where, {"no": no})
+        self.made.append(link.connect(self.where, {"no": no}))
+        return self.made[-1]
 
     def raw(self, content: bytes) -> bytes:
         """What a connection is answered, up to its end."""
@@ -49,6 +53,8 @@ class Echo:
 def echo() -> Iterator[Echo]:
     found = Echo()
     yield found
+    for one in found.made:
+        one.close()
     found.door.close()
 
 
@@ -193,3 +199,40 @@ def test_the_token_goes_only_to_machines_that_the_owner_has_listed(owner: Any, m
     monkeypatch.setenv(trust.LISTED, "gpu-1, [::1]:99")
     trust.check_listed(trust.parse("gpu-1:8190"))
     trust.check_listed(trust.parse("[::1]:99"))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="nothing here makes certificates")
+def test_with_certificates_a_link_is_encrypted_and_a_stranger_in_its_place_is_not_believed(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("own", "other"):
+        made = [
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            f"{name}.pem",
+            "-subj",
+            "/CN=x",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+        ]
+        command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *made]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    monkeypatch.setenv(trust.CERTIFICATE, str(tmp_path / "own.pem"))
+    monkeypatch.setenv(trust.KEY, str(tmp_path / "own.key"))
+    echo = Echo()
+    try:
+        monkeypatch.setenv(trust.AUTHORITY, str(tmp_path / "own.pem"))
+        one = echo.connect()
+        one.send(Text("x"))
+        assert one.receive((Text,)) == Text("x")
+        for authority in (str(tmp_path / "other.pem"), ""):
+            monkeypatch.setenv(trust.AUTHORITY, authority)
+            with pytest.raises(OSError):
+                echo.connect()
+        monkeypatch.setenv(trust.KEY, str(tmp_path / "other.key"))
+        with pytest.raises(trust.TrustError, match="name no certificate and its key"):
+            Echo()
+    finally:
+        one.close()
+        echo.door.close()

@@ -133,9 +133,7 @@ class Client:
                 if found and RESTS.has(address):
                     break  # only where no other is there
                 try:
-                    hello = {"source": versions.source_digest()}
-                    link = connect(address, hello, progress.check_cancelled)
-                    load = link.receive((Load,), progress.check_cancelled)
+                    load, link = _open(address, progress)
                     found[address] = (load.requests, wanted is not None and load.model != wanted.model_id), link
                 except OSError as failed:  # `Gone` and `Refused` among them
                     left.remove(address)
@@ -148,6 +146,16 @@ class Client:
         finally:
             for _, link in found.values():
                 link.close()
+
+
+def _open(address: Address, progress: Progress) -> tuple[Load, Link]:
+    """A link to a machine, and what it says of itself."""
+    link = connect(address, {"source": versions.source_digest()}, progress.check_cancelled)
+    try:
+        return link.receive((Load,), progress.check_cancelled), link
+    except BaseException:
+        link.close()
+        raise
 
 
 def _result(address: Address, link: Link, progress: Progress, loras: Sequence[Lora]) -> Any:
