@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
-from comfyui_tpu.tpu_runtime.model_spec import StepCache
 from comfyui_tpu.tpu_runtime.line import wire
 from comfyui_tpu.tpu_runtime.line.records import At, Call, Ended, Text
+from comfyui_tpu.tpu_runtime.model_spec import StepCache
 
 MODEL = ModelRef(
     spec_name="wan2.1-t2v-14b", model_id="tiny/wan21", precision="float32", loras=(Lora(path="a", strength=0.5),)
