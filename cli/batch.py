@@ -14,9 +14,9 @@ from rich.text import Text
 from ..fleet.driver import Driver, Limits, Progress, View
 from ..fleet.jobs import Recipe, read_jobs
 from ..fleet.ledger import JOURNAL, RESULTS, Ledger
-from ..fleet.local import LocalWorkers
+from ..fleet.local import LocalWorker
 from ..fleet.messages import Workers
-from ..fleet.store import FolderStore, Store, open_store
+from ..fleet.store import Store, open_store
 from ..nodes.declare import Folders
 from ..nodes.headless.runner import TerminalHost
 from .verbs import add_workflow, given_folders, given_workflow
@@ -88,8 +88,8 @@ def _workers(options: argparse.Namespace, store: Store) -> Workers:
         from ..fleet.cluster import RayWorkers
 
         return RayWorkers(options.ray)
-    logs = store.root / "logs" if isinstance(store, FolderStore) else Path(tempfile.mkdtemp(prefix="comfyui-tpu-logs-"))
-    return LocalWorkers(logs)
+    logs = store.root / "logs" if store.root else Path(tempfile.mkdtemp(prefix="comfyui-tpu-logs-"))
+    return LocalWorker(logs)
 
 
 def summary(ended: Progress, store: Store) -> str:

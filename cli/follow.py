@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..tpu_runtime import pipeline
-from ..tpu_runtime.pipeline import RESTART, Place, Refused, places, readings, snapshot, supervisor
+from ..tpu_runtime.pipeline import RESTART, Place, Refused, places, readings, snapshot, supervisor, trust
 
 _DESCRIPTION = """\
 Joins this host's chips to those of the first host, and does its part of what runs there. When one host is gone, all
@@ -36,7 +36,9 @@ def run(options: argparse.Namespace) -> int:
                 "This host is the first of its TPU: ComfyUI or a command leads here. Give it behind `--`, such as "
                 "comfyui-tpu follow -- comfyui-tpu run WORKFLOW.json."
             )
+        trust.make_token(print)
         return supervisor.keep(options.leads, environment)
+    trust.token()  # a sentence where there is none: waiting would bring none
     if not options.once:
         # The same command again, in a process of its own: JAX joins a slice once.
         at = sys.orig_argv.index("follow") + 1

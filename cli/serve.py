@@ -2,18 +2,18 @@
 
 import argparse
 import logging
-import os
+import threading
 
-from ..fleet.serve import LOOPBACK, Server, Stages
-from ..tpu_runtime.pipeline import wire
+from ..fleet.serve import Server, Stages
+from ..tpu_runtime.pipeline import trust
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
-        "--host", default=LOOPBACK[0], metavar="ADDRESS",
-        help=f"where it listens ({LOOPBACK[0]}); others than this machine need a token in {wire.VARIABLE}",
+        "--host", default="127.0.0.1", metavar="ADDRESS",
+        help="where it listens (127.0.0.1); 0.0.0.0 lets other machines ask",
     )  # fmt: skip
-    verb.add_argument("--port", type=int, default=wire.DEFAULT_PORT, help=f"({wire.DEFAULT_PORT}); 0 is a free one")
+    verb.add_argument("--port", type=int, default=trust.DEFAULT_PORT, help=f"({trust.DEFAULT_PORT}); 0 is a free one")
     verb.add_argument(
         "--models", action="append", default=[], metavar="DIR", help="a folder that holds models; repeatable"
     )
@@ -22,9 +22,9 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serves until Ctrl-C."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    stages = Stages(tuple(options.models))
-    with Server(options.host, options.port, stages, os.environ.get(wire.VARIABLE, "").strip()) as server:
-        host, port = server.server_address[:2]
-        print(f"Stages are served at {host}:{port}, the address for the node TPU Remote.", flush=True)
-        server.serve_forever()
+    trust.make_token(print)
+    with Server(options.host, options.port, Stages(tuple(options.models))) as server:
+        address = trust.Address(host=server.host, port=server.port)
+        print(f"Stages are served at {address}, the address for the node TPU Remote.", flush=True)
+        threading.Event().wait()
     return 0

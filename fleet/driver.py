@@ -1,4 +1,4 @@
-"""Drives a batch: gives every worker that is free the job that suits it, and keeps account of what comes back.
+"""Drives a batch: a thread for each worker gives it the job that suits it, and keeps account of what comes back.
 
 Each worker has one job. Nothing here grows with the jobs but what is known of each: its line, and its name.
 """
@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,17 +16,17 @@ from typing import Any
 
 from .jobs import Recipe, with_tries
 from .ledger import FAILED, Ledger
-from .messages import Done, Event, Failed, Lost, Ready, Status, Workers
+from .messages import JOBS_FAULT, PLACES_FAULT, Done, Failed, Lost, Status, Worker, Workers
 from .queue import Job, Queue
 
 log = logging.getLogger(__name__)
 
-# How long events are waited for, and what runs is given to stop.
+# How often is looked what changed, and what runs is given to stop.
 _TICK_S, _STOP_S = 0.25, 20.0
-# Errors of the machine, in a row and of different jobs: nothing good comes of going on.
-MOST_IN_A_ROW = 10
-# A worker that fails so often in a row is started again.
-_WORKER_IN_A_ROW = 3
+# A worker that fails rests, each time for twice as long, and is started again every third time.
+FIRST_REST_S, LONGEST_REST_S, _RESTART_AFTER = 1.0, 60.0, 3
+# Once all workers have failed so often in a row, nothing good comes of going on.
+MOST_IN_A_ROW = 8
 _RECENT = 50
 
 
@@ -46,6 +47,7 @@ class Doing:
     is_here: bool = True
     status: Status = field(default_factory=Status)
     in_a_row: int = 0
+    failed: dict[str, Job] = field(default_factory=dict)  # in a row, by neither job's own fault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,28 +93,34 @@ class Driver:
         self._queue = Queue(with_tries(waiting, ledger.tries(job.id for job in waiting)))
         self._doing: dict[str, Doing] = {}
         self._ends: deque[float] = deque(maxlen=_RECENT)
-        self._in_a_row: dict[str, Job] = {}
-        self._is_stopping = False
+        self._is_stopping, self._is_cancelled = False, False
+        self._problem: Exception | None = None
+        # Of all above: a thread for each worker, and the one that shows.
+        self._changed = threading.Condition()
 
     def run(self) -> Progress:
-        """Runs until every job is decided, or Ctrl-C; KeyboardInterrupt then, once all workers have stopped."""
+        """Runs until every job is decided, or Ctrl-C; KeyboardInterrupt then, once all workers have stopped. Raises
+        `Stopped` where all workers only fail.
+        """
         self._ends.append(time.monotonic())
+        deadline = float("inf")
         with _interruptible(self._stop):
             try:
-                deadline = float("inf")
-                while (len(self._queue) and not self._is_stopping) or self._is_running():
+                while time.monotonic() < deadline and not self._is_over():
                     if self._is_stopping and deadline == float("inf"):
                         self._view.line("stopping: what runs ends within a step; Ctrl-C once more ends it at once")
                         deadline = time.monotonic() + _STOP_S
-                        self._workers.cancel()
-                    if time.monotonic() > deadline:
-                        break
-                    self._dispatch()
-                    for event in self._workers.events(_TICK_S):
-                        self._handle(event)
-                    self._show()
+                        self._is_cancelled = True
+                    for worker in self._workers.found():
+                        threading.Thread(target=self._work, args=(worker,), daemon=True).start()
+                    with self._changed:
+                        self._changed.wait(_TICK_S)
+                        self._view.show(self.progress())
             finally:
-                self._ledger.close()
+                with self._changed:
+                    self._ledger.close()
+        if self._problem is not None:
+            raise self._problem
         if self._is_stopping:
             raise KeyboardInterrupt
         return self.progress()
@@ -122,99 +130,124 @@ class Driver:
             raise KeyboardInterrupt  # twice: at once
         self._is_stopping = True
 
-    def _is_running(self) -> bool:
-        return any(doing.job is not None for doing in self._doing.values())
+    def _is_ending(self) -> bool:
+        return self._is_stopping or self._problem is not None
 
-    # -- jobs to workers -----------------------------------------------------------------------------------------------
+    def _is_over(self) -> bool:
+        with self._changed:
+            is_running = any(doing.job is not None for doing in self._doing.values())
+            return not is_running and (self._is_cancelled or self._problem is not None or not len(self._queue))
 
-    def _dispatch(self) -> None:
-        for worker, doing in self._doing.items():
-            while doing.is_here and doing.job is None and not self._is_stopping:
-                job = self._queue.take(worker)
-                if job is None:
-                    return
+    # -- the thread of a worker ----------------------------------------------------------------------------------------
+
+    def _work(self, worker: Worker) -> None:
+        with self._changed:
+            doing = self._doing[worker.name] = Doing(is_here=False)
+        try:
+            while not self._is_over():
                 try:
-                    request = self._recipe.request(job, self._ledger.store.location, self._ledger.token)
-                except (ValueError, OSError) as error:
-                    self._failed_once(job, f"{error}")
-                    continue
-                doing.job, doing.since = job, time.monotonic()
-                self._workers.submit(worker, request)
+                    worker.wait(self._is_over)
+                    doing.is_here = True
+                    self._do_next(worker, doing)
+                except Lost as lost:
+                    with self._changed:
+                        self._lost(worker, doing, lost)
+                        if lost.for_good:
+                            del self._doing[worker.name]
+                            return
+        except Exception as error:  # whatever it is, the batch ends with it
+            self._problem = error
+        finally:
+            doing.job = None
 
-    # -- what comes back -----------------------------------------------------------------------------------------------
-
-    def _handle(self, event: Event) -> None:
-        doing = self._doing.setdefault(event.worker, Doing())
-        if isinstance(event, Ready):
-            self._queue.forget(event.worker)
-            doing.is_here, doing.in_a_row = True, 0
-            return
-        job, doing.job = doing.job, None
-        if isinstance(event, Lost):
+    def _do_next(self, worker: Worker, doing: Doing) -> None:
+        """Runs the job that suits a worker, and rests after a failure that may be the machine's."""
+        with self._changed:
+            job = None if self._is_ending() else self._queue.take(worker.name)
+            if job is None:
+                self._changed.wait(_TICK_S)
+                return
+            doing.job, doing.since, doing.status = job, time.monotonic(), Status()
+        try:
+            request = self._recipe.request(job, self._ledger.store.location, self._ledger.token)
+            outcome = worker.run(request, lambda status: setattr(doing, "status", status), lambda: self._is_cancelled)
+        except (ValueError, OSError) as error:  # its pictures, here
+            fault = JOBS_FAULT if isinstance(error, ValueError) else PLACES_FAULT
+            outcome = Failed(job=job.id, error=str(error), fault=fault)
+        with self._changed:
+            rest_s = self._handle(worker.name, doing, job, outcome)
+            doing.job = None
+            self._changed.notify_all()
+        if rest_s and doing.in_a_row % _RESTART_AFTER == 0:
             doing.is_here = False
-            self._queue.forget(event.worker)
-            if event.for_good:
-                del self._doing[event.worker]
-            self._lost(event, job)
-        elif job is None or job.id != event.job:
-            log.warning("%s speaks of job %s, which it does not have.", event.worker, event.job)
-            doing.job = job
-        elif isinstance(event, Done):
+            self._queue.forget(worker.name)
+            worker.restart()
+        until = time.monotonic() + rest_s
+        while time.monotonic() < until and not self._is_over():
+            time.sleep(min(_TICK_S, rest_s))
+
+    def _handle(self, worker: str, doing: Doing, job: Job, outcome: Done | Failed) -> float:
+        """Keeps account of a job's end; how long the worker is to rest."""
+        if isinstance(outcome, Done):
             doing.in_a_row = 0
-            self._finished(job, event.record)
-        elif event.cancelled:
+            doing.failed.clear()
+            self._finished(job, outcome.record)
+        elif outcome.cancelled:
             self._queue.add(job)
         else:
-            self._failed_on(event, job, doing)
+            job.avoid = worker if len(self._doing) > 1 else ""
+            if outcome.fault == JOBS_FAULT:
+                self._failed_once(job, outcome.error)
+                return 0.0
+            return self._failed_on(worker, doing, job, outcome)
+        return 0.0
+
+    def _failed_on(self, worker: str, doing: Doing, job: Job, outcome: Failed) -> float:
+        """A machine's fault is not the job's; nor is one that other jobs meet there too."""
+        doing.in_a_row += 1
+        rest_s = min(FIRST_REST_S * 2 ** (doing.in_a_row - 1), LONGEST_REST_S)
+        if outcome.fault != PLACES_FAULT:
+            doing.failed[job.id] = job
+        if outcome.fault == PLACES_FAULT or len(doing.failed) > 1:
+            for one in doing.failed.values():
+                if one.tries.failures and one.id not in self._ledger.failed:
+                    one.tries.failures.clear()
+                    self._ledger.note_tries(one.id, one.tries)
+            self._view.line(f"{worker} rests {rest_s:.0f} s, line {job.line} waits again: {outcome.error}")
+            self._queue.add(job)
+        else:
+            self._failed_once(job, outcome.error)
+        if all(one.in_a_row >= MOST_IN_A_ROW for one in self._doing.values()):
+            self._problem = Stopped(
+                f"{MOST_IN_A_ROW} jobs in a row ended with an error of the machine, on every one, the last with: "
+                f"{outcome.error} Fix that, and run the same command again: no job has lost an attempt by it."
+            )
+        return rest_s
 
     def _finished(self, job: Job, record: Mapping[str, Any]) -> None:
-        self._in_a_row.clear()
         self._done += 1
         self._ends.append(time.monotonic())
         self._ledger.note_done(job.id, record, had_tries=bool(job.tries.failures or job.tries.losses))
         files = ", ".join(record.get("files", ())) or "no file"
         self._view.line(f"{self._count()} line {job.line}: {record.get('seconds', 0):.1f} s, {files}")
 
-    def _lost(self, event: Lost, job: Job | None) -> None:
+    def _lost(self, worker: Worker, doing: Doing, lost: Lost) -> None:
+        self._queue.forget(worker.name)
+        job, doing.job, doing.is_here, doing.in_a_row = doing.job, None, False, 0
+        if self._is_ending():
+            return
         if job is None:
-            self._view.line(f"{event.worker} is gone: {event.reason}")
-            return
-        # It may have kept its results before it went.
-        if (record := self._ledger.is_done(job.id)) is not None:
-            self._finished(job, record)
-            return
-        job.tries.losses += 1
-        if job.tries.losses >= self._limits.losses:
-            self._set_aside(job, f"its worker went away {job.tries.losses} times while it ran; last: {event.reason}")
-            return
-        self._view.line(f"{event.worker} is gone, line {job.line} waits again: {event.reason}")
-        self._ledger.note_tries(job.id, job.tries)
-        self._queue.add(job)
-
-    def _failed_on(self, event: Failed, job: Job, doing: Doing) -> None:
-        if len(self._doing) > 1:
-            job.avoid = event.worker
-        self._failed_once(job, event.error)
-        if event.of_job:
-            return
-        doing.in_a_row += 1
-        self._in_a_row[job.id] = job
-        if len(self._in_a_row) >= MOST_IN_A_ROW:
-            self._forgive()
-            raise Stopped(
-                f"{len(self._in_a_row)} jobs in a row ended with an error of the machine, the last with: {event.error} "
-                "Mend it, and run the same command again: with --retry-failed also for what was set aside."
-            )
-        if doing.in_a_row >= _WORKER_IN_A_ROW:
-            doing.in_a_row, doing.is_here = 0, False
-            self._workers.restart(event.worker)
-
-    def _forgive(self) -> None:
-        """Jobs that failed in a row, by the machine's fault, have lost none of their attempts."""
-        for job in self._in_a_row.values():
-            if job.id not in self._ledger.failed:
-                job.tries.failures.clear()
-                self._ledger.note_tries(job.id, job.tries)
+            self._view.line(f"{worker.name} is gone: {lost}")
+        elif (record := self._ledger.is_done(job.id)) is not None:
+            self._finished(job, record)  # it kept its results before it went
+        else:
+            job.tries.losses += 1
+            if job.tries.losses >= self._limits.losses:
+                why = f"its worker went away {job.tries.losses} times while it ran; last: {lost}"
+                return self._set_aside(job, why)
+            self._view.line(f"{worker.name} is gone, line {job.line} waits again: {lost}")
+            self._ledger.note_tries(job.id, job.tries)
+            self._queue.add(job)
 
     def _failed_once(self, job: Job, error: str) -> None:
         job.tries.failures.append(error)
@@ -246,12 +279,6 @@ class Driver:
     def _count(self) -> str:
         return f"[{self._done + self._failed}/{self._total}]"
 
-    def _show(self) -> None:
-        for worker, status in self._workers.statuses().items():
-            if worker in self._doing:
-                self._doing[worker].status = status
-        self._view.show(self.progress())
-
     def progress(self) -> Progress:
         taken = self._ends[-1] - self._ends[0] if self._ends else 0.0
         return Progress(
@@ -261,7 +288,7 @@ class Driver:
             before=self._before,
             waiting=len(self._queue),
             per_hour=(len(self._ends) - 1) * 3600 / taken if taken else None,
-            workers=self._doing,
+            workers=dict(self._doing),
         )
 
 

@@ -6,7 +6,7 @@
 | `failed/<job>.json` | it is set aside, and why |
 | `tries/<job>.json` | how often it failed, or lost its worker, and is to run again |
 | `results/<job>/...` | what it made |
-| `journal.jsonl` | a line for each job that was decided, for people and scripts; made anew from the others |
+| `journal.jsonl` | a line for each job that was decided, for people and scripts; rebuilt from the others |
 
 The names of a folder are the state, so that starting again lists three folders and reads few files.
 """
@@ -47,21 +47,19 @@ class Ledger:
         self.token = _token(self.store)
         self.done = _ids(self.store.names(DONE))
         self.failed = _ids(self.store.names(FAILED)) - self.done
-        self._mend_journal()
+        self._rebuild_journal()
 
     def tries(self, jobs: Iterable[str]) -> dict[str, Tries]:
         """What is known of those jobs that did not go well so far."""
         found = {}
         for job in _ids(self.store.names(TRIES)) & set(jobs):
-            content = self.store.read(f"{TRIES}/{job}.json")
-            if content:
-                found[job] = Tries(**json.loads(content))
+            if kept := self._read(f"{TRIES}/{job}.json"):
+                found[job] = Tries(failures=list(kept.get("failures", ())), losses=int(kept.get("losses", 0)))
         return found
 
     def is_done(self, job: str) -> dict[str, Any] | None:
         """The record of a job that its worker may have finished before it went away."""
-        content = self.store.read(f"{DONE}/{job}.json")
-        return json.loads(content) if content else None
+        return self._read(f"{DONE}/{job}.json")
 
     def note_done(self, job: str, record: Mapping[str, Any], had_tries: bool) -> None:
         self.done.add(job)
@@ -104,19 +102,28 @@ class Ledger:
         if len(self._unsaid) >= 2 * self._said:
             self.close()
 
-    def _mend_journal(self) -> None:
-        """Adds lines for jobs that were decided when nobody could say so any more, and drops a line that was cut."""
+    def _rebuild_journal(self) -> None:
+        """Adds lines for jobs that were decided when nobody could say so any more, and drops those that are damaged:
+        the records have what they said.
+        """
         content = self.store.read(JOURNAL) or b""
-        lines = [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
-        if sum(map(len, lines)) != len(content):
-            self.store.write(JOURNAL, b"".join(lines))
-        said = {(record["job"], record["state"]) for record in map(json.loads, lines)}
+        said = {line: key for line in content.splitlines(keepends=True) if (key := _said(line)) is not None}
+        if sum(map(len, said)) != len(content):
+            self.store.write(JOURNAL, b"".join(said))
         if not self.store.append(JOURNAL, b""):
-            self._unsaid, self._said = lines, len(lines)
+            self._unsaid, self._said = list(said), len(said)
         for folder, jobs in ((DONE, self.done), (FAILED, self.failed)):
-            for job in sorted(jobs):
-                if (job, folder) not in said and (content := self.store.read(f"{folder}/{job}.json")):
-                    self._say(json.loads(content))
+            for job in sorted(jobs - {name for name, state in said.values() if state == folder}):
+                if record := self._read(f"{folder}/{job}.json"):
+                    self._say(record)
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        """A document; None where there is none, or what is there is damaged."""
+        try:
+            found = json.loads(self.store.read(name) or b"null")
+        except ValueError:
+            return None
+        return found if isinstance(found, dict) else None
 
     def _write(self, name: str, document: Mapping[str, Any]) -> None:
         self.store.write(name, json.dumps(document, ensure_ascii=False, indent=2).encode())
@@ -124,6 +131,15 @@ class Ledger:
 
 def _ids(names: Iterable[str]) -> set[str]:
     return {name.removesuffix(".json") for name in names if name.endswith(".json")}
+
+
+def _said(line: bytes) -> tuple[str, str] | None:
+    """The job and the state that a line of the journal is about; None where it is damaged."""
+    try:
+        record = json.loads(line)
+        return (str(record["job"]), str(record["state"])) if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _token(store: Store) -> str:

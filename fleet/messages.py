@@ -1,6 +1,6 @@
 """What the driver of a batch and those who run its jobs say to each other."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,65 +47,61 @@ class Status:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ready:
-    """A worker is there and has nothing to do: a new one, or one that was started again and holds nothing."""
-
-    worker: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lost:
-    """A worker went away, with the job it had. Another `Ready` follows when it is back, unless it is `for_good`."""
-
-    worker: str
-    reason: str
-    for_good: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class Done:
     """A job's results and record are in the store."""
 
-    worker: str
     job: str
     record: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """A job ended with an error; `of_job`: it would end so anywhere. `cancelled`: because it was asked to."""
+    """A job ended with an error. `fault`: of the job where the files that it names are as they were and its workflow is
+    still wrong, of the place where files, mounts or memory of the machine are; else whoever fails with others too.
+    """
 
-    worker: str
     job: str
     error: str
-    of_job: bool = False
+    fault: str = ""
     cancelled: bool = False
 
 
-Event = Ready | Lost | Done | Failed
+JOBS_FAULT, PLACES_FAULT = "job", "place"
+
+
+class Lost(RuntimeError):
+    """A worker went away, in words. It comes back, unless that is `for_good`."""
+
+    def __init__(self, reason: str, for_good: bool = False) -> None:
+        super().__init__(reason)
+        self.for_good = for_good
+
+
+class Worker(Protocol):
+    """Runs one job at a time, for one thread of the driver. It is started again whenever it ended."""
+
+    name: str
+
+    def wait(self, is_over: Callable[[], bool]) -> None:
+        """Until it answers, or nobody waits any more. Raises `Lost`, or RuntimeError where it never starts."""
+        ...
+
+    def run(
+        self, request: Request, report: Callable[[Status], None], is_cancelled: Callable[[], bool]
+    ) -> Done | Failed:
+        """A job's end; cancelled within a step where it `is_cancelled`. Raises `Lost`."""
+        ...
+
+    def restart(self) -> None:
+        """Ends its process, where it only fails; `wait` has a new one."""
+        ...
 
 
 class Workers(Protocol):
-    """Those who run jobs, one each at a time. They start again by themselves, for ever."""
+    """Those who run jobs."""
 
-    def events(self, timeout_s: float) -> list[Event]:
-        """What happened since the last call; waits for something at most that long."""
-        ...
-
-    def submit(self, worker: str, request: Request) -> None:
-        """Gives a worker that is ready a job; `Done`, `Failed` or `Lost` follows."""
-        ...
-
-    def statuses(self) -> Mapping[str, Status]:
-        """What each worker last said that it does."""
-        ...
-
-    def restart(self, worker: str) -> None:
-        """Ends a worker that only fails; `Lost` and `Ready` follow."""
-        ...
-
-    def cancel(self) -> None:
-        """Asks what runs to stop within a step; `Failed` or `Lost` follows."""
+    def found(self) -> Sequence[Worker]:
+        """Those that are new since the last call."""
         ...
 
     def close(self) -> None:

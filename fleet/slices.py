@@ -2,6 +2,7 @@
 while followers run on the others.
 """
 
+import secrets
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..tpu_runtime.pipeline import ending_with_us
+from ..tpu_runtime.pipeline import ending_with_us, trust
 
 # Labels that Ray gives the machines of a slice.
 _NAME, _TOPOLOGY, _POD_TYPE, _WORKER = (
@@ -102,8 +103,9 @@ def _start_over_hosts(place: Slice, actor: Any, name: str) -> Started:
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         return ray.remote(**_options(place, kind), scheduling_strategy=where, **options)(kind).remote(*arguments)
 
-    handle = begin(actor, 0, name, runtime_env={"env_vars": _HOSTS})
-    followers = [begin(Follower, index) for index in range(1, place.hosts)]
+    secret = {trust.VARIABLE: secrets.token_urlsafe(24)}  # of this slice's own link
+    handle = begin(actor, 0, name, runtime_env={"env_vars": {**_HOSTS, **secret}})
+    followers = [begin(Follower, index, runtime_env={"env_vars": secret}) for index in range(1, place.hosts)]
     for follower in followers:
         follower.follow.options(max_task_retries=-1).remote()
 

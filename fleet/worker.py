@@ -3,33 +3,41 @@
 The same in a child process of this machine and in an actor of a cluster.
 """
 
+import fcntl
 import json
 import logging
+import os
+import shutil
 import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..nodes.declare import Folders
 from ..nodes.headless.runner import NodeTime, run_workflow
-from ..tpu_runtime.pipeline import Preview, redact
+from ..tpu_runtime.pipeline import Preview, Progress, Silent, redact
 from .jobs import mark
 from .ledger import DONE, RESULTS, check_same_place
-from .messages import Done, Failed, Mark, Request, Status
-from .store import Store, open_store
+from .messages import JOBS_FAULT, PLACES_FAULT, Done, Failed, Mark, Request, Status
+from .store import Store, StoreError, open_store
 
 log = logging.getLogger(__name__)
 
 # How often a step is reported at most.
 _REPORT_S = 0.2
+_PREFIX = "comfyui-tpu-job-"
 
 
 class Cancelled(Exception):
     """The driver wants the job no more."""
+
+
+class WrongFiles(RuntimeError):
+    """This machine's files are not those that the batch is about."""
 
 
 class JobHost:
@@ -68,8 +76,8 @@ class JobHost:
             self._report(status)
 
 
-class Worker:
-    """One process's worker. `name` is what the driver calls it."""
+class JobRunner:
+    """Runs jobs in this process. `name` is what the driver calls it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -80,24 +88,33 @@ class Worker:
     ) -> Done | Failed:
         """Runs a job and keeps its results; whatever goes wrong is said, not raised."""
         try:
-            return Done(worker=self.name, job=request.job, record=self._run(request, report, is_cancelled))
+            return Done(job=request.job, record=self._run(request, report, is_cancelled))
         except Cancelled:
-            return Failed(worker=self.name, job=request.job, error="cancelled", cancelled=True)
-        except ValueError as error:
-            log.info("job %s: %s", request.job, error)
-            return Failed(worker=self.name, job=request.job, error=redact(str(error)), of_job=True)
+            return Failed(job=request.job, error="cancelled", cancelled=True)
         except Exception as error:  # whatever it is, the driver decides whether it is tried again
-            log.exception("job %s failed", request.job)
-            text = str(error) if isinstance(error, OSError | RuntimeError) else f"{type(error).__name__}: {error}"
-            return Failed(worker=self.name, job=request.job, error=redact(text))
+            is_known = isinstance(error, OSError | RuntimeError | ValueError)
+            log.error("job %s failed", request.job, exc_info=error)
+            text = redact(str(error) if is_known else f"{type(error).__name__}: {error}")
+            return Failed(job=request.job, error=text, fault=self._fault(request, error))
+
+    def _fault(self, request: Request, error: Exception) -> str:
+        """Whose fault an error is: the place's where its files cannot be used, or are no longer those of the batch."""
+        if isinstance(error, OSError | StoreError | WrongFiles | MemoryError):
+            return PLACES_FAULT
+        try:
+            self._compared.clear()
+            self._compare(request, Silent())
+        except Exception:  # whatever it is, they are not there as they were
+            return PLACES_FAULT
+        return JOBS_FAULT if isinstance(error, ValueError) else ""
 
     def _run(
         self, request: Request, report: Callable[[Status], None], is_cancelled: Callable[[], bool]
     ) -> dict[str, Any]:
         store = open_store(request.out)
         check_same_place(store, request.token, self.name)
-        with tempfile.TemporaryDirectory(prefix="comfyui-tpu-job-") as scratch:
-            given, made = Path(scratch) / "input", Path(scratch) / "output"
+        with _scratch() as scratch:
+            given, made = scratch / "input", scratch / "output"
             for folder in (given, made):
                 folder.mkdir()
             for name, content in request.files.items():
@@ -124,18 +141,39 @@ class Worker:
         store.write(f"{DONE}/{request.job}.json", json.dumps(record, ensure_ascii=False).encode())
         return record
 
-    def _compare(self, request: Request, host: JobHost) -> None:
-        """Raises RuntimeError where this machine's model or LoRA is not the one that the batch is about."""
+    def _compare(self, request: Request, host: Progress) -> None:
+        """Raises `WrongFiles` where this machine's model or LoRA is not the one that the batch is about."""
         for wanted in request.marks:
             if wanted in self._compared or wanted.kind not in ("model", "LoRA"):
                 continue
             found = mark(wanted.kind, wanted.name, request.folders, host)
             if found != wanted:
-                raise RuntimeError(
+                raise WrongFiles(
                     f"the {wanted.kind} {wanted.name} of {socket.gethostname()} is {found.content}, and the batch's is "
                     f"{wanted.content}. Give both machines the same files."
                 )
             self._compared.add(wanted)
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A temporary folder, locked while this process is there; those of killed ones leave first."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError), _locked(left):
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, _locked(Path(folder)):
+        yield Path(folder)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """OSError where another process has it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _keep(store: Store, job: str, made: Path) -> list[str]:

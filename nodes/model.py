@@ -73,8 +73,8 @@ REMOTE = Node(
             type="STRING",
             default="127.0.0.1:8190",
             tooltip="HOST:PORT where `comfyui-tpu serve` listens; of several, with commas between, each stage goes "
-            "to one that is free. Their token, if they have one, is this process's environment variable "
-            "COMFYUI_TPU_TOKEN.",
+            "to one that is free. The owner of this machine must have listed them, in "
+            "~/.config/comfyui-tpu/remotes or the environment variable COMFYUI_TPU_REMOTES.",
         ),
         Input(
             name="model_id",

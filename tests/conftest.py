@@ -52,8 +52,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-cache"
     folder.mkdir(exist_ok=True)
-    saved = {name: os.environ.get(name) for name in ("COMFYUI_TPU_CACHE", "JAX_COMPILATION_CACHE_DIR")}
+    names = ("COMFYUI_TPU_CACHE", "JAX_COMPILATION_CACHE_DIR", "XDG_CONFIG_HOME", "COMFYUI_TPU_TOKEN")
+    saved = {name: os.environ.get(name) for name in names}
     os.environ["COMFYUI_TPU_CACHE"] = str(folder)
+    os.environ |= {"XDG_CONFIG_HOME": str(folder / "settings"), "COMFYUI_TPU_TOKEN": "of the tests"}
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
     yield folder
     for name, value in saved.items():

@@ -109,17 +109,17 @@ def test_beginnings_leave_once_they_are_a_day_older_than_the_newest(tmp_path: Pa
         aged(tmp_path / ".at-work", now - store.ABANDONED_S),
         aged(tmp_path / "old.bin", 0), aged(tmp_path / "newest.bin", now),
     ]  # fmt: skip
-    store._trim(tmp_path, 10**6)
+    store.trim(tmp_path, 10**6)
     assert [path.name for path in files if not path.exists()] == [".abandoned"]
     (tmp_path / "none").mkdir()
-    store._trim(tmp_path / "none", 0)
+    store.trim(tmp_path / "none", 0)
 
 
 def test_no_more_leaves_than_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     files = [aged(tmp_path / f"{number}.bin", number, size=10 + number) for number in range(4)]
-    store._trim(tmp_path, 46)  # all of them
+    store.trim(tmp_path, 46)  # all of them
     assert all(path.exists() for path in files)
-    store._trim(tmp_path, 25)
+    store.trim(tmp_path, 25)
     assert [path.exists() for path in files] == [False, False, True, True]
 
 
@@ -129,7 +129,7 @@ def test_what_another_process_removes_meanwhile_is_no_fault(tmp_path: Path, monk
     gone.unlink()
     with monkeypatch.context() as patch:
         patch.setattr(store, "_files", lambda folder: iter(listed))
-        store._trim(tmp_path, 10)
+        store.trim(tmp_path, 10)
     assert kept.exists()
     monkeypatch.setattr(Path, "iterdir", lambda folder: iter([gone, kept]))
     assert [path for path, _ in store._files(tmp_path)] == [kept]

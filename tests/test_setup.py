@@ -292,7 +292,7 @@ def test_requirements_leave_comfyuis_own_torch_alone():
 
 
 # ComfyUI's requirements.txt, and what those and diffusers and accelerate bring.
-COMFYUIS = {"numpy", "transformers", "sentencepiece", "safetensors", "tqdm", "psutil", "av", "pillow"}
+COMFYUIS = {"numpy", "transformers", "sentencepiece", "safetensors", "tqdm", "psutil", "av", "pillow", "aiohttp"}
 BROUGHT = COMFYUIS | {"huggingface-hub", "jinja2", "packaging", "protobuf"}
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import media
 from .cache import store
-from .cache.store import cache_folder
+from .cache.store import cache_folder, trim
 from .checkpoints import checkpoint, content, hub, tiny
 from .checkpoints.checkpoint import Checkpoint
 from .checkpoints.model_ref import EXPERTS, Expected, Lora, ModelRef, choose_model, variant
@@ -24,10 +24,10 @@ from .engine.payloads import Conditioning, ImageCondition, Latent
 from .files import parse_json
 from .hosts import place as places
 from .hosts import supervisor
-from .hosts.follower import Refused
 from .hosts.place import Place
 from .hosts.supervisor import ending_with_us
-from .hosts.together import RESTART
+from .hosts.together import RESTART, Refused
+from .line import records, trust
 from .machine import fallbacks
 from .machine import record as machine_record
 from .model_spec import (
@@ -55,7 +55,6 @@ from .precision import CHOICES
 from .precision import resolve as resolve_precision
 from .progress import Preview, Progress, Silent
 from .redact import redact
-from .remote import wire
 from .units import GIB, MIB, readable
 
 if TYPE_CHECKING:
@@ -67,6 +66,7 @@ if TYPE_CHECKING:
     from .cost_model.chips import Topology
     from .engine.engine import Engine
     from .hosts.together import Together
+    from .line.link import Door
     from .plan import compile as compiling
     from .plan import plan
     from .plan import report as plan_report
@@ -81,6 +81,7 @@ if TYPE_CHECKING:
 _LATER = {
     "versions": ("versions", ""),
     "TPUModels": ("anchor", "TPUModels"),
+    "Door": ("line.link", "Door"),
     "chips": ("cost_model.chips", ""),
     "Topology": ("cost_model.chips", "Topology"),
     "compiling": ("plan.compile", ""),
@@ -232,14 +233,14 @@ def follow(place: Place, chips: Callable[[Any], list[dict[str, Any]]]) -> None:
 
     `chips` says what the monitor shows of an engine's own. Raises `Refused`.
     """
-    from .hosts import following
+    from .hosts import follower
 
     def make_engine(hosts: "Together") -> Any:
         from .engine.engine import Engine
 
         return Engine(hosts=hosts)
 
-    following.follow(place, make_engine, chips)
+    follower.follow(place, make_engine, chips)
 
 
 def compilation_summary() -> str:

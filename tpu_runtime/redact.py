@@ -5,7 +5,7 @@ import os
 import re
 
 HIDDEN = "***"
-VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "COMFYUI_TPU_TOKEN")
 # What libraries log: the addresses that they ask (`httpx` at INFO), those of downloads that break off, and answers.
 LIBRARIES = ("httpcore", "httpcore2", "httpx", "httpx2", "huggingface_hub", "urllib3")
 _PATTERNS = (

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from comfyui_tpu.cli import batch
 from comfyui_tpu.cli import main as cli
-from comfyui_tpu.fleet import slices
+from comfyui_tpu.fleet import driver, slices
 from comfyui_tpu.fleet.driver import MOST_IN_A_ROW, Doing, Progress
-from comfyui_tpu.fleet.messages import Done, Failed, Lost, Request, Status
+from comfyui_tpu.fleet.messages import JOBS_FAULT, Done, Failed, Lost, Request, Status
 from comfyui_tpu.fleet.queue import MOST, Group, Job, Queue
 from comfyui_tpu.fleet.slices import Slice
 from comfyui_tpu.fleet.store import open_store
@@ -35,6 +35,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """`comfyui-tpu batch` of `count` jobs with other workers in place of a child process; its exit code."""
 
     def call(workers: Inline, count: int = 4, *options: str, **sets: Any) -> int:
+        monkeypatch.setattr(driver, "FIRST_REST_S", 0.001)
         monkeypatch.setattr(batch, "_workers", lambda *_: workers)
         lines = prompts(tmp_path / "prompts.jsonl", count, **sets)
         return cli.main(["batch", str(WORKFLOW), "--tiny", "--set-from", str(lines), *options, "--out", out(tmp_path)])
@@ -64,7 +65,7 @@ def test_each_job_runs_once_and_a_second_call_only_what_is_new(run, tmp_path: Pa
 
 def test_a_job_that_fails_three_times_is_set_aside_and_the_rest_goes_on(run, tmp_path: Path, capsys):
     def body(worker: str, request: Request) -> Done | Failed:
-        return keep(worker, request) if request.line != 2 else Failed(worker=worker, job=request.job, error="no such")
+        return keep(worker, request) if request.line != 2 else Failed(job=request.job, error="no such")
 
     workers = Inline(["a", "b"], body)
     assert run(workers, 5) == 1 and workers.runs == {1: 1, 2: 3, 3: 1, 4: 1, 5: 1}
@@ -82,14 +83,14 @@ def test_a_job_that_fails_three_times_is_set_aside_and_the_rest_goes_on(run, tmp
 def test_a_worker_that_goes_away_is_not_the_jobs_failure(run, tmp_path: Path):
     times: Counter[int] = Counter()
 
-    def body(worker: str, request: Request) -> Done | Lost:
+    def body(worker: str, request: Request) -> Done:
         times[request.line] += 1
         # The second time its results are there already.
         if request.line == 1 and times[1] <= 5:
-            return Lost(worker=worker, reason="preempted")
+            raise Lost("preempted")
         if request.line == 2 and times[2] == 1:
             keep(worker, request)
-            return Lost(worker=worker, reason="preempted")
+            raise Lost("preempted")
         return keep(worker, request)
 
     workers = Inline(["a", "b"], body)
@@ -97,8 +98,12 @@ def test_a_worker_that_goes_away_is_not_the_jobs_failure(run, tmp_path: Path):
     assert workers.runs == {1: 6, 2: 1, 3: 1} and sorted(line["line"] for line in journal(tmp_path)) == [1, 2, 3]
 
 
+def goes_away(worker: str, request: Request) -> Done:
+    raise Lost("killed by SIGKILL")
+
+
 def test_a_job_that_always_takes_its_worker_along_ends(run, tmp_path: Path):
-    workers = Inline(["a"], lambda worker, request: Lost(worker=worker, reason="killed by SIGKILL"))
+    workers = Inline(["a"], goes_away)
     assert run(workers, 1) == 1 and workers.runs == {1: 12}
     assert "its worker went away 12 times" in journal(tmp_path)[0]["error"]
 
@@ -106,29 +111,31 @@ def test_a_job_that_always_takes_its_worker_along_ends(run, tmp_path: Path):
 def test_failures_are_counted_over_calls(run, tmp_path: Path):
     def interrupted(worker: str, request: Request) -> Failed:
         if workers.runs[1] == 2:
-            signal.raise_signal(signal.SIGINT)
-        return Failed(worker=worker, job=request.job, error="bad", of_job=True)
+            workers.ctrl_c()
+        return Failed(job=request.job, error="bad", fault=JOBS_FAULT)
 
     workers = Inline(["a"], interrupted)
     assert run(workers, 1) == 130 and workers.runs == {1: 2}
-    last = Inline(["a"], lambda worker, request: Failed(worker=worker, job=request.job, error="bad", of_job=True))
+    last = Inline(["a"], lambda worker, request: Failed(job=request.job, error="bad", fault=JOBS_FAULT))
     assert run(last, 1) == 1 and last.runs == {1: 1}
 
 
 def test_a_broken_machine_stops_the_batch_before_everything_is_set_aside(run, capsys):
-    workers = Inline(["a"], lambda worker, request: Failed(worker=worker, job=request.job, error="the chips are taken"))
+    workers = Inline(["a"], lambda worker, request: Failed(job=request.job, error="the chips are taken"))
     assert run(workers, 30) == 2
     assert f"{MOST_IN_A_ROW} jobs in a row" in (said := capsys.readouterr().err) and "the chips are taken" in said
-    assert workers.restarted and len(workers.runs) == MOST_IN_A_ROW
+    assert workers.restarted and workers.runs.total() == MOST_IN_A_ROW
+    assert run(again := Inline(["a"]), 30) == 0 and len(again.runs) == 30
 
 
 def test_ctrl_c_stops_and_says_how_to_go_on(run, tmp_path: Path, capsys):
     def body(worker: str, request: Request) -> Done:
         if request.line == 2:
-            signal.raise_signal(signal.SIGINT)
+            workers.ctrl_c()
         return keep(worker, request)
 
-    assert run(Inline(["a"], body), 5) == 130
+    workers = Inline(["a"], body)
+    assert run(workers, 5) == 130
     assert run(rest := Inline(["a"]), 5) == 0 and rest.runs == {3: 1, 4: 1, 5: 1}
 
 
@@ -230,13 +237,13 @@ def test_without_the_extra_its_options_say_what_to_install(tmp_path: Path, monke
 DRIVER = """
 import sys
 from comfyui_tpu.cli import batch, main
-from comfyui_tpu.fleet.local import LocalWorkers
+from comfyui_tpu.fleet.local import LocalWorker
 from comfyui_tpu.tests.support.fake_ray import machine
 from comfyui_tpu.tests.support.fleet import stub
 if __name__ == "__main__":
     for name in ("ray", "fsspec"):
         sys.modules[name] = None
-    batch._workers = lambda options, store: LocalWorkers(store.root / "logs", stub)
+    batch._workers = lambda options, store: LocalWorker(store.root / "logs", stub)
     code = main.main(sys.argv[1:])
     assert not {"torch", "jax", "torchax"} & set(sys.modules), "the driver is to stay small"
     sys.exit(code)

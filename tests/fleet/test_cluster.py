@@ -2,17 +2,21 @@
 
 import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from comfyui_tpu.cli import main as cli
-from comfyui_tpu.fleet import cluster, slices
-from comfyui_tpu.fleet.cluster import RayWorkers
-from comfyui_tpu.fleet.messages import Lost, Ready, Request
+from comfyui_tpu.fleet import cluster, driver, slices
+from comfyui_tpu.fleet.cluster import RayWorker, RayWorkers
+from comfyui_tpu.fleet.messages import Lost, Request
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.tests.support.fake_ray import FakeRay, RayError, RayTaskError, machine
 from comfyui_tpu.tests.support.fleet import WORKFLOW, prompts
+from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 
 REQUEST = Request(job="1", line=1, workflow={}, folders=Folders(), out="", token="")
 ONE, PARTS = machine(4), [machine(4, "y", "2x4", "v6e-8") for _ in range(2)]
@@ -23,40 +27,54 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay([ONE, ONE])
     monkeypatch.setitem(sys.modules, "ray", fake)
     monkeypatch.setattr(slices, "start", fake.start)
-    monkeypatch.setattr(cluster, "_LOOK_S", -1.0)
-    monkeypatch.setattr(cluster, "_AGAIN_S", -1.0)
+    for module, name in ((cluster, "_LOOK_S"), (cluster, "_STATUS_S"), (driver, "_TICK_S")):
+        monkeypatch.setattr(module, name, 0.005)
     return fake
+
+
+def never() -> bool:
+    return False
+
+
+def run(worker: RayWorker) -> Any:
+    return worker.run(REQUEST, lambda status: None, never)
 
 
 def test_a_worker_that_is_gone_while_it_waits_is_not_taken_for_one_that_is_there(ray: FakeRay):
     """Else it is given a job, which then waits until Ray notices: a minute, if the machine says nothing any more."""
-    workers = RayWorkers("fake")
-    assert workers.events(0) == [Ready(worker="slice-0"), Ready(worker="slice-1")]
+    one, other = RayWorkers("fake").found()
+    one.wait(never)
+    other.wait(never)
     lost = ray.handles["slice-0"]
     lost.lose()
-    assert workers.events(0) == [Lost(worker="slice-0", reason="The node died")]
-    assert workers.events(0) == workers.events(0) == []  # asked again, and not there
+    waiting = threading.Thread(target=one.wait, args=(never,))
+    waiting.start()
+    until(lambda: len(lost.calls) > 3)  # asked again and again, and not there
+    assert waiting.is_alive()
     lost.is_alive = True
-    assert workers.events(0) == [Ready(worker="slice-0")]
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
 
 
-def test_a_worker_that_is_gone_with_a_job_says_so_once(ray: FakeRay):
-    workers = RayWorkers("fake")
-    workers.events(0)
-    workers.submit("slice-1", REQUEST)
-    assert workers.events(0) == []
-    ray.handles["slice-1"].lose()
-    assert workers.events(0) == [Lost(worker="slice-1", reason="The node died")]
-    assert workers.events(0) == []
+def test_a_worker_that_is_gone_with_a_job_says_so_and_can_be_asked_again(ray: FakeRay):
+    worker, _ = RayWorkers("fake").found()
+    worker.wait(never)
+    handle = ray.handles["slice-0"]
+    threading.Thread(target=lambda: until(lambda: handle.open("run")) and handle.lose()).start()
+    with pytest.raises(Lost, match="The node died"):
+        run(worker)
+    handle.is_alive = True
+    worker.wait(never)
 
 
 def test_a_cluster_that_does_not_answer_once_is_asked_again(ray: FakeRay, monkeypatch: pytest.MonkeyPatch):
     workers = RayWorkers("fake")
     with monkeypatch.context() as context:
         context.setattr(ray, "nodes", lambda: fails(RayError("RPC error: CANCELLED")))
-        assert workers.events(0) == [Ready(worker="slice-0"), Ready(worker="slice-1")]
+        until(lambda: time.monotonic() > workers._looked + 0.01)
+        assert [one.name for one in workers.found()] == ["slice-0", "slice-1"]
     ray.machines = [ONE, ONE, ONE]
-    assert [*workers.events(0), *workers.events(0)] == [Ready(worker="slice-2")]
+    assert [one.name for one in until(workers.found)] == ["slice-2"]
 
 
 def fails(error: Exception) -> None:
@@ -76,17 +94,17 @@ def test_a_cluster_that_cannot_be_reached_is_said_in_a_sentence_at_once(ray: Fak
         RayWorkers("fake")
 
 
-def test_a_worker_whose_job_cannot_even_be_read_stays_reachable(ray: FakeRay):
-    """Each call that has no answer takes one of the actor's threads."""
-    workers = RayWorkers("fake")
-    workers.events(0)
+def test_a_worker_whose_job_cannot_even_be_read_is_lost_with_it_and_there_again(ray: FakeRay):
+    worker, _ = RayWorkers("fake").found()
     handle = ray.handles["slice-0"]
-    for _ in range(2 * cluster.Actor.CONCURRENCY):
-        workers.submit("slice-0", REQUEST)
-        handle.open("run")[0].fails(RayTaskError("no module named so"))
-        assert workers.events(0) == [Lost(worker="slice-0", reason="no module named so")]
-        assert workers.events(0) == [Ready(worker="slice-0")]
-    assert len(handle.open("stay")) == 1
+
+    def fail() -> None:
+        until(lambda: handle.open("run"))[0].fails(RayTaskError("no module named so"))
+
+    threading.Thread(target=fail).start()
+    with pytest.raises(Lost, match="no module named so"):
+        run(worker)
+    worker.wait(never)
 
 
 def test_a_batch_goes_on_when_a_slice_of_several_hosts_that_has_nothing_to_do_loses_one(ray: FakeRay, tmp_path: Path):

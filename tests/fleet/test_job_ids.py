@@ -218,7 +218,8 @@ def test_a_lora_is_known_by_what_it_holds(workflow: dict, tmp_path: Path):
         recipe.prepared(line(**{"7_lora_name": "none.safetensors"}))
 
 
-def test_a_model_on_another_machine_is_known_there_alone(workflow: dict):
+def test_a_model_on_another_machine_is_known_there_alone(workflow: dict, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COMFYUI_TPU_REMOTES", "127.0.0.1")
     remote = {"class_type": "TPURemote", "inputs": {**workflow["6"]["inputs"], "address": "127.0.0.1:8190"}}
     prepared = Recipe(with_nodes(workflow, n6=remote), Folders(), Silent()).prepared(line())
     assert prepared.marks == (Mark(kind="remote model", name="tiny/wan21", content=""),)

@@ -1,35 +1,202 @@
-"""Who asks a machine for a stage: noticed when they leave."""
+"""Who asks a machine for a stage: served in the order of asking, noticed when they leave, and bounded; and of several
+machines a sick one is asked last.
+"""
 
-import fcntl
-import resource
-import socket
-from collections.abc import Iterator
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
-from comfyui_tpu.fleet.serve import Asker, Gone
+from comfyui_tpu.cli import main as cli
+from comfyui_tpu.fleet import serve
+from comfyui_tpu.fleet.serve import Server, Stages
+from comfyui_tpu.tests.support.host import Cancelled, Host
+from comfyui_tpu.tests.support.patience import PATIENCE_S, until
+from comfyui_tpu.tpu_runtime import versions
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
+from comfyui_tpu.tpu_runtime.line import link, trust
+from comfyui_tpu.tpu_runtime.line.records import Call, Failed, Load, Result, Text
+from comfyui_tpu.tpu_runtime.remote import client
+from comfyui_tpu.tpu_runtime.remote.client import Client
 
-MANY = 1500  # select.select takes descriptors up to 1023
+
+class Pretended(Stages):
+    """Stages that end when a test says so; `fails` is what they raise."""
+
+    def __init__(self, fails: Exception | None = None) -> None:
+        super().__init__()
+        self.begun: list[Any] = []
+        self.fails, self.goes_on = fails, threading.Event()
+
+    def run(self, verb: str, given: Any, asker: Any) -> Any:
+        self.begun.append(given.get("number", verb))
+        while not self.goes_on.wait(0.01):
+            asker.check_cancelled()
+        if self.fails:
+            raise self.fails
+        return verb
 
 
 @pytest.fixture
-def many_descriptors() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard <= MANY:
-        pytest.skip(f"this process may have {hard} descriptors")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, MANY + 100), hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
+    monkeypatch.setattr(trust, "check_listed", lambda address: None)
+    monkeypatch.setattr(client, "RESTS", client._Rests())
+    started: list[Server] = []
+
+    def begin(stages: Stages) -> Server:
+        started.append(Server("127.0.0.1", 0, stages).__enter__())
+        return started[-1]
+
+    yield begin
+    for server in started:
+        server.__exit__()
 
 
-def test_who_left_is_noticed_at_any_descriptor(many_descriptors: None):
-    ours, theirs = socket.socketpair()
-    with theirs, ours, socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD, MANY)) as connection:
-        assert connection.fileno() >= MANY
-        asker = Asker(connection, lambda content: None)
-        asker.check_cancelled()
-        theirs.send(b"more")
-        asker.check_cancelled()
-        connection.recv(4)
-        theirs.close()
-        with pytest.raises(Gone):
-            asker.check_cancelled()
+def connect(server: Server) -> link.Link:
+    found = link.connect(trust.Address(host="127.0.0.1", port=server.port), {"source": versions.source_digest()})
+    found.receive((Load,))
+    return found
+
+
+def choose(*servers: Server) -> str:
+    addresses = ",".join(f"127.0.0.1:{server.port}" for server in servers)
+    return Client(addresses).choose("Wan21", "tiny/wan21", "auto", Host())
+
+
+def test_who_asks_first_is_served_first_and_who_leaves_loses_its_turn(start: Callable[..., Server]):
+    """Asked 0 to 9, they ran 0 4 7 5 1 ..."""
+    stages = Pretended()
+    server = start(stages)
+    links = []
+    for number in range(10):
+        links.append(connect(server))
+        links[-1].send(Call("x", {"number": number}))
+        until(lambda number=number: server.asking == number + 1)
+    links[5].close()
+    links[0].close()  # whose stage runs: it ends
+    until(lambda: server.asking == 8)
+    stages.goes_on.set()
+    for number in (1, 2, 3, 4, 6, 7, 8, 9):
+        while isinstance(said := links[number].receive((Text, Result, Failed)), Text):
+            pass
+        assert said == Result("x")
+        links[number].close()
+    assert stages.begun == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+    until(lambda: not server.clients)
+
+
+def test_clients_are_few_and_of_the_same_version(start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serve, "MOST_CLIENTS", 2)
+    server = start(Pretended())
+    held = [connect(server), connect(server)]
+    with pytest.raises(link.Refused, match="it has 2 clients already"):
+        connect(server)
+    held[0].close()
+    until(lambda: server.clients == 1)
+    with pytest.raises(link.Refused, match="another version of the pack. Update"):
+        link.connect(trust.Address(host="127.0.0.1", port=server.port), {"source": "older"})
+
+
+def test_its_health_is_anyones_and_its_numbers_are_not(start: Callable[..., Server]):
+    server = start(Pretended())
+    at = f"http://127.0.0.1:{server.port}"
+    assert urlopen(f"{at}/health").read() == b"ok\n"
+    numbers = urlopen(Request(f"{at}/metrics", headers={"Authorization": f"Bearer {trust.token()}"})).read()
+    assert b"comfyui_tpu_serve_requests 0\n" in numbers
+    with pytest.raises(OSError, match="401"):
+        urlopen(f"{at}/metrics")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a chip is lost"), OSError("no such mount")])
+def test_of_several_machines_the_next_is_asked_after_an_error_and_the_sick_one_rests(
+    start: Callable[..., Server], error: Exception
+):
+    """It got every prompt, as it had least to do: 0 of 10 were done."""
+    sick, well = Pretended(error), Pretended()
+    sick.goes_on.set()
+    well.goes_on.set()
+    machines = start(sick), start(well)
+    assert [choose(*machines) for _ in range(10)] == ["choose"] * 10
+    assert len(sick.begun) == 1
+    with pytest.raises(client.RemoteError, match=str(error)):
+        choose(machines[0])  # a lone one is asked although it rests
+
+
+def test_a_wrong_request_is_not_the_machines_fault(start: Callable[..., Server]):
+    wrong, other = Pretended(ValueError("no such model")), Pretended()
+    wrong.goes_on.set()
+    machines = start(wrong), start(other)
+    with pytest.raises(ValueError, match="no such model"):
+        choose(*machines)
+    assert not other.begun
+
+
+@pytest.fixture
+def loras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where LoRAs are kept."""
+    monkeypatch.setattr(serve, "lora_path", lambda digest: tmp_path / "loras" / f"{digest}.safetensors")
+    return tmp_path / "loras"
+
+
+def send(server: Server, path: Path, host: Host) -> Any:
+    model = ModelRef(spec_name="x", model_id="x", loras=(Lora(path=str(path), strength=1.0),))
+    return Client(f"127.0.0.1:{server.port}").run("denoise", model, host)
+
+
+def test_loras_are_sent_once_and_the_least_recently_used_leaves(
+    start: Callable[..., Server], loras: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The folder only grew."""
+    monkeypatch.setattr(serve, "MOST_LORAS", 2500)
+    stages = Pretended()
+    stages.goes_on.set()
+    server = start(stages)
+    digests = []
+    for number in range(3):
+        path = tmp_path / f"{number}.safetensors"
+        path.write_bytes(bytes([number]) * 1000)
+        digests.append(hashlib.sha256(path.read_bytes()).hexdigest())
+        for _ in range(2):
+            send(server, path, host := Host())
+        assert not any("Sending" in text for text in host.said)
+    assert sorted(path.stem for path in loras.iterdir()) == sorted(digests[1:])
+    monkeypatch.setattr(serve, "MOST_LORA", 999)
+    path.write_bytes(b"x" * 1000)
+    with pytest.raises(Exception, match=r"it may have 999|broke off"):
+        send(server, path, Host())
+
+
+def test_cancel_is_heard_while_a_lora_is_sent_and_leaves_no_part(
+    start: Callable[..., Server], loras: Path, tmp_path: Path
+):
+    """It was deaf for 39 s."""
+    server, path, host = start(Pretended()), tmp_path / "large.safetensors", Host()
+    with path.open("wb") as file:
+        file.truncate(2**28)
+
+    def cancel(message: str) -> None:
+        host.is_cancelled = host.is_cancelled or "Sending" in message
+
+    host.text = cancel
+    with pytest.raises(Cancelled):
+        send(server, path, host)
+    until(lambda: not server.clients and not list(loras.glob("*")))
+
+
+@pytest.mark.parametrize("port", ["99999", "-1"])
+def test_a_port_that_cannot_be_is_a_sentence(port: str, capsys: pytest.CaptureFixture):
+    assert cli.main(["serve", "--port", port]) == 2
+    assert f"--port {port}" in capsys.readouterr().err
+
+
+def test_an_address_of_ipv6_is_printed_as_the_node_takes_it(capsys: pytest.CaptureFixture, monkeypatch: Any):
+    monkeypatch.setattr(threading.Event, "wait", lambda self, timeout=None: True)
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(Server, "__enter__", lambda self: self)
+        context.setattr(Server, "__exit__", lambda self, *_: None)
+        assert cli.main(["serve", "--host", "::1", "--port", "8190"]) == 0
+    assert "Stages are served at [::1]:8190," in capsys.readouterr().out
+    assert trust.parse("[::1]:8190").host == "::1" and PATIENCE_S

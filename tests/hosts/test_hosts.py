@@ -9,11 +9,10 @@ import jax
 import numpy as np
 import psutil
 import pytest
-import torch
 from comfyui_tpu.tests.support import hosts
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.hosts import place, terms, wire
+from comfyui_tpu.tpu_runtime.hosts import place, terms
 from comfyui_tpu.tpu_runtime.hosts.together import RESTART
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 
@@ -45,28 +44,6 @@ def test_two_hosts_give_the_frames_of_one_cancel_together_and_say_when_one_is_go
         said = two.lead.next("ended", "ready", within_s=hosts.ENDS_S)
         sentence = said.get("sentence") or two.lead.texts()[-1]
         assert sentence.startswith("Host 1 (127.0.0.1) is gone (") and "All hosts start again" in sentence
-
-
-def test_a_message_arrives_as_it_was_sent():
-    tensors = {"a": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), "b": torch.tensor(7), "c": torch.empty(0, 2)}
-    message = {
-        "model": MODEL, "settings": SETTINGS, "prompt_embeds": [[tensors["a"], {"length": 3, "other": object()}]],
-        "latents": tensors, "sizes": (1, 2.5, None, True, "x"),
-    }  # fmt: skip
-    sent = b"".join(bytes(part) for part in wire.pack(message))
-    at = 0
-
-    def read(size: int) -> bytearray:
-        nonlocal at
-        at += size
-        return bytearray(sent[at - size : at])
-
-    got = wire.unpack(read)
-    assert at == len(sent)
-    assert (got["model"], got["settings"], got["sizes"]) == (MODEL, SETTINGS, message["sizes"])
-    assert got["prompt_embeds"][0][1] == {"length": 3, "other": None}
-    for name, tensor in tensors.items():
-        assert got["latents"][name].dtype == tensor.dtype and torch.equal(got["latents"][name], tensor)
 
 
 @pytest.mark.parametrize(

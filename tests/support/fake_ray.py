@@ -1,19 +1,20 @@
 """What `fleet.cluster` uses of Ray, without a cluster: machines are there and gone as a test's script says.
 
-Each look at the machines is one turn of the script, so that nothing here takes time.
+Each look at the machines is one turn of the script.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from ...fleet import slices
-from ...fleet.messages import Request
+from ...fleet.messages import Request, Status
 from ...fleet.slices import Slice
 from .fleet import keep
 
-_MOST_TURNS = 1000
+_MOST_TURNS = 100_000
 
 
 class RayError(Exception):
@@ -58,8 +59,8 @@ class Handle:
         self.requests += arguments
         if not self.is_alive:
             reference.fails(ActorUnavailableError("The actor is restarting"))
-        elif method == "ready":
-            reference.outcome = lambda: None
+        elif method in ("ready", "status"):
+            reference.outcome = Status if method == "status" else lambda: None
         return reference
 
     def open(self, method: str) -> list[Reference]:
@@ -107,8 +108,14 @@ class FakeRay:
         next(self._script, None)
         return self.machines
 
-    def wait(self, references: list[Reference], num_returns: int, timeout: float) -> tuple[list[Reference], list[Any]]:
-        return [one for one in references if one.outcome is not None], []
+    def wait(self, references: list[Reference], timeout: float) -> tuple[list[Reference], list[Any]]:
+        """As Ray's, which returns once one is there."""
+        deadline = time.monotonic() + timeout
+        while not (there := [one for one in references if one.outcome is not None]) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return there, []
+
+    def kill(self, handle: Handle, no_restart: bool) -> None: ...
 
     def get(self, reference: Reference) -> Any:
         assert reference.outcome is not None

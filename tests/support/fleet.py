@@ -2,17 +2,20 @@
 
 import json
 import os
+import signal
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from ...fleet.ledger import DONE, RESULTS
-from ...fleet.local import Inbox
-from ...fleet.messages import Done, Event, Failed, Lost, Ready, Request, Status
+from ...fleet.local import READY, Inbox
+from ...fleet.messages import Done, Failed, Request, Status
 from ...fleet.store import open_store
+from .patience import until
 
 PACK = Path(__file__).parents[2]
 WORKFLOW = PACK / "examples" / "api" / "wan21_t2v_720p.json"
@@ -34,69 +37,71 @@ def keep(worker: str, request: Request) -> Done:
     store.write(name, request.workflow["1"]["inputs"]["prompt"].encode())
     record = {"job": request.job, "state": DONE, "line": request.line, "files": [name], "worker": worker}
     store.write(f"{DONE}/{request.job}.json", json.dumps(record).encode())
-    return Done(worker=worker, job=request.job, record=record)
+    return Done(job=request.job, record=record)
+
+
+class InlineWorker:
+    """A worker in the driver's thread: `Inline.body` says how a job ends."""
+
+    def __init__(self, name: str, workers: "Inline") -> None:
+        self.name, self._workers = name, workers
+
+    def wait(self, is_over: Callable[[], bool]) -> None: ...
+
+    def run(
+        self, request: Request, report: Callable[[Status], None], is_cancelled: Callable[[], bool]
+    ) -> Done | Failed:
+        with self._workers.lock:
+            self._workers.runs[request.line] += 1
+            self._workers.ran[self.name].append(request)
+            self._workers.is_cancelled = is_cancelled
+            return self._workers.body(self.name, request)
+
+    def restart(self) -> None:
+        self._workers.restarted.append(self.name)
 
 
 class Inline:
-    """Workers in this process, which do a job when events are asked for: `body` says how it ends."""
+    """Workers in this process, which do one job after the other."""
 
-    def __init__(self, names: list[str], body: Callable[[str, Request], Event] = keep) -> None:
-        self._body = body
-        self._events: list[Event] = [Ready(worker=name) for name in names]
-        self._given: list[tuple[str, Request]] = []
+    def __init__(self, names: list[str], body: Callable[[str, Request], Done | Failed] = keep) -> None:
+        self.body, self.lock = body, threading.Lock()
         self.runs: Counter[int] = Counter()  # by line
         self.ran: dict[str, list[Request]] = {name: [] for name in names}
         self.restarted: list[str] = []
+        self.is_cancelled: Callable[[], bool] = lambda: False
+        self._new = [InlineWorker(name, self) for name in names]
 
-    def events(self, timeout_s: float) -> list[Event]:
-        found, self._events = self._events, []
-        given, self._given = self._given, []
-        for worker, request in given:
-            self.runs[request.line] += 1
-            self.ran[worker].append(request)
-            event = self._body(worker, request)
-            found.append(event)
-            if isinstance(event, Lost):
-                found.append(Ready(worker=worker))
-        return found
-
-    def submit(self, worker: str, request: Request) -> None:
-        self._given.append((worker, request))
-
-    def statuses(self) -> Mapping[str, Status]:
-        return {name: Status() for name in self.ran}
-
-    def restart(self, worker: str) -> None:
-        self.restarted.append(worker)
-        self._events += [Lost(worker=worker, reason="restarted"), Ready(worker=worker)]
-
-    def cancel(self) -> None:
-        self._events += [
-            Failed(worker=worker, job=request.job, error="cancelled", cancelled=True) for worker, request in self._given
-        ]
-        self._given = []
+    def found(self) -> Sequence[InlineWorker]:
+        new, self._new = self._new, []
+        return new
 
     def close(self) -> None: ...
 
+    def ctrl_c(self) -> None:
+        """As if the user pressed it, until the driver knows: its thread is another than a worker's."""
+        signal.raise_signal(signal.SIGINT)
+        until(self.is_cancelled)
 
-def stub(name: str, connection: Connection) -> None:
+
+def stub(connection: Connection) -> None:
     """The body of a child process that needs a moment for each job; it notes each as it begins."""
     inbox = Inbox(connection)
-    connection.send(Ready(worker=name))
+    connection.send(READY)
     while True:
         request = inbox.requests.get()
         with (Path(request.out) / "begun.txt").open("a") as file:
             file.write(f"{request.job} {os.getpid()}\n")
         time.sleep(0.05)
-        connection.send(keep(name, request))
+        connection.send(keep("stub", request))
 
 
-def stepping(name: str, connection: Connection) -> None:
+def stepping(connection: Connection) -> None:
     """The body of a child process whose second job has steps without end, until it is cancelled; begun again it has
     none.
     """
     inbox = Inbox(connection)
-    connection.send(Ready(worker=name))
+    connection.send(READY)
     while True:
         request = inbox.requests.get()
         begun = Path(request.out) / "begun.txt"
@@ -106,6 +111,6 @@ def stepping(name: str, connection: Connection) -> None:
             while not inbox.is_cancelled.wait(0.05):
                 step += 1
                 connection.send(Status(node="Sampler", done=step, total=10**6, unit="step"))
-            connection.send(Failed(worker=name, job=request.job, error="cancelled", cancelled=True))
+            connection.send(Failed(job=request.job, error="cancelled", cancelled=True))
         else:
-            connection.send(keep(name, request))
+            connection.send(keep("stepping", request))

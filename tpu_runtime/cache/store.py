@@ -150,7 +150,7 @@ class Store:
         path, scratch = self.path(key), None
         try:
             _make(self.folder)
-            _trim(self.folder, MAX_BYTES[self.kind] - len(payload))
+            trim(self.folder, MAX_BYTES[self.kind] - len(payload))
             descriptor, scratch = tempfile.mkstemp(prefix=f".{key}-", dir=self.folder)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(hashlib.sha256(payload).digest())
@@ -173,7 +173,7 @@ class Store:
             log.warning("%s cannot be removed (%s).", self.path(key), error)
 
 
-def _trim(folder: Path, limit: int) -> None:
+def trim(folder: Path, limit: int) -> None:
     """Removes the least recently used files of a folder until the others hold at most `limit` bytes, and abandoned
     scratch files.
     """

@@ -4,91 +4,90 @@ import contextlib
 import logging
 import os
 import queue
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..progress import Preview, Progress
+from ..line import wire
+from ..line.link import Gone, Link, connect
+from ..line.link import Refused as NotTaken
+from ..line.records import Answer, AskRows, At, Begin, Bye, Call, Ended, Log, Rows, Stop, Text
+from ..line.trust import Address
+from ..progress import Progress, Silent
 from . import distributed, terms
-from .channel import Channel, Gone
 from .place import Place
-from .together import RESTART, Elsewhere, Ending, HostsError, Result, Stopped
+from .together import RESTART, Alone, Elsewhere, Ending, Refused, Result, Stopped, Together
 
 log = logging.getLogger(__name__)
 
-CONNECT_S, PAUSE_S = 5.0, 1.0
+PAUSE_S = 1.0
+# What the leader asks for between stages, methods of the engine. Whatever else it asks for is a stage.
+REQUESTS = ("expect", "free", "free_titled")
+# More than any argument of a stage has, or what a leader decides.
+_MOST_BYTES = 2**34
 
 
-class Refused(HostsError):
-    """The leader does not take this process in."""
-
-
-class Follower:
+class Follower(Alone):
     """See `Together`. As soon as the leader is gone the process ends, with `RESTART`."""
 
     is_leader = False
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._said: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._is_stopped = threading.Event()
-        self._channel: Channel | None = None
-        self._answering: threading.Thread | None = None
+        self._link: Any = None
+        self._answering = threading.Thread()
         self.own_rows: Callable[[], list[dict[str, Any]]] = list
 
     def join(self) -> None:
         """Waits for the leader, then joins this process's chips to all others; raises `Refused`."""
-        self._channel = channel = self._connect()
-        channel.send({"hello": {"process": self._place.process, "count": self._place.count, "terms": terms.terms()}})
+        self._link = self._connect()
         try:
-            answer = channel.receive()
+            first = self._link.receive((Begin, Bye))
         except Gone as error:
             raise Refused(f"The leader hung up ({error}); perhaps it only just ends, or begins.") from None
-        if "begin" not in answer:
-            raise Refused(answer.get("refused") or f"The leader does not begin: {answer.get('bye')}.")
-        terms.take_over(answer["begin"])
+        if isinstance(first, Bye):
+            raise Refused(f"The leader does not begin: {first.why}.")
+        terms.take_over(first.environment)
         log.info("Joining %d hosts", self._place.count)
-        threading.Thread(target=self._hear, args=(channel,), name="comfyui-tpu-hosts-hear", daemon=True).start()
-        logging.getLogger(__name__.partition(".")[0]).addHandler(_ToLeader(channel))
+        gone: Callable[[str], None] = lambda why: self._end(f"the leader is gone ({why})")  # noqa: E731
+        self._link.hear(self._take, gone, (Answer, AskRows, Bye, Call, Stop), wire.MODELS, _MOST_BYTES)
+        logging.getLogger(__name__.partition(".")[0]).addHandler(_ToLeader(self._send))
         distributed.start(self._place)
 
-    def requests(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """What the leader asks for, a method of the engine and its arguments, for ever."""
-        while True:
-            message = self._said.get()
-            if "request" in message:
-                yield message["request"], message["arguments"]
+    def next_call(self) -> Call:
+        """What the leader asks for next: a method of the engine and its arguments."""
+        while not isinstance(message := self._said.get(), Call):
+            pass
+        return message
 
-    def _connect(self) -> Channel:
-        said = False
+    def _connect(self) -> Link:
+        where, said = Address(host=self._place.host, port=self._place.port), False
+        hello = {"process": self._place.process, "count": self._place.count, "terms": terms.terms()}
         while True:
             try:
-                connection = socket.create_connection((self._place.host, self._place.port), CONNECT_S)
-                return Channel(connection)
+                return connect(where, hello)
+            except NotTaken as error:
+                raise Refused(str(error)) from None
             except OSError as error:
                 if not said:
                     log.info("Waiting for the leader at %s, port %d (%s)", self._place.host, self._place.port, error)
                 said = True
                 time.sleep(PAUSE_S)
 
-    def _hear(self, channel: Channel) -> None:
-        try:
-            while True:
-                message = channel.receive()
-                if "bye" in message:
-                    self._end(message["bye"])
-                elif "rows" in message:
-                    if self._answering is None or not self._answering.is_alive():  # a chip may hang
-                        self._answering = threading.Thread(target=self._send_rows, daemon=True)
-                        self._answering.start()
-                else:
-                    if "stop" in message:
-                        self._is_stopped.set()
-                    self._said.put(message)
-        except (Gone, ValueError, KeyError) as error:
-            self._end(f"the leader is gone ({error})")
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Bye):
+            self._end(message.why)
+        elif isinstance(message, AskRows):
+            if not self._answering.is_alive():  # a chip may hang
+                self._answering = threading.Thread(target=lambda: self._send(Rows(self.own_rows())), daemon=True)
+                self._answering.start()
+        else:
+            if isinstance(message, Stop):
+                self._is_stopped.set()
+            self._said.put(message)
 
     def _end(self, why: str) -> None:
         """At once: the chips may wait for others that do not come back, and JAX would wait for its coordinator."""
@@ -96,23 +95,16 @@ class Follower:
         logging.shutdown()
         os._exit(RESTART)
 
-    def _send_rows(self) -> None:
-        self._send({"rows": self.own_rows()})
+    def _send(self, message: Any) -> None:
+        with contextlib.suppress(Gone):  # the process ends
+            self._link.send(message)
 
-    def _send(self, message: Mapping[str, Any]) -> None:
-        assert self._channel is not None
-        with contextlib.suppress(Gone):  # `_hear` ends the process
-            self._channel.send(message)
-
-    # -- see `Together` ------------------------------------------------------------------------------------------------
+    # -- see `Together`; announcing is the leader's ------------------------------------------------------------------
 
     def stage(
         self, name: str, arguments: Mapping[str, Any], progress: Progress
     ) -> contextlib.AbstractContextManager[Progress]:
         return contextlib.nullcontext(_Reporting(self._send, self._is_stopped))
-
-    def tell(self, request: str, arguments: Mapping[str, Any]) -> None:
-        pass
 
     def attempt(self, work: Callable[[], Result], ending: Callable[[BaseException], Ending]) -> Result:
         error: BaseException | None = None
@@ -124,7 +116,7 @@ class Follower:
                 error = stopped
             except BaseException as raised:
                 error, own = raised, ending(raised)
-            self._send({"ended": own, "error": str(error)})
+            self._send(Ended(own, str(error)))
             verdict: Ending | None = self._next("verdict")
             self._is_stopped.clear()
             if error is not None and own is not None and own == verdict:
@@ -138,37 +130,31 @@ class Follower:
     def agree(self, what: str, state: Any = None) -> bool:
         if self._is_stopped.is_set():
             raise Stopped
-        self._send({"at": what, "state": state})
+        self._send(At(what, state))
         return self._next("go")
 
     def decide(self, value: Result) -> Result:
         return self._next("decided")
 
-    def rows(self) -> list[dict[str, Any]]:
-        return []
-
     def _next(self, name: str) -> Any:
         """The leader's answer `name`. While it is awaited in an attempt, that may be stopped."""
         while True:
             message = self._said.get()
-            if name in message:
-                return message[name]
-            if "stop" in message and name != "verdict":
+            if isinstance(message, Answer) and message.to == name:
+                return message.value
+            if isinstance(message, Stop) and name != "verdict":
                 raise Stopped
 
 
-class _Reporting:
+class _Reporting(Silent):
     """Tells the leader what a stage does here, and ends it when the leader says so."""
 
-    def __init__(self, send: Callable[[Mapping[str, Any]], None], is_stopped: threading.Event) -> None:
+    def __init__(self, send: Callable[[Any], None], is_stopped: threading.Event) -> None:
         self._send, self._is_stopped = send, is_stopped
 
     def text(self, message: str) -> None:
         log.info("%s", message)
-        self._send({"text": message})
-
-    def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
-        pass
+        self._send(Text(message))
 
     def check_cancelled(self) -> None:
         if self._is_stopped.is_set():
@@ -178,10 +164,33 @@ class _Reporting:
 class _ToLeader(logging.Handler):
     """The leader keeps the last lines, to say them when this process is gone."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, send: Callable[[Any], None]) -> None:
         super().__init__(logging.INFO)
-        self._channel = channel
+        self._send = send
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(Gone):
-            self._channel.send({"log": record.getMessage()})
+        if not record.name.startswith(f"{__package__}".replace("hosts", "line")):  # the line would speak of itself
+            self._send(Log(record.getMessage()[:1000]))
+
+
+def follow(place: Place, make_engine: Callable[[Together], Any], chips: Callable[[Any], list[dict[str, Any]]]) -> None:
+    """Joins the leader of `place` and does what it says over this part of the chips, until the process ends with that
+    one. Raises `Refused`.
+
+    `make_engine` is called once the chips are joined; `chips` says what the monitor shows of an engine's own.
+    """
+    follower = Follower(place)
+    follower.join()
+    engine = make_engine(follower)
+    follower.own_rows = lambda: chips(engine)
+    log.info("Following with %d of %d chips", len(engine.own), len(engine.devices))
+    while True:
+        name, arguments = follower.next_call()
+        if name in REQUESTS:
+            getattr(engine, name)(**arguments)
+            continue
+        try:
+            engine.run(name, **arguments, progress=Silent())
+            log.info("%s: done", name)
+        except Exception as error:  # whatever it is, the leader has it by now, and says it to the user
+            log.info("%s: %s: %s", name, type(error).__name__, error)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..line.records import Answer, AskRows, At, Bye, Call, Ended, Stop
 from ..progress import Preview, Progress
 from .members import Member, Members
 from .place import Place
@@ -70,18 +71,18 @@ class Leader:
 
     def close(self) -> None:
         """Lets the followers go; the process ends."""
-        self._members.close("the leader ended")
+        self._members.tell(Bye("the leader ended"))
 
     # -- see `Together` ------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def stage(self, name: str, arguments: Mapping[str, Any], progress: Progress) -> Iterator[Progress]:
         with self._at_work(progress) as guarded:
-            self._members.tell({"request": name, "arguments": arguments})
+            self._members.tell(Call(name, dict(arguments)))
             yield guarded
 
     def tell(self, request: str, arguments: Mapping[str, Any]) -> None:
-        self._members.tell({"request": request, "arguments": arguments})
+        self._members.tell(Call(request, dict(arguments)))
 
     def attempt(self, work: Callable[[], Result], ending: Callable[[BaseException], Ending]) -> Result:
         error: BaseException | None = None
@@ -98,8 +99,8 @@ class Leader:
             failures = [_failure(member, message) for member in self._members.all() if (message := member.failure())]
             verdict = gravest([own, *(failure.ending for failure in failures)])
             for member in self._members.all():
-                member.begin_anew()
-            self._members.tell({"verdict": verdict})
+                member.forget_attempt()
+            self._members.tell(Answer("verdict", verdict))
             if error is not None and verdict == own:
                 raise error
             if verdict is not None:
@@ -114,7 +115,7 @@ class Leader:
         if isinstance(error, RuntimeError) and not isinstance(error, HostsError):
             self._members.wait_lost(TELL_S)  # the chips may notice first that a host is gone, in words of their own
         self._raise_if_lost(error)
-        self._members.tell({"stop": True})
+        self._members.tell(Stop())
         self._wait_for_ends(time.monotonic() + STUCK_S)
 
     def agree(self, what: str, state: Any = None) -> bool:
@@ -122,27 +123,27 @@ class Leader:
         states = [state]
         for member in self._members.all():
             message = self._next(member)
-            if message["at"] != what:
+            if message.what != what:
                 raise HostsError(
-                    f"Hosts would do different things: {member} {message['at']}, the leader {what}. Their checkpoints, "
+                    f"Hosts would do different things: {member} {message.what}, the leader {what}. Their checkpoints, "
                     "LoRAs or memory differ; make them the same."
                 )
-            states.append(message["state"])
+            states.append(message.state)
         is_same = all(other == states[0] for other in states)
-        self._members.tell({"go": is_same})
+        self._members.tell(Answer("go", is_same))
         return is_same
 
     def decide(self, value: Result) -> Result:
-        self._members.tell({"decided": value})
+        self._members.tell(Answer("decided", value))
         return value
 
     def rows(self) -> list[dict[str, Any]]:
-        self._members.tell({"rows": True})
+        self._members.tell(AskRows())
         return [row for member in self._members.all() for row in member.rows]
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
-    def _next(self, member: Member) -> dict[str, Any]:
+    def _next(self, member: Member) -> At:
         """A follower's next word; meanwhile the user sees for whom all wait, and may cancel."""
         waiting = self._waiting(member)
         while (message := member.next(LOOK_S)) is None:
@@ -159,7 +160,7 @@ class Leader:
             while member.ended is None:
                 message = member.next(LOOK_S)
                 if message is not None:
-                    member.tell({"stop": True})  # it waits to agree, and there is nothing more to do
+                    member.tell(Stop())  # it waits to agree, and there is nothing more to do
                 elif deadline is None:
                     self._check_progress()
                     waiting()
@@ -209,12 +210,12 @@ class Leader:
         if self._members.lost is not None:
             raise HostsError(self._members.lost) from cause
 
-    def _failed(self, member: Member, message: Mapping[str, Any]) -> None:
+    def _failed(self, member: Member, message: Ended) -> None:
         """A follower's attempt failed. If this process waits for it on the chips, nothing else ends that."""
 
         def look() -> None:
             if member.failure() is message:
-                self._lost(f"{member.title} failed: {message['error']}")
+                self._lost(f"{member.title} failed: {message.error}")
 
         timer = threading.Timer(STUCK_S, look)
         timer.daemon = True
@@ -233,5 +234,5 @@ class Leader:
         self._end(sentence, running.inner if running else None)
 
 
-def _failure(member: Member, message: Mapping[str, Any]) -> Elsewhere:
-    return Elsewhere(message["ended"], f"{member.title}: {message['error']}")
+def _failure(member: Member, message: Ended) -> Elsewhere:
+    return Elsewhere(message.ending, f"{member.title}: {message.error}")

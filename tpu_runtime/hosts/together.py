@@ -23,6 +23,10 @@ class HostsError(RuntimeError):
     """Hosts that are missing, gone, or not of one mind; a sentence for the user."""
 
 
+class Refused(HostsError):
+    """The leader does not take this process in."""
+
+
 class Elsewhere(HostsError):
     """Another host's attempt did not succeed."""
 

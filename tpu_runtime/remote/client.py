@@ -3,79 +3,74 @@
 Progress, previews and errors come back while it works. Cancel ends the connection, which ends the work there.
 """
 
-import contextlib
 import functools
 import hashlib
-import http.client
-import io
-import json
 import logging
 import os
-import queue
-import re
-import socket
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from .. import versions
 from ..checkpoints.model_ref import Expected, Lora, ModelRef
 from ..engine.memory_advice import OutOfMemory
+from ..line import trust
+from ..line.link import Gone, Link, Refused, connect
+from ..line.records import Call, Failed, File, Load, Need, Result, Step, Text
+from ..line.trust import Address
 from ..progress import Preview, Progress
-from ..redact import redact
-from . import wire
 
 log = logging.getLogger(__name__)
 
-# Until the other machine answers at all, and between two signs of life of it.
-_CONNECT_S, _SILENCE_S = 5.0, 60.0
-_LOOK_S = 0.1
+# A minute of video at 720p is less; so is any preview.
+_MOST_RESULT, _PIECE = 2**34, 2**20
 _COMMAND = "comfyui-tpu serve"
+# For how long a machine that failed is asked after the others, doubled each time.
+_FIRST_REST_S, _LONGEST_REST_S = 10.0, 600.0
 
 
 class RemoteError(RuntimeError):
     """The other machine is not there, refuses, or failed, in a sentence for the user."""
 
 
-class Unreachable(RemoteError):
-    """It is not there, or not any more: another machine may do the same."""
+class _Rests:
+    """Which machines failed lately: of all clients of this process."""
+
+    def __init__(self) -> None:
+        self._until: dict[Address, tuple[float, float]] = {}
+        self._lock = threading.Lock()
+
+    def has(self, address: Address) -> bool:
+        return self._until.get(address, (0.0, 0.0))[0] > time.monotonic()
+
+    def note(self, address: Address, is_well: bool) -> None:
+        with self._lock:
+            _, last = self._until.pop(address, (0.0, 0.0))
+            if not is_well:
+                pause = min(max(_FIRST_REST_S, 2 * last), _LONGEST_REST_S)
+                self._until[address] = (time.monotonic() + pause, pause)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Address:
-    """Where `comfyui-tpu serve` listens."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+RESTS = _Rests()
 
 
 def parse_all(text: str) -> tuple[Address, ...]:
-    """One address or several, with commas between them; ValueError as `parse`."""
-    return tuple(dict.fromkeys(parse(part) for part in text.split(",")))
-
-
-def parse(text: str) -> Address:
-    """HOST or HOST:PORT, also with http:// before it; ValueError for anything else."""
-    found = re.fullmatch(r"(?:http://)?(?:\[([0-9a-fA-F:.]+)\]|([\w.-]+))(?::(\d{1,5}))?/?", text.strip())
-    port = int(found[3] or wire.DEFAULT_PORT) if found else 0
-    if found is None or not 0 < port < 65536:
-        raise ValueError(
-            f"address is {text!r}; it must be HOST or HOST:PORT of a machine that runs `{_COMMAND}`, such as "
-            f"127.0.0.1:{wire.DEFAULT_PORT}."
-        )
-    return Address(host=found[1] or found[2], port=port)
+    """One address or several, with commas between them; ValueError where one is none, or is not listed."""
+    found = tuple(dict.fromkeys(trust.parse(part) for part in text.split(",")))
+    for address in found:
+        trust.check_listed(address)
+    return found
 
 
 class Client:
     """The stages of models at one of the `addresses`, with the engine's `run`.
 
     Of several each stage goes to the one that has least to do, and of these to one that ran the model last; when it is
-    gone, to another. What travels between stages is whole, so that they need not run at the same place. `expected` is
-    the generation that they are of: where a stage runs, programs of the next are compiled behind it.
+    gone or fails, to another. What travels between stages is complete, so that they need not run at the same place.
+    `expected` is the generation that they are of: where a stage runs, programs of the next are compiled behind it.
     """
 
     def __init__(self, addresses: str, expected: Expected | None = None) -> None:
@@ -96,8 +91,6 @@ class Client:
         changed = replace(model, loras=(*model.loras, lora))
         return changed, _named(self._about("report_lora", changed, progress), changed.loras)
 
-    # -- the line ------------------------------------------------------------------------------------------------------
-
     def _about(self, verb: str, model: ModelRef, progress: Progress, **given: Any) -> Any:
         """What is asked of a model."""
         loras = [{"digest": _digest(lora), "strength": lora.strength, "expert": lora.expert} for lora in model.loras]
@@ -105,178 +98,117 @@ class Client:
         return self._ask(verb, progress, model, model=described, **given)
 
     def _ask(self, verb: str, progress: Progress, wanted: ModelRef | None = None, **given: Any) -> Any:
-        """One request's result; where a machine goes away meanwhile and there are others, from one of these."""
-        left = list(self.addresses)
-        while True:
-            address = self._free_one(left, wanted, progress)
+        """One request's result, from the first machine that gives one; else what the last said."""
+        error: Exception = RemoteError(f"{self.addresses} is no machine")
+        left, loras = list(self.addresses), wanted.loras if wanted else ()
+        while left:
+            address, link, error = self._free_one(left, wanted, progress, error)
+            if link is None:
+                break
+            left.remove(address)
             try:
-                for lora in wanted.loras if wanted else ():
-                    self._bring(address, lora, progress)
-                loras = wanted.loras if wanted else ()
-                return self._result(address, wire.pack({"verb": verb, "given": given}), progress, loras)
-            except Unreachable as error:
-                left.remove(address)
-                if not left:
-                    raise
+                link.send(Call(verb, given), progress.check_cancelled)
+                result = _result(address, link, progress, loras)
+                RESTS.note(address, is_well=True)
+                return result
+            except (Gone, RemoteError, OutOfMemory) as failed:
+                error = _sentence(address, failed) if isinstance(failed, Gone) else failed
+                RESTS.note(address, is_well=False)
                 log.warning("%s", error)
-                progress.text(f"{address} is gone: asking another machine")
+                if left:
+                    progress.text(f"{address} failed: asking another machine")
+            finally:
+                link.close()
+        if len(self.addresses) > 1 and isinstance(error, RemoteError):
+            raise RemoteError(f"none of {', '.join(map(str, self.addresses))} is there; the last: {error}")
+        raise error
 
-    def _free_one(self, left: list[Address], wanted: ModelRef | None, progress: Progress) -> Address:
-        """Which machine is asked; those that are not there leave `left`. Unreachable where none is."""
-        if len(self.addresses) == 1:
-            return left[0]
-        loads, said = {}, ""
-        for address in list(left):
-            try:
-                with self._answer(address, "GET", wire.LOAD, io.BytesIO(), progress) as messages:
-                    load = _only(address, messages)
-                loads[address] = (load["requests"], wanted is not None and load["model"] != wanted.model_id)
-            except Unreachable as error:
-                left.remove(address)
-                said = str(error)
-        if not loads:
-            raise Unreachable(f"none of {', '.join(map(str, self.addresses))} is there; the last: {said}")
-        return min(loads, key=lambda address: loads[address])
-
-    def _result(self, address: Address, content: bytes, progress: Progress, loras: Sequence[Lora]) -> Any:
-        """Sends one request and shows what comes back, up to its result."""
-        with self._answer(address, "POST", wire.RUN, io.BytesIO(content), progress) as messages:
-            for message in messages:
-                kind = message.get("kind")
-                if kind == "text":
-                    progress.text(_named(message["text"], loras))
-                elif kind == "step":
-                    progress.step(message["done"], message["total"], message["unit"], _preview(message))
-                elif kind == "error":
-                    raise _error(address, {**message, "text": _named(message["text"], loras)})
-                elif kind == "result":
-                    return message["result"]
-        raise Unreachable(f"{address} ended without a result. Look at what `{_COMMAND}` printed there.")
-
-    def _bring(self, address: Address, lora: Lora, progress: Progress) -> None:
-        """Sends a LoRA's file, unless it is there."""
-        name = f"{wire.FILE}{_digest(lora)}"
-        with self._answer(address, "GET", name, io.BytesIO(), progress) as messages:
-            if _only(address, messages):
-                return
-        progress.text(f"Sending {Path(lora.path).name} to {address}")
-        with open(lora.path, "rb") as file, self._answer(address, "PUT", name, file, progress) as messages:
-            _only(address, messages)
-
-    @contextlib.contextmanager
-    def _answer(
-        self, address: Address, method: str, path: str, body: BinaryIO, progress: Progress
-    ) -> Iterator[Iterator[dict[str, Any]]]:
-        """The messages that answer a request; leaving ends the connection, and with it the work on the other side."""
-        connection = http.client.HTTPConnection(address.host, address.port, timeout=_CONNECT_S)
-        messages = self._messages(address, connection, progress)
+    def _free_one(
+        self, left: list[Address], wanted: ModelRef | None, progress: Progress, error: Exception
+    ) -> tuple[Address, Link | None, Exception]:
+        """The machine to ask, of those that answer; others leave `left`, the last with its `error`."""
+        found: dict[Address, tuple[Any, Link]] = {}
         try:
-            with _sentences(address):
-                connection.connect()
-                connection.sock.settimeout(_SILENCE_S)
-                size = body.seek(0, os.SEEK_END)
-                body.seek(0)
-                headers = {"Content-Length": str(size), "X-Protocol": str(wire.PROTOCOL), **_authorization()}
-                connection.request(method, path, body, headers)
-            yield messages
+            for address in sorted(left, key=RESTS.has):
+                if found and RESTS.has(address):
+                    break  # only where no other is there
+                try:
+                    load, link = _open(address, progress)
+                    found[address] = (load.requests, wanted is not None and load.model != wanted.model_id), link
+                except OSError as failed:  # `Gone` and `Refused` among them
+                    left.remove(address)
+                    RESTS.note(address, is_well=False)
+                    error = _sentence(address, failed)
+            if not found:
+                return self.addresses[0], None, error
+            chosen = min(found, key=lambda address: found[address][0])
+            return chosen, found.pop(chosen)[1], error
         finally:
-            messages.close()
-            connection.close()
-
-    def _messages(
-        self, address: Address, connection: http.client.HTTPConnection, progress: Progress
-    ) -> Generator[dict[str, Any], None, None]:
-        """What comes, read by a thread of its own, while this one looks for Cancel."""
-        came: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue(maxsize=2)
-        is_over, line = threading.Event(), connection.sock  # which http.client forgets, once it has read the head
-
-        def put(item: dict[str, Any] | Exception | None) -> None:
-            while not is_over.is_set():
-                with contextlib.suppress(queue.Full):
-                    return came.put(item, timeout=_LOOK_S)
-
-        def read() -> None:
-            try:
-                with _sentences(address):
-                    response = connection.getresponse()
-                    if response.status != http.client.OK:
-                        raise RemoteError(f"{address} refuses: {_reason(response)}")
-                    while (message := wire.read(response.read)) is not None:
-                        put(message)
-                put(None)
-            except Exception as error:  # whatever it is, the thread that asked raises it
-                put(error)
-
-        threading.Thread(target=read, name="comfyui-tpu-remote", daemon=True).start()
-        try:
-            while True:
-                progress.check_cancelled()
-                with contextlib.suppress(queue.Empty):
-                    item = came.get(timeout=_LOOK_S)
-                    if item is None:
-                        return
-                    if isinstance(item, Exception):
-                        raise item
-                    yield item
-        finally:
-            is_over.set()
-            with contextlib.suppress(OSError):
-                line.shutdown(socket.SHUT_RDWR)  # wakes the thread, and tells the other machine
+            for _, link in found.values():
+                link.close()
 
 
-@contextlib.contextmanager
-def _sentences(address: Address) -> Iterator[None]:
-    """Errors of the line as `Unreachable`."""
+def _open(address: Address, progress: Progress) -> tuple[Load, Link]:
+    """A link to a machine, and what it says of itself."""
+    link = connect(address, {"source": versions.source_digest()}, progress.check_cancelled)
     try:
-        yield
-    except TimeoutError:
-        raise Unreachable(
-            f"{address} does not answer. Is the machine there, and does `{_COMMAND}` run on it?"
-        ) from None
-    except ConnectionRefusedError:
-        raise Unreachable(
-            f"nothing listens at {address}. Start `{_COMMAND}` there; from elsewhere it is reached through "
-            "an ssh tunnel, or with --host and a token."
-        ) from None
-    except (OSError, http.client.HTTPException, wire.WireError) as error:
-        raise Unreachable(
-            f"the connection to {address} broke off ({redact(str(error)) or type(error).__name__}). Look at "
-            f"what `{_COMMAND}` printed there, and queue again."
-        ) from None
+        return link.receive((Load,), progress.check_cancelled), link
+    except BaseException:
+        link.close()
+        raise
 
 
-def _only(address: Address, messages: Iterator[Mapping[str, Any]]) -> Any:
-    """The result of a request that one message answers."""
-    for message in messages:
-        return message.get("result")
-    raise Unreachable(f"{address} ended without an answer.")
+def _result(address: Address, link: Link, progress: Progress, loras: Sequence[Lora]) -> Any:
+    """Shows what comes back, and sends the files that are not there, up to the result."""
+    expected = (Failed, Need, Result, Step, Text)
+    while True:
+        message = link.receive(expected, progress.check_cancelled, most_bytes=_MOST_RESULT)
+        if isinstance(message, Text):
+            progress.text(_named(message.text, loras))
+        elif isinstance(message, Step):
+            progress.step(message.done, message.total, message.unit, _preview(message))
+        elif isinstance(message, Need):
+            _send(address, link, message.digest, progress, loras)
+        elif isinstance(message, Result):
+            return message.value
+        else:
+            text = _named(message.text, loras)
+            kinds: Mapping[str, Callable[[str], Exception]] = {"ValueError": ValueError, "OutOfMemory": OutOfMemory}
+            raise kinds.get(message.kind, lambda text: RemoteError(f"{address}: {text}"))(text)
 
 
-def _error(address: Address, message: Mapping[str, Any]) -> Exception:
-    """The other machine's error: sentences for the user are as they would be here."""
-    text = str(message["text"])
-    if message["type"] == "ValueError":
-        return ValueError(text)
-    return OutOfMemory(text) if message["type"] == "OutOfMemory" else RemoteError(f"{address}: {text}")
+def _send(address: Address, link: Link, digest: str, progress: Progress, loras: Sequence[Lora]) -> None:
+    """A LoRA's file, one of those that the request is about."""
+    path = next((Path(lora.path) for lora in loras if _digest(lora) == digest), None)
+    if path is None:
+        raise RemoteError(f"{address} asks for a file that is none of this model's LoRAs.")
+    progress.text(f"Sending {path.name} to {address}")
+    with path.open("rb") as file:
+        link.send(File(os.fstat(file.fileno()).st_size), progress.check_cancelled)
+        for piece in iter(lambda: file.read(_PIECE), b""):
+            link.send_piece(piece, progress.check_cancelled)
 
 
-def _authorization() -> dict[str, str]:
-    token = os.environ.get(wire.VARIABLE, "").strip()
-    return {"Authorization": f"Bearer {token}"} if token else {}
+def _sentence(address: Address, error: Exception) -> RemoteError:
+    """Why a machine cannot be asked, or not any more."""
+    if isinstance(error, Refused):
+        return RemoteError(f"{address} refuses: {error}")
+    if isinstance(error, TimeoutError):
+        return RemoteError(f"{address} does not answer. Is the machine there, and does `{_COMMAND}` run on it?")
+    if isinstance(error, ConnectionRefusedError):
+        return RemoteError(
+            f"nothing listens at {address}. Start `{_COMMAND}` there; from elsewhere it is reached through an ssh "
+            "tunnel, or with --host."
+        )
+    return RemoteError(
+        f"the connection to {address} broke off ({error}). Look at what `{_COMMAND}` printed there, and queue again."
+    )
 
 
-def _reason(response: http.client.HTTPResponse) -> str:
-    """The sentence of a refusal."""
-    try:
-        return redact(str(json.loads(response.read(10_000))["error"]))
-    except (ValueError, KeyError, TypeError):
-        return f"{response.status} {response.reason}. Is it `{_COMMAND}` of this pack?"
-
-
-def _preview(message: Mapping[str, Any]) -> Preview | None:
-    if (latents := message.get("latents")) is None:
+def _preview(message: Step) -> Preview | None:
+    if (latents := message.latents) is None:
         return None
-    return Preview(latent_format=message["latent_format"], latents=lambda: latents.float())
+    return Preview(latent_format=message.latent_format, latents=lambda: latents.float())
 
 
 def _named(text: str, loras: Sequence[Lora]) -> str:

@@ -1,0 +1,141 @@
+"""Whose fault an error of a batch is: a broken machine or file system costs no job, and no machine stops the others."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_tpu.cli import batch
+from comfyui_tpu.cli import main as cli
+from comfyui_tpu.fleet import driver, worker
+from comfyui_tpu.fleet.messages import JOBS_FAULT, PLACES_FAULT, Done, Failed, Request
+from comfyui_tpu.fleet.worker import JobRunner
+from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, keep, prompts
+from comfyui_tpu.tests.support.patience import until
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.models import spec_for_family
+
+
+@pytest.fixture(autouse=True)
+def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "FIRST_REST_S", 0.001)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`comfyui-tpu batch` with other workers; its exit code."""
+
+    def call(workers: Any, count: int, *options: str) -> int:
+        monkeypatch.setattr(batch, "_workers", lambda *_: workers)
+        lines = prompts(tmp_path / "prompts.jsonl", count)
+        return cli.main(["batch", str(WORKFLOW), *options, "--set-from", str(lines), "--out", str(tmp_path / "out")])
+
+    return call
+
+
+def kept(folder: Path, kind: str) -> int:
+    return len(list((folder / "out" / kind).glob("*")))
+
+
+def broken(request: Request, fault: str = "") -> Failed:
+    return Failed(job=request.job, error="the chips are taken", fault=fault)
+
+
+@pytest.mark.parametrize("fault", ["", PLACES_FAULT])
+def test_three_good_machines_and_a_bad_one_do_all(run: Any, tmp_path: Path, fault: str):
+    """Failures were counted over all machines: the batch stopped with nothing done."""
+
+    def body(name: str, request: Request) -> Done | Failed:
+        return broken(request, fault) if name == "bad" else keep(name, request)
+
+    workers = Inline(["bad", "a", "b", "c"], body)
+    assert run(workers, 40, "--tiny") == 0
+    assert kept(tmp_path, "done") == 40 and not kept(tmp_path, "failed")
+
+
+def test_a_machine_that_fails_rests_for_longer_and_longer(run: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    rests: list[float] = []
+    failed_on = driver.Driver._failed_on
+    monkeypatch.setattr(driver.Driver, "_failed_on", lambda *given: rests.append(found := failed_on(*given)) or found)
+    assert run(Inline(["a"], lambda name, request: broken(request)), 30, "--tiny") == 2
+    assert rests == [0.001 * 2**count for count in range(driver.MOST_IN_A_ROW)]
+    said = capsys.readouterr()
+    assert "the chips are taken" in said.err and "run the same command again" in said.err
+
+
+def test_the_models_folder_moved_away_in_the_middle_sets_nothing_aside(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The worker's own classification, of the sentence that a missing folder is. 38 of 40 were set aside in 2 s."""
+    folder, away = tmp_path / "model", tmp_path / "away"
+    shutil.copytree(tiny.ensure(spec_for_family("Wan21")), folder)
+    real, runs = JobRunner("a"), []
+
+    def pretend(workflow: Any, host: Any) -> None:
+        if not folder.is_dir():
+            raise ValueError(f"Wan 2.1 T2V 14B: model_id is {folder}; there is no such folder")
+        (host.folders.output / "prompt.txt").write_text(workflow["1"]["inputs"]["prompt"])
+
+    def body(name: str, request: Request) -> Done | Failed:
+        runs.append(request.line)
+        if len(runs) == 3:
+            folder.rename(away)
+        if len(runs) == 3 + driver.MOST_IN_A_ROW - 2:  # before all rest
+            away.rename(folder)
+        return real.run(request, lambda status: None)
+
+    monkeypatch.setattr(worker, "run_workflow", pretend)
+    model = ("--set", f"6.model_id={folder}")
+    assert run(Inline(["a"], body), 40, *model) == 0
+    assert kept(tmp_path, "done") == 40 and not kept(tmp_path, "failed") and not kept(tmp_path, "tries")
+
+    def gone(name: str, request: Request) -> Done | Failed:
+        if folder.is_dir():
+            folder.rename(away)
+        return real.run(request, lambda status: None)
+
+    workers = Inline(["a"], gone)
+    assert run(workers, 50, *model) == 2 and not kept(tmp_path, "failed")  # all rest: it stops, and says why
+    away.rename(folder)
+    assert run(Inline(["a"], lambda name, request: real.run(request, lambda status: None)), 50, *model) == 0
+    assert kept(tmp_path, "done") == 50
+
+
+def test_an_error_with_all_files_as_they_were_is_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    request = Request(job="1", line=1, workflow={}, folders=None, out=str(tmp_path), token="")  # pyright: ignore
+    runner = JobRunner("a")
+    assert [runner._fault(request, error) for error in (ValueError(), RuntimeError(), OSError(), MemoryError())] == [
+        JOBS_FAULT, "", PLACES_FAULT, PLACES_FAULT,
+    ]  # fmt: skip
+
+
+def test_a_damaged_line_of_the_journal_is_rebuilt_from_its_record(run: Any, tmp_path: Path):
+    assert run(Inline(["a"]), 3, "--tiny") == 0
+    journal = tmp_path / "out" / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(lines[0] + b'{"job": \x00\xff\n' + b"[1]\n" + lines[2] + lines[1][:20])
+    (tmp_path / "out" / "tries").mkdir(exist_ok=True)
+    (tmp_path / "out" / "tries" / "x.json").write_text("{")
+    assert run(Inline(["a"]), 4, "--tiny") == 0
+    said = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert sorted(record["line"] for record in said) == [1, 2, 3, 4]
+
+
+def test_a_killed_workers_temporary_folder_leaves_with_the_next_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    body = "import time; from comfyui_tpu.fleet.worker import _scratch\nwith _scratch(): time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", body], env={**os.environ, "TMPDIR": str(tmp_path)})
+    (left,) = until(lambda: list(tmp_path.iterdir()))
+    with worker._scratch():
+        assert left.is_dir()  # it is alive
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    with worker._scratch() as own:
+        assert list(tmp_path.iterdir()) == [own]
+    assert not list(tmp_path.iterdir())
