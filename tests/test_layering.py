@@ -19,7 +19,8 @@ MAX_FILES, MAX_LINES, MAX_SHARED_RUN = 14, 500, 8
 LEAVES = {"leaves", "model_spec", "cache", "attention", "kernels", "sharding"}
 PROGRAMS = {"programs", *LEAVES}
 MODELS = {"models", *PROGRAMS}
-CHECKPOINTS = {"checkpoints", *MODELS}
+FORMATS = {"formats", "models.layouts"}
+CHECKPOINTS = {"checkpoints", *FORMATS, *MODELS}
 ENGINE = {"engine", "hosts", "loras", *CHECKPOINTS}
 MAY_IMPORT = {
     "sharding": set(),
@@ -29,11 +30,13 @@ MAY_IMPORT = {
     "leaves": {"model_spec", "attention", "sharding"},
     "cache": {"leaves", "attention", "sharding"},
     "programs": LEAVES,
+    "formats": LEAVES,
     "models.text_encoders": PROGRAMS,
     "models.autoencoders": PROGRAMS,
     "models.denoisers": PROGRAMS,
+    "models.layouts": {"formats", "models.text_encoders", *LEAVES},
     "models": {"models.text_encoders", "models.autoencoders", "models.denoisers", *PROGRAMS},
-    "checkpoints": MODELS,
+    "checkpoints": {*FORMATS, *MODELS},
     "loras": CHECKPOINTS,
     "hosts": CHECKPOINTS,
     "engine": {"hosts", "loras", *CHECKPOINTS},
