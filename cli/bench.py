@@ -15,9 +15,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..tpu_runtime.pipeline import CHOICES, SPECS, STAGES, ModelSpec, Settings, spec_by_name
+from ..tpu_runtime.pipeline import CHOICES, SPECS, STAGES, ModelSpec, Settings, spec_of
 from ..tpu_runtime.pipeline import resolve_precision as resolve
-from .verbs import add_inputs, given_inputs, print_now
+from .verbs import add_inputs, given_inputs, model_folders, print_now
 
 if TYPE_CHECKING:
     import jax
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="; ".join(spec.name for spec in SPECS))
+    parser.add_argument("model", metavar="MODEL", help="; ".join(spec.name for spec in SPECS) + "; or a file")
     parser.add_argument("--precision", choices=CHOICES, default="auto")
     add_inputs(parser, ["height", "width", "num_frames", "num_inference_steps", "guidance_scale"])
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="how often each program is timed (5)")
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs the command. Errors of the user are `ValueError`."""
     import jax
 
-    spec = spec_by_name(options.model)
+    spec = spec_of(options.model, model_folders())
     widgets = given_inputs(options, spec)
     if options.runs < 1:
         raise ValueError(f"--runs is {options.runs}; it must be at least 1.")

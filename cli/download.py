@@ -11,7 +11,20 @@ from typing import Any
 
 from ..nodes.declare import Folders
 from ..nodes.headless.runner import TerminalHost
-from ..tpu_runtime.pipeline import MIB, SPECS, Checkpoint, ModelSpec, WeightFile, checkpoint, hub, readable, variant
+from ..tpu_runtime.pipeline import (
+    MIB,
+    SEPARATOR,
+    SPECS,
+    Checkpoint,
+    ModelSpec,
+    WeightFile,
+    checkpoint,
+    hub,
+    published,
+    readable,
+    variant,
+)
+from . import doctor
 
 BAR_WIDTH = 24
 # Without a terminal that can overwrite a line, a new one after so many seconds.
@@ -25,12 +38,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="into this folder, such as ComfyUI/models/diffusers/NAME, which model_id then names; "
         "default: the Hub's cache, where the nodes find it by its id",
     )  # fmt: skip
+    parser.add_argument(
+        "--files", metavar="FORMAT",
+        help="single files in this format (fp8 or fp16) instead, as ComfyUI's templates name them, into the folders of "
+        "the ComfyUI of this machine, or below --to",
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Errors of the user, the disk and the Hub are `ValueError`."""
     host = BarHost()
     to = Path(os.path.expanduser(options.to)).absolute() if options.to else None
+    if options.files:
+        return _run_files(options.model, options.files, to or doctor.comfyui_folder() / "models", host)
     try:
         spec, model_id = find(options.model, host)
         found = Checkpoint(spec=spec, model_id=model_id, root=None, to=to)
@@ -42,6 +62,34 @@ def run(options: argparse.Namespace) -> int:
     finally:
         host.clear()
     print(f"complete: {spec.title}; model_id is {to or model_id}")
+    return 0
+
+
+def _run_files(model: str, kind: str, place: Path, host: "BarHost") -> int:
+    """Downloads a model as single files, below a folder as ComfyUI's `models` is."""
+    from ..tpu_runtime.pipeline import plan_report as report
+
+    spec = next((spec for spec in SPECS if model in (spec.name, spec.published.hub_id)), None)
+    wanted = published.files(model if spec is None else spec.name, kind)
+    found: list[WeightFile] = []
+    try:
+        for repository in dict.fromkeys(file.repository for file in wanted):
+            own = [file for file in wanted if file.repository == repository]
+            targets = {file.path: place / file.folder / file.name for file in own}
+            found += hub.single_files(repository, targets, host, place)
+        rows = [("file", "size", "here")]
+        rows += [(str(file.target), readable(file.size_bytes), readable(file.here_bytes)) for file in found]
+        host.clear()
+        for line in report.table(rows):
+            print(f"  {line}")
+        needed, free = sum(file.size_bytes - file.here_bytes for file in found), hub.free_bytes(place)
+        print(f"to download: {readable(needed)}; free on the disk: {'not known' if free is None else readable(free)}")
+        hub.check_room(found, place, model)
+        hub.fetch_single(found, host, place)
+    finally:
+        host.clear()
+    denoisers = [file.name for file in wanted if file.folder == "diffusion_models"]
+    print(f"complete: model_id is {SEPARATOR.join(denoisers)}")
     return 0
 
 

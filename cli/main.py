@@ -12,7 +12,7 @@ from ..nodes.headless.runner import TerminalHost, run_workflow
 from ..tpu_runtime import pipeline
 from ..tpu_runtime.pipeline import plan_options
 from . import batch, bench, doctor, download, follow, monitor, selftest, serve, stages, warmup
-from .verbs import add_verb, add_workflow, given_folders, given_workflow, print_now, print_timings
+from .verbs import add_verb, add_workflow, given_folders, given_workflow, model_folders, print_now, print_timings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,4 +96,5 @@ def _run(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from ..tpu_runtime.pipeline import plan
 
+    options.models = options.models or list(model_folders())
     return plan.run(options, print_now)

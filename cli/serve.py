@@ -6,6 +6,7 @@ import threading
 
 from ..fleet.serve import Server, Stages
 from ..tpu_runtime.pipeline import trust
+from .verbs import model_folders
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
@@ -15,7 +16,11 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     verb.add_argument("--port", type=int, default=trust.DEFAULT_PORT, help=f"({trust.DEFAULT_PORT}); 0 is a free one")
     verb.add_argument(
-        "--models", action="append", default=[], metavar="DIR", help="a folder that holds models; repeatable"
+        "--models",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a folder that holds models, besides those of the ComfyUI of this machine; repeatable",
     )
 
 
@@ -23,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     """Serves until Ctrl-C."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     trust.make_token(print)
-    with Server(options.host, options.port, Stages(tuple(options.models))) as server:
+    with Server(options.host, options.port, Stages((*options.models, *model_folders()))) as server:
         address = trust.Address(host=server.host, port=server.port)
         print(f"Stages are served at {address}, the address for the node TPU Remote.", flush=True)
         threading.Event().wait()

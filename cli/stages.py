@@ -24,7 +24,7 @@ from ..tpu_runtime.pipeline import (
     stage_files,
     tiny,
 )
-from .verbs import add_inputs, add_verb, flag, given_inputs, input_names, print_timings
+from .verbs import add_inputs, add_verb, flag, given_inputs, input_names, model_folders, print_timings
 
 
 def add_verbs(verbs: Any) -> None:
@@ -70,10 +70,12 @@ def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, 
     """The spec, the checked model, and every option by name: given now, else the folder's, else the default."""
     config = stage_files.read_config(options.folder)
     spec = _stage_spec(options, config)
+    folders = model_folders()
     model_id = options.model or config.get("model_id") or spec.published.hub_id
-    model = ModelRef(spec_name=spec.name, model_id=model_id, precision=options.precision)
+    model = ModelRef(spec_name=spec.name, model_id=model_id, precision=options.precision, folders=folders)
     if options.family and not options.name:
-        model = choose_model(spec, model_id, precision=options.precision, progress=TerminalHost(Folders()))
+        host = TerminalHost(Folders())
+        model = choose_model(spec, model_id, precision=options.precision, folders=folders, progress=host)
         spec = model.spec
     defaults = dict(spec.texts) | {name: limit.default for name, limit in spec.inputs.items()}
     fitting = {**spec.miniature.inputs, **tiny.texts(spec, model_id)} if model_id in spec.miniature.ids else {}

@@ -7,13 +7,14 @@ from ..nodes.declare import Folders
 from ..nodes.graph import generations
 from ..nodes.headless.runner import HEADLESS, TerminalHost
 from ..tpu_runtime import pipeline
-from ..tpu_runtime.pipeline import CHOICES, SPECS, ModelRef, Settings, spec_by_name
-from .verbs import add_inputs, flag, given_inputs, input_names, print_timings, read_workflow
+from ..tpu_runtime.pipeline import CHOICES, SPECS, ModelRef, Settings, is_of_files, spec_by_name, variant
+from .verbs import add_inputs, flag, given_inputs, input_names, model_folders, print_timings, read_workflow
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("workflow", type=Path, nargs="?", help="the sizes of this workflow's samplers")
-    verb.add_argument("--model", metavar="NAME", help="instead: this model; " + "; ".join(s.name for s in SPECS))
+    names = "; ".join(spec.name for spec in SPECS)
+    verb.add_argument("--model", metavar="NAME", help=f"instead: this model; {names}; or a file")
     verb.add_argument("--model-id", metavar="ID", help="with --model: its id or folder; default: its Hub id")
     verb.add_argument("--precision", choices=CHOICES, default="auto")
     verb.add_argument("--tiny", action="store_true", help="use the built-in miniature models, at their sizes")
@@ -36,10 +37,13 @@ def _wanted(options: argparse.Namespace) -> list[tuple[ModelRef, Settings]]:
     if options.workflow:
         if given := [flag(name) for name in input_names("inputs") if getattr(options, name, None) is not None]:
             raise ValueError(f"{', '.join(given)}: a workflow has its own. Leave it out, or give --model NAME instead.")
-        return generations(read_workflow(options), Folders(), HEADLESS)
-    spec = spec_by_name(options.model)
-    model_id = options.model_id or (spec.miniature.id if options.tiny else spec.published.hub_id)
+        return generations(read_workflow(options), Folders(models=model_folders()), HEADLESS)
+    is_file, folders = is_of_files(options.model), model_folders()
+    spec = variant(None, options.model, folders) if is_file else spec_by_name(options.model)
+    own = options.model if is_file else spec.published.hub_id
+    given = spec.miniature.id if options.tiny else own
+    model_id = options.model_id or given
     sizes = spec.miniature.inputs if model_id in spec.miniature.ids else {}
-    model = ModelRef(spec_name=spec.name, model_id=model_id, precision=options.precision)
+    model = ModelRef(spec_name=spec.name, model_id=model_id, precision=options.precision, folders=folders)
     model.check()
     return [(model, spec.settings(**{**sizes, **given_inputs(options, spec)}))]

@@ -18,6 +18,7 @@ from ..nodes.headless.changes import set_input
 from ..nodes.headless.core_nodes import find_image
 from ..nodes.headless.runner import HEADLESS, execution_order
 from ..nodes.headless.workflow import validate_workflow
+from ..nodes.model import chosen_id
 from ..tpu_runtime.pipeline import Progress, content, parse_json
 from .ledger import Tries
 from .messages import Mark, Request
@@ -104,7 +105,7 @@ class Recipe:
                 f"{node_label(node_id, node)}: in a batch folder must be a whole path, such as /data/stages."
             )
         linked = tuple(name for name in declaration.checked_links if name in node["inputs"] and name not in given)
-        chosen = tuple(given.get(name) for name in declaration.checks)
+        chosen = tuple(given.get(name) for name in (*declaration.checks, *declaration.checked_too))
         key = (declaration.id, linked, chosen)
         if key not in self._checked:
             declaration.check_constants(self.folders, given, set(node["inputs"]) - set(given))
@@ -132,7 +133,7 @@ class Recipe:
             if declared.name == "model_id" and "address" in inputs:
                 yield Mark(kind="remote model", name=str(given), content="")  # known there alone
             elif declared.name == "model_id" and not is_link(given) and not is_link(inputs.get("model")):
-                yield self._mark("model", str(given))
+                yield self._mark("model", chosen_id({"model_id": given, **inputs}))
             elif declared.files == "loras" and not is_link(given):
                 yield self._mark("LoRA", str(given))
         if isinstance(declaration, Node) and declaration.fingerprint is not None and declaration.id != lora.LOADER.id:

@@ -43,7 +43,8 @@ class Input:
 
     `check` raises ValueError with a full sentence; it speaks before the plain type and range checks. `companion` is a
     value that ComfyUI's page saves right after this widget's own: "control_after_generate" or "upload". A COMBO of
-    `files` offers those in the host's folders of that name. A socket that is `listed_last` is required, and the page
+    `files` offers those in the host's folders of that name, behind the `options`; other values
+    are left to the node's own check. A socket that is `listed_last` is required, and the page
     shows it among the optional ones (see `page_order`).
     """
 
@@ -84,7 +85,7 @@ class Input:
             self.check(value)
         if not isinstance(value, VALUE_TYPES[self.type]) or (isinstance(value, bool) and self.type != "BOOLEAN"):
             raise ValueError(f"{self.name} is {value!r}; it must be {_VALUE_NAMES[self.type]}.")
-        if self.options and value not in self.options:
+        if self.options and not self.files and value not in self.options:
             raise ValueError(f"{self.name} is {value!r}; it must be one of {', '.join(self.options)}.")
         if (self.low is not None and not value >= self.low) or (self.high is not None and not value <= self.high):
             raise ValueError(f"{self.name} is {value}; it must lie between {self.low} and {self.high}.")
@@ -122,8 +123,8 @@ class Declaration:
     """What a node looks like. Subclasses say what it does.
 
     A node of a `family` runs one `stage` of its models, of `model_spec.STAGES`. `check(folders, **values)` gets the
-    inputs named in `checks`, before anything runs, and raises ValueError. Of the sockets among `checked_links` it gets
-    whether they are linked, where the host knows.
+    inputs named in `checks`, once all of them are known, and those in `checked_too` that are, before anything runs, and
+    raises ValueError. Of the sockets among `checked_links` it gets whether they are linked, where the host knows.
     """
 
     id: str
@@ -136,6 +137,7 @@ class Declaration:
     stage: str = ""
     check: Callable[..., object] | None = None
     checks: tuple[str, ...] = ()
+    checked_too: tuple[str, ...] = ()
     checked_links: tuple[str, ...] = ()
 
     def input(self, name: str) -> Input:
@@ -160,7 +162,8 @@ class Declaration:
                 declared.parse(constants[declared.name])
         if self.check is not None and all(name in constants for name in self.checks):
             links = {} if linked is None else {name: name in linked for name in self.checked_links}
-            self.check(folders, **{name: constants[name] for name in self.checks}, **links)
+            known = (name for name in (*self.checks, *self.checked_too) if name in constants)
+            self.check(folders, **{name: constants[name] for name in known}, **links)
 
     def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Every input's value: what was given, in its own type, else the default. ValueError names what is missing."""

@@ -14,11 +14,13 @@ from ..tpu_runtime.pipeline import (
     Settings,
     Silent,
     choose_model,
+    is_of_files,
     spec_for_family,
     variant,
     without_zero_sizes,
 )
 from .declare import Declaration, Expansion, Folders, Link, Ref
+from .model import chosen_id
 
 Workflow = dict[str, dict[str, Any]]
 Table = Mapping[str, Declaration]
@@ -137,9 +139,10 @@ def _generation(graph: Workflow, node_id: str, folders: Folders, table: Table) -
     declaration = table[node["class_type"]]
     link = node["inputs"].get("model")
     choice = _origin(graph, node_id, "model", "model_id", table) if is_link(link) else widgets
-    family, named = spec_for_family(declaration.family), {name: choice[name] for name in ("model_id", "precision")}
+    family = spec_for_family(declaration.family)
+    named = {"model_id": chosen_id(choice), "precision": choice["precision"]}
     if "address" in choice:  # what its id is there, as far as that is known here
-        spec = variant(family, choice["model_id"])
+        spec = family if is_of_files(named["model_id"]) else variant(family, named["model_id"])
         model = ModelRef(spec_name=spec.name, **named, address=choice["address"])
     else:
         model = choose_model(family, **named, folders=folders.models, progress=Silent())

@@ -1,5 +1,8 @@
 """The nodes that name a model for others: one that runs here, or on another machine."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from ..tpu_runtime import pipeline as runtime
 from ..tpu_runtime.pipeline import CHOICES, SPECS, ModelRef, choose_model, spec_for_family
 from .declare import Folders, Host, Input, Node, Output
@@ -20,16 +23,37 @@ _PRECISION = Input(
     advanced=True,
     tooltip="Number format of weights and programs. auto is bfloat16 on a TPU; float32 is exact and slow.",
 )
+# A part that is not chosen: it comes with the others, or from ComfyUI's folders.
+AUTO = "auto"
+# Parts of a model in files of their own, with ComfyUI's folder for each, in the order in which a model id has them.
+PARTS = {
+    "low_noise_model": ("diffusion_models", "Of a model of two denoisers, the file of the one for low noise."),
+    "text_encoder": ("text_encoders", "The file of the text encoder."),
+    "text_encoder_2": ("text_encoders", "Of a model with two, the file of the second text encoder."),
+    "vae": ("vae", "The file of the VAE."),
+    "image_encoder": ("clip_vision", "The file of the image encoder, for models that see a picture."),
+}
+
+
+def chosen_id(values: Mapping[str, Any]) -> str:
+    """The model id of these widgets: that of `model_id`, with the files that are chosen for its parts."""
+    parts = [str(values[name]) for name in PARTS if values.get(name) not in (None, "", AUTO)]
+    return runtime.SEPARATOR.join([str(values["model_id"]).strip(), *parts])
+
+
 _MODEL = Output(name="model", type="TPU_MODEL", tooltip="For the `model` input of the family's nodes.")
 
 
-def _check_choice(folders: Folders, *, model_id: str, family: str) -> None:
-    choose_model(spec_for_family(family), model_id, folders=folders.models)
+def _check_choice(folders: Folders, *, family: str, **parts: str) -> None:
+    choose_model(spec_for_family(family), chosen_id(parts), folders=folders.models)
 
 
-def _choose(host: Host, *, model_id: str, family: str, precision: str) -> tuple[ModelRef]:
-    spec, folders = spec_for_family(family), host.folders.models
-    return (choose_model(spec, model_id, precision=precision, folders=folders, progress=host),)
+def _choose(host: Host, *, family: str, precision: str, **parts: str) -> tuple[ModelRef]:
+    spec, folders, model_id = spec_for_family(family), host.folders.models, chosen_id(parts)
+    found = choose_model(spec, model_id, precision=precision, folders=folders, progress=host)
+    if runtime.is_of_files(model_id):
+        host.text(f"{model_id} is taken for {found.spec.title}")
+    return (found,)
 
 
 def _check_address(folders: Folders, *, address: str) -> None:
@@ -48,17 +72,34 @@ LOADER = Node(
     inputs=(
         Input(
             name="model_id",
-            type="STRING",
+            type="COMBO",
             default=SPECS[0].published.hub_id,
-            tooltip="A Hugging Face repository, a folder in diffusers layout, the name of a folder under "
-            f"models/diffusers, or a built-in miniature: {', '.join(spec.miniature.id for spec in SPECS)}.",
+            options=tuple(spec.published.hub_id for spec in SPECS),
+            files="models",
+            tooltip="A Hugging Face repository, a folder under models/diffusers, a file under models/diffusion_models "
+            "or models/checkpoints, or a built-in miniature. Another id, or a path, can be typed; files are joined "
+            f"with{runtime.SEPARATOR}. Miniatures: {', '.join(spec.miniature.id for spec in SPECS)}.",
         ),
         _FAMILY,
         _PRECISION,
+        *(
+            Input(
+                name=name,
+                type="COMBO",
+                default=AUTO,
+                options=(AUTO,),
+                files=folder,
+                optional=True,
+                advanced=True,
+                tooltip=f"{text} {AUTO}: what model_id has, or the file in models/{folder} that fits.",
+            )
+            for name, (folder, text) in PARTS.items()
+        ),
     ),
     outputs=(_MODEL,),
     check=_check_choice,
     checks=("model_id", "family"),
+    checked_too=tuple(PARTS),
     run=_choose,
 )
 

@@ -19,7 +19,8 @@ MAX_FILES, MAX_LINES, MAX_SHARED_RUN = 14, 500, 8
 LEAVES = {"leaves", "model_spec", "cache", "attention", "kernels", "sharding"}
 PROGRAMS = {"programs", "machine", *LEAVES}
 MODELS = {"models", *PROGRAMS}
-CHECKPOINTS = {"checkpoints", *MODELS}
+FORMATS = {"formats", "models.layouts"}
+CHECKPOINTS = {"checkpoints", *FORMATS, *MODELS}
 ENGINE = {"engine", "hosts", "line", "loras", *CHECKPOINTS}
 MAY_IMPORT = {
     "sharding": set(),
@@ -30,11 +31,13 @@ MAY_IMPORT = {
     "cache": {"leaves", "attention", "sharding"},
     "machine": LEAVES,
     "programs": {"machine", *LEAVES},
+    "formats": LEAVES,
     "models.text_encoders": PROGRAMS,
     "models.autoencoders": PROGRAMS,
     "models.denoisers": PROGRAMS,
+    "models.layouts": {"formats", "models.text_encoders", *LEAVES},
     "models": {"models.text_encoders", "models.autoencoders", "models.denoisers", *PROGRAMS},
-    "checkpoints": MODELS,
+    "checkpoints": {*FORMATS, *MODELS},
     "loras": CHECKPOINTS,
     "line": CHECKPOINTS,
     "hosts": {"line", *CHECKPOINTS},

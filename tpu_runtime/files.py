@@ -2,13 +2,18 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .redact import redact
 
+if TYPE_CHECKING:
+    import torch
+
+# A part of a tensor, a slice of each dimension; () is all of it.
+Index = tuple[slice, ...]
 # Lists and objects within each other: deeper ones exhaust Python's stack, here or where they are printed.
 MOST_LEVELS = 100
 
@@ -54,14 +59,25 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+class Made(Protocol):
+    """How a tensor is made of what a file holds (see `formats`); `read` reads one that is there as it is."""
+
+    def read(self, index: Index, read: "Callable[[TensorFile, Index], torch.Tensor]") -> "torch.Tensor": ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorFile:
-    """Where a tensor is: the safetensors file, its name, its shape and its format (as `BF16`) there."""
+    """Where a tensor is: the file, its name, its shape and its format (as `BF16`) there.
+
+    One that is `made` of others, such as codes and scales, has their place and name, and the shape and the format that
+    it comes in.
+    """
 
     path: Path
     name: str
     shape: tuple[int, ...]
     dtype: str = "F32"
+    made: Made | None = None
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorFile], Mapping[str, str]]:

@@ -15,6 +15,7 @@ from .cache.store import cache_folder, trim
 from .checkpoints import checkpoint, content, hub, tiny
 from .checkpoints.checkpoint import Checkpoint
 from .checkpoints.model_ref import EXPERTS, Expected, Lora, ModelRef, choose_model, variant
+from .checkpoints.parts import SEPARATOR, choices, files_in, is_of_files, spec_of
 from .checkpoints.weight_files import WeightFile
 from .engine import payloads, stage_files
 from .engine.current import current, engine, leave, leave_at_exit, listen, when_stuck
@@ -46,6 +47,7 @@ from .model_spec import (
     without_zero_sizes,
 )
 from .models import FLAGSHIPS, SPECS, spec_by_name, spec_for_family
+from .models.layouts import published
 from .monitor import bus, metrics_service, readings, snapshot
 from .monitor.feed import Feed
 from .monitor.readings import Sampler, Stats, in_daemon

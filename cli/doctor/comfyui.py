@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...nodes import DECLARATIONS
-from ...tpu_runtime.pipeline import bus
+from ...nodes.headless import model_folders
+from ...tpu_runtime.pipeline import bus, files_in
 from .machine import Finding, Findings, HostMachine
 
 PORT = 8188
@@ -16,6 +17,8 @@ PORT = 8188
 _ID = f"[\"']({'|'.join(DECLARATIONS)})[\"']"
 _REGISTERED = re.compile(rf"{_ID}\s*:|node_id\s*=\s*{_ID}")
 MAX_SOURCE_BYTES = 2**20
+# Of a folder's files.
+MOST_NAMES = 8
 
 
 def setup(machine: HostMachine, verb: str, comfyui: Path | None = None) -> str:
@@ -51,6 +54,10 @@ def version(machine: HostMachine) -> Findings:
         yield Finding("ComfyUI", found, setup(machine, "update") if is_ours else pull)
     local = sorted(path.parent.name for path in (folder / "models/diffusers").glob("*/model_index.json"))
     yield Finding("models/diffusers", ", ".join(local) or "none")
+    for name in model_folders.find(folder):
+        files = list(files_in(name)) if not name.endswith("diffusers") else []
+        if files:
+            yield Finding(f"files in {name}", f"{len(files)}: {', '.join(files[:MOST_NAMES])}")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -30,6 +30,11 @@ log = logging.getLogger(__name__)
 _WIDGETS = {"INT": io.Int, "FLOAT": io.Float, "STRING": io.String, "COMBO": io.Combo, "BOOLEAN": io.Boolean}
 
 
+# ComfyUI's folders that a model id is looked for in, and those with what it may name alone.
+_MODELS = ("diffusers", "diffusion_models", "checkpoints", "text_encoders", "vae", "clip_vision")
+_DENOISERS = ("diffusion_models", "checkpoints")
+
+
 class ComfyHost:
     """The running node's view of ComfyUI: a bar and a line of text on the node, and the Cancel button."""
 
@@ -67,7 +72,7 @@ def _say_stuck(sentence: str) -> None:
 
 def _folders() -> Folders:
     return Folders(
-        models=tuple(folder_paths.get_folder_paths("diffusers")),
+        models=tuple(path for name in _MODELS for path in folder_paths.get_folder_paths(name)),
         loras=tuple(folder_paths.get_folder_paths("loras")),
         input=Path(folder_paths.get_input_directory()),
         output=Path(folder_paths.get_output_directory()),
@@ -148,13 +153,24 @@ def _input(declared: Input, *, raw_link: bool) -> Any:
     if declared.companion == "control_after_generate":
         own["control_after_generate"] = True
     advanced = declared.advanced or None
-    default = None if declared.files else declared.default  # the first file
+    default = None if declared.files and not declared.options else declared.default  # the first file
     return _accepted(_WIDGETS[declared.type].Input, default=default, advanced=advanced, **own, **shared)
 
 
 def _options(declared: Input) -> list[str]:
     """Files are looked for whenever the page asks, as for core's nodes."""
-    return folder_paths.get_filename_list(declared.files) if declared.files else list(declared.options)
+    if declared.files == "models":
+        diffusers = folder_paths.get_folder_paths("diffusers")
+        return list(dict.fromkeys([*declared.options, *pipeline.choices(diffusers), *_weights(*_DENOISERS)]))
+    if declared.files == "loras":
+        return folder_paths.get_filename_list(declared.files)
+    return [*declared.options, *(_weights(declared.files) if declared.files else ())]
+
+
+def _weights(*names: str) -> list[str]:
+    """The files of weights in ComfyUI's folders of these names; its own lists leave out GGUF."""
+    folders = dict.fromkeys(path for name in names for path in folder_paths.get_folder_paths(name))
+    return list(dict.fromkeys(name for folder in folders for name in pipeline.files_in(folder)))
 
 
 def _output(kind: str, name: str, tooltip: str) -> Any:
@@ -225,7 +241,8 @@ def _validate(declaration: Declaration) -> Callable[..., bool | str]:
     ComfyUI takes the names from the signature and repeats the sentence on each of them, so the signature holds only
     those. Inputs that are links are absent.
     """
-    names = [i.name for i in declaration.inputs if i.is_grid or i.name in declaration.checks]
+    checked = (*declaration.checks, *declaration.checked_too)
+    names = [i.name for i in declaration.inputs if i.is_grid or i.name in checked]
     if declaration.checked_links or any(i.listed_last for i in declaration.inputs):
         names.append("input_types")  # ComfyUI then leaves the links to us
 

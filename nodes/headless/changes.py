@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from ...tpu_runtime.pipeline import SPECS, parse_json, spec_for_family, tiny, variant, without_zero_sizes
+from ...tpu_runtime.pipeline import SPECS, is_of_files, parse_json, spec_for_family, tiny, variant, without_zero_sizes
 from ..declare import Declaration, Input
 from ..graph import Workflow, is_link
+from ..model import AUTO, PARTS
 from .runner import HEADLESS
 
 
@@ -37,8 +38,10 @@ def make_tiny(workflow: Workflow) -> None:
         defaults = {i.name: i.default for i in HEADLESS.get(source["class_type"], declaration).inputs}
         model_id = (defaults | source["inputs"]).get("model_id")
         # A wrong type is an error of the workflow's own, said when all of it is checked.
-        spec = variant(spec_for_family(family), model_id if isinstance(model_id, str) else "")
+        known = isinstance(model_id, str) and not is_of_files(model_id)
+        spec = variant(spec_for_family(family), model_id if known else "")
         wanted = {"model_id": spec.miniature.id, **spec.miniature.inputs, **tiny.texts(spec, spec.miniature.id)}
+        wanted |= {name: AUTO for name in PARTS if name in node["inputs"]}
         given = {i.name: node["inputs"].get(i.name, i.default) for i in declaration.inputs if i.name in wanted}
         if "condition" in node["inputs"]:
             given = without_zero_sizes(given)  # they stay the picture's

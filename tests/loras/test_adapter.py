@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_tpu.tpu_runtime.checkpoints import load
-from comfyui_tpu.tpu_runtime.checkpoints.names import Names
+from comfyui_tpu.tpu_runtime.formats.names import Names
 from comfyui_tpu.tpu_runtime.loras import adapter, merge
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.programs import modules

@@ -17,7 +17,7 @@ import torch
 from comfyui_tpu.tests.support.closeness import OPERATION, difference
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, score_bound, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora
-from comfyui_tpu.tpu_runtime.checkpoints.names import Names
+from comfyui_tpu.tpu_runtime.formats.names import Names
 from comfyui_tpu.tpu_runtime.loras import adapter, apply
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name, spec_for_family
 from comfyui_tpu.tpu_runtime.precision import Precision

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..cache.store import signature
-from ..files import CheckpointError, TensorFile, read_header, read_json
+from ..files import CheckpointError, TensorFile, read_json
+from ..formats import codes, contents, quantized
+from ..formats.stored import Cropped, Reshaped, made_of
 from ..model_spec import Component, ModelSpec
 from ..progress import Progress, Silent
-from . import compatibility, hub, quantized, tiny
+from . import assembled, compatibility, hub, parts, tiny
 
 if TYPE_CHECKING:
     from ..programs.modules import Network, Weight
@@ -36,13 +38,15 @@ WEIGHTS = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "
 class Checkpoint:
     """A located checkpoint. `root` is None for one on the Hub and for the built-in one, which is made on first use.
 
-    A Hub model's files go into the Hub's cache, or into the folder `to`.
+    A Hub model's files go into the Hub's cache, or into the folder `to`. What is not in the folder of a model that is
+    assembled of single files is in another checkpoint, its `rest`.
     """
 
     spec: ModelSpec
     model_id: str
     root: Path | None
     to: Path | None = None
+    rest: "Checkpoint | None" = None
     # Where a Hub model is, once it was looked for: that takes a request, and stages ask at every chunk.
     located: list[hub.Snapshot] = field(default_factory=list, repr=False, compare=False)
 
@@ -58,10 +62,10 @@ class Checkpoint:
 
     def _snapshot(self, progress: Progress) -> hub.Snapshot:
         if not self.located:
-            parts = self.spec.parts
+            read = self.spec.parts
             found = hub.snapshot(self.model_id, progress, self.to)
             _check_index(self.spec, self.model_id, read_json(found.root / INDEX))
-            small = [f"{part}/{pattern}" for part in parts for pattern in SMALL_FILES]
+            small = [f"{part}/{pattern}" for part in read for pattern in SMALL_FILES]
             configs = dict.fromkeys(f"{component.folder}/{CONFIG}" for component in self.spec.components)
             hub.fetch(found, [*configs, SCHEDULER_CONFIG, *small], progress, "configuration")
             self.located.append(found)
@@ -69,7 +73,13 @@ class Checkpoint:
 
     def folder(self, name: str, progress: Progress) -> Path:
         """The local folder of one part of the checkpoint."""
+        if (rest := self._rest_for(name)) is not None:
+            return rest.folder(name, progress)
         return self._folder(self.home(progress), name)
+
+    def _rest_for(self, folder: str) -> "Checkpoint | None":
+        """The checkpoint that has a part which is in no single file."""
+        return None if self.rest is None or self.root is None or (self.root / folder).is_dir() else self.rest
 
     def _folder(self, root: Path, name: str) -> Path:
         if not (root / name).is_dir():
@@ -80,6 +90,8 @@ class Checkpoint:
 
     def fetch_weights(self, component: Component, progress: Progress) -> Path:
         """A component's folder with its weights in it: downloads the files that hold a tensor which is loaded."""
+        if (rest := self._rest_for(component.folder)) is not None:
+            return rest.fetch_weights(component, progress)
         folder = self.folder(component.folder, progress)
         if self._is_on_hub:
             found = self._snapshot(progress)
@@ -96,6 +108,8 @@ class Checkpoint:
 
     def weights_here(self, component: Component) -> list[Path]:
         """A component's weight files if all are on this machine, else none. Asks no network, after `configs`."""
+        if (rest := self._rest_for(component.folder)) is not None:
+            return rest.weights_here(component)
         try:
             return weight_files(self._folder(self.home(Silent()), component.folder), component)
         except CheckpointError:
@@ -103,6 +117,8 @@ class Checkpoint:
 
     def identity(self, folder: str, progress: Progress) -> str:
         """What tells a part from that of another checkpoint, and from an earlier state of the same."""
+        if (rest := self._rest_for(folder)) is not None:
+            return rest.identity(folder, progress)
         home = self.home(progress)
         # A commit does not change, but files of it may still be missing here.
         return signature(self.model_id, home.name, folder) if self._is_on_hub else fingerprint(home / folder)
@@ -125,27 +141,32 @@ class Checkpoint:
             return
         if self._is_on_hub:
             _check_index(self.spec, self.model_id, read_json(root / INDEX))
-        is_here = [not self._is_on_hub or (root / part.folder / CONFIG).is_file() for part in self.spec.components]
+        is_partial = self._is_on_hub or self.rest is not None
+        is_here = [not is_partial or (root / part.folder / CONFIG).is_file() for part in self.spec.components]
         self._configs(root, itertools.compress(self.spec.components, is_here))
         if self.root is not None:
-            for component in self.spec.components:
+            for component in itertools.compress(self.spec.components, is_here):
                 read_headers(root / component.folder, component)
 
     def configs(self, progress: Progress) -> dict[str, Mapping[str, Any]]:
         """Every component's own `config.json`, by its name, fetched where need be; `CheckpointError` where the model
         cannot run one, or where they do not fit each other. Looks at no weights.
         """
-        return self._configs(self.home(progress), self.spec.components)
+        rests = {part.name: self._rest_for(part.folder) for part in self.spec.components}
+        homes = {name: (rest or self).home(progress) for name, rest in rests.items()}
+        return self._checked({part.name: self._config(part, homes[part.name]) for part in self.spec.components})
 
     def _configs(self, root: Path, components: Iterable[Component]) -> dict[str, Mapping[str, Any]]:
-        configs = {component.name: self._config(component, root) for component in components}
+        return self._checked({component.name: self._config(component, root) for component in components})
+
+    def _checked(self, configs: dict[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
         if problem := compatibility.sizes_problem(self.spec, self.model_id, configs):
             raise CheckpointError(problem)
         return configs
 
     def config(self, component: Component, progress: Progress) -> Mapping[str, Any]:
         """A component's own `config.json`, one that the model can run."""
-        return self._config(component, self.home(progress))
+        return self._config(component, (self._rest_for(component.folder) or self).home(progress))
 
     def _config(self, component: Component, root: Path) -> Mapping[str, Any]:
         config = read_json(self._folder(root, component.folder) / CONFIG)
@@ -168,6 +189,8 @@ def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = ()) -> Check
                 f"{spec.title}: model_id is {model_id}; its built-in checkpoint is {spec.miniature.id}."
             )
         return Checkpoint(spec=spec, model_id=model_id, root=None)
+    if parts.is_of_files(model_id):
+        return _of_files(spec, model_id, folders)
     if (folder := local_folder(model_id, folders)) is not None:
         if not (folder / INDEX).is_file():
             raise CheckpointError(
@@ -183,6 +206,14 @@ def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = ()) -> Check
             f"Hugging Face id (owner/name) such as {spec.published.hub_id}."
         )
     return Checkpoint(spec=spec, model_id=model_id, root=None)
+
+
+def _of_files(spec: ModelSpec, model_id: str, folders: Sequence[str]) -> Checkpoint:
+    """A model of single files. Tokenizers that are in none come from the family's repository."""
+    found = parts.resolve(model_id, [spec], folders)
+    root = assembled.folder_of(spec, found.parts, found.configs)
+    rest = locate(spec, found.rest or spec.published.hub_id, folders)
+    return Checkpoint(spec=spec, model_id=model_id, root=root, rest=rest)
 
 
 def find_index(
@@ -201,11 +232,11 @@ def find_index(
     return read_json(folder / INDEX)
 
 
-def local_configs(model_id: str, parts: Iterable[str], folders: Sequence[str] = ()) -> dict[str, Mapping[str, Any]]:
-    """The `config.json` of each of a model's folders `parts`, as far as they are on this machine."""
+def local_configs(model_id: str, names: Iterable[str], folders: Sequence[str] = ()) -> dict[str, Mapping[str, Any]]:
+    """The `config.json` of each of a model's folders `names`, as far as they are on this machine."""
     model_id = model_id.strip()
     root = local_folder(model_id, folders) or (hub.cached(model_id) if hub.is_hub_id(model_id) else None)
-    paths = {part: root / part / CONFIG for part in parts} if root else {}
+    paths = {name: root / name / CONFIG for name in names} if root else {}
     return {part: read_json(path) for part, path in paths.items() if path.is_file()}
 
 
@@ -226,6 +257,9 @@ def _check_index(spec: ModelSpec, model_id: str, index: Mapping[str, Any]) -> No
 
 def fingerprint(folder: Path) -> str:
     """What changes when a file of a checkpoint's folder does: names, sizes and times, without reading them."""
+    if (held := assembled.source_of(folder)) is not None:
+        return assembled.state_of(held)
+    folder = folder.resolve() if folder.is_symlink() else folder
     stats = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
     return signature(str(folder), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
 
@@ -273,7 +307,9 @@ def _layer(name: str, path: str) -> int | None:
 
 
 def weight_files(folder: Path, component: Component) -> list[Path]:
-    """The safetensors files of a component that hold a tensor which is loaded; raises where one is missing."""
+    """The weight files of a component that hold a tensor which is loaded; raises where one is missing."""
+    if (held := assembled.source_of(folder)) is not None:
+        return [held.path]
     names = weight_names(folder, component)
     missing = [name for name in names if not os.path.isfile(folder / name)]  # `Path` raises for names too long
     if missing and len(names) > 1:
@@ -288,22 +324,17 @@ def weight_files(folder: Path, component: Component) -> list[Path]:
 
 
 def read_headers(folder: Path, component: Component) -> dict[str, TensorFile]:
-    """Every tensor by name in a component's weight files, from the files' headers alone; CheckpointError where they
-    are quantized.
+    """Every tensor by name in a component's weight files, from the files' headers alone, codes as what they stand for;
+    `CheckpointError` where they are codes that are not decoded.
     """
-    from safetensors import SafetensorError
-
-    tensors: dict[str, TensorFile] = {}
-    for path in weight_files(folder, component):
-        try:
-            tensors |= read_header(path)[0]
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{path} is not a whole safetensors file ({error}); it was probably cut off while downloading. Delete "
-                "it and download it again."
-            ) from error
-    if codes := quantized.method_of_tensors({name: tensor.dtype for name, tensor in tensors.items()}):
-        name, method = codes
+    if (held := assembled.source_of(folder)) is not None:
+        tensors = assembled.own_tensors(held)
+    else:
+        headers = [contents.header(path) for path in weight_files(folder, component)]
+        found = {name: tensor for each, _ in headers for name, tensor in each.items()}
+        tensors = codes.decoded(found, {name: text for _, said in headers for name, text in said.items()})
+    if problem := quantized.method_of_tensors({name: tensor.dtype for name, tensor in tensors.items()}):
+        name, method = problem
         raise CheckpointError(
             f"{tensors[name].path}: the weights are quantized with {method} ({name} is {tensors[name].dtype}, with its "
             f"scales beside it). {quantized.ADVICE}"
@@ -313,24 +344,43 @@ def read_headers(folder: Path, component: Component) -> dict[str, TensorFile]:
 
 def match(network: "Network", tensors: Mapping[str, TensorFile], folder: Path) -> dict[str, tuple[TensorFile, ...]]:
     """The files of each weight of a network; checks names and shapes."""
-    component = network.component
+    component, held = network.component, assembled.source_of(folder)
+    folder = folder if held is None else held.path  # what is said of it is said of the file
     by_name = by_own_names(tensors, component.aliases)
     matched: dict[str, tuple[TensorFile, ...]] = {}
     for name, weight in network.weights.items():
         missing = [source for source in weight.sources if source not in by_name]
         if missing:
             raise CheckpointError(f"{folder}: the weight {missing[0]} is missing; the checkpoint is incomplete.")
-        matched[name] = tuple(by_name[source] for source in weight.sources)
+        matched[name] = tuple(_fitted(by_name[source], weight.tensor_shape) for source in weight.sources)
         _check_shapes(weight, matched[name], folder)
     used = {source for weight in network.weights.values() for source in weight.sources}
     # Of networks that are read in full. What is outside their blocks may be unused, such as tables of positions.
     blocks = component.blocks if component.library == "diffusers" and not (component.only or component.layers) else ()
-    if more := sorted(name for name in by_name.keys() - used if any(_layer(name, path) is not None for path in blocks)):
+    # A file in its makers' names has none that are left over.
+    is_strict = bool(blocks) and held is not None
+    more = (
+        name for name in by_name.keys() - used if is_strict or any(_layer(name, path) is not None for path in blocks)
+    )
+    if more := sorted(more):
         raise CheckpointError(
             f"{folder}: the weight {more[0]} is none of a {component.class_name}'s; without it the result would be "
             "wrong. Use a checkpoint of the network as it was published."
         )
     return matched
+
+
+def _fitted(file: TensorFile, shape: tuple[int, ...]) -> TensorFile:
+    """A tensor in the shape that a network wants, where that is the same but for dimensions of 1 at its end, or where
+    a format of blocks has filled it up.
+    """
+    found = file.shape
+    if len(found) > len(shape) and found == (*shape, *[1] * (len(found) - len(shape))):
+        return made_of(file, shape, Reshaped(file, shape))
+    if isinstance(file.made, codes.Nvfp4 | codes.Mxfp8) and len(shape) == 2 and found != shape:
+        padded = tuple(-(-size // file.made.multiple) * file.made.multiple for size in shape)
+        return made_of(file, shape, Cropped(file, shape)) if found == padded else file
+    return file
 
 
 def content(files: Mapping[str, tuple[TensorFile, ...]]) -> str:

@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..formats import quantized
 from ..model_spec import Component, ModelSpec, Need, Same
-from . import quantized
 
 # A number of a config may be at most so many times the published one; below a thousand it is a count, above a length.
 # Each layer takes time to build and each row of a table memory, long before a chip's memory is the limit.
@@ -80,7 +80,7 @@ def config_problem(spec: ModelSpec, component: Component, model_id: str, config:
     found = found[0] if isinstance(found, list) and found else found
     if found not in (component.class_name, *component.class_aliases):
         return f"{model_id}: {component.folder} is a {found}; {spec.title} needs a {component.class_name}."
-    if method := quantized.method_of_config(config):
+    if (method := quantized.method_of_config(config)) and method not in quantized.DECODED:
         return (
             f"{spec.title}: {component.folder} of {model_id} is quantized with {method} (quantization_config in its "
             f"config.json). {quantized.ADVICE.removesuffix('.')}, such as {spec.published.hub_id}."

@@ -9,9 +9,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from .. import models
 from ..files import CheckpointError
 from ..progress import Progress
-from . import hub, tiny
+from . import hub, parts, tiny
 from .checkpoint import local_folder
 
 SAMPLES, SAMPLE_BYTES = 64, 16 * 1024
@@ -22,6 +23,11 @@ _SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 def of_model(model_id: str, folders: Sequence[str], progress: Progress) -> str:
     """The digest of a model: for a Hub id the newest commit, which is asked for; for a folder that of its files."""
     model_id = model_id.strip()
+    if parts.is_of_files(model_id):
+        found = parts.resolve(model_id, models.SPECS, folders)
+        files = [(name, held.prefix, of_file(held.path)) for name, held in sorted(found.parts.items())]
+        rest = of_model(found.rest, folders, progress) if found.rest else ""
+        return hashlib.sha256(repr((found.spec.name, files, rest)).encode()).hexdigest()[:16]
     folder = tiny.trained(model_id) or local_folder(model_id, folders)
     if folder is None and model_id.startswith("tiny/"):
         return f"miniature {tiny.VERSION}"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cache.store import FULL
+from ..files import CheckpointError, read_json
 from ..progress import Progress
 from ..redact import guard_logs, redact
 from ..units import GIB, MIB, readable
@@ -56,6 +57,17 @@ def cached(model_id: str) -> Path | None:
 
     found = try_to_load_from_cache(model_id, INDEX)
     return Path(found).parent if isinstance(found, str) else None
+
+
+def downloaded() -> list[tuple[str, Mapping[str, Any]]]:
+    """The ids of the models in diffusers layout in the Hub's cache, and the index of each."""
+    found = []
+    for folder in sorted(cache_folder().glob("models--*")):
+        model_id = folder.name.removeprefix("models--").replace("--", "/")
+        if is_hub_id(model_id) and (root := cached(model_id)) is not None:
+            with contextlib.suppress(CheckpointError):
+                found.append((model_id, read_json(root / INDEX)))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +172,32 @@ def _fetch_weights(found: Snapshot, names: Sequence[str], progress: Progress, ti
     files = found.weights(names, title)
     check_room(files, found.place, f"{title} of {found.model_id}")
     weight_files.download(files, progress)
+
+
+def single_files(
+    model_id: str, targets: Mapping[str, Path], progress: Progress, place: Path
+) -> list[weight_files.WeightFile]:
+    """Files of a repository's newest commit by name, each with the place that it gets here, below `place`; raises
+    `HubError` where the repository does not have one.
+    """
+    from huggingface_hub import HfApi
+
+    with _sentences(model_id, "files", place):
+        progress.text(f"Looking for {model_id}")
+        commit = HfApi().model_info(model_id).sha or ""
+        names = list(targets)
+        found = weight_files.find(
+            model_id, commit, names, lambda name, _: targets[name], lambda name: targets[name].is_file()
+        )
+    if missing := set(names) - {file.name for file in found}:
+        raise HubError(f"{model_id} has no {', '.join(sorted(missing))} on the Hugging Face Hub any more.")
+    return found
+
+
+def fetch_single(files: Sequence[weight_files.WeightFile], progress: Progress, place: Path) -> None:
+    """Completes files of `single_files`."""
+    with _sentences(files[0].model_id, "files", place):
+        weight_files.download(files, progress)
 
 
 def check_room(files: Sequence[weight_files.WeightFile], place: Path, what: str) -> None:

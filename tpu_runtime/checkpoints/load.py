@@ -1,12 +1,19 @@
-"""Weights from safetensors files to their shards, one shard at a time, in the target format.
+"""Weights from files to their shards, in the target format, as fast as the disk gives them.
 
-The host never holds more than one shard of one (stacked) weight. A weight with a value that is not finite is an error.
+Several threads read and decode layers of a stacked weight while the shards before it are put on the chips. The host
+holds the shard that is put and those that are read ahead, together `AHEAD_BYTES` at most but for the one in turn. A
+weight with a value that is not finite is an error.
 """
 
 import contextlib
 import functools
+import os
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
@@ -14,14 +21,17 @@ import numpy as np
 import torch
 from jax.sharding import Sharding
 
-from ..files import CheckpointError, TensorFile
+from ..files import CheckpointError, Index, TensorFile
 from ..programs.modules import Network, Weight
 from ..programs.weights import Weights
 from ..progress import Progress
-from ..units import GIB, MIB
+from ..units import MIB
 
+# Of the threads that read: more than cores, for they also wait for the disk. Their work does not hold Python's lock.
+READERS = min(16, 2 * (os.cpu_count() or 1))
+AHEAD_BYTES = 2**30
+GB = 10**9
 SECONDS_BETWEEN_TEXTS = 0.5
-Index = tuple[slice, ...]
 NUMPY_VIEWS = {torch.bfloat16: (torch.int16, jax.numpy.bfloat16), torch.float32: (torch.float32, np.float32)}
 
 
@@ -51,18 +61,100 @@ def load(
     """
     meter = _Meter(title, sum(int(np.prod(want.shape)) * want.dtype.itemsize for want in wanted.values()), progress)
     weights = {} if weights is None else weights
+    merged = frozenset() if changed is None else changed.names
     with contextlib.ExitStack() as stack:
         reader = Reader(stack, progress.check_cancelled)
+        plain = {name: want for name, want in wanted.items() if name not in merged}
+        ahead = stack.enter_context(read_shards(reader.unchecked(), network, files, plain))
         for name, want in wanted.items():
+            progress.check_cancelled()
             if name in weights:
                 weights[name].delete()
-            if changed is not None and name in changed.names:
+            if changed is not None and name in merged:
                 weights[name] = changed.read(reader, name, files[name], want)
             else:
-                weights[name] = _load_one(reader, network, name, files[name], want)
+                weights[name] = _placed(want.shape, want.sharding, lambda index: next(ahead))
             meter.add(int(np.prod(want.shape)) * want.dtype.itemsize)
     jax.block_until_ready(weights)
     return weights
+
+
+@dataclass
+class _Piece:
+    """One shard of a weight on the host, to be filled layer by layer: `array` is `[layers, ...]`."""
+
+    weight: Weight
+    files: tuple[TensorFile, ...]
+    index: Index
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    array: torch.Tensor | None = None
+    layers: list[Future[None]] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, network: Network, name: str, files: tuple[TensorFile, ...], want: jax.ShapeDtypeStruct
+    ) -> "list[_Piece]":
+        """The pieces of a weight, one for each index that shards have, in the order in which they are placed."""
+        dtype = torch.float32 if want.dtype == jax.numpy.float32 else torch.bfloat16
+        shape, weight = want.sharding.shard_shape(want.shape), network.weights[name]
+        found: dict[tuple, _Piece] = {}
+        for _, index in _in_order(want.sharding, want.shape):
+            found.setdefault(_key(index), cls(weight, files, index, shape, dtype))
+        return list(found.values())
+
+    @property
+    def size_bytes(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+    def begin(self, pool: ThreadPoolExecutor, reader: "Reader") -> None:
+        layers = range(*self.index[0].indices(len(self.files))) if self.weight.stacked else range(1)
+        inner = self.index[1:] if self.weight.stacked else self.index
+        shape = self.shape[1:] if self.weight.stacked else self.shape
+        self.array = torch.empty((len(layers), *shape), dtype=self.dtype)
+        self.layers = [
+            pool.submit(self._read, reader, row, self.files[layer], inner) for row, layer in enumerate(layers)
+        ]
+
+    def _read(self, reader: "Reader", row: int, file: TensorFile, index: Index) -> None:
+        assert self.array is not None
+        self.array[row] = _slice(reader, file, index, self.weight)
+        _check_finite(self.array[row], file)
+
+    def finish(self) -> np.ndarray:
+        for layer in self.layers:
+            layer.result()
+        assert self.array is not None
+        array, self.array = _array(self.array), None
+        return array if self.weight.stacked else array[0]
+
+
+@contextlib.contextmanager
+def read_shards(
+    reader: "Reader",
+    network: Network,
+    files: Mapping[str, tuple[TensorFile, ...]],
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+) -> Iterator[Iterator[np.ndarray]]:
+    """The shards of all weights that this host has, in their order, equal ones once: each is read before it is asked
+    for, as far as `AHEAD_BYTES` allow.
+    """
+    pieces = [piece for name, want in wanted.items() for piece in _Piece.of(network, name, files[name], want)]
+    pool = ThreadPoolExecutor(READERS, thread_name_prefix="weights")
+
+    def results() -> Iterator[np.ndarray]:
+        waiting, begun = deque(pieces), deque[_Piece]()
+        while waiting or begun:
+            while waiting and (not begun or sum(p.size_bytes for p in begun) + waiting[0].size_bytes <= AHEAD_BYTES):
+                begun.append(waiting.popleft())
+                begun[-1].begin(pool, reader)
+            yield begun.popleft().finish()
+
+    try:
+        yield results()
+    finally:
+        reader.stop.set()
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 class _Meter:
@@ -74,7 +166,7 @@ class _Meter:
         progress.text(f"Loading {title}: {self._size(total_bytes)}")
 
     def _size(self, size: int) -> str:
-        return f"{size / GIB:.1f} GiB" if self.total >= GIB else f"{size / MIB:.1f} MiB"
+        return f"{size / GB:.1f} GB" if self.total >= GB else f"{size / 1e6:.1f} MB"
 
     def add(self, size: int) -> None:
         self.done += size
@@ -82,9 +174,9 @@ class _Meter:
         elapsed = time.monotonic() - self.started
         if elapsed - self.said >= SECONDS_BETWEEN_TEXTS:
             self.said = elapsed
-            rate = self.done / MIB / elapsed
-            sizes = f"{self._size(self.done)} of {self._size(self.total)}"
-            self.progress.text(f"Loading {self.title}: {sizes}, {rate:.0f} MiB a second")
+            minutes, seconds = divmod(round((self.total - self.done) * elapsed / self.done), 60)
+            sizes = f"{self._size(self.done)} of {self._size(self.total)}, {self.done / GB / elapsed:.2f} GB/s"
+            self.progress.text(f"Loading {self.title}: {sizes}, {minutes}:{seconds:02} left")
 
 
 class Reader:
@@ -94,22 +186,36 @@ class Reader:
         self.stack = stack
         self.check = check
         self.files: dict[str, Any] = {}
+        self.lock = threading.Lock()
+        self.stop = threading.Event()
+
+    def unchecked(self) -> "Reader":
+        """For other threads: one that asks nobody, and ends with `stop`."""
+        reader = Reader(self.stack, lambda: None)
+        reader.check = reader._end
+        return reader
+
+    def _end(self) -> None:
+        if self.stop.is_set():
+            raise RuntimeError("nobody waits for what is read")
 
     def slice(self, file: TensorFile, index: Index) -> torch.Tensor:
+        """Part of a tensor, in whatever format it comes."""
+        self.check()
+        return self._part(file, index)
+
+    def _part(self, file: TensorFile, index: Index) -> torch.Tensor:
+        return self._stored(file, index) if file.made is None else file.made.read(index, self._part)
+
+    def _stored(self, file: TensorFile, index: Index) -> torch.Tensor:
         from safetensors import safe_open
 
-        self.check()
         key = str(file.path)
-        if key not in self.files:
-            self.files[key] = self.stack.enter_context(safe_open(key, framework="pt"))
+        with self.lock:
+            if key not in self.files:
+                self.files[key] = self.stack.enter_context(safe_open(key, framework="pt"))
         # A zero-dimensional slice is not indexable.
         return self.files[key].get_slice(file.name)[index] if index else self.files[key].get_tensor(file.name)
-
-
-def _load_one(
-    reader: Reader, network: Network, name: str, files: tuple[TensorFile, ...], want: jax.ShapeDtypeStruct
-) -> jax.Array:
-    return _placed(want.shape, want.sharding, lambda index: _read(reader, network, name, files, index, want))
 
 
 def read_layer(reader: Reader, file: TensorFile, weight: Weight, sharding: Sharding) -> jax.Array:
@@ -128,31 +234,22 @@ def _placed(shape: tuple[int, ...], sharding: Sharding, read: Callable[[Index], 
     """An array of the shards that `read` returns for their indices."""
     pieces: dict[tuple, np.ndarray] = {}
     arrays = []
-    placed = sharding.addressable_devices_indices_map(shape).items()
-    for device, index in sorted(placed, key=lambda item: str(item[1])):  # equal shards follow each other: read once
-        assert index is not None  # every shard has a place
-        key = tuple((part.start, part.stop) for part in index)
+    for device, index in _in_order(sharding, shape):
+        key = _key(index)
         if key not in pieces:
             pieces = {key: read(index)}
         arrays.append(jax.device_put(pieces[key], device))
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _read(
-    reader: Reader, network: Network, name: str, files: tuple[TensorFile, ...], index: Index, want: jax.ShapeDtypeStruct
-) -> np.ndarray:
-    """One shard of a weight, in its final format on the host."""
-    weight = network.weights[name]
-    torch_dtype = torch.float32 if want.dtype == jax.numpy.float32 else torch.bfloat16
-    layers = range(*index[0].indices(len(files))) if weight.stacked else range(1)
-    inner = index[1:] if weight.stacked else index
-    shape = want.sharding.shard_shape(want.shape)
-    piece = torch.empty((len(layers), *(shape[1:] if weight.stacked else shape)), dtype=torch_dtype)
-    for row, layer in enumerate(layers):
-        piece[row] = _slice(reader, files[layer], inner, weight)
-        _check_finite(piece[row], files[layer])
-    array = _array(piece)
-    return array if weight.stacked else array[0]
+def _in_order(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[Any, Index]]:
+    """The devices here and their parts of an array; equal parts follow each other, so that each is read once."""
+    placed = sharding.addressable_devices_indices_map(shape).items()
+    return sorted(((device, index) for device, index in placed if index is not None), key=lambda item: str(item[1]))
+
+
+def _key(index: Index) -> tuple:
+    return tuple((part.start, part.stop) for part in index)
 
 
 def _check_finite(piece: torch.Tensor, file: TensorFile) -> None:

@@ -8,7 +8,7 @@ from .. import models
 from ..model_spec import ModelSpec, Settings
 from ..precision import check_choice
 from ..progress import Progress
-from . import checkpoint, compatibility
+from . import checkpoint, compatibility, parts
 
 # Of two denoisers that share the steps: both, the first, the second.
 EXPERTS = ("both", "high", "low")
@@ -112,6 +112,9 @@ def variant(
     index does not decide; without it, what is not on this machine decides nothing. Without `spec` it may be of any
     family; `ValueError` if it is of none.
     """
+    if parts.is_of_files(model_id):
+        family = [one for one in models.SPECS if spec is None or one.family == spec.family]
+        return parts.resolve(model_id, family, folders).spec
     if spec is None:
         spec = _of_any_family(model_id, checkpoint.find_index(model_id, folders, progress=progress) or {})
     family = [spec, *(other for other in models.SPECS if other.family == spec.family and other.name != spec.name)]
@@ -126,8 +129,8 @@ def variant(
     if len(fitting) > 1:
         if progress is not None:
             checkpoint.locate(fitting[0], model_id, folders).home(progress)
-        parts = {component.folder for one in fitting for component in one.components}
-        configs = checkpoint.local_configs(model_id, parts, folders)
+        names = {component.folder for one in fitting for component in one.components}
+        configs = checkpoint.local_configs(model_id, names, folders)
         fitting = [one for one in fitting if compatibility.configs_fit(one, model_id, configs)] or fitting
         fitting = [max(fitting, key=lambda one: compatibility.likeness(one, configs))]
     return (fitting or alike or family)[0]

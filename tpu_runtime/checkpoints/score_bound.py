@@ -1,5 +1,6 @@
 """How large attention scores can become, from the gains of a checkpoint's norms: below a bound they need no maximum."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from ...attention.policy import SCORE_BOUND
 from ..files import TensorFile
 from ..model_spec import Component, HeadNorms, ModelSpec
 from .checkpoint import by_own_names, read_headers
+from .load import Reader
 
 LOG2_E = math.log2(math.e)
 
@@ -72,7 +74,5 @@ def _gain_and_bias(tensors: Mapping[str, TensorFile], norm: str, added: Added) -
 
 
 def _read(file: TensorFile) -> np.ndarray:
-    from safetensors import safe_open
-
-    with safe_open(str(file.path), framework="pt") as opened:
-        return opened.get_tensor(file.name).to(torch.float64).numpy()
+    with contextlib.ExitStack() as stack:
+        return Reader(stack, lambda: None).slice(file, ()).to(torch.float64).numpy()

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ..cache.store import signature
-from ..checkpoints import quantized
-from ..checkpoints.names import SECOND_EXPERT, Names
 from ..files import parse_json, read_header
+from ..formats import quantized
+from ..formats.names import SECOND_EXPERT, Names
 from ..model_spec import Rows
 from ..programs.modules import Cut, Network
 from ..redact import redact

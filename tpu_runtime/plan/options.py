@@ -11,7 +11,9 @@ DEFAULT_TOPOLOGY = "v6e:2x4"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `comfyui-tpu plan`."""
-    parser.add_argument("--model", required=True, metavar="NAME", help="; ".join(s.name for s in models.SPECS))
+    names = "; ".join(spec.name for spec in models.SPECS)
+    parser.add_argument("--model", required=True, metavar="NAME", help=f"{names}; or a file of the denoiser")
+    parser.add_argument("--models", action="append", default=[], metavar="DIR", help="where the file is looked for")
     parser.add_argument("--topology", default=DEFAULT_TOPOLOGY, metavar="NAME", help=f"default {DEFAULT_TOPOLOGY}")
     for name, kind in (("height", int), ("width", int), ("num-frames", int), ("steps", int), ("guidance", float)):
         parser.add_argument(f"--{name}", type=kind, help="default: the model's")

@@ -13,7 +13,7 @@ import jax
 
 from ...sharding.mesh import shape_of
 from ...sharding.shape import MeshShape
-from .. import models
+from ..checkpoints import parts
 from ..cost_model import chips, flops, hlo, kernels, step_time
 from ..cost_model.bundles import Cost
 from ..cost_model.chips import Topology
@@ -152,7 +152,7 @@ def host_peak_bytes() -> int:
 
 def request_of(args: argparse.Namespace) -> PlanRequest:
     """Raises `ValueError` with a sentence for the user."""
-    spec = models.spec_by_name(args.model)
+    spec = parts.spec_of(args.model, args.models)
     settings = spec.settings(
         height=args.height,
         width=args.width,

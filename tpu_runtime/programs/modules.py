@@ -262,7 +262,7 @@ def _constructed(upstream: Any, component: Component, config: Mapping[str, Any])
         settings = {
             key: copy.deepcopy(value)
             for key, value in config.items()
-            if key not in ("architectures", "model_type", "dtype")
+            if key not in ("architectures", "model_type", "dtype", "quantization_config")
         }
         module = upstream(upstream.config_class(**settings))
     else:

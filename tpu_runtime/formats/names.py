@@ -5,7 +5,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from ..files import CheckpointError, TensorFile
 from ..model_spec import Rows, Table
+from . import stored
 
 # Trainers put these before a module's name, also several. Kohya and LyCORIS turn dots into underscores as well.
 SECOND_EXPERT = "transformer_2."
@@ -38,13 +40,43 @@ class Names:
         return found if all(rows.name in self._dotted for rows in found) else ()
 
     def _look_up(self, name: str, own: Mapping[str, str], dot: str) -> tuple[Rows, ...]:
-        if name in own:
-            return (Rows(own[name]),)
-        for pattern, target in self._table.items():
-            if match := _regex(pattern.replace(".", dot)).fullmatch(name):
-                rows = (Rows(target),) if isinstance(target, str) else target
-                return tuple(replace(one, name=_filled(one.name, match.groups())) for one in rows)
-        return ()
+        return (Rows(own[name]),) if name in own else looked_up(name, self._table, dot)
+
+
+def looked_up(name: str, table: Table, dot: str = ".") -> tuple[Rows, ...]:
+    """What a makers' name of a module or parameter is here; empty for one that the table does not have."""
+    for pattern, target in table.items():
+        if match := _regex(pattern.replace(".", dot)).fullmatch(name):
+            rows = (Rows(target),) if isinstance(target, str) else target
+            return tuple(replace(one, name=_filled(one.name, match.groups())) for one in rows)
+    return ()
+
+
+def translated(tensors: Mapping[str, TensorFile], table: Table) -> dict[str, TensorFile]:
+    """Tensors by the names of diffusers and transformers; those that the table does not have keep theirs.
+
+    Of several tensors that would get one name `CheckpointError` names two.
+    """
+    found: dict[str, TensorFile] = {}
+    for name, tensor in tensors.items():
+        module, _, own = name.rpartition(".")
+        rows = looked_up(module, table) if table else ()
+        # The makers of Flux call the weight of a norm its scale.
+        ending = f".{'weight' if own == 'scale' else own}" if rows else ""
+        for one in rows or looked_up(name, table) or (Rows(name),):
+            if one.name + ending in found:
+                raise CheckpointError(
+                    f"{tensor.path}: {found[one.name + ending].name} and {tensor.name} are both {one.name + ending}; "
+                    "the file holds a weight twice. Use one as its makers published it."
+                )
+            if not tensor.shape or tensor.shape[0] % one.of:
+                if one.of > 1:
+                    raise CheckpointError(
+                        f"{tensor.path}: {tensor.name} has shape {tensor.shape}, whose rows are no {one.of} equal "
+                        "groups. The file is damaged, or of another model."
+                    )
+            found[one.name + ending] = stored.of_rows(tensor, one.groups, one.of)
+    return found
 
 
 def _bare(name: str) -> str:

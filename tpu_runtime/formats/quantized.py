@@ -13,6 +13,8 @@ from typing import Any
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 READ = FLOATS | {"F8_E4M3", "F8_E5M2"}
 ADVICE = "Such codes are not decoded here. Use a checkpoint whose weights are bfloat16, float16 or float32."
+# What a config may say, where the files' own marks tell how each layer is to be decoded (see `formats.codes`).
+DECODED = ("bitsandbytes", "fp8")
 
 # Which writer leaves which names in a layer, the telling ones first.
 _WRITERS = (

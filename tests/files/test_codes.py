@@ -1,0 +1,331 @@
+"""Quantised layers, as their writers lay them out, are the numbers that the writers' own code makes of them.
+
+The oracles are `comfy-kitchen`'s CPU backend (ComfyUI's formats) and `gguf`'s own arithmetic.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.tpu_runtime.checkpoints import load
+from comfyui_tpu.tpu_runtime.files import CheckpointError, TensorFile
+from comfyui_tpu.tpu_runtime.formats import codes, contents, decode, gguf_file
+from safetensors.torch import save_file
+
+Tensors = dict[str, torch.Tensor]
+FP8, FP8_WIDE = torch.float8_e4m3fn, torch.float8_e5m2
+ROWS, COLUMNS = 96, 256
+
+
+def weight(rows: int = ROWS, columns: int = COLUMNS, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+def mark(**said: object) -> torch.Tensor:
+    """ComfyUI's description of a layer."""
+    return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+
+
+def read(tmp_path: Path, tensors: Tensors, metadata: dict[str, str] | None = None) -> dict[str, TensorFile]:
+    save_file(tensors, tmp_path / "file.safetensors", metadata)
+    return codes.decoded(*contents.header(tmp_path / "file.safetensors"))
+
+
+def value(file: TensorFile, *index: slice) -> torch.Tensor:
+    import contextlib
+
+    with contextlib.ExitStack() as stack:
+        return load.Reader(stack, lambda: None).slice(file, index)
+
+
+PIECES = [
+    (slice(None), slice(None)),
+    (slice(0, 24), slice(None)),
+    (slice(72, 96), slice(64, 192)),
+    (slice(5, 6), slice(17, 50)),
+    (slice(10, 10), slice(None)),
+]
+
+
+def holds_in_pieces(file: TensorFile, whole: torch.Tensor) -> None:
+    """Any part is that part of all of it."""
+    assert torch.equal(value(file), whole)
+    for piece in PIECES:
+        assert torch.equal(value(file, *piece), whole[piece]), piece
+
+
+def scaled(scale: torch.Tensor, dtype: torch.dtype = FP8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and what they stand for: w.float() * scale."""
+    stored = (weight() / 0.05).to(dtype)
+    return stored, stored.float() * scale
+
+
+SCALES = {
+    "of all": torch.tensor(0.013),
+    "of all, in a list": torch.tensor([0.013]),
+    "of rows": torch.rand(ROWS, 1) + 0.1,
+    "of blocks": torch.rand(ROWS, 4, 1) + 0.1,
+}
+
+
+@pytest.mark.parametrize("dtype", [FP8, FP8_WIDE], ids=str)
+@pytest.mark.parametrize("kind", SCALES)
+@pytest.mark.parametrize("form", ["ComfyUI's first", "a mark", "metadata", "bare"])
+def test_scaled_fp8_is_its_codes_times_their_scale(form: str, kind: str, dtype: torch.dtype, tmp_path: Path):
+    scale = SCALES[kind]
+    spread = scale.flatten(1).repeat_interleave(COLUMNS // 4, 1) if scale.ndim == 3 else scale
+    stored, wanted = scaled(spread, dtype)
+    name = "scale_weight" if form == "ComfyUI's first" else "weight_scale"
+    tensors = {"a.weight": stored, f"a.{name}": scale, "a.bias": torch.ones(ROWS), "a.input_scale": torch.ones(())}
+    said = {"format": "float8_e4m3fn" if dtype == FP8 else "float8_e5m2"}
+    metadata = {"_quantization_metadata": json.dumps({"layers": {"a": said}})} if form == "metadata" else None
+    tensors |= {"a.comfy_quant": mark(**said)} if form == "a mark" else {}
+    tensors |= {"scaled_fp8": torch.zeros(2, dtype=dtype)} if form == "ComfyUI's first" else {}
+    found = read(tmp_path, tensors, metadata)
+    assert found.keys() == {"a.weight", "a.bias"}
+    holds_in_pieces(found["a.weight"], wanted)
+
+
+def test_fp8_in_bytes_is_what_its_mark_says(tmp_path: Path):
+    stored, wanted = scaled(torch.tensor(0.5), FP8_WIDE)
+    tensors = {"a.weight": stored.view(torch.uint8), "a.weight_scale": torch.tensor(0.5)}
+    found = read(tmp_path, {**tensors, "a.comfy_quant": mark(format="float8_e5m2")})
+    holds_in_pieces(found["a.weight"], wanted)
+
+
+def test_fp8_in_blocks_of_128_is_transformers(tmp_path: Path):
+    stored = (weight(200, 300) / 0.05).to(FP8)
+    scale = torch.rand(2, 3) + 0.1
+    wanted = stored.float() * scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :300]
+    found = read(tmp_path, {"a.weight": stored, "a.weight_scale_inv": scale})
+    assert torch.equal(value(found["a.weight"]), wanted)
+    assert torch.equal(value(found["a.weight"], slice(100, 150), slice(120, 260)), wanted[100:150, 120:260])
+
+
+def kitchen(layout: str, tensor: torch.Tensor, **options: object) -> tuple[torch.Tensor, object, torch.Tensor]:
+    """Codes, their parameters, and what `comfy-kitchen` makes of them."""
+    import comfy_kitchen.tensor as kitchen_tensor
+
+    kind = getattr(kitchen_tensor, layout)
+    stored, parameters = kind.quantize(tensor, **options)
+    return stored, parameters, kind.dequantize(stored, parameters)
+
+
+@pytest.mark.parametrize("shape", [(96, 256), (256, 128), (40, 96)], ids=str)
+def test_mxfp8_is_comfy_kitchens(shape: tuple[int, int], tmp_path: Path):
+    stored, parameters, wanted = kitchen("TensorCoreMXFP8Layout", weight(*shape))
+    tensors = {"a.weight": stored, "a.weight_scale": parameters.scale.view(torch.uint8)}
+    found = read(tmp_path, {**tensors, "a.comfy_quant": mark(format="mxfp8")})["a.weight"]
+    rows, columns = shape
+    wanted = wanted[:rows, :columns]  # they leave in what fills up the last blocks
+    assert torch.equal(value(found, slice(0, rows), slice(0, columns)), wanted.float())
+    assert torch.equal(value(found, slice(7, 33), slice(40, 90)), wanted[7:33, 40:90].float())
+
+
+@pytest.mark.parametrize("shape", [(96, 256), (256, 128), (40, 90)], ids=str)
+def test_nvfp4_is_comfy_kitchens(shape: tuple[int, int], tmp_path: Path):
+    stored, parameters, wanted = kitchen("TensorCoreNVFP4Layout", weight(*shape), scale="recalculate")
+    tensors = {
+        "a.weight": stored, "a.weight_scale": parameters.block_scale.view(torch.uint8),
+        "a.weight_scale_2": parameters.scale.float(), "a.comfy_quant": mark(format="nvfp4"),
+    }  # fmt: skip
+    found = read(tmp_path, tensors)["a.weight"]
+    rows, columns = shape
+    ours = value(found, slice(0, rows), slice(0, columns))
+    wanted = wanted[:rows, :columns]
+    assert torch.allclose(ours, wanted.float(), rtol=2**-8, atol=0)  # theirs is rounded where ours is not
+    assert torch.equal(value(found, slice(7, 33), slice(41, 80)), ours[7:33, 41:80])
+    before = torch.rand(columns) + 0.5
+    found = read(tmp_path, {**tensors, "a.pre_quant_scale": before})["a.weight"]
+    assert torch.allclose(value(found, slice(0, rows), slice(0, columns)), ours * before)
+
+
+@pytest.mark.parametrize("size", [0, 16, 64, 256])
+def test_int8_is_comfy_kitchens_also_where_columns_were_rotated(size: int, tmp_path: Path):
+    tensor = weight()
+    options = {"convrot": True, "convrot_groupsize": size} if size else {}
+    stored, parameters, wanted = kitchen(
+        "TensorWiseINT8Layout", tensor, is_weight=True, per_channel=True, **options
+    )  # fmt: skip
+    said = {"format": "int8_tensorwise", **({"params": options} if size == 64 else options)}
+    tensors = {"a.weight": stored, "a.weight_scale": parameters.scale.float()}
+    found = read(tmp_path, {**tensors, "a.comfy_quant": mark(**said)})["a.weight"]
+    ours = value(found)
+    assert torch.allclose(ours, wanted.float(), rtol=1e-5, atol=1e-6)
+    assert (ours - tensor).abs().max() < 0.01
+    for piece in PIECES:
+        assert torch.allclose(value(found, *piece), ours[piece], atol=1e-7)
+
+
+def test_lightx2vs_int8_has_no_mark(tmp_path: Path):
+    stored = torch.randint(-127, 128, (ROWS, COLUMNS), dtype=torch.int8)
+    scale = torch.rand(ROWS, 1)
+    holds_in_pieces(read(tmp_path, {"a.weight": stored, "a.weight_scale": scale})["a.weight"], stored.float() * scale)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["scales", "scales that are codes"])
+def test_four_bits_of_bitsandbytes(nested: bool, tmp_path: Path):
+    """By its documented layout: two codes a byte, the first in the high half, and scales of blocks."""
+    random = torch.Generator().manual_seed(1)
+    picked = torch.randint(0, 16, (ROWS * COLUMNS,), generator=random, dtype=torch.uint8)
+    table = torch.linspace(-1, 1, 16)
+    scales = torch.rand(ROWS * COLUMNS // 64, generator=random)
+    state = {"blocksize": 64, "shape": [ROWS, COLUMNS], "quant_type": "nf4", "dtype": "bfloat16"}
+    tensors = {
+        "a.weight": (picked[::2] << 4 | picked[1::2])[:, None], "a.weight.quant_map": table, "a.weight.absmax": scales,
+    }  # fmt: skip
+    if nested:
+        codes_of_scales = torch.randint(0, 256, scales.shape, generator=random, dtype=torch.uint8)
+        values, factors = torch.linspace(-1, 1, 256), torch.rand(math.ceil(len(scales) / 256), generator=random)
+        scales = values[codes_of_scales.int()] * factors.repeat_interleave(256)[: len(scales)] + 0.25
+        tensors |= {"a.weight.absmax": codes_of_scales, "a.weight.nested_absmax": factors}
+        tensors |= {"a.weight.nested_quant_map": values}
+        state |= {"nested_blocksize": 256, "nested_offset": 0.25}
+    wanted = (table[picked.int()] * scales.repeat_interleave(64)).reshape(ROWS, COLUMNS)
+    found = read(tmp_path, {**tensors, "a.weight.quant_state.bitsandbytes__nf4": mark(**state)})
+    assert found.keys() == {"a.weight"}
+    holds_in_pieces(found["a.weight"], wanted)
+
+
+def test_eight_bits_of_bitsandbytes(tmp_path: Path):
+    stored = torch.randint(-127, 128, (ROWS, COLUMNS), dtype=torch.int8)
+    scale = torch.rand(ROWS)
+    tensors = {"a.weight": stored, "a.SCB": scale, "a.weight_format": torch.tensor(0, dtype=torch.uint8)}
+    found = read(tmp_path, tensors)
+    assert found.keys() == {"a.weight"}
+    assert torch.allclose(value(found["a.weight"]), stored.float() * scale[:, None] / 127)
+
+
+def write_gguf(path: Path, arrays: dict[str, tuple[np.ndarray, str]], architecture: str = "wan") -> None:
+    writer = gguf.GGUFWriter(str(path), architecture)
+    for name, (array, kind) in arrays.items():
+        dtype = gguf.GGMLQuantizationType[kind]
+        data = array if kind in ("F32", "F16") else gguf.quants.quantize(array, dtype)
+        writer.add_tensor(name, data.astype(np.float16) if kind == "F16" else data, raw_dtype=dtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+QUANTIZED = ("BF16", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1")
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", *QUANTIZED])
+def test_ggufs_formats_are_its_own(kind: str, tmp_path: Path):
+    array = weight().numpy()
+    write_gguf(tmp_path / "file.gguf", {"a.weight": (array, kind)})
+    tensors, fields = gguf_file.read_header(tmp_path / "file.gguf")
+    stored = gguf.GGUFReader(tmp_path / "file.gguf").tensors[0]
+    wanted = torch.from_numpy(gguf.quants.dequantize(stored.data, stored.tensor_type).astype(np.float32))
+    assert gguf_file.text_of(fields, "general.architecture") == "wan"
+    holds_in_pieces(tensors["a.weight"], wanted.reshape(ROWS, COLUMNS))
+
+
+@pytest.mark.parametrize("kind", ["Q6_K", "Q5_K", "Q4_K", "IQ4_XS", "IQ4_NL"])
+def test_ggufs_formats_that_only_llama_cpp_writes_are_its_own(kind: str, tmp_path: Path):
+    """The package decodes them and does not encode: any bytes are a tensor, but for scales that are no numbers."""
+    dtype = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[dtype]
+    random = np.random.default_rng(0)
+    data = random.integers(0, 256, (ROWS * COLUMNS // block, size), dtype=np.uint8)
+    half = np.frombuffer(np.array([0.01, 0.02], np.float16).tobytes(), np.uint8)
+    data[:, :4], data[:, -2:] = half, half[:2]  # where each of them has its scales of 16 bits
+    writer = gguf.GGUFWriter(str(tmp_path / "file.gguf"), "wan")
+    writer.add_tensor("a.weight", data.reshape(ROWS, -1), raw_dtype=dtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    wanted = torch.from_numpy(gguf.quants.dequantize(data.reshape(ROWS, -1), dtype).astype(np.float32))
+    tensors, _ = gguf_file.read_header(tmp_path / "file.gguf")
+    holds_in_pieces(tensors["a.weight"], wanted)
+
+
+def test_a_shape_of_more_dimensions_is_the_one_that_gguf_notes(tmp_path: Path):
+    array = np.random.default_rng(0).normal(size=(8, 4, 1, 2, 2)).astype(np.float32)
+    writer = gguf.GGUFWriter(str(tmp_path / "file.gguf"), "wan")
+    writer.add_array("comfy.gguf.orig_shape.a.weight", list(array.shape))
+    writer.add_tensor("a.weight", array.reshape(8, -1), raw_dtype=gguf.GGMLQuantizationType.F32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tensor = gguf_file.read_header(tmp_path / "file.gguf")[0]["a.weight"]
+    assert torch.equal(value(tensor), torch.from_numpy(array))
+    assert torch.equal(value(tensor, slice(2, 5), *[slice(None)] * 4), torch.from_numpy(array[2:5]))
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "TQ1_0"])
+def test_fewer_bits_are_refused_by_name(kind: str, tmp_path: Path):
+    dtype = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[dtype]
+    writer = gguf.GGUFWriter(str(tmp_path / "file.gguf"), "wan")
+    writer.add_tensor("a.weight", np.zeros((4, size), np.uint8), raw_dtype=dtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=f"a.weight is {kind}, which is not decoded here"):
+        gguf_file.read_header(tmp_path / "file.gguf")
+
+
+def refused(tensors: Tensors, tmp_path: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        read(tmp_path, tensors)
+    return str(error.value)
+
+
+BAD: dict[str, tuple[Callable[[], Tensors], str]] = {
+    "a format by another name": (
+        lambda: {"a.weight": weight().to(FP8), "a.comfy_quant": mark(format="convrot_w4a4")},
+        "a.weight is quantized as convrot_w4a4, which is not decoded here",
+    ),
+    "no scale": (
+        lambda: {"a.weight": weight().to(FP8), "a.comfy_quant": mark(format="float8_e4m3fn")},
+        "its weight_scale is missing",
+    ),
+    "no scale beside others": (
+        lambda: {"a.weight": weight().to(FP8), "b.weight": weight().to(FP8), "b.scale_weight": torch.ones(())},
+        "a.weight is fp8 without a scale, and other weights of the file have one",
+    ),
+    "scales of another number": (
+        lambda: {"a.weight": weight().to(FP8), "a.weight_scale": torch.ones(7)},
+        "has scales of (7,)",
+    ),
+    "scales of mxfp8 of another number": (
+        lambda: {
+            "a.weight": weight().to(FP8), "a.weight_scale": torch.ones(7, dtype=torch.uint8),
+            "a.comfy_quant": mark(format="mxfp8"),
+        },
+        "has a weight_scale of (7,)",
+    ),
+    "a rotation of another size": (
+        lambda: {
+            "a.weight": torch.zeros(ROWS, COLUMNS, dtype=torch.int8), "a.weight_scale": torch.ones(()),
+            "a.comfy_quant": mark(format="int8_tensorwise", convrot=True, convrot_groupsize=10**9),
+        },
+        "has convrot_groupsize 1000000000",
+    ),
+    "a mark that is no JSON": (
+        lambda: {"a.weight": weight().to(FP8), "a.comfy_quant": torch.zeros(3, dtype=torch.uint8)},
+        "is no JSON",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_a_sentence(case: str, tmp_path: Path):
+    make, sentence = BAD[case]
+    assert sentence in refused(make(), tmp_path)
+
+
+def test_the_rotation_is_its_own_inverse():
+    for size in (4, 16, 256):
+        matrix = decode.hadamard(size)
+        assert torch.allclose(matrix @ matrix.T, torch.eye(size), atol=1e-6)

@@ -1,0 +1,172 @@
+"""GGUF files of denoisers and encoders by their writers' names, and the tokenizers that files carry along."""
+
+import base64
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+from comfyui_tpu.tests.files import single_files
+from comfyui_tpu.tests.files.test_single_files import WAN, rest
+from comfyui_tpu.tpu_runtime import tokens
+from comfyui_tpu.tpu_runtime.checkpoints import assembled, checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.files import CheckpointError, read_header
+from comfyui_tpu.tpu_runtime.formats import contents, tokenizer_files
+from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
+from comfyui_tpu.tpu_runtime.progress import Silent
+from safetensors.torch import load_file, save_file
+
+SOURCE = tiny.ensure(WAN)
+
+
+def write_gguf(path: Path, tensors: single_files.Tensors, architecture: str) -> str:
+    """As ComfyUI-GGUF's converter: four dimensions at most, and the shape of those that had more."""
+    writer = gguf.GGUFWriter(str(path), architecture)
+    for name, tensor in tensors.items():
+        array = tensor.float().numpy()
+        if array.ndim > 4:
+            writer.add_array(f"comfy.gguf.orig_shape.{name}", list(array.shape))
+            array = array.reshape(len(array), -1)
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+def test_a_gguf_of_wan_and_of_its_encoder_hold_the_folders_tensors(tmp_path: Path):
+    denoiser = single_files.wan(single_files.load_folder(SOURCE / "transformer"))
+    # llama.cpp's names of T5, from its `gguf/tensor_mapping.py`.
+    encoder = single_files.renamed(
+        single_files.load_folder(SOURCE / "text_encoder"),
+        (
+            (r"^shared\.", "token_embd."),
+            (r"^encoder\.final_layer_norm\.", "enc.output_norm."),
+            (r"^encoder\.block\.(\d+)\.layer\.0\.SelfAttention\.relative_attention_bias\.", r"enc.blk.\1.attn_rel_b."),
+            (r"^encoder\.block\.(\d+)\.layer\.0\.SelfAttention\.([qkvo])\.", r"enc.blk.\1.attn_\2."),
+            (r"^encoder\.block\.(\d+)\.layer\.0\.layer_norm\.", r"enc.blk.\1.attn_norm."),
+            (r"^encoder\.block\.(\d+)\.layer\.1\.layer_norm\.", r"enc.blk.\1.ffn_norm."),
+            (r"^encoder\.block\.(\d+)\.layer\.1\.DenseReluDense\.wi_0\.", r"enc.blk.\1.ffn_gate."),
+            (r"^encoder\.block\.(\d+)\.layer\.1\.DenseReluDense\.wi_1\.", r"enc.blk.\1.ffn_up."),
+            (r"^encoder\.block\.(\d+)\.layer\.1\.DenseReluDense\.wo\.", r"enc.blk.\1.ffn_down."),
+        ),
+    )
+    # What heads a denoiser has its tensors do not tell: those of a miniature are none that a file without a config has.
+    for folder, path in (
+        ("transformer", write_gguf(tmp_path / "wan.gguf", denoiser, "wan")),
+        ("text_encoder", write_gguf(tmp_path / "umt5.gguf", encoder, "t5encoder")),
+    ):
+        (held,) = contents.networks(Path(path), LAYOUTS)
+        theirs = single_files.load_folder(SOURCE / folder)
+        with contextlib.ExitStack() as stack:
+            reader = load.Reader(stack, lambda: None)
+            ours = {name: reader.slice(tensor, ()) for name, tensor in assembled.own_tensors(held).items()}
+        assert ours.keys() == theirs.keys()
+        assert not [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
+    path = str(tmp_path / "umt5.gguf")
+    assert checkpoint.locate(WAN, rest(WAN, path)).configs(Silent())["text_encoder"]["num_heads"] == 5
+
+
+def test_a_gguf_without_its_patch_embedding_is_no_wan(tmp_path: Path):
+    tensors = single_files.wan(single_files.load_folder(SOURCE / "transformer"))
+    tensors.pop("patch_embedding.weight")
+    with pytest.raises(CheckpointError, match="holds no network that is known here"):
+        checkpoint.locate(WAN, rest(WAN, write_gguf(tmp_path / "wan.gguf", tensors, "wan")))
+
+
+def sentencepiece_model() -> bytes:
+    model = io.BytesIO()
+    texts = ["a cat and a dog baking a cake together in a kitchen", "hello world, the quick brown fox 0123456789 !"]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts * 30), model_writer=model, vocab_size=80, hard_vocab_limit=False,
+        pad_id=0, eos_id=1, bos_id=2, unk_id=3,
+    )  # fmt: skip
+    return model.getvalue()
+
+
+PROMPTS = ["a cat and a dog", "hello  world", "  Zebra über 过曝 x", " a", "a\nb", "", "ﬁ x２", "x "]
+
+
+def test_an_embedded_sentencepiece_model_is_the_tokenizer(tmp_path: Path):
+    """As ComfyUI's `SPieceTokenizer` uses it."""
+    model = sentencepiece_model()
+    path = tmp_path / "umt5_xxl.safetensors"
+    single_files.write(path, SOURCE / "text_encoder", "UMT5EncoderModel")
+    metadata = read_header(path)[1]
+    carried = torch.frombuffer(bytearray(model), dtype=torch.uint8)
+    save_file({**load_file(path), "spiece_model": carried}, path, metadata)
+    found = checkpoint.locate(WAN, rest(WAN, str(path)))
+    assert found.folder("tokenizer", Silent()) != SOURCE / "tokenizer"
+    tokenizer = tokens.load_tokenizer(found.folder("tokenizer", Silent()))
+    oracle = sentencepiece.SentencePieceProcessor(model_proto=model, add_eos=True)
+    for prompt in PROMPTS:
+        assert tokenizer(prompt)["input_ids"] == oracle.encode(prompt)
+    assert tokenizer("", padding="max_length", max_length=4)["input_ids"] == [1, 0, 0, 0]
+
+
+def tekken() -> bytes:
+    """A tokenizer in Mistral's form: single bytes by rank, then merges."""
+    more = [b"ca", b"cat", b" c", b" cat", b"do", b"dog", b" dog", b"an", b"and", b" a", b"ba", b"king"]
+    vocabulary = [bytes([byte]) for byte in range(256)] + more
+    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", *(f"<x{n}>" for n in range(5, 11)), "<pad>"]
+    pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    return json.dumps(
+        {
+            "config": {
+                "pattern": pattern, "default_vocab_size": len(vocabulary) + 20, "default_num_special_tokens": 20,
+            },
+            "vocab": [
+                {"rank": rank, "token_bytes": base64.b64encode(token).decode()} for rank, token in enumerate(vocabulary)
+            ],
+            "special_tokens": [{"rank": rank, "token_str": text} for rank, text in enumerate(special)],
+        }
+    ).encode()  # fmt: skip
+
+
+def by_rank(text: str) -> list[int]:
+    """Byte pairs merged by rank, which is what tekken is: the lowest first."""
+    said = json.loads(tekken())
+    ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in said["vocab"]}
+    import regex
+
+    found: list[int] = []
+    for word in regex.findall(said["config"]["pattern"], text):
+        parts = [bytes([byte]) for byte in word.encode()]
+        while pairs := [
+            (ranks[left + right], place)
+            for place, (left, right) in enumerate(zip(parts, parts[1:], strict=False))
+            if left + right in ranks
+        ]:
+            _, place = min(pairs)
+            parts[place : place + 2] = [parts[place] + parts[place + 1]]
+        found += [ranks[part] + 20 for part in parts]
+    return found
+
+
+def test_an_embedded_tekken_is_the_tokenizer(tmp_path: Path):
+    content = torch.frombuffer(bytearray(tekken()), dtype=torch.uint8)
+    save_file({"tekken_model": content}, tmp_path / "mistral.safetensors")
+    tensor = tokenizer_files.embedded(read_header(tmp_path / "mistral.safetensors")[0])
+    assert tensor is not None
+    tokenizer_files.write(tensor, tmp_path / "tokenizer", "{{ bos_token }}")
+    tokenizer = tokens.load_tokenizer(tmp_path / "tokenizer")
+    for prompt in ("a cat and a dog", "hello  world", " Zebra über 过曝 12", "cats\n\nx!", "baking"):
+        assert tokenizer(prompt, add_special_tokens=False)["input_ids"] == by_rank(prompt), prompt
+    assert tokenizer("[INST]cat[/INST]", add_special_tokens=False)["input_ids"] == [3, *by_rank("cat"), 4]
+    assert tokenizer.pad_token_id == 11 and tokenizer.chat_template == "{{ bos_token }}"
+
+
+@pytest.mark.parametrize("name", ["spiece_model", "tekken_model"])
+def test_bytes_that_are_no_tokenizer_are_a_sentence(name: str, tmp_path: Path):
+    for content in (b"", b"{}", b"\xff" * 100, np.arange(1000, dtype=np.uint8).tobytes()):
+        save_file({name: torch.frombuffer(bytearray(content or b"x"), dtype=torch.uint8)}, tmp_path / "f.safetensors")
+        tensor = tokenizer_files.embedded(read_header(tmp_path / "f.safetensors")[0])
+        assert tensor is not None
+        with pytest.raises(CheckpointError, match="is no tokenizer that can be read"):
+            tokenizer_files.write(tensor, tmp_path / "tokenizer")

@@ -1,0 +1,187 @@
+"""Files that are damaged, mixed up or made to harm end in a sentence before they are numbers on a chip."""
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import jax
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.sharding.mesh import make_mesh
+from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tests.files import single_files
+from comfyui_tpu.tests.files.single_files import Tensors
+from comfyui_tpu.tests.properties.hostile import documents, ends_well, spoiled
+from comfyui_tpu.tests.properties.test_checkpoints import file_of
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
+from comfyui_tpu.tpu_runtime.files import CheckpointError
+from comfyui_tpu.tpu_runtime.formats import contents
+from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
+from comfyui_tpu.tpu_runtime.programs import modules, weights
+from comfyui_tpu.tpu_runtime.progress import Silent
+from hypothesis import given, settings
+
+WAN = spec_by_name("wan2.1-t2v-14b")
+KIND = "WanTransformer3DModel"
+LAYER = "blocks.0.self_attn.q"
+
+
+def gguf_of_two() -> bytes:
+    """A small file with fields and tensors."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "small.gguf"
+        writer = gguf.GGUFWriter(str(path), "wan")
+        writer.add_array("comfy.gguf.orig_shape.patch_embedding.weight", [2, 4, 1, 2, 2])
+        writer.add_array("names", ["a", "b"])
+        writer.add_tensor("patch_embedding.weight", np.zeros((2, 16), np.float32))
+        writer.add_tensor("head.modulation", np.zeros((1, 2, 2), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path.read_bytes()
+
+
+def write(path: Path, change: Callable[[Tensors], Tensors] = single_files.same) -> str:
+    """A denoiser's file after a change, as a model whose other parts are the miniature's."""
+    single_files.write(path, tiny.ensure(WAN) / "transformer", KIND, change=change)
+    return f"{path} + {WAN.miniature.random_id}"
+
+
+def load_denoiser(model_id: str) -> None:
+    """All that happens to a denoiser's file before a program sees its numbers."""
+    found, component = choose_model(WAN, model_id).locate(), WAN.component("transformer")
+    network = modules.build(component, found.config(component, Silent()))
+    folder = found.fetch_weights(component, Silent())
+    files = checkpoint.match(network, checkpoint.read_headers(folder, component), folder)
+    wanted = weights.abstract(network, make_mesh(jax.devices()[:1], MeshShape()), "float32")
+    load.load(network, files, wanted, "test", Silent())
+
+
+def quantised(tensors: Tensors, scale: float = 0.01) -> Tensors:
+    layers = [name.removesuffix(".weight") for name, x in tensors.items() if ".ffn." in name and x.ndim == 2]
+    fp8 = {f"{layer}.weight": tensors[f"{layer}.weight"].to(torch.float8_e4m3fn) for layer in layers}
+    return {**tensors, **fp8, **{f"{layer}.scale_weight": torch.tensor(scale) for layer in layers}}
+
+
+def without(tensors: Tensors, name: str) -> Tensors:
+    return {own: value for own, value in tensors.items() if own != name}
+
+
+DAMAGE: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+    "another shape": (lambda t: {**t, f"{LAYER}.weight": torch.zeros(7, 5)}, "has shape (7, 5), but its config"),
+    "no weight": (lambda t: without(t, f"{LAYER}.weight"), "the weight blocks.0.attn1.to_q.weight is missing"),
+    "no block at all": (lambda t: without(t, "blocks.0.ffn.0.weight"), "is missing; the file is incomplete"),
+    "a first weight of another kind": (lambda t: {**t, "patch_embedding.weight": torch.zeros(8)}, "has shape (8,)"),
+    "a weight of no numbers": (
+        lambda t: {**t, f"{LAYER}.weight": t[f"{LAYER}.weight"].to(torch.int8)}, "holds I8, and weights are floating",
+    ),
+    "values that are not finite": (
+        lambda t: {**t, f"{LAYER}.weight": t[f"{LAYER}.weight"] * float("nan")}, "holds NaN or infinity",
+    ),
+    "a scale of NaN": (lambda t: quantised(t, float("nan")), "holds NaN or infinity"),
+    "a scale without end": (lambda t: quantised(t, float("inf")), "holds NaN or infinity"),
+    "a scale less": (
+        lambda t: without(quantised(t), "blocks.1.ffn.2.scale_weight"),
+        "blocks.1.ffn.2.weight is fp8 without a scale, and other weights of the file have one",
+    ),
+    "a weight by both of its names": (
+        lambda t: {**t, "blocks.0.attn1.to_q.weight": t[f"{LAYER}.weight"]}, "the file holds a weight twice",
+    ),
+    "ten thousand tensors more": (
+        lambda t: {**t, **{f"more.{n}.weight": torch.zeros(1) for n in range(10_000)}},
+        "the weight more.0.weight is none of a WanTransformer3DModel's",
+    ),
+    "another network's": (lambda t: {**t, "vace_blocks.0.weight": torch.zeros(1)}, "is VACE (it has vace_blocks)"),
+    "blocks without number": (
+        lambda t: {**t, "blocks.999999.ffn.0.weight": torch.zeros(1)}, "the weight blocks.999999.ffn.net.0.proj",
+    ),
+    "no tensors": (lambda t: {}, "holds no network that is known here; of its 0 tensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_a_sentence(case: str, tmp_path: Path):
+    change, sentence = DAMAGE[case]
+    with pytest.raises(CheckpointError) as error:
+        load_denoiser(write(tmp_path / "wan.safetensors", change))
+    assert sentence in str(error.value)
+
+
+def test_the_same_file_without_damage_loads(tmp_path: Path):
+    load_denoiser(write(tmp_path / "wan.safetensors"))
+    load_denoiser(write(tmp_path / "scaled.safetensors", quantised))
+
+
+@pytest.mark.parametrize("part", [0.0, 0.001, 0.3, 0.999])
+def test_a_file_that_is_cut_off_is_none(part: float, tmp_path: Path):
+    model_id = write(tmp_path / "wan.safetensors")
+    path = tmp_path / "wan.safetensors"
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
+    with pytest.raises(CheckpointError, match="is not a whole safetensors file"):
+        choose_model(WAN, model_id)
+
+
+def test_a_config_in_the_file_that_contradicts_its_tensors(tmp_path: Path):
+    model_id = write(tmp_path / "wan.safetensors")
+    tensors = single_files.load_file(tmp_path / "wan.safetensors")
+    config = {"attention_head_dim": 24, "num_attention_heads": 3, "in_channels": 16}
+    single_files.save_file(tensors, tmp_path / "wan.safetensors", {"config": json.dumps(config)})
+    with pytest.raises(CheckpointError, match="but its config asks for"):
+        load_denoiser(model_id)
+    for config in ("[", "[]", '{"in_channels": {}}', '{"patch_size": 3}', '{"attention_head_dim": 0}'):
+        single_files.save_file(tensors, tmp_path / "wan.safetensors", {"config": config})
+        ends_well(lambda: choose_model(WAN, model_id), 10**6)
+
+
+@pytest.mark.parametrize("name", ["model.ckpt", "model.pt", "model.bin"])
+def test_what_may_hold_a_program_is_not_opened(name: str, tmp_path: Path):
+    (tmp_path / name).write_bytes(b"\x80\x04")
+    with pytest.raises(CheckpointError, match="there is no such folder|weights are read from files that end in"):
+        choose_model(WAN, str(tmp_path / name))
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF" + bytes(20), b"GGUF\x03\0\0\0" + b"\xff" * 64, b"x" * 999])
+def test_a_gguf_that_is_none_is_a_sentence(content: bytes, tmp_path: Path):
+    (tmp_path / "wan.gguf").write_bytes(content)
+    with pytest.raises(CheckpointError, match="is not a whole GGUF file"):
+        choose_model(WAN, f"{tmp_path / 'wan.gguf'} + {WAN.miniature.random_id}")
+
+
+HEADER = {
+    "__metadata__": {"config": "{}", "_quantization_metadata": '{"layers": {"head.head": {"format": "nvfp4"}}}'},
+    "head.modulation": {"dtype": "F32", "shape": [1, 2, 1], "data_offsets": [0, 8]},
+    "patch_embedding.weight": {"dtype": "BF16", "shape": [1, 4, 1, 1, 1], "data_offsets": [8, 16]},
+    "head.head.weight": {"dtype": "U8", "shape": [4, 4], "data_offsets": [16, 32]},
+    "head.head.weight_scale": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [32, 33]},
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(content=documents(HEADER).map(file_of))
+def test_any_header_of_a_single_file(tmp_path_factory: pytest.TempPathFactory, content: bytes):
+    path = tmp_path_factory.getbasetemp() / "any.safetensors"
+    path.write_bytes(content)
+    ends_well(lambda: contents.networks(path, LAYOUTS), len(content))
+
+
+@settings(max_examples=60, deadline=None)
+@given(content=spoiled(gguf_of_two()))
+def test_any_bytes_of_a_gguf(tmp_path_factory: pytest.TempPathFactory, content: bytes):
+    path = tmp_path_factory.getbasetemp() / "any.gguf"
+    path.write_bytes(content)
+    ends_well(lambda: contents.networks(path, LAYOUTS), len(content))
+
+
+def test_a_file_of_another_family_is_named(tmp_path: Path):
+    spec = spec_by_name("flux2-klein-4b")
+    path = single_files.write(
+        tmp_path / "flux.safetensors", tiny.ensure(spec) / "transformer", "Flux2Transformer2DModel"
+    )
+    with pytest.raises(CheckpointError, match="is a Flux2Transformer2DModel, and Wan 2.1 T2V .* has none"):
+        choose_model(WAN, str(path))

@@ -1,0 +1,147 @@
+"""Files as the nodes and the command line take them: alone, joined, in dropdowns, and from ComfyUI's folders."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from comfyui_tpu.cli import main
+from comfyui_tpu.nodes.declare import Folders
+from comfyui_tpu.nodes.graph import generations
+from comfyui_tpu.nodes.headless import model_folders
+from comfyui_tpu.nodes.headless.changes import make_tiny
+from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.model import LOADER, chosen_id
+from comfyui_tpu.tests.files import single_files
+from comfyui_tpu.tests.files.test_single_files import write_all
+from comfyui_tpu.tests.support import fake_hub
+from comfyui_tpu.tests.support.fake_hub import FakeHub
+from comfyui_tpu.tpu_runtime.checkpoints import content, parts, tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
+from comfyui_tpu.tpu_runtime.files import CheckpointError
+from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models.layouts import published
+from comfyui_tpu.tpu_runtime.progress import Silent
+
+WAN = spec_by_name("wan2.1-t2v-14b")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeHub]:
+    with fake_hub.serve() as found:
+        yield found
+
+
+@pytest.fixture
+def comfyui(tmp_path: Path) -> Path:
+    """A ComfyUI whose folders hold a miniature's files, one of them in an extra path."""
+    source, home = tiny.ensure(WAN), tmp_path / "ComfyUI"
+    write, models = single_files.write, home / "models"
+    write(models / "diffusion_models" / "wan_t2v_14B.safetensors", source / "transformer", "WanTransformer3DModel")
+    write(models / "clip" / "umt5.safetensors", source / "text_encoder", "UMT5EncoderModel")
+    write(tmp_path / "disk" / "vaes" / "vae" / "wan_vae.safetensors", source / "vae", "AutoencoderKLWan")
+    (home / "extra_model_paths.yaml").write_text("a111:\n  base_path: ../disk/vaes\n  vae: |\n    vae\nempty:\n")
+    return home
+
+
+def workflow(**inputs: str) -> dict:
+    return {
+        "1": {"class_type": "TPUModelLoader", "inputs": {"family": "Wan21", **inputs}},
+        "2": {"class_type": "Wan21TPUSampler", "inputs": {"model": ["1", 0], "height": 64, "width": 64}},
+    }
+
+
+def test_a_file_alone_takes_its_other_parts_from_comfyuis_folders(comfyui: Path):
+    folders = model_folders.find(comfyui)
+    assert [Path(folder).name for folder in folders] == ["diffusion_models", "clip", "vae"]
+    model = choose_model(WAN, "wan_t2v_14B.safetensors", folders=folders)
+    found = parts.resolve(model.model_id, [WAN], folders)
+    assert {name: held.path.name for name, held in found.parts.items()} == {
+        "transformer": "wan_t2v_14B.safetensors", "text_encoder": "umt5.safetensors", "vae": "wan_vae.safetensors",
+    }  # fmt: skip
+    digests = {content.of_model(model.model_id, folders, Silent()) for _ in range(2)}
+    assert len(digests) == 1
+
+
+def test_parts_that_are_chosen_join_the_model_id(comfyui: Path):
+    folders = Folders(models=model_folders.find(comfyui))
+    given = {"model_id": "wan_t2v_14B.safetensors", "vae": "wan_vae.safetensors", "text_encoder": "auto"}
+    assert chosen_id(given) == "wan_t2v_14B.safetensors + wan_vae.safetensors"
+    (model, _), *_ = generations(workflow(**given), folders, HEADLESS)
+    assert (model.spec_name, model.model_id) == (WAN.name, chosen_id(given))
+    LOADER.check_constants(folders, {"family": "Wan21", **given})
+    with pytest.raises(CheckpointError, match="There is no file other.safetensors .* Did you mean"):
+        LOADER.check_constants(folders, {"family": "Wan21", **given, "vae": "other.safetensors"})
+
+
+def test_a_workflow_saved_before_there_were_files_is_taken_as_it_is():
+    old = {"model_id": "tiny/wan21", "family": "Wan21", "precision": "auto"}
+    assert LOADER.values(old)["vae"] == "auto"
+    LOADER.check_constants(Folders(), old)
+    LOADER.check_constants(Folders(), {"model_id": "someone/another", "family": "Wan21"})
+
+
+def test_the_miniature_takes_the_place_of_files():
+    found = workflow(model_id="wan2.1_t2v_14B_fp8_scaled.safetensors", vae="wan_2.1_vae.safetensors")
+    make_tiny(found)
+    assert chosen_id(found["1"]["inputs"]) == "tiny/wan21"
+
+
+def test_what_is_missing_is_named_with_the_file_to_get(tmp_path: Path):
+    transformer = next(path for path in write_all(WAN, tmp_path) if "wan2.1" in Path(path).name)
+    with pytest.raises(CheckpointError) as error:
+        choose_model(WAN, transformer)
+    assert "Get umt5_xxl_fp16.safetensors of Comfy-Org/Wan_2.1_ComfyUI_repackaged into models/text_encoders" in str(
+        error.value
+    )
+    assert f"add + {WAN.published.hub_id} to model_id" in str(error.value)
+
+
+def test_a_run_from_the_command_line_takes_files(comfyui: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COMFYUI_PATH", str(comfyui))
+    path = tmp_path / "workflow.json"
+    nodes = workflow(model_id="tiny/random-wan21")
+    path.write_text(json.dumps(nodes))
+    arguments = ["warmup", "--model", f"wan_t2v_14B.safetensors + {WAN.miniature.random_id}", "--precision", "float32"]
+    sizes = ["--height", "64", "--width", "64", "--num-frames", "1", "--num-inference-steps", "1"]
+    assert main.main([*arguments, *sizes]) == 0
+
+
+def test_files_are_downloaded_into_comfyuis_folders(
+    server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    wanted = published.files(WAN.name, "fp8")
+    repositories = {file.repository: tmp_path / file.repository for file in wanted}
+    for file in wanted:
+        path = repositories[file.repository] / file.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(file.name.encode() * 1000)
+    server.use(monkeypatch, tmp_path / "hf", repositories)
+    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path / "ComfyUI"))
+    assert main.main(["download", WAN.name, "--files", "fp8"]) == 0
+    found = {
+        path.relative_to(tmp_path / "ComfyUI" / "models") for path in (tmp_path / "ComfyUI").rglob("*.safetensors")
+    }
+    assert {str(path) for path in found} == {
+        "diffusion_models/wan2.1_t2v_14B_fp8_scaled.safetensors",
+        "text_encoders/umt5_xxl_fp8_e4m3fn_scaled.safetensors",
+        "vae/wan_2.1_vae.safetensors",
+    }
+    said = capsys.readouterr().out
+    assert "complete: model_id is wan2.1_t2v_14B_fp8_scaled.safetensors" in said and "to download: " in said
+    assert main.main(["download", WAN.name, "--files", "fp4"]) == 2
+    assert "known is fp8 or fp16" in capsys.readouterr().err
+    # What is there is not asked for again.
+    server.asked.clear()
+    assert main.main(["download", WAN.name, "--files", "fp8"]) == 0 and not server.weights()
+
+
+def test_every_set_of_files_is_of_a_model_that_there_is():
+    for name, formats in published.SETS.items():
+        spec = spec_by_name(name)
+        for files in formats.values():
+            assert sum(file.folder == "diffusion_models" for file in files) == len(spec.denoiser.experts)
+            folders = {"text_encoders" if "text" in part.folder else part.folder for part in spec.components}
+            kinds = {"transformer": "diffusion_models", "transformer_2": "diffusion_models"}
+            kinds |= {"image_encoder": "clip_vision"}
+            assert {kinds.get(folder, folder) for folder in folders} == {file.folder for file in files}

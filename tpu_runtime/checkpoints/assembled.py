@@ -1,0 +1,146 @@
+"""A model of single files as a folder in diffusers layout: configs, scheduler and index are made, weights stay where
+they are.
+
+A part's folder names the file with its weights in `source.json`. The folder is in the cache, under a digest of the
+files' names, sizes and times; parts that are in no file are those of another checkpoint (see `Checkpoint.rest`).
+"""
+
+import functools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .. import models
+from ..cache.store import cache_folder, signature
+from ..files import CheckpointError, TensorFile, read_json
+from ..formats import contents, names, tokenizer_files
+from ..formats.contents import Held
+from ..formats.layout import Shapes
+from ..model_spec import Component, ModelSpec
+from ..models.layouts import LAYOUTS
+
+SOURCE = "source.json"
+# Part of the digest: increase it when what is written changes.
+VERSION = 1
+
+
+def table_of(class_name: str) -> dict[str, Any]:
+    """What makers call the modules of a class, in all models that have it."""
+    parts = (part for spec in models.SPECS for part in spec.components if part.class_name == class_name)
+    return {theirs: own for part in parts for theirs, own in part.makers_names.items()}
+
+
+def own_tensors(held: Held) -> dict[str, TensorFile]:
+    """The tensors of a network in a file by the names of diffusers and transformers."""
+    return dict(_own_tensors(held.path, os.stat(held.path).st_mtime_ns, held.prefix))
+
+
+@functools.lru_cache(maxsize=32)
+def _own_tensors(path: Path, modified: int, prefix: str) -> Mapping[str, TensorFile]:
+    held = next(held for held in contents.networks(path, LAYOUTS) if held.prefix == prefix)
+    table = table_of(held.layout.class_name) if held.layout.table is None else held.layout.table(held.tensors)
+    kept = {name: tensor for name, tensor in held.tensors.items() if not name.startswith(held.layout.ignored)}
+    return names.translated(kept, table)
+
+
+def config_of(held: Held, component: Component) -> dict[str, Any]:
+    """A network's config: the file's own, where it has one, or else the published one with what the tensors say."""
+    said = held.contents.config
+    said = said.get(component.name, said.get(component.folder, said))
+    said = said if isinstance(said, dict) else {}
+    base = {**component.config, **said}
+    try:
+        derived = held.layout.config(Shapes(own_tensors(held)), base)
+    except (ValueError, ZeroDivisionError, TypeError, KeyError, IndexError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"{held.path}: the sizes of its tensors are not those of a {component.class_name}; it is damaged."
+        ) from error
+    # One that has all that tensors say is whole; what it leaves out is upstream's default then.
+    config = {**said} if derived.keys() <= said.keys() else {**component.config, **derived, **said}
+    kind = {"_class_name": component.class_name} if component.library == "diffusers" else {}
+    return {**config, **(kind or {"architectures": [component.class_name]})}
+
+
+def source_of(folder: Path) -> Held | None:
+    """The network that a part's folder stands for; None for a folder that has weights of its own."""
+    path = folder / SOURCE
+    if not path.is_file():
+        return None
+    said = read_json(path)
+    found = contents.networks(Path(said["file"]), LAYOUTS)
+    held = next((held for held in found if held.prefix == said["prefix"]), None)
+    if held is None:
+        raise CheckpointError(f"{said['file']} has changed; choose the model again.")
+    return held
+
+
+def state_of(held: Held) -> str:
+    """What changes when the file of a network does."""
+    stat = held.path.stat()
+    return signature(str(held.path), stat.st_size, stat.st_mtime_ns, held.prefix)
+
+
+def folder_of(spec: ModelSpec, parts: Mapping[str, Held], configs: Mapping[str, Mapping[str, Any]]) -> Path:
+    """The folder of a model whose folders `parts` are in single files, with these configs; made if it is not there."""
+    states = [(folder, state_of(held)) for folder, held in sorted(parts.items())]
+    name = f"{spec.name}-{signature(VERSION, spec.name, states, json.dumps(configs, sort_keys=True))[:16]}"
+    folder = cache_folder() / "parts" / name
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
+        try:
+            _write(spec, parts, configs, scratch)
+            os.replace(scratch, folder)
+        except OSError:
+            if not folder.is_dir():  # as another process may have made it
+                raise
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def _write(spec: ModelSpec, parts: Mapping[str, Held], configs: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
+    def write(path: str, content: Mapping[str, Any]) -> None:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(json.dumps(dict(content), indent=2), "utf-8")
+
+    index: dict[str, Any] = {"_class_name": spec.published.pipeline_classes[0], **spec.published.index}
+    for component in spec.components:
+        index[component.folder] = [component.library, component.class_name]
+    for text in spec.text_encoders:
+        index[text.tokenizer_folder] = ["transformers", text.tokenizer_class]
+    index["scheduler"] = ["diffusers", spec.recipe.scheduler["_class_name"]]
+    write("model_index.json", index)
+    write("scheduler/scheduler_config.json", spec.recipe.scheduler)
+    for path, content in spec.published.files.items():
+        write(path, content)
+    for text in spec.text_encoders:
+        held = parts.get(spec.component(text.component).folder)
+        tensor = None if held is None else tokenizer_files.embedded(held.contents.tensors)
+        if held is not None and tensor is not None:
+            (folder / text.tokenizer_folder).symlink_to(_tokenizer(held, tensor))
+    for name, held in parts.items():
+        write(f"{name}/config.json", configs[name])
+        write(f"{name}/{SOURCE}", {"file": str(held.path.absolute()), "prefix": held.prefix})
+
+
+def _tokenizer(held: Held, tensor: TensorFile) -> Path:
+    """The folder of the tokenizer that a file carries along: one for all models that are made with the file."""
+    folder = cache_folder() / "parts" / f"tokenizer-{signature(VERSION, state_of(held))[:16]}"
+    if not folder.is_dir():
+        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            tokenizer_files.write(tensor, scratch, held.layout.chat_template)
+            os.replace(scratch, folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return folder

@@ -1,0 +1,297 @@
+"""Which model a list of single files is: `denoiser.safetensors + encoder.safetensors + vae.safetensors`.
+
+Each entry is a file, a folder in diffusers layout or a Hub id that has the rest, or the name of a model, which decides
+what tensors cannot. The order of two denoisers counts, that of all else does not. Parts that are missing are looked for
+next to the others, in the host's folders.
+"""
+
+import difflib
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .. import models
+from ..files import CheckpointError
+from ..formats import contents
+from ..formats.contents import Held
+from ..model_spec import Component, ModelSpec
+from ..models.layouts import LAYOUTS, published
+from . import assembled, compatibility, hub
+
+SEPARATOR = " + "
+# Folders that are looked through for a missing part, and no others: those with denoisers are large.
+_LOOKED_THROUGH = ("text_encoders", "clip", "vae", "clip_vision")
+_MOST_FILES = 500
+# What names of the experts of one model have in them, the first one's first.
+_NOISE = ("high", "low")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A model of single files: which of its folders each network is, and the config of each. `rest` is the entry that
+    has the others; without it there are none.
+    """
+
+    spec: ModelSpec
+    parts: Mapping[str, Held]
+    configs: Mapping[str, Mapping[str, Any]]
+    rest: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Given:
+    """What a model id names: networks in files, models by name, and where the rest is."""
+
+    networks: tuple[Held, ...]
+    specs: tuple[ModelSpec, ...] = ()
+    rest: str = ""
+    names: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Why a model is not the one of some files, and how near they are to being it."""
+
+    nearness: int
+    sentence: str
+
+
+def choices(folders: Sequence[str]) -> list[str]:
+    """Model ids that need no download: folders in diffusers layout, what the Hub's cache has, the built-in ones."""
+    own = {name for spec in models.SPECS for name in spec.published.pipeline_classes}
+    local = [path.parent.name for folder in folders for path in sorted(Path(folder).glob(f"*/{hub.INDEX}"))]
+    cached = [name for name, index in hub.downloaded() if index.get("_class_name") in own]
+    return list(dict.fromkeys([*local, *cached, *(spec.miniature.id for spec in models.SPECS)]))
+
+
+def entries(model_id: str) -> list[str]:
+    return [entry.strip() for entry in model_id.split(SEPARATOR) if entry.strip()]
+
+
+def is_of_files(model_id: str, folders: Sequence[str] = ()) -> bool:
+    """Whether a model id names single files."""
+    found = entries(model_id)
+    return len(found) > 1 or any(contents.is_weights(entry) for entry in found)
+
+
+def files_of(model_id: str, folders: Sequence[str] = ()) -> list[Path]:
+    """The files that a model id names; `CheckpointError` for one that is not there."""
+    return [_find(entry, folders) for entry in entries(model_id) if contents.is_weights(entry)]
+
+
+def _find(entry: str, folders: Sequence[str]) -> Path:
+    own = os.path.expanduser(entry)
+    for place in (own, *(os.path.join(folder, entry) for folder in folders)):
+        if "\0" not in place and os.path.isfile(place):
+            return Path(place)
+    known = {name for folder in folders for name in files_in(folder)}
+    near = difflib.get_close_matches(entry, known, n=3)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    where = ", ".join(folders) or "the working folder"
+    raise CheckpointError(f"There is no file {entry} (looked in {where}).{hint}")
+
+
+def files_in(folder: str) -> Iterator[str]:
+    """The files of weights below a folder, by their paths from there, in order."""
+    count = 0
+    for root, inner, files in os.walk(folder):
+        inner.sort()
+        for name in sorted(files):
+            if contents.is_weights(name):
+                yield os.path.relpath(os.path.join(root, name), folder)
+                count += 1
+        if count > _MOST_FILES:
+            return
+
+
+def _given(model_id: str, folders: Sequence[str]) -> _Given:
+    networks: list[Held] = []
+    specs, rest, names = [], [], []
+    by_name = {spec.name: spec for spec in models.SPECS}
+    for entry in entries(model_id):
+        if entry in by_name:
+            specs.append(by_name[entry])
+        elif contents.is_weights(entry):
+            networks += contents.networks(_find(entry, folders), LAYOUTS)
+            names.append(Path(entry).name.lower())
+        else:
+            rest.append(entry)
+    if len(rest) > 1:
+        raise CheckpointError(
+            f"model_id is {model_id}: {' and '.join(rest)} are two models in diffusers layout; what is in no file "
+            "comes from one. Name one of them."
+        )
+    if not networks:
+        raise CheckpointError(f"model_id is {model_id}: none of its parts is a file of weights.")
+    return _Given(networks=tuple(networks), specs=tuple(specs), rest="".join(rest), names=tuple(names))
+
+
+def spec_of(model: str, folders: Sequence[str] = ()) -> ModelSpec:
+    """The model of a name, or the one that single files are, with their configs in place of the published ones."""
+    if not is_of_files(model):
+        return models.spec_by_name(model)
+    found = resolve(model, models.SPECS, folders, needs_all=False)
+    components = (replace(part, config=found.configs.get(part.folder, part.config)) for part in found.spec.components)
+    return replace(found.spec, components=tuple(components))
+
+
+def resolve(model_id: str, specs: Iterable[ModelSpec], folders: Sequence[str] = (), *, needs_all: bool = True) -> Parts:
+    """The model among `specs` that the files of a model id are; `CheckpointError` with a sentence where there is none.
+
+    Reads headers alone. Without `needs_all` parts may be missing.
+    """
+    given = _given(model_id, folders)
+    candidates = list(specs)
+    if given.specs:
+        candidates = [spec for spec in candidates if spec in given.specs]
+        if not candidates:
+            raise CheckpointError(
+                f"model_id is {model_id}: {given.specs[0].title} is not of the family of this node. Use the nodes of "
+                f"{given.specs[0].family}."
+            )
+    found = [_fit(spec, given, folders, needs_all=needs_all) for spec in candidates]
+    fitting = [one for one in found if isinstance(one, Parts)]
+    problems = [one for one in found if isinstance(one, _Problem)]
+    if not fitting:
+        raise CheckpointError(_best_problem(model_id, candidates, problems, given))
+    return max(fitting, key=lambda one: _rank(one, given))
+
+
+def _rank(one: Parts, given: _Given) -> tuple[float, float]:
+    """Among models that fit, the one that the files' names suggest, then the one with the most published sizes."""
+    words = set(itertools.chain.from_iterable(map(_words, given.names)))
+    own = _words(one.spec.name)
+    hint = sum(1.0 if word in words else -0.4 for word in own)
+    return hint, compatibility.likeness(one.spec, one.configs)
+
+
+def _words(name: str) -> set[str]:
+    """The parts of a name that tell models apart: `480p`, `i2v`, `base`, and sizes without a dot."""
+    return set(re.findall(r"[a-z]+\d+[a-z]+\d*|\d+p|\d+b|[a-z]+", name.lower().replace("1.3b", "13b")))
+
+
+def _fit(spec: ModelSpec, given: _Given, folders: Sequence[str], *, needs_all: bool) -> "Parts | _Problem":
+    """The model of these networks, or why `spec` is not it."""
+    placed = _place(spec, given.networks)
+    if isinstance(placed, _Problem):
+        return placed
+    components = {component.folder: component for component in spec.components}
+    try:
+        configs = {name: assembled.config_of(held, components[name]) for name, held in placed.items()}
+    except CheckpointError as error:
+        return _Problem(2, str(error))
+    if problem := _problem(spec, placed, configs):
+        return _Problem(3, problem)
+    if problem := _experts_problem(spec, placed, has_rest=bool(given.rest)):
+        return _Problem(4, problem)
+    missing = [name for name in components if name not in placed]
+    for name in missing if needs_all and not given.rest else ():
+        found = _look_for(spec, components[name], placed, configs, folders)
+        if found is None:
+            return _Problem(5, _missing(spec, components[name]))
+        placed[name], configs[name] = found
+    return Parts(spec=spec, parts=placed, configs=configs, rest=given.rest)
+
+
+def _place(spec: ModelSpec, networks: Sequence[Held]) -> "dict[str, Held] | _Problem":
+    """Which folder of the model each network is; denoisers in their order."""
+    free: dict[str, list[str]] = {}
+    for component in spec.components:
+        places = free.setdefault(component.class_name, [])
+        if component.folder not in places:
+            places.append(component.folder)
+    placed: dict[str, Held] = {}
+    for held in networks:
+        places = free.get(held.layout.class_name)
+        if places is None:
+            return _Problem(0, f"{held.path} is a {held.layout.class_name}, and {spec.title} has none.")
+        if not places:
+            return _Problem(1, f"{held.path} is one {held.layout.class_name} more than {spec.title} has.")
+        placed[places.pop(0)] = held
+    return placed
+
+
+def _experts_problem(spec: ModelSpec, placed: Mapping[str, Held], *, has_rest: bool) -> str | None:
+    """A model of two denoisers has both, in their order as far as the files' names say it."""
+    experts = [spec.component(name).folder for name in spec.denoiser.experts]
+    given = [name for name in experts if name in placed]
+    if 0 < len(given) < len(experts) and not has_rest:
+        return (
+            f"{spec.title} has two denoisers, for high noise and for low noise, and there is one file. Name both, the "
+            "one for high noise first."
+        )
+    if len(given) > 1:
+        first, second = (placed[name].path.name.lower() for name in given[:2])
+        if _NOISE[1] in first and _NOISE[0] in second and _NOISE[0] not in first:
+            return (
+                f"{spec.title}: {placed[given[0]].path.name} is the denoiser for low noise by its name, and comes "
+                "first. Name the one for high noise first."
+            )
+    return None
+
+
+def _problem(spec: ModelSpec, placed: Mapping[str, Held], configs: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """What of these configs the model cannot run."""
+    known = [component for component in spec.components if component.folder in placed]
+    for component in known:
+        path = str(placed[component.folder].path)
+        if found := compatibility.config_problem(spec, component, path, configs[component.folder]):
+            return found
+    named = {component.name: configs[component.folder] for component in known}
+    return compatibility.sizes_problem(spec, " and ".join(str(held.path) for held in placed.values()), named)
+
+
+def _look_for(
+    spec: ModelSpec,
+    component: Component,
+    placed: Mapping[str, Held],
+    configs: Mapping[str, Mapping[str, Any]],
+    folders: Sequence[str],
+) -> tuple[Held, dict[str, Any]] | None:
+    """The largest file in the host's folders that is this part of the model: of several formats the most exact."""
+    found: list[tuple[int, str, Held, dict[str, Any]]] = []
+    for folder in (folder for folder in folders if Path(folder).name.lower() in _LOOKED_THROUGH):
+        for name in files_in(folder):
+            path = Path(folder, name)
+            try:
+                for held in contents.networks(path, LAYOUTS):
+                    if held.layout.class_name != component.class_name:
+                        continue
+                    config = assembled.config_of(held, component)
+                    both = {**placed, component.folder: held}
+                    if _problem(spec, both, {**configs, component.folder: config}) is None:
+                        found.append((path.stat().st_size, name, held, config))
+            except (CheckpointError, OSError):
+                continue  # a file of something else, or one that is damaged
+    if not found:
+        return None
+    _, _, held, config = max(found, key=lambda each: (each[0], each[1]))
+    return held, config
+
+
+# ComfyUI's folder of each part; text encoders have theirs.
+_FOLDERS = {"vae": "vae", "image_encoder": "clip_vision"}
+
+
+def _missing(spec: ModelSpec, component: Component) -> str:
+    folder = _FOLDERS.get(component.folder, "text_encoders")
+    file = published.part(spec.name, folder)
+    what = f"{file.name} of {file.repository}" if file else f"the file of a {component.class_name}"
+    return (
+        f"{spec.title}: its {component.folder} ({component.class_name}) is in none of the files, and in none of "
+        f"ComfyUI's folders {', '.join(_LOOKED_THROUGH)}. Get {what} into models/{folder}, or add{SEPARATOR}"
+        f"{spec.published.hub_id} to model_id, which has it."
+    )
+
+
+def _best_problem(model_id: str, candidates: Sequence[ModelSpec], problems: "Sequence[_Problem]", given: _Given) -> str:
+    """The sentence of the model that is meant: the nearest to fitting, by the files' names of several."""
+    words = set(itertools.chain.from_iterable(map(_words, given.names)))
+    pairs = list(zip(candidates, problems, strict=True))
+    if not pairs:
+        return f"model_id is {model_id}: there is no such model."
+    return max(pairs, key=lambda pair: (pair[1].nearness, len(_words(pair[0].name) & words)))[1].sentence

@@ -1,0 +1,243 @@
+"""Which layers of a file are quantised, in which format: layer by layer, for one file mixes them.
+
+The marks, in the order in which they count: `comfy_quant` next to a weight, `_quantization_metadata` in the header,
+`scale_weight` (ComfyUI's first form, Kijai's, musubi-tuner's), a bare `weight_scale` next to fp8 or int8 (LightX2V),
+`weight_scale_inv` (transformers), `SCB` and `quant_state` (bitsandbytes). fp8 without a scale is a plain cast.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..files import CheckpointError, Made, TensorFile, parse_json
+from .decode import GROUP_MXFP8, GROUP_NVFP4, Bits4, Mxfp8, Nvfp4, Rotated, Scaled
+
+METADATA = "_quantization_metadata"
+FP8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+_FP8_DTYPES = {own: dtype for dtype, own in FP8.items()}
+# What the formats that are decoded are called; all others are refused by name.
+FORMATS = (*_FP8_DTYPES, "mxfp8", "nvfp4", "int8_tensorwise")
+# Names next to `weight` that are no weights themselves.
+_BESIDE = (
+    *("weight_scale", "weight_scale_2", "scale_weight", "input_scale", "scale_input", "comfy_quant"),
+    *("pre_quant_scale", "weight_scale_inv", "SCB", "weight_format"),
+)
+_MARK_OF_FILE = "scaled_fp8"
+_BITS4 = "quant_state.bitsandbytes__"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+# Sides of a rotation are powers of 4; no published one is larger.
+_LARGEST_ROTATION = 4096
+
+
+def decoded(tensors: Mapping[str, TensorFile], metadata: Mapping[str, str]) -> dict[str, TensorFile]:
+    """The tensors by name, those that are codes as what they stand for, without their scales and marks.
+
+    Raises `CheckpointError` where a layer's scales are missing or do not fit, or where its format is not decoded.
+    """
+    formats = dict(_marked(tensors, metadata))
+    is_scaled = _MARK_OF_FILE in {name.rpartition(".")[2] for name in tensors}
+    found: dict[str, TensorFile] = {}
+    scaled = 0
+    bare: list[TensorFile] = []
+    gone: set[str] = set()
+    for name, tensor in tensors.items():
+        layer, _, own = name.rpartition(".")
+        if own == _MARK_OF_FILE:
+            gone.add(name)
+        if own != "weight":
+            continue
+        made = _made(layer, tensor, tensors, formats)
+        if made is not None:
+            found[name] = replace(tensor, shape=_shape(made), dtype="F32", made=made)
+            scaled += 1
+        if made is not None or layer in formats:
+            gone.update(beside for each in _BESIDE if (beside := _join(layer, each)) in tensors)
+            gone.update(_bits4(name, tensors))
+        elif tensor.dtype in FP8 and len(tensor.shape) > 1:
+            bare.append(tensor)
+    if bare and (scaled or is_scaled):
+        raise CheckpointError(
+            f"{bare[0].path}: {bare[0].name} is fp8 without a scale, and other weights of the file have one; it is "
+            "incomplete. Download it again."
+        )
+    return {name: found.get(name, tensor) for name, tensor in tensors.items() if name not in gone}
+
+
+def _join(layer: str, own: str) -> str:
+    return f"{layer}.{own}" if layer else own
+
+
+def _shape(made: Made) -> tuple[int, ...]:
+    if isinstance(made, Bits4 | Nvfp4):
+        return made.shape
+    assert isinstance(made, Scaled | Mxfp8 | Rotated)
+    return (made.codes if isinstance(made, Rotated) else made).weight.shape
+
+
+def _marked(tensors: Mapping[str, TensorFile], metadata: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Layers whose format the file itself says, with that; those of the header come first, for others replace them."""
+    if METADATA in metadata:
+        said = _json(metadata[METADATA], f"the metadata {METADATA}")
+        layers = said.get("layers")
+        if not isinstance(layers, dict) or not all(isinstance(each, dict) for each in layers.values()):
+            raise CheckpointError(f"The metadata {METADATA} of the file has no layers. Download it again.")
+        yield from layers.items()
+    for name, tensor in tensors.items():
+        if name.rpartition(".")[2] == "comfy_quant":
+            yield name.rpartition(".")[0], _json(bytes(_small(tensor).tolist()), f"{tensor.path}: {name}")
+
+
+def _json(text: str | bytes, what: str) -> dict[str, Any]:
+    try:
+        found = parse_json(text)
+    except ValueError as error:
+        raise CheckpointError(f"{what} is no JSON ({error}); the file is damaged. Download it again.") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{what} is no JSON object; the file is damaged. Download it again.")
+    return found
+
+
+def _small(tensor: TensorFile) -> Any:
+    """A few bytes that describe other tensors."""
+    from safetensors import safe_open
+
+    if tensor.dtype != "U8" or math.prod(tensor.shape) > 2**20:
+        raise CheckpointError(f"{tensor.path}: {tensor.name} is no description of a format. Download it again.")
+    with safe_open(str(tensor.path), framework="pt") as file:
+        return file.get_tensor(tensor.name).flatten()
+
+
+def _made(
+    layer: str, weight: TensorFile, tensors: Mapping[str, TensorFile], formats: Mapping[str, Mapping[str, Any]]
+) -> Made | None:
+    """What decodes a layer's weight; None where it holds numbers."""
+
+    def beside(*names: str) -> TensorFile | None:
+        return next((found for name in names if (found := tensors.get(_join(layer, name)))), None)
+
+    if layer in formats:
+        return _of_format(weight, formats[layer], beside)
+    if (scale := beside("scale_weight")) is not None:
+        return _scaled(weight, scale)
+    scale = beside("weight_scale")
+    if (
+        scale is not None
+        and scale.dtype in _FLOATS
+        and weight.dtype in (*FP8, "I8")
+        and beside("weight_packed") is None
+    ):
+        return _scaled(weight, scale)
+    if (scale := beside("weight_scale_inv")) is not None and len(weight.shape) == len(scale.shape) == 2:
+        tile = tuple(_tile(size, count) for size, count in zip(weight.shape, scale.shape, strict=True))
+        return Scaled(weight=weight, scale=scale, dtype=weight.dtype, tile=(tile[0], tile[1]))
+    if (scale := beside("SCB")) is not None and weight.dtype == "I8":
+        return replace(_scaled(weight, scale), times=1 / 127)
+    return _bitsandbytes(weight, tensors)
+
+
+def _tile(size: int, count: int) -> int:
+    """The side of tiles of which `count` cover `size`: 128, as all published files have them, or one of all."""
+    side = 128 if count == math.ceil(size / 128) else size
+    return side
+
+
+def _of_format(weight: TensorFile, said: Mapping[str, Any], beside: Any) -> Made | None:
+    kind = said.get("format")
+    params = said.get("params")
+    said = {**params, **said} if isinstance(params, dict) else said
+    if kind not in FORMATS:
+        raise CheckpointError(
+            f"{weight.path}: {weight.name} is quantized as {str(kind)[:60]}, which is not decoded here; what is: "
+            f"{', '.join(FORMATS)}. Use a file of one of these, or of bfloat16, float16 or float32."
+        )
+    if weight.dtype in _FLOATS:
+        return None  # marked, and left as it was
+    scale = beside("weight_scale", "scale_weight")
+    if scale is None:
+        raise CheckpointError(
+            f"{weight.path}: {weight.name} is quantized as {kind}, and its weight_scale is missing; the file is "
+            "incomplete. Download it again."
+        )
+    if kind in _FP8_DTYPES:
+        return replace(_scaled(weight, scale), dtype=weight.dtype if weight.dtype in FP8 else _FP8_DTYPES[kind])
+    if kind == "int8_tensorwise":
+        codes = _scaled(weight, scale)
+        return Rotated(codes=codes, size=_rotation(weight, said)) if said.get("convrot") else codes
+    return _blocks(kind, weight, scale, beside)
+
+
+def _blocks(kind: str, weight: TensorFile, scale: TensorFile, beside: Any) -> Made:
+    """Weights in groups of columns that share a scale, which lie in tiles."""
+    _check(weight, len(weight.shape) == 2, f"is {kind} of {len(weight.shape)} dimensions")
+    rows, columns = weight.shape
+    group = GROUP_MXFP8 if kind == "mxfp8" else GROUP_NVFP4
+    columns *= 1 if kind == "mxfp8" else 2
+    tiles = math.ceil(rows / 128) * 128 * math.ceil(columns / group / 4) * 4
+    _check(weight, columns % group == 0, f"has {columns} columns, no multiple of {group}")
+    _check(weight, math.prod(scale.shape) == tiles, f"has a weight_scale of {scale.shape}, and not {tiles} of them")
+    if kind == "mxfp8":
+        return Mxfp8(weight=weight, scale=scale)
+    scale_2, before = beside("weight_scale_2"), beside("pre_quant_scale")
+    _check(weight, scale_2 is not None and math.prod(scale_2.shape) == 1, "is nvfp4 without a weight_scale_2")
+    assert scale_2 is not None
+    _check(
+        weight, before is None or math.prod(before.shape) >= columns - group, "has a pre_quant_scale of another size"
+    )
+    return Nvfp4(weight=weight, scale=scale, scale_2=scale_2, input_scale=before)
+
+
+def _check(weight: TensorFile, fits: bool, problem: str) -> None:
+    if not fits:
+        raise CheckpointError(f"{weight.path}: {weight.name} {problem}; the file is damaged. Download it again.")
+
+
+def _rotation(weight: TensorFile, said: Mapping[str, Any]) -> int:
+    size = said.get("convrot_groupsize", 256)
+    is_power = isinstance(size, int) and 4 <= size <= _LARGEST_ROTATION and math.log(size, 4).is_integer()
+    _check(weight, is_power, f"has convrot_groupsize {str(size)[:40]}, which is no power of 4")
+    _check(weight, len(weight.shape) == 2 and weight.shape[1] % size == 0, f"is not rotated in groups of {size}")
+    return size
+
+
+def _scaled(weight: TensorFile, scale: TensorFile) -> Scaled:
+    """Codes with a scale of a shape that fits."""
+    size, shape = math.prod(scale.shape), scale.shape
+    rows, columns = weight.shape[0] if weight.shape else 0, weight.shape[1] if len(weight.shape) > 1 else 1
+    of_blocks = len(shape) == 3 and len(weight.shape) == 2 and shape[0] in (1, rows) and shape[2] == 1
+    fits = size == 1 or size == rows or (of_blocks and shape[1] and columns % shape[1] == 0 and shape[0] == rows)
+    _check(weight, bool(fits) and scale.dtype in _FLOATS, f"of shape {weight.shape} has scales of {scale.shape}")
+    return Scaled(weight=weight, scale=scale, dtype=weight.dtype)
+
+
+def _bits4(name: str, tensors: Mapping[str, TensorFile]) -> Iterator[str]:
+    """What bitsandbytes puts below a weight's own name."""
+    names = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", f"{_BITS4}nf4", f"{_BITS4}fp4")
+    yield from (below for each in names if (below := f"{name}.{each}") in tensors)
+
+
+def _bitsandbytes(weight: TensorFile, tensors: Mapping[str, TensorFile]) -> Made | None:
+    below = {name.removeprefix(f"{weight.name}."): tensors[name] for name in _bits4(weight.name, tensors)}
+    described = next((each for each in below if each.startswith(_BITS4)), None)
+    if described is None or not {"absmax", "quant_map"} <= below.keys():
+        return None
+    said = _json(bytes(_small(below[described]).tolist()), f"{weight.path}: {weight.name}.{described}")
+    shape, block = said.get("shape"), said.get("blocksize")
+    is_shape = isinstance(shape, list) and all(isinstance(size, int) and size > 0 for size in shape)
+    _check(weight, is_shape and isinstance(block, int) and block > 0, "has a quant_state without a shape")
+    assert isinstance(shape, list) and isinstance(block, int)
+    size, nested = math.prod(shape), {}
+    _check(weight, math.prod(weight.shape) == math.ceil(size / 2) and len(weight.shape) == 2, f"is not of {shape}")
+    _check(weight, math.prod(below["absmax"].shape) == math.ceil(size / block), "has another number of scales")
+    _check(weight, math.prod(below["quant_map"].shape) == 16, "has a quant_map of another size than 16")
+    if "nested_absmax" in below:
+        inner, offset = said.get("nested_blocksize"), said.get("nested_offset")
+        is_number = isinstance(inner, int) and inner > 0 and isinstance(offset, int | float)
+        _check(weight, is_number and "nested_quant_map" in below, "has a quant_state without nested_blocksize")
+        nested = {
+            "scale_values": below["nested_quant_map"], "scale_scale": below["nested_absmax"],
+            "scale_block": inner, "offset": offset,
+        }  # fmt: skip
+    return Bits4(
+        weight=weight, shape=tuple(shape), block=block, values=below["quant_map"], scale=below["absmax"], **nested
+    )

@@ -1,0 +1,146 @@
+"""What a single file of weights holds: which networks, under which prefixes. Reads headers, and few bytes more."""
+
+import functools
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..files import CheckpointError, TensorFile, parse_json, read_header
+from . import codes, gguf_file
+from .layout import FileLayout
+from .stored import HeadsInterleaved, made_of
+
+SUFFIXES = (".safetensors", ".sft", gguf_file.SUFFIX)
+# What is before the names of a network in a file of several, and what tools put there in a file of one.
+_IN_CHECKPOINTS = re.compile(
+    r"(model\.diffusion_model\.|model\.model\.|net\.|vae\.|first_stage_model\.|text_encoders\.\w+\.transformer\."
+    r"|text_encoders\.\w+\.)"
+)
+_ALONE = ("", "model.", "diffusion_model.", "transformer.", "module.")
+# llama.cpp turns queries and keys of these for its rotary embedding.
+_TURNED = {"llama": ("attn_q", "attn_k"), "mistral3": ("attn_q", "attn_k")}
+_NAMES_IN_TEXT = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """A file's tensors by name, codes as what they stand for; what it says of itself as text, by name."""
+
+    path: Path
+    tensors: Mapping[str, TensorFile]
+    metadata: Mapping[str, str]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config of a network that a file may carry along; empty where it does not, or not as JSON."""
+        try:
+            found = parse_json(self.metadata.get("config", "{}"))
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A network that a file holds, with its tensors by their names there after the `prefix`."""
+
+    contents: Contents
+    prefix: str
+    layout: FileLayout
+    tensors: Mapping[str, TensorFile]
+
+    @property
+    def path(self) -> Path:
+        return self.contents.path
+
+
+def read(path: Path) -> Contents:
+    """The contents of a file; `CheckpointError` where it is none, or holds what is not decoded."""
+    if path.suffix not in SUFFIXES:
+        raise CheckpointError(
+            f"{path}: weights are read from files that end in {', '.join(SUFFIXES)}; what else is called a checkpoint "
+            "may hold programs. Get the model as one of these."
+        )
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+    return _read(path, stat.st_size, stat.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _read(path: Path, size: int, modified: int) -> Contents:
+    if path.suffix == gguf_file.SUFFIX:
+        tensors, fields = gguf_file.read_header(path)
+        architecture = gguf_file.text_of(fields, "general.architecture") or ""
+        return Contents(path=path, tensors=_turned(tensors, architecture, fields), metadata={})
+    tensors, metadata = header(path)
+    return Contents(path=path, tensors=codes.decoded(tensors, metadata), metadata=metadata)
+
+
+def header(path: Path) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
+    """The tensors of a safetensors file as they are there, and its metadata; `CheckpointError` where it is none."""
+    from safetensors import SafetensorError
+
+    try:
+        return read_header(path)
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path} is not a whole safetensors file ({error}); it was probably cut off while downloading. Delete "
+            "it and download it again."
+        ) from error
+
+
+def _turned(tensors: Mapping[str, TensorFile], architecture: str, fields: Mapping[str, Any]) -> dict[str, TensorFile]:
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        kind = name.split(".")[-2] if name.count(".") > 1 else ""
+        if kind not in _TURNED.get(architecture, ()) or not name.startswith("blk."):
+            continue
+        field = fields.get(f"{architecture}.attention.head_count" + ("_kv" if kind == "attn_k" else ""))
+        heads = None if field is None else field.contents()
+        if not isinstance(heads, int) or heads < 1 or tensor.shape[0] % (2 * heads):
+            raise CheckpointError(
+                f"{tensor.path}: {name} of shape {tensor.shape} is not of {heads} heads. Get it again."
+            )
+        found[name] = made_of(tensor, tensor.shape, HeadsInterleaved(tensor, heads))
+    return found
+
+
+def networks(path: Path, layouts: Sequence[FileLayout]) -> list[Held]:
+    """The networks in a file, by what tells each; `CheckpointError` where there is none that is known."""
+    contents = read(path)
+    found = list(_networks(contents, layouts))
+    if not found:
+        names = list(contents.tensors)
+        shown = ", ".join(name[:80] for name in names[:_NAMES_IN_TEXT]) or "none"
+        raise CheckpointError(
+            f"{path} holds no network that is known here; of its {len(names)} tensors the first are {shown}. Known are "
+            f"the files of the models in docs/files.md."
+        )
+    for held in found:
+        for start, what in held.layout.refused.items():
+            if any(name.startswith(start) for name in held.tensors):
+                raise CheckpointError(f"{path} is {what} (it has {start}), which is not supported here.")
+    return found
+
+
+def _networks(contents: Contents, layouts: Sequence[FileLayout]) -> Iterator[Held]:
+    matches = (_IN_CHECKPOINTS.match(name) for name in contents.tensors)
+    prefixes = dict.fromkeys(match.group() for match in matches if match)
+    is_found = False
+    for prefix in (*sorted(prefixes, key=len, reverse=True), *_ALONE):
+        if is_found and prefix in _ALONE:
+            return
+        tensors = {name[len(prefix) :]: tensor for name, tensor in contents.tensors.items() if name.startswith(prefix)}
+        layout = next((layout for layout in layouts if layout.is_in(tensors)), None)
+        if layout is not None:
+            is_found = True
+            yield Held(contents=contents, prefix=prefix, layout=layout, tensors=tensors)
+
+
+def is_weights(name: str | os.PathLike[str]) -> bool:
+    return os.fspath(name).endswith(SUFFIXES)

@@ -1,0 +1,184 @@
+"""The arithmetic of quantised weights: what one shard of a layer's codes and scales stands for, in float32.
+
+Formulas and layouts are those of ComfyUI (`comfy/quant_ops.py`, `QUANTIZATION.md`) and its `comfy-kitchen`, of
+bitsandbytes and of transformers' block-wise fp8. A product is made in float32 and rounded once, where it is stored.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..files import Index, TensorFile
+from .stored import Read, bounds, full
+
+if TYPE_CHECKING:
+    import torch
+
+GROUP_MXFP8, GROUP_NVFP4 = 32, 16
+# NVFP4's numbers by code; those with the highest bit are negative.
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def numbers(codes: "torch.Tensor", dtype: str) -> "torch.Tensor":
+    """Numbers of 8 bits in float32; in uint8 they are fp8 by view, as safetensors' format `dtype` names it."""
+    import torch
+
+    if codes.dtype == torch.uint8:
+        codes = codes.view(torch.float8_e5m2 if dtype == "F8_E5M2" else torch.float8_e4m3fn)
+    return codes.float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaled:
+    """Codes times a scale: of all of them, of each row, of blocks of columns (`[rows, blocks, 1]`), or of tiles
+    (`[rows / tile, columns / tile]` with `tile` rows and columns each). `times` multiplies all scales.
+    """
+
+    weight: TensorFile
+    scale: TensorFile
+    dtype: str
+    tile: tuple[int, int] | None = None
+    times: float = 1.0
+
+    def read(self, index: Index, read: Read) -> "torch.Tensor":
+        index = index or (slice(None),) * len(self.weight.shape)
+        codes = numbers(read(self.weight, index), self.dtype)
+        scale = read(self.scale, ()).float() * self.times
+        return codes * self._at(scale, index)
+
+    def _at(self, scale: "torch.Tensor", index: Index) -> "torch.Tensor":
+        """The scales of a piece, in a shape that multiplies it."""
+        if scale.numel() == 1:
+            return scale.reshape(())
+        rows = bounds(index[0], self.weight.shape[0])
+        if self.tile is not None or (scale.ndim == 3 and scale.shape[1] > 1):
+            columns = bounds(index[1], self.weight.shape[1])
+            tile = self.tile or (1, self.weight.shape[1] // scale.shape[1])
+            return _spread(_spread(scale.reshape(scale.shape[:2]), 0, tile[0], rows), 1, tile[1], columns)
+        return scale.reshape(-1, *[1] * (len(index) - 1))[slice(*rows)]
+
+
+def _spread(scale: "torch.Tensor", dim: int, size: int, wanted: tuple[int, int]) -> "torch.Tensor":
+    """Each scale along `dim` as many times as its block has elements, of which those `wanted`."""
+    first = wanted[0] // size
+    part = scale.narrow(dim, first, min(-(-wanted[1] // size), scale.shape[dim]) - first)
+    return part.repeat_interleave(size, dim).narrow(dim, wanted[0] - first * size, wanted[1] - wanted[0])
+
+
+def unswizzled(scales: "torch.Tensor", rows: int, columns: int) -> "torch.Tensor":
+    """Scales of blocks as NVIDIA's tensor cores take them, tiles of 128 x 4, to `[rows, columns]`."""
+    high, wide = math.ceil(rows / 128), math.ceil(columns / 4)
+    tiles = scales.reshape(-1, 32, 16).reshape(-1, 32, 4, 4).transpose(1, 2).reshape(high, wide, 128, 4)
+    return tiles.permute(0, 2, 1, 3).reshape(high * 128, wide * 4)[:rows, :columns]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mxfp8:
+    """fp8 in groups of 32 columns that share a power of two, whose exponent is a byte; padded to whole groups."""
+
+    weight: TensorFile
+    scale: TensorFile
+    multiple = GROUP_MXFP8
+
+    def read(self, index: Index, read: Read) -> "torch.Tensor":
+        import torch
+
+        rows, columns = full(index, self.weight.shape)
+        codes = numbers(read(self.weight, (slice(*rows), slice(*columns))), "F8_E4M3")
+        exponents = unswizzled(
+            read(self.scale, ()).view(torch.uint8), self.weight.shape[0], self.weight.shape[1] // GROUP_MXFP8
+        )
+        exponents = _spread(exponents[slice(*rows)], 1, GROUP_MXFP8, columns).int()
+        return torch.where(exponents == 0, 0.0, torch.ldexp(codes, exponents - 127))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nvfp4:
+    """Two numbers of 4 bits a byte, the even column in the high half, in groups of 16 columns that share an fp8 scale;
+    all times `scale_2`. `input_scale`, where there is one, is of the columns: it multiplies what the layer is given.
+    """
+
+    weight: TensorFile
+    scale: TensorFile
+    scale_2: TensorFile
+    input_scale: TensorFile | None = None
+    multiple = GROUP_NVFP4
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape[0], 2 * self.weight.shape[1]
+
+    def read(self, index: Index, read: Read) -> "torch.Tensor":
+        import torch
+
+        rows, (start, stop) = full(index, self.shape)
+        packed = read(self.weight, (slice(*rows), slice(start // 2, -(-stop // 2)))).view(torch.uint8)
+        codes = torch.stack([packed >> 4, packed & 15], dim=-1).flatten(1)[:, start % 2 :][:, : stop - start]
+        values = torch.tensor([*_FP4, *(-value for value in _FP4)])[codes.int()]
+        scales = unswizzled(read(self.scale, ()), self.shape[0], self.shape[1] // GROUP_NVFP4)
+        scales = numbers(scales[slice(*rows)], "F8_E4M3") * read(self.scale_2, ()).float()
+        values = values * _spread(scales, 1, GROUP_NVFP4, (start, stop))
+        if self.input_scale is not None:
+            values = values * read(self.input_scale, ()).float().flatten()[start:stop]
+        return values
+
+
+def hadamard(size: int) -> "torch.Tensor":
+    """ConvRot's regular Hadamard matrix of `size`, a power of 4, with rows of length 1."""
+    import torch
+
+    four = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
+    found = four
+    while len(found) < size:
+        found = torch.kron(found, four)
+    return found / math.sqrt(size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotated:
+    """Weights whose columns were rotated in groups of `size` before they were quantised."""
+
+    codes: Scaled
+    size: int
+
+    def read(self, index: Index, read: Read) -> "torch.Tensor":
+        rows, columns = full(index, self.codes.weight.shape)
+        turned = self.codes.read((slice(*rows), slice(None)), read)
+        found = (turned.unflatten(1, (-1, self.size)) @ hadamard(self.size).T).flatten(1)
+        return found[:, slice(*columns)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bits4:
+    """bitsandbytes' codes of 4 bits, two a byte, the first in the high half, in blocks of `block` in the order of the
+    tensor's elements. The blocks' scales may be codes too, with an offset.
+    """
+
+    weight: TensorFile
+    shape: tuple[int, ...]
+    block: int
+    values: TensorFile
+    scale: TensorFile
+    scale_values: TensorFile | None = None
+    scale_scale: TensorFile | None = None
+    scale_block: int = 1
+    offset: float = 0.0
+
+    def read(self, index: Index, read: Read) -> "torch.Tensor":
+        import torch
+
+        (start, stop), *_ = full(index, self.shape)
+        size = math.prod(self.shape[1:])
+        first, last = start * size, stop * size
+        packed = read(self.weight, (slice(first // 2, -(-last // 2)), slice(None))).flatten().view(torch.uint8)
+        codes = torch.stack([packed >> 4, packed & 15], dim=-1).flatten()[first % 2 :][: last - first]
+        scales = _spread(self._scales(read), 0, self.block, (first, last))
+        found = (read(self.values, ()).float()[codes.int()] * scales).reshape(stop - start, *self.shape[1:])
+        return found[(slice(None), *index[1:])] if index else found
+
+    def _scales(self, read: Read) -> "torch.Tensor":
+        scales = read(self.scale, ())
+        if self.scale_values is None or self.scale_scale is None:
+            return scales.float()
+        values, factors = read(self.scale_values, ()).float(), read(self.scale_scale, ()).float()
+        return values[scales.int()] * _spread(factors, 0, self.scale_block, (0, len(scales))) + self.offset

@@ -1,0 +1,107 @@
+"""Tensors that are not in a file as they are used: each says how its values at an index are made of what is there.
+
+Nothing is read before a value is asked for, and no more than the shard that is asked for needs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..files import Index, Made, TensorFile
+
+if TYPE_CHECKING:
+    import torch
+
+# Reads part of a tensor that is in a file: all of it for the index ().
+Read = Callable[[TensorFile, Index], "torch.Tensor"]
+
+
+def bounds(part: slice, size: int) -> tuple[int, int]:
+    """Start and end of a slice without a step."""
+    start, stop, _ = part.indices(size)
+    return start, max(start, stop)
+
+
+def full(index: Index, shape: Sequence[int]) -> list[tuple[int, int]]:
+    """Start and end in every dimension; of the index () all."""
+    return [bounds(part, size) for part, size in zip(index or [slice(None)] * len(shape), shape, strict=True)]
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """The `groups` of rows of a tensor, in that order, which has `of` equal groups of rows."""
+
+    source: TensorFile
+    groups: tuple[int, ...]
+    of: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, *rest = self.source.shape
+        return (rows // self.of * len(self.groups), *rest)
+
+    def read(self, index: Index, read: Read) -> "torch.Tensor":
+        import torch
+
+        size = self.source.shape[0] // self.of
+        (start, stop), *_ = full(index, self.shape)
+        pieces = []
+        for place, group in enumerate(self.groups):
+            first, last = max(start - place * size, 0), min(stop - place * size, size)
+            if first < last or (place == 0 and start == stop):
+                rows = slice(group * size + first, group * size + max(first, last))
+                pieces.append(read(self.source, (rows, *index[1:]) if index else (rows, *self._all())))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _all(self) -> list[slice]:
+        return [slice(None)] * (len(self.source.shape) - 1)
+
+
+@dataclass(frozen=True)
+class Reshaped:
+    """A tensor in another `shape` of the same rows: the 1 x 1 convolution of a linear layer."""
+
+    source: TensorFile
+    shape: tuple[int, ...]
+
+    def read(self, index: Index, read: Read) -> "torch.Tensor":
+        (start, stop), *_ = full(index, self.shape)
+        rest = [slice(None)] * (len(self.source.shape) - 1)
+        found = read(self.source, (slice(start, stop), *rest)).reshape(stop - start, *self.shape[1:])
+        return found[(slice(None), *index[1:])] if index else found
+
+
+@dataclass(frozen=True)
+class Cropped:
+    """The first rows and columns of a tensor that a format has filled up to whole blocks."""
+
+    source: TensorFile
+    shape: tuple[int, ...]
+
+    def read(self, index: Index, read: Read) -> "torch.Tensor":
+        return read(self.source, tuple(slice(*part) for part in full(index, self.shape)))
+
+
+@dataclass(frozen=True)
+class HeadsInterleaved:
+    """Rows of queries or keys whose two halves of a head llama.cpp has interleaved, for its rotary embedding."""
+
+    source: TensorFile
+    heads: int
+
+    def read(self, index: Index, read: Read) -> "torch.Tensor":
+        found = read(self.source, ())
+        found = found.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        return found[index] if index else found
+
+
+def of_rows(source: TensorFile, groups: tuple[int, ...], of: int) -> TensorFile:
+    """Groups of rows of a tensor as one of its own; the tensor itself where these are all of it."""
+    if (groups, of) == ((0,), 1):
+        return source
+    made = RowGroups(source, groups, of)
+    return made_of(source, made.shape, made)
+
+
+def made_of(source: TensorFile, shape: tuple[int, ...], made: Made) -> TensorFile:
+    return TensorFile(path=source.path, name=source.name, shape=shape, dtype=source.dtype, made=made)

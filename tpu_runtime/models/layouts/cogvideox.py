@@ -1,0 +1,59 @@
+"""CogVideoX' files, as ComfyUI names them: the denoiser has names of its own, the VAE diffusers'."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...files import CheckpointError
+from ...formats.layout import Config, FileLayout, Shapes
+
+
+def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
+    if len(shapes["patch_embed.proj.weight"]) != 2:
+        raise CheckpointError(
+            "The file is of CogVideoX 1.0, whose patches are of single frames; only CogVideoX 1.5 runs here. Use one "
+            "of CogVideoX1.5-5B."
+        )
+    dim, patch = shapes.of("patch_embed.proj.weight", 2)
+    (head_dim,) = shapes.of("transformer_blocks.0.attn1.norm_q.weight", 1)
+    size = base["patch_size"] ** 2 * base["patch_size_t"]
+    config: Config = {
+        "attention_head_dim": head_dim,
+        "in_channels": patch // size,
+        "num_attention_heads": dim // head_dim,
+        "num_layers": shapes.count("transformer_blocks"),
+        "out_channels": shapes.of("proj_out.weight", 2)[0] // size,
+        "text_embed_dim": shapes.of("patch_embed.text_proj.weight", 2)[1],
+        "time_embed_dim": shapes.of("time_embedding.linear_1.weight", 2)[0],
+    }
+    if "ofs_embedding.linear_1.weight" in shapes:
+        config["ofs_embed_dim"] = shapes.of("ofs_embedding.linear_1.weight", 2)[0]
+    return config
+
+
+def vae_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
+    """HunyuanVideo 1.5's tensors say the same of its VAE."""
+    levels = shapes.count("encoder.down_blocks")
+    widths = (shapes.of(f"encoder.down_blocks.{n}.resnets.0.conv1.conv.weight", 5)[0] for n in range(levels))
+    return {
+        "block_out_channels": tuple(widths),
+        "latent_channels": shapes.of("decoder.conv_in.conv.weight", 5)[1],
+        "layers_per_block": shapes.count("encoder.down_blocks.0.resnets"),
+    }
+
+
+LAYOUTS = (
+    FileLayout(
+        class_name="CogVideoXTransformer3DModel",
+        marks=(
+            ("blocks.0.norm1.linear.weight", "patch_embed.text_proj.weight"),
+            ("transformer_blocks.0.norm1.linear.weight", "patch_embed.text_proj.weight"),
+        ),
+        refused={"patch_embed.pos_embedding": "CogVideoX with learnt positions"},
+        config=denoiser_config,
+    ),
+    FileLayout(
+        class_name="AutoencoderKLCogVideoX",
+        marks=(("decoder.conv_in.conv.weight", "decoder.mid_block.resnets.0.norm1.norm_layer.weight"),),
+        config=vae_config,
+    ),
+)

@@ -1,0 +1,217 @@
+"""Files of text and image encoders, by transformers' names (ComfyUI's `comfy/sd.py`, `detect_te_model`), and T5's by
+llama.cpp's.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ...formats.layout import Config, FileLayout, Shapes
+from ...model_spec import Table
+from ..text_encoders.mistral3 import CHAT_TEMPLATE
+
+_ATTENTION = "encoder.block.0.layer.0.SelfAttention"
+
+
+def t5_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
+    embedding = "shared.weight" if "shared.weight" in shapes else "encoder.embed_tokens.weight"
+    vocabulary, dim = shapes.of(embedding, 2)
+    heads = shapes.of(f"{_ATTENTION}.relative_attention_bias.weight", 2)[1]
+    return {
+        "d_ff": shapes.of("encoder.block.0.layer.1.DenseReluDense.wi_0.weight", 2)[0],
+        "d_kv": shapes.of(f"{_ATTENTION}.q.weight", 2)[0] // heads,
+        "d_model": dim,
+        "num_heads": heads,
+        "num_layers": shapes.count("encoder.block"),
+        "vocab_size": vocabulary,
+    }
+
+
+def _causal(shapes: Shapes, base: Mapping[str, Any], prefix: str) -> Config:
+    """What the language models have in common. Tensors tell how wide a head is where queries are normalised."""
+    vocabulary, dim = shapes.of(f"{prefix}embed_tokens.weight", 2)
+    attention = f"{prefix}layers.0.self_attn"
+    published = base.get("head_dim") or base["hidden_size"] // base["num_attention_heads"]
+    norm = f"{attention}.q_norm.weight"
+    head_dim = shapes.of(norm, 1)[0] if norm in shapes else published
+    return {
+        "hidden_size": dim,
+        "intermediate_size": shapes.of(f"{prefix}layers.0.mlp.gate_proj.weight", 2)[0],
+        "num_attention_heads": shapes.of(f"{attention}.q_proj.weight", 2)[0] // head_dim,
+        "num_hidden_layers": shapes.count(f"{prefix}layers"),
+        "num_key_value_heads": shapes.of(f"{attention}.k_proj.weight", 2)[0] // head_dim,
+        "vocab_size": vocabulary,
+    } | ({"head_dim": head_dim} if "head_dim" in base else {})
+
+
+def qwen25_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
+    return _causal(shapes, base, "")
+
+
+def qwen3_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
+    config = _causal(shapes, base, "model.")
+    return {**config, "max_window_layers": config["num_hidden_layers"]}
+
+
+def mistral_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
+    text = base["text_config"]
+    return {"text_config": {**text, **_causal(shapes, text, "model.language_model.")}}
+
+
+def mistral_table(names: Iterable[str]) -> Table:
+    return _in_model("model.language_model.")
+
+
+def qwen25_table(names: Iterable[str]) -> Table:
+    return _in_model("")
+
+
+def qwen3_table(names: Iterable[str]) -> Table:
+    return _in_model("model.")
+
+
+_OF_LAYERS = (
+    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+    *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
+    *("input_layernorm", "post_attention_layernorm"),
+)
+# llama.cpp's, in the same order.
+_LLAMA = (
+    *("attn_q", "attn_k", "attn_v", "attn_output", "attn_q_norm", "attn_k_norm"),
+    *("ffn_gate", "ffn_up", "ffn_down"),
+    *("attn_norm", "ffn_norm"),
+)
+
+
+def _in_model(own: str) -> Table:
+    """A language model that is called `model` in its file, or nothing, or as llama.cpp does."""
+    table: dict[str, Any] = {}
+    for before in ("model.language_model.", "language_model.model.", "model.", ""):
+        table |= {f"{before}layers.*.{name}": f"{own}layers.*.{name}" for name in _OF_LAYERS}
+        table |= {f"{before}{name}": f"{own}{name}" for name in ("embed_tokens", "norm")}
+    table |= {f"blk.*.{theirs}": f"{own}layers.*.{name}" for theirs, name in zip(_LLAMA, _OF_LAYERS, strict=True)}
+    return table | {"token_embd": f"{own}embed_tokens", "output_norm": f"{own}norm"}
+
+
+_T5 = {
+    **{f"attn_{name}": f"layer.0.SelfAttention.{name}" for name in "qkvo"},
+    "attn_rel_b": "layer.0.SelfAttention.relative_attention_bias",
+    "attn_norm": "layer.0.layer_norm",
+    "ffn_norm": "layer.1.layer_norm",
+    "ffn_gate": "layer.1.DenseReluDense.wi_0",
+    "ffn_up": "layer.1.DenseReluDense.wi_1",
+    "ffn_down": "layer.1.DenseReluDense.wo",
+}
+
+
+def t5_llama_table(names: Iterable[str]) -> Table:
+    blocks = {f"enc.blk.*.{theirs}": f"encoder.block.*.{own}" for theirs, own in _T5.items()}
+    return {**blocks, "token_embd": "shared", "enc.output_norm": "encoder.final_layer_norm"}
+
+
+def vision_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
+    dim, _, patch, _ = shapes.of("embeddings.patch_embedding.weight", 4)
+    places = shapes.of("embeddings.position_embedding.weight", 2)[0] - ("embeddings.class_embedding" in shapes)
+    head_dim = base["hidden_size"] // base["num_attention_heads"]
+    return {
+        "hidden_size": dim,
+        "image_size": round(places**0.5) * patch,
+        "intermediate_size": shapes.of("encoder.layers.0.mlp.fc1.weight", 2)[0],
+        "num_attention_heads": dim // head_dim or 1,
+        "num_hidden_layers": shapes.count("encoder.layers"),
+        "patch_size": patch,
+    }
+
+
+def vision_table(names: Iterable[str]) -> Table:
+    """Names with `vision_model.` before them, as transformers 4 wrote them."""
+    layer = "encoder.layers.*"
+    modules = (
+        *(f"{layer}.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")),
+        *(f"{layer}.{name}" for name in ("layer_norm1", "layer_norm2", "mlp.fc1", "mlp.fc2")),
+        *("embeddings.patch_embedding", "embeddings.position_embedding", "embeddings.class_embedding"),
+        *("pre_layrnorm", "post_layernorm"),
+    )
+    return {f"vision_model.{name}": name for name in modules}
+
+
+_VISION = "encoder.layers.0.self_attn.q_proj.weight"
+
+
+def _named(*names: str) -> tuple[tuple[str, ...], ...]:
+    """The marks of a language model's first layer, whatever is before its name."""
+    befores = ("model.", "model.language_model.", "language_model.model.", "")
+    return tuple(
+        tuple(("!" if name.startswith("!") else "") + f"{before}layers.0.{name.removeprefix('!')}" for name in names)
+        for before in befores
+    )
+
+
+_Q, _QK_NORM, _BIAS = "self_attn.q_proj.weight", "self_attn.q_norm.weight", "self_attn.k_proj.bias"
+LAYOUTS = (
+    FileLayout(
+        class_name="UMT5EncoderModel",
+        # It has a table of relative positions in every block; T5 has one.
+        marks=((f"{_ATTENTION}.q.weight", f"{_ATTENTION.replace('.0.', '.1.', 1)}.relative_attention_bias.weight"),),
+        config=t5_config,
+        ignored=("spiece_model", "decoder.", "lm_head.", "logit_scale"),
+    ),
+    FileLayout(
+        class_name="UMT5EncoderModel",
+        marks=(("enc.blk.0.attn_q.weight", "enc.blk.1.attn_rel_b.weight"),),
+        table=t5_llama_table,
+        config=t5_config,
+        ignored=("dec.", "output."),
+    ),
+    FileLayout(
+        class_name="T5EncoderModel",
+        marks=((f"{_ATTENTION}.q.weight",),),
+        config=t5_config,
+        ignored=("spiece_model", "decoder.", "lm_head.", "logit_scale"),
+    ),
+    FileLayout(
+        class_name="T5EncoderModel",
+        marks=(("enc.blk.0.attn_q.weight",),),
+        table=t5_llama_table,
+        config=t5_config,
+        ignored=("dec.", "output."),
+    ),
+    FileLayout(
+        class_name="Qwen3ForCausalLM",
+        marks=(*_named(_Q, _QK_NORM), ("blk.0.attn_q.weight", "blk.0.attn_q_norm.weight")),
+        table=qwen3_table,
+        config=qwen3_config,
+        ignored=("visual.", "model.visual.", "lm_head.", "output."),
+    ),
+    FileLayout(
+        class_name="Qwen2_5_VLTextModel",
+        marks=(*_named(_Q, _BIAS), ("blk.0.attn_q.weight", "blk.0.attn_k.bias")),
+        table=qwen25_table,
+        config=qwen25_config,
+        ignored=("visual.", "model.visual.", "lm_head.", "output."),
+    ),
+    FileLayout(
+        class_name="Mistral3ForConditionalGeneration",
+        marks=(*_named(_Q), ("blk.0.attn_q.weight",)),
+        table=mistral_table,
+        config=mistral_config,
+        chat_template=CHAT_TEMPLATE,
+        ignored=("tekken_model", "model.vision_tower.", "vision_tower.", "lm_head.", "output."),
+    ),
+    FileLayout(
+        class_name="CLIPVisionModel",
+        marks=(("vision_model.embeddings.class_embedding",), ("embeddings.class_embedding", _VISION)),
+        table=vision_table,
+        config=vision_config,
+        ignored=("visual_projection", "text_model.", "text_projection", "logit_scale"),
+    ),
+    FileLayout(
+        class_name="SiglipVisionModel",
+        marks=(
+            (f"vision_model.{_VISION}", "!vision_model.embeddings.class_embedding"),
+            ("embeddings.patch_embedding.bias", _VISION),
+        ),
+        table=vision_table,
+        config=vision_config,
+        ignored=("head.", "vision_model.head.", "text_model.", "logit_"),
+    ),
+)

@@ -1,0 +1,67 @@
+"""HunyuanVideo 1.5's files: the denoiser and the VAE by Tencent's names, which ComfyUI keeps."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ...formats.layout import Config, FileLayout, Shapes, under
+from ...model_spec import Table
+from .cogvideox import vae_config
+
+
+def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
+    dim, in_channels, *_ = shapes.of("x_embedder.proj.weight", 5)
+    (head_dim,) = shapes.of("transformer_blocks.0.attn.norm_q.weight", 1)
+    return {
+        "attention_head_dim": head_dim,
+        "image_embed_dim": shapes.of("image_embedder.norm_in.weight", 1)[0],
+        "in_channels": in_channels,
+        "mlp_ratio": shapes.of("transformer_blocks.0.ff.net.0.proj.weight", 2)[0] / dim,
+        "num_attention_heads": dim // head_dim,
+        "num_layers": shapes.count("transformer_blocks"),
+        "num_refiner_layers": shapes.count("context_embedder.token_refiner.refiner_blocks"),
+        "out_channels": shapes.of("proj_out.weight", 2)[0],
+        "text_embed_2_dim": shapes.of("context_embedder_2.norm.weight", 1)[0],
+        "text_embed_dim": shapes.of("context_embedder.proj_in.weight", 2)[1],
+        "use_meanflow": "time_embed.timestep_embedder_r.linear_1.weight" in shapes,
+    }
+
+
+_RESNET = {name: name for name in ("norm1", "conv1.conv", "norm2", "conv2.conv")}
+_RESNET |= {f"nin_shortcut{end}": f"conv_shortcut{end}" for end in ("", ".conv")}
+_ATTENTION = {"norm": "norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "proj_out"}
+
+
+def vae_table(names: Iterable[str]) -> Table:
+    table: dict[str, Any] = {}
+    for part, theirs, own in (("encoder", "down", "down_blocks"), ("decoder", "up", "up_blocks")):
+        table |= under(f"{part}.mid.block_1", f"{part}.mid_block.resnets.0", _RESNET)
+        table |= under(f"{part}.mid.block_2", f"{part}.mid_block.resnets.1", _RESNET)
+        table |= under(f"{part}.mid.attn_1", f"{part}.mid_block.attentions.0", _ATTENTION)
+        table |= under(f"{part}.{theirs}.*.block.*", f"{part}.{own}.*.resnets.*", _RESNET)
+        table[f"{part}.{theirs}.*.{theirs}sample.conv.conv"] = f"{part}.{own}.*.{theirs}samplers.0.conv.conv"
+    return table
+
+
+LAYOUTS = (
+    FileLayout(
+        class_name="HunyuanVideo15Transformer3DModel",
+        marks=(
+            ("txt_in.individual_token_refiner.blocks.0.norm1.weight", "vision_in.proj.0.weight"),
+            ("context_embedder.token_refiner.refiner_blocks.0.norm1.weight", "image_embedder.norm_in.weight"),
+        ),
+        config=denoiser_config,
+    ),
+    FileLayout(
+        class_name="AutoencoderKLHunyuanVideo15",
+        marks=(("decoder.conv_in.conv.weight", "decoder.mid.attn_1.q.weight", "decoder.norm_out.gamma"),),
+        table=vae_table,
+        config=vae_config,
+    ),
+    FileLayout(
+        class_name="AutoencoderKLHunyuanVideo15",
+        marks=(
+            ("decoder.conv_in.conv.weight", "decoder.mid_block.attentions.0.to_q.weight", "decoder.norm_out.gamma"),
+        ),
+        config=vae_config,
+    ),
+)

@@ -1,0 +1,136 @@
+"""Wan's files: the denoiser (ComfyUI's `comfy/model_detection.py`) and both VAEs, by Wan-Video's names."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ...formats.layout import Config, FileLayout, Shapes, under
+from ...model_spec import Table
+
+
+def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
+    """Heads are as wide as the published ones: tensors do not tell."""
+    dim, in_channels, *patch = shapes.of("patch_embedding.weight", 5)
+    embedder = "condition_embedder"
+    config: Config = {
+        "ffn_dim": shapes.of("blocks.0.ffn.net.0.proj.weight", 2)[0],
+        "freq_dim": shapes.of(f"{embedder}.time_embedder.linear_1.weight", 2)[1],
+        "in_channels": in_channels,
+        "num_attention_heads": dim // base["attention_head_dim"],
+        "num_layers": shapes.count("blocks"),
+        "out_channels": shapes.of("proj_out.weight", 2)[0] // math.prod(patch),
+        "patch_size": tuple(patch),
+        "text_dim": shapes.of(f"{embedder}.text_embedder.linear_1.weight", 2)[1],
+    }
+    if f"{embedder}.image_embedder.norm1.weight" in shapes:
+        config["added_kv_proj_dim"] = dim
+        config["image_dim"] = shapes.of(f"{embedder}.image_embedder.norm1.weight", 1)[0]
+    if f"{embedder}.image_embedder.pos_embed" in shapes:
+        config["pos_embed_seq_len"] = shapes.of(f"{embedder}.image_embedder.pos_embed", 3)[1]
+    return config
+
+
+_RESIDUAL = {"residual.0": "norm1", "residual.2": "conv1", "residual.3": "norm2", "residual.6": "conv2"}
+_BLOCK = {**_RESIDUAL, "shortcut": "conv_shortcut"}
+_SAMPLER = {"resample.1": "resample.1", "time_conv": "time_conv"}
+
+
+def vae_table(names: Iterable[str]) -> Table:
+    """The makers' names of Wan 2.1's VAE: its decoder is one row of layers, which diffusers has by level."""
+    names = list(names)
+    table = _shared()
+    samplers = sorted(
+        int(name.split(".")[2])
+        for name in names
+        if name.startswith("decoder.upsamples.") and name.endswith(".resample.1.weight")
+    )
+    length = samplers[0] + 1 if samplers else 4
+    for place in range(4 * length):
+        level, index = divmod(place, length)
+        own = f"decoder.up_blocks.{level}"
+        own += ".upsamplers.0" if place in samplers else f".resnets.{index}"
+        table |= under(f"decoder.upsamples.{place}", own, _SAMPLER if place in samplers else _BLOCK)
+    return table | under("encoder.downsamples.*", "encoder.down_blocks.*", {**_BLOCK, **_SAMPLER})
+
+
+def vae22_table(names: Iterable[str]) -> Table:
+    """Of Wan 2.2's VAE, which has levels in both; the last of a level changes the size."""
+    table = _shared()
+    names = list(names)
+    for part, theirs, own, sampler in (
+        ("encoder", "downsamples", "down_blocks", "downsampler"),
+        ("decoder", "upsamples", "up_blocks", "upsampler"),
+    ):
+        inner = f"{part}.{theirs}.*.{theirs}"
+        for index in range(_longest(names, part, theirs)):
+            table |= under(f"{inner}.{index}", f"{part}.{own}.*.resnets.{index}", _BLOCK)
+            table |= under(f"{inner}.{index}", f"{part}.{own}.*.{sampler}", _SAMPLER)
+    return table
+
+
+def _longest(names: Iterable[str], part: str, theirs: str) -> int:
+    found = (name.split(".") for name in names if name.startswith(f"{part}.{theirs}."))
+    return min(16, max((int(each[4]) for each in found if len(each) > 4 and each[4].isdecimal()), default=-1) + 1)
+
+
+def _shared() -> dict[str, Any]:
+    table: dict[str, Any] = {"conv1": "quant_conv", "conv2": "post_quant_conv"}
+    for part in ("encoder", "decoder"):
+        table |= {f"{part}.conv1": f"{part}.conv_in", f"{part}.head.2": f"{part}.conv_out"}
+        table[f"{part}.head.0"] = f"{part}.norm_out"
+        table |= under(f"{part}.middle.0", f"{part}.mid_block.resnets.0", _BLOCK)
+        table |= under(f"{part}.middle.2", f"{part}.mid_block.resnets.1", _BLOCK)
+        attention = {name: name for name in ("norm", "to_qkv", "proj")}
+        table |= under(f"{part}.middle.1", f"{part}.mid_block.attentions.0", attention)
+    return table
+
+
+def vae_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
+    """Of both VAEs; the decoder of the second has a width of its own."""
+    resnets = shapes.count("decoder.up_blocks.0.resnets")
+    config: Config = {"z_dim": shapes.of("post_quant_conv.weight", 5)[0], "num_res_blocks": max(resnets - 1, 0)}
+    width, channels = shapes.of("encoder.conv_in.weight", 5)[:2]
+    out, decoder_width = shapes.of("decoder.conv_out.weight", 5)[:2]
+    config["base_dim"] = width
+    if "encoder.down_blocks.0.resnets.0.conv1.weight" in shapes:
+        config |= {"decoder_base_dim": decoder_width, "in_channels": channels, "out_channels": out, "is_residual": True}
+    return config
+
+
+_SMALL = "decoder.up_blocks.0.resnets.0.norm1.gamma"
+LAYOUTS = (
+    FileLayout(
+        class_name="WanTransformer3DModel",
+        marks=(
+            ("head.modulation", "patch_embedding.weight"),
+            ("condition_embedder.time_proj.weight", "patch_embedding.weight"),
+        ),
+        refused={
+            "vace_patch_embedding": "VACE",
+            "vace_blocks": "VACE",
+            "control_adapter": "Wan 2.1 Fun Camera",
+            "casual_audio_encoder": "Wan 2.2 S2V",
+            "audio_proj": "a model with sound",
+            "face_adapter": "Wan 2.2 Animate",
+            "motion_encoder": "Wan 2.2 Animate",
+            "patch_embedding_mask": "SCAIL",
+            "patch_embedding_pose": "SCAIL",
+            "patch_embedding_global": "a Wan with global tokens",
+            "ref_conv": "Wan 2.1 Fun Control",
+        },
+        config=denoiser_config,
+    ),
+    FileLayout(
+        class_name="AutoencoderKLWan",
+        marks=(("decoder.middle.0.residual.0.gamma", "decoder.upsamples.0.upsamples.0.residual.2.weight"),),
+        table=vae22_table,
+        config=vae_config,
+    ),
+    FileLayout(
+        class_name="AutoencoderKLWan",
+        marks=(("decoder.middle.0.residual.0.gamma",),),
+        table=vae_table,
+        config=vae_config,
+    ),
+    FileLayout(class_name="AutoencoderKLWan", marks=((_SMALL, "encoder.conv_in.weight"),), config=vae_config),
+)
