@@ -17,6 +17,7 @@ from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK, difference
+from comfyui_tpu.tests.support.host import Host as Said
 from comfyui_tpu.tpu_runtime.checkpoints import guider, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
@@ -287,8 +288,28 @@ def with_guider(folder: Any, **config: Any) -> ModelRef:
     """The built-in checkpoint with another guider."""
     shutil.copytree(tiny.ensure(SPEC), folder)
     guider = {"_class_name": "ClassifierFreeGuidance", "guidance_scale": 6.0, **config}
-    (folder / "guider" / "guider_config.json").write_text(json.dumps(guider))
+    written = {name: value for name, value in guider.items() if value is not None}
+    (folder / "guider" / "guider_config.json").write_text(json.dumps(written))
     return replace(MODEL, model_id=str(folder))
+
+
+LITTLE = replace(TALL, guidance_scale=1.5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"enabled": False}, {"guidance_scale": 1.0}, {"guidance_scale": 1},
+        {"use_original_formulation": True, "guidance_scale": 0.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_guider_that_does_nothing_leaves_guidance_out(tmp_path, config: dict):
+    found, host = with_guider(tmp_path / "other", **config).locate(), Said()
+    for settings in (TALL, LITTLE):
+        assert guider.settings_for(found, settings, host) == replace(settings, guidance_scale=1.0)
+    assert host.said == ["The checkpoint is CFG-distilled: guidance_scale is taken as 1"] * 2
+    assert guider.settings_for(found, FLAT, host) == FLAT
 
 
 @pytest.mark.parametrize(
@@ -296,18 +317,23 @@ def with_guider(folder: Any, **config: Any) -> ModelRef:
     [
         ({"_class_name": "AdaptiveProjectedGuidance"}, "its guider is a AdaptiveProjectedGuidance; only"),
         ({"guidance_rescale": 0.7}, "its guider has guidance_rescale 0.7; only 0.0 is supported. Set guidance_scale"),
-        ({"enabled": False}, None),
-        ({"use_original_formulation": True, "guidance_scale": 0.0}, None),
+        ({"guidance_scale": True}, "other: guidance_scale is True in its guider_config.json; it must be a number"),
+        ({"guidance_scale": "6"}, "other: guidance_scale is '6' in its guider_config.json; it must be a number"),
+        ({"use_original_formulation": True, "guidance_scale": 1.0}, "other: its guider has use_original_formulation"),
     ],
 )
-def test_a_guider_is_taken_as_upstream_takes_it_or_refused(tmp_path, config: dict, message: str | None):
+def test_another_guider_is_refused_unless_nothing_is_guided(tmp_path, config: dict, message: str):
     found = with_guider(tmp_path / "other", **config).locate()
-    if message is None:
-        assert guider.settings_for(found, TALL, Silent()) == replace(TALL, guidance_scale=1.0)
-    else:
+    for settings in (TALL, LITTLE):
         with pytest.raises(ValueError, match=message):
-            guider.settings_for(found, TALL, Silent())
+            guider.settings_for(found, settings, Silent())
     assert guider.settings_for(found, FLAT, Silent()) == FLAT
+
+
+def test_a_plain_guider_changes_nothing(tmp_path):
+    """Whatever its scale, or upstream's where it states none: the node's is taken."""
+    for name, config in {"stated": {}, "unstated": {"guidance_scale": None}}.items():
+        assert guider.settings_for(with_guider(tmp_path / name, **config).locate(), TALL, Silent()) == TALL
     assert guider.settings_for(MODEL.locate(), TALL, Silent()) == TALL
 
 
