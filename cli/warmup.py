@@ -38,7 +38,8 @@ def _wanted(options: argparse.Namespace) -> list[tuple[ModelRef, Settings]]:
         if given := [flag(name) for name in input_names("inputs") if getattr(options, name, None) is not None]:
             raise ValueError(f"{', '.join(given)}: a workflow has its own. Leave it out, or give --model NAME instead.")
         return generations(read_workflow(options), Folders(models=model_folders()), HEADLESS)
-    is_file, folders = is_of_files(options.model), model_folders()
+    is_file = is_of_files(options.model)
+    folders = model_folders() if is_of_files(options.model_id or options.model) else ()
     spec = variant(None, options.model, folders) if is_file else spec_by_name(options.model)
     own = options.model if is_file else spec.published.hub_id
     given = spec.miniature.id if options.tiny else own
