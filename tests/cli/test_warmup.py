@@ -198,14 +198,17 @@ def test_a_picture_that_was_encoded_elsewhere_is_asked_for(asked: Asked, tmp_pat
     )
 
 
-def test_a_connected_model_is_the_one_that_is_warmed(asked: Asked, tmp_path: Path):
+def test_a_connected_model_is_the_one_that_is_warmed(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "ComfyUI" / "models" / "vae").mkdir(parents=True)
+    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path / "ComfyUI"))
     workflow = workflow_of(EXAMPLES / "wan21_t2v_720p_pipeline.json")
     workflow["20"] = {"class_type": "TPUModelLoader", "inputs": {"model_id": "tiny/wan21", "family": "Wan21"}}
     workflow["1"]["inputs"]["model"] = ["20", 0]
     path = tmp_path / "workflow.json"
     path.write_text(json.dumps(workflow))
     assert cli.main(["warmup", str(path)]) == 0
-    assert asked[0][0] == ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21")
+    folders = (str(tmp_path / "ComfyUI" / "models" / "vae"),)
+    assert asked[0][0] == ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21", folders=folders)
 
 
 @pytest.mark.parametrize(
