@@ -56,13 +56,15 @@ HALT = (
     ids=["option", "value", "scratch", "label", "no kernel", "no name"],
 )
 def test_what_the_compiler_refuses_is_named(said: str, kind: str, named: tuple[str, ...]):
-    found = fallbacks.explained(jax.errors.JaxRuntimeError(said), "the step")
+    error = jax.errors.JaxRuntimeError(said)
+    found = fallbacks.explained(error, "the step", ["xla_tpu_scoped_vmem_limit_kib"])
     assert found is not None and (found.kind, found.names) == (kind, named)
     assert said.splitlines()[0][:100].strip() in str(found)
 
 
 @pytest.mark.parametrize(
-    "said", ["RESOURCE_EXHAUSTED: Used 54.12G of 31.25G hbm", "INTERNAL: something else", "%attention.3 is fine"]
+    "said",
+    ["RESOURCE_EXHAUSTED: Used 54.12G of 31.25G hbm", "INTERNAL: something else", "%attention.3 is fine", NAMELESS],
 )
 def test_any_other_error_has_no_rung_below(said: str):
     error = jax.errors.JaxRuntimeError(said)

@@ -90,8 +90,10 @@ def _switched_off(environ: Mapping[str, str], variable: str, known: Iterable[str
     return [word[1:] for word in given]
 
 
-def explained(error: BaseException, program: str) -> Unsupported | None:
-    """What the compiler refused of `program`, where there is a rung below; None for any other error."""
+def explained(error: BaseException, program: str, options: Iterable[str] = ()) -> Unsupported | None:
+    """What the compiler refused of `program`, compiled with these `options`, where there is a rung below; None for any
+    other error.
+    """
     text = str(error)
     if found := _NO_OPTION.search(text):
         return Unsupported("option", program, (found[1] or found[2],), _first_line(text))
@@ -101,7 +103,9 @@ def explained(error: BaseException, program: str) -> Unsupported | None:
     if _VMEM.search(text):
         if kernels:
             return Unsupported("kernel", program, kernels, _first_line(text))
-        return Unsupported("option", program, OPTIONS["vmem"], _first_line(text))
+        # XLA's own operations have what the option gives them.
+        if any(name.startswith(OPTIONS["vmem"]) for name in options):
+            return Unsupported("option", program, OPTIONS["vmem"], _first_line(text))
     return None
 
 

@@ -80,7 +80,7 @@ def obtain(program: Program) -> tuple[Executable, bool]:
     try:
         compiled = program.compile()
     except Exception as error:
-        if unsupported := fallbacks.explained(error, program.name):
+        if unsupported := fallbacks.explained(error, program.name, program.compiler_options):
             raise unsupported from error
         refused = refusal.parse(str(error)) if isinstance(error, jax.errors.JaxRuntimeError) else None
         if refused is None:
