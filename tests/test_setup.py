@@ -293,7 +293,7 @@ def test_requirements_leave_comfyuis_own_torch_alone():
 
 # ComfyUI's requirements.txt, and what those and diffusers and accelerate bring.
 COMFYUIS = {"numpy", "transformers", "sentencepiece", "safetensors", "tqdm", "psutil", "av", "pillow", "aiohttp"}
-BROUGHT = COMFYUIS | {"huggingface-hub", "jinja2", "packaging", "protobuf"}
+BROUGHT = COMFYUIS | {"huggingface-hub", "jinja2", "packaging", "protobuf", "pyyaml"}
 
 
 def test_requirements_change_no_version_that_comfyui_brings():
@@ -302,7 +302,7 @@ def test_requirements_change_no_version_that_comfyui_brings():
     ranged = {each.name for each in versions.requirements(ROOT / "supported.txt")}
     assert BROUGHT <= own.keys() and ranged <= BROUGHT
     assert {name for name in BROUGHT if str(own[name].specifier)} == set()
-    assert {package.name for package in versions.packages() if not str(package.range)} <= {"pillow", "tqdm"}
+    assert {package.name for package in versions.packages() if not str(package.range)} <= {"pillow", "pyyaml", "tqdm"}
     comfyui = demo_and_tests.comfyui_folder(os.environ) / "requirements.txt"
     if comfyui.is_file():
         asked = {demo_and_tests.project_name(line) for line in demo_and_tests.comfyui_requirements(comfyui.read_text())}
