@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from comfyui_tpu.tests.support.closeness import difference
 from comfyui_tpu.tpu_runtime.checkpoints import load
 from comfyui_tpu.tpu_runtime.files import CheckpointError, TensorFile
 from comfyui_tpu.tpu_runtime.formats import codes, contents, decode, gguf_file
@@ -34,6 +35,11 @@ def mark(**said: object) -> torch.Tensor:
 def read(tmp_path: Path, tensors: Tensors, metadata: dict[str, str] | None = None) -> dict[str, TensorFile]:
     save_file(tensors, tmp_path / "file.safetensors", metadata)
     return codes.decoded(*contents.header(tmp_path / "file.safetensors"))
+
+
+def is_close(one: torch.Tensor, other: torch.Tensor, bound: float) -> bool:
+    """Whether two pieces, which may be empty, differ by at most `bound` of the other's largest value."""
+    return one.shape == other.shape and (not one.numel() or difference(one, other) <= bound)
 
 
 def value(file: TensorFile, *index: slice) -> torch.Tensor:
@@ -138,11 +144,12 @@ def test_nvfp4_is_comfy_kitchens(shape: tuple[int, int], tmp_path: Path):
     rows, columns = shape
     ours = value(found, slice(0, rows), slice(0, columns))
     wanted = wanted[:rows, :columns]
-    assert torch.allclose(ours, wanted.float(), rtol=2**-8, atol=0)  # theirs is rounded where ours is not
+    # Theirs is rounded where ours is not.
+    assert ((ours - wanted.float()).abs() <= 2**-8 * wanted.float().abs()).all()
     assert torch.equal(value(found, slice(7, 33), slice(41, 80)), ours[7:33, 41:80])
     before = torch.rand(columns) + 0.5
     found = read(tmp_path, {**tensors, "a.pre_quant_scale": before})["a.weight"]
-    assert torch.allclose(value(found, slice(0, rows), slice(0, columns)), ours * before)
+    assert is_close(value(found, slice(0, rows), slice(0, columns)), ours * before, 1e-5)
 
 
 @pytest.mark.parametrize("size", [0, 16, 64, 256])
@@ -156,10 +163,10 @@ def test_int8_is_comfy_kitchens_also_where_columns_were_rotated(size: int, tmp_p
     tensors = {"a.weight": stored, "a.weight_scale": parameters.scale.float()}
     found = read(tmp_path, {**tensors, "a.comfy_quant": mark(**said)})["a.weight"]
     ours = value(found)
-    assert torch.allclose(ours, wanted.float(), rtol=1e-5, atol=1e-6)
-    assert (ours - tensor).abs().max() < 0.01
+    assert difference(ours, wanted.float()) <= 1e-5
+    assert difference(ours, tensor) < 0.02
     for piece in PIECES:
-        assert torch.allclose(value(found, *piece), ours[piece], atol=1e-7)
+        assert is_close(value(found, *piece), ours[piece], 1e-6)
 
 
 def test_lightx2vs_int8_has_no_mark(tmp_path: Path):
@@ -198,7 +205,7 @@ def test_eight_bits_of_bitsandbytes(tmp_path: Path):
     tensors = {"a.weight": stored, "a.SCB": scale, "a.weight_format": torch.tensor(0, dtype=torch.uint8)}
     found = read(tmp_path, tensors)
     assert found.keys() == {"a.weight"}
-    assert torch.allclose(value(found["a.weight"]), stored.float() * scale[:, None] / 127)
+    assert difference(value(found["a.weight"]), stored.float() * scale[:, None] / 127) <= 1e-6
 
 
 def write_gguf(path: Path, arrays: dict[str, tuple[np.ndarray, str]], architecture: str = "wan") -> None:
@@ -328,4 +335,4 @@ def test_what_does_not_fit_is_a_sentence(case: str, tmp_path: Path):
 def test_the_rotation_is_its_own_inverse():
     for size in (4, 16, 256):
         matrix = decode.hadamard(size)
-        assert torch.allclose(matrix @ matrix.T, torch.eye(size), atol=1e-6)
+        assert difference(matrix @ matrix.T, torch.eye(size)) <= 4e-6
