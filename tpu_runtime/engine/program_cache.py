@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..cache.store import signature
+from ..machine.fallbacks import Unsupported
 from ..programs import executables
 from ..programs.executables import Executable
 from ..programs.program import TRACING, Program
@@ -34,6 +35,8 @@ COMPILER = "comfyui-tpu-compile"
 MAX_BEHIND = 2
 # How often who waits looks whether the user cancelled.
 LOOK_AGAIN_S = 0.2
+# What compiling again would not change.
+_FINAL = (DoesNotFit, Unsupported)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +104,7 @@ class ProgramCache:
         assert one.error is not None
         with self._lock:
             self._coming.pop(digest, None)
-        if is_ours or isinstance(one.error, DoesNotFit):
+        if is_ours or isinstance(one.error, _FINAL):
             raise one.error
         return self.get(wanted, progress)  # it failed behind another stage: now by ourselves
 
@@ -161,7 +164,7 @@ class ProgramCache:
                 one = self._queue.pop(0)
                 one.started = time.monotonic()
             self._compile(one)
-            if isinstance(one.error, DoesNotFit):
+            if isinstance(one.error, _FINAL):
                 with self._lock:
                     self._coming[one.digest] = one  # said to the stage that asks for it, if one does
             elif one.error is not None:

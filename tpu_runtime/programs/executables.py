@@ -1,6 +1,7 @@
 """Compiled programs, as they are called and accounted for."""
 
 import functools
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ class Executable:
         placed = jax.tree.map(lambda value, want: placement.put(value, want.sharding), args, tuple(self.program.args))
         global _last
         self.runs += 1
-        _last = self
+        _last = weakref.ref(self)  # what is unloaded must not stay for this
         return self.compiled(weights, *placed)
 
     @functools.cached_property
@@ -61,12 +62,12 @@ class Executable:
         return stats.generated_code_size_in_bytes if stats else 0
 
 
-_last: Executable | None = None
+_last: weakref.ref[Executable] | None = None
 
 
 def last_started() -> Executable | None:
     """The program that this process started last, on whatever devices."""
-    return _last
+    return _last() if _last is not None else None
 
 
 def obtain(program: Program) -> tuple[Executable, bool]:
