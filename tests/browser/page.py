@@ -11,10 +11,10 @@ from comfyui_tpu.tests.support.patience import PATIENCE_S
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ARGUMENTS = "--headless --no-sandbox --disable-gpu --disable-background-networking".split()
-READY = "window.app && app.graph && Object.keys(LiteGraph.registered_node_types).length > 50"
+# The nodes are known, and the workflow that the page opens with is there: it would replace what a test adds before.
+READY = """() => window.app?.graph && Object.keys(LiteGraph.registered_node_types).length > 50
+    && app.extensionManager?.workflow?.activeWorkflow"""
 SCREENSHOTS = PACK / "output" / "screenshots"
-ARGUMENTS = "--headless --no-sandbox --disable-gpu --disable-background-networking".split()
-READY = "window.app && app.graph && Object.keys(LiteGraph.registered_node_types).length > 50"
 IS_DRAWN = "app.graph.links.size > 0 && [...app.graph.links.values()].every((link) => link.path)"
 # What the page made of a workflow, and what it would queue.
 FOUND = """async () => ({

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -147,10 +148,12 @@ def test_what_is_missing_is_found_in_comfyuis_folders_the_most_exact_one(tmp_pat
     [pytest.param(spec, marks=[pytest.mark.slow] * (spec is not WAN)) for spec in FLAGSHIPS],
     ids=lambda spec: spec.name,
 )
-def test_frames_are_the_folders_to_the_bit(spec: ModelSpec, tmp_path: Path):
+def test_frames_are_the_folders(spec: ModelSpec, tmp_path: Path, compare: Callable):
+    """Not to the bit, as the tensors are: a Mistral of fewer layers is another program, which may round elsewhere."""
     files = write_all(spec, tmp_path)
-    frames = [generate(spec, model_id) for model_id in (spec.miniature.random_id, rest(spec, *files))]
-    assert np.array_equal(*frames) and np.isfinite(frames[0]).all() and frames[0].std() > 0
+    theirs, ours = (generate(spec, model_id) for model_id in (spec.miniature.random_id, rest(spec, *files)))
+    compare(f"{spec.name} of files", ours, theirs)
+    assert theirs.std() > 0
 
 
 def generate(spec: ModelSpec, model_id: str) -> np.ndarray:

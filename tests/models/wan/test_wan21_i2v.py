@@ -153,7 +153,7 @@ def test_clip_sees_what_upstreams_processor_shows_it(height: int, width: int, co
 
 def test_480p_and_720p_differ_in_defaults_alone():
     other = spec_by_name("wan2.1-i2v-14b-720p")
-    own = {name: getattr(FIRST, name) for name in ("name", "title", "hub_id", "tiny_id", "inputs")}
+    own = {name: getattr(FIRST, name) for name in ("name", "title", "published", "miniature", "inputs")}
     assert replace(other, **own) == FIRST
     defaults = [(s.settings().height, s.settings().width, s.settings().shift) for s in (FIRST, other, BOTH)]
     assert defaults == [(480, 832, 3.0), (720, 1280, 5.0), (720, 1280, 16.0)]
