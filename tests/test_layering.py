@@ -172,6 +172,15 @@ def test_no_two_models_share_a_run_of_lines():
             assert seen.setdefault(run, relative(path)) == relative(path), f"{relative(path)} and {seen[run]}:\n{run}"
 
 
+def test_a_models_file_says_how_it_computes():
+    """No forward of upstream's is replaced behind a reader's back, but the attention of text encoders that run as
+    they are.
+    """
+    behind = re.compile(r"\.forward\s*=[^=]|set_processor|register_forward")
+    files = [path for path in (ROOT / "tpu_runtime" / "models").rglob("*.py") if behind.search(path.read_text())]
+    assert [path.name for path in files] == ["causal.py"]
+
+
 def test_every_door_says_what_is_in_its_room():
     doors = [path for path in FILES if path.name == "__init__.py"]
     said = {relative(path): ast.get_docstring(ast.parse(path.read_text())) or "" for path in doors}

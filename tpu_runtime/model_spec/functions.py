@@ -77,6 +77,35 @@ class Forward(Protocol):
     ) -> "torch.Tensor": ...
 
 
+class KeepFeatures(Protocol):
+    """`Forward`'s prediction of a full step, and the features by name that `ReuseFeatures` starts from."""
+
+    def __call__(
+        self,
+        denoiser: Any,
+        run: Any,
+        sample: "torch.Tensor",
+        timestep: "torch.Tensor",
+        inputs: "dict[str, torch.Tensor]",
+        /,
+    ) -> "tuple[torch.Tensor, dict[str, torch.Tensor]]": ...
+
+
+class ReuseFeatures(Protocol):
+    """`Forward`'s prediction from the `features` of an earlier step."""
+
+    def __call__(
+        self,
+        denoiser: Any,
+        run: Any,
+        features: "dict[str, torch.Tensor]",
+        sample: "torch.Tensor",
+        timestep: "torch.Tensor",
+        inputs: "dict[str, torch.Tensor]",
+        /,
+    ) -> "torch.Tensor": ...
+
+
 class Noise(Protocol):
     """The first sample of `latent_shape`, float32 on the CPU, drawn in upstream's order."""
 

@@ -1,7 +1,7 @@
 """The groups of a model's description: what is published, the recipe of a generation, and each stage's functions."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,8 +18,10 @@ from .functions import (
     EncodeText,
     Forward,
     GuidanceAt,
+    KeepFeatures,
     Noise,
     PutGiven,
+    ReuseFeatures,
     SolverArguments,
     Tokenize,
     WriteTokenizer,
@@ -165,17 +167,14 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReuse:
-    """How a denoiser starts a step from the inner features of an earlier one; its arguments are those of `forward`.
-
-    - `keep(denoiser, run, sample, timestep, inputs)` returns the prediction of a full step, and features by name.
-    - `reuse(denoiser, run, features, sample, timestep, inputs)` returns a prediction from them.
+    """How a denoiser starts a step from the inner features of an earlier one.
 
     Features have a row for each branch first. Those named in `tokens` are `[rows, tokens, dim]` as `run.tokens` places
     them; those in `whole` every chip has.
     """
 
-    keep: Callable[..., tuple[Any, dict[str, Any]]]
-    reuse: Callable[..., Any]
+    keep: KeepFeatures
+    reuse: ReuseFeatures
     tokens: tuple[str, ...]
     whole: tuple[str, ...] = ()
 

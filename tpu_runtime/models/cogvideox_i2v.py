@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...sharding.rules import GATHERED, REPLICATED, Rule
 from ..model_spec import Call, Need, Pictures, Published, Settings
 from . import cogvideox
-from .autoencoders.cogvideox import VAE_DECODER, prepare_image_encoder
+from .autoencoders.cogvideox import VAE_DECODER, encode_picture
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,10 +53,7 @@ def encode_moments(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, tupl
     """An image in -1..1 by the cell, `[1, 3 * 8 * 8, h, w]`, to mean and log variance `[1, 2 * 16, 1, h, w]`."""
     import torch
 
-    prepare_image_encoder(vae.encoder)
-    image = torch.nn.functional.pixel_shuffle(cells, STRIDE_HW)
-    moments, _ = vae.encoder(image.unsqueeze(2))
-    return moments if vae.quant_conv is None else vae.quant_conv(moments), ()
+    return encode_picture(vae, torch.nn.functional.pixel_shuffle(cells, STRIDE_HW)), ()
 
 
 def draw_inputs(inputs: "Mapping[str, np.ndarray]", generator: "torch.Generator") -> "dict[str, np.ndarray]":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...sharding.rules import REPLICATED, Rule
 from ..model_spec import Call, Component, Need, Pictures, Published, Same, Settings
 from . import hunyuan15, layers
-from .autoencoders.hunyuan15 import VAE_DECODER, prepare_image_encoder
+from .autoencoders.hunyuan15 import VAE_DECODER, encode_picture
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,9 +49,7 @@ def encode_latent(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, tuple
     """An image in -1..1 by the cell, `[1, 3 * 16 * 16, h, w]`, to the mean of its latent `[1, 32, 1, h, w]`."""
     import torch
 
-    prepare_image_encoder(vae.encoder)
-    image = torch.nn.functional.pixel_shuffle(cells, STRIDE_HW)
-    return vae.encoder(image.unsqueeze(2)).chunk(2, dim=1)[0], ()
+    return encode_picture(vae, torch.nn.functional.pixel_shuffle(cells, STRIDE_HW)), ()
 
 
 def look(encoder: Any, pixels: "torch.Tensor") -> "tuple[torch.Tensor, None]":

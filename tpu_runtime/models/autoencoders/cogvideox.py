@@ -1,8 +1,10 @@
-"""CogVideoX's VAE: decoding two latent frames at a time, as upstream does, without what only a GPU needs; encoding one
-picture.
+"""CogVideoX's VAE: decoding two latent frames at a time, as upstream does; encoding one picture.
+
+Upstream also cuts large convolutions in pieces for CuDNN's sake, and carries caches of pointwise convolutions, which
+need none: full videos of 16 channels.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -68,88 +70,86 @@ def decode_next(
     is_first, has_alone, has_pair = (meant[0, index].amax() > 0 for index in range(3))
     given, kept = iter(memory), []
 
-    def convolve(conv: Any, inputs: "torch.Tensor", conv_cache: None = None) -> "tuple[torch.Tensor, None]":
+    def convolve(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
         """`CogVideoXCausalConv3d`, before the first frame of which that frame stands twice."""
-        opening = torch.where(has_alone, inputs[:, :, :1], inputs[:, :, 1:2]).repeat_interleave(2, dim=2)
+        opening = torch.where(has_alone, x[:, :, :1], x[:, :, 1:2]).repeat_interleave(2, dim=2)
         past = torch.where(is_first, opening, next(given, opening))
         # Between the first frame and the others.
-        out = convolved(conv.conv, inputs, past=past, past_at=1, kernel=True)
+        out = convolved(conv.conv, x, past=past, past_at=1, kernel=True)
         # What is kept is taken at once: else the compiler does it last, and keeps all inputs until then.
-        out, last = torch_bridge.call_jax(lambda *both: jax.lax.optimization_barrier(both), out, inputs[:, :, -2:])
+        out, last = torch_bridge.call_jax(lambda *both: jax.lax.optimization_barrier(both), out, x[:, :, -2:])
         kept.append(last)
-        return out, None
+        return out
 
-    prepare_decoder(vae.decoder, convolve, lambda frames: torch.stack([has_alone, *[has_pair] * (frames - 1)]))
+    def normalize(norm: Any, x: "torch.Tensor") -> "torch.Tensor":
+        counted = torch.stack([has_alone, *[has_pair] * (x.shape[2] - 1)])
+        return modulated_norm(norm, x, latents, counted)
+
+    def residual(block: Any, x: "torch.Tensor") -> "torch.Tensor":
+        """`CogVideoXResnetBlock3D`; its activations are in the norms."""
+        out = convolve(block.conv1, normalize(block.norm1, x))
+        out = convolve(block.conv2, normalize(block.norm2, out))
+        return out + (x if block.in_channels == block.out_channels else convolved(block.conv_shortcut, x, kernel=True))
+
+    decoder = vae.decoder
     if vae.post_quant_conv is not None:
         latents = vae.post_quant_conv(latents)
-    frames, _ = vae.decoder(latents)
+    x = convolve(decoder.conv_in, latents)
+    for block in (decoder.mid_block, *decoder.up_blocks):
+        for resnet in block.resnets:
+            x = residual(resnet, x)
+        for upsampler in getattr(block, "upsamplers", None) or ():
+            x = upsample(upsampler, x)
+    frames = convolve(decoder.conv_out, normalize(decoder.norm_out, x))
     return pixels(frames[0].permute(1, 2, 3, 0)), kept
 
 
-def prepare_decoder(decoder: Any, convolve: "Callable[..., Any]", counted: "Callable[[int], torch.Tensor]") -> None:
-    """Puts forms of upstream's layers that can be split over chips where upstream's cannot.
-
-    Upstream also cuts large convolutions in pieces for CuDNN's sake, and carries caches of pointwise convolutions,
-    which need none: full videos of 16 channels.
+def encode_picture(vae: Any, picture: "torch.Tensor") -> "torch.Tensor":
+    """A picture `[1, 3, height, width]` in -1..1, as a video of one frame, to mean and log variance of its latent
+    `[1, 2 * 16, 1, h, w]`.
     """
     import torch
-    from diffusers.models.autoencoders import autoencoder_kl_cogvideox as upstream
-    from diffusers.models.upsampling import CogVideoXUpsample3D
+    from torch.nn.functional import pad, silu
 
-    for module in decoder.modules():
-        if isinstance(module, upstream.CogVideoXSafeConv3d):
-            module.forward = partial(convolved, module, kernel=True)
-        elif isinstance(module, upstream.CogVideoXCausalConv3d):
-            # Upstream says that it returns a tensor; it returns caches too, as the norm does.
-            module.forward = partial(convolve, module)  # pyright: ignore[reportAttributeAccessIssue]
-        elif isinstance(module, upstream.CogVideoXSpatialNorm3D):
-            module.forward = partial(_normalise, counted, module)  # pyright: ignore[reportAttributeAccessIssue]
-        elif isinstance(module, torch.nn.SiLU):
-            module.forward = lambda input: input  # the norm before it has done it
-        elif isinstance(module, CogVideoXUpsample3D):
-            module.forward = partial(_upsample, module)
+    def convolve(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
+        """`CogVideoXCausalConv3d`: before the only frame it stands twice."""
+        return convolved(conv.conv, torch.cat([x, x, x], dim=2))
 
+    def residual(block: Any, x: "torch.Tensor") -> "torch.Tensor":
+        out = convolve(block.conv1, silu(normed(block.norm1, x)))
+        out = convolve(block.conv2, silu(normed(block.norm2, out)))
+        return out + (x if block.in_channels == block.out_channels else convolved(block.conv_shortcut, x))
 
-def prepare_image_encoder(encoder: Any) -> None:
-    """Makes upstream's encoder one for a single frame, that can be split over chips."""
-    import torch
-    from diffusers.models.autoencoders.autoencoder_kl_cogvideox import CogVideoXSafeConv3d
-    from diffusers.models.downsampling import CogVideoXDownsample3D
-
-    for module in encoder.modules():
-        if isinstance(module, CogVideoXSafeConv3d):
-            module.forward = partial(convolved, module)
-        elif isinstance(module, torch.nn.GroupNorm):
-            module.forward = partial(normed, module)
-        elif isinstance(module, CogVideoXDownsample3D):
-            module.forward = partial(_downsample_image, module)
+    encoder = vae.encoder
+    x = convolve(encoder.conv_in, picture.unsqueeze(2))
+    for block in (*encoder.down_blocks, encoder.mid_block):
+        for resnet in block.resnets:
+            x = residual(resnet, x)
+        for downsampler in getattr(block, "downsamplers", None) or ():
+            # Of one frame time does not become less.
+            x = downsampler.conv(pad(x[:, :, 0], (0, 1, 0, 1)))[:, :, None]
+    moments = convolve(encoder.conv_out, silu(normed(encoder.norm_out, x)))
+    return moments if vae.quant_conv is None else vae.quant_conv(moments)
 
 
-def _downsample_image(downsample: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """`CogVideoXDownsample3D` of one frame, of which time does not become less."""
-    import torch
-
-    return downsample.conv(torch.nn.functional.pad(x[:, :, 0], (0, 1, 0, 1)))[:, :, None]
-
-
-def _normalise(
-    counted: "Callable[[int], torch.Tensor]",
-    norm: Any,
-    hidden: "torch.Tensor",
-    latents: "torch.Tensor",
-    conv_cache: None = None,
-) -> "tuple[torch.Tensor, None]":
+def modulated_norm(
+    norm: Any, hidden: "torch.Tensor", latents: "torch.Tensor", counted: "torch.Tensor"
+) -> "torch.Tensor":
     """`CogVideoXSpatialNorm3D` and the activation after it. Scale and offset are of latent pixels, and are enlarged in
-    frames and columns; the rows that share them become a dimension, where all is one pass.
+    frames and columns; the rows that share them become a dimension, where all is one pass. Frames that are not
+    `counted` `[frames]` are left out of the norm's sums.
     """
     from ...programs import torch_bridge
 
     *_, frames, _, width = hidden.shape
     enlarge = partial(enlarged, size=(frames, latents.shape[3], width))
-    vectors = (torch_bridge.call_jax(enlarge, conv.conv(latents)) for conv in (norm.conv_y, norm.conv_b))
+    vectors = [
+        torch_bridge.call_jax(enlarge, convolved(conv.conv, latents, kernel=True))
+        for conv in (norm.conv_y, norm.conv_b)
+    ]
     group = norm.norm_layer
     run = partial(modulated, groups=group.num_groups, eps=group.eps)
-    return torch_bridge.call_jax(run, hidden, counted(frames), group.weight, group.bias, *vectors), None
+    return torch_bridge.call_jax(run, hidden, counted, group.weight, group.bias, *vectors)
 
 
 def modulated(
@@ -172,12 +172,12 @@ def modulated(
     return run(x, factor, bias - middle * factor, scale, offset)
 
 
-def _upsample(upsample: Any, inputs: "torch.Tensor") -> "torch.Tensor":
+def upsample(sampler: Any, x: "torch.Tensor") -> "torch.Tensor":
     """`CogVideoXUpsample3D`. Frames are repeated last: of equal ones its convolution makes equal ones."""
     from ...programs import torch_bridge
 
-    hidden = convolved(upsample.conv, inputs, doubled=True, kernel=True)
-    if not upsample.compress_time:
+    hidden = convolved(sampler.conv, x, doubled=True, kernel=True)
+    if not sampler.compress_time:
         return hidden
     *_, frames, height, width = hidden.shape
     return torch_bridge.call_jax(partial(enlarged, size=(2 * frames - frames % 2, height, width)), hidden)

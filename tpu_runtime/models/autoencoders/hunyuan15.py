@@ -1,7 +1,6 @@
 """HunyuanVideo 1.5's VAE: decoding one latent frame at a time, with its attention in pieces that fit."""
 
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
@@ -12,6 +11,9 @@ from .layers import convolved
 if TYPE_CHECKING:
     import jax
     import torch
+
+# What a module computes: `(module, x) -> x`.
+Layer = Callable[[Any, Any], Any]
 
 
 def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
@@ -46,7 +48,6 @@ def decode_next(
     the first of the four frames is meant, and it alone is remembered.
     """
     import torch
-    from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as upstream
 
     from ...programs import torch_bridge
 
@@ -55,12 +56,12 @@ def decode_next(
     seen = torch.cat([seen[:, :, 1:], torch.ones_like(seen[:, :, :1])], dim=2)
     kept = [seen]
 
-    def convolve_later(conv: Any, hidden_states: "torch.Tensor") -> "torch.Tensor":
-        alone = repeated(conv, hidden_states)
+    def convolve(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
+        alone = repeated(conv, x)
         past = torch.where(is_first, alone, next(given, alone))
-        x = torch.cat([past, hidden_states], dim=2)
+        x = torch.cat([past, x], dim=2)
         kept.append(torch.where(is_first, alone, x[:, :, -past.shape[2] :]))
-        return convolve(conv, x)
+        return convolve_all(conv, x)
 
     def attend(attention: Any, x: "torch.Tensor") -> "torch.Tensor":
         normed = attention.norm(x)
@@ -70,14 +71,59 @@ def decode_next(
         return attention.proj_out(torch_bridge.call_jax(attend_to_seen, attention.to_q(normed), *kept[-2:], seen)) + x
 
     decoder = vae.decoder
-    for module in decoder.modules():
-        if isinstance(module, upstream.HunyuanVideo15CausalConv3d):
-            module.forward = partial(convolve_later, module)
-        elif isinstance(module, upstream.HunyuanVideo15AttnBlock):
-            module.forward = partial(attend, module)
-        elif isinstance(module, upstream.HunyuanVideo15Upsample):
-            module.forward = partial(_upsample, module, is_first)
-    return pixels(decoder(latent)[0].permute(1, 2, 3, 0)), kept
+    x = convolve(decoder.conv_in, latent) + latent.repeat_interleave(decoder.repeat, dim=1)
+    x = middle(decoder.mid_block, x, convolve, attend)
+    for block in decoder.up_blocks:
+        for resnet in block.resnets:
+            x = residual(resnet, x, convolve)
+        for sampler in block.upsamplers or ():
+            x = upsampled(sampler, x, convolve(sampler.conv, x), is_first)
+    frames = convolve(decoder.conv_out, silu(decoder.norm_out(x)))
+    return pixels(frames[0].permute(1, 2, 3, 0)), kept
+
+
+def encode_picture(vae: Any, picture: "torch.Tensor") -> "torch.Tensor":
+    """A picture `[1, 3, height, width]` in -1..1, as a video of one frame, to the mean of its latent
+    `[1, 32, 1, h, w]`.
+    """
+    import torch
+
+    def convolve(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
+        return convolve_all(conv, torch.cat([repeated(conv, x), x], dim=2))
+
+    encoder = vae.encoder
+    x = convolve(encoder.conv_in, picture.unsqueeze(2))
+    for block in encoder.down_blocks:
+        for resnet in block.resnets:
+            x = residual(resnet, x, convolve)
+        for sampler in block.downsamplers or ():
+            x = downsampled(sampler, x, convolve(sampler.conv, x))
+    x = middle(encoder.mid_block, x, convolve, attend_to_image)
+    shortcut = x.unflatten(1, (-1, encoder.group_size)).mean(dim=2)
+    moments = convolve(encoder.conv_out, silu(encoder.norm_out(x))) + shortcut
+    return moments.chunk(2, dim=1)[0]
+
+
+def middle(block: Any, x: "torch.Tensor", convolve: Layer, attend: Layer) -> "torch.Tensor":
+    """`HunyuanVideo15MidBlock`."""
+    first, *others = block.resnets
+    x = residual(first, x, convolve)
+    for attention, resnet in zip(block.attentions, others, strict=True):
+        x = residual(resnet, attend(attention, x), convolve)
+    return x
+
+
+def residual(block: Any, x: "torch.Tensor", convolve: Layer) -> "torch.Tensor":
+    """`HunyuanVideo15ResnetBlock`."""
+    out = convolve(block.conv1, silu(block.norm1(x)))
+    out = convolve(block.conv2, silu(block.norm2(out)))
+    return out + (x if block.conv_shortcut is None else block.conv_shortcut(x))
+
+
+def silu(x: "torch.Tensor") -> "torch.Tensor":
+    import torch
+
+    return torch.nn.functional.silu(x)
 
 
 def repeated(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
@@ -85,46 +131,39 @@ def repeated(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
     return x[:, :, :1].repeat_interleave(conv.time_causal_padding[4], dim=2)
 
 
-def convolve(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """Upstream's causal convolution of `[1, dim, frames, h, w]`, the frames before it included."""
+def convolve_all(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
+    """`HunyuanVideo15CausalConv3d` of `[1, dim, frames, h, w]`, the frames before it included."""
     assert (conv.time_causal_padding[:4], conv.pad_mode) == ((1, 1, 1, 1), "replicate")
     return convolved(conv.conv, x, edges="replicate")
 
 
-def convolve_image(conv: Any, hidden_states: "torch.Tensor") -> "torch.Tensor":
-    """The same for a video of one frame."""
-    import torch
-
-    return convolve(conv, torch.cat([repeated(conv, hidden_states), hidden_states], dim=2))
-
-
-def prepare_image_encoder(encoder: Any) -> None:
-    """Makes upstream's encoder one for a single frame, that can be split over chips."""
-    from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as upstream
-
-    for module in encoder.modules():
-        if isinstance(module, upstream.HunyuanVideo15CausalConv3d):
-            module.forward = partial(convolve_image, module)
-        elif isinstance(module, upstream.HunyuanVideo15AttnBlock):
-            module.forward = partial(attend_to_image, module)
-
-
-def _upsample(upsample: Any, is_first: "torch.Tensor", x: "torch.Tensor") -> "torch.Tensor":
-    """Upstream's upsampling in space and, some, in time; the video's first frame alone is not doubled in time, here
-    repeated. What skips the convolution is added while frames are small: upstream moves both to the large ones.
+def upsampled(sampler: Any, x: "torch.Tensor", out: "torch.Tensor", is_first: "torch.Tensor") -> "torch.Tensor":
+    """`HunyuanVideo15Upsample` in space and, some, in time, of `x` and its convolution `out`; the video's first frame
+    alone is not doubled in time, here repeated. What skips the convolution is added while frames are small: upstream
+    moves both to the large ones.
     """
     import torch
 
-    enlarge, repeats = upsample._dcae_upsample_rearrange, upsample.repeats
-    out = upsample.conv(x)
+    enlarge, repeats = sampler._dcae_upsample_rearrange, sampler.repeats
     both = out + x.repeat_interleave(repeats, dim=1)
-    if not upsample.add_temporal_upsample:
+    if not sampler.add_temporal_upsample:
         return enlarge(both, r1=1, r2=2, r3=2)
     later = enlarge(both, r1=2, r2=2, r3=2)
     # Of four pixels' channels, those of the first of two frames.
     first = out[:, :, :1].unflatten(1, (4, 2, -1))[:, :, 0].flatten(1, 2)
     alone = enlarge(first + x[:, :, :1].repeat_interleave(repeats // 2, dim=1), r1=1, r2=2, r3=2)
     return torch.where(is_first, alone, later)
+
+
+def downsampled(sampler: Any, x: "torch.Tensor", out: "torch.Tensor") -> "torch.Tensor":
+    """`HunyuanVideo15Downsample` of a video's first frame `x` and its convolution `out`: time does not become less,
+    and where that of later frames would, the frame stands for two.
+    """
+    import torch
+
+    out, x = (sampler._dcae_downsample_rearrange(one, r1=1, r2=2, r3=2) for one in (out, x))
+    out = torch.cat([out, out], dim=1) if sampler.add_temporal_downsample else out
+    return out + x.unflatten(1, (out.shape[1], -1)).mean(dim=2)
 
 
 def attend_to_image(attention: Any, x: "torch.Tensor") -> "torch.Tensor":

@@ -1,6 +1,6 @@
-"""Wan's VAE: decoding one latent frame at a time. Wan 2.2's of 48 channels has shortcuts and patches beside."""
+"""Wan's VAE, one latent frame at a time. Wan 2.2's of 48 channels has shortcuts and patches too."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
@@ -58,12 +58,6 @@ def decode_next(
         kept.append(last)
         return out
 
-    def residual(block: Any, x: "torch.Tensor") -> "torch.Tensor":
-        out = convolve(block.conv1, silu(block.norm1(x)))
-        shortcut = block.conv_shortcut
-        shortcut = x if isinstance(shortcut, torch.nn.Identity) else convolved(shortcut, x, kernel=True)
-        return convolve(block.conv2, silu(block.norm2(out))) + shortcut
-
     def upsample(sampler: Any, x: "torch.Tensor") -> "torch.Tensor":
         if sampler.mode == "upsample3d":
             doubled = convolve(sampler.time_conv, x).unflatten(1, (2, -1)).movedim(1, 3).flatten(2, 3)
@@ -75,11 +69,11 @@ def decode_next(
     decoder = vae.decoder
     x = convolve(decoder.conv_in, vae.post_quant_conv(latent))
     (before, after), (attention,) = decoder.mid_block.resnets, decoder.mid_block.attentions
-    x = residual(after, attention(residual(before, x)))
+    x = residual(after, attention(residual(before, x, convolve)), convolve)
     for block in decoder.up_blocks:
         small = x
         for resnet in block.resnets:
-            x = residual(resnet, x)
+            x = residual(resnet, x, convolve)
         for sampler in getattr(block, "upsamplers", None) or ():
             x = upsample(sampler, x)
         if getattr(block, "avg_shortcut", None) is not None:
@@ -113,41 +107,61 @@ def unpatched(patches: "torch.Tensor", size: int) -> "torch.Tensor":
     return pixels.flatten(3, 4).flatten(1, 2)
 
 
-def prepare_encoder(encoder: Any) -> None:
-    """Puts our convolution in place of upstream's."""
-    from functools import partial
+def encode_next(
+    vae: Any, frames: "torch.Tensor", memory: "Sequence[torch.Tensor]" = ()
+) -> "tuple[torch.Tensor, list[torch.Tensor]]":
+    """The next frames `[1, channels, frames, height, width]` in -1..1, the video's first alone and later ones by four,
+    to the mean of their latent frame, and the memory after them.
 
-    from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanResample
-
-    for module in encoder.modules():
-        if isinstance(module, WanCausalConv3d):
-            module.forward = partial(_causally_convolved if module.stride[0] == 1 else _thinned, module)
-        elif isinstance(module, WanResample):
-            _, conv = module.resample.children()  # after upstream's padding
-            module.resample.forward = partial(_halved, conv)
-
-
-def _halved(conv: Any, input: "torch.Tensor") -> "torch.Tensor":
-    """Downsampling of `[frames, channels, height, width]`, each by itself."""
-    return convolved(conv, input.movedim(0, 1)[None], halved=True, kernel=True)[0].movedim(0, 1)
-
-
-def _thinned(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """A convolution of stride 2 in time."""
-    return convolved(conv, x, kernel=True)[:, :, ::2]
-
-
-def _causally_convolved(conv: Any, x: "torch.Tensor", cache_x: "torch.Tensor | None" = None) -> "torch.Tensor":
-    """`WanCausalConv3d` after the frames of `cache_x`; before them all there is nothing."""
+    `memory` is, in the order of use, the last two inputs of each causal convolution, and the last one of those that
+    halve time; nothing before the first frame.
+    """
     import torch
+    from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample
+    from torch.nn.functional import silu
 
-    before = conv.kernel_size[0] - 1
-    if not before:
-        return convolved(conv, x, kernel=True)
-    past = x[:, :, :0] if cache_x is None else cache_x
-    missing = before - past.shape[2]
-    past = torch.nn.functional.pad(past, (0, 0, 0, 0, missing, 0)) if missing else past
-    return convolved(conv, x, past=past, kernel=True)
+    given, kept = iter(memory), []
+
+    def convolve(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
+        blank = torch.zeros_like(x[:, :, :1])
+        past = next(given, torch.cat([blank, blank], dim=2))
+        kept.append(torch.cat([past[:, :, len(x[0, 0]) :], x[:, :, -2:]], dim=2))
+        return convolved(conv, x, past=past, kernel=True)
+
+    def downsample(sampler: Any, x: "torch.Tensor") -> "torch.Tensor":
+        x = convolved(sampler.resample[1], x, halved=True, kernel=True)
+        if sampler.mode == "downsample2d":
+            return x
+        kept.append(x[:, :, -1:])
+        # The video's first frame is a latent frame by itself.
+        return convolved(sampler.time_conv, x, past=next(given), kernel=True)[:, :, ::2] if memory else x
+
+    encoder = vae.encoder
+    x = convolve(encoder.conv_in, frames)
+    for block in encoder.down_blocks:
+        if vae.config.is_residual:
+            large = x
+            for resnet in block.resnets:
+                x = residual(resnet, x, convolve)
+            x = x if block.downsampler is None else downsample(block.downsampler, x)
+            x = x + block.avg_shortcut(large)
+        else:
+            x = downsample(block, x) if isinstance(block, WanResample) else residual(block, x, convolve)
+    (before, after), (attention,) = encoder.mid_block.resnets, encoder.mid_block.attentions
+    x = residual(after, attention(residual(before, x, convolve)), convolve)
+    moments = vae.quant_conv(convolve(encoder.conv_out, silu(encoder.norm_out(x))))
+    return moments.chunk(2, dim=1)[0], kept
+
+
+def residual(block: Any, x: "torch.Tensor", convolve: "Callable[[Any, torch.Tensor], torch.Tensor]") -> "torch.Tensor":
+    """`WanResidualBlock`; `convolve(conv, x)` is a causal convolution that remembers what came before."""
+    import torch
+    from torch.nn.functional import silu
+
+    out = convolve(block.conv1, silu(block.norm1(x)))
+    shortcut = block.conv_shortcut
+    shortcut = x if isinstance(shortcut, torch.nn.Identity) else convolved(shortcut, x, kernel=True)
+    return convolve(block.conv2, silu(block.norm2(out))) + shortcut
 
 
 def denormalize_latents(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":

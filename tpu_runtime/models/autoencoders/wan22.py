@@ -36,11 +36,9 @@ def encode_first(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, None]"
     import torch
     from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 
-    wan.prepare_encoder(vae.encoder)
     image = torch.nn.functional.pixel_shuffle(cells[:, :, 0], STRIDE_HW).unsqueeze(2)
-    caches = [None] * vae._cached_conv_counts["encoder"]
-    moments = vae.quant_conv(vae.encoder(patchify(image, vae.config.patch_size), feat_cache=caches, feat_idx=[0]))
-    return moments.chunk(2, dim=1)[0], None
+    latent, _ = wan.encode_next(vae, patchify(image, vae.config.patch_size))
+    return latent, None
 
 
 # Those of `vae22_diffusers_config` in diffusers' `scripts/convert_wan_to_diffusers.py`.

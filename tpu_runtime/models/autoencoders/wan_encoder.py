@@ -27,7 +27,7 @@ def encode_image(
     """The picture as the first frame of a video that is grey after it, encoded; and the mask of what is given. A second
     picture is the last frame.
 
-    One latent frame a call, the causal caches carried from one to the next: from 1 frame, then from 4 each.
+    One latent frame a call, what later ones look back at carried from one to the next: from 1 frame, then from 4 each.
     """
     import numpy as np
     import torch
@@ -35,13 +35,13 @@ def encode_image(
     # Pixels travel by the cell of 8 x 8 that becomes a latent: so they are split over chips as latents are.
     cells = torch.nn.functional.pixel_unshuffle(image.movedim(-1, 1) * 2.0 - 1.0, STRIDE_HW)
     first, *last = cells.unsqueeze(2).split(1)
-    latent, caches = call("vae_encoder", encode_first, first, partition="spatial")
+    latent, memory = call("vae_encoder", encode_first, first, partition="spatial")
     latents = [latent]
     for _ in range((settings.num_frames - 1) // STRIDE_T - len(last)):
-        latent, caches = call("vae_encoder", encode_grey, caches, partition="spatial", carries=True)
+        latent, memory = call("vae_encoder", encode_grey, memory, partition="spatial", carries=True)
         latents.append(latent)
     for end in last:
-        latent, _ = call("vae_encoder", encode_last, end, caches, partition="spatial", carries=True)
+        latent, _ = call("vae_encoder", encode_last, end, memory, partition="spatial", carries=True)
         latents.append(latent)
     video = torch.from_numpy(np.concatenate(latents, axis=2))
     mean, std = wan.latent_stats(vae_config)
@@ -52,65 +52,35 @@ def encode_image(
     return {"condition": torch.cat([mask, (video - mean) * (1.0 / std)], dim=1).numpy()}
 
 
-def encode_next(vae: Any, frames: "torch.Tensor", caches: list) -> "tuple[torch.Tensor, list]":
-    """Frames `[1, 3, frames, height, width]` in -1..1 to the mean of one latent frame `[1, 16, 1, h, w]`.
-
-    `caches` is upstream's `feat_cache`: None before the first chunk, then what the last chunk returned.
-    """
-    wan.prepare_encoder(vae.encoder)
-    caches = list(caches)
-    moments = vae.quant_conv(vae.encoder(frames, feat_cache=caches, feat_idx=[0]))
-    return moments.chunk(2, dim=1)[0], caches
-
-
-def encode_grey(vae: Any, caches: list) -> "tuple[torch.Tensor, list]":
+def encode_grey(vae: Any, memory: "list[torch.Tensor]") -> "tuple[torch.Tensor, list[torch.Tensor]]":
     """Four frames of zeros, which is what follows the image."""
-    return encode_next(vae, grey(STRIDE_T, caches), caches)
+    return wan.encode_next(vae, grey(STRIDE_T, memory), memory)
 
 
-def encode_last(vae: Any, cells: "torch.Tensor", caches: list) -> "tuple[torch.Tensor, list]":
+def encode_last(
+    vae: Any, cells: "torch.Tensor", memory: "list[torch.Tensor]"
+) -> "tuple[torch.Tensor, list[torch.Tensor]]":
     """Three frames of zeros and the last image, by the cell: `[1, 3 * 8 * 8, 1, h, w]`."""
     import torch
 
     image = torch.nn.functional.pixel_shuffle(cells[:, :, 0], STRIDE_HW).unsqueeze(2)
-    return encode_next(vae, torch.cat([grey(STRIDE_T - 1, caches), image], dim=2), caches)
+    return wan.encode_next(vae, torch.cat([grey(STRIDE_T - 1, memory), image], dim=2), memory)
 
 
-def grey(number: int, caches: list) -> "torch.Tensor":
+def grey(number: int, memory: "list[torch.Tensor]") -> "torch.Tensor":
     """Frames of zeros, of the size of those that were seen."""
     import torch
 
-    seen = caches[0]
+    seen = memory[0]
     return torch.zeros((*seen.shape[:2], number, *seen.shape[3:]), dtype=seen.dtype, device=seen.device)
 
 
-def encode_first(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, list]":
-    """The image, by the cell: `[1, 3 * 8 * 8, 1, h, w]`. Its caches come out in the shape that later ones have."""
+def encode_first(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
+    """The image, by the cell: `[1, 3 * 8 * 8, 1, h, w]`."""
     import torch
 
-    from ...programs import torch_bridge
-
-    def first(cells: "torch.Tensor") -> "tuple[torch.Tensor, list]":
-        image = torch.nn.functional.pixel_shuffle(cells[:, :, 0], STRIDE_HW)
-        return encode_next(vae, image.unsqueeze(2), [None] * vae._cached_conv_counts["encoder"])
-
-    latent, caches = first(cells)
-    later = torch_bridge.shapes(lambda cells: encode_grey(vae, first(cells)[1])[1], cells)
-    return latent, lengthened(caches, later, cells)
-
-
-def lengthened(caches: list, shapes: list, like: "torch.Tensor") -> "list[torch.Tensor | None]":
-    """The first chunk's causal caches in the `shapes` of later ones, zeros in front; `like` has the format."""
-    import torch
-
-    def lengthen(cache: Any, shape: tuple[int, ...] | None) -> "torch.Tensor | None":
-        if shape is None:  # upstream counts a cache for every convolution; the 1x1x1 shortcuts use none
-            return None
-        kept = cache.shape[2] if isinstance(cache, torch.Tensor) else 0
-        missing = torch.zeros((*shape[:2], shape[2] - kept, *shape[3:]), dtype=like.dtype, device=like.device)
-        return torch.cat([missing, cache], dim=2) if kept else missing
-
-    return [lengthen(cache, shape) for cache, shape in zip(caches, shapes, strict=True)]
+    image = torch.nn.functional.pixel_shuffle(cells[:, :, 0], STRIDE_HW)
+    return wan.encode_next(vae, image.unsqueeze(2))
 
 
 VAE_ENCODER = replace(
