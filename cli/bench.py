@@ -5,7 +5,6 @@ sizes run, which shows that the command works, and nothing else.
 """
 
 import argparse
-import functools
 import itertools
 import json
 import statistics
@@ -17,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..tpu_runtime.pipeline import CHOICES, SPECS, STAGES, ModelSpec, Settings, spec_of
 from ..tpu_runtime.pipeline import resolve_precision as resolve
+from . import verify
+from .stand_ins import arguments, random
 from .verbs import add_inputs, given_inputs, model_folders, print_now
 
 if TYPE_CHECKING:
-    import jax
-
     from ..sharding.mesh import Device
     from ..tpu_runtime.pipeline import Compiled, Measured, Program
 
@@ -34,6 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", default=",".join(STAGES), metavar="A,B", help=f"default {','.join(STAGES)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON, for a report")
     parser.add_argument("--no-prediction", action="store_true", help="leave out what the compiler predicts (minutes)")
+    parser.add_argument(
+        "--verify", action="store_true", help="one block in every form of a step: do they agree, what is each worth"
+    )
+    parser.add_argument("--topology", metavar="NAME", help="with --verify: compile for these chips, such as v6e:2x4")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -41,9 +44,13 @@ def run(options: argparse.Namespace) -> int:
     import jax
 
     spec = spec_of(options.model, model_folders())
-    widgets = given_inputs(options, spec)
     if options.runs < 1:
         raise ValueError(f"--runs is {options.runs}; it must be at least 1.")
+    if options.verify:
+        return verify.run(options, spec)
+    if options.topology:
+        raise ValueError("--topology is for --verify; what a model takes on other chips is said by `comfyui-tpu plan`.")
+    widgets = given_inputs(options, spec)
     stages = tuple(name.strip() for name in options.stages.split(",") if name.strip())
     if not stages or set(stages) - set(STAGES):
         raise ValueError(f"--stages is {options.stages!r}; it must be some of {', '.join(STAGES)}.")
@@ -84,7 +91,7 @@ def measure(
             started = time.monotonic()
             executable = program.compile()
             compile_s = time.monotonic() - started
-            weights = weights or {name: _random(want, 0.02) for name, want in (program.weights or {}).items()}
+            weights = weights or {name: random(want, 0.02) for name, want in (program.weights or {}).items()}
             seconds = list(_timed(program, executable, weights, runs))
             print_now(f"{program.name}: compiled in {compile_s:.0f} s, {statistics.median(seconds):.4f} s")
             row = MeasuredProgram(
@@ -111,45 +118,11 @@ def _timed(program: "Program", executable: Any, weights: Any, runs: int) -> Iter
     import jax
 
     for index in range(1 + runs):
-        args = jax.block_until_ready(_arguments(program))
+        args = jax.block_until_ready(arguments(program))
         started = time.perf_counter()
         jax.block_until_ready(executable(weights, *args))
         if index:
             yield time.perf_counter() - started
-
-
-def _arguments(program: "Program") -> tuple[Any, ...]:
-    """Random numbers of deviation 1; lengths of texts are the longest; other integers are 1."""
-    import jax
-
-    from ..tpu_runtime.pipeline import StepArgs
-
-    args = jax.tree.map(lambda want: _random(want, 1.0), program.args)
-    if isinstance(args, StepArgs):
-        lengths = {f"{name}_length": value.shape[1] for name, value in args.inputs.items() if value.ndim == 3}
-        inputs = {name: value * lengths.get(name, 1) for name, value in args.inputs.items()}
-        args = args._replace(inputs=inputs)
-    return tuple(args)
-
-
-def _random(want: Any, deviation: float) -> "jax.Array":
-    """An array as `want` describes it, made where it is placed."""
-    return _maker(want.shape, want.dtype, want.sharding)(deviation)
-
-
-@functools.cache
-def _maker(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
-    import jax
-    import jax.numpy as jnp
-
-    def make(deviation: Any) -> Any:
-        if not jnp.issubdtype(dtype, jnp.floating):
-            return jnp.ones(shape, dtype)
-        # XLA's own generator: the usual one takes longer than the programs.
-        key = jax.random.key(0, impl="unsafe_rbg")
-        return (deviation * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
-
-    return jax.jit(make, out_shardings=sharding)
 
 
 def _fullest(devices: "Sequence[Device]") -> int | None:

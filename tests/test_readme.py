@@ -21,6 +21,7 @@ MARKS = {
 }
 HERE = "tests/test_readme.py::test_a_command_has_the_options_that_are_shown"
 BENCH = "tests/cli/test_bench.py::test_every_program_of_the_miniature_is_timed_and_recorded"
+VERIFY = "tests/cli/test_verify.py::test_forms_of_the_miniature_agree_and_are_recorded"
 DOCTOR = "tests/cli/test_doctor.py::test_a_machine_that_is_well_needs_nothing"
 DOCTOR_JSON = "tests/cli/test_doctor.py::test_json_has_every_finding_and_advice_is_no_fault"
 DOCTOR_START = "tests/cli/test_doctor.py::test_jax_is_started_only_when_asked_and_an_abort_of_it_is_a_finding"
@@ -51,6 +52,7 @@ SHOWN = {
     "comfyui-tpu selftest --report FILE": SELFTEST,
     "comfyui-tpu bench wan2.1-t2v-14b": TPU,
     "comfyui-tpu bench MODEL [--json FILE]": BENCH,
+    "comfyui-tpu bench MODEL --verify [--json FILE]": VERIFY,
     "comfyui-tpu download wan2.1-t2v-14b": NETWORK,
     "comfyui-tpu download MODEL [--to DIR]": DOWNLOAD,
     "comfyui-tpu download MODEL": DOWNLOAD,

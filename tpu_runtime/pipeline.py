@@ -74,9 +74,9 @@ if TYPE_CHECKING:
     from .plan import report as plan_report
     from .plan.compile import Compiled
     from .plan.measured import Measured, MeasuredProgram
-    from .programs import generation
+    from .programs import executables, generation
     from .programs.denoise_step import StepArgs
-    from .programs.program import Program
+    from .programs.program import Program, Target
     from .remote.client import Client
 
 # What imports torch or JAX: the module, and what of it if not all.
@@ -92,9 +92,11 @@ _LATER = {
     "Compiled": ("plan.compile", "Compiled"),
     "Measured": ("plan.measured", "Measured"),
     "MeasuredProgram": ("plan.measured", "MeasuredProgram"),
+    "executables": ("programs.executables", ""),
     "generation": ("programs.generation", ""),
     "StepArgs": ("programs.denoise_step", "StepArgs"),
     "Program": ("programs.program", "Program"),
+    "Target": ("programs.program", "Target"),
 }
 
 

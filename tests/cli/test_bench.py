@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_tpu.cli import bench
+from comfyui_tpu.cli import bench, stand_ins
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.plan import measured
@@ -94,7 +94,7 @@ def test_texts_are_taken_as_whole_ones():
     spec = bench._miniature(spec_by_name("wan2.1-t2v-14b"))
     settings = spec.settings(**{**spec.miniature.inputs, "num_frames": 5})
     (step,) = generation.for_spec(spec, settings, jax.devices()[:1], precision="float32", stages=("denoise",))
-    inputs = bench._arguments(step)[step.args._fields.index("inputs")]
+    inputs = stand_ins.arguments(step)[step.args._fields.index("inputs")]
     assert inputs["text_length"].tolist() == [512, 512]
 
 

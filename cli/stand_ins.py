@@ -1,0 +1,43 @@
+"""Random weights and inputs for a program, made where they are placed: nothing is read, nothing crosses the host."""
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax
+
+    from ..tpu_runtime.pipeline import Program
+
+
+def arguments(program: "Program") -> tuple[Any, ...]:
+    """Random numbers of deviation 1; lengths of texts are the longest; other integers are 1."""
+    import jax
+
+    from ..tpu_runtime.pipeline import StepArgs
+
+    args = jax.tree.map(lambda want: random(want, 1.0), program.args)
+    if isinstance(args, StepArgs):
+        lengths = {f"{name}_length": value.shape[1] for name, value in args.inputs.items() if value.ndim == 3}
+        inputs = {name: value * lengths.get(name, 1) for name, value in args.inputs.items()}
+        args = args._replace(inputs=inputs)
+    return tuple(args)
+
+
+def random(want: Any, deviation: float) -> "jax.Array":
+    """An array as `want` describes it, made where it is placed."""
+    return _maker(want.shape, want.dtype, want.sharding)(deviation)
+
+
+@functools.cache
+def _maker(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    def make(deviation: Any) -> Any:
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return jnp.ones(shape, dtype)
+        # XLA's own generator: the usual one takes longer than the programs.
+        key = jax.random.key(0, impl="unsafe_rbg")
+        return (deviation * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
+
+    return jax.jit(make, out_shardings=sharding)

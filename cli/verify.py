@@ -1,0 +1,316 @@
+"""`comfyui-tpu bench MODEL --verify`: one block of a denoiser, at its real size, in every form that a step takes.
+
+Each group of compiler options and each kernel is left out in turn. The results must agree, and the times say what each
+is worth on this machine. Weights are random, made on the chips; nothing is downloaded. With `--topology` the forms are
+compiled for described chips, and times are the compiler's predictions.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ..tpu_runtime.pipeline import GIB, ModelSpec, Settings, fallbacks
+from ..tpu_runtime.pipeline import resolve_precision as resolve
+from .stand_ins import arguments, random
+from .verbs import given_inputs, print_now
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
+    from ..sharding.mesh import Device
+    from ..tpu_runtime.pipeline import Program
+
+SCHEMA = 1
+# How far forms may be apart, as the root mean square of the difference, of that of the values: what rounding in this
+# precision makes of one block, with a factor of at least 4 over what was seen.
+BOUNDS = {"bfloat16": 2**-5, "float32": 2**-14}
+# Steps of the loop; its first one is not timed.
+LOOP_STEPS = 6
+# The part of a video on which XLA computes in place of kernels: of all its tokens it may have no room.
+PART_FRAMES = 17
+CHOSEN, PART = "as chosen", " (part)"
+# The switches of those that denoisers have; other kernels are of autoencoders.
+KERNELS = ("attention", "prologue", "residual_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variation:
+    """A form of the step: what it does without, and whether it is of a part of the tokens."""
+
+    name: str
+    without: fallbacks.Fallbacks
+    is_part: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What became of a form. `difference` is from the chosen one of the same size (see `BOUNDS`); None for that one,
+    and where nothing ran. `problem` says what is wrong with the form, and is empty where nothing is.
+    """
+
+    name: str
+    compile_s: float
+    median_s: float | None
+    predicted_s: float | None
+    peak_bytes: int | None
+    difference: float | None
+    problem: str
+
+
+def run(options: argparse.Namespace, spec: ModelSpec) -> int:
+    """Exit code 1 where forms disagree. Errors of the user are `ValueError`."""
+    import jax
+
+    from ..tpu_runtime.pipeline import chips, versions
+
+    widgets = given_inputs(options, spec)
+    described = chips.topology(options.topology) if options.topology else None
+    devices = chips.compile_devices(described) if described else tuple(jax.devices())
+    is_tiny = devices[0].platform != "tpu"
+    settings = spec.settings(**{**(spec.miniature.inputs if is_tiny else {}), **widgets})
+    precision = resolve(options.precision, devices[0].platform)
+    model = one_block(spec, is_tiny)
+    check = StepForms(model, devices, precision, runs=options.runs)
+    wanted = variations(check.program(settings, Variation(name=CHOSEN, without=fallbacks.from_environment())), is_tiny)
+    sizes = {False: settings, True: part_of(spec, settings)}
+    rows = tuple(check.predicted(wanted, sizes, described) if described else check.measured(wanted, sizes))
+    loop = None if described else check.loop(settings)
+    record = {
+        "schema": SCHEMA, "label": "predicted" if described else "measured", "model": spec.name, "is_tiny": is_tiny,
+        "settings": asdict(settings), "device_kind": devices[0].device_kind, "num_devices": len(devices),
+        "precision": precision, "versions": versions.of_results(), "forms": [asdict(row) for row in rows],
+        "loop": loop, "memory": {} if described else memory(devices),
+    }  # fmt: skip
+    print_now("\n" + text(spec, record, rows))
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        print_now(f"written: {options.json}")
+    return 1 if any(row.problem for row in rows) else 0
+
+
+def one_block(spec: ModelSpec, is_tiny: bool) -> ModelSpec:
+    """The model with one block of each kind in its denoisers, as wide as it is."""
+
+    def lessened(config: Mapping[str, Any]) -> dict[str, Any]:
+        return {**config, **{key: 1 for key in config if re.fullmatch(r"num_(single_)?layers", key)}}
+
+    parts = tuple(
+        replace(part, config=lessened(part.tiny if is_tiny else part.config))
+        if part.name in spec.denoiser.experts
+        else replace(part, config=part.tiny if is_tiny else part.config)
+        for part in spec.components
+    )
+    return replace(spec, components=parts)
+
+
+def part_of(spec: ModelSpec, settings: Settings) -> Settings:
+    """The first frames of a video; a picture is small enough."""
+    if spec.is_image:
+        return settings
+    limit = spec.inputs["num_frames"]
+    frames = next(count for count in range(min(PART_FRAMES, settings.num_frames), 0, -1) if not limit.problem(count))
+    return replace(settings, num_frames=frames)
+
+
+def variations(chosen: "Program", is_tiny: bool) -> Iterator[Variation]:
+    """The chosen form; without each group of its options, and without all; and of a part of the tokens, which XLA has
+    room for, without each kernel, and without all. `chosen` is the program of the first.
+    """
+    own = fallbacks.from_environment()
+    yield Variation(name=CHOSEN, without=own)
+    groups = [
+        group
+        for group, begins in fallbacks.OPTIONS.items()
+        if any(option.startswith(begins) for option in chosen.compiler_options)
+    ]
+    for each in _each_and_all(groups):
+        yield Variation(name=f"without {', '.join(each)}", without=own | _off(fallbacks.OPTIONS_VARIABLE, each))
+    yield Variation(name=CHOSEN + PART, without=own, is_part=True)
+    # Without a TPU the attention kernel alone can be interpreted.
+    for each in _each_and_all(KERNELS[:1] if is_tiny else KERNELS):
+        without = own | _off(fallbacks.KERNELS_VARIABLE, each)
+        yield Variation(name=f"without the kernels {', '.join(each)}{PART}", without=without, is_part=True)
+
+
+def _each_and_all(names: Sequence[str]) -> list[Sequence[str]]:
+    return [*([name] for name in names), *([names] if len(names) > 1 else [])]
+
+
+def _off(variable: str, names: Sequence[str]) -> fallbacks.Fallbacks:
+    """As the owner of a machine switches it off."""
+    return fallbacks.from_environment({variable: ",".join(f"-{name}" for name in names)})
+
+
+class StepForms:
+    """Forms of one step on one set of devices."""
+
+    def __init__(self, spec: ModelSpec, devices: "Sequence[Device]", precision: Any, runs: int) -> None:
+        self.spec, self.devices, self.precision, self.runs = spec, tuple(devices), precision, runs
+        # Without a TPU kernels are interpreted, else nothing would be compared.
+        self.kernel = "auto" if devices[0].platform == "tpu" else "pallas"
+
+    def program(self, settings: Settings, variation: Variation) -> "Program":
+        from ..tpu_runtime.pipeline import Target, generation
+
+        plan = generation.Denoising.published(self.spec, settings)
+        target = Target(devices=self.devices, precision=self.precision, kernel=self.kernel, fallbacks=variation.without)
+        return plan.program(plan.parts[0], target, plan.shape())
+
+    def predicted(
+        self, wanted: "Iterator[Variation]", sizes: Mapping[bool, Settings], topology: Any
+    ) -> Iterator[Verified]:
+        from ..tpu_runtime.pipeline import compiling, plan
+
+        for variation in wanted:
+            done = compiling.compile_program(self.program(sizes[variation.is_part], variation), topology)
+            (row,) = plan.predict([done], topology, lambda line: None)
+            yield self._said(
+                Verified(
+                    name=variation.name, compile_s=done.compile_s, median_s=None, predicted_s=row.predicted_s,
+                    peak_bytes=done.memory.peak, difference=None, problem=done.refusal,
+                )
+            )  # fmt: skip
+
+    def measured(self, wanted: "Iterator[Variation]", sizes: Mapping[bool, Settings]) -> Iterator[Verified]:
+        """Each form's time, and its difference from the chosen one of its size."""
+        chosen: dict[bool, np.ndarray] = {}
+        for variation in wanted:
+            program = self.program(sizes[variation.is_part], variation)
+            started = time.monotonic()
+            try:
+                row, values = self._one(variation, program, started, chosen.get(variation.is_part))
+                chosen.setdefault(variation.is_part, values)
+            except Exception as error:  # of any kind: the other forms still say something
+                first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+                row = Verified(
+                    name=variation.name, compile_s=time.monotonic() - started, median_s=None, predicted_s=None,
+                    peak_bytes=None, difference=None, problem=f"does not run: {first[:200]}",
+                )  # fmt: skip
+            yield self._said(row)
+
+    def _one(
+        self, variation: Variation, program: "Program", started: float, chosen: "np.ndarray | None"
+    ) -> "tuple[Verified, np.ndarray]":
+        import jax
+        import numpy as np
+
+        from ..tpu_runtime.pipeline import compiling
+
+        executable = program.compile()
+        compile_s, weights, seconds, values = time.monotonic() - started, weights_of(program), [], None
+        for index in range(1 + self.runs):
+            args = jax.block_until_ready(arguments(program))
+            begun = time.perf_counter()
+            *_, denoised, is_finite = jax.block_until_ready(executable(weights, *args))
+            if index:  # the first one warms up
+                seconds.append(time.perf_counter() - begun)
+            values = np.asarray(denoised, np.float64)
+        assert values is not None
+        row = Verified(
+            name=variation.name, compile_s=compile_s, median_s=statistics.median(seconds), predicted_s=None,
+            peak_bytes=compiling.memory_of(program, executable).peak,
+            difference=None if chosen is None else apart(values, chosen), problem="",
+        )  # fmt: skip
+        if not bool(is_finite):
+            return replace(row, problem="values are not finite"), values
+        bound = BOUNDS[self.precision]
+        if row.difference is not None and not row.difference <= bound:
+            return replace(row, problem=f"differs by {row.difference:.1e}, where {bound:.1e} may be rounding"), values
+        return row, values
+
+    def loop(self, settings: Settings) -> dict[str, Any]:
+        """Steps in a row as a sampler runs them: compiled through the caches, the state donated, each waited for."""
+        from ..tpu_runtime.pipeline import StepArgs, executables
+
+        program = self.program(settings, Variation(name=CHOSEN, without=fallbacks.from_environment()))
+        executable, is_new = executables.obtain(program)
+        weights, args, seconds = weights_of(program), StepArgs(*arguments(program)), []
+        for index in range(LOOP_STEPS):
+            begun = time.perf_counter()
+            *state, _, is_finite = executable(weights, *args)
+            args = args._replace(state=tuple(state))
+            bool(is_finite)  # waits, as the sampler does
+            if index:
+                seconds.append(time.perf_counter() - begun)
+        return {"steps": len(seconds), "median_s": statistics.median(seconds), "was_compiled": is_new}
+
+    def _said(self, row: Verified) -> Verified:
+        seconds = row.median_s if row.median_s is not None else row.predicted_s
+        print_now(f"{row.name}: compiled in {row.compile_s:.0f} s, {_seconds(seconds)} s {row.problem}".rstrip())
+        return row
+
+
+def apart(values: "np.ndarray", others: "np.ndarray") -> float:
+    """The root mean square of the difference, of that of `others`."""
+    import numpy as np
+
+    return float(np.linalg.norm(values - others) / max(float(np.linalg.norm(others)), 1e-30))
+
+
+def weights_of(program: "Program") -> dict[str, "jax.Array"]:
+    """Random weights with which every part of a block counts: products keep the size of their inputs, and norms, gates
+    and biases are of deviation 1.
+    """
+
+    def deviation(want: Any) -> float:
+        matrix = len(want.shape) >= 2 and min(want.shape[-2:]) > 8
+        return float(want.shape[-1]) ** -0.5 if matrix else 1.0
+
+    return {name: random(want, deviation(want)) for name, want in (program.weights or {}).items()}
+
+
+def memory(devices: "Sequence[Device]") -> dict[str, int]:
+    """The most of each that one device says: in use, and reserved for programs."""
+    names = ("bytes_limit", "peak_bytes_in_use", "peak_bytes_reserved", "bytes_in_use", "bytes_reserved")
+    stats = [device.memory_stats() or {} for device in devices]
+    return {
+        name: max(int(one[name]) for one in stats if name in one) for name in names if any(name in s for s in stats)
+    }
+
+
+def text(spec: ModelSpec, record: Mapping[str, Any], rows: Sequence[Verified]) -> str:
+    """The readable report."""
+    from ..tpu_runtime.pipeline import plan_report as report
+
+    said = record["label"]
+    head = ("form of the step", "compile", "GiB", said, "of the chosen", "difference")
+    times = {row.name: row.median_s if row.median_s is not None else row.predicted_s for row in rows}
+
+    def share(row: Verified) -> str:
+        own, chosen = times[row.name], times.get(CHOSEN + PART * row.name.endswith(PART))
+        return f"{100 * own / chosen:.0f} %" if own and chosen else "-"
+
+    table = [
+        (
+            row.name, f"{row.compile_s:.0f} s", "-" if row.peak_bytes is None else report.gib(row.peak_bytes),
+            _seconds(times[row.name]), share(row), "-" if row.difference is None else f"{row.difference:.1e}",
+        )
+        for row in rows
+    ]  # fmt: skip
+    lines = [
+        f"One block of {'the miniature of ' * record['is_tiny']}{spec.title} on {record['num_devices']} x "
+        f"{record['device_kind']}, {record['precision']}; seconds are {said}"
+        + (", on no TPU: they say nothing of speed." if record["is_tiny"] else "."),
+        "",
+        *report.table([head, *table]),
+        "",
+    ]
+    if loop := record["loop"]:
+        lines.append(
+            f"{loop['steps']} steps in a row, as a sampler runs them: {loop['median_s']:.4f} s each, the program "
+            + ("compiled." if loop["was_compiled"] else "from the cache.")
+        )
+    lines += [f"{name}: {value / GIB:.2f} GiB on the fullest device." for name, value in record["memory"].items()]
+    wrong = [f"{row.name}: {row.problem}." for row in rows if row.problem]
+    return "\n".join([*lines, *(wrong or ["All forms agree." if said == "measured" else "All forms compile."])])
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

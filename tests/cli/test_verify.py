@@ -1,0 +1,146 @@
+"""`comfyui-tpu bench --verify`: forms of a step that agree, one that does not, one that does not run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from comfyui_tpu.cli import verify
+from comfyui_tpu.cli.main import main
+from comfyui_tpu.kernels import attention
+from comfyui_tpu.tpu_runtime.cost_model import chips
+from comfyui_tpu.tpu_runtime.machine.fallbacks import Fallbacks
+from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
+from comfyui_tpu.tpu_runtime.programs.program import Program
+
+MODEL = "cogvideox1.5-5b"
+WORDS = ["bench", MODEL, "--verify", "--runs", "1", "--num-frames", "9"]
+
+
+def verified(tmp_path: Path) -> dict[str, Any]:
+    """The record of a run; its forms by name."""
+    path = tmp_path / "verified.json"
+    assert main([*WORDS, "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert str(tmp_path) not in path.read_text() and str(Path.home()) not in path.read_text()
+    return {**record, "forms": {form["name"]: form for form in record["forms"]}}
+
+
+@pytest.mark.slow
+def test_forms_of_the_miniature_agree_and_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    record = verified(tmp_path)
+    assert (record["model"], record["is_tiny"], record["label"]) == (MODEL, True, "measured")
+    names = ["as chosen", "as chosen (part)", "without the kernels attention (part)"]
+    assert list(record["forms"]) == names
+    for form in record["forms"].values():
+        assert form["median_s"] > 0 and form["peak_bytes"] > 0 and not form["problem"]
+    assert 0 < record["forms"][names[2]]["difference"] <= verify.BOUNDS["float32"]
+    assert record["loop"]["steps"] == verify.LOOP_STEPS - 1 and record["loop"]["median_s"] > 0
+    said = capsys.readouterr().out
+    assert "All forms agree." in said and "on no TPU: they say nothing of speed" in said
+
+
+def part_forms() -> dict[str, verify.Verified]:
+    """Those of a part of the tokens, on one device."""
+    spec = spec_by_name(MODEL)
+    settings = verify.part_of(spec, spec.settings(**spec.miniature.inputs))
+    check = verify.StepForms(verify.one_block(spec, is_tiny=True), jax.devices()[:1], "float32", runs=1)
+    wanted = verify.variations(check.program(settings, verify.Variation(name="", without=Fallbacks())), is_tiny=True)
+    parts = (one for one in wanted if one.is_part)
+    return {row.name: row for row in check.measured(parts, {True: settings})}
+
+
+@pytest.mark.slow
+def test_a_kernel_that_computes_something_else_is_found(monkeypatch: pytest.MonkeyPatch):
+    """By a hundredth of attention's result alone."""
+    right = attention.flat_attention
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        result, *others = right(*args, **options)
+        return (1.01 * result, *others)
+
+    monkeypatch.setattr(attention, "flat_attention", wrong)
+    form = part_forms()["without the kernels attention (part)"]
+    assert form.difference and form.difference > verify.BOUNDS["float32"]
+    assert form.problem == f"differs by {form.difference:.1e}, where 6.1e-05 may be rounding"
+
+
+@pytest.mark.slow
+def test_a_form_that_does_not_run_leaves_the_others(monkeypatch: pytest.MonkeyPatch):
+    right = Program.compile
+
+    def refused(program: Program, *args: Any) -> Any:
+        if program.rungs.off:
+            raise RuntimeError("Mosaic failed to compile TPU kernel: no such luck\nand a trace")
+        return right(program, *args)
+
+    monkeypatch.setattr(Program, "compile", refused)
+    forms = part_forms()
+    found = forms.pop("without the kernels attention (part)")
+    assert found.problem == "does not run: Mosaic failed to compile TPU kernel: no such luck"
+    assert found.median_s is None and forms and not any(form.problem for form in forms.values())
+
+
+@pytest.mark.parametrize("spec", FLAGSHIPS, ids=lambda spec: spec.name)
+def test_every_group_of_options_and_every_kernel_is_left_out_once(spec: Any):
+    """Of the real size, whose one block is as wide as the model's."""
+    model, settings = verify.one_block(spec, is_tiny=False), spec.settings()
+    devices = chips.compile_devices(chips.topology("v6e:2x4"))
+    check = verify.StepForms(model, devices, "bfloat16", runs=1)
+    chosen = check.program(settings, verify.Variation(name="as chosen", without=Fallbacks()))
+    found = {one.name: one for one in verify.variations(chosen, is_tiny=False)}
+    kernels = "attention, prologue, residual_norm"
+    assert list(found) == [
+        "as chosen", "without sparsecore", "without async", "without vmem", "without sparsecore, async, vmem",
+        "as chosen (part)", "without the kernels attention (part)", "without the kernels prologue (part)",
+        "without the kernels residual_norm (part)", f"without the kernels {kernels} (part)",
+    ]  # fmt: skip
+    bare = check.program(settings, found["without sparsecore, async, vmem"])
+    assert chosen.compiler_options and not bare.compiler_options
+    assert 0 < sum(map(_size, (chosen.weights or {}).values())) < 3e9
+    part = verify.part_of(spec, settings)
+    assert part == settings if spec.is_image else 1 < part.num_frames <= verify.PART_FRAMES
+
+
+def _size(weight: Any) -> int:
+    size = 1
+    for dim in weight.shape:
+        size *= dim
+    return size
+
+
+def test_a_topology_is_for_verifying_alone(capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", MODEL, "--topology", "v6e:2x4"]) == 2
+    assert "--topology is for --verify" in capsys.readouterr().err
+
+
+def test_what_is_apart_is_said_as_a_share():
+    import numpy as np
+
+    ones = np.ones((4, 4))
+    assert verify.apart(ones * 1.5, ones) == pytest.approx(0.5)
+    assert verify.apart(ones, ones) == 0.0
+    assert not np.isfinite(verify.apart(ones * np.nan, ones))
+
+
+def test_the_report_is_read_in_one_go():
+    rows = (
+        verify.Verified(
+            name="as chosen", compile_s=3.0, median_s=0.5, predicted_s=None, peak_bytes=2**30, difference=None,
+            problem="",
+        ),
+        verify.Verified(
+            name="without async", compile_s=3.0, median_s=1.0, predicted_s=None, peak_bytes=2**30, difference=0.5,
+            problem="differs by 5.0e-01, where 3.1e-02 may be rounding",
+        ),
+    )  # fmt: skip
+    record = {
+        "label": "measured", "is_tiny": False, "num_devices": 8, "device_kind": "TPU v6 lite", "precision": "bfloat16",
+        "loop": {"steps": 5, "median_s": 0.5, "was_compiled": False}, "memory": {"peak_bytes_reserved": 2**31},
+    }  # fmt: skip
+    lines = verify.text(spec_by_name(MODEL), record, rows).splitlines()
+    assert lines[0] == "One block of CogVideoX 1.5 5B on 8 x TPU v6 lite, bfloat16; seconds are measured."
+    assert "200 %" in next(line for line in lines if line.startswith("without async"))
+    assert "from the cache." in lines[-3] and lines[-2] == "peak_bytes_reserved: 2.00 GiB on the fullest device."
+    assert lines[-1] == "without async: differs by 5.0e-01, where 3.1e-02 may be rounding."
