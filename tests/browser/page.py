@@ -80,6 +80,20 @@ def opened(server: Server) -> Iterator[Any]:
             browser.close()
 
 
+@contextlib.contextmanager
+def fresh(page: Any) -> Iterator[Any]:
+    """The server's page as somebody sees it who was never there, next to `page`, with ComfyUI's default workflow."""
+    context = page.context.browser.new_context(viewport=page.viewport_size)
+    try:
+        other = context.new_page()
+        other.set_default_timeout(1000 * PATIENCE_S)
+        other.goto(page.url, wait_until="domcontentloaded")
+        other.wait_for_function(READY)
+        yield other
+    finally:
+        context.close()
+
+
 def click(page: Any, selector: str, text: str = "") -> None:
     """As the page's own code would: a dialog that still moves and loads is not waited for."""
     script = """([selector, text]) => {

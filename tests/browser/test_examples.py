@@ -19,6 +19,7 @@ from comfyui_tpu.tests.browser.page import (
     IS_DRAWN,
     SCREENSHOTS,
     click,
+    fresh,
     needs_browser,
     opened,
 )
@@ -85,21 +86,22 @@ def constants(workflow: dict) -> dict[str, Any]:
 
 def test_the_template_browser_shows_every_example_with_its_thumbnail_and_opens_it(page: Any):
     """And the page does complain of what it lacks: of its own default workflow's models."""
-    page.wait_for_function(f"({COMPLAINTS})().length > 0")
-    page.evaluate("app.extensionManager.command.execute('Comfy.BrowseTemplates')")
-    click(page, "[role=dialog] *", "ComfyUI-TPU")
-    every = sorted(path.stem for path in PAGES)
-    until(lambda: len(page.evaluate(CARDS)) >= len(every))
-    assert sorted(page.evaluate(CARDS)) == every
-    for name in every:
-        page.wait_for_function(SHOWS_PICTURE, arg=name, polling=100)
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=SCREENSHOTS / "templates.png")
-    click(page, "[data-testid=template-workflow-wan22_i2v_720p]")
-    page.wait_for_function("app.extensionManager.workflow.activeWorkflow.path.includes('wan22_i2v_720p')")
-    page.wait_for_function(IS_DRAWN)
-    assert page.evaluate(COMPLAINTS) == []
-    assert any(node["type"] == "Wan22I2VTPUSampler" for node in page.evaluate(FOUND)["nodes"])
+    with fresh(page) as page:
+        page.wait_for_function(f"({COMPLAINTS})().length > 0")
+        page.evaluate("app.extensionManager.command.execute('Comfy.BrowseTemplates')")
+        click(page, "[role=dialog] *", "ComfyUI-TPU")
+        every = sorted(path.stem for path in PAGES)
+        until(lambda: len(page.evaluate(CARDS)) >= len(every))
+        assert sorted(page.evaluate(CARDS)) == every
+        for name in every:
+            page.wait_for_function(SHOWS_PICTURE, arg=name, polling=100)
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=SCREENSHOTS / "templates.png")
+        click(page, "[data-testid=template-workflow-wan22_i2v_720p]")
+        page.wait_for_function("app.extensionManager.workflow.activeWorkflow.path.includes('wan22_i2v_720p')")
+        page.wait_for_function(IS_DRAWN)
+        assert page.evaluate(COMPLAINTS) == []
+        assert any(node["type"] == "Wan22I2VTPUSampler" for node in page.evaluate(FOUND)["nodes"])
 
 
 def is_model(socket: dict[str, Any]) -> bool:

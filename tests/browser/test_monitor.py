@@ -183,7 +183,9 @@ def test_the_panel_follows_a_run_from_before_the_first_one_to_its_end(tab: Tab, 
     tab.open()
     tab.page.get_by_text("No run yet").wait_for()
     assert not tab.section("Chips").is_visible()
-    prompt = server.queue(tiny_workflow("browser", num_inference_steps=12))["prompt_id"]
+    # Of a size of its own, so that each stage compiles, and lasts long enough to be seen.
+    workflow = tiny_workflow("browser", num_inference_steps=12, height=96, width=144)
+    prompt = server.queue(workflow)["prompt_id"]
     seen, deadline = set(), time.monotonic() + PATIENCE_S
     while not server.get(f"/history/{prompt}"):
         assert time.monotonic() < deadline, server.log_tail()

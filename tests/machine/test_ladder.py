@@ -14,7 +14,7 @@ import pytest
 import torch
 from comfyui_tpu.kernels import names
 from comfyui_tpu.kernels.choice import Rungs
-from comfyui_tpu.tests.support.closeness import difference
+from comfyui_tpu.tests.support.closeness import PIPELINE, difference
 from comfyui_tpu.tests.support.host import Host, Runner
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import engine as engines
@@ -92,6 +92,11 @@ def exact() -> torch.Tensor:
     return generate(Runner(jax.devices()[:2]), Host())
 
 
+def is_exact(samples: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Within rounding: XLA's cache may hold what a process with other threads compiled."""
+    return difference(samples, exact) <= PIPELINE
+
+
 def recorded() -> record.MachineRecord:
     (found,) = record.everything().values()
     return found
@@ -103,7 +108,7 @@ def test_an_option_that_is_refused_is_left_out_and_said_once(machine: Machine, e
         f"INVALID_ARGUMENT: No such compile option: '{option}'" * (option in options)
     )
     host, runner = Host(), Runner(jax.devices()[:2])
-    assert torch.equal(generate(runner, host), exact)
+    assert is_exact(generate(runner, host), exact)
     (sentence,) = runner.ladder.sentences
     assert host.said.count(sentence) == 1 and sentence in host.said
     assert option in sentence and "compiled without" in sentence
@@ -111,7 +116,7 @@ def test_an_option_that_is_refused_is_left_out_and_said_once(machine: Machine, e
     assert recorded() == record.MachineRecord(fallbacks=Fallbacks(options=(option,)), sentences=(sentence,))
     # The next process begins where this one ended.
     host = Host()
-    assert torch.equal(generate(Runner(jax.devices()[:2]), host), exact)
+    assert is_exact(generate(Runner(jax.devices()[:2]), host), exact)
     assert sentence not in host.said and len(machine.compiled) == 3
 
 
@@ -157,7 +162,7 @@ def test_a_halt_names_its_program_and_the_next_start_is_without_its_kernels(mach
         runner.encode(MODEL, "another", "", Host())
     assert recorded().fallbacks.kernels == Rungs(off=("attention", "residual_norm"))
     after = Runner(jax.devices()[:2])
-    assert torch.equal(generate(after, Host()), exact)
+    assert is_exact(generate(after, Host()), exact)
     assert "denoise_step" in after.ladder.sentences[0]
 
 
@@ -171,7 +176,7 @@ def test_nonsense_is_tried_once_more_without_overlap(machine: Machine, exact: to
     machine.answers = answers
     runner, host = Runner(jax.devices()[:2]), Host()
     if is_cured:
-        assert torch.equal(generate(runner, host), exact)
+        assert is_exact(generate(runner, host), exact)
         (sentence,) = runner.ladder.sentences
         assert "beside computation" in sentence
         assert set(recorded().fallbacks.left(OPTIONS)) == {"xla_tpu_scoped_vmem_limit_kib"}
