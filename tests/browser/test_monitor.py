@@ -183,7 +183,8 @@ def test_the_panel_follows_a_run_from_before_the_first_one_to_its_end(tab: Tab, 
     tab.open()
     tab.page.get_by_text("No run yet").wait_for()
     assert not tab.section("Chips").is_visible()
-    # Of a size of its own, so that each stage compiles, and lasts long enough to be seen.
+    # Of a size of its own, so that the denoiser compiles, and lasts long enough to be seen; the decoder compiles behind
+    # it, and may be over before the page looks again.
     workflow = tiny_workflow("browser", num_inference_steps=12, height=96, width=144)
     prompt = server.queue(workflow)["prompt_id"]
     seen, deadline = set(), time.monotonic() + PATIENCE_S
@@ -191,7 +192,7 @@ def test_the_panel_follows_a_run_from_before_the_first_one_to_its_end(tab: Tab, 
         assert time.monotonic() < deadline, server.log_tail()
         seen.add(tab.text("Running"))
         tab.page.wait_for_timeout(250)
-    assert any("Denoiser" in text for text in seen) and any("VAE decoder" in text for text in seen), seen
+    assert any("Denoiser" in text for text in seen), seen
     assert len(seen) >= 5, seen
     tab.section("Running").get_by_text("Nothing is running.").wait_for()
     assert tab.section("Chips").locator("[role=progressbar]").count() == 8
