@@ -180,9 +180,11 @@ def resident(server: Server) -> int:
 
 
 def test_the_panel_follows_a_run_from_before_the_first_one_to_its_end(tab: Tab, server: Server):
+    is_first = not server.get("/tpu/stats")["chips"]  # unless other tests have run a workflow there
     tab.open()
-    tab.page.get_by_text("No run yet").wait_for()
-    assert not tab.section("Chips").is_visible()
+    if is_first:
+        tab.page.get_by_text("No run yet").wait_for()
+        assert not tab.section("Chips").is_visible()
     # Of a size of its own, so that the denoiser compiles, and lasts long enough to be seen; the decoder compiles behind
     # it, and may be over before the page looks again.
     workflow = tiny_workflow("browser", num_inference_steps=12, height=96, width=144)
