@@ -43,8 +43,8 @@ def on_machine(tmp_path: Path) -> Iterator[Starts]:
 
     def start(layer: Layer, **environment: str) -> Server:
         base = tmp_path / f"server{len(started)}"
-        # Quicker with fewer chips.
-        flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+        # Quicker with one chip.
+        flags = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
         server = prepare(base, environment={"XLA_FLAGS": flags, **environment})
         server.environment = {**server.environment, **fake_pjrt.environment(layer, base / "stubs")}
         started.append(server)

@@ -27,7 +27,7 @@ FIRST = (
     Group(name="memory"),
     Group(name="transfers", is_plain=True),
     Group(name="together", is_plain=True),
-    Group(name="kernels", deadline_s=180.0, is_plain=True),
+    Group(name="kernels", deadline_s=300.0, is_plain=True),
     Group(name="beside", deadline_s=240.0),
     Group(name=STORE),
     Group(name=STORED),

@@ -120,6 +120,26 @@ def _run(
     mesh: Mesh, given: Mapping[str, str], rungs: choice.Rungs, sent: tuple[np.ndarray | None, ...], x: np.ndarray
 ) -> list[np.ndarray]:
     """The loop's results, compiled with these options, of what is `sent`. Raises `Wrong` where one is refused."""
+    arrays = x, *sent
+    placed = jax.tree.map(lambda one, spec: jax.device_put(one, NamedSharding(mesh, spec)), arrays, _specs(arrays))
+    try:
+        compiled = lowered(mesh, rungs, placed).compile(compiler_options=dict(given))
+    except Exception as error:
+        refused = explained(error, TITLE, given)
+        if refused is None or refused.kind != "option":
+            raise
+        raise _refused(refused) from error
+    return [np.asarray(one) for one in compiled(*placed) if one is not None]
+
+
+def _specs(arrays: tuple[Any, ...]) -> tuple[P | None, ...]:
+    """How the tokens and what is sent are split; None of what is not there."""
+    along = P("sp"), *(P(None, "sp", None),) * 3
+    return tuple(None if one is None else spec for one, spec in zip(arrays, along, strict=True))
+
+
+def lowered(mesh: Mesh, rungs: choice.Rungs, arrays: tuple[Any, ...]) -> jax.stages.Lowered:
+    """The loop over tokens, and of weights, tokens and partial sums those that are not None: arrays or their shapes."""
     interpret = mesh.devices.flat[0].platform != "tpu"
 
     def layer(x: jax.Array, split: tuple[Any, ...]) -> tuple[jax.Array, tuple[Any, ...]]:
@@ -140,22 +160,12 @@ def _run(
         x, moved = jax.lax.scan(layer, x, split, length=NUM_LAYERS)
         return (*moved, x)
 
-    along = P(None, "sp", None)
-    arrays = x, *sent
-    specs = tuple(None if one is None else P("sp") if one is x else along for one in arrays)
-    out = *(None if one is None else spec for one, spec in zip(arrays[1:], (P(), along, along), strict=True)), P("sp")
+    specs = _specs(arrays)
+    tokens, weights, *others = specs
+    out = (None if weights is None else P(), *others, tokens)
     mapped = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False))
-    placed = jax.tree.map(lambda one, spec: jax.device_put(one, NamedSharding(mesh, spec)), arrays, specs)
     with choice.on(rungs), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = mapped.lower(*placed)
-    try:
-        compiled = lowered.compile(compiler_options=dict(given))
-    except Exception as error:
-        refused = explained(error, TITLE, given)
-        if refused is None or refused.kind != "option":
-            raise
-        raise _refused(refused) from error
-    return [np.asarray(one) for one in compiled(*placed) if one is not None]
+        return mapped.lower(*arrays)
 
 
 def _refused(refused: Unsupported) -> Wrong:
