@@ -30,7 +30,7 @@ MAX_RESERVE = 0.9
 
 
 # What a record may say of rates, in GB/s.
-RATES = ("to_chips", "from_chips", "disk")
+RATES = ("to_chips", "from_chips")
 
 
 @dataclass(frozen=True, kw_only=True)
