@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import pytest
 from comfyui_tpu.tests.machine import fake_pjrt
@@ -18,6 +17,7 @@ from comfyui_tpu.tests.machine.fake_pjrt import Fault, Layer
 from comfyui_tpu.tests.support.citizen import Listener
 from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui, prepare, tiny_workflow
 from comfyui_tpu.tests.support.patience import until
+from PIL import Image
 
 pytestmark = [needs_comfyui, pytest.mark.slow]
 
@@ -56,16 +56,26 @@ def on_machine(tmp_path: Path) -> Iterator[Starts]:
         server.stop()
 
 
-def frames(server: Server, prefix: str) -> np.ndarray:
-    (path,) = (server.base / "output").glob(f"{prefix}*.mp4")
-    with av.open(str(path)) as container:
-        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]).astype(int)
+def workflow(prefix: str) -> dict[str, Any]:
+    """The tiny workflow, its frames saved as pictures: a video's codec makes much of a rounding."""
+    graph = tiny_workflow(prefix)
+    for name in [name for name, node in graph.items() if node["class_type"] in ("SaveVideo", "CreateVideo")]:
+        del graph[name]
+    (decoder,) = (name for name, node in graph.items() if node["class_type"].endswith("TPUVAEDecoder"))
+    graph["saved"] = {"class_type": "SaveImage", "inputs": {"images": [decoder, 0], "filename_prefix": prefix}}
+    return graph
+
+
+def frames(folder: Path, prefix: str) -> np.ndarray:
+    pictures = [np.asarray(Image.open(path).convert("RGB")) for path in sorted(folder.glob(f"{prefix}*.png"))]
+    assert len(pictures) == 5
+    return np.stack(pictures).astype(int)
 
 
 def ran(server: Server, prefix: str) -> tuple[dict[str, Any], list[str]]:
     """The history entry of a prompt, and what stood on its nodes."""
     with Listener(server) as listener:
-        entry = listener.finish(listener.queue(tiny_workflow(prefix)))
+        entry = listener.finish(listener.queue(workflow(prefix)))
         return entry, listener.texts()
 
 
@@ -87,16 +97,14 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
 
     output = tmp_path_factory.mktemp("right")
     folders = Folders(models=(), loras=(), input=output, output=output, workflow=output)
-    run_workflow(tiny_workflow("right"), TerminalHost(folders))
-    (path,) = output.glob("right*.mp4")
-    with av.open(str(path)) as container:
-        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]).astype(int)
+    run_workflow(workflow("right"), TerminalHost(folders))
+    return frames(output, "right")
 
 
 def assert_right(found: np.ndarray, right: np.ndarray) -> None:
-    """Other forms of a program round otherwise; a picture has 255 steps, and the video's codec its own."""
+    """Other forms of a program round otherwise: of 255 steps one, and seldom."""
     assert found.shape == right.shape
-    assert np.abs(found - right).max() <= 6 and np.abs(found - right).mean() < 0.2
+    assert np.abs(found - right).max() <= 1 and np.abs(found - right).mean() < 0.01
 
 
 def test_options_and_kernels_that_are_refused_and_nonsense_with_overlap(on_machine: Starts, right: np.ndarray):
@@ -118,7 +126,7 @@ def test_options_and_kernels_that_are_refused_and_nonsense_with_overlap(on_machi
     assert "attention" in said[2] and "is computed by XLA in its place" in said[2]
     assert said[3] == "The values are not finite: once more without transfers beside computation."
     assert len(said) == 4
-    assert_right(frames(server, "rungs"), right)
+    assert_right(frames(server.base / "output", "rungs"), right)
     found = machine(server)
     assert found["kernels_off"] == found["kernels_small"] == ["attention"]
     assert any(SPARSE.startswith(one) for one in found["options_off"]) and ASYNC in found["options_off"]
@@ -129,7 +137,7 @@ def test_options_and_kernels_that_are_refused_and_nonsense_with_overlap(on_machi
     entry, texts = ran(server, "again")
     assert entry["status"]["status_str"] == "success"
     assert not [text for text in texts if "This machine" in text or "once more" in text]
-    assert_right(frames(server, "again"), right)
+    assert_right(frames(server.base / "output", "again"), right)
 
 
 def test_a_halt_is_named_and_the_process_starts_again_without_the_kernel(on_machine: Starts, right: np.ndarray):
@@ -137,7 +145,7 @@ def test_a_halt_is_named_and_the_process_starts_again_without_the_kernel(on_mach
     server = on_machine(layer, COMFYUI_TPU_RESTARTS="1")
     assert server.process is not None
     before = server.process.pid, server.log.read_text().count("To see the GUI go to")
-    queued = server.queue(tiny_workflow("halted"))["prompt_id"]
+    queued = server.queue(workflow("halted"))["prompt_id"]
 
     def ended() -> bool:
         return server.log.read_text().count("To see the GUI go to") > before[1]
@@ -149,7 +157,7 @@ def test_a_halt_is_named_and_the_process_starts_again_without_the_kernel(on_mach
     assert machine(server)["kernels_off"] == ["residual_norm"]
     entry, _ = ran(server, "after")
     assert entry["status"]["status_str"] == "success", f"{entry['status']}\n{server.log_tail()}"
-    assert_right(frames(server, "after"), right)
+    assert_right(frames(server.base / "output", "after"), right)
     assert "halted the chips" in server.get("/tpu/stats")["notes"][0]
 
 
@@ -163,7 +171,7 @@ def test_memory_of_the_host_and_of_the_chips_that_runs_out(on_machine: Starts, r
     entry, texts = ran(server, "chips")
     assert entry["status"]["status_str"] == "success", f"{entry['status']}\n{server.log_tail()}"
     assert "Out of memory: everything else was unloaded, trying once more" in texts
-    assert_right(frames(server, "chips"), right)
+    assert_right(frames(server.base / "output", "chips"), right)
 
 
 def test_memory_that_runs_out_while_a_stored_program_is_loaded_keeps_it(on_machine: Starts, right: np.ndarray):
@@ -175,4 +183,4 @@ def test_memory_that_runs_out_while_a_stored_program_is_loaded_keeps_it(on_machi
     entry, _ = ran(server, "loaded")
     assert entry["status"]["status_str"] == "success", f"{entry['status']}\n{server.log_tail()}"
     assert entries <= {path.name for path in (server.cache / "xla").rglob("*") if path.is_file()}
-    assert_right(frames(server, "loaded"), right)
+    assert_right(frames(server.base / "output", "loaded"), right)

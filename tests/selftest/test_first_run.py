@@ -17,14 +17,19 @@ import jax
 import pytest
 from comfyui_tpu.cli import selftest
 from comfyui_tpu.kernels.choice import Rungs
+from comfyui_tpu.sharding.mesh import make_mesh
+from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.machine import fake_pjrt
 from comfyui_tpu.tests.machine.fake_pjrt import Fault, Layer
-from comfyui_tpu.tpu_runtime.machine import record
+from comfyui_tpu.tpu_runtime.cost_model import chips
+from comfyui_tpu.tpu_runtime.machine import fallbacks, record
 from comfyui_tpu.tpu_runtime.machine.record import MachineRecord
-from comfyui_tpu.tpu_runtime.selftest import compiled, first_run, groups, report
+from comfyui_tpu.tpu_runtime.programs.program import step_options
+from comfyui_tpu.tpu_runtime.selftest import compiled, first_run, groups, overlap, report
 from comfyui_tpu.tpu_runtime.selftest.checks import CheckResult, result
 from comfyui_tpu.tpu_runtime.selftest.first_run import FirstRun
 from comfyui_tpu.tpu_runtime.selftest.groups import Group
+from jax.sharding import NamedSharding
 from rich.console import Console
 
 OPTION = "xla_tpu_enable_async_all_to_all"
@@ -161,6 +166,23 @@ def test_a_kernel_that_does_not_compile_takes_smaller_tiles(runs: Runs):
 
 def test_how_many_compile_behind_a_stage_goes_by_what_that_costs():
     assert [compiled.behind(ratio) for ratio in (0.9, 1.1, 1.3, 2.0)] == [2, 2, 1, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v6e:2x4", "v5e:2x4"])
+def test_transfers_next_to_the_kernel_compile_for_a_tpu_with_all_options(name: str):
+    """Of this loop nothing else says before a TPU runs it that libtpu takes it."""
+    mesh = make_mesh(chips.compile_devices(chips.topology(name)), MeshShape(sp=8))
+    *sent, x = overlap._arrays(8, *overlap.ON_TPU)
+    arrays = x, *sent
+    shapes = jax.tree.map(
+        lambda one, spec: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=NamedSharding(mesh, spec)),
+        arrays, overlap._specs(arrays),
+    )  # fmt: skip
+    lowered = overlap.lowered(mesh, Rungs(), shapes)
+    text = lowered.compile(compiler_options=dict(step_options(mesh))).as_text() or ""
+    assert fallbacks.in_program(text) == ("residual_norm",)
+    assert "all-to-all-start" in text or "async" in text
 
 
 # --- the record -------------------------------------------------------------------------------------------------------
