@@ -29,9 +29,9 @@ OPTIONS = {ASYNC: "true", VMEM: "65536", SPARSE: "true"}
 NO_OPTION = f"INVALID_ARGUMENT: No such compile option: '{ASYNC}'"
 # As libtpu 0.0.42.1 says it of a kernel's scratch.
 NO_ROOM = "RESOURCE_EXHAUSTED: Allocation (size=2) would exceed memory (size=1) :: #a [space=vmem] :: attention.1"
-HALT = "INTERNAL: Core halted unexpectedly: TPU program continuator has halted: HLO: %residual_norm.3"
+HALT = "INTERNAL: Core halted unexpectedly: TPU program continuator has halted: HLO: %attention.3"
 HOST = "RESOURCE_EXHAUSTED: ioctl failed: Cannot allocate memory: VFIO_IOMMU_MAP_DMA"
-ATTENTION = r"/attention(_with_rerun)?/while"  # not the folder
+ATTENTION = r'["/]attention(_with_rerun)?/while'  # not the folder
 
 Starts = Callable[..., Server]
 
@@ -102,9 +102,9 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
 
 
 def assert_right(found: np.ndarray, right: np.ndarray) -> None:
-    """Other forms of a program round otherwise: of 255 steps one, and seldom."""
-    assert found.shape == right.shape
-    assert np.abs(found - right).max() <= 1 and np.abs(found - right).mean() < 0.01
+    """To the step of a picture: ComfyUI cuts off what is between two, the headless runner rounds it."""
+    assert found.shape == right.shape and np.ptp(right) > 50
+    assert np.abs(found - right).max() <= 1
 
 
 def test_options_and_kernels_that_are_refused_and_nonsense_with_overlap(on_machine: Starts, right: np.ndarray):
@@ -141,7 +141,7 @@ def test_options_and_kernels_that_are_refused_and_nonsense_with_overlap(on_machi
 
 
 def test_a_halt_is_named_and_the_process_starts_again_without_the_kernel(on_machine: Starts, right: np.ndarray):
-    layer = Layer(pallas=True, faults=[Fault(at="run", holds="/residual_norm/", does="halt", says=HALT)])
+    layer = Layer(pallas=True, faults=[Fault(at="run", holds=ATTENTION, does="halt", says=HALT)])
     server = on_machine(layer, COMFYUI_TPU_RESTARTS="1")
     assert server.process is not None
     before = server.process.pid, server.log.read_text().count("To see the GUI go to")
@@ -154,7 +154,7 @@ def test_a_halt_is_named_and_the_process_starts_again_without_the_kernel(on_mach
     assert queued and "halted the chips" in server.log.read_text()
     assert "restart it, unless it does so by itself" in server.log.read_text()
     assert server.is_running and server.process.pid == before[0]
-    assert machine(server)["kernels_off"] == ["residual_norm"]
+    assert machine(server)["kernels_off"] == ["attention"]
     entry, _ = ran(server, "after")
     assert entry["status"]["status_str"] == "success", f"{entry['status']}\n{server.log_tail()}"
     assert_right(frames(server.base / "output", "after"), right)
