@@ -1,4 +1,7 @@
-"""`comfyui-tpu selftest`: does this machine compute what it should? A line a check, a verdict, a record."""
+"""`comfyui-tpu selftest`: does this machine compute what it should? A line a check, a verdict, a record.
+
+With --first-run, in processes of their own, also what this machine takes: see `tpu_runtime/selftest/first_run.py`.
+"""
 
 import argparse
 import json
@@ -16,9 +19,9 @@ from rich.text import Text
 from ..tpu_runtime.pipeline import FLAGSHIPS, SPECS, spec_by_name
 
 if TYPE_CHECKING:
-    from ..sharding.mesh import Device
     from ..tpu_runtime.pipeline import Preview
     from ..tpu_runtime.selftest.checks import CheckResult
+    from ..tpu_runtime.selftest.report import ChipRecord, SelftestReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"only this model's miniature; repeatable; default: {default}; there are also {others}",
     )
+    parser.add_argument(
+        "--first-run",
+        action="store_true",
+        help="what this machine takes, too: options, kernels, memory, rates; each part in a process of its own. It is "
+        "kept, and programs are compiled by it",
+    )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write all of it as JSON, for a bug report")
 
 
@@ -40,6 +49,21 @@ def run(options: argparse.Namespace, console: Console | None = None) -> int:
     specs = [spec_by_name(name) for name in dict.fromkeys(options.model or ())] or FLAGSHIPS
     if options.report and not (options.report.parent.is_dir() and not options.report.is_dir()):
         raise ValueError(f"--report {options.report}: it must be a file in a folder that exists.")
+    models = [spec.name for spec in specs]
+    found = _first_run(models, options.report, console) if options.first_run else _plain(models, console)
+    if options.report:
+        _write(options.report, found)
+        console.print(Text(f"written: {options.report}"))
+    elif not found.is_good:
+        first = " --first-run" * options.first_run
+        console.print(f"To report it: comfyui-tpu selftest{first} --report selftest.json, and attach the file.")
+    for sentence in found.machine.sentences if found.machine else ():
+        console.print(Text(sentence))
+    console.print(Text(found.verdict, style="green" if found.is_good else "red"))
+    return 0 if found.is_good else 1
+
+
+def _plain(models: Sequence[str], console: Console) -> "SelftestReport":
     # XLA warns of how arrays as small as the miniatures' are split, by the dozen.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import jax
@@ -49,19 +73,43 @@ def run(options: argparse.Namespace, console: Console | None = None) -> int:
 
     started, rows = time.monotonic(), []
     devices = jax.local_devices()
-    console.print(_head(devices))
+    chips = [report.chip_record(device) for device in devices]
+    console.print(_head(chips, devices[0].platform))
     with console.status("") as status:
-        for check in running.checks(devices, specs):
+        for check in running.checks(devices, models):
             rows.append(checks.perform(check, Shown(status, f"{check.family}: {check.stage} {check.precision}")))
             console.print(_line(rows[-1]))
-    found = report.make(devices, [spec.name for spec in specs], rows, time.monotonic() - started)
-    if options.report:
-        options.report.write_text(json.dumps(found.to_json(), indent=1) + "\n", "utf-8")
-        console.print(Text(f"written: {options.report}"))
-    elif not found.is_good:
-        console.print("To report it: comfyui-tpu selftest --report selftest.json, and attach the file.")
-    console.print(Text(found.verdict, style="green" if found.is_good else "red"))
-    return 0 if found.is_good else 1
+    return report.make(devices[0].platform, chips, models, rows, time.monotonic() - started)
+
+
+def _first_run(models: Sequence[str], file: Path | None, console: Console) -> "SelftestReport":
+    """Each change is in the file at once: who loses the machine has what came before."""
+    from ..tpu_runtime.selftest import first_run, groups
+
+    with console.status("") as status:
+        printed = 0
+
+        def changed() -> None:
+            nonlocal printed
+            if file is not None:
+                _write(file, run.report())
+            *ended, last = run.rows
+            if last.problem != first_run.UNFINISHED:
+                ended.append(last)
+            for row in ended[printed:]:
+                console.print(_line(row))
+            printed = len(ended)
+            status.update(Text(last.title))
+
+        run = first_run.FirstRun(models, changed, lambda text: status.update(Text(f"{run.rows[-1].title}  {text}")))
+        run.run(groups.all_of(models))
+    return run.report()
+
+
+def _write(file: Path, found: "SelftestReport") -> None:
+    scratch = file.with_name(f".{file.name}.part")
+    scratch.write_text(json.dumps(found.to_json(), indent=1) + "\n", "utf-8")
+    scratch.replace(file)
 
 
 class Shown:
@@ -81,15 +129,16 @@ class Shown:
         """Ctrl-C arrives as KeyboardInterrupt; nothing to ask."""
 
 
-def _head(devices: "Sequence[Device]") -> str:
-    kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(one.device_kind for one in devices).items())
-    if devices[0].platform == "tpu":
+def _head(chips: "Sequence[ChipRecord]", platform: str) -> str:
+    kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(one.kind for one in chips).items())
+    if platform == "tpu":
         return f"On {kinds}, against float32 on the host's CPU."
     return f"On {kinds}, which is no TPU: kernels run in interpret mode."
 
 
 def _line(row: "CheckResult") -> Text:
     numbers = "" if row.error is None or row.bound is None else f"  {row.error:.1e} of {row.bound.error:.0e}"
+    said = ", ".join([*(f"{name} {value:g}" for name, value in row.values.items()), *([row.note] if row.note else [])])
     line = Text("ok     " if row.is_good else "WRONG  ", style="green" if row.is_good else "red")
-    line.append(f"{row.title}{numbers}  {row.seconds:.1f} s", style="default")
+    line.append(f"{row.title}{numbers}  {row.seconds:.1f} s{f'  {said}' if said else ''}", style="default")
     return line if row.is_good else line.append(f"\n       {row.problem}", style="default")

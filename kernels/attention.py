@@ -15,7 +15,7 @@ from . import names
 from .attention_body import Extent, Scratch, grid_step
 from .attention_form import Form
 from .attention_reference import Keys
-from .chip import LANES, MIB, PACKED_ROWS, SUBLANES, round_up
+from .chip import LANES, MIB, PACKED_ROWS, SUBLANES, Interpret, round_up
 from .choice import KernelRefusal
 
 TURNED_ROWS = 2048  # at once
@@ -29,7 +29,7 @@ def flat_attention(
     form: Form,
     log_sums: bool,
     scale: float,
-    interpret: bool = False,
+    interpret: Interpret = False,
 ) -> tuple[Float[Array, "batch q_seq lanes"], Float[Array, "batch heads q_seq"] | None]:
     """Softmax attention of `q` to all of `keys`, and if asked the log-sum-exp of its scores.
 
@@ -124,7 +124,7 @@ def _key_spec(block: int, width: int, divided: bool, turned: bool, mode: dict[st
     return pl.BlockSpec((None, width, block) if turned else (None, block, width), index_map, **mode)
 
 
-def turn(x: Float[Array, "batch rows lanes"], *, interpret: bool = False) -> Float[Array, "batch lanes columns"]:
+def turn(x: Float[Array, "batch rows lanes"], *, interpret: Interpret = False) -> Float[Array, "batch lanes columns"]:
     """`x` with rows as lanes, their number rounded up to a multiple of 128; lanes after the last may hold anything.
 
     Values of heads of 64 are read as the product wants them, once for all blocks of queries: turned in the loop they

@@ -1,8 +1,12 @@
 """What every kernel needs to know of a chip: its registers and its on-chip memory (VMEM)."""
 
 import jax
+from jax.experimental.pallas import tpu as pltpu
 
 from ..sharding.chips import CHIPS
+
+# How a kernel runs without a TPU: not at all, in Pallas' interpret mode, or in that which simulates cores and memory.
+Interpret = bool | pltpu.InterpretParams
 
 MIB = 2**20
 # A register is 8 sublanes of 128 lanes of 32 bits; two rows of bfloat16 share a sublane.

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from . import chip, names
-from .chip import LANES, MIB, PACKED_ROWS, RESERVED_MIB, round_up
+from .chip import LANES, MIB, PACKED_ROWS, RESERVED_MIB, Interpret, round_up
 from .choice import NO_TPU, KernelRefusal, is_small
 
 LEAST_MIB = 64  # of VMEM; a chip with less keeps XLA's convolutions
@@ -112,7 +112,7 @@ def convolution(
     halved: bool = False,
     past: Past | None = None,
     past_at: int = 0,
-    interpret: bool = False,
+    interpret: Interpret = False,
 ) -> Float[Array, "1 out _ _ _"]:
     """Stride 1, of odd rows and columns, on the mesh in context, which may be of one chip; height and width stay, of
     frames as many are lost as the kernel has, less one. `repeats` edges, or zeros are beyond them.
@@ -136,7 +136,7 @@ def convolution(
 
 
 def _convolved(
-    videos: tuple[Array, ...], weight: Array, bias: Array, *, form: ConvolutionForm, interpret: bool
+    videos: tuple[Array, ...], weight: Array, bias: Array, *, form: ConvolutionForm, interpret: Interpret
 ) -> Array:
     """A chip's part `[1, in, frames, height, width]`."""
     outs, (_, rows, columns) = len(weight), form.window
@@ -222,7 +222,7 @@ def _arranged(weight: Array, bias: Array) -> tuple[Array, ...]:
 
 def _call(
     videos: tuple[Array, ...], ends: tuple[Array, ...], last: Array, kernel: Array, offset: Array, *,
-    outs: int, form: ConvolutionForm, interpret: bool,
+    outs: int, form: ConvolutionForm, interpret: Interpret,
 ) -> Array:  # fmt: skip
     """`[frames, height, width, out]` of `videos` `[some frames, height, width, in]`. Of all frames in order: rows at
     the `ends`, and of each row, theirs included, what is `last` after full registers.

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from . import names
+from .chip import Interpret
 from .choice import KernelRefusal
 from .convolution import COLUMNS, ROWS, chip_reasons
 
@@ -23,7 +24,7 @@ Vector = Float[Array, " channels"]
 
 
 def modulated(
-    x: Picture, factor: Vector, shift: Vector, scale: FewerRows, offset: FewerRows, *, interpret: bool = False
+    x: Picture, factor: Vector, shift: Vector, scale: FewerRows, offset: FewerRows, *, interpret: Interpret = False
 ) -> Picture:
     """SiLU of `(x * factor + shift) * scale + offset` on the mesh in context, whose axes split rows and columns."""
     picture = P(None, None, None, ROWS, COLUMNS)
@@ -46,7 +47,7 @@ def refusal() -> KernelRefusal:
     return KernelRefusal(kernel=names.MODULATION, reasons=chip_reasons())
 
 
-def _modulated(x: Array, factor: Array, shift: Array, scale: Array, offset: Array, *, interpret: bool) -> Array:
+def _modulated(x: Array, factor: Array, shift: Array, scale: Array, offset: Array, *, interpret: Interpret) -> Array:
     """A chip's part."""
     x, scale, offset = (jnp.moveaxis(each[0], 0, -1) for each in (x, scale, offset))
     frames, height, width, channels = x.shape

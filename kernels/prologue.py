@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from . import names
-from .chip import LANES
+from .chip import LANES, Interpret
 from .choice import KernelRefusal, is_small
 
 # Tokens a grid step: with 5120 lanes 5 MiB of VMEM, both buffers of both arrays.
@@ -92,7 +92,7 @@ def divide(
     tables: Any,
     *,
     head_dim: int,
-    interpret: bool = False,
+    interpret: Interpret = False,
     chip: Int[Array, ""] | None = None,
 ) -> list[Float[Array, "batch written seq lanes_of_group"]]:
     """Norm and rotary embedding of `x` in float32, rounded once. The heads follow each other in parts, and those of a
@@ -205,7 +205,7 @@ def _moments(
 
 
 def join(
-    parts: list[Float[Array, "batch groups seq width"]], *, interpret: bool = False
+    parts: list[Float[Array, "batch groups seq width"]], *, interpret: Interpret = False
 ) -> Float[Array, "batch seq lanes"]:
     """All heads side by side again."""
     batch, groups, seq, width = parts[0].shape

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from . import names
-from .chip import LANES, MIB
+from .chip import LANES, MIB, Interpret
 from .choice import KernelRefusal, accepted, is_small
 
 # Bytes of one lane a grid step, 128 tokens of bfloat16: with 6144 lanes 12 MiB of VMEM, both buffers of four arrays.
@@ -32,7 +32,7 @@ def residual_norm(
     *,
     eps: float,
     kernel: bool,
-    interpret: bool = False,
+    interpret: Interpret = False,
     num_leading: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "batch seq dim"], Float[Array, "batch seq dim"]]:
     """`x + gate * update` (`x` without an update; a gate of 1 by default), and its layer norm `* scale + shift`.
@@ -76,7 +76,7 @@ def reference(
 
 def by_kernel(
     x: Array, update: Array | None, gate: Array | None, scale: Array, shift: Array, num_leading: Array | None, *,
-    eps: float, interpret: bool = False,
+    eps: float, interpret: Interpret = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Raises `NotImplementedError` where the kernel refuses the shape."""
     batch, seq, dim = x.shape

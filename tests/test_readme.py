@@ -27,7 +27,10 @@ DOCTOR_JSON = "tests/cli/test_doctor.py::test_json_has_every_finding_and_advice_
 DOCTOR_START = "tests/cli/test_doctor.py::test_jax_is_started_only_when_asked_and_an_abort_of_it_is_a_finding"
 DOWNLOAD = "tests/checkpoints/test_download.py::test_a_folder_gets_what_is_loaded_and_then_serves_as_the_model"
 PLAN = "tests/plan/test_plan.py::test_the_command_writes_a_report_and_a_file"
-SELFTEST = "tests/cli/test_selftest.py::test_it_is_green_on_eight_chips"
+SELFTEST = "tests/selftest/test_selftest.py::test_it_is_green_on_eight_chips"
+FIRST_RUN = (
+    "tests/selftest/test_first_run.py::test_the_command_writes_the_record_before_each_check_and_it_is_of_the_schema"
+)
 STAGES = "tests/nodes/test_stages.py::test_three_stages_in_three_processes_give_the_frames_of_one_run"
 WARMUP = "tests/cli/test_warmup.py::"
 INSTALLER = "tests/installer/test_install.py::"
@@ -47,8 +50,8 @@ SHOWN = {
     "comfyui-tpu doctor": DOCTOR,
     "comfyui-tpu doctor [--json] [--start]": DOCTOR_JSON,
     "comfyui-tpu doctor --start": DOCTOR_START,
-    "comfyui-tpu selftest": SELFTEST,
-    "comfyui-tpu selftest [--model NAME] [--report FILE]": SELFTEST,
+    "comfyui-tpu selftest --first-run --report first_run.json": FIRST_RUN,
+    "comfyui-tpu selftest [--first-run] [--model NAME] [--report FILE]": FIRST_RUN,
     "comfyui-tpu selftest --report FILE": SELFTEST,
     "comfyui-tpu bench wan2.1-t2v-14b": TPU,
     "comfyui-tpu bench MODEL [--json FILE]": BENCH,

@@ -5,7 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ...tpu_runtime.pipeline import (
     GIB,
@@ -180,6 +180,20 @@ def ladder(machine: HostMachine) -> Findings:
             yield Finding(
                 "machine", f"{key}: {sentence}", f"to have it tried again: rm {shlex.quote(str(file))}", advice=True
             )
+        if measured := ", ".join(_measured(found)):
+            yield Finding("measured", f"{key}: {measured}")
+
+
+def _measured(found: machine_record.MachineRecord) -> Iterator[str]:
+    """What a first run measured, and programs go by."""
+    if found.reserve_share is not None:
+        yield f"{100 * found.reserve_share:.0f} % of a chip's memory is left free"
+    if found.compilers_behind is not None:
+        yield f"{found.compilers_behind} compile behind a stage"
+    if not found.keeps_programs:
+        yield "compiled programs are not taken from the disk"
+    ways = {"to_chips": "to the chips", "from_chips": "from the chips"}
+    yield from (f"{rate:.1f} GB/s {ways.get(name, name)}" for name, rate in found.rates.items())
 
 
 # --- JAX --------------------------------------------------------------------------------------------------------------

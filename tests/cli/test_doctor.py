@@ -395,6 +395,16 @@ def test_the_metrics_service_tells_of_a_process_that_cannot_be_seen(well: HostMa
     assert finding.remedy.startswith("sudo lsof /dev/accel* /dev/vfio/*")
 
 
+def test_what_a_first_run_measured_is_told(well: HostMachine):
+    found = {"reserve_share": 0.08, "compilers_behind": 1, "keeps_programs": False, "rates": {"to_chips": 12.34}}
+    write(well.home / ".cache/comfyui-tpu/machine.json", json.dumps({"8 x TPU v6 lite": found}))
+    (finding,) = chips.ladder(well)
+    assert finding.remedy == "" and finding.found == (
+        "8 x TPU v6 lite: 8 % of a chip's memory is left free, 1 compile behind a stage, "
+        "compiled programs are not taken from the disk, 12.3 GB/s to the chips"
+    )
+
+
 def test_comfyui_may_hold_the_chips(well: HostMachine):
     server(well, 77, "/dev/vfio/0", environ={"PIP_CONSTRAINT": "/constraints.txt"})
     with metrics("serving") as harm:

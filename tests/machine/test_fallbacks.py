@@ -4,6 +4,7 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.closeness import difference
 from comfyui_tpu.tpu_runtime.cost_model import chips
+from comfyui_tpu.tpu_runtime.engine import engine
 from comfyui_tpu.tpu_runtime.machine import fallbacks, record
 from comfyui_tpu.tpu_runtime.machine.fallbacks import Fallbacks, Unsupported
 from comfyui_tpu.tpu_runtime.programs import executables
@@ -217,6 +219,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 RECORD = record.MachineRecord(
     fallbacks=Fallbacks(kernels=Rungs(off=("attention",), small=("convolution",)), options=("xla_tpu_scoped_vmem",)),
     sentences=("The kernel …",),
+    reserve_share=0.08,
+    compilers_behind=1,
+    keeps_programs=False,
+    rates={"to_chips": 12.5},
 )
 
 
@@ -229,7 +235,10 @@ def test_a_record_is_read_as_it_was_written(folder: Path):
     assert [path.name for path in folder.iterdir()] == ["machine.json"]
 
 
-STRANGE = {"kernels_off": ["x", 3], "kernels_small": {}, "options_off": ["xla_dump_to"], "sentences": 1}
+STRANGE = {
+    "kernels_off": ["x", 3], "kernels_small": {}, "options_off": ["xla_dump_to"], "sentences": 1, "reserve_share": 1.5,
+    "compilers_behind": True, "keeps_programs": "no", "rates": {"to_chips": -1, "x": 2},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -245,3 +254,25 @@ def test_whatever_the_file_holds_is_a_record_or_none(folder: Path, content: byte
     assert record.read("8 x TPU v6 lite") == record.MachineRecord()
     record.write("8 x TPU v6 lite", RECORD)
     assert record.read("8 x TPU v6 lite") == RECORD
+
+
+def test_two_records_together_have_all_that_is_left_out_and_the_newer_numbers():
+    newer = record.MachineRecord(
+        fallbacks=Fallbacks(kernels=Rungs(off=("modulation",))), sentences=("another",), reserve_share=0.12
+    )
+    both = RECORD | newer
+    assert both.fallbacks.kernels == Rungs(off=("attention", "modulation"), small=("convolution",))
+    assert (both.reserve_share, both.compilers_behind, both.keeps_programs) == (0.12, 1, False)
+    assert both.sentences == (*RECORD.sentences, "another") and both.rates == RECORD.rates
+
+
+def test_an_engine_goes_by_what_a_first_run_measured(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    devices = jax.devices()[:2]
+    record.write(record.key_of(devices[0].device_kind, 2), RECORD)
+    used = mock.Mock()
+    monkeypatch.setattr(engine.xla_cache, "use_persistent_cache", used)
+    found = engine.Engine(devices)
+    assert not used.called and found.ladder.fallbacks == RECORD.fallbacks
+    assert found.program_cache._max_behind == 1 and found.device_cache._reserve_share == 0.08
+    another = engine.Engine(jax.devices()[:1])
+    assert used.called and another.program_cache._max_behind == 2 and another.device_cache._reserve_share == 0.04

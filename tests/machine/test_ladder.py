@@ -19,8 +19,7 @@ from comfyui_tpu.tests.support.host import Host, Runner
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import engine as engines
 from comfyui_tpu.tpu_runtime.machine import record
-from comfyui_tpu.tpu_runtime.machine.fallbacks import Fallbacks
-from comfyui_tpu.tpu_runtime.machine.ladder import Halted
+from comfyui_tpu.tpu_runtime.machine.fallbacks import Fallbacks, Halted
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.monitor import snapshot

@@ -23,7 +23,7 @@ from .memory_advice import VARIABLE, OutOfMemory
 
 log = logging.getLogger(__name__)
 
-# What a chip's runtime and fragmentation take of the memory that it reports.
+# What a chip's runtime and fragmentation take of the memory that it reports, unless the machine's record says more.
 RESERVE_SHARE = 0.04
 # More loaded programs than this are those of sizes that nobody runs any more.
 MAX_PROGRAMS = 64
@@ -52,7 +52,7 @@ class Resident:
         return f"{self.component} of {self.model}"
 
 
-def budget_bytes(device: Device) -> int | None:
+def budget_bytes(device: Device, reserve_share: float = RESERVE_SHARE) -> int | None:
     """Bytes that one chip may hold; None where the device does not say and nobody set a limit."""
     if limit := os.environ.get(VARIABLE):
         try:
@@ -60,7 +60,7 @@ def budget_bytes(device: Device) -> int | None:
         except ValueError:
             raise ValueError(f"{VARIABLE} is {limit!r}; it must be a number of GiB such as 24.") from None
     stats = device.memory_stats() if device.platform == "tpu" else None
-    return int(stats["bytes_limit"] * (1 - RESERVE_SHARE)) if stats and "bytes_limit" in stats else None
+    return int(stats["bytes_limit"] * (1 - reserve_share)) if stats and "bytes_limit" in stats else None
 
 
 class DeviceCache:
@@ -68,8 +68,9 @@ class DeviceCache:
     looked up, by other threads.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, reserve_share: float | None = None) -> None:
         self._device = device
+        self._reserve_share = RESERVE_SHARE if reserve_share is None else reserve_share
         self._held: OrderedDict[Key, Resident | Executable] = OrderedDict()
         self._workspace_bytes = 0  # of the program that ran last
         self._lock = threading.RLock()
@@ -136,7 +137,7 @@ class DeviceCache:
 
     def has_room(self, program: Executable) -> bool:
         """Whether a program may be loaded beside what is held and the one that ran last, with nothing leaving."""
-        budget = budget_bytes(self._device)
+        budget = budget_bytes(self._device, self._reserve_share)
         held = self.size_bytes + self.code_bytes + self._workspace_bytes
         return budget is None or held + program.code_bytes <= budget
 
@@ -154,7 +155,7 @@ class DeviceCache:
             return self._held[key]
 
     def _make_room(self, key: Key, title: str, size_bytes: int, running: Runnable) -> None:
-        budget = budget_bytes(self._device)
+        budget = budget_bytes(self._device, self._reserve_share)
         if budget is None:
             return
         beside = running.workspace_bytes + sum(part.code_bytes for part in running.parts)

@@ -21,8 +21,8 @@ from .. import refusal, versions
 from ..cache import xla_cache
 from ..checkpoints.model_ref import Expected, ModelRef
 from ..hosts.together import Alone, Elsewhere, Ending, Together
-from ..machine.fallbacks import Unsupported, halted
-from ..machine.ladder import Halted, Ladder
+from ..machine.fallbacks import Halted, Unsupported, halted
+from ..machine.ladder import Ladder
 from ..model_spec import STAGES, Settings
 from ..programs import executables, modules
 from ..programs.finite import NotFinite
@@ -73,18 +73,20 @@ class Engine:
         when_halted: Callable[[], None] = lambda: None,
     ) -> None:
         versions.warn_once()
-        xla_cache.use_persistent_cache()
-        self.compilations = xla_cache.compilations()
         self.devices = tuple(chips or jax.devices())
+        self.ladder = Ladder(self.devices)
+        if self.ladder.record.keeps_programs:
+            xla_cache.use_persistent_cache()
+        self.compilations = xla_cache.compilations()
         self.own = tuple(device for device in self.devices if device.process_index == jax.process_index())
         self.hosts = hosts or Alone()
         self.kernel: Kernel = kernel
-        self.ladder = Ladder(self.devices)
         self.lost: Halted | None = None
         self._when_halted = when_halted
         self.counts: Counter[str] = Counter(load=0, merge=0, encode=0, compile=0)
-        self.device_cache = DeviceCache(self.own[0])
-        self.program_cache = ProgramCache(self.device_cache, self.counts)
+        found = self.ladder.record
+        self.device_cache = DeviceCache(self.own[0], found.reserve_share)
+        self.program_cache = ProgramCache(self.device_cache, self.counts, found.compilers_behind)
         self.prompt_cache = PromptCache()
         self.activity: telemetry.Activity | None = None
         self.last_run: telemetry.LastRun | None = None

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 # The name of threads that compile, for which a process waits before it ends (see `current`).
 COMPILER = "comfyui-tpu-compile"
-# How many compile behind a stage; XLA has more of its own.
+# How many compile behind a stage, unless the machine's record says otherwise; XLA has more threads of its own.
 MAX_BEHIND = 2
 # How often who waits looks whether the user cancelled.
 LOOK_AGAIN_S = 0.2
@@ -75,7 +75,8 @@ class Compilation:
 class ProgramCache:
     """Compiled programs by key, loaded on the devices. `counts["compile"]` tells how many were in no cache."""
 
-    def __init__(self, device_cache: DeviceCache, counts: Counter[str]) -> None:
+    def __init__(self, device_cache: DeviceCache, counts: Counter[str], max_behind: int | None = None) -> None:
+        self._max_behind = MAX_BEHIND if max_behind is None else max_behind
         self._device_cache = device_cache
         self._counts = counts
         self._lock = threading.Lock()
@@ -129,7 +130,7 @@ class ProgramCache:
             if one is None:
                 one = self._coming[digest] = Compilation(wanted=wanted, digest=digest)
                 self._queue.append(one)
-            if self._queue and self._threads_behind < MAX_BEHIND:
+            if self._queue and self._threads_behind < self._max_behind:
                 self._threads_behind += 1
                 in_daemon(self._compile_behind, COMPILER)
         return one

@@ -68,6 +68,10 @@ class Unsupported(RuntimeError):
         super().__init__(f"{program}: this machine does not take the {what} {', '.join(names)} ({reason}).")
 
 
+class Halted(RuntimeError):
+    """A core of a chip stopped: this process cannot use the chips any more. A sentence for the user."""
+
+
 def from_environment(environ: Mapping[str, str] | None = None) -> Fallbacks:
     """What the owner switched off. Raises `ValueError` for a name that is none of a kernel's, or of options'."""
     environ = os.environ if environ is None else environ

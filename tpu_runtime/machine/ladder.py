@@ -1,17 +1,12 @@
 """An engine's place on the ladder: a failure that another form of a program avoids is a step down, which is said."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ...kernels.choice import Rungs
 from ...sharding.mesh import Device
 from . import fallbacks, record
-from .fallbacks import Fallbacks, Unsupported
+from .fallbacks import Fallbacks, Halted, Unsupported
 from .record import MachineRecord
-
-
-class Halted(RuntimeError):
-    """A core of a chip stopped: this process cannot use the chips any more. A sentence for the user."""
 
 
 class Ladder:
@@ -29,6 +24,11 @@ class Ladder:
     def fallbacks(self) -> Fallbacks:
         found = self._switched_off | self._record.fallbacks
         return fallbacks.without_overlap(found) if self._is_trial else found
+
+    @property
+    def record(self) -> MachineRecord:
+        """What was found out."""
+        return self._record
 
     @property
     def sentences(self) -> list[str]:
@@ -76,6 +76,5 @@ class Ladder:
             )
 
     def _found_out(self, lower: Fallbacks, sentence: str) -> None:
-        sentences = (*(one for one in self._record.sentences if one != sentence), sentence)
-        self._record = replace(self._record, fallbacks=self._record.fallbacks | lower, sentences=sentences)
-        record.write(self._key, MachineRecord(fallbacks=self._record.fallbacks, sentences=sentences))
+        self._record |= MachineRecord(fallbacks=lower, sentences=(sentence,))
+        record.write(self._key, self._record)

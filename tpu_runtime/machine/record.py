@@ -1,7 +1,7 @@
 """`machine.json` in the cache: what was found out about this machine, by its chips, libtpu and the pack's sources.
 
-Deleting it is safe: what fails is found out again. It holds names and sentences, no code, and can only make programs
-slower.
+Deleting it is safe: what fails is found out again. It holds names, numbers and sentences, no code, and can only make
+programs slower.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,53 @@ NAME = "machine.json"
 MAX_BYTES = 2**20
 # Of the newest machines, and of each the newest sentences.
 MAX_MACHINES, MAX_SENTENCES = 32, 32
+MAX_RESERVE = 0.9
+
+
+# What a record may say of rates, in GB/s.
+RATES = ("to_chips", "from_chips")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineRecord:
-    """What a machine does without, and the sentences that say why, in the order in which it was found out."""
+    """What a machine does without, and the sentences that say why, in the order in which it was found out.
+
+    Measured by `selftest --first-run`, None before: `reserve_share` of a chip's memory that is left free, how many
+    `compilers_behind` a running stage do not slow it down. `keeps_programs`: compiled ones may be taken from the disk.
+    """
 
     fallbacks: Fallbacks = Fallbacks()
     sentences: tuple[str, ...] = ()
+    reserve_share: float | None = None
+    compilers_behind: int | None = None
+    keeps_programs: bool = True
+    rates: Mapping[str, float] = field(default_factory=dict)
+
+    def __or__(self, other: "MachineRecord") -> "MachineRecord":
+        """Both; of numbers the other's, where it has them."""
+        reserve, behind = other.reserve_share, other.compilers_behind
+        return MachineRecord(
+            fallbacks=self.fallbacks | other.fallbacks,
+            sentences=(*(one for one in self.sentences if one not in other.sentences), *other.sentences),
+            reserve_share=self.reserve_share if reserve is None else reserve,
+            compilers_behind=self.compilers_behind if behind is None else behind,
+            keeps_programs=self.keeps_programs and other.keeps_programs,
+            rates={**self.rates, **other.rates},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """What `parsed` reads."""
+        kernels = self.fallbacks.kernels
+        return {
+            "kernels_off": list(kernels.off),
+            "kernels_small": list(kernels.small),
+            "options_off": list(self.fallbacks.options),
+            "sentences": list(self.sentences[-MAX_SENTENCES:]),
+            "reserve_share": self.reserve_share,
+            "compilers_behind": self.compilers_behind,
+            "keeps_programs": self.keeps_programs,
+            "rates": dict(self.rates),
+        }
 
 
 def path() -> Path:
@@ -50,25 +89,19 @@ def key_of(device_kind: str, num_devices: int) -> str:
 
 def read(key: str) -> MachineRecord:
     """The record of a machine; an empty one where there is none. What is damaged is left aside, and the log says so."""
-    return _record(_entries(path()).get(key))
+    return parsed(_entries(path()).get(key))
 
 
 def everything(file: Path | None = None) -> dict[str, MachineRecord]:
     """All records of a file, by default this process's, by key, the oldest first."""
-    return {key: _record(value) for key, value in _entries(file or path()).items()}
+    return {key: parsed(value) for key, value in _entries(file or path()).items()}
 
 
 def write(key: str, record: MachineRecord) -> None:
     """Puts a record in place of the one before. A folder that cannot be written costs the record, not the run."""
     entries = _entries(path())
     entries.pop(key, None)
-    kernels = record.fallbacks.kernels
-    entries[key] = {
-        "kernels_off": list(kernels.off),
-        "kernels_small": list(kernels.small),
-        "options_off": list(record.fallbacks.options),
-        "sentences": list(record.sentences[-MAX_SENTENCES:]),
-    }
+    entries[key] = record.to_json()
     content = json.dumps(dict(list(entries.items())[-MAX_MACHINES:]), indent=2, ensure_ascii=False)
     scratch = None
     try:
@@ -100,7 +133,8 @@ def _entries(file: Path) -> dict[str, Any]:
     return found
 
 
-def _record(value: Any) -> MachineRecord:
+def parsed(value: Any) -> MachineRecord:
+    """A record from JSON, of anyone's: what is none of a record's is left aside."""
     if not isinstance(value, Mapping):
         return MachineRecord()
     begins = tuple(begin for switch in OPTIONS.values() for begin in switch)
@@ -118,4 +152,18 @@ def _record(value: Any) -> MachineRecord:
             kernels=Rungs(off=kernels("kernels_off"), small=kernels("kernels_small")), options=tuple(sorted(options))
         ),
         sentences=tuple(texts("sentences")[-MAX_SENTENCES:]),
+        reserve_share=_number(value.get("reserve_share"), 0.0, MAX_RESERVE),
+        compilers_behind=None if (behind := _number(value.get("compilers_behind"), 0, 8)) is None else int(behind),
+        keeps_programs=value.get("keeps_programs") is not False,
+        rates={name: rate for name in RATES if (rate := _number(_given(value, "rates").get(name), 0.0, 1e6))},
     )
+
+
+def _given(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = value.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _number(value: Any, least: float, most: float) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and least <= value <= most else None

@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
+from ..machine.fallbacks import Halted, halted
+from ..machine.record import MachineRecord, parsed
 from ..progress import Progress
 from ..redact import redact
 
@@ -15,7 +17,22 @@ Arrays = Mapping[str, Any]
 
 
 class Wrong(Exception):
-    """Something that must be equal to the bit is not; the message is a sentence."""
+    """Something is not as it must be; the message is a sentence. `learnt` is what the machine does without from now
+    on.
+    """
+
+    def __init__(self, sentence: str, learnt: MachineRecord = MachineRecord()) -> None:  # noqa: B008 (it is frozen)
+        super().__init__(sentence)
+        self.learnt = learnt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a check without arrays found out: numbers by name and unit, a `note`, what the machine's record gains."""
+
+    values: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
+    learnt: MachineRecord = MachineRecord()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,21 +48,31 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """`run(progress)` returns the chips' arrays and the reference's, or None where it has compared them itself (and
-    raises `Wrong`); without a `bound` that is how.
+    """`run(progress)` returns the chips' arrays and the reference's, or has compared them itself (and raises `Wrong`);
+    without a `bound` that is how. `if_lost` is what the machine does without if the check fails, or does not end.
     """
 
     family: str
     stage: str
     precision: str
-    run: Callable[[Progress], tuple[Arrays, Arrays] | None]
+    run: Callable[[Progress], tuple[Arrays, Arrays] | Found | None]
     bound: Bound | None = None
+    if_lost: MachineRecord = MachineRecord()
+
+    @property
+    def title(self) -> str:
+        return title(self.family, self.stage, self.precision)
+
+
+def title(family: str, stage: str, precision: str) -> str:
+    return f"{family}: {stage} ({precision})" if precision else f"{family}: {stage}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
     """What came of a check. `error` and `slope` as in `Bound`, None where there are no numbers; `problem` is a
-    sentence, empty when all is well.
+    sentence, empty when all is well. `values`, `note` and `learnt` as in `Found`; `is_lost`: the chips are lost to the
+    process that made it.
     """
 
     family: str
@@ -56,6 +83,10 @@ class CheckResult:
     bound: Bound | None
     seconds: float
     problem: str
+    values: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
+    learnt: MachineRecord = MachineRecord()
+    is_lost: bool = False
 
     @property
     def is_good(self) -> bool:
@@ -63,26 +94,42 @@ class CheckResult:
 
     @property
     def title(self) -> str:
-        return f"{self.family}: {self.stage} ({self.precision})" if self.precision else f"{self.family}: {self.stage}"
+        return title(self.family, self.stage, self.precision)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "learnt": self.learnt.to_json()}
+
+
+def result(row: Mapping[str, Any]) -> CheckResult:
+    """The row of `CheckResult.to_json`."""
+    bound = row["bound"] and Bound(**row["bound"])
+    return CheckResult(**{**row, "bound": bound, "learnt": parsed(row["learnt"])})
 
 
 def perform(check: Check, progress: Progress) -> CheckResult:
     """Runs a check. Whatever it raises, but for Ctrl-C, is a row too: the other checks still run."""
     started = time.monotonic()
     error = slope = None
+    problem, found, learnt, is_lost = "", Found(), MachineRecord(), False
     try:
-        found = check.run(progress)
-        problem = ""
-        if found is not None:
+        ran = check.run(progress)
+        if isinstance(ran, Found):
+            found = ran
+            learnt = found.learnt
+        elif ran is not None:
             assert check.bound is not None, check.stage
-            error, slope, problem = judge(*found, check.bound)
+            error, slope, problem = judge(*ran, check.bound)
     except Wrong as wrong:
-        problem = str(wrong)
+        problem, learnt = str(wrong), wrong.learnt
     except Exception as failure:  # of any kind: it is the finding
         problem = sentence(failure)
+        is_lost = isinstance(failure, Halted) or halted(failure, check.title, ()) is not None
+    if problem and learnt == MachineRecord():
+        learnt = check.if_lost
     return CheckResult(
         family=check.family, stage=check.stage, precision=check.precision, error=error, slope=slope, bound=check.bound,
-        seconds=time.monotonic() - started, problem=problem,
+        seconds=time.monotonic() - started, problem=problem, values=found.values, note=found.note, learnt=learnt,
+        is_lost=is_lost,
     )  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """The chips by themselves: each keeps what is written to it, computes the same, and reaches all others."""
 
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -11,38 +13,82 @@ from jax.sharding import PartitionSpec as P
 
 from ...sharding.mesh import Device, make_mesh
 from ...sharding.shape import MeshShape
-from .checks import Check, Wrong
+from ..machine.record import MachineRecord
+from .checks import Check, Found, Wrong
 
 FAMILY = "chips"
-WRITTEN_BYTES = 16 * 2**20  # to each chip
+WRITTEN_BYTES, WRITTEN_ON_TPU = 16 * 2**20, 2**30  # to each chip
 SIZE = 256  # of the matrices that are multiplied
 
 
 def checks(devices: Sequence[Device]) -> Iterator[Check]:
-    def check(stage: str, run: Any) -> Check:
-        return Check(family=FAMILY, stage=stage, precision="", run=run)
+    yield from start(devices)
+    yield from transfers(devices)
+    yield from together(devices)
 
-    yield check("memory", lambda progress: _memory(devices))
-    yield check("exchange", lambda progress: _exchange(devices))
-    yield check("products", lambda progress: _products(devices))
+
+def start(devices: Sequence[Device]) -> Iterator[Check]:
+    """Who is who."""
+    yield _check("devices", lambda progress: _devices(devices))
+
+
+def transfers(devices: Sequence[Device]) -> Iterator[Check]:
+    yield _check("transfers", lambda progress: _transfers(devices))
+
+
+def together(devices: Sequence[Device]) -> Iterator[Check]:
+    yield _check("exchange", lambda progress: _exchange(devices))
+    yield _check("products", lambda progress: _products(devices))
+
+
+def _check(stage: str, run: Any) -> Check:
+    return Check(family=FAMILY, stage=stage, precision="", run=run)
 
 
 def memory_bytes(device: Device) -> int | None:
     """What a chip says that it has; None where it says nothing, as a CPU does."""
-    stats = device.memory_stats() if device.platform == "tpu" else None
+    stats = device.memory_stats()
     return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
 
 
-def _memory(devices: Sequence[Device]) -> None:
-    """What is written comes back, to the bit; a TPU says how much memory it has."""
+def _devices(devices: Sequence[Device]) -> Found:
+    """Chips of one kind, each once, in the order in which hosts and links have them."""
+    places = [tuple(place) for device in devices if (place := getattr(device, "coords", None)) is not None]
+    cores = [(place, getattr(device, "core_on_chip", 0)) for place, device in zip(places, devices, strict=False)]
+    if len({device.device_kind for device in devices}) > 1:
+        raise Wrong(f"The chips are of several kinds: {', '.join(sorted({one.device_kind for one in devices}))}.")
+    if len(set(cores)) != len(cores):
+        raise Wrong("Two devices have one place on the links between chips.")
+    hosts = [device.process_index for device in devices]
+    if hosts != sorted(hosts):
+        raise Wrong(f"JAX lists the chips of hosts {hosts}, not one host's after the other's.")
+    silent = [str(device.id) for device in devices if device.platform == "tpu" and not memory_bytes(device)]
+    if silent:
+        raise Wrong(f"Chips {', '.join(silent)} do not say how much memory they have.")
+    order = ", ".join(f"{device.id} at {place}" for device, place in zip(devices, places, strict=False))
+    return Found(note=f"{len(devices)} x {devices[0].device_kind}, hosts {sorted(set(hosts))}; {order or 'no places'}")
+
+
+def _transfers(devices: Sequence[Device]) -> Found:
+    """What is written to every chip comes back, to the bit; with GB/s of all chips together."""
+    written_bytes = WRITTEN_ON_TPU if devices[0].platform == "tpu" else WRITTEN_BYTES
     random = np.random.default_rng(0)
-    for device in devices:
-        if device.platform == "tpu" and not memory_bytes(device):
-            raise Wrong(f"Chip {device.id} does not say how much memory it has.")
-        written = random.integers(0, 2**32, WRITTEN_BYTES // 4, np.uint32)
-        read = _read(jax.device_put(written, device))
-        if wrong := int(np.count_nonzero(written != read)):
-            raise Wrong(f"Chip {device.id} returns {wrong} of {written.size} words changed.")
+    written = [random.integers(0, 2**32, written_bytes // 4, np.uint32) for _ in devices]
+    jax.block_until_ready([jax.device_put(one[:1], device) for one, device in zip(written, devices, strict=True)])
+    started = time.perf_counter()
+    there = [jax.device_put(one, device) for one, device in zip(written, devices, strict=True)]
+    jax.block_until_ready(there)
+    between = time.perf_counter()
+    with ThreadPoolExecutor(len(devices)) as threads:
+        back = list(threads.map(_read, there))
+    ended = time.perf_counter()
+    for device, one, read in zip(devices, written, back, strict=True):
+        if wrong := int(np.count_nonzero(one != read)):
+            raise Wrong(f"Chip {device.id} returns {wrong} of {one.size} words changed.")
+    total = len(devices) * written_bytes / 1e9
+    rates = {"to_chips": total / max(between - started, 1e-9), "from_chips": total / max(ended - between, 1e-9)}
+    learnt = MachineRecord(rates=rates if devices[0].platform == "tpu" else {})
+    return Found(values={f"{name}_gb_per_s": round(rate, 3) for name, rate in rates.items()}, learnt=learnt)
 
 
 def _exchange(devices: Sequence[Device]) -> None:

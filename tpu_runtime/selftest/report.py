@@ -8,17 +8,24 @@ import re
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...sharding.mesh import Device
 from .. import versions
+from ..machine.record import MachineRecord
 from ..redact import HIDDEN, redact
-from . import chips
 from .checks import CheckResult
 
-SCHEMA = 1
+if TYPE_CHECKING:
+    from ...sharding.mesh import Device
+
+SCHEMA = 2
+# The problem of a check that has not ended, of which a report is written before it starts.
+UNFINISHED = "It has not ended."
 # What changes how programs are compiled or where they run.
-VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS", "JAX_DEFAULT_MATMUL_PRECISION", "COMFYUI_TPU_HBM_GIB")
+VARIABLES = (
+    "XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS", "JAX_DEFAULT_MATMUL_PRECISION", "COMFYUI_TPU_HBM_GIB",
+    "COMFYUI_TPU_KERNELS", "COMFYUI_TPU_OPTIONS",
+)  # fmt: skip
 _LONGEST = 400  # characters of a sentence
 _WORD = r"[^\s/'\"<>|:;,()\[\]]+"  # of a path
 _PATTERNS = (
@@ -48,9 +55,21 @@ class ChipRecord:
     memory_bytes: int | None
 
 
+def chip_record(device: "Device") -> ChipRecord:
+    stats = device.memory_stats()
+    return ChipRecord(
+        id=device.id,
+        kind=device.device_kind,
+        coords=tuple(device.coords) if getattr(device, "coords", None) is not None else None,
+        memory_bytes=int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class SelftestReport:
-    """A self-test. `settings` are the environment variables that matter to programs, cleaned."""
+    """A self-test. `settings` are the environment variables that matter to programs, cleaned. `machine`: what this
+    machine's programs do without after a first run; None of a plain self-test, which changes nothing.
+    """
 
     platform: str
     chips: tuple[ChipRecord, ...]
@@ -60,6 +79,7 @@ class SelftestReport:
     models: tuple[str, ...]
     rows: tuple[CheckResult, ...]
     elapsed_s: float
+    machine: MachineRecord | None
 
     @property
     def is_good(self) -> bool:
@@ -69,44 +89,49 @@ class SelftestReport:
     def verdict(self) -> str:
         """One sentence for the user."""
         wrong = [row for row in self.rows if not row.is_good]
-        where = f"{len(self.chips)} x {self.chips[0].kind}"
+        where = f"{len(self.chips)} x {self.chips[0].kind}" if self.chips else "no chips"
         if not wrong:
             return f"Green: all {len(self.rows)} checks on {where} are within their bounds ({self.elapsed_s:.0f} s)."
         titles = "; ".join(row.title for row in wrong[:4]) + ("; ..." if len(wrong) > 4 else "")
         return f"Red: {len(wrong)} of {len(self.rows)} checks on {where} failed: {titles}."
 
     def to_json(self) -> dict[str, Any]:
-        rows = [
-            asdict(replace(row, problem=cleaned(row.problem))) | {"verdict": "ok" if row.is_good else "wrong"}
-            for row in self.rows
-        ]
+        rows = []
+        for row in self.rows:
+            texts = {name: cleaned(getattr(row, name)) for name in ("family", "stage", "problem", "note")}
+            verdict = "ok" if row.is_good else "running" if row.problem == UNFINISHED else "wrong"
+            rows.append({**row.to_json(), **texts, "learnt": _without_paths(row.learnt), "verdict": verdict})
         return {
-            "schema": SCHEMA, "label": "selftest", **asdict(self), "rows": rows,
-            "is_good": self.is_good, "verdict": self.verdict,
+            "schema": SCHEMA, "label": "selftest" if self.machine is None else "first run",
+            **asdict(replace(self, machine=None)), "rows": rows,
+            "machine": self.machine and _without_paths(self.machine),
+            "is_good": self.is_good, "verdict": cleaned(self.verdict),
         }  # fmt: skip
 
 
+def _without_paths(record: MachineRecord) -> dict[str, Any]:
+    return {**record.to_json(), "sentences": [cleaned(one) for one in record.sentences]}
+
+
 def make(
-    devices: Sequence[Device], models: Sequence[str], rows: Sequence[CheckResult], elapsed_s: float
+    platform_name: str,
+    chips: Sequence[ChipRecord],
+    models: Sequence[str],
+    rows: Sequence[CheckResult],
+    elapsed_s: float,
+    machine: MachineRecord | None = None,
 ) -> SelftestReport:
     """The record of these checks, of this machine."""
     return SelftestReport(
-        platform=devices[0].platform,
-        chips=tuple(
-            ChipRecord(
-                id=device.id,
-                kind=device.device_kind,
-                coords=tuple(device.coords) if getattr(device, "coords", None) is not None else None,
-                memory_bytes=chips.memory_bytes(device),
-            )
-            for device in devices
-        ),
+        platform=platform_name,
+        chips=tuple(chips),
         versions={"python": platform.python_version(), **versions.of_results()},
         system=f"{platform.system()} {platform.machine()}",
         settings={name: cleaned(value) for name in VARIABLES if (value := os.environ.get(name))},
         models=tuple(models),
         rows=tuple(rows),
         elapsed_s=elapsed_s,
+        machine=machine,
     )
 
 

@@ -1,15 +1,22 @@
-"""All checks in order: the chips, the kernels, the families. Without a TPU, kernels run in interpret mode."""
+"""What the groups of checks consist of. Without a TPU, kernels run in interpret mode."""
 
+import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 
 from ...sharding.mesh import Device
-from ..model_spec import ModelSpec
+from ..models import spec_by_name
 from ..precision import Precision
-from . import chips, families, kernels
+from . import chips, compiled, groups, kernels, memory, overlap
 from .checks import Check
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
 
 
 def host_device() -> Device:
@@ -26,14 +33,55 @@ def host_device() -> Device:
         ) from error
 
 
-def checks(devices: Sequence[Device], specs: Sequence[ModelSpec]) -> Iterator[Check]:
-    """Every check, each to be performed before the next is asked for. On a TPU families run in bfloat16, as they do for
-    users, and in float32 as far as that compiles quickly (see `families`).
+@dataclass(kw_only=True)
+class Place:
+    """Where checks run: the chips, and a `folder` in which one process leaves what another looks for."""
+
+    devices: Sequence[Device]
+    folder: Path
+
+    @functools.cached_property
+    def host(self) -> Device:
+        return host_device()
+
+    @functools.cached_property
+    def engines(self) -> "tuple[Engine, Engine]":
+        """The host's, and that of the chips."""
+        from . import families
+
+        return families.engine([self.host]), families.engine(self.devices, kernel="pallas")
+
+
+_CHECKS: dict[str, Callable[[Place], Iterator[Check]]] = {
+    groups.START: lambda place: chips.start(place.devices),
+    "options": lambda place: overlap.options(place.devices),
+    "memory": lambda place: memory.checks(place.devices),
+    "transfers": lambda place: chips.transfers(place.devices),
+    "together": lambda place: chips.together(place.devices),
+    "beside": lambda place: overlap.beside_a_kernel(place.devices),
+    "kernels": lambda place: kernels.checks(place.devices[0], place.host),
+    groups.STORE: lambda place: compiled.store(place.devices, place.folder),
+    groups.STORED: lambda place: compiled.stored(place.devices, place.folder),
+    "compiling": lambda place: compiled.compiling(place.devices),
+}
+
+
+def of_group(name: str, place: Place) -> Iterator[Check]:
+    """The checks of a group, each to be performed before the next is asked for. On a TPU families run in bfloat16, as
+    they do for users, and in float32 as far as that compiles quickly (see `families`).
     """
-    host = host_device()
-    engines = families.engine([host]), families.engine(devices, kernel="pallas")
-    yield from chips.checks(devices)
-    yield from kernels.checks(devices[0], host)
-    precisions: tuple[Precision, ...] = ("bfloat16", "float32") if devices[0].platform == "tpu" else ("float32",)
-    for spec in specs:
-        yield from families.checks(spec, *engines, precisions)
+    if not name.startswith(groups.FAMILY):
+        yield from _CHECKS[name](place)
+        return
+    from . import families  # brings PyTorch in, which no other group needs
+
+    precisions: tuple[Precision, ...] = ("bfloat16", "float32") if place.devices[0].platform == "tpu" else ("float32",)
+    yield from families.checks(spec_by_name(name.removeprefix(groups.FAMILY)), *place.engines, precisions)
+
+
+def checks(devices: Sequence[Device], models: Sequence[str]) -> Iterator[Check]:
+    """Those of `selftest` without --first-run, in this process."""
+    place = Place(devices=devices, folder=Path())
+    for group in groups.all_of(models):
+        if group.is_plain:
+            yield from of_group(group.name, place)

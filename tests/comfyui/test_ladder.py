@@ -1,0 +1,186 @@
+"""A real ComfyUI on a machine that refuses, halts and computes nonsense: the sentence in the node, what ran in its
+place, the right frames.
+
+The machine is a layer in the place of PJRT, in the server's process.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from comfyui_tpu.tests.machine import fake_pjrt
+from comfyui_tpu.tests.machine.fake_pjrt import Fault, Layer
+from comfyui_tpu.tests.support.citizen import Listener
+from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui, prepare, tiny_workflow
+from comfyui_tpu.tests.support.patience import until
+from PIL import Image
+
+pytestmark = [needs_comfyui, pytest.mark.slow]
+
+ASYNC, VMEM, SPARSE = (
+    "xla_tpu_enable_async_all_to_all", "xla_tpu_scoped_vmem_limit_kib",
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather",
+)  # fmt: skip
+OPTIONS = {ASYNC: "true", VMEM: "65536", SPARSE: "true"}
+NO_OPTION = f"INVALID_ARGUMENT: No such compile option: '{ASYNC}'"
+# As libtpu 0.0.42.1 says it of a kernel's scratch.
+NO_ROOM = "RESOURCE_EXHAUSTED: Allocation (size=2) would exceed memory (size=1) :: #a [space=vmem] :: attention.1"
+HALT = "INTERNAL: Core halted unexpectedly: TPU program continuator has halted: HLO: %attention.3"
+HOST = "RESOURCE_EXHAUSTED: ioctl failed: Cannot allocate memory: VFIO_IOMMU_MAP_DMA"
+ATTENTION = r'["/]attention(_with_rerun)?/while'  # not the folder
+
+Starts = Callable[..., Server]
+
+
+@pytest.fixture
+def on_machine(tmp_path: Path) -> Iterator[Starts]:
+    """Starts a ComfyUI on the machine of a layer, with a cache of its own."""
+    started: list[Server] = []
+
+    def start(layer: Layer, **environment: str) -> Server:
+        base = tmp_path / f"server{len(started)}"
+        # Quicker with one chip.
+        flags = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
+        server = prepare(base, environment={"XLA_FLAGS": flags, **environment})
+        server.environment = {**server.environment, **fake_pjrt.environment(layer, base / "stubs")}
+        started.append(server)
+        server.start()
+        return server
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+def workflow(prefix: str) -> dict[str, Any]:
+    """The tiny workflow, its frames saved as pictures: a video's codec makes much of a rounding."""
+    graph = tiny_workflow(prefix)
+    for name in [name for name, node in graph.items() if node["class_type"] in ("SaveVideo", "CreateVideo")]:
+        del graph[name]
+    (decoder,) = (name for name, node in graph.items() if node["class_type"].endswith("TPUVAEDecoder"))
+    graph["saved"] = {"class_type": "SaveImage", "inputs": {"images": [decoder, 0], "filename_prefix": prefix}}
+    return graph
+
+
+def frames(folder: Path, prefix: str) -> np.ndarray:
+    pictures = [np.asarray(Image.open(path).convert("RGB")) for path in sorted(folder.glob(f"{prefix}*.png"))]
+    assert len(pictures) == 5
+    return np.stack(pictures).astype(int)
+
+
+def ran(server: Server, prefix: str) -> tuple[dict[str, Any], list[str]]:
+    """The history entry of a prompt, and what stood on its nodes."""
+    with Listener(server) as listener:
+        entry = listener.finish(listener.queue(workflow(prefix)))
+        return entry, listener.texts()
+
+
+def machine(server: Server) -> dict[str, Any]:
+    (found,) = json.loads((server.cache / "machine.json").read_text()).values()
+    return found
+
+
+def compiled(server: Server) -> list[list[str]]:
+    """The options of each denoising step that was compiled, in order."""
+    return [json.loads(line) for line in re.findall(r"^FAKE_PJRT options (\[.+\])$", server.log.read_text(), re.M)]
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+    """The frames of a machine without faults: the same workflow, without ComfyUI."""
+    from comfyui_tpu.nodes.declare import Folders
+    from comfyui_tpu.nodes.headless.runner import TerminalHost, run_workflow
+
+    output = tmp_path_factory.mktemp("right")
+    folders = Folders(models=(), loras=(), input=output, output=output, workflow=output)
+    run_workflow(workflow("right"), TerminalHost(folders))
+    return frames(output, "right")
+
+
+def assert_right(found: np.ndarray, right: np.ndarray) -> None:
+    """To the step of a picture: ComfyUI cuts off what is between two, the headless runner rounds it."""
+    assert found.shape == right.shape and np.ptp(right) > 50
+    assert np.abs(found - right).max() <= 1
+
+
+def test_options_and_kernels_that_are_refused_and_nonsense_with_overlap(on_machine: Starts, right: np.ndarray):
+    """Four rungs in one prompt; the next prompt of another process takes none of them again."""
+    layer = Layer(
+        pallas=True, options=OPTIONS,
+        faults=[
+            Fault(at="compile", option=ASYNC, says=NO_OPTION),
+            Fault(at="compile", holds=ATTENTION, says=NO_ROOM),
+            Fault(at="run", option=SPARSE, does="nonsense"),
+        ],
+    )  # fmt: skip
+    server = on_machine(layer)
+    entry, texts = ran(server, "rungs")
+    assert entry["status"]["status_str"] == "success", f"{entry['status']}\n{server.log_tail()}"
+    said = [text for text in texts if "This machine" in text or "once more" in text]
+    assert ASYNC in said[0] and "is compiled without" in said[0]
+    assert "attention" in said[1] and "takes smaller tiles" in said[1]
+    assert "attention" in said[2] and "is computed by XLA in its place" in said[2]
+    assert said[3] == "The values are not finite: once more without transfers beside computation."
+    assert len(said) == 4
+    assert_right(frames(server.base / "output", "rungs"), right)
+    found = machine(server)
+    assert found["kernels_off"] == found["kernels_small"] == ["attention"]
+    assert any(SPARSE.startswith(one) for one in found["options_off"]) and ASYNC in found["options_off"]
+    # What ran in their place: steps with the option, without, on smaller tiles, by XLA, and without overlap.
+    assert compiled(server)[0] == list(OPTIONS) and compiled(server)[-1] == [VMEM]
+    assert server.get("/tpu/stats")["notes"] == found["sentences"]
+    server.restart()
+    entry, texts = ran(server, "again")
+    assert entry["status"]["status_str"] == "success"
+    assert not [text for text in texts if "This machine" in text or "once more" in text]
+    assert_right(frames(server.base / "output", "again"), right)
+
+
+def test_a_halt_is_named_and_the_process_starts_again_without_the_kernel(on_machine: Starts, right: np.ndarray):
+    layer = Layer(pallas=True, faults=[Fault(at="run", holds=ATTENTION, does="halt", says=HALT)])
+    server = on_machine(layer, COMFYUI_TPU_RESTARTS="1")
+    assert server.process is not None
+    before = server.process.pid, server.log.read_text().count("To see the GUI go to")
+    queued = server.queue(workflow("halted"))["prompt_id"]
+
+    def ended() -> bool:
+        return server.log.read_text().count("To see the GUI go to") > before[1]
+
+    until(ended, server.log_tail)
+    assert queued and "halted the chips" in server.log.read_text()
+    assert "restart it, unless it does so by itself" in server.log.read_text()
+    assert server.is_running and server.process.pid == before[0]
+    assert machine(server)["kernels_off"] == ["attention"]
+    entry, _ = ran(server, "after")
+    assert entry["status"]["status_str"] == "success", f"{entry['status']}\n{server.log_tail()}"
+    assert_right(frames(server.base / "output", "after"), right)
+    assert "halted the chips" in server.get("/tpu/stats")["notes"][0]
+
+
+def test_memory_of_the_host_and_of_the_chips_that_runs_out(on_machine: Starts, right: np.ndarray):
+    """The first is the user's to mend; of the chips everything is unloaded, and it is tried once more."""
+    layer = Layer(faults=[Fault(at="run", says=HOST, times=1), Fault(at="run", says=fake_pjrt.NO_ROOM, times=1)])
+    server = on_machine(layer)
+    entry, _ = ran(server, "host")
+    assert entry["status"]["status_str"] == "error"
+    assert "The host could not map memory" in str(entry["status"]) and "ulimit -l unlimited" in str(entry["status"])
+    entry, texts = ran(server, "chips")
+    assert entry["status"]["status_str"] == "success", f"{entry['status']}\n{server.log_tail()}"
+    assert "Out of memory: everything else was unloaded, trying once more" in texts
+    assert_right(frames(server.base / "output", "chips"), right)
+
+
+def test_memory_that_runs_out_while_a_stored_program_is_loaded_keeps_it(on_machine: Starts, right: np.ndarray):
+    layer = Layer(faults=[Fault(at="load", says=fake_pjrt.NO_ROOM, times=1)])
+    server = on_machine(layer)
+    ran(server, "stored")
+    entries = {path.name for path in (server.cache / "xla").rglob("*") if path.is_file()}
+    server.restart()
+    entry, _ = ran(server, "loaded")
+    assert entry["status"]["status_str"] == "success", f"{entry['status']}\n{server.log_tail()}"
+    assert entries <= {path.name for path in (server.cache / "xla").rglob("*") if path.is_file()}
+    assert_right(frames(server.base / "output", "loaded"), right)

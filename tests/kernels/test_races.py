@@ -1,0 +1,196 @@
+"""Every kernel under Pallas' TPU interpreter, which simulates cores, their memory and DMA: no races, and right.
+
+Memory that nobody wrote is NaN; a copy takes place only where somebody waits for it; grid points of parallel dimensions
+go to one core or two.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comfyui_tpu.kernels import attention_reference, convolution, modulation, prologue, residual_norm
+from comfyui_tpu.kernels.attention import flat_attention
+from comfyui_tpu.kernels.attention_form import Form
+from comfyui_tpu.kernels.prologue import Norm
+from comfyui_tpu.sharding.mesh import make_mesh
+from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tests.support.closeness import difference
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+CORES = pytest.mark.parametrize("cores", [1, 2], ids=["1 core", "2 cores"])
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """The interpreter keeps its memory, and the races that it found, in the process."""
+    pltpu.reset_tpu_interpret_mode_state()
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+def on(cores: int) -> Any:
+    return pltpu.InterpretParams(
+        detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait", num_cores_or_threads=cores
+    )
+
+
+def races() -> bool:
+    state = interpret_pallas_call.races
+    return state is not None and state.races_found
+
+
+def drawn(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def assert_right(found: Any, wanted: Any, bound: float = 4e-6) -> None:
+    found, wanted = jax.block_until_ready((found, wanted))
+    assert not races()
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert difference(one, other) <= bound
+
+
+SMALL = {"block_q": 128, "step": 32, "online_step": 32}
+FORMS = {
+    "bounded": Form(maximum="zero", **SMALL),
+    "sampled": Form(maximum="sampled", **SMALL),
+    "computed again": Form(maximum="sampled", **SMALL),
+    "running": Form(maximum="online", **SMALL),
+    "keys in the grid": Form(maximum="online", block_kv=128, **SMALL),
+}
+
+
+@pytest.mark.slow
+@CORES
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", FORMS)
+def test_attention(name: str, head_dim: int, cores: int):
+    """Two blocks of queries of two heads; padding is NaN."""
+    keys = 300 if name == "computed again" else 140
+    q, k, v = (drawn(1, rows, 2 * head_dim, seed=seed) for seed, rows in enumerate((200, keys, keys)))
+    if name == "computed again":
+        k = k.at[:, 256:].multiply(40)
+    valid = jnp.arange(keys)[None, :, None] < keys - 7
+    k, v = jnp.where(valid, k, jnp.nan), jnp.where(valid, v, jnp.nan)
+    part = [attention_reference.first(k, v, jnp.array([keys - 7]))]
+    scale = head_dim**-0.5
+    found, _ = flat_attention(
+        q, part, head_dim=head_dim, form=FORMS[name], log_sums=False, scale=scale, interpret=on(cores)
+    )
+    clean = [attention_reference.first(jnp.nan_to_num(k), jnp.nan_to_num(v), jnp.array([keys - 7]))]
+    wanted, _ = attention_reference.flat_attention(q * scale * head_dim**0.5, clean, head_dim=head_dim, log_sums=False)
+    # Scores near 200 move a weight by as many roundings.
+    assert_right(found, wanted, 4e-5 if name == "computed again" else 4e-6)
+
+
+@CORES
+def test_prologue_and_join(cores: int):
+    """Several blocks of tokens, the last of which overshoots."""
+    x, weight, angles = drawn(1, 200, 512), drawn(64, seed=1), np.repeat(drawn(200, 32, seed=2), 2, axis=1)
+    tables = jnp.cos(angles), jnp.sin(angles)
+    norm = Norm(weight=weight, eps=1e-6)
+    found = prologue.divide(x, 2, 2, norm, tables, head_dim=64, interpret=on(cores))
+    wanted = prologue.divide_reference(x, 2, 2, norm, tables, head_dim=64)
+    assert_right(found, wanted)
+    pltpu.reset_tpu_interpret_mode_state()
+    assert_right(prologue.join(wanted, interpret=on(cores)), prologue.join_reference(wanted))
+
+
+@CORES
+@pytest.mark.parametrize("leading", [None, 70], ids=["one vector", "a pair"])
+def test_residual_norm(leading: int | None, cores: int):
+    x, update = drawn(1, 150, 256), drawn(1, 150, 256, seed=1)
+    gate, scale, shift = (drawn(1, *(() if leading is None else (2,)), 256, seed=seed) for seed in (2, 3, 4))
+    count = None if leading is None else jnp.array(leading)
+    arguments = (x, update, gate, scale, shift, count)
+    found = residual_norm.by_kernel(*arguments, eps=1e-6, interpret=on(cores))
+    assert_right(found, residual_norm.reference(*arguments, eps=1e-6))
+
+
+CONVOLUTIONS = {
+    "behind the past": ((3, 3, 3), {"repeats": False}),
+    "edges repeated": ((1, 3, 3), {"repeats": True}),
+    "doubled": ((1, 3, 3), {"repeats": False, "doubled": True}),
+    "halved": ((1, 3, 3), {"repeats": False, "halved": True}),
+    "frames alone": ((3, 1, 1), {"repeats": False}),
+}
+HEIGHT = 8
+
+
+def in_blocks(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a picture in so many blocks, whatever room there is."""
+    answers, most = itertools.cycle([HEIGHT // count, None]), convolution._most
+    monkeypatch.setattr(convolution, "_most", lambda total, limit: next(answers) or most(total, limit))
+
+
+def convolved(name: str, interpret: Any) -> tuple[Any, Any]:
+    window, how = CONVOLUTIONS[name]
+    x, weight, bias = drawn(1, 5, 3, HEIGHT, 24), drawn(7, 5, *window, seed=1) / 6, drawn(7, seed=2)
+    past = drawn(1, 5, 2, HEIGHT, 24, seed=3) if name == "behind the past" else None
+    with jax.set_mesh(make_mesh(jax.devices()[:1], MeshShape())):
+        run: Callable[..., Any] = jax.jit(
+            lambda *given: convolution.convolution(*given[:3], past=given[3], interpret=interpret, **how)
+        )
+        return run(x, weight, bias, past), convolution.reference(x, weight, bias, past=past, **how)
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("behind the past", 2), ("edges repeated", 4), ("doubled", 8)], ids=str)
+def test_a_convolution_in_several_row_blocks(name: str, blocks: int, monkeypatch: pytest.MonkeyPatch):
+    in_blocks(blocks, monkeypatch)
+    found, wanted = convolved(name, True)
+    assert difference(found, wanted) <= 4e-6
+
+
+@pytest.mark.slow
+@CORES
+@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolution(name: str, blocks: int, cores: int, monkeypatch: pytest.MonkeyPatch):
+    in_blocks(blocks, monkeypatch)
+    assert_right(*convolved(name, on(cores)))
+
+
+@CORES
+def test_modulation(cores: int):
+    x, factor, shift = drawn(1, 24, 2, 8, 40), drawn(24, seed=1), drawn(24, seed=2)
+    scale, offset = drawn(1, 24, 2, 4, 40, seed=3), drawn(1, 24, 2, 4, 40, seed=4)
+    with jax.set_mesh(make_mesh(jax.devices()[:1], MeshShape())):
+        found = jax.jit(lambda *given: modulation.modulated(*given, interpret=on(cores)))(
+            x, factor, shift, scale, offset
+        )
+        assert_right(found, modulation.reference(x, factor, shift, scale, offset))
+
+
+# --- the interpreter sees what is wrong -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["with its wait", "without"])
+def test_a_wait_that_is_left_out_is_found(waits: bool):
+    """A copy into on-chip memory that is read: with the wait it is right, without a race, and NaN."""
+
+    def body(source: Any, result: Any, held: Any, arrived: Any) -> None:
+        copy = pltpu.make_async_copy(source, held, arrived)
+        copy.start()
+        if waits:
+            copy.wait()
+        result[...] = held[...] + 1
+        if not waits:
+            copy.wait()
+
+    x = drawn(8, 128)
+    found = pl.pallas_call(
+        body,
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch_shapes=[pltpu.VMEM(x.shape, x.dtype), pltpu.SemaphoreType.DMA],
+        interpret=on(1),
+    )(x)
+    jax.block_until_ready(found)
+    assert races() is not waits
+    assert bool(jnp.isnan(found).any()) is not waits

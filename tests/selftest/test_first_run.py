@@ -1,0 +1,284 @@
+"""`comfyui-tpu selftest --first-run` on machines that refuse, halt, hang and lie: a red row each, and what it teaches.
+
+The machine is a layer in the place of PJRT, in the self-test's own processes.
+"""
+
+import argparse
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from comfyui_tpu.cli import selftest
+from comfyui_tpu.kernels.choice import Rungs
+from comfyui_tpu.sharding.mesh import make_mesh
+from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tests.machine import fake_pjrt
+from comfyui_tpu.tests.machine.fake_pjrt import Fault, Layer
+from comfyui_tpu.tpu_runtime.cost_model import chips
+from comfyui_tpu.tpu_runtime.machine import fallbacks, record
+from comfyui_tpu.tpu_runtime.machine.record import MachineRecord
+from comfyui_tpu.tpu_runtime.programs.program import step_options
+from comfyui_tpu.tpu_runtime.selftest import compiled, first_run, groups, overlap, report
+from comfyui_tpu.tpu_runtime.selftest.checks import CheckResult, result
+from comfyui_tpu.tpu_runtime.selftest.first_run import FirstRun
+from comfyui_tpu.tpu_runtime.selftest.groups import Group
+from jax.sharding import NamedSharding
+from rich.console import Console
+
+OPTION = "xla_tpu_enable_async_all_to_all"
+HALT = "INTERNAL: Accelerator device halted prematurely. Core halted unexpectedly: TPU program continuator has halted"
+MIB = 2**20
+
+Runs = Callable[..., FirstRun]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """Runs groups by name on the machine of a layer; each check may take `deadline_s`."""
+    monkeypatch.setenv("COMFYUI_TPU_CACHE", str(tmp_path / "cache"))
+
+    def run(layer: Layer, *names: str, deadline_s: float | None = None) -> FirstRun:
+        for name, value in fake_pjrt.environment(layer, tmp_path / "start").items():
+            monkeypatch.setenv(name, value)
+        chosen = [one for one in groups.all_of(["flux2-dev"]) if one.name in names]
+        if deadline_s is not None:
+            chosen = [Group(name=one.name, deadline_s=deadline_s, goes_on=one.goes_on) for one in chosen]
+        found = FirstRun(["flux2-dev"])
+        found.run(chosen)
+        return found
+
+    return run
+
+
+def verdicts(run: FirstRun) -> dict[str, str]:
+    return {row.stage: row.problem for row in run.rows}
+
+
+def learnt() -> MachineRecord:
+    (found,) = record.everything().values()
+    return found
+
+
+def test_an_option_that_is_refused_is_one_red_row_and_left_out(runs: Runs):
+    layer = Layer(
+        options={OPTION: "true", "xla_tpu_scoped_vmem_limit_kib": "65536"},
+        faults=[Fault(at="compile", option=OPTION, says=f"INVALID_ARGUMENT: No such compile option: '{OPTION}'")],
+    )
+    found = verdicts(runs(layer, "start", "options", "beside"))
+    assert list(found) == ["devices", OPTION, "xla_tpu_scoped_vmem_limit_kib", "transfers beside a kernel"]
+    assert [name for name, problem in found.items() if problem] == [OPTION], found
+    assert "does not take xla_tpu_enable_async_all_to_all" in found[OPTION]
+    assert learnt().fallbacks.options == (OPTION,)
+    (sentence,) = learnt().sentences
+    assert sentence.startswith(f"Self-test, options: {OPTION}: The compiler does not take")
+
+
+def test_a_hang_is_killed_and_the_rest_goes_on(runs: Runs):
+    layer = Layer(faults=[Fault(at="run", holds="all_to_all", does="hang")])
+    found = verdicts(runs(layer, "start", "together", deadline_s=6.0))
+    assert found == {"devices": "", "exchange": "It did not end within 6 s, and was killed.", "products": ""}
+
+
+def test_a_process_that_dies_is_one_red_row(runs: Runs):
+    layer = Layer(faults=[Fault(at="run", holds="all_to_all", does="die")])
+    found = verdicts(runs(layer, "start", "together"))
+    assert found["exchange"].startswith("Its process ended by SIGABRT") and found["products"] == ""
+
+
+def test_chips_that_do_not_start_end_it(runs: Runs, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "none_of_these")
+    run = runs(Layer(), "start", "together")
+    ((stage, problem),) = verdicts(run).items()
+    assert stage == first_run.BEGIN and "with exit code 1" in problem and "none_of_these" in problem
+    assert run.report().verdict == "Red: 1 of 1 checks on no chips failed: start: start of the process."
+    assert record.everything() == {}
+
+
+@pytest.mark.parametrize(
+    ("layer", "stage", "problem", "reserve"),
+    [
+        (Layer(limit_bytes=128 * MIB), "", "", 0.04),
+        (Layer(limit_bytes=128 * MIB, room_bytes=112 * MIB), "room", "only 84 % can be filled", 0.16),
+        (Layer(limit_bytes=128 * MIB, room_bytes=25 * MIB), "room", "not even 60 % can be filled", 0.4),
+        (Layer(limit_bytes=128 * MIB, drift_bytes=8 * MIB), "numbers", "24.0 MiB more are in use", 0.04),
+        (Layer(), "", "", None),
+    ],
+    ids=["true", "less room", "hardly any", "wrong numbers", "says nothing"],
+)
+def test_what_a_chip_says_of_its_memory_is_tried(
+    runs: Runs, layer: Layer, stage: str, problem: str, reserve: float | None
+):
+    found = verdicts(runs(layer, "start", "memory"))
+    assert [name for name, said in found.items() if said] == ([stage] if stage else [])
+    assert problem in found.get(stage, "")
+    assert learnt().reserve_share == reserve
+
+
+def test_a_program_is_stored_by_one_process_and_run_by_another(runs: Runs):
+    run = runs(Layer(), "start", "store", "stored")
+    assert not any(verdicts(run).values())
+    assert "load_s" in run.rows[-1].values and run.rows[-1].note == ""  # it came from the cache
+
+
+def test_a_stored_program_that_does_not_load_is_kept_by_no_engine(runs: Runs):
+    found = runs(Layer(faults=[Fault(at="load", does="die")]), "start", "store", "stored")
+    assert verdicts(found)["run by another"].startswith("Its process ended by SIGABRT")
+    assert not learnt().keeps_programs
+
+
+ONE_FORM = {"selftest.kernels:HEAD_SIZES": [64], "selftest.kernels:FORMS": ["bounded scores"]}
+
+
+@pytest.mark.slow
+def test_a_halt_in_the_third_kernel_is_one_red_row_and_the_next_prompt_is_right(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+):
+    """Its kernel is off in the rest of the self-test, and in the engine whose stages are compared at its end."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace("count=8", "count=2"))  # quicker
+    layer = Layer(sets=ONE_FORM, faults=[Fault(at="run", holds="/residual_norm/", does="halt", says=HALT)])
+    run = runs(layer, "start", "kernels", "beside", "store", "stored", f"{groups.FAMILY}flux2-dev")
+    found = verdicts(run)
+    assert [stage for stage, problem in found.items() if problem] == ["residual norm"]
+    assert HALT in found["residual norm"]
+    assert {"convolution", "modulation", "run by another", "first step", "frames", "weights"} <= set(found)
+    assert next(row for row in run.rows if "beside" in row.stage).note.endswith("norms by XLA, for the kernel is off")
+    assert learnt().fallbacks.kernels == Rungs(off=("residual_norm",))
+    assert run.report().to_json()["machine"]["kernels_off"] == ["residual_norm"]
+
+
+@pytest.mark.slow
+def test_a_kernel_that_does_not_compile_takes_smaller_tiles(runs: Runs):
+    """The layer refuses the first program with the kernel, and takes the second."""
+    said = "INTERNAL: Mosaic failed to compile TPU kernel: no layout"
+    layer = Layer(sets=ONE_FORM, faults=[Fault(at="compile", holds="/residual_norm/", says=said, times=1)])
+    found = verdicts(runs(layer, "start", "kernels"))
+    assert [stage for stage, problem in found.items() if problem] == ["residual norm"]
+    assert "takes smaller tiles" in found["residual norm"]
+    assert learnt().fallbacks.kernels == Rungs(small=("residual_norm",))
+
+
+def test_how_many_compile_behind_a_stage_goes_by_what_that_costs():
+    assert [compiled.behind(ratio) for ratio in (0.9, 1.1, 1.3, 2.0)] == [2, 2, 1, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v6e:2x4", "v5e:2x4"])
+def test_transfers_next_to_the_kernel_compile_for_a_tpu_with_all_options(name: str):
+    """Of this loop nothing else says before a TPU runs it that libtpu takes it."""
+    mesh = make_mesh(chips.compile_devices(chips.topology(name)), MeshShape(sp=8))
+    *sent, x = overlap._arrays(8, *overlap.ON_TPU)
+    arrays = x, *sent
+    shapes = jax.tree.map(
+        lambda one, spec: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=NamedSharding(mesh, spec)),
+        arrays, overlap._specs(arrays),
+    )  # fmt: skip
+    lowered = overlap.lowered(mesh, Rungs(), shapes)
+    text = lowered.compile(compiler_options=dict(step_options(mesh))).as_text() or ""
+    assert fallbacks.in_program(text) == ("residual_norm",)
+    assert "all-to-all-start" in text or "async" in text
+
+
+# --- the record -------------------------------------------------------------------------------------------------------
+
+NUMBER, TEXT, TEXTS = (int, float), (str,), [str]
+MACHINE = {
+    "kernels_off": TEXTS, "kernels_small": TEXTS, "options_off": TEXTS, "sentences": TEXTS,
+    "reserve_share": (*NUMBER, type(None)), "compilers_behind": (int, type(None)), "keeps_programs": (bool,),
+    "rates": {str: NUMBER},
+}  # fmt: skip
+ROW = {
+    "family": TEXT, "stage": TEXT, "precision": TEXT, "error": (*NUMBER, type(None)), "slope": (*NUMBER, type(None)),
+    "bound": (dict, type(None)), "seconds": NUMBER, "problem": TEXT, "values": {str: NUMBER}, "note": TEXT,
+    "learnt": MACHINE, "is_lost": (bool,), "verdict": TEXT,
+}  # fmt: skip
+SCHEMA = {
+    "schema": (int,), "label": TEXT, "platform": TEXT,
+    "chips": [{"id": (int,), "kind": TEXT, "coords": (list, type(None)), "memory_bytes": (int, type(None))}],
+    "versions": {str: TEXT}, "system": TEXT, "settings": {str: TEXT}, "models": TEXTS, "rows": [ROW],
+    "elapsed_s": NUMBER, "machine": MACHINE, "is_good": (bool,), "verdict": TEXT,
+}  # fmt: skip
+
+
+def faults(value: Any, schema: Any, where: str = "record") -> list[str]:
+    """Where a value is not of the schema: types, a list of one kind, an object by names or of any names."""
+    if isinstance(schema, tuple):
+        return [] if isinstance(value, schema) else [f"{where} is {value!r}"]
+    if isinstance(schema, type):
+        return faults(value, (schema,), where)
+    if isinstance(schema, list):
+        return [one for index, each in enumerate(value) for one in faults(each, schema[0], f"{where}[{index}]")]
+    if set(schema) == {str}:
+        return [one for name, each in value.items() for one in faults(each, schema[str], f"{where}.{name}")]
+    wrong = [f"{where} has {sorted(value)}"] if set(value) != set(schema) else []
+    return wrong or [one for name, each in schema.items() for one in faults(value[name], each, f"{where}.{name}")]
+
+
+def test_the_command_writes_the_record_before_each_check_and_it_is_of_the_schema(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COMFYUI_TPU_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_TOKEN", "secret-token")
+    layer = Layer(
+        faults=[Fault(at="run", holds="all_to_all", says=f"cannot read {tmp_path}/weights with secret-token")]
+    )
+    for name, value in fake_pjrt.environment(layer, tmp_path / "start").items():
+        monkeypatch.setenv(name, value)
+    chosen = [one for one in groups.FIRST if one.name in ("start", "together")]
+    monkeypatch.setattr(groups, "all_of", lambda models: chosen)
+    file, kept = tmp_path / "first.json", list[Mapping[str, Any]]()
+    write = selftest._write
+
+    def written(path: Path, found: Any) -> None:
+        write(path, found)
+        kept.append(json.loads(path.read_text()))
+
+    monkeypatch.setattr(selftest, "_write", written)
+    stream = io.StringIO()
+    options = argparse.Namespace(model=["flux2-dev"], report=file, first_run=True)
+    assert selftest.run(options, Console(file=stream, width=160)) == 1
+    text = file.read_text()
+    found = json.loads(text)
+    assert faults(found, SCHEMA) == [] and found["schema"] == report.SCHEMA == 2
+    assert [row["verdict"] for row in found["rows"]] == ["ok", "wrong", "ok"]
+    assert "cannot read *** with ***" in found["rows"][1]["problem"]
+    assert str(tmp_path) not in text and "secret-token" not in text + stream.getvalue()
+    # Who loses the machine has the row of what lost it.
+    stages = [[(row["stage"], row["verdict"]) for row in one["rows"]] for one in kept]
+    assert stages[0] == [(first_run.BEGIN, "running")]
+    assert [("devices", "ok"), ("exchange", "running")] in stages
+    assert stream.getvalue().splitlines()[-1] == "Red: 1 of 3 checks on 8 x cpu failed: chips: exchange."
+
+
+def test_the_schema_sees_what_is_missing_or_of_another_type():
+    assert faults({"schema": 2}, SCHEMA) and faults([1], TEXTS) and faults({"a": "b"}, {str: NUMBER})
+    assert not faults(MachineRecord().to_json(), MACHINE)
+
+
+def test_a_row_is_the_same_after_it_went_between_processes():
+    row = CheckResult(
+        family="a", stage="b", precision="", error=None, slope=None, bound=None, seconds=1.0, problem="c",
+        values={"x": 2.0}, note="n", learnt=MachineRecord(keeps_programs=False, reserve_share=0.2), is_lost=True,
+    )  # fmt: skip
+    assert result(json.loads(json.dumps(row.to_json()))) == row
+
+
+def test_the_parent_never_imports_jax():
+    program = "import sys; import comfyui_tpu.tpu_runtime.selftest.first_run, comfyui_tpu.cli.selftest; " + (
+        "assert not {'jax', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_every_group_has_checks_and_a_place():
+    from comfyui_tpu.tpu_runtime.selftest import run
+
+    assert [group.name for group in groups.FIRST] == list(dict.fromkeys(group.name for group in groups.FIRST))
+    assert {group.name for group in groups.FIRST} == set(run._CHECKS)
+    assert len(jax.devices()) == 8

@@ -1,0 +1,68 @@
+"""The process of one group of checks: it says each check before it starts, and what came of it, in lines of JSON.
+
+A check that loses the chips is the process's last: `first_run` starts another for the rest.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..progress import Silent
+
+
+class Told(Silent):
+    """A check's progress, which the other process shows."""
+
+    def __init__(self, say: Any) -> None:
+        self._say = say
+
+    def text(self, message: str) -> None:
+        self._say(text=message)
+
+
+def main(job: dict[str, Any]) -> None:
+    # Only lines go where the other process reads them, whatever libraries print.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    threading.Thread(target=_end_with_the_other, daemon=True).start()
+
+    lock = threading.Lock()
+
+    def say(**line: Any) -> None:
+        with lock:
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+
+    # XLA warns of how arrays as small as the miniatures' are split, by the dozen.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    import jax
+
+    from . import checks, report, run
+
+    devices = jax.local_devices()
+    say(platform=devices[0].platform, chips=[asdict(report.chip_record(device)) for device in devices])
+    for check in run.of_group(job["group"], run.Place(devices=devices, folder=Path(job["folder"]))):
+        if check.title in job["done"]:
+            continue
+        say(begins=[check.family, check.stage, check.precision], if_lost=check.if_lost.to_json())
+        row = checks.perform(check, Told(say))
+        say(row=row.to_json())
+        if row.is_lost:
+            break
+    out.flush()
+    # XLA may still compile what nobody waits for, and chips that were lost may never answer.
+    os._exit(0)
+
+
+def _end_with_the_other() -> None:
+    os.read(0, 1)  # nothing is ever written: it returns when the pipe closes
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

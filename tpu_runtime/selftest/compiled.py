@@ -1,0 +1,141 @@
+"""Compiled programs: one that a process stores and another runs, and what compiling costs those that run meanwhile."""
+
+import hashlib
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from ...kernels import choice, residual_norm
+from ...sharding.mesh import Device, make_mesh
+from ...sharding.shape import MeshShape
+from ..cache import xla_cache
+from ..machine import record
+from ..machine.record import MachineRecord
+from ..progress import in_daemon
+from .checks import Check, Found, Wrong
+
+FAMILY = "programs"
+LANES, TOKENS = 256, 64
+# What compiling may cost the running step, and how many then compile behind.
+BEHIND = ((1.1, 2), (1.5, 1))
+NUM_ALONE, MOST_S = 12, 60.0
+UNROLLED = 60  # products that are written out, so that compiling takes a while
+
+
+def store(devices: Sequence[Device], folder: Path) -> Iterator[Check]:
+    """Compiles a program that no cache holds, and leaves the digest of its result in `folder`."""
+    yield _check("stored by a process", lambda progress: _store(devices, folder))
+
+
+def stored(devices: Sequence[Device], folder: Path) -> Iterator[Check]:
+    """Another process takes it from the cache: the same bits."""
+    yield _check("run by another", lambda progress: _stored(devices, folder), MachineRecord(keeps_programs=False))
+
+
+def compiling(devices: Sequence[Device]) -> Iterator[Check]:
+    yield _check("compiling while computing", lambda progress: _beside(devices))
+
+
+def _check(stage: str, run: Any, if_lost: MachineRecord = MachineRecord()) -> Check:  # noqa: B008 (it is frozen)
+    return Check(family=FAMILY, stage=stage, precision="", run=run, if_lost=if_lost)
+
+
+def _store(devices: Sequence[Device], folder: Path) -> Found:
+    nonce = time.time_ns() % 2**20
+    digest, is_cached, seconds = _ran(devices, nonce)
+    if is_cached:
+        raise Wrong("A new program was found in the cache.")
+    (folder / "stored").write_text(f"{nonce} {digest}")
+    return Found(values={"compile_s": round(seconds, 2)})
+
+
+def _stored(devices: Sequence[Device], folder: Path) -> Found:
+    if not (folder / "stored").is_file():
+        return Found(note="nothing was stored")
+    nonce, expected = (folder / "stored").read_text().split()
+    digest, is_cached, seconds = _ran(devices, int(nonce))
+    if digest != expected:
+        raise Wrong(
+            "A program from the cache returns other bits than the one that was stored.",
+            MachineRecord(keeps_programs=False),
+        )
+    if not is_cached:
+        # Slower at each start, and right.
+        return Found(note="it was compiled again: the cache does not hold it", values={"load_s": round(seconds, 2)})
+    return Found(values={"load_s": round(seconds, 2)})
+
+
+def _ran(devices: Sequence[Device], nonce: int) -> tuple[str, bool, float]:
+    """The digest of a program's result, whether it came from the cache, and the seconds until it was loaded."""
+    xla_cache.use_persistent_cache()
+    xla_cache.compilations()
+    mesh = make_mesh(devices, MeshShape(sp=len(devices)))
+    interpret = devices[0].platform != "tpu"
+
+    def step(x: jax.Array) -> jax.Array:
+        ones = jnp.ones((1, LANES), jnp.float32)
+        _, y = residual_norm.residual_norm(x, x, None, ones, ones * nonce, eps=1e-6, kernel=True, interpret=interpret)
+        return jax.lax.all_gather(y, "sp", axis=0, tiled=True)
+
+    mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("sp"), out_specs=P(), check_vma=False))
+    x = np.random.default_rng(8).normal(size=(len(devices), TOKENS, LANES)).astype(np.float32)
+    placed = jax.device_put(x, NamedSharding(mesh, P("sp")))
+    known = record.read(record.key_of(devices[0].device_kind, len(devices))).fallbacks
+    with choice.on(known.kernels), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = mapped.lower(placed)
+    before, started = xla_cache.cached_by_thread(), time.perf_counter()
+    program = lowered.compile()
+    seconds = time.perf_counter() - started
+    result = np.asarray(program(placed))
+    return hashlib.sha256(result.tobytes()).hexdigest(), xla_cache.cached_by_thread() > before, seconds
+
+
+def _beside(devices: Sequence[Device]) -> Found:
+    """The median step alone, and while another program compiles; the results are the same."""
+    size = 4096 if devices[0].platform == "tpu" else 256
+    x = jax.device_put(np.random.default_rng(9).normal(size=(size, size)).astype(np.float32), devices[0])
+    step = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, y: jnp.tanh(y @ x), x))
+    wanted = np.asarray(step(x))
+    alone = [_timed(step, x, wanted) for _ in range(NUM_ALONE)]
+    compilation, begun = in_daemon(lambda: _unrolled(devices[0]), "comfyui-tpu-selftest"), time.monotonic()
+    beside: list[float] = []
+    while not compilation.done() and time.monotonic() - begun < MOST_S:
+        beside.append(_timed(step, x, wanted))
+    compile_s = time.monotonic() - begun
+    compilation.result(timeout=max(1.0, 5 * MOST_S))
+    ratio = statistics.median(beside) / statistics.median(alone) if beside else 1.0
+    values = {"step_alone_s": statistics.median(alone), "ratio": ratio, "compile_s": compile_s}
+    # Simulated chips are the compiler's own cores.
+    learnt = MachineRecord(compilers_behind=behind(ratio)) if devices[0].platform == "tpu" else MachineRecord()
+    return Found(values={name: round(value, 4) for name, value in values.items()}, learnt=learnt)
+
+
+def behind(ratio: float) -> int:
+    """How many programs may be compiled behind a stage, where one makes a step so many times as long."""
+    return next((number for most, number in BEHIND if ratio <= most), 0)
+
+
+def _timed(step: Any, x: jax.Array, wanted: np.ndarray) -> float:
+    started = time.perf_counter()
+    found = jax.block_until_ready(step(x))
+    seconds = time.perf_counter() - started
+    if not np.array_equal(found, wanted):
+        raise Wrong("A step returns other bits while a program compiles.")
+    return seconds
+
+
+def _unrolled(device: Device) -> None:
+    def long(x: jax.Array) -> jax.Array:
+        for index in range(UNROLLED):
+            x = jnp.sin(x @ x) + index * jnp.roll(x, index, axis=0)
+        return x
+
+    jax.jit(long).lower(jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=SingleDeviceSharding(device))).compile()

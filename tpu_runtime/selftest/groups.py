@@ -1,0 +1,42 @@
+"""The groups of checks, in order: the cheapest and safest first. Imports no JAX; `run` has what each consists of."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+FAMILY = "family "  # begins the name of a family's group; its model's name follows
+START = "start"
+STORE, STORED = "store", "stored"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Checks that one process makes, each within `deadline_s`. `goes_on`: with the next one, in another process, where
+    one has lost the chips; otherwise that one is the group's last. `is_plain`: part of `selftest` without --first-run.
+    """
+
+    name: str
+    deadline_s: float = 120.0
+    goes_on: bool = True
+    is_plain: bool = False
+
+
+# Kernels before what has a kernel in it: a kernel that halts is one row, and off in the rest.
+FIRST = (
+    Group(name=START, is_plain=True),
+    Group(name="options", deadline_s=180.0),
+    Group(name="memory"),
+    Group(name="transfers", is_plain=True),
+    Group(name="together", is_plain=True),
+    Group(name="kernels", deadline_s=300.0, is_plain=True),
+    Group(name="beside", deadline_s=240.0),
+    Group(name=STORE),
+    Group(name=STORED),
+    Group(name="compiling", deadline_s=240.0),
+)
+
+
+def all_of(models: Iterable[str]) -> Iterator[Group]:
+    """Every group, with these models' miniatures last: they use all that came before."""
+    yield from FIRST
+    for name in models:
+        yield Group(name=f"{FAMILY}{name}", deadline_s=420.0, goes_on=False, is_plain=True)

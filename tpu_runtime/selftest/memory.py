@@ -1,0 +1,101 @@
+"""What a chip's memory numbers mean: whether they follow what is written and freed, and how much can be filled."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from ...sharding.mesh import Device
+from ..machine.record import MachineRecord
+from ..units import GIB, MIB, readable
+from .checks import Check, Found, Wrong
+
+FAMILY = "memory"
+PIECES = 32  # in which a chip is filled
+# Shares that are left free, of which the first that works is taken; what the engine takes by itself is the first.
+RESERVES = (0.04, 0.06, 0.08, 0.12, 0.16, 0.25, 0.4)
+# What is allocated for one array beside its bytes, at most.
+SLACK_SHARE = 0.05
+
+
+def checks(devices: Sequence[Device]) -> Iterator[Check]:
+    for stage, run in (("numbers", _numbers), ("room", _room)):
+        yield Check(family=FAMILY, stage=stage, precision="", run=lambda progress, run=run: run(devices[0]))
+
+
+def _stats(device: Device) -> dict[str, int] | None:
+    found = device.memory_stats()
+    return dict(found) if found and "bytes_limit" in found else None
+
+
+def _numbers(device: Device) -> Found:
+    """`bytes_in_use` before, with an array, after a program with temporaries, and after all is freed."""
+    before = _stats(device)
+    if before is None:
+        return Found(note=f"a {device.device_kind} says nothing of its memory")
+    size = before["bytes_limit"] // 8 // MIB * MIB
+    array = _filled(device, size)
+    held = _used(device) - before["bytes_in_use"]
+    if not size <= held <= size * (1 + SLACK_SHARE) + MIB:
+        raise Wrong(f"With {readable(size)} written the chip says that {readable(held)} more are in use.")
+    # A sum over a product of its own with itself needs as much again, for as long as it runs.
+    jax.block_until_ready(jax.jit(lambda x: jnp.sort(x, axis=0)[:1])(array))
+    after = _stats(device) or {}
+    array.delete()
+    left = _used(device) - before["bytes_in_use"]
+    if left > MIB:
+        raise Wrong(f"With all of {readable(size)} freed the chip says that {readable(left)} of it are in use.")
+    names = ("bytes_limit", "peak_bytes_in_use", "bytes_reserved", "peak_bytes_reserved", "largest_free_block_bytes")
+    values = {f"{name}_gib": round(after[name] / GIB, 4) for name in names if name in after}
+    return Found(values=values | {"array_gib": round(size / GIB, 4)})
+
+
+def _room(device: Device) -> Found:
+    """How much of the limit can be filled in pieces, as weights fill it."""
+    stats = _stats(device)
+    if stats is None:
+        return Found(note=f"a {device.device_kind} says nothing of its memory")
+    reason = ""
+    for share in RESERVES:
+        wanted = int(stats["bytes_limit"] * (1 - share)) - _used(device)
+        held: list[jax.Array] = []
+        try:
+            for _ in range(PIECES):
+                held.append(_filled(device, wanted // PIECES))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            reason = str(error).partition("\n")[0]
+        else:
+            learnt = MachineRecord(reserve_share=share)
+            if share == RESERVES[0]:
+                return Found(values={"reserve_share": share}, learnt=learnt)
+            raise Wrong(
+                f"Of {readable(stats['bytes_limit'])} only {100 * (1 - share):.0f} % can be filled ({reason}): "
+                f"{100 * share:.0f} % are left free from now on.",
+                learnt,
+            )
+        finally:
+            for array in held:
+                array.delete()
+    raise Wrong(
+        f"Of {readable(stats['bytes_limit'])} not even {100 * (1 - RESERVES[-1]):.0f} % can be filled ({reason}).",
+        MachineRecord(reserve_share=RESERVES[-1]),
+    )
+
+
+def _used(device: Device) -> int:
+    return (_stats(device) or {}).get("bytes_in_use", 0)
+
+
+def _filled(device: Device, size: int) -> jax.Array:
+    """An array of so many bytes, made on the device."""
+    return jax.block_until_ready(_maker(device, size // 512)())
+
+
+@functools.cache
+def _maker(device: Device, rows: int) -> Any:
+    return jax.jit(lambda: jnp.ones((rows, 128), jnp.float32), out_shardings=SingleDeviceSharding(device))

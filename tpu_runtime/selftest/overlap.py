@@ -1,0 +1,175 @@
+"""Transfers between chips while these compute, and compiler options one by one: nothing may change a bit.
+
+One program per attempt: a loop that gathers weights, exchanges tokens and sums partial results between the chips while
+each computes residual norms that do not depend on these, by XLA or by the kernel. What is transferred are small
+integers, so sums are exact in any order.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ...kernels import choice, names, residual_norm
+from ...sharding.mesh import Device, Mesh, make_mesh
+from ...sharding.shape import MeshShape
+from ..machine import fallbacks, record
+from ..machine.fallbacks import OVERLAP, Fallbacks, Unsupported, explained
+from ..machine.record import MachineRecord
+from ..programs.program import step_options
+from .checks import Check, Found, Wrong
+
+FAMILY = "options"
+TITLE = "transfers beside a kernel"
+NUM_LAYERS = 4
+# Lanes and tokens of a chip: on a TPU 16 MiB are gathered in each turn, as weights of a block are.
+ON_TPU, SIMULATED = (2048, 2048), (256, 32)
+# Options are tried before kernels are: a kernel that halts must not be taken for an option's fault.
+_NO_KERNEL = choice.Rungs(off=(names.RESIDUAL_NORM,))
+WHAT = ("gathered weights", "exchanged tokens", "sums", "norms")
+
+
+def options(devices: Sequence[Device]) -> Iterator[Check]:
+    """Every option of a denoising step by itself."""
+    given = _options(devices)
+    if not given:
+        note = f"none are given for {devices[0].device_kind}"
+        yield Check(family=FAMILY, stage="none", precision="", run=lambda progress: Found(note=note))
+    for name, value in given.items():
+        without = MachineRecord(fallbacks=Fallbacks(options=(name,)))
+        yield Check(
+            family=FAMILY, stage=name, precision="", if_lost=without,
+            run=lambda progress, name=name, value=value: _same(devices, {name: value}),
+        )  # fmt: skip
+
+
+def beside_a_kernel(devices: Sequence[Device]) -> Iterator[Check]:
+    """All options that this machine takes together."""
+    dropped = fallbacks.prefixes(OVERLAP)
+    yield Check(
+        family="chips", stage=TITLE, precision="", run=lambda progress: _together(devices),
+        if_lost=MachineRecord(fallbacks=Fallbacks(options=dropped)),
+    )  # fmt: skip
+
+
+def _options(devices: Sequence[Device]) -> dict[str, str]:
+    """Of all meshes: `tp` splits by other options than `sp`."""
+    shapes = [MeshShape(sp=len(devices)), MeshShape(tp=len(devices))]
+    return {name: value for shape in shapes for name, value in step_options(make_mesh(devices, shape)).items()}
+
+
+def _same(devices: Sequence[Device], given: Mapping[str, str]) -> None:
+    """Raises `Wrong` where the compiler refuses the options, or they change a result."""
+    wrong = _differences(devices, given, _NO_KERNEL)
+    if wrong:
+        raise Wrong(f"With {', '.join(given)} these differ: {', '.join(wrong)}.")
+
+
+def _together(devices: Sequence[Device]) -> Found:
+    """Where results differ, the options are left out in order until they do not."""
+    known = record.read(record.key_of(devices[0].device_kind, len(devices))).fallbacks
+    taken, rungs = known.left(_options(devices)), known.kernels
+    wrong = _differences(devices, taken, rungs)
+    if not wrong:
+        by = "XLA, for the kernel is off" if names.RESIDUAL_NORM in rungs.off else "the kernel"
+        return Found(note=f"{len(taken)} options; norms by {by}")
+    said = f"Next to a kernel these differ: {', '.join(wrong)}"
+    for count in range(1, len(OVERLAP) + 1):
+        without = Fallbacks(options=fallbacks.prefixes(OVERLAP[:count]))
+        if not _differences(devices, without.left(taken), rungs):
+            raise Wrong(f"{said}; not without {', '.join(OVERLAP[:count])}.", MachineRecord(fallbacks=without))
+    raise Wrong(f"{said}; without options too.")
+
+
+def _differences(devices: Sequence[Device], given: Mapping[str, str], rungs: choice.Rungs) -> list[str]:
+    """Which results of the loop are not what they are by arithmetic, and for the norms, without transfers."""
+    mesh = make_mesh(devices, MeshShape(sp=len(devices)))
+    lanes, tokens = ON_TPU if devices[0].platform == "tpu" else SIMULATED
+    weights, exchanged, partial, x = _arrays(len(devices), lanes, tokens)
+    found = _run(mesh, given, rungs, (weights, exchanged, partial), x)
+    alone = _run(mesh, {}, rungs, (None, None, None), x)[-1]
+    count = len(devices)
+    pieces = exchanged.reshape(NUM_LAYERS, count, tokens, count, lanes // count)
+    expected = (
+        weights,
+        np.moveaxis(pieces, 3, 1).reshape(NUM_LAYERS, count * count * tokens, lanes // count),
+        partial.reshape(NUM_LAYERS, count, count * 8, lanes).sum(1),
+        alone,
+    )
+    return [name for name, one, other in zip(WHAT, found, expected, strict=True) if not np.array_equal(one, other)]
+
+
+def _arrays(count: int, lanes: int, tokens: int) -> tuple[np.ndarray, ...]:
+    """Integers of at most 8 bits, so that bfloat16 holds them and sums of all chips, and tokens to be normed."""
+    random = np.random.default_rng(7)
+
+    def integers(*shape: int) -> np.ndarray:
+        return random.integers(-15, 16, shape).astype(jnp.bfloat16)
+
+    weights = integers(NUM_LAYERS, count * 128, lanes)
+    exchanged = integers(NUM_LAYERS, count * tokens, lanes // count * count)
+    partial = integers(NUM_LAYERS, count * count * 8, lanes)
+    return weights, exchanged, partial, random.normal(size=(count, tokens, lanes)).astype(jnp.bfloat16)
+
+
+def _run(
+    mesh: Mesh, given: Mapping[str, str], rungs: choice.Rungs, sent: tuple[np.ndarray | None, ...], x: np.ndarray
+) -> list[np.ndarray]:
+    """The loop's results, compiled with these options, of what is `sent`. Raises `Wrong` where one is refused."""
+    arrays = x, *sent
+    placed = jax.tree.map(lambda one, spec: jax.device_put(one, NamedSharding(mesh, spec)), arrays, _specs(arrays))
+    try:
+        compiled = lowered(mesh, rungs, placed).compile(compiler_options=dict(given))
+    except Exception as error:
+        refused = explained(error, TITLE, given)
+        if refused is None or refused.kind != "option":
+            raise
+        raise _refused(refused) from error
+    return [np.asarray(one) for one in compiled(*placed) if one is not None]
+
+
+def _specs(arrays: tuple[Any, ...]) -> tuple[P | None, ...]:
+    """How the tokens and what is sent are split; None of what is not there."""
+    along = P("sp"), *(P(None, "sp", None),) * 3
+    return tuple(None if one is None else spec for one, spec in zip(arrays, along, strict=True))
+
+
+def lowered(mesh: Mesh, rungs: choice.Rungs, arrays: tuple[Any, ...]) -> jax.stages.Lowered:
+    """The loop over tokens, and of weights, tokens and partial sums those that are not None: arrays or their shapes."""
+    interpret = mesh.devices.flat[0].platform != "tpu"
+
+    def layer(x: jax.Array, split: tuple[Any, ...]) -> tuple[jax.Array, tuple[Any, ...]]:
+        weight, tokens, part = split
+        moved = None, None, None
+        if weight is not None:
+            moved = (
+                jax.lax.all_gather(weight, "sp", axis=0, tiled=True),
+                jax.lax.all_to_all(tokens, "sp", 1, 0, tiled=True),
+                jax.lax.psum_scatter(part.astype(jnp.float32), "sp", scatter_dimension=0, tiled=True),
+            )
+        ones = jnp.ones((1, x.shape[-1]), jnp.float32)
+        for _ in range(2):
+            _, x = residual_norm.residual_norm(x, x, None, ones, 0 * ones, eps=1e-6, kernel=True, interpret=interpret)
+        return x, moved
+
+    def loop(x: jax.Array, *split: Any) -> tuple[Any, ...]:
+        x, moved = jax.lax.scan(layer, x, split, length=NUM_LAYERS)
+        return (*moved, x)
+
+    specs = _specs(arrays)
+    tokens, weights, *others = specs
+    out = (None if weights is None else P(), *others, tokens)
+    mapped = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False))
+    with choice.on(rungs), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return mapped.lower(*arrays)
+
+
+def _refused(refused: Unsupported) -> Wrong:
+    return Wrong(
+        f"The compiler does not take {', '.join(refused.names)} ({refused.reason}).",
+        MachineRecord(fallbacks=Fallbacks(options=refused.names)),
+    )
