@@ -47,6 +47,7 @@ class Follower(Alone):
         try:
             first = self._link.receive((Begin, Bye))
         except Gone as error:
+            self._link.close()
             raise Refused(f"The leader hung up ({error}); perhaps it only just ends, or begins.") from None
         if isinstance(first, Bye):
             raise Refused(f"The leader does not begin: {first.why}.")
@@ -54,7 +55,7 @@ class Follower(Alone):
         log.info("Joining %d hosts", self._place.count)
         gone: Callable[[str], None] = lambda why: self._end(f"the leader is gone ({why})")  # noqa: E731
         self._link.hear(self._take, gone, (Answer, AskRows, Bye, Call, Stop), wire.MODELS, _MOST_BYTES)
-        logging.getLogger(__name__.partition(".")[0]).addHandler(_ToLeader(self._send))
+        logging.getLogger(__name__.partition(".")[0]).addHandler(_ToLeader(self._link))
         distributed.start(self._place)
 
     def next_call(self) -> Call:
@@ -162,15 +163,17 @@ class _Reporting(Silent):
 
 
 class _ToLeader(logging.Handler):
-    """The leader keeps the last lines, to say them when this process is gone."""
+    """The leader keeps the last lines, to say them when this process is gone. Who logs holds a lock that the line's own
+    thread may want, so it does not wait for that thread.
+    """
 
-    def __init__(self, send: Callable[[Any], None]) -> None:
+    def __init__(self, link: Link) -> None:
         super().__init__(logging.INFO)
-        self._send = send
+        self._link = link
 
     def emit(self, record: logging.LogRecord) -> None:
         if not record.name.startswith(f"{__package__}".replace("hosts", "line")):  # the line would speak of itself
-            self._send(Log(record.getMessage()[:1000]))
+            self._link.post(Log(record.getMessage()[:1000]))
 
 
 def follow(place: Place, make_engine: Callable[[Together], Any], chips: Callable[[Any], list[dict[str, Any]]]) -> None:

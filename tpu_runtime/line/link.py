@@ -89,12 +89,15 @@ class Link:
             await self._frames.put(frame)
 
     def send(self, message: Any, look: Callable[[], None] = lambda: None) -> None:
-        """Raises `Gone`. From the loop's own thread it does not wait."""
-        head, body = wire.pack(message)
+        """Raises `Gone`. From the loop's own thread it is `post`."""
         if threading.current_thread().name == _THREAD:
-            self._last = loop().create_task(self._quietly(head, body))
+            self.post(message)
         else:
-            run(self.put(head, body), look)
+            run(self.put(*wire.pack(message)), look)
+
+    def post(self, message: Any) -> None:
+        """Without waiting; what cannot be sent is dropped."""
+        asyncio.run_coroutine_threadsafe(self._quietly(*wire.pack(message)), loop())
 
     async def say(self, message: Any) -> None:
         """`send`, on the loop."""
@@ -128,7 +131,7 @@ class Link:
             unpack = functools.partial(wire.unpack, packed, body, messages, values)
             return await asyncio.to_thread(unpack) if body else unpack()
         except wire.WireError as error:
-            await self._end()
+            await self.end()
             raise Gone(f"{error}") from None
 
     async def pieces(self, size: int) -> AsyncIterator[bytes]:
@@ -167,12 +170,17 @@ class Link:
 
         self._hearing = asyncio.run_coroutine_threadsafe(hear(), loop())
 
+    async def end(self) -> None:
+        """At once. What came and was not asked for is dropped, so that who reads ahead does not wait for room."""
+        self._reading.cancel()
+        while not self._frames.empty():
+            self._frames.get_nowait()
+        self._frames.put_nowait(aiohttp.WSMessage(WSMsgType.CLOSED, None, None))  # for who waits
+        await self._end()
+
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(_ended(self._end), loop())
-
-
-async def _ended(end: Callable[[], Awaitable[Any]]) -> None:
-    await end()
+        """`end`, for another thread."""
+        asyncio.run_coroutine_threadsafe(self.end(), loop())
 
 
 def connect(
@@ -249,7 +257,7 @@ class Door(web.Server):
     def connection_made(self, handler: Any, transport: Any) -> None:
         super().connection_made(handler, transport)
         if len(self._strangers) >= MOST_STRANGERS:
-            transport.abort()
+            loop().call_soon(transport.abort)  # aiohttp begins its work with it before that
         else:
             self._strangers.add(handler)
             loop().call_later(LATE_S, lambda: transport.abort() if handler in self._strangers else None)
@@ -284,15 +292,17 @@ class Door(web.Server):
         line = web.WebSocketResponse(
             heartbeat=self._heartbeat_s, max_msg_size=2 * _PIECE, compress=False, autoclose=False, timeout=1.0
         )
+        link, end = None, functools.partial(_abort, request)
         try:
             await line.prepare(request)
-            await self._speak(Link(line, functools.partial(_abort, request), self._heartbeat_s), hello, address)
+            link = Link(line, end, self._heartbeat_s)
+            await self._speak(link, hello, address)
         except (OSError, wire.WireError) as error:  # `Gone` among them
             log.info("%s is gone: %s", address, error)
         except Exception:  # whatever it is, the others stay
             log.exception("the link with %s failed", address)
         finally:
-            await _abort(request)
+            await (link.end() if link else end())
         return line
 
 
