@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from . import slices
-from .messages import Done, Failed, Lost, Request, Status
+from .messages import JobDone, JobFailed, Lost, Request, Status
 from .slices import Slice
 from .worker import JobRunner
 
@@ -41,7 +41,7 @@ class Actor:
     def ready(self) -> None:
         """Answers once it is there."""
 
-    def run(self, request: Request) -> Done | Failed:
+    def run(self, request: Request) -> JobDone | JobFailed:
         def report(status: Status) -> None:
             self._status = status
 
@@ -95,7 +95,7 @@ class RayWorker:
 
     def run(
         self, request: Request, report: Callable[[Status], None], is_cancelled: Callable[[], bool]
-    ) -> Done | Failed:
+    ) -> JobDone | JobFailed:
         handle, said_so = self.started.handle, False
         running, asked = handle.run.remote(request), handle.status.remote()
         try:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .jobs import Recipe, with_tries
+from .jobs import JobTemplate, with_tries
 from .ledger import FAILED, Ledger
-from .messages import JOBS_FAULT, PLACES_FAULT, Done, Failed, Lost, Status, Worker, Workers
+from .messages import JOBS_FAULT, PLACES_FAULT, JobDone, JobFailed, Lost, Status, Worker, Workers
 from .queue import Job, Queue
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Doing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class BatchNumbers:
     """The numbers of a batch. `before` counts what earlier calls had done or set aside."""
 
     total: int
@@ -69,11 +69,11 @@ class View:
     def line(self, text: str) -> None:
         """Says what happened, once."""
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: BatchNumbers) -> None:
         """Shows where the batch is; called several times a second."""
 
 
-class Stopped(RuntimeError):
+class BatchStopped(RuntimeError):
     """The batch cannot go on, in a sentence; what is done stays, and another call goes on."""
 
 
@@ -81,7 +81,7 @@ class Driver:
     """One call's work on a batch of `jobs`."""
 
     def __init__(
-        self, recipe: Recipe, jobs: Sequence[Job], ledger: Ledger, workers: Workers, *, limits: Limits, view: View
+        self, recipe: JobTemplate, jobs: Sequence[Job], ledger: Ledger, workers: Workers, *, limits: Limits, view: View
     ) -> None:
         self._recipe, self._ledger, self._workers = recipe, ledger, workers
         self._limits, self._view = limits, view
@@ -98,9 +98,9 @@ class Driver:
         # Of all above: a thread for each worker, and the one that shows.
         self._changed = threading.Condition()
 
-    def run(self) -> Progress:
+    def run(self) -> BatchNumbers:
         """Runs until every job is decided, or Ctrl-C; KeyboardInterrupt then, once all workers have stopped. Raises
-        `Stopped` where all workers only fail.
+        `BatchStopped` where all workers only fail.
         """
         self._ends.append(time.monotonic())
         deadline = float("inf")
@@ -173,7 +173,7 @@ class Driver:
             outcome = worker.run(request, lambda status: setattr(doing, "status", status), lambda: self._is_cancelled)
         except (ValueError, OSError) as error:  # its pictures, here
             fault = JOBS_FAULT if isinstance(error, ValueError) else PLACES_FAULT
-            outcome = Failed(job=job.id, error=str(error), fault=fault)
+            outcome = JobFailed(job=job.id, error=str(error), fault=fault)
         with self._changed:
             rest_s = self._handle(worker.name, doing, job, outcome)
             doing.job = None
@@ -186,9 +186,9 @@ class Driver:
         while time.monotonic() < until and not self._is_over():
             time.sleep(min(_TICK_S, rest_s))
 
-    def _handle(self, worker: str, doing: Doing, job: Job, outcome: Done | Failed) -> float:
+    def _handle(self, worker: str, doing: Doing, job: Job, outcome: JobDone | JobFailed) -> float:
         """Keeps account of a job's end; how long the worker is to rest."""
-        if isinstance(outcome, Done):
+        if isinstance(outcome, JobDone):
             doing.in_a_row = 0
             doing.failed.clear()
             self._finished(job, outcome.record)
@@ -202,7 +202,7 @@ class Driver:
             return self._failed_on(worker, doing, job, outcome)
         return 0.0
 
-    def _failed_on(self, worker: str, doing: Doing, job: Job, outcome: Failed) -> float:
+    def _failed_on(self, worker: str, doing: Doing, job: Job, outcome: JobFailed) -> float:
         """A machine's fault is not the job's; nor is one that other jobs meet there too."""
         doing.in_a_row += 1
         rest_s = min(FIRST_REST_S * 2 ** (doing.in_a_row - 1), LONGEST_REST_S)
@@ -218,7 +218,7 @@ class Driver:
         else:
             self._failed_once(job, outcome.error)
         if all(one.in_a_row >= MOST_IN_A_ROW for one in self._doing.values()):
-            self._problem = Stopped(
+            self._problem = BatchStopped(
                 f"{MOST_IN_A_ROW} jobs in a row ended with an error of the machine, on every one, the last with: "
                 f"{outcome.error} Fix that, and run the same command again: no job has lost an attempt by it."
             )
@@ -279,9 +279,9 @@ class Driver:
     def _count(self) -> str:
         return f"[{self._done + self._failed}/{self._total}]"
 
-    def progress(self) -> Progress:
+    def progress(self) -> BatchNumbers:
         taken = self._ends[-1] - self._ends[0] if self._ends else 0.0
-        return Progress(
+        return BatchNumbers(
             total=self._total,
             done=self._done,
             failed=self._failed,

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .store import Store, StoreError
+from .store import BatchStore, StoreError
 
 DONE, FAILED, TRIES, RESULTS, JOURNAL, MARK = "done", "failed", "tries", "results", "journal.jsonl", "batch.json"
 _MADE_BY = "comfyui-tpu batch"
@@ -34,7 +34,7 @@ class Tries:
 class Ledger:
     """The state of a batch in its store. One process writes it; workers add `results` and `done`."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: BatchStore) -> None:
         self.store = store
         self.done: set[str] = set()
         self.failed: set[str] = set()
@@ -142,7 +142,7 @@ def _said(line: bytes) -> tuple[str, str] | None:
         return None
 
 
-def _token(store: Store) -> str:
+def _token(store: BatchStore) -> str:
     """What only this store holds: by it a worker sees that it writes to the same place. StoreError if it is strange."""
     if content := store.read(MARK):
         try:
@@ -157,7 +157,7 @@ def _token(store: Store) -> str:
     return token
 
 
-def check_same_place(store: Store, token: str, who: str) -> None:
+def check_same_place(store: BatchStore, token: str, who: str) -> None:
     """Raises StoreError where a worker's store is not that of the batch."""
     try:
         mark = json.loads(store.read(MARK) or b"{}")

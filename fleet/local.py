@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from .messages import Done, Failed, Lost, Request, Status
+from .messages import JobDone, JobFailed, Lost, Request, Status
 
 # A worker that ends at once is started again after longer and longer.
 _FIRST_WAIT_S, _LONGEST_WAIT_S, _LOOK_S = 1.0, 60.0, 0.1
@@ -57,7 +57,7 @@ class LocalWorker:
 
     def run(
         self, request: Request, report: Callable[[Status], None], is_cancelled: Callable[[], bool]
-    ) -> Done | Failed:
+    ) -> JobDone | JobFailed:
         def cancel() -> None:
             self._connection.send(_CANCEL)
 
@@ -66,7 +66,7 @@ class LocalWorker:
         except OSError:
             raise self._ended(is_cancelled) from None
         found = self._next(report, is_cancelled, cancel)
-        if isinstance(found, Done):
+        if isinstance(found, JobDone):
             self._wait_s = _FIRST_WAIT_S
         return found
 

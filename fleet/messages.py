@@ -47,7 +47,7 @@ class Status:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Done:
+class JobDone:
     """A job's results and record are in the store."""
 
     job: str
@@ -55,7 +55,7 @@ class Done:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failed:
+class JobFailed:
     """A job ended with an error. `fault`: of the job where the files that it names are as they were and its workflow is
     still wrong, of the place where files, mounts or memory of the machine are; else whoever fails with others too.
     """
@@ -88,7 +88,7 @@ class Worker(Protocol):
 
     def run(
         self, request: Request, report: Callable[[Status], None], is_cancelled: Callable[[], bool]
-    ) -> Done | Failed:
+    ) -> JobDone | JobFailed:
         """A job's end; cancelled within a step where it `is_cancelled`. Raises `Lost`."""
         ...
 

@@ -22,8 +22,8 @@ from ..nodes.headless.runner import NodeTime, run_workflow
 from ..tpu_runtime.pipeline import Preview, Progress, Silent, redact
 from .jobs import mark
 from .ledger import DONE, RESULTS, check_same_place
-from .messages import JOBS_FAULT, PLACES_FAULT, Done, Failed, Mark, Request, Status
-from .store import Store, StoreError, open_store
+from .messages import JOBS_FAULT, PLACES_FAULT, JobDone, JobFailed, Mark, Request, Status
+from .store import BatchStore, StoreError, open_store
 
 log = logging.getLogger(__name__)
 
@@ -85,17 +85,17 @@ class JobRunner:
 
     def run(
         self, request: Request, report: Callable[[Status], None], is_cancelled: Callable[[], bool] = lambda: False
-    ) -> Done | Failed:
+    ) -> JobDone | JobFailed:
         """Runs a job and keeps its results; whatever goes wrong is said, not raised."""
         try:
-            return Done(job=request.job, record=self._run(request, report, is_cancelled))
+            return JobDone(job=request.job, record=self._run(request, report, is_cancelled))
         except Cancelled:
-            return Failed(job=request.job, error="cancelled", cancelled=True)
+            return JobFailed(job=request.job, error="cancelled", cancelled=True)
         except Exception as error:  # whatever it is, the driver decides whether it is tried again
             is_known = isinstance(error, OSError | RuntimeError | ValueError)
             log.error("job %s failed", request.job, exc_info=error)
             text = redact(str(error) if is_known else f"{type(error).__name__}: {error}")
-            return Failed(job=request.job, error=text, fault=self._fault(request, error))
+            return JobFailed(job=request.job, error=text, fault=self._fault(request, error))
 
     def _fault(self, request: Request, error: Exception) -> str:
         """Whose fault an error is: the place's where its files cannot be used, or are no longer those of the batch."""
@@ -176,7 +176,7 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _keep(store: Store, job: str, made: Path) -> list[str]:
+def _keep(store: BatchStore, job: str, made: Path) -> list[str]:
     """Puts what a job wrote into the store; the names, in order."""
     paths = sorted(path for path in made.rglob("*") if path.is_file())
     names = [f"{RESULTS}/{job}/{path.relative_to(made).as_posix()}" for path in paths]

@@ -14,7 +14,7 @@ import pytest
 from comfyui_tpu.cli import batch
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.fleet import driver, worker
-from comfyui_tpu.fleet.messages import JOBS_FAULT, PLACES_FAULT, Done, Failed, Request
+from comfyui_tpu.fleet.messages import JOBS_FAULT, PLACES_FAULT, JobDone, JobFailed, Request
 from comfyui_tpu.fleet.worker import JobRunner
 from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, keep, prompts
 from comfyui_tpu.tests.support.patience import until
@@ -43,15 +43,15 @@ def kept(folder: Path, kind: str) -> int:
     return len(list((folder / "out" / kind).glob("*")))
 
 
-def broken(request: Request, fault: str = "") -> Failed:
-    return Failed(job=request.job, error="the chips are taken", fault=fault)
+def broken(request: Request, fault: str = "") -> JobFailed:
+    return JobFailed(job=request.job, error="the chips are taken", fault=fault)
 
 
 @pytest.mark.parametrize("fault", ["", PLACES_FAULT])
 def test_three_good_machines_and_a_bad_one_do_all(run: Any, tmp_path: Path, fault: str):
     """Failures were counted over all machines: the batch stopped with nothing done."""
 
-    def body(name: str, request: Request) -> Done | Failed:
+    def body(name: str, request: Request) -> JobDone | JobFailed:
         return broken(request, fault) if name == "bad" else keep(name, request)
 
     workers = Inline(["bad", "a", "b", "c"], body)
@@ -82,7 +82,7 @@ def test_the_models_folder_moved_away_in_the_middle_sets_nothing_aside(
             raise ValueError(f"Wan 2.1 T2V 14B: model_id is {folder}; there is no such folder")
         (host.folders.output / "prompt.txt").write_text(workflow["1"]["inputs"]["prompt"])
 
-    def body(name: str, request: Request) -> Done | Failed:
+    def body(name: str, request: Request) -> JobDone | JobFailed:
         runs.append(request.line)
         if len(runs) == 3:
             folder.rename(away)
@@ -95,7 +95,7 @@ def test_the_models_folder_moved_away_in_the_middle_sets_nothing_aside(
     assert run(Inline(["a"], body), 40, *model) == 0
     assert kept(tmp_path, "done") == 40 and not kept(tmp_path, "failed") and not kept(tmp_path, "tries")
 
-    def gone(name: str, request: Request) -> Done | Failed:
+    def gone(name: str, request: Request) -> JobDone | JobFailed:
         if folder.is_dir():
             folder.rename(away)
         return real.run(request, lambda status: None)

@@ -18,7 +18,8 @@ from comfyui_tpu.tpu_runtime.hosts import distributed, leader, terms
 from comfyui_tpu.tpu_runtime.hosts.follower import Follower
 from comfyui_tpu.tpu_runtime.hosts.leader import Leader
 from comfyui_tpu.tpu_runtime.hosts.place import Place
-from comfyui_tpu.tpu_runtime.hosts.together import Elsewhere, HostsError, Refused
+from comfyui_tpu.tpu_runtime.hosts.together import Elsewhere, HostsError
+from comfyui_tpu.tpu_runtime.line.link import Refused
 from comfyui_tpu.tpu_runtime.line.records import Log
 
 

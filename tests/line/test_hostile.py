@@ -21,8 +21,8 @@ from comfyui_tpu.tpu_runtime.hosts import distributed, terms
 from comfyui_tpu.tpu_runtime.hosts.follower import Follower
 from comfyui_tpu.tpu_runtime.hosts.leader import Leader
 from comfyui_tpu.tpu_runtime.hosts.place import Place
-from comfyui_tpu.tpu_runtime.hosts.together import Refused
 from comfyui_tpu.tpu_runtime.line import trust
+from comfyui_tpu.tpu_runtime.line.link import Refused
 from comfyui_tpu.tpu_runtime.remote import client
 
 ATTACK_S, STEP_S, MOST_GROWTH = 60.0, 0.25, 64 * 2**20

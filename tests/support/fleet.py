@@ -13,7 +13,7 @@ from typing import Any
 
 from ...fleet.ledger import DONE, RESULTS
 from ...fleet.local import READY, Inbox
-from ...fleet.messages import Done, Failed, Request, Status
+from ...fleet.messages import JobDone, JobFailed, Request, Status
 from ...fleet.store import open_store
 from .patience import until
 
@@ -30,14 +30,14 @@ def prompts(path: Path, count: int, **more: Any) -> Path:
     return path
 
 
-def keep(worker: str, request: Request) -> Done:
+def keep(worker: str, request: Request) -> JobDone:
     """What a worker does when a job is done, with the prompt as its result."""
     store = open_store(request.out)
     name = f"{RESULTS}/{request.job}/prompt.txt"
     store.write(name, request.workflow["1"]["inputs"]["prompt"].encode())
     record = {"job": request.job, "state": DONE, "line": request.line, "files": [name], "worker": worker}
     store.write(f"{DONE}/{request.job}.json", json.dumps(record).encode())
-    return Done(job=request.job, record=record)
+    return JobDone(job=request.job, record=record)
 
 
 class InlineWorker:
@@ -50,7 +50,7 @@ class InlineWorker:
 
     def run(
         self, request: Request, report: Callable[[Status], None], is_cancelled: Callable[[], bool]
-    ) -> Done | Failed:
+    ) -> JobDone | JobFailed:
         with self._workers.lock:
             self._workers.runs[request.line] += 1
             self._workers.ran[self.name].append(request)
@@ -64,7 +64,7 @@ class InlineWorker:
 class Inline:
     """Workers in this process, which do one job after the other."""
 
-    def __init__(self, names: list[str], body: Callable[[str, Request], Done | Failed] = keep) -> None:
+    def __init__(self, names: list[str], body: Callable[[str, Request], JobDone | JobFailed] = keep) -> None:
         self.body, self.lock = body, threading.Lock()
         self.runs: Counter[int] = Counter()  # by line
         self.ran: dict[str, list[Request]] = {name: [] for name in names}
@@ -111,6 +111,6 @@ def stepping(connection: Connection) -> None:
             while not inbox.is_cancelled.wait(0.05):
                 step += 1
                 connection.send(Status(node="Sampler", done=step, total=10**6, unit="step"))
-            connection.send(Failed(job=request.job, error="cancelled", cancelled=True))
+            connection.send(JobFailed(job=request.job, error="cancelled", cancelled=True))
         else:
             connection.send(keep("stepping", request))

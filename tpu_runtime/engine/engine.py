@@ -20,7 +20,7 @@ from .. import precision as precisions
 from .. import refusal, versions
 from ..cache import xla_cache
 from ..checkpoints.model_ref import Expected, ModelRef
-from ..hosts.together import Alone, Elsewhere, Ending, Together
+from ..hosts.together import Elsewhere, Ending, Together
 from ..machine.fallbacks import Unsupported, halted
 from ..machine.ladder import Halted, Ladder
 from ..model_spec import STAGES, Settings
@@ -77,7 +77,7 @@ class Engine:
         self.compilations = xla_cache.compilations()
         self.devices = tuple(chips or jax.devices())
         self.own = tuple(device for device in self.devices if device.process_index == jax.process_index())
-        self.hosts = hosts or Alone()
+        self.hosts = hosts or Together()
         self.kernel: Kernel = kernel
         self.ladder = Ladder(self.devices)
         self.lost: Halted | None = None

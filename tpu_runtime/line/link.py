@@ -71,7 +71,7 @@ def run(work: Coroutine[Any, Any, Any], look: Callable[[], None] = lambda: None)
         future.cancel()
 
 
-class Link:
+class MachineLink:
     """Messages may be sent by several threads. `close` ends it at once."""
 
     def __init__(self, line: Any, end: Callable[[], Awaitable[Any]], heartbeat_s: float) -> None:
@@ -185,7 +185,7 @@ class Link:
 
 def connect(
     where: trust.Address, hello: Mapping[str, Any], look: Callable[[], None] = lambda: None, **options: Any
-) -> Link:
+) -> MachineLink:
     """A link to a machine that listens. Raises `Refused` with its sentence, `TimeoutError` where it does not answer,
     `ConnectionRefusedError` where nothing listens, and `Gone`.
     """
@@ -199,7 +199,7 @@ def connect(
 
 async def _connect(
     where: trust.Address, hello: Mapping[str, Any], token: str, heartbeat_s: float = HEARTBEAT_S
-) -> Link:
+) -> MachineLink:
     session, tls = aiohttp.ClientSession(), trust.client_tls()
     try:
         async with asyncio.timeout(LATE_S):
@@ -208,7 +208,7 @@ async def _connect(
                 headers={"Authorization": f"Bearer {token}", _HELLO: quote(json.dumps(hello))},
                 heartbeat=heartbeat_s, max_msg_size=2 * _PIECE, compress=0, ssl=tls or True,
             )  # fmt: skip
-        return Link(line, session.close, heartbeat_s)
+        return MachineLink(line, session.close, heartbeat_s)
     except BaseException as error:
         await session.close()
         if isinstance(error, aiohttp.WSServerHandshakeError):
@@ -225,7 +225,7 @@ class Door(web.Server):
     def __init__(
         self,
         welcome: Callable[[dict[str, Any], str], str | None],
-        speak: Callable[[Link, dict[str, Any], str], Awaitable[None]],
+        speak: Callable[[MachineLink, dict[str, Any], str], Awaitable[None]],
         pages: Mapping[str, Callable[[], str]] | None = None,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
@@ -295,7 +295,7 @@ class Door(web.Server):
         link, end = None, functools.partial(_abort, request)
         try:
             await line.prepare(request)
-            link = Link(line, end, self._heartbeat_s)
+            link = MachineLink(line, end, self._heartbeat_s)
             await self._speak(link, hello, address)
         except (OSError, wire.WireError) as error:  # `Gone` among them
             log.info("%s is gone: %s", address, error)
