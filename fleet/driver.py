@@ -23,10 +23,12 @@ log = logging.getLogger(__name__)
 
 # How often is looked what changed, and what runs is given to stop.
 _TICK_S, _STOP_S = 0.25, 20.0
-# A worker that fails rests, each time for twice as long, and is started again every third time.
+# A worker that fails or goes away rests, each time for twice as long, and is started again every third time.
 FIRST_REST_S, LONGEST_REST_S, _RESTART_AFTER = 1.0, 60.0, 3
 # Once all workers have failed so often in a row, nothing good comes of going on.
 MOST_IN_A_ROW = 8
+# So many starts in a row in vain: it is not the machine that goes away.
+_VAIN_STARTS = 4
 _RECENT = 50
 
 
@@ -47,6 +49,8 @@ class Doing:
     is_here: bool = True
     status: Status = field(default_factory=Status)
     in_a_row: int = 0
+    lost_in_a_row: int = 0
+    vain_starts: int = 0
     failed: dict[str, Job] = field(default_factory=dict)  # in a row, by neither job's own fault
 
 
@@ -147,7 +151,7 @@ class Driver:
             while not self._is_over():
                 try:
                     worker.wait(self._is_over)
-                    doing.is_here = True
+                    doing.is_here, doing.vain_starts = True, 0
                     self._do_next(worker, doing)
                 except Lost as lost:
                     with self._changed:
@@ -155,6 +159,11 @@ class Driver:
                         if lost.for_good:
                             del self._doing[worker.name]
                             return
+                    doing.vain_starts += not lost.started
+                    if doing.vain_starts == _VAIN_STARTS:
+                        raise RuntimeError(str(lost)) from None
+                    doing.lost_in_a_row += 1
+                    self._rest(_rest_s(doing.lost_in_a_row))
         except Exception as error:  # whatever it is, the batch ends with it
             self._problem = error
         finally:
@@ -182,14 +191,17 @@ class Driver:
             doing.is_here = False
             self._queue.forget(worker.name)
             worker.restart()
-        until = time.monotonic() + rest_s
+        self._rest(rest_s)
+
+    def _rest(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
         while time.monotonic() < until and not self._is_over():
-            time.sleep(min(_TICK_S, rest_s))
+            time.sleep(min(_TICK_S, seconds))
 
     def _handle(self, worker: str, doing: Doing, job: Job, outcome: JobDone | JobFailed) -> float:
         """Keeps account of a job's end; how long the worker is to rest."""
         if isinstance(outcome, JobDone):
-            doing.in_a_row = 0
+            doing.in_a_row = doing.lost_in_a_row = 0
             doing.failed.clear()
             self._finished(job, outcome.record)
         elif outcome.cancelled:
@@ -205,7 +217,7 @@ class Driver:
     def _failed_on(self, worker: str, doing: Doing, job: Job, outcome: JobFailed) -> float:
         """A machine's fault is not the job's; nor is one that other jobs meet there too."""
         doing.in_a_row += 1
-        rest_s = min(FIRST_REST_S * 2 ** (doing.in_a_row - 1), LONGEST_REST_S)
+        rest_s = _rest_s(doing.in_a_row)
         if outcome.fault != PLACES_FAULT:
             doing.failed[job.id] = job
         if outcome.fault == PLACES_FAULT or len(doing.failed) > 1:
@@ -290,6 +302,10 @@ class Driver:
             per_hour=(len(self._ends) - 1) * 3600 / taken if taken else None,
             workers=dict(self._doing),
         )
+
+
+def _rest_s(in_a_row: int) -> float:
+    return min(FIRST_REST_S * 2 ** (in_a_row - 1), LONGEST_REST_S)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -113,10 +114,10 @@ class JobRunner:
     ) -> dict[str, Any]:
         store = open_store(request.out)
         check_same_place(store, request.token, self.name)
-        with _scratch() as scratch:
-            given, made = scratch / "input", scratch / "output"
-            for folder in (given, made):
-                folder.mkdir()
+        with scratch() as folder:
+            given, made = folder / "input", folder / "output"
+            given.mkdir()
+            made.mkdir()
             for name, content in request.files.items():
                 (given / Path(name).name).write_bytes(content)
             host = JobHost(replace(request.folders, input=given, output=made), report, is_cancelled)
@@ -155,14 +156,47 @@ class JobRunner:
             self._compared.add(wanted)
 
 
+class Actor:
+    """A worker in a process of its own, a Ray actor or a child of the driver. Runs one job at a time, and answers
+    meanwhile: all methods may be called at once.
+    """
+
+    CONCURRENCY = 4
+
+    def __init__(self, name: str) -> None:
+        self._runner, self._status = JobRunner(name), Status()
+        self._is_cancelled, self._lock = threading.Event(), threading.Lock()
+
+    def ready(self) -> None:
+        """Answers once it is there."""
+
+    def run(self, request: Request) -> JobDone | JobFailed:
+        with self._lock:
+            return self._runner.run(request, self._report, self._is_cancelled.is_set)
+
+    def _report(self, status: Status) -> None:
+        self._status = status
+
+    def status(self) -> Status:
+        return self._status
+
+    def cancel(self) -> None:
+        self._is_cancelled.set()
+
+
 @contextmanager
-def _scratch() -> Iterator[Path]:
+def scratch() -> Iterator[Path]:
     """A temporary folder, locked while this process is there; those of killed ones leave first."""
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError), _locked(left):
             shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, _locked(Path(folder)):
-        yield Path(folder)
+    made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))
+    with _locked(made):  # before it has the name by which others find it
+        folder = made.rename(made.with_name(made.name[1:]))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

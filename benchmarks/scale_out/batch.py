@@ -13,12 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from comfyui_tpu.fleet.cluster import Actor, RayWorkers
+from comfyui_tpu.fleet.cluster import RayWorkers
 from comfyui_tpu.fleet.driver import Driver, Limits, View
 from comfyui_tpu.fleet.jobs import JobTemplate, read_jobs
 from comfyui_tpu.fleet.ledger import Ledger
 from comfyui_tpu.fleet.messages import JobDone, Request, Status, Workers
 from comfyui_tpu.fleet.store import open_store
+from comfyui_tpu.fleet.worker import Actor
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless.changes import make_tiny, read_json
 from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, keep

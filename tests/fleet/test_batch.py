@@ -239,11 +239,11 @@ import sys
 from comfyui_tpu.cli import batch, main
 from comfyui_tpu.fleet.local import LocalWorker
 from comfyui_tpu.tests.support.fake_ray import machine
-from comfyui_tpu.tests.support.fleet import stub
+from comfyui_tpu.tests.support.fleet import Stub
 if __name__ == "__main__":
     for name in ("ray", "fsspec"):
         sys.modules[name] = None
-    batch._workers = lambda options, store: LocalWorker(store.root / "logs", stub)
+    batch._workers = lambda options, store: LocalWorker(store.root / "logs", Stub)
     code = main.main(sys.argv[1:])
     assert not {"torch", "jax", "torchax"} & set(sys.modules), "the driver is to stay small"
     sys.exit(code)

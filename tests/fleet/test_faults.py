@@ -14,7 +14,7 @@ import pytest
 from comfyui_tpu.cli import batch
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.fleet import driver, worker
-from comfyui_tpu.fleet.messages import JOBS_FAULT, PLACES_FAULT, JobDone, JobFailed, Request
+from comfyui_tpu.fleet.messages import JOBS_FAULT, PLACES_FAULT, JobDone, JobFailed, Lost, Request
 from comfyui_tpu.fleet.worker import JobRunner
 from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, keep, prompts
 from comfyui_tpu.tests.support.patience import until
@@ -129,13 +129,37 @@ def test_a_damaged_line_of_the_journal_is_rebuilt_from_its_record(run: Any, tmp_
 
 def test_a_killed_workers_temporary_folder_leaves_with_the_next_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    body = "import time; from comfyui_tpu.fleet.worker import _scratch\nwith _scratch(): time.sleep(600)"
+    body = "import time; from comfyui_tpu.fleet.worker import scratch\nwith scratch(): time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", body], env={**os.environ, "TMPDIR": str(tmp_path)})
     (left,) = until(lambda: list(tmp_path.iterdir()))
-    with worker._scratch():
+    with worker.scratch():
         assert left.is_dir()  # it is alive
     process.send_signal(signal.SIGKILL)
     process.wait()
-    with worker._scratch() as own:
+    with worker.scratch() as own:
         assert list(tmp_path.iterdir()) == [own]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_temporary_folder_is_locked_before_others_can_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A worker beside took a folder that was just made for one that was left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    locked, found = worker._locked, []
+    monkeypatch.setattr(
+        worker, "_locked", lambda folder: found.extend(tmp_path.glob(f"{worker._PREFIX}*")) or locked(folder)
+    )
+    with worker.scratch() as own:
+        assert own.is_dir() and not found
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_that_never_starts_ends_the_batch_with_its_sentence(run: Any, tmp_path: Path, capsys: Any):
+    workers, starts = Inline(["a"]), []
+
+    def vain(is_over: Any) -> None:
+        starts.append(1)
+        raise Lost("the worker on this machine does not start: exit code 3", started=False)
+
+    workers._new[0].wait = vain
+    assert run(workers, 3, "--tiny") == 2 and len(starts) == driver._VAIN_STARTS and not workers.runs
+    assert "does not start: exit code 3" in capsys.readouterr().err and not kept(tmp_path, "tries")

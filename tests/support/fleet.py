@@ -7,14 +7,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from ...fleet.ledger import DONE, RESULTS
-from ...fleet.local import READY, Inbox
-from ...fleet.messages import JobDone, JobFailed, Request, Status
+from ...fleet.messages import JobDone, JobFailed, Request, Status, Worker, Workers
 from ...fleet.store import open_store
+from ...fleet.worker import Actor
 from .patience import until
 
 PACK = Path(__file__).parents[2]
@@ -40,7 +39,7 @@ def keep(worker: str, request: Request) -> JobDone:
     return JobDone(job=request.job, record=record)
 
 
-class InlineWorker:
+class InlineWorker(Worker):
     """A worker in the driver's thread: `Inline.body` says how a job ends."""
 
     def __init__(self, name: str, workers: "Inline") -> None:
@@ -61,7 +60,7 @@ class InlineWorker:
         self._workers.restarted.append(self.name)
 
 
-class Inline:
+class Inline(Workers):
     """Workers in this process, which do one job after the other."""
 
     def __init__(self, names: list[str], body: Callable[[str, Request], JobDone | JobFailed] = keep) -> None:
@@ -84,33 +83,26 @@ class Inline:
         until(self.is_cancelled)
 
 
-def stub(connection: Connection) -> None:
-    """The body of a child process that needs a moment for each job; it notes each as it begins."""
-    inbox = Inbox(connection)
-    connection.send(READY)
-    while True:
-        request = inbox.requests.get()
+class Stub(Actor):
+    """Needs a moment for each job; it notes each as it begins."""
+
+    def run(self, request: Request) -> JobDone | JobFailed:
         with (Path(request.out) / "begun.txt").open("a") as file:
             file.write(f"{request.job} {os.getpid()}\n")
         time.sleep(0.05)
-        connection.send(keep("stub", request))
+        return keep("stub", request)
 
 
-def stepping(connection: Connection) -> None:
-    """The body of a child process whose second job has steps without end, until it is cancelled; begun again it has
-    none.
-    """
-    inbox = Inbox(connection)
-    connection.send(READY)
-    while True:
-        request = inbox.requests.get()
+class Stepping(Actor):
+    """Its second job has steps without end, until it is cancelled; begun again it has none."""
+
+    def run(self, request: Request) -> JobDone | JobFailed:
         begun = Path(request.out) / "begun.txt"
-        if request.line == 2 and not begun.exists():
-            begun.touch()
-            step = 0
-            while not inbox.is_cancelled.wait(0.05):
-                step += 1
-                connection.send(Status(node="Sampler", done=step, total=10**6, unit="step"))
-            connection.send(JobFailed(job=request.job, error="cancelled", cancelled=True))
-        else:
-            connection.send(keep("stepping", request))
+        if request.line != 2 or begun.exists():
+            return keep("stepping", request)
+        begun.touch()
+        step = 0
+        while not self._is_cancelled.wait(0.05):
+            step += 1
+            self._report(Status(node="Sampler", done=step, total=10**6, unit="step"))
+        return JobFailed(job=request.job, error="cancelled", cancelled=True)
