@@ -77,19 +77,35 @@ class JobHost:
             self._report(status)
 
 
-class JobRunner:
-    """Runs jobs in this process. `name` is what the driver calls it."""
+class Actor:
+    """Runs jobs in this process, a Ray actor or a child of the driver, which calls it `name`. One job at a time, and it
+    answers meanwhile: all methods may be called at once.
+    """
+
+    CONCURRENCY = 4
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._compared: set[Mark] = set()
+        self._status, self._is_cancelled, self._lock = Status(), threading.Event(), threading.Lock()
 
-    def run(
-        self, request: Request, report: Callable[[Status], None], is_cancelled: Callable[[], bool] = lambda: False
-    ) -> JobDone | JobFailed:
+    def ready(self) -> None:
+        """Answers once it is there."""
+
+    def status(self) -> Status:
+        return self._status
+
+    def _report(self, status: Status) -> None:
+        self._status = status
+
+    def cancel(self) -> None:
+        self._is_cancelled.set()
+
+    def run(self, request: Request) -> JobDone | JobFailed:
         """Runs a job and keeps its results; whatever goes wrong is said, not raised."""
         try:
-            return JobDone(job=request.job, record=self._run(request, report, is_cancelled))
+            with self._lock:
+                return JobDone(job=request.job, record=self._run(request))
         except Cancelled:
             return JobFailed(job=request.job, error="cancelled", cancelled=True)
         except Exception as error:  # whatever it is, the driver decides whether it is tried again
@@ -109,9 +125,7 @@ class JobRunner:
             return PLACES_FAULT
         return JOBS_FAULT if isinstance(error, ValueError) else ""
 
-    def _run(
-        self, request: Request, report: Callable[[Status], None], is_cancelled: Callable[[], bool]
-    ) -> dict[str, Any]:
+    def _run(self, request: Request) -> dict[str, Any]:
         store = open_store(request.out)
         check_same_place(store, request.token, self.name)
         with scratch() as folder:
@@ -120,7 +134,7 @@ class JobRunner:
             made.mkdir()
             for name, content in request.files.items():
                 (given / Path(name).name).write_bytes(content)
-            host = JobHost(replace(request.folders, input=given, output=made), report, is_cancelled)
+            host = JobHost(replace(request.folders, input=given, output=made), self._report, self._is_cancelled.is_set)
             self._compare(request, host)
             start = time.perf_counter()
             run_workflow(request.workflow, host)
@@ -154,34 +168,6 @@ class JobRunner:
                     f"{wanted.content}. Give both machines the same files."
                 )
             self._compared.add(wanted)
-
-
-class Actor:
-    """A worker in a process of its own, a Ray actor or a child of the driver. Runs one job at a time, and answers
-    meanwhile: all methods may be called at once.
-    """
-
-    CONCURRENCY = 4
-
-    def __init__(self, name: str) -> None:
-        self._runner, self._status = JobRunner(name), Status()
-        self._is_cancelled, self._lock = threading.Event(), threading.Lock()
-
-    def ready(self) -> None:
-        """Answers once it is there."""
-
-    def run(self, request: Request) -> JobDone | JobFailed:
-        with self._lock:
-            return self._runner.run(request, self._report, self._is_cancelled.is_set)
-
-    def _report(self, status: Status) -> None:
-        self._status = status
-
-    def status(self) -> Status:
-        return self._status
-
-    def cancel(self) -> None:
-        self._is_cancelled.set()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from comfyui_tpu.cli import batch
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.fleet import driver, worker
 from comfyui_tpu.fleet.messages import JOBS_FAULT, PLACES_FAULT, JobDone, JobFailed, Lost, Request
-from comfyui_tpu.fleet.worker import JobRunner
+from comfyui_tpu.fleet.worker import Actor
 from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, keep, prompts
 from comfyui_tpu.tests.support.patience import until
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
@@ -75,7 +75,7 @@ def test_the_models_folder_moved_away_in_the_middle_sets_nothing_aside(
     """The worker's own classification, of the sentence that a missing folder is. 38 of 40 were set aside in 2 s."""
     folder, away = tmp_path / "model", tmp_path / "away"
     shutil.copytree(tiny.ensure(spec_for_family("Wan21")), folder)
-    real, runs = JobRunner("a"), []
+    real, runs = Actor("a"), []
 
     def pretend(workflow: Any, host: Any) -> None:
         if not folder.is_dir():
@@ -88,7 +88,7 @@ def test_the_models_folder_moved_away_in_the_middle_sets_nothing_aside(
             folder.rename(away)
         if len(runs) == 3 + driver.MOST_IN_A_ROW - 2:  # before all rest
             away.rename(folder)
-        return real.run(request, lambda status: None)
+        return real.run(request)
 
     monkeypatch.setattr(worker, "run_workflow", pretend)
     model = ("--set", f"6.model_id={folder}")
@@ -98,18 +98,18 @@ def test_the_models_folder_moved_away_in_the_middle_sets_nothing_aside(
     def gone(name: str, request: Request) -> JobDone | JobFailed:
         if folder.is_dir():
             folder.rename(away)
-        return real.run(request, lambda status: None)
+        return real.run(request)
 
     workers = Inline(["a"], gone)
     assert run(workers, 50, *model) == 2 and not kept(tmp_path, "failed")  # all rest: it stops, and says why
     away.rename(folder)
-    assert run(Inline(["a"], lambda name, request: real.run(request, lambda status: None)), 50, *model) == 0
+    assert run(Inline(["a"], lambda name, request: real.run(request)), 50, *model) == 0
     assert kept(tmp_path, "done") == 50
 
 
 def test_an_error_with_all_files_as_they_were_is_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     request = Request(job="1", line=1, workflow={}, folders=None, out=str(tmp_path), token="")  # pyright: ignore
-    runner = JobRunner("a")
+    runner = Actor("a")
     assert [runner._fault(request, error) for error in (ValueError(), RuntimeError(), OSError(), MemoryError())] == [
         JOBS_FAULT, "", PLACES_FAULT, PLACES_FAULT,
     ]  # fmt: skip
