@@ -11,12 +11,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..fleet.driver import Driver, Limits, Progress, View
-from ..fleet.jobs import Recipe, read_jobs
+from ..fleet.driver import BatchNumbers, Driver, Limits, View
+from ..fleet.jobs import JobTemplate, read_jobs
 from ..fleet.ledger import JOURNAL, RESULTS, Ledger
 from ..fleet.local import LocalWorker
 from ..fleet.messages import Workers
-from ..fleet.store import Store, open_store
+from ..fleet.store import BatchStore, open_store
 from ..nodes.declare import Folders
 from ..nodes.headless.runner import TerminalHost
 from .verbs import add_workflow, given_folders, given_workflow
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--attempts is {options.attempts}; it must be at least 1.")
     # What an output node writes goes into a folder of its job's own; this one is nobody's.
     folders = given_folders(options, Path(options.out) / RESULTS / "of-a-job")
-    recipe = Recipe(given_workflow(options), folders, TerminalHost(Folders()))
+    recipe = JobTemplate(given_workflow(options), folders, TerminalHost(Folders()))
     try:
         # Lines end in a newline alone: other signs that Python splits at may stand in a JSON string. Some editors begin
         # a file with a mark of its encoding.
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if ended.failed else 0
 
 
-def _workers(options: argparse.Namespace, store: Store) -> Workers:
+def _workers(options: argparse.Namespace, store: BatchStore) -> Workers:
     if options.ray:
         from ..fleet.cluster import RayWorkers
 
@@ -92,7 +92,7 @@ def _workers(options: argparse.Namespace, store: Store) -> Workers:
     return LocalWorker(logs)
 
 
-def summary(ended: Progress, store: Store) -> str:
+def summary(ended: BatchNumbers, store: BatchStore) -> str:
     text = f"{ended.done} of {ended.total} jobs are done"
     if ended.before:
         text += f", {ended.before} of them decided by earlier calls"
@@ -117,7 +117,7 @@ class TerminalView(View):
     def line(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: BatchNumbers) -> None:
         if self._live and time.monotonic() > self._shown + _EVERY_S:
             self._shown = time.monotonic()
             self._live.update(render(progress), refresh=True)
@@ -127,7 +127,7 @@ class TerminalView(View):
             self._live.stop()
 
 
-def render(progress: Progress) -> RenderableType:
+def render(progress: BatchNumbers) -> RenderableType:
     """The numbers of a batch, and what each worker does."""
     running = [doing for doing in progress.workers.values() if doing.job is not None]
     numbers = [f"{progress.done} done", f"{len(running)} running", f"{progress.waiting} waiting"]

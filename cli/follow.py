@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..tpu_runtime import pipeline
-from ..tpu_runtime.pipeline import RESTART, Place, Refused, places, readings, snapshot, supervisor, trust
+from ..tpu_runtime.pipeline import RESTART, Place, places, readings, snapshot, supervisor, trust
 
 _DESCRIPTION = """\
 Joins this host's chips to those of the first host, and does its part of what runs there. When one host is gone, all
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         )
     try:
         pipeline.follow(place, _chips())
-    except Refused as error:
+    except pipeline.Refused as error:
         print(f"comfyui-tpu: {error}", file=sys.stderr, flush=True)
         return RESTART  # it may fit after an update
     return 0

@@ -6,116 +6,69 @@ The queue is not Ray's: its head may be lost with all it knows, and the batch's 
 
 import logging
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from typing import Any
 from urllib.parse import urlsplit
 
 from . import slices
-from .messages import Done, Failed, Lost, Request, Status
+from .messages import Lost, Worker, Workers
 from .slices import Slice
-from .worker import JobRunner
+from .worker import Actor
 
 log = logging.getLogger(__name__)
 
 # How often is looked for new machines, and asked what workers do.
 _LOOK_S, _STATUS_S = 5.0, 1.0
-# So many in a row that never were there: it is not the machine that goes away.
-_VAIN_STARTS = 4
 # Ray itself tries for minutes.
 _CONNECT_S = 10.0
 
 
-class Actor:
-    """A worker in a process of the cluster. Runs one job at a time, and answers meanwhile."""
-
-    # `ready`, `run`, `status` and `cancel` at once.
-    CONCURRENCY = 4
-
-    def __init__(self, name: str) -> None:
-        self._runner, self._status = JobRunner(name), Status()
-        self._is_cancelled, self._lock = threading.Event(), threading.Lock()
-
-    def ready(self) -> None:
-        """Answers once it is there."""
-
-    def run(self, request: Request) -> Done | Failed:
-        def report(status: Status) -> None:
-            self._status = status
-
-        with self._lock:
-            return self._runner.run(request, report, self._is_cancelled.is_set)
-
-    def status(self) -> Status:
-        return self._status
-
-    def cancel(self) -> None:
-        self._is_cancelled.set()
-
-
-class RayWorker:
+class RayWorker(Worker):
     """The actor of a slice, which Ray starts again; another in its place where Ray does not."""
 
     def __init__(self, ray: Any, place: Slice, actor: type, name: str) -> None:
         self.name, self.place, self.is_there = name, place, True
-        self._ray, self._actor, self._vain_starts = ray, actor, 0
+        self._ray, self._actor = ray, actor
+        self.gone = (ray.exceptions.RayError,)
         self.started = slices.start(place, actor, name)
 
     def wait(self, is_over: Callable[[], bool]) -> None:
-        asked = self.started.handle.ready.remote()
+        asked = self._call("ready")
         while not is_over():
             if not self.is_there:
                 self.started.stop()
                 raise Lost("its slice is not complete any more", for_good=True)
-            if not self._ray.wait([asked], timeout=_STATUS_S)[0]:
+            if not wait_for([asked], _STATUS_S).done:
                 continue
             try:
-                self._ray.get(asked)
-                self._vain_starts = 0
-                return
-            except self._ray.exceptions.RayError as error:
-                if not isinstance(error, self._ray.exceptions.ActorUnavailableError):
-                    self._start_another(error)
+                return asked.result()
+            except self._ray.exceptions.ActorUnavailableError:
                 time.sleep(_STATUS_S)
-                asked = self.started.handle.ready.remote()
+                asked = self._call("ready")
+            except self.gone as error:  # Ray will not start this one again
+                self.started.stop()
+                self.started = slices.start(self.place, self._actor, self.name)
+                raise Lost(
+                    f"a worker of the cluster does not start: {_sentence(error)} Is the pack installed on every "
+                    "machine of it, in the same version?",
+                    started=False,
+                ) from None
 
-    def _start_another(self, error: Exception) -> None:
-        """Ray will not start this one again."""
-        self._vain_starts += 1
-        if self._vain_starts == _VAIN_STARTS:
-            raise RuntimeError(
-                f"a worker of the cluster does not start: {_sentence(error)} Is the pack installed on every machine of "
-                "it, in the same version?"
-            ) from None
-        log.warning("%s: another takes its place: %s", self.name, _sentence(error))
-        self.started.stop()
-        self.started = slices.start(self.place, self._actor, self.name)
+    def _call(self, method: str, *arguments: Any) -> Future:
+        return getattr(self.started.handle, method).remote(*arguments).future()
 
-    def run(
-        self, request: Request, report: Callable[[Status], None], is_cancelled: Callable[[], bool]
-    ) -> Done | Failed:
-        handle, said_so = self.started.handle, False
-        running, asked = handle.run.remote(request), handle.status.remote()
-        try:
-            while not (ready := self._ray.wait([running, asked], timeout=_STATUS_S)[0]) or running not in ready:
-                if asked in ready:
-                    report(self._ray.get(asked))
-                    self._ray.wait([running], timeout=_STATUS_S)
-                    asked = handle.status.remote()
-                if is_cancelled() and not said_so:
-                    handle.cancel.remote()
-                    said_so = True
-            return self._ray.get(running)
-        except self._ray.exceptions.RayError as error:
-            raise Lost(_sentence(error)) from None
+    def _why(self, error: Exception) -> Exception:
+        return Lost(_sentence(error))
 
     def restart(self) -> None:
         self._ray.kill(self.started.handle, no_restart=False)
 
 
-class RayWorkers:
+class RayWorkers(Workers):
     """Actors on the cluster at `address`; RuntimeError where there is no Ray, no cluster, or no TPU in it.
     `actor` is what they are, for measurements.
     """

@@ -14,19 +14,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .jobs import Recipe, with_tries
+from .jobs import JobTemplate, with_tries
 from .ledger import FAILED, Ledger
-from .messages import JOBS_FAULT, PLACES_FAULT, Done, Failed, Lost, Status, Worker, Workers
+from .messages import JOBS_FAULT, PLACES_FAULT, JobDone, JobFailed, Lost, Status, Worker, Workers
 from .queue import Job, Queue
 
 log = logging.getLogger(__name__)
 
 # How often is looked what changed, and what runs is given to stop.
 _TICK_S, _STOP_S = 0.25, 20.0
-# A worker that fails rests, each time for twice as long, and is started again every third time.
+# A worker that fails or goes away rests, each time for twice as long, and is started again every third time.
 FIRST_REST_S, LONGEST_REST_S, _RESTART_AFTER = 1.0, 60.0, 3
 # Once all workers have failed so often in a row, nothing good comes of going on.
 MOST_IN_A_ROW = 8
+# So many starts in a row in vain: it is not the machine that goes away.
+_VAIN_STARTS = 4
 _RECENT = 50
 
 
@@ -47,11 +49,13 @@ class Doing:
     is_here: bool = True
     status: Status = field(default_factory=Status)
     in_a_row: int = 0
+    lost_in_a_row: int = 0
+    vain_starts: int = 0
     failed: dict[str, Job] = field(default_factory=dict)  # in a row, by neither job's own fault
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class BatchNumbers:
     """The numbers of a batch. `before` counts what earlier calls had done or set aside."""
 
     total: int
@@ -69,11 +73,11 @@ class View:
     def line(self, text: str) -> None:
         """Says what happened, once."""
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: BatchNumbers) -> None:
         """Shows where the batch is; called several times a second."""
 
 
-class Stopped(RuntimeError):
+class BatchStopped(RuntimeError):
     """The batch cannot go on, in a sentence; what is done stays, and another call goes on."""
 
 
@@ -81,7 +85,7 @@ class Driver:
     """One call's work on a batch of `jobs`."""
 
     def __init__(
-        self, recipe: Recipe, jobs: Sequence[Job], ledger: Ledger, workers: Workers, *, limits: Limits, view: View
+        self, recipe: JobTemplate, jobs: Sequence[Job], ledger: Ledger, workers: Workers, *, limits: Limits, view: View
     ) -> None:
         self._recipe, self._ledger, self._workers = recipe, ledger, workers
         self._limits, self._view = limits, view
@@ -98,9 +102,9 @@ class Driver:
         # Of all above: a thread for each worker, and the one that shows.
         self._changed = threading.Condition()
 
-    def run(self) -> Progress:
+    def run(self) -> BatchNumbers:
         """Runs until every job is decided, or Ctrl-C; KeyboardInterrupt then, once all workers have stopped. Raises
-        `Stopped` where all workers only fail.
+        `BatchStopped` where all workers only fail.
         """
         self._ends.append(time.monotonic())
         deadline = float("inf")
@@ -147,7 +151,7 @@ class Driver:
             while not self._is_over():
                 try:
                     worker.wait(self._is_over)
-                    doing.is_here = True
+                    doing.is_here, doing.vain_starts = True, 0
                     self._do_next(worker, doing)
                 except Lost as lost:
                     with self._changed:
@@ -155,6 +159,11 @@ class Driver:
                         if lost.for_good:
                             del self._doing[worker.name]
                             return
+                    doing.vain_starts += not lost.started
+                    if doing.vain_starts == _VAIN_STARTS:
+                        raise RuntimeError(str(lost)) from None
+                    doing.lost_in_a_row += 1
+                    self._rest(_rest_s(doing.lost_in_a_row))
         except Exception as error:  # whatever it is, the batch ends with it
             self._problem = error
         finally:
@@ -173,7 +182,7 @@ class Driver:
             outcome = worker.run(request, lambda status: setattr(doing, "status", status), lambda: self._is_cancelled)
         except (ValueError, OSError) as error:  # its pictures, here
             fault = JOBS_FAULT if isinstance(error, ValueError) else PLACES_FAULT
-            outcome = Failed(job=job.id, error=str(error), fault=fault)
+            outcome = JobFailed(job=job.id, error=str(error), fault=fault)
         with self._changed:
             rest_s = self._handle(worker.name, doing, job, outcome)
             doing.job = None
@@ -182,14 +191,17 @@ class Driver:
             doing.is_here = False
             self._queue.forget(worker.name)
             worker.restart()
-        until = time.monotonic() + rest_s
-        while time.monotonic() < until and not self._is_over():
-            time.sleep(min(_TICK_S, rest_s))
+        self._rest(rest_s)
 
-    def _handle(self, worker: str, doing: Doing, job: Job, outcome: Done | Failed) -> float:
+    def _rest(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._is_over():
+            time.sleep(min(_TICK_S, seconds))
+
+    def _handle(self, worker: str, doing: Doing, job: Job, outcome: JobDone | JobFailed) -> float:
         """Keeps account of a job's end; how long the worker is to rest."""
-        if isinstance(outcome, Done):
-            doing.in_a_row = 0
+        if isinstance(outcome, JobDone):
+            doing.in_a_row = doing.lost_in_a_row = 0
             doing.failed.clear()
             self._finished(job, outcome.record)
         elif outcome.cancelled:
@@ -202,10 +214,10 @@ class Driver:
             return self._failed_on(worker, doing, job, outcome)
         return 0.0
 
-    def _failed_on(self, worker: str, doing: Doing, job: Job, outcome: Failed) -> float:
+    def _failed_on(self, worker: str, doing: Doing, job: Job, outcome: JobFailed) -> float:
         """A machine's fault is not the job's; nor is one that other jobs meet there too."""
         doing.in_a_row += 1
-        rest_s = min(FIRST_REST_S * 2 ** (doing.in_a_row - 1), LONGEST_REST_S)
+        rest_s = _rest_s(doing.in_a_row)
         if outcome.fault != PLACES_FAULT:
             doing.failed[job.id] = job
         if outcome.fault == PLACES_FAULT or len(doing.failed) > 1:
@@ -218,7 +230,7 @@ class Driver:
         else:
             self._failed_once(job, outcome.error)
         if all(one.in_a_row >= MOST_IN_A_ROW for one in self._doing.values()):
-            self._problem = Stopped(
+            self._problem = BatchStopped(
                 f"{MOST_IN_A_ROW} jobs in a row ended with an error of the machine, on every one, the last with: "
                 f"{outcome.error} Fix that, and run the same command again: no job has lost an attempt by it."
             )
@@ -279,9 +291,9 @@ class Driver:
     def _count(self) -> str:
         return f"[{self._done + self._failed}/{self._total}]"
 
-    def progress(self) -> Progress:
+    def progress(self) -> BatchNumbers:
         taken = self._ends[-1] - self._ends[0] if self._ends else 0.0
-        return Progress(
+        return BatchNumbers(
             total=self._total,
             done=self._done,
             failed=self._failed,
@@ -290,6 +302,10 @@ class Driver:
             per_hour=(len(self._ends) - 1) * 3600 / taken if taken else None,
             workers=dict(self._doing),
         )
+
+
+def _rest_s(in_a_row: int) -> float:
+    return min(FIRST_REST_S * 2 ** (in_a_row - 1), LONGEST_REST_S)
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ class Prepared:
         return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-class Recipe:
+class JobTemplate:
     """What all jobs have in common: the workflow in API format, and where its files lie."""
 
     def __init__(self, workflow: Workflow, folders: Folders, progress: Progress, table: Table = HEADLESS) -> None:
@@ -187,7 +187,7 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:20]
 
 
-def read_jobs(recipe: Recipe, lines: Iterable[str], what: str) -> list[Job]:
+def read_jobs(recipe: JobTemplate, lines: Iterable[str], what: str) -> list[Job]:
     """The jobs of a file's lines, each once. ValueError lists what is wrong; nothing has run then."""
     jobs: dict[str, Job] = {}
     problems = []

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .store import Store, StoreError
+from .store import BatchStore, StoreError
 
 DONE, FAILED, TRIES, RESULTS, JOURNAL, MARK = "done", "failed", "tries", "results", "journal.jsonl", "batch.json"
 _MADE_BY = "comfyui-tpu batch"
@@ -34,7 +34,7 @@ class Tries:
 class Ledger:
     """The state of a batch in its store. One process writes it; workers add `results` and `done`."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: BatchStore) -> None:
         self.store = store
         self.done: set[str] = set()
         self.failed: set[str] = set()
@@ -142,28 +142,29 @@ def _said(line: bytes) -> tuple[str, str] | None:
         return None
 
 
-def _token(store: Store) -> str:
+def _mark(store: BatchStore) -> dict[str, Any]:
+    """What `batch.json` says; nothing where it is no batch's."""
+    try:
+        found = json.loads(store.read(MARK) or b"{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) and found.get("made_by") == _MADE_BY else {}
+
+
+def _token(store: BatchStore) -> str:
     """What only this store holds: by it a worker sees that it writes to the same place. StoreError if it is strange."""
-    if content := store.read(MARK):
-        try:
-            mark = json.loads(content)
-            if mark["made_by"] == _MADE_BY:
-                return str(mark["token"])
-        except (ValueError, KeyError, TypeError):
-            pass
+    if token := _mark(store).get("token"):
+        return str(token)
+    if store.read(MARK):
         raise StoreError(f"{store.location} has a {MARK} that is no batch's. Choose another --out.")
     token = secrets.token_hex(8)
     store.write(MARK, json.dumps({"made_by": _MADE_BY, "token": token}).encode())
     return token
 
 
-def check_same_place(store: Store, token: str, who: str) -> None:
+def check_same_place(store: BatchStore, token: str, who: str) -> None:
     """Raises StoreError where a worker's store is not that of the batch."""
-    try:
-        mark = json.loads(store.read(MARK) or b"{}")
-    except ValueError:
-        mark = {}
-    if mark.get("token") != token:
+    if _mark(store).get("token") != token:
         raise StoreError(
             f"{who} does not see the batch's folder at {store.location}. With several machines --out must be a folder "
             "that all of them share, or an address such as gs://bucket/folder."

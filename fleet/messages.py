@@ -1,11 +1,15 @@
 """What the driver of a batch and those who run its jobs say to each other."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ..nodes.declare import Folders
 from ..nodes.graph import Workflow
+
+# How often a worker is asked what it does.
+STATUS_S = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,7 @@ class Status:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Done:
+class JobDone:
     """A job's results and record are in the store."""
 
     job: str
@@ -55,7 +59,7 @@ class Done:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failed:
+class JobFailed:
     """A job ended with an error. `fault`: of the job where the files that it names are as they were and its workflow is
     still wrong, of the place where files, mounts or memory of the machine are; else whoever fails with others too.
     """
@@ -70,40 +74,64 @@ JOBS_FAULT, PLACES_FAULT = "job", "place"
 
 
 class Lost(RuntimeError):
-    """A worker went away, in words. It comes back, unless that is `for_good`."""
+    """A worker went away, in words, or never `started`. It comes back, unless that is `for_good`."""
 
-    def __init__(self, reason: str, for_good: bool = False) -> None:
+    def __init__(self, reason: str, *, started: bool = True, for_good: bool = False) -> None:
         super().__init__(reason)
-        self.for_good = for_good
+        self.started, self.for_good = started, for_good
 
 
-class Worker(Protocol):
-    """Runs one job at a time, for one thread of the driver. It is started again whenever it ended."""
+class Worker:
+    """Runs one job at a time, for one thread of the driver, in an actor (`worker.Actor`), which is started again
+    whenever it ended. `gone` are the errors of calls to one that is not there.
+    """
 
     name: str
+    gone: tuple[type[Exception], ...] = ()
+
+    def _call(self, method: str, *arguments: Any) -> Future:
+        """What a method of the actor gives."""
+        raise NotImplementedError
+
+    def _why(self, error: Exception) -> Exception:
+        """`Lost` with the reason."""
+        raise NotImplementedError
 
     def wait(self, is_over: Callable[[], bool]) -> None:
-        """Until it answers, or nobody waits any more. Raises `Lost`, or RuntimeError where it never starts."""
-        ...
-
-    def run(
-        self, request: Request, report: Callable[[Status], None], is_cancelled: Callable[[], bool]
-    ) -> Done | Failed:
-        """A job's end; cancelled within a step where it `is_cancelled`. Raises `Lost`."""
-        ...
+        """Until it answers, or nobody waits any more. Raises `Lost`."""
+        raise NotImplementedError
 
     def restart(self) -> None:
         """Ends its process, where it only fails; `wait` has a new one."""
-        ...
+        raise NotImplementedError
+
+    def run(
+        self, request: Request, report: Callable[[Status], None], is_cancelled: Callable[[], bool]
+    ) -> JobDone | JobFailed:
+        """A job's end; cancelled within a step where it `is_cancelled`. Raises `Lost`."""
+        said_so = False
+        try:
+            running, asked = self._call("run", request), self._call("status")
+            while not running.done():
+                wait([running], STATUS_S)
+                if asked.done():
+                    report(asked.result())
+                    asked = self._call("status")
+                if is_cancelled() and not said_so:
+                    self._call("cancel")
+                    said_so = True
+            return running.result()
+        except self.gone as error:
+            raise self._why(error) from None
 
 
-class Workers(Protocol):
+class Workers:
     """Those who run jobs."""
 
     def found(self) -> Sequence[Worker]:
         """Those that are new since the last call."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """Ends all workers at once."""
-        ...
+        raise NotImplementedError

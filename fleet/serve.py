@@ -42,7 +42,7 @@ MOST_CLIENTS, MOST_GIVEN, MOST_LORA, MOST_LORAS = 32, 2**30, 2**33, 2**35
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class Gone(Exception):
+class NobodyWaits(Exception):
     """Nobody waits for the result any more."""
 
 
@@ -53,11 +53,11 @@ class Asker:
         self._link, self.is_gone, self._next_preview = link, False, 0.0
 
     def send(self, message: Any) -> None:
-        """Raises `Gone` where nobody takes it."""
+        """Raises `NobodyWaits` where nobody takes it."""
         try:
             self._link.send(message, self.check_cancelled)
         except ConnectionError:
-            raise Gone from None
+            raise NobodyWaits from None
 
     def text(self, message: str) -> None:
         self.send(records.Text(message))
@@ -73,7 +73,7 @@ class Asker:
 
     def check_cancelled(self) -> None:
         if self.is_gone:
-            raise Gone
+            raise NobodyWaits
 
 
 class Stages:
@@ -175,7 +175,7 @@ class Server:
         asker, watch = Asker(link), None
         try:
             await link.say(records.Load(self.asking, self.stages.ran))
-            call = await link.get((records.Call,), most_bytes=MOST_GIVEN)
+            call = await link.get((records.Ask,), most_bytes=MOST_GIVEN)
             problem = await _bring_all(link, call)
             self.asking += 1
             work = asyncio.get_running_loop().run_in_executor(self._one, self._run, call, asker, address, problem)
@@ -205,7 +205,7 @@ class Server:
             found = records.Result(self.stages.run(call.name, call.arguments, asker))
             outcome = "done"
             return found
-        except Gone:
+        except NobodyWaits:
             outcome = "given_up"
             return records.Failed("", outcome)
         except Exception as error:  # whatever it is, who asked is told
@@ -237,7 +237,7 @@ async def _bring_all(link: Any, call: Any) -> Exception | None:
 
 
 async def _bring(link: Any, path: Path) -> None:
-    await link.say(records.Need(path.stem))
+    await link.say(records.NeedFile(path.stem))
     size = (await link.get((records.File,))).size
     if not 0 < size <= MOST_LORA:
         raise ValueError(f"it has {size} bytes; it may have {MOST_LORA}")

@@ -85,7 +85,7 @@ def _options(place: Slice, actor: Any) -> dict[str, Any]:
 
 
 def _start_over_hosts(place: Slice, actor: Any, name: str) -> Started:
-    """The actor on the machine that the slice calls worker 0, and a `Follower` on each other one."""
+    """The actor on the machine that the slice calls worker 0, and a `FollowerActor` on each other one."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     from ray.util.tpu import slice_placement_group
@@ -105,7 +105,7 @@ def _start_over_hosts(place: Slice, actor: Any, name: str) -> Started:
 
     secret = {trust.VARIABLE: secrets.token_urlsafe(24)}  # of this slice's own link
     handle = begin(actor, 0, name, runtime_env={"env_vars": {**_HOSTS, **secret}})
-    followers = [begin(Follower, index, runtime_env={"env_vars": secret}) for index in range(1, place.hosts)]
+    followers = [begin(FollowerActor, index, runtime_env={"env_vars": secret}) for index in range(1, place.hosts)]
     for follower in followers:
         follower.follow.options(max_task_retries=-1).remote()
 
@@ -123,7 +123,7 @@ def _kill(handles: Sequence[Any]) -> None:
         ray.kill(handle, no_restart=True)
 
 
-class Follower:
+class FollowerActor:
     """A further host of a slice: `comfyui-tpu follow`, started again whenever it ends, as the leader is by Ray. It ends
     with this actor, which Ray kills when the slice is given up.
     """

@@ -20,15 +20,15 @@ class StoreError(RuntimeError):
     """The place of results cannot be used, in a sentence for the user."""
 
 
-def open_store(location: str) -> "Store":
+def open_store(location: str) -> "BatchStore":
     """The store at a folder's path, or at a URL such as `gs://bucket/batch`."""
     scheme, separator, rest = location.partition("://")
     if separator and scheme != "file":
         return UrlStore(location)
-    return Store(Path("/" + rest.lstrip("/")) if separator else Path(location).expanduser().absolute())
+    return BatchStore(Path("/" + rest.lstrip("/")) if separator else Path(location).expanduser().absolute())
 
 
-class Store:
+class BatchStore:
     """Files in a folder, which other machines may share. `root` is None where it is none."""
 
     def __init__(self, root: Path) -> None:
@@ -119,7 +119,7 @@ class Store:
             yield
 
 
-class UrlStore(Store):
+class UrlStore(BatchStore):
     """Objects below an address. They cannot be added to, and no lock is kept: only one process may drive a batch."""
 
     root = None

@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,8 +23,8 @@ from ..nodes.headless.runner import NodeTime, run_workflow
 from ..tpu_runtime.pipeline import Preview, Progress, Silent, redact
 from .jobs import mark
 from .ledger import DONE, RESULTS, check_same_place
-from .messages import JOBS_FAULT, PLACES_FAULT, Done, Failed, Mark, Request, Status
-from .store import Store, StoreError, open_store
+from .messages import JOBS_FAULT, PLACES_FAULT, JobDone, JobFailed, Mark, Request, Status
+from .store import BatchStore, StoreError, open_store
 
 log = logging.getLogger(__name__)
 
@@ -76,26 +77,42 @@ class JobHost:
             self._report(status)
 
 
-class JobRunner:
-    """Runs jobs in this process. `name` is what the driver calls it."""
+class Actor:
+    """Runs jobs in this process, a Ray actor or a child of the driver, which calls it `name`. One job at a time, and it
+    answers meanwhile: all methods may be called at once.
+    """
+
+    CONCURRENCY = 4
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._compared: set[Mark] = set()
+        self._status, self._is_cancelled, self._lock = Status(), threading.Event(), threading.Lock()
 
-    def run(
-        self, request: Request, report: Callable[[Status], None], is_cancelled: Callable[[], bool] = lambda: False
-    ) -> Done | Failed:
+    def ready(self) -> None:
+        """Answers once it is there."""
+
+    def status(self) -> Status:
+        return self._status
+
+    def _report(self, status: Status) -> None:
+        self._status = status
+
+    def cancel(self) -> None:
+        self._is_cancelled.set()
+
+    def run(self, request: Request) -> JobDone | JobFailed:
         """Runs a job and keeps its results; whatever goes wrong is said, not raised."""
         try:
-            return Done(job=request.job, record=self._run(request, report, is_cancelled))
+            with self._lock:
+                return JobDone(job=request.job, record=self._run(request))
         except Cancelled:
-            return Failed(job=request.job, error="cancelled", cancelled=True)
+            return JobFailed(job=request.job, error="cancelled", cancelled=True)
         except Exception as error:  # whatever it is, the driver decides whether it is tried again
             is_known = isinstance(error, OSError | RuntimeError | ValueError)
             log.error("job %s failed", request.job, exc_info=error)
             text = redact(str(error) if is_known else f"{type(error).__name__}: {error}")
-            return Failed(job=request.job, error=text, fault=self._fault(request, error))
+            return JobFailed(job=request.job, error=text, fault=self._fault(request, error))
 
     def _fault(self, request: Request, error: Exception) -> str:
         """Whose fault an error is: the place's where its files cannot be used, or are no longer those of the batch."""
@@ -108,18 +125,16 @@ class JobRunner:
             return PLACES_FAULT
         return JOBS_FAULT if isinstance(error, ValueError) else ""
 
-    def _run(
-        self, request: Request, report: Callable[[Status], None], is_cancelled: Callable[[], bool]
-    ) -> dict[str, Any]:
+    def _run(self, request: Request) -> dict[str, Any]:
         store = open_store(request.out)
         check_same_place(store, request.token, self.name)
-        with _scratch() as scratch:
-            given, made = scratch / "input", scratch / "output"
-            for folder in (given, made):
-                folder.mkdir()
+        with scratch() as folder:
+            given, made = folder / "input", folder / "output"
+            given.mkdir()
+            made.mkdir()
             for name, content in request.files.items():
                 (given / Path(name).name).write_bytes(content)
-            host = JobHost(replace(request.folders, input=given, output=made), report, is_cancelled)
+            host = JobHost(replace(request.folders, input=given, output=made), self._report, self._is_cancelled.is_set)
             self._compare(request, host)
             start = time.perf_counter()
             run_workflow(request.workflow, host)
@@ -156,13 +171,18 @@ class JobRunner:
 
 
 @contextmanager
-def _scratch() -> Iterator[Path]:
+def scratch() -> Iterator[Path]:
     """A temporary folder, locked while this process is there; those of killed ones leave first."""
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError), _locked(left):
             shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, _locked(Path(folder)):
-        yield Path(folder)
+    made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))
+    with _locked(made):  # before it has the name by which others find it
+        folder = made.rename(made.with_name(made.name[1:]))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -176,7 +196,7 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _keep(store: Store, job: str, made: Path) -> list[str]:
+def _keep(store: BatchStore, job: str, made: Path) -> list[str]:
     """Puts what a job wrote into the store; the names, in order."""
     paths = sorted(path for path in made.rglob("*") if path.is_file())
     names = [f"{RESULTS}/{job}/{path.relative_to(made).as_posix()}" for path in paths]

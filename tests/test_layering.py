@@ -216,13 +216,11 @@ def _known(words: set[str]) -> set[str]:
 
 
 def test_no_two_classes_of_the_product_have_one_name():
-    """But for those between machines, whose rooms have a vocabulary of their own."""
-    own = {"line", "hosts", "remote", "fleet"}
     found = [
         (node.name.lstrip("_"), relative(path))
         for path in FILES
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef) and room_of(path) not in own
+        if isinstance(node, ast.ClassDef)
     ]
     seen: dict[str, str] = {}
     assert not [(name, path, other) for name, path in found if (other := seen.setdefault(name, path)) != path]

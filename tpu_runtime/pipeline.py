@@ -27,7 +27,7 @@ from .hosts import place as places
 from .hosts import supervisor
 from .hosts.place import Place
 from .hosts.supervisor import ending_with_us
-from .hosts.together import RESTART, Refused
+from .hosts.together import RESTART
 from .line import records, trust
 from .machine import fallbacks
 from .machine import record as machine_record
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from .cost_model.chips import Topology
     from .engine.engine import Engine
     from .hosts.together import Together
-    from .line.link import Door
+    from .line.link import Door, Refused
     from .plan import compile as compiling
     from .plan import plan
     from .plan import report as plan_report
@@ -84,6 +84,7 @@ _LATER = {
     "versions": ("versions", ""),
     "TPUModels": ("anchor", "TPUModels"),
     "Door": ("line.link", "Door"),
+    "Refused": ("line.link", "Refused"),
     "chips": ("cost_model.chips", ""),
     "Topology": ("cost_model.chips", "Topology"),
     "compiling": ("plan.compile", ""),

@@ -13,12 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from comfyui_tpu.fleet.cluster import Actor, RayWorkers
+from comfyui_tpu.fleet.cluster import RayWorkers
 from comfyui_tpu.fleet.driver import Driver, Limits, View
-from comfyui_tpu.fleet.jobs import Recipe, read_jobs
+from comfyui_tpu.fleet.jobs import JobTemplate, read_jobs
 from comfyui_tpu.fleet.ledger import Ledger
-from comfyui_tpu.fleet.messages import Done, Request, Status, Workers
+from comfyui_tpu.fleet.messages import JobDone, Request, Status, Workers
 from comfyui_tpu.fleet.store import open_store
+from comfyui_tpu.fleet.worker import Actor
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless.changes import make_tiny, read_json
 from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, keep
@@ -33,7 +34,7 @@ class StubActor(Actor):
     def __init__(self, name: str) -> None:
         self._name, self._status = name, Status()
 
-    def run(self, request: Request) -> Done:
+    def run(self, request: Request) -> JobDone:
         return keep(self._name, request)
 
 
@@ -52,7 +53,7 @@ def peak_mib() -> float:
 
 def measure(count: int, sizes: int, workers: Workers, out: Path) -> None:
     """Prints seconds and memory of a batch, and of a second call that finds all of it done."""
-    recipe = Recipe(_workflow(), Folders(output=out / "none"), Silent())
+    recipe = JobTemplate(_workflow(), Folders(output=out / "none"), Silent())
     before_mib, begun = peak_mib(), time.perf_counter()
     jobs = read_jobs(recipe, lines(count, sizes), "lines")
     read = time.perf_counter()

@@ -17,8 +17,8 @@ import pytest
 from comfyui_tpu.cli import batch
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.fleet import driver, slices
-from comfyui_tpu.fleet.driver import MOST_IN_A_ROW, Doing, Progress
-from comfyui_tpu.fleet.messages import JOBS_FAULT, Done, Failed, Lost, Request, Status
+from comfyui_tpu.fleet.driver import MOST_IN_A_ROW, BatchNumbers, Doing
+from comfyui_tpu.fleet.messages import JOBS_FAULT, JobDone, JobFailed, Lost, Request, Status
 from comfyui_tpu.fleet.queue import MOST, Group, Job, Queue
 from comfyui_tpu.fleet.slices import Slice
 from comfyui_tpu.fleet.store import open_store
@@ -64,8 +64,8 @@ def test_each_job_runs_once_and_a_second_call_only_what_is_new(run, tmp_path: Pa
 
 
 def test_a_job_that_fails_three_times_is_set_aside_and_the_rest_goes_on(run, tmp_path: Path, capsys):
-    def body(worker: str, request: Request) -> Done | Failed:
-        return keep(worker, request) if request.line != 2 else Failed(job=request.job, error="no such")
+    def body(worker: str, request: Request) -> JobDone | JobFailed:
+        return keep(worker, request) if request.line != 2 else JobFailed(job=request.job, error="no such")
 
     workers = Inline(["a", "b"], body)
     assert run(workers, 5) == 1 and workers.runs == {1: 1, 2: 3, 3: 1, 4: 1, 5: 1}
@@ -83,7 +83,7 @@ def test_a_job_that_fails_three_times_is_set_aside_and_the_rest_goes_on(run, tmp
 def test_a_worker_that_goes_away_is_not_the_jobs_failure(run, tmp_path: Path):
     times: Counter[int] = Counter()
 
-    def body(worker: str, request: Request) -> Done:
+    def body(worker: str, request: Request) -> JobDone:
         times[request.line] += 1
         # The second time its results are there already.
         if request.line == 1 and times[1] <= 5:
@@ -98,7 +98,7 @@ def test_a_worker_that_goes_away_is_not_the_jobs_failure(run, tmp_path: Path):
     assert workers.runs == {1: 6, 2: 1, 3: 1} and sorted(line["line"] for line in journal(tmp_path)) == [1, 2, 3]
 
 
-def goes_away(worker: str, request: Request) -> Done:
+def goes_away(worker: str, request: Request) -> JobDone:
     raise Lost("killed by SIGKILL")
 
 
@@ -109,19 +109,19 @@ def test_a_job_that_always_takes_its_worker_along_ends(run, tmp_path: Path):
 
 
 def test_failures_are_counted_over_calls(run, tmp_path: Path):
-    def interrupted(worker: str, request: Request) -> Failed:
+    def interrupted(worker: str, request: Request) -> JobFailed:
         if workers.runs[1] == 2:
             workers.ctrl_c()
-        return Failed(job=request.job, error="bad", fault=JOBS_FAULT)
+        return JobFailed(job=request.job, error="bad", fault=JOBS_FAULT)
 
     workers = Inline(["a"], interrupted)
     assert run(workers, 1) == 130 and workers.runs == {1: 2}
-    last = Inline(["a"], lambda worker, request: Failed(job=request.job, error="bad", fault=JOBS_FAULT))
+    last = Inline(["a"], lambda worker, request: JobFailed(job=request.job, error="bad", fault=JOBS_FAULT))
     assert run(last, 1) == 1 and last.runs == {1: 1}
 
 
 def test_a_broken_machine_stops_the_batch_before_everything_is_set_aside(run, capsys):
-    workers = Inline(["a"], lambda worker, request: Failed(job=request.job, error="the chips are taken"))
+    workers = Inline(["a"], lambda worker, request: JobFailed(job=request.job, error="the chips are taken"))
     assert run(workers, 30) == 2
     assert f"{MOST_IN_A_ROW} jobs in a row" in (said := capsys.readouterr().err) and "the chips are taken" in said
     assert workers.restarted and workers.runs.total() == MOST_IN_A_ROW
@@ -129,7 +129,7 @@ def test_a_broken_machine_stops_the_batch_before_everything_is_set_aside(run, ca
 
 
 def test_ctrl_c_stops_and_says_how_to_go_on(run, tmp_path: Path, capsys):
-    def body(worker: str, request: Request) -> Done:
+    def body(worker: str, request: Request) -> JobDone:
         if request.line == 2:
             workers.ctrl_c()
         return keep(worker, request)
@@ -239,11 +239,11 @@ import sys
 from comfyui_tpu.cli import batch, main
 from comfyui_tpu.fleet.local import LocalWorker
 from comfyui_tpu.tests.support.fake_ray import machine
-from comfyui_tpu.tests.support.fleet import stub
+from comfyui_tpu.tests.support.fleet import Stub
 if __name__ == "__main__":
     for name in ("ray", "fsspec"):
         sys.modules[name] = None
-    batch._workers = lambda options, store: LocalWorker(store.root / "logs", stub)
+    batch._workers = lambda options, store: LocalWorker(store.root / "logs", Stub)
     code = main.main(sys.argv[1:])
     assert not {"torch", "jax", "torchax"} & set(sys.modules), "the driver is to stay small"
     sys.exit(code)
@@ -285,7 +285,7 @@ def test_the_view_says_what_each_worker_does():
     job = Job(id="1", line=7, text="", group=Group("m", "s"))
     busy = Doing(job=job, since=time.monotonic(), status=Status(node="Sampler", done=3, total=50, unit="step"))
     workers = {"a": busy, "b": Doing(), "c": Doing(is_here=False)}
-    numbers = Progress(total=20, done=9, failed=1, before=0, waiting=9, per_hour=120.0, workers=workers)
+    numbers = BatchNumbers(total=20, done=9, failed=1, before=0, waiting=9, per_hour=120.0, workers=workers)
     console = Console(file=io.StringIO(), width=100, force_terminal=False)
     console.print(batch.render(numbers))
     said = console.file.getvalue()

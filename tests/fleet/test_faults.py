@@ -14,8 +14,8 @@ import pytest
 from comfyui_tpu.cli import batch
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.fleet import driver, worker
-from comfyui_tpu.fleet.messages import JOBS_FAULT, PLACES_FAULT, Done, Failed, Request
-from comfyui_tpu.fleet.worker import JobRunner
+from comfyui_tpu.fleet.messages import JOBS_FAULT, PLACES_FAULT, JobDone, JobFailed, Lost, Request
+from comfyui_tpu.fleet.worker import Actor
 from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, keep, prompts
 from comfyui_tpu.tests.support.patience import until
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
@@ -43,15 +43,15 @@ def kept(folder: Path, kind: str) -> int:
     return len(list((folder / "out" / kind).glob("*")))
 
 
-def broken(request: Request, fault: str = "") -> Failed:
-    return Failed(job=request.job, error="the chips are taken", fault=fault)
+def broken(request: Request, fault: str = "") -> JobFailed:
+    return JobFailed(job=request.job, error="the chips are taken", fault=fault)
 
 
 @pytest.mark.parametrize("fault", ["", PLACES_FAULT])
 def test_three_good_machines_and_a_bad_one_do_all(run: Any, tmp_path: Path, fault: str):
     """Failures were counted over all machines: the batch stopped with nothing done."""
 
-    def body(name: str, request: Request) -> Done | Failed:
+    def body(name: str, request: Request) -> JobDone | JobFailed:
         return broken(request, fault) if name == "bad" else keep(name, request)
 
     workers = Inline(["bad", "a", "b", "c"], body)
@@ -75,41 +75,41 @@ def test_the_models_folder_moved_away_in_the_middle_sets_nothing_aside(
     """The worker's own classification, of the sentence that a missing folder is. 38 of 40 were set aside in 2 s."""
     folder, away = tmp_path / "model", tmp_path / "away"
     shutil.copytree(tiny.ensure(spec_for_family("Wan21")), folder)
-    real, runs = JobRunner("a"), []
+    real, runs = Actor("a"), []
 
     def pretend(workflow: Any, host: Any) -> None:
         if not folder.is_dir():
             raise ValueError(f"Wan 2.1 T2V 14B: model_id is {folder}; there is no such folder")
         (host.folders.output / "prompt.txt").write_text(workflow["1"]["inputs"]["prompt"])
 
-    def body(name: str, request: Request) -> Done | Failed:
+    def body(name: str, request: Request) -> JobDone | JobFailed:
         runs.append(request.line)
         if len(runs) == 3:
             folder.rename(away)
         if len(runs) == 3 + driver.MOST_IN_A_ROW - 2:  # before all rest
             away.rename(folder)
-        return real.run(request, lambda status: None)
+        return real.run(request)
 
     monkeypatch.setattr(worker, "run_workflow", pretend)
     model = ("--set", f"6.model_id={folder}")
     assert run(Inline(["a"], body), 40, *model) == 0
     assert kept(tmp_path, "done") == 40 and not kept(tmp_path, "failed") and not kept(tmp_path, "tries")
 
-    def gone(name: str, request: Request) -> Done | Failed:
+    def gone(name: str, request: Request) -> JobDone | JobFailed:
         if folder.is_dir():
             folder.rename(away)
-        return real.run(request, lambda status: None)
+        return real.run(request)
 
     workers = Inline(["a"], gone)
     assert run(workers, 50, *model) == 2 and not kept(tmp_path, "failed")  # all rest: it stops, and says why
     away.rename(folder)
-    assert run(Inline(["a"], lambda name, request: real.run(request, lambda status: None)), 50, *model) == 0
+    assert run(Inline(["a"], lambda name, request: real.run(request)), 50, *model) == 0
     assert kept(tmp_path, "done") == 50
 
 
 def test_an_error_with_all_files_as_they_were_is_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     request = Request(job="1", line=1, workflow={}, folders=None, out=str(tmp_path), token="")  # pyright: ignore
-    runner = JobRunner("a")
+    runner = Actor("a")
     assert [runner._fault(request, error) for error in (ValueError(), RuntimeError(), OSError(), MemoryError())] == [
         JOBS_FAULT, "", PLACES_FAULT, PLACES_FAULT,
     ]  # fmt: skip
@@ -129,13 +129,37 @@ def test_a_damaged_line_of_the_journal_is_rebuilt_from_its_record(run: Any, tmp_
 
 def test_a_killed_workers_temporary_folder_leaves_with_the_next_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    body = "import time; from comfyui_tpu.fleet.worker import _scratch\nwith _scratch(): time.sleep(600)"
+    body = "import time; from comfyui_tpu.fleet.worker import scratch\nwith scratch(): time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", body], env={**os.environ, "TMPDIR": str(tmp_path)})
     (left,) = until(lambda: list(tmp_path.iterdir()))
-    with worker._scratch():
+    with worker.scratch():
         assert left.is_dir()  # it is alive
     process.send_signal(signal.SIGKILL)
     process.wait()
-    with worker._scratch() as own:
+    with worker.scratch() as own:
         assert list(tmp_path.iterdir()) == [own]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_temporary_folder_is_locked_before_others_can_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A worker beside took a folder that was just made for one that was left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    locked, found = worker._locked, []
+    monkeypatch.setattr(
+        worker, "_locked", lambda folder: found.extend(tmp_path.glob(f"{worker._PREFIX}*")) or locked(folder)
+    )
+    with worker.scratch() as own:
+        assert own.is_dir() and not found
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_that_never_starts_ends_the_batch_with_its_sentence(run: Any, tmp_path: Path, capsys: Any):
+    workers, starts = Inline(["a"]), []
+
+    def vain(is_over: Any) -> None:
+        starts.append(1)
+        raise Lost("the worker on this machine does not start: exit code 3", started=False)
+
+    workers._new[0].wait = vain
+    assert run(workers, 3, "--tiny") == 2 and len(starts) == driver._VAIN_STARTS and not workers.runs
+    assert "does not start: exit code 3" in capsys.readouterr().err and not kept(tmp_path, "tries")

@@ -23,7 +23,7 @@ COMMAND = """
 import sys
 from comfyui_tpu.cli import batch, main
 from comfyui_tpu.fleet.local import LocalWorker
-from comfyui_tpu.tests.support.fleet import stepping
+from comfyui_tpu.tests.support.fleet import Stepping
 def show(view, progress):
     for doing in progress.workers.values():
         if doing.job is not None:
@@ -31,7 +31,7 @@ def show(view, progress):
 if __name__ == "__main__":
     batch.TerminalView.show = show
     if sys.argv.pop(1) == "pretends":
-        batch._workers = lambda options, store: LocalWorker(store.root / "logs", stepping)
+        batch._workers = lambda options, store: LocalWorker(store.root / "logs", Stepping)
     sys.exit(main.main(sys.argv[1:]))
 """
 STEPS = 20

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_tpu.fleet import jobs
-from comfyui_tpu.fleet.jobs import MOST_PROBLEMS, Prepared, Recipe, read_jobs, with_tries
+from comfyui_tpu.fleet.jobs import MOST_PROBLEMS, JobTemplate, Prepared, read_jobs, with_tries
 from comfyui_tpu.fleet.ledger import Tries
 from comfyui_tpu.fleet.messages import Mark
 from comfyui_tpu.nodes.declare import Folders, Node
@@ -30,8 +30,8 @@ def workflow() -> dict[str, Any]:
 
 
 @pytest.fixture
-def recipe(workflow: dict[str, Any]) -> Recipe:
-    return Recipe(workflow, Folders(), Silent())
+def recipe(workflow: dict[str, Any]) -> JobTemplate:
+    return JobTemplate(workflow, Folders(), Silent())
 
 
 def line(**more: Any) -> str:
@@ -69,7 +69,7 @@ def test_whatever_differs_is_another_job(nodes: dict):
         assert Prepared(workflow=own.workflow, files={}, marks=(other,)).id != own.id
 
 
-def test_lines_that_say_the_same_are_one_job(recipe: Recipe):
+def test_lines_that_say_the_same_are_one_job(recipe: JobTemplate):
     """`16` for a number with a fraction, another order, blanks, and titles in place of ids."""
     lines = [
         line(**{"2_seed": 1, "2_guidance_scale": 4}), "", "  ",
@@ -80,7 +80,7 @@ def test_lines_that_say_the_same_are_one_job(recipe: Recipe):
     assert len({job.id for job in found}) == 2 and all(len(job.id) == 20 for job in found)
 
 
-def test_a_group_is_of_weights_and_of_programs(recipe: Recipe):
+def test_a_group_is_of_weights_and_of_programs(recipe: JobTemplate):
     own = recipe.job(1, line()).group
     for same in ({"2_seed": 9}, {"1_prompt": "another"}, {"1_negative_prompt": "another"}):
         assert recipe.job(1, line(**same)).group == own
@@ -91,14 +91,14 @@ def test_a_group_is_of_weights_and_of_programs(recipe: Recipe):
     assert found.model != own.model and found.size == own.size
 
 
-def test_another_model_is_another_group(recipe: Recipe):
+def test_another_model_is_another_group(recipe: JobTemplate):
     marks = {mark.kind: mark for mark in recipe.prepared(line()).marks}
     assert marks["model"].name == "tiny/wan21" and len(marks["model"].content) > 4
     own, other = recipe.job(1, line()), recipe.job(1, line(**{"6_model_id": "tiny/random-wan21"}))
     assert own.group.model != other.group.model and own.id != other.id
 
 
-def test_a_line_is_checked_once_for_each_choice_of_a_model(recipe: Recipe, monkeypatch: pytest.MonkeyPatch):
+def test_a_line_is_checked_once_for_each_choice_of_a_model(recipe: JobTemplate, monkeypatch: pytest.MonkeyPatch):
     asked = []
     monkeypatch.setattr(
         jobs, "mark", lambda kind, name, *_: asked.append((kind, name)) or Mark(kind=kind, name=name, content="")
@@ -108,14 +108,14 @@ def test_a_line_is_checked_once_for_each_choice_of_a_model(recipe: Recipe, monke
     assert asked == [("model", "tiny/wan21")]
 
 
-def test_a_jobs_own_workflow_is_not_the_recipes(recipe: Recipe, workflow: dict):
+def test_a_jobs_own_workflow_is_not_the_recipes(recipe: JobTemplate, workflow: dict):
     saved = json.dumps(workflow)
     prepared = recipe.prepared(line(**{"1_prompt": "mine"}))
     assert prepared.workflow["1"]["inputs"]["prompt"] == "mine" and json.dumps(workflow) == saved
     assert not any("_meta" in node for node in prepared.workflow.values())
 
 
-def test_a_request_is_the_job_as_its_worker_gets_it(recipe: Recipe):
+def test_a_request_is_the_job_as_its_worker_gets_it(recipe: JobTemplate):
     job = recipe.job(7, line())
     request = recipe.request(job, "out", "token")
     assert (request.job, request.line, request.out, request.token) == (job.id, 7, "out", "token")
@@ -123,7 +123,7 @@ def test_a_request_is_the_job_as_its_worker_gets_it(recipe: Recipe):
     assert request.files == {} and request.folders == Folders()
 
 
-def test_what_is_wrong_is_listed_by_line_up_to_a_number(recipe: Recipe):
+def test_what_is_wrong_is_listed_by_line_up_to_a_number(recipe: JobTemplate):
     lines = ["{", "", "[]", '{"2.seed": -1}', *['{"9.x": 1}'] * 20]
     with pytest.raises(ValueError) as error:
         read_jobs(recipe, lines, "the file")
@@ -138,7 +138,7 @@ def test_what_is_wrong_is_listed_by_line_up_to_a_number(recipe: Recipe):
         read_jobs(recipe, [" ", ""], "the file")
 
 
-def test_jobs_keep_what_is_known_of_earlier_calls(recipe: Recipe):
+def test_jobs_keep_what_is_known_of_earlier_calls(recipe: JobTemplate):
     first, second = read_jobs(recipe, [line(**{"2_seed": 1}), line(**{"2_seed": 2})], "jobs")
     known, own = Tries(losses=2), first.tries
     assert [job.tries for job in with_tries([second, first], {second.id: known})] == [known, own]
@@ -148,20 +148,20 @@ def test_jobs_keep_what_is_known_of_earlier_calls(recipe: Recipe):
 
 
 @pytest.fixture
-def pictured(tmp_path: Path) -> Recipe:
+def pictured(tmp_path: Path) -> JobTemplate:
     found = to_api(json.loads((WORKFLOW.parent / "wan22_i2v_720p.json").read_text()), HEADLESS)
     make_tiny(found)
     for name in ("one.png", "two.png", "other.png"):
         (tmp_path / name).write_bytes(b"other" if name == "other.png" else b"same")
-    return Recipe(found, Folders(input=tmp_path), Silent())
+    return JobTemplate(found, Folders(input=tmp_path), Silent())
 
 
-def of_picture(recipe: Recipe, name: str) -> str:
+def of_picture(recipe: JobTemplate, name: str) -> str:
     (node,) = (n for n, node in recipe._workflow.items() if node["class_type"] == "LoadImage")
     return json.dumps({f"{node}.image": name})
 
 
-def test_pictures_are_known_by_what_they_hold(pictured: Recipe, tmp_path: Path):
+def test_pictures_are_known_by_what_they_hold(pictured: JobTemplate, tmp_path: Path):
     one, two, other = (pictured.prepared(of_picture(pictured, f"{name}.png")) for name in ("one", "two", "other"))
     assert one.id == two.id != other.id
     ((name, path),) = one.files.items()
@@ -170,7 +170,7 @@ def test_pictures_are_known_by_what_they_hold(pictured: Recipe, tmp_path: Path):
         pictured.prepared(of_picture(pictured, "none.png"))
 
 
-def test_a_picture_that_changes_under_a_batch_is_named(pictured: Recipe, tmp_path: Path):
+def test_a_picture_that_changes_under_a_batch_is_named(pictured: JobTemplate, tmp_path: Path):
     job = pictured.job(1, of_picture(pictured, "one.png"))
     assert list(pictured.request(job, "out", "").files.values()) == [b"same"]
     (tmp_path / "one.png").write_bytes(b"changed")
@@ -201,7 +201,7 @@ def test_a_lora_is_known_by_what_it_holds(workflow: dict, tmp_path: Path):
     graph = with_nodes(workflow, n7=loader)
     for node_id in ("1", "2", "3"):
         graph[node_id]["inputs"]["model"] = ["7", 0]
-    recipe = Recipe(graph, folders, Silent())
+    recipe = JobTemplate(graph, folders, Silent())
     marks = {name: recipe.prepared(line(**{"7_lora_name": f"{name}.safetensors"})).marks for name in "abc"}
     loras = {name: [mark for mark in found if mark.kind == "LoRA"] for name, found in marks.items()}
     assert [mark.name for found in loras.values() for mark in found] == [f"{name}.safetensors" for name in "abc"]
@@ -221,14 +221,14 @@ def test_a_lora_is_known_by_what_it_holds(workflow: dict, tmp_path: Path):
 def test_a_model_on_another_machine_is_known_there_alone(workflow: dict, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COMFYUI_TPU_REMOTES", "127.0.0.1")
     remote = {"class_type": "TPURemote", "inputs": {**workflow["6"]["inputs"], "address": "127.0.0.1:8190"}}
-    prepared = Recipe(with_nodes(workflow, n6=remote), Folders(), Silent()).prepared(line())
+    prepared = JobTemplate(with_nodes(workflow, n6=remote), Folders(), Silent()).prepared(line())
     assert prepared.marks == (Mark(kind="remote model", name="tiny/wan21", content=""),)
 
 
 def test_a_model_that_is_not_named_is_the_nodes_default(workflow: dict):
     graph = with_nodes(workflow)
     graph["6"]["inputs"]["model_id"] = "tiny/random-wan21"
-    own = Recipe(graph, Folders(), Silent()).prepared(line()).marks
+    own = JobTemplate(graph, Folders(), Silent()).prepared(line()).marks
     assert [mark.name for mark in own] == ["tiny/random-wan21"]
 
 
@@ -243,7 +243,7 @@ def test_stage_files_of_a_batch_have_a_whole_path(workflow: dict, tmp_path: Path
     graph["3"]["inputs"]["latents"] = ["8", HEADLESS["TPULoadStage"].outputs.index(
         next(one for one in HEADLESS["TPULoadStage"].outputs if one.type == "LATENT")
     )]  # fmt: skip
-    recipe = Recipe(graph, Folders(), Silent())
+    recipe = JobTemplate(graph, Folders(), Silent())
     with pytest.raises(ValueError) as error:
         recipe.prepared(line())
     assert str(error.value) == "TPULoadStage (node 8): in a batch folder must be a whole path, such as /data/stages."
@@ -256,7 +256,7 @@ def test_stage_files_of_a_batch_have_a_whole_path(workflow: dict, tmp_path: Path
     assert recipe.prepared(named).id != first.id
 
 
-def test_each_choice_is_checked_whatever_was_checked_before(recipe: Recipe, tmp_path: Path):
+def test_each_choice_is_checked_whatever_was_checked_before(recipe: JobTemplate, tmp_path: Path):
     """A model, and whether it is connected: what one line names right another may not."""
     recipe.job(1, line())
     with pytest.raises(ValueError, match="has no model_index.json"):
@@ -274,7 +274,7 @@ def test_each_choice_is_checked_whatever_was_checked_before(recipe: Recipe, tmp_
     assert seen == [("a", False), ("a", True), ("b", False)]
 
 
-def test_what_the_check_of_a_node_sees(recipe: Recipe, monkeypatch: pytest.MonkeyPatch):
+def test_what_the_check_of_a_node_sees(recipe: JobTemplate, monkeypatch: pytest.MonkeyPatch):
     """Constants, and which inputs are linked; once for each choice."""
     seen = []
     declaration = HEADLESS["Wan21TPUSampler"]

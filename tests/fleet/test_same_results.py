@@ -22,7 +22,7 @@ import torch
 from comfyui_tpu.cli import batch
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.fleet.serve import Server, Stages
-from comfyui_tpu.fleet.worker import JobRunner
+from comfyui_tpu.fleet.worker import Actor
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.graph import expected, generations
@@ -112,8 +112,8 @@ def run_node(node: dict[str, Any], host: TerminalHost, **links: Any) -> tuple:
 
 def test_a_batch_gives_what_single_runs_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The real worker, in this process: the same files, byte for byte."""
-    real, out = JobRunner("a"), tmp_path / "out"
-    workers = Inline(["a"], lambda worker, request: real.run(request, lambda status: None))
+    real, out = Actor("a"), tmp_path / "out"
+    workers = Inline(["a"], lambda worker, request: real.run(request))
     monkeypatch.setattr(batch, "_workers", lambda *_: workers)
     lines = prompts(tmp_path / "prompts.jsonl", 2)
     assert cli.main(["batch", str(WORKFLOW), "--tiny", "--set-from", str(lines), "--out", str(out)]) == 0

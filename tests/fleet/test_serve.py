@@ -18,7 +18,7 @@ from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime import versions
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from comfyui_tpu.tpu_runtime.line import link, trust
-from comfyui_tpu.tpu_runtime.line.records import Call, Failed, Load, Result, Text
+from comfyui_tpu.tpu_runtime.line.records import Ask, Failed, Load, Result, Text
 from comfyui_tpu.tpu_runtime.remote import client
 from comfyui_tpu.tpu_runtime.remote.client import Client
 
@@ -55,7 +55,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
         server.__exit__()
 
 
-def connect(server: Server) -> link.Link:
+def connect(server: Server) -> link.MachineLink:
     found = link.connect(trust.Address(host="127.0.0.1", port=server.port), {"source": versions.source_digest()})
     found.receive((Load,))
     return found
@@ -73,7 +73,7 @@ def test_who_asks_first_is_served_first_and_who_leaves_loses_its_turn(start: Cal
     links = []
     for number in range(10):
         links.append(connect(server))
-        links[-1].send(Call("x", {"number": number}))
+        links[-1].send(Ask("x", {"number": number}))
         until(lambda number=number: server.asking == number + 1)
     links[5].close()
     links[0].close()  # whose stage runs: it ends

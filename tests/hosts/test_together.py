@@ -1,7 +1,9 @@
 """A leader and a follower in one process, without chips: an attempt ends on both in the same way, whatever happens."""
 
+import asyncio
 import contextlib
 import gc
+import logging
 import threading
 import time
 import weakref
@@ -16,7 +18,8 @@ from comfyui_tpu.tpu_runtime.hosts import distributed, leader, terms
 from comfyui_tpu.tpu_runtime.hosts.follower import Follower
 from comfyui_tpu.tpu_runtime.hosts.leader import Leader
 from comfyui_tpu.tpu_runtime.hosts.place import Place
-from comfyui_tpu.tpu_runtime.hosts.together import Elsewhere, HostsError, Refused
+from comfyui_tpu.tpu_runtime.hosts.together import Elsewhere, HostsError
+from comfyui_tpu.tpu_runtime.line.link import Refused
 from comfyui_tpu.tpu_runtime.line.records import Log
 
 
@@ -147,6 +150,22 @@ def test_a_host_that_is_gone_ends_the_stage_and_then_the_process(pair: Pair):
     assert pair.ends[0][1] is None and "Its log ended: reading the last shard. This process ends" in pair.ends[0][0]
 
 
+def test_who_logs_does_not_wait_for_the_line(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """It holds the lock of the log, which the thread of the line wanted when the leader was gone: both stayed."""
+    monkeypatch.setattr(logging.getLogger("comfyui_tpu"), "handlers", [])
+    pair.join()
+
+    async def stuck(text: str) -> None:
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as context:
+        context.setattr(pair.follower._link._line, "send_str", stuck)
+        logs = threading.Thread(target=logging.getLogger("comfyui_tpu").warning, args=("reading a shard",), daemon=True)
+        logs.start()
+        logs.join(30.0)
+        assert not logs.is_alive()
+
+
 def test_a_stage_that_is_stuck_on_the_chips_is_told_too(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(leader, "GRACE_S", 0.1)
     pair.join()
@@ -163,6 +182,7 @@ def test_a_follower_of_another_version_is_refused_on_both_sides(pair: Pair, monk
     refused: list[str] = []
 
     def join() -> None:
+        until(lambda: pair.host.said)
         try:
             pair.follower.join()
         except Refused as error:

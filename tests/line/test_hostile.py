@@ -1,20 +1,19 @@
-"""A hostile peer against `serve`, and against a leader in the middle of a stage: memory stays, the stage ends right,
-and every true member stays. The load is bounded; nothing here waits for seconds.
+"""Hostile peers for a minute, against `serve`, `follow` and a leader in the middle of a stage, at the same time: memory
+stays, the stages end right to the bit, and every true member stays. Most of the minute is pauses.
 """
 
 import contextlib
-import json
-import random
-import socket
-import struct
+import logging
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from urllib.parse import quote
 
 import psutil
 import pytest
+import torch
 from comfyui_tpu.fleet.serve import Server, Stages
+from comfyui_tpu.tests.line import strangers
 from comfyui_tpu.tests.support.host import Host
 from comfyui_tpu.tests.support.hosts import free_port
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
@@ -22,163 +21,179 @@ from comfyui_tpu.tpu_runtime.hosts import distributed, terms
 from comfyui_tpu.tpu_runtime.hosts.follower import Follower
 from comfyui_tpu.tpu_runtime.hosts.leader import Leader
 from comfyui_tpu.tpu_runtime.hosts.place import Place
-from comfyui_tpu.tpu_runtime.line import link, trust
-from comfyui_tpu.tpu_runtime.line.records import Call, Load, Text
+from comfyui_tpu.tpu_runtime.line import trust
+from comfyui_tpu.tpu_runtime.line.link import Refused
 from comfyui_tpu.tpu_runtime.remote import client
 
-ROUNDS, CONNECTIONS, MOST_GROWTH = 10, 1000, 64 * 2**20
-MESSAGES = random.Random(1)
+ATTACK_S, STEP_S, MOST_GROWTH = 60.0, 0.25, 64 * 2**20
 
 
-def upgrade(token: str = "guess", hello: str = "%7B%7D") -> bytes:
-    lines = ["GET /line HTTP/1.1", "Host: x", "Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13"]
-    lines += ["Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==", f"Authorization: Bearer {token}", f"X-Hello: {hello}"]
-    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+def turn(state: torch.Tensor, step: int) -> torch.Tensor:
+    return torch.sin(3 * state + step)
 
 
-def frame(content: bytes, claim: int | None = None, kind: int = 1) -> bytes:
-    """A masked frame of a client, that says `claim` of its length."""
-    return bytes([0x80 | kind, 0xFF]) + struct.pack(">Q", len(content) if claim is None else claim) + bytes(4) + content
+def expected(steps: int) -> torch.Tensor:
+    """What a stage of so many steps ends with where nobody disturbs it."""
+    state = torch.linspace(0, 1, 4096)
+    for step in range(steps):
+        state = turn(state, step)
+    return state
 
 
-def strangers(port: int) -> list[bytes]:
-    """What one without the secret may send."""
-    return [
-        MESSAGES.randbytes(4096),
-        (2).to_bytes(8, "big") + (2**34).to_bytes(8, "big") + b"{}",  # which took 16 GiB of a leader
-        upgrade()[:40],
-        upgrade(),
-        upgrade("x" * 4000),
-        b"POST /line HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n" + bytes(10**5),
-        b"POST /line HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nffffffff\r\n" + bytes(10**5),
-        b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: y\r\n" % number for number in range(10**4)),
-    ]
+class Minute(Stages):
+    """A stage that takes steps until it may end."""
+
+    def __init__(self, may_end: threading.Event) -> None:
+        super().__init__()
+        self._may_end, self.steps = may_end, 0
+
+    def run(self, verb: str, given: Any, asker: Any) -> torch.Tensor:
+        state = expected(0)
+        while not self._may_end.wait(STEP_S):
+            asker.check_cancelled()
+            state, self.steps = turn(state, self.steps), self.steps + 1
+            asker.step(self.steps, 1000, "step")
+        return state
 
 
-def members(hello: str) -> list[bytes]:
-    """What one with the secret may send that it should not."""
-    deep = json.dumps([0, None]).replace("null", "[" * 50_000 + "]" * 50_000).encode()
-    first = upgrade(trust.token(), hello)
-    bad = [b"[17179869184, {}]", b'[0, {"__record__": "At", "what": [], "state": {}}]', deep, MESSAGES.randbytes(500)]
-    return [*(first + frame(content) for content in bad), first + frame(b"[0", claim=2**62), first + frame(b"", 9, 2)]
+class Slice:
+    """A leader and its followers, in this process and without chips."""
 
+    def __init__(self, count: int) -> None:
+        port = free_port()
+        self.places = [Place(process=process, count=count, host="127.0.0.1", port=port) for process in range(count)]
+        self.ends: list[str] = []
+        self.leader = Leader(self.places[0], lambda sentence, stuck: self.ends.append(sentence))
+        self.followers = [Follower(place) for place in self.places[1:]]
+        self.refusals = 0
 
-def sent(port: int, content: bytes, keep: list[socket.socket] | None = None) -> None:
-    with contextlib.suppress(OSError):
-        line = socket.create_connection(("127.0.0.1", port), PATIENCE_S)
-        if keep is not None:
-            keep.append(line)
-        with contextlib.suppress(OSError):
-            line.sendall(content)
-        if keep is None:
-            line.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(OSError):
-                while line.recv(2**16):
-                    pass
-            line.close()
+    def follow(self, follower: Follower) -> None:
+        """Until it is taken in: as `comfyui-tpu follow`, which is started again whenever it is refused."""
+        while True:
+            try:
+                return follower.join()
+            except Refused:
+                self.refusals += 1
 
-
-def attack(port: int, hello: str, while_at_it: Callable[[], None]) -> int:
-    """All of it, with `while_at_it` between; by how much this process grew."""
-    process, held = psutil.Process(), []
-    contents = [*strangers(port), *members(hello)]
-    for content in contents:
-        sent(port, content)
-    before = process.memory_info().rss
-    for _ in range(ROUNDS):
-        threads = [threading.Thread(target=sent, args=(port, content)) for content in contents]
+    def start_followers(self) -> list[threading.Thread]:
+        threads = [threading.Thread(target=self.follow, args=(one,), daemon=True) for one in self.followers]
         for thread in threads:
             thread.start()
-        while_at_it()
-        for thread in threads:
-            thread.join(PATIENCE_S)
-            assert not thread.is_alive()
-    for number in range(CONNECTIONS):
-        sent(port, b"GET /line HT" if number % 2 else b"", held)  # slow ones, that stay
-        if number % 100 == 0:
-            while_at_it()
-    grown = process.memory_info().rss - before
-    for line in held:
-        line.close()
-    return grown
+        return threads
 
+    def join(self, threads: list[threading.Thread]) -> None:
+        with self.leader.joining(Host()):
+            for thread in threads:
+                thread.join(PATIENCE_S)
+                assert not thread.is_alive()
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "WRONG_S", 0.01)
+    def stage(self, may_end: threading.Event) -> tuple[int, list[torch.Tensor]]:
+        """A stage of this leader and its one follower; its steps, and what both ended with."""
+        follower, ended = self.followers[0], []
 
+        def lead() -> None:
+            state, step, goes_on = expected(0), 0, True
+            while goes_on:
+                assert self.leader.agree("step", step)
+                state = turn(self.leader.decide(state), step)
+                step += 1
+                goes_on = self.leader.decide(not may_end.wait(STEP_S))
+            ended.append((step, state))
 
-def test_serve_goes_on_serving(monkeypatch: pytest.MonkeyPatch):
-    with Server("127.0.0.1", 0, Stages()) as server:
-        hello = {"source": client.versions.source_digest()}
-        true = link.connect(trust.Address(host="127.0.0.1", port=server.port), hello)
-        true.receive((Load,))
+        def follow() -> None:
+            state, step, goes_on = None, 0, True
+            while goes_on:
+                assert follower.agree("step", step)
+                state = turn(follower.decide(torch.zeros(0)), step)
+                step += 1
+                goes_on = follower.decide(True)
+            ended.append((step, state))
 
-        def nothing() -> None:
-            assert server.clients >= 1
+        following = threading.Thread(target=follower.attempt, args=(follow, lambda error: "failed"))
+        following.start()
+        with self.leader.stage("denoise", {}, Host()):
+            self.leader.attempt(lead, lambda error: "failed")
+        following.join(PATIENCE_S)
+        (steps, one), (others, other) = ended
+        assert steps == others
+        return steps, [one, other]
 
-        grown = attack(server.port, quote(json.dumps(hello)), nothing)
-        assert grown < MOST_GROWTH, f"{grown / 2**20:.0f} MiB"
-        true.send(Call("no stage", {}))
-        assert "is no stage" in true.receive((client.Failed, Text)).text
-        true.close()
+    def stays(self) -> bool:
+        there = [member.process for member in self.leader._members.all()]
+        return not self.ends and self.leader._members.lost is None and there == list(range(1, len(self.places)))
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Leader, Follower, list[Any]]]:
-    """A leader and its follower, joined; and what ended."""
-    ends: list[Any] = []
+def slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Slice]]:
+    made: list[Slice] = []
+    ends: list[str] = []
+    monkeypatch.setattr(logging.getLogger("comfyui_tpu"), "handlers", [])  # followers add one each
     monkeypatch.setattr(distributed, "start", lambda place: None)
     monkeypatch.setattr(Follower, "_end", lambda self, why: ends.append(why))
     monkeypatch.setattr(terms, "take_over", lambda environment: None)
-    places = [Place(process=process, count=2, host="127.0.0.1", port=free_port()) for process in range(2)]
-    places[1] = Place(process=1, count=2, host="127.0.0.1", port=places[0].port)
-    leader = Leader(places[0], lambda sentence, stuck: ends.append(sentence))
-    follower = Follower(places[1])
-    joining = threading.Thread(target=follower.join)
-    leader.listen()
-    joining.start()
-    with leader.joining(Host()):
-        joining.join(PATIENCE_S)
-    yield leader, follower, ends
+    monkeypatch.setattr(trust, "check_listed", lambda address: None)
+
+    def make(count: int) -> Slice:
+        made.append(Slice(count))
+        return made[-1]
+
+    yield make
     monkeypatch.setattr(Leader, "_lost", lambda self, why: None)
-    leader._members._door.close()
-    until(lambda: ends)  # before the follower's way to end is the real one again
+    for one in made:
+        one.leader._members._door.close()
+    # Before its way to end is the real one again.
+    until(lambda: all(follower._link._hearing.done() for one in made for follower in one.followers))
+    assert len(ends) == sum(len(one.followers) for one in made)
 
 
-def test_a_stage_ends_right_and_every_member_stays(pair: tuple[Leader, Follower, list[Any]]):
-    leader, follower, ends = pair
-    port, hello = leader._members._place.port, {"process": 1, "count": 2, "terms": terms.terms()}
-    asked = threading.Semaphore(0)
-    answers: list[bool] = []
-    led: list[bool] = []
-    is_over = threading.Event()
+class Peak:
+    """By how much this process has grown at most, which holds the targets and the strangers."""
 
-    def follow() -> None:
-        while True:
-            asked.acquire()
-            if is_over.is_set():
-                return
-            answers.append(follower.agree("step", len(answers)))
+    def __init__(self) -> None:
+        self._process, self._is_over = psutil.Process(), threading.Event()
+        self._before, self.grown = self._process.memory_info().rss, 0
+        self._looking = threading.Thread(target=self._look)
+        self._looking.start()
 
-    def lead() -> None:
-        asked.release()
-        led.append(leader.agree("step", len(led)))
+    def _look(self) -> None:
+        while not self._is_over.wait(0.1):
+            self.grown = max(self.grown, self._process.memory_info().rss - self._before)
 
-    following = threading.Thread(target=follower.attempt, args=(follow, lambda error: "failed"))
-    following.start()
-    with leader.stage("denoise", {}, Host()):
+    def end(self) -> int:
+        self._is_over.set()
+        self._looking.join()
+        return self.grown
 
-        def work() -> int:
-            given = quote(json.dumps(hello))
-            grown = attack(port, given, lead)
-            is_over.set()
-            asked.release()
-            return grown
 
-        grown = leader.attempt(work, lambda error: "failed")
-    following.join(PATIENCE_S)
+@pytest.mark.slow
+def test_a_minute_of_strangers_costs_little_and_no_true_member_leaves(slices: Callable[[int], Slice]):
+    may_end = threading.Event()
+    led, looking, works = slices(2), slices(3), Minute(may_end)
+    led.join(led.start_followers())
+    with contextlib.ExitStack() as ends, ThreadPoolExecutor(8) as pool:
+        server = ends.enter_context(Server("127.0.0.1", 0, works))
+        true = client.Client(f"127.0.0.1:{server.port}")
+        served = pool.submit(true.choose, "Wan21", "tiny/wan21", "auto", Host())
+        stage = pool.submit(led.stage, may_end)
+        until(lambda: works.steps)
+        false = strangers.FalseLeader(looking.places[0].port)
+        peak = Peak()
+        waiting = looking.start_followers()
+        hellos = (
+            (server.port, {"source": client.versions.source_digest()}),
+            (led.places[0].port, {"process": 1, "count": 2, "terms": terms.terms()}),  # the true one's, replayed
+        )
+        attacks = [pool.submit(strangers.attack, port, hello, ATTACK_S) for port, hello in hellos]
+        at_serve, at_leader = (one.result(PATIENCE_S) for one in attacks)
+        until(lambda: set(false.given) == strangers.ANSWERS)
+        grown = peak.end()
+        false.close()
+        may_end.set()
+        steps, states = stage.result(PATIENCE_S)
+        assert all(torch.equal(state, expected(steps)) for state in states) and steps > ATTACK_S / STEP_S / 4
+        assert torch.equal(served.result(PATIENCE_S), expected(works.steps))
+        looking.join(waiting)
+    print(f"grown by {grown / 2**20:.0f} MiB; {steps} steps; {at_serve}, {at_leader}, {sorted(false.given.values())}")
     assert grown < MOST_GROWTH, f"{grown / 2**20:.0f} MiB"
-    assert all(answers) and answers == led and len(led) == ROUNDS + CONNECTIONS // 100
-    assert leader._members.lost is None and not ends and not leader._members._refused
-    assert [member.process for member in leader._members.all()] == [1]
+    assert at_serve["101"] and at_serve["401"] and at_leader["409"] and at_leader["401"]
+    assert led.stays() and looking.stays() and not led.leader._members._refused

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from comfyui_tpu.tests.support.patience import until
 from comfyui_tpu.tpu_runtime.line import link, trust
-from comfyui_tpu.tpu_runtime.line.link import Door, Gone, Link, Refused
+from comfyui_tpu.tpu_runtime.line.link import Door, Gone, MachineLink, Refused
 from comfyui_tpu.tpu_runtime.line.records import At, Text
 
 
@@ -22,19 +22,19 @@ class Echo:
     """A port that says what it hears, to who is named."""
 
     def __init__(self, heartbeat_s: float = link.HEARTBEAT_S) -> None:
-        self.links: list[Link] = []
-        self.made: list[Link] = []
+        self.links: list[MachineLink] = []
+        self.made: list[MachineLink] = []
         self.door = Door(lambda hello, address: hello["no"], self._speak, {"/health": lambda: "ok"}, heartbeat_s)
         self.where = trust.Address(host="127.0.0.1", port=self.door.listen("127.0.0.1", 0))
 
-    async def _speak(self, one: Link, hello: Any, address: str) -> None:
+    async def _speak(self, one: MachineLink, hello: Any, address: str) -> None:
         self.links.append(one)
         with contextlib.suppress(Gone):
             while True:
                 await one.say(await one.get((Text,)))
         self.links.remove(one)
 
-    def connect(self, no: Any = None) -> Link:
+    def connect(self, no: Any = None) -> MachineLink:
         self.made.append(link.connect(self.where, {"no": no}))
         return self.made[-1]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from comfyui_tpu.tpu_runtime.line import wire
-from comfyui_tpu.tpu_runtime.line.records import At, Call, Ended, Text
+from comfyui_tpu.tpu_runtime.line.records import Ask, At, Ended, Text
 from comfyui_tpu.tpu_runtime.model_spec import StepCache
 
 MODEL = ModelRef(
@@ -22,7 +22,7 @@ ARGUMENTS = {
 ARGUMENTS["twice"] = [ARGUMENTS["bfloat16"], ARGUMENTS["bfloat16"].T]  # safetensors refuses shared memory
 
 
-def came(message: Any, messages: tuple = (Call,), values: tuple = wire.MODELS, most: int = 10**6) -> Any:
+def came(message: Any, messages: tuple = (Ask,), values: tuple = wire.MODELS, most: int = 10**6) -> Any:
     head, body = wire.pack(message)
     size, packed = wire.read_head(head, most)
     assert size == len(body)
@@ -40,14 +40,12 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_what_is_sent_comes_back_with_its_types():
-    assert same(came(Call("denoise", ARGUMENTS)), Call("denoise", ARGUMENTS))
+    assert same(came(Ask("denoise", ARGUMENTS)), Ask("denoise", ARGUMENTS))
     assert came(Text("x"), (Text, At)) == Text("x")
 
 
 def test_what_is_no_data_becomes_null():
-    assert came(Call("x", {"a": object(), "b": {1, 2}, 3: "number"})) == Call(
-        "x", {"a": None, "b": None, "3": "number"}
-    )
+    assert came(Ask("x", {"a": object(), "b": {1, 2}, 3: "number"})) == Ask("x", {"a": None, "b": None, "3": "number"})
 
 
 def test_a_claim_beyond_what_is_expected_next_is_refused_before_a_byte_is_read():
@@ -69,8 +67,8 @@ def test_only_records_that_are_expected_are_made():
             came(message)
     for nested in (MODEL, [MODEL], (MODEL,), {"a": Lora(path="/etc/passwd", strength=1.0)}):
         with pytest.raises(wire.WireError):
-            came(Call("x", {"x": nested}), values=wire.SETTINGS)
-        assert came(Call("x", {"x": nested})) == Call("x", {"x": nested})
+            came(Ask("x", {"x": nested}), values=wire.SETTINGS)
+        assert came(Ask("x", {"x": nested})) == Ask("x", {"x": nested})
 
 
 def test_a_record_with_values_of_other_types_is_none():
@@ -88,7 +86,7 @@ def test_a_record_with_values_of_other_types_is_none():
 @pytest.mark.parametrize("body", [b"", b"\0" * 7, (2**60).to_bytes(8, "little") + b"{}", b"\2" + b"\0" * 7 + b"{}"])
 def test_a_tensor_that_the_body_does_not_hold_is_refused(body: bytes):
     with pytest.raises(wire.WireError):
-        wire.unpack({"__record__": "Call", "name": "x", "arguments": {"a": {"__tensor__": "0"}}}, body, (Call,))
+        wire.unpack({"__record__": "Ask", "name": "x", "arguments": {"a": {"__tensor__": "0"}}}, body, (Ask,))
 
 
 def test_a_message_that_is_too_long_is_not_sent():

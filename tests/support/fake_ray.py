@@ -3,8 +3,8 @@
 Each look at the machines is one turn of the script.
 """
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -29,17 +29,15 @@ class ActorUnavailableError(RayError):
     pass
 
 
-class Reference:
-    """What a call will have given: a function that gives or raises it."""
+class Reference(Future):
+    """What a call will have given."""
 
-    def __init__(self) -> None:
-        self.outcome: Callable[[], Any] | None = None
+    def future(self) -> Future:
+        return self
 
     def fails(self, error: Exception) -> None:
-        def outcome() -> Any:
-            raise error
-
-        self.outcome = self.outcome or outcome
+        if not self.done():
+            self.set_exception(error)
 
 
 class Handle:
@@ -60,17 +58,17 @@ class Handle:
         if not self.is_alive:
             reference.fails(ActorUnavailableError("The actor is restarting"))
         elif method in ("ready", "status"):
-            reference.outcome = Status if method == "status" else lambda: None
+            reference.set_result(Status() if method == "status" else None)
         return reference
 
     def open(self, method: str) -> list[Reference]:
         """Calls that have no answer yet."""
-        return [reference for name, reference in self.calls if name == method and reference.outcome is None]
+        return [reference for name, reference in self.calls if name == method and not reference.done()]
 
     def finish(self) -> None:
         """Does the job that it has."""
         (reference,), request = self.open("run"), self.requests[-1]
-        reference.outcome = lambda: keep(self.name, request)
+        reference.set_result(keep(self.name, request))
 
     def lose(self) -> None:
         self.is_alive = False
@@ -108,18 +106,7 @@ class FakeRay:
         next(self._script, None)
         return self.machines
 
-    def wait(self, references: list[Reference], timeout: float) -> tuple[list[Reference], list[Any]]:
-        """As Ray's, which returns once one is there."""
-        deadline = time.monotonic() + timeout
-        while not (there := [one for one in references if one.outcome is not None]) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        return there, []
-
     def kill(self, handle: Handle, no_restart: bool) -> None: ...
-
-    def get(self, reference: Reference) -> Any:
-        assert reference.outcome is not None
-        return reference.outcome()
 
 
 def machine(chips: int, name: str = "", topology: str = "", pod: str = "", alive: bool = True) -> dict[str, Any]:

@@ -7,14 +7,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from ...fleet.ledger import DONE, RESULTS
-from ...fleet.local import READY, Inbox
-from ...fleet.messages import Done, Failed, Request, Status
+from ...fleet.messages import JobDone, JobFailed, Request, Status, Worker, Workers
 from ...fleet.store import open_store
+from ...fleet.worker import Actor
 from .patience import until
 
 PACK = Path(__file__).parents[2]
@@ -30,17 +29,17 @@ def prompts(path: Path, count: int, **more: Any) -> Path:
     return path
 
 
-def keep(worker: str, request: Request) -> Done:
+def keep(worker: str, request: Request) -> JobDone:
     """What a worker does when a job is done, with the prompt as its result."""
     store = open_store(request.out)
     name = f"{RESULTS}/{request.job}/prompt.txt"
     store.write(name, request.workflow["1"]["inputs"]["prompt"].encode())
     record = {"job": request.job, "state": DONE, "line": request.line, "files": [name], "worker": worker}
     store.write(f"{DONE}/{request.job}.json", json.dumps(record).encode())
-    return Done(job=request.job, record=record)
+    return JobDone(job=request.job, record=record)
 
 
-class InlineWorker:
+class InlineWorker(Worker):
     """A worker in the driver's thread: `Inline.body` says how a job ends."""
 
     def __init__(self, name: str, workers: "Inline") -> None:
@@ -50,7 +49,7 @@ class InlineWorker:
 
     def run(
         self, request: Request, report: Callable[[Status], None], is_cancelled: Callable[[], bool]
-    ) -> Done | Failed:
+    ) -> JobDone | JobFailed:
         with self._workers.lock:
             self._workers.runs[request.line] += 1
             self._workers.ran[self.name].append(request)
@@ -61,10 +60,10 @@ class InlineWorker:
         self._workers.restarted.append(self.name)
 
 
-class Inline:
+class Inline(Workers):
     """Workers in this process, which do one job after the other."""
 
-    def __init__(self, names: list[str], body: Callable[[str, Request], Done | Failed] = keep) -> None:
+    def __init__(self, names: list[str], body: Callable[[str, Request], JobDone | JobFailed] = keep) -> None:
         self.body, self.lock = body, threading.Lock()
         self.runs: Counter[int] = Counter()  # by line
         self.ran: dict[str, list[Request]] = {name: [] for name in names}
@@ -84,33 +83,26 @@ class Inline:
         until(self.is_cancelled)
 
 
-def stub(connection: Connection) -> None:
-    """The body of a child process that needs a moment for each job; it notes each as it begins."""
-    inbox = Inbox(connection)
-    connection.send(READY)
-    while True:
-        request = inbox.requests.get()
+class Stub(Actor):
+    """Needs a moment for each job; it notes each as it begins."""
+
+    def run(self, request: Request) -> JobDone | JobFailed:
         with (Path(request.out) / "begun.txt").open("a") as file:
             file.write(f"{request.job} {os.getpid()}\n")
         time.sleep(0.05)
-        connection.send(keep("stub", request))
+        return keep("stub", request)
 
 
-def stepping(connection: Connection) -> None:
-    """The body of a child process whose second job has steps without end, until it is cancelled; begun again it has
-    none.
-    """
-    inbox = Inbox(connection)
-    connection.send(READY)
-    while True:
-        request = inbox.requests.get()
+class Stepping(Actor):
+    """Its second job has steps without end, until it is cancelled; begun again it has none."""
+
+    def run(self, request: Request) -> JobDone | JobFailed:
         begun = Path(request.out) / "begun.txt"
-        if request.line == 2 and not begun.exists():
-            begun.touch()
-            step = 0
-            while not inbox.is_cancelled.wait(0.05):
-                step += 1
-                connection.send(Status(node="Sampler", done=step, total=10**6, unit="step"))
-            connection.send(Failed(job=request.job, error="cancelled", cancelled=True))
-        else:
-            connection.send(keep("stepping", request))
+        if request.line != 2 or begun.exists():
+            return keep("stepping", request)
+        begun.touch()
+        step = 0
+        while not self._is_cancelled.wait(0.05):
+            step += 1
+            self._report(Status(node="Sampler", done=step, total=10**6, unit="step"))
+        return JobFailed(job=request.job, error="cancelled", cancelled=True)

@@ -20,7 +20,7 @@ from .. import precision as precisions
 from .. import refusal, versions
 from ..cache import xla_cache
 from ..checkpoints.model_ref import Expected, ModelRef
-from ..hosts.together import Alone, Elsewhere, Ending, Together
+from ..hosts.together import Elsewhere, Ending, Together
 from ..machine.fallbacks import Halted, Unsupported, halted
 from ..machine.ladder import Ladder
 from ..model_spec import STAGES, Settings
@@ -79,7 +79,7 @@ class Engine:
             xla_cache.use_persistent_cache()
         self.compilations = xla_cache.compilations()
         self.own = tuple(device for device in self.devices if device.process_index == jax.process_index())
-        self.hosts = hosts or Alone()
+        self.hosts = hosts or Together()
         self.kernel: Kernel = kernel
         self.lost: Halted | None = None
         self._when_halted = when_halted

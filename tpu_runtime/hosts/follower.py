@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..line import wire
-from ..line.link import Gone, Link, connect
-from ..line.link import Refused as NotTaken
-from ..line.records import Answer, AskRows, At, Begin, Bye, Call, Ended, Log, Rows, Stop, Text
+from ..line.link import Gone, MachineLink, Refused, connect
+from ..line.records import Answer, Ask, AskRows, At, Begin, Bye, ChipRows, Ended, Log, Stop, Text
 from ..line.trust import Address
 from ..progress import Progress, Silent
 from . import distributed, terms
 from .place import Place
-from .together import RESTART, Alone, Elsewhere, Ending, Refused, Result, Stopped, Together
+from .together import RESTART, Elsewhere, Ending, Result, Stopped, Together
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +27,8 @@ REQUESTS = ("expect", "free", "free_titled")
 _MOST_BYTES = 2**34
 
 
-class Follower(Alone):
-    """See `Together`. As soon as the leader is gone the process ends, with `RESTART`."""
+class Follower(Together):
+    """As soon as the leader is gone the process ends, with `RESTART`."""
 
     is_leader = False
 
@@ -47,30 +46,31 @@ class Follower(Alone):
         try:
             first = self._link.receive((Begin, Bye))
         except Gone as error:
+            self._link.close()
             raise Refused(f"The leader hung up ({error}); perhaps it only just ends, or begins.") from None
         if isinstance(first, Bye):
             raise Refused(f"The leader does not begin: {first.why}.")
         terms.take_over(first.environment)
         log.info("Joining %d hosts", self._place.count)
         gone: Callable[[str], None] = lambda why: self._end(f"the leader is gone ({why})")  # noqa: E731
-        self._link.hear(self._take, gone, (Answer, AskRows, Bye, Call, Stop), wire.MODELS, _MOST_BYTES)
-        logging.getLogger(__name__.partition(".")[0]).addHandler(_ToLeader(self._send))
+        self._link.hear(self._take, gone, (Answer, AskRows, Bye, Ask, Stop), wire.MODELS, _MOST_BYTES)
+        logging.getLogger(__name__.partition(".")[0]).addHandler(_ToLeader(self._link))
         distributed.start(self._place)
 
-    def next_call(self) -> Call:
+    def next_call(self) -> Ask:
         """What the leader asks for next: a method of the engine and its arguments."""
-        while not isinstance(message := self._said.get(), Call):
+        while not isinstance(message := self._said.get(), Ask):
             pass
         return message
 
-    def _connect(self) -> Link:
+    def _connect(self) -> MachineLink:
         where, said = Address(host=self._place.host, port=self._place.port), False
         hello = {"process": self._place.process, "count": self._place.count, "terms": terms.terms()}
         while True:
             try:
                 return connect(where, hello)
-            except NotTaken as error:
-                raise Refused(str(error)) from None
+            except Refused:
+                raise
             except OSError as error:
                 if not said:
                     log.info("Waiting for the leader at %s, port %d (%s)", self._place.host, self._place.port, error)
@@ -82,7 +82,7 @@ class Follower(Alone):
             self._end(message.why)
         elif isinstance(message, AskRows):
             if not self._answering.is_alive():  # a chip may hang
-                self._answering = threading.Thread(target=lambda: self._send(Rows(self.own_rows())), daemon=True)
+                self._answering = threading.Thread(target=lambda: self._send(ChipRows(self.own_rows())), daemon=True)
                 self._answering.start()
         else:
             if isinstance(message, Stop):
@@ -162,15 +162,17 @@ class _Reporting(Silent):
 
 
 class _ToLeader(logging.Handler):
-    """The leader keeps the last lines, to say them when this process is gone."""
+    """The leader keeps the last lines, to say them when this process is gone. Who logs holds a lock that the line's own
+    thread may want, so it does not wait for that thread.
+    """
 
-    def __init__(self, send: Callable[[Any], None]) -> None:
+    def __init__(self, link: MachineLink) -> None:
         super().__init__(logging.INFO)
-        self._send = send
+        self._link = link
 
     def emit(self, record: logging.LogRecord) -> None:
         if not record.name.startswith(f"{__package__}".replace("hosts", "line")):  # the line would speak of itself
-            self._send(Log(record.getMessage()[:1000]))
+            self._link.post(Log(record.getMessage()[:1000]))
 
 
 def follow(place: Place, make_engine: Callable[[Together], Any], chips: Callable[[Any], list[dict[str, Any]]]) -> None:

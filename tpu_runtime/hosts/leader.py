@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..line.records import Answer, AskRows, At, Bye, Call, Ended, Stop
+from ..line.records import Answer, Ask, AskRows, At, Bye, Ended, Stop
 from ..progress import Preview, Progress
 from .members import Member, Members
 from .place import Place
-from .together import Elsewhere, Ending, HostsError, Result, gravest
+from .together import Elsewhere, Ending, HostsError, Result, Together, gravest
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +42,10 @@ class _Guarded:
         self.inner.check_cancelled()
 
 
-class Leader:
-    """See `Together`. `end` is called with a sentence, in a thread of its own, when the process must be started again;
+class Leader(Together):
+    """`end` is called with a sentence, in a thread of its own, when the process must be started again;
     with the progress of the stage if that is stuck on the chips, which nothing can interrupt.
     """
-
-    is_leader = True
 
     def __init__(self, place: Place, end: Callable[[str, Progress | None], None]) -> None:
         self._end = end
@@ -78,11 +76,11 @@ class Leader:
     @contextlib.contextmanager
     def stage(self, name: str, arguments: Mapping[str, Any], progress: Progress) -> Iterator[Progress]:
         with self._at_work(progress) as guarded:
-            self._members.tell(Call(name, dict(arguments)))
+            self._members.tell(Ask(name, dict(arguments)))
             yield guarded
 
     def tell(self, request: str, arguments: Mapping[str, Any]) -> None:
-        self._members.tell(Call(request, dict(arguments)))
+        self._members.tell(Ask(request, dict(arguments)))
 
     def attempt(self, work: Callable[[], Result], ending: Callable[[BaseException], Ending]) -> Result:
         error: BaseException | None = None

@@ -9,8 +9,8 @@ from typing import Any
 
 from .. import versions
 from ..line import wire
-from ..line.link import Door, Gone, Link
-from ..line.records import At, Begin, Bye, Ended, Log, Rows, Text
+from ..line.link import Door, Gone, MachineLink
+from ..line.records import At, Begin, Bye, ChipRows, Ended, Log, Text
 from ..progress import Progress
 from . import distributed, terms
 from .place import Place
@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 
 # How long a prompt waits for followers that are not here yet.
 LATE_S = 45.0
-_HEARD, _LOG_LINES, _MOST_TEXT = (At, Ended, Log, Rows, Text), 5, 200
+_HEARD, _LOG_LINES, _MOST_TEXT = (At, Ended, Log, ChipRows, Text), 5, 200
 
 
 class Member:
     """A follower, as the leader knows it. The loop of the line hears it, another thread asks what it said."""
 
-    def __init__(self, process: int, address: str, link: Link) -> None:
+    def __init__(self, process: int, address: str, link: MachineLink) -> None:
         self.process, self.link = process, link
         self.text = ""
         self.log: deque[str] = deque(maxlen=_LOG_LINES)
@@ -55,7 +55,7 @@ class Member:
             self.text = message.text
         elif isinstance(message, Log):
             self.log.append(message.text)
-        elif isinstance(message, Rows):
+        elif isinstance(message, ChipRows):
             self.rows = message.rows
         else:
             with self._changed:
@@ -182,7 +182,7 @@ class Members:
 
     # -- hearing, and losing -------------------------------------------------------------------------------------------
 
-    async def _hear(self, link: Link, hello: Mapping[str, Any], address: str) -> None:
+    async def _hear(self, link: MachineLink, hello: Mapping[str, Any], address: str) -> None:
         member = Member(int(hello["process"]), address, link)
         with self._changed:
             if self._found.setdefault(member.process, member) is not member:

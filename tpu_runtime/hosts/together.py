@@ -6,7 +6,7 @@ each program, and about how each attempt at a stage ended. A process alone agree
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ..progress import Progress
 
@@ -23,10 +23,6 @@ class HostsError(RuntimeError):
     """Hosts that are missing, gone, or not of one mind; a sentence for the user."""
 
 
-class Refused(HostsError):
-    """The leader does not take this process in."""
-
-
 class Elsewhere(HostsError):
     """Another host's attempt did not succeed."""
 
@@ -39,65 +35,38 @@ class Stopped(Exception):
     """In a follower: the leader ends this attempt."""
 
 
-class Together(Protocol):
-    """The hosts of an engine, as its one thread that runs stages sees them."""
-
-    is_leader: bool
-
-    def stage(
-        self, name: str, arguments: Mapping[str, Any], progress: Progress
-    ) -> contextlib.AbstractContextManager[Progress]:
-        """Lets all hosts run a stage; gives the progress to run it with."""
-        ...
-
-    def tell(self, request: str, arguments: Mapping[str, Any]) -> None:
-        """Lets the followers call a method of the engine between stages."""
-        ...
-
-    def attempt(self, work: Callable[[], Result], ending: Callable[[BaseException], Ending]) -> Result:
-        """`work` of all hosts: succeeds where it does everywhere. Else raises its own error if that is the gravest, or
-        `Elsewhere`; `ending` classifies errors.
-        """
-        ...
-
-    def agree(self, what: str, state: Any = None) -> bool:
-        """Waits until all hosts are about to do `what`, and gives whether all said the same `state`. Raises if one is
-        about to do something else.
-        """
-        ...
-
-    def decide(self, value: Result) -> Result:
-        """The leader's value, on all hosts."""
-        ...
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The chips of the other hosts, as they were lately (see `monitor.snapshot`)."""
-        ...
-
-
-class Alone:
-    """One process with all its chips."""
+class Together:
+    """The hosts of an engine, as its one thread that runs stages sees them; this one is a process with all chips."""
 
     is_leader = True
 
     def stage(
         self, name: str, arguments: Mapping[str, Any], progress: Progress
     ) -> contextlib.AbstractContextManager[Progress]:
+        """Lets all hosts run a stage; gives the progress to run it with."""
         return contextlib.nullcontext(progress)
 
     def tell(self, request: str, arguments: Mapping[str, Any]) -> None:
-        pass
+        """Lets the followers call a method of the engine between stages."""
 
     def attempt(self, work: Callable[[], Result], ending: Callable[[BaseException], Ending]) -> Result:
+        """`work` of all hosts: succeeds where it does everywhere. Else raises its own error if that is the gravest, or
+        `Elsewhere`; `ending` classifies errors.
+        """
         return work()
 
     def agree(self, what: str, state: Any = None) -> bool:
+        """Waits until all hosts are about to do `what`, and gives whether all said the same `state`. Raises if one is
+        about to do something else.
+        """
         return True
 
     def decide(self, value: Result) -> Result:
+        """The leader's value, on all hosts."""
         return value
 
     def rows(self) -> list[dict[str, Any]]:
+        """The chips of the other hosts, as they were lately (see `monitor.snapshot`)."""
         return []
 
 

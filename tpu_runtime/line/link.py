@@ -71,7 +71,7 @@ def run(work: Coroutine[Any, Any, Any], look: Callable[[], None] = lambda: None)
         future.cancel()
 
 
-class Link:
+class MachineLink:
     """Messages may be sent by several threads. `close` ends it at once."""
 
     def __init__(self, line: Any, end: Callable[[], Awaitable[Any]], heartbeat_s: float) -> None:
@@ -89,12 +89,15 @@ class Link:
             await self._frames.put(frame)
 
     def send(self, message: Any, look: Callable[[], None] = lambda: None) -> None:
-        """Raises `Gone`. From the loop's own thread it does not wait."""
-        head, body = wire.pack(message)
+        """Raises `Gone`. From the loop's own thread it is `post`."""
         if threading.current_thread().name == _THREAD:
-            self._last = loop().create_task(self._quietly(head, body))
+            self.post(message)
         else:
-            run(self.put(head, body), look)
+            run(self.put(*wire.pack(message)), look)
+
+    def post(self, message: Any) -> None:
+        """Without waiting; what cannot be sent is dropped."""
+        asyncio.run_coroutine_threadsafe(self._quietly(*wire.pack(message)), loop())
 
     async def say(self, message: Any) -> None:
         """`send`, on the loop."""
@@ -128,7 +131,7 @@ class Link:
             unpack = functools.partial(wire.unpack, packed, body, messages, values)
             return await asyncio.to_thread(unpack) if body else unpack()
         except wire.WireError as error:
-            await self._end()
+            await self.end()
             raise Gone(f"{error}") from None
 
     async def pieces(self, size: int) -> AsyncIterator[bytes]:
@@ -167,17 +170,22 @@ class Link:
 
         self._hearing = asyncio.run_coroutine_threadsafe(hear(), loop())
 
+    async def end(self) -> None:
+        """At once. What came and was not asked for is dropped, so that who reads ahead does not wait for room."""
+        self._reading.cancel()
+        while not self._frames.empty():
+            self._frames.get_nowait()
+        self._frames.put_nowait(aiohttp.WSMessage(WSMsgType.CLOSED, None, None))  # for who waits
+        await self._end()
+
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(_ended(self._end), loop())
-
-
-async def _ended(end: Callable[[], Awaitable[Any]]) -> None:
-    await end()
+        """`end`, for another thread."""
+        asyncio.run_coroutine_threadsafe(self.end(), loop())
 
 
 def connect(
     where: trust.Address, hello: Mapping[str, Any], look: Callable[[], None] = lambda: None, **options: Any
-) -> Link:
+) -> MachineLink:
     """A link to a machine that listens. Raises `Refused` with its sentence, `TimeoutError` where it does not answer,
     `ConnectionRefusedError` where nothing listens, and `Gone`.
     """
@@ -191,7 +199,7 @@ def connect(
 
 async def _connect(
     where: trust.Address, hello: Mapping[str, Any], token: str, heartbeat_s: float = HEARTBEAT_S
-) -> Link:
+) -> MachineLink:
     session, tls = aiohttp.ClientSession(), trust.client_tls()
     try:
         async with asyncio.timeout(LATE_S):
@@ -200,7 +208,7 @@ async def _connect(
                 headers={"Authorization": f"Bearer {token}", _HELLO: quote(json.dumps(hello))},
                 heartbeat=heartbeat_s, max_msg_size=2 * _PIECE, compress=0, ssl=tls or True,
             )  # fmt: skip
-        return Link(line, session.close, heartbeat_s)
+        return MachineLink(line, session.close, heartbeat_s)
     except BaseException as error:
         await session.close()
         if isinstance(error, aiohttp.WSServerHandshakeError):
@@ -217,7 +225,7 @@ class Door(web.Server):
     def __init__(
         self,
         welcome: Callable[[dict[str, Any], str], str | None],
-        speak: Callable[[Link, dict[str, Any], str], Awaitable[None]],
+        speak: Callable[[MachineLink, dict[str, Any], str], Awaitable[None]],
         pages: Mapping[str, Callable[[], str]] | None = None,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
@@ -249,7 +257,7 @@ class Door(web.Server):
     def connection_made(self, handler: Any, transport: Any) -> None:
         super().connection_made(handler, transport)
         if len(self._strangers) >= MOST_STRANGERS:
-            transport.abort()
+            loop().call_soon(transport.abort)  # aiohttp begins its work with it before that
         else:
             self._strangers.add(handler)
             loop().call_later(LATE_S, lambda: transport.abort() if handler in self._strangers else None)
@@ -284,15 +292,17 @@ class Door(web.Server):
         line = web.WebSocketResponse(
             heartbeat=self._heartbeat_s, max_msg_size=2 * _PIECE, compress=False, autoclose=False, timeout=1.0
         )
+        link, end = None, functools.partial(_abort, request)
         try:
             await line.prepare(request)
-            await self._speak(Link(line, functools.partial(_abort, request), self._heartbeat_s), hello, address)
+            link = MachineLink(line, end, self._heartbeat_s)
+            await self._speak(link, hello, address)
         except (OSError, wire.WireError) as error:  # `Gone` among them
             log.info("%s is gone: %s", address, error)
         except Exception:  # whatever it is, the others stay
             log.exception("the link with %s failed", address)
         finally:
-            await _abort(request)
+            await (link.end() if link else end())
         return line
 
 

@@ -1,4 +1,4 @@
-"""What is said on the line. An end names those that it expects (see `Link.get`); any other ends the connection."""
+"""What is said on the line. An end names those that it expects (see `MachineLink.get`); any other ends the link."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ class Text(NamedTuple):
     text: str
 
 
-class Call(NamedTuple):
+class Ask(NamedTuple):
     """A stage, or what else is to be run there, with its arguments."""
 
     name: str
@@ -26,7 +26,7 @@ class Load(NamedTuple):
     model: str
 
 
-class Need(NamedTuple):
+class NeedFile(NamedTuple):
     """It lacks the file with this SHA-256, which is to be sent: `File`, and then its bytes."""
 
     digest: str
@@ -106,7 +106,7 @@ class Log(NamedTuple):
     text: str
 
 
-class Rows(NamedTuple):
+class ChipRows(NamedTuple):
     """Its chips, as the monitor shows them."""
 
     rows: list

@@ -18,8 +18,8 @@ from .. import versions
 from ..checkpoints.model_ref import Expected, Lora, ModelRef
 from ..engine.memory_advice import OutOfMemory
 from ..line import trust
-from ..line.link import Gone, Link, Refused, connect
-from ..line.records import Call, Failed, File, Load, Need, Result, Step, Text
+from ..line.link import Gone, MachineLink, Refused, connect
+from ..line.records import Ask, Failed, File, Load, NeedFile, Result, Step, Text
 from ..line.trust import Address
 from ..progress import Preview, Progress
 
@@ -107,7 +107,7 @@ class Client:
                 break
             left.remove(address)
             try:
-                link.send(Call(verb, given), progress.check_cancelled)
+                link.send(Ask(verb, given), progress.check_cancelled)
                 result = _result(address, link, progress, loras)
                 RESTS.note(address, is_well=True)
                 return result
@@ -125,9 +125,9 @@ class Client:
 
     def _free_one(
         self, left: list[Address], wanted: ModelRef | None, progress: Progress, error: Exception
-    ) -> tuple[Address, Link | None, Exception]:
+    ) -> tuple[Address, MachineLink | None, Exception]:
         """The machine to ask, of those that answer; others leave `left`, the last with its `error`."""
-        found: dict[Address, tuple[Any, Link]] = {}
+        found: dict[Address, tuple[Any, MachineLink]] = {}
         try:
             for address in sorted(left, key=RESTS.has):
                 if found and RESTS.has(address):
@@ -148,7 +148,7 @@ class Client:
                 link.close()
 
 
-def _open(address: Address, progress: Progress) -> tuple[Load, Link]:
+def _open(address: Address, progress: Progress) -> tuple[Load, MachineLink]:
     """A link to a machine, and what it says of itself."""
     link = connect(address, {"source": versions.source_digest()}, progress.check_cancelled)
     try:
@@ -158,16 +158,16 @@ def _open(address: Address, progress: Progress) -> tuple[Load, Link]:
         raise
 
 
-def _result(address: Address, link: Link, progress: Progress, loras: Sequence[Lora]) -> Any:
+def _result(address: Address, link: MachineLink, progress: Progress, loras: Sequence[Lora]) -> Any:
     """Shows what comes back, and sends the files that are not there, up to the result."""
-    expected = (Failed, Need, Result, Step, Text)
+    expected = (Failed, NeedFile, Result, Step, Text)
     while True:
         message = link.receive(expected, progress.check_cancelled, most_bytes=_MOST_RESULT)
         if isinstance(message, Text):
             progress.text(_named(message.text, loras))
         elif isinstance(message, Step):
             progress.step(message.done, message.total, message.unit, _preview(message))
-        elif isinstance(message, Need):
+        elif isinstance(message, NeedFile):
             _send(address, link, message.digest, progress, loras)
         elif isinstance(message, Result):
             return message.value
@@ -177,7 +177,7 @@ def _result(address: Address, link: Link, progress: Progress, loras: Sequence[Lo
             raise kinds.get(message.kind, lambda text: RemoteError(f"{address}: {text}"))(text)
 
 
-def _send(address: Address, link: Link, digest: str, progress: Progress, loras: Sequence[Lora]) -> None:
+def _send(address: Address, link: MachineLink, digest: str, progress: Progress, loras: Sequence[Lora]) -> None:
     """A LoRA's file, one of those that the request is about."""
     path = next((Path(lora.path) for lora in loras if _digest(lora) == digest), None)
     if path is None:
