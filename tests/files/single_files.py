@@ -318,6 +318,25 @@ def mistral(tensors: Tensors) -> Tensors:
     return found
 
 
+def t5_llama(tensors: Tensors) -> Tensors:
+    """llama.cpp's names of T5, from its `gguf/tensor_mapping.py`."""
+    block = r"^encoder\.block\.(\d+)\.layer"
+    return renamed(
+        tensors,
+        (
+            (r"^shared\.", "token_embd."),
+            (r"^encoder\.final_layer_norm\.", "enc.output_norm."),
+            (rf"{block}\.0\.SelfAttention\.relative_attention_bias\.", r"enc.blk.\1.attn_rel_b."),
+            (rf"{block}\.0\.SelfAttention\.([qkvo])\.", r"enc.blk.\1.attn_\2."),
+            (rf"{block}\.0\.layer_norm\.", r"enc.blk.\1.attn_norm."),
+            (rf"{block}\.1\.layer_norm\.", r"enc.blk.\1.ffn_norm."),
+            (rf"{block}\.1\.DenseReluDense\.wi_0\.", r"enc.blk.\1.ffn_gate."),
+            (rf"{block}\.1\.DenseReluDense\.wi_1\.", r"enc.blk.\1.ffn_up."),
+            (rf"{block}\.1\.DenseReluDense\.wo\.", r"enc.blk.\1.ffn_down."),
+        ),
+    )
+
+
 MAKERS: Mapping[str, Callable[[Tensors], Tensors]] = {
     "WanTransformer3DModel": wan,
     "Flux2Transformer2DModel": flux2,

@@ -25,10 +25,9 @@ from comfyui_tpu.tests.files.comfyui_oracle import (
     run_comfyui,
 )
 from comfyui_tpu.tests.files.single_files import Tensors
-from comfyui_tpu.tests.files.test_gguf_and_tokenizers import PROMPTS, sentencepiece_model, tekken
+from comfyui_tpu.tests.files.test_gguf_and_tokenizers import PROMPTS, carried_by, sentencepiece_model, tekken
 from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
 from comfyui_tpu.tpu_runtime import tokens
-from comfyui_tpu.tpu_runtime.files import read_header
 from comfyui_tpu.tpu_runtime.formats import tokenizer_files
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.programs import modules
@@ -113,7 +112,7 @@ def test_every_encoder_is_what_comfyui_reads(tmp_path: Path):
         holds(read_by_us(path), weights(found), 0.0)
     for encoder, name in carried.items():
         found = theirs[(UMT5, T5, MISTRAL).index(encoder)]
-        tensor = tokenizer_files.embedded(read_header(tmp_path / f"{encoder.module}_file.safetensors")[0])
+        tensor = carried_by(tmp_path / f"{encoder.module}_file.safetensors")
         assert tensor is not None
         tokenizer_files.write(tensor, tmp_path / name)
         tokenizer = tokens.load_tokenizer(tmp_path / name)
