@@ -1,8 +1,10 @@
 """Run in a process of its own: what ComfyUI's own loaders make of files, in float32, by ComfyUI's names.
 
-Arguments: ComfyUI's folder, and jobs as JSON: each has a `kind` ("model", "vae" or "clip"), `paths`, and the `target`
-that the tensors go to. One of text encoders has a `type`, ComfyUI's `options`, the `module` that is asked for, and
-`texts` whose tokens are saved as well.
+Arguments: ComfyUI's folder, and jobs as JSON: each has a `kind` ("model", "vae", "clip" or "lora keys"), `paths`, and
+the `target` that the tensors go to. One of text encoders has a `type`, ComfyUI's `options`, the `module` that is asked
+for, and `texts` whose tokens are saved as well. For "lora keys" the target gets JSON: the names that ComfyUI takes in
+LoRA files of a denoiser, and the weight that each is for, with a dimension, start and length for a part of it, and the
+name of the function that orders its rows.
 """
 
 import json
@@ -22,6 +24,9 @@ def main(comfyui: str, jobs: str) -> None:
     from safetensors.torch import save_file
 
     for job in json.loads(jobs):
+        if job["kind"] == "lora keys":
+            Path(job["target"]).write_text(json.dumps(lora_keys(job["paths"][0])))
+            continue
         module, tokenizer = loaded(job)
         tensors = {name: numbers(tensor) for name, tensor in module.named_parameters() if is_read(name)}
         for number, text in enumerate(job.get("texts", ())):
@@ -43,6 +48,18 @@ def loaded(job: Mapping[str, Any]) -> tuple[Any, Any]:
     # What wraps the tokenizer of an encoder that is alone names it.
     tokenizer = getattr(clip.tokenizer, clip.tokenizer.clip).tokenizer if job.get("texts") else None
     return getattr(clip.cond_stage_model, job["module"]).transformer, tokenizer
+
+
+def lora_keys(path: str) -> dict[str, Any]:
+    import comfy.lora
+    import comfy.sd
+
+    found = comfy.lora.model_lora_keys_unet(comfy.sd.load_diffusion_model(path).model, {})
+    return {key: target if isinstance(target, str) else written(*target) for key, target in found.items()}
+
+
+def written(name: str, part: Any = None, order: Any = None) -> list[Any]:
+    return [name, part, getattr(order, "__name__", None)]
 
 
 def is_read(name: str) -> bool:

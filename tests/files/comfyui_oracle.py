@@ -92,7 +92,8 @@ def read_by_comfyui(tmp_path: Path, *files: tuple[str, Path]) -> list[Tensors]:
     return run_comfyui(tmp_path, *({"kind": kind, "paths": [str(path)]} for kind, path in files))
 
 
-def run_comfyui(tmp_path: Path, *jobs: Mapping[str, Any]) -> list[Tensors]:
+def run_comfyui(tmp_path: Path, *jobs: Mapping[str, Any]) -> list[Any]:
+    """What `comfyui_loaders.py` says of each job, in one process: tensors, or JSON of a job for "lora keys"."""
     (tmp_path / "stubs").mkdir(exist_ok=True)
     (tmp_path / "stubs" / "sitecustomize.py").write_text(textwrap.dedent(STUBS))
     script = Path(single_files.__file__).with_name("comfyui_loaders.py")
@@ -103,7 +104,10 @@ def run_comfyui(tmp_path: Path, *jobs: Mapping[str, Any]) -> list[Tensors]:
         env={**os.environ, "PYTHONPATH": str(tmp_path / "stubs")}, cwd=tmp_path,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr[-3000:]
-    return [load_file(target) for target in targets]
+    return [
+        json.loads(target.read_text()) if job["kind"] == "lora keys" else load_file(target)
+        for job, target in zip(jobs, targets, strict=True)
+    ]
 
 
 def read_by_us(path: Path) -> Tensors:
@@ -120,6 +124,22 @@ def holds(ours: Tensors, theirs: Tensors, bound: float) -> None:
         difference = ((found - wanted).abs() / wanted.abs().clamp(min=1e-6)).max().item()
         print(f"{name}: {difference:.2e}") if difference else None
         assert difference <= bound, name
+
+
+# Denoisers of sizes that ComfyUI's detection allows, by upstream's class.
+DENOISERS: Mapping[str, Mapping[str, Any]] = {
+    "WanTransformer3DModel": {"num_attention_heads": 1, "attention_head_dim": 128, "ffn_dim": 256, "num_layers": 2},
+    "Flux2Transformer2DModel": {
+        "num_layers": 2, "num_single_layers": 2, "num_attention_heads": 2, "joint_attention_dim": 96,
+    },
+    "CogVideoXTransformer3DModel": {
+        "num_layers": 2, "num_attention_heads": 2, "patch_size_t": 2, "text_embed_dim": 96, "patch_bias": False,
+        "use_rotary_positional_embeddings": True,
+    },
+    "HunyuanVideo15Transformer3DModel": {
+        "num_layers": 2, "num_attention_heads": 2, "text_embed_dim": 96, "image_embed_dim": 64,
+    },
+}  # fmt: skip
 
 
 def saved(kind: str, folder: Path, **config: object) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from comfyui_tpu.tests.files import single_files
-from comfyui_tpu.tests.files.comfyui_oracle import FORMATS, holds, read_by_comfyui, read_by_us, saved
+from comfyui_tpu.tests.files.comfyui_oracle import DENOISERS, FORMATS, holds, read_by_comfyui, read_by_us, saved
 from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
 from safetensors.torch import load_file
 
@@ -18,7 +18,7 @@ pytestmark = [needs_comfyui, pytest.mark.slow]
 
 def test_every_format_of_wan_is_what_comfyui_reads(tmp_path: Path):
     kind = "WanTransformer3DModel"
-    folder = saved(kind, tmp_path / "wan", num_attention_heads=1, attention_head_dim=128, ffn_dim=256, num_layers=2)
+    folder = saved(kind, tmp_path / "wan", **DENOISERS[kind])
     files = []
     for number, (change, _) in enumerate(FORMATS.values()):
         files.append(("model", single_files.write(tmp_path / f"wan{number}.safetensors", folder, kind, change=change)))
@@ -39,35 +39,16 @@ def test_the_vae_of_wan_is_what_comfyui_reads(tmp_path: Path):
     assert theirs.keys() == load_file(path).keys()
 
 
-def test_flux_is_what_comfyui_reads(tmp_path: Path):
-    kind = "Flux2Transformer2DModel"
-    sizes = {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 2, "joint_attention_dim": 96}
-    path = single_files.write(tmp_path / "flux.safetensors", saved(kind, tmp_path / "flux", **sizes), kind)
+@pytest.mark.parametrize("kind", [kind for kind in DENOISERS if "Wan" not in kind])
+def test_another_denoiser_is_what_comfyui_reads(kind: str, tmp_path: Path):
+    folder = saved(kind, tmp_path / "folder", **DENOISERS[kind])
+    path = single_files.write(tmp_path / "file.safetensors", folder, kind)
     (theirs,) = read_by_comfyui(tmp_path, ("model", path))
-    # ComfyUI renames the norms' scales.
+    # Of Flux.2 ComfyUI renames the norms' scales.
     ours = {
         name.removesuffix(".scale") + ".weight" * name.endswith(".scale"): x for name, x in read_by_us(path).items()
     }
     holds(ours, theirs, 0.0)
-
-
-def test_cogvideox_is_what_comfyui_reads(tmp_path: Path):
-    kind = "CogVideoXTransformer3DModel"
-    sizes = {
-        "num_layers": 2, "num_attention_heads": 2, "patch_size_t": 2, "text_embed_dim": 96, "patch_bias": False,
-        "use_rotary_positional_embeddings": True,
-    }  # fmt: skip
-    path = single_files.write(tmp_path / "cogvideox.safetensors", saved(kind, tmp_path / "cogvideox", **sizes), kind)
-    (theirs,) = read_by_comfyui(tmp_path, ("model", path))
-    holds(read_by_us(path), theirs, 0.0)
-
-
-def test_hunyuan_is_what_comfyui_reads(tmp_path: Path):
-    kind = "HunyuanVideo15Transformer3DModel"
-    sizes = {"num_layers": 2, "num_attention_heads": 2, "text_embed_dim": 96, "image_embed_dim": 64}
-    path = single_files.write(tmp_path / "hunyuan.safetensors", saved(kind, tmp_path / "hunyuan", **sizes), kind)
-    (theirs,) = read_by_comfyui(tmp_path, ("model", path))
-    holds(read_by_us(path), theirs, 0.0)
 
 
 def test_the_vae_of_flux_is_what_comfyui_reads(tmp_path: Path):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tests.checkpoints.test_quantized import WRITERS
 from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tests.files.single_files import Tensors
 from comfyui_tpu.tests.files.test_gguf_and_tokenizers import write_gguf
@@ -118,6 +119,27 @@ def test_damage_is_a_sentence(case: str, tmp_path: Path):
 def test_the_same_file_without_damage_loads(tmp_path: Path):
     load_denoiser(write(tmp_path / "wan.safetensors"))
     load_denoiser(write(tmp_path / "scaled.safetensors", quantised))
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("extent", ["one layer", "all layers"])
+def test_codes_of_writers_that_are_not_decoded_are_refused_by_name(writer: str, extent: str, tmp_path: Path):
+    """torchao's among them, whose layout is a prototype's."""
+    _, codes_of, named = WRITERS[writer]
+
+    def change(tensors: Tensors) -> Tensors:
+        found: Tensors = {}
+        for name, tensor in tensors.items():
+            layer = name.removesuffix(".weight")
+            is_one = layer == LAYER if extent == "one layer" else "blocks." in name and tensor.ndim == 2
+            if is_one and layer != name:
+                found |= {f"{layer}.{own}": value.clone() for own, value in codes_of(tensor).items()}
+            else:
+                found[name] = tensor
+        return found
+
+    with pytest.raises(CheckpointError, match=named):
+        load_denoiser(write(tmp_path / "wan.safetensors", change))
 
 
 @pytest.mark.parametrize("part", [0.0, 0.001, 0.3, 0.999])

@@ -1,11 +1,14 @@
 """Files as the nodes and the command line take them: alone, joined, in dropdowns, and from ComfyUI's folders."""
 
+import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from comfyui_tpu.cli import main
+from comfyui_tpu.cli.verbs import given_folders
+from comfyui_tpu.nodes import lora
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.graph import generations
 from comfyui_tpu.nodes.headless import model_folders
@@ -62,6 +65,25 @@ def test_a_file_alone_takes_its_other_parts_from_comfyuis_folders(comfyui: Path)
     }  # fmt: skip
     digests = {content.of_model(model.model_id, folders, Silent()) for _ in range(2)}
     assert len(digests) == 1
+
+
+def test_a_lora_is_found_by_its_name_in_comfyuis_folders(
+    comfyui: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Its own one, and those of its extra paths."""
+    monkeypatch.setenv("COMFYUI_PATH", str(comfyui))
+    extra = "a111:\n  base_path: ../disk\n  loras: |\n    styles\n    more\n"
+    (comfyui / "extra_model_paths.yaml").write_text(extra)
+    options = argparse.Namespace(input=tmp_path, workflow=tmp_path / "workflow.json")
+    folders = given_folders(options, tmp_path)
+    own, *others = map(Path, folders.loras)
+    assert own == comfyui / "models" / "loras" and [path.name for path in others] == ["styles", "more"]
+    for folder, name in ((own, "a.safetensors"), (others[1], "b.safetensors")):
+        folder.mkdir(parents=True)
+        (folder / name).touch()
+        assert lora.find(folders, lora_name=name).resolve() == (folder / name).resolve()
+    with pytest.raises(ValueError, match="there is no such file in .*loras or .*styles or .*more"):
+        lora.find(folders, lora_name="c.safetensors")
 
 
 def test_parts_that_are_chosen_join_the_model_id(comfyui: Path):

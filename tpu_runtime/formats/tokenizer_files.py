@@ -14,7 +14,7 @@ from ..files import CheckpointError, TensorFile, parse_json
 from . import gguf_file
 
 # Tensors of bytes, and what they are: a SentencePiece model, and Mistral's tekken.json.
-SENTENCEPIECE, TEKKEN = "spiece_model", "tekken_model"
+TENSORS = SENTENCEPIECE, TEKKEN = "spiece_model", "tekken_model"
 # GGUF's fields are named after this.
 _GGUF = "tokenizer.ggml."
 # Mistral's longest has 128; each is cut in two at every byte.
