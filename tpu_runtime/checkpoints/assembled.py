@@ -7,6 +7,7 @@ files' names, sizes and times; parts that are in no file are those of another ch
 
 import functools
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -126,14 +127,20 @@ def _write(spec: ModelSpec, parts: Mapping[str, Held], configs: Mapping[str, Map
         carried = None if held is None else tokenizer_files.embedded(held.path, held.contents.tensors)
         if held is not None and carried is not None:
             config = configs[spec.component(text.component).folder]
-            rows = config.get("text_config", config)["vocab_size"]
-            (folder / text.tokenizer_folder).symlink_to(_tokenizer(held, carried, rows))
+            (folder / text.tokenizer_folder).symlink_to(_tokenizer(held, carried, _vocabulary(config)))
     for name, held in parts.items():
         write(f"{name}/config.json", configs[name])
         write(f"{name}/{SOURCE}", {"file": str(held.path.absolute()), "prefix": held.prefix})
 
 
-def _tokenizer(held: Held, carried: TokenizerFile, rows: int) -> Path:
+def _vocabulary(config: Mapping[str, Any]) -> float:
+    """How many tokens an encoder has embeddings of; no bound where its config, which may hold anything, has none."""
+    text = config.get("text_config", config)
+    found = text.get("vocab_size") if isinstance(text, Mapping) else None
+    return found if isinstance(found, int) else math.inf
+
+
+def _tokenizer(held: Held, carried: TokenizerFile, rows: float) -> Path:
     """The folder of the tokenizer that a file carries along: one for all models that are made with the file, whose
     encoder has embeddings of so many tokens.
     """
