@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--files", metavar="FORMAT",
-        help="single files in this format (fp8 or fp16) instead, as ComfyUI's templates name them, into the folders of "
-        "the ComfyUI of this machine, or below --to",
+        help="single files in this format (fp8, fp16 or bf16) instead, as ComfyUI's templates name them, into the "
+        "folders of the ComfyUI of this machine, or below --to",
     )  # fmt: skip
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from ..nodes.declare import Folders
 from ..nodes.graph import Workflow
+from ..nodes.headless import model_folders as comfyui_folders
 from ..nodes.headless.changes import assign, make_tiny, read_json
-from ..nodes.headless.model_folders import find as find_folders
 from ..nodes.headless.runner import HEADLESS, NodeTime
 from ..nodes.headless.workflow import to_api
 from ..tpu_runtime import pipeline
@@ -50,15 +50,19 @@ def given_workflow(options: argparse.Namespace) -> Workflow:
 
 
 def given_folders(options: argparse.Namespace, output: Path) -> Folders:
-    loras = (str(doctor.comfyui_folder() / "models" / "loras"),)
     return Folders(
-        models=model_folders(), loras=loras, input=options.input, output=output, workflow=options.workflow.parent
-    )
+        models=model_folders(), loras=lora_folders(), input=options.input, output=output,
+        workflow=options.workflow.parent,
+    )  # fmt: skip
 
 
 def model_folders() -> tuple[str, ...]:
     """The folders of the ComfyUI on this machine, if there is one, that model ids are looked for in."""
-    return find_folders(doctor.comfyui_folder())
+    return comfyui_folders.find(doctor.comfyui_folder())
+
+
+def lora_folders() -> tuple[str, ...]:
+    return comfyui_folders.loras(doctor.comfyui_folder())
 
 
 def input_names(field: str) -> list[str]:

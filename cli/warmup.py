@@ -8,7 +8,16 @@ from ..nodes.graph import generations
 from ..nodes.headless.runner import HEADLESS, TerminalHost
 from ..tpu_runtime import pipeline
 from ..tpu_runtime.pipeline import CHOICES, SPECS, ModelRef, Settings, is_of_files, spec_by_name, variant
-from .verbs import add_inputs, flag, given_inputs, input_names, model_folders, print_timings, read_workflow
+from .verbs import (
+    add_inputs,
+    flag,
+    given_inputs,
+    input_names,
+    lora_folders,
+    model_folders,
+    print_timings,
+    read_workflow,
+)
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
@@ -37,7 +46,7 @@ def _wanted(options: argparse.Namespace) -> list[tuple[ModelRef, Settings]]:
     if options.workflow:
         if given := [flag(name) for name in input_names("inputs") if getattr(options, name, None) is not None]:
             raise ValueError(f"{', '.join(given)}: a workflow has its own. Leave it out, or give --model NAME instead.")
-        return generations(read_workflow(options), Folders(models=model_folders()), HEADLESS)
+        return generations(read_workflow(options), Folders(models=model_folders(), loras=lora_folders()), HEADLESS)
     is_file = is_of_files(options.model)
     folders = model_folders() if is_of_files(options.model_id or options.model) else ()
     spec = variant(None, options.model, folders) if is_file else spec_by_name(options.model)

@@ -15,6 +15,7 @@ from typing import Any
 # Run as a file, this folder is where Python looks first.
 import pages
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.models.layouts import published
 from graphs import Example, LoraFile, api, pipeline, stages
 
 ROOT = Path(__file__).parents[1]
@@ -244,6 +245,13 @@ def caption(example: Example) -> tuple[str, str, str]:
     return (example.spec.title, size(example), found)
 
 
+def weights(model: str) -> Iterator[str]:
+    """The command that brings a model's weights as files, and their sizes, smallest first."""
+    if sizes := published.sizes(model):
+        command = f"comfyui-tpu download {model} --files {sizes.split()[0]}"
+        yield f"`{command}` brings its weights as files into ComfyUI's folders: {sizes}."
+
+
 def note(example: Example, has_loader: bool) -> str:
     """Markdown: what it takes, then what to know."""
     spec, rows = example.spec, list(predictions(example))
@@ -261,6 +269,7 @@ def note(example: Example, has_loader: bool) -> str:
         sizes += f', and a prompt such as "{texts["prompt"]}", the negative one empty'
     tips = [
         *example.tips,
+        *weights(spec.name),
         f"{place} may also be a local folder in diffusers layout, or `{spec.miniature.id}` to try the graph without "
         f"weights ({sizes}).",
     ]

@@ -20,12 +20,18 @@ EXTRA = "extra_model_paths.yaml"
 
 def find(comfyui: Path) -> tuple[str, ...]:
     """The folders there are, each once, of the kinds in order."""
-    extra = list(_extra(comfyui / EXTRA))
-    found: list[str] = []
-    for names in KINDS.values():
-        found += [str(comfyui / "models" / name) for name in names]
-        found += [path for name, path in extra if name in names]
+    found = (path for names in KINDS.values() for path in _named(comfyui, *names))
     return tuple(path for path in dict.fromkeys(found) if Path(path).is_dir())
+
+
+def loras(comfyui: Path) -> tuple[str, ...]:
+    """The folders of LoRAs, ComfyUI's own first, which is the one to create where there is none."""
+    return tuple(dict.fromkeys(_named(comfyui, "loras")))
+
+
+def _named(comfyui: Path, *names: str) -> Iterator[str]:
+    yield from (str(comfyui / "models" / name) for name in names)
+    yield from (path for name, path in _extra(comfyui / EXTRA) if name in names)
 
 
 def _extra(path: Path) -> Iterator[tuple[str, str]]:

@@ -1,29 +1,70 @@
 """Run in a process of its own: what ComfyUI's own loaders make of files, in float32, by ComfyUI's names.
 
-Arguments: ComfyUI's folder, then for each file its kind, its path, and where the tensors go.
+Arguments: ComfyUI's folder, and jobs as JSON: each has a `kind` ("model", "vae", "clip" or "lora keys"), `paths`, and
+the `target` that the tensors go to. One of text encoders has a `type`, ComfyUI's `options`, the `module` that is asked
+for, and `texts` whose tokens are saved as well. For "lora keys" the target gets JSON: the names that ComfyUI takes in
+LoRA files of a denoiser, and the weight that each is for, with a dimension, start and length for a part of it, and the
+name of the function that orders its rows.
 """
 
+import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 
-def main(comfyui: str, *jobs: str) -> None:
+def main(comfyui: str, jobs: str) -> None:
     sys.path.insert(0, comfyui)
     sys.argv = [sys.argv[0], "--cpu"]
     import comfy.options
 
     comfy.options.enable_args_parsing()
-    import comfy.sd
-    import comfy.utils
+    import torch
     from safetensors.torch import save_file
 
-    for kind, path, target in zip(jobs[::3], jobs[1::3], jobs[2::3], strict=True):
-        if kind == "vae":
-            module = comfy.sd.VAE(sd=comfy.utils.load_torch_file(path)).first_stage_model
-        else:
-            module = comfy.sd.load_diffusion_model(path).model.diffusion_model
-        save_file({name: numbers(tensor) for name, tensor in module.named_parameters()}, Path(target))
+    for job in json.loads(jobs):
+        if job["kind"] == "lora keys":
+            Path(job["target"]).write_text(json.dumps(lora_keys(job["paths"][0])))
+            continue
+        module, tokenizer = loaded(job)
+        tensors = {name: numbers(tensor) for name, tensor in module.named_parameters() if is_read(name)}
+        for number, text in enumerate(job.get("texts", ())):
+            tensors[f"tokens.{number}"] = torch.tensor(tokenizer(text)["input_ids"])
+        save_file(tensors, Path(job["target"]))
+
+
+def loaded(job: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The network of a job, and its tokenizer."""
+    import comfy.sd
+    import comfy.utils
+
+    if job["kind"] == "vae":
+        return comfy.sd.VAE(sd=comfy.utils.load_torch_file(job["paths"][0])).first_stage_model, None
+    if job["kind"] == "model":
+        return comfy.sd.load_diffusion_model(job["paths"][0]).model.diffusion_model, None
+    kind = comfy.sd.CLIPType[job["type"]]
+    clip = comfy.sd.load_clip(job["paths"], clip_type=kind, model_options=job["options"])
+    # What wraps the tokenizer of an encoder that is alone names it.
+    tokenizer = getattr(clip.tokenizer, clip.tokenizer.clip).tokenizer if job.get("texts") else None
+    return getattr(clip.cond_stage_model, job["module"]).transformer, tokenizer
+
+
+def lora_keys(path: str) -> dict[str, Any]:
+    import comfy.lora
+    import comfy.sd
+
+    found = comfy.lora.model_lora_keys_unet(comfy.sd.load_diffusion_model(path).model, {})
+    return {key: target if isinstance(target, str) else written(*target) for key, target in found.items()}
+
+
+def written(name: str, part: Any = None, order: Any = None) -> list[Any]:
+    return [name, part, getattr(order, "__name__", None)]
+
+
+def is_read(name: str) -> bool:
+    """Not what encoders of text are without in a test's file: what sees pictures, in its full size, and the head."""
+    return not name.startswith(("visual.", "model.lm_head."))
 
 
 def numbers(tensor: Any) -> Any:

@@ -144,18 +144,52 @@ def swapped(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([second, first])
 
 
+# What Flux.2 and HunyuanVideo 1.5 have in common: projections of both streams as one, embedders, and their attention.
+FUSED: Renames = (("attn.qkv", r"attn\.to_{}"), ("attn.added", r"attn\.add_{}_proj"))
+
+
+def embedder(ours: str, theirs: str) -> Renames:
+    return (rf"^{ours}\.linear_1", f"{theirs}.in_layer"), (rf"^{ours}\.linear_2", f"{theirs}.out_layer")
+
+
+def streams(weight: str) -> Renames:
+    """The attention of blocks of two streams, whose norms' weights are called `weight`."""
+    attention = r"^transformer_blocks\.(\d+)\.attn"
+    return (
+        (rf"{attention}\.qkv", r"double_blocks.\1.img_attn.qkv"),
+        (rf"{attention}\.added", r"double_blocks.\1.txt_attn.qkv"),
+        (rf"{attention}\.norm_q\.weight", rf"double_blocks.\1.img_attn.norm.query_norm.{weight}"),
+        (rf"{attention}\.norm_k\.weight", rf"double_blocks.\1.img_attn.norm.key_norm.{weight}"),
+        (rf"{attention}\.norm_added_q\.weight", rf"double_blocks.\1.txt_attn.norm.query_norm.{weight}"),
+        (rf"{attention}\.norm_added_k\.weight", rf"double_blocks.\1.txt_attn.norm.key_norm.{weight}"),
+        (rf"{attention}\.to_out\.0", r"double_blocks.\1.img_attn.proj"),
+        (rf"{attention}\.to_add_out", r"double_blocks.\1.txt_attn.proj"),
+    )
+
+
+# Of the VAEs of both, whose code is latent diffusion's.
+LATENT_DIFFUSION: Renames = (
+    (r"\.down_blocks\.", ".down."),
+    (r"(\.(?:up|down)\.\d+)\.resnets\.", r"\1.block."),
+    (r"\.downsamplers\.0\.", ".downsample."),
+    (r"\.upsamplers\.0\.", ".upsample."),
+    (r"\.conv_shortcut\.", ".nin_shortcut."),
+    (r"\.mid_block\.resnets\.0\.", ".mid.block_1."),
+    (r"\.mid_block\.resnets\.1\.", ".mid.block_2."),
+    (r"\.mid_block\.attentions\.0\.to_([qkv])\.", r".mid.attn_1.\1."),
+)
+
+
 def flux2(tensors: Tensors) -> Tensors:
     """Black Forest Labs': fused projections, shift before scale, norms' weights called scale."""
-    tensors = fused(tensors, (("attn.qkv", r"attn\.to_{}"), ("attn.added", r"attn\.add_{}_proj")), "qkv")
+    tensors = fused(tensors, FUSED, "qkv")
     found = renamed(
         tensors,
         (
             (r"^x_embedder\.", "img_in."),
             (r"^context_embedder\.", "txt_in."),
-            (r"^time_guidance_embed\.timestep_embedder\.linear_1", "time_in.in_layer"),
-            (r"^time_guidance_embed\.timestep_embedder\.linear_2", "time_in.out_layer"),
-            (r"^time_guidance_embed\.guidance_embedder\.linear_1", "guidance_in.in_layer"),
-            (r"^time_guidance_embed\.guidance_embedder\.linear_2", "guidance_in.out_layer"),
+            *embedder(r"time_guidance_embed\.timestep_embedder", "time_in"),
+            *embedder(r"time_guidance_embed\.guidance_embedder", "guidance_in"),
             (r"_modulation(\w*)\.linear\.", r"_modulation\1.lin."),
             (r"^norm_out\.linear\.", "final_layer.adaLN_modulation.1."),
             (r"^proj_out\.", "final_layer.linear."),
@@ -163,20 +197,7 @@ def flux2(tensors: Tensors) -> Tensors:
             (r"^single_transformer_blocks\.(\d+)\.attn\.to_out", r"single_blocks.\1.linear2"),
             (r"^single_transformer_blocks\.(\d+)\.attn\.norm_q\.weight", r"single_blocks.\1.norm.query_norm.scale"),
             (r"^single_transformer_blocks\.(\d+)\.attn\.norm_k\.weight", r"single_blocks.\1.norm.key_norm.scale"),
-            (r"^transformer_blocks\.(\d+)\.attn\.qkv", r"double_blocks.\1.img_attn.qkv"),
-            (r"^transformer_blocks\.(\d+)\.attn\.added", r"double_blocks.\1.txt_attn.qkv"),
-            (r"^transformer_blocks\.(\d+)\.attn\.norm_q\.weight", r"double_blocks.\1.img_attn.norm.query_norm.scale"),
-            (r"^transformer_blocks\.(\d+)\.attn\.norm_k\.weight", r"double_blocks.\1.img_attn.norm.key_norm.scale"),
-            (
-                r"^transformer_blocks\.(\d+)\.attn\.norm_added_q\.weight",
-                r"double_blocks.\1.txt_attn.norm.query_norm.scale",
-            ),
-            (
-                r"^transformer_blocks\.(\d+)\.attn\.norm_added_k\.weight",
-                r"double_blocks.\1.txt_attn.norm.key_norm.scale",
-            ),
-            (r"^transformer_blocks\.(\d+)\.attn\.to_out\.0", r"double_blocks.\1.img_attn.proj"),
-            (r"^transformer_blocks\.(\d+)\.attn\.to_add_out", r"double_blocks.\1.txt_attn.proj"),
+            *streams("scale"),
             (r"^transformer_blocks\.(\d+)\.ff\.linear_in", r"double_blocks.\1.img_mlp.0"),
             (r"^transformer_blocks\.(\d+)\.ff\.linear_out", r"double_blocks.\1.img_mlp.2"),
             (r"^transformer_blocks\.(\d+)\.ff_context\.linear_in", r"double_blocks.\1.txt_mlp.0"),
@@ -201,15 +222,8 @@ def flux2_vae(tensors: Tensors) -> Tensors:
         (
             (r"^quant_conv\.", "encoder.quant_conv."),
             (r"^post_quant_conv\.", "decoder.post_quant_conv."),
-            (r"\.down_blocks\.", ".down."),
-            (r"(\.(?:up|down)\.\d+)\.resnets\.", r"\1.block."),
-            (r"\.downsamplers\.0\.", ".downsample."),
-            (r"\.upsamplers\.0\.", ".upsample."),
-            (r"\.conv_shortcut\.", ".nin_shortcut."),
-            (r"\.mid_block\.resnets\.0\.", ".mid.block_1."),
-            (r"\.mid_block\.resnets\.1\.", ".mid.block_2."),
+            *LATENT_DIFFUSION,
             (r"\.mid_block\.attentions\.0\.group_norm\.", ".mid.attn_1.norm."),
-            (r"\.mid_block\.attentions\.0\.to_([qkv])\.", r".mid.attn_1.\1."),
             (r"\.mid_block\.attentions\.0\.to_out\.0\.", ".mid.attn_1.proj_out."),
             (r"\.conv_norm_out\.", ".norm_out."),
         ),
@@ -218,19 +232,15 @@ def flux2_vae(tensors: Tensors) -> Tensors:
 
 def hunyuan15(tensors: Tensors) -> Tensors:
     """Tencent's, as ComfyUI repackages them: fused projections, shift before scale."""
-    tensors = fused(tensors, (("attn.qkv", r"attn\.to_{}"), ("attn.added", r"attn\.add_{}_proj")), "qkv")
+    tensors = fused(tensors, FUSED, "qkv")
     found = renamed(
         tensors,
         (
             (r"^x_embedder\.", "img_in."),
-            (r"^time_embed\.timestep_embedder\.linear_1", "time_in.in_layer"),
-            (r"^time_embed\.timestep_embedder\.linear_2", "time_in.out_layer"),
-            (r"^time_embed\.timestep_embedder_r\.linear_1", "time_r_in.in_layer"),
-            (r"^time_embed\.timestep_embedder_r\.linear_2", "time_r_in.out_layer"),
-            (r"^context_embedder\.time_text_embed\.timestep_embedder\.linear_1", "txt_in.t_embedder.in_layer"),
-            (r"^context_embedder\.time_text_embed\.timestep_embedder\.linear_2", "txt_in.t_embedder.out_layer"),
-            (r"^context_embedder\.time_text_embed\.text_embedder\.linear_1", "txt_in.c_embedder.in_layer"),
-            (r"^context_embedder\.time_text_embed\.text_embedder\.linear_2", "txt_in.c_embedder.out_layer"),
+            *embedder(r"time_embed\.timestep_embedder", "time_in"),
+            *embedder(r"time_embed\.timestep_embedder_r", "time_r_in"),
+            *embedder(r"context_embedder\.time_text_embed\.timestep_embedder", "txt_in.t_embedder"),
+            *embedder(r"context_embedder\.time_text_embed\.text_embedder", "txt_in.c_embedder"),
             (r"^context_embedder\.proj_in\.", "txt_in.input_embedder."),
             (r"^context_embedder\.token_refiner\.refiner_blocks\.", "txt_in.individual_token_refiner.blocks."),
             (r"(refiner\.blocks\.\d+)\.attn\.qkv", r"\1.self_attn.qkv"),
@@ -247,17 +257,10 @@ def hunyuan15(tensors: Tensors) -> Tensors:
             (r"^cond_type_embed\.", "cond_type_embedding."),
             (r"^norm_out\.linear\.", "final_layer.adaLN_modulation.1."),
             (r"^proj_out\.", "final_layer.linear."),
+            *streams("weight"),
             (r"^transformer_blocks\.", "double_blocks."),
             (r"(double_blocks\.\d+)\.norm1\.linear", r"\1.img_mod.lin"),
             (r"(double_blocks\.\d+)\.norm1_context\.linear", r"\1.txt_mod.lin"),
-            (r"(double_blocks\.\d+)\.attn\.qkv", r"\1.img_attn.qkv"),
-            (r"(double_blocks\.\d+)\.attn\.added", r"\1.txt_attn.qkv"),
-            (r"(double_blocks\.\d+)\.attn\.norm_q\.weight", r"\1.img_attn.norm.query_norm.weight"),
-            (r"(double_blocks\.\d+)\.attn\.norm_k\.weight", r"\1.img_attn.norm.key_norm.weight"),
-            (r"(double_blocks\.\d+)\.attn\.norm_added_q\.weight", r"\1.txt_attn.norm.query_norm.weight"),
-            (r"(double_blocks\.\d+)\.attn\.norm_added_k\.weight", r"\1.txt_attn.norm.key_norm.weight"),
-            (r"(double_blocks\.\d+)\.attn\.to_out\.0", r"\1.img_attn.proj"),
-            (r"(double_blocks\.\d+)\.attn\.to_add_out", r"\1.txt_attn.proj"),
             (r"(double_blocks\.\d+)\.ff\.net\.0\.proj", r"\1.img_mlp.0"),
             (r"(double_blocks\.\d+)\.ff\.net\.2", r"\1.img_mlp.2"),
             (r"(double_blocks\.\d+)\.ff_context\.net\.0\.proj", r"\1.txt_mlp.0"),
@@ -270,19 +273,7 @@ def hunyuan15(tensors: Tensors) -> Tensors:
 
 def hunyuan15_vae(tensors: Tensors) -> Tensors:
     return renamed(
-        tensors,
-        (
-            (r"\.down_blocks\.", ".down."),
-            (r"\.up_blocks\.", ".up."),
-            (r"(\.(?:up|down)\.\d+)\.resnets\.", r"\1.block."),
-            (r"\.downsamplers\.0\.", ".downsample."),
-            (r"\.upsamplers\.0\.", ".upsample."),
-            (r"\.conv_shortcut\.", ".nin_shortcut."),
-            (r"\.mid_block\.resnets\.0\.", ".mid.block_1."),
-            (r"\.mid_block\.resnets\.1\.", ".mid.block_2."),
-            (r"\.mid_block\.attentions\.0\.to_([qkv])\.", r".mid.attn_1.\1."),
-            (r"\.mid_block\.attentions\.0\.", ".mid.attn_1."),
-        ),
+        tensors, ((r"\.up_blocks\.", ".up."), *LATENT_DIFFUSION, (r"\.mid_block\.attentions\.0\.", ".mid.attn_1."))
     )
 
 
@@ -316,6 +307,25 @@ def mistral(tensors: Tensors) -> Tensors:
         if match and int(match[2] or 0) < 30:
             found["model." + name[match.start(1) :]] = tensor
     return found
+
+
+def t5_llama(tensors: Tensors) -> Tensors:
+    """llama.cpp's names of T5, from its `gguf/tensor_mapping.py`."""
+    block = r"^encoder\.block\.(\d+)\.layer"
+    return renamed(
+        tensors,
+        (
+            (r"^shared\.", "token_embd."),
+            (r"^encoder\.final_layer_norm\.", "enc.output_norm."),
+            (rf"{block}\.0\.SelfAttention\.relative_attention_bias\.", r"enc.blk.\1.attn_rel_b."),
+            (rf"{block}\.0\.SelfAttention\.([qkvo])\.", r"enc.blk.\1.attn_\2."),
+            (rf"{block}\.0\.layer_norm\.", r"enc.blk.\1.attn_norm."),
+            (rf"{block}\.1\.layer_norm\.", r"enc.blk.\1.ffn_norm."),
+            (rf"{block}\.1\.DenseReluDense\.wi_0\.", r"enc.blk.\1.ffn_gate."),
+            (rf"{block}\.1\.DenseReluDense\.wi_1\.", r"enc.blk.\1.ffn_up."),
+            (rf"{block}\.1\.DenseReluDense\.wo\.", r"enc.blk.\1.ffn_down."),
+        ),
+    )
 
 
 MAKERS: Mapping[str, Callable[[Tensors], Tensors]] = {

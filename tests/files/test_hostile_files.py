@@ -12,14 +12,16 @@ import pytest
 import torch
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tests.checkpoints.test_quantized import WRITERS
 from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tests.files.single_files import Tensors
+from comfyui_tpu.tests.files.test_gguf_and_tokenizers import write_gguf
 from comfyui_tpu.tests.properties.hostile import documents, ends_well, spoiled
 from comfyui_tpu.tests.properties.test_checkpoints import file_of
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import assembled, checkpoint, load, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
 from comfyui_tpu.tpu_runtime.files import CheckpointError
-from comfyui_tpu.tpu_runtime.formats import contents
+from comfyui_tpu.tpu_runtime.formats import contents, gguf_file
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
 from comfyui_tpu.tpu_runtime.programs import modules, weights
@@ -29,6 +31,7 @@ from hypothesis import given, settings
 WAN = spec_by_name("wan2.1-t2v-14b")
 KIND = "WanTransformer3DModel"
 LAYER = "blocks.0.self_attn.q"
+TINY = WAN.component("transformer").tiny
 
 
 def gguf_of_two() -> bytes:
@@ -118,6 +121,27 @@ def test_the_same_file_without_damage_loads(tmp_path: Path):
     load_denoiser(write(tmp_path / "scaled.safetensors", quantised))
 
 
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("extent", ["one layer", "all layers"])
+def test_codes_of_writers_that_are_not_decoded_are_refused_by_name(writer: str, extent: str, tmp_path: Path):
+    """torchao's among them, whose layout is a prototype's."""
+    _, codes_of, named = WRITERS[writer]
+
+    def change(tensors: Tensors) -> Tensors:
+        found: Tensors = {}
+        for name, tensor in tensors.items():
+            layer = name.removesuffix(".weight")
+            is_one = layer == LAYER if extent == "one layer" else "blocks." in name and tensor.ndim == 2
+            if is_one and layer != name:
+                found |= {f"{layer}.{own}": value.clone() for own, value in codes_of(tensor).items()}
+            else:
+                found[name] = tensor
+        return found
+
+    with pytest.raises(CheckpointError, match=named):
+        load_denoiser(write(tmp_path / "wan.safetensors", change))
+
+
 @pytest.mark.parametrize("part", [0.0, 0.001, 0.3, 0.999])
 def test_a_file_that_is_cut_off_is_none(part: float, tmp_path: Path):
     model_id = write(tmp_path / "wan.safetensors")
@@ -151,6 +175,60 @@ def test_a_gguf_that_is_none_is_a_sentence(content: bytes, tmp_path: Path):
     (tmp_path / "wan.gguf").write_bytes(content)
     with pytest.raises(CheckpointError, match="is not a whole GGUF file"):
         choose_model(WAN, f"{tmp_path / 'wan.gguf'} + {WAN.miniature.random_id}")
+
+
+def makers_tensors() -> Tensors:
+    return single_files.wan(single_files.load_folder(tiny.ensure(WAN) / "transformer"))
+
+
+@pytest.fixture(scope="module")
+def wan_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("gguf") / "wan.gguf"
+    write_gguf(path, makers_tensors(), "wan")
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("part", [0.001, 0.1, 0.5, 0.999])
+def test_a_gguf_that_is_cut_off_is_none(part: float, wan_gguf: bytes, tmp_path: Path):
+    (tmp_path / "wan.gguf").write_bytes(wan_gguf[: int(len(wan_gguf) * part)])
+    with pytest.raises(CheckpointError, match="is not a whole GGUF file|ends early"):
+        load_denoiser(f"{tmp_path / 'wan.gguf'} + {WAN.miniature.random_id}")
+
+
+def test_a_gguf_that_is_cut_off_while_it_is_read(wan_gguf: bytes, tmp_path: Path):
+    """Its header was read when it was whole."""
+    path = tmp_path / "wan.gguf"
+    path.write_bytes(wan_gguf)
+    tensors, _ = gguf_file.read_header(path)
+    last = max((tensor.made for tensor in tensors.values()), key=lambda made: made.offset)
+    path.write_bytes(wan_gguf[: last.offset + 1])
+    with pytest.raises(CheckpointError, match="ends early"):
+        last.read((), lambda *_: None)
+
+
+GGUF_DAMAGE: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+    "a weight by both of its names": (
+        lambda t: {**t, "blocks.0.attn1.to_q.weight": t[f"{LAYER}.weight"]}, "the file holds a weight twice",
+    ),
+    "values that are not finite": (
+        lambda t: {**t, f"{LAYER}.weight": t[f"{LAYER}.weight"] * float("nan")}, "holds NaN or infinity",
+    ),
+    "another shape": (lambda t: {**t, f"{LAYER}.weight": torch.zeros(7, 5)}, "has shape (7, 5), but its config"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GGUF_DAMAGE)
+def test_damage_in_a_gguf_is_a_sentence(case: str, tmp_path: Path):
+    change, sentence = GGUF_DAMAGE[case]
+    path = write_gguf(tmp_path / "wan.gguf", change(makers_tensors()), "wan")
+    # What heads it has a GGUF does not say: the folder's config stands in for the published one.
+    component, network = WAN.component("transformer"), modules.build(WAN.component("transformer"), TINY)
+    (held,) = contents.networks(Path(path), LAYOUTS)
+    with pytest.raises(CheckpointError) as error:
+        files = checkpoint.match(network, assembled.own_tensors(held), Path(path))
+        wanted = weights.abstract(network, make_mesh(jax.devices()[:1], MeshShape()), "float32")
+        load.load(network, files, wanted, component.name, Silent())
+    assert sentence in str(error.value)
 
 
 HEADER = {

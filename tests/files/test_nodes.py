@@ -1,11 +1,14 @@
 """Files as the nodes and the command line take them: alone, joined, in dropdowns, and from ComfyUI's folders."""
 
+import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from comfyui_tpu.cli import main
+from comfyui_tpu.cli.verbs import given_folders
+from comfyui_tpu.nodes import lora
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.graph import generations
 from comfyui_tpu.nodes.headless import model_folders
@@ -19,11 +22,12 @@ from comfyui_tpu.tests.support.fake_hub import FakeHub
 from comfyui_tpu.tpu_runtime.checkpoints import content, parts, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
 from comfyui_tpu.tpu_runtime.files import CheckpointError
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
 from comfyui_tpu.tpu_runtime.models.layouts import published
 from comfyui_tpu.tpu_runtime.progress import Silent
 
 WAN = spec_by_name("wan2.1-t2v-14b")
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +65,25 @@ def test_a_file_alone_takes_its_other_parts_from_comfyuis_folders(comfyui: Path)
     }  # fmt: skip
     digests = {content.of_model(model.model_id, folders, Silent()) for _ in range(2)}
     assert len(digests) == 1
+
+
+def test_a_lora_is_found_by_its_name_in_comfyuis_folders(
+    comfyui: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Its own one, and those of its extra paths."""
+    monkeypatch.setenv("COMFYUI_PATH", str(comfyui))
+    extra = "a111:\n  base_path: ../disk\n  loras: |\n    styles\n    more\n"
+    (comfyui / "extra_model_paths.yaml").write_text(extra)
+    options = argparse.Namespace(input=tmp_path, workflow=tmp_path / "workflow.json")
+    folders = given_folders(options, tmp_path)
+    own, *others = map(Path, folders.loras)
+    assert own == comfyui / "models" / "loras" and [path.name for path in others] == ["styles", "more"]
+    for folder, name in ((own, "a.safetensors"), (others[1], "b.safetensors")):
+        folder.mkdir(parents=True)
+        (folder / name).touch()
+        assert lora.find(folders, lora_name=name).resolve() == (folder / name).resolve()
+    with pytest.raises(ValueError, match="there is no such file in .*loras or .*styles or .*more"):
+        lora.find(folders, lora_name="c.safetensors")
 
 
 def test_parts_that_are_chosen_join_the_model_id(comfyui: Path):
@@ -145,3 +168,49 @@ def test_every_set_of_files_is_of_a_model_that_there_is():
             kinds = {"transformer": "diffusion_models", "transformer_2": "diffusion_models"}
             kinds |= {"image_encoder": "clip_vision"}
             assert {kinds.get(folder, folder) for folder in folders} == {file.folder for file in files}
+
+
+@pytest.mark.parametrize("name", published.SETS)
+def test_a_set_of_files_is_its_model_by_their_names(name: str, tmp_path: Path):
+    """Also where only the names tell it: 480p or 720p, base or distilled, text or picture to video."""
+    spec = spec_by_name(name)
+    family = [one for one in SPECS if one.family == spec.family]
+    written = {
+        part.folder: single_files.write(tmp_path / part.folder, tiny.ensure(spec) / part.folder, part.class_name)
+        for part in spec.components
+    }
+    for kind, files in published.SETS[name].items():
+        folders = [part.folder for part in spec.components]
+        paths = []
+        for file in files:
+            own = PARTS.get(file.folder, file.folder)
+            folder = next(one for one in dict.fromkeys(folders) if one.startswith(own))
+            folders = [one for one in folders if one != folder]
+            paths.append(tmp_path / kind / file.folder / file.name)
+            paths[-1].parent.mkdir(parents=True, exist_ok=True)
+            paths[-1].hardlink_to(written[folder])
+        model_id = " + ".join([*map(str, paths), spec.miniature.random_id])
+        assert parts.resolve(model_id, family).spec.name == name, kind
+
+
+# What the folders of a model that ComfyUI's are for begin with.
+PARTS = {"diffusion_models": "transformer", "text_encoders": "text_encoder", "clip_vision": "image_encoder"}
+
+
+def test_sizes_of_files_in_the_readme_are_those_of_the_sets():
+    for page in ("README.md", "README.zh-CN.md"):
+        rows = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("|")]
+        for name in published.SETS:
+            hub_id = spec_by_name(name).published.hub_id
+            # A row names a model in full, or its ending after that of another.
+            row = next(row for row in rows if f"`{ending(hub_id)}`" in row or f"{hub_id.rpartition('/')[2]}`" in row)
+            missing = [size for size in published.sizes(name).split(", ") if size.removesuffix(" GB") not in row]
+            assert not missing, (page, name, missing)
+
+
+def ending(hub_id: str) -> str:
+    """What tells a model from its siblings: `-5B-I2V`, `-720p_i2v`."""
+    for start in ("zai-org/CogVideoX1.5", "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers", "Wan-AI/Wan2.1-I2V-14B"):
+        if hub_id.startswith(start):
+            return hub_id.removeprefix(start)
+    return hub_id.removeprefix("black-forest-labs/FLUX.2-klein")

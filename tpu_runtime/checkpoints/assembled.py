@@ -7,6 +7,7 @@ files' names, sizes and times; parts that are in no file are those of another ch
 
 import functools
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -20,12 +21,13 @@ from ..files import CheckpointError, TensorFile, read_json
 from ..formats import contents, names, tokenizer_files
 from ..formats.contents import Held
 from ..formats.layout import Shapes
+from ..formats.tokenizer_files import TokenizerFile
 from ..model_spec import Component, ModelSpec
 from ..models.layouts import LAYOUTS
 
 SOURCE = "source.json"
 # Part of the digest: increase it when what is written changes.
-VERSION = 1
+VERSION = 2
 
 
 def table_of(class_name: str) -> dict[str, Any]:
@@ -122,21 +124,36 @@ def _write(spec: ModelSpec, parts: Mapping[str, Held], configs: Mapping[str, Map
         write(path, content)
     for text in spec.text_encoders:
         held = parts.get(spec.component(text.component).folder)
-        tensor = None if held is None else tokenizer_files.embedded(held.contents.tensors)
-        if held is not None and tensor is not None:
-            (folder / text.tokenizer_folder).symlink_to(_tokenizer(held, tensor))
+        carried = None if held is None else tokenizer_files.embedded(held.path, held.contents.tensors)
+        if held is not None and carried is not None:
+            config = configs[spec.component(text.component).folder]
+            (folder / text.tokenizer_folder).symlink_to(_tokenizer(held, carried, _vocabulary(config)))
     for name, held in parts.items():
         write(f"{name}/config.json", configs[name])
         write(f"{name}/{SOURCE}", {"file": str(held.path.absolute()), "prefix": held.prefix})
 
 
-def _tokenizer(held: Held, tensor: TensorFile) -> Path:
-    """The folder of the tokenizer that a file carries along: one for all models that are made with the file."""
+def _vocabulary(config: Mapping[str, Any]) -> float:
+    """How many tokens an encoder has embeddings of; no bound where its config, which may hold anything, has none."""
+    text = config.get("text_config", config)
+    found = text.get("vocab_size") if isinstance(text, Mapping) else None
+    return found if isinstance(found, int) else math.inf
+
+
+def _tokenizer(held: Held, carried: TokenizerFile, rows: float) -> Path:
+    """The folder of the tokenizer that a file carries along: one for all models that are made with the file, whose
+    encoder has embeddings of so many tokens.
+    """
     folder = cache_folder() / "parts" / f"tokenizer-{signature(VERSION, state_of(held))[:16]}"
     if not folder.is_dir():
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
-            tokenizer_files.write(tensor, scratch, held.layout.chat_template)
+            size = tokenizer_files.write(carried, scratch, held.layout.chat_template)
+            if size > rows:
+                raise CheckpointError(
+                    f"{held.path} carries a tokenizer of {size} tokens along, and has embeddings of {rows}; one of "
+                    "them is another model's. Download the file again."
+                )
             os.replace(scratch, folder)
         except OSError:
             if not folder.is_dir():

@@ -328,18 +328,10 @@ def read_headers(folder: Path, component: Component) -> dict[str, TensorFile]:
     `CheckpointError` where they are codes that are not decoded.
     """
     if (held := assembled.source_of(folder)) is not None:
-        tensors = assembled.own_tensors(held)
-    else:
-        headers = [contents.header(path) for path in weight_files(folder, component)]
-        found = {name: tensor for each, _ in headers for name, tensor in each.items()}
-        tensors = codes.decoded(found, {name: text for _, said in headers for name, text in said.items()})
-    if problem := quantized.method_of_tensors({name: tensor.dtype for name, tensor in tensors.items()}):
-        name, method = problem
-        raise CheckpointError(
-            f"{tensors[name].path}: the weights are quantized with {method} ({name} is {tensors[name].dtype}, with its "
-            f"scales beside it). {quantized.ADVICE}"
-        )
-    return tensors
+        return assembled.own_tensors(held)
+    headers = [contents.header(path) for path in weight_files(folder, component)]
+    found = {name: tensor for each, _ in headers for name, tensor in each.items()}
+    return codes.decoded(found, {name: text for _, said in headers for name, text in said.items()})
 
 
 def match(network: "Network", tensors: Mapping[str, TensorFile], folder: Path) -> dict[str, tuple[TensorFile, ...]]:

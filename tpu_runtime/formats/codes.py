@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..files import CheckpointError, Made, TensorFile, parse_json
+from . import quantized, tokenizer_files
 from .decode import GROUP_MXFP8, GROUP_NVFP4, Bits4, Mxfp8, Nvfp4, Rotated, Scaled
 
 METADATA = "_quantization_metadata"
@@ -61,7 +62,20 @@ def decoded(tensors: Mapping[str, TensorFile], metadata: Mapping[str, str]) -> d
             f"{bare[0].path}: {bare[0].name} is fp8 without a scale, and other weights of the file have one; it is "
             "incomplete. Download it again."
         )
-    return {name: found.get(name, tensor) for name, tensor in tensors.items() if name not in gone}
+    found = {name: found.get(name, tensor) for name, tensor in tensors.items() if name not in gone}
+    _refuse(found)
+    return found
+
+
+def _refuse(tensors: Mapping[str, TensorFile]) -> None:
+    """`CheckpointError` with the writer's name where a tensor still is codes; a tokenizer's bytes are none."""
+    dtypes = {name: x.dtype for name, x in tensors.items() if name.rpartition(".")[2] not in tokenizer_files.TENSORS}
+    if problem := quantized.method_of_tensors(dtypes):
+        name, method = problem
+        raise CheckpointError(
+            f"{tensors[name].path}: the weights are quantized with {method} ({name} is {tensors[name].dtype}, with its "
+            f"scales beside it). {quantized.ADVICE}"
+        )
 
 
 def _join(layer: str, own: str) -> str:

@@ -1,55 +1,151 @@
-"""Tokenizers that files of text encoders carry along, as `tokenizer.json`, the form in which theirs are published."""
+"""Tokenizers that files of text encoders carry along, as `tokenizer.json`, the form in which theirs are published.
+
+They are tensors of bytes in safetensors files, and fields in GGUF's.
+"""
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..files import CheckpointError, TensorFile, parse_json
+from . import gguf_file
 
 # Tensors of bytes, and what they are: a SentencePiece model, and Mistral's tekken.json.
-SENTENCEPIECE, TEKKEN = "spiece_model", "tekken_model"
+TENSORS = SENTENCEPIECE, TEKKEN = "spiece_model", "tekken_model"
+# GGUF's fields are named after this.
+_GGUF = "tokenizer.ggml."
 # Mistral's longest has 128; each is cut in two at every byte.
 _LONGEST_TOKEN = 1024
-_NORMAL, _UNKNOWN, _USER_DEFINED = 1, 2, 4
+# Kinds of tokens, with the same numbers in SentencePiece's models and in GGUF's fields.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
 
-def embedded(tensors: Mapping[str, TensorFile]) -> TensorFile | None:
-    """The tensor of a file that is a tokenizer."""
-    return tensors.get(SENTENCEPIECE) or tensors.get(TEKKEN)
+@dataclass(frozen=True)
+class _Words:
+    """How text is cut into words, which byte pairs do not cross, by the name that llama.cpp gave it.
+
+    `pad` is what the models were trained with; some GGUF files name another.
+    """
+
+    pattern: str
+    pad: str
+    is_composed: bool = False
+    takes_words: bool = False
 
 
-def write(tensor: TensorFile, folder: Path, chat_template: str | None = None) -> None:
-    """Writes the tokenizer that a tensor is into a folder; `CheckpointError` where it is none."""
-    from safetensors import safe_open
+# Qwen2's and Mistral's, as their makers published them.
+_WORDS = {
+    "qwen2": _Words(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        pad="<|endoftext|>",
+        is_composed=True,
+    ),
+    "tekken": _Words(
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        pad="<pad>",
+        takes_words=True,
+    ),
+}
 
-    with safe_open(str(tensor.path), framework="np") as file:
-        content = file.get_tensor(tensor.name).tobytes()
+
+@dataclass(frozen=True)
+class TokenizerFile:
+    """A tokenizer in a file of weights: the tensor of that name, or GGUF's fields."""
+
+    path: Path
+    name: str
+
+
+def embedded(path: Path, tensors: Mapping[str, TensorFile]) -> TokenizerFile | None:
+    """The tokenizer that a file carries along; None where it has none, or GGUF's of a kind that no model here has."""
+    if path.suffix == gguf_file.SUFFIX:
+        fields = gguf_file.read_header(path)[1]
+        kind = gguf_file.text_of(fields, f"{_GGUF}model")
+        is_known = kind == "t5" or (kind == "gpt2" and gguf_file.text_of(fields, f"{_GGUF}pre") in _WORDS)
+        return TokenizerFile(path, _GGUF) if is_known else None
+    found = tensors.get(SENTENCEPIECE) or tensors.get(TEKKEN)
+    return None if found is None else TokenizerFile(path, found.name)
+
+
+def write(carried: TokenizerFile, folder: Path, chat_template: str | None = None) -> int:
+    """Writes the tokenizer of a file into a folder and returns how many tokens it has; `CheckpointError` where it is
+    none.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        kind = tensor.name.rpartition(".")[2]
-        (_write_sentencepiece if kind == SENTENCEPIECE else _write_tekken)(content, folder, chat_template)
+        tokenizer, names = _read(carried)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     except CheckpointError:
         raise
     except Exception as error:  # whatever the parsers make of bytes that may be anything
         raise CheckpointError(
-            f"{tensor.path}: {tensor.name} is no tokenizer that can be read ({type(error).__name__}: "
+            f"{carried.path}: {carried.name.rstrip('.')} is no tokenizer that can be read ({type(error).__name__}: "
             f"{str(error)[:200]}); the file is damaged. Download it again."
         ) from error
+    template = {"chat_template": chat_template} if chat_template else {}
+    config = {**names, **template, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), "utf-8")
+    return size
 
 
-def _write_sentencepiece(content: bytes, folder: Path, chat_template: str | None) -> None:
-    """UMT5's and T5's as transformers 4 converted them: a unigram model behind its own normalisation."""
+def _read(carried: TokenizerFile) -> tuple[Any, dict[str, str]]:
+    """A tokenizer, and its tokens of beginning, end, padding and the unknown by their names in a config."""
+    if carried.name == _GGUF:
+        fields = gguf_file.read_header(carried.path)[1]
+        values = {name.removeprefix(_GGUF): field for name, field in fields.items() if name.startswith(_GGUF)}
+        is_t5 = gguf_file.text_of(values, "model") == "t5"
+        return _sentencepiece(_model_of(values)) if is_t5 else _of_merges(values)
+    from safetensors import safe_open
+
+    with safe_open(str(carried.path), framework="np") as file:
+        content = file.get_tensor(carried.name).tobytes()
+    if carried.name.rpartition(".")[2] == TEKKEN:
+        return _tekken(content)
+    model = _model()
+    model.ParseFromString(content)
+    return _sentencepiece(model)
+
+
+def _model() -> Any:
     from sentencepiece import sentencepiece_model_pb2
+
+    return sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _model_of(fields: Mapping[str, Any]) -> Any:
+    """The SentencePiece model that GGUF's fields were written from."""
+    model = _model()
+    kinds = fields["token_type"].contents()
+    for piece, score, kind in zip(fields["tokens"].contents(), fields["scores"].contents(), kinds, strict=True):
+        model.pieces.add(piece=piece, score=score, type=kind)
+    model.trainer_spec.byte_fallback = _BYTE in kinds
+    model.trainer_spec.eos_id = fields["eos_token_id"].contents()
+    padding = fields.get("padding_token_id")
+    model.trainer_spec.pad_id = -1 if padding is None else padding.contents()
+    charsmap = fields.get("precompiled_charsmap")
+    model.normalizer_spec.precompiled_charsmap = (
+        bytes(value & 255 for value in charsmap.contents()) if charsmap else b""
+    )
+    return model
+
+
+def _sentencepiece(model: Any) -> tuple[Any, dict[str, str]]:
+    """UMT5's and T5's as transformers 4 converted them: a unigram model behind its own normalisation."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-    proto = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
-    proto.ParseFromString(content)
-    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
-    unknown = next(index for index, piece in enumerate(proto.pieces) if piece.type == _UNKNOWN)
-    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=unknown, byte_fallback=proto.trainer_spec.byte_fallback))
-    charsmap = proto.normalizer_spec.precompiled_charsmap
+    pieces = [(piece.piece, piece.score) for piece in model.pieces]
+    unknown = next((index for index, piece in enumerate(model.pieces) if piece.type == _UNKNOWN), None)
+    if unknown is None:
+        raise ValueError("it has no token of what is unknown")
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=unknown, byte_fallback=model.trainer_spec.byte_fallback))
+    charsmap = model.normalizer_spec.precompiled_charsmap
     tokenizer.normalizer = normalizers.Sequence(
         [
             *([normalizers.Precompiled(charsmap)] if charsmap else []),
@@ -59,23 +155,20 @@ def _write_sentencepiece(content: bytes, folder: Path, chat_template: str | None
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
-    end = pieces[proto.trainer_spec.eos_id][0]
+    end = pieces[model.trainer_spec.eos_id][0]
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=["$A", end], pair=["$A", end, "$B", end], special_tokens=[(end, proto.trainer_spec.eos_id)]
+        single=["$A", end], pair=["$A", end, "$B", end], special_tokens=[(end, model.trainer_spec.eos_id)]
     )
-    special = [piece.piece for piece in proto.pieces if piece.type not in (_NORMAL, _USER_DEFINED, 6)]
+    special = [piece.piece for piece in model.pieces if piece.type in (_UNKNOWN, _CONTROL, _UNUSED)]
     tokenizer.add_special_tokens(special)
-    own = [piece.piece for piece in proto.pieces if piece.type == _USER_DEFINED]
+    own = [piece.piece for piece in model.pieces if piece.type == _USER_DEFINED]
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in own])
-    pad = pieces[proto.trainer_spec.pad_id][0] if proto.trainer_spec.pad_id >= 0 else end
-    names = {"eos_token": end, "pad_token": pad, "unk_token": pieces[unknown][0]}
-    _save(tokenizer, folder, {**names, "tokenizer_class": "T5Tokenizer"})
+    pad = pieces[model.trainer_spec.pad_id][0] if model.trainer_spec.pad_id >= 0 else end
+    return tokenizer, {"eos_token": end, "pad_token": pad, "unk_token": pieces[unknown][0]}
 
 
-def _write_tekken(content: bytes, folder: Path, chat_template: str | None) -> None:
+def _tekken(content: bytes) -> tuple[Any, dict[str, str]]:
     """Mistral's: byte pairs by rank, behind the special tokens."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-
     said = parse_json(content)
     config = said["config"]
     num_special = int(config["default_num_special_tokens"])
@@ -97,19 +190,52 @@ def _write_tekken(content: bytes, folder: Path, chat_template: str | None) -> No
             left, right = token[:cut], token[cut:]
             if left in ranks and right in ranks:
                 merges.append((rank, ranks[left], ranks[right], (text(left), text(right))))
-    tokenizer = Tokenizer(models.BPE(vocabulary, [pair for *_, pair in sorted(merges)], ignore_merges=True))
+    words = _Words(config["pattern"], pad="<pad>", takes_words=True)
+    tokenizer = _byte_pairs(vocabulary, [pair for *_, pair in sorted(merges)], words, special)
+    return tokenizer, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": words.pad}
+
+
+def _of_merges(fields: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
+    """Qwen's and Mistral's of GGUF's fields: tokens in their order, and byte pairs in the order in which they merge."""
+    words = _WORDS[str(gguf_file.text_of(fields, "pre"))]
+    tokens, kinds = fields["tokens"].contents(), fields["token_type"].contents()
+    by_kind = {kind: [token for token, own in zip(tokens, kinds, strict=True) if own == kind] for kind in set(kinds)}
+    unused = set(by_kind.get(_UNUSED, ()))
+    vocabulary = {token: index for index, token in enumerate(tokens) if token not in unused}
+    if words.pad not in vocabulary:
+        raise ValueError(f"it has no token {words.pad}")
+    merges = [tuple(merge.split(" ")) for merge in fields["merges"].contents()]
+    tokenizer = _byte_pairs(vocabulary, merges, words, by_kind.get(_CONTROL, ()), by_kind.get(_USER_DEFINED, ()))
+    ids = {name: fields.get(f"{own}_token_id") for name, own in (("bos_token", "bos"), ("eos_token", "eos"))}
+    names = {name: tokens[field.contents()] for name, field in ids.items() if field is not None}
+    return tokenizer, {**names, "pad_token": words.pad}
+
+
+def _byte_pairs(
+    vocabulary: Mapping[str, int],
+    merges: Sequence[tuple[str, ...]],
+    words: _Words,
+    special: Iterable[str],
+    own: Iterable[str] = (),
+) -> Any:
+    """A tokenizer that merges bytes of words; `special` tokens and the model's `own` are found in text as they are."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+    model = models.BPE(dict(vocabulary), list(merges), ignore_merges=words.takes_words)  # pyright: ignore[reportArgumentType]
+    tokenizer = Tokenizer(model)
+    if words.is_composed:
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(config["pattern"]), behavior="isolated"),
+            pre_tokenizers.Split(Regex(words.pattern), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     tokenizer.add_special_tokens(list(special))
-    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-    template = {"chat_template": chat_template} if chat_template else {}
-    _save(tokenizer, folder, {**names, **template, "tokenizer_class": "LlamaTokenizerFast"})
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in own])
+    return tokenizer
 
 
 def _special(said: Mapping[str, Any], count: int) -> list[str]:
@@ -123,8 +249,3 @@ def _letters() -> dict[int, str]:
     own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in own]
     return {**{byte: chr(byte) for byte in own}, **{byte: chr(256 + index) for index, byte in enumerate(others)}}
-
-
-def _save(tokenizer: Any, folder: Path, config: Mapping[str, Any]) -> None:
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(dict(config), indent=2), "utf-8")

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...formats.layout import Config, FileLayout, Shapes
 from ...model_spec import Table
-from ..text_encoders.mistral3 import CHAT_TEMPLATE
+from ..text_encoders import hunyuan15, mistral3, qwen3
 
 _ATTENTION = "encoder.block.0.layer.0.SelfAttention"
 
@@ -180,6 +180,7 @@ LAYOUTS = (
         marks=(*_named(_Q, _QK_NORM), ("blk.0.attn_q.weight", "blk.0.attn_q_norm.weight")),
         table=qwen3_table,
         config=qwen3_config,
+        chat_template=qwen3.CHAT_TEMPLATE,
         ignored=("visual.", "model.visual.", "lm_head.", "output."),
     ),
     FileLayout(
@@ -187,6 +188,7 @@ LAYOUTS = (
         marks=(*_named(_Q, _BIAS), ("blk.0.attn_q.weight", "blk.0.attn_k.bias")),
         table=qwen25_table,
         config=qwen25_config,
+        chat_template=hunyuan15.CHAT_TEMPLATE,
         ignored=("visual.", "model.visual.", "lm_head.", "output."),
     ),
     FileLayout(
@@ -194,7 +196,7 @@ LAYOUTS = (
         marks=(*_named(_Q), ("blk.0.attn_q.weight",)),
         table=mistral_table,
         config=mistral_config,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=mistral3.CHAT_TEMPLATE,
         ignored=("tekken_model", "model.vision_tower.", "vision_tower.", "lm_head.", "output."),
     ),
     FileLayout(

@@ -5,63 +5,80 @@ from dataclasses import dataclass
 
 _WAN21, _WAN22 = "Comfy-Org/Wan_2.1_ComfyUI_repackaged", "Comfy-Org/Wan_2.2_ComfyUI_Repackaged"
 _HUNYUAN, _FLUX, _KLEIN = "Comfy-Org/HunyuanVideo_1.5_repackaged", "Comfy-Org/flux2-dev", "Comfy-Org/flux2-klein"
-_KLEIN_9B, _BFL = "Comfy-Org/flux2-klein-9B", "black-forest-labs/FLUX.2-"
+_KLEIN_9B, _BFL, _COG = "Comfy-Org/flux2-klein-9B", "black-forest-labs/FLUX.2-", "Kijai/CogVideoX-comfy"
 
 
 @dataclass(frozen=True)
 class SingleFile:
-    """A file of a repository on the Hub, and ComfyUI's folder for it."""
+    """A file of a repository on the Hub, ComfyUI's folder for it, and about how many GB it has."""
 
     repository: str
     path: str
     folder: str
+    size_gb: float
 
     @property
     def name(self) -> str:
         return self.path.rpartition("/")[2]
 
 
-def _file(repository: str, folder: str, name: str) -> SingleFile:
-    return SingleFile(repository, f"split_files/{folder}/{name}.safetensors", folder)
+_Files = tuple[SingleFile, ...]
 
 
-def _denoisers(repository: str, *names: str) -> tuple[SingleFile, ...]:
-    return tuple(_file(repository, "diffusion_models", name) for name in names)
+def _file(repository: str, folder: str, name: str, size_gb: float) -> SingleFile:
+    return SingleFile(repository, f"split_files/{folder}/{name}.safetensors", folder, size_gb)
 
 
-def _in_formats(repository: str, name: str, *formats: str) -> dict[str, tuple[SingleFile, ...]]:
+def _denoisers(repository: str, size_gb: float, *names: str) -> _Files:
+    return tuple(_file(repository, "diffusion_models", name, size_gb) for name in names)
+
+
+_ENDINGS = {"fp8": "fp8_scaled", "fp16": "fp16"}
+
+
+def _in_formats(repository: str, name: str, **sizes_gb: float) -> dict[str, _Files]:
     """A denoiser by format, whose name ends with it; two experts have `{}` for which."""
     experts = [name.format(noise) for noise in ("high", "low")] if "{}" in name else [name]
-    endings = {"fp8": "fp8_scaled", "fp16": "fp16"}
-    return {kind: _denoisers(repository, *(f"{one}_{endings[kind]}" for one in experts)) for kind in formats}
+    return {
+        kind: _denoisers(repository, size, *(f"{one}_{_ENDINGS[kind]}" for one in experts))
+        for kind, size in sizes_gb.items()
+    }
 
 
-def _of_bfl(name: str) -> tuple[SingleFile, ...]:
-    """Black Forest Labs' own, at the top of their repositories."""
-    return (SingleFile(f"{_BFL}klein-{name}-fp8", f"flux-2-klein-{name}-fp8.safetensors", "diffusion_models"),)
+def _at_top(repository: str, folder: str, name: str, size_gb: float) -> SingleFile:
+    """A file that is in no folder of its repository."""
+    return SingleFile(repository, f"{name}.safetensors", folder, size_gb)
+
+
+def _of_bfl(name: str, size_gb: float) -> _Files:
+    return (_at_top(f"{_BFL}klein-{name}-fp8", "diffusion_models", f"flux-2-klein-{name}-fp8", size_gb),)
 
 
 _UMT5 = {
-    "fp8": (_file(_WAN21, "text_encoders", "umt5_xxl_fp8_e4m3fn_scaled"),),
-    "fp16": (_file(_WAN21, "text_encoders", "umt5_xxl_fp16"),),
+    "fp8": (_file(_WAN21, "text_encoders", "umt5_xxl_fp8_e4m3fn_scaled", 6.74),),
+    "fp16": (_file(_WAN21, "text_encoders", "umt5_xxl_fp16", 11.37),),
 }
-_WAN_VAE = (_file(_WAN21, "vae", "wan_2.1_vae"),)
-_CLIP = (_file(_WAN21, "clip_vision", "clip_vision_h"),)
-_FLUX_VAE = (_file(_FLUX, "vae", "flux2-vae"),)
-_QWEN_4B = (_file(_KLEIN, "text_encoders", "qwen_3_4b"),)
-_QWEN_8B = (_file(_KLEIN_9B, "text_encoders", "qwen_3_8b_fp8mixed"),)
+_WAN_VAE = (_file(_WAN21, "vae", "wan_2.1_vae", 0.25),)
+_CLIP = (_file(_WAN21, "clip_vision", "clip_vision_h", 1.26),)
+_FLUX_VAE = (_file(_FLUX, "vae", "flux2-vae", 0.34),)
+_QWEN_4B = (_file(_KLEIN, "text_encoders", "qwen_3_4b", 8.04),)
+_QWEN_8B = (_file(_KLEIN_9B, "text_encoders", "qwen_3_8b_fp8mixed", 8.66),)
+_QWEN_VL = {
+    "fp8": (_file(_HUNYUAN, "text_encoders", "qwen_2.5_vl_7b_fp8_scaled", 9.38),),
+    "fp16": (_file(_HUNYUAN, "text_encoders", "qwen_2.5_vl_7b", 16.58),),
+}
 _HUNYUAN_PARTS = (
-    _file(_HUNYUAN, "text_encoders", "qwen_2.5_vl_7b_fp8_scaled"),
-    _file(_HUNYUAN, "text_encoders", "byt5_small_glyphxl_fp16"),
-    _file(_HUNYUAN, "vae", "hunyuanvideo15_vae_fp16"),
+    _file(_HUNYUAN, "text_encoders", "byt5_small_glyphxl_fp16", 0.44),
+    _file(_HUNYUAN, "vae", "hunyuanvideo15_vae_fp16", 2.52),
 )
-_SIGLIP = (_file(_HUNYUAN, "clip_vision", "sigclip_vision_patch14_384"),)
+_SIGLIP = (_file(_HUNYUAN, "clip_vision", "sigclip_vision_patch14_384", 0.86),)
+_COG_PARTS = (
+    _at_top("comfyanonymous/flux_text_encoders", "text_encoders", "t5xxl_fp16", 9.79),
+    _at_top(_COG, "vae", "cogvideox_vae_bf16", 0.41),
+)
 
 
-def _with(
-    denoisers: Mapping[str, tuple[SingleFile, ...]],
-    *parts: tuple[SingleFile, ...] | Mapping[str, tuple[SingleFile, ...]],
-) -> dict[str, tuple[SingleFile, ...]]:
+def _with(denoisers: Mapping[str, _Files], *parts: _Files | Mapping[str, _Files]) -> dict[str, _Files]:
     """All files of a model by format: its denoisers first, then parts, in that format where they have several."""
     return {
         kind: sum((part[kind] if isinstance(part, Mapping) else part for part in parts), files)
@@ -69,39 +86,66 @@ def _with(
     }
 
 
+def _hunyuan(name: str, *parts: _Files, **sizes_gb: float) -> dict[str, _Files]:
+    return _with(_in_formats(_HUNYUAN, f"hunyuanvideo1.5_{name}", **sizes_gb), _QWEN_VL, _HUNYUAN_PARTS, *parts)
+
+
+def _cogvideox(name: str) -> dict[str, _Files]:
+    """Under diffusers' names, in the one format in which it is shared."""
+    return {"bf16": (_at_top(_COG, "diffusion_models", f"CogVideoX_1_5_5b_{name}_bf16", 10.92), *_COG_PARTS)}
+
+
 # The files of each model, by its name and by format.
-SETS: Mapping[str, Mapping[str, tuple[SingleFile, ...]]] = {
-    "wan2.1-t2v-14b": _with(_in_formats(_WAN21, "wan2.1_t2v_14B", "fp8", "fp16"), _UMT5, _WAN_VAE),
-    "wan2.1-t2v-1.3b": _with(_in_formats(_WAN21, "wan2.1_t2v_1.3B", "fp16"), _UMT5, _WAN_VAE),
-    "wan2.1-i2v-14b-480p": _with(_in_formats(_WAN21, "wan2.1_i2v_480p_14B", "fp8", "fp16"), _UMT5, _WAN_VAE, _CLIP),
-    "wan2.1-i2v-14b-720p": _with(_in_formats(_WAN21, "wan2.1_i2v_720p_14B", "fp8", "fp16"), _UMT5, _WAN_VAE, _CLIP),
-    "wan2.1-flf2v-14b-720p": _with(_in_formats(_WAN21, "wan2.1_flf2v_720p_14B", "fp16"), _UMT5, _WAN_VAE, _CLIP),
-    "wan2.2-t2v-a14b": _with(_in_formats(_WAN22, "wan2.2_t2v_{}_noise_14B", "fp8", "fp16"), _UMT5, _WAN_VAE),
-    "wan2.2-i2v-a14b": _with(_in_formats(_WAN22, "wan2.2_i2v_{}_noise_14B", "fp8", "fp16"), _UMT5, _WAN_VAE),
+SETS: Mapping[str, Mapping[str, _Files]] = {
+    "wan2.1-t2v-14b": _with(_in_formats(_WAN21, "wan2.1_t2v_14B", fp8=14.29, fp16=28.58), _UMT5, _WAN_VAE),
+    "wan2.1-t2v-1.3b": _with(_in_formats(_WAN21, "wan2.1_t2v_1.3B", fp16=2.84), _UMT5, _WAN_VAE),
+    "wan2.1-i2v-14b-480p": _with(
+        _in_formats(_WAN21, "wan2.1_i2v_480p_14B", fp8=16.4, fp16=32.79), _UMT5, _WAN_VAE, _CLIP
+    ),
+    "wan2.1-i2v-14b-720p": _with(
+        _in_formats(_WAN21, "wan2.1_i2v_720p_14B", fp8=16.4, fp16=32.79), _UMT5, _WAN_VAE, _CLIP
+    ),
+    "wan2.1-flf2v-14b-720p": _with(_in_formats(_WAN21, "wan2.1_flf2v_720p_14B", fp16=32.79), _UMT5, _WAN_VAE, _CLIP),
+    "wan2.2-t2v-a14b": _with(_in_formats(_WAN22, "wan2.2_t2v_{}_noise_14B", fp8=14.29, fp16=28.58), _UMT5, _WAN_VAE),
+    "wan2.2-i2v-a14b": _with(_in_formats(_WAN22, "wan2.2_i2v_{}_noise_14B", fp8=14.29, fp16=28.58), _UMT5, _WAN_VAE),
     "wan2.2-ti2v-5b": _with(
-        _in_formats(_WAN22, "wan2.2_ti2v_5B", "fp16"), _UMT5, (_file(_WAN22, "vae", "wan2.2_vae"),)
+        _in_formats(_WAN22, "wan2.2_ti2v_5B", fp16=10.0), _UMT5, (_file(_WAN22, "vae", "wan2.2_vae", 1.41),)
     ),
     "flux2-dev": {
         "fp8": (
-            *_denoisers(_FLUX, "flux2_dev_fp8mixed"),
-            _file(_FLUX, "text_encoders", "mistral_3_small_flux2_fp8"),
+            *_denoisers(_FLUX, 35.46, "flux2_dev_fp8mixed"),
+            _file(_FLUX, "text_encoders", "mistral_3_small_flux2_fp8", 18.03),
             *_FLUX_VAE,
         )
     },
-    "flux2-klein-4b": _with({"fp16": _denoisers(_KLEIN, "flux-2-klein-4b"), "fp8": _of_bfl("4b")}, _QWEN_4B, _FLUX_VAE),
+    "flux2-klein-4b": _with(
+        {"fp16": _denoisers(_KLEIN, 7.75, "flux-2-klein-4b"), "fp8": _of_bfl("4b", 4.07)}, _QWEN_4B, _FLUX_VAE
+    ),
     "flux2-klein-base-4b": _with(
-        {"fp16": _denoisers(_KLEIN, "flux-2-klein-base-4b"), "fp8": _of_bfl("base-4b")}, _QWEN_4B, _FLUX_VAE
+        {"fp16": _denoisers(_KLEIN, 7.75, "flux-2-klein-base-4b"), "fp8": _of_bfl("base-4b", 4.07)}, _QWEN_4B, _FLUX_VAE
     ),
-    "flux2-klein-9b": _with({"fp8": _of_bfl("9b")}, _QWEN_8B, _FLUX_VAE),
-    "flux2-klein-base-9b": _with({"fp8": _of_bfl("base-9b")}, _QWEN_8B, _FLUX_VAE),
-    "hunyuanvideo1.5-t2v-720p": _with(_in_formats(_HUNYUAN, "hunyuanvideo1.5_720p_t2v", "fp16"), _HUNYUAN_PARTS),
-    "hunyuanvideo1.5-i2v-720p": _with(
-        _in_formats(_HUNYUAN, "hunyuanvideo1.5_720p_i2v", "fp16"), _HUNYUAN_PARTS, _SIGLIP
-    ),
+    "flux2-klein-9b": _with({"fp8": _of_bfl("9b", 9.43)}, _QWEN_8B, _FLUX_VAE),
+    "flux2-klein-base-9b": _with({"fp8": _of_bfl("base-9b", 9.43)}, _QWEN_8B, _FLUX_VAE),
+    "hunyuanvideo1.5-t2v-720p": _hunyuan("720p_t2v", fp16=16.65),
+    "hunyuanvideo1.5-i2v-720p": _hunyuan("720p_i2v", _SIGLIP, fp16=16.65),
+    "hunyuanvideo1.5-t2v-480p": _hunyuan("480p_t2v", fp16=16.65),
+    "hunyuanvideo1.5-i2v-480p": _hunyuan("480p_i2v", _SIGLIP, fp16=16.65),
+    "hunyuanvideo1.5-t2v-480p-distilled": _hunyuan("480p_t2v_cfg_distilled", fp8=8.33, fp16=16.65),
+    "hunyuanvideo1.5-i2v-480p-distilled": _hunyuan("480p_i2v_cfg_distilled", _SIGLIP, fp8=8.33, fp16=16.65),
+    "hunyuanvideo1.5-i2v-720p-distilled": _hunyuan("720p_i2v_cfg_distilled", _SIGLIP, fp8=8.33, fp16=16.65),
+    "hunyuanvideo1.5-i2v-480p-step-distilled": _hunyuan("480p_i2v_step_distilled", _SIGLIP, fp8=8.33, fp16=16.65),
+    "cogvideox1.5-5b": _cogvideox("T2V"),
+    "cogvideox1.5-5b-i2v": _cogvideox("I2V"),
 }
 
 
-def files(model: str, kind: str) -> tuple[SingleFile, ...]:
+def sizes(model: str) -> str:
+    """About how many GB the files of a model have, by format; empty for one without."""
+    totals = {kind: sum(file.size_gb for file in files) for kind, files in SETS.get(model, {}).items()}
+    return ", ".join(f"{kind} {total:.0f} GB" for kind, total in sorted(totals.items(), key=lambda item: item[1]))
+
+
+def files(model: str, kind: str) -> _Files:
     """The files of a model in a format; ValueError that says which formats there are."""
     if model not in SETS:
         raise ValueError(f"{model} is not known as single files; known are {', '.join(SETS)}.")
