@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..tpu_runtime.pipeline import GIB, ModelSpec, Settings, fallbacks
 from ..tpu_runtime.pipeline import resolve_precision as resolve
@@ -154,7 +154,7 @@ class StepForms:
     def __init__(self, spec: ModelSpec, devices: "Sequence[Device]", precision: Any, runs: int) -> None:
         self.spec, self.devices, self.precision, self.runs = spec, tuple(devices), precision, runs
         # Without a TPU kernels are interpreted, else nothing would be compared.
-        self.kernel = "auto" if devices[0].platform == "tpu" else "pallas"
+        self.kernel: Literal["auto", "pallas"] = "auto" if devices[0].platform == "tpu" else "pallas"
 
     def program(self, settings: Settings, variation: Variation) -> "Program":
         from ..tpu_runtime.pipeline import Target, generation

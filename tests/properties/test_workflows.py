@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from comfyui_tpu.fleet.jobs import Recipe, read_jobs
+from comfyui_tpu.fleet.jobs import JobTemplate, read_jobs
 from comfyui_tpu.nodes.comfyui import routes
 from comfyui_tpu.nodes.declare import Folders, Input, Node
 from comfyui_tpu.nodes.graph import expand, expected, is_link
@@ -134,7 +134,7 @@ def test_any_line_of_a_batch(content: bytes):
     workflow = to_api(API, HEADLESS)
     make_tiny(workflow)
     lines = content.decode("utf-8", "replace").splitlines()
-    recipe = Recipe(workflow, Folders(), Silent())
+    recipe = JobTemplate(workflow, Folders(), Silent())
     ends_well(lambda: read_jobs(recipe, lines, "the file"), len(content))
 
 

@@ -28,7 +28,7 @@ from comfyui_tpu.tpu_runtime.programs.program import step_options
 from comfyui_tpu.tpu_runtime.selftest import compiled, first_run, groups, overlap, report
 from comfyui_tpu.tpu_runtime.selftest.checks import CheckResult, result
 from comfyui_tpu.tpu_runtime.selftest.first_run import FirstRun
-from comfyui_tpu.tpu_runtime.selftest.groups import Group
+from comfyui_tpu.tpu_runtime.selftest.groups import CheckGroup
 from jax.sharding import NamedSharding
 from rich.console import Console
 
@@ -49,7 +49,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
             monkeypatch.setenv(name, value)
         chosen = [one for one in groups.all_of(["flux2-dev"]) if one.name in names]
         if deadline_s is not None:
-            chosen = [Group(name=one.name, deadline_s=deadline_s, goes_on=one.goes_on) for one in chosen]
+            chosen = [CheckGroup(name=one.name, deadline_s=deadline_s, goes_on=one.goes_on) for one in chosen]
         found = FirstRun(["flux2-dev"])
         found.run(chosen)
         return found
@@ -72,7 +72,7 @@ def test_an_option_that_is_refused_is_one_red_row_and_left_out(runs: Runs):
         faults=[Fault(at="compile", option=OPTION, says=f"INVALID_ARGUMENT: No such compile option: '{OPTION}'")],
     )
     found = verdicts(runs(layer, "start", "options", "beside"))
-    assert list(found) == ["devices", OPTION, "xla_tpu_scoped_vmem_limit_kib", "transfers beside a kernel"]
+    assert list(found) == ["devices", OPTION, "xla_tpu_scoped_vmem_limit_kib", "transfers beside a kernel"], found
     assert [name for name, problem in found.items() if problem] == [OPTION], found
     assert "does not take xla_tpu_enable_async_all_to_all" in found[OPTION]
     assert learnt().fallbacks.options == (OPTION,)

@@ -46,7 +46,7 @@ def main(job: dict[str, Any]) -> None:
 
     devices = jax.local_devices()
     say(platform=devices[0].platform, chips=[asdict(report.chip_record(device)) for device in devices])
-    for check in run.of_group(job["group"], run.Place(devices=devices, folder=Path(job["folder"]))):
+    for check in run.of_group(job["group"], run.CheckPlace(devices=devices, folder=Path(job["folder"]))):
         if check.title in job["done"]:
             continue
         say(begins=[check.family, check.stage, check.precision], if_lost=check.if_lost.to_json())

@@ -22,7 +22,7 @@ from ..machine import record
 from ..machine.record import MachineRecord
 from . import report
 from .checks import CheckResult, result
-from .groups import Group
+from .groups import CheckGroup
 from .report import UNFINISHED, ChipRecord, SelftestReport
 
 # From the start of a process to its first check: JAX waits for all hosts of a slice.
@@ -52,7 +52,7 @@ class FirstRun:
         elapsed_s = time.monotonic() - self._started
         return report.make(self._platform, self.chips, self.models, self.rows, elapsed_s, found)
 
-    def run(self, groups: Iterable[Group]) -> None:
+    def run(self, groups: Iterable[CheckGroup]) -> None:
         """Runs every group. Without chips there is nothing to be checked: then the first is the last."""
         with tempfile.TemporaryDirectory(prefix="comfyui-tpu-") as folder:
             for group in groups:
@@ -60,7 +60,7 @@ class FirstRun:
                 if not self.chips:
                     return
 
-    def _group(self, group: Group, folder: str) -> None:
+    def _group(self, group: CheckGroup, folder: str) -> None:
         done: list[str] = []
         while True:
             before = len(self.rows)
@@ -72,7 +72,7 @@ class FirstRun:
             if self._platform == "tpu":
                 time.sleep(RECOVERY_S)
 
-    def _process(self, group: Group, job: dict[str, Any]) -> bool:
+    def _process(self, group: CheckGroup, job: dict[str, Any]) -> bool:
         """One process of a group, with a row for each check; whether it came to its end."""
         self._begin(group.name, BEGIN, "", MachineRecord())
         with tempfile.TemporaryFile("w+") as complaints, _started(job, complaints) as process:

@@ -9,7 +9,7 @@ STORE, STORED = "store", "stored"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class CheckGroup:
     """Checks that one process makes, each within `deadline_s`. `goes_on`: with the next one, in another process, where
     one has lost the chips; otherwise that one is the group's last. `is_plain`: part of `selftest` without --first-run.
     """
@@ -22,21 +22,21 @@ class Group:
 
 # Kernels before what has a kernel in it: a kernel that halts is one row, and off in the rest.
 FIRST = (
-    Group(name=START, is_plain=True),
-    Group(name="options", deadline_s=180.0),
-    Group(name="memory"),
-    Group(name="transfers", is_plain=True),
-    Group(name="together", is_plain=True),
-    Group(name="kernels", deadline_s=300.0, is_plain=True),
-    Group(name="beside", deadline_s=240.0),
-    Group(name=STORE),
-    Group(name=STORED),
-    Group(name="compiling", deadline_s=240.0),
+    CheckGroup(name=START, is_plain=True),
+    CheckGroup(name="options", deadline_s=180.0),
+    CheckGroup(name="memory"),
+    CheckGroup(name="transfers", is_plain=True),
+    CheckGroup(name="together", is_plain=True),
+    CheckGroup(name="kernels", deadline_s=300.0, is_plain=True),
+    CheckGroup(name="beside", deadline_s=240.0),
+    CheckGroup(name=STORE),
+    CheckGroup(name=STORED),
+    CheckGroup(name="compiling", deadline_s=240.0),
 )
 
 
-def all_of(models: Iterable[str]) -> Iterator[Group]:
+def all_of(models: Iterable[str]) -> Iterator[CheckGroup]:
     """Every group, with these models' miniatures last: they use all that came before."""
     yield from FIRST
     for name in models:
-        yield Group(name=f"{FAMILY}{name}", deadline_s=420.0, goes_on=False, is_plain=True)
+        yield CheckGroup(name=f"{FAMILY}{name}", deadline_s=420.0, goes_on=False, is_plain=True)

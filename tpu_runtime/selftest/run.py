@@ -34,7 +34,7 @@ def host_device() -> Device:
 
 
 @dataclass(kw_only=True)
-class Place:
+class CheckPlace:
     """Where checks run: the chips, and a `folder` in which one process leaves what another looks for."""
 
     devices: Sequence[Device]
@@ -52,7 +52,7 @@ class Place:
         return families.engine([self.host]), families.engine(self.devices, kernel="pallas")
 
 
-_CHECKS: dict[str, Callable[[Place], Iterator[Check]]] = {
+_CHECKS: dict[str, Callable[[CheckPlace], Iterator[Check]]] = {
     groups.START: lambda place: chips.start(place.devices),
     "options": lambda place: overlap.options(place.devices),
     "memory": lambda place: memory.checks(place.devices),
@@ -66,7 +66,7 @@ _CHECKS: dict[str, Callable[[Place], Iterator[Check]]] = {
 }
 
 
-def of_group(name: str, place: Place) -> Iterator[Check]:
+def of_group(name: str, place: CheckPlace) -> Iterator[Check]:
     """The checks of a group, each to be performed before the next is asked for. On a TPU families run in bfloat16, as
     they do for users, and in float32 as far as that compiles quickly (see `families`).
     """
@@ -81,7 +81,7 @@ def of_group(name: str, place: Place) -> Iterator[Check]:
 
 def checks(devices: Sequence[Device], models: Sequence[str]) -> Iterator[Check]:
     """Those of `selftest` without --first-run, in this process."""
-    place = Place(devices=devices, folder=Path())
+    place = CheckPlace(devices=devices, folder=Path())
     for group in groups.all_of(models):
         if group.is_plain:
             yield from of_group(group.name, place)
