@@ -1,0 +1,71 @@
+"""The notebook for Colab and Kaggle: its cells from top to bottom, on simulated chips and with the miniatures."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from comfyui_tpu.tests.support.patience import PATIENCE_S
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOK = ROOT / "examples" / "tpu_first_run.ipynb"
+
+
+def notebook() -> Any:
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+def tagged(found: Any, tag: str) -> Any:
+    (cell,) = (cell for cell in found.cells if tag in cell.metadata.get("tags", ()))
+    return cell
+
+
+def said(cell: Any) -> str:
+    return "".join(output.get("text", "") for output in cell.outputs)
+
+
+@pytest.mark.parametrize(
+    "selftest",
+    [
+        # What the first run adds has tests of its own.
+        pytest.param([], marks=pytest.mark.slow, id="short"),
+        pytest.param(["--first-run"], marks=pytest.mark.recorded, id="in full"),
+    ],
+)
+def test_its_cells_run_from_top_to_bottom(selftest: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With this environment in place of an installation, and one miniature in place of all in the self-test."""
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    found = notebook()
+    settings = tagged(found, "settings")
+    settings.source += (
+        f"\nPACK = Path({str(ROOT)!r})\nCOMMAND = Path({str(Path(sys.executable).with_name('comfyui-tpu'))!r})\n"
+        f"OUTPUT = Path({str(tmp_path / 'output')!r})\nCOMFYUI = Path({str(tmp_path / 'ComfyUI')!r})\n"
+        f'TINY, STEPS, SELFTEST = ["--tiny"], [4], {[*selftest, "--model", "flux2-klein-4b"]}\n'
+    )
+    NotebookClient(found, timeout=4 * PATIENCE_S, kernel_name="python3").execute(cwd=str(tmp_path))
+    assert "doctor" in tagged(found, "install").source and "git clone" not in said(tagged(found, "install"))
+    assert "All forms agree." in said(tagged(found, "verify"))
+    shown = {
+        kind for tag in ("picture", "video") for output in tagged(found, tag).outputs for kind in output.get("data", {})
+    }
+    assert {"image/png", "text/html"} <= shown
+    assert list((tmp_path / "output").rglob("*.mp4")) and list((tmp_path / "output").rglob("*.png"))
+    assert "first_run.json" in said(tagged(found, "record")) and "verify.json" in said(tagged(found, "record"))
+    record = json.loads((tmp_path / "output" / "first_run.json").read_text())
+    assert str(tmp_path) not in json.dumps(record) and os.path.expanduser("~") not in json.dumps(record)
+
+
+def test_it_says_sizes_before_it_downloads_and_holds_no_outputs():
+    found = notebook()
+    nbformat.validate(found)
+    first, *_ = found.cells
+    assert "| downloads | disk |" in first.source and "16 GB" in first.source
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in found.cells)
+    downloads = [index for index, cell in enumerate(found.cells) if '"download"' in cell.source]
+    assert downloads and min(downloads) > 0
+    assert tagged(found, "settings").source.count("TINY = []") == 1
