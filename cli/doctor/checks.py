@@ -3,16 +3,15 @@
 import argparse
 import dataclasses
 import json
-import platform
 from importlib.util import find_spec
 
 from . import chips, comfyui, host
 from .machine import Finding, HostMachine, Inspection
 
 CHECKS: tuple[Inspection, ...] = (
-    host.twice, host.tokenizer,
-    chips.plugged_in, chips.rights, chips.holders, chips.hugepages, chips.variables, chips.flags, chips.budget,
-    chips.ladder,
+    host.python, host.twice, host.tokenizer,
+    chips.plugged_in, chips.rights, chips.holders, chips.hugepages, chips.pinning,
+    chips.variables, chips.flags, chips.budget, chips.ladder,
     host.caches, host.models, host.token, host.memory, host.pip,
     comfyui.version, comfyui.this_pack, comfyui.other_packs, comfyui.manager, comfyui.running,
 )  # fmt: skip
@@ -38,7 +37,7 @@ def run(options: argparse.Namespace, machine: HostMachine | None = None) -> int:
 
 def report(machine: HostMachine, *, is_started: bool = False) -> list[Finding]:
     """Everything about this machine that matters to the pack. Starts no device unless asked to."""
-    found = [Finding("Python", f"{platform.python_version()} on {platform.system()}")]
+    found: list[Finding] = []
     if find_spec("packaging") is None:
         found.append(Finding("packaging", "not installed", "pip install packaging"))
         checks = CHECKS

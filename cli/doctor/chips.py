@@ -25,6 +25,9 @@ START_S = 300
 _SIMULATED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 HUGEPAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 LOCK = "tmp/libtpu_lockfile"
+DMA_ENTRIES = "sys/module/vfio_iommu_type1/parameters/dma_entry_limit"
+# The kernel's default of mappings is 65535, which public reports of v5e and newer ran out of.
+LEAST_LOCKED, LEAST_ENTRIES = 8 * GIB, 65536
 
 
 def plugged_in(machine: HostMachine) -> Findings:
@@ -79,7 +82,10 @@ def holders(machine: HostMachine) -> Findings:
     found = bus.holders(machine.root)
     for each in found:
         said = f"{each.program}, process {each.pid}{memory}"
-        if each.pid in servers:
+        if not machine.is_own(each.pid):
+            # Root sees those of others; they are not this command's to end.
+            yield Finding("TPU in use", f"by {said}, of another user", "Wait until it has ended, or ask its owner")
+        elif each.pid in servers:
             # Nothing is wrong; but who wants the command line to use the chips must know.
             yield Finding("TPU in use", f"by ComfyUI ({said}); for the command line: kill {each.pid}")
         else:
@@ -97,6 +103,23 @@ def hugepages(machine: HostMachine) -> Findings:
     if machine.device_files and pages and "[always]" not in pages:
         found = "off: the TPU starts and ends slowly on v5e and newer"
         yield Finding("transparent hugepages", found, f"sudo sh -c 'echo always > /{HUGEPAGES}'", advice=True)
+
+
+def pinning(machine: HostMachine) -> Findings:
+    """How much of the host's memory may be mapped for the chips: libtpu pins what goes to them and comes back."""
+    if not machine.device_files:
+        return
+    limit = machine.memlock_bytes()
+    if limit is not None and limit < LEAST_LOCKED:
+        found = f"{readable(limit)} may be locked: large transfers to the chips may fail"
+        remedy = "ulimit -l unlimited (in a container: docker run --ulimit memlock=-1 ...)"
+        yield Finding("locked memory", found, remedy, advice=True)
+    entries = machine.text(DMA_ENTRIES).strip()
+    if entries.isdigit() and int(entries) < LEAST_ENTRIES:
+        found = f"{entries} mappings for each chip: large transfers may fail"
+        option = "options vfio_iommu_type1 dma_entry_limit=1000000"
+        remedy = f"echo '{option}' | sudo tee /etc/modprobe.d/vfio.conf, then sudo reboot"
+        yield Finding("mappings of vfio", found, remedy, advice=True)
 
 
 # --- environment variables --------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Checks of what any program here depends on: clashing packages, folders, memory, the Hugging Face token, pip."""
 
+import platform
 import re
 import shlex
 import subprocess
@@ -32,6 +33,16 @@ sentencepiece.SentencePieceTrainer.train(
 )
 sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).encode("hello")
 """
+
+
+def python(machine: HostMachine) -> Findings:
+    """Ubuntu 22.04's python3.11 was once a release candidate."""
+    found = f"{machine.python} on {platform.system()}"
+    if re.search(r"(a|b|rc)\d", machine.python):
+        remedy = "sudo apt install --only-upgrade python3.11, or a released Python from python.org; then install again"
+        yield Finding("Python", f"{found}, which was never released", remedy, advice=True)
+    else:
+        yield Finding("Python", found)
 
 
 def twice(machine: HostMachine) -> Findings:

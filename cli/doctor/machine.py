@@ -3,7 +3,9 @@
 import functools
 import importlib.metadata
 import os
+import platform
 import re
+import resource
 import shutil
 import sys
 import tempfile
@@ -59,6 +61,12 @@ def may_use(path: Path) -> bool:
     return os.access(path, os.R_OK | os.W_OK)
 
 
+def memlock_bytes() -> int | None:
+    """How much memory a process of this user may lock; None where there is no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
 def distributions(*folders: Path) -> dict[str, str]:
     """Installed packages and versions, of these site-packages or else of this process, by normalized name."""
     path = [str(folder) for folder in folders] or sys.path
@@ -80,6 +88,9 @@ class HostMachine:
     free_bytes: Callable[[Path], int] = free_bytes
     is_writable: Callable[[Path], bool] = is_writable
     may_use: Callable[[Path], bool] = may_use
+    memlock_bytes: Callable[[], int | None] = memlock_bytes
+    python: str = field(default_factory=platform.python_version)
+    uid: int = field(default_factory=os.getuid)
 
     @property
     def comfyui(self) -> Path:
@@ -107,6 +118,13 @@ class HostMachine:
         """Where huggingface_hub keeps what it downloads."""
         home = self.path("HF_HOME", self.path("XDG_CACHE_HOME", self.home / ".cache") / "huggingface")
         return self.path("HF_HUB_CACHE", home / "hub")
+
+    def is_own(self, pid: int) -> bool:
+        """Whether a process is this user's."""
+        try:
+            return (self.root / f"proc/{pid}").stat().st_uid == self.uid
+        except OSError:  # it has just ended
+            return False
 
     def text(self, path: str) -> str:
         """A file below `root`; nothing where it cannot be read."""

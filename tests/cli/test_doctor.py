@@ -42,7 +42,7 @@ def well(tmp_path: Path) -> HostMachine:
     (folder / "custom_nodes/ComfyUI-TPU").symlink_to(HostMachine().pack)
     return HostMachine(
         root=root, home=home, environ={"PATH": os.environ["PATH"], **NOBODY}, packages=CPU,
-        free_bytes=lambda path: 500 * GIB,
+        free_bytes=lambda path: 500 * GIB, memlock_bytes=lambda: None, python="3.11.9",
     )  # fmt: skip
 
 
@@ -110,6 +110,15 @@ def held(machine: HostMachine) -> None:
 
 def slow_pages(machine: HostMachine) -> None:
     write(machine.root / chips.HUGEPAGES, "always [madvise] never\n")
+
+
+def few_mappings(machine: HostMachine) -> None:
+    write(machine.root / chips.DMA_ENTRIES, "65535\n")
+
+
+def held_by_another(machine: HostMachine) -> HostMachine:
+    held(machine)
+    return dataclasses.replace(machine, uid=machine.uid + 1)
 
 
 def halted(machine: HostMachine) -> None:
@@ -264,6 +273,18 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
     "no rights": (chips.rights, forbidden, "no rights to /dev/vfio/3", "sudo chmod a+rw /dev/vfio/3"),
     "another user's lock": (chips.rights, locked, "libtpu cannot lock it", "sudo rm /tmp/libtpu_lockfile"),
     "TPU held": (chips.holders, held, "by python3 train.py, process 42", "kill 42"),
+    "TPU held by another user": (
+        chips.holders, held_by_another, "by python3 train.py, process 42, of another user", "Wait until it has ended"
+    ),
+    "little may be locked": (
+        chips.pinning, lambda machine: dataclasses.replace(machine, memlock_bytes=lambda: 8 * 2**20),
+        "8.0 MiB may be locked", "ulimit -l unlimited",
+    ),
+    "few mappings": (chips.pinning, few_mappings, "65535 mappings for each chip", "dma_entry_limit=1000000"),
+    "a release candidate": (
+        host.python, lambda machine: dataclasses.replace(machine, python="3.11.0rc1"),
+        "3.11.0rc1 on Linux, which was never released", "--only-upgrade python3.11",
+    ),
     "hugepages": (chips.hugepages, slow_pages, "off: the TPU starts", "sudo sh -c 'echo always > /sys/kernel/mm/"),
     "JAX on the CPU": (chips.variables, env(JAX_PLATFORMS="cpu"), "cpu: the TPU is not used", "unset JAX_PLATFORMS"),
     "another libtpu": (
