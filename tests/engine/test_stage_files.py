@@ -12,8 +12,10 @@ import torch
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, run_workflow
+from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.engine import conditioning, stage_files
+from comfyui_tpu.tpu_runtime.engine import conditioning, payloads, stage_files
+from comfyui_tpu.tpu_runtime.engine.payloads import ImageCondition
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from safetensors.torch import save, save_file
 
@@ -377,3 +379,14 @@ def test_bytes_changed_at_random_are_read_or_refused_in_a_sentence(tmp_path: Pat
             assert len(str(error).split()) > 5
             refused += 1
     assert refused > 100
+
+
+def test_pictures_come_back_in_their_order():
+    """Which decides where each is among the model's references; safetensors has tensors in any order."""
+    pictures = {f"reference_{index}": torch.full((1, 2, 3, 4), float(index)) for index in range(12)}
+    condition = ImageCondition(tpu_family="Flux2", height=48, width=64, num_frames=1, tensors=pictures)
+    packed = payloads.pack_embeddings([[torch.zeros(1, 4, 6), {"tpu_family": "Flux2", "length": 3}]], None, condition)
+    *_, found = payloads.unpack_embeddings(packed, "Flux2")
+    assert found is not None and list(found["tensors"]) == list(pictures)
+    joined = pipeline.join_references([found])["tensors"]
+    assert [float(joined[name].max()) for name in pictures] == list(range(12))

@@ -2,13 +2,17 @@
 
 import json
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import jax
 import numpy as np
 import pytest
+import safetensors
 import torch
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
@@ -114,6 +118,44 @@ def test_damage_is_a_sentence(case: str, tmp_path: Path):
     with pytest.raises(CheckpointError) as error:
         load_denoiser(write(tmp_path / "wan.safetensors", change))
     assert sentence in str(error.value)
+
+
+def test_a_file_stays_open_until_all_that_read_it_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Closed before, safetensors said "Already borrowed" in place of what is wrong with the file."""
+    opened, inside, at_close = safetensors.safe_open, Counter[str](), []
+
+    class Slow:
+        """A file, or a slice of a tensor of it, of which a part takes time."""
+
+        def __init__(self, found: Any) -> None:
+            self.found = found
+
+        def __enter__(self) -> "Slow":
+            return Slow(self.found.__enter__())
+
+        def __exit__(self, *error: Any) -> None:
+            at_close.append(inside["reads"])
+            self.found.__exit__(*error)
+
+        def get_slice(self, name: str) -> "Slow":
+            return Slow(self.found.get_slice(name))
+
+        def __getitem__(self, index: Any) -> Any:
+            inside["reads"] += 1
+            time.sleep(0.05)
+            try:
+                return self.found[index]
+            finally:
+                inside["reads"] -= 1
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.found, name)
+
+    model_id = write(tmp_path / "wan.safetensors", DAMAGE["a scale without end"][0])
+    monkeypatch.setattr(safetensors, "safe_open", lambda *given, **options: Slow(opened(*given, **options)))
+    with pytest.raises(CheckpointError, match="holds NaN or infinity"):
+        load_denoiser(model_id)
+    assert at_close and not any(at_close)
 
 
 def test_the_same_file_without_damage_loads(tmp_path: Path):

@@ -65,16 +65,17 @@ def load(
     with contextlib.ExitStack() as stack:
         reader = Reader(stack, progress.check_cancelled)
         plain = {name: want for name, want in wanted.items() if name not in merged}
-        ahead = stack.enter_context(read_shards(reader.unchecked(), network, files, plain))
-        for name, want in wanted.items():
-            progress.check_cancelled()
-            if name in weights:
-                weights[name].delete()
-            if changed is not None and name in merged:
-                weights[name] = changed.read(reader, name, files[name], want)
-            else:
-                weights[name] = _placed(want.shape, want.sharding, lambda index: next(ahead))
-            meter.add(int(np.prod(want.shape)) * want.dtype.itemsize)
+        # Inside: the threads that read end before the files are closed that they opened.
+        with read_shards(reader.unchecked(), network, files, plain) as ahead:
+            for name, want in wanted.items():
+                progress.check_cancelled()
+                if name in weights:
+                    weights[name].delete()
+                if changed is not None and name in merged:
+                    weights[name] = changed.read(reader, name, files[name], want)
+                else:
+                    weights[name] = _placed(want.shape, want.sharding, lambda index: next(ahead))
+                meter.add(int(np.prod(want.shape)) * want.dtype.itemsize)
     jax.block_until_ready(weights)
     return weights
 

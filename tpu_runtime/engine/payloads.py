@@ -175,7 +175,8 @@ def _unpacked(content: bytes) -> "tuple[dict[str, torch.Tensor], dict[str, int]]
     from safetensors.torch import load
 
     try:
-        tensors = load(content)
+        # safetensors has them in an order of its own; shorter names first, and so the tenth picture behind the second.
+        tensors = dict(sorted(load(content).items(), key=lambda item: (len(item[0]), item[0])))
     except SafetensorError as error:
         raise ValueError(str(error)) from error
     numbers = {}
