@@ -28,14 +28,8 @@ def said(cell: Any) -> str:
     return "".join(output.get("text", "") for output in cell.outputs)
 
 
-@pytest.mark.parametrize(
-    "selftest",
-    [
-        # What the first run adds has tests of its own.
-        pytest.param([], marks=pytest.mark.slow, id="short"),
-        pytest.param(["--first-run"], marks=pytest.mark.recorded, id="in full"),
-    ],
-)
+@pytest.mark.recorded
+@pytest.mark.parametrize("selftest", [[], ["--first-run"]], ids=["short", "in full"])
 def test_its_cells_run_from_top_to_bottom(selftest: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With this environment in place of an installation, and one miniature in place of all in the self-test."""
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
