@@ -37,16 +37,16 @@ def run(options: argparse.Namespace, machine: HostMachine | None = None) -> int:
 
 def report(machine: HostMachine, *, is_started: bool = False) -> list[Finding]:
     """Everything about this machine that matters to the pack. Starts no device unless asked to."""
-    found: list[Finding] = []
+    first, *others = CHECKS
     if find_spec("packaging") is None:
-        found.append(Finding("packaging", "not installed", "pip install packaging"))
-        checks = CHECKS
+        missing, checks = [Finding("packaging", "not installed", "pip install packaging")], others
     else:
         from . import packages
 
-        checks = (*packages.CHECKS, *CHECKS)
+        missing, checks = [], [*packages.CHECKS, *others]
     return [
-        *found,
+        *first(machine),
+        *missing,
         *(each for check in checks for each in check(machine)),
         *(chips.start(machine) if is_started else ()),
     ]
