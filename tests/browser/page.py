@@ -62,6 +62,13 @@ COMPLAINTS = """() => {
 needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium or google-chrome on the PATH")
 
 
+def _loaded(page: Any, url: str) -> Any:
+    page.set_default_timeout(1000 * PATIENCE_S)
+    page.goto(url, wait_until="domcontentloaded")
+    page.wait_for_function(READY)
+    return page
+
+
 @contextlib.contextmanager
 def opened(server: Server) -> Iterator[Any]:
     """The page of a server, ready to load a workflow."""
@@ -71,11 +78,7 @@ def opened(server: Server) -> Iterator[Any]:
     with playwright_sync.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
         try:
-            page = browser.new_page(viewport={"width": 1600, "height": 1000})
-            page.set_default_timeout(1000 * PATIENCE_S)
-            page.goto(server.url, wait_until="domcontentloaded")
-            page.wait_for_function(READY)
-            yield page
+            yield _loaded(browser.new_page(viewport={"width": 1600, "height": 1000}), server.url)
         finally:
             browser.close()
 
@@ -85,11 +88,7 @@ def fresh(page: Any) -> Iterator[Any]:
     """The server's page as somebody sees it who was never there, next to `page`, with ComfyUI's default workflow."""
     context = page.context.browser.new_context(viewport=page.viewport_size)
     try:
-        other = context.new_page()
-        other.set_default_timeout(1000 * PATIENCE_S)
-        other.goto(page.url, wait_until="domcontentloaded")
-        other.wait_for_function(READY)
-        yield other
+        yield _loaded(context.new_page(), page.url)
     finally:
         context.close()
 
