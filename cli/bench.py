@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..tpu_runtime.pipeline import CHOICES, SPECS, STAGES, ModelSpec, Settings, spec_of
+from ..tpu_runtime.pipeline import CHOICES, SPECS, STAGES, ModelSpec, Settings, device_memory, spec_of
 from ..tpu_runtime.pipeline import resolve_precision as resolve
 from . import verify
 from .stand_ins import arguments, random
@@ -106,10 +106,12 @@ def measure(
     if topology:  # what `plan` says of the very programs that ran
         plans = plan.predict(compiled, topology, print_now)
         rows = [replace(row, predicted_s=planned.predicted_s) for row, planned in zip(rows, plans, strict=True)]
+    memory = device_memory.fullest(devices)
     return Measured(
         model=spec.name, title=spec.title, settings=asdict(settings), device_kind=devices[0].device_kind,
         num_devices=len(devices), precision=precision, versions=versions.of_results(), is_tiny=is_tiny,
-        hbm_peak_bytes=_fullest(devices), programs=tuple(rows),
+        hbm_peak_bytes=memory.peak_in_use_bytes, programs=tuple(rows),
+        hbm_reserved_peak_bytes=memory.peak_reserved_bytes, hbm_limit_bytes=memory.limit_bytes,
     )  # fmt: skip
 
 
@@ -123,13 +125,6 @@ def _timed(program: "Program", executable: Any, weights: Any, runs: int) -> Iter
         jax.block_until_ready(executable(weights, *args))
         if index:
             yield time.perf_counter() - started
-
-
-def _fullest(devices: "Sequence[Device]") -> int | None:
-    """The most bytes that one device ever held in this process."""
-    stats = [device.memory_stats() or {} for device in devices]
-    peaks = [int(one["peak_bytes_in_use"]) for one in stats if "peak_bytes_in_use" in one]
-    return max(peaks, default=None)
 
 
 def text(found: "Measured") -> str:
@@ -148,6 +143,10 @@ def text(found: "Measured") -> str:
     ]  # fmt: skip
     size, steps = found.settings, found.settings["num_inference_steps"]
     what = "the miniature of " * found.is_tiny + found.title
+    memory = device_memory.DeviceMemory(
+        limit_bytes=found.hbm_limit_bytes, peak_in_use_bytes=found.hbm_peak_bytes,
+        peak_reserved_bytes=found.hbm_reserved_peak_bytes,
+    )  # fmt: skip
     return "\n".join(
         [
             f"{what} on {found.num_devices} x {found.device_kind}: {size['width']}x{size['height']}, "
@@ -157,6 +156,6 @@ def text(found: "Measured") -> str:
             *report.table([head, *rows]),
             "",
             f"One generation, measured: {found.total_s:.2f} s of programs, without loading weights.",
-            f"Fullest device: {report.gib(found.hbm_peak_bytes)} GiB.",
+            f"Fullest device: {memory}.",
         ]
     )

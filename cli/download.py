@@ -17,6 +17,8 @@ from ..tpu_runtime.pipeline import (
     SPECS,
     Checkpoint,
     ModelSpec,
+    Progress,
+    Silent,
     WeightFile,
     checkpoint,
     hub,
@@ -93,7 +95,7 @@ def _run_files(model: str, kind: str, place: Path, host: "BarHost") -> int:
     return 0
 
 
-def find(model: str, host: TerminalHost) -> tuple[ModelSpec, str]:
+def find(model: str, host: Progress) -> tuple[ModelSpec, str]:
     """The model and the Hub id that a name or an id stands for."""
     named = next((spec for spec in SPECS if model in (spec.name, spec.published.hub_id)), None)
     if named is not None:
@@ -106,18 +108,33 @@ def find(model: str, host: TerminalHost) -> tuple[ModelSpec, str]:
     return variant(None, model, progress=host), model
 
 
-def _announce(found: Checkpoint, place: Path, host: "BarHost") -> None:
-    """Says what will be downloaded; ValueError where that does not fit on the disk."""
-    from ..tpu_runtime.pipeline import plan_report as report
+def weights_of(model: str) -> list[WeightFile]:
+    """A model's weight files, as the Hub has them. Of its repository configs alone are downloaded."""
+    host = Silent()
+    spec, model_id = find(model, host)
+    found = Checkpoint(spec=spec, model_id=model_id, root=None)
+    found.configs(host)
+    return [file for part in _parts(found, host).values() for file in part]
 
+
+def _parts(found: Checkpoint, host: Progress) -> dict[str, list[WeightFile]]:
+    """Weight files by folder."""
     parts: dict[str, dict[str, WeightFile]] = {}
     for component in found.spec.components:
         part = parts.setdefault(component.folder, {})  # a network and its other half may be in one folder
         part.update((file.name, file) for file in found.weights_on_hub(component, host))
-    files = [file for part in parts.values() for file in part.values()]
+    return {name: list(part.values()) for name, part in parts.items()}
+
+
+def _announce(found: Checkpoint, place: Path, host: "BarHost") -> None:
+    """Says what will be downloaded; ValueError where that does not fit on the disk."""
+    from ..tpu_runtime.pipeline import plan_report as report
+
+    parts = _parts(found, host)
+    files = [file for part in parts.values() for file in part]
     rows = [("part", "files", "size", "here")]
-    for name, part in [*parts.items(), ("all weights", {file.name: file for file in files})]:
-        size, here = sum(f.size_bytes for f in part.values()), sum(f.here_bytes for f in part.values())
+    for name, part in [*parts.items(), ("all weights", files)]:
+        size, here = sum(file.size_bytes for file in part), sum(file.here_bytes for file in part)
         rows.append((name, str(len(part)), readable(size), readable(here)))
     host.clear()
     print(f"{found.spec.title}: {found.model_id}, to {place}")

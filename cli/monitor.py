@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..tpu_runtime.pipeline import STAGES, Sampler, Stats, readable, snapshot
+from ..tpu_runtime.pipeline import GB, MIB, STAGES, Sampler, Stats, readable, snapshot
 
 DEFAULT_URL = "http://127.0.0.1:8188"
 TIMEOUT_S = 5
@@ -29,6 +29,8 @@ FASTEST_S = 0.5
 MOST_CHIPS = 32
 FULLEST = 8
 UNKNOWN = "–"
+# What programs have beside arrays, as far as the runtime says it.
+RESERVED = ("hbm_reserved", "hbm_reserved_peak")
 TITLES: dict[str, str] = dict(zip(STAGES, ("text encoder", "image encoder", "denoiser", "VAE decoder"), strict=True))
 
 
@@ -153,9 +155,11 @@ def _running(running: Any) -> RenderableType:
     done, total = _number(running.get("done")) or 0, _number(running.get("total")) or 0
     if running.get("compiling") or not total:
         return Group(head, _text(running.get("text") or ""))
-    pace = f"{running.get('unit') or 'part'} {done:g} of {total:g}"
-    if (each := _number(running.get("seconds_per_unit"))) is not None:
-        pace += f", {seconds(each)} each, {seconds(each * max(0, total - done))} left"
+    each, unit = _number(running.get("seconds_per_unit")), running.get("unit") or "part"
+    pace = f"{unit} {done:g} of {total:g}" if unit != "MiB" else bytes_of(done * MIB, total * MIB)
+    if each is not None:
+        speed = f"{MIB / GB / each:.2f} GB/s" if unit == "MiB" and each else f"{seconds(each)} each"
+        pace += f", {speed}, {seconds(each * max(0, total - done))} left"
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_row(ProgressBar(total=total, completed=min(done, total), width=24), _text(pace))
     return Group(head, grid)
@@ -187,7 +191,9 @@ def _chips(chips: Sequence[Stats]) -> Iterator[RenderableType]:
     if len(chips) > MOST_CHIPS:
         shown = sorted(known, key=lambda chip: -chip["hbm_used"])[:FULLEST]
         yield Text(f"the {len(shown)} fullest:", style="dim")
-    table = _table("chip", "", "memory", "peak", "TensorCore", "duty")
+    has_reserved = any(_number(chip.get(name)) is not None for chip in shown for name in RESERVED)
+    reserved = ("reserved", "its peak") if has_reserved else ()
+    table = _table("chip", "", "memory", "peak", *reserved, "TensorCore", "duty")
     largest = max((_number(chip.get("hbm_peak")) or _number(chip.get("hbm_used")) or 0 for chip in chips), default=0)
     for chip in shown:
         total = _number(chip.get("hbm_limit")) or largest * 1.25 or 1
@@ -196,6 +202,7 @@ def _chips(chips: Sequence[Stats]) -> Iterator[RenderableType]:
             ProgressBar(total=total, completed=_number(chip.get("hbm_used")) or 0, width=12),
             bytes_of(chip.get("hbm_used"), chip.get("hbm_limit")),
             size(chip.get("hbm_peak")),
+            *(size(chip.get(name)) for name in RESERVED if has_reserved),
             percent(chip.get("tensorcore_utilization")),
             percent(chip.get("duty_cycle")),
         )
@@ -221,6 +228,8 @@ def _last_run(run: Any) -> Iterator[RenderableType]:
         parts.append(f"{seconds(1 / speed)} a step")
     if run.get("peak_hbm") is not None:
         parts.append(f"peak {size(run['peak_hbm'])} a chip")
+    if (loaded := _number(run.get("loaded_bytes"))) and (loading_s := _number(run.get("loading_s"))):
+        parts.append(f"{loaded / GB:.1f} GB loaded at {loaded / GB / loading_s:.2f} GB/s")
     yield Text("\nlast run  ", style="dim") + _text(f"{run.get('model')}: {', '.join(parts)}")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..tpu_runtime.pipeline import GIB, ModelSpec, Settings, fallbacks
+from ..tpu_runtime.pipeline import DeviceMemory, ModelSpec, Settings, device_memory, fallbacks
 from ..tpu_runtime.pipeline import resolve_precision as resolve
 from .stand_ins import arguments, random
 from .verbs import given_inputs, print_now
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace, spec: ModelSpec) -> int:
         "schema": SCHEMA, "label": "predicted" if described else "measured", "model": spec.name, "is_tiny": is_tiny,
         "settings": asdict(settings), "device_kind": devices[0].device_kind, "num_devices": len(devices),
         "precision": precision, "versions": versions.of_results(), "forms": [asdict(row) for row in rows],
-        "loop": loop, "memory": {} if described else memory(devices),
+        "loop": loop, "memory": asdict(DeviceMemory() if described else device_memory.fullest(devices)),
     }  # fmt: skip
     print_now("\n" + text(spec, record, rows))
     if options.json:
@@ -266,15 +266,6 @@ def weights_of(program: "Program") -> dict[str, "jax.Array"]:
     return {name: random(want, deviation(want)) for name, want in (program.weights or {}).items()}
 
 
-def memory(devices: "Sequence[Device]") -> dict[str, int]:
-    """The most of each that one device says: in use, and reserved for programs."""
-    names = ("bytes_limit", "peak_bytes_in_use", "peak_bytes_reserved", "bytes_in_use", "bytes_reserved")
-    stats = [device.memory_stats() or {} for device in devices]
-    return {
-        name: max(int(one[name]) for one in stats if name in one) for name in names if any(name in s for s in stats)
-    }
-
-
 def text(spec: ModelSpec, record: Mapping[str, Any], rows: Sequence[Verified]) -> str:
     """The readable report."""
     from ..tpu_runtime.pipeline import plan_report as report
@@ -307,7 +298,8 @@ def text(spec: ModelSpec, record: Mapping[str, Any], rows: Sequence[Verified]) -
             f"{loop['steps']} steps in a row, as a sampler runs them: {loop['median_s']:.4f} s each, the program "
             + ("compiled." if loop["was_compiled"] else "from the cache.")
         )
-    lines += [f"{name}: {value / GIB:.2f} GiB on the fullest device." for name, value in record["memory"].items()]
+    if said == "measured":
+        lines.append(f"Fullest device: {DeviceMemory(**record['memory'])}.")
     wrong = [f"{row.name}: {row.problem}." for row in rows if row.problem]
     return "\n".join([*lines, *(wrong or ["All forms agree." if said == "measured" else "All forms compile."])])
 

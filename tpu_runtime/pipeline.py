@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import media
+from . import device_memory, media
 from .cache import store
 from .cache.store import cache_folder, trim
 from .checkpoints import checkpoint, content, hub, tiny
@@ -17,6 +17,7 @@ from .checkpoints.checkpoint import Checkpoint
 from .checkpoints.model_ref import EXPERTS, Expected, Lora, ModelRef, choose_model, variant
 from .checkpoints.parts import SEPARATOR, choices, files_in, is_of_files, spec_of
 from .checkpoints.weight_files import WeightFile
+from .device_memory import DeviceMemory
 from .engine import payloads, stage_files
 from .engine.current import current, engine, leave, leave_at_exit, listen, when_stuck
 from .engine.memory_advice import VARIABLE as HBM_VARIABLE
@@ -57,7 +58,7 @@ from .precision import CHOICES
 from .precision import resolve as resolve_precision
 from .progress import Preview, Progress, Silent
 from .redact import redact
-from .units import GIB, MIB, readable
+from .units import GB, GIB, MIB, readable
 
 if TYPE_CHECKING:
     import torch

@@ -1,5 +1,6 @@
 """Bytes for people."""
 
+GB = 10**9
 MIB = 2**20
 GIB = 2**30
 

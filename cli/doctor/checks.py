@@ -5,26 +5,31 @@ import dataclasses
 import json
 from importlib.util import find_spec
 
-from . import chips, comfyui, host
+from ...tpu_runtime.pipeline import SPECS
+from . import chips, comfyui, disk, host
 from .machine import Finding, HostMachine, Inspection
 
 CHECKS: tuple[Inspection, ...] = (
     host.python, host.twice, host.tokenizer,
     chips.plugged_in, chips.rights, chips.holders, chips.hugepages, chips.pinning,
     chips.variables, chips.flags, chips.budget, chips.ladder,
-    host.caches, host.models, host.token, host.memory, host.pip,
+    host.caches, host.models, disk.room, disk.rate, host.token, host.memory, host.pip,
     comfyui.version, comfyui.this_pack, comfyui.other_packs, comfyui.manager, comfyui.running,
 )  # fmt: skip
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--json", action="store_true", help="a list of {topic, found, remedy, advice}, for programs")
+    verb.add_argument(
+        "--model", choices=[spec.name for spec in SPECS], default="", metavar="MODEL",
+        help="also ask the Hub whether the disk has room for this one: " + "; ".join(spec.name for spec in SPECS),
+    )  # fmt: skip
     verb.add_argument("--start", action="store_true", help="also start JAX: it takes the chips for a moment")
 
 
 def run(options: argparse.Namespace, machine: HostMachine | None = None) -> int:
     """Prints the report. Exit code 1 when something needs fixing; advice does not."""
-    findings = report(machine or HostMachine(), is_started=options.start)
+    findings = report(machine or HostMachine(model=options.model), is_started=options.start)
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:

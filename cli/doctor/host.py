@@ -8,12 +8,9 @@ import sys
 from pathlib import Path
 
 from ...tpu_runtime.pipeline import GIB, SPECS, readable, store
+from .disk import existing_folder
 from .machine import Finding, Findings, HostMachine
 
-# The smallest checkpoint (FLUX.2-klein-4B) is about this big, the largest seven times.
-MODEL_BYTES = 16 * GIB
-# Compiled programs and videos.
-LEAST_BYTES = 2 * GIB
 # Compiling programs of real sizes takes two to four of the host, more next to other stages.
 RAM_BYTES = 8 * GIB
 GATED = ("FLUX.2-dev", "FLUX.2-klein-9B")
@@ -78,7 +75,7 @@ def caches(machine: HostMachine) -> Findings:
     if own not in programs.parents:
         folders.append(("JAX_COMPILATION_CACHE_DIR", "compiled programs", programs))
     for name, topic, folder in folders:
-        existing = _existing(folder)
+        existing = existing_folder(folder)
         if not existing.is_dir() or not machine.is_writable(existing):
             remedy = f"unset {name}" if machine.environ.get(name) else f"export {name}=FOLDER, one that can be written"
             yield Finding(topic, f"{folder} cannot be written", remedy)
@@ -89,27 +86,14 @@ def caches(machine: HostMachine) -> Findings:
             yield Finding(topic, f"{folder}{f', {readable(_size_bytes(folder))}' if topic != 'downloads' else ''}")
 
 
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that is there."""
-    return next((each for each in (folder, *folder.parents) if each.exists()), folder)
-
-
 def _size_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def models(machine: HostMachine) -> Findings:
-    """What is downloaded, and whether more has room."""
-    found = sorted(path.name.removeprefix("models--").replace("--", "/") for path in machine.hub.glob("models--*"))
-    yield Finding("downloaded models", f"{machine.hub}: {', '.join(found) or 'none'}")
-    has_ours = bool({spec.published.hub_id for spec in SPECS} & set(found))
-    existing = _existing(machine.hub)
-    if existing.is_dir():
-        free, needed = machine.free_bytes(existing), LEAST_BYTES if has_ours else MODEL_BYTES
-        why = "programs and videos need" if has_ours else "the smallest model needs"
-        missing = f"; {why} {readable(needed)}" if free < needed else ""
-        remedy = "export HF_HOME=FOLDER, on a larger disk; or: hf cache rm MODEL" if missing else ""
-        yield Finding("disk", f"{readable(free)} free in {existing}{missing}", remedy)
+    """What is downloaded."""
+    yield Finding("downloaded models", f"{machine.hub}: {', '.join(machine.hub_models) or 'none'}")
+    has_ours = any(spec.published.hub_id in machine.hub_models for spec in SPECS)
     if machine.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on") and not has_ours:
         yield Finding("HF_HUB_OFFLINE", "on, and no model of this pack is downloaded", "unset HF_HUB_OFFLINE")
 

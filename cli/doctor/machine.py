@@ -9,13 +9,17 @@ import resource
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...tpu_runtime.pipeline import bus
+from ...tpu_runtime.pipeline import GB, MIB, bus
 
 _PACK = Path(__file__).parents[2]
+# Of a file so much is read at most, for so long, by so many threads: several read weights, too.
+READ_BYTES, PIECE_BYTES, READ_S, READERS = 512 * MIB, 8 * MIB, 2.0, 8
 # Of /proc/net/tcp: a socket that waits for connections.
 _LISTENS = "0A"
 
@@ -67,6 +71,31 @@ def memlock_bytes() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
+def read_rate(file: Path) -> float:
+    """GB/s at which the beginning of a file comes from the disk, not from the host's memory."""
+    with file.open("rb", buffering=0) as opened:
+        number = opened.fileno()
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+        started = time.perf_counter()
+
+        def read(start: int) -> int:
+            return len(os.pread(number, PIECE_BYTES, start)) if time.perf_counter() - started < READ_S else 0
+
+        starts = range(0, min(os.fstat(number).st_size, READ_BYTES), PIECE_BYTES)
+        with ThreadPoolExecutor(READERS) as threads:
+            done = sum(threads.map(read, starts))
+        return done / GB / (time.perf_counter() - started)
+
+
+def download_bytes(model: str) -> tuple[int, int]:
+    """Of a model's weights on the Hub: bytes that are not on this machine, and all. ValueError where nobody knows."""
+    from .. import download  # which looks for ComfyUI's folder here
+
+    files = download.weights_of(model)
+    return sum(file.size_bytes - file.here_bytes for file in files), sum(file.size_bytes for file in files)
+
+
 def distributions(*folders: Path) -> dict[str, str]:
     """Installed packages and versions, of these site-packages or else of this process, by normalized name."""
     path = [str(folder) for folder in folders] or sys.path
@@ -89,6 +118,9 @@ class HostMachine:
     is_writable: Callable[[Path], bool] = is_writable
     may_use: Callable[[Path], bool] = may_use
     memlock_bytes: Callable[[], int | None] = memlock_bytes
+    download_bytes: Callable[[str], tuple[int, int]] = download_bytes
+    read_rate: Callable[[Path], float] = read_rate
+    model: str = ""
     python: str = field(default_factory=platform.python_version)
     uid: int = field(default_factory=os.getuid)
 
@@ -118,6 +150,16 @@ class HostMachine:
         """Where huggingface_hub keeps what it downloads."""
         home = self.path("HF_HOME", self.path("XDG_CACHE_HOME", self.home / ".cache") / "huggingface")
         return self.path("HF_HUB_CACHE", home / "hub")
+
+    @functools.cached_property
+    def hub_models(self) -> list[str]:
+        """The ids of models in the Hub's cache, as far as they are there."""
+        return sorted(path.name.removeprefix("models--").replace("--", "/") for path in self.hub.glob("models--*"))
+
+    @functools.cached_property
+    def download(self) -> tuple[int, int]:
+        """Of the chosen model; see `download_bytes`."""
+        return self.download_bytes(self.model)
 
     def is_own(self, pid: int) -> bool:
         """Whether a process is this user's."""

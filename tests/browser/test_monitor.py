@@ -151,6 +151,7 @@ def fake(num_chips: int = 8, **changes: Any) -> dict[str, Any]:
             {
                 "index": index, "kind": "TPU v6e", "coords": [index % 2, index // 2, 0],
                 "hbm_used": (8 + index * 5 % 9) * GIB, "hbm_peak": 18 * GIB, "hbm_limit": 31 * GIB,
+                "hbm_reserved": 4 * GIB, "hbm_reserved_peak": 11.5 * GIB,
                 "tensorcore_utilization": 60 + index * 7 % 30, "duty_cycle": 97,
             }
             for index in range(num_chips)
@@ -336,6 +337,30 @@ CONTRASTS = f"""() => {{
 }}"""
 
 
+def test_loading_and_downloads_are_in_bytes_and_memory_is_used_or_reserved(tab: Tab):
+    loading = {"done": 12_000, "total": 27_000, "unit": "MiB", "seconds_per_unit": 2**20 / 0.85e9, "text": "Loading"}
+    stats = fake()
+    stats["running"] |= loading
+    stats["last_run"] |= {"loaded_bytes": 28.6e9, "loading_s": 33.6}
+    tab.answer_with(stats)
+    tab.open()
+    tab.section("Running").get_by_text("11.7 of 26.4 GiB · 0.85 GB/s · 18.5 s left").wait_for()
+    assert "26.6 GiB loaded at 0.85 GB/s" in tab.text("Last run")
+    tiles = dict(tile.split("\n")[::-1] for tile in tab.section("Chips").locator(".tpu-tile").all_inner_texts())
+    assert (tiles["Memory in use"], tiles["Highest peak"]) == ("96.0 of 248 GiB", "18.0 GiB")
+    assert (tiles["Reserved"], tiles["Highest reserved"]) == ("32.0 GiB", "11.5 GiB")
+    first = tab.section("Chips").locator("[role=progressbar]").first
+    assert "reserved 4.00 GiB, at most 11.5 GiB reserved" in first.get_attribute("aria-valuetext")
+    share = first.locator(".tpu-reserved").evaluate("(one) => one.offsetWidth / one.parentElement.offsetWidth")
+    assert abs(share - 4 / 31) < 0.03
+    assert "Memory 52 %" in tab.text("Last two minutes")  # 128 of 248
+    # Simulated chips do not say what is reserved.
+    for chip in stats["chips"]:
+        del chip["hbm_reserved"], chip["hbm_reserved_peak"]
+    tab.answer_with(stats)
+    playwright.expect(tab.section("Chips").get_by_text("Reserved", exact=True)).to_be_hidden()
+
+
 def test_256_chips_fit_and_notes_are_shown(tab: Tab):
     tab.answer_with(fake(256, notes=["tensorcore_util is not known: libtpu says RuntimeError: no chips"]))
     tab.open()
@@ -422,7 +447,7 @@ def test_the_badge_shows_the_memory_and_opens_the_tab(tab: Tab):
     tab.answer_with(fake())
     badge.click()
     tab.page.get_by_text("8 x TPU v6e").wait_for()
-    assert badge.get_attribute("data-memory") == "96.0 of 248 GiB"
+    assert badge.get_attribute("data-memory") == "128 of 248 GiB"  # in use and reserved
     tab.page.evaluate(f"{APP}.setting.set('TPU.Monitor.Badge', 'hidden')")
     playwright.expect(badge).to_be_hidden()
     tab.page.evaluate(f"{APP}.setting.set('TPU.Monitor.Badge', 'while the tab is open')")

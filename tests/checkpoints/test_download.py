@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from comfyui_tpu.cli.doctor import machine as doctor
 from comfyui_tpu.cli.download import BarHost, bar
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.tests.support.fake_hub import Answer, FakeHub
@@ -64,6 +65,14 @@ def test_a_folder_gets_what_is_loaded_and_then_serves_as_the_model(
     fake.asked.clear()
     assert main(["download", SPEC.name, "--to", str(to)]) == 0
     assert not fake.weights() and "to download: 0.0 MiB" in capsys.readouterr().out
+
+
+def test_doctor_asks_how_much_is_missing_and_downloads_no_weights(fake: FakeHub):
+    missing, total = doctor.download_bytes(SPEC.name)
+    sizes = [path.stat().st_size for path in fake.repositories[SPEC.published.hub_id].rglob("*.safetensors")]
+    assert 0 < missing == total < sum(sizes) and not fake.weights()
+    assert main(["download", SPEC.name]) == 0
+    assert doctor.download_bytes(SPEC.name) == (0, total)
 
 
 def test_without_a_folder_the_nodes_find_it(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):

@@ -11,8 +11,11 @@ from comfyui_tpu.cli.main import main
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.plan import measured
 from comfyui_tpu.tpu_runtime.programs import generation
+from comfyui_tpu.tpu_runtime.units import GIB
 
 MODEL = "flux2-klein-4b"
+# Fields that records of older versions do not have.
+LATER = ("hbm_reserved_peak_bytes", "hbm_limit_bytes")
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +47,9 @@ def test_the_report_says_what_was_measured_and_on_what(record: Path):
     assert text.startswith(f"the miniature of Flux.2 klein 4B on {found.num_devices} x ")
     assert "on no TPU: they say nothing of speed" in text
     real = replace(found, is_tiny=False, programs=(replace(found.programs[1], median_s=0.5, predicted_s=0.25),))
+    assert "Fullest device: says nothing of its memory." in text
+    full = replace(real, hbm_peak_bytes=3 * GIB, hbm_reserved_peak_bytes=27 * GIB, hbm_limit_bytes=31 * GIB)
+    assert "Fullest device: at most 3.0 GiB in use and 27.0 GiB reserved, of 31.0 GiB." in bench.text(full)
     assert "predicted is by the compiler" in bench.text(real) and " 200 %" in bench.text(real)
 
 
@@ -67,6 +73,9 @@ def test_a_record_that_is_none_is_refused(tmp_path: Path, change: dict[str, Any]
     )  # fmt: skip
     path = tmp_path / "record.json"
     path.write_text(json.dumps(whole.to_json()))
+    assert measured.read(path) == whole
+    older = {name: value for name, value in whole.to_json().items() if name not in LATER}
+    path.write_text(json.dumps(older))
     assert measured.read(path) == whole
     path.write_text(json.dumps({**whole.to_json(), **change}))
     with pytest.raises(ValueError, match=problem):

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from comfyui_tpu.cli.doctor import HostMachine, checks, chips, comfyui, host, packages
+from comfyui_tpu.cli.doctor import HostMachine, checks, chips, comfyui, disk, host, packages
 from comfyui_tpu.cli.doctor.checks import CHECKS
 
 fake_tpu = pytest.importorskip("comfyui_tpu.tests.support.fake_tpu", reason="no tpu-info: it is for Linux")
@@ -147,6 +147,18 @@ def forgotten(machine: HostMachine) -> None:
 def too_small(machine: HostMachine) -> HostMachine:
     forgotten(machine)
     return dataclasses.replace(machine, free_bytes=lambda path: 10 * GIB)
+
+
+def slow_disk(machine: HostMachine) -> HostMachine:
+    weights(machine.hub / "models--Wan-AI--Wan2.1-T2V-14B-Diffusers/snapshots/a/vae/model.safetensors")
+    return dataclasses.replace(machine, read_rate=lambda file: 0.1)
+
+
+def weights(file: Path) -> Path:
+    """A file that takes no disk."""
+    write(file, "")
+    os.truncate(file, 100 * 2**20)
+    return file
 
 
 def offline(machine: HostMachine) -> HostMachine:
@@ -326,8 +338,9 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
         "unset JAX_COMPILATION_CACHE_DIR",
     ),
     "models in memory": (host.caches, in_memory, "/dev/shm/hub is memory of the host", "unset HF_HOME"),
-    "disk full": (host.models, full, "1.0 GiB free in", "export HF_HOME=FOLDER"),
-    "disk too small": (host.models, too_small, "the smallest model needs 16.0 GiB", "export HF_HOME=FOLDER"),
+    "disk full": (disk.room, full, "1.0 GiB free in", "export HF_HOME=FOLDER"),
+    "disk too small": (disk.room, too_small, "the smallest model needs 16.0 GiB", "export HF_HOME=FOLDER"),
+    "a slow disk": (disk.rate, slow_disk, "0.10 GB/s, read from", "on a faster disk"),
     "offline": (host.models, offline, "no model of this pack is downloaded", "unset HF_HUB_OFFLINE"),
     "no token": (host.token, no_token, "none; only gated models need one (FLUX.2-dev", "hf auth login"),
     "little memory": (host.memory, little_memory, "3.0 GiB free; compiling", "ps aux --sort=-rss"),

@@ -48,6 +48,18 @@ def test_the_terminal_shows_chips_residents_and_the_running_stage():
     assert len(re.findall(r"\d TPU v6e ", text)) == 8
 
 
+def test_the_terminal_says_what_is_reserved_and_how_fast_weights_come():
+    loading = {**RUNNING, "unit": "MiB", "done": 12_000, "total": 27_000, "seconds_per_unit": 2**20 / 0.85e9}
+    last_run = {"model": "m", "stages": [], "loaded_bytes": 28_600_000_000, "loading_s": 33.6}
+    chips = [chip(0, hbm_reserved=7 * GIB, hbm_reserved_peak=27 * GIB), chip(1)]
+    text = shown(tpu(running=loading, chips=chips, last_run=last_run))
+    assert "11.7 of 26.4 GiB, 0.85 GB/s, 18.5 s left" in text
+    assert "28.6 GB loaded at 0.85 GB/s" in text
+    assert re.search(r"memory +peak +reserved +its peak", text)
+    assert re.search(r"3.0 of 32.0 GiB +5.0 GiB +7.0 GiB +27.0 GiB", text)
+    assert "reserved" not in shown(tpu())
+
+
 def test_the_terminal_stays_readable_with_256_chips_and_80_columns():
     chips = [chip(index, hbm_used=index * 2**20) for index in range(256)]
     text = shown(tpu(chips=chips), width=80)

@@ -103,10 +103,6 @@ def missing(metric: str) -> Sequence[str]:
             "tensorcore_util is not known: libtpu gave 7 values for 8 chips.",
         ),
         (
-            libtpu(tensorcore_util=[], duty_cycle_pct=["5"] * 8),
-            "tensorcore_util is not known: libtpu gave 0 values for 8 chips.",
-        ),
-        (
             libtpu(tensorcore_util=["5"] * 6 + ["nan", "?"], duty_cycle_pct=["5"] * 8),
             "tensorcore_util is not known for 2 of 8 cores.",
         ),
@@ -119,6 +115,20 @@ def test_a_fault_of_libtpu_leaves_the_rest_and_is_noted(read: Callable, note: st
     assert stats["chips"][7]["hbm_used"] == 3 * GIB
     if read is not missing:
         assert stats["chips"][7]["duty_cycle"] == 5
+
+
+@pytest.mark.parametrize(("running", "said"), [(None, 0.0), ({"stage": "denoise"}, None)])
+def test_libtpu_says_nothing_of_idle_chips(running: Any, said: float | None):
+    """Neither an error nor 100 %; while something runs nobody knows."""
+    stats = Sampler(libtpu(tensorcore_util=[], duty_cycle_pct=[]), deadline_s=PATIENCE_S).complete(tpu(running=running))
+    assert {(one["tensorcore_utilization"], one["duty_cycle"]) for one in stats["chips"]} == {(said, said)}
+    assert stats["notes"] == []
+
+
+def test_memory_that_libtpu_does_not_say_is_not_zero():
+    read = libtpu(tensorcore_util=["0"], duty_cycle_pct=["0"], hbm_capacity_usage=[], hbm_capacity_total=[])
+    (one,) = Sampler(read, deadline_s=PATIENCE_S).complete(tpu(chips=[chip(0, hbm_used=None)]))["chips"]
+    assert one["hbm_used"] is None and one["hbm_limit"] == 32 * GIB
 
 
 def test_a_chip_that_stops_answering_costs_one_deadline_and_one_thread():

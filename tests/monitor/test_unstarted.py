@@ -80,6 +80,12 @@ def test_the_memory_of_another_process_comes_from_its_metrics_service(tmp_path: 
     ]
 
 
+def test_another_process_whose_chips_are_idle_has_no_duty_cycle(tmp_path: Path):
+    with serving(4, 0) as port:
+        said = stats(plug(tmp_path, "v6e", 4), port)
+    assert [(chip["hbm_used"] // GIB, chip["duty_cycle"]) for chip in said["chips"]] == [(n, 0.0) for n in (1, 2, 3, 4)]
+
+
 def test_while_the_first_run_starts_them_nobody_else_is_blamed(tmp_path: Path):
     process(plug(tmp_path, "v6e", 4), os.getpid(), "python3", "main.py", opens=["/dev/vfio/0"])
     with serving(4) as port:

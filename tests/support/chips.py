@@ -7,7 +7,7 @@ GIB = 2**30
 
 
 def chip(index: int, **known: Any) -> dict[str, Any]:
-    fields = ("coords", "hbm_used", "hbm_peak", "hbm_limit", "tensorcore_utilization", "duty_cycle")
+    fields = ("coords", "hbm_reserved", "hbm_reserved_peak", "tensorcore_utilization", "duty_cycle")
     memory = {"hbm_used": 3 * GIB, "hbm_peak": 5 * GIB, "hbm_limit": 32 * GIB}
     return dict.fromkeys(fields) | {"index": index, "kind": "TPU v6e"} | memory | known
 

@@ -25,12 +25,11 @@ from ..files import CheckpointError, Index, TensorFile
 from ..programs.modules import Network, Weight
 from ..programs.weights import Weights
 from ..progress import Progress
-from ..units import MIB
+from ..units import GB, MIB
 
 # Of the threads that read: more than cores, for they also wait for the disk. Their work does not hold Python's lock.
 READERS = min(16, 2 * (os.cpu_count() or 1))
 AHEAD_BYTES = 2**30
-GB = 10**9
 SECONDS_BETWEEN_TEXTS = 0.5
 NUMPY_VIEWS = {torch.bfloat16: (torch.int16, jax.numpy.bfloat16), torch.float32: (torch.float32, np.float32)}
 

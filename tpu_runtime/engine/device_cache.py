@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ...sharding.mesh import Device
+from .. import device_memory
 from ..cache.store import signature
 from ..programs.executables import Executable
 from ..programs.step_reuse import Runnable
@@ -59,8 +60,8 @@ def budget_bytes(device: Device, reserve_share: float = RESERVE_SHARE) -> int | 
             return int(float(limit) * GIB)
         except ValueError:
             raise ValueError(f"{VARIABLE} is {limit!r}; it must be a number of GiB such as 24.") from None
-    stats = device.memory_stats() if device.platform == "tpu" else None
-    return int(stats["bytes_limit"] * (1 - reserve_share)) if stats and "bytes_limit" in stats else None
+    limit_bytes = device_memory.of(device).limit_bytes if device.platform == "tpu" else None
+    return None if limit_bytes is None else int(limit_bytes * (1 - reserve_share))
 
 
 class DeviceCache:

@@ -5,7 +5,6 @@ stage it compiles and reads what the later ones of an expected generation need.
 import functools
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -16,8 +15,8 @@ import torch
 
 from ...attention.policy import Kernel
 from ...sharding.mesh import Device
+from .. import device_memory, refusal, versions
 from .. import precision as precisions
-from .. import refusal, versions
 from ..cache import xla_cache
 from ..checkpoints.model_ref import Expected, ModelRef
 from ..hosts.together import Elsewhere, Ending, Together
@@ -280,10 +279,7 @@ class Engine:
         found = self._generation
         if found is None or found.model != activity.model or activity.stage in dict(found.stages):
             found = telemetry.LastRun(model=activity.model)
-        found.stages.append((activity.stage, time.monotonic() - activity.started))
-        if activity.stage == "denoise" and activity.seconds_per_unit:
-            found.steps_per_second = 1 / activity.seconds_per_unit
-        found.peak_hbm = max(found.peak_hbm or 0, activity.needed_bytes)
+        found.add(activity, device_memory.fullest(self.own))
         self.last_run = found
         self._generation = None if activity.stage == "decode" else found
         if activity.stage == "decode":

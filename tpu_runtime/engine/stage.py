@@ -1,5 +1,7 @@
 """One stage at work: a located checkpoint, what it is compiled for, the host that watches, and the caches it uses."""
 
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -156,7 +158,10 @@ class Stage:
             self.counts["load"] += 1
         else:
             wanted = {name: want for name, want in wanted.items() if name in held.changed | changed.names}
+        started, activity = time.monotonic(), self.progress.activity
         weights = load.load(network, files, wanted, title, self.progress, changed, held.weights if held else None)
+        activity.loaded_bytes += sum(math.prod(want.shape) * want.dtype.itemsize for want in wanted.values())
+        activity.loading_s += time.monotonic() - started
         return weights, changed.names
 
     def report(self, unit: str) -> Callable[[int, int], None]:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 import jax
 
 from ...sharding.mesh import Device
+from .. import device_memory
+from ..device_memory import DeviceMemory
 from ..programs.program import shard_bytes
 from ..progress import Preview, Progress
-from ..units import GIB
+from ..units import GB, GIB
 
 
 @dataclass(kw_only=True)
@@ -24,6 +26,8 @@ class Activity:
     unit: str = ""
     compiling: bool = False
     needed_bytes: int = 0  # the most that one chip had to hold at a time: weights, and the running program
+    loaded_bytes: int = 0  # of weights, and in how many seconds
+    loading_s: float = 0.0
     started: float = field(default_factory=time.monotonic)
     unit_started: float | None = None
     unit_first: int = 0
@@ -70,18 +74,40 @@ class Watched:
 
 @dataclass(kw_only=True)
 class LastRun:
-    """The stages of one generation that ended, in order, with their seconds."""
+    """The stages of one generation that ended, in order, with their seconds. `peak_hbm`: the bytes that one chip had to
+    hold by the compiler's numbers; `memory`: what the fullest chip says itself.
+    """
 
     model: str
     stages: list[tuple[str, float]] = field(default_factory=list)
     steps_per_second: float | None = None
     peak_hbm: int | None = None
+    memory: DeviceMemory = field(default_factory=DeviceMemory)
+    loaded_bytes: int = 0
+    loading_s: float = 0.0
+
+    def add(self, activity: Activity, memory: DeviceMemory) -> None:
+        """One stage more, with what the fullest chip says after it."""
+        self.stages.append((activity.stage, time.monotonic() - activity.started))
+        if activity.stage == "denoise" and activity.seconds_per_unit:
+            self.steps_per_second = 1 / activity.seconds_per_unit
+        self.peak_hbm = max(self.peak_hbm or 0, activity.needed_bytes)
+        self.memory = memory
+        self.loaded_bytes += activity.loaded_bytes
+        self.loading_s += activity.loading_s
+
+    @property
+    def loading_rate(self) -> float | None:
+        """GB/s of weights onto the chips; None where none were loaded."""
+        return self.loaded_bytes / GB / self.loading_s if self.loaded_bytes and self.loading_s else None
 
     def describe(self) -> dict[str, object]:
         stages = [{"stage": stage, "seconds": seconds} for stage, seconds in self.stages]
         return {
-            "model": self.model, "stages": stages,
-            "steps_per_second": self.steps_per_second, "peak_hbm": self.peak_hbm,
+            "model": self.model, "stages": stages, "steps_per_second": self.steps_per_second,
+            "peak_hbm": self.peak_hbm, "peak_in_use": self.memory.peak_in_use_bytes,
+            "peak_reserved": self.memory.peak_reserved_bytes,
+            "loaded_bytes": self.loaded_bytes, "loading_s": self.loading_s,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -90,15 +116,19 @@ class LastRun:
             parts.append(f"{self.steps_per_second:.2f} steps a second")
         if self.peak_hbm is not None:
             parts.append(f"at most {self.peak_hbm / GIB:.2f} GiB on a chip")
+        if self.memory.known:
+            parts.append(f"the fullest chip says {self.memory}")
+        if self.loading_rate is not None:
+            parts.append(f"{self.loaded_bytes / GB:.1f} GB loaded at {self.loading_rate:.2f} GB/s")
         return f"{self.model}: {', '.join(parts)}"
 
 
 def held_bytes(devices: Sequence[Device]) -> list[int]:
-    """Bytes held on each of `devices`: what the device says, or where it does not, this process's live arrays."""
-    stats = [device.memory_stats() if device.platform == "tpu" else None for device in devices]
-    said = [int(one["bytes_in_use"]) for one in stats if one]
-    if len(said) == len(stats):
-        return said
+    """Bytes in use on each of `devices`: what it says, or where one does not, this process's live arrays."""
+    said = [device_memory.of(device).in_use_bytes for device in devices]
+    known = [one for one in said if one is not None]
+    if len(known) == len(said):
+        return known
     held = dict.fromkeys(devices, 0)
     for array in jax.live_arrays():
         size = shard_bytes(array)

@@ -85,8 +85,9 @@ def _of(port: int, until: float) -> dict[tuple[int, int], Usage]:
             said = "does not answer" if code == grpc.StatusCode.DEADLINE_EXCEEDED else f"answers {code}"
             raise NoAnswer(f"the metrics service at localhost:{port} {said}") from None
     ids = sorted({*used, *limit})
-    # Memory is told for every device, duty cycle for every chip: that of a chip of two devices counts for both.
-    cycles = [duty[one] for one in sorted(duty)]
+    # Memory is told for every device, duty cycle for every chip: that of a chip of two devices counts for both. Of idle
+    # chips no duty cycle is told.
+    cycles = [duty[one] for one in sorted(duty)] or [0.0] * len(ids)
     each = len(ids) // len(cycles) if cycles and len(ids) % len(cycles) == 0 else 0
     return {
         (one, port): Usage(

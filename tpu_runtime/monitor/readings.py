@@ -63,7 +63,7 @@ class Sampler:
             stats = self._unstarted.complete(stats, notes)
         chips = [dict(chip) for chip in stats.get("chips") or ()]
         if stats.get("platform") == "tpu" and chips:
-            self._fill(chips, notes)
+            self._fill(chips, notes, is_idle=not stats.get("running"))
         chips += stats.get("elsewhere") or ()  # of other hosts, which filled them, as of their last answer
         for note in notes:
             if note not in self._logged and len(self._logged) < MAX_LOGGED:
@@ -84,15 +84,18 @@ class Sampler:
             "process_ram": self._process.memory_info().rss,
         }
 
-    def _fill(self, chips: list[Stats], notes: list[str]) -> None:
-        """Puts libtpu's numbers where the runtime has none."""
+    def _fill(self, chips: list[Stats], notes: list[str], *, is_idle: bool) -> None:
+        """Puts libtpu's numbers where the runtime has none. Of chips that are idle libtpu says nothing: an empty answer
+        is no utilisation then, and not known while something runs.
+        """
         wanted = {
             field: metric
             for field, metric in {**UTILISATION, **MEMORY}.items()
             if any(chip.get(field) is None for chip in chips)
         }
         for field, answer in self._ask(wanted, notes).items() if wanted else ():
-            numbers = _per_chip(wanted[field], answer, len(chips), notes)
+            nothing = 0.0 if is_idle and field in UTILISATION else None
+            numbers = _per_chip(wanted[field], answer, len(chips), nothing, notes)
             for chip, number in zip(chips, numbers, strict=False):
                 if chip.get(field) is None:
                     chip[field] = number
@@ -116,9 +119,11 @@ class Sampler:
             return error
 
 
-def _per_chip(metric: str, answer: Sequence[str] | Exception, num_chips: int, notes: list[str]) -> list[float | None]:
-    """A number a chip, the mean where a chip has several cores, None where one is not known; nothing, and a note, where
-    the answer is none."""
+def _per_chip(
+    metric: str, answer: Sequence[str] | Exception, num_chips: int, nothing: float | None, notes: list[str]
+) -> list[float | None]:
+    """A number a chip, the mean where a chip has several cores, None where one is not known; `nothing` for each where
+    the answer is empty; no number, and a note, where the answer is none."""
     if isinstance(answer, ImportError):
         if metric == UTILISATION["tensorcore_utilization"]:  # once is enough
             notes.append("Utilisation is not known: libtpu's monitoring module is missing (pip install -U libtpu).")
@@ -126,7 +131,9 @@ def _per_chip(metric: str, answer: Sequence[str] | Exception, num_chips: int, no
     if isinstance(answer, Exception):
         notes.append(f"{metric} is not known: libtpu says {type(answer).__name__}: {answer}")
         return []
-    if not answer or len(answer) % num_chips:
+    if not answer:
+        return [nothing] * num_chips
+    if len(answer) % num_chips:
         notes.append(f"{metric} is not known: libtpu gave {len(answer)} values for {num_chips} chips.")
         return []
     numbers = [_number(text) for text in answer]

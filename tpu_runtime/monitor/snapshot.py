@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .. import device_memory
 from ..cache import store
 from ..engine.current import current
 
@@ -56,15 +57,17 @@ def _chip(engine: "Engine", index: int, held: int) -> dict[str, Any]:
     from ..engine.device_cache import budget_bytes
 
     device = engine.own[index]
-    said = (device.memory_stats() or {}) if device.platform == "tpu" else {}
+    said = device_memory.of(device)
     return {
         "index": engine.devices.index(device),
         "host": device.process_index,
         "kind": device.device_kind,
         "coords": list(device.coords) if device.platform == "tpu" else None,
         "hbm_used": held,
-        "hbm_peak": said.get("peak_bytes_in_use", engine.peak_bytes[index]),
-        "hbm_limit": said.get("bytes_limit") or budget_bytes(device),
+        "hbm_peak": engine.peak_bytes[index] if said.peak_in_use_bytes is None else said.peak_in_use_bytes,
+        "hbm_reserved": said.reserved_bytes,
+        "hbm_reserved_peak": said.peak_reserved_bytes,
+        "hbm_limit": said.limit_bytes or budget_bytes(device),
         "tensorcore_utilization": None,
         "duty_cycle": None,
     }

@@ -77,6 +77,7 @@ class Unstarted:
 
 
 def _row(chips: bus.Chips, index: int) -> dict[str, Any]:
-    unknown = dict.fromkeys(("coords", "hbm_used", "hbm_peak", "tensorcore_utilization", "duty_cycle"))
+    memory = ("hbm_used", "hbm_peak", "hbm_reserved", "hbm_reserved_peak")
+    unknown = dict.fromkeys(("coords", *memory, "tensorcore_utilization", "duty_cycle"))
     limit = chips.hbm_bytes_per_chip // chips.devices_per_chip
     return {"index": index, "kind": chips.kind, **unknown, "hbm_limit": limit}

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ class MeasuredProgram:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A model's programs on one machine. No paths, no names of machines. `hbm_peak_bytes` is the fullest device's, None
-    where devices do not say it. `is_tiny`: of the miniature, which shows that it runs, not how fast.
+    """A model's programs on one machine. No paths, no names of machines. Of the fullest device `hbm_peak_bytes` were in
+    use, `hbm_reserved_peak_bytes` reserved for programs beside them, of `hbm_limit_bytes`; None where devices do not
+    say it. `is_tiny`: of the miniature, which shows that it runs, not how fast.
     """
 
     model: str
@@ -43,6 +44,8 @@ class Measured:
     is_tiny: bool
     hbm_peak_bytes: int | None
     programs: tuple[MeasuredProgram, ...]
+    hbm_reserved_peak_bytes: int | None = None
+    hbm_limit_bytes: int | None = None
 
     @property
     def total_s(self) -> float:
@@ -68,8 +71,11 @@ def read(path: Path) -> Measured:
 
 
 def _fill(kind: type, values: Any, path: Path) -> Any:
-    """A record of `kind`; ValueError that names the fields that are missing or of a wrong type."""
-    values = values if isinstance(values, dict) else {}
+    """A record of `kind`; ValueError that names the fields that are missing or of a wrong type. Those with a default
+    came later: older records do not have them.
+    """
+    defaults = {one.name: one.default for one in fields(kind) if one.default is not MISSING}
+    values = {**defaults, **values} if isinstance(values, dict) else {}
     wrong = [one.name for one in fields(kind) if one.name not in values or not _fits(one.type, values[one.name])]
     if wrong:
         raise ValueError(f"{path}: {', '.join(wrong)} of a {kind.__name__} {'is' if len(wrong) == 1 else 'are'} wrong.")

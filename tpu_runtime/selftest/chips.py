@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from ...sharding.mesh import Device, make_mesh
 from ...sharding.shape import MeshShape
+from .. import device_memory
 from ..machine.record import MachineRecord
 from .checks import Check, Found, Wrong
 
@@ -45,12 +46,6 @@ def _check(stage: str, run: Any) -> Check:
     return Check(family=FAMILY, stage=stage, precision="", run=run)
 
 
-def memory_bytes(device: Device) -> int | None:
-    """What a chip says that it has; None where it says nothing, as a CPU does."""
-    stats = device.memory_stats()
-    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
-
-
 def _devices(devices: Sequence[Device]) -> Found:
     """Chips of one kind, each once, in the order in which hosts and links have them."""
     places = [tuple(place) for device in devices if (place := getattr(device, "coords", None)) is not None]
@@ -62,7 +57,8 @@ def _devices(devices: Sequence[Device]) -> Found:
     hosts = [device.process_index for device in devices]
     if hosts != sorted(hosts):
         raise Wrong(f"JAX lists the chips of hosts {hosts}, not one host's after the other's.")
-    silent = [str(device.id) for device in devices if device.platform == "tpu" and not memory_bytes(device)]
+    on_tpu = [device for device in devices if device.platform == "tpu"]
+    silent = [str(device.id) for device in on_tpu if not device_memory.of(device).limit_bytes]
     if silent:
         raise Wrong(f"Chips {', '.join(silent)} do not say how much memory they have.")
     order = ", ".join(f"{device.id} at {place}" for device, place in zip(devices, places, strict=False))

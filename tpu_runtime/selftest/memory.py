@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from ...sharding.mesh import Device
+from .. import device_memory
 from ..machine.record import MachineRecord
 from ..units import GIB, MIB, readable
 from .checks import Check, Found, Wrong
@@ -26,41 +27,35 @@ def checks(devices: Sequence[Device]) -> Iterator[Check]:
         yield Check(family=FAMILY, stage=stage, precision="", run=lambda progress, run=run: run(devices[0]))
 
 
-def _stats(device: Device) -> dict[str, int] | None:
-    found = device.memory_stats()
-    return dict(found) if found and "bytes_limit" in found else None
-
-
 def _numbers(device: Device) -> Found:
     """`bytes_in_use` before, with an array, after a program with temporaries, and after all is freed."""
-    before = _stats(device)
-    if before is None:
+    before = device_memory.of(device)
+    if before.limit_bytes is None or before.in_use_bytes is None:
         return Found(note=f"a {device.device_kind} says nothing of its memory")
-    size = before["bytes_limit"] // 8 // MIB * MIB
+    size = before.limit_bytes // 8 // MIB * MIB
     array = _filled(device, size)
-    held = _used(device) - before["bytes_in_use"]
+    held = _used(device) - before.in_use_bytes
     if not size <= held <= size * (1 + SLACK_SHARE) + MIB:
         raise Wrong(f"With {readable(size)} written the chip says that {readable(held)} more are in use.")
     # A sum over a product of its own with itself needs as much again, for as long as it runs.
     jax.block_until_ready(jax.jit(lambda x: jnp.sort(x, axis=0)[:1])(array))
-    after = _stats(device) or {}
+    after = device_memory.of(device)
     array.delete()
-    left = _used(device) - before["bytes_in_use"]
+    left = _used(device) - before.in_use_bytes
     if left > MIB:
         raise Wrong(f"With all of {readable(size)} freed the chip says that {readable(left)} of it are in use.")
-    names = ("bytes_limit", "peak_bytes_in_use", "bytes_reserved", "peak_bytes_reserved", "largest_free_block_bytes")
-    values = {f"{name}_gib": round(after[name] / GIB, 4) for name in names if name in after}
+    values = {f"{name.removesuffix('_bytes')}_gib": round(value / GIB, 4) for name, value in after.known.items()}
     return Found(values=values | {"array_gib": round(size / GIB, 4)})
 
 
 def _room(device: Device) -> Found:
     """How much of the limit can be filled in pieces, as weights fill it."""
-    stats = _stats(device)
-    if stats is None:
+    limit_bytes = device_memory.of(device).limit_bytes
+    if limit_bytes is None:
         return Found(note=f"a {device.device_kind} says nothing of its memory")
     reason = ""
     for share in RESERVES:
-        wanted = int(stats["bytes_limit"] * (1 - share)) - _used(device)
+        wanted = int(limit_bytes * (1 - share)) - _used(device)
         held: list[jax.Array] = []
         try:
             for _ in range(PIECES):
@@ -74,7 +69,7 @@ def _room(device: Device) -> Found:
             if share == RESERVES[0]:
                 return Found(values={"reserve_share": share}, learnt=learnt)
             raise Wrong(
-                f"Of {readable(stats['bytes_limit'])} only {100 * (1 - share):.0f} % can be filled ({reason}): "
+                f"Of {readable(limit_bytes)} only {100 * (1 - share):.0f} % can be filled ({reason}): "
                 f"{100 * share:.0f} % are left free from now on.",
                 learnt,
             )
@@ -82,13 +77,13 @@ def _room(device: Device) -> Found:
             for array in held:
                 array.delete()
     raise Wrong(
-        f"Of {readable(stats['bytes_limit'])} not even {100 * (1 - RESERVES[-1]):.0f} % can be filled ({reason}).",
+        f"Of {readable(limit_bytes)} not even {100 * (1 - RESERVES[-1]):.0f} % can be filled ({reason}).",
         MachineRecord(reserve_share=RESERVES[-1]),
     )
 
 
 def _used(device: Device) -> int:
-    return (_stats(device) or {}).get("bytes_in_use", 0)
+    return device_memory.of(device).in_use_bytes or 0
 
 
 def _filled(device: Device, size: int) -> jax.Array:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .. import versions
+from .. import device_memory, versions
 from ..machine.record import MachineRecord
 from ..redact import HIDDEN, redact
 from .checks import CheckResult
@@ -56,12 +56,11 @@ class ChipRecord:
 
 
 def chip_record(device: "Device") -> ChipRecord:
-    stats = device.memory_stats()
     return ChipRecord(
         id=device.id,
         kind=device.device_kind,
         coords=tuple(device.coords) if getattr(device, "coords", None) is not None else None,
-        memory_bytes=int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None,
+        memory_bytes=device_memory.of(device).limit_bytes,
     )
 
 

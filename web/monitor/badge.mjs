@@ -1,4 +1,4 @@
-// The button in the action bar, with the memory in use. ComfyUI owns the element; we only set one attribute on it,
+// The button in the action bar, with the memory that is taken. ComfyUI owns the element; we only set one attribute on it,
 // which our style sheet shows, so that its redraws and ours cannot get into each other's way.
 
 import { bytesOf, totals } from "./format.mjs";
@@ -10,8 +10,8 @@ const FORGET_MS = 20_000;
 let timer = null;
 
 export function showBadge(stats) {
-  const { used, limit } = totals(stats ?? {});
-  write(used === null ? "" : bytesOf(used, limit));
+  const { taken, limit } = totals(stats ?? {});
+  write(taken === null ? "" : bytesOf(taken, limit));
   clearTimeout(timer);
   timer = setTimeout(() => write(""), FORGET_MS);
 }

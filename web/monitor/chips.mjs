@@ -1,6 +1,6 @@
 // One bar per chip: rows while they fit a sidebar, a grid of small bars for a big slice.
 
-import { amount, bytes, bytesOf, list, mean, percent, text, totals, UNKNOWN } from "./format.mjs";
+import { amount, bytes, bytesOf, list, mean, most, percent, text, totals, UNKNOWN } from "./format.mjs";
 import { make, makeBar, Rows, section, setAttribute, setText } from "./dom.mjs";
 
 // More chips than this become a grid.
@@ -10,7 +10,22 @@ const HEADROOM = 1.25;
 
 const TILES = [
   ["Memory in use", "High-bandwidth memory in use on all chips together, of what they have.", memoryOf],
-  ["Highest peak", "The most memory that any one chip has used since the server started.", highestPeak],
+  [
+    "Highest peak",
+    "The most memory that any one chip has used since the server started.",
+    (stats) => bytes(most(stats, "hbm_peak")),
+  ],
+  // These two are not shown where no chip says them, as simulated ones do not.
+  [
+    "Reserved",
+    "What programs reserve on all chips together, in addition to the memory in use.",
+    (stats) => sized(totals(stats).reserved),
+  ],
+  [
+    "Highest reserved",
+    "The most that programs have reserved on any one chip since the server started.",
+    (stats) => sized(most(stats, "hbm_reserved_peak")),
+  ],
   [
     "TensorCore",
     "TensorCore utilisation: the share of the cores' capacity in use, as libtpu measures it; the mean over all chips.",
@@ -28,9 +43,8 @@ function memoryOf(stats) {
   return bytesOf(used, limit);
 }
 
-function highestPeak(stats) {
-  const peaks = list(stats.chips).map((chip) => amount(chip.hbm_peak)).filter((value) => value !== null);
-  return bytes(peaks.length ? Math.max(...peaks) : null);
+function sized(value) {
+  return value === null ? null : bytes(value);
 }
 
 function name(chip, index) {
@@ -43,9 +57,16 @@ function describe(chip, index) {
   const which = `${name(chip, index)}: ${text(chip.kind) || UNKNOWN}${coords}`;
   const facts = [which, bytesOf(chip.hbm_used, chip.hbm_limit)];
   if (amount(chip.hbm_peak) !== null) facts.push(`peak ${bytes(chip.hbm_peak)}`);
+  if (amount(chip.hbm_reserved) !== null) facts.push(`reserved ${bytes(chip.hbm_reserved)}`);
+  if (amount(chip.hbm_reserved_peak) !== null) facts.push(`at most ${bytes(chip.hbm_reserved_peak)} reserved`);
   if (amount(chip.tensorcore_utilization) !== null) facts.push(`TensorCore ${percent(chip.tensorcore_utilization)}`);
   if (amount(chip.duty_cycle) !== null) facts.push(`duty cycle ${percent(chip.duty_cycle)}`);
   return facts.join(", ");
+}
+
+/** A share of 0..1 as CSS has it; nothing for null. */
+function percentage(share) {
+  return `${(Math.min(1, share ?? 0) * 100).toFixed(1)}%`;
 }
 
 export class Chips {
@@ -68,7 +89,11 @@ export class Chips {
   show(stats) {
     const chips = list(stats.chips);
     this.element.hidden = chips.length === 0;
-    TILES.forEach(([, , value], index) => setText(this.#tiles[index].value, value(stats)));
+    TILES.forEach(([, , value], index) => {
+      const found = value(stats);
+      this.#tiles[index].tile.hidden = found === null;
+      setText(this.#tiles[index].value, found ?? UNKNOWN);
+    });
     this.#arrange(chips.length > MOST_ROWS);
     const seen = chips.map((chip) => Math.max(amount(chip.hbm_used) ?? 0, amount(chip.hbm_peak) ?? 0));
     this.#highest = Math.max(this.#highest, ...seen);
@@ -87,8 +112,8 @@ export class Chips {
 
   #row(chip) {
     const bar = makeBar(`${name(chip, chip.position)}, memory`);
-    const peak = make("div", "tpu-peak");
-    bar.element.append(peak);
+    const [reserved, peak] = [make("div", "tpu-reserved"), make("div", "tpu-peak")];
+    bar.element.append(reserved, peak);
     const memory = make("span", "tpu-number");
     const busy = make("span", "tpu-number tpu-busy", { title: "TensorCore utilisation" });
     const label = make("span", "tpu-dim", { "aria-hidden": "true" });
@@ -98,10 +123,13 @@ export class Chips {
       setText(memory, bytesOf(now.hbm_used, now.hbm_limit));
       setText(busy, percent(now.tensorcore_utilization));
       setAttribute(element, "title", describe(now, now.position));
-      bar.set(this.#share(now, now.hbm_used), describe(now, now.position));
+      const used = this.#share(now, now.hbm_used);
+      bar.set(used, describe(now, now.position));
+      reserved.style.left = percentage(used);
+      reserved.style.width = percentage(this.#share(now, now.hbm_reserved));
       const mark = this.#share(now, now.hbm_peak);
       peak.hidden = mark === null;
-      peak.style.left = `${(Math.min(1, mark ?? 0) * 100).toFixed(1)}%`;
+      peak.style.left = percentage(mark);
     };
     return { element, update };
   }

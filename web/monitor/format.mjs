@@ -48,6 +48,12 @@ export function bytesOf(used, limit) {
   return `${digits(share)} of ${digits(all / 1024 ** unit)} ${BYTE_UNITS[unit]}`;
 }
 
+/** Gigabytes a second, of so many bytes in so many seconds; null where one is not known. */
+export function rate(size, span) {
+  const [all, time] = [amount(size), amount(span)];
+  return all && time ? `${(all / 1e9 / time).toFixed(2)} GB/s` : null;
+}
+
 export function percent(value) {
   const known = amount(value);
   return known === null ? UNKNOWN : `${Math.round(known)} %`;
@@ -76,17 +82,31 @@ export function ago(moment) {
   return past < 129600 ? `${Math.round(past / 3600)} h ago` : `${Math.round(past / 86400)} days ago`;
 }
 
-/** used and limit of all chips together; null where no chip says. */
+/** A field of the chips that report it. */
+function known(stats, field) {
+  return list(stats.chips).map((chip) => amount(chip[field])).filter((value) => value !== null);
+}
+
+/** The sum of a field over the chips that report it; null where none does. */
+function sum(stats, field) {
+  const values = known(stats, field);
+  return values.length ? values.reduce((left, right) => left + right, 0) : null;
+}
+
+/** Memory of all chips together: used, reserved by programs, both, and the limit; null where no chip says. */
 export function totals(stats) {
-  const sum = (field) => {
-    const known = list(stats.chips).map((chip) => amount(chip[field])).filter((value) => value !== null);
-    return known.length ? known.reduce((left, right) => left + right, 0) : null;
-  };
-  return { used: sum("hbm_used"), limit: sum("hbm_limit") };
+  const [used, reserved] = [sum(stats, "hbm_used"), sum(stats, "hbm_reserved")];
+  return { used, reserved, taken: used === null ? null : used + (reserved ?? 0), limit: sum(stats, "hbm_limit") };
 }
 
 /** The mean of a field over the chips that report it; null where none does. */
 export function mean(stats, field) {
-  const known = list(stats.chips).map((chip) => amount(chip[field])).filter((value) => value !== null);
-  return known.length ? known.reduce((left, right) => left + right, 0) / known.length : null;
+  const all = sum(stats, field);
+  return all === null ? null : all / known(stats, field).length;
+}
+
+/** The most of a field that one chip reports; null where none does. */
+export function most(stats, field) {
+  const values = known(stats, field);
+  return values.length ? Math.max(...values) : null;
 }

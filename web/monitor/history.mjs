@@ -13,16 +13,16 @@ export class History {
   points = [];
 
   add(stats, now = Date.now()) {
-    const { used, limit } = totals(stats);
+    const { taken, limit } = totals(stats);
     const utilisation = mean(stats, "tensorcore_utilization") ?? mean(stats, "duty_cycle");
-    this.points.push({ at: now, used, limit, utilisation });
+    this.points.push({ at: now, taken, limit, utilisation });
     while (this.points.length && this.points[0].at < now - SPAN_MS - GAP_MS) this.points.shift();
   }
 
   /** Curves as lists of [age in 0..1 from left to right, height in 0..1], cut at gaps. */
   curves(now = Date.now()) {
-    const peak = Math.max(...this.points.map((point) => point.used ?? 0), 1);
-    const memory = (point) => (point.used === null ? null : point.used / (point.limit || peak * HEADROOM));
+    const peak = Math.max(...this.points.map((point) => point.taken ?? 0), 1);
+    const memory = (point) => (point.taken === null ? null : point.taken / (point.limit || peak * HEADROOM));
     const utilisation = (point) => (point.utilisation === null ? null : point.utilisation / 100);
     return { memory: this.#curve(memory, now), utilisation: this.#curve(utilisation, now) };
   }

@@ -1,6 +1,8 @@
 // The panel: builds its elements once, then shows one answer of the server after another.
 
-import { ago, amount, bytes, bytesOf, list, mean, percent, seconds, text, totals, UNKNOWN } from "./format.mjs";
+import {
+  ago, amount, bytes, bytesOf, list, mean, percent, rate, seconds, text, totals, UNKNOWN,
+} from "./format.mjs";
 import { make, makeBar, Rows, section, setAttribute, setText } from "./dom.mjs";
 import { Chips } from "./chips.mjs";
 import { draw, History } from "./history.mjs";
@@ -11,6 +13,8 @@ const CACHES = { programs: "Compiled programs", xla: "XLA's cache", prompts: "En
 const COUNTS = [["load", "load"], ["encode", "prompt"], ["compile", "compilation"]];
 // How long the answer to a button stays.
 const SAID_MS = 10_000;
+// The unit of bytes that are loaded or downloaded.
+const MIB = "MiB";
 const FREE_ALL = "Frees all weights and programs, once the running prompt has ended";
 
 const own = (table, key) => (Object.hasOwn(table, text(key)) ? table[key] : text(key));
@@ -79,6 +83,12 @@ function noteRow() {
   return { element, update: (note) => setText(element, note) };
 }
 
+/** What of a stage is done: bytes of weights and downloads, else so many of its units. */
+function countOf(unit, done, total) {
+  if (unit === MIB) return bytesOf(done * 2 ** 20, total * 2 ** 20);
+  return `${capital(unit || "part")} ${done} of ${total}`;
+}
+
 class Running {
   #stage = make("strong", "tpu-clip");
   #elapsed = make("span", "tpu-number");
@@ -105,7 +115,7 @@ class Running {
     this.#busy.hidden = now === null;
     if (!now) return;
     const [done, total] = [amount(now.done) ?? 0, amount(now.total) ?? 0];
-    const counted = total > 0 ? `${capital(text(now.unit) || "part")} ${done} of ${total}` : text(now.text);
+    const counted = total > 0 ? countOf(text(now.unit), done, total) : text(now.text);
     setText(this.#stage, own(STAGES, now.stage) + (now.compiling === true ? ", compiling" : ""));
     setText(this.#elapsed, seconds(now.elapsed_s));
     setText(this.#model, text(now.model));
@@ -120,7 +130,8 @@ class Running {
     const each = amount(now.seconds_per_unit);
     if (each === null) return counted;
     const unit = text(now.unit) || "part";
-    return `${counted} · ${seconds(each)} per ${unit} · ${seconds(each * Math.max(0, left))} left`;
+    const speed = (unit === MIB && rate(2 ** 20, each)) || `${seconds(each)} per ${unit}`;
+    return `${counted} · ${speed} · ${seconds(each * Math.max(0, left))} left`;
   }
 }
 
@@ -139,12 +150,12 @@ class Curve {
   }
 
   show(stats) {
-    const { used, limit } = totals(stats);
+    const { taken, limit } = totals(stats);
     const core = mean(stats, "tensorcore_utilization");
     const busy = core ?? mean(stats, "duty_cycle");
     // Chips that nobody has started yet say nothing.
-    this.element.hidden = used === null && busy === null;
-    setText(this.#memory, `Memory ${limit ? percent((100 * (used ?? 0)) / limit) : bytes(used)}`);
+    this.element.hidden = taken === null && busy === null;
+    setText(this.#memory, `Memory ${limit ? percent((100 * (taken ?? 0)) / limit) : bytes(taken)}`);
     const measure = core === null ? "Duty cycle" : "TensorCore";
     setText(this.#busy, busy === null ? "Utilisation not known" : `${measure} ${percent(busy)}`);
     setAttribute(this.#canvas, "aria-label", `${this.#memory.textContent}; ${this.#busy.textContent}`);
@@ -243,6 +254,8 @@ class LastRun {
     const speed = amount(run.steps_per_second);
     if (speed) facts.push(speed >= 1 ? `${speed.toFixed(2)} steps per second` : `${seconds(1 / speed)} per step`);
     if (amount(run.peak_hbm) !== null) facts.push(`peak ${bytes(run.peak_hbm)} a chip`);
+    const loading = rate(run.loaded_bytes, run.loading_s);
+    if (loading) facts.push(`${bytes(run.loaded_bytes)} loaded at ${loading}`);
     setText(this.#facts, facts.join(" · "));
   }
 

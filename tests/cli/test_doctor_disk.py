@@ -1,0 +1,91 @@
+"""`comfyui-tpu doctor --model`: room for the chosen model, and how fast the disk is read."""
+
+import dataclasses
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from comfyui_tpu.cli.doctor import HostMachine, disk
+from comfyui_tpu.cli.doctor import machine as machines
+from comfyui_tpu.cli.main import main
+
+GB, GIB = 10**9, 2**30
+MODEL = "wan2.1-t2v-14b"
+
+
+def machine(home: Path, free_gib: float, missing_gib: float, *, model: str = MODEL) -> HostMachine:
+    """With one model of 60 GiB, of which so much is missing, on a disk that reads 1.5 GB/s."""
+    home.mkdir(exist_ok=True)
+    return HostMachine(
+        root=home, home=home, environ={}, packages={}, model=model,
+        free_bytes=lambda path: int(free_gib * GIB), read_rate=lambda file: 1.5,
+        download_bytes=lambda name: (int(missing_gib * GIB), 60 * GIB),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "missing_gib", "said", "is_fault"),
+    [
+        (100, 60, f"; 60.0 GiB of {MODEL} are not here yet", False),
+        (62, 60, f"; 60.0 GiB of {MODEL} are not here yet", False),  # with programs and videos it just fits
+        (61, 60, f"{MODEL} of 60.0 GiB, programs and videos need 62.0 GiB", True),
+        (30, 20, f"; 20.0 GiB of {MODEL} are not here yet", False),
+        (3, 0, "3.0 GiB free in", False),
+        (1, 0, "programs and videos need 2.0 GiB", True),
+    ],
+)
+def test_the_chosen_model_has_room_or_not(
+    tmp_path: Path, free_gib: float, missing_gib: float, said: str, is_fault: bool
+):
+    (finding,) = disk.room(machine(tmp_path / "home", free_gib, missing_gib))
+    assert said in finding.found and finding.is_fault == is_fault
+    assert ("not here yet" in finding.found) == bool(missing_gib)
+
+
+def test_without_a_network_the_free_disk_is_still_told(tmp_path: Path):
+    def fails(name: str) -> tuple[int, int]:
+        raise ValueError("The Hub does not answer.")
+
+    (finding,) = disk.room(dataclasses.replace(machine(tmp_path / "home", 5, 0), download_bytes=fails))
+    assert "5.0 GiB free" in finding.found and "not known: The Hub does not answer." in finding.found
+    assert not finding.remedy
+
+
+def test_the_largest_file_of_a_model_is_read_and_says_how_long_the_chosen_one_takes(tmp_path: Path):
+    found = machine(tmp_path / "home", 100, 0)
+    assert list(disk.rate(found)) == []
+    for name, size in {"small": 1, "large": 300, "larger/than": 200}.items():
+        file = found.comfyui / f"models/diffusion_models/{name}.safetensors"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        os.truncate(file, size * 2**20)
+    (finding,) = disk.rate(found)
+    assert finding.found.startswith("1.50 GB/s, read from") and "large.safetensors" in finding.found
+    assert finding.found.endswith(f"; {MODEL} takes {60 * GIB / GB / 1.5:.0f} s to read") and not finding.remedy
+    (finding,) = disk.rate(dataclasses.replace(found, model=""))
+    assert finding.found.endswith("large.safetensors")
+
+
+def test_a_rate_is_that_of_the_bytes_which_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    size = 3 * machines.PIECE_BYTES + 5
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(size))
+    clock = iter([10.0, 10.0, 10.0, 10.0, 10.0, 10.5])
+    monkeypatch.setattr(machines, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert machines.read_rate(file) == pytest.approx(size / GB / 0.5)
+
+
+def test_no_rate_takes_longer_than_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(2 * machines.PIECE_BYTES))
+    clock = iter([10.0, 10.0, 10.0 + machines.READ_S, 14.0])
+    monkeypatch.setattr(machines, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(machines, "READERS", 1)
+    assert machines.read_rate(file) == pytest.approx(machines.PIECE_BYTES / GB / 4.0)
+
+
+def test_a_model_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["doctor", "--model", "nothing"])
+    assert MODEL in capsys.readouterr().err

@@ -1,0 +1,102 @@
+"""What is told of a run: memory as devices say it, and how fast weights were loaded."""
+
+from typing import Any
+
+import jax
+import pytest
+from comfyui_tpu.tests.support.host import Host, Runner
+from comfyui_tpu.tpu_runtime import device_memory
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.device_memory import DeviceMemory
+from comfyui_tpu.tpu_runtime.engine import telemetry
+from comfyui_tpu.tpu_runtime.models import spec_for_family
+from comfyui_tpu.tpu_runtime.monitor import snapshot
+from comfyui_tpu.tpu_runtime.programs.program import shard_bytes
+from comfyui_tpu.tpu_runtime.units import GIB
+
+SPEC = spec_for_family("Flux2")
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id, precision="float32")
+# What a public dump of a v6e shows in a step.
+BUSY = {
+    "bytes_limit": int(31.2 * GIB), "bytes_in_use": int(2.6 * GIB), "bytes_reserved": int(27.3 * GIB),
+    "peak_bytes_in_use": 3 * GIB, "peak_bytes_reserved": 28 * GIB, "num_allocs": 7,
+}  # fmt: skip
+
+
+class Device:
+    """A device that says `stats` of its memory."""
+
+    def __init__(self, stats: Any) -> None:
+        self.stats = stats
+
+    def memory_stats(self) -> Any:
+        return self.stats
+
+
+def of(stats: Any) -> DeviceMemory:
+    device: Any = Device(stats)
+    return device_memory.of(device)
+
+
+@pytest.mark.parametrize("missing", [(), *((name,) for name in BUSY), tuple(BUSY)], ids=str)
+def test_a_device_may_leave_out_any_number(missing: tuple[str, ...]):
+    found = of({name: value for name, value in BUSY.items() if name not in missing})
+    wanted = {
+        "limit_bytes": "bytes_limit", "in_use_bytes": "bytes_in_use", "reserved_bytes": "bytes_reserved",
+        "peak_in_use_bytes": "peak_bytes_in_use", "peak_reserved_bytes": "peak_bytes_reserved",
+    }  # fmt: skip
+    assert found.known == {ours: BUSY[theirs] for ours, theirs in wanted.items() if theirs not in missing}
+
+
+def test_the_peaks_are_said_in_words():
+    assert str(of(BUSY)) == "at most 3.0 GiB in use and 28.0 GiB reserved, of 31.2 GiB"
+    assert str(of({"peak_bytes_in_use": GIB})) == "at most 1.0 GiB in use"
+    for nothing in (None, {}, {"bytes_limit": GIB}):
+        assert str(of(nothing)) == "says nothing of its memory"
+
+
+def test_the_fullest_of_several_devices_has_the_most_of_each():
+    devices: list[Any] = [Device(BUSY), Device(None), Device({"bytes_in_use": 5 * GIB, "bytes_reserved": 1})]
+    found = device_memory.fullest(devices)
+    assert (found.in_use_bytes, found.reserved_bytes, found.largest_free_bytes) == (5 * GIB, int(27.3 * GIB), None)
+
+
+def test_bytes_in_use_are_the_devices_own_if_all_say_them():
+    said: list[Any] = [Device(BUSY), Device({"bytes_in_use": 7})]
+    assert telemetry.held_bytes(said) == [int(2.6 * GIB), 7]
+    first = jax.devices()[0]
+    held = telemetry.held_bytes([first])[0]
+    array = jax.device_put(jax.numpy.ones((256, 1024)), first)
+    assert telemetry.held_bytes([first]) == [held + shard_bytes(array)]
+
+
+def test_a_run_says_how_much_was_loaded_and_how_fast_and_what_chips_say(monkeypatch: pytest.MonkeyPatch):
+    runner = Runner(jax.devices()[:2])
+    busy = of(BUSY)
+    monkeypatch.setattr(device_memory, "fullest", lambda devices: busy)
+    runner.encode(MODEL, "cat", "", Host())
+    run = runner.last_run
+    assert run is not None
+    arrays = [array for one in runner.device_cache.list() for array in one.weights.values()]
+    weights = sum(array.size * array.dtype.itemsize for array in arrays)
+    assert run.loaded_bytes == weights > 0 and run.loading_s > 0
+    said = run.describe()
+    assert (said["peak_in_use"], said["peak_reserved"]) == (3 * GIB, 28 * GIB)
+    assert said["loaded_bytes"] == weights
+    assert "the fullest chip says at most 3.0 GiB in use and 28.0 GiB reserved, of 31.2 GiB" in str(run)
+    assert f"{weights / 1e9:.1f} GB loaded at {run.loading_rate:.2f} GB/s" in str(run)
+    # Again: nothing is loaded.
+    runner.encode(MODEL, "a dog", "", Host())
+    assert runner.last_run is not run and runner.last_run is not None and runner.last_run.loading_rate is None
+
+
+def test_the_monitor_shows_what_is_in_use_and_what_is_reserved(monkeypatch: pytest.MonkeyPatch):
+    runner = Runner(jax.devices()[:2])
+    monkeypatch.setattr(snapshot, "current", lambda: runner)
+    for chip in snapshot.stats()["chips"]:
+        assert chip["hbm_reserved"] is chip["hbm_reserved_peak"] is None
+        assert chip["hbm_used"] is not None and chip["hbm_peak"] >= chip["hbm_used"]
+    busy, names = of(BUSY), ("hbm_used", "hbm_reserved", "hbm_peak", "hbm_reserved_peak", "hbm_limit")
+    monkeypatch.setattr(device_memory, "of", lambda device: busy)
+    for chip in snapshot.stats()["chips"]:
+        assert [round(chip[name] / GIB, 1) for name in names] == [2.6, 27.3, 3.0, 28.0, 31.2]
