@@ -14,8 +14,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..tpu_runtime.pipeline import CHOICES, SPECS, STAGES, ModelSpec, Settings, device_memory, spec_of
-from ..tpu_runtime.pipeline import resolve_precision as resolve
+from ..tpu_runtime.pipeline import (
+    CHOICES,
+    SPECS,
+    STAGES,
+    ModelSpec,
+    Settings,
+    device_memory,
+    precision_title,
+    resolve_pictures,
+    resolve_precision,
+    spec_of,
+)
 from . import verify
 from .stand_ins import arguments, random
 from .verbs import add_inputs, given_inputs, model_folders, print_now
@@ -59,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     settings = spec.settings(**{**(spec.miniature.inputs if is_tiny else {}), **widgets})
     found = measure(
         _miniature(spec) if is_tiny else spec, settings, devices, is_tiny=is_tiny, stages=stages, runs=options.runs,
-        precision=resolve(options.precision, devices[0].platform), predicts=not options.no_prediction,
+        choice=options.precision, predicts=not options.no_prediction,
     )  # fmt: skip
     print_now("\n" + text(found))
     if options.json:
@@ -74,17 +84,20 @@ def _miniature(spec: ModelSpec) -> ModelSpec:
 
 
 def measure(
-    spec: ModelSpec, settings: Settings, devices: "Sequence[Device]", *, is_tiny: bool, precision: Any,
+    spec: ModelSpec, settings: Settings, devices: "Sequence[Device]", *, is_tiny: bool, choice: str,
     stages: Sequence[str], runs: int, predicts: bool,
 ) -> "Measured":  # fmt: skip
-    """Compiles and times every program of a generation, the programs of one network after another."""
+    """Compiles and times every program of a generation, the programs of one network after another. `choice` is the
+    precision as a node has it.
+    """
     from ..sharding.mesh import shape_of
     from ..tpu_runtime.pipeline import Measured, MeasuredProgram, chips, compiling, generation, plan, versions
 
     topology = chips.topology_of(devices[0].device_kind, len(devices)) if predicts else None
     rows: list[MeasuredProgram] = []
     compiled: list[Compiled] = []
-    programs = generation.for_spec(spec, settings, devices, precision=precision, stages=stages)
+    precision, pictures = (found(choice, devices[0].platform) for found in (resolve_precision, resolve_pictures))
+    programs = generation.for_spec(spec, settings, devices, precision=precision, pictures=pictures, stages=stages)
     for _, same in itertools.groupby(programs, key=lambda program: (program.components, program.weights)):
         weights = None
         for program in same:
@@ -109,7 +122,8 @@ def measure(
     memory = device_memory.fullest(devices)
     return Measured(
         model=spec.name, title=spec.title, settings=asdict(settings), device_kind=devices[0].device_kind,
-        num_devices=len(devices), precision=precision, versions=versions.of_results(), is_tiny=is_tiny,
+        num_devices=len(devices), precision=precision_title(precision, pictures), versions=versions.of_results(),
+        is_tiny=is_tiny,
         hbm_peak_bytes=memory.peak_in_use_bytes, programs=tuple(rows),
         hbm_reserved_peak_bytes=memory.peak_reserved_bytes, hbm_limit_bytes=memory.limit_bytes,
     )  # fmt: skip

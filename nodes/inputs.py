@@ -95,7 +95,8 @@ ENTRIES = {
         optional=True,
     ),
     "precision": _recipe(
-        "Number format of the weights and programs. auto is bfloat16 on a TPU; float32 is exact and slow."
+        "Number format of the weights and programs. auto is bfloat16 on a TPU; float32 is exact and slow; mixed is "
+        "bfloat16 with the encoders of pictures in float32."
     ),
     "height": Entry(tooltip="Height of the result in pixels."),
     "width": Entry(tooltip="Width of the result in pixels."),

@@ -21,7 +21,8 @@ _PRECISION = Input(
     options=CHOICES,
     optional=True,
     advanced=True,
-    tooltip="Number format of weights and programs. auto is bfloat16 on a TPU; float32 is exact and slow.",
+    tooltip="Number format of weights and programs. auto is bfloat16 on a TPU; float32 is exact and slow; mixed is "
+    "bfloat16 with the encoders of pictures in float32.",
 )
 # A part that is not chosen: it comes with the others, or from ComfyUI's folders.
 AUTO = "auto"

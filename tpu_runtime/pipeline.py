@@ -55,7 +55,9 @@ from .monitor.readings import Sampler, Stats, in_daemon
 from .plan import options as plan_options
 from .plan import process as plan_process
 from .precision import CHOICES
+from .precision import of_pictures as resolve_pictures
 from .precision import resolve as resolve_precision
+from .precision import title as precision_title
 from .progress import Preview, Progress, Silent
 from .redact import redact
 from .units import GB, GIB, MIB, readable

@@ -211,7 +211,7 @@ def test_a_connected_model_takes_the_place_of_model_id(runtime: Recorder):
         ),
         ({"seed": "x"}, f"Wan 2.1 T2V 14B: seed is 'x'; it must be a whole number between 0 and {2**64 - 1}."),
         ({"guidance_scale": float("nan")}, "Wan 2.1 T2V 14B: guidance_scale is nan; it must be between 0.0 and 20.0."),
-        ({"precision": "int8"}, "precision is 'int8'; it must be one of auto, bfloat16, float32."),
+        ({"precision": "int8"}, "precision is 'int8'; it must be one of auto, bfloat16, mixed, float32."),
         ({"model_id": 3}, "model_id is 3; it must be text."),
         ({"prompt_embeds": None}, "Wan 2.1 TPU Sampler: prompt_embeds is missing."),
     ],

@@ -205,6 +205,7 @@ class Engine:
             target=Target(
                 devices=self.devices,
                 precision=precisions.resolve(model.precision, self.devices[0].platform),
+                pictures=precisions.of_pictures(model.precision, self.devices[0].platform),
                 kernel=self.kernel,
                 fallbacks=self.ladder.fallbacks,
             ),

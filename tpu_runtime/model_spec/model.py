@@ -100,6 +100,12 @@ class ModelSpec:
     def component(self, name: str) -> Component:
         return next(component for component in self.components if component.name == name)
 
+    @property
+    def picture_encoders(self) -> frozenset[str]:
+        """The names of the components that encode pictures as conditions."""
+        others = {self.vae.component, *self.denoiser.experts, *(text.component for text in self.text_encoders)}
+        return frozenset(component.name for component in self.components) - others
+
     def for_expert(self, settings: Settings, expert: str) -> Settings:
         """The settings with the guidance of that expert as `guidance_scale`."""
         scale = None if expert == self.denoiser.experts[0] else settings.guidance_scale_2

@@ -24,12 +24,13 @@ STORE = Store("plans")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What to plan. `mesh_shape` None: what the runtime would choose."""
+    """What to plan. `mesh_shape` None: what the runtime would choose; `pictures`: see `Target`."""
 
     spec: ModelSpec
     settings: Settings
     topology: Topology
     precision: Precision = "bfloat16"
+    pictures: Precision | None = None
     mesh_shape: MeshShape | None = None
     stages: tuple[str, ...] = STAGES
 
@@ -39,6 +40,7 @@ class PlanRequest:
             self.settings,
             chips.compile_devices(self.topology),
             precision=self.precision,
+            pictures=self.pictures,
             mesh_shape=self.mesh_shape,
             stages=self.stages,
         )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from .. import models
 from ..model_spec import STAGES
+from ..precision import CHOICES
 
 DEFAULT_TOPOLOGY = "v6e:2x4"
 
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=kind, help="default: the model's")
     parser.add_argument("--guidance-2", type=float, help="of the second expert; default: --guidance, or the model's")
     parser.add_argument("--step-cache", action="store_true", help="with steps that start from what others kept")
-    parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--precision", choices=CHOICES[1:], default="bfloat16", help="mixed: pictures in float32")
     parser.add_argument("--mesh", metavar="DP,SP,TP", help="the denoiser's mesh; default: what the runtime chooses")
     parser.add_argument("--stages", default=",".join(STAGES), metavar="A,B", help=f"default {','.join(STAGES)}")
     parser.add_argument("--explain", action="store_true", help="list the dearest operations and their sources")

@@ -13,6 +13,7 @@ import jax
 
 from ...sharding.mesh import shape_of
 from ...sharding.shape import MeshShape
+from .. import precision as precisions
 from ..checkpoints import parts
 from ..cost_model import chips, flops, hlo, kernels, step_time
 from ..cost_model.bundles import Cost
@@ -42,7 +43,7 @@ def make_plan(request: PlanRequest, write: Write = lambda line: None) -> Plan:
         title=request.spec.title,
         topology=request.topology,
         settings=request.settings,
-        precision=request.precision,
+        precision=precisions.title(request.precision, request.pictures),
         programs=rows,
         residency_bytes=residency,
         advice=advice.advice(request, rows),
@@ -172,7 +173,8 @@ def request_of(args: argparse.Namespace) -> PlanRequest:
         spec=spec,
         settings=settings,
         topology=chips.topology(args.topology),
-        precision=args.precision,
+        precision=precisions.resolve(args.precision, "tpu"),
+        pictures=precisions.of_pictures(args.precision, "tpu"),
         mesh_shape=_mesh_of(args.mesh),
         stages=stages,
     )

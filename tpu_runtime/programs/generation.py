@@ -171,11 +171,15 @@ def for_spec(
     devices: Sequence[Device],
     *,
     precision: Precision = "bfloat16",
+    pictures: Precision | None = None,
     mesh_shape: MeshShape | None = None,
     stages: Sequence[str] = STAGES,
 ) -> tuple[Program, ...]:
-    """Every program of one generation with the real architecture: what `plan` compiles, without a checkpoint."""
-    plan, target = Denoising.published(spec, settings), Target(devices=tuple(devices), precision=precision)
+    """Every program of one generation with the real architecture: what `plan` compiles, without a checkpoint. See
+    `Target` for `precision` and `pictures`.
+    """
+    plan = Denoising.published(spec, settings)
+    target = Target(devices=tuple(devices), precision=precision, pictures=pictures)
     recorder = Recorder(plan, target)
     rehearse(plan, recorder.call, stages)
     found = _steps(plan, target, mesh_shape) if "denoise" in stages else []

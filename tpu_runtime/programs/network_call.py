@@ -1,7 +1,7 @@
 """One call of a network as a program, and the `model_spec.Call` that a stage's host code gets. Shapes only."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -42,6 +42,8 @@ class CallRequest:
         return (self.component, self.function.__qualname__, self.partition, self.carries, str(tree), shapes)
 
     def program(self, spec: ModelSpec, config: Config, target: Target) -> Program:
+        if target.pictures is not None and self.component in spec.picture_encoders:
+            target = replace(target, precision=target.pictures)
         return call_program(
             spec, self.component, config, target, self.function, abstract_args(self.args),
             partition=self.partition, carries=self.carries,

@@ -40,11 +40,13 @@ TRACING = threading.RLock()
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """What programs are compiled for: these devices, in this precision, with Pallas kernels as `kernel` says (see
-    `AttentionPolicy`), and without what is in `fallbacks`: by default what the environment switches off.
+    `AttentionPolicy`), and without what is in `fallbacks`: by default what the environment switches off. Encoders of
+    pictures are in the precision `pictures`, None for that of the others.
     """
 
     devices: tuple[Device, ...]
     precision: Precision
+    pictures: Precision | None = None
     kernel: Kernel = "auto"
     fallbacks: Fallbacks = field(default_factory=fallbacks.from_environment)
 

@@ -1,0 +1,71 @@
+"""Which number format which network runs in: `mixed` keeps the encoders of pictures in float32."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.tests.support.closeness import difference
+from comfyui_tpu.tests.support.host import Runner
+from comfyui_tpu.tpu_runtime import precision
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
+from comfyui_tpu.tpu_runtime.programs import generation
+from comfyui_tpu.tpu_runtime.progress import Silent
+
+WITH_PICTURES = [spec for spec in SPECS if spec.pictures.encode is not None]
+I2V = spec_for_family("Wan22I2V")
+
+
+@pytest.mark.parametrize(
+    ("choice", "platform", "networks", "pictures"),
+    [
+        ("auto", "tpu", "bfloat16", "bfloat16"),
+        ("auto", "cpu", "float32", "float32"),
+        ("mixed", "tpu", "bfloat16", "float32"),
+        ("mixed", "cpu", "bfloat16", "float32"),
+        ("bfloat16", "cpu", "bfloat16", "bfloat16"),
+        ("float32", "tpu", "float32", "float32"),
+    ],
+)
+def test_a_choice_says_the_format_of_networks_and_of_encoders_of_pictures(
+    choice: str, platform: str, networks: Any, pictures: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv(precision.VARIABLE, raising=False)
+    assert (precision.resolve(choice, platform), precision.of_pictures(choice, platform)) == (networks, pictures)
+    assert precision.title(networks, pictures) == ("mixed" if networks != pictures else networks)
+    if choice != "auto":  # the environment says what auto is
+        monkeypatch.setenv(precision.VARIABLE, choice)
+        assert (precision.resolve("auto", "tpu"), precision.of_pictures("auto", "tpu")) == (networks, pictures)
+
+
+@pytest.mark.parametrize("spec", WITH_PICTURES, ids=lambda spec: spec.name)
+def test_encoders_of_pictures_alone_are_in_another_format(spec: Any):
+    """Of every program of a generation, those of the stage `image` and no other."""
+    tiny = replace(spec, components=tuple(replace(part, config=part.tiny) for part in spec.components))
+    settings = tiny.settings(**tiny.miniature.inputs)
+
+    def formats(**options: Any) -> dict[str, str]:
+        found = generation.for_spec(tiny, settings, jax.devices()[:1], precision="bfloat16", **options)
+        return {program.name: program.precision for program in found}
+
+    pictures = formats(pictures="float32", stages=("image",))
+    assert pictures and set(pictures.values()) == {"float32"}
+    assert set(formats(stages=("image",)).values()) == {"bfloat16"}
+    everything = formats(pictures="float32")
+    assert {name for name, found in everything.items() if found == "float32"} == set(pictures)
+
+
+def test_a_mixed_condition_is_float32s_to_the_bit():
+    runner, settings = Runner(jax.devices()[:2]), I2V.settings(**I2V.miniature.inputs)
+    image = torch.rand(1, settings.height, settings.width, 3, generator=torch.Generator().manual_seed(0))
+
+    def condition(choice: str) -> np.ndarray:
+        model = ModelRef(spec_name=I2V.name, model_id=I2V.miniature.random_id, precision=choice)
+        return runner.encode_image(model, image, settings, Silent())["tensors"]["condition"].numpy()
+
+    exact, mixed, coarse = (condition(choice) for choice in ("float32", "mixed", "bfloat16"))
+    np.testing.assert_array_equal(mixed, exact)
+    assert difference(coarse, exact) > 2**-10
