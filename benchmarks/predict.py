@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import machines
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.model_spec import STAGES
 from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
@@ -106,6 +107,8 @@ def measured_step(record: Record) -> float | None:
     found = None
     there = record["chip"]["device_kind"], chips.topology(record["topology"]).num_devices
     for path in sorted(MEASURED.glob("*.json")):
+        if machines.read(path)[0] != "bench":
+            continue
         one = measured.read(path)
         same = all(one.settings.get(name) == record["settings"][name] for name in ("height", "width", "num_frames"))
         on = one.device_kind, one.num_devices
@@ -149,14 +152,16 @@ def _share(part: float | None, whole: float | None) -> str:
 
 
 def section(records: Sequence[Record]) -> str:
-    """What stands between the README's markers."""
-    first = records[0]
-    return (
+    """What stands between the README's markers: the predictions, and what machines said."""
+    first, is_measured = records[0], any(measured_step(record) for record in records)
+    only = "the last column alone was measured" if is_measured else "nothing in this table was measured"
+    predicted = (
         f"{first['label'].capitalize()} ({first['compiler']}) for {first['topology']}, {first['chips']} chips, "
-        f"{first['precision']}, by `benchmarks/predict.py`; nothing in this table was measured. GiB: all components "
+        f"{first['precision']}, by `benchmarks/predict.py`; {only}. GiB: all components "
         "loaded and the largest program running. Links: collectives that no computation covers. Shapes allow less than "
         "the peak where contractions are shallower than a matrix unit (attention heads).\n\n" + table(records)
     )
+    return "\n\n".join(filter(None, [predicted, machines.table(machines.rows(MEASURED))]))
 
 
 def insert(readme: str, text: str, begin: str = BEGIN, end: str = END) -> str:

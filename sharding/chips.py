@@ -12,7 +12,8 @@ class Chip:
     denoising step: with the compiler's default of 16 MiB, which None is, matrix products are a quarter slower.
     `mxu_width`: how deep a contraction must be to fill a matrix unit. `link_gb_s` is one direction of one link to a
     neighbouring chip. `cores` are the tensor cores of one device: XLA and kernels with a "parallel" grid use them all.
-    A SparseCore gathers weights while the tensor cores compute. `estimates_kernels`: libtpu can estimate a kernel's
+    `gathers_on_sparse_core`: a SparseCore gathers weights while the tensor cores compute, where libtpu is told to; for
+    v5p, which has SparseCores too, its options change nothing. `estimates_kernels`: libtpu can estimate a kernel's
     cycles; elsewhere that aborts ("unsupported" in its DMA model).
     """
 
@@ -29,7 +30,7 @@ class Chip:
     mxu_width: int
     cores: int = 1
     devices: int = 1
-    has_sparse_core: bool = False
+    gathers_on_sparse_core: bool = False
     estimates_kernels: bool = False
 
     @property
@@ -63,17 +64,17 @@ CHIPS: tuple[Chip, ...] = (
     ),
     Chip(
         generation="v5p", device_kind="TPU v5", peak_tflop_s=459.0, clock_ghz=1.75, hbm_gib=95.74, hbm_gb_s=2765.0,
-        vmem_mib=64, links=6, link_gb_s=90.0, mxu_width=128, cores=2, has_sparse_core=True,
+        vmem_mib=64, links=6, link_gb_s=90.0, mxu_width=128, cores=2,
         estimates_kernels=True,
     ),
     Chip(
         generation="v6e", device_kind="TPU v6 lite", peak_tflop_s=918.0, clock_ghz=1.75, hbm_gib=31.25, hbm_gb_s=1638.0,
-        vmem_mib=128, scoped_vmem_mib=64, links=4, link_gb_s=90.0, mxu_width=256, has_sparse_core=True,
+        vmem_mib=128, scoped_vmem_mib=64, links=4, link_gb_s=90.0, mxu_width=256, gathers_on_sparse_core=True,
         estimates_kernels=True,
     ),
     Chip(
         generation="tpu7x", device_kind="TPU7x", peak_tflop_s=2307.0, clock_ghz=2.2, hbm_gib=94.75, hbm_gb_s=7380.0,
-        vmem_mib=64, links=6, link_gb_s=90.0, mxu_width=256, devices=2, has_sparse_core=True,
+        vmem_mib=64, links=6, link_gb_s=90.0, mxu_width=256, devices=2, gathers_on_sparse_core=True,
     ),
 )  # fmt: skip
 

@@ -105,8 +105,3 @@ def test_texts_are_taken_as_whole_ones():
     (step,) = generation.for_spec(spec, settings, jax.devices()[:1], precision="float32", stages=("denoise",))
     inputs = stand_ins.arguments(step)[step.args._fields.index("inputs")]
     assert inputs["text_length"].tolist() == [512, 512]
-
-
-def test_what_is_in_the_repository_are_records_of_a_tpu():
-    for path in sorted((Path(__file__).parents[2] / "benchmarks" / "measured").glob("*.json")):
-        assert not measured.read(path).is_tiny, path.name

@@ -225,10 +225,11 @@ def test_the_command_writes_a_report_and_a_file(tmp_path: Path, monkeypatch: pyt
 
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "predict.py"
-    found = importlib.util.spec_from_file_location("benchmark_predict", path)
+    found = importlib.util.spec_from_file_location("benchmark_predict", BENCHMARKS / "predict.py")
     module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(BENCHMARKS)
+        found.loader.exec_module(module)
     return module
 
 

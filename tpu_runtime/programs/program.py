@@ -70,7 +70,7 @@ def step_options(mesh: Mesh) -> Mapping[str, str]:
     chip = chip_of(device.device_kind)
     if chip and chip.scoped_vmem_mib:
         options["xla_tpu_scoped_vmem_limit_kib"] = str(chip.scoped_vmem_mib * 1024)
-    if chip and chip.has_sparse_core:
+    if chip and chip.gathers_on_sparse_core:
         for kind in ("all_gather", "reduce_scatter"):
             options[f"xla_tpu_enable_sparse_core_collective_offload_{kind}"] = "true"
         # The scheduler thinks gathers shorter than they are, and begins some of weights too late to be hidden. With

@@ -1,0 +1,118 @@
+"""Records in `benchmarks/measured/` as the READMEs show them: written by the commands themselves, here on no TPU."""
+
+import argparse
+import importlib
+import io
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from comfyui_tpu.cli import selftest
+from comfyui_tpu.cli.main import main
+from comfyui_tpu.tpu_runtime.selftest import groups
+from rich.console import Console
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+MODEL = "flux2-klein-4b"
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[SimpleNamespace]:
+    """The scripts of `benchmarks/`, which find each other in their folder."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(BENCHMARKS)
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in ("machines", "predict")})
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one record of each command."""
+    folder = tmp_path_factory.mktemp("measured")
+    words = ["bench", MODEL, "--runs", "1", "--json"]
+    assert main([*words, str(folder / "bench.json"), "--stages", "denoise"]) == 0
+    assert main([*words, str(folder / "verify.json"), "--verify"]) == 0
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("COMFYUI_TPU_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patched.setattr(groups, "all_of", lambda models: [one for one in groups.FIRST if one.name == groups.START])
+        options = argparse.Namespace(model=[MODEL], report=folder / "first_run.json", first_run=True)
+        assert selftest.run(options, Console(file=io.StringIO())) == 0
+    return folder
+
+
+@pytest.mark.slow
+def test_every_record_is_a_row_that_says_where_it_is_from(records: Path, scripts: SimpleNamespace):
+    rows = {row[0]: row for row in scripts.machines.rows(records)}
+    assert {name: row[1] for name, row in rows.items()} == {
+        "bench": MODEL, "first_run": "self-test", "verify": f"{MODEL}, one block",
+    }  # fmt: skip
+    for row in rows.values():
+        assert row[2] == "8 x cpu (no TPU)" and "jax " in row[3]
+    assert rows["first_run"][4] == "1 of 1 checks held"
+    assert rows["verify"][4].startswith("3 forms agree; without the kernels attention (part) ")
+    assert "float32; " in rows["bench"][4] and "says nothing of its memory" in rows["bench"][4]
+    # A miniature's step is no measurement of the model's.
+    predicted = json.loads((BENCHMARKS / "predicted.json").read_text())[0]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(scripts.predict, "MEASURED", records)
+        section = scripts.predict.section([predicted])
+    assert "nothing in this table was measured" in section and "measured s a step" not in section
+    assert section.endswith(f"| {' | '.join(rows['verify'])} |")
+
+
+def changed(path: Path, to: Path, **changes: Any) -> dict[str, Any]:
+    record = {**json.loads(path.read_text()), **changes}
+    to.write_text(json.dumps(record))
+    return record
+
+
+def on_a_tpu(record: Mapping[str, Any], step_s: float) -> dict[str, Any]:
+    """What a bench of this record's model and size would say of eight v6e."""
+    program = {
+        "name": "denoise_step", "runs": 50, "mesh": "2x4x1", "compile_s": 60.0, "median_s": step_s, "least_s": step_s,
+        "most_s": step_s, "predicted_s": 2.0, "peak_bytes": 2**34,
+    }  # fmt: skip
+    return {
+        "is_tiny": False, "device_kind": "TPU v6 lite", "model": record["model"], "settings": record["settings"],
+        "programs": [program], "total_s": 50 * step_s, "hbm_peak_bytes": 3 * 2**30,
+        "hbm_reserved_peak_bytes": 27 * 2**30, "hbm_limit_bytes": 31 * 2**30,
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_records_of_a_tpu_are_shown_beside_predictions(records: Path, scripts: SimpleNamespace, tmp_path: Path):
+    predicted = json.loads((BENCHMARKS / "predicted.json").read_text())[0]
+    changed(records / "bench.json", tmp_path / "bench.json", **on_a_tpu(predicted, 2.345))
+    machine = {
+        "kernels_off": ["convolution"], "options_off": [], "kernels_small": [], "sentences": [], "reserve_share": 0.08,
+        "compilers_behind": 1, "keeps_programs": True, "rates": {"to_chips": 12.34},
+    }  # fmt: skip
+    chips = 8 * [{"id": 0, "kind": "TPU v6 lite", "coords": None, "memory_bytes": None}]
+    changed(records / "first_run.json", tmp_path / "first_run.json", platform="tpu", chips=chips, machine=machine)
+    bench, first_run = scripts.machines.rows(tmp_path)
+    assert bench[2] == first_run[2] == "8 x TPU v6 lite"
+    assert "at most 3.0 GiB in use and 27.0 GiB reserved, of 31.0 GiB" in bench[4]
+    assert first_run[4].endswith("without convolution; 8 % of memory left free; 12.3 GB/s to chips")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(scripts.predict, "MEASURED", tmp_path)
+        section = scripts.predict.section([predicted])
+    assert "the last column alone was measured" in section
+    head, _, row = [line for line in section.splitlines() if line.startswith("|")][:3]
+    assert head.endswith("| measured s a step |") and row.endswith("| 2.35 |")
+
+
+def test_what_is_no_record_is_refused_by_name(scripts: SimpleNamespace, tmp_path: Path):
+    for text in ("{", "[]", "{}", '{"label": "first run", "schema": 1}', '{"forms": [], "schema": 0}'):
+        (tmp_path / "wrong.json").write_text(text)
+        with pytest.raises(ValueError, match="wrong.json is not"):
+            scripts.machines.rows(tmp_path)
+    shutil.rmtree(tmp_path)
+    assert scripts.machines.table(scripts.machines.rows(tmp_path)) == ""
+
+
+def test_what_is_in_the_repository_are_records_of_a_tpu(scripts: SimpleNamespace):
+    for path in sorted((BENCHMARKS / "measured").glob("*.json")):
+        assert scripts.machines.is_of_a_tpu(*scripts.machines.read(path)), path.name
