@@ -5,14 +5,15 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost
 from comfyui_tpu.tests.support.host import Cancelled, Host
 from comfyui_tpu.tests.support.patience import PATIENCE_S
+from comfyui_tpu.tpu_runtime import children
 from comfyui_tpu.tpu_runtime.cost_model.chips import compiler_environment
 from comfyui_tpu.tpu_runtime.models import SPECS
 from comfyui_tpu.tpu_runtime.plan import process
@@ -99,6 +100,7 @@ def test_a_process_that_ends_early_is_an_error_that_says_so(monkeypatch: pytest.
 
 
 def test_the_compiler_ends_when_the_server_is_killed():
-    with tempfile.TemporaryFile("w+") as complaints, process._started(MODEL, complaints) as child:
-        child.stdin.close()
-        assert child.wait(timeout=PATIENCE_S) == -signal.SIGKILL
+    command = [sys.executable, "-P", str(Path(process.__file__).with_name("child.py")), *MODEL]
+    with children.running(command) as child:
+        child.process.stdin.close()
+        assert child.process.wait(timeout=PATIENCE_S) == -signal.SIGKILL

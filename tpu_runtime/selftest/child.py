@@ -5,13 +5,12 @@ A check that loses the chips is the process's last: `first_run` starts another f
 
 import json
 import os
-import signal
 import sys
-import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from .. import children
 from ..progress import Silent
 
 
@@ -26,18 +25,7 @@ class Told(Silent):
 
 
 def main(job: dict[str, Any]) -> None:
-    # Only lines go where the other process reads them, whatever libraries print.
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    threading.Thread(target=_end_with_the_other, daemon=True).start()
-
-    lock = threading.Lock()
-
-    def say(**line: Any) -> None:
-        with lock:
-            out.write(json.dumps(line) + "\n")
-            out.flush()
-
+    say = children.speaker()
     # XLA warns of how arrays as small as the miniatures' are split, by the dozen.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import jax
@@ -54,14 +42,8 @@ def main(job: dict[str, Any]) -> None:
         say(row=row.to_json())
         if row.is_lost:
             break
-    out.flush()
     # XLA may still compile what nobody waits for, and chips that were lost may never answer.
     os._exit(0)
-
-
-def _end_with_the_other() -> None:
-    os.read(0, 1)  # nothing is ever written: it returns when the pipe closes
-    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -4,20 +4,16 @@ This process imports no JAX: it holds no chips, and whatever ends a child leaves
 the check starts. What a row teaches goes into `machine.json` at once, so that later groups run as prompts will.
 """
 
-import contextlib
 import json
-import os
-import queue
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import IO, Any
+from typing import Any
 
+from .. import children
 from ..machine import record
 from ..machine.record import MachineRecord
 from . import report
@@ -75,12 +71,13 @@ class FirstRun:
     def _process(self, group: CheckGroup, job: dict[str, Any]) -> bool:
         """One process of a group, with a row for each check; whether it came to its end."""
         self._begin(group.name, BEGIN, "", MachineRecord())
-        with tempfile.TemporaryFile("w+") as complaints, _started(job, complaints) as process:
-            lines, is_begun = _Lines(process), False
+        is_begun = False
+        # -P: the working folder may hold modules that hide others.
+        with children.running([sys.executable, "-P", "-m", f"{__package__}.child", json.dumps(job)]) as child:
             while True:
                 limit_s = group.deadline_s if is_begun else START_S
                 try:
-                    line = lines.next(limit_s)
+                    line = child.line(self._begun + limit_s - time.monotonic())
                 except TimeoutError:
                     self._end_lost(f"It did not end within {limit_s:.0f} s, and was killed.")
                     return False
@@ -92,7 +89,6 @@ class FirstRun:
                     is_begun = True
                     family, stage, precision = line["begins"]
                     self._begin(family, stage, precision, record.parsed(line["if_lost"]))
-                    lines.restart()
                 elif "row" in line:
                     row = result(line["row"])
                     self._end(row)
@@ -102,12 +98,12 @@ class FirstRun:
                     self._arrived(line)
                 else:
                     self._shown(line["text"])
-            code = process.wait()
+            code = child.process.wait()
             if code == 0:
                 if not is_begun:
                     self.rows.pop()
                 return True
-            self._end_lost(f"Its process ended {_ending(code)}{_last_words(complaints)}.")
+            self._end_lost(f"Its process ended {_ending(code)}{child.last_words()}.")
             return False
 
     def _begin(self, family: str, stage: str, precision: str, if_lost: MachineRecord) -> None:
@@ -149,66 +145,8 @@ class FirstRun:
         record.write(self._key, record.read(self._key) | learnt)
 
 
-class _Lines:
-    """What a process says until it ends, None then; `TimeoutError` where the running check takes too long."""
-
-    def __init__(self, process: subprocess.Popen) -> None:
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self.restart()
-
-        def read() -> None:
-            assert process.stdout
-            with contextlib.suppress(ValueError):  # closed meanwhile
-                for line in process.stdout:
-                    self._lines.put(line)
-            self._lines.put(None)
-
-        threading.Thread(target=read, daemon=True).start()
-
-    def restart(self) -> None:
-        """The time of a check begins."""
-        self._since = time.monotonic()
-
-    def next(self, limit_s: float) -> dict[str, Any] | None:
-        left_s = self._since + limit_s - time.monotonic()
-        try:
-            line = self._lines.get(timeout=max(0.0, left_s))
-        except queue.Empty:
-            raise TimeoutError from None
-        try:
-            return None if line is None else json.loads(line)
-        except ValueError:  # cut off, where the process was killed within it
-            return {"text": ""}
-
-
-@contextlib.contextmanager
-def _started(job: dict[str, Any], complaints: IO[str]) -> Iterator[subprocess.Popen]:
-    """The process, which ends with the block, and its own children with it."""
-    # -P: the working folder may hold modules that hide others.
-    command = [sys.executable, "-P", "-m", f"{__package__}.child", json.dumps(job)]
-    process = subprocess.Popen(
-        command, text=True, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints
-    )
-    assert process.stdin and process.stdout
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
-
-
 def _ending(code: int) -> str:
     try:
         return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
     except ValueError:
         return f"by signal {-code}"
-
-
-def _last_words(complaints: IO[str]) -> str:
-    """What it said last, as a part of the sentence."""
-    complaints.seek(0)
-    said = [line.strip() for line in complaints.read()[-4000:].splitlines() if line.strip()]
-    return f" ({said[-1][:200]})" if said else ""

@@ -1,0 +1,95 @@
+"""Processes of our own that say lines of JSON, and what such a process does to say them.
+
+A child ends with the block that it runs in, with this process, and with a deadline; so do the processes it has started.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any
+
+
+class Child:
+    """A running child; `running` makes one."""
+
+    def __init__(self, process: subprocess.Popen, complaints: IO[str]) -> None:
+        self.process, self._complaints = process, complaints
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        with contextlib.suppress(ValueError):  # closed meanwhile
+            for line in self.process.stdout:
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def line(self, within_s: float) -> dict[str, Any] | None:
+        """What it says next, None once it has ended. Raises `TimeoutError` where it says nothing for so long."""
+        until = time.monotonic() + within_s
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                raise TimeoutError from None
+            if line is None:
+                return None
+            with contextlib.suppress(ValueError):  # cut off, where the process was killed within it
+                return json.loads(line)
+
+    def last_words(self) -> str:
+        """The last line of its complaints, " (in parentheses)"; empty where it had none."""
+        self._complaints.seek(0)
+        said = [line.strip() for line in self._complaints.read()[-4000:].splitlines() if line.strip()]
+        return f" ({said[-1][:200]})" if said else ""
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[Child]:
+    """The process of `command`, in this process's environment unless another is given."""
+    with tempfile.TemporaryFile("w+") as complaints:
+        process = subprocess.Popen(
+            command, env=environment, text=True, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints,
+        )  # fmt: skip
+        assert process.stdin and process.stdout
+        try:
+            yield Child(process, complaints)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+
+
+# --- in the child -----------------------------------------------------------------------------------------------------
+
+
+def speaker() -> Callable[..., None]:
+    """Called first thing in a child: what says a line, made of its keyword arguments. Whatever libraries print is a
+    complaint. When the other process ends, so does this one, with its own children.
+    """
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    threading.Thread(target=_end_with_the_other, daemon=True).start()
+    lock = threading.Lock()
+
+    def say(**line: Any) -> None:
+        with lock:
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+
+    return say
+
+
+def _end_with_the_other() -> None:
+    os.read(0, 1)  # nothing is ever written: it returns when the pipe closes
+    os.killpg(0, signal.SIGKILL)
