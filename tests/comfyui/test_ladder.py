@@ -31,6 +31,7 @@ NO_OPTION = f"INVALID_ARGUMENT: No such compile option: '{ASYNC}'"
 NO_ROOM = "RESOURCE_EXHAUSTED: Allocation (size=2) would exceed memory (size=1) :: #a [space=vmem] :: attention.1"
 HALT = "INTERNAL: Core halted unexpectedly: TPU program continuator has halted: HLO: %attention.3"
 HOST = "RESOURCE_EXHAUSTED: ioctl failed: Cannot allocate memory: VFIO_IOMMU_MAP_DMA"
+WEIGHT = r"float32\["  # what is put while a text encoder is loaded; tokens are whole numbers
 ATTENTION = r'["/]attention(_with_rerun)?/while'  # not the folder
 
 Starts = Callable[..., Server]
@@ -177,6 +178,19 @@ def test_memory_of_the_host_and_of_the_chips_that_runs_out(on_machine: Starts, r
     assert entry["status"]["status_str"] == "success", f"{entry['status']}\n{server.log_tail()}"
     assert "Out of memory: everything else was unloaded, trying once more" in texts
     assert_right(frames(server.base / "output", "chips"), right)
+
+
+def test_memory_that_runs_out_while_weights_are_put(on_machine: Starts, right: np.ndarray):
+    """What was on the chips so far leaves, and loading begins again; of the host it is said what to allow."""
+    full = Fault(at="put", holds=WEIGHT, says=fake_pjrt.NO_ROOM, after=5, times=1)
+    unmapped = Fault(at="put", holds=WEIGHT, says=HOST, after=5 + 30, times=1)  # of the second loading
+    server = on_machine(Layer(faults=[full, unmapped]))
+    entry, texts = ran(server, "put")
+    assert "Out of memory: everything else was unloaded, trying once more" in texts
+    assert entry["status"]["status_str"] == "error" and "The host could not map memory" in str(entry["status"])
+    entry, texts = ran(server, "after")
+    assert entry["status"]["status_str"] == "success", f"{entry['status']}\n{server.log_tail()}"
+    assert_right(frames(server.base / "output", "after"), right)
 
 
 def test_memory_that_runs_out_while_a_stored_program_is_loaded_keeps_it(on_machine: Starts, right: np.ndarray):

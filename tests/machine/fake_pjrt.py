@@ -27,9 +27,11 @@ LOST = "INTERNAL: Accelerator device halted prematurely: the chips were lost bef
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """At `at`, of the programs whose text `holds` a pattern ("": of all), with `option` given if one is named, the
-    machine raises what it `says`. `does`: "raise"; "halt", so that each later run of the process raises too; "hang";
-    "die"; "nonsense", after which a program says that its values are not finite. `times`: how often in a process, 0 for
-    always; `after`: not the first ones.
+    machine raises what it `says`. What is put onto a chip has its type for a text, such as `float32[2,3]`.
+
+    `does`: "raise"; "halt", so that each later run of the process raises too; "hang"; "die"; "nonsense", after which a
+    program says that its values are not finite. `times`: how often in a process, 0 for always; `after`: not the first
+    ones.
     """
 
     at: str
@@ -136,14 +138,12 @@ class Layer:
                 jax.block_until_ready(found)
                 from jax.errors import JaxRuntimeError
 
-                raise JaxRuntimeError(
-                    "RESOURCE_EXHAUSTED: Error allocating device buffer: no room of that size is left."
-                )
+                raise JaxRuntimeError(NO_ROOM)
             return found
 
-        def puts(*args: Any, **kwargs: Any) -> Any:
-            self.meet("put")
-            return place(*args, **kwargs)
+        def puts(aval: Any, *args: Any, **kwargs: Any) -> Any:
+            self.meet("put", lambda: str(aval))
+            return place(aval, *args, **kwargs)
 
         put(compiler, "backend_compile_and_load", compiles)
         put(compilation_cache, "get_executable_and_time", loads)

@@ -1,23 +1,25 @@
 """An engine whose machine refuses, halts and computes nonsense: what runs in its place, what is said, what is kept.
 
-The machine is a layer in the place of XLA's compiler that says what libtpu says.
+The machine is a layer in the place of PJRT that says what libtpu says.
 """
 
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 import torch
-from comfyui_tpu.kernels import names
 from comfyui_tpu.kernels.choice import Rungs
+from comfyui_tpu.tests.machine import fake_pjrt
+from comfyui_tpu.tests.machine.fake_pjrt import Fault, Layer
 from comfyui_tpu.tests.support.closeness import PIPELINE, difference
 from comfyui_tpu.tests.support.host import Host, Runner
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import engine as engines
+from comfyui_tpu.tpu_runtime.engine.memory_advice import OutOfMemory
 from comfyui_tpu.tpu_runtime.machine import record
 from comfyui_tpu.tpu_runtime.machine.fallbacks import Fallbacks, Halted
 from comfyui_tpu.tpu_runtime.model_spec import Settings
@@ -32,52 +34,40 @@ MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id, precisi
 SETTINGS = Settings(height=64, width=96, num_inference_steps=2, guidance_scale=4.0)
 OPTIONS = {"xla_tpu_enable_async_all_to_all": "true", "xla_tpu_scoped_vmem_limit_kib": "65536"}
 
-Refuses = Callable[[Program, Mapping[str, str]], str | None]
+ASYNC, VMEM = OPTIONS
+NO_OPTION = "INVALID_ARGUMENT: No such compile option: '{}'"
+# As libtpu 0.0.42.1 says it of a kernel's scratch.
+NO_VMEM = "RESOURCE_EXHAUSTED: Allocation (size=2) would exceed memory (size=1) :: #a [space=vmem] :: attention.1"
+HALT = "INTERNAL: Core halted unexpectedly: TPU program continuator has halted"
+HOST = "RESOURCE_EXHAUSTED: ioctl failed: Cannot allocate memory: VFIO_IOMMU_MAP_DMA"
+ATTENTION = r'["/]attention(_with_rerun)?/while'  # not the folder
 
-
-class Machine:
-    """Says what `refuses` returns for a program and its options, or what `answers` makes of a result."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.refuses: Refuses = lambda program, options: None
-        self.answers: Callable[[Program, Any], Any] = lambda program, result: result
-        self.compiled: list[tuple[Rungs, tuple[str, ...]]] = []
-        compile_ = Program.compile
-
-        def compile(program: Program, lowered: jax.stages.Lowered | None = None) -> Any:
-            options = dict(program.compiler_options)
-            if program.name == DENOISE_STEP:
-                self.compiled.append((program.rungs, tuple(options)))
-            if said := self.refuses(program, options):
-                raise jax.errors.JaxRuntimeError(said)
-            object.__setattr__(program, "compiler_options", {})  # of a TPU's compiler
-            return Compiled(self, program, compile_(program, lowered))
-
-        monkeypatch.setattr(Program, "compile", compile)
-        for module in (denoise_step, engines):
-            monkeypatch.setattr(module, "step_options", lambda mesh: OPTIONS)
-
-
-class Compiled:
-    """A compiled program of that machine."""
-
-    def __init__(self, machine: Machine, program: Program, compiled: jax.stages.Compiled) -> None:
-        self._machine, self._program, self._compiled = machine, program, compiled
-
-    def __call__(self, *args: Any) -> Any:
-        return self._machine.answers(self._program, self._compiled(*args))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._compiled, name)
-
-    def as_text(self) -> str:
-        return "%attention.1 = custom-call(), %residual_norm = custom-call(), %fusion.3 = fusion()"
+# How far kernels were followed in each denoising step that was compiled, and its options.
+Steps = list[tuple[Rungs, tuple[str, ...]]]
+Breaks = Callable[..., Steps]
 
 
 @pytest.fixture
-def machine(exact: torch.Tensor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+def breaks(exact: torch.Tensor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Breaks:
+    """Puts this process on a machine with these faults."""
     monkeypatch.setenv("COMFYUI_TPU_CACHE", str(tmp_path / "cache"))
-    return Machine(monkeypatch)
+
+    def put(*faults: Fault) -> Steps:
+        Layer(faults=faults).install(monkeypatch.setattr)
+        for module in (denoise_step, engines):
+            monkeypatch.setattr(module, "step_options", lambda mesh: OPTIONS)
+        steps: Steps = []
+        compile_ = Program.compile
+
+        def compile(program: Program, lowered: jax.stages.Lowered | None = None) -> Any:
+            if program.name == DENOISE_STEP:
+                steps.append((program.rungs, tuple(program.compiler_options)))
+            return compile_(program, lowered)
+
+        monkeypatch.setattr(Program, "compile", compile)
+        return steps
+
+    return put
 
 
 def generate(runner: Runner, host: Host) -> torch.Tensor:
@@ -101,106 +91,109 @@ def recorded() -> record.MachineRecord:
     return found
 
 
-def test_an_option_that_is_refused_is_left_out_and_said_once(machine: Machine, exact: torch.Tensor):
-    option = "xla_tpu_enable_async_all_to_all"
-    machine.refuses = lambda program, options: (
-        f"INVALID_ARGUMENT: No such compile option: '{option}'" * (option in options)
-    )
+def test_an_option_that_is_refused_is_left_out_and_said_once(breaks: Breaks, exact: torch.Tensor):
+    steps = breaks(Fault(at="compile", option=ASYNC, says=NO_OPTION.format(ASYNC)))
     host, runner = Host(), Runner(jax.devices()[:2])
     assert is_exact(generate(runner, host), exact)
     (sentence,) = runner.ladder.sentences
     assert host.said.count(sentence) == 1 and sentence in host.said
-    assert option in sentence and "compiled without" in sentence
-    assert [options for _, options in machine.compiled] == [tuple(OPTIONS), ("xla_tpu_scoped_vmem_limit_kib",)]
-    assert recorded() == record.MachineRecord(fallbacks=Fallbacks(options=(option,)), sentences=(sentence,))
+    assert ASYNC in sentence and "compiled without" in sentence
+    assert [options for _, options in steps] == [(ASYNC, VMEM), (VMEM,)]
+    assert recorded() == record.MachineRecord(fallbacks=Fallbacks(options=(ASYNC,)), sentences=(sentence,))
     # The next process begins where this one ended.
     host = Host()
     assert is_exact(generate(Runner(jax.devices()[:2]), host), exact)
-    assert sentence not in host.said and len(machine.compiled) == 3
+    assert sentence not in host.said and len(steps) == 3
 
 
-def test_a_kernel_that_is_refused_takes_smaller_tiles_then_xla_its_place(machine: Machine, exact: torch.Tensor):
-    def refuses(program: Program, options: Mapping[str, str]) -> str | None:
-        if program.name != DENOISE_STEP or names.ATTENTION in program.rungs.off:
-            return None
-        return "RESOURCE_EXHAUSTED: Allocation (size=2) would exceed memory (size=1) :: #a [space=vmem] :: attention.1"
-
-    machine.refuses = refuses
+def test_a_kernel_that_is_refused_takes_smaller_tiles_then_xla_its_place(breaks: Breaks, exact: torch.Tensor):
+    steps = breaks(Fault(at="compile", holds=ATTENTION, says=NO_VMEM))
     host, runner = Host(), Runner(jax.devices()[:2], kernel="pallas")
     # In interpret mode; what remains of kernels rounds otherwise than XLA.
     assert difference(generate(runner, host), exact) <= 1e-5
     small, off = Rungs(small=("attention",)), Rungs(small=("attention",), off=("attention",))
-    assert [rungs for rungs, _ in machine.compiled] == [Rungs(), small, off]
+    assert [rungs for rungs, _ in steps] == [Rungs(), small, off]
     said = [sentence for sentence in host.said if "attention" in sentence]
     assert said == runner.ladder.sentences and len(said) == 2
     assert "smaller tiles" in said[0] and "by XLA" in said[1]
     assert recorded().fallbacks.kernels == off
 
 
-def test_a_refusal_without_a_rung_below_is_the_users(machine: Machine):
-    machine.refuses = lambda program, options: "INVALID_ARGUMENT: No such compile option: 'xla_tpu_other'"
+def test_a_refusal_without_a_rung_below_is_the_users(breaks: Breaks):
+    breaks(Fault(at="compile", option=VMEM, says=NO_OPTION.format("xla_tpu_other")))
     with pytest.raises(RuntimeError, match="No such compile option: 'xla_tpu_other'"):
         generate(Runner(jax.devices()[:2]), Host())
     # Once tried without, and no more.
     assert len(recorded().sentences) == 1
 
 
-def test_a_halt_names_its_program_and_the_next_start_is_without_its_kernels(machine: Machine, exact: torch.Tensor):
-    def answers(program: Program, result: Any) -> Any:
-        if program.name == DENOISE_STEP and not program.rungs.off:
-            raise jax.errors.JaxRuntimeError("INTERNAL: Core halted unexpectedly: TPU program continuator has halted")
-        return result
-
-    machine.answers, ended = answers, []
-    runner = Runner(jax.devices()[:2], when_halted=lambda: ended.append(True))
-    with pytest.raises(Halted, match="denoise_step halted the chips.*attention, residual_norm.*restart"):
+def test_a_halt_names_its_program_and_the_next_start_is_without_its_kernels(breaks: Breaks, exact: torch.Tensor):
+    breaks(Fault(at="run", holds=ATTENTION, does="halt", says=HALT, times=1))
+    ended: list[bool] = []
+    runner = Runner(jax.devices()[:2], kernel="pallas", when_halted=lambda: ended.append(True))
+    with pytest.raises(Halted, match="denoise_step halted the chips.*attention.*restart"):
         generate(runner, Host())
     assert ended == [True]
     # This process has lost the chips: nothing is tried on them.
     with pytest.raises(Halted, match="restart"):
         runner.encode(MODEL, "another", "", Host())
-    assert recorded().fallbacks.kernels == Rungs(off=("attention", "residual_norm"))
-    after = Runner(jax.devices()[:2])
-    assert is_exact(generate(after, Host()), exact)
+    assert recorded().fallbacks.kernels == Rungs(off=("attention",))
+    after = Runner(jax.devices()[:2], kernel="pallas")
     assert "denoise_step" in after.ladder.sentences[0]
 
 
 @pytest.mark.parametrize("is_cured", [True, False])
-def test_nonsense_is_tried_once_more_without_overlap(machine: Machine, exact: torch.Tensor, is_cured: bool):
-    def answers(program: Program, result: Any) -> Any:
-        if program.name != DENOISE_STEP or (is_cured and len(machine.compiled) == 2):
-            return result
-        return (*result[:-1], False)
-
-    machine.answers = answers
+def test_nonsense_is_tried_once_more_without_overlap(breaks: Breaks, exact: torch.Tensor, is_cured: bool):
+    steps = breaks(Fault(at="run", option=ASYNC if is_cured else VMEM, does="nonsense"))
     runner, host = Runner(jax.devices()[:2]), Host()
     if is_cured:
         assert is_exact(generate(runner, host), exact)
         (sentence,) = runner.ladder.sentences
         assert "beside computation" in sentence
-        assert set(recorded().fallbacks.left(OPTIONS)) == {"xla_tpu_scoped_vmem_limit_kib"}
+        assert set(recorded().fallbacks.left(OPTIONS)) == {VMEM}
     else:
         with pytest.raises(NotFinite, match="step 1 of 2"):
             generate(runner, host)
         # It was not the overlap's fault: nothing is kept of that.
         assert runner.ladder.sentences == [] and record.everything() == {} and not runner.ladder.fallbacks
-    assert [len(options) for _, options in machine.compiled] == [2, 1]
+    assert [options for _, options in steps] == [(ASYNC, VMEM), (VMEM,)]
     assert sum("once more" in sentence for sentence in host.said) == 1
 
 
-def test_memory_of_the_host_has_its_own_sentence(machine: Machine):
-    said = "RESOURCE_EXHAUSTED: ioctl failed: Cannot allocate memory: VFIO_IOMMU_MAP_DMA"
+WEIGHT = r"float32\["  # what is put while a text encoder is loaded; tokens are whole numbers
 
-    def answers(program: Program, result: Any) -> Any:
-        raise jax.errors.JaxRuntimeError(said)
 
-    machine.answers = answers
-    runner = Runner(jax.devices()[:2])
+@pytest.mark.parametrize("at", ["run", "put"])
+def test_memory_of_the_host_has_its_own_sentence(breaks: Breaks, at: str):
+    breaks(Fault(at=at, holds=WEIGHT * (at == "put"), says=HOST))
+    host = Host()
     with pytest.raises(RuntimeError, match="The host could not map memory.*ulimit -l unlimited"):
+        Runner(jax.devices()[:2]).encode(MODEL, "cat", "", host)
+    assert not any("once more" in text for text in host.said), "unloading does not help the host"
+
+
+def test_memory_that_runs_out_while_weights_are_put_is_tried_again_with_nothing_else_there(
+    breaks: Breaks, exact: torch.Tensor
+):
+    """What was read so far is not left behind: the second attempt begins with all of it."""
+    breaks(Fault(at="put", holds=WEIGHT, says=fake_pjrt.NO_ROOM, after=5, times=1))
+    host, runner = Host(), Runner(jax.devices()[:2])
+    assert is_exact(generate(runner, host), exact)
+    assert host.said.count("Out of memory: everything else was unloaded, trying once more") == 1
+    loading = [text for text in host.said if text.startswith("Loading text_encoder")]
+    assert len(loading) >= 2 and runner.counts["load"] == len(runner.device_cache.list()) + 1
+
+
+def test_weights_that_never_have_room_end_in_the_sentence_for_memory(breaks: Breaks):
+    breaks(Fault(at="put", holds=WEIGHT, says=fake_pjrt.NO_ROOM, after=5))
+    runner = Runner(jax.devices()[:2])
+    with pytest.raises(OutOfMemory, match="ran out of TPU memory in stage encode on 2 chips.*no room of that size"):
         runner.encode(MODEL, "cat", "", Host())
+    assert runner.device_cache.list() == ()
 
 
-def test_the_monitor_says_what_the_machine_does_without(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+def test_the_monitor_says_what_the_machine_does_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("COMFYUI_TPU_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COMFYUI_TPU_KERNELS", "-attention")
     runner = Runner(jax.devices()[:2])
     monkeypatch.setattr(snapshot, "current", lambda: runner)
