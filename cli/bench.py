@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=CHOICES, default="auto")
     add_inputs(parser, ["height", "width", "num_frames", "num_inference_steps", "guidance_scale"])
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="how often each program is timed (5)")
-    parser.add_argument("--stages", default=",".join(STAGES), metavar="A,B", help=f"default {','.join(STAGES)}")
+    parser.add_argument("--stages", metavar="A,B", help=f"default {','.join(STAGES)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON, for a report")
     parser.add_argument("--no-prediction", action="store_true", help="leave out what the compiler predicts (minutes)")
     parser.add_argument(
@@ -57,11 +57,14 @@ def run(options: argparse.Namespace) -> int:
     if options.runs < 1:
         raise ValueError(f"--runs is {options.runs}; it must be at least 1.")
     if options.verify:
+        _check_verify(options)
         return verify.run(options, spec)
     if options.topology:
         raise ValueError("--topology is for --verify; what a model takes on other chips is said by `comfyui-tpu plan`.")
     widgets = given_inputs(options, spec)
-    stages = tuple(name.strip() for name in options.stages.split(",") if name.strip())
+    stages = tuple(STAGES)
+    if options.stages is not None:
+        stages = tuple(name.strip() for name in options.stages.split(",") if name.strip())
     if not stages or set(stages) - set(STAGES):
         raise ValueError(f"--stages is {options.stages!r}; it must be some of {', '.join(STAGES)}.")
     devices = jax.devices()
@@ -77,6 +80,16 @@ def run(options: argparse.Namespace) -> int:
         options.json.write_text(json.dumps(found.to_json(), indent=1) + "\n")
         print_now(f"written: {options.json}")
     return 0
+
+
+def _check_verify(options: argparse.Namespace) -> None:
+    """Raises `ValueError` for options that --verify has no use for."""
+    if options.stages is not None:
+        raise ValueError("--stages is not for --verify, which runs one block of the denoiser alone. Leave it out.")
+    if options.no_prediction:
+        raise ValueError(
+            "--no-prediction is not for --verify: it measures, and predicts only with --topology. Leave it out."
+        )
 
 
 def _miniature(spec: ModelSpec) -> ModelSpec:

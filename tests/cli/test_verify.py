@@ -110,6 +110,20 @@ def _size(weight: Any) -> int:
     return size
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--stages", "denoise"], "--stages is not for --verify, which runs one block of the denoiser alone."),
+        (["--no-prediction"], "--no-prediction is not for --verify: it measures, and predicts only with --topology."),
+    ],
+)
+def test_options_that_it_has_no_use_for_are_refused(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main([*WORDS, *words]) == 2
+    assert problem in capsys.readouterr().err
+
+
 def test_a_topology_is_for_verifying_alone(capsys: pytest.CaptureFixture[str]):
     assert main(["bench", MODEL, "--topology", "v6e:2x4"]) == 2
     assert "--topology is for --verify" in capsys.readouterr().err
