@@ -117,9 +117,7 @@ def _size(weight: Any) -> int:
         (["--no-prediction"], "--no-prediction is not for --verify: it measures, and predicts only with --topology."),
     ],
 )
-def test_options_that_it_has_no_use_for_are_refused(
-    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-):
+def test_options_that_it_has_no_use_for_are_refused(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]):
     assert main([*WORDS, *words]) == 2
     assert problem in capsys.readouterr().err
 
