@@ -1,5 +1,7 @@
 """What the compiler is told: taken by libtpu for every described chip, and nothing elsewhere."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +34,50 @@ def test_libtpu_knows_every_option(name: str):
         name="product", fn=lambda a: a @ a.T, args=(x,), mesh=mesh, precision="bfloat16", compiler_options=options
     )
     program.compile()
+
+
+SPARSE_CORE = {
+    f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "true" for kind in ("all_gather", "reduce_scatter")
+} | {"xla_tpu_sparse_core_all_gather_latency_multiplier": "4"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "num_devices", "gathers", "has_vmem"),
+    [
+        ("v5e:2x2", 4, False, True),
+        ("v5p:2x2x1", 4, False, False),
+        ("v6e:2x2", 4, True, True),
+        ("tpu7x:2x2x1", 8, True, False),  # two devices a chip
+    ],
+)
+def test_options_are_those_of_what_the_chip_has(name: str, num_devices: int, gathers: bool, has_vmem: bool):
+    devices = chips.compile_devices(chips.topology(name))
+    mesh = make_mesh(devices, MeshShape(sp=len(devices)))
+    found = set(step_options(mesh))
+    assert len(devices) == num_devices and "xla_tpu_enable_async_all_to_all" in found
+    assert (set(SPARSE_CORE) <= found, "xla_tpu_scoped_vmem_limit_kib" in found) == (gathers, has_vmem)
+    # Chosen where libtpu does something with them, and nowhere else.
+    x, w = shaped(mesh, (4096, 4096), jnp.bfloat16, "sp"), shaped(mesh, (4, 4096, 4096), jnp.bfloat16, None, "sp")
+
+    def layers(x: jax.Array, weights: jax.Array) -> jax.Array:
+        """Products with weights that are gathered one after the other."""
+        gathered = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+        def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
+            return x @ jax.lax.with_sharding_constraint(weight, gathered), None
+
+        return jax.lax.scan(layer, x, weights)[0]
+
+    def text(options: dict[str, str]) -> str:
+        program = Program(
+            name="layers", fn=layers, args=(x, w), mesh=mesh, precision="bfloat16", compiler_options=options
+        )
+        # What it was compiled with stands in it too.
+        return re.sub(r"backend_config=\S+", "", program.compile().as_text() or "")
+
+    assert ("sparse" in text(SPARSE_CORE).lower()) == gathers
+    assert (text(SPARSE_CORE) != text({})) == gathers
 
 
 @pytest.mark.slow
