@@ -1,7 +1,9 @@
 """The notebook for Colab and Kaggle: its cells from top to bottom, on simulated chips and with the miniatures."""
 
+import ast
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,23 @@ def test_its_cells_run_from_top_to_bottom(selftest: list[str], tmp_path: Path, m
     assert "first_run.json" in said(tagged(found, "record")) and "verify.json" in said(tagged(found, "record"))
     record = json.loads((tmp_path / "output" / "first_run.json").read_text())
     assert str(tmp_path) not in json.dumps(record) and os.path.expanduser("~") not in json.dumps(record)
+
+
+def test_what_is_found_wrong_does_not_stop_the_notebook(capsys: pytest.CaptureFixture[str]):
+    """A red row is for the record; a download that fails stops it."""
+    found = notebook()
+    (function,) = (
+        node for node in ast.parse(tagged(found, "install").source).body if isinstance(node, ast.FunctionDef)
+    )
+    names: dict[str, Any] = {"PACK": ROOT, "COMFYUI": ROOT, "os": os, "subprocess": subprocess}
+    exec(compile(ast.Module([function], []), "run", "exec"), names)
+    names["run"]("false", stops=False)
+    assert capsys.readouterr().out == "false ended with exit code 1; what it said last tells why.\n"
+    with pytest.raises(SystemExit, match="exit code 1"):
+        names["run"]("false")
+    for word in ('"doctor"', '"selftest"', '"--verify"'):
+        (line,) = (line for cell in found.cells for line in cell.source.splitlines() if word in line)
+        assert line.endswith("stops=False)"), line
 
 
 def test_it_says_sizes_before_it_downloads_and_holds_no_outputs():

@@ -116,7 +116,7 @@ def assert_right(found: np.ndarray, right: np.ndarray) -> None:
 def test_options_and_kernels_that_are_refused_and_nonsense_with_overlap(on_machine: Starts, right: np.ndarray):
     """Four rungs in one prompt; the next prompt of another process takes none of them again."""
     layer = Layer(
-        pallas=True, options=OPTIONS,
+        pallas=True, options=OPTIONS, limit_bytes=2**31, reserved_bytes=2**27,
         faults=[
             Fault(at="compile", option=ASYNC, says=NO_OPTION),
             Fault(at="compile", holds=ATTENTION, says=NO_ROOM),
@@ -138,7 +138,11 @@ def test_options_and_kernels_that_are_refused_and_nonsense_with_overlap(on_machi
     assert any(SPARSE.startswith(one) for one in found["options_off"]) and ASYNC in found["options_off"]
     # What ran in their place: steps with the option, without, on smaller tiles, by XLA, and without overlap.
     assert compiled(server)[0] == list(OPTIONS) and compiled(server)[-1] == [VMEM]
-    assert server.get("/tpu/stats")["notes"] == found["sentences"]
+    stats = server.get("/tpu/stats")
+    assert stats["notes"] == found["sentences"]
+    (chip,) = stats["chips"]
+    assert (chip["hbm_limit"], chip["hbm_reserved"], chip["hbm_reserved_peak"]) == (2**31, 2**27, 2**27)
+    assert 0 < chip["hbm_used"] <= chip["hbm_peak"] < 2**31
     server.restart()
     entry, texts = ran(server, "again")
     assert entry["status"]["status_str"] == "success"

@@ -45,7 +45,8 @@ class Fault:
 
 @dataclass(kw_only=True)
 class Layer:
-    """`limit_bytes` is what a chip says that it has, `room_bytes` what it has; it says `drift_bytes` more than it uses.
+    """`limit_bytes` is what a chip says that it has, `room_bytes` what it has; it says `drift_bytes` more than it uses,
+    and that `reserved_bytes` are reserved, where that is not 0.
     `options` are those of a denoising step; `pallas`: programs have kernels, in interpret mode. `sets` are attributes
     of the pack's modules, by `module:name`, the module by how its name ends.
     """
@@ -57,6 +58,7 @@ class Layer:
     limit_bytes: int = 0
     room_bytes: int = 0
     drift_bytes: int = 0
+    reserved_bytes: int = 0
     _counts: dict[int, int] = field(default_factory=dict)
     _is_lost: bool = False
     _texts: dict[int, tuple[Any, str]] = field(default_factory=dict)
@@ -172,7 +174,9 @@ class Layer:
 
     def stats(self) -> dict[str, int]:
         held = self.held()
+        reserved = {name: self.reserved_bytes for name in ("bytes_reserved", "peak_bytes_reserved")}
         return {
+            **(reserved if self.reserved_bytes else {}),
             "bytes_limit": self.limit_bytes,
             "bytes_in_use": held + (self.drift_bytes if held > self.limit_bytes // 10 else 0),
             "peak_bytes_in_use": held,
