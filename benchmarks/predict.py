@@ -1,6 +1,6 @@
 """Predicts the flagship models for one TPU: `benchmarks/predicted.json` and the table in the READMEs.
 
-Inputs are the models' defaults.
+Inputs are the models' defaults. Under that table stands what machines with a TPU said, by `benchmarks/measured/`.
 
 Run: python benchmarks/predict.py [--model NAME ...] [--topology v6e:2x4] [--stages denoise]. Takes minutes a model; no
 TPU is needed. Models and stages that are not named keep what was recorded before. Other topologies have files of their
@@ -10,17 +10,19 @@ own, `benchmarks/predicted_<generation>.json`, and no table in the README.
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import machines
+from comfyui_tpu.cli import verify
 from comfyui_tpu.tpu_runtime.cost_model import chips
+from comfyui_tpu.tpu_runtime.device_memory import DeviceMemory
 from comfyui_tpu.tpu_runtime.model_spec import STAGES
 from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
 from comfyui_tpu.tpu_runtime.plan import measured, plan
 from comfyui_tpu.tpu_runtime.plan.compile import PlanRequest
 from comfyui_tpu.tpu_runtime.programs.program import DENOISE_STEP
+from comfyui_tpu.tpu_runtime.selftest import report
 from comfyui_tpu.tpu_runtime.units import GIB
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +34,10 @@ BEGIN, END = "<!-- predicted:begin -->", "<!-- predicted:end -->"
 DROPPED = ("findings", "notes")
 
 Record = Mapping[str, Any]
+Row = tuple[str, ...]
+# The table of machines, and the versions that it says.
+MACHINES = ("record", "what ran", "chips", "versions", "what came of it")
+VERSIONS = ("libtpu", "jax")
 
 
 def recorded(topology: str) -> Path:
@@ -107,7 +113,7 @@ def measured_step(record: Record) -> float | None:
     found = None
     there = record["chip"]["device_kind"], chips.topology(record["topology"]).num_devices
     for path in sorted(MEASURED.glob("*.json")):
-        if machines.read(path)[0] != "bench":
+        if read_record(path)[0] != "bench":
             continue
         one = measured.read(path)
         same = all(one.settings.get(name) == record["settings"][name] for name in ("height", "width", "num_frames"))
@@ -161,7 +167,96 @@ def section(records: Sequence[Record]) -> str:
         "loaded and the largest program running. Links: collectives that no computation covers. Shapes allow less than "
         "the peak where contractions are shallower than a matrix unit (attention heads).\n\n" + table(records)
     )
-    return "\n\n".join(filter(None, [predicted, machines.table(machines.rows(MEASURED))]))
+    return "\n\n".join(filter(None, [predicted, machine_table(machine_rows(MEASURED))]))
+
+
+# --- what machines with a TPU said ------------------------------------------------------------------------------------
+
+
+def machine_rows(folder: Path) -> list[Row]:
+    """A row for each record, by file name. Raises `ValueError` with a sentence for a file that is none."""
+    return [_machine_row(path, *read_record(path)) for path in sorted(folder.glob("*.json"))]
+
+
+def read_record(path: Path) -> tuple[str, Record]:
+    """The kind of a record and the record: `bench`, `verify` or `first run`."""
+    try:
+        record = json.loads(path.read_text("utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from None
+    found = record if isinstance(record, dict) else {}
+    if found.get("label") == "first run" and found.get("schema") == report.SCHEMA:
+        return "first run", found
+    if "forms" in found and found.get("schema") == verify.SCHEMA:
+        return "verify", found
+    measured.read(path)
+    return "bench", found
+
+
+def is_of_a_tpu(kind: str, record: Record) -> bool:
+    """Whether it says anything of a TPU: elsewhere miniatures run, and plans are the compiler's."""
+    if kind == "first run":
+        return record["platform"] == "tpu"
+    return record["label"] == "measured" and not record["is_tiny"]
+
+
+def machine_table(found: list[Row]) -> str:
+    """Markdown; nothing without a record."""
+    if not found:
+        return ""
+    lines = ["| " + " | ".join(line) + " |" for line in (MACHINES, ("---",) * len(MACHINES), *found)]
+    return "\n".join(["Measured, by the files in `benchmarks/measured/`:", "", *lines])
+
+
+def _machine_row(path: Path, kind: str, record: Record) -> Row:
+    said: Mapping[str, Callable[[Record], Iterator[str]]] = {
+        "first run": _first_run, "verify": _verify, "bench": _bench,
+    }  # fmt: skip
+    where = "" if is_of_a_tpu(kind, record) else " (no TPU)"
+    what = "self-test" if kind == "first run" else record["model"] + ", one block" * (kind == "verify")
+    versions = ", ".join(f"{name} {record['versions'][name]}" for name in VERSIONS if record["versions"].get(name))
+    return path.stem, what, f"{_chips(kind, record)}{where}", versions, "; ".join(said[kind](record))
+
+
+def _chips(kind: str, record: Record) -> str:
+    if kind == "first run":
+        return f"{len(record['chips'])} x {record['chips'][0]['kind']}" if record["chips"] else "none"
+    return f"{record['num_devices']} x {record['device_kind']}"
+
+
+def _first_run(record: Record) -> Iterator[str]:
+    good = sum(row["verdict"] == "ok" for row in record["rows"])
+    yield f"{good} of {len(record['rows'])} checks held"
+    machine = record["machine"]
+    if off := [*machine["kernels_off"], *machine["options_off"]]:
+        yield f"without {', '.join(off)}"
+    if machine["reserve_share"] is not None:
+        yield f"{100 * machine['reserve_share']:.0f} % of memory left free"
+    yield from (f"{rate:.1f} GB/s {name.replace('_', ' ')}" for name, rate in machine["rates"].items())
+
+
+def _verify(record: Record) -> Iterator[str]:
+    wrong = [form["name"] for form in record["forms"] if form["problem"]]
+    yield f"wrong: {', '.join(wrong)}" if wrong else f"{len(record['forms'])} forms agree"
+    times = {form["name"]: form["median_s"] for form in record["forms"]}
+    for name, seconds in times.items():
+        chosen = times.get(verify.CHOSEN + verify.PART * name.endswith(verify.PART))
+        if seconds and chosen and not name.startswith(verify.CHOSEN):
+            yield f"{name} {100 * seconds / chosen:.0f} %"
+
+
+def _bench(record: Record) -> Iterator[str]:
+    settings = record["settings"]
+    yield f"{settings['width']}x{settings['height']}, {settings['num_frames']} frames, {record['precision']}"
+    yield f"{record['total_s']:.1f} s of programs a generation"
+    memory = DeviceMemory(
+        limit_bytes=record.get("hbm_limit_bytes"), peak_in_use_bytes=record["hbm_peak_bytes"],
+        peak_reserved_bytes=record.get("hbm_reserved_peak_bytes"),
+    )  # fmt: skip
+    yield f"the fullest chip {memory}"
+
+
+# --- the READMEs ------------------------------------------------------------------------------------------------------
 
 
 def insert(readme: str, text: str, begin: str = BEGIN, end: str = END) -> str:

@@ -18,7 +18,6 @@ from ..tpu_runtime.pipeline import (
     Checkpoint,
     ModelSpec,
     Progress,
-    Silent,
     WeightFile,
     checkpoint,
     hub,
@@ -108,29 +107,11 @@ def find(model: str, host: Progress) -> tuple[ModelSpec, str]:
     return variant(None, model, progress=host), model
 
 
-def weights_of(model: str) -> list[WeightFile]:
-    """A model's weight files, as the Hub has them. Of its repository configs alone are downloaded."""
-    host = Silent()
-    spec, model_id = find(model, host)
-    found = Checkpoint(spec=spec, model_id=model_id, root=None)
-    found.configs(host)
-    return [file for part in _parts(found, host).values() for file in part]
-
-
-def _parts(found: Checkpoint, host: Progress) -> dict[str, list[WeightFile]]:
-    """Weight files by folder."""
-    parts: dict[str, dict[str, WeightFile]] = {}
-    for component in found.spec.components:
-        part = parts.setdefault(component.folder, {})  # a network and its other half may be in one folder
-        part.update((file.name, file) for file in found.weights_on_hub(component, host))
-    return {name: list(part.values()) for name, part in parts.items()}
-
-
 def _announce(found: Checkpoint, place: Path, host: "BarHost") -> None:
     """Says what will be downloaded; ValueError where that does not fit on the disk."""
     from ..tpu_runtime.pipeline import plan_report as report
 
-    parts = _parts(found, host)
+    parts = found.all_weights_on_hub(host)
     files = [file for part in parts.values() for file in part]
     rows = [("part", "files", "size", "here")]
     for name, part in [*parts.items(), ("all weights", files)]:

@@ -23,9 +23,9 @@ def arguments(program: "Program") -> tuple[Any, ...]:
     return tuple(args)
 
 
-def random(want: Any, deviation: float) -> "jax.Array":
+def random(want: Any, deviation: float, seed: int = 0) -> "jax.Array":
     """An array as `want` describes it, made where it is placed."""
-    return _maker(want.shape, want.dtype, want.sharding)(deviation)
+    return _maker(want.shape, want.dtype, want.sharding)(deviation, seed)
 
 
 @functools.cache
@@ -33,11 +33,11 @@ def _maker(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
     import jax
     import jax.numpy as jnp
 
-    def make(deviation: Any) -> Any:
+    def make(deviation: Any, seed: Any) -> Any:
         if not jnp.issubdtype(dtype, jnp.floating):
             return jnp.ones(shape, dtype)
         # XLA's own generator: the usual one takes longer than the programs.
-        key = jax.random.key(0, impl="unsafe_rbg")
+        key = jax.random.key(seed, impl="unsafe_rbg")
         return (deviation * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
 
     return jax.jit(make, out_shardings=sharding)

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...tpu_runtime.pipeline import GB, MIB, bus
+from ...tpu_runtime.pipeline import GB, MIB, Checkpoint, Silent, bus, spec_by_name
 
 _PACK = Path(__file__).parents[2]
 # Of a file so much is read at most, for so long, by so many threads: several read weights, too.
@@ -89,10 +89,14 @@ def read_rate(file: Path) -> float:
 
 
 def download_bytes(model: str) -> tuple[int, int]:
-    """Of a model's weights on the Hub: bytes that are not on this machine, and all. ValueError where nobody knows."""
-    from .. import download  # which looks for ComfyUI's folder here
+    """Of a model's weights on the Hub: bytes that are not on this machine, and all. ValueError where nobody knows.
 
-    files = download.weights_of(model)
+    Of the repository the index and configs alone are downloaded.
+    """
+    spec, silent = spec_by_name(model), Silent()
+    found = Checkpoint(spec=spec, model_id=spec.published.hub_id, root=None)
+    found.configs(silent)
+    files = [file for part in found.all_weights_on_hub(silent).values() for file in part]
     return sum(file.size_bytes - file.here_bytes for file in files), sum(file.size_bytes for file in files)
 
 

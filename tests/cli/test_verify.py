@@ -41,19 +41,27 @@ def test_forms_of_the_miniature_agree_and_are_recorded(tmp_path: Path, capsys: p
     assert "All forms agree." in said and "on no TPU: they say nothing of speed" in said
 
 
-def part_forms() -> dict[str, verify.Verified]:
+def part_forms(precision: str = "float32") -> dict[str, verify.Verified]:
     """Those of a part of the tokens, on one device."""
     spec = spec_by_name(MODEL)
     settings = verify.part_of(spec, spec.settings(**spec.miniature.inputs))
-    check = verify.StepForms(verify.one_block(spec, is_tiny=True), jax.devices()[:1], "float32", runs=1)
+    check = verify.StepForms(verify.one_block(spec, is_tiny=True), jax.devices()[:1], precision, runs=1)
     wanted = verify.variations(check.program(settings, verify.Variation(name="", without=Fallbacks())), is_tiny=True)
     parts = (one for one in wanted if one.is_part)
     return {row.name: row for row in check.measured(parts, {True: settings})}
 
 
+WITHOUT_ATTENTION = "without the kernels attention (part)"
+
+
 @pytest.mark.slow
-def test_a_kernel_that_computes_something_else_is_found(monkeypatch: pytest.MonkeyPatch):
-    """By a hundredth of attention's result alone."""
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_kernel_that_computes_something_else_is_found(precision: str, monkeypatch: pytest.MonkeyPatch):
+    """By a hundredth of attention's result alone, which in bfloat16 is less than rounding."""
+    sound = part_forms(precision)[WITHOUT_ATTENTION]
+    assert sound.difference is not None and sound.slope is not None and not sound.problem
+    assert 0 < sound.difference <= verify.BOUNDS[precision] / 4
+    assert abs(sound.slope) <= verify.SLOPES[precision] / 4
     right = attention.flat_attention
 
     def wrong(*args: Any, **options: Any) -> Any:
@@ -61,9 +69,13 @@ def test_a_kernel_that_computes_something_else_is_found(monkeypatch: pytest.Monk
         return (1.01 * result, *others)
 
     monkeypatch.setattr(attention, "flat_attention", wrong)
-    form = part_forms()["without the kernels attention (part)"]
-    assert form.difference and form.difference > verify.BOUNDS["float32"]
-    assert form.problem == f"differs by {form.difference:.1e}, where 6.1e-05 may be rounding"
+    form = part_forms(precision)[WITHOUT_ATTENTION]
+    assert form.difference is not None and form.slope is not None
+    if precision == "float32":
+        assert form.problem == f"differs by {form.difference:.1e}, where 6.1e-05 may be rounding"
+    else:
+        assert form.difference <= verify.BOUNDS[precision], "the slope alone sees it"
+        assert form.problem == f"is {-form.slope:.1e} smaller in all, where 9.8e-04 may be rounding"
 
 
 @pytest.mark.slow
@@ -77,7 +89,7 @@ def test_a_form_that_does_not_run_leaves_the_others(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Program, "compile", refused)
     forms = part_forms()
-    found = forms.pop("without the kernels attention (part)")
+    found = forms.pop(WITHOUT_ATTENTION)
     assert found.problem == "does not run: Mosaic failed to compile TPU kernel: no such luck"
     assert found.median_s is None and forms and not any(form.problem for form in forms.values())
 
@@ -140,11 +152,11 @@ def test_the_report_is_read_in_one_go():
     rows = (
         verify.Verified(
             name="as chosen", compile_s=3.0, median_s=0.5, predicted_s=None, peak_bytes=2**30, difference=None,
-            problem="",
+            slope=None, problem="",
         ),
         verify.Verified(
             name="without async", compile_s=3.0, median_s=1.0, predicted_s=None, peak_bytes=2**30, difference=0.5,
-            problem="differs by 5.0e-01, where 3.1e-02 may be rounding",
+            slope=0.1, problem="differs by 5.0e-01, where 3.1e-02 may be rounding",
         ),
     )  # fmt: skip
     record = {

@@ -7,7 +7,6 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +20,11 @@ MODEL = "flux2-klein-4b"
 
 
 @pytest.fixture(scope="module")
-def scripts() -> Iterator[SimpleNamespace]:
-    """The scripts of `benchmarks/`, which find each other in their folder."""
+def predict() -> Iterator[Any]:
+    """The script that writes the READMEs' tables."""
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(BENCHMARKS)
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in ("machines", "predict")})
+        yield importlib.import_module("predict")
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +43,8 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_every_record_is_a_row_that_says_where_it_is_from(records: Path, scripts: SimpleNamespace):
-    rows = {row[0]: row for row in scripts.machines.rows(records)}
+def test_every_record_is_a_row_that_says_where_it_is_from(records: Path, predict: Any):
+    rows = {row[0]: row for row in predict.machine_rows(records)}
     assert {name: row[1] for name, row in rows.items()} == {
         "bench": MODEL, "first_run": "self-test", "verify": f"{MODEL}, one block",
     }  # fmt: skip
@@ -57,8 +56,8 @@ def test_every_record_is_a_row_that_says_where_it_is_from(records: Path, scripts
     # A miniature's step is no measurement of the model's.
     predicted = json.loads((BENCHMARKS / "predicted.json").read_text())[0]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(scripts.predict, "MEASURED", records)
-        section = scripts.predict.section([predicted])
+        patched.setattr(predict, "MEASURED", records)
+        section = predict.section([predicted])
     assert "nothing in this table was measured" in section and "measured s a step" not in section
     assert section.endswith(f"| {' | '.join(rows['verify'])} |")
 
@@ -83,7 +82,7 @@ def on_a_tpu(record: Mapping[str, Any], step_s: float) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_records_of_a_tpu_are_shown_beside_predictions(records: Path, scripts: SimpleNamespace, tmp_path: Path):
+def test_records_of_a_tpu_are_shown_beside_predictions(records: Path, predict: Any, tmp_path: Path):
     predicted = json.loads((BENCHMARKS / "predicted.json").read_text())[0]
     changed(records / "bench.json", tmp_path / "bench.json", **on_a_tpu(predicted, 2.345))
     machine = {
@@ -92,27 +91,27 @@ def test_records_of_a_tpu_are_shown_beside_predictions(records: Path, scripts: S
     }  # fmt: skip
     chips = 8 * [{"id": 0, "kind": "TPU v6 lite", "coords": None, "memory_bytes": None}]
     changed(records / "first_run.json", tmp_path / "first_run.json", platform="tpu", chips=chips, machine=machine)
-    bench, first_run = scripts.machines.rows(tmp_path)
+    bench, first_run = predict.machine_rows(tmp_path)
     assert bench[2] == first_run[2] == "8 x TPU v6 lite"
     assert "at most 3.0 GiB in use and 27.0 GiB reserved, of 31.0 GiB" in bench[4]
     assert first_run[4].endswith("without convolution; 8 % of memory left free; 12.3 GB/s to chips")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(scripts.predict, "MEASURED", tmp_path)
-        section = scripts.predict.section([predicted])
+        patched.setattr(predict, "MEASURED", tmp_path)
+        section = predict.section([predicted])
     assert "the last column alone was measured" in section
     head, _, row = [line for line in section.splitlines() if line.startswith("|")][:3]
     assert head.endswith("| measured s a step |") and row.endswith("| 2.35 |")
 
 
-def test_what_is_no_record_is_refused_by_name(scripts: SimpleNamespace, tmp_path: Path):
-    for text in ("{", "[]", "{}", '{"label": "first run", "schema": 1}', '{"forms": [], "schema": 0}'):
+def test_what_is_no_record_is_refused_by_name(predict: Any, tmp_path: Path):
+    for text in ("{", "[]", "{}", '{"label": "first run", "schema": 0}', '{"forms": [], "schema": 0}'):
         (tmp_path / "wrong.json").write_text(text)
         with pytest.raises(ValueError, match="wrong.json is not"):
-            scripts.machines.rows(tmp_path)
+            predict.machine_rows(tmp_path)
     shutil.rmtree(tmp_path)
-    assert scripts.machines.table(scripts.machines.rows(tmp_path)) == ""
+    assert predict.machine_table(predict.machine_rows(tmp_path)) == ""
 
 
-def test_what_is_in_the_repository_are_records_of_a_tpu(scripts: SimpleNamespace):
+def test_what_is_in_the_repository_are_records_of_a_tpu(predict: Any):
     for path in sorted((BENCHMARKS / "measured").glob("*.json")):
-        assert scripts.machines.is_of_a_tpu(*scripts.machines.read(path)), path.name
+        assert predict.is_of_a_tpu(*predict.read_record(path)), path.name

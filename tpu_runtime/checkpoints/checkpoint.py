@@ -103,6 +103,14 @@ class Checkpoint:
         folder = self.folder(component.folder, progress)
         return self._snapshot(progress).weights(self._weights(component, folder), component.folder)
 
+    def all_weights_on_hub(self, progress: Progress) -> "dict[str, list[WeightFile]]":
+        """`weights_on_hub` of all components, by folder: a network and its other half may be in one."""
+        found: dict[str, dict[str, WeightFile]] = {}
+        for component in self.spec.components:
+            part = found.setdefault(component.folder, {})
+            part.update((file.name, file) for file in self.weights_on_hub(component, progress))
+        return {folder: list(part.values()) for folder, part in found.items()}
+
     def _weights(self, component: Component, folder: Path) -> list[str]:
         return [f"{component.folder}/{name}" for name in weight_names(folder, component)]
 
