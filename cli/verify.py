@@ -10,8 +10,8 @@ import json
 import re
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..tpu_runtime.pipeline import DeviceMemory, ModelSpec, Settings, device_memory, fallbacks
@@ -27,11 +27,19 @@ if TYPE_CHECKING:
     from ..tpu_runtime.pipeline import Program, StepArgs
 
 SCHEMA = 1
-# How far forms may be apart, as the root mean square of the difference, of that of the values, and how much larger or
-# smaller all values together: what rounding in this precision makes of one block, with a factor of at least 4 over what
-# was seen. A fault of a hundredth in one kernel is less than bfloat16's rounding, but rounding goes both ways.
-BOUNDS = {"bfloat16": 2**-5, "float32": 2**-14}
-SLOPES = {"bfloat16": 2**-10, "float32": 2**-14}
+Run = Callable[["Mapping[str, jax.Array]"], "tuple[np.ndarray, bool]"]
+# How far forms may be apart, as the root mean square of the difference, of that of the values: what rounding in this
+# precision makes of one block, with a factor of at least 4 over what was seen.
+BOUNDS = {"bfloat16": 2**-6, "float32": 2**-14}
+# A fault of a hundredth in one kernel is less than bfloat16's rounding. But rounding goes any way, and a fault the way
+# that results go where weights before the kernel grow. So the difference is fitted by that, and may be so much of it.
+PULLS = {
+    "attention's results": re.compile(r"\b(to_v|add_v_proj|in_value)\b"),
+    "queries": re.compile(r"\bnorm(_added)?_q\b"),
+}
+FACTORS = {"bfloat16": 2**-8, "float32": 2**-14}
+# By how much weights grow for that: enough to be seen through rounding.
+GROWTH = 0.25
 # The deviation of the gains of queries' and keys' norms, by which scores are of deviation 3.2 in base e.
 HEAD_NORMS = 1.8
 _HEAD_NORM = re.compile(r"\bnorm(_added)?_[qk]\b")
@@ -55,9 +63,9 @@ class Variation:
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """What became of a form. `difference` is from the chosen one of the same size (see `BOUNDS`), `slope` how much
-    larger all of it is than that (see `SLOPES`); None for that one, and where nothing ran. `problem` says what is wrong
-    with the form, and is empty where nothing is.
+    """What became of a form. `difference` is from the chosen one of the same size (see `BOUNDS`), None for that one and
+    where nothing ran. `factors`, of forms of a part: by how much what is named in `PULLS` is larger than in the chosen
+    form. `problem` says what is wrong with the form, and is empty where nothing is.
     """
 
     name: str
@@ -66,8 +74,8 @@ class Verified:
     predicted_s: float | None
     peak_bytes: int | None
     difference: float | None
-    slope: float | None
     problem: str
+    factors: Mapping[str, float] = field(default_factory=dict)
 
 
 def run(options: argparse.Namespace, spec: ModelSpec) -> int:
@@ -181,54 +189,65 @@ class StepForms:
             yield self._said(
                 Verified(
                     name=variation.name, compile_s=done.compile_s, median_s=None, predicted_s=row.predicted_s,
-                    peak_bytes=done.memory.peak, difference=None, slope=None, problem=done.refusal,
+                    peak_bytes=done.memory.peak, difference=None, problem=done.refusal,
                 )
             )  # fmt: skip
 
     def measured(self, wanted: "Iterator[Variation]", sizes: Mapping[bool, Settings]) -> Iterator[Verified]:
         """Each form's time, and its difference from the chosen one of its size."""
         chosen: dict[bool, np.ndarray] = {}
+        pulls: dict[str, np.ndarray] = {}
         for variation in wanted:
             program = self.program(sizes[variation.is_part], variation)
             started = time.monotonic()
             try:
-                row, values = self._one(variation, program, started, chosen.get(variation.is_part))
+                row, values, run = self._one(variation, program, started, chosen.get(variation.is_part), pulls)
+                if variation.is_part and not pulls:
+                    pulls |= _pulls(program, run, values)
                 chosen.setdefault(variation.is_part, values)
             except Exception as error:  # of any kind: the other forms still say something
                 first, *_ = str(error).strip().splitlines() or [type(error).__name__]
                 row = Verified(
                     name=variation.name, compile_s=time.monotonic() - started, median_s=None, predicted_s=None,
-                    peak_bytes=None, difference=None, slope=None, problem=f"does not run: {first[:200]}",
+                    peak_bytes=None, difference=None, problem=f"does not run: {first[:200]}",
                 )  # fmt: skip
             yield self._said(row)
 
     def _one(
-        self, variation: Variation, program: "Program", started: float, chosen: "np.ndarray | None"
-    ) -> "tuple[Verified, np.ndarray]":
+        self,
+        variation: Variation,
+        program: "Program",
+        started: float,
+        chosen: "np.ndarray | None",
+        pulls: "Mapping[str, np.ndarray]",
+    ) -> "tuple[Verified, np.ndarray, Run]":
+        """The form, its values, and what runs it with any weights."""
         import jax
         import numpy as np
 
         from ..tpu_runtime.pipeline import compiling
 
         executable = program.compile()
-        compile_s, weights, seconds, values = time.monotonic() - started, weights_of(program), [], None
-        for index in range(1 + self.runs):
+        compile_s, weights, seconds = time.monotonic() - started, weights_of(program), []
+
+        def run(weights: "Mapping[str, jax.Array]") -> "tuple[np.ndarray, bool]":
             args = jax.block_until_ready(arguments_of(program))
             begun = time.perf_counter()
             *_, denoised, is_finite = jax.block_until_ready(executable(weights, *args))
-            if index:  # the first one warms up
-                seconds.append(time.perf_counter() - begun)
-            values = np.asarray(denoised, np.float64)
-        assert values is not None
+            seconds.append(time.perf_counter() - begun)
+            return np.asarray(denoised, np.float64), bool(is_finite)
+
+        for _ in range(1 + self.runs):
+            values, is_finite = run(weights)
+        seconds = seconds[1:]  # the first one warms up
         row = Verified(
             name=variation.name, compile_s=compile_s, median_s=statistics.median(seconds), predicted_s=None,
             peak_bytes=compiling.memory_of(program, executable).peak,
             difference=None if chosen is None else apart(values, chosen),
-            slope=None if chosen is None else slope(values, chosen), problem="",
+            problem="", factors={} if chosen is None else pulled(values - chosen, pulls),
         )  # fmt: skip
-        if not bool(is_finite):
-            return replace(row, problem="values are not finite"), values
-        return replace(row, problem=_problem(row, self.precision)), values
+        problem = _problem(row, self.precision) if is_finite else "values are not finite"
+        return replace(row, problem=problem), values, run
 
     def loop(self, settings: Settings) -> dict[str, Any]:
         """Steps in a row as a sampler runs them: compiled through the caches, the state donated, each waited for."""
@@ -259,23 +278,38 @@ def apart(values: "np.ndarray", others: "np.ndarray") -> float:
     return float(np.linalg.norm(values - others) / max(float(np.linalg.norm(others)), 1e-30))
 
 
-def slope(values: "np.ndarray", others: "np.ndarray") -> float:
-    """By which share all values together are larger than `others`: the fitted slope, less 1."""
+def pulled(difference: "np.ndarray", pulls: "Mapping[str, np.ndarray]") -> dict[str, float]:
+    """How much of each of `pulls` is in a difference, by least squares."""
     import numpy as np
 
-    return float(np.vdot(others, values - others) / max(float(np.vdot(others, others)), 1e-30))
+    if not pulls:
+        return {}
+    columns = np.stack([pull.ravel() for pull in pulls.values()], axis=1)
+    found, *_ = np.linalg.lstsq(columns.T @ columns, columns.T @ difference.ravel(), rcond=None)
+    return dict(zip(pulls, map(float, found), strict=True))
 
 
 def _problem(row: Verified, precision: str) -> str:
     """What is wrong with the numbers of a form; empty where nothing is."""
-    if row.difference is None or row.slope is None:
-        return ""
-    if not row.difference <= BOUNDS[precision]:
-        return f"differs by {row.difference:.1e}, where {BOUNDS[precision]:.1e} may be rounding"
-    if not abs(row.slope) <= SLOPES[precision]:
-        size = "larger" if row.slope > 0 else "smaller"
-        return f"is {abs(row.slope):.1e} {size} in all, where {SLOPES[precision]:.1e} may be rounding"
-    return ""
+    bound = FACTORS[precision]
+    wrong = [
+        f"{name} are {abs(factor):.1e} {'larger' if factor > 0 else 'smaller'}, where {bound:.1e} may be rounding"
+        for name, factor in row.factors.items()
+        if not abs(factor) <= bound
+    ]
+    if row.difference is not None and not row.difference <= BOUNDS[precision]:
+        wrong.insert(0, f"differs by {row.difference:.1e}, where {BOUNDS[precision]:.1e} may be rounding")
+    return "; ".join(wrong)
+
+
+def _pulls(program: "Program", run: Run, values: "np.ndarray") -> "dict[str, np.ndarray]":
+    """Where a form's results go as what is named in `PULLS` grows: the change for twice of it."""
+    weights = weights_of(program)
+    found = {}
+    for name, pattern in PULLS.items():
+        grown = {key: weight * (1 + GROWTH) if pattern.search(key) else weight for key, weight in weights.items()}
+        found[name] = (run(grown)[0] - values) / GROWTH
+    return found
 
 
 def weights_of(program: "Program") -> dict[str, "jax.Array"]:
