@@ -30,7 +30,7 @@ export class Panel {
   #message = make("p", "tpu-dim tpu-message", {}, "Asking the server…");
   #alert = make("p", "tpu-alert", { role: "status" });
   #content = make("div", "tpu-content");
-  #notes = make("ul", "tpu-notes", { "aria-label": "What is not known" });
+  #notes = make("ul", "tpu-notes", { "aria-label": "Notes" });
   #noteRows = new Rows(this.#notes, (_, index) => index, () => noteRow());
   #curve;
 
@@ -39,7 +39,9 @@ export class Panel {
     this.#curve = new Curve(this.#history);
     const [running, chips, residents] = [new Running(), new Chips(), new Residents(free)];
     this.#parts = [running, chips, this.#curve, residents, new LastRun(), new Host(), new Caches()];
-    this.#content.append(...this.#parts.map((part) => part.element), this.#notes);
+    const [first, ...others] = this.#parts.map((part) => part.element);
+    // What this machine does without, and what is not known, before the numbers.
+    this.#content.append(first, this.#notes, ...others);
     const title = make("h2", "tpu-title", {}, "TPU");
     this.element = make("div", "comfyui-tpu-panel", { role: "region", "aria-label": "TPU monitor" });
     this.element.append(title, this.#message, this.#alert, this.#content);
