@@ -202,7 +202,7 @@ class StepForms:
             started = time.monotonic()
             try:
                 row, values, run = self._one(variation, program, started, chosen.get(variation.is_part), pulls)
-                if variation.is_part and not pulls:
+                if variation.is_part and not pulls and not row.problem:
                     pulls |= _pulls(program, run, values)
                 chosen.setdefault(variation.is_part, values)
             except Exception as error:  # of any kind: the other forms still say something
@@ -228,7 +228,8 @@ class StepForms:
         from ..tpu_runtime.pipeline import compiling
 
         executable = program.compile()
-        compile_s, weights, seconds = time.monotonic() - started, weights_of(program), []
+        compile_s, weights = time.monotonic() - started, weights_of(program)
+        seconds: list[float] = []
 
         def run(weights: "Mapping[str, jax.Array]") -> "tuple[np.ndarray, bool]":
             args = jax.block_until_ready(arguments_of(program))
@@ -237,9 +238,10 @@ class StepForms:
             seconds.append(time.perf_counter() - begun)
             return np.asarray(denoised, np.float64), bool(is_finite)
 
-        for _ in range(1 + self.runs):
-            values, is_finite = run(weights)
-        seconds = seconds[1:]  # the first one warms up
+        values, is_finite = run(weights)
+        seconds.clear()  # the first one warms up
+        for _ in range(self.runs):
+            run(weights)
         row = Verified(
             name=variation.name, compile_s=compile_s, median_s=statistics.median(seconds), predicted_s=None,
             peak_bytes=compiling.memory_of(program, executable).peak,
@@ -307,7 +309,10 @@ def _pulls(program: "Program", run: Run, values: "np.ndarray") -> "dict[str, np.
     weights = weights_of(program)
     found = {}
     for name, pattern in PULLS.items():
-        grown = {key: weight * (1 + GROWTH) if pattern.search(key) else weight for key, weight in weights.items()}
+        grown = {
+            key: _placed(weight * (1 + GROWTH), weight) if pattern.search(key) else weight
+            for key, weight in weights.items()
+        }
         found[name] = (run(grown)[0] - values) / GROWTH
     return found
 
