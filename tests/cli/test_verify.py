@@ -73,7 +73,7 @@ def test_a_kernel_that_computes_something_else_is_found(precision: str, monkeypa
     form = part_forms(precision)[WITHOUT_ATTENTION]
     assert form.difference is not None
     factor, bound = form.factors["attention's results"], verify.FACTORS[precision]
-    assert factor == pytest.approx(-0.01, rel=0.1)
+    assert factor == pytest.approx(-0.01, rel=0.25)
     assert f"attention's results are {-factor:.1e} smaller, where {bound:.1e} may be rounding" in form.problem
     is_coarse = form.difference <= verify.BOUNDS[precision]
     assert is_coarse == (precision == "bfloat16")

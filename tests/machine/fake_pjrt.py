@@ -127,6 +127,9 @@ class Layer:
             found = load(*args, **kwargs)
             if found[0] is not None:
                 self.meet("load", lambda: self.text_of(found[0]))
+                options = next((one for one in args if hasattr(one, "env_option_overrides")), None)
+                given = [name for name, _ in options.env_option_overrides] if options else []
+                self._given[id(found[0])] = found[0], given
             return found
 
         def runs(program: Any, *args: Any) -> Any:
