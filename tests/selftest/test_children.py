@@ -1,0 +1,55 @@
+"""Processes that say lines of JSON: what is heard of one that ends, fails, hangs, is cut off, or loses its parent."""
+
+import signal
+import sys
+
+import pytest
+from comfyui_tpu.tests.support.patience import PATIENCE_S
+from comfyui_tpu.tpu_runtime import children
+
+PROGRAM = """
+import os, sys, time
+from comfyui_tpu.tpu_runtime.children import speaker
+say = speaker()
+print("what a library prints")
+say(first=1)
+sys.stderr.write("a complaint\\n")
+say(second=[2])
+if sys.argv[1] == "hangs":
+    time.sleep(1000)
+sys.exit(int(sys.argv[1]))
+"""
+CUT_OFF = 'import sys; sys.stdout.write(\'{"first": 1}\\n{"seco\')'
+
+
+def lines(child: children.Child) -> list[dict]:
+    return list(iter(lambda: child.line(PATIENCE_S), None))
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_lines_come_in_order_and_what_is_printed_is_a_complaint(code: int):
+    with children.running([sys.executable, "-c", PROGRAM, str(code)]) as child:
+        assert lines(child) == [{"first": 1}, {"second": [2]}]
+        assert child.process.wait() == code
+        assert child.last_words() in (" (a complaint)", " (what a library prints)")
+
+
+def test_a_child_that_hangs_is_killed_with_the_block():
+    with children.running([sys.executable, "-c", PROGRAM, "hangs"]) as child:
+        assert [child.line(PATIENCE_S) for _ in range(2)] == [{"first": 1}, {"second": [2]}]
+        with pytest.raises(TimeoutError):
+            child.line(0.1)
+    assert child.process.returncode == -signal.SIGKILL
+
+
+def test_a_line_that_is_cut_off_is_none():
+    with children.running([sys.executable, "-c", CUT_OFF]) as child:
+        assert lines(child) == [{"first": 1}]
+
+
+def test_a_child_ends_with_its_parent():
+    with children.running([sys.executable, "-c", PROGRAM, "hangs"]) as child:
+        assert child.line(PATIENCE_S) == {"first": 1}
+        assert child.process.stdin is not None
+        child.process.stdin.close()  # as the kernel does when the parent is gone
+        assert child.process.wait(PATIENCE_S) == -signal.SIGKILL
