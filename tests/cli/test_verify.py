@@ -150,6 +150,19 @@ def test_what_is_apart_is_said_as_a_share():
     assert not np.isfinite(verify.apart(ones * np.nan, ones))
 
 
+def test_a_pull_is_found_below_rounding_that_is_larger():
+    """A hundredth of one, nothing of another that is not at right angles to it, in noise of three times as much."""
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    first, second, noise = random.normal(size=(3, 100, 100))
+    pulls = {"first": 0.2 * first, "second": 0.2 * (first + second)}
+    found = verify.pulled(0.01 * pulls["first"] + 0.006 * noise, pulls)
+    assert found["first"] == pytest.approx(0.01, abs=2e-3) and abs(found["second"]) < 2e-3
+    assert verify.pulled(noise, {}) == {}
+    assert np.isnan(verify.pulled(noise * np.nan, pulls)["first"])
+
+
 def test_the_report_is_read_in_one_go():
     rows = (
         verify.Verified(
