@@ -72,15 +72,10 @@ def entries(model_id: str) -> list[str]:
     return [entry.strip() for entry in model_id.split(SEPARATOR) if entry.strip()]
 
 
-def is_of_files(model_id: str, folders: Sequence[str] = ()) -> bool:
+def is_of_files(model_id: str) -> bool:
     """Whether a model id names single files."""
     found = entries(model_id)
     return len(found) > 1 or any(contents.is_weights(entry) for entry in found)
-
-
-def files_of(model_id: str, folders: Sequence[str] = ()) -> list[Path]:
-    """The files that a model id names; `CheckpointError` for one that is not there."""
-    return [_find(entry, folders) for entry in entries(model_id) if contents.is_weights(entry)]
 
 
 def _find(entry: str, folders: Sequence[str]) -> Path:

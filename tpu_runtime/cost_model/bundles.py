@@ -91,7 +91,7 @@ def cost_of(text: str, grid: tuple[int, ...], *, reruns: bool = False) -> Cost:
     weights = {
         address: math.prod(counts[loop] or 1 for loop in loops if address in loop.repeated) for address in bodies
     }
-    repeated = _rerun(branches, bodies) if reruns else range(0)
+    repeated = _rerun(branches) if reruns else range(0)
     rerun = sum(weights[address] for address in bodies if address in repeated)
     weights = {address: 0 if address in repeated else weight for address, weight in weights.items()}
     total = sum(weights.values())
@@ -137,7 +137,7 @@ def _grid_loop(loops: list[_Branch], counts: Mapping[_Branch, int | None], steps
     return longest, shared if counts[longest] == shared + _PIPELINE_STEPS else steps
 
 
-def _rerun(branches: list[_Branch], bodies: Mapping[int, str]) -> range:
+def _rerun(branches: list[_Branch]) -> range:
     """The addresses of the longest part under a predicate that holds no other of a tenth of its length: the guard of
     the step holds the rerun, and all others are a few transfers.
     """
