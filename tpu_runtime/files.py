@@ -1,8 +1,14 @@
-"""Reading JSON and headers that may come from anyone, such as a checkpoint's; what is wrong with one as a sentence."""
+"""Reading JSON and headers that may come from anyone, such as a checkpoint's; what is wrong with one as a sentence.
+Writing files and folders completely or not at all.
+"""
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -94,3 +100,34 @@ def read_header(path: Path) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
             for name, part in parts.items()
         }
         return tensors, file.metadata() or {}
+
+
+def write_file(path: Path, *parts: bytes, mode: int = 0o666) -> None:
+    """Writes the file completely or not at all, in place of one that is there; `mode` is for a new one, less the umask.
+
+    Raises `OSError`. A process that is killed meanwhile leaves a file whose name begins with a dot.
+    """
+    scratch = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)  # through no link that somebody put there
+    try:
+        with open(descriptor, "wb") as file:
+            file.writelines(parts)
+        os.replace(scratch, path)
+    finally:
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def written_folder(folder: Path) -> Iterator[Path]:
+    """A scratch folder that becomes `folder` if the block ends well. Where another process was first, its one stays."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield scratch
+        os.replace(scratch, folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

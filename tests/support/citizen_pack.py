@@ -50,7 +50,7 @@ def patch():
         return
     PATCHED.append(True)
     __import__(runtime("pipeline").__package__ + ".engine.engine")
-    load, executables, cache = runtime("checkpoints.load"), runtime("programs.executables"), runtime("cache.store")
+    load, executables, cache = runtime("checkpoints.load"), runtime("programs.executables"), runtime("files")
     read, call = load.Reader.slice, executables.Executable.__call__
     files = types.SimpleNamespace(**vars(os))
 

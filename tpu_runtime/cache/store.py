@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..files import write_file
 from ..units import GIB
 from . import trust
 
@@ -147,19 +148,13 @@ class Store:
         """Writes an entry, if the folder can be written."""
         if not self._is_usable():
             return
-        path, scratch = self.path(key), None
+        path = self.path(key)
         try:
             _make(self.folder)
             trim(self.folder, MAX_BYTES[self.kind] - len(payload))
-            descriptor, scratch = tempfile.mkstemp(prefix=f".{key}-", dir=self.folder)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(hashlib.sha256(payload).digest())
-                file.write(payload)
-            os.replace(scratch, path)
+            write_file(path, hashlib.sha256(payload).digest(), payload, mode=0o600)
         except OSError as error:
             log.warning("the cache entry %s was not written (%s); the run goes on without it.", path, error)
-            if scratch:
-                Path(scratch).unlink(missing_ok=True)
 
     def _is_usable(self) -> bool:
         return not self.code or holds_own_code(self.folder)

@@ -9,15 +9,13 @@ import functools
 import json
 import math
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .. import models
 from ..cache.store import cache_folder, signature
-from ..files import CheckpointError, TensorFile, read_json
+from ..files import CheckpointError, TensorFile, read_json, written_folder
 from ..formats import contents, names, tokenizer_files
 from ..formats.contents import Held
 from ..formats.layout import Shapes
@@ -94,16 +92,8 @@ def folder_of(spec: ModelSpec, parts: Mapping[str, Held], configs: Mapping[str, 
     name = f"{spec.name}-{signature(VERSION, spec.name, states, json.dumps(configs, sort_keys=True))[:16]}"
     folder = cache_folder() / "parts" / name
     if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
-        try:
+        with written_folder(folder) as scratch:
             _write(spec, parts, configs, scratch)
-            os.replace(scratch, folder)
-        except OSError:
-            if not folder.is_dir():  # as another process may have made it
-                raise
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
     return folder
 
 
@@ -146,18 +136,11 @@ def _tokenizer(held: Held, carried: TokenizerFile, rows: float) -> Path:
     """
     folder = cache_folder() / "parts" / f"tokenizer-{signature(VERSION, state_of(held))[:16]}"
     if not folder.is_dir():
-        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
+        with written_folder(folder) as scratch:
             size = tokenizer_files.write(carried, scratch, held.layout.chat_template)
             if size > rows:
                 raise CheckpointError(
                     f"{held.path} carries a tokenizer of {size} tokens along, and has embeddings of {rows}; one of "
                     "them is another model's. Download the file again."
                 )
-            os.replace(scratch, folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
     return folder

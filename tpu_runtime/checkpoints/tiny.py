@@ -6,13 +6,11 @@ seconds. What random ones generate means nothing; that it equals what diffusers 
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from ..cache.store import cache_folder
+from ..files import written_folder
 from ..model_spec import Component, ModelSpec
 
 # Part of the folder's name: increase it when the way of creating a checkpoint changes.
@@ -55,17 +53,8 @@ def ensure(spec: ModelSpec) -> Path:
 
 def write(spec: ModelSpec, folder: Path, seed: int = 0) -> None:
     """Writes a checkpoint with the `tiny` configs of `spec`'s components to `folder`, all or nothing."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with written_folder(folder) as scratch:
         _write_parts(spec, scratch, seed)
-        os.replace(scratch, folder)
-    except OSError:
-        # Another process may have created the same folder; anything else is an error.
-        if not folder.is_dir():
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _write_parts(spec: ModelSpec, folder: Path, seed: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..files import parse_json
+from ..files import parse_json, write_file
 from . import payloads
 from .payloads import Conditioning, ImageCondition, Latent, conditioning_entry
 
@@ -145,15 +145,9 @@ def _as_sentence(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Writes the complete file or nothing."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     with _as_sentence(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            scratch.write_bytes(content)
-            os.replace(scratch, path)
-        finally:
-            scratch.unlink(missing_ok=True)
+        write_file(path, content)
 
 
 def _load(folder: Path, name: str, stage: str, model: "ModelRef", unpack: Callable[[bytes], Value]) -> Value:

@@ -4,11 +4,8 @@ Deleting it is safe: what fails is found out again. It holds names, numbers and 
 programs slower.
 """
 
-import contextlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,18 +100,11 @@ def write(key: str, record: MachineRecord) -> None:
     entries.pop(key, None)
     entries[key] = record.to_json()
     content = json.dumps(dict(list(entries.items())[-MAX_MACHINES:]), indent=2, ensure_ascii=False)
-    scratch = None
     try:
         path().parent.mkdir(parents=True, exist_ok=True)
-        descriptor, scratch = tempfile.mkstemp(prefix=f".{NAME}-", dir=path().parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(f"{content}\n")
-        os.replace(scratch, path())
+        files.write_file(path(), f"{content}\n".encode(), mode=0o600)
     except OSError as error:
         log.warning("%s was not written (%s): what was found out about this machine is found out again.", path(), error)
-        if scratch:
-            with contextlib.suppress(OSError):
-                Path(scratch).unlink(missing_ok=True)
 
 
 def _entries(file: Path) -> dict[str, Any]:
