@@ -14,6 +14,7 @@ from ...sharding.rules import GATHERED, REPLICATED, Rule
 from ..model_spec import Call, Need, Pictures, Published, Settings
 from . import cogvideox
 from .autoencoders.cogvideox import VAE_DECODER, encode_picture
+from .text_encoders import PICTURE_PROMPT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -111,11 +112,6 @@ VAE_ENCODER = replace(
     VAE_DECODER, name="vae_encoder", only=("encoder.", "quant_conv."), rules=(Rule("encoder.**.weight", REPLICATED),)
 )
 
-PROMPT = (
-    "A small sailing boat glides over a calm sea at sunset. The sail sways gently, sunlight glitters on the waves, "
-    "clouds drift slowly behind the hills. The camera stays still."
-)
-
 SPEC = replace(
     cogvideox.SPEC,
     name="cogvideox1.5-5b-i2v",
@@ -123,7 +119,7 @@ SPEC = replace(
     published=Published(hub_id="zai-org/CogVideoX1.5-5B-I2V", pipeline_classes=("CogVideoXImageToVideoPipeline",)),
     miniature=replace(cogvideox.SPEC.miniature, id="tiny/cogvideox15i2v"),
     components=(cogvideox.TEXT_ENCODER, TRANSFORMER, VAE_ENCODER, VAE_DECODER),
-    texts={"prompt": PROMPT, "negative_prompt": ""},
+    texts={"prompt": PICTURE_PROMPT, "negative_prompt": ""},
     recipe=replace(cogvideox.SPEC.recipe, draw_inputs=draw_inputs, advice=advice),
     denoiser=replace(cogvideox.SPEC.denoiser, forward=forward),
     pictures=Pictures(encode=encode_image, condition_shapes=condition_shapes),

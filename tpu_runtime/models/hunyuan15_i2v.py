@@ -11,6 +11,7 @@ from ...sharding.rules import REPLICATED, Rule
 from ..model_spec import Call, Component, Need, Pictures, Published, Same, Settings
 from . import hunyuan15, layers
 from .autoencoders.hunyuan15 import VAE_DECODER, encode_picture
+from .text_encoders import PICTURE_PROMPT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -111,11 +112,6 @@ _TRANSFORMER = hunyuan15.TRANSFORMER.extended(
     needs={"image_embed_dim": Same("image_encoder", "hidden_size")},
 )
 
-PROMPT = (
-    "A small sailing boat glides over a calm sea at sunset. The sail sways gently, sunlight glitters on the waves, "
-    "clouds drift slowly behind the hills. The camera stays still."
-)
-
 SPEC = replace(
     hunyuan15.SPEC,
     name="hunyuanvideo1.5-i2v-720p",
@@ -137,7 +133,7 @@ SPEC = replace(
     ),
     miniature=replace(hunyuan15.SPEC.miniature, id="tiny/hunyuan15i2v"),
     components=(hunyuan15.TEXT_ENCODER, hunyuan15.GLYPH_ENCODER, IMAGE_ENCODER, _TRANSFORMER, VAE_ENCODER, VAE_DECODER),
-    texts={"prompt": PROMPT, "negative_prompt": hunyuan15.NEGATIVE_PROMPT},
+    texts={"prompt": PICTURE_PROMPT, "negative_prompt": hunyuan15.NEGATIVE_PROMPT},
     recipe=replace(hunyuan15.SPEC.recipe, scheduler={**hunyuan15.SCHEDULER, "shift": 7.0}),
     pictures=Pictures(encode=encode_image, condition_shapes=condition_shapes),
 )

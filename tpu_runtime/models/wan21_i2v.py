@@ -13,6 +13,7 @@ from ..model_spec import Call, Component, FloatLimit, IntLimit, ModelSpec, Need,
 from . import layers, wan
 from .autoencoders import wan_encoder
 from .autoencoders.wan import VAE_DECODER
+from .text_encoders import PICTURE_PROMPT
 from .text_encoders import wan as wan_text
 from .text_encoders.wan import TEXT, TEXT_ENCODER
 
@@ -165,7 +166,7 @@ I2V_720P = ModelSpec(
     geometry=wan.GEOMETRY,
     text_encoders=(TEXT,),
     inputs=_INPUTS,
-    texts={"prompt": wan_text.PICTURE_PROMPT, "negative_prompt": NEGATIVE_PROMPT},
+    texts={"prompt": PICTURE_PROMPT, "negative_prompt": NEGATIVE_PROMPT},
     recipe=wan.RECIPE,
     denoiser=wan.DENOISER,
     vae=wan.VAE,

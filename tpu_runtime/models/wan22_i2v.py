@@ -9,7 +9,8 @@ from ..model_spec import FloatLimit, IntLimit, ModelSpec, Pictures, Published
 from . import wan
 from .autoencoders.wan import VAE_DECODER
 from .autoencoders.wan_encoder import VAE_ENCODER, condition_shapes, encode_image
-from .text_encoders.wan import NEGATIVE_PROMPT, PICTURE_PROMPT, TEXT, TEXT_ENCODER
+from .text_encoders import PICTURE_PROMPT
+from .text_encoders.wan import NEGATIVE_PROMPT, TEXT, TEXT_ENCODER
 
 EXPERTS = wan.experts(wan.PICTURE_TRANSFORMER)
 

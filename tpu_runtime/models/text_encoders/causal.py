@@ -4,8 +4,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ....sharding.rules import Rule
+from ...model_spec import Need
+
 if TYPE_CHECKING:
     import torch
+
+
+def rules(before: str = "") -> tuple[Rule, ...]:
+    """Heads and feed-forward columns lie over all chips, of a model whose weights' names have `before` before them."""
+    return (
+        Rule(f"{before}embed_tokens.weight", (None, "all_embed")),
+        Rule(f"{before}layers.*.self_attn.o_proj.weight", (None, None, "all_heads")),
+        Rule(f"{before}layers.*.self_attn.*_proj.weight", (None, "all_heads", None)),
+        Rule(f"{before}layers.*.mlp.down_proj.weight", (None, None, "all_mlp")),
+        Rule(f"{before}layers.*.mlp.*.weight", (None, "all_mlp", None)),
+    )
+
+
+def layers_for(states: Sequence[int]) -> Need:
+    """A config has all layers after which `states` are taken."""
+    least = max(states)
+    return Need(fits=lambda layers: isinstance(layers, int) and layers >= least, wording=f"{least} or more")
 
 
 def layer_states(model: Any, ids: "torch.Tensor", mask: "torch.Tensor", layers: Sequence[int]) -> "torch.Tensor":

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....sharding.rules import Rule
 from ...model_spec import Component, Need, TextEncoding
 from . import causal, t5
 
@@ -155,13 +154,7 @@ TEXT_ENCODER = Component(
     # The whole model's names: before and since transformers 4.52, and its part without the head.
     aliases={"model.": "", "model.language_model.": "", "language_model.": ""},
     trim=trim_text,
-    rules=(
-        Rule("embed_tokens.weight", (None, "all_embed")),
-        Rule("layers.*.self_attn.o_proj.weight", (None, None, "all_heads")),
-        Rule("layers.*.self_attn.*.weight", (None, "all_heads", None)),
-        Rule("layers.*.mlp.down_proj.weight", (None, None, "all_mlp")),
-        Rule("layers.*.mlp.*.weight", (None, "all_mlp", None)),
-    ),
+    rules=causal.rules(),
 )
 
 GLYPH_ENCODER = t5.encoder(

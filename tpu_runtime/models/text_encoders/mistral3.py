@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....sharding.rules import Rule
 from ...files import read_json
-from ...model_spec import Component, Need, TextEncoding
+from ...model_spec import Component, TextEncoding
 from . import causal
 
 MAX_TOKENS = 512
@@ -135,22 +134,12 @@ TEXT_ENCODER = Component(
             "patch_size": 14,
         },
     },
-    needs={
-        "text_config.num_hidden_layers": Need(
-            fits=lambda layers: isinstance(layers, int) and layers >= max(STATES), wording=f"{max(STATES)} or more"
-        )
-    },
+    needs={"text_config.num_hidden_layers": causal.layers_for(STATES)},
     blocks=("model.language_model.layers",),
     layers=slice(max(STATES)),
     only=("model.language_model.embed_tokens.", "model.language_model.layers."),
     aliases=TEXT_NAMES,
-    rules=(
-        Rule("model.language_model.embed_tokens.weight", (None, "all_embed")),
-        Rule("model.language_model.layers.*.self_attn.o_proj.weight", (None, None, "all_heads")),
-        Rule("model.language_model.layers.*.self_attn.*.weight", (None, "all_heads", None)),
-        Rule("model.language_model.layers.*.mlp.down_proj.weight", (None, None, "all_mlp")),
-        Rule("model.language_model.layers.*.mlp.*.weight", (None, "all_mlp", None)),
-    ),
+    rules=causal.rules("model.language_model."),
 )
 
 TEXT = TextEncoding(

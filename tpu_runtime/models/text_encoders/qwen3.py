@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ....sharding.rules import Rule
 from ...model_spec import Component, Need, TextEncoding
 from . import causal
 
@@ -78,24 +77,13 @@ TEXT_ENCODER = Component(
         "rope_theta": 10000.0,
         "vocab_size": 307,
     },
-    needs={
-        "num_hidden_layers": Need(
-            fits=lambda layers: isinstance(layers, int) and layers >= max(STATES), wording=f"{max(STATES)} or more"
-        ),
-        "use_sliding_window": Need((False,)),
-    },
+    needs={"num_hidden_layers": causal.layers_for(STATES), "use_sliding_window": Need((False,))},
     blocks=("model.layers",),
     layers=slice(max(STATES)),
     only=("model.embed_tokens.", "model.layers."),
     # As the model without its head has them.
     aliases={"embed_tokens.": "model.embed_tokens.", "layers.": "model.layers."},
-    rules=(
-        Rule("model.embed_tokens.weight", (None, "all_embed")),
-        Rule("model.layers.*.self_attn.o_proj.weight", (None, None, "all_heads")),
-        Rule("model.layers.*.self_attn.*_proj.weight", (None, "all_heads", None)),
-        Rule("model.layers.*.mlp.down_proj.weight", (None, None, "all_mlp")),
-        Rule("model.layers.*.mlp.*.weight", (None, "all_mlp", None)),
-    ),
+    rules=causal.rules("model."),
 )
 # Qwen3-8B, as published.
 LARGER = {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}

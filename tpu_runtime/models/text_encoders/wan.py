@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     import torch
 
 PROMPT = "A cat and a dog baking a cake together in a kitchen."
-# Of models that begin with a picture.
-PICTURE_PROMPT = (
-    "A small sailing boat glides over a calm sea at sunset. The sail sways gently, sunlight glitters on the waves, "
-    "clouds drift slowly behind the hills. The camera stays still."
-)
 MAX_TOKENS = 512
 # The makers' own, as they publish it (`sample_neg_prompt`).
 NEGATIVE_PROMPT = (
