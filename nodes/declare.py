@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from ..tpu_runtime.pipeline import Progress
+
 WIDGET_TYPES = frozenset({"INT", "FLOAT", "STRING", "COMBO", "BOOLEAN"})
 
 
@@ -27,14 +29,10 @@ class Folders:
     confined: bool = False
 
 
-class Host(Protocol):
-    """What a running node may ask of whoever runs it; it is also the runtime's `Progress`."""
+class Host(Progress, Protocol):
+    """What a running node may ask of whoever runs it."""
 
     folders: Folders
-
-    def text(self, message: str) -> None: ...
-    def step(self, done: int, total: int, unit: str, preview: Any = None) -> None: ...
-    def check_cancelled(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

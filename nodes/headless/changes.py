@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from ...tpu_runtime.pipeline import SPECS, is_of_files, parse_json, spec_for_family, tiny, variant, without_zero_sizes
-from ..declare import Declaration, Input
-from ..graph import Workflow, is_link
+from ..declare import Input
+from ..graph import Workflow, declaration_of, is_link
 from ..model import AUTO, PARTS
 from .runner import HEADLESS
 
@@ -72,19 +72,12 @@ def set_input(workflow: Workflow, target: str, value: Any) -> None:
 def _find_input(workflow: Workflow, target: str, said: str) -> tuple[dict[str, Any], Input]:
     """The inputs of the node that `NODE.INPUT` names, and that input's declaration; errors begin with `said`."""
     node_name, _, input_name = target.rpartition(".")
-    node = workflow[_find_node(workflow, node_name, said)]
-    names = {declared.name: declared for declared in _declaration(node).inputs}
+    node_id = _find_node(workflow, node_name, said)
+    node = workflow[node_id]
+    names = {i.name: i for i in declaration_of(HEADLESS, node_id, node["class_type"]).inputs}
     if input_name not in names:
         raise ValueError(f"{said}: {node_name} has no input {input_name}; it has {', '.join(names)}.")
     return node["inputs"], names[input_name]
-
-
-def _declaration(node: dict[str, Any]) -> Declaration:
-    if node["class_type"] not in HEADLESS:
-        raise ValueError(
-            f"{node['class_type']} does not run without ComfyUI. Known here: {', '.join(sorted(HEADLESS))}."
-        )
-    return HEADLESS[node["class_type"]]
 
 
 def _value(declared: Input, text: str) -> Any:
