@@ -96,7 +96,7 @@ def test_nowhere_to_write_costs_only_the_cache(shared: Path, monkeypatch: pytest
     assert store.cache_folder() == shared.with_name("cache")
     PROGRAMS.put("a", b"code")
     Store("prompts").put("a", b"text")
-    assert (PROGRAMS.get("a"), Store("prompts").get("a"), PROGRAMS.has("a")) == (None, None, False)
+    assert PROGRAMS.get("a") is None and Store("prompts").get("a") is None
 
 
 def test_a_home_that_nobody_knows_costs_only_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -181,7 +181,7 @@ def test_a_folder_that_others_may_write_gives_and_gets_no_programs(
     PROGRAMS.put("a", b"code")
     opened = folder if which == "cache" else folder / which
     opened.chmod(0o777)
-    assert PROGRAMS.get("a") is None and not PROGRAMS.has("a")
+    assert PROGRAMS.get("a") is None
     PROGRAMS.put("b", b"code")
     assert [path.name for path in PROGRAMS.folder.iterdir()] == ["a.bin"]
     assert caplog.text.count(f"other users may write {opened}; forbid it: chmod -R go-w {opened}") == 1
@@ -192,7 +192,7 @@ def test_a_folder_that_others_may_write_gives_and_gets_no_programs(
 def test_a_folder_of_another_user_gives_and_gets_no_programs(folder: Path, monkeypatch: pytest.MonkeyPatch):
     PROGRAMS.put("a", b"code")
     os.chown(folder, 12345, -1) if os.getuid() == 0 else monkeypatch.setattr(os, "getuid", lambda: 12345)
-    assert PROGRAMS.get("a") is None and not PROGRAMS.has("a")
+    assert PROGRAMS.get("a") is None
 
 
 def test_an_entry_that_others_may_write_is_passed_over(folder: Path):
@@ -259,4 +259,4 @@ def test_the_longest_unused_entries_leave_a_store(folder: Path, monkeypatch: pyt
         os.utime(prompts.path(key), (number, number))
     assert prompts.get("a")  # used again
     prompts.put("d", b"x" * 100)
-    assert [key for key in "abcd" if prompts.has(key)] == ["a", "c", "d"]
+    assert [key for key in "abcd" if prompts.path(key).is_file()] == ["a", "c", "d"]

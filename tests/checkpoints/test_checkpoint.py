@@ -10,6 +10,7 @@ from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import stage_files
+from comfyui_tpu.tpu_runtime.engine.prompt_cache import PromptCache
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import modules
 from comfyui_tpu.tpu_runtime.progress import Silent
@@ -211,7 +212,7 @@ def test_a_single_weight_file_and_the_other_name_of_the_embedding_load_too(copie
     tensors["encoder.embed_tokens.weight"] = tensors.pop("shared.weight")
     save_file(tensors, path)
     runner.free()
-    runner.forget_prompts()
+    runner.prompt_cache = PromptCache()
     assert (runner.encode(model(copied), "cat", "", Silent())[0][0][0] == expected).all()
 
 

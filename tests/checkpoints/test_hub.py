@@ -23,6 +23,7 @@ from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tests.support.patience import PATIENCE_S
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, hub, model_ref, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.engine.prompt_cache import PromptCache
 from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
 from comfyui_tpu.tpu_runtime.progress import Silent
 
@@ -93,7 +94,7 @@ def test_a_hub_model_runs_and_takes_only_what_a_stage_needs(fake: FakeHub, monke
     fetched = fake.served()
     assert len(set(fetched)) == len(fetched), "a file was fetched twice"
     # Again, and with a Hub that does not answer: everything is here.
-    runner.forget_prompts()
+    runner.prompt_cache = PromptCache()
     runner.free()
     fake.asked.clear()
     runner.encode(MODEL, "a cat", "", Silent())

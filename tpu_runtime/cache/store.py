@@ -119,10 +119,6 @@ class Store:
     def path(self, key: str) -> Path:
         return self.folder / f"{key}.bin"
 
-    def has(self, key: str) -> bool:
-        """Whether `get` would find an entry, sound or not."""
-        return self._is_usable() and self.path(key).is_file()
-
     def get(self, key: str) -> bytes | None:
         """An entry's bytes; None if there is none. A damaged entry is removed."""
         if not self._is_usable():

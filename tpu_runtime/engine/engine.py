@@ -128,11 +128,6 @@ class Engine:
         self.device_cache.clear()
         self._ahead.noted.clear()
 
-    def forget_prompts(self) -> None:
-        """Drops the encoded prompts kept in host memory."""
-        with self._lock:
-            self.prompt_cache.forget()
-
     # -- how a stage runs ----------------------------------------------------------------------------------------------
 
     def run(self, stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> Any:

@@ -41,10 +41,6 @@ class PromptCache:
         self._kept.move_to_end(key)
         return found
 
-    def forget(self) -> None:
-        """Drops what is in host memory."""
-        self._kept.clear()
-
 
 def _read(key: str, family: str) -> Encoded | None:
     content = STORE.get(key)
