@@ -10,7 +10,17 @@ from functools import partial
 from typing import Any
 
 from ..tpu_runtime import pipeline as runtime
-from ..tpu_runtime.pipeline import PART, SPECS, ModelRef, ModelSpec, choose_model, media, payloads, without_zero_sizes
+from ..tpu_runtime.pipeline import (
+    PART,
+    SIZE,
+    SPECS,
+    ModelRef,
+    ModelSpec,
+    choose_model,
+    media,
+    payloads,
+    without_zero_sizes,
+)
 from . import inputs as named
 from .declare import Expansion, Folders, Host, Input, Link, Node, Output, Ref, StageNode
 
@@ -107,31 +117,32 @@ def _sample(
     **numbers: Any,
 ) -> tuple:
     spec = spec if condition is None else image_spec
-    numbers = without_zero_sizes(numbers)
     for name, given in {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}.items():
         if given is not None:
             payloads.conditioning_entry(spec, name, given)
     chosen = _chosen(spec, host, model_id=model_id, model=model, precision=precision)
     if condition is not None:
         _check_takes_picture(spec, chosen.spec, "condition")
-    settings = chosen.spec.settings(**numbers, **_encoded_size(spec, condition, numbers))
+    settings = chosen.spec.settings(**_with_encoded_size(spec, condition, numbers))
     embeds = (prompt_embeds, negative_prompt_embeds)
     denoised = runtime.denoise(chosen, settings, *embeds, condition=condition, latents=latents, progress=host)
     return (denoised,) if spec.is_image else (denoised, settings.num_frames)
 
 
-def _encoded_size(spec: ModelSpec, condition: Mapping[str, Any] | None, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """The size that the picture was encoded for, where the sampler has none; ValueError where it asks for another."""
-    if condition is None:
-        return {}
-    size = {name: condition[name] for name in ("height", "width", "num_frames") if name in condition}
+def _with_encoded_size(
+    spec: ModelSpec, condition: Mapping[str, Any] | None, numbers: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The sampler's numbers with the size that the picture was encoded for where they have none; ValueError where they
+    ask for another.
+    """
+    size = {name: condition[name] for name in SIZE if name in condition} if condition else {}
     for name, value in size.items():
-        if numbers.get(name, value) != value:
+        if (numbers.get(name) or value) != value:
             raise ValueError(
                 f"{spec.title}: {name} is {numbers[name]}, but the picture was encoded for {value}. Use the same "
                 "height, width and num_frames in the image encoder and the sampler."
             )
-    return {name: value for name, value in size.items() if name not in numbers}
+    return without_zero_sizes({**numbers, **size})
 
 
 def _decode(spec: ModelSpec, host: Host, *, latents: payloads.Latent, fps: float = 0, **choice: Any) -> tuple:

@@ -117,7 +117,8 @@ def part(**fields: Any) -> Settings:
     ],
 )
 def test_the_steps_that_run(fields: dict, steps: range):
-    assert part(**fields).steps == steps and part(**fields).problem() is None
+    part(**fields).check("A model")
+    assert part(**fields).steps == steps
 
 
 @pytest.mark.parametrize(
@@ -141,5 +142,7 @@ def test_the_steps_that_run(fields: dict, steps: range):
     ],
 )
 def test_steps_that_do_not_go_together(fields: dict, problem: str):
-    assert part(**fields).problem() == problem
-    assert part(high_noise_steps=6).problem() is None
+    with pytest.raises(ValueError) as raised:
+        part(**fields).check("A model")
+    assert str(raised.value) == f"A model: {problem}"
+    part(high_noise_steps=6).check("A model")

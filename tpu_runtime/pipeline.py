@@ -148,9 +148,14 @@ def remote_model(
 
 
 def run(stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> Any:
-    """One of `engine.run.WORK`, where the model is; see below for the arguments. Settings among them are checked."""
+    """One of `engine.run.WORK`, where the model is; see below for the arguments. Settings among them are checked, and
+    what the model's makers would not advise is logged once.
+    """
     if (settings := arguments.get("settings")) is not None:
         model.spec.check_settings(settings)
+        is_published = stage == "denoise" and model.model_id not in model.spec.miniature.ids
+        if is_published and (advice := model.spec.recipe.advice(settings)) is not None:
+            _warn_once(f"{model.spec.title}: {advice}")
     return _runner(model, progress).run(stage, model, progress, **arguments)
 
 
@@ -175,9 +180,6 @@ def denoise(
 
     With `latents`, another LATENT, from that one, see `Settings`. With leftover noise it holds more (see `denoise`).
     """
-    advice = model.spec.recipe.advice(settings)
-    if advice is not None and model.model_id not in model.spec.miniature.ids:
-        _warn_once(f"{model.spec.title}: {advice}")
     return run(
         "denoise", model, progress, settings=settings, prompt_embeds=prompt_embeds,
         negative_prompt_embeds=negative_prompt_embeds, condition=condition, latents=latents,

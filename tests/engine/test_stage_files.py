@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import conditioning, payloads, stage_files
 from comfyui_tpu.tpu_runtime.engine.payloads import ImageCondition
 from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.programs.generation import Denoising
 from safetensors.torch import save, save_file
 
 MODEL = ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21")
@@ -276,8 +278,9 @@ def use(folder: Path, model: ModelRef = MODEL) -> None:
     spec = model.spec
     embeds = stage_files.load_embeddings(folder, model)
     condition, samples = stage_files.load_condition(folder, model), stage_files.load_latents(folder, model)
-    config, settings = spec.component(spec.denoiser.experts[0]).tiny, spec.settings()
-    conditioning.denoiser_inputs(spec, config, settings, *embeds, condition)
+    plan = Denoising.published(spec, spec.settings())
+    plan = replace(plan, configs={part.name: part.tiny for part in spec.components})
+    conditioning.denoiser_inputs(plan, *embeds, condition)
     conditioning.latent_samples(spec, samples)
 
 

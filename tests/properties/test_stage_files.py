@@ -1,6 +1,7 @@
 """Stage files and their settings may come from anyone: they are read, or a sentence says why not."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,14 @@ from comfyui_tpu.tests.properties.hostile import documents, ends_well, spoiled
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import conditioning, stage_files
 from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.programs.generation import Denoising
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
 SPEC = spec_by_name("wan2.1-t2v-14b")
 MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id)
+PLAN = replace(Denoising.published(SPEC, SPEC.settings()), configs={part.name: part.tiny for part in SPEC.components})
 WIDTH = SPEC.component("transformer").tiny["text_dim"]
 WHOLE = save(
     {
@@ -51,8 +54,7 @@ def use(folder: Path) -> None:
     """All that is read of a folder before the first program runs."""
     embeds = stage_files.load_embeddings(folder, MODEL)
     condition, latents = stage_files.load_condition(folder, MODEL), stage_files.load_latents(folder, MODEL)
-    config = SPEC.component(SPEC.denoiser.experts[0]).tiny
-    conditioning.denoiser_inputs(SPEC, config, SPEC.settings(), *embeds, condition)
+    conditioning.denoiser_inputs(PLAN, *embeds, condition)
     conditioning.latent_samples(SPEC, latents)
 
 

@@ -10,6 +10,7 @@ import torch
 from ..model_spec import SIZE, ModelSpec, Settings
 from ..models import SPECS
 from ..programs import finite
+from ..programs.generation import Denoising
 from .payloads import Conditioning, ImageCondition, conditioning_entry
 
 
@@ -50,8 +51,7 @@ def check_pictures(spec: ModelSpec, settings: Settings, number: int) -> None:
 
 def condition(spec: ModelSpec, settings: Settings, tensors: Mapping[str, Any]) -> ImageCondition:
     """An encoded image, with the size it was encoded for."""
-    size = {"height": settings.height, "width": settings.width, "num_frames": settings.num_frames}
-    size = {} if spec.pictures.are_references else size
+    size = {} if spec.pictures.are_references else {name: getattr(settings, name) for name in SIZE}
     owned = {name: _owned(x) for name, x in tensors.items()}
     return ImageCondition(tpu_family=spec.family, **size, tensors=owned)
 
@@ -62,30 +62,22 @@ def _owned(x: Any) -> torch.Tensor:
 
 
 def denoiser_inputs(
-    spec: ModelSpec,
-    config: Mapping[str, Any],
-    settings: Settings,
-    prompt: Conditioning,
-    negative: Conditioning | None,
-    condition: ImageCondition | None,
+    plan: Denoising, prompt: Conditioning, negative: Conditioning | None, condition: ImageCondition | None
 ) -> dict[str, np.ndarray]:
-    """The text of all branches and the condition by name; raises `ValueError` for what does not fit the model.
-
-    `settings` are those of the expert that has the most branches.
-    """
+    """The text of all branches and the condition by name; raises `ValueError` for what does not fit the model."""
     named = {"prompt_embeds": prompt, "negative_prompt_embeds": negative}
-    rows = [_text_row(spec, config, settings, name, named[name]) for name in list(named)[: spec.branches(settings)]]
+    rows = [_text_row(plan, name, named[name]) for name in list(named)[: plan.guided.branches]]
     stacked = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
-    return {**stacked, **_condition_arrays(spec, config, settings, condition)}
+    return {**stacked, **_condition_arrays(plan, condition)}
 
 
-def _text_row(
-    spec: ModelSpec, config: Mapping[str, Any], settings: Settings, name: str, given: Conditioning | None
-) -> dict[str, np.ndarray]:
+def _text_row(plan: Denoising, name: str, given: Conditioning | None) -> dict[str, np.ndarray]:
+    spec, config = plan.spec, plan.config
     if given is None:
+        scale = plan.guided.settings.guidance_scale
         raise ValueError(
-            f"{spec.title}: {name} is not connected, and guidance_scale is {settings.guidance_scale}. Connect it, or "
-            "set guidance_scale to 1."
+            f"{spec.title}: {name} is not connected, and guidance_scale is {scale}. Connect it, or set guidance_scale "
+            "to 1."
         )
     main, info = conditioning_entry(spec, name, given)
     row: dict[str, np.ndarray] = {}
@@ -110,12 +102,11 @@ def _text_row(
     return row
 
 
-def _condition_arrays(
-    spec: ModelSpec, config: Mapping[str, Any], settings: Settings, given: ImageCondition | None
-) -> dict[str, np.ndarray]:
-    shapes = spec.conditions(config, spec.geometry.latent_shape(settings))
+def _condition_arrays(plan: Denoising, given: ImageCondition | None) -> dict[str, np.ndarray]:
+    spec = plan.spec
+    shapes = spec.conditions(plan.config, plan.latent_shape)
     if given is not None and spec.pictures.are_references:
-        shapes = {name: _reference_shape(spec, settings, name, x) for name, x in given["tensors"].items()}
+        shapes = {name: _reference_shape(plan, name, x) for name, x in given["tensors"].items()}
     if not shapes:
         return {}
     if given is None and spec.needs_condition:
@@ -124,7 +115,7 @@ def _condition_arrays(
         return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     if given["tpu_family"] != spec.family:
         raise ValueError(f"{spec.title}: the condition comes from a {given['tpu_family']} image encoder.")
-    is_of_size = all(given.get(name) == getattr(settings, name) for name in SIZE)
+    is_of_size = all(given.get(name) == getattr(plan.settings, name) for name in SIZE)
     for name, shape in shapes.items():
         tensor = given["tensors"].get(name)
         if tensor is None or tuple(tensor.shape) != shape:
@@ -139,9 +130,9 @@ def _condition_arrays(
     return {name: given["tensors"][name].to(torch.float32).cpu().numpy() for name in shapes}
 
 
-def _reference_shape(spec: ModelSpec, settings: Settings, name: str, reference: torch.Tensor) -> tuple[int, ...]:
+def _reference_shape(plan: Denoising, name: str, reference: torch.Tensor) -> tuple[int, ...]:
     """A reference has its own size, and for the rest the shape of the latents."""
-    shape, latent = tuple(reference.shape), spec.geometry.latent_shape(settings)
+    spec, shape, latent = plan.spec, tuple(reference.shape), plan.latent_shape
     if not re.fullmatch(r"reference_\d+", name) or len(shape) != len(latent) or shape[:2] != latent[:2] or 0 in shape:
         raise ValueError(
             f"{spec.title}: the condition holds {name} of shape {shape}; it must be references of shape "

@@ -55,7 +55,7 @@ def denoise(stage: Stage, plan: Denoising, standing: Standing) -> tuple[Standing
 
     Returns where the solver stands then, and the last step's estimate of the end result, on the host.
     """
-    spec, progress, table, steps = plan.spec, stage.progress, standing.table, plan.settings.steps
+    spec, progress, table, steps = plan.spec, stage.progress, standing.table, plan.steps
     programs = denoiser_programs(stage, plan, standing.inputs)
     noises = table.noises(lambda: spec.draw_noise(plan.settings, standing.generator).numpy(), steps)
     noise, state, denoised = next(noises), standing.state, None
@@ -120,7 +120,7 @@ def denoiser_programs(stage: Stage, plan: Denoising, inputs: Inputs) -> dict[str
     programs: dict[str, Runnable] = {}
     for expert, each in wanted.items():
         full, *cached = map(stage.executable, each)
-        own = [plan.is_full[index] for index in plan.settings.steps if plan.experts[index][0] == expert]
+        own = [plan.is_full[index] for index in plan.steps if plan.experts[index][0] == expert]
         programs[expert] = CachedDenoiser(full=full, cached=cached[0], is_full=own) if cached else full
     return programs
 
@@ -146,8 +146,8 @@ def programs_wanted(stage: Stage, plan: Denoising, inputs: Inputs) -> dict[str, 
         wanted.setdefault(part.expert, []).append(
             Wanted(
                 title=f"the denoiser for {settings.width}x{settings.height}, {settings.num_frames} frames",
-                key=("denoise", spec.name, plan.config, target, spec.geometry.latent_shape(settings),
-                     spec.branches(part.settings), shape.num_memory, shape.timestep_dtype, part.kind, bounded,
+                key=("denoise", spec.name, plan.config, target, plan.latent_shape,
+                     part.branches, shape.num_memory, shape.timestep_dtype, part.kind, bounded,
                      *references.items()),
                 build=functools.partial(plan.program, part, target, shape),
             )
@@ -164,7 +164,7 @@ def begin(plan: Denoising, inputs: Inputs, latents: Mapping[str, Any] | None, sa
     `say` tells the user why what the latents carry is not used.
     """
     spec, settings = plan.spec, plan.settings
-    start, generator = settings.steps.start, torch.Generator().manual_seed(settings.seed)
+    start, generator = plan.steps.start, torch.Generator().manual_seed(settings.seed)
     if latents is None and (start or not settings.add_noise):
         why = f"start_step is {start}" if start else "add_noise is off"
         raise ValueError(
@@ -196,7 +196,7 @@ def begin(plan: Denoising, inputs: Inputs, latents: Mapping[str, Any] | None, sa
 def end(plan: Denoising, standing: Standing, denoised: np.ndarray) -> Latent:
     """The LATENT after the last step that ran; `denoised` is that step's estimate of the end result."""
     settings, finish = plan.settings, plan.finish
-    step, table = settings.steps.stop, standing.table
+    step, table = plan.steps.stop, standing.table
     sample = torch.from_numpy(standing.state[0])
     if step == table.num_steps:
         return {"samples": finish(sample)}
@@ -224,7 +224,7 @@ def digest(samples: torch.Tensor) -> str:
 
 def _continued(plan: Denoising, inputs: Inputs, samples: torch.Tensor, carried: Carried) -> tuple[str, Standing | None]:
     """Where another sampler stopped, or in words why that cannot be gone on from."""
-    start, shape = plan.settings.steps.start, plan.spec.geometry.latent_shape(plan.settings)
+    start, shape = plan.steps.start, plan.latent_shape
     if carried["samples"] != digest(samples):
         return "another node changed them", None
     if carried["step"] != start:
@@ -258,7 +258,7 @@ def _unscaled(plan: Denoising, latents: Mapping[str, Any]) -> torch.Tensor:
     That is one factor and one offset for each value, and maybe the first frames left out, which only fill up patches:
     for those the first that is there is repeated, as upstream does with pictures.
     """
-    spec, shape = plan.spec, plan.spec.geometry.latent_shape(plan.settings)
+    spec, shape = plan.spec, plan.latent_shape
     samples = conditioning.latent_samples(spec, latents)
     offset, one = (plan.finish(torch.full(shape, value, dtype=torch.float64)) for value in (0.0, 1.0))
     if samples.shape != offset.shape:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
 from ..files import parse_json
-from ..model_spec import ModelSpec
+from ..model_spec import SIZE, ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +90,6 @@ def _known(spec: ModelSpec) -> set[str]:
 # The mark of this pack's own files, in their metadata.
 MADE_BY = {"made_by": "comfyui-tpu"}
 _PROMPTS, _CONDITION, _SOLVER = ("prompt_embeds", "negative_prompt_embeds"), "condition", "solver"
-_SIZE = ("height", "width", "num_frames")
 
 
 def pack_embeddings(
@@ -128,7 +127,7 @@ def unpack_embeddings(
             return None
         return [[tensors[name], {"tpu_family": family, **below(name, tensors), **below(name, numbers)}]]
 
-    size = {name: number for name, number in below(_CONDITION, numbers).items() if name in _SIZE}
+    size = {name: number for name, number in below(_CONDITION, numbers).items() if name in SIZE}
     pictures = below(_CONDITION, tensors)
     condition = ImageCondition(tpu_family=family, **size, tensors=pictures) if pictures else None
     return conditioning(_PROMPTS[0]), conditioning(_PROMPTS[1]), condition

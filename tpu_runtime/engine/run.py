@@ -97,9 +97,7 @@ def denoise(
 ) -> Latent:
     """From noise, or from latents, to a LATENT."""
     plan = denoising.plan_of(stage, settings)
-    inputs = conditioning.denoiser_inputs(
-        plan.spec, plan.config, plan.guided, prompt_embeds, negative_prompt_embeds, condition
-    )
+    inputs = conditioning.denoiser_inputs(plan, prompt_embeds, negative_prompt_embeds, condition)
     standing = denoising.begin(plan, inputs, latents, stage.progress.text)
     return denoising.end(plan, *denoising.denoise(stage, plan, standing))
 

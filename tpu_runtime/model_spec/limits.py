@@ -207,17 +207,16 @@ class Settings:
         total = self.num_inference_steps
         return range(self.start_step, min(self.end_step or total, total))
 
-    def problem(self) -> str | None:
-        """What does not go together."""
+    def check(self, title: str) -> None:
+        """Raises `ValueError` with a sentence about the model of this `title` where values do not go together."""
         total = self.num_inference_steps
         if self.high_noise_steps > total:
-            return (
-                f"high_noise_steps is {self.high_noise_steps}, but there are {total} steps. Use at most that many, or "
-                "0 for as many as the checkpoint says."
+            raise ValueError(
+                f"{title}: high_noise_steps is {self.high_noise_steps}, but there are {total} steps. Use at most that "
+                "many, or 0 for as many as the checkpoint says."
             )
         if not self.steps:
-            return (
-                f"start_step is {self.start_step} and end_step {self.end_step}, of {total} steps: none is left to run. "
-                "Steps count from 0; start_step must be below end_step, where 0 stands for the end."
+            raise ValueError(
+                f"{title}: start_step is {self.start_step} and end_step {self.end_step}, of {total} steps: none is "
+                "left to run. Steps count from 0; start_step must be below end_step, where 0 stands for the end."
             )
-        return None

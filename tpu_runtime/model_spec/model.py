@@ -74,7 +74,7 @@ class ModelSpec:
         if "flow_shift" in values:
             values["shift"] = values["flow_shift"]
         settings = Settings(**{field: values[field] for field in Settings.__dataclass_fields__ if field in values})
-        self._check(settings)
+        settings.check(self.title)
         return settings
 
     def conditions(self, config: Mapping[str, Any], latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -137,9 +137,4 @@ class ModelSpec:
         for name, value in values.items():
             if value is not None:
                 self.check_input(name, value)
-        self._check(settings)
-
-    def _check(self, settings: Settings) -> None:
-        """Raises `ValueError` where values do not go together."""
-        if problem := settings.problem():
-            raise ValueError(f"{self.title}: {problem}")
+        settings.check(self.title)

@@ -30,11 +30,14 @@ _BUILD = {"plain": denoise_program, "keep": keeping_program, "reuse": reusing_pr
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """The steps, by index, that one denoiser runs with one program. `settings` have its own guidance."""
+    """The steps, by index, that one denoiser runs with one program, of so many `branches` of guidance. `settings` have
+    its own guidance.
+    """
 
     expert: str
     kind: Literal["plain", "keep", "reuse"]
     settings: Settings
+    branches: int
     steps: tuple[int, ...]
 
 
@@ -59,7 +62,7 @@ class Denoising:
             scheduler=spec.recipe.scheduler, boundary_ratio=spec.published.index.get("boundary_ratio", 0.0),
         )  # fmt: skip
 
-    @property
+    @functools.cached_property
     def config(self) -> Config:
         """The denoiser's."""
         return self.configs[self.spec.denoiser.experts[0]]
@@ -73,9 +76,18 @@ class Denoising:
         """The solver for a generation that begins at a step; `ValueError` where it does not do what is asked."""
         return functools.cache(functools.partial(solver_table.table_for, self.spec, self.scheduler, self.settings))
 
-    @property
+    @functools.cached_property
+    def steps(self) -> range:
+        """The steps that run, counted from 0."""
+        return self.settings.steps
+
+    @functools.cached_property
+    def latent_shape(self) -> tuple[int, ...]:
+        return self.spec.geometry.latent_shape(self.settings)
+
+    @functools.cached_property
     def table(self) -> SolverTable:
-        return self.tabulate(self.settings.steps.start)
+        return self.tabulate(self.steps.start)
 
     @functools.cached_property
     def experts(self) -> list[tuple[str, float]]:
@@ -87,28 +99,30 @@ class Denoising:
     def is_full(self) -> list[bool]:
         """For each of all steps, whether it starts from no features of another; the first that runs does not."""
         full = step_reuse.full_steps(self.settings.step_cache, [expert for expert, _ in self.experts])
-        return [is_full or index == self.settings.steps.start for index, is_full in enumerate(full)]
+        return [is_full or index == self.steps.start for index, is_full in enumerate(full)]
 
     @functools.cached_property
     def parts(self) -> tuple[Passage, ...]:
         """The steps that run, by denoiser; with a step cache the full ones, then the others."""
-        running = self.settings.steps
-        plain = self.spec.denoiser.step_reuse is None or all(self.is_full[index] for index in running)
+        plain = self.spec.denoiser.step_reuse is None or all(self.is_full[index] for index in self.steps)
         steps: dict[tuple[str, Literal["plain", "keep", "reuse"]], list[int]] = {}
-        for expert in dict.fromkeys(self.experts[index][0] for index in running):
+        for expert in dict.fromkeys(self.experts[index][0] for index in self.steps):
             steps |= {(expert, "plain"): []} if plain else {(expert, "keep"): [], (expert, "reuse"): []}
-        for index in running:
+        for index in self.steps:
             kind = "plain" if plain else "keep" if self.is_full[index] else "reuse"
             steps[self.experts[index][0], kind].append(index)
         return tuple(
-            Passage(expert=expert, kind=kind, settings=self.spec.for_expert(self.settings, expert), steps=tuple(each))
+            Passage(
+                expert=expert, kind=kind, settings=settings, branches=self.spec.branches(settings), steps=tuple(each)
+            )
             for (expert, kind), each in steps.items()
+            for settings in (self.spec.for_expert(self.settings, expert),)
         )
 
-    @property
-    def guided(self) -> Settings:
-        """The settings of the denoiser, among those that run, which has the most branches."""
-        return max((part.settings for part in self.parts), key=self.spec.branches)
+    @functools.cached_property
+    def guided(self) -> Passage:
+        """The part with the most branches."""
+        return max(self.parts, key=lambda part: part.branches)
 
     def shape(self, **more: object) -> StepShape:
         """What every step's program is compiled for; `more` are fields of `StepShape`."""
@@ -160,7 +174,7 @@ def rehearse(plan: Denoising, call: Call, stages: Sequence[str] = STAGES) -> Non
         image = torch.zeros(()).expand(spec.pictures.numbers[0], settings.height, settings.width, 3)
         spec.pictures.encode(call, image, settings, plan.vae_config)
     if "decode" in stages:
-        samples = plan.finish(torch.zeros(()).expand(spec.geometry.latent_shape(settings)))
+        samples = plan.finish(torch.zeros(()).expand(plan.latent_shape))
         for _ in spec.vae.decode(call, samples, lambda done, total: None):
             pass
 
@@ -194,11 +208,11 @@ def for_spec(
 def _steps(plan: Denoising, target: Target, mesh_shape: MeshShape | None) -> list[Program]:
     """The denoiser's programs with how often each runs: experts share them, unless only one of these is guided."""
     shape, same = plan.shape(mesh_shape=mesh_shape), defaultdict[tuple[int, str], list[Passage]](list)
-    for part in sorted(plan.parts, key=lambda part: plan.spec.branches(part.settings), reverse=True):
-        same[plan.spec.branches(part.settings), part.kind].append(part)
+    for part in sorted(plan.parts, key=lambda part: part.branches, reverse=True):
+        same[part.branches, part.kind].append(part)
     found = []
     for (branches, _), parts in same.items():
         program = plan.program(parts[0], target, shape)
-        name = program.name + ".unguided" * (branches < plan.spec.branches(plan.guided))
+        name = program.name + ".unguided" * (branches < plan.guided.branches)
         found.append(replace(program, name=name, runs=sum(len(part.steps) for part in parts)))
     return found

@@ -29,6 +29,7 @@ from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
 from comfyui_tpu.tpu_runtime.programs import solver_table
+from comfyui_tpu.tpu_runtime.programs.generation import Denoising
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.units import GIB
 
@@ -341,10 +342,11 @@ def test_a_checkpoint_without_the_second_expert_is_refused(tmp_path: Path):
 
 def test_a_guided_run_needs_the_negative_prompt():
     prompt, _ = engine(8).encode(MODEL, SHORT, NEGATIVE, Silent())
-    config = SPEC.component("transformer").tiny
+    plan = Denoising.published(SPEC, TALL)
+    plan = replace(plan, configs={part.name: part.tiny for part in SPEC.components})
     assert SPEC.branches(FLAT) == 1 and SPEC.branches(TALL) == 2
     with pytest.raises(ValueError, match="negative_prompt_embeds is not connected, and guidance_scale is 4.0"):
-        conditioning.denoiser_inputs(SPEC, config, TALL, prompt, None, None)
+        conditioning.denoiser_inputs(plan, prompt, None, None)
 
 
 @pytest.mark.parametrize(
