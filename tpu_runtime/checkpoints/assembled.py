@@ -22,6 +22,7 @@ from ..formats.layout import Shapes
 from ..formats.tokenizer_files import TokenizerFile
 from ..model_spec import Component, ModelSpec
 from ..models.layouts import LAYOUTS
+from . import tiny
 
 SOURCE = "source.json"
 # Part of the digest: increase it when what is written changes.
@@ -98,20 +99,7 @@ def folder_of(spec: ModelSpec, parts: Mapping[str, Held], configs: Mapping[str, 
 
 
 def _write(spec: ModelSpec, parts: Mapping[str, Held], configs: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
-    def write(path: str, content: Mapping[str, Any]) -> None:
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(json.dumps(dict(content), indent=2), "utf-8")
-
-    index: dict[str, Any] = {"_class_name": spec.published.pipeline_classes[0], **spec.published.index}
-    for component in spec.components:
-        index[component.folder] = [component.library, component.class_name]
-    for text in spec.text_encoders:
-        index[text.tokenizer_folder] = ["transformers", text.tokenizer_class]
-    index["scheduler"] = ["diffusers", spec.recipe.scheduler["_class_name"]]
-    write("model_index.json", index)
-    write("scheduler/scheduler_config.json", spec.recipe.scheduler)
-    for path, content in spec.published.files.items():
-        write(path, content)
+    tiny.write_description(spec, folder)
     for text in spec.text_encoders:
         held = parts.get(spec.component(text.component).folder)
         carried = None if held is None else tokenizer_files.embedded(held.path, held.contents.tensors)
@@ -119,8 +107,8 @@ def _write(spec: ModelSpec, parts: Mapping[str, Held], configs: Mapping[str, Map
             config = configs[spec.component(text.component).folder]
             (folder / text.tokenizer_folder).symlink_to(_tokenizer(held, carried, _vocabulary(config)))
     for name, held in parts.items():
-        write(f"{name}/config.json", configs[name])
-        write(f"{name}/{SOURCE}", {"file": str(held.path.absolute()), "prefix": held.prefix})
+        tiny.write_json(folder / name / "config.json", configs[name])
+        tiny.write_json(folder / name / SOURCE, {"file": str(held.path.absolute()), "prefix": held.prefix})
 
 
 def _vocabulary(config: Mapping[str, Any]) -> float:

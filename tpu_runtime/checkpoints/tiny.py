@@ -58,7 +58,6 @@ def write(spec: ModelSpec, folder: Path, seed: int = 0) -> None:
 
 
 def _write_parts(spec: ModelSpec, folder: Path, seed: int) -> None:
-    index: dict[str, object] = {"_class_name": spec.published.pipeline_classes[0], **spec.published.index}
     written: dict[str, str] = {}
     for component in spec.components:
         if component.folder not in written:
@@ -66,18 +65,27 @@ def _write_parts(spec: ModelSpec, folder: Path, seed: int) -> None:
             same = list(written.values()).count(component.class_name)
             written[component.folder] = component.class_name
             _write_weights(component, folder / component.folder, seed + same)
-            index[component.folder] = [component.library, component.class_name]
     for text in spec.text_encoders:
         text.write_tokenizer(folder / text.tokenizer_folder)
-        index[text.tokenizer_folder] = ["transformers", text.tokenizer_class]
-    for path, content in spec.published.files.items():
-        (folder / path).parent.mkdir(exist_ok=True)
-        (folder / path).write_text(json.dumps(dict(content), indent=2), "utf-8")
-    scheduler = folder / "scheduler"
-    scheduler.mkdir()
-    (scheduler / "scheduler_config.json").write_text(json.dumps(dict(spec.recipe.scheduler), indent=2), "utf-8")
+    write_description(spec, folder)
+
+
+def write_description(spec: ModelSpec, folder: Path) -> None:
+    """What a checkpoint in diffusers' layout has beside its networks and tokenizers: the index, the scheduler's config,
+    and the files that it was published with.
+    """
+    index: dict[str, object] = {"_class_name": spec.published.pipeline_classes[0], **spec.published.index}
+    index |= {component.folder: [component.library, component.class_name] for component in spec.components}
+    index |= {text.tokenizer_folder: ["transformers", text.tokenizer_class] for text in spec.text_encoders}
     index["scheduler"] = ["diffusers", spec.recipe.scheduler["_class_name"]]
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2), "utf-8")
+    described = {"scheduler/scheduler_config.json": spec.recipe.scheduler, "model_index.json": index}
+    for path, content in {**spec.published.files, **described}.items():
+        write_json(folder / path, content)
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(dict(content), indent=2), "utf-8")
 
 
 def _write_weights(component: Component, folder: Path, seed: int) -> None:
