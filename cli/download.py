@@ -6,6 +6,7 @@ What is taken, and how, is what the nodes do at a first run (`tpu_runtime/checkp
 import argparse
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _run_files(model: str, kind: str, place: Path, host: "BarHost") -> int:
     """Downloads a model as single files, below a folder as ComfyUI's `models` is."""
-    from ..tpu_runtime.pipeline import plan_report as report
-
     spec = next((spec for spec in SPECS if model in (spec.name, spec.published.hub_id)), None)
     wanted = published.files(model if spec is None else spec.name, kind)
     found: list[WeightFile] = []
@@ -81,11 +80,7 @@ def _run_files(model: str, kind: str, place: Path, host: "BarHost") -> int:
         rows = [("file", "size", "here")]
         rows += [(str(file.target), readable(file.size_bytes), readable(file.here_bytes)) for file in found]
         host.clear()
-        for line in report.table(rows):
-            print(f"  {line}")
-        needed, free = sum(file.size_bytes - file.here_bytes for file in found), hub.free_bytes(place)
-        print(f"to download: {readable(needed)}; free on the disk: {'not known' if free is None else readable(free)}")
-        hub.check_room(found, place, model)
+        _say_what(rows, found, place, model)
         hub.fetch_single(found, host, place)
     finally:
         host.clear()
@@ -109,7 +104,6 @@ def find(model: str, host: Progress) -> tuple[ModelSpec, str]:
 
 def _announce(found: Checkpoint, place: Path, host: "BarHost") -> None:
     """Says what will be downloaded; ValueError where that does not fit on the disk."""
-    from ..tpu_runtime.pipeline import plan_report as report
 
     parts = found.all_weights_on_hub(host)
     files = [file for part in parts.values() for file in part]
@@ -119,11 +113,18 @@ def _announce(found: Checkpoint, place: Path, host: "BarHost") -> None:
         rows.append((name, str(len(part)), readable(size), readable(here)))
     host.clear()
     print(f"{found.spec.title}: {found.model_id}, to {place}")
+    _say_what(rows, files, place, found.model_id)
+
+
+def _say_what(rows: Sequence[Sequence[str]], files: Sequence[WeightFile], place: Path, what: str) -> None:
+    """Prints a table, and how much of `files` is missing; ValueError where that does not fit on the disk."""
+    from ..tpu_runtime.pipeline import plan_report as report
+
     for line in report.table(rows):
         print(f"  {line}")
     needed, free = sum(file.size_bytes - file.here_bytes for file in files), hub.free_bytes(place)
     print(f"to download: {readable(needed)}; free on the disk: {'not known' if free is None else readable(free)}")
-    hub.check_room(files, place, found.model_id)
+    hub.check_room(files, place, what)
 
 
 class BarHost(TerminalHost):

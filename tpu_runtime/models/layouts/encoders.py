@@ -3,6 +3,7 @@ llama.cpp's.
 """
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from ...formats.layout import Config, FileLayout, Shapes
@@ -26,7 +27,7 @@ def t5_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
     }
 
 
-def _causal(shapes: Shapes, base: Mapping[str, Any], prefix: str) -> Config:
+def _causal(shapes: Shapes, base: Mapping[str, Any], prefix: str = "") -> Config:
     """What the language models have in common. Tensors tell how wide a head is where queries are normalised."""
     vocabulary, dim = shapes.of(f"{prefix}embed_tokens.weight", 2)
     attention = f"{prefix}layers.0.self_attn"
@@ -43,10 +44,6 @@ def _causal(shapes: Shapes, base: Mapping[str, Any], prefix: str) -> Config:
     } | ({"head_dim": head_dim} if "head_dim" in base else {})
 
 
-def qwen25_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
-    return _causal(shapes, base, "")
-
-
 def qwen3_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
     config = _causal(shapes, base, "model.")
     return {**config, "max_window_layers": config["num_hidden_layers"]}
@@ -55,18 +52,6 @@ def qwen3_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
 def mistral_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
     text = base["text_config"]
     return {"text_config": {**text, **_causal(shapes, text, "model.language_model.")}}
-
-
-def mistral_table(names: Iterable[str]) -> Table:
-    return _in_model("model.language_model.")
-
-
-def qwen25_table(names: Iterable[str]) -> Table:
-    return _in_model("")
-
-
-def qwen3_table(names: Iterable[str]) -> Table:
-    return _in_model("model.")
 
 
 _OF_LAYERS = (
@@ -82,8 +67,8 @@ _LLAMA = (
 )
 
 
-def _in_model(own: str) -> Table:
-    """A language model that is called `model` in its file, or nothing, or as llama.cpp does."""
+def _in_model(own: str, names: Iterable[str]) -> Table:
+    """A language model that is called `model` in its file, or nothing, or as llama.cpp does; here with `own` before."""
     table: dict[str, Any] = {}
     for before in ("model.language_model.", "language_model.model.", "model.", ""):
         table |= {f"{before}layers.*.{name}": f"{own}layers.*.{name}" for name in _OF_LAYERS}
@@ -178,7 +163,7 @@ LAYOUTS = (
     FileLayout(
         class_name="Qwen3ForCausalLM",
         marks=(*_named(_Q, _QK_NORM), ("blk.0.attn_q.weight", "blk.0.attn_q_norm.weight")),
-        table=qwen3_table,
+        table=partial(_in_model, "model."),
         config=qwen3_config,
         chat_template=qwen3.CHAT_TEMPLATE,
         ignored=("visual.", "model.visual.", "lm_head.", "output."),
@@ -186,15 +171,15 @@ LAYOUTS = (
     FileLayout(
         class_name="Qwen2_5_VLTextModel",
         marks=(*_named(_Q, _BIAS), ("blk.0.attn_q.weight", "blk.0.attn_k.bias")),
-        table=qwen25_table,
-        config=qwen25_config,
+        table=partial(_in_model, ""),
+        config=_causal,
         chat_template=hunyuan15.CHAT_TEMPLATE,
         ignored=("visual.", "model.visual.", "lm_head.", "output."),
     ),
     FileLayout(
         class_name="Mistral3ForConditionalGeneration",
         marks=(*_named(_Q), ("blk.0.attn_q.weight",)),
-        table=mistral_table,
+        table=partial(_in_model, "model.language_model."),
         config=mistral_config,
         chat_template=mistral3.CHAT_TEMPLATE,
         ignored=("tekken_model", "model.vision_tower.", "vision_tower.", "lm_head.", "output."),
