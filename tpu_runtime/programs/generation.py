@@ -46,6 +46,7 @@ class Denoising:
     """Of a model with the `configs` of its first denoiser and its VAE, by component, and a checkpoint's `scheduler`.
 
     `boundary_ratio` is the share of the scheduler's training timesteps from which on the first of two experts denoises.
+    `config` is the denoiser's, `steps` are those that run, counted from 0.
     """
 
     spec: ModelSpec
@@ -53,6 +54,14 @@ class Denoising:
     configs: Mapping[str, Config]
     scheduler: Config
     boundary_ratio: float = 0.0
+    config: Config = field(init=False)
+    steps: range = field(init=False)
+    latent_shape: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "config", self.configs[self.spec.denoiser.experts[0]])
+        object.__setattr__(self, "steps", self.settings.steps)
+        object.__setattr__(self, "latent_shape", self.spec.geometry.latent_shape(self.settings))
 
     @classmethod
     def published(cls, spec: ModelSpec, settings: Settings) -> "Denoising":
@@ -62,11 +71,6 @@ class Denoising:
             scheduler=spec.recipe.scheduler, boundary_ratio=spec.published.index.get("boundary_ratio", 0.0),
         )  # fmt: skip
 
-    @functools.cached_property
-    def config(self) -> Config:
-        """The denoiser's."""
-        return self.configs[self.spec.denoiser.experts[0]]
-
     @property
     def vae_config(self) -> Config:
         return self.configs[self.spec.vae.component]
@@ -75,15 +79,6 @@ class Denoising:
     def tabulate(self) -> Callable[[int], SolverTable]:
         """The solver for a generation that begins at a step; `ValueError` where it does not do what is asked."""
         return functools.cache(functools.partial(solver_table.table_for, self.spec, self.scheduler, self.settings))
-
-    @functools.cached_property
-    def steps(self) -> range:
-        """The steps that run, counted from 0."""
-        return self.settings.steps
-
-    @functools.cached_property
-    def latent_shape(self) -> tuple[int, ...]:
-        return self.spec.geometry.latent_shape(self.settings)
 
     @functools.cached_property
     def table(self) -> SolverTable:
