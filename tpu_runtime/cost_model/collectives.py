@@ -5,6 +5,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from . import hlo, interconnect
 from .hlo import Instruction
 
@@ -123,8 +125,4 @@ def _rows(flat: Sequence[int], width: int) -> interconnect.Groups:
 
 def _transposed(sizes: Sequence[int], axes: Sequence[int]) -> list[int]:
     """0, 1, 2, ... laid out in `sizes`, with the dimensions permuted, read in order."""
-    strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-    flat = [0]
-    for axis in axes:
-        flat = [place + step * strides[axis] for place in flat for step in range(sizes[axis])]
-    return flat
+    return np.arange(math.prod(sizes)).reshape(sizes).transpose(axes).ravel().tolist()

@@ -26,7 +26,6 @@ _BESIDE = (
 )
 _MARK_OF_FILE = "scaled_fp8"
 _BITS4 = "quant_state.bitsandbytes__"
-_FLOATS = ("F64", "F32", "F16", "BF16")
 # Sides of a rotation are powers of 4; no published one is larger.
 _LARGEST_ROTATION = 4096
 
@@ -137,7 +136,7 @@ def _made(
     scale = beside("weight_scale")
     if (
         scale is not None
-        and scale.dtype in _FLOATS
+        and scale.dtype in quantized.FLOATS
         and weight.dtype in (*FP8, "I8")
         and beside("weight_packed") is None
     ):
@@ -152,8 +151,7 @@ def _made(
 
 def _tile(size: int, count: int) -> int:
     """The side of tiles of which `count` cover `size`: 128, as all published files have them, or one of all."""
-    side = 128 if count == math.ceil(size / 128) else size
-    return side
+    return 128 if count == math.ceil(size / 128) else size
 
 
 def _of_format(weight: TensorFile, said: Mapping[str, Any], beside: Any) -> Made | None:
@@ -165,7 +163,7 @@ def _of_format(weight: TensorFile, said: Mapping[str, Any], beside: Any) -> Made
             f"{weight.path}: {weight.name} is quantized as {str(kind)[:60]}, which is not decoded here; what is: "
             f"{', '.join(FORMATS)}. Use a file of one of these, or of bfloat16, float16 or float32."
         )
-    if weight.dtype in _FLOATS:
+    if weight.dtype in quantized.FLOATS:
         return None  # marked, and left as it was
     scale = beside("weight_scale", "scale_weight")
     if scale is None:
@@ -220,7 +218,9 @@ def _scaled(weight: TensorFile, scale: TensorFile) -> Scaled:
     rows, columns = weight.shape[0] if weight.shape else 0, weight.shape[1] if len(weight.shape) > 1 else 1
     of_blocks = len(shape) == 3 and len(weight.shape) == 2 and shape[0] in (1, rows) and shape[2] == 1
     fits = size == 1 or size == rows or (of_blocks and shape[1] and columns % shape[1] == 0 and shape[0] == rows)
-    _check(weight, bool(fits) and scale.dtype in _FLOATS, f"of shape {weight.shape} has scales of {scale.shape}")
+    _check(
+        weight, bool(fits) and scale.dtype in quantized.FLOATS, f"of shape {weight.shape} has scales of {scale.shape}"
+    )
     return Scaled(weight=weight, scale=scale, dtype=weight.dtype)
 
 
