@@ -4,7 +4,7 @@ of the collectives that no computation covers. No measurement is in it; it ranks
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from ...sharding.mesh import Device
@@ -78,15 +78,7 @@ class Timing:
         return self.xla + self.kernels + self.waiting
 
     def __add__(self, other: "Timing") -> "Timing":
-        return Timing(
-            xla=self.xla + other.xla,
-            kernels=self.kernels + other.kernels,
-            waiting=self.waiting + other.waiting,
-            reruns=self.reruns + other.reruns,
-            operations=self.operations + other.operations,
-            collectives=self.collectives + other.collectives,
-            uncounted=self.uncounted + other.uncounted,
-        )
+        return Timing(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
 
     def __mul__(self, times: int) -> "Timing":
         return replace(
