@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .redact import redact
+from .redact import SafeError
 
 if TYPE_CHECKING:
     import torch
@@ -24,11 +24,8 @@ Index = tuple[slice, ...]
 MOST_LEVELS = 100
 
 
-class CheckpointError(ValueError):
+class CheckpointError(SafeError):
     """A model id that cannot be used, in a sentence for the user."""
-
-    def __init__(self, sentence: str) -> None:
-        super().__init__(redact(sentence))
 
 
 def parse_json(content: str | bytes) -> Any:

@@ -29,6 +29,13 @@ def redact(text: str) -> str:
     return text
 
 
+class SafeError(ValueError):
+    """An error in a sentence for the user, without secrets."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(redact(sentence))
+
+
 class Redacted(logging.Filter):
     """Takes secrets out of log records, their tracebacks included."""
 

@@ -17,7 +17,7 @@ from typing import Any
 from ..cache.store import FULL
 from ..files import CheckpointError, read_json
 from ..progress import Progress
-from ..redact import guard_logs, redact
+from ..redact import SafeError, guard_logs, redact
 from ..units import GIB, MIB, readable
 from . import weight_files
 
@@ -26,11 +26,8 @@ _ELSEWHERE = "set HF_HOME to a folder on a larger disk"
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-class HubError(ValueError):
+class HubError(SafeError):
     """A download that cannot work, in a sentence with the command that fixes it."""
-
-    def __init__(self, sentence: str) -> None:
-        super().__init__(redact(sentence))
 
 
 class _Cause(Exception):

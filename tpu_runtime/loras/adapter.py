@@ -21,7 +21,7 @@ from ..formats import quantized
 from ..formats.names import SECOND_EXPERT, Names
 from ..model_spec import Rows
 from ..programs.modules import Cut, Network
-from ..redact import redact
+from ..redact import SafeError
 from .factors import LOHA, LOKRS, LORA, Shape, WrongShape, factors
 
 # How names end, and what a tensor of that name is. The longest ending counts.
@@ -67,11 +67,8 @@ _LARGEST_ALPHA = 1e6
 _PEFT_METADATA, _PEFT_CONFIG = "lora_adapter_metadata", "adapter_config.json"
 
 
-class LoraError(ValueError):
+class LoraError(SafeError):
     """A LoRA that cannot be used, in a sentence for the user."""
-
-    def __init__(self, sentence: str) -> None:
-        super().__init__(redact(sentence))
 
 
 @dataclass(frozen=True, kw_only=True)
