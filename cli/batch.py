@@ -11,12 +11,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..fleet.driver import BatchNumbers, Driver, Limits, View
+from ..fleet.driver import BatchNumbers, Driver, View
 from ..fleet.jobs import JobTemplate, read_jobs
-from ..fleet.ledger import JOURNAL, RESULTS, Ledger
 from ..fleet.local import LocalWorker
 from ..fleet.messages import Workers
-from ..fleet.store import BatchStore, open_store
+from ..fleet.store import DONE, FAILED, JOURNAL, RESULTS, BatchStore
 from ..nodes.declare import Folders
 from ..nodes.headless.runner import TerminalHost
 from .verbs import add_workflow, given_folders, given_workflow
@@ -59,21 +58,19 @@ def run(options: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{options.set_from} cannot be read as UTF-8 text ({error}).") from None
     jobs = read_jobs(recipe, lines, str(options.set_from))
-    store = open_store(options.out)
-    with store.alone():
-        ledger = Ledger(store)
-        ledger.open()
+    store = BatchStore(options.out)
+    with store.driven():
         if options.retry_failed:
-            ledger.take_back(job.id for job in jobs)
+            for job in store.jobs[FAILED] & {job.id for job in jobs}:
+                store.forget(job)
         view = TerminalView(Console())
         view.line(f"{len(jobs)} jobs, results in {store.location}")
         workers = None
         try:
             workers = _workers(options, store)
-            driver = Driver(recipe, jobs, ledger, workers, limits=Limits(failures=options.attempts), view=view)
-            ended = driver.run()
+            ended = Driver(recipe, jobs, store, workers, options.attempts, view).run()
         except KeyboardInterrupt:
-            view.line(f"stopped: {len(ledger.done)} jobs are done. The same command goes on from here.")
+            view.line(f"stopped: {len(store.jobs[DONE])} jobs are done. The same command goes on from here.")
             raise
         finally:
             view.close()

@@ -1,71 +1,85 @@
-"""Workers of a Ray cluster: an actor for each slice of TPU chips. Ray places them, sees when one is gone, and starts it
-again, here or on a machine that takes the lost one's place, for ever.
+"""Workers of a Ray cluster: an actor for each slice of TPU chips, on its machine, or on the first of its machines while
+followers run on the others. Ray places them, sees when one is gone, and starts it again, here or on a machine that
+takes the lost one's place, for ever.
 
 The queue is not Ray's: its head may be lost with all it knows, and the batch's files say what is left to do.
 """
 
 import logging
+import math
+import secrets
 import socket
+import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from . import slices
+from ..tpu_runtime.pipeline import supervisor, trust
 from .messages import Lost, Worker, Workers
-from .slices import Slice
 from .worker import Actor
 
 log = logging.getLogger(__name__)
 
-# How often is looked for new machines, and asked what workers do.
-_LOOK_S, _STATUS_S = 5.0, 1.0
+# How often is looked for new machines, and how long a follower that ended rests.
+_LOOK_S, _AGAIN_S = 5.0, 5.0
 # Ray itself tries for minutes.
 _CONNECT_S = 10.0
+# Labels that Ray gives the machines of a slice.
+_NAME, _TOPOLOGY, _POD_TYPE, _WORKER = (
+    f"ray.io/tpu-{name}" for name in ("slice-name", "topology", "pod-type", "worker-id")
+)
+# By it the engine knows that it has other hosts; which ones, the TPU's machines say.
+_HOSTS = {"COMFYUI_TPU_HOSTS": "auto"}
+_FOLLOW = "from comfyui_tpu.cli.main import command; raise SystemExit(command())"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """`hosts` machines with `chips` each. One host is as good as another; several have the `name` of their slice."""
+
+    chips: int
+    hosts: int = 1
+    name: str = ""
+    topology: str = ""
+    generation: str = ""
 
 
 class RayWorker(Worker):
     """The actor of a slice, which Ray starts again; another in its place where Ray does not."""
 
     def __init__(self, ray: Any, place: Slice, actor: type, name: str) -> None:
-        self.name, self.place, self.is_there = name, place, True
+        self.name, self.place = name, place
         self._ray, self._actor = ray, actor
-        self.gone = (ray.exceptions.RayError,)
-        self.started = slices.start(place, actor, name)
+        self._handle, self.stop = start(place, actor, name)
 
-    def wait(self, is_over: Callable[[], bool]) -> None:
-        asked = self._call("ready")
-        while not is_over():
-            if not self.is_there:
-                self.started.stop()
-                raise Lost("its slice is not complete any more", for_good=True)
-            if not wait_for([asked], _STATUS_S).done:
-                continue
-            try:
-                return asked.result()
-            except self._ray.exceptions.ActorUnavailableError:
-                time.sleep(_STATUS_S)
-                asked = self._call("ready")
-            except self.gone as error:  # Ray will not start this one again
-                self.started.stop()
-                self.started = slices.start(self.place, self._actor, self.name)
-                raise Lost(
-                    f"a worker of the cluster does not start: {_sentence(error)} Is the pack installed on every "
-                    "machine of it, in the same version?",
-                    started=False,
-                ) from None
+    def begin(self) -> Future:
+        return self.call("status")
 
-    def _call(self, method: str, *arguments: Any) -> Future:
-        return getattr(self.started.handle, method).remote(*arguments).future()
+    def call(self, method: str, *arguments: Any) -> Future:
+        return getattr(self._handle, method).remote(*arguments).future()
 
-    def _why(self, error: Exception) -> Exception:
-        return Lost(_sentence(error))
+    def lost(self, error: Exception, is_running: bool) -> Lost | None:
+        if not isinstance(error, self._ray.exceptions.RayError):
+            raise error
+        if is_running:
+            return Lost(_sentence(error))
+        if isinstance(error, self._ray.exceptions.ActorUnavailableError):
+            return None
+        # Ray will not start this one again.
+        self.stop()
+        self._handle, self.stop = start(self.place, self._actor, self.name)
+        return Lost(
+            f"a worker of the cluster does not start: {_sentence(error)} Is the pack installed on every machine of it, "
+            "in the same version?"
+        )
 
     def restart(self) -> None:
-        self._ray.kill(self.started.handle, no_restart=False)
+        self._ray.kill(self._handle, no_restart=False)
 
 
 class RayWorkers(Workers):
@@ -80,14 +94,16 @@ class RayWorkers(Workers):
             raise RuntimeError("--ray needs Ray: pip install 'comfyui-tpu[fleet]'.") from None
         self._ray: Any = ray
         self._known: list[RayWorker] = []
-        self._new: list[RayWorker] = []
         self._actor, self._count = actor, 0
         try:
             _connect(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
             self._look()
         except (OSError, ValueError, RuntimeError, self._ray.exceptions.RayError) as error:
-            raise _no_answer(address, error) from error
+            raise RuntimeError(
+                f"no Ray cluster answers at {address} ({_sentence(error)}). On a machine of the cluster the address is "
+                "auto, elsewhere its head's, HOST:6379 or ray://HOST:10001; there `ray status` says whether it runs."
+            ) from error
         if not self._known:
             self.close()
             raise RuntimeError(
@@ -98,16 +114,15 @@ class RayWorkers(Workers):
     def _look(self) -> None:
         """An actor for each slice that has none yet. Those of machines that are gone wait for others in their place."""
         self._looked = time.monotonic()
-        there = slices.found(self._ray.nodes())
-        for known in self._known:
+        missing = Counter(found(self._ray.nodes()))
+        for known in list(self._known):
             # A slice of several hosts does not come back by its name.
-            known.is_there = known.place.hosts == 1 or known.place in there
-        self._known = [known for known in self._known if known.is_there]
-        missing = Counter(there)
+            if known.place.hosts > 1 and known.place not in missing:
+                known.stop()
+                self._known.remove(known)
         missing.subtract(known.place for known in self._known)
         for place in missing.elements():
-            self._new.append(RayWorker(self._ray, place, self._actor, f"slice-{self._count}"))
-            self._known.append(self._new[-1])
+            self._known.append(RayWorker(self._ray, place, self._actor, f"slice-{self._count}"))
             self._count += 1
 
     def found(self) -> Sequence[RayWorker]:
@@ -116,12 +131,11 @@ class RayWorkers(Workers):
                 self._look()
             except self._ray.exceptions.RayError as error:
                 log.warning("the cluster does not say which machines it has (%s); it is asked again", _sentence(error))
-        new, self._new = self._new, []
-        return new
+        return self._known
 
     def close(self) -> None:
         for known in self._known:
-            known.started.stop()
+            known.stop()
         self._ray.shutdown()
 
 
@@ -132,15 +146,89 @@ def _connect(address: str) -> None:
         socket.create_connection((where.hostname, where.port), _CONNECT_S).close()
 
 
-def _no_answer(address: str, error: Exception) -> RuntimeError:
-    return RuntimeError(
-        f"no Ray cluster answers at {address} ({_sentence(error)}). On a machine of the cluster the address is auto, "
-        "elsewhere its head's, HOST:6379 or ray://HOST:10001; there `ray status` says whether it runs."
-    )
-
-
 def _sentence(error: Exception) -> str:
     """What Ray says of an actor's end or of a cluster, in one line: the cause stands behind the address."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if "cause" in line.lower() or "died" in line.lower() or "node" in line.lower()]
     return " ".join(dict.fromkeys((causes or lines)[:3]))[:400] or type(error).__name__
+
+
+# --- slices -----------------------------------------------------------------------------------------------------------
+
+
+def found(nodes: Iterable[Mapping[str, Any]]) -> list[Slice]:
+    """The slices among the living machines of a cluster (`ray.nodes()`); one of several hosts once all are there."""
+    parts: Counter[Slice] = Counter()
+    for node in nodes:
+        chips = int(node.get("Resources", {}).get("TPU", 0)) if node.get("Alive") else 0
+        labels = node.get("Labels") or {}
+        name, topology, pod = (labels.get(label, "") for label in (_NAME, _TOPOLOGY, _POD_TYPE))
+        total = math.prod(map(int, topology.split("x"))) if name and topology and pod else 0
+        if chips and total > chips:
+            generation = pod.partition("-")[0]
+            parts[Slice(chips=chips, hosts=total // chips, name=name, topology=topology, generation=generation)] += 1
+        elif chips:
+            parts[Slice(chips=chips)] += 1
+    return [place for place in sorted(parts, key=lambda place: place.hosts) for _ in range(parts[place] // place.hosts)]
+
+
+def start(place: Slice, actor: Any, name: str) -> tuple[Any, Callable[[], None]]:
+    """An actor of class `actor` that has a slice's chips, and that Ray starts again when it is gone; and what ends it
+    and its followers, and frees the chips.
+    """
+    import ray
+
+    def begin(kind: Any, *arguments: Any, **options: Any) -> Any:
+        chips = {"num_cpus": 0, "resources": {"TPU": place.chips}}
+        made = ray.remote(**chips, max_restarts=-1, max_concurrency=kind.CONCURRENCY, **options)(kind)
+        return made.remote(*arguments)
+
+    if place.hosts == 1:
+        handles, free = [begin(actor, name)], lambda: None
+    else:
+        handles, free = _over_hosts(place, begin, actor, name)
+
+    def stop() -> None:
+        for handle in handles:
+            ray.kill(handle, no_restart=True)
+        free()
+
+    return handles[0], stop
+
+
+def _over_hosts(place: Slice, begin: Callable[..., Any], actor: Any, name: str) -> tuple[list[Any], Callable[[], None]]:
+    """The actor on the machine that the slice calls worker 0, and a `FollowerActor` on each other one."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    from ray.util.tpu import slice_placement_group
+
+    reserved = slice_placement_group(
+        topology=place.topology,
+        accelerator_version=place.generation,
+        chips_per_vm=place.chips,
+        bundle_label_selector=[{_NAME: place.name, _WORKER: str(index)} for index in range(place.hosts)],
+    )
+    group: Any = reserved.placement_group
+    secret = {trust.VARIABLE: secrets.token_urlsafe(24)}  # of this slice's own link
+
+    def on_host(index: int, environment: Mapping[str, str], *actor: Any) -> Any:
+        where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        return begin(*actor, scheduling_strategy=where, runtime_env={"env_vars": {**environment, **secret}})
+
+    handles = [on_host(0, _HOSTS, actor, name), *(on_host(index, {}, FollowerActor) for index in range(1, place.hosts))]
+    for follower in handles[1:]:
+        follower.follow.options(max_task_retries=-1).remote()
+    return handles, reserved.shutdown
+
+
+class FollowerActor:
+    """A further host of a slice: `comfyui-tpu follow`, started again whenever it ends, as the leader is by Ray. It ends
+    with this actor, which Ray kills when the slice is given up.
+    """
+
+    CONCURRENCY = 1
+
+    def follow(self) -> None:
+        while True:
+            command = [sys.executable, "-c", _FOLLOW, "follow", "--once"]
+            subprocess.run(command, check=False, preexec_fn=supervisor.ending_with_us())
+            time.sleep(_AGAIN_S)

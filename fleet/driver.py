@@ -1,25 +1,22 @@
-"""Drives a batch: a thread for each worker gives it the job that suits it, and keeps account of what comes back.
+"""Drives a batch: gives each worker the job that suits it, and keeps account of what comes back. Nothing waits for one
+worker alone, so one thread drives them all.
 
 Each worker has one job. Nothing here grows with the jobs but what is known of each: its line, and its name.
 """
 
-import contextlib
 import json
-import logging
-import signal
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from .jobs import JobTemplate, with_tries
-from .ledger import FAILED, Ledger
-from .messages import JOBS_FAULT, PLACES_FAULT, JobDone, JobFailed, Lost, Status, Worker, Workers
+from ..tpu_runtime.pipeline import supervisor
+from .jobs import JobTemplate
+from .messages import JOBS_FAULT, PLACES_FAULT, JobFailed, Lost, Status, Worker, Workers
 from .queue import Job, Queue
-
-log = logging.getLogger(__name__)
+from .store import DONE, FAILED, TRIES, BatchStore
 
 # How often is looked what changed, and what runs is given to stop.
 _TICK_S, _STOP_S = 0.25, 20.0
@@ -29,25 +26,26 @@ FIRST_REST_S, LONGEST_REST_S, _RESTART_AFTER = 1.0, 60.0, 3
 MOST_IN_A_ROW = 8
 # So many starts in a row in vain: it is not the machine that goes away.
 _VAIN_STARTS = 4
+# How often a job may lose its worker before it is set aside.
+MOST_LOSSES = 12
 _RECENT = 50
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How often a job may fail, and how often it may lose its worker, before it is set aside."""
-
-    failures: int = 3
-    losses: int = 12
 
 
 @dataclass(slots=True, kw_only=True)
 class Doing:
-    """A worker as a view shows it. `job` is what it runs, None while it waits or is gone."""
+    """A worker as a view shows it. `job` is what it runs, None while it waits or is gone. It was `asked` for that job,
+    or whether it answers, and meanwhile `looked` at.
+    """
 
+    worker: Worker = field(default_factory=Worker)
     job: Job | None = None
     since: float = 0.0
     is_here: bool = True
     status: Status = field(default_factory=Status)
+    asked: Future | None = None
+    looked: Future | None = None
+    looks_at: float = 0.0
+    rests_until: float = 0.0
     in_a_row: int = 0
     lost_in_a_row: int = 0
     vain_starts: int = 0
@@ -77,199 +75,204 @@ class View:
         """Shows where the batch is; called several times a second."""
 
 
-class BatchStopped(RuntimeError):
-    """The batch cannot go on, in a sentence; what is done stays, and another call goes on."""
-
-
 class Driver:
-    """One call's work on a batch of `jobs`."""
+    """One call's work on a batch of `jobs`, with a store that is `driven`. A job may fail `attempts` times."""
 
     def __init__(
-        self, recipe: JobTemplate, jobs: Sequence[Job], ledger: Ledger, workers: Workers, *, limits: Limits, view: View
+        self, recipe: JobTemplate, jobs: Sequence[Job], store: BatchStore, workers: Workers, attempts: int, view: View
     ) -> None:
-        self._recipe, self._ledger, self._workers = recipe, ledger, workers
-        self._limits, self._view = limits, view
+        self._recipe, self._store, self._workers = recipe, store, workers
+        self._attempts, self._view, self._token = attempts, view, store.token()
         self._total = len(jobs)
-        own = {job.id for job in jobs}
-        self._done, self._failed = len(own & ledger.done), len(own & ledger.failed)
+        self._done, self._failed = (sum(job.id in store.jobs[state] for job in jobs) for state in (DONE, FAILED))
         self._before = self._done + self._failed
-        waiting = [job for job in jobs if job.id not in ledger.done and job.id not in ledger.failed]
-        self._queue = Queue(with_tries(waiting, ledger.tries(job.id for job in waiting)))
+        self._queue = Queue(job for job in jobs if job.id not in store.jobs[DONE] and job.id not in store.jobs[FAILED])
+        for job in (job for job in jobs if job.id in store.jobs[TRIES]):
+            tries = store.document(f"{TRIES}/{job.id}.json")
+            job.failures, job.losses = list(tries.get("failures", ())), int(tries.get("losses", 0))
         self._doing: dict[str, Doing] = {}
         self._ends: deque[float] = deque(maxlen=_RECENT)
-        self._is_stopping, self._is_cancelled = False, False
-        self._problem: Exception | None = None
-        # Of all above: a thread for each worker, and the one that shows.
-        self._changed = threading.Condition()
+        self._end: BaseException | None = None  # what ends it before all jobs are decided
 
     def run(self) -> BatchNumbers:
-        """Runs until every job is decided, or Ctrl-C; KeyboardInterrupt then, once all workers have stopped. Raises
-        `BatchStopped` where all workers only fail.
+        """Runs until every job is decided, or Ctrl-C; KeyboardInterrupt then, once all workers have stopped.
+        RuntimeError where all workers only fail: what is done stays, and another call goes on.
         """
         self._ends.append(time.monotonic())
         deadline = float("inf")
-        with _interruptible(self._stop):
-            try:
-                while time.monotonic() < deadline and not self._is_over():
-                    if self._is_stopping and deadline == float("inf"):
-                        self._view.line("stopping: what runs ends within a step; Ctrl-C once more ends it at once")
-                        deadline = time.monotonic() + _STOP_S
-                        self._is_cancelled = True
-                    for worker in self._workers.found():
-                        threading.Thread(target=self._work, args=(worker,), daemon=True).start()
-                    with self._changed:
-                        self._changed.wait(_TICK_S)
-                        self._view.show(self.progress())
-            finally:
-                with self._changed:
-                    self._ledger.close()
-        if self._problem is not None:
-            raise self._problem
-        if self._is_stopping:
-            raise KeyboardInterrupt
+        with supervisor.signals(lambda *_: self._stop()):
+            while time.monotonic() < deadline and not self._is_over():
+                if isinstance(self._end, KeyboardInterrupt) and deadline == float("inf"):
+                    self._view.line("stopping: what runs ends within a step; Ctrl-C once more ends it at once")
+                    deadline = time.monotonic() + _STOP_S
+                    for doing in self._running():
+                        doing.worker.call("cancel")
+                there = {worker.name: worker for worker in self._workers.found()}
+                for name in [name for name in there if name not in self._doing]:
+                    self._doing[name] = Doing(worker=there[name], is_here=False)
+                for name, doing in list(self._doing.items()):
+                    if doing.job is not None or name in there:
+                        self._turn(doing)
+                    else:
+                        self._view.line(f"{name} is gone: its slice is not complete any more")
+                        self._queue.forget(name)
+                        del self._doing[name]
+                self._view.show(self.progress())
+                self._wait()
+        if self._end is not None:
+            raise self._end
         return self.progress()
 
     def _stop(self) -> None:
-        if self._is_stopping:
-            raise KeyboardInterrupt  # twice: at once
-        self._is_stopping = True
-
-    def _is_ending(self) -> bool:
-        return self._is_stopping or self._problem is not None
+        """The user, or a machine that is about to go away."""
+        if isinstance(self._end, KeyboardInterrupt):
+            raise self._end  # twice: at once
+        self._end = KeyboardInterrupt()
 
     def _is_over(self) -> bool:
-        with self._changed:
-            is_running = any(doing.job is not None for doing in self._doing.values())
-            return not is_running and (self._is_cancelled or self._problem is not None or not len(self._queue))
+        return not self._running() and (self._end is not None or not len(self._queue))
 
-    # -- the thread of a worker ----------------------------------------------------------------------------------------
+    def _running(self) -> list[Doing]:
+        return [doing for doing in self._doing.values() if doing.job is not None]
 
-    def _work(self, worker: Worker) -> None:
-        with self._changed:
-            doing = self._doing[worker.name] = Doing(is_here=False)
+    def _wait(self) -> None:
+        """Until a worker answers, or has rested."""
+        now = time.monotonic()
+        asked = [doing.asked for doing in self._doing.values() if doing.asked is not None]
+        rests = [doing.rests_until - now for doing in self._doing.values() if doing.asked is None]
+        pause_s = max(0.0, min([_TICK_S, *rests])) if self._end is None else _TICK_S
+        if asked:
+            wait(asked, pause_s, FIRST_COMPLETED)
+        else:
+            time.sleep(pause_s)
+
+    # -- what a worker is asked ----------------------------------------------------------------------------------------
+
+    def _turn(self, doing: Doing) -> None:
+        """Asks whether a worker answers, then lets it run a job, and so on. One that is gone while it waits would keep
+        a job until that is noticed.
+        """
+        if doing.asked is None:
+            if time.monotonic() >= doing.rests_until and self._end is None:
+                doing.asked = doing.worker.begin()
+        elif doing.asked.done():
+            asked, doing.asked = doing.asked, None
+            try:
+                outcome = asked.result()
+            except Exception as error:
+                self._lost(doing, doing.worker.lost(error, doing.job is not None))
+            else:
+                if doing.job is None:
+                    self._give_job(doing)
+                else:
+                    self._ended(doing, doing.job, outcome)
+        elif doing.job is not None and time.monotonic() > doing.looks_at and (not doing.looked or doing.looked.done()):
+            if doing.looked and doing.looked.exception() is None:
+                doing.status = doing.looked.result()
+            doing.looked, doing.looks_at = doing.worker.call("status"), time.monotonic() + _TICK_S
+
+    def _give_job(self, doing: Doing) -> None:
+        """To a worker that answers: the one that suits it."""
+        doing.is_here, doing.vain_starts = True, 0
+        job = self._queue.take(doing.worker.name) if self._end is None else None
+        if job is None:
+            doing.rests_until = time.monotonic() + _TICK_S
+            return
+        doing.job, doing.since, doing.status, doing.looked = job, time.monotonic(), Status(), None
         try:
-            while not self._is_over():
-                try:
-                    worker.wait(self._is_over)
-                    doing.is_here, doing.vain_starts = True, 0
-                    self._do_next(worker, doing)
-                except Lost as lost:
-                    with self._changed:
-                        self._lost(worker, doing, lost)
-                        if lost.for_good:
-                            del self._doing[worker.name]
-                            return
-                    doing.vain_starts += not lost.started
-                    if doing.vain_starts == _VAIN_STARTS:
-                        raise RuntimeError(str(lost)) from None
-                    doing.lost_in_a_row += 1
-                    self._rest(_rest_s(doing.lost_in_a_row))
-        except Exception as error:  # whatever it is, the batch ends with it
-            self._problem = error
-        finally:
-            doing.job = None
-
-    def _do_next(self, worker: Worker, doing: Doing) -> None:
-        """Runs the job that suits a worker, and rests after a failure that may be the machine's."""
-        with self._changed:
-            job = None if self._is_ending() else self._queue.take(worker.name)
-            if job is None:
-                self._changed.wait(_TICK_S)
-                return
-            doing.job, doing.since, doing.status = job, time.monotonic(), Status()
-        try:
-            request = self._recipe.request(job, self._ledger.store.location, self._ledger.token)
-            outcome = worker.run(request, lambda status: setattr(doing, "status", status), lambda: self._is_cancelled)
+            doing.asked = doing.worker.call("run", self._recipe.request(job, self._store.location, self._token))
         except (ValueError, OSError) as error:  # its pictures, here
             fault = JOBS_FAULT if isinstance(error, ValueError) else PLACES_FAULT
-            outcome = JobFailed(job=job.id, error=str(error), fault=fault)
-        with self._changed:
-            rest_s = self._handle(worker.name, doing, job, outcome)
-            doing.job = None
-            self._changed.notify_all()
-        if rest_s and doing.in_a_row % _RESTART_AFTER == 0:
-            doing.is_here = False
-            self._queue.forget(worker.name)
-            worker.restart()
-        self._rest(rest_s)
+            self._ended(doing, job, JobFailed(error=str(error), fault=fault))
 
-    def _rest(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and not self._is_over():
-            time.sleep(min(_TICK_S, seconds))
-
-    def _handle(self, worker: str, doing: Doing, job: Job, outcome: JobDone | JobFailed) -> float:
-        """Keeps account of a job's end; how long the worker is to rest."""
-        if isinstance(outcome, JobDone):
+    def _ended(self, doing: Doing, job: Job, outcome: Mapping[str, Any] | JobFailed) -> None:
+        """Keeps account of a job's end; after a failure that may be the machine's the worker rests."""
+        doing.job = None
+        if not isinstance(outcome, JobFailed):
             doing.in_a_row = doing.lost_in_a_row = 0
             doing.failed.clear()
-            self._finished(job, outcome.record)
+            self._finished(job, outcome)
         elif outcome.cancelled:
             self._queue.add(job)
         else:
-            job.avoid = worker if len(self._doing) > 1 else ""
+            job.avoid = doing.worker.name if len(self._doing) > 1 else ""
             if outcome.fault == JOBS_FAULT:
-                self._failed_once(job, outcome.error)
-                return 0.0
-            return self._failed_on(worker, doing, job, outcome)
-        return 0.0
+                return self._failed_once(job, outcome.error)
+            doing.rests_until = time.monotonic() + self._failed_on(doing, job, outcome)
+            if doing.in_a_row % _RESTART_AFTER == 0:
+                doing.is_here = False
+                self._queue.forget(doing.worker.name)
+                doing.worker.restart()
 
-    def _failed_on(self, worker: str, doing: Doing, job: Job, outcome: JobFailed) -> float:
-        """A machine's fault is not the job's; nor is one that other jobs meet there too."""
+    def _failed_on(self, doing: Doing, job: Job, outcome: JobFailed) -> float:
+        """A machine's fault is not the job's; nor is one that other jobs meet there too. How long the worker rests."""
         doing.in_a_row += 1
         rest_s = _rest_s(doing.in_a_row)
         if outcome.fault != PLACES_FAULT:
             doing.failed[job.id] = job
         if outcome.fault == PLACES_FAULT or len(doing.failed) > 1:
             for one in doing.failed.values():
-                if one.tries.failures and one.id not in self._ledger.failed:
-                    one.tries.failures.clear()
-                    self._ledger.note_tries(one.id, one.tries)
-            self._view.line(f"{worker} rests {rest_s:.0f} s, line {job.line} waits again: {outcome.error}")
+                if one.failures and one.id not in self._store.jobs[FAILED]:
+                    one.failures.clear()
+                    self._note_tries(one)
+            self._view.line(f"{doing.worker.name} rests {rest_s:.0f} s, line {job.line} waits again: {outcome.error}")
             self._queue.add(job)
         else:
             self._failed_once(job, outcome.error)
         if all(one.in_a_row >= MOST_IN_A_ROW for one in self._doing.values()):
-            self._problem = BatchStopped(
+            self._end = RuntimeError(
                 f"{MOST_IN_A_ROW} jobs in a row ended with an error of the machine, on every one, the last with: "
                 f"{outcome.error} Fix that, and run the same command again: no job has lost an attempt by it."
             )
         return rest_s
 
+    def _lost(self, doing: Doing, lost: Lost | None) -> None:
+        doing.is_here = False
+        if lost is None:
+            doing.rests_until = time.monotonic() + _TICK_S
+            return
+        job, doing.job, doing.asked, doing.in_a_row = doing.job, None, None, 0
+        doing.lost_in_a_row += 1
+        doing.vain_starts += job is None
+        doing.rests_until = time.monotonic() + _rest_s(doing.lost_in_a_row)
+        name = doing.worker.name
+        self._queue.forget(name)
+        if self._end is not None:
+            return
+        if job is None:
+            self._view.line(f"{name} is gone: {lost}")
+            if doing.vain_starts == _VAIN_STARTS:
+                self._end = RuntimeError(str(lost))
+        elif record := self._store.document(f"{DONE}/{job.id}.json"):
+            self._finished(job, record)  # it kept its results before it went
+        else:
+            job.losses += 1
+            if job.losses >= MOST_LOSSES:
+                return self._set_aside(job, f"its worker went away {job.losses} times while it ran; last: {lost}")
+            self._view.line(f"{name} is gone, line {job.line} waits again: {lost}")
+            self._note_tries(job)
+            self._queue.add(job)
+
+    # -- what becomes of a job -----------------------------------------------------------------------------------------
+
     def _finished(self, job: Job, record: Mapping[str, Any]) -> None:
         self._done += 1
         self._ends.append(time.monotonic())
-        self._ledger.note_done(job.id, record, had_tries=bool(job.tries.failures or job.tries.losses))
+        self._store.note(DONE, job.id, record)
         files = ", ".join(record.get("files", ())) or "no file"
         self._view.line(f"{self._count()} line {job.line}: {record.get('seconds', 0):.1f} s, {files}")
 
-    def _lost(self, worker: Worker, doing: Doing, lost: Lost) -> None:
-        self._queue.forget(worker.name)
-        job, doing.job, doing.is_here, doing.in_a_row = doing.job, None, False, 0
-        if self._is_ending():
-            return
-        if job is None:
-            self._view.line(f"{worker.name} is gone: {lost}")
-        elif (record := self._ledger.is_done(job.id)) is not None:
-            self._finished(job, record)  # it kept its results before it went
-        else:
-            job.tries.losses += 1
-            if job.tries.losses >= self._limits.losses:
-                why = f"its worker went away {job.tries.losses} times while it ran; last: {lost}"
-                return self._set_aside(job, why)
-            self._view.line(f"{worker.name} is gone, line {job.line} waits again: {lost}")
-            self._ledger.note_tries(job.id, job.tries)
-            self._queue.add(job)
-
     def _failed_once(self, job: Job, error: str) -> None:
-        job.tries.failures.append(error)
-        count = len(job.tries.failures)
-        if count >= self._limits.failures:
-            self._set_aside(job, error)
-            return
-        self._view.line(f"line {job.line} failed ({count} of {self._limits.failures}), and waits again: {error}")
-        self._ledger.note_tries(job.id, job.tries)
+        job.failures.append(error)
+        count = len(job.failures)
+        if count >= self._attempts:
+            return self._set_aside(job, error)
+        self._view.line(f"line {job.line} failed ({count} of {self._attempts}), and waits again: {error}")
+        self._note_tries(job)
         self._queue.add(job)
+
+    def _note_tries(self, job: Job) -> None:
+        self._store.note(TRIES, job.id, {"failures": job.failures, "losses": job.losses})
 
     def _set_aside(self, job: Job, error: str) -> None:
         self._failed += 1
@@ -278,12 +281,12 @@ class Driver:
             "state": FAILED,
             "line": job.line,
             "error": error,
-            "failures": job.tries.failures,
-            "losses": job.tries.losses,
+            "failures": job.failures,
+            "losses": job.losses,
             "set": json.loads(job.text),
             "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-        self._ledger.set_aside(job.id, record)
+        self._store.note(FAILED, job.id, record)
         self._view.line(f"{self._count()} line {job.line} is set aside: {error}")
 
     # -- for the view --------------------------------------------------------------------------------------------------
@@ -306,19 +309,3 @@ class Driver:
 
 def _rest_s(in_a_row: int) -> float:
     return min(FIRST_REST_S * 2 ** (in_a_row - 1), LONGEST_REST_S)
-
-
-@contextlib.contextmanager
-def _interruptible(stop: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C, and the signal that a machine sends before it goes away, call `stop`, here or in a test's thread."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    try:
-        before = {number: signal.signal(number, lambda *_: stop()) for number in numbers}
-    except ValueError:  # not the main thread: whoever started it decides
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..nodes import lora
-from ..nodes.declare import Declaration, Folders, Input, Node
+from ..nodes.declare import Declaration, Folders, Node
 from ..nodes.graph import PROGRAMLESS, Table, Workflow, expand, is_link, node_label
 from ..nodes.headless.changes import set_input
 from ..nodes.headless.core_nodes import find_image
@@ -20,10 +20,11 @@ from ..nodes.headless.runner import HEADLESS, execution_order
 from ..nodes.headless.workflow import validate_workflow
 from ..nodes.model import chosen_id
 from ..tpu_runtime.pipeline import Progress, content, parse_json
-from .ledger import Tries
 from .messages import Mark, Request
 from .queue import Group, Job
 
+# Which weights a job runs, as far as widgets say it.
+_OF_WEIGHTS = frozenset({"precision", "family", "strength", "expert"})
 # What compiled programs do not depend on, beside numbers.
 _CONTENT = frozenset({"prompt", "negative_prompt", "image", "filename_prefix"})
 MOST_PROBLEMS = 10
@@ -152,16 +153,11 @@ class JobTemplate:
         model: list[Any] = [marks]
         size: list[Any] = []
         for name, node in sorted(prepared.workflow.items()):
-            declared = {i.name: i for i in self._table[node["class_type"]].inputs}
             for key, value in sorted(node["inputs"].items()):
                 if key not in _CONTENT and key not in PROGRAMLESS and not is_link(value):
-                    part = model if _is_of_weights(declared.get(key)) else size
+                    part = model if key in _OF_WEIGHTS else size
                     part.append((name, key, value))
         return Group(_digest(repr(model).encode()), _digest(repr(size).encode()))
-
-
-def _is_of_weights(declared: Input | None) -> bool:
-    return declared is not None and (declared.name in ("precision", "family", "strength", "expert"))
 
 
 def mark(kind: str, name: str, folders: Folders, progress: Progress) -> Mark:
@@ -206,10 +202,3 @@ def read_jobs(recipe: JobTemplate, lines: Iterable[str], what: str) -> list[Job]
     if not jobs:
         raise ValueError(f'{what} has no jobs; each line must be a JSON object such as {{"2.seed": 7}}.')
     return list(jobs.values())
-
-
-def with_tries(jobs: Iterable[Job], tries: Mapping[str, Tries]) -> Iterator[Job]:
-    """The jobs with what is known of earlier calls."""
-    for job in jobs:
-        job.tries = tries.get(job.id) or job.tries
-        yield job

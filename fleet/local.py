@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.managers import BaseManager
@@ -32,65 +32,66 @@ class _Manager(BaseManager):
 class LocalWorker(Worker, Workers):
     """One child process at a time, whose output goes to `<logs>/<name>.log`; `actor` is what it runs."""
 
-    gone = (EOFError, OSError)
-
     def __init__(self, logs: Path, actor: type[Actor] = Actor) -> None:
         self.name = socket.gethostname()
         self._log, self._actor = logs / f"{self.name}.log", actor
         self._process: Any = None
         self._calls = ThreadPoolExecutor(actor.CONCURRENCY)
-        self._held, self._is_new = contextlib.ExitStack(), True
+        self._held = contextlib.ExitStack()
         logs.mkdir(parents=True, exist_ok=True)
 
     def found(self) -> Sequence[Worker]:
         """The only one, as one process has the chips."""
-        is_new, self._is_new = self._is_new, False
-        return [self] if is_new else []
+        return [self]
 
-    def wait(self, is_over: Callable[[], bool]) -> None:
-        if self._process is not None:
-            return
-        self._held.close()
-        where = str(self._held.enter_context(scratch()) / "actor")
-        begun = (self._actor, where, str(self._log))
-        self._process = multiprocessing.get_context("spawn").Process(target=_serve, args=begun, daemon=True)
-        self._process.start()
-        manager = _Manager(where)
-        manager.register("actor", self._actor)
-        while not is_over():
-            if not self._process.is_alive():
-                reason = f"the worker on this machine does not start: {self._ended()}"
-                raise Lost(reason, started=False)
-            try:
-                manager.connect()
-                self._handle = manager.actor(self.name)  # pyright: ignore[reportAttributeAccessIssue] - registered
-                return
-            except self.gone:
-                time.sleep(_LOOK_S)
+    def begin(self) -> Future:
+        if self._process is None:
+            where = str(self._held.enter_context(scratch()) / "actor")
+            begun = (self._actor, where, str(self._log))
+            self._process = multiprocessing.get_context("spawn").Process(target=_serve, args=begun, daemon=True)
+            self._process.start()
+            self._handle = self._calls.submit(_connect, self._process, where, self._actor, self.name)
+        return self._handle
 
-    def _call(self, method: str, *arguments: Any) -> Future:
-        return self._calls.submit(getattr(self._handle, method), *arguments)
+    def call(self, method: str, *arguments: Any) -> Future:
+        return self._calls.submit(getattr(self._handle.result(), method), *arguments)
 
-    def _why(self, error: Exception) -> Exception:
-        return Lost(self._ended())
+    def lost(self, error: Exception, is_running: bool) -> Lost:
+        if not isinstance(error, EOFError | OSError):
+            raise error
+        ended = self._ended()
+        return Lost(ended if is_running else f"the worker on this machine does not start: {ended}")
 
     def _ended(self) -> str:
         """How."""
-        self._process.join(timeout=5)
+        process = self._process
+        process.join(timeout=5)
         self.close()
-        code, self._process = self._process.exitcode or 0, None
+        code = process.exitcode or 0
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return f"its process ended ({how}). {_tail(self._log)}"
 
     def restart(self) -> None:
         self.close()
-        self._process = None
 
     def close(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.join()
+            self._process = None
         self._held.close()
+
+
+def _connect(process: Any, where: str, actor: type[Actor], name: str) -> Any:
+    """The actor of a process, once it answers; EOFError where that ends before."""
+    manager = _Manager(where)
+    manager.register("actor", actor)
+    while process.is_alive():
+        with contextlib.suppress(OSError):
+            manager.connect()
+            return manager.actor(name)  # pyright: ignore[reportAttributeAccessIssue] - registered
+        time.sleep(_LOOK_S)
+    raise EOFError
 
 
 def _tail(path: Path) -> str:

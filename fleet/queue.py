@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from .ledger import Tries
-
 # How many models, sizes of a model, and jobs of a size are looked at.
 MOST = 64
 
@@ -25,14 +23,17 @@ class Group(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """`text` is its line of the file, number `line`. `avoid` is the worker that it last failed on."""
+    """`text` is its line of the file, number `line`. `avoid` is the worker that it last failed on. What went wrong with
+    it so far: its own `failures`, and how often its worker went away.
+    """
 
     id: str
     line: int
     text: str
     group: Group
-    tries: Tries = field(default_factory=Tries)
     avoid: str = ""
+    failures: list[str] = field(default_factory=list)
+    losses: int = 0
 
 
 class Queue:
@@ -55,35 +56,32 @@ class Queue:
     def take(self, worker: str) -> Job | None:
         """The next job for a worker, which then holds its model; None where none waits."""
         first = None
-        for group in self._candidates(worker):
-            first = first or group
-            for job in islice(self._waiting[group.model][group.size], MOST):
-                if job.avoid != worker:
-                    return self._given(job, worker)
+        for waiting in self._candidates(worker):
+            first = first or waiting[0]
+            if job := next((job for job in islice(waiting, MOST) if job.avoid != worker), None):
+                return self._given(job, worker)
         # What is left only failed here before: better here than nowhere.
-        return None if first is None else self._given(self._waiting[first.model][first.size][0], worker)
+        return first and self._given(first, worker)
 
     def forget(self, worker: str) -> None:
         """A worker holds nothing any more."""
         self._held.pop(worker, None)
 
-    def _candidates(self, worker: str) -> Iterator[Group]:
+    def _candidates(self, worker: str) -> Iterator[deque[Job]]:
         """Groups to look at, best first: at most `MOST` models and sizes. Of what nobody holds the most jobs wait for
         each worker that would then be there.
         """
-        held = self._held.get(worker)
+        held = self._held.get(worker, Group("", ""))
         others = [group for one, group in self._held.items() if one != worker]
         at_models, at_groups = Counter(group.model for group in others), Counter(others)
-
         models = sorted(islice(self._waiting, MOST), key=lambda model: -self._counts[model] / (1 + at_models[model]))
-        if held is not None and held.model in self._waiting:
-            models = list(dict.fromkeys((held.model, *models)))
-        for model in models:
-            sizes = self._waiting[model]
+        for model in dict.fromkeys((held.model, *models)):
+            sizes = self._waiting.get(model, {})
+            if held.model == model and held.size in sizes:
+                yield sizes[held.size]
             groups = [Group(model, size) for size in islice(sizes, MOST)]
-            if held is not None and held.model == model and held.size in sizes:
-                yield held
-            yield from sorted(groups, key=lambda group: -len(sizes[group.size]) / (1 + at_groups[group]))
+            groups.sort(key=lambda group: -len(sizes[group.size]) / (1 + at_groups[group]))
+            yield from (sizes[group.size] for group in groups)
 
     def _given(self, job: Job, worker: str) -> Job:
         model, size = self._held[worker] = job.group

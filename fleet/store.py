@@ -1,167 +1,226 @@
-"""Where a batch keeps its results and its state: files below a folder, or below an address that fsspec knows.
+"""Where a batch keeps its results, and what is known of every job: files below a folder, or below an address that
+fsspec knows. A second call reads them and goes on.
 
-A file is there completely or not at all. Names are relative, with slashes. What cannot be used raises `StoreError`.
+| file | says |
+|---|---|
+| `done/<job>.json` | the job is done: its record, written by the worker after its results |
+| `failed/<job>.json` | it is set aside, and why |
+| `tries/<job>.json` | how often it failed, or lost its worker, and is to run again |
+| `results/<job>/...` | what it made |
+| `journal.jsonl` | a line for each job that was decided, for people and scripts; rebuilt from the others |
+
+The names of a folder are the state, so that starting again lists three folders and reads few files. A file is there
+completely or not at all. Names are relative, with slashes. What cannot be used raises `StoreError`.
 """
 
 import contextlib
 import fcntl
+import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-_PARTIAL = ".partial"
-_LOCK = ".lock"
+DONE, FAILED, TRIES, RESULTS, JOURNAL, MARK = "done", "failed", "tries", "results", "journal.jsonl", "batch.json"
+_PARTIAL, _LOCK = ".partial", ".lock"
+# How often the journal is written again while jobs are decided.
+_JOURNAL_S = 5.0
 
 
 class StoreError(RuntimeError):
     """The place of results cannot be used, in a sentence for the user."""
 
 
-def open_store(location: str) -> "BatchStore":
-    """The store at a folder's path, or at a URL such as `gs://bucket/batch`."""
-    scheme, separator, rest = location.partition("://")
-    if separator and scheme != "file":
-        return UrlStore(location)
-    return BatchStore(Path("/" + rest.lstrip("/")) if separator else Path(location).expanduser().absolute())
-
-
-class BatchStore:
-    """Files in a folder, which other machines may share. `root` is None where it is none."""
+class LocalFiles:
+    """A folder, with the methods that fsspec's file systems have. A file is on the disk before it has its name, so that
+    a machine that goes away leaves no empty file of this name.
+    """
 
     def __init__(self, root: Path) -> None:
-        self.root: Path | None = root
-        self.location, self._folder = str(root), root
+        self._root = root
 
-    @contextlib.contextmanager
-    def _errors(self, name: str) -> Iterator[Path]:
-        path = self._folder / name
-        try:
-            yield path
-        except OSError as error:
-            raise StoreError(f"{path}: {error.strerror or error}. Fix this, or choose another --out.") from error
+    def cat_file(self, name: str) -> bytes:
+        return (self._root / name).read_bytes()
 
-    def read(self, name: str) -> bytes | None:
-        """A file's content; None if there is none."""
-        with self._errors(name) as path:
-            try:
-                return path.read_bytes()
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-
-    def write(self, name: str, content: bytes) -> None:
-        """Makes or replaces a file."""
+    def pipe_file(self, name: str, content: bytes) -> None:
         with self._replacing(name) as file:
             file.write(content)
 
-    def add(self, name: str, path: Path) -> None:
-        """Makes or replaces a file from a local one."""
-        with self._replacing(name) as file, path.open("rb") as source:
+    def put_file(self, path: str, name: str) -> None:
+        with self._replacing(name) as file, open(path, "rb") as source:
             shutil.copyfileobj(source, file)
 
     @contextlib.contextmanager
     def _replacing(self, name: str) -> Iterator[Any]:
-        """A file aside, which then takes the place of the file `name`. It is on the disk before that, so that a machine
-        that goes away leaves no empty file of this name.
-        """
-        scratch = self._folder / _PARTIAL / secrets.token_hex(8)
-        with self._errors(name) as target:
-            try:
-                for folder in (target.parent, scratch.parent):
-                    folder.mkdir(parents=True, exist_ok=True)
-                with scratch.open("wb") as file:
-                    yield file
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(scratch, target)
-            finally:
-                with contextlib.suppress(OSError):
-                    scratch.unlink()
+        target, scratch = self._root / name, self._root / _PARTIAL / secrets.token_hex(8)
+        try:
+            for folder in (target.parent, scratch.parent):
+                folder.mkdir(parents=True, exist_ok=True)
+            with scratch.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(scratch, target)
+        finally:
+            scratch.unlink(missing_ok=True)
 
-    def remove(self, name: str) -> None:
-        """Removes a file, if it is there."""
-        with self._errors(name) as path:
-            path.unlink(missing_ok=True)
+    def rm_file(self, name: str) -> None:
+        (self._root / name).unlink()
 
-    def names(self, folder: str) -> set[str]:
-        """Names of a folder's files, without the folder's; none where there is no such folder."""
-        with self._errors(folder) as path:
-            try:
-                with os.scandir(path) as entries:
-                    return {entry.name for entry in entries if entry.is_file()}
-            except FileNotFoundError:
-                return set()
+    def ls(self, folder: str, detail: bool) -> list[str]:
+        return os.listdir(self._root / folder)
 
-    def append(self, name: str, lines: bytes) -> bool:
-        """Adds lines to a file; False where this kind of place cannot."""
-        with self._errors(name) as path, path.open("ab") as file:
-            file.write(lines)
-        return True
+
+class BatchStore:
+    """One process drives, and notes what it decides; workers add `results` and `done`. `root` is None at an address.
+    `jobs` are those of which there is a document, by its folder, one at most for each.
+    """
+
+    def __init__(self, location: str) -> None:
+        scheme, separator, rest = location.partition("://")
+        self.root: Path | None = None
+        if separator and scheme != "file":
+            self.location, self._files = location.rstrip("/"), _files_at(location.rstrip("/"))
+        else:
+            self.root = Path("/" + rest.lstrip("/")) if separator else Path(location).expanduser().absolute()
+            self.location, self._files = str(self.root), LocalFiles(self.root)
+        self.jobs: dict[str, set[str]] = {DONE: set(), FAILED: set(), TRIES: set()}
+        self._journal: dict[tuple[str, str], bytes] = {}  # by job and state
+        self._next_journal = 0.0
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Entered by the one process that drives; `StoreError` while another does, where that can be seen."""
-        with self._errors(_LOCK) as path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = path.open("a+")
+    def _errors(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(
+                f"{self.location}/{name}: {error.strerror or error}. Fix this, or choose another --out."
+            ) from error
+
+    def read(self, name: str) -> bytes | None:
+        """A file's content; None if there is none."""
+        with self._errors(name):
+            try:
+                return self._files.cat_file(name)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def write(self, name: str, content: bytes | Path) -> None:
+        """Makes or replaces a file, of bytes or from a local one."""
+        with self._errors(name):
+            if isinstance(content, bytes):
+                self._files.pipe_file(name, content)
+            else:
+                self._files.put_file(str(content), name)
+
+    def document(self, name: str) -> dict[str, Any]:
+        """What a JSON file says; nothing where there is none, or what is there is damaged."""
+        try:
+            found = json.loads(self.read(name) or b"{}")
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def token(self) -> str:
+        """What only this store holds: by it a worker sees that it writes to the same place."""
+        return str(self.document(MARK).get("token", ""))
+
+    # -- for the one process that drives -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def driven(self) -> Iterator[None]:
+        """Entered by the one process that drives: reads the state, and brings the journal up to date after one that was
+        killed. `StoreError` while another does, where that can be seen: at an address no lock is kept.
+        """
+        with self._alone() if self.root else contextlib.nullcontext():
+            if not self.token():
+                if self.read(MARK):
+                    raise StoreError(f"{self.location} has a {MARK} that is no batch's. Choose another --out.")
+                mark = {"made_by": "comfyui-tpu batch", "token": secrets.token_hex(8)}
+                self.write(MARK, json.dumps(mark).encode())
+            for folder in self.jobs:
+                with self._errors(folder), contextlib.suppress(FileNotFoundError):
+                    names = [path.rpartition("/")[2] for path in self._files.ls(folder, detail=False)]
+                    self.jobs[folder] = {name.removesuffix(".json") for name in names if name.endswith(".json")}
+            self.jobs[FAILED] -= self.jobs[DONE]
+            self._rebuild_journal()
+            try:
+                yield
+            finally:
+                self._write_journal()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        assert self.root is not None
+        with self._errors(_LOCK):
+            self.root.mkdir(parents=True, exist_ok=True)
+            file = (self.root / _LOCK).open("a+")
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise StoreError(
-                    f"another `comfyui-tpu batch` works on {self._folder}. Wait for it, end it, or choose another "
-                    "--out."
+                    f"another `comfyui-tpu batch` works on {self.root}. Wait for it, end it, or choose another --out."
                 ) from None
             # What killed processes began to write.
-            shutil.rmtree(self._folder / _PARTIAL, ignore_errors=True)
+            shutil.rmtree(self.root / _PARTIAL, ignore_errors=True)
             yield
 
+    def note(self, folder: str, job: str, document: Mapping[str, Any]) -> None:
+        """What is known of a job from now on: `document`, in `folder`. That of one that is done is there already."""
+        if folder != DONE:
+            self.write(f"{folder}/{job}.json", json.dumps(document, ensure_ascii=False, indent=2).encode())
+        self.forget(job, but=folder)
+        self.jobs[folder].add(job)
+        if folder != TRIES:
+            self._say(job, folder, document)
 
-class UrlStore(BatchStore):
-    """Objects below an address. They cannot be added to, and no lock is kept: only one process may drive a batch."""
+    def forget(self, job: str, but: str = "") -> None:
+        """Removes what is known of a job `but` in one folder."""
+        for folder, jobs in self.jobs.items():
+            if folder != but and job in jobs:
+                with self._errors(folder), contextlib.suppress(FileNotFoundError):
+                    self._files.rm_file(f"{folder}/{job}.json")
+                jobs.discard(job)
 
-    root = None
+    # -- the journal ---------------------------------------------------------------------------------------------------
 
-    def __init__(self, url: str) -> None:
-        try:
-            import fsspec.core
-        except ImportError:
-            raise StoreError(
-                f"--out {url} is an address; that needs fsspec: pip install 'comfyui-tpu[fleet]'."
-            ) from None
-        self.location = url.rstrip("/")
-        try:
-            self._files, self._at = fsspec.core.url_to_fs(self.location)
-        except (ImportError, ValueError) as error:
-            raise StoreError(f"--out {url}: {error}. Install what it names, or choose another --out.") from error
+    def _say(self, job: str, state: str, record: Mapping[str, Any]) -> None:
+        self._journal[job, state] = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        if time.monotonic() > self._next_journal:
+            self._write_journal()
 
-    def read(self, name: str) -> bytes | None:
-        try:
-            return self._files.cat_file(f"{self._at}/{name}")
-        except FileNotFoundError:
-            return None
+    def _write_journal(self) -> None:
+        """As a whole: a store of objects adds nothing to one."""
+        self.write(JOURNAL, b"".join(self._journal.values()))
+        self._next_journal = time.monotonic() + _JOURNAL_S
 
-    def write(self, name: str, content: bytes) -> None:
-        self._files.pipe_file(f"{self._at}/{name}", content)
+    def _rebuild_journal(self) -> None:
+        """Adds lines for jobs that were decided when nobody could say so any more, and drops those that are damaged:
+        the records have what they said.
+        """
+        for line in (self.read(JOURNAL) or b"").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                record = json.loads(line)
+                self._journal[record["job"], record["state"]] = line + b"\n"
+        for folder in (DONE, FAILED):
+            for job in sorted(self.jobs[folder]):
+                if (job, folder) not in self._journal and (record := self.document(f"{folder}/{job}.json")):
+                    self._say(job, folder, record)
 
-    def add(self, name: str, path: Path) -> None:
-        self._files.put_file(str(path), f"{self._at}/{name}")
 
-    def remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._files.rm_file(f"{self._at}/{name}")
-
-    def names(self, folder: str) -> set[str]:
-        self._files.invalidate_cache()
-        try:
-            return {path.rpartition("/")[2] for path in self._files.ls(f"{self._at}/{folder}", detail=False)}
-        except FileNotFoundError:
-            return set()
-
-    def append(self, name: str, lines: bytes) -> bool:
-        return False
-
-    def alone(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+def _files_at(url: str) -> Any:
+    """What fsspec has below an address."""
+    try:
+        import fsspec.core
+        from fsspec.implementations.dirfs import DirFileSystem
+    except ImportError:
+        raise StoreError(f"--out {url} is an address; that needs fsspec: pip install 'comfyui-tpu[fleet]'.") from None
+    try:
+        files, at = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise StoreError(f"--out {url}: {error}. Install what it names, or choose another --out.") from error
+    return DirFileSystem(at, files)

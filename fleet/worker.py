@@ -12,24 +12,21 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..nodes.declare import Folders
-from ..nodes.headless.runner import NodeTime, run_workflow
-from ..tpu_runtime.pipeline import Preview, Progress, Silent, redact
+from ..nodes.headless.runner import TerminalHost, run_workflow
+from ..tpu_runtime.pipeline import Progress, Silent, redact
 from .jobs import mark
-from .ledger import DONE, RESULTS, check_same_place
-from .messages import JOBS_FAULT, PLACES_FAULT, JobDone, JobFailed, Mark, Request, Status
-from .store import BatchStore, StoreError, open_store
+from .messages import JOBS_FAULT, PLACES_FAULT, JobFailed, Mark, Request, Status
+from .store import DONE, RESULTS, BatchStore, StoreError
 
 log = logging.getLogger(__name__)
 
-# How often a step is reported at most.
-_REPORT_S = 0.2
 _PREFIX = "comfyui-tpu-job-"
 
 
@@ -41,40 +38,27 @@ class WrongFiles(RuntimeError):
     """This machine's files are not those that the batch is about."""
 
 
-class JobHost:
-    """The host of a job: says what runs, and looks whether it is still wanted."""
+class JobHost(TerminalHost):
+    """The host of a job: its actor says what runs, and knows whether that is still wanted."""
 
-    def __init__(self, folders: Folders, report: Callable[[Status], None], is_cancelled: Callable[[], bool]) -> None:
-        self.folders = folders
-        self.timings: list[NodeTime] = []
-        self._report = report
-        self._is_cancelled = is_cancelled
-        self._status = Status()
-        self._reported = 0.0
+    def __init__(self, folders: Folders, actor: "Actor") -> None:
+        super().__init__(folders)
+        self._actor = actor
 
     def text(self, message: str) -> None:
-        self._say(replace(self._status, text=message, done=0, total=0), always=True)
+        self._actor.now = replace(self._actor.now, text=message, done=0, total=0)
 
-    def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
-        self._say(replace(self._status, done=done, total=total, unit=unit), always=done == total)
+    def step(self, done: int, total: int, unit: str, preview: Any = None) -> None:
+        self._actor.now = replace(self._actor.now, done=done, total=total, unit=unit)
 
     def check_cancelled(self) -> None:
-        if self._is_cancelled():
+        if self._actor.is_cancelled.is_set():
             raise Cancelled
 
-    @contextmanager
-    def timed(self, title: str) -> Iterator[None]:
+    def timed(self, title: str) -> AbstractContextManager[None]:
         self.check_cancelled()
-        self._say(Status(node=title), always=True)
-        start = time.perf_counter()
-        yield
-        self.timings.append(NodeTime(title=title, elapsed_s=time.perf_counter() - start))
-
-    def _say(self, status: Status, *, always: bool) -> None:
-        self._status = status
-        if always or time.monotonic() > self._reported + _REPORT_S:
-            self._reported = time.monotonic()
-            self._report(status)
+        self._actor.now = Status(node=title)
+        return super().timed(title)
 
 
 class Actor:
@@ -87,32 +71,26 @@ class Actor:
     def __init__(self, name: str) -> None:
         self.name = name
         self._compared: set[Mark] = set()
-        self._status, self._is_cancelled, self._lock = Status(), threading.Event(), threading.Lock()
-
-    def ready(self) -> None:
-        """Answers once it is there."""
+        self.now, self.is_cancelled, self._lock = Status(), threading.Event(), threading.Lock()
 
     def status(self) -> Status:
-        return self._status
-
-    def _report(self, status: Status) -> None:
-        self._status = status
+        return self.now
 
     def cancel(self) -> None:
-        self._is_cancelled.set()
+        self.is_cancelled.set()
 
-    def run(self, request: Request) -> JobDone | JobFailed:
-        """Runs a job and keeps its results; whatever goes wrong is said, not raised."""
+    def run(self, request: Request) -> dict[str, Any] | JobFailed:
+        """Runs a job and keeps its results, and its record; whatever goes wrong is said, not raised."""
         try:
             with self._lock:
-                return JobDone(job=request.job, record=self._run(request))
+                return self._run(request)
         except Cancelled:
-            return JobFailed(job=request.job, error="cancelled", cancelled=True)
+            return JobFailed(error="cancelled", cancelled=True)
         except Exception as error:  # whatever it is, the driver decides whether it is tried again
             is_known = isinstance(error, OSError | RuntimeError | ValueError)
             log.error("job %s failed", request.job, exc_info=error)
             text = redact(str(error) if is_known else f"{type(error).__name__}: {error}")
-            return JobFailed(job=request.job, error=text, fault=self._fault(request, error))
+            return JobFailed(error=text, fault=self._fault(request, error))
 
     def _fault(self, request: Request, error: Exception) -> str:
         """Whose fault an error is: the place's where its files cannot be used, or are no longer those of the batch."""
@@ -126,15 +104,19 @@ class Actor:
         return JOBS_FAULT if isinstance(error, ValueError) else ""
 
     def _run(self, request: Request) -> dict[str, Any]:
-        store = open_store(request.out)
-        check_same_place(store, request.token, self.name)
+        store = BatchStore(request.out)
+        if store.token() != request.token:
+            raise StoreError(
+                f"{self.name} does not see the batch's folder at {store.location}. With several machines --out must be "
+                "a folder that all of them share, or an address such as gs://bucket/folder."
+            )
         with scratch() as folder:
             given, made = folder / "input", folder / "output"
             given.mkdir()
             made.mkdir()
             for name, content in request.files.items():
                 (given / Path(name).name).write_bytes(content)
-            host = JobHost(replace(request.folders, input=given, output=made), self._report, self._is_cancelled.is_set)
+            host = JobHost(replace(request.folders, input=given, output=made), self)
             self._compare(request, host)
             start = time.perf_counter()
             run_workflow(request.workflow, host)
@@ -201,5 +183,5 @@ def _keep(store: BatchStore, job: str, made: Path) -> list[str]:
     paths = sorted(path for path in made.rglob("*") if path.is_file())
     names = [f"{RESULTS}/{job}/{path.relative_to(made).as_posix()}" for path in paths]
     for name, path in zip(names, paths, strict=True):
-        store.add(name, path)
+        store.write(name, path)
     return names

@@ -27,9 +27,8 @@ from .files import parse_json
 from .hosts import place as places
 from .hosts import supervisor
 from .hosts.place import Place
-from .hosts.supervisor import ending_with_us
 from .hosts.together import RESTART
-from .line import records, trust
+from .line import records, trust, wire
 from .machine import fallbacks
 from .machine import record as machine_record
 from .model_spec import (

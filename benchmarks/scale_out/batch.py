@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from comfyui_tpu.fleet.cluster import RayWorkers
-from comfyui_tpu.fleet.driver import Driver, Limits, View
+from comfyui_tpu.fleet.driver import Driver, View
 from comfyui_tpu.fleet.jobs import JobTemplate, read_jobs
-from comfyui_tpu.fleet.ledger import Ledger
-from comfyui_tpu.fleet.messages import JobDone, Request, Status, Workers
-from comfyui_tpu.fleet.store import open_store
+from comfyui_tpu.fleet.messages import Request, Workers
+from comfyui_tpu.fleet.store import BatchStore
 from comfyui_tpu.fleet.worker import Actor
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless.changes import make_tiny, read_json
@@ -31,11 +30,8 @@ _HEIGHTS = range(64, 721, 16)
 class StubActor(Actor):
     """With jobs that take no time."""
 
-    def __init__(self, name: str) -> None:
-        self._name, self._status = name, Status()
-
-    def run(self, request: Request) -> JobDone:
-        return keep(self._name, request)
+    def run(self, request: Request) -> dict[str, Any]:
+        return keep(self.name, request)
 
 
 def lines(count: int, sizes: int) -> list[str]:
@@ -57,17 +53,17 @@ def measure(count: int, sizes: int, workers: Workers, out: Path) -> None:
     before_mib, begun = peak_mib(), time.perf_counter()
     jobs = read_jobs(recipe, lines(count, sizes), "lines")
     read = time.perf_counter()
-    ledger = Ledger(open_store(str(out)))
-    ledger.open()
-    ended = Driver(recipe, jobs, ledger, workers, limits=Limits(), view=View()).run()
+    store = BatchStore(str(out))
+    with store.driven():
+        ended = Driver(recipe, jobs, store, workers, 3, View()).run()
     ran = time.perf_counter()
     assert ended.done == count
     print(f"{count} jobs, {sizes} sizes")
     print(f"  reading and checking  {read - begun:7.2f} s  {(read - begun) / count * 1e3:6.3f} ms a job")
     print(f"  driving               {ran - read:7.2f} s  {(ran - read) / count * 1e3:6.3f} ms a job")
-    again = Ledger(open_store(str(out)))
-    again.open()
-    Driver(recipe, jobs, again, Inline([]), limits=Limits(), view=View()).run()
+    again = BatchStore(str(out))
+    with again.driven():
+        Driver(recipe, jobs, again, Inline([]), 3, View()).run()
     print(f"  a second call         {time.perf_counter() - ran:7.2f} s")
     print(
         f"  memory of the driver  {peak_mib():7.0f} MiB at most, of it {peak_mib() - before_mib:.0f} MiB for the jobs"

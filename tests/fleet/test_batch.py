@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from comfyui_tpu.cli import batch
 from comfyui_tpu.cli import main as cli
-from comfyui_tpu.fleet import driver, slices
+from comfyui_tpu.fleet import cluster, driver
+from comfyui_tpu.fleet.cluster import Slice
 from comfyui_tpu.fleet.driver import MOST_IN_A_ROW, BatchNumbers, Doing
-from comfyui_tpu.fleet.messages import JOBS_FAULT, JobDone, JobFailed, Lost, Request, Status
+from comfyui_tpu.fleet.messages import JOBS_FAULT, JobFailed, Lost, Request, Status
 from comfyui_tpu.fleet.queue import MOST, Group, Job, Queue
-from comfyui_tpu.fleet.slices import Slice
-from comfyui_tpu.fleet.store import open_store
+from comfyui_tpu.fleet.store import BatchStore
 from comfyui_tpu.tests.support.fake_ray import machine
 from comfyui_tpu.tests.support.fleet import PACK, SMALLEST, WORKFLOW, Inline, keep, prompts
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
@@ -64,8 +64,8 @@ def test_each_job_runs_once_and_a_second_call_only_what_is_new(run, tmp_path: Pa
 
 
 def test_a_job_that_fails_three_times_is_set_aside_and_the_rest_goes_on(run, tmp_path: Path, capsys):
-    def body(worker: str, request: Request) -> JobDone | JobFailed:
-        return keep(worker, request) if request.line != 2 else JobFailed(job=request.job, error="no such")
+    def body(worker: str, request: Request) -> dict[str, Any] | JobFailed:
+        return keep(worker, request) if request.line != 2 else JobFailed(error="no such")
 
     workers = Inline(["a", "b"], body)
     assert run(workers, 5) == 1 and workers.runs == {1: 1, 2: 3, 3: 1, 4: 1, 5: 1}
@@ -83,7 +83,7 @@ def test_a_job_that_fails_three_times_is_set_aside_and_the_rest_goes_on(run, tmp
 def test_a_worker_that_goes_away_is_not_the_jobs_failure(run, tmp_path: Path):
     times: Counter[int] = Counter()
 
-    def body(worker: str, request: Request) -> JobDone:
+    def body(worker: str, request: Request) -> dict[str, Any]:
         times[request.line] += 1
         # The second time its results are there already.
         if request.line == 1 and times[1] <= 5:
@@ -98,7 +98,7 @@ def test_a_worker_that_goes_away_is_not_the_jobs_failure(run, tmp_path: Path):
     assert workers.runs == {1: 6, 2: 1, 3: 1} and sorted(line["line"] for line in journal(tmp_path)) == [1, 2, 3]
 
 
-def goes_away(worker: str, request: Request) -> JobDone:
+def goes_away(worker: str, request: Request) -> dict[str, Any]:
     raise Lost("killed by SIGKILL")
 
 
@@ -112,16 +112,28 @@ def test_failures_are_counted_over_calls(run, tmp_path: Path):
     def interrupted(worker: str, request: Request) -> JobFailed:
         if workers.runs[1] == 2:
             workers.ctrl_c()
-        return JobFailed(job=request.job, error="bad", fault=JOBS_FAULT)
+        return JobFailed(error="bad", fault=JOBS_FAULT)
 
     workers = Inline(["a"], interrupted)
     assert run(workers, 1) == 130 and workers.runs == {1: 2}
-    last = Inline(["a"], lambda worker, request: JobFailed(job=request.job, error="bad", fault=JOBS_FAULT))
+    last = Inline(["a"], lambda worker, request: JobFailed(error="bad", fault=JOBS_FAULT))
     assert run(last, 1) == 1 and last.runs == {1: 1}
 
 
+def test_losses_are_counted_over_calls(run, tmp_path: Path):
+    def interrupted(worker: str, request: Request) -> dict[str, Any]:
+        if workers.runs[1] == 5:
+            workers.ctrl_c()
+            return JobFailed(error="cancelled", cancelled=True)
+        raise Lost("preempted")
+
+    workers = Inline(["a"], interrupted)
+    assert run(workers, 1) == 130
+    assert run(again := Inline(["a"], goes_away), 1) == 1 and again.runs == {1: 8}
+
+
 def test_a_broken_machine_stops_the_batch_before_everything_is_set_aside(run, capsys):
-    workers = Inline(["a"], lambda worker, request: JobFailed(job=request.job, error="the chips are taken"))
+    workers = Inline(["a"], lambda worker, request: JobFailed(error="the chips are taken"))
     assert run(workers, 30) == 2
     assert f"{MOST_IN_A_ROW} jobs in a row" in (said := capsys.readouterr().err) and "the chips are taken" in said
     assert workers.restarted and workers.runs.total() == MOST_IN_A_ROW
@@ -129,7 +141,7 @@ def test_a_broken_machine_stops_the_batch_before_everything_is_set_aside(run, ca
 
 
 def test_ctrl_c_stops_and_says_how_to_go_on(run, tmp_path: Path, capsys):
-    def body(worker: str, request: Request) -> JobDone:
+    def body(worker: str, request: Request) -> dict[str, Any]:
         if request.line == 2:
             workers.ctrl_c()
         return keep(worker, request)
@@ -206,7 +218,7 @@ def test_a_store_of_objects_keeps_the_same_state(run, tmp_path: Path, monkeypatc
     """In fsspec's memory, which as a bucket cannot be added to."""
     monkeypatch.setattr(sys.modules[__name__], "out", lambda folder: f"memory://batch-{folder.name}")
     assert run(Inline(["a"]), 3) == 0 and run(second := Inline(["a"]), 5) == 0 and second.runs == {4: 1, 5: 1}
-    store = open_store(out(tmp_path))
+    store = BatchStore(out(tmp_path))
     assert sorted(json.loads(line)["line"] for line in (store.read("journal.jsonl") or b"").splitlines()) == [
         1, 2, 3, 4, 5,
     ]  # fmt: skip
@@ -299,4 +311,4 @@ def test_a_slice_of_several_machines_counts_once_and_only_whole():
     four = [machine(4, "y", "4x4", "v6e-16") for _ in range(4)]
     others = [machine(0), machine(4), machine(4, alive=False), *(machine(4, "z", "4x4", "v6e-16") for _ in range(3))]
     whole = Slice(chips=4, hosts=4, name="y", topology="4x4", generation="v6e")
-    assert slices.found([one, *four, *others]) == [Slice(chips=8), Slice(chips=4), whole]
+    assert cluster.found([one, *four, *others]) == [Slice(chips=8), Slice(chips=4), whole]

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.cli import main as cli
-from comfyui_tpu.fleet import cluster, driver, slices
+from comfyui_tpu.fleet import cluster, driver
 from comfyui_tpu.fleet.cluster import RayWorker, RayWorkers
 from comfyui_tpu.fleet.messages import Lost, Request
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.tests.support.fake_ray import FakeRay, RayError, RayTaskError, machine
 from comfyui_tpu.tests.support.fleet import WORKFLOW, prompts
-from comfyui_tpu.tests.support.patience import PATIENCE_S, until
+from comfyui_tpu.tests.support.patience import until
 
 REQUEST = Request(job="1", line=1, workflow={}, folders=Folders(), out="", token="")
 ONE, PARTS = machine(4), [machine(4, "y", "2x4", "v6e-8") for _ in range(2)]
@@ -26,45 +26,60 @@ ONE, PARTS = machine(4), [machine(4, "y", "2x4", "v6e-8") for _ in range(2)]
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay([ONE, ONE])
     monkeypatch.setitem(sys.modules, "ray", fake)
-    monkeypatch.setattr(slices, "start", fake.start)
-    for module, name in ((cluster, "_LOOK_S"), (cluster, "_STATUS_S"), (driver, "_TICK_S")):
+    monkeypatch.setattr(cluster, "start", fake.start)
+    for module, name in ((cluster, "_LOOK_S"), (driver, "_TICK_S")):
         monkeypatch.setattr(module, name, 0.005)
     return fake
 
 
-def never() -> bool:
-    return False
+def answers(worker: RayWorker) -> bool:
+    """Whether a worker may be given a job."""
+    try:
+        worker.begin().result()
+    except RayError as error:
+        assert worker.lost(error, is_running=False) is None
+        return False
+    return True
 
 
 def run(worker: RayWorker) -> Any:
-    return worker.run(REQUEST, lambda status: None, never)
+    try:
+        return worker.call("run", REQUEST).result()
+    except RayError as error:
+        lost = worker.lost(error, is_running=True)
+        assert lost is not None
+        raise lost from None
 
 
 def test_a_worker_that_is_gone_while_it_waits_is_not_taken_for_one_that_is_there(ray: FakeRay):
     """Else it is given a job, which then waits until Ray notices: a minute, if the machine says nothing any more."""
     one, other = RayWorkers("fake").found()
-    one.wait(never)
-    other.wait(never)
+    assert answers(one) and answers(other)
     lost = ray.handles["slice-0"]
     lost.lose()
-    waiting = threading.Thread(target=one.wait, args=(never,))
-    waiting.start()
-    until(lambda: len(lost.calls) > 3)  # asked again and again, and not there
-    assert waiting.is_alive()
+    assert not answers(one) and not answers(one) and answers(other)
     lost.is_alive = True
-    waiting.join(PATIENCE_S)
-    assert not waiting.is_alive()
+    assert answers(one)
+
+
+def test_a_worker_that_ray_does_not_start_again_is_started_in_its_place(ray: FakeRay):
+    worker, _ = RayWorkers("fake").found()
+    first = ray.handles["slice-0"]
+    lost = worker.lost(RayError("The actor died: no module named so"), is_running=False)
+    assert lost is not None
+    assert "does not start: The actor died: no module named so Is the pack installed on every machine" in str(lost)
+    assert not first.is_alive and ray.handles["slice-0"] is not first and answers(worker)
 
 
 def test_a_worker_that_is_gone_with_a_job_says_so_and_can_be_asked_again(ray: FakeRay):
     worker, _ = RayWorkers("fake").found()
-    worker.wait(never)
+    assert answers(worker)
     handle = ray.handles["slice-0"]
     threading.Thread(target=lambda: until(lambda: handle.open("run")) and handle.lose()).start()
     with pytest.raises(Lost, match="The node died"):
         run(worker)
     handle.is_alive = True
-    worker.wait(never)
+    assert answers(worker)
 
 
 def test_a_cluster_that_does_not_answer_once_is_asked_again(ray: FakeRay, monkeypatch: pytest.MonkeyPatch):
@@ -74,7 +89,7 @@ def test_a_cluster_that_does_not_answer_once_is_asked_again(ray: FakeRay, monkey
         until(lambda: time.monotonic() > workers._looked + 0.01)
         assert [one.name for one in workers.found()] == ["slice-0", "slice-1"]
     ray.machines = [ONE, ONE, ONE]
-    assert [one.name for one in until(workers.found)] == ["slice-2"]
+    until(lambda: [one.name for one in workers.found()] == ["slice-0", "slice-1", "slice-2"])
 
 
 def fails(error: Exception) -> None:
@@ -104,7 +119,7 @@ def test_a_worker_whose_job_cannot_even_be_read_is_lost_with_it_and_there_again(
     threading.Thread(target=fail).start()
     with pytest.raises(Lost, match="no module named so"):
         run(worker)
-    worker.wait(never)
+    assert answers(worker)
 
 
 def test_a_batch_goes_on_when_a_slice_of_several_hosts_that_has_nothing_to_do_loses_one(ray: FakeRay, tmp_path: Path):
@@ -120,7 +135,10 @@ def test_a_batch_goes_on_when_a_slice_of_several_hosts_that_has_nothing_to_do_lo
         ray.machines = [ONE, PARTS[0]]
         yield
         one.lose()  # its job waits again, and nobody else is there
-        yield
+        given = len(one.requests)
+        for _ in range(5):
+            yield
+            assert len(one.requests) == given  # it does not answer
         one.is_alive = True
         while not one.open("run"):
             yield

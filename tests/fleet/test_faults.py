@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import pytest
 from comfyui_tpu.cli import batch
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.fleet import driver, worker
-from comfyui_tpu.fleet.messages import JOBS_FAULT, PLACES_FAULT, JobDone, JobFailed, Lost, Request
+from comfyui_tpu.fleet.messages import JOBS_FAULT, PLACES_FAULT, JobFailed, Lost, Request
 from comfyui_tpu.fleet.worker import Actor
-from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, keep, prompts
+from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, came, keep, prompts
 from comfyui_tpu.tests.support.patience import until
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.models import spec_for_family
@@ -43,15 +44,19 @@ def kept(folder: Path, kind: str) -> int:
     return len(list((folder / "out" / kind).glob("*")))
 
 
+def fails(error: Exception) -> None:
+    raise error
+
+
 def broken(request: Request, fault: str = "") -> JobFailed:
-    return JobFailed(job=request.job, error="the chips are taken", fault=fault)
+    return JobFailed(error="the chips are taken", fault=fault)
 
 
 @pytest.mark.parametrize("fault", ["", PLACES_FAULT])
 def test_three_good_machines_and_a_bad_one_do_all(run: Any, tmp_path: Path, fault: str):
     """Failures were counted over all machines: the batch stopped with nothing done."""
 
-    def body(name: str, request: Request) -> JobDone | JobFailed:
+    def body(name: str, request: Request) -> dict[str, Any] | JobFailed:
         return broken(request, fault) if name == "bad" else keep(name, request)
 
     workers = Inline(["bad", "a", "b", "c"], body)
@@ -82,7 +87,7 @@ def test_the_models_folder_moved_away_in_the_middle_sets_nothing_aside(
             raise ValueError(f"Wan 2.1 T2V 14B: model_id is {folder}; there is no such folder")
         (host.folders.output / "prompt.txt").write_text(workflow["1"]["inputs"]["prompt"])
 
-    def body(name: str, request: Request) -> JobDone | JobFailed:
+    def body(name: str, request: Request) -> dict[str, Any] | JobFailed:
         runs.append(request.line)
         if len(runs) == 3:
             folder.rename(away)
@@ -95,7 +100,7 @@ def test_the_models_folder_moved_away_in_the_middle_sets_nothing_aside(
     assert run(Inline(["a"], body), 40, *model) == 0
     assert kept(tmp_path, "done") == 40 and not kept(tmp_path, "failed") and not kept(tmp_path, "tries")
 
-    def gone(name: str, request: Request) -> JobDone | JobFailed:
+    def gone(name: str, request: Request) -> dict[str, Any] | JobFailed:
         if folder.is_dir():
             folder.rename(away)
         return real.run(request)
@@ -156,10 +161,10 @@ def test_a_temporary_folder_is_locked_before_others_can_find_it(tmp_path: Path, 
 def test_a_worker_that_never_starts_ends_the_batch_with_its_sentence(run: Any, tmp_path: Path, capsys: Any):
     workers, starts = Inline(["a"]), []
 
-    def vain(is_over: Any) -> None:
+    def vain() -> Future:
         starts.append(1)
-        raise Lost("the worker on this machine does not start: exit code 3", started=False)
+        return came(lambda: fails(Lost("the worker on this machine does not start: exit code 3")))
 
-    workers._new[0].wait = vain
+    workers.all[0].begin = vain
     assert run(workers, 3, "--tiny") == 2 and len(starts) == driver._VAIN_STARTS and not workers.runs
     assert "does not start: exit code 3" in capsys.readouterr().err and not kept(tmp_path, "tries")

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_tpu.fleet import jobs
-from comfyui_tpu.fleet.jobs import MOST_PROBLEMS, JobTemplate, Prepared, read_jobs, with_tries
-from comfyui_tpu.fleet.ledger import Tries
+from comfyui_tpu.fleet.jobs import MOST_PROBLEMS, JobTemplate, Prepared, read_jobs
 from comfyui_tpu.fleet.messages import Mark
 from comfyui_tpu.nodes.declare import Folders, Node
 from comfyui_tpu.nodes.headless.changes import make_tiny
@@ -136,12 +135,6 @@ def test_what_is_wrong_is_listed_by_line_up_to_a_number(recipe: JobTemplate):
         ValueError, match=r'^the file has no jobs; each line must be a JSON object such as {"2.seed": 7}'
     ):
         read_jobs(recipe, [" ", ""], "the file")
-
-
-def test_jobs_keep_what_is_known_of_earlier_calls(recipe: JobTemplate):
-    first, second = read_jobs(recipe, [line(**{"2_seed": 1}), line(**{"2_seed": 2})], "jobs")
-    known, own = Tries(losses=2), first.tries
-    assert [job.tries for job in with_tries([second, first], {second.id: known})] == [known, own]
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------

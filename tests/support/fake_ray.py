@@ -3,15 +3,14 @@
 Each look at the machines is one turn of the script.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from ...fleet import slices
+from ...fleet.cluster import Slice
 from ...fleet.messages import Request, Status
-from ...fleet.slices import Slice
 from .fleet import keep
 
 _MOST_TURNS = 100_000
@@ -57,8 +56,8 @@ class Handle:
         self.requests += arguments
         if not self.is_alive:
             reference.fails(ActorUnavailableError("The actor is restarting"))
-        elif method in ("ready", "status"):
-            reference.set_result(Status() if method == "status" else None)
+        elif method == "status":
+            reference.set_result(Status())
         return reference
 
     def open(self, method: str) -> list[Reference]:
@@ -92,10 +91,10 @@ class FakeRay:
     def play(self, script: Iterator[None]) -> None:
         self._script = script
 
-    def start(self, place: Slice, actor: type, name: str) -> slices.Started:
-        """As `fleet.slices.start`."""
+    def start(self, place: Slice, actor: type, name: str) -> tuple[Handle, Callable[[], None]]:
+        """As `fleet.cluster.start`."""
         handle = self.handles[name] = Handle(name)
-        return slices.Started(handle=handle, stop=handle.lose)
+        return handle, handle.lose
 
     def init(self, **_: Any) -> None: ...
     def shutdown(self) -> None: ...

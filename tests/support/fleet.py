@@ -3,18 +3,16 @@
 import json
 import os
 import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from ...fleet.ledger import DONE, RESULTS
-from ...fleet.messages import JobDone, JobFailed, Request, Status, Worker, Workers
-from ...fleet.store import open_store
+from ...fleet.messages import JobFailed, Lost, Request, Status, Worker, Workers
+from ...fleet.store import DONE, RESULTS, BatchStore
 from ...fleet.worker import Actor
-from .patience import until
 
 PACK = Path(__file__).parents[2]
 WORKFLOW = PACK / "examples" / "api" / "wan21_t2v_720p.json"
@@ -29,14 +27,14 @@ def prompts(path: Path, count: int, **more: Any) -> Path:
     return path
 
 
-def keep(worker: str, request: Request) -> JobDone:
+def keep(worker: str, request: Request) -> dict[str, Any]:
     """What a worker does when a job is done, with the prompt as its result."""
-    store = open_store(request.out)
+    store = BatchStore(request.out)
     name = f"{RESULTS}/{request.job}/prompt.txt"
     store.write(name, request.workflow["1"]["inputs"]["prompt"].encode())
     record = {"job": request.job, "state": DONE, "line": request.line, "files": [name], "worker": worker}
     store.write(f"{DONE}/{request.job}.json", json.dumps(record).encode())
-    return JobDone(job=request.job, record=record)
+    return record
 
 
 class InlineWorker(Worker):
@@ -45,16 +43,20 @@ class InlineWorker(Worker):
     def __init__(self, name: str, workers: "Inline") -> None:
         self.name, self._workers = name, workers
 
-    def wait(self, is_over: Callable[[], bool]) -> None: ...
+    def begin(self) -> Future:
+        return came(lambda: None)
 
-    def run(
-        self, request: Request, report: Callable[[Status], None], is_cancelled: Callable[[], bool]
-    ) -> JobDone | JobFailed:
-        with self._workers.lock:
-            self._workers.runs[request.line] += 1
-            self._workers.ran[self.name].append(request)
-            self._workers.is_cancelled = is_cancelled
-            return self._workers.body(self.name, request)
+    def call(self, method: str, *arguments: Any) -> Future:
+        return came(lambda: self._run(*arguments) if method == "run" else Status())
+
+    def _run(self, request: Request) -> dict[str, Any] | JobFailed:
+        self._workers.runs[request.line] += 1
+        self._workers.ran[self.name].append(request)
+        return self._workers.body(self.name, request)
+
+    def lost(self, error: Exception, is_running: bool) -> Lost:
+        assert isinstance(error, Lost), error
+        return error
 
     def restart(self) -> None:
         self._workers.restarted.append(self.name)
@@ -63,30 +65,37 @@ class InlineWorker(Worker):
 class Inline(Workers):
     """Workers in this process, which do one job after the other."""
 
-    def __init__(self, names: list[str], body: Callable[[str, Request], JobDone | JobFailed] = keep) -> None:
-        self.body, self.lock = body, threading.Lock()
+    def __init__(self, names: list[str], body: Callable[[str, Request], dict[str, Any] | JobFailed] = keep) -> None:
+        self.body = body
         self.runs: Counter[int] = Counter()  # by line
         self.ran: dict[str, list[Request]] = {name: [] for name in names}
         self.restarted: list[str] = []
-        self.is_cancelled: Callable[[], bool] = lambda: False
-        self._new = [InlineWorker(name, self) for name in names]
+        self.all = [InlineWorker(name, self) for name in names]
 
     def found(self) -> Sequence[InlineWorker]:
-        new, self._new = self._new, []
-        return new
+        return self.all
 
     def close(self) -> None: ...
 
     def ctrl_c(self) -> None:
-        """As if the user pressed it, until the driver knows: its thread is another than a worker's."""
+        """As if the user pressed it."""
         signal.raise_signal(signal.SIGINT)
-        until(self.is_cancelled)
+
+
+def came(work: Callable[[], Any]) -> Future:
+    """What has come of some work."""
+    future: Future = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+    return future
 
 
 class Stub(Actor):
     """Needs a moment for each job; it notes each as it begins."""
 
-    def run(self, request: Request) -> JobDone | JobFailed:
+    def run(self, request: Request) -> dict[str, Any] | JobFailed:
         with (Path(request.out) / "begun.txt").open("a") as file:
             file.write(f"{request.job} {os.getpid()}\n")
         time.sleep(0.05)
@@ -96,13 +105,13 @@ class Stub(Actor):
 class Stepping(Actor):
     """Its second job has steps without end, until it is cancelled; begun again it has none."""
 
-    def run(self, request: Request) -> JobDone | JobFailed:
+    def run(self, request: Request) -> dict[str, Any] | JobFailed:
         begun = Path(request.out) / "begun.txt"
         if request.line != 2 or begun.exists():
             return keep("stepping", request)
         begun.touch()
         step = 0
-        while not self._is_cancelled.wait(0.05):
+        while not self.is_cancelled.wait(0.05):
             step += 1
-            self._report(Status(node="Sampler", done=step, total=10**6, unit="step"))
-        return JobFailed(job=request.job, error="cancelled", cancelled=True)
+            self.now = Status(node="Sampler", done=step, total=10**6, unit="step")
+        return JobFailed(error="cancelled", cancelled=True)

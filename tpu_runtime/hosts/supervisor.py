@@ -1,5 +1,6 @@
 """Keeps a process of several running: all end when one is gone, and each has somebody who starts it again."""
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -7,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from .distributed import SUPERVISED
 from .together import RESTART
@@ -45,16 +47,15 @@ def keep(command: Sequence[str], environment: Mapping[str, str], *, always: bool
     missed: list[int] = []  # while there is no process to tell: while `Popen` is starting it
     process: subprocess.Popen | None = None
 
-    def end(number: int, _: object) -> None:
+    def end(number: int, _: Any) -> None:
         asked.append(number)
         if process is None:
             missed.append(number)
         else:
             process.send_signal(number)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     pause_s = PAUSE_S
-    try:
+    with signals(end):
         while True:
             began = time.monotonic()
             # A group of its own: Ctrl-C would reach it twice.
@@ -75,9 +76,17 @@ def keep(command: Sequence[str], environment: Mapping[str, str], *, always: bool
             _sleep(pause_s, asked)
             if asked:
                 return 128 + asked[0]
+
+
+@contextlib.contextmanager
+def signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT call `handler`. For the main thread."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def _sleep(seconds: float, asked: Sequence[int]) -> None:
