@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,15 @@ from ..tpu_runtime import pipeline
 from ..tpu_runtime.pipeline import (
     STAGES,
     Expected,
-    Lora,
     ModelRef,
     Preview,
     cache_folder,
     choose_model,
     records,
     redact,
-    spec_by_name,
     spec_for_family,
     trim,
+    wire,
 )
 
 log = logging.getLogger(__name__)
@@ -95,27 +95,23 @@ class Stages:
             log.exception("%s cannot be understood", verb)
             raise ValueError(f"{verb}: the request cannot be understood ({error}).") from error
 
-    def _model(self, described: Mapping[str, Any], asker: Asker) -> ModelRef:
-        self.ran = str(described["model_id"])
-        loras = tuple(
-            Lora(path=str(lora_path(lora["digest"])), strength=float(lora["strength"]), expert=str(lora["expert"]))
-            for lora in described["loras"]
-        )
+    def _model(self, described: ModelRef, asker: Asker) -> ModelRef:
+        """A model of this machine, with LoRAs that were sent."""
+        self.ran = described.model_id
+        loras = tuple(replace(lora, path=str(lora_path(lora.path))) for lora in described.loras)
         return choose_model(
-            spec_by_name(described["name"]), described["model_id"], precision=described["precision"],
-            folders=self._models, loras=loras, progress=asker,
+            described.spec, described.model_id, precision=described.precision, folders=self._models, loras=loras,
+            progress=asker,
         )  # fmt: skip
 
-    def _stage(
-        self, name: str, asker: Asker, *, model: Mapping[str, Any], expected: Mapping[str, Any] | None, **given: Any
-    ) -> Any:
+    def _stage(self, name: str, asker: Asker, *, model: ModelRef, expected: Expected | None, **given: Any) -> Any:
         """One of the engine's stages, behind which what is `expected` to follow may be compiled."""
         chosen, generations = self._model(model, asker), []
         # Who asks may take a model that it does not have for another of its family.
-        if expected is not None and expected["name"] == chosen.spec_name:
-            if (settings := expected["settings"]) is not None:
-                chosen.spec.check_settings(settings)
-            generations.append(Expected(model=chosen, stages=tuple(expected["stages"]), settings=settings))
+        if expected is not None and expected.model.spec_name == chosen.spec_name:
+            if expected.settings is not None:
+                chosen.spec.check_settings(expected.settings)
+            generations.append(replace(expected, model=chosen))
         pipeline.expect_here(generations, progress=asker)
         return pipeline.run(name, chosen, asker, **given)
 
@@ -123,10 +119,9 @@ class Stages:
         spec = spec_for_family(family)
         return choose_model(spec, model_id, precision=precision, folders=self._models, progress=asker).spec_name
 
-    def _report_lora(self, asker: Asker, *, model: Mapping[str, Any]) -> str:
+    def _report_lora(self, asker: Asker, *, model: ModelRef) -> str:
         changed = self._model(model, asker)
-        base = self._model({**model, "loras": model["loras"][:-1]}, asker)
-        return pipeline.add_lora(base, changed.loras[-1], progress=asker)[1]
+        return pipeline.add_lora(replace(changed, loras=changed.loras[:-1]), changed.loras[-1], progress=asker)[1]
 
 
 def lora_path(digest: str) -> Path:
@@ -172,10 +167,10 @@ class Server:
     async def _speak(self, link: Any, hello: Mapping[str, Any], address: str) -> None:
         """One client's request. What comes behind it is the client's end."""
         self.clients += 1
-        asker, watch = Asker(link), None
+        asker, work, watch = Asker(link), None, None
         try:
             await link.say(records.Load(self.asking, self.stages.ran))
-            call = await link.get((records.Ask,), most_bytes=MOST_GIVEN)
+            call = await link.get((records.Ask,), wire.MODELS, MOST_GIVEN)
             problem = await _bring_all(link, call)
             self.asking += 1
             work = asyncio.get_running_loop().run_in_executor(self._one, self._run, call, asker, address, problem)
@@ -191,8 +186,8 @@ class Server:
         finally:
             asker.is_gone = True
             self.clients -= 1
+            self.asking -= work is not None
             if watch is not None:
-                self.asking -= 1
                 watch.cancel()
 
     def _run(self, call: Any, asker: Asker, address: str, problem: Exception | None) -> Any:
@@ -223,13 +218,13 @@ class Server:
 async def _bring_all(link: Any, call: Any) -> Exception | None:
     """Fetches the LoRAs of a request that are not here; what was wrong with that."""
     try:
-        model = call.arguments.get("model") or {"loras": ()}
-        for path in [lora_path(lora["digest"]) for lora in model["loras"]]:
+        model = call.arguments.get("model")
+        for path in [lora_path(lora.path) for lora in model.loras] if model else ():
             if path.is_file():
                 os.utime(path)  # least recently used ones leave
             else:
                 await _bring(link, path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         if isinstance(error, ConnectionError):
             raise
         return ValueError(f"the LoRA cannot be kept ({error}).")

@@ -186,6 +186,15 @@ def test_cancel_is_heard_while_a_lora_is_sent_and_leaves_no_part(
     until(lambda: not server.clients and not list(loras.glob("*")))
 
 
+def test_no_request_names_a_file_of_the_machine_that_serves(start: Callable[..., Server]):
+    """A LoRA is named by its digest, in the place of its path."""
+    asked = connect(start(Stages()))
+    model = ModelRef(spec_name="x", model_id="x", loras=(Lora(path="/etc/passwd", strength=1.0),))
+    asked.send(Ask("decode", {"model": model, "expected": None}))
+    assert asked.receive((Failed,)) == Failed("ValueError", "the LoRA cannot be kept ('/etc/passwd' is no SHA-256.).")
+    asked.close()
+
+
 @pytest.mark.parametrize("port", ["99999", "-1"])
 def test_a_port_that_cannot_be_is_a_sentence(port: str, capsys: pytest.CaptureFixture):
     assert cli.main(["serve", "--port", port]) == 2

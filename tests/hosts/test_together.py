@@ -14,7 +14,7 @@ import pytest
 from comfyui_tpu.tests.support.host import Cancelled, Host
 from comfyui_tpu.tests.support.hosts import free_port
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
-from comfyui_tpu.tpu_runtime.hosts import distributed, leader, terms
+from comfyui_tpu.tpu_runtime.hosts import distributed, members, terms
 from comfyui_tpu.tpu_runtime.hosts.follower import Follower
 from comfyui_tpu.tpu_runtime.hosts.leader import Leader
 from comfyui_tpu.tpu_runtime.hosts.place import Place
@@ -138,10 +138,10 @@ def test_what_an_attempt_had_loaded_is_free_for_the_next(pair: Pair):
 
 def test_a_host_that_is_gone_ends_the_stage_and_then_the_process(pair: Pair):
     pair.join()
-    pair.follower._send(Log("reading the last shard"))
+    pair.follower._link.tell(Log("reading the last shard"))
     with pair.leader.stage("denoise", {}, pair.host) as progress:
         pair.follower._link.close()
-        until(lambda: pair.leader._members.lost)
+        until(lambda: pair.leader.lost)
         with pytest.raises(
             HostsError, match=r"^Host 1 \(127\.0\.0\.1\) is gone \(it closed the connection\)\. Its log"
         ):
@@ -167,7 +167,7 @@ def test_who_logs_does_not_wait_for_the_line(pair: Pair, monkeypatch: pytest.Mon
 
 
 def test_a_stage_that_is_stuck_on_the_chips_is_told_too(pair: Pair, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(leader, "GRACE_S", 0.1)
+    monkeypatch.setattr(members, "GRACE_S", 0.1)
     pair.join()
     with pair.leader.stage("denoise", {}, pair.host):
         pair.follower._link.close()

@@ -119,8 +119,8 @@ class Slice:
         return steps, [one, other]
 
     def stays(self) -> bool:
-        there = [member.process for member in self.leader._members.all()]
-        return not self.ends and self.leader._members.lost is None and there == list(range(1, len(self.places)))
+        there = [member.process for member in self.leader.members()]
+        return not self.ends and self.leader.lost is None and there == list(range(1, len(self.places)))
 
 
 @pytest.fixture
@@ -140,9 +140,9 @@ def slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Slice]]:
     yield make
     monkeypatch.setattr(Leader, "_lost", lambda self, why: None)
     for one in made:
-        one.leader._members._door.close()
+        one.leader._door.close()
     # Before its way to end is the real one again.
-    until(lambda: all(follower._link._hearing.done() for one in made for follower in one.followers))
+    until(lambda: all(follower._hearing.done() for one in made for follower in one.followers))
     assert len(ends) == sum(len(one.followers) for one in made)
 
 
@@ -196,4 +196,4 @@ def test_a_minute_of_strangers_costs_little_and_no_true_member_leaves(slices: Ca
     print(f"grown by {grown / 2**20:.0f} MiB; {steps} steps; {at_serve}, {at_leader}, {sorted(false.given.values())}")
     assert grown < MOST_GROWTH, f"{grown / 2**20:.0f} MiB"
     assert at_serve["101"] and at_serve["401"] and at_leader["409"] and at_leader["401"]
-    assert led.stays() and looking.stays() and not led.leader._members._refused
+    assert led.stays() and looking.stays() and not led.leader._refused

@@ -148,7 +148,7 @@ def test_sending_may_be_given_up(echo: Echo):
 
     one._line.send_bytes = stuck
     with pytest.raises(Cancelled):
-        one.send_piece(b"x", look)
+        link.run(one.put("", b"x"), look)
     hanging.cancel()
 
 

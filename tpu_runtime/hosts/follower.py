@@ -7,16 +7,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from ..line import wire
 from ..line.link import Gone, MachineLink, Refused, connect
 from ..line.records import Answer, Ask, AskRows, At, Begin, Bye, ChipRows, Ended, Log, Stop, Text
 from ..line.trust import Address
-from ..progress import Progress, Silent
+from ..progress import Progress, Silent, in_daemon
 from . import distributed, terms
 from .place import Place
-from .together import RESTART, Elsewhere, Ending, Result, Stopped, Together
+from .together import RESTART, Ending, Result, Several, Stopped, Together
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +25,10 @@ PAUSE_S = 1.0
 # What the leader asks for between stages, methods of the engine. Whatever else it asks for is a stage.
 REQUESTS = ("expect", "free", "free_titled")
 # More than any argument of a stage has, or what a leader decides.
-_MOST_BYTES = 2**34
+_MOST_BYTES, _SAID = 2**34, (Answer, AskRows, Bye, Ask, Stop)
 
 
-class Follower(Together):
+class Follower(Several):
     """As soon as the leader is gone the process ends, with `RESTART`."""
 
     is_leader = False
@@ -37,7 +38,7 @@ class Follower(Together):
         self._said: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._is_stopped = threading.Event()
         self._link: Any = None
-        self._answering = threading.Thread()
+        self._answering: Future | None = None
         self.own_rows: Callable[[], list[dict[str, Any]]] = list
 
     def join(self) -> None:
@@ -52,8 +53,7 @@ class Follower(Together):
             raise Refused(f"The leader does not begin: {first.why}.")
         terms.take_over(first.environment)
         log.info("Joining %d hosts", self._place.count)
-        gone: Callable[[str], None] = lambda why: self._end(f"the leader is gone ({why})")  # noqa: E731
-        self._link.hear(self._take, gone, (Answer, AskRows, Bye, Ask, Stop), wire.MODELS, _MOST_BYTES)
+        self._hearing = in_daemon(self._hear, "comfyui-tpu-follower")
         logging.getLogger(__name__.partition(".")[0]).addHandler(_ToLeader(self._link))
         distributed.start(self._place)
 
@@ -77,13 +77,20 @@ class Follower(Together):
                 said = True
                 time.sleep(PAUSE_S)
 
+    def _hear(self) -> None:
+        """Takes what the leader says, until it is gone."""
+        try:
+            while True:
+                self._take(self._link.receive(_SAID, values=wire.MODELS, most_bytes=_MOST_BYTES))
+        except Gone as error:
+            self._end(f"the leader is gone ({error})")
+
     def _take(self, message: Any) -> None:
         if isinstance(message, Bye):
             self._end(message.why)
         elif isinstance(message, AskRows):
-            if not self._answering.is_alive():  # a chip may hang
-                self._answering = threading.Thread(target=lambda: self._send(ChipRows(self.own_rows())), daemon=True)
-                self._answering.start()
+            if self._answering is None or self._answering.done():  # a chip may hang
+                self._answering = in_daemon(lambda: self._link.tell(ChipRows(self.own_rows())), "comfyui-tpu-rows")
         else:
             if isinstance(message, Stop):
                 self._is_stopped.set()
@@ -95,42 +102,23 @@ class Follower(Together):
         logging.shutdown()
         os._exit(RESTART)
 
-    def _send(self, message: Any) -> None:
-        with contextlib.suppress(Gone):  # the process ends
-            self._link.send(message)
-
     # -- see `Together`; announcing is the leader's ------------------------------------------------------------------
 
     def stage(
         self, name: str, arguments: Mapping[str, Any], progress: Progress
     ) -> contextlib.AbstractContextManager[Progress]:
-        return contextlib.nullcontext(_Reporting(self._send, self._is_stopped))
+        return contextlib.nullcontext(_Reporting(self._link, self._is_stopped))
 
-    def attempt(self, work: Callable[[], Result], ending: Callable[[BaseException], Ending]) -> Result:
-        error: BaseException | None = None
-        result, own = None, None
-        try:
-            try:
-                result = work()
-            except Stopped as stopped:
-                error = stopped
-            except BaseException as raised:
-                error, own = raised, ending(raised)
-            self._send(Ended(own, str(error)))
-            verdict: Ending | None = self._next("verdict")
-            self._is_stopped.clear()
-            if error is not None and own is not None and own == verdict:
-                raise error
-            if verdict is not None:
-                raise Elsewhere(verdict, "another host's attempt did not succeed")
-            return result  # pyright: ignore[reportReturnType] - `work` gave it, or nobody needs it
-        finally:
-            error = None  # its traceback holds this frame, and arrays: the circle would keep these on the chips
+    def _verdict(self, own: Ending | None, error: BaseException | None) -> tuple[Ending | None, str]:
+        self._link.tell(Ended(own, str(error)))
+        verdict = self._next("verdict")
+        self._is_stopped.clear()
+        return verdict, "another host's attempt did not succeed"
 
     def agree(self, what: str, state: Any = None) -> bool:
         if self._is_stopped.is_set():
             raise Stopped
-        self._send(At(what, state))
+        self._link.tell(At(what, state))
         return self._next("go")
 
     def decide(self, value: Result) -> Result:
@@ -149,12 +137,12 @@ class Follower(Together):
 class _Reporting(Silent):
     """Tells the leader what a stage does here, and ends it when the leader says so."""
 
-    def __init__(self, send: Callable[[Any], None], is_stopped: threading.Event) -> None:
-        self._send, self._is_stopped = send, is_stopped
+    def __init__(self, link: MachineLink, is_stopped: threading.Event) -> None:
+        self._link, self._is_stopped = link, is_stopped
 
     def text(self, message: str) -> None:
         log.info("%s", message)
-        self._send(Text(message))
+        self._link.tell(Text(message))
 
     def check_cancelled(self) -> None:
         if self._is_stopped.is_set():

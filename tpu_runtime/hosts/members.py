@@ -1,25 +1,33 @@
 """The followers of a leader: taken in where they fit, heard, told things, and lost."""
 
+import asyncio
+import contextlib
 import logging
+import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from .. import versions
 from ..line import wire
 from ..line.link import Door, Gone, MachineLink
 from ..line.records import At, Begin, Bye, ChipRows, Ended, Log, Text
-from ..progress import Progress
+from ..progress import Preview, Progress, in_daemon
 from . import distributed, terms
 from .place import Place
-from .together import HostsError
+from .together import Elsewhere, HostsError, Several
 
 log = logging.getLogger(__name__)
 
 # How long a prompt waits for followers that are not here yet.
 LATE_S = 45.0
+# How long a host may take to end an attempt that is over: then it is stuck in a program that others have left.
+STUCK_S = 30.0
+# How long a stage may take to end by itself once a host is gone.
+GRACE_S = 5.0
 _HEARD, _LOG_LINES, _MOST_TEXT = (At, Ended, Log, ChipRows, Text), 5, 200
 
 
@@ -31,10 +39,8 @@ class Member:
         self.text = ""
         self.log: deque[str] = deque(maxlen=_LOG_LINES)
         self.rows: list[dict[str, Any]] = []
-        self.ended: Ended | None = None
         self._name = f"{process} ({address})"
-        self._said: deque[At] = deque()
-        self._changed = threading.Condition()
+        self.forget_attempt()
 
     def __str__(self) -> str:
         return f"host {self._name}"
@@ -44,12 +50,6 @@ class Member:
         """At the start of a sentence."""
         return f"Host {self._name}"
 
-    def tell(self, message: Any) -> None:
-        try:
-            self.link.send(message)
-        except Gone as error:
-            log.debug("%s: %s", self, error)  # who hears it says so
-
     def hear(self, message: Any) -> None:
         if isinstance(message, Text):
             self.text = message.text
@@ -57,55 +57,71 @@ class Member:
             self.log.append(message.text)
         elif isinstance(message, ChipRows):
             self.rows = message.rows
+        elif isinstance(message, Ended):
+            self.ended = message
+            self._said.put(None)
         else:
-            with self._changed:
-                if isinstance(message, Ended):
-                    self.ended = message
-                else:
-                    self._said.append(message)
-                self._changed.notify_all()
+            self._said.put(message)
 
     def next(self, timeout_s: float) -> At | None:
         """What it said next within this attempt; None after a while, or once the attempt ended there."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._said or self.ended, timeout_s)
-            return self._said.popleft() if self._said else None
+        with contextlib.suppress(queue.Empty):
+            return self._said.get(timeout=timeout_s)
 
-    def failure(self) -> Ended | None:
-        """Its last word of an attempt that failed there."""
+    def failure(self) -> Elsewhere | None:
+        """Of an attempt that failed there."""
         ended = self.ended
-        return ended if ended and ended.ending else None
+        return Elsewhere(ended.ending, f"{self.title}: {ended.error}") if ended and ended.ending else None
 
     def forget_attempt(self) -> None:
-        with self._changed:
-            self.ended = None
-            self._said.clear()
+        self.ended: Ended | None = None
+        self._said: queue.SimpleQueue[At | None] = queue.SimpleQueue()
 
 
-class Members:
-    """All of them. `lost` is called with the reason when one is gone after all began, `failed` when an attempt of one
-    failed.
+@dataclass(frozen=True, kw_only=True)
+class _Guarded:
+    """A host's progress that also ends when another host fails or is gone."""
+
+    inner: Progress
+    check: Callable[[], None]
+
+    def text(self, message: str) -> None:
+        self.inner.text(message)
+
+    def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
+        self.inner.step(done, total, unit, preview)
+
+    def check_cancelled(self) -> None:
+        self.check()
+        self.inner.check_cancelled()
+
+
+class Members(Several):
+    """All of them. `end` is called with a sentence, in a thread of its own, when one is gone and the process must be
+    started again; with the progress of the stage if that is stuck on the chips, which nothing can interrupt.
     """
 
-    def __init__(self, place: Place, lost: Callable[[str], None], failed: Callable[[Member, Ended], None]) -> None:
-        self._place, self._on_lost, self._on_failed = place, lost, failed
+    def __init__(self, place: Place, end: Callable[[str, Progress | None], None]) -> None:
+        self._place, self._end = place, end
         self._found: dict[int, Member] = {}
         self._refused: dict[str, str] = {}
         self._begun = False
         self._door: Door | None = None
+        self._running: _Guarded | None = None
         self._changed = threading.Condition()
         self.lost: str | None = None
 
-    def all(self) -> list[Member]:
+    def members(self) -> list[Member]:
         return [self._found[process] for process in sorted(self._found)]
 
-    def tell(self, message: Any) -> None:
-        for member in self.all():
-            member.tell(message)
+    def _tell(self, message: Any) -> None:
+        for member in self.members():
+            member.link.tell(message)  # who hears it says that it is gone
 
     # -- taking in -----------------------------------------------------------------------------------------------------
 
     def listen(self) -> None:
+        """Takes followers in from now on."""
         if self._door is not None:
             return
         versions.source_digest()  # reads the pack's source, before anybody waits for it
@@ -119,7 +135,7 @@ class Members:
                 "End what uses it, or choose another port."
             ) from None
 
-    def gather(self, progress: Progress) -> None:
+    def _gather(self, progress: Progress) -> None:
         """Waits for all, then begins; raises `HostsError` for those that are missing or do not fit."""
         with self._changed:
             self._refused.clear()  # one that was fixed since comes again
@@ -141,11 +157,11 @@ class Members:
             with self._changed:
                 self._changed.wait(1.0)
         progress.text(f"Joining {self._place.count} hosts")
-        self.tell(Begin(terms.environment()))
+        self._tell(Begin(terms.environment()))
         try:
             distributed.start(self._place)
         except RuntimeError as error:
-            self._on_lost(f"The hosts could not be joined ({str(error).partition(chr(10))[0]}).")
+            self._lost(f"The hosts could not be joined ({str(error).partition(chr(10))[0]}).")
             raise HostsError(str(self.lost)) from error
 
     def _missing(self) -> list[int]:
@@ -180,8 +196,6 @@ class Members:
             self._changed.notify_all()
         return problem
 
-    # -- hearing, and losing -------------------------------------------------------------------------------------------
-
     async def _hear(self, link: MachineLink, hello: Mapping[str, Any], address: str) -> None:
         member = Member(int(hello["process"]), address, link)
         with self._changed:
@@ -194,9 +208,41 @@ class Members:
                 message = await link.get(_HEARD, wire.SETTINGS)
                 member.hear(message)
                 if isinstance(message, Ended) and message.ending:
-                    self._on_failed(member, message)
+                    asyncio.get_running_loop().call_later(STUCK_S, self._look_after, member, message)
         except Gone as error:
             self._gone(member, str(error))
+
+    # -- hosts that are gone -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _at_work(self, progress: Progress) -> Iterator[_Guarded]:
+        """While the stage's thread is told of hosts that are gone; if it is stuck, its progress is."""
+        self._raise_if_lost()
+        self._running = _Guarded(inner=progress, check=self._check)
+        try:
+            yield self._running
+        finally:
+            with self._changed:
+                self._running = None
+                self._changed.notify_all()
+
+    def _check(self) -> None:
+        """For the stage's thread: raises where it need not go on."""
+        self._raise_if_lost()
+        for member in self.members():
+            if (failure := member.failure()) is not None:
+                raise failure
+
+    def _raise_if_lost(self, cause: BaseException | None = None, within_s: float = 0.0) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.lost, within_s)
+        if self.lost is not None:
+            raise HostsError(self.lost) from cause
+
+    def _look_after(self, member: Member, message: Ended) -> None:
+        """An attempt failed there. If this process waits for it on the chips, nothing else ends that."""
+        if member.ended is message:
+            self._lost(f"{member.title} failed: {message.error}")
 
     def _gone(self, member: Member, why: str) -> None:
         with self._changed:
@@ -205,18 +251,22 @@ class Members:
                 log.warning("%s is gone: %s", member, why)
                 return
         last = f" Its log ended: {' | '.join(member.log).rstrip('.')}." if member.log else ""
-        self._on_lost(f"{member.title} is gone ({why}).{last}")
+        self._lost(f"{member.title} is gone ({why}).{last}")
 
-    def lose(self, why: str) -> bool:
-        """From now on nothing can run here; False if that was so before."""
+    def _lost(self, why: str) -> None:
+        """From now on nothing can run here, and the process ends."""
         with self._changed:
             if self.lost is not None:
-                return False
+                return
             self.lost = f"{why} {distributed.what_now()}"
             self._changed.notify_all()
-        self.tell(Bye(why))
-        return True
+        for member in self.members():
+            member.link.post(Bye(why))  # one may be stuck
+        in_daemon(lambda: self._end_all(f"{self.lost}"), "comfyui-tpu-hosts-end")
 
-    def wait_lost(self, timeout_s: float) -> None:
+    def _end_all(self, sentence: str) -> None:
+        log.error("%s", sentence)
         with self._changed:
-            self._changed.wait_for(lambda: self.lost, timeout_s)
+            self._changed.wait_for(lambda: self._running is None, GRACE_S)
+            running = self._running
+        self._end(sentence, running.inner if running else None)

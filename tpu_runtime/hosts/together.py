@@ -70,6 +70,35 @@ class Together:
         return []
 
 
+class Several(Together):
+    """Hosts of which this process is one: an attempt ends on all of them in the same way."""
+
+    def attempt(self, work: Callable[[], Result], ending: Callable[[BaseException], Ending]) -> Result:
+        error: BaseException | None = None
+        result, own = None, None
+        try:
+            try:
+                result = work()
+                self._wait_for_ends()
+            except BaseException as raised:
+                error, own = raised, None if isinstance(raised, Elsewhere | Stopped) else ending(raised)
+            verdict, sentence = self._verdict(own, error)
+            if error is not None and own is not None and own == verdict:
+                raise error
+            if verdict is not None:
+                raise Elsewhere(verdict, sentence)
+            return result  # pyright: ignore[reportReturnType] - `work` gave it, or nobody needs it
+        finally:
+            error = None  # its traceback holds this frame, and arrays: the circle would keep these on the chips
+
+    def _wait_for_ends(self) -> None:
+        """Until the attempt has ended on the others, where this one waits for them."""
+
+    def _verdict(self, own: Ending | None, error: BaseException | None) -> tuple[Ending | None, str]:
+        """The gravest ending of all, and the sentence of a host that has it; this one's is `own`, of `error`."""
+        raise NotImplementedError
+
+
 def gravest(endings: Iterable[Ending | None]) -> Ending | None:
     found = set(endings)
     return next((ending for ending in ENDINGS if ending in found), None)

@@ -31,7 +31,6 @@ HEARTBEAT_S = 20.0
 LATE_S, MOST_STRANGERS, WRONG_S = 10.0, 64, 1.0
 _PATH, _HELLO, _REFUSED = "/line", "X-Hello", "X-Refused"
 _PIECE, _AHEAD, _LOOK_S = 2**20, 16, 0.1
-_THREAD = "comfyui-tpu-line"
 _CLOSED = "it closed the connection"
 # What aiohttp raises where the other end is gone.
 _ERRORS = (OSError, RuntimeError, aiohttp.ClientError)
@@ -55,7 +54,7 @@ def loop() -> asyncio.AbstractEventLoop:
     with _starting:
         if _loop is None:
             _loop = asyncio.new_event_loop()
-            threading.Thread(target=_loop.run_forever, name=_THREAD, daemon=True).start()
+            threading.Thread(target=_loop.run_forever, name="comfyui-tpu-line", daemon=True).start()
         return _loop
 
 
@@ -89,25 +88,24 @@ class MachineLink:
             await self._frames.put(frame)
 
     def send(self, message: Any, look: Callable[[], None] = lambda: None) -> None:
-        """Raises `Gone`. From the loop's own thread it is `post`."""
-        if threading.current_thread().name == _THREAD:
-            self.post(message)
-        else:
-            run(self.put(*wire.pack(message)), look)
+        """Raises `Gone`."""
+        run(self.put(*wire.pack(message)), look)
+
+    def tell(self, message: Any) -> None:
+        """`send`, where nothing follows from an end that is gone."""
+        with contextlib.suppress(Gone):
+            self.send(message)
 
     def post(self, message: Any) -> None:
         """Without waiting; what cannot be sent is dropped."""
-        asyncio.run_coroutine_threadsafe(self._quietly(*wire.pack(message)), loop())
+        asyncio.run_coroutine_threadsafe(self.put(*wire.pack(message)), loop())
 
     async def say(self, message: Any) -> None:
         """`send`, on the loop."""
         await self.put(*await asyncio.to_thread(wire.pack, message))
 
-    async def _quietly(self, head: str, body: bytes) -> None:
-        with contextlib.suppress(Gone):
-            await self.put(head, body)
-
-    async def put(self, head: str, body: bytes = b"") -> None:
+    async def put(self, head: str, body: bytes) -> None:
+        """A packed message, or without a head a part of a file that was announced."""
         try:
             async with self._sending:
                 if head:
@@ -116,10 +114,6 @@ class MachineLink:
                     await self._line.send_bytes(memoryview(body)[start : start + _PIECE])
         except _ERRORS:
             raise Gone(_CLOSED) from None
-
-    def send_piece(self, content: bytes, look: Callable[[], None]) -> None:
-        """A part of a file that was announced."""
-        run(self.put("", content), look)
 
     async def get(self, messages: Sequence[type], values: Sequence[type] = wire.SETTINGS, most_bytes: int = 0) -> Any:
         """The next message, one of `messages`; raises `Gone`, also for what is none of them."""
@@ -158,18 +152,6 @@ class MachineLink:
         """`get`, for another thread."""
         return run(self.get(messages, **limits), look)
 
-    def hear(self, take: Callable[[Any], None], end: Callable[[str], None], *expected: Any) -> None:
-        """`take` gets each message, on the loop, where it must not wait; `end` why there are no more."""
-
-        async def hear() -> None:
-            try:
-                while True:
-                    take(await self.get(*expected))
-            except Gone as error:
-                end(str(error))
-
-        self._hearing = asyncio.run_coroutine_threadsafe(hear(), loop())
-
     async def end(self) -> None:
         """At once. What came and was not asked for is dropped, so that who reads ahead does not wait for room."""
         self._reading.cancel()
@@ -190,7 +172,10 @@ def connect(
     `ConnectionRefusedError` where nothing listens, and `Gone`.
     """
     try:
-        return run(_connect(where, hello, trust.token(), **options), look)
+        return run(_connect(where, hello, trust.token(), trust.client_tls(), **options), look)
+    except aiohttp.WSServerHandshakeError as error:
+        said = unquote((error.headers or {}).get(_REFUSED, ""))
+        raise Refused(redact(said)[:1000] or f"{error.status} {error.message}") from None
     except aiohttp.ClientConnectorError as error:
         raise (error.os_error if isinstance(error.os_error, OSError) else Gone(str(error))) from None
     except aiohttp.ClientError as error:
@@ -198,23 +183,17 @@ def connect(
 
 
 async def _connect(
-    where: trust.Address, hello: Mapping[str, Any], token: str, heartbeat_s: float = HEARTBEAT_S
+    where: trust.Address, hello: Mapping[str, Any], token: str, tls: Any, heartbeat_s: float = HEARTBEAT_S
 ) -> MachineLink:
-    session, tls = aiohttp.ClientSession(), trust.client_tls()
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
         async with asyncio.timeout(LATE_S):
             line = await session.ws_connect(
                 f"{'wss' if tls else 'ws'}://{where}{_PATH}",
                 headers={"Authorization": f"Bearer {token}", _HELLO: quote(json.dumps(hello))},
                 heartbeat=heartbeat_s, max_msg_size=2 * _PIECE, compress=0, ssl=tls or True,
             )  # fmt: skip
-        return MachineLink(line, session.close, heartbeat_s)
-    except BaseException as error:
-        await session.close()
-        if isinstance(error, aiohttp.WSServerHandshakeError):
-            said = unquote((error.headers or {}).get(_REFUSED, ""))
-            raise Refused(redact(said)[:1000] or f"{error.status} {error.message}") from None
-        raise
+        return MachineLink(line, stack.pop_all().aclose, heartbeat_s)
 
 
 class Door(web.Server):

@@ -18,7 +18,7 @@ from .. import versions
 from ..checkpoints.model_ref import Expected, Lora, ModelRef
 from ..engine.memory_advice import OutOfMemory
 from ..line import trust
-from ..line.link import Gone, MachineLink, Refused, connect
+from ..line.link import Gone, MachineLink, Refused, connect, run
 from ..line.records import Ask, Failed, File, Load, NeedFile, Result, Step, Text
 from ..line.trust import Address
 from ..progress import Preview, Progress
@@ -84,49 +84,41 @@ class Client:
     def run(self, stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> Any:
         """As the engine runs it; what is to follow goes with it."""
         one = self._expected
-        following = one and {"name": one.model.spec_name, "stages": one.stages, "settings": one.settings}
-        return self._about(stage, model, progress, expected=following, **arguments)
+        following = one and replace(one, model=_described(replace(one.model, loras=())))
+        return self._ask(stage, progress, model, expected=following, **arguments)
 
     def add_lora(self, model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef, str]:
         changed = replace(model, loras=(*model.loras, lora))
-        return changed, _named(self._about("report_lora", changed, progress), changed.loras)
-
-    def _about(self, verb: str, model: ModelRef, progress: Progress, **given: Any) -> Any:
-        """What is asked of a model."""
-        loras = [{"digest": _digest(lora), "strength": lora.strength, "expert": lora.expert} for lora in model.loras]
-        described = {"name": model.spec_name, "model_id": model.model_id, "precision": model.precision, "loras": loras}
-        return self._ask(verb, progress, model, model=described, **given)
+        return changed, _named(self._ask("report_lora", progress, changed), changed.loras)
 
     def _ask(self, verb: str, progress: Progress, wanted: ModelRef | None = None, **given: Any) -> Any:
         """One request's result, from the first machine that gives one; else what the last said."""
-        error: Exception = RemoteError(f"{self.addresses} is no machine")
-        left, loras = list(self.addresses), wanted.loras if wanted else ()
-        while left:
-            address, link, error = self._free_one(left, wanted, progress, error)
-            if link is None:
-                break
-            left.remove(address)
+        left, errors, loras = list(self.addresses), [], wanted.loras if wanted else ()
+        if wanted is not None:
+            given["model"] = _described(wanted)
+        while found := self._free_one(left, wanted, progress, errors):
+            address, link = found
             try:
                 link.send(Ask(verb, given), progress.check_cancelled)
                 result = _result(address, link, progress, loras)
                 RESTS.note(address, is_well=True)
                 return result
             except (Gone, RemoteError, OutOfMemory) as failed:
-                error = _sentence(address, failed) if isinstance(failed, Gone) else failed
+                errors.append(_sentence(address, failed) if isinstance(failed, Gone) else failed)
                 RESTS.note(address, is_well=False)
-                log.warning("%s", error)
+                log.warning("%s", errors[-1])
                 if left:
                     progress.text(f"{address} failed: asking another machine")
             finally:
                 link.close()
-        if len(self.addresses) > 1 and isinstance(error, RemoteError):
-            raise RemoteError(f"none of {', '.join(map(str, self.addresses))} is there; the last: {error}")
-        raise error
+        if len(self.addresses) > 1 and isinstance(errors[-1], RemoteError):
+            raise RemoteError(f"none of {', '.join(map(str, self.addresses))} is there; the last: {errors[-1]}")
+        raise errors[-1]
 
     def _free_one(
-        self, left: list[Address], wanted: ModelRef | None, progress: Progress, error: Exception
-    ) -> tuple[Address, MachineLink | None, Exception]:
-        """The machine to ask, of those that answer; others leave `left`, the last with its `error`."""
+        self, left: list[Address], wanted: ModelRef | None, progress: Progress, errors: list[Exception]
+    ) -> tuple[Address, MachineLink] | None:
+        """The machine to ask, which leaves `left`; so do those that do not answer, with their `errors`."""
         found: dict[Address, tuple[Any, MachineLink]] = {}
         try:
             for address in sorted(left, key=RESTS.has):
@@ -138,11 +130,12 @@ class Client:
                 except OSError as failed:  # `Gone` and `Refused` among them
                     left.remove(address)
                     RESTS.note(address, is_well=False)
-                    error = _sentence(address, failed)
+                    errors.append(_sentence(address, failed))
             if not found:
-                return self.addresses[0], None, error
+                return None
             chosen = min(found, key=lambda address: found[address][0])
-            return chosen, found.pop(chosen)[1], error
+            left.remove(chosen)
+            return chosen, found.pop(chosen)[1]
         finally:
             for _, link in found.values():
                 link.close()
@@ -186,7 +179,7 @@ def _send(address: Address, link: MachineLink, digest: str, progress: Progress, 
     with path.open("rb") as file:
         link.send(File(os.fstat(file.fileno()).st_size), progress.check_cancelled)
         for piece in iter(lambda: file.read(_PIECE), b""):
-            link.send_piece(piece, progress.check_cancelled)
+            run(link.put("", piece), progress.check_cancelled)
 
 
 def _sentence(address: Address, error: Exception) -> RemoteError:
@@ -216,6 +209,11 @@ def _named(text: str, loras: Sequence[Lora]) -> str:
     for lora in loras:
         text = text.replace(f"{_digest(lora)}.safetensors", Path(lora.path).name)
     return text
+
+
+def _described(model: ModelRef) -> ModelRef:
+    """As another machine knows it: LoRAs by their digests, and nothing of where files are here."""
+    return replace(model, address="", folders=(), loras=tuple(replace(one, path=_digest(one)) for one in model.loras))
 
 
 def _digest(lora: Lora) -> str:
