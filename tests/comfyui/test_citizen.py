@@ -126,6 +126,7 @@ def check_result(server: Server, graph: dict, prefix: str) -> None:
 @pytest.mark.parametrize("stem", [stem for stem in RUNNABLE if not stem.endswith("_pipeline")])
 def test_an_example_gives_its_result_and_clients_see_progress_text_and_previews(server: Server, stem: str):
     """On the built-in checkpoints at their sizes; the picture came with the pack."""
+    forget(server)  # what an earlier test loaded is not loaded again
     graph = example(stem, is_random=False, num_inference_steps=3, seed=11, filename_prefix=stem)
     with Listener(server) as client:
         entry = client.finish(client.queue(graph))

@@ -20,6 +20,7 @@ from comfyui_tpu.tests.support.patience import PATIENCE_S
 
 # The command, that also says what its worker does.
 COMMAND = """
+import signal
 import sys
 from comfyui_tpu.cli import batch, main
 from comfyui_tpu.fleet.local import LocalWorker
@@ -29,6 +30,7 @@ def show(view, progress):
         if doing.job is not None:
             print("line", doing.job.line, doing.status, flush=True)
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
     batch.TerminalView.show = show
     if sys.argv.pop(1) == "pretends":
         batch._workers = lambda options, store: LocalWorker(store.root / "logs", Stepping)
@@ -37,14 +39,8 @@ if __name__ == "__main__":
 STEPS = 20
 
 
-def as_in_a_terminal() -> None:
-    """Its own group of processes, all of which Ctrl-C reaches; what a shell runs in the background ignores it."""
-    os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 class Batch:
-    """The command as a process, and what it prints, as it comes."""
+    """The command as a process in a group of its own, which Ctrl-C reaches, and what it prints, as it comes."""
 
     def __init__(self, folder: Path, worker: str) -> None:
         program = folder / "command.py"
@@ -53,7 +49,7 @@ class Batch:
         self.process = subprocess.Popen(
             [sys.executable, str(program), worker, *arguments, "--out", str(folder / "out")],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "COLUMNS": "200"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=as_in_a_terminal,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0,
         )  # fmt: skip
         self.said: list[str] = []
         self._guard = threading.Timer(PATIENCE_S, self.process.kill)

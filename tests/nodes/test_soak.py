@@ -1,7 +1,4 @@
-"""A minute of the soak, and what it counts as wrong in a place where exactly that happens.
-
-In this folder because of the order: what the servers of `tests/comfyui` compiled is in the cache by then.
-"""
+"""What the soak counts as wrong, in a place where exactly that happens; and a minute of it, when asked for."""
 
 import importlib.util
 import subprocess
@@ -112,7 +109,7 @@ def test_a_seed_chooses_the_same_again_and_the_families_take_turns(soak: ModuleT
 
 
 @needs_comfyui
-@pytest.mark.slow
+@pytest.mark.recorded
 def test_a_minute_of_the_soak_leaves_nothing_behind(cache: Path):
     """All families, cancels, unloads and two clients, in a server."""
     command = [sys.executable, str(SOAK), "--prompts", "11", "--seed", "1", "--cache", str(cache)]

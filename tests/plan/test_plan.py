@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comfyui_tpu.attention.policy import AttentionPolicy, Form
+from comfyui_tpu.tests.support.products import assert_as_written
 from comfyui_tpu.tpu_runtime import refusal
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.model_spec import Component, ModelSpec
@@ -339,14 +340,11 @@ SHORT = Form(maximum="zero", block_q=128, step=128, unroll=2)
 SMALL_SCORES = 20 * MIB
 # Programs that were compiled and had nothing wrong with them.
 SOUND: set[str] = set()
-# Denoisers whose blocks those of another flagship are, from the same file.
-SAME_BLOCKS = ("wan2.2-i2v-a14b", "hunyuanvideo1.5-i2v-720p")
+# Flagships whose blocks and autoencoder those of another flagship are, from the same file.
+SIBLINGS = ("wan2.2-i2v-a14b", "hunyuanvideo1.5-i2v-720p")
 EVERY = [
     pytest.param(
-        spec,
-        stages,
-        id=f"{spec.name}-{stages[-1]}",
-        marks=[pytest.mark.recorded] if "denoise" in stages and spec.name in SAME_BLOCKS else [],
+        spec, stages, id=f"{spec.name}-{stages[-1]}", marks=[pytest.mark.recorded] if spec.name in SIBLINGS else []
     )
     for spec in FLAGSHIPS
     for stages in (("encode", "denoise"), ("image", "decode"))
@@ -374,6 +372,7 @@ def test_every_program_compiles_for_eight_chips_without_known_waste(
         source = lowered.as_text()
         if source in SOUND:
             continue  # families share encoders and VAEs
+        assert_as_written(program)
         # The least effort: a third of the time, and the same structure.
         quick = {"exec_time_optimization_effort": -1.0}
         text = lowered.compile(compiler_options=quick).as_text()
