@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comfyui_tpu.attention.policy import AttentionPolicy, Form
-from comfyui_tpu.tests.support.products import assert_as_written
+from comfyui_tpu.tests.plan.products import assert_as_written
 from comfyui_tpu.tpu_runtime import refusal
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.model_spec import Component, ModelSpec

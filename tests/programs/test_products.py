@@ -11,7 +11,7 @@ from comfyui_tpu.kernels.attention_form import Form
 from comfyui_tpu.kernels.attention_reference import Keys
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
-from comfyui_tpu.tests.support.products import assert_as_written
+from comfyui_tpu.tests.plan.products import assert_as_written
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.model_spec import STAGES, ModelSpec
 from comfyui_tpu.tpu_runtime.models import SPECS
