@@ -109,7 +109,8 @@ def measure(
     topology = chips.topology_of(devices[0].device_kind, len(devices)) if predicts else None
     rows: list[MeasuredProgram] = []
     compiled: list[Compiled] = []
-    precision, pictures = (found(choice, devices[0].platform) for found in (resolve_precision, resolve_pictures))
+    platform = devices[0].platform
+    precision, pictures = resolve_precision(choice, platform), resolve_pictures(choice, platform)
     programs = generation.for_spec(spec, settings, devices, precision=precision, pictures=pictures, stages=stages)
     for _, same in itertools.groupby(programs, key=lambda program: (program.components, program.weights)):
         weights = None
