@@ -9,7 +9,7 @@ from comfyui_tpu.cli.doctor import machine as doctor
 from comfyui_tpu.cli.download import BarHost, bar
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.tests.support.fake_hub import Answer, FakeHub
-from comfyui_tpu.tests.support.host import Runner
+from comfyui_tpu.tests.support.host import Runner, new_prompt
 from comfyui_tpu.tpu_runtime.checkpoints import hub, tiny, weight_files
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.models import spec_by_name
@@ -44,10 +44,10 @@ def named(folder: Path) -> set[str]:
     return {path.as_posix() for path in files if path.parts[0] != ".cache" and path.suffix != ".part"}
 
 
-def prompt_of(model_id: str) -> list[float]:
+def encoded(prompt: str, model_id: str) -> list[float]:
     model = ModelRef(spec_name=SPEC.name, model_id=model_id, precision="float32")
     model.check()
-    return Runner(jax.devices()[:1]).encode(model, "a cat", "", Silent())[0][0][0].flatten().tolist()
+    return Runner(jax.devices()[:1]).encode(model, prompt, "", Silent())[0][0][0].flatten().tolist()
 
 
 def test_a_folder_gets_what_is_loaded_and_then_serves_as_the_model(
@@ -60,7 +60,8 @@ def test_a_folder_gets_what_is_loaded_and_then_serves_as_the_model(
     assert f"Wan 2.1 T2V 14B: {SPEC.published.hub_id}, to {to}\n  part          files" in out
     assert f"complete: Wan 2.1 T2V 14B; model_id is {to}" in out
     assert not (tmp_path / "hf").exists(), "the Hub's cache was written to"
-    assert prompt_of(str(to)) == prompt_of(SPEC.miniature.random_id)
+    prompt = new_prompt()
+    assert encoded(prompt, str(to)) == encoded(prompt, SPEC.miniature.random_id)
     # Again: all is there, and no weight is asked for.
     fake.asked.clear()
     assert main(["download", SPEC.name, "--to", str(to)]) == 0

@@ -19,7 +19,7 @@ from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.hunyuan15 import SAMPLER
 from comfyui_tpu.tests.support.fake_hub import Answer, FakeHub
-from comfyui_tpu.tests.support.host import Runner
+from comfyui_tpu.tests.support.host import Runner, new_prompt
 from comfyui_tpu.tests.support.patience import PATIENCE_S
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, hub, model_ref, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
@@ -87,8 +87,9 @@ def test_configs_come_before_weights_and_a_wrong_one_ends_it(fake: FakeHub, tmp_
 def test_a_hub_model_runs_and_takes_only_what_a_stage_needs(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
     runner = Runner(jax.devices()[:1])
     local = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id, precision="float32")
-    expected = runner.encode(local, "a cat", "", Silent())[0][0][0]
-    assert (runner.encode(MODEL, "a cat", "", Silent())[0][0][0] == expected).all()
+    prompt = new_prompt()
+    expected = runner.encode(local, prompt, "", Silent())[0][0][0]
+    assert (runner.encode(MODEL, prompt, "", Silent())[0][0][0] == expected).all()
     assert fake.served()[0] == "model_index.json"
     assert {name.split("/")[0] for name in fake.weights()} == {"text_encoder"}
     fetched = fake.served()
@@ -97,7 +98,7 @@ def test_a_hub_model_runs_and_takes_only_what_a_stage_needs(fake: FakeHub, monke
     runner.prompt_cache = PromptCache()
     runner.free()
     fake.asked.clear()
-    runner.encode(MODEL, "a cat", "", Silent())
+    runner.encode(MODEL, prompt, "", Silent())
     assert not fake.served()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     runner.free()

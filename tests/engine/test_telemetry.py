@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import pytest
-from comfyui_tpu.tests.support.host import Host, Runner
+from comfyui_tpu.tests.support.host import Host, Runner, new_prompt
 from comfyui_tpu.tpu_runtime import device_memory
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.device_memory import DeviceMemory
@@ -74,7 +74,7 @@ def test_a_run_says_how_much_was_loaded_and_how_fast_and_what_chips_say(monkeypa
     runner = Runner(jax.devices()[:2])
     busy = of(BUSY)
     monkeypatch.setattr(device_memory, "fullest", lambda devices: busy)
-    runner.encode(MODEL, "cat", "", Host())
+    runner.encode(MODEL, new_prompt(), "", Host())
     run = runner.last_run
     assert run is not None
     arrays = [array for one in runner.device_cache.list() for array in one.weights.values()]
@@ -86,7 +86,7 @@ def test_a_run_says_how_much_was_loaded_and_how_fast_and_what_chips_say(monkeypa
     assert "the fullest chip says at most 3.0 GiB in use and 28.0 GiB reserved, of 31.2 GiB" in str(run)
     assert f"{weights / 1e9:.1f} GB loaded at {run.loading_rate:.2f} GB/s" in str(run)
     # Again: nothing is loaded.
-    runner.encode(MODEL, "a dog", "", Host())
+    runner.encode(MODEL, new_prompt(), "", Host())
     assert runner.last_run is not run and runner.last_run is not None and runner.last_run.loading_rate is None
 
 

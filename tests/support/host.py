@@ -1,5 +1,6 @@
 """A host whose user may cancel, and an engine whose stages are methods with the arguments that tests give them."""
 
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,11 @@ from comfyui_tpu.tpu_runtime.progress import Progress, Silent
 
 class Cancelled(Exception):
     pass
+
+
+def new_prompt() -> str:
+    """One that nobody has encoded. What others encoded is in the cache, and another process may round otherwise."""
+    return f"a cat {uuid.uuid4().hex[:8]}"
 
 
 class Host(Silent):
