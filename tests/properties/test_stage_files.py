@@ -1,5 +1,6 @@
 """Stage files and their settings may come from anyone: they are read, or a sentence says why not."""
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +48,13 @@ FILES = st.one_of(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hostile")
+    """What is imported and computed at the first use is no file's time."""
+    found = tmp_path_factory.mktemp("hostile")
+    for name in (stage_files.EMBEDDINGS, stage_files.LATENTS):
+        (found / name).write_bytes(WHOLE)
+    with contextlib.suppress(ValueError):
+        use(found)
+    return found
 
 
 def use(folder: Path) -> None:
