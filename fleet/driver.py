@@ -1,7 +1,8 @@
 """Drives a batch: gives each worker the job that suits it, and keeps account of what comes back. Nothing waits for one
 worker alone, so one thread drives them all.
 
-Each worker has one job. Nothing here grows with the jobs but what is known of each: its line, and its name.
+Each worker has one job. Nothing here grows with the jobs but what is known of each: its line, its name, and in the
+store its line of the journal.
 """
 
 import json

@@ -26,8 +26,9 @@ from typing import Any
 
 DONE, FAILED, TRIES, RESULTS, JOURNAL, MARK = "done", "failed", "tries", "results", "journal.jsonl", "batch.json"
 _PARTIAL, _LOCK = ".partial", ".lock"
-# How often the journal is written again while jobs are decided.
-_JOURNAL_S = 5.0
+_MADE_BY = "comfyui-tpu batch"
+# How often the journal is written again while jobs are decided, and the share of the time that this takes at most.
+_JOURNAL_S, _JOURNAL_SHARE = 5.0, 0.05
 
 
 class StoreError(RuntimeError):
@@ -126,7 +127,8 @@ class BatchStore:
 
     def token(self) -> str:
         """What only this store holds: by it a worker sees that it writes to the same place."""
-        return str(self.document(MARK).get("token", ""))
+        mark = self.document(MARK)
+        return str(mark.get("token", "")) if mark.get("made_by") == _MADE_BY else ""
 
     # -- for the one process that drives -------------------------------------------------------------------------------
 
@@ -139,7 +141,7 @@ class BatchStore:
             if not self.token():
                 if self.read(MARK):
                     raise StoreError(f"{self.location} has a {MARK} that is no batch's. Choose another --out.")
-                mark = {"made_by": "comfyui-tpu batch", "token": secrets.token_hex(8)}
+                mark = {"made_by": _MADE_BY, "token": secrets.token_hex(8)}
                 self.write(MARK, json.dumps(mark).encode())
             for folder in self.jobs:
                 with self._errors(folder), contextlib.suppress(FileNotFoundError):
@@ -194,9 +196,11 @@ class BatchStore:
             self._write_journal()
 
     def _write_journal(self) -> None:
-        """As a whole: a store of objects adds nothing to one."""
+        """As a whole: a store of objects adds nothing to one. A long one takes long, and is written less often."""
+        begun = time.monotonic()
         self.write(JOURNAL, b"".join(self._journal.values()))
-        self._next_journal = time.monotonic() + _JOURNAL_S
+        ended = time.monotonic()
+        self._next_journal = ended + max(_JOURNAL_S, (ended - begun) / _JOURNAL_SHARE)
 
     def _rebuild_journal(self) -> None:
         """Adds lines for jobs that were decided when nobody could say so any more, and drops those that are damaged:

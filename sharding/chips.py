@@ -12,9 +12,9 @@ class Chip:
     denoising step: with the compiler's default of 16 MiB, which None is, matrix products are a quarter slower.
     `mxu_width`: how deep a contraction must be to fill a matrix unit. `link_gb_s` is one direction of one link to a
     neighbouring chip. `cores` are the tensor cores of one device: XLA and kernels with a "parallel" grid use them all.
-    `gathers_on_sparse_core`: a SparseCore gathers weights while the tensor cores compute, where libtpu is told to; for
-    v5p, which has SparseCores too, its options change nothing. `estimates_kernels`: libtpu can estimate a kernel's
-    cycles; elsewhere that aborts ("unsupported" in its DMA model).
+    `gathers_on_sparse_core`: a SparseCore gathers weights while the tensor cores compute, where libtpu is told to; on
+    v5p, which has SparseCores too, gathers stay on the tensor cores whatever it is told. `estimates_kernels`: libtpu
+    can estimate a kernel's cycles; elsewhere that aborts ("unsupported" in its DMA model).
     """
 
     generation: str

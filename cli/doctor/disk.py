@@ -48,7 +48,11 @@ def rate(machine: HostMachine) -> Findings:
     file = max(_weights(machine), key=lambda path: path.stat().st_size, default=None)
     if file is None or file.stat().st_size < SMALLEST_FILE:
         return
-    per_s = machine.read_rate(file)
+    try:
+        per_s = machine.read_rate(file)
+    except OSError as error:
+        yield Finding("disk's rate", f"not known: {file} cannot be read ({error.strerror or error})", advice=True)
+        return
     found = f"{per_s:.2f} GB/s, read from {file}"
     with contextlib.suppress(ValueError, ImportError):  # which `room` says
         if machine.model:

@@ -46,7 +46,6 @@ class Denoising:
     """Of a model with the `configs` of its first denoiser and its VAE, by component, and a checkpoint's `scheduler`.
 
     `boundary_ratio` is the share of the scheduler's training timesteps from which on the first of two experts denoises.
-    `config` is the denoiser's, `steps` are those that run, counted from 0.
     """
 
     spec: ModelSpec
@@ -54,14 +53,6 @@ class Denoising:
     configs: Mapping[str, Config]
     scheduler: Config
     boundary_ratio: float = 0.0
-    config: Config = field(init=False)
-    steps: range = field(init=False)
-    latent_shape: tuple[int, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "config", self.configs[self.spec.denoiser.experts[0]])
-        object.__setattr__(self, "steps", self.settings.steps)
-        object.__setattr__(self, "latent_shape", self.spec.geometry.latent_shape(self.settings))
 
     @classmethod
     def published(cls, spec: ModelSpec, settings: Settings) -> "Denoising":
@@ -70,6 +61,20 @@ class Denoising:
             spec=spec, settings=settings, configs={part.name: part.config for part in spec.components},
             scheduler=spec.recipe.scheduler, boundary_ratio=spec.published.index.get("boundary_ratio", 0.0),
         )  # fmt: skip
+
+    @functools.cached_property
+    def config(self) -> Config:
+        """The denoiser's."""
+        return self.configs[self.spec.denoiser.experts[0]]
+
+    @functools.cached_property
+    def steps(self) -> range:
+        """Those that run, counted from 0."""
+        return self.settings.steps
+
+    @functools.cached_property
+    def latent_shape(self) -> tuple[int, ...]:
+        return self.spec.geometry.latent_shape(self.settings)
 
     @property
     def vae_config(self) -> Config:
