@@ -65,13 +65,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             os.environ[name] = value
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def start_comfyui(
     tmp_path_factory: pytest.TempPathFactory, cache: Path
 ) -> Iterator[Callable[..., comfyui_server.Server]]:
-    """Starts ComfyUI servers, each in a folder of its own unless `base` is given; ends them with the session.
+    """Starts ComfyUI servers, each in a folder of its own unless `base` is given; ends them with the module.
 
-    The other arguments are those of `comfyui_server.prepare`.
+    An idle server keeps up to a gigabyte. The other arguments are those of `comfyui_server.prepare`.
     """
     started = []
 
