@@ -160,7 +160,7 @@ class Driver:
             asked, doing.asked = doing.asked, None
             try:
                 outcome = asked.result()
-            except Exception as error:
+            except Exception as error:  # each kind of worker knows its own, and raises the others again
                 self._lost(doing, doing.worker.lost(error, doing.job is not None))
             else:
                 if doing.job is None:
