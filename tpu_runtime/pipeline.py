@@ -14,8 +14,8 @@ from .cache import store
 from .cache.store import cache_folder, trim
 from .checkpoints import checkpoint, content, hub, tiny
 from .checkpoints.checkpoint import Checkpoint
-from .checkpoints.model_ref import EXPERTS, Expected, Lora, ModelRef, choose_model, variant
-from .checkpoints.parts import SEPARATOR, choices, files_in, is_of_files, spec_of
+from .checkpoints.model_ref import EXPERTS, Expected, HeldTensors, Lora, ModelRef, choose_model, choose_part, variant
+from .checkpoints.parts import SEPARATOR, choices, files_in, held_networks, held_tensor, is_of_files, spec_of
 from .checkpoints.weight_files import WeightFile
 from .device_memory import DeviceMemory
 from .engine import payloads, stage_files
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from .cost_model import chips
     from .cost_model.chips import Topology
     from .engine.engine import Engine
+    from .engine.run import Prediction
     from .hosts.together import Together
     from .line.link import Door, Refused
     from .plan import compile as compiling
@@ -87,6 +88,7 @@ _LATER = {
     "TPUModels": ("anchor", "TPUModels"),
     "Door": ("line.link", "Door"),
     "Refused": ("line.link", "Refused"),
+    "Prediction": ("engine.run", "Prediction"),
     "chips": ("cost_model.chips", ""),
     "Topology": ("cost_model.chips", "Topology"),
     "compiling": ("plan.compile", ""),

@@ -39,7 +39,7 @@ class Checkpoint:
     """A located checkpoint. `root` is None for one on the Hub and for the built-in one, which is made on first use.
 
     A Hub model's files go into the Hub's cache, or into the folder `to`. What is not in the folder of a model that is
-    assembled of single files is in another checkpoint, its `rest`.
+    assembled of single files is in another checkpoint, its `rest`; of one that `is_partial` it is not there.
     """
 
     spec: ModelSpec
@@ -47,6 +47,7 @@ class Checkpoint:
     root: Path | None
     to: Path | None = None
     rest: "Checkpoint | None" = None
+    is_partial: bool = False
     # Where a Hub model is, once it was looked for: that takes a request, and stages ask at every chunk.
     located: list[hub.Snapshot] = field(default_factory=list, repr=False, compare=False)
 
@@ -160,9 +161,13 @@ class Checkpoint:
         """Every component's own `config.json`, by its name, fetched where need be; `CheckpointError` where the model
         cannot run one, or where they do not fit each other. Looks at no weights.
         """
-        rests = {part.name: self._rest_for(part.folder) for part in self.spec.components}
+        parts = [part for part in self.spec.components if self._has(part)]
+        rests = {part.name: self._rest_for(part.folder) for part in parts}
         homes = {name: (rest or self).home(progress) for name, rest in rests.items()}
-        return self._checked({part.name: self._config(part, homes[part.name]) for part in self.spec.components})
+        return self._checked({part.name: self._config(part, homes[part.name]) for part in parts})
+
+    def _has(self, component: Component) -> bool:
+        return not self.is_partial or self.root is None or (self.root / component.folder).is_dir()
 
     def _configs(self, root: Path, components: Iterable[Component]) -> dict[str, Mapping[str, Any]]:
         return self._checked({component.name: self._config(component, root) for component in components})
@@ -183,7 +188,7 @@ class Checkpoint:
         return config
 
 
-def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = ()) -> Checkpoint:
+def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = (), *, is_partial: bool = False) -> Checkpoint:
     """The checkpoint for a model id. Reads its `model_index.json` when it is local, and nothing else."""
     model_id = model_id.strip()
     if not model_id:
@@ -198,7 +203,7 @@ def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = ()) -> Check
             )
         return Checkpoint(spec=spec, model_id=model_id, root=None)
     if parts.is_of_files(model_id):
-        return _of_files(spec, model_id, folders)
+        return _of_files(spec, model_id, folders, is_partial=is_partial)
     if (folder := local_folder(model_id, folders)) is not None:
         if not (folder / INDEX).is_file():
             raise CheckpointError(
@@ -216,10 +221,12 @@ def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = ()) -> Check
     return Checkpoint(spec=spec, model_id=model_id, root=None)
 
 
-def _of_files(spec: ModelSpec, model_id: str, folders: Sequence[str]) -> Checkpoint:
+def _of_files(spec: ModelSpec, model_id: str, folders: Sequence[str], *, is_partial: bool) -> Checkpoint:
     """A model of single files. Tokenizers that are in none come from the family's repository."""
-    found = parts.resolve(model_id, [spec], folders)
+    found = parts.resolve(model_id, [spec], folders, needs_all=not is_partial)
     root = assembled.folder_of(spec, found.parts, found.configs)
+    if is_partial:
+        return Checkpoint(spec=spec, model_id=model_id, root=root, is_partial=True)
     rest = locate(spec, found.rest or spec.published.hub_id, folders)
     return Checkpoint(spec=spec, model_id=model_id, root=root, rest=rest)
 

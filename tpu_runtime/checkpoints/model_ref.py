@@ -1,8 +1,8 @@
 """Which model a node is to use: a description without weights, and the checks that need none."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import models
 from ..model_spec import ModelSpec, Settings
@@ -10,24 +10,45 @@ from ..precision import check_choice
 from ..progress import Progress
 from . import checkpoint, compatibility, parts
 
+if TYPE_CHECKING:
+    import torch
+
 # Of two denoisers that share the steps: both, the first, the second.
 EXPERTS = ("both", "high", "low")
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeldTensors:
+    """The tensors of a LoRA that another program read: by name, with a `digest` that tells them from others."""
+
+    title: str
+    digest: str
+    tensors: "Mapping[str, torch.Tensor]"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """A file of changes to a denoiser's weights, their strength, and to which expert: the first has the high noise."""
+    """A file of changes to a denoiser's weights, their strength, and to which expert: the first has the high noise.
+
+    With `held` the changes are these, and `path` is their title.
+    """
 
     path: str
     strength: float
     expert: str = EXPERTS[0]
+    held: HeldTensors | None = None
+
+    @property
+    def source(self) -> "str | HeldTensors":
+        return self.held or self.path
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRef:
     """Which model to use: a description, no weights. `folders` are searched for `model_id`.
 
-    With an `address` it is a model of the machine there, which runs its stages (see `remote`).
+    With an `address` it is a model of the machine there, which runs its stages (see `remote`). One that `is_partial` is
+    some of a model's networks, in single files, for stages that need no others.
     """
 
     spec_name: str
@@ -36,6 +57,7 @@ class ModelRef:
     folders: tuple[str, ...] = ()
     loras: tuple[Lora, ...] = ()
     address: str = ""
+    is_partial: bool = False
 
     def __str__(self) -> str:
         return f"{self.model_id} ({self.precision})" + (f" at {self.address}" if self.address else "")
@@ -45,7 +67,7 @@ class ModelRef:
         return models.spec_by_name(self.spec_name)
 
     def locate(self) -> checkpoint.Checkpoint:
-        return checkpoint.locate(self.spec, self.model_id, self.folders)
+        return checkpoint.locate(self.spec, self.model_id, self.folders, is_partial=self.is_partial)
 
     def resolve(self, progress: Progress) -> "Resolved":
         """What a run needs to know of it, fetched where need be; raises `CheckpointError` where it cannot run."""
@@ -100,6 +122,15 @@ def choose_model(
     model = ModelRef(spec_name=spec.name, model_id=model_id, precision=precision, folders=folders, loras=loras)
     model.check()
     return model
+
+
+def choose_part(
+    specs: Sequence[ModelSpec], model_id: str, *, precision: str = "auto", folders: tuple[str, ...] = ()
+) -> ModelRef:
+    """The networks that files hold, as part of one of the models `specs`; `CheckpointError` where they are of none."""
+    check_choice(precision)
+    spec = parts.resolve(model_id, specs, folders, needs_all=False).spec
+    return ModelRef(spec_name=spec.name, model_id=model_id, precision=precision, folders=folders, is_partial=True)
 
 
 def variant(

@@ -5,6 +5,7 @@ what tensors cannot. The order of two denoisers counts, that of all else does no
 next to the others, in the host's folders.
 """
 
+import contextlib
 import difflib
 import itertools
 import os
@@ -12,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import models
 from ..files import CheckpointError
@@ -20,7 +21,10 @@ from ..formats import contents
 from ..formats.contents import Held
 from ..model_spec import Component, ModelSpec
 from ..models.layouts import LAYOUTS, published
-from . import assembled, compatibility, hub
+from . import assembled, compatibility, hub, load
+
+if TYPE_CHECKING:
+    import torch
 
 SEPARATOR = " + "
 # Folders that are looked through for a missing part, and no others: those with denoisers are large.
@@ -78,7 +82,8 @@ def is_of_files(model_id: str) -> bool:
     return len(found) > 1 or any(contents.is_weights(entry) for entry in found)
 
 
-def _find(entry: str, folders: Sequence[str]) -> Path:
+def find(entry: str, folders: Sequence[str]) -> Path:
+    """The file of an entry; `CheckpointError` where there is none."""
     own = os.path.expanduser(entry)
     for place in (own, *(os.path.join(folder, entry) for folder in folders)):
         if "\0" not in place and os.path.isfile(place):
@@ -111,7 +116,7 @@ def _given(model_id: str, folders: Sequence[str]) -> _Given:
         if entry in by_name:
             specs.append(by_name[entry])
         elif contents.is_weights(entry):
-            networks += contents.networks(_find(entry, folders), LAYOUTS)
+            networks += contents.networks(find(entry, folders), LAYOUTS)
             names.append(Path(entry).name.lower())
         else:
             rest.append(entry)
@@ -123,6 +128,21 @@ def _given(model_id: str, folders: Sequence[str]) -> _Given:
     if not networks:
         raise CheckpointError(f"model_id is {model_id}: none of its parts is a file of weights.")
     return _Given(networks=tuple(networks), specs=tuple(specs), rest="".join(rest), names=tuple(names))
+
+
+def held_networks(model_id: str, folders: Sequence[str] = ()) -> list[Held]:
+    """The networks in the files that a model id names, from their headers."""
+    files = [find(entry, folders) for entry in entries(model_id) if contents.is_weights(entry)]
+    return [held for path in files for held in contents.networks(path, LAYOUTS)]
+
+
+def held_tensor(held: Held, name: str) -> "torch.Tensor | None":
+    """A whole tensor of a file by its name there, as it is stored; None where there is none."""
+    tensor = held.tensors.get(name) or held.contents.tensors.get(name)
+    if tensor is None:
+        return None
+    with contextlib.ExitStack() as stack:
+        return load.Reader(stack, lambda: None).slice(tensor, ())
 
 
 def spec_of(model: str, folders: Sequence[str] = ()) -> ModelSpec:
@@ -181,7 +201,7 @@ def _fit(spec: ModelSpec, given: _Given, folders: Sequence[str], *, needs_all: b
         return _Problem(2, str(error))
     if problem := _problem(spec, placed, configs):
         return _Problem(3, problem)
-    if problem := _experts_problem(spec, placed, has_rest=bool(given.rest)):
+    if problem := _experts_problem(spec, placed, has_rest=bool(given.rest) or not needs_all):
         return _Problem(4, problem)
     missing = [name for name in components if name not in placed]
     for name in missing if needs_all and not given.rest else ():

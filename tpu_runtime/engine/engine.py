@@ -169,9 +169,7 @@ class Engine:
                 if (sentence := self.ladder.down(error)) is None:
                     raise
             except NotFinite:
-                config = begun.config(begun.spec.denoiser.experts[0])
-                mesh = begun.target.mesh(begun.spec.parallelism.arranged(len(self.devices), 1, config))
-                is_overlapped = stage == "denoise" and bool(begun.target.fallbacks.left(step_options(mesh)))
+                is_overlapped = stage in ("denoise", "predict") and self._is_overlapped(begun)
                 if (sentence := self.ladder.try_without_overlap(is_overlapped)) is None:
                     raise
             except jax.errors.JaxRuntimeError as error:
@@ -188,6 +186,12 @@ class Engine:
             # Here, not above: the error's traceback holds arrays.
             log.warning("%s", sentence)
             progress.text(sentence)
+
+    def _is_overlapped(self, stage: Stage) -> bool:
+        """Whether steps of a denoiser are compiled with libtpu's options for transfers beside computation."""
+        config = stage.config(stage.spec.denoiser.experts[0])
+        mesh = stage.target.mesh(stage.spec.parallelism.arranged(len(self.devices), 1, config))
+        return bool(stage.target.fallbacks.left(step_options(mesh)))
 
     def _begun(
         self, model: ModelRef, settings: Settings | None, progress: Progress, activity: telemetry.Activity

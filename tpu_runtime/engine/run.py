@@ -1,8 +1,11 @@
-"""The stages of a generation, each a function of a `Stage`, and warming up: what an engine runs, by name, is `WORK`."""
+"""The stages of a generation, each a function of a `Stage`, single calls of networks for nodes of others, and warming
+up: what an engine runs, by name, is `WORK`.
+"""
 
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +14,10 @@ import torch
 from .. import media, tokens, versions
 from ..cache.store import signature
 from ..checkpoints import read_ahead as reading
-from ..model_spec import STAGES, Settings, TextEncoding
-from ..programs import generation, network_call
+from ..checkpoints import score_bound
+from ..model_spec import STAGES, ModelSpec, Settings, TextEncoding
+from ..programs import denoise_step, generation, network_call
+from ..programs.denoise_step import StepShape
 from ..programs.executables import Executable
 from . import conditioning
 from . import denoise as denoising
@@ -121,8 +126,104 @@ def warm(stage: Stage, settings: Settings) -> int:
     return stage.counts["compile"] - before
 
 
+# --- single calls of networks, for nodes of others --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What is asked: the prediction of denoiser number `expert` for rows of a sample, all at one timestep.
+
+    `sample` is `[rows, *latent]` float32, `timestep` as the denoiser takes it, and `inputs` are those of
+    `model_spec.Forward`, each with one row for all or one for each.
+    """
+
+    sample: torch.Tensor
+    timestep: float
+    inputs: Mapping[str, np.ndarray]
+    expert: int = 0
+
+
+def predict(stage: Stage, prediction: Prediction) -> torch.Tensor:
+    """`[rows, *latent]` float32. Rows are independent: as many as guidance has branches share a call."""
+    spec, name = stage.spec, stage.spec.denoiser.experts[prediction.expert]
+    sample, found = prediction.sample, []
+    most = 2 if spec.recipe.guidance == "cfg" else 1
+    for start in range(0, len(sample), most):
+        part = slice(start, start + most)
+        rows = np.ascontiguousarray(sample[part].numpy())
+        inputs = {name: x if len(x) == 1 else np.ascontiguousarray(x[part]) for name, x in prediction.inputs.items()}
+        executable = stage.executable(_wanted(stage, name, rows, inputs))
+        weights = stage.weights(name, executable)
+        stage.check(f"a prediction of {name}")
+        result, is_finite = executable(weights, rows, np.float32(prediction.timestep), inputs)
+        found.append(torch.from_numpy(np.array(result)))
+        if not is_finite:
+            raise stage.not_finite("values of the denoiser", stage.model.loras)
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def states(stage: Stage, encoder: int, ids: np.ndarray, mask: np.ndarray) -> torch.Tensor:
+    """The states `[rows, length, dim]` of a text encoder, by its number, for tokens and their mask, `[rows, length]`
+    each. What stands before a prompt is not cut off.
+    """
+    text = stage.spec.text_encoders[encoder]
+    found, _ = stage.call(text.component, text.encode, ids, mask)
+    return torch.from_numpy(np.array(found))
+
+
+def latents(stage: Stage, pixels: torch.Tensor) -> torch.Tensor:
+    """A video's frames `[1, 3, frames, height, width]` in -1..1, or a picture as one frame, to samples of a LATENT."""
+    encode = stage.spec.vae.encode
+    if encode is None:
+        raise ValueError(f"{stage.spec.title}: its VAE's encoder is not available on the TPU.")
+    return encode(stage.call, pixels, stage.report("chunk"))
+
+
+def _wanted(stage: Stage, name: str, rows: np.ndarray, inputs: Mapping[str, np.ndarray]) -> Wanted:
+    spec, config = stage.spec, stage.config(name)
+    settings = settings_of(spec, rows.shape)
+    component = spec.component(name)
+    folder = stage.found.fetch_weights(component, stage.progress)
+    bounded = score_bound.is_bounded(spec, component, folder, stage.added_to_norms(component))
+    shape = StepShape(num_memory=0, timestep_dtype=np.dtype(np.float32), bounded=bounded)
+    shapes = {name: (x.shape, x.dtype) for name, x in inputs.items()}
+    return Wanted(
+        title=f"the denoiser for {settings.width}x{settings.height}, {settings.num_frames} frames",
+        key=(
+            "predict",
+            spec.name,
+            config,
+            stage.target,
+            rows.shape,
+            bounded,
+            *sorted((n, str(s)) for n, s in shapes.items()),
+        ),
+        build=lambda: denoise_step.prediction_program(spec, config, stage.target, settings, shape, shapes),
+    )
+
+
+def settings_of(spec: ModelSpec, shape: tuple[int, ...]) -> Settings:
+    """Settings whose latents have this shape, with a guidance that makes so many rows."""
+    geometry, (rows, _, *frames, height, width) = spec.geometry, shape
+    number = (frames[0] - 1) * geometry.stride_t + 1 if frames else 1
+    return replace(
+        spec.settings(),
+        height=height * geometry.stride_hw,
+        width=width * geometry.stride_hw,
+        num_frames=number,
+        guidance_scale=2.0 if rows == 2 else 1.0,
+        guidance_scale_2=None,
+    )
+
+
+# --- what runs --------------------------------------------------------------------------------------------------------
+
 _STAGES = (encode, encode_image, denoise, decode)
-WORK: Mapping[str, Callable[..., Any]] = {**dict(zip(STAGES, _STAGES, strict=True)), "warmup": warm}
+WORK: Mapping[str, Callable[..., Any]] = {
+    **dict(zip(STAGES, _STAGES, strict=True)),
+    **{work.__name__: work for work in (predict, states, latents)},
+    "warmup": warm,
+}
 
 
 def note(stage: Stage, settings: Settings, stages: Sequence[str]) -> None:

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from ..cache.store import signature
-from ..files import parse_json, read_header
+from ..checkpoints import load
+from ..checkpoints.model_ref import HeldTensors
+from ..files import TensorFile, parse_json, read_header
 from ..formats import quantized
 from ..formats.names import SECOND_EXPERT, Names
 from ..model_spec import Rows
@@ -99,26 +101,46 @@ class Adapter:
     changes: Mapping[str, tuple[Change, ...]]
     unused: tuple[str, ...]
     misfit: str
+    held: HeldTensors | None = None
+
+    def tensor(self, reader: load.Reader, name: str) -> torch.Tensor:
+        """In float32, on the host."""
+        if self.held is None:
+            return reader.slice(TensorFile(path=self.path, name=name, shape=()), ()).float()
+        reader.check()
+        return self.held.tensors[name].detach().to("cpu", torch.float32)
 
 
-def identity(path: str) -> str:
+# What is read: a file's path, or what another program holds of one.
+Source = str | HeldTensors
+
+
+def identity(source: Source) -> str:
     """What changes when the file does; raises `LoraError` where it is missing."""
+    if isinstance(source, HeldTensors):
+        return source.digest
     try:
-        stat = os.stat(path)
+        stat = os.stat(source)
     except OSError as error:
-        raise LoraError(f"The LoRA {path} cannot be read ({error.strerror}). Choose another, or put it back.") from None
-    return signature(path, stat.st_size, stat.st_mtime_ns)
+        raise LoraError(
+            f"The LoRA {source} cannot be read ({error.strerror}). Choose another, or put it back."
+        ) from None
+    return signature(source, stat.st_size, stat.st_mtime_ns)
 
 
-def content(path: str) -> str:
+def content(source: Source) -> str:
     """What two copies of the file have in common, and other files do not: its size and header."""
-    shapes, config = _header(path)
-    return signature(os.stat(path).st_size, sorted(shapes.items()), sorted(config.items()) if config else None)
+    if isinstance(source, HeldTensors):
+        return source.digest
+    shapes, config = _header(source)
+    return signature(os.stat(source).st_size, sorted(shapes.items()), sorted(config.items()) if config else None)
 
 
-def read(path: str, network: Network) -> Adapter:
+def read(source: Source, network: Network) -> Adapter:
     """What a file changes in a network; raises `LoraError` for one that is damaged or no safetensors file."""
-    shapes, config = _header(path)
+    held = source if isinstance(source, HeldTensors) else None
+    path = source if isinstance(source, str) else source.title
+    shapes, config = _header(path) if held is None else ({n: tuple(x.shape) for n, x in held.tensors.items()}, {})
     weights: dict[str, Shape] = {}
     cuts: dict[str, list[Cut | None]] = defaultdict(list)
     for one in network.weights.values():
@@ -157,6 +179,7 @@ def read(path: str, network: Network) -> Adapter:
         changes={name: tuple(found) for name, found in changes.items()},
         unused=tuple(sorted(shapes.keys() - used)),
         misfit=misfit,
+        held=held,
     )
 
 

@@ -25,17 +25,17 @@ NAMES_IN_TEXT = 8
 
 def variant(loras: Sequence[Lora]) -> str:
     """What tells weights with these LoRAs from others: their files and strengths; empty without any."""
-    return signature([(adapter.identity(lora.path), lora.strength) for lora in loras]) if loras else ""
+    return signature([(adapter.identity(lora.source), lora.strength) for lora in loras]) if loras else ""
 
 
 def content(loras: Sequence[Lora]) -> str:
     """What tells the files from others of the same names on another host."""
-    return signature([(adapter.content(lora.path), lora.strength) for lora in loras]) if loras else "no LoRA"
+    return signature([(adapter.content(lora.source), lora.strength) for lora in loras]) if loras else "no LoRA"
 
 
 def changes(loras: Sequence[Lora], network: Network, check: Callable[[str], None] = lambda what: None) -> Merge:
     """`check` is called before the chips merge what it names."""
-    return Merge([(adapter.read(lora.path, network), lora) for lora in loras], network, check)
+    return Merge([(adapter.read(lora.source, network), lora) for lora in loras], network, check)
 
 
 def vectors(loras: Sequence[Lora], network: Network, progress: Progress) -> dict[str, torch.Tensor]:
@@ -61,7 +61,7 @@ def add(model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef, str]
     chosen = [
         name for name in spec.denoiser.experts if replace(model, loras=(replace(lora, strength=1.0),)).loras_of(name)
     ]
-    each = [adapter.read(lora.path, replace(network, component=spec.component(name))) for name in chosen]
+    each = [adapter.read(lora.source, replace(network, component=spec.component(name))) for name in chosen]
     found = next((one for one in each if one.changes), each[0])
     unused = sorted(set(each[0].unused).intersection(*(one.unused for one in each)))
     found = replace(found, unused=tuple(unused))

@@ -163,7 +163,7 @@ def _read(reader: load.Reader, adapter: Adapter, change: Change, weight: Weight)
     """The factors of a change in float32, and what multiplies them besides the strength."""
     tensors = {}
     for part, name in change.parts.items():
-        tensors[part] = reader.slice(TensorFile(path=adapter.path, name=name, shape=()), ()).float()
+        tensors[part] = adapter.tensor(reader, name)
         if not torch.isfinite(tensors[part]).all():
             raise LoraError(f"The LoRA {adapter.path}: {name} holds NaN or infinity; the file is damaged.")
     found = factors(tensors, change.rows, weight.tensor_shape).of(weight.cut)

@@ -155,6 +155,12 @@ class Decode(Protocol):
     def __call__(self, call: Call, latents: "torch.Tensor", report: Report, /) -> Iterator[Any]: ...
 
 
+class EncodePixels(Protocol):
+    """Frames of one video, `[1, 3, frames, height, width]` float32 in -1..1, to LATENT samples `[1, channels, ...]`."""
+
+    def __call__(self, call: Call, pixels: "torch.Tensor", report: Report, /) -> "torch.Tensor": ...
+
+
 class DenormalizeLatents(Protocol):
     """The solver's last sample in LATENT's scale and layout."""
 

@@ -15,6 +15,7 @@ from .functions import (
     DenormalizeLatents,
     DrawInputs,
     EncodePictures,
+    EncodePixels,
     EncodeText,
     Forward,
     GuidanceAt,
@@ -235,6 +236,7 @@ class Vae:
     latent_format: str
     denormalize: DenormalizeLatents
     decode: Decode
+    encode: EncodePixels | None = None
 
 
 def no_conditions(latent_shape: tuple[int, ...]) -> Mapping[str, tuple[int | str, ...]]:

@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import GATHERED, REPLICATED, Rule
-from ..model_spec import Call, Need, Pictures, Published, Settings
+from ..model_spec import Call, Need, Pictures, Published, Report, Settings
 from . import cogvideox
+from .autoencoders import frames
 from .autoencoders.cogvideox import VAE_DECODER, encode_picture
 from .text_encoders import PICTURE_PROMPT
 
@@ -48,6 +49,11 @@ def encode_image(
     # The makers trained it so: upstream calls it awkward but required.
     scale = np.float32(1 / scale if vae_config.get("invert_scale_latents", False) else scale)
     return {"image": scale * mean, "image_std": scale * np.exp(0.5 * np.clip(log_variance, -30.0, 20.0))}
+
+
+def encode_pixels(call: Call, pixels: "torch.Tensor", report: Report) -> "torch.Tensor":
+    """A picture to the mean of its latent `[1, 16, 1, h, w]`."""
+    return frames.encode_picture(call, pixels, encode_moments, STRIDE_HW).chunk(2, dim=1)[0]
 
 
 def encode_moments(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, tuple]":
@@ -120,6 +126,7 @@ SPEC = replace(
     miniature=replace(cogvideox.SPEC.miniature, id="tiny/cogvideox15i2v"),
     components=(cogvideox.TEXT_ENCODER, TRANSFORMER, VAE_ENCODER, VAE_DECODER),
     texts={"prompt": PICTURE_PROMPT, "negative_prompt": ""},
+    vae=replace(cogvideox.SPEC.vae, encode=encode_pixels),
     recipe=replace(cogvideox.SPEC.recipe, draw_inputs=draw_inputs, advice=advice),
     denoiser=replace(cogvideox.SPEC.denoiser, forward=forward),
     pictures=Pictures(encode=encode_image, condition_shapes=condition_shapes),

@@ -27,7 +27,7 @@ from ..model_spec import (
     Vae,
 )
 from . import layers
-from .autoencoders.flux2 import VAE_DECODER, VAE_ENCODER, decode, denormalize_latents, encode_image
+from .autoencoders.flux2 import VAE_DECODER, VAE_ENCODER, decode, denormalize_latents, encode_image, encode_pixels
 from .denoisers.flux2 import GUIDANCE_NAMES, TRANSFORMER
 from .layers import Modulation, Staggered
 from .text_encoders import mistral3
@@ -283,6 +283,6 @@ SPEC = ModelSpec(
     recipe=RECIPE,
     denoiser=Denoiser(forward=forward, head_norms=HEAD_NORMS),
     parallelism=Parallelism(mesh=heads_first),
-    vae=Vae(latent_format="Flux2", denormalize=denormalize_latents, decode=decode),
+    vae=Vae(latent_format="Flux2", denormalize=denormalize_latents, decode=decode, encode=encode_pixels),
     pictures=Pictures(encode=encode_image, are_references=True),
 )

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
-from ..model_spec import Call, Component, Need, Pictures, Published, Same, Settings
+from ..model_spec import Call, Component, Need, Pictures, Published, Report, Same, Settings
 from . import hunyuan15, layers
+from .autoencoders import frames
 from .autoencoders.hunyuan15 import VAE_DECODER, encode_picture
 from .text_encoders import PICTURE_PROMPT
 
@@ -44,6 +45,11 @@ def encode_image(
     condition[:, -1, 0] = 1.0
     tokens, _ = call("image_encoder", look, vision_pixels(image))
     return {"condition": condition, "image_embeds": tokens}
+
+
+def encode_pixels(call: Call, pixels: "torch.Tensor", report: Report) -> "torch.Tensor":
+    """A picture to the mean of its latent `[1, 32, 1, h, w]`."""
+    return frames.encode_picture(call, pixels, encode_latent, STRIDE_HW)
 
 
 def encode_latent(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, tuple]":
@@ -134,6 +140,7 @@ SPEC = replace(
     miniature=replace(hunyuan15.SPEC.miniature, id="tiny/hunyuan15i2v"),
     components=(hunyuan15.TEXT_ENCODER, hunyuan15.GLYPH_ENCODER, IMAGE_ENCODER, _TRANSFORMER, VAE_ENCODER, VAE_DECODER),
     texts={"prompt": PICTURE_PROMPT, "negative_prompt": hunyuan15.NEGATIVE_PROMPT},
+    vae=replace(hunyuan15.SPEC.vae, encode=encode_pixels),
     recipe=replace(hunyuan15.SPEC.recipe, scheduler={**hunyuan15.SCHEDULER, "shift": 7.0}),
     pictures=Pictures(encode=encode_image, condition_shapes=condition_shapes),
 )

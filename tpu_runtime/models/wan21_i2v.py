@@ -169,7 +169,7 @@ I2V_720P = ModelSpec(
     texts={"prompt": PICTURE_PROMPT, "negative_prompt": NEGATIVE_PROMPT},
     recipe=wan.RECIPE,
     denoiser=wan.DENOISER,
-    vae=wan.VAE,
+    vae=replace(wan.VAE, encode=wan_encoder.encode_video),
     pictures=Pictures(encode=encode_image, condition_shapes=condition_shapes),
 )
 

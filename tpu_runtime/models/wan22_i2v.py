@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..model_spec import FloatLimit, IntLimit, ModelSpec, Pictures, Published
 from . import wan
 from .autoencoders.wan import VAE_DECODER
-from .autoencoders.wan_encoder import VAE_ENCODER, condition_shapes, encode_image
+from .autoencoders.wan_encoder import VAE_ENCODER, condition_shapes, encode_image, encode_video
 from .text_encoders import PICTURE_PROMPT
 from .text_encoders.wan import NEGATIVE_PROMPT, TEXT, TEXT_ENCODER
 
@@ -40,6 +40,6 @@ SPEC = ModelSpec(
     texts={"prompt": PICTURE_PROMPT, "negative_prompt": NEGATIVE_PROMPT},
     recipe=wan.RECIPE,
     denoiser=replace(wan.DENOISER, experts=tuple(expert.name for expert in EXPERTS)),
-    vae=wan.VAE,
+    vae=replace(wan.VAE, encode=encode_video),
     pictures=Pictures(encode=encode_image, numbers=(1, 2), condition_shapes=condition_shapes),
 )

@@ -86,6 +86,6 @@ SPEC = ModelSpec(
     texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},
     recipe=replace(wan.RECIPE, scheduler={**wan.SCHEDULER, "flow_shift": 5.0}),
     denoiser=replace(wan.DENOISER, forward=forward),
-    vae=replace(wan.VAE, latent_format="Wan22"),
+    vae=replace(wan.VAE, latent_format="Wan22", encode=wan22_vae.encode_video),
     pictures=Pictures(encode=wan22_vae.encode_image, condition_shapes=condition_shapes, put_given=put_given),
 )

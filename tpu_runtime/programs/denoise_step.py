@@ -33,6 +33,12 @@ class StepArgs(NamedTuple):
     features: Any = ()  # of an earlier step, where the program starts from them
 
 
+# The call of the network alone, and the shape and format of its inputs by name.
+PREDICT = "predict"
+InputShapes = Mapping[str, tuple[tuple[int, ...], Any]]
+# Inputs that are one number for all branches.
+OF_STEP = frozenset({"guidance", "next_timestep"})
+
 # The prediction of one step, and the features to keep: (denoiser, features, *arguments of `model_spec.Forward`).
 Predict = Callable[..., tuple[Any, Any]]
 
@@ -61,11 +67,8 @@ def denoise_program(spec: ModelSpec, config: Config, target: Target, settings: S
     """
     build = _StepBuild.of(spec, config, target, settings, shape)
 
-    def predict(denoiser: Any, features: Any, *asked: Any) -> tuple[Any, Any]:
-        return spec.denoiser.forward(denoiser, build.on_mesh, *asked), ()
-
     def step(weights: Weights, *args: Any) -> Any:
-        return build.run(weights, StepArgs(*args), predict)[0]
+        return build.run(weights, StepArgs(*args), build.forward)[0]
 
     return build.program(step, build.state_shardings)
 
@@ -96,6 +99,34 @@ def reusing_program(spec: ModelSpec, config: Config, target: Target, settings: S
         return build.run(weights, StepArgs(*args), predict)[0]
 
     return build.program(step, build.state_shardings, features, name=f"{DENOISE_STEP}.from_features")
+
+
+def prediction_program(
+    spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape, inputs: InputShapes
+) -> Program:
+    """The network alone, for a sampler of others: `(weights, sample, timestep, inputs) -> (prediction, is_finite)`.
+
+    The settings say the size, and by their guidance how many rows there are. `inputs` are those of
+    `model_spec.Forward`, with one row for all or one for each.
+    """
+    build = _StepBuild.of(spec, config, target, settings, shape)
+    rows, mesh = spec.branches(settings), build.mesh
+
+    def predict(weights: Weights, sample: Any, timestep: Any, inputs: dict[str, Any]) -> tuple[Any, Any]:
+        asked = (sample.astype(target.dtype), timestep[None], inputs)
+        found, _ = build.predicted(weights, build.forward, (), asked)
+        return found, finite.flag(found)
+
+    return build.program_of(
+        predict,
+        (
+            shaped(mesh, (rows, *spec.geometry.latent_shape(settings)[1:]), jnp.float32),
+            shaped(mesh, (), shape.timestep_dtype),
+            {name: shaped(mesh, size, dtype) for name, (size, dtype) in inputs.items()},
+        ),
+        out_shardings=(NamedSharding(mesh, P()),) * 2,
+        name=PREDICT,
+    )
 
 
 def reuse_of(spec: ModelSpec) -> StepReuse:
@@ -137,21 +168,33 @@ class _StepBuild:
 
     def run(self, weights: Weights, args: StepArgs, predict: Predict) -> tuple[Any, Any]:
         """The traced step: new state, denoised estimate, whether the sample is finite; and the features to keep."""
-        branches, dtype = self.spec.branches(self.settings), self.target.dtype
-        sample = self._put_given(args.state[0], args.inputs)
-        sample = jnp.broadcast_to(sample.astype(dtype), (branches, *sample.shape[1:]))
-        sample = self.on_mesh.layout.constrain(sample, "dp")
-        inputs = {name: _branched(x, branches, dtype) for name, x in args.inputs.items()}
-        weights = self.on_mesh.layout.use_outside_blocks(weights)
-        inputs |= {"guidance": args.guidance[None], "next_timestep": args.next_timestep[None]}
+        sample = self._put_given(args.state[0], args.inputs).astype(self.target.dtype)
+        inputs = {**args.inputs, "guidance": args.guidance[None], "next_timestep": args.next_timestep[None]}
         asked = (sample, args.timestep[None], inputs)
-        output, kept = torch_bridge.functional(self.network.module, weights, predict, args.features, *asked)
-        output = output.astype(jnp.float32)
-        if branches == 2:
+        output, kept = self.predicted(weights, predict, args.features, asked)
+        if len(output) == 2:
             output = output[1:] + args.guidance * (output[:1] - output[1:])
         sample, *memory, denoised = solver_table.advance(args.state, output, args.row)
         state = (self._put_given(sample, args.inputs), *memory, self._put_given(denoised, args.inputs))
         return (*state, finite.flag(state[0])), kept
+
+    def forward(self, denoiser: Any, features: Any, *asked: Any) -> tuple[Any, Any]:
+        """The `Predict` of a step that stands alone."""
+        return self.spec.denoiser.forward(denoiser, self.on_mesh, *asked), ()
+
+    def predicted(self, weights: Weights, predict: Predict, features: Any, asked: tuple[Any, ...]) -> tuple[Any, Any]:
+        """What `predict` makes of a sample, a timestep and inputs, in float32, and the features to keep. What has one
+        row stands for every branch.
+        """
+        branches, dtype = self.spec.branches(self.settings), self.target.dtype
+        sample, timestep, inputs = asked
+        sample = jnp.broadcast_to(sample, (branches, *sample.shape[1:]))
+        sample = self.on_mesh.layout.constrain(sample, "dp")
+        inputs = {name: x if name in OF_STEP else _branched(x, branches, dtype) for name, x in inputs.items()}
+        weights = self.on_mesh.layout.use_outside_blocks(weights)
+        asked = (sample, timestep, inputs)
+        output, kept = torch_bridge.functional(self.network.module, weights, predict, features, *asked)
+        return output.astype(jnp.float32), kept
 
     def _put_given(self, sample: Any, inputs: dict[str, Any]) -> Any:
         put_given = self.spec.pictures.put_given
@@ -167,12 +210,9 @@ class _StepBuild:
         spec, mesh, rows = self.spec, self.mesh, 1 + self.shape.num_memory
         latent_shape = spec.geometry.latent_shape(self.settings)
         branches = spec.branches(self.settings)
-        return Program(
-            name=name,
-            fn=step,
-            weights=weights.abstract(self.network, mesh, self.target.precision),
-            components=spec.denoiser.experts,
-            args=StepArgs(
+        return self.program_of(
+            step,
+            StepArgs(
                 state=(shaped(mesh, latent_shape, jnp.float32),) * rows,
                 row=shaped(mesh, (rows + 1, rows + 1), jnp.float32),
                 timestep=shaped(mesh, (), self.shape.timestep_dtype),
@@ -181,9 +221,24 @@ class _StepBuild:
                 guidance=shaped(mesh, (), jnp.float32),
                 features=features,
             ),
+            out_shardings,
+            name,
+            donate=(StepArgs._fields.index("state"),),
+        )
+
+    def program_of(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], out_shardings: Any, name: str, donate: tuple[int, ...] = ()
+    ) -> Program:
+        mesh = self.mesh
+        return Program(
+            name=name,
+            fn=fn,
+            weights=weights.abstract(self.network, mesh, self.target.precision),
+            components=self.spec.denoiser.experts,
+            args=args,
             mesh=mesh,
             precision=self.target.precision,
-            donate=(StepArgs._fields.index("state"),),
+            donate=donate,
             out_shardings=out_shardings,
             runs=self.settings.num_inference_steps,
             compiler_options=self.target.fallbacks.left(step_options(mesh)),

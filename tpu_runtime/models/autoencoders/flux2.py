@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, Component, Need, Report, Settings, has_length
-from .frames import pixels
+from .frames import encode_picture, pixels
 from .layers import convolved, normed
 
 if TYPE_CHECKING:
@@ -53,6 +53,11 @@ def encode_image(
         cells = torch.nn.functional.pixel_unshuffle(pixels, stride)
         latents[f"reference_{index}"] = call("vae_encoder", encode_reference, cells, partition="spatial")[0]
     return latents
+
+
+def encode_pixels(call: Call, frames: "torch.Tensor", report: Report) -> "torch.Tensor":
+    """A picture in its own size to normalised latents `[1, 128, h, w]`."""
+    return encode_picture(call, frames, encode_reference, STRIDE)
 
 
 def encode_reference(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, None]":

@@ -34,6 +34,25 @@ def decode_by_frame(
         report(index + 1, total)
 
 
+def encode_picture(
+    call: Call, pixels: "torch.Tensor", encode: Callable[..., tuple[Any, Any]], stride: int
+) -> "torch.Tensor":
+    """What `encode(vae, cells)` makes of a video's only frame `[1, 3, 1, height, width]` in -1..1, by the cell of
+    `stride` pixels on a side: so pixels are split over chips as latents are.
+    """
+    import numpy as np
+    import torch
+
+    if pixels.shape[2] != 1:
+        raise ValueError(
+            f"There are {pixels.shape[2]} frames to encode, and on the TPU this VAE encodes one picture. Encode one, "
+            "or load the VAE with ComfyUI's own loader."
+        )
+    cells = torch.nn.functional.pixel_unshuffle(pixels[:, :, 0], stride)
+    found, _ = call("vae_encoder", encode, cells, partition="spatial")
+    return torch.from_numpy(np.array(found))
+
+
 def pixels(decoded: "torch.Tensor") -> "torch.Tensor":
     """What a decoder returns, around -1..1, as float32 pixels in 0..1.
 

@@ -1,12 +1,13 @@
 """The VAE of Wan 2.2's 5B model, of 48 channels: a picture to a latent frame. Wan's other VAE decodes for both."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
-from ...model_spec import Call, Need, Settings, has_length
-from . import wan
+from ...model_spec import Call, Need, Report, Settings, has_length
+from . import wan, wan_encoder
+from .wan_encoder import frames_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,12 +34,21 @@ def encode_image(
 
 def encode_first(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, None]":
     """The image, by the cell, `[1, 3 * 16 * 16, 1, h, w]`, to the mean of a video's first latent `[1, 48, 1, h, w]`."""
-    import torch
+    return encode_frames(vae, cells)[0], None
+
+
+def encode_frames(
+    vae: Any, cells: "torch.Tensor", memory: "Sequence[torch.Tensor]" = ()
+) -> "tuple[torch.Tensor, list[torch.Tensor]]":
+    """The next frames of a video, by the cell, and the memory after them (see `wan.encode_next`)."""
     from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 
-    image = torch.nn.functional.pixel_shuffle(cells[:, :, 0], STRIDE_HW).unsqueeze(2)
-    latent, _ = wan.encode_next(vae, patchify(image, vae.config.patch_size))
-    return latent, None
+    return wan.encode_next(vae, patchify(frames_of(cells, STRIDE_HW), vae.config.patch_size), memory)
+
+
+def encode_video(call: Call, pixels: "torch.Tensor", report: Report) -> "torch.Tensor":
+    """See `wan_encoder.encode_video`."""
+    return wan_encoder.encode_video(call, pixels, report, stride=STRIDE_HW, first=encode_frames, later=encode_frames)
 
 
 # Those of `vae22_diffusers_config` in diffusers' `scripts/convert_wan_to_diffusers.py`.

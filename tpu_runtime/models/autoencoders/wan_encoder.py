@@ -1,11 +1,11 @@
 """Wan's VAE, encoding: pictures as frames of a grey video, which are more channels of a denoiser's sample."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
-from ...model_spec import Call, Settings
+from ...model_spec import Call, Report, Settings
 from . import wan
 
 if TYPE_CHECKING:
@@ -50,6 +50,57 @@ def encode_image(
     if last:
         mask[:, -1, -1] = 1.0
     return {"condition": torch.cat([mask, (video - mean) * (1.0 / std)], dim=1).numpy()}
+
+
+def encode_video(
+    call: Call,
+    pixels: "torch.Tensor",
+    report: Report,
+    *,
+    stride: int = STRIDE_HW,
+    first: "Callable[..., Any] | None" = None,
+    later: "Callable[..., Any] | None" = None,
+) -> "torch.Tensor":
+    """The mean of the latents of 1 frame and then of 4 each; frames beyond the last four are left out, as upstream.
+
+    `first(vae, cells)` and `later(vae, cells, memory)` encode them, by the cell of `stride` pixels on a side.
+    """
+    import numpy as np
+    import torch
+
+    total = 1 + (pixels.shape[2] - 1) // STRIDE_T
+    start = cells_of(pixels[:, :, :1], stride)
+    latent, memory = call("vae_encoder", first or encode_first, start, partition="spatial")
+    latents = [latent]
+    for index in range(1, total):
+        report(index, total)
+        begin = 1 + STRIDE_T * (index - 1)
+        frames = cells_of(pixels[:, :, begin : begin + STRIDE_T], stride)
+        latent, memory = call("vae_encoder", later or encode_frames, frames, memory, partition="spatial", carries=True)
+        latents.append(latent)
+    report(total, total)
+    return torch.from_numpy(np.concatenate(latents, axis=2))
+
+
+def cells_of(frames: "torch.Tensor", stride: int) -> "torch.Tensor":
+    """`[1, 3, frames, height, width]` by the cell: `[1, 3 * stride * stride, frames, h, w]`."""
+    import torch
+
+    return torch.nn.functional.pixel_unshuffle(frames[0].movedim(1, 0), stride).movedim(0, 1)[None]
+
+
+def frames_of(cells: "torch.Tensor", stride: int) -> "torch.Tensor":
+    """The frames of `cells_of`."""
+    import torch
+
+    return torch.nn.functional.pixel_shuffle(cells[0].movedim(1, 0), stride).movedim(0, 1)[None]
+
+
+def encode_frames(
+    vae: Any, cells: "torch.Tensor", memory: "list[torch.Tensor]"
+) -> "tuple[torch.Tensor, list[torch.Tensor]]":
+    """Four frames, by the cell."""
+    return wan.encode_next(vae, frames_of(cells, STRIDE_HW), memory)
 
 
 def encode_grey(vae: Any, memory: "list[torch.Tensor]") -> "tuple[torch.Tensor, list[torch.Tensor]]":

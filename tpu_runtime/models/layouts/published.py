@@ -1,5 +1,6 @@
 """Single files as ComfyUI's templates name them: where they are published, and the folder each goes to."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -159,3 +160,9 @@ def part(model: str, folder: str) -> SingleFile | None:
     known = SETS.get(model, {})
     exact = known.get("fp16") or next(iter(known.values()), ())
     return next((file for file in exact if file.folder == folder), None)
+
+
+@functools.cache
+def names() -> frozenset[str]:
+    """The names of all files."""
+    return frozenset(file.name for formats in SETS.values() for files in formats.values() for file in files)
