@@ -2,12 +2,15 @@
 
 import argparse
 import importlib.metadata
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..nodes import upgrade
+from ..nodes.headless.changes import read_json
 from ..nodes.headless.runner import TerminalHost, run_workflow
 from ..tpu_runtime import pipeline
 from ..tpu_runtime.pipeline import plan_options
@@ -59,6 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, file: Any, text: str) -> None:
         file.add_arguments(add_verb(verbs, name, file.run, text))
 
+    convert = add_verb(verbs, "convert", _convert, "swap ComfyUI's own loaders in a workflow for those of the TPU")
+    convert.add_argument("workflow", type=Path, help="a workflow as ComfyUI's page saves or exports it (JSON)")
+    convert.add_argument("--back", action="store_true", help="swap the TPU's loaders for ComfyUI's own")
+    convert.add_argument("--to", type=Path, metavar="FILE", help="where it goes; by default into the same file")
+
     add("batch", batch, "run a workflow once for each line of a file")
     add("serve", serve, "run stages for a ComfyUI elsewhere, by its node TPU Remote")
     stages.add_verbs(verbs)
@@ -90,6 +98,16 @@ def _run(options: argparse.Namespace) -> int:
         run_workflow(workflow, host)
     finally:
         print_timings(host.timings)
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    document = read_json(options.workflow)
+    found, changes = upgrade.with_tpu_loaders(document, model_folders(), back=options.back)
+    print("\n".join(changes) or "No loader to swap.")
+    target = options.to or options.workflow
+    if found != document or target != options.workflow:
+        target.write_text(json.dumps(found, indent=2, ensure_ascii=False), "utf-8")
     return 0
 
 

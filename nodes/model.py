@@ -36,6 +36,15 @@ PARTS = {
 }
 
 
+# Families by the type that ComfyUI's own loaders of text encoders are told.
+CLIP_TYPES: Mapping[str, tuple[str, ...]] = {
+    "wan": ("Wan21", "Wan22I2V"),
+    "flux2": ("Flux2",),
+    "cogvideox": ("CogVideoX",),
+    "hunyuan_video_15": ("HunyuanVideo15",),
+}
+
+
 def chosen_id(values: Mapping[str, Any]) -> str:
     """The model id of these widgets: that of `model_id`, with the files that are chosen for its parts."""
     parts = [str(values[name]) for name in PARTS if values.get(name) not in (None, "", AUTO)]

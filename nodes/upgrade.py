@@ -1,15 +1,19 @@
-"""Workflows that the separate TPU packs saved, brought to today's nodes, which have the same ids.
+"""Workflows that the separate TPU packs saved, brought to today's nodes, which have the same ids; and workflows of
+ComfyUI's own nodes, with their loaders swapped for those of the TPU and back.
 
 Both forms of a workflow are taken: the page's (`nodes`, `links`) and the API's. What a separate pack's node had, and
 today's has not, is in `_OLD`; all else is looked up in the declarations by name.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any
 
+from ..tpu_runtime import pipeline as runtime
 from .declare import VALUE_TYPES, Declaration, Input
+from .model import CLIP_TYPES
 
 Document = dict[str, Any]
 Table = Mapping[str, Declaration]
@@ -363,3 +367,71 @@ def _upgrade_api(workflow: Document, table: Table) -> Iterator[str]:
         if said:
             node["inputs"] = {**_OLD[node["class_type"]].added, **node["inputs"]}
             yield f"{node['class_type']} (node {node_id}): {'; '.join(said)}."
+
+
+# --- ComfyUI's own loaders --------------------------------------------------------------------------------------------
+
+# Core's loaders and ours, which have the same widgets, in this order.
+LOADERS = {
+    "UNETLoader": ("TPUUNETLoader", ("unet_name", "weight_dtype")),
+    "CLIPLoader": ("TPUCLIPLoader", ("clip_name", "type", "device")),
+    "DualCLIPLoader": ("TPUDualCLIPLoader", ("clip_name1", "clip_name2", "type", "device")),
+    "VAELoader": ("TPUVAELoader", ("vae_name",)),
+    "CheckpointLoaderSimple": ("TPUCheckpointLoader", ("ckpt_name",)),
+}
+_BACK = {ours: (theirs, names) for theirs, (ours, names) in LOADERS.items()}
+# Of more the headers are not read.
+_MOST_LOADERS = 200
+
+
+def with_tpu_loaders(document: Any, folders: Sequence[str], *, back: bool = False) -> tuple[Any, list[str]]:
+    """A workflow, subgraphs included, with core's loaders of models that we run swapped for ours, or ours for core's;
+    and a sentence for each loader, also for one that stays. ValueError for what is no workflow.
+
+    `folders` are those that files are looked for in.
+    """
+    if not isinstance(document, dict):
+        raise ValueError("This is no workflow: it must be an object, as ComfyUI's page saves or exports it.")
+    try:
+        found = copy.deepcopy(document)
+    except RecursionError:
+        raise ValueError("The workflow is nested too deeply to be read.") from None
+    is_of_page = isinstance(found.get("nodes"), list)
+    nodes = [node for graph in _graphs(found) for node in _dicts(graph.get("nodes"))] if is_of_page else found.values()
+    key, table = "type" if is_of_page else "class_type", _BACK if back else LOADERS
+    loaders = [node for node in nodes if isinstance(node, dict) and str(node.get(key)) in table]
+    changes = []
+    for node in loaders[:_MOST_LOADERS]:
+        kind = node[key]
+        other, names = table[kind]
+        said = node.get("widgets_values") if is_of_page else node.get("inputs")
+        values = dict(zip(names, said, strict=False)) if isinstance(said, list) else said
+        values = values if isinstance(values, dict) else {}
+        label = f"{kind} ({', '.join(str(values.get(name, '')) for name in names if 'name' in name)})"
+        if not back and (problem := _why_not(kind, values, folders)):
+            changes.append(f"{label} stays: {problem}.")
+            continue
+        node[key] = other
+        if is_of_page and isinstance(node.get("properties"), dict):
+            # Which pack a node is of: the page would look it up in another.
+            node["properties"] = {"Node name for S&R": other}
+        changes.append(f"{label} is now {other}.")
+    return found, changes
+
+
+def _why_not(kind: str, values: Mapping[str, Any], folders: Sequence[str]) -> str:
+    """Why what a loader of core's names does not run here; empty where it does."""
+    if "CLIP" in kind:
+        known = ", ".join(CLIP_TYPES)
+        return "" if values.get("type") in CLIP_TYPES else f"its type is none of {known}"
+    name = str(values.get(LOADERS[kind][1][0], ""))
+    if PurePath(name).name in runtime.published.names():
+        return ""
+    unknown = "the file is no model that runs on the TPU, or is not in ComfyUI's folders"
+    if not name or PurePath(name).is_absolute() or ".." in PurePath(name).parts or name.startswith("~"):
+        return unknown
+    try:
+        runtime.choose_part(runtime.SPECS, name, folders=tuple(folders))
+    except (ValueError, OSError):
+        return unknown
+    return ""

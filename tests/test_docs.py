@@ -33,10 +33,14 @@ def test_contributors_are_sent_to_guidance_to_memory_and_to_a_refusal():
     assert {"guidance is added", "weights leave the chips", "a wrong size is refused"} <= {what for what, *_ in PLACES}
 
 
+# What nodes of ComfyUI's own ask of single networks.
+CALLS = ("predict", "states", "latents")
+
+
 def test_the_vocabulary_lists_the_stages_in_their_order():
     listed = re.findall(r"^\| `(\w+)` \|", section("Vocabulary"), re.MULTILINE)
     assert tuple(listed) == STAGES
-    assert set(WORK) == {*STAGES, "warmup"}
+    assert set(WORK) == {*STAGES, "warmup", *CALLS}
 
 
 def stage_words(tree: ast.AST) -> Iterator[str]:

@@ -66,6 +66,9 @@ SHOWN = {
     "comfyui-tpu batch WORKFLOW.json --set-from prompts.jsonl --out DIR [--ray ADDRESS]": (
         "tests/fleet/test_same_results.py::test_a_batch_gives_what_single_runs_give"
     ),
+    "comfyui-tpu convert WORKFLOW.json [--back] [--to FILE]": (
+        "tests/nodes/test_loaders.py::test_the_command_writes_the_file_and_says_what_it_did"
+    ),
     "comfyui-tpu serve": "tests/fleet/test_same_results.py::test_the_command_serves_until_it_is_ended",
     "comfyui-tpu serve [--host 127.0.0.1] [--port 8190] [--models DIR]": (
         "tests/fleet/test_same_results.py::test_the_command_serves_until_it_is_ended"

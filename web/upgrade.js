@@ -28,6 +28,26 @@ async function upgraded(workflow) {
   return { changes: [] };
 }
 
+// The workflow of the page with loaders of ComfyUI's swapped for ours, or back; its notice says what stays, and why.
+async function convert(back) {
+  document.getElementById(NOTICE)?.remove();
+  const workflow = (app.rootGraph ?? app.graph).serialize();
+  const request = { method: "POST", body: JSON.stringify({ workflow, back }) };
+  let answer;
+  try {
+    const response = await api.fetchApi("/tpu/convert", request);
+    answer = await response.json();
+    if (!response.ok) return show([`The loaders were not swapped: ${answer.error}`]);
+  } catch (error) {
+    return show([`The loaders were not swapped: the server is not reachable (${error}).`]);
+  }
+  if (!answer.changes.length) return show(["There is no loader to swap in this workflow."]);
+  await app.loadGraphData(answer.workflow, true, true, app.extensionManager?.workflow?.activeWorkflow ?? null);
+  show([back ? "Loaders of the TPU and ComfyUI's own:" : "ComfyUI's own loaders and those of the TPU:", ...answer.changes]);
+}
+
+const CONVERT = "comfyui-tpu.convert";
+
 function button(text, onclick) {
   const made = make("button", "", { type: "button" }, text);
   made.onclick = onclick;
@@ -49,6 +69,11 @@ function show([headline, ...changes]) {
 
 app.registerExtension({
   name: "comfyui-tpu.upgrade",
+  commands: [
+    { id: CONVERT, label: "Use TPU loaders in this workflow", function: () => convert(false) },
+    { id: `${CONVERT}-back`, label: "Use ComfyUI's own loaders again", function: () => convert(true) },
+  ],
+  menuCommands: [{ path: ["TPU"], commands: [CONVERT, `${CONVERT}-back`] }],
   async setup() {
     const rules = `#${NOTICE} {
       position: fixed; right: 1rem; bottom: 4rem; z-index: 1000; max-width: 32rem; max-height: 60vh; overflow: auto;

@@ -3,22 +3,19 @@
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import comfy.model_management
-import comfy.utils
 import folder_paths
 from comfy_execution.graph_utils import GraphBuilder
-from comfy_execution.utils import get_executing_context
 from comfy_execution.validation import validate_node_input
 from server import PromptServer
 
 from ...tpu_runtime import pipeline
-from ...tpu_runtime.pipeline import Preview
 from .. import DECLARATIONS, graph
-from ..declare import Declaration, Expansion, Folders, Input, Link, Node, Ref
-from . import memory, pictures, previews, routes
+from ..declare import Declaration, Expansion, Input, Link, Node, Ref
+from . import core_loaders, memory, pictures, routes
+from .host import DENOISERS, ComfyHost, folders, weights
 
 try:
     from comfy_api.latest import ComfyExtension, io
@@ -30,35 +27,6 @@ log = logging.getLogger(__name__)
 _WIDGETS = {"INT": io.Int, "FLOAT": io.Float, "STRING": io.String, "COMBO": io.Combo, "BOOLEAN": io.Boolean}
 
 
-# ComfyUI's folders that a model id is looked for in, and those with what it may name alone.
-_MODELS = ("diffusers", "diffusion_models", "checkpoints", "text_encoders", "vae", "clip_vision")
-_DENOISERS = ("diffusion_models", "checkpoints")
-
-
-class ComfyHost:
-    """The running node's view of ComfyUI: a bar and a line of text on the node, and the Cancel button."""
-
-    def __init__(self) -> None:
-        context = get_executing_context()
-        self._node_id = context.node_id if context else None
-        self._bar = self._unit = None
-        self._previewer = previews.Previewer()
-        self.folders = _folders()
-
-    def text(self, message: str) -> None:
-        if self._node_id is not None:
-            PromptServer.instance.send_progress_text(message, self._node_id)
-
-    def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
-        if self._bar is None or unit != self._unit:
-            # Loaded MiB, steps and chunks follow each other on the same node.
-            self._bar, self._unit = comfy.utils.ProgressBar(total, node_id=self._node_id), unit
-        self._bar.update_absolute(done, total, self._previewer.image(preview) if preview else None)
-
-    def check_cancelled(self) -> None:
-        comfy.model_management.throw_exception_if_processing_interrupted()
-
-
 def _say_stuck(sentence: str) -> None:
     """The error of a prompt whose node cannot raise one any more (see `pipeline.when_stuck`)."""
     server = PromptServer.instance
@@ -68,16 +36,6 @@ def _say_stuck(sentence: str) -> None:
         "current_inputs": [], "current_outputs": [],
     }  # fmt: skip
     server.send_sync("execution_error", message, server.client_id)
-
-
-def _folders() -> Folders:
-    return Folders(
-        models=tuple(path for name in _MODELS for path in folder_paths.get_folder_paths(name)),
-        loras=tuple(folder_paths.get_folder_paths("loras")),
-        input=Path(folder_paths.get_input_directory()),
-        output=Path(folder_paths.get_output_directory()),
-        confined=True,
-    )
 
 
 def extension() -> ComfyExtension:
@@ -92,7 +50,7 @@ def extension() -> ComfyExtension:
         log.error("%s", error)  # as the first prompt will
     routes.add()
     pictures.install()
-    classes = [node_class(declaration) for declaration in DECLARATIONS.values()]
+    classes = [*(node_class(declaration) for declaration in DECLARATIONS.values()), *core_loaders.CLASSES]
 
     class Extension(ComfyExtension):
         async def get_node_list(self) -> list[type[io.ComfyNode]]:
@@ -112,7 +70,7 @@ def node_class(declaration: Node | Expansion) -> type[io.ComfyNode]:
         fingerprint = declaration.fingerprint
         names = {declared.name for declared in declaration.inputs if declared.is_widget}
         body["fingerprint_inputs"] = lambda cls, **given: fingerprint(
-            _folders(), **{name: value for name, value in given.items() if name in names}
+            folders(), **{name: value for name, value in given.items() if name in names}
         )
     return type(declaration.id, (io.ComfyNode,), {name: classmethod(function) for name, function in body.items()})
 
@@ -161,16 +119,10 @@ def _options(declared: Input) -> list[str]:
     """Files are looked for whenever the page asks, as for core's nodes."""
     if declared.files == "models":
         diffusers = folder_paths.get_folder_paths("diffusers")
-        return list(dict.fromkeys([*declared.options, *pipeline.choices(diffusers), *_weights(*_DENOISERS)]))
+        return list(dict.fromkeys([*declared.options, *pipeline.choices(diffusers), *weights(*DENOISERS)]))
     if declared.files == "loras":
         return folder_paths.get_filename_list(declared.files)
-    return [*declared.options, *(_weights(declared.files) if declared.files else ())]
-
-
-def _weights(*names: str) -> list[str]:
-    """The files of weights in ComfyUI's folders of these names; its own lists leave out GGUF."""
-    folders = dict.fromkeys(path for name in names for path in folder_paths.get_folder_paths(name))
-    return list(dict.fromkeys(name for folder in folders for name in pipeline.files_in(folder)))
+    return [*declared.options, *(weights(declared.files) if declared.files else ())]
 
 
 def _output(kind: str, name: str, tooltip: str) -> Any:
@@ -194,7 +146,7 @@ class Announcer:
     def __call__(self, prompt: dict[str, Any] | None, host: ComfyHost) -> None:
         if prompt is not None and prompt is not self._announced:
             self._announced = prompt
-            pipeline.expect(graph.expected(prompt, _folders(), DECLARATIONS), progress=host)
+            pipeline.expect(graph.expected(prompt, folders(), DECLARATIONS), progress=host)
 
 
 _announce = Announcer()
@@ -250,7 +202,7 @@ def _validate(declaration: Declaration) -> Callable[..., bool | str]:
         try:
             if input_types is not None:
                 _check_links(declaration, input_types)
-            declaration.check_constants(_folders(), constants, input_types)
+            declaration.check_constants(folders(), constants, input_types)
         except ValueError as error:
             return str(error)
         return True

@@ -1,5 +1,6 @@
 """The pack's addresses on ComfyUI's server: the monitor's `GET /tpu/stats` and `POST /tpu/free`, and
-`POST /tpu/upgrade`, which brings a workflow of the separate packs to today's nodes.
+`POST /tpu/upgrade`, which brings a workflow of the separate packs to today's nodes, and `POST /tpu/convert`, which
+swaps loaders of ComfyUI's own for those of the TPU and back.
 
 It knows ComfyUI only in `add`.
 """
@@ -73,6 +74,16 @@ def add_routes(
             return web.json_response({"error": str(error)}, status=400)
         return web.json_response({"changes": changes, **({"workflow": workflow} if changes else {})})
 
+    @routes.post("/tpu/convert")
+    async def convert_workflow(request: web.Request) -> web.Response:
+        try:
+            body = await _bounded(request)
+            async with upgrading:
+                workflow, changes = await asyncio.to_thread(_converted, body)
+        except ValueError as error:
+            return web.json_response({"error": str(error)}, status=400)
+        return web.json_response({"changes": changes, "workflow": workflow})
+
 
 class _Freeing:
     """Frees residents in one thread, however many ask meanwhile: that waits for a running stage, perhaps for minutes,
@@ -117,6 +128,19 @@ def _upgraded(body: bytes) -> tuple[Any, list[str]]:
     except ValueError as error:
         raise ValueError(f"The body is not a workflow in JSON ({error}).") from None
     return upgrade.upgraded(document, DECLARATIONS)
+
+
+def _converted(body: bytes) -> tuple[Any, list[str]]:
+    """The workflow in `body`, `{"workflow": ..., "back": false}`, with loaders swapped, and what was done."""
+    try:
+        asked = parse_json(body)
+    except ValueError as error:
+        raise ValueError(f"The body is not JSON ({error}).") from None
+    if not isinstance(asked, dict) or not isinstance(asked.get("back", False), bool):
+        raise ValueError('The body must be {"workflow": ..., "back": true or false}.')
+    from .host import folders
+
+    return upgrade.with_tpu_loaders(asked.get("workflow"), folders().models, back=asked.get("back", False))
 
 
 def _upgrade_prompt(data: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,187 @@
+"""Loaders one for one with core's: the same widgets and outputs, so that a swap changes a node's type and nothing else.
+
+What they load runs on the TPU behind core's own nodes (docs/core_nodes.md).
+"""
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import folder_paths
+
+from ..model import CLIP_TYPES
+from . import core_model, core_text_and_vae, memory
+from .host import ComfyHost, weights
+
+try:
+    from comfy_api.latest import io
+except ImportError:
+    from comfy_api.v0_0_2 import io
+
+# ComfyUI's own nodes: its module is called as a folder of this pack.
+core = importlib.import_module("nodes")
+_CATEGORY = "TPU/ComfyUI's own nodes"
+_AUTO = "auto"  # what COMFYUI_TPU_PRECISION says, or bfloat16
+
+
+def _path(folder: str, name: str) -> str:
+    """The file that a widget names, as core finds it: below its own folders alone."""
+    return folder_paths.get_full_path_or_raise(folder, name)
+
+
+def _options(loader: Any, name: str) -> list[str]:
+    """The choices of a widget of core's loader."""
+    known = loader.INPUT_TYPES()
+    return list({**known["required"], **known.get("optional", {})}[name][0])
+
+
+def _schema(node_id: str, title: str, description: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> io.Schema:
+    return io.Schema(
+        node_id=node_id,
+        display_name=title,
+        category=_CATEGORY,
+        description=description,
+        inputs=list(inputs),
+        outputs=list(outputs),
+    )
+
+
+def _file(name: str, *folders: str, tooltip: str) -> Any:
+    return io.Combo.Input(name, options=weights(*folders), tooltip=tooltip)
+
+
+class TPUUNETLoader(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return _schema(
+            "TPUUNETLoader",
+            "Load Diffusion Model (TPU)",
+            "As Load Diffusion Model, for a model that runs on the TPU: samplers, guiders, schedulers and LoRA loaders "
+            "of ComfyUI and of packs for samplers work with it.",
+            (
+                _file("unet_name", "diffusion_models", tooltip="The file of the diffusion model."),
+                io.Combo.Input(
+                    "weight_dtype",
+                    options=_options(core.UNETLoader, "weight_dtype"),
+                    advanced=True,
+                    tooltip="As in ComfyUI's own loader; the TPU keeps weights in bfloat16, whatever is chosen here.",
+                ),
+            ),
+            (io.Model.Output(tooltip="For KSampler and alike."),),
+        )
+
+    @classmethod
+    def execute(cls, unet_name: str, weight_dtype: str = "default") -> io.NodeOutput:
+        memory.register()
+        return io.NodeOutput(core_model.model(_path("diffusion_models", unet_name), _AUTO, ComfyHost))
+
+
+class TPUCLIPLoader(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return _schema(
+            "TPUCLIPLoader",
+            "Load CLIP (TPU)",
+            "As Load CLIP, for a text encoder that runs on the TPU. Prompt weights and templates are ComfyUI's own.",
+            (
+                _file("clip_name", "text_encoders", tooltip="The file of the text encoder."),
+                _type(core.CLIPLoader),
+                _device(core.CLIPLoader),
+            ),
+            (io.Clip.Output(tooltip="For CLIPTextEncode and alike."),),
+        )
+
+    @classmethod
+    def execute(cls, clip_name: str, type: str = "wan", device: str = "default") -> io.NodeOutput:
+        memory.register()
+        return io.NodeOutput(core_text_and_vae.clip([_path("text_encoders", clip_name)], type, _AUTO, ComfyHost))
+
+
+class TPUDualCLIPLoader(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return _schema(
+            "TPUDualCLIPLoader",
+            "Load Two CLIPs (TPU)",
+            "As DualCLIPLoader, for two text encoders that run on the TPU.",
+            (
+                _file("clip_name1", "text_encoders", tooltip="The file of one text encoder."),
+                _file("clip_name2", "text_encoders", tooltip="The file of the other."),
+                _type(core.DualCLIPLoader),
+                _device(core.DualCLIPLoader),
+            ),
+            (io.Clip.Output(tooltip="For CLIPTextEncode and alike."),),
+        )
+
+    @classmethod
+    def execute(cls, clip_name1: str, clip_name2: str, type: str, device: str = "default") -> io.NodeOutput:
+        memory.register()
+        paths = [_path("text_encoders", name) for name in (clip_name1, clip_name2)]
+        return io.NodeOutput(core_text_and_vae.clip(paths, type, _AUTO, ComfyHost))
+
+
+def _type(loader: Any) -> Any:
+    return io.Combo.Input("type", options=_options(loader, "type"), tooltip=f"On the TPU run {', '.join(CLIP_TYPES)}.")
+
+
+def _device(loader: Any) -> Any:
+    return io.Combo.Input(
+        "device",
+        options=_options(loader, "device"),
+        optional=True,
+        advanced=True,
+        tooltip="As in ComfyUI's own loader; the text encoder runs on the TPU, whatever is chosen here.",
+    )
+
+
+class TPUVAELoader(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return _schema(
+            "TPUVAELoader",
+            "Load VAE (TPU)",
+            "As Load VAE, for a VAE that runs on the TPU. It needs no tiles: the tiled nodes do as the others do.",
+            (_file("vae_name", "vae", tooltip="The file of the VAE."),),
+            (io.Vae.Output(tooltip="For VAEDecode, VAEEncode and alike."),),
+        )
+
+    @classmethod
+    def execute(cls, vae_name: str) -> io.NodeOutput:
+        memory.register()
+        return io.NodeOutput(core_text_and_vae.vae(_path("vae", vae_name), _AUTO, ComfyHost))
+
+
+class TPUCheckpointLoader(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return _schema(
+            "TPUCheckpointLoader",
+            "Load Checkpoint (TPU)",
+            "As Load Checkpoint, for a file that holds a diffusion model, its text encoder and its VAE, which run on "
+            "the TPU.",
+            (_file("ckpt_name", "checkpoints", tooltip="The file of the checkpoint."),),
+            (
+                io.Model.Output(tooltip="For KSampler and alike."),
+                io.Clip.Output(tooltip="For CLIPTextEncode and alike."),
+                io.Vae.Output(tooltip="For VAEDecode, VAEEncode and alike."),
+            ),
+        )
+
+    @classmethod
+    def execute(cls, ckpt_name: str) -> io.NodeOutput:
+        memory.register()
+        path = _path("checkpoints", ckpt_name)
+        return io.NodeOutput(
+            core_model.model(path, _AUTO, ComfyHost),
+            core_text_and_vae.clip([path], core_text_and_vae.type_of(path), _AUTO, ComfyHost),
+            core_text_and_vae.vae(path, _AUTO, ComfyHost),
+        )
+
+
+CLASSES: tuple[type[io.ComfyNode], ...] = (
+    TPUUNETLoader,
+    TPUCLIPLoader,
+    TPUDualCLIPLoader,
+    TPUVAELoader,
+    TPUCheckpointLoader,
+)

@@ -1,0 +1,432 @@
+"""ComfyUI's own MODEL whose network runs on the TPU: samplers, guiders and wrappers are core's, the network is ours.
+
+Core builds its own network from the shapes in a file, on the meta device, where it takes no memory: so names for LoRAs,
+latent formats, schedules and conditionings are core's. Only the innermost `_forward` is another: it asks the engine.
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import comfy.hooks
+import comfy.model_detection
+import comfy.model_management
+import comfy.model_patcher
+import comfy.ops
+import numpy as np
+import torch
+from comfy.ldm.common_dit import pad_to_patch_size
+from comfy.patcher_extension import WrappersMP, merge_nested_dicts
+from comfy.samplers import cond_equal_size
+
+from ...tpu_runtime import pipeline
+from ...tpu_runtime.pipeline import ModelRef, Progress
+from . import core_patches
+
+CPU = torch.device("cpu")
+# The progress of the node that runs: one object is used by many.
+MakeHost = Callable[[], Progress]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What core asks a network for, in our terms: a sample, `model_spec.Forward`'s inputs, a timestep."""
+
+    sample: torch.Tensor
+    timestep: float
+    inputs: Mapping[str, np.ndarray]
+
+
+def model(path: str, precision: str, host: MakeHost) -> "CorePatcher":
+    """Core's MODEL of the denoiser in a file."""
+    chosen = pipeline.choose_part(pipeline.SPECS, path, precision=precision)
+    held = held_as(chosen, chosen.spec.denoiser.experts[0])
+    base = _core_model(held, str(held.path))
+    names = _names_of(base)
+    network = base.diffusion_model
+    forward = inspect.signature(type(network)._forward)
+
+    def predict(*args: Any, **kwargs: Any) -> torch.Tensor:
+        bound = forward.bind(network, *args, **kwargs).arguments
+        given = {name: value for name, value in bound.items() if name != "self"}
+        given |= given.pop("kwargs", {})
+        patcher = base.current_patcher
+        options = given.pop("transformer_options", None) or {}
+        core_patches.check(options, given.pop("control", None))
+        x = given["x"]
+        asked = names(chosen, {**given, "options": options})
+        loras = core_patches.loras(patcher, held)
+        prediction = pipeline.Prediction(sample=asked.sample, timestep=asked.timestep, inputs=asked.inputs)
+        found = ask("predict", replace(chosen, loras=loras), host, prediction=prediction)
+        return found[(..., *(slice(0, size) for size in x.shape[2:]))].to(x.dtype)
+
+    network._forward = predict
+    patcher = CorePatcher(base, load_device=CPU, offload_device=CPU, size=1)
+    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "comfyui_tpu", PlainBatch())
+    return patcher
+
+
+def held_as(model: ModelRef, component: str) -> Any:
+    """The network in a model's files that is this component; `ValueError` where there is none."""
+    wanted = model.spec.component(component).class_name
+    for held in pipeline.held_networks(model.model_id):
+        if held.layout.class_name == wanted:
+            return held
+    raise ValueError(f"{model.model_id} holds no {wanted}. Choose another file, or another loader.")
+
+
+def ask(stage: str, model: ModelRef, host: MakeHost, **arguments: Any) -> Any:
+    """`pipeline.run`, whose error for want of memory ComfyUI then knows: it unloads everything and says so."""
+    try:
+        return pipeline.run(stage, model, host(), **arguments)
+    except pipeline.OutOfMemory as error:
+        failure = str(error)
+    raise comfy.model_management.OOM_EXCEPTION(failure)
+
+
+def _core_model(held: Any, path: str) -> Any:
+    """Core's model of a network, as its own loader finds it, without memory for weights."""
+    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in held.tensors.items()}
+    said = held.contents.config
+    metadata = {"config": json.dumps(said)} if said else None
+    config = comfy.model_detection.model_config_from_unet(shapes, "", metadata=metadata)
+    if config is None:
+        found = comfy.model_detection.convert_diffusers_mmdit(shapes, "")
+        config = found and comfy.model_detection.model_config_from_unet(found, "")
+        shapes = found or shapes
+    if config is None:
+        raise ValueError(
+            f"{path}: ComfyUI does not know this file's names, so its samplers cannot run it. Use the file in "
+            "ComfyUI's own names (Comfy-Org's repositories), or this pack's own sampler."
+        )
+    config.set_inference_dtype(torch.float32, None)
+    config.custom_operations = comfy.ops.disable_weight_init
+    return config.get_model(shapes, "", device=torch.device("meta"))
+
+
+# --- what core passes, by its models ----------------------------------------------------------------------------------
+
+Given = dict[str, Any]
+
+
+def _names_of(base: Any) -> Callable[[ModelRef, Given], Asked]:
+    name = type(base).__name__
+    if name not in _MODELS:
+        raise ValueError(
+            f"This file is a {name} to ComfyUI, which does not run on the TPU behind ComfyUI's samplers. Use this "
+            "pack's own nodes for it, or ComfyUI's loader."
+        )
+    return _MODELS[name]
+
+
+def _wan(model: ModelRef, given: Given) -> Asked:
+    """`WAN21` and `WAN22`. What is beside the sample's channels is the condition of image to video."""
+    x, timestep, context, pictures = (given.pop(name, None) for name in ("x", "timestep", "context", "clip_fea"))
+    _refuse_rest(model, given, {"denoise_mask"})
+    x = _padded(x, (1, 2, 2))
+    channels = model.spec.geometry.channels
+    wanted = model.spec.pictures.condition_shapes(tuple(x[:, :channels].shape))
+    inputs = {"text": _whole_text(model, context)}
+    if "condition" in wanted:
+        inputs["condition"] = _array(x[:, channels:])
+    if "image_embeds" in wanted:
+        inputs["image_embeds"] = _pictures(model, pictures, int(wanted["image_embeds"][1]))
+    timestep = timestep.reshape(len(x), -1)
+    if "is_given" in wanted:
+        # Core says a timestep for each frame; that of a first frame that is given is 0.
+        is_given = timestep.shape[1] > 1 and bool((timestep[:, 0] == 0).all())
+        inputs["is_given"] = np.full(1, is_given, np.float32)
+        timestep = timestep[:, is_given:]
+    return Asked(sample=x[:, :channels], timestep=_one(model, timestep, "timesteps"), inputs=inputs)
+
+
+def _flux2(model: ModelRef, given: Given) -> Asked:
+    """`Flux2`, whose timestep is in 0..1; latents of references are as many arrays."""
+    x, timestep, context, guidance, references, method = (
+        given.pop(name, None) for name in ("x", "timestep", "context", "guidance", "ref_latents", "ref_latents_method")
+    )
+    _refuse_rest(model, given, {"y"})
+    if method not in (None, "index"):
+        raise ValueError(
+            f"{model.spec.title}: reference_latents_method is {method}; its network on the TPU takes index. Set that, "
+            "or remove the node."
+        )
+    told = 0.0 if guidance is None else _one(model, guidance, "guidances")
+    inputs = {"text": _whole_text(model, context), "guidance": np.full(1, told, np.float32)}
+    inputs |= {f"reference_{number}": _array(latents) for number, latents in enumerate(references or ())}
+    return Asked(sample=x, timestep=1000.0 * _one(model, timestep, "timesteps"), inputs=inputs)
+
+
+def _hunyuan15(model: ModelRef, given: Given) -> Asked:
+    """`HunyuanVideo15`, whose texts are as long as they are; ours are padded, and have lengths."""
+    x, timestep, context, glyphs, pictures, mask = (
+        given.pop(name, None) for name in ("x", "timestep", "context", "txt_byt5", "clip_fea", "attention_mask")
+    )
+    options = given.pop("options")
+    _refuse_rest(model, given, {"y", "guidance", "disable_time_r"})
+    channels, rows = model.spec.geometry.channels, len(x)
+    lengths = [context.shape[1]] * rows if mask is None else _lengths(model, mask)
+    inputs = {
+        **_padded_text(model, 0, context, lengths),
+        **_padded_text(model, 1, glyphs, [0 if glyphs is None else glyphs.shape[1]] * rows),
+    }
+    if x[:, channels:].any():
+        inputs["condition"] = _array(x[:, channels:])
+    if pictures is not None:
+        inputs["image_embeds"] = _array(pictures)
+    inputs["next_timestep"] = np.full(1, _next_timestep(model, options), np.float32)
+    return Asked(sample=x[:, :channels], timestep=_one(model, timestep, "timesteps"), inputs=inputs)
+
+
+def _cogvideox(model: ModelRef, given: Given) -> Asked:
+    """`CogVideoX`. A picture's latent is the first frame of as many channels more."""
+    x, timestep, context, ofs = (given.pop(name, None) for name in ("x", "timestep", "context", "ofs"))
+    _refuse_rest(model, given, set())
+    x = _padded(x, (2, 2, 2))
+    channels = model.spec.geometry.channels
+    inputs = {"text": _whole_text(model, context)}
+    if "image" in model.spec.pictures.condition_shapes(tuple(x[:, :channels].shape)):
+        if x[:, channels:, 1:].any() or (ofs is not None and not torch.all(ofs == 2.0)):
+            raise ValueError(
+                f"{model.spec.title}: what is given is more than a first frame, or ofs is not 2; its network on the "
+                "TPU takes a first frame. Connect one picture."
+            )
+        inputs["image"] = _array(x[:, channels:, :1])
+    return Asked(sample=x[:, :channels], timestep=_one(model, timestep, "timesteps"), inputs=inputs)
+
+
+_MODELS: Mapping[str, Callable[[ModelRef, Given], Asked]] = {
+    "WAN21": _wan,
+    "WAN22": _wan,
+    "Flux2": _flux2,
+    "HunyuanVideo15": _hunyuan15,
+    "CogVideoX": _cogvideox,
+}
+
+
+def _padded(x: torch.Tensor, patch: tuple[int, ...]) -> torch.Tensor:
+    """As core pads; what need not be padded it would copy."""
+    is_whole = all(size % part == 0 for size, part in zip(x.shape[2:], patch, strict=True))
+    return x if is_whole else pad_to_patch_size(x, patch)
+
+
+def _array(x: torch.Tensor) -> np.ndarray:
+    return x.detach().to(CPU, torch.float32).contiguous().numpy()
+
+
+def _whole_text(model: ModelRef, context: torch.Tensor) -> np.ndarray:
+    """A text whose every token counts: its program has one length."""
+    text = model.spec.text_encoders[0]
+    if context.shape[1] != text.max_length:
+        raise ValueError(
+            f"{model.spec.title}: the prompt is {context.shape[1]} tokens long, and its program takes "
+            f"{text.max_length}. Encode it with the model's text encoder, and shorten it if it is longer."
+        )
+    return _array(context)
+
+
+def _padded_text(
+    model: ModelRef, encoder: int, context: torch.Tensor | None, lengths: Sequence[int]
+) -> dict[str, np.ndarray]:
+    text = model.spec.text_encoders[encoder]
+    if max(lengths) > text.max_length:
+        raise ValueError(
+            f"{model.spec.title}: the prompt is {max(lengths)} tokens long for its "
+            f"{text.component.replace('_', ' ')}, and its program takes {text.max_length}. Shorten it."
+        )
+    width = int(model.resolve(pipeline.Silent()).configs[model.spec.denoiser.experts[0]][text.width_key])
+    padded = np.zeros((len(lengths), text.max_length, width), np.float32)
+    if context is not None:
+        used = min(context.shape[1], text.max_length)
+        padded[:, :used] = _array(context[:, :used])
+    return {text.name: padded, f"{text.name}_length": np.array(lengths, np.int32)}
+
+
+def _lengths(model: ModelRef, mask: torch.Tensor) -> list[int]:
+    lengths = mask.sum(dim=1).int()
+    if not torch.equal(mask.bool(), torch.arange(mask.shape[1])[None] < lengths[:, None]):
+        raise ValueError(
+            f"{model.spec.title}: the prompt's attention_mask leaves out tokens before its end, which its network on "
+            "the TPU does not. Encode the prompt with the model's text encoder."
+        )
+    return lengths.tolist()
+
+
+def _next_timestep(model: ModelRef, options: Mapping[str, Any]) -> float:
+    """The timestep that a step goes to, which a mean flow is told; core finds it among the sampler's own."""
+    sigmas, own = options.get("sample_sigmas"), options.get("sigmas")
+    if not model.resolve(pipeline.Silent()).configs[model.spec.denoiser.experts[0]].get("use_meanflow"):
+        return 0.0
+    found = [] if sigmas is None or own is None else torch.where(own[0] == sigmas)[0].tolist()
+    if sigmas is None or not found or found[0] + 1 >= len(sigmas):
+        raise ValueError(
+            f"{model.spec.title}: the sampler evaluates the network between its steps, and this distilled network must "
+            "know which step follows. Use euler, or another sampler with one evaluation a step."
+        )
+    return 1000.0 * float(sigmas[found[0] + 1])
+
+
+def _pictures(model: ModelRef, pictures: torch.Tensor | None, tokens: int) -> np.ndarray:
+    if pictures is None:
+        raise ValueError(
+            f"{model.spec.title}: clip_vision_output is not connected, and this model looks at its pictures through "
+            "CLIP. Connect CLIPVisionEncode to the node that prepares the picture."
+        )
+    if pictures.shape[1] != tokens:
+        raise ValueError(
+            f"{model.spec.title}: clip_vision_output has {pictures.shape[1]} tokens, and this model takes {tokens}. "
+            "Encode as many pictures as it is for."
+        )
+    return _array(pictures)
+
+
+def _one(model: ModelRef, values: torch.Tensor, what: str) -> float:
+    first = values.flatten()[0]
+    if not torch.all(values == first):
+        raise ValueError(
+            f"{model.spec.title}: frames or rows have different {what}, which its compiled program does not take. Use "
+            "a mask that keeps the first frame, or none, and one guidance for all."
+        )
+    return float(first)
+
+
+def _refuse_rest(model: ModelRef, given: Given, harmless: set[str]) -> None:
+    for name, value in given.items():
+        if value is not None and name not in harmless | {"options"}:
+            raise ValueError(
+                f"{model.spec.title}: a node adds {name} to the conditioning, which the compiled network has no input "
+                "for. Remove that node, or load the model with ComfyUI's own loader."
+            )
+
+
+# --- the rows of guidance ---------------------------------------------------------------------------------------------
+
+
+class PlainBatch:
+    """Core's `_calc_cond_batch` for conditionings of whole samples, one for each row of guidance, at strength 1.
+
+    There each result is multiplied by ones and divided by their sum, which changes no bit and takes a core of the host
+    longer than a step should. What rows share from step to step, such as the texts side by side, is joined once.
+    Anything else is core's.
+    """
+
+    def __init__(self) -> None:
+        self._joined: dict[str, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
+
+    def __call__(
+        self,
+        execute: Callable[..., list[torch.Tensor]],
+        model: Any,
+        conds: Sequence[Sequence[Mapping[str, Any]] | None],
+        sample: torch.Tensor,
+        timestep: torch.Tensor,
+        options: dict[str, Any],
+    ) -> list[torch.Tensor]:
+        chosen = self._chosen(conds, timestep, options)
+        rows = [
+            {name: value.process_cond(batch_size=len(sample), area=None) for name, value in each["model_conds"].items()}
+            for _, each in chosen
+        ]
+        if not rows or not all(cond_equal_size(rows[0], row) for row in rows[1:]):
+            return execute(model, conds, sample, timestep, options)
+        patcher = model.current_patcher
+        patcher.prepare_state(timestep, options)
+        own = patcher.apply_hooks(hooks=None)
+        own = merge_nested_dicts(own, options.get("transformer_options", {}), copy_dict1=False)
+        own |= {
+            "cond_or_uncond": [index for index, _ in chosen],
+            "uuids": [each["uuid"] for _, each in chosen],
+            "sigmas": timestep,
+        }
+        inputs = {name: self._join(name, [row[name] for row in rows]) for name in rows[0]}
+        number = len(rows)
+        found = model.apply_model(
+            torch.cat([sample] * number), torch.cat([timestep] * number), **inputs, transformer_options=own
+        )
+        results = [torch.zeros(()) if cond else torch.zeros_like(sample) for cond in conds]
+        for (index, _), result in zip(chosen, found.chunk(number), strict=True):
+            results[index] = result
+        return results
+
+    def _chosen(
+        self, conds: Sequence[Sequence[Mapping[str, Any]] | None], timestep: torch.Tensor, options: Mapping[str, Any]
+    ) -> list[tuple[int, Mapping[str, Any]]]:
+        """The one that each row of guidance has now, last row first as in core; none where that is not so plain."""
+        if any(options.get(name) for name in ("multigpu_clones", "model_function_wrapper")):
+            return []
+        found = []
+        for index, each in reversed(list(enumerate(conds))):
+            now = [cond for cond in each or () if _is_now(cond, timestep)]
+            if each and (len(now) != 1 or not _is_plain(now[0])):
+                return []
+            found += [(index, cond) for cond in now]
+        return found
+
+    def _join(self, name: str, parts: list[Any]) -> Any:
+        tensors = tuple(part.cond for part in parts)
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            return parts[0].concat(parts[1:])
+        before, joined = self._joined.get(name, ((), None))
+        if joined is None or list(map(id, before)) != list(map(id, tensors)):
+            joined = parts[0].concat(parts[1:])
+            self._joined[name] = (tensors, joined)
+        return joined
+
+
+def _is_now(cond: Mapping[str, Any], timestep: torch.Tensor) -> bool:
+    start, end = cond.get("timestep_start"), cond.get("timestep_end")
+    return not (start is not None and timestep[0] > start) and not (end is not None and timestep[0] < end)
+
+
+def _is_plain(cond: Mapping[str, Any]) -> bool:
+    others = ("area", "mask", "hooks", "control", "gligen")
+    return cond.get("strength", 1.0) == 1.0 and "default" not in cond and all(cond.get(name) is None for name in others)
+
+
+# --- what moves core's models -----------------------------------------------------------------------------------------
+
+
+class CorePatcher(comfy.model_patcher.ModelPatcher):
+    """Core's handle of the model, which moves no weights: those on the chips are the engine's."""
+
+    def model_size(self) -> int:
+        return 1
+
+    def loaded_size(self) -> int:
+        return 1
+
+    def get_free_memory(self, device: torch.device) -> int:
+        return 1 << 60  # both rows of guidance in one call
+
+    def load(self, *args: object, **kwargs: object) -> None:
+        self.model.current_weight_patches_uuid = self.patches_uuid
+
+    def partially_load(self, *args: object, **kwargs: object) -> int:
+        self.unpatch_model(None, unpatch_weights=False)
+        self.patch_model(None, load_weights=False)
+        return 0
+
+    def partially_unload(self, *args: object, **kwargs: object) -> int:
+        return 0
+
+    def unpatch_model(self, device_to: object = None, unpatch_weights: bool = True) -> None:
+        super().unpatch_model(None, unpatch_weights=False)
+
+    def model_patches_to(self, device: object) -> None:
+        pass
+
+    def pre_run(self) -> None:
+        """Before the first step: what cannot work is refused here."""
+        core_patches.check_patcher(self)
+        super().pre_run()
+
+    def patch_hooks(self, hooks: object) -> None:
+        if hooks is not None:
+            raise ValueError(core_patches.HOOKS)
+
+    def register_all_hook_patches(self, hooks: Any, *args: Any, **kwargs: Any) -> None:
+        if hooks is not None and hooks.get_type(comfy.hooks.EnumHookType.Weight):
+            raise ValueError(core_patches.HOOKS)
+        super().register_all_hook_patches(hooks, *args, **kwargs)

@@ -1,0 +1,58 @@
+"""The running node's view of ComfyUI: progress, previews, cancel and folders."""
+
+from pathlib import Path
+
+import comfy.model_management
+import comfy.utils
+import folder_paths
+from comfy_execution.utils import get_executing_context
+from server import PromptServer
+
+from ...tpu_runtime import pipeline
+from ...tpu_runtime.pipeline import Preview
+from ..declare import Folders
+from . import previews
+
+# ComfyUI's folders that a model id is looked for in, and those with what it may name alone.
+_MODELS = ("diffusers", "diffusion_models", "checkpoints", "text_encoders", "vae", "clip_vision")
+DENOISERS = ("diffusion_models", "checkpoints")
+
+
+class ComfyHost:
+    """The running node's view of ComfyUI: a bar and a line of text on the node, and the Cancel button."""
+
+    def __init__(self) -> None:
+        context = get_executing_context()
+        self._node_id = context.node_id if context else None
+        self._bar = self._unit = None
+        self._previewer = previews.Previewer()
+        self.folders = folders()
+
+    def text(self, message: str) -> None:
+        if self._node_id is not None:
+            PromptServer.instance.send_progress_text(message, self._node_id)
+
+    def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
+        if self._bar is None or unit != self._unit:
+            # Loaded MiB, steps and chunks follow each other on the same node.
+            self._bar, self._unit = comfy.utils.ProgressBar(total, node_id=self._node_id), unit
+        self._bar.update_absolute(done, total, self._previewer.image(preview) if preview else None)
+
+    def check_cancelled(self) -> None:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+
+
+def folders() -> Folders:
+    return Folders(
+        models=tuple(path for name in _MODELS for path in folder_paths.get_folder_paths(name)),
+        loras=tuple(folder_paths.get_folder_paths("loras")),
+        input=Path(folder_paths.get_input_directory()),
+        output=Path(folder_paths.get_output_directory()),
+        confined=True,
+    )
+
+
+def weights(*names: str) -> list[str]:
+    """The files of weights in ComfyUI's folders of these names; its own lists leave out GGUF."""
+    places = dict.fromkeys(path for name in names for path in folder_paths.get_folder_paths(name))
+    return list(dict.fromkeys(name for folder in places for name in pipeline.files_in(folder)))

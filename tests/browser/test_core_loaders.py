@@ -1,0 +1,183 @@
+"""ComfyUI's own templates in its page: the menu entry swaps their loaders, says which, and they run. What the page
+looked like is in `output/screenshots/`.
+"""
+
+import importlib.resources
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_tpu.nodes import upgrade
+from comfyui_tpu.tests.browser.page import SCREENSHOTS, needs_browser, opened
+from comfyui_tpu.tests.comfyui.test_core_objects import DENOISERS_BY_NAME, TEXTS, VAES, wan_files, write_denoiser
+from comfyui_tpu.tests.files import single_files, test_comfyui_encoders
+from comfyui_tpu.tests.files.comfyui_oracle import saved
+from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui
+from comfyui_tpu.tests.support.patience import until
+from PIL import Image
+
+pytestmark = [needs_comfyui, needs_browser]
+
+NOTICE = "#comfyui-tpu-upgraded"
+TEMPLATES = (
+    "text_to_video_wan",
+    "video_wan2_2_14B_t2v",
+    "video_wan2_2_14B_flf2v",
+    "image_flux2_klein_text_to_image",
+    "image_flux2_klein_image_edit_4b_distilled",
+)
+# Minutes more.
+MORE = (
+    "video_wan2_2_14B_i2v",
+    "video_wan2_2_5B_ti2v",
+    "image_flux2",
+    "image_flux2_fp8",
+    "image_flux2_text_to_image",
+    "image_flux2_klein_image_edit_4b_base",
+)
+# ComfyUI's own has a file of nodes that it cannot import without kornia and torchvision.
+SCALE = """
+    import torch
+
+    class ImageScaleToTotalPixels:
+        CATEGORY, FUNCTION, RETURN_TYPES = "test", "scale", ("IMAGE",)
+
+        @classmethod
+        def INPUT_TYPES(cls):
+            return {"required": {
+                "image": ("IMAGE",), "upscale_method": ("STRING", {"default": "area"}),
+                "megapixels": ("FLOAT", {"default": 1.0}), "resolution_steps": ("INT", {"default": 1}),
+            }}
+
+        def scale(self, image, upscale_method, megapixels, resolution_steps):
+            height, width = image.shape[1:3]
+            factor = (megapixels * 2**20 / (height * width)) ** 0.5
+            size = [round(side * factor) for side in (height, width)]
+            return (torch.nn.functional.interpolate(image.movedim(-1, 1), size).movedim(1, -1),)
+
+    NODE_CLASS_MAPPINGS = {"ImageScaleToTotalPixels": ImageScaleToTotalPixels}
+"""
+# Which miniature stands for a file that a template names: the first whose pattern is in its name.
+MINIATURES = {
+    "lora|turbo": "style",
+    "umt5": "umt5",
+    "wan_2.1_vae": "wan_vae",
+    "wan2.2_vae": "wan22_vae",
+    "ti2v": "wan_ti2v",
+    "wan.*i2v": "wan_i2v",
+    "wan.*t2v": "wan_t2v",
+    "mistral": "mistral",
+    "qwen": "qwen3",
+    "flux2-vae|small_decoder": "flux2_vae",
+    "klein": "klein",
+    "flux2_dev": "flux2",
+}
+WAN22_VAE = {
+    "base_dim": 6, "decoder_base_dim": 10, "num_res_blocks": 2, "z_dim": 48, "in_channels": 12, "out_channels": 12,
+    "is_residual": True, "patch_size": 2, "scale_factor_spatial": 16,
+}  # fmt: skip
+
+
+def template(name: str) -> dict[str, Any]:
+    """A template as the installed package has it."""
+    folder = Path(str(importlib.resources.files("comfyui_workflow_templates_json")))
+    return json.loads((folder / "templates" / f"{name}.json").read_text("utf-8"))
+
+
+def nodes_of(workflow: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for graph in (workflow, *workflow.get("definitions", {}).get("subgraphs", [])):
+        yield from graph["nodes"]
+
+
+@pytest.fixture(scope="module")
+def server(start_comfyui: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
+    """With a miniature for every file that the templates name, and pictures."""
+    base, made = tmp_path_factory.mktemp("comfyui"), tmp_path_factory.mktemp("files")
+    models = wan_files(base / "models", made)
+    found = {path.stem: path for path in models.rglob("*.safetensors")}
+    joint = {"joint_attention_dim": 3 * 64}
+    for file, name, more in (
+        ("wan_i2v", "wan 2.2 i2v", {}), ("wan_ti2v", "wan 2.2 ti2v", {}),
+        ("flux2", "flux.2 dev", joint), ("klein", "flux.2 klein", joint),
+    ):  # fmt: skip
+        one = DENOISERS_BY_NAME[name]
+        found[file] = write_denoiser(made, replace(one, config={**one.config, **more}), file)
+    for file, name in (("mistral", "flux.2 dev"), ("qwen3", "flux.2 klein")):
+        ((encoder, carried),) = TEXTS[name][3]
+        change = test_comfyui_encoders.carrying(carried) if carried else single_files.same
+        found[file] = encoder.write(made, file, change)
+    for file, kind, config in (
+        ("flux2_vae", *VAES["flux.2"][:2]),
+        ("wan22_vae", "AutoencoderKLWan", {**WAN22_VAE, "latents_mean": (0.0,) * 48, "latents_std": (1.0,) * 48}),
+    ):
+        found[file] = single_files.write(
+            made / f"{file}.safetensors", saved(kind, made / f"{file} folder", **config), kind
+        )
+    folders = {"UNETLoader": "diffusion_models", "CLIPLoader": "text_encoders", "VAELoader": "vae",
+               "LoraLoaderModelOnly": "loras"}  # fmt: skip
+    (base / "input").mkdir(exist_ok=True)
+    for node in (node for name in (*TEMPLATES, *MORE) for node in nodes_of(template(name))):
+        if node["type"] == "LoadImage":
+            Image.new("RGB", (96, 80), "red").save(base / "input" / node["widgets_values"][0], "PNG")
+        elif (folder := folders.get(node["type"])) and node.get("widgets_values"):
+            file = node["widgets_values"][0]
+            ours = next(ours for pattern, ours in MINIATURES.items() if re.search(pattern, file.lower()))
+            target = models / folder / file
+            target.is_symlink() or target.symlink_to(found[ours])
+    return start_comfyui(base, packs={"scale": SCALE})
+
+
+@pytest.fixture(scope="module")
+def page(server: Server) -> Iterator[Any]:
+    with opened(server) as page:
+        yield page
+
+
+def shrunk(prompt: dict[str, Any]) -> dict[str, Any]:
+    """A queued prompt at a miniature's size."""
+    for node in prompt.values():
+        inputs = node["inputs"]
+        for name in ("width", "height", "value", "length", "steps"):
+            least = {"length": 5, "steps": 4}.get(name, 64)
+            most = {"length": 5, "steps": 8}.get(name, 255)
+            if isinstance(inputs.get(name), int) and not isinstance(inputs[name], bool) and inputs[name] > most:
+                inputs[name] = least
+        if node["class_type"] == "ComfyMathExpression":
+            inputs["expression"] = "5"
+        if "megapixels" in inputs:
+            inputs["megapixels"] = 0.01
+        if isinstance(inputs.get("end_at_step"), int) and inputs["end_at_step"] > 4:
+            inputs["end_at_step"] = 2 if inputs["start_at_step"] == 0 else 10000
+        if isinstance(inputs.get("start_at_step"), int):
+            inputs["start_at_step"] = min(2, inputs["start_at_step"])
+    return prompt
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, *(pytest.param(name, marks=pytest.mark.recorded) for name in MORE)])
+def test_a_template_runs_with_the_loaders_that_the_menu_swaps(page: Any, server: Server, name: str):
+    page.evaluate("(workflow) => app.loadGraphData(workflow)", template(name))
+    page.evaluate("app.extensionManager.command.execute('comfyui-tpu.convert')")
+    page.wait_for_selector(NOTICE)
+    said = page.inner_text(NOTICE)
+    assert " is now TPUUNETLoader." in said and " is now TPUCLIPLoader." in said and "stays" not in said, said
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / f"core-{name}.png")
+    prompt = page.evaluate("async () => (await app.graphToPrompt()).output")
+    assert not {node["class_type"] for node in prompt.values()} & set(upgrade.LOADERS)
+    server.run(shrunk(prompt))
+    # And back.
+    page.evaluate("app.extensionManager.command.execute('comfyui-tpu.convert-back')")
+    page.wait_for_function(f"document.querySelector('{NOTICE}')?.innerText.includes('is now UNETLoader.')")
+    kinds = page.evaluate("async () => Object.values((await app.graphToPrompt()).output).map((one) => one.class_type)")
+    assert "UNETLoader" in kinds and not set(kinds) & {ours for ours, _ in upgrade.LOADERS.values()}
+
+
+def test_the_menu_has_the_entries(page: Any):
+    commands = page.evaluate("app.extensionManager.command.commands.map((one) => [one.id, one.label])")
+    found = {key: label for key, label in commands if key.startswith("comfyui-tpu.convert")}
+    assert found["comfyui-tpu.convert"] == "Use TPU loaders in this workflow"
+    assert until(lambda: len(found) == 2)

@@ -1,0 +1,213 @@
+"""Run in a process of its own: graphs of ComfyUI's own nodes, with core's torch MODEL and with ours of the same file.
+
+Arguments: ComfyUI's folder and a job as JSON: a denoiser's `path`, the shapes of `latents` and of a `text` (width, and
+tokens of each of three prompts), `cfg`, what else is in a conditioning by name (`more`, as shapes), and the `cases`.
+Prints the relative L2 of the latents by case as JSON, last.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+Graph = Callable[[Any], Any]
+
+
+def main(comfyui: str, job: str) -> None:
+    sys.path.insert(0, comfyui)
+    sys.argv = [sys.argv[0], "--cpu"]
+    import comfy.options
+
+    comfy.options.enable_args_parsing()
+    import comfy.sd
+    import torch
+    from comfyui_tpu.nodes.comfyui import core_model
+    from comfyui_tpu.tpu_runtime import pipeline
+
+    import nodes
+
+    said, errors = json.loads(job), {}
+    with torch.inference_mode():
+        graphs = Graphs(nodes, said)
+        for name in said["cases"]:
+            theirs = CASES[name](graphs, comfy.sd.load_diffusion_model(said["path"], {"dtype": torch.float32}))
+            found = CASES[name](graphs, core_model.model(said["path"], "float32", pipeline.Silent))
+            assert found.shape == theirs.shape and found.isfinite().all()
+            errors[name] = ((found - theirs).norm() / theirs.norm()).item()
+            print(name, errors[name], file=sys.stderr)
+    print(json.dumps(errors))
+
+
+class Graphs:
+    """What the graphs share: prompts, an empty latent and another, nodes."""
+
+    def __init__(self, nodes: Any, job: Mapping[str, Any]) -> None:
+        import torch
+
+        self.nodes, self.job, self.torch = nodes, job, torch
+        generator = torch.Generator().manual_seed(7)
+        self.draw = lambda *shape: torch.randn(*shape, generator=generator)
+        self.samples = torch.zeros(job["latents"])
+        self.given = 0.5 * self.draw(*job["latents"])
+        more = {name: self.value(name, shape) for name, shape in job.get("more", {}).items()}
+        tokens, width = job["text"]
+        self.prompts = [[[0.4 * self.draw(1, length, width), {"pooled_output": None, **more}]] for length in tokens]
+        self.lora = self.make_lora() if "a LoRA" in job["cases"] else {}
+
+    def value(self, name: str, shape: Any) -> Any:
+        """Something of a conditioning."""
+        if name == "guidance":
+            return shape
+        if name == "reference_latents":
+            return [0.3 * self.draw(*one) for one in shape]
+        if name == "clip_vision_output":
+            seen = self.draw(*shape)
+            return SimpleNamespace(penultimate_hidden_states=seen, last_hidden_state=seen)
+        if name == "concat_mask":
+            mask = self.torch.ones(shape)
+            mask[:, :, 0] = 0.0
+            return mask
+        return 0.4 * self.draw(*shape)
+
+    def make_lora(self) -> dict[str, Any]:
+        """A LoRA of Wan's in the makers' names, with alphas, a full difference and one of a bias."""
+        lora: dict[str, Any] = {}
+        for block in range(2):
+            for module in ("self_attn.q", "self_attn.o", "cross_attn.k"):
+                name = f"diffusion_model.blocks.{block}.{module}"
+                lora[f"{name}.lora_down.weight"] = 0.1 * self.draw(4, 128)
+                lora[f"{name}.lora_up.weight"] = 0.1 * self.draw(128, 4)
+                lora[f"{name}.alpha"] = self.torch.tensor(2.0)
+            lora[f"diffusion_model.blocks.{block}.self_attn.norm_q.diff"] = 0.1 * self.draw(128)
+            lora[f"diffusion_model.blocks.{block}.ffn.2.diff_b"] = 0.1 * self.draw(128)
+        return lora
+
+    def sample(self, model: Any, sampler: str = "euler", scheduler: str = "simple", **more: Any) -> Any:
+        options = {
+            "steps": 4,
+            "cfg": self.job.get("cfg", 5.0),
+            "denoise": 1.0,
+            "positive": self.prompts[0],
+            "negative": self.prompts[1],
+            "latent": {"samples": self.samples},
+            **more,
+        }
+        positive, negative, latent = (options.pop(name) for name in ("positive", "negative", "latent"))
+        steps, cfg = options.pop("steps"), options.pop("cfg")
+        ended = self.nodes.common_ksampler(
+            model, 11, steps, cfg, sampler, scheduler, positive, negative, latent, **options
+        )
+        return ended[0]["samples"]
+
+    def with_lora(self, model: Any, strength: float = 0.8) -> Any:
+        import comfy.sd
+
+        return comfy.sd.load_lora_for_models(model, None, dict(self.lora), strength, 0)[0]
+
+
+def sampler(name: str) -> Graph:
+    return lambda graphs, model: graphs.sample(model, name)
+
+
+def shifted(graphs: Graphs, model: Any) -> Any:
+    from comfy_extras.nodes_model_advanced import ModelSamplingSD3
+
+    return graphs.sample(ModelSamplingSD3().patch(model, 3.0)[0], scheduler="beta")
+
+
+def batch(graphs: Graphs, model: Any) -> Any:
+    return graphs.sample(model, latent={"samples": graphs.torch.cat([graphs.samples] * 2)})
+
+
+def masked(graphs: Graphs, model: Any) -> Any:
+    height, width = (8 * size for size in graphs.samples.shape[-2:])
+    mask = graphs.torch.zeros(1, height, width)
+    mask[:, height // 4 : height // 2] = 1.0
+    return graphs.sample(model, denoise=0.6, latent={"samples": graphs.given, "noise_mask": mask})
+
+
+def in_two(graphs: Graphs, model: Any) -> Any:
+    first = graphs.sample(model, start_step=0, last_step=2, force_full_denoise=False)
+    return graphs.sample(model, start_step=2, last_step=4, disable_noise=True, latent={"samples": first})
+
+
+def one_lora(graphs: Graphs, model: Any) -> Any:
+    return graphs.sample(graphs.with_lora(model))
+
+
+def two_loras(graphs: Graphs, model: Any) -> Any:
+    """With one whose weights core alone knows how to merge."""
+    import comfy.sd
+
+    mid = {"diffusion_model.blocks.1.ffn.0.diff": 0.05 * graphs.torch.ones(256, 128)}
+    twice = graphs.with_lora(graphs.with_lora(model, 0.5), -0.3)
+    return graphs.sample(comfy.sd.load_lora_for_models(twice, None, mid, 0.7, 0)[0])
+
+
+def guider(graphs: Graphs, model: Any) -> Any:
+    """SamplerCustomAdvanced, with DualCFGGuider."""
+    import comfy.samplers
+    from comfy_extras import nodes_custom_sampler as custom
+
+    chosen = custom.Guider_DualCFG(model)
+    chosen.set_conds(graphs.prompts[0], graphs.prompts[2], graphs.prompts[1])
+    chosen.set_cfg(4.0, 2.0)
+    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "beta", 4)
+    noise = custom.Noise_RandomNoise(3)
+    latent = {"samples": graphs.samples}
+    found = custom.SamplerCustomAdvanced.execute(noise, chosen, comfy.samplers.sampler_object("euler"), sigmas, latent)
+    return found.result[0]["samples"]
+
+
+def timed(graphs: Graphs, model: Any) -> Any:
+    """ConditioningCombine of two prompts, each for a part of the steps."""
+    import node_helpers
+
+    ranges = ((0.0, 0.5), (0.3, 1.0))
+    both = [
+        one
+        for prompt, (start, end) in zip((graphs.prompts[0], graphs.prompts[2]), ranges, strict=True)
+        for one in node_helpers.conditioning_set_values(prompt, {"start_percent": start, "end_percent": end})
+    ]
+    return graphs.sample(model, positive=both)
+
+
+def easy_cache(graphs: Graphs, model: Any) -> Any:
+    from comfy_extras.nodes_easycache import EasyCacheNode
+
+    return graphs.sample(EasyCacheNode.execute(model, 0.2, 0.15, 0.95, False).result[0], steps=6)
+
+
+def context_windows(graphs: Graphs, model: Any) -> Any:
+    from comfy_extras.nodes_context_windows import WanContextWindowsManualNode
+
+    windowed = WanContextWindowsManualNode.execute(model, 17, 5, "standard_static", 1, False, "pyramid", False)
+    return graphs.sample(windowed.result[0], latent={"samples": graphs.torch.zeros(1, 16, 9, 8, 6)}, steps=2)
+
+
+def first_frame(graphs: Graphs, model: Any) -> Any:
+    """As Wan22ImageToVideoLatent: the first latent frame is given."""
+    mask = graphs.torch.ones(1, 1, *graphs.samples.shape[2:])
+    mask[:, :, 0] = 0.0
+    return graphs.sample(model, latent={"samples": graphs.given, "noise_mask": mask})
+
+
+CASES: dict[str, Graph] = {
+    **{name: sampler(name) for name in ("euler", "dpmpp_2m", "uni_pc", "res_multistep", "dpmpp_sde")},
+    "another shift": shifted,
+    "a batch of two": batch,
+    "from latents, masked": masked,
+    "two samplers": in_two,
+    "a LoRA": one_lora,
+    "LoRAs": two_loras,
+    "a guider": guider,
+    "timed prompts": timed,
+    "EasyCache": easy_cache,
+    "context windows": context_windows,
+    "a first frame": first_frame,
+}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,98 @@
+"""Run in a process of its own: states and frames of ComfyUI's own CLIP and VAE, core's torch and ours, of one file.
+
+Arguments: ComfyUI's folder and a job as JSON: `kind` "clip" (with `type`, `paths`, and what core makes of it: `te` and
+`tokenizer`, below `comfy.text_encoders`, and its `options`) or "vae" (`paths`, `frames` to encode, `latents` to decode,
+as shapes). Prints the relative L2 by case as JSON, last.
+"""
+
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+PROMPTS = (
+    "a cat and a dog",
+    "",
+    'a sign with "open" on it',
+    "a (red:1.4) cat and a [dog]",
+    "the (quick (brown:0.7)) fox \\(literally\\)",
+)
+
+
+def main(comfyui: str, job: str) -> None:
+    sys.path.insert(0, comfyui)
+    sys.argv = [sys.argv[0], "--cpu"]
+    import comfy.options
+
+    comfy.options.enable_args_parsing()
+    import torch
+
+    said = json.loads(job)
+    with torch.inference_mode():
+        errors = texts(said) if said["kind"] == "clip" else frames(said)
+    print(json.dumps(errors))
+
+
+def relative(found: Any, theirs: Any) -> float:
+    assert found.shape == theirs.shape, (found.shape, theirs.shape)
+    assert found.isfinite().all()
+    return ((found - theirs).norm() / theirs.norm()).item()
+
+
+def named(path: str) -> Any:
+    module, name = path.split(".")
+    return getattr(importlib.import_module(f"comfy.text_encoders.{module}"), name)
+
+
+def texts(job: Mapping[str, Any]) -> dict[str, float]:
+    import comfy.sd
+    import comfy.utils
+    import torch
+    from comfyui_tpu.nodes.comfyui import core_text_and_vae
+    from comfyui_tpu.tpu_runtime import pipeline
+
+    # Core recognises encoders by their published sizes, so a miniature's class is said here.
+    target, files = core_text_and_vae.CoreTarget(), [comfy.utils.load_torch_file(path) for path in job["paths"]]
+    target.clip, target.tokenizer = named(job["te"])(), named(job["tokenizer"])
+    carried = {name: files[0][name] for name in core_text_and_vae.CARRIED if name in files[0]}
+    options = {**job["options"], "dtype": torch.float32}
+    theirs = comfy.sd.CLIP(target, tokenizer_data=carried, model_options=options, state_dict=files)
+    ours = core_text_and_vae.clip(job["paths"], job["type"], "float32", pipeline.Silent)
+    errors = {}
+    for prompt in PROMPTS:
+        (found, own), (wanted, said) = (
+            clip.encode_from_tokens_scheduled(clip.tokenize(prompt))[0] for clip in (ours, theirs)
+        )
+        assert own.keys() == said.keys(), (own.keys(), said.keys())
+        errors[prompt] = relative(found, wanted)
+        for name, value in said.items():
+            if isinstance(value, torch.Tensor):
+                errors[f"{prompt}, {name}"] = relative(own[name].float(), value.float())
+        assert ours.tokenize(prompt) == theirs.tokenize(prompt)
+    return errors
+
+
+def frames(job: Mapping[str, Any]) -> dict[str, float]:
+    import comfy.sd
+    import comfy.utils
+    import torch
+    from comfyui_tpu.nodes.comfyui import core_text_and_vae
+    from comfyui_tpu.tpu_runtime import pipeline
+
+    (path,) = job["paths"]
+    theirs = comfy.sd.VAE(sd=comfy.utils.load_torch_file(path), device=torch.device("cpu"), dtype=torch.float32)
+    ours = core_text_and_vae.vae(path, "float32", pipeline.Silent)
+    torch.manual_seed(5)
+    latents, pixels = torch.randn(job["latents"]), torch.rand(job["frames"])
+    assert ours.spacial_compression_decode() == theirs.spacial_compression_decode()
+    assert ours.temporal_compression_decode() == theirs.temporal_compression_decode()
+    return {
+        "decode": relative(ours.decode(latents.clone()), theirs.decode(latents.clone())),
+        "decode tiled": relative(ours.decode_tiled(latents.clone()), theirs.decode(latents.clone())),
+        "encode": relative(ours.encode(pixels.clone()), theirs.encode(pixels.clone())),
+    }
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,91 @@
+"""Loaders of core's in a workflow, swapped for those of the TPU and back: both forms, what stays, and strangers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_tpu.cli import main
+from comfyui_tpu.nodes.upgrade import LOADERS, with_tpu_loaders
+
+PAGE = {
+    "nodes": [
+        {"id": 1, "type": "UNETLoader", "widgets_values": ["wan2.1_t2v_14B_fp16.safetensors", "default"],
+         "properties": {"cnr_id": "comfy-core", "ver": "0.3", "Node name for S&R": "UNETLoader"}},
+        {"id": 2, "type": "CLIPLoader", "widgets_values": ["t5.safetensors", "sd3", "default"]},
+        {"id": 3, "type": "KSampler", "widgets_values": [1]},
+    ],
+    "links": [],
+    "definitions": {"subgraphs": [{"nodes": [
+        {"id": 4, "type": "CLIPLoader", "widgets_values": {"clip_name": "umt5.safetensors", "type": "wan"}},
+        {"id": 5, "type": "VAELoader", "widgets_values": ["unknown.safetensors"]},
+    ]}]},
+}  # fmt: skip
+
+
+def kinds(document: dict[str, Any]) -> list[str]:
+    graphs = [document, *document["definitions"]["subgraphs"]]
+    return [node["type"] for graph in graphs for node in graph["nodes"]]
+
+
+def test_loaders_of_what_runs_are_swapped_in_subgraphs_too_and_the_others_named():
+    before = json.dumps(PAGE)
+    found, changes = with_tpu_loaders(PAGE, [])
+    assert json.dumps(PAGE) == before
+    assert kinds(found) == ["TPUUNETLoader", "CLIPLoader", "KSampler", "TPUCLIPLoader", "VAELoader"]
+    assert found["nodes"][0]["widgets_values"] == PAGE["nodes"][0]["widgets_values"]
+    assert found["nodes"][0]["properties"] == {"Node name for S&R": "TPUUNETLoader"}
+    assert changes == [
+        "UNETLoader (wan2.1_t2v_14B_fp16.safetensors) is now TPUUNETLoader.",
+        "CLIPLoader (t5.safetensors) stays: its type is none of wan, flux2, cogvideox, hunyuan_video_15.",
+        "CLIPLoader (umt5.safetensors) is now TPUCLIPLoader.",
+        "VAELoader (unknown.safetensors) stays: the file is no model that runs on the TPU, or is not in ComfyUI's "
+        "folders.",
+    ]
+    again, changes = with_tpu_loaders(found, [], back=True)
+    assert kinds(again) == kinds(PAGE) and len(changes) == 2
+
+
+def test_the_api_form_too():
+    api = {"1": {"class_type": "VAELoader", "inputs": {"vae_name": "wan_2.1_vae.safetensors"}}}
+    found, _ = with_tpu_loaders(api, [])
+    assert found == {"1": {"class_type": "TPUVAELoader", "inputs": api["1"]["inputs"]}}
+    assert with_tpu_loaders(found, [], back=True)[0] == api
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../secret.safetensors", "~/x.safetensors", "", "a\0b.safetensors"])
+def test_a_strangers_file_is_not_looked_for_outside_comfyuis_folders(name: str, tmp_path: Path):
+    """And what is said does not tell whether it is there."""
+    (tmp_path / "secret.safetensors").write_bytes(b"x")
+    (tmp_path / "models").mkdir()
+    for kind, (_, names) in LOADERS.items():
+        if "CLIP" in kind:
+            continue
+        api = {"1": {"class_type": kind, "inputs": {names[0]: name}}}
+        found, (change,) = with_tpu_loaders(api, [str(tmp_path / "models")])
+        assert found == api and "the file is no model that runs on the TPU, or is not in" in change
+
+
+@pytest.mark.parametrize("document", [None, [], 3, "x"])
+def test_what_is_no_workflow_is_said(document: Any):
+    with pytest.raises(ValueError, match="This is no workflow"):
+        with_tpu_loaders(document, [])
+
+
+@pytest.mark.parametrize(
+    "document",
+    [{"nodes": 3}, {"nodes": [None, {"type": 3}, {"type": ["UNETLoader"]}]}, {"1": None, "2": {"class_type": None}},
+     {"nodes": [{"type": "UNETLoader", "widgets_values": None}, {"type": "VAELoader", "properties": 3}]}],
+)  # fmt: skip
+def test_damaged_workflows_come_back_as_they_are(document: dict[str, Any]):
+    assert with_tpu_loaders(document, [])[0] == document
+
+
+def test_the_command_writes_the_file_and_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "workflow.json"
+    path.write_text(json.dumps(PAGE))
+    assert main.main(["convert", str(path), "--to", str(tmp_path / "tpu.json")]) == 0
+    assert "is now TPUUNETLoader." in capsys.readouterr().out and json.loads(path.read_text()) == PAGE
+    assert kinds(json.loads((tmp_path / "tpu.json").read_text()))[0] == "TPUUNETLoader"
+    assert main.main(["convert", str(tmp_path / "tpu.json"), "--back"]) == 0
+    assert kinds(json.loads((tmp_path / "tpu.json").read_text())) == kinds(PAGE)
