@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from comfyui_tpu.tpu_runtime.engine.run import WORK
+from comfyui_tpu.tpu_runtime.engine.run import CALLS, WORK
 from comfyui_tpu.tpu_runtime.model_spec import STAGES
 
 ROOT = Path(__file__).parents[1]
@@ -31,10 +31,6 @@ def test_a_line_that_contributors_are_sent_to_is_there_once(what: str, path: str
 
 def test_contributors_are_sent_to_guidance_to_memory_and_to_a_refusal():
     assert {"guidance is added", "weights leave the chips", "a wrong size is refused"} <= {what for what, *_ in PLACES}
-
-
-# What nodes of ComfyUI's own ask of single networks.
-CALLS = ("predict", "states", "latents")
 
 
 def test_the_vocabulary_lists_the_stages_in_their_order():

@@ -173,6 +173,20 @@ def timed(graphs: Graphs, model: Any) -> Any:
     return graphs.sample(model, positive=both)
 
 
+def regions(graphs: Graphs, model: Any) -> Any:
+    """One prompt for a part of the picture, one behind a mask: rows of other sizes, and weights of theirs."""
+    import node_helpers
+
+    height, width = graphs.samples.shape[-2:]
+    mask = graphs.torch.zeros(1, 8 * height, 8 * width)
+    mask[..., : 4 * width] = 1.0
+    both = [
+        *node_helpers.conditioning_set_values(graphs.prompts[0], {"area": (4, 4, 2, 1), "strength": 0.8}),
+        *node_helpers.conditioning_set_values(graphs.prompts[2], {"mask": mask, "mask_strength": 1.0}),
+    ]
+    return graphs.sample(model, positive=both)
+
+
 def easy_cache(graphs: Graphs, model: Any) -> Any:
     from comfy_extras.nodes_easycache import EasyCacheNode
 
@@ -203,6 +217,7 @@ CASES: dict[str, Graph] = {
     "LoRAs": two_loras,
     "a guider": guider,
     "timed prompts": timed,
+    "regions": regions,
     "EasyCache": easy_cache,
     "context windows": context_windows,
     "a first frame": first_frame,

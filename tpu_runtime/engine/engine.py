@@ -135,6 +135,11 @@ class Engine:
 
         One at a time, without gradients; ComfyUI calls nodes in inference mode, which torchax cannot use.
         """
+        if stage in run.CALLS and type(self.hosts) is not Together:
+            raise ValueError(
+                "This TPU has several hosts, and ComfyUI's own samplers and loaders would send each step's numbers to "
+                "all of them. Use this pack's own nodes, or the TPU of one host."
+            )
         with (
             self._lock,
             torch.inference_mode(False),

@@ -219,11 +219,9 @@ def settings_of(spec: ModelSpec, shape: tuple[int, ...]) -> Settings:
 # --- what runs --------------------------------------------------------------------------------------------------------
 
 _STAGES = (encode, encode_image, denoise, decode)
-WORK: Mapping[str, Callable[..., Any]] = {
-    **dict(zip(STAGES, _STAGES, strict=True)),
-    **{work.__name__: work for work in (predict, states, latents)},
-    "warmup": warm,
-}
+# What nodes of ComfyUI's own ask for.
+CALLS: Mapping[str, Callable[..., Any]] = {work.__name__: work for work in (predict, states, latents)}
+WORK: Mapping[str, Callable[..., Any]] = {**dict(zip(STAGES, _STAGES, strict=True)), **CALLS, "warmup": warm}
 
 
 def note(stage: Stage, settings: Settings, stages: Sequence[str]) -> None:
