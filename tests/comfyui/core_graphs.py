@@ -71,7 +71,23 @@ class Graphs:
         return 0.4 * self.draw(*shape)
 
     def make_lora(self) -> dict[str, Any]:
-        """A LoRA of Wan's in the makers' names, with alphas, a full difference and one of a bias."""
+        return self.make_lora_of_flux2() if self.samples.ndim == 4 else self.make_lora_of_wan()
+
+    def make_lora_of_flux2(self) -> dict[str, Any]:
+        """Of queries, keys and values in one, as the makers have them, and of keys alone, as diffusers has them."""
+        lora: dict[str, Any] = {}
+        for name, out in (
+            ("diffusion_model.double_blocks.0.img_attn.qkv", 768),
+            ("diffusion_model.double_blocks.1.txt_attn.proj", 256),
+            ("transformer.transformer_blocks.1.attn.to_k", 256),
+        ):
+            ends = ("lora_A.weight", "lora_B.weight") if "to_k" in name else ("lora_down.weight", "lora_up.weight")
+            lora[f"{name}.{ends[0]}"] = 0.1 * self.draw(4, 256)
+            lora[f"{name}.{ends[1]}"] = 0.1 * self.draw(out, 4)
+        return lora
+
+    def make_lora_of_wan(self) -> dict[str, Any]:
+        """In the makers' names, with alphas, a full difference and one of a bias."""
         lora: dict[str, Any] = {}
         for block in range(2):
             for module in ("self_attn.q", "self_attn.o", "cross_attn.k"):
@@ -103,7 +119,9 @@ class Graphs:
     def with_lora(self, model: Any, strength: float = 0.8) -> Any:
         import comfy.sd
 
-        return comfy.sd.load_lora_for_models(model, None, dict(self.lora), strength, 0)[0]
+        found = comfy.sd.load_lora_for_models(model, None, dict(self.lora), strength, 0)[0]
+        assert len(found.patches) == len({name.split(".lora_")[0].split(".alpha")[0] for name in self.lora})
+        return found
 
 
 def sampler(name: str) -> Graph:

@@ -58,7 +58,15 @@ def given(*shape: int) -> dict[str, Any]:
 
 
 WAN_LATENTS, ALL = (1, 16, 3, 9, 6), tuple(core_graphs.CASES)
-FLUX2_CASES = (*SAMPLERS, "a batch of two", "from latents, masked", "two samplers", "timed prompts")
+FLUX2_CASES = (
+    *SAMPLERS,
+    "a LoRA",
+    "a guider",
+    "a batch of two",
+    "from latents, masked",
+    "two samplers",
+    "timed prompts",
+)
 DENOISERS_BY_NAME = {
     "wan t2v": Denoiser(
         kind=WAN, config={}, latents=WAN_LATENTS, width=4096, more={},
@@ -88,7 +96,7 @@ DENOISERS_BY_NAME = {
     ),
     "flux.2 klein": Denoiser(
         kind=FLUX2, config={"guidance_embeds": False}, latents=(1, 128, 7, 5), width=96, tokens=(512, 300, 512),
-        cfg=3.0, more={}, cases=(*FLUX2_CASES, "a guider"),
+        cfg=3.0, more={}, cases=FLUX2_CASES,
     ),
     "hunyuanvideo 1.5 t2v": Denoiser(
         kind=HUNYUAN15, config={"image_embed_dim": 1152}, latents=(1, 32, 3, 5, 6), width=96, tokens=(40, 17, 33),
