@@ -427,3 +427,43 @@ def test_cancel_ends_between_two_steps_and_the_next_run_works(server: Server):
     status = server.finish(answer["prompt_id"])["status"]
     assert [kind for kind, _ in status["messages"]][-1] == "execution_interrupted"
     server.run(on_tpu(graph(seed=22)))
+
+
+@pytest.mark.recorded
+def test_a_hundred_prompts_of_core_and_of_ours_fail_nowhere_and_leave_nothing(server: Server):
+    """Ten workflows in turn, with a cancel, an unload and a refusal among each ten."""
+
+    def held() -> int:
+        status = Path(f"/proc/{server.process.pid}/status").read_text()
+        return int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1])
+
+    node, (inputs, sentence) = next(iter(REFUSED.items()))
+    ours = comfyui_server.tiny_workflow("ours")
+    sizes = []
+    for number in range(100):
+        seed = 1000 + number
+        workflows = [
+            on_tpu(graph(seed=seed)), comfyui_server.tiny_workflow("ours", seed=seed),
+            patched("LoraLoaderModelOnly", AROUND["LoraLoaderModelOnly"]), patched("EasyCache", AROUND["EasyCache"]),
+            on_tpu(graph(seed=seed, sampler_name="dpmpp_2m")), comfyui_server.tiny_workflow("again", seed=seed),
+            on_tpu(graph(seed=seed, cfg=1.0)), on_tpu(graph(seed=seed, scheduler="beta")), ours, patched(node, inputs),
+        ]  # fmt: skip
+        workflow = workflows[number % 10]
+        for part in workflow.values():
+            if part["class_type"] == "KSampler":
+                part["inputs"]["seed"] = seed
+        answer = server.queue(workflow)
+        if number % 10 == 4:
+            server.post("/interrupt", {})
+        status = server.finish(answer["prompt_id"])["status"]
+        ended = status["messages"][-1]
+        wanted = {4: ("execution_success", "execution_interrupted"), 9: ("execution_error",)}
+        assert ended[0] in wanted.get(number % 10, ("execution_success",)), (number, status)
+        assert number % 10 != 9 or sentence in ended[1]["exception_message"]
+        if number % 10 == 7:
+            server.post("/free", {"unload_models": True, "free_memory": True})
+        if number % 10 == 9:
+            sizes.append(held())
+    print("MB held after each ten:", [size // 1024 for size in sizes])
+    # From the third ten on: programs, and what libraries keep, are there then.
+    assert max(sizes[3:]) < 1.1 * sizes[2]
