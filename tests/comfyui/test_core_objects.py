@@ -467,3 +467,16 @@ def test_a_hundred_prompts_of_core_and_of_ours_fail_nowhere_and_leave_nothing(se
     print("MB held after each ten:", [size // 1024 for size in sizes])
     # From the third ten on: programs, and what libraries keep, are there then.
     assert max(sizes[3:]) < 1.1 * sizes[2]
+
+
+@pytest.mark.recorded
+def test_too_little_memory_is_comfyuis_own_error_with_advice(
+    start_comfyui: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
+):
+    base = tmp_path_factory.mktemp("comfyui")
+    wan_files(base / "models", tmp_path_factory.mktemp("files"))
+    small = start_comfyui(base, environment={"COMFYUI_TPU_HBM_GIB": "0.0001"})
+    status = small.finish(small.queue(on_tpu(graph()))["prompt_id"])["status"]
+    (error,) = [said for kind, said in status["messages"] if kind == "execution_error"]
+    assert "OutOfMemory" in error["exception_type"], error
+    assert "out of memory" in error["exception_message"].lower() and "GiB" in error["exception_message"], error
