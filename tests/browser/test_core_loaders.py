@@ -16,7 +16,7 @@ from comfyui_tpu.tests.browser.page import SCREENSHOTS, needs_browser, opened
 from comfyui_tpu.tests.comfyui.test_core_objects import DENOISERS_BY_NAME, TEXTS, VAES, wan_files, write_denoiser
 from comfyui_tpu.tests.files import single_files, test_comfyui_encoders
 from comfyui_tpu.tests.files.comfyui_oracle import saved
-from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui
+from comfyui_tpu.tests.support.comfyui_server import PACK, Server, needs_comfyui
 from comfyui_tpu.tests.support.patience import until
 from PIL import Image
 
@@ -174,6 +174,18 @@ def test_a_template_runs_with_the_loaders_that_the_menu_swaps(page: Any, server:
     page.wait_for_function(f"document.querySelector('{NOTICE}')?.innerText.includes('is now UNETLoader.')")
     kinds = page.evaluate("async () => Object.values((await app.graphToPrompt()).output).map((one) => one.class_type)")
     assert "UNETLoader" in kinds and not set(kinds) & {ours for ours, _ in upgrade.LOADERS.values()}
+
+
+def test_the_examples_are_templates_with_their_loaders_swapped():
+    """And nothing else: as the command makes them of the installed templates, or of those of another version."""
+    own = {path.stem: json.loads(path.read_text("utf-8")) for path in (PACK / "examples" / "core").glob("*.json")}
+    assert own.keys() == {*TEMPLATES, *MORE}
+    for name, example in own.items():
+        swapped, changes = upgrade.with_tpu_loaders(template(name), [])
+        assert example == swapped or example.get("revision") != swapped.get("revision"), name
+        assert not [change for change in changes if "stays" in change]
+        kinds = {node["type"] for node in nodes_of(example)}
+        assert not kinds & set(upgrade.LOADERS) and kinds & {ours for ours, _ in upgrade.LOADERS.values()}
 
 
 def test_the_menu_has_the_entries(page: Any):

@@ -162,7 +162,12 @@ def part(model: str, folder: str) -> SingleFile | None:
     return next((file for file in exact if file.folder == folder), None)
 
 
+# In ComfyUI's templates in place of one of a set: Flux.2's VAE with a smaller decoder.
+_OTHERS = ("full_encoder_small_decoder.safetensors",)
+
+
 @functools.cache
 def names() -> frozenset[str]:
-    """The names of all files."""
-    return frozenset(file.name for formats in SETS.values() for files in formats.values() for file in files)
+    """The names of all files of the sets, and of others that ComfyUI's templates name."""
+    own = (file.name for formats in SETS.values() for files in formats.values() for file in files)
+    return frozenset((*own, *_OTHERS))
