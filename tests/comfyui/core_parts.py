@@ -2,7 +2,7 @@
 
 Arguments: ComfyUI's folder and a job as JSON: `kind` "clip" (with `type`, `paths`, and what core makes of it: `te` and
 `tokenizer`, below `comfy.text_encoders`, and its `options`) or "vae" (`paths`, `frames` to encode, `latents` to decode,
-as shapes). Prints the relative L2 by case as JSON, last.
+as shapes, and what of core is made smaller for it: `sizes` by class). Prints the relative L2 by case as JSON, last.
 """
 
 import importlib
@@ -73,6 +73,14 @@ def texts(job: Mapping[str, Any]) -> dict[str, float]:
     return errors
 
 
+def make_smaller(path: str, sizes: Mapping[str, Any]) -> None:
+    """Lets core make a network, which it has in one size only, with these keywords in place of its own."""
+    module, name = path.rsplit(".", 1)
+    owner = importlib.import_module(module)
+    made = getattr(owner, name)
+    setattr(owner, name, lambda **options: made(**{**options, **sizes}))
+
+
 def frames(job: Mapping[str, Any]) -> dict[str, float]:
     import comfy.sd
     import comfy.utils
@@ -81,6 +89,8 @@ def frames(job: Mapping[str, Any]) -> dict[str, float]:
     from comfyui_tpu.tpu_runtime import pipeline
 
     (path,) = job["paths"]
+    for name, sizes in job.get("sizes", {}).items():
+        make_smaller(name, sizes)
     theirs = comfy.sd.VAE(sd=comfy.utils.load_torch_file(path), device=torch.device("cpu"), dtype=torch.float32)
     ours = core_text_and_vae.vae(path, "float32", pipeline.Silent)
     torch.manual_seed(5)
