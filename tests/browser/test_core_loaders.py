@@ -169,6 +169,7 @@ def test_a_template_runs_with_the_loaders_that_the_menu_swaps(page: Any, server:
     assert "UNETLoader" in kinds and not set(kinds) & {ours for ours, _ in upgrade.LOADERS.values()}
 
 
+@pytest.mark.slow
 def test_the_examples_are_templates_with_their_loaders_swapped():
     """And nothing else: as the command makes them of the installed templates, or of those of another version."""
     own = {path.stem: json.loads(path.read_text("utf-8")) for path in (PACK / "examples" / "core").glob("*.json")}

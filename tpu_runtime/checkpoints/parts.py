@@ -21,7 +21,7 @@ from ..formats import contents
 from ..formats.contents import Held
 from ..model_spec import Component, ModelSpec
 from ..models.layouts import LAYOUTS, published
-from . import assembled, compatibility, hub, load
+from . import assembled, compatibility, hub
 
 if TYPE_CHECKING:
     import torch
@@ -138,6 +138,8 @@ def held_networks(model_id: str, folders: Sequence[str] = ()) -> list[Held]:
 
 def held_tensor(held: Held, name: str) -> "torch.Tensor | None":
     """A whole tensor of a file by its name there, as it is stored; None where there is none."""
+    from . import load  # imports torch, which asking for a model does not
+
     tensor = held.tensors.get(name) or held.contents.tensors.get(name)
     if tensor is None:
         return None
