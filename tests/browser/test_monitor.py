@@ -205,6 +205,7 @@ def _run_until_seen(server: Server, section: Any, texts: list[str | re.Pattern[s
     """
     for attempt in range(10):
         workflow = tiny_workflow("browser", num_inference_steps=100, seed=attempt)
+        workflow["1"]["inputs"]["prompt"] = f"attempt {attempt}"  # what is encoded already would be no stage of the run
         prompt = server.queue(workflow)["prompt_id"]
 
         def is_over() -> bool:
