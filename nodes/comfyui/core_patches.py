@@ -93,7 +93,7 @@ def _converted(patcher: Any, held: Any) -> tuple[Lora, ...]:
     files: dict[tuple[int, float], dict[str, torch.Tensor]] = defaultdict(dict)
     for key, patches in patcher.patches.items():
         for number, patch in enumerate(patches):
-            strength, tensors = _tensors(key, patch, patcher, held)
+            strength, tensors = _tensors(key, patch, held)
             files[number, strength] |= tensors
     return tuple(
         Lora(
@@ -109,7 +109,7 @@ def _converted(patcher: Any, held: Any) -> tuple[Lora, ...]:
     )
 
 
-def _tensors(key: str, patch: tuple[Any, ...], patcher: Any, held: Any) -> tuple[float, dict[str, torch.Tensor]]:
+def _tensors(key: str, patch: tuple[Any, ...], held: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """The strength of a patch, and its tensors as a LoRA file has them."""
     strength, value, kept, offset, function = patch
     name = key.removeprefix(_PREFIX)
