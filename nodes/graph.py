@@ -69,7 +69,7 @@ def _replaced(value: Any, results: Mapping[str, list]) -> Any:
 def declaration_of(table: Table, node_id: str, class_type: str) -> Declaration:
     if class_type not in table:
         raise ValueError(
-            f"Node {node_id} is a {class_type}, which does not run without ComfyUI. "
+            f"Node {node_id} is a {class_type}, which does not run without ComfyUI: queue this workflow there. "
             f"Known here: {', '.join(sorted(table))}."
         )
     return table[class_type]

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from comfyui_tpu.tests.files.comfyui_oracle import DENOISERS, saved
 from comfyui_tpu.tests.files.test_comfyui_encoders import BYT5, LANGUAGE, MISTRAL, QWEN3, QWEN25, T5, UMT5, Encoder
 from comfyui_tpu.tests.support import comfyui_server
 from comfyui_tpu.tests.support.comfyui_server import COMFYUI, Server, needs_comfyui
-from comfyui_tpu.tests.support.patience import PATIENCE_S, until
+from comfyui_tpu.tests.support.patience import PATIENCE_S, slower, until
 from safetensors.torch import save_file
 
 pytestmark = [needs_comfyui, pytest.mark.slow]
@@ -146,11 +146,6 @@ def check(errors: Mapping[str, float], bound: float = BOUND) -> None:
     for name, error in errors.items():
         print(f"{name}: {error:.2e}")
     assert errors and max(errors.values()) < bound, errors
-
-
-def slower(names: Iterable[str], *chosen: str) -> list[Any]:
-    """These names, of which some are not in every run of the suite: their networks or graphs are others' too."""
-    return [pytest.param(name, marks=pytest.mark.recorded) if name in chosen else name for name in names]
 
 
 @pytest.mark.parametrize(

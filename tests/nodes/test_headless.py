@@ -111,7 +111,8 @@ def test_an_expansion_may_feed_an_expansion():
     [
         (
             {"1": node("KSampler"), "2": node("Show", a=["1", 0])},
-            "Node 1 is a KSampler, which does not run without ComfyUI. Known here: Next, Number, Show, Twice.",
+            "Node 1 is a KSampler, which does not run without ComfyUI: queue this workflow there. Known here: "
+            "Next, Number, Show, Twice.",
         ),
         ({"2": node("Show")}, "Show (node 2): a is missing."),
         ({"2": node("Show", a=["1", 0])}, "Show (node 2): a is linked to node 1, which does not exist."),

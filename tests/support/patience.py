@@ -1,8 +1,12 @@
-"""Waiting for what happens, not for seconds: tests also run while other work holds every core."""
+"""Waiting for what happens, not for seconds: tests also run while other work holds every core. And what is not waited
+for in every run.
+"""
 
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import pytest
 
 # Far longer than anything takes on a busy machine; only what never happens costs it.
 PATIENCE_S = 600
@@ -18,3 +22,8 @@ def until(condition: Callable[[], Value], what: str | Callable[[], str] = "it di
         assert time.monotonic() < deadline, what() if callable(what) else what
         time.sleep(_LOOK_AGAIN_S)
     return value
+
+
+def slower(names: Iterable[str], *chosen: str) -> list[Any]:
+    """These names, of which the chosen are `recorded`: theirs is a long run of what others show too."""
+    return [pytest.param(name, marks=pytest.mark.recorded) if name in chosen else name for name in names]
