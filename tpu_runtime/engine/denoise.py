@@ -9,6 +9,7 @@ import functools
 import hashlib
 import itertools
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from ...sharding import placement
 from ..checkpoints import checkpoint, guider, score_bound
 from ..model_spec import Settings
 from ..programs import denoise_step, solver_table
+from ..programs.executables import Executable
 from ..programs.generation import Denoising
 from ..programs.solver_table import SolverTable
 from ..programs.step_reuse import CachedDenoiser, Runnable
@@ -33,6 +35,11 @@ from .stage import Stage
 log = logging.getLogger(__name__)
 
 Inputs = Mapping[str, np.ndarray]
+
+# The devices are given the next step while one runs, so that what the host does for a step costs them nothing; but not
+# earlier than this before that one should end, for after a cancel they run to the end of both.
+AHEAD_S = 0.5
+_LOOK_AGAIN_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +57,27 @@ class Standing:
     origin: torch.Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """A step that the devices were given, by its number: its estimate of the end result, and whether that is finite."""
+
+    index: int
+    denoised: jax.Array
+    is_finite: jax.Array
+
+
 def denoise(stage: Stage, plan: Denoising, standing: Standing) -> tuple[Standing, np.ndarray]:
-    """The steps that `plan` runs. Waits for each, so that progress is true and a cancel stops within one step.
+    """The steps that `plan` runs. Waits for each, at most one behind, so that progress is true and a cancel stops
+    within one step.
 
     Returns where the solver stands then, and the last step's estimate of the end result, on the host.
     """
     spec, progress, table, steps = plan.spec, stage.progress, standing.table, plan.steps
     programs = denoiser_programs(stage, plan, standing.inputs)
     noises = table.noises(lambda: spec.draw_noise(plan.settings, standing.generator).numpy(), steps)
-    noise, state, denoised = next(noises), standing.state, None
-    for expert, part in itertools.groupby(steps, lambda index: plan.experts[index][0]):
+    noise, state, launched = next(noises), standing.state, None
+    for expert, indices in itertools.groupby(steps, lambda index: plan.experts[index][0]):
+        part = tuple(indices)
         program = programs.pop(expert)
         state, placed = _placed(program, state, standing.inputs)
         weights = stage.weights(expert, program)
@@ -72,14 +90,40 @@ def denoise(stage: Stage, plan: Denoising, standing: Standing) -> tuple[Standing
             times, scale = (table.timesteps[index], table.next_timesteps[index]), np.float32(plan.experts[index][1])
             args = denoise_step.StepArgs(state, table.table[index], *times, placed, scale)
             *state, denoised, is_finite = program(weights, *args)
-            state = tuple(state)
+            state, before = tuple(state), launched
+            launched = Launched(index=index, denoised=denoised, is_finite=is_finite)
             noise = next(noises, None)  # drawn while the devices are at work
-            if not is_finite:  # waits for the step
-                what = f"from step {index + 1} of {table.num_steps} on, the latents"
-                raise stage.not_finite(what, stage.model.loras)
-            _stepped(stage, steps.index(index) + 1, len(steps), denoised)
+            if before is not None:
+                _settle(stage, plan, before)
+            if index < part[-1] and _goes_ahead(stage, program):
+                _near_end(stage, launched)
+            else:
+                _settle(stage, plan, launched)
+                launched = None
     ended = tuple(np.array(part) for part in state)
     return replace(standing, state=ended), np.array(denoised)
+
+
+def _goes_ahead(stage: Stage, program: Runnable) -> bool:
+    """Whether the next step is given to the devices before this one is known to have ended: once it is known how long
+    one takes, and not with a step cache, for kept features of two steps would be there at a time.
+    """
+    return stage.progress.activity.seconds_per_unit is not None and isinstance(program, Executable)
+
+
+def _near_end(stage: Stage, launched: Launched) -> None:
+    """Waits until a step that begins now should end in `AHEAD_S`, or has ended."""
+    wait_until = time.monotonic() + (stage.progress.activity.seconds_per_unit or 0.0) - AHEAD_S
+    while time.monotonic() < wait_until and not launched.is_finite.is_ready():
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def _settle(stage: Stage, plan: Denoising, launched: Launched) -> None:
+    """Waits for a step, and says that it is done."""
+    if not launched.is_finite:
+        what = f"from step {launched.index + 1} of {plan.table.num_steps} on, the latents"
+        raise stage.not_finite(what, stage.model.loras)
+    _stepped(stage, plan.steps.index(launched.index) + 1, len(plan.steps), launched.denoised)
 
 
 def _placed(program: Runnable, state: tuple[Any, ...], inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

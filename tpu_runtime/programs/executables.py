@@ -29,11 +29,15 @@ class Executable:
 
     def __call__(self, weights: dict[str, jax.Array], *args: Any) -> Any:
         """Runs it; host arrays among `args` are placed as the program wants them."""
-        placed = jax.tree.map(lambda value, want: placement.put(value, want.sharding), args, tuple(self.program.args))
+        placed = placement.put_all(args, self._shardings)
         global _last
         self.runs += 1
         _last = weakref.ref(self)  # what is unloaded must not stay for this
         return self.compiled(weights, *placed)
+
+    @functools.cached_property
+    def _shardings(self) -> Any:
+        return jax.tree.map(lambda want: want.sharding, tuple(self.program.args))
 
     @functools.cached_property
     def kernels(self) -> tuple[str, ...]:

@@ -1,0 +1,150 @@
+"""The devices are given the next step while one runs: when, what that leaves alone, and that the numbers are the same
+to the bit.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from comfyui_tpu.tests.models import parity
+from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tests.support.host import Cancelled, Host
+from comfyui_tpu.tpu_runtime.engine import denoise as denoising
+from comfyui_tpu.tpu_runtime.model_spec import Settings, StepCache
+from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
+from comfyui_tpu.tpu_runtime.programs.executables import Executable
+from comfyui_tpu.tpu_runtime.programs.finite import NotFinite
+from comfyui_tpu.tpu_runtime.progress import Preview
+
+MODEL = parity.tiny_model(spec_for_family("Wan21"))
+SETTINGS = Settings(
+    height=64, width=48, num_frames=5, num_inference_steps=5, guidance_scale=1.0, seed=7, shift=5.0,
+    scheduler="UniPCMultistepScheduler",
+)  # fmt: skip
+IN_ORDER = ["launch", "done"] * 5
+# The first step's time is known when it has ended.
+AHEAD = ["launch", "done", "launch", *["launch", "done"] * 3, "done"]
+
+
+class Watching(Host):
+    """Notes in `events` what ended; cancels after so many steps."""
+
+    def __init__(self, events: list[str], cancel_after: float = math.inf) -> None:
+        super().__init__()
+        self.events, self.cancel_after = events, cancel_after
+
+    def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
+        if unit == "step" and done:
+            self.events.append("done")
+            assert preview is not None and preview.latents().isfinite().all()
+            self.is_cancelled = done >= self.cancel_after
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happened: steps that the devices were given, and steps that are known to have ended."""
+    found: list[str] = []
+    call = Executable.__call__
+
+    def watched(program: Executable, *args: Any) -> Any:
+        if program.program.name.startswith("denoise_step"):
+            found.append("launch")
+        return call(program, *args)
+
+    monkeypatch.setattr(Executable, "__call__", watched)
+    return found
+
+
+@pytest.fixture
+def denoised(events: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., np.ndarray]:
+    """The latents of a run."""
+    monkeypatch.setattr(denoising, "AHEAD_S", math.inf)
+
+    def run(model: Any = MODEL, settings: Settings = SETTINGS, **options: Any) -> np.ndarray:
+        runner, host = engine(1), Watching(events, **options)
+        embeds = runner.encode(model, "a cat", "", host)
+        events.clear()
+        return runner.denoise(model, settings, *embeds, host)["samples"].numpy()
+
+    return run
+
+
+def test_the_next_step_is_given_while_one_runs(
+    denoised: Callable[..., np.ndarray], events: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    ahead = denoised()
+    assert events == AHEAD
+    monkeypatch.setattr(denoising, "_goes_ahead", lambda *_: False)
+    assert np.array_equal(denoised(), ahead)
+    assert events == IN_ORDER
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ends_after", "slept"),
+    [(0.3, 9.0, 0.0), (2.5, 9.0, 2.0), (2.5, 1.0, 1.0)],
+    ids=["short", "long", "over"],
+)
+def test_a_long_step_has_the_devices_to_itself_until_it_should_end(
+    seconds: float, ends_after: float, slept: float, monkeypatch: pytest.MonkeyPatch
+):
+    """What runs after a cancel is no longer than the step and the half second."""
+    now = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda some: now.__setitem__(0, now[0] + some))
+    monkeypatch.setattr(denoising, "time", clock)
+    stage = SimpleNamespace(progress=SimpleNamespace(activity=SimpleNamespace(seconds_per_unit=seconds)))
+    is_finite = SimpleNamespace(is_ready=lambda: now[0] >= 100.0 + ends_after)
+    denoising._near_end(stage, denoising.Launched(index=0, denoised=None, is_finite=is_finite))  # type: ignore[arg-type]
+    assert slept <= now[0] - 100.0 < slept + 0.05
+
+
+def test_a_cancel_leaves_at_most_one_step_running(denoised: Callable[..., np.ndarray], events: list[str]):
+    with pytest.raises(Cancelled):
+        denoised(cancel_after=2)
+    assert events == ["launch", "done", "launch", "launch", "done"]
+    assert denoised().shape == (1, 16, 2, 8, 6)
+
+
+def test_no_step_goes_ahead_with_a_step_cache(denoised: Callable[..., np.ndarray], events: list[str]):
+    """Kept features would be there twice."""
+    model = parity.tiny_model(spec_for_family("HunyuanVideo15"))
+    settings = replace(SETTINGS, scheduler="checkpoint", step_cache=StepCache(start=1, end=4, interval=2))
+    denoised(model=model, settings=settings)
+    assert events == IN_ORDER
+
+
+def test_no_step_goes_ahead_to_another_expert(
+    denoised: Callable[..., np.ndarray], events: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Its weights may need the place of those that a step is running on."""
+    found: list[int] = []
+    watched = Executable.__call__
+
+    def launch(program: Executable, *args: Any) -> Any:
+        result = watched(program, *args)
+        if program.program.name.startswith("denoise_step"):
+            found.append(id(args[0]["proj_out.weight"]))
+        return result
+
+    monkeypatch.setattr(Executable, "__call__", launch)
+    denoised(model=parity.tiny_model(spec_by_name("wan2.2-t2v-a14b")))
+    at = [index for index, event in enumerate(events) if event == "launch"][found.index(found[-1])]
+    assert 0 < events[:at].count("launch") == events[:at].count("done") < 5
+    assert "launch launch" in " ".join(events)
+
+
+def test_the_step_that_is_not_finite_is_named(denoised: Callable[..., np.ndarray], monkeypatch: pytest.MonkeyPatch):
+    """Not the one that runs behind it."""
+    asked, settle = [], denoising._settle
+
+    def spoiled(stage: Any, plan: Any, launched: denoising.Launched) -> None:
+        asked.append(launched.index)
+        settle(stage, plan, replace(launched, is_finite=np.array(launched.index != 2)))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(denoising, "_settle", spoiled)
+    with pytest.raises(NotFinite, match=r"from step 3 of 5 on, the latents"):
+        denoised()
+    assert asked == [0, 1, 2]
