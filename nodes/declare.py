@@ -3,12 +3,33 @@
 Nothing here knows ComfyUI: `comfyui.adapter` makes ComfyUI classes of declarations, `headless.runner` runs them.
 """
 
+import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ..tpu_runtime.pipeline import Progress
+
+# What the page calls inputs and outputs for which ComfyUI's own nodes have another word; workflows keep the names.
+WORDS = {
+    "num_inference_steps": "steps",
+    "guidance_scale": "cfg",
+    "guidance_scale_2": "cfg, low noise",
+    "num_frames": "length",
+    "prompt_embeds": "positive",
+    "negative_prompt_embeds": "negative",
+    "start_step": "start_at_step",
+    "end_step": "end_at_step",
+}
+# What someone may type who looks for a node that runs this stage; a pipeline runs them all.
+ALIASES = {
+    "encode": ("clip text encode", "prompt"),
+    "image": ("vae encode", "image to video", "i2v", "reference"),
+    "denoise": ("ksampler", "denoise"),
+    "decode": ("vae decode",),
+    "": ("text to video", "image to video", "generate"),
+}
 
 WIDGET_TYPES = frozenset({"INT", "FLOAT", "STRING", "COMBO", "BOOLEAN"})
 
@@ -63,6 +84,10 @@ class Input:
     check: Callable[[Any], None] | None = None
 
     @property
+    def label(self) -> str:
+        return WORDS.get(self.name, self.name)
+
+    @property
     def is_widget(self) -> bool:
         return self.type in WIDGET_TYPES
 
@@ -90,6 +115,13 @@ class Input:
         return value
 
 
+def in_words(text: str) -> str:
+    """A text for the page, with what it calls inputs in the place of their names."""
+    return _NAMES.sub(lambda found: WORDS[found[0]], text)
+
+
+_NAMES = re.compile(rf"\b({'|'.join(sorted(WORDS, key=len, reverse=True))})\b")
+
 VALUE_TYPES = {"INT": int, "FLOAT": float, "STRING": str, "COMBO": str, "BOOLEAN": bool}
 _VALUE_NAMES = {
     "INT": "a whole number",
@@ -115,6 +147,10 @@ class Output:
     type: str
     tooltip: str = ""
 
+    @property
+    def label(self) -> str:
+        return WORDS.get(self.name, self.name)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
@@ -137,6 +173,11 @@ class Declaration:
     checks: tuple[str, ...] = ()
     checked_too: tuple[str, ...] = ()
     checked_links: tuple[str, ...] = ()
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Words to find it by, beside its title."""
+        return ("TPU", self.category.removeprefix("TPU/"), *ALIASES[self.stage]) if self.family else ("TPU",)
 
     def input(self, name: str) -> Input:
         """Raises KeyError when there is no such input."""

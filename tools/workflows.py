@@ -14,6 +14,7 @@ from typing import Any
 
 # Run as a file, this folder is where Python looks first.
 import pages
+from comfyui_tpu.nodes.declare import in_words
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.models.layouts import published
 from graphs import Example, LoraFile, api, pipeline, stages
@@ -273,7 +274,7 @@ def note(example: Example, has_loader: bool) -> str:
         f"{place} may also be a local folder in diffusers layout, or `{spec.miniature.id}` to try the graph without "
         f"weights ({sizes}).",
     ]
-    return "\n".join([*lines, "", *(f"- {tip}" for tip in tips)])
+    return in_words("\n".join([*lines, "", *(f"- {tip}" for tip in tips)]))
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

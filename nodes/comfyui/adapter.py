@@ -13,8 +13,8 @@ from server import PromptServer
 
 from ...tpu_runtime import pipeline
 from .. import DECLARATIONS, graph
-from ..declare import Declaration, Expansion, Input, Link, Node, Ref
-from . import core_loaders, memory, pictures, routes
+from ..declare import Declaration, Expansion, Input, Link, Node, Output, Ref, in_words
+from . import core_loaders, errors, memory, pictures, routes
 from .host import DENOISERS, ComfyHost, folders, weights
 
 try:
@@ -50,6 +50,7 @@ def extension() -> ComfyExtension:
         log.error("%s", error)  # as the first prompt will
     routes.add()
     pictures.install()
+    errors.install(DECLARATIONS)
     classes = [*(node_class(declaration) for declaration in DECLARATIONS.values()), *core_loaders.CLASSES]
 
     class Extension(ComfyExtension):
@@ -85,7 +86,8 @@ def _schema(declaration: Declaration) -> io.Schema:
         description=declaration.description,
         # ComfyUI caches by literal inputs: a descriptor passed as a value would defeat it, its link does not.
         inputs=[_input(declared, raw_link=is_expansion and not declared.is_widget) for declared in declaration.inputs],
-        outputs=[_output(output.type, output.name, output.tooltip) for output in declaration.outputs],
+        outputs=[_output(output) for output in declaration.outputs],
+        search_aliases=list(declaration.aliases),
         hidden=[io.Hidden.prompt] if isinstance(declaration, Node) and declaration.family else [],
         is_output_node=isinstance(declaration, Node) and declaration.is_output,
         enable_expand=is_expansion,
@@ -99,20 +101,23 @@ def _accepted(factory: Callable[..., Any], **keywords: Any) -> Any:
 
 
 def _input(declared: Input, *, raw_link: bool) -> Any:
-    shared = {"id": declared.name, "tooltip": declared.tooltip, "optional": declared.is_listed_optional}
+    shared = {"id": declared.name, "tooltip": in_words(declared.tooltip), "optional": declared.is_listed_optional}
     if not declared.is_widget:
         return _accepted(_socket(declared.type).Input, raw_link=raw_link or None, **shared)
     own = {
         "INT": {"min": declared.low, "max": declared.high, "step": declared.step},
         "FLOAT": {"min": declared.low, "max": declared.high, "step": declared.step},
-        "STRING": {"multiline": declared.multiline},
+        "STRING": {"multiline": declared.multiline, "placeholder": declared.label},
         "COMBO": {"options": _options(declared)},
     }.get(declared.type, {})
     if declared.companion == "control_after_generate":
         own["control_after_generate"] = True
     advanced = declared.advanced or None
     default = None if declared.files and not declared.options else declared.default  # the first file
-    return _accepted(_WIDGETS[declared.type].Input, default=default, advanced=advanced, **own, **shared)
+    return _accepted(
+        _WIDGETS[declared.type].Input,
+        display_name=declared.label, default=default, advanced=advanced, **own, **shared,
+    )  # fmt: skip
 
 
 def _options(declared: Input) -> list[str]:
@@ -125,9 +130,9 @@ def _options(declared: Input) -> list[str]:
     return [*declared.options, *(weights(declared.files) if declared.files else ())]
 
 
-def _output(kind: str, name: str, tooltip: str) -> Any:
-    comfy_type = _WIDGETS.get(kind) or _socket(kind)
-    return comfy_type.Output(name, display_name=name, tooltip=tooltip)
+def _output(output: Output) -> Any:
+    comfy_type = _WIDGETS.get(output.type) or _socket(output.type)
+    return comfy_type.Output(output.name, display_name=output.name, tooltip=in_words(output.tooltip))
 
 
 def _socket(kind: str) -> Any:
@@ -159,7 +164,8 @@ def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
         if declaration.family:
             _announce(cls.hidden and cls.hidden.prompt, host)
         try:
-            return io.NodeOutput(*declaration.run(host, **declaration.values(given)))
+            with errors.named():
+                return io.NodeOutput(*declaration.run(host, **declaration.values(given)))
         except pipeline.OutOfMemory as error:
             failure = str(error)
         # ComfyUI knows this one: it unloads everything, and the page says that memory ran out.
@@ -190,8 +196,8 @@ def _expand(declaration: Expansion) -> Callable[..., io.NodeOutput]:
 def _validate(declaration: Declaration) -> Callable[..., bool | str]:
     """The check at queue time, for the inputs that ComfyUI cannot judge by type, range and options.
 
-    ComfyUI takes the names from the signature and repeats the sentence on each of them, so the signature holds only
-    those. Inputs that are links are absent.
+    ComfyUI takes the names from the signature and repeats the sentence on each of them (see `errors`), so the
+    signature holds only those. Inputs that are links are absent.
     """
     checked = (*declaration.checks, *declaration.checked_too)
     names = [i.name for i in declaration.inputs if i.is_grid or i.name in checked]

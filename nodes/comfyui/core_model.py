@@ -23,7 +23,7 @@ from comfy.samplers import cond_equal_size
 
 from ...tpu_runtime import pipeline
 from ...tpu_runtime.pipeline import ModelRef, Progress
-from . import core_patches
+from . import core_patches, errors
 
 CPU = torch.device("cpu")
 # The progress of the node that runs: one object is used by many.
@@ -80,7 +80,8 @@ def held_as(model: ModelRef, component: str) -> Any:
 def ask(stage: str, model: ModelRef, host: MakeHost, **arguments: Any) -> Any:
     """`pipeline.run`, whose error for want of memory ComfyUI then knows: it unloads everything and says so."""
     try:
-        return pipeline.run(stage, model, host(), **arguments)
+        with errors.named():
+            return pipeline.run(stage, model, host(), **arguments)
     except pipeline.OutOfMemory as error:
         failure = str(error)
     raise comfy.model_management.OOM_EXCEPTION(failure)

@@ -72,3 +72,5 @@ def test_what_a_script_queues_has_todays_nodes(server: Server, pack: str):
     entry = server.finish(answer["prompt_id"])
     assert entry["prompt"][2] == upgraded(workflow, DECLARATIONS)[0] != workflow
     assert server.log.read_text().count(HEADLINE) == before + 1
+    (failure,) = (data for kind, data in entry["status"]["messages"] if kind == "execution_error")
+    assert failure["exception_type"] == "ComfyUI-TPU.HubError", failure

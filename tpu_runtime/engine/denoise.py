@@ -114,7 +114,7 @@ def _goes_ahead(stage: Stage, program: Runnable) -> bool:
 def _near_end(stage: Stage, launched: Launched) -> None:
     """Waits until a step that begins now should end in `AHEAD_S`, or has ended."""
     wait_until = time.monotonic() + (stage.progress.activity.seconds_per_unit or 0.0) - AHEAD_S
-    while time.monotonic() < wait_until and not launched.is_finite.is_ready():
+    while time.monotonic() < wait_until and not launched.is_finite.is_ready():  # pyright: ignore[reportAttributeAccessIssue]
         time.sleep(_LOOK_AGAIN_S)
 
 

@@ -1,0 +1,104 @@
+"""The words of ComfyUI's page: what it calls our widgets, in English and Chinese, and what it says of a wrong value."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from comfyui_tpu.tests.browser.page import SCREENSHOTS, fresh, needs_browser, opened
+from comfyui_tpu.tests.support.comfyui_server import PACK, Server, needs_comfyui
+
+pytestmark = [needs_comfyui, needs_browser]
+
+EXAMPLE = json.loads((PACK / "examples" / "wan21_t2v_720p.json").read_text())
+SAMPLER, ENCODER, CORE = "Wan21TPUSampler", "Wan21TextEncoder", "TPUVAELoader"
+# Labels of a node's widgets, and of its inputs and outputs, by name; the title of its definition.
+WORDS = """(type) => {
+    const node = app.graph.nodes.find((one) => one.type === type) ?? LiteGraph.createNode(type);
+    const label = (one) => [one.name, one.label ?? one.localized_name ?? one.name];
+    return {
+        title: node.constructor.title,
+        widgets: Object.fromEntries((node.widgets ?? []).map(label)),
+        sockets: Object.fromEntries([...node.inputs, ...node.outputs].map(label)),
+        placeholders: (node.widgets ?? []).map((one) => one.element?.placeholder).filter(Boolean),
+    };
+}"""
+QUEUE = """async () => { await app.queuePrompt(0).catch(() => {}); }"""
+
+
+@pytest.fixture(scope="module")
+def server(start_comfyui: Callable[..., Server]) -> Server:
+    return start_comfyui()
+
+
+@pytest.fixture(scope="module")
+def page(server: Server) -> Iterator[Any]:
+    with opened(server) as page:
+        page.evaluate("(workflow) => app.loadGraphData(workflow)", EXAMPLE)
+        yield page
+
+
+def shot(page: Any, name: str) -> None:
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / f"{name}.png")
+
+
+def test_widgets_have_comfyuis_words(page: Any):
+    sampler = page.evaluate(WORDS, SAMPLER)
+    assert sampler["widgets"]["num_inference_steps"] == "steps"
+    assert sampler["widgets"]["guidance_scale"] == "cfg"
+    assert sampler["widgets"]["num_frames"] == "length"
+    assert sampler["sockets"]["prompt_embeds"] == "positive"
+    assert page.evaluate(WORDS, ENCODER)["placeholders"] == ["prompt", "negative_prompt"]
+    shot(page, "words-english")
+
+
+def test_what_is_queued_has_the_names_of_before(page: Any):
+    queued = page.evaluate("async () => (await app.graphToPrompt()).output")
+    (sampler,) = (node for node in queued.values() if node["class_type"] == SAMPLER)
+    assert {"num_inference_steps", "guidance_scale", "num_frames", "prompt_embeds"} <= set(sampler["inputs"])
+
+
+def test_one_wrong_value_is_one_error_at_its_widget(page: Any):
+    page.evaluate(
+        """(type) => {
+            const node = app.graph.nodes.find((one) => one.type === type);
+            node.widgets.find((widget) => widget.name === "num_frames").value = 80;
+        }""",
+        SAMPLER,
+    )
+    with page.expect_response("**/prompt") as answer:
+        page.evaluate(QUEUE)
+    (node,) = answer.value.json()["node_errors"].values()
+    (error,) = node["errors"]
+    assert error["extra_info"]["input_name"] == "num_frames"
+    assert error["details"].startswith("length - Wan 2.1 T2V 14B: length is 80; it must be 4k + 1 between")
+    page.get_by_text("rejected the value for num_frames").first.wait_for()
+    shot(page, "one-error")
+
+
+def test_the_page_speaks_chinese(page: Any, server: Server):
+    server.post("/settings", {"Comfy.Locale": "zh"})
+    try:
+        with fresh(page) as chinese:
+            chinese.evaluate("(workflow) => app.loadGraphData(workflow)", EXAMPLE)
+            sampler = chinese.evaluate(WORDS, SAMPLER)
+            assert sampler["widgets"]["num_inference_steps"] == "步数"
+            assert sampler["sockets"]["negative_prompt_embeds"] == "负面条件"
+            assert chinese.evaluate(WORDS, CORE)["widgets"]["vae_name"] == "VAE 名称"
+            known = chinese.evaluate("(type) => LiteGraph.registered_node_types[type].nodeData.display_name", CORE)
+            assert known == "加载 VAE（TPU）"
+            shot(chinese, "words-chinese")
+    finally:
+        server.post("/settings", {"Comfy.Locale": "en"})
+
+
+def test_every_node_has_a_translation_in_the_page(server: Server):
+    """Those of ComfyUI's own classes too, which the tool cannot see."""
+    translated = server.get("/i18n")["zh"]["nodeDefs"]
+    for name, node in server.get("/object_info").items():
+        if "ComfyUI-TPU" not in node.get("python_module", ""):
+            continue
+        inputs = {each for kind in ("required", "optional") for each in node["input"].get(kind, {})}
+        assert inputs == set(translated[name]["inputs"]), name
+        assert len(node["output"]) == len(translated[name]["outputs"]), name

@@ -1,0 +1,58 @@
+"""The page's words in other languages: complete, up to date, and with nothing in them that the page would take for
+its own syntax.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_tpu.nodes import DECLARATIONS
+from comfyui_tpu.tools import locales
+
+TRANSLATIONS = sorted(locales.TRANSLATIONS.glob("*.json"))
+# What stays as it is: names of files, options, commands and models.
+NOT_A_WORD = re.compile(r"[a-z_.]*/[\w./-]+|`[^`]+`|\bHOST:PORT\b")
+
+
+def strings(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [found for each in value.values() for found in strings(each)]
+    return [value]
+
+
+def test_the_files_are_what_the_tool_writes():
+    """`python tools/locales.py` after a change of words; it names a sentence that has no translation yet."""
+    wanted = locales.files()
+    assert wanted == {path: path.read_text() for path in locales.FOLDER.rglob("*.json")}
+    chinese = json.loads(wanted[locales.FOLDER / "zh" / "nodeDefs.json"])
+    assert set(chinese) > set(DECLARATIONS)
+
+
+@pytest.mark.parametrize("path", TRANSLATIONS, ids=lambda path: path.stem)
+def test_every_translation_is_of_a_sentence_that_there_is(path: Path):
+    said = {text for text in strings(locales.nodes(str))}
+    for sentence in json.loads(path.read_text())["sentences"]:
+        pattern = "(.+?)".join(map(re.escape, sentence.split(locales.HOLE)))
+        assert any(re.fullmatch(pattern, text) for text in said), sentence
+
+
+@pytest.mark.parametrize("path", TRANSLATIONS, ids=lambda path: path.stem)
+def test_a_translation_keeps_what_is_typed_or_chosen(path: Path):
+    for sentence, translated in json.loads(path.read_text())["sentences"].items():
+        assert sentence.count(locales.HOLE) == translated.count(locales.HOLE), sentence
+        assert sorted(NOT_A_WORD.findall(sentence)) == sorted(NOT_A_WORD.findall(translated)), sentence
+
+
+@pytest.mark.parametrize("path", sorted(locales.files()), ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_nothing_is_syntax_to_the_page(path: Path):
+    """vue-i18n reads `{name}`, `@:key` and `one | many` in a message."""
+    for text in strings(json.loads(locales.files()[path])):
+        assert text.strip() and not re.search(r"[{}@|]", text), text
+
+
+def test_a_sentence_without_translation_is_named():
+    with pytest.raises(KeyError, match="What is new"):
+        locales.Table({"What is old.": "旧的。"})("What is new.")
+    assert locales.Table({"of {} and {}": "{} 与 {}"})("of a and b") == "a 与 b"
