@@ -49,9 +49,11 @@ def _stage_verb(verbs: Any, name: str, command: Callable, text: str) -> argparse
     verb = add_verb(verbs, name, command, text)
     verb.add_argument("--folder", type=Path, required=True, metavar="DIR", help="the folder of the stage files")
     verb.add_argument(
-        "--name", choices=[spec.name for spec in SPECS], help="the model; default: the folder's, or the first"
-    )
-    verb.add_argument("--family", choices=[spec.family for spec in SPECS], help="the same by family")
+        "--name", choices=[spec.name for spec in SPECS], metavar="NAME",
+        help=f"the model; default: the folder's, or the first of {', '.join(spec.name for spec in SPECS)}",
+    )  # fmt: skip
+    families = list(dict.fromkeys(spec.family for spec in SPECS))
+    verb.add_argument("--family", choices=families, metavar="FAMILY", help=f"the same by family: {', '.join(families)}")
     verb.add_argument("--model", metavar="ID", help="model id or folder; default: the folder's, or the model's own")
     verb.add_argument("--precision", choices=CHOICES, default="auto")
     return verb

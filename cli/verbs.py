@@ -74,14 +74,18 @@ def add_inputs(verb: argparse.ArgumentParser, names: Sequence[str]) -> None:
     """An option for each of these inputs of the models; None where it is not given."""
     for name in names:
         limits = [spec.inputs[name] for spec in SPECS if name in spec.inputs]
-        defaults = ", ".join(str(value) for value in dict.fromkeys(limit.default for limit in limits)) or "empty"
         kind: dict[str, Any] = {"type": {IntLimit: int, Numbers: str}.get(type(limits[0]), float)}
         if isinstance(limits[0], Switch):
             kind = {"action": argparse.BooleanOptionalAction}
         elif isinstance(limits[0], Choice):
             options = (option for limit in limits if isinstance(limit, Choice) for option in limit.options)
             kind = {"choices": list(dict.fromkeys(options))}
-        verb.add_argument(flag(name), dest=name, help=f"default {defaults}", **kind)
+        verb.add_argument(flag(name), dest=name, help=f"default {_defaults(name)}", **kind)
+
+
+def _defaults(name: str) -> str:
+    values = [str(value) for value in dict.fromkeys(spec.inputs[name].default for spec in SPECS if name in spec.inputs)]
+    return values[0] or "empty" if len(values) == 1 else f"the model's own: {', '.join(values[:-1])} or {values[-1]}"
 
 
 def given_inputs(options: argparse.Namespace, spec: ModelSpec) -> dict[str, Any]:

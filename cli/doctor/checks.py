@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from ...tpu_runtime.pipeline import SPECS
@@ -37,7 +38,17 @@ def run(options: argparse.Namespace, machine: HostMachine | None = None) -> int:
             print(f"{finding.topic:<22} {finding.found}")
             if finding.remedy:
                 print(f"{'':<22} {'if wanted:' if finding.advice else '->'} {finding.remedy}")
+        print(f"\n{verdict(findings)}")
     return 1 if any(finding.is_fault for finding in findings) else 0
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """The whole report in a sentence."""
+    faults = [finding.topic for finding in findings if finding.is_fault]
+    if not faults:
+        return "This machine is ready: nothing has to be fixed."
+    things = "1 thing has" if len(faults) == 1 else f"{len(faults)} things have"
+    return f"{things} to be fixed, by what follows each ->: {', '.join(faults)}."
 
 
 def report(machine: HostMachine, *, is_started: bool = False) -> list[Finding]:

@@ -105,9 +105,9 @@ def test_a_hub_model_runs_and_takes_only_what_a_stage_needs(fake: FakeHub, monke
     assert (runner.encode(MODEL, "a dog", "", Silent())[0][0][0] != expected).any()
     # A stage whose weights are not here says so.
     assert error_of(lambda: runner.decode(MODEL, {"samples": expected.new_zeros(1, 16, 1, 10, 14)}, Silent())) == (
-        "vae of owner/model is not on this machine, or not all of it, and the Hugging Face Hub cannot be reached. With "
-        "a network, run: comfyui-tpu download owner/model (which goes on where it stopped); or set model_id to a local "
-        "folder."
+        "vae of owner/model is not on this machine, or not all of it, and the Hugging Face Hub cannot be reached "
+        "(HF_HUB_OFFLINE is set: unset it). With a network `comfyui-tpu download owner/model` goes on where it "
+        "stopped; or set model_id to a local folder."
     )
 
 
@@ -259,8 +259,8 @@ def test_a_network_that_is_gone_after_the_index(fake: FakeHub, monkeypatch: pyte
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert error_of(lambda: MODEL.locate().home(Silent())) == (
         "configuration of owner/model is not on this machine, or not all of it, and the Hugging Face Hub cannot be "
-        "reached. With a network, run: comfyui-tpu download owner/model (which goes on where it stopped); or set "
-        "model_id to a local folder."
+        "reached (HF_HUB_OFFLINE is set: unset it). With a network `comfyui-tpu download owner/model` goes on where it "
+        "stopped; or set model_id to a local folder."
     )
 
 
@@ -277,9 +277,9 @@ def test_what_the_hub_answers_after_the_index(fake: FakeHub):
 def test_no_network(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert error_of(lambda: MODEL.locate().home(Silent())) == (
-        "owner/model is not on this machine, or not all of it, and the Hugging Face Hub cannot be reached. With a "
-        "network, run: comfyui-tpu download owner/model (which goes on where it stopped); or set model_id to a local "
-        "folder."
+        "owner/model is not on this machine, or not all of it, and the Hugging Face Hub cannot be reached "
+        f"([Errno {errno.ECONNREFUSED}] Connection refused). With a network `comfyui-tpu download owner/model` goes on "
+        "where it stopped; or set model_id to a local folder."
     )
 
 

@@ -349,9 +349,20 @@ def _lost_sentence(error: BaseException, model_id: str, title: str) -> str:
         )
     what = model_id if title == INDEX else f"{title} of {model_id}"
     return (
-        f"{what} is not on this machine, or not all of it, and the Hugging Face Hub cannot be reached. With a network, "
-        f"run: comfyui-tpu download {model_id} (which goes on where it stopped); or set model_id to a local folder."
+        f"{what} is not on this machine, or not all of it, and the Hugging Face Hub cannot be reached"
+        f"{_why_lost(error)}. With a network `comfyui-tpu download {model_id}` goes on where it stopped; or set "
+        "model_id to a local folder."
     )
+
+
+def _why_lost(error: BaseException) -> str:
+    """In brackets, where it is known: what was set, or what the system said of the connection."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return " (HF_HUB_OFFLINE is set: unset it)"
+    said = [str(link) for link in _chain(error) if isinstance(link, OSError) and link.errno is not None]
+    return f" ({said[-1]})" if said else ""
 
 
 def _bar(progress: Progress) -> type:
