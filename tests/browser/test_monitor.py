@@ -354,8 +354,8 @@ def test_loading_and_downloads_are_in_bytes_and_memory_is_used_or_reserved(tab: 
     tab.section("Running").get_by_text("11.7 of 26.4 GiB · 0.85 GB/s · 18.5 s left").wait_for()
     assert "26.6 GiB loaded at 0.85 GB/s" in tab.text("Last run")
     tiles = dict(tile.split("\n")[::-1] for tile in tab.section("Chips").locator(".tpu-tile").all_inner_texts())
-    assert (tiles["Memory in use"], tiles["Highest peak"]) == ("96.0 of 248 GiB", "18.0 GiB")
-    assert (tiles["Reserved"], tiles["Highest reserved"]) == ("32.0 GiB", "11.5 GiB")
+    assert (tiles["In use, a chip"], tiles["Peak, a chip"]) == ("16.0 of 31.0 GiB", "18.0 GiB")
+    assert (tiles["Reserved, a chip"], tiles["Peak reserved, a chip"]) == ("4.00 GiB", "11.5 GiB")
     first = tab.section("Chips").locator("[role=progressbar]").first
     assert "reserved 4.00 GiB, at most 11.5 GiB reserved" in first.get_attribute("aria-valuetext")
     share = first.locator(".tpu-reserved").evaluate("(one) => one.offsetWidth / one.parentElement.offsetWidth")
@@ -365,7 +365,14 @@ def test_loading_and_downloads_are_in_bytes_and_memory_is_used_or_reserved(tab: 
     for chip in stats["chips"]:
         del chip["hbm_reserved"], chip["hbm_reserved_peak"]
     tab.answer_with(stats)
-    playwright.expect(tab.section("Chips").get_by_text("Reserved", exact=True)).to_be_hidden()
+    playwright.expect(tab.section("Chips").get_by_text("Reserved, a chip", exact=True)).to_be_hidden()
+    # Nor a limit: a bar would have a scale of its own, which changes as memory is used.
+    for chip in stats["chips"]:
+        del chip["hbm_limit"]
+    tab.answer_with(stats)
+    without = tab.section("Chips").locator("[role=progressbar]:not([aria-valuenow])")
+    playwright.expect(without).to_have_count(len(stats["chips"]))
+    assert "8.00 GiB" in without.first.get_attribute("aria-valuetext")
 
 
 def test_256_chips_fit_and_notes_are_shown(tab: Tab):
@@ -394,7 +401,7 @@ def test_chips_are_shown_before_the_first_run(tab: Tab, tmp_path: Path):
             tab.answer_with(sampler.complete(given))
         tab.page.get_by_text(f"8 x v6e, {'held by another process' if is_held else 'not started'}").wait_for()
         assert tab.section("Chips").locator("[role=progressbar]").count() == 8
-        assert ("36.0 of 248 GiB" if is_held else "– of 256 GiB") in tab.text("Chips")
+        assert ("8.00 of 31.0 GiB" if is_held else "– of 32.0 GiB") in tab.text("Chips")
         assert tab.section("Last two minutes").is_visible() == is_held
         assert tab.page.get_by_text("a run here can begin when that has ended").is_visible() == is_held
         assert tab.page.evaluate(WIDER) == tab.page.evaluate(OVERLAPS) == []

@@ -1,28 +1,31 @@
 // One bar per chip: rows while they fit a sidebar, a grid of small bars for a big slice.
 
-import { amount, bytes, bytesOf, list, mean, most, percent, text, totals, UNKNOWN } from "./format.mjs";
+import { amount, bytes, bytesOf, list, mean, most, percent, text, UNKNOWN } from "./format.mjs";
 import { make, makeBar, Rows, section, setAttribute, setText } from "./dom.mjs";
 
 // More chips than this become a grid.
 const MOST_ROWS = 16;
-// Where no chip has a limit (simulated ones), bars are drawn against the highest figure seen, with some air.
-const HEADROOM = 1.25;
 
 const TILES = [
-  ["Memory in use", "High-bandwidth memory in use on all chips together, of what they have.", memoryOf],
+  // All of one chip: the fullest is what a program must fit beside. All chips together are in the badge and the curve.
   [
-    "Highest peak",
+    "In use, a chip",
+    "High-bandwidth memory in use on the fullest chip, of what it has.",
+    (stats) => bytesOf(most(stats, "hbm_used"), most(stats, "hbm_limit")),
+  ],
+  [
+    "Peak, a chip",
     "The most memory that any one chip has used since the server started.",
     (stats) => bytes(most(stats, "hbm_peak")),
   ],
   // These two are not shown where no chip says them, as simulated ones do not.
   [
-    "Reserved",
-    "What programs reserve on all chips together, in addition to the memory in use.",
-    (stats) => sized(totals(stats).reserved),
+    "Reserved, a chip",
+    "The most that programs reserve on one chip, in addition to the memory in use.",
+    (stats) => sized(most(stats, "hbm_reserved")),
   ],
   [
-    "Highest reserved",
+    "Peak reserved, a chip",
     "The most that programs have reserved on any one chip since the server started.",
     (stats) => sized(most(stats, "hbm_reserved_peak")),
   ],
@@ -37,11 +40,6 @@ const TILES = [
     (stats) => percent(mean(stats, "duty_cycle")),
   ],
 ];
-
-function memoryOf(stats) {
-  const { used, limit } = totals(stats);
-  return bytesOf(used, limit);
-}
 
 function sized(value) {
   return value === null ? null : bytes(value);
@@ -70,7 +68,6 @@ function percentage(share) {
 }
 
 export class Chips {
-  #highest = 1;
   #rows;
   #isGrid = null;
   #tiles;
@@ -95,8 +92,6 @@ export class Chips {
       setText(this.#tiles[index].value, found ?? UNKNOWN);
     });
     this.#arrange(chips.length > MOST_ROWS);
-    const seen = chips.map((chip) => Math.max(amount(chip.hbm_used) ?? 0, amount(chip.hbm_peak) ?? 0));
-    this.#highest = Math.max(this.#highest, ...seen);
     this.#list.classList.toggle("tpu-has-busy", mean(stats, "tensorcore_utilization") !== null);
     this.#rows.show(chips.map((chip, position) => ({ ...chip, position })));
   }
@@ -146,8 +141,9 @@ export class Chips {
     return { element, update };
   }
 
+  /** Of what the chip has; null where it has no limit, as simulated ones, and a bar would be of a scale of its own. */
   #share(chip, value) {
-    const known = amount(value);
-    return known === null ? null : known / (amount(chip.hbm_limit) || this.#highest * HEADROOM);
+    const [known, limit] = [amount(value), amount(chip.hbm_limit)];
+    return known === null || !limit ? null : known / limit;
   }
 }
