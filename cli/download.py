@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..nodes.declare import Folders
-from ..nodes.headless.runner import TerminalHost
+from ..nodes.headless.runner import LINE_S, TerminalHost
 from ..tpu_runtime.pipeline import (
     MIB,
     SEPARATOR,
@@ -29,8 +29,6 @@ from ..tpu_runtime.pipeline import (
 from . import doctor
 
 BAR_WIDTH = 24
-# Without a terminal that can overwrite a line, a new one after so many seconds.
-LINE_S = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -165,7 +165,9 @@ def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
             _announce(cls.hidden and cls.hidden.prompt, host)
         try:
             with errors.named():
-                return io.NodeOutput(*declaration.run(host, **declaration.values(given)))
+                results = declaration.run(host, **declaration.values(given))
+            host.ended()
+            return io.NodeOutput(*results)
         except pipeline.OutOfMemory as error:
             failure = str(error)
         # ComfyUI knows this one: it unloads everything, and the page says that memory ran out.

@@ -1,5 +1,6 @@
 """The running node's view of ComfyUI: progress, previews, cancel and folders."""
 
+import time
 from pathlib import Path
 
 import comfy.model_management
@@ -25,10 +26,12 @@ class ComfyHost:
         context = get_executing_context()
         self._node_id = context.node_id if context else None
         self._bar = self._unit = None
+        self._began, self._said = time.monotonic(), False
         self._previewer = previews.Previewer()
         self.folders = folders()
 
     def text(self, message: str) -> None:
+        self._said = True
         if self._node_id is not None:
             PromptServer.instance.send_progress_text(message, self._node_id)
 
@@ -37,6 +40,11 @@ class ComfyHost:
             # Loaded MiB, steps and chunks follow each other on the same node.
             self._bar, self._unit = comfy.utils.ProgressBar(total, node_id=self._node_id), unit
         self._bar.update_absolute(done, total, self._previewer.image(preview) if preview else None)
+
+    def ended(self) -> None:
+        """A node that said what it does says in the end how long that took: what it said last would stay on it."""
+        if self._said:
+            self.text(f"Took {time.monotonic() - self._began:.1f} s")
 
     def check_cancelled(self) -> None:
         comfy.model_management.throw_exception_if_processing_interrupted()

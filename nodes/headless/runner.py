@@ -1,5 +1,7 @@
 """Runs a workflow without ComfyUI: the same declarations, in dependency order, with a terminal as the host."""
 
+import math
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -31,6 +33,11 @@ class TimedHost(Host, Protocol):
         ...
 
 
+# Without a terminal that can overwrite a line, a new one after so many seconds.
+LINE_S = 30.0
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+
+
 class TerminalHost:
     """Progress on a terminal: one line per node with its time; on a tty also a status line that is overwritten."""
 
@@ -39,8 +46,14 @@ class TerminalHost:
         self.timings: list[NodeTime] = []
         self._stream = stream or sys.stderr
         self._is_tty = self._stream.isatty()
+        self._last, self._said_at = "", -math.inf
 
     def text(self, message: str) -> None:
+        """Of lines that differ in their numbers alone, such as one for each step, a file gets one in half a minute."""
+        kind, now = _NUMBER.sub("", message), time.monotonic()
+        if not self._is_tty and kind == self._last and now - self._said_at < LINE_S:
+            return
+        self._last, self._said_at = kind, now
         self._clear()
         self._stream.write(f"  {message}\n")
         self._stream.flush()

@@ -316,3 +316,19 @@ def test_doctor_reports_and_names_what_to_mend(capsys: pytest.CaptureFixture):
     assert code == (1 if f"\n{'':<22} -> " in report else 0)
     for topic in ("Python", "torch", "jax", "devices", "mesh with guidance", "cache"):
         assert f"\n{topic} " in f"\n{report}"
+
+
+def test_a_file_gets_no_line_for_each_step(monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+    monkeypatch.setattr("comfyui_tpu.nodes.headless.runner.time.monotonic", lambda: now[0])
+    stream = io.StringIO()
+    host = TerminalHost(Folders(), stream=stream)
+    for step in range(1, 9):
+        host.text(f"Denoising, step {step} of 50, {step / 10:.2f} s a step")
+        now[0] += 9.0
+    host.text("Loading the vae decoder")
+    assert stream.getvalue().splitlines() == [
+        "  Denoising, step 1 of 50, 0.10 s a step",
+        "  Denoising, step 5 of 50, 0.50 s a step",
+        "  Loading the vae decoder",
+    ]
