@@ -117,7 +117,7 @@ def _widget_values(declaration: Declaration, inputs: Mapping[str, Any]) -> list[
         if declared.is_widget:
             value = inputs.get(declared.name, declared.default)
             values.append(declared.default if is_link(value) else value)
-            values += {"": [], "upload": ["image"]}.get(declared.companion, ["fixed"])
+            values += {"": [], "upload": ["image"]}.get(declared.companion, ["randomize"])
     return values
 
 
