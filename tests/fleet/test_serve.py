@@ -88,6 +88,32 @@ def test_who_asks_first_is_served_first_and_who_leaves_loses_its_turn(start: Cal
     until(lambda: not server.clients)
 
 
+def test_who_leaves_while_it_is_told_to_wait_is_no_longer_counted(
+    start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+):
+    """It would count as a request for ever, and other machines' clients would be sent elsewhere."""
+
+    def is_gone(text: str) -> Text:
+        raise ConnectionResetError(text)
+
+    stages = Pretended()
+    server = start(stages)
+    first = connect(server)
+    first.send(Ask("x", {"number": 0}))
+    until(lambda: stages.begun == [0])
+    monkeypatch.setattr(serve.records, "Text", is_gone)
+    second = connect(server)
+    second.send(Ask("x", {"number": 1}))
+    until(lambda: server.clients == 1)
+    assert server.asking == 1
+    stages.goes_on.set()
+    assert first.receive((Result,)) == Result("x")
+    first.close()
+    second.close()
+    until(lambda: not server.asking)
+    assert stages.begun == [0]
+
+
 def test_clients_are_few_and_of_the_same_version(start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(serve, "MOST_CLIENTS", 2)
     server = start(Pretended())
