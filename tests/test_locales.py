@@ -11,6 +11,7 @@ import pytest
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.tools import locales
 
+WEB = locales.ROOT / "web"
 TRANSLATIONS = sorted(locales.TRANSLATIONS.glob("*.json"))
 # What stays as it is: names of files, options, commands and models.
 NOT_A_WORD = re.compile(r"[a-z_.]*/[\w./-]+|`[^`]+`|\bHOST:PORT\b")
@@ -50,6 +51,33 @@ def test_nothing_is_syntax_to_the_page(path: Path):
     """vue-i18n reads `{name}`, `@:key` and `one | many` in a message."""
     for text in strings(json.loads(locales.files()[path])):
         assert text.strip() and not re.search(r"[{}@|]", text), text
+
+
+def said_in(source: str) -> list[str]:
+    """The English of every say`...` in a JavaScript file, with {} for what is filled in."""
+    found = []
+    for match in re.finditer(r"\bsay`", source):
+        at, text = match.end(), ""
+        while source[at] != "`":
+            if source.startswith("${", at):
+                at, depth, text = at + 2, 1, text + locales.HOLE
+                while depth:
+                    depth += {"{": 1, "}": -1}.get(source[at], 0)
+                    at += 1
+            else:
+                at, text = at + 1, text + source[at]
+        found.append(text)
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(WEB.glob("monitor/*.json")), ids=lambda path: path.stem)
+def test_what_the_tab_says_has_its_words(path: Path):
+    words = json.loads(path.read_text())
+    scripts = [*WEB.glob("*.js"), *WEB.glob("monitor/*.mjs")]
+    said = {text for script in scripts if script.stem != "words" for text in said_in(script.read_text())}
+    assert said == set(words)
+    assert all(text.count(locales.HOLE) == words[text].count(locales.HOLE) for text in words)
+    assert f'new Set(["{path.stem}"])' in (WEB / "monitor" / "words.mjs").read_text()
 
 
 def test_a_sentence_without_translation_is_named():

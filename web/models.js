@@ -1,6 +1,7 @@
 // While a model is connected to a node, its own `model_id` and `precision` do nothing: they are dimmed and not editable.
 
 import { app } from "../../scripts/app.js";
+import { say } from "./monitor/words.mjs";
 
 const REPLACED = new Set(["model_id", "precision"]);
 
@@ -28,10 +29,10 @@ app.registerExtension({
 const OTHER = "another: type an id, a path or files…";
 
 async function ask(node, widget, before) {
-  const message = "A Hugging Face repository, a folder, or files joined with \" + \"";
+  const message = say`A Hugging Face repository, a folder, or files joined with " + "`;
   const dialog = app.extensionManager?.dialog;
   const typed = dialog
-    ? await dialog.prompt({ title: "Model", message, defaultValue: before })
+    ? await dialog.prompt({ title: say`Model`, message, defaultValue: before })
     : window.prompt(message, before);
   const chosen = typed?.trim() || before;
   if (!widget.options.values.includes(chosen)) widget.options.values.push(chosen);

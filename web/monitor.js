@@ -6,6 +6,7 @@ import { api } from "../../scripts/api.js";
 import { BADGE_CLASS, forgetBadge, hideBadge, showBadge } from "./monitor/badge.mjs";
 import { Panel } from "./monitor/panel.mjs";
 import { Poller, watchVisibility } from "./monitor/poller.mjs";
+import { say, speak } from "./monitor/words.mjs";
 
 const TAB = "comfyui-tpu";
 const RATE = "TPU.Monitor.Rate";
@@ -38,12 +39,12 @@ async function free(ids) {
   if (ids !== undefined) request.body = JSON.stringify({ ids });
   try {
     const answer = await api.fetchApi("/tpu/free", request);
-    if (!answer.ok) return `Not freed: the server answered ${answer.status}.`;
+    if (!answer.ok) return say`Not freed: the server answered ${answer.status}.`;
     const { freed } = await answer.json();
     panelPoller.refresh();
-    return freed === "requested" ? "Frees as soon as no prompt runs." : "Freed.";
+    return freed === "requested" ? say`Frees as soon as no prompt runs.` : say`Freed.`;
   } catch {
-    return "Not freed: the server is not reachable.";
+    return say`Not freed: the server is not reachable.`;
   }
 }
 
@@ -54,7 +55,7 @@ const panelPoller = new Poller({
     panel.show(stats);
     showBadge(stats);
   },
-  onError: () => panel.showError("The server is not reachable, trying again."),
+  onError: () => panel.showError(say`The server is not reachable, trying again.`),
 });
 
 const badgePoller = new Poller({
@@ -133,14 +134,15 @@ app.registerExtension({
       onClick: () => app.extensionManager.command.execute(`Workspace.ToggleSidebarTab.${TAB}`),
     },
   ],
-  setup() {
+  async setup() {
+    await speak(setting("Comfy.Locale", "en"));
     addStyle();
     document.addEventListener("visibilitychange", () => applyBadge());
     app.extensionManager.registerSidebarTab({
       id: TAB,
       icon: "pi pi-microchip",
       title: "TPU",
-      tooltip: "TPU monitor",
+      tooltip: say`TPU monitor`,
       type: "custom",
       render,
       destroy,

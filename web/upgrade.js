@@ -3,6 +3,7 @@
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { make } from "./monitor/dom.mjs";
+import { say } from "./monitor/words.mjs";
 
 const NOTICE = "comfyui-tpu-upgraded";
 // Node ids that both have.
@@ -37,13 +38,14 @@ async function convert(back) {
   try {
     const response = await api.fetchApi("/tpu/convert", request);
     answer = await response.json();
-    if (!response.ok) return show([`The loaders were not swapped: ${answer.error}`]);
+    if (!response.ok) return show([say`The loaders were not swapped: ${answer.error}`]);
   } catch (error) {
-    return show([`The loaders were not swapped: the server is not reachable (${error}).`]);
+    return show([say`The loaders were not swapped: the server is not reachable (${error}).`]);
   }
-  if (!answer.changes.length) return show(["There is no loader to swap in this workflow."]);
+  if (!answer.changes.length) return show([say`There is no loader to swap in this workflow.`]);
   await app.loadGraphData(answer.workflow, true, true, app.extensionManager?.workflow?.activeWorkflow ?? null);
-  show([back ? "Loaders of the TPU and ComfyUI's own:" : "ComfyUI's own loaders and those of the TPU:", ...answer.changes]);
+  const headline = back ? say`Loaders of the TPU and ComfyUI's own:` : say`ComfyUI's own loaders and those of the TPU:`;
+  show([headline, ...answer.changes]);
 }
 
 const CONVERT = "comfyui-tpu.convert";
@@ -63,7 +65,7 @@ function show([headline, ...changes]) {
     close();
     app.extensionManager.command.execute("Comfy.SaveWorkflow");
   };
-  notice.append(button("Save workflow", save), button("Close", close));
+  notice.append(button(say`Save workflow`, save), button(say`Close`, close));
   document.body.append(notice);
 }
 

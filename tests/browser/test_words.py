@@ -88,6 +88,8 @@ def test_the_page_speaks_chinese(page: Any, server: Server):
             assert chinese.evaluate(WORDS, CORE)["widgets"]["vae_name"] == "VAE 名称"
             known = chinese.evaluate("(type) => LiteGraph.registered_node_types[type].nodeData.display_name", CORE)
             assert known == "加载 VAE（TPU）"
+            chinese.evaluate("app.extensionManager.command.execute('Workspace.ToggleSidebarTab.comfyui-tpu')")
+            chinese.get_by_text("没有任务在运行。").wait_for()
             shot(chinese, "words-chinese")
     finally:
         server.post("/settings", {"Comfy.Locale": "en"})

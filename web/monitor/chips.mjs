@@ -1,42 +1,43 @@
 // One bar per chip: rows while they fit a sidebar, a grid of small bars for a big slice.
 
 import { amount, bytes, bytesOf, list, mean, most, percent, text, UNKNOWN } from "./format.mjs";
+import { say } from "./words.mjs";
 import { make, makeBar, Rows, section, setAttribute, setText } from "./dom.mjs";
 
 // More chips than this become a grid.
 const MOST_ROWS = 16;
 
-const TILES = [
+const tiles = () => [
   // All of one chip: the fullest is what a program must fit beside. All chips together are in the badge and the curve.
   [
-    "In use, a chip",
-    "High-bandwidth memory in use on the fullest chip, of what it has.",
+    say`In use, a chip`,
+    say`High-bandwidth memory in use on the fullest chip, of what it has.`,
     (stats) => bytesOf(most(stats, "hbm_used"), most(stats, "hbm_limit")),
   ],
   [
-    "Peak, a chip",
-    "The most memory that any one chip has used since the server started.",
+    say`Peak, a chip`,
+    say`The most memory that any one chip has used since the server started.`,
     (stats) => bytes(most(stats, "hbm_peak")),
   ],
   // These two are not shown where no chip says them, as simulated ones do not.
   [
-    "Reserved, a chip",
-    "The most that programs reserve on one chip, in addition to the memory in use.",
+    say`Reserved, a chip`,
+    say`The most that programs reserve on one chip, in addition to the memory in use.`,
     (stats) => sized(most(stats, "hbm_reserved")),
   ],
   [
-    "Peak reserved, a chip",
-    "The most that programs have reserved on any one chip since the server started.",
+    say`Peak reserved, a chip`,
+    say`The most that programs have reserved on any one chip since the server started.`,
     (stats) => sized(most(stats, "hbm_reserved_peak")),
   ],
   [
     "TensorCore",
-    "TensorCore utilisation: the share of the cores' capacity in use, as libtpu measures it; the mean over all chips.",
+    say`TensorCore utilisation: the share of the cores' capacity in use, as libtpu measures it; the mean over all chips.`,
     (stats) => percent(mean(stats, "tensorcore_utilization")),
   ],
   [
-    "Duty cycle",
-    "The share of the last sample period in which the chips executed anything at all; the mean over all chips.",
+    say`Duty cycle`,
+    say`The share of the last sample period in which the chips executed anything at all; the mean over all chips.`,
     (stats) => percent(mean(stats, "duty_cycle")),
   ],
 ];
@@ -46,19 +47,19 @@ function sized(value) {
 }
 
 function name(chip, index) {
-  return `Chip ${text(chip.index ?? index)}`;
+  return say`Chip ${text(chip.index ?? index)}`;
 }
 
 /** Everything known about a chip in one line, for tooltips and screen readers. */
 function describe(chip, index) {
-  const coords = Array.isArray(chip.coords) ? ` at (${chip.coords.map(text).join(", ")})` : "";
+  const coords = Array.isArray(chip.coords) ? say` at (${chip.coords.map(text).join(", ")})` : "";
   const which = `${name(chip, index)}: ${text(chip.kind) || UNKNOWN}${coords}`;
   const facts = [which, bytesOf(chip.hbm_used, chip.hbm_limit)];
-  if (amount(chip.hbm_peak) !== null) facts.push(`peak ${bytes(chip.hbm_peak)}`);
-  if (amount(chip.hbm_reserved) !== null) facts.push(`reserved ${bytes(chip.hbm_reserved)}`);
-  if (amount(chip.hbm_reserved_peak) !== null) facts.push(`at most ${bytes(chip.hbm_reserved_peak)} reserved`);
+  if (amount(chip.hbm_peak) !== null) facts.push(say`peak ${bytes(chip.hbm_peak)}`);
+  if (amount(chip.hbm_reserved) !== null) facts.push(say`reserved ${bytes(chip.hbm_reserved)}`);
+  if (amount(chip.hbm_reserved_peak) !== null) facts.push(say`at most ${bytes(chip.hbm_reserved_peak)} reserved`);
   if (amount(chip.tensorcore_utilization) !== null) facts.push(`TensorCore ${percent(chip.tensorcore_utilization)}`);
-  if (amount(chip.duty_cycle) !== null) facts.push(`duty cycle ${percent(chip.duty_cycle)}`);
+  if (amount(chip.duty_cycle) !== null) facts.push(say`duty cycle ${percent(chip.duty_cycle)}`);
   return facts.join(", ");
 }
 
@@ -71,22 +72,25 @@ export class Chips {
   #rows;
   #isGrid = null;
   #tiles;
+  #values;
   #list = make("ul", "tpu-chips", { role: "list" });
 
   constructor() {
-    this.#tiles = TILES.map(([label, title]) => {
+    const shown = tiles();
+    this.#values = shown.map(([, , value]) => value);
+    this.#tiles = shown.map(([label, title]) => {
       const value = make("span", "tpu-tile-value", {}, UNKNOWN);
       const tile = make("div", "tpu-tile", { title }, value, make("span", "tpu-dim", {}, label));
       return { tile, value };
     });
-    const tiles = make("div", "tpu-tiles", {}, ...this.#tiles.map(({ tile }) => tile));
-    this.element = section("Chips", tiles, this.#list);
+    const all = make("div", "tpu-tiles", {}, ...this.#tiles.map(({ tile }) => tile));
+    this.element = section(say`Chips`, all, this.#list);
   }
 
   show(stats) {
     const chips = list(stats.chips);
     this.element.hidden = chips.length === 0;
-    TILES.forEach(([, , value], index) => {
+    this.#values.forEach((value, index) => {
       const found = value(stats);
       this.#tiles[index].tile.hidden = found === null;
       setText(this.#tiles[index].value, found ?? UNKNOWN);
@@ -106,11 +110,11 @@ export class Chips {
   }
 
   #row(chip) {
-    const bar = makeBar(`${name(chip, chip.position)}, memory`);
+    const bar = makeBar(say`${name(chip, chip.position)}, memory`);
     const [reserved, peak] = [make("div", "tpu-reserved"), make("div", "tpu-peak")];
     bar.element.append(reserved, peak);
     const memory = make("span", "tpu-number");
-    const busy = make("span", "tpu-number tpu-busy", { title: "TensorCore utilisation" });
+    const busy = make("span", "tpu-number tpu-busy", { title: say`TensorCore utilisation` });
     const label = make("span", "tpu-dim", { "aria-hidden": "true" });
     const element = make("li", "tpu-row", {}, label, bar.element, memory, busy);
     const update = (now) => {
@@ -130,7 +134,7 @@ export class Chips {
   }
 
   #cell() {
-    const bar = makeBar("Memory", "tpu-cell");
+    const bar = makeBar(say`Memory`, "tpu-cell");
     const element = make("li", "", {}, bar.element);
     const update = (now) => {
       const description = describe(now, now.position);

@@ -1,5 +1,7 @@
 // Numbers as people read them. What is no number becomes a dash: the server may not know, or may be an older one.
 
+import { say } from "./words.mjs";
+
 export const UNKNOWN = "–";
 
 const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -41,11 +43,12 @@ export function bytesOf(used, limit) {
   const all = amount(limit);
   if (all === null || all === 0) return bytes(used);
   const known = amount(used);
-  if (known === null) return `${UNKNOWN} of ${bytes(all)}`;
+  if (known === null) return say`${UNKNOWN} of ${bytes(all)}`;
   const unit = unitOf(all);
   const share = known / 1024 ** unit;
-  if (unit === 0 || (known > 0 && share < 0.095)) return `${bytes(known)} of ${bytes(all)}`;
-  return `${digits(share)} of ${digits(all / 1024 ** unit)} ${BYTE_UNITS[unit]}`;
+  if (unit === 0 || (known > 0 && share < 0.095)) return say`${bytes(known)} of ${bytes(all)}`;
+  const whole = `${digits(all / 1024 ** unit)} ${BYTE_UNITS[unit]}`;
+  return say`${digits(share)} of ${whole}`;
 }
 
 /** Gigabytes a second, of so many bytes in so many seconds; null where one is not known. */
@@ -76,10 +79,10 @@ export function ago(moment) {
   const known = amount(moment);
   if (known === null) return UNKNOWN;
   const past = Math.max(0, Date.now() / 1000 - known);
-  if (past < 5) return "just now";
-  if (past < 90) return `${Math.round(past)} s ago`;
-  if (past < 5400) return `${Math.round(past / 60)} min ago`;
-  return past < 129600 ? `${Math.round(past / 3600)} h ago` : `${Math.round(past / 86400)} days ago`;
+  if (past < 5) return say`just now`;
+  if (past < 90) return say`${Math.round(past)} s ago`;
+  if (past < 5400) return say`${Math.round(past / 60)} min ago`;
+  return past < 129600 ? say`${Math.round(past / 3600)} h ago` : say`${Math.round(past / 86400)} days ago`;
 }
 
 /** A field of the chips that report it. */

@@ -6,31 +6,40 @@ import {
 import { make, makeBar, Rows, section, setAttribute, setText } from "./dom.mjs";
 import { Chips } from "./chips.mjs";
 import { draw, History } from "./history.mjs";
+import { say } from "./words.mjs";
 
-const STAGES = { encode: "Text encoder", image: "Image encoder", denoise: "Denoiser", decode: "VAE decoder" };
-const CACHES = { programs: "Compiled programs", xla: "XLA's cache", prompts: "Encoded prompts" };
+const STAGES = {
+  encode: () => say`Text encoder`, image: () => say`Image encoder`, denoise: () => say`Denoiser`,
+  decode: () => say`VAE decoder`,
+};
+const CACHES = {
+  programs: () => say`Compiled programs`, xla: () => say`XLA's cache`, prompts: () => say`Encoded prompts`,
+  plans: () => say`Plans`,
+};
 
-const COUNTS = [["load", "load"], ["encode", "prompt"], ["compile", "compilation"]];
+const COUNTS = [
+  ["load", (count) => (count === 1 ? say`${count} load` : say`${count} loads`)],
+  ["encode", (count) => (count === 1 ? say`${count} prompt` : say`${count} prompts`)],
+  ["compile", (count) => (count === 1 ? say`${count} compilation` : say`${count} compilations`)],
+];
 // How long the answer to a button stays.
 const SAID_MS = 10_000;
 // The unit of bytes that are loaded or downloaded.
 const MIB = "MiB";
-const FREE_ALL = "Frees all weights and programs, once the running prompt has ended";
 
-const own = (table, key) => (Object.hasOwn(table, text(key)) ? table[key] : text(key));
+const own = (table, key) => (Object.hasOwn(table, text(key)) ? table[key]() : text(key));
 /** A Hub id without its organisation, the last part of a folder. */
 const shortName = (model) => text(model).replace(/\/+$/, "").split("/").pop();
 const capital = (word) => word.charAt(0).toUpperCase() + word.slice(1);
-const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
 /** `free(ids)` asks the server to free residents, or everything when `ids` is undefined; it returns a sentence. */
 export class Panel {
   #history = new History();
   #parts;
-  #message = make("p", "tpu-dim tpu-message", {}, "Asking the server…");
+  #message = make("p", "tpu-dim tpu-message", {}, say`Asking the server…`);
   #alert = make("p", "tpu-alert", { role: "status" });
   #content = make("div", "tpu-content");
-  #notes = make("ul", "tpu-notes", { "aria-label": "Notes" });
+  #notes = make("ul", "tpu-notes", { "aria-label": say`Notes` });
   #noteRows = new Rows(this.#notes, (_, index) => index, () => noteRow());
   #curve;
 
@@ -43,7 +52,7 @@ export class Panel {
     // What this machine does without, and what is not known, before the numbers.
     this.#content.append(first, this.#notes, ...others);
     const title = make("h2", "tpu-title", {}, "TPU");
-    this.element = make("div", "comfyui-tpu-panel", { role: "region", "aria-label": "TPU monitor" });
+    this.element = make("div", "comfyui-tpu-panel", { role: "region", "aria-label": say`TPU monitor` });
     this.element.append(title, this.#message, this.#alert, this.#content);
   }
 
@@ -74,7 +83,8 @@ function behindRow() {
   const [title, time] = [make("span", "tpu-dim tpu-clip"), make("span", "tpu-number tpu-dim")];
   const update = (program) => {
     const begun = amount(program.elapsed_s);
-    setText(title, `${begun === null ? "Will compile" : "Compiling behind"}: ${text(program.title)}`);
+    const which = text(program.title);
+    setText(title, begun === null ? say`Will compile: ${which}` : say`Compiling behind: ${which}`);
     setText(time, begun === null ? "" : seconds(begun));
   };
   return { element: make("li", "tpu-between", {}, title, time), update };
@@ -88,6 +98,8 @@ function noteRow() {
 /** What of a stage is done: bytes of weights and downloads, else so many of its units. */
 function countOf(unit, done, total) {
   if (unit === MIB) return bytesOf(done * 2 ** 20, total * 2 ** 20);
+  if (unit === "step") return say`Step ${done} of ${total}`;
+  if (unit === "chunk") return say`Chunk ${done} of ${total}`;
   return `${capital(unit || "part")} ${done} of ${total}`;
 }
 
@@ -95,17 +107,17 @@ class Running {
   #stage = make("strong", "tpu-clip");
   #elapsed = make("span", "tpu-number");
   #model = make("p", "tpu-dim tpu-clip");
-  #bar = makeBar("Progress of the running stage", "tpu-wide");
+  #bar = makeBar(say`Progress of the running stage`, "tpu-wide");
   #pace = make("p", "tpu-dim");
   #busy = make("div", "tpu-stack");
-  #idle = make("p", "tpu-dim", {}, "Nothing is running.");
-  #behind = make("ul", "tpu-list", { "aria-label": "Compiling behind it" });
+  #idle = make("p", "tpu-dim", {}, say`Nothing is running.`);
+  #behind = make("ul", "tpu-list", { "aria-label": say`Compiling behind it` });
   #rows = new Rows(this.#behind, (_, index) => index, () => behindRow());
 
   constructor() {
     const head = make("div", "tpu-between", {}, this.#stage, this.#elapsed);
     this.#busy.append(head, this.#model, this.#bar.element, this.#pace);
-    this.element = section("Running", this.#idle, this.#busy, this.#behind);
+    this.element = section(say`Running`, this.#idle, this.#busy, this.#behind);
   }
 
   show({ running, behind }) {
@@ -118,7 +130,7 @@ class Running {
     if (!now) return;
     const [done, total] = [amount(now.done) ?? 0, amount(now.total) ?? 0];
     const counted = total > 0 ? countOf(text(now.unit), done, total) : text(now.text);
-    setText(this.#stage, own(STAGES, now.stage) + (now.compiling === true ? ", compiling" : ""));
+    setText(this.#stage, now.compiling === true ? say`${own(STAGES, now.stage)}, compiling` : own(STAGES, now.stage));
     setText(this.#elapsed, seconds(now.elapsed_s));
     setText(this.#model, text(now.model));
     setAttribute(this.#model, "title", text(now.model));
@@ -132,8 +144,9 @@ class Running {
     const each = amount(now.seconds_per_unit);
     if (each === null) return counted;
     const unit = text(now.unit) || "part";
-    const speed = (unit === MIB && rate(2 ** 20, each)) || `${seconds(each)} per ${unit}`;
-    return `${counted} · ${speed} · ${seconds(each * Math.max(0, left))} left`;
+    const pace = unit === "step" ? say`${seconds(each)} per step` : `${seconds(each)} per ${unit}`;
+    const speed = (unit === MIB && rate(2 ** 20, each)) || pace;
+    return say`${counted} · ${speed} · ${seconds(each * Math.max(0, left))} left`;
   }
 }
 
@@ -148,7 +161,7 @@ class Curve {
       make("span", "tpu-key", {}, make("i", className, { "aria-hidden": "true" }), value);
     const keys = [key("tpu-key-memory", this.#memory), key("tpu-key-busy", this.#busy)];
     const legend = make("div", "tpu-between tpu-legend", {}, ...keys);
-    this.element = section("Last two minutes", this.#canvas, legend);
+    this.element = section(say`Last two minutes`, this.#canvas, legend);
   }
 
   show(stats) {
@@ -157,9 +170,9 @@ class Curve {
     const busy = core ?? mean(stats, "duty_cycle");
     // Chips that nobody has started yet say nothing.
     this.element.hidden = taken === null && busy === null;
-    setText(this.#memory, `Memory ${limit ? percent((100 * (taken ?? 0)) / limit) : bytes(taken)}`);
-    const measure = core === null ? "Duty cycle" : "TensorCore";
-    setText(this.#busy, busy === null ? "Utilisation not known" : `${measure} ${percent(busy)}`);
+    setText(this.#memory, say`Memory ${limit ? percent((100 * (taken ?? 0)) / limit) : bytes(taken)}`);
+    const measure = core === null ? say`Duty cycle` : "TensorCore";
+    setText(this.#busy, busy === null ? say`Utilisation not known` : `${measure} ${percent(busy)}`);
     setAttribute(this.#canvas, "aria-label", `${this.#memory.textContent}; ${this.#busy.textContent}`);
     this.redraw();
   }
@@ -170,10 +183,13 @@ class Curve {
 }
 
 class Residents {
-  #list = make("ul", "tpu-list", { tabindex: "-1", "aria-label": "Loaded components" });
-  #empty = make("p", "tpu-dim", {}, "Nothing is loaded.");
+  #list = make("ul", "tpu-list", { tabindex: "-1", "aria-label": say`Loaded components` });
+  #empty = make("p", "tpu-dim", {}, say`Nothing is loaded.`);
   #said = make("p", "tpu-dim", { role: "status" });
-  #all = make("button", "tpu-button", { type: "button", title: FREE_ALL }, "Free all");
+  #all = make(
+    "button", "tpu-button",
+    { type: "button", title: say`Frees all weights and programs, once the running prompt has ended` }, say`Free all`,
+  );
   #rows;
 
   constructor(free) {
@@ -181,7 +197,7 @@ class Residents {
     const key = (resident, index) => text(resident.id) || index;
     this.#rows = new Rows(this.#list, key, (resident) => this.#row(resident));
     this.#all.addEventListener("click", () => this.#ask(this.#all, undefined));
-    this.element = section("Loaded", this.#empty, this.#list, make("div", "tpu-between", {}, this.#said, this.#all));
+    this.element = section(say`Loaded`, this.#empty, this.#list, make("div", "tpu-between", {}, this.#said, this.#all));
   }
 
   show(stats) {
@@ -200,17 +216,17 @@ class Residents {
     const component = make("strong", "tpu-clip");
     const size = make("span", "tpu-number");
     const detail = make("span", "tpu-dim tpu-clip");
-    const button = make("button", "tpu-button", { type: "button" }, "Free");
+    const button = make("button", "tpu-button", { type: "button" }, say`Free`);
     button.addEventListener("click", () => this.#ask(button, [text(resident.id)]));
     const head = make("div", "tpu-between", {}, component, size);
     const element = make("li", "tpu-resident", {}, make("div", "tpu-stack", {}, head, detail), button);
     const update = (now) => {
       const name = text(now.component).replaceAll("_", " ");
       setText(component, name);
-      setText(size, `${bytes(now.bytes_per_chip)} a chip`);
+      setText(size, say`${bytes(now.bytes_per_chip)} a chip`);
       setText(detail, `${ago(now.last_used)} · ${shortName(now.model)}`);
-      setAttribute(element, "title", `${name} of ${text(now.model)}`);
-      setAttribute(button, "aria-label", `Free ${name} of ${text(now.model)}`);
+      setAttribute(element, "title", say`${name} of ${text(now.model)}`);
+      setAttribute(button, "aria-label", say`Free ${name} of ${text(now.model)}`);
     };
     return { element, update };
   }
@@ -218,7 +234,7 @@ class Residents {
   async #ask(button, ids) {
     if (button.ariaDisabled === "true") return;
     button.ariaDisabled = "true"; // a disabled button would lose the keyboard's focus
-    setText(this.#said, ids ? "Freeing; a running stage ends first." : "Freeing.");
+    setText(this.#said, ids ? say`Freeing; a running stage ends first.` : say`Freeing.`);
     try {
       const sentence = await this.free(ids);
       setText(this.#said, sentence);
@@ -238,7 +254,7 @@ class LastRun {
   #rows = new Rows(this.#list, (_, index) => index, () => this.#row());
 
   constructor() {
-    this.element = section("Last run", this.#model, this.#bar, this.#list, this.#facts);
+    this.element = section(say`Last run`, this.#model, this.#bar, this.#list, this.#facts);
   }
 
   show(stats) {
@@ -252,12 +268,12 @@ class LastRun {
     this.#segments.show(stages);
     const share = (stage) => (whole > 0 ? (100 * (amount(stage.seconds) ?? 0)) / whole : null);
     this.#rows.show(stages.map((stage) => ({ ...stage, share: share(stage) })));
-    const facts = [`${seconds(whole)} in all`];
+    const facts = [say`${seconds(whole)} in all`];
     const speed = amount(run.steps_per_second);
-    if (speed) facts.push(speed >= 1 ? `${speed.toFixed(2)} steps per second` : `${seconds(1 / speed)} per step`);
-    if (amount(run.peak_hbm) !== null) facts.push(`peak ${bytes(run.peak_hbm)} a chip`);
+    if (speed) facts.push(speed >= 1 ? say`${speed.toFixed(2)} steps per second` : say`${seconds(1 / speed)} per step`);
+    if (amount(run.peak_hbm) !== null) facts.push(say`peak ${bytes(run.peak_hbm)} a chip`);
     const loading = rate(run.loaded_bytes, run.loading_s);
-    if (loading) facts.push(`${bytes(run.loaded_bytes)} loaded at ${loading}`);
+    if (loading) facts.push(say`${bytes(run.loaded_bytes)} loaded at ${loading}`);
     setText(this.#facts, facts.join(" · "));
   }
 
@@ -289,8 +305,8 @@ class LastRun {
 }
 
 class Host {
-  #cpu = makeBar("CPU of the host");
-  #ram = makeBar("Memory of the host");
+  #cpu = makeBar(say`CPU of the host`);
+  #ram = makeBar(say`Memory of the host`);
   #cpuText = make("span", "tpu-number");
   #ramText = make("span", "tpu-number");
   #process = make("p", "tpu-dim");
@@ -299,7 +315,7 @@ class Host {
     const row = (label, bar, value) =>
       make("div", "tpu-row tpu-host", {}, make("span", "tpu-dim", {}, label), bar.element, value);
     const rows = [row("CPU", this.#cpu, this.#cpuText), row("RAM", this.#ram, this.#ramText)];
-    this.element = section("Host", ...rows, this.#process);
+    this.element = section(say`Host`, ...rows, this.#process);
   }
 
   show({ host }) {
@@ -309,7 +325,7 @@ class Host {
     setText(this.#ramText, bytesOf(used, total));
     this.#cpu.set(cpu === null ? null : cpu / 100, percent(cpu));
     this.#ram.set(used === null || !total ? null : used / total, bytesOf(used, total));
-    setText(this.#process, `ComfyUI uses ${bytes(now.process_ram)} of it`);
+    setText(this.#process, say`ComfyUI uses ${bytes(now.process_ram)} of it`);
   }
 }
 
@@ -319,7 +335,7 @@ class Caches {
   #rows = new Rows(this.#list, (_, index) => index, () => this.#row());
 
   constructor() {
-    this.element = section("Caches", this.#list, this.#counts);
+    this.element = section(say`Caches`, this.#list, this.#counts);
   }
 
   show(stats) {
@@ -328,8 +344,8 @@ class Caches {
     this.#rows.show(caches);
     const counts = stats.counts !== null && typeof stats.counts === "object" ? stats.counts : {};
     const known = COUNTS.filter(([name]) => amount(counts[name]) !== null);
-    const said = known.map(([name, word]) => plural(counts[name], word)).join(", ");
-    setText(this.#counts, said ? `Since the start: ${said}` : "");
+    const said = known.map(([name, counted]) => counted(counts[name])).join(", ");
+    setText(this.#counts, said ? say`Since the start: ${said}` : "");
   }
 
   #row() {
@@ -339,7 +355,7 @@ class Caches {
     const update = (cache) => {
       const count = amount(cache.files);
       setText(name, own(CACHES, cache.name));
-      setText(files, count === null ? UNKNOWN : plural(count, "file"));
+      setText(files, count === null ? UNKNOWN : count === 1 ? say`${count} file` : say`${count} files`);
       setText(size, bytes(cache.bytes));
       setAttribute(element, "title", text(cache.path));
     };
