@@ -133,7 +133,7 @@ def test_the_pipeline_node_gives_the_same_video(server: Server):
     ("change", "sentence"),
     [
         ({"height": 721}, "Wan 2.1 T2V 14B: height is 721; it must be a multiple of 16 between"),
-        ({"num_frames": 80}, "Wan 2.1 T2V 14B: num_frames is 80; it must be 4k + 1 between"),
+        ({"num_frames": 80}, "Wan 2.1 T2V 14B: length is 80; it must be 4k + 1 between"),
         ({"model_id": ""}, "Wan 2.1 T2V 14B: model_id is empty."),
         ({"num_inference_steps": -1}, "Value -1 smaller than min of 1"),
     ],
