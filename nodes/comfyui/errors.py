@@ -24,7 +24,7 @@ def install(node_ids: Collection[str]) -> None:
     @functools.wraps(validate)
     async def validate_prompt(*args: Any, **kwargs: Any) -> Any:
         answer = await validate(*args, **kwargs)
-        for node in answer[3].values():
+        for node in dict(answer[3]).values():  # a list, and empty, where ComfyUI refused it before it looked at nodes
             if node.get("class_type") in node_ids:
                 node["errors"] = said_once(node["errors"])
         return answer

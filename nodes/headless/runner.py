@@ -35,6 +35,7 @@ class TimedHost(Host, Protocol):
 
 # Without a terminal that can overwrite a line, a new one after so many seconds.
 LINE_S = 30.0
+_OF = re.compile(r"\d+ of \d+")
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
@@ -49,9 +50,10 @@ class TerminalHost:
         self._last, self._said_at = "", -math.inf
 
     def text(self, message: str) -> None:
-        """Of lines that differ in their numbers alone, such as one for each step, a file gets one in half a minute."""
+        """Of lines with so many of so many done, such as one for each step, a file gets one in half a minute."""
         kind, now = _NUMBER.sub("", message), time.monotonic()
-        if not self._is_tty and kind == self._last and now - self._said_at < LINE_S:
+        is_progress = _OF.search(message) is not None
+        if not self._is_tty and is_progress and kind == self._last and now - self._said_at < LINE_S:
             return
         self._last, self._said_at = kind, now
         self._clear()

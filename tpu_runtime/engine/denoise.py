@@ -39,7 +39,7 @@ Inputs = Mapping[str, np.ndarray]
 # The devices are given the next step while one runs, so that what the host does for a step costs them nothing; but not
 # earlier than this before that one should end, for after a cancel they run to the end of both.
 AHEAD_S = 0.5
-_LOOK_AGAIN_S = 0.02
+_LOOK_AGAIN_S = 0.002  # a step that is over sooner must not wait for this
 
 
 @dataclass(frozen=True, kw_only=True)
