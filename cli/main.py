@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..nodes import upgrade
+from ..nodes.graphs import upgrade
 from ..nodes.headless.changes import read_json
 from ..nodes.headless.runner import TerminalHost, run_workflow
 from ..tpu_runtime import pipeline

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..nodes.declare import Folders
-from ..nodes.graph import Workflow
+from ..nodes.graphs.graph import Workflow
 from ..nodes.headless import model_folders as comfyui_folders
 from ..nodes.headless.changes import assign, make_tiny, read_json
 from ..nodes.headless.runner import HEADLESS, NodeTime

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from ..nodes.declare import Folders
-from ..nodes.graph import generations
+from ..nodes.graphs.graph import generations
 from ..nodes.headless.runner import HEADLESS, TerminalHost
 from ..tpu_runtime import pipeline
 from ..tpu_runtime.pipeline import CHOICES, SPECS, ModelRef, Settings, is_of_files, spec_by_name, variant

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..nodes import lora
 from ..nodes.declare import Declaration, Folders, Node
-from ..nodes.graph import PROGRAMLESS, Table, Workflow, expand, is_link, node_label
+from ..nodes.graphs.graph import PROGRAMLESS, Table, Workflow, expand, is_link, node_label
 from ..nodes.headless.changes import set_input
 from ..nodes.headless.core_nodes import find_image
 from ..nodes.headless.runner import HEADLESS, execution_order

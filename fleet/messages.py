@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..nodes.declare import Folders
-from ..nodes.graph import Workflow
+from ..nodes.graphs.graph import Workflow
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ PROGRAMS = {"programs", "machine", *LEAVES}
 MODELS = {"models", *PROGRAMS}
 FORMATS = {"formats", "models.layouts"}
 CHECKPOINTS = {"checkpoints", *FORMATS, *MODELS}
+NODES = {"nodes", "nodes.graphs", "pipeline"}
 ENGINE = {"engine", "hosts", "line", "loras", *CHECKPOINTS}
 MAY_IMPORT = {
     "sharding": set(),
@@ -50,10 +51,11 @@ MAY_IMPORT = {
     "pipeline": {"remote", "monitor", "plan", "cost_model", *ENGINE},
     # Outside the runtime.
     "nodes": {"pipeline"},
-    "nodes.headless": {"nodes", "pipeline"},
-    "nodes.comfyui": {"nodes", "pipeline"},
-    "fleet": {"nodes", "nodes.headless", "pipeline"},
-    "cli": {"nodes", "nodes.headless", "fleet", "pipeline", "selftest", "sharding"},
+    "nodes.graphs": {"nodes", "pipeline"},
+    "nodes.headless": NODES,
+    "nodes.comfyui": NODES,
+    "fleet": {"nodes.headless", *NODES},
+    "cli": {"nodes.headless", "fleet", "selftest", "sharding", *NODES},
     "entry": {"nodes.comfyui"},
     "installer": set(),
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Declaration
-from comfyui_tpu.nodes.graph import Workflow, is_link
+from comfyui_tpu.nodes.graphs.graph import Workflow, is_link
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 
 Document = dict[str, Any]

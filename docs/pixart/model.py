@@ -24,9 +24,9 @@ from ..model_spec import (
     TextEncoding,
     Vae,
 )
-from . import layers
 from .autoencoders import flux2 as flux2_vae
 from .autoencoders.frames import pixels
+from .denoisers import layers
 from .text_encoders import t5
 
 if TYPE_CHECKING:

@@ -1,1 +1,2 @@
-"""The only files that know ComfyUI: node classes, memory, previews, routes. May import `nodes` and `pipeline`."""
+"""The only files that know ComfyUI: node classes, memory, previews, routes. May import `nodes`, `graphs` and
+`pipeline`."""

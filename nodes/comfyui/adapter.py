@@ -12,8 +12,9 @@ from comfy_execution.validation import validate_node_input
 from server import PromptServer
 
 from ...tpu_runtime import pipeline
-from .. import DECLARATIONS, graph
+from .. import DECLARATIONS
 from ..declare import Declaration, Expansion, Input, Link, Node, Output, Ref, in_words
+from ..graphs import graph
 from . import core_loaders, errors, memory, pictures, routes
 from .host import DENOISERS, ComfyHost, folders, weights
 

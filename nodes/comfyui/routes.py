@@ -16,7 +16,8 @@ from aiohttp import web
 
 from ...tpu_runtime import pipeline
 from ...tpu_runtime.pipeline import Feed, in_daemon, parse_json
-from .. import DECLARATIONS, upgrade
+from .. import DECLARATIONS
+from ..graphs import upgrade
 
 log = logging.getLogger(__name__)
 

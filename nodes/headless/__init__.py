@@ -1,1 +1,2 @@
-"""Runs workflows without ComfyUI: the file formats, a terminal host, stand-ins for core nodes. May import `nodes`."""
+"""Runs workflows without ComfyUI: the file formats, a terminal host, stand-ins for core nodes. May import `nodes`
+and `graphs`."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from ...tpu_runtime.pipeline import SPECS, is_of_files, parse_json, spec_for_family, tiny, variant, without_zero_sizes
 from ..declare import Input
-from ..graph import Workflow, declaration_of, is_link
+from ..graphs.graph import Workflow, declaration_of, is_link
 from ..model import AUTO, PARTS
 from .runner import HEADLESS
 

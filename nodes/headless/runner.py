@@ -12,7 +12,7 @@ from typing import Any, Protocol, TextIO
 from ...tpu_runtime import pipeline
 from .. import DECLARATIONS
 from ..declare import Folders, Host, Node, by_id
-from ..graph import Table, Workflow, expand, expected, is_link, node_label
+from ..graphs.graph import Table, Workflow, expand, expected, is_link, node_label
 from . import core_nodes
 from .workflow import validate_workflow
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..declare import Declaration, Input
-from ..graph import Table, Workflow, declaration_of, is_link, node_label
-from ..upgrade import upgraded
+from ..graphs.graph import Table, Workflow, declaration_of, is_link, node_label
+from ..graphs.upgrade import upgraded
 from .structure import api_nodes, page_links, page_nodes
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_tpu.nodes import upgrade
+from comfyui_tpu.nodes.graphs import upgrade
 from comfyui_tpu.tests.browser.page import SCREENSHOTS, needs_browser, opened
 from comfyui_tpu.tests.comfyui.test_core_objects import DENOISERS_BY_NAME, TEXTS, VAES, wan_files, write_denoiser
 from comfyui_tpu.tests.files import single_files, test_comfyui_encoders

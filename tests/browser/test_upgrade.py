@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.nodes import DECLARATIONS
+from comfyui_tpu.nodes.graphs.upgrade import upgraded
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api
-from comfyui_tpu.nodes.upgrade import upgraded
 from comfyui_tpu.tests.browser.page import (
     COMPLAINTS,
     COVERED,

@@ -12,7 +12,7 @@ import jax
 import pytest
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.nodes.graph import generations
+from comfyui_tpu.nodes.graphs.graph import generations
 from comfyui_tpu.nodes.headless.changes import make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost
 from comfyui_tpu.nodes.headless.workflow import to_api

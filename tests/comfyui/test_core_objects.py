@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_tpu.nodes import upgrade
+from comfyui_tpu.nodes.graphs import upgrade
 from comfyui_tpu.tests.comfyui import core_graphs
 from comfyui_tpu.tests.files import single_files, test_comfyui_encoders
 from comfyui_tpu.tests.files.comfyui_oracle import DENOISERS, saved

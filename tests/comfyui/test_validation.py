@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.nodes import DECLARATIONS
+from comfyui_tpu.nodes.graphs.upgrade import upgraded
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api
-from comfyui_tpu.nodes.upgrade import upgraded
 from comfyui_tpu.tests.nodes import separate_packs
 from comfyui_tpu.tests.nodes.test_upgrade import HEADLINE, WRONG, in_api_form
 from comfyui_tpu.tests.support.citizen import CITIZEN_PACK

@@ -10,7 +10,7 @@ from comfyui_tpu.cli import main
 from comfyui_tpu.cli.verbs import given_folders
 from comfyui_tpu.nodes import lora
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.nodes.graph import generations
+from comfyui_tpu.nodes.graphs.graph import generations
 from comfyui_tpu.nodes.headless import model_folders
 from comfyui_tpu.nodes.headless.changes import make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS

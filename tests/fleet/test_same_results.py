@@ -25,7 +25,7 @@ from comfyui_tpu.fleet.serve import Server, Stages
 from comfyui_tpu.fleet.worker import Actor
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.nodes.graph import expected, generations
+from comfyui_tpu.nodes.graphs.graph import expected, generations
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, run_workflow
 from comfyui_tpu.tests.support.comfyui_server import tiny_workflow
 from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, prompts

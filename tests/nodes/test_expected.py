@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.nodes.graph import Workflow, expected, generations
+from comfyui_tpu.nodes.graphs.graph import Workflow, expected, generations
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Expected, ModelRef

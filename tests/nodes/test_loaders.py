@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.cli import main
-from comfyui_tpu.nodes.upgrade import LOADERS, with_tpu_loaders
+from comfyui_tpu.nodes.graphs.upgrade import LOADERS, with_tpu_loaders
 
 PAGE = {
     "nodes": [

@@ -11,11 +11,11 @@ import pytest
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.nodes.graph import expand, expected
+from comfyui_tpu.nodes.graphs.graph import expand, expected
+from comfyui_tpu.nodes.graphs.upgrade import upgraded
 from comfyui_tpu.nodes.headless.changes import make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
-from comfyui_tpu.nodes.upgrade import upgraded
 from comfyui_tpu.tests.nodes import separate_packs
 from PIL import Image
 
@@ -156,7 +156,7 @@ def test_a_subgraph_is_upgraded_too():
 
 def in_api_form(pack: str) -> dict[str, Any]:
     """As the page of that time exported it: values by name."""
-    from comfyui_tpu.nodes.upgrade import _OLD
+    from comfyui_tpu.nodes.graphs.upgrade import _OLD
 
     document, workflow = separate_packs.ALL[pack](), {}
     sources = {link[0]: [str(link[1]), link[2]] for link in document["links"]}

@@ -11,7 +11,7 @@ from aiohttp import web
 from comfyui_tpu.fleet.jobs import JobTemplate, read_jobs
 from comfyui_tpu.nodes.comfyui import routes
 from comfyui_tpu.nodes.declare import Folders, Input, Node
-from comfyui_tpu.nodes.graph import expand, expected, is_link
+from comfyui_tpu.nodes.graphs.graph import expand, expected, is_link
 from comfyui_tpu.nodes.headless.changes import assign, make_tiny, read_json
 from comfyui_tpu.nodes.headless.runner import HEADLESS, execution_order
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow

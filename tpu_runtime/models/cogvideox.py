@@ -24,17 +24,17 @@ from ..model_spec import (
     TextEncoding,
     Vae,
 )
-from . import layers
 from .autoencoders.cogvideox import VAE_DECODER, decode
+from .denoisers import layers
 from .denoisers.cogvideox import MAX_TOKENS, TRANSFORMER
-from .layers import Modulation
+from .denoisers.layers import Modulation
 from .text_encoders import t5
 
 if TYPE_CHECKING:
     import torch
 
     from ..programs.denoiser_run import DenoiserRun
-    from .layers import Pair
+    from .denoisers.layers import Pair
 
 GEOMETRY = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(2, 2, 2))
 

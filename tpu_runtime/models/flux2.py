@@ -26,10 +26,10 @@ from ..model_spec import (
     Settings,
     Vae,
 )
-from . import layers
 from .autoencoders.flux2 import VAE_DECODER, VAE_ENCODER, decode, denormalize_latents, encode_image, encode_pixels
+from .denoisers import layers
 from .denoisers.flux2 import GUIDANCE_NAMES, TRANSFORMER
-from .layers import Modulation, Staggered
+from .denoisers.layers import Modulation, Staggered
 from .text_encoders import mistral3
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..programs.denoiser_run import DenoiserRun
-    from .layers import Pair, ResidualNorm
+    from .denoisers.layers import Pair, ResidualNorm
 
 # --- the denoiser -----------------------------------------------------------------------------------------------------
 

@@ -24,17 +24,17 @@ from ..model_spec import (
     Switch,
     Vae,
 )
-from . import layers
 from .autoencoders.hunyuan15 import VAE_DECODER, decode, denormalize_latents
+from .denoisers import layers
 from .denoisers.hunyuan15 import TRANSFORMER
-from .layers import Modulation
+from .denoisers.layers import Modulation
 from .text_encoders.hunyuan15 import GLYPH_ENCODER, NEGATIVE_PROMPT, PROMPT, TEXT_ENCODER, TEXT_ENCODERS
 
 if TYPE_CHECKING:
     import torch
 
     from ..programs.denoiser_run import DenoiserRun
-    from .layers import Pair
+    from .denoisers.layers import Pair
 
 # Rows of `cond_type_embed`: what kind of text a token is.
 TEXT, GLYPHS, IMAGE = 0, 1, 2

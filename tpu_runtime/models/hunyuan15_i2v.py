@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
 from ..model_spec import Call, Component, Need, Pictures, Published, Report, Same, Settings
-from . import hunyuan15, layers
+from . import hunyuan15
 from .autoencoders import frames
 from .autoencoders.hunyuan15 import VAE_DECODER, encode_picture
+from .denoisers import layers
 from .text_encoders import PICTURE_PROMPT
 
 if TYPE_CHECKING:

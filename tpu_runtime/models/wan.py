@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import BLOCK_GATHERED, GATHERED, REPLICATED, Rule
 from ..model_spec import Component, Denoiser, FloatLimit, IntLimit, LatentGeometry, Miniature, Need, Recipe, Same, Vae
-from . import layers
 from .autoencoders.wan import decode, denormalize_latents
+from .denoisers import layers
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from comfyui_tpu.nodes import DECLARATIONS, graph
+from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Folders
+from comfyui_tpu.nodes.graphs import graph
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
-from ..tpu_runtime import pipeline as runtime
-from .declare import VALUE_TYPES, Declaration, Input
-from .model import CLIP_TYPES
+from ...tpu_runtime import pipeline as runtime
+from ..declare import VALUE_TYPES, Declaration, Input
+from ..model import CLIP_TYPES
 
 Document = dict[str, Any]
 Table = Mapping[str, Declaration]

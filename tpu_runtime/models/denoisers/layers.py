@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...sharding.rules import REPLICATED, Rule
+from ....sharding.rules import REPLICATED, Rule
 
 if TYPE_CHECKING:
     import jax
     import torch
 
-    from ...attention.prologue import Prologue
-    from ..programs.denoiser_run import DenoiserRun
+    from ....attention.prologue import Prologue
+    from ...programs.denoiser_run import DenoiserRun
 
     Pair = tuple[torch.Tensor, torch.Tensor]  # of latents and text, of halves of a sequence, or cosines and sines
     ResidualNorm = Callable[..., Pair]  # `DenoiserRun.residual_norm` of tokens that are spread over `tp`
@@ -27,9 +27,9 @@ VISION_RULES = (
 
 def prologue(query_norm: Any, key_norm: Any, tables: Any = None) -> "Prologue":
     """What upstream's norm modules and rotary `tables` (cosines, sines: `[..., head_dim]`) do before attention."""
-    from ...attention.prologue import Prologue
-    from ...kernels.prologue import Norm
-    from ..programs import torch_bridge
+    from ....attention.prologue import Prologue
+    from ....kernels.prologue import Norm
+    from ...programs import torch_bridge
 
     def norm(module: Any) -> Norm:
         weight, bias = torch_bridge.to_jax((module.weight, getattr(module, "bias", None)))

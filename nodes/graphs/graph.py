@@ -6,7 +6,7 @@ API format: `{node id: {"class_type": ..., "inputs": {name: value or [node id, o
 from collections.abc import Collection, Mapping
 from typing import Any, TypeGuard
 
-from ..tpu_runtime.pipeline import (
+from ...tpu_runtime.pipeline import (
     SIZE,
     STAGES,
     Expected,
@@ -19,8 +19,8 @@ from ..tpu_runtime.pipeline import (
     variant,
     without_zero_sizes,
 )
-from .declare import Declaration, Expansion, Folders, Link, Ref
-from .model import chosen_id
+from ..declare import Declaration, Expansion, Folders, Link, Ref
+from ..model import chosen_id
 
 Workflow = dict[str, dict[str, Any]]
 Table = Mapping[str, Declaration]
