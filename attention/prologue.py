@@ -16,7 +16,8 @@ from ..kernels.prologue import Norm
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Prologue:
-    """Norms of queries and keys, then the rotary embedding of both: cosines and sines `[seq, head_dim]` of every token.
+    """Norms of queries and keys, then the rotary embedding of both: cosines and sines `[rows, seq, head_dim]` of every
+    token, of each row or, where there is one, of all.
 
     The pairs `(2i, 2i + 1)` of a head rotate; each angle stands twice in the tables.
     """

@@ -76,9 +76,12 @@ def _num_parts(stream: Stream, ulysses: int, layout: HeadLayout) -> int:
 
 
 def _specs(prologue: Prologue, tokens: Any) -> Prologue:
-    """Where a prologue's arrays are: norms replicated, tables with their `tokens`."""
+    """Where a prologue's arrays are: norms replicated, tables with their `tokens`, and rows where each has its own."""
     specs = jax.tree.map(lambda _: P(), prologue)
-    return replace(specs, tables=prologue.tables and (P(tokens), P(tokens)))
+    if prologue.tables is None:
+        return specs
+    table = P("dp" if len(prologue.tables[0]) > 1 else None, tokens)
+    return replace(specs, tables=(table, table))
 
 
 def _merge(one: tuple[Array, Array], two: tuple[Array, Array]) -> tuple[Array, Array]:

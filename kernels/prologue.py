@@ -69,7 +69,7 @@ def divide_reference(
         heads = found.reshape(*x.shape[:2], -1, head_dim)
         pairs = heads.reshape(*heads.shape[:3], -1, 2)
         partner = jnp.stack([-pairs[..., 1], pairs[..., 0]], axis=-1).reshape(heads.shape)
-        cosines, sines = (table[None, :, None].astype(jnp.float32) for table in tables)
+        cosines, sines = (table[:, :, None].astype(jnp.float32) for table in tables)
         found = (heads * cosines + partner * sines).reshape(x.shape)
     divided = jnp.moveaxis(found.astype(x.dtype).reshape(*x.shape[:2], parts, groups, -1), 1, 3)
     return [divided[:, part] for part in range(parts)]
@@ -115,7 +115,7 @@ def divide(
     tables = jax.tree.map(lambda table: table.astype(jnp.float32), tables or (None, None))
     specs = (
         *jax.tree.map(lambda v: pl.BlockSpec(v.shape, lambda row, at, chip: (0, 0)), vectors),
-        *jax.tree.map(lambda _: pl.BlockSpec((block, head_dim), lambda row, at, chip: (at, 0)), tables),
+        *jax.tree.map(lambda table: pl.BlockSpec((None, block, head_dim), _of_row(len(table))), tables),
     )
     part = pl.BlockSpec((None, written, block, width), lambda row, at, chip: (row, 0, at, 0))
     (found,) = pl.pallas_call(
@@ -131,12 +131,17 @@ def divide(
         cost_estimate=pl.CostEstimate(
             flops=8 * x.size,
             transcendentals=0,
-            bytes_accessed=2 * x.nbytes + batch * sum(t.nbytes for t in jax.tree.leaves(tables)),
+            bytes_accessed=2 * x.nbytes + sum(batch // len(t) * t.nbytes for t in jax.tree.leaves(tables)),
         ),
         interpret=interpret,
         name=names.PROLOGUE,
     )(jnp.zeros(1, jnp.int32) if chip is None else chip[None], (x,) * len(sources), *vectors, *tables)
     return list(found)
+
+
+def _of_row(rows: int) -> Callable[..., tuple[Any, ...]]:
+    """The block of a table for a grid step: of its row, or of the one for all rows."""
+    return lambda row, at, chip: (row if rows > 1 else 0, at, 0)
 
 
 def _divide_body(

@@ -24,8 +24,8 @@ def drawn(*shape: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(shape).normal(size=shape).astype(np.float32))
 
 
-def tables(seq: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    angles = drawn(seq, head_dim // 2).repeat_interleave(2, dim=1) * 3
+def tables(seq: int, head_dim: int, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = drawn(rows, seq, head_dim // 2).repeat_interleave(2, dim=2) * 3
     return angles.cos(), angles.sin()
 
 
@@ -47,7 +47,11 @@ def upstream(x: torch.Tensor, module: torch.nn.Module, head_dim: int, rotary: An
     size = module.weight.numel()
     x = module(x.unflatten(2, (-1, size))).flatten(2)
     heads = x.unflatten(2, (-1, head_dim)).transpose(1, 2)
-    return apply_rotary_emb(heads, rotary).transpose(1, 2).flatten(2)
+    each = [
+        apply_rotary_emb(row[None], tuple(table[index % len(table)] for table in rotary))
+        for index, row in enumerate(heads)
+    ]
+    return torch.cat(each).transpose(1, 2).flatten(2)
 
 
 def norm_of(module: torch.nn.Module) -> Norm:
@@ -58,13 +62,15 @@ def norm_of(module: torch.nn.Module) -> Norm:
 @pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
 @pytest.mark.parametrize("name", norms(4, 2))
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "groups"), [(8, 64, 2), (2, 64, 1), (6, 128, 3), (4, 128, 1), (6, 24, 2)]
+    ("heads", "head_dim", "groups", "rows"),
+    [(8, 64, 2, 2), (2, 64, 1, 1), (6, 128, 3, 1), (4, 128, 1, 2), (6, 24, 2, 2)],
 )
 def test_queries_are_prepared_as_upstream_does(
-    name: str, heads: int, head_dim: int, groups: int, kernel: bool, compare: Callable
+    name: str, heads: int, head_dim: int, groups: int, rows: int, kernel: bool, compare: Callable
 ):
+    """Rows share a table, or each has its own."""
     seq, lanes = 139, heads * head_dim  # not a whole number of blocks
-    module, rotary, x = norms(lanes, head_dim)[name], tables(seq, head_dim), drawn(2, seq, lanes)
+    module, rotary, x = norms(lanes, head_dim)[name], tables(seq, head_dim, rows), drawn(2, seq, lanes)
     layout = HeadLayout(head_dim=head_dim, kernel=kernel, interpret=True)
     rotated = [jnp.asarray(table.numpy()) for table in rotary]
     found = layout.divide(jnp.asarray(x.numpy()), groups, 1, norm_of(module), tuple(rotated))
@@ -96,11 +102,13 @@ def test_what_is_not_finite_stays_in_its_row():
 
 
 @pytest.mark.parametrize("name", ["RMS norm of heads", "RMS norm of all"])
-@pytest.mark.parametrize("shape", [MeshShape(sp=4), MeshShape(sp=2, tp=2), MeshShape(dp=2, sp=3)], ids=str)
-def test_on_every_mesh_the_prologue_is_the_same(name: str, shape: MeshShape, compare: Callable):
+@pytest.mark.parametrize(
+    ("shape", "rows"), [(MeshShape(sp=4), 2), (MeshShape(sp=2, tp=2), 1), (MeshShape(dp=2, sp=3), 2)], ids=str
+)
+def test_on_every_mesh_the_prologue_is_the_same(name: str, shape: MeshShape, rows: int, compare: Callable):
     """Heads lie on several chips too, where a norm over all of them must not be taken over a chip's own."""
     heads, head_dim, seq = 8, 64, 48  # two parts of two heads where two chips exchange
-    module, rotary = norms(heads * head_dim, head_dim)[name], tables(seq, head_dim)
+    module, rotary = norms(heads * head_dim, head_dim)[name], tables(seq, head_dim, rows)
     q, k, v = (drawn(2, seq, heads * head_dim) + shift for shift in (0.0, 0.1, 0.2))
     with torch.no_grad():
         ready = [upstream(x, module, head_dim, rotary) for x in (q, k)]

@@ -92,7 +92,7 @@ def test_attention(name: str, head_dim: int, cores: int):
 @CORES
 def test_prologue_and_join(cores: int):
     """Several blocks of tokens, the last of which overshoots."""
-    x, weight, angles = drawn(1, 200, 512), drawn(64, seed=1), np.repeat(drawn(200, 32, seed=2), 2, axis=1)
+    x, weight, angles = drawn(1, 200, 512), drawn(64, seed=1), np.repeat(drawn(1, 200, 32, seed=2), 2, axis=2)
     tables = jnp.cos(angles), jnp.sin(angles)
     norm = Norm(weight=weight, eps=1e-6)
     found = prologue.divide(x, 2, 2, norm, tables, head_dim=64, interpret=on(cores))

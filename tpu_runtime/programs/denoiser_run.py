@@ -89,10 +89,16 @@ class DenoiserRun:
         return scan_layers(blocks, carry, body, part, stack=stack, use=use)[0]
 
     def self_attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prologue: Prologue = NO_PROLOGUE
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        prologue: Prologue = NO_PROLOGUE,
+        length: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Sharded tokens attending to each other."""
-        return torch_bridge.call_jax(functools.partial(self.layout.self_attention, prologue=prologue), q, k, v)
+        """Sharded tokens attending to each other, of each row to its first `length` `[rows]`, by default to all."""
+        attend = functools.partial(self.layout.self_attention, prologue=prologue)
+        return torch_bridge.call_jax(attend, q, k, v, length)
 
     def cross_attention(
         self,

@@ -65,11 +65,18 @@ class TokenLayout:
         axes = ("sp",) if placement == "sharded" else ()
         return P("dp", (*axes, "tp") if spread else axes or None, None)
 
-    def self_attention(self, q: Array, k: Array, v: Array, *, prologue: Prologue = NO_PROLOGUE) -> Array:
-        """Padded latent tokens attending to each other."""
-        return attention(
-            q, k, v, kv_length=self.num_tokens, mesh=self.mesh, keys="sharded", prologue=prologue, policy=self.policy
-        )
+    def self_attention(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        length: Int[Array, " batch"] | None = None,
+        *,
+        prologue: Prologue = NO_PROLOGUE,
+    ) -> Array:
+        """Padded tokens attending to each other, of each row to its first `length`, by default to all."""
+        real = self.num_tokens if length is None else length
+        return attention(q, k, v, kv_length=real, mesh=self.mesh, keys="sharded", prologue=prologue, policy=self.policy)
 
     def cross_attention(
         self,

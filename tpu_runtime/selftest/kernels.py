@@ -143,7 +143,7 @@ def _prologue(device: Device, host: Device, head_dim: int) -> tuple[Arrays, Arra
     random = np.random.default_rng(head_dim)
     x = _rounded(random.normal(size=(2, seq, heads * head_dim)), device)
     weight, angles = random.normal(size=head_dim), np.repeat(random.normal(size=(seq, head_dim // 2)), 2, axis=1)
-    tables = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    tables = np.cos(angles)[None].astype(np.float32), np.sin(angles)[None].astype(np.float32)
 
     def run(on: Device, *, kernel: bool) -> Arrays:
         layout = HeadLayout(head_dim=head_dim, kernel=kernel, interpret=on.platform != "tpu")

@@ -26,7 +26,9 @@ VISION_RULES = (
 
 
 def prologue(query_norm: Any, key_norm: Any, tables: Any = None) -> "Prologue":
-    """What upstream's norm modules and rotary `tables` (cosines, sines: `[..., head_dim]`) do before attention."""
+    """What upstream's norm modules and rotary `tables` do before attention. Tables are cosines and sines, `[rows, ...,
+    head_dim]` of a row's tokens, of each row or, where there is one, of all.
+    """
     from ....attention.prologue import Prologue
     from ....kernels.prologue import Norm
     from ...programs import torch_bridge
@@ -36,7 +38,7 @@ def prologue(query_norm: Any, key_norm: Any, tables: Any = None) -> "Prologue":
         return Norm(weight=weight, bias=bias, eps=module.eps)
 
     if tables is not None:
-        tables = tuple(table.reshape(-1, table.shape[-1]) for table in torch_bridge.to_jax(tables))
+        tables = tuple(table.reshape(len(table), -1, table.shape[-1]) for table in torch_bridge.to_jax(tables))
     return Prologue(query_norm=norm(query_norm), key_norm=norm(key_norm), tables=tables)
 
 
