@@ -1,13 +1,11 @@
 """PixArt-Sigma text to image: PixArt-alpha/PixArt-Sigma-XL-2-1024-MS. The oracle is `diffusers.PixArtSigmaPipeline`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import BLOCK_GATHERED, GATHERED, REPLICATED, Rule
 from ..model_spec import (
-    Call,
     Component,
     Denoiser,
     FloatLimit,
@@ -18,14 +16,11 @@ from ..model_spec import (
     Need,
     Published,
     Recipe,
-    Report,
     Same,
-    Settings,
     TextEncoding,
     Vae,
 )
-from .autoencoders import flux2 as flux2_vae
-from .autoencoders.frames import pixels
+from .autoencoders import kl
 from .denoisers import layers
 from .text_encoders import t5
 
@@ -101,23 +96,6 @@ def attend(
     return attn.to_out[0](attention(query, key, value).flatten(2))
 
 
-def denormalize_latents(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
-    """ComfyUI's LATENT is in the VAE's own scale."""
-    return sample / vae_config["scaling_factor"]
-
-
-def decode(call: Call, latents: "torch.Tensor", report: Report) -> Iterator[Any]:
-    report(0, 1)
-    yield call("vae_decoder", decode_image, latents, partition="spatial")[0]
-    report(1, 1)
-
-
-def decode_image(vae: Any, latents: "torch.Tensor") -> "tuple[torch.Tensor, None]":
-    """`[1, 4, h, w]` to a picture `[1, 8h, 8w, 3]` in 0..1."""
-    picture = flux2_vae.run_decoder(vae.decoder, vae.post_quant_conv(latents))
-    return pixels(picture.permute(0, 2, 3, 1)), None
-
-
 TEXT_ENCODER = t5.encoder(
     config={"d_ff": 10240, "d_kv": 64, "d_model": 4096, "num_heads": 64, "num_layers": 24, "vocab_size": 32128},
     tiny={"d_ff": 72, "d_kv": 8, "d_model": 40, "num_heads": 5, "num_layers": 2, "vocab_size": 210},
@@ -168,16 +146,7 @@ TRANSFORMER = Component(
     ),
 )
 
-BLOCKS = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
-SIZES = {"block_out_channels": (128, 256, 512, 512), "latent_channels": 4, "layers_per_block": 2}
-VAE_DECODER = replace(
-    flux2_vae.VAE_DECODER,
-    class_name="AutoencoderKL",
-    config={**BLOCKS, **SIZES, "scaling_factor": 0.13025},
-    tiny={"block_out_channels": (6, 6, 12, 12), "norm_num_groups": 3},
-    needs={"latent_channels": Need((4,)), "shift_factor": Need((None,))},
-    only=("decoder.", "post_quant_conv."),
-)
+VAE_DECODER, _ = kl.vae({"latent_channels": 4, "scaling_factor": 0.13025}, needs={"shift_factor": Need((None,))})
 
 SPEC = ModelSpec(
     name="pixart-sigma-xl",
@@ -219,5 +188,5 @@ SPEC = ModelSpec(
         }
     ),
     denoiser=Denoiser(forward=forward),
-    vae=Vae(latent_format="SDXL", denormalize=denormalize_latents, decode=decode),
+    vae=Vae(latent_format="SDXL", denormalize=kl.denormalize_latents, decode=kl.decode),
 )

@@ -26,7 +26,7 @@ from ..model_spec import (
     Settings,
     Vae,
 )
-from .autoencoders.flux2 import VAE_DECODER, VAE_ENCODER, decode, denormalize_latents, encode_image, encode_pixels
+from .autoencoders.flux2 import VAE, decode, denormalize_latents, encode_image, encode_pixels
 from .denoisers import layers
 from .denoisers.flux2 import GUIDANCE_NAMES, TRANSFORMER
 from .denoisers.layers import Modulation, Staggered
@@ -203,8 +203,6 @@ def rotary_tables(pos_embed: Any, sizes: "Sequence[tuple[int, int, int]]") -> "P
 
 
 # --- what it is made of -----------------------------------------------------------------------------------------------
-
-VAE = (VAE_DECODER, VAE_ENCODER)
 
 HEAD_NORMS = (
     HeadNorms(

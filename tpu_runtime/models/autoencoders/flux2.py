@@ -1,21 +1,15 @@
-"""Flux.2's VAE: references to latents, latents to an image, split over chips by rows and columns."""
+"""Flux.2's VAE: references to latents, latents to an image. Its networks are those of `kl`."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ....sharding.rules import REPLICATED, Rule
-from ...model_spec import Call, Component, Need, Report, Settings, has_length
+from ...model_spec import Call, Need, Report, Settings
 from .frames import encode_picture, pixels
-from .layers import convolved, normed
+from .kl import run_decoder, run_encoder, vae
 
 if TYPE_CHECKING:
-    import jax
     import numpy as np
     import torch
-
-convolve = partial(convolved, kernel=True)
 
 # Pixels of a token's side, and the most that a reference keeps.
 STRIDE = 16
@@ -81,112 +75,7 @@ def decode_image(vae: Any, latents: "torch.Tensor") -> "tuple[torch.Tensor, None
     return pixels(run_decoder(vae.decoder, latents).permute(0, 2, 3, 1)), None
 
 
-def run_encoder(encoder: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """diffusers' `Encoder`: a picture `[1, channels, height, width]` to moments, of an eighth of its height and width.
-
-    Here and in `run_decoder` each chip keeps its part of the picture.
-    """
-    x = convolve(encoder.conv_in, x)
-    for block in encoder.down_blocks:
-        for resnet in block.resnets:
-            x = run_resnet(resnet, x)
-        for downsampler in block.downsamplers or ():
-            x = convolve(downsampler.conv, x, halved=True)
-    x = run_mid_block(encoder.mid_block, x)
-    return convolve(encoder.conv_out, activate(encoder.conv_norm_out, x))
-
-
-def run_decoder(decoder: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """diffusers' `Decoder`: latents `[1, channels, height, width]` to a picture, of 8 times their height and width."""
-    x = run_mid_block(decoder.mid_block, convolve(decoder.conv_in, x))
-    for block in decoder.up_blocks:
-        for resnet in block.resnets:
-            x = run_resnet(resnet, x)
-        for upsampler in block.upsamplers or ():
-            x = convolve(upsampler.conv, x, doubled=True)
-    return convolve(decoder.conv_out, activate(decoder.conv_norm_out, x))
-
-
-def run_mid_block(block: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """`UNetMidBlock2D` with one attention."""
-    first, last = block.resnets
-    return run_resnet(last, attend(block.attentions[0], run_resnet(first, x)))
-
-
-def run_resnet(resnet: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """`ResnetBlock2D` without time."""
-    update = convolve(resnet.conv1, activate(resnet.norm1, x))
-    update = convolve(resnet.conv2, activate(resnet.norm2, update))
-    return update + (x if resnet.conv_shortcut is None else convolve(resnet.conv_shortcut, x))
-
-
-def attend(attn: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """`Attention` of one head over a picture that stays one, so that rows and columns stay on their chips."""
-    from ...programs import torch_bridge
-
-    y = normed(attn.group_norm, x).permute(0, 2, 3, 1)
-    found = torch_bridge.call_jax(attend_to_picture, attn.to_q(y), attn.to_k(y), attn.to_v(y))
-    return x + attn.to_out[0](found).permute(0, 3, 1, 2)
-
-
-def activate(norm: Any, x: "torch.Tensor") -> "torch.Tensor":
-    import torch
-
-    return torch.nn.functional.silu(normed(norm, x))
-
-
-def attend_to_picture(q: "jax.Array", k: "jax.Array", v: "jax.Array") -> "jax.Array":
-    """Exact attention of `[batch, height, width, dim]`: the softmax is carried over rows of keys, never complete."""
-    import jax
-    import jax.numpy as jnp
-
-    def row(carry: tuple, keys: tuple) -> tuple[tuple, None]:
-        top, total, out = carry
-        key, value = keys
-        scores = jnp.einsum("bhwd,bnd->bhwn", q, key, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-        higher = jnp.maximum(top, scores.max(axis=-1))
-        weights, kept = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
-        part = jnp.einsum("bhwn,bnd->bhwd", weights.astype(v.dtype), value, preferred_element_type=jnp.float32)
-        return (higher, total * kept + weights.sum(axis=-1), out * kept[..., None] + part), None
-
-    shape = q.shape[:-1]
-    start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(q.shape, jnp.float32))
-    (_, total, out), _ = jax.lax.scan(row, start, (jnp.moveaxis(k, 1, 0), jnp.moveaxis(v, 1, 0)))
-    return (out / total[..., None]).astype(q.dtype)
-
-
-# diffusers' names of attention's weights before 0.13.
-OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-
-
-def _old_names(part: str) -> dict[str, str]:
-    path = f"{part}.mid_block.attentions.0"
-    return {f"{path}.{old}.": f"{path}.{new}." for old, new in OLD_ATTENTION.items()}
-
-
-VAE_DECODER = Component(
-    name="vae_decoder",
-    folder="vae",
-    library="diffusers",
-    class_name="AutoencoderKLFlux2",
-    config={"block_out_channels": (128, 256, 512, 512), "latent_channels": 32},
-    tiny={"block_out_channels": (6, 6, 12, 12), "latent_channels": 32, "norm_num_groups": 3},
-    needs={
-        "block_out_channels": Need(fits=has_length(4), wording="4 numbers"),
-        "latent_channels": Need((32,)),
-        "mid_block_add_attention": Need((True,)),
-        "patch_size": Need(((2, 2),)),
-    },
-    only=("decoder.", "post_quant_conv.", "bn."),
-    aliases=_old_names("decoder"),
-    # 0.1 GiB in all: replicated.
-    rules=(Rule("decoder.**.weight", REPLICATED),),
-)
-
-VAE_ENCODER = replace(
-    VAE_DECODER,
-    name="vae_encoder",
-    only=("encoder.", "quant_conv.", "bn."),
-    aliases=_old_names("encoder"),
-    rules=(Rule("encoder.**.weight", REPLICATED),),
+# The parts of the checkpoint's `vae`.
+VAE = vae(
+    {"latent_channels": 32}, class_name="AutoencoderKLFlux2", needs={"patch_size": Need(((2, 2),))}, more=("bn.",)
 )
