@@ -52,6 +52,10 @@ RECIPES = (
         Recipe(title="FLUX.2 klein 4B, 4 steps", model="flux2-klein-4b", topology=topology, widgets=KLEIN)
         for topology in (*ONE_CHIP, "v6e:2x4")
     ),
+    *(
+        Recipe(title="Z-Image Turbo, 8 steps", model="z-image-turbo", topology=topology, widgets={})
+        for topology in ONE_CHIP
+    ),
     Recipe(
         title="FLUX.2 dev Turbo, 8 steps",
         model="flux2-dev",

@@ -1,6 +1,6 @@
 """Hundreds of prompts while everything happens at once: does each end well, and is nothing left behind?
 
-Run: python benchmarks/soak.py [--prompts 300] [--seed 0]. Two clients alternate all five families on eight simulated
+Run: python benchmarks/soak.py [--prompts 300] [--seed 0]. Two clients alternate all families on eight simulated
 chips with memory for one of them; prompts are cancelled at any moment, and models unloaded from three places at once.
 It runs in a real ComfyUI server, or where there is none (COMFYUI_PATH), in this process. Prints one line whose four
 numbers must be zero, and ends with 1 if one is not; `--seed` chooses the same prompts, cancels and unloads again.

@@ -3,7 +3,8 @@
 May import `tpu_runtime/pipeline.py`.
 """
 
-from . import cogvideox, flux2, hunyuan15, shared, wan21, wan22_i2v
+from . import cogvideox, flux2, hunyuan15, shared, wan21, wan22_i2v, z_image
 from .declare import by_id
 
-DECLARATIONS = by_id((*wan21.NODES, *wan22_i2v.NODES, *flux2.NODES, *hunyuan15.NODES, *cogvideox.NODES, *shared.NODES))
+FAMILIES = (wan21, wan22_i2v, flux2, z_image, hunyuan15, cogvideox)
+DECLARATIONS = by_id((*(node for family in FAMILIES for node in family.NODES), *shared.NODES))

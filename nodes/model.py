@@ -40,6 +40,7 @@ PARTS = {
 CLIP_TYPES: Mapping[str, tuple[str, ...]] = {
     "wan": ("Wan21", "Wan22I2V"),
     "flux2": ("Flux2",),
+    "lumina2": ("ZImage",),
     "cogvideox": ("CogVideoX",),
     "hunyuan_video_15": ("HunyuanVideo15",),
 }

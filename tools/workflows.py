@@ -183,6 +183,18 @@ ALL = (
             "`black-forest-labs/FLUX.2-klein-9B` is larger and finer.",
         ),
     ),
+    Example(
+        name="z_image_turbo",
+        model="z-image-turbo",
+        does="text to image in 8 steps, on one chip",
+        predicted=("Z-Image Turbo, 8 steps, v5e:1x1", "Z-Image Turbo, 8 steps, v6e:1x1", "z-image-turbo"),
+        tips=(
+            "Height and width are multiples of 16; about a megapixel is what the model is best at.",
+            "It likes long, detailed prompts, in English or Chinese, up to 512 tokens, and draws letters.",
+            "Turbo runs without guidance: `guidance_scale` 1. The base model, `Tongyi-MAI/Z-Image`, takes 28 to 50 "
+            "steps, `guidance_scale` 4 to 6 and a negative prompt.",
+        ),
+    ),
 )  # fmt: skip
 
 

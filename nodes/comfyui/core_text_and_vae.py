@@ -39,6 +39,7 @@ def _core_classes(model: ModelRef) -> tuple[Any, Any]:
         return made, flux.KleinTokenizer8B if is_larger else flux.KleinTokenizer
     return {
         "Flux2": lambda: (flux.flux2_te(), flux.Flux2Tokenizer),
+        "ZImage": lambda: (te.z_image.te(), te.z_image.ZImageTokenizer),
         "CogVideoX": lambda: (te.cogvideo.cogvideo_te(), te.cogvideo.CogVideoXTokenizer),
         "HunyuanVideo15": lambda: (te.hunyuan_image.te(), te.hunyuan_video.HunyuanVideo15Tokenizer),
     }.get(model.spec.family, lambda: (te.wan.te(), te.wan.WanT5Tokenizer))()

@@ -29,6 +29,7 @@ TEMPLATES = (
     "video_wan2_2_14B_flf2v",
     "image_flux2_klein_text_to_image",
     "image_flux2_klein_image_edit_4b_distilled",
+    "image_z_image_turbo",
 )
 # Minutes more.
 MORE = (
@@ -38,6 +39,7 @@ MORE = (
     "image_flux2_fp8",
     "image_flux2_text_to_image",
     "image_flux2_klein_image_edit_4b_base",
+    "image_z_image",
 )
 # ComfyUI's own has a file of nodes that it cannot import without kornia and torchvision.
 SCALE = """
@@ -72,6 +74,8 @@ MINIATURES = {
     "wan.*t2v": "wan_t2v",
     "mistral": "mistral",
     "qwen": "qwen3",
+    "z_image": "z_image",
+    "ae.safetensors": "flux_vae",
     "flux2-vae|small_decoder": "flux2_vae",
     "klein": "klein",
     "flux2_dev": "flux2",
@@ -99,14 +103,17 @@ def server(start_comfyui: Callable[..., Server], tmp_path_factory: pytest.TempPa
     for file, name, more in (
         ("wan_i2v", "wan 2.2 i2v", {}), ("wan_ti2v", "wan 2.2 ti2v", {}),
         ("flux2", "flux.2 dev", joint), ("klein", "flux.2 klein", joint),
+        ("z_image", "z-image", {"cap_feat_dim": 64}),
     ):  # fmt: skip
         one = DENOISERS_BY_NAME[name]
         found[file] = write_denoiser(made, replace(one, config={**one.config, **more}), file)
-    for file, name in (("mistral", "flux.2 dev"), ("qwen3", "flux.2 klein")):
+    # Templates of klein and of Z-Image name one file of Qwen3, which has all layers of either.
+    for file, name in (("mistral", "flux.2 dev"), ("qwen3", "z-image")):
         ((encoder, carried),) = TEXTS[name][3]
         change = test_comfyui_encoders.carrying(carried) if carried else single_files.same
         found[file] = encoder.write(made, file, change)
-    for file, kind, config in (("flux2_vae", *VAES["flux.2"][:2]), ("wan22_vae", *VAES["wan 2.2 ti2v"][:2])):
+    for file, name in (("flux2_vae", "flux.2"), ("flux_vae", "z-image"), ("wan22_vae", "wan 2.2 ti2v")):
+        kind, config, *_ = VAES[name]
         found[file] = single_files.write(
             made / f"{file}.safetensors", saved(kind, made / f"{file} folder", **config), kind
         )
@@ -121,7 +128,8 @@ def server(start_comfyui: Callable[..., Server], tmp_path_factory: pytest.TempPa
             ours = next(ours for pattern, ours in MINIATURES.items() if re.search(pattern, file.lower()))
             target = models / folder / file
             target.is_symlink() or target.symlink_to(found[ours])
-    return start_comfyui(base, packs={"scale": SCALE})
+    narrow = Path(single_files.__file__).with_name("narrow_z_image.py").read_text()
+    return start_comfyui(base, packs={"scale": SCALE, "narrow": narrow})
 
 
 @pytest.fixture(scope="module")

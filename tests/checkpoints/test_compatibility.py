@@ -119,6 +119,20 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     ],
     **{f"flux2-klein-{size}": [{**_KLEIN, "is_distilled": True}] for size in ("4b", "9b")},
     **{f"flux2-klein-base-{size}": [{**_KLEIN, "is_distilled": False}, _KLEIN] for size in ("4b", "9b")},
+    **{
+        name: [
+            {
+                "_class_name": "ZImagePipeline",
+                "_diffusers_version": "0.36.0.dev0",
+                "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+                "text_encoder": ["transformers", "Qwen3Model"],
+                "tokenizer": ["transformers", "Qwen2Tokenizer"],
+                "transformer": ["diffusers", "ZImageTransformer2DModel"],
+                "vae": ["diffusers", "AutoencoderKL"],
+            }
+        ]
+        for name in ("z-image-turbo", "z-image")
+    },
     COGVIDEOX: [
         {
             "_class_name": "CogVideoXPipeline",

@@ -8,6 +8,7 @@ Prints the relative L2 of the latents by case as JSON, last.
 import json
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,9 @@ def main(comfyui: str, job: str) -> None:
 
     comfy.options.enable_args_parsing()
     import comfy.sd
+
+    sys.path.append(str(Path(__file__).parents[1] / "files"))
+    import narrow_z_image  # noqa: F401
     import torch
     from comfyui_tpu.nodes.comfyui import core_model
     from comfyui_tpu.tpu_runtime import pipeline
@@ -71,7 +75,26 @@ class Graphs:
         return 0.4 * self.draw(*shape)
 
     def make_lora(self) -> dict[str, Any]:
-        return self.make_lora_of_flux2() if self.samples.ndim == 4 else self.make_lora_of_wan()
+        if self.samples.ndim == 5:
+            return self.make_lora_of_wan()
+        return self.make_lora_of_z_image() if self.samples.shape[1] == 16 else self.make_lora_of_flux2()
+
+    def make_lora_of_z_image(self) -> dict[str, Any]:
+        """As trainers write it: diffusers' names with a prefix or two, or the makers', all parts of a block."""
+        lora: dict[str, Any] = {}
+        for name, size, out in (
+            ("diffusion_model.layers.0.attention.to_q", 1152, 1152),
+            ("transformer.layers.0.attention.to_out.0", 1152, 1152),
+            ("diffusion_model.layers.1.attention.qkv", 1152, 3456),
+            ("diffusion_model.layers.1.attention.out", 1152, 1152),
+            ("diffusion_model.layers.1.feed_forward.w2", 3072, 1152),
+            ("diffusion_model.layers.1.adaLN_modulation.0", 1152, 4608),
+            ("diffusion_model.noise_refiner.0.attention.to_k", 1152, 1152),
+            ("diffusion_model.context_refiner.0.feed_forward.w1", 1152, 3072),
+        ):
+            lora[f"{name}.lora_A.weight"] = 0.1 * self.draw(4, size)
+            lora[f"{name}.lora_B.weight"] = 0.1 * self.draw(out, 4)
+        return lora
 
     def make_lora_of_flux2(self) -> dict[str, Any]:
         """Of queries, keys and values in one, as the makers have them, and of keys alone, as diffusers has them."""

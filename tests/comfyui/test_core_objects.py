@@ -19,6 +19,7 @@ from comfyui_tpu.tests.files.test_comfyui_encoders import BYT5, LANGUAGE, MISTRA
 from comfyui_tpu.tests.support import comfyui_server
 from comfyui_tpu.tests.support.comfyui_server import COMFYUI, Server, needs_comfyui
 from comfyui_tpu.tests.support.patience import PATIENCE_S, slower, until
+from comfyui_tpu.tpu_runtime.models import spec_by_name
 from safetensors.torch import save_file
 
 pytestmark = [needs_comfyui, pytest.mark.slow]
@@ -26,7 +27,7 @@ pytestmark = [needs_comfyui, pytest.mark.slow]
 # Relative L2 of float32 networks; what was seen is at most 1.1e-5 (klein under guidance), else below 6e-6.
 BOUND = 1e-4
 SAMPLERS = ("euler", "dpmpp_2m", "uni_pc", "res_multistep")
-WAN, FLUX2, COGVIDEOX, HUNYUAN15 = DENOISERS
+WAN, FLUX2, COGVIDEOX, HUNYUAN15, ZIMAGE = DENOISERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +60,8 @@ def given(*shape: int) -> dict[str, Any]:
 
 WAN_LATENTS, ALL = (1, 16, 3, 9, 6), tuple(core_graphs.CASES)
 FLUX2_CASES = (
-    *SAMPLERS,
-    "a LoRA",
-    "a guider",
-    "a batch of two",
-    "from latents, masked",
-    "two samplers",
-    "timed prompts",
-)
+    *SAMPLERS, "a LoRA", "a guider", "a batch of two", "from latents, masked", "two samplers", "timed prompts",
+)  # fmt: skip
 DENOISERS_BY_NAME = {
     "wan t2v": Denoiser(
         kind=WAN, config={}, latents=WAN_LATENTS, width=4096, more={},
@@ -97,6 +92,10 @@ DENOISERS_BY_NAME = {
     "flux.2 klein": Denoiser(
         kind=FLUX2, config={"guidance_embeds": False}, latents=(1, 128, 7, 5), width=96, tokens=(512, 300, 512),
         cfg=3.0, more={}, cases=FLUX2_CASES,
+    ),
+    "z-image": Denoiser(
+        kind=ZIMAGE, config={}, latents=(1, 16, 9, 6), width=96, tokens=(40, 17, 33), cfg=3.0, more={},
+        cases=("res_multistep", "a LoRA", "a batch of two"),
     ),
     "hunyuanvideo 1.5 t2v": Denoiser(
         kind=HUNYUAN15, config={"image_embed_dim": 1152}, latents=(1, 32, 3, 5, 6), width=96, tokens=(40, 17, 33),
@@ -135,9 +134,7 @@ def run_script(name: str, job: Mapping[str, Any], folder: Path) -> dict[str, flo
         **os.environ, "PYTHONPATH": str(folder / "stubs"), "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": comfyui_server.FLAGS.replace("count=8", "count=2"),
     }  # fmt: skip
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=folder, timeout=PATIENCE_S
-    )  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr[-5000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -163,10 +160,10 @@ def test_samplers_of_core_give_what_they_give_on_its_own_model(name: str, tmp_pa
 
 # Sizes of our own: what core's classes are told here need not be recognised.
 _LANGUAGE = {**LANGUAGE, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-_MROPE = {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"}
+_QWEN3 = {**_LANGUAGE, "vocab_size": 151936, "rope_theta": 1e6}
 _QWEN25 = {
     **QWEN25.sizes, "hidden_size": 128, "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 152064,
-    "rope_theta": 1e6, "rope_scaling": _MROPE,
+    "rope_theta": 1e6, "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"},
 }  # fmt: skip
 # By name: core's class and tokenizer, and the files with the tokenizer that each carries along.
 TEXTS: Mapping[str, tuple[str, str, str, Sequence[tuple[Encoder, str]]]] = {
@@ -182,7 +179,11 @@ TEXTS: Mapping[str, tuple[str, str, str, Sequence[tuple[Encoder, str]]]] = {
     ),
     "flux.2 klein": (
         "flux2", "flux.klein_te", "flux.KleinTokenizer",
-        [(replace(QWEN3, sizes={**_LANGUAGE, "num_hidden_layers": 28, "vocab_size": 151936, "rope_theta": 1e6}), "")],
+        [(replace(QWEN3, sizes={**_QWEN3, "num_hidden_layers": 28}), "")],
+    ),
+    "z-image": (
+        "lumina2", "z_image.te", "z_image.ZImageTokenizer",
+        [(replace(QWEN3, model="z-image-turbo", sizes={**_QWEN3, "num_hidden_layers": 36}), "")],
     ),
     "hunyuanvideo 1.5": (
         "hunyuan_video_15", "hunyuan_image.te", "hunyuan_video.HunyuanVideo15Tokenizer",
@@ -227,6 +228,10 @@ VAES = {
         {"block_out_channels": (128, 256, 512, 512), "decoder_block_out_channels": (32, 64, 128, 128)},
         (1, 64, 96, 3), (2, 128, 3, 5), {},
     ),
+    "z-image": (
+        "AutoencoderKL", dict(spec_by_name("z-image").component("vae_decoder").config), (1, 64, 96, 3),
+        (2, 16, 6, 5), {},
+    ),
     "hunyuanvideo 1.5": (
         "AutoencoderKLHunyuanVideo15", {"block_out_channels": _HUNYUAN15_SIZES}, (1, 64, 96, 3), (1, 32, 1, 3, 5),
         {_REFINER + name: {"block_out_channels": list(_HUNYUAN15_SIZES)} for name in ("Encoder", "Decoder")},
@@ -243,7 +248,7 @@ VAES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slower(VAES, "flux.2"))
+@pytest.mark.parametrize("name", slower(VAES, "flux.2", "z-image"))
 def test_pixels_and_latents_are_those_of_cores_vae(name: str, tmp_path: Path):
     kind, config, frames, latents, smaller = VAES[name]
     path = single_files.write(tmp_path / "vae.safetensors", saved(kind, tmp_path / "vae", **config), kind)

@@ -230,6 +230,20 @@ def flux2_vae(tensors: Tensors) -> Tensors:
     )
 
 
+def z_image(tensors: Tensors) -> Tensors:
+    """Tongyi-MAI's (`src/zimage/transformer.py`): fused projections, one embedder and one last layer."""
+    found = renamed(
+        fused(tensors, (("attention.qkv", r"attention\.to_{}"),), "qkv"),
+        (
+            (r"^all_x_embedder\.2-1\.", "x_embedder."),
+            (r"^all_final_layer\.2-1\.", "final_layer."),
+            (r"\.attention\.to_out\.0\.", ".attention.out."),
+            (r"\.attention\.norm_([qk])\.", r".attention.\1_norm."),
+        ),
+    )
+    return {**found, "norm_final.weight": torch.ones(len(found["x_embedder.bias"]))}
+
+
 def hunyuan15(tensors: Tensors) -> Tensors:
     """Tencent's, as ComfyUI repackages them: fused projections, shift before scale."""
     tensors = fused(tensors, FUSED, "qkv")
@@ -333,6 +347,8 @@ MAKERS: Mapping[str, Callable[[Tensors], Tensors]] = {
     "Flux2Transformer2DModel": flux2,
     "HunyuanVideo15Transformer3DModel": hunyuan15,
     "CogVideoXTransformer3DModel": cogvideox,
+    "ZImageTransformer2DModel": z_image,
+    "AutoencoderKL": flux2_vae,
     "AutoencoderKLFlux2": flux2_vae,
     "AutoencoderKLHunyuanVideo15": hunyuan15_vae,
     "AutoencoderKLCogVideoX": same,

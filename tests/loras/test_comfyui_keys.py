@@ -84,8 +84,10 @@ def denoiser(path: Path) -> Denoiser:
 
 
 def is_asked(name: str, key: str, target: Any) -> bool:
-    """Not differences of biases, which are named after their module, and not names of Flux.1."""
-    if str(target).endswith(".bias"):
+    """Not differences of biases, which are named after their module, nor names of Flux.1, nor of a modulation that
+    Z-Image's blocks for the text do not have.
+    """
+    if str(target).endswith(".bias") or re.search(r"context_refiner.\d+.adaLN", key):
         return False
     dotted = re.sub(r"^(transformer|unet)\.", "", key)
     if name != "Flux2" or dotted.startswith((PREFIX, "lora_unet_")):

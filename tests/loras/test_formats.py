@@ -318,6 +318,30 @@ def hunyuan_makers(file: File) -> None:
     file.diff("diffusion_model.double_blocks.0.img_mod.lin.diff_b", "transformer_blocks.0.norm1.linear.bias")
 
 
+def z_image_makers(file: File) -> None:
+    """Tongyi-MAI's names as ComfyUI's, and those of diffusers with its prefix, as ai-toolkit and others write them."""
+    file.lora("diffusion_model.layers.0.attention.qkv", *z_image_qkv("layers.0"))
+    file.lora("diffusion_model.layers.1.attention.out", "layers.1.attention.to_out.0.weight")
+    file.lora("diffusion_model.noise_refiner.0.attention.to_k", "noise_refiner.0.attention.to_k.weight")
+    file.lora("diffusion_model.context_refiner.0.feed_forward.w2", "context_refiner.0.feed_forward.w2.weight")
+    file.lora("diffusion_model.final_layer.linear", "all_final_layer.2-1.linear.weight")
+    file.diff("diffusion_model.x_embedder.diff", "all_x_embedder.2-1.weight")
+    file.diff("diffusion_model.layers.2.attention.q_norm.diff", "layers.2.attention.norm_q.weight")
+
+
+def z_image_diffusers(file: File) -> None:
+    names = {"down": "lora_down.weight", "up": "lora_up.weight", "alpha": 2.0}
+    file.lora("transformer.layers.0.attention.to_q", "layers.0.attention.to_q.weight")
+    file.lora("transformer.layers.0.adaLN_modulation.0", "layers.0.adaLN_modulation.0.weight")
+    file.lora("lora_unet_layers_1_attention_to_out_0", "layers.1.attention.to_out.0.weight", **names)
+    file.lora("lora_unet_layers_2_feed_forward_w1", "layers.2.feed_forward.w1.weight", **names)
+    file.lora("lora_unet_context_refiner_0_attention_qkv", *z_image_qkv("context_refiner.0"), **names)
+
+
+def z_image_qkv(block: str) -> list[str]:
+    return [f"{block}.attention.to_{name}.weight" for name in "qkv"]
+
+
 def cogvideox(file: File) -> None:
     """Diffusers' scripts, VideoX-Fun, and ComfyUI's names."""
     names = {"down": "lora_down.weight", "up": "lora_up.weight", "alpha": 2.0}
@@ -339,6 +363,7 @@ CASES = {
         wan_prefixes,
     ),
     "Flux2": (flux2_makers, flux2_turbo, flux2_comfyui, flux2_kohya, flux2_lycoris),
+    "ZImage": (z_image_makers, z_image_diffusers),
     "HunyuanVideo15": (hunyuan_makers,),
     "CogVideoX": (cogvideox,),
 }

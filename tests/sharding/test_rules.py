@@ -91,17 +91,20 @@ def meshes_of(part: int, chips: int) -> set[MeshShape]:
 @pytest.mark.parametrize("precision", FORMATS)
 @pytest.mark.parametrize("part", [pytest.param(part, id=name) for part, (name, _) in PARTS.items()])
 def test_the_real_architectures_are_laid_out(part: int, precision: Precision):
-    """Every rule matches, every large weight has one, nothing over 64 MiB of bfloat16 is whole on every chip."""
+    """Every rule matches, every large weight has one, nothing over 64 MiB of bfloat16 is whole on every chip, but of a
+    network that is meant to be.
+    """
     network, times = network_of(part), FORMATS[precision]
+    is_whole = Rule("**", REPLICATED) in network.component.rules
     params = weights.params(network, precision)
     total = sum(param.size_bytes for param in params.values())
     for chips in (1, 2, 4, 8, 16):
         for mesh in meshes_of(part, chips):
             layouts = lay_out(params, network.component.rules, mesh)
             large = [name for name, p in params.items() if p.size_bytes > times * 64 * MIB]
-            assert chips == 1 or all(any(layouts[name].at_rest) for name in large)
+            assert chips == 1 or is_whole or all(any(layouts[name].at_rest) for name in large)
             # Beside its share a chip holds small weights whole, which in a VAE is nearly all there is.
-            assert bytes_per_chip(params, layouts, mesh) < total / chips + times * 1024 * MIB
+            assert is_whole or bytes_per_chip(params, layouts, mesh) < total / chips + times * 1024 * MIB
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ EXAMPLES = {
     "Wan21": "wan21_t2v_720p",
     "Wan22I2V": "wan22_i2v_720p",
     "Flux2": "flux2_t2i",
+    "ZImage": "z_image_turbo",
     "CogVideoX": "cogvideox_t2v_768p",
     "HunyuanVideo15": "hunyuan15_t2v_720p",
 }

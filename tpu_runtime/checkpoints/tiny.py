@@ -102,5 +102,9 @@ def _write_weights(component: Component, folder: Path, seed: int) -> None:
                 assert norm.running_mean is not None and norm.running_var is not None
                 norm.running_mean.uniform_(-0.5, 0.5)
                 norm.running_var.uniform_(0.5, 1.5)
+        for name, parameter in module.named_parameters():
+            # Nor would anybody see tokens missing that are zeros until they are trained, as Z-Image's padding.
+            if not name.endswith(".bias") and not parameter.any():
+                parameter.data.normal_()
     # Small files, so that larger components have an index and several shards as real ones do.
     module.save_pretrained(folder, max_shard_size="1MB")

@@ -16,6 +16,7 @@ from . import (
     wan21_i2v,
     wan22_i2v,
     wan22_ti2v,
+    z_image,
 )
 
 # One of each kind, in the README's table: what its examples and predictions are for.
@@ -25,6 +26,7 @@ FLAGSHIPS: tuple[ModelSpec, ...] = (
     hunyuan15.SPEC,
     hunyuan15_i2v.SPEC,
     flux2.SPEC,
+    z_image.SPEC,
     cogvideox.SPEC,
 )
 # Of another size or recipe, or with more inputs: run by the nodes of the flagship of their family.
@@ -35,6 +37,7 @@ SIBLINGS: tuple[ModelSpec, ...] = (
     *hunyuan15_distilled.SIBLINGS,
     cogvideox_i2v.SPEC,
     *flux2_klein.SIBLINGS,
+    z_image.BASE,
 )
 SPECS = FLAGSHIPS + SIBLINGS
 

@@ -3,12 +3,14 @@ config its tensors ask for. May import `formats` and the leaves.
 """
 
 from ...formats.layout import FileLayout
-from . import cogvideox, encoders, flux2, hunyuan15, wan
+from . import cogvideox, encoders, flux2, hunyuan15, kl, wan, z_image
 
 LAYOUTS: tuple[FileLayout, ...] = (
     *wan.LAYOUTS,
     *flux2.LAYOUTS,
     *hunyuan15.LAYOUTS,
     *cogvideox.LAYOUTS,
+    *z_image.LAYOUTS,
+    *kl.LAYOUTS,
     *encoders.LAYOUTS,
 )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 _WAN21, _WAN22 = "Comfy-Org/Wan_2.1_ComfyUI_repackaged", "Comfy-Org/Wan_2.2_ComfyUI_Repackaged"
 _HUNYUAN, _FLUX, _KLEIN = "Comfy-Org/HunyuanVideo_1.5_repackaged", "Comfy-Org/flux2-dev", "Comfy-Org/flux2-klein"
+_ZIMAGE = "Comfy-Org/z_image_turbo"
 _KLEIN_9B, _BFL, _COG = "Comfy-Org/flux2-klein-9B", "black-forest-labs/FLUX.2-", "Kijai/CogVideoX-comfy"
 
 
@@ -73,6 +74,7 @@ _HUNYUAN_PARTS = (
     _file(_HUNYUAN, "vae", "hunyuanvideo15_vae_fp16", 2.52),
 )
 _SIGLIP = (_file(_HUNYUAN, "clip_vision", "sigclip_vision_patch14_384", 0.86),)
+_ZIMAGE_PARTS = (_file(_ZIMAGE, "text_encoders", "qwen_3_4b", 8.04), _file(_ZIMAGE, "vae", "ae", 0.34))
 _COG_PARTS = (
     _at_top("comfyanonymous/flux_text_encoders", "text_encoders", "t5xxl_fp16", 9.79),
     _at_top(_COG, "vae", "cogvideox_vae_bf16", 0.41),
@@ -89,6 +91,12 @@ def _with(denoisers: Mapping[str, _Files], *parts: _Files | Mapping[str, _Files]
 
 def _hunyuan(name: str, *parts: _Files, **sizes_gb: float) -> dict[str, _Files]:
     return _with(_in_formats(_HUNYUAN, f"hunyuanvideo1.5_{name}", **sizes_gb), _QWEN_VL, _HUNYUAN_PARTS, *parts)
+
+
+def _z_image(repository: str, name: str) -> dict[str, _Files]:
+    formats = {"bf16": ("bf16", 12.31), "int8": ("int8_convrot", 6.2)}
+    found = {kind: _denoisers(repository, size, f"{name}_{ending}") for kind, (ending, size) in formats.items()}
+    return _with(found, _ZIMAGE_PARTS)
 
 
 def _cogvideox(name: str) -> dict[str, _Files]:
@@ -127,6 +135,8 @@ SETS: Mapping[str, Mapping[str, _Files]] = {
     ),
     "flux2-klein-9b": _with({"fp8": _of_bfl("9b", 9.43)}, _QWEN_8B, _FLUX_VAE),
     "flux2-klein-base-9b": _with({"fp8": _of_bfl("base-9b", 9.43)}, _QWEN_8B, _FLUX_VAE),
+    "z-image-turbo": _z_image(_ZIMAGE, "z_image_turbo"),
+    "z-image": _z_image("Comfy-Org/z_image", "z_image"),
     "hunyuanvideo1.5-t2v-720p": _hunyuan("720p_t2v", fp16=16.65),
     "hunyuanvideo1.5-i2v-720p": _hunyuan("720p_i2v", _SIGLIP, fp16=16.65),
     "hunyuanvideo1.5-t2v-480p": _hunyuan("480p_t2v", fp16=16.65),

@@ -1,6 +1,7 @@
-"""Qwen3 as the text encoder of Flux.2 klein: conversation, tokens, the states of three layers."""
+"""Qwen3 as a text encoder: conversation, tokens, and the states of three layers (Flux.2 klein) or of one (Z-Image)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 MAX_TOKENS = 512
 # The states after this many layers of the text encoder, side by side, are the prompt; later layers are not needed.
 STATES = (9, 18, 27)
+# Of the 36 layers the one whose states are Z-Image's prompt: upstream's `hidden_states[-2]`.
+LATE_STATE = 35
 
 # What Qwen3's template makes of a prompt whose answer is not to be thought about first.
 CHAT_TEMPLATE = (
@@ -24,8 +27,13 @@ CHAT_TEMPLATE = (
 PROMPT = "A cat holding a sign that says hello world"
 
 
-def tokenize(tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS) -> "tuple[np.ndarray, np.ndarray]":
-    """Ids and mask of a conversation with each prompt, `[rows, length]` int32, padded on the right."""
+def tokenize(
+    tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS, *, thinks: bool = False
+) -> "tuple[np.ndarray, np.ndarray]":
+    """Ids and mask of a conversation with each prompt, `[rows, length]` int32, padded on the right.
+
+    Where the answer is not one that `thinks`, the template begins it with an empty thought.
+    """
     from ... import tokens
 
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
@@ -35,13 +43,18 @@ def tokenize(tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS) -
         length,
         padding_side="right",
         add_generation_prompt=True,
-        template_options={"enable_thinking": False},
+        template_options={"enable_thinking": thinks},
     )
 
 
 def encode_text(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
     """`[rows, 512]` tokens to `[rows, 512, 3 * dim]`: three layers' states, those of padding included."""
     return causal.layer_states(encoder.model, ids, mask, STATES), None
+
+
+def encode_late(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """`[rows, 512]` tokens to `[rows, 512, dim]`: the states before the last layer."""
+    return causal.layer_states(encoder.model, ids, mask, (LATE_STATE,)), None
 
 
 TEXT_ENCODER = Component(
@@ -81,9 +94,16 @@ TEXT_ENCODER = Component(
     blocks=("model.layers",),
     layers=slice(max(STATES)),
     only=("model.embed_tokens.", "model.layers."),
-    # As the model without its head has them.
+    # The model without its head.
+    class_aliases=("Qwen3Model",),
     aliases={"embed_tokens.": "model.embed_tokens.", "layers.": "model.layers."},
     rules=causal.rules("model."),
+)
+LATE_TEXT_ENCODER = replace(
+    TEXT_ENCODER,
+    tiny={**TEXT_ENCODER.tiny, "num_hidden_layers": LATE_STATE + 1, "max_window_layers": LATE_STATE + 1},
+    needs={**TEXT_ENCODER.needs, "num_hidden_layers": Need((LATE_STATE + 1,), required=True)},
+    layers=slice(LATE_STATE),
 )
 # Qwen3-8B, as published.
 LARGER = {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
@@ -102,3 +122,4 @@ TEXT = TextEncoding(
         chat_template=CHAT_TEMPLATE,
     ),
 )
+LATE_TEXT = replace(TEXT, width_key="cap_feat_dim", tokenize=partial(tokenize, thinks=True), encode=encode_late)

@@ -1,0 +1,115 @@
+"""Z-Image against `diffusers.ZImagePipeline` on the CPU in float32: every stage and the whole, on 1, 3 and 8 chips."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tests.models import parity
+from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tests.support.closeness import NETWORK
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
+from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.progress import Silent
+
+TURBO, BASE = spec_by_name("z-image-turbo"), spec_by_name("z-image")
+SHORT = "cat"
+LONG = "A small steam train on a snowy mountain. " * 40  # over 512 tokens
+# 5 x 7 = 35 patches, which are padded to 64; and 32, which are not.
+ODD = Settings(height=80, width=112, num_inference_steps=3, guidance_scale=1.0, seed=7)
+WHOLE = Settings(height=128, width=64, num_inference_steps=2, guidance_scale=4.0, seed=8)
+
+
+@functools.cache
+def pipeline(name: str) -> Any:
+    return parity.upstream("ZImagePipeline", tiny.ensure(spec_by_name(name)))
+
+
+@functools.cache
+def states(prompt: str) -> np.ndarray:
+    """Upstream's, `[tokens, dim]`: without padding."""
+    with torch.no_grad():
+        return pipeline(TURBO.name).encode_prompt(prompt, do_classifier_free_guidance=False)[0][0].numpy()
+
+
+@pytest.mark.parametrize(("chips", "prompt"), [(1, LONG), (3, SHORT), (8, SHORT)])
+def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
+    both = engine(chips).encode(parity.tiny_model(TURBO), prompt, "", Silent())
+    for given, found in zip((prompt, ""), both, strict=True):
+        assert found is not None
+        wanted = states(given)
+        assert found[0][1]["length"] == len(wanted)
+        assert (len(wanted) == 512) == (given == LONG)
+        compare(f"{given[:9]!r}, {chips} chips", found[0][0][0, : len(wanted)].numpy(), wanted, error=NETWORK)
+
+
+def given(*texts: np.ndarray) -> dict[str, np.ndarray]:
+    """The denoiser's inputs, whose padding holds noise."""
+    text = np.random.default_rng(3).normal(size=(len(texts), 512, texts[0].shape[1])).astype(np.float32) * 30
+    for row, each in zip(text, texts, strict=True):
+        row[: len(each)] = each
+    return {"text": text, "text_length": np.array([len(each) for each in texts], np.int32)}
+
+
+def upstreams_flow(settings: Settings, noise: torch.Tensor, texts: tuple[np.ndarray, ...]) -> list[np.ndarray]:
+    """Of each row, at time 0.3 of upstream's, which is timestep 700."""
+    with torch.no_grad():
+        flows = pipeline(TURBO.name).transformer(
+            [noise[0][:, None]] * len(texts), torch.full((len(texts),), 0.3), [*map(torch.from_numpy, texts)]
+        )[0]
+    return [-flow.transpose(0, 1).numpy() for flow in flows]
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 64, 511, 512])
+def test_one_call_equals_upstreams_for_a_text_of_every_length(
+    length: int, monkeypatch: pytest.MonkeyPatch, compare: Callable
+):
+    """Around a multiple of 32, to which texts are padded by tokens that are attended to."""
+    text = np.random.default_rng(length).normal(size=(length, 40)).astype(np.float32)
+    noise = parity.random_latents(TURBO, ODD)
+    (wanted,) = upstreams_flow(ODD, noise, (text,))
+    parity.poison_padding(monkeypatch)
+    ours = parity.denoise_once(TURBO, ODD, noise, given(text), timestep=700.0, chips=3)
+    compare(f"denoiser, {length} tokens", ours, wanted, error=NETWORK)
+
+
+@pytest.mark.parametrize("settings", [replace(ODD, guidance_scale=4.0), WHOLE], ids=["odd", "whole"])
+@pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(sp=3), MeshShape(dp=2, sp=4)], ids=str)
+def test_one_guided_call_equals_upstreams(
+    mesh: MeshShape, settings: Settings, monkeypatch: pytest.MonkeyPatch, compare: Callable
+):
+    """Rows with texts of different lengths, each with its own places. Padding of the chips' shares is NaN."""
+    noise, texts = parity.random_latents(BASE, settings), (states(LONG)[:77], states(""))
+    flows = upstreams_flow(settings, noise, texts)
+    parity.poison_padding(monkeypatch)
+    ours = parity.denoise_once(BASE, settings, noise, given(*texts), timestep=700.0, mesh=mesh)
+    compare(f"denoiser, {mesh}", ours, flows[1] + 4.0 * (flows[0] - flows[1]), error=NETWORK)
+
+
+@pytest.mark.parametrize(
+    ("spec", "settings"), [(TURBO, ODD), pytest.param(BASE, WHOLE, marks=pytest.mark.slow)], ids=["turbo", "base"]
+)
+def test_latents_and_picture_equal_upstreams(spec: ModelSpec, settings: Settings, compare: Callable):
+    """Upstream's guidance is added to the prompt's own flow: one less than ours."""
+    theirs = replace(settings, guidance_scale=settings.guidance_scale - 1)
+    expected = parity.generate(pipeline(spec.name), theirs, prompt=SHORT, negative_prompt="blur")
+    runner, model = engine(8), parity.tiny_model(spec)
+    embeds = runner.encode(model, SHORT, "blur", Silent())
+    latents = runner.denoise(model, settings, *embeds, Silent())
+    vae = pipeline(spec.name).vae.config
+    compare("latents", latents["samples"].numpy(), expected.latents / vae.scaling_factor + vae.shift_factor)
+    compare("picture", runner.decode(model, latents, Silent()).numpy(), expected.frames)
+
+
+def test_a_distilled_model_says_what_it_was_made_for():
+    assert TURBO.recipe.advice(TURBO.settings()) is None and TURBO.branches(TURBO.settings()) == 1
+    assert TURBO.recipe.advice(replace(WHOLE, num_inference_steps=9)) == (
+        "guidance_scale is 4.0, but it is distilled and needs none (1.0); num_inference_steps is 9, but it is "
+        "distilled to 8."
+    )
+    assert BASE.recipe.advice(WHOLE) is None and BASE.branches(BASE.settings()) == 2

@@ -1,0 +1,37 @@
+"""Z-Image's files: the denoiser by Tongyi-MAI's names, as ComfyUI repackages it. Its VAE is one of `kl`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...formats.layout import Config, FileLayout, Shapes
+
+
+def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
+    dim, patch = shapes.of("all_x_embedder.2-1.weight", 2)
+    (head_dim,) = shapes.of("layers.0.attention.norm_q.weight", 1)
+    siglip = "siglip_embedder.1.weight"
+    return {
+        "cap_feat_dim": shapes.of("cap_embedder.1.weight", 2)[1],
+        "dim": dim,
+        "in_channels": patch // 4,
+        "n_heads": dim // head_dim,
+        "n_kv_heads": dim // head_dim,
+        "n_layers": shapes.count("layers"),
+        "n_refiner_layers": shapes.count("noise_refiner"),
+        "siglip_feat_dim": shapes.of(siglip, 2)[1] if siglip in shapes else None,
+    }
+
+
+LAYOUTS = (
+    FileLayout(
+        class_name="ZImageTransformer2DModel",
+        # Lumina 2, whose network it is but for these tokens, has no such padding.
+        marks=(
+            ("x_pad_token", "noise_refiner.0.attention.qkv.weight"),
+            ("x_pad_token", "noise_refiner.0.attention.to_q.weight"),
+        ),
+        config=denoiser_config,
+        # In the makers' code, and not used there.
+        ignored=("norm_final.",),
+    ),
+)
