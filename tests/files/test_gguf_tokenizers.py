@@ -150,8 +150,11 @@ TEKKEN = (
 
 def test_a_gguf_of_mistral_has_tekken(tmp_path: Path):
     """As transformers holds it and llama.cpp writes it: every pair of tokens that is one is a merge, by rank."""
+    # As an attribute of `transformers` it is a module or a function, by what was imported before.
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     said = json.loads(tekken())
-    letters = transformers.convert_slow_tokenizer.bytes_to_unicode()
+    letters = bytes_to_unicode()
     ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in said["vocab"]}
     own = {token: "".join(letters[byte] for byte in token) for token in ranks}
     special = {entry["token_str"]: entry["rank"] for entry in said["special_tokens"]}
