@@ -53,6 +53,8 @@ LOOP_STEPS = 6
 PART_FRAMES = 17
 CHOSEN, PART = "as chosen", " (part)"
 # The switches of those that denoisers have; other kernels are of autoencoders.
+# The entries of configs that count a denoiser's blocks.
+LAYERS = re.compile(r"num_(single_)?layers|n_(refiner_)?layers")
 KERNELS = ("attention", "prologue", "residual_norm")
 
 
@@ -118,7 +120,7 @@ def one_block(spec: ModelSpec, is_tiny: bool) -> ModelSpec:
     """The model with one block of each kind in its denoisers, as wide as it is."""
 
     def lessened(config: Mapping[str, Any]) -> dict[str, Any]:
-        return {**config, **{key: 1 for key in config if re.fullmatch(r"num_(single_)?layers", key)}}
+        return {**config, **{key: 1 for key in config if LAYERS.fullmatch(key)}}
 
     parts = tuple(
         replace(part, config=lessened(part.tiny if is_tiny else part.config))
