@@ -52,9 +52,9 @@ LOOP_STEPS = 6
 # The part of a video on which XLA computes in place of kernels: of all its tokens it may have no room.
 PART_FRAMES = 17
 CHOSEN, PART = "as chosen", " (part)"
-# The switches of those that denoisers have; other kernels are of autoencoders.
 # The entries of configs that count a denoiser's blocks.
 LAYERS = re.compile(r"num_(single_)?layers|n_(refiner_)?layers")
+# The switches of those that denoisers have; other kernels are of autoencoders.
 KERNELS = ("attention", "prologue", "residual_norm")
 
 
