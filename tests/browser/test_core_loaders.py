@@ -65,6 +65,7 @@ SCALE = """
 """
 # Which miniature stands for a file that a template names: the first whose pattern is in its name.
 MINIATURES = {
+    "z_image": "z_image",
     "lora|turbo": "style",
     "umt5": "umt5",
     "wan_2.1_vae": "wan_vae",
@@ -74,9 +75,8 @@ MINIATURES = {
     "wan.*t2v": "wan_t2v",
     "mistral": "mistral",
     "qwen": "qwen3",
-    "z_image": "z_image",
-    "ae.safetensors": "flux_vae",
     "flux2-vae|small_decoder": "flux2_vae",
+    "^ae": "flux_vae",
     "klein": "klein",
     "flux2_dev": "flux2",
 }

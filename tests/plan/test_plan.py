@@ -339,6 +339,8 @@ def shallow(part: Component) -> dict[str, Any]:
 SHORT = Form(maximum="zero", block_q=128, step=128, unroll=2)
 # Bytes: scores of a small program have more, a layer's result for a text at most 16 MiB.
 SMALL_SCORES = 20 * MIB
+# Of a language model, which has no kernel: those of two prompts of 512 tokens and all 32 heads.
+TEXT_SCORES = 64 * MIB
 # Programs that were compiled and had nothing wrong with them.
 SOUND: set[str] = set()
 # Flagships whose blocks and autoencoder those of another flagship are, from the same file.
@@ -388,6 +390,7 @@ def test_every_program_compiles_for_eight_chips_without_known_waste(
         quick = {"exec_time_optimization_effort": -1.0}
         text = lowered.compile(compiler_options=quick).as_text()
         assert findings.find_scatters(text) == [], program.name
-        assert findings.float32_scores(text, **limit) == [], program.name
+        own = {"limit": TEXT_SCORES} if program.name.startswith("text_encoder") else limit
+        assert findings.float32_scores(text, **own) == [], program.name
         SOUND.add(source)
     assert any(multiplied) or not multiplied
