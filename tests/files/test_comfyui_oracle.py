@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 from comfyui_tpu.tests.files import single_files
-from comfyui_tpu.tests.files.comfyui_oracle import DENOISERS, FORMATS, holds, read_by_comfyui, read_by_us, saved
+from comfyui_tpu.tests.files.comfyui_oracle import (
+    DENOISERS,
+    FORMATS,
+    by_kitchen,
+    holds,
+    quantised,
+    read_by_comfyui,
+    read_by_us,
+    saved,
+)  # fmt: skip
 from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
 from safetensors.torch import load_file
 
@@ -49,6 +58,17 @@ def test_another_denoiser_is_what_comfyui_reads(kind: str, tmp_path: Path):
         name.removesuffix(".scale") + ".weight" * name.endswith(".scale"): x for name, x in read_by_us(path).items()
     }
     holds(ours, theirs, 0.0)
+
+
+def test_z_image_in_int8_is_what_comfyui_reads(tmp_path: Path):
+    """Query, key and value are one matrix of codes. What ConvRot adds is in `test_codes.py`."""
+    kind = "ZImageTransformer2DModel"
+    int8 = by_kitchen("TensorWiseINT8Layout", "int8_tensorwise", is_weight=True, per_channel=True)
+    change = quantised(int8, ".attention.qkv")
+    folder = saved(kind, tmp_path / "folder", **DENOISERS[kind])
+    path = single_files.write(tmp_path / "file.safetensors", folder, kind, change=change)
+    (theirs,) = read_by_comfyui(tmp_path, ("model", path))
+    holds(read_by_us(path), theirs, 2**-7)
 
 
 def test_the_vae_of_flux_is_what_comfyui_reads(tmp_path: Path):

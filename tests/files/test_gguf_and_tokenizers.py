@@ -17,6 +17,7 @@ from comfyui_tpu.tpu_runtime import tokens
 from comfyui_tpu.tpu_runtime.checkpoints import assembled, checkpoint, load, tiny
 from comfyui_tpu.tpu_runtime.files import CheckpointError, read_header
 from comfyui_tpu.tpu_runtime.formats import contents, tokenizer_files
+from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
 from comfyui_tpu.tpu_runtime.progress import Silent
 from safetensors.torch import load_file, save_file
@@ -57,6 +58,19 @@ def test_a_gguf_of_wan_and_of_its_encoder_hold_the_folders_tensors(tmp_path: Pat
         assert not [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
     path = str(tmp_path / "umt5.gguf")
     assert checkpoint.locate(WAN, rest(WAN, path)).configs(Silent())["text_encoder"]["num_heads"] == 5
+
+
+def test_a_gguf_of_z_image_holds_the_folders_tensors(tmp_path: Path):
+    """Its projections are one matrix there."""
+    folder = tiny.ensure(spec_by_name("z-image-turbo")) / "transformer"
+    theirs = single_files.load_folder(folder)
+    path = write_gguf(tmp_path / "z_image.gguf", single_files.z_image(theirs), "lumina2")
+    (held,) = contents.networks(Path(path), LAYOUTS)
+    with contextlib.ExitStack() as stack:
+        reader = load.Reader(stack, lambda: None)
+        ours = {name: reader.slice(tensor, ()) for name, tensor in assembled.own_tensors(held).items()}
+    assert held.layout.class_name == "ZImageTransformer2DModel" and ours.keys() == theirs.keys()
+    assert not [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
 
 
 def test_a_gguf_without_its_patch_embedding_is_no_wan(tmp_path: Path):

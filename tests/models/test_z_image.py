@@ -56,10 +56,10 @@ def given(*texts: np.ndarray) -> dict[str, np.ndarray]:
     return {"text": text, "text_length": np.array([len(each) for each in texts], np.int32)}
 
 
-def upstreams_flow(settings: Settings, noise: torch.Tensor, texts: tuple[np.ndarray, ...]) -> list[np.ndarray]:
+def upstreams_flow(noise: torch.Tensor, texts: tuple[np.ndarray, ...], transformer: Any = None) -> list[np.ndarray]:
     """Of each row, at time 0.3 of upstream's, which is timestep 700."""
     with torch.no_grad():
-        flows = pipeline(TURBO.name).transformer(
+        flows = (transformer or pipeline(TURBO.name).transformer)(
             [noise[0][:, None]] * len(texts), torch.full((len(texts),), 0.3), [*map(torch.from_numpy, texts)]
         )[0]
     return [-flow.transpose(0, 1).numpy() for flow in flows]
@@ -72,7 +72,7 @@ def test_one_call_equals_upstreams_for_a_text_of_every_length(
     """Around a multiple of 32, to which texts are padded by tokens that are attended to."""
     text = np.random.default_rng(length).normal(size=(length, 40)).astype(np.float32)
     noise = parity.random_latents(TURBO, ODD)
-    (wanted,) = upstreams_flow(ODD, noise, (text,))
+    (wanted,) = upstreams_flow(noise, (text,))
     parity.poison_padding(monkeypatch)
     ours = parity.denoise_once(TURBO, ODD, noise, given(text), timestep=700.0, chips=3)
     compare(f"denoiser, {length} tokens", ours, wanted, error=NETWORK)
@@ -85,10 +85,31 @@ def test_one_guided_call_equals_upstreams(
 ):
     """Rows with texts of different lengths, each with its own places. Padding of the chips' shares is NaN."""
     noise, texts = parity.random_latents(BASE, settings), (states(LONG)[:77], states(""))
-    flows = upstreams_flow(settings, noise, texts)
+    flows = upstreams_flow(noise, texts)
     parity.poison_padding(monkeypatch)
     ours = parity.denoise_once(BASE, settings, noise, given(*texts), timestep=700.0, mesh=mesh)
     compare(f"denoiser, {mesh}", ours, flows[1] + 4.0 * (flows[0] - flows[1]), error=NETWORK)
+
+
+def test_every_weight_is_used_where_upstream_uses_it(monkeypatch: pytest.MonkeyPatch, compare: Callable):
+    """All weights are drawn: those of norms are ones in the miniature, where nobody would see two exchanged."""
+    drawn: dict[str, Any] = {}
+    draw = parity.drawn_weights
+    monkeypatch.setattr(parity, "drawn_weights", lambda program: drawn.setdefault("weights", draw(program)))
+    text, noise = states(SHORT), parity.random_latents(TURBO, ODD)
+    changes = {"n_layers": 2}
+    ours = parity.denoise_once(TURBO, ODD, noise, given(text), timestep=700.0, chips=3, changes=changes)
+    own = pipeline(TURBO.name).transformer
+    transformer = type(own).from_config({**own.config, **changes})
+    transformer.load_state_dict(
+        {
+            name.replace("*", str(layer)): torch.from_numpy(np.array(weight[layer] if "*" in name else weight))
+            for name, weight in drawn["weights"].items()
+            for layer in range(len(weight) if "*" in name else 1)
+        }
+    )
+    (wanted,) = upstreams_flow(noise, (text,), transformer)
+    compare("denoiser, all weights drawn", ours, wanted, error=NETWORK)
 
 
 @pytest.mark.parametrize(
