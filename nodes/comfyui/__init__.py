@@ -1,2 +1,3 @@
-"""The only files that know ComfyUI: node classes, memory, previews, routes. May import `nodes`, `graphs` and
-`pipeline`."""
+"""The only files that know ComfyUI: node classes, memory, previews, routes. May import `graphs`, `nodes` and
+`pipeline`.
+"""

@@ -17,6 +17,7 @@ from .groups import (
     StepReuse,
     TextEncoding,
     Vae,
+    distilled,
     guidance_first,
 )
 from .limits import (

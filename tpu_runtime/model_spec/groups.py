@@ -142,6 +142,20 @@ def no_advice(settings: Settings) -> None:
     return None
 
 
+def distilled(steps: int, guidance: str) -> Advice:
+    """Advice of a model that its makers distilled to so many steps; `guidance` is what became of that there."""
+
+    def advise(settings: Settings) -> str | None:
+        found = []
+        if settings.guidance_scale > 1:
+            found.append(f"guidance_scale is {settings.guidance_scale}, but it is distilled and {guidance}")
+        if settings.num_inference_steps != steps:
+            found.append(f"num_inference_steps is {settings.num_inference_steps}, but it is distilled to {steps}")
+        return f"{'; '.join(found)}." if found else None
+
+    return advise
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How a sample is drawn: the schedule, the noise and guidance.

@@ -195,8 +195,7 @@ def rotary_tables(pos_embed: Any, sizes: "Sequence[tuple[int, int, int]]") -> "P
     tables: list[list[jax.Array]] = [[], []]
     for dim, positions in zip(pos_embed.axes_dim, ids, strict=True):
         numbers, places = np.unique(positions, return_inverse=True)
-        frequencies = 1.0 / pos_embed.theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
-        angles = np.repeat(np.outer(numbers, frequencies), 2, axis=1)
+        angles = layers.rotary_angles(pos_embed.theta, dim, numbers)
         for table, function in zip(tables, (np.cos, np.sin), strict=True):
             table.append(jnp.asarray(function(angles), jnp.float32)[jnp.asarray(places, jnp.int32)])
     return torch_bridge.to_torch(tuple(jnp.concatenate(table, axis=1)[None] for table in tables))

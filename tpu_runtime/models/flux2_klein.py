@@ -7,23 +7,13 @@ The published 9B configs are gated: its sizes are those of `Klein9BParams` in Bl
 from dataclasses import replace
 
 from ...sharding.shape import MeshShape
-from ..model_spec import FloatLimit, IntLimit, ModelSpec, Need, Parallelism, Published, Same, Settings
+from ..model_spec import FloatLimit, IntLimit, ModelSpec, Need, Parallelism, Published, Same, distilled
 from . import flux2
 from .denoisers import flux2 as denoiser
 from .text_encoders import qwen3
 
 # What the makers distilled the models to.
 STEPS = 4
-
-
-def advise(settings: Settings) -> str | None:
-    """Of a distilled model."""
-    found = []
-    if settings.guidance_scale > 1:
-        found.append(f"guidance_scale is {settings.guidance_scale}, but it is distilled and runs without")
-    if settings.num_inference_steps != STEPS:
-        found.append(f"num_inference_steps is {settings.num_inference_steps}, but it is distilled to {STEPS}")
-    return f"{'; '.join(found)}." if found else None
 
 
 def guidance_beside_heads(num_devices: int, branches: int) -> MeshShape:
@@ -76,7 +66,7 @@ DISTILLED = replace(
         "guidance_scale": FloatLimit(default=1.0, low=0.0, high=20.0),
     },
     texts={"prompt": qwen3.PROMPT},
-    recipe=replace(flux2.RECIPE, advice=advise),
+    recipe=replace(flux2.RECIPE, advice=distilled(STEPS, "runs without")),
 )
 BASE = replace(
     flux2.SPEC,

@@ -22,6 +22,7 @@ from ..model_spec import (
     Recipe,
     Settings,
     Vae,
+    distilled,
 )
 from .autoencoders import kl
 from .denoisers import layers
@@ -168,8 +169,7 @@ def rotary_tables(
         behind = length[:, None] + 1  # from the image back to its padding
         image_places = (jnp.where(is_image, 0, behind), image[1], image[2])
         text_places = (jnp.clip(behind - 1 - np.arange(text_size), 0), *np.zeros((2, text_size), int))
-        both = [axis_tables(embedder, places, text_size) for places in (image_places, text_places)]
-        return tuple(both)
+        return tuple(axis_tables(embedder, places, text_size) for places in (image_places, text_places))
 
     return torch_bridge.call_jax(tables, text_length)
 
@@ -184,8 +184,7 @@ def axis_tables(embedder: Any, places: "tuple[jax.Array | np.ndarray, ...]", lon
     rows, found = len(places[0]), ([], [])
     for axis, (dim, at) in enumerate(zip(embedder.axes_dims, places, strict=True)):
         numbers = -np.arange(longest + 2) if axis == 0 else np.arange(np.max(at) + 1)
-        frequencies = 1.0 / embedder.theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
-        angles = np.repeat(np.outer(numbers, frequencies).astype(np.float32).astype(np.float64), 2, axis=1)
+        angles = layers.rotary_angles(embedder.theta, dim, numbers).astype(np.float32).astype(np.float64)
         for table, function in zip(found, (np.cos, np.sin), strict=True):
             each = jnp.asarray(function(angles), jnp.float32)[jnp.asarray(at, jnp.int32)]
             table.append(jnp.broadcast_to(each, (rows, *each.shape[-2:])))
@@ -193,16 +192,6 @@ def axis_tables(embedder: Any, places: "tuple[jax.Array | np.ndarray, ...]", lon
 
 
 # --- what it is made of -----------------------------------------------------------------------------------------------
-
-
-def advise(settings: Settings) -> str | None:
-    """Of Turbo."""
-    found = []
-    if settings.guidance_scale > 1:
-        found.append(f"guidance_scale is {settings.guidance_scale}, but it is distilled and needs none (1.0)")
-    if settings.num_inference_steps != STEPS:
-        found.append(f"num_inference_steps is {settings.num_inference_steps}, but it is distilled to {STEPS}")
-    return f"{'; '.join(found)}." if found else None
 
 
 def solver_arguments(config: Mapping[str, Any], latent_shape: tuple[int, ...], settings: Settings) -> dict[str, Any]:
@@ -259,7 +248,7 @@ SPEC = ModelSpec(
         "flow_shift": FloatLimit(default=0.0, low=0.0, high=20.0, step=0.5),
     },
     texts={"prompt": PROMPT, "negative_prompt": ""},
-    recipe=replace(RECIPE, advice=advise),
+    recipe=replace(RECIPE, advice=distilled(STEPS, "needs none (1.0)")),
     denoiser=Denoiser(
         forward=forward,
         head_norms=tuple(

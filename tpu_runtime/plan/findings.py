@@ -92,8 +92,8 @@ def replicated_weights(program: Program, limit: int = 64 * MIB) -> list[str]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(program.arguments)
     return [
         f"{program.name}: argument {jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)} of "
-        f"{size_of(leaf) / MIB:.0f} MiB is replicated on all {program.mesh.size} devices; give it a parameter "
-        "rule that divides it."
+        f"{size_of(leaf) / MIB:.0f} MiB is replicated on all {program.mesh.size} devices; if that is not "
+        "meant, give it a parameter rule that divides it."
         for path, leaf in leaves
         if program.mesh.size > 1 and size_of(leaf) > limit and leaf.sharding.is_fully_replicated
     ]

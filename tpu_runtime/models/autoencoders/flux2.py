@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...model_spec import Call, Need, Report, Settings
-from .frames import encode_picture, pixels
+from .frames import decode_picture, encode_picture, pixels
 from .kl import run_decoder, run_encoder, vae
 
 if TYPE_CHECKING:
@@ -22,9 +22,7 @@ def denormalize_latents(sample: "torch.Tensor", settings: Settings, vae_config: 
 
 
 def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
-    report(0, 1)
-    yield call("vae_decoder", decode_image, latents, partition="spatial")[0]
-    report(1, 1)
+    return decode_picture(call, latents, report, decode_image)
 
 
 def encode_image(

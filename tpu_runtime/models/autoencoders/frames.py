@@ -34,6 +34,15 @@ def decode_by_frame(
         report(index + 1, total)
 
 
+def decode_picture(
+    call: Call, latents: "torch.Tensor", report: Report, decode: Callable[..., tuple[Any, Any]]
+) -> Iterator[Any]:
+    """The one chunk of a picture, which `decode(vae, latents)` makes."""
+    report(0, 1)
+    yield call("vae_decoder", decode, latents, partition="spatial")[0]
+    report(1, 1)
+
+
 def encode_picture(
     call: Call, pixels: "torch.Tensor", encode: Callable[..., tuple[Any, Any]], stride: int
 ) -> "torch.Tensor":

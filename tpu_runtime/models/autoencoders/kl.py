@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, Component, Need, Report, Settings, has_length
-from .frames import encode_picture, pixels
+from .frames import decode_picture, encode_picture, pixels
 from .layers import convolved, normed
 
 if TYPE_CHECKING:
@@ -106,9 +106,7 @@ def denormalize_latents(sample: "torch.Tensor", settings: Settings, vae_config: 
 
 
 def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
-    report(0, 1)
-    yield call("vae_decoder", decode_image, latents, partition="spatial")[0]
-    report(1, 1)
+    return decode_picture(call, latents, report, decode_image)
 
 
 def decode_image(vae: Any, latents: "torch.Tensor") -> "tuple[torch.Tensor, None]":

@@ -1,2 +1,3 @@
-"""Denoisers as data: sizes, how weights are cut, placed and called by their makers; `layers` is
-what several share. May import `programs`."""
+"""Denoisers as data: sizes, how weights are cut, placed and called by their makers; `layers` is what several share. May
+import `programs`.
+"""

@@ -7,6 +7,7 @@ from ....sharding.rules import REPLICATED, Rule
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
     import torch
 
     from ....attention.prologue import Prologue
@@ -40,6 +41,14 @@ def prologue(query_norm: Any, key_norm: Any, tables: Any = None) -> "Prologue":
     if tables is not None:
         tables = tuple(table.reshape(len(table), -1, table.shape[-1]) for table in torch_bridge.to_jax(tables))
     return Prologue(query_norm=norm(query_norm), key_norm=norm(key_norm), tables=tables)
+
+
+def rotary_angles(theta: float, dim: int, places: "np.ndarray") -> "np.ndarray":
+    """`[places, dim]` in float64: how far each of a head's `dim` lanes is turned, those of a pair alike."""
+    import numpy as np
+
+    frequencies = 1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+    return np.repeat(np.outer(places, frequencies), 2, axis=1)
 
 
 def heads(attn: Any, x: "torch.Tensor", *projections: Any) -> "tuple[torch.Tensor, ...]":
