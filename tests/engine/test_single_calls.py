@@ -1,10 +1,16 @@
 """Single calls of networks for nodes of ComfyUI's own, where they are not to be had."""
 
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
 import pytest
-from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tests.files.test_comfyui_encoders import QWEN3
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, choose_part
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.engine.run import CALLS
 from comfyui_tpu.tpu_runtime.hosts.together import Several
+from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.progress import Silent
 
 
@@ -18,3 +24,20 @@ def test_several_hosts_are_told_before_anything_is_sent(call: str):
     model = ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21")
     with pytest.raises(ValueError, match="This TPU has several hosts, .* Use this pack's own nodes"):
         Engine(hosts=NeverTold()).run(call, model, Silent())
+
+
+def test_models_that_share_a_file_take_what_each_needs_of_it(tmp_path: Path):
+    """FLUX.2 klein 27 layers of Qwen3, Z-Image 35 of the same."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 36}
+    file = replace(QWEN3, model="z-image-turbo", sizes={**QWEN3.sizes, **sizes}).write(tmp_path, "qwen")
+    engine, ids = Engine(), np.arange(512, dtype=np.int32)[None] % 64
+
+    def states(name: str) -> np.ndarray:
+        model = choose_part([spec_by_name(name)], str(file))
+        return engine.run("states", model, Silent(), encoder=0, ids=ids, mask=np.ones_like(ids))[0].numpy()
+
+    names = "flux2-klein-4b", "z-image-turbo"
+    first = {name: states(name) for name in names}
+    assert [found.shape[1] for found in first.values()] == [3 * 256, 256]
+    for name in names:
+        np.testing.assert_array_equal(states(name), first[name])

@@ -111,7 +111,9 @@ class Stage:
         assert wanted is not None
 
         loras = self.model.loras_of(name)
-        key = (name, self.found.identity(component.folder, self.progress), executable.program.precision)
+        # Models that share a file need not need the same layers of it.
+        shapes = signature(sorted((name, want.shape) for name, want in wanted.items()))
+        key = (name, self.found.identity(component.folder, self.progress), executable.program.precision, shapes)
         variant = apply.variant(loras)
         if not self.hosts.agree(f"use {name} of {self.found.model_id}", self.device_cache.state(key, variant)):
             self.device_cache.drop([signature(key)])
