@@ -16,7 +16,7 @@ from comfyui_tpu.sharding.mesh import Device
 from comfyui_tpu.sharding.rules import REPLICATED, Rule
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tpu_runtime.cost_model import chips
-from comfyui_tpu.tpu_runtime.models import wan, wan21
+from comfyui_tpu.tpu_runtime.models.wan import wan, wan21
 from comfyui_tpu.tpu_runtime.plan import plan
 from comfyui_tpu.tpu_runtime.plan.compile import PlanRequest
 from comfyui_tpu.tpu_runtime.programs import modules, torch_bridge, weights

@@ -19,6 +19,7 @@ MAX_FILES, MAX_LINES, MAX_SHARED_RUN = 14, 500, 8
 LEAVES = {"leaves", "model_spec", "cache", "attention", "kernels", "sharding"}
 PROGRAMS = {"programs", "machine", *LEAVES}
 MODELS = {"models", *PROGRAMS}
+NETWORKS = {"models.text_encoders", "models.autoencoders", "models.denoisers", *PROGRAMS}
 FORMATS = {"formats", "models.layouts"}
 CHECKPOINTS = {"checkpoints", *FORMATS, *MODELS}
 NODES = {"nodes", "nodes.graphs", "pipeline"}
@@ -37,7 +38,8 @@ MAY_IMPORT = {
     "models.autoencoders": PROGRAMS,
     "models.denoisers": PROGRAMS,
     "models.layouts": {"formats", "models.text_encoders", *LEAVES},
-    "models": {"models.text_encoders", "models.autoencoders", "models.denoisers", *PROGRAMS},
+    "models.wan": NETWORKS,
+    "models": {"models.wan", *NETWORKS},
     "checkpoints": {*FORMATS, *MODELS},
     "loras": CHECKPOINTS,
     "line": CHECKPOINTS,
@@ -232,14 +234,19 @@ def test_no_two_classes_of_the_product_have_one_name():
 
 def test_the_rules_see_a_turned_arrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    for name in ("sharding/rules.py", "nodes/family.py", "tpu_runtime/engine/run.py", "tpu_runtime/models/wan21.py"):
+    for name in (
+        "sharding/rules.py",
+        "nodes/family.py",
+        "tpu_runtime/engine/run.py",
+        "tpu_runtime/models/flux2.py",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     (tmp_path / "sharding/rules.py").write_text("def f():\n    from ..nodes import family\n")
-    (tmp_path / "tpu_runtime/models/wan21.py").write_text("from ..engine.run import Run\n")
-    (tmp_path / "tpu_runtime/engine/run.py").write_text("from ..models.wan21 import SPEC\n")
+    (tmp_path / "tpu_runtime/models/flux2.py").write_text("from ..engine.run import Run\n")
+    (tmp_path / "tpu_runtime/engine/run.py").write_text("from ..models.flux2 import SPEC\n")
     assert wrong_arrows(tmp_path / "sharding/rules.py") == [
         "sharding/rules.py:2 (sharding) imports nodes/family.py (nodes)"
     ]
-    assert wrong_arrows(tmp_path / "tpu_runtime/models/wan21.py")
+    assert wrong_arrows(tmp_path / "tpu_runtime/models/flux2.py")
     assert not wrong_arrows(tmp_path / "tpu_runtime/engine/run.py")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from comfyui_tpu.tpu_runtime.models.text_encoders.t5 import write_umt5_tokenizer
 from comfyui_tpu.tpu_runtime.models.text_encoders.wan import MAX_TOKENS
-from comfyui_tpu.tpu_runtime.models.wan import SCHEDULER
+from comfyui_tpu.tpu_runtime.models.wan.wan import SCHEDULER
 from comfyui_tpu.tpu_runtime.tokens import load_tokenizer
 from miniature_vae import CHANNELS, FRAMES, encode_clips, upstream
 from moving_shapes import COLOURS, HEIGHT, MOTIONS, SHAPES, WIDTH, Scene, judge, scenes

@@ -12,12 +12,9 @@ from . import (
     hunyuan15,
     hunyuan15_distilled,
     hunyuan15_i2v,
-    wan21,
-    wan21_i2v,
-    wan22_i2v,
-    wan22_ti2v,
     z_image,
 )
+from .wan import wan21, wan21_i2v, wan22_i2v, wan22_ti2v
 
 # One of each kind, in the README's table: what its examples and predictions are for.
 FLAGSHIPS: tuple[ModelSpec, ...] = (

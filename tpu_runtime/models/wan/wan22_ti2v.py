@@ -7,15 +7,15 @@ The oracles are `diffusers.WanPipeline` and, with a picture, `diffusers.WanImage
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..model_spec import FloatLimit, IntLimit, LatentGeometry, ModelSpec, Need, Pictures, Published
+from ...model_spec import FloatLimit, IntLimit, LatentGeometry, ModelSpec, Need, Pictures, Published
+from ..autoencoders import wan22 as wan22_vae
+from ..text_encoders.wan import NEGATIVE_PROMPT, TEXT, TEXT_ENCODER
 from . import wan
-from .autoencoders import wan22 as wan22_vae
-from .text_encoders.wan import NEGATIVE_PROMPT, TEXT, TEXT_ENCODER
 
 if TYPE_CHECKING:
     import torch
 
-    from ..programs.denoiser_run import DenoiserRun
+    from ...programs.denoiser_run import DenoiserRun
 
 # The makers' own.
 PROMPT = "Two anthropomorphic cats in comfy boxing gear and bright gloves fight intensely on a spotlighted stage."

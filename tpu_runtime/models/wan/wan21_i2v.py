@@ -8,15 +8,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...sharding.rules import GATHERED, REPLICATED, Rule
-from ..model_spec import Call, Component, FloatLimit, IntLimit, ModelSpec, Need, Pictures, Published, Same, Settings
+from ....sharding.rules import GATHERED, REPLICATED, Rule
+from ...model_spec import Call, Component, FloatLimit, IntLimit, ModelSpec, Need, Pictures, Published, Same, Settings
+from ..autoencoders import wan_encoder
+from ..autoencoders.wan import VAE_DECODER
+from ..denoisers import layers
+from ..text_encoders import PICTURE_PROMPT
+from ..text_encoders import wan as wan_text
+from ..text_encoders.wan import TEXT, TEXT_ENCODER
 from . import wan
-from .autoencoders import wan_encoder
-from .autoencoders.wan import VAE_DECODER
-from .denoisers import layers
-from .text_encoders import PICTURE_PROMPT
-from .text_encoders import wan as wan_text
-from .text_encoders.wan import TEXT, TEXT_ENCODER
 
 if TYPE_CHECKING:
     import numpy as np

@@ -4,10 +4,10 @@ Wan2.2-T2V-A14B-Diffusers. The oracle is `diffusers.WanPipeline`. The network is
 
 from dataclasses import replace
 
-from ..model_spec import FloatLimit, IntLimit, ModelSpec, Published
+from ...model_spec import FloatLimit, IntLimit, ModelSpec, Published
+from ..autoencoders.wan import VAE_DECODER
+from ..text_encoders.wan import NEGATIVE_PROMPT, PROMPT, TEXT, TEXT_ENCODER
 from . import wan
-from .autoencoders.wan import VAE_DECODER
-from .text_encoders.wan import NEGATIVE_PROMPT, PROMPT, TEXT, TEXT_ENCODER
 
 SPEC = ModelSpec(
     name="wan2.1-t2v-14b",

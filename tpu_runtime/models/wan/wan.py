@@ -8,15 +8,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...sharding.rules import BLOCK_GATHERED, GATHERED, REPLICATED, Rule
-from ..model_spec import Component, Denoiser, FloatLimit, IntLimit, LatentGeometry, Miniature, Need, Recipe, Same, Vae
-from .autoencoders.wan import decode, denormalize_latents
-from .denoisers import layers
+from ....sharding.rules import BLOCK_GATHERED, GATHERED, REPLICATED, Rule
+from ...model_spec import Component, Denoiser, FloatLimit, IntLimit, LatentGeometry, Miniature, Need, Recipe, Same, Vae
+from ..autoencoders.wan import decode, denormalize_latents
+from ..denoisers import layers
 
 if TYPE_CHECKING:
     import torch
 
-    from ..programs.denoiser_run import DenoiserRun
+    from ...programs.denoiser_run import DenoiserRun
 
 # --- the denoiser -----------------------------------------------------------------------------------------------------
 

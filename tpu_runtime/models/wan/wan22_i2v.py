@@ -5,12 +5,12 @@ Two experts of the network in `wan`, each for its part of the timesteps, and a V
 
 from dataclasses import replace
 
-from ..model_spec import FloatLimit, IntLimit, ModelSpec, Pictures, Published
+from ...model_spec import FloatLimit, IntLimit, ModelSpec, Pictures, Published
+from ..autoencoders.wan import VAE_DECODER
+from ..autoencoders.wan_encoder import VAE_ENCODER, condition_shapes, encode_image, encode_video
+from ..text_encoders import PICTURE_PROMPT
+from ..text_encoders.wan import NEGATIVE_PROMPT, TEXT, TEXT_ENCODER
 from . import wan
-from .autoencoders.wan import VAE_DECODER
-from .autoencoders.wan_encoder import VAE_ENCODER, condition_shapes, encode_image, encode_video
-from .text_encoders import PICTURE_PROMPT
-from .text_encoders.wan import NEGATIVE_PROMPT, TEXT, TEXT_ENCODER
 
 EXPERTS = wan.experts(wan.PICTURE_TRANSFORMER)
 
