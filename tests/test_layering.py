@@ -234,12 +234,7 @@ def test_no_two_classes_of_the_product_have_one_name():
 
 def test_the_rules_see_a_turned_arrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    for name in (
-        "sharding/rules.py",
-        "nodes/family.py",
-        "tpu_runtime/engine/run.py",
-        "tpu_runtime/models/flux2.py",
-    ):
+    for name in ("sharding/rules.py", "nodes/family.py", "tpu_runtime/engine/run.py", "tpu_runtime/models/flux2.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     (tmp_path / "sharding/rules.py").write_text("def f():\n    from ..nodes import family\n")

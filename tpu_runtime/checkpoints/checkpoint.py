@@ -182,7 +182,7 @@ class Checkpoint:
         return self._config(component, (self._rest_for(component.folder) or self).home(progress))
 
     def _config(self, component: Component, root: Path) -> Mapping[str, Any]:
-        config = read_json(self._folder(root, component.folder) / CONFIG)
+        config = compatibility.own_config(component, read_json(self._folder(root, component.folder) / CONFIG))
         if problem := compatibility.config_problem(self.spec, component, self.model_id, config):
             raise CheckpointError(problem)
         return config

@@ -74,6 +74,16 @@ def _is_off(value: Any) -> bool:
     return value is None or value is False or (_is_part(value) and value[1] is None)
 
 
+def own_config(component: Component, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A component's part of the config in its folder: where that is of a model that also sees, its language model's
+    numbers are in `text_config`.
+    """
+    text = config.get("text_config")
+    if "text_config" in component.config or not isinstance(text, Mapping):
+        return config
+    return {**config, **{name: value for name, value in text.items() if name != "architectures"}}
+
+
 def config_problem(spec: ModelSpec, component: Component, model_id: str, config: Mapping[str, Any]) -> str | None:
     """What of a component's own `config.json` does not fit, by key and value."""
     found = config.get("_class_name") or config.get("architectures")

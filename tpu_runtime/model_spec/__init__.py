@@ -19,6 +19,7 @@ from .groups import (
     Vae,
     distilled,
     guidance_first,
+    plain_guidance,
 )
 from .limits import (
     CHECKPOINT,

@@ -134,6 +134,14 @@ class GuidanceAt(Protocol):
     def __call__(self, settings: Settings, timestep: float, /) -> float: ...
 
 
+class Guide(Protocol):
+    """What becomes of the predictions for the prompt and the negative prompt, `[1, *latent]` each, float32."""
+
+    def __call__(
+        self, prompt: "torch.Tensor", negative: "torch.Tensor", scale: "torch.Tensor", /
+    ) -> "torch.Tensor": ...
+
+
 class Advice(Protocol):
     """A sentence about settings that are allowed but that the model's authors do not publish; None for others."""
 

@@ -19,6 +19,7 @@ from .functions import (
     EncodeText,
     Forward,
     GuidanceAt,
+    Guide,
     KeepFeatures,
     Noise,
     PutGiven,
@@ -138,6 +139,11 @@ def steady_guidance(settings: Settings, timestep: float) -> float:
     return settings.guidance_scale
 
 
+def plain_guidance(prompt: "torch.Tensor", negative: "torch.Tensor", scale: "torch.Tensor") -> "torch.Tensor":
+    """Classifier-free guidance, https://arxiv.org/abs/2207.12598."""
+    return negative + scale * (prompt - negative)
+
+
 def no_advice(settings: Settings) -> None:
     return None
 
@@ -162,8 +168,8 @@ class Recipe:
 
     `scheduler` is the published config. `schedulers` may run in its place: what is to change in the config, by name.
     `shift_key` is the config's name for the shift that a widget overrides. `guidance` is "cfg" (two branches while
-    `guidance_scale` is above 1: row 0 the prompt, row 1 the negative prompt) or "embedded" (one branch; the network is
-    told the scale if it takes one).
+    `guidance_scale` is above 1: row 0 the prompt, row 1 the negative prompt; `guide` makes one of their predictions) or
+    "embedded" (one branch; the network is told the scale if it takes one).
     """
 
     scheduler: Mapping[str, Any]
@@ -171,6 +177,7 @@ class Recipe:
     shift_key: str | None = None
     guidance: Literal["cfg", "embedded"] = "cfg"
     guidance_at: GuidanceAt = steady_guidance
+    guide: Guide = plain_guidance
     noise: Noise = plain_noise
     draw_inputs: DrawInputs = nothing_drawn
     solver_arguments: SolverArguments = no_arguments

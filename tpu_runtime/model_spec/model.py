@@ -48,7 +48,7 @@ class ModelSpec:
     @property
     def is_image(self) -> bool:
         """Whether it makes a picture, not a video."""
-        return self.geometry.stride_t == 0
+        return "num_frames" not in self.inputs
 
     @property
     def needs_condition(self) -> bool:

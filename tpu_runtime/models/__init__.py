@@ -12,6 +12,7 @@ from . import (
     hunyuan15,
     hunyuan15_distilled,
     hunyuan15_i2v,
+    qwen_image,
     z_image,
 )
 from .wan import wan21, wan21_i2v, wan22_i2v, wan22_ti2v
@@ -24,6 +25,7 @@ FLAGSHIPS: tuple[ModelSpec, ...] = (
     hunyuan15_i2v.SPEC,
     flux2.SPEC,
     z_image.SPEC,
+    qwen_image.SPEC,
     cogvideox.SPEC,
 )
 # Of another size or recipe, or with more inputs: run by the nodes of the flagship of their family.

@@ -33,7 +33,6 @@ from .denoisers.layers import Modulation, Staggered
 from .text_encoders import mistral3
 
 if TYPE_CHECKING:
-    import jax
     import torch
 
     from ..programs.denoiser_run import DenoiserRun
@@ -183,22 +182,13 @@ def modulate(run: "DenoiserRun", module: Any, temb: "torch.Tensor") -> list[Modu
 
 def rotary_tables(pos_embed: Any, sizes: "Sequence[tuple[int, int, int]]") -> "Pair":
     """`Flux2PosEmbed`: `[1, tokens, head_dim]` of tokens in grids of (height, width, place in the text), which are ten
-    apart in time. Angles are in float64; a table has a row for each number there is.
+    apart in time.
     """
-    import jax.numpy as jnp
     import numpy as np
 
-    from ..programs import torch_bridge
-
     grids = [np.indices((1, *size)).reshape(4, -1) for size in sizes]
-    ids = np.concatenate([grid + [[10 * index], [0], [0], [0]] for index, grid in enumerate(grids)], axis=1)
-    tables: list[list[jax.Array]] = [[], []]
-    for dim, positions in zip(pos_embed.axes_dim, ids, strict=True):
-        numbers, places = np.unique(positions, return_inverse=True)
-        angles = layers.rotary_angles(pos_embed.theta, dim, numbers)
-        for table, function in zip(tables, (np.cos, np.sin), strict=True):
-            table.append(jnp.asarray(function(angles), jnp.float32)[jnp.asarray(places, jnp.int32)])
-    return torch_bridge.to_torch(tuple(jnp.concatenate(table, axis=1)[None] for table in tables))
+    places = np.concatenate([grid + [[10 * index], [0], [0], [0]] for index, grid in enumerate(grids)], axis=1)
+    return layers.rotary_tables(pos_embed.theta, pos_embed.axes_dim, places)
 
 
 # --- what it is made of -----------------------------------------------------------------------------------------------

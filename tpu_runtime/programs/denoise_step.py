@@ -173,7 +173,7 @@ class _StepBuild:
         asked = (sample, args.timestep[None], inputs)
         output, kept = self.predicted(weights, predict, args.features, asked)
         if len(output) == 2:
-            output = output[1:] + args.guidance * (output[:1] - output[1:])
+            output = torch_bridge.call(self.spec.recipe.guide, output[:1], output[1:], args.guidance)
         sample, *memory, denoised = solver_table.advance(args.state, output, args.row)
         state = (self._put_given(sample, args.inputs), *memory, self._put_given(denoised, args.inputs))
         return (*state, finite.flag(state[0])), kept

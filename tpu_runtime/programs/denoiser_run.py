@@ -124,11 +124,16 @@ class DenoiserRun:
         return torch_bridge.call_jax(attend, latent, text, text_length)
 
     def halves_attention(
-        self, *streams: Heads, prologues: Sequence[Prologue], text_length: int = 0
+        self, *streams: Heads, prologues: Sequence[Prologue], text_length: int | torch.Tensor = 0
     ) -> tuple[torch.Tensor, ...]:
-        """Both `halves` of a sequence, and a replicated text if one follows, each attending to all real tokens."""
-        attend = functools.partial(self.layout.halves_attention, text_length=text_length, prologues=prologues)
-        return torch_bridge.call_jax(attend, *streams)
+        """Both `halves` of a sequence, and a replicated text if one follows, each attending to all real tokens. Of the
+        text the first `text_length` are, of all rows or `[rows]`.
+        """
+
+        def attend(length: Any, *streams: Any) -> tuple[jax.Array, ...]:
+            return self.layout.halves_attention(*streams, text_length=length, prologues=prologues)
+
+        return torch_bridge.call_jax(attend, text_length, *streams)
 
     def residual_norm(
         self,

@@ -109,9 +109,14 @@ class TokenLayout:
         return out, text_out
 
     def halves_attention(
-        self, *streams: tuple[Array, Array, Array], text_length: int = 0, prologues: Sequence[Prologue]
+        self,
+        *streams: tuple[Array, Array, Array],
+        text_length: int | Int[Array, " batch"] = 0,
+        prologues: Sequence[Prologue],
     ) -> tuple[Array, ...]:
-        """As `joint_attention`, of the two `halves` of a sequence, and of a text where one follows."""
+        """As `joint_attention`, of the two `halves` of a sequence, and of a text where one follows: of so many tokens,
+        or of each row.
+        """
         half = streams[0][0].shape[1]
         lengths = min(self.num_tokens, half), max(self.num_tokens - half, 0), text_length
         placements: tuple[Placement, ...] = "sharded", "sharded", "replicated"

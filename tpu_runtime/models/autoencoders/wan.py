@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, Component, Need, Report, Settings, has_length
-from .frames import decode_by_frame, pixels
+from .frames import decode_by_frame, decode_picture, pixels
 from .layers import convolved, enlarged
 
 if TYPE_CHECKING:
@@ -14,7 +14,25 @@ if TYPE_CHECKING:
 
 def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
     """One latent frame a call, what later ones look back at carried from one to the next: 1 frame, then 4 each."""
+    if latents.shape[2] == 1:
+        return decode_picture(call, latents, report, decode_alone)
     return decode_by_frame(call, latents, report, before_first=before_first, decode_next=decode_next)
+
+
+def decode_alone(vae: Any, latent: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """The only latent frame `[1, channels, 1, h, w]` to the frame `[1, height, width, 3]` in 0..1.
+
+    Nothing was before it: of a causal convolution only the last of its frames' weights meet more than zeros.
+    """
+    from types import SimpleNamespace
+
+    def convolve(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
+        return convolved(SimpleNamespace(weight=conv.weight[:, :, -1:], bias=conv.bias), x, kernel=True)
+
+    def upsample(sampler: Any, x: "torch.Tensor") -> "torch.Tensor":
+        return convolved(sampler.resample[1], x, doubled=True, kernel=True)
+
+    return run_decoder(vae, latent, convolve, upsample, factor_t=1), None
 
 
 def before_first(vae: Any, latent: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
@@ -39,7 +57,6 @@ def decode_next(
     """
     import jax
     import torch
-    from torch.nn.functional import silu
 
     from ...programs import torch_bridge
 
@@ -66,6 +83,21 @@ def decode_next(
             x = torch.where(is_first, x.repeat_interleave(2, dim=2), doubled)
         return convolved(sampler.resample[1], x, doubled=True, kernel=True)
 
+    return run_decoder(vae, latent, convolve, upsample), kept
+
+
+def run_decoder(
+    vae: Any,
+    latent: "torch.Tensor",
+    convolve: "Callable[[Any, torch.Tensor], torch.Tensor]",
+    upsample: "Callable[[Any, torch.Tensor], torch.Tensor]",
+    factor_t: int | None = None,
+) -> "torch.Tensor":
+    """A latent frame to frames `[frames, height, width, 3]` in 0..1: `convolve(conv, x)` is a causal convolution, and
+    `upsample(sampler, x)` the next size. Shortcuts make `factor_t` frames of one, by default as many as upstream's.
+    """
+    from torch.nn.functional import silu
+
     decoder = vae.decoder
     x = convolve(decoder.conv_in, vae.post_quant_conv(latent))
     (before, after), (attention,) = decoder.mid_block.resnets, decoder.mid_block.attentions
@@ -77,15 +109,14 @@ def decode_next(
         for sampler in getattr(block, "upsamplers", None) or ():
             x = upsample(sampler, x)
         if getattr(block, "avg_shortcut", None) is not None:
-            x = upsample(block.upsampler, x) + duplicated(block.avg_shortcut, small)
+            x = upsample(block.upsampler, x) + duplicated(block.avg_shortcut, small, factor_t)
     patches = convolve(decoder.conv_out, silu(decoder.norm_out(x)))
-    return pixels(unpatched(patches[0], vae.config.patch_size or 1)), kept
+    return pixels(unpatched(patches[0], vae.config.patch_size or 1))
 
 
-def duplicated(shortcut: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """`DupUp3D`: each element as several frames, rows and columns; of twice the channels two are two rows.
-
-    The video's first frame comes out several times too, as in `decode_next`.
+def duplicated(shortcut: Any, x: "torch.Tensor", factor_t: int | None = None) -> "torch.Tensor":
+    """`DupUp3D`: each element as `factor_t` frames, by default as upstream, and two rows and columns; of twice the
+    channels two are two rows. The video's first frame comes out several times too, as in `decode_next`.
     """
     from functools import partial
 
@@ -94,8 +125,9 @@ def duplicated(shortcut: Any, x: "torch.Tensor") -> "torch.Tensor":
     *_, frames, height, width = x.shape
     assert len(x[0]) == shortcut.out_channels * (1 if shortcut.factor_t > 1 else 2)
     rows = x.unflatten(1, (shortcut.out_channels, -1)).movedim(2, 4).flatten(3, 4)
-    rows = rows.repeat_interleave(shortcut.factor_t, dim=2)
-    size = (shortcut.factor_t * frames, 2 * height, 2 * width)
+    factor_t = factor_t or shortcut.factor_t
+    rows = rows.repeat_interleave(factor_t, dim=2)
+    size = (factor_t * frames, 2 * height, 2 * width)
     return torch_bridge.call_jax(partial(enlarged, size=size), rows)
 
 
@@ -194,6 +226,8 @@ VAE_DECODER = Component(
     folder="vae",
     library="diffusers",
     class_name="AutoencoderKLWan",
+    # Qwen-Image's: the same network by another name.
+    class_aliases=("AutoencoderKLQwenImage",),
     config={"base_dim": 96, "z_dim": 16, "latents_mean": LATENTS_MEAN, "latents_std": LATENTS_STD},
     tiny={"base_dim": 8, "num_res_blocks": 1},
     # Wan 2.2's 5B model has a VAE of another form by the same name, see `wan22`.

@@ -51,6 +51,24 @@ def rotary_angles(theta: float, dim: int, places: "np.ndarray") -> "np.ndarray":
     return np.repeat(np.outer(places, frequencies), 2, axis=1)
 
 
+def rotary_tables(theta: float, dims: "Sequence[int]", places: "np.ndarray") -> "Pair":
+    """Cosines and sines `[1, tokens, head_dim]` of tokens at `places` `[axes, tokens]`, of which an axis has so many of
+    a head's lanes as `dims` say. Angles are in float64; a table has a row for each number there is.
+    """
+    import jax.numpy as jnp
+    import numpy as np
+
+    from ...programs import torch_bridge
+
+    tables: list[list[jax.Array]] = [[], []]
+    for dim, at in zip(dims, places, strict=True):
+        numbers, index = np.unique(at, return_inverse=True)
+        angles = rotary_angles(theta, dim, numbers)
+        for table, function in zip(tables, (np.cos, np.sin), strict=True):
+            table.append(jnp.asarray(function(angles), jnp.float32)[jnp.asarray(index, jnp.int32)])
+    return torch_bridge.to_torch(tuple(jnp.concatenate(table, axis=1)[None] for table in tables))
+
+
 def heads(attn: Any, x: "torch.Tensor", *projections: Any) -> "tuple[torch.Tensor, ...]":
     """What each of `projections` makes of `[rows, tokens, dim]`, head by head: `[rows, tokens, heads, head_dim]`."""
     return tuple(project(x).unflatten(2, (attn.heads, -1)) for project in projections)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...formats.layout import Config, FileLayout, Shapes
 from ...model_spec import Table
-from ..text_encoders import hunyuan15, mistral3, qwen3
+from ..text_encoders import mistral3, qwen3, qwen25
 
 _ATTENTION = "encoder.block.0.layer.0.SelfAttention"
 
@@ -173,7 +173,7 @@ LAYOUTS = (
         marks=(*_named(_Q, _BIAS), ("blk.0.attn_q.weight", "blk.0.attn_k.bias")),
         table=partial(_in_model, ""),
         config=_causal,
-        chat_template=hunyuan15.CHAT_TEMPLATE,
+        chat_template=qwen25.CHAT_TEMPLATE,
         ignored=("visual.", "model.visual.", "lm_head.", "output."),
     ),
     FileLayout(

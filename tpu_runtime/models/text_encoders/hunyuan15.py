@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...model_spec import Component, Need, TextEncoding
-from . import causal, t5
+from ...model_spec import Need, TextEncoding
+from . import qwen25, t5
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,10 +17,6 @@ NEGATIVE_PROMPT = ""
 MAX_TOKENS, MAX_GLYPHS, PREFIX = 1000, 256, 108
 # Upstream takes the states before the last layers and before the final norm.
 LAYERS_SKIPPED = 2
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def system_message() -> str:
@@ -62,20 +58,6 @@ def tokenize_glyphs(
     return ids, mask
 
 
-def encode_text(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
-    """Tokens `[rows, 108 + length]` to states `[rows, length, dim]` of the layers that `trim_text` leaves."""
-    import torch
-
-    rows, length = ids.shape
-    prefix = length - mask.shape[1]
-    real = torch.cat([torch.ones_like(ids[:, :prefix]), mask], dim=1).bool()
-    position = torch.arange(length, device=ids.device)
-    allowed = (position[:, None] >= position[None, :])[None, None] & real[:, None, None, :]
-    # Upstream makes this mask itself, but asks its values on the way; a prepared one is taken as it is.
-    states = encoder(ids, attention_mask={"full_attention": allowed}, use_cache=False).last_hidden_state
-    return states[:, prefix:], None
-
-
 def trim_text(encoder: Any) -> None:
     """Drops the final norm: what is read comes before it."""
     import torch
@@ -92,14 +74,7 @@ def encode_glyphs(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> "t
 
 
 def write_tokenizer(folder: Path) -> None:
-    """With merges of the words that it will see first."""
-    causal.write_qwen_tokenizer(
-        folder,
-        texts=(system_message(), PROMPT),
-        vocab_size=700,
-        special=("<|im_start|>", "<|im_end|>"),
-        chat_template=CHAT_TEMPLATE,
-    )
+    qwen25.tokenizer_writer(system_message(), PROMPT)(folder)
 
 
 def write_glyph_tokenizer(folder: Path) -> None:
@@ -108,53 +83,16 @@ def write_glyph_tokenizer(folder: Path) -> None:
     ByT5Tokenizer().save_pretrained(folder)
 
 
-TEXT_ENCODER = Component(
-    name="text_encoder",
-    library="transformers",
-    class_name="Qwen2_5_VLTextModel",
-    config={
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "max_position_embeddings": 128000,
-        "max_window_layers": 28,
-        "num_attention_heads": 28,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-6,
-        "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"},
-        "rope_theta": 1000000.0,
-        "vocab_size": 152064,
-    },
-    tiny={
-        "architectures": ["Qwen2_5_VLTextModel"],
-        "hidden_size": 60,
-        "intermediate_size": 100,
-        "max_position_embeddings": 2048,
-        "max_window_layers": 5,
-        "num_attention_heads": 6,
-        "num_hidden_layers": 5,
-        "num_key_value_heads": 2,
-        "rope_scaling": {"mrope_section": [1, 2, 2], "rope_type": "default", "type": "default"},
-        "vocab_size": 703,
-        "bos_token_id": None,
-        "eos_token_id": 700,
-        # Large enough that a prompt's words matter.
-        "initializer_range": 0.2,
-    },
+TEXT_ENCODER = qwen25.encoder(
+    layers=slice(-LAYERS_SKIPPED),
+    only=("embed_tokens.", "layers."),
     needs={
         "num_hidden_layers": Need(
             fits=lambda layers: isinstance(layers, int) and layers > LAYERS_SKIPPED,
             wording=f"more than {LAYERS_SKIPPED}",
-        ),
-        "use_sliding_window": Need((False,)),
+        )
     },
-    blocks=("layers",),
-    layers=slice(-LAYERS_SKIPPED),
-    only=("embed_tokens.", "layers."),
-    # The whole model's names: before and since transformers 4.52, and its part without the head.
-    aliases={"model.": "", "model.language_model.": "", "language_model.": ""},
     trim=trim_text,
-    rules=causal.rules(),
 )
 
 GLYPH_ENCODER = t5.encoder(
@@ -171,7 +109,7 @@ TEXT_ENCODERS = (
         prefix=PREFIX,
         width_key="text_embed_dim",
         tokenize=tokenize,
-        encode=encode_text,
+        encode=qwen25.encode_text,
         write_tokenizer=write_tokenizer,
     ),
     TextEncoding(

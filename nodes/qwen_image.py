@@ -1,0 +1,22 @@
+"""Qwen-Image, text to image: the inputs of its nodes, in the order that saved workflows rely on."""
+
+from ..tpu_runtime.pipeline import spec_for_family
+from .family import decoder, pipeline, sampler, text_encoder
+from .inputs import FEW_STEPS
+
+SPEC = spec_for_family("QwenImage")
+LABEL = "Qwen-Image"
+
+_PROMPTS = ("prompt", "negative_prompt")
+_EMBEDS = ("prompt_embeds", "negative_prompt_embeds")
+_NUMBERS = ("height", "width", "num_inference_steps", "guidance_scale", "seed")
+_MODEL = ("model_id", "model", "precision")
+_RECIPE = ("flow_shift", *FEW_STEPS)
+
+TEXT_ENCODER = text_encoder(SPEC, LABEL, *_PROMPTS, *_MODEL)
+SAMPLER = sampler(SPEC, LABEL, *_EMBEDS, *_NUMBERS, *_MODEL, *_RECIPE)
+DECODER = decoder(SPEC, LABEL, "latents", *_MODEL)
+STAGES = (TEXT_ENCODER, SAMPLER, DECODER)
+PIPELINE = pipeline(SPEC, LABEL, STAGES, *_PROMPTS, *_NUMBERS, *_MODEL, *_RECIPE)
+
+NODES = (*STAGES, PIPELINE)

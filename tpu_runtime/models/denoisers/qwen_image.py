@@ -1,0 +1,58 @@
+"""The denoiser of Qwen-Image as data: its sizes, and how its weights are placed on chips."""
+
+from ....sharding.rules import REPLICATED, Rule
+from ...model_spec import Component, Need, Same
+
+_RULES = (
+    Rule("transformer_blocks.**.bias", REPLICATED),
+    Rule("transformer_blocks.*.attn.to_out.0.weight", (None, None, "heads")),
+    Rule("transformer_blocks.*.attn.to_add_out.weight", (None, None, "heads")),
+    Rule("transformer_blocks.*.attn.*_proj.weight", (None, "heads", None)),
+    Rule("transformer_blocks.*.attn.to_*.weight", (None, "heads", None)),
+    Rule("transformer_blocks.*.*.net.0.proj.weight", (None, "mlp", None)),
+    Rule("transformer_blocks.*.*.net.2.weight", (None, None, "mlp")),
+    # Used on a row or, outside the blocks, on the text: their outputs are gathered, not they.
+    Rule("transformer_blocks.*.*_mod.1.weight", (None, "all_mlp", None)),
+    Rule("time_text_embed.*.linear_1.weight", REPLICATED),
+    Rule("time_text_embed.*.linear_2.weight", ("all_mlp", None)),
+    Rule("norm_out.linear.weight", ("all_mlp", None)),
+    Rule("txt_in.weight", ("all_mlp", None)),
+)
+
+TRANSFORMER = Component(
+    name="transformer",
+    library="diffusers",
+    class_name="QwenImageTransformer2DModel",
+    config={
+        "attention_head_dim": 128,
+        "axes_dims_rope": (16, 56, 56),
+        "guidance_embeds": False,
+        "in_channels": 64,
+        "joint_attention_dim": 3584,
+        "num_attention_heads": 24,
+        "num_layers": 60,
+        "out_channels": 16,
+        "patch_size": 2,
+    },
+    tiny={
+        "attention_head_dim": 24,
+        "axes_dims_rope": (4, 10, 10),
+        "joint_attention_dim": 60,
+        "num_attention_heads": 6,
+        "num_layers": 3,
+    },
+    needs={
+        "guidance_embeds": Need((False,)),
+        "in_channels": Need((64,)),
+        "joint_attention_dim": Same("text_encoder", "hidden_size"),
+        "out_channels": Need((16,)),
+        "patch_size": Need((2,)),
+        # Qwen-Image-Layered's.
+        "use_additional_t_cond": Need((False,)),
+        "use_layer3d_rope": Need((False,)),
+        # The Edit models' from 2511 on: tokens of pictures have a time of their own.
+        "zero_cond_t": Need((False,)),
+    },
+    blocks=("transformer_blocks",),
+    rules=_RULES,
+)
