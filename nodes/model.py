@@ -41,6 +41,7 @@ CLIP_TYPES: Mapping[str, tuple[str, ...]] = {
     "wan": ("Wan21", "Wan22I2V"),
     "flux2": ("Flux2",),
     "lumina2": ("ZImage",),
+    "qwen_image": ("QwenImage",),
     "cogvideox": ("CogVideoX",),
     "hunyuan_video_15": ("HunyuanVideo15",),
 }

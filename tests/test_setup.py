@@ -85,7 +85,7 @@ def test_a_type_error_ends_the_run_before_any_test(steps, monkeypatch):
 
 @pytest.mark.slow
 def test_the_fast_suite_has_a_whole_run_of_every_family_and_no_server():
-    families = ("cogvideox", "flux2", "hunyuan15", "wan21", "wan22_i2v", "z_image")
+    families = ("cogvideox", "flux2", "hunyuan15", "qwen_image", "wan21", "wan22_i2v", "z_image")
     command = [
         sys.executable,
         "-m",

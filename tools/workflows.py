@@ -195,6 +195,18 @@ ALL = (
             "steps, `guidance_scale` 4 to 6 and a negative prompt.",
         ),
     ),
+    Example(
+        name="qwen_image_2512",
+        model="qwen-image-2512",
+        does="text to image, with letters in it",
+        predicted=("qwen-image-2512",),
+        tips=(
+            "The makers' sizes: 1328x1328, 1664x928, 928x1664, 1472x1104, 1104x1472, 1584x1056, 1056x1584.",
+            "It draws what a prompt has in quotes, in English and Chinese. Prompts may have 1024 tokens.",
+            "With a Lightning LoRA of lightx2v: its number of steps, `guidance_scale` 1, `scheduler` "
+            "FlowMatchEulerDiscreteScheduler, `flow_shift` 3.",
+        ),
+    ),
 )  # fmt: skip
 
 

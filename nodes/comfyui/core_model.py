@@ -169,6 +169,15 @@ def _z_image(model: ModelRef, given: Given) -> Asked:
     return Asked(sample=_padded(x, (2, 2)), timestep=1000.0 * _one(model, timestep, "timesteps"), inputs=inputs)
 
 
+def _qwen_image(model: ModelRef, given: Given) -> Asked:
+    """`QwenImage`, whose timestep is in 0..1. Texts are as long as they are; ours are padded, and have lengths."""
+    x, timestep, context, mask = (given.pop(name, None) for name in ("x", "timesteps", "context", "attention_mask"))
+    _refuse_rest(model, given, set())
+    lengths = [context.shape[1]] * len(x) if mask is None else _lengths(model, mask)
+    inputs = _padded_text(model, 0, context, lengths)
+    return Asked(sample=_padded(x, (1, 2, 2)), timestep=1000.0 * _one(model, timestep, "timesteps"), inputs=inputs)
+
+
 def _hunyuan15(model: ModelRef, given: Given) -> Asked:
     """`HunyuanVideo15`, whose texts are as long as they are; ours are padded, and have lengths."""
     x, timestep, context, glyphs, pictures, mask = (
@@ -212,6 +221,7 @@ _MODELS: Mapping[str, Callable[[ModelRef, Given], Asked]] = {
     "WAN22": _wan,
     "Flux2": _flux2,
     "Lumina2": _z_image,
+    "QwenImage": _qwen_image,
     "HunyuanVideo15": _hunyuan15,
     "CogVideoX": _cogvideox,
 }

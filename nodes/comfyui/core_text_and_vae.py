@@ -10,6 +10,7 @@ import comfy.text_encoders.cogvideo
 import comfy.text_encoders.flux
 import comfy.text_encoders.hunyuan_image
 import comfy.text_encoders.hunyuan_video
+import comfy.text_encoders.qwen_image
 import comfy.text_encoders.wan
 import folder_paths
 import numpy as np
@@ -40,6 +41,7 @@ def _core_classes(model: ModelRef) -> tuple[Any, Any]:
     return {
         "Flux2": lambda: (flux.flux2_te(), flux.Flux2Tokenizer),
         "ZImage": lambda: (te.z_image.te(), te.z_image.ZImageTokenizer),
+        "QwenImage": lambda: (te.qwen_image.te(), te.qwen_image.QwenImageTokenizer),
         "CogVideoX": lambda: (te.cogvideo.cogvideo_te(), te.cogvideo.CogVideoXTokenizer),
         "HunyuanVideo15": lambda: (te.hunyuan_image.te(), te.hunyuan_video.HunyuanVideo15Tokenizer),
     }.get(model.spec.family, lambda: (te.wan.te(), te.wan.WanT5Tokenizer))()

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from comfyui_tpu.nodes.graphs import upgrade
 from comfyui_tpu.tests.browser.page import SCREENSHOTS, needs_browser, opened
-from comfyui_tpu.tests.comfyui.test_core_objects import DENOISERS_BY_NAME, TEXTS, VAES, wan_files, write_denoiser
+from comfyui_tpu.tests.comfyui.test_core_networks import DENOISERS_BY_NAME, TEXTS, VAES, write_denoiser
+from comfyui_tpu.tests.comfyui.test_core_objects import wan_files
 from comfyui_tpu.tests.files import single_files, test_comfyui_encoders
 from comfyui_tpu.tests.files.comfyui_oracle import saved
 from comfyui_tpu.tests.support.comfyui_server import PACK, Server, needs_comfyui
@@ -128,7 +129,7 @@ def server(start_comfyui: Callable[..., Server], tmp_path_factory: pytest.TempPa
             ours = next(ours for pattern, ours in MINIATURES.items() if re.search(pattern, file.lower()))
             target = models / folder / file
             target.is_symlink() or target.symlink_to(found[ours])
-    narrow = Path(single_files.__file__).with_name("narrow_z_image.py").read_text()
+    narrow = Path(single_files.__file__).with_name("narrow.py").read_text()
     return start_comfyui(base, packs={"scale": SCALE, "narrow": narrow})
 
 

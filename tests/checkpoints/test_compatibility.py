@@ -133,6 +133,17 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
         ]
         for name in ("z-image-turbo", "z-image")
     },
+    "qwen-image-2512": [
+        {
+            "_class_name": "QwenImagePipeline",
+            "_diffusers_version": "0.36.0.dev0",
+            "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+            "text_encoder": ["transformers", "Qwen2_5_VLForConditionalGeneration"],
+            "tokenizer": ["transformers", "Qwen2Tokenizer"],
+            "transformer": ["diffusers", "QwenImageTransformer2DModel"],
+            "vae": ["diffusers", "AutoencoderKLQwenImage"],
+        }
+    ],
     COGVIDEOX: [
         {
             "_class_name": "CogVideoXPipeline",

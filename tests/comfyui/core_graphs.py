@@ -24,7 +24,7 @@ def main(comfyui: str, job: str) -> None:
     import comfy.sd
 
     sys.path.append(str(Path(__file__).parents[1] / "files"))
-    import narrow_z_image  # noqa: F401
+    import narrow  # noqa: F401
     import torch
     from comfyui_tpu.nodes.comfyui import core_model
     from comfyui_tpu.tpu_runtime import pipeline
@@ -76,7 +76,7 @@ class Graphs:
 
     def make_lora(self) -> dict[str, Any]:
         if self.samples.ndim == 5:
-            return self.make_lora_of_wan()
+            return self.make_lora_of_wan() if self.samples.shape[2] > 1 else self.make_lora_of_qwen_image()
         return self.make_lora_of_z_image() if self.samples.shape[1] == 16 else self.make_lora_of_flux2()
 
     def make_lora_of_z_image(self) -> dict[str, Any]:
@@ -94,6 +94,21 @@ class Graphs:
         ):
             lora[f"{name}.lora_A.weight"] = 0.1 * self.draw(4, size)
             lora[f"{name}.lora_B.weight"] = 0.1 * self.draw(out, 4)
+        return lora
+
+    def make_lora_of_qwen_image(self) -> dict[str, Any]:
+        """As trainers write it: diffusers' names, with a prefix, with none, or in kohya's spelling."""
+        lora: dict[str, Any] = {}
+        for name, size, out in (
+            ("diffusion_model.transformer_blocks.0.attn.to_q", 256, 256),
+            ("transformer.transformer_blocks.0.attn.to_out.0", 256, 256),
+            ("transformer_blocks.1.img_mlp.net.0.proj", 256, 1024),
+            ("transformer_blocks.1.txt_mod.1", 256, 1536),
+            ("lora_unet_transformer_blocks_1_attn_add_k_proj", 256, 256),
+        ):
+            ends = ("lora_down.weight", "lora_up.weight") if "unet" in name else ("lora_A.weight", "lora_B.weight")
+            lora[f"{name}.{ends[0]}"] = 0.1 * self.draw(4, size)
+            lora[f"{name}.{ends[1]}"] = 0.1 * self.draw(out, 4)
         return lora
 
     def make_lora_of_flux2(self) -> dict[str, Any]:

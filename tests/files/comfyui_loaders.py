@@ -20,7 +20,7 @@ def main(comfyui: str, jobs: str) -> None:
     import comfy.options
 
     comfy.options.enable_args_parsing()
-    import narrow_z_image  # noqa: F401 - beside this file
+    import narrow  # noqa: F401 - beside this file
     import torch
     from safetensors.torch import save_file
 

@@ -139,10 +139,11 @@ DENOISERS: Mapping[str, Mapping[str, Any]] = {
     "HunyuanVideo15Transformer3DModel": {
         "num_layers": 2, "num_attention_heads": 2, "text_embed_dim": 96, "image_embed_dim": 64,
     },
-    # Narrower than ComfyUI's detection allows: see `narrow_z_image.py`.
+    # Narrower than ComfyUI's detection allows: see `narrow.py`.
     "ZImageTransformer2DModel": {
         "dim": 1152, "n_heads": 9, "n_kv_heads": 9, "n_layers": 2, "n_refiner_layers": 1, "cap_feat_dim": 96,
     },
+    "QwenImageTransformer2DModel": {"num_layers": 2, "num_attention_heads": 2, "joint_attention_dim": 96},
 }  # fmt: skip
 
 

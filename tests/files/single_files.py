@@ -348,6 +348,7 @@ MAKERS: Mapping[str, Callable[[Tensors], Tensors]] = {
     "HunyuanVideo15Transformer3DModel": hunyuan15,
     "CogVideoXTransformer3DModel": cogvideox,
     "ZImageTransformer2DModel": z_image,
+    "QwenImageTransformer2DModel": same,
     "AutoencoderKL": flux2_vae,
     "AutoencoderKLFlux2": flux2_vae,
     "AutoencoderKLHunyuanVideo15": hunyuan15_vae,

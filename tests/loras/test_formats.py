@@ -342,6 +342,25 @@ def z_image_qkv(block: str) -> list[str]:
     return [f"{block}.attention.to_{name}.weight" for name in "qkv"]
 
 
+def qwen_image(file: File) -> None:
+    """Lightning's, diffusers' scripts', ai-toolkit's and musubi-tuner's: the makers' names are those of diffusers."""
+    names = {"down": "lora_down.weight", "up": "lora_up.weight", "alpha": 2.0}
+    file.lora("transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn.to_q.weight", **names)
+    file.lora("transformer_blocks.0.img_mod.1", "transformer_blocks.0.img_mod.1.weight", **names)
+    file.lora(
+        "transformer_blocks.1.attn.to_out.0",
+        "transformer_blocks.1.attn.to_out.0.weight",
+        down="lora_A.default.weight",
+        up="lora_B.default.weight",
+    )
+    file.lora("transformer.transformer_blocks.1.attn.to_add_out", "transformer_blocks.1.attn.to_add_out.weight")
+    file.lora("diffusion_model.transformer_blocks.2.txt_mlp.net.2", "transformer_blocks.2.txt_mlp.net.2.weight")
+    file.lora(
+        "lora_unet_transformer_blocks_2_img_mlp_net_0_proj", "transformer_blocks.2.img_mlp.net.0.proj.weight", **names
+    )
+    file.diff("diffusion_model.txt_norm.diff", "txt_norm.weight")
+
+
 def cogvideox(file: File) -> None:
     """Diffusers' scripts, VideoX-Fun, and ComfyUI's names."""
     names = {"down": "lora_down.weight", "up": "lora_up.weight", "alpha": 2.0}
@@ -364,6 +383,7 @@ CASES = {
     ),
     "Flux2": (flux2_makers, flux2_turbo, flux2_comfyui, flux2_kohya, flux2_lycoris),
     "ZImage": (z_image_makers, z_image_diffusers),
+    "QwenImage": (qwen_image,),
     "HunyuanVideo15": (hunyuan_makers,),
     "CogVideoX": (cogvideox,),
 }

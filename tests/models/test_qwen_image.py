@@ -1,4 +1,4 @@
-"""Qwen-Image against `diffusers.QwenImagePipeline` on the CPU in float32: every stage and the whole, on 1 to 8 chips."""
+"""Qwen-Image against `diffusers.QwenImagePipeline` on the CPU in float32: every stage and the whole."""
 
 import functools
 from collections.abc import Callable

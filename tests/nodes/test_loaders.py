@@ -37,7 +37,8 @@ def test_loaders_of_what_runs_are_swapped_in_subgraphs_too_and_the_others_named(
     assert found["nodes"][0]["properties"] == {"Node name for S&R": "TPUUNETLoader"}
     assert changes == [
         "UNETLoader (wan2.1_t2v_14B_fp16.safetensors) is now TPUUNETLoader.",
-        "CLIPLoader (t5.safetensors) stays: its type is none of wan, flux2, lumina2, cogvideox, hunyuan_video_15.",
+        "CLIPLoader (t5.safetensors) stays: its type is none of wan, flux2, lumina2, qwen_image, cogvideox, "
+        "hunyuan_video_15.",
         "CLIPLoader (umt5.safetensors) is now TPUCLIPLoader.",
         "VAELoader (unknown.safetensors) stays: the file is no model that runs on the TPU, or is not in ComfyUI's "
         "folders.",

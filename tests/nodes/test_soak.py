@@ -112,7 +112,7 @@ def test_a_seed_chooses_the_same_again_and_the_families_take_turns(soak: ModuleT
 @pytest.mark.recorded
 def test_a_minute_of_the_soak_leaves_nothing_behind(cache: Path):
     """All families, cancels, unloads and two clients, in a server."""
-    command = [sys.executable, str(SOAK), "--prompts", "13", "--seed", "1", "--cache", str(cache)]
+    command = [sys.executable, str(SOAK), "--prompts", "15", "--seed", "1", "--cache", str(cache)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     print(f"\n  {done.stdout.strip()}", end="")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-6000:]}"

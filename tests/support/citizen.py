@@ -26,6 +26,7 @@ EXAMPLES = {
     "Wan22I2V": "wan22_i2v_720p",
     "Flux2": "flux2_t2i",
     "ZImage": "z_image_turbo",
+    "QwenImage": "qwen_image_2512",
     "CogVideoX": "cogvideox_t2v_768p",
     "HunyuanVideo15": "hunyuan15_t2v_720p",
 }

@@ -23,7 +23,6 @@ from ..model_spec import (
     Recipe,
     Settings,
     Vae,
-    guidance_first,
     plain_guidance,
 )
 from .autoencoders.wan import VAE_DECODER, decode, denormalize_latents
@@ -182,12 +181,12 @@ _FIXED = {"shift_terminal": None, "use_dynamic_shifting": False}
 # --- what it is made of -----------------------------------------------------------------------------------------------
 
 
-def guidance_then_heads(num_devices: int, branches: int) -> MeshShape:
-    """The two branches of guidance side by side; a short sequence and 38 GiB of weights, which stay split over what
-    chips a branch has.
+def heads_by_twos(num_devices: int, branches: int) -> MeshShape:
+    """A short sequence and 38 GiB of weights: these stay split over all chips. Of eight or more each half has all of
+    them, and a branch of guidance, or half of the sequence where there is one branch.
     """
-    shape = guidance_first(num_devices, branches)
-    return MeshShape(dp=shape.dp, tp=shape.sp)
+    pair = 2 if num_devices >= 8 and num_devices % 2 == 0 else 1
+    return MeshShape(dp=pair if branches == 2 else 1, sp=pair if branches == 1 else 1, tp=num_devices // pair)
 
 
 SPEC = ModelSpec(
@@ -226,6 +225,6 @@ SPEC = ModelSpec(
             ),
         ),
     ),
-    parallelism=Parallelism(mesh=guidance_then_heads),
+    parallelism=Parallelism(mesh=heads_by_twos),
     vae=Vae(latent_format="Wan21", denormalize=denormalize_latents, decode=decode, encode=encode_video),
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 _WAN21, _WAN22 = "Comfy-Org/Wan_2.1_ComfyUI_repackaged", "Comfy-Org/Wan_2.2_ComfyUI_Repackaged"
 _HUNYUAN, _FLUX, _KLEIN = "Comfy-Org/HunyuanVideo_1.5_repackaged", "Comfy-Org/flux2-dev", "Comfy-Org/flux2-klein"
-_ZIMAGE = "Comfy-Org/z_image_turbo"
+_ZIMAGE, _QWEN = "Comfy-Org/z_image_turbo", "Comfy-Org/Qwen-Image_ComfyUI"
 _KLEIN_9B, _BFL, _COG = "Comfy-Org/flux2-klein-9B", "black-forest-labs/FLUX.2-", "Kijai/CogVideoX-comfy"
 
 
@@ -81,6 +81,9 @@ _COG_PARTS = (
 )
 
 
+_QWEN_FORMATS = (("fp8", "fp8_e4m3fn", 20.43),)
+
+
 def _with(denoisers: Mapping[str, _Files], *parts: _Files | Mapping[str, _Files]) -> dict[str, _Files]:
     """All files of a model by format: its denoisers first, then parts, in that format where they have several."""
     return {
@@ -137,6 +140,11 @@ SETS: Mapping[str, Mapping[str, _Files]] = {
     "flux2-klein-base-9b": _with({"fp8": _of_bfl("base-9b", 9.43)}, _QWEN_8B, _FLUX_VAE),
     "z-image-turbo": _z_image(_ZIMAGE, "z_image_turbo"),
     "z-image": _z_image("Comfy-Org/z_image", "z_image"),
+    "qwen-image-2512": _with(
+        {kind: _denoisers(_QWEN, size, f"qwen_image_2512_{ending}") for kind, ending, size in _QWEN_FORMATS},
+        _QWEN_VL,
+        (_file(_QWEN, "vae", "qwen_image_vae", 0.25),),
+    ),
     "hunyuanvideo1.5-t2v-720p": _hunyuan("720p_t2v", fp16=16.65),
     "hunyuanvideo1.5-i2v-720p": _hunyuan("720p_i2v", _SIGLIP, fp16=16.65),
     "hunyuanvideo1.5-t2v-480p": _hunyuan("480p_t2v", fp16=16.65),

@@ -1,0 +1,265 @@
+"""ComfyUI's MODEL, CLIP and VAE on the TPU against core's torch ones of the same files."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_tpu.tests.comfyui import core_graphs
+from comfyui_tpu.tests.files import single_files, test_comfyui_encoders
+from comfyui_tpu.tests.files.comfyui_oracle import DENOISERS, saved
+from comfyui_tpu.tests.files.test_comfyui_encoders import BYT5, LANGUAGE, MISTRAL, QWEN3, QWEN25, T5, UMT5, Encoder
+from comfyui_tpu.tests.support import comfyui_server
+from comfyui_tpu.tests.support.comfyui_server import COMFYUI, needs_comfyui
+from comfyui_tpu.tests.support.patience import PATIENCE_S, slower
+from comfyui_tpu.tpu_runtime.models import spec_by_name
+
+pytestmark = [needs_comfyui, pytest.mark.slow]
+
+# Relative L2 of float32 networks; what was seen is at most 1.1e-5 (klein under guidance), else below 6e-6.
+BOUND = 1e-4
+SAMPLERS = ("euler", "dpmpp_2m", "uni_pc", "res_multistep")
+WAN, FLUX2, COGVIDEOX, HUNYUAN15, ZIMAGE, QWEN_IMAGE = DENOISERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Denoiser:
+    """A miniature of one that ComfyUI's detection allows, and the graphs that it is put through.
+
+    Sizes of latents are odd: core pads what is no multiple of a patch.
+    """
+
+    kind: str
+    config: Mapping[str, Any]
+    latents: tuple[int, ...]
+    width: int  # of the text
+    tokens: Sequence[int] = (512, 512, 512)
+    cfg: float = 5.0
+    more: Mapping[str, Any]
+    cases: Sequence[str]
+
+    def job(self, path: Path) -> dict[str, Any]:
+        return {
+            "path": str(path), "latents": self.latents, "text": [self.tokens, self.width], "cfg": self.cfg,
+            "more": self.more, "cases": self.cases,
+        }  # fmt: skip
+
+
+def given(*shape: int) -> dict[str, Any]:
+    """What image to video adds to a conditioning."""
+    return {"concat_latent_image": shape, "concat_mask": (1, 1, *shape[2:])}
+
+
+WAN_LATENTS, ALL = (1, 16, 3, 9, 6), tuple(core_graphs.CASES)
+FLUX2_CASES = (
+    *SAMPLERS, "a LoRA", "a guider", "a batch of two", "from latents, masked", "two samplers", "timed prompts",
+)  # fmt: skip
+DENOISERS_BY_NAME = {
+    "wan t2v": Denoiser(
+        kind=WAN, config={}, latents=WAN_LATENTS, width=4096, more={},
+        cases=[name for name in ALL if name != "a first frame"],
+    ),
+    "wan 2.2 i2v": Denoiser(
+        kind=WAN, config={"in_channels": 36}, latents=WAN_LATENTS, width=4096, more=given(*WAN_LATENTS),
+        cases=(*SAMPLERS, "a batch of two"),
+    ),
+    "wan 2.1 i2v": Denoiser(
+        kind=WAN, config={"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 128}, latents=WAN_LATENTS,
+        width=4096, more={**given(*WAN_LATENTS), "clip_vision_output": (1, 257, 1280)}, cases=SAMPLERS,
+    ),
+    "wan 2.1 flf2v": Denoiser(
+        kind=WAN,
+        config={"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 128, "pos_embed_seq_len": 514},
+        latents=WAN_LATENTS, width=4096, more={**given(*WAN_LATENTS), "clip_vision_output": (1, 514, 1280)},
+        cases=SAMPLERS,
+    ),
+    "wan 2.2 ti2v": Denoiser(
+        kind=WAN, config={"in_channels": 48, "out_channels": 48}, latents=(1, 48, 3, 9, 6), width=4096, more={},
+        cases=(*SAMPLERS, "a first frame"),
+    ),
+    "flux.2 dev": Denoiser(
+        kind=FLUX2, config={}, latents=(1, 128, 7, 5), width=96, tokens=(512, 300, 512), cfg=1.0,
+        more={"guidance": 4.0, "reference_latents": [(1, 128, 4, 6), (1, 128, 3, 3)]}, cases=FLUX2_CASES,
+    ),
+    "flux.2 klein": Denoiser(
+        kind=FLUX2, config={"guidance_embeds": False}, latents=(1, 128, 7, 5), width=96, tokens=(512, 300, 512),
+        cfg=3.0, more={}, cases=FLUX2_CASES,
+    ),
+    "z-image": Denoiser(
+        kind=ZIMAGE, config={}, latents=(1, 16, 9, 6), width=96, tokens=(40, 17, 33), cfg=3.0, more={},
+        cases=("res_multistep", "a LoRA", "a batch of two"),
+    ),
+    "qwen-image": Denoiser(
+        kind=QWEN_IMAGE, config={}, latents=(1, 16, 1, 12, 8), width=96, tokens=(40, 17, 33), cfg=3.0, more={},
+        cases=("res_multistep", "a LoRA", "a batch of two"),
+    ),
+    "hunyuanvideo 1.5 t2v": Denoiser(
+        kind=HUNYUAN15, config={"image_embed_dim": 1152}, latents=(1, 32, 3, 5, 6), width=96, tokens=(40, 17, 33),
+        more={"conditioning_byt5small": (1, 19, 1472)}, cases=(*SAMPLERS, "a batch of two", "a guider"),
+    ),
+    "hunyuanvideo 1.5 i2v, distilled": Denoiser(
+        kind=HUNYUAN15, config={"image_embed_dim": 1152, "use_meanflow": True}, latents=(1, 32, 3, 5, 6), width=96,
+        tokens=(40, 17, 33),
+        more={
+            "conditioning_byt5small": (1, 19, 1472), "clip_vision_output": (1, 729, 1152), **given(1, 32, 3, 5, 6),
+        },
+        cases=("euler", "dpmpp_2m"),
+    ),
+    "cogvideox t2v": Denoiser(
+        kind=COGVIDEOX, config={"in_channels": 16, "out_channels": 16}, latents=WAN_LATENTS, width=96,
+        tokens=(226, 226, 226), more={}, cases=SAMPLERS,
+    ),
+    "cogvideox i2v": Denoiser(
+        kind=COGVIDEOX, config={"in_channels": 32, "out_channels": 16, "ofs_embed_dim": 512}, latents=(1, 16, 4, 8, 6),
+        width=96, tokens=(226, 226, 226), more={"concat_latent_image": (1, 16, 1, 8, 6)}, cases=SAMPLERS,
+    ),
+}  # fmt: skip
+
+
+def write_denoiser(folder: Path, one: Denoiser, name: str) -> Path:
+    home = saved(one.kind, folder / f"{name} folder", **{**DENOISERS[one.kind], **one.config})
+    return single_files.write(folder / f"{name}.safetensors", home, one.kind)
+
+
+def run_script(name: str, job: Mapping[str, Any], folder: Path) -> dict[str, float]:
+    """What a script beside this file prints last, of a job."""
+    (folder / "stubs").mkdir(exist_ok=True)
+    (folder / "stubs" / "sitecustomize.py").write_text(comfyui_server.dedent(comfyui_server.STUBS))
+    command = [sys.executable, str(Path(__file__).with_name(name)), str(COMFYUI), json.dumps(job)]
+    environment = {
+        **os.environ, "PYTHONPATH": str(folder / "stubs"), "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": comfyui_server.FLAGS.replace("count=8", "count=2"),
+    }  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check(errors: Mapping[str, float], bound: float = BOUND) -> None:
+    for name, error in errors.items():
+        print(f"{name}: {error:.2e}")
+    assert errors and max(errors.values()) < bound, errors
+
+
+@pytest.mark.parametrize(
+    "name", slower(DENOISERS_BY_NAME, "wan 2.1 i2v", "wan 2.2 i2v", "hunyuanvideo 1.5 i2v, distilled", "cogvideox t2v")
+)
+def test_samplers_of_core_give_what_they_give_on_its_own_model(name: str, tmp_path: Path):
+    one = DENOISERS_BY_NAME[name]
+    path = write_denoiser(tmp_path, one, name.replace(" ", "_"))
+    errors = run_script("core_graphs.py", one.job(path), tmp_path)
+    assert errors.keys() == set(one.cases)
+    check(errors)
+
+
+# --- CLIP and VAE -----------------------------------------------------------------------------------------------------
+
+# Sizes of our own: what core's classes are told here need not be recognised.
+_LANGUAGE = {**LANGUAGE, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+_QWEN3 = {**_LANGUAGE, "vocab_size": 151936, "rope_theta": 1e6}
+_QWEN25 = {
+    **QWEN25.sizes, "hidden_size": 128, "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 152064,
+    "rope_theta": 1e6, "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"},
+}  # fmt: skip
+# By name: core's class and tokenizer, and the files with the tokenizer that each carries along.
+TEXTS: Mapping[str, tuple[str, str, str, Sequence[tuple[Encoder, str]]]] = {
+    "wan": ("wan", "wan.te", "wan.WanT5Tokenizer", [(UMT5, "spiece_model")]),
+    "cogvideox": (
+        "cogvideox", "cogvideo.cogvideo_te", "cogvideo.CogVideoXTokenizer",
+        [(replace(T5, sizes={**T5.sizes, "num_layers": 2, "d_ff": 64, "vocab_size": 32128}), "")],
+    ),
+    "flux.2 dev": (
+        "flux2", "flux.flux2_te", "flux.Flux2Tokenizer",
+        [(replace(MISTRAL, sizes={**_LANGUAGE, "num_hidden_layers": 31, "vocab_size": 320, "rope_theta": 1e9}),
+          "tekken_model")],
+    ),
+    "flux.2 klein": (
+        "flux2", "flux.klein_te", "flux.KleinTokenizer",
+        [(replace(QWEN3, sizes={**_QWEN3, "num_hidden_layers": 28}), "")],
+    ),
+    "z-image": (
+        "lumina2", "z_image.te", "z_image.ZImageTokenizer",
+        [(replace(QWEN3, model="z-image-turbo", sizes={**_QWEN3, "num_hidden_layers": 36}), "")],
+    ),
+    "qwen-image": (
+        "qwen_image", "qwen_image.te", "qwen_image.QwenImageTokenizer",
+        [(replace(QWEN25, model="qwen-image-2512", sizes=_QWEN25), "")],
+    ),
+    "hunyuanvideo 1.5": (
+        "hunyuan_video_15", "hunyuan_image.te", "hunyuan_video.HunyuanVideo15Tokenizer",
+        [(replace(QWEN25, sizes=_QWEN25), ""), (replace(BYT5, sizes={**BYT5.sizes, "vocab_size": 1510}), "")],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_are_encoded_as_core_encodes_them(name: str, tmp_path: Path):
+    """With its weights of words, templates, and what goes along with a conditioning."""
+    kind, te, tokenizer, encoders = TEXTS[name]
+    paths, options = [], {}
+    for number, (encoder, carried) in enumerate(encoders):
+        change = test_comfyui_encoders.carrying(carried) if carried else single_files.same
+        paths.append(str(encoder.write(tmp_path, f"file{number}", change)))
+        options |= encoder.job()["options"]
+    for sizes in options.values():
+        sizes.pop("rope_scaling", None)  # core's own
+    job = {"kind": "clip", "type": kind, "te": te, "tokenizer": tokenizer, "paths": paths, "options": options}
+    check(run_script("core_parts.py", job, tmp_path))
+
+
+# With as many layers as the published ones, which core takes for granted; sizes that it does not read from a file it is
+# told.
+WAN22_VAE = {
+    "base_dim": 6, "decoder_base_dim": 10, "num_res_blocks": 2, "z_dim": 48, "in_channels": 12, "out_channels": 12,
+    "is_residual": True, "patch_size": 2, "scale_factor_spatial": 16, "latents_mean": (0.0,) * 48,
+    "latents_std": (1.0,) * 48,
+}  # fmt: skip
+_HUNYUAN15_SIZES, _COGVIDEOX_SIZES = (4, 8, 8, 16, 64), (8, 8, 16, 16)
+# Of one frame: in core's attention every frame sees all, in diffusers' and ours it sees those before it.
+_REFINER = "comfy.ldm.hunyuan_video.vae_refiner."
+VAES = {
+    "wan": ("AutoencoderKLWan", {"base_dim": 8, "num_res_blocks": 2}, (10, 64, 48, 3), (2, 16, 3, 9, 6), {}),
+    "wan 2.2 ti2v": (
+        "AutoencoderKLWan", WAN22_VAE, (5, 64, 96, 3), (1, 48, 3, 3, 5),
+        {"comfy.ldm.wan.vae2_2.WanVAE": {"dim": 6, "dec_dim": 10}},
+    ),
+    "flux.2": (
+        "AutoencoderKLFlux2",
+        {"block_out_channels": (128, 256, 512, 512), "decoder_block_out_channels": (32, 64, 128, 128)},
+        (1, 64, 96, 3), (2, 128, 3, 5), {},
+    ),
+    "z-image": (
+        "AutoencoderKL", dict(spec_by_name("z-image").component("vae_decoder").config), (1, 64, 96, 3),
+        (2, 16, 6, 5), {},
+    ),
+    "hunyuanvideo 1.5": (
+        "AutoencoderKLHunyuanVideo15", {"block_out_channels": _HUNYUAN15_SIZES}, (1, 64, 96, 3), (1, 32, 1, 3, 5),
+        {_REFINER + name: {"block_out_channels": list(_HUNYUAN15_SIZES)} for name in ("Encoder", "Decoder")},
+    ),
+    "cogvideox": (
+        "AutoencoderKLCogVideoX",
+        {
+            "latent_channels": 16, "block_out_channels": _COGVIDEOX_SIZES, "layers_per_block": 3, "norm_num_groups": 4,
+            "down_block_types": ("CogVideoXDownBlock3D",) * 4, "up_block_types": ("CogVideoXUpBlock3D",) * 4,
+        },
+        (1, 64, 48, 3), (1, 16, 3, 9, 6),
+        {"comfy.ldm.cogvideo.vae.AutoencoderKLCogVideoX": {"block_out_channels": _COGVIDEOX_SIZES, "groups": 4}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", slower(VAES, "flux.2", "z-image"))
+def test_pixels_and_latents_are_those_of_cores_vae(name: str, tmp_path: Path):
+    kind, config, frames, latents, smaller = VAES[name]
+    path = single_files.write(tmp_path / "vae.safetensors", saved(kind, tmp_path / "vae", **config), kind)
+    job = {"kind": "vae", "paths": [str(path)], "frames": frames, "latents": latents, "sizes": smaller}
+    errors = run_script("core_parts.py", job, tmp_path)
+    if name == "cogvideox":
+        # Core's group norms see the whole video at once, diffusers' and ours two latent frames: about a hundredth.
+        assert errors.pop("decode") == errors.pop("decode tiled") < 0.05
+    check(errors)
