@@ -237,6 +237,18 @@ def _array(x: torch.Tensor) -> np.ndarray:
     return x.detach().to(CPU, torch.float32).contiguous().numpy()
 
 
+def _width_of(model: ModelRef, text: Any) -> int:
+    return int(model.resolve(pipeline.Silent()).configs[model.spec.denoiser.experts[0]][text.width_key])
+
+
+def _check_width(model: ModelRef, context: torch.Tensor, width: int) -> None:
+    if context.shape[2] != width:
+        raise ValueError(
+            f"{model.spec.title}: the prompt's states are {context.shape[2]} wide, and its network takes {width}. Load "
+            "the text encoder of this model, with its type."
+        )
+
+
 def _whole_text(model: ModelRef, context: torch.Tensor) -> np.ndarray:
     """A text whose every token counts: its program has one length."""
     text = model.spec.text_encoders[0]
@@ -245,6 +257,7 @@ def _whole_text(model: ModelRef, context: torch.Tensor) -> np.ndarray:
             f"{model.spec.title}: the prompt is {context.shape[1]} tokens long, and its program takes "
             f"{text.max_length}. Encode it with the model's text encoder, and shorten it if it is longer."
         )
+    _check_width(model, context, _width_of(model, text))
     return _array(context)
 
 
@@ -257,9 +270,10 @@ def _padded_text(
             f"{model.spec.title}: the prompt is {max(lengths)} tokens long for its "
             f"{text.component.replace('_', ' ')}, and its program takes {text.max_length}. Shorten it."
         )
-    width = int(model.resolve(pipeline.Silent()).configs[model.spec.denoiser.experts[0]][text.width_key])
+    width = _width_of(model, text)
     padded = np.zeros((len(lengths), text.max_length, width), np.float32)
     if context is not None:
+        _check_width(model, context, width)
         used = min(context.shape[1], text.max_length)
         padded[:, :used] = _array(context[:, :used])
     return {text.name: padded, f"{text.name}_length": np.array(lengths, np.int32)}

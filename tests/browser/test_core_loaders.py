@@ -31,6 +31,7 @@ TEMPLATES = (
     "image_flux2_klein_text_to_image",
     "image_flux2_klein_image_edit_4b_distilled",
     "image_z_image_turbo",
+    "image_qwen_Image_2512",
 )
 # Minutes more.
 MORE = (
@@ -67,7 +68,10 @@ SCALE = """
 # Which miniature stands for a file that a template names: the first whose pattern is in its name.
 MINIATURES = {
     "z_image": "z_image",
-    "lora|turbo": "style",
+    "lora|turbo|lightning": "style",
+    "qwen_image_vae": "wan_vae",
+    "qwen_image": "qwen_image",
+    "qwen_2.5": "qwen25",
     "umt5": "umt5",
     "wan_2.1_vae": "wan_vae",
     "wan2.2_vae": "wan22_vae",
@@ -104,12 +108,12 @@ def server(start_comfyui: Callable[..., Server], tmp_path_factory: pytest.TempPa
     for file, name, more in (
         ("wan_i2v", "wan 2.2 i2v", {}), ("wan_ti2v", "wan 2.2 ti2v", {}),
         ("flux2", "flux.2 dev", joint), ("klein", "flux.2 klein", joint),
-        ("z_image", "z-image", {"cap_feat_dim": 64}),
+        ("z_image", "z-image", {"cap_feat_dim": 64}), ("qwen_image", "qwen-image", {"joint_attention_dim": 128}),
     ):  # fmt: skip
         one = DENOISERS_BY_NAME[name]
         found[file] = write_denoiser(made, replace(one, config={**one.config, **more}), file)
     # Templates of klein and of Z-Image name one file of Qwen3, which has all layers of either.
-    for file, name in (("mistral", "flux.2 dev"), ("qwen3", "z-image")):
+    for file, name in (("mistral", "flux.2 dev"), ("qwen3", "z-image"), ("qwen25", "qwen-image")):
         ((encoder, carried),) = TEXTS[name][3]
         change = test_comfyui_encoders.carrying(carried) if carried else single_files.same
         found[file] = encoder.write(made, file, change)
