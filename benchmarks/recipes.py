@@ -56,6 +56,7 @@ RECIPES = (
         Recipe(title="Z-Image Turbo, 8 steps", model="z-image-turbo", topology=topology, widgets={})
         for topology in ONE_CHIP
     ),
+    Recipe(title="Qwen-Image Edit, 40 steps", model="qwen-image-edit-2511", topology="v6e:2x4", widgets={}),
     Recipe(
         title="FLUX.2 dev Turbo, 8 steps",
         model="flux2-dev",

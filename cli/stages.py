@@ -110,8 +110,9 @@ def _encode(options: argparse.Namespace) -> int:
     fixed = {name: values[name] for name in SIZE if pictures and not spec.pictures.are_references}
     asked = {name: values[name] for name in SIZE if name in values and getattr(options, name) is not None}
     with _timed(f"{spec.title}: encode") as host:
-        embeds = pipeline.encode_prompt(model, texts["prompt"], texts.get("negative_prompt", ""), progress=host)
         condition = _encode_pictures(model, pictures, fixed, options.resize, host)
+        prompts = texts["prompt"], texts.get("negative_prompt", "")
+        embeds = pipeline.encode_prompt(model, *prompts, progress=host, condition=condition)
         stage_files.save_embeddings(options.folder, *embeds, model, condition)
         stage_files.update_config(options.folder, texts | asked | fixed)
     return 0

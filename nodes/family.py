@@ -64,15 +64,25 @@ def _check_model(spec: ModelSpec, folders: Folders, *, model_id: str, model: boo
             )
 
 
-def _encode(spec: ModelSpec, host: Host, *, prompt: str, negative_prompt: str = "", **choice: Any) -> tuple:
+def _encode(
+    spec: ModelSpec,
+    host: Host,
+    *,
+    prompt: str,
+    negative_prompt: str = "",
+    condition: payloads.ImageCondition | None = None,
+    **choice: Any,
+) -> tuple:
     model = _chosen(spec, host, **choice)
+    if condition is not None:
+        _check_takes_picture(spec, model.spec, "condition")
     if negative_prompt.strip() and model.spec.recipe.guidance != "cfg":
         guided = [one.name for one in SPECS if one.family == spec.family and one.recipe.guidance == "cfg"]
         raise ValueError(
             f"{model.spec.title}: negative_prompt is {negative_prompt!r}, but this model runs without one. Leave it "
             f"empty, or choose a model that is guided by one: {', '.join(guided)}."
         )
-    return runtime.encode_prompt(model, prompt, negative_prompt, progress=host)
+    return runtime.encode_prompt(model, prompt, negative_prompt, progress=host, condition=condition)
 
 
 def _encode_image(

@@ -1,10 +1,10 @@
-"""Qwen-Image, text to image: the inputs of its nodes, in the order that saved workflows rely on."""
+"""Qwen-Image and its Edit sibling: the inputs of its nodes, in the order that saved workflows rely on."""
 
-from ..tpu_runtime.pipeline import spec_for_family
-from .family import decoder, pipeline, sampler, text_encoder
+from ..tpu_runtime.pipeline import spec_by_name, spec_for_family
+from .family import decoder, image_encoder, pipeline, sampler, text_encoder
 from .inputs import FEW_STEPS
 
-SPEC = spec_for_family("QwenImage")
+SPEC, EDIT = spec_for_family("QwenImage"), spec_by_name("qwen-image-edit-2511")
 LABEL = "Qwen-Image"
 
 _PROMPTS = ("prompt", "negative_prompt")
@@ -13,10 +13,12 @@ _NUMBERS = ("height", "width", "num_inference_steps", "guidance_scale", "seed")
 _MODEL = ("model_id", "model", "precision")
 _RECIPE = ("flow_shift", *FEW_STEPS)
 
-TEXT_ENCODER = text_encoder(SPEC, LABEL, *_PROMPTS, *_MODEL)
-SAMPLER = sampler(SPEC, LABEL, *_EMBEDS, *_NUMBERS, *_MODEL, *_RECIPE)
+# Edit's pictures are optional, and several encoders may follow each other: so this is no stage of the pipeline.
+IMAGE_ENCODER = image_encoder(EDIT, LABEL, "image", "condition", *_MODEL)
+TEXT_ENCODER = text_encoder(SPEC, LABEL, *_PROMPTS, "condition", *_MODEL)
+SAMPLER = sampler(SPEC, LABEL, *_EMBEDS, "condition", *_NUMBERS, *_MODEL, *_RECIPE, image_spec=EDIT)
 DECODER = decoder(SPEC, LABEL, "latents", *_MODEL)
 STAGES = (TEXT_ENCODER, SAMPLER, DECODER)
-PIPELINE = pipeline(SPEC, LABEL, STAGES, *_PROMPTS, *_NUMBERS, *_MODEL, *_RECIPE)
+PIPELINE = pipeline(SPEC, LABEL, STAGES, *_PROMPTS, "condition", *_NUMBERS, *_MODEL, *_RECIPE)
 
-NODES = (*STAGES, PIPELINE)
+NODES = (*STAGES, IMAGE_ENCODER, PIPELINE)

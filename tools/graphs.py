@@ -27,7 +27,7 @@ class LoraFile:
 class Example:
     """A workflow. `widgets` are what is not the model's default; `predicted` are keys of the records in
     `predicted.json`: a model's name, or a recipe of `benchmarks/recipes.py`. `tips` are for the note.
-    What it makes is saved as `prefix`, else as `name`.
+    What it makes is saved as `prefix`, else as `name`. One that `looks` gets a picture as a reference.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Example:
     loras: Sequence[LoraFile] = ()
     prompt: str = ""
     prefix: str = ""
+    looks: bool = False
 
     @property
     def spec(self) -> ModelSpec:
@@ -46,7 +47,7 @@ class Example:
 
     @property
     def has_picture(self) -> bool:
-        return self.spec.needs_condition
+        return self.spec.needs_condition or self.looks
 
     @property
     def values(self) -> dict[str, Any]:
@@ -119,8 +120,10 @@ def stages(example: Example) -> Graph:
     """A node for every stage, and one that names the model for all of them."""
     build = _Builder(example)
     picture = [build.add("LoadImage", "Picture", image=PICTURE)] if example.has_picture else []
-    text = build.stage("TextEncoder", "Prompt")
+    # Where a picture is a reference, the prompt may be about it.
+    text = "" if example.looks else build.stage("TextEncoder", "Prompt")
     image = [build.stage("ImageEncoder", "Image Encoder", image=[picture[0], 0])] if picture else []
+    text = text or build.stage("TextEncoder", "Prompt", condition=[image[0], 0])
     embeds = {"prompt_embeds": [text, 0]}
     if example.spec.recipe.guidance == "cfg":
         embeds["negative_prompt_embeds"] = [text, 1]
@@ -134,7 +137,8 @@ def stages(example: Example) -> Graph:
     for stage in (text, *image, sampler, decoder):
         inputs = build.workflow[stage]["inputs"]
         build.workflow[stage]["inputs"] = {"model": [chain[-1], 0], **inputs}
-    columns = [*([one] for one in chain[:-1]), [chain[-1], *picture], [text, *image], [sampler], [decoder]]
+    encoders = [image, [text]] if example.looks else [[text, *image]]
+    columns = [*([one] for one in chain[:-1]), [chain[-1], *picture], *encoders, [sampler], [decoder]]
     columns += [*([one] for one in video), [saved]]
     return Graph(workflow=build.workflow, columns=columns, files=build.files)
 
@@ -143,13 +147,15 @@ def pipeline(example: Example) -> Graph:
     """One node for all stages. It names its model itself, unless LoRAs are added to it."""
     build = _Builder(example)
     picture = [build.add("LoadImage", "Picture", image=PICTURE)] if example.has_picture else []
-    node = build.stage("TPUPipeline", "Pipeline", **({"image": [picture[0], 0]} if picture else {}))
+    image = [build.stage("ImageEncoder", "Image Encoder", image=[picture[0], 0])] if example.looks else []
+    given = {"condition": [image[0], 0]} if image else {"image": [picture[0], 0]} if picture else {}
+    node = build.stage("TPUPipeline", "Pipeline", **given)
     saved = build.save(node, 0 if example.spec.is_image else 2)
     chain = build.model() if example.loras else []
     if chain:
         build.workflow[node]["inputs"]["model"] = [chain[-1], 0]
     before = [*([one] for one in chain[:-1]), [*chain[-1:], *picture]]
-    columns = [*filter(None, before), [node], [saved]]
+    columns = [*filter(None, before), *([one] for one in image), [node], [saved]]
     return Graph(workflow=build.workflow, columns=columns, files=build.files)
 
 

@@ -40,6 +40,10 @@ FOUR_STEPS = {
     "num_inference_steps": 4, "guidance_scale": 1.0, "guidance_scale_2": 1.0, "seed": 0,
     "scheduler": "FlowMatchEulerDiscreteScheduler", "sigmas": "1, 0.75, 0.5, 0.25",
 }  # fmt: skip
+LIGHTNING = (
+    "With a Lightning LoRA of lightx2v: its number of steps, `guidance_scale` 1, `scheduler` "
+    "FlowMatchEulerDiscreteScheduler, `flow_shift` 3."
+)
 WAN22 = "Wan_2.2_ComfyUI_Repackaged"
 SUNSET = "A beautiful sunset over the ocean"
 
@@ -203,8 +207,21 @@ ALL = (
         tips=(
             "The makers' sizes: 1328x1328, 1664x928, 928x1664, 1472x1104, 1104x1472, 1584x1056, 1056x1584.",
             "It draws what a prompt has in quotes, in English and Chinese. Prompts may have 1024 tokens.",
-            "With a Lightning LoRA of lightx2v: its number of steps, `guidance_scale` 1, `scheduler` "
-            "FlowMatchEulerDiscreteScheduler, `flow_shift` 3.",
+            LIGHTNING,
+        ),
+    ),
+    Example(
+        name="qwen_image_edit_2511",
+        model="qwen-image-edit-2511",
+        does="a picture changed as the prompt says",
+        predicted=("Qwen-Image Edit, 40 steps, v6e:2x4",),
+        looks=True,
+        tips=(
+            "The picture is in ComfyUI's `input` folder; choose one of your own. It may have any size and shape: the "
+            "model looks at it at about a megapixel. The result's size is the sampler's.",
+            "For more pictures connect one image encoder's output to the next one's `condition`; the prompt calls them "
+            "picture 1, picture 2 and so on. Three fit beside a prompt.",
+            LIGHTNING,
         ),
     ),
 )  # fmt: skip

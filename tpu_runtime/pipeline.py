@@ -161,10 +161,12 @@ def run(stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> An
 
 
 def encode_prompt(
-    model: ModelRef, prompt: str, negative_prompt: str, *, progress: Progress
+    model: ModelRef, prompt: str, negative_prompt: str, *, progress: Progress, condition: ImageCondition | None = None
 ) -> tuple[Conditioning, Conditioning | None]:
-    """Prompt and negative prompt as CONDITIONING, CPU float32; no negative one where the model has no use for it."""
-    return run("encode", model, progress, prompt=prompt, negative_prompt=negative_prompt)
+    """Prompt and negative prompt as CONDITIONING, CPU float32; no negative one where the model has no use for it. They
+    are about the pictures of a `condition`, where the text encoder looks at these.
+    """
+    return run("encode", model, progress, prompt=prompt, negative_prompt=negative_prompt, condition=condition)
 
 
 def denoise(
@@ -203,8 +205,13 @@ def encode_image(
 
 def join_references(conditions: Sequence[ImageCondition]) -> ImageCondition:
     """Encoded references of several calls as one condition, in that order."""
-    arrays = [array for condition in conditions for array in condition["tensors"].values()]
-    return {**conditions[0], "tensors": {f"reference_{index}": array for index, array in enumerate(arrays)}}
+    joined: dict[str, torch.Tensor] = {}
+    for condition in conditions:
+        before = sum(name.startswith("reference_") for name in joined)
+        for name, array in condition["tensors"].items():
+            kind, _, index = name.rpartition("_")
+            joined[f"{kind}_{before + int(index)}"] = array
+    return {**conditions[0], "tensors": joined}
 
 
 def add_lora(model: ModelRef, lora: Lora, *, progress: Progress) -> tuple[ModelRef, str]:

@@ -172,9 +172,18 @@ def _z_image(model: ModelRef, given: Given) -> Asked:
 def _qwen_image(model: ModelRef, given: Given) -> Asked:
     """`QwenImage`, whose timestep is in 0..1. Texts are as long as they are; ours are padded, and have lengths."""
     x, timestep, context, mask = (given.pop(name, None) for name in ("x", "timesteps", "context", "attention_mask"))
+    references, method = (given.pop(name, None) for name in ("ref_latents", "ref_latents_method"))
     _refuse_rest(model, given, set())
+    config = model.resolve(pipeline.Silent()).configs[model.spec.denoiser.experts[0]]
+    own = "index_timestep_zero" if config.get("zero_cond_t") else "index"
+    if references and method not in (None, own):
+        raise ValueError(
+            f"{model.spec.title}: reference_latents_method is {method}; its network on the TPU takes {own}. Set that, "
+            "or remove the node."
+        )
     lengths = [context.shape[1]] * len(x) if mask is None else _lengths(model, mask)
     inputs = _padded_text(model, 0, context, lengths)
+    inputs |= {f"reference_{n}": _array(_padded(each, (1, 2, 2))) for n, each in enumerate(references or ())}
     return Asked(sample=_padded(x, (1, 2, 2)), timestep=1000.0 * _one(model, timestep, "timesteps"), inputs=inputs)
 
 

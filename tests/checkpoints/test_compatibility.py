@@ -144,6 +144,18 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
             "vae": ["diffusers", "AutoencoderKLQwenImage"],
         }
     ],
+    "qwen-image-edit-2511": [
+        {
+            "_class_name": "QwenImageEditPlusPipeline",
+            "_diffusers_version": "0.36.0.dev0",
+            "processor": ["transformers", "Qwen2VLProcessor"],
+            "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+            "text_encoder": ["transformers", "Qwen2_5_VLForConditionalGeneration"],
+            "tokenizer": ["transformers", "Qwen2Tokenizer"],
+            "transformer": ["diffusers", "QwenImageTransformer2DModel"],
+            "vae": ["diffusers", "AutoencoderKLQwenImage"],
+        }
+    ],
     COGVIDEOX: [
         {
             "_class_name": "CogVideoXPipeline",
@@ -166,12 +178,17 @@ def write(spec: ModelSpec, folder: Path, index: Mapping[str, Any], changes: Mapp
     """A checkpoint's index and the configs of the real model with changes by folder; no weights."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model_index.json").write_text(json.dumps(index))
+    configs: dict[str, dict[str, Any]] = {}
     for component in spec.components:
-        named = "_class_name" if component.library == "diffusers" else "architectures"
-        name = component.class_name if component.library == "diffusers" else [component.class_name]
-        config = {named: name, **component.config, **changes.get(component.folder, {})}
-        (folder / component.folder).mkdir(exist_ok=True)
-        (folder / component.folder / "config.json").write_text(json.dumps(config))
+        _, published = PUBLISHED[spec.name][0].get(component.folder) or ("", component.class_name)
+        is_part = component.config_part and published != component.class_name
+        name = published if is_part else component.class_name
+        named = {"_class_name": name} if component.library == "diffusers" else {"architectures": [name]}
+        own = {component.config_part: component.config} if is_part else component.config
+        configs.setdefault(component.folder, {}).update({**named, **own, **changes.get(component.folder, {})})
+    for name, config in configs.items():
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(config, default=dict))
 
 
 def problem(name: str, folder: Path, index: Mapping[str, Any] = {}, **changes: Mapping[str, Any]) -> str:

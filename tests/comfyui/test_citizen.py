@@ -124,7 +124,14 @@ def check_result(server: Server, graph: dict, prefix: str) -> None:
 
 
 # Those of which the fourteen prompts over seven families run the family too.
-SLOWER = ("qwen_image_2512", "cogvideox_t2v_768p", "hunyuan15_i2v_720p", "hunyuan15_t2v_720p", "z_image_turbo")
+SLOWER = (
+    "qwen_image_2512",
+    "qwen_image_edit_2511",
+    "cogvideox_t2v_768p",
+    "hunyuan15_i2v_720p",
+    "hunyuan15_t2v_720p",
+    "z_image_turbo",
+)
 
 
 @pytest.mark.parametrize("stem", slower([stem for stem in RUNNABLE if not stem.endswith("_pipeline")], *SLOWER))

@@ -98,6 +98,11 @@ DENOISERS_BY_NAME = {
         kind=QWEN_IMAGE, config={}, latents=(1, 16, 1, 12, 8), width=96, tokens=(40, 17, 33), cfg=3.0, more={},
         cases=("res_multistep", "a LoRA", "a batch of two"),
     ),
+    "qwen-image edit": Denoiser(
+        kind=QWEN_IMAGE, config={"zero_cond_t": True}, latents=(1, 16, 1, 12, 8), width=96, tokens=(40, 17, 33),
+        cfg=3.0,
+        more={"reference_latents": [(1, 16, 1, 8, 12), (1, 16, 1, 4, 8)]}, cases=("euler", "a batch of two"),
+    ),
     "hunyuanvideo 1.5 t2v": Denoiser(
         kind=HUNYUAN15, config={"image_embed_dim": 1152}, latents=(1, 32, 3, 5, 6), width=96, tokens=(40, 17, 33),
         more={"conditioning_byt5small": (1, 19, 1472)}, cases=(*SAMPLERS, "a batch of two", "a guider"),

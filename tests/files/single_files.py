@@ -367,6 +367,9 @@ def makers(class_name: str, config: Mapping[str, Any], tensors: Tensors) -> Tens
     """A network's tensors in its makers' names."""
     if class_name == "AutoencoderKLWan":
         return wan22_vae(tensors) if config.get("is_residual") else wan_vae(tensors)
+    if config.get("zero_cond_t"):
+        # By which Comfy-Org's files of Qwen-Image Edit say it.
+        return {**tensors, "__index_timestep_zero__": torch.zeros(0)}
     return MAKERS[class_name](tensors)
 
 

@@ -1,8 +1,12 @@
 """Qwen-Image against `diffusers.QwenImagePipeline` on the CPU in float32: every stage and the whole."""
 
 import functools
+import inspect
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +17,13 @@ from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.progress import Silent
+from diffusers import AutoencoderKLQwenImage
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 SPEC = spec_by_name("qwen-image-2512")
 MODEL = parity.tiny_model(SPEC)
@@ -118,3 +126,49 @@ def test_latents_and_picture_equal_upstreams(settings: Settings, compare: Callab
     mean, std = (torch.tensor(config[name]).view(1, -1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
     compare("latents", latents["samples"].numpy(), (wanted * std + mean).numpy())
     compare("picture", runner.decode(MODEL, latents, Silent()).numpy(), expected.frames)
+
+
+def as_published(folder: Path) -> Path:
+    """The miniature as the makers have theirs: the language model within one that also sees, by the names and with the
+    config that transformers 4 wrote, its head and its eyes beside it; and the VAE by its own class.
+    """
+    shutil.copytree(tiny.ensure(SPEC), folder)
+    own = AutoModel.from_pretrained(folder / "text_encoder")
+    sizes = {"depth": 2, "hidden_size": 40, "intermediate_size": 52, "num_heads": 5, "out_hidden_size": 60}
+    text = {name: value for name, value in own.config.to_dict().items() if name not in ("architectures", "model_type")}
+    shutil.rmtree(folder / "text_encoder")
+    whole = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=sizes))
+    whole.model.language_model.load_state_dict(own.state_dict())
+    whole.save_pretrained(folder / "text_encoder")
+    (file,) = (folder / "text_encoder").glob("*.safetensors")
+    older = (("model.language_model.", "model."), ("model.visual.", "visual."))
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        new = next((there + name.removeprefix(here) for here, there in older if name.startswith(here)), name)
+        tensors[new] = tensor.clone()
+    save_file(tensors, file, {"format": "pt"})
+    path = folder / "text_encoder" / "config.json"
+    config = json.loads(path.read_text())
+    # What the whole model's numbers were before they had a place of their own is still there.
+    path.write_text(json.dumps({**config["text_config"], **config, "hidden_size": 60, "num_attention_heads": 6}))
+    vae = folder / "vae" / "config.json"
+    known = inspect.signature(AutoencoderKLQwenImage.__init__).parameters
+    found = {name: value for name, value in json.loads(vae.read_text()).items() if name in known}
+    vae.write_text(json.dumps({**found, "_class_name": "AutoencoderKLQwenImage"}))
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {
+        "text_encoder": ["transformers", "Qwen2_5_VLForConditionalGeneration"],
+        "vae": ["diffusers", "AutoencoderKLQwenImage"],
+    }
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder
+
+
+def test_a_folder_as_published_gives_what_upstream_makes_of_it(tmp_path: Path, compare: Callable):
+    folder = as_published(tmp_path / "published")
+    pipe = parity.upstream("QwenImagePipeline", folder)
+    assert type(pipe.vae) is AutoencoderKLQwenImage and type(pipe.text_encoder) is Qwen2_5_VLForConditionalGeneration
+    expected = parity.generate(pipe, ODD, prompt=SHORT, negative_prompt="blur", true_cfg_scale=4.0)
+    model, runner = ModelRef(spec_name=SPEC.name, model_id=str(folder), precision="float32"), engine(2)
+    latents = runner.denoise(model, ODD, *runner.encode(model, SHORT, "blur", Silent()), Silent())
+    compare("picture", runner.decode(model, latents, Silent()).numpy(), expected.frames)

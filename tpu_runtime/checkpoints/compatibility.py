@@ -16,6 +16,7 @@ from ..model_spec import Component, ModelSpec, Need, Same
 MOST_TIMES, MOST_TIMES_LONGER = 8, 64
 # They prepare or judge pictures around the networks; results are the same without them.
 HARMLESS = ("feature_extractor", "image_processor", "video_processor", "processor", "safety_checker")
+QUANTIZED = "quantization_config"
 _MISSING = object()
 
 
@@ -75,13 +76,11 @@ def _is_off(value: Any) -> bool:
 
 
 def own_config(component: Component, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A component's part of the config in its folder: where that is of a model that also sees, its language model's
-    numbers are in `text_config`.
-    """
-    text = config.get("text_config")
-    if "text_config" in component.config or not isinstance(text, Mapping):
+    """A component's own of the config in its folder, which may be of a whole model."""
+    part = config.get(component.config_part)
+    if not isinstance(part, Mapping):
         return config
-    return {**config, **{name: value for name, value in text.items() if name != "architectures"}}
+    return {**part, **{name: config[name] for name in ("architectures", QUANTIZED) if name in config}}
 
 
 def config_problem(spec: ModelSpec, component: Component, model_id: str, config: Mapping[str, Any]) -> str | None:

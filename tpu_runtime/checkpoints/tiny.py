@@ -7,6 +7,7 @@ seconds. What random ones generate means nothing; that it equals what diffusers 
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from ..cache.store import cache_folder
@@ -58,16 +59,27 @@ def write(spec: ModelSpec, folder: Path, seed: int = 0) -> None:
 
 
 def _write_parts(spec: ModelSpec, folder: Path, seed: int) -> None:
-    written: dict[str, str] = {}
-    for component in spec.components:
-        if component.folder not in written:
-            # Experts of one class must not be equal: nobody would see them mixed up.
-            same = list(written.values()).count(component.class_name)
-            written[component.folder] = component.class_name
-            _write_weights(component, folder / component.folder, seed + same)
+    written: list[str] = []
+    for name, component in _networks(spec).items():
+        # Experts of one class must not be equal: nobody would see them mixed up.
+        same = written.count(component.class_name)
+        written.append(component.class_name)
+        _write_weights(component, folder / name, seed + same)
     for text in spec.text_encoders:
         text.write_tokenizer(folder / text.tokenizer_folder)
     write_description(spec, folder)
+
+
+def _networks(spec: ModelSpec) -> dict[str, Component]:
+    """What each folder holds: a network, or the whole model of which several are parts."""
+    found: dict[str, Component] = {}
+    for component in spec.components:
+        first = found.setdefault(component.folder, component)
+        if component.class_name != first.class_name:
+            (whole,) = {*first.class_aliases, first.class_name} & {*component.class_aliases}
+            parts = {part.config_part: dict(part.tiny) for part in (first, component)}
+            found[component.folder] = replace(first, class_name=whole, config={}, tiny=parts)
+    return found
 
 
 def write_description(spec: ModelSpec, folder: Path) -> None:
@@ -75,7 +87,7 @@ def write_description(spec: ModelSpec, folder: Path) -> None:
     and the files that it was published with.
     """
     index: dict[str, object] = {"_class_name": spec.published.pipeline_classes[0], **spec.published.index}
-    index |= {component.folder: [component.library, component.class_name] for component in spec.components}
+    index |= {name: [component.library, component.class_name] for name, component in _networks(spec).items()}
     index |= {text.tokenizer_folder: ["transformers", text.tokenizer_class] for text in spec.text_encoders}
     index["scheduler"] = ["diffusers", spec.recipe.scheduler["_class_name"]]
     described = {"scheduler/scheduler_config.json": spec.recipe.scheduler, "model_index.json": index}

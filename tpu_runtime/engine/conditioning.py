@@ -13,6 +13,9 @@ from ..programs import finite
 from ..programs.generation import Denoising
 from .payloads import Conditioning, ImageCondition, conditioning_entry
 
+# What a text encoder takes of a picture, by its number.
+SEEN = r"seen_\d+"
+
 
 def conditioning(spec: ModelSpec, encoded: Sequence[tuple[np.ndarray, np.ndarray]], row: int) -> Conditioning:
     """One prompt's CONDITIONING: the first encoder's states, with lengths and the other encoders' states beside it."""
@@ -106,7 +109,8 @@ def _condition_arrays(plan: Denoising, given: ImageCondition | None) -> dict[str
     spec = plan.spec
     shapes = spec.conditions(plan.config, plan.latent_shape)
     if given is not None and spec.pictures.are_references:
-        shapes = {name: _reference_shape(plan, name, x) for name, x in given["tensors"].items()}
+        references = {name: x for name, x in given["tensors"].items() if not re.fullmatch(SEEN, name)}
+        shapes = {name: _reference_shape(plan, name, x) for name, x in references.items()}
     if not shapes:
         return {}
     if given is None and spec.needs_condition:
@@ -128,6 +132,23 @@ def _condition_arrays(plan: Denoising, given: ImageCondition | None) -> dict[str
             )
         finite.check_given(spec.title, "condition", tensor)
     return {name: given["tensors"][name].to(torch.float32).cpu().numpy() for name in shapes}
+
+
+def seen(spec: ModelSpec, given: ImageCondition | None) -> list[torch.Tensor]:
+    """What the text encoder is to look at of encoded pictures, in their order; nothing where it looks at none."""
+    if given is None or not any(text.tokenize_beside for text in spec.text_encoders):
+        return []
+    found = {name: x for name, x in given["tensors"].items() if re.fullmatch(SEEN, name)}
+    if given["tpu_family"] != spec.family or not found:
+        raise ValueError(
+            f"{spec.title}: the condition comes from a {given['tpu_family']} image encoder of another model. Connect "
+            f"{spec.family}ImageEncoder with the model of the text encoder."
+        )
+    for name, x in found.items():
+        if x.ndim != 4 or len(x) != 1 or 0 in x.shape:
+            raise ValueError(f"{spec.title}: the condition holds {name} of shape {tuple(x.shape)}. Encode it again.")
+        finite.check_given(spec.title, "condition", x)
+    return [found[name].to(torch.float32).cpu().contiguous() for name in sorted(found, key=lambda name: int(name[5:]))]
 
 
 def _reference_shape(plan: Denoising, name: str, reference: torch.Tensor) -> tuple[int, ...]:

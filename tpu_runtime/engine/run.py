@@ -2,6 +2,7 @@
 up: what an engine runs, by name, is `WORK`.
 """
 
+import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,15 +31,21 @@ log = logging.getLogger(__name__)
 PROMPTS = ("prompt", "negative prompt")
 
 
-def encode(stage: Stage, prompt: str, negative_prompt: str) -> tuple[Conditioning, Conditioning | None]:
-    """Prompt and negative prompt as CONDITIONING, from the cache where the same text was encoded before."""
+def encode(
+    stage: Stage, prompt: str, negative_prompt: str, condition: ImageCondition | None = None
+) -> tuple[Conditioning, Conditioning | None]:
+    """Prompt and negative prompt as CONDITIONING, from the cache where the same text was encoded before. They are about
+    the pictures of a `condition`, where the text encoder looks at these.
+    """
     spec = stage.spec
     prompts = (prompt, negative_prompt) if spec.recipe.guidance == "cfg" else (prompt,)
     folders = [(spec.component(text.component).folder, text.tokenizer_folder) for text in spec.text_encoders]
     parts = [tuple(stage.found.identity(folder, stage.progress) for folder in pair) for pair in folders]
     sources = (*versions.environment(), versions.source_digest())
-    key = signature(spec.name, parts, stage.target.precision, prompts, sources)
-    found = stage.prompt_cache.get(key, spec.family, lambda: _encode(stage, prompts), stage.hosts.decide)
+    seen = conditioning.seen(spec, condition)
+    pictures = [(x.shape, hashlib.sha256(x.numpy().tobytes()).hexdigest()) for x in seen]
+    key = signature(spec.name, parts, stage.target.precision, prompts, sources, *pictures)
+    found = stage.prompt_cache.get(key, spec.family, lambda: _encode(stage, prompts, seen), stage.hosts.decide)
     if lost := [sentence for named in zip(PROMPTS, prompts, found, strict=False) for sentence in _lost(stage, *named)]:
         log.warning("%s", " ".join(lost))
         stage.progress.text(" ".join(lost))
@@ -66,19 +73,24 @@ def _lost(stage: Stage, name: str, prompt: str, encoded: Conditioning | None) ->
             )
 
 
-def _encode(stage: Stage, prompts: Sequence[str]) -> tuple[Conditioning, Conditioning | None]:
-    encoded = [_encode_text(stage, text, prompts) for text in stage.spec.text_encoders]
+def _encode(
+    stage: Stage, prompts: Sequence[str], seen: Sequence[torch.Tensor]
+) -> tuple[Conditioning, Conditioning | None]:
+    encoded = [_encode_text(stage, text, prompts, seen) for text in stage.spec.text_encoders]
     rows = [conditioning.conditioning(stage.spec, encoded, row) for row in range(len(prompts))]
     stage.counts["encode"] += 1
     return rows[0], rows[1] if len(rows) > 1 else None
 
 
-def _encode_text(stage: Stage, text: TextEncoding, prompts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+def _encode_text(
+    stage: Stage, text: TextEncoding, prompts: Sequence[str], seen: Sequence[torch.Tensor]
+) -> tuple[np.ndarray, np.ndarray]:
     """States `[rows, max_length, dim]` and lengths `[rows]` of one text encoder."""
     tokenizer = tokens.load_tokenizer(stage.found.folder(text.tokenizer_folder, stage.progress))
-    ids, mask = text.tokenize(tokenizer, prompts)
+    beside = text.tokenize_beside if seen else None
+    ids, mask, *more = beside(tokenizer, prompts, seen) if beside else text.tokenize(tokenizer, prompts)
     stage.progress.text("Encoding the prompt")
-    states, _ = stage.call(text.component, text.encode, ids, mask)
+    states, _ = stage.call(text.component, text.encode, ids, mask, *more)
     return states, mask.sum(axis=1).astype(np.int32)
 
 
@@ -260,5 +272,7 @@ def _each_program(
         if name in stages and name != "denoise":
             generation.rehearse(plan, call, (name,))
         elif name in stages:
-            for wanted in itertools.chain.from_iterable(denoising.programs_wanted(stage, plan, {}).values()):
+            usual = stage.spec.pictures.usual.items()
+            inputs = {name: np.broadcast_to(np.float32(0), shape) for name, shape in usual}
+            for wanted in itertools.chain.from_iterable(denoising.programs_wanted(stage, plan, inputs).values()):
                 prepare(wanted)

@@ -81,8 +81,9 @@ class Component:
     decoder of a VAE). `aliases` maps names in checkpoints to the module's: those of tied weights, and those that
     other versions of the libraries wrote, which upstream translates while loading. One that ends in a dot stands for
     all names that start so; the longest counts, and full names are looked up after it. `class_aliases` are names of
-    the class that checkpoints have and upstream translates. `trim(module)` may drop what is not needed and put parts
-    of a weight in its place (see `modules.Cut`). `makers_names` are the original names (see `checkpoints.names`).
+    the class that checkpoints have and upstream translates; where that is of a whole model, of which this network is a
+    part, `config_part` is the key of its own config in that model's. `trim(module)` may drop what is not needed and put
+    parts of a weight in its place (see `modules.Cut`). `makers_names` are the original names (see `checkpoints.names`).
     """
 
     name: str
@@ -98,6 +99,7 @@ class Component:
     only: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     class_aliases: tuple[str, ...] = ()
+    config_part: str = ""
     trim: Callable[[Any], None] | None = None
     makers_names: Table = field(default_factory=dict)
 

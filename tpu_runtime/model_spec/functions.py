@@ -46,10 +46,24 @@ class Tokenize(Protocol):
     ) -> "tuple[np.ndarray, np.ndarray]": ...
 
 
-class EncodeText(Protocol):
-    """`ids` and `mask` `[rows, max_length]` to states `[rows, max_length, dim]`; the second result is None."""
+class TokenizeBeside(Protocol):
+    """As `Tokenize`, of prompts about pictures, of which a model's text encoder takes the arrays `seen`; and whatever
+    else `EncodeText` then takes.
+    """
 
-    def __call__(self, encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor", /) -> "tuple[torch.Tensor, None]": ...
+    def __call__(
+        self, tokenizer: Any, prompts: Sequence[str], seen: "Sequence[torch.Tensor]", /
+    ) -> "tuple[np.ndarray, ...]": ...
+
+
+class EncodeText(Protocol):
+    """`ids` and `mask` `[rows, max_length]` to states `[rows, max_length, dim]`; the second result is None. `more` is
+    what `TokenizeBeside` gives.
+    """
+
+    def __call__(
+        self, encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor", /, *more: "torch.Tensor"
+    ) -> "tuple[torch.Tensor, None]": ...
 
 
 class WriteTokenizer(Protocol):
@@ -186,7 +200,8 @@ class ConditionShapes(Protocol):
 class EncodePictures(Protocol):
     """Pictures `[number, height, width, 3]` in 0..1 to the arrays of `condition_shapes`.
 
-    Reference pictures have no `condition_shapes`: there is one array for each, `reference_<index>`.
+    Reference pictures have no `condition_shapes`: there is one array for each, `reference_<index>`, and one that the
+    text encoder takes, `seen_<index>`, where it looks at them (see `TokenizeBeside`).
     """
 
     def __call__(

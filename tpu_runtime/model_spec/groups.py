@@ -26,6 +26,7 @@ from .functions import (
     ReuseFeatures,
     SolverArguments,
     Tokenize,
+    TokenizeBeside,
     WriteTokenizer,
 )
 from .limits import FLOW_SCHEDULERS, Settings
@@ -101,8 +102,9 @@ class LatentGeometry:
 class TextEncoding:
     """One text encoder's part in the conditioning.
 
-    With a `prefix`, ids start with that many more tokens, which are always there and whose states are dropped.
-    `width_key` is where the denoiser's config names the states' width. `tokenizer_class` is that of the miniature.
+    With a `prefix`, ids start with that many more tokens, which are always there and whose states are dropped. With a
+    `tokenize_beside` it may look at pictures. `width_key` is where the denoiser's config names the states' width.
+    `tokenizer_class` is that of the miniature.
     """
 
     name: str = "text"
@@ -115,6 +117,7 @@ class TextEncoding:
     encode: EncodeText
     write_tokenizer: WriteTokenizer
     prefix: int = 0
+    tokenize_beside: TokenizeBeside | None = None
 
 
 def plain_noise(latent_shape: tuple[int, ...], generator: "torch.Generator") -> "torch.Tensor":
@@ -269,7 +272,8 @@ class Pictures:
     """What a model takes of pictures; the default takes none.
 
     `numbers` are how many it may get: a first frame, or a first and a last one. With `are_references` they are optional
-    and of any number and size. With `put_given` the model runs without a picture too: the arrays of `condition_shapes`
+    and of any number and size; `usual` are the shapes of those that are planned with, and compiled ahead for. With
+    `put_given` the model runs without a picture too: the arrays of `condition_shapes`
     are zeros then.
     """
 
@@ -277,4 +281,5 @@ class Pictures:
     numbers: tuple[int, ...] = (1,)
     condition_shapes: ConditionShapes = no_conditions
     are_references: bool = False
+    usual: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     put_given: PutGiven | None = None

@@ -13,6 +13,7 @@ from . import (
     hunyuan15_distilled,
     hunyuan15_i2v,
     qwen_image,
+    qwen_image_edit,
     z_image,
 )
 from .wan import wan21, wan21_i2v, wan22_i2v, wan22_ti2v
@@ -37,6 +38,7 @@ SIBLINGS: tuple[ModelSpec, ...] = (
     cogvideox_i2v.SPEC,
     *flux2_klein.SIBLINGS,
     z_image.BASE,
+    qwen_image_edit.SPEC,
 )
 SPECS = FLAGSHIPS + SIBLINGS
 

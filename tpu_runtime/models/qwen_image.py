@@ -34,13 +34,12 @@ from .text_encoders.qwen_image import NEGATIVE_PROMPT, PROMPT, TEXT, TEXT_ENCODE
 if TYPE_CHECKING:
     import torch
 
+    from ...attention.api import Placement
     from ..programs.denoiser_run import DenoiserRun
     from .denoisers.layers import Modulation, Pair, ResidualNorm
 
 PATCH = (1, 2, 2)
 EPS = 1e-6
-# The text, and both halves of the picture.
-Streams = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]
 
 # --- the denoiser -----------------------------------------------------------------------------------------------------
 
@@ -48,52 +47,91 @@ Streams = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]
 def forward(
     dit: Any, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
-    """The flow (velocity) of `[rows, 16, 1, latent_height, latent_width]` at one timestep."""
+    """The flow (velocity) of `[rows, 16, 1, latent_height, latent_width]` at one timestep. `reference_0` and so on,
+    latents of pictures to look at, are more tokens; for some models their time is 0.
+
+    There are always two sequences of such tokens, so that one's sums are exchanged next to the other's products: the
+    sample and its references, or the two halves of a sample without any.
+    """
     import torch
 
-    # Upstream's pipeline divides by what its embedding multiplies by, both in the network's format.
-    temb = dit.time_text_embed(timestep.to(sample.dtype).expand(len(sample)) / 1000, sample)  # [rows, dim]
+    names = sorted((name for name in inputs if name.startswith("reference_")), key=lambda name: int(name[10:]))
+    pictures = [sample, *(inputs[name].expand(len(sample), -1, -1, -1, -1) for name in names)]
+    image_tables, text_tables = rotary_tables(
+        dit.pos_embed, [picture.shape[3:] for picture in pictures], inputs["text"]
+    )
+    tokens = [dit.img_in(layers.cut_patches(picture, PATCH)) for picture in pictures]  # [rows, tokens, dim] each
+    size = tokens[0].shape[1]
+    run = run.of_length(size)
+
     text = run.spread(run.replicated(dit.txt_in(dit.txt_norm(inputs["text"]))), placement="replicated")
-    image = dit.img_in(layers.cut_patches(sample, PATCH))  # [rows, tokens, dim], as the text
+    times = [embed_time(dit, sample, timestep)] * 2  # [rows, dim], of the two sequences
+    if names:
+        sequences, tables = [tokens[0], torch.cat(tokens[1:], dim=1)], [[x[:, :size] for x in image_tables]]
+        tables.append([x[:, size:] for x in image_tables])
+        lengths = [each.shape[1] for each in sequences]
+        if dit.zero_cond_t:
+            times[1] = embed_time(dit, sample, timestep * 0)
+    else:
+        sequences, tables = run.halves(tokens[0]), layers.halve(run, image_tables)
+        half = sequences[0].shape[1]
+        lengths = [min(size, half), max(size - half, 0)]
+    rotary = [[*map(run.padded, pair)] for pair in (*tables, text_tables)]
 
-    run = run.of_length(image.shape[1])
-    grid = (sample.shape[3] // PATCH[1], sample.shape[4] // PATCH[2])
-    image_tables, text_tables = rotary_tables(dit.pos_embed, grid, text.shape[1])
-    rotary = (text_tables, *layers.halve(run, image_tables))
+    def body(block: Any, streams: "list[torch.Tensor]") -> "list[torch.Tensor]":
+        return run_block(block, run, streams, [*lengths, inputs["text_length"]], times, rotary)
 
-    def body(block: Any, streams: "Streams") -> "Streams":
-        return run_block(block, run, streams, inputs["text_length"], temb, rotary)
-
-    _, *halves = run.scan(dit.transformer_blocks, (text, *map(run.spread, run.halves(image))), body)
-    flow = dit.proj_out(dit.norm_out(run.unpadded(torch.cat(halves, dim=1)), temb))
+    first, second, _ = run.scan(dit.transformer_blocks, [*map(run.spread, sequences), text], body)
+    image = first if names else torch.cat([first, second], dim=1)
+    flow = dit.proj_out(dit.norm_out(run.unpadded(image), times[0]))
     return layers.join_patches(flow, sample, PATCH)
+
+
+def embed_time(dit: Any, sample: "torch.Tensor", timestep: "torch.Tensor") -> "torch.Tensor":
+    """`[rows, dim]`. Upstream's pipeline divides by what its embedding multiplies by, both in the network's format."""
+    return dit.time_text_embed(timestep.to(sample.dtype).expand(len(sample)) / 1000, sample)
 
 
 def run_block(
     block: Any,
     run: "DenoiserRun",
-    streams: "Streams",
-    text_length: "torch.Tensor",
-    temb: "torch.Tensor",
-    rotary: "Sequence[Pair]",
-) -> "Streams":
-    """Joint attention, then a feed-forward each, all in gated residuals of modulated norms. Text and picture have
-    weights of their own; the picture comes in halves, so that one's sums are exchanged next to the other's products.
+    streams: "list[torch.Tensor]",
+    lengths: "list[Any]",
+    times: "list[torch.Tensor]",
+    rotary: "list[list[torch.Tensor]]",
+) -> "list[torch.Tensor]":
+    """Joint attention, then a feed-forward each, all in gated residuals of modulated norms. The text, last of the
+    `streams`, has weights of its own.
     """
-    text, *halves = streams
+    attn = block.attn
     norm: ResidualNorm = partial(run.residual_norm, eps=EPS, spread=True)
-    of_text, of_image = modulate(run, block.txt_mod, temb), modulate(run, block.img_mod, temb)
-    places = ((text, "replicated", of_text), *((half, "sharded", of_image) for half in halves))
+    of_image = modulate(run, block.img_mod, times[0])
+    of_second = of_image if times[1] is times[0] else modulate(run, block.img_mod, times[1])
+    modulations = of_image, of_second, modulate(run, block.txt_mod, times[0])
+    image_norms, text_norms = (attn.norm_q, attn.norm_k), (attn.norm_added_q, attn.norm_added_k)
 
-    normed = [norm(x, None, None, own[0].scale, own[0].shift, placement=place)[1] for x, place, own in places]
-    updates = attend(block.attn, run, normed, text_length, rotary)
+    normed = [
+        norm(x, None, None, msa.scale, msa.shift, placement=place)[1]
+        for x, (msa, _), place in zip(streams, modulations, PLACES, strict=True)
+    ]
+    heads = [
+        *(layers.heads(attn, y, attn.to_q, attn.to_k, attn.to_v) for y in normed[:2]),
+        layers.heads(attn, normed[2], attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
+    ]
+    norms = image_norms, image_norms, text_norms
+    prologues = [layers.prologue(*each, tables) for each, tables in zip(norms, rotary, strict=True)]
+    attended = run.streams_attention(*heads, lengths=lengths, prologues=prologues)
 
     found = []
-    for (x, place, (msa, mlp)), update in zip(places, updates, strict=True):
-        x, y = norm(x, update, msa.gate, mlp.scale, mlp.shift, placement=place)
-        ff = block.txt_mlp if place == "replicated" else block.img_mlp
+    outs, feeds = [attn.to_out[0]] * 2 + [attn.to_add_out], [block.img_mlp] * 2 + [block.txt_mlp]
+    for x, y, (msa, mlp), place, out, ff in zip(streams, attended, modulations, PLACES, outs, feeds, strict=True):
+        x, y = norm(x, project(run, out, y.flatten(2), place), msa.gate, mlp.scale, mlp.shift, placement=place)
         found.append(run.add_gated(x, project(run, ff.net[2], ff.net[0](y), place), mlp.gate))
-    return tuple(found)
+    return found
+
+
+# Where the tokens of a block's streams lie.
+PLACES: "tuple[Placement, ...]" = ("sharded", "sharded", "replicated")
 
 
 def modulate(run: "DenoiserRun", module: Any, temb: "torch.Tensor") -> "tuple[Modulation, Modulation]":
@@ -102,42 +140,26 @@ def modulate(run: "DenoiserRun", module: Any, temb: "torch.Tensor") -> "tuple[Mo
     return layers.modulated(*parts[:3]), layers.modulated(*parts[3:])
 
 
-def attend(
-    attn: Any,
-    run: "DenoiserRun",
-    normed: "Sequence[torch.Tensor]",
-    text_length: "torch.Tensor",
-    rotary: "Sequence[Pair]",
-) -> "list[torch.Tensor]":
-    """The updates of text and halves, whose tokens attend to all real ones. Padding of the text is not looked at."""
-    text, *halves = normed
-    text_heads = layers.heads(attn, text, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-    heads = [layers.heads(attn, half, attn.to_q, attn.to_k, attn.to_v) for half in halves]
-    norms = (attn.norm_added_q, attn.norm_added_k), *[(attn.norm_q, attn.norm_k)] * len(halves)
-    of_text, *of_halves = (layers.prologue(*each, tables) for each, tables in zip(norms, rotary, strict=True))
-    *found, text_found = run.halves_attention(
-        *heads, text_heads, prologues=(*of_halves, of_text), text_length=text_length
-    )
-    text_update = project(run, attn.to_add_out, text_found.flatten(2), "replicated")
-    return [text_update, *(project(run, attn.to_out[0], half.flatten(2), "sharded") for half in found)]
-
-
-def project(run: "DenoiserRun", linear: Any, x: "torch.Tensor", placement: Any) -> "torch.Tensor":
+def project(run: "DenoiserRun", linear: Any, x: "torch.Tensor", placement: "Placement") -> "torch.Tensor":
     """A product whose sums lie over the chips, summed and spread over them by tokens."""
     return run.summed(linear.weight.T, x, placement=placement) + linear.bias
 
 
-def rotary_tables(rope: Any, grid: tuple[int, int], text_size: int) -> "tuple[Pair, Pair]":
-    """`QwenEmbedRope`: cosines and sines `[1, tokens, head_dim]` of a picture's tokens, whose rows and columns count
-    from its middle, and of a text's, which go on along the diagonal from where the picture ends.
+def rotary_tables(rope: Any, sizes: "Sequence[Sequence[int]]", text: "torch.Tensor") -> "tuple[Pair, Pair]":
+    """`QwenEmbedRope`: cosines and sines `[1, tokens, head_dim]` of pictures' tokens, of latents of `sizes`, and of a
+    text's. Pictures follow each other on the first axis, rows and columns count from the middle; the text goes on along
+    the diagonal from where the largest picture ends.
     """
     import numpy as np
 
-    middle = [size - size // 2 for size in grid]
-    image = np.indices((1, *grid)).reshape(3, -1) - [[0], [middle[0]], [middle[1]]]
-    text = np.tile(max(size // 2 for size in grid) + np.arange(text_size), (3, 1))
-    image_tables, text_tables = (layers.rotary_tables(rope.theta, rope.axes_dim, places) for places in (image, text))
-    return image_tables, text_tables
+    grids = [(height // PATCH[1], width // PATCH[2]) for height, width in sizes]
+    middles = [[number, -(-height // 2), -(-width // 2)] for number, (height, width) in enumerate(grids)]
+    cells = [np.indices((1, *grid)).reshape(3, -1) for grid in grids]
+    places = [each + [[n], [-row], [-column]] for each, (n, row, column) in zip(cells, middles, strict=True)]
+    start = max(size // 2 for grid in grids for size in grid)
+    of_text = np.tile(start + np.arange(text.shape[1]), (3, 1))
+    image, words = (layers.rotary_tables(rope.theta, rope.axes_dim, at) for at in (np.hstack(places), of_text))
+    return image, words
 
 
 # --- the recipe -------------------------------------------------------------------------------------------------------

@@ -59,6 +59,10 @@ class DenoiserRun:
         """`[rows, tokens, ...]` without the padding of `tokens`."""
         return torch_bridge.call_jax(lambda x: x[:, : self.layout.num_tokens], x)
 
+    def padded(self, x: torch.Tensor) -> torch.Tensor:
+        """`[rows, tokens, ...]` with the padding of `spread`."""
+        return torch_bridge.call_jax(self.layout.pad_tokens, x)
+
     def of_length(self, num_tokens: int) -> "DenoiserRun":
         """This run for a sequence of another length, such as that of latents and text together."""
         return replace(self, layout=replace(self.layout, num_tokens=num_tokens))
@@ -124,16 +128,23 @@ class DenoiserRun:
         return torch_bridge.call_jax(attend, latent, text, text_length)
 
     def halves_attention(
-        self, *streams: Heads, prologues: Sequence[Prologue], text_length: int | torch.Tensor = 0
+        self, *streams: Heads, prologues: Sequence[Prologue], text_length: int = 0
     ) -> tuple[torch.Tensor, ...]:
-        """Both `halves` of a sequence, and a replicated text if one follows, each attending to all real tokens. Of the
-        text the first `text_length` are, of all rows or `[rows]`.
+        """Both `halves` of a sequence, and a replicated text if one follows, each attending to all real tokens."""
+        attend = functools.partial(self.layout.halves_attention, text_length=text_length, prologues=prologues)
+        return torch_bridge.call_jax(attend, *streams)
+
+    def streams_attention(
+        self, *streams: Heads, lengths: Sequence[int | torch.Tensor], prologues: Sequence[Prologue]
+    ) -> tuple[torch.Tensor, ...]:
+        """Two padded sequences, and a replicated text if one follows, each attending to the first `lengths` of all, of
+        every row or `[rows]`.
         """
 
-        def attend(length: Any, *streams: Any) -> tuple[jax.Array, ...]:
-            return self.layout.halves_attention(*streams, text_length=length, prologues=prologues)
+        def attend(lengths: Any, *streams: Any) -> tuple[jax.Array, ...]:
+            return self.layout.streams_attention(*streams, lengths=lengths, prologues=prologues)
 
-        return torch_bridge.call_jax(attend, text_length, *streams)
+        return torch_bridge.call_jax(attend, tuple(lengths), *streams)
 
     def residual_norm(
         self,

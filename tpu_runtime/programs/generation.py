@@ -207,7 +207,8 @@ def for_spec(
 
 def _steps(plan: Denoising, target: Target, mesh_shape: MeshShape | None) -> list[Program]:
     """The denoiser's programs with how often each runs: experts share them, unless only one of these is guided."""
-    shape, same = plan.shape(mesh_shape=mesh_shape), defaultdict[tuple[int, str], list[Passage]](list)
+    shape = plan.shape(mesh_shape=mesh_shape, references=plan.spec.pictures.usual)
+    same = defaultdict[tuple[int, str], list[Passage]](list)
     for part in sorted(plan.parts, key=lambda part: part.branches, reverse=True):
         same[part.branches, part.kind].append(part)
     found = []

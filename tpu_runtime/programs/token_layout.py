@@ -109,19 +109,25 @@ class TokenLayout:
         return out, text_out
 
     def halves_attention(
-        self,
-        *streams: tuple[Array, Array, Array],
-        text_length: int | Int[Array, " batch"] = 0,
-        prologues: Sequence[Prologue],
+        self, *streams: tuple[Array, Array, Array], text_length: int = 0, prologues: Sequence[Prologue]
     ) -> tuple[Array, ...]:
-        """As `joint_attention`, of the two `halves` of a sequence, and of a text where one follows: of so many tokens,
-        or of each row.
-        """
+        """As `joint_attention`, of the two `halves` of a sequence, and of a text where one follows."""
         half = streams[0][0].shape[1]
         lengths = min(self.num_tokens, half), max(self.num_tokens - half, 0), text_length
+        return self.streams_attention(*streams, lengths=lengths[: len(streams)], prologues=prologues)
+
+    def streams_attention(
+        self,
+        *streams: tuple[Array, Array, Array],
+        lengths: Sequence[int | Int[Array, " batch"]],
+        prologues: Sequence[Prologue],
+    ) -> tuple[Array, ...]:
+        """Of two sequences of padded tokens, and of a text where one follows, the first `lengths` of each: every token
+        attends to all of these.
+        """
         placements: tuple[Placement, ...] = "sharded", "sharded", "replicated"
         return joint_attention(
-            *streams, lengths=lengths[: len(streams)], placements=placements[: len(streams)], mesh=self.mesh,
+            *streams, lengths=lengths, placements=placements[: len(streams)], mesh=self.mesh,
             prologues=prologues, policy=self.policy,
         )  # fmt: skip
 

@@ -16,9 +16,19 @@ CHAT_TEMPLATE = (
 )
 
 
-def encode_text(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+def encode_text(
+    encoder: Any,
+    ids: "torch.Tensor",
+    mask: "torch.Tensor",
+    positions: "torch.Tensor | None" = None,
+    places: "torch.Tensor | None" = None,
+    seen: "torch.Tensor | None" = None,
+) -> "tuple[torch.Tensor, None]":
     """Tokens `[rows, prefix + length]` to states `[rows, length, dim]` after the last layer, or after the final norm
     where the encoder has it. `mask` `[rows, length]` says which tokens behind the prefix are real.
+
+    `places` `[rows, prefix + length]` are those of tokens of pictures in `seen` `[1, number, dim]`, below 0 of words;
+    `positions` are then `[3, rows, prefix + length]`.
     """
     import torch
 
@@ -28,17 +38,24 @@ def encode_text(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> "tup
     position = torch.arange(length, device=ids.device)
     allowed = (position[:, None] >= position[None, :])[None, None] & real[:, None, None, :]
     # Upstream makes this mask itself, but asks its values on the way; a prepared one is taken as it is.
-    states = encoder(ids, attention_mask={"full_attention": allowed}, use_cache=False).last_hidden_state
+    words = encoder.embed_tokens(ids)
+    if seen is not None and places is not None:
+        pictures = torch.nn.functional.embedding(places.clamp(min=0), seen.flatten(0, 1)).type_as(words)
+        words = torch.where((places >= 0)[..., None], pictures, words)
+    found = encoder(
+        inputs_embeds=words, position_ids=positions, attention_mask={"full_attention": allowed}, use_cache=False
+    )
+    states = found.last_hidden_state
     return states[:, prefix:], None
 
 
-def tokenizer_writer(*texts: str) -> Any:
+def tokenizer_writer(*texts: str, special: Sequence[str] = ()) -> Any:
     """See `causal.write_qwen_tokenizer`; with merges of the words that it will see first."""
     return partial(
         causal.write_qwen_tokenizer,
         texts=texts,
-        vocab_size=700,
-        special=("<|im_start|>", "<|im_end|>"),
+        vocab_size=700 - len(special),
+        special=("<|im_start|>", "<|im_end|>", *special),
         chat_template=CHAT_TEMPLATE,
     )
 
@@ -53,6 +70,7 @@ def encoder(
         class_name="Qwen2_5_VLTextModel",
         # The whole model, in the folder of which this is a part.
         class_aliases=("Qwen2_5_VLForConditionalGeneration",),
+        config_part="text_config",
         config={
             "hidden_size": 3584,
             "intermediate_size": 18944,

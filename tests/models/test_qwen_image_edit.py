@@ -1,0 +1,196 @@
+"""Qwen-Image Edit against `diffusers.QwenImageEditPlusPipeline` on the CPU in float32: every stage and the whole."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tests.models import parity
+from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tests.support.closeness import NETWORK
+from comfyui_tpu.tpu_runtime import pipeline as runtime
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.engine.payloads import ImageCondition
+from comfyui_tpu.tpu_runtime.model_spec import Settings
+from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models.text_encoders.qwen_image import SEEN
+from comfyui_tpu.tpu_runtime.progress import Silent
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as upstream
+from PIL import Image
+from transformers import BatchFeature
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+SPEC = spec_by_name("qwen-image-edit-2511")
+MODEL = parity.tiny_model(SPEC)
+PROMPT, NEGATIVE = "a red hat", "blur"
+ODD = Settings(height=80, width=112, num_inference_steps=3, guidance_scale=4.0, seed=7)
+# In the place of a megapixel, and of 384 x 384.
+AREAS = {"VAE_IMAGE_SIZE": 96 * 96, "CONDITION_IMAGE_SIZE": 160 * 160}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, area in AREAS.items():
+        monkeypatch.setattr(upstream, name, area)
+
+
+class Processor:
+    """`Qwen2_5_VLProcessor`, which needs torchvision for videos, of pictures alone."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.image_processor = tokenizer, Qwen2VLImageProcessorPil()
+
+    def __call__(self, text: list[str], images: list[Any], **options: Any) -> BatchFeature:
+        seen = self.image_processor(images=images, return_tensors="pt")
+        counts = (seen["image_grid_thw"].prod(dim=1) // 4).tolist()
+        parts = [one.split(SEEN) for one in text]
+        filled = [
+            "".join(part + SEEN * count for part, count in zip(each, [*counts, 0], strict=True)) for each in parts
+        ]
+        return BatchFeature({**self.tokenizer(filled, padding=True, return_tensors="pt"), **seen})
+
+
+@functools.cache
+def pipeline() -> Any:
+    """With what transformers 4, which the makers published with, made of the ids by itself: which are pictures'."""
+    folder = tiny.ensure(SPEC)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    pipe = parity.upstream("QwenImageEditPlusPipeline", folder, processor=Processor(tokenizer))
+    encoder, image_id = pipe.text_encoder, tokenizer.convert_tokens_to_ids(SEEN)
+    encoder.config.image_token_id = encoder.model.config.image_token_id = image_id
+    forward = encoder.forward
+    encoder.forward = lambda **given: forward(**given, mm_token_type_ids=(given["input_ids"] == image_id).int())
+    return pipe
+
+
+@functools.cache
+def pictures() -> list[torch.Tensor]:
+    """Two of different shapes, `[1, height, width, 3]` of whole bytes."""
+    random = np.random.default_rng(4)
+    sizes = (60, 100), (90, 50)
+    coarse = [random.integers(0, 256, (height // 10, width // 10, 3), np.uint8) for height, width in sizes]
+    return [torch.from_numpy(x.repeat(10, 0).repeat(10, 1).astype(np.float32) / 255.0)[None] for x in coarse]
+
+
+def as_pil(picture: torch.Tensor) -> Image.Image:
+    return Image.fromarray((picture[0].numpy() * 255.0).round().astype(np.uint8))
+
+
+def encoded(chips: int, number: int) -> ImageCondition:
+    found = [engine(chips).encode_image(MODEL, each, ODD, Silent()) for each in pictures()[:number]]
+    return runtime.join_references(found)
+
+
+@functools.cache
+def states(prompt: str, number: int) -> np.ndarray:
+    """Upstream's, `[tokens, dim]`, of a prompt about so many pictures."""
+    pipe, given = pipeline(), []
+    for picture in map(as_pil, pictures()[:number]):
+        size = upstream.calculate_dimensions(upstream.CONDITION_IMAGE_SIZE, picture.width / picture.height)
+        given.append(pipe.image_processor.resize(picture, *reversed(size)))
+    with torch.no_grad():
+        return pipe.encode_prompt(prompt, image=given)[0][0].numpy()
+
+
+@pytest.mark.parametrize(("chips", "number"), [(1, 1), (3, 2), (8, 2)])
+def test_prompts_about_pictures_are_encoded_as_upstream_encodes_them(chips: int, number: int, compare: Callable):
+    condition = encoded(chips, number)
+    both = engine(chips).run("encode", MODEL, Silent(), prompt=PROMPT, negative_prompt=NEGATIVE, condition=condition)
+    for given, found in zip((PROMPT, NEGATIVE), both, strict=True):
+        wanted = states(given, number)
+        assert found is not None and found[0][1]["length"] == len(wanted)
+        compare(f"{given!r}, {number} pictures", found[0][0][0, : len(wanted)].numpy(), wanted, error=NETWORK)
+
+
+def given(condition: ImageCondition, *texts: np.ndarray) -> dict[str, np.ndarray]:
+    """The denoiser's inputs, whose padding holds noise."""
+    text = np.random.default_rng(3).normal(size=(len(texts), 1024, texts[0].shape[1])).astype(np.float32) * 30
+    for row, each in zip(text, texts, strict=True):
+        row[: len(each)] = each
+    references = {name: x.numpy() for name, x in condition["tensors"].items() if name.startswith("reference_")}
+    return {"text": text, "text_length": np.array([len(each) for each in texts], np.int32), **references}
+
+
+def upstreams_flow(noise: torch.Tensor, condition: ImageCondition, text: np.ndarray, transformer: Any) -> torch.Tensor:
+    """At timestep 700, `[1, patches, 64]` of the sample."""
+    pipe, found = pipeline(), given(condition, text)
+    latents = [noise, *(torch.from_numpy(x) for name, x in found.items() if name.startswith("reference_"))]
+    packed = [pipe._pack_latents(each, 1, 16, *each.shape[3:]) for each in latents]
+    with torch.no_grad():
+        flow = transformer(
+            hidden_states=torch.cat(packed, dim=1),
+            timestep=torch.tensor([0.7]),
+            encoder_hidden_states=torch.from_numpy(text)[None],
+            encoder_hidden_states_mask=torch.ones(1, len(text)),
+            img_shapes=[[(1, each.shape[3] // 2, each.shape[4] // 2) for each in latents]],
+        ).sample
+    return flow[:, : packed[0].shape[1]]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(sp=3), MeshShape(dp=2, sp=2, tp=2)], ids=str)
+def test_one_guided_call_equals_upstreams(
+    mesh: MeshShape, number: int, monkeypatch: pytest.MonkeyPatch, compare: Callable
+):
+    """With so many pictures, whose time is 0; padding of each sequence is NaN."""
+    condition = encoded(1, number) if number else ImageCondition(tpu_family=SPEC.family, tensors={})
+    noise, texts = parity.random_latents(SPEC, ODD), (states(PROMPT, 2)[:77], states(NEGATIVE, 1)[:40])
+    prompt, negative = (upstreams_flow(noise, condition, text, pipeline().transformer) for text in texts)
+    guided = negative + 4.0 * (prompt - negative)
+    guided = guided * (prompt.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+    parity.poison_padding(monkeypatch)
+    ours = parity.denoise_once(SPEC, ODD, noise, given(condition, *texts), timestep=700.0, mesh=mesh)
+    compare(
+        f"denoiser, {number} pictures, {mesh}",
+        ours,
+        pipeline()._unpack_latents(guided, ODD.height, ODD.width, 8).numpy(),
+        error=NETWORK,
+    )
+
+
+def test_pictures_without_a_time_of_their_own_are_those_of_2509(compare: Callable):
+    condition, settings = encoded(1, 1), replace(ODD, guidance_scale=1.0)
+    noise, text = parity.random_latents(SPEC, settings), states(PROMPT, 1)
+    own = pipeline().transformer
+    changed = type(own).from_config({**own.config, "zero_cond_t": False})
+    changed.load_state_dict(own.state_dict())
+    flows = (upstreams_flow(noise, condition, text, each) for each in (changed, own))
+    wanted, timed = (pipeline()._unpack_latents(flow, ODD.height, ODD.width, 8).numpy() for flow in flows)
+    miniature = parity.tiny_weights
+    with pytest.MonkeyPatch.context() as patch:
+        # The miniature's weights, which `changes` would draw anew.
+        patch.setattr(parity, "drawn_weights", lambda program: miniature(SPEC, "transformer", program))
+        ours = parity.denoise_once(
+            SPEC, settings, noise, given(condition, text), timestep=700.0, chips=2, changes={"zero_cond_t": False}
+        )
+    compare("denoiser of 2509", ours, wanted, error=NETWORK)
+    assert np.abs(wanted - timed).max() > 1e-3
+
+
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_latents_and_picture_equal_upstreams(number: int, compare: Callable):
+    expected = parity.generate(
+        pipeline(), ODD, image=[*map(as_pil, pictures()[:number])], prompt=PROMPT, negative_prompt=NEGATIVE,
+        true_cfg_scale=ODD.guidance_scale,
+    )  # fmt: skip
+    runner, condition = engine(8), encoded(8, number)
+    embeds = runner.run("encode", MODEL, Silent(), prompt=PROMPT, negative_prompt=NEGATIVE, condition=condition)
+    latents = runner.denoise(MODEL, ODD, *embeds, Silent(), condition=condition)
+    wanted = pipeline()._unpack_latents(torch.from_numpy(expected.latents), ODD.height, ODD.width, 8)
+    config = pipeline().vae.config
+    mean, std = (torch.tensor(config[name]).view(1, -1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
+    compare("latents", latents["samples"].numpy(), (wanted * std + mean).numpy())
+    compare("picture", runner.decode(MODEL, latents, Silent()).numpy(), expected.frames)
+
+
+def test_too_many_pictures_for_the_text_encoder_are_said(monkeypatch: pytest.MonkeyPatch):
+    condition = encoded(1, 2)
+    many = runtime.join_references([condition] * 12)
+    with pytest.raises(ValueError, match="the prompt and 24 pictures have .* tokens, and the text encoder takes 1024"):
+        engine(1).run("encode", MODEL, Silent(), prompt=PROMPT, negative_prompt=NEGATIVE, condition=many)

@@ -1,0 +1,94 @@
+"""Qwen-Image Edit, a picture made from others: Qwen/Qwen-Image-Edit-2511, and -2509. The oracle is
+`diffusers.QwenImageEditPlusPipeline`.
+
+The pictures are seen twice: by the text encoder, in few tokens, and by the denoiser, as latents.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..model_spec import Call, IntLimit, Need, Pictures, Published, Settings
+from . import qwen_image
+from .autoencoders import wan, wan_encoder
+from .text_encoders import qwen25_vision
+from .text_encoders.qwen_image import EDIT_PROMPT, EDIT_TEXT, TEXT_ENCODER
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from PIL import Image
+
+
+def encode_pictures(
+    call: Call, image: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]
+) -> "dict[str, np.ndarray]":
+    """Of each picture, brought to about a megapixel, the latents `[1, 16, 1, h, w]`; and, of a smaller one, what the
+    text encoder sees, `[1, rows, columns, dim]`.
+    """
+    import torch
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as upstream
+
+    mean, std = wan.latent_stats(vae_config)
+    found: dict[str, Any] = {}
+    for number, pixels in enumerate(image):
+        picture = picture_of(pixels)
+        large, small = (resized(picture, area) for area in (upstream.VAE_IMAGE_SIZE, upstream.CONDITION_IMAGE_SIZE))
+        cells = wan_encoder.cells_of(pixels_of(large), wan_encoder.STRIDE_HW)
+        latents, _ = call("vae_encoder", wan_encoder.encode_first, cells, partition="spatial")
+        patches, grid = qwen25_vision.patches_of(small)
+        seen, _ = call("image_encoder", qwen25_vision.look, patches, qwen25_vision.places_of(grid))
+        found[f"reference_{number}"] = ((torch.from_numpy(latents.copy()) - mean) * (1.0 / std)).numpy()
+        found[f"seen_{number}"] = seen.reshape(1, *(side // qwen25_vision.MERGED for side in grid), -1)
+    return found
+
+
+def picture_of(pixels: "torch.Tensor") -> "Image.Image":
+    """Of `[height, width, 3]` in 0..1: upstream's pipeline takes pictures of bytes."""
+    import torch
+    from PIL import Image
+
+    return Image.fromarray((pixels.clamp(0.0, 1.0) * 255.0).round().to(torch.uint8).numpy())
+
+
+def resized(picture: "Image.Image", area: int) -> "Image.Image":
+    """Of the same shape, with about so many pixels, sides of multiples of 32: as upstream chooses them."""
+    from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
+    from PIL import Image
+
+    return picture.resize(calculate_dimensions(area, picture.width / picture.height), Image.Resampling.LANCZOS)
+
+
+def pixels_of(picture: "Image.Image") -> "torch.Tensor":
+    """`[1, 3, 1, height, width]` in -1..1."""
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.asarray(picture, np.float32) / 255.0 * 2.0 - 1.0).movedim(-1, 0)[None, :, None]
+
+
+_TRANSFORMER = qwen_image.TRANSFORMER.extended(
+    config={"zero_cond_t": True},
+    tiny={"zero_cond_t": True},
+    # 2509 has no time of its own for pictures.
+    needs={"zero_cond_t": Need((False, True))},
+)
+
+SPEC = replace(
+    qwen_image.SPEC,
+    name="qwen-image-edit-2511",
+    title="Qwen-Image Edit 2511",
+    published=Published(hub_id="Qwen/Qwen-Image-Edit-2511", pipeline_classes=("QwenImageEditPlusPipeline",)),
+    miniature=replace(qwen_image.SPEC.miniature, id="tiny/qwenimageedit"),
+    components=(TEXT_ENCODER, qwen25_vision.IMAGE_ENCODER, _TRANSFORMER, wan_encoder.VAE_ENCODER, wan.VAE_DECODER),
+    text_encoders=(EDIT_TEXT,),
+    inputs={
+        **qwen_image.SPEC.inputs,
+        "height": IntLimit(default=1024, low=64, high=2048, multiple_of=16),
+        "width": IntLimit(default=1024, low=64, high=2048, multiple_of=16),
+        "num_inference_steps": IntLimit(default=40, low=1, high=100),
+    },
+    texts={"prompt": EDIT_PROMPT, "negative_prompt": ""},
+    # A square picture's.
+    pictures=Pictures(encode=encode_pictures, are_references=True, usual={"reference_0": (1, 16, 1, 128, 128)}),
+)

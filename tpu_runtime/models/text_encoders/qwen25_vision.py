@@ -1,0 +1,133 @@
+"""What Qwen2.5-VL sees with: pictures to tokens of its language model (https://arxiv.org/abs/2502.13923)."""
+
+from typing import TYPE_CHECKING, Any
+
+from ....sharding.rules import REPLICATED, Rule
+from ...model_spec import Component, Need, Same
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from PIL import Image
+
+# Pixels on a side of a patch; patches on a side of what becomes one token.
+PATCH, MERGED = 14, 2
+
+
+def patches_of(picture: "Image.Image") -> "tuple[np.ndarray, tuple[int, int]]":
+    """`[patches, 3 * 2 * 14 * 14]` as upstream's processor cuts them, those of a token together, and how many rows and
+    columns of patches there are. A picture is a film of two equal frames.
+    """
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    found = Qwen2VLImageProcessorPil()(images=[picture], return_tensors="np")
+    _, rows, columns = found["image_grid_thw"][0].tolist()
+    return found["pixel_values"], (rows, columns)
+
+
+def places_of(grid: tuple[int, int]) -> "np.ndarray":
+    """Row and column of each patch, `[patches, 2]`, in the order of `patches_of`."""
+    import numpy as np
+
+    rows, columns = grid
+    cells = np.indices(grid).reshape(2, rows // MERGED, MERGED, columns // MERGED, MERGED)
+    return cells.transpose(1, 3, 2, 4, 0).reshape(-1, 2).astype(np.int32)
+
+
+def look(encoder: Any, patches: "torch.Tensor", places: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """The tokens `[1, patches / 4, dim]` of a picture. Patches attend to those of their window, in some layers to all.
+
+    Upstream puts the patches of a window together; here a mask says which these are.
+    """
+    import torch
+
+    from ...programs.modules import scan_layers
+
+    config = encoder.config
+    window = places // (config.window_size // PATCH)
+    is_near = (window[:, None] == window[None]).all(dim=-1)
+    x = patches.to(encoder.patch_embed.proj.weight.dtype) @ encoder.patch_embed.proj.weight.flatten(1).T
+    rotary = encoder.rotary_pos_emb(x, places)
+
+    def run(x: "torch.Tensor", layers: range, seen: "torch.Tensor") -> "torch.Tensor":
+        def body(block: Any, x: "torch.Tensor") -> "torch.Tensor":
+            x = x + attend(block.attn, block.norm1(x), rotary, seen)
+            return x + block.mlp(block.norm2(x))
+
+        return scan_layers(encoder.blocks, x, body, layers)[0] if layers else x
+
+    start = 0
+    for index in (*config.fullatt_block_indexes, config.depth):
+        x = run(x, range(start, index), is_near)
+        if index < config.depth:
+            x = run(x, range(index, index + 1), torch.ones_like(is_near))
+        start = index + 1
+    return encoder.merger(x)[None], None
+
+
+def attend(
+    attn: Any, x: "torch.Tensor", rotary: "tuple[torch.Tensor, torch.Tensor]", seen: "torch.Tensor"
+) -> "torch.Tensor":
+    """Self-attention of `[patches, dim]`, of each patch to those that `seen` `[patches, patches]` says."""
+    from torch.nn.functional import scaled_dot_product_attention
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
+
+    query, key, value = attn.qkv(x).unflatten(1, (3, attn.num_heads, -1)).unbind(1)
+    query, key = apply_rotary_pos_emb_vision(query, key, *rotary)
+    heads = (each.transpose(0, 1)[None] for each in (query, key, value))
+    found = scaled_dot_product_attention(*heads, attn_mask=seen[None, None])
+    return attn.proj(found[0].transpose(0, 1).flatten(1))
+
+
+IMAGE_ENCODER = Component(
+    name="image_encoder",
+    folder="text_encoder",
+    library="transformers",
+    class_name="Qwen2_5_VisionTransformerPretrainedModel",
+    # The whole model, in the folder of which this is a part.
+    class_aliases=("Qwen2_5_VLForConditionalGeneration",),
+    config_part="vision_config",
+    config={
+        "depth": 32,
+        "fullatt_block_indexes": (7, 15, 23, 31),
+        "hidden_size": 1280,
+        "in_channels": 3,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGED,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+    },
+    tiny={
+        "depth": 5,
+        "fullatt_block_indexes": (1, 3),
+        "hidden_size": 40,
+        # Large enough that a picture matters.
+        "initializer_range": 0.2,
+        "intermediate_size": 52,
+        "num_heads": 5,
+        "out_hidden_size": 60,
+        "window_size": 56,
+    },
+    needs={
+        "in_channels": Need((3,)),
+        "out_hidden_size": Same("text_encoder", "hidden_size"),
+        "patch_size": Need((PATCH,)),
+        "spatial_merge_size": Need((MERGED,)),
+        "temporal_patch_size": Need((2,)),
+    },
+    blocks=("blocks",),
+    # Before and since transformers 4.52.
+    aliases={"visual.": "", "model.visual.": ""},
+    # 1.3 GB: split by the dimension that 8 and 16 chips divide.
+    rules=(
+        Rule("blocks.*.attn.*.weight", (None, "all_mlp", None)),
+        Rule("blocks.*.mlp.down_proj.weight", (None, "all_mlp", None)),
+        Rule("blocks.*.mlp.*.weight", (None, None, "all_mlp")),
+        Rule("merger.mlp.0.weight", ("all_mlp", None)),
+        Rule("merger.mlp.2.weight", (None, "all_mlp")),
+        Rule("patch_embed.proj.weight", REPLICATED),
+    ),
+)
