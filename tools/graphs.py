@@ -117,7 +117,7 @@ class _Builder:
 
 
 def stages(example: Example) -> Graph:
-    """A node for every stage, and one that names the model for all of them."""
+    """A node for every stage, and mostly one that names the model for all of them."""
     build = _Builder(example)
     picture = [build.add("LoadImage", "Picture", image=PICTURE)] if example.has_picture else []
     # Where a picture is a reference, the prompt may be about it.
@@ -133,12 +133,13 @@ def stages(example: Example) -> Graph:
     if not example.spec.is_image:
         video = [build.add("CreateVideo", "Create Video", images=[decoder, 0], fps=[decoder, 1])]
     saved = build.save(video[0] if video else decoder, 0)
-    chain = build.model()
-    for stage in (text, *image, sampler, decoder):
+    # Where a picture goes to two stages, links of a loader would run behind nodes: each stage names the model.
+    chain = [] if example.looks else build.model()
+    for stage in (text, *image, sampler, decoder) if chain else ():
         inputs = build.workflow[stage]["inputs"]
         build.workflow[stage]["inputs"] = {"model": [chain[-1], 0], **inputs}
     encoders = [image, [text]] if example.looks else [[text, *image]]
-    columns = [*([one] for one in chain[:-1]), [chain[-1], *picture], *encoders, [sampler], [decoder]]
+    columns = [*([one] for one in chain[:-1]), [*chain[-1:], *picture], *encoders, [sampler], [decoder]]
     columns += [*([one] for one in video), [saved]]
     return Graph(workflow=build.workflow, columns=columns, files=build.files)
 

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 pytestmark = pytest.mark.recorded
 
-FAMILIES = ("Wan21", "Wan22I2V", "HunyuanVideo15", "Flux2", "CogVideoX")
+FAMILIES = ("Wan21", "Wan22I2V", "HunyuanVideo15", "Flux2", "ZImage", "QwenImage", "CogVideoX")
 MODELS = [spec_for_family(family).name for family in FAMILIES]
 WAN = spec_for_family("Wan21").name
 # A unit of each stage that may be interrupted: weights, steps, decoded chunks.

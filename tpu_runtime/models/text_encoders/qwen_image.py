@@ -33,7 +33,7 @@ def tokenize(tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS) -
 
 # --- with pictures ----------------------------------------------------------------------------------------------------
 
-EDIT_PROMPT = "Put a straw hat on the cat"
+EDIT_PROMPT = "Make it night, with a full moon over the water"
 EDIT_PREFIX = 64
 # `QwenImageEditPlusPipeline.prompt_template_encode`, and what it writes for a picture.
 EDIT_TEMPLATE = (
