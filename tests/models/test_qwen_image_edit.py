@@ -1,19 +1,24 @@
 """Qwen-Image Edit against `diffusers.QwenImageEditPlusPipeline` on the CPU in float32: every stage and the whole."""
 
 import functools
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK
 from comfyui_tpu.tpu_runtime import pipeline as runtime
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
 from comfyui_tpu.tpu_runtime.engine.payloads import ImageCondition
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_by_name
@@ -21,6 +26,7 @@ from comfyui_tpu.tpu_runtime.models.text_encoders.qwen_image import SEEN
 from comfyui_tpu.tpu_runtime.progress import Silent
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as upstream
 from PIL import Image
+from safetensors.torch import save_file
 from transformers import BatchFeature
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -194,3 +200,32 @@ def test_too_many_pictures_for_the_text_encoder_are_said(monkeypatch: pytest.Mon
     many = runtime.join_references([condition] * 12)
     with pytest.raises(ValueError, match="the prompt and 24 pictures have .* tokens, and the text encoder takes 1024"):
         engine(1).run("encode", MODEL, Silent(), prompt=PROMPT, negative_prompt=NEGATIVE, condition=many)
+
+
+def test_single_files_give_what_their_folders_give(tmp_path: Path):
+    """As Comfy-Org repackages them: the encoder's file has what it sees with too, by the names of transformers 4."""
+    source = tiny.ensure(SPEC)
+    config = json.loads((source / "text_encoder" / "config.json").read_text())
+    tensors = {}
+    for name, tensor in single_files.load_folder(source / "text_encoder").items():
+        for there, here in (("model.language_model.", "model."), ("model.visual.", "visual.")):
+            name = name.replace(there, here, 1) if name.startswith(there) else name
+        tensors[name] = tensor.clone()
+    said = {**config["text_config"], "vision_config": config["vision_config"]}
+    encoder, denoiser, vae = (tmp_path / f"{name}.safetensors" for name in ("qwen_2.5_vl_7b", "edit_2511", "vae"))
+    save_file(tensors, encoder, {"config": json.dumps(said)})
+    single_files.write(denoiser, source / "transformer", "QwenImageTransformer2DModel")
+    single_files.write(vae, source / "vae", "AutoencoderKLWan")
+    rest = tmp_path / "rest"
+    shutil.copytree(source / "tokenizer", rest / "tokenizer")
+    shutil.copytree(source / "scheduler", rest / "scheduler")
+    shutil.copy(source / "model_index.json", rest)
+    files = choose_model(SPEC, runtime.SEPARATOR.join(map(str, (denoiser, encoder, vae, rest))), precision="float32")
+    assert files.spec_name == SPEC.name
+    found = []
+    for model in (MODEL, files):
+        runner = engine(1)
+        condition = runner.encode_image(model, pictures()[0], ODD, Silent())
+        embeds = runner.run("encode", model, Silent(), prompt=PROMPT, negative_prompt="", condition=condition)
+        found.append(runner.denoise(model, ODD, *embeds, Silent(), condition=condition)["samples"])
+    torch.testing.assert_close(*found, rtol=0, atol=0)

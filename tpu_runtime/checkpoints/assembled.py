@@ -48,6 +48,17 @@ def _own_tensors(path: Path, modified: int, prefix: str) -> Mapping[str, TensorF
     return names.translated(kept, table)
 
 
+def folder_config(held: Held, spec: ModelSpec, folder: str) -> dict[str, Any]:
+    """The config of a folder that a file stands for: its network's, or that of the whole of which there are parts."""
+    first, *others = spec.parts_of(folder)
+    own = config_of(held, first)
+    if (whole := first.whole(others)) == first.class_name:
+        return own
+    said = held.contents.config
+    more = {part.config_part: said.get(part.config_part, dict(part.config)) for part in others}
+    return {"architectures": [whole], first.config_part: own, **more}
+
+
 def config_of(held: Held, component: Component) -> dict[str, Any]:
     """A network's config: the file's own, where it has one, or else the published one with what the tensors say."""
     said = held.contents.config

@@ -152,8 +152,11 @@ def spec_of(model: str, folders: Sequence[str] = ()) -> ModelSpec:
     if not is_of_files(model):
         return models.spec_by_name(model)
     found = resolve(model, models.SPECS, folders, needs_all=False)
-    components = (replace(part, config=found.configs.get(part.folder, part.config)) for part in found.spec.components)
-    return replace(found.spec, components=tuple(components))
+
+    def with_own(part: Component) -> Component:
+        return replace(part, config=compatibility.own_config(part, found.configs.get(part.folder, part.config)))
+
+    return replace(found.spec, components=tuple(map(with_own, found.spec.components)))
 
 
 def resolve(model_id: str, specs: Iterable[ModelSpec], folders: Sequence[str] = (), *, needs_all: bool = True) -> Parts:
@@ -196,9 +199,9 @@ def _fit(spec: ModelSpec, given: _Given, folders: Sequence[str], *, needs_all: b
     placed = _place(spec, given.networks)
     if isinstance(placed, _Problem):
         return placed
-    components = {component.folder: component for component in spec.components}
+    components = {component.folder: component for component in reversed(spec.components)}
     try:
-        configs = {name: assembled.config_of(held, components[name]) for name, held in placed.items()}
+        configs = {name: assembled.folder_config(held, spec, name) for name, held in placed.items()}
     except CheckpointError as error:
         return _Problem(2, str(error))
     if problem := _problem(spec, placed, configs):
@@ -256,9 +259,10 @@ def _problem(spec: ModelSpec, placed: Mapping[str, Held], configs: Mapping[str, 
     known = [component for component in spec.components if component.folder in placed]
     for component in known:
         path = str(placed[component.folder].path)
-        if found := compatibility.config_problem(spec, component, path, configs[component.folder]):
+        own = compatibility.own_config(component, configs[component.folder])
+        if found := compatibility.config_problem(spec, component, path, own):
             return found
-    named = {component.name: configs[component.folder] for component in known}
+    named = {part.name: compatibility.own_config(part, configs[part.folder]) for part in known}
     return compatibility.sizes_problem(spec, " and ".join(str(held.path) for held in placed.values()), named)
 
 
@@ -278,7 +282,7 @@ def _look_for(
                 for held in contents.networks(path, LAYOUTS):
                     if held.layout.class_name != component.class_name:
                         continue
-                    config = assembled.config_of(held, component)
+                    config = assembled.folder_config(held, spec, component.folder)
                     both = {**placed, component.folder: held}
                     if _problem(spec, both, {**configs, component.folder: config}) is None:
                         found.append((path.stat().st_size, name, held, config))

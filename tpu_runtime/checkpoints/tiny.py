@@ -73,12 +73,12 @@ def _write_parts(spec: ModelSpec, folder: Path, seed: int) -> None:
 def _networks(spec: ModelSpec) -> dict[str, Component]:
     """What each folder holds: a network, or the whole model of which several are parts."""
     found: dict[str, Component] = {}
-    for component in spec.components:
-        first = found.setdefault(component.folder, component)
-        if component.class_name != first.class_name:
-            (whole,) = {*first.class_aliases, first.class_name} & {*component.class_aliases}
-            parts = {part.config_part: dict(part.tiny) for part in (first, component)}
-            found[component.folder] = replace(first, class_name=whole, config={}, tiny=parts)
+    for name in dict.fromkeys(component.folder for component in spec.components):
+        first, *others = spec.parts_of(name)
+        found[name] = first
+        if (whole := first.whole(others)) != first.class_name:
+            parts = {part.config_part: dict(part.tiny) for part in (first, *others)}
+            found[name] = replace(first, class_name=whole, config={}, tiny=parts)
     return found
 
 

@@ -1,6 +1,6 @@
 """A network of a model, as data: its class and sizes, what a checkpoint must say of it, names and rules of weights."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
@@ -107,6 +107,14 @@ class Component:
         object.__setattr__(self, "tiny", {**self.config, **self.tiny})
         object.__setattr__(self, "folder", self.folder or self.name)
         freeze(self)
+
+    def whole(self, others: "Sequence[Component]") -> str:
+        """The class that a folder is of that holds this network and `others`: the one of which they are parts."""
+        classes = {component.class_name for component in (self, *others)}
+        if len(classes) == 1:
+            return self.class_name
+        (found,) = frozenset(self.class_aliases).intersection(*(other.class_aliases for other in others))
+        return found
 
     def extended(self, *, rules: tuple[Rule, ...] = (), **tables: Mapping[str, Any]) -> "Component":
         """A variant of this network: entries more or others in its `tables` (`config`, `tiny`, `needs`,

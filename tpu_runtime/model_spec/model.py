@@ -45,6 +45,10 @@ class ModelSpec:
         object.__setattr__(self, "inputs", {**self.inputs, "scheduler": choice, **STEP_INPUTS})
         freeze(self)
 
+    def parts_of(self, folder: str) -> list[Component]:
+        """The networks that a folder of the checkpoint holds."""
+        return [component for component in self.components if component.folder == folder]
+
     @property
     def is_image(self) -> bool:
         """Whether it makes a picture, not a video."""

@@ -174,7 +174,8 @@ LAYOUTS = (
         table=partial(_in_model, ""),
         config=_causal,
         chat_template=qwen25.CHAT_TEMPLATE,
-        ignored=("visual.", "model.visual.", "lm_head.", "output."),
+        # What it sees with, `visual.`, is Qwen-Image Edit's image encoder.
+        ignored=("lm_head.", "output."),
     ),
     FileLayout(
         class_name="Mistral3ForConditionalGeneration",

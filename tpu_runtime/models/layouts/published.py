@@ -81,9 +81,6 @@ _COG_PARTS = (
 )
 
 
-_QWEN_FORMATS = (("fp8", "fp8_e4m3fn", 20.43),)
-
-
 def _with(denoisers: Mapping[str, _Files], *parts: _Files | Mapping[str, _Files]) -> dict[str, _Files]:
     """All files of a model by format: its denoisers first, then parts, in that format where they have several."""
     return {
@@ -100,6 +97,12 @@ def _z_image(repository: str, name: str) -> dict[str, _Files]:
     formats = {"bf16": ("bf16", 12.31), "int8": ("int8_convrot", 6.2)}
     found = {kind: _denoisers(repository, size, f"{name}_{ending}") for kind, (ending, size) in formats.items()}
     return _with(found, _ZIMAGE_PARTS)
+
+
+def _qwen_image(repository: str, name: str, **formats: tuple[str, float]) -> dict[str, _Files]:
+    """By format how the denoiser's name ends, and its size; the other parts are the same for all."""
+    found = {kind: _denoisers(repository, size, f"{name}_{ending}") for kind, (ending, size) in formats.items()}
+    return _with(found, _QWEN_VL["fp8"], (_file(_QWEN, "vae", "qwen_image_vae", 0.25),))
 
 
 def _cogvideox(name: str) -> dict[str, _Files]:
@@ -140,10 +143,13 @@ SETS: Mapping[str, Mapping[str, _Files]] = {
     "flux2-klein-base-9b": _with({"fp8": _of_bfl("base-9b", 9.43)}, _QWEN_8B, _FLUX_VAE),
     "z-image-turbo": _z_image(_ZIMAGE, "z_image_turbo"),
     "z-image": _z_image("Comfy-Org/z_image", "z_image"),
-    "qwen-image-2512": _with(
-        {kind: _denoisers(_QWEN, size, f"qwen_image_2512_{ending}") for kind, ending, size in _QWEN_FORMATS},
-        _QWEN_VL,
-        (_file(_QWEN, "vae", "qwen_image_vae", 0.25),),
+    "qwen-image-2512": _qwen_image(_QWEN, "qwen_image_2512", fp8=("fp8_e4m3fn", 20.43)),
+    "qwen-image-edit-2511": _qwen_image(
+        "Comfy-Org/Qwen-Image-Edit_ComfyUI",
+        "qwen_image_edit_2511",
+        fp8=("fp8mixed", 20.5),
+        int8=("int8_convrot", 20.5),
+        bf16=("bf16", 40.86),
     ),
     "hunyuanvideo1.5-t2v-720p": _hunyuan("720p_t2v", fp16=16.65),
     "hunyuanvideo1.5-i2v-720p": _hunyuan("720p_i2v", _SIGLIP, fp16=16.65),
