@@ -60,11 +60,14 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """A workflow in API format, how it stands on the page, and the files its nodes need, by node id."""
+    """A workflow in API format, how it stands on the page, in `columns` from top to bottom, and the files its nodes
+    need, by node id. Those that are `raised` stand above their columns, one in each.
+    """
 
     workflow: Workflow
     columns: Sequence[Sequence[str]]
     files: Mapping[str, Sequence[Mapping[str, str]]]
+    raised: Sequence[str] = ()
 
 
 class _Builder:
@@ -117,7 +120,7 @@ class _Builder:
 
 
 def stages(example: Example) -> Graph:
-    """A node for every stage, and mostly one that names the model for all of them."""
+    """A node for every stage, and one that names the model for all of them."""
     build = _Builder(example)
     picture = [build.add("LoadImage", "Picture", image=PICTURE)] if example.has_picture else []
     # Where a picture is a reference, the prompt may be about it.
@@ -133,15 +136,15 @@ def stages(example: Example) -> Graph:
     if not example.spec.is_image:
         video = [build.add("CreateVideo", "Create Video", images=[decoder, 0], fps=[decoder, 1])]
     saved = build.save(video[0] if video else decoder, 0)
-    # Where a picture goes to two stages, links of a loader would run behind nodes: each stage names the model.
-    chain = [] if example.looks else build.model()
-    for stage in (text, *image, sampler, decoder) if chain else ():
+    chain = build.model()
+    for stage in (text, *image, sampler, decoder):
         inputs = build.workflow[stage]["inputs"]
         build.workflow[stage]["inputs"] = {"model": [chain[-1], 0], **inputs}
     encoders = [image, [text]] if example.looks else [[text, *image]]
-    columns = [*([one] for one in chain[:-1]), [*chain[-1:], *picture], *encoders, [sampler], [decoder]]
+    first = [*picture, chain[-1]] if example.looks else [chain[-1], *picture]
+    columns = [*([one] for one in chain[:-1]), first, *encoders, [sampler], [decoder]]
     columns += [*([one] for one in video), [saved]]
-    return Graph(workflow=build.workflow, columns=columns, files=build.files)
+    return Graph(workflow=build.workflow, columns=columns, files=build.files, raised=_raised(example, picture, image))
 
 
 def pipeline(example: Example) -> Graph:
@@ -152,12 +155,18 @@ def pipeline(example: Example) -> Graph:
     given = {"condition": [image[0], 0]} if image else {"image": [picture[0], 0]} if picture else {}
     node = build.stage("TPUPipeline", "Pipeline", **given)
     saved = build.save(node, 0 if example.spec.is_image else 2)
-    chain = build.model() if example.loras else []
-    if chain:
-        build.workflow[node]["inputs"]["model"] = [chain[-1], 0]
-    before = [*([one] for one in chain[:-1]), [*chain[-1:], *picture]]
+    chain = build.model() if example.loras or example.looks else []
+    for one in (*image, node) if chain else ():
+        build.workflow[one]["inputs"]["model"] = [chain[-1], 0]
+    first = [*picture, *chain[-1:]] if example.looks else [*chain[-1:], *picture]
+    before = [*([one] for one in chain[:-1]), first]
     columns = [*filter(None, before), *([one] for one in image), [node], [saved]]
-    return Graph(workflow=build.workflow, columns=columns, files=build.files)
+    return Graph(workflow=build.workflow, columns=columns, files=build.files, raised=_raised(example, picture, image))
+
+
+def _raised(example: Example, picture: Sequence[str], image: Sequence[str]) -> list[str]:
+    """A picture that two stages look at is encoded above what the loader's links pass."""
+    return [*picture, *image] if example.looks else []
 
 
 def api(workflow: Workflow) -> Workflow:

@@ -8,13 +8,14 @@ that by geometry.
 import itertools
 import math
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Declaration
 from comfyui_tpu.nodes.graphs.graph import Workflow, is_link
 from comfyui_tpu.nodes.headless.runner import HEADLESS
+from graphs import Graph
 
 Document = dict[str, Any]
 Box = tuple[float, float, float, float]  # left, top, right, bottom; the title stands above the top
@@ -36,13 +37,13 @@ COLOURS = {"Loader": ("#323", "#535"), "TextEncoder": ("#232", "#353"), "LoadIma
 NOTE = {"type": "MarkdownNote", "title": "How to use this", "color": "#432", "bgcolor": "#653"}
 
 
-def page(name: str, workflow: Workflow, columns: Sequence[Sequence[str]], note: str, models: Mapping) -> Document:
-    """The document of a graph whose nodes stand in `columns`, each from top to bottom.
+def page(name: str, graph: Graph, note: str) -> Document:
+    """The document of a graph.
 
-    `note` is Markdown and stands below the first column. `models` names the files that a node needs, by its id: the
-    page offers to download what is missing.
+    `note` is Markdown and stands below the first column. The page offers to download what is missing of the files.
     """
-    boxes = _places(workflow, columns)
+    workflow, columns, models = graph.workflow, graph.columns, graph.files
+    boxes = _places(workflow, columns, graph.raised)
     links = [
         [number, int(source[0]), source[1], int(target), _slots(workflow[target]).index(socket),
          HEADLESS[workflow[source[0]]["class_type"]].outputs[source[1]].type]
@@ -136,8 +137,10 @@ def _links(workflow: Workflow) -> Iterator[tuple[list, str, str]]:
 # --- layout -----------------------------------------------------------------------------------------------------------
 
 
-def _places(workflow: Workflow, columns: Sequence[Sequence[str]]) -> dict[str, Box]:
-    """Where every node stands. The last column is placed first: what passes over the others is known then."""
+def _places(workflow: Workflow, columns: Sequence[Sequence[str]], raised: Collection[str]) -> dict[str, Box]:
+    """Where every node stands. The last column is placed first: what passes over the others is known then. Those that
+    are `raised` stand above all that passes.
+    """
     sizes = {node_id: _size(node["class_type"]) for node_id, node in workflow.items()}
     column_of = {node_id: index for index, column in enumerate(columns) for node_id in column}
     widths = [max(sizes[node_id][0] for node_id in column) for column in columns]
@@ -148,8 +151,10 @@ def _places(workflow: Workflow, columns: Sequence[Sequence[str]]) -> dict[str, B
             if column_of[source[0]] < index < column_of[target]:
                 top = max(top, boxes[target][1] + SLOT * (_slots(workflow[target]).index(socket) + 1) + LANE + TITLE)
         for node_id in columns[index]:
-            boxes[node_id] = (left, top, left + widths[index], top + sizes[node_id][1])
-            top += sizes[node_id][1] + LANE + TITLE
+            height = sizes[node_id][1]
+            start = -height - 2 * TITLE - LANE if node_id in raised else top
+            boxes[node_id] = (left, start, left + widths[index], start + height)
+            top += 0 if node_id in raised else height + LANE + TITLE
     return boxes
 
 

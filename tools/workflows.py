@@ -330,7 +330,7 @@ def files() -> dict[str, str]:
         for name, graph in ((example.name, by_stage), (f"{example.name}_pipeline", as_one)):
             has_loader = any(node["class_type"] == "TPUModelLoader" for node in graph.workflow.values())
             words = note(example, has_loader)
-            found[f"{name}.json"] = _text(pages.page(name, graph.workflow, graph.columns, words, graph.files))
+            found[f"{name}.json"] = _text(pages.page(name, graph, words))
     return found
 
 

@@ -20,8 +20,16 @@ from comfyui_tpu.tpu_runtime.programs import modules, weights
 from comfyui_tpu.tpu_runtime.progress import Silent
 from packaging.version import Version
 
-# Families share components: each once, by the names of a spec and of a component.
-PARTS = [*{id(part): (spec.name, part.name) for spec in reversed(SPECS) for part in spec.components}.values()]
+# Families share components: each once, by the names of a spec and of a component. A folder of a whole model that has
+# several of them is in `tests/models/test_qwen_image_edit.py`.
+PARTS = [
+    *{
+        id(part): (spec.name, part.name)
+        for spec in reversed(SPECS)
+        for part in spec.components
+        if len({one.class_name for one in spec.parts_of(part.folder)}) == 1
+    }.values()
+]
 
 T5 = {
     "the embedding's other name": moved(("shared.", "encoder.embed_tokens.")),

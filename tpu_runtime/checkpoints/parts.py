@@ -199,7 +199,7 @@ def _fit(spec: ModelSpec, given: _Given, folders: Sequence[str], *, needs_all: b
     placed = _place(spec, given.networks)
     if isinstance(placed, _Problem):
         return placed
-    components = {component.folder: component for component in reversed(spec.components)}
+    components = {name: spec.parts_of(name)[0] for name in dict.fromkeys(one.folder for one in spec.components)}
     try:
         configs = {name: assembled.folder_config(held, spec, name) for name, held in placed.items()}
     except CheckpointError as error:
