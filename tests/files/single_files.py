@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
 from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
@@ -385,4 +386,20 @@ def write(
         {prefix + name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path,
         {"format": "pt", "config": json.dumps(kept)},
     )  # fmt: skip
+    return path
+
+
+def write_folder(path: Path, source: Path, spec: ModelSpec, folder: str, **options: Any) -> Path:
+    """A folder of a checkpoint as one file; where it holds a whole Qwen2.5-VL, by the names of transformers 4, as
+    Comfy-Org repackages it, with the language model's config and that of what it sees with.
+    """
+    first, *others = spec.parts_of(folder)
+    if first.whole(others) == first.class_name:
+        return write(path, source / folder, first.class_name, **options)
+    config, tensors = json.loads((source / folder / "config.json").read_text()), {}
+    for name, tensor in load_folder(source / folder).items():
+        older = name.replace("model.language_model.", "model.", 1).replace("model.visual.", "visual.", 1)
+        tensors[older] = tensor.clone()
+    said = {**config["text_config"], "vision_config": config["vision_config"]}
+    save_file(tensors, path, {"format": "pt", "config": json.dumps(said)})
     return path

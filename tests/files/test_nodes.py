@@ -176,8 +176,8 @@ def test_a_set_of_files_is_its_model_by_their_names(name: str, tmp_path: Path):
     spec = spec_by_name(name)
     family = [one for one in SPECS if one.family == spec.family]
     written = {
-        part.folder: single_files.write(tmp_path / part.folder, tiny.ensure(spec) / part.folder, part.class_name)
-        for part in spec.components
+        folder: single_files.write_folder(tmp_path / folder, tiny.ensure(spec), spec, folder)
+        for folder in dict.fromkeys(part.folder for part in spec.components)
     }
     for kind, files in published.SETS[name].items():
         folders = [part.folder for part in spec.components]

@@ -1,7 +1,6 @@
 """Qwen-Image Edit against `diffusers.QwenImageEditPlusPipeline` on the CPU in float32: every stage and the whole."""
 
 import functools
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +25,6 @@ from comfyui_tpu.tpu_runtime.models.text_encoders.qwen_image import SEEN
 from comfyui_tpu.tpu_runtime.progress import Silent
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as upstream
 from PIL import Image
-from safetensors.torch import save_file
 from transformers import BatchFeature
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -205,25 +203,16 @@ def test_too_many_pictures_for_the_text_encoder_are_said(monkeypatch: pytest.Mon
 def test_single_files_give_what_their_folders_give(tmp_path: Path):
     """As Comfy-Org repackages them: the encoder's file has what it sees with too, by the names of transformers 4."""
     source = tiny.ensure(SPEC)
-    config = json.loads((source / "text_encoder" / "config.json").read_text())
-    tensors = {}
-    for name, tensor in single_files.load_folder(source / "text_encoder").items():
-        for there, here in (("model.language_model.", "model."), ("model.visual.", "visual.")):
-            name = name.replace(there, here, 1) if name.startswith(there) else name
-        tensors[name] = tensor.clone()
-    said = {**config["text_config"], "vision_config": config["vision_config"]}
-    encoder, denoiser, vae = (tmp_path / f"{name}.safetensors" for name in ("qwen_2.5_vl_7b", "edit_2511", "vae"))
-    save_file(tensors, encoder, {"config": json.dumps(said)})
-    single_files.write(denoiser, source / "transformer", "QwenImageTransformer2DModel")
-    single_files.write(vae, source / "vae", "AutoencoderKLWan")
+    folders = "transformer", "text_encoder", "vae"
+    files = [single_files.write_folder(tmp_path / f"{name}.safetensors", source, SPEC, name) for name in folders]
     rest = tmp_path / "rest"
     shutil.copytree(source / "tokenizer", rest / "tokenizer")
     shutil.copytree(source / "scheduler", rest / "scheduler")
     shutil.copy(source / "model_index.json", rest)
-    files = choose_model(SPEC, runtime.SEPARATOR.join(map(str, (denoiser, encoder, vae, rest))), precision="float32")
-    assert files.spec_name == SPEC.name
+    chosen = choose_model(SPEC, runtime.SEPARATOR.join(map(str, (*files, rest))), precision="float32")
+    assert chosen.spec_name == SPEC.name
     found = []
-    for model in (MODEL, files):
+    for model in (MODEL, chosen):
         runner = engine(1)
         condition = runner.encode_image(model, pictures()[0], ODD, Silent())
         embeds = runner.run("encode", model, Silent(), prompt=PROMPT, negative_prompt="", condition=condition)

@@ -57,13 +57,11 @@ class TokenizeBeside(Protocol):
 
 
 class EncodeText(Protocol):
-    """`ids` and `mask` `[rows, max_length]` to states `[rows, max_length, dim]`; the second result is None. `more` is
-    what `TokenizeBeside` gives.
+    """`encoder`, `ids` and `mask` `[rows, max_length]` to states `[rows, max_length, dim]`; the second result is None.
+    Further arguments are what `TokenizeBeside` gives.
     """
 
-    def __call__(
-        self, encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor", /, *more: "torch.Tensor"
-    ) -> "tuple[torch.Tensor, None]": ...
+    def __call__(self, *arguments: Any, **named: Any) -> "tuple[torch.Tensor, None]": ...
 
 
 class WriteTokenizer(Protocol):

@@ -125,9 +125,9 @@ def duplicated(shortcut: Any, x: "torch.Tensor", factor_t: int | None = None) ->
     *_, frames, height, width = x.shape
     assert len(x[0]) == shortcut.out_channels * (1 if shortcut.factor_t > 1 else 2)
     rows = x.unflatten(1, (shortcut.out_channels, -1)).movedim(2, 4).flatten(3, 4)
-    factor_t = factor_t or shortcut.factor_t
-    rows = rows.repeat_interleave(factor_t, dim=2)
-    size = (factor_t * frames, 2 * height, 2 * width)
+    repeats = int(factor_t or shortcut.factor_t)
+    rows = rows.repeat_interleave(repeats, dim=2)
+    size = (repeats * frames, 2 * height, 2 * width)
     return torch_bridge.call_jax(partial(enlarged, size=size), rows)
 
 
