@@ -159,7 +159,8 @@ def attend(
     Queries and keys of each have norms and rotary tables of their own.
     """
     prologues = [layers.prologue(query, key, tables) for (query, key), tables in zip(norms, rotary, strict=True)]
-    found = run.halves_attention(*heads, prologues=prologues, text_length=text_size)
+    lengths = [*run.layout.lengths_of_halves(heads[0][0].shape[1]), text_size][: len(heads)]
+    found = run.streams_attention(*heads, lengths=lengths, prologues=prologues)
     return [each.flatten(2) for each in found]
 
 

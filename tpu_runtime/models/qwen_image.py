@@ -74,8 +74,7 @@ def forward(
             times[1] = embed_time(dit, sample, timestep * 0)
     else:
         sequences, tables = run.halves(tokens[0]), layers.halve(run, image_tables)
-        half = sequences[0].shape[1]
-        lengths = [min(size, half), max(size - half, 0)]
+        lengths = run.layout.lengths_of_halves(sequences[0].shape[1])
     rotary = [[*map(run.padded, pair)] for pair in (*tables, text_tables)]
 
     def body(block: Any, streams: "list[torch.Tensor]") -> "list[torch.Tensor]":

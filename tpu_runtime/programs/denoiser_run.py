@@ -127,13 +127,6 @@ class DenoiserRun:
         attend = functools.partial(self.layout.joint_attention, prologues=prologues)
         return torch_bridge.call_jax(attend, latent, text, text_length)
 
-    def halves_attention(
-        self, *streams: Heads, prologues: Sequence[Prologue], text_length: int = 0
-    ) -> tuple[torch.Tensor, ...]:
-        """Both `halves` of a sequence, and a replicated text if one follows, each attending to all real tokens."""
-        attend = functools.partial(self.layout.halves_attention, text_length=text_length, prologues=prologues)
-        return torch_bridge.call_jax(attend, *streams)
-
     def streams_attention(
         self, *streams: Heads, lengths: Sequence[int | torch.Tensor], prologues: Sequence[Prologue]
     ) -> tuple[torch.Tensor, ...]:

@@ -60,6 +60,10 @@ class TokenLayout:
         """`[batch, tokens, ...]` in two parts of equal length."""
         return jnp.split(self.pad_tokens(x, 2), 2, axis=1)
 
+    def lengths_of_halves(self, half: int) -> list[int]:
+        """How many tokens of each of the `halves`, which have `half` tokens, are no padding."""
+        return [min(self.num_tokens, half), max(self.num_tokens - half, 0)]
+
     def _tokens(self, placement: Placement, *, spread: bool = False) -> P:
         """Of `[batch, tokens, dim]`, where every chip of `tp` has all of its `sp`'s tokens, or they are spread."""
         axes = ("sp",) if placement == "sharded" else ()
@@ -107,14 +111,6 @@ class TokenLayout:
             prologues=prologues, policy=self.policy,
         )  # fmt: skip
         return out, text_out
-
-    def halves_attention(
-        self, *streams: tuple[Array, Array, Array], text_length: int = 0, prologues: Sequence[Prologue]
-    ) -> tuple[Array, ...]:
-        """As `joint_attention`, of the two `halves` of a sequence, and of a text where one follows."""
-        half = streams[0][0].shape[1]
-        lengths = min(self.num_tokens, half), max(self.num_tokens - half, 0), text_length
-        return self.streams_attention(*streams, lengths=lengths[: len(streams)], prologues=prologues)
 
     def streams_attention(
         self,
