@@ -193,11 +193,29 @@ def test_latents_and_picture_equal_upstreams(number: int, compare: Callable):
     compare("picture", runner.decode(MODEL, latents, Silent()).numpy(), expected.frames)
 
 
-def test_too_many_pictures_for_the_text_encoder_are_said(monkeypatch: pytest.MonkeyPatch):
-    condition = encoded(1, 2)
-    many = runtime.join_references([condition] * 12)
-    with pytest.raises(ValueError, match="the prompt and 24 pictures have .* tokens, and the text encoder takes 1024"):
-        engine(1).run("encode", MODEL, Silent(), prompt=PROMPT, negative_prompt=NEGATIVE, condition=many)
+@pytest.mark.parametrize("times", [4, 24])
+def test_too_many_pictures_for_the_text_encoder_are_said(times: int):
+    """Too many by themselves, or with the words."""
+    many = runtime.join_references([encoded(1, 2)] * times)
+    one = next(x for name, x in many["tensors"].items() if name.startswith("seen_"))
+    prompt = PROMPT * (1024 // len(PROMPT) if times == 4 else 1)
+    assert (2 * times * one[0, ..., 0].numel() > 1024) == (times == 24)
+    with pytest.raises(ValueError, match=f"the prompt and {2 * times} pictures have .* tokens or more, and the text"):
+        engine(1).run("encode", MODEL, Silent(), prompt=prompt, negative_prompt="", condition=many)
+
+
+@pytest.mark.parametrize("shape", [(1, 6, 6, 59), (6, 6, 60), (2, 6, 6, 60), (1, 0, 6, 60)])
+def test_what_no_text_encoder_sees_is_a_sentence(shape: tuple[int, ...]):
+    """As another model's condition, or a damaged file, may hold."""
+    condition = ImageCondition(tpu_family=SPEC.family, tensors={"seen_0": torch.zeros(shape)})
+    with pytest.raises(ValueError, match=r"seen_0 of shape .*; it must be \(1, rows, columns, 60\)"):
+        engine(1).run("encode", MODEL, Silent(), prompt=PROMPT, negative_prompt="", condition=condition)
+
+
+def test_a_condition_that_the_text_encoder_cannot_see_is_a_sentence():
+    condition = ImageCondition(tpu_family="Flux2", tensors={"reference_0": torch.zeros(1, 128, 4, 4)})
+    with pytest.raises(ValueError, match="comes from a Flux2 image encoder of another model"):
+        engine(1).run("encode", MODEL, Silent(), prompt=PROMPT, negative_prompt="", condition=condition)
 
 
 def test_single_files_give_what_their_folders_give(tmp_path: Path):

@@ -134,9 +134,9 @@ def _condition_arrays(plan: Denoising, given: ImageCondition | None) -> dict[str
     return {name: given["tensors"][name].to(torch.float32).cpu().numpy() for name in shapes}
 
 
-def seen(spec: ModelSpec, given: ImageCondition | None) -> list[torch.Tensor]:
-    """What the text encoder is to look at of encoded pictures, in their order; nothing where it looks at none."""
-    if given is None or not any(text.tokenize_beside for text in spec.text_encoders):
+def seen(spec: ModelSpec, given: ImageCondition | None, width: int) -> list[torch.Tensor]:
+    """What the text encoder is to look at of encoded pictures, in their order: `[1, rows, columns, width]` each."""
+    if given is None:
         return []
     found = {name: x for name, x in given["tensors"].items() if re.fullmatch(SEEN, name)}
     if given["tpu_family"] != spec.family or not found:
@@ -145,8 +145,11 @@ def seen(spec: ModelSpec, given: ImageCondition | None) -> list[torch.Tensor]:
             f"{spec.family}ImageEncoder with the model of the text encoder."
         )
     for name, x in found.items():
-        if x.ndim != 4 or len(x) != 1 or 0 in x.shape:
-            raise ValueError(f"{spec.title}: the condition holds {name} of shape {tuple(x.shape)}. Encode it again.")
+        if x.ndim != 4 or len(x) != 1 or 0 in x.shape or x.shape[3] != width:
+            raise ValueError(
+                f"{spec.title}: the condition holds {name} of shape {tuple(x.shape)}; it must be (1, rows, columns, "
+                f"{width}). Connect {spec.family}ImageEncoder with the model of the text encoder."
+            )
         finite.check_given(spec.title, "condition", x)
     return [found[name].to(torch.float32).cpu().contiguous() for name in sorted(found, key=lambda name: int(name[5:]))]
 

@@ -42,7 +42,9 @@ def encode(
     folders = [(spec.component(text.component).folder, text.tokenizer_folder) for text in spec.text_encoders]
     parts = [tuple(stage.found.identity(folder, stage.progress) for folder in pair) for pair in folders]
     sources = (*versions.environment(), versions.source_digest())
-    seen = conditioning.seen(spec, condition)
+    looking = [text for text in spec.text_encoders if text.tokenize_beside]
+    width = int(stage.config(looking[0].component)["hidden_size"]) if looking else 0
+    seen = conditioning.seen(spec, condition if looking else None, width)
     pictures = [(x.shape, hashlib.sha256(x.numpy().tobytes()).hexdigest()) for x in seen]
     key = signature(spec.name, parts, stage.target.precision, prompts, sources, *pictures)
     found = stage.prompt_cache.get(key, spec.family, lambda: _encode(stage, prompts, seen), stage.hosts.decide)

@@ -57,15 +57,17 @@ def tokenize_beside(tokenizer: Any, prompts: Sequence[str], seen: "Sequence[torc
     """
     import numpy as np
 
-    grids = [each.shape[1:3] for each in seen]
-    pictures = "".join(PICTURE.format(n + 1, SEEN * rows * columns) for n, (rows, columns) in enumerate(grids))
-    texts = [EDIT_TEMPLATE.format(pictures + prompt) for prompt in prompts]
-    longest = max(len(tokenizer(text)["input_ids"]) for text in texts) - EDIT_PREFIX
+    grids, texts = [each.shape[1:3] for each in seen], []
+    longest = sum(rows * columns for rows, columns in grids)
+    if longest <= MAX_TOKENS:
+        pictures = "".join(PICTURE.format(n + 1, SEEN * rows * columns) for n, (rows, columns) in enumerate(grids))
+        texts = [EDIT_TEMPLATE.format(pictures + prompt) for prompt in prompts]
+        longest = max(len(tokenizer(text)["input_ids"]) for text in texts) - EDIT_PREFIX
     if longest > MAX_TOKENS:
         number = f"{len(grids)} pictures" if len(grids) > 1 else "a picture"
         raise ValueError(
-            f"Qwen-Image Edit: the prompt and {number} have {longest} tokens, and the text encoder takes {MAX_TOKENS}. "
-            "Shorten the prompt, or take fewer pictures."
+            f"Qwen-Image Edit: the prompt and {number} have {longest} tokens or more, and the text encoder takes "
+            f"{MAX_TOKENS}. Shorten the prompt, or take fewer pictures."
         )
     ids, mask = _tokenized(tokenizer, texts, EDIT_PREFIX, MAX_TOKENS)
     is_seen = ids == tokenizer.convert_tokens_to_ids(SEEN)
