@@ -57,9 +57,7 @@ def forward(
 
     names = sorted((name for name in inputs if name.startswith("reference_")), key=lambda name: int(name[10:]))
     pictures = [sample, *(inputs[name].expand(len(sample), -1, -1, -1, -1) for name in names)]
-    image_tables, text_tables = rotary_tables(
-        dit.pos_embed, [picture.shape[3:] for picture in pictures], inputs["text"]
-    )
+    image_tables, text_tables = rotary_tables(dit.pos_embed, [each.shape[3:] for each in pictures], inputs["text"])
     tokens = [dit.img_in(layers.cut_patches(picture, PATCH)) for picture in pictures]  # [rows, tokens, dim] each
     size = tokens[0].shape[1]
     run = run.of_length(size)
@@ -67,8 +65,8 @@ def forward(
     text = run.spread(run.replicated(dit.txt_in(dit.txt_norm(inputs["text"]))), placement="replicated")
     times = [embed_time(dit, sample, timestep)] * 2  # [rows, dim], of the two sequences
     if names:
-        sequences, tables = [tokens[0], torch.cat(tokens[1:], dim=1)], [[x[:, :size] for x in image_tables]]
-        tables.append([x[:, size:] for x in image_tables])
+        sequences = [tokens[0], torch.cat(tokens[1:], dim=1)]
+        tables = [[x[:, at] for x in image_tables] for at in (slice(size), slice(size, None))]
         lengths = [each.shape[1] for each in sequences]
         if dit.zero_cond_t:
             times[1] = embed_time(dit, sample, timestep * 0)
