@@ -345,8 +345,8 @@ TEXT_SCORES = 64 * MIB
 SOUND: set[str] = set()
 # Flagships whose blocks and autoencoder those of another flagship are, from the same file.
 SIBLINGS = ("wan2.2-i2v-a14b", "hunyuanvideo1.5-i2v-720p")
-# Its autoencoder has the layers of Flux.2's.
-ALIKE = ("z-image-turbo-decode",)
+# Their autoencoders have the layers of Flux.2's, and of Wan's.
+ALIKE = ("z-image-turbo-decode", "qwen-image-2512-decode")
 EVERY = [
     pytest.param(spec, stages, id=name, marks=[pytest.mark.recorded] if spec.name in SIBLINGS or name in ALIKE else [])
     for spec in FLAGSHIPS
