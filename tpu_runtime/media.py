@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from PIL import Image
 
 _BT709 = 1
 _NTSC = Fraction(1000, 1001)
@@ -83,6 +84,13 @@ def _bytes(image: Any) -> Any:
     return pictures(image[None])[0].mul(255).round().to(torch.uint8).numpy()
 
 
+def as_bytes(image: "torch.Tensor") -> "Image.Image":
+    """An IMAGE `[height, width, rgb]` as Pillow's, as upstream's processors take it."""
+    from PIL import Image
+
+    return Image.fromarray(_bytes(image))
+
+
 def check_pictures(images: "torch.Tensor") -> None:
     """Raises `ValueError` for what is no IMAGE: `[N, height, width, 1, 3 or 4]` with pixels, floating and finite."""
     import torch
@@ -110,10 +118,9 @@ def pictures(images: "torch.Tensor") -> "torch.Tensor":
 
 def save_image(path: Path, image: Any) -> None:
     """Writes one `[height, width, rgb]` image in the format of `path`'s ending."""
-    from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(_bytes(image)).save(path)
+    as_bytes(image).save(path)
 
 
 def load_image(path: Path) -> tuple[Any, Any]:

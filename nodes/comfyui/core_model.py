@@ -149,15 +149,19 @@ def _flux2(model: ModelRef, given: Given) -> Asked:
         given.pop(name, None) for name in ("x", "timestep", "context", "guidance", "ref_latents", "ref_latents_method")
     )
     _refuse_rest(model, given, {"y"})
-    if method not in (None, "index"):
-        raise ValueError(
-            f"{model.spec.title}: reference_latents_method is {method}; its network on the TPU takes index. Set that, "
-            "or remove the node."
-        )
+    _check_method(model, method, "index")
     told = 0.0 if guidance is None else _one(model, guidance, "guidances")
     inputs = {"text": _whole_text(model, context), "guidance": np.full(1, told, np.float32)}
     inputs |= {f"reference_{number}": _array(latents) for number, latents in enumerate(references or ())}
     return Asked(sample=x, timestep=1000.0 * _one(model, timestep, "timesteps"), inputs=inputs)
+
+
+def _check_method(model: ModelRef, method: str | None, own: str) -> None:
+    if method not in (None, own):
+        raise ValueError(
+            f"{model.spec.title}: reference_latents_method is {method}; its network on the TPU takes {own}. Set that, "
+            "or remove the node."
+        )
 
 
 def _z_image(model: ModelRef, given: Given) -> Asked:
@@ -175,12 +179,8 @@ def _qwen_image(model: ModelRef, given: Given) -> Asked:
     references, method = (given.pop(name, None) for name in ("ref_latents", "ref_latents_method"))
     _refuse_rest(model, given, set())
     config = model.resolve(pipeline.Silent()).configs[model.spec.denoiser.experts[0]]
-    own = "index_timestep_zero" if config.get("zero_cond_t") else "index"
-    if references and method not in (None, own):
-        raise ValueError(
-            f"{model.spec.title}: reference_latents_method is {method}; its network on the TPU takes {own}. Set that, "
-            "or remove the node."
-        )
+    if references:
+        _check_method(model, method, "index_timestep_zero" if config.get("zero_cond_t") else "index")
     lengths = [context.shape[1]] * len(x) if mask is None else _lengths(model, mask)
     inputs = _padded_text(model, 0, context, lengths)
     inputs |= {f"reference_{n}": _array(_padded(each, (1, 2, 2))) for n, each in enumerate(references or ())}

@@ -212,6 +212,12 @@ def test_what_no_text_encoder_sees_is_a_sentence(shape: tuple[int, ...]):
         engine(1).run("encode", MODEL, Silent(), prompt=PROMPT, negative_prompt="", condition=condition)
 
 
+@pytest.mark.parametrize("size", [(1, 60), (300, 4)])
+def test_a_strip_is_a_sentence(size: tuple[int, int]):
+    with pytest.raises(ValueError, match=f"the picture is {size[1]}x{size[0]}; one side may be 50 times the other"):
+        engine(1).encode_image(MODEL, torch.zeros(1, *size, 3), ODD, Silent())
+
+
 def test_a_condition_that_the_text_encoder_cannot_see_is_a_sentence():
     condition = ImageCondition(tpu_family="Flux2", tensors={"reference_0": torch.zeros(1, 128, 4, 4)})
     with pytest.raises(ValueError, match="comes from a Flux2 image encoder of another model"):

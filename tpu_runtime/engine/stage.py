@@ -112,8 +112,8 @@ class Stage:
 
         loras = self.model.loras_of(name)
         # Models that share a file need not need the same layers of it.
-        shapes = signature(sorted((name, want.shape) for name, want in wanted.items()))
-        key = (name, self.found.identity(component.folder, self.progress), executable.program.precision, shapes)
+        program, identity = executable.program, self.found.identity(component.folder, self.progress)
+        key = (name, identity, program.precision, program.weights_digest)
         variant = apply.variant(loras)
         if not self.hosts.agree(f"use {name} of {self.found.model_id}", self.device_cache.state(key, variant)):
             self.device_cache.drop([signature(key)])

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.rules import REPLICATED, Rule
+from .. import media
 from ..model_spec import Call, Component, Need, Pictures, Published, Report, Same, Settings
 from . import hunyuan15
 from .autoencoders import frames
@@ -76,7 +77,7 @@ def vision_pixels(image: "torch.Tensor") -> "torch.Tensor":
     import torch
     from PIL import Image
 
-    picture = Image.fromarray((image[0].clamp(0.0, 1.0) * 255.0).round().to(torch.uint8).numpy())
+    picture = media.as_bytes(image[0])
     pixels = np.asarray(picture.resize((VISION_SIZE, VISION_SIZE), Image.Resampling.BICUBIC), np.float32)
     return (torch.from_numpy(pixels) / 255.0 * 2.0 - 1.0).movedim(-1, 0)[None]
 

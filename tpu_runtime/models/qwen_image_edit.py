@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from .. import media
 from ..model_spec import Call, IntLimit, Need, Pictures, Published, Settings
 from . import qwen_image
 from .autoencoders import wan, wan_encoder
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from PIL import Image
+
+# The processor of upstream's text encoder refuses 200, of sides that are rounded before.
+MOST_RATIO = 50
 
 
 def encode_pictures(
@@ -32,7 +36,7 @@ def encode_pictures(
     mean, std = wan.latent_stats(vae_config)
     found: dict[str, Any] = {}
     for number, pixels in enumerate(image):
-        picture = picture_of(pixels)
+        picture = media.as_bytes(pixels)
         large, small = (resized(picture, area) for area in (upstream.VAE_IMAGE_SIZE, upstream.CONDITION_IMAGE_SIZE))
         cells = wan_encoder.cells_of(pixels_of(large), wan_encoder.STRIDE_HW)
         latents, _ = call("vae_encoder", wan_encoder.encode_first, cells, partition="spatial")
@@ -43,20 +47,19 @@ def encode_pictures(
     return found
 
 
-def picture_of(pixels: "torch.Tensor") -> "Image.Image":
-    """Of `[height, width, 3]` in 0..1: upstream's pipeline takes pictures of bytes."""
-    import torch
-    from PIL import Image
-
-    return Image.fromarray((pixels.clamp(0.0, 1.0) * 255.0).round().to(torch.uint8).numpy())
-
-
 def resized(picture: "Image.Image", area: int) -> "Image.Image":
-    """Of the same shape, with about so many pixels, sides of multiples of 32: as upstream chooses them."""
+    """Of the same shape, with about so many pixels, sides of multiples of 32: as upstream chooses them. `ValueError`
+    for a strip, of which a side would have none.
+    """
     from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
     from PIL import Image
 
-    return picture.resize(calculate_dimensions(area, picture.width / picture.height), Image.Resampling.LANCZOS)
+    width, height = picture.size
+    if max(width, height) > MOST_RATIO * min(width, height):
+        raise ValueError(
+            f"Qwen-Image Edit: the picture is {width}x{height}; one side may be {MOST_RATIO} times the other. Crop it."
+        )
+    return picture.resize(calculate_dimensions(area, width / height), Image.Resampling.LANCZOS)
 
 
 def pixels_of(picture: "Image.Image") -> "torch.Tensor":

@@ -22,6 +22,7 @@ from ...kernels import choice
 from ...sharding.chips import chip_of
 from ...sharding.mesh import Device, Mesh, make_mesh
 from ...sharding.shape import MeshShape
+from ..cache.store import signature
 from ..machine import fallbacks
 from ..machine.fallbacks import Fallbacks
 from ..precision import Precision
@@ -105,6 +106,11 @@ class Program:
     runs: int = 1
     compiler_options: Mapping[str, str] = field(default_factory=dict)
     rungs: choice.Rungs = field(default_factory=choice.Rungs)
+
+    @functools.cached_property
+    def weights_digest(self) -> str:
+        """Equal for programs that take weights of the same names and shapes."""
+        return signature(sorted((name, want.shape) for name, want in (self.weights or {}).items()))
 
     @property
     def arguments(self) -> tuple[Any, ...]:

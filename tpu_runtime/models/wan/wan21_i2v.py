@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import GATHERED, REPLICATED, Rule
+from ... import media
 from ...model_spec import Call, Component, FloatLimit, IntLimit, ModelSpec, Need, Pictures, Published, Same, Settings
 from ..autoencoders import wan_encoder
 from ..autoencoders.wan import VAE_DECODER
@@ -69,7 +70,7 @@ def vision_pixels(images: "torch.Tensor") -> "torch.Tensor":
     box = left, top, left + VISION_SIZE, top + VISION_SIZE
     squares = []
     for image in images:
-        picture = Image.fromarray((image.clamp(0.0, 1.0) * 255.0).round().to(torch.uint8).numpy())
+        picture = media.as_bytes(image)
         squares.append(np.asarray(picture.resize(size, Image.Resampling.BICUBIC).crop(box), np.float32))
     pixels = torch.from_numpy(np.stack(squares)) / 255.0
     return ((pixels - torch.tensor(MEAN)) / torch.tensor(STD)).movedim(-1, 1)
