@@ -31,7 +31,8 @@ def attention(
     prologue: Prologue = NO_PROLOGUE,
     policy: AttentionPolicy = AttentionPolicy(),  # noqa: B008 - frozen
 ) -> Float[Array, "batch q_seq heads head_dim"]:
-    """Exact softmax attention with scale `head_dim ** -0.5`, of queries and keys that went through the `prologue`.
+    """Softmax attention with scale `head_dim ** -0.5`, of queries and keys that went through the `prologue`; exact, but
+    for what the `policy` gives away.
 
     Only the first `kv_length` keys of a row count (all by default): padding goes last and may hold anything. With a
     `mesh`, batch is sharded on `dp`, heads on `tp` and queries on `sp`; so are keys (one sequence attending to itself),
@@ -71,7 +72,7 @@ def joint_attention(
     prologues: Sequence[Prologue] | None = None,
     policy: AttentionPolicy = AttentionPolicy(),  # noqa: B008 - frozen
 ) -> tuple[Float[Array, "batch _ heads head_dim"], ...]:
-    """Exact attention of several sequences, each to all of them: `(query, key, value)` of each, `[batch, seq, heads,
+    """Attention of several sequences, each to all of them: `(query, key, value)` of each, `[batch, seq, heads,
     head_dim]`, which first go through their prologues.
 
     Of each the first `lengths` tokens are real, in all rows or per row; what follows may hold anything. A sequence

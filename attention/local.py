@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from ..kernels import attention, attention_reference, names
+from ..kernels import attention, attention_int8, attention_reference, names
 from ..kernels.attention_form import fastest
 from ..kernels.attention_reference import Keys
 from ..kernels.chip import LANES, round_up
@@ -28,11 +28,27 @@ def chosen(policy: AttentionPolicy, mesh: Mesh | None, head_dim: int) -> tuple[L
     kernels = policy.takes_kernel(device.platform)
     layout = HeadLayout(head_dim=head_dim, kernel=kernels, interpret=interpret and kernels)
     if not kernels or not accepted(KernelRefusal(kernel=names.ATTENTION)):
-        return functools.partial(attention_reference.flat_attention, head_dim=head_dim), layout
+        return functools.partial(by_reference, head_dim=head_dim, policy=policy), layout
     attend = functools.partial(
         by_kernel, head_dim=head_dim, policy=policy, device_kind=device.device_kind, interpret=interpret
     )
     return attend, layout
+
+
+def by_reference(
+    q: Float[Array, "batch q_seq lanes"],
+    keys: Sequence[Keys],
+    *,
+    head_dim: int,
+    log_sums: bool,
+    policy: AttentionPolicy,
+) -> tuple[Float[Array, "batch q_seq lanes"], Float[Array, "batch heads q_seq"] | None]:
+    """Like `attention_reference.flat_attention`, but for what the policy gives away."""
+    if policy.scores_of(sum(part.rows for part in keys)) == "exact":
+        return attention_reference.flat_attention(q, keys, head_dim=head_dim, log_sums=log_sums)
+    rounded, keys = attention_int8.rounded(q, keys, head_dim, head_dim**-0.5)
+    out, log_sum = attention_reference.flat_attention(rounded, keys, head_dim=head_dim, log_sums=log_sums)
+    return out.astype(q.dtype), log_sum
 
 
 def by_kernel(
@@ -45,15 +61,17 @@ def by_kernel(
     device_kind: str,
     interpret: bool = False,
 ) -> tuple[Float[Array, "batch q_seq lanes"], Float[Array, "batch heads q_seq"] | None]:
-    """Like `attention_reference.flat_attention`. Heads of a size that the kernel refuses are padded with zeros."""
+    """Like `by_reference`. Heads of a size that the kernel refuses are padded with zeros."""
     heads = q.shape[2] // head_dim
     padded = LANES // 2 if head_dim <= LANES // 2 and heads % 2 == 0 else round_up(head_dim, LANES)
     if padded != head_dim:
         resize = functools.partial(_resize, head_dim=head_dim, wanted=padded)
         q, keys = resize(q), [replace(part, keys=resize(part.keys), values=resize(part.values)) for part in keys]
+    scores = policy.scores_of(sum(part.rows for part in keys), device_kind)
     form = policy.form or fastest(
         device_kind,
-        policy.maximum,
+        policy.maximum(scores),
+        scores=scores,
         q_seq=q.shape[1],
         kv_rows=[part.rows for part in keys],
         heads=heads,

@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from . import names
-from .attention_body import Extent, Scratch, grid_step
+from . import attention_int8, names
+from .attention_body import Block, Extent, Scratch, grid_step
 from .attention_form import Form
 from .attention_reference import Keys
 from .chip import LANES, MIB, PACKED_ROWS, SUBLANES, Interpret, round_up
@@ -31,7 +31,8 @@ def flat_attention(
     scale: float,
     interpret: Interpret = False,
 ) -> tuple[Float[Array, "batch q_seq lanes"], Float[Array, "batch heads q_seq"] | None]:
-    """Softmax attention of `q` to all of `keys`, and if asked the log-sum-exp of its scores.
+    """Softmax attention of `q` to all of `keys`, and if asked the log-sum-exp of its scores; exact but for rounding,
+    where the form's `scores` are.
 
     `head_dim` is 64 (an even number of heads) or a multiple of 128, else `NotImplementedError` says so. A row without
     keys returns zeros and a log-sum-exp of `NEGATIVE`. Padding may hold anything.
@@ -44,7 +45,7 @@ def flat_attention(
     # Blocks of equal size: of a last one that is nearly empty the rest would be computed for nothing.
     block_q = round_up(-(-q_seq // -(-q_seq // form.block_q)), LANES)
     width = together * head_dim
-    turned = head_dim < LANES
+    turned = form.turned(head_dim)
     blocks = _key_blocks(keys, form, LANES if turned else PACKED_ROWS)
     num_kv = -(-max(keys[0].rows, 1) // blocks[0])
     step = min(form.step, max(blocks))
@@ -63,14 +64,17 @@ def flat_attention(
         tuple(_key_spec(block, width, part is keys[0] and num_kv > 1, turns, mode) for turns in (False, turned))
         for part, block in zip(keys, blocks, strict=True)
     ]
+    units = means = None
+    block_of: type[Block] = Block
+    if form.scores == "int8":
+        block_of = attention_int8.Int8Block
+        keys, units, means = attention_int8.rounded_keys(keys, batch, head_dim)
     arrays = [(part.keys, turn(part.values, interpret=interpret) if turned else part.values) for part in keys]
     sums_shape = jax.ShapeDtypeStruct((batch, heads, 1, q_seq), jnp.float32)
     out, sums = pl.pallas_call(
         functools.partial(
             grid_step,
-            form=form,
-            head_dim=head_dim,
-            scale=scale,
+            block_of=functools.partial(block_of, form=form, head_dim=head_dim, scale=scale),
             extents=[Extent(block, part.certain, part.rows) for part, block in zip(keys, blocks, strict=True)],
             num_kv=num_kv,
         ),
@@ -89,8 +93,10 @@ def flat_attention(
         interpret=interpret,
         cost_estimate=_cost(q, keys, head_dim),
         name=names.ATTENTION_WITH_RERUN if form.maximum == "sampled" and num_kv == 1 else names.ATTENTION,
-    )(lengths, q, arrays)
-    return out, sums[:, :, 0] if log_sums else None
+    )((lengths, units), q, arrays)
+    if not log_sums:
+        return out, None
+    return out, sums[:, :, 0] if means is None else attention_int8.with_means(sums[:, :, 0], q, means, scale)
 
 
 def refusal(heads: int, head_dim: int) -> KernelRefusal:
@@ -107,11 +113,15 @@ def _scratch(form: Form, head_dim: int, dtype: Any) -> Scratch:
     def held(rows: int, kind: Any = jnp.float32) -> Any:
         return pltpu.VMEM((form.heads, rows, form.block_q), kind)
 
-    two = {"weights": (held(form.step, dtype),) * 2}
+    is_int8 = form.scores == "int8"
+    two = {"weights": (held(form.step, jnp.bfloat16 if is_int8 else dtype),) * 2}
     if form.maximum != "zero":
         row = held(SUBLANES)
         two |= {"top": (row, row), "kept": (row, row), "raw": (held(form.online_step),) * 2}
-    return Scratch(scaled=held(max(LANES, head_dim), dtype), sums=held(SUBLANES), out=held(head_dim), **two)
+    depth = max(LANES, head_dim)
+    if is_int8:
+        two |= {"scaled": held(depth + LANES, jnp.int8), "out": held(head_dim + SUBLANES), "worth": held(SUBLANES)}
+    return Scratch(**{"scaled": held(depth, dtype), "sums": held(SUBLANES), "out": held(head_dim), **two})
 
 
 def _key_spec(block: int, width: int, divided: bool, turned: bool, mode: dict[str, Any]) -> pl.BlockSpec:

@@ -39,6 +39,7 @@ class Scratch(NamedTuple):
     top: tuple[Any, ...] = ()
     kept: tuple[Any, ...] = ()
     raw: tuple[Any, ...] = ()
+    worth: Any = None  # of int8 scores, see `attention_int8`
 
 
 class Extent(NamedTuple):
@@ -53,8 +54,8 @@ class Extent(NamedTuple):
 class KeyBlock:
     """Keys of one array in VMEM: `rows` of them, of which the first `certain` are real whatever `length` says.
 
-    `length` is how many are real: a number, or a scalar read in the kernel. `values` of heads below 128 lanes are
-    `[lanes, rows]`, others like keys `[rows, lanes]`.
+    `length` is how many are real: a number, or a scalar read in the kernel. `values` are `[lanes, rows]` where the form
+    has them turned, else like keys `[rows, lanes]`.
     """
 
     keys: Any
@@ -101,6 +102,7 @@ class Block:
     out: Any
     log_sum: Any | None
     vmem: Scratch
+    units: Sequence[Any] = ()
 
     @property
     def block_q(self) -> int:
@@ -110,7 +112,7 @@ class Block:
         """The lanes of keys that hold `head`: full registers, so perhaps a neighbour's lanes too."""
         return pl.ds(head * self.head_dim // LANES * LANES, max(LANES, self.head_dim))
 
-    def units(self) -> Iterator[tuple[int, Any]]:
+    def pieces(self) -> Iterator[tuple[int, Any]]:
         columns = self.form.columns or self.block_q
         for head in range(self.form.heads):
             for start in range(0, self.block_q, columns):
@@ -119,18 +121,21 @@ class Block:
     def prepare(self, part: KeyBlock) -> None:
         """Scales the queries, in base 2, and zeroes the lanes of other heads; takes the maximum; clears the sums."""
         for head in range(self.form.heads):
-            query = self.query[:, self.lanes(head)].astype(jnp.float32) * (self.scale * LOG2_E)
-            if self.head_dim < LANES:
-                lane = jax.lax.broadcasted_iota(jnp.int32, query.shape, 1)
-                first = head * self.head_dim % LANES
-                query = jnp.where((lane >= first) & (lane < first + self.head_dim), query, 0)
-            self.vmem.scaled[head] = query.astype(self.vmem.scaled.dtype).T
+            self.vmem.scaled[head] = self.scaled_query(head).astype(self.vmem.scaled.dtype).T
         self.clear()
         if self.form.maximum == "sampled":
-            size = min(SAMPLED_KEYS, max(PACKED_ROWS, part.rows // 8 // PACKED_ROWS * PACKED_ROWS))
-            step = KeyRun(part=part, start=0, size=size, masked=size > part.certain)
-            for head, columns in self.units():
+            step = sample_of(part)
+            for head, columns in self.pieces():
                 self.vmem.top[0][head, :, columns] = spread(jnp.max(self.masked_scores(step, head, columns), 0))
+
+    def scaled_query(self, head: int) -> Array:
+        """`[queries, lanes]`, float32."""
+        query = self.query[:, self.lanes(head)].astype(jnp.float32) * (self.scale * LOG2_E)
+        if self.head_dim >= LANES:
+            return query
+        lane = jax.lax.broadcasted_iota(jnp.int32, query.shape, 1)
+        first = head * self.head_dim % LANES
+        return jnp.where((lane >= first) & (lane < first + self.head_dim), query, 0)
 
     def clear(self) -> None:
         self.vmem.sums[...] = jnp.zeros_like(self.vmem.sums)
@@ -140,7 +145,7 @@ class Block:
 
     def product(self, left: Array, right: Array, dims: tuple) -> Array:
         return jax.lax.dot_general(
-            left, right, (dims, ((), ())), preferred_element_type=jnp.float32, precision=precision(self.query.dtype)
+            left, right, (dims, ((), ())), preferred_element_type=jnp.float32, precision=precision(left.dtype)
         )
 
     def scores(self, step: KeyRun, head: int, columns: Any) -> Array:
@@ -155,11 +160,17 @@ class Block:
 
     def weighted(self, step: KeyRun, parity: int, head: int, columns: Any) -> Array:
         """The step's values summed by weight, `[head_dim, queries]`."""
-        lanes, axis = pl.ds(head * self.head_dim, self.head_dim), int(self.head_dim < LANES)  # of keys
+        lanes, axis = pl.ds(head * self.head_dim, self.head_dim), int(self.form.turned(self.head_dim))  # of keys
         values = step.part.values[(lanes, step.rows) if axis else (step.rows, lanes)]
         if step.masked:
             values = jnp.where(step.valid(values.shape, axis), values, jnp.zeros_like(values))
-        return self.product(values, self.vmem.weights[parity][head, : step.size, columns], ((axis,), (0,)))
+        return self.product(
+            self.with_sums(values), self.vmem.weights[parity][head, : step.size, columns], ((axis,), (0,))
+        )
+
+    def with_sums(self, values: Array) -> Array:
+        """Values, and what sums the weights where no vector unit does."""
+        return values
 
     # --- under a fixed maximum ----------------------------------------------------------------------------------------
 
@@ -169,12 +180,15 @@ class Block:
             scores = scores - self.vmem.top[0][head, :1, columns]
         self.vmem.sums[head, :, columns] += self.keep_weights(jnp.exp2(scores), step, parity, head, columns)
 
-    def keep_weights(self, weights: Array, step: KeyRun, parity: int, head: int, columns: Any) -> Array:
+    def keep_weights(self, weights: Array, step: KeyRun, parity: int, head: int, columns: Any) -> Array | float:
         """Stores `[keys, queries]` without padding for the second product; their sums, `[8, queries]`."""
         if step.masked:
             weights = jnp.where(step.valid(weights.shape), weights, 0)
         buffer = self.vmem.weights[parity]
         buffer[head, : step.size, columns] = weights.astype(buffer.dtype)
+        return self.summed(weights)
+
+    def summed(self, weights: Array) -> Array | float:
         return jnp.sum(weights.reshape(-1, SUBLANES, weights.shape[1]), axis=0)
 
     def accumulate(self, step: KeyRun, parity: int, head: int, columns: Any) -> None:
@@ -229,7 +243,7 @@ class Block:
         looped = range(depth, depth + turns * unroll)
 
         def tick(parity: int, step_at: Callable[[int], KeyRun | None]) -> None:
-            for head, columns in self.units():
+            for head, columns in self.pieces():
                 for behind, stage in stages:
                     step = step_at(behind)
                     if step is not None:
@@ -269,12 +283,18 @@ class Block:
         """The result, transposed back, and the log-sum-exp if asked. Without any key: zeros and `NEGATIVE`."""
         for head in range(self.form.heads):
             total = self.totals(head)
-            out = self.vmem.out[head] / jnp.where(total > 0, total, 1.0)
+            out = self.vmem.out[head, : self.head_dim] / jnp.where(total > 0, total, 1.0)
             self.out[:, pl.ds(head * self.head_dim, self.head_dim)] = out.T.astype(self.out.dtype)
             if self.log_sum is not None:
                 top = self.vmem.top[0][head, :1] if self.vmem.top else 0.0
                 found = (jnp.log2(jnp.where(total > 0, total, 1.0)) + top) / LOG2_E
                 self.log_sum[head] = jnp.where(total > 0, found, NEGATIVE)
+
+
+def sample_of(part: KeyBlock) -> KeyRun:
+    """The first keys, by which a maximum is guessed."""
+    size = min(SAMPLED_KEYS, max(PACKED_ROWS, part.rows // 8 // PACKED_ROWS * PACKED_ROWS))
+    return KeyRun(part=part, start=0, size=size, masked=size > part.certain)
 
 
 def spread(row: Array) -> Array:
@@ -283,22 +303,26 @@ def spread(row: Array) -> Array:
 
 
 def grid_step(
-    lengths: Any,
+    scalars: tuple[Any, Any],
     query: Any,
     keys: Sequence[tuple[Any, Any]],
     out: Any,
     log_sum: Any | None,
     scratch: Scratch,
     *,
-    form: Form,
-    head_dim: int,
-    scale: float,
     extents: Sequence[Extent],
     num_kv: int,
+    block_of: Callable[..., Block],
 ) -> None:
-    """One of the `num_kv` steps over which the first array's keys are divided; the other arrays come with the last."""
-    block = Block(form=form, head_dim=head_dim, scale=scale, query=query, out=out, log_sum=log_sum, vmem=scratch)
-    row, at = pl.program_id(0), pl.program_id(3) if num_kv > 1 else 0
+    """One of the `num_kv` steps over which the first array's keys are divided; the other arrays come with the last.
+
+    `scalars`: how many keys are real, `[rows, arrays]`, and for `attention_int8` what keys are worth, `[rows, heads]`.
+    """
+    lengths, units = scalars
+    row, group, at = pl.program_id(0), pl.program_id(1), pl.program_id(3) if num_kv > 1 else 0
+    heads = scratch.out.shape[0]
+    own = () if units is None else tuple(units[row, group * heads + head] for head in range(heads))
+    block = block_of(query=query, out=out, log_sum=log_sum, vmem=scratch, units=own)
     parts = []
     for index, ((k, v), extent) in enumerate(zip(keys, extents, strict=True)):
         before = at * extent.block if index == 0 and num_kv > 1 else 0
@@ -308,7 +332,7 @@ def grid_step(
         length = extent.rows if is_known else lengths[row, index] - before
         certain = min(certain, extent.block)
         parts.append(KeyBlock(keys=k, values=v, rows=extent.block, certain=certain, length=length))
-    run = block.run_online if form.maximum == "online" else block.run
+    run = block.run_online if block.form.maximum == "online" else block.run
     if num_kv == 1:
         block.prepare(parts[0])
         run(parts)

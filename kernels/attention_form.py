@@ -11,7 +11,14 @@ from .chip import LANES, MIB, PACKED_ROWS, RESERVED_MIB, SUBLANES, VMEM_MIB, rou
 from .choice import is_small
 
 SPILLED_BYTES = 4 * MIB  # registers that the compiler spills: 3 MiB of the largest form
+# By the lanes of a head. Where the second product follows the first piece by piece, both matrix units are busiest.
+_INT8 = {"step": 512, "unroll": 8, "columns": 256}
+INT8_TILES: dict[int, dict[str, Any]] = {64: {"block_q": 1024, "heads": 2, **_INT8}, 128: {"block_q": 2048, **_INT8}}
+# Where int8 saves time: v5e, whose vector units know no bfloat16, needs 4.0 bundles a thousand scores for it and 3.9
+# without (docs/LOG.md), and TPU7x multiplies no integers.
+TAKES_INT8 = ("TPU v6 lite",)
 Maximum = Literal["zero", "sampled", "online"]
+Scores = Literal["exact", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +28,11 @@ class Form:
     `maximum` under which exponentials are taken: `"zero"` where scores are bounded, `"sampled"` from the first keys
     (and all again `"online"` for a block of queries that it fails), `"online"`: running. `block_q` queries a grid step,
     in products of `columns` (None: all); `step` keys a step (`online_step` under a running maximum), `unroll` steps a
-    turn of the loop. `block_kv`: keys in VMEM at once, None: all. `heads` a grid step; 128 lanes at least.
+    turn of the loop. `block_kv`: keys in VMEM at once, None: all. `heads` a grid step; 128 lanes at least. `scores` of
+    int8 products are not exact, see `attention_int8`.
     """
 
+    scores: Scores = "exact"
     maximum: Maximum = "sampled"
     block_q: int = 2048
     step: int = 1024
@@ -42,18 +51,35 @@ class Form:
                     raise ValueError(f"{name}={getattr(self, name)} must be a multiple of {multiple}.")
         if self.unroll % 2:
             raise ValueError(f"unroll={self.unroll} must be even: steps alternate between two buffers.")
+        if self.scores == "int8" and self.maximum == "zero":
+            raise ValueError("scores of int8 are exact to a part of their size: maximum must be sampled or online.")
+
+    def turned(self, head_dim: int) -> bool:
+        """Whether values are read with tokens as lanes."""
+        return head_dim < LANES or self.scores == "int8"
 
 
 def fastest(
-    device_kind: str, maximum: Maximum, *, q_seq: int, kv_rows: Sequence[int], heads: int, head_dim: int, itemsize: int
+    device_kind: str,
+    maximum: Maximum,
+    *,
+    scores: Scores = "exact",
+    q_seq: int,
+    kv_rows: Sequence[int],
+    heads: int,
+    head_dim: int,
+    itemsize: int,
 ) -> Form:
     """The fastest form that fits the chip's VMEM: all keys there, then without a second buffer, then divided.
 
     Where even the last does not fit, the compiler says so.
     """
-    tiles = tiles_for(device_kind, head_dim=head_dim, kv_rows=sum(kv_rows), heads=heads)
+    if scores == "exact":
+        tiles = tiles_for(device_kind, head_dim=head_dim, kv_rows=sum(kv_rows), heads=heads)
+    else:
+        tiles = INT8_TILES[min(head_dim, LANES)]
     limit_mib = (VMEM_MIB.get(device_kind, 16) - RESERVED_MIB) // (1 + is_small(names.ATTENTION))
-    candidates = list(_candidates(Form(maximum=maximum, vmem_mib=limit_mib, **tiles)))
+    candidates = list(_candidates(Form(scores=scores, maximum=maximum, vmem_mib=limit_mib, **tiles)))
     fitting = (f for f in candidates if vmem_bytes(f, q_seq, kv_rows, head_dim, itemsize) <= limit_mib * MIB)
     return next(fitting, candidates[-1])
 
@@ -84,7 +110,9 @@ def vmem_bytes(form: Form, q_seq: int, kv_rows: Sequence[int], head_dim: int, it
     rows = [min(kv_rows[0], form.block_kv or kv_rows[0]), *kv_rows[1:]]
     step = min(form.step, max(rows))
     heads = width // head_dim
-    buffers = (1 if form.single_buffered else 2) * 2 * sum(rows) * width * itemsize + 4 * block_q * width * itemsize
+    is_int8 = form.scores == "int8"
+    row = width * (3 if is_int8 else 2 * itemsize)
+    buffers = (1 if form.single_buffered else 2) * sum(rows) * row + 4 * block_q * width * itemsize
     held = heads * block_q * ((max(LANES, head_dim) + 2 * step) * itemsize + 4 * (head_dim + SUBLANES))
     if form.maximum != "zero":
         held += heads * block_q * 4 * (4 * SUBLANES + 2 * min(form.online_step, step))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int8
 
 # Stands for minus infinity where the arithmetic must stay finite (a row without any valid key).
 NEGATIVE = -1e30
@@ -22,7 +22,7 @@ class Keys:
     The first `certain` of them are real in every batch row, of the rest those before `length` (None: all).
     """
 
-    keys: Float[Array, "batch kv_seq lanes"]
+    keys: Float[Array, "batch kv_seq lanes"] | Int8[Array, "batch kv_seq lanes"]
     values: Float[Array, "batch kv_seq lanes"]
     rows: int
     certain: int
@@ -44,7 +44,7 @@ def flat_attention(
     Heads are side by side. Keys and values that are not real are never used: they may hold NaN. A row without keys
     returns zeros and a log-sum-exp of `NEGATIVE`.
     """
-    valid = jnp.concatenate([_valid(part, len(q)) for part in keys], axis=1)  # [batch, kv_seq]
+    valid = jnp.concatenate([valid_rows(part, len(q)) for part in keys], axis=1)  # [batch, kv_seq]
 
     def joined(arrays: list[Array]) -> Float[Array, "batch kv_seq heads head_dim"]:
         rows = jnp.concatenate([x[:, : part.rows] for x, part in zip(arrays, keys, strict=True)], axis=1)
@@ -87,6 +87,7 @@ def _heads(x: Array, head_dim: int) -> Array:
     return x.reshape(*x.shape[:2], -1, head_dim)
 
 
-def _valid(part: Keys, batch: int) -> Array:
+def valid_rows(part: Keys, batch: int) -> Bool[Array, "batch rows"]:
+    """Which of a part's `rows` are real."""
     length = jnp.full(batch, part.rows) if part.length is None else part.length
     return jnp.arange(part.rows) < length[:, None]

@@ -115,6 +115,11 @@ ENTRIES = {
     "flow_shift": _SHIFT,
     "shift": _SHIFT,
     "fps": Entry(tooltip="Frames per second of the video.", optional=True),
+    "quality": Entry(
+        tooltip="exact computes what the makers' own code does. int8 multiplies the queries and keys of attention over "
+        "many tokens in 8 bits: faster, and nearly the same result.",
+        optional=True,
+    ),
     "step_cache": _recipe("Reuses most of the denoiser's work at some steps: faster, and only nearly the same video."),
     "cache_start": _recipe(
         "The first step that later ones reuse, counted from 0. All before it run whole. For step_cache."

@@ -295,7 +295,7 @@ HUNYUAN = {"q_seq": 111600, "kv_rows": [111600, 1256], "heads": 4, "head_dim": 1
 def test_the_form_follows_from_the_chip_the_size_and_the_weights(
     kind: str, call: dict[str, Any], bounded: bool, maximum: str, divided: bool
 ):
-    form = attention_form.fastest(kind, AttentionPolicy(bounded=bounded).maximum, **call)
+    form = attention_form.fastest(kind, AttentionPolicy(bounded=bounded).maximum(), **call)
     assert (form.maximum, form.block_kv is not None) == (maximum, divided)
     used = attention_form.vmem_bytes(form, call["q_seq"], call["kv_rows"], call["head_dim"], call["itemsize"])
     assert used <= form.vmem_mib * 2**20 < chip.VMEM_MIB[kind] * 2**20

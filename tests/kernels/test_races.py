@@ -63,6 +63,8 @@ FORMS = {
     "computed again": Form(maximum="sampled", **SMALL),
     "running": Form(maximum="online", **SMALL),
     "keys in the grid": Form(maximum="online", block_kv=128, **SMALL),
+    "int8": Form(scores="int8", **SMALL),
+    "int8, keys in the grid": Form(scores="int8", maximum="online", block_kv=128, **SMALL),
 }
 
 
@@ -85,8 +87,9 @@ def test_attention(name: str, head_dim: int, cores: int):
     )
     clean = [attention_reference.first(jnp.nan_to_num(k), jnp.nan_to_num(v), jnp.array([keys - 7]))]
     wanted, _ = attention_reference.flat_attention(q * scale * head_dim**0.5, clean, head_dim=head_dim, log_sums=False)
-    # Scores near 200 move a weight by as many roundings.
-    assert_right(found, wanted, 4e-5 if name == "computed again" else 4e-6)
+    # Scores near 200 move a weight by as many roundings; int8 is tested for closeness in tests/attention.
+    bounds = {"computed again": 4e-5, "int8": 6e-2, "int8, keys in the grid": 6e-2}
+    assert_right(found, wanted, bounds.get(name, 4e-6))
 
 
 @CORES

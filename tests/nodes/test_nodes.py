@@ -84,14 +84,14 @@ def test_required_inputs_come_first(node: Any):
         (
             SAMPLER,
             "height width num_frames num_inference_steps guidance_scale seed model_id flow_shift precision scheduler "
-            "sigmas guidance_scale_2 high_noise_steps start_step end_step add_noise return_with_leftover_noise",
+            "sigmas guidance_scale_2 high_noise_steps start_step end_step add_noise return_with_leftover_noise quality",
             "latents num_frames",
         ),
         (DECODER, "model_id fps precision", "frames fps"),
         (
             PIPELINE,
             "prompt negative_prompt height width num_frames num_inference_steps guidance_scale seed model_id fps "
-            "flow_shift precision scheduler sigmas guidance_scale_2 high_noise_steps",
+            "flow_shift precision scheduler sigmas guidance_scale_2 high_noise_steps quality",
             "frames fps video",
         ),
     ],
@@ -142,13 +142,15 @@ def test_the_sampler_hands_its_numbers_to_the_runtime(runtime: Recorder):
 
 
 def test_cogvideox_has_its_scheduler_last_under_advanced_and_hands_it_on(runtime: Recorder):
-    """Older workflows end before it, and run with the checkpoint's own; pictures and parts of the steps came after."""
-    for node, newer in ((cogvideox.SAMPLER, 6), (cogvideox.PIPELINE, 2)):
+    """Older workflows end before it, and run with the checkpoint's own; pictures, parts of the steps and what may be
+    given away for time came after.
+    """
+    for node, newer in ((cogvideox.SAMPLER, 7), (cogvideox.PIPELINE, 3)):
         last = node.inputs[-2 - newer : -newer]
         assert [(i.name, i.default, i.optional, i.advanced) for i in last] == [
             ("scheduler", "checkpoint", True, True), ("use_dynamic_cfg", False, True, True),
         ]  # fmt: skip
-    given = {i.name: i.default for i in cogvideox.SAMPLER.inputs[:-8] if i.is_widget}
+    given = {i.name: i.default for i in cogvideox.SAMPLER.inputs[:-9] if i.is_widget}
     given["prompt_embeds"] = conditioning("CogVideoX")
     chosen = {"scheduler": "CogVideoXDPMScheduler", "use_dynamic_cfg": True}
     for more in ({}, chosen):

@@ -191,7 +191,7 @@ def programs_wanted(stage: Stage, plan: Denoising, inputs: Inputs) -> dict[str, 
             Wanted(
                 title=f"the denoiser for {settings.width}x{settings.height}, {settings.num_frames} frames",
                 key=("denoise", spec.name, plan.config, target, plan.latent_shape,
-                     part.branches, shape.num_memory, shape.timestep_dtype, part.kind, bounded,
+                     part.branches, shape.num_memory, shape.timestep_dtype, part.kind, bounded, settings.quality,
                      *references.items()),
                 build=functools.partial(plan.program, part, target, shape),
             )

@@ -25,6 +25,7 @@ from .limits import (
     CHECKPOINT,
     FLOW_SCHEDULERS,
     PART,
+    QUALITIES,
     SIZE,
     STEP_INPUTS,
     Choice,

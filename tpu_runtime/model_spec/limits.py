@@ -153,7 +153,9 @@ PART = {
     "add_noise": Switch(default=True),
     "return_with_leftover_noise": Switch(default=False),
 }
-STEP_INPUTS = {"sigmas": Numbers(most=100), **PART}
+# What may be traded for time; the first gives nothing away. `docs/quality.md` says what each costs.
+QUALITIES = ("exact", "int8")
+STEP_INPUTS = {"sigmas": Numbers(most=100), "quality": Choice(options=QUALITIES), **PART}
 
 # As a scheduler: the one that the checkpoint names.
 CHECKPOINT = "checkpoint"
@@ -174,7 +176,8 @@ FLOW_SCHEDULERS = {
 class Settings:
     """What one generation is asked for. Sizes in pixels and frames; `shift` is the scheduler's flow shift.
 
-    With a `step_cache` some steps are only approximated (see `StepReuse`). `scheduler` is one of the model's
+    With a `step_cache` some steps are only approximated (see `StepReuse`), and with another `quality` than the first of
+    `QUALITIES` every one. `scheduler` is one of the model's
     `schedulers`, or `CHECKPOINT`. With `use_dynamic_cfg` guidance changes from step to step (see `GuidanceAt`).
 
     `sigmas`, if there are any, are those that the scheduler starts from, one for each step. Of two experts the second
@@ -192,6 +195,7 @@ class Settings:
     shift: float | None = None
     guidance_scale_2: float | None = None
     step_cache: StepCache | None = None
+    quality: str = QUALITIES[0]
     scheduler: str = CHECKPOINT
     use_dynamic_cfg: bool = False
     sigmas: tuple[float, ...] = ()

@@ -162,6 +162,7 @@ def request_of(args: argparse.Namespace) -> PlanRequest:
         guidance_scale=args.guidance,
         guidance_scale_2=args.guidance if args.guidance_2 is None else args.guidance_2,
         step_cache=args.step_cache or None,
+        quality=args.quality,
     )
     if args.step_cache and spec.denoiser.step_reuse is None:
         raise ValueError(f"{spec.title}: this model has no step_cache. Leave --step-cache out.")

@@ -188,7 +188,7 @@ def text(plan: Plan, explain: bool = False) -> str:
     lines = [
         f"{plan.title} on {plan.topology.name} ({plan.topology.num_chips} x {chip.device_kind}): "
         f"{settings.width}x{settings.height}, {settings.num_frames} frames, {settings.num_inference_steps} steps, "
-        f"guidance {settings.guidance_scale:g}, {plan.precision}.",
+        f"guidance {settings.guidance_scale:g}, {plan.precision}, {settings.quality}.",
         f"All figures are {LABEL} ({plan.compiler}); nothing was measured. Memory in GiB per device, waiting = "
         "collectives that no computation covers, in seconds.",
         "",

@@ -157,7 +157,9 @@ class _StepBuild:
             num_tokens=spec.geometry.num_tokens(spec.geometry.latent_shape(settings)),
             frame_tokens=spec.geometry.num_tokens(spec.geometry.latent_shape(replace(settings, num_frames=1))),
             policy=AttentionPolicy(
-                kernel=target.kernel, bounded=bool(spec.denoiser.head_norms) if shape.bounded is None else shape.bounded
+                kernel=target.kernel,
+                bounded=bool(spec.denoiser.head_norms) if shape.bounded is None else shape.bounded,
+                scores="int8" if settings.quality == "int8" else "exact",
             ),
             layouts=weights.layouts(network, mesh, target.precision),
         )
