@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from comfyui_tpu.nodes.headless.compare import psnr
 from comfyui_tpu.tpu_runtime import models, pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, StepCache, StepReuse
@@ -106,16 +107,10 @@ def _score(policy: StepCache, options: argparse.Namespace) -> None:
         ]
         for found, video in zip(verdicts.values(), videos, strict=True):
             found.append(judge(video, scene))
-        differences.append(psnr(*videos))
+        differences.append(psnr(*(video / 255 for video in videos)))
     for name, found in verdicts.items():
         print(f"{name}: {score_miniature.summary(found)}")
     print(f"PSNR of {len(differences)} videos: median {np.median(differences):.1f} dB, lowest {min(differences):.1f}")
-
-
-def psnr(one: np.ndarray, other: np.ndarray) -> float:
-    """Of 8-bit frames, in dB; at most 99."""
-    error = np.square(one.astype(np.float64) - other).mean()
-    return min(99.0, 10 * np.log10(255**2 / max(error, 1e-9)))
 
 
 def _compare(spec: ModelSpec, policy: StepCache, options: argparse.Namespace) -> None:

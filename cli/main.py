@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ..nodes.graphs import upgrade
+from ..nodes.headless import compare
 from ..nodes.headless.changes import read_json
 from ..nodes.headless.runner import TerminalHost, run_workflow
 from ..tpu_runtime import pipeline
-from ..tpu_runtime.pipeline import plan_options
+from ..tpu_runtime.pipeline import QUALITIES, plan_options
 from . import batch, bench, doctor, download, follow, monitor, selftest, serve, stages, warmup
 from .verbs import add_verb, add_workflow, given_folders, given_workflow, model_folders, print_now, print_timings
 
@@ -59,6 +60,11 @@ def _parser() -> argparse.ArgumentParser:
     add_workflow(run)
     run.add_argument("--out", type=Path, default=Path("output"), metavar="DIR", help="where results go (output)")
 
+    compared = add_verb(verbs, "compare", _compare, "run a workflow in several qualities, results side by side")
+    add_workflow(compared)
+    compared.add_argument("--quality", default=",".join(QUALITIES), metavar="A,B", help=f"({','.join(QUALITIES)})")
+    compared.add_argument("--out", type=Path, default=Path("output"), metavar="DIR", help="where results go (output)")
+
     def add(name: str, file: Any, text: str) -> None:
         file.add_arguments(add_verb(verbs, name, file.run, text))
 
@@ -98,6 +104,20 @@ def _run(options: argparse.Namespace) -> int:
         run_workflow(workflow, host)
     finally:
         print_timings(host.timings)
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    qualities, workflow = compare.check_qualities(options.quality), given_workflow(options)
+    rendered = list(compare.render(workflow, qualities, given_folders(options, options.out)))
+    for one in rendered:
+        print(f"{one.quality}: {one.seconds:.1f} s in the samplers, of compiling too")
+    for one in compare.differences(rendered):
+        print(
+            f"{one.quality} against {qualities[0]}, node {one.node_id}: PSNR {one.psnr:.1f} dB, "
+            f"{one.least_psnr:.1f} in the frame that is least alike"
+        )
+    print("\n".join(f"written: {path}" for path in compare.save_side_by_side(rendered, options.out)))
     return 0
 
 

@@ -33,6 +33,7 @@ from .machine import fallbacks
 from .machine import record as machine_record
 from .model_spec import (
     PART,
+    QUALITIES,
     SIZE,
     STAGES,
     Choice,

@@ -1,0 +1,131 @@
+"""What each quality costs: videos of the trained miniature beside exact float32's, and kernels on a harder case.
+
+A video's PSNR and SSIM are of its frames in 8 bits, against the same prompt, seed and steps in float32. The score is
+the miniature's own (see `tools/score_miniature.py`). Its few tokens are taken for many, or int8 would leave them alone.
+The harder case has what trained models have: 16384 keys, every 32nd channel of the keys far from zero, peaked scores.
+
+Run: JAX_PLATFORMS=cpu python benchmarks/quality.py [--prompts 32] [--steps 20] [--json FILE]
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from comfyui_tpu.attention import policy
+from comfyui_tpu.kernels import attention, attention_int8, attention_reference
+from comfyui_tpu.kernels.attention_form import INT8_TILES, Form
+from comfyui_tpu.nodes.headless.compare import psnr
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.progress import Silent
+from scipy.ndimage import uniform_filter
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+from moving_shapes import judge
+from score_miniature import SPEC, frames_of, held_out
+
+# Precision and quality of each form; the first is what the others are compared with.
+FORMS = {
+    "exact, float32": ("float32", "exact"),
+    "exact, bfloat16": ("bfloat16", "exact"),
+    "int8, float32": ("float32", "int8"),
+    "int8, bfloat16": ("bfloat16", "int8"),
+}
+WINDOW = 7  # pixels, of SSIM
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """Of one form: PSNR in dB (median and least of all videos), the median SSIM, the share of videos that are right."""
+
+    form: str
+    psnr: float
+    least_psnr: float
+    ssim: float
+    score: float
+
+
+def ssim(one: np.ndarray, other: np.ndarray) -> float:
+    """The mean over `[frames, height, width, 3]`, of windows of 7 x 7 (Wang et al., 2004, with uniform windows)."""
+
+    def smooth(x: np.ndarray) -> np.ndarray:
+        return uniform_filter(x, (1, WINDOW, WINDOW, 1))
+
+    x, y = one.astype(np.float64), other.astype(np.float64)
+    mean_x, mean_y = smooth(x), smooth(y)
+    spread_x, spread_y, both = smooth(x * x) - mean_x**2, smooth(y * y) - mean_y**2, smooth(x * y) - mean_x * mean_y
+    small, least = (0.01 * 255) ** 2, (0.03 * 255) ** 2
+    found = (2 * mean_x * mean_y + small) * (2 * both + least)
+    return float(np.mean(found / ((mean_x**2 + mean_y**2 + small) * (spread_x + spread_y + least))))
+
+
+def videos(prompts: int, steps: int) -> Iterator[Judged]:
+    """Every form on so many held-out prompts."""
+    scenes, exact = held_out(prompts), list[np.ndarray]()
+    for form, (precision, quality) in FORMS.items():
+        model = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision=precision)
+        inputs = {"num_inference_steps": steps, "guidance_scale": 5.0, "num_frames": 17, "quality": quality}
+        found = [frames_of(model, str(scene), Silent(), seed=seed, **inputs) for seed, scene in enumerate(scenes)]
+        exact = exact or found
+        distances = [psnr(*(frames / 255 for frames in pair)) for pair in zip(found, exact, strict=True)]
+        yield Judged(
+            form=form,
+            psnr=float(np.median(distances)),
+            least_psnr=min(distances),
+            ssim=float(np.median([ssim(*pair) for pair in zip(found, exact, strict=True)])),
+            score=float(np.mean([judge(*pair).all for pair in zip(found, scenes, strict=True)])),
+        )
+
+
+def harder_cases(keys: int = 16384, queries: int = 256) -> Iterator[dict[str, float | int]]:
+    """int8's kernel and its reference against exact attention in float32: relative RMS error and cosine."""
+    random = np.random.default_rng(0)
+    for head_dim in (64, 128):
+        k, v = (random.normal(size=(1, keys, 2 * head_dim)).astype(np.float32) for _ in range(2))
+        q = 1.5 * (0.6 * k[:, :queries] + 0.8 * random.normal(size=(1, queries, 2 * head_dim)).astype(np.float32))
+        k[..., ::32] += 5
+        scale = head_dim**-0.5
+        parts = [attention_reference.first(jax.numpy.asarray(k), jax.numpy.asarray(v), keys)]
+        exact, _ = attention_reference.flat_attention(q, parts, head_dim=head_dim, log_sums=False)
+        rounded, rounded_parts = attention_int8.rounded(q, parts, head_dim, scale)
+        reference, _ = attention_reference.flat_attention(rounded, rounded_parts, head_dim=head_dim, log_sums=False)
+        form = Form(scores="int8", **INT8_TILES[head_dim])
+        kernel, _ = attention.flat_attention(
+            q, parts, head_dim=head_dim, form=form, log_sums=False, scale=scale, interpret=True
+        )
+        for name, found in (("reference", reference), ("kernel", kernel)):
+            x, y = np.asarray(found, np.float64).ravel(), np.asarray(exact, np.float64).ravel()
+            yield {
+                "head_dim": head_dim, "keys": keys, "of": name,
+                "relative_rms": float(np.linalg.norm(x - y) / np.linalg.norm(y)),
+                "cosine": float(x @ y / np.linalg.norm(x) / np.linalg.norm(y)),
+            }  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args(arguments)
+    cases = []
+    for case in harder_cases():
+        cases.append(case)
+        print(f"{case['keys']} keys, heads of {case['head_dim']}, {case['of']}: relative RMS "
+              f"{case['relative_rms']:.1e}, cosine {case['cosine']:.6f}", flush=True)  # fmt: skip
+    policy.MANY_KEYS = 0
+    judged = []
+    for row in videos(options.prompts, options.steps):
+        judged.append(row)
+        print(f"{row.form}: PSNR {row.psnr:.1f} dB, least {row.least_psnr:.1f}; SSIM {row.ssim:.4f}; score "
+              f"{row.score:.0%}", flush=True)  # fmt: skip
+    if options.json:
+        options.json.write_text(json.dumps({"videos": [asdict(row) for row in judged], "kernels": cases}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""One workflow in several qualities, its results side by side: what a quality costs, on one's own prompt."""
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...tpu_runtime.pipeline import SPECS, media
+from ..declare import Folders
+from ..graphs.graph import Workflow
+from .runner import HEADLESS, TerminalHost, run_workflow
+
+if TYPE_CHECKING:
+    import torch
+
+QUALITY = "quality"
+LABEL_HEIGHT = 24  # pixels, of the line above each picture
+MOST_DB = 99.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """The results of one quality: frames `[number, height, width, 3]` in 0..1 by the node that saves them, and with
+    their rate where they are a video. `seconds` are the samplers', with what they compiled.
+    """
+
+    quality: str
+    frames: Mapping[str, "torch.Tensor"]
+    rates: Mapping[str, Any]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Of one result from the first quality's: PSNR in dB over all frames, and of the frame that is least alike."""
+
+    node_id: str
+    quality: str
+    psnr: float
+    least_psnr: float
+
+
+def check_qualities(text: str) -> tuple[str, ...]:
+    """The qualities that a command names, with commas between; ValueError for fewer than two, or an unknown one."""
+    found = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    limit = SPECS[0].inputs[QUALITY]
+    for quality in found:
+        if problem := limit.problem(quality):
+            raise ValueError(f"--quality {problem}")
+    if len(found) < 2:
+        raise ValueError(f"--quality is {text!r}; name two or more to compare, such as {','.join(limit.options)}.")
+    return found
+
+
+def with_quality(workflow: Workflow, quality: str) -> Workflow:
+    """A copy in which every sampler has this quality; ValueError where there is none."""
+    changed = copy.deepcopy(workflow)
+    samplers = [
+        node
+        for node in changed.values()
+        if node["class_type"] in HEADLESS
+        and any(declared.name == QUALITY for declared in HEADLESS[node["class_type"]].inputs)
+    ]
+    if not samplers:
+        raise ValueError("The workflow has no TPU sampler or pipeline, whose quality could be compared.")
+    for node in samplers:
+        node["inputs"][QUALITY] = quality
+    return changed
+
+
+def render(workflow: Workflow, qualities: Sequence[str], folders: Folders) -> Iterator[Rendered]:
+    """The workflow's results in each quality; files of single results go into a folder of each."""
+    for quality in qualities:
+        host = TerminalHost(replace(folders, output=folders.output / quality))
+        found = run_workflow(with_quality(workflow, quality), host)
+        first = {node_id: outputs[0] for node_id, outputs in found.items() if outputs}
+        videos = {node_id: one for node_id, one in first.items() if isinstance(one, media.Video)}
+        pictures = {node_id: one for node_id, one in first.items() if getattr(one, "ndim", 0) == 4}
+        yield Rendered(
+            quality=quality,
+            frames={**pictures, **{node_id: video.frames for node_id, video in videos.items()}},
+            rates={node_id: video.frame_rate for node_id, video in videos.items()},
+            seconds=sum(timing.elapsed_s for timing in host.timings if "Sampler" in timing.title),
+        )
+
+
+def differences(rendered: Sequence[Rendered]) -> Iterator[Difference]:
+    """Each result's distance from the first quality's."""
+    reference, *others = rendered
+    for other in others:
+        for node_id, wanted in reference.frames.items():
+            frames = [psnr(*pair) for pair in zip(other.frames[node_id], wanted, strict=True)]
+            yield Difference(
+                node_id=node_id, quality=other.quality, psnr=psnr(other.frames[node_id], wanted), least_psnr=min(frames)
+            )
+
+
+def psnr(one: Any, other: Any) -> float:
+    """Of pictures in 0..1, arrays or tensors, in dB; at most 99."""
+    error = float(np.mean(np.square(np.asarray(one, np.float64) - np.asarray(other, np.float64))))
+    return min(MOST_DB, -10 * math.log10(max(error, 1e-12)))
+
+
+def save_side_by_side(rendered: Sequence[Rendered], folder: Path) -> list[Path]:
+    """Every result of all qualities beside each other, under their names: a video, or a picture for each."""
+    import torch
+
+    paths = []
+    for node_id in rendered[0].frames:
+        columns = [_labelled(one.frames[node_id], one.quality) for one in rendered]
+        joined = torch.cat(columns, dim=2)
+        rate = rendered[0].rates.get(node_id)
+        stem = f"compared_{node_id}" if len(rendered[0].frames) > 1 else "compared"
+        if rate is not None:
+            paths.append(media.free_path(folder, stem, ".mp4"))
+            media.save_video(paths[-1], media.Video(frames=joined, frame_rate=rate))
+            continue
+        for picture in joined:
+            paths.append(media.free_path(folder, stem, ".png"))
+            media.save_image(paths[-1], picture)
+    return paths
+
+
+def _labelled(frames: "torch.Tensor", label: str) -> "torch.Tensor":
+    """The frames with a black line above them that says `label`."""
+    import torch
+    from PIL import Image, ImageDraw, ImageFont
+
+    line = Image.new("RGB", (frames.shape[2], LABEL_HEIGHT))
+    ImageDraw.Draw(line).text((4, 2), label, fill="white", font=ImageFont.load_default(LABEL_HEIGHT - 8))
+    above = torch.from_numpy(np.asarray(line, np.float32) / 255).expand(len(frames), -1, -1, -1)
+    return torch.cat([above, frames.float().cpu()], dim=1)
