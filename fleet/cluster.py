@@ -57,9 +57,6 @@ class RayWorker(Worker):
         self._ray, self._actor = ray, actor
         self._handle, self.stop = start(place, actor, name)
 
-    def begin(self) -> Future:
-        return self.call("status")
-
     def call(self, method: str, *arguments: Any) -> Future:
         return getattr(self._handle, method).remote(*arguments).future()
 

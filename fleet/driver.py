@@ -17,7 +17,7 @@ from ..tpu_runtime.pipeline import supervisor
 from .jobs import JobTemplate
 from .messages import JOBS_FAULT, PLACES_FAULT, JobFailed, Lost, Status, Worker, Workers
 from .queue import Job, Queue
-from .store import DONE, FAILED, TRIES, BatchStore
+from .store import DONE, FAILED, TRIES, BatchStore, decided
 
 # How often is looked what changed, and what runs is given to stop.
 _TICK_S, _STOP_S = 0.25, 20.0
@@ -101,7 +101,7 @@ class Driver:
         """
         self._ends.append(time.monotonic())
         deadline = float("inf")
-        with supervisor.signals(lambda *_: self._stop()):
+        with supervisor.signals(self._stop):
             while time.monotonic() < deadline and not self._is_over():
                 if isinstance(self._end, KeyboardInterrupt) and deadline == float("inf"):
                     self._view.line("stopping: what runs ends within a step; Ctrl-C once more ends it at once")
@@ -124,7 +124,7 @@ class Driver:
             raise self._end
         return self.progress()
 
-    def _stop(self) -> None:
+    def _stop(self, *_: object) -> None:
         """The user, or a machine that is about to go away."""
         if isinstance(self._end, KeyboardInterrupt):
             raise self._end  # twice: at once
@@ -155,7 +155,7 @@ class Driver:
         """
         if doing.asked is None:
             if time.monotonic() >= doing.rests_until and self._end is None:
-                doing.asked = doing.worker.begin()
+                doing.asked = doing.worker.call("status")
         elif doing.asked.done():
             asked, doing.asked = doing.asked, None
             try:
@@ -277,16 +277,8 @@ class Driver:
 
     def _set_aside(self, job: Job, error: str) -> None:
         self._failed += 1
-        record = {
-            "job": job.id,
-            "state": FAILED,
-            "line": job.line,
-            "error": error,
-            "failures": job.failures,
-            "losses": job.losses,
-            "set": json.loads(job.text),
-            "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
+        tries = {"failures": job.failures, "losses": job.losses}
+        record = decided(FAILED, job.id, job.line, error=error, **tries, set=json.loads(job.text))
         self._store.note(FAILED, job.id, record)
         self._view.line(f"{self._count()} line {job.line} is set aside: {error}")
 

@@ -4,6 +4,7 @@ A job is known by what it holds: the workflow after setting, the content of pict
 same job has the same name in every call, on every machine, and a changed prompt is another job.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -52,12 +53,11 @@ class JobTemplate:
     def __init__(self, workflow: Workflow, folders: Folders, progress: Progress, table: Table = HEADLESS) -> None:
         self.folders = folders
         self._workflow = workflow
-        self._progress = progress
         self._table = table
-        # Read once, however many jobs use them.
         self._checked: set[tuple[Any, ...]] = set()
-        self._marks: dict[tuple[str, str], Mark] = {}
-        self._pictures: dict[str, tuple[str, Path]] = {}
+        # Read once, however many jobs use them.
+        self._mark = functools.cache(lambda kind, name: mark(kind, name, folders, progress))
+        self._picture = functools.cache(lambda name: _picture(folders, name))
         if not validate_workflow(workflow, table):
             execution_order(expand(workflow, table), table)  # complains where nothing would come of it
 
@@ -118,12 +118,7 @@ class JobTemplate:
         for declared in declaration.inputs:
             given = inputs.get(declared.name)
             if declared.companion == "upload" and isinstance(given, str):
-                if given not in self._pictures:
-                    path = find_image(self.folders, given)
-                    if not path.is_file():
-                        raise ValueError(f"There is no image {path}.")
-                    self._pictures[given] = (f"{_digest(path.read_bytes())}{path.suffix}", path)
-                name, path = self._pictures[given]
+                name, path = self._picture(given)
                 inputs[declared.name], found[name] = name, path
         return found
 
@@ -141,11 +136,6 @@ class JobTemplate:
             widgets = {i.name: inputs[i.name] for i in declaration.inputs if i.is_widget and i.name in inputs}
             state = repr(declaration.fingerprint(self.folders, **widgets))
             yield Mark(kind="files", name=json.dumps(widgets, sort_keys=True), content=state)
-
-    def _mark(self, kind: str, name: str) -> Mark:
-        if (kind, name) not in self._marks:
-            self._marks[kind, name] = mark(kind, name, self.folders, self._progress)
-        return self._marks[kind, name]
 
     def _group(self, prepared: Prepared) -> Group:
         """Which weights a job runs, and which programs, as far as widgets say it."""
@@ -167,6 +157,14 @@ def mark(kind: str, name: str, folders: Folders, progress: Progress) -> Mark:
     else:
         found = content.of_model(name, folders.models, progress)
     return Mark(kind=kind, name=name, content=found)
+
+
+def _picture(folders: Folders, name: str) -> tuple[str, Path]:
+    """A picture's name by what it holds, and where it is; ValueError where there is none."""
+    path = find_image(folders, name)
+    if not path.is_file():
+        raise ValueError(f"There is no image {path}.")
+    return f"{_digest(path.read_bytes())}{path.suffix}", path
 
 
 def _settings(text: str) -> dict[str, Any]:

@@ -44,35 +44,26 @@ class LocalWorker(Worker, Workers):
         """The only one, as one process has the chips."""
         return [self]
 
-    def begin(self) -> Future:
+    def call(self, method: str, *arguments: Any) -> Future:
         if self._process is None:
             where = str(self._held.enter_context(scratch()) / "actor")
             begun = (self._actor, where, str(self._log))
             self._process = multiprocessing.get_context("spawn").Process(target=_serve, args=begun, daemon=True)
             self._process.start()
             self._handle = self._calls.submit(_connect, self._process, where, self._actor, self.name)
-        return self._handle
-
-    def call(self, method: str, *arguments: Any) -> Future:
-        return self._calls.submit(getattr(self._handle.result(), method), *arguments)
+        handle = self._handle
+        return self._calls.submit(lambda: getattr(handle.result(), method)(*arguments))
 
     def lost(self, error: Exception, is_running: bool) -> Lost:
         if not isinstance(error, EOFError | OSError):
             raise error
-        ended = self._ended()
-        return Lost(ended if is_running else f"the worker on this machine does not start: {ended}")
-
-    def _ended(self) -> str:
-        """How."""
         process = self._process
         process.join(timeout=5)
         self.close()
         code = process.exitcode or 0
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"its process ended ({how}). {_tail(self._log)}"
-
-    def restart(self) -> None:
-        self.close()
+        ended = f"its process ended ({how}). {_tail(self._log)}"
+        return Lost(ended if is_running else f"the worker on this machine does not start: {ended}")
 
     def close(self) -> None:
         if self._process is not None:
@@ -80,6 +71,8 @@ class LocalWorker(Worker, Workers):
             self._process.join()
             self._process = None
         self._held.close()
+
+    restart = close
 
 
 def _connect(process: Any, where: str, actor: type[Actor], name: str) -> Any:

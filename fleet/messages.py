@@ -73,22 +73,18 @@ class Worker:
 
     name: str
 
-    def begin(self) -> Future:
-        """Done once the actor answers, which is started where there is none."""
-        raise NotImplementedError
-
     def call(self, method: str, *arguments: Any) -> Future:
-        """What a method of the actor returns."""
+        """What a method of the actor returns, which is started where there is none."""
         raise NotImplementedError
 
     def lost(self, error: Exception, is_running: bool) -> Lost | None:
-        """What an error of a job that `is_running`, or of `begin`, says of the actor; None where it only does not
+        """What an error of a call says of the actor, which had a job if it `is_running`; None where it only does not
         answer yet. Raises what says nothing of it.
         """
         raise NotImplementedError
 
     def restart(self) -> None:
-        """Ends its process, where it only fails; `begin` starts a new one."""
+        """Ends its process, where it only fails; the next call starts a new one."""
         raise NotImplementedError
 
 

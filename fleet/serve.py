@@ -17,19 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..tpu_runtime import pipeline
-from ..tpu_runtime.pipeline import (
-    STAGES,
-    Expected,
-    ModelRef,
-    Preview,
-    cache_folder,
-    choose_model,
-    records,
-    redact,
-    spec_for_family,
-    trim,
-    wire,
-)
+from ..tpu_runtime.pipeline import STAGES, Expected, ModelRef, Preview, choose_model, records, wire
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +104,7 @@ class Stages:
         return pipeline.run(name, chosen, asker, **given)
 
     def _choose(self, asker: Asker, *, family: str, model_id: str, precision: str) -> str:
-        spec = spec_for_family(family)
+        spec = pipeline.spec_for_family(family)
         return choose_model(spec, model_id, precision=precision, folders=self._models, progress=asker).spec_name
 
     def _report_lora(self, asker: Asker, *, model: ModelRef) -> str:
@@ -128,7 +116,7 @@ def lora_path(digest: str) -> Path:
     """Where a LoRA that was sent is kept; ValueError for what is no digest."""
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise ValueError(f"{digest!r} is no SHA-256.")
-    return cache_folder() / "loras" / f"{digest}.safetensors"
+    return pipeline.cache_folder() / "loras" / f"{digest}.safetensors"
 
 
 class Server:
@@ -209,7 +197,7 @@ class Server:
             text = str(error) if kind or isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
             if not kind:
                 log.error("%s for %s failed", call.name, address, exc_info=error)
-            return records.Failed(kind, redact(text))
+            return records.Failed(kind, pipeline.redact(text))
         finally:
             self._ended[outcome] += 1
             log.info("%s for %s: %s after %.1f s", call.name, address, outcome, time.monotonic() - started)
@@ -237,7 +225,7 @@ async def _bring(link: Any, path: Path) -> None:
     if not 0 < size <= MOST_LORA:
         raise ValueError(f"it has {size} bytes; it may have {MOST_LORA}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    trim(path.parent, MOST_LORAS - size)
+    pipeline.trim(path.parent, MOST_LORAS - size)
     scratch, digest, problem = path.with_name(f".{path.stem}-{os.urandom(4).hex()}"), hashlib.sha256(), None
     try:
         with scratch.open("wb", buffering=0) as file:

@@ -35,6 +35,23 @@ class StoreError(RuntimeError):
     """The place of results cannot be used, in a sentence for the user."""
 
 
+def decided(state: str, job: str, line: int, **more: Any) -> dict[str, Any]:
+    """The record of a job that is done or set aside."""
+    ended = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"job": job, "state": state, "line": line, **more, "ended": ended}
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """BlockingIOError where another process has the folder, or the file, which is made where there is none."""
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 class LocalFiles:
     """A folder, with the methods that fsspec's file systems have. A file is on the disk before it has its name, so that
     a machine that goes away leaves no empty file of this name.
@@ -109,8 +126,10 @@ class BatchStore:
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
-    def write(self, name: str, content: bytes | Path) -> None:
-        """Makes or replaces a file, of bytes or from a local one."""
+    def write(self, name: str, content: bytes | Path | Mapping[str, Any]) -> None:
+        """Makes or replaces a file: of bytes, from a local one, or a `document`."""
+        if isinstance(content, Mapping):
+            content = json.dumps(content, ensure_ascii=False, indent=2).encode()
         with self._errors(name):
             if isinstance(content, bytes):
                 self._files.pipe_file(name, content)
@@ -141,8 +160,7 @@ class BatchStore:
             if not self.token():
                 if self.read(MARK):
                     raise StoreError(f"{self.location} has a {MARK} that is no batch's. Choose another --out.")
-                mark = {"made_by": _MADE_BY, "token": secrets.token_hex(8)}
-                self.write(MARK, json.dumps(mark).encode())
+                self.write(MARK, {"made_by": _MADE_BY, "token": secrets.token_hex(8)})
             for folder in self.jobs:
                 with self._errors(folder), contextlib.suppress(FileNotFoundError):
                     names = [path.rpartition("/")[2] for path in self._files.ls(folder, detail=False)]
@@ -157,16 +175,16 @@ class BatchStore:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         assert self.root is not None
-        with self._errors(_LOCK):
-            self.root.mkdir(parents=True, exist_ok=True)
-            file = (self.root / _LOCK).open("a+")
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise StoreError(
-                    f"another `comfyui-tpu batch` works on {self.root}. Wait for it, end it, or choose another --out."
-                ) from None
+        with contextlib.ExitStack() as held:
+            with self._errors(_LOCK):
+                self.root.mkdir(parents=True, exist_ok=True)
+                try:
+                    held.enter_context(locked(self.root / _LOCK))
+                except BlockingIOError:
+                    raise StoreError(
+                        f"another `comfyui-tpu batch` works on {self.root}. Wait for it, end it, or choose another "
+                        "--out."
+                    ) from None
             # What killed processes began to write.
             shutil.rmtree(self.root / _PARTIAL, ignore_errors=True)
             yield
@@ -174,7 +192,7 @@ class BatchStore:
     def note(self, folder: str, job: str, document: Mapping[str, Any]) -> None:
         """What is known of a job from now on: `document`, in `folder`. That of one that is done is there already."""
         if folder != DONE:
-            self.write(f"{folder}/{job}.json", json.dumps(document, ensure_ascii=False, indent=2).encode())
+            self.write(f"{folder}/{job}.json", document)
         self.forget(job, but=folder)
         self.jobs[folder].add(job)
         if folder != TRIES:

@@ -3,10 +3,7 @@
 The same in a child process of this machine and in an actor of a cluster.
 """
 
-import fcntl
-import json
 import logging
-import os
 import shutil
 import socket
 import tempfile
@@ -23,7 +20,7 @@ from ..nodes.headless.runner import TerminalHost, run_workflow
 from ..tpu_runtime.pipeline import Progress, Silent, redact
 from .jobs import mark
 from .messages import JOBS_FAULT, PLACES_FAULT, JobFailed, Mark, Request, Status
-from .store import DONE, RESULTS, BatchStore, StoreError
+from .store import DONE, RESULTS, BatchStore, StoreError, decided, locked
 
 log = logging.getLogger(__name__)
 
@@ -122,20 +119,17 @@ class Actor:
             run_workflow(request.workflow, host)
             elapsed_s = time.perf_counter() - start
             host.check_cancelled()
-            files = _keep(store, request.job, made)
-        record = {
-            "job": request.job,
-            "state": DONE,
-            "line": request.line,
-            "files": files,
-            "seconds": round(elapsed_s, 3),
-            "stages": {timing.title: round(timing.elapsed_s, 3) for timing in host.timings},
-            "worker": self.name,
-            "machine": socket.gethostname(),
-            "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
+            paths = sorted(path for path in made.rglob("*") if path.is_file())
+            files = {f"{RESULTS}/{request.job}/{path.relative_to(made).as_posix()}": path for path in paths}
+            for name, path in files.items():
+                store.write(name, path)
+        stages = {timing.title: round(timing.elapsed_s, 3) for timing in host.timings}
+        record = decided(
+            DONE, request.job, request.line, files=list(files), seconds=round(elapsed_s, 3), stages=stages,
+            worker=self.name, machine=socket.gethostname(),
+        )  # fmt: skip
         # Last: a job is done once this is there.
-        store.write(f"{DONE}/{request.job}.json", json.dumps(record, ensure_ascii=False).encode())
+        store.write(f"{DONE}/{request.job}.json", record)
         return record
 
     def _compare(self, request: Request, host: Progress) -> None:
@@ -156,32 +150,12 @@ class Actor:
 def scratch() -> Iterator[Path]:
     """A temporary folder, locked while this process is there; those of killed ones leave first."""
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError), _locked(left):
+        with suppress(OSError), locked(left):
             shutil.rmtree(left, ignore_errors=True)
     made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))
-    with _locked(made):  # before it has the name by which others find it
+    with locked(made):  # before it has the name by which others find it
         folder = made.rename(made.with_name(made.name[1:]))
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """OSError where another process has it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _keep(store: BatchStore, job: str, made: Path) -> list[str]:
-    """Puts what a job wrote into the store; the names, in order."""
-    paths = sorted(path for path in made.rglob("*") if path.is_file())
-    names = [f"{RESULTS}/{job}/{path.relative_to(made).as_posix()}" for path in paths]
-    for name, path in zip(names, paths, strict=True):
-        store.write(name, path)
-    return names

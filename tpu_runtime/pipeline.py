@@ -71,7 +71,6 @@ if TYPE_CHECKING:
     from .cost_model.chips import Topology
     from .engine.engine import Engine
     from .engine.run import Prediction
-    from .hosts.together import Together
     from .line.link import Door, Refused
     from .plan import compile as compiling
     from .plan import plan
@@ -252,14 +251,13 @@ def follow(place: Place, chips: Callable[[Any], list[dict[str, Any]]]) -> None:
 
     `chips` says what the monitor shows of an engine's own. Raises `Refused`.
     """
-    from .hosts import follower
+    from .hosts.follower import Follower
 
-    def make_engine(hosts: "Together") -> Any:
-        from .engine.engine import Engine
+    follower = Follower(place)
+    follower.join()
+    from .engine.engine import Engine  # once the environment is the leader's
 
-        return Engine(hosts=hosts)
-
-    follower.follow(place, make_engine, chips)
+    follower.obey(Engine(hosts=follower), chips)
 
 
 def compilation_summary() -> str:

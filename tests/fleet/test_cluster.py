@@ -35,7 +35,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 def answers(worker: RayWorker) -> bool:
     """Whether a worker may be given a job."""
     try:
-        worker.begin().result()
+        worker.call("status").result()
     except RayError as error:
         assert worker.lost(error, is_running=False) is None
         return False

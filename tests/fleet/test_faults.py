@@ -149,9 +149,9 @@ def test_a_killed_workers_temporary_folder_leaves_with_the_next_job(tmp_path: Pa
 def test_a_temporary_folder_is_locked_before_others_can_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A worker beside took a folder that was just made for one that was left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    locked, found = worker._locked, []
+    locked, found = worker.locked, []
     monkeypatch.setattr(
-        worker, "_locked", lambda folder: found.extend(tmp_path.glob(f"{worker._PREFIX}*")) or locked(folder)
+        worker, "locked", lambda file: found.extend(tmp_path.glob(f"{worker._PREFIX}*")) or locked(file)
     )
     with worker.scratch() as own:
         assert own.is_dir() and not found
@@ -161,10 +161,10 @@ def test_a_temporary_folder_is_locked_before_others_can_find_it(tmp_path: Path, 
 def test_a_worker_that_never_starts_ends_the_batch_with_its_sentence(run: Any, tmp_path: Path, capsys: Any):
     workers, starts = Inline(["a"]), []
 
-    def vain() -> Future:
+    def vain(method: str) -> Future:
         starts.append(1)
         return came(lambda: fails(Lost("the worker on this machine does not start: exit code 3")))
 
-    workers.all[0].begin = vain
+    workers.all[0].call = vain
     assert run(workers, 3, "--tiny") == 2 and len(starts) == driver._VAIN_STARTS and not workers.runs
     assert "does not start: exit code 3" in capsys.readouterr().err and not kept(tmp_path, "tries")

@@ -63,6 +63,13 @@ def test_a_tpus_machines_say_which_host_this_is(environment, metadata, found):
     assert str(place.of_tpu.__wrapped__(environment, metadata.__getitem__)) == found
 
 
+@pytest.mark.parametrize(("host", "own"), [("10.0.0.2", "10.0.0.2"), ("[::1]", "::1")])
+def test_a_place_is_written_as_it_is_read_and_jax_listens_at_the_port_behind(host: str, own: str):
+    """An IPv6 address without brackets is none that JAX's coordinator can be reached at."""
+    found = place.parse(f"1/2@{host}:8476")
+    assert found.address.host == own and str(found) == f"1/2@{host}:8476" and found.jax_address == f"{host}:8477"
+
+
 @pytest.mark.parametrize("text", ["2/2@host:1", "host:1", "0/2@host", "0/2@host:70000"])
 def test_a_place_that_is_none_is_a_sentence(text):
     with pytest.raises(ValueError, match=rf"^COMFYUI_TPU_HOSTS is '{text}'; "):

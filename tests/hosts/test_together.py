@@ -14,13 +14,14 @@ import pytest
 from comfyui_tpu.tests.support.host import Cancelled, Host
 from comfyui_tpu.tests.support.hosts import free_port
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
-from comfyui_tpu.tpu_runtime.hosts import distributed, members, terms
+from comfyui_tpu.tpu_runtime.hosts import distributed, leader, terms
 from comfyui_tpu.tpu_runtime.hosts.follower import Follower
 from comfyui_tpu.tpu_runtime.hosts.leader import Leader
 from comfyui_tpu.tpu_runtime.hosts.place import Place
 from comfyui_tpu.tpu_runtime.hosts.together import Elsewhere, HostsError
 from comfyui_tpu.tpu_runtime.line.link import Refused
 from comfyui_tpu.tpu_runtime.line.records import Log
+from comfyui_tpu.tpu_runtime.line.trust import Address
 
 
 class Pair:
@@ -28,7 +29,8 @@ class Pair:
 
     def __init__(self) -> None:
         port, self.ends, self.left, self.host, self.is_joined = free_port(), [], [], Host(), False
-        places = [Place(process=process, count=2, host="127.0.0.1", port=port) for process in range(2)]
+        address = Address(host="127.0.0.1", port=port)
+        places = [Place(process=process, count=2, address=address) for process in range(2)]
         self.leader = Leader(places[0], lambda sentence, stuck: self.ends.append((sentence, stuck)))
         self.follower = Follower(places[1])
 
@@ -167,7 +169,7 @@ def test_who_logs_does_not_wait_for_the_line(pair: Pair, monkeypatch: pytest.Mon
 
 
 def test_a_stage_that_is_stuck_on_the_chips_is_told_too(pair: Pair, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(members, "GRACE_S", 0.1)
+    monkeypatch.setattr(leader, "GRACE_S", 0.1)
     pair.join()
     with pair.leader.stage("denoise", {}, pair.host):
         pair.follower._link.close()

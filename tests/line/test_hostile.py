@@ -60,8 +60,8 @@ class Slice:
     """A leader and its followers, in this process and without chips."""
 
     def __init__(self, count: int) -> None:
-        port = free_port()
-        self.places = [Place(process=process, count=count, host="127.0.0.1", port=port) for process in range(count)]
+        address = trust.Address(host="127.0.0.1", port=free_port())
+        self.places = [Place(process=process, count=count, address=address) for process in range(count)]
         self.ends: list[str] = []
         self.leader = Leader(self.places[0], lambda sentence, stuck: self.ends.append(sentence))
         self.followers = [Follower(place) for place in self.places[1:]]
@@ -176,12 +176,15 @@ def test_a_minute_of_strangers_costs_little_and_no_true_member_leaves(slices: Ca
         served = pool.submit(true.choose, "Wan21", "tiny/wan21", "auto", Host())
         stage = pool.submit(led.stage, may_end)
         until(lambda: works.steps)
-        false = strangers.FalseLeader(looking.places[0].port)
+        false = strangers.FalseLeader(looking.places[0].address.port)
         peak = Peak()
         waiting = looking.start_followers()
         hellos = (
             (server.port, {"source": client.versions.source_digest()}),
-            (led.places[0].port, {"process": 1, "count": 2, "terms": terms.terms()}),  # the true one's, replayed
+            (
+                led.places[0].address.port,
+                {"process": 1, "count": 2, "terms": terms.terms()},
+            ),  # the true one's, replayed
         )
         attacks = [pool.submit(strangers.attack, port, hello, ATTACK_S) for port, hello in hellos]
         at_serve, at_leader = (one.result(PATIENCE_S) for one in attacks)

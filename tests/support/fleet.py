@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...fleet.messages import JobFailed, Lost, Request, Status, Worker, Workers
-from ...fleet.store import DONE, RESULTS, BatchStore
+from ...fleet.store import DONE, RESULTS, BatchStore, decided
 from ...fleet.worker import Actor
 
 PACK = Path(__file__).parents[2]
@@ -32,8 +32,8 @@ def keep(worker: str, request: Request) -> dict[str, Any]:
     store = BatchStore(request.out)
     name = f"{RESULTS}/{request.job}/prompt.txt"
     store.write(name, request.workflow["1"]["inputs"]["prompt"].encode())
-    record = {"job": request.job, "state": DONE, "line": request.line, "files": [name], "worker": worker}
-    store.write(f"{DONE}/{request.job}.json", json.dumps(record).encode())
+    record = decided(DONE, request.job, request.line, files=[name], worker=worker)
+    store.write(f"{DONE}/{request.job}.json", record)
     return record
 
 
@@ -42,9 +42,6 @@ class InlineWorker(Worker):
 
     def __init__(self, name: str, workers: "Inline") -> None:
         self.name, self._workers = name, workers
-
-    def begin(self) -> Future:
-        return came(lambda: None)
 
     def call(self, method: str, *arguments: Any) -> Future:
         return came(lambda: self._run(*arguments) if method == "run" else Status())

@@ -85,7 +85,7 @@ def chips() -> list[dict[str, Any]]:
 def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     if alone := os.environ.get("COMFYUI_TPU_TEST_ALONE"):
-        distributed.start(place.Place(process=0, count=1, host="127.0.0.1", port=int(alone)))
+        distributed.start(place.parse(f"0/1@127.0.0.1:{alone}"))
     say(ready=os.getpid())
     while line := sys.stdin.readline():
         request, began = json.loads(line), time.monotonic()

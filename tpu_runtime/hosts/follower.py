@@ -13,11 +13,10 @@ from typing import Any
 from ..line import wire
 from ..line.link import Gone, MachineLink, Refused, connect
 from ..line.records import Answer, Ask, AskRows, At, Begin, Bye, ChipRows, Ended, Log, Stop, Text
-from ..line.trust import Address
 from ..progress import Progress, Silent, in_daemon
 from . import distributed, terms
 from .place import Place
-from .together import RESTART, Ending, Result, Several, Stopped, Together
+from .together import RESTART, Ending, Result, Stopped, Together
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ REQUESTS = ("expect", "free", "free_titled")
 _MOST_BYTES, _SAID = 2**34, (Answer, AskRows, Bye, Ask, Stop)
 
 
-class Follower(Several):
+class Follower(Together):
     """As soon as the leader is gone the process ends, with `RESTART`."""
 
     is_leader = False
@@ -39,7 +38,7 @@ class Follower(Several):
         self._is_stopped = threading.Event()
         self._link: Any = None
         self._answering: Future | None = None
-        self.own_rows: Callable[[], list[dict[str, Any]]] = list
+        self._rows: Callable[[], list[dict[str, Any]]] = list
 
     def join(self) -> None:
         """Waits for the leader, then joins this process's chips to all others; raises `Refused`."""
@@ -57,23 +56,36 @@ class Follower(Several):
         logging.getLogger(__name__.partition(".")[0]).addHandler(_ToLeader(self._link))
         distributed.start(self._place)
 
-    def next_call(self) -> Ask:
-        """What the leader asks for next: a method of the engine and its arguments."""
-        while not isinstance(message := self._said.get(), Ask):
-            pass
-        return message
+    def obey(self, engine: Any, chips: Callable[[Any], list[dict[str, Any]]]) -> None:
+        """Does with the engine what the leader says, until the process ends with that one; `chips` says what the
+        monitor shows of an engine's own.
+        """
+        self._rows = lambda: chips(engine)
+        log.info("Following with %d of %d chips", len(engine.own), len(engine.devices))
+        while True:
+            message = self._said.get()
+            if not isinstance(message, Ask):
+                continue
+            if message.name in REQUESTS:
+                getattr(engine, message.name)(**message.arguments)
+                continue
+            try:
+                engine.run(message.name, **message.arguments, progress=Silent())
+                log.info("%s: done", message.name)
+            except Exception as error:  # whatever it is, the leader has it by now, and says it to the user
+                log.info("%s: %s: %s", message.name, type(error).__name__, error)
 
     def _connect(self) -> MachineLink:
-        where, said = Address(host=self._place.host, port=self._place.port), False
+        said = False
         hello = {"process": self._place.process, "count": self._place.count, "terms": terms.terms()}
         while True:
             try:
-                return connect(where, hello)
+                return connect(self._place.address, hello)
             except Refused:
                 raise
             except OSError as error:
                 if not said:
-                    log.info("Waiting for the leader at %s, port %d (%s)", self._place.host, self._place.port, error)
+                    log.info("Waiting for the leader at %s (%s)", self._place.address, error)
                 said = True
                 time.sleep(PAUSE_S)
 
@@ -90,7 +102,7 @@ class Follower(Several):
             self._end(message.why)
         elif isinstance(message, AskRows):
             if self._answering is None or self._answering.done():  # a chip may hang
-                self._answering = in_daemon(lambda: self._link.tell(ChipRows(self.own_rows())), "comfyui-tpu-rows")
+                self._answering = in_daemon(lambda: self._link.tell(ChipRows(self._rows())), "comfyui-tpu-rows")
         else:
             if isinstance(message, Stop):
                 self._is_stopped.set()
@@ -161,26 +173,3 @@ class _ToLeader(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not record.name.startswith(f"{__package__}".replace("hosts", "line")):  # the line would speak of itself
             self._link.post(Log(record.getMessage()[:1000]))
-
-
-def follow(place: Place, make_engine: Callable[[Together], Any], chips: Callable[[Any], list[dict[str, Any]]]) -> None:
-    """Joins the leader of `place` and does what it says over this part of the chips, until the process ends with that
-    one. Raises `Refused`.
-
-    `make_engine` is called once the chips are joined; `chips` says what the monitor shows of an engine's own.
-    """
-    follower = Follower(place)
-    follower.join()
-    engine = make_engine(follower)
-    follower.own_rows = lambda: chips(engine)
-    log.info("Following with %d of %d chips", len(engine.own), len(engine.devices))
-    while True:
-        name, arguments = follower.next_call()
-        if name in REQUESTS:
-            getattr(engine, name)(**arguments)
-            continue
-        try:
-            engine.run(name, **arguments, progress=Silent())
-            log.info("%s: done", name)
-        except Exception as error:  # whatever it is, the leader has it by now, and says it to the user
-            log.info("%s: %s: %s", name, type(error).__name__, error)

@@ -5,7 +5,9 @@ import os
 import re
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from ..line.trust import Address
 
 VARIABLE = "COMFYUI_TPU_HOSTS"
 # Instead of a place: the TPU's machines say it.
@@ -18,12 +20,11 @@ _EXAMPLE = "0/2@10.0.0.2:8476"
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Process `process` of `count`; process 0 leads, and listens at `host` and `port`, and at the port behind that."""
+    """Process `process` of `count`; process 0 leads, and listens at `address` and at the port behind that."""
 
     process: int
     count: int
-    host: str
-    port: int
+    address: Address
 
     @property
     def is_leader(self) -> bool:
@@ -32,10 +33,10 @@ class Place:
     @property
     def jax_address(self) -> str:
         """Where `jax.distributed` has its coordinator."""
-        return f"{self.host}:{self.port + 1}"
+        return str(replace(self.address, port=self.address.port + 1))
 
     def __str__(self) -> str:
-        return f"{self.process}/{self.count}@{self.host}:{self.port}"
+        return f"{self.process}/{self.count}@{self.address}"
 
 
 def parse(text: str) -> Place:
@@ -48,7 +49,7 @@ def parse(text: str) -> Place:
         raise ValueError(f"{VARIABLE} is {text!r}; processes of {count} are 0 to {count - 1}.")
     if not 0 < port < 65535:
         raise ValueError(f"{VARIABLE} is {text!r}; the port must be 1 to 65534.")
-    return Place(process=process, count=count, host=found[3], port=port)
+    return Place(process=process, count=count, address=Address(host=found[3], port=port))
 
 
 def from_environment() -> Place | None:
@@ -86,4 +87,5 @@ def of_tpu(environment: Mapping[str, str] | None = None, ask: Callable[[str], st
             ) from None
     first = hosts[0].strip()
     parts = first.split(":")  # a name, a name with a port, or name:id:address
-    return Place(process=int(process), count=len(hosts), host=parts[2] if len(parts) == 3 else parts[0], port=PORT)
+    address = Address(host=parts[2] if len(parts) == 3 else parts[0], port=PORT)
+    return Place(process=int(process), count=len(hosts), address=address)

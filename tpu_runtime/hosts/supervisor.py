@@ -44,38 +44,32 @@ def keep(command: Sequence[str], environment: Mapping[str, str], *, always: bool
     SIGTERM and SIGINT are for both: the command ends, and is not started again.
     """
     asked: list[int] = []
-    missed: list[int] = []  # while there is no process to tell: while `Popen` is starting it
     process: subprocess.Popen | None = None
 
     def end(number: int, _: Any) -> None:
         asked.append(number)
-        if process is None:
-            missed.append(number)
-        else:
+        if process is not None:
             process.send_signal(number)
 
-    pause_s = PAUSE_S
+    pause_s, given = PAUSE_S, {**os.environ, **environment, SUPERVISED: "1"}
     with signals(end):
         while True:
             began = time.monotonic()
             # A group of its own: Ctrl-C would reach it twice.
-            process = subprocess.Popen(
-                command,
-                env={**os.environ, **environment, SUPERVISED: "1"},
-                process_group=0,
-                preexec_fn=ending_with_us(),
-            )
-            if missed:
-                process.send_signal(missed[0])
+            process = subprocess.Popen(command, env=given, process_group=0, preexec_fn=ending_with_us())
+            if asked:  # while it was being started, when there was nothing to tell
+                process.send_signal(asked[0])
             status = process.wait()
             process = None
             if asked or not (always or status == RESTART or status < 0):
                 return status if status >= 0 else 128 - status
             pause_s = PAUSE_S if time.monotonic() - began > EARLY_S else min(2 * pause_s, LONGEST_PAUSE_S)
             log.warning("Starting again in %.0f s: the process ended with %d", pause_s, status)
-            _sleep(pause_s, asked)
-            if asked:
-                return 128 + asked[0]
+            until = time.monotonic() + pause_s
+            while time.monotonic() < until:
+                if asked:
+                    return 128 + asked[0]
+                time.sleep(0.1)
 
 
 @contextlib.contextmanager
@@ -87,10 +81,3 @@ def signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
-
-
-def _sleep(seconds: float, asked: Sequence[int]) -> None:
-    """Less if somebody asked to end."""
-    until = time.monotonic() + seconds
-    while not asked and time.monotonic() < until:
-        time.sleep(0.1)

@@ -5,7 +5,7 @@ each program, and about how each attempt at a stage ended. A process alone agree
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 from ..progress import Progress
@@ -53,27 +53,6 @@ class Together:
         """`work` of all hosts: succeeds where it does everywhere. Else raises its own error if that is the gravest, or
         `Elsewhere`; `ending` classifies errors.
         """
-        return work()
-
-    def agree(self, what: str, state: Any = None) -> bool:
-        """Waits until all hosts are about to do `what`, and gives whether all said the same `state`. Raises if one is
-        about to do something else.
-        """
-        return True
-
-    def decide(self, value: Result) -> Result:
-        """The leader's value, on all hosts."""
-        return value
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The chips of the other hosts, as they were lately (see `monitor.snapshot`)."""
-        return []
-
-
-class Several(Together):
-    """Hosts of which this process is one: an attempt ends on all of them in the same way."""
-
-    def attempt(self, work: Callable[[], Result], ending: Callable[[BaseException], Ending]) -> Result:
         error: BaseException | None = None
         result, own = None, None
         try:
@@ -96,9 +75,18 @@ class Several(Together):
 
     def _verdict(self, own: Ending | None, error: BaseException | None) -> tuple[Ending | None, str]:
         """The gravest ending of all, and the sentence of a host that has it; this one's is `own`, of `error`."""
-        raise NotImplementedError
+        return own, ""
 
+    def agree(self, what: str, state: Any = None) -> bool:
+        """Waits until all hosts are about to do `what`, and gives whether all said the same `state`. Raises if one is
+        about to do something else.
+        """
+        return True
 
-def gravest(endings: Iterable[Ending | None]) -> Ending | None:
-    found = set(endings)
-    return next((ending for ending in ENDINGS if ending in found), None)
+    def decide(self, value: Result) -> Result:
+        """The leader's value, on all hosts."""
+        return value
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The chips of the other hosts, as they were lately (see `monitor.snapshot`)."""
+        return []

@@ -249,29 +249,32 @@ class Door(web.Server):
         address = str(request.remote).removeprefix("::ffff:")
         page = self._pages.get(request.path)
         if page is not None and request.path.endswith("health"):
-            return _text(200, page())
+            return _said(200, page())
         given = request.headers.get("Authorization", "").encode()
         if not hmac.compare_digest(given, b"Bearer " + self._token):
             await asyncio.sleep(WRONG_S)  # still one of few strangers: so many may guess, so often
-            return _refusal(
-                401, f"the token is wrong or missing: set {trust.VARIABLE} to the one of the other machine."
-            )
+            return _said(401, f"the token is wrong or missing: set {trust.VARIABLE} to the one of the other machine.")
         if page is not None:
-            return _text(200, page())
+            return _said(200, page())
         if request.path != _PATH or "Origin" in request.headers:  # a page in a browser names where it is from
-            return _refusal(404, f"there is nothing at {request.path} for you.")
+            return _said(404, f"there is nothing at {request.path} for you.")
         try:
             hello = json.loads(unquote(request.headers[_HELLO]))
             problem = self._welcome(hello, address)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             problem = f"its first words cannot be read ({type(error).__name__})."
         if problem is not None:
-            return _refusal(409, problem)
+            return _said(409, problem)
         self._strangers.discard(request.protocol)
         line = web.WebSocketResponse(
             heartbeat=self._heartbeat_s, max_msg_size=2 * _PIECE, compress=False, autoclose=False, timeout=1.0
         )
-        link, end = None, functools.partial(_abort, request)
+        link = None
+
+        async def end() -> None:
+            if request.transport is not None:
+                request.transport.abort()
+
         try:
             await line.prepare(request)
             link = MachineLink(line, end, self._heartbeat_s)
@@ -285,16 +288,9 @@ class Door(web.Server):
         return line
 
 
-async def _abort(request: web.BaseRequest) -> None:
-    if request.transport is not None:
-        request.transport.abort()
-
-
-def _text(status: int, text: str, **headers: str) -> web.Response:
+def _said(status: int, text: str) -> web.Response:
+    """A page, or why there is none, also where `connect` finds it."""
+    headers = {} if status == 200 else {_REFUSED: quote(text[:1000])}
     response = web.Response(status=status, text=text, headers=headers)
     response.force_close()
     return response
-
-
-def _refusal(status: int, sentence: str) -> web.Response:
-    return _text(status, sentence, **{_REFUSED: quote(sentence[:1000])})

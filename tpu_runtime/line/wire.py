@@ -55,8 +55,12 @@ def unpack(packed: Any, body: bytes | bytearray, messages: Sequence[type], value
     from safetensors import SafetensorError
 
     try:
-        records = {record.__name__: record for record in (*messages, *values)}
-        found = _unpacked(packed, _tensors(body) if body else {}, records)
+        tensors: Mapping[str, Any] = {}
+        if body:
+            from safetensors.torch import load
+
+            tensors = load(bytes(body))
+        found = _unpacked(packed, tensors, {record.__name__: record for record in (*messages, *values)})
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise WireError(f"a message cannot be read ({type(error).__name__}: {error!s:.200})") from None
     if not isinstance(found, tuple(messages)):
@@ -94,12 +98,6 @@ def _unpacked(value: Any, tensors: Mapping[str, Any], records: Mapping[str, type
         return tuple(_unpacked(one, tensors, records) for one in value[_TUPLE])
     named = {name: _unpacked(one, tensors, records) for name, one in value.items()}
     return _record(records[named.pop(_RECORD)], named) if _RECORD in named else named
-
-
-def _tensors(body: bytes | bytearray) -> Mapping[str, Any]:
-    from safetensors.torch import load
-
-    return load(bytes(body))
 
 
 def _record(kind: Any, named: Mapping[str, Any]) -> Any:

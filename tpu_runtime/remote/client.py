@@ -159,7 +159,9 @@ def _result(address: Address, link: MachineLink, progress: Progress, loras: Sequ
         if isinstance(message, Text):
             progress.text(_named(message.text, loras))
         elif isinstance(message, Step):
-            progress.step(message.done, message.total, message.unit, _preview(message))
+            latents = message.latents
+            preview = None if latents is None else Preview(latent_format=message.latent_format, latents=latents.float)
+            progress.step(message.done, message.total, message.unit, preview)
         elif isinstance(message, NeedFile):
             _send(address, link, message.digest, progress, loras)
         elif isinstance(message, Result):
@@ -196,12 +198,6 @@ def _sentence(address: Address, error: Exception) -> RemoteError:
     return RemoteError(
         f"the connection to {address} broke off ({error}). Look at what `{_COMMAND}` printed there, and queue again."
     )
-
-
-def _preview(message: Step) -> Preview | None:
-    if (latents := message.latents) is None:
-        return None
-    return Preview(latent_format=message.latent_format, latents=lambda: latents.float())
 
 
 def _named(text: str, loras: Sequence[Lora]) -> str:
