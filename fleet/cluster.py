@@ -25,10 +25,8 @@ from .worker import Actor
 
 log = logging.getLogger(__name__)
 
-# How often is looked for new machines, and how long a follower that ended rests.
-_LOOK_S, _AGAIN_S = 5.0, 5.0
-# Ray itself tries for minutes.
-_CONNECT_S = 10.0
+# How often is looked for new machines, how long a follower that ended rests, and how long a cluster has to answer.
+_LOOK_S, _AGAIN_S, _CONNECT_S = 5.0, 5.0, 10.0
 # Labels that Ray gives the machines of a slice.
 _NAME, _TOPOLOGY, _POD_TYPE, _WORKER = (
     f"ray.io/tpu-{name}" for name in ("slice-name", "topology", "pod-type", "worker-id")
@@ -93,7 +91,9 @@ class RayWorkers(Workers):
         self._known: list[RayWorker] = []
         self._actor, self._count = actor, 0
         try:
-            _connect(address)
+            where = urlsplit(address if "://" in address else f"//{address}")
+            if where.hostname and where.port:  # Ray itself tries for minutes
+                socket.create_connection((where.hostname, where.port), _CONNECT_S).close()
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
             self._look()
         except (OSError, ValueError, RuntimeError, self._ray.exceptions.RayError) as error:
@@ -134,13 +134,6 @@ class RayWorkers(Workers):
         for known in self._known:
             known.stop()
         self._ray.shutdown()
-
-
-def _connect(address: str) -> None:
-    """OSError or ValueError where `address` has a host and a port, and nobody is there."""
-    where = urlsplit(address if "://" in address else f"//{address}")
-    if where.hostname and where.port:
-        socket.create_connection((where.hostname, where.port), _CONNECT_S).close()
 
 
 def _sentence(error: Exception) -> str:
