@@ -114,10 +114,10 @@ class TerminalView(View):
     def line(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
 
-    def show(self, progress: BatchNumbers) -> None:
+    def show(self, numbers: BatchNumbers) -> None:
         if self._live and time.monotonic() > self._shown + _EVERY_S:
             self._shown = time.monotonic()
-            self._live.update(render(progress), refresh=True)
+            self._live.update(render(numbers), refresh=True)
 
     def close(self) -> None:
         if self._live:

@@ -53,17 +53,17 @@ class Doing:
     failed: dict[str, Job] = field(default_factory=dict)  # in a row, by neither job's own fault
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class BatchNumbers:
-    """The numbers of a batch. `before` counts what earlier calls had done or set aside."""
+    """The numbers of a batch, which its driver keeps. `before` counts what earlier calls had done or set aside."""
 
     total: int
     done: int
     failed: int
     before: int
-    waiting: int
-    per_hour: float | None
-    workers: Mapping[str, Doing]
+    waiting: int = 0
+    per_hour: float | None = None
+    workers: dict[str, Doing] = field(default_factory=dict)
 
 
 class View:
@@ -72,7 +72,7 @@ class View:
     def line(self, text: str) -> None:
         """Says what happened, once."""
 
-    def show(self, progress: BatchNumbers) -> None:
+    def show(self, numbers: BatchNumbers) -> None:
         """Shows where the batch is; called several times a second."""
 
 
@@ -84,14 +84,13 @@ class Driver:
     ) -> None:
         self._recipe, self._store, self._workers = recipe, store, workers
         self._attempts, self._view, self._token = attempts, view, store.token()
-        self._total = len(jobs)
-        self._done, self._failed = (sum(job.id in store.jobs[state] for job in jobs) for state in (DONE, FAILED))
-        self._before = self._done + self._failed
+        done, failed = (sum(job.id in store.jobs[state] for job in jobs) for state in (DONE, FAILED))
+        self._numbers = BatchNumbers(total=len(jobs), done=done, failed=failed, before=done + failed)
+        self._doing = self._numbers.workers
         self._queue = Queue(job for job in jobs if job.id not in store.jobs[DONE] and job.id not in store.jobs[FAILED])
         for job in (job for job in jobs if job.id in store.jobs[TRIES]):
             tries = store.document(f"{TRIES}/{job.id}.json")
             job.failures, job.losses = list(tries.get("failures", ())), int(tries.get("losses", 0))
-        self._doing: dict[str, Doing] = {}
         self._ends: deque[float] = deque(maxlen=_RECENT)
         self._end: BaseException | None = None  # what ends it before all jobs are decided
 
@@ -118,11 +117,12 @@ class Driver:
                         self._view.line(f"{name} is gone: its slice is not complete any more")
                         self._queue.forget(name)
                         del self._doing[name]
-                self._view.show(self.progress())
+                self._numbers.waiting = len(self._queue)
+                self._view.show(self._numbers)
                 self._wait()
         if self._end is not None:
             raise self._end
-        return self.progress()
+        return self._numbers
 
     def _stop(self, *_: object) -> None:
         """The user, or a machine that is about to go away."""
@@ -257,8 +257,9 @@ class Driver:
     # -- what becomes of a job -----------------------------------------------------------------------------------------
 
     def _finished(self, job: Job, record: Mapping[str, Any]) -> None:
-        self._done += 1
+        self._numbers.done += 1
         self._ends.append(time.monotonic())
+        self._numbers.per_hour = (len(self._ends) - 1) * 3600 / max(1e-3, self._ends[-1] - self._ends[0])
         self._store.note(DONE, job.id, record)
         files = ", ".join(record.get("files", ())) or "no file"
         self._view.line(f"{self._count()} line {job.line}: {record.get('seconds', 0):.1f} s, {files}")
@@ -276,28 +277,14 @@ class Driver:
         self._store.note(TRIES, job.id, {"failures": job.failures, "losses": job.losses})
 
     def _set_aside(self, job: Job, error: str) -> None:
-        self._failed += 1
+        self._numbers.failed += 1
         tries = {"failures": job.failures, "losses": job.losses}
         record = decided(FAILED, job.id, job.line, error=error, **tries, set=json.loads(job.text))
         self._store.note(FAILED, job.id, record)
         self._view.line(f"{self._count()} line {job.line} is set aside: {error}")
 
-    # -- for the view --------------------------------------------------------------------------------------------------
-
     def _count(self) -> str:
-        return f"[{self._done + self._failed}/{self._total}]"
-
-    def progress(self) -> BatchNumbers:
-        taken = self._ends[-1] - self._ends[0] if self._ends else 0.0
-        return BatchNumbers(
-            total=self._total,
-            done=self._done,
-            failed=self._failed,
-            before=self._before,
-            waiting=len(self._queue),
-            per_hour=(len(self._ends) - 1) * 3600 / taken if taken else None,
-            workers=dict(self._doing),
-        )
+        return f"[{self._numbers.done + self._numbers.failed}/{self._numbers.total}]"
 
 
 def _rest_s(in_a_row: int) -> float:

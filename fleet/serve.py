@@ -120,9 +120,7 @@ def lora_path(digest: str) -> Path:
 
 
 class Server:
-    """Listens at `host` and `port` once entered; `port` is then the one that it has. Its clients have a link for each
-    request.
-    """
+    """Listens at `host` and `port` once entered; `port` is then the one that it has. Each request has its own link."""
 
     def __init__(self, host: str, port: int, stages: Stages) -> None:
         self.host, self.port, self.stages = host, port, stages

@@ -221,9 +221,7 @@ class BatchStore:
         self._next_journal = ended + max(_JOURNAL_S, (ended - begun) / _JOURNAL_SHARE)
 
     def _rebuild_journal(self) -> None:
-        """Adds lines for jobs that were decided when nobody could say so any more, and drops those that are damaged:
-        the records have what they said.
-        """
+        """Adds lines for jobs that were decided when nobody could say so any more, in place of damaged ones too."""
         for line in (self.read(JOURNAL) or b"").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 record = json.loads(line)

@@ -1,6 +1,5 @@
-"""Runs one job after the other in this process, whose models and compiled programs stay for the next.
-
-The same in a child process of this machine and in an actor of a cluster.
+"""Runs one job after the other in this process, a child of the driver or an actor of a cluster: models and compiled
+programs stay for the next.
 """
 
 import logging
@@ -59,9 +58,7 @@ class JobHost(TerminalHost):
 
 
 class Actor:
-    """Runs jobs in this process, a Ray actor or a child of the driver, which calls it `name`. One job at a time, and it
-    answers meanwhile: all methods may be called at once.
-    """
+    """What the driver calls `name`. It runs one job at a time, and answers meanwhile: methods may be called at once."""
 
     CONCURRENCY = 4
 

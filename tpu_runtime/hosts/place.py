@@ -70,7 +70,6 @@ def _ask_metadata(name: str) -> str:
 @functools.cache
 def of_tpu(environment: Mapping[str, str] | None = None, ask: Callable[[str], str] = _ask_metadata) -> Place:
     """As a TPU's machines are told: on GKE by variables, on Compute Engine by the metadata server (as JAX does it).
-
     Raises ValueError where neither says it.
     """
     given = os.environ if environment is None else environment

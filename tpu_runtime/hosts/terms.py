@@ -17,10 +17,8 @@ def terms() -> dict[str, str]:
 def difference(leaders: Mapping[str, str], followers: Mapping[str, str]) -> str | None:
     """What is not the same, in words; None where all is."""
     names = [name for name in {**leaders, **followers} if leaders.get(name) != followers.get(name)]
-    return (
-        "; ".join(f"{name}: {followers.get(name, 'none')} there, {leaders.get(name, 'none')} here" for name in names)
-        or None
-    )
+    said = [f"{name}: {followers.get(name, 'none')} there, {leaders.get(name, 'none')} here" for name in names]
+    return "; ".join(said) or None
 
 
 def environment() -> dict[str, str | None]:

@@ -1,6 +1,4 @@
-"""Who may be on the line: the secret that both ends know, the machines that the owner of this one has listed, and
-certificates.
-"""
+"""Who may be on the line: the secret that both ends know, the machines that an owner lists, and certificates."""
 
 import os
 import re

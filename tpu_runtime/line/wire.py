@@ -23,10 +23,7 @@ class WireError(RuntimeError):
 
 
 def pack(message: Any) -> tuple[str, bytes]:
-    """The JSON `[bytes of the tensors, message]`, and these bytes.
-
-    What is neither data nor a record becomes null: other nodes' things in a CONDITIONING.
-    """
+    """The JSON `[bytes of the tensors, message]`, and these bytes. What is neither data nor a record becomes null."""
     tensors: dict[str, Any] = {}
     packed, body = _packed(message, tensors), b""
     if tensors:
@@ -80,7 +77,7 @@ def _packed(value: Any, tensors: dict[str, Any]) -> Any:
         items = [_packed(one, tensors) for one in value]
         return {_TUPLE: items} if isinstance(value, tuple) else items
     if not hasattr(value, "detach"):
-        return None
+        return None  # another node's thing in a CONDITIONING
     name = str(len(tensors))
     # A copy: safetensors refuses tensors that share memory, and one CONDITIONING may be on both inputs.
     tensors[name] = value.detach().cpu().contiguous().clone()
