@@ -3,6 +3,7 @@ machines a sick one is asked last.
 """
 
 import hashlib
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +14,12 @@ import pytest
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.fleet import serve
 from comfyui_tpu.fleet.serve import Server, Stages
+from comfyui_tpu.nodes.declare import Folders
+from comfyui_tpu.nodes.headless.runner import TerminalHost, run_workflow
+from comfyui_tpu.tests.support.comfyui_server import tiny_workflow
 from comfyui_tpu.tests.support.host import Cancelled, Host
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
-from comfyui_tpu.tpu_runtime import versions
+from comfyui_tpu.tpu_runtime import pipeline, versions
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from comfyui_tpu.tpu_runtime.line import link, trust
 from comfyui_tpu.tpu_runtime.line.records import Ask, Failed, Load, Result, Text
@@ -158,6 +162,22 @@ def test_a_wrong_request_is_not_the_machines_fault(start: Callable[..., Server])
     with pytest.raises(ValueError, match="no such model"):
         choose(*machines)
     assert not other.begun
+
+
+def test_a_workflow_takes_nothing_to_an_address_that_the_owner_has_not_listed(tmp_path: Path):
+    """`TPURemote` sent the token, prompts and LoRAs to whichever address its widget named."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        graph = tiny_workflow("wan21")
+        graph["6"] = {"class_type": "TPURemote", "inputs": {**graph["6"]["inputs"], "address": address}}
+        with pytest.raises(ValueError, match=f"{address} is not among the machines .* add the line {address} to "):
+            run_workflow(graph, TerminalHost(Folders(output=tmp_path)))
+        model = ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21", address=address)
+        with pytest.raises(trust.TrustError, match="is not among the machines"):
+            pipeline.run("encode", model, Host(), prompt="a cat", negative_prompt="")
+        listening.setblocking(False)
+        with pytest.raises(BlockingIOError):  # nobody came
+            listening.accept()
 
 
 @pytest.fixture

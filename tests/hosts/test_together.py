@@ -19,9 +19,9 @@ from comfyui_tpu.tpu_runtime.hosts.follower import Follower
 from comfyui_tpu.tpu_runtime.hosts.leader import Leader
 from comfyui_tpu.tpu_runtime.hosts.place import Place
 from comfyui_tpu.tpu_runtime.hosts.together import Elsewhere, HostsError
+from comfyui_tpu.tpu_runtime.line import link, trust
 from comfyui_tpu.tpu_runtime.line.link import Refused
 from comfyui_tpu.tpu_runtime.line.records import Log
-from comfyui_tpu.tpu_runtime.line.trust import Address
 
 
 class Pair:
@@ -29,8 +29,8 @@ class Pair:
 
     def __init__(self) -> None:
         port, self.ends, self.left, self.host, self.is_joined = free_port(), [], [], Host(), False
-        address = Address(host="127.0.0.1", port=port)
-        places = [Place(process=process, count=2, address=address) for process in range(2)]
+        self.address = trust.Address(host="127.0.0.1", port=port)
+        places = [Place(process=process, count=2, address=self.address) for process in range(2)]
         self.leader = Leader(places[0], lambda sentence, stuck: self.ends.append((sentence, stuck)))
         self.follower = Follower(places[1])
 
@@ -166,6 +166,41 @@ def test_who_logs_does_not_wait_for_the_line(pair: Pair, monkeypatch: pytest.Mon
         logs.start()
         logs.join(30.0)
         assert not logs.is_alive()
+
+
+def hello(jax: str = "") -> dict[str, Any]:
+    """What the follower says first."""
+    return {"process": 1, "count": 2, "terms": {**terms.terms(), **({"jax": jax} if jax else {})}}
+
+
+def test_a_stranger_of_another_version_is_not_heard(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """Its text was on the page, as why the next prompt failed."""
+    pair.leader.listen()
+    with monkeypatch.context() as context:
+        context.setenv(trust.VARIABLE, "guess")
+        with pytest.raises(Refused, match="^the token is wrong or missing"):
+            link.connect(pair.address, hello("<b>another</b>"))
+    assert not pair.leader._refused
+    with pytest.raises(Refused, match="versions are others .jax: <b>another</b> there"):
+        link.connect(pair.address, hello("<b>another</b>"))
+    assert pair.leader._refused  # by one with the secret
+    pair.join()
+
+
+def test_a_second_hello_does_not_take_a_followers_place(pair: Pair):
+    pair.join()
+    with pytest.raises(Refused, match=r"^Host 1 \(127.0.0.1\) is here already"):
+        link.connect(pair.address, hello())
+    assert pair.attempt(lambda: pair.leader.agree("run it"), lambda: pair.follower.agree("run it")) == [True, True]
+
+
+@pytest.mark.parametrize("said", ['[0, {"__record__": "At", "what": [], "state": 1}]', f"[0, {'[' * 50_000}", "\0"])
+def test_a_follower_whose_words_are_no_message_is_gone_and_not_waited_for(pair: Pair, said: str):
+    """A TypeError or a RecursionError ended the thread that heard it."""
+    pair.join()
+    link.run(pair.follower._link._line.send_str(said))
+    until(lambda: pair.leader.lost)
+    assert str(pair.leader.lost).startswith("Host 1 (127.0.0.1) is gone (a message cannot be read")
 
 
 def test_a_stage_that_is_stuck_on_the_chips_is_told_too(pair: Pair, monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import shutil
 import socket
 import stat
@@ -97,6 +98,18 @@ def test_a_head_that_is_too_long_is_not_kept(echo: Echo):
     said = echo.raw(b"GET /line HTTP/1.1\r\nX: " + b"x" * 10**6)
     assert b"400" in said[:20] or not said
     assert echo.connect()
+
+
+def test_an_error_of_accepting_one_is_not_the_end_of_accepting(echo: Echo, monkeypatch: pytest.MonkeyPatch):
+    """Whichever it was, nobody came in after it."""
+    errors = [OSError(number, "") for number in (errno.EPERM, errno.ECONNABORTED, errno.EMFILE)]
+    accept = socket.socket.accept
+    monkeypatch.setattr(socket.socket, "accept", lambda one: fails(errors.pop()) if errors else accept(one))
+    assert echo.connect() and not errors
+
+
+def fails(error: Exception) -> Any:
+    raise error
 
 
 def test_strangers_are_few_and_are_let_go(echo: Echo, monkeypatch: pytest.MonkeyPatch):
