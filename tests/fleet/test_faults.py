@@ -53,8 +53,11 @@ def broken(request: Request, fault: str = "") -> JobFailed:
 
 
 @pytest.mark.parametrize("fault", ["", PLACES_FAULT])
-def test_three_good_machines_and_a_bad_one_do_all(run: Any, tmp_path: Path, fault: str):
+def test_three_good_machines_and_a_bad_one_do_all(
+    run: Any, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+):
     """Failures were counted over all machines: the batch stopped with nothing done."""
+    monkeypatch.setattr(driver, "FIRST_REST_S", 0.0)  # so that it fails as often as the others do a job each
 
     def body(name: str, request: Request) -> dict[str, Any] | JobFailed:
         return broken(request, fault) if name == "bad" else keep(name, request)
@@ -62,6 +65,7 @@ def test_three_good_machines_and_a_bad_one_do_all(run: Any, tmp_path: Path, faul
     workers = Inline(["bad", "a", "b", "c"], body)
     assert run(workers, 40, "--tiny") == 0
     assert kept(tmp_path, "done") == 40 and not kept(tmp_path, "failed")
+    assert len(workers.ran["bad"]) > driver.MOST_IN_A_ROW
 
 
 def test_a_machine_that_fails_rests_for_longer_and_longer(run: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any):
