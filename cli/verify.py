@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..sharding.mesh import Device
-    from ..tpu_runtime.pipeline import Program, StepArgs
+    from ..tpu_runtime.pipeline import Compiled, Program, StepArgs
 
 SCHEMA = 1
 Run = Callable[["Mapping[str, jax.Array]"], "tuple[np.ndarray, bool]"]
@@ -187,17 +187,29 @@ class StepForms:
     def predicted(
         self, wanted: "Iterator[Variation]", sizes: Mapping[bool, Settings], topology: Any
     ) -> Iterator[Verified]:
+        """Each form's predicted time. All compile before the first is timed: most have the same kernels."""
         from ..tpu_runtime.pipeline import compiling, plan
 
+        rows: list[Verified] = []
+        compiled: list[Compiled] = []
         for variation in wanted:
-            done = compiling.compile_program(self.program(sizes[variation.is_part], variation), topology)
-            (row,) = plan.predict([done], topology, lambda line: None)
-            yield self._said(
-                Verified(
-                    name=variation.name, compile_s=done.compile_s, median_s=None, predicted_s=row.predicted_s,
-                    peak_bytes=done.memory.peak, difference=None, problem=done.refusal,
-                )
-            )  # fmt: skip
+            started = time.monotonic()
+            try:
+                done = compiling.compile_program(self.program(sizes[variation.is_part], variation), topology)
+            except Exception as error:  # of any kind: the other forms still say something
+                rows.append(_failed(variation, error, started, "does not compile"))
+            else:
+                compiled.append(done)
+                rows.append(
+                    Verified(
+                        name=variation.name, compile_s=done.compile_s, median_s=None, predicted_s=None,
+                        peak_bytes=done.memory.peak, difference=None, problem=done.refusal,
+                    )
+                )  # fmt: skip
+            _say(rows[-1])
+        found = iter(plan.predict(compiled, topology, print_now))
+        for row in rows:
+            yield row if row.peak_bytes is None else replace(row, predicted_s=next(found).predicted_s)
 
     def measured(self, wanted: "Iterator[Variation]", sizes: Mapping[bool, Settings]) -> Iterator[Verified]:
         """Each form's time, and its difference from the chosen one of its size."""
@@ -212,12 +224,9 @@ class StepForms:
                     pulls |= _pulls(program, run, values)
                 chosen.setdefault(variation.is_part, values)
             except Exception as error:  # of any kind: the other forms still say something
-                first, *_ = str(error).strip().splitlines() or [type(error).__name__]
-                row = Verified(
-                    name=variation.name, compile_s=time.monotonic() - started, median_s=None, predicted_s=None,
-                    peak_bytes=None, difference=None, problem=f"does not run: {first[:200]}",
-                )  # fmt: skip
-            yield self._said(row)
+                row = _failed(variation, error, started, "does not run")
+            _say(row)
+            yield row
 
     def _one(
         self,
@@ -273,10 +282,18 @@ class StepForms:
                 seconds.append(time.perf_counter() - begun)
         return {"steps": len(seconds), "median_s": statistics.median(seconds), "was_compiled": is_new}
 
-    def _said(self, row: Verified) -> Verified:
-        seconds = row.median_s if row.median_s is not None else row.predicted_s
-        print_now(f"{row.name}: compiled in {row.compile_s:.0f} s, {_seconds(seconds)} s {row.problem}".rstrip())
-        return row
+
+def _failed(variation: Variation, error: Exception, started: float, verb: str) -> Verified:
+    first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+    return Verified(
+        name=variation.name, compile_s=time.monotonic() - started, median_s=None, predicted_s=None, peak_bytes=None,
+        difference=None, problem=f"{verb}: {first[:200]}",
+    )  # fmt: skip
+
+
+def _say(row: Verified) -> None:
+    ran = "" if row.median_s is None else f", {_seconds(row.median_s)} s"
+    print_now(f"{row.name}: compiled in {row.compile_s:.0f} s{ran} {row.problem}".rstrip())
 
 
 def apart(values: "np.ndarray", others: "np.ndarray") -> float:

@@ -9,9 +9,11 @@ import pytest
 from comfyui_tpu.cli import verify
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.kernels import attention
-from comfyui_tpu.tpu_runtime.cost_model import chips
+from comfyui_tpu.tpu_runtime.cost_model import chips, flops
+from comfyui_tpu.tpu_runtime.machine import fallbacks
 from comfyui_tpu.tpu_runtime.machine.fallbacks import Fallbacks
 from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
+from comfyui_tpu.tpu_runtime.plan import compile, report
 from comfyui_tpu.tpu_runtime.programs.program import Program
 
 MODEL = "cogvideox1.5-5b"
@@ -95,6 +97,26 @@ def test_a_form_that_does_not_run_leaves_the_others(monkeypatch: pytest.MonkeyPa
     found = forms.pop(WITHOUT_ATTENTION)
     assert found.problem == "does not run: Mosaic failed to compile TPU kernel: no such luck"
     assert found.median_s is None and forms and not any(form.problem for form in forms.values())
+
+
+def test_of_forms_that_are_predicted_one_that_does_not_compile_leaves_the_others(monkeypatch: pytest.MonkeyPatch):
+    def refused(program: Program, topology: chips.Topology) -> compile.Compiled:
+        if not program.compiler_options:
+            raise RuntimeError("the TPU's compiler failed: INTERNAL: no such luck\nand a trace")
+        memory = report.Memory(arguments=1, weights=1, temporaries=None, output=None, alias=0, peak=3)
+        return compile.Compiled(
+            program=program, memory=memory, text=None, refusal="no room", compile_s=1.0, flops=flops.Flops()
+        )
+
+    monkeypatch.setattr(compile, "compile_program", refused)
+    spec, target = spec_by_name(MODEL), chips.topology("v6e:2x4")
+    check = verify.StepForms(verify.one_block(spec, is_tiny=False), chips.compile_devices(target), "bfloat16", runs=1)
+    off = Fallbacks(options=fallbacks.prefixes(fallbacks.OPTIONS))
+    forms = [verify.Variation(name="off", without=off), verify.Variation(name="on", without=Fallbacks())]
+    found = list(check.predicted(iter(forms), {False: spec.settings()}, target))
+    assert [(row.name, row.problem, row.peak_bytes) for row in found] == [
+        ("off", "does not compile: the TPU's compiler failed: INTERNAL: no such luck", None), ("on", "no room", 3)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("spec", FLAGSHIPS, ids=lambda spec: spec.name)

@@ -108,6 +108,18 @@ def test_a_program_is_compiled_once_for_all_plans(small_plan: report.Plan, monke
     assert compile.compile_program(program, chips.topology("v6e-8")).memory == again.memory
 
 
+def test_programs_of_one_name_are_timed_each(small_plan: report.Plan):
+    """As forms of one step are."""
+    request = small("v6e-8", weights_gib=(2.0, 4.0))
+    denoise = request.programs()[1]
+    grown = _small(denoise.mesh, "denoise", 4.0, frames=81)
+    done = [compile.compile_program(program, request.topology) for program in (denoise, grown)]
+    one, longer = plan.predict(done, request.topology, lambda line: None)
+    assert one.name == longer.name
+    assert one.predicted_s == small_plan.programs[1].predicted_s
+    assert one.predicted_s and longer.predicted_s and longer.predicted_s > 10 * one.predicted_s
+
+
 def test_residency_is_all_weights_and_the_largest_rest(small_plan: report.Plan):
     rest = max(program.memory.peak - program.memory.weights for program in small_plan.programs)
     assert small_plan.residency_bytes == 6 * GIB // 8 + rest

@@ -54,12 +54,13 @@ def make_plan(request: PlanRequest, write: Write = lambda line: None) -> Plan:
 
 def predict(compiled: Sequence[Compiled], topology: Topology, write: Write) -> tuple[ProgramPlan, ...]:
     """Times compiled programs, and their kernels, each once."""
-    modules = {done.program.name: hlo.parse(done.text) for done in compiled if done.text}
-    found = [kernel for module in modules.values() for kernel in kernels.find(module)]
+    modules = [hlo.parse(done.text) if done.text else None for done in compiled]
+    found = [kernel for module in modules if module for kernel in kernels.find(module)]
     if found:
         write(f"counting the cycles of {len({kernel.key for kernel in found})} kernels")
     costs = kernels.measure(found, topology)
-    return tuple(plan_program(done, modules.get(done.program.name), costs, topology) for done in compiled)
+    pairs = zip(compiled, modules, strict=True)
+    return tuple(plan_program(done, module, costs, topology) for done, module in pairs)
 
 
 def plan_program(
