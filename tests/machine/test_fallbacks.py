@@ -90,7 +90,7 @@ def test_a_halt_names_its_kernel_or_all_of_its_program():
 
 def down(start: Fallbacks, failure: Unsupported) -> Fallbacks | None:
     found = fallbacks.below(start, failure)
-    return found and found[0]
+    return found and start | found[0]
 
 
 def test_a_kernel_takes_smaller_tiles_and_then_xla_its_place():

@@ -16,12 +16,13 @@ from comfyui_tpu.kernels.choice import Rungs
 from comfyui_tpu.tests.machine import fake_pjrt
 from comfyui_tpu.tests.machine.fake_pjrt import Fault, Layer
 from comfyui_tpu.tests.support.closeness import PIPELINE, difference
-from comfyui_tpu.tests.support.host import Host, Runner
+from comfyui_tpu.tests.support.host import Cancelled, Host, Runner
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import engine as engines
 from comfyui_tpu.tpu_runtime.engine.memory_advice import OutOfMemory
 from comfyui_tpu.tpu_runtime.machine import record
-from comfyui_tpu.tpu_runtime.machine.fallbacks import Fallbacks, Halted
+from comfyui_tpu.tpu_runtime.machine.fallbacks import Fallbacks, Halted, Unsupported
+from comfyui_tpu.tpu_runtime.machine.ladder import Ladder
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.monitor import snapshot
@@ -164,6 +165,58 @@ def test_nonsense_is_tried_once_more_without_overlap(breaks: Breaks, exact: torc
         assert runner.ladder.sentences == [] and record.everything() == {} and not runner.ladder.fallbacks
     assert [options for _, options in steps] == [(ASYNC, VMEM), (VMEM,)]
     assert sum("once more" in sentence for sentence in host.said) == 1
+
+
+def test_what_the_owner_switched_off_is_none_of_what_was_found_out(
+    breaks: Breaks, exact: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+):
+    """Unset again it is taken again."""
+    monkeypatch.setenv("COMFYUI_TPU_KERNELS", "-residual_norm")
+    monkeypatch.setenv("COMFYUI_TPU_OPTIONS", "-vmem")
+    breaks(Fault(at="compile", option=ASYNC, says=NO_OPTION.format(ASYNC)))
+    assert is_exact(generate(Runner(jax.devices()[:2]), Host()), exact)
+    assert recorded().fallbacks == Fallbacks(options=(ASYNC,))
+
+
+def test_a_trial_that_is_cancelled_taught_nothing(breaks: Breaks, exact: torch.Tensor):
+    """The next stage runs as before, and its success is no word on transfers beside computation."""
+
+    class Cancels(Host):
+        def text(self, message: str) -> None:
+            self.is_cancelled = self.is_cancelled or "once more" in message
+
+    breaks(Fault(at="run", option=ASYNC, does="nonsense"))
+    runner = Runner(jax.devices()[:2])
+    texts = runner.encode(MODEL, "cat", "", Host())
+    with pytest.raises(Cancelled):
+        runner.denoise(MODEL, SETTINGS, *texts, Cancels())
+    runner.encode(MODEL, "another", "", Host())
+    assert record.everything() == {} and not runner.ladder.fallbacks
+    # And a later trial, to its end, does.
+    assert is_exact(runner.denoise(MODEL, SETTINGS, *texts, Host())["samples"], exact)
+    assert set(recorded().fallbacks.left(OPTIONS)) == {VMEM}
+
+
+def test_nonsense_without_anything_beside_computation_is_not_tried_again(
+    breaks: Breaks, monkeypatch: pytest.MonkeyPatch
+):
+    """What is left to leave out, the memory of kernels, has no part in it."""
+    monkeypatch.setenv("COMFYUI_TPU_OPTIONS", "-async")
+    steps = breaks(Fault(at="run", option=VMEM, does="nonsense"))
+    host = Host()
+    with pytest.raises(NotFinite, match="step 1 of 2"):
+        generate(Runner(jax.devices()[:2]), host)
+    assert [options for _, options in steps] == [(VMEM,)] and not any("once more" in text for text in host.said)
+
+
+def test_what_two_processes_find_out_is_kept_of_both(breaks: Breaks):
+    """Each knew the record before the other wrote its own."""
+    breaks()
+    one, other = Ladder(jax.devices()[:2]), Ladder(jax.devices()[:2])
+    one.down(Unsupported("option", "the step", (ASYNC,), "unknown"))
+    other.down(Unsupported("kernel", "the step", ("attention",), "no room"))
+    assert recorded().fallbacks == Fallbacks(options=(ASYNC,), kernels=Rungs(small=("attention",)))
+    assert len(recorded().sentences) == 2
 
 
 WEIGHT = r"float32\["  # what is put while a text encoder is loaded; tokens are whole numbers

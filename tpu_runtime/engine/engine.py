@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -154,6 +154,7 @@ class Engine:
                 result = self._attempted(stage, model, progress, activity, arguments)
             except BaseException:
                 self._drop_ahead()
+                self.ladder.gave_up()
                 raise
             finally:
                 self.activity = None
@@ -174,8 +175,8 @@ class Engine:
                 if (sentence := self.ladder.down(error)) is None:
                     raise
             except NotFinite:
-                is_overlapped = stage in ("denoise", "predict") and self._is_overlapped(begun)
-                if (sentence := self.ladder.try_without_overlap(is_overlapped)) is None:
+                options = self._step_options(begun) if stage in ("denoise", "predict") else {}
+                if (sentence := self.ladder.try_without_overlap(options)) is None:
                     raise
             except jax.errors.JaxRuntimeError as error:
                 last = executables.last_started()
@@ -192,11 +193,10 @@ class Engine:
             log.warning("%s", sentence)
             progress.text(sentence)
 
-    def _is_overlapped(self, stage: Stage) -> bool:
-        """Whether steps of a denoiser are compiled with libtpu's options for transfers beside computation."""
+    def _step_options(self, stage: Stage) -> Mapping[str, str]:
+        """The compiler options of a denoiser's step, before any is left out."""
         config = stage.config(stage.spec.denoiser.experts[0])
-        mesh = stage.target.mesh(stage.spec.parallelism.arranged(len(self.devices), 1, config))
-        return bool(stage.target.fallbacks.left(step_options(mesh)))
+        return step_options(stage.target.mesh(stage.spec.parallelism.arranged(len(self.devices), 1, config)))
 
     def _begun(
         self, model: ModelRef, settings: Settings | None, progress: Progress, activity: telemetry.Activity

@@ -8,7 +8,7 @@ import os
 import re
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal
 
@@ -149,23 +149,24 @@ def _is_lowering(error: BaseException) -> bool:
 
 
 def below(fallbacks: Fallbacks, failure: Unsupported) -> tuple[Fallbacks, str] | None:
-    """The next rung and a sentence that says what runs in place of what failed; None where there is none."""
+    """What the next rung leaves out beside `fallbacks`, and a sentence that says what runs in its place; None where
+    there is none.
+    """
+    small = tuple(name for name in failure.names if name not in fallbacks.kernels.small)
     if failure.kind == "option":
-        lower = fallbacks | Fallbacks(options=failure.names)
+        more = Fallbacks(options=_sorted(failure.names))
         how = "is compiled without, and may be slower"
+    elif failure.kind == "kernel" and small:
+        more = Fallbacks(kernels=Rungs(small=_sorted(small)))
+        how = "takes smaller tiles"
     else:
-        small = tuple(name for name in failure.names if name not in fallbacks.kernels.small)
-        if failure.kind == "kernel" and small:
-            lower = fallbacks | Fallbacks(kernels=Rungs(small=small))
-            how = "takes smaller tiles"
-        else:
-            lower = fallbacks | Fallbacks(kernels=Rungs(off=failure.names))
-            how = "is computed by XLA in its place, more slowly"
-    if lower == fallbacks:
+        more = Fallbacks(kernels=Rungs(off=_sorted(failure.names)))
+        how = "is computed by XLA in its place, more slowly"
+    if fallbacks | more == fallbacks:
         return None
     verb = {"option": "does not know", "kernel": "does not compile", "halt": "was halted by"}[failure.kind]
     what = ", ".join(failure.names)
-    return lower, f"This machine {verb} {what} ({failure.reason}): {failure.program} {how}."
+    return more, f"This machine {verb} {what} ({failure.reason}): {failure.program} {how}."
 
 
 def _sorted(*groups: Iterable[str]) -> tuple[str, ...]:
@@ -178,6 +179,5 @@ def _first_line(text: str) -> str:
     return line if len(line) <= 200 else f"{line[:200]}…"
 
 
-def without_overlap(fallbacks: Fallbacks) -> Fallbacks:
-    """Without transfers beside computation."""
-    return replace(fallbacks, options=_sorted(fallbacks.options, prefixes(OVERLAP)))
+# Without transfers beside computation.
+WITHOUT_OVERLAP = Fallbacks(options=prefixes(OVERLAP))

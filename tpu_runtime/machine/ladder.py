@@ -1,11 +1,11 @@
 """An engine's place on the ladder: a failure that another form of a program avoids is a step down, which is said."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ...kernels.choice import Rungs
 from ...sharding.mesh import Device
 from . import fallbacks, record
-from .fallbacks import Fallbacks, Halted, Unsupported
+from .fallbacks import WITHOUT_OVERLAP, Fallbacks, Halted, Unsupported
 from .record import MachineRecord
 
 
@@ -23,7 +23,7 @@ class Ladder:
     @property
     def fallbacks(self) -> Fallbacks:
         found = self._switched_off | self._record.fallbacks
-        return fallbacks.without_overlap(found) if self._is_trial else found
+        return found | WITHOUT_OVERLAP if self._is_trial else found
 
     @property
     def record(self) -> MachineRecord:
@@ -38,11 +38,11 @@ class Ladder:
 
     def down(self, failure: Unsupported) -> str | None:
         """Steps down; the sentence that says so. None where no rung is left, so that the failure is the user's."""
-        lower = fallbacks.below(self.fallbacks, failure)
-        if lower is None:
+        found = fallbacks.below(self.fallbacks, failure)
+        if found is None:
             return None
-        self._found_out(*lower)
-        return lower[1]
+        self._found_out(*found)
+        return found[1]
 
     def halted(self, halt: Unsupported) -> Halted:
         """Records that a program halted the chips, for the next process; the error to raise in this one."""
@@ -54,12 +54,12 @@ class Ladder:
             f"{sentence} This process cannot use the chips any more: restart it, unless it does so by itself."
         )
 
-    def try_without_overlap(self, is_overlapped: bool) -> str | None:
-        """Leaves transfers beside computation out for one attempt, after values that were not finite; the sentence
-        that says so. None where that was tried, or where nothing overlaps.
+    def try_without_overlap(self, options: Mapping[str, str]) -> str | None:
+        """Leaves transfers beside computation out for one attempt, after values that were not finite with these
+        compiler options; the sentence that says so. None where that was tried, or where nothing overlaps.
         """
-        if self._is_trial or not is_overlapped:
-            self._is_trial = False
+        given = self.fallbacks.left(options)
+        if WITHOUT_OVERLAP.left(given) == given:
             return None
         self._is_trial = True
         return "The values are not finite: once more without transfers beside computation."
@@ -67,14 +67,16 @@ class Ladder:
     def held(self) -> None:
         """An attempt succeeded: what was left out for it stays out."""
         if self._is_trial:
-            lower = self.fallbacks
             self._is_trial = False
             self._found_out(
-                lower,
+                WITHOUT_OVERLAP,
                 "With transfers beside computation values were not finite, without they are: programs are compiled "
                 "without, and are slower.",
             )
 
-    def _found_out(self, lower: Fallbacks, sentence: str) -> None:
-        self._record |= MachineRecord(fallbacks=lower, sentences=(sentence,))
-        record.write(self._key, self._record)
+    def gave_up(self) -> None:
+        """An attempt ended in an error, or was cancelled: what was left out for it alone is taken again."""
+        self._is_trial = False
+
+    def _found_out(self, more: Fallbacks, sentence: str) -> None:
+        self._record = record.add(self._key, self._record | MachineRecord(fallbacks=more, sentences=(sentence,)))

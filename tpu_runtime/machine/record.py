@@ -94,6 +94,13 @@ def everything(file: Path | None = None) -> dict[str, MachineRecord]:
     return {key: parsed(value) for key, value in _entries(file or path()).items()}
 
 
+def add(key: str, found: MachineRecord) -> MachineRecord:
+    """Adds to a machine's record; all that is known then, what other processes found out meanwhile too."""
+    known = read(key) | found
+    write(key, known)
+    return known
+
+
 def write(key: str, record: MachineRecord) -> None:
     """Puts a record in place of the one before. A folder that cannot be written costs the record, not the run."""
     entries = _entries(path())

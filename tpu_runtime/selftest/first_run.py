@@ -141,8 +141,7 @@ class FirstRun:
         if row.learnt == MachineRecord() or not self._key:
             return
         sentences = (f"Self-test, {row.title}: {row.problem}",) if row.problem else ()
-        learnt = replace(row.learnt, sentences=sentences)
-        record.write(self._key, record.read(self._key) | learnt)
+        record.add(self._key, replace(row.learnt, sentences=sentences))
 
 
 def _ending(code: int) -> str:
