@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from ..tpu_runtime.pipeline import FLAGSHIPS, SPECS, spec_by_name
+from ..tpu_runtime.pipeline import FLAGSHIPS, SPECS, fallbacks, files, spec_by_name
 
 if TYPE_CHECKING:
     from ..tpu_runtime.pipeline import Preview
@@ -49,18 +49,20 @@ def run(options: argparse.Namespace, console: Console | None = None) -> int:
     specs = [spec_by_name(name) for name in dict.fromkeys(options.model or ())] or FLAGSHIPS
     if options.report and not (options.report.parent.is_dir() and not options.report.is_dir()):
         raise ValueError(f"--report {options.report}: it must be a file in a folder that exists.")
+    fallbacks.from_environment()  # a switch that is none is said now, not in the middle
     models = [spec.name for spec in specs]
     found = _first_run(models, options.report, console) if options.first_run else _plain(models, console)
+    problem = ""
     if options.report:
-        _write(options.report, found)
-        console.print(Text(f"written: {options.report}"))
+        problem = _write(options.report, found)
+        console.print(Text(problem or f"written: {options.report}"))
     elif not found.is_good:
         first = " --first-run" * options.first_run
         console.print(f"To report it: comfyui-tpu selftest{first} --report selftest.json, and attach the file.")
     for sentence in found.machine.sentences if found.machine else ():
         console.print(Text(sentence))
     console.print(Text(found.verdict, style="green" if found.is_good else "red"))
-    return 0 if found.is_good else 1
+    return 0 if found.is_good and not problem else 1
 
 
 def _plain(models: Sequence[str], console: Console) -> "SelftestReport":
@@ -106,10 +108,13 @@ def _first_run(models: Sequence[str], file: Path | None, console: Console) -> "S
     return run.report()
 
 
-def _write(file: Path, found: "SelftestReport") -> None:
-    scratch = file.with_name(f".{file.name}.part")
-    scratch.write_text(json.dumps(found.to_json(), indent=1) + "\n", "utf-8")
-    scratch.replace(file)
+def _write(file: Path, found: "SelftestReport") -> str:
+    """Writes the report; what went wrong as a sentence, for a full disk does not end the checks."""
+    try:
+        files.write_file(file, (json.dumps(found.to_json(), indent=1) + "\n").encode())
+    except OSError as error:
+        return f"--report {file} was not written: {error.strerror or error}."
+    return ""
 
 
 class Shown:

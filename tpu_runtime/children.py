@@ -15,6 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
+# How long a process that was killed has until it has ended.
+KILLED_S = 30.0
+
 
 class Child:
     """A running child; `running` makes one."""
@@ -42,7 +45,15 @@ class Child:
             if line is None:
                 return None
             with contextlib.suppress(ValueError):  # cut off, where the process was killed within it
-                return json.loads(line)
+                if isinstance(said := json.loads(line), dict):
+                    return said
+
+    def ending(self, within_s: float) -> int:
+        """Its exit code. Raises `TimeoutError` where it has not ended by then, as within a driver that hangs."""
+        try:
+            return self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
 
     def last_words(self) -> str:
         """The last line of its complaints, " (in parentheses)"; empty where it had none."""
@@ -54,10 +65,11 @@ class Child:
 @contextlib.contextmanager
 def running(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[Child]:
     """The process of `command`, in this process's environment unless another is given."""
-    with tempfile.TemporaryFile("w+") as complaints:
+    text = {"encoding": "utf-8", "errors": "replace"}  # a process that crashes may say anything
+    with tempfile.TemporaryFile("w+", **text) as complaints:
         process = subprocess.Popen(
-            command, env=environment, text=True, start_new_session=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints,
+            command, env=environment, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, **text,
         )  # fmt: skip
         assert process.stdin and process.stdout
         try:
@@ -65,7 +77,9 @@ def running(command: Sequence[str], environment: Mapping[str, str] | None = None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            # One that not even this ends, within its driver, is left behind.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(KILLED_S)
             process.stdin.close()
             process.stdout.close()
 

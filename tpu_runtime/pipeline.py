@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import device_memory, media
+from . import device_memory, files, media
 from .cache import store
 from .cache.store import cache_folder, trim
 from .checkpoints import checkpoint, content, hub, tiny

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from comfyui_tpu.tpu_runtime import versions
 from comfyui_tpu.tpu_runtime.hosts import terms
+from comfyui_tpu.tpu_runtime.machine import fallbacks
 
 SOURCE = "the pack's source"
 
@@ -66,7 +67,8 @@ def test_the_leaders_environment_holds_and_nothing_else(monkeypatch: pytest.Monk
     monkeypatch.setenv("COMFYUI_TPU_HBM_GIB", "8")
     monkeypatch.setenv("PATH", os.environ["PATH"])
     found = terms.environment()
-    assert set(found) == set(terms.VARIABLES) and found["XLA_FLAGS"] == "mine" and found["LIBTPU_INIT_ARGS"] is None
+    assert {fallbacks.KERNELS_VARIABLE, fallbacks.OPTIONS_VARIABLE} < set(found) == set(terms.VARIABLES)
+    assert found["XLA_FLAGS"] == "mine" and found["LIBTPU_INIT_ARGS"] is None
     path = os.environ["PATH"]
     terms.take_over({"XLA_FLAGS": "theirs", "LIBTPU_INIT_ARGS": "x", "COMFYUI_TPU_HBM_GIB": None, "PATH": "nowhere"})
     assert os.environ["XLA_FLAGS"] == "theirs" and os.environ["LIBTPU_INIT_ARGS"] == "x"

@@ -29,9 +29,9 @@ class Fault:
     """At `at`, of the programs whose text `holds` a pattern ("": of all), with `option` given if one is named, the
     machine raises what it `says`. What is put onto a chip has its type for a text, such as `float32[2,3]`.
 
-    `does`: "raise"; "halt", so that each later run of the process raises too; "hang"; "die"; "nonsense", after which a
-    program says that its values are not finite. `times`: how often in a process, 0 for always; `after`: not the first
-    ones.
+    `does`: "raise"; "halt", so that each later run of the process raises too; "hang"; "linger", which hangs with its
+    pipes closed; "die"; "leave", with exit code 0; "nonsense", after which a program says that its values are not
+    finite. `times`: how often in a process, 0 for always; `after`: not the first ones.
     """
 
     at: str
@@ -84,10 +84,14 @@ class Layer:
             count = self._counts[index] = self._counts.get(index, 0) + 1
             if count <= fault.after or (fault.times and count > fault.after + fault.times):
                 continue
-            if fault.does == "hang":
+            if fault.does == "linger":
+                os.closerange(3, 1000)
+            if fault.does in ("hang", "linger"):
                 time.sleep(10_000)
             if fault.does == "die":
                 os.abort()
+            if fault.does == "leave":
+                os._exit(0)
             if fault.does == "nonsense":
                 return True
             self._is_lost = self._is_lost or fault.does == "halt"

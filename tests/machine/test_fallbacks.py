@@ -21,6 +21,7 @@ from comfyui_tpu.tpu_runtime.machine import fallbacks, record
 from comfyui_tpu.tpu_runtime.machine.fallbacks import Fallbacks, Unsupported
 from comfyui_tpu.tpu_runtime.programs import executables
 from comfyui_tpu.tpu_runtime.programs.program import Program, Target, shaped, step_options
+from comfyui_tpu.tpu_runtime.selftest import memory
 
 # As libtpu 0.0.42.1 and jax 0.10.2 said them of programs made for it.
 NO_OPTION = "INVALID_ARGUMENT: No such compile option: 'xla_tpu_enable_async_all_to_all'"
@@ -254,6 +255,15 @@ def test_whatever_the_file_holds_is_a_record_or_none(folder: Path, content: byte
     assert record.read("8 x TPU v6 lite") == record.MachineRecord()
     record.write("8 x TPU v6 lite", RECORD)
     assert record.read("8 x TPU v6 lite") == RECORD
+
+
+def test_sentences_of_anyone_are_a_line_of_text_and_no_number_takes_all_memory(folder: Path):
+    given = {"sentences": ["\x1b[2J\x1b]0;title\x07\nall is well" + "x" * 5000], "reserve_share": 0.9}
+    (folder / "machine.json").write_text(json.dumps({"8 x TPU v6 lite": given}))
+    found = record.read("8 x TPU v6 lite")
+    (sentence,) = found.sentences
+    assert sentence.isprintable() and "all is well" in sentence and len(sentence) == record.MAX_SENTENCE
+    assert found.reserve_share is None and max(memory.RESERVES) <= record.MAX_RESERVE
 
 
 def test_two_records_together_have_all_that_is_left_out_and_the_newer_numbers():

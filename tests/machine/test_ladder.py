@@ -20,6 +20,7 @@ from comfyui_tpu.tests.support.host import Cancelled, Host, Runner
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import engine as engines
 from comfyui_tpu.tpu_runtime.engine.memory_advice import OutOfMemory
+from comfyui_tpu.tpu_runtime.hosts.together import Together
 from comfyui_tpu.tpu_runtime.machine import record
 from comfyui_tpu.tpu_runtime.machine.fallbacks import Fallbacks, Halted, Unsupported
 from comfyui_tpu.tpu_runtime.machine.ladder import Ladder
@@ -217,6 +218,18 @@ def test_what_two_processes_find_out_is_kept_of_both(breaks: Breaks):
     other.down(Unsupported("kernel", "the step", ("attention",), "no room"))
     assert recorded().fallbacks == Fallbacks(options=(ASYNC,), kernels=Rungs(small=("attention",)))
     assert len(recorded().sentences) == 2
+
+
+def test_of_several_hosts_all_do_without_what_the_leader_does(breaks: Breaks, exact: torch.Tensor):
+    """Their records may differ, where one host's chips were halted; programs of other kernels wait for ever."""
+
+    class Led(Together):
+        def decide(self, value: Any) -> Any:
+            return {"kernels_off": ["attention"], "options_off": [VMEM]} if isinstance(value, dict) else value
+
+    steps = breaks()
+    assert is_exact(generate(Runner(jax.devices()[:2], hosts=Led()), Host()), exact)
+    assert steps == [(Rungs(off=("attention",)), (ASYNC,))] and record.everything() == {}
 
 
 WEIGHT = r"float32\["  # what is put while a text encoder is loaded; tokens are whole numbers

@@ -30,7 +30,7 @@ def lines(child: children.Child) -> list[dict]:
 def test_lines_come_in_order_and_what_is_printed_is_a_complaint(code: int):
     with children.running([sys.executable, "-c", PROGRAM, str(code)]) as child:
         assert lines(child) == [{"first": 1}, {"second": [2]}]
-        assert child.process.wait() == code
+        assert child.ending(PATIENCE_S) == code
         assert child.last_words() in (" (a complaint)", " (what a library prints)")
 
 
@@ -45,6 +45,31 @@ def test_a_child_that_hangs_is_killed_with_the_block():
 def test_a_line_that_is_cut_off_is_none():
     with children.running([sys.executable, "-c", CUT_OFF]) as child:
         assert lines(child) == [{"first": 1}]
+
+
+STUCK = "import os, time; os.close(1); time.sleep(1000)"
+NO_TEXT = r"""
+import sys
+sys.stdout.buffer.write(b'{"first": 1}\n\xff\xfe\n[1]\n{"second": 2}\n')
+sys.stderr.buffer.write(b"core \xff dumped\n")
+sys.exit(3)
+"""
+
+
+def test_a_child_that_says_nothing_more_and_does_not_end_is_killed():
+    """As one whose driver hangs while it lets the chips go."""
+    with children.running([sys.executable, "-c", STUCK]) as child:
+        assert lines(child) == []
+        with pytest.raises(TimeoutError):
+            child.ending(0.1)
+    assert child.process.returncode == -signal.SIGKILL
+
+
+def test_what_is_no_text_is_no_end():
+    with children.running([sys.executable, "-c", NO_TEXT]) as child:
+        assert lines(child) == [{"first": 1}, {"second": 2}]
+        assert child.ending(PATIENCE_S) == 3
+        assert child.last_words() == " (core \ufffd dumped)"
 
 
 def test_a_child_ends_with_its_parent():

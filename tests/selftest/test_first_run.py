@@ -4,6 +4,7 @@ The machine is a layer in the place of PJRT, in the self-test's own processes.
 """
 
 import argparse
+import errno
 import io
 import json
 import os
@@ -21,6 +22,7 @@ from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.machine import fake_pjrt
 from comfyui_tpu.tests.machine.fake_pjrt import Fault, Layer
+from comfyui_tpu.tpu_runtime import files
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.machine import fallbacks, record
 from comfyui_tpu.tpu_runtime.machine.record import MachineRecord
@@ -86,10 +88,33 @@ def test_a_hang_is_killed_and_the_rest_goes_on(runs: Runs):
     assert found == {"devices": "", "exchange": "It did not end within 6 s, and was killed.", "products": ""}
 
 
-def test_a_process_that_dies_is_one_red_row(runs: Runs):
-    layer = Layer(faults=[Fault(at="run", holds="all_to_all", does="die")])
+@pytest.mark.parametrize(("does", "how"), [("die", "by SIGABRT"), ("leave", "with exit code 0")])
+def test_a_process_that_dies_is_one_red_row(runs: Runs, does: str, how: str):
+    layer = Layer(faults=[Fault(at="run", holds="all_to_all", does=does)])
     found = verdicts(runs(layer, "start", "together"))
-    assert found["exchange"].startswith("Its process ended by SIGABRT") and found["products"] == ""
+    assert found["exchange"].startswith(f"Its process ended {how}") and found["products"] == ""
+
+
+def test_a_process_that_stays_after_its_last_word_is_killed(runs: Runs, monkeypatch: pytest.MonkeyPatch):
+    """As within a driver that does not let the chips go."""
+    monkeypatch.setattr(first_run, "END_S", 1.0)
+    found = verdicts(runs(Layer(faults=[Fault(at="run", holds="all_to_all", does="linger")]), "start", "together"))
+    assert found == {"devices": "", "exchange": "Its process did not end within 1 s, and was killed.", "products": ""}
+
+
+def test_chips_that_are_gone_for_good_are_not_waited_for_by_every_group(runs: Runs, monkeypatch: pytest.MonkeyPatch):
+    lost = Fault(at="run", holds="all_to_all", does="die")
+    begin = FirstRun._begin
+
+    def begins(run: FirstRun, *row: Any) -> None:
+        if any("SIGABRT" in one.problem for one in run.rows):
+            monkeypatch.setenv("JAX_PLATFORMS", "none_of_these")
+        begin(run, *row)
+
+    monkeypatch.setattr(FirstRun, "_begin", begins)
+    run = runs(Layer(faults=[lost]), "start", "together", "store", "stored", "compiling")
+    assert [row.stage for row in run.rows if row.is_good] == ["devices"]
+    assert [row.stage for row in run.rows if not row.is_good] == ["exchange", first_run.BEGIN, first_run.BEGIN]
 
 
 def test_chips_that_do_not_start_end_it(runs: Runs, monkeypatch: pytest.MonkeyPatch):
@@ -235,9 +260,10 @@ def test_the_command_writes_the_record_before_each_check_and_it_is_of_the_schema
     file, kept = tmp_path / "first.json", list[Mapping[str, Any]]()
     write = selftest._write
 
-    def written(path: Path, found: Any) -> None:
-        write(path, found)
+    def written(path: Path, found: Any) -> str:
+        problem = write(path, found)
         kept.append(json.loads(path.read_text()))
+        return problem
 
     monkeypatch.setattr(selftest, "_write", written)
     stream = io.StringIO()
@@ -254,6 +280,34 @@ def test_the_command_writes_the_record_before_each_check_and_it_is_of_the_schema
     assert stages[0] == [(first_run.BEGIN, "running")]
     assert [("devices", "ok"), ("exchange", "running")] in stages
     assert stream.getvalue().splitlines()[-1] == "Red: 1 of 3 checks on 8 x cpu failed: chips: exchange."
+
+
+def first_run_of(folder: Path, monkeypatch: pytest.MonkeyPatch, report: Path | None) -> tuple[int, str]:
+    """The command's exit code and what it printed, for the first group alone."""
+    monkeypatch.setenv("COMFYUI_TPU_CACHE", str(folder / "cache"))
+    monkeypatch.setattr(groups, "all_of", lambda models: groups.FIRST[:1])
+    stream = io.StringIO()
+    options = argparse.Namespace(model=["flux2-dev"], report=report, first_run=True)
+    return selftest.run(options, Console(file=stream, width=160)), stream.getvalue()
+
+
+def test_a_disk_that_is_full_costs_the_record_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: Any, **more: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "write_file", full)
+    code, said = first_run_of(tmp_path, monkeypatch, tmp_path / "first.json")
+    assert code == 1 and "chips: devices" in said
+    assert said.splitlines()[-2] == f"--report {tmp_path}/first.json was not written: No space left on device."
+    assert said.splitlines()[-1].startswith("Green: all 1 checks on 8 x cpu")
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_a_switch_that_is_none_is_said_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COMFYUI_TPU_KERNELS", "-splash")
+    with pytest.raises(ValueError, match="COMFYUI_TPU_KERNELS: '-splash' is none of -attention"):
+        first_run_of(tmp_path, monkeypatch, None)
+    assert record.everything() == {}
 
 
 def test_the_schema_sees_what_is_missing_or_of_another_type():

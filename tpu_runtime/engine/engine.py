@@ -20,8 +20,10 @@ from .. import precision as precisions
 from ..cache import xla_cache
 from ..checkpoints.model_ref import Expected, ModelRef
 from ..hosts.together import Elsewhere, Ending, Together
+from ..machine import record
 from ..machine.fallbacks import Halted, Unsupported, halted
 from ..machine.ladder import Ladder
+from ..machine.record import MachineRecord
 from ..model_spec import STAGES, Settings
 from ..programs import executables, modules
 from ..programs.finite import NotFinite
@@ -203,6 +205,8 @@ class Engine:
     ) -> Stage:
         """A stage whose checkpoint is found, with what may be done ahead under way."""
         watched = telemetry.Watched(host=progress, activity=activity)
+        # What one host's record leaves out, all must: the leader's holds.
+        without = record.parsed(self.hosts.decide(MachineRecord(fallbacks=self.ladder.fallbacks).to_json())).fallbacks
         stage = Stage(
             model=model,
             resolved=model.resolve(watched),
@@ -211,7 +215,7 @@ class Engine:
                 precision=precisions.resolve(model.precision, self.devices[0].platform),
                 pictures=precisions.of_pictures(model.precision, self.devices[0].platform),
                 kernel=self.kernel,
-                fallbacks=self.ladder.fallbacks,
+                fallbacks=without,
             ),
             progress=watched,
             device_cache=self.device_cache,

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from .. import versions
 
 # The leader's values of these hold on all hosts: programs depend on them.
-VARIABLES = ("COMFYUI_TPU_PRECISION", "COMFYUI_TPU_HBM_GIB", *versions.FLAGS)
+VARIABLES = (
+    "COMFYUI_TPU_PRECISION", "COMFYUI_TPU_HBM_GIB", "COMFYUI_TPU_KERNELS", "COMFYUI_TPU_OPTIONS", *versions.FLAGS,
+)  # fmt: skip
 
 
 def terms() -> dict[str, str]:

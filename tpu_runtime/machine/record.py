@@ -23,8 +23,10 @@ NAME = "machine.json"
 MAX_BYTES = 2**20
 # Of the newest machines, and of each the newest sentences.
 MAX_MACHINES, MAX_SENTENCES = 32, 32
-MAX_RESERVE = 0.9
-
+# Characters of a sentence, which is shown in terminals and in the page.
+MAX_SENTENCE = 1000
+# More than any self-test leaves free: with less room than that nothing would run.
+MAX_RESERVE = 0.5
 
 # What a record may say of rates, in GB/s.
 RATES = ("to_chips", "from_chips")
@@ -148,12 +150,16 @@ def parsed(value: Any) -> MachineRecord:
         fallbacks=Fallbacks(
             kernels=Rungs(off=kernels("kernels_off"), small=kernels("kernels_small")), options=tuple(sorted(options))
         ),
-        sentences=tuple(texts("sentences")[-MAX_SENTENCES:]),
+        sentences=tuple(_printable(one) for one in texts("sentences")[-MAX_SENTENCES:]),
         reserve_share=_number(value.get("reserve_share"), 0.0, MAX_RESERVE),
         compilers_behind=None if (behind := _number(value.get("compilers_behind"), 0, 8)) is None else int(behind),
         keeps_programs=value.get("keeps_programs") is not False,
         rates={name: rate for name in RATES if (rate := _number(_given(value, "rates").get(name), 0.0, 1e6))},
     )
+
+
+def _printable(text: str) -> str:
+    return "".join(one if one.isprintable() else " " for one in text[:MAX_SENTENCE])
 
 
 def _given(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:

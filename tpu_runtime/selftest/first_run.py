@@ -23,9 +23,13 @@ from .report import UNFINISHED, ChipRecord, SelftestReport
 
 # From the start of a process to its first check: JAX waits for all hosts of a slice.
 START_S = 300.0
+# From its last word to its end.
+END_S = 60.0
 # What the chips get to recover after a process that lost them.
 RECOVERY_S = 5.0
 BEGIN = "start of the process"
+# Groups in a row whose process did not get as far as a check, after which the rest is left out.
+MOST_IN_VAIN = 2
 
 
 class FirstRun:
@@ -49,24 +53,28 @@ class FirstRun:
         return report.make(self._platform, self.chips, self.models, self.rows, elapsed_s, found)
 
     def run(self, groups: Iterable[CheckGroup]) -> None:
-        """Runs every group. Without chips there is nothing to be checked: then the first is the last."""
+        """Runs every group, as long as processes get the chips: else each would wait for them in vain."""
+        in_vain = 0
         with tempfile.TemporaryDirectory(prefix="comfyui-tpu-") as folder:
             for group in groups:
+                before = len(self.rows)
                 self._group(group, folder)
-                if not self.chips:
+                in_vain = in_vain + 1 if BEGIN in [row.stage for row in self.rows[before:]] else 0
+                if not self.chips or in_vain == MOST_IN_VAIN:
                     return
 
     def _group(self, group: CheckGroup, folder: str) -> None:
         done: list[str] = []
         while True:
             before = len(self.rows)
-            is_over = self._process(group, {"group": group.name, "folder": folder, "done": done})
-            made = self.rows[before:]
-            done += [row.title for row in made]
-            if is_over or not group.goes_on or not made or made[-1].stage == BEGIN:
+            if self._process(group, {"group": group.name, "folder": folder, "done": done}):
                 return
             if self._platform == "tpu":
                 time.sleep(RECOVERY_S)
+            made = self.rows[before:]
+            done += [row.title for row in made]
+            if not group.goes_on or made[-1].stage == BEGIN:
+                return
 
     def _process(self, group: CheckGroup, job: dict[str, Any]) -> bool:
         """One process of a group, with a row for each check; whether it came to its end."""
@@ -98,10 +106,15 @@ class FirstRun:
                     self._arrived(line)
                 else:
                     self._shown(line["text"])
-            code = child.process.wait()
-            if code == 0:
-                if not is_begun:
-                    self.rows.pop()
+            try:
+                code = child.ending(END_S)
+            except TimeoutError:
+                self._end_lost(f"Its process did not end within {END_S:.0f} s, and was killed.")
+                return False
+            if code == 0 and not is_begun:
+                self.rows.pop()
+                return True
+            if code == 0 and self.rows[-1].problem != UNFINISHED:
                 return True
             self._end_lost(f"Its process ended {_ending(code)}{child.last_words()}.")
             return False
