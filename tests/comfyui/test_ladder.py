@@ -7,6 +7,7 @@ The machine is a layer in the place of PJRT, in the server's process.
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +38,58 @@ ATTENTION = r'["/]attention(_with_rerun)?/while'  # not the folder
 Starts = Callable[..., Server]
 
 
+def begun(layer: Layer, base: Path, **environment: str) -> Server:
+    """A ComfyUI on the machine of a layer, with a cache of its own."""
+    # Quicker with one chip.
+    flags = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
+    server = prepare(base, environment={"XLA_FLAGS": flags, **environment})
+    server.environment = {**server.environment, **fake_pjrt.environment(layer, base / "stubs")}
+    try:
+        server.start()
+    except BaseException:
+        server.stop()
+        raise
+    return server
+
+
 @pytest.fixture
 def on_machine(tmp_path: Path) -> Iterator[Starts]:
-    """Starts a ComfyUI on the machine of a layer, with a cache of its own."""
+    """Starts one for a test."""
     started: list[Server] = []
 
     def start(layer: Layer, **environment: str) -> Server:
-        base = tmp_path / f"server{len(started)}"
-        # Quicker with one chip.
-        flags = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
-        server = prepare(base, environment={"XLA_FLAGS": flags, **environment})
-        server.environment = {**server.environment, **fake_pjrt.environment(layer, base / "stubs")}
-        started.append(server)
-        server.start()
-        return server
+        started.append(begun(layer, tmp_path / f"server{len(started)}", **environment))
+        return started[-1]
 
     yield start
     for server in started:
+        server.stop()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A server after one prompt, its entry in the history, and what stood on its nodes."""
+
+    server: Server
+    entry: dict[str, Any]
+    texts: list[str]
+
+
+@pytest.fixture(scope="module")
+def rungs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
+    """A machine that refuses an option and a kernel, and computes nonsense with transfers beside computation."""
+    layer = Layer(
+        pallas=True, options=OPTIONS, limit_bytes=2**31, reserved_bytes=2**27,
+        faults=[
+            Fault(at="compile", option=ASYNC, says=NO_OPTION),
+            Fault(at="compile", holds=ATTENTION, says=NO_ROOM),
+            Fault(at="run", option=SPARSE, does="nonsense"),
+        ],
+    )  # fmt: skip
+    server = begun(layer, tmp_path_factory.mktemp("rungs"))
+    try:
+        yield Ran(server, *ran(server, "rungs"))
+    finally:
         server.stop()
 
 
@@ -113,18 +149,9 @@ def assert_right(found: np.ndarray, right: np.ndarray) -> None:
     assert steps.max() <= ONE_STEP
 
 
-def test_options_and_kernels_that_are_refused_and_nonsense_with_overlap(on_machine: Starts, right: np.ndarray):
+def test_options_and_kernels_that_are_refused_and_nonsense_with_overlap(rungs: Ran, right: np.ndarray):
     """Four rungs in one prompt; the next prompt of another process takes none of them again."""
-    layer = Layer(
-        pallas=True, options=OPTIONS, limit_bytes=2**31, reserved_bytes=2**27,
-        faults=[
-            Fault(at="compile", option=ASYNC, says=NO_OPTION),
-            Fault(at="compile", holds=ATTENTION, says=NO_ROOM),
-            Fault(at="run", option=SPARSE, does="nonsense"),
-        ],
-    )  # fmt: skip
-    server = on_machine(layer)
-    entry, texts = ran(server, "rungs")
+    server, entry, texts = rungs.server, rungs.entry, rungs.texts
     assert entry["status"]["status_str"] == "success", f"{entry['status']}\n{server.log_tail()}"
     said = [text for text in texts if "This machine" in text or "once more" in text]
     assert ASYNC in said[0] and "is compiled without" in said[0]
@@ -148,6 +175,25 @@ def test_options_and_kernels_that_are_refused_and_nonsense_with_overlap(on_machi
     assert entry["status"]["status_str"] == "success"
     assert not [text for text in texts if "This machine" in text or "once more" in text]
     assert_right(frames(server.base / "output", "again"), right)
+
+
+def test_the_tab_says_what_runs_in_the_place_of_what_was_refused(rungs: Ran):
+    from comfyui_tpu.tests.browser.test_monitor import ARGUMENTS, CHROMIUM, PANEL, Tab, playwright
+
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine")
+    rungs.server.post("/settings", {"Comfy.TutorialCompleted": True, "Comfy.InstalledVersion": "1.0.0"})
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        tab = Tab(browser.new_page(viewport={"width": 1280, "height": 1000}), rungs.server, "")
+        tab.load()
+        tab.open()
+        said, sentences = tab.page.locator(f"{PANEL} .tpu-notes li"), machine(rungs.server)["sentences"]
+        playwright.expect(said).to_have_text(sentences)
+        assert len(sentences) == 4 and said.last.is_visible()
+        tab.screenshot("monitor-ladder")
+        assert tab.faults == []
+        browser.close()
 
 
 def test_a_halt_is_named_and_the_process_starts_again_without_the_kernel(on_machine: Starts, right: np.ndarray):
