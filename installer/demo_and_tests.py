@@ -16,7 +16,7 @@ from .venv import Venv, install_this_folder, normalized, requirement_lines
 
 _FOLDER = ROOT / ".venv"
 VENV = Venv(folder=_FOLDER, log=_FOLDER / "install.log", root=ROOT, constraints=ROOT / "constraints.txt")
-DEMO_WORKFLOW = "examples/wan21_t2v_720p.json"
+DEMO_WORKFLOW = "examples/api/wan21_t2v_720p.json"
 DEMO_VIDEO = ROOT / "output" / "demo" / "wan21.mp4"
 
 # Each needs torchvision or PyTorch itself, and the nodes under test need none of them.

@@ -59,7 +59,7 @@ SHOWN = {
     "comfyui-tpu download wan2.1-t2v-14b": NETWORK,
     "comfyui-tpu download MODEL [--to DIR]": DOWNLOAD,
     "comfyui-tpu download MODEL": DOWNLOAD,
-    "comfyui-tpu run examples/wan21_t2v_720p.json": TPU,
+    "comfyui-tpu run examples/api/wan21_t2v_720p.json": TPU,
     "comfyui-tpu run WORKFLOW.json [--set NODE.INPUT=VALUE ...] [--tiny] [--out DIR]": (
         "tests/nodes/test_examples.py::test_a_recipe_runs_headless_on_its_own_miniature"
     ),

@@ -7,6 +7,7 @@ from typing import Any
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Input
 from comfyui_tpu.nodes.graphs.graph import Workflow
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 
@@ -27,10 +28,12 @@ class LoraFile:
 class Example:
     """A workflow. `widgets` are what is not the model's default; `predicted` are keys of the records in
     `predicted.json`: a model's name, or a recipe of `benchmarks/recipes.py`. `tips` are for the note.
-    What it makes is saved as `prefix`, else as `name`. One that `looks` gets a picture as a reference.
+    What it makes is saved as `prefix`, else as `name`. One that `looks` gets a picture as a reference. ComfyUI shows
+    the `title` alone, the name of the page's file. One that `is_miniature` runs the model's built-in one.
     """
 
     name: str
+    title: str
     model: str
     does: str
     predicted: Sequence[str]
@@ -40,6 +43,7 @@ class Example:
     prompt: str = ""
     prefix: str = ""
     looks: bool = False
+    is_miniature: bool = False
 
     @property
     def spec(self) -> ModelSpec:
@@ -55,7 +59,11 @@ class Example:
         spec = self.spec
         defaults = {name: limit.default for name, limit in spec.inputs.items()}
         texts = {**spec.texts, **({"prompt": self.prompt} if self.prompt else {})}
-        return {**defaults, **texts, "model_id": spec.published.hub_id, "resize": "crop", **self.widgets}
+        found = {**defaults, **texts, "model_id": spec.published.hub_id, "resize": "crop"}
+        if self.is_miniature:
+            own = spec.miniature
+            found |= {"model_id": own.id, **own.inputs, **tiny.texts(spec, own.id)}
+        return found | self.widgets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +106,8 @@ class _Builder:
 
     def model(self) -> list[str]:
         """The loader and, one after the other, what adds the LoRAs."""
-        spec = self._example.spec
-        chain = [
-            self.add("TPUModelLoader", "Model", model_id=spec.published.hub_id, family=spec.family, precision="auto")
-        ]
+        family, model_id = self._example.spec.family, self._example.values["model_id"]
+        chain = [self.add("TPUModelLoader", "Model", model_id=model_id, family=family, precision="auto")]
         for lora in self._example.loras:
             title = "LoRA" if lora.expert == "both" else f"LoRA, {lora.expert} noise"
             chosen = {"lora_name": lora.name, "strength": 1.0, "expert": lora.expert}

@@ -26,7 +26,7 @@ from playwright.sync_api import sync_playwright
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
-EXAMPLE = ROOT / "examples" / "wan21_t2v_720p.json"
+EXAMPLE = ROOT / "examples" / "Wan 2.1 14B, text to video, 720p.json"
 # No tour, and nothing over the graph.
 SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.InstalledVersion": "1.0.0", "Comfy.Minimap.Visible": False}
 # So large that the page writes words into nodes; pictures are shrunk.

@@ -17,11 +17,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
+
 # Run as a file, this folder is where Python looks first.
 import workflows
 from graphs import PICTURE, Example
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont, ImageOps
 
+TITLES = {example.name: example.title for example in workflows.ALL}
 SIDE, EDGE, BAND = 512, 16, 128
 # Cards write what they are across the left of this strip.
 BADGE = 70
@@ -65,16 +69,25 @@ def graphs(url: str, names: Sequence[str]) -> Iterator[tuple[str, Image.Image]]:
         page.wait_for_function(READY)
         page.add_style_tag(content=BARE)
         for name in names:
-            box = page.evaluate(DRAW, json.loads((workflows.EXAMPLES / f"{name}.json").read_text("utf-8")))
-            yield name, Image.open(io.BytesIO(page.screenshot(clip=box)))
+            box = page.evaluate(DRAW, json.loads((workflows.EXAMPLES / f"{TITLES[name]}.json").read_text("utf-8")))
+            drawn = Image.open(io.BytesIO(page.screenshot(clip=box))).convert("RGB")
+            yield name, ImageEnhance.Brightness(drawn).enhance(BRIGHTER)
         browser.close()
+
+
+def frame(path: Path) -> Image.Image:
+    """A picture; of a video its first frame, one of its middle and its last, side by side."""
+    if path.suffix != ".mp4":
+        return Image.open(path)
+    with av.open(str(path)) as video:
+        frames = [one.to_ndarray(format="rgb24") for one in video.decode(video=0)]
+    return Image.fromarray(np.concatenate([frames[0], frames[len(frames) // 2], frames[-1]], axis=1))
 
 
 def thumbnail(example: Example, drawn: Image.Image) -> Image.Image:
     """What it starts from, the graph or a frame, and the caption, from top to bottom."""
     width, height = SIDE - 2 * EDGE, SIDE - BAND - BADGE - EDGE
     graph = ImageOps.contain(drawn.convert("RGB"), (SIDE, height * 2 // 3), Image.Resampling.LANCZOS)
-    graph = ImageEnhance.Brightness(graph).enhance(BRIGHTER)
     whole = Image.new("RGB", (SIDE, SIDE), graph.getpixel((0, 0)))  # type: ignore[arg-type]
     draw = ImageDraw.Draw(whole)
     top = SIDE - BAND - graph.height - EDGE // 2
@@ -133,18 +146,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8188", help="a running ComfyUI (http://127.0.0.1:8188)")
     parser.add_argument("--only", action="append", metavar="NAME", help="this example; repeatable")
     parser.add_argument(
-        "--frame", action="append", default=[], metavar="NAME=FILE", help="of a real result; repeatable"
+        "--frame", action="append", default=[], metavar="NAME=FILE", help="a picture or video made by it; repeatable"
     )
     options = parser.parse_args(arguments)
-    by_name: Mapping[str, Example] = {
-        f"{example.name}{end}": example for example in workflows.ALL for end in ("", "_pipeline")
-    }
+    by_name: Mapping[str, Example] = {example.name: example for example in workflows.ALL}
     frames = dict(one.split("=", 1) for one in options.frame)
     names = options.only or [*by_name]
-    given = [(name, Image.open(path)) for name, path in frames.items()]
-    drawn = graphs(options.url, [name for name in names if name not in frames])
+    given = [(name, frame(Path(path))) for name, path in frames.items()]
+    wanted = [name for name in names if name not in frames]
+    drawn = graphs(options.url, wanted) if wanted else ()
     for name, picture in (*given, *drawn):
-        path = workflows.EXAMPLES / f"{name}.jpg"
+        path = workflows.EXAMPLES / f"{TITLES[name]}.jpg"
         save(path, thumbnail(by_name[name], picture), comment(by_name[name]))
         sys.stdout.write(f"{path}: {path.stat().st_size} bytes\n")
 

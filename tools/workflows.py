@@ -1,4 +1,5 @@
-"""Writes the example workflows: `examples/*.json` as ComfyUI's page saves them, `examples/api/*.json` for its API.
+"""Writes the example workflows: `examples/*.json` as ComfyUI's page saves them, by the title that its template browser
+shows; `examples/api/*.json` for its API and for commands; `examples/pipeline/*.json` with one node for all stages.
 
 A model's own defaults stand in its spec; a description here adds what differs. What a workflow is predicted to take
 comes from `benchmarks/predicted.json`: run this again where that has changed, and then `thumbnails.py`.
@@ -45,6 +46,10 @@ LIGHTNING = (
     "FlowMatchEulerDiscreteScheduler, `flow_shift` 3."
 )
 WAN22 = "Wan_2.2_ComfyUI_Repackaged"
+MINIATURE = (
+    "The built-in miniature of Wan 2.1, trained on coloured shapes. It runs on a TPU or, without one, on the CPU, "
+    "through the nodes and programs of the real model, and downloads nothing."
+)
 SUNSET = "A beautiful sunset over the ocean"
 
 
@@ -55,7 +60,26 @@ def experts(name: str) -> tuple[LoraFile, ...]:
 
 ALL = (
     Example(
+        name="try_it_now",
+        title="TPU - try it now",
+        model="wan2.1-t2v-14b",
+        does="a first video on any machine",
+        predicted=(),
+        widgets={"num_inference_steps": 20, "seed": 3},
+        is_miniature=True,
+        tips=(
+            "Press Run. The first run compiles, about a minute; the next ones take seconds.",
+            "It knows one or two shapes, circle, square or triangle, in black, blue, green, red, white or yellow, that "
+            "move right, left, up or down, grow, shrink or turn: \"a white square turns on black\", \"a yellow circle "
+            "grows and a red triangle moves up on blue\". Other words mean nothing to it.",
+            "The seed changes after each run, so that the next Run makes another video.",
+            "The other templates run real models. Each names its download, a TPU, and how long that is predicted to "
+            "take.",
+        ),
+    ),
+    Example(
         name="wan21_t2v_720p",
+        title="Wan 2.1 14B, text to video, 720p",
         prefix="wan21",
         model="wan2.1-t2v-14b",
         does="text to video",
@@ -64,6 +88,7 @@ ALL = (
     ),
     Example(
         name="wan21_1.3b",
+        title="Wan 2.1 1.3B, text to video, one chip",
         model="wan2.1-t2v-1.3b",
         does="text to video on one chip",
         predicted=("Wan 2.1 T2V 1.3B, 50 steps, v5e:1x1", "Wan 2.1 T2V 1.3B, 50 steps, v6e:1x1"),
@@ -75,6 +100,7 @@ ALL = (
     ),
     Example(
         name="wan22_t2v_4step",
+        title="Wan 2.2, text to video, 4 steps",
         model="wan2.2-t2v-a14b",
         does="text to video in 4 steps",
         predicted=("Wan 2.2 T2V, 4 steps, v6e:2x4",),
@@ -84,6 +110,7 @@ ALL = (
     ),
     Example(
         name="wan22_i2v_720p",
+        title="Wan 2.2, image to video, 720p",
         prefix="wan22_i2v",
         model="wan2.2-i2v-a14b",
         does="image to video",
@@ -97,6 +124,7 @@ ALL = (
     ),
     Example(
         name="wan22_i2v_4step",
+        title="Wan 2.2, image to video, 4 steps",
         model="wan2.2-i2v-a14b",
         does="image to video in 4 steps",
         predicted=("Wan 2.2 I2V, 4 steps, v6e:2x4",),
@@ -106,6 +134,7 @@ ALL = (
     ),
     Example(
         name="hunyuan15_t2v_720p",
+        title="HunyuanVideo 1.5, text to video, 720p",
         prefix="hunyuan15",
         model="hunyuanvideo1.5-t2v-720p",
         does="text to video",
@@ -119,6 +148,7 @@ ALL = (
     ),
     Example(
         name="hunyuan15_i2v_720p",
+        title="HunyuanVideo 1.5, image to video, 720p",
         prefix="hunyuan15_i2v",
         model="hunyuanvideo1.5-i2v-720p",
         does="image to video",
@@ -132,6 +162,7 @@ ALL = (
     ),
     Example(
         name="cogvideox_t2v_768p",
+        title="CogVideoX 1.5 5B, text to video",
         prefix="cogvideox",
         model="cogvideox1.5-5b",
         does="text to video",
@@ -146,6 +177,7 @@ ALL = (
     ),
     Example(
         name="flux2_t2i",
+        title="FLUX.2 dev, text to image",
         prefix="flux2",
         model="flux2-dev",
         does="text to image",
@@ -159,6 +191,7 @@ ALL = (
     ),
     Example(
         name="flux2_turbo",
+        title="FLUX.2 dev Turbo, text to image, 8 steps",
         model="flux2-dev",
         does="text to image in 8 steps",
         predicted=("FLUX.2 dev Turbo, 8 steps, v6e:2x4",),
@@ -176,6 +209,7 @@ ALL = (
     ),
     Example(
         name="flux2_klein",
+        title="FLUX.2 klein 4B, text to image, one chip",
         model="flux2-klein-4b",
         does="text to image in 4 steps, on one chip",
         predicted=tuple(f"FLUX.2 klein 4B, 4 steps, {topology}" for topology in ("v5e:1x1", "v6e:1x1", "v6e:2x4")),
@@ -189,6 +223,7 @@ ALL = (
     ),
     Example(
         name="z_image_turbo",
+        title="Z-Image Turbo, text to image, one chip",
         model="z-image-turbo",
         does="text to image in 8 steps, on one chip",
         predicted=("Z-Image Turbo, 8 steps, v5e:1x1", "Z-Image Turbo, 8 steps, v6e:1x1", "z-image-turbo"),
@@ -201,6 +236,7 @@ ALL = (
     ),
     Example(
         name="qwen_image_2512",
+        title="Qwen-Image 2512, text to image",
         model="qwen-image-2512",
         does="text to image, with letters in it",
         predicted=("qwen-image-2512",),
@@ -212,6 +248,7 @@ ALL = (
     ),
     Example(
         name="qwen_image_edit_2511",
+        title="Qwen-Image Edit 2511, change a picture",
         model="qwen-image-edit-2511",
         does="a picture changed as the prompt says",
         predicted=("Qwen-Image Edit, 40 steps, v6e:2x4",),
@@ -279,12 +316,12 @@ def size(example: Example) -> str:
 def caption(example: Example) -> tuple[str, str, str]:
     """What a thumbnail says: the model, the size, and how long that is predicted to take on the smallest TPU named."""
     first = next(predictions(example), None)
-    found = ""
+    found = "no TPU and no download needed" if example.is_miniature else ""
     if first:
         chips = "1 chip" if first["chips"] == 1 else f"{first['chips']} chips"
         generation = first["topology"].partition(":")[0]
         found = f"{roughly(first['predicted_total_s'])} on {chips} of {generation}, predicted"
-    return (example.spec.title, size(example), found)
+    return (example.title if example.is_miniature else example.spec.title, size(example), found)
 
 
 def weights(model: str) -> Iterator[str]:
@@ -296,6 +333,8 @@ def weights(model: str) -> Iterator[str]:
 
 def note(example: Example, has_loader: bool) -> str:
     """Markdown: what it takes, then what to know."""
+    if example.is_miniature:
+        return in_words("\n".join([f"**{example.title}**", "", MINIATURE, "", *(f"- {tip}" for tip in example.tips)]))
     spec, rows = example.spec, list(predictions(example))
     lines = [f"**{spec.title}: {example.does}**", "", f"{size(example)}:", ""]
     if rows:
@@ -327,10 +366,15 @@ def files() -> dict[str, str]:
     for example in ALL:
         by_stage, as_one = stages(example), pipeline(example)
         found[f"api/{example.name}.json"] = _text(api(by_stage.workflow))
-        for name, graph in ((example.name, by_stage), (f"{example.name}_pipeline", as_one)):
+        graphs = (
+            {example.title: by_stage}
+            if example.is_miniature
+            else {example.title: by_stage, f"pipeline/{example.name}": as_one}
+        )
+        for path, graph in graphs.items():
             has_loader = any(node["class_type"] == "TPUModelLoader" for node in graph.workflow.values())
-            words = note(example, has_loader)
-            found[f"{name}.json"] = _text(pages.page(name, graph, words))
+            name = f"{example.name}_pipeline" if graph is as_one else example.name
+            found[f"{path}.json"] = _text(pages.page(name, graph, note(example, has_loader)))
     return found
 
 

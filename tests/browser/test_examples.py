@@ -23,12 +23,13 @@ from comfyui_tpu.tests.browser.page import (
     needs_browser,
     opened,
 )
+from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tests.nodes.test_bypass import OLD_ORDER, saved_page
-from comfyui_tpu.tests.support.comfyui_server import PACK, Server, needs_comfyui
+from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui
 from comfyui_tpu.tests.support.patience import until
 
-EXAMPLES = PACK / "examples"
-PAGES = sorted(EXAMPLES.glob("*.json"))
+EXAMPLES = examples.FOLDER
+PAGES = examples.PAGES
 LORAS = {
     node["inputs"]["lora_name"]
     for path in (EXAMPLES / "api").glob("*.json")
@@ -44,6 +45,7 @@ OPEN = """async (name) => {
     await app.loadGraphData(workflow, true, true, name, {openSource: "template"});
 }"""
 # The names of the template browser's cards; the last one is brought into view, which makes the page add others.
+ACTIVE = "(title) => app.extensionManager.workflow.activeWorkflow.path.includes(title)"
 CARDS = """() => {
     const cards = [...document.querySelectorAll("[data-testid^=template-workflow-]")];
     cards.at(-1)?.scrollIntoView();
@@ -59,20 +61,20 @@ SHOWS_PICTURE = """(name) => {
 
 
 @pytest.fixture(scope="module")
-def page(start_comfyui: Callable[..., Server]) -> Iterator[Any]:
-    """ComfyUI's page, ready to load a workflow."""
+def server(start_comfyui: Callable[..., Server]) -> Server:
     server = start_comfyui()
     # Where a LoRA is missing the page marks its loader, as it should.
     for name in LORAS:
         (server.base / "models" / "loras").mkdir(parents=True, exist_ok=True)
         (server.base / "models" / "loras" / name).touch()
+    return server
+
+
+@pytest.fixture(scope="module")
+def page(server: Server) -> Iterator[Any]:
+    """ComfyUI's page, ready to load a workflow."""
     with opened(server) as page:
         yield page
-
-
-def api_twin(path: Path) -> Path:
-    """The example in API form, which holds values by name; a pipeline node has those of its stages."""
-    return EXAMPLES / "api" / f"{path.stem.removesuffix('_pipeline')}.json"
 
 
 def constants(workflow: dict) -> dict[str, Any]:
@@ -90,18 +92,42 @@ def test_the_template_browser_shows_every_example_with_its_thumbnail_and_opens_i
         page.wait_for_function(f"({COMPLAINTS})().length > 0")
         page.evaluate("app.extensionManager.command.execute('Comfy.BrowseTemplates')")
         click(page, "[role=dialog] *", "ComfyUI-TPU")
-        every = sorted(path.stem for path in PAGES)
+        every = [path.stem for path in PAGES]
         until(lambda: len(page.evaluate(CARDS)) >= len(every))
-        assert sorted(page.evaluate(CARDS)) == every
+        first = examples.page("try_it_now").stem
+        assert page.evaluate(CARDS) == [first, *(name for name in every if name != first)]
         for name in every:
             page.wait_for_function(SHOWS_PICTURE, arg=name, polling=100)
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=SCREENSHOTS / "templates.png")
-        click(page, "[data-testid=template-workflow-wan22_i2v_720p]")
-        page.wait_for_function("app.extensionManager.workflow.activeWorkflow.path.includes('wan22_i2v_720p')")
+        title = examples.page("wan22_i2v_720p").stem
+        click(page, f"[data-testid='template-workflow-{title}']")
+        page.wait_for_function(ACTIVE, arg=title)
         page.wait_for_function(IS_DRAWN)
         assert page.evaluate(COMPLAINTS) == []
         assert any(node["type"] == "Wan22I2VTPUSampler" for node in page.evaluate(FOUND)["nodes"])
+
+
+def ended(server: Server, count: int) -> list[dict[str, Any]]:
+    """The prompts that have run, oldest first, once there are so many."""
+    return until(lambda: len(found := list(server.get("/history").values())) >= count and found)
+
+
+def test_the_first_template_runs_as_it_opens_and_makes_another_video_the_next_time(page: Any, server: Server):
+    page.evaluate(OPEN, examples.page("try_it_now").stem)
+    page.wait_for_function(IS_DRAWN)
+    before = len(server.get("/history"))
+    for number in (1, 2):
+        page.evaluate("app.queuePrompt(0)")
+        ended(server, before + number)
+    entries = ended(server, before + 2)[before:]
+    assert [entry["status"]["status_str"] for entry in entries] == ["success", "success"], server.log_tail()
+    seeds = [entry["prompt"][2]["2"]["inputs"]["seed"] for entry in entries]
+    assert seeds[0] != seeds[1]
+    videos = sorted((server.base / "output").rglob("try_it_now*.mp4"))
+    assert len(videos) == 2
+    page.wait_for_function("document.querySelector('video')?.readyState >= 2")
+    page.screenshot(path=SCREENSHOTS / "try-it-now.png")
 
 
 def is_model(socket: dict[str, Any]) -> bool:
@@ -125,7 +151,7 @@ def test_an_example_opens_with_every_node_and_every_value_in_its_place(page: Any
     named = {node["id"] for node in found["nodes"] if "model_id" in node["widgets"]}
     assert dimmed == {node_id: ["model_id", "precision"] for node_id in linked & named}
     expected = to_api(document, HEADLESS)
-    assert constants(expected).items() >= constants(json.loads(api_twin(path).read_text())).items()
+    assert constants(expected).items() >= constants(json.loads(examples.twin(path).read_text())).items()
     widgets = {node["id"]: node["widgets"] for node in found["nodes"]}
     for node_id, node in expected.items():
         declared = [i.name for i in HEADLESS[node["class_type"]].inputs if i.is_widget]

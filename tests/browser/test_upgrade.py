@@ -21,9 +21,9 @@ from comfyui_tpu.tests.browser.page import (
     needs_browser,
     opened,
 )
-from comfyui_tpu.tests.nodes import separate_packs
+from comfyui_tpu.tests.nodes import examples, separate_packs
 from comfyui_tpu.tests.nodes.test_upgrade import in_api_form
-from comfyui_tpu.tests.support.comfyui_server import PACK, Server, make_random, needs_comfyui
+from comfyui_tpu.tests.support.comfyui_server import Server, make_random, needs_comfyui
 from comfyui_tpu.tests.support.patience import until
 from PIL import Image
 
@@ -112,7 +112,7 @@ def test_the_notices_button_saves_the_workflow_as_it_is_now(fresh: Any, server: 
 
 
 def test_a_workflow_of_today_opens_without_a_notice(fresh: Any):
-    document = json.loads((PACK / "examples" / "cogvideox_t2v_768p.json").read_text())
+    document = json.loads(examples.page("cogvideox_t2v_768p").read_text())
     fresh.evaluate(DROP, ["today.json", document])
     fresh.wait_for_function(IS_DRAWN)
     assert fresh.evaluate(ITEMS) == []

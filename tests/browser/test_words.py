@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.tests.browser.page import SCREENSHOTS, fresh, needs_browser, opened
-from comfyui_tpu.tests.support.comfyui_server import PACK, Server, needs_comfyui
+from comfyui_tpu.tests.nodes import examples
+from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui
 
 pytestmark = [needs_comfyui, needs_browser]
 
-EXAMPLE = json.loads((PACK / "examples" / "wan21_t2v_720p.json").read_text())
+EXAMPLE = json.loads(examples.page("wan21_t2v_720p").read_text())
 SAMPLER, ENCODER, CORE = "Wan21TPUSampler", "Wan21TextEncoder", "TPUVAELoader"
 # Labels of a node's widgets, and of its inputs and outputs, by name; the title of its definition.
 WORDS = """(type) => {

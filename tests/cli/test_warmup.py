@@ -16,6 +16,7 @@ from comfyui_tpu.nodes.graphs.graph import generations
 from comfyui_tpu.nodes.headless.changes import make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost
 from comfyui_tpu.nodes.headless.workflow import to_api
+from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import engine as engines
@@ -32,7 +33,7 @@ FILES = sorted(set(EXAMPLES.rglob("*.json")) - set(CORE))
 HUNYUAN = spec_by_name("hunyuanvideo1.5-t2v-720p")
 # Only the example of Wan 2.2 has its size in another node than the sampler, where it is 0.
 SIZE = ("height", "width", "num_frames")
-WAN22 = EXAMPLES / "wan22_i2v_720p.json"
+WAN22 = examples.page("wan22_i2v_720p")
 
 Asked = list[tuple[ModelRef, Settings]]
 
@@ -115,7 +116,7 @@ def test_a_workflow_of_comfyuis_own_nodes_is_sent_there(
     assert not asked
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*_pipeline.json")), ids=name)
+@pytest.mark.parametrize("path", examples.PIPELINES, ids=name)
 def test_an_examples_programs_are_built_at_its_tiny_sizes(path: Path, programs: list[Program]):
     """The whole way through the engine and the tiny checkpoint, but for the compiler."""
     assert cli.main(["warmup", str(path), "--tiny"]) == 0
@@ -164,7 +165,7 @@ def test_the_node_warms_what_it_is_told(spec: ModelSpec, asked: Asked):
 def test_a_step_cache_is_warmed_as_it_runs(tmp_path: Path, asked: Asked):
     """From a workflow's widgets, and from the options of the command."""
     path = tmp_path / "cached.json"
-    path.write_text(json.dumps(workflow_of(EXAMPLES / "hunyuan15_t2v_720p.json", step_cache=True, cache_end=40)))
+    path.write_text(json.dumps(workflow_of(examples.page("hunyuan15_t2v_720p"), step_cache=True, cache_end=40)))
     assert cli.main(["warmup", str(path)]) == 0
     options = ["--step-cache", "--cache-start", "3", "--cache-interval", "2"]
     assert cli.main(["warmup", "--model", HUNYUAN.name, *options]) == 0
@@ -213,7 +214,7 @@ def test_a_picture_that_was_encoded_elsewhere_is_asked_for(asked: Asked, tmp_pat
 def test_a_connected_model_is_the_one_that_is_warmed(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "ComfyUI" / "models" / "vae").mkdir(parents=True)
     monkeypatch.setenv("COMFYUI_PATH", str(tmp_path / "ComfyUI"))
-    workflow = workflow_of(EXAMPLES / "wan21_t2v_720p_pipeline.json")
+    workflow = workflow_of(EXAMPLES / "pipeline" / "wan21_t2v_720p.json")
     workflow["20"] = {"class_type": "TPUModelLoader", "inputs": {"model_id": "tiny/wan21", "family": "Wan21"}}
     workflow["1"]["inputs"]["model"] = ["20", 0]
     path = tmp_path / "workflow.json"

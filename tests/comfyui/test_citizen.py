@@ -14,17 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tests.nodes.test_examples import FEW_STEPS
-from comfyui_tpu.tests.support.citizen import (
-    BUDGET_MIB,
-    CITIZEN_PACK,
-    EXAMPLES,
-    EXAMPLES_FOLDER,
-    Listener,
-    digest,
-    example,
-    workflow,
-)
+from comfyui_tpu.tests.support.citizen import BUDGET_MIB, CITIZEN_PACK, EXAMPLES, Listener, digest, example, workflow
 from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui, saved_video
 from comfyui_tpu.tests.support.patience import slower, until
 from PIL import Image, ImageStat
@@ -109,7 +101,9 @@ def undisturbed(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 # Recipes of few steps run headless.
-RUNNABLE = sorted(path.stem for path in EXAMPLES_FOLDER.glob("*.json") if not path.stem.startswith(FEW_STEPS))
+RUNNABLE, PIPELINES = (
+    [path.stem for path in paths if not path.stem.startswith(FEW_STEPS)] for paths in (examples.API, examples.PIPELINES)
+)
 
 
 def check_result(server: Server, graph: dict, prefix: str) -> None:
@@ -134,7 +128,7 @@ SLOWER = (
 )
 
 
-@pytest.mark.parametrize("stem", slower([stem for stem in RUNNABLE if not stem.endswith("_pipeline")], *SLOWER))
+@pytest.mark.parametrize("stem", slower(RUNNABLE, *SLOWER))
 def test_an_example_gives_its_result_and_clients_see_progress_text_and_previews(server: Server, stem: str):
     """On the built-in checkpoints at their sizes; the picture came with the pack."""
     forget(server)  # what an earlier test loaded is not loaded again
@@ -162,14 +156,13 @@ def test_an_example_gives_its_result_and_clients_see_progress_text_and_previews(
         assert blue > red + 40, (red, blue)
 
 
-@pytest.mark.parametrize(
-    "stem", slower([stem for stem in RUNNABLE if stem.endswith("_pipeline")], *(f"{stem}_pipeline" for stem in SLOWER))
-)
+@pytest.mark.parametrize("stem", slower(PIPELINES, *SLOWER))
 def test_an_example_of_a_pipeline_node_gives_its_result(server: Server, stem: str):
     """Pipeline nodes have no API form of their own: theirs is made from the page's."""
-    graph = example(stem, filename_prefix=stem)
+    prefix = f"{stem}_pipeline"
+    graph = example(stem, is_pipeline=True, filename_prefix=prefix)
     server.run(graph)
-    check_result(server, graph, stem)
+    check_result(server, graph, prefix)
 
 
 def test_outputs_that_comfyui_keeps_hold_no_device_memory(server: Server):

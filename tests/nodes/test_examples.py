@@ -12,14 +12,14 @@ from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.headless.changes import make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
+from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tpu_runtime.models import FLAGSHIPS
 from PIL import Image
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = examples.FOLDER
 # Recipes of few steps, or of a small model, by siblings and LoRAs.
 FEW_STEPS = ("flux2_klein", "flux2_turbo", "wan21_1.3b", "wan22_i2v_4step", "wan22_t2v_4step")
-PAGE_FILES = sorted(EXAMPLES.glob("*.json"))
-API_FILES = sorted((EXAMPLES / "api").glob("*.json"))
+PAGE_FILES, API_FILES = [*examples.PAGES, *examples.PIPELINES], examples.API
 
 
 def read(path: Path) -> Any:
@@ -60,7 +60,7 @@ def test_the_pages_links_agree_at_both_ends(path: Path):
 
 @pytest.mark.parametrize("path", API_FILES, ids=name)
 def test_both_formats_are_the_same_graph(path: Path):
-    from_page = to_api(read(EXAMPLES / path.name), HEADLESS)
+    from_page = to_api(read(examples.page(path.stem)), HEADLESS)
     from_api = to_api(read(path), HEADLESS)
     assert sorted(from_page) == sorted(from_api)
     for node_id, node in from_api.items():
@@ -68,9 +68,18 @@ def test_both_formats_are_the_same_graph(path: Path):
         assert node["inputs"].items() <= from_page[node_id]["inputs"].items()
 
 
-def test_every_example_is_there_as_stages_as_a_pipeline_node_and_in_api_form():
+def test_every_example_is_there_for_the_page_and_in_api_form_and_with_real_weights_as_a_pipeline_node():
     stems = {path.stem for path in API_FILES}
-    assert {path.stem for path in PAGE_FILES} == stems | {f"{stem}_pipeline" for stem in stems}
+    assert {examples.twin(path).stem for path in examples.PAGES} == stems
+    assert {path.stem for path in examples.PIPELINES} == stems - {"try_it_now"}
+
+
+def test_the_template_browser_has_one_entry_for_a_recipe_and_its_title_is_no_file_name():
+    """ComfyUI lists every JSON right in this folder, by the file's name."""
+    titles = [path.stem for path in examples.PAGES]
+    assert all(title[0].isupper() and " " in title and "_" not in title for title in titles)
+    # Names that Windows takes, and that an address of the server holds as they are.
+    assert not set("".join(titles)) & set('<>:"/\\|?*%#&+')
 
 
 def test_every_model_has_an_example_with_its_own_id_and_defaults():
@@ -97,11 +106,11 @@ def test_the_examples_are_what_the_script_writes(tool: Callable[[str], dict[str,
 def test_every_example_has_its_thumbnail(tool: Callable[[str], dict[str, Any]]):
     """As cards want it, square and small, and no caption is out of date. If one is: `python tools/thumbnails.py`."""
     script = tool("thumbnails")
-    captions = {example.name: script["comment"](example) for example in script["workflows"].ALL}
+    captions = {example.title: script["comment"](example) for example in script["workflows"].ALL}
     wrong = []
-    for path in PAGE_FILES:
+    for path in examples.PAGES:
         with Image.open(path.with_suffix(".jpg")) as picture:
-            caption = captions[path.stem.removesuffix("_pipeline")]
+            caption = captions[path.stem]
             fits = picture.size == (512, 512) and path.with_suffix(".jpg").stat().st_size <= 40_000
             wrong += [] if fits and picture.info["comment"] == caption.encode() else [path.stem]
     assert wrong == []

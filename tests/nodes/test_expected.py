@@ -10,10 +10,11 @@ from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.graphs.graph import Workflow, expected, generations
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api
+from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Expected, ModelRef
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-FILES = sorted(EXAMPLES.glob("*.json"))
+FILES = examples.PAGES + examples.PIPELINES
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,7 @@ def test_an_example_says_model_sizes_and_stages(path: Path):
     workflow = workflow_of(path)
     found = one_expected(workflow)
     assert [(found.model, found.settings)] == generations(workflow, Folders(), HEADLESS)
-    with_picture = found.model.spec.pictures.encode is not None and "i2v" in path.stem
+    with_picture = found.model.spec.pictures.encode is not None and "i2v" in examples.twin(path).stem
     looks = found.model.spec.pictures.are_references and any("condition" in one["inputs"] for one in workflow.values())
     before = () if looks else (*(("image",) if with_picture else ()), "denoise")
     assert found.stages == (*before, "decode")
@@ -48,12 +49,12 @@ def test_an_example_says_model_sizes_and_stages(path: Path):
 
 @pytest.mark.parametrize(("name", "is_known"), [("width", False), ("guidance_scale", False), ("seed", True)])
 def test_a_size_that_another_node_gives_is_known_when_the_sampler_runs(name: str, is_known: bool):
-    found = one_expected(workflow_of(EXAMPLES / "wan21_t2v_720p.json", **{name: ["77", 0]}))
+    found = one_expected(workflow_of(examples.page("wan21_t2v_720p"), **{name: ["77", 0]}))
     assert (found.settings is not None) == is_known and found.stages == ("denoise", "decode")
 
 
 def test_what_is_not_decoded_needs_no_decoder():
-    workflow = workflow_of(EXAMPLES / "wan21_t2v_720p.json")
+    workflow = workflow_of(examples.page("wan21_t2v_720p"))
     workflow = {key: node for key, node in workflow.items() if "Decoder" not in node["class_type"]}
     assert one_expected(workflow).stages == ("denoise",)
 
@@ -65,5 +66,5 @@ def test_programs_that_depend_on_references_are_the_samplers_to_see():
 
 
 def test_a_workflow_that_its_nodes_will_refuse_is_not_expected():
-    assert expected(workflow_of(EXAMPLES / "wan21_t2v_720p.json", width=81), Folders(), DECLARATIONS) == []
+    assert expected(workflow_of(examples.page("wan21_t2v_720p"), width=81), Folders(), DECLARATIONS) == []
     assert expected({"1": {"class_type": "SaveImage", "inputs": {}}}, Folders(), DECLARATIONS) == []

@@ -12,9 +12,10 @@ from comfyui_tpu.nodes.graphs.graph import expand
 from comfyui_tpu.nodes.headless.changes import assign, make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, execution_order, run_workflow
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
+from comfyui_tpu.tests.nodes import examples
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "wan21_t2v_720p.json"
+EXAMPLE = examples.page("wan21_t2v_720p")
 
 _NUMBER = Input(name="a", type="INT", tooltip="A number.", default=1, low=0, high=9)
 _SUM = Input(name="a", type="SUM", tooltip="A sum.")

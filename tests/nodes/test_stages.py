@@ -14,6 +14,7 @@ import torch
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, run_workflow
+from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tests.nodes.test_headless import EXAMPLE, ROOT, node
 from comfyui_tpu.tpu_runtime import media
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
@@ -129,7 +130,7 @@ def test_three_stages_from_a_picture_give_the_frames_of_one_run(tmp_path: Path):
         part for name, values in given.items() for key, value in values.items()
         for part in ("--set", f"{name}.{key}={value}")
     ]  # fmt: skip
-    in_process("run", str(ROOT / "examples" / "wan22_i2v_720p.json"), "--tiny", "--out", str(tmp_path), *assignments)
+    in_process("run", str(examples.page("wan22_i2v_720p")), "--tiny", "--out", str(tmp_path), *assignments)
     folder = str(tmp_path / "stages")
     picture = str(ROOT / "examples" / "wan_i2v_input.jpg")
     model = ("--family", "Wan22I2V", "--model", "tiny/wan22i2v", "--image", picture, "--resize", "fit")

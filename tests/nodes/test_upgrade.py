@@ -16,11 +16,11 @@ from comfyui_tpu.nodes.graphs.upgrade import upgraded
 from comfyui_tpu.nodes.headless.changes import make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
-from comfyui_tpu.tests.nodes import separate_packs
+from comfyui_tpu.tests.nodes import examples, separate_packs
 from PIL import Image
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-EVERY_EXAMPLE = sorted([*EXAMPLES.glob("*.json"), *(EXAMPLES / "api").glob("*.json")])
+EVERY_EXAMPLE = [*examples.PAGES, *examples.PIPELINES, *examples.API]
 HEADLINE = "This workflow was saved by the separate TPU packs; it now has ComfyUI-TPU's nodes."
 
 

@@ -15,7 +15,7 @@ from comfyui_tpu.nodes.graphs.graph import expand, expected, is_link
 from comfyui_tpu.nodes.headless.changes import assign, make_tiny, read_json
 from comfyui_tpu.nodes.headless.runner import HEADLESS, execution_order
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
-from comfyui_tpu.tests.nodes import separate_packs
+from comfyui_tpu.tests.nodes import examples, separate_packs
 from comfyui_tpu.tests.nodes.test_upgrade import in_api_form
 from comfyui_tpu.tests.properties.hostile import VALUES, documents, ends_well, spoiled
 from comfyui_tpu.tpu_runtime.progress import Silent
@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PAGE = json.loads((EXAMPLES / "wan21_t2v_720p.json").read_text())
+PAGE = json.loads((examples.page("wan21_t2v_720p")).read_text())
 API = json.loads((EXAMPLES / "api" / "wan21_t2v_720p.json").read_text())
 OLD_PAGE, OLD_API = separate_packs.cogvideox(), in_api_form("wan22_i2v")
 BODY = {"ids": ["0123", "4567"]}

@@ -34,9 +34,9 @@ EXAMPLES = {
 BUDGET_MIB = 74
 
 
-def example(stem: str, *, is_random: bool = True, **inputs: object) -> dict:
+def example(stem: str, *, is_random: bool = True, is_pipeline: bool = False, **inputs: object) -> dict:
     """An example on its miniature, with random weights or as `--tiny` takes it, two or three latent frames, 2 steps."""
-    folder = EXAMPLES_FOLDER if stem.endswith("_pipeline") else EXAMPLES_FOLDER / "api"
+    folder = EXAMPLES_FOLDER / ("pipeline" if is_pipeline else "api")
     graph = to_api(json.loads((folder / f"{stem}.json").read_text()), HEADLESS)
     (make_random if is_random else make_tiny)(graph)
     small = {"num_frames": 9 if stem.startswith("cogvideox") else 5, "num_inference_steps": 2, **inputs}

@@ -13,6 +13,7 @@ import pytest
 import torch
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tests.support.closeness import NETWORK, difference
 from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
@@ -67,7 +68,7 @@ def test_the_negative_prompt_is_the_makers_whole_one(name: str):
     published = "ce96e0324e4b54ce4b6e867f669ca520952e1a34cc116543516b1897f0d3c47e"
     text = spec_by_name(name).texts["negative_prompt"]
     assert hashlib.sha256(text.encode()).hexdigest() == published
-    files = sorted((Path(__file__).parents[3] / "examples").rglob(f"{'wan21' if 't2v' in name else 'wan22'}_*.json"))
+    files = [path for path in examples.API if path.stem.startswith("wan21" if "t2v" in name else "wan22")]
     assert len(files) >= 3 and all(text in file.read_text("utf-8") for file in files)
 
 
