@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ..tpu_runtime import pipeline as runtime
 from ..tpu_runtime.pipeline import (
     CHOICES,
     SPECS,
@@ -23,8 +24,9 @@ from .declare import Input
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """One input of every family's nodes. With a `socket`, its type, it is no widget. `references` is its tooltip where
-    pictures are references, `unguided` where the family's first model has no use for a negative prompt; `{tiny}` and
-    `{title}` stand for the model's.
+    pictures are references, `unguided` where the family's first model has no use for a negative prompt; `origin` is
+    added where a negative prompt stands there from the start; `{tiny}` and `{title}` stand for the model's, `{choices}`
+    for the family's.
     """
 
     tooltip: str
@@ -33,11 +35,13 @@ class Entry:
     advanced: bool = False
     references: str = ""
     unguided: str = ""
+    origin: str = ""
 
     def said_of(self, spec: ModelSpec) -> str:
         unguided = self.unguided if spec.recipe.guidance != "cfg" else ""
         text = unguided or (self.references if spec.pictures.are_references else "") or self.tooltip
-        return text.format(tiny=spec.miniature.id, title=spec.title)
+        text += self.origin if spec.texts.get("negative_prompt") else ""
+        return text.format(tiny=spec.miniature.id, title=spec.title, choices=_choices(spec))
 
 
 def _recipe(tooltip: str) -> Entry:
@@ -53,6 +57,7 @@ ENTRIES = {
         tooltip="What to avoid. Used when guidance_scale is above 1.",
         unguided="What to avoid, for a model of this family that is guided by it; {title} is not. "
         "Used when guidance_scale is above 1.",
+        origin=" What stands here from the start is the makers' own, as they publish it; any language will do.",
     ),
     "prompt_embeds": Entry(tooltip="The encoded prompt: the text encoder's first output.", socket="CONDITIONING"),
     "negative_prompt_embeds": Entry(
@@ -86,7 +91,8 @@ ENTRIES = {
     ),
     "model_id": Entry(
         tooltip="A Hugging Face repository, a folder in diffusers layout, the name of a folder under "
-        "models/diffusers, or {tiny} (a built-in miniature). A connected model takes its place.",
+        "models/diffusers, or {tiny} (a built-in miniature). A connected model takes its place. This "
+        "family's: {choices}.",
         optional=True,
     ),
     "model": Entry(
@@ -161,6 +167,26 @@ LATENTS = Input(
 # Recipes of distilled models, for flow models; and of those with two experts.
 FEW_STEPS = ("scheduler", "sigmas")
 EXPERTS = ("high_noise_steps",)
+
+
+def unused(spec: ModelSpec) -> tuple[str, ...]:
+    """Widgets of its family's nodes that do nothing for this model, which the page therefore hides."""
+    family = [one for one in SPECS if one.family == spec.family]
+    found = [name for one in family for name in one.inputs if name not in spec.inputs]
+    if len(spec.denoiser.experts) == 1:
+        found += ["guidance_scale_2", *EXPERTS]
+    if spec.recipe.guidance != "cfg":
+        found.append("negative_prompt")
+        if not spec.component(spec.denoiser.experts[0]).config.get("guidance_embeds"):
+            found.append("guidance_scale")
+    return tuple(dict.fromkeys(found))
+
+
+def _choices(spec: ModelSpec) -> str:
+    """The family's models by id, and how much there is to download of each."""
+    family = [one for one in SPECS if one.family == spec.family]
+    sizes = {one.published.hub_id: runtime.published.sizes(one.name) for one in family}
+    return "; ".join(f"{hub_id} (as files {size})" if size else hub_id for hub_id, size in sizes.items())
 
 
 def needs_picture(spec: ModelSpec) -> bool:

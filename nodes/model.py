@@ -5,6 +5,7 @@ from typing import Any
 
 from ..tpu_runtime import pipeline as runtime
 from ..tpu_runtime.pipeline import CHOICES, SPECS, ModelRef, choose_model, spec_for_family
+from . import inputs
 from .declare import Folders, Host, Input, Node, Output
 
 _FAMILY = Input(
@@ -51,6 +52,19 @@ def chosen_id(values: Mapping[str, Any]) -> str:
     """The model id of these widgets: that of `model_id`, with the files that are chosen for its parts."""
     parts = [str(values[name]) for name in PARTS if values.get(name) not in (None, "", AUTO)]
     return runtime.SEPARATOR.join([str(values["model_id"]).strip(), *parts])
+
+
+def catalogue() -> dict[str, dict[str, Any]]:
+    """What the page knows of a model, by each id that is known beforehand: of the Hub, of the miniatures, and names of
+    published files. `download` is about how much that is as files, by format; `unused` are widgets that do nothing.
+    """
+    found = {}
+    for spec in SPECS:
+        entry = {"title": spec.title, "family": spec.family, "unused": inputs.unused(spec)}
+        files = (file.name for formats in runtime.published.SETS.get(spec.name, {}).values() for file in formats[:1])
+        found |= {name: {**entry, "download": ""} for name in (*spec.miniature.ids, *files)}
+        found[spec.published.hub_id] = {**entry, "download": runtime.published.sizes(spec.name)}
+    return found
 
 
 _MODEL = Output(name="model", type="TPU_MODEL", tooltip="For the `model` input of the family's nodes.")

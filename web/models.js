@@ -1,29 +1,135 @@
-// While a model is connected to a node, its own `model_id` and `precision` do nothing: they are dimmed and not editable.
+// What a model does with a node's widgets: those that do nothing for it are hidden, with their values, in both of the page's
+// renderers. While a model is connected to a node, its own `model_id` and `precision` are such.
 
+import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { say } from "./monitor/words.mjs";
 
-const REPLACED = new Set(["model_id", "precision"]);
+const MODEL = "TPU_MODEL";
+const REPLACED = ["model_id", "precision"];
+// A chain of LoRAs is followed so far.
+const DEEPEST = 100;
 
-function dimReplaced(node) {
-  const socket = node.inputs?.find((input) => input.type === "TPU_MODEL");
-  if (!socket) return;
-  for (const widget of node.widgets ?? []) {
-    if (REPLACED.has(widget.name)) widget.disabled = socket.link != null;
-  }
+// By the ids that the server knows beforehand: title, family, download, unused.
+let models = {};
+
+const modelSocket = (node) => node.inputs?.findIndex((input) => input.type === MODEL) ?? -1;
+const widgetOf = (node, name) => node.widgets?.find((widget) => widget.name === name);
+
+/** The id of the model that a node runs; undefined where the page cannot know it. */
+function modelOf(node, depth = 0) {
+  if (!node || depth > DEEPEST) return undefined;
+  const socket = node.type === "Reroute" ? 0 : modelSocket(node);
+  if (socket >= 0 && node.inputs[socket].link != null) return modelOf(node.getInputNode(socket), depth + 1);
+  return widgetOf(node, "model_id")?.value;
 }
+
+function unusedBy(node) {
+  const id = modelOf(node);
+  const found = Object.hasOwn(models, String(id)) ? models[id] : undefined;
+  const unused = found && node.comfyClass?.startsWith(found.family) ? found.unused : [];
+  return new Set(node.inputs[modelSocket(node)].link == null ? unused : [...unused, ...REPLACED]);
+}
+
+function hideUnused(node) {
+  if (modelSocket(node) < 0 || !node.widgets) return;
+  const unused = unusedBy(node);
+  // A link tells more than the model's name: what somebody has linked stays.
+  const isLinked = (name) => node.inputs.some((input) => input.widget?.name === name && input.link != null);
+  for (const widget of node.widgets) {
+    const isHidden = unused.has(widget.name) && !isLinked(widget.name);
+    if (isHidden === Boolean(widget.hidden)) continue;
+    widget.hidden = isHidden;
+    widget.options.hidden = isHidden; // here Vue nodes look
+    widget.disabled = isHidden; // and by this they notice
+  }
+  node.setDirtyCanvas?.(true, true);
+}
+
+/** As somebody changes it, the node becomes as much shorter or taller; a workflow's own sizes stay. */
+function fit(node) {
+  const before = node.computeSize()[1];
+  hideUnused(node);
+  const change = node.computeSize()[1] - before;
+  if (change) node.setSize([node.size[0], node.size[1] + change]);
+}
+
+function everywhere(change) {
+  if (app.configuringGraph) return;
+  for (const node of app.canvas?.graph?.nodes ?? []) change(node);
+}
+
+const SOURCES = new Set(["TPUModelLoader", "TPURemote", "TPULoraLoader"]);
 
 app.registerExtension({
   name: "comfyui-tpu.models",
+  async init() {
+    try {
+      const answer = await api.fetchApi("/tpu/models");
+      if (answer.ok) models = await answer.json();
+    } catch (error) {
+      console.warn("comfyui-tpu: the models could not be fetched; every widget is shown", error);
+    }
+  },
   nodeCreated(node) {
-    if (!node.inputs?.some((input) => input.type === "TPU_MODEL")) return;
-    const changed = node.onConnectionsChange;
+    if (modelSocket(node) < 0 && !SOURCES.has(node.comfyClass)) return;
+    const connected = node.onConnectionsChange;
     node.onConnectionsChange = function (...change) {
-      changed?.apply(this, change);
-      dimReplaced(this);
+      connected?.apply(this, change);
+      everywhere(fit);
     };
+    const widget = widgetOf(node, "model_id");
+    if (widget) {
+      const called = widget.callback;
+      widget.callback = function (...change) {
+        const result = called?.apply(this, change);
+        everywhere(fit);
+        return result;
+      };
+    }
+    hideUnused(node);
+  },
+  afterConfigureGraph() {
+    for (const node of app.canvas?.graph?.nodes ?? []) hideUnused(node);
   },
 });
+
+// The prompt boxes of a node say which they are; that the makers' own negative prompt stands in one, too.
+const LABEL_PX = 10;
+
+function label(node) {
+  const boxes = node.widgets?.filter((widget) => widget.element?.tagName === "TEXTAREA") ?? [];
+  if (!boxes.length || modelSocket(node) < 0) return;
+  const spec = node.constructor.nodeData?.input ?? {};
+  const first = ({ ...spec.required, ...spec.optional }).negative_prompt?.[1]?.default;
+  for (const box of boxes) {
+    box.options.margin = LABEL_PX + 4;
+    if (box.name !== "negative_prompt" || !first) continue;
+    const name = box.label ?? box.name;
+    const called = box.callback;
+    const relabel = () => (box.label = box.value === first ? say`${name}: the makers' own` : name);
+    box.callback = function (...change) {
+      relabel();
+      return called?.apply(this, change);
+    };
+    relabel();
+  }
+  const drawn = node.onDrawForeground;
+  node.onDrawForeground = function (context, ...rest) {
+    drawn?.call(this, context, ...rest);
+    if (this.flags.collapsed) return;
+    context.save();
+    context.font = `${LABEL_PX}px sans-serif`;
+    context.textAlign = "left";
+    context.fillStyle = LiteGraph.WIDGET_SECONDARY_TEXT_COLOR;
+    for (const box of boxes) {
+      if (!box.hidden) context.fillText(box.label ?? box.name, box.margin, box.y + LABEL_PX);
+    }
+    context.restore();
+  };
+}
+
+app.registerExtension({ name: "comfyui-tpu.prompts", nodeCreated: label });
 
 // TPU Model Loader's list of models takes others too: an id of the Hub, a path, several files joined with " + ".
 const OTHER = "another: type an id, a path or files…";
@@ -37,7 +143,14 @@ async function ask(node, widget, before) {
   const chosen = typed?.trim() || before;
   if (!widget.options.values.includes(chosen)) widget.options.values.push(chosen);
   widget.value = chosen;
+  everywhere(fit);
   node.setDirtyCanvas?.(true, true);
+}
+
+/** An id with what there is to download, as the list shows it. */
+function sized(id) {
+  const download = Object.hasOwn(models, String(id)) && models[id].download;
+  return download ? say`${id} (as files ${download})` : String(id ?? "");
 }
 
 function letOthersBeTyped(node) {
@@ -45,6 +158,7 @@ function letOthersBeTyped(node) {
   if (!widget || !Array.isArray(widget.options?.values)) return;
   // ComfyUI shares the list with other nodes of the kind.
   widget.options.values = [...widget.options.values.filter((value) => value !== OTHER), OTHER];
+  widget.options.getOptionLabel = sized;
   let before = widget.value;
   const called = widget.callback;
   widget.callback = function (value, ...rest) {

@@ -1,6 +1,6 @@
-"""The pack's addresses on ComfyUI's server: the monitor's `GET /tpu/stats` and `POST /tpu/free`, and
-`POST /tpu/upgrade`, which brings a workflow of the separate packs to today's nodes, and `POST /tpu/convert`, which
-swaps loaders of ComfyUI's own for those of the TPU and back.
+"""The pack's addresses on ComfyUI's server: the monitor's `GET /tpu/stats` and `POST /tpu/free`; `GET /tpu/models`,
+what the page knows of a model by its id; `POST /tpu/upgrade`, which brings a workflow of the separate packs to today's
+nodes, and `POST /tpu/convert`, which swaps loaders of ComfyUI's own for those of the TPU and back.
 
 It knows ComfyUI only in `add`.
 """
@@ -16,7 +16,7 @@ from aiohttp import web
 
 from ...tpu_runtime import pipeline
 from ...tpu_runtime.pipeline import Feed, in_daemon, parse_json
-from .. import DECLARATIONS
+from .. import DECLARATIONS, model
 from ..graphs import upgrade
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,10 @@ def add_routes(
     async def stats(request: web.Request) -> web.Response:
         body = await feed.answer()
         return web.Response(body=body, content_type="application/json", headers={"Cache-Control": "no-store"})
+
+    @routes.get("/tpu/models")
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response(model.catalogue())
 
     @routes.post("/tpu/free")
     async def free_memory(request: web.Request) -> web.Response:

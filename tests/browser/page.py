@@ -24,7 +24,7 @@ FOUND = """async () => ({
         known: node.type in LiteGraph.registered_node_types,
         errors: Boolean(node.has_errors),
         widgets: Object.fromEntries((node.widgets ?? []).map((widget) => [widget.name, widget.value])),
-        dimmed: (node.widgets ?? []).filter((widget) => widget.disabled).map((widget) => widget.name),
+        hidden: (node.widgets ?? []).filter((widget) => widget.hidden).map((widget) => widget.name),
     })),
     queued: (await app.graphToPrompt()).output,
 })"""

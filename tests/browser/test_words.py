@@ -54,6 +54,16 @@ def test_widgets_have_comfyuis_words(page: Any):
     shot(page, "words-english")
 
 
+def test_who_searches_for_tpu_finds_the_loader_first(page: Any):
+    page.evaluate("app.extensionManager.command.execute('Workspace.SearchBox.Toggle')")
+    search = page.locator("[role=dialog] input[type=text], [role=dialog] input[role=combobox]").first
+    search.fill("tpu")
+    results = page.locator("[role=dialog] [role=option], [role=dialog] [data-testid^=result]")
+    results.first.get_by_text("TPU Model Loader").wait_for()
+    shot(page, "search")
+    page.keyboard.press("Escape")
+
+
 def test_what_is_queued_has_the_names_of_before(page: Any):
     queued = page.evaluate("async () => (await app.graphToPrompt()).output")
     (sampler,) = (node for node in queued.values() if node["class_type"] == SAMPLER)

@@ -1,0 +1,170 @@
+"""What a model does with the widgets of the page's nodes, in both renderers: those that do nothing are hidden,
+with their values; the list of models says how much there is to download; the prompt boxes say which they are.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from comfyui_tpu.nodes.inputs import unused
+from comfyui_tpu.tests.browser.page import IS_DRAWN, SCREENSHOTS, needs_browser, opened
+from comfyui_tpu.tests.nodes import examples
+from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui
+from comfyui_tpu.tpu_runtime.models import spec_by_name
+
+pytestmark = [needs_comfyui, needs_browser]
+
+EXAMPLE = json.loads(examples.page("wan21_t2v_720p").read_text("utf-8"))
+ONE, TWO = spec_by_name("wan2.1-t2v-14b"), spec_by_name("wan2.2-t2v-a14b")
+ENCODER, SAMPLER = "Wan21TextEncoder", "Wan21TPUSampler"
+OF_EXPERTS = {"guidance_scale_2", "high_noise_steps"}
+REPLACED = {"model_id", "precision"}
+# Names of a node's widgets that are hidden; on the canvas by their own mark, in Vue nodes by their place in the page.
+HIDDEN = """([type, isVue]) => {
+    const node = app.graph.nodes.find((one) => one.type === type);
+    if (!isVue) return node.widgets.filter((widget) => !node.isWidgetVisible(widget)).map((widget) => widget.name);
+    const shown = document.querySelector(`[data-node-id="${node.id}"]`).innerText.split("\\n");
+    return node.widgets.filter((one) => !shown.includes(one.label ?? one.name)).map((one) => one.name);
+}"""
+CHOOSE = """(id) => {
+    const node = app.graph.nodes.find((one) => one.type === "TPUModelLoader");
+    const widget = node.widgets.find((one) => one.name === "model_id");
+    widget.value = id;
+    widget.callback(id);
+}"""
+SAVED = "() => app.graph.serialize().nodes.map((node) => [node.id, node.widgets_values])"
+
+
+@pytest.fixture(scope="module")
+def server(start_comfyui: Callable[..., Server]) -> Server:
+    return start_comfyui()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["canvas", "vue"])
+def is_vue(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def page(server: Server, is_vue: bool) -> Iterator[Any]:
+    server.post("/settings", {"Comfy.VueNodes.Enabled": is_vue, "Comfy.Node.AlwaysShowAdvancedWidgets": True})
+    with opened(server) as page:
+        yield page
+    server.post("/settings", {"Comfy.VueNodes.Enabled": False, "Comfy.Node.AlwaysShowAdvancedWidgets": False})
+
+
+def load(page: Any, document: Any = EXAMPLE) -> None:
+    page.evaluate("(workflow) => app.loadGraphData(workflow)", document)
+    page.wait_for_function(IS_DRAWN)
+    page.evaluate("app.graph.nodes.forEach((node) => { node.showAdvanced = true; })")
+
+
+def shot(page: Any, name: str) -> None:
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / f"{name}.png")
+
+
+def is_hidden(page: Any, is_vue: bool, names: set[str], *, among: set[str], kind: str = SAMPLER) -> None:
+    """Waits until of the widgets `among` these are hidden in the node; Vue draws a moment later."""
+    wanted = f"""([of, hidden, shown]) => {{
+        const found = new Set(({HIDDEN})(of));
+        return hidden.every((name) => found.has(name)) && !shown.some((name) => found.has(name));
+    }}"""
+    page.wait_for_function(wanted, arg=[[kind, is_vue], sorted(names & among), sorted(among - names)])
+
+
+def test_what_the_chosen_model_does_not_use_is_hidden_and_comes_back(page: Any, is_vue: bool):
+    load(page)
+    is_hidden(page, is_vue, OF_EXPERTS | REPLACED, among=OF_EXPERTS | REPLACED)
+    shot(page, f"models-one-expert-{'vue' if is_vue else 'canvas'}")
+    page.evaluate(CHOOSE, TWO.published.hub_id)
+    is_hidden(page, is_vue, REPLACED, among=OF_EXPERTS | REPLACED)
+    shot(page, f"models-two-experts-{'vue' if is_vue else 'canvas'}")
+    page.evaluate(CHOOSE, ONE.miniature.id)
+    is_hidden(page, is_vue, OF_EXPERTS | REPLACED, among=OF_EXPERTS | REPLACED)
+    page.evaluate(CHOOSE, "someone/unknown")  # of which the page knows nothing
+    is_hidden(page, is_vue, REPLACED, among=OF_EXPERTS | REPLACED)
+
+
+def test_without_a_loader_the_nodes_own_model_decides(page: Any, is_vue: bool):
+    load(page)
+    page.evaluate(
+        """(type) => {
+            const node = app.graph.nodes.find((one) => one.type === type);
+            node.disconnectInput(node.inputs.findIndex((one) => one.type === "TPU_MODEL"));
+        }""",
+        SAMPLER,
+    )
+    is_hidden(page, is_vue, OF_EXPERTS, among=OF_EXPERTS | REPLACED)
+
+
+def test_values_of_hidden_widgets_stay_in_the_saved_workflow(page: Any):
+    document = copy.deepcopy(EXAMPLE)
+    (sampler,) = (node for node in document["nodes"] if node["type"] == SAMPLER)
+    names = [widget["name"] for widget in sampler["inputs"] if "widget" in widget]
+    assert not names  # values by position, as ComfyUI saved them before there were hidden ones
+    load(page, document)
+    position = page.evaluate(
+        "(type) => app.graph.nodes.find((one) => one.type === type).widgets"
+        ".findIndex((one) => one.name === 'guidance_scale_2')",
+        SAMPLER,
+    )
+    sampler["widgets_values"][position] = 7.5
+    load(page, document)
+    saved = dict(page.evaluate(SAVED))
+    ours = [node for node in document["nodes"] if node["type"].startswith(("Wan21", "TPU"))]
+    assert {node["id"]: node["widgets_values"] for node in ours}.items() <= saved.items()
+    queued = page.evaluate("async () => (await app.graphToPrompt()).output")
+    assert queued[str(sampler["id"])]["inputs"]["guidance_scale_2"] == 7.5
+
+
+def test_the_list_of_models_says_how_much_there_is_to_download(page: Any, is_vue: bool):
+    load(page)
+    label = page.evaluate(
+        """(id) => app.graph.nodes.find((one) => one.type === "TPUModelLoader")
+            .widgets.find((one) => one.name === "model_id").options.getOptionLabel(id)""",
+        TWO.published.hub_id,
+    )
+    assert label == f"{TWO.published.hub_id} (as files fp8 36 GB, fp16 69 GB)"
+    if is_vue:
+        page.locator("button[aria-haspopup=listbox][aria-label=model_id]").first.click()
+    else:
+        page.evaluate(
+            """() => {
+                const node = app.graph.nodes.find((one) => one.type === "TPUModelLoader");
+                const widget = node.widgets.find((one) => one.name === "model_id");
+                const event = new PointerEvent("pointerdown", {clientX: 400, clientY: 100});
+                widget.onClick({e: Object.assign(event, {canvasX: node.pos[0] + 150}), node, canvas: app.canvas});
+            }"""
+        )
+    page.get_by_text("fp8 36 GB, fp16 69 GB").first.wait_for()
+    shot(page, f"models-list-{'vue' if is_vue else 'canvas'}")
+    page.keyboard.press("Escape")
+
+
+def test_prompt_boxes_are_labelled_and_the_makers_negative_prompt_is_said_to_be_theirs(page: Any, is_vue: bool):
+    load(page)
+    labels = f"""() => app.graph.nodes.find((one) => one.type === "{ENCODER}").widgets
+        .filter((one) => one.name.endsWith("prompt")).map((one) => one.label ?? one.name)"""
+    assert page.evaluate(labels) == ["prompt", "negative_prompt: the makers' own"]
+    if is_vue:
+        page.get_by_text("negative_prompt: the makers' own").first.wait_for()
+    page.evaluate(
+        f"""() => {{
+            const node = app.graph.nodes.find((one) => one.type === "{ENCODER}");
+            node.widgets.find((one) => one.name === "negative_prompt").value = "blurred";
+        }}"""
+    )
+    page.wait_for_function(f"({labels})()[1] === 'negative_prompt'")
+
+
+def test_every_model_is_known_by_its_ids(server: Server):
+    known = server.get("/tpu/models")
+    assert set(known[ONE.published.hub_id]["unused"]) == OF_EXPERTS == set(unused(ONE))
+    assert known[TWO.published.hub_id]["unused"] == []
+    assert known["wan2.1_t2v_14B_fp8_scaled.safetensors"]["title"] == ONE.title
+    klein = known["black-forest-labs/FLUX.2-klein-4B"]["unused"]
+    assert {"guidance_scale", "negative_prompt"} <= set(klein)
+    assert "guidance_scale" not in known["black-forest-labs/FLUX.2-dev"]["unused"]
