@@ -112,7 +112,8 @@ export class Chips {
   #row(chip) {
     const bar = makeBar(say`${name(chip, chip.position)}, memory`);
     const [reserved, peak] = [make("div", "tpu-reserved"), make("div", "tpu-peak")];
-    bar.element.append(reserved, peak);
+    bar.element.prepend(reserved);
+    bar.element.append(peak);
     const memory = make("span", "tpu-number");
     const busy = make("span", "tpu-number tpu-busy", { title: say`TensorCore utilisation` });
     const label = make("span", "tpu-dim", { "aria-hidden": "true" });
@@ -124,11 +125,11 @@ export class Chips {
       setAttribute(element, "title", describe(now, now.position));
       const used = this.#share(now, now.hbm_used);
       bar.set(used, describe(now, now.position));
-      reserved.style.left = percentage(used);
-      reserved.style.width = percentage(this.#share(now, now.hbm_reserved));
+      // Behind what is used, and longer: what begins elsewhere each time would be a shift of the layout.
+      reserved.style.width = percentage(used + this.#share(now, now.hbm_reserved));
       const mark = this.#share(now, now.hbm_peak);
       peak.hidden = mark === null;
-      peak.style.left = percentage(mark);
+      peak.style.width = percentage(mark);
     };
     return { element, update };
   }

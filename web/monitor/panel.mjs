@@ -105,7 +105,7 @@ function countOf(unit, done, total) {
 
 class Running {
   #stage = make("strong", "tpu-clip");
-  #elapsed = make("span", "tpu-number");
+  #elapsed = make("span", "tpu-number tpu-elapsed");
   #model = make("p", "tpu-dim tpu-clip");
   #bar = makeBar(say`Progress of the running stage`, "tpu-wide");
   #pace = make("p", "tpu-dim");

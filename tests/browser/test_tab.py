@@ -1,0 +1,80 @@
+"""The monitor's tab in a page as narrow as a telephone's, by keyboard alone, and that nothing in it moves by itself."""
+
+import random
+from typing import Any
+
+import pytest
+from comfyui_tpu.tests.browser import test_monitor
+from comfyui_tpu.tests.browser.test_monitor import GIB, OVERLAPS, PANEL, WIDER, Tab, chromium, fake, server, tab
+from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
+
+__all__ = ["chromium", "server", "tab"]
+
+pytestmark = [needs_comfyui, pytest.mark.skipif(test_monitor.CHROMIUM is None, reason="no chromium on this machine")]
+
+
+def test_it_fits_a_page_of_320_pixels_and_the_keyboard_reaches_all_of_it(tab: Tab):
+    tab.answer_with(fake(notes=["duty_cycle_pct is not known: libtpu gave 7 values for 8 chips."]))
+    tab.open()
+    tab.page.get_by_text("8 x TPU v6e").wait_for()
+    tab.page.set_viewport_size({"width": 320, "height": 800})
+    tab.page.wait_for_function(f"document.querySelector('{PANEL}').getBoundingClientRect().right <= innerWidth")
+    assert tab.page.evaluate(WIDER) == tab.page.evaluate(OVERLAPS) == []
+    tab.screenshot("monitor-320")
+    wanted = tab.page.locator(f"{PANEL} button:visible").count()
+    assert wanted == 5  # one for each of four components, and for all
+    # From the list on, by Tab alone, and back.
+    tab.section("Loaded").locator("ul").focus()
+    reached = []
+    for _ in range(wanted):
+        tab.page.keyboard.press("Tab")
+        reached.append(tab.page.evaluate(FOCUSED))
+    assert all(is_seen for _, is_seen in reached), reached
+    names = [name for name, _ in reached]
+    assert len(set(names)) == wanted and names[-1] == "Free all"
+    tab.page.keyboard.press("Shift+Tab")
+    assert tab.page.evaluate(FOCUSED)[0] == names[-2]
+
+
+# What has the keyboard's focus, and whether a ring shows it within the page.
+FOCUSED = f"""() => {{
+    const one = document.activeElement, box = one.getBoundingClientRect(), style = getComputedStyle(one);
+    const isRinged = style.outlineStyle !== "none" || style.boxShadow !== "none";
+    const isThere = one.closest("{PANEL}") && box.left >= 0 && box.right <= innerWidth && box.height > 0;
+    return [one.ariaLabel ?? one.textContent, Boolean(isThere && isRinged)];
+}}"""
+
+
+def test_nothing_moves_while_numbers_change(tab: Tab):
+    """Chromium counts what shifts without the user's doing; entries of the page's own elements are left out."""
+    dice = random.Random(3)
+
+    def answer() -> dict[str, Any]:
+        stats = fake()
+        stats["running"] |= {"done": dice.randint(1, 39), "elapsed_s": dice.random() * 5000}
+        stats["host"] |= {"cpu_percent": dice.random() * 100, "ram_used": dice.randint(1, 1400) * GIB}
+        for chip in stats["chips"]:
+            chip |= {"hbm_used": dice.randint(0, 31) * GIB, "tensorcore_utilization": dice.randint(0, 100)}
+        return stats
+
+    tab.answer_with(answer)
+    tab.open()
+    tab.page.get_by_text("8 x TPU v6e").wait_for()
+    tab.page.evaluate(WATCH)
+    test_monitor._wait_for_more(tab, 5)
+    assert tab.page.evaluate("window.shifted") == []
+    # And it does see what shifts.
+    tab.page.evaluate(f"document.querySelector('{PANEL} section').style.marginTop = '90px'")
+    tab.page.wait_for_function("window.shifted.length")
+
+
+WATCH = f"""() => {{
+    window.shifted = [];
+    const isOurs = (node) => Boolean((node?.nodeType === 1 ? node : node?.parentElement)?.closest("{PANEL}"));
+    new PerformanceObserver((list) => {{
+        for (const entry of list.getEntries()) {{
+            const texts = entry.sources.filter(({{ node }}) => isOurs(node)).map(({{ node }}) => node.textContent);
+            if (texts.length) window.shifted.push(texts);
+        }}
+    }}).observe({{ type: "layout-shift" }});
+}}"""
