@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     import torch
 
 
+# How the line begins with which a stage ends.
+TOOK = "Took"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Preview:
     """What the result looks like so far. `latents()` fetches the estimate from the devices, `[1, channels, ...]`

@@ -26,12 +26,12 @@ class ComfyHost:
         context = get_executing_context()
         self._node_id = context.node_id if context else None
         self._bar = self._unit = None
-        self._began, self._said = time.monotonic(), False
+        self._began, self._said = time.monotonic(), ""
         self._previewer = previews.Previewer()
         self.folders = folders()
 
     def text(self, message: str) -> None:
-        self._said = True
+        self._said = message
         if self._node_id is not None:
             PromptServer.instance.send_progress_text(message, self._node_id)
 
@@ -42,8 +42,10 @@ class ComfyHost:
         self._bar.update_absolute(done, total, self._previewer.image(preview) if preview else None)
 
     def ended(self) -> None:
-        """A node that said what it does says in the end how long that took: what it said last would stay on it."""
-        if self._said:
+        """A node that said what it does says in the end how long that took: what it said last would stay on it. A stage
+        has said it, with its parts.
+        """
+        if self._said and not self._said.startswith(pipeline.TOOK):
             self.text(f"Took {time.monotonic() - self._began:.1f} s")
 
     def check_cancelled(self) -> None:

@@ -8,16 +8,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import pytest
 import torch
 from comfyui_tpu.tests.support.host import Cancelled, Host, Runner
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
+from comfyui_tpu.tpu_runtime.cache import store
 from comfyui_tpu.tpu_runtime.checkpoints import read_ahead
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Expected, Lora, ModelRef
-from comfyui_tpu.tpu_runtime.engine import run, telemetry
+from comfyui_tpu.tpu_runtime.engine import program_cache, run, telemetry
 from comfyui_tpu.tpu_runtime.engine.device_cache import DeviceCache
 from comfyui_tpu.tpu_runtime.engine.program_cache import ProgramCache, Wanted
 from comfyui_tpu.tpu_runtime.models import spec_for_family
@@ -30,6 +31,7 @@ SPEC = spec_for_family("Wan21")
 MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id)
 SETTINGS = SPEC.settings(**{**SPEC.miniature.inputs, "num_frames": 5, "num_inference_steps": 2})
 GENERATION = Expected(model=MODEL, stages=("denoise", "decode"), settings=SETTINGS)
+ACTIVITY = telemetry.Activity(stage="denoise", model="m")
 TOO_LARGE = DoesNotFit(Refusal(memory="HBM", needed_bytes=1, sentence="the compiler says it is too large"))
 
 
@@ -82,7 +84,8 @@ class Program(str):
 
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compiler]:
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path))  # where it is not known yet how long anything takes
     one = Compiler(monkeypatch)
     yield one
     one.cache.drop()
@@ -134,6 +137,36 @@ def test_a_stage_waits_for_what_is_compiled_behind_it_and_can_be_cancelled(compi
     compiler.host.is_cancelled = False
     compiler.allow("decoder")  # XLA could not be stopped: it is kept
     assert compiler.get("decoder") == "decoder" and compiler.begun == ["decoder"]
+
+
+def test_who_waits_is_told_how_long_it_took_the_last_time_for_another_size(compiler: Compiler):
+    def wanted(size: str) -> Wanted:
+        return Wanted(title=f"the denoiser for {size}", key=("denoise", "m", size[:1] == "8"), build=lambda: size)  # type: ignore
+
+    class Bar(Host):
+        steps: ClassVar[list[tuple[int, int, str]]] = []
+
+        def step(self, done: int, total: int, unit: str, preview: Any = None) -> None:
+            self.steps.append((done, total, unit))
+
+    compiler.allow("832x480")
+    compiler.cache.get(wanted("832x480"), watched := telemetry.Watched(host=Bar(), activity=ACTIVITY))
+    assert watched.host.said == ["Compiling the denoiser for 832x480 (once for this size)"]
+    assert float(program_cache.SECONDS.get(wanted("832x480").kind) or "") >= 0  # what it took is kept
+    program_cache.SECONDS.put(wanted("1280x720").kind, b"90")
+    waiting = in_thread(lambda: compiler.cache.get(wanted("1280x720"), watched))
+    until(lambda: Bar.steps)
+    compiler.allow("1280x720")
+    assert waiting() == "1280x720"
+    assert watched.host.said[-1] == (
+        "Compiling the denoiser for 1280x720 (once for this size, about 90 s, as the last time)"
+    )
+    assert Bar.steps[0] == (0, 90, "second")
+    assert ACTIVITY.compiling_s > 0 and ACTIVITY.summary().startswith("Took ")
+    # What is in a cache's file may be anything.
+    for content in (b"nan", b"-1", b"1e9", b"soon"):
+        program_cache.SECONDS.put(wanted("1280x720").kind, content)
+        assert program_cache._expected_s(wanted("832x480")) == 0
 
 
 def test_a_stage_need_not_wait_for_others_programs(compiler: Compiler):

@@ -1,5 +1,6 @@
 """What is told of a run: memory as devices say it, and how fast weights were loaded."""
 
+import re
 from typing import Any
 
 import jax
@@ -74,12 +75,14 @@ def test_a_run_says_how_much_was_loaded_and_how_fast_and_what_chips_say(monkeypa
     runner = Runner(jax.devices()[:2])
     busy = of(BUSY)
     monkeypatch.setattr(device_memory, "fullest", lambda devices: busy)
-    runner.encode(MODEL, new_prompt(), "", Host())
+    monkeypatch.setattr(telemetry, "LEAST_SAID_S", 0)
+    runner.encode(MODEL, new_prompt(), "", host := Host())
     run = runner.last_run
     assert run is not None
     arrays = [array for one in runner.device_cache.list() for array in one.weights.values()]
     weights = sum(array.size * array.dtype.itemsize for array in arrays)
     assert run.loaded_bytes == weights > 0 and run.loading_s > 0
+    assert re.fullmatch(r"Took \d+\.\d s: compiling \d+\.\d s, loading \d+\.\d s", host.said[-1])
     said = run.describe()
     assert (said["peak_in_use"], said["peak_reserved"]) == (3 * GIB, 28 * GIB)
     assert said["loaded_bytes"] == weights

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import write_file
-from ..units import GIB
+from ..units import GIB, MIB
 from . import trust
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ SECONDS_BETWEEN_COUNTS = 5
 # Entries that a killed process left unfinished are older than this.
 ABANDONED_S = 24 * 3600
 # Above this the least recently used entries are removed.
-MAX_BYTES = {"prompts": 4 * GIB, "plans": GIB, "xla": 20 * GIB}
+MAX_BYTES = {"prompts": 4 * GIB, "plans": GIB, "compile_seconds": MIB, "xla": 20 * GIB}
 
 
 def cache_folder() -> Path:

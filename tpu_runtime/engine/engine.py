@@ -154,6 +154,8 @@ class Engine:
                 if self.lost is not None:
                     raise Halted(str(self.lost))
                 result = self._attempted(stage, model, progress, activity, arguments)
+                if stage in STAGES:
+                    progress.text(activity.summary())
             except BaseException:
                 self._drop_ahead()
                 self.ladder.gave_up()

@@ -8,6 +8,7 @@ finished and kept, whoever does not want it any more.
 import contextlib
 import json
 import logging
+import re
 import threading
 import time
 from collections import Counter
@@ -15,9 +16,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import torch
 
-from ..cache.store import signature
+from ..cache.store import Store, signature
 from ..machine.fallbacks import Unsupported
 from ..programs import executables
 from ..programs.executables import Executable
@@ -35,6 +37,14 @@ COMPILER = "comfyui-tpu-compile"
 MAX_BEHIND = 2
 # How often who waits looks whether the user cancelled.
 LOOK_AGAIN_S = 0.2
+# How long the programs of a model took to compile on such chips, whatever their size: what the next may take.
+SECONDS = Store("compile_seconds")
+# Of a shorter wait no bar is shown.
+LEAST_BAR_S = 10
+# No compilation takes a day; a cache's file may say anything.
+LONGEST_S = 24 * 3600
+# The unit of such a bar.
+SECOND = "second"
 # What compiling again would not change.
 _FINAL = (DoesNotFit, Unsupported)
 
@@ -46,6 +56,13 @@ class Wanted:
     title: str
     key: tuple[Any, ...]
     build: Callable[[], Program]
+
+    @property
+    def kind(self) -> str:
+        """What programs have in common that differ in their sizes alone; they take about as long to compile."""
+        words = [part for part in self.key if isinstance(part, str)]
+        chips = jax.devices()
+        return signature(*words, re.sub(r"\d+", "", self.title), chips[0].device_kind, len(chips))
 
     @property
     def digest(self) -> str:
@@ -110,12 +127,20 @@ class ProgramCache:
         return self.get(wanted, progress)  # it failed behind another stage: now by ourselves
 
     def _wait(self, one: Compilation, age_s: float, progress: telemetry.Watched) -> None:
+        expected_s = _expected_s(one.wanted)
+        about = f", about {expected_s:.0f} s, as the last time" if expected_s >= 1 else ""
         begun = f"; begun {age_s:.0f} s ago" if age_s >= 1 else ""
-        progress.text(f"Compiling {one.wanted.title} (once for this size{begun})")
+        progress.text(f"Compiling {one.wanted.title} (once for this size{about}{begun})")
+        began, said = time.monotonic() - age_s, None
         try:
             with _flagged(progress.activity):
                 while not one.done.wait(LOOK_AGAIN_S):
                     progress.check_cancelled()
+                    # The bar stays short of its end until that is reached.
+                    now = int(min(time.monotonic() - began, expected_s - 1))
+                    if expected_s >= LEAST_BAR_S and now != said:
+                        progress.step(now, int(expected_s), SECOND)
+                        said = now
         finally:
             one.is_awaited = False
         progress.check_cancelled()
@@ -175,8 +200,11 @@ class ProgramCache:
 
     def _compile(self, one: Compilation) -> None:
         try:
+            began = time.monotonic()
             with torch.no_grad():  # a thread begins with gradients
                 found, is_new = executables.obtain(one.program)
+            if is_new:
+                SECONDS.put(one.wanted.kind, f"{time.monotonic() - began:.1f}".encode())
             with self._lock:
                 # Where it does not fit next to what runs, its stage takes it from XLA's cache.
                 if one.is_awaited or self._device_cache.has_room(found):
@@ -192,8 +220,18 @@ class ProgramCache:
 
 @contextlib.contextmanager
 def _flagged(activity: telemetry.Activity) -> Iterator[None]:
-    activity.compiling = True
+    activity.compiling, began = True, time.monotonic()
     try:
         yield
     finally:
         activity.compiling = False
+        activity.compiling_s += time.monotonic() - began
+
+
+def _expected_s(wanted: Wanted) -> float:
+    """How long such a program took to compile the last time; 0 where that is not known."""
+    try:
+        seconds = float(SECONDS.get(wanted.kind) or 0)
+    except ValueError:
+        return 0.0
+    return seconds if 0 < seconds < LONGEST_S else 0.0

@@ -10,8 +10,11 @@ from ...sharding.mesh import Device
 from .. import device_memory
 from ..device_memory import DeviceMemory
 from ..programs.program import shard_bytes
-from ..progress import Preview, Progress
+from ..progress import TOOK, Preview, Progress
 from ..units import GB, GIB
+
+# The shortest part of a stage that is said at its end.
+LEAST_SAID_S = 0.1
 
 
 @dataclass(kw_only=True)
@@ -28,6 +31,7 @@ class Activity:
     needed_bytes: int = 0  # the most that one chip had to hold at a time: weights, and the running program
     loaded_bytes: int = 0  # of weights, and in how many seconds
     loading_s: float = 0.0
+    compiling_s: float = 0.0  # how long it waited for programs
     started: float = field(default_factory=time.monotonic)
     unit_started: float | None = None
     unit_first: int = 0
@@ -43,6 +47,15 @@ class Activity:
         if self.unit_started is None or self.done <= self.unit_first:
             return None
         return (time.monotonic() - self.unit_started) / (self.done - self.unit_first)
+
+    def summary(self) -> str:
+        """How long the stage took, and what of it in which part; for its host, at the end."""
+        parts = {"compiling": self.compiling_s, "loading": self.loading_s}
+        said = [f"{name} {seconds:.1f} s" for name, seconds in parts.items() if seconds >= LEAST_SAID_S]
+        if self.unit == "step" and self.seconds_per_unit is not None:
+            said.append(f"{self.seconds_per_unit:.2f} s a step")
+        whole = f"{TOOK} {time.monotonic() - self.started:.1f} s"
+        return f"{whole}: {', '.join(said)}" if said else whole
 
     def describe(self) -> dict[str, object]:
         return {
@@ -85,6 +98,7 @@ class LastRun:
     memory: DeviceMemory = field(default_factory=DeviceMemory)
     loaded_bytes: int = 0
     loading_s: float = 0.0
+    compiling_s: float = 0.0
 
     def add(self, activity: Activity, memory: DeviceMemory) -> None:
         """One stage more, with what the fullest chip says after it."""
@@ -95,6 +109,7 @@ class LastRun:
         self.memory = memory
         self.loaded_bytes += activity.loaded_bytes
         self.loading_s += activity.loading_s
+        self.compiling_s += activity.compiling_s
 
     @property
     def loading_rate(self) -> float | None:
@@ -107,7 +122,7 @@ class LastRun:
             "model": self.model, "stages": stages, "steps_per_second": self.steps_per_second,
             "peak_hbm": self.peak_hbm, "peak_in_use": self.memory.peak_in_use_bytes,
             "peak_reserved": self.memory.peak_reserved_bytes,
-            "loaded_bytes": self.loaded_bytes, "loading_s": self.loading_s,
+            "loaded_bytes": self.loaded_bytes, "loading_s": self.loading_s, "compiling_s": self.compiling_s,
         }  # fmt: skip
 
     def __str__(self) -> str:

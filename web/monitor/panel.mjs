@@ -14,7 +14,7 @@ const STAGES = {
 };
 const CACHES = {
   programs: () => say`Compiled programs`, xla: () => say`XLA's cache`, prompts: () => say`Encoded prompts`,
-  plans: () => say`Plans`,
+  plans: () => say`Plans`, compile_seconds: () => say`Times of compiling`,
 };
 
 const COUNTS = [
@@ -26,6 +26,8 @@ const COUNTS = [
 const SAID_MS = 10_000;
 // The unit of bytes that are loaded or downloaded.
 const MIB = "MiB";
+// That of a compilation of which it is known how long such a one takes.
+const SECOND = "second";
 
 const own = (table, key) => (Object.hasOwn(table, text(key)) ? table[key]() : text(key));
 /** A Hub id without its organisation, the last part of a folder. */
@@ -99,6 +101,7 @@ function noteRow() {
 function countOf(unit, done, total) {
   if (unit === MIB) return bytesOf(done * 2 ** 20, total * 2 ** 20);
   if (unit === "step") return say`Step ${done} of ${total}`;
+  if (unit === SECOND) return say`${seconds(done)} of about ${seconds(total)}`;
   if (unit === "chunk") return say`Chunk ${done} of ${total}`;
   return `${capital(unit || "part")} ${done} of ${total}`;
 }
@@ -134,10 +137,10 @@ class Running {
     setText(this.#elapsed, seconds(now.elapsed_s));
     setText(this.#model, text(now.model));
     setAttribute(this.#model, "title", text(now.model));
-    const isOpen = total === 0 || now.compiling === true;
+    const isOpen = total === 0 || (now.compiling === true && now.unit !== SECOND);
     this.#bar.element.classList.toggle("tpu-open", isOpen);
     this.#bar.set(isOpen ? null : done / total, isOpen ? text(now.text) : counted);
-    setText(this.#pace, isOpen ? text(now.text) : this.#paceOf(now, counted, total - done));
+    setText(this.#pace, isOpen || now.compiling === true ? text(now.text) : this.#paceOf(now, counted, total - done));
   }
 
   #paceOf(now, counted, left) {
@@ -273,6 +276,7 @@ class LastRun {
     if (speed) facts.push(speed >= 1 ? say`${speed.toFixed(2)} steps per second` : say`${seconds(1 / speed)} per step`);
     if (amount(run.peak_hbm) !== null) facts.push(say`peak ${bytes(run.peak_hbm)} a chip`);
     const loading = rate(run.loaded_bytes, run.loading_s);
+    if (amount(run.compiling_s) >= 1) facts.push(say`${seconds(run.compiling_s)} compiling`);
     if (loading) facts.push(say`${bytes(run.loaded_bytes)} loaded at ${loading}`);
     setText(this.#facts, facts.join(" · "));
   }
