@@ -60,7 +60,7 @@ def catalogue() -> dict[str, dict[str, Any]]:
     """
     found = {}
     for spec in SPECS:
-        entry = {"title": spec.title, "family": spec.family, "unused": inputs.unused(spec)}
+        entry = {"name": spec.name, "title": spec.title, "family": spec.family, "unused": inputs.unused(spec)}
         files = (file.name for formats in runtime.published.SETS.get(spec.name, {}).values() for file in formats[:1])
         found |= {name: {**entry, "download": ""} for name in (*spec.miniature.ids, *files)}
         found[spec.published.hub_id] = {**entry, "download": runtime.published.sizes(spec.name)}

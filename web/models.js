@@ -3,30 +3,13 @@
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { fetchModels, known, modelOf, modelSocket, widgetOf } from "./monitor/graph.mjs";
 import { say } from "./monitor/words.mjs";
 
-const MODEL = "TPU_MODEL";
 const REPLACED = ["model_id", "precision"];
-// A chain of LoRAs is followed so far.
-const DEEPEST = 100;
-
-// By the ids that the server knows beforehand: title, family, download, unused.
-let models = {};
-
-const modelSocket = (node) => node.inputs?.findIndex((input) => input.type === MODEL) ?? -1;
-const widgetOf = (node, name) => node.widgets?.find((widget) => widget.name === name);
-
-/** The id of the model that a node runs; undefined where the page cannot know it. */
-function modelOf(node, depth = 0) {
-  if (!node || depth > DEEPEST) return undefined;
-  const socket = node.type === "Reroute" ? 0 : modelSocket(node);
-  if (socket >= 0 && node.inputs[socket].link != null) return modelOf(node.getInputNode(socket), depth + 1);
-  return widgetOf(node, "model_id")?.value;
-}
 
 function unusedBy(node) {
-  const id = modelOf(node);
-  const found = Object.hasOwn(models, String(id)) ? models[id] : undefined;
+  const found = known(modelOf(node));
   const unused = found && node.comfyClass?.startsWith(found.family) ? found.unused : [];
   return new Set(node.inputs[modelSocket(node)].link == null ? unused : [...unused, ...REPLACED]);
 }
@@ -63,14 +46,7 @@ const SOURCES = new Set(["TPUModelLoader", "TPURemote", "TPULoraLoader"]);
 
 app.registerExtension({
   name: "comfyui-tpu.models",
-  async init() {
-    try {
-      const answer = await api.fetchApi("/tpu/models");
-      if (answer.ok) models = await answer.json();
-    } catch (error) {
-      console.warn("comfyui-tpu: the models could not be fetched; every widget is shown", error);
-    }
-  },
+  init: () => fetchModels(api),
   nodeCreated(node) {
     if (modelSocket(node) < 0 && !SOURCES.has(node.comfyClass)) return;
     const connected = node.onConnectionsChange;
@@ -149,7 +125,7 @@ async function ask(node, widget, before) {
 
 /** An id with what there is to download, as the list shows it. */
 function sized(id) {
-  const download = Object.hasOwn(models, String(id)) && models[id].download;
+  const download = known(id)?.download;
   return download ? say`${id} (as files ${download})` : String(id ?? "");
 }
 

@@ -23,7 +23,7 @@ from PIL import Image
 
 pytestmark = [needs_comfyui, needs_browser]
 
-NOTICE = "#comfyui-tpu-upgraded"
+NOTICE = "#comfyui-tpu-notice"
 TEMPLATES = (
     "text_to_video_wan",
     "video_wan2_2_14B_t2v",

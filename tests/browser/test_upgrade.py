@@ -29,7 +29,7 @@ from PIL import Image
 
 pytestmark = [needs_comfyui, needs_browser]
 
-NOTICE = "#comfyui-tpu-upgraded"
+NOTICE = "#comfyui-tpu-notice"
 DROP = """async ([name, workflow]) => {
     await app.handleFile(new File([JSON.stringify(workflow)], name, {type: "application/json"}));
 }"""

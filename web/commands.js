@@ -1,0 +1,108 @@
+// Commands with shortcuts, also in the menu under TPU: free the memory, compile what the workflow needs, plan it for a TPU,
+// show the tab. What takes long is queued as a prompt of its own, so that its progress is seen and Cancel ends it.
+
+import { api } from "../../scripts/api.js";
+import { app } from "../../scripts/app.js";
+import { known, modelOf, sourceOf, widgetOf } from "./monitor/graph.mjs";
+import { notify } from "./monitor/notice.mjs";
+import { say } from "./monitor/words.mjs";
+
+const RUNS = /TPU(Sampler|Pipeline)$/;
+const SIZES = ["height", "width", "num_frames"];
+const NUMBERS = ["num_inference_steps", "guidance_scale"];
+const NEVER = 2; // a muted node's mode
+const BYPASSED = 4;
+
+/** Of each sampler and pipeline: its node, model id, and sizes; a size of 0 is the encoded picture's. */
+function generations() {
+  const nodes = app.graph.nodes.filter(({ mode }) => mode !== NEVER && mode !== BYPASSED);
+  return nodes.filter((node) => RUNS.test(node.comfyClass ?? "")).map((node) => {
+    const condition = node.inputs.findIndex((input) => input.name === "condition");
+    const picture = condition < 0 ? null : node.getInputNode(condition);
+    const value = (name) => widgetOf(node, name)?.value || widgetOf(picture, name)?.value;
+    const sizes = [...SIZES, ...NUMBERS].map((name) => [name, value(name)]);
+    return { node, id: modelOf(node), sizes: Object.fromEntries(sizes.filter(([, found]) => found !== undefined)) };
+  });
+}
+
+/** Queues a prompt, and shows what its Preview as Text has to say. */
+async function report(headline, prompt) {
+  if (!Object.keys(prompt).length) return notify([say`There is no sampler of a known model in this workflow.`]);
+  const lines = [];
+  let id;
+  const heard = ({ detail }) => {
+    if (detail.prompt_id !== id || !detail.output?.text) return;
+    lines.push(...detail.output.text);
+    notify([headline, ...lines]);
+  };
+  const ended = ({ detail }) => {
+    if (detail.prompt_id !== id) return;
+    api.removeEventListener("executed", heard);
+    for (const name of ENDS) api.removeEventListener(name, ended);
+  };
+  api.addEventListener("executed", heard);
+  for (const name of ENDS) api.addEventListener(name, ended);
+  try {
+    id = (await api.queuePrompt(0, { output: prompt, workflow: app.graph.serialize() })).prompt_id;
+    notify([headline, say`Queued.`]);
+  } catch (error) {
+    notify([headline, String(error.response?.error?.message ?? error.message ?? error)]);
+  }
+}
+
+const ENDS = ["execution_success", "execution_error", "execution_interrupted"];
+
+function warmUp() {
+  const prompt = {};
+  generations().forEach(({ node, id, sizes }, index) => {
+    if (!id) return;
+    const source = sourceOf(node);
+    const family = widgetOf(source, "family")?.value ?? node.comfyClass.replace(RUNS, "");
+    const precision = widgetOf(source, "precision")?.value ?? "auto";
+    const [loader, warmup, shown] = ["model", "warmup", "report"].map((name) => `${name}-${index}`);
+    prompt[loader] = { class_type: "TPUModelLoader", inputs: { model_id: id, family, precision } };
+    prompt[warmup] = { class_type: "TPUWarmup", inputs: { model: [loader, 0], ...sizes } };
+    prompt[shown] = { class_type: "PreviewAny", inputs: { source: [warmup, 0] } };
+  });
+  return report(say`Programs of this workflow:`, prompt);
+}
+
+async function plan() {
+  const found = generations().filter(({ id }) => known(id));
+  if (!found.length) return report("", {});
+  const message = say`For which TPU? Generation and chips, such as v6e:2x4 or v5e:1x1. A plan takes minutes.`;
+  const topology = await app.extensionManager.dialog.prompt({ title: say`Plan`, message, defaultValue: "v6e:2x4" });
+  if (!topology?.trim()) return undefined;
+  const prompt = {};
+  found.forEach(({ id, sizes }, index) => {
+    const inputs = { model_name: known(id).name, topology: topology.trim(), ...sizes };
+    prompt[`plan-${index}`] = { class_type: "TPUPlan", inputs };
+    prompt[`report-${index}`] = { class_type: "PreviewAny", inputs: { source: [`plan-${index}`, 0] } };
+  });
+  return report(say`Predicted by the compiler, not measured:`, prompt);
+}
+
+async function free() {
+  try {
+    const answer = await api.fetchApi("/tpu/free", { method: "POST" });
+    notify([answer.ok ? say`Frees as soon as no prompt runs.` : say`Not freed: the server answered ${answer.status}.`]);
+  } catch {
+    notify([say`Not freed: the server is not reachable.`]);
+  }
+}
+
+const showTab = () => app.extensionManager.command.execute("Workspace.ToggleSidebarTab.comfyui-tpu");
+
+const COMMANDS = [
+  ["comfyui-tpu.free", "Free the TPU's memory", "f", free],
+  ["comfyui-tpu.warmup", "Compile this workflow's programs ahead", "w", warmUp],
+  ["comfyui-tpu.plan", "Plan this workflow for a TPU", "p", plan],
+  ["comfyui-tpu.tab", "Show or hide the TPU tab", "t", showTab],
+];
+
+app.registerExtension({
+  name: "comfyui-tpu.commands",
+  commands: COMMANDS.map(([id, label, , run]) => ({ id, label, function: run })),
+  keybindings: COMMANDS.map(([commandId, , key]) => ({ commandId, combo: { key, alt: true, shift: true } })),
+  menuCommands: [{ path: ["TPU"], commands: COMMANDS.map(([id]) => id) }],
+});
