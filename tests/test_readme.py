@@ -1,6 +1,7 @@
 """The READMEs: every command is run by a test or marked with what it needs, and both languages say the same."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -36,6 +37,11 @@ WARMUP = "tests/cli/test_warmup.py::"
 INSTALLER = "tests/installer/test_install.py::"
 # The test that runs a command, or the mark that stands beside it.
 SHOWN = {
+    "gcloud compute tpus tpu-vm create comfyui --zone=us-east5-b --accelerator-type=v6e-8 --version=v2-alpha-tpuv6e": (
+        NETWORK
+    ),
+    "gcloud compute tpus tpu-vm ssh comfyui --zone=us-east5-b -- -L 8188:127.0.0.1:8188": NETWORK,
+    "gcloud compute tpus tpu-vm delete comfyui --zone=us-east5-b": NETWORK,
     "python3 setup.py demo": NETWORK,
     "python3 setup.py test": NETWORK,
     "git clone https://github.com/comfyui-tpu/ComfyUI-TPU": NETWORK,
@@ -169,6 +175,29 @@ def test_setup_has_the_verbs_and_options_that_are_shown(verb: str):
     }
     said = {"install": {"--comfyui", "--dry-run", "--yes"}}.get(verb, set())
     assert shown | said <= set(options_of(run.stdout)) and all(f"`{option}" in text(ENGLISH) for option in said)
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_costs_are_the_price_times_what_is_predicted(name: str):
+    predicted = {
+        record.get("recipe", record["model"]): record
+        for record in json.loads((ROOT / "benchmarks" / "predicted.json").read_text())
+    }
+    keys = (
+        "wan2.1-t2v-14b", "Wan 2.2 T2V, 4 steps, v6e:2x4", "Wan 2.1 T2V 1.3B, 50 steps, v6e:1x1",
+        "FLUX.2 klein 4B, 4 steps, v6e:1x1",
+    )  # fmt: skip
+    page = text(name)
+    _, _, *lines = page.partition("<!-- costs:begin -->\n")[2].partition("<!-- costs:end -->")[0].splitlines()
+    (price,) = {float(found) for found in re.findall(r"\$([0-9.]+)", page)}
+    for key, line in zip(keys, lines, strict=True):
+        record, (result, chips, an_hour, seconds, a_result) = predicted[key], line.strip("| ").split(" | ")
+        settings = record["settings"]
+        assert f"{settings['width']}x{settings['height']}" in result and str(settings["num_inference_steps"]) in result
+        assert chips == f"v6e-{record['chips']}" and float(an_hour) == round(price * record["chips"], 2)
+        assert float(seconds) == pytest.approx(record["predicted_total_s"], rel=5e-3)
+        cost = record["predicted_total_s"] / 3600 * price * record["chips"]
+        assert float(a_result) == pytest.approx(cost, rel=0.2 if cost < 0.001 else 0.02)
 
 
 def headings(page: str) -> list[int]:
