@@ -24,6 +24,7 @@ from ..tpu_runtime.pipeline import GB, MIB, STAGES, Sampler, Stats, readable, sn
 
 DEFAULT_URL = "http://127.0.0.1:8188"
 TIMEOUT_S = 5
+NO_CHIPS = "this machine has no TPU whose chips could be shown, and "
 FASTEST_S = 0.5
 # More chips than this are shown as one line for all and the fullest few.
 MOST_CHIPS = 32
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace, console: Console | None = None, sampler: Sa
     except NoServer as reason:
         stats, note = _without_server(options.url, sampler), str(reason)
         if stats is None:
-            raise
+            raise NoServer(f"{NO_CHIPS if _is_here(options.url) else ''}{reason}") from None
     if options.once:
         console.print(render(stats, note))
         return 0
@@ -78,11 +79,15 @@ def run(options: argparse.Namespace, console: Console | None = None, sampler: Sa
 
 def _without_server(url: str, sampler: Sampler) -> Stats | None:
     """What can be said of this machine's chips; None if it has none, or `url` is another machine's."""
-    if urllib.parse.urlsplit(_with_scheme(url)).hostname not in ("127.0.0.1", "localhost", "::1"):
+    if not _is_here(url):
         return None
     stats = sampler.complete(snapshot.stats())
     # This process is not the one whose memory is of interest.
     return {**stats, "host": {**stats["host"], "process_ram": None}} if stats["chips"] else None
+
+
+def _is_here(url: str) -> bool:
+    return urllib.parse.urlsplit(_with_scheme(url)).hostname in ("127.0.0.1", "localhost", "::1")
 
 
 def _with_scheme(url: str) -> str:

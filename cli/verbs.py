@@ -84,8 +84,19 @@ def add_inputs(verb: argparse.ArgumentParser, names: Sequence[str]) -> None:
 
 
 def _defaults(name: str) -> str:
-    values = [str(value) for value in dict.fromkeys(spec.inputs[name].default for spec in SPECS if name in spec.inputs)]
-    return values[0] or "empty" if len(values) == 1 else f"the model's own: {', '.join(values[:-1])} or {values[-1]}"
+    """The one default, or each with whose it is: families, and models that differ from their family."""
+    owners: dict[str, list[str]] = {}
+    families: dict[str, str] = {}
+    for spec in SPECS:
+        if name in spec.inputs:
+            value = str(spec.inputs[name].default)
+            if families.setdefault(spec.family, value) != value:
+                owners.setdefault(value, []).append(spec.name)
+            elif spec.family not in owners.setdefault(value, []):
+                owners[value].append(spec.family)
+    if len(owners) == 1:
+        return next(iter(owners)) or "empty"
+    return "; ".join(f"{value} of {', '.join(whose)}" for value, whose in owners.items())
 
 
 def given_inputs(options: argparse.Namespace, spec: ModelSpec) -> dict[str, Any]:

@@ -261,6 +261,7 @@ class Driver:
         self._ends.append(time.monotonic())
         self._numbers.per_hour = (len(self._ends) - 1) * 3600 / max(1e-3, self._ends[-1] - self._ends[0])
         self._store.note(DONE, job.id, record)
+        self._store.link(job.line, job.text, record.get("files", ()))
         files = ", ".join(record.get("files", ())) or "no file"
         self._view.line(f"{self._count()} line {job.line}: {record.get('seconds', 0):.1f} s, {files}")
 

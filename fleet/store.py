@@ -7,6 +7,7 @@ fsspec knows. A second call reads them and goes on.
 | `failed/<job>.json` | it is set aside, and why |
 | `tries/<job>.json` | how often it failed, or lost its worker, and is to run again |
 | `results/<job>/...` | what it made |
+| `named/<line> <prompt>.mp4` | a link to that, for people, where a folder holds links |
 | `journal.jsonl` | a line for each job that was decided, for people and scripts; rebuilt from the others |
 
 The names of a folder are the state, so that starting again lists three folders and reads few files. A file is there
@@ -17,14 +18,18 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 DONE, FAILED, TRIES, RESULTS, JOURNAL, MARK = "done", "failed", "tries", "results", "journal.jsonl", "batch.json"
+NAMED = "named"
+# How much of a prompt a name has.
+MOST_WORDS = 60
 _PARTIAL, _LOCK = ".partial", ".lock"
 _MADE_BY = "comfyui-tpu batch"
 # How often the journal is written again while jobs are decided, and the share of the time that this takes at most.
@@ -197,6 +202,20 @@ class BatchStore:
         self.jobs[folder].add(job)
         if folder != TRIES:
             self._say(job, folder, document)
+
+    def link(self, line: int, text: str, files: Sequence[str]) -> None:
+        """Links to what a job made, named by its line and the longest text that this sets."""
+        if self.root is None:
+            return
+        texts = [value for value in json.loads(text).values() if isinstance(value, str)]
+        words = " ".join(re.findall(r"\w+", max(texts, key=len, default="")))[:MOST_WORDS].strip()
+        for number, file in enumerate(files, 1):
+            name = " ".join(filter(None, (f"{line:04}", words, str(number) if number > 1 else "")))
+            link = self.root / NAMED / f"{name}{Path(file).suffix}"
+            with contextlib.suppress(OSError):  # some disks hold no links; the results are where they are
+                link.parent.mkdir(exist_ok=True)
+                link.unlink(missing_ok=True)
+                link.symlink_to(Path("..") / file)
 
     def forget(self, job: str, but: str = "") -> None:
         """Removes what is known of a job `but` in one folder."""

@@ -143,8 +143,9 @@ def test_neither_chips_nor_a_server_is_an_error(tmp_path: Path, kind: str | None
     """Another machine's server has nothing to do with the chips of this one."""
     fake = pytest.importorskip("comfyui_tpu.tests.support.fake_tpu")
     fake.plug(tmp_path, "v6e", 8 if kind else 0)
-    with pytest.raises(monitor.NoStatistics, match="no server answers"):
+    with pytest.raises(monitor.NoStatistics, match="no server answers") as error:
         looked(tmp_path, fake.closed(), url)
+    assert str(error.value).startswith("this machine has no TPU") == (kind is None)
 
 
 def test_a_server_that_starts_later_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -61,6 +61,26 @@ def test_each_job_runs_once_and_a_second_call_only_what_is_new(run, tmp_path: Pa
     assert run(second, 6) == 0 and second.runs == {5: 1, 6: 1}
     assert results(tmp_path) == [f"number {index}" for index in range(6)]
     assert sorted(line["line"] for line in journal(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    named = {path.name: path.read_text() for path in (tmp_path / "out" / "named").iterdir()}
+    assert named == {f"{line:04} number {line - 1}.txt": f"number {line - 1}" for line in range(1, 7)}
+
+
+@pytest.mark.parametrize(
+    ("text", "files", "names"),
+    [
+        ({"1.prompt": "../../a/b: \n 红 'x'", "1.negative": "no"}, ["r/j/a.png"], ["0007 a b 红 x.png"]),
+        ({"2.seed": 1}, ["r/j/a.png", "r/j/b.png"], ["0007.png", "0007 2.png"]),
+        ({"1.prompt": "word " * 100}, ["r/j/a.mp4"], [f"0007 {('word ' * 12).strip()}.mp4"]),
+        ({"1.prompt": "x"}, [], []),
+    ],
+)
+def test_results_have_names_for_people(tmp_path: Path, text: dict, files: list[str], names: list[str]):
+    store = BatchStore(str(tmp_path))
+    for _ in range(2):
+        store.link(7, json.dumps(text), files)
+    assert {link.name: str(link.readlink()) for link in (tmp_path / "named").glob("*")} == {
+        name: f"../{file}" for name, file in zip(names, files, strict=True)
+    }
 
 
 def test_a_job_that_fails_three_times_is_set_aside_and_the_rest_goes_on(run, tmp_path: Path, capsys):
