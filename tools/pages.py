@@ -15,6 +15,7 @@ from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Declaration
 from comfyui_tpu.nodes.graphs.graph import Workflow, is_link
 from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.model import catalogue
 from graphs import Graph
 
 Document = dict[str, Any]
@@ -141,7 +142,7 @@ def _places(workflow: Workflow, columns: Sequence[Sequence[str]], raised: Collec
     """Where every node stands. The last column is placed first: what passes over the others is known then. Those that
     are `raised` stand above all that passes.
     """
-    sizes = {node_id: _size(node["class_type"]) for node_id, node in workflow.items()}
+    sizes = {node_id: _size(node["class_type"], _hidden(node, workflow)) for node_id, node in workflow.items()}
     column_of = {node_id: index for index, column in enumerate(columns) for node_id in column}
     widths = [max(sizes[node_id][0] for node_id in column) for column in columns]
     boxes: dict[str, Box] = {}
@@ -158,13 +159,23 @@ def _places(workflow: Workflow, columns: Sequence[Sequence[str]], raised: Collec
     return boxes
 
 
-def _size(kind: str) -> tuple[int, int]:
-    """Width and height, as LiteGraph computes them or a little more."""
+def _hidden(node: Mapping[str, Any], workflow: Workflow) -> Collection[str]:
+    """Widgets that the page hides: what a connected model replaces, and what that one has no use for."""
+    if "model" not in node["inputs"]:
+        return ()
+    source = node
+    while is_link(source["inputs"].get("model")):
+        source = workflow[source["inputs"]["model"][0]]
+    return ("model_id", "precision", *catalogue()[source["inputs"]["model_id"]]["unused"])
+
+
+def _size(kind: str, hidden: Collection[str]) -> tuple[int, int]:
+    """Width and height, as LiteGraph computes them or a little more, without the widgets that are `hidden`."""
     declaration = HEADLESS[kind]
-    widgets = [declared for declared in declaration.inputs if declared.is_widget]
+    widgets = [declared for declared in declaration.inputs if declared.is_widget and declared.name not in hidden]
     rows = sum(1 + bool(declared.companion) for declared in widgets if not declared.multiline)
     texts = sum(declared.multiline for declared in widgets)
-    slots = max(len(declaration.inputs) - len(widgets), len(declaration.outputs))
+    slots = max(sum(not declared.is_widget for declared in declaration.inputs), len(declaration.outputs))
     height = SLOT * slots + WIDGET * rows + TEXT * texts + MARGIN + SHOWN.get(kind, 0)
     width = next((found for end, found in WIDTHS.items() if kind.endswith(end) and "VAE" not in kind), WIDTH)
     return width, height
