@@ -223,11 +223,15 @@ class Declaration:
 class Node(Declaration):
     """A node with a body: `run(host, **values)` returns one value per output.
 
+    One that `gives_core` has four outputs more, which ComfyUI makes: its own MODEL, CLIP, VAE and MODEL of the second
+    denoiser, of the model that is the first.
+
     `fingerprint(folders, **values)` changes when the result may differ although the inputs do not (files on disk).
     """
 
     run: Callable[..., tuple[Any, ...]]
     is_output: bool = False
+    gives_core: bool = False
     fingerprint: Callable[..., Hashable] | None = None
 
 

@@ -69,6 +69,14 @@ def catalogue() -> dict[str, dict[str, Any]]:
 
 _MODEL = Output(name="model", type="TPU_MODEL", tooltip="For the `model` input of the family's nodes.")
 
+_ON_TPU = "which runs on the TPU, and is made when it is used."
+_CORE = (
+    Output(name="MODEL", type="MODEL", tooltip=f"For KSampler and alike: ComfyUI's own, {_ON_TPU}"),
+    Output(name="CLIP", type="CLIP", tooltip=f"For CLIPTextEncode and alike: ComfyUI's own, {_ON_TPU}"),
+    Output(name="VAE", type="VAE", tooltip=f"For VAEDecode, VAEEncode and alike: ComfyUI's own, {_ON_TPU}"),
+    Output(name="MODEL, low noise", type="MODEL", tooltip="Of a model with two denoisers, that for low noise."),
+)
+
 
 def _check_choice(folders: Folders, *, family: str, **parts: str) -> None:
     choose_model(spec_for_family(family), chosen_id(parts), folders=folders.models)
@@ -94,7 +102,8 @@ def _choose_remote(host: Host, *, address: str, model_id: str, family: str, prec
 LOADER = Node(
     id="TPUModelLoader",
     title="TPU Model Loader",
-    description="Names one model for several nodes. Weights are read where and when they are used.",
+    description="Names one model for several nodes, this pack's or ComfyUI's own. Weights are read where and when "
+    "they are used.",
     inputs=(
         Input(
             name="model_id",
@@ -122,7 +131,8 @@ LOADER = Node(
             for name, (folder, text) in PARTS.items()
         ),
     ),
-    outputs=(_MODEL,),
+    outputs=(_MODEL, *_CORE),
+    gives_core=True,
     check=_check_choice,
     checks=("model_id", "family"),
     checked_too=tuple(PARTS),

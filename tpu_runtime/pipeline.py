@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from . import device_memory, files, media
 from .cache import store
 from .cache.store import cache_folder, trim
-from .checkpoints import checkpoint, content, hub, tiny
+from .checkpoints import checkpoint, content, hub, original, tiny
 from .checkpoints.checkpoint import Checkpoint
 from .checkpoints.model_ref import EXPERTS, Expected, HeldTensors, Lora, ModelRef, choose_model, choose_part, variant
-from .checkpoints.parts import SEPARATOR, choices, files_in, held_networks, held_tensor, is_of_files, spec_of
+from .checkpoints.parts import SEPARATOR, choices, files_in, held_tensor, is_of_files, spec_of
 from .checkpoints.weight_files import WeightFile
 from .device_memory import DeviceMemory
 from .engine import payloads, stage_files

@@ -139,7 +139,10 @@ def _output(output: Output) -> Any:
 def _socket(kind: str) -> Any:
     if kind == "*":
         return io.AnyType
-    core = {"CONDITIONING": io.Conditioning, "LATENT": io.Latent, "IMAGE": io.Image, "VIDEO": io.Video, "MASK": io.Mask}
+    core = {
+        "CONDITIONING": io.Conditioning, "LATENT": io.Latent, "IMAGE": io.Image, "VIDEO": io.Video, "MASK": io.Mask,
+        "MODEL": io.Model, "CLIP": io.Clip, "VAE": io.Vae,
+    }  # fmt: skip
     return core.get(kind) or io.Custom(kind)
 
 
@@ -168,7 +171,8 @@ def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
             with errors.named():
                 results = declaration.run(host, **declaration.values(given))
             host.ended()
-            return io.NodeOutput(*results)
+            more = core_loaders.objects(*results) if declaration.gives_core else ()
+            return io.NodeOutput(*results, *more)
         except pipeline.OutOfMemory as error:
             failure = str(error)
         # ComfyUI knows this one: it unloads everything, and the page says that memory ran out.

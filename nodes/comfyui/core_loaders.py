@@ -9,6 +9,7 @@ from typing import Any
 
 import folder_paths
 
+from ...tpu_runtime.pipeline import ModelRef
 from ..model import CLIP_TYPES
 from . import core_model, core_text_and_vae, memory
 from .host import ComfyHost, weights
@@ -176,6 +177,16 @@ class TPUCheckpointLoader(io.ComfyNode):
             core_text_and_vae.clip([path], core_text_and_vae.type_of(path), _AUTO, ComfyHost),
             core_text_and_vae.vae(path, _AUTO, ComfyHost),
         )
+
+
+def objects(model: ModelRef) -> tuple[Any, ...]:
+    """MODEL, CLIP, VAE and MODEL of the second denoiser of a model, each made when it is first used."""
+    return (
+        core_model.later(model, 0, ComfyHost),
+        core_text_and_vae.later_clip(model, ComfyHost),
+        core_text_and_vae.later_vae(model, ComfyHost),
+        core_model.later(model, 1, ComfyHost),
+    )
 
 
 CLASSES: tuple[type[io.ComfyNode], ...] = (

@@ -10,22 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import comfy.hooks
 import comfy.model_detection
 import comfy.model_management
-import comfy.model_patcher
 import comfy.ops
 import numpy as np
 import torch
 from comfy.ldm.common_dit import pad_to_patch_size
-from comfy.patcher_extension import WrappersMP, merge_nested_dicts
-from comfy.samplers import cond_equal_size
+from comfy.patcher_extension import WrappersMP
 
 from ...tpu_runtime import pipeline
 from ...tpu_runtime.pipeline import ModelRef, Progress
 from . import core_patches, errors
+from .core_patches import CPU, CorePatcher, PlainBatch
 
-CPU = torch.device("cpu")
 # The progress of the node that runs: one object is used by many.
 MakeHost = Callable[[], Progress]
 
@@ -39,11 +36,27 @@ class Asked:
     inputs: Mapping[str, np.ndarray]
 
 
-def model(path: str, precision: str, host: MakeHost) -> "CorePatcher":
+def model(path: str, precision: str, host: MakeHost) -> CorePatcher:
     """Core's MODEL of the denoiser in a file."""
-    chosen = pipeline.choose_part(pipeline.SPECS, path, precision=precision)
-    held = held_as(chosen, chosen.spec.denoiser.experts[0])
-    base = _core_model(held, str(held.path))
+    found = later(pipeline.choose_part(pipeline.SPECS, path, precision=precision), 0, host)
+    found.make_now()
+    return found
+
+
+def later(chosen: ModelRef, expert: int, host: MakeHost) -> CorePatcher:
+    """Core's MODEL of a model's denoiser, by its number, made when it is first used; refused where there is none."""
+    return CorePatcher.later(lambda patcher: _make(patcher, chosen, expert, host))
+
+
+def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeHost) -> None:
+    experts = chosen.spec.denoiser.experts
+    if expert >= len(experts):
+        raise ValueError(
+            f"{chosen.spec.title} has one denoiser, and this MODEL is that of a second one, for low noise. Link the "
+            "output MODEL."
+        )
+    held = pipeline.original.network(chosen, experts[expert], host())
+    base = _core_model(held)
     names = _names_of(base)
     network = base.diffusion_model
     forward = inspect.signature(type(network)._forward)
@@ -58,23 +71,15 @@ def model(path: str, precision: str, host: MakeHost) -> "CorePatcher":
         x = given["x"]
         asked = names(chosen, {**given, "options": options})
         loras = core_patches.loras(patcher, held)
-        prediction = pipeline.Prediction(sample=asked.sample, timestep=asked.timestep, inputs=asked.inputs)
+        prediction = pipeline.Prediction(
+            sample=asked.sample, timestep=asked.timestep, inputs=asked.inputs, expert=expert
+        )
         found = ask("predict", replace(chosen, loras=loras), host, prediction=prediction)
         return found[(..., *(slice(0, size) for size in x.shape[2:]))].to(x.dtype)
 
     network._forward = predict
-    patcher = CorePatcher(base, load_device=CPU, offload_device=CPU, size=1)
+    patcher.fill(base)
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "comfyui_tpu", PlainBatch())
-    return patcher
-
-
-def held_as(model: ModelRef, component: str) -> Any:
-    """The network in a model's files that is this component; `ValueError` where there is none."""
-    wanted = model.spec.component(component).class_name
-    for held in pipeline.held_networks(model.model_id):
-        if held.layout.class_name == wanted:
-            return held
-    raise ValueError(f"{model.model_id} holds no {wanted}. Choose another file, or another loader.")
 
 
 def ask(stage: str, model: ModelRef, host: MakeHost, **arguments: Any) -> Any:
@@ -87,7 +92,7 @@ def ask(stage: str, model: ModelRef, host: MakeHost, **arguments: Any) -> Any:
     raise comfy.model_management.OOM_EXCEPTION(failure)
 
 
-def _core_model(held: Any, path: str) -> Any:
+def _core_model(held: Any) -> Any:
     """Core's model of a network, as its own loader finds it, without memory for weights."""
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in held.tensors.items()}
     said = held.contents.config
@@ -99,7 +104,7 @@ def _core_model(held: Any, path: str) -> Any:
         shapes = found or shapes
     if config is None:
         raise ValueError(
-            f"{path}: ComfyUI does not know this file's names, so its samplers cannot run it. Use the file in "
+            f"{held.path}: ComfyUI does not know this file's names, so its samplers cannot run it. Use the file in "
             "ComfyUI's own names (Comfy-Org's repositories), or this pack's own sampler."
         )
     config.set_inference_dtype(torch.float32, None)
@@ -343,134 +348,3 @@ def _refuse_rest(model: ModelRef, given: Given, harmless: set[str]) -> None:
                 f"{model.spec.title}: a node adds {name} to the conditioning, which the compiled network has no input "
                 "for. Remove that node, or load the model with ComfyUI's own loader."
             )
-
-
-# --- the rows of guidance ---------------------------------------------------------------------------------------------
-
-
-class PlainBatch:
-    """Core's `_calc_cond_batch` for conditionings of whole samples, one for each row of guidance, at strength 1.
-
-    There each result is multiplied by ones and divided by their sum, which changes no bit and takes a core of the host
-    longer than a step should. What rows share from step to step, such as the texts side by side, is joined once.
-    Anything else is core's.
-    """
-
-    def __init__(self) -> None:
-        self._joined: dict[str, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
-
-    def __call__(
-        self,
-        execute: Callable[..., list[torch.Tensor]],
-        model: Any,
-        conds: Sequence[Sequence[Mapping[str, Any]] | None],
-        sample: torch.Tensor,
-        timestep: torch.Tensor,
-        options: dict[str, Any],
-    ) -> list[torch.Tensor]:
-        chosen = self._chosen(conds, timestep, options)
-        rows = [
-            {name: value.process_cond(batch_size=len(sample), area=None) for name, value in each["model_conds"].items()}
-            for _, each in chosen
-        ]
-        if not rows or not all(cond_equal_size(rows[0], row) for row in rows[1:]):
-            return execute(model, conds, sample, timestep, options)
-        patcher = model.current_patcher
-        patcher.prepare_state(timestep, options)
-        own = patcher.apply_hooks(hooks=None)
-        own = merge_nested_dicts(own, options.get("transformer_options", {}), copy_dict1=False)
-        own |= {
-            "cond_or_uncond": [index for index, _ in chosen],
-            "uuids": [each["uuid"] for _, each in chosen],
-            "sigmas": timestep,
-        }
-        inputs = {name: self._join(name, [row[name] for row in rows]) for name in rows[0]}
-        number = len(rows)
-        found = model.apply_model(
-            torch.cat([sample] * number), torch.cat([timestep] * number), **inputs, transformer_options=own
-        )
-        results = [torch.zeros(()) if cond else torch.zeros_like(sample) for cond in conds]
-        for (index, _), result in zip(chosen, found.chunk(number), strict=True):
-            results[index] = result
-        return results
-
-    def _chosen(
-        self, conds: Sequence[Sequence[Mapping[str, Any]] | None], timestep: torch.Tensor, options: Mapping[str, Any]
-    ) -> list[tuple[int, Mapping[str, Any]]]:
-        """The one that each row of guidance has now, last row first as in core; none where that is not so plain."""
-        if any(options.get(name) for name in ("multigpu_clones", "model_function_wrapper")):
-            return []
-        found = []
-        for index, each in reversed(list(enumerate(conds))):
-            now = [cond for cond in each or () if _is_now(cond, timestep)]
-            if each and (len(now) != 1 or not _is_plain(now[0])):
-                return []
-            found += [(index, cond) for cond in now]
-        return found
-
-    def _join(self, name: str, parts: list[Any]) -> Any:
-        tensors = tuple(part.cond for part in parts)
-        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-            return parts[0].concat(parts[1:])
-        before, joined = self._joined.get(name, ((), None))
-        if joined is None or list(map(id, before)) != list(map(id, tensors)):
-            joined = parts[0].concat(parts[1:])
-            self._joined[name] = (tensors, joined)
-        return joined
-
-
-def _is_now(cond: Mapping[str, Any], timestep: torch.Tensor) -> bool:
-    start, end = cond.get("timestep_start"), cond.get("timestep_end")
-    return not (start is not None and timestep[0] > start) and not (end is not None and timestep[0] < end)
-
-
-def _is_plain(cond: Mapping[str, Any]) -> bool:
-    others = ("area", "mask", "hooks", "control", "gligen")
-    return cond.get("strength", 1.0) == 1.0 and "default" not in cond and all(cond.get(name) is None for name in others)
-
-
-# --- what moves core's models -----------------------------------------------------------------------------------------
-
-
-class CorePatcher(comfy.model_patcher.ModelPatcher):
-    """Core's handle of the model, which moves no weights: those on the chips are the engine's."""
-
-    def model_size(self) -> int:
-        return 1
-
-    def loaded_size(self) -> int:
-        return 1
-
-    def get_free_memory(self, device: torch.device) -> int:
-        return 1 << 60  # both rows of guidance in one call
-
-    def load(self, *args: object, **kwargs: object) -> None:
-        self.model.current_weight_patches_uuid = self.patches_uuid
-
-    def partially_load(self, *args: object, **kwargs: object) -> int:
-        self.unpatch_model(None, unpatch_weights=False)
-        self.patch_model(None, load_weights=False)
-        return 0
-
-    def partially_unload(self, *args: object, **kwargs: object) -> int:
-        return 0
-
-    def unpatch_model(self, device_to: object = None, unpatch_weights: bool = True) -> None:
-        super().unpatch_model(None, unpatch_weights=False)
-
-    def model_patches_to(self, device: object) -> None:
-        pass
-
-    def pre_run(self) -> None:
-        """Before the first step: what cannot work is refused here."""
-        core_patches.check_patcher(self)
-        super().pre_run()
-
-    def patch_hooks(self, hooks: object) -> None:
-        if hooks is not None:
-            raise ValueError(core_patches.HOOKS)
-
-    def register_all_hook_patches(self, hooks: Any, *args: Any, **kwargs: Any) -> None:
-        if hooks is not None and hooks.get_type(comfy.hooks.EnumHookType.Weight):
-            raise ValueError(core_patches.HOOKS)
-        super().register_all_hook_patches(hooks, *args, **kwargs)

@@ -1,17 +1,23 @@
-"""What nodes of core hang onto a MODEL: LoRAs, which are merged on the chips, and what cannot work there."""
+"""Core's handle of a MODEL, the rows of guidance, and what core's nodes hang onto a MODEL: LoRAs, which are merged on
+the chips, and what cannot work there.
+"""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
+import comfy.hooks
 import comfy.lora
+import comfy.model_patcher
 import torch
-from comfy.patcher_extension import WrappersMP
+from comfy.patcher_extension import WrappersMP, merge_nested_dicts
+from comfy.samplers import cond_equal_size
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 
 from ...tpu_runtime import pipeline
 from ...tpu_runtime.pipeline import HeldTensors, Lora
 
+CPU = torch.device("cpu")
 # The parts of the tuples in which core keeps a file's tensors, by its name for the kind, as LoRA files call them.
 _PARTS = {
     "lora": ("lora_up.weight", "lora_down.weight", "alpha", "lora_mid.weight", "dora_scale", "reshape_weight"),
@@ -73,6 +79,182 @@ def check_patcher(patcher: Any) -> None:
     compiled = patcher.get_wrappers(WrappersMP.APPLY_MODEL, COMPILE_KEY)
     if own or wrapped or compiled or patcher.injections:
         raise ValueError(_OBJECTS)
+
+
+# --- what moves core's models -----------------------------------------------------------------------------------------
+
+
+class Later:
+    """One of core's objects that is made when it is first asked for something: what nobody uses costs nothing."""
+
+    @classmethod
+    def later(cls, make: Callable[[Any], None]) -> Self:
+        found = cls.__new__(cls)
+        vars(found)["_make"] = make
+        return found
+
+    @property
+    def is_made(self) -> bool:
+        return "_make" not in vars(self)
+
+    def make_now(self) -> None:
+        make = vars(self).pop("_make", None)
+        try:
+            if make is not None:
+                make(self)
+        except BaseException:
+            vars(self)["_make"] = make  # it is asked again, and says it again
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_made or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        self.make_now()
+        return getattr(self, name)
+
+
+class CorePatcher(Later, comfy.model_patcher.ModelPatcher):
+    """Core's handle of the model, which moves no weights: those on the chips are the engine's."""
+
+    def fill(self, network: Any) -> None:
+        """With the network that it is of."""
+        comfy.model_patcher.ModelPatcher.__init__(self, network, load_device=CPU, offload_device=CPU, size=1)
+
+    def __del__(self) -> None:
+        if self.is_made:
+            super().__del__()
+
+    # Core asks every output of a node, used or not, for these.
+
+    def model_patches_models(self) -> list[Any]:
+        return super().model_patches_models() if self.is_made else []
+
+    def get_nested_additional_models(self) -> list[Any]:
+        return super().get_nested_additional_models() if self.is_made else []
+
+    def model_size(self) -> int:
+        return 1
+
+    def loaded_size(self) -> int:
+        return 1
+
+    def get_free_memory(self, device: torch.device) -> int:
+        return 1 << 60  # both rows of guidance in one call
+
+    def load(self, *args: object, **kwargs: object) -> None:
+        self.model.current_weight_patches_uuid = self.patches_uuid
+
+    def partially_load(self, *args: object, **kwargs: object) -> int:
+        self.unpatch_model(None, unpatch_weights=False)
+        self.patch_model(None, load_weights=False)
+        return 0
+
+    def partially_unload(self, *args: object, **kwargs: object) -> int:
+        return 0
+
+    def unpatch_model(self, device_to: object = None, unpatch_weights: bool = True) -> None:
+        super().unpatch_model(None, unpatch_weights=False)
+
+    def model_patches_to(self, device: object) -> None:
+        pass
+
+    def pre_run(self) -> None:
+        """Before the first step: what cannot work is refused here."""
+        check_patcher(self)
+        super().pre_run()
+
+    def patch_hooks(self, hooks: object) -> None:
+        if hooks is not None:
+            raise ValueError(HOOKS)
+
+    def register_all_hook_patches(self, hooks: Any, *args: Any, **kwargs: Any) -> None:
+        if hooks is not None and hooks.get_type(comfy.hooks.EnumHookType.Weight):
+            raise ValueError(HOOKS)
+        super().register_all_hook_patches(hooks, *args, **kwargs)
+
+
+# --- the rows of guidance ---------------------------------------------------------------------------------------------
+
+
+class PlainBatch:
+    """Core's `_calc_cond_batch` for conditionings of whole samples, one for each row of guidance, at strength 1.
+
+    There each result is multiplied by ones and divided by their sum, which changes no bit and takes a core of the host
+    longer than a step should. What rows share from step to step, such as the texts side by side, is joined once.
+    Anything else is core's.
+    """
+
+    def __init__(self) -> None:
+        self._joined: dict[str, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
+
+    def __call__(
+        self,
+        execute: Callable[..., list[torch.Tensor]],
+        model: Any,
+        conds: Sequence[Sequence[Mapping[str, Any]] | None],
+        sample: torch.Tensor,
+        timestep: torch.Tensor,
+        options: dict[str, Any],
+    ) -> list[torch.Tensor]:
+        chosen = self._chosen(conds, timestep, options)
+        rows = [
+            {name: value.process_cond(batch_size=len(sample), area=None) for name, value in each["model_conds"].items()}
+            for _, each in chosen
+        ]
+        if not rows or not all(cond_equal_size(rows[0], row) for row in rows[1:]):
+            return execute(model, conds, sample, timestep, options)
+        patcher = model.current_patcher
+        patcher.prepare_state(timestep, options)
+        own = patcher.apply_hooks(hooks=None)
+        own = merge_nested_dicts(own, options.get("transformer_options", {}), copy_dict1=False)
+        own |= {
+            "cond_or_uncond": [index for index, _ in chosen],
+            "uuids": [each["uuid"] for _, each in chosen],
+            "sigmas": timestep,
+        }
+        inputs = {name: self._join(name, [row[name] for row in rows]) for name in rows[0]}
+        number = len(rows)
+        found = model.apply_model(
+            torch.cat([sample] * number), torch.cat([timestep] * number), **inputs, transformer_options=own
+        )
+        results = [torch.zeros(()) if cond else torch.zeros_like(sample) for cond in conds]
+        for (index, _), result in zip(chosen, found.chunk(number), strict=True):
+            results[index] = result
+        return results
+
+    def _chosen(
+        self, conds: Sequence[Sequence[Mapping[str, Any]] | None], timestep: torch.Tensor, options: Mapping[str, Any]
+    ) -> list[tuple[int, Mapping[str, Any]]]:
+        """The one that each row of guidance has now, last row first as in core; none where that is not so plain."""
+        if any(options.get(name) for name in ("multigpu_clones", "model_function_wrapper")):
+            return []
+        found = []
+        for index, each in reversed(list(enumerate(conds))):
+            now = [cond for cond in each or () if _is_now(cond, timestep)]
+            if each and (len(now) != 1 or not _is_plain(now[0])):
+                return []
+            found += [(index, cond) for cond in now]
+        return found
+
+    def _join(self, name: str, parts: list[Any]) -> Any:
+        tensors = tuple(part.cond for part in parts)
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            return parts[0].concat(parts[1:])
+        before, joined = self._joined.get(name, ((), None))
+        if joined is None or list(map(id, before)) != list(map(id, tensors)):
+            joined = parts[0].concat(parts[1:])
+            self._joined[name] = (tensors, joined)
+        return joined
+
+
+def _is_now(cond: Mapping[str, Any], timestep: torch.Tensor) -> bool:
+    start, end = cond.get("timestep_start"), cond.get("timestep_end")
+    return not (start is not None and timestep[0] > start) and not (end is not None and timestep[0] < end)
+
+
+def _is_plain(cond: Mapping[str, Any]) -> bool:
+    others = ("area", "mask", "hooks", "control", "gligen")
+    return cond.get("strength", 1.0) == 1.0 and "default" not in cond and all(cond.get(name) is None for name in others)
 
 
 # --- LoRAs ------------------------------------------------------------------------------------------------------------

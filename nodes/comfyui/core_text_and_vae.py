@@ -1,7 +1,7 @@
 """ComfyUI's own CLIP and VAE whose networks run on the TPU: weights of words, templates, ratios, batches are core's."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import comfy.ops
 import comfy.sd
@@ -19,15 +19,16 @@ import torch
 from ...tpu_runtime import pipeline
 from ...tpu_runtime.pipeline import ModelRef
 from ..model import CLIP_TYPES
-from .core_model import CPU, CorePatcher, MakeHost, ask, held_as
+from .core_model import MakeHost, ask
+from .core_patches import CPU, CorePatcher, Later
 
 META = torch.device("meta")
 
 
 # --- CLIP -------------------------------------------------------------------------------------------------------------
 
-# The tokenizers that files carry along, as core calls them.
-CARRIED = ("spiece_model", "tekken_model", "tokenizer_json")
+# Text encoders whose tokenizer core has not: files carry it along.
+_CARRYING = ("UMT5EncoderModel", "Mistral3ForConditionalGeneration")
 
 
 def _core_classes(model: ModelRef) -> tuple[Any, Any]:
@@ -53,7 +54,7 @@ def type_of(path: str) -> str:
     return next(kind for kind, families in CLIP_TYPES.items() if family in families)
 
 
-def clip(paths: Sequence[str], kind: str, precision: str, host: MakeHost) -> comfy.sd.CLIP:
+def clip(paths: Sequence[str], kind: str, precision: str, host: MakeHost) -> "CLIP":
     """Core's CLIP of text encoders in files; `kind` is the type that core's loaders are told."""
     if kind not in CLIP_TYPES:
         raise ValueError(
@@ -62,18 +63,35 @@ def clip(paths: Sequence[str], kind: str, precision: str, host: MakeHost) -> com
         )
     specs = [spec for spec in pipeline.SPECS if spec.family in CLIP_TYPES[kind]]
     model = pipeline.choose_part(specs, pipeline.SEPARATOR.join(paths), precision=precision)
-    networks = pipeline.held_networks(model.model_id)
-    carried = {name: pipeline.held_tensor(held, name) for held in networks for name in CARRIED}
+    found = later_clip(model, host)
+    found.make_now()
+    return found
+
+
+def later_clip(model: ModelRef, host: MakeHost) -> "CLIP":
+    """Core's CLIP of a model's text encoders, made when it is first used."""
+    return CLIP.later(lambda found: _make_clip(found, model, host))
+
+
+def _make_clip(found: "CLIP", model: ModelRef, host: MakeHost) -> None:
+    carried = pipeline.original.tokenizers(model, host())
+    if not carried and model.spec.component(model.spec.text_encoders[0].component).class_name in _CARRYING:
+        raise ValueError(
+            f"{model.model_id} has its tokenizer in no form that ComfyUI reads (a file that carries it along, "
+            "spiece.model, tekken.json). Load Comfy-Org's file of this text encoder with Load CLIP (TPU)."
+        )
     target = CoreTarget()
     target.clip, target.tokenizer = _core_classes(model)
     options = {
         "custom_operations": comfy.ops.disable_weight_init, "dtype": torch.float32, "initial_device": META,
         "load_device": CPU, "offload_device": CPU,
     }  # fmt: skip
-    found = comfy.sd.CLIP(
+    patcher = found.patcher
+    comfy.sd.CLIP.__init__(
+        found,
         target,
         embedding_directory=folder_paths.get_folder_paths("embeddings"),
-        tokenizer_data={name: x for name, x in carried.items() if x is not None},
+        tokenizer_data={name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in carried.items()},
         model_options=options,
         disable_dynamic=True,
     )
@@ -81,9 +99,25 @@ def clip(paths: Sequence[str], kind: str, precision: str, host: MakeHost) -> com
     for number, one in enumerate(inner):
         one.transformer = Encoder(model, number, host)
         one.process_tokens = _checked(one.process_tokens, model)
-    found.patcher = CorePatcher(found.cond_stage_model, load_device=CPU, offload_device=CPU, size=1)
-    found.patcher.is_clip = True
-    return found
+    patcher.fill(found.cond_stage_model)
+    patcher.is_clip = True
+    found.patcher = patcher
+
+
+class LaterOwner(Later):
+    """With a patcher, which core looks for on every output of a node, and which makes its owner when it is used."""
+
+    patcher: Any
+
+    @classmethod
+    def later(cls, make: Callable[[Any], None]) -> Self:
+        found = super().later(make)
+        found.patcher = CorePatcher.later(lambda patcher: found.make_now())
+        return found
+
+
+class CLIP(LaterOwner, comfy.sd.CLIP):
+    """Core's."""
 
 
 class CoreTarget:
@@ -112,6 +146,7 @@ class Encoder(torch.nn.Module):
         """The states that the denoiser gets, `[rows, tokens, dim]`, in the places of core's last and inner layers."""
         ids = embeds[..., 0].to(torch.int32)
         text = self.model.spec.text_encoders[self.number]
+        self._check_vocabulary(text, int(ids.max()))
         length, most = ids.shape[1], text.prefix + text.max_length
         if length > most:
             raise ValueError(
@@ -133,6 +168,15 @@ class Encoder(torch.nn.Module):
         if isinstance(layers, list):  # of several layers, side by side: core wants them apart
             return states, states.unflatten(2, (len(layers), -1)).movedim(2, 1)
         return states, states
+
+    def _check_vocabulary(self, text: Any, most: int) -> None:
+        config = self.model.resolve(pipeline.Silent()).configs[text.component]
+        rows = config.get("text_config", config)["vocab_size"]
+        if most >= rows:
+            raise ValueError(
+                f"{self.model.spec.title}: the prompt has a token {most}, and {self.model.model_id} has embeddings of "
+                f"{rows}: its tokenizer is not ComfyUI's. Use this pack's own text encoder for it."
+            )
 
 
 def _numbers(row: torch.Tensor) -> np.ndarray:
@@ -156,18 +200,41 @@ def _checked(process: Callable[..., Any], model: ModelRef) -> Callable[..., Any]
 
 def vae(path: str, precision: str, host: MakeHost) -> "VAE":
     """Core's VAE of a file."""
-    specs = [spec for spec in pipeline.SPECS if spec.vae.encode is not None]
-    model = pipeline.choose_part(specs, path, precision=precision)
-    held = held_as(model, model.spec.vae.component)
-    with META:
-        shapes = {name: torch.empty(tensor.shape) for name, tensor in held.tensors.items()}
-        found = VAE(shapes, device=CPU, dtype=torch.float32)
-    found.first_stage_model = Autoencoder(model, host)
-    found.patcher = CorePatcher(found.first_stage_model, load_device=CPU, offload_device=CPU, size=1)
+    found = later_vae(pipeline.choose_part(_ENCODING, path, precision=precision), host)
+    found.make_now()
     return found
 
 
-class VAE(comfy.sd.VAE):
+def later_vae(model: ModelRef, host: MakeHost) -> "VAE":
+    """Core's VAE of a model, made when it is first used."""
+    return VAE.later(lambda found: _make_vae(found, model, host))
+
+
+def _make_vae(found: "VAE", model: ModelRef, host: MakeHost) -> None:
+    held = pipeline.original.network(model, model.spec.vae.component, host())
+    patcher = found.patcher
+    with META:
+        shapes = {name: torch.empty(tensor.shape) for name, tensor in held.tensors.items()}
+        comfy.sd.VAE.__init__(found, shapes, device=CPU, dtype=torch.float32)
+    found.first_stage_model = Autoencoder(model, _encoding(model, held), host)
+    patcher.fill(found.first_stage_model)
+    found.patcher = patcher
+
+
+_ENCODING = tuple(spec for spec in pipeline.SPECS if spec.vae.encode is not None)
+
+
+def _encoding(model: ModelRef, held: Any) -> ModelRef | None:
+    """The model whose VAE encodes: of one that has no use for it, the same file's as another model's; None if in
+    several files.
+    """
+    if model.spec.vae.encode is not None:
+        return model
+    files = list({tensor.path for tensor in held.tensors.values()})
+    return pipeline.choose_part(_ENCODING, str(files[0]), precision=model.precision) if len(files) == 1 else None
+
+
+class VAE(LaterOwner, comfy.sd.VAE):
     """Core's, without tiles: the chips decode and encode one latent frame at a time, each a part of it."""
 
     @property
@@ -190,9 +257,9 @@ class VAE(comfy.sd.VAE):
 class Autoencoder(torch.nn.Module):
     """In place of core's network. Pixels are `[rows, 3, frames, height, width]` in -1..1; pictures have no frames."""
 
-    def __init__(self, model: ModelRef, host: MakeHost) -> None:
+    def __init__(self, model: ModelRef, encoding: ModelRef | None, host: MakeHost) -> None:
         super().__init__()
-        self.model, self.host = model, host
+        self.model, self.encoding, self.host = model, encoding, host
 
     def decode(self, samples: torch.Tensor, **options: Any) -> torch.Tensor:
         rows = [ask("decode", self.model, self.host, latents={"samples": row[None]}) for row in samples]
@@ -200,6 +267,11 @@ class Autoencoder(torch.nn.Module):
         return pixels[:, :, 0] if samples.ndim == 4 else pixels
 
     def encode(self, pixels: torch.Tensor, **options: Any) -> torch.Tensor:
+        if self.encoding is None:
+            raise ValueError(
+                f"{self.model.spec.title}: {self.model.model_id} has its VAE in several files, of which its encoder is "
+                "not read. Load the VAE's file with Load VAE (TPU)."
+            )
         frames = pixels if pixels.ndim == 5 else pixels.unsqueeze(2)
-        rows = [ask("latents", self.model, self.host, pixels=row[None].clone()) for row in frames]
+        rows = [ask("latents", self.encoding, self.host, pixels=row[None].clone()) for row in frames]
         return torch.cat(rows)

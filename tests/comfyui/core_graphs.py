@@ -1,6 +1,7 @@
 """Run in a process of its own: graphs of ComfyUI's own nodes, with core's torch MODEL and with ours of the same file.
 
-Arguments: ComfyUI's folder and a job as JSON: a denoiser's `path`, the shapes of `latents` and of a `text` (width, and
+Arguments: ComfyUI's folder and a job as JSON: a denoiser's `path`, or also the `folder` of the model that ours is of
+(family, path, which of its denoisers), the shapes of `latents` and of a `text` (width, and
 tokens of each of three prompts), `cfg`, what else is in a conditioning by name (`more`, as shapes), and the `cases`.
 Prints the relative L2 of the latents by case as JSON, last.
 """
@@ -26,8 +27,6 @@ def main(comfyui: str, job: str) -> None:
     sys.path.append(str(Path(__file__).parents[1] / "files"))
     import narrow  # noqa: F401
     import torch
-    from comfyui_tpu.nodes.comfyui import core_model
-    from comfyui_tpu.tpu_runtime import pipeline
 
     import nodes
 
@@ -36,11 +35,26 @@ def main(comfyui: str, job: str) -> None:
         graphs = Graphs(nodes, said)
         for name in said["cases"]:
             theirs = CASES[name](graphs, comfy.sd.load_diffusion_model(said["path"], {"dtype": torch.float32}))
-            found = CASES[name](graphs, core_model.model(said["path"], "float32", pipeline.Silent))
+            found = CASES[name](graphs, ours(said))
             assert found.shape == theirs.shape and found.isfinite().all()
             errors[name] = ((found - theirs).norm() / theirs.norm()).item()
             print(name, errors[name], file=sys.stderr)
     print(json.dumps(errors))
+
+
+def ours(job: Mapping[str, Any]) -> Any:
+    import comfy.model_patcher
+    import core_parts
+    from comfyui_tpu.nodes.comfyui import core_model
+    from comfyui_tpu.tpu_runtime import pipeline
+
+    if "folder" not in job:
+        return core_model.model(job["path"], "float32", pipeline.Silent)
+    family, path, expert = job["folder"]
+    model = pipeline.choose_model(pipeline.spec_for_family(family), path, precision="float32")
+    found = core_model.later(model, expert, pipeline.Silent)
+    core_parts.check_later(found, comfy.model_patcher.ModelPatcher)
+    return found
 
 
 class Graphs:

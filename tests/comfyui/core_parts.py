@@ -2,13 +2,15 @@
 
 Arguments: ComfyUI's folder and a job as JSON: `kind` "clip" (with `type`, `paths`, and what core makes of it: `te` and
 `tokenizer`, below `comfy.text_encoders`, and its `options`) or "vae" (`paths`, `frames` to encode, `latents` to decode,
-as shapes, and what of core is made smaller for it: `sizes` by class). Prints the relative L2 by case as JSON, last.
+as shapes, and what of core is made smaller for it: `sizes` by class); with a `folder` (family, path), ours is of that
+model. Prints the relative L2 by case as JSON, last.
 """
 
 import importlib
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 PROMPTS = (
@@ -55,10 +57,15 @@ def texts(job: Mapping[str, Any]) -> dict[str, float]:
     # Core recognises encoders by their published sizes, so a miniature's class is said here.
     target, files = core_text_and_vae.CoreTarget(), [comfy.utils.load_torch_file(path) for path in job["paths"]]
     target.clip, target.tokenizer = named(job["te"])(), named(job["tokenizer"])
-    carried = {name: files[0][name] for name in core_text_and_vae.CARRIED if name in files[0]}
+    carried = {name: files[0][name] for name in ("spiece_model", "tekken_model") if name in files[0]}
     options = {**job["options"], "dtype": torch.float32}
     theirs = comfy.sd.CLIP(target, tokenizer_data=carried, model_options=options, state_dict=files)
-    ours = core_text_and_vae.clip(job["paths"], job["type"], "float32", pipeline.Silent)
+    if "folder" in job:
+        ours = core_text_and_vae.later_clip(of_folder(job), pipeline.Silent)
+        check_later(ours, comfy.sd.CLIP)
+        check_tokens(ours, Path(job["folder"][1], "tokenizer"))
+    else:
+        ours = core_text_and_vae.clip(job["paths"], job["type"], "float32", pipeline.Silent)
     errors = {}
     for prompt in PROMPTS:
         (found, own), (wanted, said) = (
@@ -71,6 +78,32 @@ def texts(job: Mapping[str, Any]) -> dict[str, float]:
                 errors[f"{prompt}, {name}"] = relative(own[name].float(), value.float())
         assert ours.tokenize(prompt) == theirs.tokenize(prompt)
     return errors
+
+
+def of_folder(job: Mapping[str, Any]) -> Any:
+    from comfyui_tpu.tpu_runtime import pipeline
+
+    family, path = job["folder"]
+    return pipeline.choose_model(pipeline.spec_for_family(family), path, precision="float32")
+
+
+def check_later(found: Any, kind: type) -> None:
+    """What core asks of the outputs of every node makes nothing."""
+    from comfy.model_patcher import PromptModelTracker, is_model_patcher_output
+
+    PromptModelTracker().add([found])
+    assert is_model_patcher_output(found) and isinstance(found, kind) and not found.is_made
+
+
+def check_tokens(clip: Any, folder: Path) -> None:
+    """They are those of the folder's own tokenizer, but for padding."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for prompt in PROMPTS[:3]:
+        ((rows,),) = (clip.tokenize(prompt).values(),)
+        wanted = tokenizer(prompt)["input_ids"]
+        assert [entry[0] for entry in rows][: len(wanted)] == wanted, prompt
 
 
 def make_smaller(path: str, sizes: Mapping[str, Any]) -> None:
@@ -92,7 +125,11 @@ def frames(job: Mapping[str, Any]) -> dict[str, float]:
     for name, sizes in job.get("sizes", {}).items():
         make_smaller(name, sizes)
     theirs = comfy.sd.VAE(sd=comfy.utils.load_torch_file(path), device=torch.device("cpu"), dtype=torch.float32)
-    ours = core_text_and_vae.vae(path, "float32", pipeline.Silent)
+    if "folder" in job:
+        ours = core_text_and_vae.later_vae(of_folder(job), pipeline.Silent)
+        check_later(ours, comfy.sd.VAE)
+    else:
+        ours = core_text_and_vae.vae(path, "float32", pipeline.Silent)
     torch.manual_seed(5)
     latents, pixels = torch.randn(job["latents"]), torch.rand(job["frames"])
     assert ours.spacial_compression_decode() == theirs.spacial_compression_decode()

@@ -119,6 +119,32 @@ def test_a_graph_of_core_gives_the_same_pictures(server: Server):
     check({"pictures": ((ours - theirs).norm() / theirs.norm()).item()}, 2e-3)
 
 
+def of_model_loader(output: int = 1, prefix: str = "core") -> dict[str, Any]:
+    """The graph with the objects that TPUModelLoader gives behind its first; the sampler's MODEL is this output."""
+    workflow = graph(prefix)
+    values = {"model_id": "tiny/wan21", "family": "Wan21", "precision": "float32"}
+    workflow["loader"] = {"class_type": "TPUModelLoader", "inputs": values}
+    for name, node in workflow.items():
+        for socket, link in node["inputs"].items():
+            places = {"unet": output, "clip": 2, "vae": 3}
+            if isinstance(link, list) and link[0] in places:
+                workflow[name]["inputs"][socket] = ["loader", places[link[0]]]
+    return {name: node for name, node in workflow.items() if name not in ("unet", "clip", "vae")}
+
+
+def test_the_model_loader_gives_cores_objects(server: Server):
+    server.run(of_model_loader(prefix="loader"))
+    assert pictures(server, "loader").shape == (9, 48, 64, 3)
+
+
+def test_a_second_denoiser_that_is_not_there_is_refused_where_it_is_used(server: Server):
+    answer = server.queue(of_model_loader(output=4))
+    assert not answer.get("node_errors"), answer
+    messages = server.finish(answer["prompt_id"])["status"]["messages"]
+    (error,) = [said for kind, said in messages if kind == "execution_error"]
+    assert error["node_type"] == "KSampler" and "has one denoiser" in error["exception_message"], error
+
+
 def patched(node: str, inputs: Mapping[str, Any], output: int = 0) -> dict[str, Any]:
     """The graph with a node between the loader and the sampler."""
     workflow = on_tpu(graph())

@@ -130,12 +130,6 @@ def _given(model_id: str, folders: Sequence[str]) -> _Given:
     return _Given(networks=tuple(networks), specs=tuple(specs), rest="".join(rest), names=tuple(names))
 
 
-def held_networks(model_id: str, folders: Sequence[str] = ()) -> list[Held]:
-    """The networks in the files that a model id names, from their headers."""
-    files = [find(entry, folders) for entry in entries(model_id) if contents.is_weights(entry)]
-    return [held for path in files for held in contents.networks(path, LAYOUTS)]
-
-
 def held_tensor(held: Held, name: str) -> "torch.Tensor | None":
     """A whole tensor of a file by its name there, as it is stored; None where there is none."""
     from . import load  # imports torch, which asking for a model does not

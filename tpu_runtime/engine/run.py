@@ -145,20 +145,21 @@ def warm(stage: Stage, settings: Settings) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What is asked: the first denoiser's prediction for rows of a sample, all at one timestep.
+    """What is asked: a denoiser's prediction for rows of a sample, all at one timestep.
 
     `sample` is `[rows, *latent]` float32, `timestep` as the denoiser takes it, and `inputs` are those of
-    `model_spec.Forward`, each with one row for all or one for each.
+    `model_spec.Forward`, each with one row for all or one for each. `expert` is the number of the denoiser.
     """
 
     sample: torch.Tensor
     timestep: float
     inputs: Mapping[str, np.ndarray]
+    expert: int = 0
 
 
 def predict(stage: Stage, prediction: Prediction) -> torch.Tensor:
     """`[rows, *latent]` float32. Rows are independent: as many as guidance has branches share a call."""
-    spec, name = stage.spec, stage.spec.denoiser.experts[0]
+    spec, name = stage.spec, stage.spec.denoiser.experts[prediction.expert]
     sample, found = prediction.sample, []
     most = 2 if spec.recipe.guidance == "cfg" else 1
     for start in range(0, len(sample), most):

@@ -66,9 +66,11 @@ class FileLayout:
 
     A file holds it if it has all tensors of one of `marks`; `*` in a name stands for a number, and one that begins with
     `!` must not be there. `refused` are beginnings of names that only another network has, with what that is.
-    `table(names)` is what the makers call its modules, where its component does not say it (see `Component`);
+    `table(names)` is what the makers call its modules, where its component does not say it (see `Component`), for names
+    of theirs or of diffusers;
     `config(shapes, base)` what tensors, by its own names, say of its config, over the published config `base`. Tensors
-    whose names start with one of `ignored` belong to no network that is used. A tokenizer that is in the file has this
+    whose names start with one of `ignored` belong to no network that is used; empty ones in `flags` say that a key of
+    the config is true. A tokenizer that is in the file has this
     `chat_template`.
     """
 
@@ -78,6 +80,7 @@ class FileLayout:
     table: Callable[[Iterable[str]], Table] | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    flags: Mapping[str, str] = field(default_factory=dict)
     chat_template: str | None = None
 
     def is_in(self, names: Iterable[str]) -> bool:

@@ -79,6 +79,39 @@ def translated(tensors: Mapping[str, TensorFile], table: Table) -> dict[str, Ten
     return found
 
 
+def originals(tensors: Mapping[str, TensorFile], table: Table) -> dict[str, TensorFile]:
+    """`translated` backwards: tensors of diffusers and transformers by their makers' names, rows in their order.
+
+    Where makers have several names for a module, the table's last one counts: ComfyUI's, where it has one of its own.
+    """
+    found: dict[str, TensorFile] = {}
+    groups: dict[str, dict[int, TensorFile]] = {}
+    for name, tensor in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        theirs = _original(module, table)
+        end = f".{leaf}" if theirs else ""
+        pattern, rows = theirs or _original(name, table) or (name, Rows(name))
+        if (rows.groups, rows.of) == ((0,), 1):
+            found[pattern + end] = tensor
+            continue
+        own = groups.setdefault(pattern + end, {})
+        for place, group in enumerate(rows.groups):
+            own[group] = stored.of_rows(tensor, (place,), len(rows.groups))
+    for name, parts in groups.items():
+        joined = stored.Joined(tuple(parts[group] for group in sorted(parts)))
+        found[name] = stored.made_of(joined.sources[0], joined.shape, joined)
+    return found
+
+
+def _original(name: str, table: Table) -> tuple[str, Rows] | None:
+    """The makers' name of what is here a module or parameter, and which of its rows that is."""
+    for pattern, target in reversed(tuple(table.items())):
+        for rows in (Rows(target),) if isinstance(target, str) else target:
+            if match := _regex(rows.name).fullmatch(name):
+                return _filled(pattern, match.groups()), rows
+    return None
+
+
 def _bare(name: str) -> str:
     while prefix := next((prefix for prefix in _DOTTED if name.startswith(prefix)), ""):
         name = name.removeprefix(prefix)

@@ -95,6 +95,29 @@ class HeadsInterleaved:
         return found[index] if index else found
 
 
+@dataclass(frozen=True)
+class Joined:
+    """The rows of several tensors, one's after another's."""
+
+    sources: tuple[TensorFile, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(source.shape[0] for source in self.sources), *self.sources[0].shape[1:])
+
+    def read(self, index: Index, read: Read) -> "torch.Tensor":
+        import torch
+
+        (start, stop), *rest = full(index, self.shape)
+        pieces, before = [], 0
+        for source in self.sources:
+            size = source.shape[0]
+            first, last = max(start - before, 0), min(stop - before, size)
+            pieces.append(read(source, (slice(first, max(first, last)), *(slice(*part) for part in rest))))
+            before += size
+        return torch.cat(pieces)
+
+
 def of_rows(source: TensorFile, groups: tuple[int, ...], of: int) -> TensorFile:
     """Groups of rows of a tensor as one of its own; the tensor itself where these are all of it."""
     if (groups, of) == ((0,), 1):

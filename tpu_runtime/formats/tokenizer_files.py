@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import CheckpointError, TensorFile, parse_json
+from ..files import CheckpointError, TensorFile, parse_json, read_json
 from . import gguf_file
 
 # Tensors of bytes, and what they are: a SentencePiece model, and Mistral's tekken.json.
@@ -73,6 +73,54 @@ def embedded(path: Path, tensors: Mapping[str, TensorFile]) -> TokenizerFile | N
     return None if found is None else TokenizerFile(path, found.name)
 
 
+def carried(path: Path, tensors: Mapping[str, TensorFile]) -> dict[str, bytes]:
+    """The contents of the tokenizers that a file carries along, by the names that safetensors files have for them."""
+    if (found := embedded(path, tensors)) is None:
+        return {}
+    if found.name == _GGUF:
+        values = _fields(path)
+        is_t5 = gguf_file.text_of(values, "model") == "t5"
+        return {SENTENCEPIECE: _model_of(values).SerializeToString()} if is_t5 else {}
+    return {found.name.rpartition(".")[2]: _bytes(found)}
+
+
+def of_folder(folder: Path) -> dict[str, bytes]:
+    """`carried`, of a tokenizer's folder: its own file, or the SentencePiece model of `tokenizer.json`."""
+    for file, name in (("spiece.model", SENTENCEPIECE), ("tekken.json", TEKKEN)):
+        if (folder / file).is_file():
+            return {name: (folder / file).read_bytes()}
+    said = read_json(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else {}
+    model = said.get("model")
+    if not isinstance(model, dict) or model.get("type") != "Unigram":
+        return {}
+    try:
+        return {SENTENCEPIECE: _unigram(said, model).SerializeToString()}
+    except Exception as error:  # whatever is made of a file that may hold anything
+        raise CheckpointError(
+            f"{folder / 'tokenizer.json'} is no tokenizer that can be read ({type(error).__name__}: "
+            f"{str(error)[:200]}); the file is damaged. Download it again."
+        ) from error
+
+
+def _unigram(said: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
+    """The SentencePiece model of a `tokenizer.json`: `_sentencepiece` backwards."""
+    model, unknown = _model(), own["unk_id"]
+    special = {token["content"] for token in said.get("added_tokens") or () if token.get("special")}
+    for index, (piece, score) in enumerate(own["vocab"]):
+        kind = _UNKNOWN if index == unknown else _CONTROL if piece in special else _NORMAL
+        model.pieces.add(piece=piece, score=score, type=kind)
+    numbers = {piece: index for index, (piece, _) in enumerate(own["vocab"])}
+    model.trainer_spec.byte_fallback = bool(own.get("byte_fallback"))
+    model.trainer_spec.unk_id = unknown
+    model.trainer_spec.bos_id = -1
+    model.trainer_spec.eos_id = numbers["</s>"]
+    model.trainer_spec.pad_id = numbers.get("<pad>", -1)
+    steps = (said.get("normalizer") or {}).get("normalizers") or ()
+    charsmap = (step["precompiled_charsmap"] for step in steps if step["type"] == "Precompiled")
+    model.normalizer_spec.precompiled_charsmap = base64.b64decode(next(charsmap, ""))
+    return model
+
+
 def write(carried: TokenizerFile, folder: Path, chat_template: str | None = None) -> int:
     """Writes the tokenizer of a file into a folder and returns how many tokens it has; `CheckpointError` where it is
     none.
@@ -98,19 +146,28 @@ def write(carried: TokenizerFile, folder: Path, chat_template: str | None = None
 def _read(carried: TokenizerFile) -> tuple[Any, dict[str, str]]:
     """A tokenizer, and its tokens of beginning, end, padding and the unknown by their names in a config."""
     if carried.name == _GGUF:
-        fields = gguf_file.read_header(carried.path)[1]
-        values = {name.removeprefix(_GGUF): field for name, field in fields.items() if name.startswith(_GGUF)}
+        values = _fields(carried.path)
         is_t5 = gguf_file.text_of(values, "model") == "t5"
         return _sentencepiece(_model_of(values)) if is_t5 else _of_merges(values)
-    from safetensors import safe_open
-
-    with safe_open(str(carried.path), framework="np") as file:
-        content = file.get_tensor(carried.name).tobytes()
+    content = _bytes(carried)
     if carried.name.rpartition(".")[2] == TEKKEN:
         return _tekken(content)
     model = _model()
     model.ParseFromString(content)
     return _sentencepiece(model)
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    """A GGUF file's fields of its tokenizer."""
+    fields = gguf_file.read_header(path)[1]
+    return {name.removeprefix(_GGUF): field for name, field in fields.items() if name.startswith(_GGUF)}
+
+
+def _bytes(carried: TokenizerFile) -> bytes:
+    from safetensors import safe_open
+
+    with safe_open(str(carried.path), framework="np") as file:
+        return file.get_tensor(carried.name).tobytes()
 
 
 def _model() -> Any:

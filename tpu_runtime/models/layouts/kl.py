@@ -11,7 +11,7 @@ _ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj
 
 
 def vae_table(names: Iterable[str]) -> Table:
-    """The makers' names; their decoder's levels count from the last."""
+    """The makers' names, for `names` of theirs or of diffusers; their decoder's levels count from the last."""
     names = list(names)
     table: dict[str, Any] = {"encoder.quant_conv": "quant_conv", "decoder.post_quant_conv": "post_quant_conv"}
     for part in ("encoder", "decoder"):
@@ -21,7 +21,7 @@ def vae_table(names: Iterable[str]) -> Table:
         table |= under(f"{part}.mid.attn_1", f"{part}.mid_block.attentions.0", _ATTENTION)
     table |= under("encoder.down.*.block.*", "encoder.down_blocks.*.resnets.*", _RESNET)
     table["encoder.down.*.downsample.conv"] = "encoder.down_blocks.*.downsamplers.0.conv"
-    levels = min(count(names, "decoder.up"), 16)
+    levels = min(count(names, "decoder.up") or count(names, "decoder.up_blocks"), 16)
     for level in range(levels):
         own = f"decoder.up_blocks.{levels - 1 - level}"
         table |= under(f"decoder.up.{level}.block.*", f"{own}.resnets.*", _RESNET)

@@ -30,5 +30,6 @@ LAYOUTS = (
         marks=(("txt_norm.weight", "img_in.weight", "transformer_blocks.0.img_mod.1.weight"),),
         config=denoiser_config,
         ignored=(_ZERO_TIME,),
+        flags={"zero_cond_t": _ZERO_TIME},
     ),
 )

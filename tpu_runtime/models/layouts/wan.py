@@ -1,10 +1,11 @@
 """Wan's files: the denoiser (ComfyUI's `comfy/model_detection.py`) and both VAEs, by Wan-Video's names."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...formats.layout import Config, FileLayout, Shapes, under
+from ...formats.layout import Config, FileLayout, Shapes, count, under
 from ...model_spec import Table
 
 
@@ -36,41 +37,43 @@ _SAMPLER = {"resample.1": "resample.1", "time_conv": "time_conv"}
 
 
 def vae_table(names: Iterable[str]) -> Table:
-    """The makers' names of Wan 2.1's VAE: its decoder is one row of layers, which diffusers has by level."""
+    """The makers' names of both VAEs, for `names` of theirs or of diffusers.
+
+    Wan 2.1's decoder is one row of layers, which diffusers has by level; Wan 2.2's has levels in both. The last layer
+    of a level changes the size.
+    """
     names = list(names)
     table = _shared()
-    samplers = sorted(
-        int(name.split(".")[2])
-        for name in names
-        if name.startswith("decoder.upsamples.") and name.endswith(".resample.1.weight")
-    )
-    length = samplers[0] + 1 if samplers else 4
-    for place in range(4 * length):
-        level, index = divmod(place, length)
-        own = f"decoder.up_blocks.{level}"
-        own += ".upsamplers.0" if place in samplers else f".resnets.{index}"
-        table |= under(f"decoder.upsamples.{place}", own, _SAMPLER if place in samplers else _BLOCK)
-    return table | under("encoder.downsamples.*", "encoder.down_blocks.*", {**_BLOCK, **_SAMPLER})
-
-
-def vae22_table(names: Iterable[str]) -> Table:
-    """Of Wan 2.2's VAE, which has levels in both; the last of a level changes the size."""
-    table = _shared()
-    names = list(names)
+    if not any(name.startswith(_OF_LEVELS) for name in names):
+        length = _length(names, "decoder.upsamples", "decoder.up_blocks.0.resnets")
+        for level in range(4):
+            for index in range(length - 1):
+                own = f"decoder.up_blocks.{level}.resnets.{index}"
+                table |= under(f"decoder.upsamples.{level * length + index}", own, _BLOCK)
+            own = f"decoder.up_blocks.{level}.upsamplers.0"
+            table |= under(f"decoder.upsamples.{level * length + length - 1}", own, _SAMPLER)
+        return table | under("encoder.downsamples.*", "encoder.down_blocks.*", {**_BLOCK, **_SAMPLER})
     for part, theirs, own, sampler in (
         ("encoder", "downsamples", "down_blocks", "downsampler"),
         ("decoder", "upsamples", "up_blocks", "upsampler"),
     ):
         inner = f"{part}.{theirs}.*.{theirs}"
-        for index in range(_longest(names, part, theirs)):
+        length = _length(names, f"{part}.{theirs}.0.{theirs}", f"{part}.{own}.0.resnets")
+        for index in range(length - 1):
             table |= under(f"{inner}.{index}", f"{part}.{own}.*.resnets.{index}", _BLOCK)
-            table |= under(f"{inner}.{index}", f"{part}.{own}.*.{sampler}", _SAMPLER)
+        table |= under(f"{inner}.{length - 1}", f"{part}.{own}.*.{sampler}", _SAMPLER)
     return table
 
 
-def _longest(names: Iterable[str], part: str, theirs: str) -> int:
-    found = (name.split(".") for name in names if name.startswith(f"{part}.{theirs}."))
-    return min(16, max((int(each[4]) for each in found if len(each) > 4 and each[4].isdecimal()), default=-1) + 1)
+# What only a VAE with levels in its encoder has, by its makers' names and diffusers'.
+_OF_LEVELS = ("decoder.upsamples.0.upsamples.", "encoder.down_blocks.0.resnets.")
+
+
+def _length(names: Iterable[str], theirs: str, own: str) -> int:
+    """How many layers a level has, with the one that changes the size, which is the first such in the makers' list."""
+    found = (re.fullmatch(rf"{re.escape(theirs)}\.(\d{{1,2}})\.resample\.1\.weight", name) for name in names)
+    samplers = [int(match[1]) for match in found if match]
+    return min(1 + (min(samplers) if samplers else count(names, own) or 3), 16)
 
 
 def _shared() -> dict[str, Any]:
@@ -119,12 +122,6 @@ LAYOUTS = (
             "ref_conv": "Wan 2.1 Fun Control",
         },
         config=denoiser_config,
-    ),
-    FileLayout(
-        class_name="AutoencoderKLWan",
-        marks=(("decoder.middle.0.residual.0.gamma", "decoder.upsamples.0.upsamples.0.residual.2.weight"),),
-        table=vae22_table,
-        config=vae_config,
     ),
     FileLayout(
         class_name="AutoencoderKLWan",
