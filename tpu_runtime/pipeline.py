@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from . import device_memory, files, media
 from .cache import store
 from .cache.store import cache_folder, trim
-from .checkpoints import checkpoint, content, hub, original, tiny
+from .checkpoints import checkpoint, content, hub, tiny
 from .checkpoints.checkpoint import Checkpoint
 from .checkpoints.model_ref import EXPERTS, Expected, HeldTensors, Lora, ModelRef, choose_model, choose_part, variant
 from .checkpoints.parts import SEPARATOR, choices, files_in, held_tensor, is_of_files, spec_of

@@ -55,7 +55,7 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeHost) -
             f"{chosen.spec.title} has one denoiser, and this MODEL is that of a second one, for low noise. Link the "
             "output MODEL."
         )
-    held = pipeline.original.network(chosen, experts[expert], host())
+    held = pipeline.checkpoint.network(chosen.locate(), experts[expert], host())
     base = _core_model(held)
     names = _names_of(base)
     network = base.diffusion_model

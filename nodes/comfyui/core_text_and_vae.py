@@ -1,6 +1,6 @@
 """ComfyUI's own CLIP and VAE whose networks run on the TPU: weights of words, templates, ratios, batches are core's."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import comfy.ops
@@ -11,6 +11,7 @@ import comfy.text_encoders.flux
 import comfy.text_encoders.hunyuan_image
 import comfy.text_encoders.hunyuan_video
 import comfy.text_encoders.qwen_image
+import comfy.text_encoders.qwen_vl
 import comfy.text_encoders.wan
 import folder_paths
 import numpy as np
@@ -63,6 +64,10 @@ def clip(paths: Sequence[str], kind: str, precision: str, host: MakeHost) -> "CL
         )
     specs = [spec for spec in pipeline.SPECS if spec.family in CLIP_TYPES[kind]]
     model = pipeline.choose_part(specs, pipeline.SEPARATOR.join(paths), precision=precision)
+    held = pipeline.checkpoint.network(model.locate(), model.spec.text_encoders[0].component, host())
+    seeing = [spec for spec in specs if spec.text_encoders[0].place_beside]
+    if seeing and any("visual." in name for name in held.tensors):
+        model = pipeline.choose_part(seeing, model.model_id, precision=precision)
     found = later_clip(model, host)
     found.make_now()
     return found
@@ -74,7 +79,7 @@ def later_clip(model: ModelRef, host: MakeHost) -> "CLIP":
 
 
 def _make_clip(found: "CLIP", model: ModelRef, host: MakeHost) -> None:
-    carried = pipeline.original.tokenizers(model, host())
+    carried = pipeline.checkpoint.tokenizers(model.locate(), host())
     if not carried and model.spec.component(model.spec.text_encoders[0].component).class_name in _CARRYING:
         raise ValueError(
             f"{model.model_id} has its tokenizer in no form that ComfyUI reads (a file that carries it along, "
@@ -109,6 +114,10 @@ class LaterOwner(Later):
 
     patcher: Any
 
+    def get_models(self) -> list[Any]:
+        """Core asks every output of a node, used or not."""
+        return []
+
     @classmethod
     def later(cls, make: Callable[[Any], None]) -> Self:
         found = super().later(make)
@@ -131,7 +140,7 @@ class CoreTarget:
 
 
 class Encoder(torch.nn.Module):
-    """In place of core's text model: tokens stay numbers until they reach ours."""
+    """In place of core's text model: tokens stay numbers until they reach ours, and those of pictures are below 0."""
 
     def __init__(self, model: ModelRef, number: int, host: MakeHost) -> None:
         super().__init__()
@@ -140,6 +149,14 @@ class Encoder(torch.nn.Module):
     def get_input_embeddings(self) -> Callable[..., torch.Tensor]:
         return lambda tokens, out_dtype=None: tokens.unsqueeze(-1).to(torch.float32)  # exact: there are under 2**24
 
+    def preprocess_embed(self, embed: Mapping[str, Any], device: Any) -> tuple[torch.Tensor | None, Any]:
+        """A picture `[rows, height, width, 3]` in 0..1 among tokens: a place for each of its own, and these."""
+        if embed["type"] != "image":
+            return None, None
+        patches, grid = comfy.text_encoders.qwen_vl.process_qwen2vl_images(embed["data"])
+        seen = ask("look", self.model, self.host, prepared=(patches.float().numpy(), tuple(grid[0, 1:].tolist())))
+        return -torch.ones(1, seen.shape[1] * seen.shape[2], 1), seen
+
     def forward(
         self, tokens: None, attention_mask: torch.Tensor | None, embeds: torch.Tensor, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,11 +164,15 @@ class Encoder(torch.nn.Module):
         ids = embeds[..., 0].to(torch.int32)
         text = self.model.spec.text_encoders[self.number]
         self._check_vocabulary(text, int(ids.max()))
+        seen = [each["extra"] for each in options.get("embeds_info") or () if each["type"] == "image"]
         length, most = ids.shape[1], text.prefix + text.max_length
         if length > most:
+            advice = "Shorten it."
+            if seen:
+                advice = "Shorten it, or show it fewer or smaller pictures, as TextEncodeQwenImageEditPlus does."
             raise ValueError(
                 f"{self.model.spec.title}: the prompt has {length} tokens, and the "
-                f"{text.component.replace('_', ' ')} takes {most}. Shorten it."
+                f"{text.component.replace('_', ' ')} takes {most}. {advice}"
             )
         mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(torch.int32)
         ids, mask = (torch.nn.functional.pad(x, (0, most - length)) for x in (ids, mask))
@@ -159,9 +180,9 @@ class Encoder(torch.nn.Module):
         rows = [
             ask(
                 "states", self.model, self.host,
-                encoder=self.number, ids=_numbers(row), mask=_numbers(seen),
+                encoder=self.number, ids=_numbers(row), mask=_numbers(real), seen=seen,
             )
-            for row, seen in zip(ids, mask, strict=True)
+            for row, real in zip(ids, mask, strict=True)
         ]  # fmt: skip
         states = torch.cat(rows)[:, :length]
         layers = options.get("intermediate_output")
@@ -185,10 +206,13 @@ def _numbers(row: torch.Tensor) -> np.ndarray:
 
 def _checked(process: Callable[..., Any], model: ModelRef) -> Callable[..., Any]:
     def process_tokens(tokens: list[list[Any]], device: Any) -> Any:
-        if any(not isinstance(token, int | np.integer) for row in tokens for token in row):
+        other = [token for row in tokens for token in row if not isinstance(token, int | np.integer)]
+        pictures = [token for token in other if isinstance(token, dict) and token.get("type") == "image"]
+        if len(pictures) < len(other) or (pictures and not model.spec.text_encoders[0].place_beside):
+            what = "an embedding (textual inversion)" if len(pictures) < len(other) else "a picture"
             raise ValueError(
-                f"{model.spec.title}: the prompt holds an embedding or a picture, which its text encoder on the TPU "
-                "does not take. Leave it out, or load the text encoder with ComfyUI's own loader."
+                f"{model.spec.title}: the prompt holds {what}, which its text encoder on the TPU does not take. Leave "
+                "it out, or load the text encoder with ComfyUI's own loader."
             )
         return process(tokens, device)
 
@@ -211,7 +235,7 @@ def later_vae(model: ModelRef, host: MakeHost) -> "VAE":
 
 
 def _make_vae(found: "VAE", model: ModelRef, host: MakeHost) -> None:
-    held = pipeline.original.network(model, model.spec.vae.component, host())
+    held = pipeline.checkpoint.network(model.locate(), model.spec.vae.component, host())
     patcher = found.patcher
     with META:
         shapes = {name: torch.empty(tensor.shape) for name, tensor in held.tensors.items()}

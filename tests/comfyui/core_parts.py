@@ -1,15 +1,15 @@
 """Run in a process of its own: states and frames of ComfyUI's own CLIP and VAE, core's torch and ours, of one file.
 
-Arguments: ComfyUI's folder and a job as JSON: `kind` "clip" (with `type`, `paths`, and what core makes of it: `te` and
-`tokenizer`, below `comfy.text_encoders`, and its `options`) or "vae" (`paths`, `frames` to encode, `latents` to decode,
-as shapes, and what of core is made smaller for it: `sizes` by class); with a `folder` (family, path), ours is of that
-model. Prints the relative L2 by case as JSON, last.
+Arguments: ComfyUI's folder and a job as JSON. `kind` is "clip" (with `type`, `paths`, and what core makes of it: `te`
+and `tokenizer`, below `comfy.text_encoders`, and its `options`; heights and widths of `pictures` in prompts) or "vae"
+(`paths`, `frames` to encode, `latents` to decode, as shapes). What of core is made smaller: `sizes` by class. With a
+`folder` (family, path), ours is of that model. Prints the relative L2 by case as JSON, last.
 """
 
 import importlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ def texts(job: Mapping[str, Any]) -> dict[str, float]:
     from comfyui_tpu.tpu_runtime import pipeline
 
     # Core recognises encoders by their published sizes, so a miniature's class is said here.
+    for name, sizes in job.get("sizes", {}).items():
+        make_smaller(name, sizes)
     target, files = core_text_and_vae.CoreTarget(), [comfy.utils.load_torch_file(path) for path in job["paths"]]
     target.clip, target.tokenizer = named(job["te"])(), named(job["tokenizer"])
     carried = {name: files[0][name] for name in ("spiece_model", "tekken_model") if name in files[0]}
@@ -66,7 +68,7 @@ def texts(job: Mapping[str, Any]) -> dict[str, float]:
         check_tokens(ours, Path(job["folder"][1], "tokenizer"))
     else:
         ours = core_text_and_vae.clip(job["paths"], job["type"], "float32", pipeline.Silent)
-    errors = {}
+    errors = beside_pictures(ours, theirs, job["pictures"]) if "pictures" in job else {}
     for prompt in PROMPTS:
         (found, own), (wanted, said) = (
             clip.encode_from_tokens_scheduled(clip.tokenize(prompt))[0] for clip in (ours, theirs)
@@ -77,6 +79,37 @@ def texts(job: Mapping[str, Any]) -> dict[str, float]:
             if isinstance(value, torch.Tensor):
                 errors[f"{prompt}, {name}"] = relative(own[name].float(), value.float())
         assert ours.tokenize(prompt) == theirs.tokenize(prompt)
+    return errors
+
+
+def beside_pictures(ours: Any, theirs: Any, shapes: Sequence[Sequence[int]]) -> dict[str, float]:
+    """What core's node for edits makes of pictures of these heights and widths."""
+    import torch
+    from comfy_extras.nodes_qwen import TextEncodeQwenImageEdit, TextEncodeQwenImageEditPlus
+
+    torch.manual_seed(3)
+    pictures = [torch.rand(1, *shape, 3) for shape in shapes]
+    errors = {}
+    for number in range(1, 1 + len(pictures)):
+        given = {f"image{place + 1}": picture for place, picture in enumerate(pictures[:number])}
+        (found, own), (wanted, _) = (
+            TextEncodeQwenImageEditPlus.execute(clip, "make it night", **given).result[0][0] for clip in (ours, theirs)
+        )
+        assert "attention_mask" not in own and wanted.shape[1] > 100 * number
+        errors[f"{number} pictures"] = relative(found, wanted)
+    without = TextEncodeQwenImageEditPlus.execute(ours, "make it night").result[0][0][0]
+    seen, other = (
+        TextEncodeQwenImageEditPlus.execute(ours, "make it night", image1=picture).result[0][0][0]
+        for picture in (pictures[0], 1.0 - pictures[0])
+    )
+    # The prompt's own states, behind the pictures, are about these.
+    assert relative(seen[:, -8:], without[:, -8:]) > 1e-2 and relative(seen[:, -8:], other[:, -8:]) > 1e-3
+    try:
+        TextEncodeQwenImageEdit.execute(ours, "make it night", image=pictures[0])
+    except ValueError as error:
+        assert "show it fewer or smaller pictures, as TextEncodeQwenImageEditPlus does" in str(error), error
+    else:
+        raise AssertionError("a picture of more tokens than the encoder takes was taken")
     return errors
 
 

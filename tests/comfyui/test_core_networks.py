@@ -17,6 +17,7 @@ from comfyui_tpu.tests.files.test_comfyui_encoders import BYT5, LANGUAGE, MISTRA
 from comfyui_tpu.tests.support import comfyui_server
 from comfyui_tpu.tests.support.comfyui_server import COMFYUI, needs_comfyui
 from comfyui_tpu.tests.support.patience import PATIENCE_S, slower
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 
 pytestmark = [needs_comfyui, pytest.mark.slow]
@@ -214,6 +215,26 @@ def test_texts_are_encoded_as_core_encodes_them(name: str, tmp_path: Path):
     for sizes in options.values():
         sizes.pop("rope_scaling", None)  # core's own
     job = {"kind": "clip", "type": kind, "te": te, "tokenizer": tokenizer, "paths": paths, "options": options}
+    check(run_script("core_parts.py", job, tmp_path))
+
+
+def test_prompts_about_pictures_are_encoded_as_core_encodes_them(tmp_path: Path):
+    """Qwen-Image Edit's, with pictures of other shapes, by core's own node."""
+    spec = spec_by_name("qwen-image-edit-2511")
+    whole = tiny.networks(spec)["text_encoder"]
+    text = {**spec.component("text_encoder").tiny, **_QWEN25}
+    # Core has all layers but those of these numbers look at windows.
+    seeing = {**spec.component("image_encoder").tiny, "depth": 9, "fullatt_block_indexes": (7,), "window_size": 112}
+    sizes = {"text_config": text, "vision_config": {**seeing, "out_hidden_size": _QWEN25["hidden_size"]}}
+    tiny.write_weights(replace(whole, tiny=sizes), tmp_path / "text_encoder", 0)
+    path = single_files.write_folder(tmp_path / "qwen25vl.safetensors", tmp_path, spec, "text_encoder")
+    options = {"qwen25_7b_model_config": {name: x for name, x in _QWEN25.items() if name != "rope_scaling"}}
+    smaller = {name: seeing[name] for name in ("hidden_size", "intermediate_size", "num_heads")}
+    job = {
+        "kind": "clip", "type": "qwen_image", "te": "qwen_image.te", "tokenizer": "qwen_image.QwenImageTokenizer",
+        "paths": [str(path)], "options": options, "pictures": [(60, 90), (64, 40)],
+        "sizes": {"comfy.text_encoders.qwen_vl.Qwen2VLVisionTransformer": {**smaller, "num_layers": 9}},
+    }  # fmt: skip
     check(run_script("core_parts.py", job, tmp_path))
 
 

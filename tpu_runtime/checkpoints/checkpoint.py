@@ -8,15 +8,17 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..cache.store import signature
 from ..files import CheckpointError, TensorFile, read_json
-from ..formats import codes, contents, quantized
+from ..formats import codes, contents, names, quantized, tokenizer_files
+from ..formats.contents import Contents, Held
 from ..formats.stored import Cropped, Reshaped, made_of
-from ..model_spec import Component, ModelSpec
+from ..model_spec import Component, ModelSpec, Table
+from ..models.layouts import LAYOUTS
 from ..progress import Progress, Silent
 from . import assembled, compatibility, hub, parts, tiny
 
@@ -419,3 +421,50 @@ def _check_shapes(weight: "Weight", files: tuple[TensorFile, ...], folder: Path)
             )
         if file.shape != expected:
             raise CheckpointError(f"{folder}: {source} has shape {file.shape}, but its config asks for {expected}.")
+
+
+# --- as single files have it ------------------------------------------------------------------------------------------
+
+
+def network(found: Checkpoint, name: str, progress: Progress) -> Held:
+    """The component `name` of a checkpoint as a single file has it: its tensors by its makers' names. Its weights are
+    fetched where need be; `CheckpointError` where the checkpoint's files do not hold it.
+    """
+    component = replace(found.spec.component(name), only=())
+    if found.is_partial and found.root is not None and not (found.root / component.folder).is_dir():
+        raise CheckpointError(
+            f"{found.model_id} holds no {component.class_name}. Choose another file, or another loader."
+        )
+    folder = found.fetch_weights(component, progress)
+    if (held := assembled.source_of(folder)) is not None:
+        return held
+    config = found.config(component, progress)
+    layout = next(layout for layout in LAYOUTS if layout.class_name == component.class_name)
+    own = by_own_names(read_headers(folder, component), component.aliases)
+    tensors = names.originals(own, _table(component, own))
+    first = next(iter(own.values()))
+    flags = (tensor for key, tensor in layout.flags.items() if config.get(key))
+    tensors |= {name: TensorFile(path=first.path, name=name, shape=(0,)) for name in flags}
+    return Held(contents=Contents(path=folder, tensors=tensors, metadata={}), prefix="", layout=layout, tensors=tensors)
+
+
+def _table(component: Component, own: Mapping[str, TensorFile]) -> Table:
+    tables = (one.table for one in LAYOUTS if one.class_name == component.class_name and one.table is not None)
+    table = next(tables, None)
+    return component.makers_names if table is None else table(own)
+
+
+def tokenizers(found: Checkpoint, progress: Progress) -> dict[str, bytes]:
+    """What tokenizers a checkpoint's files carry along, or its folders have in the form of these: their contents, by
+    the tensor's name there.
+    """
+    carried: dict[str, bytes] = {}
+    for text in found.spec.text_encoders:
+        component = found.spec.component(text.component)
+        if not found.is_partial or found.root is None or (found.root / component.folder).is_dir():
+            held = assembled.source_of(found.folder(component.folder, progress))
+            if held is not None:
+                carried |= tokenizer_files.carried(held.path, held.contents.tensors)
+        if not carried and not found.is_partial:
+            carried |= tokenizer_files.of_folder(found.folder(text.tokenizer_folder, progress))
+    return carried

@@ -60,17 +60,17 @@ def write(spec: ModelSpec, folder: Path, seed: int = 0) -> None:
 
 def _write_parts(spec: ModelSpec, folder: Path, seed: int) -> None:
     written: list[str] = []
-    for name, component in _networks(spec).items():
+    for name, component in networks(spec).items():
         # Experts of one class must not be equal: nobody would see them mixed up.
         same = written.count(component.class_name)
         written.append(component.class_name)
-        _write_weights(component, folder / name, seed + same)
+        write_weights(component, folder / name, seed + same)
     for text in spec.text_encoders:
         text.write_tokenizer(folder / text.tokenizer_folder)
     write_description(spec, folder)
 
 
-def _networks(spec: ModelSpec) -> dict[str, Component]:
+def networks(spec: ModelSpec) -> dict[str, Component]:
     """What each folder holds: a network, or the whole model of which several are parts."""
     found: dict[str, Component] = {}
     for name in dict.fromkeys(component.folder for component in spec.components):
@@ -87,7 +87,7 @@ def write_description(spec: ModelSpec, folder: Path) -> None:
     and the files that it was published with.
     """
     index: dict[str, object] = {"_class_name": spec.published.pipeline_classes[0], **spec.published.index}
-    index |= {name: [component.library, component.class_name] for name, component in _networks(spec).items()}
+    index |= {name: [component.library, component.class_name] for name, component in networks(spec).items()}
     index |= {text.tokenizer_folder: ["transformers", text.tokenizer_class] for text in spec.text_encoders}
     index["scheduler"] = ["diffusers", spec.recipe.scheduler["_class_name"]]
     described = {"scheduler/scheduler_config.json": spec.recipe.scheduler, "model_index.json": index}
@@ -100,7 +100,8 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(dict(content), indent=2), "utf-8")
 
 
-def _write_weights(component: Component, folder: Path, seed: int) -> None:
+def write_weights(component: Component, folder: Path, seed: int) -> None:
+    """Random weights of the sizes that are `tiny`, as upstream writes them."""
     import torch
 
     from ..programs import modules

@@ -176,13 +176,23 @@ def predict(stage: Stage, prediction: Prediction) -> torch.Tensor:
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def states(stage: Stage, encoder: int, ids: np.ndarray, mask: np.ndarray) -> torch.Tensor:
+def states(
+    stage: Stage, encoder: int, ids: np.ndarray, mask: np.ndarray, seen: Sequence[torch.Tensor] = ()
+) -> torch.Tensor:
     """The states `[rows, length, dim]` of a text encoder, by its number, for tokens and their mask, `[rows, length]`
-    each. What stands before a prompt is not cut off.
+    each. What stands before a prompt is not cut off. Tokens below 0 are those of pictures `seen`, as `look` gives them.
     """
     text = stage.spec.text_encoders[encoder]
-    found, _ = stage.call(text.component, text.encode, ids, mask)
+    more = text.place_beside(ids < 0, seen) if text.place_beside and seen else ()
+    found, _ = stage.call(text.component, text.encode, np.maximum(ids, 0), mask, *more)
     return torch.from_numpy(np.array(found))
+
+
+def look(stage: Stage, prepared: Sequence[Any]) -> torch.Tensor:
+    """What the image encoder makes of a picture that is prepared for it, see `model_spec.functions.Look`."""
+    if stage.spec.pictures.look is None:
+        raise ValueError(f"{stage.spec.title} has no image encoder.")
+    return torch.from_numpy(np.array(stage.spec.pictures.look(stage.call, *prepared)))
 
 
 def latents(stage: Stage, pixels: torch.Tensor) -> torch.Tensor:
@@ -234,7 +244,7 @@ def settings_of(spec: ModelSpec, shape: tuple[int, ...]) -> Settings:
 
 _STAGES = (encode, encode_image, denoise, decode)
 # What nodes of ComfyUI's own ask for.
-CALLS: Mapping[str, Callable[..., Any]] = {work.__name__: work for work in (predict, states, latents)}
+CALLS: Mapping[str, Callable[..., Any]] = {work.__name__: work for work in (predict, states, look, latents)}
 WORK: Mapping[str, Callable[..., Any]] = {**dict(zip(STAGES, _STAGES, strict=True)), **CALLS, "warmup": warm}
 
 

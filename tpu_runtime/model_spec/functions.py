@@ -56,6 +56,14 @@ class TokenizeBeside(Protocol):
     ) -> "tuple[np.ndarray, ...]": ...
 
 
+class PlaceBeside(Protocol):
+    """What `EncodeText` takes more, of tokens that are of pictures where `is_seen` `[rows, length]`, and of the arrays
+    `seen` that these are.
+    """
+
+    def __call__(self, is_seen: "np.ndarray", seen: "Sequence[torch.Tensor]", /) -> "tuple[np.ndarray, ...]": ...
+
+
 class EncodeText(Protocol):
     """`encoder`, `ids` and `mask` `[rows, max_length]` to states `[rows, max_length, dim]`; the second result is None.
     Further arguments are what `TokenizeBeside` gives.
@@ -205,6 +213,14 @@ class EncodePictures(Protocol):
     def __call__(
         self, call: Call, image: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any], /
     ) -> "dict[str, np.ndarray]": ...
+
+
+class Look(Protocol):
+    """What a model's image encoder makes, by a `Call`, of a picture that is prepared for it: `[rows, tokens, dim]`,
+    or one of the arrays `seen` of `TokenizeBeside`.
+    """
+
+    def __call__(self, *call_and_prepared: Any, **named: Any) -> "np.ndarray": ...
 
 
 class PutGiven(Protocol):

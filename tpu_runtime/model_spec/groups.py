@@ -21,7 +21,9 @@ from .functions import (
     GuidanceAt,
     Guide,
     KeepFeatures,
+    Look,
     Noise,
+    PlaceBeside,
     PutGiven,
     ReuseFeatures,
     SolverArguments,
@@ -103,8 +105,8 @@ class TextEncoding:
     """One text encoder's part in the conditioning.
 
     With a `prefix`, ids start with that many more tokens, which are always there and whose states are dropped. With a
-    `tokenize_beside` it may look at pictures. `width_key` is where the denoiser's config names the states' width.
-    `tokenizer_class` is that of the miniature.
+    `tokenize_beside` and a `place_beside` it may look at pictures. `width_key` is where the denoiser's config names the
+    states' width. `tokenizer_class` is that of the miniature.
     """
 
     name: str = "text"
@@ -118,6 +120,7 @@ class TextEncoding:
     write_tokenizer: WriteTokenizer
     prefix: int = 0
     tokenize_beside: TokenizeBeside | None = None
+    place_beside: PlaceBeside | None = None
 
 
 def plain_noise(latent_shape: tuple[int, ...], generator: "torch.Generator") -> "torch.Tensor":
@@ -274,10 +277,11 @@ class Pictures:
     `numbers` are how many it may get: a first frame, or a first and a last one. With `are_references` they are optional
     and of any number and size; `usual` are the shapes of those that are planned with, and compiled ahead for. With
     `put_given` the model runs without a picture too: the arrays of `condition_shapes`
-    are zeros then.
+    are zeros then. `look` is its image encoder's, of which nodes of ComfyUI's own ask single calls.
     """
 
     encode: EncodePictures | None = None
+    look: Look | None = None
     numbers: tuple[int, ...] = (1,)
     condition_shapes: ConditionShapes = no_conditions
     are_references: bool = False

@@ -45,8 +45,7 @@ def encode_image(
     condition = np.zeros((1, latent.shape[1] + 1, 1 + frames, *latent.shape[3:]), np.float32)
     condition[:, :-1, :1] = latent * np.float32(vae_config["scaling_factor"])
     condition[:, -1, 0] = 1.0
-    tokens, _ = call("image_encoder", look, vision_pixels(image))
-    return {"condition": condition, "image_embeds": tokens}
+    return {"condition": condition, "image_embeds": look(call, vision_pixels(image))}
 
 
 def encode_pixels(call: Call, pixels: "torch.Tensor", report: Report) -> "torch.Tensor":
@@ -61,7 +60,12 @@ def encode_latent(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, tuple
     return encode_picture(vae, torch.nn.functional.pixel_shuffle(cells, STRIDE_HW)), ()
 
 
-def look(encoder: Any, pixels: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+def look(call: Call, pixels: "torch.Tensor") -> "np.ndarray":
+    """`[pictures, 3, 384, 384]` to tokens `[pictures, 729, dim]`."""
+    return call("image_encoder", tokens_of, pixels)[0]
+
+
+def tokens_of(encoder: Any, pixels: "torch.Tensor") -> "tuple[torch.Tensor, None]":
     return encoder(pixels).last_hidden_state, None
 
 
@@ -144,5 +148,5 @@ SPEC = replace(
     texts={"prompt": PICTURE_PROMPT, "negative_prompt": hunyuan15.NEGATIVE_PROMPT},
     vae=replace(hunyuan15.SPEC.vae, encode=encode_pixels),
     recipe=replace(hunyuan15.SPEC.recipe, scheduler={**hunyuan15.SCHEDULER, "shift": 7.0}),
-    pictures=Pictures(encode=encode_image, condition_shapes=condition_shapes),
+    pictures=Pictures(encode=encode_image, look=look, condition_shapes=condition_shapes),
 )

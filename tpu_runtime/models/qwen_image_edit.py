@@ -40,11 +40,15 @@ def encode_pictures(
         large, small = (resized(picture, area) for area in (upstream.VAE_IMAGE_SIZE, upstream.CONDITION_IMAGE_SIZE))
         cells = wan_encoder.cells_of(pixels_of(large), wan_encoder.STRIDE_HW)
         latents, _ = call("vae_encoder", wan_encoder.encode_first, cells, partition="spatial")
-        patches, grid = qwen25_vision.patches_of(small)
-        seen, _ = call("image_encoder", qwen25_vision.look, patches, qwen25_vision.places_of(grid))
         found[f"reference_{number}"] = ((torch.from_numpy(latents.copy()) - mean) * (1.0 / std)).numpy()
-        found[f"seen_{number}"] = seen.reshape(1, *(side // qwen25_vision.MERGED for side in grid), -1)
+        found[f"seen_{number}"] = look(call, *qwen25_vision.patches_of(small))
     return found
+
+
+def look(call: Call, patches: "np.ndarray", grid: tuple[int, int]) -> "np.ndarray":
+    """Patches of so many rows and columns, as `qwen25_vision.patches_of` orders them, to `[1, rows, columns, dim]`."""
+    seen, _ = call("image_encoder", qwen25_vision.look, patches, qwen25_vision.places_of(grid))
+    return seen.reshape(1, *(side // qwen25_vision.MERGED for side in grid), -1)
 
 
 def resized(picture: "Image.Image", area: int) -> "Image.Image":
@@ -93,5 +97,7 @@ SPEC = replace(
     },
     texts={"prompt": EDIT_PROMPT, "negative_prompt": ""},
     # A square picture's.
-    pictures=Pictures(encode=encode_pictures, are_references=True, usual={"reference_0": (1, 16, 1, 128, 128)}),
+    pictures=Pictures(
+        encode=encode_pictures, look=look, are_references=True, usual={"reference_0": (1, 16, 1, 128, 128)}
+    ),
 )

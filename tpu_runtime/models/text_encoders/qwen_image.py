@@ -55,8 +55,6 @@ def tokenize_beside(tokenizer: Any, prompts: Sequence[str], seen: "Sequence[torc
     """Ids and mask as `tokenize_edit` gives them, of prompts behind pictures, and what `qwen25.encode_text` takes more:
     `seen` are the pictures' tokens, `[1, rows, columns, dim]` each. `ValueError` where all that is too long.
     """
-    import numpy as np
-
     grids, texts = [each.shape[1:3] for each in seen], []
     longest = sum(rows * columns for rows, columns in grids)
     if longest <= MAX_TOKENS:
@@ -70,11 +68,18 @@ def tokenize_beside(tokenizer: Any, prompts: Sequence[str], seen: "Sequence[torc
             f"{MAX_TOKENS}. Shorten the prompt, or take fewer pictures."
         )
     ids, mask = _tokenized(tokenizer, texts, EDIT_PREFIX, MAX_TOKENS)
-    is_seen = ids == tokenizer.convert_tokens_to_ids(SEEN)
+    return ids, mask, *place_beside(ids == tokenizer.convert_tokens_to_ids(SEEN), seen)
+
+
+def place_beside(is_seen: "np.ndarray", seen: "Sequence[torch.Tensor]") -> "tuple[np.ndarray, ...]":
+    """Positions `[3, rows, length]`, places `[rows, length]` in the pictures' tokens, and these, `[1, number, dim]`."""
+    import numpy as np
+
+    grids = [each.shape[1:3] for each in seen]
     places = np.where(is_seen, np.cumsum(is_seen, axis=1) - 1, -1).astype(np.int32)
     positions = np.stack([positions_of(row, grids) for row in is_seen], axis=1)
     tokens = np.concatenate([each.flatten(1, 2).numpy() for each in seen], axis=1)
-    return ids, mask, positions, places, tokens
+    return positions, places, tokens
 
 
 def positions_of(is_seen: "np.ndarray", grids: "Sequence[Sequence[int]]") -> "np.ndarray":
@@ -120,6 +125,7 @@ EDIT_TEXT = replace(
     prefix=EDIT_PREFIX,
     tokenize=tokenize_edit,
     tokenize_beside=tokenize_beside,
+    place_beside=place_beside,
     write_tokenizer=qwen25.tokenizer_writer(
         EDIT_TEMPLATE, EDIT_PROMPT, special=("<|vision_start|>", "<|vision_end|>", SEEN)
     ),

@@ -39,12 +39,17 @@ def encode_image(
     call: Call, image: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]
 ) -> "dict[str, np.ndarray]":
     """The encoded video; and the pictures' tokens, one picture after the other."""
-    tokens, _ = call("image_encoder", look, vision_pixels(image))
+    tokens = look(call, vision_pixels(image))
     condition = wan_encoder.encode_image(call, image, settings, vae_config)
     return {**condition, "image_embeds": tokens.reshape(1, -1, tokens.shape[-1])}
 
 
-def look(encoder: Any, pixels: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+def look(call: Call, pixels: "torch.Tensor") -> "np.ndarray":
+    """`[pictures, 3, 224, 224]` to tokens `[pictures, 257, dim]`."""
+    return call("image_encoder", tokens_of, pixels)[0]
+
+
+def tokens_of(encoder: Any, pixels: "torch.Tensor") -> "tuple[torch.Tensor, None]":
     """Upstream's `hidden_states[-2]`: the last layer is not built."""
     return encoder(pixels).last_hidden_state, None
 
@@ -172,7 +177,7 @@ I2V_720P = ModelSpec(
     recipe=wan.RECIPE,
     denoiser=wan.DENOISER,
     vae=replace(wan.VAE, encode=wan_encoder.encode_video),
-    pictures=Pictures(encode=encode_image, condition_shapes=condition_shapes),
+    pictures=Pictures(encode=encode_image, look=look, condition_shapes=condition_shapes),
 )
 
 I2V_480P = replace(
@@ -214,7 +219,9 @@ FLF2V = replace(
     },
     texts={**I2V_720P.texts, "negative_prompt": NEGATIVE_PROMPT_BETWEEN},
     recipe=replace(wan.RECIPE, scheduler={**wan.SCHEDULER, "flow_shift": 16.0}),
-    pictures=Pictures(encode=encode_image, numbers=(2,), condition_shapes=partial(condition_shapes, pictures=2)),
+    pictures=Pictures(
+        encode=encode_image, look=look, numbers=(2,), condition_shapes=partial(condition_shapes, pictures=2)
+    ),
 )
 
 SIBLINGS = (I2V_480P, I2V_720P, FLF2V)
