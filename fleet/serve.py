@@ -88,7 +88,8 @@ class Stages:
         self.ran = described.model_id
         loras = tuple(replace(lora, path=str(lora_path(lora.path))) for lora in described.loras)
         return choose_model(
-            described.spec, described.model_id, precision=described.precision, folders=self._models, loras=loras,
+            described.spec, described.model_id, precision=described.precision, quality=described.quality,
+            folders=self._models, loras=loras,
             progress=asker,
         )  # fmt: skip
 

@@ -133,7 +133,7 @@ def _sample(
     chosen = _chosen(spec, host, model_id=model_id, model=model, precision=precision)
     if condition is not None:
         _check_takes_picture(spec, chosen.spec, "condition")
-    settings = chosen.spec.settings(**_with_encoded_size(spec, condition, numbers))
+    settings = chosen.spec.settings(**_with_encoded_size(spec, condition, numbers)).in_quality(chosen.quality)
     embeds = (prompt_embeds, negative_prompt_embeds)
     denoised = runtime.denoise(chosen, settings, *embeds, condition=condition, latents=latents, progress=host)
     return (denoised,) if spec.is_image else (denoised, settings.num_frames)

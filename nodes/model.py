@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..tpu_runtime import pipeline as runtime
-from ..tpu_runtime.pipeline import CHOICES, SPECS, ModelRef, choose_model, spec_for_family
+from ..tpu_runtime.pipeline import CHOICES, QUALITIES, SPECS, ModelRef, choose_model, spec_for_family
 from . import inputs
 from .declare import Folders, Host, Input, Node, Output
 
@@ -24,6 +24,15 @@ _PRECISION = Input(
     advanced=True,
     tooltip="Number format of weights and programs. auto is bfloat16 on a TPU; float32 is exact and slow; mixed is "
     "bfloat16 with the encoders of pictures in float32.",
+)
+_QUALITY = Input(
+    name="quality",
+    type="COMBO",
+    default=QUALITIES[0],
+    options=QUALITIES,
+    optional=True,
+    advanced=True,
+    tooltip="Of samplers that ask for none of their own, and of ComfyUI's own: exact, or faster and nearly the same.",
 )
 # A part that is not chosen: it comes with the others, or from ComfyUI's folders.
 AUTO = "auto"
@@ -46,6 +55,11 @@ CLIP_TYPES: Mapping[str, tuple[str, ...]] = {
     "cogvideox": ("CogVideoX",),
     "hunyuan_video_15": ("HunyuanVideo15",),
 }
+
+
+def quality_of(weight_dtype: Any) -> str:
+    """The quality that a loader of ComfyUI's kind asks for by its `weight_dtype`."""
+    return weight_dtype if weight_dtype in QUALITIES else QUALITIES[0]
 
 
 def chosen_id(values: Mapping[str, Any]) -> str:
@@ -82,9 +96,9 @@ def _check_choice(folders: Folders, *, family: str, **parts: str) -> None:
     choose_model(spec_for_family(family), chosen_id(parts), folders=folders.models)
 
 
-def _choose(host: Host, *, family: str, precision: str, **parts: str) -> tuple[ModelRef]:
+def _choose(host: Host, *, family: str, precision: str, quality: str, **parts: str) -> tuple[ModelRef]:
     spec, folders, model_id = spec_for_family(family), host.folders.models, chosen_id(parts)
-    found = choose_model(spec, model_id, precision=precision, folders=folders, progress=host)
+    found = choose_model(spec, model_id, precision=precision, quality=quality, folders=folders, progress=host)
     if runtime.is_of_files(model_id):
         host.text(f"{model_id} is taken for {found.spec.title}")
     return (found,)
@@ -94,9 +108,11 @@ def _check_address(folders: Folders, *, address: str) -> None:
     runtime.check_address(address)
 
 
-def _choose_remote(host: Host, *, address: str, model_id: str, family: str, precision: str) -> tuple[ModelRef]:
+def _choose_remote(
+    host: Host, *, address: str, model_id: str, family: str, precision: str, quality: str
+) -> tuple[ModelRef]:
     spec = spec_for_family(family)
-    return (runtime.remote_model(address, spec, model_id, precision=precision, progress=host),)
+    return (runtime.remote_model(address, spec, model_id, precision=precision, quality=quality, progress=host),)
 
 
 LOADER = Node(
@@ -130,6 +146,7 @@ LOADER = Node(
             )
             for name, (folder, text) in PARTS.items()
         ),
+        _QUALITY,
     ),
     outputs=(_MODEL, *_CORE),
     gives_core=True,
@@ -161,6 +178,7 @@ REMOTE = Node(
         ),
         _FAMILY,
         _PRECISION,
+        _QUALITY,
     ),
     outputs=(_MODEL,),
     check=_check_address,

@@ -72,6 +72,9 @@ SHOWN = {
     "comfyui-tpu batch WORKFLOW.json --set-from prompts.jsonl --out DIR [--ray ADDRESS]": (
         "tests/fleet/test_same_results.py::test_a_batch_gives_what_single_runs_give"
     ),
+    "comfyui-tpu compare WORKFLOW.json [--quality A,B] [--set NODE.INPUT=VALUE] [--out DIR] [--tiny]": (
+        "tests/cli/test_compare.py::test_a_workflow_is_rendered_in_each_quality"
+    ),
     "comfyui-tpu convert WORKFLOW.json [--back] [--to FILE]": (
         "tests/nodes/test_loaders.py::test_the_command_writes_the_file_and_says_what_it_did"
     ),

@@ -1,5 +1,6 @@
 """Images and videos as files. Frames are IMAGE tensors: `[frames, height, width, rgb]` float32 on the CPU, 0 to 1."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
 
 _BT709 = 1
 _NTSC = Fraction(1000, 1001)
+NAME_HEIGHT = 24  # pixels, of the line above each of several pictures side by side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +177,21 @@ def joined(images: "list[torch.Tensor]") -> "torch.Tensor":
     import torch
 
     return torch.cat(images)
+
+
+def side_by_side(columns: "Sequence[torch.Tensor]", names: Sequence[str]) -> "torch.Tensor":
+    """Pictures or frames `[number, height, width, 3]` in 0..1 next to each other, each below a line with its name."""
+    import numpy as np
+    import torch
+    from PIL import Image, ImageDraw, ImageFont
+
+    labelled = []
+    for frames, name in zip(columns, names, strict=True):
+        line = Image.new("RGB", (frames.shape[2], NAME_HEIGHT))
+        ImageDraw.Draw(line).text((4, 2), name, fill="white", font=ImageFont.load_default(NAME_HEIGHT - 8))
+        above = torch.from_numpy(np.asarray(line, np.float32) / 255).expand(len(frames), -1, -1, -1)
+        labelled.append(torch.cat([above, frames.float().cpu()], dim=1))
+    return torch.cat(labelled, dim=2)
 
 
 def main_colours(latents: "torch.Tensor") -> tuple[list[list[float]], list[float]]:

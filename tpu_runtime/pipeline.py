@@ -137,7 +137,13 @@ def check_address(address: str) -> None:
 
 
 def remote_model(
-    address: str, spec: ModelSpec, model_id: str, *, precision: str = "auto", progress: Progress
+    address: str,
+    spec: ModelSpec,
+    model_id: str,
+    *,
+    precision: str = "auto",
+    quality: str = QUALITIES[0],
+    progress: Progress,
 ) -> ModelRef:
     """The model of a family that `model_id` is on another machine, whose stages then run there. Of several addresses,
     with commas between them, each stage is run by one.
@@ -145,7 +151,7 @@ def remote_model(
     from .remote.client import Client
 
     name = Client(address).choose(spec.family, model_id, precision, progress)
-    return ModelRef(spec_name=name, model_id=model_id, precision=precision, address=address)
+    return ModelRef(spec_name=name, model_id=model_id, precision=precision, quality=quality, address=address)
 
 
 def run(stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> Any:

@@ -19,7 +19,7 @@ from comfy.ldm.common_dit import pad_to_patch_size
 from comfy.patcher_extension import WrappersMP
 
 from ...tpu_runtime import pipeline
-from ...tpu_runtime.pipeline import ModelRef, Progress
+from ...tpu_runtime.pipeline import QUALITIES, ModelRef, Progress
 from . import core_patches, errors
 from .core_patches import CPU, CorePatcher, PlainBatch
 
@@ -36,9 +36,9 @@ class Asked:
     inputs: Mapping[str, np.ndarray]
 
 
-def model(path: str, precision: str, host: MakeHost) -> CorePatcher:
+def model(path: str, precision: str, host: MakeHost, quality: str = QUALITIES[0]) -> CorePatcher:
     """Core's MODEL of the denoiser in a file."""
-    found = later(pipeline.choose_part(pipeline.SPECS, path, precision=precision), 0, host)
+    found = later(pipeline.choose_part(pipeline.SPECS, path, precision=precision, quality=quality), 0, host)
     found.make_now()
     return found
 

@@ -12,8 +12,9 @@ from pathlib import PurePath
 from typing import Any
 
 from ...tpu_runtime import pipeline as runtime
+from ...tpu_runtime.pipeline import QUALITIES
 from ..declare import VALUE_TYPES, Declaration, Input
-from ..model import CLIP_TYPES
+from ..model import CLIP_TYPES, quality_of
 
 Document = dict[str, Any]
 Table = Mapping[str, Declaration]
@@ -412,6 +413,11 @@ def with_tpu_loaders(document: Any, folders: Sequence[str], *, back: bool = Fals
             changes.append(f"{label} stays: {problem}.")
             continue
         node[key] = other
+        if back and quality_of(values.get("weight_dtype")) != QUALITIES[0]:  # which core's loader does not have
+            if isinstance(said, list):
+                said[names.index("weight_dtype")] = "default"
+            elif isinstance(said, dict):
+                said["weight_dtype"] = "default"
         if is_of_page and isinstance(node.get("properties"), dict):
             # Which pack a node is of: the page would look it up in another.
             node["properties"] = {"Node name for S&R": other}

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,11 +14,7 @@ from ..declare import Folders
 from ..graphs.graph import Workflow
 from .runner import HEADLESS, TerminalHost, run_workflow
 
-if TYPE_CHECKING:
-    import torch
-
 QUALITY = "quality"
-LABEL_HEIGHT = 24  # pixels, of the line above each picture
 MOST_DB = 99.0
 
 
@@ -29,7 +25,7 @@ class Rendered:
     """
 
     quality: str
-    frames: Mapping[str, "torch.Tensor"]
+    frames: Mapping[str, Any]
     rates: Mapping[str, Any]
     seconds: float
 
@@ -57,18 +53,16 @@ def check_qualities(text: str) -> tuple[str, ...]:
 
 
 def with_quality(workflow: Workflow, quality: str) -> Workflow:
-    """A copy in which every sampler has this quality; ValueError where there is none."""
+    """A copy in which every sampler and loader has this quality; ValueError where there is no sampler."""
     changed = copy.deepcopy(workflow)
-    samplers = [
-        node
-        for node in changed.values()
-        if node["class_type"] in HEADLESS
-        and any(declared.name == QUALITY for declared in HEADLESS[node["class_type"]].inputs)
-    ]
-    if not samplers:
+    known = {
+        node_id: HEADLESS[node["class_type"]] for node_id, node in changed.items() if node["class_type"] in HEADLESS
+    }
+    asked = [node_id for node_id, node in known.items() if any(i.name == QUALITY for i in node.inputs)]
+    if not any(known[node_id].family for node_id in asked):
         raise ValueError("The workflow has no TPU sampler or pipeline, whose quality could be compared.")
-    for node in samplers:
-        node["inputs"][QUALITY] = quality
+    for node_id in asked:
+        changed[node_id]["inputs"][QUALITY] = quality
     return changed
 
 
@@ -107,12 +101,9 @@ def psnr(one: Any, other: Any) -> float:
 
 def save_side_by_side(rendered: Sequence[Rendered], folder: Path) -> list[Path]:
     """Every result of all qualities beside each other, under their names: a video, or a picture for each."""
-    import torch
-
-    paths = []
+    paths, names = [], [one.quality for one in rendered]
     for node_id in rendered[0].frames:
-        columns = [_labelled(one.frames[node_id], one.quality) for one in rendered]
-        joined = torch.cat(columns, dim=2)
+        joined = media.side_by_side([one.frames[node_id] for one in rendered], names)
         rate = rendered[0].rates.get(node_id)
         stem = f"compared_{node_id}" if len(rendered[0].frames) > 1 else "compared"
         if rate is not None:
@@ -123,14 +114,3 @@ def save_side_by_side(rendered: Sequence[Rendered], folder: Path) -> list[Path]:
             paths.append(media.free_path(folder, stem, ".png"))
             media.save_image(paths[-1], picture)
     return paths
-
-
-def _labelled(frames: "torch.Tensor", label: str) -> "torch.Tensor":
-    """The frames with a black line above them that says `label`."""
-    import torch
-    from PIL import Image, ImageDraw, ImageFont
-
-    line = Image.new("RGB", (frames.shape[2], LABEL_HEIGHT))
-    ImageDraw.Draw(line).text((4, 2), label, fill="white", font=ImageFont.load_default(LABEL_HEIGHT - 8))
-    above = torch.from_numpy(np.asarray(line, np.float32) / 255).expand(len(frames), -1, -1, -1)
-    return torch.cat([above, frames.float().cpu()], dim=1)

@@ -54,6 +54,20 @@ def test_the_api_form_too():
     assert with_tpu_loaders(found, [], back=True)[0] == api
 
 
+@pytest.mark.parametrize("is_of_page", [True, False])
+def test_a_quality_that_only_our_loader_has_is_left_behind(is_of_page: bool):
+    file = "wan2.1_t2v_14B_fp16.safetensors"
+    if is_of_page:
+        ours: dict[str, Any] = {"nodes": [{"id": 1, "type": "TPUUNETLoader", "widgets_values": [file, "int8"]}]}
+        wanted: Any = [file, "default"]
+    else:
+        ours = {"1": {"class_type": "TPUUNETLoader", "inputs": {"unet_name": file, "weight_dtype": "int8"}}}
+        wanted = {"unet_name": file, "weight_dtype": "default"}
+    found, _ = with_tpu_loaders(ours, [], back=True)
+    (node,) = found["nodes"] if is_of_page else found.values()
+    assert node["widgets_values" if is_of_page else "inputs"] == wanted
+
+
 @pytest.mark.parametrize("name", ["/etc/passwd", "../secret.safetensors", "~/x.safetensors", "", "a\0b.safetensors"])
 def test_a_strangers_file_is_not_looked_for_outside_comfyuis_folders(name: str, tmp_path: Path):
     """And what is said does not tell whether it is there."""

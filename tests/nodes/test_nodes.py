@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.nodes import DECLARATIONS, cogvideox
-from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Ref
+from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Node, Ref
+from comfyui_tpu.nodes.graphs.graph import expected
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.wan21 import DECODER, PIPELINE, SAMPLER, SPEC, TEXT_ENCODER
 from comfyui_tpu.tpu_runtime import pipeline
@@ -197,6 +198,27 @@ def test_a_connected_model_takes_the_place_of_model_id(runtime: Recorder):
     model = ModelRef(spec_name=SPEC.name, model_id="connected", precision="float32")
     SAMPLER.run(Host(), **sampler_values(model=model, model_id="other"))
     assert runtime.calls["denoise"][0] == model
+
+
+@pytest.mark.parametrize(
+    ("of_loader", "of_sampler", "wanted"),
+    [("exact", "exact", "exact"), ("int8", "exact", "int8"), ("exact", "int8", "int8"), ("int8", "int8", "int8")],
+)
+def test_a_loaders_quality_counts_where_the_sampler_asks_for_none(
+    of_loader: str, of_sampler: str, wanted: str, runtime: Recorder
+):
+    loader, given = HEADLESS["TPUModelLoader"], {"model_id": "tiny/wan21", "family": "Wan21", "quality": of_loader}
+    assert isinstance(loader, Node)
+    graph: Any = {
+        "1": {"class_type": loader.id, "inputs": given},
+        "2": {"class_type": SAMPLER.id, "inputs": {"model": ["1", 0], "quality": of_sampler}},
+    }
+    (model, *_) = loader.run(Host(), **loader.values(given))
+    SAMPLER.run(Host(), **sampler_values(model=model, quality=of_sampler))
+    assert runtime.calls["denoise"][1].quality == wanted
+    # What is compiled ahead is what will run.
+    (ahead,) = expected(graph, Folders(), HEADLESS)
+    assert ahead.settings is not None and ahead.settings.quality == wanted
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import models
-from ..model_spec import ModelSpec, Settings
+from ..model_spec import QUALITIES, ModelSpec, Settings, check_quality
 from ..precision import check_choice
 from ..progress import Progress
 from . import checkpoint, compatibility, parts
@@ -45,7 +45,8 @@ class Lora:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRef:
-    """Which model to use: a description, no weights. `folders` are searched for `model_id`.
+    """Which model to use: a description, no weights. `folders` are searched for `model_id`. `quality` is that of
+    samplers which ask for none of their own (see `Settings`).
 
     With an `address` it is a model of the machine there, which runs its stages (see `remote`). One that `is_partial` is
     some of a model's networks, in single files, for stages that need no others.
@@ -54,13 +55,15 @@ class ModelRef:
     spec_name: str
     model_id: str
     precision: str = "auto"
+    quality: str = QUALITIES[0]
     folders: tuple[str, ...] = ()
     loras: tuple[Lora, ...] = ()
     address: str = ""
     is_partial: bool = False
 
     def __str__(self) -> str:
-        return f"{self.model_id} ({self.precision})" + (f" at {self.address}" if self.address else "")
+        quality = "" if self.quality == QUALITIES[0] else f", {self.quality}"
+        return f"{self.model_id} ({self.precision}{quality})" + (f" at {self.address}" if self.address else "")
 
     @property
     def spec(self) -> ModelSpec:
@@ -77,6 +80,7 @@ class ModelRef:
     def check(self) -> None:
         """Raises `ValueError` with a sentence for the user where it cannot work. Reads no weights, asks no network."""
         check_choice(self.precision)
+        check_quality(self.quality)
         self.locate().check()
 
     def loras_of(self, component: str) -> tuple[Lora, ...]:
@@ -113,24 +117,35 @@ def choose_model(
     model_id: str,
     *,
     precision: str = "auto",
+    quality: str = QUALITIES[0],
     folders: tuple[str, ...] = (),
     loras: tuple[Lora, ...] = (),
     progress: Progress | None = None,
 ) -> ModelRef:
     """The checked model that `model_id` is: see `variant`, for `progress` too, and `ModelRef.check`."""
     spec = variant(spec, model_id, folders, progress)
-    model = ModelRef(spec_name=spec.name, model_id=model_id, precision=precision, folders=folders, loras=loras)
+    model = ModelRef(
+        spec_name=spec.name, model_id=model_id, precision=precision, quality=quality, folders=folders, loras=loras
+    )
     model.check()
     return model
 
 
 def choose_part(
-    specs: Sequence[ModelSpec], model_id: str, *, precision: str = "auto", folders: tuple[str, ...] = ()
+    specs: Sequence[ModelSpec],
+    model_id: str,
+    *,
+    precision: str = "auto",
+    quality: str = QUALITIES[0],
+    folders: tuple[str, ...] = (),
 ) -> ModelRef:
     """The networks that files hold, as part of one of the models `specs`; `CheckpointError` where they are of none."""
     check_choice(precision)
+    check_quality(quality)
     spec = parts.resolve(model_id, specs, folders, needs_all=False).spec
-    return ModelRef(spec_name=spec.name, model_id=model_id, precision=precision, folders=folders, is_partial=True)
+    return ModelRef(
+        spec_name=spec.name, model_id=model_id, precision=precision, quality=quality, folders=folders, is_partial=True
+    )
 
 
 def variant(

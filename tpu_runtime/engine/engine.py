@@ -24,7 +24,7 @@ from ..machine import record
 from ..machine.fallbacks import Halted, Unsupported, halted
 from ..machine.ladder import Ladder
 from ..machine.record import MachineRecord
-from ..model_spec import STAGES, Settings
+from ..model_spec import QUALITIES, STAGES, Settings
 from ..programs import executables, modules
 from ..programs.finite import NotFinite
 from ..programs.program import Target, step_options
@@ -304,8 +304,10 @@ class Engine:
 
 
 def _base(model: ModelRef) -> ModelRef:
-    """The model without LoRAs, which a workflow's later nodes may add and which change no settings."""
-    return replace(model, loras=())
+    """The model without LoRAs, which a workflow's later nodes may add and which change no settings, and without its
+    quality, which samplers have in theirs.
+    """
+    return replace(model, loras=(), quality=QUALITIES[0])
 
 
 def _seedless(settings: Settings | None) -> Settings | None:

@@ -205,7 +205,7 @@ def latents(stage: Stage, pixels: torch.Tensor) -> torch.Tensor:
 
 def _wanted(stage: Stage, name: str, rows: np.ndarray, inputs: Mapping[str, np.ndarray]) -> Wanted:
     spec, config = stage.spec, stage.config(name)
-    settings = settings_of(spec, rows.shape)
+    settings = replace(settings_of(spec, rows.shape), quality=stage.model.quality)
     component = spec.component(name)
     folder = stage.found.fetch_weights(component, stage.progress)
     bounded = score_bound.is_bounded(spec, component, folder, stage.added_to_norms(component))
@@ -220,6 +220,7 @@ def _wanted(stage: Stage, name: str, rows: np.ndarray, inputs: Mapping[str, np.n
             stage.target,
             rows.shape,
             bounded,
+            settings.quality,
             *sorted((n, str(s)) for n, s in shapes.items()),
         ),
         build=lambda: denoise_step.prediction_program(spec, config, stage.target, settings, shape, shapes),

@@ -36,6 +36,7 @@ from .limits import (
     Settings,
     StepCache,
     Switch,
+    check_quality,
     without_zero_sizes,
 )
 from .model import STAGES, ModelSpec

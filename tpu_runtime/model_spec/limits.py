@@ -1,7 +1,7 @@
 """What a widget may hold, what a generation is asked for, and the sentence for what may not be. Pure arithmetic."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -172,6 +172,12 @@ FLOW_SCHEDULERS = {
 }
 
 
+def check_quality(quality: str) -> None:
+    """Raises `ValueError` for anything that is not in `QUALITIES`."""
+    if quality not in QUALITIES:
+        raise ValueError(f"quality is {quality!r}; it must be one of {', '.join(QUALITIES)}.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What one generation is asked for. Sizes in pixels and frames; `shift` is the scheduler's flow shift.
@@ -204,6 +210,10 @@ class Settings:
     end_step: int = 0
     add_noise: bool = True
     return_with_leftover_noise: bool = False
+
+    def in_quality(self, of_model: str) -> "Settings":
+        """With the quality that the model's loader asks for, where these ask for none."""
+        return self if self.quality != QUALITIES[0] else replace(self, quality=of_model)
 
     @property
     def steps(self) -> range:

@@ -1,6 +1,6 @@
 """What the monitor costs a running workflow: paired runs with polling clients and without, on a real ComfyUI server.
 
-Run: python benchmarks/monitor.py [--pairs 80] [--clients 10] [--steps 100], on a machine that does nothing else.
+Run: python benchmarks/host/monitor.py [--pairs 80] [--clients 10] [--steps 100], on a machine that does nothing else.
 Starts a server of its own, with the tiny Wan 2.1 on eight simulated chips, so the runs lie on the same cores as the
 clients: a TPU machine has more to spare.
 """
