@@ -27,6 +27,7 @@ DOCTOR = "tests/cli/test_doctor.py::test_a_machine_that_is_well_needs_nothing"
 DOCTOR_JSON = "tests/cli/test_doctor.py::test_json_has_every_finding_and_advice_is_no_fault"
 DOCTOR_START = "tests/cli/test_doctor.py::test_jax_is_started_only_when_asked_and_an_abort_of_it_is_a_finding"
 DOWNLOAD = "tests/checkpoints/test_download.py::test_a_folder_gets_what_is_loaded_and_then_serves_as_the_model"
+COMPARE = "tests/cli/test_compare.py::test_a_workflow_is_rendered_in_each_quality"
 PLAN = "tests/plan/test_plan.py::test_the_command_writes_a_report_and_a_file"
 SELFTEST = "tests/selftest/test_selftest.py::test_it_is_green_on_eight_chips"
 FIRST_RUN = (
@@ -72,9 +73,8 @@ SHOWN = {
     "comfyui-tpu batch WORKFLOW.json --set-from prompts.jsonl --out DIR [--ray ADDRESS]": (
         "tests/fleet/test_same_results.py::test_a_batch_gives_what_single_runs_give"
     ),
-    "comfyui-tpu compare WORKFLOW.json [--quality A,B] [--set NODE.INPUT=VALUE] [--out DIR] [--tiny]": (
-        "tests/cli/test_compare.py::test_a_workflow_is_rendered_in_each_quality"
-    ),
+    "comfyui-tpu compare WORKFLOW.json [--quality A,B] [--set NODE.INPUT=VALUE] [--out DIR] [--tiny]": COMPARE,
+    "comfyui-tpu compare": COMPARE,
     "comfyui-tpu convert WORKFLOW.json [--back] [--to FILE]": (
         "tests/nodes/test_loaders.py::test_the_command_writes_the_file_and_says_what_it_did"
     ),
