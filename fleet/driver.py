@@ -289,4 +289,4 @@ class Driver:
 
 
 def _rest_s(in_a_row: int) -> float:
-    return min(FIRST_REST_S * 2 ** (in_a_row - 1), LONGEST_REST_S)
+    return min(FIRST_REST_S * 2 ** min(in_a_row - 1, 30), LONGEST_REST_S)  # a larger power is no float

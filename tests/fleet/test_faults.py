@@ -78,6 +78,11 @@ def test_a_machine_that_fails_rests_for_longer_and_longer(run: Any, monkeypatch:
     assert "the chips are taken" in said.err and "run the same command again" in said.err
 
 
+def test_a_machine_that_fails_for_days_still_rests():
+    """After 1 024 failures in a row, some 17 hours, the next rest was no float, and the error stopped the batch."""
+    assert driver._rest_s(100_000) == driver.LONGEST_REST_S
+
+
 def test_the_models_folder_moved_away_in_the_middle_sets_nothing_aside(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
