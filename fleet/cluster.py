@@ -169,9 +169,8 @@ def start(place: Slice, actor: Any, name: str) -> tuple[Any, Callable[[], None]]
     import ray
 
     def begin(kind: Any, *arguments: Any, **options: Any) -> Any:
-        chips = {"num_cpus": 0, "resources": {"TPU": place.chips}}
-        made = ray.remote(**chips, max_restarts=-1, max_concurrency=kind.CONCURRENCY, **options)(kind)
-        return made.remote(*arguments)
+        options |= {"num_cpus": 0, "resources": {"TPU": place.chips}, "max_concurrency": kind.CONCURRENCY}
+        return ray.remote(max_restarts=-1, **options)(kind).remote(*arguments)
 
     if place.hosts == 1:
         handles, free = [begin(actor, name)], lambda: None
