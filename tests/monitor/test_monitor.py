@@ -432,9 +432,12 @@ def test_importing_the_monitor_starts_no_thread_and_touches_no_device():
 # --- what the page is made of -----------------------------------------------------------------------------------------
 
 
-def test_the_page_runs_three_modules_of_ours_by_itself():
+def test_what_the_page_runs_by_itself_is_an_extension_and_no_helper():
     """ComfyUI runs every .js under the folder; a helper among them would run on its own."""
-    assert sorted(path.name for path in (PACK / "web").rglob("*.js")) == ["models.js", "monitor.js", "upgrade.js"]
+    found = sorted((PACK / "web").rglob("*.js"))
+    names = ["commands", "models", "monitor", "search", "templates", "upgrade"]
+    assert [path.stem for path in found] == names
+    assert all("app.registerExtension(" in path.read_text() and "export " not in path.read_text() for path in found)
 
 
 @pytest.mark.parametrize("path", [*(PACK / "web").rglob("*.js"), *(PACK / "web").rglob("*.mjs")], ids=lambda p: p.name)
