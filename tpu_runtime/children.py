@@ -65,11 +65,11 @@ class Child:
 @contextlib.contextmanager
 def running(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[Child]:
     """The process of `command`, in this process's environment unless another is given."""
-    text = {"encoding": "utf-8", "errors": "replace"}  # a process that crashes may say anything
-    with tempfile.TemporaryFile("w+", **text) as complaints:
+    # A process that crashes may say anything.
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints:
         process = subprocess.Popen(
-            command, env=environment, start_new_session=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, **text,
+            command, env=environment, encoding="utf-8", errors="replace", start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints,
         )  # fmt: skip
         assert process.stdin and process.stdout
         try:

@@ -149,6 +149,7 @@ def test_the_text_says_predicted_and_names_what_costs(small_plan: report.Plan):
     assert "predicted by the compiler" in text and "nothing was measured" in text
     assert re.search(r"^denoise_step +50 +1x8x1 ", text, re.MULTILINE)
     assert "Memory with all components loaded:" in text and "fits." in text
+    assert re.search(r"^This plan took up to \d+\.\d+ GiB of host memory\.$", text, re.MULTILINE)
     assert "denoise_step: the dearest operations" in text and "test_plan.py:" in text
 
 

@@ -93,7 +93,7 @@ def read(key: str) -> MachineRecord:
 
 def everything(file: Path | None = None) -> dict[str, MachineRecord]:
     """All records of a file, by default this process's, by key, the oldest first."""
-    return {key: parsed(value) for key, value in _entries(file or path()).items()}
+    return {_printable(key): parsed(value) for key, value in _entries(file or path()).items()}
 
 
 def add(key: str, found: MachineRecord) -> MachineRecord:

@@ -199,6 +199,7 @@ def text(plan: Plan, explain: bool = False) -> str:
         f"One generation, {LABEL}: "
         + ("-" if total is None else f"{_seconds(total)} s")
         + " (without loading weights).",
+        f"This plan took up to {gib(plan.host_peak_bytes)} GiB of host memory.",
     ]
     if plan.mean_step_s is not None:
         lines.append(f"A step takes {_seconds(plan.mean_step_s)} s in the mean.")
