@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -53,7 +54,7 @@ def ssim(one: np.ndarray, other: np.ndarray) -> float:
     """The mean over `[frames, height, width, 3]`, of windows of 7 x 7 (Wang et al., 2004, with uniform windows)."""
 
     def smooth(x: np.ndarray) -> np.ndarray:
-        return uniform_filter(x, (1, WINDOW, WINDOW, 1))
+        return uniform_filter(x, WINDOW, axes=(1, 2))
 
     x, y = one.astype(np.float64), other.astype(np.float64)
     mean_x, mean_y = smooth(x), smooth(y)
@@ -81,7 +82,7 @@ def videos(prompts: int, steps: int) -> Iterator[Judged]:
         )
 
 
-def harder_cases(keys: int = 16384, queries: int = 256) -> Iterator[dict[str, float | int]]:
+def harder_cases(keys: int = 16384, queries: int = 256) -> Iterator[dict[str, Any]]:
     """int8's kernel and its reference against exact attention in float32: relative RMS error and cosine."""
     random = np.random.default_rng(0)
     for head_dim in (64, 128):

@@ -63,7 +63,7 @@ class Example:
         if self.is_miniature:
             own = spec.miniature
             found |= {"model_id": own.id, **own.inputs, **tiny.texts(spec, own.id)}
-        return found | self.widgets
+        return {**found, **self.widgets}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...tpu_runtime.pipeline import SPECS, media
+from ...tpu_runtime.pipeline import QUALITIES, media
 from ..declare import Folders
 from ..graphs.graph import Workflow
 from .runner import HEADLESS, TerminalHost, run_workflow
@@ -43,12 +43,11 @@ class Difference:
 def check_qualities(text: str) -> tuple[str, ...]:
     """The qualities that a command names, with commas between; ValueError for fewer than two, or an unknown one."""
     found = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    limit = SPECS[0].inputs[QUALITY]
     for quality in found:
-        if problem := limit.problem(quality):
-            raise ValueError(f"--quality {problem}")
+        if quality not in QUALITIES:
+            raise ValueError(f"--quality is {quality!r}; it must be one of {', '.join(QUALITIES)}.")
     if len(found) < 2:
-        raise ValueError(f"--quality is {text!r}; name two or more to compare, such as {','.join(limit.options)}.")
+        raise ValueError(f"--quality is {text!r}; name two or more to compare, such as {','.join(QUALITIES)}.")
     return found
 
 
