@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from ..kernels import attention, attention_int8, attention_reference, names
-from ..kernels.attention_form import fastest
+from ..kernels.attention_form import fastest, kernel_of
 from ..kernels.attention_reference import Keys
 from ..kernels.chip import LANES, round_up
 from ..kernels.choice import KernelRefusal, accepted
@@ -68,6 +68,8 @@ def by_kernel(
         resize = functools.partial(_resize, head_dim=head_dim, wanted=padded)
         q, keys = resize(q), [replace(part, keys=resize(part.keys), values=resize(part.values)) for part in keys]
     scores = policy.scores_of(sum(part.rows for part in keys), device_kind)
+    if KernelRefusal(kernel=kernel_of(scores)):  # this machine does without int8's kernel, which the ladder has said
+        scores = "exact"
     form = policy.form or fastest(
         device_kind,
         policy.maximum(scores),

@@ -92,7 +92,7 @@ def flat_attention(
         ),
         interpret=interpret,
         cost_estimate=_cost(q, keys, head_dim),
-        name=names.ATTENTION_WITH_RERUN if form.maximum == "sampled" and num_kv == 1 else names.ATTENTION,
+        name=form.kernel + names.WITH_RERUN * (form.maximum == "sampled" and num_kv == 1),
     )((lengths, units), q, arrays)
     if not log_sums:
         return out, None

@@ -54,9 +54,18 @@ class Form:
         if self.scores == "int8" and self.maximum == "zero":
             raise ValueError("scores of int8 are exact to a part of their size: maximum must be sampled or online.")
 
+    @property
+    def kernel(self) -> str:
+        return kernel_of(self.scores)
+
     def turned(self, head_dim: int) -> bool:
         """Whether values are read with tokens as lanes."""
         return head_dim < LANES or self.scores == "int8"
+
+
+def kernel_of(scores: Scores) -> str:
+    """The name by which a machine may do without: what int8 cannot compute is computed exactly."""
+    return names.ATTENTION_INT8 if scores == "int8" else names.ATTENTION
 
 
 def fastest(
@@ -78,7 +87,7 @@ def fastest(
         tiles = tiles_for(device_kind, head_dim=head_dim, kv_rows=sum(kv_rows), heads=heads)
     else:
         tiles = INT8_TILES[min(head_dim, LANES)]
-    limit_mib = (VMEM_MIB.get(device_kind, 16) - RESERVED_MIB) // (1 + is_small(names.ATTENTION))
+    limit_mib = (VMEM_MIB.get(device_kind, 16) - RESERVED_MIB) // (1 + is_small(kernel_of(scores)))
     candidates = list(_candidates(Form(scores=scores, maximum=maximum, vmem_mib=limit_mib, **tiles)))
     fitting = (f for f in candidates if vmem_bytes(f, q_seq, kv_rows, head_dim, itemsize) <= limit_mib * MIB)
     return next(fitting, candidates[-1])

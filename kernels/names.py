@@ -3,6 +3,8 @@
 WITH_RERUN = "_with_rerun"  # ends the name of a kernel that repeats a step's work where its faster form has failed
 ATTENTION = "attention"
 ATTENTION_WITH_RERUN = ATTENTION + WITH_RERUN
+ATTENTION_INT8 = "attention_int8"
+ATTENTION_INT8_WITH_RERUN = ATTENTION_INT8 + WITH_RERUN
 TURN = "turn"
 PROLOGUE = "attention_prologue"
 JOIN = "attention_join"
@@ -13,6 +15,7 @@ MODULATION = "modulation"
 # Those that a machine may do without, each by one name for all that it consists of, by the words that switch them off.
 SWITCHES = {
     "attention": ATTENTION,
+    "attention_int8": ATTENTION_INT8,
     "convolution": CONVOLUTION,
     "modulation": MODULATION,
     "prologue": PROLOGUE,
@@ -20,4 +23,4 @@ SWITCHES = {
 }
 KERNELS = tuple(SWITCHES.values())
 # What else stands in a program's text for one of them.
-PARTS = {ATTENTION_WITH_RERUN: ATTENTION, TURN: ATTENTION, JOIN: PROLOGUE}
+PARTS = {ATTENTION_WITH_RERUN: ATTENTION, ATTENTION_INT8_WITH_RERUN: ATTENTION_INT8, TURN: ATTENTION, JOIN: PROLOGUE}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from comfyui_tpu.attention.prologue import HeadLayout
 from comfyui_tpu.kernels import attention, choice, convolution, modulation, names, prologue, residual_norm
-from comfyui_tpu.kernels.attention_form import Form
+from comfyui_tpu.kernels.attention_form import Form, Maximum, Scores
 from comfyui_tpu.kernels.attention_reference import first
 from comfyui_tpu.tpu_runtime.cost_model import chips, kernels
 from jax.sharding import Mesh
@@ -92,11 +92,15 @@ def test_programs_for_no_tpu_take_the_reference_silently(caplog: pytest.LogCaptu
     assert not warnings(caplog, lambda: choice.accepted(modulation.refusal()))
 
 
-@pytest.mark.parametrize("maximum", ["zero", "sampled", "online"])
-def test_the_cost_model_knows_the_form_that_may_rerun_by_its_name(maximum: str):
-    form = Form(maximum=maximum, block_q=128, step=32)
+@pytest.mark.parametrize(
+    ("scores", "maximum"),
+    [("exact", "zero"), ("exact", "sampled"), ("exact", "online"), ("int8", "sampled"), ("int8", "online")],
+)
+def test_the_cost_model_knows_the_form_that_may_rerun_by_its_name(scores: Scores, maximum: Maximum):
+    form = Form(scores=scores, maximum=maximum, block_q=128, step=32)
     traced = jax.make_jaxpr(functools.partial(attend, head_dim=128, form=form))(jnp.ones((1, 48, 128)))
-    (call,) = (equation for equation in traced.eqns if equation.primitive.name == "pallas_call")
+    *_, call = (equation for equation in traced.eqns if equation.primitive.name == "pallas_call")
     kernel = kernels.MosaicCall(name=call.params["name"], config="", operands=(), results=())
     assert kernel.reruns == (maximum == "sampled")
-    assert kernel.name == (names.ATTENTION_WITH_RERUN if kernel.reruns else names.ATTENTION)
+    plain = {"exact": names.ATTENTION, "int8": names.ATTENTION_INT8}[scores]
+    assert names.PARTS.get(kernel.name, kernel.name) == plain == form.kernel

@@ -137,8 +137,9 @@ def _of_file(error: BaseException) -> tuple[str, ...]:
     for frame in (frame for one in causes if one for frame in reversed(traceback.extract_tb(one.__traceback__))):
         path = PurePath(frame.filename)
         if path.parent.name == "kernels":
-            # `attention_body.py` is the attention's.
-            return tuple(name for word, name in names.SWITCHES.items() if f"{path.stem}_".startswith(f"{word}_"))
+            # `attention_body.py` is the attention's, and `attention_int8.py` that of the longer name.
+            found = [word for word in names.SWITCHES if f"{path.stem}_".startswith(f"{word}_")]
+            return (names.SWITCHES[max(found, key=len)],) if found else ()
     return ()
 
 

@@ -18,7 +18,7 @@ from ...attention.api import attention
 from ...attention.policy import AttentionPolicy
 from ...attention.prologue import HeadLayout
 from ...kernels import choice, convolution, modulation, names, residual_norm
-from ...kernels.attention_form import Form, fastest
+from ...kernels.attention_form import TAKES_INT8, Form, fastest
 from ...kernels.chip import VMEM_MIB
 from ...kernels.prologue import Norm
 from ...sharding.mesh import Device, make_mesh
@@ -40,8 +40,11 @@ EPS = 1e-6
 # The form whose keys after the sampled ones are so large that blocks are computed again. Scores are near 200, of which
 # rounding is as many times that of 1.
 RERUN, RERUN_FACTOR, SAMPLED = "sampled maximum that fails", 40, 256
-FORMS = ("bounded scores", "sampled maximum", RERUN, "running maximum", "keys in the grid")
+# Not exact: what rounding queries and keys costs, of values that are as many and as alike as these.
+INT8 = "int8 scores"
+FORMS = ("bounded scores", "sampled maximum", RERUN, "running maximum", "keys in the grid", INT8)
 RERUN_BOUNDS = {"float32": Bound(error=8e-5, slope=1e-4), "bfloat16": BOUNDS["bfloat16"]}
+INT8_BOUND = Bound(error=8e-2, slope=2e-2)
 
 
 def checks(device: Device, host: Device) -> Iterator[Check]:
@@ -49,16 +52,16 @@ def checks(device: Device, host: Device) -> Iterator[Check]:
     precision = "bfloat16" if device.platform == "tpu" else "float32"
 
     def check(kernel: str, stage: str, run: Callable[[], tuple[Arrays, Arrays]]) -> Check:
-        bound = (RERUN_BOUNDS if RERUN in stage else BOUNDS)[precision]
+        bound = INT8_BOUND if INT8 in stage else (RERUN_BOUNDS if RERUN in stage else BOUNDS)[precision]
         return Check(
             family=FAMILY, stage=stage, precision=precision, bound=bound, if_lost=_without(kernel),
             run=lambda progress: _on_its_rung(kernel, run, bound),
         )  # fmt: skip
 
     for head_dim in HEAD_SIZES:
-        for name in _forms(device, head_dim):
+        for name, form in _forms(device, head_dim).items():
             yield check(
-                names.ATTENTION,
+                form.kernel,
                 f"attention, {name}, heads of {head_dim}",
                 lambda name=name, head_dim=head_dim: _attention(device, host, name, head_dim),
             )
@@ -101,19 +104,22 @@ def _on_its_rung(kernel: str, run: Callable[[], tuple[Arrays, Arrays]], bound: B
 
 def _forms(device: Device, head_dim: int) -> dict[str, Form]:
     """The ways in which the kernel may go about a call, with the tiles that it would take."""
-    form, block = SMALL, SMALL_BLOCK
+    form, int8, block = SMALL, replace(SMALL, scores="int8"), SMALL_BLOCK
     if device.platform == "tpu":
         (q_seq, kv_seq), block = NUM_LARGE, LARGE_BLOCK
         size = {"q_seq": q_seq, "kv_rows": [kv_seq], "heads": 2, "head_dim": head_dim, "itemsize": 2}
         form = fastest(device.device_kind, "sampled", **size)
+        int8 = fastest(device.device_kind, "sampled", scores="int8", **size)
     forms = {
+        INT8: int8,
         "bounded scores": replace(form, maximum="zero"),
         "sampled maximum": replace(form, maximum="sampled"),
         RERUN: replace(form, maximum="sampled"),
         "running maximum": replace(form, maximum="online"),
         "keys in the grid": replace(form, maximum="online", block_kv=block),
     }
-    return {name: forms[name] for name in FORMS}
+    has_int8 = device.platform != "tpu" or device.device_kind in TAKES_INT8
+    return {name: forms[name] for name in FORMS if has_int8 or name != INT8}
 
 
 def _attention(device: Device, host: Device, name: str, head_dim: int) -> tuple[Arrays, Arrays]:
