@@ -39,6 +39,7 @@ async function report(headline, prompt) {
     if (detail.prompt_id !== id) return;
     api.removeEventListener("executed", heard);
     for (const name of ENDS) api.removeEventListener(name, ended);
+    if (detail.exception_message) notify([headline, ...lines, detail.exception_message]);
   };
   api.addEventListener("executed", heard);
   for (const name of ENDS) api.addEventListener(name, ended);

@@ -73,3 +73,4 @@ def test_a_plan_asks_for_the_tpu_and_a_wrong_one_is_a_sentence(page: Any):
     inputs = prompt["plan-0"]["inputs"]
     assert (inputs["model_name"], inputs["topology"]) == ("wan2.1-t2v-14b", "v9:1x1")
     assert (inputs["height"], inputs["width"], inputs["num_frames"]) == (80, 112, 17)
+    says(page, "there is no topology 'v9:1x1'; there are v6e:1x1")
