@@ -252,6 +252,13 @@ def expect_here(generations: Sequence[Expected], *, progress: Progress) -> None:
         engine(progress).expect(generations)
 
 
+def prepare(calls: Iterable[tuple[ModelRef, dict[str, Any]]], *, progress: Progress) -> None:
+    """Lets the programs that nodes of others will ask for, see `run.note_call`, be compiled behind what runs; another
+    thread takes the calls.
+    """
+    engine(progress).prepare(calls)
+
+
 def follow(place: Place, chips: Callable[[Any], list[dict[str, Any]]]) -> None:
     """Does this host's part of what the leader of `place` runs, until the process ends with that one.
 

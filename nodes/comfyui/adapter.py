@@ -14,8 +14,8 @@ from server import PromptServer
 from ...tpu_runtime import pipeline
 from .. import DECLARATIONS
 from ..declare import Declaration, Expansion, Input, Link, Node, Output, Ref, in_words
-from ..graphs import graph
 from . import core_loaders, errors, memory, pictures, routes
+from .announce import announce
 from .host import DENOISERS, ComfyHost, folders, weights
 
 try:
@@ -89,7 +89,9 @@ def _schema(declaration: Declaration) -> io.Schema:
         inputs=[_input(declared, raw_link=is_expansion and not declared.is_widget) for declared in declaration.inputs],
         outputs=[_output(output) for output in declaration.outputs],
         search_aliases=list(declaration.aliases),
-        hidden=[io.Hidden.prompt] if isinstance(declaration, Node) and declaration.family else [],
+        hidden=[io.Hidden.prompt]
+        if isinstance(declaration, Node) and (declaration.family or declaration.gives_core)
+        else [],
         is_output_node=isinstance(declaration, Node) and declaration.is_output,
         enable_expand=is_expansion,
     )
@@ -146,27 +148,12 @@ def _socket(kind: str) -> Any:
     return core.get(kind) or io.Custom(kind)
 
 
-class Announcer:
-    """Tells the runtime what a prompt will run, as its first node does: sizes are in the sampler, which runs later."""
-
-    def __init__(self) -> None:
-        self._announced: object = None
-
-    def __call__(self, prompt: dict[str, Any] | None, host: ComfyHost) -> None:
-        if prompt is not None and prompt is not self._announced:
-            self._announced = prompt
-            pipeline.expect(graph.expected(prompt, folders(), DECLARATIONS), progress=host)
-
-
-_announce = Announcer()
-
-
 def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
     def execute(cls: type, **given: Any) -> io.NodeOutput:
         memory.register()
         host = ComfyHost()
-        if declaration.family:
-            _announce(cls.hidden and cls.hidden.prompt, host)
+        if declaration.family or declaration.gives_core:
+            announce(cls.hidden and cls.hidden.prompt, host)
         try:
             with errors.named():
                 results = declaration.run(host, **declaration.values(given))

@@ -12,6 +12,7 @@ import folder_paths
 from ...tpu_runtime.pipeline import QUALITIES, ModelRef
 from ..model import CLIP_TYPES, quality_of
 from . import core_model, core_text_and_vae, memory
+from .announce import announce
 from .host import ComfyHost, weights
 
 try:
@@ -36,6 +37,12 @@ def _options(loader: Any, name: str) -> list[str]:
     return list({**known["required"], **known.get("optional", {})}[name][0])
 
 
+def _begin(node: Any) -> None:
+    """What every loader does first."""
+    memory.register()
+    announce(node.hidden and node.hidden.prompt, ComfyHost())
+
+
 def _schema(node_id: str, title: str, description: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> io.Schema:
     return io.Schema(
         node_id=node_id,
@@ -44,6 +51,7 @@ def _schema(node_id: str, title: str, description: str, inputs: Sequence[Any], o
         description=description,
         inputs=list(inputs),
         outputs=list(outputs),
+        hidden=[io.Hidden.prompt],
     )
 
 
@@ -74,7 +82,7 @@ class TPUUNETLoader(io.ComfyNode):
 
     @classmethod
     def execute(cls, unet_name: str, weight_dtype: str = "default") -> io.NodeOutput:
-        memory.register()
+        _begin(cls)
         path = _path("diffusion_models", unet_name)
         return io.NodeOutput(core_model.model(path, _AUTO, ComfyHost, quality_of(weight_dtype)))
 
@@ -96,7 +104,7 @@ class TPUCLIPLoader(io.ComfyNode):
 
     @classmethod
     def execute(cls, clip_name: str, type: str = "wan", device: str = "default") -> io.NodeOutput:
-        memory.register()
+        _begin(cls)
         return io.NodeOutput(core_text_and_vae.clip([_path("text_encoders", clip_name)], type, _AUTO, ComfyHost))
 
 
@@ -118,7 +126,7 @@ class TPUDualCLIPLoader(io.ComfyNode):
 
     @classmethod
     def execute(cls, clip_name1: str, clip_name2: str, type: str, device: str = "default") -> io.NodeOutput:
-        memory.register()
+        _begin(cls)
         paths = [_path("text_encoders", name) for name in (clip_name1, clip_name2)]
         return io.NodeOutput(core_text_and_vae.clip(paths, type, _AUTO, ComfyHost))
 
@@ -150,7 +158,7 @@ class TPUVAELoader(io.ComfyNode):
 
     @classmethod
     def execute(cls, vae_name: str) -> io.NodeOutput:
-        memory.register()
+        _begin(cls)
         return io.NodeOutput(core_text_and_vae.vae(_path("vae", vae_name), _AUTO, ComfyHost))
 
 
@@ -172,7 +180,7 @@ class TPUCheckpointLoader(io.ComfyNode):
 
     @classmethod
     def execute(cls, ckpt_name: str) -> io.NodeOutput:
-        memory.register()
+        _begin(cls)
         path = _path("checkpoints", ckpt_name)
         return io.NodeOutput(
             core_model.model(path, _AUTO, ComfyHost),

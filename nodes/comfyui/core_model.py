@@ -6,7 +6,7 @@ latent formats, schedules and conditionings are core's. Only the innermost `_for
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -239,6 +239,44 @@ _MODELS: Mapping[str, Callable[[ModelRef, Given], Asked]] = {
     "HunyuanVideo15": _hunyuan15,
     "CogVideoX": _cogvideox,
 }
+
+
+_FAMILIES: Mapping[str, Callable[[ModelRef, Given], Asked]] = {
+    "Wan21": _wan,
+    "Wan22I2V": _wan,
+    "Flux2": _flux2,
+    "ZImage": _z_image,
+    "QwenImage": _qwen_image,
+    "HunyuanVideo15": _hunyuan15,
+    "CogVideoX": _cogvideox,
+}
+
+
+# Texts are as long as they are, and core joins no rows of different lengths: each is a call of its own.
+TEXTS_APART = frozenset({"ZImage", "QwenImage", "HunyuanVideo15"})
+
+
+def expected(chosen: ModelRef, expert: int, shape: tuple[int, ...], rows: int, pictures: Collection[str]) -> Any:
+    """What a step of core's samplers will ask of a denoiser, as zeros: for a sample of this `shape`, without its batch,
+    for so many rows, and for what nodes give of `pictures`.
+    """
+    spec = chosen.spec
+    config = chosen.resolve(pipeline.Silent()).configs[spec.denoiser.experts[expert]]
+    text = spec.text_encoders[0]
+    wanted = spec.conditions(config, (1, *shape))
+    given: Given = {
+        "context": torch.zeros(rows, text.max_length, int(config[text.width_key])),
+        "options": {"sample_sigmas": torch.tensor((1.0, 0.0)), "sigmas": torch.ones(1)},
+    }
+    channels = shape[0] + sum(wanted.get(name, (0, 0))[1] for name in ("condition", "image"))
+    x = torch.zeros(rows, channels, *shape[1:])
+    if spec.family == "HunyuanVideo15" and "start_image" in pictures:
+        x[:, shape[0] :] = 1.0
+    if "image_embeds" in wanted and ("clip_vision_output" in pictures or spec.family != "HunyuanVideo15"):
+        given["clip_fea"] = torch.zeros(rows, *wanted["image_embeds"][1:])
+    time = "timesteps" if spec.family in ("ZImage", "QwenImage") else "timestep"
+    asked = _FAMILIES[spec.family](chosen, {**given, "x": x, time: torch.ones(rows)})
+    return pipeline.Prediction(sample=asked.sample, timestep=asked.timestep, inputs=asked.inputs, expert=expert)
 
 
 def _padded(x: torch.Tensor, patch: tuple[int, ...]) -> torch.Tensor:

@@ -11,8 +11,8 @@ from .graph import Workflow, is_link
 
 # Nodes that pass a model on and change no shape, and those that put a prompt's states into a conditioning.
 _MODELS = frozenset(
-    "LoraLoaderModelOnly ModelSamplingSD3 ModelSamplingAuraFlow ModelSamplingFlux RescaleCFG CFGZeroStar CFGNorm APG TCFG "
-    "EasyCache LazyCache DifferentialDiffusion".split()
+    "LoraLoaderModelOnly ModelSamplingSD3 ModelSamplingAuraFlow ModelSamplingFlux RescaleCFG CFGZeroStar CFGNorm APG "
+    "TCFG EasyCache LazyCache DifferentialDiffusion".split()
 )
 _TEXTS = {"CLIPTextEncode": "clip", "FluxGuidance": "conditioning", "ConditioningZeroOut": "conditioning"}
 # Nodes that take both conditionings and give them again, before an empty latent: those of picture to video.

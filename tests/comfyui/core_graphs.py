@@ -1,14 +1,15 @@
 """Run in a process of its own: graphs of ComfyUI's own nodes, with core's torch MODEL and with ours of the same file.
 
 Arguments: ComfyUI's folder and a job as JSON: a denoiser's `path`, or also the `folder` of the model that ours is of
-(family, path, which of its denoisers), the shapes of `latents` and of a `text` (width, and
-tokens of each of three prompts), `cfg`, what else is in a conditioning by name (`more`, as shapes), and the `cases`.
-Prints the relative L2 of the latents by case as JSON, last.
+(family, path, which of its denoisers); the node that makes its `latent`, with how many pixels of a side one is
+(`stride`); the shapes of `latents` and of a `text` (width, and tokens of each of three prompts), `cfg`, what else is
+in a conditioning by name (`more`, as shapes), and the `cases`. Prints the relative L2 of the latents by case as JSON.
 """
 
 import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,11 @@ def main(comfyui: str, job: str) -> None:
         graphs = Graphs(nodes, said)
         for name in said["cases"]:
             theirs = CASES[name](graphs, comfy.sd.load_diffusion_model(said["path"], {"dtype": torch.float32}))
-            found = CASES[name](graphs, ours(said))
+            model = ours(said)
+            ahead = Ahead(graphs) if "latent" in said and not errors else None
+            found = CASES[name](graphs, model)
+            if ahead is not None:
+                ahead.check()
             assert found.shape == theirs.shape and found.isfinite().all()
             errors[name] = ((found - theirs).norm() / theirs.norm()).item()
             print(name, errors[name], file=sys.stderr)
@@ -55,6 +60,60 @@ def ours(job: Mapping[str, Any]) -> Any:
     found = core_model.later(model, expert, pipeline.Silent)
     core_parts.check_later(found, comfy.model_patcher.ModelPatcher)
     return found
+
+
+class Ahead:
+    """What is compiled ahead of the graph that a prompt of core's nodes says, before it samples."""
+
+    def __init__(self, graphs: "Graphs") -> None:
+        import time
+
+        import folder_paths
+        from comfyui_tpu.nodes.comfyui import announce
+        from comfyui_tpu.tpu_runtime import pipeline
+        from comfyui_tpu.tpu_runtime.programs import executables
+
+        path = Path(graphs.job["path"])
+        folder_paths.add_model_folder_path("diffusion_models", str(path.parent))
+        obtain, self.obtained = executables.obtain, []
+        executables.obtain = lambda program: (self.obtained.append(program.name), obtain(program))[1]
+        calls = list(announce.calls(self.prompt(graphs.job, path.name)))
+        calls = [(replace(model, precision="float32"), arguments) for model, arguments in calls]
+        assert [list(arguments) for _, arguments in calls] == [["prediction"]], calls
+        pipeline.prepare(calls, progress=pipeline.Silent())
+        engine = pipeline.current()
+        while not self.obtained or engine.program_cache.behind():
+            time.sleep(0.05)
+        (self.name,) = self.obtained
+
+    def prompt(self, job: Mapping[str, Any], name: str) -> dict[str, Any]:
+        height, width = (job["stride"] * size for size in job["latents"][-2:])
+        size = {"width": width, "height": height, "batch_size": 1}
+        if len(job["latents"]) == 5:
+            size["length"] = 4 * (job["latents"][2] - 1) + 1
+        made = {name: ["given", 0] for name in ("start_image", "clip_vision_output") if self.is_given(job, name)}
+        texts = {"positive": ["text", 0], "negative": ["text", 0]}
+        nodes: dict[str, tuple[str, dict[str, Any]]] = {
+            "unet": ("TPUUNETLoader", {"unet_name": name}),
+            "text": ("CLIPTextEncode", {"clip": ["clip", 0], "text": ""}),
+            "latent": (job["latent"], {**size, **({**texts, **made} if made else {})}),
+            "sampler": (
+                "KSampler",
+                {
+                    "model": ["unet", 0], "cfg": job["cfg"], "latent_image": ["latent", 2 if made else 0],
+                    **({"positive": ["latent", 0], "negative": ["latent", 1]} if made else texts),
+                },
+            ),
+            "clip": ("CLIPLoader", {}),
+        }  # fmt: skip
+        return {name: {"class_type": kind, "inputs": inputs} for name, (kind, inputs) in nodes.items()}
+
+    def is_given(self, job: Mapping[str, Any], name: str) -> bool:
+        return {"start_image": "concat_latent_image"}.get(name, name) in job.get("more", {})
+
+    def check(self) -> None:
+        """The first sampling compiled nothing more."""
+        assert self.obtained == [self.name], self.obtained
 
 
 class Graphs:

@@ -108,6 +108,21 @@ class Engine:
             self._expected = expected
             self._drop_ahead()
 
+    def prepare(self, calls: Iterable[tuple[ModelRef, dict[str, Any]]]) -> None:
+        """Lets the programs of single calls, see `run.note_call`, be compiled behind what runs, in this order."""
+        ahead = self._ahead
+
+        def work() -> None:
+            for model, arguments in calls:
+                watched = telemetry.Watched(
+                    host=ahead, activity=telemetry.Activity(stage="warmup", model=model.model_id)
+                )
+                watched.check_cancelled()
+                run.note_call(self._stage(model, watched), **arguments)
+
+        if type(self.hosts) is Together:
+            _ahead_of_time(work, COMPILER)
+
     def free(self, ids: Iterable[str] | None = None) -> None:
         """Drops weights and compiled programs; with `ids`, the weights of those residents alone."""
         with self._lock:
@@ -206,10 +221,14 @@ class Engine:
         self, model: ModelRef, settings: Settings | None, progress: Progress, activity: telemetry.Activity
     ) -> Stage:
         """A stage whose checkpoint is found, with what may be done ahead under way."""
-        watched = telemetry.Watched(host=progress, activity=activity)
+        stage = self._stage(model, telemetry.Watched(host=progress, activity=activity))
+        self._look_ahead(stage, model, settings)
+        return stage
+
+    def _stage(self, model: ModelRef, watched: telemetry.Watched) -> Stage:
         # What one host's record leaves out, all must: the leader's holds.
         without = record.parsed(self.hosts.decide(MachineRecord(fallbacks=self.ladder.fallbacks).to_json())).fallbacks
-        stage = Stage(
+        return Stage(
             model=model,
             resolved=model.resolve(watched),
             target=Target(
@@ -226,8 +245,6 @@ class Engine:
             counts=self.counts,
             hosts=self.hosts,
         )
-        self._look_ahead(stage, model, settings)
-        return stage
 
     def _look_ahead(self, stage: Stage, model: ModelRef, settings: Settings | None) -> None:
         """Lets what the later stages need be compiled, and read from the disk, behind this one."""

@@ -157,15 +157,19 @@ class Prediction:
     expert: int = 0
 
 
-def predict(stage: Stage, prediction: Prediction) -> torch.Tensor:
-    """`[rows, *latent]` float32. Rows are independent: as many as guidance has branches share a call."""
-    spec, name = stage.spec, stage.spec.denoiser.experts[prediction.expert]
-    sample, found = prediction.sample, []
+def _parts(spec: ModelSpec, prediction: Prediction) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+    """Rows of a prediction that share a call, as many as guidance has branches, and their inputs."""
     most = 2 if spec.recipe.guidance == "cfg" else 1
-    for start in range(0, len(sample), most):
+    for start in range(0, len(prediction.sample), most):
         part = slice(start, start + most)
-        rows = np.ascontiguousarray(sample[part].numpy())
-        inputs = {name: x if len(x) == 1 else np.ascontiguousarray(x[part]) for name, x in prediction.inputs.items()}
+        rows = np.ascontiguousarray(prediction.sample[part].numpy())
+        yield rows, {name: x if len(x) == 1 else np.ascontiguousarray(x[part]) for name, x in prediction.inputs.items()}
+
+
+def predict(stage: Stage, prediction: Prediction) -> torch.Tensor:
+    """`[rows, *latent]` float32. Rows are independent."""
+    name, found = stage.spec.denoiser.experts[prediction.expert], []
+    for rows, inputs in _parts(stage.spec, prediction):
         executable = stage.executable(_wanted(stage, name, rows, inputs))
         weights = stage.weights(name, executable)
         stage.check(f"a prediction of {name}")
@@ -239,6 +243,32 @@ def settings_of(spec: ModelSpec, shape: tuple[int, ...]) -> Settings:
         guidance_scale=2.0 if rows == 2 else 1.0,
         guidance_scale_2=None,
     )
+
+
+def note_call(stage: Stage, prediction: Prediction | None = None, decoded: tuple[int, ...] = ()) -> None:
+    """Lets the programs of single calls be compiled behind what runs: those of a prediction like this one, and of
+    decoding samples of this shape; of a model without either those of its text encoders.
+    """
+    spec = stage.spec
+
+    def note_one(wanted: Wanted) -> Compilation | Executable:
+        stage.progress.check_cancelled()
+        return stage.program_cache.note(wanted)
+
+    call = network_call.caller(lambda request: note_one(stage.wanted(request)).program, generation.zeros)
+    if prediction is not None:
+        name = spec.denoiser.experts[prediction.expert]
+        # Its program depends on some of the weights, and a download belongs to the stage, which shows it.
+        if stage.found.weights_here(spec.component(name)):
+            for rows, inputs in _parts(spec, prediction):
+                note_one(_wanted(stage, name, rows, inputs))
+    elif decoded:
+        for _ in spec.vae.decode(call, torch.zeros(decoded), lambda done, total: None):
+            pass
+    else:
+        for text in spec.text_encoders:
+            ids = np.zeros((1, text.prefix + text.max_length), np.int32)
+            call(text.component, text.encode, ids, ids)
 
 
 # --- what runs --------------------------------------------------------------------------------------------------------
