@@ -51,6 +51,13 @@ _OPTIONS = {
     "optimized_attention_override": ("another attention", "an attention override", _WITHOUT),
     "rope_options": ("another rotary embedding", "ScaleROPE", _WITHOUT),
 }
+# Nodes whose functions around guidance call the network again with such patches: these show only then.
+_GUIDING = frozenset(
+    (
+        "PerturbedAttentionGuidance", "SelfAttentionGuidance", "SkipLayerGuidanceDiT", "SkipLayerGuidanceDiTSimple",
+        "SkipLayerGuidanceSD3",
+    )
+)  # fmt: skip
 _CONTROL = _INSIDE.format(
     what="a ControlNet", node="Apply ControlNet", advice="Disconnect it, or load the model with ComfyUI's own loader."
 )
@@ -74,6 +81,12 @@ def check(options: Mapping[str, Any], control: Any) -> None:
 def check_patcher(patcher: Any) -> None:
     """`check`, of all that hangs on a MODEL before its first step."""
     check(patcher.model_options.get("transformer_options", {}), None)
+    for functions in patcher.model_options.values():
+        for function in functions if isinstance(functions, list) else [functions]:
+            node = getattr(function, "__qualname__", "").partition(".")[0]
+            if node in _GUIDING:
+                what, _, advice = _OPTIONS["patches_replace"]
+                raise ValueError(_INSIDE.format(what=what, node=node, advice=advice))
     own = [name for name in patcher.object_patches if name.startswith("diffusion_model")]
     wrapped = [name for name in patcher.weight_wrapper_patches if name.startswith("diffusion_model")]
     compiled = patcher.get_wrappers(WrappersMP.APPLY_MODEL, COMPILE_KEY)
@@ -196,6 +209,8 @@ class PlainBatch:
         timestep: torch.Tensor,
         options: dict[str, Any],
     ) -> list[torch.Tensor]:
+        if any(cond.get("control") is not None for each in conds for cond in each or ()):
+            raise ValueError(_CONTROL)  # before it looks at its picture
         chosen = self._chosen(conds, timestep, options)
         rows = [
             {name: value.process_cond(batch_size=len(sample), area=None) for name, value in each["model_conds"].items()}
