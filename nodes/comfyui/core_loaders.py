@@ -189,6 +189,23 @@ class TPUCheckpointLoader(io.ComfyNode):
         )
 
 
+class TPUCLIPVisionLoader(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return _schema(
+            "TPUCLIPVisionLoader",
+            "Load CLIP Vision (TPU)",
+            "As Load CLIP Vision, for the image encoder of Wan 2.1 or HunyuanVideo 1.5, which runs on the TPU.",
+            (_file("clip_name", "clip_vision", tooltip="The file of the image encoder."),),
+            (io.ClipVision.Output(tooltip="For CLIPVisionEncode."),),
+        )
+
+    @classmethod
+    def execute(cls, clip_name: str) -> io.NodeOutput:
+        _begin(cls)
+        return io.NodeOutput(core_text_and_vae.clip_vision(_path("clip_vision", clip_name), _AUTO, ComfyHost))
+
+
 def objects(model: ModelRef) -> tuple[Any, ...]:
     """MODEL, CLIP, VAE and MODEL of the second denoiser of a model, each made when it is first used."""
     return (
@@ -205,4 +222,5 @@ CLASSES: tuple[type[io.ComfyNode], ...] = (
     TPUDualCLIPLoader,
     TPUVAELoader,
     TPUCheckpointLoader,
+    TPUCLIPVisionLoader,
 )

@@ -1,8 +1,14 @@
-"""ComfyUI's own CLIP and VAE whose networks run on the TPU: weights of words, templates, ratios, batches are core's."""
+"""ComfyUI's own CLIP, VAE and CLIP_VISION whose networks run on the TPU: weights of words, templates, ratios, batches,
+pictures' crops are core's.
+"""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
+import comfy.clip_model
+import comfy.clip_vision
 import comfy.ops
 import comfy.sd
 import comfy.sd1_clip
@@ -299,3 +305,60 @@ class Autoencoder(torch.nn.Module):
         frames = pixels if pixels.ndim == 5 else pixels.unsqueeze(2)
         rows = [ask("latents", self.encoding, self.host, pixels=row[None].clone()) for row in frames]
         return torch.cat(rows)
+
+
+# --- CLIP_VISION ------------------------------------------------------------------------------------------------------
+
+# By the class of an image encoder: core's description of it, and which of its states a model takes, and ours gives.
+_VISION = {
+    "CLIPVisionModel": ("clip_vision_config_h.json", "penultimate_hidden_states"),
+    "SiglipVisionModel": ("clip_vision_siglip_384.json", "last_hidden_state"),
+}
+
+
+def clip_vision(path: str, precision: str, host: MakeHost) -> "CLIPVision":
+    """Core's CLIP_VISION of an image encoder in a file."""
+    specs = [spec for spec in pipeline.SPECS if _image_encoder(spec) in _VISION]
+    return CLIPVision(pipeline.choose_part(specs, path, precision=precision), host)
+
+
+def _image_encoder(spec: pipeline.ModelSpec) -> str:
+    return next((part.class_name for part in spec.components if part.name == "image_encoder"), "")
+
+
+class CLIPVision(comfy.clip_vision.ClipVisionModel):
+    """Core's, which prepares pictures; the network that looks at them is ours."""
+
+    def __init__(self, model: ModelRef, host: MakeHost) -> None:
+        # What is not there says so: core's own network is not made.
+        name, self.gives = _VISION[_image_encoder(model.spec)]
+        config = json.loads((Path(comfy.clip_vision.__file__).parent / name).read_text("utf-8"))
+        own = model.resolve(pipeline.Silent()).configs["image_encoder"]
+        self.config = {**config, "image_size": own["image_size"]}
+        self.image_size, self.model_type = self.config["image_size"], self.config["model_type"]
+        self.image_mean = config.get("image_mean", [0.48145466, 0.4578275, 0.40821073])
+        self.image_std = config.get("image_std", [0.26862954, 0.26130258, 0.27577711])
+        self.model, self.host = model, host
+
+    def encode_image(self, image: torch.Tensor, crop: bool = True) -> "Seen":
+        """Pictures `[rows, height, width, 3]` in 0..1."""
+        pixels = comfy.clip_model.clip_preprocess(
+            image.to(CPU), size=self.image_size, mean=self.image_mean, std=self.image_std, crop=crop
+        ).float()
+        found = Seen(self.gives)
+        found[self.gives] = ask("look", self.model, self.host, prepared=(pixels,))
+        found["image_sizes"] = [pixels.shape[1:]] * len(pixels)
+        return found
+
+
+class Seen(comfy.clip_vision.Output):
+    """What an image encoder gives."""
+
+    def __init__(self, gives: str) -> None:
+        self.gives = gives
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"The image encoder on the TPU gives {self.gives}, which the video models take, and no {name}. Load it "
+            "with ComfyUI's own loader for this node."
+        )

@@ -379,6 +379,7 @@ LOADERS = {
     "DualCLIPLoader": ("TPUDualCLIPLoader", ("clip_name1", "clip_name2", "type", "device")),
     "VAELoader": ("TPUVAELoader", ("vae_name",)),
     "CheckpointLoaderSimple": ("TPUCheckpointLoader", ("ckpt_name",)),
+    "CLIPVisionLoader": ("TPUCLIPVisionLoader", ("clip_name",)),
 }
 _BACK = {ours: (theirs, names) for theirs, (ours, names) in LOADERS.items()}
 # Of more the headers are not read.
@@ -427,7 +428,7 @@ def with_tpu_loaders(document: Any, folders: Sequence[str], *, back: bool = Fals
 
 def _why_not(kind: str, values: Mapping[str, Any], folders: Sequence[str]) -> str:
     """Why what a loader of core's names does not run here; empty where it does."""
-    if "CLIP" in kind:
+    if "type" in LOADERS[kind][1]:
         known = ", ".join(CLIP_TYPES)
         return "" if values.get("type") in CLIP_TYPES else f"its type is none of {known}"
     name = str(values.get(LOADERS[kind][1][0], ""))

@@ -1,9 +1,10 @@
 """Run in a process of its own: states and frames of ComfyUI's own CLIP and VAE, core's torch and ours, of one file.
 
 Arguments: ComfyUI's folder and a job as JSON. `kind` is "clip" (with `type`, `paths`, and what core makes of it: `te`
-and `tokenizer`, below `comfy.text_encoders`, and its `options`; heights and widths of `pictures` in prompts) or "vae"
-(`paths`, `frames` to encode, `latents` to decode, as shapes). What of core is made smaller: `sizes` by class. With a
-`folder` (family, path), ours is of that model. Prints the relative L2 by case as JSON, last.
+and `tokenizer`, below `comfy.text_encoders`, and its `options`; heights and widths of `pictures` in prompts), "vae"
+(`paths`, `frames` to encode, `latents` to decode, as shapes) or "vision" (`paths`, `frames`, `options` of core's). What
+of core is made smaller: `sizes` by class. With a `folder` (family, path), ours is of that model. Prints the relative L2
+by case as JSON, last.
 """
 
 import importlib
@@ -32,7 +33,7 @@ def main(comfyui: str, job: str) -> None:
 
     said = json.loads(job)
     with torch.inference_mode():
-        errors = texts(said) if said["kind"] == "clip" else frames(said)
+        errors = {"clip": texts, "vae": frames, "vision": looks}[said["kind"]](said)
     print(json.dumps(errors))
 
 
@@ -68,6 +69,7 @@ def texts(job: Mapping[str, Any]) -> dict[str, float]:
         check_tokens(ours, Path(job["folder"][1], "tokenizer"))
     else:
         ours = core_text_and_vae.clip(job["paths"], job["type"], "float32", pipeline.Silent)
+    check_refused(ours)
     errors = beside_pictures(ours, theirs, job["pictures"]) if "pictures" in job else {}
     for prompt in PROMPTS:
         (found, own), (wanted, said) = (
@@ -80,6 +82,26 @@ def texts(job: Mapping[str, Any]) -> dict[str, float]:
                 errors[f"{prompt}, {name}"] = relative(own[name].float(), value.float())
         assert ours.tokenize(prompt) == theirs.tokenize(prompt)
     return errors
+
+
+def check_refused(clip: Any) -> None:
+    """An embedding among the tokens, as `embedding:name` puts one there, and hooks."""
+    import comfy.hooks
+    import torch
+    from comfy_extras.nodes_hooks import SetClipHooks
+
+    tokens = {name: [[(torch.zeros(8), 1.0), *rows[0][1:]]] for name, rows in clip.tokenize("a cat").items()}
+    hooks = comfy.hooks.create_hook_lora({"lora_te1_text_model": torch.ones(1)}, 1.0, 1.0)
+    for use, sentence in (
+        (lambda: clip.encode_from_tokens_scheduled(tokens), "holds an embedding (textual inversion)"),
+        (lambda: SetClipHooks().apply_hooks(clip, False, True, hooks), "(hooks) would be merged anew"),
+    ):
+        try:
+            use()
+        except ValueError as error:
+            assert sentence in str(error), error
+        else:
+            raise AssertionError(f"nothing said that it {sentence}")
 
 
 def beside_pictures(ours: Any, theirs: Any, shapes: Sequence[Sequence[int]]) -> dict[str, float]:
@@ -134,7 +156,7 @@ def check_tokens(clip: Any, folder: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for prompt in PROMPTS[:3]:
-        ((rows,),) = (clip.tokenize(prompt).values(),)
+        ((rows,),) = clip.tokenize(prompt).values()
         wanted = tokenizer(prompt)["input_ids"]
         assert [entry[0] for entry in rows][: len(wanted)] == wanted, prompt
 
@@ -172,6 +194,39 @@ def frames(job: Mapping[str, Any]) -> dict[str, float]:
         "decode tiled": relative(ours.decode_tiled(latents.clone()), theirs.decode(latents.clone())),
         "encode": relative(ours.encode(pixels.clone()), theirs.encode(pixels.clone())),
     }
+
+
+def looks(job: Mapping[str, Any]) -> dict[str, float]:
+    """What core's nodes take of CLIP_VISION."""
+    import comfy.clip_vision
+    import comfy.model_management
+    import comfy.utils
+    import torch
+    from comfyui_tpu.nodes.comfyui import core_text_and_vae
+    from comfyui_tpu.tpu_runtime import pipeline
+
+    import nodes
+
+    (path,) = job["paths"]
+    ours = core_text_and_vae.clip_vision(path, "float32", pipeline.Silent)
+    comfy.model_management.args.fp32_text_enc = True  # else its weights are float16 here too
+    theirs = comfy.clip_vision.ClipVisionModel({**ours.config, **job["options"]})
+    missing, _ = theirs.load_sd(comfy.utils.load_torch_file(path))
+    assert not [name for name in missing if "projection" not in name], missing
+    torch.manual_seed(4)
+    errors = {}
+    for shape in job["frames"]:
+        picture = torch.rand(shape)
+        for crop in ("center", "none"):
+            found, wanted = (nodes.CLIPVisionEncode().encode(one, picture, crop)[0] for one in (ours, theirs))
+            errors[f"{shape}, {crop}"] = relative(found[ours.gives], wanted[ours.gives])
+    try:
+        found.image_embeds  # noqa: B018 - it must not be there
+    except AttributeError as error:
+        assert f"gives {ours.gives}" in str(error), error
+    else:
+        raise AssertionError("it gives what it has not")
+    return errors
 
 
 if __name__ == "__main__":

@@ -48,6 +48,13 @@ FUNCTIONS = (
     ("comfy/sd.py", "VAE", "decode_tiled", "self samples"),
     ("comfy/sd.py", "VAE", "encode_tiled", "self pixel_samples"),
     ("comfy/sd1_clip.py", "SDClipModel", "process_tokens", "self tokens device"),
+    ("comfy/text_encoders/qwen_vl.py", "", "process_qwen2vl_images", "images"),
+    ("comfy/clip_vision.py", "ClipVisionModel", "encode_image", "self image crop"),
+    ("comfy/clip_model.py", "", "clip_preprocess", "image size mean std crop"),
+    # What core asks of outputs that nobody uses: it must make none of them.
+    ("comfy/model_patcher.py", "ModelPatcher", "model_patches_models", "self"),
+    ("comfy/model_patcher.py", "ModelPatcher", "get_nested_additional_models", "self"),
+    ("comfy/model_patcher.py", "PromptModelTracker", "add", "self outputs"),
     # What networks are told: each parameter has a meaning here, and a new one would be left out.
     ("comfy/ldm/wan/model.py", "WanModel", "_forward",
      "self x timestep context clip_fea time_dim_concat transformer_options"),
@@ -100,6 +107,8 @@ def test_a_loras_tensors_are_kept_in_a_tuple_by_the_kinds_name(kind: str):
 def test_no_other_file_of_the_pack_knows_these_parts():
     """ComfyUI's models, patchers and samplers: three files, beside the memory's patcher."""
     folder = Path(__file__).parents[2] / "nodes" / "comfyui"
-    knows = re.compile(r"comfy\.(model_patcher|model_base|model_detection|samplers|lora|sd\b|sd1_clip|conds|ldm)")
+    knows = re.compile(
+        r"comfy\.(model_patcher|model_base|model_detection|samplers|lora|sd\b|sd1_clip|conds|ldm|clip_vision|text_encoders)"
+    )
     files = {path.name for path in folder.glob("*.py") if knows.search(path.read_text("utf-8"))}
     assert files == {"core_model.py", "core_patches.py", "core_text_and_vae.py", "memory.py"}

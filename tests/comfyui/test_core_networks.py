@@ -42,12 +42,17 @@ class Denoiser:
     tokens: Sequence[int] = (512, 512, 512)
     cfg: float = 5.0
     more: Mapping[str, Any]
+    # The node of core's that makes such latents, and pixels of a side of one; without it what it is asked is not known
+    # before it runs.
+    latent: str = ""
+    stride: int = 8
     cases: Sequence[str]
 
     def job(self, path: Path) -> dict[str, Any]:
         return {
             "path": str(path), "latents": self.latents, "text": [self.tokens, self.width], "cfg": self.cfg,
             "more": self.more, "cases": self.cases,
+            **({"latent": self.latent, "stride": self.stride} if self.latent else {}),
         }  # fmt: skip
 
 
@@ -64,14 +69,17 @@ DENOISERS_BY_NAME = {
     "wan t2v": Denoiser(
         kind=WAN, config={}, latents=WAN_LATENTS, width=4096, more={},
         cases=[name for name in ALL if name != "a first frame"],
+        latent="EmptyHunyuanLatentVideo",
     ),
     "wan 2.2 i2v": Denoiser(
         kind=WAN, config={"in_channels": 36}, latents=WAN_LATENTS, width=4096, more=given(*WAN_LATENTS),
         cases=(*SAMPLERS, "a batch of two"),
+        latent="WanImageToVideo",
     ),
     "wan 2.1 i2v": Denoiser(
         kind=WAN, config={"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 128}, latents=WAN_LATENTS,
         width=4096, more={**given(*WAN_LATENTS), "clip_vision_output": (1, 257, 1280)}, cases=SAMPLERS,
+        latent="WanImageToVideo",
     ),
     "wan 2.1 flf2v": Denoiser(
         kind=WAN,
@@ -82,6 +90,7 @@ DENOISERS_BY_NAME = {
     "wan 2.2 ti2v": Denoiser(
         kind=WAN, config={"in_channels": 48, "out_channels": 48}, latents=(1, 48, 3, 9, 6), width=4096, more={},
         cases=(*SAMPLERS, "a first frame"),
+        latent="Wan22ImageToVideoLatent", stride=16,
     ),
     "flux.2 dev": Denoiser(
         kind=FLUX2, config={}, latents=(1, 128, 7, 5), width=96, tokens=(512, 300, 512), cfg=1.0,
@@ -90,14 +99,17 @@ DENOISERS_BY_NAME = {
     "flux.2 klein": Denoiser(
         kind=FLUX2, config={"guidance_embeds": False}, latents=(1, 128, 7, 5), width=96, tokens=(512, 300, 512),
         cfg=3.0, more={}, cases=FLUX2_CASES,
+        latent="EmptyFlux2LatentImage", stride=16,
     ),
     "z-image": Denoiser(
         kind=ZIMAGE, config={}, latents=(1, 16, 9, 6), width=96, tokens=(40, 17, 33), cfg=3.0, more={},
         cases=("res_multistep", "a LoRA", "a batch of two"),
+        latent="EmptySD3LatentImage",
     ),
     "qwen-image": Denoiser(
         kind=QWEN_IMAGE, config={}, latents=(1, 16, 1, 12, 8), width=96, tokens=(40, 17, 33), cfg=3.0, more={},
         cases=("res_multistep", "a LoRA", "a batch of two"),
+        latent="EmptySD3LatentImage",
     ),
     "qwen-image edit": Denoiser(
         kind=QWEN_IMAGE, config={"zero_cond_t": True}, latents=(1, 16, 1, 12, 8), width=96, tokens=(40, 17, 33),
@@ -107,6 +119,7 @@ DENOISERS_BY_NAME = {
     "hunyuanvideo 1.5 t2v": Denoiser(
         kind=HUNYUAN15, config={"image_embed_dim": 1152}, latents=(1, 32, 3, 5, 6), width=96, tokens=(40, 17, 33),
         more={"conditioning_byt5small": (1, 19, 1472)}, cases=(*SAMPLERS, "a batch of two", "a guider"),
+        latent="EmptyHunyuanVideo15Latent", stride=16,
     ),
     "hunyuanvideo 1.5 i2v, distilled": Denoiser(
         kind=HUNYUAN15, config={"image_embed_dim": 1152, "use_meanflow": True}, latents=(1, 32, 3, 5, 6), width=96,
@@ -115,10 +128,12 @@ DENOISERS_BY_NAME = {
             "conditioning_byt5small": (1, 19, 1472), "clip_vision_output": (1, 729, 1152), **given(1, 32, 3, 5, 6),
         },
         cases=("euler", "dpmpp_2m"),
+        latent="HunyuanVideo15ImageToVideo", stride=16,
     ),
     "cogvideox t2v": Denoiser(
         kind=COGVIDEOX, config={"in_channels": 16, "out_channels": 16}, latents=WAN_LATENTS, width=96,
         tokens=(226, 226, 226), more={}, cases=SAMPLERS,
+        latent="EmptyHunyuanLatentVideo",
     ),
     "cogvideox i2v": Denoiser(
         kind=COGVIDEOX, config={"in_channels": 32, "out_channels": 16, "ofs_embed_dim": 512}, latents=(1, 16, 4, 8, 6),
@@ -132,11 +147,16 @@ def write_denoiser(folder: Path, one: Denoiser, name: str) -> Path:
     return single_files.write(folder / f"{name}.safetensors", home, one.kind)
 
 
-def run_script(name: str, job: Mapping[str, Any], folder: Path) -> dict[str, float]:
+def run_script(name: str, job: Any, folder: Path) -> dict[str, Any]:
     """What a script beside this file prints last, of a job."""
     (folder / "stubs").mkdir(exist_ok=True)
     (folder / "stubs" / "sitecustomize.py").write_text(comfyui_server.dedent(comfyui_server.STUBS))
-    command = [sys.executable, str(Path(__file__).with_name(name)), str(COMFYUI), json.dumps(job)]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name(name)),
+        str(COMFYUI),
+        job if isinstance(job, str) else json.dumps(job),
+    ]
     environment = {
         **os.environ, "PYTHONPATH": str(folder / "stubs"), "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": comfyui_server.FLAGS.replace("count=8", "count=2"),
@@ -236,6 +256,35 @@ def test_prompts_about_pictures_are_encoded_as_core_encodes_them(tmp_path: Path)
         "sizes": {"comfy.text_encoders.qwen_vl.Qwen2VLVisionTransformer": {**smaller, "num_layers": 9}},
     }  # fmt: skip
     check(run_script("core_parts.py", job, tmp_path))
+
+
+@pytest.mark.parametrize("name", ["wan2.1-i2v-14b-480p", "hunyuanvideo1.5-i2v-720p"])
+def test_pictures_are_looked_at_as_cores_clip_vision_looks(name: str, tmp_path: Path):
+    spec = spec_by_name(name)
+    component = spec.component("image_encoder")
+    tiny.write_weights(component, tmp_path / "image_encoder", 0)
+    path = single_files.write(tmp_path / "vision.safetensors", tmp_path / "image_encoder", component.class_name)
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+    job = {
+        "kind": "vision", "paths": [str(path)], "options": {size: component.tiny[size] for size in sizes},
+        "frames": [(1, 90, 160, 3), (2, 64, 40, 3)],
+    }  # fmt: skip
+    check(run_script("core_parts.py", job, tmp_path))
+
+
+def test_nodes_that_patch_a_model_work_as_on_cores_or_are_refused_before_the_first_step(tmp_path: Path):
+    path = write_denoiser(tmp_path, DENOISERS_BY_NAME["wan t2v"], "wan")
+    found = run_script("core_refusals.py", str(path), tmp_path)
+    for name, what in found.items():
+        print(f"{name}: {what}")
+    ran = {name: what for name, what in found.items() if isinstance(what, float)}
+    refused = {name for name, what in found.items() if isinstance(what, str) and not what.startswith("as core")}
+    check(ran)
+    assert {"RescaleCFG", "CFGZeroStar", "APG", "ModelSamplingSD3"} <= ran.keys()
+    assert refused >= {
+        "NAGuidance", "SkipLayerGuidanceDiT", "PerturbedAttentionGuidance", "ScaleROPE", "TorchCompileModel", "hooks",
+        "ControlNet",
+    }  # fmt: skip
 
 
 # With as many layers as the published ones, which core takes for granted; sizes that it does not read from a file it is
