@@ -61,7 +61,7 @@ def rounded_queries(
     are along `axis`, `unit` is what one of its keys' numbers is worth.
     """
     largest = jnp.max(jnp.abs(q), axis=axis, keepdims=True) + LEAST
-    worth = power_of_two(largest * unit / LARGEST) + 0 * jnp.sum(q, axis=axis, keepdims=True)
+    worth = power_of_two(largest * unit / LARGEST) + 0 * (unit + jnp.sum(q, axis=axis, keepdims=True))
     return jnp.round(q * (unit / worth)), worth
 
 

@@ -81,7 +81,10 @@ def _model(source: Source, part: str) -> ModelRef | None:
             values = DECLARATIONS[_LOADER].values(values)
             spec = pipeline.spec_for_family(values["family"])
             return pipeline.choose_model(
-                spec, chosen_id(values), precision=values["precision"], quality=values["quality"],
+                spec,
+                chosen_id(values),
+                precision=values["precision"],
+                quality=values["quality"],
                 folders=folders().models,
             )
         if source.kind not in names:
