@@ -9,12 +9,12 @@ from comfyui_tpu.tests.files.test_comfyui_encoders import QWEN3
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, choose_part
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.engine.run import CALLS
-from comfyui_tpu.tpu_runtime.hosts.together import Several
+from comfyui_tpu.tpu_runtime.hosts.together import Together
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.progress import Silent
 
 
-class NeverTold(Several):
+class NeverTold(Together):
     def stage(self, *args: object) -> object:
         raise AssertionError("the other hosts were told")
 
