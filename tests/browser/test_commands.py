@@ -53,6 +53,9 @@ def test_programs_are_compiled_ahead_and_the_run_then_compiles_nothing(page: Any
 
 
 def test_memory_is_freed(page: Any, server: Server):
+    before = len(server.get("/history"))
+    page.evaluate("app.queuePrompt(0)")
+    until(lambda: len(server.get("/history")) == before + 1)
     until(lambda: server.get("/tpu/stats")["resident"])
     page.keyboard.press("Alt+Shift+F")
     says(page, "Frees as soon as no prompt runs.")

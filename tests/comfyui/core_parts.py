@@ -100,6 +100,8 @@ def check_refused(clip: Any) -> None:
             use()
         except ValueError as error:
             assert sentence in str(error), error
+        except RuntimeError as error:  # core itself looks whether HunyuanVideo's first token is a number
+            assert "Boolean value of Tensor" in str(error), error
         else:
             raise AssertionError(f"nothing said that it {sentence}")
 

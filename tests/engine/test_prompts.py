@@ -56,7 +56,7 @@ def test_it_is_said_once_a_prompt_also_of_a_known_one(caplog: pytest.LogCaptureF
         host = Host()
         with caplog.at_level(logging.WARNING):
             runner().encode(parity.tiny_model(WAN), "a (red circle:1.4)", "{a|b}", host)
-        assert host.said[-1] == sentence and [one for one in host.said if "as it stands" in one] == [sentence]
+        assert [one for one in host.said if "as it stands" in one] == [sentence]
         assert [record.message for record in caplog.records] == [sentence]
         caplog.clear()
 
@@ -96,7 +96,7 @@ def test_how_much_is_cut_off_is_said_and_of_a_known_prompt_too(caplog: pytest.Lo
         with caplog.at_level(logging.WARNING):
             runner().encode(parity.tiny_model(WAN), prompt, "", host)
         (record,) = caplog.records
-        assert record.message == host.said[-1]
+        assert record.message in host.said
         assert record.message.startswith(
             f"Wan 2.1 T2V 14B: the prompt has {size} tokens, and the text encoder takes 512: the last {size - 512} are "
             "cut off, from '"

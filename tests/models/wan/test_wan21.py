@@ -69,7 +69,7 @@ def test_the_negative_prompt_is_the_makers_whole_one(name: str):
     text = spec_by_name(name).texts["negative_prompt"]
     assert hashlib.sha256(text.encode()).hexdigest() == published
     files = [path for path in examples.API if path.stem.startswith("wan21" if "t2v" in name else "wan22")]
-    assert len(files) >= 3 and all(text in file.read_text("utf-8") for file in files)
+    assert len(files) >= 2 and all(text in file.read_text("utf-8") for file in files)
 
 
 @pytest.mark.parametrize(
