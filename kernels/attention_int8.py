@@ -2,7 +2,7 @@
 
 Keys lose their mean over tokens, which moves all scores of a query alike (SageAttention, https://arxiv.org/abs/2410.02367),
 and are rounded with one scale a head; queries with one a token and head, enlarged until a score's scale is a power of
-two. Values, and the weights on them, stay bfloat16. `docs/attention.md` says what it costs, in accuracy too.
+two. Values, and the weights on them, stay bfloat16. `docs/quality.md` says what it costs, in accuracy too.
 """
 
 from collections.abc import Sequence

@@ -86,15 +86,21 @@ def differences(rendered: Sequence[Rendered]) -> Iterator[Difference]:
     reference, *others = rendered
     for other in others:
         for node_id, wanted in reference.frames.items():
-            frames = [psnr(*pair) for pair in zip(other.frames[node_id], wanted, strict=True)]
-            yield Difference(
-                node_id=node_id, quality=other.quality, psnr=psnr(other.frames[node_id], wanted), least_psnr=min(frames)
-            )
+            errors = [_error(*pair) for pair in zip(other.frames[node_id], wanted, strict=True)]
+            whole, least = _decibels(sum(errors) / len(errors)), _decibels(max(errors))
+            yield Difference(node_id=node_id, quality=other.quality, psnr=whole, least_psnr=least)
 
 
 def psnr(one: Any, other: Any) -> float:
     """Of pictures in 0..1, arrays or tensors, in dB; at most 99."""
-    error = float(np.mean(np.square(np.asarray(one, np.float64) - np.asarray(other, np.float64))))
+    return _decibels(_error(one, other))
+
+
+def _error(one: Any, other: Any) -> float:
+    return float(np.mean(np.square(np.asarray(one, np.float64) - np.asarray(other, np.float64))))
+
+
+def _decibels(error: float) -> float:
     return min(MOST_DB, -10 * math.log10(max(error, 1e-12)))
 
 
