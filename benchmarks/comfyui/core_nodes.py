@@ -1,5 +1,5 @@
 """What ComfyUI's own sampler takes of the host for each step, with a network that costs nothing: with our wrapper of
-its guidance, and without.
+its guidance, without, and what it takes alone, beside a network of PyTorch's that returns zeros as well.
 
 The network's forward returns zeros, so that what is left is the host's work, the transfers and the call. Needs a real
 ComfyUI (COMFYUI_PATH, else ~/ComfyUI).
@@ -89,8 +89,12 @@ def _measured(path: Path, width: int, height: int, frames: int) -> dict[str, flo
     def sample(chosen: Any, steps: int) -> None:
         nodes.common_ksampler(chosen, 1, steps, 5.0, "euler", "simple", *prompts, {"samples": torch.zeros(shape)})
 
-    return {"with the wrapper": _each(lambda steps: sample(model, steps)),
-            "without": _each(lambda steps: sample(plain, steps))}  # fmt: skip
+    found = {
+        "with the wrapper": _each(lambda steps: sample(model, steps)),
+        "without": _each(lambda steps: sample(plain, steps)),
+    }
+    model.model.diffusion_model._forward = lambda x, *args, **kwargs: torch.zeros_like(x)
+    return found | {"ComfyUI alone": _each(lambda steps: sample(plain, steps))}
 
 
 def _each(run: Any) -> float:

@@ -45,9 +45,9 @@ def calls(prompt: dict[str, Any]) -> Iterator[Call]:
             yield model, {}
     found = [(one, _model(one.model, "model")) for one in core.samplings(prompt)]
     for sampling, model in found:
-        joined = model is not None and model.spec.family not in core_model.TEXTS_APART
-        rows = sampling.batch * (sampling.branches if joined else 1)
-        if model is not None and 0 < rows * math.prod(shape := _shape(sampling, model)) <= _MOST_NUMBERS:
+        conditionings = sampling.batch * sampling.branches
+        rows = (1 if sampling.batch == 1 else conditionings, conditionings)
+        if model is not None and 0 < conditionings * math.prod(shape := _shape(sampling, model)) <= _MOST_NUMBERS:
             expert = int(sampling.model.kind == _LOADER and sampling.model.output == 4)
             yield model, {"prediction": core_model.expected(model, expert, shape, rows, sampling.pictures)}
     for sampling, model in found:

@@ -21,7 +21,7 @@ from comfy.patcher_extension import WrappersMP
 from ...tpu_runtime import pipeline
 from ...tpu_runtime.pipeline import QUALITIES, ModelRef, Progress
 from . import core_patches, errors
-from .core_patches import CPU, CorePatcher, PlainBatch
+from .core_patches import CPU, LENGTHS, CorePatcher, PlainBatch
 
 # The progress of the node that runs: one object is used by many.
 MakeHost = Callable[[], Progress]
@@ -69,17 +69,21 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeHost) -
         options = given.pop("transformer_options", None) or {}
         core_patches.check(options, given.pop("control", None))
         x = given["x"]
+        if len(x) == 2 and torch.equal(x[0], x[1]):
+            given["x"] = x[:1]
         asked = names(chosen, {**given, "options": options})
         loras = core_patches.loras(patcher, held)
         prediction = pipeline.Prediction(
             sample=asked.sample, timestep=asked.timestep, inputs=asked.inputs, expert=expert
         )
         found = ask("predict", replace(chosen, loras=loras), host, prediction=prediction)
-        return found[(..., *(slice(0, size) for size in x.shape[2:]))].to(x.dtype)
+        found = found[(..., *(slice(0, size) for size in x.shape[2:]))]
+        return found.expand(max(len(found), len(x)), *found.shape[1:]).to(x.dtype)
 
     network._forward = predict
     patcher.fill(base)
-    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "comfyui_tpu", PlainBatch())
+    texts = _texts(chosen) if chosen.spec.family in _PADDED else {}
+    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "comfyui_tpu", PlainBatch(texts))
 
 
 def ask(stage: str, model: ModelRef, host: MakeHost, **arguments: Any) -> Any:
@@ -139,7 +143,7 @@ def _wan(model: ModelRef, given: Given) -> Asked:
         inputs["condition"] = _array(x[:, channels:])
     if "image_embeds" in wanted:
         inputs["image_embeds"] = _pictures(model, pictures, int(wanted["image_embeds"][1]))
-    timestep = timestep.reshape(len(x), -1)
+    timestep = timestep.reshape(len(timestep), -1)
     if "is_given" in wanted:
         # Core says a timestep for each frame; that of a first frame that is given is 0.
         is_given = timestep.shape[1] > 1 and bool((timestep[:, 0] == 0).all())
@@ -173,8 +177,7 @@ def _z_image(model: ModelRef, given: Given) -> Asked:
     """`Lumina2`, whose timestep is in 0..1. Texts are as long as they are; ours are padded, and have lengths."""
     x, timestep, context, mask = (given.pop(name, None) for name in ("x", "timesteps", "context", "attention_mask"))
     _refuse_rest(model, given, {"num_tokens"})
-    lengths = [context.shape[1]] * len(x) if mask is None else _lengths(model, mask)
-    inputs = _padded_text(model, 0, context, lengths)
+    inputs = _padded_text(model, 0, context, _lengths(model, given, context, mask))
     return Asked(sample=_padded(x, (2, 2)), timestep=1000.0 * _one(model, timestep, "timesteps"), inputs=inputs)
 
 
@@ -186,8 +189,7 @@ def _qwen_image(model: ModelRef, given: Given) -> Asked:
     config = model.resolve(pipeline.Silent()).configs[model.spec.denoiser.experts[0]]
     if references:
         _check_method(model, method, "index_timestep_zero" if config.get("zero_cond_t") else "index")
-    lengths = [context.shape[1]] * len(x) if mask is None else _lengths(model, mask)
-    inputs = _padded_text(model, 0, context, lengths)
+    inputs = _padded_text(model, 0, context, _lengths(model, given, context, mask))
     inputs |= {f"reference_{n}": _array(_padded(each, (1, 2, 2))) for n, each in enumerate(references or ())}
     return Asked(sample=_padded(x, (1, 2, 2)), timestep=1000.0 * _one(model, timestep, "timesteps"), inputs=inputs)
 
@@ -197,19 +199,18 @@ def _hunyuan15(model: ModelRef, given: Given) -> Asked:
     x, timestep, context, glyphs, pictures, mask = (
         given.pop(name, None) for name in ("x", "timestep", "context", "txt_byt5", "clip_fea", "attention_mask")
     )
-    options = given.pop("options")
     _refuse_rest(model, given, {"y", "guidance", "disable_time_r"})
-    channels, rows = model.spec.geometry.channels, len(x)
-    lengths = [context.shape[1]] * rows if mask is None else _lengths(model, mask)
+    channels = model.spec.geometry.channels
+    told = given["options"].get(LENGTHS, {}).get("txt_byt5")
     inputs = {
-        **_padded_text(model, 0, context, lengths),
-        **_padded_text(model, 1, glyphs, [0 if glyphs is None else glyphs.shape[1]] * rows),
+        **_padded_text(model, 0, context, _lengths(model, given, context, mask)),
+        **_padded_text(model, 1, glyphs, told or [0 if glyphs is None else glyphs.shape[1]] * len(context)),
     }
     if x[:, channels:].any():
         inputs["condition"] = _array(x[:, channels:])
     if pictures is not None:
         inputs["image_embeds"] = _array(pictures)
-    inputs["next_timestep"] = np.full(1, _next_timestep(model, options), np.float32)
+    inputs["next_timestep"] = np.full(1, _next_timestep(model, given["options"]), np.float32)
     return Asked(sample=x[:, :channels], timestep=_one(model, timestep, "timesteps"), inputs=inputs)
 
 
@@ -252,30 +253,38 @@ _FAMILIES: Mapping[str, Callable[[ModelRef, Given], Asked]] = {
 }
 
 
-# Texts are as long as they are, and core joins no rows of different lengths: each is a call of its own.
-TEXTS_APART = frozenset({"ZImage", "QwenImage", "HunyuanVideo15"})
+# Texts are as long as they are, and core joins no rows of different lengths.
+_PADDED = frozenset({"ZImage", "QwenImage", "HunyuanVideo15"})
 
 
-def expected(chosen: ModelRef, expert: int, shape: tuple[int, ...], rows: int, pictures: Collection[str]) -> Any:
+def _texts(model: ModelRef) -> dict[str, int]:
+    """To how many tokens texts are padded, by core's names of them."""
+    encoders = model.spec.text_encoders
+    return dict(zip(("c_crossattn", "txt_byt5"), (text.max_length for text in encoders), strict=False))
+
+
+def expected(
+    chosen: ModelRef, expert: int, shape: tuple[int, ...], rows: tuple[int, int], pictures: Collection[str]
+) -> Any:
     """What a step of core's samplers will ask of a denoiser, as zeros: for a sample of this `shape`, without its batch,
-    for so many rows, and for what nodes give of `pictures`.
+    for so many `rows` of it and of conditionings, and for what nodes give of `pictures`.
     """
     spec = chosen.spec
     config = chosen.resolve(pipeline.Silent()).configs[spec.denoiser.experts[expert]]
     text = spec.text_encoders[0]
     wanted = spec.conditions(config, (1, *shape))
     given: Given = {
-        "context": torch.zeros(rows, text.max_length, int(config[text.width_key])),
+        "context": torch.zeros(rows[1], text.max_length, int(config[text.width_key])),
         "options": {"sample_sigmas": torch.tensor((1.0, 0.0)), "sigmas": torch.ones(1)},
     }
     channels = shape[0] + sum(wanted.get(name, (0, 0))[1] for name in ("condition", "image"))
-    x = torch.zeros(rows, channels, *shape[1:])
+    x = torch.zeros(rows[0], channels, *shape[1:])
     if spec.family == "HunyuanVideo15" and "start_image" in pictures:
         x[:, shape[0] :] = 1.0
     if "image_embeds" in wanted and ("clip_vision_output" in pictures or spec.family != "HunyuanVideo15"):
-        given["clip_fea"] = torch.zeros(rows, *wanted["image_embeds"][1:])
+        given["clip_fea"] = torch.zeros(rows[1], *wanted["image_embeds"][1:])
     time = "timesteps" if spec.family in ("ZImage", "QwenImage") else "timestep"
-    asked = _FAMILIES[spec.family](chosen, {**given, "x": x, time: torch.ones(rows)})
+    asked = _FAMILIES[spec.family](chosen, {**given, "x": x, time: torch.ones(1)})
     return pipeline.Prediction(sample=asked.sample, timestep=asked.timestep, inputs=asked.inputs, expert=expert)
 
 
@@ -323,6 +332,9 @@ def _padded_text(
             f"{text.component.replace('_', ' ')}, and its program takes {text.max_length}. Shorten it."
         )
     width = _width_of(model, text)
+    if context is not None and context.shape[1] == text.max_length:
+        _check_width(model, context, width)
+        return {text.name: _array(context), f"{text.name}_length": np.array(lengths, np.int32)}
     padded = np.zeros((len(lengths), text.max_length, width), np.float32)
     if context is not None:
         _check_width(model, context, width)
@@ -331,14 +343,17 @@ def _padded_text(
     return {text.name: padded, f"{text.name}_length": np.array(lengths, np.int32)}
 
 
-def _lengths(model: ModelRef, mask: torch.Tensor) -> list[int]:
-    lengths = mask.sum(dim=1).int()
-    if not torch.equal(mask.bool(), torch.arange(mask.shape[1])[None] < lengths[:, None]):
+def _lengths(model: ModelRef, given: Given, context: torch.Tensor, mask: torch.Tensor | None) -> Sequence[int]:
+    told = given["options"].get(LENGTHS, {}).get("c_crossattn")
+    if told or mask is None:
+        return told or [context.shape[1]] * len(context)
+    found = core_patches.ends(mask)
+    if found is None:
         raise ValueError(
             f"{model.spec.title}: the prompt's attention_mask leaves out tokens before its end, which its network on "
             "the TPU does not. Encode the prompt with the model's text encoder."
         )
-    return lengths.tolist()
+    return found
 
 
 def _next_timestep(model: ModelRef, options: Mapping[str, Any]) -> float:

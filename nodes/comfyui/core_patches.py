@@ -10,7 +10,7 @@ import comfy.hooks
 import comfy.lora
 import comfy.model_patcher
 import torch
-from comfy.patcher_extension import WrappersMP, merge_nested_dicts
+from comfy.patcher_extension import WrappersMP, get_all_wrappers, merge_nested_dicts
 from comfy.samplers import cond_equal_size
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 
@@ -29,6 +29,11 @@ _PARTS = {
 # Of these our own merge knows nothing.
 _ONLY_CORES = ("lora_mid.weight", "reshape_weight", "hada_t1", "hada_t2", "lokr_t2")
 _PREFIX = "diffusion_model."
+# Where a network finds, in `transformer_options`, how many tokens of padded texts count, by core's names of them.
+LENGTHS = "tpu_lengths"
+# What all rows of guidance share like the sample, and wrappers that may count on as many rows as conditionings.
+_SHARED = frozenset(("c_concat", "denoise_mask"))
+_COUNTING = (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
 
 HOOKS = (
     "LoRAs that hang on a conditioning or change between steps (hooks) would be merged anew at each step on the TPU, "
@@ -193,12 +198,15 @@ class PlainBatch:
     """Core's `_calc_cond_batch` for conditionings of whole samples, one for each row of guidance, at strength 1.
 
     There each result is multiplied by ones and divided by their sum, which changes no bit and takes a core of the host
-    longer than a step should. What rows share from step to step, such as the texts side by side, is joined once.
+    longer than a step should. What stays from step to step, such as the texts side by side, is joined once. A sample
+    that all rows share goes to the network as one row. `texts` are conditionings of tokens, by core's names, with the
+    number to which they are padded, so that those of different lengths share a call: `LENGTHS` says how many count.
     Anything else is core's.
     """
 
-    def __init__(self) -> None:
-        self._joined: dict[str, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
+    def __init__(self, texts: Mapping[str, int] | None = None) -> None:
+        self._texts = texts or {}
+        self._joined: dict[str, tuple[tuple[Any, ...], Any]] = {}
 
     def __call__(
         self,
@@ -216,7 +224,8 @@ class PlainBatch:
             {name: value.process_cond(batch_size=len(sample), area=None) for name, value in each["model_conds"].items()}
             for _, each in chosen
         ]
-        if not rows or not all(cond_equal_size(rows[0], row) for row in rows[1:]):
+        texts = self._padded(rows)
+        if not rows or texts is None or not all(cond_equal_size(rows[0], row) for row in rows[1:]):
             return execute(model, conds, sample, timestep, options)
         patcher = model.current_patcher
         patcher.prepare_state(timestep, options)
@@ -226,12 +235,18 @@ class PlainBatch:
             "cond_or_uncond": [index for index, _ in chosen],
             "uuids": [each["uuid"] for _, each in chosen],
             "sigmas": timestep,
+            LENGTHS: {name: lengths for name, (_, lengths) in texts.items()},
         }
-        inputs = {name: self._join(name, [row[name] for row in rows]) for name in rows[0]}
         number = len(rows)
-        found = model.apply_model(
-            torch.cat([sample] * number), torch.cat([timestep] * number), **inputs, transformer_options=own
-        )
+        if len(sample) == 1 and self._share(rows) and not any(get_all_wrappers(kind, own) for kind in _COUNTING):
+            shared = {name: rows[0][name].cond for name in _SHARED & rows[0].keys()}
+            asked = (sample, timestep)
+        else:
+            shared = {}
+            asked = (torch.cat([sample] * number), torch.cat([timestep] * number))
+        inputs = {name: self._join(name, [row[name] for row in rows]) for name in rows[0] if name not in shared}
+        inputs |= shared | {name: padded for name, (padded, _) in texts.items()}
+        found = model.apply_model(*asked, **inputs, transformer_options=own)
         results = [torch.zeros(()) if cond else torch.zeros_like(sample) for cond in conds]
         for (index, _), result in zip(chosen, found.chunk(number), strict=True):
             results[index] = result
@@ -251,15 +266,73 @@ class PlainBatch:
             found += [(index, cond) for cond in now]
         return found
 
+    def _share(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether rows have the same beside the sample's channels, and of its mask."""
+
+        def compare(tensors: tuple[torch.Tensor, ...]) -> bool:
+            return all(torch.equal(tensors[0], other) for other in tensors[1:])
+
+        return all(
+            self._once(f"shared {name}", tuple(row[name].cond for row in rows), compare)
+            for name in _SHARED & rows[0].keys()
+        )
+
+    def _padded(self, rows: Sequence[dict[str, Any]]) -> dict[str, tuple[torch.Tensor, tuple[int, ...]]] | None:
+        """Texts of all rows, padded side by side, and their lengths; None where one is too long or leaves out tokens.
+        They, and what says how long they are, leave `rows`.
+        """
+        if not self._texts:
+            return {}
+        masks = tuple(getattr(row.pop("attention_mask", None), "cond", None) for row in rows)
+        found = {}
+        for name, most in self._texts.items():
+            parts = tuple(getattr(row.pop(name, None), "cond", None) for row in rows)
+            if all(part is None for part in parts):
+                continue
+            ends = masks if name == "c_crossattn" else (None,) * len(rows)
+            found[name] = self._once(f"padded {name}", (*parts, *ends), lambda given, most=most: _pad(given, most))
+        # Core's network wants to be told a number, which ours does not look at.
+        for row in rows:
+            row |= {name: rows[0][name] for name in ("num_tokens",) if name in row and name in rows[0]}
+        return None if None in found.values() else found
+
     def _join(self, name: str, parts: list[Any]) -> Any:
         tensors = tuple(part.cond for part in parts)
         if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             return parts[0].concat(parts[1:])
-        before, joined = self._joined.get(name, ((), None))
-        if joined is None or list(map(id, before)) != list(map(id, tensors)):
-            joined = parts[0].concat(parts[1:])
-            self._joined[name] = (tensors, joined)
-        return joined
+        return self._once(name, tensors, lambda _: parts[0].concat(parts[1:]))
+
+    def _once(self, name: str, given: tuple[Any, ...], make: Callable[[tuple[Any, ...]], Any]) -> Any:
+        """What `make` makes of these objects, which it made before if they are the same."""
+        before, made = self._joined.get(name, (None, None))
+        if before is None or list(map(id, before)) != list(map(id, given)):
+            made = make(given)
+            self._joined[name] = (given, made)
+        return made
+
+
+def _pad(given: tuple[torch.Tensor | None, ...], most: int) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+    """Texts `[rows, tokens, width]`, some missing, and as many masks, to `[rows, most, width]` and their lengths."""
+    texts, masks = given[: len(given) // 2], given[len(given) // 2 :]
+    like = next(text for text in texts if text is not None)
+    found, lengths = [], []
+    for text, mask in zip(texts, masks, strict=True):
+        text = like[:, :0] if text is None else text
+        if text.shape[1] > most or text.shape[2] != like.shape[2] or len(text) != len(like):
+            return None
+        counts = [text.shape[1]] * len(text) if mask is None else ends(mask)
+        if counts is None:
+            return None
+        found.append(torch.nn.functional.pad(text, (0, 0, 0, most - text.shape[1])))
+        lengths += counts
+    return torch.cat(found), tuple(lengths)
+
+
+def ends(mask: torch.Tensor) -> list[int] | None:
+    """How many tokens of each row count; None where some count that stand behind others that do not."""
+    lengths = mask.sum(dim=1).int()
+    is_plain = torch.equal(mask.bool(), torch.arange(mask.shape[1])[None] < lengths[:, None])
+    return lengths.tolist() if is_plain else None
 
 
 def _is_now(cond: Mapping[str, Any], timestep: torch.Tensor) -> bool:

@@ -76,7 +76,7 @@ class Ahead:
         path = Path(graphs.job["path"])
         folder_paths.add_model_folder_path("diffusion_models", str(path.parent))
         obtain, self.obtained = executables.obtain, []
-        executables.obtain = lambda program: (self.obtained.append(program.name), obtain(program))[1]
+        executables.obtain = lambda program: (self.obtained.append(program), obtain(program))[1]
         calls = list(announce.calls(self.prompt(graphs.job, path.name)))
         calls = [(replace(model, precision="float32"), arguments) for model, arguments in calls]
         assert [list(arguments) for _, arguments in calls] == [["prediction"]], calls
@@ -84,7 +84,13 @@ class Ahead:
         engine = pipeline.current()
         while not self.obtained or engine.program_cache.behind():
             time.sleep(0.05)
-        (self.name,) = self.obtained
+        (self.program,) = self.obtained
+        sample, _, inputs = self.program.args
+        rows = {name: len(one.shape) and one.shape[0] for name, one in {**inputs, "sample": sample}.items()}
+        branches = 1 if graphs.job["cfg"] == 1.0 else 2
+        # All rows of guidance are one call, texts of different lengths too, to which the sample is sent once.
+        assert {rows[name] for name in rows if name.startswith("text")} == {branches}, rows
+        assert rows["sample"] == 1, rows
 
     def prompt(self, job: Mapping[str, Any], name: str) -> dict[str, Any]:
         height, width = (job["stride"] * size for size in job["latents"][-2:])
@@ -113,7 +119,7 @@ class Ahead:
 
     def check(self) -> None:
         """The first sampling compiled nothing more."""
-        assert self.obtained == [self.name], self.obtained
+        assert self.obtained == [self.program], [program.name for program in self.obtained]
 
 
 class Graphs:
@@ -329,6 +335,15 @@ def context_windows(graphs: Graphs, model: Any) -> Any:
     return graphs.sample(windowed.result[0], latent={"samples": graphs.torch.zeros(1, 16, 9, 8, 6)}, steps=2)
 
 
+def unlike_prompts(graphs: Graphs, model: Any) -> Any:
+    """One has glyphs; of the other, which has none, the last tokens do not count."""
+    states, info = graphs.prompts[1][0]
+    mask = graphs.torch.ones(1, states.shape[1], dtype=graphs.torch.int64)
+    mask[:, -7:] = 0
+    info = {name: value for name, value in info.items() if name != "conditioning_byt5small"}
+    return graphs.sample(model, negative=[[states, {**info, "attention_mask": mask}]])
+
+
 def first_frame(graphs: Graphs, model: Any) -> Any:
     """As Wan22ImageToVideoLatent: the first latent frame is given."""
     mask = graphs.torch.ones(1, 1, *graphs.samples.shape[2:])
@@ -350,6 +365,7 @@ CASES: dict[str, Graph] = {
     "EasyCache": easy_cache,
     "context windows": context_windows,
     "a first frame": first_frame,
+    "unlike prompts": unlike_prompts,
 }
 
 

@@ -68,7 +68,7 @@ FLUX2_CASES = (
 DENOISERS_BY_NAME = {
     "wan t2v": Denoiser(
         kind=WAN, config={}, latents=WAN_LATENTS, width=4096, more={},
-        cases=[name for name in ALL if name != "a first frame"],
+        cases=[name for name in ALL if name not in ("a first frame", "unlike prompts")],
         latent="EmptyHunyuanLatentVideo",
     ),
     "wan 2.2 i2v": Denoiser(
@@ -118,7 +118,8 @@ DENOISERS_BY_NAME = {
     ),
     "hunyuanvideo 1.5 t2v": Denoiser(
         kind=HUNYUAN15, config={"image_embed_dim": 1152}, latents=(1, 32, 3, 5, 6), width=96, tokens=(40, 17, 33),
-        more={"conditioning_byt5small": (1, 19, 1472)}, cases=(*SAMPLERS, "a batch of two", "a guider"),
+        more={"conditioning_byt5small": (1, 19, 1472)},
+        cases=(*SAMPLERS, "a batch of two", "a guider", "unlike prompts"),
         latent="EmptyHunyuanVideo15Latent", stride=16,
     ),
     "hunyuanvideo 1.5 i2v, distilled": Denoiser(

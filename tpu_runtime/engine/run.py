@@ -157,27 +157,49 @@ class Prediction:
     expert: int = 0
 
 
-def _parts(spec: ModelSpec, prediction: Prediction) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """Rows of a prediction that share a call, as many as guidance has branches, and their inputs."""
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Rows of a prediction that share a call, as many as guidance has branches: what all have in common is one row."""
+
+    sample: np.ndarray
+    inputs: Mapping[str, np.ndarray]
+    rows: int
+
+
+def _parts(spec: ModelSpec, prediction: Prediction) -> Iterator[_Part]:
+    sample = prediction.sample.numpy()
+    number = max(len(sample), *(len(x) for x in prediction.inputs.values()))
     most = 2 if spec.recipe.guidance == "cfg" else 1
-    for start in range(0, len(prediction.sample), most):
-        part = slice(start, start + most)
-        rows = np.ascontiguousarray(prediction.sample[part].numpy())
-        yield rows, {name: x if len(x) == 1 else np.ascontiguousarray(x[part]) for name, x in prediction.inputs.items()}
+
+    def chosen(x: np.ndarray, part: slice) -> np.ndarray:
+        return np.ascontiguousarray(x if len(x) == 1 else x[part])
+
+    for start in range(0, number, most):
+        part = slice(start, min(start + most, number))
+        inputs = {name: chosen(x, part) for name, x in prediction.inputs.items()}
+        yield _Part(sample=chosen(sample, part), inputs=inputs, rows=part.stop - start)
 
 
 def predict(stage: Stage, prediction: Prediction) -> torch.Tensor:
     """`[rows, *latent]` float32. Rows are independent."""
     name, found = stage.spec.denoiser.experts[prediction.expert], []
-    for rows, inputs in _parts(stage.spec, prediction):
-        executable = stage.executable(_wanted(stage, name, rows, inputs))
+    for part in _parts(stage.spec, prediction):
+        executable = stage.executable(_wanted(stage, name, part))
         weights = stage.weights(name, executable)
         stage.check(f"a prediction of {name}")
-        result, is_finite = executable(weights, rows, np.float32(prediction.timestep), inputs)
-        found.append(torch.from_numpy(np.array(result)))
+        result, is_finite = executable(weights, part.sample, np.float32(prediction.timestep), part.inputs)
+        found.append(_taken(np.asarray(result)))
         if not is_finite:
             raise stage.not_finite("values of the denoiser", stage.model.loras)
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _taken(result: np.ndarray) -> torch.Tensor:
+    """A result that nobody else holds, without a copy, which would take as long as its transfer."""
+    try:
+        return torch.from_dlpack(result)
+    except BufferError:  # NumPy before 2.1, of what may not be written
+        return torch.from_numpy(result.copy())
 
 
 def states(
@@ -207,14 +229,15 @@ def latents(stage: Stage, pixels: torch.Tensor) -> torch.Tensor:
     return encode(stage.call, pixels, stage.report("chunk"))
 
 
-def _wanted(stage: Stage, name: str, rows: np.ndarray, inputs: Mapping[str, np.ndarray]) -> Wanted:
+def _wanted(stage: Stage, name: str, part: _Part) -> Wanted:
     spec, config = stage.spec, stage.config(name)
-    settings = replace(settings_of(spec, rows.shape), quality=stage.model.quality)
+    settings = settings_of(spec, (part.rows, *part.sample.shape[1:]))
+    settings = replace(settings, quality=stage.model.quality)
     component = spec.component(name)
     folder = stage.found.fetch_weights(component, stage.progress)
     bounded = score_bound.is_bounded(spec, component, folder, stage.added_to_norms(component))
     shape = StepShape(num_memory=0, timestep_dtype=np.dtype(np.float32), bounded=bounded)
-    shapes = {name: (x.shape, x.dtype) for name, x in inputs.items()}
+    shapes = {name: (x.shape, x.dtype) for name, x in part.inputs.items()}
     return Wanted(
         title=f"the denoiser for {settings.width}x{settings.height}, {settings.num_frames} frames",
         key=(
@@ -222,12 +245,14 @@ def _wanted(stage: Stage, name: str, rows: np.ndarray, inputs: Mapping[str, np.n
             spec.name,
             config,
             stage.target,
-            rows.shape,
+            part.sample.shape,
             bounded,
             settings.quality,
             *sorted((n, str(s)) for n, s in shapes.items()),
         ),
-        build=lambda: denoise_step.prediction_program(spec, config, stage.target, settings, shape, shapes),
+        build=lambda: denoise_step.prediction_program(
+            spec, config, stage.target, settings, shape, part.sample.shape, shapes
+        ),
     )
 
 
@@ -260,8 +285,8 @@ def note_call(stage: Stage, prediction: Prediction | None = None, decoded: tuple
         name = spec.denoiser.experts[prediction.expert]
         # Its program depends on some of the weights, and a download belongs to the stage, which shows it.
         if stage.found.weights_here(spec.component(name)):
-            for rows, inputs in _parts(spec, prediction):
-                note_one(_wanted(stage, name, rows, inputs))
+            for part in _parts(spec, prediction):
+                note_one(_wanted(stage, name, part))
     elif decoded:
         for _ in spec.vae.decode(call, torch.zeros(decoded), lambda done, total: None):
             pass

@@ -102,17 +102,25 @@ def reusing_program(spec: ModelSpec, config: Config, target: Target, settings: S
 
 
 def prediction_program(
-    spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape, inputs: InputShapes
+    spec: ModelSpec,
+    config: Config,
+    target: Target,
+    settings: Settings,
+    shape: StepShape,
+    sample_shape: tuple[int, ...],
+    inputs: InputShapes,
 ) -> Program:
     """The network alone, for a sampler of others: `(weights, sample, timestep, inputs) -> (prediction, is_finite)`.
 
-    The settings say the size, and by their guidance how many rows there are. `inputs` are those of
-    `model_spec.Forward`, with one row for all or one for each.
+    The settings say the size, and by their guidance how many rows there are. The sample, and `inputs`, those of
+    `model_spec.Forward`, have one row for all or one for each. What the host sends at each step it sends once: each
+    chip gets a part, and they exchange these faster than the host could send copies.
     """
     build = _StepBuild.of(spec, config, target, settings, shape)
-    rows, mesh = spec.branches(settings), build.mesh
+    mesh = build.mesh
 
     def predict(weights: Weights, sample: Any, timestep: Any, inputs: dict[str, Any]) -> tuple[Any, Any]:
+        sample, inputs = jax.lax.with_sharding_constraint((sample, inputs), NamedSharding(mesh, P()))
         asked = (sample.astype(target.dtype), timestep[None], inputs)
         found, _ = build.predicted(weights, build.forward, (), asked)
         return found, finite.flag(found)
@@ -120,13 +128,19 @@ def prediction_program(
     return build.program_of(
         predict,
         (
-            shaped(mesh, (rows, *spec.geometry.latent_shape(settings)[1:]), jnp.float32),
+            _spread(mesh, sample_shape, jnp.float32),
             shaped(mesh, (), shape.timestep_dtype),
-            {name: shaped(mesh, size, dtype) for name, (size, dtype) in inputs.items()},
+            {name: _spread(mesh, size, dtype) for name, (size, dtype) in inputs.items()},
         ),
         out_shardings=(NamedSharding(mesh, P()),) * 2,
         name=PREDICT,
     )
+
+
+def _spread(mesh: Mesh, size: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """An argument in parts over all chips, along the first axis that they share evenly."""
+    axes = next((axis for axis, length in enumerate(size) if axis and length % mesh.size == 0), None)
+    return shaped(mesh, size, dtype, *((None,) * axes + (mesh.axis_names,) if axes else ()))
 
 
 def reuse_of(spec: ModelSpec) -> StepReuse:
