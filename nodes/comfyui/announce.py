@@ -48,6 +48,7 @@ def calls(prompt: dict[str, Any]) -> Iterator[Call]:
         conditionings = sampling.batch * sampling.branches
         rows = (1 if sampling.batch == 1 else conditionings, conditionings)
         if model is not None and 0 < conditionings * math.prod(shape := _shape(sampling, model)) <= _MOST_NUMBERS:
+            shape = _shape(replace(sampling, num_frames=sampling.window), model)
             expert = int(sampling.model.kind == _LOADER and sampling.model.output == 4)
             yield model, {"prediction": core_model.expected(model, expert, shape, rows, sampling.pictures)}
     for sampling, model in found:

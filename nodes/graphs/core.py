@@ -12,8 +12,14 @@ from .graph import Workflow, is_link
 # Nodes that pass a model on and change no shape, and those that put a prompt's states into a conditioning.
 _MODELS = frozenset(
     "LoraLoaderModelOnly ModelSamplingSD3 ModelSamplingAuraFlow ModelSamplingFlux RescaleCFG CFGZeroStar CFGNorm APG "
-    "TCFG EasyCache LazyCache DifferentialDiffusion".split()
+    "TCFG EasyCache LazyCache DifferentialDiffusion WanContextWindowsManual".split()
 )
+# What guiders call the conditionings of a step, and the scales without which the later ones do not run.
+_GUIDERS = {
+    "BasicGuider": (("conditioning",), ()),
+    "CFGGuider": (("positive", "negative"), ("cfg",)),
+    "DualCFGGuider": (("cond1", "cond2", "negative"), ("cfg_conds", "cfg_cond2_negative")),
+}
 _TEXTS = {"CLIPTextEncode": "clip", "FluxGuidance": "conditioning", "ConditioningZeroOut": "conditioning"}
 # Nodes that take both conditionings and give them again, before an empty latent: those of picture to video.
 _PICTURES = frozenset("WanImageToVideo WanFirstLastFrameToVideo HunyuanVideo15ImageToVideo".split())
@@ -36,14 +42,16 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """What one sampler asks of a model: so many conditionings a step, for a batch of this size. `decoders` are the VAEs
-    that decode what it gives; `pictures` are what a node adds to the conditionings, by the names of its inputs.
+    """What one sampler asks of a model: so many conditionings a step, for a batch of this size, and for no more frames
+    at once than a `window` has. `decoders` are the VAEs that decode what it gives; `pictures` are what a node adds to
+    the conditionings, by the names of its inputs.
     """
 
     model: Source
     width: int
     height: int
     num_frames: int
+    window: int
     batch: int
     branches: int
     decoders: tuple[Source, ...]
@@ -73,25 +81,29 @@ def _understood(workflow: Workflow, node_id: str) -> Sampling | None:
     guider = node
     if node["class_type"] == "SamplerCustomAdvanced":
         guider = _linked(workflow, node, "guider")
-        if guider["class_type"] not in ("CFGGuider", "BasicGuider"):
-            return None
     elif node["class_type"] not in _SAMPLERS:
         return None
     model = _source(workflow, guider, "model")
     latent = _linked(workflow, node, "latent_image")
     if model is None or latent["class_type"] not in _LATENTS:
         return None
-    is_guided = guider["class_type"] != "BasicGuider" and float(_number(workflow, guider, "cfg")) != 1.0
-    names = ("positive", "negative")[: 1 + is_guided] if guider["class_type"] != "BasicGuider" else ("conditioning",)
+    names, scales = _GUIDERS["CFGGuider" if guider is node else guider["class_type"]]
+    if any(_number(workflow, guider, scale) == 1.0 for scale in scales):
+        if len(scales) > 1:
+            return None
+        names = names[:1]
     beside = {tuple(sorted(_beside(workflow, guider, name))) for name in names}
     if len(beside) != 1:
         return None
     inputs = latent["inputs"]
+    frames = int(_number(workflow, latent, "length")) if "length" in inputs else 1
+    windows = [node for node in _chain(workflow, guider, "model") if node["class_type"] == "WanContextWindowsManual"]
     return Sampling(
         model=model,
         width=int(_number(workflow, latent, "width")),
         height=int(_number(workflow, latent, "height")),
-        num_frames=int(_number(workflow, latent, "length")) if "length" in inputs else 1,
+        num_frames=frames,
+        window=min([frames, *(int(_number(workflow, node, "context_length")) for node in windows)]),
         batch=int(_number(workflow, latent, "batch_size")) if "batch_size" in inputs else 1,
         branches=len(names),
         decoders=tuple(_decoders(workflow, node_id)),
@@ -118,15 +130,24 @@ def _number(workflow: Workflow, node: Mapping[str, Any], name: str) -> float:
 
 def _source(workflow: Workflow, node: Mapping[str, Any], name: str) -> Source | None:
     """The loader behind an input, through nodes that pass on what they get."""
+    *passing, loader = (node, *_chain(workflow, node, name))
+    link = passing[-1]["inputs"]["model" if len(passing) > 1 else name] if passing else None
+    if link is None or loader["class_type"] in _MODELS:
+        return None
+    return Source(kind=loader["class_type"], values=loader["inputs"], output=link[1])
+
+
+def _chain(workflow: Workflow, node: Mapping[str, Any], name: str) -> Iterator[Mapping[str, Any]]:
+    """The nodes behind an input, one after another, up to one that does more than pass on what it gets."""
     for _ in workflow:
         link = node["inputs"].get(name)
         if not is_link(link):
-            return None
+            return
         node = workflow[link[0]]
+        yield node
         if node["class_type"] not in _MODELS:
-            return Source(kind=node["class_type"], values=node["inputs"], output=link[1])
+            return
         name = "model"
-    return None
 
 
 def _beside(workflow: Workflow, node: Mapping[str, Any], name: str) -> Iterator[str]:

@@ -53,14 +53,27 @@ def test_without_guidance_one_prompt_runs(cfg: float, branches: int):
     assert found.branches == branches
 
 
-@pytest.mark.parametrize(("guider", "branches"), [("CFGGuider", 2), ("BasicGuider", 1)])
+@pytest.mark.parametrize(("guider", "branches"), [("DualCFGGuider", 3), ("CFGGuider", 2), ("BasicGuider", 1)])
 def test_a_guider_says_how_many_prompts_run(guider: str, branches: int):
-    given = {"conditioning": ["positive", 0]} if branches == 1 else {
-        "positive": ["positive", 0], "negative": ["negative", 0], "cfg": 4.0,
-    }  # fmt: skip
+    given = {
+        "BasicGuider": {"conditioning": ["positive", 0]},
+        "CFGGuider": {"positive": ["positive", 0], "negative": ["negative", 0], "cfg": 4.0},
+        "DualCFGGuider": {
+            "cond1": ["positive", 0], "cond2": ["positive", 0], "negative": ["negative", 0], "cfg_conds": 4.0,
+            "cfg_cond2_negative": 2.0,
+        },
+    }[guider]  # fmt: skip
     made = node("SamplerCustomAdvanced", guider=["guider", 0], latent_image=["latent", 0])
     (found,) = core.samplings(workflow(sampler=made, guider=node(guider, model=["unet", 0], **given)))
     assert found.branches == branches and len(found.decoders) == 1
+
+
+def test_windows_say_for_how_many_frames_the_network_is_asked():
+    windows = node("WanContextWindowsManual", model=["lora", 0], context_length=5)
+    (found,) = core.samplings(workflow(shift=windows))
+    assert (found.num_frames, found.window, found.model.kind) == (9, 5, "TPUUNETLoader")
+    (found,) = core.samplings(workflow(shift={**windows, "inputs": {**windows["inputs"], "context_length": 81}}))
+    assert found.window == 9
 
 
 def test_two_samplers_of_two_denoisers_are_two():
@@ -83,7 +96,6 @@ def test_a_picture_of_a_video_is_known_by_its_node():
     "changed",
     [
         {"shift": node("SomeOtherPatch", model=["unet", 0])},
-        {"shift": node("WanContextWindowsManual", model=["unet", 0])},
         {"positive": node("ReferenceLatent", conditioning=["negative", 0], latent=["latent", 0])},
         {"latent": node("EmptyHunyuanLatentVideo", width=["image", 0], height=48, length=9)},
         {"latent": node("VAEEncode", pixels=["image", 0], vae=["vae", 0])},
@@ -94,6 +106,7 @@ def test_a_picture_of_a_video_is_known_by_its_node():
         {"sampler": {"class_type": None}},
         {"lora": node("LoraLoaderModelOnly", model=["shift", 0])},
         {"sampler": node("SamplerCustomAdvanced", guider=["guider", 0]), "guider": node("DualCFGGuider")},
+        {"sampler": node("SamplerCustomAdvanced", guider=["guider", 0]), "guider": node("DualModelGuider")},
     ],
 )
 def test_what_is_not_understood_is_left_out(changed: Mapping[str, Any]):
