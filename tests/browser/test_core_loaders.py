@@ -155,7 +155,7 @@ def shrunk(prompt: dict[str, Any]) -> dict[str, Any]:
         if node["class_type"] == "ComfyMathExpression":
             inputs["expression"] = "5"
         if "megapixels" in inputs:
-            inputs["megapixels"] = 0.01
+            inputs["megapixels"] = 0.1 if node["class_type"] == "ResolutionSelector" else 0.01
         if isinstance(inputs.get("end_at_step"), int) and inputs["end_at_step"] > 4:
             inputs["end_at_step"] = 2 if inputs["start_at_step"] == 0 else 10000
         if isinstance(inputs.get("start_at_step"), int):
