@@ -1,4 +1,4 @@
-"""Nodes that serve every model family: stage files on disk, memory, programs ahead of time, plans."""
+"""Nodes that serve every model family: stage files on disk, memory, programs ahead of time, plans, comparisons."""
 
 from collections.abc import Hashable
 from dataclasses import replace
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..tpu_runtime import pipeline as runtime
-from ..tpu_runtime.pipeline import SPECS, ModelRef, spec_by_name, stage_files
+from ..tpu_runtime.pipeline import SPECS, ModelRef, media, spec_by_name, stage_files
 from ..tpu_runtime.pipeline import plan_process as process
 from . import lora, model
 from .declare import Folders, Host, Input, Node, Output
@@ -117,6 +117,36 @@ def _plan(host: Host, *, model_name: str, topology: str, **wanted: float) -> tup
     return (process.make_text([f"--{name}={value}" for name, value in options.items()], host),)
 
 
+_BESIDE, _SHEET = "side by side", "contact sheet"
+_RESULTS = ("frames", "frames_2", "frames_3", "frames_4")
+LONGEST_LABEL = 64
+# Of what is joined: four videos of 720p, as 6.4 GB of memory.
+MOST_PIXELS = 2**29
+
+
+def _compare(host: Host, *, layout: str, labels: str, pictures: int, columns: int, **results: Any) -> tuple:
+    given = [results[name] for name in _RESULTS if results[name] is not None]
+    names = [name.strip()[:LONGEST_LABEL] for name in labels.split(",")] if labels.strip() else []
+    if len(names) > len(given):
+        raise ValueError(
+            f"TPU Compare: labels name {len(names)} results, and {len(given)} are connected. Give each at most one, "
+            "with commas between them."
+        )
+    names += [str(number + 1) if len(given) > 1 else "" for number in range(len(names), len(given))]
+    shown = sum(map(len, given)) if layout == _SHEET else len(given) * max(map(len, given))
+    height, width = given[0].shape[1:3] if given[0].ndim == 4 else (0, 0)
+    if (pixels := shown * height * width) > MOST_PIXELS:
+        raise ValueError(
+            f"TPU Compare: {shown} frames of {width}x{height} are {pixels / 1e6:.0f} million pixels; at most "
+            f"{MOST_PIXELS / 1e6:.0f} can be joined. Compare fewer frames, or smaller ones."
+        )
+    # Bars, not cuts: what is compared is seen whole.
+    frames = [media.pictures(given[0]), *(media.resize(one, height, width, "fit") for one in given[1:])]
+    if layout == _BESIDE:
+        return (media.side_by_side(frames, names),)
+    return (media.contact_sheet(frames, names, pictures, columns),)
+
+
 # Inputs that the command calls otherwise.
 _PLAN_OPTIONS = {"num_inference_steps": "steps", "guidance_scale": "guidance"}
 
@@ -211,4 +241,52 @@ PLAN = Node(
     run=_plan,
 )
 
-NODES = (model.LOADER, model.REMOTE, lora.LOADER, SAVE_STAGE, LOAD_STAGE, FREE_MEMORY, WARMUP, PLAN)
+COMPARE = Node(
+    id="TPUCompare",
+    title="TPU Compare",
+    description="Puts the frames of up to four results next to each other under their labels, or some frames of each "
+    "on one sheet: for Save Video, Save Animated WEBP or Save Image.",
+    inputs=(
+        *(
+            Input(name=name, type="IMAGE", tooltip="Frames of a result, or a picture.", optional=index > 0)
+            for index, name in enumerate(_RESULTS)
+        ),
+        Input(
+            name="layout",
+            type="COMBO",
+            default=_BESIDE,
+            options=(_BESIDE, _SHEET),
+            tooltip="side by side gives frames as long as the longest result; contact sheet gives one picture.",
+        ),
+        Input(
+            name="labels",
+            type="STRING",
+            default="",
+            optional=True,
+            tooltip="What stands above each result, in their order, with commas between: exact, int8. Numbers where "
+            "there is none.",
+        ),
+        Input(
+            name="pictures",
+            type="INT",
+            default=12,
+            low=1,
+            high=256,
+            optional=True,
+            tooltip="On a contact sheet: at most so many frames of each result, evenly from its first to its last.",
+        ),
+        Input(
+            name="columns",
+            type="INT",
+            default=4,
+            low=1,
+            high=16,
+            optional=True,
+            tooltip="On a contact sheet: so many frames in a row.",
+        ),
+    ),
+    outputs=(Output(name="frames", type="IMAGE", tooltip="The frames side by side, or the sheet."),),
+    run=_compare,
+)
+
+NODES = (model.LOADER, model.REMOTE, lora.LOADER, SAVE_STAGE, LOAD_STAGE, FREE_MEMORY, WARMUP, PLAN, COMPARE)

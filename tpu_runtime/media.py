@@ -180,18 +180,44 @@ def joined(images: "list[torch.Tensor]") -> "torch.Tensor":
 
 
 def side_by_side(columns: "Sequence[torch.Tensor]", names: Sequence[str]) -> "torch.Tensor":
-    """Pictures or frames `[number, height, width, 3]` in 0..1 next to each other, each below a line with its name."""
+    """Pictures or frames `[number, height, width, 3]` in 0..1 next to each other, each below a line with its name. What
+    has fewer frames stays on its last.
+    """
+    import torch
+
+    most = max(len(frames) for frames in columns)
+    whole = (torch.cat([frames, frames[-1:].expand(most - len(frames), -1, -1, -1)]) for frames in columns)
+    return torch.cat([_labelled(frames, name) for frames, name in zip(whole, names, strict=True)], dim=2)
+
+
+def contact_sheet(
+    videos: "Sequence[torch.Tensor]", names: Sequence[str], pictures: int, columns: int
+) -> "torch.Tensor":
+    """At most so many frames of each video, evenly from its first to its last, in rows of `columns`: one picture
+    `[1, height, width, 3]`, each frame below a line with the video's name and which of its frames it is.
+    """
+    import torch
+
+    columns, rows = min(columns, pictures, max(map(len, videos))), []
+    for frames, name in zip(videos, names, strict=True):
+        count, last = min(pictures, len(frames)), len(frames) - 1
+        places = [round(index * last / max(1, count - 1)) for index in range(count)]
+        shown = [_labelled(frames[at : at + 1], f"{name} {at + 1}/{last + 1}".strip()) for at in places]
+        shown += [torch.zeros_like(shown[0])] * (-count % columns)
+        rows += [torch.cat(shown[first : first + columns], dim=2) for first in range(0, len(shown), columns)]
+    return torch.cat(rows, dim=1)
+
+
+def _labelled(frames: "torch.Tensor", name: str) -> "torch.Tensor":
+    """Frames below a line with `name`."""
     import numpy as np
     import torch
     from PIL import Image, ImageDraw, ImageFont
 
-    labelled = []
-    for frames, name in zip(columns, names, strict=True):
-        line = Image.new("RGB", (frames.shape[2], NAME_HEIGHT))
-        ImageDraw.Draw(line).text((4, 2), name, fill="white", font=ImageFont.load_default(NAME_HEIGHT - 8))
-        above = torch.from_numpy(np.asarray(line, np.float32) / 255).expand(len(frames), -1, -1, -1)
-        labelled.append(torch.cat([above, frames.float().cpu()], dim=1))
-    return torch.cat(labelled, dim=2)
+    line = Image.new("RGB", (frames.shape[2], NAME_HEIGHT))
+    ImageDraw.Draw(line).text((4, 2), name, fill="white", font=ImageFont.load_default(NAME_HEIGHT - 8))
+    above = torch.from_numpy(np.asarray(line, np.float32) / 255).expand(len(frames), -1, -1, -1)
+    return torch.cat([above, frames.float().cpu()], dim=1)
 
 
 def main_colours(latents: "torch.Tensor") -> tuple[list[list[float]], list[float]]:

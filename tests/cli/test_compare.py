@@ -1,13 +1,17 @@
-"""`comfyui-tpu compare`: one workflow in several qualities, side by side."""
+"""`comfyui-tpu compare`, one workflow in several qualities side by side, and the node that joins any results."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from comfyui_tpu.attention import policy
 from comfyui_tpu.cli import main as cli
+from comfyui_tpu.nodes.declare import Node
 from comfyui_tpu.nodes.headless import compare
+from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.tests.support.host import Host
 from comfyui_tpu.tpu_runtime import media
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -54,3 +58,60 @@ def test_a_workflow_without_a_sampler_is_refused():
     workflow: dict[str, Any] = {"1": {"class_type": "LoadImage", "inputs": {"image": "x.png"}}}
     with pytest.raises(ValueError, match="no TPU sampler or pipeline, whose quality could be compared"):
         compare.with_quality(workflow, "int8")
+
+
+def video(frames: int, height: int = 32, width: int = 48) -> torch.Tensor:
+    """Each frame is grey of its own, from 0.2 to 0.9."""
+    return torch.linspace(0.2, 0.9, frames)[:, None, None, None].expand(frames, height, width, 3)
+
+
+def compared(**given: Any) -> torch.Tensor:
+    node = HEADLESS["TPUCompare"]
+    assert isinstance(node, Node)
+    (found,) = node.run(Host(), **node.values(given))
+    return found
+
+
+def test_the_node_puts_results_side_by_side_below_their_labels():
+    """A shorter one stays on its last frame; one of another shape is seen whole, between bars."""
+    first, second = video(5), torch.full((3, 64, 48, 3), 0.5)
+    found = compared(frames=first, frames_2=second, layout="side by side", labels="exact, int8")
+    assert found.shape == (5, 32 + media.NAME_HEIGHT, 2 * 48, 3)
+    labels, below = found[:, : media.NAME_HEIGHT], found[:, media.NAME_HEIGHT :]
+    assert torch.equal(below[:, :, :48], first)
+    assert below[4, 16, 48 + 24].tolist() == pytest.approx([0.5] * 3, rel=1e-5) and not below[4, :, 48:54].any()
+    assert (
+        labels[:, :, :48].any()
+        and labels[:, :, 48:].any()
+        and not torch.equal(labels[..., :48, :], labels[..., 48:, :])
+    )
+    unnamed = compared(frames=first, frames_2=second, layout="side by side", labels="")
+    assert torch.equal(unnamed[:, media.NAME_HEIGHT :], below) and not torch.equal(unnamed, found)
+
+
+def test_a_contact_sheet_holds_frames_from_the_first_to_the_last():
+    frames = video(81)
+    found = compared(frames=frames, layout="contact sheet", pictures=5, columns=3)
+    tall = 32 + media.NAME_HEIGHT
+    assert found.shape == (1, 2 * tall, 3 * 48, 3)
+    middles = found[0, media.NAME_HEIGHT + 16 :: tall, 24::48, 0].flatten().tolist()
+    assert middles == pytest.approx([*(frames[at, 0, 0, 0].item() for at in (0, 20, 40, 60, 80)), 0.0])
+    # A video and a picture: rows of their own, as wide as each other.
+    both = compared(frames=frames, frames_2=video(1), layout="contact sheet", pictures=5, columns=3)
+    assert both.shape == (1, 3 * tall, 3 * 48, 3)
+    assert torch.equal(both[:, media.NAME_HEIGHT : tall], found[:, media.NAME_HEIGHT : tall])
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"labels": "a, b"}, "labels name 2 results, and 1 are connected"),
+        ({"frames": torch.zeros(0, 8, 8, 3)}, "the image is torch.float32 .* not empty"),
+        ({"frames_2": torch.full((1, 8, 8, 3), torch.nan)}, "the image is not finite"),
+        ({"frames": torch.zeros(1).expand(300, 2000, 2000, 3)}, "300 frames of 2000x2000 are 1200 million pixels"),
+    ],
+    ids=["labels", "empty", "NaN", "huge"],
+)
+def test_what_cannot_be_compared_is_a_sentence(given: dict[str, Any], sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        compared(**{"frames": video(2), "layout": "side by side", **given})
