@@ -99,7 +99,7 @@ class _Version(argparse.Action):
 
 def _run(options: argparse.Namespace) -> int:
     workflow = given_workflow(options)
-    host = TerminalHost(given_folders(options, options.out))
+    host = TerminalHost(given_folders(options, options.out), tells=True)
     try:
         run_workflow(workflow, host)
     finally:

@@ -1,6 +1,6 @@
 """Images and videos as files. Frames are IMAGE tensors: `[frames, height, width, rgb]` float32 on the CPU, 0 to 1."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -44,8 +44,9 @@ def free_path(folder: Path, stem: str, suffix: str) -> Path:
     return path
 
 
-def save_video(path: Path, video: Video, *, crf: int = 18) -> None:
-    """Writes H.264 (yuv420p, BT.709, fast start) in an MP4; a smaller `crf` is larger and better.
+def save_video(path: Path, video: Video, *, crf: int = 18, metadata: Mapping[str, str] | None = None) -> None:
+    """Writes H.264 (yuv420p, BT.709, fast start) in an MP4, with `metadata` by its names; a smaller `crf` is larger and
+    better.
     On one machine the same frames become the same file; x264's number of threads, and so its file, follows the cores.
 
     Raises ValueError for no frames, and for an odd width or height, which yuv420p cannot hold.
@@ -59,7 +60,9 @@ def save_video(path: Path, video: Video, *, crf: int = 18) -> None:
     if height % 2 or width % 2:
         raise ValueError(f"{path}: frames are {width}x{height}; an H.264 video needs an even width and height.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with av.open(str(path), mode="w", options={"movflags": "+faststart"}) as container:
+    flags = "+faststart+use_metadata_tags" if metadata else "+faststart"
+    with av.open(str(path), mode="w", options={"movflags": flags}) as container:
+        container.metadata.update(metadata or {})
         # Otherwise x264 weighs blocks by code made for the processor, whose results differ from run to run as well.
         options = {"crf": str(crf), "x264-params": "cpu-independent=1"}
         stream = container.add_stream("libx264", rate=video.frame_rate, options=options)
@@ -118,11 +121,15 @@ def pictures(images: "torch.Tensor") -> "torch.Tensor":
     return colours.expand(*colours.shape[:3], 3)
 
 
-def save_image(path: Path, image: Any) -> None:
-    """Writes one `[height, width, rgb]` image in the format of `path`'s ending."""
+def save_image(path: Path, image: Any, metadata: Mapping[str, str] | None = None) -> None:
+    """Writes one `[height, width, rgb]` image in the format of `path`'s ending; a PNG with `metadata` by its names."""
+    from PIL.PngImagePlugin import PngInfo
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    as_bytes(image).save(path)
+    told = PngInfo()
+    for name, value in (metadata or {}).items():
+        told.add_text(name, value)
+    as_bytes(image).save(path, pnginfo=told)  # which other formats do not look at
 
 
 def load_image(path: Path) -> tuple[Any, Any]:

@@ -6,7 +6,10 @@ Cheap to import: torch and JAX come in when a stage runs, or with the names of `
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from . import device_memory, files, media
@@ -120,6 +123,36 @@ log = logging.getLogger(__name__)
 _elsewhere: dict[str, Expected] = {}
 
 
+# What ran since `noted` was entered, where it was.
+_notes: ContextVar[list[dict[str, Any]] | None] = ContextVar("notes", default=None)
+
+
+@contextmanager
+def noted() -> Iterator[list[dict[str, Any]]]:
+    """A list that gets a note of every stage that ends inside: `stage`, `model`, `quality`, `precision`, `chips`, and
+    `seconds`. Nothing in it is of the user's: no prompt, no path, no address.
+    """
+    notes: list[dict[str, Any]] = []
+    token = _notes.set(notes)
+    try:
+        yield notes
+    finally:
+        _notes.reset(token)
+
+
+def _note(stage: str, model: ModelRef, quality: str, began: float) -> dict[str, Any]:
+    here = None if model.address else current()
+    platform = here.devices[0].platform if here else ""
+    return {
+        "stage": stage,
+        "model": model.model_id if model.model_id in model.spec.miniature.ids else model.spec.title,
+        "quality": quality,
+        "precision": resolve_precision(model.precision, platform) if here else model.precision,
+        "chips": snapshot.chips_of(here) if here else "another machine",
+        "seconds": round(time.monotonic() - began, 3),
+    }
+
+
 def _runner(model: ModelRef, progress: Progress) -> "Engine | Client":
     """Who runs a model's stages: this process's engine, or the machine that the model is on."""
     if not model.address:
@@ -163,7 +196,11 @@ def run(stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> An
         is_published = stage == "denoise" and model.model_id not in model.spec.miniature.ids
         if is_published and (advice := model.spec.recipe.advice(settings)) is not None:
             _warn_once(f"{model.spec.title}: {advice}")
-    return _runner(model, progress).run(stage, model, progress, **arguments)
+    began = time.monotonic()
+    result = _runner(model, progress).run(stage, model, progress, **arguments)
+    if (notes := _notes.get()) is not None:
+        notes.append(_note(stage, model, settings.quality if settings else model.quality, began))
+    return result
 
 
 def encode_prompt(

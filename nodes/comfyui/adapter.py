@@ -14,6 +14,7 @@ from server import PromptServer
 from ...tpu_runtime import pipeline
 from .. import DECLARATIONS
 from ..declare import Declaration, Expansion, Input, Link, Node, Output, Ref, in_words
+from ..graphs.ran import Records
 from . import core_loaders, errors, memory, pictures, routes
 from .announce import announce
 from .host import DENOISERS, ComfyHost, folders, weights
@@ -25,6 +26,7 @@ except ImportError:
 
 log = logging.getLogger(__name__)
 
+RECORDS = Records(frozenset(name for name, declaration in DECLARATIONS.items() if declaration.family))
 _WIDGETS = {"INT": io.Int, "FLOAT": io.Float, "STRING": io.String, "COMBO": io.Combo, "BOOLEAN": io.Boolean}
 
 
@@ -49,7 +51,7 @@ def extension() -> ComfyExtension:
         pipeline.listen()
     except (ValueError, RuntimeError) as error:
         log.error("%s", error)  # as the first prompt will
-    routes.add()
+    routes.add(RECORDS)
     pictures.install()
     errors.install(DECLARATIONS)
     classes = [*(node_class(declaration) for declaration in DECLARATIONS.values()), *core_loaders.CLASSES]
@@ -89,7 +91,7 @@ def _schema(declaration: Declaration) -> io.Schema:
         inputs=[_input(declared, raw_link=is_expansion and not declared.is_widget) for declared in declaration.inputs],
         outputs=[_output(output) for output in declaration.outputs],
         search_aliases=list(declaration.aliases),
-        hidden=[io.Hidden.prompt]
+        hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo, io.Hidden.unique_id]
         if isinstance(declaration, Node) and (declaration.family or declaration.gives_core)
         else [],
         is_output_node=isinstance(declaration, Node) and declaration.is_output,
@@ -155,9 +157,11 @@ def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
         if declaration.family or declaration.gives_core:
             announce(cls.hidden and cls.hidden.prompt, host)
         try:
-            with errors.named():
+            with errors.named(), pipeline.noted() as notes:
                 results = declaration.run(host, **declaration.values(given))
             host.ended()
+            if declaration.family and (hidden := cls.hidden) is not None:
+                RECORDS.add(hidden.prompt, (hidden.extra_pnginfo or {}).get("workflow"), str(hidden.unique_id), notes)
             more = core_loaders.objects(*results) if declaration.gives_core else ()
             return io.NodeOutput(*results, *more)
         except pipeline.OutOfMemory as error:

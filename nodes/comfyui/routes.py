@@ -18,6 +18,7 @@ from ...tpu_runtime import pipeline
 from ...tpu_runtime.pipeline import Feed, in_daemon, parse_json
 from .. import DECLARATIONS, model
 from ..graphs import upgrade
+from ..graphs.ran import Records
 
 log = logging.getLogger(__name__)
 
@@ -27,14 +28,16 @@ LONGEST_WORKFLOW = 16 * 2**20
 _WEB = f"/extensions/{Path(__file__).parents[2].name}/"
 
 
-def add() -> None:
-    """Adds the routes; must be called while ComfyUI imports its nodes, it copies its table of routes only once."""
+def add(records: Records) -> None:
+    """Adds the routes, and what looks at prompts; must be called while ComfyUI imports its nodes, it copies its table
+    of routes only once.
+    """
     from server import PromptServer
 
     server = PromptServer.instance
     add_routes(server.routes, request_unload=lambda: server.prompt_queue.set_flag("unload_models", True))
     server.app.on_response_prepare.append(_keep_modules_fresh)
-    server.add_on_prompt_handler(_upgrade_prompt)
+    server.add_on_prompt_handler(lambda data: _begin(_upgrade_prompt(data), records))
 
 
 def add_routes(
@@ -154,6 +157,15 @@ def _upgrade_prompt(data: dict[str, Any]) -> dict[str, Any]:
     if changes:
         log.warning("%s", "\n  ".join(changes))
     return {**data, "prompt": prompt} if changes else data
+
+
+def _begin(data: dict[str, Any], records: Records) -> dict[str, Any]:
+    """What is about to be queued, its workflow with notes of this prompt alone."""
+    extra = data.get("extra_data")
+    saved = extra.get("extra_pnginfo") if isinstance(extra, dict) else None
+    if isinstance(saved, dict):
+        records.begin(data.get("prompt"), saved.get("workflow"))
+    return data
 
 
 def _ids(content: bytes) -> tuple[str, ...] | None:

@@ -1,7 +1,7 @@
 """The few ComfyUI nodes that the examples use, for runs without ComfyUI: same names, same inputs, files on disk."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ...tpu_runtime.pipeline import media
 from ..declare import Folders, Host, Input, Node, Output
@@ -9,6 +9,12 @@ from ..declare import Folders, Host, Input, Node, Output
 _IMAGES = Input(name="images", type="IMAGE", tooltip="The images.")
 _VIDEO = Input(name="video", type="VIDEO", tooltip="The video.")
 _EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+class SavingHost(Host, Protocol):
+    """A host whose files hold `metadata`."""
+
+    metadata: dict[str, str]
 
 
 def find_image(folders: Folders, image: str) -> Path:
@@ -21,15 +27,15 @@ def _load_image(host: Host, *, image: str) -> tuple:
     return media.load_image(find_image(host.folders, image))
 
 
-def _save_images(host: Host, *, images: Any, filename_prefix: str) -> tuple:
+def _save_images(host: SavingHost, *, images: Any, filename_prefix: str) -> tuple:
     for image in images:
         path = media.free_path(host.folders.output, Path(filename_prefix).name, ".png")
-        media.save_image(path, image)
+        media.save_image(path, image, host.metadata)
         host.text(f"wrote {path}")
     return (images,)
 
 
-def _preview_images(host: Host, *, images: Any) -> tuple:
+def _preview_images(host: SavingHost, *, images: Any) -> tuple:
     return _save_images(host, images=images, filename_prefix="preview")
 
 
@@ -39,9 +45,11 @@ def _create_video(host: Host, *, images: Any, fps: float, bit_depth: int, audio:
     return (media.Video(frames=images, frame_rate=media.frame_rate(fps)),)
 
 
-def _save_video(host: Host, *, video: media.Video, filename_prefix: str, format: str, codec: str) -> tuple[media.Video]:
+def _save_video(
+    host: SavingHost, *, video: media.Video, filename_prefix: str, format: str, codec: str
+) -> tuple[media.Video]:
     path = media.free_path(host.folders.output, Path(filename_prefix).name, ".mp4")
-    media.save_video(path, video)
+    media.save_video(path, video, metadata=host.metadata)
     host.text(f"wrote {path}")
     return (video,)
 

@@ -11,7 +11,8 @@ from typing import Any, Protocol, TextIO
 
 from ...tpu_runtime import pipeline
 from .. import DECLARATIONS
-from ..declare import Folders, Host, Node, by_id
+from ..declare import Folders, Node, by_id
+from ..graphs import ran
 from ..graphs.graph import Table, Workflow, expand, expected, is_link, node_label
 from . import core_nodes
 from .workflow import validate_workflow
@@ -25,8 +26,10 @@ class NodeTime:
     elapsed_s: float
 
 
-class TimedHost(Host, Protocol):
-    """A host that is told which node runs."""
+class TimedHost(core_nodes.SavingHost, Protocol):
+    """A host that is told which node runs. One that `tells` has its files say what ran for them."""
+
+    tells: bool
 
     def timed(self, title: str) -> AbstractContextManager[None]:
         """Entered while a node of this title runs."""
@@ -42,8 +45,9 @@ _NUMBER = re.compile(r"\d+(\.\d+)?")
 class TerminalHost:
     """Progress on a terminal: one line per node with its time; on a tty also a status line that is overwritten."""
 
-    def __init__(self, folders: Folders, stream: TextIO | None = None) -> None:
-        self.folders = folders
+    def __init__(self, folders: Folders, stream: TextIO | None = None, *, tells: bool = False) -> None:
+        self.folders, self.tells = folders, tells
+        self.metadata: dict[str, str] = {}
         self.timings: list[NodeTime] = []
         self._stream = stream or sys.stderr
         self._is_tty = self._stream.isatty()
@@ -99,9 +103,12 @@ def run_workflow(workflow: Workflow, host: TimedHost, table: Table = HEADLESS) -
     order = execution_order(graph, table)
     pipeline.expect(expected(workflow, host.folders, table), progress=host)
     results: dict[str, tuple[Any, ...]] = {}
+    notes: dict[str, ran.Notes] = {}
     for node_id in order:
         node = _node(graph, node_id, table)
-        with host.timed(_title(node, node_id, graph)):
+        if host.tells and node.is_output:
+            host.metadata = ran.metadata(workflow, notes)
+        with host.timed(_title(node, node_id, graph)), pipeline.noted() as notes[node_id]:
             results[node_id] = node.run(host, **node.values(_given(graph[node_id]["inputs"], results)))
     return {node_id: results[node_id] for node_id in order if _node(graph, node_id, table).is_output}
 

@@ -21,7 +21,7 @@ def stats() -> dict[str, Any]:
     activity, last_run = engine.activity, engine.last_run
     return {
         "platform": engine.devices[0].platform,
-        "message": _message(engine),
+        "message": chips_of(engine),
         "chips": own_chips(engine),
         "elsewhere": engine.hosts.rows(),
         "resident": _resident(engine),
@@ -40,7 +40,8 @@ def nothing(message: str) -> dict[str, Any]:
     return {"platform": None, "message": message, **lists, "running": None, "last_run": None, "counts": {}}
 
 
-def _message(engine: "Engine") -> str:
+def chips_of(engine: "Engine") -> str:
+    """How many chips it runs on, and of which kind."""
     count, first = len(engine.devices), engine.devices[0]
     if first.platform == "tpu":
         return f"{count} x {first.device_kind}"

@@ -21,6 +21,8 @@ function button(text, onclick) {
   return made;
 }
 
+export const isShown = () => document.getElementById(NOTICE) !== null;
+
 export function forget() {
   document.getElementById(NOTICE)?.remove();
 }

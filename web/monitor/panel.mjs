@@ -6,12 +6,9 @@ import {
 import { make, makeBar, Rows, section, setAttribute, setText } from "./dom.mjs";
 import { Chips } from "./chips.mjs";
 import { draw, History } from "./history.mjs";
+import { isStage, stageOf } from "./stages.mjs";
 import { say } from "./words.mjs";
 
-const STAGES = {
-  encode: () => say`Text encoder`, image: () => say`Image encoder`, denoise: () => say`Denoiser`,
-  decode: () => say`VAE decoder`,
-};
 const CACHES = {
   programs: () => say`Compiled programs`, xla: () => say`XLA's cache`, prompts: () => say`Encoded prompts`,
   plans: () => say`Plans`, compile_seconds: () => say`Times of compiling`,
@@ -133,7 +130,7 @@ class Running {
     if (!now) return;
     const [done, total] = [amount(now.done) ?? 0, amount(now.total) ?? 0];
     const counted = total > 0 ? countOf(text(now.unit), done, total) : text(now.text);
-    setText(this.#stage, now.compiling === true ? say`${own(STAGES, now.stage)}, compiling` : own(STAGES, now.stage));
+    setText(this.#stage, now.compiling === true ? say`${stageOf(now.stage)}, compiling` : stageOf(now.stage));
     setText(this.#elapsed, seconds(now.elapsed_s));
     setText(this.#model, text(now.model));
     setAttribute(this.#model, "title", text(now.model));
@@ -296,7 +293,7 @@ class LastRun {
     const element = make("li", "tpu-stage", {}, swatch, name, share, time);
     const update = (stage) => {
       this.#mark(swatch, stage);
-      setText(name, own(STAGES, stage.stage));
+      setText(name, stageOf(stage.stage));
       setText(share, percent(stage.share));
       setText(time, seconds(stage.seconds));
     };
@@ -304,7 +301,7 @@ class LastRun {
   }
 
   #mark(element, stage) {
-    setAttribute(element, "data-stage", Object.hasOwn(STAGES, text(stage.stage)) ? stage.stage : "other");
+    setAttribute(element, "data-stage", isStage(stage.stage) ? stage.stage : "other");
   }
 }
 

@@ -1,0 +1,102 @@
+"""What ran for a result, noted in the workflow that is saved with it: nothing else tells the model, quality, chips and
+seconds of a picture that somebody was sent.
+
+ComfyUI's own nodes write the page's workflow into what they save, and its page reads it back from there, so the notes
+lie in that workflow's `extra`, by node; a workflow in API form, which has none, holds them in each node's `_meta`.
+"""
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...tpu_runtime.pipeline import redact
+from .graph import Workflow, is_link
+
+KEY = "comfyui-tpu"
+Notes = Sequence[Mapping[str, Any]]
+# Of a prompt, which may be anyone's, so much is looked at; and so many nodes' notes are kept.
+MOST_NODES, MOST_KEPT = 2000, 256
+
+
+class Records:
+    """The notes of nodes that ran in this process, for prompts that find their results in ComfyUI's cache."""
+
+    def __init__(self, kinds: frozenset[str]) -> None:
+        """`kinds` are the nodes that run stages."""
+        self._kinds = kinds
+        self._kept: OrderedDict[str, Notes] = OrderedDict()
+
+    def begin(self, prompt: Any, workflow: Any) -> None:
+        """Before a prompt runs: the workflow's notes become those of the same nodes with the same inputs."""
+        if not isinstance(workflow, dict) or not isinstance(workflow.setdefault("extra", {}), dict):
+            return
+        workflow["extra"].pop(KEY, None)
+        if not self._kept or not isinstance(prompt, dict) or len(prompt) > MOST_NODES:
+            return
+        for node_id, node in prompt.items():
+            if isinstance(node, dict) and node.get("class_type") in self._kinds:
+                if (notes := self._kept.get(_signature(prompt, node_id))) is not None:
+                    _put(workflow, node_id, notes)
+
+    def add(self, prompt: Any, workflow: Any, node_id: str, notes: Notes) -> None:
+        """After a node ran, or one that it was expanded to."""
+        node_id = node_id.partition(".")[0]
+        if not notes or not isinstance(prompt, dict) or node_id not in prompt or len(prompt) > MOST_NODES:
+            return
+        key, stages = _signature(prompt, node_id), {note["stage"] for note in notes}
+        # Of an expanded node one stage after another, each in the place of what it was before.
+        self._kept[key] = [*(one for one in self._kept.pop(key, ()) if one["stage"] not in stages), *notes]
+        if len(self._kept) > MOST_KEPT:
+            self._kept.popitem(last=False)
+        if isinstance(workflow, dict) and isinstance(workflow.get("extra"), dict):
+            _put(workflow, node_id, self._kept[key])
+
+
+def _put(workflow: dict[str, Any], node_id: str, notes: Notes) -> None:
+    workflow["extra"].setdefault(KEY, {})[node_id] = list(notes)
+
+
+def _signature(prompt: Mapping[str, Any], node_id: str) -> str:
+    """Of a node with all that it depends on, ids and values."""
+    found: dict[str, Any] = {}
+    waiting = [node_id]
+    while waiting:
+        name = waiting.pop()
+        node = prompt.get(name)
+        if name in found or not isinstance(node, dict):
+            continue
+        inputs = node.get("inputs")
+        inputs = inputs if isinstance(inputs, dict) else {}
+        found[name] = [node.get("class_type"), {key: _plain(value) for key, value in inputs.items()}]
+        waiting += [value[0] for value in inputs.values() if is_link(value)]
+    return hashlib.sha256(json.dumps(found, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """ComfyUI makes 5.0 of a FLOAT's 5 once it has checked the prompt."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def metadata(workflow: Workflow, notes: Mapping[str, Notes]) -> dict[str, str]:
+    """What a file holds of a workflow in API form that ran without a page: `prompt`, as ComfyUI writes and reads it."""
+    nodes = {}
+    for node_id, node in workflow.items():
+        meta = node.get("_meta", {})
+        ran = [note for name, found in notes.items() if name.partition(".")[0] == node_id for note in found]
+        inputs = {name: _named(value) for name, value in node["inputs"].items()}
+        nodes[node_id] = {**node, "inputs": inputs, "_meta": {**meta, KEY: ran} if ran else meta}
+    return {"prompt": redact(json.dumps(nodes, ensure_ascii=False))}
+
+
+def _named(value: Any) -> Any:
+    """A path that only this machine has says no more than its name."""
+    if not isinstance(value, str) or not value.startswith(("/", "~")):
+        return value
+    try:
+        path = Path(value).expanduser()
+        return path.name if path.exists() else value
+    except (OSError, RuntimeError, ValueError):
+        return value
