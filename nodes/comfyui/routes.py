@@ -6,6 +6,7 @@ It knows ComfyUI only in `add`.
 """
 
 import asyncio
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from ...tpu_runtime.pipeline import Feed, in_daemon, parse_json
 from .. import DECLARATIONS, model
 from ..graphs import upgrade
 from ..graphs.ran import Records
+from .queue_end import QueueEnd
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +37,10 @@ def add(records: Records) -> None:
     from server import PromptServer
 
     server = PromptServer.instance
-    add_routes(server.routes, request_unload=lambda: server.prompt_queue.set_flag("unload_models", True))
+    # The server has its queue later.
+    ends = functools.cache(lambda: QueueEnd(server.prompt_queue))
+    feed = Feed(lambda: {**pipeline.snapshot.stats(), "queue": ends().describe()})
+    add_routes(server.routes, request_unload=lambda: server.prompt_queue.set_flag("unload_models", True), feed=feed)
     server.app.on_response_prepare.append(_keep_modules_fresh)
     server.add_on_prompt_handler(lambda data: _begin(_upgrade_prompt(data), records))
 

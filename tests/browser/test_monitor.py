@@ -176,6 +176,7 @@ def fake(num_chips: int = 8, **changes: Any) -> dict[str, Any]:
         "caches": [{"name": "xla", "path": "/cache/xla", "files": 63, "bytes": 1.2 * GIB}],
         "counts": {"load": 4, "encode": 2, "compile": 6},
         "notes": [],
+        "queue": {"prompts": 3, "seconds": 754.0, "unknown": 0},
     } | changes  # fmt: skip
 
 
@@ -197,6 +198,7 @@ def test_the_panel_follows_a_run_from_before_the_first_one_to_its_end(tab: Tab, 
     prompt = server.queue(workflow)["prompt_id"]
     for text in ("Denoiser", re.compile(r"step [1-9]\d* of 20", re.IGNORECASE)):
         running.get_by_text(text).first.wait_for()
+    running.get_by_text("Queue: 1 prompt · 1 of a kind that has not run yet").wait_for()
     server.get("/citizen/release")
     until(lambda: server.get(f"/history/{prompt}"))
     running.get_by_text("Nothing is running.").wait_for()
@@ -420,6 +422,8 @@ def test_a_screen_reader_finds_names_and_values(tab: Tab):
     assert values == ["33", "Step 13 of 40"]
     behind = tab.section("Running").get_by_role("list", name="Compiling behind it").get_by_role("listitem")
     texts = [text.split("\n")[0] for text in behind.all_inner_texts()]
+    queue = tab.section("Running").get_by_text("Queue: 3 prompts").inner_text()
+    assert re.fullmatch(r"Queue: 3 prompts · through in about 12:34, at \d+:\d\d.*", queue)
     assert texts == ["Compiling behind: the vae decoder", "Will compile: <b>"]
     assert "TensorCore" in tab.section("Last two minutes").locator("canvas").get_attribute("aria-label")
 

@@ -21,6 +21,8 @@ const COUNTS = [
 ];
 // How long the answer to a button stays.
 const SAID_MS = 10_000;
+// A year: what has no end that a clock could show.
+const LONGEST_QUEUE_S = 31_536_000;
 // The unit of bytes that are loaded or downloaded.
 const MIB = "MiB";
 // That of a compilation of which it is known how long such a one takes.
@@ -103,6 +105,20 @@ function countOf(unit, done, total) {
   return `${capital(unit || "part")} ${done} of ${total}`;
 }
 
+/** How many prompts are in the queue, and when it will be through; nothing for an empty one. */
+function queueOf(queue) {
+  const known = queue !== null && typeof queue === "object" ? queue : {};
+  const [prompts, left, unknown] = [amount(known.prompts), amount(known.seconds), amount(known.unknown) ?? 0];
+  if (!prompts) return "";
+  const facts = [prompts === 1 ? say`Queue: ${prompts} prompt` : say`Queue: ${prompts} prompts`];
+  if (unknown) facts.push(say`${unknown} of a kind that has not run yet`);
+  if (left !== null && left < LONGEST_QUEUE_S && unknown < prompts) {
+    const clock = new Date(Date.now() + 1000 * left).toLocaleTimeString([], { timeStyle: "short" });
+    facts.push(unknown ? say`the others take about ${seconds(left)}` : say`through in about ${seconds(left)}, at ${clock}`);
+  }
+  return facts.join(" · ");
+}
+
 class Running {
   #stage = make("strong", "tpu-clip");
   #elapsed = make("span", "tpu-number tpu-elapsed");
@@ -111,16 +127,20 @@ class Running {
   #pace = make("p", "tpu-dim");
   #busy = make("div", "tpu-stack");
   #idle = make("p", "tpu-dim", {}, say`Nothing is running.`);
+  #queue = make("p", "tpu-dim");
   #behind = make("ul", "tpu-list", { "aria-label": say`Compiling behind it` });
   #rows = new Rows(this.#behind, (_, index) => index, () => behindRow());
 
   constructor() {
     const head = make("div", "tpu-between", {}, this.#stage, this.#elapsed);
     this.#busy.append(head, this.#model, this.#bar.element, this.#pace);
-    this.element = section(say`Running`, this.#idle, this.#busy, this.#behind);
+    this.element = section(say`Running`, this.#idle, this.#busy, this.#queue, this.#behind);
   }
 
-  show({ running, behind }) {
+  show({ running, behind, queue }) {
+    const waits = queueOf(queue);
+    this.#queue.hidden = !waits;
+    setText(this.#queue, waits);
     const coming = list(behind);
     this.#behind.hidden = coming.length === 0;
     this.#rows.show(coming);

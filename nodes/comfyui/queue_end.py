@@ -1,0 +1,88 @@
+"""When ComfyUI's queue will be through: each of its prompts takes about as long as the last one of its kind took."""
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+# What a prompt may differ in and still take as long.
+_NO_MATTER = frozenset({"seed", "noise_seed", "prompt", "negative_prompt", "text", "image", "filename_prefix"})
+# Nodes whose result makes a run a short one when it is in ComfyUI's cache.
+_LONG = re.compile(r"TPU(Sampler|Pipeline)$|^KSampler|^SamplerCustom")
+# Prompts are anyone's; of the history and the queue so many are looked at.
+MOST_FINISHED, MOST_WAITING, MOST_NODES, MOST_KINDS = 50, 200, 2000, 256
+
+
+class QueueEnd:
+    """Of one `queue`, ComfyUI's. `describe` is for one thread at a time."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self._seconds: dict[str, float] = {}
+        self._kinds: dict[str, str | None] = {}
+
+    def describe(self) -> dict[str, Any] | None:
+        """`prompts` that run and wait, the `seconds` until the end of those whose kind has run, and how many are of an
+        `unknown` kind; None of an empty queue.
+        """
+        running, waiting = self._queue.get_current_queue_volatile()
+        if not running and not waiting:
+            return None
+        ended = self._learn()
+        known, unknown = 0.0, max(0, len(waiting) - MOST_WAITING)
+        for item in (*running, *waiting[:MOST_WAITING]):
+            if (seconds := self._seconds.get(self._kind(item) or "")) is None:
+                unknown += 1
+                continue
+            if item in running:
+                created = item[3].get("create_time") if isinstance(item[3], dict) else None
+                seconds = max(0.0, seconds - (time.time() - max(ended, _number(created) / 1000)))
+            known += seconds
+        return {"prompts": len(running) + len(waiting), "seconds": known, "unknown": unknown}
+
+    def _learn(self) -> float:
+        """From what has ended; when the last one did, as Unix time."""
+        ended = 0.0
+        finished = self._queue.get_history(max_items=MOST_FINISHED, map_function=lambda entry: entry)
+        for entry in finished.values():
+            moments = {name: data for name, data in (entry.get("status") or {}).get("messages") or ()}
+            begin, end = (
+                _number(moments.get(f"execution_{name}", {}).get("timestamp")) / 1000 for name in ("start", "success")
+            )
+            ended = max(ended, end)
+            cached = moments.get("execution_cached", {}).get("nodes", ())
+            prompt = entry["prompt"][2]
+            is_whole = not any(_LONG.search(str(prompt.get(name, {}).get("class_type"))) for name in cached)
+            if begin and end and is_whole and (kind := self._kind(entry["prompt"])) is not None:
+                self._seconds.pop(kind, None)
+                self._seconds[kind] = end - begin
+                if len(self._seconds) > MOST_KINDS:
+                    del self._seconds[next(iter(self._seconds))]
+        # Of those that are gone nothing is kept.
+        ids = {*finished, *(item[1] for items in self._queue.get_current_queue_volatile() for item in items)}
+        self._kinds = {name: kind for name, kind in self._kinds.items() if name in ids}
+        return ended
+
+    def _kind(self, item: Any) -> str | None:
+        """What prompts that take as long have in common; None for one that is too large to look at."""
+        prompt_id, prompt = item[1], item[2]
+        if prompt_id not in self._kinds:
+            self._kinds[prompt_id] = None if len(prompt) > MOST_NODES else _digest(prompt)
+        return self._kinds[prompt_id]
+
+
+def _digest(prompt: Mapping[str, Any]) -> str | None:
+    nodes = {
+        name: [node.get("class_type"), {key: value for key, value in node["inputs"].items() if key not in _NO_MATTER}]
+        for name, node in prompt.items()
+    }
+    try:
+        return hashlib.sha256(json.dumps(nodes, sort_keys=True, default=repr).encode()).hexdigest()
+    except RecursionError:
+        return None
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
