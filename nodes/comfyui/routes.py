@@ -1,6 +1,7 @@
 """The pack's addresses on ComfyUI's server: the monitor's `GET /tpu/stats` and `POST /tpu/free`; `GET /tpu/models`,
-what the page knows of a model by its id; `POST /tpu/upgrade`, which brings a workflow of the separate packs to today's
-nodes, and `POST /tpu/convert`, which swaps loaders of ComfyUI's own for those of the TPU and back.
+what the page knows of a model by its id; `GET /tpu/about`, what it says of the pack and this machine; `POST
+/tpu/upgrade`, which brings a workflow of the separate packs to today's nodes, and `POST /tpu/convert`, which swaps
+loaders of ComfyUI's own for those of the TPU and back.
 
 It knows ComfyUI only in `add`.
 """
@@ -20,6 +21,7 @@ from ...tpu_runtime.pipeline import Feed, in_daemon, parse_json
 from .. import DECLARATIONS, model
 from ..graphs import upgrade
 from ..graphs.ran import Records
+from . import about
 from .queue_end import QueueEnd
 
 log = logging.getLogger(__name__)
@@ -64,6 +66,11 @@ def add_routes(
     @routes.get("/tpu/models")
     async def models(request: web.Request) -> web.Response:
         return web.json_response(model.catalogue())
+
+    @routes.get("/tpu/about")
+    async def about_pack(request: web.Request) -> web.Response:
+        found = await asyncio.to_thread(lambda: {"changes": about.changes(), "selftest": about.selftest()})
+        return web.json_response(found)
 
     @routes.post("/tpu/free")
     async def free_memory(request: web.Request) -> web.Response:

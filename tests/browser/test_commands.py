@@ -1,10 +1,13 @@
 """The pack's commands in ComfyUI's page, by their shortcuts: the tab, programs ahead of time, free memory, a plan."""
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_tpu.tests.browser.page import IS_DRAWN, SCREENSHOTS, needs_browser, opened
+from comfyui_tpu.nodes.comfyui import about
+from comfyui_tpu.tests.browser.page import IS_DRAWN, READY, SCREENSHOTS, fresh, needs_browser, opened
 from comfyui_tpu.tests.browser.test_examples import OPEN
 from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui
@@ -12,6 +15,7 @@ from comfyui_tpu.tests.support.patience import until
 
 pytestmark = [needs_comfyui, needs_browser]
 
+SEEN = "comfyui-tpu.changes"
 NOTICE, PANEL = "#comfyui-tpu-notice", ".comfyui-tpu-panel"
 
 
@@ -60,6 +64,63 @@ def test_memory_is_freed(page: Any, server: Server):
     page.keyboard.press("Alt+Shift+F")
     says(page, "Frees as soon as no prompt runs.")
     until(lambda: not server.get("/tpu/stats")["resident"])
+
+
+def test_the_self_test_says_how_to_run_it_and_what_is_known(page: Any, server: Server):
+    run = "app.extensionManager.command.execute('comfyui-tpu.selftest')"
+    page.evaluate(run)
+    says(page, "No self-test has run here yet.")
+    assert "comfyui-tpu selftest --first-run --report selftest.json" in page.locator(NOTICE).inner_text()
+    key, evil = "8 x TPU v6 lite, libtpu 1", "<img src=x onerror='window.pwned=1'>"
+    said = {key: {"sentences": ["Without residual_norm: it did not compile.", evil]}, "clean": {"reserve_share": 0.1}}
+    (server.cache / "machine.json").write_text(json.dumps(said))
+    page.evaluate(run)
+    says(page, f"{key}: Without residual_norm: it did not compile.")
+    says(page, "clean: it takes all that was tried.")
+    assert page.evaluate("window.pwned") is None and page.locator(f"{NOTICE} img").count() == 0
+    page.screenshot(path=SCREENSHOTS / "command-selftest.png")
+    (server.cache / "machine.json").unlink()
+    # While prompts wait it is no time for it.
+    page.evaluate("window.asked = comfyAPI.api.api.getQueue; "
+                  "comfyAPI.api.api.getQueue = async () => ({Running: [{}], Pending: [{}]})")  # fmt: skip
+    page.evaluate(run)
+    says(page, "Not now: the queue has 2 prompts.")
+    assert "--first-run" not in page.locator(NOTICE).inner_text()
+    page.evaluate("comfyAPI.api.api.getQueue = window.asked")
+
+
+def test_an_update_is_told_once_with_what_is_new(page: Any):
+    with fresh(page) as new:
+        new.wait_for_function(f"localStorage.getItem('{SEEN}')")
+        assert new.locator(NOTICE).count() == 0  # to a new user all is new
+        changes = ["A first change. <b>", *(f"Change {number}." for number in range(20))]
+        answer = {"changes": [*changes, "An old one."], "selftest": {}}
+        new.evaluate(f"localStorage.setItem('{SEEN}', JSON.stringify(['An old one.']))")
+        new.route("**/tpu/about", lambda route: route.fulfill(json=answer))
+        new.reload()
+        says(new, "ComfyUI-TPU was updated.")
+        said = new.locator(f"{NOTICE} li").all_inner_texts()
+        assert said == [*changes[:12], "And 9 more, in CHANGELOG.md."]
+        new.screenshot(path=SCREENSHOTS / "update.png")
+        kept = new.evaluate(f"localStorage.getItem('{SEEN}')")
+        new.reload()
+        new.wait_for_function(READY)
+        assert new.locator(NOTICE).count() == 0 and new.evaluate(f"localStorage.getItem('{SEEN}')") == kept
+        for wrong in ("{", '{"a": 1}', "7"):  # whatever has been left there
+            new.evaluate(f"(value) => localStorage.setItem('{SEEN}', value)", wrong)
+        new.route("**/tpu/about", lambda route: route.fulfill(json={"changes": {"a": [1]}}))
+        new.reload()
+        new.wait_for_function(READY)
+        assert new.locator(NOTICE).count() == 0
+
+
+def test_the_changelog_is_read_in_short_entries(tmp_path: Path):
+    found = about.changes()
+    assert 100 < len(found) <= about.MOST_CHANGES and all(0 < len(entry) <= about.LONGEST_CHANGE for entry in found)
+    assert not any("`" in entry or "\n" in entry for entry in found)
+    (file := tmp_path / "CHANGELOG.md").write_bytes(b"# X\n\n- one\n  `two`\n- three\n\n### Y\n- \xff" + b"z" * 2000)
+    assert about.changes(file)[:2] == ["one two", "three"] and len(about.changes(file)[2]) == about.LONGEST_CHANGE
+    assert about.changes(tmp_path / "none.md") == []
 
 
 def test_a_plan_asks_for_the_tpu_and_a_wrong_one_is_a_sentence(page: Any):
