@@ -12,6 +12,8 @@ const TAB = "comfyui-tpu";
 const RATE = "TPU.Monitor.Rate";
 const BADGE = "TPU.Monitor.Badge";
 const DEFAULT_RATE_S = 1;
+// No more often while nothing runs; what begins is asked for at once.
+const IDLE_S = 2;
 // The server samples no more often than this.
 const FASTEST_S = 0.5;
 const BADGE_HIDDEN = "hidden";
@@ -22,6 +24,7 @@ const BADGE_INTERVAL_MS = 15_000;
 let panel = null;
 let stopWatching = null;
 let isTabVisible = false;
+let isIdle = false;
 
 function setting(id, fallback) {
   return app.extensionManager?.setting?.get(id) ?? fallback;
@@ -50,8 +53,12 @@ async function free(ids) {
 
 const panelPoller = new Poller({
   fetchStats,
-  intervalMs: () => 1000 * Math.max(FASTEST_S, Number(setting(RATE, DEFAULT_RATE_S)) || DEFAULT_RATE_S),
+  intervalMs: () => {
+    const wanted = Math.max(FASTEST_S, Number(setting(RATE, DEFAULT_RATE_S)) || DEFAULT_RATE_S);
+    return 1000 * (isIdle ? Math.max(IDLE_S, wanted) : wanted);
+  },
   onStats: (stats) => {
+    isIdle = !stats?.running && !stats?.queue;
     panel.show(stats);
     showBadge(stats);
   },
@@ -138,6 +145,7 @@ app.registerExtension({
     await speak(setting("Comfy.Locale", "en"));
     addStyle();
     document.addEventListener("visibilitychange", () => applyBadge());
+    api.addEventListener("status", () => isIdle && panelPoller.refresh());
     app.extensionManager.registerSidebarTab({
       id: TAB,
       icon: "pi pi-microchip",

@@ -68,6 +68,32 @@ def test_nothing_moves_while_numbers_change(tab: Tab):
     tab.page.wait_for_function("window.shifted.length")
 
 
+def test_an_idle_tab_touches_nothing_but_what_changes(tab: Tab):
+    quiet = fake(running=None, behind=[], resident=[], queue=None)
+    tab.answer_with(lambda: {**quiet, "host": quiet["host"] | {"cpu_percent": 100 * random.random()}})
+    tab.open()
+    tab.page.get_by_text("Nothing is running.").wait_for()
+    test_monitor._wait_for_more(tab, 2)
+    tab.page.evaluate(TOUCHED)
+    test_monitor._wait_for_more(tab, 3)
+    assert tab.page.evaluate("window.touched") == ["Host"]
+    tab.answer_with(quiet | {"message": "8 x TPU v6e", "last_run": quiet["last_run"] | {"steps_per_second": 1.0}})
+    tab.page.wait_for_function("window.touched.includes('Last run')")
+
+
+# The sections in which anything was changed, each once; what draws the curve changes its size, to the same.
+TOUCHED = f"""() => {{
+    window.touched = [];
+    new MutationObserver((changes) => {{
+        for (const {{ target }} of changes) {{
+            const one = target.nodeType === 1 ? target : target.parentElement;
+            const name = one.closest("section")?.ariaLabel ?? one.className;
+            if (one.tagName !== "CANVAS" && !window.touched.includes(name)) window.touched.push(name);
+        }}
+    }}).observe(document.querySelector("{PANEL}"),
+        {{ subtree: true, childList: true, attributes: true, characterData: true }});
+}}"""
+
 WATCH = f"""() => {{
     window.shifted = [];
     const isOurs = (node) => Boolean((node?.nodeType === 1 ? node : node?.parentElement)?.closest("{PANEL}"));

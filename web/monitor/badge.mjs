@@ -1,6 +1,7 @@
 // The button in the action bar, with the memory that is taken. ComfyUI owns the element; we only set one attribute on it,
 // which our style sheet shows, so that its redraws and ours cannot get into each other's way.
 
+import { setAttribute } from "./dom.mjs";
 import { bytesOf, totals } from "./format.mjs";
 
 export const BADGE_CLASS = "comfyui-tpu-badge";
@@ -26,5 +27,5 @@ export function hideBadge(isHidden) {
 }
 
 function write(value) {
-  for (const button of document.querySelectorAll(`.${BADGE_CLASS}`)) button.setAttribute("data-memory", value);
+  for (const button of document.querySelectorAll(`.${BADGE_CLASS}`)) setAttribute(button, "data-memory", value);
 }

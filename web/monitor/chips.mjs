@@ -87,6 +87,8 @@ export class Chips {
     this.element = section(say`Chips`, all, this.#list);
   }
 
+  sees = ({ chips }) => chips;
+
   show(stats) {
     const chips = list(stats.chips);
     this.element.hidden = chips.length === 0;

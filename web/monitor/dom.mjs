@@ -31,10 +31,11 @@ export function makeBar(label, className = "") {
   const bar = make("div", `tpu-bar ${className}`.trim(), attributes, fill);
   return {
     element: bar,
-    set(share, spoken) {
-      const known = typeof share === "number" && Number.isFinite(share);
-      const width = known ? Math.min(1, Math.max(0, share)) * 100 : 0;
-      fill.style.setProperty("--share", `${width.toFixed(1)}%`);
+    set(value, spoken) {
+      const known = typeof value === "number" && Number.isFinite(value);
+      const width = known ? Math.min(1, Math.max(0, value)) * 100 : 0;
+      const share = `${width.toFixed(1)}%`;
+      if (fill.style.getPropertyValue("--share") !== share) fill.style.setProperty("--share", share);
       if (known) setAttribute(bar, "aria-valuenow", String(Math.round(width)));
       else bar.removeAttribute("aria-valuenow");
       setAttribute(bar, "aria-valuetext", spoken);

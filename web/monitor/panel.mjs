@@ -19,6 +19,9 @@ const COUNTS = [
   ["encode", (count) => (count === 1 ? say`${count} prompt` : say`${count} prompts`)],
   ["compile", (count) => (count === 1 ? say`${count} compilation` : say`${count} compilations`)],
 ];
+const MINUTE_MS = 60_000;
+// A curve whose numbers stay moves on so often.
+const STILL_MS = 5000;
 // How long the answer to a button stays.
 const SAID_MS = 10_000;
 // A year: what has no end that a clock could show.
@@ -43,6 +46,7 @@ export class Panel {
   #notes = make("ul", "tpu-notes", { "aria-label": say`Notes` });
   #noteRows = new Rows(this.#notes, (_, index) => index, () => noteRow());
   #curve;
+  #shown = new Map();
 
   constructor({ free }) {
     this.#alert.hidden = true;
@@ -64,8 +68,16 @@ export class Panel {
     this.#alert.hidden = true;
     setText(this.#alert, "");
     setText(this.#message, text(stats.message));
-    for (const part of this.#parts) part.show(stats);
+    for (const part of this.#parts) this.#showIfNew(part, stats);
     this.#noteRows.show((Array.isArray(stats.notes) ? stats.notes : []).map(text));
+  }
+
+  /** What a part shows is mostly as it was a second ago: then none of its elements is touched. */
+  #showIfNew(part, stats) {
+    const given = JSON.stringify([part.sees(stats), part.changesBy?.()]);
+    if (this.#shown.get(part) === given) return;
+    this.#shown.set(part, given);
+    part.show(stats);
   }
 
   showError(sentence) {
@@ -137,6 +149,10 @@ class Running {
     this.element = section(say`Running`, this.#idle, this.#busy, this.#queue, this.#behind);
   }
 
+  sees = ({ running, behind, queue }) => [running, behind, queue];
+  // A queue's end is said as a time of the day.
+  changesBy = () => Math.floor(Date.now() / MINUTE_MS);
+
   show({ running, behind, queue }) {
     const waits = queueOf(queue);
     this.#queue.hidden = !waits;
@@ -184,6 +200,9 @@ class Curve {
     this.element = section(say`Last two minutes`, this.#canvas, legend);
   }
 
+  sees = ({ chips }) => chips;
+  changesBy = () => Math.floor(Date.now() / STILL_MS);
+
   show(stats) {
     const { taken, limit } = totals(stats);
     const core = mean(stats, "tensorcore_utilization");
@@ -219,6 +238,10 @@ class Residents {
     this.#all.addEventListener("click", () => this.#ask(this.#all, undefined));
     this.element = section(say`Loaded`, this.#empty, this.#list, make("div", "tpu-between", {}, this.#said, this.#all));
   }
+
+  sees = ({ resident }) => resident;
+  // So often at least it says anew how long ago one was used.
+  changesBy = () => Math.floor(Date.now() / STILL_MS);
 
   show(stats) {
     const residents = list(stats.resident);
@@ -276,6 +299,8 @@ class LastRun {
   constructor() {
     this.element = section(say`Last run`, this.#model, this.#bar, this.#list, this.#facts);
   }
+
+  sees = (stats) => stats.last_run;
 
   show(stats) {
     const run = stats.last_run !== null && typeof stats.last_run === "object" ? stats.last_run : null;
@@ -339,6 +364,8 @@ class Host {
     this.element = section(say`Host`, ...rows, this.#process);
   }
 
+  sees = ({ host }) => host;
+
   show({ host }) {
     const now = host !== null && typeof host === "object" ? host : {};
     const [cpu, used, total] = [amount(now.cpu_percent), amount(now.ram_used), amount(now.ram_total)];
@@ -358,6 +385,8 @@ class Caches {
   constructor() {
     this.element = section(say`Caches`, this.#list, this.#counts);
   }
+
+  sees = ({ caches, counts }) => [caches, counts];
 
   show(stats) {
     const caches = list(stats.caches);
