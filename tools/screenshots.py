@@ -30,7 +30,7 @@ EXAMPLE = ROOT / "examples" / "Wan 2.1 14B, text to video, 720p.json"
 # No tour, and nothing over the graph.
 SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.InstalledVersion": "1.0.0", "Comfy.Minimap.Visible": False}
 # So large that the page writes words into nodes; pictures are shrunk.
-SIZE, WIDTH, TALL = (2560, 1200), 1600, 1330
+SIZE, WIDTH, TALL = (2560, 1200), 1600, 1400
 # Where the graph stands in the page, beside the open tab.
 SHOW = """async ([workflow, name, left]) => {
     await app.loadGraphData(workflow, true, true, name);

@@ -20,7 +20,7 @@ const COUNTS = [
   ["compile", (count) => (count === 1 ? say`${count} compilation` : say`${count} compilations`)],
 ];
 const MINUTE_MS = 60_000;
-// A curve whose numbers stay moves on so often.
+// A curve whose numbers stay moves on so often, and the host's load is told.
 const STILL_MS = 5000;
 // How long the answer to a button stays.
 const SAID_MS = 10_000;
@@ -126,7 +126,7 @@ function queueOf(queue) {
   if (unknown) facts.push(say`${unknown} of a kind that has not run yet`);
   if (left !== null && left < LONGEST_QUEUE_S && unknown < prompts) {
     const clock = new Date(Date.now() + 1000 * left).toLocaleTimeString([], { timeStyle: "short" });
-    facts.push(unknown ? say`the others take about ${seconds(left)}` : say`through in about ${seconds(left)}, at ${clock}`);
+    facts.push(unknown ? say`the others take about ${seconds(left)}` : say`through at about ${clock}`);
   }
   return facts.join(" · ");
 }
@@ -364,7 +364,9 @@ class Host {
     this.element = section(say`Host`, ...rows, this.#process);
   }
 
-  sees = ({ host }) => host;
+  // It is never still, and nobody waits for it.
+  sees = () => null;
+  changesBy = () => Math.floor(Date.now() / STILL_MS);
 
   show({ host }) {
     const now = host !== null && typeof host === "object" ? host : {};
