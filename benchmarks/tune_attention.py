@@ -1,4 +1,4 @@
-"""Searches the attention kernel's tiles by what the compiler makes of them, and writes `kernels/attention_tiles.py`.
+"""Searches the attention kernel's tiles by what the compiler makes of them, and writes `kernels/attention_tiles.json`.
 
 For each call of `attention.py` every candidate is compiled alone; the one with the fewest cycles wins, and of those
 within half a percent of it the shortest code, which loads and compiles sooner. Where there is a TPU the time counts
@@ -9,7 +9,7 @@ Run: python benchmarks/tune_attention.py [--topology v6e:2x4] [--call WORD ...].
 
 import argparse
 import importlib.metadata
-import runpy
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,14 +21,7 @@ from kernel_cost import Call, Found, cost, measured_s
 
 import attention
 
-FILE = Path(__file__).parents[1] / "kernels" / "attention_tiles.py"
-HEAD = '''"""Written by `benchmarks/tune_attention.py`: the `tiles` for `kv_rows` keys, by which `libtpu`."""
-
-from typing import Any
-
-# fmt: off
-ENTRIES: tuple[dict[str, Any], ...] = (
-'''
+FILE = Path(__file__).parents[1] / "kernels" / "attention_tiles.json"
 CLOSE = 1.005
 LARGE = 1536  # keys; fewer are a text
 
@@ -93,12 +86,13 @@ def write(entries: Sequence[dict[str, Any]], file: Path = FILE) -> None:
         return entry["device_kind"], entry["head_dim"], entry["kv_rows"]
 
     known = {key(entry): entry for entry in [*read(file), *entries]}
-    file.write_text(HEAD + "".join(f"    {known[each]!r},  # noqa: E501\n" for each in sorted(known)) + ")\n")
+    lines = ",\n".join(f"  {json.dumps(known[each])}" for each in sorted(known))
+    file.write_text(f"[\n{lines}\n]\n")
 
 
 def read(file: Path = FILE) -> list[dict[str, Any]]:
     """The table as it stands."""
-    return list(runpy.run_path(str(file))["ENTRIES"]) if file.exists() else []
+    return json.loads(file.read_text()) if file.exists() else []
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,15 +1,18 @@
 """How the attention kernel goes about a call, and the fastest form that fits a chip."""
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from . import names
-from .attention_tiles import ENTRIES
 from .chip import LANES, MIB, PACKED_ROWS, RESERVED_MIB, SUBLANES, VMEM_MIB, round_up
 from .choice import is_small
 
+# Written by `benchmarks/tune_attention.py`: the `tiles` for `kv_rows` keys, by which `libtpu`.
+ENTRIES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("attention_tiles.json").read_text())
 SPILLED_BYTES = 4 * MIB  # registers that the compiler spills: 3 MiB of the largest form
 # By the lanes of a head. Where the second product follows the first piece by piece, both matrix units are busiest.
 _INT8 = {"step": 512, "unroll": 8, "columns": 256}

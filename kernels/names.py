@@ -11,12 +11,14 @@ JOIN = "attention_join"
 RESIDUAL_NORM = "residual_norm"
 CONVOLUTION = "convolution"
 MODULATION = "modulation"
+LINEAR_INT8 = "linear_int8"
 
 # Those that a machine may do without, each by one name for all that it consists of, by the words that switch them off.
 SWITCHES = {
     "attention": ATTENTION,
     "attention_int8": ATTENTION_INT8,
     "convolution": CONVOLUTION,
+    "linear_int8": LINEAR_INT8,
     "modulation": MODULATION,
     "prologue": PROLOGUE,
     "residual_norm": RESIDUAL_NORM,

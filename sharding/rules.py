@@ -42,6 +42,8 @@ REPLICATED: tuple[()] = ()
 # Layout and fallback of weights, of one layer or of scanned blocks, that are split over all chips and gathered for use.
 GATHERED = (("fsdp", None), ((None, "fsdp"),))
 BLOCK_GATHERED = ((None, "fsdp", None), ((None, None, "fsdp"),))
+# Of weights `[layers, outs, ins]` of products with tokens.
+BLOCK_PRODUCT = (*BLOCK_GATHERED, (2,))
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,14 @@ class Rule:
 
     In a pattern `*` stands for one dotted part of the name, `**` for any number of them. Stacked block parameters are
     named with a literal `*` for the layer number and have the layer as dimension 0. Where a dimension does not divide,
-    `fallbacks` are tried in order, and then replication up to `REPLICATE_BYTES`.
+    `fallbacks` are tried in order, and then replication up to `REPLICATE_BYTES`. `over` are the dimensions over which a
+    product with tokens sums, of weights that are only used in such by `DenoiserRun`: these may be int8.
     """
 
     pattern: str
     axes: tuple[str | None, ...]
     fallbacks: tuple[tuple[str | None, ...], ...] = ()
+    over: tuple[int, ...] = ()
 
     def matches(self, name: str) -> bool:
         return re.fullmatch(_regex(self.pattern), name) is not None

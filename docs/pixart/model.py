@@ -84,15 +84,16 @@ def run_block(
     vectors = (block.scale_shift_table + modulation.float()).chunk(6, dim=1)
     shift, scale, gate, ff_shift, ff_scale, ff_gate = vectors
     _, y = norm(x, None, None, 1 + scale, shift)
-    x = run.add_gated(x, attend(block.attn1, y, y, run.self_attention), gate)
-    x, y = norm(x, attend(block.attn2, x, text, look), None, 1 + ff_scale, ff_shift)
+    x = run.add_gated(x, attend(block.attn1, run, y, y, run.self_attention), gate)
+    x, y = norm(x, attend(block.attn2, run, x, text, look), None, 1 + ff_scale, ff_shift)
     return run.add_gated(x, block.ff(y), ff_gate)
 
 
 def attend(
-    attn: Any, x: "torch.Tensor", source: "torch.Tensor", attention: "Callable[..., torch.Tensor]"
+    attn: Any, run: "DenoiserRun", x: "torch.Tensor", source: "torch.Tensor", attention: "Callable[..., torch.Tensor]"
 ) -> "torch.Tensor":
-    (query,), (key, value) = layers.heads(attn, x, attn.to_q), layers.heads(attn, source, attn.to_k, attn.to_v)
+    heads = partial(layers.heads, run, attn)
+    (query,), (key, value) = heads(x, attn.to_q), heads(source, attn.to_k, attn.to_v)
     return attn.to_out[0](attention(query, key, value).flatten(2))
 
 

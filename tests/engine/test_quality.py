@@ -12,7 +12,7 @@ from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import QUALITIES
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
-from comfyui_tpu.tpu_runtime.programs import generation
+from comfyui_tpu.tpu_runtime.programs import generation, weights
 from comfyui_tpu.tpu_runtime.progress import Silent
 
 SPEC = spec_for_family("Wan21")
@@ -29,6 +29,7 @@ def test_every_model_offers_every_quality_and_refuses_others():
 def test_int8_gives_nearly_the_same_and_leaves_exact_alone(monkeypatch: pytest.MonkeyPatch):
     """One engine, programs of both at once: neither takes the other's."""
     monkeypatch.setattr(policy, "MANY_KEYS", 0)
+    monkeypatch.setattr(weights, "FEWEST_LANES", 0)
     runner = Runner(jax.devices()[:2])
     model = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id)
     settings = SPEC.settings(**{**SPEC.miniature.inputs, "num_inference_steps": 3})

@@ -12,7 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comfyui_tpu.kernels import attention_reference, convolution, modulation, prologue, residual_norm
+from comfyui_tpu.kernels import (  # fmt: skip
+    attention_reference,
+    convolution,
+    linear_int8,
+    modulation,
+    prologue,
+    residual_norm,
+)
 from comfyui_tpu.kernels.attention import flat_attention
 from comfyui_tpu.kernels.attention_form import Form
 from comfyui_tpu.kernels.prologue import Norm
@@ -114,6 +121,22 @@ def test_residual_norm(leading: int | None, cores: int):
     arguments = (x, update, gate, scale, shift, count)
     found = residual_norm.by_kernel(*arguments, eps=1e-6, interpret=on(cores))
     assert_right(found, residual_norm.reference(*arguments, eps=1e-6))
+
+
+@CORES
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_linear_int8(activation: Any, cores: int, monkeypatch: pytest.MonkeyPatch):
+    """Several blocks of tokens, the last of which overshoots; weights in two groups."""
+    monkeypatch.setattr(linear_int8, "tiles_for", lambda *_: linear_int8.Tiles(128, 2))
+    parts = [drawn(1, 150, 128), drawn(1, 150, 256, seed=1)]
+    weights = [
+        linear_int8.Rounded(*linear_int8.rounded(drawn(256, 384, seed=seed), (1,)), drawn(256, seed=seed))
+        for seed in (2, 3)
+    ]
+    how = {"activation": activation, "turned": False}
+    found = linear_int8.by_kernel(parts, weights, **how, interpret=on(cores))
+    # What lies in the middle between two whole numbers may go either way.
+    assert_right(found, linear_int8.by_reference(parts, weights, **how), 2e-3)
 
 
 CONVOLUTIONS = {

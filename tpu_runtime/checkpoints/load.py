@@ -23,7 +23,7 @@ from jax.sharding import Sharding
 
 from ..files import CheckpointError, Index, TensorFile
 from ..programs.modules import Network, Weight
-from ..programs.weights import Weights
+from ..programs.weights import WORTH, Weights, round_weight, summed
 from ..progress import Progress
 from ..units import GB, MIB
 
@@ -52,9 +52,11 @@ def load(
     progress: Progress,
     changed: Changed | None = None,
     weights: Weights | None = None,
+    check: Callable[[str], None] = lambda what: None,
 ) -> Weights:
     """Reads weights of a network onto its devices. `wanted` comes from `abstract`: all of them, or those that replace
-    those of the same names in `weights`, which are freed one by one.
+    those of the same names in `weights`, which are freed one by one. Weights in int8 are rounded on the chips, after
+    all changes; `check` is called before the chips do so.
 
     A cancel stops between two tensors of the files and drops what was read so far.
     """
@@ -63,20 +65,35 @@ def load(
     merged = frozenset() if changed is None else changed.names
     with contextlib.ExitStack() as stack:
         reader = Reader(stack, progress.check_cancelled)
-        plain = {name: want for name, want in wanted.items() if name not in merged}
+        numbers = {name: want for name, want in wanted.items() if not name.endswith(WORTH)}
+        plain = {name: want for name, want in numbers.items() if name not in merged}
+        axes = summed(network) if len(numbers) < len(wanted) else {}
         # Inside: the threads that read end before the files are closed that they opened.
         with read_shards(reader.unchecked(), network, files, plain) as ahead:
-            for name, want in wanted.items():
+            for name, want in numbers.items():
                 progress.check_cancelled()
-                if name in weights:
-                    weights[name].delete()
+                for held in (name, name + WORTH):
+                    if held in weights:
+                        weights[held].delete()
                 if changed is not None and name in merged:
-                    weights[name] = changed.read(reader, name, files[name], want)
+                    weights[name] = changed.read(reader, name, files[name], _read_as(want))
                 else:
                     weights[name] = _placed(want.shape, want.sharding, lambda index: next(ahead))
+                if want.dtype == jax.numpy.int8:
+                    check(f"round {name}")
+                    weights[name], weights[name + WORTH] = round_weight(
+                        weights[name], axes[name], want, wanted[name + WORTH], f"{title}: {name}"
+                    )
                 meter.add(int(np.prod(want.shape)) * want.dtype.itemsize)
     jax.block_until_ready(weights)
     return weights
+
+
+def _read_as(want: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """What is read of a weight: before it is rounded to int8 it is bfloat16."""
+    if want.dtype != jax.numpy.int8:
+        return want
+    return jax.ShapeDtypeStruct(want.shape, jax.numpy.bfloat16, sharding=want.sharding)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from ..programs import finite, network_call
 from ..programs.executables import Executable
 from ..programs.program import Target
 from ..programs.step_reuse import Runnable
-from ..programs.weights import Weights, bytes_per_chip, described
+from ..programs.weights import WORTH, Weights, bytes_per_chip, described
 from . import telemetry
 from .device_cache import DeviceCache, Resident
 from .program_cache import ProgramCache, Wanted
@@ -159,9 +159,12 @@ class Stage:
         if held is None:
             self.counts["load"] += 1
         else:
-            wanted = {name: want for name, want in wanted.items() if name in held.changed | changed.names}
+            again = held.changed | changed.names
+            wanted = {name: want for name, want in wanted.items() if name.removesuffix(WORTH) in again}
         started, activity = time.monotonic(), self.progress.activity
-        weights = load.load(network, files, wanted, title, self.progress, changed, held.weights if held else None)
+        weights = load.load(
+            network, files, wanted, title, self.progress, changed, held.weights if held else None, self.check
+        )
         activity.loaded_bytes += sum(math.prod(want.shape) * want.dtype.itemsize for want in wanted.values())
         activity.loading_s += time.monotonic() - started
         return weights, changed.names

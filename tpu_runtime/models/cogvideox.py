@@ -88,9 +88,9 @@ def run_block(
     _, text_y = text_norm(text, None, None, text_msa.scale, text_msa.shift)
     update, text_update = attend(block.attn1, run, y, text_y, rotary)
     x, y = norm(x, update, msa.gate, mlp.scale, mlp.shift)
-    x = run.add_gated(x, block.ff(y), mlp.gate)
+    x = run.add_gated(x, run.feed_forward(block.ff, y), mlp.gate)
     text, text_y = text_norm(text, text_update, text_msa.gate, text_mlp.scale, text_mlp.shift)
-    return x, run.add_gated(text, block.ff(text_y), text_mlp.gate)
+    return x, run.add_gated(text, run.feed_forward(block.ff, text_y, "replicated"), text_mlp.gate)
 
 
 def modulate(run: "DenoiserRun", norm: Any, temb: "torch.Tensor") -> "tuple[Modulation, Modulation]":
@@ -102,9 +102,13 @@ def modulate(run: "DenoiserRun", norm: Any, temb: "torch.Tensor") -> "tuple[Modu
 def attend(attn: Any, run: "DenoiserRun", x: "torch.Tensor", text: "torch.Tensor", rotary: "Pair") -> "Pair":
     """Latents and text attend to both. They share projections and norms; the text's tokens have no place."""
     prologues = layers.prologue(attn.norm_q, attn.norm_k, rotary), layers.prologue(attn.norm_q, attn.norm_k)
-    latent_heads, text_heads = (layers.heads(attn, each, attn.to_q, attn.to_k, attn.to_v) for each in (x, text))
+    qkv = attn.to_q, attn.to_k, attn.to_v
+    latent_heads = layers.heads(run, attn, x, *qkv)
+    text_heads = layers.heads(run, attn, text, *qkv, placement="replicated")
     found, text_found = run.joint_attention(latent_heads, text_heads, prologues=prologues)
-    return attn.to_out[0](found.flatten(2)), attn.to_out[0](text_found.flatten(2))
+    (update,) = run.products(found.flatten(2), attn.to_out[0])
+    (text_update,) = run.products(text_found.flatten(2), attn.to_out[0], placement="replicated")
+    return update, text_update
 
 
 def rotary_tables(config: Any, latents: "torch.Tensor") -> "Pair":

@@ -35,6 +35,7 @@ from .text_encoders import mistral3
 if TYPE_CHECKING:
     import torch
 
+    from ...attention.api import Placement
     from ..programs.denoiser_run import DenoiserRun
     from .denoisers.layers import Pair, ResidualNorm
 
@@ -111,18 +112,19 @@ def run_double_block(
     norms = (attn.norm_q, attn.norm_k), (attn.norm_q, attn.norm_k), (attn.norm_added_q, attn.norm_added_k)
 
     _, y = text_norm(text, None, None, text_msa.scale, text_msa.shift)
-    text_heads = project_heads(attn, y, attn.add_q_proj.weight, attn.add_k_proj.weight, attn.add_v_proj.weight)
+    added = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
+    text_heads = project_heads(run, attn, y, *added, placement="replicated")
     halves, normed = layers.catch_up(run, norm, image, mlp, msa)
-    heads = [project_heads(attn, y, attn.to_q.weight, attn.to_k.weight, attn.to_v.weight) for y in normed]
+    heads = [project_heads(run, attn, y, attn.to_q, attn.to_k, attn.to_v) for y in normed]
     *found, text_found = attend(run, [*heads, text_heads], norms, rotary, text_size)
-    text_update = text_product(attn.to_add_out.weight.T, text_found)
-    sums = [run.partial_sums(attn.to_out[0].weight.T, half) for half in found]
+    text_update = text_product(attn.to_add_out, text_found)
+    sums = [run.partial_sums(attn.to_out[0], half) for half in found]
     image = layers.add_update(run, norm, halves, sums, msa, mlp)
 
     text, y = text_norm(text, text_update, text_msa.gate, text_mlp.scale, text_mlp.shift)
-    text = run.add_gated(text, feed_forward(block.ff_context, y, text_product), text_mlp.gate)
+    text = run.add_gated(text, feed_forward(run, block.ff_context, y, text_product, "replicated"), text_mlp.gate)
     halves, normed = layers.catch_up(run, norm, image, msa, mlp)
-    sums = [feed_forward(block.ff, y, run.partial_sums) for y in normed]
+    sums = [feed_forward(run, block.ff, y, run.partial_sums) for y in normed]
     return text, layers.add_update(run, norm, halves, sums, mlp, msa)
 
 
@@ -137,18 +139,19 @@ def run_single_block(
     """`Flux2SingleTransformerBlock`: attention and feed-forward of one norm, with one output projection."""
     attn = block.attn
     halves, normed = layers.catch_up(run, norm, x, modulation, modulation)
-    heads = [project_heads(attn, y, attn.in_query, attn.in_key, attn.in_value) for y in normed]
+    qkv = (attn, "in_query"), (attn, "in_key"), (attn, "in_value")
+    heads = [project_heads(run, attn, y, *qkv) for y in normed]
     found = attend(run, heads, [(attn.norm_q, attn.norm_k)] * 2, rotary)
-    fed = [swiglu(y, attn.in_gate, attn.in_fed) for y in normed]
-    sums = [run.partial_sums(attn.out, *parts) for parts in zip(found, fed, strict=True)]
+    fed = [swiglu(run, y, (attn, "in_gate"), (attn, "in_fed")) for y in normed]
+    sums = [run.partial_sums((attn, "out"), *parts) for parts in zip(found, fed, strict=True)]
     return layers.add_update(run, norm, halves, sums, modulation, modulation)
 
 
-def project_heads(attn: Any, x: "torch.Tensor", *weights: "torch.Tensor") -> "tuple[torch.Tensor, ...]":
+def project_heads(
+    run: "DenoiserRun", attn: Any, x: "torch.Tensor", *factors: Any, **how: Any
+) -> "tuple[torch.Tensor, ...]":
     """Query, key and value, `[rows, tokens, heads, head_dim]`."""
-    from torch.nn.functional import linear
-
-    return tuple(linear(x, weight).unflatten(2, (-1, attn.head_dim)) for weight in weights)
+    return tuple(each.unflatten(2, (-1, attn.head_dim)) for each in run.products(x, *factors, split="outs", **how))
 
 
 def attend(
@@ -164,15 +167,22 @@ def attend(
     return [each.flatten(2) for each in found]
 
 
-def feed_forward(ff: Any, x: "torch.Tensor", product: "Callable[..., torch.Tensor]") -> "torch.Tensor":
-    """`Flux2FeedForward`; `product(weight, hidden)` says what becomes of the sums over chips."""
-    return product(ff.linear_out.weight.T, swiglu(x, ff.gate, ff.value))
+def feed_forward(
+    run: "DenoiserRun",
+    ff: Any,
+    x: "torch.Tensor",
+    product: "Callable[..., torch.Tensor]",
+    placement: "Placement" = "sharded",
+) -> "torch.Tensor":
+    """`Flux2FeedForward`; `product(factor, hidden)` says what becomes of the sums over chips."""
+    return product(ff.linear_out, swiglu(run, x, (ff, "gate"), (ff, "value"), placement))
 
 
-def swiglu(x: "torch.Tensor", gate: "torch.Tensor", value: "torch.Tensor") -> "torch.Tensor":
-    from torch.nn.functional import linear, silu
-
-    return silu(linear(x, gate)) * linear(x, value)
+def swiglu(
+    run: "DenoiserRun", x: "torch.Tensor", gate: Any, value: Any, placement: "Placement" = "sharded"
+) -> "torch.Tensor":
+    (found,) = run.products(x, gate, value, activation="silu", placement=placement, split="outs")
+    return found
 
 
 def modulate(run: "DenoiserRun", module: Any, temb: "torch.Tensor") -> list[Modulation]:

@@ -61,7 +61,7 @@ def embed_tokens(
     """
     import torch
 
-    text, text_length = join_texts(dit, timestep.expand(len(sample)), inputs)
+    text, text_length = join_texts(dit, run, timestep.expand(len(sample)), inputs)
     rows, channels, *size = sample.shape
     nothing = torch.zeros((rows, channels + 1, *size), dtype=sample.dtype, device=sample.device)
     latents = torch.cat([sample, inputs.get("condition", nothing)], dim=1)
@@ -70,7 +70,7 @@ def embed_tokens(
 
 
 def join_texts(
-    dit: Any, timesteps: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    dit: Any, run: "DenoiserRun", timesteps: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "tuple[torch.Tensor, torch.Tensor]":
     """All texts as one, `[rows, tokens, dim]`, and how many of its tokens are real, `[rows]`: those come first.
 
@@ -85,7 +85,7 @@ def join_texts(
     lengths = [inputs["text_2_length"], inputs["text_length"]]
     parts = [
         dit.context_embedder_2(inputs["text_2"]) + kind[GLYPHS],
-        refine_text(dit.context_embedder, inputs["text"], inputs["text_length"], timesteps) + kind[TEXT],
+        refine_text(dit.context_embedder, run, inputs["text"], inputs["text_length"], timesteps) + kind[TEXT],
     ]
     if "image_embeds" in inputs:
         image = dit.image_embedder(inputs["image_embeds"]) + kind[IMAGE]
@@ -95,7 +95,7 @@ def join_texts(
 
 
 def refine_text(
-    embedder: Any, text: "torch.Tensor", length: "torch.Tensor", timesteps: "torch.Tensor"
+    embedder: Any, run: "DenoiserRun", text: "torch.Tensor", length: "torch.Tensor", timesteps: "torch.Tensor"
 ) -> "torch.Tensor":
     """`[rows, tokens, text_dim]` to `[rows, tokens, dim]`: blocks of self-attention, gated by the time and the mean of
     the text. Padding is masked as keys; upstream masks it as queries too, which leaves rows without any key.
@@ -109,16 +109,16 @@ def refine_text(
     x = embedder.proj_in(text)
     for block in embedder.token_refiner.refiner_blocks:
         gate, ff_gate = block.norm_out(temb)
-        x = x + gate * attend_to_text(block.attn, block.norm1(x), is_real)
+        x = x + gate * attend_to_text(block.attn, run, block.norm1(x), is_real)
         x = x + ff_gate * block.ff(block.norm2(x))
     return x
 
 
-def attend_to_text(attn: Any, x: "torch.Tensor", is_real: "torch.Tensor") -> "torch.Tensor":
+def attend_to_text(attn: Any, run: "DenoiserRun", x: "torch.Tensor", is_real: "torch.Tensor") -> "torch.Tensor":
     """Self-attention of a text, which every chip has, to its real tokens: `is_real` is `[rows, tokens]`."""
     from torch.nn.functional import scaled_dot_product_attention
 
-    heads = (each.transpose(1, 2) for each in layers.heads(attn, x, attn.to_q, attn.to_k, attn.to_v))
+    heads = (each.transpose(1, 2) for each in layers.heads(run, attn, x, attn.to_q, attn.to_k, attn.to_v))
     keys = is_real[:, None, None].expand(-1, -1, x.shape[1], -1)
     return attn.to_out[0](scaled_dot_product_attention(*heads, attn_mask=keys).transpose(1, 2).flatten(2))
 
@@ -171,9 +171,9 @@ def run_block(
     _, text_y = text_norm(text, None, None, text_msa.scale, text_msa.shift)
     update, text_update = attend(block.attn, run, y, text_y, text_length, rotary)
     x, y = norm(x, update, msa.gate, mlp.scale, mlp.shift)
-    x = run.add_gated(x, block.ff(y), mlp.gate)
+    x = run.add_gated(x, run.feed_forward(block.ff, y), mlp.gate)
     text, text_y = text_norm(text, text_update, text_msa.gate, text_mlp.scale, text_mlp.shift)
-    return x, run.add_gated(text, block.ff_context(text_y), text_mlp.gate)
+    return x, run.add_gated(text, run.feed_forward(block.ff_context, text_y, "replicated"), text_mlp.gate)
 
 
 def modulate(norm: Any, temb: "torch.Tensor") -> "Sequence[Modulation]":
@@ -187,10 +187,13 @@ def attend(
 ) -> "Pair":
     """Latents and text attend to both. Each has projections and norms of its own; the text's tokens have no place."""
     prologues = layers.prologue(attn.norm_q, attn.norm_k, rotary), layers.prologue(attn.norm_added_q, attn.norm_added_k)
-    latent_heads = layers.heads(attn, x, attn.to_q, attn.to_k, attn.to_v)
-    text_heads = layers.heads(attn, text, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+    latent_heads = layers.heads(run, attn, x, attn.to_q, attn.to_k, attn.to_v)
+    added = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
+    text_heads = layers.heads(run, attn, text, *added, placement="replicated")
     found, text_found = run.joint_attention(latent_heads, text_heads, text_length, prologues)
-    return attn.to_out[0](found.flatten(2)), attn.to_add_out(text_found.flatten(2))
+    (update,) = run.products(found.flatten(2), attn.to_out[0])
+    (text_update,) = run.products(text_found.flatten(2), attn.to_add_out, placement="replicated")
+    return update, text_update
 
 
 def predict_flow(

@@ -111,9 +111,10 @@ def run_block(
         norm(x, None, None, msa.scale, msa.shift, placement=place)[1]
         for x, (msa, _), place in zip(streams, modulations, PLACES, strict=True)
     ]
+    added = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
     heads = [
-        *(layers.heads(attn, y, attn.to_q, attn.to_k, attn.to_v) for y in normed[:2]),
-        layers.heads(attn, normed[2], attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
+        *(layers.heads(run, attn, y, attn.to_q, attn.to_k, attn.to_v, split="outs") for y in normed[:2]),
+        layers.heads(run, attn, normed[2], *added, placement="replicated", split="outs"),
     ]
     norms = image_norms, image_norms, text_norms
     prologues = [layers.prologue(*each, tables) for each, tables in zip(norms, rotary, strict=True)]
@@ -123,7 +124,8 @@ def run_block(
     outs, feeds = [attn.to_out[0]] * 2 + [attn.to_add_out], [block.img_mlp] * 2 + [block.txt_mlp]
     for x, y, (msa, mlp), place, out, ff in zip(streams, attended, modulations, PLACES, outs, feeds, strict=True):
         x, y = norm(x, project(run, out, y.flatten(2), place), msa.gate, mlp.scale, mlp.shift, placement=place)
-        found.append(run.add_gated(x, project(run, ff.net[2], ff.net[0](y), place), mlp.gate))
+        (hidden,) = run.products(y, ff.net[0].proj, activation="gelu", placement=place, split="outs")
+        found.append(run.add_gated(x, project(run, ff.net[2], hidden, place), mlp.gate))
     return found
 
 
@@ -139,7 +141,7 @@ def modulate(run: "DenoiserRun", module: Any, temb: "torch.Tensor") -> "tuple[Mo
 
 def project(run: "DenoiserRun", linear: Any, x: "torch.Tensor", placement: "Placement") -> "torch.Tensor":
     """A product whose sums lie over the chips, summed and spread over them by tokens."""
-    return run.summed(linear.weight.T, x, placement=placement) + linear.bias
+    return run.summed(linear, x, placement=placement) + linear.bias
 
 
 def rotary_tables(rope: Any, sizes: "Sequence[Sequence[int]]", text: "torch.Tensor") -> "tuple[Pair, Pair]":

@@ -142,7 +142,7 @@ def modulate(block: Any, time: "torch.Tensor") -> "tuple[torch.Tensor, ...]":
 def attend(
     attn: Any, run: "DenoiserRun", x: "torch.Tensor", rotary: "tuple[torch.Tensor, ...]", length: "torch.Tensor | None"
 ) -> "torch.Tensor":
-    query, key, value = layers.heads(attn, x, attn.to_q, attn.to_k, attn.to_v)
+    query, key, value = layers.heads(run, attn, x, attn.to_q, attn.to_k, attn.to_v)
     found = run.self_attention(query, key, value, layers.prologue(attn.norm_q, attn.norm_k, rotary), length)
     return attn.to_out[0](found.flatten(2))
 

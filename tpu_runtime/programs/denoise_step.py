@@ -160,12 +160,15 @@ class _StepBuild:
     mesh: Mesh
     network: modules.Network
     on_mesh: DenoiserRun
+    axes: weights.Axes  # of weights in int8
 
     @classmethod
     def of(cls, spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape) -> "_StepBuild":
         default = spec.parallelism.arranged(len(target.devices), spec.branches(settings), config)
         mesh = target.mesh(shape.mesh_shape or default)
         network = weights.traceable(spec.component(spec.denoiser.experts[0]), config)
+        is_int8 = settings.quality == "int8"
+        axes = weights.prepared(network, target.devices[0], target.fallbacks.kernels) if is_int8 else {}
         layout = TokenLayout(
             mesh=mesh,
             num_tokens=spec.geometry.num_tokens(spec.geometry.latent_shape(settings)),
@@ -173,13 +176,13 @@ class _StepBuild:
             policy=AttentionPolicy(
                 kernel=target.kernel,
                 bounded=bool(spec.denoiser.head_norms) if shape.bounded is None else shape.bounded,
-                scores="int8" if settings.quality == "int8" else "exact",
+                scores="int8" if is_int8 else "exact",
             ),
-            layouts=weights.layouts(network, mesh, target.precision),
+            layouts=weights.layouts(network, mesh, target.precision, axes),
         )
         return cls(
             spec=spec, config=config, target=target, settings=settings, shape=shape,
-            mesh=mesh, network=network, on_mesh=DenoiserRun(layout=layout),
+            mesh=mesh, network=network, on_mesh=DenoiserRun(layout=layout), axes=axes,
         )  # fmt: skip
 
     def run(self, weights: Weights, args: StepArgs, predict: Predict) -> tuple[Any, Any]:
@@ -249,7 +252,7 @@ class _StepBuild:
         return Program(
             name=name,
             fn=fn,
-            weights=weights.abstract(self.network, mesh, self.target.precision),
+            weights=weights.abstract(self.network, mesh, self.target.precision, self.axes),
             components=self.spec.denoiser.experts,
             args=args,
             mesh=mesh,

@@ -1,20 +1,23 @@
 """What the mesh adds to a denoiser's forward, for its torch code: placed tokens, attention over them, one scan."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import torch
 
 from ...attention.api import Placement
 from ...attention.prologue import NO_PROLOGUE, Prologue
-from . import torch_bridge
+from ...kernels.linear_int8 import Activation
+from . import torch_bridge, weights
 from .modules import LAYER, ScannedBlocks, scan_layers
 from .token_layout import TokenLayout
 
 Heads = Sequence[torch.Tensor]  # query, key and value
+# What tokens are multiplied by, in int8 where its weight is: a linear module, or a module and the name of a weight.
+Factor = Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +87,10 @@ class DenoiserRun:
         """
         assert isinstance(blocks, ScannedBlocks)
 
-        def stack(weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
-            prefix = f"{blocks.path}.{LAYER}."
-            return weights | {name: self.layout.merge_groups(prefix + name, weights[name]) for name in merged}
+        def stack(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            prefix, worths = f"{blocks.path}.{LAYER}.", [name + weights.WORTH for name in merged]
+            names = [*merged, *(name for name in worths if name in given and given[name].ndim > 2)]
+            return given | {name: self.layout.merge_groups(prefix + name, given[name]) for name in names}
 
         part = None if layers is None else range(blocks.num_layers)[layers]
         use = functools.partial(self.layout.use_in_block, blocks.path)
@@ -139,6 +143,41 @@ class DenoiserRun:
 
         return torch_bridge.call_jax(attend, tuple(lengths), *streams)
 
+    def products(
+        self,
+        x: torch.Tensor,
+        *factors: Factor,
+        activation: Activation | None = None,
+        placement: Placement = "sharded",
+        split: Literal["outs"] | None = None,
+    ) -> Iterator[torch.Tensor]:
+        """What each of `factors` makes of `[rows, tokens, dim]`. With "gelu" each result is activated; with "silu" the
+        first is, and multiplies the second. `split`: the weights' results are split over `tp`.
+        """
+        modules, names = zip(*map(_factor, factors), strict=True)
+        if all(map(weights.is_rounded, modules, names)):
+            rounded = [*map(weights.rounded_of, modules, names)]
+            run = functools.partial(self.layout.int8_products, activation=activation, placement=placement, split=split)
+            yield from torch_bridge.call_jax(run, rounded, x)
+            return
+        functional = torch.nn.functional
+        found = (
+            functional.linear(x, getattr(module, name), weights.bias_of(module, name))
+            for module, name in zip(modules, names, strict=True)
+        )
+        if activation == "silu":
+            first, second = functional.silu(next(found)), next(found)
+            yield first * second
+            return
+        for each in found:
+            yield functional.gelu(each, approximate="tanh") if activation else each
+
+    def feed_forward(self, ff: Any, x: torch.Tensor, placement: Placement = "sharded") -> torch.Tensor:
+        """Diffusers' `FeedForward` with its GELU by tanh."""
+        (hidden,) = self.products(x, ff.net[0].proj, activation="gelu", placement=placement)
+        (found,) = self.products(hidden, ff.net[2], placement=placement)
+        return found
+
     def residual_norm(
         self,
         x: torch.Tensor,
@@ -174,18 +213,32 @@ class DenoiserRun:
         """`[rows, tokens, dim]`, padded: each chip of `tp` has some of the tokens."""
         return torch_bridge.call_jax(functools.partial(self.layout.spread_tokens, placement=placement), x)
 
-    def partial_sums(self, weight: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
-        """The lanes of all `parts` times `weight` `[lanes, dim]`: of each chip its sums, `[tp, rows, tokens, dim]`."""
-        return torch_bridge.call_jax(self.layout.partial_sums, weight, *parts)
+    def partial_sums(self, factor: Factor, *parts: torch.Tensor, placement: Placement = "sharded") -> torch.Tensor:
+        """The lanes of all `parts` times a weight: of each chip its sums, `[tp, rows, tokens, dim]`. The weight is a
+        linear module's, without its bias, or a named one, `[lanes, dim]`.
+        """
+        module, name = _factor(factor)
+        is_turned = name != "weight"
+        if weights.is_rounded(module, name):
+            rounded = weights.rounded_of(module, name)._replace(bias=None)
+            run = functools.partial(self.layout.int8_products, placement=placement, turned=is_turned, split="ins")
+            return torch_bridge.call_jax(run, [rounded], *parts)[0]
+        weight = getattr(module, name)
+        run = functools.partial(self.layout.partial_sums, placement=placement)
+        return torch_bridge.call_jax(run, weight if is_turned else weight.T, *parts)
 
     def no_sums(self, x: torch.Tensor) -> torch.Tensor:
         """Partial sums of nothing, for tokens like `x`."""
         return torch_bridge.call_jax(self.layout.no_sums, x)
 
-    def scatter(self, sums: torch.Tensor) -> torch.Tensor:
+    def scatter(self, sums: torch.Tensor, placement: Placement = "sharded") -> torch.Tensor:
         """Partial sums, summed over chips and spread."""
-        return torch_bridge.call_jax(self.layout.scatter, sums)
+        return torch_bridge.call_jax(functools.partial(self.layout.scatter, placement=placement), sums)
 
-    def summed(self, weight: torch.Tensor, *parts: torch.Tensor, placement: Placement = "sharded") -> torch.Tensor:
-        """The lanes of all `parts` times `weight` `[lanes, dim]`, summed over chips and spread."""
-        return torch_bridge.call_jax(functools.partial(self.layout.summed, placement=placement), weight, *parts)
+    def summed(self, factor: Factor, *parts: torch.Tensor, placement: Placement = "sharded") -> torch.Tensor:
+        """As `partial_sums`, summed over chips and spread."""
+        return self.scatter(self.partial_sums(factor, *parts, placement=placement), placement)
+
+
+def _factor(factor: Factor) -> tuple[Any, str]:
+    return factor if isinstance(factor, tuple) else (factor, "weight")

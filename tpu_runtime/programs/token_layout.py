@@ -8,6 +8,7 @@ norms, and no chip repeats another's norms (sequence parallelism, https://arxiv.
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from ...attention.api import Placement, attention, joint_attention
 from ...attention.policy import AttentionPolicy
 from ...attention.prologue import NO_PROLOGUE, Prologue
 from ...kernels import residual_norm
+from ...kernels.linear_int8 import Activation, Rounded, linear_int8
 from ...sharding.rules import Layout
 from .modules import LAYER
 
@@ -170,6 +172,36 @@ class TokenLayout:
         mapped = jax.shard_map(fused, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
         return mapped(*args)
 
+    def int8_products(
+        self,
+        weights: Sequence[Rounded],
+        *parts: Float[Array, "batch tokens _"],
+        activation: Activation | None = None,
+        turned: bool = False,
+        placement: Placement = "sharded",
+        split: Literal["outs", "ins"] | None = None,
+    ) -> list[Array]:
+        """The lanes of all `parts` times each of `weights`: see `linear_int8`. `split` is what of the weights lies over
+        `tp`: their results, which then do too, or what they sum over; then of each chip its sums, as `partial_sums`.
+        """
+        platform = self.mesh.devices.flat[0].platform
+        run = functools.partial(
+            linear_int8, activation=activation, turned=turned, kernel=self.policy.takes_kernel(platform),
+            interpret=platform != "tpu",
+        )  # fmt: skip
+        tokens, outs, ins = self._tokens(placement), *("tp" if split == each else None for each in ("outs", "ins"))
+        matrix = P(ins, outs) if turned else P(outs, ins)
+        specs = [Rounded(matrix, P(outs), None if each.bias is None else P(outs)) for each in weights]
+        results = P(*tokens[:2], outs) if ins is None else P("tp", *tokens)
+
+        def products(weights: Sequence[Rounded], parts: Sequence[Array]) -> list[Array]:
+            found = run(parts, weights)
+            return found if ins is None else [each[None] for each in found]
+
+        in_specs = specs, (P(*tokens[:2], ins),) * len(parts)
+        mapped = jax.shard_map(products, mesh=self.mesh, in_specs=in_specs, out_specs=results, check_vma=False)
+        return mapped(list(weights), parts)
+
     def partial_sums(
         self,
         weight: Float[Array, "lanes dim"],
@@ -204,23 +236,14 @@ class TokenLayout:
         specs, out_specs = P("tp", *self._tokens(placement)), self._tokens(placement, spread=True)
         return jax.shard_map(scattered, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)(sums)
 
-    def summed(
-        self,
-        weight: Float[Array, "lanes dim"],
-        *parts: Float[Array, "batch tokens _"],
-        placement: Placement = "sharded",
-    ) -> Float[Array, "batch tokens dim"]:
-        """The lanes of all `parts` times `weight`, spread."""
-        return self.scatter(self.partial_sums(weight, *parts, placement=placement), placement)
-
-    def merge_groups(self, name: str, stack: Float[Array, "layers groups size dim"]) -> Float[Array, "layers rows dim"]:
+    def merge_groups(self, name: str, stack: Float[Array, "layers groups size ..."]) -> Float[Array, "layers rows ..."]:
         """A stack whose `size` is on `tp`, each chip's pieces of all groups together: another view, not a copy."""
-        layers, groups, size, dim = self.layouts[name].at_rest or (None,) * 4
+        layers, groups, size, *inner = self.layouts[name].at_rest or (None,) * stack.ndim
 
         def merged(stack: Array) -> Array:
-            return stack.reshape(len(stack), -1, stack.shape[-1])
+            return stack.reshape(len(stack), -1, *stack.shape[3:])
 
-        specs, out_specs = P(layers, groups, size, dim), P(layers, size, dim)
+        specs, out_specs = P(layers, groups, size, *inner), P(layers, size, *inner)
         return jax.shard_map(merged, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)(stack)
 
     def use_in_block(self, path: str, weights: dict[str, Array]) -> dict[str, Array]:

@@ -1,25 +1,45 @@
 """Networks, each built once, and their weights as shapes: format, layout on the mesh, bytes on a chip. Nothing is read
 here.
+
+Of weights in int8 what a number is worth stands beside it, by its name and `WORTH`.
 """
 
+import functools
 import json
+import logging
+import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ...kernels import names
+from ...kernels.choice import Rungs
+from ...kernels.linear_int8 import TAKES_INT8, Rounded, rounded
 from ...sharding import rules
-from ...sharding.mesh import shape_of
+from ...sharding.mesh import Device, shape_of
 from ..model_spec import Component
 from ..precision import Precision
 from . import modules
-from .modules import Network
+from .modules import Network, Weight
 from .program import TRACING, Config, shard_bytes
 
+log = logging.getLogger(__name__)
+
 Weights = dict[str, jax.Array]
+# Of weights in int8 the dimensions over which a product sums.
+Axes = Mapping[str, tuple[int, ...]]
+NONE: Axes = {}
+WORTH = "_worth"
+FEWEST_LANES = 1024  # of a product's sums and results, from which on int8 saves more than rounding tokens costs
+# Relative RMS error of a layer's weight: normal values have 8e-3; more comes of outliers, which widen steps.
+USUAL_ERROR = 3e-2
 
 
 @dataclass(kw_only=True)
@@ -78,23 +98,116 @@ def params(network: Network, precision: Precision) -> dict[str, rules.Param]:
     }
 
 
-def layouts(network: Network, mesh: Mesh, precision: Precision) -> dict[str, rules.Layout]:
-    return rules.lay_out(params(network, precision), network.component.rules, shape_of(mesh))
+def layouts(network: Network, mesh: Mesh, precision: Precision, axes: Axes = NONE) -> dict[str, rules.Layout]:
+    """Of all weights, and of what numbers of those of `axes` are worth, of which every chip has what it needs."""
+    placed = rules.lay_out(params(network, precision), network.component.rules, shape_of(mesh))
+    for name, over in axes.items():
+        kept = _kept(placed[name].in_use or (None,) * len(network.weights[name].shape), over)
+        placed[name + WORTH] = rules.Layout(at_rest=kept, in_use=kept)
+    return placed
 
 
-def abstract(network: Network, mesh: Mesh, precision: Precision) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract(network: Network, mesh: Mesh, precision: Precision, axes: Axes = NONE) -> dict[str, jax.ShapeDtypeStruct]:
     """The weights as shapes with their shardings: what a program is compiled for."""
-    placed = layouts(network, mesh, precision)
-    return {
-        name: jax.ShapeDtypeStruct(
-            weight.shape,
-            weight_dtype(network, name, precision),
-            sharding=NamedSharding(mesh, PartitionSpec(*placed[name].at_rest)),
-        )
-        for name, weight in network.weights.items()
-    }
+    placed, found = layouts(network, mesh, precision, axes), {}
+
+    def shaped(name: str, shape: tuple[int, ...], dtype: jnp.dtype) -> None:
+        sharding = NamedSharding(mesh, PartitionSpec(*placed[name].at_rest))
+        found[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    for name, weight in network.weights.items():
+        if name not in axes:
+            shaped(name, weight.shape, weight_dtype(network, name, precision))
+            continue
+        shaped(name, weight.shape, jnp.dtype(jnp.int8))
+        shaped(name + WORTH, _kept(weight.shape, axes[name]), jnp.dtype(jnp.float32))
+    return found
 
 
 def bytes_per_chip(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> int:
     """Bytes of the weights on one chip, at rest."""
     return sum(map(shard_bytes, wanted.values()))
+
+
+# --- in int8 ----------------------------------------------------------------------------------------------------------
+
+
+def summed(network: Network) -> dict[str, tuple[int, ...]]:
+    """The weights that may be int8, and the dimensions of each over which a product sums."""
+    found = {}
+    for name, weight in network.weights.items():
+        rule = next((rule for rule in network.component.rules if rule.matches(name)), None)
+        if rule is None or not rule.over or not weight.stacked or weight.keep_float32:
+            continue
+        if min(_lanes(weight, rule.over, True), _lanes(weight, rule.over, False)) >= FEWEST_LANES:
+            found[name] = rule.over
+    return found
+
+
+def _lanes(weight: Weight, over: tuple[int, ...], ins: bool) -> int:
+    return math.prod(size for dim, size in enumerate(weight.shape) if dim and (dim in over) == ins)
+
+
+def prepared(network: Network, device: Device, rungs: Rungs) -> Axes:
+    """As `summed`, and the network's module made ready to take them; none where the chip would not be faster, or where
+    the machine does without the kernel.
+    """
+    takes = device.platform != "tpu" or device.device_kind in TAKES_INT8
+    if not takes or names.LINEAR_INT8 in rungs.off:
+        return {}
+    found = summed(network)
+    for name, over in found.items():
+        path, _, own = name.rpartition(".")
+        worth = torch.empty(_kept(network.weights[name].shape, over)[1:], device="meta")
+        network.module.get_submodule(path).register_parameter(
+            own + WORTH, torch.nn.Parameter(worth, requires_grad=False)
+        )
+    return found
+
+
+def _kept(entries: tuple[Any, ...], over: tuple[int, ...]) -> tuple[Any, ...]:
+    """Those of dimensions that a product leaves."""
+    return tuple(entry for dim, entry in enumerate(entries) if dim not in over)
+
+
+def is_rounded(module: Any, name: str = "weight") -> bool:
+    return hasattr(module, name + WORTH)
+
+
+def rounded_of(module: Any, name: str = "weight") -> Rounded:
+    """A weight of a traced module, as its program got it."""
+    return Rounded(getattr(module, name), getattr(module, name + WORTH), bias_of(module, name))
+
+
+def bias_of(module: Any, name: str = "weight") -> Any:
+    """That of a linear module; None beside a weight of another name."""
+    return getattr(module, "bias", None) if name == "weight" else None
+
+
+def round_weight(
+    weight: jax.Array, over: tuple[int, ...], want: jax.ShapeDtypeStruct, worth: jax.ShapeDtypeStruct, title: str
+) -> tuple[jax.Array, jax.Array]:
+    """A loaded weight `[layers, ...]` as numbers and what they are worth, on the chips. Layers that int8 does not hold
+    well are named in the log.
+    """
+    numbers, worths, errors = _program(want.sharding, worth.sharding, over)(weight)
+    weight.delete()
+    if far := [index for index, error in enumerate(jax.device_get(errors)) if not error <= USUAL_ERROR]:
+        log.warning(
+            "%s in int8 is up to %.1f %% off in layers %s: choose quality exact if results are worse than expected.",
+            title, 100 * max(map(float, errors)), ", ".join(map(str, far)),
+        )  # fmt: skip
+    return numbers, worths
+
+
+@functools.cache
+def _program(sharding: NamedSharding, worth: NamedSharding, over: tuple[int, ...]) -> Any:
+    def run(weight: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        numbers, worths = rounded(weight, over)
+        values = weight.astype(jnp.float32)
+        off = values - numbers.astype(jnp.float32) * jnp.expand_dims(worths, over)
+        inner = tuple(range(1, weight.ndim))
+        errors = jnp.sqrt(jnp.sum(off * off, axis=inner) / jnp.maximum(jnp.sum(values * values, axis=inner), 1e-30))
+        return numbers, worths, errors
+
+    return jax.jit(run, out_shardings=(sharding, worth, NamedSharding(sharding.mesh, PartitionSpec())))

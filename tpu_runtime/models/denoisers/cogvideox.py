@@ -1,6 +1,6 @@
 """The denoiser of CogVideoX 1.5 as data: its sizes, how weights are placed on chips and called by others."""
 
-from ....sharding.rules import BLOCK_GATHERED, GATHERED, REPLICATED, Rule
+from ....sharding.rules import BLOCK_PRODUCT, GATHERED, REPLICATED, Rule
 from ...model_spec import Component, Need, Same
 
 # Of a text: all count, padding too.
@@ -72,8 +72,8 @@ TRANSFORMER = Component(
         Rule("transformer_blocks.*.*.norm.weight", REPLICATED),
         # Modulation is of one vector: where its weights lie, it is computed, and the vector is gathered.
         Rule("transformer_blocks.*.*.linear.weight", (None, "all_embed", None)),
-        Rule("transformer_blocks.*.attn1.**.weight", *BLOCK_GATHERED),
-        Rule("transformer_blocks.*.ff.net.**.weight", *BLOCK_GATHERED),
+        Rule("transformer_blocks.*.attn1.**.weight", *BLOCK_PRODUCT),
+        Rule("transformer_blocks.*.ff.net.**.weight", *BLOCK_PRODUCT),
         Rule("patch_embed.*.weight", *GATHERED),
         Rule("time_embedding.linear_*.weight", *GATHERED),
         Rule("norm_out.linear.weight", *GATHERED),

@@ -35,17 +35,17 @@ def is_whole(ratio: Any) -> bool:
 
 
 TRANSFORMER_RULES = (
-    Rule("transformer_blocks.*.attn.to_out.0.weight", (None, "fsdp_beside_tp", "heads")),
-    Rule("transformer_blocks.*.attn.to_add_out.weight", (None, "fsdp_beside_tp", "heads")),
-    Rule("transformer_blocks.*.attn.*_proj.weight", (None, "heads", "fsdp_beside_tp")),
-    Rule("transformer_blocks.*.attn.to_*.weight", (None, "heads", "fsdp_beside_tp")),
-    Rule("transformer_blocks.*.*.gate", (None, "mlp", "fsdp_beside_tp")),
-    Rule("transformer_blocks.*.*.value", (None, "mlp", "fsdp_beside_tp")),
-    Rule("transformer_blocks.*.*.linear_out.weight", (None, "fsdp_beside_tp", "mlp")),
-    Rule("single_transformer_blocks.*.attn.in_gate", (None, None, "heads", "fsdp_beside_tp")),
-    Rule("single_transformer_blocks.*.attn.in_fed", (None, None, "heads", "fsdp_beside_tp")),
-    Rule("single_transformer_blocks.*.attn.in_*", (None, "heads", "fsdp_beside_tp")),
-    Rule("single_transformer_blocks.*.attn.out", (None, None, "heads", "fsdp_beside_tp")),
+    Rule("transformer_blocks.*.attn.to_out.0.weight", (None, "fsdp_beside_tp", "heads"), over=(2,)),
+    Rule("transformer_blocks.*.attn.to_add_out.weight", (None, "fsdp_beside_tp", "heads"), over=(2,)),
+    Rule("transformer_blocks.*.attn.*_proj.weight", (None, "heads", "fsdp_beside_tp"), over=(2,)),
+    Rule("transformer_blocks.*.attn.to_*.weight", (None, "heads", "fsdp_beside_tp"), over=(2,)),
+    Rule("transformer_blocks.*.*.gate", (None, "mlp", "fsdp_beside_tp"), over=(2,)),
+    Rule("transformer_blocks.*.*.value", (None, "mlp", "fsdp_beside_tp"), over=(2,)),
+    Rule("transformer_blocks.*.*.linear_out.weight", (None, "fsdp_beside_tp", "mlp"), over=(2,)),
+    Rule("single_transformer_blocks.*.attn.in_gate", (None, None, "heads", "fsdp_beside_tp"), over=(3,)),
+    Rule("single_transformer_blocks.*.attn.in_fed", (None, None, "heads", "fsdp_beside_tp"), over=(3,)),
+    Rule("single_transformer_blocks.*.attn.in_*", (None, "heads", "fsdp_beside_tp"), over=(2,)),
+    Rule("single_transformer_blocks.*.attn.out", (None, None, "heads", "fsdp_beside_tp"), over=(1, 2)),
     # Used once a step, on a row or on the text: their outputs are gathered, not they.
     Rule("*_modulation_*.linear.weight", ("all_mlp", None)),
     Rule("single_stream_modulation.linear.weight", ("all_mlp", None)),

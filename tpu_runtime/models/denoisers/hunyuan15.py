@@ -1,6 +1,6 @@
 """The denoiser of HunyuanVideo 1.5 as data: its sizes, how weights are placed on chips and called by their makers."""
 
-from ....sharding.rules import BLOCK_GATHERED, GATHERED, REPLICATED, Rule
+from ....sharding.rules import BLOCK_PRODUCT, GATHERED, REPLICATED, Rule
 from ...model_spec import Component, Need, Same, Table, split, swapped
 
 # Where a block of the text's refiner lies.
@@ -150,10 +150,10 @@ TRANSFORMER = Component(
         # Modulation is of one vector: where its weights lie, it is computed, and the vector is gathered.
         Rule("transformer_blocks.*.norm1.linear.weight", (None, "all_embed", None)),
         Rule("transformer_blocks.*.norm1_context.linear.weight", (None, "all_embed", None)),
-        Rule("transformer_blocks.*.attn.to_out.0.weight", *BLOCK_GATHERED),
-        Rule("transformer_blocks.*.attn.*.weight", *BLOCK_GATHERED),
-        Rule("transformer_blocks.*.*.net.0.proj.weight", *BLOCK_GATHERED),
-        Rule("transformer_blocks.*.*.net.2.weight", *BLOCK_GATHERED),
+        Rule("transformer_blocks.*.attn.to_out.0.weight", *BLOCK_PRODUCT),
+        Rule("transformer_blocks.*.attn.*.weight", *BLOCK_PRODUCT),
+        Rule("transformer_blocks.*.*.net.0.proj.weight", *BLOCK_PRODUCT),
+        Rule("transformer_blocks.*.*.net.2.weight", *BLOCK_PRODUCT),
         Rule("context_embedder.token_refiner.refiner_blocks.*.norm*.weight", REPLICATED),
         Rule("context_embedder.token_refiner.refiner_blocks.**.weight", *GATHERED),
         Rule("context_embedder.proj_in.weight", *GATHERED),

@@ -69,9 +69,13 @@ def rotary_tables(theta: float, dims: "Sequence[int]", places: "np.ndarray") -> 
     return torch_bridge.to_torch(tuple(jnp.concatenate(table, axis=1)[None] for table in tables))
 
 
-def heads(attn: Any, x: "torch.Tensor", *projections: Any) -> "tuple[torch.Tensor, ...]":
-    """What each of `projections` makes of `[rows, tokens, dim]`, head by head: `[rows, tokens, heads, head_dim]`."""
-    return tuple(project(x).unflatten(2, (attn.heads, -1)) for project in projections)
+def heads(
+    run: "DenoiserRun", attn: Any, x: "torch.Tensor", *projections: Any, **how: Any
+) -> "tuple[torch.Tensor, ...]":
+    """What each of `projections` makes of `[rows, tokens, dim]`, head by head: `[rows, tokens, heads, head_dim]`. `how`
+    is that of `DenoiserRun.products`.
+    """
+    return tuple(each.unflatten(2, (attn.heads, -1)) for each in run.products(x, *projections, **how))
 
 
 def cut_patches(latents: "torch.Tensor", patch_size: tuple[int, int, int]) -> "torch.Tensor":

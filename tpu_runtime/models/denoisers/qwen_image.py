@@ -7,12 +7,12 @@ from ...model_spec import Component, Need, Same
 # takes half as long again.
 _RULES = (
     Rule("transformer_blocks.**.bias", REPLICATED),
-    Rule("transformer_blocks.*.attn.to_out.0.weight", (None, None, "heads")),
-    Rule("transformer_blocks.*.attn.to_add_out.weight", (None, None, "heads")),
-    Rule("transformer_blocks.*.attn.*_proj.weight", (None, "heads", None)),
-    Rule("transformer_blocks.*.attn.to_*.weight", (None, "heads", None)),
-    Rule("transformer_blocks.*.*.net.0.proj.weight", (None, "mlp", None)),
-    Rule("transformer_blocks.*.*.net.2.weight", (None, None, "mlp")),
+    Rule("transformer_blocks.*.attn.to_out.0.weight", (None, None, "heads"), over=(2,)),
+    Rule("transformer_blocks.*.attn.to_add_out.weight", (None, None, "heads"), over=(2,)),
+    Rule("transformer_blocks.*.attn.*_proj.weight", (None, "heads", None), over=(2,)),
+    Rule("transformer_blocks.*.attn.to_*.weight", (None, "heads", None), over=(2,)),
+    Rule("transformer_blocks.*.*.net.0.proj.weight", (None, "mlp", None), over=(2,)),
+    Rule("transformer_blocks.*.*.net.2.weight", (None, None, "mlp"), over=(2,)),
     # Used on a row or, outside the blocks, on the text: their outputs are gathered, not they.
     Rule("transformer_blocks.*.*_mod.1.weight", (None, "all_mlp", None)),
     Rule("time_text_embed.*.linear_1.weight", REPLICATED),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ....sharding.rules import BLOCK_GATHERED, GATHERED, REPLICATED, Rule
+from ....sharding.rules import BLOCK_PRODUCT, GATHERED, REPLICATED, Rule
 from ...model_spec import Component, Denoiser, FloatLimit, IntLimit, LatentGeometry, Miniature, Need, Recipe, Same, Vae
 from ..autoencoders.wan import decode, denormalize_latents
 from ..denoisers import layers
@@ -82,30 +82,33 @@ def run_block(
     _, y = norm(x, None, None, 1 + scale, shift)
     x, y = norm(x, attend_to_video(block.attn1, run, y, rotary), gate, block.norm2.weight, block.norm2.bias)
     x, y = norm(x, attend_to_text(block.attn2, run, y, text, pictures), None, 1 + ffn_scale, ffn_shift)
-    return run.add_gated(x, block.ffn(y), ffn_gate)
+    return run.add_gated(x, run.feed_forward(block.ffn, y), ffn_gate)
 
 
 def attend_to_video(
     attn: Any, run: "DenoiserRun", x: "torch.Tensor", rotary: "tuple[torch.Tensor, torch.Tensor]"
 ) -> "torch.Tensor":
     """Self-attention. Queries and keys are normed over all heads at once, then rotated by their place."""
-    query, key, value = layers.heads(attn, x, attn.to_q, attn.to_k, attn.to_v)
+    query, key, value = layers.heads(run, attn, x, attn.to_q, attn.to_k, attn.to_v)
     found = run.self_attention(query, key, value, layers.prologue(attn.norm_q, attn.norm_k, rotary))
-    return attn.to_out[0](found.flatten(2))
+    (update,) = run.products(found.flatten(2), attn.to_out[0])
+    return update
 
 
 def attend_to_text(
     attn: Any, run: "DenoiserRun", x: "torch.Tensor", text: "torch.Tensor", pictures: "torch.Tensor | None"
 ) -> "torch.Tensor":
     """Cross-attention to all of the text, its padding too; and added to it that to the pictures' tokens."""
-    (query,), (key, value) = layers.heads(attn, x, attn.to_q), layers.heads(attn, text, attn.to_k, attn.to_v)
+    of_text = partial(layers.heads, run, attn, placement="replicated")
+    (query,), (key, value) = layers.heads(run, attn, x, attn.to_q), of_text(text, attn.to_k, attn.to_v)
     prologue = layers.prologue(attn.norm_q, attn.norm_k)
     found = run.cross_attention(query, key, value, prologue=prologue).flatten(2)
     if pictures is not None:
-        key, value = layers.heads(attn, pictures, attn.add_k_proj, attn.add_v_proj)
+        key, value = of_text(pictures, attn.add_k_proj, attn.add_v_proj)
         prologue = layers.prologue(attn.norm_q, attn.norm_added_k)
         found = found + run.cross_attention(query, key, value, prologue=prologue).flatten(2)
-    return attn.to_out[0](found)
+    (update,) = run.products(found, attn.to_out[0])
+    return update
 
 
 def embed_time(embedder: Any, timesteps: "torch.Tensor") -> "torch.Tensor":
@@ -137,10 +140,10 @@ TRANSFORMER_RULES = (
     Rule("blocks.*.*.norm_k.weight", REPLICATED),
     Rule("blocks.*.norm2.weight", REPLICATED),
     Rule("blocks.*.scale_shift_table", REPLICATED),
-    Rule("blocks.*.*.to_out.0.weight", *BLOCK_GATHERED),
-    Rule("blocks.*.*.*.weight", *BLOCK_GATHERED),
-    Rule("blocks.*.ffn.net.0.proj.weight", *BLOCK_GATHERED),
-    Rule("blocks.*.ffn.net.2.weight", *BLOCK_GATHERED),
+    Rule("blocks.*.*.to_out.0.weight", *BLOCK_PRODUCT),
+    Rule("blocks.*.*.*.weight", *BLOCK_PRODUCT),
+    Rule("blocks.*.ffn.net.0.proj.weight", *BLOCK_PRODUCT),
+    Rule("blocks.*.ffn.net.2.weight", *BLOCK_PRODUCT),
     Rule("condition_embedder.time_proj.weight", *GATHERED),
     Rule("condition_embedder.*.*.weight", *GATHERED),
     # 5120 wide: over the limit of what needs no rule in float32, or of more channels.

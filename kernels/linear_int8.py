@@ -1,0 +1,246 @@
+"""Linear layers with products of int8 numbers, for twice the pace of bfloat16's: not exact, and asked for by name.
+
+A weight is rounded with one scale an output, while it is loaded; tokens with one each, in the kernel, where a block of
+them stays while all outputs are computed. Sums are exact, in int32. `docs/quality.md` says what it costs.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int8
+
+from . import names
+from .chip import LANES, MIB, RESERVED_MIB, VMEM_MIB, Interpret, device_kind, round_up
+from .choice import KernelRefusal, accepted, is_small
+
+# Chips whose matrix units multiply int8 twice as fast as bfloat16.
+TAKES_INT8 = ("TPU v5 lite", "TPU v6 lite")
+LARGEST = 127
+LEAST = 1e-30  # of a token's or a weight's largest value, lest a scale be zero
+PACKED_ROWS = 32  # of int8 in a register
+TOKENS = (256, 128)  # a grid step, of fewer where many would leave no room
+PIECE = 256 * 1536  # results at once: enough for what becomes of some to run beside products of others
+MXU_WIDTH = 256
+COMPILER_BYTES = 8 * MIB
+# Of a first product alone, or what multiplies its pair's.
+Activation = Literal["gelu", "silu"]
+ACTIVATIONS = {"gelu": functools.partial(jax.nn.gelu, approximate=True), "silu": jax.nn.silu, None: lambda x: x}
+
+
+class Rounded(NamedTuple):
+    """A weight as whole numbers in int8, `[outs, ins]` or `[ins, outs]`; what one of an output is worth, float32
+    `[outs]`; a bias `[outs]` or None. Or what stands for each of the three, such as its place on a mesh.
+    """
+
+    numbers: Any
+    worth: Any
+    bias: Any = None
+
+    def outs(self, turned: bool) -> int:
+        return self.numbers.shape[turned]
+
+
+def rounded(x: Float[Array, "..."], axes: tuple[int, ...]) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
+    """`x` as whole numbers of at most 127, and what one is worth, the same along `axes`. What holds a NaN is worth NaN:
+    no whole number is.
+    """
+    x = x.astype(jnp.float32)
+    worth = (jnp.max(jnp.abs(x), axis=axes, keepdims=True) + LEAST) / LARGEST
+    worth = worth + 0 * jnp.sum(x, axis=axes, keepdims=True)
+    return jnp.round(x / worth).astype(jnp.int8), jnp.squeeze(worth, axes)
+
+
+def linear_int8(
+    parts: Sequence[Float[Array, "rows tokens _"]],
+    weights: Sequence[Rounded],
+    *,
+    activation: Activation | None = None,
+    turned: bool = False,
+    kernel: bool,
+    interpret: Interpret = False,
+) -> list[Float[Array, "rows tokens _"]]:
+    """The lanes of all `parts`, side by side, times each of `weights`, with its bias.
+
+    With "gelu" each product is activated; with "silu" the first is, and multiplies the second, which is all there is
+    then. `turned`: numbers are `[ins, outs]`. `kernel`: by Pallas, unless it refuses the shapes.
+    """
+    run = by_reference
+    if kernel and accepted(refusal([part.shape[2] for part in parts], [each.outs(turned) for each in weights])):
+        run = functools.partial(by_kernel, interpret=interpret)
+    return run(parts, weights, activation=activation, turned=turned)
+
+
+def by_reference(
+    parts: Sequence[Array], weights: Sequence[Rounded], *, activation: Activation | None, turned: bool
+) -> list[Array]:
+    """By XLA."""
+    numbers, worth = rounded(jnp.concatenate(parts, axis=-1), (2,))
+
+    def product(weight: Rounded) -> Array:
+        over = (((2,), (0 if turned else 1,)), ((), ()))
+        sums = jax.lax.dot_general(numbers, weight.numbers, over, preferred_element_type=jnp.int32)
+        found = sums.astype(jnp.float32) * worth[..., None] * weight.worth
+        return found if weight.bias is None else found + weight.bias.astype(jnp.float32)
+
+    found = activated([*map(product, weights)], activation)
+    return [each.astype(parts[0].dtype) for each in found]
+
+
+def activated(products: list[Array], activation: Activation | None) -> list[Array]:
+    """In float32: each, or of a pair the first, which multiplies the second."""
+    function = ACTIVATIONS[activation]
+    if activation == "silu":
+        first, second = products
+        return [function(first) * second]
+    return [*map(function, products)]
+
+
+class Tiles(NamedTuple):
+    """`tokens` a grid step; of each weight a `groups`-th in VMEM at once."""
+
+    tokens: int
+    groups: int
+
+
+def tiles_for(ins: int, outs: Sequence[int], itemsize: int = 2) -> Tiles | None:
+    """What fits the chip of the mesh in context: all weights if they do, which are then read once; None: nothing."""
+    limit = _limit_bytes()
+    for groups in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32):
+        if any(size % (groups * LANES) for size in outs):
+            continue
+        width = sum(outs) // groups
+        for tokens in TOKENS:
+            buffers = tokens * (2 * itemsize * ins + ins + 2 * itemsize * width)
+            if ins * width + buffers + COMPILER_BYTES <= limit:
+                return Tiles(tokens, groups)
+    return None
+
+
+def _limit_bytes() -> int:
+    return (VMEM_MIB.get(device_kind(), 128) - RESERVED_MIB) * MIB // (1 + is_small(names.LINEAR_INT8))
+
+
+def refusal(ins: Sequence[int], outs: Sequence[int]) -> KernelRefusal:
+    """Why the kernel does not multiply parts of so many lanes by weights with so many outputs."""
+    reasons = []
+    if sizes := [size for size in (*ins, *outs) if size % LANES]:
+        reasons.append(f"{sizes[0]} lanes are not a multiple of {LANES}")
+    elif tiles_for(sum(ins), outs) is None:
+        reasons.append(f"weights of {sum(ins)} x {sum(outs)} do not fit the chip")
+    return KernelRefusal(kernel=names.LINEAR_INT8, reasons=tuple(reasons))
+
+
+def by_kernel(
+    parts: Sequence[Array], weights: Sequence[Rounded], *, activation: Activation | None, turned: bool,
+    interpret: Interpret = False,
+) -> list[Array]:  # fmt: skip
+    """Raises `NotImplementedError` where the kernel refuses the shapes."""
+    rows, seq, _ = parts[0].shape
+    ins, outs = [part.shape[2] for part in parts], [each.outs(turned) for each in weights]
+    refusal(ins, outs).check()
+    tiles = tiles_for(sum(ins), outs, parts[0].dtype.itemsize) or Tiles(TOKENS[-1], 1)
+    total = rows * seq
+    tokens = round_up(-(-total // -(-total // tiles.tokens)), PACKED_ROWS)
+    groups, results = tiles.groups, outs[:1] if activation == "silu" else outs
+
+    def vector(size: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, size // groups), lambda group, at: (0, group))
+
+    def matrix(size: int) -> pl.BlockSpec:
+        shape, at = (sum(ins), size // groups), lambda group, at: (0, group)
+        if not turned:
+            shape, at = shape[::-1], lambda group, at: (group, 0)
+        return pl.BlockSpec(shape, at, pipeline_mode=pl.Buffered(1))
+
+    given = [
+        Rounded(each.numbers, *jax.tree.map(lambda v: v.astype(jnp.float32)[None], (each.worth, each.bias)))
+        for each in weights
+    ]
+    (found,) = pl.pallas_call(
+        functools.partial(_body, activation=activation, turned=turned),
+        grid=(groups, -(-total // tokens)),
+        in_specs=[
+            tuple(pl.BlockSpec((tokens, size), lambda group, at: (at, 0)) for size in ins),
+            [
+                Rounded(matrix(size), vector(size), None if each.bias is None else vector(size))
+                for each, size in zip(given, outs, strict=True)
+            ],
+        ],
+        out_specs=[[pl.BlockSpec((tokens, size // groups), lambda group, at: (at, group)) for size in results]],
+        out_shape=[[jax.ShapeDtypeStruct((total, size), parts[0].dtype) for size in results]],
+        scratch_shapes=[pltpu.VMEM((tokens, sum(ins)), jnp.int8), pltpu.VMEM((tokens, LANES), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=_limit_bytes()
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * total * sum(ins) * sum(outs),
+            transcendentals=total * sum(results) if activation else 0,
+            bytes_accessed=total * (sum(ins) + sum(results)) * parts[0].dtype.itemsize + sum(ins) * sum(outs),
+        ),
+        interpret=interpret,
+        name=names.LINEAR_INT8,
+    )(tuple(part.reshape(total, part.shape[2]) for part in parts), given)
+    return [each.reshape(rows, seq, each.shape[1]) for each in found]
+
+
+def _body(
+    parts: Sequence[Any], weights: Sequence[Any], outs: Sequence[Any], numbers: Any, worth: Any, *,
+    activation: Activation | None, turned: bool,
+) -> None:  # fmt: skip
+    worth[...] = jnp.broadcast_to(_round_tokens(parts, numbers), worth.shape)
+    each = [([out], [weight]) for out, weight in zip(outs, weights, strict=activation != "silu")]
+    together = [(outs, weights)] if activation == "silu" else each
+    for results, factors in together:
+        size = results[0].shape[1]
+        columns = _columns(size, numbers.shape[0] * len(factors))
+
+        def piece(
+            index: Array, _: None, results: Any = results, factors: Any = factors, columns: int = columns
+        ) -> None:
+            at = pl.ds(pl.multiple_of(index * columns, columns), columns)
+            products = [_product(numbers, worth, weight, at, turned) for weight in factors]
+            for out, found in zip(results, activated(products, activation), strict=True):
+                out[:, at] = found.astype(out.dtype)
+
+        jax.lax.fori_loop(0, size // columns, piece, None)
+
+
+def _columns(size: int, rows: int) -> int:
+    """Outputs at once, a part of `size`: whole matrix units if possible."""
+    most = max(LANES, PIECE // rows)
+    fitting = [each for each in range(LANES, min(size, most) + 1, LANES) if size % each == 0]
+    whole = [each for each in fitting if each % MXU_WIDTH == 0]
+    return max(whole or fitting)
+
+
+def _product(numbers: Any, worth: Any, weight: Any, at: Any, turned: bool) -> Array:
+    factor = weight.numbers[:, at] if turned else weight.numbers[at, :]
+    over = (((1,), (0 if turned else 1,)), ((), ()))
+    sums = jax.lax.dot_general(numbers[...], factor, over, preferred_element_type=jnp.int32)
+    found = sums.astype(jnp.float32) * worth[:, :1] * weight.worth[:, at]
+    return found if weight.bias is None else found + weight.bias[:, at]
+
+
+def _round_tokens(parts: Sequence[Any], numbers: Any) -> Float[Array, "tokens 1"]:
+    """Writes tokens as whole numbers; what one of a token is worth."""
+    places = [(part, start) for part in parts for start in range(0, part.shape[1], LANES)]
+
+    def lanes(place: tuple[Any, int]) -> Array:
+        part, start = place
+        return part[:, pl.ds(start, LANES)].astype(jnp.float32)
+
+    top, total = 0.0, 0.0
+    for place in places:
+        size = jnp.abs(lanes(place))
+        top, total = jnp.maximum(top, size), total + size
+    top, total = jnp.max(top, axis=1, keepdims=True) + LEAST, jnp.sum(total, axis=1, keepdims=True)
+    factor = LARGEST / top
+    for index, place in enumerate(places):
+        whole = jnp.round(lanes(place) * factor).astype(jnp.int32)  # a register at a time, which packs in fewer steps
+        numbers[:, pl.ds(index * LANES, LANES)] = whole.astype(jnp.int8)
+    return top / LARGEST + 0 * total

@@ -1,0 +1,121 @@
+"""Linear layers with int8 products against float64 of what int8 makes of tokens and weights, written out here."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comfyui_tpu.kernels import chip, linear_int8
+from comfyui_tpu.kernels.linear_int8 import Rounded, Tiles
+from comfyui_tpu.tests.support.closeness import OPERATION, difference
+
+# What lies in the middle between two whole numbers may go either way.
+HALVES = 2e-3
+
+
+def drawn(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng((seed, *shape)).normal(size=shape).astype(np.float32)
+
+
+def rounded(x: np.ndarray, axis: int) -> np.ndarray:
+    unit = np.abs(x.astype(np.float64)).max(axis=axis, keepdims=True) / 127
+    return np.round(x / unit) * unit
+
+
+def weights(ins: int, outs: list[int], *, turned: bool, bias: bool) -> tuple[list[np.ndarray], list[Rounded]]:
+    """`[outs, ins]` as they are, and in int8."""
+    plain = [drawn(size, ins, seed=index) for index, size in enumerate(outs)]
+    found = []
+    for index, each in enumerate(plain):
+        numbers, worth = linear_int8.rounded(jnp.asarray(each.T if turned else each), (0 if turned else 1,))
+        found.append(Rounded(numbers, worth, jnp.asarray(drawn(len(each), seed=9 + index)) if bias else None))
+    return plain, found
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def expected(parts: list[np.ndarray], plain: list[np.ndarray], given: list[Rounded], activation: Any) -> list[Any]:
+    x = rounded(np.concatenate(parts, axis=2), 2)
+    found = [x @ rounded(each, 1).T for each in plain]
+    found = [y if one.bias is None else y + np.asarray(one.bias) for y, one in zip(found, given, strict=True)]
+    if activation == "silu":
+        return [found[0] / (1 + np.exp(-found[0])) * found[1]]
+    return [gelu(y) if activation else y for y in found]
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
+@pytest.mark.parametrize("turned", [False, True], ids=["outs first", "ins first"])
+@pytest.mark.parametrize(
+    ("outs", "activation", "bias"),
+    [([384], None, True), ([128, 256], None, False), ([256], "gelu", True), ([256, 256], "silu", False)],
+    ids=["one", "two", "gelu", "pair"],
+)
+def test_it_is_the_product_of_rounded_numbers(
+    outs: list[int], activation: Any, bias: bool, turned: bool, kernel: bool, compare: Callable
+):
+    """Two parts of lanes side by side, and more tokens than a grid step takes."""
+    parts = [drawn(2, 139, 128), drawn(2, 139, 256, seed=1) * 3]
+    plain, given = weights(384, outs, turned=turned, bias=bias)
+    arrays = [jnp.asarray(part) for part in parts]
+    run = linear_int8.linear_int8
+    found = run(arrays, given, activation=activation, turned=turned, kernel=kernel, interpret=True)
+    exact = [np.concatenate(parts, axis=2) @ each.T for each in plain]
+    for ours, wanted in zip(found, expected(parts, plain, given, activation), strict=True):
+        compare("product", ours, wanted, error=HALVES)
+    if activation is None and not bias:
+        assert OPERATION < difference(found[0], exact[0]) < 2e-2
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_weights_that_do_not_fit_are_multiplied_in_groups(groups: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(linear_int8, "tiles_for", lambda *_: Tiles(128, groups))
+    plain, given = weights(256, [256, 512], turned=False, bias=True)
+    x = drawn(1, 300, 256)
+    found = linear_int8.by_kernel([jnp.asarray(x)], given, activation=None, turned=False, interpret=True)
+    for ours, wanted in zip(found, expected([x], plain, given, None), strict=True):
+        assert difference(ours, wanted) <= HALVES
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
+def test_what_is_not_a_number_stays_so(kernel: bool):
+    """A step's check for it must not be deceived: no whole number is NaN. Other tokens are as they were."""
+    _, given = weights(256, [128], turned=False, bias=False)
+    for value in (np.nan, np.inf):
+        x = drawn(1, 40, 256)
+        x[0, 7, 200] = value
+        (found,) = linear_int8.linear_int8([jnp.asarray(x)], given, kernel=kernel, interpret=True)
+        assert np.isnan(np.asarray(found[0, 7])).all()
+        assert np.isfinite(np.delete(np.asarray(found[0]), 7, axis=0)).all()
+
+
+def test_weights_with_a_value_that_is_no_number_say_so():
+    numbers, worth = linear_int8.rounded(jnp.array([[1.0, jnp.nan], [0.0, 0.0], [-3.0, 1.0]]), (1,))
+    assert numbers.dtype == jnp.int8
+    assert np.isnan(worth[0]) and np.isfinite(worth[1:]).all()
+    assert np.array_equal(np.asarray(numbers[1:]), [[0, 0], [-127, 42]])
+
+
+def test_lanes_that_do_not_fill_registers_are_left_to_xla():
+    assert str(linear_int8.refusal([144], [256])) == (
+        "The kernel linear_int8 does not compute this call: 144 lanes are not a multiple of 128."
+    )
+    assert not linear_int8.refusal([128], [256])
+
+
+@pytest.mark.parametrize("kind", linear_int8.TAKES_INT8)
+@pytest.mark.parametrize(
+    ("ins", "outs", "most_groups"),
+    [(5120, [5120] * 3, 1), (13824, [5120], 1), (3072, [9216, 9216], 1), (6144, [18432, 18432], 4)],
+    ids=["Wan's heads", "Wan's second", "klein", "Flux.2 on one chip"],
+)
+def test_weights_of_the_models_are_read_once_where_they_fit(
+    ins: int, outs: list[int], most_groups: int, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(linear_int8, "device_kind", lambda: kind)
+    tiles = linear_int8.tiles_for(ins, outs)
+    assert tiles is not None and tiles.groups <= most_groups
+    held = ins * sum(outs) // tiles.groups + 2 * 2 * tiles.tokens * (ins + sum(outs) // tiles.groups)
+    assert held < chip.VMEM_MIB[kind] * chip.MIB
