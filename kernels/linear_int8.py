@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float, Int, Int8
 
 from . import names
 from .chip import LANES, MIB, RESERVED_MIB, VMEM_MIB, Interpret, device_kind, round_up
@@ -33,8 +33,8 @@ ACTIVATIONS = {"gelu": functools.partial(jax.nn.gelu, approximate=True), "silu":
 
 
 class Rounded(NamedTuple):
-    """A weight as whole numbers in int8, `[outs, ins]` or `[ins, outs]`; what one of an output is worth, float32
-    `[outs]`; a bias `[outs]` or None. Or what stands for each of the three, such as its place on a mesh.
+    """A weight as whole numbers in int8, `[outs, ins]` or `[ins, outs]`, or those of all layers; what one of an output
+    is worth, float32 `[outs]`; a bias `[outs]` or None. Or what stands for each of these, such as its place on a mesh.
     """
 
     numbers: Any
@@ -42,7 +42,7 @@ class Rounded(NamedTuple):
     bias: Any = None
 
     def outs(self, turned: bool) -> int:
-        return self.numbers.shape[turned]
+        return self.numbers.shape[-1 if turned else -2]
 
 
 def rounded(x: Float[Array, "..."], axes: tuple[int, ...]) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
@@ -61,29 +61,37 @@ def linear_int8(
     *,
     activation: Activation | None = None,
     turned: bool = False,
+    layer: Int[Array, ""] | None = None,
     kernel: bool,
     interpret: Interpret = False,
 ) -> list[Float[Array, "rows tokens _"]]:
     """The lanes of all `parts`, side by side, times each of `weights`, with its bias.
 
     With "gelu" each product is activated; with "silu" the first is, and multiplies the second, which is all there is
-    then. `turned`: numbers are `[ins, outs]`. `kernel`: by Pallas, unless it refuses the shapes.
+    then. `turned`: numbers are `[ins, outs]`. Of those of all layers, those of `layer` are taken. `kernel`: by Pallas,
+    unless it refuses the shapes.
     """
     run = by_reference
     if kernel and accepted(refusal([part.shape[2] for part in parts], [each.outs(turned) for each in weights])):
         run = functools.partial(by_kernel, interpret=interpret)
-    return run(parts, weights, activation=activation, turned=turned)
+    return run(parts, weights, activation=activation, turned=turned, layer=layer)
 
 
 def by_reference(
-    parts: Sequence[Array], weights: Sequence[Rounded], *, activation: Activation | None, turned: bool
+    parts: Sequence[Array],
+    weights: Sequence[Rounded],
+    *,
+    activation: Activation | None,
+    turned: bool,
+    layer: Int[Array, ""] | None = None,
 ) -> list[Array]:
     """By XLA."""
     numbers, worth = rounded(jnp.concatenate(parts, axis=-1), (2,))
 
     def product(weight: Rounded) -> Array:
         over = (((2,), (0 if turned else 1,)), ((), ()))
-        sums = jax.lax.dot_general(numbers, weight.numbers, over, preferred_element_type=jnp.int32)
+        factor = weight.numbers if layer is None else jax.lax.dynamic_index_in_dim(weight.numbers, layer, 0, False)
+        sums = jax.lax.dot_general(numbers, factor, over, preferred_element_type=jnp.int32)
         found = sums.astype(jnp.float32) * worth[..., None] * weight.worth
         return found if weight.bias is None else found + weight.bias.astype(jnp.float32)
 
@@ -137,7 +145,7 @@ def refusal(ins: Sequence[int], outs: Sequence[int]) -> KernelRefusal:
 
 def by_kernel(
     parts: Sequence[Array], weights: Sequence[Rounded], *, activation: Activation | None, turned: bool,
-    interpret: Interpret = False,
+    layer: Int[Array, ""] | None = None, interpret: Interpret = False,
 ) -> list[Array]:  # fmt: skip
     """Raises `NotImplementedError` where the kernel refuses the shapes."""
     rows, seq, _ = parts[0].shape
@@ -149,47 +157,55 @@ def by_kernel(
     groups, results = tiles.groups, outs[:1] if activation == "silu" else outs
 
     def vector(size: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, size // groups), lambda group, at: (0, group))
+        return pl.BlockSpec((1, size // groups), lambda group, at, layer: (0, group))
 
     def matrix(size: int) -> pl.BlockSpec:
-        shape, at = (sum(ins), size // groups), lambda group, at: (0, group)
+        shape, at = (None, sum(ins), size // groups), lambda group, at, layer: (layer[0], 0, group)
         if not turned:
-            shape, at = shape[::-1], lambda group, at: (group, 0)
+            shape, at = (None, shape[2], shape[1]), lambda group, at, layer: (layer[0], group, 0)
         return pl.BlockSpec(shape, at, pipeline_mode=pl.Buffered(1))
 
-    given = [
-        Rounded(each.numbers, *jax.tree.map(lambda v: v.astype(jnp.float32)[None], (each.worth, each.bias)))
-        for each in weights
+    def vectors(weight: Rounded) -> tuple[Array, Array | None]:
+        return jax.tree.map(lambda v: v.astype(jnp.float32)[None], (weight.worth, weight.bias))
+
+    given = [Rounded(each.numbers if layer is not None else each.numbers[None], *vectors(each)) for each in weights]
+    specs = [
+        Rounded(matrix(size), vector(size), None if each.bias is None else vector(size))
+        for each, size in zip(given, outs, strict=True)
     ]
+    dtype = parts[0].dtype
     (found,) = pl.pallas_call(
         functools.partial(_body, activation=activation, turned=turned),
-        grid=(groups, -(-total // tokens)),
-        in_specs=[
-            tuple(pl.BlockSpec((tokens, size), lambda group, at: (at, 0)) for size in ins),
-            [
-                Rounded(matrix(size), vector(size), None if each.bias is None else vector(size))
-                for each, size in zip(given, outs, strict=True)
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(groups, -(-total // tokens)),
+            in_specs=[tuple(pl.BlockSpec((tokens, size), lambda group, at, layer: (at, 0)) for size in ins), specs],
+            out_specs=[
+                [pl.BlockSpec((tokens, size // groups), lambda group, at, layer: (at, group)) for size in results]
             ],
-        ],
-        out_specs=[[pl.BlockSpec((tokens, size // groups), lambda group, at: (at, group)) for size in results]],
-        out_shape=[[jax.ShapeDtypeStruct((total, size), parts[0].dtype) for size in results]],
-        scratch_shapes=[pltpu.VMEM((tokens, sum(ins)), jnp.int8), pltpu.VMEM((tokens, LANES), jnp.float32)],
+            scratch_shapes=[pltpu.VMEM((tokens, sum(ins)), jnp.int8), pltpu.VMEM((tokens, LANES), jnp.float32)],
+        ),
+        out_shape=[[jax.ShapeDtypeStruct((total, size), dtype) for size in results]],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=_limit_bytes()
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * total * sum(ins) * sum(outs),
             transcendentals=total * sum(results) if activation else 0,
-            bytes_accessed=total * (sum(ins) + sum(results)) * parts[0].dtype.itemsize + sum(ins) * sum(outs),
+            bytes_accessed=total * (sum(ins) + sum(results)) * dtype.itemsize + sum(ins) * sum(outs),
         ),
         interpret=interpret,
         name=names.LINEAR_INT8,
-    )(tuple(part.reshape(total, part.shape[2]) for part in parts), given)
+    )(
+        jnp.asarray(0 if layer is None else layer, jnp.int32)[None],
+        tuple(part.reshape(total, part.shape[2]) for part in parts),
+        given,
+    )
     return [each.reshape(rows, seq, each.shape[1]) for each in found]
 
 
 def _body(
-    parts: Sequence[Any], weights: Sequence[Any], outs: Sequence[Any], numbers: Any, worth: Any, *,
+    layer: Any, parts: Sequence[Any], weights: Sequence[Any], outs: Sequence[Any], numbers: Any, worth: Any, *,
     activation: Activation | None, turned: bool,
 ) -> None:  # fmt: skip
     worth[...] = jnp.broadcast_to(_round_tokens(parts, numbers), worth.shape)

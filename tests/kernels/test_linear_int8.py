@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -77,6 +78,19 @@ def test_weights_that_do_not_fit_are_multiplied_in_groups(groups: int, monkeypat
     found = linear_int8.by_kernel([jnp.asarray(x)], given, activation=None, turned=False, interpret=True)
     for ours, wanted in zip(found, expected([x], plain, given, None), strict=True):
         assert difference(ours, wanted) <= HALVES
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
+@pytest.mark.parametrize("turned", [False, True], ids=["outs first", "ins first"])
+def test_a_layer_is_taken_out_of_all(turned: bool, kernel: bool):
+    each = [weights(256, [128], turned=turned, bias=True)[1][0] for _ in range(2)]
+    other = linear_int8.rounded(jnp.asarray(drawn(*each[0].numbers.shape, seed=5)), (0 if turned else 1,))[0]
+    stack = each[0]._replace(numbers=jnp.stack([other, each[0].numbers, other]))
+    x = jnp.asarray(drawn(1, 40, 256))
+    how = {"turned": turned, "kernel": kernel, "interpret": True}
+    (found,) = jax.jit(lambda layer: linear_int8.linear_int8([x], [stack], layer=layer, **how))(1)
+    (wanted,) = linear_int8.linear_int8([x], each[:1], **how)
+    assert difference(found, wanted) <= OPERATION
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])

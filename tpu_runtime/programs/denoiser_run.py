@@ -10,9 +10,9 @@ import torch
 
 from ...attention.api import Placement
 from ...attention.prologue import NO_PROLOGUE, Prologue
-from ...kernels.linear_int8 import Activation
+from ...kernels.linear_int8 import Activation, Rounded
 from . import torch_bridge, weights
-from .modules import LAYER, ScannedBlocks, scan_layers
+from .modules import LAYER, ScannedBlocks, layer_index, scan_layers
 from .token_layout import TokenLayout
 
 Heads = Sequence[torch.Tensor]  # query, key and value
@@ -94,7 +94,8 @@ class DenoiserRun:
 
         part = None if layers is None else range(blocks.num_layers)[layers]
         use = functools.partial(self.layout.use_in_block, blocks.path)
-        return scan_layers(blocks, carry, body, part, stack=stack, use=use)[0]
+        whole = functools.partial(self.layout.stays_whole, blocks.path)
+        return scan_layers(blocks, carry, body, part, stack=stack, use=use, whole=whole)[0]
 
     def self_attention(
         self,
@@ -157,7 +158,10 @@ class DenoiserRun:
         modules, names = zip(*map(_factor, factors), strict=True)
         if all(map(weights.is_rounded, modules, names)):
             rounded = [*map(weights.rounded_of, modules, names)]
-            run = functools.partial(self.layout.int8_products, activation=activation, placement=placement, split=split)
+            run = functools.partial(
+                self.layout.int8_products, activation=activation, placement=placement, split=split,
+                layer=_layer_of(rounded[0]),
+            )  # fmt: skip
             yield from torch_bridge.call_jax(run, rounded, x)
             return
         functional = torch.nn.functional
@@ -221,7 +225,10 @@ class DenoiserRun:
         is_turned = name != "weight"
         if weights.is_rounded(module, name):
             rounded = weights.rounded_of(module, name)._replace(bias=None)
-            run = functools.partial(self.layout.int8_products, placement=placement, turned=is_turned, split="ins")
+            run = functools.partial(
+                self.layout.int8_products, placement=placement, turned=is_turned, split="ins",
+                layer=_layer_of(rounded),
+            )  # fmt: skip
             return torch_bridge.call_jax(run, [rounded], *parts)[0]
         weight = getattr(module, name)
         run = functools.partial(self.layout.partial_sums, placement=placement)
@@ -238,6 +245,11 @@ class DenoiserRun:
     def summed(self, factor: Factor, *parts: torch.Tensor, placement: Placement = "sharded") -> torch.Tensor:
         """As `partial_sums`, summed over chips and spread."""
         return self.scatter(self.partial_sums(factor, *parts, placement=placement), placement)
+
+
+def _layer_of(rounded: Rounded) -> jax.Array | None:
+    """Which of all layers a weight is used in; None of one layer's."""
+    return layer_index() if rounded.numbers.ndim == 3 else None
 
 
 def _factor(factor: Factor) -> tuple[Any, str]:

@@ -10,6 +10,7 @@ import copy
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
 LAYER = "*"
 
 Index = tuple[slice, ...]
+_LAYER_INDEX: ContextVar[jax.Array] = ContextVar("layer_index")
+
+
+def layer_index() -> jax.Array:
+    """Within a layer of a scan that keeps weights whole: its number."""
+    return _LAYER_INDEX.get()
 
 
 class ScannedBlocks(torch.nn.Module):
@@ -77,16 +84,20 @@ def scan_layers(
     *,
     stack: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda weights: weights,
     use: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda weights: weights,
+    whole: Callable[[str, jax.Array], bool] = lambda name, stack: False,
     collect: bool = False,
 ) -> tuple[Any, Any]:
     """`carry = body(block, carry)` for each layer in turn (or those in `part`), traced once: the last carry.
 
     `block` is the one block with a layer's weights for parameters. `carry` is a tree of torch tensors; each keeps its
-    shape and its format. `stack` may reshape all layers' weights, `use` places one layer's. With `collect` also what
+    shape and its format. `stack` may reshape all layers' weights, `use` places one layer's. Those that are
+    `whole` the body gets of all layers, and takes its own by `layer_index`. With `collect` also what
     each layer leaves in the carry's first leaf, `[layers, ...]`.
     """
     block = blocks.block
     stacked = stack(torch_bridge.to_jax({**dict(block.named_parameters()), **_saved_buffers(block)}))
+
+    kept = {name: stacked.pop(name) for name in [*stacked] if whole(name, stacked[name])}
 
     def layer(carry: Any, weights: dict[str, jax.Array]) -> tuple[Any, jax.Array | None]:
         found = torch_bridge.functional(block, use(weights), body, carry)
@@ -94,11 +105,18 @@ def scan_layers(
         return found, jax.tree.leaves(found)[0] if collect else None
 
     def indexed(carry: Any, index: jax.Array) -> tuple[Any, jax.Array | None]:
-        return layer(carry, {name: jax.lax.dynamic_index_in_dim(x, index, 0, False) for name, x in stacked.items()})
+        weights = {name: jax.lax.dynamic_index_in_dim(x, index, 0, False) for name, x in stacked.items()}
+        token = _LAYER_INDEX.set(index)
+        try:
+            return layer(carry, weights | kept)
+        finally:
+            _LAYER_INDEX.reset(token)
 
     start = torch_bridge.to_jax(carry)
     # By index: a slice of the stack would be a copy of those weights.
-    found = jax.lax.scan(layer, start, stacked) if part is None else jax.lax.scan(indexed, start, jnp.array(part))
+    if part is None and not kept:
+        return torch_bridge.to_torch(jax.lax.scan(layer, start, stacked))
+    found = jax.lax.scan(indexed, start, jnp.array(part or range(blocks.num_layers)))
     return torch_bridge.to_torch(found)
 
 

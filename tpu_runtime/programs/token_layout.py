@@ -180,6 +180,7 @@ class TokenLayout:
         turned: bool = False,
         placement: Placement = "sharded",
         split: Literal["outs", "ins"] | None = None,
+        layer: Int[Array, ""] | None = None,
     ) -> list[Array]:
         """The lanes of all `parts` times each of `weights`: see `linear_int8`. `split` is what of the weights lies over
         `tp`: their results, which then do too, or what they sum over; then of each chip its sums, as `partial_sums`.
@@ -190,17 +191,17 @@ class TokenLayout:
             interpret=platform != "tpu",
         )  # fmt: skip
         tokens, outs, ins = self._tokens(placement), *("tp" if split == each else None for each in ("outs", "ins"))
-        matrix = P(ins, outs) if turned else P(outs, ins)
+        matrix = P(*[None] * (layer is not None), *((ins, outs) if turned else (outs, ins)))
         specs = [Rounded(matrix, P(outs), None if each.bias is None else P(outs)) for each in weights]
         results = P(*tokens[:2], outs) if ins is None else P("tp", *tokens)
 
-        def products(weights: Sequence[Rounded], parts: Sequence[Array]) -> list[Array]:
-            found = run(parts, weights)
+        def products(weights: Sequence[Rounded], parts: Sequence[Array], layer: Array | None) -> list[Array]:
+            found = run(parts, weights, layer=layer)
             return found if ins is None else [each[None] for each in found]
 
-        in_specs = specs, (P(*tokens[:2], ins),) * len(parts)
+        in_specs = specs, (P(*tokens[:2], ins),) * len(parts), None if layer is None else P()
         mapped = jax.shard_map(products, mesh=self.mesh, in_specs=in_specs, out_specs=results, check_vma=False)
-        return mapped(list(weights), parts)
+        return mapped(list(weights), parts, layer)
 
     def partial_sums(
         self,
@@ -251,6 +252,13 @@ class TokenLayout:
         prefix = f"{path}.{LAYER}."
         # The last dimensions: groups may have been merged.
         return {name: self.constrain(x, *self.layouts[prefix + name].in_use[-x.ndim :]) for name, x in weights.items()}
+
+    def stays_whole(self, path: str, name: str, stack: Array) -> bool:
+        """Whether a kernel takes a layer's weight out of its stack: one in int8 that is not gathered for use, of which
+        a slice would be a copy.
+        """
+        layout = self.layouts[f"{path}.{LAYER}.{name}"]
+        return stack.dtype == jnp.int8 and layout.at_rest == layout.in_use
 
     def use_outside_blocks(self, weights: Mapping[str, Array]) -> dict[str, Array]:
         """All weights, those outside scanned blocks gathered for use."""
