@@ -1,8 +1,9 @@
 """What each quality costs: videos of the trained miniature beside exact float32's, and kernels on a harder case.
 
 A video's PSNR and SSIM are of its frames in 8 bits, against the same prompt, seed and steps in float32. The score is
-the miniature's own (see `tools/score_miniature.py`). Its few tokens are taken for many, or int8 would leave them alone.
-The harder case has what trained models have: 16384 keys, every 32nd channel of the keys far from zero, peaked scores.
+the miniature's own (see `tools/score_miniature.py`). Its few tokens and lanes are taken for many, or int8 would leave
+them alone. The harder cases have what trained models have: 16384 keys, every 32nd channel of them far from zero, peaked
+scores; and for a linear layer tokens with outlying channels.
 
 Run: JAX_PLATFORMS=cpu python benchmarks/quality.py [--prompts 32] [--steps 20] [--json FILE]
 """
@@ -18,10 +19,11 @@ from typing import Any
 import jax
 import numpy as np
 from comfyui_tpu.attention import policy
-from comfyui_tpu.kernels import attention, attention_int8, attention_reference
+from comfyui_tpu.kernels import attention, attention_int8, attention_reference, linear_int8
 from comfyui_tpu.kernels.attention_form import INT8_TILES, Form
 from comfyui_tpu.nodes.headless.compare import psnr
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.programs import weights
 from comfyui_tpu.tpu_runtime.progress import Silent
 from scipy.ndimage import uniform_filter
 
@@ -99,12 +101,27 @@ def harder_cases(keys: int = 16384, queries: int = 256) -> Iterator[dict[str, An
             q, parts, head_dim=head_dim, form=form, log_sums=False, scale=scale, interpret=True
         )
         for name, found in (("reference", reference), ("kernel", kernel)):
-            x, y = np.asarray(found, np.float64).ravel(), np.asarray(exact, np.float64).ravel()
-            yield {
-                "head_dim": head_dim, "keys": keys, "of": name,
-                "relative_rms": float(np.linalg.norm(x - y) / np.linalg.norm(y)),
-                "cosine": float(x @ y / np.linalg.norm(x) / np.linalg.norm(y)),
-            }  # fmt: skip
+            yield {"head_dim": head_dim, "keys": keys, "of": name, **distance(found, exact)}
+
+
+def linear_cases(lanes: int = 5120, tokens: int = 256, outs: int = 512) -> Iterator[dict[str, Any]]:
+    """int8's kernel for linear layers against float64: tokens of normal values, with outlying channels as trained
+    models have them, and behind a GELU.
+    """
+    random = np.random.default_rng(0)
+    plain, weight = (random.normal(size=size).astype(np.float32) for size in ((tokens, lanes), (outs, lanes)))
+    wide = plain.copy()
+    wide[:, ::128] *= 20
+    for name, x in (("normal", plain), ("outlying channels", wide), ("GELU", np.asarray(jax.nn.gelu(plain)))):
+        rounded = linear_int8.Rounded(*linear_int8.rounded(jax.numpy.asarray(weight), (1,)))
+        (found,) = linear_int8.by_kernel([x[None]], [rounded], activation=None, turned=False, interpret=True)
+        yield {"tokens": name, **distance(found[0], x.astype(np.float64) @ weight.T)}
+
+
+def distance(found: Any, exact: Any) -> dict[str, float]:
+    x, y = np.asarray(found, np.float64).ravel(), np.asarray(exact, np.float64).ravel()
+    rms, cosine = np.linalg.norm(x - y) / np.linalg.norm(y), x @ y / np.linalg.norm(x) / np.linalg.norm(y)
+    return {"relative_rms": float(rms), "cosine": float(cosine)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -118,14 +135,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cases.append(case)
         print(f"{case['keys']} keys, heads of {case['head_dim']}, {case['of']}: relative RMS "
               f"{case['relative_rms']:.1e}, cosine {case['cosine']:.6f}", flush=True)  # fmt: skip
-    policy.MANY_KEYS = 0
+    linears = []
+    for case in linear_cases():
+        linears.append(case)
+        print(f"linear layer, {case['tokens']}: relative RMS {case['relative_rms']:.1e}, cosine {case['cosine']:.6f}",
+              flush=True)  # fmt: skip
+    policy.MANY_KEYS = weights.FEWEST_LANES = 0
     judged = []
     for row in videos(options.prompts, options.steps):
         judged.append(row)
         print(f"{row.form}: PSNR {row.psnr:.1f} dB, least {row.least_psnr:.1f}; SSIM {row.ssim:.4f}; score "
               f"{row.score:.0%}", flush=True)  # fmt: skip
     if options.json:
-        options.json.write_text(json.dumps({"videos": [asdict(row) for row in judged], "kernels": cases}, indent=1))
+        options.json.write_text(
+            json.dumps({"videos": [asdict(row) for row in judged], "kernels": cases, "linears": linears}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -122,8 +122,9 @@ ENTRIES = {
     "shift": _SHIFT,
     "fps": Entry(tooltip="Frames per second of the video.", optional=True),
     "quality": Entry(
-        tooltip="exact computes what the makers' own code does. int8 multiplies the queries and keys of attention over "
-        "many tokens in 8 bits: faster, and nearly the same result.",
+        tooltip="exact computes what the makers' own code does. int8 multiplies in 8 bits in the denoiser's linear "
+        "layers, and the queries and keys of attention over many tokens: faster, with half the memory for weights, and "
+        "a result that is close: 46 dB on this pack's own model, where bfloat16 has 52.",
         optional=True,
     ),
     "step_cache": _recipe("Reuses most of the denoiser's work at some steps: faster, and only nearly the same video."),

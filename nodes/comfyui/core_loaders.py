@@ -73,8 +73,8 @@ class TPUUNETLoader(io.ComfyNode):
                     "weight_dtype",
                     options=[*_options(core.UNETLoader, "weight_dtype"), *QUALITIES[1:]],
                     advanced=True,
-                    tooltip="The TPU keeps weights in bfloat16, whatever is chosen here. int8 makes attention faster, "
-                    "with nearly the same result.",
+                    tooltip="The TPU keeps weights in bfloat16, whatever is chosen here, but for int8: linear layers "
+                    "and attention are then faster, with a result that is close.",
                 ),
             ),
             (io.Model.Output(tooltip="For KSampler and alike."),),

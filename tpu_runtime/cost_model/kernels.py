@@ -27,7 +27,7 @@ TIMEOUT_S = 1800
 # little there: it skips what is conditional.
 ESTIMATED_BUNDLES = 8000
 # Nor of these, by the start of their names: their loops over rows take it minutes and up to 16 GiB.
-NOT_ESTIMATED = (names.CONVOLUTION, names.MODULATION)
+NOT_ESTIMATED = (names.CONVOLUTION, names.MODULATION, names.LINEAR_INT8)
 _DTYPES = {
     "pred": "bool",
     **{f"s{bits}": f"int{bits}" for bits in (4, 8, 16, 32)},
@@ -59,6 +59,14 @@ class MosaicCall:
     @property
     def reruns(self) -> bool:
         return names.WITH_RERUN in self.name
+
+    @property
+    def moved_bytes(self) -> int | None:
+        """What a kernel that reads one layer of a stack says it moves; None of others, which move all their arrays."""
+        if not self.name.startswith(names.LINEAR_INT8):
+            return None
+        estimate = json.loads(self.config)["custom_call_config"].get("cost_estimate", {})
+        return int(estimate["bytes_accessed"]) if "bytes_accessed" in estimate else None
 
     @property
     def key(self) -> str:

@@ -143,7 +143,7 @@ class _Schedule:
         elif found.opcode == "call":
             self.total += self._inner(self._plain(found.computation("to_apply")))
         elif (kernel := kernel_of(found)) is not None:
-            self._kernel(found, self.machine.kernels.get(kernel.key, Cost()))
+            self._kernel(found, kernel.moved_bytes, self.machine.kernels.get(kernel.key, Cost()))
         elif (transfer := transfer_of(found, self.scope.computation, module)) is not None:
             self._transfer(found, transfer)
         else:
@@ -185,10 +185,11 @@ class _Schedule:
         chip = self.machine.chip
         return size_bytes / (chip.hbm_gb_s / chip.devices * 1e9) * chip.clock_hz
 
-    def _kernel(self, found: Instruction, cost: Cost) -> None:
+    def _kernel(self, found: Instruction, moved_bytes: int | None, cost: Cost) -> None:
         arrays = found, *(self.scope.computation.by_name[operand] for operand in found.operands)
         # libtpu's own estimate leaves some kernels' transfers out: each array is moved once at least.
-        moved = self._memory_cycles(sum(array.size_bytes for array in arrays if "S(" not in array.shape))
+        all_bytes = sum(array.size_bytes for array in arrays if "S(" not in array.shape)
+        moved = self._memory_cycles(all_bytes if moved_bytes is None else moved_bytes)
         cycles = max(moved, cost.cycles_at_best if self.machine.at_best else cost.cycles)
         self.total += Timing(kernels=cycles, reruns=cost.rerun, operations=(self._operation(found, cycles),))
         if cost.error or not cost.longest:

@@ -5,7 +5,7 @@ On a TPU they run in bfloat16, as they do for users; the families' float32 runs 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 from ...attention.api import attention
 from ...attention.policy import AttentionPolicy
 from ...attention.prologue import HeadLayout
-from ...kernels import choice, convolution, modulation, names, residual_norm
+from ...kernels import choice, convolution, linear_int8, modulation, names, residual_norm
 from ...kernels.attention_form import TAKES_INT8, Form, fastest
 from ...kernels.chip import VMEM_MIB
 from ...kernels.prologue import Norm
@@ -52,7 +52,11 @@ def checks(device: Device, host: Device) -> Iterator[Check]:
     precision = "bfloat16" if device.platform == "tpu" else "float32"
 
     def check(kernel: str, stage: str, run: Callable[[], tuple[Arrays, Arrays]]) -> Check:
-        bound = INT8_BOUND if INT8 in stage else (RERUN_BOUNDS if RERUN in stage else BOUNDS)[precision]
+        bound = (
+            INT8_BOUND
+            if INT8 in stage or kernel == names.LINEAR_INT8
+            else (RERUN_BOUNDS if RERUN in stage else BOUNDS)[precision]
+        )
         return Check(
             family=FAMILY, stage=stage, precision=precision, bound=bound, if_lost=_without(kernel),
             run=lambda progress: _on_its_rung(kernel, run, bound),
@@ -71,6 +75,8 @@ def checks(device: Device, host: Device) -> Iterator[Check]:
             lambda head_dim=head_dim: _prologue(device, host, head_dim),
         )
     yield check(names.RESIDUAL_NORM, "residual norm", lambda: _residual_norm(device, host))
+    if device.platform != "tpu" or device.device_kind in linear_int8.TAKES_INT8:
+        yield check(names.LINEAR_INT8, "int8 linear layers", lambda: _linear_int8(device, host))
     if device.platform != "tpu" or VMEM_MIB.get(device.device_kind, 0) >= convolution.LEAST_MIB:
         yield check(names.CONVOLUTION, "convolution", lambda: _convolution(device, host))
         yield check(names.MODULATION, "modulation", lambda: _modulation(device, host))
@@ -178,6 +184,41 @@ def _residual_norm(device: Device, host: Device) -> tuple[Arrays, Arrays]:
 
         summed, normed = _run(on, fused, x, update, gate, scale, shift, leading)
         return {"sum": summed, "norm": normed}
+
+    return run(device, kernel=True), run(host, kernel=False)
+
+
+def _linear_int8(device: Device, host: Device) -> tuple[Arrays, Arrays]:
+    """As blocks use them, out of a stack of layers: two of one input, with a GELU, and a pair of which one gates. The
+    reference multiplies what int8 has not rounded.
+    """
+    random = np.random.default_rng(4)
+    tokens, ins, outs, layer = (4000, 1024, 1536, 1) if device.platform == "tpu" else (139, 128, 256, 1)
+    x = _rounded(random.normal(size=(1, tokens, ins)), device)
+    first, second = (_rounded(random.normal(size=(3, outs, ins)) / math.sqrt(ins), device) for _ in range(2))
+    bias = _rounded(random.normal(size=outs), device)
+
+    def run(on: Device, *, kernel: bool) -> Arrays:
+        def exact(x: Any, factors: Sequence[Any], activation: Any) -> list[Any]:
+            found = [x @ factor[layer].T if one is None else x @ factor[layer].T + one for factor, one in factors]
+            return linear_int8.activated(found, activation)
+
+        def rounded(x: Any, factors: Sequence[Any], activation: Any) -> list[Any]:
+            weights = []
+            for factor, one in factors:
+                numbers, worth = linear_int8.rounded(factor, (2,))
+                weights.append(linear_int8.Rounded(numbers, worth[layer], one))
+            how = {"activation": activation, "turned": False, "layer": jnp.int32(layer)}
+            return linear_int8.by_kernel([x], weights, **how, interpret=on.platform != "tpu")
+
+        def all_ways(x: Any, first: Any, second: Any, bias: Any) -> Arrays:
+            apply = rounded if kernel else exact
+            two = apply(x, [(first, bias), (second, None)], None)
+            (gelu,), (gated,) = apply(x, [(first, bias)], "gelu"), apply(x, [(first, None), (second, None)], "silu")
+            return {"first": two[0], "second": two[1], "with a GELU": gelu, "gated": gated}
+
+        with jax.set_mesh(make_mesh([on], MeshShape())):
+            return _run(on, all_ways, x, first, second, bias)
 
     return run(device, kernel=True), run(host, kernel=False)
 

@@ -1,0 +1,120 @@
+"""Weights in int8: which, where they lie, and how they come from a checkpoint's files and its LoRAs."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.kernels import names
+from comfyui_tpu.kernels.choice import Rungs
+from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora
+from comfyui_tpu.tpu_runtime.loras import apply
+from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
+from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
+from comfyui_tpu.tpu_runtime.programs import modules, weights
+from comfyui_tpu.tpu_runtime.programs.program import Target
+from comfyui_tpu.tpu_runtime.progress import Silent
+from safetensors.torch import save_file
+
+NO_RUNGS = Rungs()
+
+
+@pytest.fixture
+def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "FEWEST_LANES", 0)
+
+
+def network(spec: ModelSpec) -> modules.Network:
+    component = spec.component(spec.denoiser.experts[0])
+    return modules.build(component, component.tiny)
+
+
+def loaded(spec: ModelSpec, shape: MeshShape, axes: weights.Axes, loras: tuple[Lora, ...] = ()) -> dict[str, jax.Array]:
+    own = network(spec)
+    mesh = Target(devices=tuple(jax.devices()[: shape.dp * shape.sp * shape.tp]), precision="bfloat16").mesh(shape)
+    folder = tiny.ensure(spec) / "transformer"
+    files = checkpoint.match(own, checkpoint.read_headers(folder, own.component), folder)
+    changes = apply.changes(loras, own) if loras else None
+    wanted = weights.abstract(own, mesh, "bfloat16", axes)
+    found = load.load(own, files, wanted, "test", Silent(), changes)
+    assert {name: (x.shape, x.dtype, x.sharding) for name, x in found.items()} == {
+        name: (x.shape, x.dtype, x.sharding) for name, x in wanted.items()
+    }
+    return found
+
+
+def rounded(exact: jax.Array, over: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    x = np.asarray(exact, np.float32)
+    worth = (np.abs(x).max(axis=over, keepdims=True) + np.float32(1e-30)) / np.float32(127)
+    return np.round(x / worth), worth.squeeze(over)
+
+
+def assert_rounded(found: dict[str, jax.Array], exact: dict[str, jax.Array], axes: weights.Axes) -> None:
+    for name, over in axes.items():
+        numbers, worth = rounded(exact[name], over)
+        # What lies in the middle between two whole numbers may go either way.
+        assert np.abs(np.asarray(found[name], np.float32) - numbers).max() <= 1, name
+        assert np.mean(np.asarray(found[name]) != numbers) < 1e-2, name
+        np.testing.assert_allclose(np.asarray(found[name + weights.WORTH]), worth, rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("wan2.1-t2v-1.3b", MeshShape(dp=2, sp=3)), ("flux2-klein-4b", MeshShape(tp=2)), ("flux2-klein-4b", MeshShape())],
+    ids=str,
+)
+@pytest.mark.usefixtures("few_are_many")
+def test_they_are_rounded_behind_a_lora_wherever_they_lie(name: str, shape: MeshShape, tmp_path: Path):
+    """One scale an output, also where chips have parts of what a product sums over."""
+    spec = spec_by_name(name)
+    own = network(spec)
+    axes = weights.summed(own)
+    assert axes
+    changed = next(one for one in axes if own.weights[one].cut is None)
+    source, size = own.weights[changed].sources[0], own.weights[changed].layer_shape
+    path, module = tmp_path / "lora.safetensors", source.removesuffix(".weight")
+    random = torch.Generator().manual_seed(1)
+    parts = {"lora_A": (2, size[1]), "lora_B": (size[0], 2)}
+    save_file({f"{module}.{part}.weight": torch.randn(of, generator=random) for part, of in parts.items()}, path)
+    loras = (Lora(path=str(path), strength=0.5),)
+    exact = loaded(spec, shape, weights.NONE, loras)
+    assert_rounded(loaded(spec, shape, axes, loras), exact, axes)
+    plain = loaded(spec, shape, axes)
+    assert_rounded(plain, loaded(spec, shape, weights.NONE), axes)
+    assert not np.array_equal(plain[changed + weights.WORTH], rounded(exact[changed], axes[changed])[1])
+
+
+def test_a_layer_with_outliers_is_named(caplog: pytest.LogCaptureFixture):
+    mesh = Target(devices=tuple(jax.devices()[:1]), precision="bfloat16").mesh(MeshShape())
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    x = np.random.default_rng(0).normal(size=(3, 8, 256)).astype(np.float32)
+    x[1, :, 0] = 60
+    wants = (jax.ShapeDtypeStruct(shape, jax.numpy.int8, sharding=place) for shape in (x.shape, x.shape[:2]))
+    weights.round_weight(jax.device_put(x, place), (2,), *wants, title="transformer: ffn")
+    (record,) = caplog.records
+    assert (
+        "transformer: ffn in int8 is up to " in record.message and "in layers 1: choose quality exact" in record.message
+    )
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU7x"])
+def test_chips_that_multiply_no_int8_keep_bfloat16(kind: str):
+    class Device:
+        platform, device_kind = "tpu", kind
+
+    own = network(SPECS[0])
+    assert weights.prepared(own, Device(), NO_RUNGS) == {}  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("few_are_many")
+def test_a_machine_without_the_kernel_keeps_bfloat16():
+    own, device = network(SPECS[0]), jax.devices()[0]
+    assert weights.prepared(own, device, Rungs(off=(names.LINEAR_INT8,))) == {}
+    assert weights.prepared(own, device, NO_RUNGS)
+
+
+def test_small_products_stay_exact():
+    assert weights.summed(network(SPECS[0])) == {}
