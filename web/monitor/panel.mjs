@@ -64,9 +64,11 @@ export class Panel {
   show(answer) {
     const stats = answer !== null && typeof answer === "object" ? answer : {};
     this.#history.add(stats);
-    this.element.classList.remove("tpu-stale");
-    this.#alert.hidden = true;
-    setText(this.#alert, "");
+    if (!this.#alert.hidden) {
+      this.element.classList.remove("tpu-stale");
+      this.#alert.hidden = true;
+      setText(this.#alert, "");
+    }
     setText(this.#message, text(stats.message));
     for (const part of this.#parts) this.#showIfNew(part, stats);
     this.#noteRows.show((Array.isArray(stats.notes) ? stats.notes : []).map(text));
