@@ -19,9 +19,9 @@ const COUNTS = [
   ["encode", (count) => (count === 1 ? say`${count} prompt` : say`${count} prompts`)],
   ["compile", (count) => (count === 1 ? say`${count} compilation` : say`${count} compilations`)],
 ];
-const MINUTE_MS = 60_000;
 // A curve whose numbers stay moves on so often, and the host's load is told.
 const STILL_MS = 5000;
+const tick = () => Math.floor(Date.now() / STILL_MS);
 // How long the answer to a button stays.
 const SAID_MS = 10_000;
 // A year: what has no end that a clock could show.
@@ -76,7 +76,7 @@ export class Panel {
 
   /** What a part shows is mostly as it was a second ago: then none of its elements is touched. */
   #showIfNew(part, stats) {
-    const given = JSON.stringify([part.sees(stats), part.changesBy?.()]);
+    const given = JSON.stringify(part.sees(stats) ?? null);
     if (this.#shown.get(part) === given) return;
     this.#shown.set(part, given);
     part.show(stats);
@@ -152,8 +152,6 @@ class Running {
   }
 
   sees = ({ running, behind, queue }) => [running, behind, queue];
-  // A queue's end is said as a time of the day.
-  changesBy = () => Math.floor(Date.now() / MINUTE_MS);
 
   show({ running, behind, queue }) {
     const waits = queueOf(queue);
@@ -202,8 +200,7 @@ class Curve {
     this.element = section(say`Last two minutes`, this.#canvas, legend);
   }
 
-  sees = ({ chips }) => chips;
-  changesBy = () => Math.floor(Date.now() / STILL_MS);
+  sees = ({ chips }) => [chips, tick()];
 
   show(stats) {
     const { taken, limit } = totals(stats);
@@ -241,9 +238,8 @@ class Residents {
     this.element = section(say`Loaded`, this.#empty, this.#list, make("div", "tpu-between", {}, this.#said, this.#all));
   }
 
-  sees = ({ resident }) => resident;
-  // So often at least it says anew how long ago one was used.
-  changesBy = () => Math.floor(Date.now() / STILL_MS);
+  // How long ago one was used is said anew so often.
+  sees = ({ resident }) => [resident, list(resident).length && tick()];
 
   show(stats) {
     const residents = list(stats.resident);
@@ -367,8 +363,7 @@ class Host {
   }
 
   // It is never still, and nobody waits for it.
-  sees = () => null;
-  changesBy = () => Math.floor(Date.now() / STILL_MS);
+  sees = () => tick();
 
   show({ host }) {
     const now = host !== null && typeof host === "object" ? host : {};
