@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,9 +74,15 @@ def test_what_is_found_wrong_does_not_stop_the_notebook(capsys: pytest.CaptureFi
         assert line.endswith("stops=False)"), line
 
 
-def test_it_says_sizes_before_it_downloads_and_holds_no_outputs():
+def test_it_says_sizes_before_it_downloads_holds_no_outputs_and_names_files_that_are_there():
     found = notebook()
     nbformat.validate(found)
+    named = [
+        ROOT.joinpath(*re.findall(r'"([^"]+)"', path))
+        for cell in found.cells
+        for path in re.findall(r'PACK((?: / "[^"]+")+)', cell.source)
+    ]
+    assert len(named) > 1 and all(path.exists() for path in named), named
     first, *_ = found.cells
     assert "| downloads | disk |" in first.source and "16 GB" in first.source
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in found.cells)
