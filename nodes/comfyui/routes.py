@@ -20,9 +20,9 @@ from ...tpu_runtime import pipeline
 from ...tpu_runtime.pipeline import Feed, in_daemon, parse_json
 from .. import DECLARATIONS, model
 from ..graphs import upgrade
+from ..graphs.queue_end import QueueEnd
 from ..graphs.ran import Records
 from . import about
-from .queue_end import QueueEnd
 
 log = logging.getLogger(__name__)
 
