@@ -36,7 +36,7 @@ SHOW = """async ([url, stats, count, apart, isShown]) => {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds-apart", type=float, default=2, help="between two answers to an idle tab (2)")
     apart = parser.parse_args().seconds_apart
     base = Path(tempfile.mkdtemp(prefix="tab-"))

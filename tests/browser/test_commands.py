@@ -2,11 +2,9 @@
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_tpu.nodes.comfyui import about
 from comfyui_tpu.tests.browser.page import IS_DRAWN, READY, SCREENSHOTS, fresh, needs_browser, opened
 from comfyui_tpu.tests.browser.test_examples import OPEN
 from comfyui_tpu.tests.nodes import examples
@@ -112,15 +110,6 @@ def test_an_update_is_told_once_with_what_is_new(page: Any):
         new.reload()
         new.wait_for_function(READY)
         assert new.locator(NOTICE).count() == 0
-
-
-def test_the_changelog_is_read_in_short_entries(tmp_path: Path):
-    found = about.changes()
-    assert 100 < len(found) <= about.MOST_CHANGES and all(0 < len(entry) <= about.LONGEST_CHANGE for entry in found)
-    assert not any("`" in entry or "\n" in entry for entry in found)
-    (file := tmp_path / "CHANGELOG.md").write_bytes(b"# X\n\n- one\n  `two`\n- three\n\n### Y\n- \xff" + b"z" * 2000)
-    assert about.changes(file)[:2] == ["one two", "three"] and len(about.changes(file)[2]) == about.LONGEST_CHANGE
-    assert about.changes(tmp_path / "none.md") == []
 
 
 def test_a_plan_asks_for_the_tpu_and_a_wrong_one_is_a_sentence(page: Any):

@@ -11,7 +11,7 @@ from typing import Any
 import av
 import pytest
 from comfyui_tpu.cli import main as cli
-from comfyui_tpu.nodes.graphs.ran import KEY, Records
+from comfyui_tpu.nodes.graphs.ran import KEY
 from comfyui_tpu.tests.browser.page import IS_DRAWN, SCREENSHOTS, needs_browser, opened
 from comfyui_tpu.tests.browser.test_commands import NOTICE, says
 from comfyui_tpu.tests.browser.test_examples import OPEN
@@ -123,34 +123,6 @@ def test_results_that_comfyui_had_in_its_cache_say_when_they_ran(page: Any, serv
     assert newest(server, ".mp4").name.startswith("again")
     assert saved(newest(server, ".mp4"))["extra"][KEY] == ran
     assert [notes[0]["stage"] for notes in ran.values()] == STAGES
-
-
-def note(stage: str, seconds: float = 1.0) -> dict[str, Any]:
-    return {"stage": stage, "seconds": seconds}
-
-
-def test_notes_belong_to_a_node_with_its_inputs():
-    """Of a pipeline's stages each is noted under the node; another seed is another result, 5.0 is the page's 5."""
-    records = Records(frozenset({"Wan21TPUPipeline"}))
-
-    def prompt(seed: int, shift: float) -> dict[str, Any]:
-        inputs = {"seed": seed, "flow_shift": shift, "model": ["2", 0]}
-        return {"1": {"class_type": "Wan21TPUPipeline", "inputs": inputs}, "2": {"class_type": "X", "inputs": {}}}
-
-    workflow: dict[str, Any] = {"extra": {KEY: "of another file"}}
-    records.begin(prompt(1, 5), workflow)
-    assert workflow == {"extra": {}}
-    for stage in STAGES:
-        records.add(prompt(1, 5.0), workflow, f"1.0.0.{stage}", [note(stage)])
-    assert workflow["extra"] == {KEY: {"1": [note(stage) for stage in STAGES]}}
-    for asked, found in ((prompt(1, 5), workflow["extra"]), (prompt(2, 5), {}), ({"1": None}, {}), (None, {})):
-        records.begin(asked, other := {})
-        assert other == {"extra": found}
-    records.add(prompt(1, 5), workflow, "1.0.0.encode", [note("encode", 2.0)])
-    assert workflow["extra"][KEY]["1"] == [note("denoise"), note("decode"), note("encode", 2.0)]
-    for hostile in (None, [], {"extra": []}, {"extra": None}):
-        records.begin(prompt(1, 5), hostile)
-        records.add(prompt(1, 5), hostile, "1", [note("decode")])
 
 
 @pytest.mark.recorded
