@@ -80,14 +80,15 @@ def test_it_is_green_on_eight_chips(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert stages == [
         ("chips", "devices"), ("chips", "transfers"), ("chips", "exchange"), ("chips", "products"),
         ("kernels", "attention, bounded scores, heads of 64"), ("kernels", "norm and rotation, heads of 64"),
-        ("kernels", "residual norm"), ("kernels", "convolution"), ("kernels", "modulation"),
+        ("kernels", "residual norm"), ("kernels", "int8 linear layers"),
+        ("kernels", "convolution"), ("kernels", "modulation"),
         (title, "reference on the host"), (title, "text states"), (title, "first step"),
         (title, "last step"), (title, "frames"), (title, "weights"),
     ]  # fmt: skip
     assert all(row["error"] <= row["bound"]["error"] / 4 for row in found.rows if row["bound"])
     assert any(row["error"] for row in found.rows if row["family"] == title)  # not compared with itself
     assert used.call_count > 1  # in the denoiser too
-    assert found.text.splitlines()[-1].startswith("Green: all 15 checks on 8 x cpu are within their bounds")
+    assert found.text.splitlines()[-1].startswith("Green: all 16 checks on 8 x cpu are within their bounds")
     assert not leaks(found.record, tmp_path)
 
 
