@@ -87,8 +87,10 @@ class Ahead:
         (self.program,) = self.obtained
         sample, _, inputs = self.program.args
         rows = {name: len(one.shape) and one.shape[0] for name, one in {**inputs, "sample": sample}.items()}
-        branches = 1 if graphs.job["cfg"] == 1.0 else 2
-        # All rows of guidance are one call, texts of different lengths too, to which the sample is sent once.
+        # All rows of guidance are one call, texts of different lengths too, to which the sample is sent once; but for
+        # models that have no guidance of two rows by themselves.
+        (model, _), *_ = calls
+        branches = 1 if graphs.job["cfg"] == 1.0 or model.spec.recipe.guidance != "cfg" else 2
         assert {rows[name] for name in rows if name.startswith("text")} == {branches}, rows
         assert rows["sample"] == 1, rows
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from comfyui_tpu.cli import main as cli
-from comfyui_tpu.tests.support.fleet import WORKFLOW, prompts
+from comfyui_tpu.tests.support.fleet import WORKFLOW, packets, prompts
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 
 JOBS, NODES = 64, 4
@@ -66,5 +66,5 @@ def test_two_machines_and_the_driver_are_killed_and_nothing_is_lost(tmp_path: Pa
         options = [part for each in sets for part in ("--set", each)]
         assert cli.main(["run", str(WORKFLOW), "--tiny", *options, "--out", str(alone / str(number))]) == 0
         (file,) = next(record["files"] for record in records if record["line"] == number)
-        assert (out / file).read_bytes() == (alone / str(number) / "wan21.mp4").read_bytes(), line
+        assert packets(out / file) == packets(alone / str(number) / "wan21.mp4") != [], line
     print(f"workers: {sorted({record['worker'] for record in records})}, all {JOBS} equal to the serial run")

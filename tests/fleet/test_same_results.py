@@ -28,7 +28,7 @@ from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.graphs.graph import expected, generations
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, run_workflow
 from comfyui_tpu.tests.support.comfyui_server import tiny_workflow
-from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, prompts
+from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, packets, prompts
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Expected, ModelRef
@@ -111,7 +111,7 @@ def run_node(node: dict[str, Any], host: TerminalHost, **links: Any) -> tuple:
 
 
 def test_a_batch_gives_what_single_runs_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The real worker, in this process: the same files, byte for byte."""
+    """The real worker, in this process: the same video, byte for byte."""
     real, out = Actor("a"), tmp_path / "out"
     workers = Inline(["a"], lambda worker, request: real.run(request))
     monkeypatch.setattr(batch, "_workers", lambda *_: workers)
@@ -127,7 +127,7 @@ def test_a_batch_gives_what_single_runs_give(tmp_path: Path, monkeypatch: pytest
         options = [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
         assert cli.main(["run", str(WORKFLOW), "--tiny", *options, "--out", str(alone)]) == 0
         (file,) = record["files"]
-        assert (out / file).read_bytes() == (alone / "wan21.mp4").read_bytes()
+        assert packets(out / file) == packets(alone / "wan21.mp4") != []
 
 
 def test_stages_elsewhere_give_the_frames_of_stages_here(server: Server, tmp_path: Path):
