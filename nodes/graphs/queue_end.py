@@ -74,9 +74,12 @@ class QueueEnd:
 
 
 def _digest(prompt: Mapping[str, Any]) -> str | None:
+    # Of nodes that no output asks for ComfyUI checks nothing.
+    inputs = {name: node.get("inputs") for name, node in prompt.items() if isinstance(node, dict)}
     nodes = {
-        name: [node.get("class_type"), {key: value for key, value in node["inputs"].items() if key not in _NO_MATTER}]
-        for name, node in prompt.items()
+        name: [prompt[name].get("class_type"), {key: value for key, value in given.items() if key not in _NO_MATTER}]
+        for name, given in inputs.items()
+        if isinstance(given, dict)
     }
     try:
         return hashlib.sha256(json.dumps(nodes, sort_keys=True, default=repr).encode()).hexdigest()

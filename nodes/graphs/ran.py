@@ -38,7 +38,7 @@ class Records:
             return
         for node_id, node in prompt.items():
             if isinstance(node, dict) and node.get("class_type") in self._kinds:
-                if (notes := self._kept.get(_signature(prompt, node_id))) is not None:
+                if (notes := self._kept.get(_signature(prompt, node_id) or "")) is not None:
                     _put(workflow, node_id, notes)
 
     def add(self, prompt: Any, workflow: Any, node_id: str, notes: Notes) -> None:
@@ -46,7 +46,9 @@ class Records:
         node_id = node_id.partition(".")[0]
         if not notes or not isinstance(prompt, dict) or node_id not in prompt or len(prompt) > MOST_NODES:
             return
-        key, stages = _signature(prompt, node_id), {note["stage"] for note in notes}
+        if (key := _signature(prompt, node_id)) is None:
+            return
+        stages = {note["stage"] for note in notes}
         # Of an expanded node one stage after another, each in the place of what it was before.
         self._kept[key] = [*(one for one in self._kept.pop(key, ()) if one["stage"] not in stages), *notes]
         if len(self._kept) > MOST_KEPT:
@@ -59,8 +61,8 @@ def _put(workflow: dict[str, Any], node_id: str, notes: Notes) -> None:
     workflow["extra"].setdefault(KEY, {})[node_id] = list(notes)
 
 
-def _signature(prompt: Mapping[str, Any], node_id: str) -> str:
-    """Of a node with all that it depends on, ids and values."""
+def _signature(prompt: Mapping[str, Any], node_id: str) -> str | None:
+    """Of a node with all that it depends on, ids and values; None where these are nested too deep to be told."""
     found: dict[str, Any] = {}
     waiting = [node_id]
     while waiting:
@@ -72,7 +74,10 @@ def _signature(prompt: Mapping[str, Any], node_id: str) -> str:
         inputs = inputs if isinstance(inputs, dict) else {}
         found[name] = [node.get("class_type"), {key: _plain(value) for key, value in inputs.items()}]
         waiting += [value[0] for value in inputs.values() if is_link(value)]
-    return hashlib.sha256(json.dumps(found, sort_keys=True, default=repr).encode()).hexdigest()
+    try:
+        return hashlib.sha256(json.dumps(found, sort_keys=True, default=repr).encode()).hexdigest()
+    except RecursionError:
+        return None
 
 
 def _plain(value: Any) -> Any:

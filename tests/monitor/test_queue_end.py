@@ -90,3 +90,11 @@ def test_a_large_queue_and_a_large_prompt_are_looked_at_in_part(described: Any):
         *(item(str(number), prompt(seed=number)) for number in range(1000)),
     ]
     assert described(queue) == {"prompts": 1002, "seconds": pytest.approx(198.0), "unknown": 804}
+
+
+@pytest.mark.parametrize("odd", [{"class_type": "X"}, {"class_type": "X", "inputs": [1]}, "class_type"])
+def test_a_node_that_comfyui_did_not_check_stops_nothing(described: Any, odd: Any):
+    queue = Queue()
+    queue.ended("a", prompt(), 50.0)
+    queue.waiting = [item("odd", {**prompt(), "9": odd}), item("b", prompt(seed=2))]
+    assert described(queue)["prompts"] == 2

@@ -35,6 +35,13 @@ def test_notes_belong_to_a_node_with_its_inputs():
     for hostile in (None, [], {"extra": []}, {"extra": None}):
         records.begin(prompt(1, 5), hostile)
         records.add(prompt(1, 5), hostile, "1", [note("decode")])
+    deep: Any = 0
+    for _ in range(100_000):
+        deep = [deep]
+    nested = {"1": {"class_type": "Wan21TPUPipeline", "inputs": {"x": deep}}}
+    records.begin(nested, other := {})
+    records.add(nested, other, "1", [note("decode")])
+    assert other == {"extra": {}}
 
 
 def test_the_changelog_is_read_in_short_entries(tmp_path: Path):
