@@ -90,14 +90,14 @@ def _understood(workflow: Workflow, node_id: str) -> Sampling | None:
     names, scales = _GUIDERS["CFGGuider" if guider is node else guider["class_type"]]
     if any(_number(workflow, guider, scale) == 1.0 for scale in scales):
         if len(scales) > 1:
-            return None
+            return None  # which of three are left out depends on the guider's style
         names = names[:1]
     beside = {tuple(sorted(_beside(workflow, guider, name))) for name in names}
     if len(beside) != 1:
         return None
     inputs = latent["inputs"]
     frames = int(_number(workflow, latent, "length")) if "length" in inputs else 1
-    windows = [node for node in _chain(workflow, guider, "model") if node["class_type"] == "WanContextWindowsManual"]
+    windows = [each for _, each in _chain(workflow, guider, "model") if each["class_type"] == "WanContextWindowsManual"]
     return Sampling(
         model=model,
         width=int(_number(workflow, latent, "width")),
@@ -130,21 +130,20 @@ def _number(workflow: Workflow, node: Mapping[str, Any], name: str) -> float:
 
 def _source(workflow: Workflow, node: Mapping[str, Any], name: str) -> Source | None:
     """The loader behind an input, through nodes that pass on what they get."""
-    *passing, loader = (node, *_chain(workflow, node, name))
-    link = passing[-1]["inputs"]["model" if len(passing) > 1 else name] if passing else None
-    if link is None or loader["class_type"] in _MODELS:
-        return None
-    return Source(kind=loader["class_type"], values=loader["inputs"], output=link[1])
+    for link, found in _chain(workflow, node, name):
+        if found["class_type"] not in _MODELS:
+            return Source(kind=found["class_type"], values=found["inputs"], output=link[1])
+    return None
 
 
-def _chain(workflow: Workflow, node: Mapping[str, Any], name: str) -> Iterator[Mapping[str, Any]]:
-    """The nodes behind an input, one after another, up to one that does more than pass on what it gets."""
+def _chain(workflow: Workflow, node: Mapping[str, Any], name: str) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """Links and nodes behind an input, one after another, up to one that does more than pass on what it gets."""
     for _ in workflow:
         link = node["inputs"].get(name)
         if not is_link(link):
             return
         node = workflow[link[0]]
-        yield node
+        yield link, node
         if node["class_type"] not in _MODELS:
             return
         name = "model"

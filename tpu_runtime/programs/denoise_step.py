@@ -139,8 +139,8 @@ def prediction_program(
 
 def _spread(mesh: Mesh, size: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     """An argument in parts over all chips, along the first axis that they share evenly."""
-    axes = next((axis for axis, length in enumerate(size) if axis and length % mesh.size == 0), None)
-    return shaped(mesh, size, dtype, *((None,) * axes + (mesh.axis_names,) if axes else ()))
+    split = next((axis for axis, length in enumerate(size) if axis and length % mesh.size == 0), 0)
+    return shaped(mesh, size, dtype, *((None,) * split + (mesh.axis_names,) if split else ()))
 
 
 def reuse_of(spec: ModelSpec) -> StepReuse:
