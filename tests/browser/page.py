@@ -55,8 +55,9 @@ COMPLAINTS = """() => {
     const missing = [stores.missingModel.missingModelCandidates, stores.missingMedia.missingMediaCandidates];
     const nodes = stores.missingNodesError.missingNodesError;
     const shown = [...document.querySelectorAll("[role=dialog], [role=alert], [role=status], .p-toast-message")];
-    // That a prompt of another test has ended is no complaint.
-    const texts = shown.map((one) => one.innerText).filter((text) => text.trim() !== "Job completed");
+    // The queue's banner tells how the prompts of other tests ended ("Job completed", "2 jobs completed").
+    const own = shown.filter((one) => one.dataset.testid !== "queue-notification-banner");
+    const texts = own.map((one) => one.innerText);
     return [...missing.flatMap((found) => found ?? []), ...(nodes ? [nodes] : []), ...texts];
 }"""
 
