@@ -110,11 +110,12 @@ def linear_cases(lanes: int = 5120, tokens: int = 256, outs: int = 512) -> Itera
     """
     random = np.random.default_rng(0)
     plain, weight = (random.normal(size=size).astype(np.float32) for size in ((tokens, lanes), (outs, lanes)))
-    wide = plain.copy()
+    block, wide = linear_int8.block_of(lanes, chips=1), plain.copy()
     wide[:, ::128] *= 20
     for name, x in (("normal", plain), ("outlying channels", wide), ("GELU", np.asarray(jax.nn.gelu(plain)))):
-        rounded = linear_int8.Rounded(*linear_int8.rounded(jax.numpy.asarray(weight), (1,)))
-        (found,) = linear_int8.by_kernel([x[None]], [rounded], activation=None, turned=False, interpret=True)
+        factor = linear_int8.rotated_weight(jax.numpy.asarray(weight), 1, block)
+        rounded, how = linear_int8.Rounded(*linear_int8.rounded(factor, (1,))), {"activation": None, "turned": False}
+        (found,) = linear_int8.by_kernel([x[None]], [rounded], block=block, **how, interpret=True)
         yield {"tokens": name, **distance(found[0], x.astype(np.float64) @ weight.T)}
 
 

@@ -1,15 +1,19 @@
 """Linear layers with products of int8 numbers, for twice the pace of bfloat16's: not exact, and asked for by name.
 
 A weight is rounded with one scale an output, while it is loaded; tokens with one each, in the kernel, where a block of
-them stays while all outputs are computed. Sums are exact, in int32. `docs/quality.md` says what it costs.
+them stays while all outputs are computed. Sums are exact, in int32. Before, both are rotated by the same orthogonal
+matrix, which leaves their product as it is and spreads a channel far wider than the others over `block` lanes (QuaRot,
+https://arxiv.org/abs/2404.00456). `docs/quality.md` says what it costs.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Int8
@@ -55,10 +59,42 @@ def rounded(x: Float[Array, "..."], axes: tuple[int, ...]) -> tuple[Int8[Array, 
     return jnp.round(x / worth).astype(jnp.int8), jnp.squeeze(worth, axes)
 
 
+def block_of(*lanes: int, chips: int) -> int:
+    """How many lanes are rotated together: as many as fill a matrix unit, if they divide what each of `chips` has of
+    `lanes`, else the largest power of two that does.
+    """
+    return math.gcd(MXU_WIDTH, *(size if size % chips else size // chips for size in lanes))
+
+
+def rotation(block: int) -> np.ndarray:
+    """`[block, block]` of ones with signs; times itself transposed it is `block` times the identity. Hadamard's matrix
+    behind signs that are a bent function (Rudin and Shapiro's): what is the same in all lanes is spread over all, too.
+    """
+    lane = np.arange(block)
+    signs = np.bitwise_count(lane & lane >> 1)[:, None] + np.bitwise_count(lane[:, None] & lane)
+    return 1 - 2.0 * (signs % 2)
+
+
+def rotated_weight(weight: Float[Array, "..."], axis: int, block: int) -> Float[Array, "..."]:
+    """In float32; `axis` is the last over which a product sums. By the inverse of what rotates tokens."""
+    x = jnp.moveaxis(weight.astype(jnp.float32), axis, -1)
+    blocks = x.reshape(*x.shape[:-1], -1, block)
+    found = jnp.matmul(blocks, rotation(block) / block, precision="highest")
+    return jnp.moveaxis(found.reshape(x.shape), -1, axis)
+
+
+def _rotated(x: Float[Array, "... lanes"], matrix: Any) -> Float[Array, "... lanes"]:
+    """In float32, exactly: of bfloat16 a matrix unit sums the same numbers."""
+    precision = "default" if x.dtype == jnp.bfloat16 else "highest"
+    over = (((x.ndim - 1,), (0,)), ((), ()))
+    return jax.lax.dot_general(x, matrix.astype(x.dtype), over, precision=precision, preferred_element_type=jnp.float32)
+
+
 def linear_int8(
     parts: Sequence[Float[Array, "rows tokens _"]],
     weights: Sequence[Rounded],
     *,
+    block: int,
     activation: Activation | None = None,
     turned: bool = False,
     layer: Int[Array, ""] | None = None,
@@ -68,25 +104,29 @@ def linear_int8(
     """The lanes of all `parts`, side by side, times each of `weights`, with its bias.
 
     With "gelu" each product is activated; with "silu" the first is, and multiplies the second, which is all there is
-    then. `turned`: numbers are `[ins, outs]`. Of those of all layers, those of `layer` are taken. `kernel`: by Pallas,
-    unless it refuses the shapes.
+    then. `block`: lanes that are rotated together, as those of the weights were; it divides those of each part.
+    `turned`: numbers are `[ins, outs]`. Of those of all layers, those of `layer` are taken. `kernel`: by Pallas, unless
+    it refuses the shapes.
     """
     run = by_reference
     if kernel and accepted(refusal([part.shape[2] for part in parts], [each.outs(turned) for each in weights])):
         run = functools.partial(by_kernel, interpret=interpret)
-    return run(parts, weights, activation=activation, turned=turned, layer=layer)
+    return run(parts, weights, block=block, activation=activation, turned=turned, layer=layer)
 
 
 def by_reference(
     parts: Sequence[Array],
     weights: Sequence[Rounded],
     *,
+    block: int,
     activation: Activation | None,
     turned: bool,
     layer: Int[Array, ""] | None = None,
 ) -> list[Array]:
     """By XLA."""
-    numbers, worth = rounded(jnp.concatenate(parts, axis=-1), (2,))
+    x = jnp.concatenate(parts, axis=-1)
+    blocks = _rotated(x.reshape(*x.shape[:2], -1, block), jnp.asarray(rotation(block)))
+    numbers, worth = rounded(blocks.reshape(x.shape), (2,))
 
     def product(weight: Rounded) -> Array:
         over = (((2,), (0 if turned else 1,)), ((), ()))
@@ -123,7 +163,7 @@ def tiles_for(ins: int, outs: Sequence[int], itemsize: int = 2) -> Tiles | None:
             continue
         width = sum(outs) // groups
         for tokens in TOKENS:
-            buffers = tokens * (2 * itemsize * ins + ins + 2 * itemsize * width)
+            buffers = tokens * (3 * itemsize * ins + ins + 2 * itemsize * width)
             if ins * width + buffers + COMPILER_BYTES <= limit:
                 return Tiles(tokens, groups)
     return None
@@ -144,7 +184,7 @@ def refusal(ins: Sequence[int], outs: Sequence[int]) -> KernelRefusal:
 
 
 def by_kernel(
-    parts: Sequence[Array], weights: Sequence[Rounded], *, activation: Activation | None, turned: bool,
+    parts: Sequence[Array], weights: Sequence[Rounded], *, block: int, activation: Activation | None, turned: bool,
     layer: Int[Array, ""] | None = None, interpret: Interpret = False,
 ) -> list[Array]:  # fmt: skip
     """Raises `NotImplementedError` where the kernel refuses the shapes."""
@@ -174,16 +214,26 @@ def by_kernel(
         for each, size in zip(given, outs, strict=True)
     ]
     dtype = parts[0].dtype
+    side = LANES if any(size % MXU_WIDTH for size in ins) else MXU_WIDTH
+    rotating = jnp.asarray(np.kron(np.eye(side // block), rotation(block)), dtype)
     (found,) = pl.pallas_call(
         functools.partial(_body, activation=activation, turned=turned),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(groups, -(-total // tokens)),
-            in_specs=[tuple(pl.BlockSpec((tokens, size), lambda group, at, layer: (at, 0)) for size in ins), specs],
+            in_specs=[
+                pl.BlockSpec((side, side), lambda group, at, layer: (0, 0)),
+                tuple(pl.BlockSpec((tokens, size), lambda group, at, layer: (at, 0)) for size in ins),
+                specs,
+            ],
             out_specs=[
                 [pl.BlockSpec((tokens, size // groups), lambda group, at, layer: (at, group)) for size in results]
             ],
-            scratch_shapes=[pltpu.VMEM((tokens, sum(ins)), jnp.int8), pltpu.VMEM((tokens, LANES), jnp.float32)],
+            scratch_shapes=[
+                pltpu.VMEM((tokens, sum(ins)), dtype),
+                pltpu.VMEM((tokens, sum(ins)), jnp.int8),
+                pltpu.VMEM((tokens, LANES), jnp.float32),
+            ],
         ),
         out_shape=[[jax.ShapeDtypeStruct((total, size), dtype) for size in results]],
         compiler_params=pltpu.CompilerParams(
@@ -198,6 +248,7 @@ def by_kernel(
         name=names.LINEAR_INT8,
     )(
         jnp.asarray(0 if layer is None else layer, jnp.int32)[None],
+        rotating,
         tuple(part.reshape(total, part.shape[2]) for part in parts),
         given,
     )
@@ -205,10 +256,10 @@ def by_kernel(
 
 
 def _body(
-    layer: Any, parts: Sequence[Any], weights: Sequence[Any], outs: Sequence[Any], numbers: Any, worth: Any, *,
-    activation: Activation | None, turned: bool,
+    layer: Any, matrix: Any, parts: Sequence[Any], weights: Sequence[Any], outs: Sequence[Any], lanes: Any,
+    numbers: Any, worth: Any, *, activation: Activation | None, turned: bool,
 ) -> None:  # fmt: skip
-    worth[...] = jnp.broadcast_to(_round_tokens(parts, numbers), worth.shape)
+    worth[...] = jnp.broadcast_to(_round_tokens(parts, matrix, lanes, numbers), worth.shape)
     each = [([out], [weight]) for out, weight in zip(outs, weights, strict=activation != "silu")]
     together = [(outs, weights)] if activation == "silu" else each
     for results, factors in together:
@@ -242,21 +293,21 @@ def _product(numbers: Any, worth: Any, weight: Any, at: Any, turned: bool) -> Ar
     return found if weight.bias is None else found + weight.bias[:, at]
 
 
-def _round_tokens(parts: Sequence[Any], numbers: Any) -> Float[Array, "tokens 1"]:
-    """Writes tokens as whole numbers; what one of a token is worth."""
-    places = [(part, start) for part in parts for start in range(0, part.shape[1], LANES)]
-
-    def lanes(place: tuple[Any, int]) -> Array:
-        part, start = place
-        return part[:, pl.ds(start, LANES)].astype(jnp.float32)
-
+def _round_tokens(parts: Sequence[Any], matrix: Any, lanes: Any, numbers: Any) -> Float[Array, "tokens 1"]:
+    """Writes tokens, rotated, as whole numbers, and as they are to `lanes`; what one of a token is worth."""
+    side, at = matrix.shape[0], 0
     top, total = 0.0, 0.0
-    for place in places:
-        size = jnp.abs(lanes(place))
-        top, total = jnp.maximum(top, size), total + size
+    for part in parts:
+        for start in range(0, part.shape[1], side):
+            found = _rotated(part[:, pl.ds(start, side)], matrix[...])
+            size = jnp.abs(found)
+            top, total = jnp.maximum(top, size), total + size
+            lanes[:, pl.ds(at, side)] = found.astype(lanes.dtype)
+            at += side
     top, total = jnp.max(top, axis=1, keepdims=True) + LEAST, jnp.sum(total, axis=1, keepdims=True)
     factor = LARGEST / top
-    for index, place in enumerate(places):
-        whole = jnp.round(lanes(place) * factor).astype(jnp.int32)  # a register at a time, which packs in fewer steps
-        numbers[:, pl.ds(index * LANES, LANES)] = whole.astype(jnp.int8)
+    for start in range(0, at, LANES):
+        found = lanes[:, pl.ds(start, LANES)].astype(jnp.float32)
+        whole = jnp.round(found * factor).astype(jnp.int32)  # a register at a time, which packs in fewer steps
+        numbers[:, pl.ds(start, LANES)] = whole.astype(jnp.int8)
     return top / LARGEST + 0 * total

@@ -1,5 +1,6 @@
 """Linear layers with int8 products against float64 of what int8 makes of tokens and weights, written out here."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,16 +21,27 @@ def drawn(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def rounded(x: np.ndarray, axis: int) -> np.ndarray:
-    unit = np.abs(x.astype(np.float64)).max(axis=axis, keepdims=True) / 127
+    unit = np.abs(x).max(axis=axis, keepdims=True) / 127
     return np.round(x / unit) * unit
 
 
-def weights(ins: int, outs: list[int], *, turned: bool, bias: bool) -> tuple[list[np.ndarray], list[Rounded]]:
+def rotated(x: np.ndarray, block: int, axis: int = -1) -> np.ndarray:
+    """Blocks of lanes by an orthogonal matrix, in float64."""
+    x = np.moveaxis(x.astype(np.float64), axis, -1)
+    found = x.reshape(*x.shape[:-1], -1, block) @ linear_int8.rotation(block) / math.sqrt(block)
+    return np.moveaxis(found.reshape(x.shape), -1, axis)
+
+
+def weights(
+    ins: int, outs: list[int], block: int, *, turned: bool, bias: bool
+) -> tuple[list[np.ndarray], list[Rounded]]:
     """`[outs, ins]` as they are, and in int8."""
     plain = [drawn(size, ins, seed=index) for index, size in enumerate(outs)]
     found = []
     for index, each in enumerate(plain):
-        numbers, worth = linear_int8.rounded(jnp.asarray(each.T if turned else each), (0 if turned else 1,))
+        axis = 0 if turned else 1
+        factor = linear_int8.rotated_weight(jnp.asarray(each.T if turned else each), axis, block)
+        numbers, worth = linear_int8.rounded(factor, (axis,))
         found.append(Rounded(numbers, worth, jnp.asarray(drawn(len(each), seed=9 + index)) if bias else None))
     return plain, found
 
@@ -38,9 +50,11 @@ def gelu(x: np.ndarray) -> np.ndarray:
     return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
-def expected(parts: list[np.ndarray], plain: list[np.ndarray], given: list[Rounded], activation: Any) -> list[Any]:
-    x = rounded(np.concatenate(parts, axis=2), 2)
-    found = [x @ rounded(each, 1).T for each in plain]
+def expected(
+    parts: list[np.ndarray], plain: list[np.ndarray], given: list[Rounded], activation: Any, block: int
+) -> list[Any]:
+    x = rounded(rotated(np.concatenate(parts, axis=2), block), 2)
+    found = [x @ rounded(rotated(each, block), 1).T for each in plain]
     found = [y if one.bias is None else y + np.asarray(one.bias) for y, one in zip(found, given, strict=True)]
     if activation == "silu":
         return [found[0] / (1 + np.exp(-found[0])) * found[1]]
@@ -59,12 +73,12 @@ def test_it_is_the_product_of_rounded_numbers(
 ):
     """Two parts of lanes side by side, and more tokens than a grid step takes."""
     parts = [drawn(2, 139, 128), drawn(2, 139, 256, seed=1) * 3]
-    plain, given = weights(384, outs, turned=turned, bias=bias)
+    plain, given = weights(384, outs, 128, turned=turned, bias=bias)
     arrays = [jnp.asarray(part) for part in parts]
     run = linear_int8.linear_int8
-    found = run(arrays, given, activation=activation, turned=turned, kernel=kernel, interpret=True)
+    found = run(arrays, given, block=128, activation=activation, turned=turned, kernel=kernel, interpret=True)
     exact = [np.concatenate(parts, axis=2) @ each.T for each in plain]
-    for ours, wanted in zip(found, expected(parts, plain, given, activation), strict=True):
+    for ours, wanted in zip(found, expected(parts, plain, given, activation, 128), strict=True):
         compare("product", ours, wanted, error=HALVES)
     if activation is None and not bias:
         assert OPERATION < difference(found[0], exact[0]) < 2e-2
@@ -73,21 +87,21 @@ def test_it_is_the_product_of_rounded_numbers(
 @pytest.mark.parametrize("groups", [1, 2])
 def test_weights_that_do_not_fit_are_multiplied_in_groups(groups: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(linear_int8, "tiles_for", lambda *_: Tiles(128, groups))
-    plain, given = weights(256, [256, 512], turned=False, bias=True)
+    plain, given = weights(256, [256, 512], 256, turned=False, bias=True)
     x = drawn(1, 300, 256)
-    found = linear_int8.by_kernel([jnp.asarray(x)], given, activation=None, turned=False, interpret=True)
-    for ours, wanted in zip(found, expected([x], plain, given, None), strict=True):
+    found = linear_int8.by_kernel([jnp.asarray(x)], given, block=256, activation=None, turned=False, interpret=True)
+    for ours, wanted in zip(found, expected([x], plain, given, None, 256), strict=True):
         assert difference(ours, wanted) <= HALVES
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
 @pytest.mark.parametrize("turned", [False, True], ids=["outs first", "ins first"])
 def test_a_layer_is_taken_out_of_all(turned: bool, kernel: bool):
-    each = [weights(256, [128], turned=turned, bias=True)[1][0] for _ in range(2)]
+    each = [weights(256, [128], 64, turned=turned, bias=True)[1][0] for _ in range(2)]
     other = linear_int8.rounded(jnp.asarray(drawn(*each[0].numbers.shape, seed=5)), (0 if turned else 1,))[0]
     stack = each[0]._replace(numbers=jnp.stack([other, each[0].numbers, other]))
     x = jnp.asarray(drawn(1, 40, 256))
-    how = {"turned": turned, "kernel": kernel, "interpret": True}
+    how = {"block": 64, "turned": turned, "kernel": kernel, "interpret": True}
     (found,) = jax.jit(lambda layer: linear_int8.linear_int8([x], [stack], layer=layer, **how))(1)
     (wanted,) = linear_int8.linear_int8([x], each[:1], **how)
     assert difference(found, wanted) <= OPERATION
@@ -96,13 +110,48 @@ def test_a_layer_is_taken_out_of_all(turned: bool, kernel: bool):
 @pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
 def test_what_is_not_a_number_stays_so(kernel: bool):
     """A step's check for it must not be deceived: no whole number is NaN. Other tokens are as they were."""
-    _, given = weights(256, [128], turned=False, bias=False)
+    _, given = weights(256, [128], 256, turned=False, bias=False)
     for value in (np.nan, np.inf):
         x = drawn(1, 40, 256)
         x[0, 7, 200] = value
-        (found,) = linear_int8.linear_int8([jnp.asarray(x)], given, kernel=kernel, interpret=True)
+        (found,) = linear_int8.linear_int8([jnp.asarray(x)], given, block=256, kernel=kernel, interpret=True)
         assert np.isnan(np.asarray(found[0, 7])).all()
         assert np.isfinite(np.delete(np.asarray(found[0]), 7, axis=0)).all()
+
+
+@pytest.mark.parametrize("block", [1, 2, 16, 128, 256])
+def test_the_rotation_is_orthogonal_and_leaves_no_lane_above_the_rest(block: int):
+    """Neither of one wide channel nor of what is the same in all: of these a quarter or less may be lost where a block
+    is no power of four.
+    """
+    matrix = linear_int8.rotation(block)
+    assert np.array_equal(matrix @ matrix.T, block * np.eye(block))
+    same = np.abs(matrix.sum(axis=0))
+    assert same.max() <= math.sqrt(2 * block) and (same > 0).mean() >= 0.5
+
+
+def test_blocks_divide_what_each_chip_has():
+    assert linear_int8.block_of(5120, chips=1) == 256
+    assert linear_int8.block_of(6144, 18432, chips=8) == linear_int8.block_of(6144, chips=8) == 256
+    assert linear_int8.block_of(3072, chips=8) == 128
+    assert linear_int8.block_of(144, chips=1) == linear_int8.block_of(144, chips=5) == 16
+    assert linear_int8.block_of(75, chips=2) == 1
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+def test_channels_that_are_far_wider_than_others_take_no_bits_from_them(dtype: Any, kernel: bool):
+    x = drawn(1, 96, 512)
+    x[..., ::128] *= 20
+    x = jnp.asarray(x, dtype)
+    (plain,), given = weights(512, [128], 256, turned=False, bias=False)
+    how = {"kernel": kernel, "interpret": True}
+    exact = np.asarray(x, np.float64) @ plain.T
+    (found,) = linear_int8.linear_int8([x], given, block=256, **how)
+    assert difference(found, exact) <= 1.5e-2
+    as_they_are = Rounded(*linear_int8.rounded(jnp.asarray(plain), (1,)))
+    (unturned,) = linear_int8.linear_int8([x], [as_they_are], block=1, kernel=False)
+    assert difference(unturned, exact) > 3e-2
 
 
 def test_weights_with_a_value_that_is_no_number_say_so():

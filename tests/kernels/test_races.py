@@ -130,10 +130,10 @@ def test_linear_int8(activation: Any, cores: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(linear_int8, "tiles_for", lambda *_: linear_int8.Tiles(128, 2))
     parts = [drawn(1, 150, 128), drawn(1, 150, 256, seed=1)]
     weights = [
-        linear_int8.Rounded(*linear_int8.rounded(drawn(256, 384, seed=seed), (1,)), drawn(256, seed=seed))
+        linear_int8.Rounded(*linear_int8.rounded(drawn(256, 384, seed=seed), (1,)), drawn(256, seed=seed))  # as rotated
         for seed in (2, 3)
     ]
-    how = {"activation": activation, "turned": False}
+    how = {"block": 128, "activation": activation, "turned": False}
     found = linear_int8.by_kernel(parts, weights, **how, interpret=on(cores))
     # What lies in the middle between two whole numbers may go either way.
     assert_right(found, linear_int8.by_reference(parts, weights, **how), 2e-3)

@@ -82,7 +82,7 @@ def load(
                 if want.dtype == jax.numpy.int8:
                     check(f"round {name}")
                     weights[name], weights[name + WORTH] = round_weight(
-                        weights[name], axes[name], want, wanted[name + WORTH], f"{title}: {name}"
+                        weights[name], axes[name], want, wanted[name + WORTH]
                     )
                 meter.add(int(np.prod(want.shape)) * want.dtype.itemsize)
     jax.block_until_ready(weights)

@@ -20,7 +20,7 @@ from ...attention.api import Placement, attention, joint_attention
 from ...attention.policy import AttentionPolicy
 from ...attention.prologue import NO_PROLOGUE, Prologue
 from ...kernels import residual_norm
-from ...kernels.linear_int8 import Activation, Rounded, linear_int8
+from ...kernels.linear_int8 import Activation, Rounded, block_of, linear_int8
 from ...sharding.rules import Layout
 from .modules import LAYER
 
@@ -187,7 +187,8 @@ class TokenLayout:
         """
         platform = self.mesh.devices.flat[0].platform
         run = functools.partial(
-            linear_int8, activation=activation, turned=turned, kernel=self.policy.takes_kernel(platform),
+            linear_int8, block=block_of(*(part.shape[-1] for part in parts), chips=self.mesh.shape["tp"]),
+            activation=activation, turned=turned, kernel=self.policy.takes_kernel(platform),
             interpret=platform != "tpu",
         )  # fmt: skip
         tokens, outs, ins = self._tokens(placement), *("tp" if split == each else None for each in ("outs", "ins"))

@@ -6,7 +6,6 @@ Of weights in int8 what a number is worth stands beside it, by its name and `WOR
 
 import functools
 import json
-import logging
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...kernels import names
 from ...kernels.choice import Rungs
-from ...kernels.linear_int8 import TAKES_INT8, Rounded, rounded
+from ...kernels.linear_int8 import TAKES_INT8, Rounded, block_of, rotated_weight, rounded
 from ...sharding import rules
 from ...sharding.mesh import Device, shape_of
 from ..model_spec import Component
@@ -30,16 +29,12 @@ from . import modules
 from .modules import Network, Weight
 from .program import TRACING, Config, shard_bytes
 
-log = logging.getLogger(__name__)
-
 Weights = dict[str, jax.Array]
 # Of weights in int8 the dimensions over which a product sums.
 Axes = Mapping[str, tuple[int, ...]]
 NONE: Axes = {}
 WORTH = "_worth"
 FEWEST_LANES = 1024  # of a product's sums and results, from which on int8 saves more than rounding tokens costs
-# Relative RMS error of a layer's weight: normal values have 8e-3; more comes of outliers, which widen steps.
-USUAL_ERROR = 3e-2
 
 
 @dataclass(kw_only=True)
@@ -185,29 +180,22 @@ def bias_of(module: Any, name: str = "weight") -> Any:
 
 
 def round_weight(
-    weight: jax.Array, over: tuple[int, ...], want: jax.ShapeDtypeStruct, worth: jax.ShapeDtypeStruct, title: str
+    weight: jax.Array, over: tuple[int, ...], want: jax.ShapeDtypeStruct, worth: jax.ShapeDtypeStruct
 ) -> tuple[jax.Array, jax.Array]:
-    """A loaded weight `[layers, ...]` as numbers and what they are worth, on the chips. Layers that int8 does not hold
-    well are named in the log.
-    """
-    numbers, worths, errors = _program(want.sharding, worth.sharding, over)(weight)
+    """A loaded weight `[layers, ...]`, rotated, as numbers and what they are worth, on the chips."""
+    found = _program(want.sharding, worth.sharding, over)(weight)
     weight.delete()
-    if far := [index for index, error in enumerate(jax.device_get(errors)) if not error <= USUAL_ERROR]:
-        log.warning(
-            "%s in int8 is up to %.1f %% off in layers %s: choose quality exact if results are worse than expected.",
-            title, 100 * max(map(float, errors)), ", ".join(map(str, far)),
-        )  # fmt: skip
-    return numbers, worths
+    return found
 
 
 @functools.cache
 def _program(sharding: NamedSharding, worth: NamedSharding, over: tuple[int, ...]) -> Any:
-    def run(weight: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        numbers, worths = rounded(weight, over)
-        values = weight.astype(jnp.float32)
-        off = values - numbers.astype(jnp.float32) * jnp.expand_dims(worths, over)
-        inner = tuple(range(1, weight.ndim))
-        errors = jnp.sqrt(jnp.sum(off * off, axis=inner) / jnp.maximum(jnp.sum(values * values, axis=inner), 1e-30))
-        return numbers, worths, errors
+    inner, chips = tuple(dim - 1 for dim in over), sharding.mesh.shape["tp"]
 
-    return jax.jit(run, out_shardings=(sharding, worth, NamedSharding(sharding.mesh, PartitionSpec())))
+    def of_layer(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return rounded(rotated_weight(weight, inner[-1], block_of(weight.shape[inner[-1]], chips=chips)), inner)
+
+    def run(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.map(of_layer, weight)  # one at a time, for in float32 all are twice as large
+
+    return jax.jit(run, out_shardings=(sharding, worth))

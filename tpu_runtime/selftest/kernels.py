@@ -194,6 +194,7 @@ def _linear_int8(device: Device, host: Device) -> tuple[Arrays, Arrays]:
     """
     random = np.random.default_rng(4)
     tokens, ins, outs, layer = (4000, 1024, 1536, 1) if device.platform == "tpu" else (139, 128, 256, 1)
+    block = linear_int8.block_of(ins, chips=1)
     x = _rounded(random.normal(size=(1, tokens, ins)), device)
     first, second = (_rounded(random.normal(size=(3, outs, ins)) / math.sqrt(ins), device) for _ in range(2))
     bias = _rounded(random.normal(size=outs), device)
@@ -206,9 +207,9 @@ def _linear_int8(device: Device, host: Device) -> tuple[Arrays, Arrays]:
         def rounded(x: Any, factors: Sequence[Any], activation: Any) -> list[Any]:
             weights = []
             for factor, one in factors:
-                numbers, worth = linear_int8.rounded(factor, (2,))
+                numbers, worth = linear_int8.rounded(linear_int8.rotated_weight(factor, 2, block), (2,))
                 weights.append(linear_int8.Rounded(numbers, worth[layer], one))
-            how = {"activation": activation, "turned": False, "layer": jnp.int32(layer)}
+            how = {"block": block, "activation": activation, "turned": False, "layer": jnp.int32(layer)}
             return linear_int8.by_kernel([x], weights, **how, interpret=on.platform != "tpu")
 
         def all_ways(x: Any, first: Any, second: Any, bias: Any) -> Arrays:
