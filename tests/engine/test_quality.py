@@ -26,13 +26,14 @@ def test_every_model_offers_every_quality_and_refuses_others():
         assert str(error.value) == f"{spec.title}: quality is 'int4'; it must be one of {', '.join(QUALITIES)}."
 
 
-def test_int8_gives_nearly_the_same_and_leaves_exact_alone(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("family", ["Wan21", "Flux2", "HunyuanVideo15", "CogVideoX", "ZImage", "QwenImage"])
+def test_int8_gives_nearly_the_same_and_leaves_exact_alone(family: str, monkeypatch: pytest.MonkeyPatch):
     """One engine, programs of both at once: neither takes the other's."""
     monkeypatch.setattr(policy, "MANY_KEYS", 0)
     monkeypatch.setattr(weights, "FEWEST_LANES", 0)
-    runner = Runner(jax.devices()[:2])
-    model = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id)
-    settings = SPEC.settings(**{**SPEC.miniature.inputs, "num_inference_steps": 3})
+    spec, runner = spec_for_family(family), Runner(jax.devices()[:2])
+    model = ModelRef(spec_name=spec.name, model_id=spec.miniature.id)
+    settings = spec.settings(**{**spec.miniature.inputs, "num_inference_steps": 2})
     embeds = runner.encode(model, "a red circle moves right on blue", "", Silent())
 
     def denoised(quality: str) -> Any:

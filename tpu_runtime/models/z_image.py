@@ -127,7 +127,7 @@ def run_block(
     scale, gate, ffn_scale, ffn_gate = (1, 1, 1, 1) if time is None else modulate(block, time)
     update = attend(block.attention, run, block.attention_norm1(x) * scale, rotary, length)
     x = x + gate * block.attention_norm2(update)
-    update = block.feed_forward(block.ffn_norm1(x) * ffn_scale)
+    update = feed_forward(block.feed_forward, run, block.ffn_norm1(x) * ffn_scale)
     return x + ffn_gate * block.ffn_norm2(update)
 
 
@@ -144,7 +144,12 @@ def attend(
 ) -> "torch.Tensor":
     query, key, value = layers.heads(run, attn, x, attn.to_q, attn.to_k, attn.to_v)
     found = run.self_attention(query, key, value, layers.prologue(attn.norm_q, attn.norm_k, rotary), length)
-    return attn.to_out[0](found.flatten(2))
+    return next(run.products(found.flatten(2), attn.to_out[0]))
+
+
+def feed_forward(ff: Any, run: "DenoiserRun", x: "torch.Tensor") -> "torch.Tensor":
+    (hidden,) = run.products(x, ff.w1, ff.w3, activation="silu")
+    return next(run.products(hidden, ff.w2))
 
 
 def rotary_tables(

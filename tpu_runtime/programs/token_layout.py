@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from ...attention.api import Placement, attention, joint_attention
 from ...attention.policy import AttentionPolicy
@@ -238,7 +238,7 @@ class TokenLayout:
         specs, out_specs = P("tp", *self._tokens(placement)), self._tokens(placement, spread=True)
         return jax.shard_map(scattered, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)(sums)
 
-    def merge_groups(self, name: str, stack: Float[Array, "layers groups size ..."]) -> Float[Array, "layers rows ..."]:
+    def merge_groups(self, name: str, stack: Num[Array, "layers groups size ..."]) -> Num[Array, "layers rows ..."]:
         """A stack whose `size` is on `tp`, each chip's pieces of all groups together: another view, not a copy."""
         layers, groups, size, *inner = self.layouts[name].at_rest or (None,) * stack.ndim
 
