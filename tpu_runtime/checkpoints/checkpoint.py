@@ -226,11 +226,11 @@ def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = (), *, is_pa
 def _of_files(spec: ModelSpec, model_id: str, folders: Sequence[str], *, is_partial: bool) -> Checkpoint:
     """A model of single files. Tokenizers that are in none come from the family's repository."""
     found = parts.resolve(model_id, [spec], folders, needs_all=not is_partial)
-    root = assembled.folder_of(spec, found.parts, found.configs)
+    root = assembled.folder_of(found.spec, found.parts, found.configs)
     if is_partial:
-        return Checkpoint(spec=spec, model_id=model_id, root=root, is_partial=True)
+        return Checkpoint(spec=found.spec, model_id=model_id, root=root, is_partial=True)
     rest = locate(spec, found.rest or spec.published.hub_id, folders)
-    return Checkpoint(spec=spec, model_id=model_id, root=root, rest=rest)
+    return Checkpoint(spec=found.spec, model_id=model_id, root=root, rest=rest)
 
 
 def find_index(

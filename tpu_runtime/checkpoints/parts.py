@@ -190,6 +190,8 @@ def _words(name: str) -> set[str]:
 
 def _fit(spec: ModelSpec, given: _Given, folders: Sequence[str], *, needs_all: bool) -> "Parts | _Problem":
     """The model of these networks, or why `spec` is not it."""
+    if spec.vae.light and any(held.layout.class_name == spec.vae.light.component.class_name for held in given.networks):
+        spec = spec.with_light_vae()
     placed = _place(spec, given.networks)
     if isinstance(placed, _Problem):
         return placed

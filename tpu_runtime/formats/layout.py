@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..files import CheckpointError, TensorFile
@@ -19,7 +20,7 @@ class Shapes(Mapping[str, tuple[int, ...]]):
 
     def __getitem__(self, name: str) -> tuple[int, ...]:
         if name not in self._tensors:
-            raise CheckpointError(f"{self._place()}: the weight {name} is missing; the file is incomplete.")
+            raise CheckpointError(f"{self.path}: the weight {name} is missing; the file is incomplete.")
         return self._tensors[name].shape
 
     def __contains__(self, name: object) -> bool:
@@ -36,17 +37,23 @@ class Shapes(Mapping[str, tuple[int, ...]]):
         shape = self[name]
         if len(shape) != dimensions or 0 in shape:
             raise CheckpointError(
-                f"{self._place()}: the weight {name} has shape {shape}, and {dimensions} dimensions are expected. The "
+                f"{self.path}: the weight {name} has shape {shape}, and {dimensions} dimensions are expected. The "
                 "file is damaged, or of another model."
             )
         return shape
+
+    def dtype(self, name: str) -> str:
+        """The format of a tensor that is there, as safetensors calls it."""
+        return self._tensors[name].dtype
 
     def count(self, path: str) -> int:
         """How many layers the list at `path` has."""
         return count(self._tensors, path)
 
-    def _place(self) -> str:
-        return str(next((tensor.path for tensor in self._tensors.values()), "the file"))
+    @property
+    def path(self) -> Path:
+        """Of the file."""
+        return next((tensor.path for tensor in self._tensors.values()), Path("the file"))
 
 
 def count(names: Iterable[str], path: str) -> int:

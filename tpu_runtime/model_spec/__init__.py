@@ -9,6 +9,7 @@ from .groups import (
     Denoiser,
     HeadNorms,
     LatentGeometry,
+    LightVae,
     Miniature,
     Parallelism,
     Pictures,

@@ -84,6 +84,7 @@ class Component:
     the class that checkpoints have and upstream translates; where that is of a whole model, of which this network is a
     part, `config_part` is the key of its own config in that model's. `trim(module)` may drop what is not needed and put
     parts of a weight in its place (see `modules.Cut`). `makers_names` are the original names (see `checkpoints.names`).
+    `own_class()` is the class where no library has it.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Component:
     config_part: str = ""
     trim: Callable[[Any], None] | None = None
     makers_names: Table = field(default_factory=dict)
+    own_class: Callable[[], type] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiny", {**self.config, **self.tiny})

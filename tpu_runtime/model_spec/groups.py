@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...sharding.shape import MeshShape
-from .component import freeze
+from .component import Component, freeze
 from .functions import (
     Advice,
     ArrangeChips,
@@ -253,6 +253,16 @@ class Parallelism:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LightVae:
+    """A smaller decoder of the same latents, which is in the place of a model's component `vae_decoder` where the user
+    names a file of it. It has a folder of its own: the VAE's may be needed for pictures.
+    """
+
+    component: Component
+    decode: Decode
+
+
+@dataclass(frozen=True, kw_only=True)
 class Vae:
     """From the solver's last sample to pixels, by the component of that name.
 
@@ -264,6 +274,7 @@ class Vae:
     denormalize: DenormalizeLatents
     decode: Decode
     encode: EncodePixels | None = None
+    light: LightVae | None = None
 
 
 def no_conditions(latent_shape: tuple[int, ...]) -> Mapping[str, tuple[int | str, ...]]:

@@ -45,6 +45,17 @@ class ModelSpec:
         object.__setattr__(self, "inputs", {**self.inputs, "scheduler": choice, **STEP_INPUTS})
         freeze(self)
 
+    def with_light_vae(self) -> "ModelSpec":
+        """The model with its light decoder in place of the VAE's."""
+        light = self.vae.light
+        assert light is not None
+        components = [part for part in self.components if part.name != self.vae.component]
+        return replace(
+            self,
+            components=(*components, light.component),
+            vae=replace(self.vae, component=light.component.name, decode=light.decode),
+        )
+
     def parts_of(self, folder: str) -> list[Component]:
         """The networks that a folder of the checkpoint holds."""
         return [component for component in self.components if component.folder == folder]

@@ -24,6 +24,7 @@ from ..model_spec import (
     Switch,
     Vae,
 )
+from .autoencoders import light
 from .autoencoders.hunyuan15 import VAE_DECODER, decode, denormalize_latents
 from .denoisers import layers
 from .denoisers.hunyuan15 import TRANSFORMER
@@ -295,5 +296,7 @@ SPEC = ModelSpec(
             ),
         ),
     ),
-    vae=Vae(latent_format="HunyuanVideo15", denormalize=denormalize_latents, decode=decode),
+    vae=Vae(
+        latent_format="HunyuanVideo15", denormalize=denormalize_latents, decode=decode, light=light.HUNYUAN15
+    ),
 )

@@ -25,6 +25,7 @@ from ..model_spec import (
     Vae,
     plain_guidance,
 )
+from .autoencoders import light
 from .autoencoders.wan import VAE_DECODER, decode, denormalize_latents
 from .autoencoders.wan_encoder import VAE_ENCODER, encode_video
 from .denoisers import layers
@@ -247,5 +248,7 @@ SPEC = ModelSpec(
         ),
     ),
     parallelism=Parallelism(mesh=heads_by_twos),
-    vae=Vae(latent_format="Wan21", denormalize=denormalize_latents, decode=decode, encode=encode_video),
+    vae=Vae(
+        latent_format="Wan21", denormalize=denormalize_latents, decode=decode, encode=encode_video, light=light.WAN
+    ),
 )

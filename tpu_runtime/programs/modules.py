@@ -297,6 +297,8 @@ def import_upstream(components: Iterable[Component]) -> None:
 
 
 def upstream_class(component: Component) -> Any:
+    if component.own_class is not None:
+        return component.own_class()
     import diffusers
     import transformers
 

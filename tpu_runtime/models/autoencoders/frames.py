@@ -17,11 +17,12 @@ def decode_by_frame(
     before_first: Callable[..., tuple[Any, Any]],
     decode_next: Callable[..., tuple[Any, Any]],
     given: "tuple[torch.Tensor, ...]" = (),
+    only: slice = slice(1),
 ) -> Iterator[Any]:
     """Frames `[n, height, width, 3]` of latents `[1, channels, T, h, w]`: 1, then as many as a latent frame stands for.
 
     `before_first(vae, latent, *given)` makes the memory that `decode_next(vae, latent, memory)` carries from one latent
-    frame to the next. One program serves the first too, of whose frames only one is meant: that costs it the time of
+    frame to the next. One program serves the first too, of whose frames `only` one is meant: that costs it the time of
     the others and spares minutes of compiling.
     """
     total = latents.shape[2]
@@ -30,7 +31,7 @@ def decode_by_frame(
     for index in range(total):
         latent = latents[:, :, index : index + 1]
         frames, memory = call("vae_decoder", decode_next, latent, memory, partition="spatial", carries=True)
-        yield frames if index else frames[:1]
+        yield frames if index else frames[only]
         report(index + 1, total)
 
 

@@ -3,7 +3,7 @@ config its tensors ask for. May import `formats` and the leaves.
 """
 
 from ...formats.layout import FileLayout
-from . import cogvideox, encoders, flux2, hunyuan15, kl, qwen_image, wan, z_image
+from . import cogvideox, encoders, flux2, hunyuan15, kl, light, qwen_image, wan, z_image
 
 LAYOUTS: tuple[FileLayout, ...] = (
     *wan.LAYOUTS,
@@ -13,5 +13,6 @@ LAYOUTS: tuple[FileLayout, ...] = (
     *z_image.LAYOUTS,
     *qwen_image.LAYOUTS,
     *kl.LAYOUTS,
+    *light.LAYOUTS,
     *encoders.LAYOUTS,
 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import BLOCK_PRODUCT, GATHERED, REPLICATED, Rule
 from ...model_spec import Component, Denoiser, FloatLimit, IntLimit, LatentGeometry, Miniature, Need, Recipe, Same, Vae
+from ..autoencoders import light
 from ..autoencoders.wan import decode, denormalize_latents
 from ..denoisers import layers
 
@@ -271,7 +272,7 @@ INPUTS = {
 GEOMETRY = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(1, 2, 2))
 RECIPE = Recipe(scheduler=SCHEDULER, shift_key="flow_shift")
 DENOISER = Denoiser(forward=forward)
-VAE = Vae(latent_format="Wan21", denormalize=denormalize_latents, decode=decode)
+VAE = Vae(latent_format="Wan21", denormalize=denormalize_latents, decode=decode, light=light.WAN)
 MINIATURE = Miniature(
     id="tiny/wan21",
     inputs={"height": 80, "width": 112, "num_frames": 17},

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...model_spec import FloatLimit, IntLimit, LatentGeometry, ModelSpec, Need, Pictures, Published
+from ..autoencoders import light
 from ..autoencoders import wan22 as wan22_vae
 from ..text_encoders.wan import NEGATIVE_PROMPT, TEXT, TEXT_ENCODER
 from . import wan
@@ -86,6 +87,6 @@ SPEC = ModelSpec(
     texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},
     recipe=replace(wan.RECIPE, scheduler={**wan.SCHEDULER, "flow_shift": 5.0}),
     denoiser=replace(wan.DENOISER, forward=forward),
-    vae=replace(wan.VAE, latent_format="Wan22", encode=wan22_vae.encode_video),
+    vae=replace(wan.VAE, latent_format="Wan22", encode=wan22_vae.encode_video, light=light.WAN22),
     pictures=Pictures(encode=wan22_vae.encode_image, condition_shapes=condition_shapes, put_given=put_given),
 )
