@@ -41,7 +41,7 @@ PARTS = {
     "low_noise_model": ("diffusion_models", "Of a model of two denoisers, the file of the one for low noise."),
     "text_encoder": ("text_encoders", "The file of the text encoder."),
     "text_encoder_2": ("text_encoders", "Of a model with two, the file of the second text encoder."),
-    "vae": ("vae", "The file of the VAE."),
+    "vae": ("vae", "The file of the VAE, or of a light decoder such as taew2_1: faster, and not exact."),
     "image_encoder": ("clip_vision", "The file of the image encoder, for models that see a picture."),
 }
 

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import folder_paths
-
 from ...tpu_runtime import pipeline
 from ...tpu_runtime.pipeline import ModelRef
 from .. import DECLARATIONS
@@ -14,7 +12,7 @@ from ..graphs import core, graph
 from ..graphs.core import Source
 from ..model import CLIP_TYPES, chosen_id, quality_of
 from . import core_model
-from .host import ComfyHost, folders
+from .host import ComfyHost, folders, path_of
 
 Call = tuple[ModelRef, dict[str, Any]]
 _LOADER = "TPUModelLoader"
@@ -94,7 +92,7 @@ def _model(source: Source, part: str) -> ModelRef | None:
             specs = tuple(spec for spec in specs if spec.family in CLIP_TYPES[str(values["type"])])
         if part == "vae":
             specs = tuple(spec for spec in specs if spec.vae.encode is not None)
-        paths = [folder_paths.get_full_path_or_raise(folder, values[name]) for name, folder in names[source.kind]]
+        paths = [path_of(folder, values[name]) for name, folder in names[source.kind]]
         quality = quality_of(values.get("weight_dtype"))
         return pipeline.choose_part(specs, pipeline.SEPARATOR.join(paths), quality=quality)
     except (ValueError, KeyError, OSError, TypeError):

@@ -7,13 +7,11 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-import folder_paths
-
 from ...tpu_runtime.pipeline import QUALITIES, ModelRef
 from ..model import CLIP_TYPES, quality_of
 from . import core_model, core_text_and_vae, memory
 from .announce import announce
-from .host import ComfyHost, weights
+from .host import ComfyHost, path_of, weights
 
 try:
     from comfy_api.latest import io
@@ -24,11 +22,6 @@ except ImportError:
 core = importlib.import_module("nodes")
 _CATEGORY = "TPU/ComfyUI's own nodes"
 _AUTO = "auto"  # what COMFYUI_TPU_PRECISION says, or bfloat16
-
-
-def _path(folder: str, name: str) -> str:
-    """The file that a widget names, as core finds it: below its own folders alone."""
-    return folder_paths.get_full_path_or_raise(folder, name)
 
 
 def _options(loader: Any, name: str) -> list[str]:
@@ -83,7 +76,7 @@ class TPUUNETLoader(io.ComfyNode):
     @classmethod
     def execute(cls, unet_name: str, weight_dtype: str = "default") -> io.NodeOutput:
         _begin(cls)
-        path = _path("diffusion_models", unet_name)
+        path = path_of("diffusion_models", unet_name)
         return io.NodeOutput(core_model.model(path, _AUTO, ComfyHost, quality_of(weight_dtype)))
 
 
@@ -105,7 +98,7 @@ class TPUCLIPLoader(io.ComfyNode):
     @classmethod
     def execute(cls, clip_name: str, type: str = "wan", device: str = "default") -> io.NodeOutput:
         _begin(cls)
-        return io.NodeOutput(core_text_and_vae.clip([_path("text_encoders", clip_name)], type, _AUTO, ComfyHost))
+        return io.NodeOutput(core_text_and_vae.clip([path_of("text_encoders", clip_name)], type, _AUTO, ComfyHost))
 
 
 class TPUDualCLIPLoader(io.ComfyNode):
@@ -127,7 +120,7 @@ class TPUDualCLIPLoader(io.ComfyNode):
     @classmethod
     def execute(cls, clip_name1: str, clip_name2: str, type: str, device: str = "default") -> io.NodeOutput:
         _begin(cls)
-        paths = [_path("text_encoders", name) for name in (clip_name1, clip_name2)]
+        paths = [path_of("text_encoders", name) for name in (clip_name1, clip_name2)]
         return io.NodeOutput(core_text_and_vae.clip(paths, type, _AUTO, ComfyHost))
 
 
@@ -151,7 +144,8 @@ class TPUVAELoader(io.ComfyNode):
         return _schema(
             "TPUVAELoader",
             "Load VAE (TPU)",
-            "As Load VAE, for a VAE that runs on the TPU. It needs no tiles: the tiled nodes do as the others do.",
+            "As Load VAE, for a VAE that runs on the TPU, or a light decoder such as taew2_1. It needs no tiles: the "
+            "tiled nodes do as the others do.",
             (_file("vae_name", "vae", tooltip="The file of the VAE."),),
             (io.Vae.Output(tooltip="For VAEDecode, VAEEncode and alike."),),
         )
@@ -159,7 +153,7 @@ class TPUVAELoader(io.ComfyNode):
     @classmethod
     def execute(cls, vae_name: str) -> io.NodeOutput:
         _begin(cls)
-        return io.NodeOutput(core_text_and_vae.vae(_path("vae", vae_name), _AUTO, ComfyHost))
+        return io.NodeOutput(core_text_and_vae.vae(path_of("vae", vae_name), _AUTO, ComfyHost))
 
 
 class TPUCheckpointLoader(io.ComfyNode):
@@ -181,7 +175,7 @@ class TPUCheckpointLoader(io.ComfyNode):
     @classmethod
     def execute(cls, ckpt_name: str) -> io.NodeOutput:
         _begin(cls)
-        path = _path("checkpoints", ckpt_name)
+        path = path_of("checkpoints", ckpt_name)
         return io.NodeOutput(
             core_model.model(path, _AUTO, ComfyHost),
             core_text_and_vae.clip([path], core_text_and_vae.type_of(path), _AUTO, ComfyHost),
@@ -203,7 +197,7 @@ class TPUCLIPVisionLoader(io.ComfyNode):
     @classmethod
     def execute(cls, clip_name: str) -> io.NodeOutput:
         _begin(cls)
-        return io.NodeOutput(core_text_and_vae.clip_vision(_path("clip_vision", clip_name), _AUTO, ComfyHost))
+        return io.NodeOutput(core_text_and_vae.clip_vision(path_of("clip_vision", clip_name), _AUTO, ComfyHost))
 
 
 def objects(model: ModelRef) -> tuple[Any, ...]:

@@ -227,6 +227,8 @@ def _checked(process: Callable[..., Any], model: ModelRef) -> Callable[..., Any]
 
 # --- VAE --------------------------------------------------------------------------------------------------------------
 
+_LIGHT = "TAEHV"
+
 
 def vae(path: str, precision: str, host: MakeHost) -> "VAE":
     """Core's VAE of a file."""
@@ -246,6 +248,8 @@ def _make_vae(found: "VAE", model: ModelRef, host: MakeHost) -> None:
     with META:
         shapes = {name: torch.empty(tensor.shape) for name, tensor in held.tensors.items()}
         comfy.sd.VAE.__init__(found, shapes, device=CPU, dtype=torch.float32)
+    if held.layout.class_name == _LIGHT:
+        found.process_output = lambda pixels: pixels / 2.0 + 0.5  # core's network has them in 0..1
     found.first_stage_model = Autoencoder(model, _encoding(model, held), host)
     patcher.fill(found.first_stage_model)
     found.patcher = patcher
@@ -256,10 +260,13 @@ _ENCODING = tuple(spec for spec in pipeline.SPECS if spec.vae.encode is not None
 
 def _encoding(model: ModelRef, held: Any) -> ModelRef | None:
     """The model whose VAE encodes: of one that has no use for it, the same file's as another model's; None if in
-    several files.
+    several files. Beside a light decoder it is the model's own, if it has one.
     """
-    if model.spec.vae.encode is not None:
+    is_light = held.layout.class_name == _LIGHT
+    if model.spec.vae.encode is not None and not (is_light and model.is_partial):
         return model
+    if is_light:
+        return None
     files = list({tensor.path for tensor in held.tensors.values()})
     return pipeline.choose_part(_ENCODING, str(files[0]), precision=model.precision) if len(files) == 1 else None
 
@@ -299,8 +306,8 @@ class Autoencoder(torch.nn.Module):
     def encode(self, pixels: torch.Tensor, **options: Any) -> torch.Tensor:
         if self.encoding is None:
             raise ValueError(
-                f"{self.model.spec.title}: {self.model.model_id} has its VAE in several files, of which its encoder is "
-                "not read. Load the VAE's file with Load VAE (TPU)."
+                f"{self.model.spec.title}: {self.model.model_id} has no encoder that is read here: its VAE is in "
+                "several files, or is a light decoder. Load the VAE's own file with Load VAE (TPU)."
             )
         frames = pixels if pixels.ndim == 5 else pixels.unsqueeze(2)
         rows = [ask("latents", self.encoding, self.host, pixels=row[None].clone()) for row in frames]

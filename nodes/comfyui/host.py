@@ -15,7 +15,7 @@ from ..declare import Folders
 from . import previews
 
 # ComfyUI's folders that a model id is looked for in, and those with what it may name alone.
-_MODELS = ("diffusers", "diffusion_models", "checkpoints", "text_encoders", "vae", "clip_vision")
+_MODELS = ("diffusers", "diffusion_models", "checkpoints", "text_encoders", "vae", "vae_approx", "clip_vision")
 DENOISERS = ("diffusion_models", "checkpoints")
 
 
@@ -62,7 +62,24 @@ def folders() -> Folders:
     )
 
 
+# Light decoders of videos in `vae_approx` begin so; what else is there decodes pictures.
+_LIGHT = ("tae", "lighttae"), ("taesd", "taef")
+
+
 def weights(*names: str) -> list[str]:
-    """The files of weights in ComfyUI's folders of these names; its own lists leave out GGUF."""
+    """The files of weights in ComfyUI's folders of these names; its own lists leave out GGUF. Light decoders are VAEs
+    too, as in core.
+    """
     places = dict.fromkeys(path for name in names for path in folder_paths.get_folder_paths(name))
-    return list(dict.fromkeys(name for folder in places for name in pipeline.files_in(folder)))
+    found = dict.fromkeys(name for folder in places for name in pipeline.files_in(folder))
+    if "vae" in names:
+        light = [name for name in weights("vae_approx") if name.startswith(_LIGHT[0])]
+        found |= dict.fromkeys(name for name in light if not name.startswith(_LIGHT[1]))
+    return list(found)
+
+
+def path_of(folder: str, name: str) -> str:
+    """The file that a widget names, as core finds it: below its own folders alone."""
+    if folder == "vae" and folder_paths.get_full_path(folder, name) is None:
+        folder = "vae_approx"
+    return folder_paths.get_full_path_or_raise(folder, name)

@@ -13,6 +13,7 @@ KINDS = {
     "checkpoints": ("checkpoints",),
     "text_encoders": ("text_encoders", "clip"),
     "vae": ("vae",),
+    "vae_approx": ("vae_approx",),
     "clip_vision": ("clip_vision",),
 }
 EXTRA = "extra_model_paths.yaml"

@@ -75,7 +75,7 @@ def decode_light(
         # Upstream makes frames of pixels that it doubled before, each of them alone: the same, of fewer.
         x = grown(convolved(layers[start + 4].conv, x, kernel=True), x.shape[1])
         x = convolved(layers[start + 5], x, doubled=True, kernel=True)
-    frames = unshuffled(convolved(layers[-1], activated(x), kernel=True)[0], config.patch_size)
+    frames = unshuffled(convolved(layers[-1], activated(x))[0], config.patch_size)
     return pixels(frames if is_hunyuans else frames.float() * 2.0 - 1.0), kept
 
 
