@@ -249,7 +249,7 @@ def _make_vae(found: "VAE", model: ModelRef, host: MakeHost) -> None:
         shapes = {name: torch.empty(tensor.shape) for name, tensor in held.tensors.items()}
         comfy.sd.VAE.__init__(found, shapes, device=CPU, dtype=torch.float32)
     if held.layout.class_name == _LIGHT:
-        found.process_output = lambda pixels: pixels / 2.0 + 0.5  # core's network has them in 0..1
+        found.process_output = lambda pixels: pixels.div_(2.0).add_(0.5)  # core's network has them in 0..1
     found.first_stage_model = Autoencoder(model, _encoding(model, held), host)
     patcher.fill(found.first_stage_model)
     found.patcher = patcher

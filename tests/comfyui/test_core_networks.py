@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from comfyui_tpu.tests.comfyui import core_graphs
 from comfyui_tpu.tests.files import single_files, test_comfyui_encoders
 from comfyui_tpu.tests.files.comfyui_oracle import DENOISERS, saved
@@ -19,6 +20,8 @@ from comfyui_tpu.tests.support.comfyui_server import COMFYUI, needs_comfyui
 from comfyui_tpu.tests.support.patience import PATIENCE_S, slower
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models.autoencoders.taehv import TAEHV
+from safetensors.torch import save_file
 
 pytestmark = [needs_comfyui, pytest.mark.slow]
 
@@ -339,3 +342,17 @@ def test_pixels_and_latents_are_those_of_cores_vae(name: str, tmp_path: Path):
         # Core's group norms see the whole video at once, diffusers' and ours two latent frames: about a hundredth.
         assert errors.pop("decode") == errors.pop("decode tiled") < 0.05
     check(errors)
+
+
+@pytest.mark.parametrize(
+    ("name", "latents"),
+    [("lighttaew2_1", (2, 16, 3, 5, 6)), pytest.param("lighttaew2_2", (1, 48, 2, 3, 4), marks=pytest.mark.recorded)],
+)
+def test_a_light_decoder_is_cores_vae_too(name: str, latents: tuple[int, ...], tmp_path: Path):
+    torch.manual_seed(0)
+    module = TAEHV(latent_channels=latents[1], patch_size=1 if latents[1] == 16 else 2)
+    for weight in module.parameters():
+        torch.nn.init.normal_(weight, std=(1.3 / weight[0].numel()) ** 0.5 if weight.ndim > 1 else 0.1)
+    save_file(module.state_dict(), tmp_path / f"{name}.safetensors")
+    job = {"kind": "vae", "paths": [str(tmp_path / f"{name}.safetensors")], "frames": None, "latents": latents}
+    check(run_script("core_parts.py", job, tmp_path))

@@ -198,14 +198,14 @@ def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = (), *, is_pa
             f"{spec.title}: model_id is empty. Enter a Hugging Face id such as {spec.published.hub_id}, a folder in "
             f"diffusers layout, or {spec.miniature.id}."
         )
+    if parts.is_of_files(model_id):
+        return _of_files(spec, model_id, folders, is_partial=is_partial)
     if model_id.startswith("tiny/"):
         if model_id not in spec.miniature.ids:
             raise CheckpointError(
                 f"{spec.title}: model_id is {model_id}; its built-in checkpoint is {spec.miniature.id}."
             )
         return Checkpoint(spec=spec, model_id=model_id, root=None)
-    if parts.is_of_files(model_id):
-        return _of_files(spec, model_id, folders, is_partial=is_partial)
     if (folder := local_folder(model_id, folders)) is not None:
         if not (folder / INDEX).is_file():
             raise CheckpointError(

@@ -296,7 +296,5 @@ SPEC = ModelSpec(
             ),
         ),
     ),
-    vae=Vae(
-        latent_format="HunyuanVideo15", denormalize=denormalize_latents, decode=decode, light=light.HUNYUAN15
-    ),
+    vae=Vae(latent_format="HunyuanVideo15", denormalize=denormalize_latents, decode=decode, light=light.HUNYUAN15),
 )

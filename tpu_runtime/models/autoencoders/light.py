@@ -45,8 +45,8 @@ def before_light(vae: Any, latent: "torch.Tensor") -> "tuple[torch.Tensor, list[
 def decode_light(
     vae: Any, latent: "torch.Tensor", memory: "list[torch.Tensor]"
 ) -> "tuple[torch.Tensor, list[torch.Tensor]]":
-    """The next latent frame `[1, channels, 1, h, w]` to frames `[4, height, width, 3]` in 0..1, and the memory after it:
-    the last input of each block, in the order of use.
+    """The next latent frame `[1, channels, 1, h, w]` to frames `[4, height, width, 3]` in 0..1, and the memory after
+    it: the last input of each block, in the order of use.
     """
     import torch
     from torch.nn.functional import leaky_relu

@@ -7,12 +7,7 @@ from ...files import CheckpointError
 from ...formats.layout import Config, FileLayout, Shapes
 
 # Of models that are not run here, with as many channels as Wan's: by how the makers' files begin.
-_OTHERS = {
-    "taehv.": "HunyuanVideo 1",
-    "taehv_": "HunyuanVideo 1",
-    "taecvx": "CogVideoX",
-    "taeos": "Open-Sora",
-}
+_OTHERS = {"taehv.": "HunyuanVideo 1", "taehv_": "HunyuanVideo 1", "taecvx": "CogVideoX", "taeos": "Open-Sora"}
 
 
 def config(shapes: Shapes, base: Mapping[str, Any]) -> Config:

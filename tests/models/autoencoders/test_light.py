@@ -1,0 +1,239 @@
+"""The light decoder gives what ComfyUI's own module gives, from a file of its own; files of others are refused."""
+
+import importlib.util
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from comfyui_tpu.nodes.declare import Folders, Input, Node
+from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, run_workflow
+from comfyui_tpu.tests.files import single_files
+from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tests.support.closeness import NETWORK
+from comfyui_tpu.tests.support.comfyui_server import COMFYUI, needs_comfyui
+from comfyui_tpu.tests.support.patience import slower
+from comfyui_tpu.tpu_runtime.checkpoints import parts, tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, choose_model, choose_part
+from comfyui_tpu.tpu_runtime.files import CheckpointError
+from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.progress import Silent
+from safetensors.torch import save_file
+from torch import nn
+
+pytestmark = needs_comfyui
+
+Tensors = dict[str, torch.Tensor]
+WAN, TI2V, HUNYUAN = map(spec_by_name, ("wan2.1-t2v-14b", "wan2.2-ti2v-5b", "hunyuanvideo1.5-t2v-720p"))
+QWEN = spec_by_name("qwen-image-2512")
+
+
+@pytest.fixture(scope="module")
+def upstream() -> ModuleType:
+    """ComfyUI's own file, without the rest of it."""
+    ops, management = ModuleType("comfy.ops"), ModuleType("comfy.model_management")
+    ops.disable_weight_init = nn
+    management.intermediate_device = lambda: torch.device("cpu")
+    comfy = ModuleType("comfy")
+    comfy.ops, comfy.model_management = ops, management
+    stubs = {"comfy": comfy, "comfy.ops": ops, "comfy.model_management": management}
+    spec = importlib.util.spec_from_file_location("taehv", COMFYUI / "comfy" / "taesd" / "taehv.py")
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stub in stubs.items():
+            patch.setitem(sys.modules, name, stub)
+        spec.loader.exec_module(module)
+    return module
+
+
+def network(upstream: ModuleType, channels: int) -> Any:
+    """Random, with frames that are neither black nor white and differ from one to the next."""
+    torch.manual_seed(channels)
+    with torch.inference_mode(False):
+        found = upstream.TAEHV(channels, parallel=True).requires_grad_(False)
+    for weight in found.parameters():
+        nn.init.normal_(weight, std=(1.3 / weight[0].numel()) ** 0.5 if weight.ndim > 1 else 0.1)
+    return found
+
+
+def written(path: Path, tensors: Tensors) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    return path
+
+
+def scaled(spec: Any, latents: torch.Tensor) -> torch.Tensor:
+    """LATENT samples as the denoiser has them."""
+    config = spec.component("vae_decoder").config
+    if "latents_mean" not in config:
+        return latents * config["scaling_factor"]
+    mean, std = (torch.tensor(config[name]).view(1, -1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
+    return (latents - mean) / std
+
+
+def frames_of(theirs: Any, latents: torch.Tensor) -> torch.Tensor:
+    return theirs.decode(latents)[0].movedim(0, -1).clamp(0.0, 1.0)
+
+
+# By file: the model, latents, the makers' scale, and whether activation and pixels are LightX2V's for HunyuanVideo.
+FILES = {
+    "taew2_1": (WAN, (3, 5, 7), False),
+    "lighttaew2_1": (WAN, (2, 6, 4), True),
+    "taew2_2": (TI2V, (2, 3, 5), False),
+    "lighttaew2_2": (TI2V, (2, 3, 5), True),
+    "taehv1_5": (HUNYUAN, (3, 5, 3), False),
+    "lighttaehy1_5": (HUNYUAN, (2, 3, 5), True),
+    "taew2_1 of a picture": (QWEN, (1, 5, 7), False),
+}
+
+
+@pytest.mark.parametrize("name", slower(FILES, "lighttaew2_2"))
+def test_frames_are_those_of_comfyuis_module(name: str, upstream: ModuleType, tmp_path: Path, compare: Callable):
+    spec, (number, height, width), is_lightx2v = FILES[name]
+    channels = spec.geometry.channels
+    theirs = network(upstream, channels)
+    path = written(tmp_path / f"{name.split()[0]}.safetensors", theirs.state_dict())
+    if spec is HUNYUAN and not is_lightx2v:
+        # ComfyUI's has one activation for all of 32 channels; the maker's own code has this one.
+        theirs.decoder[2], theirs.decoder[21] = nn.ReLU(), nn.ReLU()
+        for block in (layer for layer in theirs.decoder if hasattr(layer, "act")):
+            block.act = block.conv[1] = block.conv[3] = nn.ReLU()
+    latents = torch.randn(1, channels, number, height, width)
+    model = choose_part([spec], str(path), precision="float32")
+    ours = engine(8 if height % 2 else 3).decode(model, {"samples": latents}, Silent())
+    wanted = theirs.decode(latents if is_lightx2v else scaled(spec, latents))[0].movedim(0, -1)
+    wanted = (wanted / 2 + 0.5 if spec is HUNYUAN and is_lightx2v else wanted).clamp(0.0, 1.0)
+    assert len(wanted) == 4 * number - 3 and wanted.std() > 0.1
+    compare(f"frames, {name}", ours.numpy(), wanted.numpy(), error=NETWORK)
+
+
+def test_whose_a_file_is_its_name_says_or_its_format(upstream: ModuleType, tmp_path: Path):
+    tensors = network(upstream, 16).state_dict()
+    half = {name: tensor.half() for name, tensor in tensors.items()}
+    for name, held, is_lightx2v in (
+        ("taew2_1", tensors, False), ("lighttaew2_1", half, True), ("Wan/LightTAE_small", half, True),
+        ("decoder", half, False), ("decoder_of_another", tensors, True),
+    ):  # fmt: skip
+        path = written(tmp_path / f"{name}.safetensors", held)
+        found = choose_part([WAN], str(path)).resolve(Silent())
+        assert found.configs["vae_decoder"]["is_lightx2v"] is is_lightx2v, name
+
+
+def node(kind: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": kind, "inputs": inputs}
+
+
+def shown(kind: str) -> Node:
+    """An output node, whose results are returned."""
+    given = Input(name="a", type=kind, tooltip="")
+    return Node(id=kind, title=kind, description="", inputs=(given,), is_output=True, run=lambda host, a: (a,))
+
+
+def test_a_loader_takes_it_for_the_vae_and_only_where_it_is_named(
+    upstream: ModuleType, tmp_path: Path, compare: Callable
+):
+    theirs = network(upstream, 16)
+    written(tmp_path / "vae_approx" / "taew2_1.safetensors", theirs.state_dict())
+    small = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 1, "guidance_scale": 1.0, "seed": 3}
+    loaded = {"model_id": WAN.miniature.random_id, "family": "Wan21", "precision": "float32"}
+    workflow = {
+        "light": node("TPUModelLoader", **loaded, vae="taew2_1.safetensors"),
+        "exact": node("TPUModelLoader", **loaded),
+        "text": node("Wan21TextEncoder", prompt="a cat", negative_prompt="", model=["exact", 0]),
+        "latents": node("Wan21TPUSampler", prompt_embeds=["text", 0], model=["exact", 0], **small),
+        "same latents": node("Wan21TPUSampler", prompt_embeds=["text", 0], model=["light", 0], **small),
+        "frames": node("Wan21TPUVAEDecoder", latents=["latents", 0], model=["light", 0]),
+        "exact frames": node("Wan21TPUVAEDecoder", latents=["latents", 0], model=["exact", 0]),
+    }
+    for name in ("latents", "same latents", "frames", "exact frames"):
+        workflow[f"show {name}"] = node("IMAGE" if "frames" in name else "LATENT", a=[name, 0])
+    host = TerminalHost(Folders(models=(str(tmp_path / "vae_approx"),)), stream=io.StringIO())
+    found = run_workflow(workflow, host, {**HEADLESS, **{kind: shown(kind) for kind in ("IMAGE", "LATENT")}})
+    results = {name.removeprefix("show "): value for name, value in found.items()}
+    samples = results["latents"][0]["samples"]
+    assert torch.equal(samples, results["same latents"][0]["samples"])
+    wanted = frames_of(theirs, scaled(WAN, samples))
+    compare("frames of a workflow", results["frames"][0].numpy(), wanted.numpy())
+    exact = ModelRef(spec_name=WAN.name, model_id=WAN.miniature.random_id, precision="float32")
+    assert torch.equal(results["exact frames"][0], engine(8).decode(exact, {"samples": samples}, Silent()))
+    assert (results["exact frames"][0] - results["frames"][0]).abs().mean() > 0.05
+
+
+def test_pictures_are_still_encoded_by_the_vae(upstream: ModuleType, tmp_path: Path):
+    spec = spec_by_name("wan2.2-i2v-a14b")
+    path = written(tmp_path / "taew2_1.safetensors", network(upstream, 16).state_dict())
+    settings = spec.settings(height=64, width=96, num_frames=5)
+    conditions = [
+        engine(8).encode_image(
+            choose_model(spec, each, precision="float32"), torch.rand(1, 64, 96, 3), settings, Silent()
+        )
+        for each in (spec.miniature.random_id, f"{spec.miniature.random_id} + {path}")
+        if torch.manual_seed(1)
+    ]
+    exact, beside = (condition["tensors"] for condition in conditions)
+    assert exact.keys() == beside.keys() and all(torch.equal(exact[name], beside[name]) for name in exact)
+
+
+def test_a_vae_that_files_lack_is_never_a_light_decoder(upstream: ModuleType, tmp_path: Path):
+    """It is the largest of the folder's files that fit."""
+    source, folder = tiny.ensure(WAN), tmp_path / "vae"
+    written(folder / "lighttaew2_1.safetensors", network(upstream, 16).state_dict())
+    single_files.write(folder / "wan_vae.safetensors", source / "vae", "AutoencoderKLWan")
+    path = single_files.write(tmp_path / "wan.safetensors", source / "transformer", "WanTransformer3DModel")
+    encoder = single_files.write(tmp_path / "umt5.safetensors", source / "text_encoder", "UMT5EncoderModel")
+    found = parts.resolve(f"{path} + {encoder}", [WAN], (str(folder),))
+    assert found.parts["vae"].path.name == "wan_vae.safetensors" and "vae_light" not in found.parts
+
+
+def changed(name: str, tensor: torch.Tensor) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {**tensors, name: tensor}
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
+    "another model's": ("taew2_2", lambda t: t, "latent_channels is 48 in vae_light/config.json of"),
+    "hunyuanvideo 1's": ("taehv", lambda t: t, "decodes the latents of HunyuanVideo 1, by its name"),
+    "cogvideox's": ("taecvx", lambda t: t, "decodes the latents of CogVideoX, by its name"),
+    "another shape": (
+        "taew2_1", changed("decoder.9.conv.0.weight", torch.zeros(7, 5, 3, 3)), "has shape (7, 5, 3, 3), but its",
+    ),
+    "an input of another kind": ("taew2_1", changed("decoder.1.weight", torch.zeros(3)), "has shape (3,), and 4"),
+    "a hundred thousand channels": (
+        "taew2_1", changed("decoder.1.weight", torch.zeros(1, 100_000, 1, 1)), "latent_channels is 100000",
+    ),
+    "patches of 30 pixels": ("taew2_1", changed("decoder.22.weight", torch.zeros(2700, 1, 1, 1)), "patch_size is 30"),
+    "no weight": (
+        "taew2_1", lambda t: {n: x for n, x in t.items() if n != "decoder.13.conv.weight"},
+        "the weight decoder.13.conv.weight is missing",
+    ),
+    "values that are not finite": (
+        "taew2_1", lambda t: {n: x * float("nan") for n, x in t.items()}, "holds NaN or infinity",
+    ),
+    "the larger form": (
+        "taew2_1_super", lambda t: {"decoder.0.weight": torch.zeros(1), "decoder.1.conv.3.weight": torch.zeros(1)},
+        "is a TAEHV of its larger form (super)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_what_is_none_is_refused_in_a_sentence(name: str, upstream: ModuleType, tmp_path: Path):
+    file, change, sentence = DAMAGE[name]
+    tensors = network(upstream, 48 if file == "taew2_2" else 16).state_dict()
+    path = written(tmp_path / f"{file}.safetensors", change(tensors))
+    with pytest.raises(CheckpointError) as refused:
+        model = choose_part([WAN], str(path), precision="float32")
+        engine(8).decode(model, {"samples": torch.zeros(1, 16, 1, 2, 2)}, Silent())
+    assert sentence in str(refused.value) and str(path) in str(refused.value)
+
+
+def test_a_file_that_is_cut_off_or_may_hold_programs_is_refused(upstream: ModuleType, tmp_path: Path):
+    path = written(tmp_path / "taew2_1.safetensors", network(upstream, 16).state_dict())
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match="probably cut off while downloading"):
+        choose_part([WAN], str(path))
+    with pytest.raises(CheckpointError):
+        choose_part([WAN], str(path.rename(tmp_path / "taew2_1.pth")))
