@@ -1,9 +1,13 @@
-"""Previews while sampling, through ComfyUI's own previewers: the user's setting, TAESD files and animations apply."""
+"""Previews while sampling, through ComfyUI's own previewers: the user's setting, TAESD files and animations apply. A
+model with a light decoder of ours in its VAE's place brings its picture along.
+"""
 
 from typing import Any
 
 import comfy.latent_formats
 import latent_preview
+import torch
+from PIL import Image
 
 from ...tpu_runtime.pipeline import Preview, media
 
@@ -18,6 +22,9 @@ class Previewer:
         """What `ProgressBar` takes as preview; None where the user wants none."""
         if latent_preview.args.preview_method == latent_preview.LatentPreviewMethod.NoPreviews:
             return None
+        if preview.picture is not None:
+            pixels = (preview.picture().clamp(0.0, 1.0) * 255.0).round().to(torch.uint8)
+            return "JPEG", Image.fromarray(pixels.numpy()), latent_preview.MAX_PREVIEW_RESOLUTION
         latents = preview.latents()
         previewer = self._previewer(preview.latent_format, latents.device)
         if previewer is None:

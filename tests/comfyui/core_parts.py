@@ -199,6 +199,7 @@ def frames(job: Mapping[str, Any]) -> dict[str, float]:
     if job["frames"] is not None:
         return errors | {"encode": relative(ours.encode(pixels.clone()), theirs.encode(pixels.clone()))}
     check_listed(Path(path))
+    check_shown()
     try:
         ours.encode(pixels)
     except ValueError as error:
@@ -217,6 +218,28 @@ def check_listed(path: Path) -> None:
     listed = host.weights("vae")
     assert path.name in listed and not [name for name in listed if name.startswith("taesd")], listed
     assert host.path_of("vae", path.name) == str(path) and str(path.parent) in host.folders().models
+
+
+def check_shown() -> None:
+    """A preview that brings its picture along is that, unless the user wants none."""
+    import latent_preview
+    import torch
+    from comfyui_tpu.nodes.comfyui import previews
+    from comfyui_tpu.tpu_runtime import pipeline
+
+    picture, latents = torch.rand(6, 8, 3), torch.zeros(1, 16, 3, 6, 8)
+    preview = pipeline.Preview(latent_format="Wan21", latents=lambda: latents, picture=lambda: picture)
+    methods, found = latent_preview.LatentPreviewMethod, {}
+    for method in (methods.NoPreviews, methods.Latent2RGB):
+        latent_preview.args.preview_method = method
+        found[method] = previews.Previewer().image(preview)
+    assert found[methods.NoPreviews] is None
+    kind, image, _ = found[methods.Latent2RGB]
+    assert (kind, image.size, image.getpixel((7, 0))) == (
+        "JPEG",
+        (8, 6),
+        tuple(map(round, (picture[0, 7] * 255).tolist())),
+    )
 
 
 def looks(job: Mapping[str, Any]) -> dict[str, float]:

@@ -20,10 +20,13 @@ import torch
 
 from ...sharding import placement
 from ..checkpoints import checkpoint, guider, score_bound
-from ..model_spec import Settings
+from ..hosts.together import Together
+from ..model_spec import Call, Settings
+from ..model_spec.functions import Decode
 from ..programs import denoise_step, solver_table
 from ..programs.executables import Executable
 from ..programs.generation import Denoising
+from ..programs.network_call import CallRequest, caller
 from ..programs.solver_table import SolverTable
 from ..programs.step_reuse import CachedDenoiser, Runnable
 from ..progress import Preview
@@ -59,11 +62,14 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """A step that the devices were given, by its number: its estimate of the end result, and whether that is finite."""
+    """A step that the devices were given, by its number: its estimate of the end result, whether that is finite, and
+    perhaps a picture of it.
+    """
 
     index: int
     denoised: jax.Array
     is_finite: jax.Array
+    picture: jax.Array | None
 
 
 def denoise(stage: Stage, plan: Denoising, standing: Standing) -> tuple[Standing, np.ndarray]:
@@ -74,6 +80,7 @@ def denoise(stage: Stage, plan: Denoising, standing: Standing) -> tuple[Standing
     """
     spec, progress, table, steps = plan.spec, stage.progress, standing.table, plan.steps
     programs = denoiser_programs(stage, plan, standing.inputs)
+    pictured = _pictures(stage, plan)
     noises = table.noises(lambda: spec.draw_noise(plan.settings, standing.generator).numpy(), steps)
     noise, state, launched = next(noises), standing.state, None
     for expert, indices in itertools.groupby(steps, lambda index: plan.experts[index][0]):
@@ -91,7 +98,8 @@ def denoise(stage: Stage, plan: Denoising, standing: Standing) -> tuple[Standing
             args = denoise_step.StepArgs(state, table.table[index], *times, placed, scale)
             *state, denoised, is_finite = program(weights, *args)
             state, before = tuple(state), launched
-            launched = Launched(index=index, denoised=denoised, is_finite=is_finite)
+            # Right behind its step: the picture is there when the step is.
+            launched = Launched(index=index, denoised=denoised, is_finite=is_finite, picture=pictured(denoised))
             noise = next(noises, None)  # drawn while the devices are at work
             if before is not None:
                 _settle(stage, plan, before)
@@ -123,7 +131,7 @@ def _settle(stage: Stage, plan: Denoising, launched: Launched) -> None:
     if not launched.is_finite:
         what = f"from step {launched.index + 1} of {plan.table.num_steps} on, the latents"
         raise stage.not_finite(what, stage.model.loras)
-    _stepped(stage, plan.steps.index(launched.index) + 1, len(plan.steps), launched.denoised)
+    _stepped(stage, plan.steps.index(launched.index) + 1, len(plan.steps), launched)
 
 
 def _placed(program: Runnable, state: tuple[Any, ...], inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -135,13 +143,56 @@ def _placed(program: Runnable, state: tuple[Any, ...], inputs: Inputs) -> tuple[
     return put(state, shapes.state), put(rows, shapes.inputs)
 
 
-def _stepped(stage: Stage, done: int, total: int, denoised: jax.Array) -> None:
-    def latents() -> torch.Tensor:
-        return torch.from_numpy(np.array(denoised))
+def _stepped(stage: Stage, done: int, total: int, launched: Launched) -> None:
+    def fetch(array: jax.Array) -> torch.Tensor:
+        return torch.from_numpy(np.array(array))
 
-    stage.progress.step(done, total, "step", Preview(latent_format=stage.spec.vae.latent_format, latents=latents))
+    preview = Preview(
+        latent_format=stage.spec.vae.latent_format,
+        latents=functools.partial(fetch, launched.denoised),
+        picture=None if launched.picture is None else functools.partial(fetch, launched.picture),
+    )
+    stage.progress.step(done, total, "step", preview)
     if seconds := stage.progress.activity.seconds_per_unit:
         stage.progress.text(f"Denoising, step {done} of {total}, {seconds:.2f} s a step")
+
+
+def _pictures(stage: Stage, plan: Denoising) -> Callable[[jax.Array], jax.Array | None]:
+    """What gives the devices a step's estimate to decode: its middle frame, by the light decoder of a model that has
+    one in its VAE's place. None is given for other models, with several hosts, and where memory is short.
+    """
+    decode, light = stage.spec.vae.decode, stage.spec.vae.light
+    if light is None or decode is not light.decode or type(stage.hosts) is not Together:
+        return lambda denoised: None
+    middle, shape = plan.latent_shape[2] // 2, (*plan.latent_shape[:2], 1, *plan.latent_shape[3:])
+    # A scale and an offset for each value.
+    offset, one = (plan.finish(torch.full(shape, value)).numpy() for value in (0.0, 1.0))
+    found: dict[tuple[Any, ...], Executable] = {}
+
+    def loaded(request: CallRequest) -> Executable:
+        found[request.key] = stage.program(request)
+        return found[request.key]
+
+    _first(decode, caller(loaded, lambda executable, request: executable.program.zeros), torch.zeros(shape))
+    *_, last = found.values()
+    weights = stage.weights(light.component.name, last)
+
+    def run(executable: Executable, request: CallRequest) -> tuple[Any, Any]:
+        return executable(weights, *request.args)[:2]
+
+    def pictured(denoised: jax.Array) -> jax.Array | None:
+        is_gone = any(weight.is_deleted() for weight in weights.values())
+        if is_gone or not stage.device_cache.has_room(last, runs=True):
+            return None
+        frame = denoised[:, :, middle : middle + 1] * (one - offset) + offset
+        return _first(decode, caller(lambda request: found[request.key], run), frame)[0]
+
+    return pictured
+
+
+def _first(decode: Decode, call: Call, latents: Any) -> Any:
+    """The first chunk of frames that `decode` gives."""
+    return next(iter(decode(call, latents, lambda done, total: None)))
 
 
 def plan_of(stage: Stage, settings: Settings) -> Denoising:

@@ -136,11 +136,13 @@ class DeviceCache:
         assert not isinstance(held, Executable)
         return "absent" if held is None else "resident" if held.variant == variant else "another"
 
-    def has_room(self, program: Executable) -> bool:
-        """Whether a program may be loaded beside what is held and the one that ran last, with nothing leaving."""
+    def has_room(self, program: Executable, *, runs: bool = False) -> bool:
+        """Whether a program may be loaded beside what is held and the one that ran last, with nothing leaving; one that
+        `runs`, is held already, run beside that.
+        """
         budget = budget_bytes(self._device, self._reserve_share)
         held = self.size_bytes + self.code_bytes + self._workspace_bytes
-        return budget is None or held + program.code_bytes <= budget
+        return budget is None or held + (program.workspace_bytes if runs else program.code_bytes) <= budget
 
     def add_program(self, digest: str, program: Executable) -> None:
         """Keeps a loaded program; the longest unused leaves when there are too many."""

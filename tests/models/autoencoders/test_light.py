@@ -21,7 +21,7 @@ from comfyui_tpu.tpu_runtime.checkpoints import parts, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, choose_model, choose_part
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import Preview, Silent
 from safetensors.torch import save_file
 from torch import nn
 
@@ -176,6 +176,36 @@ def test_pictures_are_still_encoded_by_the_vae(upstream: ModuleType, tmp_path: P
     ]
     exact, beside = (condition["tensors"] for condition in conditions)
     assert exact.keys() == beside.keys() and all(torch.equal(exact[name], beside[name]) for name in exact)
+
+
+class Watching(Silent):
+    """The previews of a sampler: latents, and the picture if there is one."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
+        if preview is not None:
+            self.seen.append((preview.latents(), preview.picture and preview.picture()))
+
+
+def test_previews_are_its_pictures_of_the_middle(upstream: ModuleType, tmp_path: Path, compare: Callable):
+    theirs, runner, host = network(upstream, 16), engine(8), Watching()
+    path = written(tmp_path / "taew2_1.safetensors", theirs.state_dict())
+    settings = WAN.settings(height=64, width=96, num_frames=9, num_inference_steps=2, guidance_scale=1.0)
+    light, exact = (
+        choose_model(WAN, model_id, precision="float32")
+        for model_id in (f"{WAN.miniature.random_id} + {path}", WAN.miniature.random_id)
+    )
+    embeds = runner.encode(light, "a cat", "", Silent())
+    runner.denoise(light, settings, *embeds, host)
+    assert len(host.seen) == 2 and not torch.equal(host.seen[0][1], host.seen[1][1])
+    for latents, picture in host.seen:
+        wanted = frames_of(theirs, latents[:, :, 1:2])[0]
+        compare("preview", picture.numpy(), wanted.numpy(), error=NETWORK)
+    host.seen.clear()
+    runner.denoise(exact, settings, *embeds, host)
+    assert [picture for _, picture in host.seen] == [None, None]
 
 
 def test_a_vae_that_files_lack_is_never_a_light_decoder(upstream: ModuleType, tmp_path: Path):
