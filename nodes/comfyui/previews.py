@@ -6,8 +6,6 @@ from typing import Any
 
 import comfy.latent_formats
 import latent_preview
-import torch
-from PIL import Image
 
 from ...tpu_runtime.pipeline import Preview, media
 
@@ -23,8 +21,8 @@ class Previewer:
         if latent_preview.args.preview_method == latent_preview.LatentPreviewMethod.NoPreviews:
             return None
         if preview.picture is not None:
-            pixels = (preview.picture().clamp(0.0, 1.0) * 255.0).round().to(torch.uint8)
-            return "JPEG", Image.fromarray(pixels.numpy()), latent_preview.MAX_PREVIEW_RESOLUTION
+            image = latent_preview.preview_to_image(preview.picture() * 2.0 - 1.0)
+            return "JPEG", image, latent_preview.MAX_PREVIEW_RESOLUTION
         latents = preview.latents()
         previewer = self._previewer(preview.latent_format, latents.device)
         if previewer is None:

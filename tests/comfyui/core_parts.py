@@ -227,7 +227,8 @@ def check_shown() -> None:
     from comfyui_tpu.nodes.comfyui import previews
     from comfyui_tpu.tpu_runtime import pipeline
 
-    picture, latents = torch.rand(6, 8, 3), torch.zeros(1, 16, 3, 6, 8)
+    numbers, latents = torch.randint(0, 255, (6, 8, 3)), torch.zeros(1, 16, 3, 6, 8)
+    picture = (numbers + 0.5) / 255.0
     preview = pipeline.Preview(latent_format="Wan21", latents=lambda: latents, picture=lambda: picture)
     methods, found = latent_preview.LatentPreviewMethod, {}
     for method in (methods.NoPreviews, methods.Latent2RGB):
@@ -235,11 +236,7 @@ def check_shown() -> None:
         found[method] = previews.Previewer().image(preview)
     assert found[methods.NoPreviews] is None
     kind, image, _ = found[methods.Latent2RGB]
-    assert (kind, image.size, image.getpixel((7, 0))) == (
-        "JPEG",
-        (8, 6),
-        tuple(map(round, (picture[0, 7] * 255).tolist())),
-    )
+    assert (kind, image.size, image.getpixel((7, 0))) == ("JPEG", (8, 6), tuple(numbers[0, 7].tolist()))
 
 
 def looks(job: Mapping[str, Any]) -> dict[str, float]:
