@@ -69,7 +69,7 @@ class Launched:
     index: int
     denoised: jax.Array
     is_finite: jax.Array
-    picture: jax.Array | None
+    picture: jax.Array | None = None
 
 
 def denoise(stage: Stage, plan: Denoising, standing: Standing) -> tuple[Standing, np.ndarray]:
