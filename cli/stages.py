@@ -1,4 +1,6 @@
-"""The commands encode, denoise and decode: a generation in stages, which files hold between them."""
+"""The commands encode, denoise and decode: a generation in stages, which files hold between them. And
+`calibrate`, which measures in one how MagCache is to choose steps.
+"""
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +30,7 @@ from .verbs import add_inputs, add_verb, flag, given_inputs, input_names, model_
 
 
 def add_verbs(verbs: Any) -> None:
-    """The three commands."""
+    """The commands of this file."""
     encode = _stage_verb(verbs, "encode", _encode, "stage 1: prompts, and a picture, to embeddings")
     for name in input_names("texts"):
         encode.add_argument(flag(name), dest=name)
@@ -43,6 +45,7 @@ def add_verbs(verbs: Any) -> None:
     decode = _stage_verb(verbs, "decode", _decode, "stage 3: latents to a video or a picture")
     add_inputs(decode, ["fps"])
     decode.add_argument("--out", type=Path, metavar="FILE", help="FOLDER/output_video.mp4 or output_image.png")
+    _add_calibrate(verbs)
 
 
 def _stage_verb(verbs: Any, name: str, command: Callable, text: str) -> argparse.ArgumentParser:
@@ -173,4 +176,48 @@ def _decode(options: argparse.Namespace) -> int:
         else:
             media.save_video(out, media.Video(frames=frames, frame_rate=media.frame_rate(values["fps"])))
         host.text(f"wrote {out}")
+    return 0
+
+
+# --- calibrate --------------------------------------------------------------------------------------------------------
+
+# What is no matter of the curve, or is what the curve is for.
+_NOT_MEASURED = ("fps", "step_cache", "cache_threshold", "cache_start", "cache_end", "cache_interval", *PART)
+
+
+def _add_calibrate(verbs: Any) -> None:
+    text = "measure the curve by which cache_threshold chooses the steps that are left out"
+    verb = add_verb(verbs, "calibrate", _calibrate, text)
+    cached = [spec.name for spec in SPECS if "cache_threshold" in spec.inputs]
+    verb.add_argument("name", metavar="MODEL", choices=cached, help="; ".join(cached))
+    verb.add_argument("--model-id", metavar="ID", help="its id or folder; default: its Hub id")
+    verb.add_argument("--precision", choices=CHOICES, default="auto")
+    for name in input_names("texts"):
+        verb.add_argument(flag(name), dest=name, help="default: the model's")
+    verb.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help="as for encode")
+    verb.add_argument("--resize", choices=media.RESIZE, default=media.RESIZE[0], help="how another shape is fitted")
+    add_inputs(verb, [name for name in input_names("inputs") if name not in _NOT_MEASURED])
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    """MagCache's curve of a model, from one generation of whole steps."""
+    spec, host = spec_by_name(options.name), TerminalHost(Folders())
+    model_id = options.model_id or spec.published.hub_id
+    model = choose_model(spec, model_id, precision=options.precision, folders=model_folders(), progress=host)
+    if model.spec != spec:
+        raise ValueError(f"{model_id} is a {model.spec.name}, not a {spec.name}. Name that model.")
+    fitting = {**spec.miniature.inputs, **tiny.texts(spec, model_id)} if model_id in spec.miniature.ids else {}
+    values = {**spec.texts, **fitting, **given_inputs(options, spec)}
+    settings = spec.settings(**values)
+    with host.timed(f"{spec.title}: {len(settings.steps)} steps"):
+        pictures = _pictures(spec, options.image)
+        size = {name: getattr(settings, name) for name in SIZE if pictures}
+        condition = _encode_pictures(model, pictures, size, options.resize, host)
+        prompts = values["prompt"], values.get("negative_prompt", "")
+        embeds = pipeline.encode_prompt(model, *prompts, progress=host, condition=condition)
+        curve, path = pipeline.calibrate(model, settings, *embeds, condition=condition, progress=host)
+    print_timings(host.timings)
+    for branch, ratios in zip(("prompt", "negative prompt"), curve.ratios, strict=False):
+        print(f"{branch}: {', '.join(f'{ratio:.4f}' for ratio in ratios)}")
+    print(f"written: {path}")
     return 0

@@ -228,6 +228,7 @@ def sampler(
 
     Every sampler may also run a part of the steps, and begin with latents.
     """
+    newest = (named.of_name(spec, name) for name in named.newest(spec, inputs))
     outputs = (
         Output(name="latents", type="LATENT", tooltip="For the VAE decoder; in ComfyUI's own layout."),
         Output(name="num_frames", type="INT", tooltip="Number of video frames the latents hold."),
@@ -238,7 +239,7 @@ def sampler(
         "TPUSampler",
         f"{label} TPU Sampler",
         (*inputs, *PART),
-        more=(named.LATENTS, *(named.own_size(spec, name) for name in sizes), named.of_name(spec, "quality")),
+        more=(named.LATENTS, *(named.own_size(spec, name) for name in sizes), *newest),
         description=f"Denoises with {spec.title} on the TPU, from random noise to latents.",
         outputs=outputs[:1] if spec.is_image else outputs,
         run=partial(_sample, spec, image_spec or spec),
@@ -309,7 +310,7 @@ def pipeline(spec: ModelSpec, label: str, stage_nodes: tuple[Node, ...], *inputs
         description=f"{spec.title} from prompt to {'picture' if spec.is_image else 'video'}: all stages in one node.",
         inputs=tuple(
             replace(i, optional=True) if i.name == "image" and not named.needs_picture(spec) else i
-            for i in named.of_names(spec, (*inputs, "quality"))
+            for i in named.of_names(spec, (*inputs, *named.newest(spec, inputs)))
         ),
         outputs=outputs,
         family=spec.family,

@@ -127,7 +127,14 @@ ENTRIES = {
         "a result that is close: 46 dB on this pack's own model, where bfloat16 has 52.",
         optional=True,
     ),
-    "step_cache": _recipe("Reuses most of the denoiser's work at some steps: faster, and only nearly the same video."),
+    "step_cache": _recipe(
+        "Reuses most of the denoiser's work at some steps: faster, and only nearly the same video. For 20 steps or "
+        "more: with few there is nothing to reuse."
+    ),
+    "cache_threshold": _recipe(
+        "How much error may add up before a step runs whole (MagCache): 0.06 leaves out nearly half of 50 steps. Where "
+        "it may be 0, that is DeepCache instead, by cache_start, cache_end and cache_interval. For step_cache."
+    ),
     "cache_start": _recipe(
         "The first step that later ones reuse, counted from 0. All before it run whole. For step_cache."
     ),
@@ -167,6 +174,8 @@ LATENTS = Input(
 )
 # Recipes of distilled models, for flow models; and of those with two experts.
 FEW_STEPS = ("scheduler", "sigmas")
+# Of samplers and pipelines, the newest.
+_NEWEST = ("quality", "step_cache", "cache_threshold")
 EXPERTS = ("high_noise_steps",)
 
 
@@ -200,6 +209,11 @@ def of_names(spec: ModelSpec, names: tuple[str, ...]) -> tuple[Input, ...]:
     found = [of_name(spec, name) for name in names]
     last = max((index for index, i in enumerate(found) if i.is_widget and not i.optional), default=-1)
     return tuple(replace(i, optional=False) if i.is_widget and n < last else i for n, i in enumerate(found))
+
+
+def newest(spec: ModelSpec, before: tuple[str, ...]) -> tuple[str, ...]:
+    """What samplers and pipelines of the family have behind what stands `before`."""
+    return tuple(name for name in _NEWEST if name in spec.inputs and name not in before)
 
 
 def of_name(spec: ModelSpec, name: str) -> Input:

@@ -45,6 +45,7 @@ def test_usage_counts_files_and_bytes_of_every_kind(folder: Path, monkeypatch: p
         "prompts": {"path": str(folder / "prompts"), "files": 2, "bytes": entries},
         "plans": {"path": str(folder / "plans"), "files": 0, "bytes": 0},
         "compile_seconds": {"path": str(folder / "compile_seconds"), "files": 0, "bytes": 0},
+        "curves": {"path": str(folder / "curves"), "files": 0, "bytes": 0},
         "xla": {"path": str(folder / "xla"), "files": 1, "bytes": 3},
     }
     # Counted anew after a while, not at each call.

@@ -36,7 +36,7 @@ def test_contributors_are_sent_to_guidance_to_memory_and_to_a_refusal():
 def test_the_vocabulary_lists_the_stages_in_their_order():
     listed = re.findall(r"^\| `(\w+)` \|", section("Vocabulary"), re.MULTILINE)
     assert tuple(listed) == STAGES
-    assert set(WORK) == {*STAGES, "warmup", *CALLS}
+    assert set(WORK) == {*STAGES, "warmup", "calibrate", *CALLS}
 
 
 def stage_words(tree: ast.AST) -> Iterator[str]:

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "attention": {"kernels", "sharding"},
     "model_spec": {"sharding"},
     "leaves": {"model_spec", "attention", "sharding"},
-    "cache": {"leaves", "attention", "sharding"},
+    "cache": {"leaves", "model_spec", "attention", "sharding"},
     "machine": LEAVES,
     "programs": {"machine", *LEAVES},
     "formats": LEAVES,

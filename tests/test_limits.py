@@ -10,11 +10,10 @@ from comfyui_tpu.tpu_runtime.model_spec.limits import (
     IntLimit,
     Numbers,
     Settings,
-    StepCache,
     Switch,
-    policy_of,
     without_zero_sizes,
 )
+from comfyui_tpu.tpu_runtime.model_spec.step_cache import MagCache, StepCache, policy_of
 
 FRAMES = IntLimit(default=81, low=17, high=121, multiple_of=4, plus=1)
 SIZE = IntLimit(default=80, low=16, high=100, multiple_of=16)
@@ -95,6 +94,9 @@ def test_the_policy_that_widgets_ask_for():
     widgets = {"step_cache": True, "cache_start": 1, "cache_end": 5, "cache_interval": 2}
     assert policy_of(widgets) == StepCache(start=1, end=5, interval=2)
     assert policy_of({**widgets, "step_cache": False}) is None and policy_of({}) is None
+    assert policy_of({**widgets, "cache_threshold": 0.0}) == policy_of(widgets)
+    assert policy_of({**widgets, "cache_threshold": 0.1}) == MagCache(threshold=0.1)
+    assert policy_of({**widgets, "cache_threshold": 0.1, "step_cache": False}) is None
 
 
 def test_sizes_of_zero_stand_for_another_size():

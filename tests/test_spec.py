@@ -136,7 +136,9 @@ def test_settings_that_did_not_come_from_widgets_are_checked_too():
 
 def test_a_step_cache_is_for_models_that_have_one():
     cached = replace(SETTINGS, step_cache=StepCache(start=1, end=5, interval=2))
-    with pytest.raises(ValueError, match="^Wan 2.1 T2V 14B: step_cache is on, but this model runs every step whole"):
+    with pytest.raises(
+        ValueError, match="^Wan 2.1 T2V 14B: step_cache is on, but this model has no cache_start, cache_end"
+    ):
         WAN.check_settings(cached)
     caching = spec_by_name("hunyuanvideo1.5-t2v-720p")
     sizes = {name: caching.inputs[name].default for name in ("height", "width", "num_frames")}

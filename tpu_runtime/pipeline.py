@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import device_memory, files, media
-from .cache import store
+from .cache import curves, store
 from .cache.store import cache_folder, trim
 from .checkpoints import checkpoint, content, hub, tiny
 from .checkpoints.checkpoint import Checkpoint
@@ -40,6 +42,7 @@ from .model_spec import (
     SIZE,
     STAGES,
     Choice,
+    Curve,
     FloatLimit,
     IntLimit,
     Limit,
@@ -193,6 +196,8 @@ def run(stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> An
     """
     if (settings := arguments.get("settings")) is not None:
         model.spec.check_settings(settings)
+        if not model.address:
+            settings = arguments["settings"] = curves.with_curve(model.spec, model.model_id, settings)
         is_published = stage == "denoise" and model.model_id not in model.spec.miniature.ids
         if is_published and (advice := model.spec.recipe.advice(settings)) is not None:
             _warn_once(f"{model.spec.title}: {advice}")
@@ -230,6 +235,23 @@ def denoise(
         "denoise", model, progress, settings=settings, prompt_embeds=prompt_embeds,
         negative_prompt_embeds=negative_prompt_embeds, condition=condition, latents=latents,
     )  # fmt: skip
+
+
+def calibrate(
+    model: ModelRef,
+    settings: Settings,
+    prompt_embeds: Conditioning,
+    negative_prompt_embeds: Conditioning | None,
+    *,
+    progress: Progress,
+    condition: ImageCondition | None = None,
+) -> "tuple[Curve, Path]":
+    """MagCache's curve of a model, measured in a generation with these settings and kept for later ones; and where."""
+    curve = run(
+        "calibrate", model, progress, settings=replace(settings, step_cache=None), prompt_embeds=prompt_embeds,
+        negative_prompt_embeds=negative_prompt_embeds, condition=condition,
+    )  # fmt: skip
+    return curve, curves.keep(model.spec, model.model_id, curve)
 
 
 @functools.cache
@@ -286,7 +308,18 @@ def expect(generations: Iterable[Expected], *, progress: Progress) -> None:
 def expect_here(generations: Sequence[Expected], *, progress: Progress) -> None:
     """`expect`, of models of this machine alone."""
     if generations or current():
-        engine(progress).expect(generations)
+        engine(progress).expect(map(_with_curve, generations))
+
+
+def _with_curve(expected: Expected) -> Expected:
+    """With the settings as they will run; without any where they will be refused."""
+    try:
+        settings = expected.settings and curves.with_curve(
+            expected.model.spec, expected.model.model_id, expected.settings
+        )
+    except ValueError:
+        settings = None
+    return replace(expected, settings=settings)
 
 
 def prepare(calls: Iterable[tuple[ModelRef, dict[str, Any]]], *, progress: Progress) -> None:

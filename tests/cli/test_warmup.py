@@ -20,7 +20,7 @@ from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import engine as engines
-from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings, StepCache
+from comfyui_tpu.tpu_runtime.model_spec import MagCache, ModelSpec, Settings, StepCache
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
 from comfyui_tpu.tpu_runtime.programs import executables
 from comfyui_tpu.tpu_runtime.programs.program import Program
@@ -170,10 +170,12 @@ def test_a_step_cache_is_warmed_as_it_runs(tmp_path: Path, asked: Asked):
     options = ["--step-cache", "--cache-start", "3", "--cache-interval", "2"]
     assert cli.main(["warmup", "--model", HUNYUAN.name, *options]) == 0
     assert cli.main(["warmup", "--model", HUNYUAN.name, "--cache-start", "3"]) == 0
+    assert cli.main(["warmup", "--model", "wan2.1-t2v-14b", "--step-cache", "--cache-threshold", "0.1"]) == 0
     assert [settings.step_cache for _, settings in asked] == [
         StepCache(start=11, end=40, interval=4),
         StepCache(start=3, end=45, interval=2),
         None,
+        MagCache(threshold=0.1),
     ]
 
 
@@ -188,6 +190,12 @@ def test_the_schedulers_options_are_taken(asked: Asked):
 def test_a_cached_steps_two_programs_are_built(programs: list[Program]):
     options = ["--step-cache", "--cache-start", "1", "--cache-end", "4", "--num-inference-steps", "5"]
     assert cli.main(["warmup", "--model", HUNYUAN.name, "--tiny", *options]) == 0
+    names = [program.name for program in programs]
+    assert (names.count("denoise_step"), names.count("denoise_step.from_features")) == (1, 1)
+
+
+def test_both_programs_of_a_published_curve_are_built(programs: list[Program]):
+    assert cli.main(["warmup", "--model", "wan2.1-t2v-14b", "--tiny", "--step-cache", "--num-frames", "5"]) == 0
     names = [program.name for program in programs]
     assert (names.count("denoise_step"), names.count("denoise_step.from_features")) == (1, 1)
 

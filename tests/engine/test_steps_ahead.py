@@ -14,7 +14,7 @@ from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.host import Cancelled, Host
 from comfyui_tpu.tpu_runtime.engine import denoise as denoising
-from comfyui_tpu.tpu_runtime.model_spec import Settings, StepCache
+from comfyui_tpu.tpu_runtime.model_spec import Curve, MagCache, Settings, StepCache
 from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
 from comfyui_tpu.tpu_runtime.programs.executables import Executable
 from comfyui_tpu.tpu_runtime.programs.finite import NotFinite
@@ -108,12 +108,24 @@ def test_a_cancel_leaves_at_most_one_step_running(denoised: Callable[..., np.nda
     assert denoised().shape == (1, 16, 2, 8, 6)
 
 
-def test_no_step_goes_ahead_with_a_step_cache(denoised: Callable[..., np.ndarray], events: list[str]):
-    """Kept features would be there twice."""
-    model = parity.tiny_model(spec_for_family("HunyuanVideo15"))
-    settings = replace(SETTINGS, scheduler="checkpoint", step_cache=StepCache(start=1, end=4, interval=2))
+CURVE = Curve(ratios=((1.0,) * 5,), retained=(0.2,))
+
+
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [("HunyuanVideo15", StepCache(start=1, end=4, interval=2)), ("Wan21", MagCache(threshold=0.1, curve=CURVE))],
+)
+def test_no_step_goes_ahead_with_a_step_cache(
+    family: str, policy: Any, denoised: Callable[..., np.ndarray], events: list[str]
+):
+    """Kept features would be there twice. A cancel ends it as any other."""
+    model = parity.tiny_model(spec_for_family(family))
+    settings = replace(SETTINGS, scheduler="checkpoint", step_cache=policy)
     denoised(model=model, settings=settings)
     assert events == IN_ORDER
+    with pytest.raises(Cancelled):
+        denoised(model=model, settings=settings, cancel_after=2)
+    assert events == IN_ORDER[:4]
 
 
 def test_no_step_goes_ahead_to_another_expert(

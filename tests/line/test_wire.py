@@ -8,13 +8,14 @@ import torch
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from comfyui_tpu.tpu_runtime.line import wire
 from comfyui_tpu.tpu_runtime.line.records import Ask, At, Ended, Text
-from comfyui_tpu.tpu_runtime.model_spec import StepCache
+from comfyui_tpu.tpu_runtime.model_spec import Curve, MagCache, StepCache
 
 MODEL = ModelRef(
     spec_name="wan2.1-t2v-14b", model_id="tiny/wan21", precision="float32", loras=(Lora(path="a", strength=0.5),)
 )
 ARGUMENTS = {
-    "model": MODEL, "cache": StepCache(start=1, end=2, interval=3), "text": "é", "none": None, "twice": [],
+    "model": MODEL, "cache": StepCache(start=1, end=2, interval=3),
+    "curve": MagCache(threshold=0.1, curve=Curve(ratios=((1.0, 2.0),))), "text": "é", "none": None, "twice": [],
     "pair": (1, [2, (3.5, True)]), "deep": {"list": [torch.arange(6, dtype=torch.int32).reshape(2, 3)]},
     "bfloat16": torch.tensor([[1.5, -2.0]], dtype=torch.bfloat16), "empty": torch.zeros(0, 4, dtype=torch.float16),
     "inside": (torch.tensor([True, False]), [ModelRef(spec_name="a", model_id="b")]), "last": torch.tensor(7.0),
@@ -87,6 +88,14 @@ def test_a_record_with_values_of_other_types_is_none():
 def test_a_tensor_that_the_body_does_not_hold_is_refused(body: bytes):
     with pytest.raises(wire.WireError):
         wire.unpack({"__record__": "Ask", "name": "x", "arguments": {"a": {"__tensor__": "0"}}}, body, (Ask,))
+
+
+@pytest.mark.parametrize("curve", ["x", {"ratios": {"__tuple__": []}}, {"ratios": [[1.0]]}, {"other": 1}, {}])
+def test_a_curve_that_is_none_is_refused(curve: Any):
+    named = {"__record__": "Curve", **curve} if isinstance(curve, dict) else curve
+    settings = {"__record__": "MagCache", "threshold": 0.1, "curve": named}
+    with pytest.raises(wire.WireError):
+        wire.unpack({"__record__": "Ask", "name": "x", "arguments": {"a": settings}}, b"", (Ask,))
 
 
 def test_a_message_that_is_too_long_is_not_sent():

@@ -85,14 +85,16 @@ def test_required_inputs_come_first(node: Any):
         (
             SAMPLER,
             "height width num_frames num_inference_steps guidance_scale seed model_id flow_shift precision scheduler "
-            "sigmas guidance_scale_2 high_noise_steps start_step end_step add_noise return_with_leftover_noise quality",
+            "sigmas guidance_scale_2 high_noise_steps start_step end_step add_noise return_with_leftover_noise quality "
+            "step_cache cache_threshold",
             "latents num_frames",
         ),
         (DECODER, "model_id fps precision", "frames fps"),
         (
             PIPELINE,
             "prompt negative_prompt height width num_frames num_inference_steps guidance_scale seed model_id fps "
-            "flow_shift precision scheduler sigmas guidance_scale_2 high_noise_steps quality",
+            "flow_shift precision scheduler sigmas guidance_scale_2 high_noise_steps quality step_cache "
+            "cache_threshold",
             "frames fps video",
         ),
     ],
@@ -146,12 +148,12 @@ def test_cogvideox_has_its_scheduler_last_under_advanced_and_hands_it_on(runtime
     """Older workflows end before it, and run with the checkpoint's own; pictures, parts of the steps and what may be
     given away for time came after.
     """
-    for node, newer in ((cogvideox.SAMPLER, 7), (cogvideox.PIPELINE, 3)):
+    for node, newer in ((cogvideox.SAMPLER, 9), (cogvideox.PIPELINE, 5)):
         last = node.inputs[-2 - newer : -newer]
         assert [(i.name, i.default, i.optional, i.advanced) for i in last] == [
             ("scheduler", "checkpoint", True, True), ("use_dynamic_cfg", False, True, True),
         ]  # fmt: skip
-    given = {i.name: i.default for i in cogvideox.SAMPLER.inputs[:-9] if i.is_widget}
+    given = {i.name: i.default for i in cogvideox.SAMPLER.inputs[:-11] if i.is_widget}
     given["prompt_embeds"] = conditioning("CogVideoX")
     chosen = {"scheduler": "CogVideoXDPMScheduler", "use_dynamic_cfg": True}
     for more in ({}, chosen):

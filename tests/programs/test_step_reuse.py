@@ -174,7 +174,7 @@ def test_a_bad_policy_and_a_model_without_one_are_refused():
         with pytest.raises(ValueError, match=f"HunyuanVideo 1.5 T2V: {message.split(';')[0]};"):
             SPEC.check_settings(replace(ODD, step_cache=replace(POLICY, **change)))
     other = spec_for_family("Wan21")
-    with pytest.raises(ValueError, match="step_cache is on, but this model runs every step whole. Turn it off."):
+    with pytest.raises(ValueError, match="step_cache is on, but this model has no cache_start, .*. Turn it off."):
         other.check_settings(replace(other.settings(), step_cache=POLICY))
 
 
@@ -189,8 +189,8 @@ def test_the_node_offers_it_off_with_the_originals_numbers():
 
 
 def test_the_command_refuses_it_for_a_model_without_it(tmp_path, capsys: pytest.CaptureFixture):
-    assert cli.main(["denoise", "--folder", str(tmp_path), "--model", "tiny/wan21", "--step-cache"]) == 2
-    assert "Wan 2.1 T2V 14B: this model has no step_cache. Leave --step-cache out." in capsys.readouterr().err
+    assert cli.main(["denoise", "--folder", str(tmp_path), "--model", "tiny/wan21", "--cache-start", "1"]) == 2
+    assert "Wan 2.1 T2V 14B: this model has no cache_start. Leave --cache-start out." in capsys.readouterr().err
 
 
 def test_a_plan_has_both_programs_and_how_often_each_runs():

@@ -31,7 +31,7 @@ SECONDS_BETWEEN_COUNTS = 5
 # Entries that a killed process left unfinished are older than this.
 ABANDONED_S = 24 * 3600
 # Above this the least recently used entries are removed.
-MAX_BYTES = {"prompts": 4 * GIB, "plans": GIB, "compile_seconds": MIB, "xla": 20 * GIB}
+MAX_BYTES = {"prompts": 4 * GIB, "plans": GIB, "compile_seconds": MIB, "curves": MIB, "xla": 20 * GIB}
 
 
 def cache_folder() -> Path:

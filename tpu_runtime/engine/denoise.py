@@ -72,14 +72,16 @@ class Launched:
     picture: jax.Array | None = None
 
 
-def denoise(stage: Stage, plan: Denoising, standing: Standing) -> tuple[Standing, np.ndarray]:
-    """The steps that `plan` runs. Waits for each, at most one behind, so that progress is true and a cancel stops
-    within one step.
+def denoise(
+    stage: Stage, plan: Denoising, standing: Standing, programs: Mapping[str, Runnable] | None = None
+) -> tuple[Standing, np.ndarray]:
+    """The steps that `plan` runs, with these `programs` or its own. Waits for each, at most one behind, so that
+    progress is true and a cancel stops within one step.
 
     Returns where the solver stands then, and the last step's estimate of the end result, on the host.
     """
     spec, progress, table, steps = plan.spec, stage.progress, standing.table, plan.steps
-    programs = denoiser_programs(stage, plan, standing.inputs)
+    programs = dict(programs or denoiser_programs(stage, plan, standing.inputs))
     pictured = _pictures(stage, plan)
     noises = table.noises(lambda: spec.draw_noise(plan.settings, standing.generator).numpy(), steps)
     noise, state, launched = next(noises), standing.state, None
@@ -110,6 +112,18 @@ def denoise(stage: Stage, plan: Denoising, standing: Standing) -> tuple[Standing
                 launched = None
     ended = tuple(np.array(part) for part in state)
     return replace(standing, state=ended), np.array(denoised)
+
+
+def measured(stage: Stage, plan: Denoising, standing: Standing) -> tuple[tuple[float, ...], ...]:
+    """The ratios of `Curve` for the steps that `plan` runs, where it measures. An expert's first step has 1."""
+    programs = denoiser_programs(stage, plan, standing.inputs)
+    denoise(stage, plan, standing, programs)
+    found = []
+    for program in programs.values():
+        assert isinstance(program, CachedDenoiser)
+        rows = [np.asarray(row).tolist() for row in program.ratios]
+        found += [[1.0] * plan.guided.branches, *([*row, *row[-1:]][: plan.guided.branches] for row in rows)]
+    return tuple(zip(*found, strict=True))
 
 
 def _goes_ahead(stage: Stage, program: Runnable) -> bool:
@@ -216,7 +230,12 @@ def denoiser_programs(stage: Stage, plan: Denoising, inputs: Inputs) -> dict[str
     for expert, each in wanted.items():
         full, *cached = map(stage.executable, each)
         own = [plan.is_full[index] for index in plan.steps if plan.experts[index][0] == expert]
-        programs[expert] = CachedDenoiser(full=full, cached=cached[0], is_full=own) if cached else full
+        number = plan.spec.geometry.num_tokens(plan.latent_shape)
+        programs[expert] = (
+            CachedDenoiser(full=full, cached=next(iter(cached), None), is_full=own, num_tokens=number)
+            if cached or plan.measures
+            else full
+        )
     return programs
 
 
@@ -243,7 +262,7 @@ def programs_wanted(stage: Stage, plan: Denoising, inputs: Inputs) -> dict[str, 
                 title=f"the denoiser for {settings.width}x{settings.height}, {settings.num_frames} frames",
                 key=("denoise", spec.name, plan.config, target, plan.latent_shape,
                      part.branches, shape.num_memory, shape.timestep_dtype, part.kind, bounded, settings.quality,
-                     *references.items()),
+                     *([] if part.kind == "plain" else [type(settings.step_cache).__name__]), *references.items()),
                 build=functools.partial(plan.program, part, target, shape),
             )
         )  # fmt: skip

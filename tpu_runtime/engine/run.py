@@ -16,7 +16,7 @@ from .. import media, tokens, versions
 from ..cache.store import signature
 from ..checkpoints import read_ahead as reading
 from ..checkpoints import score_bound
-from ..model_spec import STAGES, ModelSpec, Settings, TextEncoding
+from ..model_spec import STAGES, Curve, MagCache, ModelSpec, Settings, TextEncoding
 from ..programs import denoise_step, generation, network_call
 from ..programs.denoise_step import StepShape
 from ..programs.executables import Executable
@@ -119,6 +119,19 @@ def denoise(
     inputs = conditioning.denoiser_inputs(plan, prompt_embeds, negative_prompt_embeds, condition)
     standing = denoising.begin(plan, inputs, latents, stage.progress.text)
     return denoising.end(plan, *denoising.denoise(stage, plan, standing))
+
+
+def calibrate(
+    stage: Stage,
+    settings: Settings,
+    prompt_embeds: Conditioning,
+    negative_prompt_embeds: Conditioning | None,
+    condition: ImageCondition | None = None,
+) -> Curve:
+    """The curve of a model, measured in one generation of full steps."""
+    plan = denoising.plan_of(stage, replace(settings, step_cache=MagCache(threshold=0.0)))
+    inputs = conditioning.denoiser_inputs(plan, prompt_embeds, negative_prompt_embeds, condition)
+    return Curve(ratios=denoising.measured(stage, plan, denoising.begin(plan, inputs, None, stage.progress.text)))
 
 
 def decode(stage: Stage, latents: Mapping[str, Any]) -> torch.Tensor:
@@ -301,7 +314,12 @@ def note_call(stage: Stage, prediction: Prediction | None = None, decoded: tuple
 _STAGES = (encode, encode_image, denoise, decode)
 # What nodes of ComfyUI's own ask for.
 CALLS: Mapping[str, Callable[..., Any]] = {work.__name__: work for work in (predict, states, look, latents)}
-WORK: Mapping[str, Callable[..., Any]] = {**dict(zip(STAGES, _STAGES, strict=True)), **CALLS, "warmup": warm}
+WORK: Mapping[str, Callable[..., Any]] = {
+    **dict(zip(STAGES, _STAGES, strict=True)),
+    **CALLS,
+    "warmup": warm,
+    "calibrate": calibrate,
+}
 
 
 def note(stage: Stage, settings: Settings, stages: Sequence[str]) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 from ..checkpoints.model_ref import Expected, Lora, ModelRef
 from ..files import parse_json
-from ..model_spec import Settings, StepCache
+from ..model_spec import Curve, MagCache, Settings, StepCache
 
 # Records that arguments may hold; those of `MODELS` name files of the machine that reads them.
-SETTINGS = (Settings, StepCache)
+SETTINGS = (Settings, StepCache, MagCache, Curve)
 MODELS = (Expected, Lora, ModelRef, *SETTINGS)
 # The JSON of a message.
 MOST_HEAD = 2**20

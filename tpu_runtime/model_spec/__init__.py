@@ -25,6 +25,7 @@ from .groups import (
 from .limits import (
     CHECKPOINT,
     FLOW_SCHEDULERS,
+    MAG_CACHE,
     PART,
     QUALITIES,
     SIZE,
@@ -35,9 +36,9 @@ from .limits import (
     Limit,
     Numbers,
     Settings,
-    StepCache,
     Switch,
     check_quality,
     without_zero_sizes,
 )
 from .model import STAGES, ModelSpec
+from .step_cache import Curve, MagCache, StepCache

@@ -222,9 +222,9 @@ class HeadNorms:
 class Denoiser:
     """The network that denoises. `experts` are its components, where there are two each for its part of the steps.
 
-    With a `step_reuse` the model's `inputs` have `step_cache` (on or off), `cache_start`, `cache_end` and
-    `cache_interval` too (see `StepCache`). `head_norms` are the norms that bound attention's scores, of every stack of
-    blocks; empty where none do.
+    A model with a step cache has among its `inputs` those of `MAG_CACHE`, and with a `step_reuse` `cache_start`,
+    `cache_end` and `cache_interval` (see `StepCache`). `head_norms` are the norms that bound attention's scores, of
+    every stack of blocks; empty where none do.
     """
 
     forward: Forward

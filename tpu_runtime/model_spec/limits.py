@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .step_cache import MagCache, StepCache
+
 
 @dataclass(frozen=True, kw_only=True)
 class IntLimit:
@@ -117,26 +119,6 @@ class Numbers:
 Limit = IntLimit | FloatLimit | Switch | Choice | Numbers
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepCache:
-    """Full steps before `start` and from `end` on; between them each `interval`-th, `start` first."""
-
-    start: int
-    end: int
-    interval: int
-
-    def is_full(self, index: int) -> bool:
-        """Whether step `index`, counted from 0, runs the full denoiser."""
-        return not self.start <= index < self.end or (index - self.start) % self.interval == 0
-
-
-def policy_of(widgets: Mapping[str, Any]) -> StepCache | None:
-    """The policy that `step_cache` (on or off), `cache_start`, `cache_end` and `cache_interval` ask for."""
-    if not widgets.get("step_cache", False):
-        return None
-    return StepCache(start=widgets["cache_start"], end=widgets["cache_end"], interval=widgets["cache_interval"])
-
-
 # The size of a result, in pixels and frames.
 SIZE = ("height", "width", "num_frames")
 
@@ -152,6 +134,11 @@ PART = {
     "end_step": IntLimit(default=0, low=0, high=100),
     "add_noise": Switch(default=True),
     "return_with_leftover_noise": Switch(default=False),
+}
+# Of a video model: whether steps are left out, and how much error may add up (see `MagCache`).
+MAG_CACHE = {
+    "step_cache": Switch(default=False),
+    "cache_threshold": FloatLimit(default=0.06, low=0.01, high=1.0, step=0.01),
 }
 # What may be traded for time; the first gives nothing away. `docs/quality.md` says what each costs.
 QUALITIES = ("exact", "int8")
@@ -182,7 +169,7 @@ def check_quality(quality: str) -> None:
 class Settings:
     """What one generation is asked for. Sizes in pixels and frames; `shift` is the scheduler's flow shift.
 
-    With a `step_cache` some steps are only approximated (see `StepReuse`), and with another `quality` than the first of
+    With a `step_cache` some steps are only approximated, and with another `quality` than the first of
     `QUALITIES` every one. `scheduler` is one of the model's
     `schedulers`, or `CHECKPOINT`. With `use_dynamic_cfg` guidance changes from step to step (see `GuidanceAt`).
 
@@ -200,7 +187,7 @@ class Settings:
     seed: int = 0
     shift: float | None = None
     guidance_scale_2: float | None = None
-    step_cache: StepCache | None = None
+    step_cache: StepCache | MagCache | None = None
     quality: str = QUALITIES[0]
     scheduler: str = CHECKPOINT
     use_dynamic_cfg: bool = False

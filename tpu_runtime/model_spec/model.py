@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from .component import Component, freeze
 from .groups import Denoiser, LatentGeometry, Miniature, Parallelism, Pictures, Published, Recipe, TextEncoding, Vae
-from .limits import CHECKPOINT, STEP_INPUTS, Choice, IntLimit, Limit, Numbers, Settings, policy_of
+from .limits import CHECKPOINT, STEP_INPUTS, Choice, IntLimit, Limit, Numbers, Settings
+from .step_cache import MagCache, StepCache, policy_of
 
 if TYPE_CHECKING:
     import torch
@@ -146,9 +147,12 @@ class ModelSpec:
         """Checks every field of `settings`, which need not come from widgets, by the widget that it belongs to."""
         values = {**vars(settings), "flow_shift": settings.shift, "step_cache": None}
         if settings.step_cache is not None:
-            if self.denoiser.step_reuse is None:
-                raise ValueError(f"{self.title}: step_cache is on, but this model runs every step whole. Turn it off.")
-            values |= {f"cache_{name}": value for name, value in vars(settings.step_cache).items()}
+            if not isinstance(settings.step_cache, StepCache | MagCache):
+                raise ValueError(f"{self.title}: step_cache is none that is known. Turn it off.")
+            given = settings.step_cache.widgets
+            if lacking := ", ".join(name for name in given if name not in self.inputs):
+                raise ValueError(f"{self.title}: step_cache is on, but this model has no {lacking}. Turn it off.")
+            values |= given
         for name, value in values.items():
             if value is not None:
                 self.check_input(name, value)

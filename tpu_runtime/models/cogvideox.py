@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..model_spec import (
+    MAG_CACHE,
     Denoiser,
     FloatLimit,
     HeadNorms,
@@ -238,6 +239,7 @@ SPEC = ModelSpec(
         "seed": IntLimit(default=42, low=0, high=2**64 - 1),
         "fps": IntLimit(default=16, low=1, high=120),
         "use_dynamic_cfg": Switch(default=False),
+        **MAG_CACHE,
     },
     texts={"prompt": PROMPT, "negative_prompt": ""},
     recipe=Recipe(scheduler=SCHEDULER, schedulers=SCHEDULERS, guidance_at=guidance_at, noise=noise, advice=advice),

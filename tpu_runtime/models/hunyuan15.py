@@ -283,6 +283,8 @@ SPEC = ModelSpec(
         "cache_start": IntLimit(default=11, low=0, high=100),
         "cache_end": IntLimit(default=45, low=0, high=100),
         "cache_interval": IntLimit(default=4, low=1, high=100),
+        # 0: DeepCache.
+        "cache_threshold": FloatLimit(default=0.0, low=0.0, high=1.0, step=0.01),
     },
     texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},
     recipe=Recipe(scheduler=SCHEDULER, shift_key="shift", solver_arguments=solver_arguments),

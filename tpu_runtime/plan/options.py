@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=kind, help="default: the model's")
     parser.add_argument("--guidance-2", type=float, help="of the second expert; default: --guidance, or the model's")
     parser.add_argument("--step-cache", action="store_true", help="with steps that start from what others kept")
+    parser.add_argument("--cache-threshold", type=float, help="MagCache's; 0: DeepCache; default: the model's")
     parser.add_argument("--quality", choices=QUALITIES, help=f"default: {QUALITIES[0]}")
     parser.add_argument("--precision", choices=CHOICES[1:], default="bfloat16", help="mixed: pictures in float32")
     parser.add_argument("--mesh", metavar="DP,SP,TP", help="the denoiser's mesh; default: what the runtime chooses")

@@ -14,6 +14,7 @@ import jax
 from ...sharding.mesh import shape_of
 from ...sharding.shape import MeshShape
 from .. import precision as precisions
+from ..cache import curves
 from ..checkpoints import parts
 from ..cost_model import chips, flops, hlo, kernels, step_time
 from ..cost_model.bundles import Cost
@@ -163,9 +164,10 @@ def request_of(args: argparse.Namespace) -> PlanRequest:
         guidance_scale=args.guidance,
         guidance_scale_2=args.guidance if args.guidance_2 is None else args.guidance_2,
         step_cache=args.step_cache or None,
+        cache_threshold=args.cache_threshold,
         quality=args.quality,
     )
-    if args.step_cache and spec.denoiser.step_reuse is None:
+    if args.step_cache and "step_cache" not in spec.inputs:
         raise ValueError(f"{spec.title}: this model has no step_cache. Leave --step-cache out.")
     stages = tuple(name.strip() for name in args.stages.split(",") if name.strip())
     unknown = [name for name in stages if name not in STAGES]
@@ -173,7 +175,7 @@ def request_of(args: argparse.Namespace) -> PlanRequest:
         raise ValueError(f"--stages is {args.stages!r}; it must be some of {', '.join(STAGES)}.")
     return PlanRequest(
         spec=spec,
-        settings=settings,
+        settings=curves.with_curve(spec, spec.published.hub_id, settings),
         topology=chips.topology(args.topology),
         precision=precisions.resolve(args.precision, "tpu"),
         pictures=precisions.of_pictures(args.precision, "tpu"),

@@ -13,7 +13,7 @@ from jaxtyping import Array
 from ...attention.policy import AttentionPolicy
 from ...sharding.mesh import Mesh
 from ...sharding.shape import MeshShape
-from ..model_spec import ModelSpec, Settings, StepReuse
+from ..model_spec import MagCache, ModelSpec, Settings, StepReuse
 from . import finite, modules, solver_table, step_reuse, torch_bridge, weights
 from .denoiser_run import DenoiserRun
 from .program import DENOISE_STEP, Config, Program, Target, shaped, step_options
@@ -75,25 +75,26 @@ def denoise_program(spec: ModelSpec, config: Config, target: Target, settings: S
 
 def keeping_program(spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape) -> Program:
     """A full step that also returns what later steps may start from: `((*state, denoised, is_finite), features)`."""
-    build = _StepBuild.of(spec, config, target, settings, shape)
+    build, reuse = _StepBuild.of(spec, config, target, settings, shape), reuse_of(spec, settings)
 
     def predict(denoiser: Any, features: Any, *asked: Any) -> tuple[Any, Any]:
-        return reuse_of(spec).keep(denoiser, build.on_mesh, *asked)
+        return reuse.keep(denoiser, build.on_mesh, *asked)
 
     def step(weights: Weights, *args: Any) -> Any:
         return build.run(weights, StepArgs(*args), predict)
 
-    kept = step_reuse.shardings(reuse_of(spec), build.mesh)
+    kept = step_reuse.shardings(reuse, build.mesh)
     return build.program(step, (build.state_shardings, kept))
 
 
 def reusing_program(spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape) -> Program:
     """What is left of a step that starts from what `keeping_program` kept: `(*state, denoised, is_finite)`."""
-    features = step_reuse.kept_shapes(reuse_of(spec), keeping_program(spec, config, target, settings, shape))
+    reuse = reuse_of(spec, settings)
+    features = step_reuse.kept_shapes(reuse, keeping_program(spec, config, target, settings, shape))
     build = _StepBuild.of(spec, config, target, settings, shape)
 
     def predict(denoiser: Any, features: Any, *asked: Any) -> tuple[Any, Any]:
-        return reuse_of(spec).reuse(denoiser, build.on_mesh, features, *asked), ()
+        return reuse.reuse(denoiser, build.on_mesh, features, *asked), ()
 
     def step(weights: Weights, *args: Any) -> Any:
         return build.run(weights, StepArgs(*args), predict)[0]
@@ -143,7 +144,10 @@ def _spread(mesh: Mesh, size: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStru
     return shaped(mesh, size, dtype, *((None,) * split + (mesh.axis_names,) if split else ()))
 
 
-def reuse_of(spec: ModelSpec) -> StepReuse:
+def reuse_of(spec: ModelSpec, settings: Settings) -> StepReuse:
+    """What steps start from, by the step cache of the settings."""
+    if isinstance(settings.step_cache, MagCache):
+        return step_reuse.of_residual(spec.denoiser.forward)
     assert spec.denoiser.step_reuse is not None, spec.name
     return spec.denoiser.step_reuse
 

@@ -16,7 +16,7 @@ import torch
 
 from ...sharding.mesh import Device
 from ...sharding.shape import MeshShape
-from ..model_spec import STAGES, Call, ModelSpec, Settings
+from ..model_spec import STAGES, Call, MagCache, ModelSpec, Settings
 from ..precision import Precision
 from . import solver_table, step_reuse
 from .denoise_step import StepShape, denoise_program, keeping_program, reusing_program
@@ -25,6 +25,7 @@ from .program import Config, Program, Target
 from .solver_table import SolverTable
 
 # A step's program: of one that stands alone, of one that keeps features for others, of one that starts from these.
+Kind = Literal["plain", "keep", "reuse"]
 _BUILD = {"plain": denoise_program, "keep": keeping_program, "reuse": reusing_program}
 
 
@@ -35,7 +36,7 @@ class Passage:
     """
 
     expert: str
-    kind: Literal["plain", "keep", "reuse"]
+    kind: Kind
     settings: Settings
     branches: int
     steps: tuple[int, ...]
@@ -101,15 +102,20 @@ class Denoising:
         full = step_reuse.full_steps(self.settings.step_cache, [expert for expert, _ in self.experts])
         return [is_full or index == self.steps.start for index, is_full in enumerate(full)]
 
+    @property
+    def measures(self) -> bool:
+        """Whether a curve is measured (see `MagCache`): every step is full, and keeps its residual."""
+        return isinstance(self.settings.step_cache, MagCache) and self.settings.step_cache.curve is None
+
     @functools.cached_property
     def parts(self) -> tuple[Passage, ...]:
         """The steps that run, by denoiser; with a step cache the full ones, then the others."""
-        plain = self.spec.denoiser.step_reuse is None or all(self.is_full[index] for index in self.steps)
-        steps: dict[tuple[str, Literal["plain", "keep", "reuse"]], list[int]] = {}
-        for expert in dict.fromkeys(self.experts[index][0] for index in self.steps):
-            steps |= {(expert, "plain"): []} if plain else {(expert, "keep"): [], (expert, "reuse"): []}
+        full = all(self.is_full[index] for index in self.steps)
+        kinds: tuple[Kind, ...] = ("keep",) if self.measures else ("plain",) if full else ("keep", "reuse")
+        experts = dict.fromkeys(self.experts[index][0] for index in self.steps)
+        steps: dict[tuple[str, Kind], list[int]] = {(expert, kind): [] for expert in experts for kind in kinds}
         for index in self.steps:
-            kind = "plain" if plain else "keep" if self.is_full[index] else "reuse"
+            kind = kinds[0] if self.is_full[index] else "reuse"
             steps[self.experts[index][0], kind].append(index)
         return tuple(
             Passage(

@@ -1,30 +1,62 @@
-"""Denoising with a step cache: one program that keeps features on the devices, one that starts from them."""
+"""Denoising with a step cache: one program that keeps features on the devices, one that starts from them. Features are
+DeepCache's, of a model's own, or MagCache's, the residual of all blocks.
+"""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..model_spec import StepCache, StepReuse
+from ..model_spec import Forward, MagCache, StepCache, StepReuse
+from .denoiser_run import DenoiserRun
 from .executables import Executable
 from .program import TRACING, Program
 
 Features = dict[str, jax.Array]
+RESIDUAL = "residual"
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
 
-def full_steps(policy: StepCache | None, experts: Sequence[str]) -> tuple[bool, ...]:
-    """For each step, by the expert that runs it, whether it is a full one; all are without a `policy`.
+def full_steps(policy: StepCache | MagCache | None, experts: Sequence[str]) -> tuple[bool, ...]:
+    """For each step, by the expert that runs it, whether it is a full one; all are without a `policy`."""
+    return (True,) * len(experts) if policy is None else policy.full_steps(experts)
 
-    The features of one expert mean nothing to another: its first step is full.
+
+@dataclass(frozen=True, kw_only=True)
+class AroundBlocks(DenoiserRun):
+    """Keeps what all blocks together add to the latent tokens in `kept`, or where that is there adds it in their place.
+    What else goes through the blocks, a text, is nobody's behind them.
     """
-    return tuple(
-        policy is None or policy.is_full(index) or index == 0 or expert != experts[index - 1]
-        for index, expert in enumerate(experts)
-    )
+
+    kept: dict[str, Any]
+
+    def scan(self, blocks: Any, carry: Any, body: Callable[[Any, Any], Any], **how: Any) -> Any:
+        tokens, *others = carry if isinstance(carry, tuple) else (carry,)
+        if RESIDUAL in self.kept:
+            found = (tokens + self.kept[RESIDUAL], *others)
+        else:
+            ended = super().scan(blocks, carry, body, **how)
+            found = ended if isinstance(carry, tuple) else (ended,)
+            self.kept[RESIDUAL] = found[0] - tokens
+        return found if isinstance(carry, tuple) else found[0]
+
+
+def of_residual(forward: Forward) -> StepReuse:
+    """MagCache of a denoiser that runs one stack of blocks: a step that reuses another runs none of them."""
+
+    def keep(denoiser: Any, run: DenoiserRun, *asked: Any) -> tuple[Any, Any]:
+        kept: dict[str, Any] = {}
+        return forward(denoiser, AroundBlocks(layout=run.layout, kept=kept), *asked), kept
+
+    def reuse(denoiser: Any, run: DenoiserRun, features: dict[str, Any], *asked: Any) -> Any:
+        return forward(denoiser, AroundBlocks(layout=run.layout, kept=features), *asked)
+
+    return StepReuse(keep=keep, reuse=reuse, tokens=(RESIDUAL,))
 
 
 def shardings(reuse: StepReuse, mesh: Mesh) -> dict[str, NamedSharding]:
@@ -43,13 +75,19 @@ def kept_shapes(reuse: StepReuse, full: Program) -> dict[str, jax.ShapeDtypeStru
 
 @dataclass(kw_only=True)
 class CachedDenoiser:
-    """Stands for the denoiser's program, called once for each step in order; `is_full` says which steps are full."""
+    """Stands for the denoiser's program, called once for each step in order; `is_full` says which steps are full.
+
+    Without a program for the others it measures: `ratios` get a row for each step behind the first, a number for each
+    branch (see `Curve`).
+    """
 
     full: Executable
-    cached: Executable
+    cached: Executable | None
     is_full: Sequence[bool]
+    num_tokens: int
     index: int = 0
     kept: Features | None = None
+    ratios: list[jax.Array] = field(default_factory=list)
 
     @property
     def program(self) -> Program:
@@ -57,21 +95,40 @@ class CachedDenoiser:
 
     @property
     def parts(self) -> tuple[Executable, ...]:
-        return (*self.full.parts, *self.cached.parts)
+        return (*self.full.parts, *(self.cached.parts if self.cached else ()))
 
     @property
     def workspace_bytes(self) -> int:
         """Features are among the results of the one program and the arguments of the other."""
-        return max(self.full.workspace_bytes, self.cached.workspace_bytes)
+        return max(part.workspace_bytes for part in (self.full, self.cached) if part)
 
     def __call__(self, weights: Any, *args: Any) -> Any:
-        if self.is_full[self.index]:
+        if self.cached is None:
+            before = self.kept
+            state, now = self.full(weights, *args)
+            if before is not None:
+                self.ratios.append(_ratio(self.program.mesh, self.num_tokens)(before[RESIDUAL], now[RESIDUAL]))
+            self.kept = now
+        elif self.is_full[self.index]:
             self.kept = None  # its memory is free before the step needs the same again
             state, self.kept = self.full(weights, *args)
         else:
             state = self.cached(weights, *args[:-1], self.kept)
         self.index += 1
+        if self.index == len(self.is_full):
+            self.kept = None
         return state
+
+
+@functools.cache
+def _ratio(mesh: Mesh, num_tokens: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Of `[rows, tokens, dim]` before and now: the mean over the tokens, without padding, of how their length grew."""
+
+    def ratio(before: jax.Array, now: jax.Array) -> jax.Array:
+        old, new = (jnp.linalg.norm(x[:, :num_tokens].astype(jnp.float32), axis=-1) for x in (before, now))
+        return (new / (old + 1e-8)).mean(axis=1)
+
+    return jax.jit(ratio, out_shardings=NamedSharding(mesh, P()))
 
 
 # What is called for a network or a step: one compiled program, or several that take turns.

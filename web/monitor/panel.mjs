@@ -11,7 +11,7 @@ import { say } from "./words.mjs";
 
 const CACHES = {
   programs: () => say`Compiled programs`, xla: () => say`XLA's cache`, prompts: () => say`Encoded prompts`,
-  plans: () => say`Plans`, compile_seconds: () => say`Times of compiling`,
+  plans: () => say`Plans`, compile_seconds: () => say`Times of compiling`, curves: () => say`Curves of step caches`,
 };
 
 const COUNTS = [

@@ -9,7 +9,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import BLOCK_PRODUCT, GATHERED, REPLICATED, Rule
-from ...model_spec import Component, Denoiser, FloatLimit, IntLimit, LatentGeometry, Miniature, Need, Recipe, Same, Vae
+from ...model_spec import (
+    MAG_CACHE,
+    Component,
+    Denoiser,
+    FloatLimit,
+    IntLimit,
+    LatentGeometry,
+    Miniature,
+    Need,
+    Recipe,
+    Same,
+    Vae,
+)
 from ..autoencoders import light
 from ..autoencoders.wan import decode, denormalize_latents
 from ..denoisers import layers
@@ -266,6 +278,7 @@ INPUTS = {
     # Of two experts. 0: the same as the first's; where the checkpoint says.
     "guidance_scale_2": FloatLimit(default=0.0, low=0.0, high=20.0),
     "high_noise_steps": IntLimit(default=0, low=0, high=100),
+    **MAG_CACHE,
 }
 
 

@@ -7,7 +7,7 @@ The oracles are `diffusers.WanPipeline` and, with a picture, `diffusers.WanImage
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...model_spec import FloatLimit, IntLimit, LatentGeometry, ModelSpec, Need, Pictures, Published
+from ...model_spec import MAG_CACHE, FloatLimit, IntLimit, LatentGeometry, ModelSpec, Need, Pictures, Published
 from ..autoencoders import light
 from ..autoencoders import wan22 as wan22_vae
 from ..text_encoders.wan import NEGATIVE_PROMPT, TEXT, TEXT_ENCODER
@@ -83,6 +83,7 @@ SPEC = ModelSpec(
         "seed": replace(wan.INPUTS["seed"], default=0),
         "shift": FloatLimit(default=5.0, low=0.1, high=20.0, step=0.5),
         "fps": IntLimit(default=24, low=1, high=120),
+        **MAG_CACHE,
     },
     texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},
     recipe=replace(wan.RECIPE, scheduler={**wan.SCHEDULER, "flow_shift": 5.0}),

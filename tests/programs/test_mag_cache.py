@@ -1,0 +1,377 @@
+"""MagCache: the steps that are left out are those of its authors' loop, and give what diffusers' own hook gives."""
+
+import ast
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.cli import main as cli
+from comfyui_tpu.nodes import DECLARATIONS
+from comfyui_tpu.tests.models import parity, test_cogvideox
+from comfyui_tpu.tests.models.wan import test_wan21, test_wan_t2v_siblings
+from comfyui_tpu.tests.programs import test_step_reuse as deep_cache
+from comfyui_tpu.tests.support.closeness import difference
+from comfyui_tpu.tpu_runtime import pipeline
+from comfyui_tpu.tpu_runtime.cache import curves
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.model_spec import Curve, MagCache, ModelSpec, Settings
+from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name, spec_for_family
+from comfyui_tpu.tpu_runtime.programs import generation, solver_table
+from comfyui_tpu.tpu_runtime.progress import Silent
+
+WAN = test_wan21.SPEC
+WAN22, HUNYUAN, COGVIDEOX = (
+    spec_by_name(name) for name in ("wan2.2-t2v-a14b", "hunyuanvideo1.5-t2v-720p", "cogvideox1.5-5b")
+)
+PUBLISHED = json.loads(Path(curves.__file__).with_name("curves.json").read_text())["curves"]
+# Full of eight steps: 0, 1, 4, 5, 7.
+RATIOS = (1.0, 1.2, 0.98, 1.03, 0.99, 0.8, 0.97, 0.9)
+POLICY = MagCache(threshold=0.12, curve=Curve(ratios=(RATIOS, RATIOS), retained=(0.25,)))
+FULL = [0, 1, 4, 5, 7]
+
+
+# --- which steps ------------------------------------------------------------------------------------------------------
+
+
+def authors(ratios: Sequence[float], num_steps: int, threshold: float, most: int, retained: float) -> list[int]:
+    """The steps that are full for one branch, by the loop of `magcache_generate.py` and its `nearest_interp`."""
+    scale = (len(ratios) - 1) / (num_steps - 1)
+    ratios = np.asarray(ratios)[np.round(np.arange(num_steps) * scale).astype(int)]
+    ratio, error, steps, full = 1.0, 0.0, 0, []
+    for index in range(num_steps):
+        if 2 * index >= int(2 * num_steps * retained):  # it counts the calls of both branches
+            ratio, steps = ratio * ratios[index], steps + 1
+            error += np.abs(1 - ratio)
+            if error < threshold and steps <= most:
+                continue
+            ratio, error, steps = 1.0, 0.0, 0
+        full.append(index)
+    return full
+
+
+@pytest.mark.parametrize("threshold", [0.06, 0.12, 0.24])
+@pytest.mark.parametrize("name", [name for name, curve in PUBLISHED.items() if "retained" not in curve])
+def test_the_steps_that_run_whole_are_the_authors(name: str, threshold: float):
+    """With each branch alone; the published curves of both agree on every step."""
+    curve = curves.find(spec_by_name(name), "published")
+    assert curve is not None
+    for most, num_steps in ((2, 50), (2, 40), (2, 27), (4, 50), (6, 20)):
+        policy = MagCache(threshold=threshold, curve=replace(curve, most_skipped=most))
+        found = [index for index, full in enumerate(policy.full_steps(["one"] * num_steps)) if full]
+        for ratios in PUBLISHED[name]["ratios"]:
+            assert found == authors(ratios, num_steps, threshold, most, 0.2)
+        assert len(found) < num_steps
+
+
+def test_a_step_is_whole_if_it_is_for_one_branch():
+    both = ((1.0, 1.0, 1.0, 1.0), (1.0, 1.0, 1.0, 2.0))
+    found = [
+        MagCache(threshold=0.1, curve=Curve(ratios=rows, retained=(0.0,))) for rows in (both[:1], both, both[::-1])
+    ]
+    assert [policy.full_steps(["one"] * 4) for policy in found] == [
+        (True, False, False, True), (True, False, False, True), (True, False, False, True)
+    ]  # fmt: skip
+    assert found[1].full_steps(["one"] * 3) == (True, False, True)
+
+
+def test_an_expert_begins_whole_and_retains_its_own_share():
+    curve = Curve(ratios=((1.0,) * 20,), retained=(0.5, 0.1), most_skipped=3)
+    found = MagCache(threshold=0.1, curve=curve).full_steps(["high"] * 8 + ["low"] * 12)
+    assert [index for index, full in enumerate(found) if full] == [0, 1, 2, 3, 7, 8, 12, 16]
+
+
+def test_wan_2_2_to_video_from_a_picture_composes_whole():
+    """Its authors leave out steps of the second expert alone, behind a tenth of them."""
+    spec = spec_by_name("wan2.2-i2v-a14b")
+    plan = generation.Denoising.published(
+        spec, curves.with_curve(spec, spec.published.hub_id, spec.settings(step_cache=True))
+    )
+    first, second = ([i for i, (name, _) in enumerate(plan.experts) if name == each] for each in spec.denoiser.experts)
+    assert all(plan.is_full[index] for index in first)
+    assert [plan.is_full[index] for index in second][:4] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ratios": ()}, {"ratios": ((),)}, {"ratios": [[1.0]]}, {"ratios": ((1.0,), (1.0, 1.0))},
+        {"ratios": ((1.0,),) * 3}, {"ratios": ((1.0,) * 1001,)}, {"ratios": ((float("nan"),),)},
+        {"ratios": ((float("inf"),),)}, {"ratios": ((-1.0,),)}, {"ratios": ((0,),)}, {"ratios": ((10**400,),)},
+        {"ratios": (("1",),)}, {"ratios": ((True,),)}, {"retained": ()}, {"retained": (2.0,)}, {"retained": "0"},
+        {"most_skipped": -1}, {"most_skipped": 1.5}, {"most_skipped": 10**9},
+    ],
+)  # fmt: skip
+def test_what_is_no_curve_is_refused(wrong: dict[str, Any]):
+    with pytest.raises(ValueError, match="ratio|retained|most_skipped"):
+        Curve(**{"ratios": ((1.0, 1.0),), **wrong})
+
+
+# --- what they give ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def upstreams_cache(*configs: tuple[Any, Any]) -> Iterator[list[int]]:
+    """Diffusers' hook on networks, by config; gives how often the last block of each ran."""
+    from diffusers.hooks import HookRegistry, apply_mag_cache
+    from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
+    from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15TransformerBlock
+
+    # Upstream has forgotten this one.
+    TransformerBlockRegistry.register(
+        HunyuanVideo15TransformerBlock,
+        TransformerBlockMetadata(return_hidden_states_index=0, return_encoder_hidden_states_index=1),
+    )
+    ran, undo = [0] * len(configs), []
+    for number, (network, config) in enumerate(configs):
+
+        def count(*_: Any, number: int = number) -> None:
+            ran[number] += 1
+
+        blocks = network.blocks if hasattr(network, "blocks") else network.transformer_blocks
+        undo.append(blocks[-1].norm1.register_forward_hook(count))
+        apply_mag_cache(network, config)
+    try:
+        yield ran
+    finally:
+        for handle in undo:
+            handle.remove()
+        for network, _ in configs:
+            for block in network.blocks if hasattr(network, "blocks") else network.transformer_blocks:
+                registry = HookRegistry.check_if_exists_or_initialize(block)
+                for name in [*registry.hooks]:
+                    registry.remove_hook(name)
+
+
+def config_of(policy: MagCache, num_steps: int = len(RATIOS), **more: Any) -> Any:
+    import diffusers
+
+    assert policy.curve is not None
+    return diffusers.MagCacheConfig(
+        threshold=policy.threshold, max_skip_steps=policy.curve.most_skipped,
+        retention_ratio=policy.curve.retained[0], num_inference_steps=num_steps,
+        **{"mag_ratios": list(policy.curve.ratios[0]), **more},
+    )  # fmt: skip
+
+
+@functools.cache
+def embeds(name: str) -> tuple:
+    return parity.engine(1).encode(
+        parity.tiny_model(spec_by_name(name)), test_wan21.SHORT, test_wan21.NEGATIVE, Silent()
+    )
+
+
+def denoised(spec: ModelSpec, settings: Settings, chips: int = 1, given: tuple = ()) -> torch.Tensor:
+    model = parity.tiny_model(spec)
+    return parity.engine(chips).denoise(model, settings, *(given or embeds(spec.name)), Silent())["samples"]
+
+
+def test_a_schedule_for_the_tests_below():
+    assert [index for index, full in enumerate(POLICY.full_steps(["one"] * 8)) if full] == FULL
+
+
+@pytest.mark.slow
+def test_wan_is_diffusers_own(compare: Callable):
+    settings = replace(test_wan21.ODD, num_inference_steps=8, step_cache=POLICY)
+    pipe = test_wan21.pipeline()
+    with upstreams_cache((pipe.transformer, config_of(POLICY))) as ran:
+        expected = test_wan21.generate(pipe, settings).latents
+    assert ran == [2 * len(FULL)]
+    found = denoised(WAN, settings, chips=3)
+    compare("latents with MagCache, 3 chips", test_wan21.normalised(found), expected)
+    whole = denoised(WAN, replace(settings, step_cache=None), chips=3)
+    assert difference(found, whole) > 1e-3
+
+
+@pytest.mark.slow
+def test_each_expert_is_diffusers_own(compare: Callable):
+    settings = replace(test_wan_t2v_siblings.SHARED, num_inference_steps=8, step_cache=POLICY)
+    plan = generation.Denoising.published(WAN22, settings)
+    first = [expert for expert, _ in plan.experts].count("transformer")
+    pipe, halves = test_wan_t2v_siblings.pipeline(WAN22.name), (RATIOS[:first], RATIOS[first:])
+    configs = (config_of(POLICY, len(half), mag_ratios=list(half)) for half in halves)
+    with upstreams_cache(*zip((pipe.transformer, pipe.transformer_2), configs, strict=True)) as ran:
+        expected = test_wan_t2v_siblings.generate(WAN22, settings).latents
+    assert ran == [2 * sum(plan.is_full[:first]), 2 * sum(plan.is_full[first:])]
+    assert ran[0] < 2 * first and ran[1] < 2 * (8 - first)
+    compare("latents of two experts", test_wan21.normalised(denoised(WAN22, settings)), expected)
+
+
+@pytest.mark.slow
+def test_cogvideox_is_diffusers_own(compare: Callable):
+    settings = replace(test_cogvideox.TALL, num_inference_steps=8, step_cache=POLICY)
+    pipe = test_cogvideox.upstream_pipeline()
+    with upstreams_cache((pipe.transformer, config_of(POLICY))) as ran:
+        expected = test_cogvideox.generate(pipe, settings).latents
+    assert ran == [len(FULL)]
+    given = parity.engine(1).encode(
+        parity.tiny_model(COGVIDEOX), test_cogvideox.SHORT, test_cogvideox.NEGATIVE, Silent()
+    )
+    found = denoised(COGVIDEOX, settings, given=given)
+    compare("latents with MagCache", test_cogvideox.normalised({"samples": found}), expected)
+
+
+@pytest.mark.slow
+def test_hunyuanvideo_is_diffusers_own(compare: Callable):
+    import diffusers
+
+    pipe = diffusers.HunyuanVideo15Pipeline.from_pretrained(tiny.ensure(HUNYUAN))
+    pipe.set_progress_bar_config(disable=True)
+    pipe.scheduler = solver_table.scheduler_from(HUNYUAN.recipe.scheduler)
+    pipe.guider.guidance_scale = deep_cache.ODD.guidance_scale
+    settings = replace(deep_cache.ODD, num_frames=5, num_inference_steps=8, step_cache=POLICY)
+    with upstreams_cache((pipe.transformer, config_of(POLICY))) as ran, torch.no_grad():
+        expected = pipe(
+            prompt=deep_cache.PROMPT, negative_prompt=deep_cache.NEGATIVE, height=settings.height,
+            width=settings.width, num_frames=settings.num_frames, num_inference_steps=8, output_type="latent",
+            generator=torch.Generator().manual_seed(settings.seed),
+        ).frames.numpy()  # fmt: skip
+    assert ran == [2 * len(FULL)]
+    found = denoised(HUNYUAN, settings, chips=2, given=deep_cache.embeds())
+    compare("latents with MagCache, 2 chips", found.numpy() * deep_cache.SCALE, expected)
+
+
+@pytest.mark.slow
+def test_a_measured_curve_is_diffusers_own(capsys: pytest.CaptureFixture):
+    """Upstream prints that of each branch."""
+    settings = replace(test_wan21.ODD, num_inference_steps=8)
+    pipe = test_wan21.pipeline()
+    with upstreams_cache((pipe.transformer, config_of(POLICY, calibrate=True, mag_ratios=None))):
+        test_wan21.generate(pipe, settings)
+    printed = [ast.literal_eval(line) for line in capsys.readouterr().out.splitlines() if line.startswith("[1.0")]
+    assert len(printed) == 2
+    runner, model = parity.engine(3), parity.tiny_model(WAN)
+    arguments = {"prompt_embeds": embeds(WAN.name)[0], "negative_prompt_embeds": embeds(WAN.name)[1]}
+    curve = runner.run("calibrate", model, Silent(), settings=settings, **arguments)
+    assert difference(np.array(curve.ratios) - 1, np.array(printed) - 1) < 1e-2
+    assert np.ptp(printed) > 1e-3
+
+
+# --- on and off, and where curves come from ---------------------------------------------------------------------------
+
+
+def test_off_has_the_same_program_and_no_curve_is_looked_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(curves, "find", lambda *_: pytest.fail("looked for"))
+    settings = WAN.settings(cache_threshold=0.5)
+    assert settings == WAN.settings() == curves.with_curve(WAN, "any", settings)
+    plan = generation.Denoising.published(WAN, settings)
+    assert [(part.kind, len(part.steps)) for part in plan.parts] == [("plain", 50)]
+    nothing = replace(settings, num_inference_steps=8, step_cache=replace(POLICY, threshold=0.0))
+    assert [part.kind for part in generation.Denoising.published(WAN, nothing).parts] == ["plain"]
+
+
+def test_a_plan_has_both_programs_and_how_often_each_runs():
+    spec = replace(WAN, components=tuple(replace(each, config=each.tiny) for each in WAN.components))
+    for step_cache, wanted in (
+        (POLICY, {"denoise_step": 5, "denoise_step.from_features": 3}), (None, {"denoise_step": 8})
+    ):  # fmt: skip
+        settings = replace(test_wan21.ODD, num_inference_steps=8, step_cache=step_cache)
+        found = generation.for_spec(spec, settings, jax.devices()[:1], stages=("denoise",))
+        assert {program.name: program.runs for program in found} == wanted
+
+
+@pytest.mark.slow
+def test_the_two_caches_have_programs_of_their_own():
+    """Of one engine, one size."""
+    settings = replace(deep_cache.FLAT, num_inference_steps=8, width=80)
+    runner, given = parity.engine(2), deep_cache.embeds()
+    found = [
+        runner.denoise(parity.tiny_model(HUNYUAN), replace(settings, step_cache=policy), *given, Silent())["samples"]
+        for policy in (deep_cache.POLICY, POLICY)
+    ]
+    assert difference(*found) > 1e-3
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("COMFYUI_TPU_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_a_measured_curve_is_its_models_alone_and_goes_before_a_published_one(folder: Path):
+    measured = Curve(ratios=((1.0, 0.5),))
+    path = curves.keep(WAN22, "mine", measured)
+    assert path.is_file() and folder in path.parents
+    # Which steps run whole in any case is no matter of a measurement.
+    assert curves.find(WAN22, "mine") == replace(measured, retained=(0.4, 0.4))
+    published = curves.find(WAN22, "another")
+    assert published is not None and len(published.ratios[0]) == 40
+    assert curves.find(COGVIDEOX, "mine") is None
+    curves.keep(COGVIDEOX, "mine", measured)
+    assert curves.find(COGVIDEOX, "mine") == measured and curves.find(COGVIDEOX, "another") is None
+    settings = COGVIDEOX.settings(step_cache=True)
+    assert curves.with_curve(COGVIDEOX, "mine", settings).step_cache == MagCache(threshold=0.06, curve=measured)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"[]", b"{}", b"nothing", b"[" * 5000, b'{"ratios": 1}', b'{"ratios": [[1.0], 2]}',
+        b'{"ratios": [[NaN]]}', b'{"ratios": [["1"]]}', b'{"ratios": [[1.0]], "more": 1}',
+        b'{"ratios": [[1.0]], "retained": {}}', b'{"ratios": [[1.0]]}' + b" " * 2**16,
+    ],
+)  # fmt: skip
+def test_what_is_kept_and_no_curve_is_dropped(content: bytes, folder: Path):
+    key = curves.signature(COGVIDEOX.name, "mine")
+    curves.MEASURED.put(key, content)
+    assert curves.find(COGVIDEOX, "mine") is None
+    assert not curves.MEASURED.path(key).exists()
+
+
+def test_a_model_without_a_curve_says_how_to_get_one(folder: Path):
+    for spec, model_id, advice in (
+        (COGVIDEOX, "a/b", "`comfyui-tpu calibrate cogvideox1.5-5b --model-id a/b`, or turn step_cache off."),
+        (
+            HUNYUAN, HUNYUAN.published.hub_id,
+            "`comfyui-tpu calibrate hunyuanvideo1.5-t2v-720p`, or set cache_threshold to 0 for DeepCache, or turn "
+            "step_cache off.",
+        ),
+    ):  # fmt: skip
+        model = ModelRef(spec_name=spec.name, model_id=model_id)
+        settings = spec.settings(step_cache=True, cache_threshold=0.1)
+        with pytest.raises(ValueError) as refused:
+            pipeline.run("denoise", model, Silent(), settings=settings)
+        assert str(refused.value) == (
+            f"{spec.title}: cache_threshold is 0.1, but no curve of this model is known. Measure it once: {advice}"
+        )
+
+
+@pytest.mark.slow
+def test_the_command_measures_what_the_node_then_uses(folder: Path, capsys: pytest.CaptureFixture):
+    size = ["--height", "64", "--width", "64", "--num-frames", "9", "--num-inference-steps", "4"]
+    command = ["calibrate", COGVIDEOX.name, "--model-id", COGVIDEOX.miniature.id, *size]
+    assert cli.main(command) == 0
+    said = capsys.readouterr().out
+    curve = curves.find(COGVIDEOX, COGVIDEOX.miniature.id)
+    assert curve is not None and (len(curve.ratios), len(curve.ratios[0])) == (2, 4)
+    assert f"prompt: {', '.join(f'{ratio:.4f}' for ratio in curve.ratios[0])}\n" in said
+    model = ModelRef(spec_name=COGVIDEOX.name, model_id=COGVIDEOX.miniature.id)
+    settings = COGVIDEOX.settings(
+        height=64, width=64, num_frames=9, num_inference_steps=4, step_cache=True, cache_threshold=1.0
+    )
+    given = pipeline.encode_prompt(model, "a cat", "", progress=Silent())
+    steps = [pipeline.denoise(model, one, *given, progress=Silent())["samples"] for one in (
+        settings, replace(settings, step_cache=None), replace(settings, step_cache=MagCache(threshold=1.0, curve=curve))
+    )]  # fmt: skip
+    assert torch.equal(steps[0], steps[2]) and difference(steps[0], steps[1]) > 1e-4
+    assert cli.main(["calibrate", COGVIDEOX.name, "--model-id", WAN.miniature.id]) == 2
+
+
+def test_every_video_model_has_it_off_behind_everything_older():
+    for spec in SPECS:
+        assert ("cache_threshold" in spec.inputs) == (not spec.is_image)
+    for node in (node for name, node in DECLARATIONS.items() if name.endswith(("TPUSampler", "TPUPipeline"))):
+        names = [one.name for one in node.inputs]
+        is_image = spec_for_family(node.family).is_image
+        assert ("step_cache" in names) == (not is_image)
+        if not is_image:
+            assert names[-1] == "cache_threshold"
+            assert {one.name: one.default for one in node.inputs}["step_cache"] is False
