@@ -22,8 +22,11 @@ from comfyui_tpu.attention import policy
 from comfyui_tpu.kernels import attention, attention_int8, attention_reference, linear_int8
 from comfyui_tpu.kernels.attention_form import INT8_TILES, Form
 from comfyui_tpu.nodes.headless.compare import psnr
+from comfyui_tpu.tpu_runtime import pipeline
+from comfyui_tpu.tpu_runtime.cache import curves
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.programs import weights
+from comfyui_tpu.tpu_runtime.programs.generation import Denoising
 from comfyui_tpu.tpu_runtime.progress import Silent
 from scipy.ndimage import uniform_filter
 
@@ -31,25 +34,32 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from moving_shapes import judge
 from score_miniature import SPEC, frames_of, held_out
 
-# Precision and quality of each form; the first is what the others are compared with.
-FORMS = {
-    "exact, float32": ("float32", "exact"),
-    "exact, bfloat16": ("bfloat16", "exact"),
-    "int8, float32": ("float32", "int8"),
-    "int8, bfloat16": ("bfloat16", "int8"),
+# Precision and inputs of each form; the first is what the others are compared with.
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "exact, float32": ("float32", {}),
+    "exact, bfloat16": ("bfloat16", {}),
+    "int8, float32": ("float32", {"quality": "int8"}),
+    "int8, bfloat16": ("bfloat16", {"quality": "int8"}),
+    **{
+        f"MagCache {threshold}, float32": ("float32", {"step_cache": True, "cache_threshold": threshold})
+        for threshold in (0.03, 0.06, 0.12)
+    },
 }
 WINDOW = 7  # pixels, of SSIM
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """Of one form: PSNR in dB (median and least of all videos), the median SSIM, the share of videos that are right."""
+    """Of one form: PSNR in dB (median and least of all videos), the median SSIM, the shares of videos that are right,
+    and of steps that run whole.
+    """
 
     form: str
     psnr: float
     least_psnr: float
     ssim: float
     score: float
+    whole: float
 
 
 def ssim(one: np.ndarray, other: np.ndarray) -> float:
@@ -66,12 +76,19 @@ def ssim(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.mean(found / ((mean_x**2 + mean_y**2 + small) * (spread_x + spread_y + least))))
 
 
-def videos(prompts: int, steps: int) -> Iterator[Judged]:
-    """Every form on so many held-out prompts."""
+def videos(prompts: int, steps: int, forms: Sequence[str]) -> Iterator[Judged]:
+    """Every form on so many held-out prompts. MagCache's curve is measured first, on a prompt that is none of them."""
     scenes, exact = held_out(prompts), list[np.ndarray]()
-    for form, (precision, quality) in FORMS.items():
+    for form in forms:
+        precision, more = FORMS[form]
         model = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision=precision)
-        inputs = {"num_inference_steps": steps, "guidance_scale": 5.0, "num_frames": 17, "quality": quality}
+        inputs = {"num_inference_steps": steps, "guidance_scale": 5.0, "num_frames": 17, **more}
+        settings = SPEC.settings(**{**SPEC.miniature.inputs, **inputs})
+        if settings.step_cache:
+            texts = (SPEC.miniature.texts[name] for name in ("prompt", "negative_prompt"))
+            embeds = pipeline.encode_prompt(model, *texts, progress=Silent())
+            pipeline.calibrate(model, settings, *embeds, progress=Silent())
+            settings = curves.with_curve(SPEC, model.model_id, settings)
         found = [frames_of(model, str(scene), Silent(), seed=seed, **inputs) for seed, scene in enumerate(scenes)]
         exact = exact or found
         distances = [psnr(*(frames / 255 for frames in pair)) for pair in zip(found, exact, strict=True)]
@@ -81,6 +98,7 @@ def videos(prompts: int, steps: int) -> Iterator[Judged]:
             least_psnr=min(distances),
             ssim=float(np.median([ssim(*pair) for pair in zip(found, exact, strict=True)])),
             score=float(np.mean([judge(*pair).all for pair in zip(found, scenes, strict=True)])),
+            whole=float(np.mean(Denoising.published(SPEC, settings).is_full)),
         )
 
 
@@ -129,6 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="beside the first of these")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     cases = []
@@ -143,10 +162,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
               flush=True)  # fmt: skip
     policy.MANY_KEYS = weights.FEWEST_LANES = 0
     judged = []
-    for row in videos(options.prompts, options.steps):
+    for row in videos(options.prompts, options.steps, options.forms):
         judged.append(row)
         print(f"{row.form}: PSNR {row.psnr:.1f} dB, least {row.least_psnr:.1f}; SSIM {row.ssim:.4f}; score "
-              f"{row.score:.0%}", flush=True)  # fmt: skip
+              f"{row.score:.0%}; {row.whole:.0%} of steps whole", flush=True)  # fmt: skip
     if options.json:
         options.json.write_text(
             json.dumps({"videos": [asdict(row) for row in judged], "kernels": cases, "linears": linears}, indent=1)

@@ -1,8 +1,9 @@
 """What a step cache costs: DeepCache beside all steps whole, in numbers and in what one sees.
 
 Without `--name`, on the trained miniature of Wan 2.1: how many of the held-out prompts its frames still show, and their
-PSNR. Wan's nodes have no step cache; this is where it is tried. With `--name`, a model that has one, by one generation;
-the built-in checkpoint's weights are random there, so give `--model` a real one, on a TPU.
+PSNR. Wan's nodes have no DeepCache; this is where it is tried, and `quality.py` where MagCache is, which they have.
+With `--name`, a model that has DeepCache, by one generation; the built-in checkpoint's weights are random there, so
+give `--model` a real one, on a TPU.
 
 Run: python benchmarks/step_cache.py [--steps 50] [--cache-start 11] [--cache-end 45] [--cache-interval 4]
 """
@@ -29,7 +30,10 @@ import score_miniature  # noqa: E402
 from moving_shapes import judge  # noqa: E402
 
 MODELS = [spec for spec in FLAGSHIPS if spec.denoiser.step_reuse is not None and not spec.needs_condition]
-CACHED_INPUTS = {name: MODELS[0].inputs[name] for name in ("step_cache", "cache_start", "cache_end", "cache_interval")}
+CACHED_INPUTS = {
+    name: MODELS[0].inputs[name]
+    for name in ("step_cache", "cache_start", "cache_end", "cache_interval", "cache_threshold")
+}
 
 
 # --- Wan with a step cache --------------------------------------------------------------------------------------------
