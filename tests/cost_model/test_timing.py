@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comfyui_tpu.kernels import names
+from comfyui_tpu.kernels import linear_int8, names
 from comfyui_tpu.tpu_runtime.cost_model import bundles, chips, collectives, flops, hlo, kernels, step_time
 from comfyui_tpu.tpu_runtime.plan import findings
 from comfyui_tpu.tpu_runtime.programs.program import Program
@@ -380,6 +380,20 @@ def test_shallow_products_are_charged_for_the_whole_matrix_unit():
     arrays = shaped(ONE(), (1024, 128)), shaped(ONE(), (1024, 128))
     counted = flops.count(flops.traced(program(ONE(), attend, *arrays)), mxu_width=256)
     assert counted.total / counted.charged == pytest.approx(2 / 3)
+
+
+def test_products_of_int8_are_charged_half_in_a_kernel_too():
+    """Or no kernel of theirs would be predicted faster than bfloat16's peak."""
+
+    def run(x: jax.Array, w: jax.Array) -> list[jax.Array]:
+        weight = linear_int8.Rounded(w, jnp.ones(w.shape[0]))
+        return linear_int8.by_kernel([x], [weight], block=256, activation=None, turned=False)
+
+    arrays = shaped(ONE(), (1, 1024, 512)), shaped(ONE(), (1024, 512), dtype=jnp.int8)
+    counted = flops.count(flops.traced(program(ONE(), run, *arrays)), mxu_width=256)
+    assert counted.total == 2 * 1024 * 512 * 1024
+    # A quarter of the work, that of rotating tokens 256 deep for 1024 results, is in bfloat16.
+    assert counted.kernels == counted.charged == pytest.approx(counted.total * (0.5 + 0.25) / 1.25)
 
 
 # --- what is wasteful -------------------------------------------------------------------------------------------------

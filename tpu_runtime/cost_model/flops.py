@@ -5,10 +5,11 @@ A kernel counts what its author states (`pl.CostEstimate`), else the matrix prod
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from ..programs.program import Program
@@ -16,10 +17,11 @@ from ..programs.program import Program
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """`total`: multiplications and additions. `kernels`: the part of it in Pallas kernels.
+    """`total`: multiplications and additions. `kernels`: the part of it in Pallas kernels, of int8 half.
 
-    `charged`: `total`, but a contraction shallower than the MXU is charged as if it filled it. `total / charged` is the
-    part of the peak that the shapes allow: 2/3 for attention with heads of 128 on an MXU 256 deep.
+    `charged`: `total`, but a contraction shallower than the MXU is charged as if it filled it, and one of int8 half, of
+    which an MXU takes twice as many. `total / charged` is the part of bfloat16's peak that the shapes allow: 2/3 for
+    attention with heads of 128 on an MXU 256 deep.
     """
 
     total: float = 0.0
@@ -46,7 +48,9 @@ def count(jaxpr: core.Jaxpr | core.ClosedJaxpr, mxu_width: int) -> Flops:
 def _dot(equation: Any, mxu_width: int) -> Flops:
     (contracted, _), _ = equation.params["dimension_numbers"]
     depth = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
-    return _product(2.0 * depth * equation.outvars[0].aval.size, depth, mxu_width)
+    is_int8 = all(factor.aval.dtype == jnp.int8 for factor in equation.invars)
+    found = _product(2.0 * depth * equation.outvars[0].aval.size, depth, mxu_width)
+    return replace(found, charged=found.charged / 2) if is_int8 else found
 
 
 def _convolution(equation: Any, mxu_width: int) -> Flops:
@@ -87,7 +91,7 @@ def _pallas(equation: Any, mxu_width: int) -> Flops:
     stated = equation.params["cost_estimate"]
     total = float(stated.flops) if stated is not None and stated.flops else body.total
     charged = total * (body.charged / body.total if body.total else 1.0)
-    return Flops(total=total, kernels=total, charged=charged)
+    return Flops(total=total, kernels=min(total, charged), charged=charged)
 
 
 def _others(equation: Any, mxu_width: int) -> Flops:
