@@ -358,7 +358,7 @@ def test_a_guided_run_needs_the_negative_prompt():
             nodes.SAMPLER,
             "num_inference_steps guidance_scale shift seed model_id guidance_scale_2 precision scheduler sigmas "
             "high_noise_steps start_step end_step add_noise return_with_leftover_noise height width num_frames "
-            "quality",
+            "quality step_cache cache_threshold",
         ),
         (nodes.DECODER, "model_id fps precision"),
     ],
