@@ -98,6 +98,13 @@ def test_a_curve_that_is_none_is_refused(curve: Any):
         wire.unpack({"__record__": "Ask", "name": "x", "arguments": {"a": settings}}, b"", (Ask,))
 
 
+@pytest.mark.parametrize("threshold", [None, "x", [1]])
+def test_a_threshold_that_is_no_number_is_refused(threshold: Any):
+    settings = {"__record__": "MagCache", "threshold": threshold, "curve": None}
+    with pytest.raises(wire.WireError):
+        wire.unpack({"__record__": "Ask", "name": "x", "arguments": {"a": settings}}, b"", (Ask,))
+
+
 def test_a_message_that_is_too_long_is_not_sent():
     with pytest.raises(wire.WireError, match="letters"):
         wire.pack(Text("x" * wire.MOST_HEAD))

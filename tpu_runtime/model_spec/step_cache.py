@@ -84,6 +84,8 @@ class MagCache:
     curve: Curve | None = None
 
     def __post_init__(self) -> None:
+        if type(self.threshold) not in (int, float):
+            raise TypeError("what is said to be a threshold is no number")
         if not isinstance(self.curve, Curve | None):
             raise TypeError("what is said to be a curve is none")
 
