@@ -1,5 +1,6 @@
 """Images and videos as files."""
 
+import json
 from fractions import Fraction
 from pathlib import Path
 
@@ -141,3 +142,23 @@ def test_frames_that_are_not_finite_become_no_video(tmp_path: Path):
     with pytest.raises(ValueError, match="the image is not finite"):
         media.save_video(tmp_path / "clip.mp4", media.Video(frames=frames, frame_rate=Fraction(16)))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_animation_keeps_every_pixel_and_its_prompt_where_comfyui_writes_it(tmp_path: Path):
+    frames, prompt = gradient_video(3, 24, 40), {"1": {"inputs": {"text": "ein Fuß 红"}}}
+    path = tmp_path / "new" / "clip.webp"
+    media.save_animation(path, frames, fps=16, lossless=True, quality=80, effort=0, prompt=json.dumps(prompt))
+    with Image.open(path) as opened:
+        name, _, value = opened.getexif()[0x0110].partition(":")
+        assert (name, json.loads(value)) == ("prompt", prompt)
+        assert (opened.n_frames, opened.info["loop"]) == (3, 0)
+        for index, frame in enumerate(frames):
+            opened.seek(index)
+            assert opened.convert("RGB").tobytes() == media.as_bytes(frame).tobytes()
+            opened.load()
+            assert opened.info["duration"] == 62
+
+
+def test_an_animation_of_no_image_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="an IMAGE is floating"):
+        media.save_animation(tmp_path / "x.webp", torch.zeros(2, 3), fps=8, lossless=True, quality=80, effort=0)

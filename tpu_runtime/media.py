@@ -1,5 +1,6 @@
 """Images and videos as files. Frames are IMAGE tensors: `[frames, height, width, rgb]` float32 on the CPU, 0 to 1."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -130,6 +131,43 @@ def save_image(path: Path, image: Any, metadata: Mapping[str, str] | None = None
     for name, value in (metadata or {}).items():
         told.add_text(name, value)
     as_bytes(image).save(path, pnginfo=told)  # which other formats do not look at
+
+
+_EXIF_MODEL = 0x0110  # where ComfyUI writes a prompt into a WebP, and its page reads it
+
+
+def save_animation(
+    path: Path,
+    images: "torch.Tensor",
+    *,
+    fps: float,
+    lossless: bool,
+    quality: int,
+    effort: int,
+    prompt: str | None = None,
+) -> None:
+    """Writes IMAGE frames as one animated WebP that repeats forever, `prompt` (JSON) where ComfyUI's page looks for it.
+
+    `quality` is 0 to 100, `effort` 0 to 6. A frame lasts a whole number of milliseconds. Raises `ValueError` for what
+    is no IMAGE.
+    """
+    check_pictures(images)
+    first, *others = map(as_bytes, images)
+    exif = first.getexif()
+    if prompt is not None:
+        exif[_EXIF_MODEL] = f"prompt:{json.dumps(json.loads(prompt))}"  # EXIF holds ASCII
+    path.parent.mkdir(parents=True, exist_ok=True)
+    first.save(
+        path,
+        save_all=True,
+        append_images=others,
+        duration=int(1000 / fps),
+        loop=0,
+        exif=exif,
+        lossless=lossless,
+        quality=quality,
+        method=effort,
+    )
 
 
 def load_image(path: Path) -> tuple[Any, Any]:

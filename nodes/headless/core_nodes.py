@@ -8,6 +8,7 @@ from ..declare import Folders, Host, Input, Node, Output
 
 _IMAGES = Input(name="images", type="IMAGE", tooltip="The images.")
 _VIDEO = Input(name="video", type="VIDEO", tooltip="The video.")
+_WEBP_EFFORT = {"default": 4, "fastest": 0, "slowest": 6}
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -37,6 +38,16 @@ def _save_images(host: SavingHost, *, images: Any, filename_prefix: str) -> tupl
 
 def _preview_images(host: SavingHost, *, images: Any) -> tuple:
     return _save_images(host, images=images, filename_prefix="preview")
+
+
+def _save_animation(
+    host: SavingHost, *, images: Any, filename_prefix: str, fps: float, lossless: bool, quality: int, method: str
+) -> tuple:
+    path = media.free_path(host.folders.output, Path(filename_prefix).name, ".webp")
+    effort, prompt = _WEBP_EFFORT[method], host.metadata.get("prompt")
+    media.save_animation(path, images, fps=fps, lossless=lossless, quality=quality, effort=effort, prompt=prompt)
+    host.text(f"wrote {path}")
+    return (images,)
 
 
 def _create_video(host: Host, *, images: Any, fps: float, bit_depth: int, audio: None) -> tuple[media.Video]:
@@ -89,6 +100,29 @@ PREVIEW_IMAGE = Node(
     run=_preview_images,
     is_output=True,
 )
+SAVE_ANIMATION = Node(
+    id="SaveAnimatedWEBP",
+    title="Save Animated WEBP",
+    category="image",
+    description="Writes the images as one animated WebP.",
+    inputs=(
+        _IMAGES,
+        _prefix("ComfyUI"),
+        Input(name="fps", type="FLOAT", default=6.0, low=0.01, high=1000.0, tooltip="Frames per second."),
+        Input(name="lossless", type="BOOLEAN", default=True, tooltip="Every pixel as it is."),
+        Input(name="quality", type="INT", default=80, low=0, high=100, tooltip="More is better and larger."),
+        Input(
+            name="method",
+            type="COMBO",
+            default="default",
+            options=tuple(_WEBP_EFFORT),
+            tooltip="How long to look for a smaller file.",
+        ),
+    ),
+    outputs=(Output(name="images", type="IMAGE"),),
+    run=_save_animation,
+    is_output=True,
+)
 CREATE_VIDEO = Node(
     id="CreateVideo",
     title="Create Video",
@@ -133,4 +167,4 @@ SAVE_VIDEO = Node(
     is_output=True,
 )
 
-NODES = (LOAD_IMAGE, SAVE_IMAGE, PREVIEW_IMAGE, CREATE_VIDEO, SAVE_VIDEO)
+NODES = (LOAD_IMAGE, SAVE_IMAGE, PREVIEW_IMAGE, SAVE_ANIMATION, CREATE_VIDEO, SAVE_VIDEO)

@@ -13,6 +13,7 @@ from comfyui_tpu.nodes.headless.changes import assign, make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, execution_order, run_workflow
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
 from comfyui_tpu.tests.nodes import examples
+from PIL import Image
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = examples.page("wan21_t2v_720p")
@@ -78,6 +79,19 @@ def test_nodes_run_in_dependency_order_with_defaults_filled_in():
 def test_only_what_an_output_needs_is_run():
     graph = {"1": node("Number", a=1), "2": node("Number", a=2), "3": node("Show", a=["2", 0])}
     assert execution_order(graph, TABLE) == ["2", "3"]
+
+
+def test_an_animated_webp_is_written_with_what_made_it(tmp_path: Path):
+    inputs = {"images": ["1", 0], "filename_prefix": "moving", "fps": 8.0, "lossless": False, "quality": 60}
+    workflow = {
+        "1": node("LoadImage", image="wan_i2v_input.jpg"),
+        "2": node("SaveAnimatedWEBP", **inputs, method="fastest"),
+    }
+    folders = Folders(input=tmp_path, output=tmp_path / "out")
+    run_workflow(workflow, TerminalHost(folders, stream=io.StringIO(), tells=True), HEADLESS)
+    with Image.open(tmp_path / "out" / "moving.webp") as opened:
+        told = json.loads(opened.getexif()[0x0110].removeprefix("prompt:"))
+        assert told["2"]["inputs"] == inputs | {"method": "fastest"}
 
 
 def test_an_expansion_becomes_its_stages():
