@@ -1,10 +1,10 @@
-"""Predicts the flagship models for one TPU: `benchmarks/predicted.json` and the table in the READMEs.
+"""Predicts the flagship models for one TPU: `benchmarks/predicted.json` and the table in `docs/performance.md`.
 
 Inputs are the models' defaults. Under that table stands what machines with a TPU said, by `benchmarks/measured/`.
 
 Run: python benchmarks/predict.py [--model NAME ...] [--topology v6e:2x4] [--stages denoise]. Takes minutes a model; no
 TPU is needed. Models and stages that are not named keep what was recorded before. Other topologies have files of their
-own, `benchmarks/predicted_<generation>.json`, and no table in the README.
+own, `benchmarks/predicted_<generation>.json`, and no table there.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from comfyui_tpu.tpu_runtime.units import GIB
 
 ROOT = Path(__file__).parents[1]
 DEFAULT = "v6e:2x4"
-READMES = (ROOT / "README.md", ROOT / "README.zh-CN.md")
+PAGE = ROOT / "docs" / "performance.md"
 MEASURED = ROOT / "benchmarks" / "measured"
 BEGIN, END = "<!-- predicted:begin -->", "<!-- predicted:end -->"
 # Files of this machine and sentences for a reader are not for comparing.
@@ -158,7 +158,7 @@ def _share(part: float | None, whole: float | None) -> str:
 
 
 def section(records: Sequence[Record]) -> str:
-    """What stands between the README's markers: the predictions, and what machines said."""
+    """What stands between the page's markers: the predictions, and what machines said."""
     first, is_measured = records[0], any(measured_step(record) for record in records)
     only = "the last column alone was measured" if is_measured else "nothing in this table was measured"
     predicted = (
@@ -256,15 +256,15 @@ def _bench(record: Record) -> Iterator[str]:
     yield f"the fullest chip {memory}"
 
 
-# --- the READMEs ------------------------------------------------------------------------------------------------------
+# --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def insert(readme: str, text: str, begin: str = BEGIN, end: str = END) -> str:
-    """`readme` with `text` between its markers. Raises `ValueError` if it has none."""
-    before, found_begin, rest = readme.partition(begin)
+def insert(page: str, text: str, begin: str = BEGIN, end: str = END) -> str:
+    """`page` with `text` between its markers. Raises `ValueError` if it has none."""
+    before, found_begin, rest = page.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:
-        raise ValueError(f"the README must contain {begin} and {end}.")
+        raise ValueError(f"the page must contain {begin} and {end}.")
     return f"{before}{begin}\n{text}\n{end}{after}"
 
 
@@ -273,10 +273,9 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def write_readmes(text: str, begin: str, end: str) -> None:
-    """Puts `text` between the markers of the README in each language; tables stay English."""
-    for path in READMES:
-        path.write_text(insert(path.read_text("utf-8"), text, begin, end), "utf-8")
+def write_page(text: str, begin: str, end: str) -> None:
+    """Puts `text` between the page's markers."""
+    PAGE.write_text(insert(PAGE.read_text("utf-8"), text, begin, end), "utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -295,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write(file, known, [key for key, record in known.items() if "recipe" in record])
         if options.topology == DEFAULT:
             records = [known[spec.name] for spec in FLAGSHIPS if spec.name in known]
-            write_readmes(section(records), BEGIN, END)
+            write_page(section(records), BEGIN, END)
 
 
 if __name__ == "__main__":

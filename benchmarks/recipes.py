@@ -1,4 +1,4 @@
-"""Predicts whole generations in few steps: `benchmarks/predicted.json` and the README's table of recipes.
+"""Predicts whole generations in few steps: `benchmarks/predicted.json` and the recipes in `docs/performance.md`.
 
 Run: python benchmarks/recipes.py [--only TITLE ...]. Takes minutes a recipe; no TPU is needed.
 """
@@ -98,7 +98,7 @@ def _row(record: predict.Record) -> tuple[str, ...]:
 
 
 def section(records: Sequence[predict.Record]) -> str:
-    """What stands between the README's markers."""
+    """What stands between the page's markers."""
     first = records[0]
     return (
         f"{first['label'].capitalize()} ({first['compiler']}), by `benchmarks/recipes.py`; nothing in this table was "
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         records[recipe.key] = {**found, "recipe": recipe.key}
         predict.write(predict.recorded(predict.DEFAULT), records, [one.key for one in RECIPES])
         rows = [records[one.key] for one in RECIPES if one.key in records]
-        predict.write_readmes(section(rows), BEGIN, END)
+        predict.write_page(section(rows), BEGIN, END)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""The READMEs: every command is run by a test or marked with what it needs, and both languages say the same."""
+"""The READMEs and the pages that both languages have: every command is run by a test or says what it needs, and both
+say the same.
+"""
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +17,10 @@ from comfyui_tpu.cli.main import _parser
 ROOT = Path(__file__).parents[1]
 ENGLISH, CHINESE = "README.md", "README.zh-CN.md"
 READMES = (ENGLISH, CHINESE)
+# Of `docs`, in English, and of `docs/zh-CN`.
+BOTH = ("install", "usage", "troubleshooting", "separate_packs", "exactness", "packages")
+PAGES = {ENGLISH: (ENGLISH, *(f"docs/{name}.md" for name in BOTH))}
+PAGES[CHINESE] = (CHINESE, *(f"docs/zh-CN/{name}.md" for name in BOTH))
 NETWORK, TPU = "network", "TPU"
 # What stands beside a command that no test runs.
 MARKS = {
@@ -112,6 +119,11 @@ def text(name: str) -> str:
     return (ROOT / name).read_text("utf-8")
 
 
+def whole(name: str) -> str:
+    """The README of a language with its pages."""
+    return "\n".join(map(text, PAGES[name]))
+
+
 def commands(page: str) -> Iterator[tuple[str, str]]:
     """Every command of a page with the line that it stands in: lines of code blocks, and code within a text."""
     in_block = False
@@ -140,7 +152,7 @@ def problems(page: str, marks: dict[str, str]) -> list[str]:
 
 @pytest.mark.parametrize("name", READMES)
 def test_every_command_is_run_by_a_test_or_marked(name: str):
-    page = text(name)
+    page = whole(name)
     assert problems(page, MARKS[name]) == []
     mark = MARKS[name][TPU]
     assert problems(page.replace(mark, "", 1), MARKS[name]) == [
@@ -184,7 +196,7 @@ def test_setup_has_the_verbs_and_options_that_are_shown(verb: str):
         option for command in SHOWN if command.startswith(f"python3 setup.py {verb}") for option in options_of(command)
     }
     said = {"install": {"--comfyui", "--dry-run", "--yes"}}.get(verb, set())
-    assert shown | said <= set(options_of(run.stdout)) and all(f"`{option}" in text(ENGLISH) for option in said)
+    assert shown | said <= set(options_of(run.stdout)) and all(f"`{option}" in whole(ENGLISH) for option in said)
 
 
 @pytest.mark.parametrize("name", READMES)
@@ -225,17 +237,35 @@ def rows(page: str) -> list[int]:
     return [lines.count(None), *[count for count in lines if count is not None]][1:]
 
 
-def test_both_languages_have_the_same_sections_commands_tables_and_pictures():
-    english, chinese = text(ENGLISH), text(CHINESE)
-    assert headings(english) == headings(chinese) and len(headings(english)) > 15
-    assert [command for command, _ in commands(english)] == [command for command, _ in commands(chinese)]
-    assert rows(english) == rows(chinese)
-    for pattern in (r"!\[[^\]]*\]\(([^)]+)\)", r"(?<!!)\[[^\]]*\]\((docs/[^)]+)\)"):
-        assert re.findall(pattern, english) == re.findall(pattern, chinese)
+def links(name: str) -> list[str]:
+    """Where pictures and links to pages lead, seen from the root; to the same page, whatever its language."""
+    found = re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", text(name))
+    places = [os.path.normpath(Path(name).parent / target) for target in found if "://" not in target]
+    return [place.replace("docs/zh-CN/", "docs/").replace(CHINESE, ENGLISH) for place in places if place not in READMES]
+
+
+@pytest.mark.parametrize(("english", "chinese"), zip(PAGES[ENGLISH], PAGES[CHINESE], strict=True))
+def test_both_languages_have_the_same_sections_commands_tables_and_pictures(english: str, chinese: str):
+    one, other = text(english), text(chinese)
+    assert headings(one) == headings(other) and headings(one)
+    assert [command for command, _ in commands(one)] == [command for command, _ in commands(other)]
+    assert rows(one) == rows(other)
+    ours, theirs = links(english), links(chinese)
+    assert [link for link in ours if link != english] == [link for link in theirs if link != english]
+
+
+def test_what_a_newcomer_reads_first_is_short():
+    """A screen to a first picture, one to a video; the rest is in pages that the README lists."""
+    page = text(ENGLISH)
+    assert len(page.splitlines()) < 160
+    for first, then in (("Try it", "From a bare VM to a video"), ("From a bare VM to a video", "Models")):
+        assert page.partition(f"\n## {first}\n")[2].partition(f"\n## {then}\n")[0].count("\n") < 60, first
+    listed = {f"docs/{path.name}" for path in ROOT.glob("docs/*.md")}
+    assert listed == {place for place in links(ENGLISH) if place.startswith("docs/") and place.endswith(".md")}
 
 
 @pytest.mark.parametrize(
-    "name", [*READMES, "CONTRIBUTING.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+    "name", [*READMES, "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))]
 )
 def test_no_link_leads_nowhere(name: str):
     folder = (ROOT / name).parent

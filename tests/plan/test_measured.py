@@ -1,4 +1,4 @@
-"""Records in `benchmarks/measured/` as the READMEs show them: written by the commands themselves, here on no TPU."""
+"""Records in `benchmarks/measured/` as `docs/performance.md` shows them: written by the commands, here on no TPU."""
 
 import argparse
 import importlib
@@ -21,7 +21,7 @@ MODEL = "flux2-klein-4b"
 
 @pytest.fixture(scope="module")
 def predict() -> Iterator[Any]:
-    """The script that writes the READMEs' tables."""
+    """The script that writes the tables."""
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(BENCHMARKS)
         yield importlib.import_module("predict")
