@@ -254,14 +254,14 @@ def shifted(graphs: Graphs, model: Any) -> Any:
 
 
 def batch(graphs: Graphs, model: Any) -> Any:
-    return graphs.sample(model, latent={"samples": graphs.torch.cat([graphs.samples] * 2)})
+    return graphs.sample(model, steps=2, latent={"samples": graphs.torch.cat([graphs.samples] * 2)})
 
 
 def masked(graphs: Graphs, model: Any) -> Any:
     height, width = (8 * size for size in graphs.samples.shape[-2:])
     mask = graphs.torch.zeros(1, height, width)
     mask[:, height // 4 : height // 2] = 1.0
-    return graphs.sample(model, denoise=0.6, latent={"samples": graphs.given, "noise_mask": mask})
+    return graphs.sample(model, steps=2, denoise=0.6, latent={"samples": graphs.given, "noise_mask": mask})
 
 
 def in_two(graphs: Graphs, model: Any) -> Any:
@@ -270,7 +270,7 @@ def in_two(graphs: Graphs, model: Any) -> Any:
 
 
 def one_lora(graphs: Graphs, model: Any) -> Any:
-    return graphs.sample(graphs.with_lora(model))
+    return graphs.sample(graphs.with_lora(model), steps=2)
 
 
 def two_loras(graphs: Graphs, model: Any) -> Any:
@@ -279,7 +279,7 @@ def two_loras(graphs: Graphs, model: Any) -> Any:
 
     mid = {"diffusion_model.blocks.1.ffn.0.diff": 0.05 * graphs.torch.ones(256, 128)}
     twice = graphs.with_lora(graphs.with_lora(model, 0.5), -0.3)
-    return graphs.sample(comfy.sd.load_lora_for_models(twice, None, mid, 0.7, 0)[0])
+    return graphs.sample(comfy.sd.load_lora_for_models(twice, None, mid, 0.7, 0)[0], steps=2)
 
 
 def guider(graphs: Graphs, model: Any) -> Any:
@@ -321,7 +321,7 @@ def regions(graphs: Graphs, model: Any) -> Any:
         *node_helpers.conditioning_set_values(graphs.prompts[0], {"area": (4, 4, 2, 1), "strength": 0.8}),
         *node_helpers.conditioning_set_values(graphs.prompts[2], {"mask": mask, "mask_strength": 1.0}),
     ]
-    return graphs.sample(model, positive=both)
+    return graphs.sample(model, positive=both, steps=2)
 
 
 def easy_cache(graphs: Graphs, model: Any) -> Any:
@@ -343,14 +343,14 @@ def unlike_prompts(graphs: Graphs, model: Any) -> Any:
     mask = graphs.torch.ones(1, states.shape[1], dtype=graphs.torch.int64)
     mask[:, -7:] = 0
     info = {name: value for name, value in info.items() if name != "conditioning_byt5small"}
-    return graphs.sample(model, negative=[[states, {**info, "attention_mask": mask}]])
+    return graphs.sample(model, steps=2, negative=[[states, {**info, "attention_mask": mask}]])
 
 
 def first_frame(graphs: Graphs, model: Any) -> Any:
     """As Wan22ImageToVideoLatent: the first latent frame is given."""
     mask = graphs.torch.ones(1, 1, *graphs.samples.shape[2:])
     mask[:, :, 0] = 0.0
-    return graphs.sample(model, latent={"samples": graphs.given, "noise_mask": mask})
+    return graphs.sample(model, steps=2, latent={"samples": graphs.given, "noise_mask": mask})
 
 
 CASES: dict[str, Graph] = {

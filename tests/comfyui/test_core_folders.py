@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfyui_tpu.tests.comfyui.test_core_networks import DENOISERS_BY_NAME, VAES, WAN, check, run_script
+from comfyui_tpu.tests.comfyui.core_scripts import run_script
+from comfyui_tpu.tests.comfyui.test_core_networks import DENOISERS_BY_NAME, VAES, WAN, check
 from comfyui_tpu.tests.files import single_files, test_comfyui_encoders
 from comfyui_tpu.tests.files.comfyui_oracle import DENOISERS, saved
 from comfyui_tpu.tests.files.test_comfyui_encoders import UMT5

@@ -1,9 +1,5 @@
 """ComfyUI's MODEL, CLIP and VAE on the TPU against core's torch ones of the same files."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from comfyui_tpu.tests.comfyui import core_graphs
+from comfyui_tpu.tests.comfyui.core_scripts import run_script
 from comfyui_tpu.tests.files import single_files, test_comfyui_encoders
 from comfyui_tpu.tests.files.comfyui_oracle import DENOISERS, saved
 from comfyui_tpu.tests.files.test_comfyui_encoders import BYT5, LANGUAGE, MISTRAL, QWEN3, QWEN25, T5, UMT5, Encoder
-from comfyui_tpu.tests.support import comfyui_server
-from comfyui_tpu.tests.support.comfyui_server import COMFYUI, needs_comfyui
-from comfyui_tpu.tests.support.patience import PATIENCE_S, slower
+from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
+from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.models.autoencoders.taehv import TAEHV
@@ -149,25 +145,6 @@ DENOISERS_BY_NAME = {
 def write_denoiser(folder: Path, one: Denoiser, name: str) -> Path:
     home = saved(one.kind, folder / f"{name} folder", **{**DENOISERS[one.kind], **one.config})
     return single_files.write(folder / f"{name}.safetensors", home, one.kind)
-
-
-def run_script(name: str, job: Any, folder: Path) -> dict[str, Any]:
-    """What a script beside this file prints last, of a job."""
-    (folder / "stubs").mkdir(exist_ok=True)
-    (folder / "stubs" / "sitecustomize.py").write_text(comfyui_server.dedent(comfyui_server.STUBS))
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name(name)),
-        str(COMFYUI),
-        job if isinstance(job, str) else json.dumps(job),
-    ]
-    environment = {
-        **os.environ, "PYTHONPATH": str(folder / "stubs"), "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": comfyui_server.FLAGS.replace("count=8", "count=2"),
-    }  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def check(errors: Mapping[str, float], bound: float = BOUND) -> None:

@@ -1,0 +1,46 @@
+"""Scripts in which ComfyUI's own torch code runs beside ours, each in a process of its own.
+
+Their imports, seconds of a core, are made once in a server that each process is a fork of. JAX starts in the fork.
+"""
+
+import json
+import multiprocessing
+import os
+import runpy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from comfyui_tpu.tests.support.comfyui_server import COMFYUI, FLAGS
+from comfyui_tpu.tests.support.patience import PATIENCE_S
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["comfyui_tpu.tests.comfyui.core_imports"])
+_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS.replace("count=8", "count=2")}
+
+
+def run_script(name: str, job: Any, folder: Path) -> dict[str, Any]:
+    """What a script beside this file prints last, of a job; it runs in `folder`."""
+    said = job if isinstance(job, str) else json.dumps(job)
+    out, err = folder / f"{name}.out", folder / f"{name}.err"
+    script = str(Path(__file__).with_name(name))
+    # No daemon: some scripts start processes.
+    process = _FORKS.Process(target=_run, args=(script, said, folder, out, err, dict(os.environ)))
+    process.start()
+    process.join(PATIENCE_S)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    assert process.exitcode == 0, err.read_text()[-5000:]
+    return json.loads(out.read_text().splitlines()[-1])
+
+
+def _run(script: str, job: str, folder: Path, out: Path, err: Path, environment: Mapping[str, str]) -> None:
+    os.chdir(folder)
+    os.environ.update(environment | _ENVIRONMENT)
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.argv = [script, str(COMFYUI), job]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
