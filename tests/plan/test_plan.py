@@ -356,12 +356,18 @@ SMALL_SCORES = 20 * MIB
 TEXT_SCORES = 64 * MIB
 # Programs that were compiled and had nothing wrong with them.
 SOUND: set[str] = set()
-# Flagships whose blocks and autoencoder those of another flagship are, from the same file.
+# Blocks and autoencoder are those of another flagship, from the same file.
 SIBLINGS = ("wan2.2-i2v-a14b", "hunyuanvideo1.5-i2v-720p")
-# Their autoencoders have the layers of Flux.2's, and of Wan's.
-ALIKE = ("z-image-turbo-decode", "qwen-image-2512-decode")
+ALIKE = (
+    *(f"{name}-{stage}" for name in SIBLINGS for stage in ("denoise", "decode")),
+    # Autoencoders with the layers of Flux.2's, and of Wan's.
+    "z-image-turbo-decode",
+    "qwen-image-2512-decode",
+    # A step that is sharded as Wan's is.
+    "cogvideox1.5-5b-denoise",
+)
 EVERY = [
-    pytest.param(spec, stages, id=name, marks=[pytest.mark.recorded] if spec.name in SIBLINGS or name in ALIKE else [])
+    pytest.param(spec, stages, id=name, marks=[pytest.mark.recorded] if name in ALIKE else [])
     for spec in FLAGSHIPS
     for stages in (("encode", "denoise"), ("image", "decode"))
     for name in [f"{spec.name}-{stages[-1]}"]
