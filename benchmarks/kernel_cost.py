@@ -23,7 +23,9 @@ MIB = 2**20
 class Call:
     """Attention of `q_rows` queries to `kv_rows` keys and then to `text_rows`, whose number is known at run time.
 
-    `form`: fields of a `Form` in place of the table's. `kernel` "ours", or one to compare with.
+    `form`: fields of a `Form` in place of the table's. `kernel` "ours", or one to compare with. With `kept` keys are in
+    blocks of 1024 with 1008 real ones, of which each block of queries attends to so many, or to all: as the program
+    says when it runs.
     """
 
     title: str
@@ -32,6 +34,7 @@ class Call:
     q_rows: int
     kv_rows: int
     text_rows: int = 0
+    kept: int = 0
     bounded: bool = False
     kernel: Literal["ours", "splash", "online"] = "ours"
     topology: str = "v6e:1x1"
@@ -47,6 +50,7 @@ class Found:
     """Cycles are predicted. `error`: why there are none. `cpu_s`: processor time of compiling, on all cores."""
 
     mcycles: float = 0.0
+    least_mcycles: float = 0.0
     rerun_mcycles: float = 0.0
     bundles: int = 0
     vmem_mib: float = 0.0
@@ -82,15 +86,17 @@ def arrays(call: Call) -> list[tuple[tuple[int, ...], str]]:
     """Shapes and formats of query, keys, values, then the text's and its length."""
     width = call.heads * call.head_dim
     rows = [call.q_rows, call.kv_rows, call.kv_rows, *([call.text_rows] * 2 if call.text_rows else [])]
-    return [((1, n, width), "bfloat16") for n in rows] + ([((1,), "int32")] if call.text_rows else [])
+    scalars = [((1,), "int32")] * bool(call.text_rows) + [((), "bool")] * bool(call.kept)
+    return [((1, n, width), "bfloat16") for n in rows] + scalars
 
 
 def function(call: Call, device_kind: str) -> tuple[Callable[..., Any], Any]:
     """What to compile, of `arrays`; and the form of ours."""
     import jax.numpy as jnp
+    import numpy as np
     from comfyui_tpu.kernels import attention
     from comfyui_tpu.kernels.attention_form import Form, fastest
-    from comfyui_tpu.kernels.attention_reference import first
+    from comfyui_tpu.kernels.attention_reference import Blocks, first, in_blocks
 
     if call.kernel != "ours":
         from other_kernels import online, splash
@@ -118,7 +124,14 @@ def function(call: Call, device_kind: str) -> tuple[Callable[..., Any], Any]:
     form = Form(**{**asdict(chosen), **call.form})
 
     def run_ours(q: Any, k: Any, v: Any, *text: Any) -> Any:
-        keys = [first(k, v, call.kv_rows), *([first(*text)] if text else [])]
+        own = first(k, v, call.kv_rows)
+        if call.kept:
+            text, is_sparse = text[:-1], text[-1]
+            real = np.full(call.kv_rows // 1024, 1008, np.int32)
+            kept = (np.arange(len(real))[:, None] + np.arange(len(real), dtype=np.int32)) % len(real)
+            left_out = len(real) - call.kept
+            own = in_blocks(k, v, Blocks(size=1024, real=real, kept=kept, left_out=left_out, is_sparse=is_sparse))
+        keys = [own, *([first(*text)] if text else [])]
         return attention.flat_attention(
             q, keys, head_dim=call.head_dim, form=form, log_sums=False, scale=call.head_dim**-0.5
         )[0]
@@ -154,6 +167,7 @@ def _compile(call: Call, folder: str) -> Found:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return Found(
         mcycles=sum(one.longest for one in found.values()) / 1e6,
+        least_mcycles=sum(one.shortest for one in found.values()) / 1e6,
         rerun_mcycles=counted.rerun / 1e6,
         bundles=counted.length,
         vmem_mib=int(used.group(1)) / MIB if used else 0.0,
@@ -169,7 +183,7 @@ def _count(kernel: Any, folder: str) -> Any:
 
     grid = bundles.grid_of(json.loads(kernel.config)["custom_call_config"]["body"])
     (dump,) = (path for path in Path(folder).glob("*-[0-9][0-9]-final_bundles.txt") if f"-{kernel.name}-" in path.name)
-    return bundles.cost_of(dump.read_text(), grid, reruns=kernel.reruns)
+    return bundles.cost_of(dump.read_text(), grid, reruns=kernel.reruns, skipped=kernel.skipped)
 
 
 def floor_mcycles(call: Call) -> float:
@@ -192,7 +206,9 @@ def measured_s(call: Call, repeats: int = 5) -> float | None:
         return None
     run = jax.jit(function(call, device.device_kind)[0])
     given = [
-        jnp.full(shape, call.text_rows, name) if name == "int32" else jax.random.normal(jax.random.key(n), shape, name)
+        jnp.full(shape, call.text_rows, name)
+        if name in ("int32", "bool")
+        else jax.random.normal(jax.random.key(n), shape, name)
         for n, (shape, name) in enumerate(arrays(call))
     ]
     jax.block_until_ready(run(*given))

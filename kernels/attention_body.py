@@ -5,6 +5,7 @@ crosses lanes. `docs/attention.md` has a picture of the pipeline and the proofs 
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from .attention_form import Form
-from .attention_reference import NEGATIVE
+from .attention_reference import NEGATIVE, TOGETHER, Blocks
 from .chip import LANES, PACKED_ROWS, SUBLANES, precision
 
 # Of a sum of exponentials above this the maximum was too low by 83 at least (of up to 2^17 keys): float32 ends at 128.
@@ -55,7 +56,9 @@ class KeyBlock:
     """Keys of one array in VMEM: `rows` of them, of which the first `certain` are real whatever `length` says.
 
     `length` is how many are real: a number, or a scalar read in the kernel. `values` are `[lanes, rows]` where the form
-    has them turned, else like keys `[rows, lanes]`.
+    has them turned, else like keys `[rows, lanes]`; `clean`: those of padding are zero.
+    Then `ones` `[8, rows]` may say the same to `attention_int8`, and weights of padding need no more than be finite:
+    where they are not, the block of queries fails.
     """
 
     keys: Any
@@ -63,16 +66,95 @@ class KeyBlock:
     rows: int
     certain: int
     length: Any
+    clean: bool = False
+    ones: Any = None
+
+    def num_runs(self, size: int) -> int:
+        """Of all keys: runs of `size` and a rest."""
+        return -(-self.rows // size)
+
+    def alone(self, at: int, size: int, skipped: Any, unroll: int) -> "KeyRun":
+        """Run `at` out of the loop, of which so many turns were `skipped`."""
+        start = at * size
+        return KeyRun(
+            part=self, start=start, size=min(size, self.rows - start), masked=start + size > self.certain,
+            real=self.length - start,
+        )  # fmt: skip
+
+    def in_a_loop(self, size: int) -> int:
+        """How many of the first runs a loop may go through: they are of `size`, and without padding."""
+        return min(self.certain, self.rows) // size
+
+    def a_turn(self, size: int, unroll: int) -> int:
+        """How many runs a loop's turn takes, of which `unroll` are wanted."""
+        return unroll
+
+    def skipped(self, size: int, unroll: int) -> Any:
+        """How many of the loop's turns are not taken."""
+        return None
+
+    def run(self, at: int, size: int, turn: Any, unroll: int) -> "KeyRun":
+        """In the loop's `turn`, run `at` of its first; before the loop ends, so none is of padding."""
+        start = pl.multiple_of((at + turn * unroll) * size, size)
+        return KeyRun(part=self, start=start, size=size, masked=False, real=size)
+
+    def sample(self) -> "KeyRun":
+        """Keys by which a maximum is guessed: the first."""
+        size = min(SAMPLED_KEYS, max(PACKED_ROWS, self.rows // 8 // PACKED_ROWS * PACKED_ROWS))
+        return KeyRun(part=self, start=0, size=size, masked=size > self.certain, real=self.length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedKeys(KeyBlock):
+    """Keys in equal blocks of `block` rows, of which `count` are listed: `place` says which the nth is, `real` how many
+    keys of a block are, which `least` of each are.
+    """
+
+    block: int
+    count: int
+    least: int
+    left_out: int
+    is_sparse: Any
+    place: Callable[[Any], Any]
+    real: Callable[[Any], Any]
+
+    def num_runs(self, size: int) -> int:
+        return self.in_a_loop(size)
+
+    def alone(self, at: int, size: int, skipped: Any, unroll: int) -> "KeyRun":
+        return self.run(at, size, 0 if skipped is None else -skipped, unroll)
+
+    def in_a_loop(self, size: int) -> int:
+        return self.count * (self.block // size)
+
+    def a_turn(self, size: int, unroll: int) -> int:
+        return turn_of(self.block // size, unroll)
+
+    def skipped(self, size: int, unroll: int) -> Any:
+        return self.is_sparse * (self.left_out * (self.block // size) // unroll) if self.left_out else None
+
+    def run(self, at: int, size: int, turn: Any, unroll: int) -> "KeyRun":
+        per_block = self.block // size
+        number = self.place(at // per_block + turn * (unroll // per_block))
+        inside = at % per_block * size
+        return KeyRun(
+            part=self, start=pl.multiple_of(number * self.block + inside, size), size=size,
+            masked=inside + size > self.least, real=self.real(number) - inside,
+        )  # fmt: skip
+
+    def sample(self) -> "KeyRun":
+        return self.run(0, math.gcd(SAMPLED_KEYS, self.block), 0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyRun:
-    """A run of `size` keys of a part. `masked`: some may be padding."""
+    """A run of `size` keys of a part, of which the first `real` are. `masked`: some may be padding."""
 
     part: KeyBlock
     start: Any
     size: int
     masked: bool
+    real: Any
 
     @property
     def rows(self) -> Any:
@@ -80,15 +162,7 @@ class KeyRun:
 
     def valid(self, shape: tuple[int, ...], axis: int = 0) -> Array:
         """Which places of `shape` along `axis` are real keys."""
-        return jax.lax.broadcasted_iota(jnp.int32, shape, axis) < self.part.length - self.start
-
-
-def steps_of(part: KeyBlock, size: int) -> list[KeyRun]:
-    """The keys of a part in runs of `size` and a rest."""
-    return [
-        KeyRun(part=part, start=start, size=min(size, part.rows - start), masked=start + size > part.certain)
-        for start in range(0, part.rows, size)
-    ]
+        return jax.lax.broadcasted_iota(jnp.int32, shape, axis) < self.real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +198,7 @@ class Block:
             self.vmem.scaled[head] = self.scaled_query(head).astype(self.vmem.scaled.dtype).T
         self.clear()
         if self.form.maximum == "sampled":
-            step = sample_of(part)
+            step = part.sample()
             for head, columns in self.pieces():
                 self.vmem.top[0][head, :, columns] = spread(jnp.max(self.masked_scores(step, head, columns), 0))
 
@@ -162,13 +236,13 @@ class Block:
         """The step's values summed by weight, `[head_dim, queries]`."""
         lanes, axis = pl.ds(head * self.head_dim, self.head_dim), int(self.form.turned(self.head_dim))  # of keys
         values = step.part.values[(lanes, step.rows) if axis else (step.rows, lanes)]
-        if step.masked:
+        if step.masked and not step.part.clean:
             values = jnp.where(step.valid(values.shape, axis), values, jnp.zeros_like(values))
         return self.product(
-            self.with_sums(values), self.vmem.weights[parity][head, : step.size, columns], ((axis,), (0,))
+            self.with_sums(values, step), self.vmem.weights[parity][head, : step.size, columns], ((axis,), (0,))
         )
 
-    def with_sums(self, values: Array) -> Array:
+    def with_sums(self, values: Array, step: KeyRun) -> Array:
         """Values, and what sums the weights where no vector unit does."""
         return values
 
@@ -182,7 +256,7 @@ class Block:
 
     def keep_weights(self, weights: Array, step: KeyRun, parity: int, head: int, columns: Any) -> Array | float:
         """Stores `[keys, queries]` without padding for the second product; their sums, `[8, queries]`."""
-        if step.masked:
+        if step.masked and step.part.ones is None:
             weights = jnp.where(step.valid(weights.shape), weights, 0)
         buffer = self.vmem.weights[parity]
         buffer[head, : step.size, columns] = weights.astype(buffer.dtype)
@@ -235,11 +309,11 @@ class Block:
 
         Most steps are those of a loop of `unroll` steps a turn; those before, after and with padding are written out.
         """
-        steps = [step for part in parts for step in steps_of(part, size)]
+        steps = [(part, number) for part in parts for number in range(part.num_runs(size))]
         depth = max(behind for behind, _ in stages)
-        uniform = next((n for n, step in enumerate(steps) if step.masked or step.size < size), len(steps))
-        uniform = min(uniform, -(-parts[0].rows // size))
-        turns = (uniform - depth) // unroll if uniform >= depth + 2 * unroll else 0
+        uniform, unroll = parts[0].in_a_loop(size), parts[0].a_turn(size, unroll)
+        skipped = parts[0].skipped(size, unroll)
+        turns = (uniform - depth) // unroll if skipped is not None or uniform >= depth + 2 * unroll else 0
         looped = range(depth, depth + turns * unroll)
 
         def tick(parity: int, step_at: Callable[[int], KeyRun | None]) -> None:
@@ -249,22 +323,27 @@ class Block:
                     if step is not None:
                         stage(step, (parity - behind) % 2, head, columns)
 
-        def turn(index: Array, _: None) -> None:
-            for offset in range(unroll):
-                first = depth + index * unroll + offset
+        def alone(at: int, skipped: Any, behind: int) -> KeyRun | None:
+            if not 0 <= at - behind < len(steps):
+                return None
+            part, number = steps[at - behind]
+            return part.alone(number, size, skipped, unroll)
 
-                def step_at(behind: int, first: Array = first) -> KeyRun:
-                    start = pl.multiple_of((first - behind) * size, size)
-                    return KeyRun(part=parts[0], start=start, size=size, masked=False)
+        def turn(index: Array, _: None) -> None:
+            taken = index if skipped is None else index - skipped
+            for offset in range(unroll):
+
+                def step_at(behind: int, at: int = depth + offset) -> KeyRun:
+                    return parts[0].run(at - behind, size, taken, unroll)
 
                 tick(depth + offset, step_at)
 
         for at in range(len(steps) + depth):
             if turns and at == looped.start:
                 assert unroll % 2 == 0
-                jax.lax.fori_loop(0, turns, turn, None)
+                jax.lax.fori_loop(0 if skipped is None else skipped, turns, turn, None)
             if at not in looped:
-                tick(at, lambda behind, at=at: steps[at - behind] if 0 <= at - behind < len(steps) else None)
+                tick(at, functools.partial(alone, at, None if at < looped.start else skipped))
         return (len(steps) - 1) % 2
 
     # --- the result ---------------------------------------------------------------------------------------------------
@@ -291,21 +370,16 @@ class Block:
                 self.log_sum[head] = jnp.where(total > 0, found, NEGATIVE)
 
 
-def sample_of(part: KeyBlock) -> KeyRun:
-    """The first keys, by which a maximum is guessed."""
-    size = min(SAMPLED_KEYS, max(PACKED_ROWS, part.rows // 8 // PACKED_ROWS * PACKED_ROWS))
-    return KeyRun(part=part, start=0, size=size, masked=size > part.certain)
-
-
 def spread(row: Array) -> Array:
     """`[queries]` or `[1, queries]` over the 8 sublanes of registers."""
     return jnp.broadcast_to(row.reshape(1, -1), (SUBLANES, row.shape[-1]))
 
 
 def grid_step(
-    scalars: tuple[Any, Any],
+    scalars: tuple[Any, Any, Any],
     query: Any,
     keys: Sequence[tuple[Any, Any]],
+    ones: Any | None,
     out: Any,
     log_sum: Any | None,
     scratch: Scratch,
@@ -313,12 +387,15 @@ def grid_step(
     extents: Sequence[Extent],
     num_kv: int,
     block_of: Callable[..., Block],
+    blocks: Blocks | None,
 ) -> None:
     """One of the `num_kv` steps over which the first array's keys are divided; the other arrays come with the last.
 
-    `scalars`: how many keys are real, `[rows, arrays]`, and for `attention_int8` what keys are worth, `[rows, heads]`.
+    `scalars`: how many keys are real, `[rows, arrays]`; for `attention_int8` what keys are worth, `[rows, heads]`; and
+    of keys in `blocks`, which are whole, those of each block of queries, how many keys of each block are real, and
+    whether the last are left out.
     """
-    lengths, units = scalars
+    lengths, units, listed = scalars
     row, group, at = pl.program_id(0), pl.program_id(1), pl.program_id(3) if num_kv > 1 else 0
     heads = scratch.out.shape[0]
     own = () if units is None else tuple(units[row, group * heads + head] for head in range(heads))
@@ -332,6 +409,8 @@ def grid_step(
         length = extent.rows if is_known else lengths[row, index] - before
         certain = min(certain, extent.block)
         parts.append(KeyBlock(keys=k, values=v, rows=extent.block, certain=certain, length=length))
+    if blocks is not None:
+        parts[0] = _listed(parts[0], blocks, *listed, clean=block.form.turned(block.head_dim), ones=ones)
     run = block.run_online if block.form.maximum == "online" else block.run
     if num_kv == 1:
         block.prepare(parts[0])
@@ -350,6 +429,26 @@ def grid_step(
         if parts[1:]:
             run(parts[1:])
         block.write()
+
+
+def turn_of(per_block: int, unroll: int) -> int:
+    """Runs that a loop over blocks of so many takes at once: whole blocks, for it must be known which runs have
+    padding, and no more than are left out together.
+    """
+    return min(math.lcm(per_block, unroll), TOGETHER * per_block)
+
+
+def _listed(
+    part: KeyBlock, blocks: Blocks, kept: Any, real: Any, is_sparse: Any, *, clean: bool, ones: Any
+) -> ListedKeys:
+    """The same keys in blocks; `kept`, `real` and `is_sparse` are those of `blocks`, as the kernel reads them."""
+    own = jnp.minimum(pl.program_id(2), len(blocks.kept) - 1)
+    return ListedKeys(
+        keys=part.keys, values=part.values, rows=part.rows, certain=0, length=part.rows, clean=clean, ones=ones,
+        block=blocks.size, count=blocks.kept.shape[1], least=int(blocks.real.min()), left_out=blocks.left_out,
+        is_sparse=is_sparse[0],
+        place=lambda n: kept[own, n], real=lambda number: real[number],
+    )  # fmt: skip
 
 
 def finish(block: Block, parts: list[KeyBlock]) -> None:

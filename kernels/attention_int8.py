@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .attention_body import LOG2_E, Block, KeyBlock, KeyRun, sample_of, spread
+from .attention_body import LOG2_E, Block, KeyBlock, KeyRun, spread
 from .attention_reference import NEGATIVE, Keys, valid_rows
 from .chip import LANES, SUBLANES
 
@@ -117,7 +117,7 @@ class Int8Block(Block):
             self.vmem.worth[head] = spread(worth)
         self.clear()
         if self.form.maximum == "sampled":
-            step = sample_of(part)
+            step = part.sample()
             for head, columns in self.pieces():
                 self.fold(self.products(step, head, columns), step, head, columns)
 
@@ -160,8 +160,9 @@ class Int8Block(Block):
     def summed(self, weights: Array) -> Array | float:
         return 0.0  # by the second product
 
-    def with_sums(self, values: Array) -> Array:
-        ones = jnp.ones((SUBLANES, values.shape[1]), values.dtype)
+    def with_sums(self, values: Array, step: KeyRun) -> Array:
+        given = step.part.ones
+        ones = jnp.ones((SUBLANES, values.shape[1]), values.dtype) if given is None else given[:, step.rows]
         return jnp.concatenate([values, ones], axis=0)
 
     def totals(self, head: int) -> Array:

@@ -7,19 +7,60 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int8
 
 # Stands for minus infinity where the arithmetic must stay finite (a row without any valid key).
 NEGATIVE = -1e30
 # Scores in memory at once. At a model's size all would be many times the memory of a chip.
 SCORES_BYTES = 2**29
+# Blocks that are left out by a turn of the kernel's loop that is not taken.
+TOGETHER = 4
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Blocks:
+    """Keys in blocks of `size` rows, of which the first `real` are real, one at least; known before the trace.
+
+    A block of as many queries attends to those of its row in `kept`, but where `is_sparse`, which the program knows
+    when it runs, not to the last `left_out`, a multiple of `TOGETHER`. The kernel takes the first maximum from the
+    first. All queries have the same where there is one row.
+    """
+
+    size: int
+    real: Int[np.ndarray, " blocks"]
+    kept: Int[np.ndarray, "query_blocks count"]
+    left_out: int = 0
+    is_sparse: Bool[Array, ""] | None = None
+
+    def __post_init__(self) -> None:
+        if self.left_out % TOGETHER or not 0 <= self.left_out < self.kept.shape[1]:
+            raise ValueError(
+                f"of {self.kept.shape[1]} blocks {self.left_out} cannot be left out: in {TOGETHER}s, not all."
+            )
+
+    @property
+    def rows(self) -> int:
+        return len(self.real) * self.size
+
+    def allowed(self, q_seq: int) -> Bool[Array, "q_seq blocks"]:
+        """Which blocks of keys each query attends to; those behind the last block of queries to any."""
+
+        def to(kept: Int[np.ndarray, "query_blocks count"]) -> Array:
+            found = np.zeros((len(kept), len(self.real)), bool)
+            np.put_along_axis(found, kept, True, 1)
+            return jnp.asarray(found[np.minimum(np.arange(q_seq) // self.size, len(found) - 1)])
+
+        every, few = to(self.kept), to(self.kept[:, : self.kept.shape[1] - self.left_out])
+        return every if self.is_sparse is None else jnp.where(self.is_sparse, few, every)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
     """The first `rows` rows of `keys` and `values` may be real; what follows may hold anything.
 
-    The first `certain` of them are real in every batch row, of the rest those before `length` (None: all).
+    The first `certain` of them are real in every batch row, of the rest those before `length` (None: all). Of keys in
+    `blocks`, which a call's first may be, these say what is real.
     """
 
     keys: Float[Array, "batch kv_seq lanes"] | Int8[Array, "batch kv_seq lanes"]
@@ -27,6 +68,7 @@ class Keys:
     rows: int
     certain: int
     length: Int[Array, " batch"] | None = None
+    blocks: Blocks | None = None
 
 
 def first(keys: Array, values: Array, length: int | Int[Array, " batch"], *, certain: int = 0) -> Keys:
@@ -34,6 +76,10 @@ def first(keys: Array, values: Array, length: int | Int[Array, " batch"], *, cer
     if isinstance(length, int):
         return Keys(keys=keys, values=values, rows=length, certain=length)
     return Keys(keys=keys, values=values, rows=keys.shape[1], certain=certain, length=length)
+
+
+def in_blocks(keys: Array, values: Array, blocks: Blocks) -> Keys:
+    return Keys(keys=keys, values=values, rows=blocks.rows, certain=0, blocks=blocks)
 
 
 def flat_attention(
@@ -45,6 +91,7 @@ def flat_attention(
     returns zeros and a log-sum-exp of `NEGATIVE`.
     """
     valid = jnp.concatenate([valid_rows(part, len(q)) for part in keys], axis=1)  # [batch, kv_seq]
+    allowed = None if keys[0].blocks is None else _allowed(keys, q.shape[1])
 
     def joined(arrays: list[Array]) -> Float[Array, "batch kv_seq heads head_dim"]:
         rows = jnp.concatenate([x[:, : part.rows] for x, part in zip(arrays, keys, strict=True)], axis=1)
@@ -55,12 +102,15 @@ def flat_attention(
     batch, heads, q_seq, _ = queries.shape
     block = max(1, SCORES_BYTES // (4 * batch * heads * max(1, k.shape[1])))
     if block >= q_seq:
-        out, log_sum = _attend(queries, k, v, valid)
+        out, log_sum = _attend(queries, k, v, valid, allowed)
     else:
         count = -(-q_seq // block)
         padded = jnp.pad(queries, ((0, 0), (0, 0), (0, count * block - q_seq), (0, 0)))
         blocks = jnp.moveaxis(padded.reshape(batch, heads, count, block, head_dim), 2, 0)
-        outs, log_sums_of_blocks = jax.lax.map(lambda rows: _attend(rows, k, v, valid), blocks)
+        own = None
+        if allowed is not None:
+            own = jnp.pad(allowed, ((0, count * block - q_seq), (0, 0))).reshape(count, block, -1)
+        outs, log_sums_of_blocks = jax.lax.map(lambda each: _attend(each[0], k, v, valid, each[1]), (blocks, own))
         out = jnp.moveaxis(outs, 0, 2).reshape(padded.shape)[:, :, :q_seq]
         log_sum = jnp.moveaxis(log_sums_of_blocks, 0, 2).reshape(batch, heads, -1)[:, :, :q_seq]
     return jnp.swapaxes(out, 1, 2).reshape(q.shape).astype(q.dtype), log_sum if log_sums else None
@@ -71,13 +121,15 @@ def _attend(
     k: Float[Array, "batch kv_seq heads head_dim"],
     v: Float[Array, "batch kv_seq heads head_dim"],
     valid: Bool[Array, "batch kv_seq"],
+    allowed: Bool[Array, "rows kv_seq"] | None,
 ) -> tuple[Float[Array, "batch heads rows head_dim"], Float[Array, "batch heads rows"]]:
     """All scores of these queries at once."""
+    counts = valid[:, None, None, :] if allowed is None else valid[:, None, None, :] & allowed
     highest = jax.lax.Precision.HIGHEST
     scores = jnp.einsum("bhqd,bkhd->bhqk", queries, k, precision=highest) * queries.shape[-1] ** -0.5
-    scores = jnp.where(valid[:, None, None, :], scores, NEGATIVE)
+    scores = jnp.where(counts, scores, NEGATIVE)
     top = jnp.max(scores, axis=-1, keepdims=True, initial=NEGATIVE)
-    weights = jnp.where(valid[:, None, None, :], jnp.exp(scores - top), 0)
+    weights = jnp.where(counts, jnp.exp(scores - top), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)  # [batch, heads, rows, 1]
     out = jnp.einsum("bhqk,bkhd->bhqd", weights, v, precision=highest) / jnp.maximum(total, 1e-30)
     return out, jnp.where(total > 0, top + jnp.log(jnp.maximum(total, 1e-30)), NEGATIVE)[..., 0]
@@ -87,7 +139,17 @@ def _heads(x: Array, head_dim: int) -> Array:
     return x.reshape(*x.shape[:2], -1, head_dim)
 
 
+def _allowed(keys: Sequence[Keys], q_seq: int) -> Bool[Array, "q_seq kv_seq"]:
+    """Which keys of all parts each query attends to, where the first part's are in blocks."""
+    assert keys[0].blocks is not None
+    own = jnp.repeat(keys[0].blocks.allowed(q_seq), keys[0].blocks.size, axis=1)
+    return jnp.concatenate([own, *(jnp.ones((q_seq, part.rows), bool) for part in keys[1:])], axis=1)
+
+
 def valid_rows(part: Keys, batch: int) -> Bool[Array, "batch rows"]:
     """Which of a part's `rows` are real."""
+    if part.blocks is not None:
+        real = np.arange(part.blocks.size) < part.blocks.real[:, None]
+        return jnp.broadcast_to(jnp.asarray(real.reshape(1, -1)), (batch, part.rows))
     length = jnp.full(batch, part.rows) if part.length is None else part.length
     return jnp.arange(part.rows) < length[:, None]

@@ -1,6 +1,7 @@
 """The kernels' names in a compiled program's text, by which `cost_model` knows how to count them."""
 
 WITH_RERUN = "_with_rerun"  # ends the name of a kernel that repeats a step's work where its faster form has failed
+SKIPPED = "skipped_turns"  # of a kernel's longest loop, in its metadata: so many need not be taken
 ATTENTION = "attention"
 ATTENTION_WITH_RERUN = ATTENTION + WITH_RERUN
 ATTENTION_INT8 = "attention_int8"

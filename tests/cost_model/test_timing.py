@@ -185,6 +185,31 @@ def rerunning_kernel(x: jax.Array) -> jax.Array:
     return checking_kernel(x, reruns=True)
 
 
+def skipping_kernel(x: jax.Array, first: jax.Array) -> jax.Array:
+    """Eight products, of which the first are left out."""
+
+    def body(first: Any, x: Any, out: Any) -> None:
+        out[...] = jnp.zeros_like(out)
+
+        def turn(_: Any, carry: None) -> None:
+            out[...] += jnp.dot(x[...], x[:256], preferred_element_type=jnp.float32)
+
+        jax.lax.fori_loop(first[0], 8, turn, None)
+
+    return pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(len(x) // 512,),
+            in_specs=[pl.BlockSpec((512, 256), lambda i, _: (i, 0))],
+            out_specs=pl.BlockSpec((512, 256), lambda i, _: (i, 0)),
+        ),
+        out_shape=jax.ShapeDtypeStruct(x.shape, jnp.float32),
+        metadata={names.SKIPPED: "6"},
+        name="skipping",
+    )(first, x)
+
+
 @pytest.fixture(scope="module")
 def costs() -> Mapping[str, bundles.Cost]:
     """Of a matmul in 8 and in 32 steps, and of the kernels with parts; measured side by side, for it takes seconds."""
@@ -196,6 +221,7 @@ def costs() -> Mapping[str, bundles.Cost]:
             ("parts", branching_kernel, shaped(ONE(), (8192, 256))),
             ("checked", checking_kernel, shaped(ONE(), (8192, 256))),
             ("rerun", rerunning_kernel, shaped(ONE(), (8192, 256))),
+            ("skips", skipping_kernel, shaped(ONE(), (8192, 256)), shaped(ONE(), (1,), dtype=jnp.int32)),
         )
     }
     measured = kernels.measure(found.values(), chips.topology("v6e-1"))
@@ -220,6 +246,14 @@ def test_loops_in_a_kernel_multiply_and_of_two_exclusive_parts_one_counts(costs:
     assert (cost.steps, cost.unknown_loops, cost.error) == (16, 0, "")
     # 512 x 256 sums pass the two store slots of 1024 lanes in 64 bundles; so at least does each of the eight products.
     assert 16 * 8 * 64 < cost.shortest < cost.longest
+
+
+@pytest.mark.slow
+def test_turns_that_need_not_be_taken_are_left_out_of_the_shortest_way(costs: Mapping[str, bundles.Cost]):
+    cost = costs["skips"]
+    assert (cost.steps, cost.unknown_loops, cost.error) == (16, 0, "")
+    assert cost.longest - cost.shortest > 16 * 6 * 64
+    assert cost.longest / 8 < cost.shortest < cost.longest / 2
 
 
 @pytest.mark.slow

@@ -99,6 +99,23 @@ def test_attention(name: str, head_dim: int, cores: int):
     assert_right(found, wanted, bounds.get(name, 4e-6))
 
 
+@pytest.mark.slow
+@CORES
+@pytest.mark.parametrize("scores", ["exact", "int8"])
+def test_attention_to_some_blocks(scores: Any, cores: int):
+    """Six blocks of queries, each with a list of its own, of which the program leaves four out; padding is NaN."""
+    order = np.stack([np.roll(np.arange(6, dtype=np.int32), -own) for own in range(6)])
+    real = np.array([128, 1, 100, 128, 64, 127], np.int32)
+    q, k, v = (drawn(1, 6 * 128, 256, seed=seed) for seed in range(3))
+    is_real = (np.arange(128) < real[:, None]).reshape(1, -1, 1)
+    blocks = attention_reference.Blocks(size=128, real=real, kept=order, left_out=4, is_sparse=jnp.array(True))
+    part = attention_reference.in_blocks(jnp.where(is_real, k, jnp.nan), jnp.where(is_real, v, jnp.nan), blocks)
+    form, how = Form(scores=scores, block_q=128, step=64, online_step=64), {"head_dim": 128, "log_sums": False}
+    found, _ = flat_attention(q, [part], form=form, scale=128**-0.5, interpret=on(cores), **how)
+    wanted, _ = attention_reference.flat_attention(q, [part], **how)
+    assert_right(found, wanted, 6e-2 if scores == "int8" else 4e-6)
+
+
 @CORES
 def test_prologue_and_join(cores: int):
     """Several blocks of tokens, the last of which overshoots."""

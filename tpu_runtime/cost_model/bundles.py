@@ -30,7 +30,7 @@ _PIPELINE_STEPS = 2  # the grid loop runs two more times than the grid: to fetch
 @dataclass(frozen=True, kw_only=True)
 class Cost:
     """`length`: bundles of the kernel; `step`: those of one grid step, loops and all. `longest`, `shortest`: over
-    all steps, where of two parts that exclude each other one runs.
+    all steps, where of two parts that exclude each other one runs, and turns of a loop that may be skipped are.
 
     `rerun`: bundles, over all steps, of a part that repeats the work of a step where a flag computed in the kernel says
     so; they are in none of the other numbers. `estimated`: libtpu's own estimate, which knows DMA and stalls but skips
@@ -75,9 +75,9 @@ class _Branch:
         return range(self.target, self.address + _DELAY_SLOTS + 1)
 
 
-def cost_of(text: str, grid: tuple[int, ...], *, reruns: bool = False) -> Cost:
+def cost_of(text: str, grid: tuple[int, ...], *, reruns: bool = False, skipped: int = 0) -> Cost:
     """The cost of the kernel with final bundles `text`, over all steps of `grid`. `reruns`: it has a part that repeats
-    its work where that has failed.
+    its work where that has failed. `skipped`: so many turns of its longest loop need not be taken.
     """
     found = list(_BUNDLE.finditer(text))
     ends = [bundle.start() for bundle in found[1:]] + [len(text)]
@@ -91,11 +91,12 @@ def cost_of(text: str, grid: tuple[int, ...], *, reruns: bool = False) -> Cost:
     weights = {
         address: math.prod(counts[loop] or 1 for loop in loops if address in loop.repeated) for address in bodies
     }
-    repeated = _rerun(branches) if reruns else range(0)
+    repeated = _rerun(branches, loops if skipped else []) if reruns else range(0)
     rerun = sum(weights[address] for address in bodies if address in repeated)
     weights = {address: 0 if address in repeated else weight for address, weight in weights.items()}
     total = sum(weights.values())
     pairs = _exclusive(branches, weights)
+    saved = _skipped(loops, counts, grid_loop, repeated, weights, skipped) if skipped else 0
     longest = total - sum(min(pair) for pair in pairs)
     inside = len(grid_loop.repeated) if grid_loop else len(bodies)
     return Cost(
@@ -103,7 +104,7 @@ def cost_of(text: str, grid: tuple[int, ...], *, reruns: bool = False) -> Cost:
         steps=steps,
         step=round((longest - (len(bodies) - inside)) / steps),
         longest=longest,
-        shortest=total - sum(max(pair) for pair in pairs),
+        shortest=total - sum(max(pair) for pair in pairs) - saved,
         rerun=rerun,
         unknown_loops=sum(count is None for count in counts.values()),
     )
@@ -137,17 +138,37 @@ def _grid_loop(loops: list[_Branch], counts: Mapping[_Branch, int | None], steps
     return longest, shared if counts[longest] == shared + _PIPELINE_STEPS else steps
 
 
-def _rerun(branches: list[_Branch]) -> range:
+def _rerun(branches: list[_Branch], guarded: list[_Branch]) -> range:
     """The addresses of the longest part under a predicate that holds no other of a tenth of its length: the guard of
-    the step holds the rerun, and all others are a few transfers.
+    the step holds the rerun, and all others are a few transfers, or around one of the `guarded` loops, which may run no
+    turn.
     """
     parts = [branch.skipped for branch in branches if branch.target > branch.address and branch.predicate]
+    parts = [part for part in parts if not any(_is_around(part, loop.repeated) for loop in guarded)]
 
     def holds_another(part: range) -> bool:
         inner = (other for other in parts if other != part and other.start in part and other.stop <= part.stop)
         return any(len(other) > len(part) / 10 for other in inner)
 
     return max((part for part in parts if not holds_another(part)), key=len, default=range(0))
+
+
+def _is_around(part: range, loop: range) -> bool:
+    return loop.start in part and loop.stop - 1 in part and len(part) < 1.1 * len(loop)
+
+
+def _skipped(
+    loops: list[_Branch],
+    counts: Mapping[_Branch, int | None],
+    grid_loop: _Branch | None,
+    rerun: range,
+    weights: Mapping[int, int],
+    turns: int,
+) -> float:
+    """The weight of so many turns of the longest loop within a step, but for what is repeated."""
+    inner = [loop for loop in loops if loop != grid_loop and loop.target not in rerun and counts[loop]]
+    longest = max(inner, key=lambda loop: len(loop.repeated))
+    return sum(weights.get(address, 0) for address in longest.repeated) * turns / (counts[longest] or 1)
 
 
 def _exclusive(branches: list[_Branch], weights: Mapping[int, int]) -> list[tuple[int, int]]:
@@ -212,7 +233,8 @@ def measure(request: Mapping[str, Any], folder: Path) -> Cost:
     dumps = [path.read_text() for path in folder.glob("*-ffi_call*-[0-9][0-9]-final_bundles.txt")]
     profile = "".join(path.read_text() for path in folder.glob("ffi_call*_static_llo_profile.textproto"))
     estimated = re.search(r"estimated_cycles: (\d+)", profile)
-    cost = cost_of(dumps[0], grid, reruns=request["reruns"]) if dumps else Cost()
+    how = {"reruns": request["reruns"], "skipped": request["skipped"]}
+    cost = cost_of(dumps[0], grid, **how) if dumps else Cost()
     return replace(cost, estimated=float(estimated.group(1)) if estimated else None)
 
 

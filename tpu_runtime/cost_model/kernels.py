@@ -6,6 +6,7 @@ XLA's text says nothing of a kernel's time: `measure` has each compiled alone, b
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,7 @@ _DTYPES = {
     "f8e4m3fn": "float8_e4m3fn",
     "f8e5m2": "float8_e5m2",
 }
+_SKIPPED = re.compile(rf"{names.SKIPPED}\W+(\d+)")
 # Of the call's configuration, what the compiler is given; the rest it has written there itself.
 _GIVEN = ("flag_configs", "scoped_memory_configs", "custom_call_config")
 
@@ -50,6 +52,7 @@ class MosaicCall:
     config: str
     operands: tuple[hlo.Array, ...]
     results: tuple[hlo.Array, ...]
+    skipped: int = 0  # turns of its longest loop that it need not take
 
     @property
     def is_xla(self) -> bool:
@@ -70,19 +73,20 @@ class MosaicCall:
 
     @property
     def key(self) -> str:
-        return signature(self.config, self.operands, self.results)
+        return signature(self.config, self.operands, self.results, self.skipped)
 
 
 def kernel_of(call: hlo.Instruction) -> MosaicCall | None:
     """The kernel that `call` runs; None if it is no call of one."""
     if call.opcode != "custom-call" or TARGET not in (call.attribute("custom_call_target") or ""):
         return None
-    config = call.backend_config
+    config, found = call.backend_config, _SKIPPED.search(call.attribute("frontend_attributes") or "")
     return MosaicCall(
         name=call.name,
         config=json.dumps({name: config[name] for name in _GIVEN if name in config}, sort_keys=True),
         operands=hlo.arrays(call.attribute("operand_layout_constraints") or ""),
         results=call.arrays,
+        skipped=int(found.group(1)) if found else 0,
     )
 
 
@@ -117,6 +121,7 @@ def _run(kernel: MosaicCall, target: Topology, flags: str, timeout_s: float) -> 
         "options": dict(target.options),
         "config": kernel.config,
         "reruns": kernel.reruns,
+        "skipped": kernel.skipped,
         "operands": [(_DTYPES[array.dtype], array.dims) for array in kernel.operands],
         "results": [(_DTYPES[array.dtype], array.dims) for array in kernel.results],
     }
