@@ -7,11 +7,11 @@ from typing import Literal
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from ..kernels.attention_reference import first
 from ..kernels.prologue import Norm, normed
 from . import local, sharded
 from .policy import AttentionPolicy
 from .prologue import NO_PROLOGUE, Prologue
+from .tiles import Nearby
 
 Placement = Literal["sharded", "replicated"]  # of tokens, over the chips of `sp`
 
@@ -30,6 +30,7 @@ def attention(
     keys: Placement = "sharded",
     prologue: Prologue = NO_PROLOGUE,
     policy: AttentionPolicy = AttentionPolicy(),  # noqa: B008 - frozen
+    nearby: Nearby | None = None,
 ) -> Float[Array, "batch q_seq heads head_dim"]:
     """Softmax attention with scale `head_dim ** -0.5`, of queries and keys that went through the `prologue`; exact, but
     for what the `policy` gives away.
@@ -37,12 +38,12 @@ def attention(
     Only the first `kv_length` keys of a row count (all by default): padding goes last and may hold anything. With a
     `mesh`, batch is sharded on `dp`, heads on `tp` and queries on `sp`; so are keys (one sequence attending to itself),
     or they are `"replicated"` (a short text). Raises `ValueError` where heads, batch or sequence do not divide by their
-    axis; the caller pads sequences.
+    axis; the caller pads sequences. Of one sequence in tiles, `nearby` says which keys a query has.
     """
     length = k.shape[1] if kv_length is None else kv_length
     if keys == "sharded" or mesh is None or mesh.size == 1:
         streams = {"lengths": (length,), "placements": ("sharded",), "prologues": (prologue,)}
-        return joint_attention((q, k, v), **streams, mesh=mesh, policy=policy)[0]
+        return joint_attention((q, k, v), **streams, mesh=mesh, policy=policy, nearby=nearby)[0]
     _check_divides(q, mesh)
     attend, layout = local.chosen(policy, mesh, q.shape[3])
     flat, prologue = _norms_over_chips((_flat(q), _flat(k), _flat(v)), prologue, q.shape[3], mesh)
@@ -71,13 +72,14 @@ def joint_attention(
     mesh: Mesh | None = None,
     prologues: Sequence[Prologue] | None = None,
     policy: AttentionPolicy = AttentionPolicy(),  # noqa: B008 - frozen
+    nearby: Nearby | None = None,
 ) -> tuple[Float[Array, "batch _ heads head_dim"], ...]:
     """Attention of several sequences, each to all of them: `(query, key, value)` of each, `[batch, seq, heads,
     head_dim]`, which first go through their prologues.
 
     Of each the first `lengths` tokens are real, in all rows or per row; what follows may hold anything. A sequence
     is sharded on `sp` or replicated there; batch on `dp`, heads on `tp`. Their order does not matter to attention, so
-    none is implied.
+    none is implied. With `nearby` the first is in tiles, and the others have all keys.
     """
     head_dim, heads = streams[0][0].shape[3], streams[0][0].shape[2]
     prologues = prologues or (NO_PROLOGUE,) * len(streams)
@@ -91,11 +93,13 @@ def joint_attention(
         outs = sharded.joint_attention(
             [stream for stream, _ in ready], lengths, heads=heads, mesh=mesh, attend=attend, layout=layout,
             replicated=[how == "replicated" for how in placements], prologues=[prologue for _, prologue in ready],
+            nearby=nearby,
         )  # fmt: skip
     else:
         flat = [sharded.prepared(s, 1, layout, p)[0] for s, p in zip(flat, prologues, strict=True)]
-        keys = [first(*stream[1:], length) for stream, length in zip(flat, lengths, strict=True)]
-        outs = [attend(stream[0], keys, log_sums=False)[0] for stream in flat]
+        keys = [(k, v, length) for (_, k, v), length in zip(flat, lengths, strict=True)]
+        is_sparse = None if nearby is None else nearby.is_sparse
+        outs = [sharded.attended(attend, stream[0], keys, at, nearby, is_sparse) for at, stream in enumerate(flat)]
     return tuple(out.reshape(stream[0].shape) for out, stream in zip(outs, streams, strict=True))
 
 

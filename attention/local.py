@@ -62,7 +62,7 @@ def by_kernel(
     interpret: bool = False,
 ) -> tuple[Float[Array, "batch q_seq lanes"], Float[Array, "batch heads q_seq"] | None]:
     """Like `by_reference`. Heads of a size that the kernel refuses are padded with zeros."""
-    heads = q.shape[2] // head_dim
+    given, heads = (q, keys), q.shape[2] // head_dim
     padded = LANES // 2 if head_dim <= LANES // 2 and heads % 2 == 0 else round_up(head_dim, LANES)
     if padded != head_dim:
         resize = functools.partial(_resize, head_dim=head_dim, wanted=padded)
@@ -80,10 +80,20 @@ def by_kernel(
         head_dim=padded,
         itemsize=q.dtype.itemsize,
     )
+    if keys[0].blocks is not None and not accepted(attention.refusal(heads, padded, keys[0].blocks, form)):
+        return by_reference(*given, head_dim=head_dim, log_sums=log_sums, policy=policy)
     out, log_sum = attention.flat_attention(
         q, keys, head_dim=padded, form=form, log_sums=log_sums, scale=head_dim**-0.5, interpret=interpret
     )
     return out if padded == head_dim else _resize(out, padded, head_dim), log_sum
+
+
+def keys_fit(policy: AttentionPolicy, device_kind: str, rows: int, *, heads: int, head_dim: int) -> bool:
+    """Whether all keys of so many rows and heads of bfloat16 are on a TPU at once, as blocks that are left out ask."""
+    scores = policy.scores_of(rows, device_kind)
+    size = {"heads": heads, "head_dim": round_up(head_dim, LANES // 2), "itemsize": 2}
+    form = fastest(device_kind, policy.maximum(scores), scores=scores, q_seq=rows, kv_rows=[rows], **size)
+    return form.block_kv is None
 
 
 def _resize(x: Array, head_dim: int, wanted: int) -> Array:

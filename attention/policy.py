@@ -10,6 +10,11 @@ MANY_KEYS = 16384  # from which on int8 saves more than rounding keys costs
 Kernel = Literal["auto", "reference", "pallas"]
 
 
+def are_many(num_keys: int) -> bool:
+    """Whether attention to so many takes long enough for less of it to save time."""
+    return num_keys >= MANY_KEYS
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionPolicy:
     """`kernel`: `"auto"` is the Pallas kernel on a TPU and the reference elsewhere.
@@ -29,7 +34,7 @@ class AttentionPolicy:
 
     def scores_of(self, num_keys: int, device_kind: str | None = None) -> Scores:
         """Of a call with so many keys, on a chip or by the reference."""
-        pays = num_keys >= MANY_KEYS and (device_kind is None or device_kind in TAKES_INT8)
+        pays = are_many(num_keys) and (device_kind is None or device_kind in TAKES_INT8)
         return self.scores if pays else "exact"
 
     def takes_kernel(self, platform: str) -> bool:

@@ -23,6 +23,7 @@ from ..kernels.attention_reference import Keys, first
 from ..kernels.prologue import Norm
 from .local import LocalAttention
 from .prologue import HeadLayout, Prologue
+from .tiles import Nearby
 
 Stream = tuple[Array, Array, Array]  # queries, keys, values
 
@@ -128,6 +129,22 @@ def _ring(
     return merged[0].astype(q.dtype)
 
 
+def attended(
+    attend: LocalAttention,
+    q: Array,
+    keys: Sequence[tuple[Array, Array, int | Array]],
+    at: int,
+    nearby: Nearby | None,
+    is_sparse: Array | None,
+) -> Array:
+    """Attention of the queries of sequence `at` to keys and values of all, with the number of real tokens of each."""
+    if nearby is None:
+        return attend(q, [first(*each) for each in keys], log_sums=False)[0]
+    assert is_sparse is not None
+    (k, v, _), *others = keys
+    return nearby.attend(attend, q, (k, v), [first(*each) for each in others], is_sparse, is_own=at == 0)
+
+
 def _lengths(length: int | Array, batch: int) -> Array:
     return jnp.broadcast_to(jnp.asarray(length, jnp.int32), (batch,))
 
@@ -173,28 +190,33 @@ def joint_attention(
     attend: LocalAttention,
     layout: HeadLayout,
     prologues: Sequence[Prologue],
+    nearby: Nearby | None = None,
 ) -> tuple[Array, ...]:
     """Several sequences, each attending to all: sharded on `sp`, or `replicated` there as a text is.
 
     Each chip exchanges its tokens for heads and takes the same heads of a replicated sequence, whose result is gathered
-    over heads again. Of each the first `lengths` tokens are real, the same for all rows or per row.
+    over heads again. Of each the first `lengths` tokens are real, the same for all rows or per row. With `nearby`, for
+    which the heads must divide over all of `sp`, the first sequence is in tiles.
     """
     split = _split_sequence_axis(mesh, heads)
     ring_size, ulysses = split.shape[RING], split.shape[ULYSSES]
+    assert nearby is None or ring_size == 1
 
     def ready(stream: Stream, prologue: Prologue, is_replicated: bool) -> list[Stream]:
         if not is_replicated:
             return prepared(stream, ulysses, layout, prologue)
         return _own_heads(stream, ulysses, _num_parts(stream, ulysses, layout), layout, prologue)
 
-    def body(streams: tuple[Stream, ...], rows: tuple[Array, ...], prologues: Any) -> tuple[Array, ...]:
+    def body(
+        streams: tuple[Stream, ...], rows: tuple[Array, ...], prologues: Any, is_sparse: Array | None
+    ) -> tuple[Array, ...]:
         real = [given if isinstance(given, int) else each for given, each in zip(lengths, rows, strict=True)]
         parts = list(zip(*map(ready, streams, prologues, replicated), strict=True))
 
-        def attended(queries: Array, part: tuple[Stream, ...]) -> Array:
-            keys = [(k, v, length) for (_, k, v), length in zip(part, real, strict=True)]
+        def of_part(at: int, part: tuple[Stream, ...]) -> Array:
+            queries, keys = part[at][0], [(k, v, length) for (_, k, v), length in zip(part, real, strict=True)]
             if ring_size == 1:
-                return attend(queries, [first(*each) for each in keys], log_sums=False)[0]
+                return attended(attend, queries, keys, at, nearby, is_sparse)
             passed = [each for each, is_replicated in zip(keys, replicated, strict=True) if not is_replicated]
             kept = [first(*each) for each, is_replicated in zip(keys, replicated, strict=True) if is_replicated]
             return _ring(attend, ring_size, queries, passed, *kept)
@@ -204,16 +226,16 @@ def joint_attention(
 
         outs = []
         for at, is_replicated in enumerate(replicated):
-            found = [attended(part[at][0], part) for part in parts]
+            found = [of_part(at, part) for part in parts]
             outs.append(layout.join([*map(gathered, found)]) if is_replicated else _to_tokens(found, ulysses, layout))
         return tuple(outs)
 
     axes_of = [None if is_replicated else (RING, ULYSSES) for is_replicated in replicated]
     tokens = tuple(P("dp", axes, "tp") for axes in axes_of)
     ways = tuple(_specs(prologue, axes) for prologue, axes in zip(prologues, axes_of, strict=True))
-    specs = tuple((each,) * 3 for each in tokens), (P("dp"),) * len(tokens), ways
+    specs = tuple((each,) * 3 for each in tokens), (P("dp"),) * len(tokens), ways, None if nearby is None else P()
     mapped = jax.shard_map(body, mesh=split, in_specs=specs, out_specs=tokens, check_vma=False)
     rows = tuple(_lengths(length, len(stream[0])) for length, stream in zip(lengths, streams, strict=True))
     # Kernels are lowered for the mesh in context, which has to be the split one here.
     with jax.sharding.use_abstract_mesh(split.abstract_mesh):
-        return mapped(tuple(streams), rows, tuple(prologues))
+        return mapped(tuple(streams), rows, tuple(prologues), None if nearby is None else nearby.is_sparse)

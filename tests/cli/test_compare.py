@@ -35,18 +35,18 @@ def test_a_workflow_is_rendered_in_each_quality(name: str, tmp_path: Path, capsy
     assert "int8 against exact, node " in said and "dB" in said and f"written: {tmp_path / 'compared.mp4'}" in said
     with av.open(str(tmp_path / "compared.mp4")) as video:
         frames = np.stack([frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)])
-    assert frames.shape == (17, 80 + media.NAME_HEIGHT, 2 * 112, 3)
-    left, right = frames[:, media.NAME_HEIGHT :, :112], frames[:, media.NAME_HEIGHT :, 112:]
+    assert frames.shape == (17, 80 + media.NAME_HEIGHT, 3 * 112, 3)
+    left, right = frames[:, media.NAME_HEIGHT :, :112], frames[:, media.NAME_HEIGHT :, 112:224]
     assert 20 < compare.psnr(left / 255, right / 255) < compare.MOST_DB
-    assert {path.parent.name for path in tmp_path.rglob("wan21*.mp4")} == {"exact", "int8"}
+    assert {path.parent.name for path in tmp_path.rglob("wan21*.mp4")} == {"exact", "int8", "int8+sparse"}
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("exact", "--quality is 'exact'; name two or more to compare, such as exact,int8."),
-        ("exact,int4", "--quality is 'int4'; it must be one of exact, int8."),
-        ("", "--quality is ''; name two or more to compare, such as exact,int8."),
+        ("exact", "--quality is 'exact'; name two or more to compare, such as exact,int8,int8+sparse."),
+        ("exact,int4", "--quality is 'int4'; it must be one of exact, int8, int8+sparse."),
+        ("", "--quality is ''; name two or more to compare, such as exact,int8,int8+sparse."),
     ],
 )
 def test_qualities_are_checked_before_anything_runs(text: str, message: str, capsys: pytest.CaptureFixture):

@@ -29,6 +29,7 @@ from .limits import (
     PART,
     QUALITIES,
     SIZE,
+    SPARSE,
     STEP_INPUTS,
     Choice,
     FloatLimit,

@@ -224,13 +224,15 @@ class Denoiser:
 
     A model with a step cache has among its `inputs` those of `MAG_CACHE`, and with a `step_reuse` `cache_start`,
     `cache_end` and `cache_interval` (see `StepCache`). `head_norms` are the norms that bound attention's scores, of
-    every stack of blocks; empty where none do.
+    every stack of blocks; empty where none do. `tile`: how many tokens along frames, rows and columns lie in a tile
+    where attention leaves some out, see `attention.tiles`; None where none are.
     """
 
     forward: Forward
     experts: tuple[str, ...] = ("transformer",)
     step_reuse: StepReuse | None = None
     head_norms: tuple[HeadNorms, ...] = ()
+    tile: tuple[int, int, int] | None = None
 
 
 def guidance_first(num_devices: int, branches: int) -> MeshShape:

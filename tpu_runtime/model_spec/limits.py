@@ -141,7 +141,8 @@ MAG_CACHE = {
     "cache_threshold": FloatLimit(default=0.06, low=0.01, high=1.0, step=0.01),
 }
 # What may be traded for time; the first gives nothing away. `docs/quality.md` says what each costs.
-QUALITIES = ("exact", "int8")
+SPARSE = "int8+sparse"
+QUALITIES = ("exact", "int8", SPARSE)
 STEP_INPUTS = {"sigmas": Numbers(most=100), "quality": Choice(options=QUALITIES), **PART}
 
 # As a scheduler: the one that the checkpoint names.

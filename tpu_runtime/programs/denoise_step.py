@@ -1,5 +1,6 @@
 """The denoiser's step as one program: guidance, the network, the solver."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -10,15 +11,19 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from ...attention.policy import AttentionPolicy
+from ...attention import local
+from ...attention.policy import AttentionPolicy, are_many
+from ...attention.tiles import MOST, Tiling
 from ...sharding.mesh import Mesh
 from ...sharding.shape import MeshShape
-from ..model_spec import MagCache, ModelSpec, Settings, StepReuse
+from ..model_spec import QUALITIES, SPARSE, MagCache, ModelSpec, Settings, StepReuse
 from . import finite, modules, solver_table, step_reuse, torch_bridge, weights
 from .denoiser_run import DenoiserRun
 from .program import DENOISE_STEP, Config, Program, Target, shaped, step_options
 from .token_layout import TokenLayout
 from .weights import Weights
+
+log = logging.getLogger(__name__)
 
 
 class StepArgs(NamedTuple):
@@ -39,7 +44,13 @@ InputShapes = Mapping[str, tuple[tuple[int, ...], Any]]
 # Inputs that are one number for all branches.
 OF_STEP = frozenset({"guidance", "next_timestep"})
 
-# The prediction of one step, and the features to keep: (denoiser, features, *arguments of `model_spec.Forward`).
+# With tiles a step attends to the nearest alone between these shares of noise: before, a video's layout is decided, and
+# behind, its details. Of flow steps with shift 5 these are the ones from 0.4 to 0.9 of all, as of ComfyUI's node for
+# sparse blocks.
+SPARSE_NOISE = (0.36, 0.88)
+TIMESTEPS = 1000  # of noise alone
+
+# The prediction of one step, and the features to keep: (denoiser, run, features, *the rest of `model_spec.Forward`).
 Predict = Callable[..., tuple[Any, Any]]
 
 
@@ -77,8 +88,8 @@ def keeping_program(spec: ModelSpec, config: Config, target: Target, settings: S
     """A full step that also returns what later steps may start from: `((*state, denoised, is_finite), features)`."""
     build, reuse = _StepBuild.of(spec, config, target, settings, shape), reuse_of(spec, settings)
 
-    def predict(denoiser: Any, features: Any, *asked: Any) -> tuple[Any, Any]:
-        return reuse.keep(denoiser, build.on_mesh, *asked)
+    def predict(denoiser: Any, run: DenoiserRun, features: Any, *asked: Any) -> tuple[Any, Any]:
+        return reuse.keep(denoiser, run, *asked)
 
     def step(weights: Weights, *args: Any) -> Any:
         return build.run(weights, StepArgs(*args), predict)
@@ -93,8 +104,8 @@ def reusing_program(spec: ModelSpec, config: Config, target: Target, settings: S
     features = step_reuse.kept_shapes(reuse, keeping_program(spec, config, target, settings, shape))
     build = _StepBuild.of(spec, config, target, settings, shape)
 
-    def predict(denoiser: Any, features: Any, *asked: Any) -> tuple[Any, Any]:
-        return reuse.reuse(denoiser, build.on_mesh, features, *asked), ()
+    def predict(denoiser: Any, run: DenoiserRun, features: Any, *asked: Any) -> tuple[Any, Any]:
+        return reuse.reuse(denoiser, run, features, *asked), ()
 
     def step(weights: Weights, *args: Any) -> Any:
         return build.run(weights, StepArgs(*args), predict)[0]
@@ -171,18 +182,20 @@ class _StepBuild:
         default = spec.parallelism.arranged(len(target.devices), spec.branches(settings), config)
         mesh = target.mesh(shape.mesh_shape or default)
         network = weights.traceable(spec.component(spec.denoiser.experts[0]), config)
-        is_int8 = settings.quality == "int8"
+        is_int8 = settings.quality != QUALITIES[0]
         axes = weights.prepared(network, target.devices[0], target.fallbacks.kernels) if is_int8 else {}
+        policy = AttentionPolicy(
+            kernel=target.kernel,
+            bounded=bool(spec.denoiser.head_norms) if shape.bounded is None else shape.bounded,
+            scores="int8" if is_int8 else "exact",
+        )
         layout = TokenLayout(
             mesh=mesh,
             num_tokens=spec.geometry.num_tokens(spec.geometry.latent_shape(settings)),
             frame_tokens=spec.geometry.num_tokens(spec.geometry.latent_shape(replace(settings, num_frames=1))),
-            policy=AttentionPolicy(
-                kernel=target.kernel,
-                bounded=bool(spec.denoiser.head_norms) if shape.bounded is None else shape.bounded,
-                scores="int8" if is_int8 else "exact",
-            ),
+            policy=policy,
             layouts=weights.layouts(network, mesh, target.precision, axes),
+            tiles=tiles_of(spec, config, settings, mesh, policy) if settings.quality == SPARSE else None,
         )
         return cls(
             spec=spec, config=config, target=target, settings=settings, shape=shape,
@@ -201,9 +214,9 @@ class _StepBuild:
         state = (self._put_given(sample, args.inputs), *memory, self._put_given(denoised, args.inputs))
         return (*state, finite.flag(state[0])), kept
 
-    def forward(self, denoiser: Any, features: Any, *asked: Any) -> tuple[Any, Any]:
+    def forward(self, denoiser: Any, run: DenoiserRun, features: Any, *asked: Any) -> tuple[Any, Any]:
         """The `Predict` of a step that stands alone."""
-        return self.spec.denoiser.forward(denoiser, self.on_mesh, *asked), ()
+        return self.spec.denoiser.forward(denoiser, run, *asked), ()
 
     def predicted(self, weights: Weights, predict: Predict, features: Any, asked: tuple[Any, ...]) -> tuple[Any, Any]:
         """What `predict` makes of a sample, a timestep and inputs, in float32, and the features to keep. What has one
@@ -216,7 +229,10 @@ class _StepBuild:
         inputs = {name: x if name in OF_STEP else _branched(x, branches, dtype) for name, x in inputs.items()}
         weights = self.on_mesh.layout.use_outside_blocks(weights)
         asked = (sample, timestep, inputs)
-        output, kept = torch_bridge.functional(self.network.module, weights, predict, features, *asked)
+        run = self.on_mesh.where(is_sparse(timestep, inputs))
+        output, kept = torch_bridge.functional(
+            self.network.module, weights, lambda denoiser, *given: predict(denoiser, run, *given), features, *asked
+        )
         return output.astype(jnp.float32), kept
 
     def _put_given(self, sample: Any, inputs: dict[str, Any]) -> Any:
@@ -267,6 +283,40 @@ class _StepBuild:
             compiler_options=self.target.fallbacks.left(step_options(mesh)),
             rungs=self.target.fallbacks.kernels,
         )
+
+
+def is_sparse(timestep: Any, inputs: Mapping[str, Any]) -> Any:
+    """Whether a step with tiles, at `timestep` `[1]`, attends to the nearest alone: one that lies within
+    `SPARSE_NOISE`. Of a sampler that does not tell where a step ends its beginning decides.
+    """
+    low, high = (TIMESTEPS * share for share in SPARSE_NOISE)
+    return (timestep[0] <= high) & (inputs.get("next_timestep", timestep)[0] >= low)
+
+
+def tiles_of(spec: ModelSpec, config: Config, settings: Settings, mesh: Mesh, policy: AttentionPolicy) -> Tiling | None:
+    """The tiles in which the denoiser's tokens lie, of which some may be left out; where they cannot, or it would save
+    nothing, None, and why in the log.
+    """
+    geometry, wanted = spec.geometry, spec.denoiser.tile
+    latent_shape = geometry.latent_shape(settings)
+    tokens, heads = geometry.num_tokens(latent_shape), int(config.get(spec.parallelism.heads_key, 1))
+    sp, device = mesh.shape["sp"], mesh.devices.flat[0]
+    if wanted is None:
+        why = "this model's attention leaves no blocks out"
+    elif not are_many(tokens):
+        why = f"a video of {tokens} tokens would be no faster"
+    elif heads // mesh.shape["tp"] % sp:
+        why = f"{heads} heads do not divide over {sp} chips"
+    else:
+        frames, rows, columns = (size // part for size, part in zip(latent_shape[2:], geometry.patch_thw, strict=True))
+        tiles = Tiling.like((frames, rows, columns), wanted)
+        how = {"heads": heads // sp, "head_dim": int(config["attention_head_dim"])}
+        is_tpu, rows = device.platform == "tpu", tiles.rows * tiles.count
+        if tiles.count <= MOST and (not is_tpu or local.keys_fit(policy, device.device_kind, rows, **how)):
+            return tiles
+        why = f"the keys of {tokens} tokens do not fit the chip's VMEM at once"
+    log.warning("%s: quality %s is %s here: %s.", spec.title, SPARSE, QUALITIES[1], why)
+    return None
 
 
 def _branched(x: Array, branches: int, dtype: jnp.dtype) -> Array:

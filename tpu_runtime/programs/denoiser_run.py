@@ -33,14 +33,13 @@ class DenoiserRun:
 
     layout: TokenLayout
 
+    def where(self, is_sparse: jax.Array) -> "DenoiserRun":
+        """This run of a step that `is_sparse`, or is not, where tokens are in tiles."""
+        return replace(self, layout=replace(self.layout, is_sparse=is_sparse)) if self.layout.tiles else self
+
     def tokens(self, x: torch.Tensor) -> torch.Tensor:
         """`[rows, tokens, ...]`, padded, and sharded by tokens. One row stands for all, as in rotary tables."""
-
-        def placed(x: jax.Array) -> jax.Array:
-            rows = "dp" if len(x) > 1 else None
-            return self.layout.constrain(self.layout.pad_tokens(x), rows, "sp", *[None] * (x.ndim - 2))
-
-        return torch_bridge.call_jax(placed, x)
+        return torch_bridge.call_jax(self.layout.placed, x)
 
     def replicated(self, x: torch.Tensor) -> torch.Tensor:
         """`[rows, ...]`, on every chip of a branch: a text, or a vector whose weights are sharded."""
@@ -59,8 +58,12 @@ class DenoiserRun:
         return torch_bridge.call_jax(gathered, x)
 
     def unpadded(self, x: torch.Tensor) -> torch.Tensor:
-        """`[rows, tokens, ...]` without the padding of `tokens`."""
-        return torch_bridge.call_jax(lambda x: x[:, : self.layout.num_tokens], x)
+        """`[rows, tokens, ...]` without the padding of `tokens`, but that of tiles, which `untiled` takes away."""
+        return torch_bridge.call_jax(self.layout.unpadded, x)
+
+    def untiled(self, x: torch.Tensor) -> torch.Tensor:
+        """`[rows, tokens, lanes]` of few lanes, out of their tiles where they are in any."""
+        return torch_bridge.call_jax(self.layout.untiled, x)
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
         """`[rows, tokens, ...]` with the padding of `spread`."""
@@ -92,7 +95,8 @@ class DenoiserRun:
             names = [*merged, *(name for name in worths if name in given and given[name].ndim > 2)]
             return given | {name: self.layout.merge_groups(prefix + name, given[name]) for name in names}
 
-        part = None if layers is None else range(blocks.num_layers)[layers]
+        whole_stack = layers is None and self.layout.tiles is None  # with tiles attention asks for a layer's number
+        part = None if whole_stack else range(blocks.num_layers)[layers or slice(None)]
         use = functools.partial(self.layout.use_in_block, blocks.path)
         whole = functools.partial(self.layout.stays_whole, blocks.path)
         return scan_layers(blocks, carry, body, part, stack=stack, use=use, whole=whole)[0]

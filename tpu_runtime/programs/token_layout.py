@@ -14,23 +14,29 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from ...attention.api import Placement, attention, joint_attention
 from ...attention.policy import AttentionPolicy
 from ...attention.prologue import NO_PROLOGUE, Prologue
+from ...attention.tiles import Nearby, Tiling
 from ...kernels import residual_norm
 from ...kernels.linear_int8 import Activation, Rounded, block_of, linear_int8
 from ...sharding.rules import Layout
-from .modules import LAYER
+from .modules import LAYER, layer_index
 
 ROWS = 16  # of a register of bfloat16
+# Of the layers with tiles those that attend to all: the first sees noise, and not yet what belongs together (as in
+# Radial Attention).
+DENSE_LAYERS = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLayout:
     """`num_tokens` latent tokens, on the axis `sp` of `mesh`; padding goes last and is masked exactly. The first
     `frame_tokens` are the first latent frame's.
+
+    With `tiles` tokens are in their order, and attend to the nearest alone where a step `is_sparse`.
     """
 
     mesh: Mesh
@@ -38,6 +44,8 @@ class TokenLayout:
     policy: AttentionPolicy
     layouts: Mapping[str, Layout]
     frame_tokens: int = 0
+    tiles: Tiling | None = None
+    is_sparse: Bool[Array, ""] | None = None
 
     def constrain(self, x: Array, *axes: str | tuple[str, ...] | None) -> Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*axes)))
@@ -52,6 +60,20 @@ class TokenLayout:
         padding = -x.shape[1] % (parts * chips * ROWS) if chips * parts > 1 else 0
         widths = [(0, padding) if axis == 1 else (0, 0) for axis in range(x.ndim)]
         return jnp.pad(x, widths) if padding else x
+
+    def placed(self, x: Float[Array, "rows tokens *_"]) -> Float[Array, "rows padded *_"]:
+        """All latent tokens as they lie between the blocks, of every row or one for all: in their order, padded."""
+        x = x if self.tiles is None else x[:, self.tiles.token_of]
+        rows = "dp" if len(x) > 1 else None
+        return self.constrain(self.pad_tokens(x), rows, "sp", *[None] * (x.ndim - 2))
+
+    def unpadded(self, x: Float[Array, "rows padded *_"]) -> Float[Array, "rows tokens *_"]:
+        """What is left of `placed` tokens without their padding; in tiles they stay."""
+        return x[:, : self.num_tokens] if self.tiles is None else x
+
+    def untiled(self, x: Float[Array, "rows padded *_"]) -> Float[Array, "rows tokens *_"]:
+        """Tokens out of their tiles, if they are in any. Each chip gathers all, so they are to have few lanes."""
+        return x if self.tiles is None else x[:, self.tiles.row_of]
 
     def spread_tokens(
         self, hidden: Float[Array, "batch tokens dim"], placement: Placement = "sharded"
@@ -81,8 +103,14 @@ class TokenLayout:
         prologue: Prologue = NO_PROLOGUE,
     ) -> Array:
         """Padded tokens attending to each other, of each row to its first `length`, by default to all."""
-        real = self.num_tokens if length is None else length
-        return attention(q, k, v, kv_length=real, mesh=self.mesh, keys="sharded", prologue=prologue, policy=self.policy)
+        real, nearby = self.num_tokens if length is None else length, None
+        if self.tiles is not None:
+            assert self.is_sparse is not None and length is None
+            nearby = Nearby(tiles=self.tiles, is_sparse=self.is_sparse & (layer_index() >= DENSE_LAYERS))
+        return attention(
+            q, k, v, kv_length=real, mesh=self.mesh, keys="sharded", prologue=prologue, policy=self.policy,
+            nearby=nearby,
+        )  # fmt: skip
 
     def cross_attention(
         self,

@@ -17,6 +17,7 @@ import numpy as np
 from ...attention.api import attention
 from ...attention.policy import AttentionPolicy
 from ...attention.prologue import HeadLayout
+from ...attention.tiles import Nearby, Tiling
 from ...kernels import choice, convolution, linear_int8, modulation, names, residual_norm
 from ...kernels.attention_form import TAKES_INT8, Form, fastest
 from ...kernels.chip import VMEM_MIB
@@ -42,7 +43,8 @@ EPS = 1e-6
 RERUN, RERUN_FACTOR, SAMPLED = "sampled maximum that fails", 40, 256
 # Not exact: what rounding queries and keys costs, of values that are as many and as alike as these.
 INT8 = "int8 scores"
-FORMS = ("bounded scores", "sampled maximum", RERUN, "running maximum", "keys in the grid", INT8)
+LEFT_OUT = f"{INT8} and blocks left out"
+FORMS = ("bounded scores", "sampled maximum", RERUN, "running maximum", "keys in the grid", INT8, LEFT_OUT)
 RERUN_BOUNDS = {"float32": Bound(error=8e-5, slope=1e-4), "bfloat16": BOUNDS["bfloat16"]}
 INT8_BOUND = Bound(error=8e-2, slope=2e-2)
 
@@ -118,6 +120,7 @@ def _forms(device: Device, head_dim: int) -> dict[str, Form]:
         int8 = fastest(device.device_kind, "sampled", scores="int8", **size)
     forms = {
         INT8: int8,
+        LEFT_OUT: int8,
         "bounded scores": replace(form, maximum="zero"),
         "sampled maximum": replace(form, maximum="sampled"),
         RERUN: replace(form, maximum="sampled"),
@@ -125,12 +128,14 @@ def _forms(device: Device, head_dim: int) -> dict[str, Form]:
         "keys in the grid": replace(form, maximum="online", block_kv=block),
     }
     has_int8 = device.platform != "tpu" or device.device_kind in TAKES_INT8
-    return {name: forms[name] for name in FORMS if has_int8 or name != INT8}
+    return {name: forms[name] for name in FORMS if has_int8 or INT8 not in name}
 
 
 def _attention(device: Device, host: Device, name: str, head_dim: int) -> tuple[Arrays, Arrays]:
     """Four rows of other lengths: all keys, one, full tiles, and some."""
     form = _forms(device, head_dim)[name]
+    if name == LEFT_OUT:
+        return _nearby(device, host, form, head_dim)
     q_seq, kv_seq = NUM_LARGE if device.platform == "tpu" else NUM_SMALL
     kv_seq += SAMPLED // 2 if name == RERUN else 0
     lengths = np.array([kv_seq, 1, 128, kv_seq - 32], np.int32)
@@ -147,6 +152,24 @@ def _attention(device: Device, host: Device, name: str, head_dim: int) -> tuple[
 
     ours = run(device, AttentionPolicy(kernel="pallas", form=form))
     return {"attention": ours}, {"attention": run(host, AttentionPolicy(kernel="reference"))}
+
+
+def _nearby(device: Device, host: Device, form: Form, head_dim: int) -> tuple[Arrays, Arrays]:
+    """Twelve tiles, of which each attends to four; what is between them is no number."""
+    tiles = Tiling(sizes=(12, 16, 15), tile=(1, 16, 15))
+    random = np.random.default_rng(head_dim)
+    q, k, v = (_rounded(random.normal(size=(1, len(tiles.token_of), 2, head_dim)), device) for _ in range(3))
+    for x in (k, v):
+        x[:, np.setdiff1d(np.arange(x.shape[1]), tiles.row_of)] = np.nan
+
+    def run(on: Device, policy: AttentionPolicy) -> Arrays:
+        def attend(q: Any, k: Any, v: Any, is_sparse: Any) -> Any:
+            nearby = Nearby(tiles=tiles, is_sparse=is_sparse)
+            return attention(q, k, v, mesh=make_mesh([on], MeshShape()), policy=policy, nearby=nearby)
+
+        return {"attention": _run(on, attend, q, k, v, np.array(True))[:, tiles.row_of]}
+
+    return run(device, AttentionPolicy(kernel="pallas", form=form)), run(host, AttentionPolicy(kernel="reference"))
 
 
 def _prologue(device: Device, host: Device, head_dim: int) -> tuple[Arrays, Arrays]:

@@ -74,7 +74,7 @@ def predict_flow(
     time = time.reshape(len(time), -1, time.shape[-1])[:, -1:]
     shift, scale = (wan.scale_shift_table + time).chunk(2, dim=1)
     x = (wan.norm_out(x.float()) * (1 + scale) + shift).type_as(x)
-    return join_patches(wan.proj_out(x), latents, wan.config.patch_size)
+    return join_patches(run.untiled(wan.proj_out(x)), latents, wan.config.patch_size)
 
 
 def run_block(
@@ -284,7 +284,7 @@ INPUTS = {
 
 GEOMETRY = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(1, 2, 2))
 RECIPE = Recipe(scheduler=SCHEDULER, shift_key="flow_shift")
-DENOISER = Denoiser(forward=forward)
+DENOISER = Denoiser(forward=forward, tile=(7, 9, 16))
 VAE = Vae(latent_format="Wan21", denormalize=denormalize_latents, decode=decode, light=light.WAN)
 MINIATURE = Miniature(
     id="tiny/wan21",

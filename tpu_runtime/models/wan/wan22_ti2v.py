@@ -87,7 +87,8 @@ SPEC = ModelSpec(
     },
     texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},
     recipe=replace(wan.RECIPE, scheduler={**wan.SCHEDULER, "flow_shift": 5.0}),
-    denoiser=replace(wan.DENOISER, forward=forward),
+    # Tokens of the first frame have a timestep of their own, and must lie first.
+    denoiser=replace(wan.DENOISER, forward=forward, tile=None),
     vae=replace(wan.VAE, latent_format="Wan22", encode=wan22_vae.encode_video, light=light.WAN22),
     pictures=Pictures(encode=wan22_vae.encode_image, condition_shapes=condition_shapes, put_given=put_given),
 )

@@ -1,0 +1,297 @@
+"""Attention to some blocks of keys only, against a float64 softmax over these, written out here."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comfyui_tpu.attention import tiles
+from comfyui_tpu.attention.api import joint_attention
+from comfyui_tpu.attention.policy import AttentionPolicy, Kernel
+from comfyui_tpu.attention.tiles import Nearby, Tiling
+from comfyui_tpu.kernels import attention as kernel
+from comfyui_tpu.kernels import attention_body, attention_reference
+from comfyui_tpu.kernels.attention_form import Form
+from comfyui_tpu.kernels.attention_reference import Blocks, first, in_blocks
+from comfyui_tpu.sharding.mesh import make_mesh
+from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tests.support import closeness
+from comfyui_tpu.tests.support.closeness import OPERATION
+
+SMALL = Form(block_q=128, step=64, online_step=64)
+FORMS = {
+    "bounded": replace(SMALL, maximum="zero"),
+    "sampled": SMALL,
+    "pieces": replace(SMALL, columns=128, step=32, unroll=4),
+    "online": replace(SMALL, maximum="online"),
+    "int8": replace(SMALL, scores="int8"),
+    "int8, online": replace(SMALL, scores="int8", maximum="online"),
+}
+
+
+def listed(count: int, size: int = 128, blocks: int = 7, keep: int = 1, seed: int = 0) -> Blocks:
+    """Each block's own and others drawn, of `count`; of some blocks few rows are real, of one `keep`."""
+    random = np.random.default_rng(seed)
+    others = [random.permutation([n for n in range(blocks) if n != own])[: count - 1] for own in range(blocks)]
+    real = random.integers(size // 2, size + 1, blocks)
+    real[[2, 4]] = keep, size
+    kept = np.array([[own, *each] for own, each in enumerate(others)], np.int32)
+    return Blocks(size=size, real=real.astype(np.int32), kept=kept)
+
+
+def drawn(blocks: Blocks, heads: int, head_dim: int, extra: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Queries, keys and values; of padding keys and values are NaN."""
+    random = np.random.default_rng(1)
+    q, k, v = (random.normal(size=(1, blocks.rows + extra, heads, head_dim)).astype(np.float32) for _ in range(3))
+    padding = ~real_rows(blocks)
+    for x in (k, v):
+        x[:, : blocks.rows][:, padding] = np.nan
+        x[:, blocks.rows :] = np.nan
+    return q, k, v
+
+
+def real_rows(blocks: Blocks) -> np.ndarray:
+    return (np.arange(blocks.size) < blocks.real[:, None]).ravel()
+
+
+def softmax(q: Any, k: Any, v: Any, blocks: Blocks, text: Any = None) -> np.ndarray:
+    """`[rows, heads, head_dim]` of each block of queries, by its own keys and all of the text's."""
+    real, out = real_rows(blocks), np.zeros(q.shape[1:], np.float64)
+    for number in range(-(-q.shape[1] // blocks.size)):
+        rows = slice(number * blocks.size, (number + 1) * blocks.size)
+        own = blocks.kept[min(number, len(blocks.kept) - 1)]
+        places = [n * blocks.size + i for n in own for i in range(blocks.size) if real[n * blocks.size + i]]
+        keys, values = (x[0, places].astype(np.float64) for x in (k, v))
+        if text is not None:
+            keys, values = np.concatenate([keys, text[0][0]]), np.concatenate([values, text[1][0]])
+        scores = np.einsum("qhd,khd->hqk", q[0, rows].astype(np.float64), keys) * q.shape[-1] ** -0.5
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out[rows] = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), values)
+    return out
+
+
+def flat(x: Any) -> jax.Array:
+    return jnp.asarray(x.reshape(*x.shape[:2], -1))
+
+
+def attended(name: str, q: Any, k: Any, v: Any, blocks: Blocks, text: Any = None) -> jax.Array:
+    """`[rows, heads, head_dim]` by the reference or by the kernel in the form of that name."""
+    keys = [in_blocks(flat(k), flat(v), blocks)]
+    if text is not None:
+        keys.append(first(flat(text[0]), flat(text[1]), text[0].shape[1]))
+    how = {"head_dim": q.shape[-1], "log_sums": False}
+    if name == "reference":
+        run = functools.partial(attention_reference.flat_attention, **how)
+    else:
+        run = functools.partial(
+            kernel.flat_attention, form=FORMS[name], scale=q.shape[-1] ** -0.5, interpret=True, **how
+        )
+    return jax.jit(lambda q: run(q, keys)[0])(flat(q)).reshape(q.shape[1:])
+
+
+def sparse_or_not(name: str, blocks: Blocks, q: Any, k: Any, v: Any, is_sparse: Any) -> jax.Array:
+    return attended(name, q, k, v, replace(blocks, is_sparse=is_sparse))
+
+
+def bound_of(name: str) -> float:
+    """int8 rounds queries and keys, to about as much."""
+    return 6e-2 if name.startswith("int8") else OPERATION
+
+
+@pytest.mark.parametrize(("head_dim", "left_out"), [(64, 4), (128, 8)])
+@pytest.mark.parametrize("name", ["reference", "sampled", "pieces", "online", "int8"])
+def test_the_last_of_a_list_are_left_out_where_the_program_says_so(name: str, head_dim: int, left_out: int):
+    """Of eleven; one program."""
+    blocks = replace(listed(11, blocks=11), left_out=left_out)
+    q, k, v = drawn(blocks, 2, head_dim)
+    run = jax.jit(functools.partial(sparse_or_not, name, blocks))
+    for is_sparse in (True, False):
+        own = replace(blocks, kept=blocks.kept[:, : 11 - left_out * is_sparse], left_out=0)
+        assert closeness.difference(run(q, k, v, is_sparse), softmax(q, k, v, own)) <= bound_of(name)
+
+
+@pytest.mark.parametrize("name", ["reference", "sampled", "pieces", "online", "int8"])
+def test_each_query_sees_the_blocks_of_its_list(name: str, head_dim: int = 128):
+    """Rows behind the last block, as on chips that do not divide them, are anything."""
+    blocks = listed(3)
+    q, k, v = drawn(blocks, 2, head_dim, extra=16)
+    found = attended(name, q, k, v, blocks)[: blocks.rows]
+    wanted = softmax(q[:, : blocks.rows], k, v, blocks)
+    assert closeness.difference(found, wanted) <= bound_of(name)
+    other = replace(blocks, kept=listed(3, seed=5).kept)
+    assert closeness.difference(found, softmax(q[:, : blocks.rows], k, v, other)) > 0.1
+
+
+@pytest.mark.parametrize("name", ["reference", "bounded", "int8, online"])
+def test_a_text_beside_it_is_seen_by_all(name: str):
+    """And its own queries, of which all have one list, see every block."""
+    blocks = listed(3)
+    q, k, v = drawn(blocks, 2, 128)
+    text = tuple(np.random.default_rng(2).normal(size=(2, 1, 37, 2, 128)).astype(np.float32))
+    assert closeness.difference(attended(name, q, k, v, blocks, text), softmax(q, k, v, blocks, text)) <= bound_of(name)
+    every = replace(blocks, kept=np.arange(7, dtype=np.int32)[None])
+    found = attended(name, text[0], k, v, every, text)
+    assert closeness.difference(found, softmax(text[0], k, v, every, text)) <= bound_of(name)
+
+
+@pytest.mark.parametrize("name", ["bounded", "online"])
+def test_a_list_of_all_blocks_is_the_kernel_without_one(name: str):
+    """To the bit, where no key is padding and no maximum is guessed from other keys."""
+    blocks = Blocks(size=128, real=np.full(7, 128, np.int32), kept=np.tile(np.arange(7, dtype=np.int32), (7, 1)))
+    q, k, v = drawn(blocks, 2, 128)
+    keys = [first(flat(k), flat(v), blocks.rows)]
+    how = {"head_dim": 128, "form": FORMS[name], "scale": 128**-0.5, "interpret": True, "log_sums": False}
+    dense = jax.jit(lambda q: kernel.flat_attention(q, keys, **how)[0])(flat(q))
+    assert np.array_equal(attended(name, q, k, v, blocks).reshape(dense.shape), dense)
+
+
+@pytest.mark.parametrize("name", ["sampled", "online", "int8"])
+def test_a_block_done_again_is_done_from_its_own_keys(name: str):
+    """One key far above those of the guess, in a block that some lists have: 140 in base 2, of the last block."""
+    blocks = listed(3)
+    q, k, v = drawn(blocks, 2, 128)
+    q[..., 0], q[..., 1:] = 8.0, 0.0
+    k[:, :, :, 0] = np.where(np.isnan(k[..., 0]), np.nan, np.random.default_rng(3).uniform(-1, 1, k.shape[:3]))
+    k[0, 6 * 128 + 1, :, 0] += 140 * np.log(2) * 128**0.5 / 8
+    found, wanted = attended(name, q, k, v, blocks), softmax(q, k, v, blocks)
+    have = [6 in own for own in blocks.kept]
+    assert 1 < sum(have) < 7
+    for number, has_it in enumerate(have):
+        rows = slice(number * 128, (number + 1) * 128)
+        if has_it:
+            taken = np.broadcast_to(v[0, 6 * 128 + 1], wanted[rows].shape)
+            assert closeness.difference(wanted[rows], taken) < 1e-6
+            assert closeness.difference(found[rows], taken) <= 2.0**-7
+        elif not name.startswith("int8"):  # whose scale that key has taken
+            assert closeness.difference(found[rows], wanted[rows]) <= OPERATION
+
+
+def test_without_the_rerun_such_a_key_would_be_seen(monkeypatch: pytest.MonkeyPatch):
+    blocks = listed(3)
+    q, k, v = drawn(blocks, 2, 128)
+    q[..., 0], q[..., 1:] = 8.0, 0.0
+    k[..., 0] = 0.0
+    k[0, 6 * 128 + 1, :, 0] = 140 * np.log(2) * 128**0.5 / 8
+    monkeypatch.setattr(attention_body.Block, "failed", lambda self: False)
+    assert not np.isfinite(attended("sampled", q, k, v, blocks)).all()
+
+
+@pytest.mark.parametrize("name", ["reference", "sampled", "int8"])
+def test_log_sums_are_of_the_kept_keys(name: str):
+    blocks = listed(2)
+    q, k, v = drawn(blocks, 2, 128)
+    keys = [in_blocks(flat(k), flat(v), blocks)]
+    if name == "reference":
+        _, found = attention_reference.flat_attention(flat(q), keys, head_dim=128, log_sums=True)
+    else:
+        how = {"head_dim": 128, "form": FORMS[name], "scale": 128**-0.5, "interpret": True}
+        _, found = kernel.flat_attention(flat(q), keys, log_sums=True, **how)
+    assert found is not None
+    real = real_rows(blocks)
+    for number, own in enumerate(blocks.kept):
+        rows = slice(number * 128, (number + 1) * 128)
+        places = [n * 128 + i for n in own for i in range(128) if real[n * 128 + i]]
+        scores = np.einsum("qhd,khd->hqk", *(x.astype(np.float64) for x in (q[0, rows], k[0, places]))) * 128**-0.5
+        wanted = np.log(np.exp(scores).sum(-1))
+        assert np.abs(np.asarray(found)[0, :, rows] - wanted).max() < (6e-2 if name == "int8" else 1e-4)
+
+
+def test_what_the_kernel_does_not_take_is_refused():
+    blocks = replace(listed(3), size=96)
+    assert str(kernel.refusal(2, 64, blocks)).endswith("blocks of 96 keys are no multiple of 128.")
+    with pytest.raises(ValueError) as error:
+        replace(listed(7), left_out=3)
+    assert str(error.value) == "of 7 blocks 3 cannot be left out: in 4s, not all."
+    divided = replace(SMALL, maximum="online", block_kv=128)
+    assert "must all be in VMEM" in str(kernel.refusal(2, 64, listed(3), divided))
+    assert not kernel.refusal(2, 64, listed(3), SMALL)
+
+
+# --- tiles ------------------------------------------------------------------------------------------------------------
+
+WAN = (7, 9, 16)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(21, 45, 80), (31, 45, 80), (21, 30, 52), (5, 7, 11), (1, 45, 80), (2, 3, 1), (13, 61, 37)], ids=str
+)
+def test_every_token_has_a_row_of_a_tile_like_the_wanted(sizes: tuple[int, int, int]):
+    found = Tiling.like(sizes, WAN)
+    tokens = int(np.prod(sizes))
+    assert found.real.sum() == tokens and 1 <= found.real.min() <= found.real.max() <= found.rows <= 1024
+    assert np.array_equal(found.token_of[found.row_of], np.arange(tokens))
+    assert len(found.token_of) == found.rows * found.count
+    assert np.array_equal(found.row_of // found.rows, found.tile_of)
+    # Tokens of a tile are neighbours: along no axis further apart than it is long.
+    places = np.stack(np.unravel_index(np.arange(tokens), sizes), axis=1)
+    for tile in range(found.count):
+        spread = np.ptp(places[found.tile_of == tile], axis=0) + 1
+        assert (spread <= found.tile).all()
+
+
+def test_wans_720p_is_75_tiles_of_1008():
+    found = Tiling.like((21, 45, 80), WAN)
+    assert (found.tile, found.counts, found.rows, set(found.real)) == (WAN, (3, 5, 5), 1024, {1008})
+
+
+def test_a_tile_keeps_itself_and_the_nearest_as_many_as_any_other():
+    found = Tiling(sizes=(21, 45, 80), tile=WAN)
+    blocks = found.blocks(None)
+    assert found.left_out == blocks.left_out == 40
+    assert np.array_equal(np.sort(blocks.kept, axis=1), np.tile(np.arange(75), (75, 1)))
+    kept = blocks.kept[:, :35]
+    assert np.array_equal(kept[:, 0], np.arange(75))
+    places = np.stack(np.unravel_index(np.arange(75), found.counts), axis=1)
+    for own, row in enumerate(kept):
+        away = ((places - places[own]) ** 2).sum(axis=1)
+        assert away[row].max() <= np.delete(away, row).min()
+
+
+@pytest.mark.parametrize(("sizes", "count", "kept"), [((3, 3, 3), 1, 1), ((7, 9, 80), 5, 1), ((7, 18, 64), 8, 4)])
+def test_half_at_most_are_kept_in_fours(sizes: tuple[int, int, int], count: int, kept: int):
+    found = Tiling.like(sizes, WAN)
+    assert (found.count, found.count - found.left_out) == (count, kept)
+
+
+@pytest.mark.parametrize(
+    ("shape", "how"),
+    [
+        (MeshShape(), "reference"),
+        (MeshShape(sp=4), "reference"),
+        (MeshShape(dp=2, sp=2, tp=2), "reference"),
+        pytest.param(MeshShape(sp=2), "pallas", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_every_mesh_attends_to_the_nearest(shape: MeshShape, how: Kernel, monkeypatch: pytest.MonkeyPatch):
+    """Each chip has its heads' whole lists; a text beside has all keys, and all have it."""
+    monkeypatch.setattr(tiles, "ROWS", 128)
+    found = Tiling(sizes=(3, 5, 7), tile=(3, 3, 3))
+    random = np.random.default_rng(4)
+    rows = -(-found.rows * found.count // 64) * 64
+    latent = tuple(random.normal(size=(2, rows, 8, 64)).astype(np.float32) for _ in range(3))
+    text = tuple(random.normal(size=(2, 7, 8, 64)).astype(np.float32) for _ in range(3))
+    mesh = make_mesh(jax.devices()[: shape.num_devices], shape)
+    policy = AttentionPolicy(kernel=how, form=SMALL if how == "pallas" else None)
+
+    @jax.jit
+    def run(latent: Any, text: Any, is_sparse: Any) -> Any:
+        nearby = Nearby(tiles=found, is_sparse=is_sparse)
+        where = {"lengths": (105, 7), "placements": ("sharded", "replicated"), "mesh": mesh}
+        return joint_attention(latent, text, **where, policy=policy, nearby=nearby)
+
+    for is_sparse in (True, False):
+        blocks = found.blocks(None)
+        blocks = replace(blocks, kept=blocks.kept[:, : 2 if is_sparse else 6], left_out=0)
+        out, text_out = run(latent, text, is_sparse)
+        every = replace(found.blocks(None), left_out=0)
+        for row in range(2):
+            own, beside = ([x[row : row + 1] for x in stream] for stream in (latent, text))
+            wanted = softmax(*own, blocks, beside[1:])
+            real = real_rows(blocks)
+            assert closeness.difference(out[row][: blocks.rows][real], wanted[: blocks.rows][real]) <= OPERATION
+            wanted = softmax(beside[0], *own[1:], replace(every, kept=every.kept[:1]), beside[1:])
+            assert closeness.difference(text_out[row], wanted) <= OPERATION
