@@ -14,7 +14,7 @@ from ..nodes.headless import compare
 from ..nodes.headless.changes import read_json
 from ..nodes.headless.runner import TerminalHost, run_workflow
 from ..tpu_runtime import pipeline
-from ..tpu_runtime.pipeline import QUALITIES, plan_options
+from ..tpu_runtime.pipeline import plan_options
 from . import batch, bench, doctor, download, follow, monitor, selftest, serve, stages, warmup
 from .verbs import add_verb, add_workflow, given_folders, given_workflow, model_folders, print_now, print_timings
 
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
     compared = add_verb(verbs, "compare", _compare, "run a workflow in several qualities, results side by side")
     add_workflow(compared)
-    compared.add_argument("--quality", default=",".join(QUALITIES), metavar="A,B", help=f"({','.join(QUALITIES)})")
+    compared.add_argument("--quality", default=compare.DEFAULT, metavar="A,B", help=f"({compare.DEFAULT})")
     compared.add_argument("--out", type=Path, default=Path("output"), metavar="DIR", help="where results go (output)")
 
     def add(name: str, file: Any, text: str) -> None:

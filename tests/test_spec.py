@@ -7,6 +7,7 @@ from comfyui_tpu.sharding.rules import Rule
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tpu_runtime.model_spec import (
     CHECKPOINT,
+    DENSE_QUALITY,
     STEP_INPUTS,
     Choice,
     Component,
@@ -158,6 +159,8 @@ def test_every_model_has_a_choice_of_schedulers_and_of_steps():
     assert set(made.inputs) == {"height", "scheduler", *STEP_INPUTS}
     assert made.inputs["scheduler"] == Choice(options=(CHECKPOINT, "A", "B"))
     assert {name: made.inputs[name] for name in STEP_INPUTS} == STEP_INPUTS
+    dense = replace(made, denoiser=replace(made.denoiser, tile=None))
+    assert dense.inputs == {**made.inputs, "quality": DENSE_QUALITY}
 
 
 def test_dimensions_of_a_condition_may_be_named():

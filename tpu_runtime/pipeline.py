@@ -187,7 +187,9 @@ def remote_model(
     from .remote.client import Client
 
     name = Client(address).choose(spec.family, model_id, precision, progress)
-    return ModelRef(spec_name=name, model_id=model_id, precision=precision, quality=quality, address=address)
+    model = ModelRef(spec_name=name, model_id=model_id, precision=precision, quality=quality, address=address)
+    model.spec.check_input("quality", quality)
+    return model
 
 
 def run(stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> Any:

@@ -67,7 +67,8 @@ class TPUUNETLoader(io.ComfyNode):
                     options=[*_options(core.UNETLoader, "weight_dtype"), *QUALITIES[1:]],
                     advanced=True,
                     tooltip="The TPU keeps weights in bfloat16, whatever is chosen here, but for int8: linear layers "
-                    "and attention are then faster, with a result that is close.",
+                    "and attention are then faster, with a result that is close. int8+sparse, for Wan, also leaves out "
+                    "keys of attention at steps in the middle, and the video is another.",
                 ),
             ),
             (io.Model.Output(tooltip="For KSampler and alike."),),

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from ...tpu_runtime.pipeline import QUALITIES, media
+from ...tpu_runtime.pipeline import QUALITIES, media, spec_for_family
 from ..declare import Folders
 from ..graphs.graph import Workflow
 from .runner import HEADLESS, TerminalHost, run_workflow
 
 QUALITY = "quality"
+DEFAULT = ",".join(QUALITIES[:2])  # which every model has
 MOST_DB = 99.0
 
 
@@ -47,12 +48,12 @@ def check_qualities(text: str) -> tuple[str, ...]:
         if quality not in QUALITIES:
             raise ValueError(f"--quality is {quality!r}; it must be one of {', '.join(QUALITIES)}.")
     if len(found) < 2:
-        raise ValueError(f"--quality is {text!r}; name two or more to compare, such as {','.join(QUALITIES)}.")
+        raise ValueError(f"--quality is {text!r}; name two or more to compare, such as {DEFAULT}.")
     return found
 
 
 def with_quality(workflow: Workflow, quality: str) -> Workflow:
-    """A copy in which every sampler and loader has this quality; ValueError where there is no sampler."""
+    """A copy in which every sampler and loader has this quality; ValueError where no sampler is, or one lacks it."""
     changed = copy.deepcopy(workflow)
     known = {
         node_id: HEADLESS[node["class_type"]] for node_id, node in changed.items() if node["class_type"] in HEADLESS
@@ -61,15 +62,18 @@ def with_quality(workflow: Workflow, quality: str) -> Workflow:
     if not any(known[node_id].family for node_id in asked):
         raise ValueError("The workflow has no TPU sampler or pipeline, whose quality could be compared.")
     for node_id in asked:
+        if family := known[node_id].family:
+            spec_for_family(family).check_input(QUALITY, quality)
         changed[node_id]["inputs"][QUALITY] = quality
     return changed
 
 
 def render(workflow: Workflow, qualities: Sequence[str], folders: Folders) -> Iterator[Rendered]:
     """The workflow's results in each quality; files of single results go into a folder of each."""
-    for quality in qualities:
+    copies = [with_quality(workflow, quality) for quality in qualities]
+    for quality, copied in zip(qualities, copies, strict=True):
         host = TerminalHost(replace(folders, output=folders.output / quality))
-        found = run_workflow(with_quality(workflow, quality), host)
+        found = run_workflow(copied, host)
         first = {node_id: outputs[0] for node_id, outputs in found.items() if outputs}
         videos = {node_id: one for node_id, one in first.items() if isinstance(one, media.Video)}
         pictures = {node_id: one for node_id, one in first.items() if getattr(one, "ndim", 0) == 4}

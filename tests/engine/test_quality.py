@@ -1,5 +1,6 @@
 """`quality`: what a sampler's widget gives away, and that nothing else is touched."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.closeness import difference
 from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.model_spec import QUALITIES
+from comfyui_tpu.tpu_runtime.model_spec import QUALITIES, Curve, MagCache
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import denoise_step, generation, weights
 from comfyui_tpu.tpu_runtime.progress import Silent
@@ -21,12 +22,34 @@ from comfyui_tpu.tpu_runtime.progress import Silent
 SPEC = spec_for_family("Wan21")
 
 
-def test_every_model_offers_every_quality_and_refuses_others():
+def test_every_model_offers_its_qualities_and_refuses_others():
     for spec in SPECS:
         assert spec.inputs["quality"].default == spec.settings().quality == "exact"
+        own = QUALITIES if spec.denoiser.tile else QUALITIES[:2]
+        assert [spec.settings(quality=quality).quality for quality in own] == list(own)
         with pytest.raises(ValueError) as error:
             spec.settings(quality="int4")
-        assert str(error.value) == f"{spec.title}: quality is 'int4'; it must be one of {', '.join(QUALITIES)}."
+        assert str(error.value) == f"{spec.title}: quality is 'int4'; it must be one of {', '.join(own)}."
+
+
+def test_who_leaves_out_no_blocks_says_who_does():
+    titles = {spec.title for spec in SPECS if spec.denoiser.tile}
+    assert titles == {spec.title for spec in SPECS if spec.title.startswith("Wan ") and "TI2V" not in spec.title}
+    who = "quality is 'int8+sparse', which all Wan models but TI2V have; it must be one of exact, int8."
+    for spec in SPECS:
+        model = ModelRef(spec_name=spec.name, model_id=spec.miniature.id, quality="int8+sparse")
+        refusals: list[Callable[[], Any]] = [
+            lambda spec=spec: spec.settings(quality="int8+sparse"),
+            lambda spec=spec: spec.check_settings(replace(spec.settings(), quality="int8+sparse")),
+            model.check,
+        ]
+        for refusal in refusals:
+            if spec.title in titles:
+                refusal()
+                continue
+            with pytest.raises(ValueError) as error:
+                refusal()
+            assert str(error.value) == f"{spec.title}: {who}"
 
 
 @pytest.mark.parametrize("family", ["Wan21", "Flux2", "HunyuanVideo15", "CogVideoX", "ZImage", "QwenImage"])
@@ -96,6 +119,39 @@ def test_tiles_that_are_all_kept_change_nothing_and_left_out_little(
     assert not [record for record in caplog.records if "int8+sparse" in record.message]
 
 
+@pytest.mark.usefixtures("small_tiles")
+def test_with_a_step_cache_tiles_that_are_all_kept_change_nothing(monkeypatch: pytest.MonkeyPatch):
+    """What the blocks add is kept, and added again, in the order of tiles. Of six steps two start from it."""
+    monkeypatch.setattr(denoise_step, "SPARSE_NOISE", (2.0, 2.0))
+    model = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision="float32")
+    curve = Curve(ratios=((1.0,) * 6,), retained=(0.3,), most_skipped=1)
+    settings = SPEC.settings(**{**SPEC.miniature.inputs, "num_inference_steps": 6, "guidance_scale": 1.0})
+    settings = replace(settings, step_cache=MagCache(threshold=0.1, curve=curve))
+    runner = Runner(jax.devices()[:2])
+    assert generation.Denoising.published(SPEC, settings).is_full.count(False) == 2
+
+    def denoised(quality: str) -> Any:
+        embeds = runner.encode(model, "a red circle moves right on blue", "", Silent())
+        return runner.denoise(model, replace(settings, quality=quality), *embeds, Silent())["samples"].numpy()
+
+    assert difference(denoised("int8+sparse"), denoised("int8")) < 1e-4
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_a_curve_is_measured_of_steps_that_leave_nothing_out():
+    """Between tiles is padding, which is no part of it."""
+    runner = Runner(jax.devices()[:1])
+    model = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision="float32")
+    embeds = runner.encode(model, "a red circle moves right on blue", "", Silent())
+    settings = SPEC.settings(**{**SPEC.miniature.inputs, "num_inference_steps": 4})
+    found = [
+        runner.run("calibrate", model, Silent(), settings=replace(settings, quality=quality),
+                   prompt_embeds=embeds[0], negative_prompt_embeds=embeds[1])
+        for quality in ("int8", "int8+sparse")
+    ]  # fmt: skip
+    assert found[0] == found[1]
+
+
 def why_not(caplog: pytest.LogCaptureFixture, spec: Any, shape: MeshShape, **inputs: Any) -> str:
     caplog.clear()
     config = spec.component(spec.denoiser.experts[0]).config
@@ -115,9 +171,6 @@ def test_where_blocks_cannot_be_left_out_int8_is_taken_and_the_log_says_why(capl
     large = {"width": 1920, "height": 1920, "num_frames": 241}
     reason = "the keys of 878400 tokens do not fit the chip's VMEM at once."
     assert why_not(caplog, SPEC, MeshShape(), **large) == reason
-    for family in ("Wan22I2V", "CogVideoX", "Flux2"):
-        spec = next(each for each in SPECS if each.family == family and each.denoiser.tile is None)
-        assert why_not(caplog, spec, MeshShape()) == "this model's attention leaves no blocks out."
 
 
 @pytest.mark.parametrize(("kind", "fit"), [("TPU v6 lite", True), ("TPU v5 lite", True), ("TPU v4", False)])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import models
-from ..model_spec import QUALITIES, ModelSpec, Settings, check_quality
+from ..model_spec import QUALITIES, ModelSpec, Settings
 from ..precision import check_choice
 from ..progress import Progress
 from . import checkpoint, compatibility, parts
@@ -80,7 +80,7 @@ class ModelRef:
     def check(self) -> None:
         """Raises `ValueError` with a sentence for the user where it cannot work. Reads no weights, asks no network."""
         check_choice(self.precision)
-        check_quality(self.quality)
+        self.spec.check_input("quality", self.quality)
         self.locate().check()
 
     def loras_of(self, component: str) -> tuple[Lora, ...]:
@@ -141,8 +141,8 @@ def choose_part(
 ) -> ModelRef:
     """The networks that files hold, as part of one of the models `specs`; `CheckpointError` where they are of none."""
     check_choice(precision)
-    check_quality(quality)
     spec = parts.resolve(model_id, specs, folders, needs_all=False).spec
+    spec.check_input("quality", quality)
     return ModelRef(
         spec_name=spec.name, model_id=model_id, precision=precision, quality=quality, folders=folders, is_partial=True
     )

@@ -16,7 +16,7 @@ from .. import media, tokens, versions
 from ..cache.store import signature
 from ..checkpoints import read_ahead as reading
 from ..checkpoints import score_bound
-from ..model_spec import STAGES, Curve, MagCache, ModelSpec, Settings, TextEncoding
+from ..model_spec import QUALITIES, STAGES, Curve, MagCache, ModelSpec, Settings, TextEncoding
 from ..programs import denoise_step, generation, network_call
 from ..programs.denoise_step import StepShape
 from ..programs.executables import Executable
@@ -128,8 +128,9 @@ def calibrate(
     negative_prompt_embeds: Conditioning | None,
     condition: ImageCondition | None = None,
 ) -> Curve:
-    """The curve of a model, measured in one generation of full steps."""
-    plan = denoising.plan_of(stage, replace(settings, step_cache=MagCache(threshold=0.0)))
+    """The curve of a model, measured in one generation of full steps. None of these leaves blocks out."""
+    quality = min(settings.quality, QUALITIES[1], key=QUALITIES.index)
+    plan = denoising.plan_of(stage, replace(settings, step_cache=MagCache(threshold=0.0), quality=quality))
     inputs = conditioning.denoiser_inputs(plan, prompt_embeds, negative_prompt_embeds, condition)
     return Curve(ratios=denoising.measured(stage, plan, denoising.begin(plan, inputs, None, stage.progress.text)))
 

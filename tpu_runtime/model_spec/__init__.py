@@ -24,6 +24,7 @@ from .groups import (
 )
 from .limits import (
     CHECKPOINT,
+    DENSE_QUALITY,
     FLOW_SCHEDULERS,
     MAG_CACHE,
     PART,
@@ -38,7 +39,6 @@ from .limits import (
     Numbers,
     Settings,
     Switch,
-    check_quality,
     without_zero_sizes,
 )
 from .model import STAGES, ModelSpec

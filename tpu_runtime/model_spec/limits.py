@@ -74,16 +74,20 @@ class Switch:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One of some names; the first is the default."""
+    """One of some names; the first is the default. `elsewhere` are names that other models have, and which."""
 
     options: tuple[str, ...]
+    elsewhere: tuple[tuple[str, str], ...] = ()
 
     @property
     def default(self) -> str:
         return self.options[0]
 
     def problem(self, value: Any) -> str | None:
-        return None if value in self.options else f"is {value!r}; it must be one of {', '.join(self.options)}."
+        if value in self.options:
+            return None
+        others = "".join(f", which {who} have" for name, who in self.elsewhere if name == value)
+        return f"is {value!r}{others}; it must be one of {', '.join(self.options)}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +148,8 @@ MAG_CACHE = {
 SPARSE = "int8+sparse"
 QUALITIES = ("exact", "int8", SPARSE)
 STEP_INPUTS = {"sigmas": Numbers(most=100), "quality": Choice(options=QUALITIES), **PART}
+# Of a model whose attention leaves no blocks out.
+DENSE_QUALITY = Choice(options=QUALITIES[:2], elsewhere=((SPARSE, "all Wan models but TI2V"),))
 
 # As a scheduler: the one that the checkpoint names.
 CHECKPOINT = "checkpoint"
@@ -160,19 +166,13 @@ FLOW_SCHEDULERS = {
 }
 
 
-def check_quality(quality: str) -> None:
-    """Raises `ValueError` for anything that is not in `QUALITIES`."""
-    if quality not in QUALITIES:
-        raise ValueError(f"quality is {quality!r}; it must be one of {', '.join(QUALITIES)}.")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What one generation is asked for. Sizes in pixels and frames; `shift` is the scheduler's flow shift.
 
-    With a `step_cache` some steps are only approximated, and with another `quality` than the first of
-    `QUALITIES` every one. `scheduler` is one of the model's
-    `schedulers`, or `CHECKPOINT`. With `use_dynamic_cfg` guidance changes from step to step (see `GuidanceAt`).
+    With a `step_cache` some steps are only approximated, and with another `quality` than the first of `QUALITIES` every
+    one. `scheduler` is one of the model's `schedulers`, or `CHECKPOINT`. With `use_dynamic_cfg` guidance changes from
+    step to step (see `GuidanceAt`).
 
     `sigmas`, if there are any, are those that the scheduler starts from, one for each step. Of two experts the second
     has `guidance_scale_2` (None: the same), and the first runs `high_noise_steps` (0: while the checkpoint says so). Of

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from .component import Component, freeze
 from .groups import Denoiser, LatentGeometry, Miniature, Parallelism, Pictures, Published, Recipe, TextEncoding, Vae
-from .limits import CHECKPOINT, STEP_INPUTS, Choice, IntLimit, Limit, Numbers, Settings
+from .limits import CHECKPOINT, DENSE_QUALITY, STEP_INPUTS, Choice, IntLimit, Limit, Numbers, Settings
 from .step_cache import MagCache, StepCache, policy_of
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ class ModelSpec:
 
     `inputs` are the limits of its nodes' widgets, by widget name, and `texts` the defaults of those that hold text;
     `settings` is what widgets ask for. Every model also has the input `scheduler`, a choice of the recipe's schedulers,
-    and those of `STEP_INPUTS`. `family` is the set of models that share nodes, `category` these nodes' menu.
+    and those of `STEP_INPUTS`, with fewer qualities where no blocks are left out. `family` is the set of models that
+    share nodes, `category` these nodes' menu.
     """
 
     name: str
@@ -43,7 +44,8 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         choice = Choice(options=(CHECKPOINT, *self.recipe.schedulers))
-        object.__setattr__(self, "inputs", {**self.inputs, "scheduler": choice, **STEP_INPUTS})
+        dense = {"quality": DENSE_QUALITY} if self.denoiser.tile is None else {}
+        object.__setattr__(self, "inputs", {**self.inputs, "scheduler": choice, **STEP_INPUTS, **dense})
         freeze(self)
 
     def with_light_vae(self) -> "ModelSpec":

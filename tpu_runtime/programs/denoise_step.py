@@ -301,9 +301,8 @@ def tiles_of(spec: ModelSpec, config: Config, settings: Settings, mesh: Mesh, po
     latent_shape = geometry.latent_shape(settings)
     tokens, heads = geometry.num_tokens(latent_shape), int(config.get(spec.parallelism.heads_key, 1))
     sp, device = mesh.shape["sp"], mesh.devices.flat[0]
-    if wanted is None:
-        why = "this model's attention leaves no blocks out"
-    elif not are_many(tokens):
+    assert wanted is not None, spec.name
+    if not are_many(tokens):
         why = f"a video of {tokens} tokens would be no faster"
     elif heads // mesh.shape["tp"] % sp:
         why = f"{heads} heads do not divide over {sp} chips"
