@@ -26,7 +26,7 @@ class Recipe:
     title: str
     model: str
     topology: str
-    widgets: Mapping[str, float]
+    widgets: Mapping[str, float | str]
 
     @property
     def key(self) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..tpu_runtime.pipeline import (
     CHOICES,
+    QUALITIES,
     SPECS,
     STAGES,
     ModelSpec,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="; ".join(spec.name for spec in SPECS) + "; or a file")
     parser.add_argument("--precision", choices=CHOICES, default="auto")
-    add_inputs(parser, ["height", "width", "num_frames", "num_inference_steps", "guidance_scale"])
+    add_inputs(parser, ["height", "width", "num_frames", "num_inference_steps", "guidance_scale", "quality"])
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="how often each program is timed (5)")
     parser.add_argument("--stages", metavar="A,B", help=f"default {','.join(STAGES)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON, for a report")
@@ -170,6 +171,7 @@ def text(found: "Measured") -> str:
         for row in found.programs
     ]  # fmt: skip
     size, steps = found.settings, found.settings["num_inference_steps"]
+    quality = size.get("quality", QUALITIES[0])  # older records have none
     what = "the miniature of " * found.is_tiny + found.title
     memory = device_memory.DeviceMemory(
         limit_bytes=found.hbm_limit_bytes, peak_in_use_bytes=found.hbm_peak_bytes,
@@ -178,7 +180,7 @@ def text(found: "Measured") -> str:
     return "\n".join(
         [
             f"{what} on {found.num_devices} x {found.device_kind}: {size['width']}x{size['height']}, "
-            f"{size['num_frames']} frames, {steps} steps, {found.precision}. Seconds are measured"
+            f"{size['num_frames']} frames, {steps} steps, {found.precision}, {quality}. Seconds are measured"
             + (", on no TPU: they say nothing of speed." if found.is_tiny else "; predicted is by the compiler."),
             "",
             *report.table([head, *rows]),

@@ -25,7 +25,7 @@ from .messages import Mark, Request
 from .queue import Group, Job
 
 # Which weights a job runs, as far as widgets say it.
-_OF_WEIGHTS = frozenset({"precision", "family", "strength", "expert"})
+_OF_WEIGHTS = frozenset({"precision", "quality", "family", "strength", "expert"})
 # What compiled programs do not depend on, beside numbers.
 _CONTENT = frozenset({"prompt", "negative_prompt", "image", "filename_prefix"})
 MOST_PROBLEMS = 10

@@ -68,7 +68,7 @@ SHOWN = {
     "comfyui-tpu selftest [--first-run] [--model NAME] [--report FILE]": FIRST_RUN,
     "comfyui-tpu selftest --report FILE": SELFTEST,
     "comfyui-tpu bench wan2.1-t2v-14b": TPU,
-    "comfyui-tpu bench MODEL [--json FILE]": BENCH,
+    "comfyui-tpu bench MODEL [--quality NAME] [--json FILE]": BENCH,
     "comfyui-tpu bench MODEL --verify [--json FILE]": VERIFY,
     "comfyui-tpu download wan2.1-t2v-14b": NETWORK,
     "comfyui-tpu download MODEL [--to DIR]": DOWNLOAD,

@@ -21,7 +21,8 @@ LATER = ("hbm_reserved_peak_bytes", "hbm_limit_bytes")
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bench") / "klein.json"
-    assert main(["bench", MODEL, "--runs", "2", "--stages", "encode,denoise,decode", "--json", str(path)]) == 0
+    words = ["--runs", "2", "--stages", "encode,denoise,decode", "--quality", "int8", "--json", str(path)]
+    assert main(["bench", MODEL, *words]) == 0
     return path
 
 
@@ -29,6 +30,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_program_of_the_miniature_is_timed_and_recorded(record: Path):
     found = measured.read(record)
     assert (found.model, found.is_tiny, found.precision) == (MODEL, True, "float32")
+    assert found.settings["quality"] == "int8"
     wanted = ["text_encoder.encode_text", "denoise_step", "vae_decoder.decode_image"]
     assert [program.name for program in found.programs] == wanted
     for program in found.programs:
@@ -45,6 +47,7 @@ def test_the_report_says_what_was_measured_and_on_what(record: Path):
     found = measured.read(record)
     text = bench.text(found)
     assert text.startswith(f"the miniature of Flux.2 klein 4B on {found.num_devices} x ")
+    assert ", float32, int8. " in text
     assert "on no TPU: they say nothing of speed" in text
     real = replace(found, is_tiny=False, programs=(replace(found.programs[1], median_s=0.5, predicted_s=0.25),))
     assert "Fullest device: says nothing of its memory." in text
@@ -89,6 +92,7 @@ def test_a_record_that_is_none_is_refused(tmp_path: Path, change: dict[str, Any]
         ([MODEL, "--runs", "0"], "--runs is 0; it must be at least 1."),
         ([MODEL, "--stages", "paint"], "--stages is 'paint'; it must be some of encode"),
         ([MODEL, "--height", "81"], "height is 81; it must be a multiple of"),
+        ([MODEL, "--quality", "int8+sparse"], "which all Wan models but TI2V have; it must be one of exact, int8."),
     ],
 )
 def test_wrong_words_are_answered_with_what_would_do(words: list[str], problem: str, capsys: pytest.CaptureFixture):

@@ -86,8 +86,9 @@ def test_a_group_is_of_weights_and_of_programs(recipe: JobTemplate):
     for other in ({"2_num_inference_steps": 2}, {"2_height": 96}, {"2_flow_shift": 7.0}):
         found = recipe.job(1, line(**other)).group
         assert found.model == own.model and found.size != own.size
-    found = recipe.job(1, line(**{"6_precision": "float32"})).group
-    assert found.model != own.model and found.size == own.size
+    for other in ({"6_precision": "float32"}, {"6_quality": "int8"}, {"2_quality": "int8+sparse"}):
+        found = recipe.job(1, line(**other)).group
+        assert found.model != own.model and found.size == own.size
 
 
 def test_another_model_is_another_group(recipe: JobTemplate):

@@ -207,6 +207,7 @@ def parsed(*words: str) -> argparse.Namespace:
 
 
 def test_options_become_a_request():
+    assert plan.request_of(parsed("--quality", "int8+sparse")).settings.quality == "int8+sparse"
     request = plan.request_of(parsed("--topology", "v6e-4", "--num-frames", "41", "--mesh", "1,4,1", "--guidance", "1"))
     assert (request.topology.name, request.settings.num_frames, request.settings.guidance_scale) == ("v6e:2x2", 41, 1.0)
     assert request.settings.height == SPEC.inputs["height"].default
@@ -219,6 +220,7 @@ def test_options_become_a_request():
         (["--num-frames", "80"], "num_frames is 80; it must be 4k \\+ 1 .* Use 77 or 81"),
         (["--topology", "v6e:9x9"], "no topology 'v6e:9x9'; there are v6e:1x1"),
         (["--mesh", "2x4"], "--mesh is '2x4'; it must be three whole numbers"),
+        (["--model", "z-image-turbo", "--quality", "int8+sparse"], "which all Wan models but TI2V have"),
         (["--stages", "denoise,paint"], "--stages is 'denoise,paint'; it must be some of encode"),
     ],
 )
