@@ -76,7 +76,7 @@ SHOWN = {
     "comfyui-tpu run examples/api/wan21_t2v_720p.json": TPU,
     (
         ".venv/bin/comfyui-tpu run examples/api/wan21_t2v_720p.json --tiny "
-        '--set 1.prompt="a white square turns on black"'
+        '--set 1.prompt="a yellow triangle moves up on black"'
     ): ("tests/nodes/test_examples.py::test_a_recipe_runs_headless_on_its_own_miniature"),
     "comfyui-tpu run WORKFLOW.json [--set NODE.INPUT=VALUE ...] [--tiny] [--out DIR]": (
         "tests/nodes/test_examples.py::test_a_recipe_runs_headless_on_its_own_miniature"
