@@ -70,8 +70,8 @@ ALL = (
         tips=(
             "Press Run. The first run compiles, about a minute; the next ones take seconds.",
             "It knows one or two shapes, circle, square or triangle, in black, blue, green, red, white or yellow, that "
-            "move right, left, up or down, grow, shrink or turn: \"a white square turns on black\", \"a yellow circle "
-            "grows and a red triangle moves up on blue\". Other words mean nothing to it.",
+            "move right, left, up or down, grow, shrink or turn: \"a yellow triangle moves up on black\", "
+            "\"a yellow circle grows and a red triangle moves up on blue\". Other words mean nothing to it.",
             "The seed changes after each run, so that the next Run makes another video.",
             "The other templates run real models. Each names its download, a TPU, and how long that is predicted to "
             "take.",
