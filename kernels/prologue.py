@@ -153,7 +153,9 @@ def _divide_body(
     groups, _, width = outs[0].shape
     starts = range(0, lanes, LANES)
     widened = functools.partial(_widened, head_dim=head_dim)
-    moments = functools.partial(_moments, is_centred=bias is not None, eps=eps)
+    moments = functools.partial(
+        _moments, is_centred=bias is not None, eps=eps, is_short=sources[0].dtype == jnp.bfloat16
+    )
 
     def part(start: int) -> Array:
         return sources[start // each][:, pl.ds(start % each, LANES)].astype(jnp.float32)
@@ -162,7 +164,7 @@ def _divide_body(
     middle, factor = 0.0, 1.0
     if over_all:
         middle, factor = moments(
-            lambda function: jnp.sum(sum(function(part(start)) for start in starts), axis=1, keepdims=True) / lanes
+            lambda function, _: jnp.sum(sum(function(part(start)) for start in starts), axis=1, keepdims=True) / lanes
         )
     if cosines is not None:
         is_even = jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) % 2 == 0
@@ -176,7 +178,7 @@ def _divide_body(
 
         if weight is not None:
             if not over_all:
-                middle, factor = moments(lambda function, y=y: _over_head(function(y), head_dim))
+                middle, factor = moments(lambda function, terms, y=y: _over_head(function(y), head_dim, terms))
             gain, offset = vector(weight), None if bias is None else vector(bias)
             y = (y - middle) * factor * gain
             y = y if offset is None else y + offset
@@ -192,21 +194,32 @@ def _widened(x: Float[Array, "rows head_dim"], head_dim: int) -> Float[Array, "r
     return jnp.concatenate([x] * (LANES // head_dim), axis=1)
 
 
-def _over_head(y: Float[Array, "rows lanes"], head_dim: int) -> Array:
-    """The mean of each head in a register."""
-    if head_dim == LANES:
-        return jnp.sum(y, axis=1, keepdims=True) / LANES
-    is_left = jax.lax.broadcasted_iota(jnp.int32, y.shape, 1) < head_dim
-    left, right = (jnp.sum(jnp.where(side, y, 0.0), axis=1, keepdims=True) for side in (is_left, ~is_left))
-    return jnp.where(is_left, left, right) / head_dim
+def _over_head(y: Float[Array, "rows lanes"], head_dim: int, terms: int) -> Array:
+    """The mean of each head in a register of numbers that are sums of so many of bfloat16; three are any float32.
+
+    By the matrix unit, whose products with ones are exact and whose sums are float32: sums across lanes would take
+    longer than all else. Terms lie one behind the other, for the unit is deeper than a register is wide.
+    """
+    one, other = (jax.lax.broadcasted_iota(jnp.int32, (terms * LANES, LANES), axis) % LANES for axis in (0, 1))
+    is_same_head = jnp.where(one // head_dim == other // head_dim, 1.0, 0.0).astype(jnp.bfloat16)
+    found, rest = [], y
+    for _ in range(terms):
+        found.append(rest.astype(jnp.bfloat16))
+        rest = rest - found[-1].astype(jnp.float32)
+    return jax.lax.dot(jnp.concatenate(found, axis=1), is_same_head, preferred_element_type=jnp.float32) / head_dim
 
 
 def _moments(
-    mean: Callable[[Callable[[Array], Array]], Array], *, is_centred: bool, eps: float
+    mean: Callable[[Callable[[Array], Array], int], Array], *, is_centred: bool, eps: float, is_short: bool
 ) -> tuple[Array | float, Array]:
-    """The mean to subtract (0 of an RMS norm) and the factor; `mean` is that of a function of the values."""
-    middle = mean(lambda y: y) if is_centred else 0.0
-    return middle, jax.lax.rsqrt(mean(lambda y: jnp.square(y - middle)) + eps)
+    """The mean to subtract (0 of an RMS norm) and the factor; `mean` is that of a function of the values, which is the
+    sum of so many numbers of bfloat16.
+
+    `is_short`: values are bfloat16. Then two are their squares; the square of a deviation they miss by 2^-17 at most,
+    a 256th of what the result is rounded by.
+    """
+    middle = mean(lambda y: y, 1 if is_short else 3) if is_centred else 0.0
+    return middle, jax.lax.rsqrt(mean(lambda y: jnp.square(y - middle), 2 if is_short else 3) + eps)
 
 
 def join(
