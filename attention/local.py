@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from ..kernels import attention, attention_int8, attention_reference, names
-from ..kernels.attention_form import fastest, kernel_of
+from ..kernels.attention_form import Form, fastest, kernel_of
 from ..kernels.attention_reference import Keys
 from ..kernels.chip import LANES, round_up
 from ..kernels.choice import KernelRefusal, accepted
@@ -67,19 +67,10 @@ def by_kernel(
     if padded != head_dim:
         resize = functools.partial(_resize, head_dim=head_dim, wanted=padded)
         q, keys = resize(q), [replace(part, keys=resize(part.keys), values=resize(part.values)) for part in keys]
-    scores = policy.scores_of(sum(part.rows for part in keys), device_kind)
-    if KernelRefusal(kernel=kernel_of(scores)):  # this machine does without int8's kernel, which the ladder has said
-        scores = "exact"
-    form = policy.form or fastest(
-        device_kind,
-        policy.maximum(scores),
-        scores=scores,
-        q_seq=q.shape[1],
-        kv_rows=[part.rows for part in keys],
-        heads=heads,
-        head_dim=padded,
+    form = _form(
+        policy, device_kind, q.shape[1], [part.rows for part in keys], heads=heads, head_dim=padded,
         itemsize=q.dtype.itemsize,
-    )
+    )  # fmt: skip
     if keys[0].blocks is not None and not accepted(attention.refusal(heads, padded, keys[0].blocks, form)):
         return by_reference(*given, head_dim=head_dim, log_sums=log_sums, policy=policy)
     out, log_sum = attention.flat_attention(
@@ -88,12 +79,19 @@ def by_kernel(
     return out if padded == head_dim else _resize(out, padded, head_dim), log_sum
 
 
-def keys_fit(policy: AttentionPolicy, device_kind: str, rows: int, *, heads: int, head_dim: int) -> bool:
-    """Whether all keys of so many rows and heads of bfloat16 are on a TPU at once, as blocks that are left out ask."""
-    scores = policy.scores_of(rows, device_kind)
-    size = {"heads": heads, "head_dim": round_up(head_dim, LANES // 2), "itemsize": 2}
-    form = fastest(device_kind, policy.maximum(scores), scores=scores, q_seq=rows, kv_rows=[rows], **size)
-    return form.block_kv is None
+def keys_fit(policy: AttentionPolicy, device_kind: str, rows: int, *, heads: int, head_dim: int, itemsize: int) -> bool:
+    """Whether all keys of so many rows and heads are on a TPU at once, as blocks that are left out ask."""
+    size = {"heads": heads, "head_dim": round_up(head_dim, LANES // 2), "itemsize": itemsize}
+    return _form(policy, device_kind, rows, [rows], **size).block_kv is None
+
+
+def _form(policy: AttentionPolicy, device_kind: str, q_rows: int, kv_rows: Sequence[int], **size: int) -> Form:
+    scores = policy.scores_of(sum(kv_rows), device_kind)
+    if KernelRefusal(kernel=kernel_of(scores)):  # this machine does without int8's kernel, which the ladder has said
+        scores = "exact"
+    return policy.form or fastest(
+        device_kind, policy.maximum(scores), scores=scores, q_seq=q_rows, kv_rows=kv_rows, **size
+    )
 
 
 def _resize(x: Array, head_dim: int, wanted: int) -> Array:

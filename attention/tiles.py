@@ -16,9 +16,10 @@ from ..kernels.attention_reference import TOGETHER, Blocks, Keys, in_blocks
 
 Sizes = tuple[int, int, int]  # of frames, rows and columns of tokens
 
-# Of all tiles those that a query attends to, at most. Half is what Sliding Tile Attention and Radial Attention publish
-# as nearly without loss for Wan and HunyuanVideo, untrained.
-KEPT = 0.5
+# Of all tiles those that a query attends to, in whole turns of the kernel's loop, and no fewer than the second share.
+# Half is what Sliding Tile Attention and Radial Attention publish as nearly without loss for Wan and HunyuanVideo,
+# untrained.
+KEPT, FEWEST = 0.5, 0.45
 ROWS = 256  # of which a tile fills a whole number: the kernel goes through it in steps of these
 MOST = 160  # tiles: their lists are in the scalar memory of a chip
 
@@ -36,7 +37,9 @@ class Tiling:
 
     @classmethod
     def like(cls, sizes: Sizes, wanted: Sizes) -> "Tiling":
-        """Of tiles with no more rows than the `wanted` one has, and about its shape: those with the least padding."""
+        """Of tiles with no more rows than the `wanted` one has, and about its shape: those with the least padding
+        of which there are no more than `MOST`.
+        """
         most = cls(sizes=wanted, tile=wanted).rows
 
         def options(size: int, length: int) -> list[int]:
@@ -48,7 +51,7 @@ class Tiling:
         found = [cls(sizes=sizes, tile=tile) for tile in itertools.product(along[0], along[1], along[2])]
         return min(
             (each for each in found if each.rows <= most),
-            key=lambda each: (each.count * each.rows, math.dist(each.tile, wanted)),
+            key=lambda each: (each.count > MOST, each.count * each.rows, math.dist(each.tile, wanted)),
         )
 
     @property
@@ -57,7 +60,7 @@ class Tiling:
 
     @cached_property
     def counts(self) -> Sizes:
-        """Tiling along each axis."""
+        """How many tiles along each axis."""
         frames, rows, columns = (-(-size // length) for size, length in zip(self.sizes, self.tile, strict=True))
         return frames, rows, columns
 
@@ -94,18 +97,16 @@ class Tiling:
 
     @cached_property
     def left_out(self) -> int:
-        """How many of a tile's list are left out, so that `KEPT` of all are kept at most where there are enough."""
-        fewest = math.ceil((1 - KEPT) * self.count / TOGETHER) * TOGETHER
-        return min(fewest, (self.count - 1) // TOGETHER * TOGETHER)
+        """How many of a tile's list are left out."""
+        found = math.ceil((1 - KEPT) * self.count / TOGETHER) * TOGETHER
+        return found if self.count - found >= FEWEST * self.count else found - TOGETHER
 
     def blocks(self, is_sparse: Bool[Array, ""] | None) -> Blocks:
         """For each tile all, itself first and the nearest in space and time, in tiles' lengths, before others."""
         places = np.stack(np.unravel_index(np.arange(self.count), self.counts), axis=1)
         squares = np.sum((places[:, None] - places) ** 2, axis=2)
         order = np.argsort(squares, axis=1, kind="stable").astype(np.int32)
-        return Blocks(
-            size=self.rows, real=self.real, kept=order, left_out=self.left_out, is_sparse=is_sparse
-        )  # fmt: skip
+        return Blocks(size=self.rows, real=self.real, kept=order, left_out=self.left_out, is_sparse=is_sparse)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -206,7 +206,7 @@ def measured_s(call: Call, repeats: int = 5) -> float | None:
         return None
     run = jax.jit(function(call, device.device_kind)[0])
     given = [
-        jnp.full(shape, call.text_rows, name)
+        jnp.full(shape, name == "bool" or call.text_rows, name)
         if name in ("int32", "bool")
         else jax.random.normal(jax.random.key(n), shape, name)
         for n, (shape, name) in enumerate(arrays(call))

@@ -433,9 +433,10 @@ def grid_step(
 
 def turn_of(per_block: int, unroll: int) -> int:
     """Runs that a loop over blocks of so many takes at once: whole blocks, for it must be known which runs have
-    padding, and no more than are left out together.
+    padding, in a number that divides those that are left out together.
     """
-    return min(math.lcm(per_block, unroll), TOGETHER * per_block)
+    wanted = math.lcm(per_block, unroll) // per_block
+    return per_block * next(count for count in (1, 2, TOGETHER) if count >= min(wanted, TOGETHER))
 
 
 def _listed(

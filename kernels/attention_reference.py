@@ -23,8 +23,9 @@ class Blocks:
     """Keys in blocks of `size` rows, of which the first `real` are real, one at least; known before the trace.
 
     A block of as many queries attends to those of its row in `kept`, but where `is_sparse`, which the program knows
-    when it runs, not to the last `left_out`, a multiple of `TOGETHER`. The kernel takes the first maximum from the
-    first. All queries have the same where there is one row.
+    when it runs, not to the last `left_out`, a multiple of `TOGETHER`. Two at least are kept, for the kernel goes
+    through some out of its loop, and takes the first maximum from the first. All queries have the same where there is
+    one row.
     """
 
     size: int
@@ -34,9 +35,9 @@ class Blocks:
     is_sparse: Bool[Array, ""] | None = None
 
     def __post_init__(self) -> None:
-        if self.left_out % TOGETHER or not 0 <= self.left_out < self.kept.shape[1]:
+        if self.left_out % TOGETHER or not (self.left_out == 0 or 0 < self.left_out <= self.kept.shape[1] - 2):
             raise ValueError(
-                f"of {self.kept.shape[1]} blocks {self.left_out} cannot be left out: in {TOGETHER}s, not all."
+                f"of {self.kept.shape[1]} blocks {self.left_out} cannot be left out: in {TOGETHER}s, but for two."
             )
 
     @property
@@ -91,7 +92,8 @@ def flat_attention(
     returns zeros and a log-sum-exp of `NEGATIVE`.
     """
     valid = jnp.concatenate([valid_rows(part, len(q)) for part in keys], axis=1)  # [batch, kv_seq]
-    allowed = None if keys[0].blocks is None else _allowed(keys, q.shape[1])
+    blocks = keys[0].blocks
+    allowed, size = (None, 0) if blocks is None else (blocks.allowed(q.shape[1]), blocks.size)
 
     def joined(arrays: list[Array]) -> Float[Array, "batch kv_seq heads head_dim"]:
         rows = jnp.concatenate([x[:, : part.rows] for x, part in zip(arrays, keys, strict=True)], axis=1)
@@ -102,15 +104,15 @@ def flat_attention(
     batch, heads, q_seq, _ = queries.shape
     block = max(1, SCORES_BYTES // (4 * batch * heads * max(1, k.shape[1])))
     if block >= q_seq:
-        out, log_sum = _attend(queries, k, v, valid, allowed)
+        out, log_sum = _attend(queries, k, v, valid, allowed, size)
     else:
         count = -(-q_seq // block)
         padded = jnp.pad(queries, ((0, 0), (0, 0), (0, count * block - q_seq), (0, 0)))
-        blocks = jnp.moveaxis(padded.reshape(batch, heads, count, block, head_dim), 2, 0)
+        parts = jnp.moveaxis(padded.reshape(batch, heads, count, block, head_dim), 2, 0)
         own = None
         if allowed is not None:
             own = jnp.pad(allowed, ((0, count * block - q_seq), (0, 0))).reshape(count, block, -1)
-        outs, log_sums_of_blocks = jax.lax.map(lambda each: _attend(each[0], k, v, valid, each[1]), (blocks, own))
+        outs, log_sums_of_blocks = jax.lax.map(lambda each: _attend(each[0], k, v, valid, each[1], size), (parts, own))
         out = jnp.moveaxis(outs, 0, 2).reshape(padded.shape)[:, :, :q_seq]
         log_sum = jnp.moveaxis(log_sums_of_blocks, 0, 2).reshape(batch, heads, -1)[:, :, :q_seq]
     return jnp.swapaxes(out, 1, 2).reshape(q.shape).astype(q.dtype), log_sum if log_sums else None
@@ -121,10 +123,14 @@ def _attend(
     k: Float[Array, "batch kv_seq heads head_dim"],
     v: Float[Array, "batch kv_seq heads head_dim"],
     valid: Bool[Array, "batch kv_seq"],
-    allowed: Bool[Array, "rows kv_seq"] | None,
+    allowed: Bool[Array, "rows blocks"] | None,
+    size: int,
 ) -> tuple[Float[Array, "batch heads rows head_dim"], Float[Array, "batch heads rows"]]:
-    """All scores of these queries at once."""
-    counts = valid[:, None, None, :] if allowed is None else valid[:, None, None, :] & allowed
+    """All scores of these queries at once. `allowed`: the blocks of `size` keys that each attends to, of the first."""
+    counts = valid[:, None, None, :]
+    if allowed is not None:
+        own = jnp.repeat(allowed, size, axis=1)
+        counts = counts & jnp.pad(own, ((0, 0), (0, k.shape[1] - own.shape[1])), constant_values=True)
     highest = jax.lax.Precision.HIGHEST
     scores = jnp.einsum("bhqd,bkhd->bhqk", queries, k, precision=highest) * queries.shape[-1] ** -0.5
     scores = jnp.where(counts, scores, NEGATIVE)
@@ -137,13 +143,6 @@ def _attend(
 
 def _heads(x: Array, head_dim: int) -> Array:
     return x.reshape(*x.shape[:2], -1, head_dim)
-
-
-def _allowed(keys: Sequence[Keys], q_seq: int) -> Bool[Array, "q_seq kv_seq"]:
-    """Which keys of all parts each query attends to, where the first part's are in blocks."""
-    assert keys[0].blocks is not None
-    own = jnp.repeat(keys[0].blocks.allowed(q_seq), keys[0].blocks.size, axis=1)
-    return jnp.concatenate([own, *(jnp.ones((q_seq, part.rows), bool) for part in keys[1:])], axis=1)
 
 
 def valid_rows(part: Keys, batch: int) -> Bool[Array, "batch rows"]:

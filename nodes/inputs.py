@@ -125,7 +125,7 @@ ENTRIES = {
         tooltip="exact computes what the makers' own code does. int8 multiplies in 8 bits in the denoiser's linear "
         "layers, and the queries and keys of attention over many tokens: faster, with half the memory for weights, and "
         "a result that is close: 46 dB on this pack's own model, where bfloat16 has 52. int8+sparse, of "
-        "Wan alone, also leaves out more than half of attention's keys at steps in the middle: all steps of 50 take a "
+        "Wan alone, also leaves out about half of attention's keys at steps in the middle: all steps of 50 take a "
         "tenth less time than int8's, and the video is another: 32 dB. step_cache saves more and costs less.",
         optional=True,
     ),

@@ -40,6 +40,7 @@ from .model_spec import (
     PART,
     QUALITIES,
     SIZE,
+    SPARSE,
     STAGES,
     Choice,
     Curve,

@@ -15,7 +15,7 @@ from comfyui_tpu.attention.tiles import Nearby, Tiling
 from comfyui_tpu.kernels import attention as kernel
 from comfyui_tpu.kernels import attention_body, attention_reference
 from comfyui_tpu.kernels.attention_form import Form
-from comfyui_tpu.kernels.attention_reference import Blocks, first, in_blocks
+from comfyui_tpu.kernels.attention_reference import TOGETHER, Blocks, first, in_blocks
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support import closeness
@@ -196,7 +196,8 @@ def test_log_sums_are_of_the_kept_keys(name: str):
         places = [n * 128 + i for n in own for i in range(128) if real[n * 128 + i]]
         scores = np.einsum("qhd,khd->hqk", *(x.astype(np.float64) for x in (q[0, rows], k[0, places]))) * 128**-0.5
         wanted = np.log(np.exp(scores).sum(-1))
-        assert np.abs(np.asarray(found)[0, :, rows] - wanted).max() < (6e-2 if name == "int8" else 1e-4)
+        error = np.abs(np.asarray(found)[0, :, rows] - wanted).max() / np.abs(wanted).max()
+        assert error < (3e-2 if name == "int8" else 5e-5)
 
 
 def test_what_the_kernel_does_not_take_is_refused():
@@ -204,7 +205,9 @@ def test_what_the_kernel_does_not_take_is_refused():
     assert str(kernel.refusal(2, 64, blocks)).endswith("blocks of 96 keys are no multiple of 128.")
     with pytest.raises(ValueError) as error:
         replace(listed(7), left_out=3)
-    assert str(error.value) == "of 7 blocks 3 cannot be left out: in 4s, not all."
+    assert str(error.value) == "of 7 blocks 3 cannot be left out: in 4s, but for two."
+    with pytest.raises(ValueError, match="of 5 blocks 4 cannot be left out"):
+        replace(listed(5, blocks=5), left_out=4)
     divided = replace(SMALL, maximum="online", block_kv=128)
     assert "must all be in VMEM" in str(kernel.refusal(2, 64, listed(3), divided))
     assert not kernel.refusal(2, 64, listed(3), SMALL)
@@ -250,8 +253,10 @@ def test_a_tile_keeps_itself_and_the_nearest_as_many_as_any_other():
         assert away[row].max() <= np.delete(away, row).min()
 
 
-@pytest.mark.parametrize(("sizes", "count", "kept"), [((3, 3, 3), 1, 1), ((7, 9, 80), 5, 1), ((7, 18, 64), 8, 4)])
-def test_half_at_most_are_kept_in_fours(sizes: tuple[int, int, int], count: int, kept: int):
+@pytest.mark.parametrize(
+    ("sizes", "count", "kept"), [((3, 3, 3), 1, 1), ((7, 9, 80), 5, 5), ((7, 18, 64), 8, 4), ((21, 16, 52), 18, 10)]
+)
+def test_about_half_are_kept_in_fours(sizes: tuple[int, int, int], count: int, kept: int):
     found = Tiling.like(sizes, WAN)
     assert (found.count, found.count - found.left_out) == (count, kept)
 
@@ -269,7 +274,7 @@ def test_half_at_most_are_kept_in_fours(sizes: tuple[int, int, int], count: int,
 def test_every_mesh_attends_to_the_nearest(shape: MeshShape, how: Kernel, monkeypatch: pytest.MonkeyPatch):
     """Each chip has its heads' whole lists; a text beside has all keys, and all have it."""
     monkeypatch.setattr(tiles, "ROWS", 128)
-    found = Tiling(sizes=(3, 5, 7), tile=(3, 3, 3))
+    found = Tiling(sizes=(3, 5, 11), tile=(3, 3, 3))
     random = np.random.default_rng(4)
     rows = -(-found.rows * found.count // 64) * 64
     latent = tuple(random.normal(size=(2, rows, 8, 64)).astype(np.float32) for _ in range(3))
@@ -280,12 +285,12 @@ def test_every_mesh_attends_to_the_nearest(shape: MeshShape, how: Kernel, monkey
     @jax.jit
     def run(latent: Any, text: Any, is_sparse: Any) -> Any:
         nearby = Nearby(tiles=found, is_sparse=is_sparse)
-        where = {"lengths": (105, 7), "placements": ("sharded", "replicated"), "mesh": mesh}
+        where = {"lengths": (165, 7), "placements": ("sharded", "replicated"), "mesh": mesh}
         return joint_attention(latent, text, **where, policy=policy, nearby=nearby)
 
     for is_sparse in (True, False):
         blocks = found.blocks(None)
-        blocks = replace(blocks, kept=blocks.kept[:, : 2 if is_sparse else 6], left_out=0)
+        blocks = replace(blocks, kept=blocks.kept[:, : 4 if is_sparse else 8], left_out=0)
         out, text_out = run(latent, text, is_sparse)
         every = replace(found.blocks(None), left_out=0)
         for row in range(2):
@@ -295,3 +300,10 @@ def test_every_mesh_attends_to_the_nearest(shape: MeshShape, how: Kernel, monkey
             assert closeness.difference(out[row][: blocks.rows][real], wanted[: blocks.rows][real]) <= OPERATION
             wanted = softmax(beside[0], *own[1:], replace(every, kept=every.kept[:1]), beside[1:])
             assert closeness.difference(text_out[row], wanted) <= OPERATION
+
+
+def test_turns_of_the_loop_divide_what_is_left_out():
+    for per_block in range(1, 9):
+        for unroll in range(2, 17, 2):
+            turn = attention_body.turn_of(per_block, unroll)
+            assert turn % per_block == 0 and TOGETHER * per_block % turn == 0, (per_block, unroll)

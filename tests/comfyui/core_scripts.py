@@ -25,7 +25,6 @@ def run_script(name: str, job: Any, folder: Path) -> dict[str, Any]:
     said = job if isinstance(job, str) else json.dumps(job)
     out, err = folder / f"{name}.out", folder / f"{name}.err"
     script = str(Path(__file__).with_name(name))
-    # No daemon: some scripts start processes.
     process = _FORKS.Process(target=_run, args=(script, said, folder, out, err, dict(os.environ)))
     process.start()
     process.join(PATIENCE_S)
@@ -38,6 +37,7 @@ def run_script(name: str, job: Any, folder: Path) -> dict[str, Any]:
 
 def _run(script: str, job: str, folder: Path, out: Path, err: Path, environment: Mapping[str, str]) -> None:
     os.chdir(folder)
+    os.environ.clear()
     os.environ.update(environment | _ENVIRONMENT)
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)

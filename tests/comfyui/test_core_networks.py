@@ -97,7 +97,7 @@ DENOISERS_BY_NAME = {
     ),
     "flux.2 klein": Denoiser(
         kind=FLUX2, config={"guidance_embeds": False}, latents=(1, 128, 7, 5), width=96, tokens=(512, 300, 512),
-        cfg=3.0, more={}, cases=(*SAMPLERS, "a batch of two"),
+        cfg=3.0, more={}, cases=(*SAMPLERS, *FLUX2_CASES),
         latent="EmptyFlux2LatentImage", stride=16,
     ),
     "z-image": Denoiser(
@@ -144,7 +144,7 @@ DENOISERS_BY_NAME = {
 
 # Networks and ways through core that others of these have too.
 SIBLINGS = (
-    "wan 2.1 i2v", "wan 2.2 i2v", "hunyuanvideo 1.5 i2v, distilled", "cogvideox t2v", "qwen-image", "wan 2.1 flf2v",
+    "wan 2.1 i2v", "wan 2.2 i2v", "hunyuanvideo 1.5 i2v, distilled", "cogvideox t2v", "qwen-image",
 )  # fmt: skip
 
 

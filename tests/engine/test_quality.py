@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from comfyui_tpu.attention import local, policy, tiles
 from comfyui_tpu.attention.tiles import Tiling
-from comfyui_tpu.sharding.mesh import make_mesh
+from comfyui_tpu.kernels import choice
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.closeness import difference
 from comfyui_tpu.tests.support.host import Runner
@@ -17,6 +17,7 @@ from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import QUALITIES, Curve, MagCache
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import denoise_step, generation, weights
+from comfyui_tpu.tpu_runtime.programs.program import Target
 from comfyui_tpu.tpu_runtime.progress import Silent
 
 SPEC = spec_for_family("Wan21")
@@ -155,9 +156,10 @@ def test_a_curve_is_measured_of_steps_that_leave_nothing_out():
 def why_not(caplog: pytest.LogCaptureFixture, spec: Any, shape: MeshShape, **inputs: Any) -> str:
     caplog.clear()
     config = spec.component(spec.denoiser.experts[0]).config
-    mesh = make_mesh(jax.devices()[: shape.num_devices], shape)
+    target = Target(devices=tuple(jax.devices()[: shape.num_devices]), precision="bfloat16")
+    mesh = target.mesh(shape)
     settings = spec.settings(quality="int8+sparse", **inputs)
-    if denoise_step.tiles_of(spec, config, settings, mesh, policy.AttentionPolicy()) is not None:
+    if denoise_step.tiles_of(spec, config, settings, mesh, policy.AttentionPolicy(), target) is not None:
         return ""
     (record,) = caplog.records
     return record.message.removeprefix(f"{spec.title}: quality int8+sparse is int8 here: ")
@@ -169,14 +171,29 @@ def test_where_blocks_cannot_be_left_out_int8_is_taken_and_the_log_says_why(capl
     small = {"width": 320, "height": 192, "num_frames": 17}
     assert why_not(caplog, SPEC, MeshShape(), **small) == "a video of 1200 tokens would be no faster."
     large = {"width": 1920, "height": 1920, "num_frames": 241}
-    reason = "the keys of 878400 tokens do not fit the chip's VMEM at once."
-    assert why_not(caplog, SPEC, MeshShape(), **large) == reason
+    assert why_not(caplog, SPEC, MeshShape(), **large) == "1200 tiles are more than the 160 whose lists a chip holds."
 
 
 @pytest.mark.parametrize(("kind", "fit"), [("TPU v6 lite", True), ("TPU v5 lite", True), ("TPU v4", False)])
 def test_blocks_are_left_out_where_all_keys_fit_the_chip(kind: str, fit: bool):
-    size = {"heads": 10, "head_dim": 128}
+    size = {"heads": 10, "head_dim": 128, "itemsize": 2}
     assert local.keys_fit(policy.AttentionPolicy(scores="int8"), kind, 76800, **size) == fit
+
+
+@pytest.mark.parametrize("rungs", [choice.Rungs(off=("attention_int8",)), choice.Rungs(small=("attention_int8",))])
+def test_whether_all_keys_fit_follows_what_the_machine_takes(rungs: choice.Rungs):
+    """Without int8's kernel keys take more of the memory, and with small tiles there is half of it."""
+
+    def most() -> int:
+        size = {"heads": 10, "head_dim": 128, "itemsize": 2}
+        fits = (
+            local.keys_fit(policy.AttentionPolicy(scores="int8"), "TPU v6 lite", n << 13, **size) for n in range(99)
+        )
+        return sum(fits)
+
+    with choice.on(rungs):
+        found = most()
+    assert 0 < found < most() < 99
 
 
 def test_first_and_last_steps_attend_to_all():

@@ -14,6 +14,7 @@ from jaxtyping import Array
 from ...attention import local
 from ...attention.policy import AttentionPolicy, are_many
 from ...attention.tiles import MOST, Tiling
+from ...kernels import choice
 from ...sharding.mesh import Mesh
 from ...sharding.shape import MeshShape
 from ..model_spec import QUALITIES, SPARSE, MagCache, ModelSpec, Settings, StepReuse
@@ -195,7 +196,7 @@ class _StepBuild:
             frame_tokens=spec.geometry.num_tokens(spec.geometry.latent_shape(replace(settings, num_frames=1))),
             policy=policy,
             layouts=weights.layouts(network, mesh, target.precision, axes),
-            tiles=tiles_of(spec, config, settings, mesh, policy) if settings.quality == SPARSE else None,
+            tiles=tiles_of(spec, config, settings, mesh, policy, target) if settings.quality == SPARSE else None,
         )
         return cls(
             spec=spec, config=config, target=target, settings=settings, shape=shape,
@@ -293,29 +294,42 @@ def is_sparse(timestep: Any, inputs: Mapping[str, Any]) -> Any:
     return (timestep[0] <= high) & (inputs.get("next_timestep", timestep)[0] >= low)
 
 
-def tiles_of(spec: ModelSpec, config: Config, settings: Settings, mesh: Mesh, policy: AttentionPolicy) -> Tiling | None:
+def tiles_of(
+    spec: ModelSpec, config: Config, settings: Settings, mesh: Mesh, policy: AttentionPolicy, target: Target
+) -> Tiling | None:
     """The tiles in which the denoiser's tokens lie, of which some may be left out; where they cannot, or it would save
     nothing, None, and why in the log.
     """
     geometry, wanted = spec.geometry, spec.denoiser.tile
     latent_shape = geometry.latent_shape(settings)
-    tokens, heads = geometry.num_tokens(latent_shape), int(config.get(spec.parallelism.heads_key, 1))
-    sp, device = mesh.shape["sp"], mesh.devices.flat[0]
+    tokens, sp = geometry.num_tokens(latent_shape), mesh.shape["sp"]
+    heads = int(config.get(spec.parallelism.heads_key, 1)) // mesh.shape["tp"]
     assert wanted is not None, spec.name
     if not are_many(tokens):
         why = f"a video of {tokens} tokens would be no faster"
-    elif heads // mesh.shape["tp"] % sp:
+    elif heads % sp:
         why = f"{heads} heads do not divide over {sp} chips"
     else:
         frames, rows, columns = (size // part for size, part in zip(latent_shape[2:], geometry.patch_thw, strict=True))
         tiles = Tiling.like((frames, rows, columns), wanted)
-        how = {"heads": heads // sp, "head_dim": int(config["attention_head_dim"])}
-        is_tpu, rows = device.platform == "tpu", tiles.rows * tiles.count
-        if tiles.count <= MOST and (not is_tpu or local.keys_fit(policy, device.device_kind, rows, **how)):
+        if tiles.count > MOST:
+            why = f"{tiles.count} tiles are more than the {MOST} whose lists a chip holds"
+        elif _keys_fit(tiles, heads // sp, int(config["attention_head_dim"]), policy, target):
             return tiles
-        why = f"the keys of {tokens} tokens do not fit the chip's VMEM at once"
+        else:
+            why = f"the keys of {tokens} tokens do not fit the chip's VMEM at once"
     log.warning("%s: quality %s is %s here: %s.", spec.title, SPARSE, QUALITIES[1], why)
     return None
+
+
+def _keys_fit(tiles: Tiling, heads: int, head_dim: int, policy: AttentionPolicy, target: Target) -> bool:
+    """Of a chip's `heads`; anything that is no TPU takes the reference, which takes all."""
+    device = target.devices[0]
+    if device.platform != "tpu":
+        return True
+    rows, size = tiles.rows * tiles.count, {"heads": heads, "head_dim": head_dim, "itemsize": target.dtype.itemsize}
+    with choice.on(target.fallbacks.kernels):
+        return local.keys_fit(policy, device.device_kind, rows, **size)
 
 
 def _branched(x: Array, branches: int, dtype: jnp.dtype) -> Array:

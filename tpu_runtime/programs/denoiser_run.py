@@ -24,9 +24,9 @@ Factor = Any
 class DenoiserRun:
     """A denoiser's forward on the mesh. Tensors are torch views of arrays being traced, with a row for each branch.
 
-    Between `tokens` and `unpadded` a sequence has padding at its end, which attention masks exactly: all else there
-    works token by token. Queries, keys and values are `[rows, tokens, heads, head_dim]`, and so is what comes of them;
-    a prologue is what queries and keys go through before (see `layers.prologue`).
+    Between `tokens` and `unpadded` a sequence has padding, at its end or in tiles, which attention masks exactly: all
+    else there works token by token. Queries, keys and values are `[rows, tokens, heads, head_dim]`, and so is what
+    comes of them; a prologue is what queries and keys go through before (see `layers.prologue`).
 
     `layout` does the same for JAX arrays; `torch_bridge.call_jax(run.layout.name, ...)` calls what is not here.
     """
