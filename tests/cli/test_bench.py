@@ -54,6 +54,8 @@ def test_the_report_says_what_was_measured_and_on_what(record: Path):
     full = replace(real, hbm_peak_bytes=3 * GIB, hbm_reserved_peak_bytes=27 * GIB, hbm_limit_bytes=31 * GIB)
     assert "Fullest device: at most 3.0 GiB in use and 27.0 GiB reserved, of 31.0 GiB." in bench.text(full)
     assert "predicted is by the compiler" in bench.text(real) and " 200 %" in bench.text(real)
+    sparse = replace(real, settings={**real.settings, "quality": "int8+sparse"})
+    assert "step that leaves nothing out" in bench.text(sparse) and "nothing out" not in bench.text(real)
 
 
 @pytest.mark.parametrize(
