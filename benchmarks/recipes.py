@@ -52,6 +52,12 @@ RECIPES = (
         Recipe(title="FLUX.2 klein 4B, 4 steps", model="flux2-klein-4b", topology=topology, widgets=KLEIN)
         for topology in (*ONE_CHIP, "v6e:2x4")
     ),
+    Recipe(
+        title="FLUX.2 klein 4B, 4 steps, int8",
+        model="flux2-klein-4b",
+        topology="v5e:1x1",
+        widgets={**KLEIN, "quality": "int8"},
+    ),
     *(
         Recipe(title="Z-Image Turbo, 8 steps", model="z-image-turbo", topology=topology, widgets={})
         for topology in ONE_CHIP
