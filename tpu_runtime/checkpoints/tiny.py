@@ -6,6 +6,7 @@ seconds. What random ones generate means nothing; that it equals what diffusers 
 
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,17 +20,42 @@ VERSION = 4
 
 # Trained by `tools/train_miniature.py`; the model card in each folder says on what, and how well.
 _TRAINED = Path(__file__).resolve().parents[2] / "miniatures"
+# Of one that shares parts with another: where each lies, by its name, `{"vae": "wan21/vae"}`.
+_SHARED = "shared.json"
 
 
 def trained(model_id: str) -> Path | None:
-    """The folder of a trained one; None for an id that is something else."""
+    """The folder of a trained one; None for an id that is something else. One that shares parts is put together in the
+    cache on first use.
+    """
+    folder = _own(model_id)
+    return _joined(folder) if folder and (folder / _SHARED).is_file() else folder
+
+
+def _own(model_id: str) -> Path | None:
+    """What the pack has of a trained one."""
     folder = _TRAINED / model_id.removeprefix("tiny/")
-    return folder if model_id.startswith("tiny/") and folder.is_dir() else None
+    is_one = model_id.startswith("tiny/") and folder.parent == _TRAINED and (folder / "model_index.json").is_file()
+    return folder if is_one else None
+
+
+def _joined(own: Path) -> Path:
+    parts = {name: _TRAINED / part for name, part in json.loads((own / _SHARED).read_text("utf-8")).items()}
+    files = [path for folder in (own, *parts.values()) for path in sorted(folder.rglob("*")) if path.is_file()]
+    states = [(str(path.relative_to(_TRAINED)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    digest = hashlib.sha256(repr((sorted(parts), states)).encode()).hexdigest()[:12]
+    folder = cache_folder() / "tiny" / f"trained-{own.name}-{digest}"
+    if not folder.is_dir():
+        with written_folder(folder) as scratch:
+            shutil.copytree(own, scratch, dirs_exist_ok=True, ignore=shutil.ignore_patterns(_SHARED))
+            for name, part in parts.items():
+                shutil.copytree(part, scratch / name)
+    return folder
 
 
 def texts(spec: ModelSpec, model_id: str) -> Mapping[str, str]:
     """Texts that a trained one understands, by input; none for an id that is something else."""
-    return spec.miniature.texts if trained(model_id) else {}
+    return spec.miniature.texts if _own(model_id) else {}
 
 
 def folder(spec: ModelSpec, model_id: str) -> Path:

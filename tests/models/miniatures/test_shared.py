@@ -1,0 +1,54 @@
+"""Trained miniatures that share parts with another: each is put together whole, from the pack's own files."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
+from comfyui_tpu.tpu_runtime.models import SPECS
+from comfyui_tpu.tpu_runtime.progress import Silent
+
+MINIATURES = Path(__file__).resolve().parents[3] / "miniatures"
+SHARED = sorted(path.parent.name for path in MINIATURES.glob("*/shared.json"))
+LIMIT = 16_000_000  # bytes of all
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_shared_part_is_the_other_miniatures(name: str):
+    (spec,) = (spec for spec in SPECS if spec.miniature.id == f"tiny/{name}")
+    parts = json.loads((MINIATURES / name / "shared.json").read_text())
+    found = checkpoint.locate(spec, spec.miniature.id)
+    home = found.home(Silent())
+    assert home == tiny.folder(spec, spec.miniature.id) and not (home / "shared.json").exists()
+    for part, of in parts.items():
+        for path in (MINIATURES / of).iterdir():
+            assert (home / part / path.name).read_bytes() == path.read_bytes()
+        assert not (MINIATURES / name / part).exists()
+    for component in spec.components:
+        assert checkpoint.read_headers(found.folder(component.folder, Silent()), component)
+    found.configs(Silent())
+
+
+def test_a_part_that_changes_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shutil.copytree(MINIATURES / "wan21", tmp_path / "wan21")
+    shutil.copytree(MINIATURES / "wan22t2v", tmp_path / "wan22t2v")
+    monkeypatch.setattr(tiny, "_TRAINED", tmp_path)
+    before = tiny.trained("tiny/wan22t2v")
+    assert before is not None and before == tiny.trained("tiny/wan22t2v")
+    config = tmp_path / "wan21" / "vae" / "config.json"
+    config.write_text(config.read_text() + " ")
+    after = tiny.trained("tiny/wan22t2v")
+    assert after is not None and after != before
+    assert (after / "vae" / "config.json").read_text() == config.read_text()
+
+
+@pytest.mark.parametrize("model_id", ["tiny/..", "tiny/../miniatures/wan21", "tiny/", "wan21", "tiny/wan21/vae"])
+def test_nothing_else_is_taken_for_one(model_id: str):
+    assert tiny.trained(model_id) is None
+
+
+def test_all_together_are_small():
+    size = sum(path.stat().st_size for path in MINIATURES.rglob("*") if path.is_file())
+    print(f"{size:,} bytes")
+    assert size <= LIMIT
