@@ -33,7 +33,7 @@ from comfyui_tpu.tpu_runtime.progress import Silent
 from scipy.ndimage import uniform_filter
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-from moving_shapes import judge
+from miniature.moving import judge
 from score_miniature import SPEC, frames_of, held_out
 
 # Precision and inputs of each form; the first is what the others are compared with.

@@ -27,7 +27,7 @@ from comfyui_tpu.tpu_runtime.progress import Silent
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))  # scripts, which find each other in their folder
 import score_miniature  # noqa: E402
-from moving_shapes import judge  # noqa: E402
+from miniature.moving import judge  # noqa: E402
 
 MODELS = [spec for spec in FLAGSHIPS if spec.denoiser.step_reuse is not None and not spec.needs_condition]
 CACHED_INPUTS = {

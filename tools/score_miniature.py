@@ -1,29 +1,97 @@
-"""How well the trained miniature does what it is told: held-out prompts, and what the frames show of them.
+"""How well a trained miniature does what it is told: held-out prompts, and what its pictures or frames show of them.
 
-    python tools/score_miniature.py [--steps 4 10 50] [--guidance 1 5] [--prompts 64] [--frames 17] [--model FOLDER]
+    python tools/score_miniature.py [--family wan21] [--steps 4 10 50] [--guidance 1 5] [--prompts 64] [--frames 17]
+        [--model FOLDER]
 
-Prints a line for every number of steps and every guidance. The pack itself makes the frames, with previews on;
-`moving_shapes.judge` reads them. Without a TPU: JAX_PLATFORMS=cpu.
+Prints a line for every kind of prompt, number of steps and guidance. The pack itself makes the frames, with previews
+on; plain arithmetic on their pixels reads them. Without a TPU: JAX_PLATFORMS=cpu.
 """
 
 import argparse
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.progress import Preview, Progress, Silent
-from moving_shapes import Scene, Verdict, judge, scenes
+from miniature import moving, still
+from miniature.moving import Scene
 from PIL import Image
 from tqdm import tqdm
 
-SPEC = spec_by_name("wan2.1-t2v-14b")
 SEED = 100  # of the prompts
-PARTS = ("colour", "shape", "motion", "all")
+Verdict = moving.Verdict | still.Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A prompt, the picture `[height, width, 3]` uint8 beside it if it takes one, and what reads the frames."""
+
+    prompt: str
+    image: np.ndarray | None = None
+    judge: Callable[[np.ndarray], Verdict]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A trained miniature: its model, kinds of tasks without end, and the steps and guidance of its card."""
+
+    spec: ModelSpec
+    kinds: Mapping[str, Callable[[], Iterator[Task]]]
+    steps: tuple[int, ...]
+    guidance: tuple[float, ...]
+
+
+def clips(*, given: bool) -> Iterator[Task]:
+    for number, scene in enumerate(moving.scenes(SEED, held_out=True)):
+        first = moving.draw(scene, 1, np.random.default_rng((SEED, number)))[0] if given else None
+        yield Task(prompt=str(scene), image=first, judge=partial(moving.judge, scene=scene))
+
+
+def pictures() -> Iterator[Task]:
+    for picture in still.pictures(SEED, held_out=True):
+        yield Task(prompt=str(picture), judge=partial(judge_picture, picture=picture))
+
+
+def changes() -> Iterator[Task]:
+    for number, change in enumerate(still.changes(SEED, held_out=True)):
+        before = still.draw(change.before, still.random_jitter(np.random.default_rng((SEED, number))))
+        yield Task(prompt=change.sentence, image=before, judge=partial(judge_picture, picture=change.after))
+
+
+def judge_picture(frames: np.ndarray, picture: still.Picture) -> still.Verdict:
+    return still.judge(frames[0], picture)
+
+
+FAMILIES = {
+    "wan21": Family(
+        spec=spec_by_name("wan2.1-t2v-14b"),
+        kinds={"clips": partial(clips, given=False)},
+        steps=(4, 10, 50),
+        guidance=(1.0, 5.0),
+    ),
+    "wan22i2v": Family(
+        spec=spec_by_name("wan2.2-i2v-a14b"),
+        kinds={"clips": partial(clips, given=True)},
+        steps=(4, 10),
+        guidance=(1.0, 3.5),
+    ),
+    "flux2klein": Family(
+        spec=spec_by_name("flux2-klein-4b"),
+        kinds={"pictures": pictures, "changes": changes},
+        steps=(4,),
+        guidance=(1.0,),
+    ),
+}
+SPEC = FAMILIES["wan21"].spec
 
 
 class WithPreviews(Silent):
@@ -35,43 +103,65 @@ class WithPreviews(Silent):
 
 
 def held_out(number: int) -> list[Scene]:
-    """The scenes of the score, of which none was trained on."""
-    return list(itertools.islice(scenes(SEED, held_out=True), number))
+    """The scenes of the clips, of which none was trained on."""
+    return list(itertools.islice(moving.scenes(SEED, held_out=True), number))
 
 
-def frames_of(model: ModelRef, prompt: str, progress: Progress, **inputs: Any) -> np.ndarray:
-    """The video of a prompt, `[frames, height, width, 3]` uint8; `inputs` are what is not the miniature's default."""
-    settings = model.spec.settings(**{**SPEC.miniature.inputs, **inputs})
-    embeds = pipeline.encode_prompt(model, prompt, SPEC.miniature.texts["negative_prompt"], progress=progress)
-    latents = pipeline.denoise(model, settings, *embeds, progress=progress)
+def frames_of(
+    model: ModelRef, prompt: str, progress: Progress, *, image: np.ndarray | None = None, **inputs: Any
+) -> np.ndarray:
+    """What a prompt gives, `[frames, height, width, 3]` uint8; `inputs` are what is not the miniature's default."""
+    spec = model.spec
+    settings = spec.settings(**{**spec.miniature.inputs, **inputs})
+    condition = None
+    if image is not None:
+        size = {name: getattr(settings, name) for name in spec.miniature.inputs}
+        condition = pipeline.encode_image(
+            model, torch.from_numpy(image / np.float32(255))[None], size, progress=progress
+        )
+    embeds = pipeline.encode_prompt(model, prompt, "", progress=progress, condition=condition)
+    latents = pipeline.denoise(model, settings, *embeds, condition=condition, progress=progress)
     return np.round(pipeline.decode(model, latents, progress=progress).numpy() * 255).astype(np.uint8)
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
     """The share of them that is right, for each part and for all."""
-    return ", ".join(f"{part} {np.mean([getattr(one, part) for one in verdicts]):.0%}" for part in PARTS)
+    parts = [*(field.name for field in fields(verdicts[0])), "all"]
+    return ", ".join(f"{part} {np.mean([getattr(one, part) for one in verdicts]):.0%}" for part in parts)
 
 
 def scores(
+    family: Family,
     model_id: str,
     *,
-    steps: Sequence[int],
-    guidance: Sequence[float],
+    steps: Sequence[int] = (),
+    guidance: Sequence[float] = (),
     prompts: int = 64,
     frames: int = 17,
     sheets: Path | None = None,
 ) -> Iterator[str]:
-    """A line for every number of steps and every guidance; `sheets` is where frames of each video are kept."""
-    model, drawn = ModelRef(spec_name=SPEC.name, model_id=model_id), held_out(prompts)
-    for number, scale in itertools.product(steps, guidance):
+    """A line for every kind of task, number of steps and guidance; `sheets` is where frames of each are kept."""
+    model, is_video = ModelRef(spec_name=family.spec.name, model_id=model_id), not family.spec.is_image
+    for (kind, tasks), number, scale in itertools.product(
+        family.kinds.items(), steps or family.steps, guidance or family.guidance
+    ):
         verdicts = []
-        inputs = {"num_inference_steps": number, "guidance_scale": scale, "num_frames": frames}
-        for seed, scene in enumerate(tqdm(drawn, f"{number} steps, guidance {scale:g}", leave=False)):
-            video = frames_of(model, str(scene), WithPreviews(), seed=seed, **inputs)
-            verdicts.append(judge(video, scene))
+        inputs = {
+            "num_inference_steps": number,
+            "guidance_scale": scale,
+            **({"num_frames": frames} if is_video else {}),
+        }
+        if "guidance_scale_2" in family.spec.inputs:
+            inputs["guidance_scale_2"] = scale
+        drawn = itertools.islice(tasks(), prompts)
+        for seed, task in enumerate(tqdm(drawn, f"{kind}, {number} steps, guidance {scale:g}", prompts, leave=False)):
+            found = frames_of(model, task.prompt, WithPreviews(), image=task.image, seed=seed, **inputs)
+            verdicts.append(task.judge(found))
             if sheets:
-                save_sheet(video, sheets / f"{seed:02} {scene}{'' if verdicts[-1].all else ' (wrong)'}.png")
-        yield f"{number} steps, guidance {scale:g}, {frames} frames, {prompts} prompts: {summary(verdicts)}"
+                name = f"{seed:02} {task.prompt}{'' if verdicts[-1].all else ' (wrong)'}.png"
+                save_sheet(found if task.image is None else np.stack([task.image, *found]), sheets / kind / name)
+        length = f"{frames} frames, " if is_video else ""
+        yield f"{kind}: {number} steps, guidance {scale:g}, {length}{prompts} prompts: {summary(verdicts)}"
 
 
 def save_sheet(video: np.ndarray, path: Path) -> None:
@@ -82,17 +172,18 @@ def save_sheet(video: np.ndarray, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, nargs="+", default=[4, 10, 50])
-    parser.add_argument("--guidance", type=float, nargs="+", default=[1.0, 5.0])
+    parser.add_argument("--family", choices=list(FAMILIES), default="wan21")
+    parser.add_argument("--steps", type=int, nargs="+", default=(), help="default: those of its card")
+    parser.add_argument("--guidance", type=float, nargs="+", default=(), help="default: those of its card")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--frames", type=int, default=17)
-    parser.add_argument(
-        "--model", default=SPEC.miniature.id, help="a folder of the trainer's, in place of the built-in one"
-    )
-    parser.add_argument("--sheets", type=Path, metavar="FOLDER", help="keeps some frames of each video there")
+    parser.add_argument("--model", help="a folder of the trainer's, in place of the built-in one")
+    parser.add_argument("--sheets", type=Path, metavar="FOLDER", help="keeps some frames of each there")
     options = parser.parse_args()
+    family = FAMILIES[options.family]
     for line in scores(
-        options.model,
+        family,
+        options.model or family.spec.miniature.id,
         steps=options.steps,
         guidance=options.guidance,
         prompts=options.prompts,

@@ -1,51 +1,68 @@
-"""Trains the miniature of Wan 2.1 that the pack ships: upstream's classes, small, on clips of moving shapes.
+"""Trains a miniature that the pack ships: upstream's classes, small, on coloured shapes that a sentence names.
 
-    OMP_NUM_THREADS=1 python tools/train_miniature.py --out FOLDER
+    OMP_NUM_THREADS=1 python tools/train_miniature.py --family FAMILY --out FOLDER
 
-Three stages: the autoencoder, its latents of some thousand clips, and the denoiser together with its text encoder. Each
-goes on where it was killed. FOLDER/preview.png is what the last look saw; FOLDER/miniature is the checkpoint in
-diffusers' layout, with its model card. One thread is enough, and as fast as two where those are one core's.
+Several stages, of which each goes on where it was killed: an autoencoder, its latents of some thousand pictures or
+clips, and the denoiser together with its text encoder. FOLDER/preview.png is what the last look saw; FOLDER/miniature
+is the checkpoint in diffusers' layout, with its model card. One thread is enough, and as fast as two where they are one
+core's.
 """
 
 import argparse
+import importlib
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import miniature_denoiser
-import miniature_vae
 import torch
-from moving_shapes import COLOURS, HEIGHT, MOTIONS, SHAPES, WIDTH
-from score_miniature import scores
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
+from comfyui_tpu.tpu_runtime.models import spec_by_name
+from miniature.moving import MOTIONS
+from miniature.shapes import COLOURS, HEIGHT, SHAPES, WIDTH
+from score_miniature import FAMILIES, Family, scores
 
+# Where each is trained.
+MODULES = {"wan21": "miniature.wan", "wan22i2v": "miniature.wan_i2v", "flux2klein": "miniature.flux2_klein"}
+# What else each is: the same networks in another model's layout.
+SIBLINGS = {
+    "wan21": ("wan2.1-t2v-1.3b", "wan2.2-t2v-a14b"),
+    "flux2klein": ("flux2-klein-9b", "flux2-klein-base-4b", "flux2-klein-base-9b"),
+}
 CARD = """\
 ---
 license: apache-2.0
 library_name: diffusers
-pipeline_tag: text-to-video
+pipeline_tag: {tag}
 ---
 
-# A miniature of Wan 2.1
+# A miniature of {title}
 
-The classes of Wan 2.1's text-to-video model, made small and trained from nothing by `tools/train_miniature.py`: for
-demonstrations and tests, of prompts, guidance, seeds and previews, on machines where the real model does not fit.
+{text}
 
-It knows sentences such as "a red circle moves right on blue" and "a white square turns and a green circle grows on
-black": one or two shapes ({shapes}) in {colours}, that do one of these: {motions}. Of two, one does not move sideways.
-Videos are {width}x{height}, of up to 33 frames. It knows no other words.
+Data: drawn by `tools/miniature/{source}.py`, a fifth of all sentences held out. Licence: Apache-2.0, as the pack.
 
-Data: clips drawn by `tools/moving_shapes.py`, a fifth of all sentences held out. Licence: Apache-2.0, as the pack.
-
-Score, of held-out sentences: the share of videos whose frames show the colours, the shapes, the motions, and all of
-them, read by plain arithmetic on the pixels (`tools/score_miniature.py`).
+Score, of held-out sentences: the share of results whose pixels show each part of what is said, and all of it, read by
+plain arithmetic (`tools/score_miniature.py`).
 
 {score}
 """
+SIBLING_CARD = """\
+---
+license: apache-2.0
+library_name: diffusers
+---
+
+# A miniature of {title}
+
+The networks of [{original}](../{original}/README.md), which says what they know, in this model's layout: `shared.json`
+says where its parts lie.
+"""
 
 
-def write_checkpoint(pipeline: Any, tokenizer: Path, folder: Path) -> None:
+def write_checkpoint(pipeline: Any, tokenizer: Path, folder: Path, family: Family) -> None:
     """The checkpoint as published ones are: in bfloat16, the tokenizer's own files, its class as the makers name it.
 
     transformers 5 would save the tokenizer as a class of its own, which version 4 does not know.
@@ -54,34 +71,51 @@ def write_checkpoint(pipeline: Any, tokenizer: Path, folder: Path) -> None:
     shutil.rmtree(folder / "tokenizer")
     shutil.copytree(tokenizer, folder / "tokenizer")
     index = json.loads((folder / "model_index.json").read_text("utf-8"))
-    index["tokenizer"] = ["transformers", "T5TokenizerFast"]
+    index["tokenizer"] = ["transformers", family.spec.text_encoders[0].tokenizer_class]
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", "utf-8")
 
 
-def write_card(folder: Path, lines: Iterable[str]) -> None:
+def write_card(folder: Path, family: Family, module: Any, lines: Iterable[str]) -> None:
     """The model card of what is in `folder`, with the lines of its score."""
-    text = CARD.format(
-        colours=", ".join(COLOURS),
-        shapes=", ".join(SHAPES),
-        motions=", ".join(MOTIONS),
-        height=HEIGHT,
-        width=WIDTH,
-        score="\n".join(f"- {line}" for line in lines),
+    text = module.CARD.format(
+        colours=", ".join(COLOURS), shapes=", ".join(SHAPES), motions=", ".join(MOTIONS), height=HEIGHT, width=WIDTH
     )
-    (folder / "README.md").write_text(text, "utf-8")
+    score = "\n".join(f"- {line}" for line in lines)
+    card = CARD.format(tag=module.TAG, title=family.spec.title, text=text, source=module.SOURCE, score=score)
+    (folder / "README.md").write_text(card, "utf-8")
+
+
+def share(folder: Path, parts: Mapping[str, str]) -> None:
+    """Leaves parts of the checkpoint in `folder` out, and says where they lie."""
+    for name in parts:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / "shared.json").write_text(json.dumps(dict(sorted(parts.items())), indent=2) + "\n", "utf-8")
+
+
+def write_sibling(spec: ModelSpec, original: str, folder: Path) -> None:
+    """A checkpoint of `spec` whose parts are those of the trained one `original`; each of two experts is its one."""
+    tiny.write_description(spec, folder)
+    names = [*tiny.networks(spec), *(text.tokenizer_folder for text in spec.text_encoders)]
+    share(folder, {name: f"{original}/{name.removesuffix('_2')}" for name in names})
+    (folder / "README.md").write_text(SIBLING_CARD.format(title=spec.title, original=original), "utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--family", choices=list(MODULES), required=True)
     parser.add_argument("--out", type=Path, required=True, help="where to work, and to go on")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    vae = miniature_vae.train(options.out, options.seed)
-    pipeline = miniature_denoiser.train(vae, options.out, options.seed)
+    family, module = FAMILIES[options.family], importlib.import_module(MODULES[options.family])
+    pipeline = module.train(options.out, options.seed)
     folder = options.out / "miniature"
-    write_checkpoint(pipeline, options.out / "tokenizer", folder)
-    write_card(folder, scores(str(folder), steps=(4, 10, 50), guidance=(1.0, 5.0)))
+    write_checkpoint(pipeline, options.out / "tokenizer", folder, family)
+    write_card(folder, family, module, scores(family, str(folder)))
+    if module.SHARED:
+        share(folder, module.SHARED)
+    for spec in map(spec_by_name, SIBLINGS.get(options.family, ())):
+        write_sibling(spec, options.family, options.out / spec.miniature.id.removeprefix("tiny/"))
 
 
 if __name__ == "__main__":

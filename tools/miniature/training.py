@@ -1,8 +1,8 @@
-"""A loop that goes on where it was killed, for `train_miniature.py`."""
+"""A loop that goes on where it was killed."""
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 from tqdm import tqdm
+
+# In the names of what is in transformer blocks.
+BLOCKS = (".block.", "blocks.", ".layers.")
 
 
 def optimize(
@@ -56,9 +59,10 @@ def optimizers_of(module: nn.Module, rate: float) -> list[torch.optim.Optimizer]
 
     Muon's steps are made as large as AdamW's; at twice the rate about 500 teach as much as 850 of AdamW (docs/LOG.md).
     """
-    products = [one.weight for name, one in module.named_modules() if isinstance(one, nn.Linear) and ".block" in name]
+    modules = [one for name, one in module.named_modules() if any(part in name for part in BLOCKS)]
+    products = [one.weight for one in modules if isinstance(one, nn.Linear) and one.weight.requires_grad]
     kept = set(map(id, products))
-    others = [one for one in module.parameters() if id(one) not in kept]
+    others = [one for one in module.parameters() if one.requires_grad and id(one) not in kept]
     optimizers: list[torch.optim.Optimizer] = [AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.01)]
     if products:
         optimizers.append(Muon(products, lr=2 * rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
@@ -74,7 +78,7 @@ def save(state: Any, file: Path) -> None:
     os.replace(scratch, file)
 
 
-def save_sheet(rows: Sequence[np.ndarray], file: Path) -> None:
+def save_sheet(rows: Iterable[np.ndarray], file: Path) -> None:
     """Clips below each other, their frames side by side."""
     lines = [np.concatenate(list(frames), axis=1) for frames in rows]
     Image.fromarray(np.concatenate(lines, axis=0)).save(file)

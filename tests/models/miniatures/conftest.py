@@ -1,0 +1,18 @@
+"""What trains and scores miniatures, `tools/`, for the tests of what they show."""
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="package")
+def score() -> ModuleType:
+    """`tools/score_miniature.py`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "tools"))
+        import score_miniature
+
+        return score_miniature

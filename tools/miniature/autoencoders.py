@@ -1,0 +1,145 @@
+"""What autoencoders share: how they begin, how they learn, and a published model's basis of latents."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .training import optimize
+
+RATE = 1e-3
+
+
+def begin(vae: Any) -> None:
+    """Weights to begin with: as PyTorch draws them the signal dies in so deep a network, and it stays grey for hours.
+
+    Plain convolutions mix channels, keep the size of what they are given and see the newest frame only; those that
+    change the size of the picture blur it; those in time repeat or pass on; residual blocks and attention add nothing
+    yet. There is hardly any noise in what is sampled, at first.
+    """
+    for name, module in vae.named_modules():
+        if "to_out" in name and isinstance(module, nn.Linear):
+            nn.init.zeros_(module.weight)
+        if not isinstance(module, nn.Conv2d | nn.Conv3d):
+            continue
+        assert module.bias is not None
+        nn.init.zeros_(module.bias)
+        weight = module.weight.data.zero_()
+        if "time_conv" in name:
+            rows = torch.arange(weight.shape[0])
+            weight[rows, rows % weight.shape[1], -1] = 1.0
+        elif "conv2" in name or name.endswith("proj"):
+            continue
+        else:
+            newest = weight[:, :, -1] if weight.ndim == 5 else weight
+            newest.normal_(std=0.5 / math.sqrt(newest[0].numel()))
+            mixed = nn.init.orthogonal_(torch.empty(newest.shape[:2]))
+            if "sample" in name:
+                newest += mixed[..., None, None] / newest[0, 0].numel()
+            else:
+                newest[:, :, newest.shape[2] // 2, newest.shape[3] // 2] += mixed
+    channels = vae.quant_conv.weight.shape[0] // 2
+    vae.quant_conv.weight.data[channels:] = 0.0
+    nn.init.constant_(vae.quant_conv.bias[channels:], -5.0)
+
+
+def as_input(frames: np.ndarray) -> Tensor:
+    """`[..., height, width, 3]` uint8 to `[3, ..., height, width]` from -1 to 1."""
+    return torch.from_numpy(frames).movedim(-1, 0).float() / 127.5 - 1
+
+
+def as_frames(video: Tensor) -> np.ndarray:
+    """`[3, ..., height, width]` from -1 to 1 to `[..., height, width, 3]` uint8."""
+    return ((video.float().clamp(-1, 1) + 1) * 127.5).round().byte().movedim(0, -1).numpy()
+
+
+def laid_out(x: Tensor) -> Tensor:
+    """Channels last in memory, which convolutions in bfloat16 want here."""
+    return x.contiguous(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
+
+
+def learn(vae: Any, file: Path, steps: int, pieces: Callable[[int], Tensor], look: Callable[[], None]) -> None:
+    """Trains an autoencoder; `pieces(step)` are what it sees, `[number, 3, ..., height, width]`."""
+    begin(vae)
+    for module in vae.modules():
+        if isinstance(module, nn.Conv2d | nn.Conv3d):
+            module.weight.data = laid_out(module.weight.data)
+
+    def loss(step: int) -> tuple[Tensor, dict[str, float]]:
+        seen = pieces(step)
+        with torch.autocast("cpu", torch.bfloat16):
+            posterior = vae.encode(laid_out(seen)).latent_dist
+            again = vae.decode(posterior.sample(torch.Generator().manual_seed(step))).sample.float()
+        kl = posterior.kl().sum() / posterior.mean.numel()
+        error = F.l1_loss(again, seen)
+        # Edges count for themselves: blurred ones cost little of the plain difference.
+        edges = sum(F.l1_loss(again.diff(dim=axis), seen.diff(dim=axis)) for axis in range(2, seen.ndim))
+        psnr = -10 * math.log10(F.mse_loss(again.clamp(-1, 1), seen).item() / 4)
+        return error + 0.5 * edges + 1e-3 * kl, {"psnr": psnr, "kl": kl.item()}
+
+    optimize(file, [vae], steps, RATE, loss, look, every=400)
+
+
+def encoded(vae: Any, seen: Tensor) -> Tensor:
+    """The latents of `[3, ..., height, width]`, `[channels, ..., height, width]`."""
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        return vae.encode(laid_out(seen[None])).latent_dist.mode()[0].float().contiguous()
+
+
+def decoded(vae: Any, latents: Tensor) -> Tensor:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        return vae.decode(latents[None]).sample[0]
+
+
+def align(
+    vae: Any,
+    latents: Tensor,
+    colours: Tensor,
+    preview: tuple[Sequence[Sequence[float]], Sequence[float]],
+    mean: Tensor,
+    std: Tensor,
+    kept: int | None = None,
+) -> Tensor:
+    """Folds another basis of the latents into the two convolutions that see them as a product with a matrix.
+
+    Without `mean` and `std` they are in the denoiser's scale then, and `preview`, by which ComfyUI shows a step, red,
+    green and blue of each channel and what is added, shows the right colours. Nothing of what is decoded changes.
+
+    Latents are `[number, channels]`, the mean colours of their pixels `[number, 3]` from -1 to 1. Where only so many
+    dimensions are `kept`, the rest of the latents is always the same, and the decoder does not look at it. Returns an
+    orthonormal basis of what is kept, `[channels, kept]`.
+    """
+    factors, bias = map(torch.tensor, preview)  # colour = latent @ factors + bias
+    channels = len(factors)
+    middle, identity = latents.mean(0), torch.eye(channels)
+    centred = latents - middle
+    to_colour = torch.linalg.lstsq(centred, colours - colours.mean(0)).solution
+    shown = centred @ to_colour
+    rest = identity - to_colour @ torch.linalg.lstsq(shown, centred).solution  # what colours tell nothing of
+    _, sizes, directions = torch.linalg.svd(centred @ rest, full_matrices=False)
+    count = (kept or channels) - 3
+    sizes, directions = sizes[:count] / len(latents) ** 0.5, directions[:count].T
+    # What carries nothing stays small: as unit noise it would ask the denoiser for what nobody sees.
+    unseen = torch.linalg.svd(factors).U[:, 3 : 3 + count]
+    matrix = to_colour @ torch.linalg.pinv(factors)
+    matrix += rest @ directions / sizes.clamp(min=0.3 * sizes.max().item()) @ unseen.T
+    shift = (colours.mean(0) - bias) @ torch.linalg.pinv(factors) - middle @ matrix
+    back = torch.linalg.pinv(matrix, rtol=1e-4) / std[:, None]
+    basis = torch.linalg.svd(matrix).Vh[: count + 3].T
+    matrix, shift = matrix * std, shift * std + mean
+
+    into, out_of = vae.quant_conv, vae.post_quant_conv
+    assert into.bias is not None and out_of.bias is not None
+    ones = (1,) * (into.weight.ndim - 2)
+    weight, offset = into.weight.data[:channels].flatten(1), into.bias.data[:channels]
+    into.weight.data[:channels] = (matrix.T @ weight).unflatten(1, (-1, *ones))
+    into.bias.data[:channels] = offset @ matrix + shift
+    weight = out_of.weight.data.flatten(1)
+    out_of.weight.data = (weight @ back.T).unflatten(1, (-1, *ones))
+    out_of.bias.data += weight @ (middle - (middle @ matrix + shift) @ back)
+    return basis

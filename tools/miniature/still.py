@@ -1,0 +1,175 @@
+"""Pictures of coloured shapes as a sentence says, changes of one, and a judge that reads the sentence back.
+
+"a large red circle left on blue", "a red circle and a small green square on blue"; beside a picture that is given, "the
+circle becomes red", "on green". The training data of the picture models' miniatures and what their score is about.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .shapes import (
+    COLOURS,
+    HEIGHT,
+    LEAST,
+    SHAPES,
+    WIDTH,
+    Pose,
+    background,
+    coverage,
+    is_held_out,
+    paint,
+    palette,
+    shape_of,
+)
+
+PAIRS = 0.35  # of all sentences have two shapes
+# What is not said is in the middle: the radius of a circle of the area, and the centre's column, in pixels.
+SIZES = {"small": 10.0, "": 13.6, "large": 18.5}
+PLACES = {"left": WIDTH / 4, "": WIDTH / 2, "right": WIDTH * 3 / 4}
+PARTS = ("colour", "shape", "size", "place", "all")  # of a verdict
+CHANGES = ("colour", "shape", "size", "background", "colour and background")
+Jitter = Sequence[Sequence[float]]  # column, row and radius of each shape, from -1 to 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thing:
+    colour: str
+    shape: str
+    size: str = ""
+
+    def __str__(self) -> str:
+        return f"a {self.size} {self.colour} {self.shape}".replace("  ", " ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """One thing at a place, or two: the first in the left half, the second in the right half."""
+
+    things: tuple[Thing, ...]
+    background: str
+    place: str = ""
+
+    def __str__(self) -> str:
+        return f"{' and '.join(map(str, self.things))} {self.place} on {self.background}".replace("  ", " ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A sentence beside a picture, which says what is to become of it; what it does not name stays."""
+
+    before: Picture
+    after: Picture
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.before}: {self.sentence}"
+
+
+def random_picture(random: np.random.Generator) -> Picture:
+    """No two things in it have one colour."""
+    count = 2 if random.random() < PAIRS else 1
+    behind, *colours = random.permutation(list(COLOURS))[: count + 1]
+    things = [
+        Thing(colour=str(colour), shape=str(random.choice(SHAPES)), size=str(random.choice(list(SIZES))))
+        for colour in colours
+    ]
+    place = str(random.choice(list(PLACES))) if count == 1 else ""
+    return Picture(things=tuple(things), background=str(behind), place=place)
+
+
+def random_change(random: np.random.Generator) -> Change:
+    """Of one thing, which its shape names, or of what is behind all."""
+    before = random_picture(random)
+    while len({thing.shape for thing in before.things}) < len(before.things):
+        before = random_picture(random)
+    index = int(random.integers(len(before.things)))
+    thing, used = before.things[index], [before.background, *(one.colour for one in before.things)]
+    colour, behind = (str(one) for one in random.permutation([one for one in COLOURS if one not in used])[:2])
+    kind, becomes = str(random.choice(CHANGES)), f"the {thing.shape} becomes"
+    after, sentence = replace(before, background=behind), f"on {behind}"
+    if kind == "shape":
+        shapes = [one for one in SHAPES if one not in {other.shape for other in before.things}]
+        thing = replace(thing, shape=str(random.choice(shapes)))
+        after, sentence = before, f"{becomes} a {thing.shape}"
+    elif kind == "size":
+        thing = replace(thing, size=str(random.choice([one for one in SIZES if one and one != thing.size])))
+        after, sentence = before, f"{becomes} {thing.size}"
+    elif kind != "background":
+        thing = replace(thing, colour=colour)
+        after, sentence = (
+            (before, f"{becomes} {colour}") if kind == "colour" else (after, f"{becomes} {colour} {sentence}")
+        )
+    things = (*before.things[:index], thing, *before.things[index + 1 :])
+    return Change(before=before, after=replace(after, things=things), sentence=sentence)
+
+
+def pictures(seed: int, *, held_out: bool) -> Iterator[Picture]:
+    """Pictures without end, only those that are held out, or only those that are not."""
+    random = np.random.default_rng(seed)
+    drawn = (random_picture(random) for _ in itertools.count())
+    return (one for one in drawn if is_held_out(str(one)) == held_out)
+
+
+def changes(seed: int, *, held_out: bool) -> Iterator[Change]:
+    """Changes without end, only those that are held out, or only those that are not."""
+    random = np.random.default_rng(seed)
+    drawn = (random_change(random) for _ in itertools.count())
+    return (one for one in drawn if is_held_out(str(one)) == held_out)
+
+
+def random_jitter(random: np.random.Generator) -> Jitter:
+    return random.uniform(-1, 1, (2, 3)).tolist()
+
+
+def draw(picture: Picture, jitter: Jitter) -> np.ndarray:
+    """`[HEIGHT, WIDTH, 3]` uint8; one jitter before and after a change leaves things where they are."""
+    drawn = background(picture.background)
+    centres = [PLACES[picture.place]] if len(picture.things) == 1 else [PLACES["left"], PLACES["right"]]
+    for thing, centre, (column, row, radius) in zip(picture.things, centres, jitter, strict=False):
+        pose = Pose(x=centre + 3 * column, y=HEIGHT / 2 + 4 * row, radius=SIZES[thing.size] + 0.7 * radius)
+        paint(drawn, thing.colour, coverage(thing.shape, pose))
+    return np.round(drawn).astype(np.uint8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What of a sentence a picture shows; of two things, what both show."""
+
+    colour: bool
+    shape: bool
+    size: bool
+    place: bool
+
+    @property
+    def all(self) -> bool:
+        return self.colour and self.shape and self.size and self.place
+
+
+def judge(drawn: np.ndarray, picture: Picture) -> Verdict:
+    """Whether `[HEIGHT, WIDTH, 3]` uint8 shows a picture, by plain arithmetic on the pixels.
+
+    Every pixel has the nearest of the six colours. The background is what most have; a thing is the colour that most of
+    the others have, in its part of the picture.
+    """
+    nearest = palette(drawn)
+    behind = np.bincount(nearest.ravel(), minlength=len(COLOURS)).argmax()
+    colours, shapes, sizes, places = [list(COLOURS)[behind] == picture.background], [], [], []
+    for thing, columns in zip(picture.things, np.array_split(np.arange(WIDTH), len(picture.things)), strict=True):
+        counts = np.bincount(nearest[:, columns].ravel(), minlength=len(COLOURS))
+        counts[behind] = 0
+        mask = np.zeros(nearest.shape, bool)
+        mask[:, columns] = nearest[:, columns] == counts.argmax()
+        seen = mask.sum() >= LEAST
+        colours.append(bool(seen) and list(COLOURS)[counts.argmax()] == thing.colour)
+        shapes.append(bool(seen) and shape_of(mask[None]) == thing.shape)
+        sizes.append(bool(seen) and closest(SIZES, np.sqrt(mask.sum() / np.pi)) == thing.size)
+        where = closest(PLACES, np.nonzero(mask)[1].mean() + 0.5) if seen else None
+        places.append(where == (picture.place if len(picture.things) == 1 else ("left", "right")[int(columns[0] > 0)]))
+    return Verdict(colour=all(colours), shape=all(shapes), size=all(sizes), place=all(places))
+
+
+def closest(names: dict[str, float], value: float) -> str:
+    return min(names, key=lambda name: abs(names[name] - value))
