@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from . import names
-from .chip import LANES, Interpret
+from .chip import LANES, Interpret, precision
 from .choice import KernelRefusal, is_small
 
 # Tokens a grid step: with 5120 lanes 5 MiB of VMEM, both buffers of both arrays.
@@ -206,7 +206,13 @@ def _over_head(y: Float[Array, "rows lanes"], head_dim: int, terms: int) -> Arra
     for _ in range(terms):
         found.append(rest.astype(jnp.bfloat16))
         rest = rest - found[-1].astype(jnp.float32)
-    return jax.lax.dot(jnp.concatenate(found, axis=1), is_same_head, preferred_element_type=jnp.float32) / head_dim
+    total = jax.lax.dot(
+        jnp.concatenate(found, axis=1),
+        is_same_head,
+        preferred_element_type=jnp.float32,
+        precision=precision(is_same_head.dtype),
+    )
+    return total / head_dim
 
 
 def _moments(

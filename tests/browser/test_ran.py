@@ -190,6 +190,7 @@ def hostile(form: str) -> Iterator[dict[str, Any]]:
 def test_a_hostile_file_does_not_break_the_page(page: Any, tmp_path: Path, form: str):
     faults: list[str] = []
     page.on("pageerror", listener := lambda error: faults.append(str(error)))
+    open_example(page)  # what is drawn where a file is refused
     for document in hostile(form):
         (path := tmp_path / "evil.json").write_text(json.dumps(document))
         drop(page, path)

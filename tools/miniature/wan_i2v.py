@@ -58,7 +58,7 @@ def with_mask(given: Tensor) -> Tensor:
 
 def train(out: Path, seed: int) -> Any:
     """The pipeline."""
-    base = upstream.WanPipeline.from_pretrained(START, torch_dtype=torch.float32)
+    base = upstream.WanPipeline.from_pretrained(START, torch_dtype=torch.float32, trust_remote_code=False)
     shutil.copytree(START / "tokenizer", out / "tokenizer", dirs_exist_ok=True)
     clips = encode_clips(base.vae, out / "latents.pt", seed, CLIPS, given=True)
     prompts, latents, given = clips["prompts"], clips["latents"], [with_mask(one) for one in clips["given"]]
