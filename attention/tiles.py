@@ -131,7 +131,6 @@ class Nearby:
         """Attention to keys and values in tiles, and to all `others`: of the tokens in tiles, where `is_own`, or of
         others, which attend to all.
         """
-
         blocks = self.tiles.blocks(is_sparse)
         if not is_own:
             blocks = replace(blocks, kept=blocks.kept[:1], left_out=0, is_sparse=None)

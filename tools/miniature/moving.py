@@ -19,11 +19,13 @@ from .shapes import (
     WIDTH,
     Pose,
     background,
+    colour_behind,
     coverage,
     is_held_out,
     overlap,
     paint,
     palette,
+    seen,
     shape_of,
 )
 
@@ -144,20 +146,15 @@ def judge(frames: np.ndarray, scene: Scene) -> Verdict:
     of the others have, in its part of the picture. Its shape is the one that fits over its pixels best.
     """
     nearest = palette(frames)
-    behind = np.bincount(nearest.ravel(), minlength=len(COLOURS)).argmax()
-    colours, shapes, motions = [list(COLOURS)[behind] == scene.background], [], []
+    behind = colour_behind(nearest)
+    colours, shapes, motions = [behind == scene.background], [], []
     parts = np.array_split(np.arange(WIDTH), len(scene.actors))
     for actor, columns in zip(scene.actors, parts, strict=True):
-        part = nearest[:, :, columns]
-        counts = np.bincount(part.ravel(), minlength=len(COLOURS))
-        counts[behind] = 0
-        masks = np.zeros(nearest.shape, bool)
-        masks[:, :, columns] = part == counts.argmax()
-        sizes = masks.sum((1, 2))
-        seen = sizes.min() >= LEAST
-        colours.append(bool(seen) and list(COLOURS)[counts.argmax()] == actor.colour)
-        shapes.append(bool(seen) and shape_of(masks) == actor.shape)
-        motions.append(bool(seen) and motion_of(masks) == actor.motion)
+        colour, masks = seen(nearest, columns, behind)
+        is_seen = bool(masks.sum((1, 2)).min() >= LEAST)
+        colours.append(is_seen and colour == actor.colour)
+        shapes.append(is_seen and shape_of(masks) == actor.shape)
+        motions.append(is_seen and motion_of(masks) == actor.motion)
     return Verdict(colour=all(colours), shape=all(shapes), motion=all(motions))
 
 

@@ -72,6 +72,20 @@ def palette(frames: np.ndarray) -> np.ndarray:
     return np.square(frames[..., None, :].astype(np.float32) - colours).sum(-1).argmin(-1)
 
 
+def colour_behind(nearest: np.ndarray) -> str:
+    """The colour that most pixels of a `palette` have."""
+    return list(COLOURS)[np.bincount(nearest.ravel(), minlength=len(COLOURS)).argmax()]
+
+
+def seen(nearest: np.ndarray, columns: np.ndarray, behind: str) -> tuple[str, np.ndarray]:
+    """The colour that most pixels of some columns have but for the one `behind`, and where it is, of all columns."""
+    counts = np.bincount(nearest[..., columns].ravel(), minlength=len(COLOURS))
+    counts[list(COLOURS).index(behind)] = 0
+    masks = np.zeros(nearest.shape, bool)
+    masks[..., columns] = nearest[..., columns] == counts.argmax()
+    return list(COLOURS)[counts.argmax()], masks
+
+
 def shape_of(masks: np.ndarray) -> str:
     """The shape that overlaps best with the masks of the first, the middle and the last frame, at any angle."""
     votes = {shape: 0.0 for shape in SHAPES}

@@ -18,10 +18,12 @@ from .shapes import (
     WIDTH,
     Pose,
     background,
+    colour_behind,
     coverage,
     is_held_out,
     paint,
     palette,
+    seen,
     shape_of,
 )
 
@@ -155,18 +157,15 @@ def judge(drawn: np.ndarray, picture: Picture) -> Verdict:
     the others have, in its part of the picture.
     """
     nearest = palette(drawn)
-    behind = np.bincount(nearest.ravel(), minlength=len(COLOURS)).argmax()
-    colours, shapes, sizes, places = [list(COLOURS)[behind] == picture.background], [], [], []
+    behind = colour_behind(nearest)
+    colours, shapes, sizes, places = [behind == picture.background], [], [], []
     for thing, columns in zip(picture.things, np.array_split(np.arange(WIDTH), len(picture.things)), strict=True):
-        counts = np.bincount(nearest[:, columns].ravel(), minlength=len(COLOURS))
-        counts[behind] = 0
-        mask = np.zeros(nearest.shape, bool)
-        mask[:, columns] = nearest[:, columns] == counts.argmax()
-        seen = mask.sum() >= LEAST
-        colours.append(bool(seen) and list(COLOURS)[counts.argmax()] == thing.colour)
-        shapes.append(bool(seen) and shape_of(mask[None]) == thing.shape)
-        sizes.append(bool(seen) and closest(SIZES, np.sqrt(mask.sum() / np.pi)) == thing.size)
-        where = closest(PLACES, np.nonzero(mask)[1].mean() + 0.5) if seen else None
+        colour, mask = seen(nearest, columns, behind)
+        is_seen = bool(mask.sum() >= LEAST)
+        colours.append(is_seen and colour == thing.colour)
+        shapes.append(is_seen and shape_of(mask[None]) == thing.shape)
+        sizes.append(is_seen and closest(SIZES, np.sqrt(mask.sum() / np.pi)) == thing.size)
+        where = closest(PLACES, np.nonzero(mask)[1].mean() + 0.5) if is_seen else None
         places.append(where == (picture.place if len(picture.things) == 1 else ("left", "right")[int(columns[0] > 0)]))
     return Verdict(colour=all(colours), shape=all(shapes), size=all(sizes), place=all(places))
 
