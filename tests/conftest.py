@@ -72,12 +72,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def memory() -> Iterator[None]:
     """Gives back what a module's tests took: programs that JAX keeps, and what glibc keeps of it (see above).
 
-    Without it one process that runs the whole suite grows to 13 GB.
+    Without it one process that runs the whole suite grows to 13 GB. What outlives a module, mostly what it imported, is
+    not looked at again: half a million objects, half a second each time.
     """
     yield
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
     gc.collect()
+    gc.freeze()
     _trim()
 
 
@@ -109,6 +111,24 @@ def start_comfyui(
         server.stop()
 
 
+@pytest.fixture(scope="session")
+def only_server(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[comfyui_server.Server]:
+    server = comfyui_server.prepare(tmp_path_factory.mktemp("comfyui"), cache=cache)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def plain_comfyui(only_server: comfyui_server.Server) -> comfyui_server.Server:
+    """A ComfyUI with nothing but this pack in it, which the modules of a worker share, for a start takes ten seconds.
+
+    It has no settings, no history and no results; files of other modules may lie in its folders.
+    """
+    only_server.forget()
+    return only_server
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--attention",
@@ -122,7 +142,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What needs a server, as every browser test does, is slow."""
     for item in items:
-        if "start_comfyui" in getattr(item, "fixturenames", ()):
+        if {"start_comfyui", "plain_comfyui"} & {*getattr(item, "fixturenames", ())}:
             item.add_marker("slow")
 
 

@@ -57,6 +57,7 @@ def poison(x: np.ndarray, lengths: list[int]) -> np.ndarray:
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", FORMS.values(), ids=FORMS)
 def test_each_form_equals_the_written_out_softmax(policy: AttentionPolicy, compare: Callable):
     q, k, v = inputs(4, 131, 229, 2, 64)
@@ -66,6 +67,7 @@ def test_each_form_equals_the_written_out_softmax(policy: AttentionPolicy, compa
     compare("attention", out, softmax_attention(q, k, v, lengths), error=OPERATION)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "head_dim"), [(3, 40), (2, 40), (1, 80), (3, 64), (1, 96), (2, 128), (1, 256)])
 def test_the_kernel_knows_every_head_size(heads: int, head_dim: int, compare: Callable):
     q, k, v = inputs(1, 37, 67, heads, head_dim)
@@ -73,6 +75,7 @@ def test_the_kernel_knows_every_head_size(heads: int, head_dim: int, compare: Ca
     compare("attention", out, softmax_attention(q, k, v, [67]), error=OPERATION)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("q_seq", "kv_seq"), [(1, 1), (1, 331), (127, 17), (257, 1)])
 def test_the_kernel_takes_any_length(q_seq: int, kv_seq: int, compare: Callable):
     q, k, v = inputs(1, q_seq, kv_seq, 2, 64)
@@ -143,6 +146,7 @@ def test_scores_within_the_bound_need_no_maximum(compare: Callable):
         compare("attention", run(q, k, v), softmax_attention(q, k, v, [331]), error=SCORES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bounded", "sampled", "online"])
 def test_in_bfloat16_the_error_is_its_rounding_and_no_scale(name: str, compare: Callable):
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(1, 257, 1361, 2, 64))
@@ -175,6 +179,7 @@ def test_every_mesh_gives_the_same(shape: MeshShape, heads: int, length: int, co
         compare("attention", out, expected, error=OPERATION)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "heads"),
     [(None, 2), (MeshShape(sp=2), 2), (MeshShape(sp=3), 2), (MeshShape(sp=8), 6), (MeshShape(dp=2, sp=2, tp=2), 4)],
@@ -207,6 +212,7 @@ def test_lengths_may_differ_by_row_on_a_mesh(compare: Callable):
     compare("attention", out, softmax_attention(q, k, v, [3, 15]), error=OPERATION)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "heads"),
     [

@@ -21,6 +21,8 @@ from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support import closeness
 from comfyui_tpu.tests.support.closeness import OPERATION
 
+pytestmark = pytest.mark.slow
+
 SMALL = Form(block_q=128, step=64, online_step=64)
 FORMS = {
     "bounded": replace(SMALL, maximum="zero"),

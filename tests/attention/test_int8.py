@@ -21,6 +21,8 @@ from comfyui_tpu.tests.support.closeness import OPERATION
 
 from .test_attention import inputs, poison, scored, softmax_attention
 
+pytestmark = pytest.mark.slow
+
 SMALL = Form(scores="int8", block_q=128, step=32, online_step=32)
 REFERENCE = AttentionPolicy(kernel="reference", scores="int8")
 FORMS = {

@@ -17,6 +17,8 @@ from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.closeness import OPERATION
 from diffusers.models.embeddings import apply_rotary_emb
 
+pytestmark = pytest.mark.slow
+
 EPS = 1e-6
 
 

@@ -107,6 +107,7 @@ def assert_same_weights(spec: str, name: str, folder: Path) -> None:
         assert torch.equal(computed[key], buffer), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "name", "what", "rename"),
     [

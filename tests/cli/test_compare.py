@@ -14,6 +14,8 @@ from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.tests.support.host import Host
 from comfyui_tpu.tpu_runtime import media
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

@@ -116,6 +116,7 @@ def test_a_workflow_of_comfyuis_own_nodes_is_sent_there(
     assert not asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", examples.PIPELINES, ids=name)
 def test_an_examples_programs_are_built_at_its_tiny_sizes(path: Path, programs: list[Program]):
     """The whole way through the engine and the tiny checkpoint, but for the compiler."""

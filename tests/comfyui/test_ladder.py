@@ -149,6 +149,7 @@ def assert_right(found: np.ndarray, right: np.ndarray) -> None:
     assert steps.max() <= ONE_STEP
 
 
+@pytest.mark.recorded
 def test_options_and_kernels_that_are_refused_and_nonsense_with_overlap(rungs: Ran, right: np.ndarray):
     """Four rungs in one prompt; the next prompt of another process takes none of them again."""
     server, entry, texts = rungs.server, rungs.entry, rungs.texts
@@ -177,6 +178,7 @@ def test_options_and_kernels_that_are_refused_and_nonsense_with_overlap(rungs: R
     assert_right(frames(server.base / "output", "again"), right)
 
 
+@pytest.mark.recorded
 def test_the_tab_says_what_runs_in_the_place_of_what_was_refused(rungs: Ran):
     from comfyui_tpu.tests.browser.test_monitor import ARGUMENTS, CHROMIUM, PANEL, Tab, playwright
 
@@ -217,6 +219,7 @@ def test_a_halt_is_named_and_the_process_starts_again_without_the_kernel(on_mach
     assert "halted the chips" in server.get("/tpu/stats")["notes"][0]
 
 
+@pytest.mark.recorded
 def test_memory_of_the_host_and_of_the_chips_that_runs_out(on_machine: Starts, right: np.ndarray):
     """The first is the user's to mend; of the chips everything is unloaded, and it is tried once more."""
     layer = Layer(faults=[Fault(at="run", says=HOST, times=1), Fault(at="run", says=fake_pjrt.NO_ROOM, times=1)])
@@ -243,6 +246,7 @@ def test_memory_that_runs_out_while_weights_are_put(on_machine: Starts, right: n
     assert_right(frames(server.base / "output", "after"), right)
 
 
+@pytest.mark.recorded
 def test_memory_that_runs_out_while_a_stored_program_is_loaded_keeps_it(on_machine: Starts, right: np.ndarray):
     layer = Layer(faults=[Fault(at="load", says=fake_pjrt.NO_ROOM, times=1)])
     server = on_machine(layer)

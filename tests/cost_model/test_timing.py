@@ -19,6 +19,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+pytestmark = pytest.mark.slow
+
 V6E = chips.topology("v6e-1").chip
 
 
@@ -228,7 +230,6 @@ def costs() -> Mapping[str, bundles.Cost]:
     return {name: measured[kernel.key] for name, kernel in found.items()}
 
 
-@pytest.mark.slow
 def test_a_kernel_costs_its_body_times_its_grid(costs: Mapping[str, bundles.Cost]):
     """One step: 512 x 512 x 2048. The matrix units need 2048 cycles; with loads and stores the schedule takes more."""
     by_hand = 2 * 512 * 512 * 2048 / 524288
@@ -240,7 +241,6 @@ def test_a_kernel_costs_its_body_times_its_grid(costs: Mapping[str, bundles.Cost
     assert added == pytest.approx(costs["8 steps"].step, rel=0.02)
 
 
-@pytest.mark.slow
 def test_loops_in_a_kernel_multiply_and_of_two_exclusive_parts_one_counts(costs: Mapping[str, bundles.Cost]):
     cost = costs["parts"]
     assert (cost.steps, cost.unknown_loops, cost.error) == (16, 0, "")
@@ -248,7 +248,6 @@ def test_loops_in_a_kernel_multiply_and_of_two_exclusive_parts_one_counts(costs:
     assert 16 * 8 * 64 < cost.shortest < cost.longest
 
 
-@pytest.mark.slow
 def test_turns_that_need_not_be_taken_are_left_out_of_the_shortest_way(costs: Mapping[str, bundles.Cost]):
     cost = costs["skips"]
     assert (cost.steps, cost.unknown_loops, cost.error) == (16, 0, "")
@@ -256,7 +255,6 @@ def test_turns_that_need_not_be_taken_are_left_out_of_the_shortest_way(costs: Ma
     assert cost.longest / 8 < cost.shortest < cost.longest / 2
 
 
-@pytest.mark.slow
 def test_what_a_kernel_repeats_only_on_a_flag_is_counted_apart(costs: Mapping[str, bundles.Cost]):
     """8 products of which each passes 64 bundles of stores at least, in each of 16 steps; beside them only the flag."""
     without, cost = costs["checked"], costs["rerun"]
@@ -265,7 +263,6 @@ def test_what_a_kernel_repeats_only_on_a_flag_is_counted_apart(costs: Mapping[st
     assert without.longest < cost.longest < without.longest + cost.rerun / 4
 
 
-@pytest.mark.slow
 def test_a_kernel_in_a_program_costs_what_was_measured_and_at_best_its_shortest_way(costs: Mapping[str, bundles.Cost]):
     def twice(x: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda x, _: (branching_kernel(x).astype(x.dtype), None), x, None, length=5)[0]
@@ -317,7 +314,6 @@ def layers(overlapped: bool, options: Mapping[str, str] = MappingProxyType({})) 
     return text_of(mesh, run, *arrays, **options), size * size * 2
 
 
-@pytest.mark.slow
 def test_collectives_are_found_with_their_bytes_and_waited_for():
     text, size = layers(overlapped=False)
     found = timing_of(text, EIGHT())
@@ -333,7 +329,6 @@ def test_collectives_are_found_with_their_bytes_and_waited_for():
     assert any("all_gather" in sentence for sentence in findings.exposed_collectives(found))
 
 
-@pytest.mark.slow
 def test_a_collective_behind_computation_is_not_waited_for():
     text, _ = layers(overlapped=True, options=FUSED)
     found = timing_of(text, EIGHT())
@@ -341,7 +336,6 @@ def test_a_collective_behind_computation_is_not_waited_for():
     assert inside and all(each.overlapped for each in inside), found.collectives
 
 
-@pytest.mark.slow
 def test_a_collective_on_the_sparse_core_takes_its_time_too():
     text, size = layers(overlapped=False, options=ON_SPARSE_CORE)
     assert " call-start(" in text
@@ -349,7 +343,6 @@ def test_a_collective_on_the_sparse_core_takes_its_time_too():
     assert sum(each.seconds for each in gathers) == pytest.approx(6 * size * 3 / 8 / 90e9)
 
 
-@pytest.mark.slow
 def test_a_kernel_takes_as_long_as_its_arrays_to_move():
     def doubled(x: jax.Array) -> jax.Array:
         def body(x: Any, out: Any) -> None:

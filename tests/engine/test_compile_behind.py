@@ -26,6 +26,8 @@ from comfyui_tpu.tpu_runtime.programs import executables
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.refusal import DoesNotFit, Refusal
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SPEC = spec_for_family("Wan21")
 MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id)

@@ -30,6 +30,8 @@ from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.programs.generation import Denoising
 from comfyui_tpu.tpu_runtime.progress import Silent
 
+pytestmark = pytest.mark.slow
+
 SPEC = spec_for_family("Wan21")
 MODEL = parity.tiny_model(SPEC)
 EULER, UNIPC, DPM, LCM = FLOW_SCHEDULERS

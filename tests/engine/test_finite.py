@@ -22,6 +22,8 @@ from comfyui_tpu.tpu_runtime.programs import finite, solver_table
 from comfyui_tpu.tpu_runtime.progress import Preview, Silent
 from safetensors.torch import load_file, save_file
 
+pytestmark = pytest.mark.slow
+
 SPEC = spec_for_family("Flux2")
 MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id, precision="float32")
 SETTINGS = Settings(height=64, width=96, num_inference_steps=4, guidance_scale=4.0)

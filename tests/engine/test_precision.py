@@ -15,6 +15,8 @@ from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import generation
 from comfyui_tpu.tpu_runtime.progress import Silent
 
+pytestmark = pytest.mark.slow
+
 WITH_PICTURES = [spec for spec in SPECS if spec.pictures.encode is not None]
 I2V = spec_for_family("Wan22I2V")
 

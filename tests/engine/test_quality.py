@@ -13,12 +13,15 @@ from comfyui_tpu.kernels import choice
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.closeness import difference
 from comfyui_tpu.tests.support.host import Runner
+from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import QUALITIES, Curve, MagCache
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import denoise_step, generation, weights
 from comfyui_tpu.tpu_runtime.programs.program import Target
 from comfyui_tpu.tpu_runtime.progress import Silent
+
+pytestmark = pytest.mark.slow
 
 SPEC = spec_for_family("Wan21")
 
@@ -53,7 +56,10 @@ def test_who_leaves_out_no_blocks_says_who_does():
             assert str(error.value) == f"{spec.title}: {who}"
 
 
-@pytest.mark.parametrize("family", ["Wan21", "Flux2", "HunyuanVideo15", "CogVideoX", "ZImage", "QwenImage"])
+FAMILIES = ("Wan21", "Flux2", "HunyuanVideo15", "CogVideoX", "ZImage", "QwenImage")
+
+
+@pytest.mark.parametrize("family", slower(FAMILIES, "CogVideoX", "ZImage", "QwenImage"))
 def test_int8_gives_nearly_the_same_and_leaves_exact_alone(family: str, monkeypatch: pytest.MonkeyPatch):
     """One engine, programs of both at once: neither takes the other's."""
     monkeypatch.setattr(policy, "MANY_KEYS", 0)

@@ -13,6 +13,8 @@ from comfyui_tpu.tpu_runtime.hosts.together import Together
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.progress import Silent
 
+pytestmark = pytest.mark.slow
+
 
 class NeverTold(Together):
     def stage(self, *args: object) -> object:

@@ -20,6 +20,8 @@ from comfyui_tpu.tpu_runtime.programs.executables import Executable
 from comfyui_tpu.tpu_runtime.programs.finite import NotFinite
 from comfyui_tpu.tpu_runtime.progress import Preview
 
+pytestmark = pytest.mark.slow
+
 MODEL = parity.tiny_model(spec_for_family("Wan21"))
 SETTINGS = Settings(
     height=64, width=48, num_frames=5, num_inference_steps=5, guidance_scale=1.0, seed=7, shift=5.0,

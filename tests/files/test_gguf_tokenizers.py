@@ -25,6 +25,8 @@ from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
 from comfyui_tpu.tpu_runtime.progress import Silent
 from sentencepiece import sentencepiece_model_pb2
 
+pytestmark = pytest.mark.slow
+
 # Kinds of tokens as llama.cpp numbers them.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 

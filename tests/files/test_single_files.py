@@ -11,6 +11,7 @@ import torch
 from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tests.files.single_files import Tensors
 from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, choose_model, variant
 from comfyui_tpu.tpu_runtime.files import CheckpointError
@@ -148,9 +149,7 @@ def test_what_is_missing_is_found_in_comfyuis_folders_the_most_exact_one(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "spec",
-    [pytest.param(spec, marks=[pytest.mark.slow] * (spec is not WAN)) for spec in FLAGSHIPS],
-    ids=lambda spec: spec.name,
+    "spec", slower(FLAGSHIPS, *(spec for spec in FLAGSHIPS if spec is not WAN)), ids=lambda spec: spec.name
 )
 def test_frames_are_the_folders(spec: ModelSpec, tmp_path: Path, compare: Callable):
     """Not to the bit, as the tensors are: a Mistral of fewer layers is another program, which may round elsewhere."""

@@ -37,6 +37,8 @@ from comfyui_tpu.tpu_runtime.progress import Preview
 from comfyui_tpu.tpu_runtime.remote import client
 from safetensors.torch import save_file
 
+pytestmark = pytest.mark.slow
+
 
 class Watching(TerminalHost):
     """Notes what is shown; cancels once `stop_at` steps are done."""

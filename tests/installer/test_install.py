@@ -16,6 +16,8 @@ import pytest
 from comfyui_tpu.installer import git, install, layout, lock, machine, start, steps, terminal, uninstall, update, venv
 from comfyui_tpu.tests.installer import bad_ground, small_world
 
+pytestmark = pytest.mark.slow
+
 ROOT = small_world.ROOT
 HOME = "a home"  # pip takes what stands in its variables for several words where there are spaces
 

@@ -15,6 +15,8 @@ from comfyui_tpu.tpu_runtime.models.autoencoders import layers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+pytestmark = pytest.mark.slow
+
 FRAMES, ROWS, INS = 4, 8, 5
 ONE, EIGHT = MeshShape(), MeshShape(dp=4, sp=2)
 

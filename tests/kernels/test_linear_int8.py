@@ -12,6 +12,8 @@ from comfyui_tpu.kernels import chip, linear_int8
 from comfyui_tpu.kernels.linear_int8 import Rounded, Tiles
 from comfyui_tpu.tests.support.closeness import OPERATION, difference
 
+pytestmark = pytest.mark.slow
+
 # What lies in the middle between two whole numbers may go either way.
 HALVES = 2e-3
 

@@ -26,11 +26,12 @@ from comfyui_tpu.kernels.prologue import Norm
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.closeness import difference
+from comfyui_tpu.tests.support.patience import slower
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-CORES = pytest.mark.parametrize("cores", [1, 2], ids=["1 core", "2 cores"])
+CORES = pytest.mark.parametrize("cores", slower((1, 2), 1), ids=["1 core", "2 cores"])
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +78,7 @@ FORMS = {
 
 @pytest.mark.slow
 @CORES
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", slower((64, 128), 64))
 @pytest.mark.parametrize("name", FORMS)
 def test_attention(name: str, head_dim: int, cores: int):
     """Two blocks of queries of two heads; padding is NaN."""

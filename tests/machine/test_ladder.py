@@ -31,6 +31,8 @@ from comfyui_tpu.tpu_runtime.programs import denoise_step
 from comfyui_tpu.tpu_runtime.programs.finite import NotFinite
 from comfyui_tpu.tpu_runtime.programs.program import DENOISE_STEP, Program
 
+pytestmark = pytest.mark.slow
+
 SPEC = spec_for_family("Flux2")
 MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id, precision="float32")
 SETTINGS = Settings(height=64, width=96, num_inference_steps=2, guidance_scale=4.0)

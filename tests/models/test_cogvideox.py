@@ -140,14 +140,14 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
     [
         pytest.param(3, TALL, id="3 tall"),
         *(
-            pytest.param(chips, settings, id=name, marks=pytest.mark.slow)
-            for name, chips, settings in (
-                ("1 odd", 1, ODD),
-                ("8 odd", 8, ODD),
-                ("8 flat", 8, FLAT),
-                ("8 odd DPM", 8, ODD_DPM),
-                ("3 tall DPM", 3, TALL_DPM),
-                ("8 odd dynamic", 8, ODD_DYNAMIC),
+            pytest.param(chips, settings, id=name, marks=mark)
+            for name, chips, settings, mark in (
+                ("1 odd", 1, ODD, pytest.mark.recorded),
+                ("8 odd", 8, ODD, pytest.mark.slow),
+                ("8 flat", 8, FLAT, pytest.mark.recorded),
+                ("8 odd DPM", 8, ODD_DPM, pytest.mark.slow),
+                ("3 tall DPM", 3, TALL_DPM, pytest.mark.recorded),
+                ("8 odd dynamic", 8, ODD_DYNAMIC, pytest.mark.recorded),
             )
         ),
     ],

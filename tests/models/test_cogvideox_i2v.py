@@ -23,6 +23,8 @@ from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.progress import Silent
 
+pytestmark = pytest.mark.slow
+
 T2V, SPEC = flagship.SPEC, spec_by_name("cogvideox1.5-5b-i2v")
 MODEL = parity.tiny_model(SPEC)
 # Latent frames 5 and 3, padded to 6 and 4; tokens 3 * 5 * 7 = 105 and 2 * 7 * 3 = 42.
@@ -109,7 +111,6 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(monkeypatch: 
     compare("denoiser, poisoned padding", ours, (uncond + ODD.guidance_scale * (cond - uncond)).numpy(), error=NETWORK)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("chips", "settings"), [(3, TALL), (8, ODD)])
 def test_a_video_from_a_picture_equals_upstreams(chips: int, settings: Settings, compare: Callable):
     runner = engine(chips)

@@ -18,6 +18,7 @@ from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK, difference
 from comfyui_tpu.tests.support.host import Runner
+from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime import tokens
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
@@ -84,6 +85,7 @@ def embeddings(prompt: str) -> np.ndarray:
         return pipeline().encode_prompt(prompt)[0].numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chips", "prompt"), [(1, LONG), (3, SHORT), (8, SHORT)])
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
     embeds, negative = engine(chips).encode(MODEL, prompt, "", Silent())
@@ -124,7 +126,12 @@ def test_padding_after_the_text_is_masked_too(compare: Callable):
     compare("embeddings, padded after", np.asarray(ours), expected, error=NETWORK)
 
 
-@pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(tp=3), MeshShape(sp=4, tp=2), MeshShape(sp=8)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    slower((MeshShape(), MeshShape(tp=3), MeshShape(sp=4, tp=2), MeshShape(sp=8)), MeshShape(), MeshShape(sp=8)),
+    ids=str,
+)
 def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
     mesh: MeshShape, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):
@@ -145,7 +152,7 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
 
 @pytest.mark.parametrize(
     ("chips", "case"),
-    [pytest.param(1, "odd", marks=pytest.mark.slow), pytest.param(3, "tall", marks=pytest.mark.slow), (8, "odd")],
+    [pytest.param(1, "odd", marks=pytest.mark.recorded), pytest.param(3, "tall", marks=pytest.mark.slow), (8, "odd")],
 )
 def test_latents_and_picture_equal_upstreams(chips: int, case: str, compare: Callable):
     settings, runner = CASES[case], engine(chips)
@@ -237,7 +244,11 @@ def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
-    [{"num_inference_steps": 3}, {"seed": 11}, {"guidance_scale": 2.0}, {"prompt": LONG}],
+    slower(
+        ({"num_inference_steps": 3}, {"seed": 11}, {"guidance_scale": 2.0}, {"prompt": LONG}),
+        {"num_inference_steps": 3},
+        {"seed": 11},
+    ),
     ids=lambda change: next(iter(change)),
 )
 def test_every_setting_changes_the_result(change: dict):

@@ -28,6 +28,8 @@ from comfyui_tpu.tpu_runtime.programs import modules, network_call
 from comfyui_tpu.tpu_runtime.programs.program import Target
 from comfyui_tpu.tpu_runtime.progress import Silent
 
+pytestmark = pytest.mark.slow
+
 DEV = spec_for_family("Flux2")
 DISTILLED, BASE = spec_by_name("flux2-klein-4b"), spec_by_name("flux2-klein-base-4b")
 SHORT = "cat"
@@ -123,7 +125,6 @@ def test_one_guided_call_with_a_reference_equals_upstreams(
     compare(f"denoiser, {mesh}", ours, flows[1] + 4.0 * (flows[0] - flows[1]), error=NETWORK)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "settings", "pictures"),
     [pytest.param(DISTILLED, FOUR_STEPS, 0, id="distilled"), pytest.param(BASE, ODD, 1, id="base, a reference")],

@@ -18,6 +18,7 @@ from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK, difference
 from comfyui_tpu.tests.support.host import Host as Said
+from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.checkpoints import guider, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
@@ -103,6 +104,7 @@ def embeddings(prompt: str) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prompt", "chips"), [(PLAIN, 1), (QUOTED, 3), (LONG, 8)], ids=["plain", "quoted", "long"])
 def test_prompts_are_encoded_as_upstream_encodes_them(prompt: str, chips: int, compare: Callable):
     encoded = engine(chips).encode(MODEL, prompt, NEGATIVE, Silent())
@@ -115,6 +117,7 @@ def test_prompts_are_encoded_as_upstream_encodes_them(prompt: str, chips: int, c
     assert prompt != LONG or encoded[0][0][1]["length"] == 1000
 
 
+@pytest.mark.slow
 def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(monkeypatch: pytest.MonkeyPatch, compare: Callable):
     """105 tokens on 4 chips, whose three added ones are NaN, and texts with noise behind their ends."""
     parity.poison_padding(monkeypatch)
@@ -148,7 +151,9 @@ def upstream_call(noise: torch.Tensor, text: dict[str, np.ndarray]) -> torch.Ten
 CASES = {"odd": (ODD, QUOTED, 8), "flat": (FLAT, PLAIN, 1), "tall": (TALL, QUOTED, 3)}
 
 
-@pytest.mark.parametrize("case", ["tall", *(pytest.param(case, marks=pytest.mark.slow) for case in ("odd", "flat"))])
+@pytest.mark.parametrize(
+    "case", ["tall", pytest.param("odd", marks=pytest.mark.slow), pytest.param("flat", marks=pytest.mark.recorded)]
+)
 def test_latents_and_frames_equal_upstreams(case: str, compare: Callable):
     """Shifts of the checkpoint and of the widget, with and without a negative prompt, with and without letters."""
     settings, prompt, chips = CASES[case]
@@ -248,7 +253,7 @@ def tall_latents() -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: next(iter(change)))
+@pytest.mark.parametrize("change", slower(CHANGES, *CHANGES[1:4]), ids=lambda change: next(iter(change)))
 def test_every_setting_changes_the_result(change: dict):
     """Each widget has its effect on a second run, when everything is loaded and compiled."""
     runner, settings = engine(3), replace(TALL, **{name: x for name, x in change.items() if name != "prompt"})

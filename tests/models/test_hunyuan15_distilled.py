@@ -20,6 +20,8 @@ from comfyui_tpu.tpu_runtime.models import SPECS, hunyuan15_distilled, spec_by_n
 from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.progress import Silent
 
+pytestmark = pytest.mark.slow
+
 SPEC = spec_for_family("HunyuanVideo15")
 MEAN_FLOW, DISTILLED = hunyuan15_distilled.I2V_480P_STEP_DISTILLED, hunyuan15_distilled.T2V_480P_DISTILLED
 # 105 tokens on 8 and on 3 chips: only 3 divides them. The checkpoint's own shift.
@@ -123,7 +125,6 @@ def embeds(prompt: str) -> Any:
     return conditioning.conditioning(SPEC, encoded, 0)
 
 
-@pytest.mark.slow
 def test_a_generation_of_the_mean_flow_equals_upstreams(compare: Callable):
     """Encoders and decoder are the flagship's. One branch on three chips, whatever the widget says."""
     pipe, model = flagship.image_pipeline(MEAN_FLOW.name), parity.tiny_model(MEAN_FLOW)
@@ -134,7 +135,6 @@ def test_a_generation_of_the_mean_flow_equals_upstreams(compare: Callable):
     compare("latents, mean flow", latents["samples"].numpy() * flagship.SCALE, expected.latents)
 
 
-@pytest.mark.slow
 def test_a_cfg_distilled_checkpoint_runs_one_branch(compare: Callable, caplog: pytest.LogCaptureFixture):
     """As upstream's pipeline, which takes the scale from the checkpoint; the widget still says 6."""
     pipe, model = parity.upstream("HunyuanVideo15Pipeline", tiny.ensure(DISTILLED)), parity.tiny_model(DISTILLED)

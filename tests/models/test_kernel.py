@@ -15,6 +15,7 @@ from comfyui_tpu.kernels import prologue, residual_norm
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.support.closeness import NETWORK
+from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.models import spec_by_name
@@ -90,7 +91,7 @@ REAL_HEADS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REAL_HEADS)
+@pytest.mark.parametrize("name", slower(REAL_HEADS, *set(REAL_HEADS) - {"wan2.1-t2v-14b", "flux2-dev"}))
 def test_heads_of_the_published_size_go_through_every_kernel(
     name: str, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):

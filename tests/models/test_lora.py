@@ -20,6 +20,8 @@ from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
 from comfyui_tpu.tpu_runtime.progress import Silent
 from safetensors.torch import load_file, save_file
 
+pytestmark = pytest.mark.slow
+
 MODEL, WAN21 = test_wan22_i2v.MODEL, test_wan21.MODEL
 SHORT = replace(test_wan21.ODD, num_inference_steps=1)
 

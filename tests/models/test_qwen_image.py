@@ -16,6 +16,7 @@ from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK
+from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import Settings
@@ -46,6 +47,7 @@ def states(prompt: str) -> np.ndarray:
         return pipeline().encode_prompt(prompt)[0][0].numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chips", "prompt"), [(1, LONG), (3, SHORT), (8, SHORT)])
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
     both = engine(chips).encode(MODEL, prompt, "", Silent())
@@ -82,6 +84,7 @@ def unpacked(flow: torch.Tensor, settings: Settings) -> np.ndarray:
     return pipeline()._unpack_latents(flow, settings.height, settings.width, 8).numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 33, 1024])
 def test_one_call_equals_upstreams_for_texts_of_any_length(
     length: int, monkeypatch: pytest.MonkeyPatch, compare: Callable
@@ -95,9 +98,12 @@ def test_one_call_equals_upstreams_for_texts_of_any_length(
     compare(f"denoiser, {length} tokens", ours, wanted, error=NETWORK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [ODD, replace(WHOLE, guidance_scale=4.0)], ids=["odd", "whole"])
 @pytest.mark.parametrize(
-    "mesh", [MeshShape(), MeshShape(sp=3), MeshShape(dp=2, tp=3), MeshShape(dp=2, sp=2, tp=2)], ids=str
+    "mesh",
+    slower((MeshShape(), MeshShape(sp=3), MeshShape(dp=2, tp=3), MeshShape(dp=2, sp=2, tp=2)), MeshShape()),
+    ids=str,
 )
 def test_one_guided_call_equals_upstreams(
     mesh: MeshShape, settings: Settings, monkeypatch: pytest.MonkeyPatch, compare: Callable
@@ -164,6 +170,7 @@ def as_published(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_folder_as_published_gives_what_upstream_makes_of_it(tmp_path: Path, compare: Callable):
     folder = as_published(tmp_path / "published")
     pipe = parity.upstream("QwenImagePipeline", folder)

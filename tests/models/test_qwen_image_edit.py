@@ -15,6 +15,7 @@ from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK, difference
+from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime import pipeline as runtime
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
@@ -27,6 +28,8 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as upstre
 from PIL import Image
 from transformers import BatchFeature
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+pytestmark = pytest.mark.slow
 
 SPEC = spec_by_name("qwen-image-edit-2511")
 MODEL = parity.tiny_model(SPEC)
@@ -137,8 +140,10 @@ def upstreams_flow(noise: torch.Tensor, condition: ImageCondition, text: np.ndar
     return flow[:, : packed[0].shape[1]]
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-@pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(sp=3), MeshShape(dp=2, sp=2, tp=2)], ids=str)
+@pytest.mark.parametrize("number", slower((0, 1, 2), 1))
+@pytest.mark.parametrize(
+    "mesh", slower((MeshShape(), MeshShape(sp=3), MeshShape(dp=2, sp=2, tp=2)), MeshShape()), ids=str
+)
 def test_one_guided_call_equals_upstreams(
     mesh: MeshShape, number: int, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):
@@ -177,7 +182,7 @@ def test_pictures_without_a_time_of_their_own_are_those_of_2509(compare: Callabl
     assert difference(wanted, timed) > 10 * NETWORK
 
 
-@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", slower((1, 2), 2))
 def test_latents_and_picture_equal_upstreams(number: int, compare: Callable):
     expected = parity.generate(
         pipeline(), ODD, image=[*map(as_pil, pictures()[:number])], prompt=PROMPT, negative_prompt=NEGATIVE,

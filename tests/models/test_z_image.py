@@ -37,6 +37,7 @@ def states(prompt: str) -> np.ndarray:
         return pipeline(TURBO.name).encode_prompt(prompt, do_classifier_free_guidance=False)[0][0].numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chips", "prompt"), [(1, LONG), (3, SHORT), (8, SHORT)])
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
     both = engine(chips).encode(parity.tiny_model(TURBO), prompt, "", Silent())
@@ -65,6 +66,7 @@ def upstreams_flow(noise: torch.Tensor, texts: tuple[np.ndarray, ...], transform
     return [-flow.transpose(0, 1).numpy() for flow in flows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 64, 511, 512])
 def test_one_call_equals_upstreams_for_a_text_of_every_length(
     length: int, monkeypatch: pytest.MonkeyPatch, compare: Callable
@@ -78,6 +80,7 @@ def test_one_call_equals_upstreams_for_a_text_of_every_length(
     compare(f"denoiser, {length} tokens", ours, wanted, error=NETWORK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [replace(ODD, guidance_scale=4.0), WHOLE], ids=["odd", "whole"])
 @pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(sp=3), MeshShape(dp=2, sp=4)], ids=str)
 def test_one_guided_call_equals_upstreams(
@@ -113,7 +116,7 @@ def test_every_weight_is_used_where_upstream_uses_it(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("spec", "settings"), [(TURBO, ODD), pytest.param(BASE, WHOLE, marks=pytest.mark.slow)], ids=["turbo", "base"]
+    ("spec", "settings"), [(TURBO, ODD), pytest.param(BASE, WHOLE, marks=pytest.mark.recorded)], ids=["turbo", "base"]
 )
 def test_latents_and_picture_equal_upstreams(spec: ModelSpec, settings: Settings, compare: Callable):
     """Upstream's guidance is added to the prompt's own flow: one less than ours."""

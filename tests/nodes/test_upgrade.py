@@ -17,6 +17,7 @@ from comfyui_tpu.nodes.headless.changes import make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
 from comfyui_tpu.tests.nodes import examples, separate_packs
+from comfyui_tpu.tests.support.patience import slower
 from PIL import Image
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -226,10 +227,11 @@ def test_damaged_ones_end_in_a_sentence(pack: str):
             upgraded(document, DECLARATIONS)
 
 
-@pytest.mark.parametrize(
-    ("pack", "result"),
-    [("flux2", "*.png"), ("cogvideox", "*.mp4"), ("wan21", "video/*.mp4"), ("wan22_i2v", "video/*.mp4")],
-)
+SAVED = (("flux2", "*.png"), ("cogvideox", "*.mp4"), ("wan21", "video/*.mp4"), ("wan22_i2v", "video/*.mp4"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pack", "result"), slower(SAVED, *SAVED[1:3]))
 def test_a_saved_workflow_runs(pack: str, result: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "input").mkdir()
     Image.new("RGB", (96, 64), "red").save(tmp_path / "input" / separate_packs.PICTURE, "PNG")

@@ -365,8 +365,10 @@ ALIKE = (
     # Autoencoders with the layers of Flux.2's, and of Wan's.
     "z-image-turbo-decode",
     "qwen-image-2512-decode",
-    # A step that is sharded as Wan's is.
+    # A step that is sharded as Wan's is, and decoders whose layers are split as its are.
     "cogvideox1.5-5b-denoise",
+    "cogvideox1.5-5b-decode",
+    "hunyuanvideo1.5-t2v-720p-decode",
 )
 EVERY = [
     pytest.param(spec, stages, id=name, marks=[pytest.mark.recorded] if name in ALIKE else [])

@@ -34,6 +34,8 @@ from comfyui_tpu.tpu_runtime.selftest.groups import CheckGroup
 from jax.sharding import NamedSharding
 from rich.console import Console
 
+pytestmark = pytest.mark.slow
+
 OPTION = "xla_tpu_enable_async_all_to_all"
 HALT = "INTERNAL: Accelerator device halted prematurely. Core halted unexpectedly: TPU program continuator has halted"
 MIB = 2**20
@@ -161,7 +163,6 @@ def test_a_stored_program_that_does_not_load_is_kept_by_no_engine(runs: Runs):
 ONE_FORM = {"selftest.kernels:HEAD_SIZES": [64], "selftest.kernels:FORMS": ["bounded scores"]}
 
 
-@pytest.mark.slow
 def test_a_halt_in_the_third_kernel_is_one_red_row_and_the_next_prompt_is_right(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ):
@@ -178,7 +179,6 @@ def test_a_halt_in_the_third_kernel_is_one_red_row_and_the_next_prompt_is_right(
     assert run.report().to_json()["machine"]["kernels_off"] == ["residual_norm"]
 
 
-@pytest.mark.slow
 def test_a_kernel_that_does_not_compile_takes_smaller_tiles(runs: Runs):
     """The layer refuses the first program with the kernel, and takes the second."""
     said = "INTERNAL: Mosaic failed to compile TPU kernel: no layout"
@@ -193,7 +193,6 @@ def test_how_many_compile_behind_a_stage_goes_by_what_that_costs():
     assert [compiled.behind(ratio) for ratio in (0.9, 1.1, 1.3, 2.0)] == [2, 2, 1, 0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["v6e:2x4", "v5e:2x4"])
 def test_transfers_next_to_the_kernel_compile_for_a_tpu_with_all_options(name: str):
     """Of this loop nothing else says before a TPU runs it that libtpu takes it."""

@@ -5,6 +5,7 @@ Servers come from the fixture `start_comfyui` in conftest.py, which ends them; w
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -173,6 +174,13 @@ class Server:
         entry = self.finish(answer["prompt_id"])
         assert entry["status"]["status_str"] == "success", f"{entry['status']}\n{self.log_tail()}"
         return entry
+
+    def forget(self) -> None:
+        """Drops what its page has set, its history, and its results."""
+        shutil.rmtree(self.base / "output", ignore_errors=True)
+        for settings in (self.base / "user").glob("*/comfy.settings.json"):
+            settings.unlink()
+        self.post("/history", {"clear": True})
 
     def log_tail(self) -> str:
         return self.log.read_text(errors="replace")[-6000:]

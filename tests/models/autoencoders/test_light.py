@@ -25,7 +25,7 @@ from comfyui_tpu.tpu_runtime.progress import Preview, Silent
 from safetensors.torch import save_file
 from torch import nn
 
-pytestmark = needs_comfyui
+pytestmark = [pytest.mark.slow, needs_comfyui]
 
 Tensors = dict[str, torch.Tensor]
 WAN, TI2V, HUNYUAN = map(spec_by_name, ("wan2.1-t2v-14b", "wan2.2-ti2v-5b", "hunyuanvideo1.5-t2v-720p"))

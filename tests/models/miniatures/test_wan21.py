@@ -22,6 +22,8 @@ from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.progress import Silent
 from comfyui_tpu.tpu_runtime.selftest.families import Unkept
 
+pytestmark = pytest.mark.slow
+
 SPEC = wan21.SPEC
 MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision="float32")
 SETTINGS = SPEC.settings(**{**SPEC.miniature.inputs, "num_frames": 5, "num_inference_steps": 8})

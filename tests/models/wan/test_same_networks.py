@@ -24,6 +24,8 @@ from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.progress import Silent
 from safetensors.torch import load_file, save_file
 
+pytestmark = pytest.mark.slow
+
 WAN, TI2V = spec_for_family("Wan21"), spec_by_name("wan2.2-ti2v-5b")
 SETTINGS = replace(test_wan21.ODD, num_inference_steps=4, guidance_scale=6.0, shift=8.0)
 # Skywork/SkyReels-V2-T2V-14B-540P-Diffusers: what its configs say that Wan's do not.

@@ -29,6 +29,8 @@ from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.progress import Silent
 from PIL import Image
 
+pytestmark = pytest.mark.slow
+
 FIRST, BOTH = spec_by_name("wan2.1-i2v-14b-480p"), spec_by_name("wan2.1-flf2v-14b-720p")
 SPECS = pytest.mark.parametrize("spec", [FIRST, BOTH], ids=lambda spec: spec.name)
 # Tokens: 3 * 5 * 7 = 105, and 257 or 514 of pictures: none divides by the chips.
@@ -102,7 +104,6 @@ def encode(spec: ModelSpec, **given: Any) -> ImageCondition:
     return nodes.IMAGE_ENCODER.run(host, **values)[0]
 
 
-@pytest.mark.slow
 @SPECS
 def test_condition_latents_and_frames_equal_upstreams(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, compare: Callable
