@@ -126,16 +126,20 @@ def _attend(
     allowed: Bool[Array, "rows blocks"] | None,
     size: int,
 ) -> tuple[Float[Array, "batch heads rows head_dim"], Float[Array, "batch heads rows"]]:
-    """All scores of these queries at once. `allowed`: the blocks of `size` keys that each attends to, of the first."""
+    """All scores of these queries at once. `allowed`: the blocks of `size` keys that each attends to, of the first.
+
+    Few passes over the scores, for on a CPU these take most of a step. A key that is not seen adds exactly nothing,
+    also to a row that sees none: its maximum is far above what it was masked with.
+    """
     counts = valid[:, None, None, :]
     if allowed is not None:
         own = jnp.repeat(allowed, size, axis=1)
         counts = counts & jnp.pad(own, ((0, 0), (0, k.shape[1] - own.shape[1])), constant_values=True)
     highest = jax.lax.Precision.HIGHEST
-    scores = jnp.einsum("bhqd,bkhd->bhqk", queries, k, precision=highest) * queries.shape[-1] ** -0.5
-    scores = jnp.where(counts, scores, NEGATIVE)
-    top = jnp.max(scores, axis=-1, keepdims=True, initial=NEGATIVE)
-    weights = jnp.where(counts, jnp.exp(scores - top), 0)
+    queries = queries * queries.shape[-1] ** -0.5
+    scores = jnp.einsum("bhqd,bkhd->bhqk", queries, k, precision=highest) + jnp.where(counts, 0, NEGATIVE)
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True, initial=NEGATIVE), NEGATIVE / 2)
+    weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)  # [batch, heads, rows, 1]
     out = jnp.einsum("bhqk,bkhd->bhqd", weights, v, precision=highest) / jnp.maximum(total, 1e-30)
     return out, jnp.where(total > 0, top + jnp.log(jnp.maximum(total, 1e-30)), NEGATIVE)[..., 0]
