@@ -115,7 +115,7 @@ def test_any_guider(folder: Path, content: bytes):
     index.write_text(json.dumps({**saved, "guider": ["diffusers", "ClassifierFreeGuidance"]}))
     read_with(
         folder / "guider" / "guider_config.json", content,
-        lambda: guider.settings_for(located, SPEC.settings(), Silent()),
+        lambda: guider.scale_for(located, SPEC.settings().guidance_scale, Silent()),
     )  # fmt: skip
     index.write_text(json.dumps(saved))
 

@@ -244,16 +244,16 @@ def latents(stage: Stage, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def _wanted(stage: Stage, name: str, part: _Part) -> Wanted:
-    spec, config = stage.spec, stage.config(name)
-    settings = settings_of(spec, (part.rows, *part.sample.shape[1:]))
-    settings = replace(settings, quality=stage.model.quality)
-    component = spec.component(name)
+    spec, config, component = stage.spec, stage.config(name), stage.spec.component(name)
     folder = stage.found.fetch_weights(component, stage.progress)
     bounded = score_bound.is_bounded(spec, component, folder, stage.added_to_norms(component))
-    shape = StepShape(num_memory=0, timestep_dtype=np.dtype(np.float32), bounded=bounded)
+    shape = StepShape(
+        latent_shape=(1, *part.sample.shape[1:]), branches=part.rows, quality=stage.model.quality, bounded=bounded,
+        num_memory=0, timestep_dtype=np.dtype(np.float32),
+    )  # fmt: skip
     shapes = {name: (x.shape, x.dtype) for name, x in part.inputs.items()}
     return Wanted(
-        title=f"the denoiser for {settings.width}x{settings.height}, {settings.num_frames} frames",
+        title=f"the denoiser for {_size(spec, part.sample.shape)}",
         key=(
             "predict",
             spec.name,
@@ -261,27 +261,18 @@ def _wanted(stage: Stage, name: str, part: _Part) -> Wanted:
             stage.target,
             part.sample.shape,
             bounded,
-            settings.quality,
+            shape.quality,
             *sorted((n, str(s)) for n, s in shapes.items()),
         ),
-        build=lambda: denoise_step.prediction_program(
-            spec, config, stage.target, settings, shape, part.sample.shape, shapes
-        ),
+        build=lambda: denoise_step.prediction_program(spec, config, stage.target, shape, part.sample.shape, shapes),
     )
 
 
-def settings_of(spec: ModelSpec, shape: tuple[int, ...]) -> Settings:
-    """Settings whose latents have this shape, with a guidance that makes so many rows."""
-    geometry, (rows, _, *frames, height, width) = spec.geometry, shape
+def _size(spec: ModelSpec, shape: tuple[int, ...]) -> str:
+    """What latents of this shape are of, in words."""
+    geometry, (*frames, height, width) = spec.geometry, shape[2:]
     number = (frames[0] - 1) * geometry.stride_t + 1 if frames else 1
-    return replace(
-        spec.settings(),
-        height=height * geometry.stride_hw,
-        width=width * geometry.stride_hw,
-        num_frames=number,
-        guidance_scale=2.0 if rows == 2 else 1.0,
-        guidance_scale_2=None,
-    )
+    return f"{width * geometry.stride_hw}x{height * geometry.stride_hw}, {number} frames"
 
 
 def note_call(stage: Stage, prediction: Prediction | None = None, decoded: tuple[int, ...] = ()) -> None:
