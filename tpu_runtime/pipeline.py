@@ -194,11 +194,10 @@ def remote_model(
 
 
 def run(stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> Any:
-    """One of `engine.run.WORK`, where the model is; see below for the arguments. Settings among them are checked, and
-    what the model's makers would not advise is logged once.
+    """One of `engine.run.WORK`, where the model is; see below for the arguments. Settings among them are of widgets, or
+    were checked; what the model's makers would not advise is logged once.
     """
     if (settings := arguments.get("settings")) is not None:
-        model.spec.check_settings(settings)
         if not model.address:
             settings = arguments["settings"] = _with_curve(model, settings)
         is_published = stage == "denoise" and model.model_id not in model.spec.miniature.ids

@@ -258,7 +258,7 @@ def test_every_setting_changes_the_result(change: dict):
 )
 def test_bad_settings_are_refused(change: dict, sentence: str):
     with pytest.raises(ValueError) as error:
-        pipeline.denoise(MODEL, replace(ODD, **change), [], None, progress=Silent())
+        SPEC.settings(**change)
     assert str(error.value) == f"CogVideoX 1.5 5B: {sentence}"
 
 
