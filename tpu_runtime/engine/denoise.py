@@ -145,7 +145,19 @@ def _settle(stage: Stage, plan: Denoising, launched: Launched) -> None:
     if not launched.is_finite:
         what = f"from step {launched.index + 1} of {plan.table.num_steps} on, the latents"
         raise stage.not_finite(what, stage.model.loras)
-    _stepped(stage, plan.steps.index(launched.index) + 1, len(plan.steps), launched)
+
+    def fetch(array: jax.Array) -> torch.Tensor:
+        return torch.from_numpy(np.array(array))
+
+    preview = Preview(
+        latent_format=stage.spec.vae.latent_format,
+        latents=functools.partial(fetch, launched.denoised),
+        picture=None if launched.picture is None else functools.partial(fetch, launched.picture),
+    )
+    done, total = plan.steps.index(launched.index) + 1, len(plan.steps)
+    stage.progress.step(done, total, "step", preview)
+    if seconds := stage.progress.activity.seconds_per_unit:
+        stage.progress.text(f"Denoising, step {done} of {total}, {seconds:.2f} s a step")
 
 
 def _placed(program: Runnable, state: tuple[Any, ...], inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -155,20 +167,6 @@ def _placed(program: Runnable, state: tuple[Any, ...], inputs: Inputs) -> tuple[
     rows = {name: x[: shapes.inputs[name].shape[0]] for name, x in inputs.items()}
     put = functools.partial(jax.tree.map, lambda x, want: placement.put(x, want.sharding))
     return put(state, shapes.state), put(rows, shapes.inputs)
-
-
-def _stepped(stage: Stage, done: int, total: int, launched: Launched) -> None:
-    def fetch(array: jax.Array) -> torch.Tensor:
-        return torch.from_numpy(np.array(array))
-
-    preview = Preview(
-        latent_format=stage.spec.vae.latent_format,
-        latents=functools.partial(fetch, launched.denoised),
-        picture=None if launched.picture is None else functools.partial(fetch, launched.picture),
-    )
-    stage.progress.step(done, total, "step", preview)
-    if seconds := stage.progress.activity.seconds_per_unit:
-        stage.progress.text(f"Denoising, step {done} of {total}, {seconds:.2f} s a step")
 
 
 def _pictures(stage: Stage, plan: Denoising) -> Callable[[jax.Array], jax.Array | None]:

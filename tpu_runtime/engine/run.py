@@ -2,6 +2,7 @@
 up: what an engine runs, by name, is `WORK`.
 """
 
+import functools
 import hashlib
 import itertools
 import logging
@@ -280,18 +281,13 @@ def note_call(stage: Stage, prediction: Prediction | None = None, decoded: tuple
     decoding samples of this shape; of a model without either those of its text encoders.
     """
     spec = stage.spec
-
-    def note_one(wanted: Wanted) -> Compilation | Executable:
-        stage.progress.check_cancelled()
-        return stage.program_cache.note(wanted)
-
-    call = network_call.caller(lambda request: note_one(stage.wanted(request)).program, generation.zeros)
+    call = network_call.caller(lambda request: _note(stage, stage.wanted(request)).program, generation.zeros)
     if prediction is not None:
         name = spec.denoiser.experts[prediction.expert]
         # Its program depends on some of the weights, and a download belongs to the stage, which shows it.
         if stage.found.weights_here(spec.component(name)):
             for part in _parts(spec, prediction):
-                note_one(_wanted(stage, name, part))
+                _note(stage, _wanted(stage, name, part))
     elif decoded:
         for _ in spec.vae.decode(call, torch.zeros(decoded), lambda done, total: None):
             pass
@@ -314,16 +310,17 @@ WORK: Mapping[str, Callable[..., Any]] = {
 }
 
 
+def _note(stage: Stage, wanted: Wanted) -> Compilation | Executable:
+    stage.progress.check_cancelled()
+    return stage.program_cache.note(wanted)
+
+
 def note(stage: Stage, settings: Settings, stages: Sequence[str]) -> None:
     """Lets the programs of later stages (some of `model_spec.STAGES`) be compiled behind the one that runs."""
-
-    def note_one(wanted: Wanted) -> Compilation | Executable:
-        stage.progress.check_cancelled()
-        return stage.program_cache.note(wanted)
-
     # Its program depends on some of the weights, and a download belongs to the stage, which shows it.
     is_here = all(stage.found.weights_here(stage.spec.component(name)) for name in stage.spec.denoiser.experts)
-    _each_program(stage, settings, [name for name in stages if is_here or name != "denoise"], note_one)
+    wanted = [name for name in stages if is_here or name != "denoise"]
+    _each_program(stage, settings, wanted, functools.partial(_note, stage))
 
 
 def read_ahead(stage: Stage, stages: Sequence[str]) -> None:
