@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,8 @@ def videos(prompts: int, steps: int, forms: Sequence[str]) -> Iterator[Judged]:
             texts = (SPEC.miniature.texts[name] for name in ("prompt", "negative_prompt"))
             embeds = pipeline.encode_prompt(model, *texts, progress=Silent())
             pipeline.calibrate(model, settings, *embeds, progress=Silent())
-            settings = curves.with_curve(SPEC, model.model_id, settings)
+            policy = curves.with_curve(SPEC, model.model_id, settings.step_cache)
+            settings = replace(settings, step_cache=policy)
         found = [frames_of(model, str(scene), Silent(), seed=seed, **inputs) for seed, scene in enumerate(scenes)]
         exact = exact or found
         distances = [psnr(*(frames / 255 for frames in pair)) for pair in zip(found, exact, strict=True)]

@@ -102,6 +102,8 @@ class Stages:
                 chosen.spec.check_settings(expected.settings)
             generations.append(replace(expected, model=chosen))
         pipeline.expect_here(generations, progress=asker)
+        if (settings := given.get("settings")) is not None:
+            chosen.spec.check_settings(settings)
         return pipeline.run(name, chosen, asker, **given)
 
     def _choose(self, asker: Asker, *, family: str, model_id: str, precision: str) -> str:

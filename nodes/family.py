@@ -10,17 +10,7 @@ from functools import partial
 from typing import Any
 
 from ..tpu_runtime import pipeline as runtime
-from ..tpu_runtime.pipeline import (
-    PART,
-    SIZE,
-    SPECS,
-    ModelRef,
-    ModelSpec,
-    choose_model,
-    media,
-    payloads,
-    without_zero_sizes,
-)
+from ..tpu_runtime.pipeline import PART, SIZE, SPECS, ModelRef, ModelSpec, choose_model, media, payloads
 from . import inputs as named
 from .declare import Expansion, Folders, Host, Input, Link, Node, Output, Ref, StageNode
 
@@ -142,8 +132,8 @@ def _sample(
 def _with_encoded_size(
     spec: ModelSpec, condition: Mapping[str, Any] | None, numbers: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The sampler's numbers with the size that the picture was encoded for where they have none; ValueError where they
-    ask for another.
+    """The sampler's numbers with the size that the picture was encoded for where they have none, or None, for the
+    model's own; ValueError where they ask for another.
     """
     size = {name: condition[name] for name in SIZE if name in condition} if condition else {}
     for name, value in size.items():
@@ -152,7 +142,7 @@ def _with_encoded_size(
                 f"{spec.title}: {name} is {numbers[name]}, but the picture was encoded for {value}. Use the same "
                 "height, width and num_frames in the image encoder and the sampler."
             )
-    return without_zero_sizes({**numbers, **size})
+    return {**numbers, **{name: size.get(name) or numbers.get(name) or None for name in SIZE}}
 
 
 def _decode(spec: ModelSpec, host: Host, *, latents: payloads.Latent, fps: float = 0, **choice: Any) -> tuple:

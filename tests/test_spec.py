@@ -66,15 +66,14 @@ def test_pixels_become_latents_and_tokens():
 
 
 def test_what_a_model_does_that_says_nothing_of_it():
-    assert WAN.recipe.solver_arguments({}, (1,), SETTINGS) == {} and WAN.pictures.condition_shapes((1,)) == {}
+    assert WAN.recipe.solver_arguments({}, (1,), 4, None) == {} and WAN.pictures.condition_shapes((1,)) == {}
     assert WAN.recipe.advice(SETTINGS) is None
-    assert WAN.recipe.guidance_at(SETTINGS, 999.0) == 5.0
 
 
 def test_noise_has_the_latents_shape_in_float32():
     import torch
 
-    noise = WAN.draw_noise(SETTINGS, torch.Generator().manual_seed(0))
+    noise = WAN.recipe.noise((1, 16, 3, 8, 12), torch.Generator().manual_seed(0))
     assert torch.equal(noise, torch.randn((1, 16, 3, 8, 12), generator=torch.Generator().manual_seed(0)))
     assert noise.dtype == torch.float32
 
@@ -87,15 +86,8 @@ def test_two_branches_lie_side_by_side_where_the_count_is_even(chips: int, branc
 
 
 def test_guidance_of_one_or_less_is_one_branch():
-    assert [WAN.branches(replace(SETTINGS, guidance_scale=scale)) for scale in (0.5, 1.0, 1.01, 5.0)] == [1, 1, 2, 2]
-    assert FLUX.branches(SETTINGS) == 1
-
-
-def test_the_second_expert_has_its_own_guidance_where_it_is_given():
-    own = replace(SETTINGS, guidance_scale_2=3.0)
-    first, second = WAN22.denoiser.experts
-    assert [WAN22.for_expert(own, name).guidance_scale for name in (first, second)] == [5.0, 3.0]
-    assert [WAN22.for_expert(SETTINGS, name).guidance_scale for name in (first, second)] == [5.0, 5.0]
+    assert [WAN.branches(scale) for scale in (0.5, 1.0, 1.01, 5.0)] == [1, 1, 2, 2]
+    assert FLUX.branches(5.0) == 1
 
 
 def test_what_is_not_given_is_the_models_default():

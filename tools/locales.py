@@ -1,6 +1,6 @@
 """Writes `locales/`, from which ComfyUI's page takes words in the user's language: for each sentence of the nodes'
 declarations, which are the English, what `tools/translations/` has for it, and its own entries for what is declared in
-JavaScript or with ComfyUI's classes.
+JavaScript or from ComfyUI's own loaders.
 
     python tools/locales.py
 """

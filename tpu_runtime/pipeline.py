@@ -194,13 +194,12 @@ def remote_model(
 
 
 def run(stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> Any:
-    """One of `engine.run.WORK`, where the model is; see below for the arguments. Settings among them are checked, and
-    what the model's makers would not advise is logged once.
+    """One of `engine.run.WORK`, where the model is; see below for the arguments. Settings among them are of widgets, or
+    were checked; what the model's makers would not advise is logged once.
     """
     if (settings := arguments.get("settings")) is not None:
-        model.spec.check_settings(settings)
         if not model.address:
-            settings = arguments["settings"] = curves.with_curve(model.spec, model.model_id, settings)
+            settings = arguments["settings"] = _with_curve(model, settings)
         is_published = stage == "denoise" and model.model_id not in model.spec.miniature.ids
         if is_published and (advice := model.spec.recipe.advice(settings)) is not None:
             _warn_once(f"{model.spec.title}: {advice}")
@@ -257,6 +256,11 @@ def calibrate(
     return curve, curves.keep(model.spec, model.model_id, curve)
 
 
+def _with_curve(model: ModelRef, settings: Settings) -> Settings:
+    """As they run; `ValueError` where MagCache's curve of the model is not known."""
+    return replace(settings, step_cache=curves.with_curve(model.spec, model.model_id, settings.step_cache))
+
+
 @functools.cache
 def _warn_once(sentence: str) -> None:
     log.warning("%s", sentence)
@@ -311,15 +315,13 @@ def expect(generations: Iterable[Expected], *, progress: Progress) -> None:
 def expect_here(generations: Sequence[Expected], *, progress: Progress) -> None:
     """`expect`, of models of this machine alone."""
     if generations or current():
-        engine(progress).expect(map(_with_curve, generations))
+        engine(progress).expect(map(_as_it_runs, generations))
 
 
-def _with_curve(expected: Expected) -> Expected:
+def _as_it_runs(expected: Expected) -> Expected:
     """With the settings as they will run; without any where they will be refused."""
     try:
-        settings = expected.settings and curves.with_curve(
-            expected.model.spec, expected.model.model_id, expected.settings
-        )
+        settings = expected.settings and _with_curve(expected.model, expected.settings)
     except ValueError:
         settings = None
     return replace(expected, settings=settings)

@@ -54,7 +54,7 @@ def extension() -> ComfyExtension:
     routes.add(RECORDS)
     pictures.install()
     errors.install(DECLARATIONS)
-    classes = [*(node_class(declaration) for declaration in DECLARATIONS.values()), *core_loaders.CLASSES]
+    classes = [node_class(one) for one in (*DECLARATIONS.values(), *core_loaders.LOADERS.values())]
 
     class Extension(ComfyExtension):
         async def get_node_list(self) -> list[type[io.ComfyNode]]:
@@ -81,6 +81,11 @@ def node_class(declaration: Node | Expansion) -> type[io.ComfyNode]:
 
 def _schema(declaration: Declaration) -> io.Schema:
     is_expansion = isinstance(declaration, Expansion)
+    told: list[io.Hidden] = []
+    if isinstance(declaration, Node) and (declaration.family or declaration.gives_core):
+        told = [io.Hidden.prompt, io.Hidden.extra_pnginfo, io.Hidden.unique_id]
+    elif isinstance(declaration, Node) and declaration.loads_core:
+        told = [io.Hidden.prompt]
     return _accepted(
         io.Schema,
         node_id=declaration.id,
@@ -91,9 +96,7 @@ def _schema(declaration: Declaration) -> io.Schema:
         inputs=[_input(declared, raw_link=is_expansion and not declared.is_widget) for declared in declaration.inputs],
         outputs=[_output(output) for output in declaration.outputs],
         search_aliases=list(declaration.aliases),
-        hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo, io.Hidden.unique_id]
-        if isinstance(declaration, Node) and (declaration.family or declaration.gives_core)
-        else [],
+        hidden=told,
         is_output_node=isinstance(declaration, Node) and declaration.is_output,
         enable_expand=is_expansion,
     )
@@ -154,8 +157,7 @@ def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
     def execute(cls: type, **given: Any) -> io.NodeOutput:
         memory.register()
         host = ComfyHost()
-        if declaration.family or declaration.gives_core:
-            announce(cls.hidden and cls.hidden.prompt, host)
+        announce(cls.hidden and cls.hidden.prompt, host)
         try:
             with errors.named(), pipeline.noted() as notes:
                 results = declaration.run(host, **declaration.values(given))

@@ -12,6 +12,7 @@ from ..graphs import core, graph
 from ..graphs.core import Source
 from ..model import CLIP_TYPES, chosen_id, quality_of
 from . import core_model
+from .core_loaders import LOADERS
 from .host import ComfyHost, folders, path_of
 
 Call = tuple[ModelRef, dict[str, Any]]
@@ -67,14 +68,7 @@ def _shape(sampling: core.Sampling, model: ModelRef) -> tuple[int, ...]:
 
 def _model(source: Source, part: str) -> ModelRef | None:
     """The model of a loader of ours; None for another's, and for what its loader will refuse."""
-    specs, names = pipeline.SPECS, {
-        "TPUUNETLoader": (("unet_name", "diffusion_models"),),
-        "TPUCheckpointLoader": (("ckpt_name", "checkpoints"),),
-        "TPUCLIPLoader": (("clip_name", "text_encoders"),),
-        "TPUDualCLIPLoader": (("clip_name1", "text_encoders"), ("clip_name2", "text_encoders")),
-        "TPUVAELoader": (("vae_name", "vae"),),
-    }  # fmt: skip
-    values = dict(source.values)
+    specs, values = pipeline.SPECS, dict(source.values)
     try:
         if source.kind == _LOADER:
             values = DECLARATIONS[_LOADER].values(values)
@@ -86,13 +80,13 @@ def _model(source: Source, part: str) -> ModelRef | None:
                 quality=values["quality"],
                 folders=folders().models,
             )
-        if source.kind not in names:
+        if source.kind not in LOADERS:
             return None
         if "type" in values:
             specs = tuple(spec for spec in specs if spec.family in CLIP_TYPES[str(values["type"])])
         if part == "vae":
             specs = tuple(spec for spec in specs if spec.vae.encode is not None)
-        paths = [path_of(folder, values[name]) for name, folder in names[source.kind]]
+        paths = [path_of(one.files, values[one.name]) for one in LOADERS[source.kind].inputs if one.files]
         quality = quality_of(values.get("weight_dtype"))
         return pipeline.choose_part(specs, pipeline.SEPARATOR.join(paths), quality=quality)
     except (ValueError, KeyError, OSError, TypeError):

@@ -57,7 +57,7 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeHost) -
         )
     held = pipeline.checkpoint.network(chosen.locate(), experts[expert], host())
     base = _core_model(held)
-    names = _names_of(base)
+    _check_known(base)
     network = base.diffusion_model
     forward = inspect.signature(type(network)._forward)
 
@@ -71,7 +71,7 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeHost) -
         x = given["x"]
         if len(x) == 2 and torch.equal(x[0], x[1]):
             given["x"] = x[:1]
-        asked = names(chosen, {**given, "options": options})
+        asked = _FAMILIES[chosen.spec.family](chosen, {**given, "options": options})
         loras = core_patches.loras(patcher, held)
         prediction = pipeline.Prediction(
             sample=asked.sample, timestep=asked.timestep, inputs=asked.inputs, expert=expert
@@ -121,14 +121,13 @@ def _core_model(held: Any) -> Any:
 Given = dict[str, Any]
 
 
-def _names_of(base: Any) -> Callable[[ModelRef, Given], Asked]:
+def _check_known(base: Any) -> None:
     name = type(base).__name__
-    if name not in _MODELS:
+    if name not in ("WAN21", "WAN22", "Flux2", "Lumina2", "QwenImage", "HunyuanVideo15", "CogVideoX"):
         raise ValueError(
             f"This file is a {name} to ComfyUI, which does not run on the TPU behind ComfyUI's samplers. Use this "
             "pack's own nodes for it, or ComfyUI's loader."
         )
-    return _MODELS[name]
 
 
 def _wan(model: ModelRef, given: Given) -> Asked:
@@ -229,17 +228,6 @@ def _cogvideox(model: ModelRef, given: Given) -> Asked:
             )
         inputs["image"] = _array(x[:, channels:, :1])
     return Asked(sample=x[:, :channels], timestep=_one(model, timestep, "timesteps"), inputs=inputs)
-
-
-_MODELS: Mapping[str, Callable[[ModelRef, Given], Asked]] = {
-    "WAN21": _wan,
-    "WAN22": _wan,
-    "Flux2": _flux2,
-    "Lumina2": _z_image,
-    "QwenImage": _qwen_image,
-    "HunyuanVideo15": _hunyuan15,
-    "CogVideoX": _cogvideox,
-}
 
 
 _FAMILIES: Mapping[str, Callable[[ModelRef, Given], Asked]] = {

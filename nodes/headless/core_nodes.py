@@ -1,5 +1,6 @@
 """The few ComfyUI nodes that the examples use, for runs without ComfyUI: same names, same inputs, files on disk."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,10 +35,6 @@ def _save_images(host: SavingHost, *, images: Any, filename_prefix: str) -> tupl
         media.save_image(path, image, host.metadata)
         host.text(f"wrote {path}")
     return (images,)
-
-
-def _preview_images(host: SavingHost, *, images: Any) -> tuple:
-    return _save_images(host, images=images, filename_prefix="preview")
 
 
 def _save_animation(
@@ -97,7 +94,7 @@ PREVIEW_IMAGE = Node(
     description="Writes each image as preview.png: there is no page to show it on.",
     inputs=(_IMAGES,),
     outputs=(Output(name="images", type="IMAGE"),),
-    run=_preview_images,
+    run=partial(_save_images, filename_prefix="preview"),
     is_output=True,
 )
 SAVE_ANIMATION = Node(

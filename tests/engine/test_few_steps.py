@@ -67,7 +67,7 @@ def oracle(case: str) -> np.ndarray:
         scheduler.set_timesteps = functools.partial(scheduler.set_timesteps, sigmas=np.array(settings.sigmas))
     if settings.scheduler == LCM:  # upstream draws from the global generator: here, where the first noise ended
         generator = torch.Generator().manual_seed(settings.seed)
-        SPEC.draw_noise(settings, generator)
+        SPEC.recipe.noise(SPEC.geometry.latent_shape(settings), generator)
         scheduler.step = functools.partial(scheduler.step, generator=generator)
     return parity.generate(pipe, settings, prompt="cat", negative_prompt="", num_frames=settings.num_frames).latents
 
@@ -204,7 +204,7 @@ def test_noise_is_added_to_latents_as_upstream_adds_it(name: str, compare: Calla
     upstream = solver_table.scheduler_from(changes)
     upstream.set_timesteps(4)
     upstream.set_begin_index(2)
-    noise = SPEC.draw_noise(settings, torch.Generator().manual_seed(settings.seed))
+    noise = SPEC.recipe.noise(plan.latent_shape, torch.Generator().manual_seed(settings.seed))
     at = upstream.timesteps[2:3]
     mix = getattr(upstream, "scale_noise", None)
     expected = mix(samples, at, noise) if mix else upstream.add_noise(samples, noise, at)

@@ -3,7 +3,6 @@
 import io
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -278,8 +277,8 @@ def use(folder: Path, model: ModelRef = MODEL) -> None:
     spec = model.spec
     embeds = stage_files.load_embeddings(folder, model)
     condition, samples = stage_files.load_condition(folder, model), stage_files.load_latents(folder, model)
-    plan = Denoising.published(spec, spec.settings())
-    plan = replace(plan, configs={part.name: part.tiny for part in spec.components})
+    configs = {part.name: part.tiny for part in spec.components}
+    plan = Denoising.of(spec, spec.settings(), configs, spec.recipe.scheduler)
     conditioning.denoiser_inputs(plan, *embeds, condition)
     conditioning.latent_samples(spec, samples)
 

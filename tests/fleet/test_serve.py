@@ -6,6 +6,7 @@ import hashlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -233,6 +234,14 @@ def test_cancel_is_heard_while_a_lora_is_sent_and_leaves_no_part(
     with pytest.raises(Cancelled):
         send(server, path, host)
     until(lambda: not server.clients and not list(loras.glob("*")))
+
+
+@pytest.mark.parametrize("verb", ["denoise", "image", "warmup"])
+def test_settings_that_no_widget_makes_are_refused(verb: str):
+    model = ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21")
+    given = {"model": model, "expected": None, "settings": replace(model.spec.settings(), height=88)}
+    with pytest.raises(ValueError, match="Wan 2.1 T2V 14B: height is 88; it must be a multiple of 16"):
+        Stages().run(verb, given, Host())
 
 
 def test_no_request_names_a_file_of_the_machine_that_serves(start: Callable[..., Server]):

@@ -109,8 +109,11 @@ def denoise_once(
     found = checkpoint.locate(spec, spec.miniature.random_id)
     config = {**found.config(spec.component(expert), Silent()), **(changes or {})}
     references = {name: x.shape for name, x in inputs.items() if name.startswith("reference_")}
-    shape = denoise_step.StepShape.of(solver, mesh_shape=mesh, references=references)
-    program = denoise_step.denoise_program(spec, config, target, settings, shape)
+    shape = denoise_step.StepShape(
+        latent_shape=spec.geometry.latent_shape(settings), branches=spec.branches(settings.guidance_scale),
+        quality=settings.quality, num_memory=0, timestep_dtype=times.dtype, mesh_shape=mesh, references=references,
+    )  # fmt: skip
+    program = denoise_step.denoise_program(spec, config, target, shape)
     args = denoise_step.StepArgs(
         (sample.numpy(),), solver.table[0], *times, dict(inputs), np.float32(settings.guidance_scale)
     )

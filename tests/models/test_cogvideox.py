@@ -163,14 +163,13 @@ def test_latents_and_frames_equal_upstreams(chips: int, settings: Settings, comp
 
 def test_a_checkpoint_may_name_the_other_scheduler_itself():
     config = {**SPEC.recipe.scheduler, "_class_name": "CogVideoXDPMScheduler"}
-    own = solver_table.table_for(SPEC, config, ODD)
-    chosen = solver_table.table_for(SPEC, SPEC.recipe.scheduler, replace(ODD, scheduler="CogVideoXDPMScheduler"))
-    plain = solver_table.table_for(SPEC, config, replace(ODD, scheduler="CogVideoXDDIMScheduler"))
+    shape = SPEC.geometry.latent_shape(ODD)
+    own = solver_table.table_for(SPEC, config, ODD, shape)
+    chosen = solver_table.table_for(SPEC, SPEC.recipe.scheduler, replace(ODD, scheduler="CogVideoXDPMScheduler"), shape)
+    plain = solver_table.table_for(SPEC, config, replace(ODD, scheduler="CogVideoXDDIMScheduler"), shape)
+    published = solver_table.table_for(SPEC, SPEC.recipe.scheduler, ODD, shape)
     assert np.array_equal(own.table, chosen.table) and own.draws == chosen.draws != ()
-    assert (
-        np.array_equal(plain.table, solver_table.table_for(SPEC, SPEC.recipe.scheduler, ODD).table)
-        and plain.draws == ()
-    )
+    assert np.array_equal(plain.table, published.table) and plain.draws == ()
 
 
 @pytest.mark.slow
@@ -182,7 +181,7 @@ def test_guidance_that_changes_compiles_nothing_anew():
     before = runner.counts["compile"]
     runner.denoise(MODEL, replace(ODD_DYNAMIC, guidance_scale=3.0), *embeds, Silent())
     assert runner.counts["compile"] == before
-    scales = [SPEC.recipe.guidance_at(replace(ODD_DYNAMIC, guidance_scale=3.0), timestep) for timestep in range(1000)]
+    scales = [SPEC.recipe.guidance_at(3.0, timestep, ODD_DYNAMIC.num_inference_steps) for timestep in range(1000)]
     assert 1 <= min(scales) < 1.1 and 3.9 < max(scales) <= 4
 
 
@@ -259,7 +258,7 @@ def test_every_setting_changes_the_result(change: dict):
 )
 def test_bad_settings_are_refused(change: dict, sentence: str):
     with pytest.raises(ValueError) as error:
-        pipeline.denoise(MODEL, replace(ODD, **change), [], None, progress=Silent())
+        SPEC.settings(**change)
     assert str(error.value) == f"CogVideoX 1.5 5B: {sentence}"
 
 

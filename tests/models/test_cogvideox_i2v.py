@@ -86,7 +86,7 @@ def test_noise_and_picture_are_drawn_as_upstream_draws_them(compare: Callable):
     given = {name: tensor.numpy() for name, tensor in condition(MODEL, ODD, 8)["tensors"].items()}
     drawn = SPEC.recipe.draw_inputs(given, generator)
     compare("picture", drawn["image"], latents[:, :, :1].numpy(), error=NETWORK)
-    assert torch.equal(SPEC.draw_noise(ODD, generator), noise)
+    assert torch.equal(SPEC.recipe.noise(SPEC.geometry.latent_shape(ODD), generator), noise)
     assert not latents[:, :, 1:].any()
     assert difference(drawn["image"], given["image"]) > 1e-3
 

@@ -176,7 +176,7 @@ def test_a_negative_prompt_without_use_is_refused(spec: ModelSpec):
 
 
 def test_a_distilled_model_says_what_it_was_made_for():
-    assert DISTILLED.recipe.advice(DISTILLED.settings()) is None and DISTILLED.branches(FOUR_STEPS) == 1
+    assert DISTILLED.recipe.advice(DISTILLED.settings()) is None and DISTILLED.branches(FOUR_STEPS.guidance_scale) == 1
     assert DISTILLED.recipe.advice(replace(FOUR_STEPS, num_inference_steps=50)) == (
         "guidance_scale is 4.0, but it is distilled and runs without; num_inference_steps is 50, but it is distilled "
         "to 4."

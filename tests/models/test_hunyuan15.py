@@ -312,9 +312,9 @@ LITTLE = replace(TALL, guidance_scale=1.5)
 def test_a_guider_that_does_nothing_leaves_guidance_out(tmp_path, config: dict):
     found, host = with_guider(tmp_path / "other", **config).locate(), Said()
     for settings in (TALL, LITTLE):
-        assert guider.settings_for(found, settings, host) == replace(settings, guidance_scale=1.0)
+        assert guider.scale_for(found, settings.guidance_scale, host) == 1
     assert host.said == ["The checkpoint is CFG-distilled: guidance_scale is taken as 1"] * 2
-    assert guider.settings_for(found, FLAT, host) == FLAT
+    assert guider.scale_for(found, FLAT.guidance_scale, host) == FLAT.guidance_scale
 
 
 @pytest.mark.parametrize(
@@ -331,15 +331,15 @@ def test_another_guider_is_refused_unless_nothing_is_guided(tmp_path, config: di
     found = with_guider(tmp_path / "other", **config).locate()
     for settings in (TALL, LITTLE):
         with pytest.raises(ValueError, match=message):
-            guider.settings_for(found, settings, Silent())
-    assert guider.settings_for(found, FLAT, Silent()) == FLAT
+            guider.scale_for(found, settings.guidance_scale, Silent())
+    assert guider.scale_for(found, FLAT.guidance_scale, Silent()) == FLAT.guidance_scale
 
 
 def test_a_plain_guider_changes_nothing(tmp_path):
     """Whatever its scale, or upstream's where it states none: the node's is taken."""
     for name, config in {"stated": {}, "unstated": {"guidance_scale": None}}.items():
-        assert guider.settings_for(with_guider(tmp_path / name, **config).locate(), TALL, Silent()) == TALL
-    assert guider.settings_for(MODEL.locate(), TALL, Silent()) == TALL
+        assert guider.scale_for(with_guider(tmp_path / name, **config).locate(), 6.0, Silent()) == 6
+    assert guider.scale_for(MODEL.locate(), 6.0, Silent()) == 6
 
 
 def test_prompts_are_padded_on_the_right_whatever_the_tokenizer_does():

@@ -17,7 +17,7 @@ from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, variant
 from comfyui_tpu.tpu_runtime.engine import conditioning
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
 from comfyui_tpu.tpu_runtime.models import SPECS, hunyuan15_distilled, spec_by_name, spec_for_family
-from comfyui_tpu.tpu_runtime.programs import solver_table
+from comfyui_tpu.tpu_runtime.programs.generation import Denoising
 from comfyui_tpu.tpu_runtime.progress import Silent
 
 pytestmark = pytest.mark.slow
@@ -49,13 +49,13 @@ def test_recipes_are_as_published(name: str, shift: float, guidance: float, step
     assert (settings.guidance_scale, settings.num_inference_steps) == (guidance, steps)
     assert (settings.width, settings.height, settings.num_frames) == (*size, 121)
     assert spec.published.files["guider/guider_config.json"]["guidance_scale"] == guidance
-    assert spec.branches(settings) == (2 if guidance > 1 else 1)
+    assert spec.branches(settings.guidance_scale) == (2 if guidance > 1 else 1)
     area = spec.component("transformer").config["target_size"]
     processor = image_processor.HunyuanVideo15ImageProcessor(vae_scale_factor=16)
     assert processor.calculate_default_height_width(9, 16, area) == (settings.height, settings.width)
     even = np.linspace(1, 0, steps + 1)
     shifted = 1000 * shift * even / (1 + (shift - 1) * even)
-    table = solver_table.table_for(spec, spec.recipe.scheduler, settings)
+    table = Denoising.published(spec, settings).table
     np.testing.assert_allclose(table.timesteps, shifted[:-1], rtol=1e-6)
     np.testing.assert_allclose(table.next_timesteps, shifted[1:], rtol=1e-6)
 

@@ -44,7 +44,7 @@ def given(name: str) -> dict[str, np.ndarray]:
         spec.component(spec.denoiser.experts[0]), Silent()
     )
     settings = odd(spec)
-    rows = spec.branches(settings)
+    rows = spec.branches(settings.guidance_scale)
     found: dict[str, np.ndarray] = {}
     for text in spec.text_encoders:
         shape = (rows, text.max_length, int(config[text.width_key]))

@@ -131,9 +131,9 @@ def test_latents_and_picture_equal_upstreams(spec: ModelSpec, settings: Settings
 
 
 def test_a_distilled_model_says_what_it_was_made_for():
-    assert TURBO.recipe.advice(TURBO.settings()) is None and TURBO.branches(TURBO.settings()) == 1
+    assert TURBO.recipe.advice(TURBO.settings()) is None and TURBO.branches(TURBO.settings().guidance_scale) == 1
     assert TURBO.recipe.advice(replace(WHOLE, num_inference_steps=9)) == (
         "guidance_scale is 4.0, but it is distilled and needs none (1.0); num_inference_steps is 9, but it is "
         "distilled to 8."
     )
-    assert BASE.recipe.advice(WHOLE) is None and BASE.branches(BASE.settings()) == 2
+    assert BASE.recipe.advice(WHOLE) is None and BASE.branches(BASE.settings().guidance_scale) == 2

@@ -34,7 +34,7 @@ TURBO = (1.0, 0.6509, 0.4374, 0.2932, 0.1893, 0.1108, 0.0495, 0.00031)
 
 
 def table_of(spec: ModelSpec, **widgets: Any) -> SolverTable:
-    return solver_table.table_for(spec, spec.recipe.scheduler, spec.settings(**widgets))
+    return Denoising.published(spec, spec.settings(**widgets)).table
 
 
 def sigmas_of(table: SolverTable) -> np.ndarray:
@@ -80,7 +80,7 @@ def test_fastwans_three_steps(compare: Callable):
     """
     spec, published = spec_for_family("Wan21"), np.array([1000, 757, 522])
     settings = spec.settings(sigmas=FASTWAN, flow_shift=1.0, guidance_scale=1.0, scheduler=LCM)
-    table = solver_table.table_for(spec, spec.recipe.scheduler, settings)
+    table = Denoising.published(spec, settings).table
     equal = np.linspace(1, 1e-3, 1000)
     shifted = 8 * equal / (1 + 7 * equal)
     theirs = shifted[np.abs(shifted * 1000 - published[:, None]).argmin(1)]
@@ -103,7 +103,8 @@ def test_of_the_four_two_are_the_first_experts(boundary: float):
     settings = WAN.settings(sigmas=LIGHTX2V, scheduler=EULER, guidance_scale=1.0, guidance_scale_2=3.0)
 
     def experts(settings: Settings) -> list:
-        return replace(Denoising.published(WAN, settings), boundary_ratio=boundary).experts
+        configs = {part.name: part.config for part in WAN.components}
+        return Denoising.of(WAN, settings, configs, WAN.recipe.scheduler, boundary).experts
 
     first, second = ("transformer", 1.0), ("transformer_2", 3.0)
     assert experts(settings) == [first, first, second, second]
@@ -113,16 +114,23 @@ def test_of_the_four_two_are_the_first_experts(boundary: float):
 
 def test_one_expert_has_the_guidance_of_each_step_and_two_meet_at_the_boundary():
     alone = table_of(HUNYUAN, num_inference_steps=3)
-    recipe = replace(HUNYUAN.recipe, guidance_at=lambda settings, timestep: settings.guidance_scale * timestep / 1000)
+    recipe = replace(HUNYUAN.recipe, guidance_at=lambda scale, timestep, num_steps: scale * timestep / num_steps)
     halving = replace(HUNYUAN, recipe=recipe)
-    settings = HUNYUAN.settings(num_inference_steps=3, guidance_scale=6.0)
+    steady = HUNYUAN.settings(num_inference_steps=3, guidance_scale=6.0)
     (name,) = HUNYUAN.denoiser.experts
-    expected = [(name, 6.0 * timestep / 1000) for timestep in alone.timesteps.tolist()]
-    assert solver_table.experts_for(halving, alone, settings, boundary=900.0) == expected
+    expected = [(name, 6.0 * timestep / 3) for timestep in alone.timesteps.tolist()]
+    settings = replace(steady, use_dynamic_cfg=True)
+    assert solver_table.experts_for(halving, alone, settings, {name: 6.0}, boundary=900.0) == expected
+    for unchanged in ((halving, steady), (HUNYUAN, settings)):
+        found = solver_table.experts_for(unchanged[0], alone, unchanged[1], {name: 6.0}, boundary=900.0)
+        assert found == [(name, 6.0)] * 3
     table = table_of(WAN, num_inference_steps=3)
-    assert solver_table.table_for(WAN, WAN.recipe.scheduler, WAN.settings(num_inference_steps=3), begin=2).begin == 2
-    found = solver_table.experts_for(WAN, table, WAN.settings(), boundary=float(table.timesteps[1]))
-    assert [name for name, _ in found] == ["transformer", "transformer", "transformer_2"]
+    assert table_of(WAN, num_inference_steps=3, start_step=2).begin == 2
+    for second in (None, 3.0):
+        own = replace(WAN.settings(guidance_scale=5.0), guidance_scale_2=second)
+        guidance = solver_table.guidance_of(WAN, own)
+        found = solver_table.experts_for(WAN, table, own, guidance, boundary=float(table.timesteps[1]))
+        assert found == [("transformer", 5.0)] * 2 + [("transformer_2", second or 5.0)]
 
 
 def test_four_steps_of_euler_alone_are_not_those(compare: Callable):
@@ -143,7 +151,8 @@ def test_the_shift_goes_with_the_scheduler(scheduler: str):
         config = {**spec.recipe.scheduler, key: own}
         given = replace(spec.settings(scheduler=scheduler, num_inference_steps=4), shift=None)
         unset, same, other = (
-            solver_table.table_for(spec, config, replace(given, shift=shift)) for shift in (None, own, own + 2)
+            solver_table.table_for(spec, config, replace(given, shift=shift), spec.geometry.latent_shape(given))
+            for shift in (None, own, own + 2)
         )
         assert unset.digest == same.digest != other.digest
 

@@ -57,7 +57,7 @@ def oracle(settings: Settings) -> np.ndarray:
     pipe.set_progress_bar_config(disable=True)
     pipe.scheduler = solver_table.scheduler_from(SPEC.recipe.scheduler)
     pipe.guider.guidance_scale = settings.guidance_scale
-    branches, calls, kept = SPEC.branches(settings), 0, {}
+    branches, calls, kept = SPEC.branches(settings.guidance_scale), 0, {}
 
     def reuse(block: Any, args: tuple) -> tuple:
         nonlocal calls

@@ -95,10 +95,10 @@ def test_any_config(folder: Path, name: str):
 @settings(max_examples=60)
 @given(content=documents(dict(SPEC.recipe.scheduler)))
 def test_any_scheduler(folder: Path, content: bytes):
-    path = folder / checkpoint.SCHEDULER_CONFIG
+    path, asked = folder / checkpoint.SCHEDULER_CONFIG, SPEC.settings(num_inference_steps=4)
 
     def read() -> None:
-        solver_table.table_for(SPEC, checkpoint.read_json(path), SPEC.settings(num_inference_steps=4))
+        solver_table.table_for(SPEC, checkpoint.read_json(path), asked, SPEC.geometry.latent_shape(asked))
 
     read_with(path, content, read)
 
@@ -117,7 +117,7 @@ def test_any_guider(folder: Path, content: bytes):
     index.write_text(json.dumps({**saved, "guider": ["diffusers", "ClassifierFreeGuidance"]}))
     read_with(
         folder / "guider" / "guider_config.json", content,
-        lambda: guider.settings_for(located, SPEC.settings(), Silent()),
+        lambda: guider.scale_for(located, SPEC.settings().guidance_scale, Silent()),
     )  # fmt: skip
     index.write_text(json.dumps(saved))
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,8 @@ from safetensors.torch import save
 
 SPEC = spec_by_name("wan2.1-t2v-14b")
 MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id)
-PLAN = replace(Denoising.published(SPEC, SPEC.settings()), configs={part.name: part.tiny for part in SPEC.components})
+CONFIGS = {part.name: part.tiny for part in SPEC.components}
+PLAN = Denoising.of(SPEC, SPEC.settings(), CONFIGS, SPEC.recipe.scheduler)
 WIDTH = SPEC.component("transformer").tiny["text_dim"]
 WHOLE = save(
     {

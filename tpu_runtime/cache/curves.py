@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import parse_json
-from ..model_spec import Curve, MagCache, ModelSpec, Settings
+from ..model_spec import Curve, MagCache, ModelSpec, StepCache
 from .store import Store, signature
 
 MEASURED = Store("curves")
@@ -58,11 +58,10 @@ def find(spec: ModelSpec, model_id: str) -> Curve | None:
     return _published().get(spec.name)
 
 
-def with_curve(spec: ModelSpec, model_id: str, settings: Settings) -> Settings:
-    """The settings with the curve of the model, if they ask for MagCache; `ValueError` says how to get one."""
-    policy = settings.step_cache
+def with_curve(spec: ModelSpec, model_id: str, policy: StepCache | MagCache | None) -> StepCache | MagCache | None:
+    """MagCache with the curve of the model, other policies as they are; `ValueError` says how to get one."""
     if not isinstance(policy, MagCache) or policy.curve is not None:
-        return settings
+        return policy
     if (curve := find(spec, model_id)) is None:
         own = "" if model_id == spec.published.hub_id else f" --model-id {model_id}"
         instead = " set cache_threshold to 0 for DeepCache, or" if spec.denoiser.step_reuse else ""
@@ -70,4 +69,4 @@ def with_curve(spec: ModelSpec, model_id: str, settings: Settings) -> Settings:
             f"{spec.title}: cache_threshold is {policy.threshold:g}, but no curve of this model is known. Measure it "
             f"once: `comfyui-tpu calibrate {spec.name}{own}`, or{instead} turn step_cache off."
         )
-    return replace(settings, step_cache=replace(policy, curve=curve))
+    return replace(policy, curve=curve)

@@ -7,11 +7,9 @@ over-saturated at twice the cost.
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ..files import CheckpointError, read_json
-from ..model_spec import Settings
 from ..progress import Progress
 from .checkpoint import Checkpoint
 
@@ -23,14 +21,14 @@ DEFAULT_SCALE = 7.5  # upstream's
 _PLAIN = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
 
 
-def settings_for(found: Checkpoint, settings: Settings, progress: Progress) -> Settings:
-    """`settings` with guidance 1, which is none, where the checkpoint's guider has none.
+def scale_for(found: Checkpoint, guidance_scale: float, progress: Progress) -> float:
+    """`guidance_scale`, or 1, which is no guidance, where the checkpoint's guider has none.
 
     Raises `CheckpointError` where it guides by another formula than plain classifier-free guidance.
     """
     entry = found.index(progress).get(FOLDER)
-    if settings.guidance_scale <= 1 or not isinstance(entry, list) or not any(entry):
-        return settings
+    if guidance_scale <= 1 or not isinstance(entry, list) or not any(entry):
+        return guidance_scale
     config = read_json(found.folder(FOLDER, progress) / CONFIG)
     scale = config.get("guidance_scale", DEFAULT_SCALE)
     if isinstance(scale, bool) or not isinstance(scale, int | float):
@@ -38,12 +36,12 @@ def settings_for(found: Checkpoint, settings: Settings, progress: Progress) -> S
     if _is_off(config):
         log.warning(
             "%s is CFG-distilled (its %s): guidance_scale %s is taken as 1, without a negative prompt.",
-            found.model_id, CONFIG, settings.guidance_scale,
+            found.model_id, CONFIG, guidance_scale,
         )  # fmt: skip
         progress.text("The checkpoint is CFG-distilled: guidance_scale is taken as 1")
-        return replace(settings, guidance_scale=1.0)
+        return 1.0
     _check_plain(found.model_id, config)
-    return settings
+    return guidance_scale
 
 
 def _is_off(config: Mapping[str, Any]) -> bool:

@@ -77,10 +77,9 @@ def denoiser_inputs(
 def _text_row(plan: Denoising, name: str, given: Conditioning | None) -> dict[str, np.ndarray]:
     spec, config = plan.spec, plan.config
     if given is None:
-        scale = plan.guided.settings.guidance_scale
         raise ValueError(
-            f"{spec.title}: {name} is not connected, and guidance_scale is {scale}. Connect it, or set guidance_scale "
-            "to 1."
+            f"{spec.title}: {name} is not connected, and guidance_scale is {plan.guided.guidance_scale}. Connect it, "
+            "or set guidance_scale to 1."
         )
     main, info = conditioning_entry(spec, name, given)
     row: dict[str, np.ndarray] = {}

@@ -83,7 +83,7 @@ def denoise(
     spec, progress, table, steps = plan.spec, stage.progress, standing.table, plan.steps
     programs = dict(programs or denoiser_programs(stage, plan, standing.inputs))
     pictured = _pictures(stage, plan)
-    noises = table.noises(lambda: spec.draw_noise(plan.settings, standing.generator).numpy(), steps)
+    noises = table.noises(lambda: spec.recipe.noise(plan.latent_shape, standing.generator).numpy(), steps)
     noise, state, launched = next(noises), standing.state, None
     for expert, indices in itertools.groupby(steps, lambda index: plan.experts[index][0]):
         part = tuple(indices)
@@ -145,7 +145,19 @@ def _settle(stage: Stage, plan: Denoising, launched: Launched) -> None:
     if not launched.is_finite:
         what = f"from step {launched.index + 1} of {plan.table.num_steps} on, the latents"
         raise stage.not_finite(what, stage.model.loras)
-    _stepped(stage, plan.steps.index(launched.index) + 1, len(plan.steps), launched)
+
+    def fetch(array: jax.Array) -> torch.Tensor:
+        return torch.from_numpy(np.array(array))
+
+    preview = Preview(
+        latent_format=stage.spec.vae.latent_format,
+        latents=functools.partial(fetch, launched.denoised),
+        picture=None if launched.picture is None else functools.partial(fetch, launched.picture),
+    )
+    done, total = plan.steps.index(launched.index) + 1, len(plan.steps)
+    stage.progress.step(done, total, "step", preview)
+    if seconds := stage.progress.activity.seconds_per_unit:
+        stage.progress.text(f"Denoising, step {done} of {total}, {seconds:.2f} s a step")
 
 
 def _placed(program: Runnable, state: tuple[Any, ...], inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -155,20 +167,6 @@ def _placed(program: Runnable, state: tuple[Any, ...], inputs: Inputs) -> tuple[
     rows = {name: x[: shapes.inputs[name].shape[0]] for name, x in inputs.items()}
     put = functools.partial(jax.tree.map, lambda x, want: placement.put(x, want.sharding))
     return put(state, shapes.state), put(rows, shapes.inputs)
-
-
-def _stepped(stage: Stage, done: int, total: int, launched: Launched) -> None:
-    def fetch(array: jax.Array) -> torch.Tensor:
-        return torch.from_numpy(np.array(array))
-
-    preview = Preview(
-        latent_format=stage.spec.vae.latent_format,
-        latents=functools.partial(fetch, launched.denoised),
-        picture=None if launched.picture is None else functools.partial(fetch, launched.picture),
-    )
-    stage.progress.step(done, total, "step", preview)
-    if seconds := stage.progress.activity.seconds_per_unit:
-        stage.progress.text(f"Denoising, step {done} of {total}, {seconds:.2f} s a step")
 
 
 def _pictures(stage: Stage, plan: Denoising) -> Callable[[jax.Array], jax.Array | None]:
@@ -212,12 +210,13 @@ def _first(decode: Decode, call: Call, latents: Any) -> Any:
 def plan_of(stage: Stage, settings: Settings) -> Denoising:
     """What a generation with these settings denoises, as the checkpoint has it."""
     spec, found, progress = stage.spec, stage.found, stage.progress
-    return Denoising(
-        spec=spec,
-        settings=guider.settings_for(found, settings, progress),
-        configs=stage.resolved.configs,
-        scheduler=checkpoint.read_json(found.folder("scheduler", progress) / "scheduler_config.json"),
-        boundary_ratio=found.index(progress)["boundary_ratio"] if len(spec.denoiser.experts) > 1 else 0.0,
+    scale = guider.scale_for(found, settings.guidance_scale, progress)
+    return Denoising.of(
+        spec,
+        replace(settings, guidance_scale=scale),
+        stage.resolved.configs,
+        checkpoint.read_json(found.folder("scheduler", progress) / "scheduler_config.json"),
+        found.index(progress)["boundary_ratio"] if len(spec.denoiser.experts) > 1 else 0.0,
     )
 
 
@@ -232,9 +231,9 @@ def denoiser_programs(stage: Stage, plan: Denoising, inputs: Inputs) -> dict[str
         own = [plan.is_full[index] for index in plan.steps if plan.experts[index][0] == expert]
         number = plan.spec.geometry.num_tokens(plan.latent_shape)
         programs[expert] = (
-            CachedDenoiser(full=full, cached=next(iter(cached), None), is_full=own, num_tokens=number)
-            if cached or plan.measures
-            else full
+            full
+            if plan.guided.kind == "plain"
+            else CachedDenoiser(full=full, cached=next(iter(cached), None), is_full=own, num_tokens=number)
         )
     return programs
 
@@ -254,7 +253,7 @@ def programs_wanted(stage: Stage, plan: Denoising, inputs: Inputs) -> dict[str, 
         )
         for component in map(spec.component, spec.denoiser.experts)
     )
-    shape = plan.shape(references=references, bounded=bounded)
+    shape = replace(plan.shape, references=references, bounded=bounded)
     wanted: dict[str, list[Wanted]] = {}
     for part in plan.parts:
         wanted.setdefault(part.expert, []).append(
@@ -295,7 +294,7 @@ def begin(plan: Denoising, inputs: Inputs, latents: Mapping[str, Any] | None, sa
         say(f"Going on from the latents alone: {problem}")
     table, origin = plan.table, generator.get_state()
     inputs = dict(spec.recipe.draw_inputs(inputs, generator))  # as upstream, before the noise
-    noise = spec.draw_noise(settings, generator) if settings.add_noise else torch.zeros(())
+    noise = spec.recipe.noise(plan.latent_shape, generator) if settings.add_noise else torch.zeros(())
     if unscaled is None:
         sample = noise
     else:
@@ -343,7 +342,8 @@ def _continued(plan: Denoising, inputs: Inputs, samples: torch.Tensor, carried: 
         return "another node changed them", None
     if carried["step"] != start:
         return f"they were left before step {carried['step']}, and start_step is {start}", None
-    table = plan.tabulate(min(max(carried["begin"], 0), start))
+    begun = min(max(carried["begin"], 0), start)
+    table = solver_table.table_for(plan.spec, plan.scheduler, plan.settings, shape, begun)
     if carried["solver"] != table.digest:
         return "they were left by another solver, or for other sigmas, shift or number of steps", None
     state = carried["state"]

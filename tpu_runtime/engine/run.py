@@ -2,6 +2,7 @@
 up: what an engine runs, by name, is `WORK`.
 """
 
+import functools
 import hashlib
 import itertools
 import logging
@@ -244,16 +245,16 @@ def latents(stage: Stage, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def _wanted(stage: Stage, name: str, part: _Part) -> Wanted:
-    spec, config = stage.spec, stage.config(name)
-    settings = settings_of(spec, (part.rows, *part.sample.shape[1:]))
-    settings = replace(settings, quality=stage.model.quality)
-    component = spec.component(name)
+    spec, config, component = stage.spec, stage.config(name), stage.spec.component(name)
     folder = stage.found.fetch_weights(component, stage.progress)
     bounded = score_bound.is_bounded(spec, component, folder, stage.added_to_norms(component))
-    shape = StepShape(num_memory=0, timestep_dtype=np.dtype(np.float32), bounded=bounded)
+    shape = StepShape(
+        latent_shape=(1, *part.sample.shape[1:]), branches=part.rows, quality=stage.model.quality, bounded=bounded,
+        num_memory=0, timestep_dtype=np.dtype(np.float32),
+    )  # fmt: skip
     shapes = {name: (x.shape, x.dtype) for name, x in part.inputs.items()}
     return Wanted(
-        title=f"the denoiser for {settings.width}x{settings.height}, {settings.num_frames} frames",
+        title=f"the denoiser for {_size(spec, part.sample.shape)}",
         key=(
             "predict",
             spec.name,
@@ -261,27 +262,18 @@ def _wanted(stage: Stage, name: str, part: _Part) -> Wanted:
             stage.target,
             part.sample.shape,
             bounded,
-            settings.quality,
+            shape.quality,
             *sorted((n, str(s)) for n, s in shapes.items()),
         ),
-        build=lambda: denoise_step.prediction_program(
-            spec, config, stage.target, settings, shape, part.sample.shape, shapes
-        ),
+        build=lambda: denoise_step.prediction_program(spec, config, stage.target, shape, part.sample.shape, shapes),
     )
 
 
-def settings_of(spec: ModelSpec, shape: tuple[int, ...]) -> Settings:
-    """Settings whose latents have this shape, with a guidance that makes so many rows."""
-    geometry, (rows, _, *frames, height, width) = spec.geometry, shape
+def _size(spec: ModelSpec, shape: tuple[int, ...]) -> str:
+    """What latents of this shape are of, in words."""
+    geometry, (*frames, height, width) = spec.geometry, shape[2:]
     number = (frames[0] - 1) * geometry.stride_t + 1 if frames else 1
-    return replace(
-        spec.settings(),
-        height=height * geometry.stride_hw,
-        width=width * geometry.stride_hw,
-        num_frames=number,
-        guidance_scale=2.0 if rows == 2 else 1.0,
-        guidance_scale_2=None,
-    )
+    return f"{width * geometry.stride_hw}x{height * geometry.stride_hw}, {number} frames"
 
 
 def note_call(stage: Stage, prediction: Prediction | None = None, decoded: tuple[int, ...] = ()) -> None:
@@ -289,18 +281,13 @@ def note_call(stage: Stage, prediction: Prediction | None = None, decoded: tuple
     decoding samples of this shape; of a model without either those of its text encoders.
     """
     spec = stage.spec
-
-    def note_one(wanted: Wanted) -> Compilation | Executable:
-        stage.progress.check_cancelled()
-        return stage.program_cache.note(wanted)
-
-    call = network_call.caller(lambda request: note_one(stage.wanted(request)).program, generation.zeros)
+    call = network_call.caller(lambda request: _note(stage, stage.wanted(request)).program, generation.zeros)
     if prediction is not None:
         name = spec.denoiser.experts[prediction.expert]
         # Its program depends on some of the weights, and a download belongs to the stage, which shows it.
         if stage.found.weights_here(spec.component(name)):
             for part in _parts(spec, prediction):
-                note_one(_wanted(stage, name, part))
+                _note(stage, _wanted(stage, name, part))
     elif decoded:
         for _ in spec.vae.decode(call, torch.zeros(decoded), lambda done, total: None):
             pass
@@ -323,16 +310,17 @@ WORK: Mapping[str, Callable[..., Any]] = {
 }
 
 
+def _note(stage: Stage, wanted: Wanted) -> Compilation | Executable:
+    stage.progress.check_cancelled()
+    return stage.program_cache.note(wanted)
+
+
 def note(stage: Stage, settings: Settings, stages: Sequence[str]) -> None:
     """Lets the programs of later stages (some of `model_spec.STAGES`) be compiled behind the one that runs."""
-
-    def note_one(wanted: Wanted) -> Compilation | Executable:
-        stage.progress.check_cancelled()
-        return stage.program_cache.note(wanted)
-
     # Its program depends on some of the weights, and a download belongs to the stage, which shows it.
     is_here = all(stage.found.weights_here(stage.spec.component(name)) for name in stage.spec.denoiser.experts)
-    _each_program(stage, settings, [name for name in stages if is_here or name != "denoise"], note_one)
+    wanted = [name for name in stages if is_here or name != "denoise"]
+    _each_program(stage, settings, wanted, functools.partial(_note, stage))
 
 
 def read_ahead(stage: Stage, stages: Sequence[str]) -> None:

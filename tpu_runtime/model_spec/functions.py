@@ -141,17 +141,17 @@ class DrawInputs(Protocol):
 
 
 class SolverArguments(Protocol):
-    """The arguments of upstream's `set_timesteps` besides the number of steps."""
+    """The arguments of upstream's `set_timesteps` besides the number of steps; `shift` is the user's."""
 
     def __call__(
-        self, scheduler_config: Mapping[str, Any], latent_shape: tuple[int, ...], settings: Settings, /
+        self, scheduler_config: Mapping[str, Any], latent_shape: tuple[int, ...], num_steps: int, shift: float | None, /
     ) -> dict[str, Any]: ...
 
 
 class GuidanceAt(Protocol):
-    """The guidance scale of the step at `timestep`."""
+    """With `use_dynamic_cfg` the guidance scale of the step at `timestep`, of so many, from the user's `scale`."""
 
-    def __call__(self, settings: Settings, timestep: float, /) -> float: ...
+    def __call__(self, scale: float, timestep: float, num_steps: int, /) -> float: ...
 
 
 class Guide(Protocol):
@@ -192,9 +192,7 @@ class EncodePixels(Protocol):
 class DenormalizeLatents(Protocol):
     """The solver's last sample in LATENT's scale and layout."""
 
-    def __call__(
-        self, sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any], /
-    ) -> "torch.Tensor": ...
+    def __call__(self, sample: "torch.Tensor", vae_config: Mapping[str, Any], /) -> "torch.Tensor": ...
 
 
 class ConditionShapes(Protocol):

@@ -87,8 +87,11 @@ class LatentGeometry:
 
     def latent_frames(self, num_frames: int) -> int:
         """Latent frames of a video whose first frame is a latent frame of its own, padded to whole patches."""
-        frames = (num_frames - 1) // self.stride_t + 1
-        return -(-frames // self.patch_thw[0]) * self.patch_thw[0]
+        return (num_frames - 1) // self.stride_t + 1 + self.padding_frames(num_frames)
+
+    def padding_frames(self, num_frames: int) -> int:
+        """How many of a video's first latent frames only fill up whole patches."""
+        return -((num_frames - 1) // self.stride_t + 1) % self.patch_thw[0] if self.stride_t else 0
 
     def latent_shape(self, settings: Settings) -> tuple[int, ...]:
         """`[1, channels, latent_frames, latent_height, latent_width]`, for an image without the frames."""
@@ -98,6 +101,10 @@ class LatentGeometry:
     def num_tokens(self, latent_shape: tuple[int, ...]) -> int:
         patch = self.patch_thw if self.stride_t else self.patch_thw[1:]
         return math.prod(size // part for size, part in zip(latent_shape[2:], patch, strict=True))
+
+    def frame_tokens(self, latent_shape: tuple[int, ...]) -> int:
+        """Tokens of an image, or of as many latent frames of a video as a patch has."""
+        return math.prod(size // part for size, part in zip(latent_shape[-2:], self.patch_thw[1:], strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,14 +142,9 @@ def nothing_drawn(inputs: "Mapping[str, np.ndarray]", generator: "torch.Generato
 
 
 def no_arguments(
-    scheduler_config: Mapping[str, Any], latent_shape: tuple[int, ...], settings: Settings
+    scheduler_config: Mapping[str, Any], latent_shape: tuple[int, ...], num_steps: int, shift: float | None
 ) -> dict[str, Any]:
     return {}
-
-
-def steady_guidance(settings: Settings, timestep: float) -> float:
-    """`guidance_scale` at every step."""
-    return settings.guidance_scale
 
 
 def plain_guidance(prompt: "torch.Tensor", negative: "torch.Tensor", scale: "torch.Tensor") -> "torch.Tensor":
@@ -175,14 +177,15 @@ class Recipe:
     `scheduler` is the published config. `schedulers` may run in its place: what is to change in the config, by name.
     `shift_key` is the config's name for the shift that a widget overrides. `guidance` is "cfg" (two branches while
     `guidance_scale` is above 1: row 0 the prompt, row 1 the negative prompt; `guide` makes one of their predictions) or
-    "embedded" (one branch; the network is told the scale if it takes one).
+    "embedded" (one branch; the network is told the scale if it takes one). A model with the input `use_dynamic_cfg` has
+    a `guidance_at`.
     """
 
     scheduler: Mapping[str, Any]
     schedulers: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: FLOW_SCHEDULERS)
     shift_key: str | None = None
     guidance: Literal["cfg", "embedded"] = "cfg"
-    guidance_at: GuidanceAt = steady_guidance
+    guidance_at: GuidanceAt | None = None
     guide: Guide = plain_guidance
     noise: Noise = plain_noise
     draw_inputs: DrawInputs = nothing_drawn

@@ -2,15 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .component import Component, freeze
 from .groups import Denoiser, LatentGeometry, Miniature, Parallelism, Pictures, Published, Recipe, TextEncoding, Vae
 from .limits import CHECKPOINT, DENSE_QUALITY, STEP_INPUTS, Choice, IntLimit, Limit, Numbers, Settings
 from .step_cache import MagCache, StepCache, policy_of
-
-if TYPE_CHECKING:
-    import torch
 
 STAGES = ("encode", "image", "denoise", "decode")
 
@@ -111,10 +108,6 @@ class ModelSpec:
         others = [name for name, value in self.published.index.items() if isinstance(value, tuple)]
         return tuple(dict.fromkeys([*folders, *tokenizers, "scheduler", *others]))
 
-    def draw_noise(self, settings: Settings, generator: "torch.Generator") -> "torch.Tensor":
-        """The first sample, in the layout of the latents."""
-        return self.recipe.noise(self.geometry.latent_shape(settings), generator)
-
     def component(self, name: str) -> Component:
         return next(component for component in self.components if component.name == name)
 
@@ -124,14 +117,9 @@ class ModelSpec:
         others = {self.vae.component, *self.denoiser.experts, *(text.component for text in self.text_encoders)}
         return frozenset(component.name for component in self.components) - others
 
-    def for_expert(self, settings: Settings, expert: str) -> Settings:
-        """The settings with the guidance of that expert as `guidance_scale`."""
-        scale = None if expert == self.denoiser.experts[0] else settings.guidance_scale_2
-        return settings if scale is None else replace(settings, guidance_scale=scale)
-
-    def branches(self, settings: Settings) -> int:
-        """How many rows a step of the first expert has: 2 with classifier-free guidance."""
-        return 2 if self.recipe.guidance == "cfg" and settings.guidance_scale > 1 else 1
+    def branches(self, guidance_scale: float) -> int:
+        """How many rows a step with this scale has: 2 with classifier-free guidance."""
+        return 2 if self.recipe.guidance == "cfg" and guidance_scale > 1 else 1
 
     def whole_numbers(self, name: str) -> IntLimit:
         """The limit of widget `name`, which holds integers as sizes do."""

@@ -151,14 +151,11 @@ def noise(latent_shape: tuple[int, ...], generator: "torch.Generator") -> "torch
     return drawn.transpose(1, 2).contiguous()
 
 
-def guidance_at(settings: Settings, timestep: float) -> float:
-    """With `use_dynamic_cfg` upstream's scale, between 1 and `guidance_scale` + 1: it takes a timestep (999 to 0) as if
-    it counted steps, so the scale is no smooth curve.
+def guidance_at(scale: float, timestep: float, num_steps: int) -> float:
+    """Upstream's, between 1 and `scale` + 1: it takes a timestep (999 to 0) as if it counted steps, so what comes out
+    is no smooth curve.
     """
-    if not settings.use_dynamic_cfg:
-        return settings.guidance_scale
-    num_steps = settings.num_inference_steps
-    return 1 + settings.guidance_scale * ((1 - math.cos(math.pi * ((num_steps - timestep) / num_steps) ** 5.0)) / 2)
+    return 1 + scale * ((1 - math.cos(math.pi * ((num_steps - timestep) / num_steps) ** 5.0)) / 2)
 
 
 def advice(settings: Settings) -> str | None:
@@ -171,10 +168,9 @@ def advice(settings: Settings) -> str | None:
     )
 
 
-def denormalize_latents(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
-    """Latents in the VAE's own scale, without the frames at the start that fill up whole patches."""
-    padding = sample.shape[2] - ((settings.num_frames - 1) // GEOMETRY.stride_t + 1)
-    return 1 / vae_config["scaling_factor"] * sample[:, :, padding:]
+def denormalize_latents(sample: "torch.Tensor", vae_config: Mapping[str, Any]) -> "torch.Tensor":
+    """Latents in the VAE's own scale."""
+    return 1 / vae_config["scaling_factor"] * sample
 
 
 TEXT_ENCODER = t5.encoder(

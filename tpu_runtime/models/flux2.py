@@ -23,7 +23,6 @@ from ..model_spec import (
     Published,
     Recipe,
     Same,
-    Settings,
     Vae,
 )
 from .autoencoders.flux2 import VAE, decode, denormalize_latents, encode_image, encode_pixels
@@ -239,14 +238,13 @@ def heads_first(num_devices: int, branches: int) -> MeshShape:
 
 
 def solver_arguments(
-    scheduler_config: Mapping[str, Any], latent_shape: tuple[int, ...], settings: Settings
+    config: Mapping[str, Any], latent_shape: tuple[int, ...], num_steps: int, shift: float | None
 ) -> dict[str, Any]:
     import numpy as np
     from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 
-    steps = settings.num_inference_steps
-    sigmas = None if scheduler_config.get("use_flow_sigmas") else np.linspace(1.0, 1 / steps, steps)
-    return {"sigmas": sigmas, "mu": compute_empirical_mu(latent_shape[-2] * latent_shape[-1], steps)}
+    sigmas = None if config.get("use_flow_sigmas") else np.linspace(1.0, 1 / num_steps, num_steps)
+    return {"sigmas": sigmas, "mu": compute_empirical_mu(latent_shape[-2] * latent_shape[-1], num_steps)}
 
 
 GEOMETRY = LatentGeometry(channels=128, stride_t=0, stride_hw=16, patch_thw=(1, 1, 1))

@@ -19,7 +19,6 @@ from ..model_spec import (
     ModelSpec,
     Published,
     Recipe,
-    Settings,
     StepReuse,
     Switch,
     Vae,
@@ -238,10 +237,12 @@ def reuse(
 # --- what it is made of -----------------------------------------------------------------------------------------------
 
 
-def solver_arguments(config: Mapping[str, Any], latent_shape: tuple[int, ...], settings: Settings) -> dict[str, Any]:
+def solver_arguments(
+    config: Mapping[str, Any], latent_shape: tuple[int, ...], num_steps: int, shift: float | None
+) -> dict[str, Any]:
     import numpy as np
 
-    return {"sigmas": np.linspace(1.0, 0.0, settings.num_inference_steps + 1)[:-1]}
+    return {"sigmas": np.linspace(1.0, 0.0, num_steps + 1)[:-1]}
 
 
 # As the published 720p checkpoint configures it; 480p has a shift of 5.

@@ -21,7 +21,6 @@ from ..model_spec import (
     Parallelism,
     Published,
     Recipe,
-    Settings,
     Vae,
     plain_guidance,
 )
@@ -172,17 +171,18 @@ def guide(prompt: "torch.Tensor", negative: "torch.Tensor", scale: "torch.Tensor
     return layers.join_patches(guided * (length / guided.norm(dim=-1, keepdim=True)), prompt, PATCH)
 
 
-def solver_arguments(config: Mapping[str, Any], latent_shape: tuple[int, ...], settings: Settings) -> dict[str, Any]:
-    """The schedule's shift grows with the picture, unless the settings have one."""
+def solver_arguments(
+    config: Mapping[str, Any], latent_shape: tuple[int, ...], num_steps: int, shift: float | None
+) -> dict[str, Any]:
+    """The schedule's shift grows with the picture, unless the user has one."""
     import numpy as np
     from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 
     height, width = latent_shape[-2:]
     defaults = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
     numbers = (config.get(name, default) for name, default in defaults.items())
-    mu = np.log(settings.shift) if settings.shift else calculate_shift(height // 2 * (width // 2), *numbers)
-    steps = settings.num_inference_steps
-    return {"sigmas": np.linspace(1.0, 1 / steps, steps), "mu": mu}
+    mu = np.log(shift) if shift else calculate_shift(height // 2 * (width // 2), *numbers)
+    return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
 
 SCHEDULER = {

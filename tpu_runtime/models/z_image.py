@@ -20,7 +20,6 @@ from ..model_spec import (
     Parallelism,
     Published,
     Recipe,
-    Settings,
     Vae,
     distilled,
 )
@@ -199,15 +198,17 @@ def axis_tables(embedder: Any, places: "tuple[jax.Array | np.ndarray, ...]", lon
 # --- what it is made of -----------------------------------------------------------------------------------------------
 
 
-def solver_arguments(config: Mapping[str, Any], latent_shape: tuple[int, ...], settings: Settings) -> dict[str, Any]:
+def solver_arguments(
+    config: Mapping[str, Any], latent_shape: tuple[int, ...], num_steps: int, shift: float | None
+) -> dict[str, Any]:
     import numpy as np
     from diffusers.pipelines.z_image.pipeline_z_image import calculate_shift
 
     height, width = latent_shape[-2:]
     defaults = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
     numbers = (config.get(name, default) for name, default in defaults.items())
-    steps = settings.num_inference_steps
-    return {"sigmas": np.linspace(1.0, 1 / steps, steps), "mu": calculate_shift(height // 2 * (width // 2), *numbers)}
+    mu = calculate_shift(height // 2 * (width // 2), *numbers)
+    return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
 
 SCHEDULER = {

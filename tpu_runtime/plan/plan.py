@@ -8,6 +8,7 @@ import argparse
 import importlib.metadata
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import jax
 
@@ -181,7 +182,7 @@ def request_of(args: argparse.Namespace) -> PlanRequest:
         raise ValueError(f"--stages is {args.stages!r}; it must be some of {', '.join(STAGES)}.")
     return PlanRequest(
         spec=spec,
-        settings=curves.with_curve(spec, spec.published.hub_id, settings),
+        settings=replace(settings, step_cache=curves.with_curve(spec, spec.published.hub_id, settings.step_cache)),
         topology=chips.topology(args.topology),
         precision=precisions.resolve(args.precision, "tpu"),
         pictures=precisions.of_pictures(args.precision, "tpu"),

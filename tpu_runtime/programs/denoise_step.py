@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from ...attention.tiles import MOST, Tiling
 from ...kernels import choice
 from ...sharding.mesh import Mesh
 from ...sharding.shape import MeshShape
-from ..model_spec import QUALITIES, SPARSE, MagCache, ModelSpec, Settings, StepReuse
+from ..model_spec import QUALITIES, SPARSE, ModelSpec, StepReuse
 from . import finite, modules, solver_table, step_reuse, torch_bridge, weights
 from .denoiser_run import DenoiserRun
 from .program import DENOISE_STEP, Config, Program, Target, shaped, step_options
@@ -59,25 +59,25 @@ Predict = Callable[..., tuple[Any, Any]]
 class StepShape:
     """What a step's program is compiled for, beside the checkpoint's config and the target."""
 
+    latent_shape: tuple[int, ...]
+    branches: int  # of guidance
     num_memory: int
     timestep_dtype: Any
+    quality: str = QUALITIES[0]
+    reuse: StepReuse | None = None  # what other steps start from, with a step cache
     mesh_shape: MeshShape | None = None  # None: what the spec chooses
     references: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     # Whether the weights bound attention's scores (see `score_bound`); None, without a checkpoint: those of a model
     # with `head_norms` are taken to.
     bounded: bool | None = None
 
-    @classmethod
-    def of(cls, table: solver_table.SolverTable, **more: Any) -> "StepShape":
-        return cls(num_memory=table.num_memory, timestep_dtype=table.timesteps.dtype, **more)
 
-
-def denoise_program(spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape) -> Program:
+def denoise_program(spec: ModelSpec, config: Config, target: Target, shape: StepShape) -> Program:
     """One step: `(weights, *StepArgs) -> (*state, denoised, is_finite)`.
 
     `denoised` is what a preview shows; `is_finite` says whether the sample is.
     """
-    build = _StepBuild.of(spec, config, target, settings, shape)
+    build = _StepBuild.of(spec, config, target, shape)
 
     def step(weights: Weights, *args: Any) -> Any:
         return build.run(weights, StepArgs(*args), build.forward)[0]
@@ -85,9 +85,10 @@ def denoise_program(spec: ModelSpec, config: Config, target: Target, settings: S
     return build.program(step, build.state_shardings)
 
 
-def keeping_program(spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape) -> Program:
+def keeping_program(spec: ModelSpec, config: Config, target: Target, shape: StepShape) -> Program:
     """A full step that also returns what later steps may start from: `((*state, denoised, is_finite), features)`."""
-    build, reuse = _StepBuild.of(spec, config, target, settings, shape), reuse_of(spec, settings)
+    build, reuse = _StepBuild.of(spec, config, target, shape), shape.reuse
+    assert reuse is not None, spec.name
 
     def predict(denoiser: Any, run: DenoiserRun, features: Any, *asked: Any) -> tuple[Any, Any]:
         return reuse.keep(denoiser, run, *asked)
@@ -99,11 +100,11 @@ def keeping_program(spec: ModelSpec, config: Config, target: Target, settings: S
     return build.program(step, (build.state_shardings, kept))
 
 
-def reusing_program(spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape) -> Program:
+def reusing_program(spec: ModelSpec, config: Config, target: Target, shape: StepShape) -> Program:
     """What is left of a step that starts from what `keeping_program` kept: `(*state, denoised, is_finite)`."""
-    reuse = reuse_of(spec, settings)
-    features = step_reuse.kept_shapes(reuse, keeping_program(spec, config, target, settings, shape))
-    build = _StepBuild.of(spec, config, target, settings, shape)
+    build, reuse = _StepBuild.of(spec, config, target, shape), shape.reuse
+    assert reuse is not None, spec.name
+    features = step_reuse.kept_shapes(reuse, keeping_program(spec, config, target, shape))
 
     def predict(denoiser: Any, run: DenoiserRun, features: Any, *asked: Any) -> tuple[Any, Any]:
         return reuse.reuse(denoiser, run, features, *asked), ()
@@ -118,18 +119,17 @@ def prediction_program(
     spec: ModelSpec,
     config: Config,
     target: Target,
-    settings: Settings,
     shape: StepShape,
     sample_shape: tuple[int, ...],
     inputs: InputShapes,
 ) -> Program:
     """The network alone, for a sampler of others: `(weights, sample, timestep, inputs) -> (prediction, is_finite)`.
 
-    The settings say the size, and by their guidance how many rows there are. The sample, and `inputs`, those of
-    `model_spec.Forward`, have one row for all or one for each. What the host sends at each step it sends once: each
-    chip gets a part, and they exchange these faster than the host could send copies.
+    The sample, and `inputs`, those of `model_spec.Forward`, have one row for all branches or one for each. What the
+    host sends at each step it sends once: each chip gets a part, and they exchange these faster than the host could
+    send copies.
     """
-    build = _StepBuild.of(spec, config, target, settings, shape)
+    build = _StepBuild.of(spec, config, target, shape)
     mesh = build.mesh
 
     def predict(weights: Weights, sample: Any, timestep: Any, inputs: dict[str, Any]) -> tuple[Any, Any]:
@@ -156,14 +156,6 @@ def _spread(mesh: Mesh, size: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStru
     return shaped(mesh, size, dtype, *((None,) * split + (mesh.axis_names,) if split else ()))
 
 
-def reuse_of(spec: ModelSpec, settings: Settings) -> StepReuse:
-    """What steps start from, by the step cache of the settings."""
-    if isinstance(settings.step_cache, MagCache):
-        return step_reuse.of_residual(spec.denoiser.forward)
-    assert spec.denoiser.step_reuse is not None, spec.name
-    return spec.denoiser.step_reuse
-
-
 @dataclass(frozen=True, kw_only=True)
 class _StepBuild:
     """What the three programs of a step share."""
@@ -171,7 +163,6 @@ class _StepBuild:
     spec: ModelSpec
     config: Config
     target: Target
-    settings: Settings
     shape: StepShape
     mesh: Mesh
     network: modules.Network
@@ -179,11 +170,11 @@ class _StepBuild:
     axes: weights.Axes  # of weights in int8
 
     @classmethod
-    def of(cls, spec: ModelSpec, config: Config, target: Target, settings: Settings, shape: StepShape) -> "_StepBuild":
-        default = spec.parallelism.arranged(len(target.devices), spec.branches(settings), config)
+    def of(cls, spec: ModelSpec, config: Config, target: Target, shape: StepShape) -> "_StepBuild":
+        default = spec.parallelism.arranged(len(target.devices), shape.branches, config)
         mesh = target.mesh(shape.mesh_shape or default)
         network = weights.traceable(spec.component(spec.denoiser.experts[0]), config)
-        is_int8 = settings.quality != QUALITIES[0]
+        is_int8 = shape.quality != QUALITIES[0]
         axes = weights.prepared(network, target.devices[0], target.fallbacks.kernels) if is_int8 else {}
         policy = AttentionPolicy(
             kernel=target.kernel,
@@ -192,14 +183,14 @@ class _StepBuild:
         )
         layout = TokenLayout(
             mesh=mesh,
-            num_tokens=spec.geometry.num_tokens(spec.geometry.latent_shape(settings)),
-            frame_tokens=spec.geometry.num_tokens(spec.geometry.latent_shape(replace(settings, num_frames=1))),
+            num_tokens=spec.geometry.num_tokens(shape.latent_shape),
+            frame_tokens=spec.geometry.frame_tokens(shape.latent_shape),
             policy=policy,
             layouts=weights.layouts(network, mesh, target.precision, axes),
-            tiles=tiles_of(spec, config, settings, mesh, policy, target) if settings.quality == SPARSE else None,
+            tiles=tiles_of(spec, config, shape.latent_shape, mesh, policy, target) if shape.quality == SPARSE else None,
         )
         return cls(
-            spec=spec, config=config, target=target, settings=settings, shape=shape,
+            spec=spec, config=config, target=target, shape=shape,
             mesh=mesh, network=network, on_mesh=DenoiserRun(layout=layout), axes=axes,
         )  # fmt: skip
 
@@ -223,7 +214,7 @@ class _StepBuild:
         """What `predict` makes of a sample, a timestep and inputs, in float32, and the features to keep. What has one
         row stands for every branch.
         """
-        branches, dtype = self.spec.branches(self.settings), self.target.dtype
+        branches, dtype = self.shape.branches, self.target.dtype
         sample, timestep, inputs = asked
         sample = jnp.broadcast_to(sample, (branches, *sample.shape[1:]))
         sample = self.on_mesh.layout.constrain(sample, "dp")
@@ -247,17 +238,15 @@ class _StepBuild:
     def program(
         self, step: Callable[..., Any], out_shardings: Any, features: Any = (), name: str = DENOISE_STEP
     ) -> Program:
-        spec, mesh, rows = self.spec, self.mesh, 1 + self.shape.num_memory
-        latent_shape = spec.geometry.latent_shape(self.settings)
-        branches = spec.branches(self.settings)
+        mesh, shape, rows = self.mesh, self.shape, 1 + self.shape.num_memory
         return self.program_of(
             step,
             StepArgs(
-                state=(shaped(mesh, latent_shape, jnp.float32),) * rows,
+                state=(shaped(mesh, shape.latent_shape, jnp.float32),) * rows,
                 row=shaped(mesh, (rows + 1, rows + 1), jnp.float32),
-                timestep=shaped(mesh, (), self.shape.timestep_dtype),
-                next_timestep=shaped(mesh, (), self.shape.timestep_dtype),
-                inputs=denoiser_inputs(spec, self.config, mesh, branches, latent_shape, self.shape.references),
+                timestep=shaped(mesh, (), shape.timestep_dtype),
+                next_timestep=shaped(mesh, (), shape.timestep_dtype),
+                inputs=denoiser_inputs(self.spec, self.config, mesh, shape),
                 guidance=shaped(mesh, (), jnp.float32),
                 features=features,
             ),
@@ -280,7 +269,6 @@ class _StepBuild:
             precision=self.target.precision,
             donate=donate,
             out_shardings=out_shardings,
-            runs=self.settings.num_inference_steps,
             compiler_options=self.target.fallbacks.left(step_options(mesh)),
             rungs=self.target.fallbacks.kernels,
         )
@@ -295,13 +283,12 @@ def is_sparse(timestep: Any, inputs: Mapping[str, Any]) -> Any:
 
 
 def tiles_of(
-    spec: ModelSpec, config: Config, settings: Settings, mesh: Mesh, policy: AttentionPolicy, target: Target
+    spec: ModelSpec, config: Config, latent_shape: tuple[int, ...], mesh: Mesh, policy: AttentionPolicy, target: Target
 ) -> Tiling | None:
     """The tiles in which the denoiser's tokens lie, of which some may be left out; where they cannot, or it would save
     nothing, None, and why in the log.
     """
     geometry, wanted = spec.geometry, spec.denoiser.tile
-    latent_shape = geometry.latent_shape(settings)
     tokens, sp = geometry.num_tokens(latent_shape), mesh.shape["sp"]
     heads = int(config.get(spec.parallelism.heads_key, 1)) // mesh.shape["tp"]
     assert wanted is not None, spec.name
@@ -338,20 +325,13 @@ def _branched(x: Array, branches: int, dtype: jnp.dtype) -> Array:
     return jnp.broadcast_to(x, (branches, *x.shape[1:]))
 
 
-def denoiser_inputs(
-    spec: ModelSpec,
-    config: Config,
-    mesh: Mesh,
-    branches: int,
-    latent_shape: tuple[int, ...],
-    references: Mapping[str, tuple[int, ...]],
-) -> dict[str, jax.ShapeDtypeStruct]:
+def denoiser_inputs(spec: ModelSpec, config: Config, mesh: Mesh, shape: StepShape) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of a denoiser's inputs: every text encoding with its lengths, the condition and the references."""
     inputs = {}
     for text in spec.text_encoders:
         width = int(config[text.width_key])
-        inputs[text.name] = shaped(mesh, (branches, text.max_length, width), jnp.float32, "dp")
-        inputs[f"{text.name}_length"] = shaped(mesh, (branches,), jnp.int32, "dp")
-    for name, shape in {**spec.conditions(config, latent_shape), **references}.items():
-        inputs[name] = shaped(mesh, shape, jnp.float32)
+        inputs[text.name] = shaped(mesh, (shape.branches, text.max_length, width), jnp.float32, "dp")
+        inputs[f"{text.name}_length"] = shaped(mesh, (shape.branches,), jnp.int32, "dp")
+    for name, size in {**spec.conditions(config, shape.latent_shape), **shape.references}.items():
+        inputs[name] = shaped(mesh, size, jnp.float32)
     return inputs

@@ -5,9 +5,8 @@ The plan of the denoising is a record: the solver's steps, which denoiser and gu
 run them. The programs of the stages around it are found by running their host code on zeros.
 """
 
-import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ import torch
 
 from ...sharding.mesh import Device
 from ...sharding.shape import MeshShape
-from ..model_spec import STAGES, Call, MagCache, ModelSpec, Settings
+from ..model_spec import STAGES, Call, MagCache, ModelSpec, Settings, StepCache
 from ..precision import Precision
 from . import solver_table, step_reuse
 from .denoise_step import StepShape, denoise_program, keeping_program, reusing_program
@@ -31,115 +30,105 @@ _BUILD = {"plain": denoise_program, "keep": keeping_program, "reuse": reusing_pr
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """The steps, by index, that one denoiser runs with one program, of so many `branches` of guidance. `settings` have
-    its own guidance.
-    """
+    """The steps, by index, that one denoiser runs with one program, of so many `branches` of guidance."""
 
     expert: str
     kind: Kind
-    settings: Settings
+    guidance_scale: float
     branches: int
     steps: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Denoising:
-    """Of a model with the `configs` of its first denoiser and its VAE, by component, and a checkpoint's `scheduler`.
-
-    `boundary_ratio` is the share of the scheduler's training timesteps from which on the first of two experts denoises.
-    """
+    """Of a model with the `configs` of its components, by name, and a checkpoint's `scheduler`."""
 
     spec: ModelSpec
     settings: Settings
     configs: Mapping[str, Config]
     scheduler: Config
-    boundary_ratio: float = 0.0
+    config: Config  # the denoiser's
+    latent_shape: tuple[int, ...]
+    steps: range  # those that run, counted from 0
+    table: SolverTable
+    experts: list[tuple[str, float]]  # which denoiser is for each of all steps, and its guidance scale
+    is_full: list[bool]  # for each of all steps, whether it starts from no features of another
+    parts: tuple[Passage, ...]  # the steps that run, by denoiser; with a step cache the full ones, then the others
+    guided: Passage  # the part with the most branches
+    shape: StepShape  # what its programs are compiled for
+
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        settings: Settings,
+        configs: Mapping[str, Config],
+        scheduler: Config,
+        boundary_ratio: float = 0.0,
+    ) -> "Denoising":
+        """`boundary_ratio` is the share of the scheduler's training timesteps from which on the first of two experts
+        denoises. Raises `ValueError` where the solver does not do what is asked.
+        """
+        config, steps = configs[spec.denoiser.experts[0]], settings.steps
+        latent_shape = spec.geometry.latent_shape(settings)
+        table = solver_table.table_for(spec, scheduler, settings, latent_shape, steps.start)
+        guidance = solver_table.guidance_of(spec, settings)
+        boundary = float(boundary_ratio * scheduler.get("num_train_timesteps", 1000))
+        experts = solver_table.experts_for(spec, table, settings, guidance, boundary)
+        policy = settings.step_cache
+        full = step_reuse.full_steps(policy, [expert for expert, _ in experts])
+        is_full = [is_full or index == steps.start for index, is_full in enumerate(full)]
+        parts = tuple(
+            Passage(
+                expert=expert, kind=kind, steps=each,
+                guidance_scale=guidance[expert], branches=spec.branches(guidance[expert]),
+            )
+            for (expert, kind), each in _passages(policy, steps, [expert for expert, _ in experts], is_full).items()
+        )  # fmt: skip
+        guided = max(parts, key=lambda part: part.branches)
+        return cls(
+            spec=spec, settings=settings, configs=configs, scheduler=scheduler, config=config,
+            latent_shape=latent_shape, steps=steps, table=table, experts=experts, is_full=is_full, parts=parts,
+            guided=guided,
+            shape=StepShape(
+                latent_shape=latent_shape, branches=guided.branches, quality=settings.quality,
+                reuse=step_reuse.of_policy(spec.denoiser, policy),
+                num_memory=table.num_memory, timestep_dtype=table.timesteps.dtype,
+            ),
+        )  # fmt: skip
 
     @classmethod
     def published(cls, spec: ModelSpec, settings: Settings) -> "Denoising":
         """That of the real architecture, without a checkpoint."""
-        return cls(
-            spec=spec, settings=settings, configs={part.name: part.config for part in spec.components},
-            scheduler=spec.recipe.scheduler, boundary_ratio=spec.published.index.get("boundary_ratio", 0.0),
-        )  # fmt: skip
-
-    @functools.cached_property
-    def config(self) -> Config:
-        """The denoiser's."""
-        return self.configs[self.spec.denoiser.experts[0]]
-
-    @functools.cached_property
-    def steps(self) -> range:
-        """Those that run, counted from 0."""
-        return self.settings.steps
-
-    @functools.cached_property
-    def latent_shape(self) -> tuple[int, ...]:
-        return self.spec.geometry.latent_shape(self.settings)
+        configs = {part.name: part.config for part in spec.components}
+        return cls.of(spec, settings, configs, spec.recipe.scheduler, spec.published.index.get("boundary_ratio", 0.0))
 
     @property
     def vae_config(self) -> Config:
         return self.configs[self.spec.vae.component]
 
-    @functools.cached_property
-    def tabulate(self) -> Callable[[int], SolverTable]:
-        """The solver for a generation that begins at a step; `ValueError` where it does not do what is asked."""
-        return functools.cache(functools.partial(solver_table.table_for, self.spec, self.scheduler, self.settings))
-
-    @functools.cached_property
-    def table(self) -> SolverTable:
-        return self.tabulate(self.steps.start)
-
-    @functools.cached_property
-    def experts(self) -> list[tuple[str, float]]:
-        """Which denoiser is for each of all steps, and its guidance scale (see `experts_for`)."""
-        boundary = float(self.boundary_ratio * self.scheduler.get("num_train_timesteps", 1000))
-        return solver_table.experts_for(self.spec, self.table, self.settings, boundary)
-
-    @functools.cached_property
-    def is_full(self) -> list[bool]:
-        """For each of all steps, whether it starts from no features of another; the first that runs does not."""
-        full = step_reuse.full_steps(self.settings.step_cache, [expert for expert, _ in self.experts])
-        return [is_full or index == self.steps.start for index, is_full in enumerate(full)]
-
-    @property
-    def measures(self) -> bool:
-        """Whether a curve is measured (see `MagCache`): every step is full, and keeps its residual."""
-        return isinstance(self.settings.step_cache, MagCache) and self.settings.step_cache.curve is None
-
-    @functools.cached_property
-    def parts(self) -> tuple[Passage, ...]:
-        """The steps that run, by denoiser; with a step cache the full ones, then the others."""
-        full = all(self.is_full[index] for index in self.steps)
-        kinds: tuple[Kind, ...] = ("keep",) if self.measures else ("plain",) if full else ("keep", "reuse")
-        experts = dict.fromkeys(self.experts[index][0] for index in self.steps)
-        steps: dict[tuple[str, Kind], list[int]] = {(expert, kind): [] for expert in experts for kind in kinds}
-        for index in self.steps:
-            kind = kinds[0] if self.is_full[index] else "reuse"
-            steps[self.experts[index][0], kind].append(index)
-        return tuple(
-            Passage(
-                expert=expert, kind=kind, settings=settings, branches=self.spec.branches(settings), steps=tuple(each)
-            )
-            for (expert, kind), each in steps.items()
-            for settings in (self.spec.for_expert(self.settings, expert),)
-        )
-
-    @functools.cached_property
-    def guided(self) -> Passage:
-        """The part with the most branches."""
-        return max(self.parts, key=lambda part: part.branches)
-
-    def shape(self, **more: object) -> StepShape:
-        """What every step's program is compiled for; `more` are fields of `StepShape`."""
-        return StepShape.of(self.table, **more)
-
     def program(self, part: Passage, target: Target, shape: StepShape) -> Program:
-        return _BUILD[part.kind](self.spec, self.config, target, part.settings, shape)
+        """`shape` is this one's, or with more known of it."""
+        return _BUILD[part.kind](self.spec, self.config, target, replace(shape, branches=part.branches))
 
     def finish(self, sample: torch.Tensor) -> torch.Tensor:
         """The solver's last sample in the scale and layout of LATENT."""
-        return self.spec.vae.denormalize(sample, self.settings, self.vae_config)
+        padding = self.spec.geometry.padding_frames(self.settings.num_frames)
+        return self.spec.vae.denormalize(sample[:, :, padding:], self.vae_config)
+
+
+def _passages(
+    policy: StepCache | MagCache | None, steps: range, experts: Sequence[str], is_full: Sequence[bool]
+) -> dict[tuple[str, Kind], tuple[int, ...]]:
+    """The steps that run, by denoiser and kind. Where a curve is measured (see `MagCache`) all keep their residual."""
+    measures = isinstance(policy, MagCache) and policy.curve is None
+    is_plain = all(is_full[index] for index in steps)
+    kinds: tuple[Kind, ...] = ("keep",) if measures else ("plain",) if is_plain else ("keep", "reuse")
+    running = dict.fromkeys(experts[index] for index in steps)
+    found: dict[tuple[str, Kind], list[int]] = {(expert, kind): [] for expert in running for kind in kinds}
+    for index in steps:
+        found[experts[index], kinds[0] if is_full[index] else "reuse"].append(index)
+    return {key: tuple(each) for key, each in found.items()}
 
 
 @dataclass
@@ -213,7 +202,7 @@ def for_spec(
 
 def _steps(plan: Denoising, target: Target, mesh_shape: MeshShape | None) -> list[Program]:
     """The denoiser's programs with how often each runs: experts share them, unless only one of these is guided."""
-    shape = plan.shape(mesh_shape=mesh_shape, references=plan.spec.pictures.usual)
+    shape = replace(plan.shape, mesh_shape=mesh_shape, references=plan.spec.pictures.usual)
     same = defaultdict[tuple[int, str], list[Passage]](list)
     for part in sorted(plan.parts, key=lambda part: part.branches, reverse=True):
         same[part.branches, part.kind].append(part)

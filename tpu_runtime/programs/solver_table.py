@@ -137,7 +137,9 @@ def _upstream(name: Any) -> Iterator[None]:
         ) from error
 
 
-def table_for(spec: ModelSpec, config: Mapping[str, Any], settings: Settings, begin: int = 0) -> SolverTable:
+def table_for(
+    spec: ModelSpec, config: Mapping[str, Any], settings: Settings, latent_shape: tuple[int, ...], begin: int = 0
+) -> SolverTable:
     """The steps of a generation with the scheduler that `config`, a checkpoint's `scheduler_config.json`, describes, or
     with the one that was chosen in its place; see `tabulate` for `begin`. `ValueError` where it takes no sigmas.
     """
@@ -148,7 +150,7 @@ def table_for(spec: ModelSpec, config: Mapping[str, Any], settings: Settings, be
         own = [name for name in SHIFT_KEYS if name in _arguments(config)]
         config = {**config, **dict.fromkeys(own, shift)}
     scheduler = scheduler_from(config)
-    arguments = spec.recipe.solver_arguments(config, spec.geometry.latent_shape(settings), settings)
+    arguments = spec.recipe.solver_arguments(config, latent_shape, settings.num_inference_steps, settings.shift)
     if settings.sigmas:
         arguments["sigmas"] = np.array(settings.sigmas)
     if "sigmas" not in inspect.signature(scheduler.set_timesteps).parameters:
@@ -161,14 +163,26 @@ def table_for(spec: ModelSpec, config: Mapping[str, Any], settings: Settings, be
     return tabulate(scheduler, settings.num_inference_steps, begin, **arguments)
 
 
-def experts_for(spec: ModelSpec, table: SolverTable, settings: Settings, boundary: float) -> list[tuple[str, float]]:
+def guidance_of(spec: ModelSpec, settings: Settings) -> dict[str, float]:
+    """The guidance scale of each denoiser."""
+    first, second = settings.guidance_scale, settings.guidance_scale_2
+    return dict(zip(spec.denoiser.experts, (first, first if second is None else second), strict=False))
+
+
+def experts_for(
+    spec: ModelSpec, table: SolverTable, settings: Settings, guidance: Mapping[str, float], boundary: float
+) -> list[tuple[str, float]]:
     """Which denoiser is for each step, and its guidance scale: the first from timestep `boundary` on, or for the first
     `high_noise_steps`, then another.
     """
     timesteps = table.timesteps.tolist()
-    if len(spec.denoiser.experts) == 1:
-        return [(spec.denoiser.experts[0], spec.recipe.guidance_at(settings, timestep)) for timestep in timesteps]
-    first, second = ((name, spec.for_expert(settings, name).guidance_scale) for name in spec.denoiser.experts)
+    first, *others = guidance.items()
+    if not others:
+        name, scale = first
+        guidance_at = spec.recipe.guidance_at if settings.use_dynamic_cfg else None
+        number = settings.num_inference_steps
+        return [(name, guidance_at(scale, at, number) if guidance_at else scale) for at in timesteps]
+    (second,) = others
     if settings.high_noise_steps:
         return [first if index < settings.high_noise_steps else second for index in range(table.num_steps)]
     return [first if timestep >= boundary else second for timestep in timesteps]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..model_spec import Forward, MagCache, StepCache, StepReuse
+from ..model_spec import Denoiser, Forward, MagCache, StepCache, StepReuse
 from .denoiser_run import DenoiserRun
 from .executables import Executable
 from .program import TRACING, Program
@@ -57,6 +57,11 @@ def of_residual(forward: Forward) -> StepReuse:
         return forward(denoiser, AroundBlocks(layout=run.layout, kept=features), *asked)
 
     return StepReuse(keep=keep, reuse=reuse, tokens=(RESIDUAL,))
+
+
+def of_policy(denoiser: Denoiser, policy: StepCache | MagCache | None) -> StepReuse | None:
+    """What steps of a denoiser start from."""
+    return of_residual(denoiser.forward) if isinstance(policy, MagCache) else denoiser.step_reuse
 
 
 def shardings(reuse: StepReuse, mesh: Mesh) -> dict[str, NamedSharding]:

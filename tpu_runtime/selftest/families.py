@@ -185,7 +185,7 @@ def _stages(
 
 def _added(spec: ModelSpec, settings: Settings, ours: torch.Tensor, theirs: torch.Tensor) -> tuple[Arrays, Arrays]:
     """Both estimates without the noise that they hold, as much as the reference holds of it."""
-    noise = spec.draw_noise(settings, torch.Generator().manual_seed(settings.seed))
+    noise = spec.recipe.noise(spec.geometry.latent_shape(settings), torch.Generator().manual_seed(settings.seed))
     share = (theirs * noise).sum() / noise.square().sum()
     return {"estimate": ours - share * noise}, {"estimate": theirs - share * noise}
 

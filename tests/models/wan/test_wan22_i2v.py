@@ -342,9 +342,8 @@ def test_a_checkpoint_without_the_second_expert_is_refused(tmp_path: Path):
 
 def test_a_guided_run_needs_the_negative_prompt():
     prompt, _ = engine(8).encode(MODEL, SHORT, NEGATIVE, Silent())
-    plan = Denoising.published(SPEC, TALL)
-    plan = replace(plan, configs={part.name: part.tiny for part in SPEC.components})
-    assert SPEC.branches(FLAT) == 1 and SPEC.branches(TALL) == 2
+    plan = Denoising.of(SPEC, TALL, {part.name: part.tiny for part in SPEC.components}, SPEC.recipe.scheduler)
+    assert SPEC.branches(FLAT.guidance_scale) == 1 and SPEC.branches(TALL.guidance_scale) == 2
     with pytest.raises(ValueError, match="negative_prompt_embeds is not connected, and guidance_scale is 4.0"):
         conditioning.denoiser_inputs(plan, prompt, None, None)
 

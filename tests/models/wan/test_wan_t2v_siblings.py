@@ -69,7 +69,7 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
 
 def test_both_experts_run():
     """So that the parity of the whole shows which of them ran when."""
-    table = solver_table.table_for(TWO, TWO.recipe.scheduler, SHARED)
+    table = solver_table.table_for(TWO, TWO.recipe.scheduler, SHARED, TWO.geometry.latent_shape(SHARED))
     assert [timestep >= 875 for timestep in table.timesteps] == [True] * 4 + [False] * 2
     first, second = (
         component.state_dict() for component in (pipeline(TWO.name).transformer, pipeline(TWO.name).transformer_2)

@@ -16,7 +16,7 @@ STRIDE = 16
 MAX_REFERENCE_AREA = 1024 * 1024
 
 
-def denormalize_latents(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
+def denormalize_latents(sample: "torch.Tensor", vae_config: Mapping[str, Any]) -> "torch.Tensor":
     """LATENT holds what the denoiser works on; the decoder knows the scale."""
     return sample
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
-from ...model_spec import Call, Component, Need, Report, Settings, has_length
+from ...model_spec import Call, Component, Need, Report, has_length
 from .frames import decode_by_frame, pixels
 from .layers import convolved
 
@@ -194,7 +194,7 @@ def attend_to_seen(q: "jax.Array", k: "jax.Array", v: "jax.Array", seen: "jax.Ar
     return jnp.einsum("bhws,bcs->bchw", weights.astype(v.dtype), values)[:, :, None]
 
 
-def denormalize_latents(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
+def denormalize_latents(sample: "torch.Tensor", vae_config: Mapping[str, Any]) -> "torch.Tensor":
     """Latents in the VAE's own scale."""
     return sample / vae_config["scaling_factor"]
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
-from ...model_spec import Call, Component, Need, Report, Settings, has_length
+from ...model_spec import Call, Component, Need, Report, has_length
 from .frames import decode_picture, encode_picture, pixels
 from .layers import convolved, normed
 
@@ -100,7 +100,7 @@ def attend_to_picture(q: "jax.Array", k: "jax.Array", v: "jax.Array") -> "jax.Ar
 # --- a picture --------------------------------------------------------------------------------------------------------
 
 
-def denormalize_latents(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
+def denormalize_latents(sample: "torch.Tensor", vae_config: Mapping[str, Any]) -> "torch.Tensor":
     """ComfyUI's LATENT is in the VAE's own scale."""
     return sample / vae_config["scaling_factor"] + (vae_config.get("shift_factor") or 0.0)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
-from ...model_spec import Call, Component, Need, Report, Settings, has_length
+from ...model_spec import Call, Component, Need, Report, has_length
 from .frames import decode_by_frame, decode_picture, pixels
 from .layers import convolved, enlarged
 
@@ -196,7 +196,7 @@ def residual(block: Any, x: "torch.Tensor", convolve: "Callable[[Any, torch.Tens
     return convolve(block.conv2, silu(block.norm2(out))) + shortcut
 
 
-def denormalize_latents(sample: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]) -> "torch.Tensor":
+def denormalize_latents(sample: "torch.Tensor", vae_config: Mapping[str, Any]) -> "torch.Tensor":
     """Normalised latents in the VAE's own scale; upstream's own arithmetic, to the bit."""
     mean, std = latent_stats(vae_config)
     return sample / (1.0 / std) + mean
