@@ -40,13 +40,24 @@ def frames_of(prompt: str, image: np.ndarray) -> np.ndarray:
 
 
 def test_the_given_frame_moves_as_held_out_prompts_say(score: ModuleType):
+    assert num_right(score, TASKS) >= LEAST
+
+
+@pytest.mark.recorded
+def test_most_of_many_held_out_prompts_are_right(score: ModuleType):
+    assert num_right(score, 32) >= 26
+
+
+def num_right(score: ModuleType, number: int) -> int:
+    """Of how many of a `number` of held-out prompts the frames show all that they say, the given one first."""
     right = 0
-    for task in itertools.islice(score.FAMILIES["wan22i2v"].kinds["clips"](), TASKS):
+    for task in itertools.islice(score.FAMILIES["wan22i2v"].kinds["clips"](), number):
         frames = frames_of(task.prompt, task.image)
         away = np.abs(frames[0].astype(float) - task.image).mean()
         right += task.judge(frames).all and away < FIRST
         print(task.prompt, task.judge(frames), f"first frame {away:.1f} away")
-    assert right >= LEAST
+    print(f"{right} of {number}")
+    return right
 
 
 def test_it_equals_upstreams_pipeline(score: ModuleType, compare: Callable):
