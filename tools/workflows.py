@@ -347,7 +347,9 @@ def note(example: Example, has_loader: bool) -> str:
     place = "`model_id` of the TPU Model Loader, which all stages share," if has_loader else "`model_id`"
     sizes = ", ".join(f"{name} {value}" for name, value in spec.miniature.inputs.items())
     if texts := tiny.texts(spec, spec.miniature.id):
-        sizes += f', and a prompt such as "{texts["prompt"]}", the negative one empty'
+        sizes += f", the picture `{spec.miniature.picture}`" if spec.miniature.picture else ""
+        sizes += f', and a prompt such as "{texts["prompt"]}"'
+        sizes += ", the negative one empty" if "negative_prompt" in texts else ""
     tips = [
         *example.tips,
         *weights(spec.name),

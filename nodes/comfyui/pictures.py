@@ -1,4 +1,4 @@
-"""The picture that examples start from, in ComfyUI's input folder: so they run as they open, however the pack came."""
+"""The pictures that examples start from, in ComfyUI's input folder: so they run as they open, however the pack came."""
 
 import logging
 import shutil
@@ -8,20 +8,27 @@ import folder_paths
 
 log = logging.getLogger(__name__)
 
-_PICTURE = Path(__file__).parents[2] / "examples" / "wan_i2v_input.jpg"
+_EXAMPLES = Path(__file__).parents[2] / "examples"
+# Of the models, and of their miniatures.
+_PICTURES = ("wan_i2v_input.jpg", "wan_i2v_shapes.png")
 
 
 def install() -> None:
-    """Copies it there if no file has its name. A folder that cannot be written costs only the picture."""
-    target = Path(folder_paths.get_input_directory()) / _PICTURE.name
+    """Copies them there if no file has their name. A folder that cannot be written costs only the pictures."""
+    for name in _PICTURES:
+        _install(_EXAMPLES / name)
+
+
+def _install(picture: Path) -> None:
+    target = Path(folder_paths.get_input_directory()) / picture.name
     if target.exists():
         return
     part = target.with_suffix(".part")  # a disk that fills up leaves no half picture under the name
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(_PICTURE, part)
+        shutil.copyfile(picture, part)
         part.replace(target)
     except OSError as error:
-        log.warning("ComfyUI-TPU: the examples' picture could not be copied: %s. It is %s.", error, _PICTURE)
+        log.warning("ComfyUI-TPU: the examples' picture could not be copied: %s. It is %s.", error, picture)
         return
     log.info("ComfyUI-TPU: the examples' picture is %s.", target)

@@ -20,7 +20,8 @@ def read_json(path: Path) -> Any:
 
 
 def make_tiny(workflow: Workflow) -> None:
-    """Gives every model node its family's built-in miniature and what fits it: sizes, and prompts if it was trained.
+    """Gives every model node its family's built-in miniature and what fits it: sizes, and if it was trained prompts and
+    a picture.
 
     LoRAs, which are made for the real sizes, are left out.
     """
@@ -40,12 +41,17 @@ def make_tiny(workflow: Workflow) -> None:
         # A wrong type is an error of the workflow's own, said when all of it is checked.
         known = isinstance(model_id, str) and not is_of_files(model_id)
         spec = variant(spec_for_family(family), model_id if known else "")
-        wanted = {"model_id": spec.miniature.id, **spec.miniature.inputs, **tiny.texts(spec, spec.miniature.id)}
+        texts = tiny.texts(spec, spec.miniature.id)
+        wanted = {"model_id": spec.miniature.id, **spec.miniature.inputs, **texts}
         wanted |= {name: AUTO for name in PARTS if name in node["inputs"]}
         given = {i.name: node["inputs"].get(i.name, i.default) for i in declaration.inputs if i.name in wanted}
         if "condition" in node["inputs"]:
             given = without_zero_sizes(given)  # they stay the picture's
         node["inputs"] |= {name: wanted[name] for name in given}
+        shown = node["inputs"].get("image")
+        loader = workflow.get(shown[0]) if is_link(shown) else None
+        if texts and spec.miniature.picture and loader and loader["class_type"] == "LoadImage":
+            loader["inputs"]["image"] = spec.miniature.picture
 
 
 def assign(workflow: Workflow, assignment: str) -> None:

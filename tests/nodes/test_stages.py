@@ -132,7 +132,7 @@ def test_three_stages_from_a_picture_give_the_frames_of_one_run(tmp_path: Path):
     ]  # fmt: skip
     in_process("run", str(examples.page("wan22_i2v_720p")), "--tiny", "--out", str(tmp_path), *assignments)
     folder = str(tmp_path / "stages")
-    picture = str(ROOT / "examples" / "wan_i2v_input.jpg")
+    picture = str(ROOT / "examples" / "wan_i2v_shapes.png")
     model = ("--family", "Wan22I2V", "--model", "tiny/wan22i2v", "--image", picture, "--resize", "fit")
     in_process("encode", "--folder", folder, *model, *flags(size))
     in_process("denoise", "--folder", folder, *flags(numbers))

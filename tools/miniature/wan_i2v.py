@@ -24,9 +24,9 @@ The classes of Wan 2.2's image-to-video model, made small: the miniature of Wan 
 given (`tools/train_miniature.py`). Both experts are one network. Text encoder, tokenizer and autoencoder are
 those of the miniature of Wan 2.1, and lie with it.
 
-It knows first frames with one or two shapes ({shapes}) in {colours}, and the
-sentence that says what they do, such as "a red circle moves right on blue": {motions}. Videos are {width}x{height}, of
-up to 17 frames."""
+It knows first frames with one or two shapes ({shapes}) in {colours}, and
+the sentence that says what they do, such as "a red circle moves right on blue": {motions}.
+Videos are {width}x{height}, of up to 17 frames."""
 
 CLIPS, STEPS, RATE = 1500, 2000, 1e-3
 LENGTHS, LATENT_FRAMES = (5, 5, 3), 60

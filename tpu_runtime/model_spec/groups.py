@@ -57,11 +57,12 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class Miniature:
-    """The built-in checkpoint: `inputs` that fit it, and `texts` that fit one that was trained."""
+    """The built-in checkpoint: `inputs` that fit it, and `texts` and an example's `picture` that fit a trained one."""
 
     id: str
     inputs: Mapping[str, int]
     texts: Mapping[str, str] = field(default_factory=dict)
+    picture: str = ""
 
     def __post_init__(self) -> None:
         freeze(self)

@@ -47,6 +47,8 @@ LARGER_COMPONENTS = (
     *flux2.VAE,
 )
 
+MINIATURE = replace(flux2.MINIATURE, id="tiny/flux2klein", texts={"prompt": "a red circle and a green square on blue"})
+
 # One branch, and no negative prompt: upstream ignores guidance where a checkpoint says that it is distilled.
 DISTILLED = replace(
     flux2.SPEC,
@@ -57,7 +59,7 @@ DISTILLED = replace(
         pipeline_classes=("Flux2KleinPipeline",),
         index={"is_distilled": True},
     ),
-    miniature=replace(flux2.MINIATURE, id="tiny/flux2klein"),
+    miniature=MINIATURE,
     components=COMPONENTS,
     text_encoders=(qwen3.TEXT,),
     inputs={
@@ -73,7 +75,7 @@ BASE = replace(
     name="flux2-klein-base-4b",
     title="Flux.2 klein base 4B",
     published=Published(hub_id="black-forest-labs/FLUX.2-klein-base-4B", pipeline_classes=("Flux2KleinPipeline",)),
-    miniature=replace(flux2.MINIATURE, id="tiny/flux2kleinbase"),
+    miniature=replace(MINIATURE, id="tiny/flux2kleinbase", texts={**MINIATURE.texts, "negative_prompt": ""}),
     components=COMPONENTS,
     text_encoders=(qwen3.TEXT,),
     texts={"prompt": qwen3.PROMPT, "negative_prompt": ""},

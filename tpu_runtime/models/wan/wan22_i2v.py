@@ -25,7 +25,7 @@ SPEC = ModelSpec(
         # The first expert composes: it runs while the timestep is at least this share of the training timesteps.
         index={"boundary_ratio": 0.9},
     ),
-    miniature=replace(wan.MINIATURE, id="tiny/wan22i2v"),
+    miniature=replace(wan.MINIATURE, id="tiny/wan22i2v", picture="wan_i2v_shapes.png"),
     components=(TEXT_ENCODER, *EXPERTS, VAE_ENCODER, VAE_DECODER),
     geometry=wan.GEOMETRY,
     text_encoders=(TEXT,),

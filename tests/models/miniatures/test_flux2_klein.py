@@ -1,0 +1,97 @@
+"""The trained miniature of Flux.2 klein: pictures show what the prompt says, and of a reference what is to stay."""
+
+import itertools
+from collections.abc import Callable
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.nodes.headless.changes import make_tiny, read_json
+from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.headless.workflow import to_api
+from comfyui_tpu.tests.models import parity
+from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tests.nodes import examples
+from comfyui_tpu.tests.support.closeness import OPERATION, PIPELINE
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.progress import Silent
+from PIL import Image
+
+SPEC = spec_by_name("flux2-klein-4b")
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision="float32")
+SETTINGS = SPEC.settings(**SPEC.miniature.inputs)  # four steps, as the nodes' default
+TASKS, LEAST = 7, 4  # of which so many are right
+
+
+def picture_of(prompt: str, image: np.ndarray | None = None, chips: int = 1) -> np.ndarray:
+    """`[1, height, width, 3]` uint8."""
+    runner, condition = engine(chips), None
+    if image is not None:
+        condition = runner.encode_image(MODEL, torch.from_numpy(image / np.float32(255))[None], SETTINGS, Silent())
+    embeds = runner.encode(MODEL, prompt, "", Silent())
+    latents = runner.denoise(MODEL, SETTINGS, *embeds, Silent(), condition)
+    return np.round(runner.decode(MODEL, latents, Silent()).numpy() * 255).astype(np.uint8)
+
+
+def num_right(score: ModuleType, kind: str, make: Callable[..., np.ndarray] = picture_of, number: int = TASKS) -> int:
+    """Of how many of a `number` of held-out prompts the pictures show all that they say."""
+    tasks = itertools.islice(score.FAMILIES["flux2klein"].kinds[kind](), number)
+    found = sum(task.judge(make(task.prompt, task.image)).all for task in tasks)
+    print(f"{kind}: {found} of {number}")
+    return found
+
+
+def test_pictures_show_what_held_out_prompts_say(score: ModuleType):
+    assert num_right(score, "pictures") >= LEAST
+
+
+def test_a_reference_is_changed_as_the_prompt_says_and_stays_as_it_is_elsewhere(score: ModuleType):
+    assert num_right(score, "changes") >= LEAST
+
+
+@pytest.mark.recorded
+@pytest.mark.parametrize(("kind", "least"), [("pictures", 55), ("changes", 48)])
+def test_most_of_many_held_out_prompts_are_right(kind: str, least: int, score: ModuleType):
+    assert num_right(score, kind, number=64) >= least
+
+
+def without_reference(prompt: str, image: np.ndarray | None) -> np.ndarray:
+    return picture_of(prompt)
+
+
+def another_prompt(prompt: str, image: np.ndarray | None) -> np.ndarray:
+    return picture_of("on white" if "white" not in prompt else "on black", image)
+
+
+@pytest.mark.parametrize("fault", [without_reference, another_prompt])
+def test_faults_show_in_the_pictures(fault: Callable[..., np.ndarray], score: ModuleType):
+    assert num_right(score, "changes", fault) < LEAST
+
+
+def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(score: ModuleType, compare: Callable):
+    """With weights that mean something, and the same picture from the same seed whatever the number of chips."""
+    task = next(score.FAMILIES["flux2klein"].kinds["changes"]())
+    pipe = parity.upstream("Flux2KleinPipeline", tiny.folder(SPEC, SPEC.miniature.id)).to(torch.float32)
+    expected = parity.generate(pipe, SETTINGS, prompt=task.prompt, image=[Image.fromarray(task.image)])
+    image = torch.from_numpy(task.image / np.float32(255))[None]
+    for chips in (1, 8):
+        runner = engine(chips)
+        condition = runner.encode_image(MODEL, image, SETTINGS, Silent())
+        latents = runner.denoise(MODEL, SETTINGS, *runner.encode(MODEL, task.prompt, "", Silent()), Silent(), condition)
+        wanted = expected.latents.swapaxes(1, 2).reshape(latents["samples"].shape)
+        compare(f"latents, {chips} chips", latents["samples"].numpy(), wanted)
+        # The edges of what a trained decoder draws are steep.
+        picture = runner.decode(MODEL, latents, Silent()).numpy()
+        compare(f"picture, {chips} chips", picture, expected.frames, error=5 * PIPELINE, overall=2 * OPERATION)
+
+
+def test_the_example_asks_it_for_what_it_knows(score: ModuleType):
+    workflow = to_api(read_json(examples.FOLDER / "api" / "flux2_klein.json"), HEADLESS)
+    make_tiny(workflow)
+    things = (score.still.Thing(colour="red", shape="circle"), score.still.Thing(colour="green", shape="square"))
+    asked = {name: value for node in workflow.values() for name, value in node["inputs"].items()}
+    assert asked["prompt"] == str(score.still.Picture(things=things, background="blue"))
+    assert asked["model_id"] == SPEC.miniature.id and tiny.trained(SPEC.miniature.id)
