@@ -227,12 +227,12 @@ def test_damaged_ones_end_in_a_sentence(pack: str):
             upgraded(document, DECLARATIONS)
 
 
-SAVED = (("flux2", "*.png"), ("cogvideox", "*.mp4"), ("wan21", "video/*.mp4"), ("wan22_i2v", "video/*.mp4"))
+SAVED = {"flux2": "*.png", "cogvideox": "*.mp4", "wan21": "*.mp4", "wan22_i2v": "*.mp4"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pack", "result"), slower(SAVED, *SAVED[1:3]))
-def test_a_saved_workflow_runs(pack: str, result: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("pack", slower(SAVED, "cogvideox", "wan21"))
+def test_a_saved_workflow_runs(pack: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "input").mkdir()
     Image.new("RGB", (96, 64), "red").save(tmp_path / "input" / separate_packs.PICTURE, "PNG")
     (tmp_path / "saved.json").write_text(json.dumps(separate_packs.ALL[pack]()))
@@ -243,7 +243,7 @@ def test_a_saved_workflow_runs(pack: str, result: str, tmp_path: Path, caplog: p
     )
     words = ["run", str(tmp_path / "saved.json"), "--tiny", "--set", steps, "--out", str(tmp_path / "out")]
     assert main([*words, "--input", str(tmp_path / "input")]) == 0
-    assert [path.stat().st_size > 500 for path in (tmp_path / "out").rglob(result.rpartition("/")[2])] == [True]
+    assert [path.stat().st_size > 500 for path in (tmp_path / "out").rglob(SAVED[pack])] == [True]
     assert [record.message.partition("\n")[0] for record in caplog.records].count(HEADLINE) == 1
 
 
