@@ -407,6 +407,7 @@ def test_a_hub_that_repeats_the_token_tells_nobody(
         assert token not in text
 
 
+@pytest.mark.slow
 def test_the_command_prints_no_token(fake: FakeHub, tmp_path: Path):
     """In a process of its own, with every log line and a traceback: it is in the environment and in the answer."""
     fake.answers["/api/"] = Answer(status=403, headers={"X-Error-Message": f"no rights for {TOKEN}"})

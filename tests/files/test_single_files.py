@@ -65,6 +65,7 @@ def own_tensors(spec: ModelSpec, model_id: str, folders: tuple[str, ...] = ()) -
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_files_of_every_model_hold_its_folders_tensors(spec: ModelSpec, tmp_path: Path):
     files = write_all(spec, tmp_path)

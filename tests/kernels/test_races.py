@@ -31,6 +31,8 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+pytestmark = pytest.mark.slow
+
 CORES = pytest.mark.parametrize("cores", slower((1, 2), 1), ids=["1 core", "2 cores"])
 
 
@@ -76,7 +78,6 @@ FORMS = {
 }
 
 
-@pytest.mark.slow
 @CORES
 @pytest.mark.parametrize("head_dim", slower((64, 128), 64))
 @pytest.mark.parametrize("name", FORMS)
@@ -100,7 +101,6 @@ def test_attention(name: str, head_dim: int, cores: int):
     assert_right(found, wanted, bounds.get(name, 4e-6))
 
 
-@pytest.mark.slow
 @CORES
 @pytest.mark.parametrize("scores", ["exact", "int8"])
 def test_attention_to_some_blocks(scores: Any, cores: int):
@@ -191,7 +191,6 @@ def test_a_convolution_in_several_row_blocks(name: str, blocks: int, monkeypatch
     assert difference(found, wanted) <= 4e-6
 
 
-@pytest.mark.slow
 @CORES
 @pytest.mark.parametrize("blocks", [1, 4])
 @pytest.mark.parametrize("name", CONVOLUTIONS)

@@ -83,6 +83,7 @@ def normalised(latents: dict[str, Any]) -> np.ndarray:
     return (latents["samples"] * upstream_pipeline().vae.config.scaling_factor).numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chips", "prompt"), [(1, SHORT), (3, LONG), (8, SHORT), (8, LONG)])
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
     prompt_embeds, negative = engine(chips).encode(MODEL, prompt, NEGATIVE, Silent())
@@ -115,6 +116,7 @@ def test_a_published_tokenizer_is_read(tmp_path: Path):
     assert mask.sum(axis=1).tolist() == [len(pieces) + 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chips", CHIPS)
 def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
     chips: int, monkeypatch: pytest.MonkeyPatch, compare: Callable

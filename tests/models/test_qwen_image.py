@@ -118,7 +118,7 @@ def test_one_guided_call_equals_upstreams(
     compare(f"denoiser, {mesh}", ours, unpacked(guided, settings), error=NETWORK)
 
 
-@pytest.mark.parametrize("settings", [ODD, WHOLE], ids=["guided", "alone"])
+@pytest.mark.parametrize("settings", [pytest.param(ODD, marks=pytest.mark.slow), WHOLE], ids=["guided", "alone"])
 def test_latents_and_picture_equal_upstreams(settings: Settings, compare: Callable):
     expected = parity.generate(
         pipeline(), settings, prompt=SHORT, negative_prompt="blur", true_cfg_scale=settings.guidance_scale

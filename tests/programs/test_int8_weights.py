@@ -20,6 +20,8 @@ from comfyui_tpu.tpu_runtime.programs.program import Target
 from comfyui_tpu.tpu_runtime.progress import Silent
 from safetensors.torch import save_file
 
+pytestmark = pytest.mark.slow
+
 NO_RUNGS = Rungs()
 
 

@@ -20,6 +20,8 @@ from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.progress import Silent
 from PIL import Image
 
+pytestmark = pytest.mark.slow
+
 SPEC = spec_by_name("flux2-klein-4b")
 MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision="float32")
 SETTINGS = SPEC.settings(**SPEC.miniature.inputs)  # four steps, as the nodes' default

@@ -23,6 +23,8 @@ from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.progress import Silent
 from PIL import Image
 
+pytestmark = pytest.mark.slow
+
 SPEC = spec_by_name("wan2.2-i2v-a14b")
 MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision="float32")
 SETTINGS = SPEC.settings(**{**SPEC.miniature.inputs, "num_frames": 9, "num_inference_steps": 6})

@@ -97,6 +97,7 @@ def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, c
     assert prompt_embeds[0][1]["length"] == {SHORT: 2, LONG: 512}[prompt]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chips", CHIPS)
 def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
     chips: int, monkeypatch: pytest.MonkeyPatch, compare: Callable

@@ -121,6 +121,7 @@ def test_condition_latents_and_frames_equal_upstreams(chips: int, case: str, com
     compare(f"frames, {case}, {chips} chips", frames.numpy(), expected.frames)
 
 
+@pytest.mark.slow
 def test_an_expert_without_guidance_runs_one_branch_beside_a_guided_one(
     monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):
@@ -156,6 +157,7 @@ def test_a_video_may_end_with_a_picture_too(compare: Callable):
     compare("condition, first and last frame, 8 chips", condition["tensors"]["condition"], expected, error=NETWORK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chips", [1, 3, 8])
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, compare: Callable):
     prompt_embeds, negative = engine(chips).encode(MODEL, SHORT, NEGATIVE, Silent())
@@ -164,6 +166,7 @@ def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, compare: Calla
     assert prompt_embeds[0][1]["length"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chips", "expert"), [(1, "transformer_2"), (3, "transformer"), (8, "transformer_2")])
 def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
     chips: int, expert: str, monkeypatch: pytest.MonkeyPatch, compare: Callable
@@ -192,6 +195,7 @@ def test_the_two_experts_differ_and_share_the_steps():
         assert 0 < sum(timestep >= 900 for timestep in scheduler.timesteps) < settings.num_inference_steps
 
 
+@pytest.mark.slow
 def test_the_idle_expert_leaves_when_both_do_not_fit(monkeypatch: pytest.MonkeyPatch):
     """With room for one expert and a step, the same latents to the bit, and each expert loaded once."""
     runner = engine(8)

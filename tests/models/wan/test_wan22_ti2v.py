@@ -91,6 +91,7 @@ def test_condition_latents_and_frames_equal_upstreams(chips: int, case: str, giv
     compare("frames", runner.decode(MODEL, latents, Silent()).numpy(), expected.frames)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chips", "given"), [(8, True), (8, False), (3, True)])
 def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
     chips: int, given: bool, monkeypatch: pytest.MonkeyPatch, compare: Callable
