@@ -3,6 +3,7 @@
 API format: `{node id: {"class_type": ..., "inputs": {name: value or [node id, output index]}}}`.
 """
 
+import contextlib
 from collections.abc import Collection, Mapping
 from typing import Any, TypeGuard
 
@@ -135,20 +136,31 @@ def _samplers(graph: Workflow, table: Table) -> list[str]:
     return [node_id for node_id, node in graph.items() if table[node["class_type"]].stage == "denoise"]
 
 
-def _generation(graph: Workflow, node_id: str, folders: Folders, table: Table) -> tuple[ModelRef, Settings]:
-    node, widgets = graph[node_id], _widgets(graph, node_id, table)
-    declaration = table[node["class_type"]]
-    link = node["inputs"].get("model")
-    choice = _origin(graph, node_id, "model", "model_id", table) if is_link(link) else widgets
-    family = spec_for_family(declaration.family)
+def models(workflow: Workflow, folders: Folders, table: Table) -> list[ModelRef]:
+    """What its samplers run, but for what is known only when it runs."""
+    graph, found = _ours(workflow, table), []
+    for node_id in _samplers(graph, table):
+        with contextlib.suppress(ValueError):
+            found.append(_model(graph, node_id, folders, table)[0])
+    return found
+
+
+def _model(graph: Workflow, node_id: str, folders: Folders, table: Table) -> tuple[ModelRef, Mapping[str, Any]]:
+    """A sampler's model, and the widgets that choose it, its own or a loader's."""
+    node = graph[node_id]
+    is_loaded = is_link(node["inputs"].get("model"))
+    choice = _origin(graph, node_id, "model", "model_id", table) if is_loaded else _widgets(graph, node_id, table)
+    family = spec_for_family(table[node["class_type"]].family)
     named = {"model_id": chosen_id(choice), "precision": choice["precision"]}
     if "address" in choice:  # what its id is there, as far as that is known here
         spec = family if is_of_files(named["model_id"]) else variant(family, named["model_id"])
-        model = ModelRef(spec_name=spec.name, **named, address=choice["address"])
-    else:
-        model = choose_model(family, **named, folders=folders.models, progress=Silent())
-    spec = model.spec
-    widgets = without_zero_sizes(widgets)
+        return ModelRef(spec_name=spec.name, **named, address=choice["address"]), choice
+    return choose_model(family, **named, folders=folders.models, progress=Silent()), choice
+
+
+def _generation(graph: Workflow, node_id: str, folders: Folders, table: Table) -> tuple[ModelRef, Settings]:
+    model, choice = _model(graph, node_id, folders, table)
+    node, spec, widgets = graph[node_id], model.spec, without_zero_sizes(_widgets(graph, node_id, table))
     missing = [name for name in SIZE if name in spec.inputs and name not in widgets]
     if missing and (spec.needs_condition or is_link(node["inputs"].get("condition"))):
         widgets = {**_origin(graph, node_id, "condition", missing[0], table), **widgets}

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...tpu_runtime.pipeline import QUALITIES, media, spec_for_family
 from ..declare import Folders
-from ..graphs.graph import Workflow
+from ..graphs.graph import Workflow, models
 from .runner import HEADLESS, TerminalHost, run_workflow
 
 QUALITY = "quality"
@@ -71,6 +71,9 @@ def with_quality(workflow: Workflow, quality: str) -> Workflow:
 def render(workflow: Workflow, qualities: Sequence[str], folders: Folders) -> Iterator[Rendered]:
     """The workflow's results in each quality; files of single results go into a folder of each."""
     copies = [with_quality(workflow, quality) for quality in qualities]
+    for quality, copied in zip(qualities, copies, strict=True):  # a family's models do not all have the same
+        for model in models(copied, folders, HEADLESS):
+            model.spec.check_input(QUALITY, quality)
     for quality, copied in zip(qualities, copies, strict=True):
         host = TerminalHost(replace(folders, output=folders.output / quality))
         found = run_workflow(copied, host)

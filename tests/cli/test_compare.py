@@ -62,12 +62,17 @@ def test_a_workflow_without_a_sampler_is_refused():
         compare.with_quality(workflow, "int8")
 
 
-def test_a_quality_that_a_sampler_does_not_have_is_refused_before_anything_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize(
+    ("example", "changes"),
+    [("flux2_klein", []), ("wan22_i2v_720p", ["--set", "TPUModelLoader.model_id=tiny/wan22ti2v"])],
+)
+def test_a_quality_that_a_model_does_not_have_is_refused_before_anything_runs(
+    example: str, changes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ):
-    workflow = str(EXAMPLES / "api/flux2_klein.json")
+    """Of a family without it, and of one whose other models have it."""
+    workflow = str(EXAMPLES / f"api/{example}.json")
     command = ["compare", workflow, "--tiny", "--quality", "exact,int8+sparse", "--out", str(tmp_path)]
-    assert cli.main(command) == 2
+    assert cli.main([*command, *changes]) == 2
     assert "quality is 'int8+sparse', which all Wan models but TI2V have" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
