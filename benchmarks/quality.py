@@ -1,4 +1,4 @@
-"""What each quality costs: videos of the trained miniature beside exact float32's, and kernels on a harder case.
+"""What each quality costs: videos of Wan 2.1's trained miniature beside exact float32's, and kernels on a harder case.
 
 A video's PSNR and SSIM are of its frames in 8 bits, against the same prompt, seed and steps in float32. The score is
 the miniature's own (see `tools/score_miniature.py`). Its few tokens and lanes are taken for many, or int8 would leave

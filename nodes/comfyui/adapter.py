@@ -53,8 +53,9 @@ def extension() -> ComfyExtension:
         log.error("%s", error)  # as the first prompt will
     routes.add(RECORDS)
     pictures.install()
-    errors.install(DECLARATIONS)
-    classes = [node_class(one) for one in (*DECLARATIONS.values(), *core_loaders.LOADERS.values())]
+    declared = {**DECLARATIONS, **core_loaders.LOADERS}
+    errors.install(declared)
+    classes = [node_class(one) for one in declared.values()]
 
     class Extension(ComfyExtension):
         async def get_node_list(self) -> list[type[io.ComfyNode]]:

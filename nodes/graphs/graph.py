@@ -164,7 +164,9 @@ def _generation(graph: Workflow, node_id: str, folders: Folders, table: Table) -
     missing = [name for name in SIZE if name in spec.inputs and name not in widgets]
     if missing and (spec.needs_condition or is_link(node["inputs"].get("condition"))):
         widgets = {**_origin(graph, node_id, "condition", missing[0], table), **widgets}
-    return model, spec.settings(**widgets).in_quality(str(choice.get("quality", QUALITIES[0])))
+    quality = str(choice.get("quality", QUALITIES[0]))
+    spec.check_input("quality", quality)  # a loader offers what any model has
+    return model, spec.settings(**widgets).in_quality(quality)
 
 
 def _widgets(graph: Workflow, node_id: str, table: Table) -> dict[str, Any]:

@@ -9,6 +9,9 @@ from ..graphs.graph import Workflow, declaration_of, is_link
 from ..model import AUTO, PARTS
 from .runner import HEADLESS
 
+# What the examples of image to video start from.
+EXAMPLES_PICTURE = "wan_i2v_input.jpg"
+
 
 def read_json(path: Path) -> Any:
     try:
@@ -51,7 +54,8 @@ def make_tiny(workflow: Workflow) -> None:
         shown = node["inputs"].get("image")
         loader = workflow.get(shown[0]) if is_link(shown) else None
         if texts and spec.miniature.picture and loader and loader["class_type"] == "LoadImage":
-            loader["inputs"]["image"] = spec.miniature.picture
+            if loader["inputs"].get("image") == EXAMPLES_PICTURE:  # one's own stays
+                loader["inputs"]["image"] = spec.miniature.picture
 
 
 def assign(workflow: Workflow, assignment: str) -> None:

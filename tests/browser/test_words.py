@@ -107,7 +107,7 @@ def test_the_page_speaks_chinese(page: Any, server: Server):
 
 
 def test_every_node_has_a_translation_in_the_page(server: Server):
-    """Those of ComfyUI's own classes too, which the tool cannot see."""
+    """Those of the loaders of ComfyUI's kind too, which the tool cannot import."""
     translated = server.get("/i18n")["zh"]["nodeDefs"]
     for name, node in server.get("/object_info").items():
         if "ComfyUI-TPU" not in node.get("python_module", ""):

@@ -44,7 +44,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     found: Asked = []
 
     def warmup(model: ModelRef, settings: Settings, *, progress: Any) -> int:
-        model.spec.check_settings(settings)
         found.append((model, settings))
         return 0
 
@@ -231,6 +230,19 @@ def test_a_connected_model_is_the_one_that_is_warmed(asked: Asked, tmp_path: Pat
     assert cli.main(["warmup", str(path)]) == 0
     folders = (str(tmp_path / "ComfyUI" / "models" / "vae"),)
     assert asked[0][0] == ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21", folders=folders)
+
+
+def test_a_loaders_quality_is_one_that_its_model_has(asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """A loader offers what any model has."""
+    workflow = workflow_of(EXAMPLES / "pipeline" / "flux2_t2i.json")
+    workflow["20"] = {"class_type": "TPUModelLoader",
+                      "inputs": {"model_id": "tiny/flux2", "family": "Flux2", "quality": "int8+sparse"}}  # fmt: skip
+    next(node for node in workflow.values() if node["class_type"] == "Flux2TPUPipeline")["inputs"]["model"] = ["20", 0]
+    path = tmp_path / "workflow.json"
+    path.write_text(json.dumps(workflow))
+    assert cli.main(["warmup", str(path)]) == 2
+    assert "quality is 'int8+sparse', which all Wan models but TI2V have" in capsys.readouterr().err
+    assert asked == []
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,10 @@ def test_the_pack_is_imported(server: Server):
     print(f"imported in {seconds} s")
 
 
+def test_the_pictures_that_examples_start_from_lie_in_the_input_folder(server: Server):
+    assert {"wan_i2v_input.jpg", "wan_i2v_shapes.png"} <= {path.name for path in (server.base / "input").iterdir()}
+
+
 def test_every_node_is_offered_with_a_tooltip_on_every_input(server: Server):
     offered = server.get("/object_info")
     for declaration in DECLARATIONS.values():

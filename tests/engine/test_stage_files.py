@@ -366,7 +366,6 @@ def test_a_damaged_file_ends_in_a_sentence(tmp_path: Path, damage: str):
         stage_files.save_latents(tmp_path, latents(), MODEL)
 
 
-@pytest.mark.slow
 def test_bytes_changed_at_random_are_read_or_refused_in_a_sentence(tmp_path: Path):
     draw, refused = np.random.default_rng(0), 0
     whole = save({"prompt_embeds": torch.rand(1, 4, 6), "latents": torch.rand(1, 16, 1, 2, 2)}, metadata=LENGTH)

@@ -389,7 +389,6 @@ CASES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "case"),
     [pytest.param(family, case, id=case.__name__) for family, cases in CASES.items() for case in cases],

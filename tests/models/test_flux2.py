@@ -128,9 +128,7 @@ def test_padding_after_the_text_is_masked_too(compare: Callable):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh",
-    slower((MeshShape(), MeshShape(tp=3), MeshShape(sp=4, tp=2), MeshShape(sp=8)), MeshShape(), MeshShape(sp=8)),
-    ids=str,
+    "mesh", slower((MeshShape(), MeshShape(tp=3), MeshShape(sp=4, tp=2), MeshShape(sp=8)), MeshShape(sp=8)), ids=str
 )
 def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
     mesh: MeshShape, monkeypatch: pytest.MonkeyPatch, compare: Callable
@@ -152,7 +150,7 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
 
 @pytest.mark.parametrize(
     ("chips", "case"),
-    [pytest.param(1, "odd", marks=pytest.mark.recorded), pytest.param(3, "tall", marks=pytest.mark.slow), (8, "odd")],
+    [pytest.param(1, "odd", marks=pytest.mark.slow), pytest.param(3, "tall", marks=pytest.mark.slow), (8, "odd")],
 )
 def test_latents_and_picture_equal_upstreams(chips: int, case: str, compare: Callable):
     settings, runner = CASES[case], engine(chips)

@@ -28,8 +28,6 @@ from comfyui_tpu.tpu_runtime.programs import modules, network_call
 from comfyui_tpu.tpu_runtime.programs.program import Target
 from comfyui_tpu.tpu_runtime.progress import Silent
 
-pytestmark = pytest.mark.slow
-
 DEV = spec_for_family("Flux2")
 DISTILLED, BASE = spec_by_name("flux2-klein-4b"), spec_by_name("flux2-klein-base-4b")
 SHORT = "cat"
@@ -60,6 +58,7 @@ def reference() -> np.ndarray:
     return np.random.default_rng(4).integers(0, 256, (83, 100, 3)).astype(np.uint8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chips", "prompt"), [(1, LONG), (8, SHORT)])
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
     both = engine(chips).encode(parity.tiny_model(BASE), prompt, "", Silent())
@@ -76,6 +75,7 @@ def test_prompts_are_padded_on_the_right_whatever_the_tokenizer_does():
     assert 0 < mask.sum() < 512 and mask[0, : mask.sum()].all()
 
 
+@pytest.mark.slow
 def test_padding_before_the_text_is_masked_too(compare: Callable):
     component = BASE.component("text_encoder")
     pipe = pipeline(BASE.name)
@@ -99,6 +99,7 @@ def test_padding_before_the_text_is_masked_too(compare: Callable):
     compare("embeddings, padded before, 3 chips", np.asarray(ours), expected, error=NETWORK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [MeshShape(dp=2, sp=2, tp=2), MeshShape(sp=3)], ids=str)
 def test_one_guided_call_with_a_reference_equals_upstreams(
     mesh: MeshShape, monkeypatch: pytest.MonkeyPatch, compare: Callable
@@ -125,6 +126,7 @@ def test_one_guided_call_with_a_reference_equals_upstreams(
     compare(f"denoiser, {mesh}", ours, flows[1] + 4.0 * (flows[0] - flows[1]), error=NETWORK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "settings", "pictures"),
     [pytest.param(DISTILLED, FOUR_STEPS, 0, id="distilled"), pytest.param(BASE, ODD, 1, id="base, a reference")],

@@ -152,7 +152,7 @@ CASES = {"odd": (ODD, QUOTED, 8), "flat": (FLAT, PLAIN, 1), "tall": (TALL, QUOTE
 
 
 @pytest.mark.parametrize(
-    "case", ["tall", pytest.param("odd", marks=pytest.mark.slow), pytest.param("flat", marks=pytest.mark.recorded)]
+    "case", ["tall", pytest.param("odd", marks=pytest.mark.slow), pytest.param("flat", marks=pytest.mark.slow)]
 )
 def test_latents_and_frames_equal_upstreams(case: str, compare: Callable):
     """Shifts of the checkpoint and of the widget, with and without a negative prompt, with and without letters."""

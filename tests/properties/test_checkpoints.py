@@ -18,8 +18,6 @@ from comfyui_tpu.tpu_runtime.tokens import load_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytestmark = pytest.mark.slow
-
 SPEC = spec_by_name("wan2.1-t2v-14b")
 TEXT = SPEC.text_encoders[0]
 PARTS = {component.name: component for component in SPEC.components}

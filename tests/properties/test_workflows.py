@@ -22,8 +22,6 @@ from comfyui_tpu.tpu_runtime.progress import Silent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytestmark = pytest.mark.slow
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAGE = json.loads((examples.page("wan21_t2v_720p")).read_text())
 API = json.loads((EXAMPLES / "api" / "wan21_t2v_720p.json").read_text())

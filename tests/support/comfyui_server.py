@@ -176,7 +176,13 @@ class Server:
         return entry
 
     def forget(self) -> None:
-        """Drops what its page has set, its history, and its results."""
+        """Drops what its page has set, and the results of earlier prompts: files, history, and what ComfyUI keeps.
+
+        It drops those between two prompts.
+        """
+        self.post("/free", {"unload_models": True, "free_memory": True})
+        image = {"class_type": "EmptyImage", "inputs": {"width": 8, "height": 8, "batch_size": 1, "color": 0}}
+        self.run({"1": image, "2": {"class_type": "PreviewImage", "inputs": {"images": ["1", 0]}}})
         shutil.rmtree(self.base / "output", ignore_errors=True)
         for settings in (self.base / "user").glob("*/comfy.settings.json"):
             settings.unlink()

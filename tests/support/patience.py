@@ -24,6 +24,8 @@ def until(condition: Callable[[], Value], what: str | Callable[[], str] = "it di
     return value
 
 
-def slower(names: Iterable[str], *chosen: str) -> list[Any]:
-    """These names, of which the chosen are `recorded`: theirs is a long run of what others show too."""
-    return [pytest.param(name, marks=pytest.mark.recorded) if name in chosen else name for name in names]
+def slower(cases: Iterable[Value], *chosen: Value) -> list[Any]:
+    """These cases, of which the chosen are `recorded`: theirs is a long run of what others show too."""
+    all_cases = list(cases)
+    assert all(case in all_cases for case in chosen), chosen
+    return [pytest.param(case, marks=pytest.mark.recorded) if case in chosen else case for case in all_cases]
