@@ -112,24 +112,6 @@ def start_comfyui(
         server.stop()
 
 
-@pytest.fixture(scope="session")
-def only_server(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[comfyui_server.Server]:
-    server = comfyui_server.prepare(tmp_path_factory.mktemp("comfyui"), cache=cache)
-    server.start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="module")
-def plain_comfyui(only_server: comfyui_server.Server) -> comfyui_server.Server:
-    """A ComfyUI with nothing but this pack in it, which the modules of a worker share, for a start takes ten seconds.
-
-    It has no settings, no history and no results; files of other modules may lie in its folders.
-    """
-    only_server.forget()
-    return only_server
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--attention",
@@ -143,7 +125,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What needs a server, as every browser test does, is slow."""
     for item in items:
-        if {"start_comfyui", "plain_comfyui"} & {*getattr(item, "fixturenames", ())}:
+        if "start_comfyui" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
 
 

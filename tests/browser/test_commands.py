@@ -1,7 +1,7 @@
 """The pack's commands in ComfyUI's page, by their shortcuts: the tab, programs ahead of time, free memory, a plan."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,8 +18,8 @@ NOTICE, PANEL = "#comfyui-tpu-notice", ".comfyui-tpu-panel"
 
 
 @pytest.fixture(scope="module")
-def server(plain_comfyui: Server) -> Server:
-    return plain_comfyui
+def server(start_comfyui: Callable[..., Server]) -> Server:
+    return start_comfyui()
 
 
 @pytest.fixture(scope="module")

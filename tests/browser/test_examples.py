@@ -5,7 +5,7 @@ What the page looked like is in `output/screenshots/`.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,8 @@ SHOWS_PICTURE = """(name) => {
 
 
 @pytest.fixture(scope="module")
-def server(plain_comfyui: Server) -> Server:
-    server = plain_comfyui
+def server(start_comfyui: Callable[..., Server]) -> Server:
+    server = start_comfyui()
     # Where a LoRA is missing the page marks its loader, as it should.
     for name in LORAS:
         (server.base / "models" / "loras").mkdir(parents=True, exist_ok=True)

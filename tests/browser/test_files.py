@@ -2,7 +2,7 @@
 missing is marked before anything runs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ VALUES = """([id, name]) => app.graph.getNodeById(id).widgets.find((widget) => w
 
 
 @pytest.fixture(scope="module")
-def server(plain_comfyui: Server) -> Server:
+def server(start_comfyui: Callable[..., Server]) -> Server:
     """A ComfyUI whose folders hold a miniature's files: a denoiser in scaled fp8, an encoder with its tokenizer."""
-    server = plain_comfyui
+    server = start_comfyui()
     source, models = tiny.ensure(WAN), server.base / "models"
     write, carried = single_files.write, torch.frombuffer(bytearray(sentencepiece_model()), dtype=torch.uint8)
     write(models / "diffusion_models" / DENOISER, source / "transformer", "WanTransformer3DModel", change=quantised)

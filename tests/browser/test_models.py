@@ -4,7 +4,7 @@ with their values; the list of models says how much there is to download; the pr
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -38,8 +38,8 @@ SAVED = "() => app.graph.serialize().nodes.map((node) => [node.id, node.widgets_
 
 
 @pytest.fixture(scope="module")
-def server(plain_comfyui: Server) -> Server:
-    return plain_comfyui
+def server(start_comfyui: Callable[..., Server]) -> Server:
+    return start_comfyui()
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["canvas", "vue"])

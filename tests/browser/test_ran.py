@@ -4,7 +4,7 @@ import base64
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,8 @@ TYPES = {".mp4": "video/mp4", ".webp": "image/webp", ".png": "image/png", ".json
 
 
 @pytest.fixture(scope="module")
-def server(plain_comfyui: Server) -> Server:
-    return plain_comfyui
+def server(start_comfyui: Callable[..., Server]) -> Server:
+    return start_comfyui()
 
 
 @pytest.fixture(scope="module")

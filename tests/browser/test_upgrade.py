@@ -3,7 +3,7 @@ notice, is saved by its button, and runs. What the page looked like is in `outpu
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -37,8 +37,8 @@ ITEMS = f"() => [...document.querySelectorAll('{NOTICE} strong, {NOTICE} li')].m
 
 
 @pytest.fixture(scope="module")
-def server(plain_comfyui: Server) -> Server:
-    server = plain_comfyui
+def server(start_comfyui: Callable[..., Server]) -> Server:
+    server = start_comfyui()
     (server.base / "input").mkdir(exist_ok=True)
     Image.new("RGB", (96, 64), "red").save(server.base / "input" / separate_packs.PICTURE, "PNG")
     return server

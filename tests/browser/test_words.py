@@ -1,7 +1,7 @@
 """The words of ComfyUI's page: what it calls our widgets, in English and Chinese, and what it says of a wrong value."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -28,8 +28,8 @@ QUEUE = """async () => { await app.queuePrompt(0).catch(() => {}); }"""
 
 
 @pytest.fixture(scope="module")
-def server(plain_comfyui: Server) -> Server:
-    return plain_comfyui
+def server(start_comfyui: Callable[..., Server]) -> Server:
+    return start_comfyui()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ Servers come from the fixture `start_comfyui` in conftest.py, which ends them; w
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -174,19 +173,6 @@ class Server:
         entry = self.finish(answer["prompt_id"])
         assert entry["status"]["status_str"] == "success", f"{entry['status']}\n{self.log_tail()}"
         return entry
-
-    def forget(self) -> None:
-        """Drops what its page has set, and the results of earlier prompts: files, history, and what ComfyUI keeps.
-
-        It drops those between two prompts.
-        """
-        self.post("/free", {"unload_models": True, "free_memory": True})
-        image = {"class_type": "EmptyImage", "inputs": {"width": 8, "height": 8, "batch_size": 1, "color": 0}}
-        self.run({"1": image, "2": {"class_type": "PreviewImage", "inputs": {"images": ["1", 0]}}})
-        shutil.rmtree(self.base / "output", ignore_errors=True)
-        for settings in (self.base / "user").glob("*/comfy.settings.json"):
-            settings.unlink()
-        self.post("/history", {"clear": True})
 
     def log_tail(self) -> str:
         return self.log.read_text(errors="replace")[-6000:]
