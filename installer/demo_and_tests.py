@@ -26,7 +26,7 @@ COMFYUI_SKIPPED = frozenset({"torch", "torchvision", "torchaudio", "spandrel", "
 STYLE = (("ruff", "check", "."), ("ruff", "format", "--check", "."))
 TYPES = (("basedpyright", "--level", "error"),)
 
-# pytest's words for `test --fast`: no server, no browser, no real-size compile, one full run a family.
+# pytest's words for `test --fast`: one full run a family, and what takes little time; no server, no browser.
 FAST = ("-m", "not slow and not recorded")
 
 
@@ -125,7 +125,7 @@ def demo(arguments: Sequence[str]) -> int:
 
 
 def test(arguments: Sequence[str]) -> int:
-    """Runs ruff, pyright and the tests, with --fast in four minutes (no pyright); what follows goes to pytest"""
+    """Runs ruff, pyright and the tests, with --fast the quick ones, in four minutes; what follows goes to pytest"""
     fast, chosen = "--fast" in arguments, [word for word in arguments if word != "--fast"]
     once("base", install_key(), install_base)
     once("test", install_key(), install_test_extras)
