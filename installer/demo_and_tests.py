@@ -125,7 +125,7 @@ def demo(arguments: Sequence[str]) -> int:
 
 
 def test(arguments: Sequence[str]) -> int:
-    """Runs ruff, pyright and the tests, with --fast the quick ones, in four minutes; what follows goes to pytest"""
+    """Runs ruff, pyright and the tests, with --fast the quick ones, in three minutes; what follows goes to pytest"""
     fast, chosen = "--fast" in arguments, [word for word in arguments if word != "--fast"]
     once("base", install_key(), install_base)
     once("test", install_key(), install_test_extras)
