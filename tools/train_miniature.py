@@ -65,7 +65,8 @@ says where its parts lie.
 def write_checkpoint(pipeline: Any, tokenizer: Path, folder: Path, family: Family) -> None:
     """The checkpoint as published ones are: in bfloat16, the tokenizer's own files, its class as the makers name it.
 
-    transformers 5 would save the tokenizer as a class of its own, which version 4 does not know.
+    transformers 5 would save the tokenizer as a class of its own, which version 4 does not know; diffusers also where
+    on this machine a network began.
     """
     pipeline.to(torch.bfloat16).save_pretrained(folder)
     shutil.rmtree(folder / "tokenizer")
@@ -73,6 +74,9 @@ def write_checkpoint(pipeline: Any, tokenizer: Path, folder: Path, family: Famil
     index = json.loads((folder / "model_index.json").read_text("utf-8"))
     index["tokenizer"] = ["transformers", family.spec.text_encoders[0].tokenizer_class]
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+    for path in folder.glob("*/config.json"):
+        config = {name: value for name, value in json.loads(path.read_text("utf-8")).items() if name != "_name_or_path"}
+        path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
 def write_card(folder: Path, family: Family, module: Any, lines: Iterable[str]) -> None:

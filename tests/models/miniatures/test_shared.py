@@ -52,3 +52,7 @@ def test_all_together_are_small():
     size = sum(path.stat().st_size for path in MINIATURES.rglob("*") if path.is_file())
     print(f"{size:,} bytes")
     assert size <= LIMIT
+
+
+def test_none_says_where_it_was_made():
+    assert not [path for path in MINIATURES.rglob("*.json") if "_name_or_path" in path.read_text("utf-8")]
