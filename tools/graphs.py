@@ -7,11 +7,11 @@ from typing import Any
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Input
 from comfyui_tpu.nodes.graphs.graph import Workflow
+from comfyui_tpu.nodes.headless.changes import EXAMPLES_PICTURE as PICTURE
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 
-PICTURE = "wan_i2v_input.jpg"
 HUB = "https://huggingface.co/Comfy-Org/{}/resolve/main/split_files/loras/{}"
 
 

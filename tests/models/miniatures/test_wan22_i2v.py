@@ -94,3 +94,11 @@ def test_the_examples_give_it_a_picture_that_it_knows(stem: str, score: ModuleTy
         shown = np.asarray(picture.convert("RGB"))
     assert prompt == str(scene)
     assert np.array_equal(shown, score.moving.draw(scene, 1, np.random.default_rng(0))[0])
+
+
+def test_ones_own_picture_stays():
+    workflow = to_api(read_json(examples.FOLDER / "api" / "wan22_i2v_720p.json"), HEADLESS)
+    (loader,) = (node for node in workflow.values() if node["class_type"] == "LoadImage")
+    loader["inputs"]["image"] = "my own.png"
+    make_tiny(workflow)
+    assert loader["inputs"]["image"] == "my own.png"
