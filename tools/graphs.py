@@ -7,7 +7,7 @@ from typing import Any
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Input
 from comfyui_tpu.nodes.graphs.graph import Workflow
-from comfyui_tpu.nodes.headless.changes import EXAMPLES_PICTURE as PICTURE
+from comfyui_tpu.nodes.headless.changes import EXAMPLES_PICTURE
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
 from comfyui_tpu.tpu_runtime.models import spec_by_name
@@ -128,7 +128,7 @@ class _Builder:
 def stages(example: Example) -> Graph:
     """A node for every stage, and one that names the model for all of them."""
     build = _Builder(example)
-    picture = [build.add("LoadImage", "Picture", image=PICTURE)] if example.has_picture else []
+    picture = [build.add("LoadImage", "Picture", image=EXAMPLES_PICTURE)] if example.has_picture else []
     # Where a picture is a reference, the prompt may be about it.
     text = "" if example.looks else build.stage("TextEncoder", "Prompt")
     image = [build.stage("ImageEncoder", "Image Encoder", image=[picture[0], 0])] if picture else []
@@ -156,7 +156,7 @@ def stages(example: Example) -> Graph:
 def pipeline(example: Example) -> Graph:
     """One node for all stages. It names its model itself, unless LoRAs are added to it."""
     build = _Builder(example)
-    picture = [build.add("LoadImage", "Picture", image=PICTURE)] if example.has_picture else []
+    picture = [build.add("LoadImage", "Picture", image=EXAMPLES_PICTURE)] if example.has_picture else []
     image = [build.stage("ImageEncoder", "Image Encoder", image=[picture[0], 0])] if example.looks else []
     given = {"condition": [image[0], 0]} if image else {"image": [picture[0], 0]} if picture else {}
     node = build.stage("TPUPipeline", "Pipeline", **given)

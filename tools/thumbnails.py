@@ -22,7 +22,8 @@ import numpy as np
 
 # Run as a file, this folder is where Python looks first.
 import workflows
-from graphs import PICTURE, Example
+from comfyui_tpu.nodes.headless.changes import EXAMPLES_PICTURE
+from graphs import Example
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont, ImageOps
 
 TITLES = {example.name: example.title for example in workflows.ALL}
@@ -93,7 +94,9 @@ def thumbnail(example: Example, drawn: Image.Image) -> Image.Image:
     top = SIDE - BAND - graph.height - EDGE // 2
     whole.paste(graph, ((SIDE - graph.width) // 2, top))
     if example.has_picture:
-        picture = ImageOps.fit(Image.open(workflows.EXAMPLES / PICTURE).convert("RGB"), (SIDE, top - EDGE // 2))
+        picture = ImageOps.fit(
+            Image.open(workflows.EXAMPLES / EXAMPLES_PICTURE).convert("RGB"), (SIDE, top - EDGE // 2)
+        )
         whole.paste(picture, (0, 0))
     else:
         _words(draw, example.values["prompt"], (EDGE, BADGE, width, top - BADGE - EDGE))
