@@ -49,6 +49,13 @@ class Rounded(NamedTuple):
         return self.numbers.shape[-1 if turned else -2]
 
 
+class Residual(NamedTuple):
+    """What a product is added to, `[rows, tokens, outs]`, and what it is multiplied by before, `[rows or 1, outs]`."""
+
+    x: Any
+    gate: Any
+
+
 def rounded(x: Float[Array, "..."], axes: tuple[int, ...]) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
     """`x` as whole numbers of at most 127, and what one is worth, the same along `axes`. What holds a NaN is worth NaN:
     no whole number is.
@@ -98,6 +105,7 @@ def linear_int8(
     activation: Activation | None = None,
     turned: bool = False,
     layer: Int[Array, ""] | None = None,
+    onto: Residual | None = None,
     kernel: bool,
     interpret: Interpret = False,
 ) -> list[Float[Array, "rows tokens _"]]:
@@ -105,13 +113,14 @@ def linear_int8(
 
     With "gelu" each product is activated; with "silu" the first is, and multiplies the second, which is all there is
     then. `block`: lanes that are rotated together, as those of the weights were; it divides those of each part.
-    `turned`: numbers are `[ins, outs]`. Of those of all layers, those of `layer` are taken. `kernel`: by Pallas, unless
-    it refuses the shapes.
+    `turned`: numbers are `[ins, outs]`. Of those of all layers, those of `layer` are taken. `onto`: the only product is
+    added to this, which is read and written once, in float32. `kernel`: by Pallas, unless it refuses the shapes.
     """
+    assert onto is None or (len(weights) == 1 and activation is None)
     run = by_reference
     if kernel and accepted(refusal([part.shape[2] for part in parts], [each.outs(turned) for each in weights])):
         run = functools.partial(by_kernel, interpret=interpret)
-    return run(parts, weights, block=block, activation=activation, turned=turned, layer=layer)
+    return run(parts, weights, block=block, activation=activation, turned=turned, layer=layer, onto=onto)
 
 
 def by_reference(
@@ -122,6 +131,7 @@ def by_reference(
     activation: Activation | None,
     turned: bool,
     layer: Int[Array, ""] | None = None,
+    onto: Residual | None = None,
 ) -> list[Array]:
     """By XLA."""
     x = jnp.concatenate(parts, axis=-1)
@@ -136,6 +146,8 @@ def by_reference(
         return found if weight.bias is None else found + weight.bias.astype(jnp.float32)
 
     found = activated([*map(product, weights)], activation)
+    if onto is not None:
+        found = [onto.x.astype(jnp.float32) + onto.gate[:, None].astype(jnp.float32) * found[0]]
     return [each.astype(parts[0].dtype) for each in found]
 
 
@@ -155,15 +167,17 @@ class Tiles(NamedTuple):
     groups: int
 
 
-def tiles_for(ins: int, outs: Sequence[int], itemsize: int = 2) -> Tiles | None:
-    """What fits the chip of the mesh in context: all weights if they do, which are then read once; None: nothing."""
+def tiles_for(ins: int, outs: Sequence[int], itemsize: int = 2, arrays: int = 1) -> Tiles | None:
+    """What fits the chip of the mesh in context: all weights if they do, which are then read once; None: nothing. So
+    many `arrays` as large as the results are read or written.
+    """
     limit = _limit_bytes()
     for groups in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32):
         if any(size % (groups * LANES) for size in outs):
             continue
         width = sum(outs) // groups
         for tokens in TOKENS:
-            buffers = tokens * (3 * itemsize * ins + ins + 2 * itemsize * width)
+            buffers = tokens * (3 * itemsize * ins + ins + 2 * arrays * itemsize * width)
             if ins * width + buffers + COMPILER_BYTES <= limit:
                 return Tiles(tokens, groups)
     return None
@@ -185,24 +199,29 @@ def refusal(ins: Sequence[int], outs: Sequence[int]) -> KernelRefusal:
 
 def by_kernel(
     parts: Sequence[Array], weights: Sequence[Rounded], *, block: int, activation: Activation | None, turned: bool,
-    layer: Int[Array, ""] | None = None, interpret: Interpret = False,
+    layer: Int[Array, ""] | None = None, onto: Residual | None = None, interpret: Interpret = False,
 ) -> list[Array]:  # fmt: skip
     """Raises `NotImplementedError` where the kernel refuses the shapes."""
-    rows, seq, _ = parts[0].shape
+    shape = parts[0].shape[:2]
+    # Tokens of all rows follow each other, unless a gate is of a row.
+    rows, seq = shape if onto is not None and len(onto.gate) > 1 else (1, math.prod(shape))
     ins, outs = [part.shape[2] for part in parts], [each.outs(turned) for each in weights]
     refusal(ins, outs).check()
-    tiles = tiles_for(sum(ins), outs, parts[0].dtype.itemsize) or Tiles(TOKENS[-1], 1)
-    total = rows * seq
-    tokens = round_up(-(-total // -(-total // tiles.tokens)), PACKED_ROWS)
+    arrays = 1 if onto is None else 2
+    tiles = tiles_for(sum(ins), outs, parts[0].dtype.itemsize, arrays) or Tiles(TOKENS[-1], 1)
+    tokens = round_up(-(-seq // -(-seq // tiles.tokens)), PACKED_ROWS)
     groups, results = tiles.groups, outs[:1] if activation == "silu" else outs
 
     def vector(size: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, size // groups), lambda group, at, layer: (0, group))
+        return pl.BlockSpec((1, size // groups), lambda group, row, at, layer: (0, group))
+
+    def lanes(size: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, tokens, size // groups), lambda group, row, at, layer: (row, at, group))
 
     def matrix(size: int) -> pl.BlockSpec:
-        shape, at = (None, sum(ins), size // groups), lambda group, at, layer: (layer[0], 0, group)
+        shape, at = (None, sum(ins), size // groups), lambda group, row, at, layer: (layer[0], 0, group)
         if not turned:
-            shape, at = (None, shape[2], shape[1]), lambda group, at, layer: (layer[0], group, 0)
+            shape, at = (None, shape[2], shape[1]), lambda group, row, at, layer: (layer[0], group, 0)
         return pl.BlockSpec(shape, at, pipeline_mode=pl.Buffered(1))
 
     def vectors(weight: Rounded) -> tuple[Array, Array | None]:
@@ -213,51 +232,54 @@ def by_kernel(
         Rounded(matrix(size), vector(size), None if each.bias is None else vector(size))
         for each, size in zip(given, outs, strict=True)
     ]
-    dtype = parts[0].dtype
+    added = added_specs = None
+    if onto is not None:
+        added = Residual(onto.x.reshape(rows, seq, *outs), onto.gate.astype(jnp.float32)[:, None])
+        gate = pl.BlockSpec((None, 1, outs[0] // groups), lambda group, row, at, layer: (row, 0, group))
+        added_specs = Residual(lanes(*outs), gate)
+    dtype, total = parts[0].dtype, math.prod(shape)
     side = LANES if any(size % MXU_WIDTH for size in ins) else MXU_WIDTH
     rotating = jnp.asarray(np.kron(np.eye(side // block), rotation(block)), dtype)
     (found,) = pl.pallas_call(
         functools.partial(_body, activation=activation, turned=turned),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(groups, -(-total // tokens)),
+            grid=(groups, rows, -(-seq // tokens)),
             in_specs=[
-                pl.BlockSpec((side, side), lambda group, at, layer: (0, 0)),
-                tuple(pl.BlockSpec((tokens, size), lambda group, at, layer: (at, 0)) for size in ins),
+                pl.BlockSpec((side, side), lambda group, row, at, layer: (0, 0)),
+                tuple(pl.BlockSpec((None, tokens, size), lambda group, row, at, layer: (row, at, 0)) for size in ins),
                 specs,
+                added_specs,
             ],
-            out_specs=[
-                [pl.BlockSpec((tokens, size // groups), lambda group, at, layer: (at, group)) for size in results]
-            ],
+            out_specs=[[*map(lanes, results)]],
             scratch_shapes=[
                 pltpu.VMEM((tokens, sum(ins)), dtype),
                 pltpu.VMEM((tokens, sum(ins)), jnp.int8),
                 pltpu.VMEM((tokens, LANES), jnp.float32),
             ],
         ),
-        out_shape=[[jax.ShapeDtypeStruct((total, size), dtype) for size in results]],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=_limit_bytes()
-        ),
+        out_shape=[[jax.ShapeDtypeStruct((rows, seq, size), dtype) for size in results]],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3, vmem_limit_bytes=_limit_bytes()),
         cost_estimate=pl.CostEstimate(
             flops=2 * total * sum(ins) * sum(outs),
             transcendentals=total * sum(results) if activation else 0,
-            bytes_accessed=total * (sum(ins) + sum(results)) * dtype.itemsize + sum(ins) * sum(outs),
+            bytes_accessed=total * (sum(ins) + arrays * sum(results)) * dtype.itemsize + sum(ins) * sum(outs),
         ),
         interpret=interpret,
         name=names.LINEAR_INT8,
     )(
         jnp.asarray(0 if layer is None else layer, jnp.int32)[None],
         rotating,
-        tuple(part.reshape(total, part.shape[2]) for part in parts),
+        tuple(part.reshape(rows, seq, part.shape[2]) for part in parts),
         given,
+        added,
     )
-    return [each.reshape(rows, seq, each.shape[1]) for each in found]
+    return [each.reshape(*shape, each.shape[2]) for each in found]
 
 
 def _body(
-    layer: Any, matrix: Any, parts: Sequence[Any], weights: Sequence[Any], outs: Sequence[Any], lanes: Any,
-    numbers: Any, worth: Any, *, activation: Activation | None, turned: bool,
+    layer: Any, matrix: Any, parts: Sequence[Any], weights: Sequence[Any], onto: Residual | None, outs: Sequence[Any],
+    lanes: Any, numbers: Any, worth: Any, *, activation: Activation | None, turned: bool,
 ) -> None:  # fmt: skip
     worth[...] = jnp.broadcast_to(_round_tokens(parts, matrix, lanes, numbers), worth.shape)
     each = [([out], [weight]) for out, weight in zip(outs, weights, strict=activation != "silu")]
@@ -272,6 +294,8 @@ def _body(
             at = pl.ds(pl.multiple_of(index * columns, columns), columns)
             products = [_product(numbers, worth, weight, at, turned) for weight in factors]
             for out, found in zip(results, activated(products, activation), strict=True):
+                if onto is not None:
+                    found = onto.x[:, at].astype(jnp.float32) + onto.gate[:, at] * found
                 out[:, at] = found.astype(out.dtype)
 
         jax.lax.fori_loop(0, size // columns, piece, None)

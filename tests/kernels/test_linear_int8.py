@@ -1,5 +1,6 @@
 """Linear layers with int8 products against float64 of what int8 makes of tokens and weights, written out here."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -94,6 +95,23 @@ def test_weights_that_do_not_fit_are_multiplied_in_groups(groups: int, monkeypat
     found = linear_int8.by_kernel([jnp.asarray(x)], given, block=256, activation=None, turned=False, interpret=True)
     for ours, wanted in zip(found, expected([x], plain, given, None, 256), strict=True):
         assert difference(ours, wanted) <= HALVES
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("gates", [1, 2])
+def test_a_product_is_added_to_tokens_behind_its_gate(gates: int, dtype: Any, kernel: bool):
+    """A gate of each row, whose tokens end within a block, or of all rows; a product is not rounded before."""
+    (plain,), given = weights(256, [384], 256, turned=False, bias=True)
+    x, tokens, gate = drawn(2, 139, 256), drawn(2, 139, 384, seed=3), drawn(gates, 384, seed=4)
+    x, tokens = (np.asarray(jnp.asarray(each, dtype), np.float32) for each in (x, tokens))
+    onto = linear_int8.Residual(jnp.asarray(tokens, dtype), jnp.asarray(gate))
+    run = functools.partial(linear_int8.linear_int8, block=256, kernel=kernel, interpret=True, onto=onto)
+    (found,) = run([jnp.asarray(x, dtype)], given)
+    (product,) = expected([x], [plain], given, None, 256)
+    assert found.dtype == dtype
+    step = 0 if dtype == jnp.float32 else 2**-7  # of bfloat16's numbers
+    assert difference(np.asarray(found, np.float32), tokens + gate[:, None] * product) <= HALVES + step
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])

@@ -155,6 +155,10 @@ def test_linear_int8(activation: Any, cores: int, monkeypatch: pytest.MonkeyPatc
     found = linear_int8.by_kernel(parts, weights, **how, interpret=on(cores))
     # What lies in the middle between two whole numbers may go either way.
     assert_right(found, linear_int8.by_reference(parts, weights, **how), 2e-3)
+    if activation is None:
+        onto = linear_int8.Residual(drawn(1, 150, 256, seed=4), drawn(1, 256, seed=5))
+        found = linear_int8.by_kernel(parts, weights[:1], onto=onto, **how, interpret=on(cores))
+        assert_right(found, linear_int8.by_reference(parts, weights[:1], onto=onto, **how), 2e-3)
 
 
 CONVOLUTIONS = {

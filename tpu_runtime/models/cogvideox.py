@@ -89,9 +89,9 @@ def run_block(
     _, text_y = text_norm(text, None, None, text_msa.scale, text_msa.shift)
     update, text_update = attend(block.attn1, run, y, text_y, rotary)
     x, y = norm(x, update, msa.gate, mlp.scale, mlp.shift)
-    x = run.add_gated(x, run.feed_forward(block.ff, y), mlp.gate)
+    x = run.add_feed_forward(x, block.ff, y, mlp.gate)
     text, text_y = text_norm(text, text_update, text_msa.gate, text_mlp.scale, text_mlp.shift)
-    return x, run.add_gated(text, run.feed_forward(block.ff, text_y, "replicated"), text_mlp.gate)
+    return x, run.add_feed_forward(text, block.ff, text_y, text_mlp.gate, "replicated")
 
 
 def modulate(run: "DenoiserRun", norm: Any, temb: "torch.Tensor") -> "tuple[Modulation, Modulation]":

@@ -10,7 +10,7 @@ import torch
 
 from ...attention.api import Placement
 from ...attention.prologue import NO_PROLOGUE, Prologue
-from ...kernels.linear_int8 import Activation, Rounded
+from ...kernels.linear_int8 import Activation, Residual, Rounded
 from . import torch_bridge, weights
 from .modules import LAYER, ScannedBlocks, layer_index, scan_layers
 from .token_layout import TokenLayout
@@ -180,11 +180,30 @@ class DenoiserRun:
         for each in found:
             yield functional.gelu(each, approximate="tanh") if activation else each
 
-    def feed_forward(self, ff: Any, x: torch.Tensor, placement: Placement = "sharded") -> torch.Tensor:
-        """Diffusers' `FeedForward` with its GELU by tanh."""
-        (hidden,) = self.products(x, ff.net[0].proj, activation="gelu", placement=placement)
-        (found,) = self.products(hidden, ff.net[2], placement=placement)
-        return found
+    def add_product(
+        self,
+        x: torch.Tensor,
+        hidden: torch.Tensor,
+        factor: Factor,
+        gate: torch.Tensor,
+        placement: Placement = "sharded",
+    ) -> torch.Tensor:
+        """`x + gate * product` of `hidden` and `factor`: as `add_gated`, where weights are in int8 in one pass."""
+        module, name = _factor(factor)
+        if gate.ndim == 4 or not weights.is_rounded(module, name):
+            (update,) = self.products(hidden, factor, placement=placement)
+            return self.add_gated(x, update, gate)
+        rounded = weights.rounded_of(module, name)
+        run = functools.partial(self.layout.int8_products, placement=placement, layer=_layer_of(rounded))
+        onto = Residual(x, gate.flatten(end_dim=-2))
+        return torch_bridge.call_jax(lambda *given: run(*given[:2], onto=given[2]), [rounded], hidden, onto)[0]
+
+    def add_feed_forward(
+        self, x: torch.Tensor, ff: Any, normed: torch.Tensor, gate: torch.Tensor, placement: Placement = "sharded"
+    ) -> torch.Tensor:
+        """`x + gate * ff(normed)`, of diffusers' `FeedForward` with its GELU by tanh."""
+        (hidden,) = self.products(normed, ff.net[0].proj, activation="gelu", placement=placement)
+        return self.add_product(x, hidden, ff.net[2], gate, placement)
 
     def residual_norm(
         self,

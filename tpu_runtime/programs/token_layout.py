@@ -21,7 +21,7 @@ from ...attention.policy import AttentionPolicy
 from ...attention.prologue import NO_PROLOGUE, Prologue
 from ...attention.tiles import Nearby, Tiling
 from ...kernels import residual_norm
-from ...kernels.linear_int8 import Activation, Rounded, block_of, linear_int8
+from ...kernels.linear_int8 import Activation, Residual, Rounded, block_of, linear_int8
 from ...sharding.rules import Layout
 from .modules import LAYER, layer_index
 
@@ -209,6 +209,7 @@ class TokenLayout:
         placement: Placement = "sharded",
         split: Literal["outs", "ins"] | None = None,
         layer: Int[Array, ""] | None = None,
+        onto: Residual | None = None,
     ) -> list[Array]:
         """The lanes of all `parts` times each of `weights`: see `linear_int8`. `split` is what of the weights lies over
         `tp`: their results, which then do too, or what they sum over; then of each chip its sums, as `partial_sums`.
@@ -224,13 +225,17 @@ class TokenLayout:
         specs = [Rounded(matrix, P(outs), None if each.bias is None else P(outs)) for each in weights]
         results = P(*tokens[:2], outs) if ins is None else P("tp", *tokens)
 
-        def products(weights: Sequence[Rounded], parts: Sequence[Array], layer: Array | None) -> list[Array]:
-            found = run(parts, weights, layer=layer)
+        def products(
+            weights: Sequence[Rounded], parts: Sequence[Array], layer: Array | None, onto: Residual | None
+        ) -> list[Array]:
+            found = run(parts, weights, layer=layer, onto=onto)
             return found if ins is None else [each[None] for each in found]
 
-        in_specs = specs, (P(*tokens[:2], ins),) * len(parts), None if layer is None else P()
+        assert onto is None or split is None
+        added = None if onto is None else Residual(tokens, P("dp" if len(onto.gate) > 1 else None, None))
+        in_specs = specs, (P(*tokens[:2], ins),) * len(parts), None if layer is None else P(), added
         mapped = jax.shard_map(products, mesh=self.mesh, in_specs=in_specs, out_specs=results, check_vma=False)
-        return mapped(list(weights), parts, layer)
+        return mapped(list(weights), parts, layer, onto)
 
     def partial_sums(
         self,

@@ -95,7 +95,7 @@ def run_block(
     _, y = norm(x, None, None, 1 + scale, shift)
     x, y = norm(x, attend_to_video(block.attn1, run, y, rotary), gate, block.norm2.weight, block.norm2.bias)
     x, y = norm(x, attend_to_text(block.attn2, run, y, text, pictures), None, 1 + ffn_scale, ffn_shift)
-    return run.add_gated(x, run.feed_forward(block.ffn, y), ffn_gate)
+    return run.add_feed_forward(x, block.ffn, y, ffn_gate)
 
 
 def attend_to_video(
