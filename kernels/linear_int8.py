@@ -9,6 +9,7 @@ https://arxiv.org/abs/2404.00456). `docs/quality.md` says what it costs.
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -47,6 +48,18 @@ class Rounded(NamedTuple):
 
     def outs(self, turned: bool) -> int:
         return self.numbers.shape[-1 if turned else -2]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["numbers", "worth"], meta_fields=["dtype"])
+@dataclass(frozen=True, kw_only=True)
+class RoundedTokens:
+    """Tokens as the kernel rounds them: rotated, as whole numbers in int8 `[rows, tokens, lanes]`, what one of a token
+    is worth, float32 `[rows, tokens, 1]`, and the format that they had.
+    """
+
+    numbers: Any
+    worth: Any
+    dtype: Any
 
 
 class Residual(NamedTuple):
@@ -97,8 +110,45 @@ def _rotated(x: Float[Array, "... lanes"], matrix: Any) -> Float[Array, "... lan
     return jax.lax.dot_general(x, matrix.astype(x.dtype), over, precision=precision, preferred_element_type=jnp.float32)
 
 
+def round_tokens(
+    x: Float[Array, "rows tokens lanes"], *, block: int, kernel: bool, interpret: Interpret = False
+) -> RoundedTokens:
+    """Tokens rounded for several products, or before chips exchange them, in place of in `linear_int8`; `block` and
+    `kernel` as there.
+    """
+    rows, seq, size = x.shape
+    if not (kernel and accepted(refusal([size], [LANES]))):
+        blocks = _rotated(x.reshape(rows, seq, -1, block), jnp.asarray(rotation(block)))
+        numbers, worth = rounded(blocks.reshape(x.shape), (2,))
+        return RoundedTokens(numbers=numbers, worth=worth[..., None], dtype=x.dtype)
+    total, tokens = rows * seq, TOKENS[-1]
+    rotating = _rotating([size], block, x.dtype)
+
+    def lanes(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((tokens, width), lambda at: (at, 0))
+
+    def body(matrix: Any, x: Any, numbers: Any, worth: Any, lanes: Any) -> None:
+        worth[...] = _round_tokens([x], matrix, lanes, numbers)
+
+    numbers, worth = pl.pallas_call(
+        body,
+        grid=(pl.cdiv(total, tokens),),
+        in_specs=[pl.BlockSpec(rotating.shape, lambda at: (0, 0)), lanes(size)],
+        out_specs=[lanes(size), lanes(1)],
+        scratch_shapes=[pltpu.VMEM((tokens, size), x.dtype)],
+        out_shape=[jax.ShapeDtypeStruct((total, size), jnp.int8), jax.ShapeDtypeStruct((total, 1), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=_limit_bytes()),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * x.size * len(rotating), transcendentals=0, bytes_accessed=x.size * (x.dtype.itemsize + 1)
+        ),
+        interpret=interpret,
+        name=names.ROUND_TOKENS,
+    )(rotating, x.reshape(total, size))
+    return RoundedTokens(numbers=numbers.reshape(x.shape), worth=worth.reshape(rows, seq, 1), dtype=x.dtype)
+
+
 def linear_int8(
-    parts: Sequence[Float[Array, "rows tokens _"]],
+    parts: Sequence[Float[Array, "rows tokens _"]] | RoundedTokens,
     weights: Sequence[Rounded],
     *,
     block: int,
@@ -109,7 +159,7 @@ def linear_int8(
     kernel: bool,
     interpret: Interpret = False,
 ) -> list[Float[Array, "rows tokens _"]]:
-    """The lanes of all `parts`, side by side, times each of `weights`, with its bias.
+    """The lanes of all `parts`, side by side or rounded before, times each of `weights`, with its bias.
 
     With "gelu" each product is activated; with "silu" the first is, and multiplies the second, which is all there is
     then. `block`: lanes that are rotated together, as those of the weights were; it divides those of each part.
@@ -118,13 +168,17 @@ def linear_int8(
     """
     assert onto is None or (len(weights) == 1 and activation is None)
     run = by_reference
-    if kernel and accepted(refusal([part.shape[2] for part in parts], [each.outs(turned) for each in weights])):
+    if kernel and accepted(refusal(_lanes_of(parts), [each.outs(turned) for each in weights])):
         run = functools.partial(by_kernel, interpret=interpret)
     return run(parts, weights, block=block, activation=activation, turned=turned, layer=layer, onto=onto)
 
 
+def _lanes_of(parts: Sequence[Array] | RoundedTokens) -> list[int]:
+    return [part.shape[2] for part in ([parts.numbers] if isinstance(parts, RoundedTokens) else parts)]
+
+
 def by_reference(
-    parts: Sequence[Array],
+    parts: Sequence[Array] | RoundedTokens,
     weights: Sequence[Rounded],
     *,
     block: int,
@@ -134,21 +188,21 @@ def by_reference(
     onto: Residual | None = None,
 ) -> list[Array]:
     """By XLA."""
-    x = jnp.concatenate(parts, axis=-1)
-    blocks = _rotated(x.reshape(*x.shape[:2], -1, block), jnp.asarray(rotation(block)))
-    numbers, worth = rounded(blocks.reshape(x.shape), (2,))
+    x = parts
+    if not isinstance(x, RoundedTokens):
+        x = round_tokens(jnp.concatenate(x, axis=-1), block=block, kernel=False)
 
     def product(weight: Rounded) -> Array:
         over = (((2,), (0 if turned else 1,)), ((), ()))
         factor = weight.numbers if layer is None else jax.lax.dynamic_index_in_dim(weight.numbers, layer, 0, False)
-        sums = jax.lax.dot_general(numbers, factor, over, preferred_element_type=jnp.int32)
-        found = sums.astype(jnp.float32) * worth[..., None] * weight.worth
+        sums = jax.lax.dot_general(x.numbers, factor, over, preferred_element_type=jnp.int32)
+        found = sums.astype(jnp.float32) * x.worth * weight.worth
         return found if weight.bias is None else found + weight.bias.astype(jnp.float32)
 
     found = activated([*map(product, weights)], activation)
     if onto is not None:
         found = [onto.x.astype(jnp.float32) + onto.gate[:, None].astype(jnp.float32) * found[0]]
-    return [each.astype(parts[0].dtype) for each in found]
+    return [each.astype(x.dtype) for each in found]
 
 
 def activated(products: list[Array], activation: Activation | None) -> list[Array]:
@@ -198,17 +252,20 @@ def refusal(ins: Sequence[int], outs: Sequence[int]) -> KernelRefusal:
 
 
 def by_kernel(
-    parts: Sequence[Array], weights: Sequence[Rounded], *, block: int, activation: Activation | None, turned: bool,
-    layer: Int[Array, ""] | None = None, onto: Residual | None = None, interpret: Interpret = False,
+    parts: Sequence[Array] | RoundedTokens, weights: Sequence[Rounded], *, block: int,
+    activation: Activation | None, turned: bool, layer: Int[Array, ""] | None = None, onto: Residual | None = None,
+    interpret: Interpret = False,
 ) -> list[Array]:  # fmt: skip
     """Raises `NotImplementedError` where the kernel refuses the shapes."""
-    shape = parts[0].shape[:2]
+    is_rounded = isinstance(parts, RoundedTokens)
+    given_parts = [parts.numbers, parts.worth] if is_rounded else [*parts]
+    dtype, shape = parts.dtype if is_rounded else parts[0].dtype, given_parts[0].shape[:2]
     # Tokens of all rows follow each other, unless a gate is of a row.
     rows, seq = shape if onto is not None and len(onto.gate) > 1 else (1, math.prod(shape))
-    ins, outs = [part.shape[2] for part in parts], [each.outs(turned) for each in weights]
+    ins, outs = _lanes_of(parts), [each.outs(turned) for each in weights]
     refusal(ins, outs).check()
     arrays = 1 if onto is None else 2
-    tiles = tiles_for(sum(ins), outs, parts[0].dtype.itemsize, arrays) or Tiles(TOKENS[-1], 1)
+    tiles = tiles_for(sum(ins), outs, dtype.itemsize, arrays) or Tiles(TOKENS[-1], 1)
     tokens = round_up(-(-seq // -(-seq // tiles.tokens)), PACKED_ROWS)
     groups, results = tiles.groups, outs[:1] if activation == "silu" else outs
 
@@ -237,26 +294,33 @@ def by_kernel(
         added = Residual(onto.x.reshape(rows, seq, *outs), onto.gate.astype(jnp.float32)[:, None])
         gate = pl.BlockSpec((None, 1, outs[0] // groups), lambda group, row, at, layer: (row, 0, group))
         added_specs = Residual(lanes(*outs), gate)
-    dtype, total = parts[0].dtype, math.prod(shape)
-    side = LANES if any(size % MXU_WIDTH for size in ins) else MXU_WIDTH
-    rotating = jnp.asarray(np.kron(np.eye(side // block), rotation(block)), dtype)
+    total = math.prod(shape)
+    rotating = None if is_rounded else _rotating(ins, block, dtype)
+    scratch = (
+        ()
+        if is_rounded
+        else (
+            pltpu.VMEM((tokens, sum(ins)), dtype),
+            pltpu.VMEM((tokens, sum(ins)), jnp.int8),
+            pltpu.VMEM((tokens, LANES), jnp.float32),
+        )
+    )
     (found,) = pl.pallas_call(
         functools.partial(_body, activation=activation, turned=turned),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(groups, rows, -(-seq // tokens)),
             in_specs=[
-                pl.BlockSpec((side, side), lambda group, row, at, layer: (0, 0)),
-                tuple(pl.BlockSpec((None, tokens, size), lambda group, row, at, layer: (row, at, 0)) for size in ins),
+                None if rotating is None else pl.BlockSpec(rotating.shape, lambda group, row, at, layer: (0, 0)),
+                tuple(
+                    pl.BlockSpec((None, tokens, part.shape[2]), lambda group, row, at, layer: (row, at, 0))
+                    for part in given_parts
+                ),
                 specs,
                 added_specs,
             ],
             out_specs=[[*map(lanes, results)]],
-            scratch_shapes=[
-                pltpu.VMEM((tokens, sum(ins)), dtype),
-                pltpu.VMEM((tokens, sum(ins)), jnp.int8),
-                pltpu.VMEM((tokens, LANES), jnp.float32),
-            ],
+            scratch_shapes=scratch,
         ),
         out_shape=[[jax.ShapeDtypeStruct((rows, seq, size), dtype) for size in results]],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3, vmem_limit_bytes=_limit_bytes()),
@@ -270,7 +334,7 @@ def by_kernel(
     )(
         jnp.asarray(0 if layer is None else layer, jnp.int32)[None],
         rotating,
-        tuple(part.reshape(rows, seq, part.shape[2]) for part in parts),
+        tuple(part.reshape(rows, seq, part.shape[2]) for part in given_parts),
         given,
         added,
     )
@@ -279,9 +343,13 @@ def by_kernel(
 
 def _body(
     layer: Any, matrix: Any, parts: Sequence[Any], weights: Sequence[Any], onto: Residual | None, outs: Sequence[Any],
-    lanes: Any, numbers: Any, worth: Any, *, activation: Activation | None, turned: bool,
+    *scratch: Any, activation: Activation | None, turned: bool,
 ) -> None:  # fmt: skip
-    worth[...] = jnp.broadcast_to(_round_tokens(parts, matrix, lanes, numbers), worth.shape)
+    if scratch:
+        lanes, numbers, worth = scratch
+        worth[...] = jnp.broadcast_to(_round_tokens(parts, matrix, lanes, numbers), worth.shape)
+    else:
+        numbers, worth = parts
     each = [([out], [weight]) for out, weight in zip(outs, weights, strict=activation != "silu")]
     together = [(outs, weights)] if activation == "silu" else each
     for results, factors in together:
@@ -315,6 +383,12 @@ def _product(numbers: Any, worth: Any, weight: Any, at: Any, turned: bool) -> Ar
     sums = jax.lax.dot_general(numbers[...], factor, over, preferred_element_type=jnp.int32)
     found = sums.astype(jnp.float32) * worth[:, :1] * weight.worth[:, at]
     return found if weight.bias is None else found + weight.bias[:, at]
+
+
+def _rotating(ins: Sequence[int], block: int, dtype: Any) -> Array:
+    """The rotation of a matrix unit's lanes, or of half of them where some part has no more."""
+    side = LANES if any(size % MXU_WIDTH for size in ins) else MXU_WIDTH
+    return jnp.asarray(np.kron(np.eye(side // block), rotation(block)), dtype)
 
 
 def _round_tokens(parts: Sequence[Any], matrix: Any, lanes: Any, numbers: Any) -> Float[Array, "tokens 1"]:

@@ -13,6 +13,7 @@ RESIDUAL_NORM = "residual_norm"
 CONVOLUTION = "convolution"
 MODULATION = "modulation"
 LINEAR_INT8 = "linear_int8"
+ROUND_TOKENS = "round_tokens"
 
 # Those that a machine may do without, each by one name for all that it consists of, by the words that switch them off.
 SWITCHES = {
@@ -26,4 +27,10 @@ SWITCHES = {
 }
 KERNELS = tuple(SWITCHES.values())
 # What else stands in a program's text for one of them.
-PARTS = {ATTENTION_WITH_RERUN: ATTENTION, ATTENTION_INT8_WITH_RERUN: ATTENTION_INT8, TURN: ATTENTION, JOIN: PROLOGUE}
+PARTS = {
+    ATTENTION_WITH_RERUN: ATTENTION,
+    ATTENTION_INT8_WITH_RERUN: ATTENTION_INT8,
+    TURN: ATTENTION,
+    JOIN: PROLOGUE,
+    ROUND_TOKENS: LINEAR_INT8,
+}

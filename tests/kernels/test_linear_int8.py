@@ -115,6 +115,21 @@ def test_a_product_is_added_to_tokens_behind_its_gate(gates: int, dtype: Any, ke
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+def test_tokens_that_were_rounded_before_give_the_same(dtype: Any, kernel: bool):
+    """Bit by bit, of a pair and of one, in the format that the tokens had."""
+    given = weights(256, [256, 256], 128, turned=False, bias=True)[1]
+    x = jnp.asarray(drawn(2, 139, 256), dtype)
+    how: Any = {"block": 128, "kernel": kernel, "interpret": True}
+    before = linear_int8.round_tokens(x, **how)
+    assert before.numbers.dtype == jnp.int8 and before.worth.shape == (2, 139, 1)
+    for activation, count in (("silu", 2), (None, 1)):
+        found = linear_int8.linear_int8(before, given[:count], activation=activation, **how)
+        wanted = linear_int8.linear_int8([x], given[:count], activation=activation, **how)
+        assert found[0].dtype == dtype and np.array_equal(found[0], wanted[0])
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
 @pytest.mark.parametrize("turned", [False, True], ids=["outs first", "ins first"])
 def test_a_layer_is_taken_out_of_all(turned: bool, kernel: bool):
     each = [weights(256, [128], 64, turned=turned, bias=True)[1][0] for _ in range(2)]

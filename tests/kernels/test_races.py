@@ -161,6 +161,16 @@ def test_linear_int8(activation: Any, cores: int, monkeypatch: pytest.MonkeyPatc
         assert_right(found, linear_int8.by_reference(parts, weights[:1], onto=onto, **how), 2e-3)
 
 
+@CORES
+def test_round_tokens(cores: int):
+    """Two blocks of tokens, the last of which overshoots."""
+    x = drawn(1, 150, 256)
+    found, wanted = (
+        linear_int8.round_tokens(x, block=128, kernel=kernel, interpret=on(cores)) for kernel in (True, False)
+    )
+    assert_right(found.numbers * found.worth, wanted.numbers * wanted.worth, 1e-2)  # a whole number is 1 / 127 of most
+
+
 CONVOLUTIONS = {
     "behind the past": ((3, 3, 3), {"repeats": False}),
     "edges repeated": ((1, 3, 3), {"repeats": True}),

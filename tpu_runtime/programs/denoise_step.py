@@ -187,6 +187,7 @@ class _StepBuild:
             frame_tokens=spec.geometry.frame_tokens(shape.latent_shape),
             policy=policy,
             layouts=weights.layouts(network, mesh, target.precision, axes),
+            rounds=weights.are_all_rounded(network, axes),
             tiles=tiles_of(spec, config, shape.latent_shape, mesh, policy, target) if shape.quality == SPARSE else None,
         )
         return cls(

@@ -8,7 +8,7 @@ norms, and no chip repeats another's norms (sequence parallelism, https://arxiv.
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from ...attention.policy import AttentionPolicy
 from ...attention.prologue import NO_PROLOGUE, Prologue
 from ...attention.tiles import Nearby, Tiling
 from ...kernels import residual_norm
-from ...kernels.linear_int8 import Activation, Residual, Rounded, block_of, linear_int8
+from ...kernels.linear_int8 import Activation, Residual, Rounded, RoundedTokens, block_of, linear_int8, round_tokens
 from ...sharding.rules import Layout
 from .modules import LAYER, layer_index
 
@@ -36,7 +36,8 @@ class TokenLayout:
     """`num_tokens` latent tokens, on the axis `sp` of `mesh`; padding goes last and is masked exactly. The first
     `frame_tokens` are the first latent frame's.
 
-    With `tiles` tokens are in their order, and attend to the nearest alone where a step `is_sparse`.
+    With `tiles` tokens are in their order, and attend to the nearest alone where a step `is_sparse`. Norms of spread
+    tokens are gathered as int8 where all that multiply them are (`rounds`).
     """
 
     mesh: Mesh
@@ -46,6 +47,7 @@ class TokenLayout:
     frame_tokens: int = 0
     tiles: Tiling | None = None
     is_sparse: Bool[Array, ""] | None = None
+    rounds: bool = False
 
     def constrain(self, x: Array, *axes: str | tuple[str, ...] | None) -> Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*axes)))
@@ -168,16 +170,16 @@ class TokenLayout:
         eps: float,
         placement: Placement = "sharded",
         spread: bool = False,
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array, Array | RoundedTokens]:
         """`hidden + gate * update`, and its layer norm `* scale + shift`: see `residual_norm`. Vectors `[..., dim]`, of
-        every row or of all; tokens are sharded on `sp` or replicated. Of spread tokens the norm is gathered.
+        every row or of all; tokens are sharded on `sp` or replicated. Of spread tokens the norm is gathered, rounded
+        before if it `rounds`.
 
         A vector may be a pair, `[rows, 2, 1, dim]`: the first latent frame's tokens have the first.
         """
         platform = self.mesh.devices.flat[0].platform
-        run = functools.partial(
-            residual_norm.residual_norm, eps=eps, kernel=self.policy.takes_kernel(platform), interpret=platform != "tpu"
-        )
+        how: Any = {"kernel": self.policy.takes_kernel(platform), "interpret": platform != "tpu"}
+        run = functools.partial(residual_norm.residual_norm, eps=eps, **how)
         gate, scale, shift = jax.tree.map(
             lambda v: v.reshape(-1, *[2] * (v.ndim == 4), v.shape[-1]), (gate, scale, shift)
         )
@@ -190,11 +192,18 @@ class TokenLayout:
             jax.tree.map(lambda v: P("dp" if len(v) > 1 else None, *[None] * (v.ndim - 1)), args[1]),
         )
 
-        def fused(arrays: tuple, vectors: tuple) -> tuple[Array, Array]:
+        def gathered(normed: Array) -> Array | RoundedTokens:
+            if not self.rounds:
+                return _each_row(jax.lax.all_gather, normed)
+            block = block_of(normed.shape[2], chips=self.mesh.shape["tp"])
+            rounded = round_tokens(normed, block=block, **how)
+            return jax.tree.map(functools.partial(_each_row, jax.lax.all_gather), rounded)
+
+        def fused(arrays: tuple, vectors: tuple) -> tuple[Array, Array | RoundedTokens]:
             start = jax.lax.axis_index("sp") * arrays[0].shape[1] if has_pairs else 0
             leading = {"num_leading": self.frame_tokens - start} if has_pairs else {}
             hidden, normed = run(*arrays, *vectors, **leading)
-            return hidden, _each_row(jax.lax.all_gather, normed) if spread else normed
+            return hidden, gathered(normed) if spread else normed
 
         out_specs = tokens, self._tokens(placement)
         mapped = jax.shard_map(fused, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
@@ -203,7 +212,7 @@ class TokenLayout:
     def int8_products(
         self,
         weights: Sequence[Rounded],
-        *parts: Float[Array, "batch tokens _"],
+        *parts: Float[Array, "batch tokens _"] | RoundedTokens,
         activation: Activation | None = None,
         turned: bool = False,
         placement: Placement = "sharded",
@@ -216,7 +225,7 @@ class TokenLayout:
         """
         platform = self.mesh.devices.flat[0].platform
         run = functools.partial(
-            linear_int8, block=block_of(*(part.shape[-1] for part in parts), chips=self.mesh.shape["tp"]),
+            linear_int8, block=block_of(*_lanes(parts), chips=self.mesh.shape["tp"]),
             activation=activation, turned=turned, kernel=self.policy.takes_kernel(platform),
             interpret=platform != "tpu",
         )  # fmt: skip
@@ -226,9 +235,10 @@ class TokenLayout:
         results = P(*tokens[:2], outs) if ins is None else P("tp", *tokens)
 
         def products(
-            weights: Sequence[Rounded], parts: Sequence[Array], layer: Array | None, onto: Residual | None
+            weights: Sequence[Rounded], parts: Sequence[Any], layer: Array | None, onto: Residual | None
         ) -> list[Array]:
-            found = run(parts, weights, layer=layer, onto=onto)
+            given = parts[0] if isinstance(parts[0], RoundedTokens) else parts
+            found = run(given, weights, layer=layer, onto=onto)
             return found if ins is None else [each[None] for each in found]
 
         assert onto is None or split is None
@@ -302,7 +312,11 @@ class TokenLayout:
         }
 
 
-def _each_row(collective: Callable[..., Array], x: Float[Array, "batch tokens dim"]) -> Array:
+def _lanes(parts: Sequence[Array | RoundedTokens]) -> list[int]:
+    return [(part.numbers if isinstance(part, RoundedTokens) else part).shape[2] for part in parts]
+
+
+def _each_row(collective: Callable[..., Array], x: Num[Array, "batch tokens dim"]) -> Array:
     """An all-gather or a reduce-scatter of tokens over `tp`: row by row, for in front of them a batch is transposed."""
     how = {"scatter_dimension": 0} if collective is jax.lax.psum_scatter else {"axis": 0}
     return jnp.stack([collective(row, "tp", tiled=True, **how) for row in x])

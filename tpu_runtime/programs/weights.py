@@ -139,6 +139,13 @@ def summed(network: Network) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def are_all_rounded(network: Network, axes: Axes) -> bool:
+    """Whether all weights of products with tokens are those in int8."""
+    rules = [rule for rule in network.component.rules if rule.over]
+    asked = {name for name in network.weights if any(rule.matches(name) for rule in rules)}
+    return bool(axes) and asked == set(axes)
+
+
 def _lanes(weight: Weight, over: tuple[int, ...], ins: bool) -> int:
     return math.prod(size for dim, size in enumerate(weight.shape) if dim and (dim in over) == ins)
 

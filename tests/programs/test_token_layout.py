@@ -1,0 +1,46 @@
+"""What chips of `tp` exchange around products."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comfyui_tpu.attention.policy import AttentionPolicy
+from comfyui_tpu.kernels import linear_int8
+from comfyui_tpu.kernels.linear_int8 import Rounded
+from comfyui_tpu.sharding.mesh import make_mesh
+from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tpu_runtime.programs.token_layout import TokenLayout
+
+DIM, TOKENS = 256, 128
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
+def test_norms_that_are_rounded_before_they_are_gathered_are_multiplied_as_others(kernel: bool):
+    """By weights whose results are split: bit by bit, and what is gathered is int8 with a number for each token."""
+    mesh = make_mesh(jax.devices()[:4], MeshShape(dp=1, sp=1, tp=4))
+    random = np.random.default_rng(0)
+
+    def drawn(*shape: int) -> jax.Array:
+        return jnp.asarray(random.standard_normal(shape), jnp.bfloat16)
+
+    tokens, update, vectors = drawn(2, TOKENS, DIM), drawn(2, TOKENS, DIM), [drawn(2, DIM) for _ in range(3)]
+    block = linear_int8.block_of(DIM, chips=4)
+    weight = Rounded(*linear_int8.rounded(linear_int8.rotated_weight(drawn(512, DIM), 1, block), (1,)))
+
+    def run(rounds: bool) -> Any:
+        layout = TokenLayout(
+            mesh=mesh, num_tokens=TOKENS, policy=AttentionPolicy(kernel="pallas" if kernel else "reference"), layouts={}, rounds=rounds
+        )
+
+        def both(tokens: jax.Array, update: jax.Array) -> Any:
+            summed, normed = layout.residual_norm(layout.spread_tokens(tokens), update, *vectors, eps=1e-6, spread=True)
+            return summed, normed, layout.int8_products([weight], normed, split="outs")
+
+        return jax.jit(both)(tokens, update)
+
+    (summed, normed, products), (plain_sum, plain, wanted) = run(rounds=True), run(rounds=False)
+    assert plain.dtype == jnp.bfloat16 and (normed.numbers.dtype, normed.worth.shape) == (jnp.int8, (2, TOKENS, 1))
+    assert normed.numbers.shape == plain.shape and normed.numbers.sharding.is_fully_replicated
+    assert np.array_equal(summed, plain_sum) and np.array_equal(products[0], wanted[0])
