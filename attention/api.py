@@ -96,7 +96,7 @@ def joint_attention(
             nearby=nearby,
         )  # fmt: skip
     else:
-        flat = [sharded.prepared(s, 1, layout, p)[0] for s, p in zip(flat, prologues, strict=True)]
+        flat = [sharded.alone(s, layout, p)[0] for s, p in zip(flat, prologues, strict=True)]
         keys = [(k, v, length) for (_, k, v), length in zip(flat, lengths, strict=True)]
         is_sparse = None if nearby is None else nearby.is_sparse
         outs = [sharded.attended(attend, stream[0], keys, at, nearby, is_sparse) for at, stream in enumerate(flat)]

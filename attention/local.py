@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from ..kernels import attention, attention_int8, attention_reference, names
-from ..kernels.attention_form import Form, fastest, kernel_of
-from ..kernels.attention_reference import Keys
+from ..kernels.attention_form import Form, Scores, fastest, kernel_of
+from ..kernels.attention_reference import Keys, WholeKeys
 from ..kernels.chip import LANES, round_up
 from ..kernels.choice import KernelRefusal, accepted
 from .policy import AttentionPolicy
@@ -26,13 +27,25 @@ def chosen(policy: AttentionPolicy, mesh: Mesh | None, head_dim: int) -> tuple[L
     device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
     interpret = device.platform != "tpu"
     kernels = policy.takes_kernel(device.platform)
-    layout = HeadLayout(head_dim=head_dim, kernel=kernels, interpret=interpret and kernels)
-    if not kernels or not accepted(KernelRefusal(kernel=names.ATTENTION)):
+    by_kernels = kernels and accepted(KernelRefusal(kernel=names.ATTENTION))
+    layout = HeadLayout(
+        head_dim=head_dim, kernel=kernels, interpret=interpret and kernels,
+        scores_of=functools.partial(scores_of, policy, device_kind=device.device_kind if by_kernels else None),
+    )  # fmt: skip
+    if not by_kernels:
         return functools.partial(by_reference, head_dim=head_dim, policy=policy), layout
     attend = functools.partial(
         by_kernel, head_dim=head_dim, policy=policy, device_kind=device.device_kind, interpret=interpret
     )
     return attend, layout
+
+
+def scores_of(policy: AttentionPolicy, num_keys: int, device_kind: str | None) -> Scores:
+    """Of a call with so many keys, by the kernel on a chip or by the reference. A machine may do without int8's kernel,
+    which the ladder has said.
+    """
+    scores = policy.scores_of(num_keys, device_kind)
+    return "exact" if device_kind is not None and KernelRefusal(kernel=kernel_of(scores)) else scores
 
 
 def by_reference(
@@ -44,7 +57,7 @@ def by_reference(
     policy: AttentionPolicy,
 ) -> tuple[Float[Array, "batch q_seq lanes"], Float[Array, "batch heads q_seq"] | None]:
     """Like `attention_reference.flat_attention`, but for what the policy gives away."""
-    if policy.scores_of(sum(part.rows for part in keys)) == "exact":
+    if not _are_whole(keys) and policy.scores_of(sum(part.rows for part in keys)) == "exact":
         return attention_reference.flat_attention(q, keys, head_dim=head_dim, log_sums=log_sums)
     rounded, keys = attention_int8.rounded(q, keys, head_dim, head_dim**-0.5)
     out, log_sum = attention_reference.flat_attention(rounded, keys, head_dim=head_dim, log_sums=log_sums)
@@ -66,11 +79,10 @@ def by_kernel(
     padded = LANES // 2 if head_dim <= LANES // 2 and heads % 2 == 0 else round_up(head_dim, LANES)
     if padded != head_dim:
         resize = functools.partial(_resize, head_dim=head_dim, wanted=padded)
-        q, keys = resize(q), [replace(part, keys=resize(part.keys), values=resize(part.values)) for part in keys]
-    form = _form(
-        policy, device_kind, q.shape[1], [part.rows for part in keys], heads=heads, head_dim=padded,
-        itemsize=q.dtype.itemsize,
-    )  # fmt: skip
+        q, keys = resize(q), [replace(part, **_resized(part, resize)) for part in keys]
+    rows = [part.rows for part in keys]
+    scores: Scores = "int8" if _are_whole(keys) else scores_of(policy, sum(rows), device_kind)
+    form = _form(policy, device_kind, q.shape[1], rows, scores, heads=heads, head_dim=padded, itemsize=q.dtype.itemsize)
     if keys[0].blocks is not None and not accepted(attention.refusal(heads, padded, keys[0].blocks, form)):
         return by_reference(*given, head_dim=head_dim, log_sums=log_sums, policy=policy)
     out, log_sum = attention.flat_attention(
@@ -82,16 +94,27 @@ def by_kernel(
 def keys_fit(policy: AttentionPolicy, device_kind: str, rows: int, *, heads: int, head_dim: int, itemsize: int) -> bool:
     """Whether all keys of so many rows and heads are on a TPU at once, as blocks that are left out ask."""
     size = {"heads": heads, "head_dim": round_up(head_dim, LANES // 2), "itemsize": itemsize}
-    return _form(policy, device_kind, rows, [rows], **size).block_kv is None
+    return _form(policy, device_kind, rows, [rows], scores_of(policy, rows, device_kind), **size).block_kv is None
 
 
-def _form(policy: AttentionPolicy, device_kind: str, q_rows: int, kv_rows: Sequence[int], **size: int) -> Form:
-    scores = policy.scores_of(sum(kv_rows), device_kind)
-    if KernelRefusal(kernel=kernel_of(scores)):  # this machine does without int8's kernel, which the ladder has said
-        scores = "exact"
+def _are_whole(keys: Sequence[Keys]) -> bool:
+    return isinstance(keys[0].keys, WholeKeys)
+
+
+def _form(
+    policy: AttentionPolicy, device_kind: str, q_rows: int, kv_rows: Sequence[int], scores: Scores, **size: int
+) -> Form:
     return policy.form or fastest(
         device_kind, policy.maximum(scores), scores=scores, q_seq=q_rows, kv_rows=kv_rows, **size
     )
+
+
+def _resized(part: Keys, resize: Callable[[Array], Array]) -> dict[str, Any]:
+    keys = part.keys
+    if not isinstance(keys, WholeKeys):
+        return {"keys": resize(keys), "values": resize(part.values)}
+    mean = resize(keys.mean[:, None])[:, 0]
+    return {"keys": replace(keys, numbers=resize(keys.numbers), mean=mean), "values": resize(part.values)}
 
 
 def _resize(x: Array, head_dim: int, wanted: int) -> Array:

@@ -2,6 +2,7 @@
 and the layout that chips exchange.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from ..kernels import prologue
+from ..kernels.attention_form import Scores
 from ..kernels.choice import accepted
 from ..kernels.prologue import Norm
 
@@ -37,11 +39,14 @@ NO_PROLOGUE = Prologue()
 
 @dataclass(frozen=True, kw_only=True)
 class HeadLayout:
-    """How a chip's arrays of heads of `head_dim` are prepared; `kernel`: by Pallas, unless it refuses their shape."""
+    """How a chip's arrays of heads of `head_dim` are prepared; `kernel`: by Pallas, unless it refuses their shape.
+    `scores_of`: how those to so many keys are computed.
+    """
 
     head_dim: int
     kernel: bool
     interpret: bool = False
+    scores_of: Callable[[int], Scores] = lambda num_keys: "exact"
 
     def parts(self, lanes: int) -> int:
         """The number of parts in which chips exchange `lanes` lanes each: two, so that one part's exchange runs during

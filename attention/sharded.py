@@ -17,15 +17,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from ..kernels.attention_reference import Keys, first
-from ..kernels.prologue import Norm
+from ..kernels import attention_int8
+from ..kernels.attention_reference import Keys, WholeKeys, first
 from .local import LocalAttention
 from .prologue import HeadLayout, Prologue
 from .tiles import Nearby
 
 Stream = tuple[Array, Array, Array]  # queries, keys, values
+Ready = tuple[Array, Any, Array]  # as attention takes them; keys may be `WholeKeys`
 
 RING, ULYSSES = "ring", "ulysses"
 
@@ -37,25 +38,21 @@ def _split_sequence_axis(mesh: Mesh, heads: int) -> Mesh:
     return Mesh(mesh.devices.reshape(dp, sp // ulysses, ulysses, tp), ("dp", RING, ULYSSES, "tp"))
 
 
-def _to_heads(
-    x: Array, ulysses: int, parts: int, layout: HeadLayout, norm: Norm | None = None, tables: Any = None
-) -> list[Array]:
-    """A chip's tokens of all heads, prepared, to all tokens of its heads, part by part.
+def _exchanged(groups: Any, ulysses: int) -> Any:
+    """A chip's tokens of all heads, `[batch, chips, tokens, lanes]`, to all tokens of its heads.
 
     The heads of each chip are exchanged as a leading dimension, which lands flat: `[tokens, lanes]` as the kernel reads
-    it.
+    it. Of keys in whole numbers these.
     """
-
-    def exchanged(groups: Array) -> Array:
-        if ulysses > 1:
-            groups = jax.lax.all_to_all(groups, ULYSSES, 1, 1, tiled=True)
-        return groups.reshape(len(x), x.shape[1] * ulysses, -1)
-
-    return [exchanged(groups) for groups in layout.divide(x, ulysses, parts, norm, tables)]
+    if isinstance(groups, WholeKeys):
+        return replace(groups, numbers=_exchanged(groups.numbers, ulysses))
+    if ulysses > 1:
+        groups = jax.lax.all_to_all(groups, ULYSSES, 1, 1, tiled=True)
+    return groups.reshape(len(groups), groups.shape[2] * ulysses, -1)
 
 
 def _to_tokens(parts: list[Array], ulysses: int, layout: HeadLayout) -> Array:
-    """The reverse of `_to_heads`, without what it prepares."""
+    """The reverse of `_exchanged`, of all parts."""
     batch, seq, lanes = parts[0].shape
 
     def exchanged(x: Array) -> Array:
@@ -66,10 +63,17 @@ def _to_tokens(parts: list[Array], ulysses: int, layout: HeadLayout) -> Array:
 
 
 def prepared(stream: Stream, ulysses: int, layout: HeadLayout, prologue: Prologue) -> list[Stream]:
-    """Queries, keys and values of one sequence, ready for attention and each chip's heads together, part by part."""
+    """Queries, keys and values of one sequence, each chip's heads together, part by part: `[batch, chips, tokens,
+    lanes]` of each.
+    """
     parts = _num_parts(stream, ulysses, layout)
-    found = (_to_heads(x, ulysses, parts, layout, *how) for x, how in zip(stream, prologue.of_each, strict=True))
+    found = (layout.divide(x, ulysses, parts, *how) for x, how in zip(stream, prologue.of_each, strict=True))
     return list(zip(*found, strict=True))
+
+
+def alone(stream: Stream, layout: HeadLayout, prologue: Prologue) -> list[Stream]:
+    """As `prepared`, of a chip that exchanges nothing: `[batch, tokens, lanes]` of each."""
+    return [(q[:, 0], k[:, 0], v[:, 0]) for q, k, v in prepared(stream, 1, layout, prologue)]
 
 
 def _num_parts(stream: Stream, ulysses: int, layout: HeadLayout) -> int:
@@ -100,7 +104,7 @@ def _merge(one: tuple[Array, Array], two: tuple[Array, Array]) -> tuple[Array, A
 
 
 def _ring(
-    attend: LocalAttention, ring_size: int, q: Array, passed: list[tuple[Array, Array, int | Array]], *replicated: Keys
+    attend: LocalAttention, ring_size: int, q: Array, passed: list[tuple[Any, Array, int | Array]], *replicated: Keys
 ) -> Array:
     """Attention of this chip's queries to the keys of every chip of the ring, and to `replicated` ones.
 
@@ -110,7 +114,7 @@ def _ring(
     neighbours = [(chip, (chip + 1) % ring_size) for chip in range(ring_size)]
     pass_on = functools.partial(jax.lax.ppermute, axis_name=RING, perm=neighbours)
 
-    def keys_of(owner: Array, k: Array, v: Array, length: int | Array) -> Keys:
+    def keys_of(owner: Array, k: Any, v: Array, length: int | Array) -> Keys:
         block = k.shape[1]
         certain = max(0, length - (ring_size - 1) * block) if isinstance(length, int) else 0
         return first(k, v, jnp.broadcast_to(jnp.clip(length - owner * block, 0, block), q.shape[:1]), certain=certain)
@@ -124,7 +128,7 @@ def _ring(
         part = out.astype(jnp.float32), log_sum
         merged = part if merged is None else _merge(merged, part)
         if hop + 1 < ring_size:
-            passed = [(pass_on(k), pass_on(v), length) for k, v, length in passed]
+            passed = [(*pass_on((k, v)), length) for k, v, length in passed]
     assert merged is not None
     return merged[0].astype(q.dtype)
 
@@ -132,7 +136,7 @@ def _ring(
 def attended(
     attend: LocalAttention,
     q: Array,
-    keys: Sequence[tuple[Array, Array, int | Array]],
+    keys: Sequence[tuple[Any, Array, int | Array]],
     at: int,
     nearby: Nearby | None,
     is_sparse: Array | None,
@@ -164,7 +168,7 @@ def cross_attention(
 
     def body(q: Array, k: Array, v: Array, lengths: Array, prologue: Prologue) -> Array:
         length = kv_length if isinstance(kv_length, int) else lengths
-        ((q, k, v),) = prepared((q, k, v), 1, layout, prologue)
+        ((q, k, v),) = alone((q, k, v), layout, prologue)
         return attend(q, [first(k, v, length)], log_sums=False)[0]
 
     queries, keys = P("dp", "sp", "tp"), P("dp", None, "tp")
@@ -177,7 +181,40 @@ def _own_heads(text: Stream, ulysses: int, parts: int, layout: HeadLayout, prolo
     """A chip's heads of a replicated text, prepared, in the parts in which latents are exchanged."""
     chip = jax.lax.axis_index(ULYSSES)
     taken = (layout.take(x, chip, ulysses, parts, *how) for x, how in zip(text, prologue.of_each, strict=True))
-    return list(zip(*taken, strict=True))
+    return [(q[:, None], k[:, None], v[:, None]) for q, k, v in zip(*taken, strict=True)]
+
+
+def _whole_keys(
+    keys: Sequence[Array],
+    real: Sequence[Bool[Array, "batch _"]],
+    count: Int[Array, " batch"],
+    replicated: Sequence[bool],
+    head_dim: int,
+) -> list[WholeKeys]:
+    """Keys `[batch, chips, tokens, lanes]` of all sequences as whole numbers, before chips exchange them: half of what
+    they would else. Of a `replicated` one there are this chip's heads alone. `count` keys are real in all.
+    """
+    chip = jax.lax.axis_index(ULYSSES)
+    own = [attention_int8.spread_of(x, some[:, None]) for x, some in zip(keys, real, strict=True)]
+    sharded = [each for each, is_replicated in zip(own, replicated, strict=True) if not is_replicated]
+    joined = attention_int8.together(sharded)
+    axes = (RING, ULYSSES)
+    low, high = jax.lax.pmax((-joined.least, joined.most), axes)
+    every = [attention_int8.Spread(jax.lax.psum(joined.total, axes), -low, high)]
+    for each, is_replicated in zip(own, replicated, strict=True):
+        if is_replicated:
+            every.append(jax.tree.map(lambda x: jax.lax.all_gather(x, ULYSSES, axis=1, tiled=True), each))
+    unit, mean = attention_int8.scale_of(attention_int8.together(every), count[:, None], head_dim)
+
+    def of_chip(x: Array) -> Array:
+        return jax.lax.dynamic_index_in_dim(x, chip, 1)
+
+    found = []
+    for x, is_replicated in zip(keys, replicated, strict=True):
+        scale = (of_chip(unit), of_chip(mean)) if is_replicated else (unit, mean)
+        numbers = attention_int8.whole_numbers(x, *scale).astype(jnp.int8)
+        found.append(WholeKeys(numbers=numbers, unit=of_chip(unit)[:, 0], mean=of_chip(mean)[:, 0]))
+    return found
 
 
 def joint_attention(
@@ -195,8 +232,9 @@ def joint_attention(
     """Several sequences, each attending to all: sharded on `sp`, or `replicated` there as a text is.
 
     Each chip exchanges its tokens for heads and takes the same heads of a replicated sequence, whose result is gathered
-    over heads again. Of each the first `lengths` tokens are real, the same for all rows or per row. With `nearby`, for
-    which the heads must divide over all of `sp`, the first sequence is in tiles.
+    over heads again. Keys whose scores are of int8 products are rounded before. Of each the first `lengths` tokens are
+    real, the same for all rows or per row. With `nearby`, for which the heads must divide over all of `sp`, the first
+    sequence is in tiles.
     """
     split = _split_sequence_axis(mesh, heads)
     ring_size, ulysses = split.shape[RING], split.shape[ULYSSES]
@@ -211,9 +249,35 @@ def joint_attention(
         streams: tuple[Stream, ...], rows: tuple[Array, ...], prologues: Any, is_sparse: Array | None
     ) -> tuple[Array, ...]:
         real = [given if isinstance(given, int) else each for given, each in zip(lengths, rows, strict=True)]
-        parts = list(zip(*map(ready, streams, prologues, replicated), strict=True))
+        divided = list(zip(*map(ready, streams, prologues, replicated), strict=True))
+        chips = [1 if is_replicated else ulysses for is_replicated in replicated]
+        sizes = [stream[0].shape[1] * count for stream, count in zip(streams, chips, strict=True)]
+        num_keys = sum(min(n, size) if isinstance(n, int) else size for n, size in zip(real, sizes, strict=True))
+        is_whole = layout.scores_of(num_keys) == "int8"
+        chip = jax.lax.axis_index((RING, ULYSSES))
 
-        def of_part(at: int, part: tuple[Stream, ...]) -> Array:
+        def is_real(at: int, stream: Stream) -> Array:
+            """Of this chip's tokens."""
+            place = jnp.arange(stream[0].shape[1]) + (0 if replicated[at] else chip * stream[0].shape[1])
+            if nearby is not None and at == 0:
+                table = jnp.asarray(nearby.tiles.blocks(None).is_real)
+                found = table.at[place].get(mode="fill", fill_value=False)
+                return jnp.broadcast_to(found, (len(stream[0]), len(place)))
+            return place < rows[at][:, None]
+
+        def exchanged(part: tuple[Stream, ...]) -> tuple[Ready, ...]:
+            keys: list[Any] = [k for _, k, _ in part]
+            if is_whole:
+                flags = [*map(is_real, range(len(streams)), streams)]
+                keys = _whole_keys(keys, flags, jnp.stack(rows).sum(0), replicated, layout.head_dim)
+            return tuple(
+                (_exchanged(q, count), _exchanged(k, count), _exchanged(v, count))
+                for (q, _, v), k, count in zip(part, keys, chips, strict=True)
+            )
+
+        parts = [*map(exchanged, divided)]
+
+        def of_part(at: int, part: tuple[Ready, ...]) -> Array:
             queries, keys = part[at][0], [(k, v, length) for (_, k, v), length in zip(part, real, strict=True)]
             if ring_size == 1:
                 return attended(attend, queries, keys, at, nearby, is_sparse)

@@ -122,7 +122,7 @@ class Nearby:
         self,
         attend: Callable[..., Any],
         q: Array,
-        tiled: tuple[Array, Array],
+        tiled: tuple[Any, Array],
         others: Sequence[Keys],
         is_sparse: Array,
         *,

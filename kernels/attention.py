@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
@@ -78,8 +77,7 @@ def flat_attention(
     ]
     ones = ones_spec = None
     if listed is not None and form.scores == "int8":
-        is_real = np.arange(listed.size) < listed.real[:, None]
-        ones = jnp.broadcast_to(jnp.asarray(is_real.ravel(), jnp.bfloat16), (SUBLANES, listed.rows))
+        ones = jnp.broadcast_to(jnp.asarray(listed.is_real, jnp.bfloat16), (SUBLANES, listed.rows))
         ones_spec = pl.BlockSpec(ones.shape, lambda *_: (0, 0))
     sums_shape = jax.ShapeDtypeStruct((batch, heads, 1, q_seq), jnp.float32)
     out, sums = pl.pallas_call(

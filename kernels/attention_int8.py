@@ -7,14 +7,14 @@ two. Values, and the weights on them, stay bfloat16. `docs/quality.md` says what
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from .attention_body import LOG2_E, Block, KeyBlock, KeyRun, spread
-from .attention_reference import NEGATIVE, Keys, valid_rows
+from .attention_reference import NEGATIVE, Keys, WholeKeys, valid_rows
 from .chip import LANES, SUBLANES
 
 LARGEST = 127
@@ -23,28 +23,63 @@ LEAST = 1e-30
 MANTISSA_BITS = 23
 
 
+class Spread(NamedTuple):
+    """Of the real ones of some keys, lane by lane `[..., lanes]`: their sum, the least and the greatest."""
+
+    total: Array
+    least: Array
+    most: Array
+
+
+def spread_of(x: Float[Array, "... kv_seq lanes"], real: Bool[Array, "... kv_seq"]) -> Spread:
+    rows, real = x.astype(jnp.float32), real[..., None]
+    return Spread(
+        jnp.sum(jnp.where(real, rows, 0), axis=-2),
+        jnp.min(jnp.where(real, rows, jnp.inf), axis=-2),
+        jnp.max(jnp.where(real, rows, -jnp.inf), axis=-2),
+    )
+
+
+def together(spreads: Sequence[Spread]) -> Spread:
+    """Of all keys of several parts."""
+    total, least, most = (jnp.stack(each) for each in zip(*spreads, strict=True))
+    return Spread(total.sum(0), least.min(0), most.max(0))
+
+
+def scale_of(
+    keys: Spread, count: Int[Array, "..."], head_dim: int
+) -> tuple[Float[Array, "... heads"], Float[Array, "... lanes"]]:
+    """What a whole number of `count` keys is worth in each head, so that none is above 127, and the keys' mean."""
+    count = count[..., None]
+    mean = keys.total / jnp.maximum(count, 1)
+    widest = jnp.where(count > 0, jnp.maximum(keys.most - mean, mean - keys.least), 0)
+    widest, middle = (x.reshape(*x.shape[:-1], -1, head_dim) for x in (widest, mean))
+    # Whole numbers cannot be NaN, and a maximum need not be: what they are worth says it.
+    return (jnp.max(widest, axis=-1) + LEAST) / LARGEST + 0 * jnp.sum(middle, axis=-1), mean
+
+
+def whole_numbers(
+    x: Float[Array, "... kv_seq lanes"], unit: Float[Array, "... heads"], mean: Float[Array, "... lanes"]
+) -> Float[Array, "... kv_seq lanes"]:
+    """Keys as whole numbers, in float32, without their mean. Of padding anything."""
+    each = jnp.repeat(unit, x.shape[-1] // unit.shape[-1], axis=-1)
+    return jnp.round((x.astype(jnp.float32) - mean[..., None, :]) / each[..., None, :])
+
+
 def whole_keys(
     keys: Sequence[Keys], batch: int, head_dim: int
 ) -> tuple[list[Float[Array, "batch kv_seq lanes"]], Float[Array, "batch heads"], Float[Array, "batch lanes"]]:
-    """Keys as whole numbers of at most 127, in float32, without the mean of the real ones of all parts; what one of
-    these is worth in each head; that mean. Of padding anything.
+    """Keys as whole numbers, without the mean of the real ones of all parts; what one of these is worth in each head;
+    that mean.
     """
-    total, count = jnp.zeros((batch, keys[0].keys.shape[2])), jnp.zeros((batch, 1))
-    least, most = total + jnp.inf, total - jnp.inf
-    for part in keys:
-        real = valid_rows(part, batch)[:, :, None]
-        rows = part.keys[:, : part.rows].astype(jnp.float32)
-        total = total + jnp.sum(jnp.where(real, rows, 0), axis=1)
-        count = count + jnp.sum(real, axis=1)
-        least = jnp.minimum(least, jnp.min(jnp.where(real, rows, jnp.inf), axis=1))
-        most = jnp.maximum(most, jnp.max(jnp.where(real, rows, -jnp.inf), axis=1))
-    mean = total / jnp.maximum(count, 1)
-    widest = jnp.where(count > 0, jnp.maximum(most - mean, mean - least), 0)
-    widest, middle = (x.reshape(batch, -1, head_dim) for x in (widest, mean))
-    # Whole numbers cannot be NaN, and a maximum need not be: what they are worth says it.
-    unit = (jnp.max(widest, axis=2) + LEAST) / LARGEST + 0 * jnp.sum(middle, axis=2)  # [batch, heads]
-    each = jnp.repeat(unit, head_dim, axis=1)[:, None]
-    return [jnp.round((part.keys.astype(jnp.float32) - mean[:, None]) / each) for part in keys], unit, mean
+    whole = [part.keys for part in keys if isinstance(part.keys, WholeKeys)]
+    if whole:
+        return [each.numbers.astype(jnp.float32) for each in whole], whole[0].unit, whole[0].mean
+    real = [valid_rows(part, batch) for part in keys]
+    given = [part.keys for part in keys if not isinstance(part.keys, WholeKeys)]
+    found = [spread_of(x[:, : part.rows], each) for x, part, each in zip(given, keys, real, strict=True)]
+    unit, mean = scale_of(together(found), jnp.concatenate(real, axis=1).sum(axis=1), head_dim)
+    return [whole_numbers(each, unit, mean) for each in given], unit, mean
 
 
 def power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:

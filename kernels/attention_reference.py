@@ -4,6 +4,7 @@ call of either takes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,10 @@ class Blocks:
     def rows(self) -> int:
         return len(self.real) * self.size
 
+    @property
+    def is_real(self) -> Bool[np.ndarray, " rows"]:
+        return (np.arange(self.size) < self.real[:, None]).ravel()
+
     def allowed(self, q_seq: int) -> Bool[Array, "q_seq blocks"]:
         """Which blocks of keys each query attends to; those behind the last block of queries to any."""
 
@@ -56,15 +61,31 @@ class Blocks:
         return every if self.is_sparse is None else jnp.where(self.is_sparse, few, every)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class WholeKeys:
+    """Keys as whole numbers in int8, `[batch, kv_seq, lanes]`; what one is worth, float32 `[batch, heads]`; the mean
+    that they lost, `[batch, lanes]`: see `attention_int8`.
+    """
+
+    numbers: Any
+    unit: Any
+    mean: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.numbers.shape
+
+
 @dataclass(frozen=True, kw_only=True)
 class Keys:
     """The first `rows` rows of `keys` and `values` may be real; what follows may hold anything.
 
     The first `certain` of them are real in every batch row, of the rest those before `length` (None: all). Of keys in
-    `blocks`, which a call's first may be, these say what is real.
+    `blocks`, which a call's first may be, these say what is real. Of `WholeKeys` all parts have one unit and mean.
     """
 
-    keys: Float[Array, "batch kv_seq lanes"] | Int8[Array, "batch kv_seq lanes"]
+    keys: Float[Array, "batch kv_seq lanes"] | Int8[Array, "batch kv_seq lanes"] | WholeKeys
     values: Float[Array, "batch kv_seq lanes"]
     rows: int
     certain: int
@@ -72,14 +93,14 @@ class Keys:
     blocks: Blocks | None = None
 
 
-def first(keys: Array, values: Array, length: int | Int[Array, " batch"], *, certain: int = 0) -> Keys:
+def first(keys: Array | WholeKeys, values: Array, length: int | Int[Array, " batch"], *, certain: int = 0) -> Keys:
     """The first `length` rows, a number or one for each batch row, of which `certain` are known before the trace."""
     if isinstance(length, int):
         return Keys(keys=keys, values=values, rows=length, certain=length)
     return Keys(keys=keys, values=values, rows=keys.shape[1], certain=certain, length=length)
 
 
-def in_blocks(keys: Array, values: Array, blocks: Blocks) -> Keys:
+def in_blocks(keys: Array | WholeKeys, values: Array, blocks: Blocks) -> Keys:
     return Keys(keys=keys, values=values, rows=blocks.rows, certain=0, blocks=blocks)
 
 
@@ -99,7 +120,8 @@ def flat_attention(
         rows = jnp.concatenate([x[:, : part.rows] for x, part in zip(arrays, keys, strict=True)], axis=1)
         return _heads(jnp.where(valid[:, :, None], rows, 0).astype(jnp.float32), head_dim)
 
-    k, v = joined([part.keys for part in keys]), joined([part.values for part in keys])
+    given = [part.keys for part in keys if not isinstance(part.keys, WholeKeys)]
+    k, v = joined(given), joined([part.values for part in keys])
     queries = jnp.swapaxes(_heads(q.astype(jnp.float32), head_dim), 1, 2)
     batch, heads, q_seq, _ = queries.shape
     block = max(1, SCORES_BYTES // (4 * batch * heads * max(1, k.shape[1])))
@@ -152,7 +174,6 @@ def _heads(x: Array, head_dim: int) -> Array:
 def valid_rows(part: Keys, batch: int) -> Bool[Array, "batch rows"]:
     """Which of a part's `rows` are real."""
     if part.blocks is not None:
-        real = np.arange(part.blocks.size) < part.blocks.real[:, None]
-        return jnp.broadcast_to(jnp.asarray(real.reshape(1, -1)), (batch, part.rows))
+        return jnp.broadcast_to(jnp.asarray(part.blocks.is_real)[None], (batch, part.rows))
     length = jnp.full(batch, part.rows) if part.length is None else part.length
     return jnp.arange(part.rows) < length[:, None]

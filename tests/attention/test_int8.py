@@ -126,11 +126,13 @@ def test_what_is_not_a_number_stays_so(name: str, which: str):
 @pytest.mark.parametrize("scores", ["reference", "sampled"])
 @pytest.mark.parametrize("shape", [MeshShape(sp=2), MeshShape(sp=3), MeshShape(dp=2, sp=2, tp=2)], ids=str)
 def test_every_mesh_gives_nearly_the_same(shape: MeshShape, scores: str):
-    """All-to-alls and a ring, whose parts each have their own mean of keys; joint with a text of its own padding."""
+    """All-to-alls and a ring, of keys that are rounded before, by what all chips have; joint with a text of its own
+    padding.
+    """
     policy = REFERENCE if scores == "reference" else FORMS[scores]
     mesh = make_mesh(jax.devices()[: shape.num_devices], shape)
     latent, text = inputs(2, 48, 48, 4 if shape.tp > 1 else 2, 64), inputs(2, 7, 7, 4 if shape.tp > 1 else 2, 64)
-    latent[1][:, :24] += 3  # so that the means of a ring's parts differ
+    latent[1][:, :24] += 3  # so that the means of chips differ
     joint = [np.concatenate([x[:, :41], y], axis=1) for x, y in zip(latent, text, strict=True)]
     poisoned = [latent[0], *(poison(x, [41, 41]) for x in latent[1:])]
     poisoned_text = [text[0], *(poison(x, [1, 5]) for x in text[1:])]
@@ -143,6 +145,9 @@ def test_every_mesh_gives_nearly_the_same(shape: MeshShape, scores: str):
     expected = softmax_attention(*joint, [42, 46])
     assert closeness.difference(out[:, :41], expected[:, :41]) < 8e-2
     assert closeness.difference(text_out, expected[:, 41:]) < 8e-2
+    same = softmax_attention(*rounded(*joint[:2], [42, 46]), joint[2], [42, 46])
+    bound = HALVES if scores == "reference" else WEIGHTS
+    assert closeness.difference(np.concatenate([out[:, :41], text_out], axis=1), same) <= bound
 
 
 @pytest.mark.parametrize("kernel", ["reference", "pallas"])

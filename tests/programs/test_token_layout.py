@@ -31,7 +31,11 @@ def test_norms_that_are_rounded_before_they_are_gathered_are_multiplied_as_other
 
     def run(rounds: bool) -> Any:
         layout = TokenLayout(
-            mesh=mesh, num_tokens=TOKENS, policy=AttentionPolicy(kernel="pallas" if kernel else "reference"), layouts={}, rounds=rounds
+            mesh=mesh,
+            num_tokens=TOKENS,
+            policy=AttentionPolicy(kernel="pallas" if kernel else "reference"),
+            layouts={},
+            rounds=rounds,
         )
 
         def both(tokens: jax.Array, update: jax.Array) -> Any:

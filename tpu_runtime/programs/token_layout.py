@@ -25,7 +25,7 @@ from ...kernels.linear_int8 import Activation, Residual, Rounded, RoundedTokens,
 from ...sharding.rules import Layout
 from .modules import LAYER, layer_index
 
-ROWS = 16  # of a register of bfloat16
+ROWS = {"exact": 16, "int8": 32}  # of a register of bfloat16, and of int8
 # Of the layers with tiles those that attend to all: the first sees noise, and not yet what belongs together (as in
 # Radial Attention).
 DENSE_LAYERS = 1
@@ -59,7 +59,7 @@ class TokenLayout:
         Then what chips exchange joins without being moved.
         """
         chips = self.mesh.shape["sp"] * self.mesh.shape["tp"]
-        padding = -x.shape[1] % (parts * chips * ROWS) if chips * parts > 1 else 0
+        padding = -x.shape[1] % (parts * chips * ROWS[self.policy.scores]) if chips * parts > 1 else 0
         widths = [(0, padding) if axis == 1 else (0, 0) for axis in range(x.ndim)]
         return jnp.pad(x, widths) if padding else x
 
