@@ -17,6 +17,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Package:
     name: str
     range: SpecifierSet
     command: str
+    is_comfyuis: bool = False
 
     @property
     def installed(self) -> str | None:
@@ -47,6 +49,11 @@ class Package:
             return importlib.metadata.version(self.name)
         except importlib.metadata.PackageNotFoundError:
             return None
+
+    def is_newer(self, version: str) -> bool:
+        """Whether `version` is above the range of a package that ComfyUI brings; of the pack's own none may be."""
+        ends = [Version(each.version) for each in self.range if each.operator == "<"]
+        return self.is_comfyuis and any(Version(version) >= end for end in ends)
 
     @property
     def is_outside(self) -> bool:
@@ -64,7 +71,12 @@ def packages() -> tuple[Package, ...]:
     (jax,) = (each for each in own if each.name == "jax")
     found = [Package(name="torch", range=torch.specifier, command=f"pip install --index-url {TORCH_INDEX} {torch}")]
     for requirement in own:
-        found.append(Package(name=requirement.name, range=requirement.specifier, command=_install(requirement)))
+        found.append(
+            Package(
+                name=requirement.name, range=requirement.specifier, command=_install(requirement),
+                is_comfyuis=requirement.name in supported,
+            )
+        )  # fmt: skip
         if requirement is jax:
             ranges = _ranges_of_jax()
             found.extend(Package(name=name, range=ranges[name], command=_install(jax)) for name in OF_JAX)

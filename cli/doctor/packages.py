@@ -30,6 +30,9 @@ def _compared(installed: Mapping[str, str | None], machine: HostMachine) -> Find
             yield Finding(package.name, "not installed; needed only on a TPU machine")
         elif found is None:
             yield Finding(package.name, "not installed", package.command)
+        elif package.is_newer(found):
+            newer = f"{found}; newer than what was tested, {package.range}: change it if a model fails"
+            yield Finding(package.name, newer, package.command, advice=True)
         elif not package.range.contains(found, prereleases=True):
             yield Finding(package.name, f"{found}; tested with {package.range}", package.command)
         else:
@@ -98,7 +101,8 @@ def environment(machine: HostMachine) -> Findings:
     elif folder.resolve() != machine.prefix.resolve():
         for each in _compared(distributions(sites[-1]), machine):
             if each.remedy:
-                yield Finding(topic, f"{each.topic} {each.found}", f"{shlex.quote(str(python))} -m {each.remedy}")
+                command = f"{shlex.quote(str(python))} -m {each.remedy}"
+                yield Finding(topic, f"{each.topic} {each.found}", command, each.advice)
 
 
 CHECKS: tuple[Inspection, ...] = (versions_here, builds, companions, requirements, environment)

@@ -46,8 +46,7 @@ def test_every_version_of_this_environment_was_run():
 @pytest.mark.parametrize(
     ("name", "version", "tested", "command"),
     [
-        ("transformers", "4.57.6", "<5.24,>=5.6.0", "pip install 'transformers<5.24,>=5.6.0'"),
-        ("transformers", "5.24.0", "<5.24,>=5.6.0", "pip install 'transformers<5.24,>=5.6.0'"),
+        ("transformers", "4.57.6", "<5.25,>=5.6.0", "pip install 'transformers<5.25,>=5.6.0'"),
         ("jax", "0.11.0", "<0.11,>=0.10.2", "pip install 'jax[tpu]<0.11,>=0.10.2'"),
         ("libtpu", "0.0.50", "==0.0.42.*", "pip install 'jax[tpu]<0.11,>=0.10.2'"),
         ("torch", "2.12.1+cpu", "==2.13.0", f"pip install --index-url {versions.TORCH_INDEX} torch==2.13.0"),
@@ -59,6 +58,14 @@ def test_doctor_names_a_version_that_was_not_run_and_the_command(
     assert findings(name)[0][1] == ""
     installed[name] = version
     assert findings(name) == [(f"{version}; tested with {tested}", command)]
+
+
+def test_a_newer_version_of_what_comfyui_brings_is_no_fault(installed: dict[str, str]):
+    """ComfyUI's requirements bring the newest there is: an installation by the book must end well."""
+    installed["transformers"] = "5.25.1"
+    (found,) = [each for each in packages.versions_here(HostMachine()) if each.topic == "transformers"]
+    assert not found.is_fault and found.remedy == "pip install 'transformers<5.25,>=5.6.0'"
+    assert found.found.startswith("5.25.1; newer than what was tested, <5.25,>=5.6.0")
 
 
 def test_doctor_reports_without_packaging(monkeypatch: pytest.MonkeyPatch):
@@ -76,11 +83,11 @@ def test_a_comfyui_that_asks_for_versions_never_run_is_named(tmp_path: Path):
     assert list(packages.requirements(machine)) == []
     file.write_text("transformers>=6  # newer\ntqdm\n")
     (finding,) = packages.requirements(machine)
-    assert (finding.topic, finding.found) == ("ComfyUI needs", "transformers>=6; tested with <5.24,>=5.6.0")
+    assert (finding.topic, finding.found) == ("ComfyUI needs", "transformers>=6; tested with <5.25,>=5.6.0")
 
 
 def test_a_version_that_was_not_run_is_warned_of_once(installed: dict[str, str], caplog: pytest.LogCaptureFixture):
-    installed["transformers"] = "5.24.0"
+    installed["transformers"] = "5.25.0"
     versions.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         versions.warn_once()
@@ -88,6 +95,6 @@ def test_a_version_that_was_not_run_is_warned_of_once(installed: dict[str, str],
     versions.warn_once.cache_clear()
     (record,) = [record for record in caplog.records if record.name == versions.log.name]
     assert record.getMessage() == (
-        "transformers 5.24.0 was not tested with this pack (<5.24,>=5.6.0 was), and results may be wrong. "
-        "To change it: pip install 'transformers<5.24,>=5.6.0'"
+        "transformers 5.25.0 was not tested with this pack (<5.25,>=5.6.0 was), and results may be wrong. "
+        "To change it: pip install 'transformers<5.25,>=5.6.0'"
     )
