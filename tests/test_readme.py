@@ -96,8 +96,8 @@ SHOWN = {
     "comfyui-tpu encode --folder DIR": STAGES,
     "comfyui-tpu denoise --folder DIR": STAGES,
     "comfyui-tpu decode --folder DIR": STAGES,
-    "comfyui-tpu plan --model NAME --topology v6e:2x4 [--json FILE] [--explain]": PLAN,
-    "comfyui-tpu plan --model NAME --topology v6e:2x4": PLAN,
+    "comfyui-tpu plan MODEL --topology v6e:2x4 [--json FILE] [--explain]": PLAN,
+    "comfyui-tpu plan MODEL --topology v6e:2x4": PLAN,
     "comfyui-tpu warmup WORKFLOW.json": WARMUP + "test_an_example_is_warmed_at_its_own_sizes",
     "comfyui-tpu warmup --model NAME": WARMUP + "test_a_named_model_is_warmed_at_its_tiny_or_given_sizes",
     "comfyui-tpu monitor [--url http://127.0.0.1:8188] [--once] [--interval 1]": (

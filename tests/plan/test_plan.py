@@ -206,6 +206,16 @@ def parsed(*words: str) -> argparse.Namespace:
     return parser.parse_args(["--model", SPEC.name, *words])
 
 
+@pytest.mark.parametrize("words", [["flux2-dev"], ["--model", "flux2-dev"], ["--steps", "4", "flux2-dev"]])
+def test_a_model_is_named_with_or_without_its_option(words: list[str]):
+    parser = argparse.ArgumentParser()
+    plan.add_arguments(parser)
+    assert parser.parse_args(words).model == "flux2-dev"
+    for wrong in ([], [*words, "--model", "flux2-dev", "flux2-dev"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(wrong)
+
+
 def test_options_become_a_request():
     assert plan.request_of(parsed("--quality", "int8+sparse")).settings.quality == "int8+sparse"
     request = plan.request_of(parsed("--topology", "v6e-4", "--num-frames", "41", "--mesh", "1,4,1", "--guidance", "1"))
