@@ -243,6 +243,8 @@ def test_the_command_writes_a_report_and_a_file(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(plan, "request_of", lambda args: small("v6e-1"))
     written: list[str] = []
     assert plan.run(parsed("--json", str(tmp_path / "plan.json")), written.append) == 0
+    assert written[0] == "compiles 2 programs for v6e:1x1, which may take minutes each"
+    assert [line.partition(":")[0] for line in written[1:3]] == ["1 of 2, encode_step", "2 of 2, denoise_step"]
     assert "denoise_step" in written[-2]
     assert json.loads((tmp_path / "plan.json").read_text())["topology"] == "v6e:1x1"
 

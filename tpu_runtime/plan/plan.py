@@ -33,11 +33,13 @@ Write = Callable[[str], None]
 
 def make_plan(request: PlanRequest, write: Write = lambda line: None) -> Plan:
     """Compiles and times every program; `write` gets a line as each is done."""
-    compiled = []
-    for program in request.programs():
+    compiled, programs = [], request.programs()
+    write(f"compiles {len(programs)} programs for {request.topology.name}, which may take minutes each")
+    for index, program in enumerate(programs, 1):
         compiled.append(compile_program(program, request.topology))
         done = compiled[-1]
-        write(f"{program.name}: {'compiled' if done.text else 'does not fit'}, {done.compile_s:.0f} s")
+        what = "compiled" if done.text else "does not fit"
+        write(f"{index} of {len(programs)}, {program.name}: {what}, {done.compile_s:.0f} s")
     rows = predict(compiled, request.topology, write)
     residency = advice.residency(rows)
     return Plan(
