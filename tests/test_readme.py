@@ -67,7 +67,7 @@ SHOWN = {
     "comfyui-tpu selftest --first-run --report first_run.json": FIRST_RUN,
     "comfyui-tpu selftest [--first-run] [--model NAME] [--report FILE]": FIRST_RUN,
     "comfyui-tpu selftest --report FILE": SELFTEST,
-    "comfyui-tpu bench wan2.1-t2v-14b": TPU,
+    "comfyui-tpu bench wan2.1-t2v-14b": BENCH,
     "comfyui-tpu bench MODEL [--quality NAME] [--json FILE]": BENCH,
     "comfyui-tpu bench MODEL --verify [--json FILE]": VERIFY,
     "comfyui-tpu download wan2.1-t2v-14b": NETWORK,
@@ -156,7 +156,7 @@ def test_every_command_is_run_by_a_test_or_marked(name: str):
     assert problems(page, MARKS[name]) == []
     mark = MARKS[name][TPU]
     assert problems(page.replace(mark, "", 1), MARKS[name]) == [
-        f"comfyui-tpu bench wan2.1-t2v-14b: {mark} is missing beside it"
+        f"comfyui-tpu run examples/api/wan21_t2v_720p.json: {mark} is missing beside it"
     ]
     assert len(problems(page + "\n```\ncomfyui-tpu paint\n```\n", MARKS[name])) == 1
     assert len(problems(page.replace("comfyui-tpu decode", "comfyui-tpu paint"), MARKS[name])) == 2
