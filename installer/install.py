@@ -86,9 +86,9 @@ def _carry_out(chosen: Installation, every: list[SetupStep], options: argparse.N
         return
     ahead = {step.name for step, _ in left}
     done = dict.fromkeys(step.name for step in every if step.name not in ahead)
-    where = f"In {chosen.comfyui}" + (f", where these are done: {', '.join(done)}" if done else "")
+    where = f"In {chosen.comfyui}" + (f" (already there: {', '.join(done)})" if done else "")
     size_gb = sum(step.size_gb for step, _ in left)
-    print(f"{where}:\n\n" + "\n".join(f"  {step.name:<12} {text}" for step, text in left))
+    print(f"{where}, this will be done:\n\n" + "\n".join(f"  {step.name:<12} {text}" for step, text in left))
     print(f"\nThis takes about {size_gb:.1f} GB." if size_gb else "", flush=True)
     _require_room(chosen.comfyui, size_gb)
     if options.dry_run:

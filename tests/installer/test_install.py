@@ -256,6 +256,7 @@ def test_without_a_terminal_or_with_a_dry_run_nothing_is_done(world, capsys):
     origins = ["--comfyui-origin", str(world / "comfyui"), "--manager-origin", str(world / "manager")]
     assert install.main([*origins, "--comfyui", str(target), "--dry-run"]) == 0
     said = capsys.readouterr().out
+    assert f"In {target}, this will be done:\n" in said
     for name in ("ComfyUI", "environment", "PyTorch", "constraints", "Manager", "packages", "command", "link"):
         assert f"\n  {name} " in said
     done = run_setup("install", *origins, "--comfyui", str(target))
