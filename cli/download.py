@@ -24,6 +24,7 @@ from ..tpu_runtime.pipeline import (
     hub,
     published,
     readable,
+    spec_by_name,
     variant,
 )
 from . import doctor
@@ -95,8 +96,10 @@ def find(model: str, host: Progress) -> tuple[ModelSpec, str]:
     if model.startswith("tiny/"):
         raise ValueError(f"{model} is built in: nothing has to be downloaded.")
     if not hub.is_hub_id(model):
-        names = ", ".join(spec.name for spec in SPECS)
-        raise ValueError(f"there is no model {model!r}; there are {names}, or a Hub id of such a model (owner/name).")
+        try:
+            spec_by_name(model)
+        except ValueError as error:
+            raise ValueError(f"{error} Or give a Hub id of such a model (owner/name).") from None
     return variant(None, model, progress=host), model
 
 

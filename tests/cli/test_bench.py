@@ -94,6 +94,8 @@ def test_a_record_that_is_none_is_refused(tmp_path: Path, change: dict[str, Any]
     ("words", "problem"),
     [
         (["nothing"], "there is no model 'nothing'; there are wan2.1-t2v-14b"),
+        (["wan2.1"], "there is no model 'wan2.1'; did you mean wan2.1-t2v-14b? There are wan2.1-t2v-14b, "),
+        (["wan-2.1-14b"], "there is no model 'wan-2.1-14b'; did you mean wan2.1-t2v-14b? There are "),
         ([MODEL, "--runs", "0"], "--runs is 0; it must be at least 1."),
         ([MODEL, "--stages", "paint"], "--stages is 'paint'; it must be some of encode"),
         ([MODEL, "--height", "81"], "height is 81; it must be a multiple of"),

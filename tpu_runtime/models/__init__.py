@@ -3,6 +3,9 @@
 ComfyUI imports these files at its start: what is slow to import, JAX and PyTorch too, is imported where it is used.
 """
 
+import difflib
+import re
+
 from ..model_spec import ModelSpec
 from . import (
     cogvideox,
@@ -55,5 +58,17 @@ def spec_for_family(family: str) -> ModelSpec:
 
 def _find(kind: str, key: str, specs: dict[str, ModelSpec]) -> ModelSpec:
     if key not in specs:
-        raise ValueError(f"there is no {kind} {key!r}; there are {', '.join(specs)}.")
+        near = _nearest(key, list(specs))
+        raise ValueError(
+            f"there is no {kind} {key!r}; "
+            + (f"did you mean {near}? There are {', '.join(specs)}." if near else f"there are {', '.join(specs)}.")
+        )
     return specs[key]
+
+
+def _nearest(key: str, names: list[str]) -> str:
+    """The first name that starts as `key`, else the likest one; empty where none is like it. Punctuation counts not."""
+    plain = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in names}
+    own = re.sub(r"[^a-z0-9]", "", key[:100].lower())
+    starts = [name for each, name in plain.items() if own and each.startswith(own)]
+    return plain.get((difflib.get_close_matches(own, plain, 1) or [""])[0], "") if not starts else starts[0]
