@@ -186,8 +186,8 @@ def text(found: "Measured") -> str:
             "",
             *report.table([head, *rows]),
             "",
-            f"One generation{' of the miniature, on no TPU' * found.is_tiny}, measured: {found.total_s:.2f} s of programs, "
-            "without loading weights.",
+            f"One generation{' of the miniature, on no TPU' * found.is_tiny}, measured: {found.total_s:.2f} s of "
+            "programs, without loading weights.",
             f"Fullest device: {memory}.",
             *([f"Timed is a step that leaves nothing out; those of {SPARSE} that do take less."] * (quality == SPARSE)),
             *([f"This was not {found.title} but its miniature: none of it says how fast a TPU is."] * found.is_tiny),
