@@ -24,6 +24,7 @@ LITERAL = {
     "an embedding": re.compile(r"\bembedding:[^\s,()]+"),
 }
 SHOWN = 60  # characters
+_WORD = re.compile(r"\w+")
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -112,6 +113,16 @@ def cut_off(text: "TextEncoding", tokenizer: Any, prompt: str) -> tuple[int, str
     start = _equal(kept, full)
     end = len(full) - _equal(full[::-1], empty[::-1])
     return len(full) - len(kept), tokenizer.decode(full[start:end], skip_special_tokens=True).strip()
+
+
+def unknown(tokenizer: Any, prompt: str) -> Iterator[str]:
+    """The words of a prompt that a tokenizer has no token of their own for, each once: of a trained miniature, what it
+    never saw.
+    """
+    for word in dict.fromkeys(_WORD.findall(prompt)):
+        # Behind another, as tokenizers tell a word from a part of one.
+        if len(tokenizer.tokenize(f"a {word}")) > 2:
+            yield word
 
 
 def _equal(ones: Iterable[Any], others: Iterable[Any]) -> int:

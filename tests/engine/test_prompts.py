@@ -10,6 +10,7 @@ from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.support.host import Host, Runner
 from comfyui_tpu.tpu_runtime import tokens
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
 
 WAN = spec_for_family("Wan21")
@@ -103,6 +104,26 @@ def test_how_much_is_cut_off_is_said_and_of_a_known_prompt_too(caplog: pytest.Lo
         )
         assert record.message.endswith("...' on. Shorten it.")
         caplog.clear()
+
+
+@pytest.mark.parametrize("miniature", ["tiny/wan21", "tiny/wan22i2v", "tiny/flux2klein"])
+def test_what_a_trained_miniature_does_not_know_is_said(miniature: str):
+    spec = next(one for one in SPECS if one.miniature.id == miniature)
+    model = ModelRef(spec_name=spec.name, model_id=spec.miniature.id, precision="float32")
+    example = spec.miniature.texts["prompt"]
+
+    def said(prompt: str) -> list[str]:
+        host = Host()
+        runner().encode(model, prompt, "", host)
+        return [line for line in host.said if "miniature" in line]
+
+    assert not said(example)
+    assert said("a purple dragon, a purple sea") == [
+        f'The miniature does not know: purple, dragon, sea. It knows "{example}".'
+    ]
+    assert said(" ") == [f'The prompt is empty. The miniature knows "{example}".']
+    (long,) = said(" ".join(f"{letter * 70}" for letter in "bcdfghijkl"))
+    assert "bbb" in long and "kkk" not in long.partition(" and others")[0] and " and others. It knows" in long
 
 
 def test_a_text_in_quotes_that_is_too_long_is_said_of_its_own_encoder():

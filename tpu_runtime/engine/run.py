@@ -16,7 +16,7 @@ import torch
 from .. import media, tokens, versions
 from ..cache.store import signature
 from ..checkpoints import read_ahead as reading
-from ..checkpoints import score_bound
+from ..checkpoints import score_bound, tiny
 from ..model_spec import QUALITIES, STAGES, Curve, MagCache, ModelSpec, Settings, TextEncoding
 from ..programs import denoise_step, generation, network_call
 from ..programs.denoise_step import StepShape
@@ -30,6 +30,7 @@ from .stage import Stage
 log = logging.getLogger(__name__)
 
 PROMPTS = ("prompt", "negative prompt")
+MOST_WORDS = 8  # of those that a miniature does not know, in its sentence
 
 
 def encode(
@@ -60,6 +61,8 @@ def _lost(stage: Stage, name: str, prompt: str, encoded: Conditioning | None) ->
     title = stage.spec.title
     if literals := ", ".join(tokens.literals(prompt)):
         yield f"{title}: {literals} in the {name} is read as it stands and means nothing more here. Say it in words."
+    if name == PROMPTS[0] and (example := tiny.texts(stage.spec, stage.found.model_id).get("prompt")):
+        yield from _unknown(stage, prompt, example)
     for text in stage.spec.text_encoders if encoded else ():
         assert encoded
         # Only what fills all places may have been longer.
@@ -74,6 +77,19 @@ def _lost(stage: Stage, name: str, prompt: str, encoded: Conditioning | None) ->
                 f"{title}: the {name} has {text.max_length + number} tokens, and the {encoder} takes "
                 f"{text.max_length}: the last {number} are cut off{start}. Shorten it."
             )
+
+
+def _unknown(stage: Stage, prompt: str, example: str) -> Iterator[str]:
+    """What a trained miniature never saw: its picture would look as if the pack were broken."""
+    if not prompt.strip():
+        yield f'The prompt is empty. The miniature knows "{example}".'
+        return
+    tokenizer = tokens.load_tokenizer(stage.found.folder(stage.spec.text_encoders[0].tokenizer_folder, stage.progress))
+    words = list(itertools.islice(tokens.unknown(tokenizer, prompt), MOST_WORDS + 1))
+    if words:
+        listed = ", ".join(word[: tokens.SHOWN] for word in words[:MOST_WORDS])
+        more = " and others" if len(words) > MOST_WORDS else ""
+        yield f'The miniature does not know: {listed}{more}. It knows "{example}".'
 
 
 def _encode(
