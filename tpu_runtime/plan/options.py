@@ -14,9 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `comfyui-tpu plan`."""
     names = "; ".join(spec.name for spec in models.SPECS)
     model = parser.add_mutually_exclusive_group(required=True)
-    for name, more in (("model", {"nargs": "?"}), ("--model", {})):
-        text = f"{names}; or a file of the denoiser" if more else "the same"
-        model.add_argument(name, metavar="MODEL", default=argparse.SUPPRESS, help=text, **more)
+    text = f"{names}; or a file of the denoiser"
+    model.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=text)
+    model.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help="the same")
     parser.add_argument("--models", action="append", default=[], metavar="DIR", help="where the file is looked for")
     parser.add_argument("--topology", default=DEFAULT_TOPOLOGY, metavar="NAME", help=f"default {DEFAULT_TOPOLOGY}")
     for name, kind in (("height", int), ("width", int), ("num-frames", int), ("steps", int), ("guidance", float)):
