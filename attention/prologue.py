@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from ..kernels import prologue
 from ..kernels.attention_form import Scores
+from ..kernels.chip import LANES
 from ..kernels.choice import accepted
 from ..kernels.prologue import Norm
 
@@ -50,34 +51,35 @@ class HeadLayout:
 
     def parts(self, lanes: int) -> int:
         """The number of parts in which chips exchange `lanes` lanes each: two, so that one part's exchange runs during
-        the other's attention, or one where half of the lanes does not fill registers.
+        the other's attention, or one where the lanes do not fill registers of both.
         """
-        return 2 if self.kernel and not prologue.refusal(self.head_dim, lanes // 2) else 1
+        return 2 if self.kernel and lanes >= 2 * LANES and not prologue.refusal(self.head_dim, lanes) else 1
 
     def divide(
         self, x: Float[Array, "batch seq lanes"], groups: int, parts: int, norm: Norm | None = None, tables: Any = None
-    ) -> list[Float[Array, "batch groups seq lanes_of_group"]]:
+    ) -> list[Float[Array, "batch groups seq _"]]:
         """Norm and rotary embedding of `x` in float32, rounded once. The heads follow each other in parts, and those of
         a part in `groups`, one for each chip.
         """
         if groups * parts == 1 and norm is None and tables is None:
             return [x[:, None]]
-        if self._by_kernel(x.shape[2] // groups // parts):
+        if self._by_kernel(x.shape[2] // groups):
             return prologue.divide(x, groups, parts, norm, tables, head_dim=self.head_dim, interpret=self.interpret)
         return prologue.divide_reference(x, groups, parts, norm, tables, head_dim=self.head_dim)
 
     def take(
         self, x: Float[Array, "batch seq lanes"], chip: Int[Array, ""], groups: int, parts: int, norm: Any, tables: Any
-    ) -> list[Float[Array, "batch seq lanes_of_group"]]:
+    ) -> list[Float[Array, "batch seq _"]]:
         """Of what `divide` returns, the groups of one `chip`. A chip prepares no more of a replicated array."""
         alone = norm is None or norm.weight.size == self.head_dim
-        if alone and self._by_kernel(x.shape[2] // groups // parts):
+        lanes = x.shape[2] // groups
+        if alone and prologue.takes_one(lanes, groups, parts) and self._by_kernel(lanes):
             how = {"head_dim": self.head_dim, "interpret": self.interpret, "chip": chip}
             return [part[:, 0] for part in prologue.divide(x, groups, parts, norm, tables, **how)]
         divided = self.divide(x, groups, parts, norm, tables)
         return [jax.lax.dynamic_index_in_dim(part, chip, 1, keepdims=False) for part in divided]
 
-    def join(self, parts: list[Float[Array, "batch groups seq lanes_of_group"]]) -> Float[Array, "batch seq lanes"]:
+    def join(self, parts: list[Float[Array, "batch groups seq _"]]) -> Float[Array, "batch seq lanes"]:
         """All heads side by side again."""
         _, groups, _, lanes = parts[0].shape
         if groups * len(parts) == 1:

@@ -53,10 +53,9 @@ def _exchanged(groups: Any, ulysses: int) -> Any:
 
 def _to_tokens(parts: list[Array], ulysses: int, layout: HeadLayout) -> Array:
     """The reverse of `_exchanged`, of all parts."""
-    batch, seq, lanes = parts[0].shape
 
     def exchanged(x: Array) -> Array:
-        groups = x.reshape(batch, ulysses, seq // ulysses, lanes)
+        groups = x.reshape(len(x), ulysses, x.shape[1] // ulysses, -1)
         return jax.lax.all_to_all(groups, ULYSSES, 1, 1, tiled=True) if ulysses > 1 else groups
 
     return layout.join([exchanged(part) for part in parts])

@@ -44,6 +44,26 @@ def refusal(head_dim: int, lanes: int) -> KernelRefusal:
     return KernelRefusal(kernel=names.PROLOGUE, reasons=tuple(reasons))
 
 
+def widths(lanes: int, parts: int) -> list[int]:
+    """How many of a chip's lanes each part has: whole registers, of which the first parts have one more where they do
+    not divide, or equal parts of one.
+    """
+    unit = LANES if lanes % LANES == 0 and lanes >= parts * LANES else 1
+    each, more = divmod(lanes // unit, parts)
+    return [(each + (part < more)) * unit for part in range(parts)]
+
+
+def takes_one(lanes: int, groups: int, parts: int) -> bool:
+    """Whether `divide` can write the groups of one chip, for it reads a part's in blocks of their width."""
+    return all(groups * start % width == 0 for start, width in _parts(lanes, parts))
+
+
+def _parts(lanes: int, parts: int) -> list[tuple[int, int]]:
+    """Where each part of a chip's lanes starts, and its width."""
+    found = widths(lanes, parts)
+    return [(sum(found[:part]), width) for part, width in enumerate(found)]
+
+
 def _block() -> int:
     return BLOCK // (1 + is_small(names.PROLOGUE))
 
@@ -62,7 +82,7 @@ def normed(x: Float[Array, "... lanes"], norm: Norm, head_dim: int) -> Float[Arr
 
 def divide_reference(
     x: Float[Array, "batch seq lanes"], groups: int, parts: int, norm: Norm | None, tables: Any, *, head_dim: int
-) -> list[Float[Array, "batch groups seq lanes_of_group"]]:
+) -> list[Float[Array, "batch groups seq _"]]:
     """As `divide`, of all groups."""
     found = x.astype(jnp.float32) if norm is None else normed(x, norm, head_dim)
     if tables is not None:
@@ -71,14 +91,17 @@ def divide_reference(
         partner = jnp.stack([-pairs[..., 1], pairs[..., 0]], axis=-1).reshape(heads.shape)
         cosines, sines = (table[:, :, None].astype(jnp.float32) for table in tables)
         found = (heads * cosines + partner * sines).reshape(x.shape)
-    divided = jnp.moveaxis(found.astype(x.dtype).reshape(*x.shape[:2], parts, groups, -1), 1, 3)
-    return [divided[:, part] for part in range(parts)]
+    found = found.astype(x.dtype)
+    return [
+        jnp.moveaxis(found[..., groups * start : groups * (start + width)].reshape(*x.shape[:2], groups, width), 2, 1)
+        for start, width in _parts(x.shape[2] // groups, parts)
+    ]
 
 
-def join_reference(parts: list[Float[Array, "batch groups seq width"]]) -> Float[Array, "batch seq lanes"]:
+def join_reference(parts: list[Float[Array, "batch groups seq _"]]) -> Float[Array, "batch seq lanes"]:
     """As `join`."""
     batch, _, seq, _ = parts[0].shape
-    return jnp.moveaxis(jnp.stack(parts, axis=1), 3, 1).reshape(batch, seq, -1)
+    return jnp.concatenate([jnp.moveaxis(part, 1, 2).reshape(batch, seq, -1) for part in parts], axis=2)
 
 
 # --- the kernels ------------------------------------------------------------------------------------------------------
@@ -94,21 +117,22 @@ def divide(
     head_dim: int,
     interpret: Interpret = False,
     chip: Int[Array, ""] | None = None,
-) -> list[Float[Array, "batch written seq lanes_of_group"]]:
+) -> list[Float[Array, "batch written seq _"]]:
     """Norm and rotary embedding of `x` in float32, rounded once. The heads follow each other in parts, and those of a
     part in `groups`; all groups of each part are written, or those of one `chip`.
     """
     batch, seq, lanes = x.shape
-    width = lanes // groups // parts
-    refusal(head_dim, width).check()
-    block = _block()
+    refusal(head_dim, lanes // groups).check()
+    places, block = _parts(lanes // groups, parts), _block()
     written = groups if chip is None else 1
     if chip is None:
         sources = [pl.BlockSpec((None, block, lanes), lambda row, at, chip: (row, at, 0))]
     else:
         sources = [
-            pl.BlockSpec((None, block, width), lambda row, at, chip, p=p: (row, at, p * groups + chip[0]))
-            for p in range(parts)
+            pl.BlockSpec(
+                (None, block, width), lambda row, at, chip, first=groups * start // width: (row, at, first + chip[0])
+            )
+            for start, width in places
         ]
     vectors = (None, None) if norm is None else (norm.weight, norm.bias)
     vectors = jax.tree.map(lambda v: v.astype(jnp.float32)[None], vectors)
@@ -117,16 +141,16 @@ def divide(
         *jax.tree.map(lambda v: pl.BlockSpec(v.shape, lambda row, at, chip: (0, 0)), vectors),
         *jax.tree.map(lambda table: pl.BlockSpec((None, block, head_dim), _of_row(len(table))), tables),
     )
-    part = pl.BlockSpec((None, written, block, width), lambda row, at, chip: (row, 0, at, 0))
+    outs = [pl.BlockSpec((None, written, block, width), lambda row, at, chip: (row, 0, at, 0)) for _, width in places]
     (found,) = pl.pallas_call(
         functools.partial(_divide_body, head_dim=head_dim, eps=norm.eps if norm else 0.0),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, pl.cdiv(seq, block)),
             in_specs=[tuple(sources), *specs],
-            out_specs=[(part,) * parts],
+            out_specs=[tuple(outs)],
         ),
-        out_shape=[(jax.ShapeDtypeStruct((batch, written, seq, width), x.dtype),) * parts],
+        out_shape=[tuple(jax.ShapeDtypeStruct((batch, written, seq, width), x.dtype) for _, width in places)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         cost_estimate=pl.CostEstimate(
             flops=8 * x.size,
@@ -148,9 +172,11 @@ def _divide_body(
     chip: Any, sources: Any, weight: Any, bias: Any, cosines: Any, sines: Any, outs: Any, *, head_dim: int, eps: float
 ) -> None:
     """`sources` are all lanes of some tokens, or of each part one chip's; a norm or tables that are not there, None."""
-    rows, each = sources[0].shape
-    lanes = len(sources) * each
-    groups, _, width = outs[0].shape
+    rows = sources[0].shape[0]
+    # Of every register of lanes, in their order: where it is read, and where it is written.
+    reads = [(source, at) for source in sources for at in range(0, source.shape[1], LANES)]
+    writes = [(out, group, at) for out in outs for group in range(out.shape[0]) for at in range(0, out.shape[2], LANES)]
+    lanes = len(reads) * LANES
     starts = range(0, lanes, LANES)
     widened = functools.partial(_widened, head_dim=head_dim)
     moments = functools.partial(
@@ -158,7 +184,8 @@ def _divide_body(
     )
 
     def part(start: int) -> Array:
-        return sources[start // each][:, pl.ds(start % each, LANES)].astype(jnp.float32)
+        source, at = reads[start // LANES]
+        return source[:, pl.ds(at, LANES)].astype(jnp.float32)
 
     over_all = weight is not None and weight.shape[1] > head_dim
     middle, factor = 0.0, 1.0
@@ -185,8 +212,8 @@ def _divide_body(
         if cosines is not None:
             partner = jnp.where(is_even, pltpu.roll(y, LANES - 1, 1), pltpu.roll(y, 1, 1))
             y = y * by_cosines + partner * by_sines
-        out_part, group = divmod(start // width, groups)
-        outs[out_part][group, :, pl.ds(start % width, LANES)] = y.astype(outs[0].dtype)
+        out, group, at = writes[start // LANES]
+        out[group, :, pl.ds(at, LANES)] = y.astype(out.dtype)
 
 
 def _widened(x: Float[Array, "rows head_dim"], head_dim: int) -> Float[Array, "rows lanes"]:
@@ -229,26 +256,32 @@ def _moments(
 
 
 def join(
-    parts: list[Float[Array, "batch groups seq width"]], *, interpret: Interpret = False
+    parts: list[Float[Array, "batch groups seq _"]], *, interpret: Interpret = False
 ) -> Float[Array, "batch seq lanes"]:
     """All heads side by side again."""
-    batch, groups, seq, width = parts[0].shape
-    lanes, block = len(parts) * groups * width, _block()
+    batch, groups, seq, _ = parts[0].shape
+    lanes, block = groups * sum(part.shape[3] for part in parts), _block()
     return pl.pallas_call(
         _join_body,
         grid=(batch, pl.cdiv(seq, block)),
-        in_specs=[(pl.BlockSpec((None, groups, block, width), lambda row, at: (row, 0, at, 0)),) * len(parts)],
+        in_specs=[
+            tuple(pl.BlockSpec((None, groups, block, part.shape[3]), lambda row, at: (row, 0, at, 0)) for part in parts)
+        ],
         out_specs=pl.BlockSpec((None, block, lanes), lambda row, at: (row, at, 0)),
         out_shape=jax.ShapeDtypeStruct((batch, seq, lanes), parts[0].dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
-        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * len(parts) * parts[0].nbytes),
+        cost_estimate=pl.CostEstimate(
+            flops=0, transcendentals=0, bytes_accessed=2 * sum(part.nbytes for part in parts)
+        ),
         interpret=interpret,
         name=names.JOIN,
     )(tuple(parts))
 
 
 def _join_body(parts: tuple[Any, ...], out: Any) -> None:
-    groups, _, width = parts[0].shape
-    for index, part in enumerate(parts):
+    start = 0
+    for part in parts:
+        groups, _, width = part.shape
         for group in range(groups):
-            out[:, pl.ds((index * groups + group) * width, width)] = part[group]
+            out[:, pl.ds(start, width)] = part[group]
+            start += width

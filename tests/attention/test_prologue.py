@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from comfyui_tpu.attention.api import attention
+from comfyui_tpu.attention.api import attention, joint_attention
 from comfyui_tpu.attention.policy import AttentionPolicy
 from comfyui_tpu.attention.prologue import HeadLayout, Prologue
 from comfyui_tpu.kernels.prologue import Norm
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
-from comfyui_tpu.tests.support.closeness import OPERATION
+from comfyui_tpu.tests.support.closeness import OPERATION, difference
 from diffusers.models.embeddings import apply_rotary_emb
 
 pytestmark = pytest.mark.slow
@@ -85,11 +85,29 @@ def test_queries_are_prepared_as_upstream_does(
 def test_groups_and_parts_join_again_as_they_were(kernel: bool):
     x = jnp.asarray(drawn(2, 139, 6 * 128).numpy(), jnp.bfloat16)
     layout = HeadLayout(head_dim=128, kernel=kernel, interpret=True)
-    assert layout.parts(256) == (2 if kernel else 1)
+    assert layout.parts(256) == layout.parts(384) == (2 if kernel else 1)
     assert layout.parts(128) == 1
     divided = layout.divide(x, 3, 2)
     np.testing.assert_array_equal(divided[1][:, 2], x[:, :, 5 * 128 :])
     np.testing.assert_array_equal(layout.join(divided), x)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("heads", [3, 5, 7])
+def test_an_odd_number_of_heads_is_in_parts_of_which_one_has_one_more(heads: int, groups: int, kernel: bool):
+    """And a chip takes of them what it has, also where what is before a part is no multiple of its width."""
+    x = jnp.asarray(drawn(2, 139, groups * heads * 128).numpy(), jnp.bfloat16)
+    layout = HeadLayout(head_dim=128, kernel=kernel, interpret=True)
+    divided = layout.divide(x, groups, 2)
+    assert [part.shape[3] // 128 for part in divided] == [heads // 2 + 1, heads // 2]
+    np.testing.assert_array_equal(divided[1][:, -1], x[:, :, -(heads // 2) * 128 :])
+    np.testing.assert_array_equal(layout.join(divided), x)
+    norm = Norm(weight=jnp.asarray(drawn(128).numpy()), eps=EPS)
+    every = layout.divide(x, groups, 2, norm)
+    taken = layout.take(x, jnp.int32(groups - 1), groups, 2, norm, None)
+    for part, own in zip(every, taken, strict=True):
+        np.testing.assert_array_equal(part[:, groups - 1], own)
 
 
 def test_what_is_not_finite_stays_in_its_row():
@@ -123,6 +141,21 @@ def test_on_every_mesh_the_prologue_is_the_same(name: str, shape: MeshShape, row
         run = jax.jit(lambda p, *x, policy=policy: attention(*x, mesh=mesh, prologue=p, policy=policy))
         out = run(prologue, *(x.numpy().reshape(2, seq, heads, head_dim) for x in (q, k, v)))
         compare(f"{name}, {shape}, {policy.kernel}", np.asarray(out), expected.numpy(), error=OPERATION)
+
+
+@pytest.mark.parametrize("scores", ["exact", "int8"])
+def test_chips_with_an_odd_number_of_heads_exchange_them_in_two_parts(scores: Any, monkeypatch: pytest.MonkeyPatch):
+    """Three heads each, latents beside a text that every chip has: as on one chip."""
+    monkeypatch.setattr("comfyui_tpu.attention.policy.MANY_KEYS", 0)
+    how = AttentionPolicy(kernel="pallas", scores=scores)
+    latents, text = ([drawn(1, seq, 6, 128).numpy() + shift for shift in (0, 0.1, 0.2)] for seq in (64, 9))
+    chosen = {"lengths": (57, 9), "placements": ("sharded", "replicated"), "policy": how}
+    run = jax.jit(lambda *streams, mesh: joint_attention(*streams, mesh=mesh, **chosen), static_argnames="mesh")
+    mesh = make_mesh(jax.devices()[:2], MeshShape(sp=2))
+    found, wanted = (run(tuple(latents), tuple(text), mesh=each) for each in (mesh, None))
+    bound = OPERATION if scores == "exact" else 2e-3  # what lies between two whole numbers may go either way
+    for ours, theirs, real in zip(found, wanted, (57, 9), strict=True):
+        assert difference(ours[:, :real], theirs[:, :real]) <= bound
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
