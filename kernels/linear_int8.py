@@ -61,6 +61,10 @@ class RoundedTokens:
     worth: Any
     dtype: Any
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.numbers.shape
+
 
 class Residual(NamedTuple):
     """What a product is added to, `[rows, tokens, outs]`, and what it is multiplied by before, `[rows or 1, outs]`."""
@@ -148,7 +152,7 @@ def round_tokens(
 
 
 def linear_int8(
-    parts: Sequence[Float[Array, "rows tokens _"]] | RoundedTokens,
+    parts: Sequence[Float[Array, "rows tokens _"] | RoundedTokens],
     weights: Sequence[Rounded],
     *,
     block: int,
@@ -159,7 +163,8 @@ def linear_int8(
     kernel: bool,
     interpret: Interpret = False,
 ) -> list[Float[Array, "rows tokens _"]]:
-    """The lanes of all `parts`, side by side or rounded before, times each of `weights`, with its bias.
+    """The lanes of all `parts`, side by side, times each of `weights`, with its bias. A part that was rounded before is
+    the only one.
 
     With "gelu" each product is activated; with "silu" the first is, and multiplies the second, which is all there is
     then. `block`: lanes that are rotated together, as those of the weights were; it divides those of each part.
@@ -168,17 +173,13 @@ def linear_int8(
     """
     assert onto is None or (len(weights) == 1 and activation is None)
     run = by_reference
-    if kernel and accepted(refusal(_lanes_of(parts), [each.outs(turned) for each in weights])):
+    if kernel and accepted(refusal([part.shape[2] for part in parts], [each.outs(turned) for each in weights])):
         run = functools.partial(by_kernel, interpret=interpret)
     return run(parts, weights, block=block, activation=activation, turned=turned, layer=layer, onto=onto)
 
 
-def _lanes_of(parts: Sequence[Array] | RoundedTokens) -> list[int]:
-    return [part.shape[2] for part in ([parts.numbers] if isinstance(parts, RoundedTokens) else parts)]
-
-
 def by_reference(
-    parts: Sequence[Array] | RoundedTokens,
+    parts: Sequence[Array | RoundedTokens],
     weights: Sequence[Rounded],
     *,
     block: int,
@@ -188,9 +189,10 @@ def by_reference(
     onto: Residual | None = None,
 ) -> list[Array]:
     """By XLA."""
-    x = parts
+    x = parts[0]
     if not isinstance(x, RoundedTokens):
-        x = round_tokens(jnp.concatenate(x, axis=-1), block=block, kernel=False)
+        given: list[Any] = [*parts]
+        x = round_tokens(jnp.concatenate(given, axis=-1), block=block, kernel=False)
 
     def product(weight: Rounded) -> Array:
         over = (((2,), (0 if turned else 1,)), ((), ()))
@@ -252,17 +254,18 @@ def refusal(ins: Sequence[int], outs: Sequence[int]) -> KernelRefusal:
 
 
 def by_kernel(
-    parts: Sequence[Array] | RoundedTokens, weights: Sequence[Rounded], *, block: int,
+    parts: Sequence[Array | RoundedTokens], weights: Sequence[Rounded], *, block: int,
     activation: Activation | None, turned: bool, layer: Int[Array, ""] | None = None, onto: Residual | None = None,
     interpret: Interpret = False,
 ) -> list[Array]:  # fmt: skip
     """Raises `NotImplementedError` where the kernel refuses the shapes."""
-    is_rounded = isinstance(parts, RoundedTokens)
-    given_parts = [parts.numbers, parts.worth] if is_rounded else [*parts]
-    dtype, shape = parts.dtype if is_rounded else parts[0].dtype, given_parts[0].shape[:2]
+    first, ins = parts[0], [part.shape[2] for part in parts]
+    is_rounded = isinstance(first, RoundedTokens)
+    given_parts: list[Any] = [first.numbers, first.worth] if is_rounded else [*parts]
+    dtype, shape = first.dtype, first.shape[:2]
     # Tokens of all rows follow each other, unless a gate is of a row.
     rows, seq = shape if onto is not None and len(onto.gate) > 1 else (1, math.prod(shape))
-    ins, outs = _lanes_of(parts), [each.outs(turned) for each in weights]
+    outs = [each.outs(turned) for each in weights]
     refusal(ins, outs).check()
     arrays = 1 if onto is None else 2
     tiles = tiles_for(sum(ins), outs, dtype.itemsize, arrays) or Tiles(TOKENS[-1], 1)
@@ -327,7 +330,9 @@ def by_kernel(
         cost_estimate=pl.CostEstimate(
             flops=2 * total * sum(ins) * sum(outs),
             transcendentals=total * sum(results) if activation else 0,
-            bytes_accessed=total * (sum(ins) + arrays * sum(results)) * dtype.itemsize + sum(ins) * sum(outs),
+            bytes_accessed=sum(part.nbytes for part in given_parts)
+            + total * arrays * sum(results) * dtype.itemsize
+            + sum(ins) * sum(outs),
         ),
         interpret=interpret,
         name=names.LINEAR_INT8,

@@ -17,7 +17,6 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-from packaging.version import Version
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +51,8 @@ class Package:
 
     def is_newer(self, version: str) -> bool:
         """Whether `version` is above the range of a package that ComfyUI brings; of the pack's own none may be."""
-        ends = [Version(each.version) for each in self.range if each.operator == "<"]
-        return self.is_comfyuis and any(Version(version) >= end for end in ends)
+        above = [SpecifierSet(f">={each.version}") for each in self.range if each.operator == "<"]
+        return self.is_comfyuis and any(each.contains(version, prereleases=True) for each in above)
 
     @property
     def is_outside(self) -> bool:

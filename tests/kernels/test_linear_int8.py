@@ -124,7 +124,7 @@ def test_tokens_that_were_rounded_before_give_the_same(dtype: Any, kernel: bool)
     before = linear_int8.round_tokens(x, **how)
     assert before.numbers.dtype == jnp.int8 and before.worth.shape == (2, 139, 1)
     for activation, count in (("silu", 2), (None, 1)):
-        found = linear_int8.linear_int8(before, given[:count], activation=activation, **how)
+        found = linear_int8.linear_int8([before], given[:count], activation=activation, **how)
         wanted = linear_int8.linear_int8([x], given[:count], activation=activation, **how)
         assert found[0].dtype == dtype and np.array_equal(found[0], wanted[0])
 

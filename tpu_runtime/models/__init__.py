@@ -71,4 +71,5 @@ def _nearest(key: str, names: list[str]) -> str:
     plain = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in names}
     own = re.sub(r"[^a-z0-9]", "", key[:100].lower())
     starts = [name for each, name in plain.items() if own and each.startswith(own)]
-    return plain.get((difflib.get_close_matches(own, plain, 1) or [""])[0], "") if not starts else starts[0]
+    close = starts or [plain[each] for each in difflib.get_close_matches(own, plain, 1)]
+    return close[0] if close else ""

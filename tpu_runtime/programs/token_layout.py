@@ -225,7 +225,7 @@ class TokenLayout:
         """
         platform = self.mesh.devices.flat[0].platform
         run = functools.partial(
-            linear_int8, block=block_of(*_lanes(parts), chips=self.mesh.shape["tp"]),
+            linear_int8, block=block_of(*(part.shape[-1] for part in parts), chips=self.mesh.shape["tp"]),
             activation=activation, turned=turned, kernel=self.policy.takes_kernel(platform),
             interpret=platform != "tpu",
         )  # fmt: skip
@@ -237,8 +237,7 @@ class TokenLayout:
         def products(
             weights: Sequence[Rounded], parts: Sequence[Any], layer: Array | None, onto: Residual | None
         ) -> list[Array]:
-            given = parts[0] if isinstance(parts[0], RoundedTokens) else parts
-            found = run(given, weights, layer=layer, onto=onto)
+            found = run(parts, weights, layer=layer, onto=onto)
             return found if ins is None else [each[None] for each in found]
 
         assert onto is None or split is None
@@ -310,10 +309,6 @@ class TokenLayout:
             name: x if f".{LAYER}." in name else self.constrain(x, *self.layouts[name].in_use)
             for name, x in weights.items()
         }
-
-
-def _lanes(parts: Sequence[Array | RoundedTokens]) -> list[int]:
-    return [(part.numbers if isinstance(part, RoundedTokens) else part).shape[2] for part in parts]
 
 
 def _each_row(collective: Callable[..., Array], x: Num[Array, "batch tokens dim"]) -> Array:
