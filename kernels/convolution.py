@@ -2,7 +2,9 @@
 
 Channels are a register's lanes and columns its sublanes. For some rows of a frame at once, the pixels that a kernel's
 frames and rows see are side by side as lanes, without being moved: one product is what each of the kernel's columns
-adds, in lanes of its own, and their sums, a column apart, are the result.
+adds, in lanes of its own, and their sums, a column apart, are the result. What an autoencoder's residual block does
+around a convolution, norm and activation before it and the sum behind it, is done to the same rows, in one pass over
+memory.
 """
 
 import functools
@@ -23,12 +25,18 @@ from .choice import NO_TPU, KernelRefusal, is_small
 LEAST_MIB = 64  # of VMEM; a chip with less keeps XLA's convolutions
 # Products of 8 pixels by 256 x 256 weights that are written out: twice as many instructions, 2 to 3 s to compile.
 MAX_PRODUCTS = 1300
+# A picture's channels are planes of the result: as lanes they would be 3 of 128, and what reads it 40 times as large.
+FEW_CHANNELS = 4
+NORM_MIB = 3  # of rows in float32 that are normed at once
+LEAST_LENGTH = 1e-12  # of a pixel's channels, that of `torch.nn.functional.normalize`
 ROWS, COLUMNS = "dp", "sp"  # the mesh's axes over which a picture is split
 
 Frames = Float[Array, "1 channels frames height width"]
-Past = Float[Array, "1 channels past_frames height width"]
+Past = Float[Array, "1 channels _ height width"]
 KernelWeight = Float[Array, "out channels time rows columns"]
 Bias = Float[Array, " out"]
+Gain = Float[Array, " channels"]
+Result = Float[Array, "1 out _ _ _"]
 Shaped = Array | jax.ShapeDtypeStruct
 
 
@@ -45,6 +53,15 @@ class ConvolutionForm:
     halved: bool
     past_at: int
     columns_each: int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """What is done to rows before and behind a convolution, or not; of arrays, or of what stands for them in a tree."""
+
+    gain: Any = None
+    onto: Any = None
 
 
 def refusal(weight: Shaped) -> KernelRefusal:
@@ -74,19 +91,39 @@ def vmem_mib() -> int:
     return chip.VMEM_MIB.get(chip.device_kind(), 0)
 
 
+def normed_silu(x: Float[Array, "1 channels _ height width"], gain: Gain) -> Float[Array, "1 channels _ height width"]:
+    """SiLU of an RMS norm of each pixel's channels, `x / |x| * gain`, in float32 and rounded once. Zeros stay zeros."""
+    wide = x.astype(jnp.float32)
+    square = jnp.sum(jnp.square(wide), axis=1, keepdims=True)
+    return _activated(wide, square, gain[:, None, None, None]).astype(x.dtype)
+
+
+def _activated(x: Array, square: Array, gain: Array) -> Array:
+    return jax.nn.silu(x * jax.lax.rsqrt(jnp.maximum(square, LEAST_LENGTH**2)) * gain)
+
+
+def in_order(x: Frames, past: tuple[Past, ...], past_at: int) -> Float[Array, "1 channels _ height width"]:
+    """All frames, those of the `past` before frame `past_at`."""
+    return jnp.concatenate([x[:, :, :past_at], *past, x[:, :, past_at:]], axis=2) if past else x
+
+
 def reference(
     x: Frames,
     weight: KernelWeight,
     bias: Bias | None,
     *,
     repeats: bool,
+    gain: Gain | None = None,
+    onto: Result | None = None,
     doubled: bool = False,
     halved: bool = False,
-    past: Past | None = None,
+    past: tuple[Past, ...] = (),
     past_at: int = 0,
-) -> Float[Array, "1 out _ _ _"]:
+) -> Result:
     """As `convolution`, in float32 by XLA."""
-    found = x if past is None else jnp.concatenate([x[:, :, :past_at], past, x[:, :, past_at:]], axis=2)
+    found = in_order(x, past, past_at)
+    if gain is not None:
+        found = normed_silu(found, gain)
     if doubled:
         found = jnp.repeat(jnp.repeat(found, 2, axis=3), 2, axis=4)
     above, reach = weight.shape[3] // 2, weight.shape[4] // 2
@@ -99,7 +136,8 @@ def reference(
         precision=jax.lax.Precision.HIGHEST,
     )
     found = found if bias is None else found + bias.astype(jnp.float32)[:, None, None, None]
-    return (found[:, :, :, 1::2, 1::2] if halved else found).astype(x.dtype)
+    found = found[:, :, :, 1::2, 1::2] if halved else found
+    return (found if onto is None else found + onto).astype(x.dtype)
 
 
 def convolution(
@@ -108,19 +146,23 @@ def convolution(
     bias: Bias | None,
     *,
     repeats: bool,
+    gain: Gain | None = None,
+    onto: Result | None = None,
     doubled: bool = False,
     halved: bool = False,
-    past: Past | None = None,
+    past: tuple[Past, ...] = (),
     past_at: int = 0,
     interpret: Interpret = False,
-) -> Float[Array, "1 out _ _ _"]:
+) -> Result:
     """Stride 1, of odd rows and columns, on the mesh in context, which may be of one chip; height and width stay, of
     frames as many are lost as the kernel has, less one. `repeats` edges, or zeros are beyond them.
 
     `doubled`: of `x` with each pixel as two rows and two columns. `halved`: every second row and column of the result,
-    the first left out. Frames of the `past` stand before frame `past_at`. Raises `NotImplementedError` where the kernel
-    refuses the weights.
+    the first left out, and nothing can be added to it. Frames of the `past` stand before frame `past_at`. With a `gain`
+    it is of `normed_silu` of all frames; the result is added `onto` what has its shape. Raises `NotImplementedError`
+    where the kernel refuses the weights.
     """
+    assert onto is None or not halved
     KernelRefusal(kernel=names.CONVOLUTION, reasons=_weight_reasons(weight)).check()
     if bias is None:
         bias = jnp.zeros(len(weight), weight.dtype)
@@ -130,17 +172,19 @@ def convolution(
         columns_each=1 + doubled if x.dtype.itemsize == 2 else 1,
     )  # fmt: skip
     local = functools.partial(_convolved, form=form, interpret=interpret)
-    videos = (x,) if past is None else (x, past)
-    specs = (picture,) * len(videos), P(), P()
-    return jax.shard_map(local, in_specs=specs, out_specs=picture, check_vma=False)(videos, weight, bias)
+    specs = picture, picture, P(), P(), P()
+    mapped = jax.shard_map(local, in_specs=specs, out_specs=picture, check_vma=False)
+    return mapped((x, *past), onto, weight, bias, gain)
 
 
 def _convolved(
-    videos: tuple[Array, ...], weight: Array, bias: Array, *, form: ConvolutionForm, interpret: Interpret
-) -> Array:
+    videos: tuple[Array, ...], onto: Array | None, weight: Array, bias: Array, gain: Array | None, *,
+    form: ConvolutionForm, interpret: Interpret,
+) -> Array:  # fmt: skip
     """A chip's part `[1, in, frames, height, width]`."""
     outs, (_, rows, columns) = len(weight), form.window
-    videos = tuple(jnp.moveaxis(x[0], 0, -1) for x in videos)  # [frames, height, width, in]
+    # [frames, height, width, channels]
+    videos, onto = jax.tree.map(lambda x: jnp.moveaxis(x[0], 0, -1), (videos, onto))
     if form.columns_each < form.factor:
         videos = tuple(jnp.repeat(x, form.factor, axis=2) for x in videos)
     within, past_at, repeats = form.columns_each, form.past_at, form.repeats
@@ -169,10 +213,10 @@ def _convolved(
         empty = jnp.zeros_like(left, shape=(*left.shape[:2], room - last.shape[2] - 2, left.shape[3]))
         last = jnp.concatenate([last, right, empty, left], axis=2)
     last = jnp.pad(last, ((0, 0), (0, 0), (0, room - last.shape[2]), (0, 0)))
-    found = _call(videos, ends, last, *_arranged(weight, bias), outs=outs, form=form, interpret=interpret)
-    if form.halved:
-        found = found[:, 1::2, 1::2]
-    return jnp.moveaxis(found[..., :outs], -1, 0)[None]
+    around = Around(gain=gain, onto=onto)
+    found = _call(videos, ends, last, *_arranged(weight, bias), around, outs=outs, form=form, interpret=interpret)
+    found = jnp.moveaxis(found, 1, 0) if outs <= FEW_CHANNELS else jnp.moveaxis(found[..., :outs], -1, 0)
+    return (found[:, :, 1::2, 1::2] if form.halved else found)[None]
 
 
 def _neighbours(first: Array, last: Array, name: str, *, repeats: bool) -> tuple[Array, Array]:
@@ -205,37 +249,43 @@ def _limit_mib() -> int:
 
 
 def _arranged(weight: Array, bias: Array) -> tuple[Array, ...]:
-    """`[blocks, places * in, lanes]`, where a place is a frame and row that is seen, and `[blocks, 1, each]`.
+    """`[frames, rows, columns, out, in]` of the kernel, and `[blocks, 1, each]`. Outputs that fit into a register with
+    all columns are one column, in which those are `each` apart.
 
-    The lanes of a kernel's columns follow each other, `each` apart.
+    XLA keeps wide weights so. With outputs as lanes the products take a tenth less, but to turn 1024 x 1024 channels,
+    at every call, takes longer than to multiply by them.
     """
     outs, ins, time, rows, columns = weight.shape
-    each, lanes = _apart(weight), round_up(ins, LANES)
+    each = _apart(weight)
     assert each is not None  # `convolution` has checked it
     wide = round_up(outs, each)
-    kernel = jnp.pad(weight, ((0, wide - outs), (0, lanes - ins), (0, 0), (0, 0), (0, 0)))
-    kernel = kernel.reshape(-1, each, lanes, time, rows, columns).transpose(0, 3, 4, 2, 5, 1)
-    kernel = kernel.reshape(-1, time * rows * lanes, columns * each)
+    kernel = jnp.pad(weight, ((0, wide - outs), (0, -ins % LANES), (0, 0), (0, 0), (0, 0))).transpose(2, 3, 4, 0, 1)
+    if columns * each < LANES:
+        kernel = kernel.reshape(time, rows, 1, columns * each, -1)
+        kernel = jnp.pad(kernel, ((0, 0), (0, 0), (0, 0), (0, LANES - columns * each), (0, 0)))
     offset = jnp.pad(bias, (0, wide - outs)).astype(jnp.float32).reshape(-1, 1, each)
-    return tuple(jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % LANES))) for x in (kernel, offset))
+    return kernel, jnp.pad(offset, ((0, 0), (0, 0), (0, -each % LANES)))
 
 
 def _call(
-    videos: tuple[Array, ...], ends: tuple[Array, ...], last: Array, kernel: Array, offset: Array, *,
-    outs: int, form: ConvolutionForm, interpret: Interpret,
+    videos: tuple[Array, ...], ends: tuple[Array, ...], last: Array, kernel: Array, offset: Array, around: Around,
+    *, outs: int, form: ConvolutionForm, interpret: Interpret,
 ) -> Array:  # fmt: skip
-    """`[frames, height, width, out]` of `videos` `[some frames, height, width, in]`. Of all frames in order: rows at
-    the `ends`, and of each row, theirs included, what is `last` after full registers.
+    """`[frames, height, width, out]`, or of few channels `[frames, out, height, width]`, of `videos` `[some frames,
+    height, width, in]`. Of all frames in order: rows at the `ends`, and of each row, theirs included, what is `last`
+    after full registers.
     """
     time, rows, _ = form.window
     _, height, width, ins = videos[0].shape
     seen, width, dtype = len(last), form.columns_each * width, last.dtype
-    blocks, depth, across = kernel.shape
+    blocks, lanes = len(offset), kernel.shape[4]
+    depth, across = time * rows * lanes, kernel.shape[2] * kernel.shape[3] // blocks
     frames, each, above = seen - time + 1, offset.shape[2], rows // 2
-    lanes, wide = depth // time // rows, width // PACKED_ROWS * PACKED_ROWS + last.shape[2]
+    wide = width // PACKED_ROWS * PACKED_ROWS + last.shape[2]
     limit = _limit_mib()
     # Two buffers of inputs and outputs, and the joined rows. Weights, sums and spilled registers have the rest.
-    row_bytes = form.factor * wide * dtype.itemsize * (3 * seen * lanes + 2 * frames * each)
+    results = 1 if around.onto is None else 2
+    row_bytes = form.factor * wide * dtype.itemsize * (3 * seen * lanes + 2 * results * frames * each)
     given = _most(height, limit * MIB // 2 // row_bytes - 2 * above)
     block = form.factor * given
     together = _most(block, MAX_PRODUCTS // (wide // 8 * -(-depth // 256) * -(-across // 256)))
@@ -249,18 +299,33 @@ def _call(
         )
 
     out_lanes = outs if blocks == 1 else blocks * each
+    shape = frames, form.factor * height, width, out_lanes
+    result = pl.BlockSpec((frames, block, width, min(each, out_lanes)), lambda out, at: (0, at, 0, out))
+    if outs <= FEW_CHANNELS:
+        shape = frames, outs, *shape[1:3]
+        result = pl.BlockSpec((frames, outs, block, width), lambda out, at: (0, 0, at, 0))
+    gain, onto = around.gain, around.onto
+    if gain is not None:
+        gain = jnp.pad(gain.astype(jnp.float32), (0, lanes - ins))[None]
+    if onto is not None and outs <= FEW_CHANNELS:
+        onto = jnp.moveaxis(onto, -1, 1)
+    specs = Around(
+        gain=None if gain is None else pl.BlockSpec(gain.shape, lambda out, at: (0, 0)),
+        onto=None if onto is None else result,
+    )
     return pl.pallas_call(
-        functools.partial(_body, form=form, together=together),
+        functools.partial(_body, form=form, together=together, is_flat=outs <= FEW_CHANNELS),
         grid=(blocks, height // given),
         in_specs=[
             tuple(rows_of(video, above) for video in videos),
             tuple(pl.BlockSpec(end.shape, lambda out, at: (0, 0, 0, 0)) for end in ends),
             rows_of(last, 0),
-            pl.BlockSpec((None, depth, across), lambda out, at: (out, 0, 0)),
+            pl.BlockSpec((*kernel.shape[:3], kernel.shape[3] // blocks, lanes), lambda out, at: (0, 0, 0, out, 0)),
             pl.BlockSpec((None, 1, each), lambda out, at: (out, 0, 0)),
+            specs,
         ],
-        out_specs=pl.BlockSpec((frames, block, width, min(each, out_lanes)), lambda out, at: (0, at, 0, out)),
-        out_shape=jax.ShapeDtypeStruct((frames, form.factor * height, width, out_lanes), dtype),
+        out_specs=result,
+        out_shape=jax.ShapeDtypeStruct(shape, dtype),
         scratch_shapes=[pltpu.VMEM((seen, block + 2 * above, wide, lanes), dtype)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=limit * MIB
@@ -272,7 +337,7 @@ def _call(
         ),
         interpret=interpret,
         name=names.CONVOLUTION,
-    )(videos, ends, last, kernel, offset)
+    )(videos, ends, last, kernel, offset, Around(gain=gain, onto=onto))
 
 
 def _most(total: int, limit: int) -> int:
@@ -281,25 +346,26 @@ def _most(total: int, limit: int) -> int:
 
 
 def _body(
-    videos: Any, ends: Any, last: Any, kernel: Any, offset: Any, out: Any, joined: Any, *,
-    form: ConvolutionForm, together: int,
+    videos: Any, ends: Any, last: Any, kernel: Any, offset: Any, around: Any, out: Any, joined: Any, *,
+    form: ConvolutionForm, together: int, is_flat: bool,
 ) -> None:  # fmt: skip
-    """`together` rows of a frame at a time."""
+    """`together` rows of a frame at a time. Where the result `is_flat`, channels are before its rows."""
     (time, rows, columns), past_at = form.window, form.past_at
-    frames, block = out.shape[:2]
+    frames, block = out.shape[0], out.shape[1 + is_flat]
     seen, high, wide, lanes = joined.shape
     ins, full, above, at = last.shape[3], wide - last.shape[2], rows // 2, pl.program_id(1)
     rows_each, columns_each = form.factor, form.columns_each
     num_past = seen - videos[0].shape[0]
+    starts = [0, *(past_at + sum(video.shape[0] for video in videos[1:index]) for index in range(1, len(videos)))]
 
     def put(place: tuple, row: Array) -> None:
         joined[*place, :full, :ins] = _twice(row) if columns_each > 1 else row
 
-    def join(video: Any, index: Array, _: None) -> None:
+    def join(video: Any, start: int, index: Array, _: None) -> None:
         frame, row = index // high, index % high
         source = (row + rows_each - 1) // rows_each
         # The past is between frames of the first video.
-        target = jnp.where(frame >= past_at, frame + num_past, frame) if video is videos[0] else frame + past_at
+        target = jnp.where(frame >= past_at, frame + num_past, frame) if video is videos[0] else frame + start
         if ins < lanes:
             joined[target, row] = jnp.zeros((wide, lanes), joined.dtype)
         if full:
@@ -308,8 +374,8 @@ def _body(
             put((target, row), video[frame, given, : full // columns_each, :])
         joined[target, row, full:, :ins] = last[target, source]
 
-    for video in videos:
-        jax.lax.fori_loop(0, video.shape[0] * high, functools.partial(join, video), None)
+    for video, start in zip(videos, starts, strict=True):
+        jax.lax.fori_loop(0, video.shape[0] * high, functools.partial(join, video, start), None)
     for end, row, edge in zip(ends if full else (), (0, high - 1), (0, pl.num_programs(1) - 1), strict=False):
 
         @pl.when(at == edge)
@@ -317,17 +383,47 @@ def _body(
             for frame in range(seen):
                 put((frame, row), end[frame, 0, : full // columns_each, :])
 
+    if around.gain is not None:
+        _norm(joined, around.gain)
     turns = block // together
 
     def turn(index: Array, _: None) -> None:
         frame, row = index // turns, index % turns * together
         places = [(frame + dt, pl.ds(row + dy, together)) for dt in range(time) for dy in range(rows)]
         sight = jnp.concatenate([joined[place].reshape(together * wide, lanes) for place in places], axis=1)
-        parts = jnp.dot(sight, kernel[...], preferred_element_type=jnp.float32, precision=chip.precision(out.dtype))
+        weights = [kernel[dt, dy].reshape(-1, lanes) for dt in range(time) for dy in range(rows)]
+        parts = jax.lax.dot_general(
+            sight, jnp.concatenate(weights, axis=1), (((1,), (1,)), ((), ())),
+            preferred_element_type=jnp.float32, precision=chip.precision(out.dtype),
+        )  # fmt: skip
         total = _summed(parts.reshape(together, wide, -1), offset, columns)
-        out[frame, pl.ds(row, together)] = total[:, : out.shape[2], : out.shape[3]].astype(out.dtype)
+        if is_flat:
+            turned = jnp.swapaxes(total, 1, 2)
+            for channel in range(out.shape[1]):
+                write((frame, channel, pl.ds(row, together)), turned[:, channel, : out.shape[3]])
+        else:
+            write((frame, pl.ds(row, together)), total[:, : out.shape[2], : out.shape[3]])
+
+    def write(place: tuple, value: Array) -> None:
+        value = value if around.onto is None else value + around.onto[place].astype(jnp.float32)
+        out[place] = value.astype(out.dtype)
 
     jax.lax.fori_loop(0, frames * turns, turn, None)
+
+
+def _norm(joined: Any, gain: Any) -> None:
+    """`normed_silu` of all rows, in place. Lanes beyond the channels are zeros."""
+    seen, high, wide, lanes = joined.shape
+    rows = _most(high, NORM_MIB * MIB // (wide * lanes * 4))
+    turns = high // rows
+
+    def turn(index: Array, _: None) -> None:
+        place = index // turns, pl.ds(index % turns * rows, rows)
+        x = joined[place].astype(jnp.float32)
+        square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
+        joined[place] = _activated(x, square, gain[...]).astype(joined.dtype)
+
+    jax.lax.fori_loop(0, seen * turns, turn, None)
 
 
 def _summed(parts: Array, offset: Any, columns: int) -> Array:

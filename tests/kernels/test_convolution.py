@@ -27,7 +27,7 @@ def by_kernel(conv: torch.nn.Conv3d, x: torch.Tensor, shape: MeshShape, dtype: j
     past_at = how.get("past_at")
     given = [x] if past_at is None else [torch.cat([x[:, :, :past_at], x[:, :, past_at + 2 :]], dim=2), x]
     video, *rest = (jax.device_put(jnp.asarray(each.numpy(), dtype), placed) for each in given)
-    past = rest[0][:, :, past_at : past_at + 2] if rest else None
+    past = tuple(rest[0][:, :, at : at + 1] for at in (past_at, past_at + 1)) if rest else ()
     weight, bias = (jnp.asarray(value.detach().numpy(), dtype) for value in (conv.weight, conv.bias))
     with jax.set_mesh(mesh):
         run = jax.jit(lambda *arrays: convolution.convolution(*arrays[:3], past=arrays[3], interpret=True, **how))
@@ -69,6 +69,31 @@ def test_past_frames_stand_where_they_are_said_to(past_at: int, shape: MeshShape
     compare("convolution", found, wanted(conv, x, "zero"), error=OPERATION)
 
 
+# Of a picture's three channels each is a plane of the result. Pixels of zeros, as edges are, stay zeros.
+@pytest.mark.parametrize("outs", [7, 3, 300])
+@pytest.mark.parametrize("edges", ["zero", "replicate"])
+@pytest.mark.parametrize("shape", [ONE, EIGHT], ids=["1 chip", "8 chips"])
+def test_pixels_are_normed_before_and_added_to_others_behind(
+    outs: int, edges: layers.Edges, shape: MeshShape, compare: Callable
+):
+    conv, x = drawn((3, 3, 3), outs, 40)
+    x[..., 5] = 0.0
+    x[:, :, :, 2] *= 1e-20
+    gain, onto = torch.randn(INS), torch.randn(1, outs, FRAMES - 2, ROWS, 40)
+    arrays = {"gain": jnp.asarray(gain.numpy()), "onto": jnp.asarray(onto.numpy())}
+    found = by_kernel(conv, x, shape, jnp.float32, repeats=edges == "replicate", past_at=0, **arrays)
+    normed = torch.nn.functional.normalize(x, dim=1) * gain[:, None, None, None]
+    expected = wanted(conv, torch.nn.functional.silu(normed), edges) + onto.numpy()
+    compare("kernel", found, expected, error=OPERATION)
+    weight, bias = (jnp.asarray(value.detach().numpy()) for value in (conv.weight, conv.bias))
+    compare(
+        "XLA's",
+        layers.convolution(jnp.asarray(x.numpy()), weight, bias, edges=edges, **arrays),
+        expected,
+        error=OPERATION,
+    )
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [ONE, EIGHT], ids=["1 chip", "8 chips"])
 def test_pixels_are_doubled_in_the_kernel(dtype: jnp.dtype, shape: MeshShape, compare: Callable):
@@ -107,5 +132,5 @@ def test_a_blocks_weights_leave_room_for_rows(
     assert (convolution._apart(weight) is None) == bool(convolution._weight_reasons(weight)) == (lanes is None)
     if lanes:
         kernel, _ = jax.eval_shape(lambda *arrays: convolution._arranged(*arrays), weight, bias)
-        assert kernel.shape == (channels // lanes, 9 * channels, 3 * lanes)
-        assert 2 * 2 * kernel.shape[1] * kernel.shape[2] < mib * chip.MIB / 2
+        assert kernel.shape == (3, 3, 3, channels, channels)
+        assert 2 * 2 * kernel.size * lanes / channels < mib * chip.MIB / 2

@@ -4,7 +4,6 @@ Memory that nobody wrote is NaN; a copy takes place only where somebody waits fo
 go to one core or two.
 """
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -173,6 +172,8 @@ def test_round_tokens(cores: int):
 
 CONVOLUTIONS = {
     "behind the past": ((3, 3, 3), {"repeats": False}),
+    "normed and added": ((3, 3, 3), {"repeats": False}),
+    "to three channels": ((1, 3, 3), {"repeats": False}),
     "edges repeated": ((1, 3, 3), {"repeats": True}),
     "doubled": ((1, 3, 3), {"repeats": False, "doubled": True}),
     "halved": ((1, 3, 3), {"repeats": False, "halved": True}),
@@ -183,14 +184,17 @@ HEIGHT = 8
 
 def in_blocks(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a picture in so many blocks, whatever room there is."""
-    answers, most = itertools.cycle([HEIGHT // count, None]), convolution._most
-    monkeypatch.setattr(convolution, "_most", lambda total, limit: next(answers) or most(total, limit))
+    answers, most = iter([HEIGHT // count]), convolution._most
+    monkeypatch.setattr(convolution, "_most", lambda total, limit: next(answers, None) or most(total, limit))
 
 
 def convolved(name: str, interpret: Any) -> tuple[Any, Any]:
     window, how = CONVOLUTIONS[name]
-    x, weight, bias = drawn(1, 5, 3, HEIGHT, 24), drawn(7, 5, *window, seed=1) / 6, drawn(7, seed=2)
-    past = drawn(1, 5, 2, HEIGHT, 24, seed=3) if name == "behind the past" else None
+    outs = 3 if name == "to three channels" else 7
+    x, weight, bias = drawn(1, 5, 3, HEIGHT, 24), drawn(outs, 5, *window, seed=1) / 6, drawn(outs, seed=2)
+    past = tuple(drawn(1, 5, 1, HEIGHT, 24, seed=seed) for seed in (3, 4)) if name == "behind the past" else ()
+    if name == "normed and added":
+        how = {**how, "gain": 1 + drawn(5, seed=5), "onto": drawn(1, outs, 1, HEIGHT, 24, seed=6)}
     with jax.set_mesh(make_mesh(jax.devices()[:1], MeshShape())):
         run: Callable[..., Any] = jax.jit(
             lambda *given: convolution.convolution(*given[:3], past=given[3], interpret=interpret, **how)

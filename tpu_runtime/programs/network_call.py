@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool
 
+from ...sharding import rules
 from ...sharding.mesh import Mesh
-from ...sharding.rules import Layout
 from ...sharding.shape import MeshShape
 from ..model_spec import Call, ModelSpec
 from . import finite, modules, torch_bridge, weights
@@ -97,11 +98,14 @@ def call_program(
     """`(weights, *args) -> (result, carried, is_finite)` for one call of a stage, with shapes `args`.
 
     Floating arguments reach the network in the target's format; the result leaves as float32. `is_finite` is the
-    result's (see `finite`).
+    result's (see `finite`). What is carried lies as kernels have it, its channels together: any other layout is a copy
+    before and one behind each of them.
     """
     network = weights.traceable(spec.component(component), config)
     mesh, sharding = _placed(target, args, partition)
     replicated = NamedSharding(mesh, P())
+    rank = len(jax.tree.leaves(args)[0].shape)
+    channels_last = Format(Layout((0, *range(2, rank), 1)), sharding)
     layouts = weights.layouts(network, mesh, target.precision)
 
     def run(weights: Weights, *args: Any) -> tuple[Any, Any, Bool[Array, ""]]:
@@ -113,22 +117,25 @@ def call_program(
         result = jax.tree.map(lambda x: x.astype(jnp.float32), result)
         return result, carried, finite.flag(result)
 
-    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    def wanted(args: Any, sharding: NamedSharding | Format) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+
+    given = args[:-1] if carries else args
     return Program(
         name=f"{component}.{function.__name__}",
         fn=run,
         weights=weights.abstract(network, mesh, target.precision),
         components=(component,),
-        args=wanted,
+        args=(*wanted(given, sharding), *wanted(args[len(given) :], channels_last)),
         mesh=mesh,
         precision=target.precision,
-        donate=(len(args) - 1,) if carries else (),
-        out_shardings=(replicated, sharding, replicated),
+        donate=(len(given),) if carries else (),
+        out_shardings=(replicated, channels_last, replicated),
         rungs=target.fallbacks.kernels,
     )
 
 
-def _in_use(mesh: Mesh, name: str, weight: Array, layout: Layout) -> Array:
+def _in_use(mesh: Mesh, name: str, weight: Array, layout: rules.Layout) -> Array:
     """A weight outside scanned blocks, gathered where it is only split at rest."""
     if f".{modules.LAYER}." in name or layout.in_use == layout.at_rest:
         return weight

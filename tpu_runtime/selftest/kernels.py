@@ -248,7 +248,9 @@ def _linear_int8(device: Device, host: Device) -> tuple[Arrays, Arrays]:
 
 
 def _convolution(device: Device, host: Device) -> tuple[Arrays, Arrays]:
-    """As decoders and encoders use it: behind frames of the past, with each pixel doubled, and of every second one."""
+    """As decoders and encoders use it: behind frames of the past, normed before and added to others, to a picture's
+    channels, with each pixel doubled, and of every second one.
+    """
     random = np.random.default_rng(5)
     # Columns of whole registers and a rest; outputs of one block, and of several.
     ins, outs, frames, rows, columns = (256, 512, 4, 48, 90) if device.platform == "tpu" else (5, 7, 4, 8, 40)
@@ -257,22 +259,25 @@ def _convolution(device: Device, host: Device) -> tuple[Arrays, Arrays]:
         _rounded(random.normal(size=(outs, ins, *places)) / math.sqrt(ins * math.prod(places)), device)
         for places in ((3, 3, 3), (1, 3, 3))
     )
-    bias = _rounded(random.normal(size=outs), device)
+    bias, gain = (_rounded(random.normal(size=count), device) for count in (outs, ins))
+    onto = _rounded(random.normal(size=(1, outs, frames, rows, columns)), device)
 
     def run(on: Device, *, kernel: bool) -> Arrays:
-        def all_ways(x: Any, past: Any, volume: Any, picture: Any, bias: Any) -> Arrays:
+        def all_ways(x: Any, past: Any, volume: Any, picture: Any, bias: Any, gain: Any, onto: Any) -> Arrays:
             apply = convolution.reference
             if kernel:
                 apply = partial(convolution.convolution, interpret=on.platform != "tpu")
             return {
-                "behind the past": apply(x, volume, bias, repeats=False, past=past),
+                "behind the past": apply(x, volume, bias, repeats=False, past=(past,)),
+                "normed and added": apply(x, picture, bias, repeats=False, gain=math.sqrt(ins) * gain, onto=onto),
+                "to three channels": apply(x, picture[:3], bias[:3], repeats=False),
                 "edges repeated": apply(x, volume, bias, repeats=True),
                 "doubled": apply(x, picture, bias, repeats=False, doubled=True),
                 "halved": apply(x, picture, bias, repeats=False, halved=True),
             }
 
         with jax.set_mesh(make_mesh([on], MeshShape())):
-            return _run(on, all_ways, x, past, volume, picture, bias)
+            return _run(on, all_ways, x, past, volume, picture, bias, gain, onto)
 
     return run(device, kernel=True), run(host, kernel=False)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, Component, Need, Report, has_length
 from .frames import pixels
-from .layers import convolved, enlarged, group_moments, normed
+from .layers import convolved, enlarged, group_moments, in_turn, normed
 
 if TYPE_CHECKING:
     import jax
@@ -62,23 +62,22 @@ def decode_next(
     `meant` are three images of ones or zeros: whether nothing came before, whether the first frame is meant, and
     whether the others are. What is not meant counts in no norm, and nothing that is looks back at it.
     """
-    import jax
     import torch
-
-    from ...programs import torch_bridge
 
     is_first, has_alone, has_pair = (meant[0, index].amax() > 0 for index in range(3))
     given, kept = iter(memory), []
 
-    def convolve(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
+    def convolve(conv: Any, x: "torch.Tensor", onto: "torch.Tensor | None" = None) -> "torch.Tensor":
         """`CogVideoXCausalConv3d`, before the first frame of which that frame stands twice."""
-        opening = torch.where(has_alone, x[:, :, :1], x[:, :, 1:2]).repeat_interleave(2, dim=2)
-        past = torch.where(is_first, opening, next(given, opening))
+        opening = torch.where(has_alone, x[:, :, :1], x[:, :, 1:2])
+        past = [torch.where(is_first, opening, next(given, opening)) for _ in range(2)]
         # Between the first frame and the others.
-        out = convolved(conv.conv, x, past=past, past_at=1, kernel=True)
-        # What is kept is taken at once: else the compiler does it last, and keeps all inputs until then.
-        out, last = torch_bridge.call_jax(lambda *both: jax.lax.optimization_barrier(both), out, x[:, :, -2:])
-        kept.append(last)
+        out = convolved(conv.conv, x, past=past, past_at=1, kernel=True, onto=onto)
+        # What is kept is taken behind the convolution, for it takes the place of the past, and before all else: the
+        # compiler would do it last, and keep all inputs until then.
+        out, x = in_turn(out, x)
+        out, *last = in_turn(out, *x[:, :, -2:].split(1, dim=2))
+        kept.extend(last)
         return out
 
     def normalize(norm: Any, x: "torch.Tensor") -> "torch.Tensor":
@@ -88,8 +87,8 @@ def decode_next(
     def residual(block: Any, x: "torch.Tensor") -> "torch.Tensor":
         """`CogVideoXResnetBlock3D`; its activations are in the norms."""
         out = convolve(block.conv1, normalize(block.norm1, x))
-        out = convolve(block.conv2, normalize(block.norm2, out))
-        return out + (x if block.in_channels == block.out_channels else convolved(block.conv_shortcut, x, kernel=True))
+        shortcut = x if block.in_channels == block.out_channels else convolved(block.conv_shortcut, x, kernel=True)
+        return convolve(block.conv2, normalize(block.norm2, out), shortcut)
 
     decoder = vae.decoder
     if vae.post_quant_conv is not None:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, Component, Need, Report, has_length
 from .frames import decode_by_frame, pixels
-from .layers import convolved
+from .layers import convolved, in_turn
 
 if TYPE_CHECKING:
     import jax
     import torch
 
-# What a module computes: `(module, x) -> x`.
-Layer = Callable[[Any, Any], Any]
+# What a module computes: `(module, x, ...) -> x`.
+Layer = Callable[..., Any]
 
 
 def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
@@ -56,12 +56,17 @@ def decode_next(
     seen = torch.cat([seen[:, :, 1:], torch.ones_like(seen[:, :, :1])], dim=2)
     kept = [seen]
 
-    def convolve(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
-        alone = repeated(conv, x)
-        past = torch.where(is_first, alone, next(given, alone))
-        x = torch.cat([past, x], dim=2)
-        kept.append(torch.where(is_first, alone, x[:, :, -past.shape[2] :]))
-        return convolve_all(conv, x)
+    def convolve(conv: Any, x: "torch.Tensor", norm: Any = None, onto: "torch.Tensor | None" = None) -> "torch.Tensor":
+        alone = x[:, :, :1]
+        past = [torch.where(is_first, alone, next(given, alone)) for _ in range(frames_before(conv))]
+        out = convolve_all(conv, x, past, norm, onto)
+        # What is kept is taken behind the convolution, for it takes the place of the past, and before all else: the
+        # compiler would do it last, and keep all inputs until then.
+        out, x, *past = in_turn(out, x, *past)
+        last = [*past, *x.split(1, dim=2)][-len(past) :]
+        out, *now = in_turn(out, *(torch.where(is_first, x[:, :, :1], one) for one in last))
+        kept.extend(now)
+        return out
 
     def attend(attention: Any, x: "torch.Tensor") -> "torch.Tensor":
         normed = attention.norm(x)
@@ -78,7 +83,7 @@ def decode_next(
             x = residual(resnet, x, convolve)
         for sampler in block.upsamplers or ():
             x = upsampled(sampler, x, convolve(sampler.conv, x), is_first)
-    frames = convolve(decoder.conv_out, silu(decoder.norm_out(x)))
+    frames = convolve(decoder.conv_out, x, decoder.norm_out)
     return pixels(frames[0].permute(1, 2, 3, 0)), kept
 
 
@@ -86,10 +91,9 @@ def encode_picture(vae: Any, picture: "torch.Tensor") -> "torch.Tensor":
     """A picture `[1, 3, height, width]` in -1..1, as a video of one frame, to the mean of its latent
     `[1, 32, 1, h, w]`.
     """
-    import torch
 
-    def convolve(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
-        return convolve_all(conv, torch.cat([repeated(conv, x), x], dim=2))
+    def convolve(conv: Any, x: "torch.Tensor", norm: Any = None, onto: "torch.Tensor | None" = None) -> "torch.Tensor":
+        return convolve_all(conv, x, [x[:, :, :1]] * frames_before(conv), norm, onto)
 
     encoder = vae.encoder
     x = convolve(encoder.conv_in, picture.unsqueeze(2))
@@ -100,8 +104,7 @@ def encode_picture(vae: Any, picture: "torch.Tensor") -> "torch.Tensor":
             x = downsampled(sampler, x, convolve(sampler.conv, x))
     x = middle(encoder.mid_block, x, convolve, attend_to_image)
     shortcut = x.unflatten(1, (-1, encoder.group_size)).mean(dim=2)
-    moments = convolve(encoder.conv_out, silu(encoder.norm_out(x))) + shortcut
-    return moments.chunk(2, dim=1)[0]
+    return convolve(encoder.conv_out, x, encoder.norm_out, shortcut).chunk(2, dim=1)[0]
 
 
 def middle(block: Any, x: "torch.Tensor", convolve: Layer, attend: Layer) -> "torch.Tensor":
@@ -115,26 +118,21 @@ def middle(block: Any, x: "torch.Tensor", convolve: Layer, attend: Layer) -> "to
 
 def residual(block: Any, x: "torch.Tensor", convolve: Layer) -> "torch.Tensor":
     """`HunyuanVideo15ResnetBlock`."""
-    out = convolve(block.conv1, silu(block.norm1(x)))
-    out = convolve(block.conv2, silu(block.norm2(out)))
-    return out + (x if block.conv_shortcut is None else block.conv_shortcut(x))
+    out = convolve(block.conv1, x, block.norm1)
+    return convolve(block.conv2, out, block.norm2, x if block.conv_shortcut is None else block.conv_shortcut(x))
 
 
-def silu(x: "torch.Tensor") -> "torch.Tensor":
-    import torch
-
-    return torch.nn.functional.silu(x)
-
-
-def repeated(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """What a causal convolution sees before the first frame: that frame."""
-    return x[:, :, :1].repeat_interleave(conv.time_causal_padding[4], dim=2)
+def frames_before(conv: Any) -> int:
+    """How many a causal convolution sees before the first; there that frame stands for them."""
+    return conv.time_causal_padding[4]
 
 
-def convolve_all(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """`HunyuanVideo15CausalConv3d` of `[1, dim, frames, h, w]`, the frames before it included."""
+def convolve_all(
+    conv: Any, x: "torch.Tensor", past: "list[torch.Tensor]", norm: Any = None, onto: "torch.Tensor | None" = None
+) -> "torch.Tensor":
+    """`HunyuanVideo15CausalConv3d` of `[1, dim, frames, h, w]` behind the frames of the past."""
     assert (conv.time_causal_padding[:4], conv.pad_mode) == ((1, 1, 1, 1), "replicate")
-    return convolved(conv.conv, x, edges="replicate")
+    return convolved(conv.conv, x, edges="replicate", past=past, kernel=True, norm=norm, onto=onto)
 
 
 def upsampled(sampler: Any, x: "torch.Tensor", out: "torch.Tensor", is_first: "torch.Tensor") -> "torch.Tensor":

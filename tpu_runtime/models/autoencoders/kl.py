@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, Component, Need, Report, has_length
 from .frames import decode_picture, encode_picture, pixels
-from .layers import convolved, normed
+from .layers import attend_to_picture, convolved, normed
 
 if TYPE_CHECKING:
-    import jax
     import torch
 
 convolve = partial(convolved, kernel=True)
@@ -75,26 +74,6 @@ def activate(norm: Any, x: "torch.Tensor") -> "torch.Tensor":
     import torch
 
     return torch.nn.functional.silu(normed(norm, x))
-
-
-def attend_to_picture(q: "jax.Array", k: "jax.Array", v: "jax.Array") -> "jax.Array":
-    """Exact attention of `[batch, height, width, dim]`: the softmax is carried over rows of keys, never complete."""
-    import jax
-    import jax.numpy as jnp
-
-    def row(carry: tuple, keys: tuple) -> tuple[tuple, None]:
-        top, total, out = carry
-        key, value = keys
-        scores = jnp.einsum("bhwd,bnd->bhwn", q, key, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-        higher = jnp.maximum(top, scores.max(axis=-1))
-        weights, kept = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
-        part = jnp.einsum("bhwn,bnd->bhwd", weights.astype(v.dtype), value, preferred_element_type=jnp.float32)
-        return (higher, total * kept + weights.sum(axis=-1), out * kept[..., None] + part), None
-
-    shape = q.shape[:-1]
-    start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(q.shape, jnp.float32))
-    (_, total, out), _ = jax.lax.scan(row, start, (jnp.moveaxis(k, 1, 0), jnp.moveaxis(v, 1, 0)))
-    return (out / total[..., None]).astype(q.dtype)
 
 
 # --- a picture --------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 Dimensions are `[1, channels, frames, height, width]`; a picture has no frames.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 # What is beyond a picture: nothing, or its outermost pixels again.
 Edges = Literal["zero", "replicate"]
+# Of attention's scores in float32 that exist at once, on all chips together.
+SCORES_BYTES = 2**28
 
 
 # Both stand for a module's `forward`, and name their input as torch does.
@@ -23,22 +26,35 @@ def convolved(
     edges: Edges = "zero",
     doubled: bool = False,
     halved: bool = False,
-    past: "torch.Tensor | None" = None,
+    past: "Sequence[torch.Tensor]" = (),
     past_at: int = 0,
     kernel: bool = False,
+    norm: Any = None,
+    onto: "torch.Tensor | None" = None,
 ) -> "torch.Tensor":
     """An upstream convolution applied to a video or picture, without upstream's padding: height and width stay, of
     frames as many are lost as its kernel has, less one. `doubled`: of each pixel as two rows and two columns. `halved`:
     every second row and column of the result, the first left out. Frames of the `past` stand before frame `past_at`.
-    `kernel`: by our kernel where it can.
+    `kernel`: by our kernel where it can. `norm`: an upstream RMS norm over channels; what is convolved is SiLU of what
+    it makes of all frames. The result is added `onto` what has its shape.
     """
     from ...programs import torch_bridge
 
+    gain = None if norm is None else norm.gamma.flatten() * norm.scale
     weight = conv.weight if conv.weight.ndim == 5 else conv.weight[:, :, None]
     video = input if input.ndim == 5 else input[:, :, None]
     how = partial(convolution, edges=edges, doubled=doubled, halved=halved, past_at=past_at, kernel=kernel)
-    out = torch_bridge.call_jax(how, video, weight, conv.bias, past)
+    out = torch_bridge.call_jax(how, video, weight, conv.bias, tuple(past), gain, onto)
     return out if input.ndim == 5 else out[:, :, 0]
+
+
+def in_turn(*values: "torch.Tensor") -> "list[torch.Tensor]":
+    """The same, but what is computed of them is computed after all of them."""
+    import jax
+
+    from ...programs import torch_bridge
+
+    return torch_bridge.call_jax(lambda *all: jax.lax.optimization_barrier(list(all)), *values)
 
 
 def normed(norm: Any, input: "torch.Tensor") -> "torch.Tensor":
@@ -54,7 +70,9 @@ def convolution(
     x: "jax.Array",
     weight: "jax.Array",
     bias: "jax.Array | None",
-    past: "jax.Array | None" = None,
+    past: "tuple[jax.Array, ...]" = (),
+    gain: "jax.Array | None" = None,
+    onto: "jax.Array | None" = None,
     *,
     edges: Edges = "zero",
     doubled: bool = False,
@@ -79,21 +97,27 @@ def convolution(
 
     is_product = kernel and max(weight.shape[2:]) == 1
     if kernel and not is_product and choice.accepted(ours.refusal(weight)):
-        how = {"repeats": edges == "replicate", "doubled": doubled, "halved": halved, "past": past, "past_at": past_at}
-        return ours.convolution(x, weight, bias, **how)
-    if past is not None:
-        x = jnp.concatenate([x[:, :, :past_at], past, x[:, :, past_at:]], axis=2)
+        return ours.convolution(
+            x, weight, bias, repeats=edges == "replicate", gain=gain, onto=onto, doubled=doubled, halved=halved,
+            past=past, past_at=past_at,
+        )  # fmt: skip
+    x = ours.in_order(x, past, past_at)
+    if gain is not None:
+        x = ours.normed_silu(x, gain)
     if doubled:
         x = enlarged(x, size=(x.shape[2], 2 * x.shape[3], 2 * x.shape[4]))
+
+    def added(out: "jax.Array") -> "jax.Array":
+        out = out if bias is None else out + bias[:, None, None, None]
+        return out if onto is None else out + onto
+
     if is_product:
-        out = jnp.einsum("oi,bi...->bo...", weight[:, :, 0, 0, 0], x)
-        return out if bias is None else out + bias[:, None, None, None]
+        return added(jnp.einsum("oi,bi...->bo...", weight[:, :, 0, 0, 0], x))
     rows, columns = weight.shape[3:]
     assert len(x) == 1 and rows % 2 == columns % 2 == 1
     if halved:
         assert rows == columns == 3 and edges == "zero"
-        out = jax.lax.conv_general_dilated(x, weight, (1, 2, 2), [(0, 0), (0, 1), (0, 1)])
-        return out if bias is None else out + bias[:, None, None, None]
+        return added(jax.lax.conv_general_dilated(x, weight, (1, 2, 2), [(0, 0), (0, 1), (0, 1)]))
     above, reach = rows // 2, columns // 2
     if edges == "replicate" and above:
         # Before columns are shifted: padding what was stacked takes the convolution more than twice as long.
@@ -105,7 +129,7 @@ def convolution(
     out = jax.lax.conv_general_dilated(
         stacked, stacked_weight, (1, 1), [(0, 0), (above, above)], dimension_numbers=("CDHN", "OIDH", "CDHN")
     )
-    return (out if bias is None else out + bias[:, None, None, None])[None]
+    return added(out[None])
 
 
 def _shift(x: "jax.Array", by: int, edges: Edges) -> "jax.Array":
@@ -154,6 +178,33 @@ def group_moments(
     x = x.astype(jnp.float32)
     middle = of_groups(x)
     return middle, jax.lax.rsqrt(of_groups(jnp.square(x - middle[beyond])) + eps)
+
+
+def attend_to_picture(q: "jax.Array", k: "jax.Array", v: "jax.Array") -> "jax.Array":
+    """Exact attention of `[batch, height, width, dim]` to itself, in one head, which is too wide for the attention
+    kernel. The softmax is carried over some rows of keys at a time, so that scores are never complete.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    batch, height, width, _ = q.shape
+    most = SCORES_BYTES // (4 * batch * height * width * width)
+    rows = max(n for n in range(1, height + 1) if height % n == 0 and (n == 1 or n <= most))
+
+    def some_rows(carry: tuple, keys: tuple) -> tuple[tuple, None]:
+        top, total, out = carry
+        key, value = keys
+        scores = jnp.einsum("bhwd,bnd->bhwn", q, key, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+        higher = jnp.maximum(top, scores.max(axis=-1))
+        weights, kept = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
+        part = jnp.einsum("bhwn,bnd->bhwd", weights.astype(v.dtype), value, preferred_element_type=jnp.float32)
+        return (higher, total * kept + weights.sum(axis=-1), out * kept[..., None] + part), None
+
+    shape = q.shape[:-1]
+    start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(q.shape, jnp.float32))
+    keys = tuple(jnp.moveaxis(x.reshape(batch, height // rows, rows * width, -1), 1, 0) for x in (k, v))
+    (_, total, out), _ = jax.lax.scan(some_rows, start, keys)
+    return (out / total[..., None]).astype(q.dtype)
 
 
 def enlarged(x: "jax.Array", *, size: tuple[int, ...]) -> "jax.Array":

@@ -65,7 +65,7 @@ def decode_light(
         # Upstream's has a frame and the one before it side by side as channels: a kernel of two frames.
         now, before = first.weight.chunk(2, dim=1)
         over_time = SimpleNamespace(weight=torch.stack([before, now], dim=2), bias=first.bias)
-        out = activated(convolved(over_time, x, past=past, kernel=True))
+        out = activated(convolved(over_time, x, past=(past,), kernel=True))
         return activated(convolved(third, activated(convolved(second, out, kernel=True)), kernel=True) + x)
 
     x = activated(convolved(layers[1], torch_bridge.call_jax(partial(clamped, config=config), latent), kernel=True))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, Component, Need, Report, has_length
 from .frames import decode_by_frame, decode_picture, pixels
-from .layers import convolved, enlarged
+from .layers import attend_to_picture, convolved, enlarged, in_turn
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +26,10 @@ def decode_alone(vae: Any, latent: "torch.Tensor") -> "tuple[torch.Tensor, None]
     """
     from types import SimpleNamespace
 
-    def convolve(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
-        return convolved(SimpleNamespace(weight=conv.weight[:, :, -1:], bias=conv.bias), x, kernel=True)
+    def convolve(conv: Any, x: "torch.Tensor", norm: Any = None, onto: "torch.Tensor | None" = None) -> "torch.Tensor":
+        return convolved(
+            SimpleNamespace(weight=conv.weight[:, :, -1:], bias=conv.bias), x, kernel=True, norm=norm, onto=onto
+        )
 
     def upsample(sampler: Any, x: "torch.Tensor") -> "torch.Tensor":
         return convolved(sampler.resample[1], x, doubled=True, kernel=True)
@@ -52,27 +54,25 @@ def decode_next(
     """A latent frame `[1, channels, 1, h, w]` to frames `[4, height, width, 3]` in 0..1, and the memory after it.
 
     `memory` is an image of ones before the first frame and of zeros later, then the last two inputs of each causal
-    convolution in the order of use. Of the first latent frame, whose time upstream does not double, only the first of
-    the four frames is meant, and it alone is remembered.
+    convolution, each in the order of use. Of the first latent frame, whose time upstream does not double, only the
+    first of the four frames is meant, and it alone is remembered.
     """
-    import jax
     import torch
-
-    from ...programs import torch_bridge
 
     given = iter(memory[1:])
     is_first = memory[0].amax() > 0 if memory else torch.ones((), dtype=torch.bool, device=latent.device)
     kept = [torch.zeros_like(latent[:, :1])]
 
-    def convolve(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
+    def convolve(conv: Any, x: "torch.Tensor", norm: Any = None, onto: "torch.Tensor | None" = None) -> "torch.Tensor":
         blank = torch.zeros_like(x[:, :, :1])
-        past = next(given, torch.cat([blank, blank], dim=2))
-        last = torch.cat([past[:, :, len(x[0, 0]) :], x[:, :, -2:]], dim=2)
-        last = torch.where(is_first, torch.cat([blank, x[:, :, :1]], dim=2), last)
-        # What is kept is taken at once: else the compiler does it last, and keeps all inputs until then.
-        out = convolved(conv, x, past=past, kernel=True)
-        out, last = torch_bridge.call_jax(lambda *both: jax.lax.optimization_barrier(both), out, last)
-        kept.append(last)
+        past = next(given, blank), next(given, blank)
+        out = convolved(conv, x, past=past, kernel=True, norm=norm, onto=onto)
+        # What is kept is taken behind the convolution, for it takes the place of the past, and before all else: the
+        # compiler would do it last, and keep all inputs until then.
+        out, x, *past = in_turn(out, x, *past)
+        before, last = [*past, *x.split(1, dim=2)][-2:]
+        out, *seen = in_turn(out, torch.where(is_first, blank, before), torch.where(is_first, x[:, :, :1], last))
+        kept.extend(seen)
         return out
 
     def upsample(sampler: Any, x: "torch.Tensor") -> "torch.Tensor":
@@ -96,12 +96,10 @@ def run_decoder(
     """A latent frame to frames `[frames, height, width, 3]` in 0..1: `convolve(conv, x)` is a causal convolution, and
     `upsample(sampler, x)` the next size. Shortcuts make `factor_t` frames of one, by default as many as upstream's.
     """
-    from torch.nn.functional import silu
-
     decoder = vae.decoder
     x = convolve(decoder.conv_in, vae.post_quant_conv(latent))
     (before, after), (attention,) = decoder.mid_block.resnets, decoder.mid_block.attentions
-    x = residual(after, attention(residual(before, x, convolve)), convolve)
+    x = residual(after, attend(attention, residual(before, x, convolve)), convolve)
     for block in decoder.up_blocks:
         small = x
         for resnet in block.resnets:
@@ -110,7 +108,7 @@ def run_decoder(
             x = upsample(sampler, x)
         if getattr(block, "avg_shortcut", None) is not None:
             x = upsample(block.upsampler, x) + duplicated(block.avg_shortcut, small, factor_t)
-    patches = convolve(decoder.conv_out, silu(decoder.norm_out(x)))
+    patches = convolve(decoder.conv_out, x, decoder.norm_out)
     return pixels(unpatched(patches[0], vae.config.patch_size or 1))
 
 
@@ -145,20 +143,19 @@ def encode_next(
     """The next frames `[1, channels, frames, height, width]` in -1..1, the video's first alone and later ones by four,
     to the mean of their latent frame, and the memory after them.
 
-    `memory` is, in the order of use, the last two inputs of each causal convolution, and the last one of those that
-    halve time; nothing before the first frame.
+    `memory` is, each in the order of use, the last two inputs of each causal convolution, and the last one of those
+    that halve time; nothing before the first frame.
     """
     import torch
     from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample
-    from torch.nn.functional import silu
 
     given, kept = iter(memory), []
 
-    def convolve(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
+    def convolve(conv: Any, x: "torch.Tensor", norm: Any = None, onto: "torch.Tensor | None" = None) -> "torch.Tensor":
         blank = torch.zeros_like(x[:, :, :1])
-        past = next(given, torch.cat([blank, blank], dim=2))
-        kept.append(torch.cat([past[:, :, len(x[0, 0]) :], x[:, :, -2:]], dim=2))
-        return convolved(conv, x, past=past, kernel=True)
+        past = next(given, blank), next(given, blank)
+        kept.extend([*past, *x.split(1, dim=2)][-2:])
+        return convolved(conv, x, past=past, kernel=True, norm=norm, onto=onto)
 
     def downsample(sampler: Any, x: "torch.Tensor") -> "torch.Tensor":
         x = convolved(sampler.resample[1], x, halved=True, kernel=True)
@@ -166,7 +163,7 @@ def encode_next(
             return x
         kept.append(x[:, :, -1:])
         # The video's first frame is a latent frame by itself.
-        return convolved(sampler.time_conv, x, past=next(given), kernel=True)[:, :, ::2] if memory else x
+        return convolved(sampler.time_conv, x, past=(next(given),), kernel=True)[:, :, ::2] if memory else x
 
     encoder = vae.encoder
     x = convolve(encoder.conv_in, frames)
@@ -180,20 +177,28 @@ def encode_next(
         else:
             x = downsample(block, x) if isinstance(block, WanResample) else residual(block, x, convolve)
     (before, after), (attention,) = encoder.mid_block.resnets, encoder.mid_block.attentions
-    x = residual(after, attention(residual(before, x, convolve)), convolve)
-    moments = vae.quant_conv(convolve(encoder.conv_out, silu(encoder.norm_out(x))))
+    x = residual(after, attend(attention, residual(before, x, convolve)), convolve)
+    moments = vae.quant_conv(convolve(encoder.conv_out, x, encoder.norm_out))
     return moments.chunk(2, dim=1)[0], kept
 
 
 def residual(block: Any, x: "torch.Tensor", convolve: "Callable[[Any, torch.Tensor], torch.Tensor]") -> "torch.Tensor":
     """`WanResidualBlock`; `convolve(conv, x)` is a causal convolution that remembers what came before."""
     import torch
-    from torch.nn.functional import silu
 
-    out = convolve(block.conv1, silu(block.norm1(x)))
+    out = convolve(block.conv1, x, block.norm1)
     shortcut = block.conv_shortcut
     shortcut = x if isinstance(shortcut, torch.nn.Identity) else convolved(shortcut, x, kernel=True)
-    return convolve(block.conv2, silu(block.norm2(out))) + shortcut
+    return convolve(block.conv2, out, block.norm2, shortcut)
+
+
+def attend(block: Any, x: "torch.Tensor") -> "torch.Tensor":
+    """`WanAttentionBlock`: each frame's pixels attend to its own."""
+    from ...programs import torch_bridge
+
+    qkv = block.to_qkv(block.norm(x[0].movedim(1, 0))).movedim(1, -1)
+    found = torch_bridge.call_jax(attend_to_picture, *qkv.chunk(3, dim=-1))
+    return x + block.proj(found.movedim(-1, 1)).movedim(0, 1)[None]
 
 
 def denormalize_latents(sample: "torch.Tensor", vae_config: Mapping[str, Any]) -> "torch.Tensor":
