@@ -9,8 +9,8 @@ from ..sharding.chips import CHIPS
 Interpret = bool | pltpu.InterpretParams
 
 MIB = 2**20
-# A register is 8 sublanes of 128 lanes of 32 bits; two rows of bfloat16 share a sublane.
-LANES, SUBLANES, PACKED_ROWS = 128, 8, 16
+# A register is 8 sublanes of 128 lanes of 32 bits; two rows of bfloat16 share a sublane, or four of int8.
+LANES, SUBLANES, PACKED_ROWS, INT8_ROWS = 128, 8, 16, 32
 # On-chip memory of one core, by JAX's name of the chip; the compiler keeps some for itself.
 VMEM_MIB = {chip.device_kind: chip.vmem_mib for chip in CHIPS}
 RESERVED_MIB = 8

@@ -20,14 +20,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Int8
 
 from . import names
-from .chip import LANES, MIB, RESERVED_MIB, VMEM_MIB, Interpret, device_kind, round_up
+from .chip import INT8_ROWS, LANES, MIB, RESERVED_MIB, VMEM_MIB, Interpret, device_kind, round_up
 from .choice import KernelRefusal, accepted, is_small
 
 # Chips whose matrix units multiply int8 twice as fast as bfloat16.
 TAKES_INT8 = ("TPU v5 lite", "TPU v6 lite")
 LARGEST = 127
 LEAST = 1e-30  # of a token's or a weight's largest value, lest a scale be zero
-PACKED_ROWS = 32  # of int8 in a register
 TOKENS = (256, 128)  # a grid step, of fewer where many would leave no room
 PIECE = 256 * 1536  # results at once: enough for what becomes of some to run beside products of others
 MXU_WIDTH = 256
@@ -269,7 +268,7 @@ def by_kernel(
     refusal(ins, outs).check()
     arrays = 1 if onto is None else 2
     tiles = tiles_for(sum(ins), outs, dtype.itemsize, arrays) or Tiles(TOKENS[-1], 1)
-    tokens = round_up(-(-seq // -(-seq // tiles.tokens)), PACKED_ROWS)
+    tokens = round_up(-(-seq // -(-seq // tiles.tokens)), INT8_ROWS)
     groups, results = tiles.groups, outs[:1] if activation == "silu" else outs
 
     def vector(size: int) -> pl.BlockSpec:

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from . import names
-from .chip import LANES, Interpret, precision
+from .chip import LANES, Interpret, precision, round_up
 from .choice import KernelRefusal, is_small
 
 # Tokens a grid step: with 5120 lanes 5 MiB of VMEM, both buffers of both arrays.
@@ -44,24 +44,15 @@ def refusal(head_dim: int, lanes: int) -> KernelRefusal:
     return KernelRefusal(kernel=names.PROLOGUE, reasons=tuple(reasons))
 
 
-def widths(lanes: int, parts: int) -> list[int]:
-    """How many of a chip's lanes each part has: whole registers, of which the first parts have one more where they do
-    not divide, or equal parts of one.
-    """
-    unit = LANES if lanes % LANES == 0 and lanes >= parts * LANES else 1
-    each, more = divmod(lanes // unit, parts)
-    return [(each + (part < more)) * unit for part in range(parts)]
-
-
 def takes_one(lanes: int, groups: int, parts: int) -> bool:
     """Whether `divide` can write the groups of one chip, for it reads a part's in blocks of their width."""
     return all(groups * start % width == 0 for start, width in _parts(lanes, parts))
 
 
 def _parts(lanes: int, parts: int) -> list[tuple[int, int]]:
-    """Where each part of a chip's lanes starts, and its width."""
-    found = widths(lanes, parts)
-    return [(sum(found[:part]), width) for part, width in enumerate(found)]
+    """Where each part of a chip's lanes starts, in whole registers, and its width: equal ones, or nearly."""
+    starts = [round_up(lanes * part // parts, LANES) for part in range(parts)]
+    return [(start, end - start) for start, end in zip(starts, [*starts[1:], lanes], strict=True)]
 
 
 def _block() -> int:

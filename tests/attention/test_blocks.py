@@ -304,6 +304,34 @@ def test_every_mesh_attends_to_the_nearest(shape: MeshShape, how: Kernel, monkey
             assert closeness.difference(text_out[row], wanted) <= OPERATION
 
 
+@pytest.mark.parametrize("how", ["reference", "pallas"])
+def test_a_mesh_rounds_the_keys_of_tiles_as_one_chip_does(how: Kernel, monkeypatch: pytest.MonkeyPatch):
+    """Before chips exchange them, by the real ones alone: padding in tiles, behind them and of a text is NaN."""
+    monkeypatch.setattr(tiles, "ROWS", 128)
+    monkeypatch.setattr("comfyui_tpu.attention.policy.MANY_KEYS", 0)
+    monkeypatch.setattr("comfyui_tpu.attention.policy.TAKES_INT8", (jax.devices()[0].device_kind,))
+    found = Tiling(sizes=(3, 5, 11), tile=(3, 3, 3))
+    random = np.random.default_rng(5)
+    latent, text = (random.normal(size=(3, 2, rows, 6, 64)).astype(np.float32) for rows in (1088, 7))
+    real = np.append(found.blocks(None).is_real, np.zeros(64, bool))
+    latent[1:, :, ~real], text[1:, 0, 3:] = np.nan, np.nan
+    policy = AttentionPolicy(kernel=how, scores="int8", form=FORMS["int8"] if how == "pallas" else None)
+
+    @functools.partial(jax.jit, static_argnames="mesh")
+    def run(latent: Any, text: Any, mesh: Any) -> Any:
+        return joint_attention(
+            tuple(latent), tuple(text), lengths=(165, jnp.array([3, 7])), placements=("sharded", "replicated"),
+            mesh=mesh, policy=policy, nearby=Nearby(tiles=found, is_sparse=jnp.array(True)),
+        )  # fmt: skip
+
+    (out, text_out), wanted = (
+        run(latent, text, mesh) for mesh in (make_mesh(jax.devices()[:2], MeshShape(sp=2)), None)
+    )
+    # What lies in the middle between two whole numbers may go either way.
+    assert closeness.difference(out[:, real], wanted[0][:, real]) <= 2e-3
+    assert closeness.difference(text_out, wanted[1]) <= 2e-3
+
+
 def test_turns_of_the_loop_divide_what_is_left_out():
     for per_block in range(1, 9):
         for unroll in range(2, 17, 2):

@@ -216,8 +216,10 @@ class DenoiserRun:
         eps: float,
         placement: Placement = "sharded",
         spread: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`x + gate * update`, and its layer norm `* scale + shift`, in one pass: see `TokenLayout.residual_norm`."""
+    ) -> tuple[torch.Tensor, Any]:
+        """`x + gate * update`, and its layer norm `* scale + shift`, in one pass: see `TokenLayout.residual_norm`. Of
+        `spread` tokens the norm is for `products` alone, for it may be `RoundedTokens`.
+        """
         fused = functools.partial(self.layout.residual_norm, eps=eps, placement=placement, spread=spread)
         return torch_bridge.call_jax(fused, x, update, gate, scale, shift)
 

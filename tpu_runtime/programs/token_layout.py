@@ -21,11 +21,12 @@ from ...attention.policy import AttentionPolicy
 from ...attention.prologue import NO_PROLOGUE, Prologue
 from ...attention.tiles import Nearby, Tiling
 from ...kernels import residual_norm
+from ...kernels.chip import INT8_ROWS, PACKED_ROWS
 from ...kernels.linear_int8 import Activation, Residual, Rounded, RoundedTokens, block_of, linear_int8, round_tokens
 from ...sharding.rules import Layout
 from .modules import LAYER, layer_index
 
-ROWS = {"exact": 16, "int8": 32}  # of a register of bfloat16, and of int8
+ROWS = {"exact": PACKED_ROWS, "int8": INT8_ROWS}  # of a register, by the scores: int8's keys are exchanged as int8
 # Of the layers with tiles those that attend to all: the first sees noise, and not yet what belongs together (as in
 # Radial Attention).
 DENSE_LAYERS = 1

@@ -212,37 +212,44 @@ def _residual_norm(device: Device, host: Device) -> tuple[Arrays, Arrays]:
 
 
 def _linear_int8(device: Device, host: Device) -> tuple[Arrays, Arrays]:
-    """As blocks use them, out of a stack of layers: two of one input, with a GELU, and a pair of which one gates. The
-    reference multiplies what int8 has not rounded.
+    """As blocks use them, out of a stack of layers: two of one input, with a GELU, a pair of which one gates, of tokens
+    that were rounded before, and one that is added to tokens. The reference multiplies what int8 has not rounded.
     """
     random = np.random.default_rng(4)
     tokens, ins, outs, layer = (4000, 1024, 1536, 1) if device.platform == "tpu" else (139, 128, 256, 1)
     block = linear_int8.block_of(ins, chips=1)
     x = _rounded(random.normal(size=(1, tokens, ins)), device)
     first, second = (_rounded(random.normal(size=(3, outs, ins)) / math.sqrt(ins), device) for _ in range(2))
-    bias = _rounded(random.normal(size=outs), device)
+    bias, gate = (_rounded(random.normal(size=size), device) for size in (outs, (1, outs)))
+    onto = _rounded(random.normal(size=(1, tokens, outs)), device)
 
     def run(on: Device, *, kernel: bool) -> Arrays:
-        def exact(x: Any, factors: Sequence[Any], activation: Any) -> list[Any]:
-            found = [x @ factor[layer].T if one is None else x @ factor[layer].T + one for factor, one in factors]
-            return linear_int8.activated(found, activation)
+        interpret = on.platform != "tpu"
 
-        def rounded(x: Any, factors: Sequence[Any], activation: Any) -> list[Any]:
+        def exact(x: Any, factors: Sequence[Any], activation: Any, onto: Any = None) -> list[Any]:
+            found = [x @ factor[layer].T if one is None else x @ factor[layer].T + one for factor, one in factors]
+            found = linear_int8.activated(found, activation)
+            return found if onto is None else [onto.x + onto.gate * found[0]]
+
+        def rounded(x: Any, factors: Sequence[Any], activation: Any, onto: Any = None) -> list[Any]:
             weights = []
             for factor, one in factors:
                 numbers, worth = linear_int8.rounded(linear_int8.rotated_weight(factor, 2, block), (2,))
                 weights.append(linear_int8.Rounded(numbers, worth[layer], one))
             how = {"block": block, "activation": activation, "turned": False, "layer": jnp.int32(layer)}
-            return linear_int8.by_kernel([x], weights, **how, interpret=on.platform != "tpu")
+            if activation == "silu":
+                x = linear_int8.round_tokens(x, block=block, kernel=True, interpret=interpret)
+            return linear_int8.by_kernel([x], weights, **how, onto=onto, interpret=interpret)
 
-        def all_ways(x: Any, first: Any, second: Any, bias: Any) -> Arrays:
+        def all_ways(x: Any, first: Any, second: Any, bias: Any, onto: Any, gate: Any) -> Arrays:
             apply = rounded if kernel else exact
             two = apply(x, [(first, bias), (second, None)], None)
             (gelu,), (gated,) = apply(x, [(first, bias)], "gelu"), apply(x, [(first, None), (second, None)], "silu")
-            return {"first": two[0], "second": two[1], "with a GELU": gelu, "gated": gated}
+            (added,) = apply(x, [(first, bias)], None, linear_int8.Residual(onto, gate))
+            return {"first": two[0], "second": two[1], "with a GELU": gelu, "gated": gated, "added": added}
 
         with jax.set_mesh(make_mesh([on], MeshShape())):
-            return _run(on, all_ways, x, first, second, bias)
+            return _run(on, all_ways, x, first, second, bias, onto, gate)
 
     return run(device, kernel=True), run(host, kernel=False)
 
