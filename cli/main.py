@@ -3,7 +3,6 @@
 import argparse
 import importlib.metadata
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from .verbs import add_verb, add_workflow, given_folders, given_workflow, model_
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code: 0, 2 for an error of the user, 130 after Ctrl-C."""
-    _expect_no_tpu()  # before JAX is imported, which reads the environment then
+    pipeline.bus.expect_no_tpu()
     options = _parser().parse_args(arguments)
     try:
         return options.command(options)
@@ -40,13 +39,6 @@ def command() -> int:
     status = main()
     pipeline.leave(status)
     return status
-
-
-def _expect_no_tpu() -> None:
-    """Without a TPU's device files JAX is told so: libtpu would search a cloud for one, and complain at length."""
-    if not doctor.has_tpu():
-        for name, value in {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}.items():
-            os.environ.setdefault(name, value)
 
 
 def _parser() -> argparse.ArgumentParser:
