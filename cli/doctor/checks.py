@@ -11,7 +11,7 @@ from . import chips, comfyui, disk, host
 from .machine import Finding, HostMachine, Inspection
 
 CHECKS: tuple[Inspection, ...] = (
-    host.python, host.twice, host.tokenizer,
+    host.pack, host.python, host.twice, host.tokenizer,
     chips.plugged_in, chips.rights, chips.holders, chips.hugepages, chips.pinning,
     chips.variables, chips.flags, chips.budget, chips.ladder,
     host.caches, host.models, disk.room, disk.rate, host.token, host.memory, host.pip,
@@ -53,7 +53,7 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 def report(machine: HostMachine, *, is_started: bool = False) -> list[Finding]:
     """Everything about this machine that matters to the pack. Starts no device unless asked to."""
-    first, *others = CHECKS
+    pack, python, *others = CHECKS
     if find_spec("packaging") is None:
         missing, checks = [Finding("packaging", "not installed", "pip install packaging")], others
     else:
@@ -61,7 +61,8 @@ def report(machine: HostMachine, *, is_started: bool = False) -> list[Finding]:
 
         missing, checks = [], [*packages.CHECKS, *others]
     return [
-        *first(machine),
+        *pack(machine),
+        *python(machine),
         *missing,
         *(each for check in checks for each in check(machine)),
         *(chips.start(machine) if is_started else ()),
