@@ -3,23 +3,25 @@
 import argparse
 import importlib.metadata
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..nodes.declare import Folders
 from ..nodes.graphs import upgrade
 from ..nodes.headless import compare
 from ..nodes.headless.changes import read_json
 from ..nodes.headless.runner import TerminalHost, run_workflow
 from ..tpu_runtime import pipeline
-from ..tpu_runtime.pipeline import plan_options
+from ..tpu_runtime.pipeline import plan_options, plan_process, supervisor
 from . import batch, bench, doctor, download, follow, monitor, selftest, serve, stages, warmup
-from .verbs import add_verb, add_workflow, given_folders, given_workflow, model_folders, print_now, print_timings
+from .verbs import add_verb, add_workflow, given_folders, given_workflow, model_folders, print_timings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 0, 2 for an error of the user, 130 after Ctrl-C."""
+    """Runs one command; returns the exit code: 0, 2 for an error of the user, 130 after Ctrl-C, 143 after SIGTERM."""
     pipeline.bus.expect_no_tpu()
     options = _parser().parse_args(arguments)
     try:
@@ -29,9 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"comfyui-tpu: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as cancel:
         print("comfyui-tpu: cancelled", file=sys.stderr)
-        return 130
+        return 128 + (cancel.args or (signal.SIGINT,))[0]
 
 
 def command() -> int:
@@ -124,7 +126,12 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from ..tpu_runtime.pipeline import plan
+    given = {name: value for name, value in vars(options).items() if name not in ("command", "debug")}
+    given["models"] = options.models or list(model_folders())
+    with supervisor.signals(_cancel):
+        print(plan_process.make_text(given, TerminalHost(Folders())))
+    return 0
 
-    options.models = options.models or list(model_folders())
-    return plan.run(options, print_now)
+
+def _cancel(number: int, _: Any) -> None:
+    raise KeyboardInterrupt(number)
