@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from ..tpu_runtime.pipeline import FLAGSHIPS, SPECS, fallbacks, files, spec_by_name
+from ..tpu_runtime.pipeline import FLAGSHIPS, NAME_HELP, fallbacks, files, spec_by_name
 
 if TYPE_CHECKING:
     from ..tpu_runtime.pipeline import Preview
@@ -25,14 +25,11 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    default, others = (
-        ", ".join(spec.name for spec in SPECS if (spec in FLAGSHIPS) == is_in) for is_in in (True, False)
-    )
     parser.add_argument(
         "--model",
         action="append",
         metavar="NAME",
-        help=f"only this model's miniature; repeatable; default: {default}; there are also {others}",
+        help=f"only this model's miniature: {NAME_HELP}; repeatable; default: {len(FLAGSHIPS)}, one of each kind",
     )
     parser.add_argument(
         "--first-run",

@@ -109,7 +109,7 @@ def run(command: Sequence[str]) -> int:
 
 
 def demo(arguments: Sequence[str]) -> int:
-    """Makes a short video with Wan 2.1's tiny checkpoint"""
+    """Makes a short video with Wan 2.1's tiny checkpoint (needs the network)"""
     if arguments:
         raise SetupError(f"demo takes no arguments; it got: {shlex.join(arguments)}")
     once("base", install_key(), install_base)
@@ -125,7 +125,7 @@ def demo(arguments: Sequence[str]) -> int:
 
 
 def test(arguments: Sequence[str]) -> int:
-    """Runs ruff, pyright and the tests, with --fast the quick ones, in three minutes; what follows goes to pytest"""
+    """Runs ruff, pyright and the tests, or the quick ones: --fast; the rest goes to pytest (needs the network)"""
     fast, chosen = "--fast" in arguments, [word for word in arguments if word != "--fast"]
     once("base", install_key(), install_base)
     once("test", install_key(), install_test_extras)

@@ -34,7 +34,7 @@ the same command goes on after an interruption, and changes nothing at its end.\
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Installs ComfyUI, Manager and this pack, on a TPU VM or elsewhere"""
+    """Installs ComfyUI, Manager and this pack, on a TPU VM or elsewhere (needs the network)"""
     parser = verb("install", _DESCRIPTION)
     parser.add_argument("--comfyui-origin", metavar="URL", default=COMFYUI_ORIGIN, help="clone ComfyUI from here")
     parser.add_argument(

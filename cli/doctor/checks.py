@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from ...tpu_runtime.pipeline import SPECS
+from ...tpu_runtime.pipeline import NAME_HELP, spec_by_name
 from . import chips, comfyui, disk, host
 from .machine import Finding, HostMachine, Inspection
 
@@ -22,14 +22,16 @@ CHECKS: tuple[Inspection, ...] = (
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--json", action="store_true", help="a list of {topic, found, remedy, advice}, for programs")
     verb.add_argument(
-        "--model", choices=[spec.name for spec in SPECS], default="", metavar="MODEL",
-        help="also ask the Hub whether the disk has room for this one: " + "; ".join(spec.name for spec in SPECS),
+        "--model", default="", metavar="MODEL",
+        help=f"also ask the Hub whether the disk has room for this one (needs the network): {NAME_HELP}",
     )  # fmt: skip
     verb.add_argument("--start", action="store_true", help="also start JAX: it takes the chips for a moment")
 
 
 def run(options: argparse.Namespace, machine: HostMachine | None = None) -> int:
     """Prints the report. Exit code 1 when something needs fixing; advice does not."""
+    if options.model:
+        spec_by_name(options.model)
     findings = report(machine or HostMachine(model=options.model), is_started=options.start)
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
