@@ -17,7 +17,16 @@ from ..nodes.headless.runner import TerminalHost, run_workflow
 from ..tpu_runtime import pipeline
 from ..tpu_runtime.pipeline import SPECS, plan_options, plan_process, supervisor
 from . import batch, bench, doctor, download, follow, monitor, selftest, serve, stages, warmup
-from .verbs import DOWNLOADS, add_verb, add_workflow, given_folders, given_workflow, model_folders, print_timings
+from .verbs import (
+    DOWNLOADS,
+    add_verb,
+    add_workflow,
+    given_folders,
+    given_workflow,
+    model_folders,
+    print_timings,
+    prompts_of_miniatures,
+)
 
 WORKFLOW = "examples/api/wan21_t2v_720p.json"
 
@@ -146,6 +155,8 @@ class _Version(argparse.Action):
 def _run(options: argparse.Namespace) -> int:
     workflow = given_workflow(options)
     host = TerminalHost(given_folders(options, options.out), tells=True)
+    if options.tiny:
+        print("\n".join(prompts_of_miniatures(workflow)), file=sys.stderr)
     try:
         run_workflow(workflow, host)
     finally:

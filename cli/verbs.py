@@ -1,7 +1,7 @@
 """What the commands share: verbs, an option for every input of the models, and the times they print."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,19 @@ def given_workflow(options: argparse.Namespace) -> Workflow:
     for assignment in options.set:
         assign(workflow, assignment)
     return workflow
+
+
+def prompts_of_miniatures(workflow: Workflow) -> Iterator[str]:
+    """What each miniature is given to show, which a trained one has in place of the workflow's own prompt."""
+    trained = {spec.miniature.id: bool(spec.miniature.texts) for spec in SPECS}
+    for node_id, node in workflow.items():
+        model_id, prompt = (node["inputs"].get(name) for name in ("model_id", "prompt"))
+        if not isinstance(prompt, str) or not isinstance(model_id, str) or model_id not in trained:
+            continue
+        if trained[model_id]:
+            yield f'{model_id} shows "{prompt}"; to change it: --set {node_id}.prompt="..."'
+        else:
+            yield f"{model_id} has random weights: it shows noise, whatever the prompt."
 
 
 def given_folders(options: argparse.Namespace, output: Path) -> Folders:
