@@ -38,7 +38,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--ray", metavar="ADDRESS", help="a Ray cluster instead of this machine: auto, HOST:6379 or ray://HOST:10001"
     )
-    verb.add_argument("--attempts", type=int, default=3, metavar="N", help="failures that set a job aside (3)")
+    verb.add_argument("--attempts", type=int, default=3, metavar="N", help="failures that set a job aside; default: 3")
     verb.add_argument("--retry-failed", action="store_true", help="try again what was set aside")
 
 

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..tpu_runtime.pipeline import (
-    CHOICES,
+    NAME_HELP,
     QUALITIES,
     SPARSE,
-    SPECS,
     STAGES,
     ModelSpec,
     Settings,
@@ -30,7 +29,7 @@ from ..tpu_runtime.pipeline import (
 )
 from . import verify
 from .stand_ins import arguments, random
-from .verbs import add_inputs, given_inputs, model_folders, print_now
+from .verbs import add_inputs, add_precision, given_inputs, model_folders, print_now
 
 if TYPE_CHECKING:
     from ..sharding.mesh import Device
@@ -38,11 +37,11 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="; ".join(spec.name for spec in SPECS) + "; or a file")
-    parser.add_argument("--precision", choices=CHOICES, default="auto")
+    parser.add_argument("model", metavar="MODEL", help=f"{NAME_HELP}; or a file")
+    add_precision(parser)
     add_inputs(parser, ["height", "width", "num_frames", "num_inference_steps", "guidance_scale", "quality"])
-    parser.add_argument("--runs", type=int, default=5, metavar="N", help="how often each program is timed (5)")
-    parser.add_argument("--stages", metavar="A,B", help=f"default {','.join(STAGES)}")
+    parser.add_argument("--runs", type=int, default=5, metavar="N", help="how often each program is timed; default: 5")
+    parser.add_argument("--stages", metavar="A,B", help=f"which parts to time; default: {','.join(STAGES)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON, for a report")
     parser.add_argument("--no-prediction", action="store_true", help="leave out what the compiler predicts (minutes)")
     parser.add_argument(

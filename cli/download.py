@@ -14,6 +14,7 @@ from ..nodes.declare import Folders
 from ..nodes.headless.runner import LINE_S, TerminalHost
 from ..tpu_runtime.pipeline import (
     MIB,
+    NAME_HELP,
     SEPARATOR,
     SPECS,
     Checkpoint,
@@ -33,7 +34,7 @@ BAR_WIDTH = 24
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a Hub id, or " + "; ".join(spec.name for spec in SPECS))
+    parser.add_argument("model", metavar="MODEL", help=f"{NAME_HELP}; or a Hub id")
     parser.add_argument(
         "--to", type=Path, metavar="DIR",
         help="into this folder, such as ComfyUI/models/diffusers/NAME, which model_id then names; "

@@ -11,8 +11,9 @@ from ..tpu_runtime import pipeline
 from ..tpu_runtime.pipeline import RESTART, Place, places, readings, snapshot, supervisor, trust
 
 _DESCRIPTION = """\
-Joins this host's chips to those of the first host, and does its part of what runs there. When one host is gone, all
-start again. On a TPU of several hosts it needs no arguments. The same command on all of them, with what leads behind
+Joins this host's chips to those of the first host, and does its part of what
+runs there. When one host is gone, all start again. On a TPU of several hosts
+it needs no arguments. The same command on all of them, with what leads behind
 `--`, runs that on the first and follows on the others.\
 """
 

@@ -3,25 +3,37 @@
 import argparse
 import importlib.metadata
 import json
-import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..nodes.declare import Folders
 from ..nodes.graphs import upgrade
 from ..nodes.headless import compare
 from ..nodes.headless.changes import read_json
 from ..nodes.headless.runner import TerminalHost, run_workflow
 from ..tpu_runtime import pipeline
-from ..tpu_runtime.pipeline import plan_options
+from ..tpu_runtime.pipeline import SPECS, plan_options, plan_process, supervisor
 from . import batch, bench, doctor, download, follow, monitor, selftest, serve, stages, warmup
-from .verbs import add_verb, add_workflow, given_folders, given_workflow, model_folders, print_now, print_timings
+from .verbs import (
+    DOWNLOADS,
+    add_verb,
+    add_workflow,
+    given_folders,
+    given_workflow,
+    model_folders,
+    print_timings,
+    prompts_of_miniatures,
+)
+
+WORKFLOW = "examples/api/wan21_t2v_720p.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 0, 2 for an error of the user, 130 after Ctrl-C."""
-    _expect_no_tpu()  # before JAX is imported, which reads the environment then
+    """Runs one command; returns the exit code: 0, 2 for an error of the user, 130 after Ctrl-C, 143 after SIGTERM."""
+    pipeline.bus.expect_no_tpu()
     options = _parser().parse_args(arguments)
     try:
         return options.command(options)
@@ -30,9 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"comfyui-tpu: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as cancel:
         print("comfyui-tpu: cancelled", file=sys.stderr)
-        return 130
+        return 128 + (cancel.args or (signal.SIGINT,))[0]
 
 
 def command() -> int:
@@ -42,50 +54,93 @@ def command() -> int:
     return status
 
 
-def _expect_no_tpu() -> None:
-    """Without a TPU's device files JAX is told so: libtpu would search a cloud for one, and complain at length."""
-    if not doctor.has_tpu():
-        for name, value in {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}.items():
-            os.environ.setdefault(name, value)
-
-
 def _parser() -> argparse.ArgumentParser:
+    names = "\n".join(f"  {spec.name:<40}{spec.miniature.id}" for spec in sorted(SPECS, key=lambda spec: spec.name))
     parser = argparse.ArgumentParser(
-        prog="comfyui-tpu", description="Diffusion models on Google TPUs, without ComfyUI."
-    )
+        prog="comfyui-tpu", description="Diffusion models on Google TPUs, without ComfyUI.",
+        epilog=f"names of models, and of their miniatures, which are built in:\n{names}\n\n"
+        f"`comfyui-tpu COMMAND --help` says more, with an example.\n{DOWNLOADS}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    model = SPECS[0].name
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    run = add_verb(verbs, "run", _run, "run a ComfyUI workflow file")
+    run = add_verb(verbs, "run", _run, "run a ComfyUI workflow file", f"{WORKFLOW} --tiny", downloads=True)
     add_workflow(run)
-    run.add_argument("--out", type=Path, default=Path("output"), metavar="DIR", help="where results go (output)")
+    run.add_argument(
+        "--out", type=Path, default=Path("output"), metavar="DIR", help="where results go; default: output"
+    )
 
-    compared = add_verb(verbs, "compare", _compare, "run a workflow in several qualities, results side by side")
+    compared = add_verb(
+        verbs,
+        "compare",
+        _compare,
+        "run a workflow in several qualities, results side by side",
+        f"{WORKFLOW} --tiny",
+        downloads=True,
+    )
     add_workflow(compared)
-    compared.add_argument("--quality", default=compare.DEFAULT, metavar="A,B", help=f"({compare.DEFAULT})")
-    compared.add_argument("--out", type=Path, default=Path("output"), metavar="DIR", help="where results go (output)")
+    compared.add_argument(
+        "--quality",
+        default=compare.DEFAULT,
+        metavar="A,B",
+        help=f"the qualities, the first is the measure; default: {compare.DEFAULT}",
+    )
+    compared.add_argument(
+        "--out", type=Path, default=Path("output"), metavar="DIR", help="where results go; default: output"
+    )
 
-    def add(name: str, file: Any, text: str) -> None:
-        file.add_arguments(add_verb(verbs, name, file.run, text))
+    def add(name: str, file: Any, text: str, example: str, *, downloads: bool = False) -> None:
+        file.add_arguments(add_verb(verbs, name, file.run, text, example, downloads=downloads))
 
-    convert = add_verb(verbs, "convert", _convert, "swap ComfyUI's own loaders in a workflow for those of the TPU")
+    convert = add_verb(
+        verbs,
+        "convert",
+        _convert,
+        "swap ComfyUI's own loaders in a workflow for those of the TPU",
+        "mine.json --to mine-on-tpu.json",
+    )
     convert.add_argument("workflow", type=Path, help="a workflow as ComfyUI's page saves or exports it (JSON)")
     convert.add_argument("--back", action="store_true", help="swap the TPU's loaders for ComfyUI's own")
     convert.add_argument("--to", type=Path, metavar="FILE", help="where it goes; by default into the same file")
 
-    add("batch", batch, "run a workflow once for each line of a file")
-    add("serve", serve, "run stages for a ComfyUI elsewhere, by its node TPU Remote")
-    stages.add_verbs(verbs)
-    add("warmup", warmup, "compile a size's programs, so that its first run starts at once")
-    plan_options.add_arguments(
-        add_verb(verbs, "plan", _plan, "compile for a described TPU: does it fit, how long would it take")
+    add(
+        "batch",
+        batch,
+        "run a workflow once for each line of a file",
+        f"{WORKFLOW} --tiny \\\n    --set-from jobs.jsonl --out output/batch",
+        downloads=True,
     )
-    add("bench", bench, "time a model's programs on this machine, with random weights")
-    add("selftest", selftest, "compare what this machine computes with float32 on the host's CPU")
-    add("download", download, "download the files of a model that are loaded")
-    add("monitor", monitor, "show what a ComfyUI server does on the TPU, or without one the chips")
-    add("follow", follow, "take part, as a further host, in what the first host of a TPU runs")
-    add("doctor", doctor, "report what is wrong with this machine, and how to fix it")
+    add("serve", serve, "run stages for a ComfyUI elsewhere, by its node TPU Remote", "--port 8190", downloads=True)
+    stages.add_verbs(verbs)
+    add("warmup", warmup, "compile a size's programs, so that its first run starts at once", WORKFLOW, downloads=True)
+    plan_options.add_arguments(
+        add_verb(
+            verbs,
+            "plan",
+            _plan,
+            "compile for a described TPU: does it fit, how long would it take",
+            f"{model} --topology v6e:2x4",
+        )
+    )
+    add("bench", bench, "time a model's programs on this machine, with random weights", model)
+    add(
+        "selftest",
+        selftest,
+        "compare what this machine computes with float32 on the host's CPU",
+        "--report selftest.json",
+    )
+    add("download", download, "download the files of a model that are loaded (needs the network)", model)
+    add("monitor", monitor, "show what a ComfyUI server does on the TPU, or without one the chips", "--once")
+    add(
+        "follow",
+        follow,
+        "take part, as a further host, in what the first host of a TPU runs",
+        "-- comfyui-tpu run workflow.json",
+        downloads=True,
+    )
+    add("doctor", doctor, "report what is wrong with this machine, and how to fix it", f"--model {model}")
     return parser
 
 
@@ -100,6 +155,8 @@ class _Version(argparse.Action):
 def _run(options: argparse.Namespace) -> int:
     workflow = given_workflow(options)
     host = TerminalHost(given_folders(options, options.out), tells=True)
+    if options.tiny:
+        print("\n".join(prompts_of_miniatures(workflow)), file=sys.stderr)
     try:
         run_workflow(workflow, host)
     finally:
@@ -132,7 +189,12 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from ..tpu_runtime.pipeline import plan
+    given = {name: value for name, value in vars(options).items() if name not in ("command", "debug")}
+    given["models"] = options.models or list(model_folders())
+    with supervisor.signals(_cancel):
+        print(plan_process.make_text(given, TerminalHost(Folders())))
+    return 0
 
-    options.models = options.models or list(model_folders())
-    return plan.run(options, print_now)
+
+def _cancel(number: int, _: Any) -> None:
+    raise KeyboardInterrupt(number)

@@ -44,9 +44,11 @@ class NoServer(NoStatistics):
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--url", default=DEFAULT_URL, help=f"the server ({DEFAULT_URL})")
+    verb.add_argument("--url", default=DEFAULT_URL, help=f"the server; default: {DEFAULT_URL}")
     verb.add_argument("--once", action="store_true", help="print the numbers once and end")
-    verb.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="time between two looks (1)")
+    verb.add_argument(
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="time between two looks; default: 1"
+    )
 
 
 def run(options: argparse.Namespace, console: Console | None = None, sampler: Sampler | None = None) -> int:

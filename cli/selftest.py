@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from ..tpu_runtime.pipeline import FLAGSHIPS, SPECS, fallbacks, files, spec_by_name
+from ..tpu_runtime.pipeline import FLAGSHIPS, NAME_HELP, fallbacks, files, spec_by_name
 
 if TYPE_CHECKING:
     from ..tpu_runtime.pipeline import Preview
@@ -25,14 +25,11 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    default, others = (
-        ", ".join(spec.name for spec in SPECS if (spec in FLAGSHIPS) == is_in) for is_in in (True, False)
-    )
     parser.add_argument(
         "--model",
         action="append",
         metavar="NAME",
-        help=f"only this model's miniature; repeatable; default: {default}; there are also {others}",
+        help=f"only this model's miniature: {NAME_HELP}; repeatable; default: {len(FLAGSHIPS)}, one of each kind",
     )
     parser.add_argument(
         "--first-run",
@@ -49,6 +46,8 @@ def run(options: argparse.Namespace, console: Console | None = None) -> int:
     specs = [spec_by_name(name) for name in dict.fromkeys(options.model or ())] or FLAGSHIPS
     if options.report and not (options.report.parent.is_dir() and not options.report.is_dir()):
         raise ValueError(f"--report {options.report}: it must be a file in a folder that exists.")
+    # XLA warns of how arrays as small as the miniatures' are split, by the dozen; for the processes of a first run too.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     fallbacks.from_environment()  # a switch that is none is said now, not in the middle
     models = [spec.name for spec in specs]
     found = _first_run(models, options.report, console) if options.first_run else _plain(models, console)
@@ -66,8 +65,6 @@ def run(options: argparse.Namespace, console: Console | None = None) -> int:
 
 
 def _plain(models: Sequence[str], console: Console) -> "SelftestReport":
-    # XLA warns of how arrays as small as the miniatures' are split, by the dozen.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import jax
 
     from ..tpu_runtime.selftest import checks, report

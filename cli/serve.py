@@ -12,9 +12,14 @@ from .verbs import model_folders
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS",
-        help="where it listens (127.0.0.1); 0.0.0.0 lets other machines ask",
+        help="where it listens; default: 127.0.0.1; 0.0.0.0 lets other machines ask",
     )  # fmt: skip
-    verb.add_argument("--port", type=int, default=trust.DEFAULT_PORT, help=f"({trust.DEFAULT_PORT}); 0 is a free one")
+    verb.add_argument(
+        "--port",
+        type=int,
+        default=trust.DEFAULT_PORT,
+        help=f"where it listens; default: {trust.DEFAULT_PORT}; 0: a free one",
+    )
     verb.add_argument(
         "--models",
         action="append",

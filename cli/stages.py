@@ -12,7 +12,7 @@ from ..nodes.declare import Folders
 from ..nodes.headless.runner import TerminalHost
 from ..tpu_runtime import pipeline
 from ..tpu_runtime.pipeline import (
-    CHOICES,
+    NAME_HELP,
     PART,
     SIZE,
     SPECS,
@@ -26,39 +26,75 @@ from ..tpu_runtime.pipeline import (
     stage_files,
     tiny,
 )
-from .verbs import add_inputs, add_verb, flag, given_inputs, input_names, model_folders, print_timings
+from .verbs import (
+    add_inputs,
+    add_precision,
+    add_verb,
+    flag,
+    given_inputs,
+    input_names,
+    meaning,
+    model_folders,
+    print_timings,
+)
 
 
 def add_verbs(verbs: Any) -> None:
     """The commands of this file."""
-    encode = _stage_verb(verbs, "encode", _encode, "stage 1: prompts, and a picture, to embeddings")
-    for name in input_names("texts"):
-        encode.add_argument(flag(name), dest=name)
-    encode.add_argument(
-        "--image", type=Path, action="append", default=[], metavar="FILE",
-        help="the picture to start from, and then the one to end with; for models that look at references: each",
+    encode = _stage_verb(
+        verbs, "encode", _encode, "stage 1: prompts, and pictures, to what the denoiser reads (embeddings)",
+        '--folder output/stages --model tiny/wan21 \\\n    --prompt "a red circle moves right on blue"',
     )  # fmt: skip
-    encode.add_argument("--resize", choices=media.RESIZE, default=media.RESIZE[0], help="how another shape is fitted")
+    _add_prompts(encode)
     add_inputs(encode, SIZE)
-    denoise = _stage_verb(verbs, "denoise", _denoise, "stage 2: embeddings to latents")
+    denoise = _stage_verb(
+        verbs, "denoise", _denoise, "stage 2: embeddings to a compressed video or picture (latents)",
+        "--folder output/stages --model tiny/wan21",
+    )  # fmt: skip
     add_inputs(denoise, [name for name in input_names("inputs") if name != "fps"])
-    decode = _stage_verb(verbs, "decode", _decode, "stage 3: latents to a video or a picture")
+    decode = _stage_verb(
+        verbs, "decode", _decode, "stage 3: latents to a video or a picture",
+        "--folder output/stages --model tiny/wan21",
+    )  # fmt: skip
     add_inputs(decode, ["fps"])
-    decode.add_argument("--out", type=Path, metavar="FILE", help="FOLDER/output_video.mp4 or output_image.png")
+    decode.add_argument(
+        "--out", type=Path, metavar="FILE",
+        help="where the result goes; default: output_video.mp4 or output_image.png in --folder",
+    )  # fmt: skip
     _add_calibrate(verbs)
 
 
-def _stage_verb(verbs: Any, name: str, command: Callable, text: str) -> argparse.ArgumentParser:
-    verb = add_verb(verbs, name, command, text)
-    verb.add_argument("--folder", type=Path, required=True, metavar="DIR", help="the folder of the stage files")
+def _add_prompts(verb: argparse.ArgumentParser) -> None:
+    for name in input_names("texts"):
+        verb.add_argument(flag(name), dest=name, metavar="TEXT", help=f"{meaning(name)}; default: the model's own")
     verb.add_argument(
-        "--name", choices=[spec.name for spec in SPECS], metavar="NAME",
-        help=f"the model; default: the folder's, or the first of {', '.join(spec.name for spec in SPECS)}",
+        "--image", type=Path, action="append", default=[], metavar="FILE",
+        help="the picture to start from, and then the one to end with; for models that look at references: each",
     )  # fmt: skip
-    families = list(dict.fromkeys(spec.family for spec in SPECS))
-    verb.add_argument("--family", choices=families, metavar="FAMILY", help=f"the same by family: {', '.join(families)}")
-    verb.add_argument("--model", metavar="ID", help="model id or folder; default: the folder's, or the model's own")
-    verb.add_argument("--precision", choices=CHOICES, default="auto")
+    verb.add_argument(
+        "--resize", choices=media.RESIZE, default=media.RESIZE[0],
+        help=f"{meaning('resize')}; default: {media.RESIZE[0]}",
+    )  # fmt: skip
+
+
+def _stage_verb(verbs: Any, name: str, command: Callable, text: str, example: str) -> argparse.ArgumentParser:
+    verb = add_verb(verbs, name, command, text, example, downloads=True)
+    verb.add_argument(
+        "--folder",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="holds what one stage gives to the next; made if needed",
+    )
+    verb.add_argument("--name", help=f"{NAME_HELP}; default: the folder's, or {SPECS[0].name}")
+    families = ", ".join(dict.fromkeys(spec.family for spec in SPECS))
+    verb.add_argument("--family", help=f"the same by family: {families}")
+    verb.add_argument(
+        "--model", metavar="ID",
+        help=f"where its weights are: a Hub id, a folder, or a miniature such as {SPECS[0].miniature.id}; default: the "
+        "folder's, or the model's own",
+    )  # fmt: skip
+    add_precision(verb)
     return verb
 
 
@@ -187,21 +223,21 @@ _NOT_MEASURED = ("fps", "step_cache", "cache_threshold", "cache_start", "cache_e
 
 def _add_calibrate(verbs: Any) -> None:
     text = "measure the curve by which cache_threshold chooses the steps that are left out"
-    verb = add_verb(verbs, "calibrate", _calibrate, text)
-    cached = [spec.name for spec in SPECS if "cache_threshold" in spec.inputs]
-    verb.add_argument("name", metavar="MODEL", choices=cached, help="; ".join(cached))
+    verb = add_verb(
+        verbs, "calibrate", _calibrate, text, f"{SPECS[0].name} --model-id {SPECS[0].miniature.id}", downloads=True
+    )
+    verb.add_argument("name", metavar="MODEL", help=f"{NAME_HELP}; a video model")
     verb.add_argument("--model-id", metavar="ID", help="its id or folder; default: its Hub id")
-    verb.add_argument("--precision", choices=CHOICES, default="auto")
-    for name in input_names("texts"):
-        verb.add_argument(flag(name), dest=name, help="default: the model's")
-    verb.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help="as for encode")
-    verb.add_argument("--resize", choices=media.RESIZE, default=media.RESIZE[0], help="how another shape is fitted")
+    add_precision(verb)
+    _add_prompts(verb)
     add_inputs(verb, [name for name in input_names("inputs") if name not in _NOT_MEASURED])
 
 
 def _calibrate(options: argparse.Namespace) -> int:
     """MagCache's curve of a model, from one generation of whole steps."""
     spec, host = spec_by_name(options.name), TerminalHost(Folders())
+    if "cache_threshold" not in spec.inputs:
+        raise ValueError(f"{spec.title}: this model has no cache_threshold, so there is nothing to measure.")
     model_id = options.model_id or spec.published.hub_id
     model = choose_model(spec, model_id, precision=options.precision, folders=model_folders(), progress=host)
     if model.spec != spec:

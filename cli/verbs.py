@@ -1,10 +1,11 @@
 """What the commands share: verbs, an option for every input of the models, and the times they print."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..nodes import inputs
 from ..nodes.declare import Folders
 from ..nodes.graphs.graph import Workflow
 from ..nodes.headless import model_folders as comfyui_folders
@@ -12,12 +13,24 @@ from ..nodes.headless.changes import assign, make_tiny, read_json
 from ..nodes.headless.runner import HEADLESS, NodeTime
 from ..nodes.headless.workflow import to_api
 from ..tpu_runtime import pipeline
-from ..tpu_runtime.pipeline import SPECS, Choice, IntLimit, ModelSpec, Numbers, Switch
+from ..tpu_runtime.pipeline import CHOICES, SPECS, Choice, IntLimit, ModelSpec, Numbers, Switch
 from . import doctor
 
+TINY = "use the built-in miniature models, at their sizes: no network, no TPU"
+DOWNLOADS = """
+The first run of a model downloads its files (needs the network); a built-in
+miniature, such as tiny/wan21, is there."""
 
-def add_verb(verbs: Any, name: str, command: Callable, text: str) -> argparse.ArgumentParser:
-    verb = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+
+def add_verb(
+    verbs: Any, name: str, command: Callable, text: str, example: str, *, downloads: bool = False
+) -> argparse.ArgumentParser:
+    """A command with this help `text` and the words of an example; `downloads`: it may fetch a model's files."""
+    verb = verbs.add_parser(
+        name, help=text, description=f"{text[0].upper()}{text[1:]}.",
+        epilog=f"example:\n  comfyui-tpu {name} {example}\n{DOWNLOADS * downloads}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     verb.add_argument("--debug", action="store_true", help="show the traceback of an error")
     verb.set_defaults(command=command)
     return verb
@@ -27,10 +40,13 @@ def add_workflow(verb: argparse.ArgumentParser) -> None:
     """A workflow file, and what changes it before it runs."""
     verb.add_argument("workflow", type=Path, help="a workflow as ComfyUI's page saves or exports it (JSON)")
     verb.add_argument(
-        "--set", action="append", default=[], metavar="NODE.INPUT=VALUE", help="change an input; repeatable"
+        "--set", action="append", default=[], metavar="NODE.INPUT=VALUE",
+        help='change an input of a node, such as 1.prompt="a cat"; repeatable',
+    )  # fmt: skip
+    verb.add_argument("--tiny", action="store_true", help=TINY)
+    verb.add_argument(
+        "--input", type=Path, default=Path("input"), metavar="DIR", help="where LoadImage looks; default: input"
     )
-    verb.add_argument("--tiny", action="store_true", help="use the built-in miniature models, at their sizes")
-    verb.add_argument("--input", type=Path, default=Path("input"), metavar="DIR", help="where LoadImage looks (input)")
 
 
 def read_workflow(options: argparse.Namespace) -> Workflow:
@@ -47,6 +63,19 @@ def given_workflow(options: argparse.Namespace) -> Workflow:
     for assignment in options.set:
         assign(workflow, assignment)
     return workflow
+
+
+def prompts_of_miniatures(workflow: Workflow) -> Iterator[str]:
+    """What each miniature is given to show, which a trained one has in place of the workflow's own prompt."""
+    trained = {spec.miniature.id: bool(spec.miniature.texts) for spec in SPECS}
+    for node_id, node in workflow.items():
+        model_id, prompt = (node["inputs"].get(name) for name in ("model_id", "prompt"))
+        if not isinstance(prompt, str) or not isinstance(model_id, str) or model_id not in trained:
+            continue
+        if trained[model_id]:
+            yield f'{model_id} shows "{prompt}"; to change it: --set {node_id}.prompt="..."'
+        else:
+            yield f"{model_id} has random weights: it shows noise, whatever the prompt."
 
 
 def given_folders(options: argparse.Namespace, output: Path) -> Folders:
@@ -75,28 +104,33 @@ def add_inputs(verb: argparse.ArgumentParser, names: Sequence[str]) -> None:
     for name in names:
         limits = [spec.inputs[name] for spec in SPECS if name in spec.inputs]
         kind: dict[str, Any] = {"type": {IntLimit: int, Numbers: str}.get(type(limits[0]), float)}
+        kind["metavar"] = "A,B" if kind["type"] is str else "N"
+        listed = ""
         if isinstance(limits[0], Switch):
             kind = {"action": argparse.BooleanOptionalAction}
         elif isinstance(limits[0], Choice):
             options = (option for limit in limits if isinstance(limit, Choice) for option in limit.options)
-            kind = {"choices": list(dict.fromkeys(options))}
-        verb.add_argument(flag(name), dest=name, help=f"default {_defaults(name)}", **kind)
+            kind = {"choices": list(dict.fromkeys(options)), "metavar": "NAME"}
+            listed = f" ({', '.join(kind['choices'])})"
+        verb.add_argument(flag(name), dest=name, help=f"{meaning(name)}{listed}; default: {_default(name)}", **kind)
 
 
-def _defaults(name: str) -> str:
-    """The one default, or each with whose it is: families, and models that differ from their family."""
-    owners: dict[str, list[str]] = {}
-    families: dict[str, str] = {}
-    for spec in SPECS:
-        if name in spec.inputs:
-            value = str(spec.inputs[name].default)
-            if families.setdefault(spec.family, value) != value:
-                owners.setdefault(value, []).append(spec.name)
-            elif spec.family not in owners.setdefault(value, []):
-                owners[value].append(spec.family)
-    if len(owners) == 1:
-        return next(iter(owners)) or "empty"
-    return "; ".join(f"{value} of {', '.join(whose)}" for value, whose in owners.items())
+def add_precision(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--precision", choices=CHOICES, default="auto", help=f"{meaning('precision')}; default: auto")
+
+
+def meaning(name: str) -> str:
+    """What an input is, in the first sentence of its widget's tooltip."""
+    return inputs.ENTRIES[name].tooltip.partition(". ")[0].rstrip(".").replace("%", "%%")
+
+
+def _default(name: str) -> str:
+    """The one default, or that models have their own, and that of the first."""
+    owners = [spec for spec in SPECS if name in spec.inputs]
+    value = owners[0].inputs[name].default
+    said = {True: "on", False: "off", "": "empty"}.get(value, value) if isinstance(value, bool | str) else f"{value:g}"
+    has_own = any(spec.inputs[name].default != value for spec in owners)
+    return f"the model's own, {said} for {owners[0].name}" if has_own else str(said)
 
 
 def given_inputs(options: argparse.Namespace, spec: ModelSpec) -> dict[str, Any]:

@@ -7,9 +7,11 @@ from ..nodes.declare import Folders
 from ..nodes.graphs.graph import generations
 from ..nodes.headless.runner import HEADLESS, TerminalHost
 from ..tpu_runtime import pipeline
-from ..tpu_runtime.pipeline import CHOICES, SPECS, ModelRef, Settings, is_of_files, spec_by_name, variant
+from ..tpu_runtime.pipeline import NAME_HELP, ModelRef, Settings, is_of_files, spec_by_name, variant
 from .verbs import (
+    TINY,
     add_inputs,
+    add_precision,
     flag,
     given_inputs,
     input_names,
@@ -22,11 +24,10 @@ from .verbs import (
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("workflow", type=Path, nargs="?", help="the sizes of this workflow's samplers")
-    names = "; ".join(spec.name for spec in SPECS)
-    verb.add_argument("--model", metavar="NAME", help=f"instead: this model; {names}; or a file")
+    verb.add_argument("--model", metavar="NAME", help=f"instead: {NAME_HELP}; or a file")
     verb.add_argument("--model-id", metavar="ID", help="with --model: its id or folder; default: its Hub id")
-    verb.add_argument("--precision", choices=CHOICES, default="auto")
-    verb.add_argument("--tiny", action="store_true", help="use the built-in miniature models, at their sizes")
+    add_precision(verb)
+    verb.add_argument("--tiny", action="store_true", help=TINY)
     add_inputs(verb, [name for name in input_names("inputs") if name not in ("fps", "seed")])
 
 

@@ -7,10 +7,10 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .machine import NO_TPU, ROOT, comfyui_folder, has_tpu
+from .machine import ROOT, comfyui_folder
 from .terminal import SetupError, say
 from .venv import Venv, install_this_folder, normalized, requirement_lines
 
@@ -102,20 +102,20 @@ def install_comfyui_requirements() -> None:
 # --- verbs ------------------------------------------------------------------------------------------------------------
 
 
-def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
+def run(command: Sequence[str]) -> int:
     """Runs `command` in the repository; returns its exit code, a shell's number if a signal ended it."""
-    code = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}).returncode
+    code = subprocess.run(command, cwd=ROOT).returncode
     return code if code >= 0 else 128 - code
 
 
 def demo(arguments: Sequence[str]) -> int:
-    """Makes a short video with Wan 2.1's tiny checkpoint"""
+    """Makes a short video with Wan 2.1's tiny checkpoint (needs the network)"""
     if arguments:
         raise SetupError(f"demo takes no arguments; it got: {shlex.join(arguments)}")
     once("base", install_key(), install_base)
     DEMO_VIDEO.unlink(missing_ok=True)
     command = [VENV.program("comfyui-tpu"), "run", DEMO_WORKFLOW, "--tiny", "--out", str(DEMO_VIDEO.parent)]
-    code = run(command, {} if has_tpu() else NO_TPU)
+    code = run(command)
     if code:
         return code
     if not DEMO_VIDEO.is_file():
@@ -125,18 +125,18 @@ def demo(arguments: Sequence[str]) -> int:
 
 
 def test(arguments: Sequence[str]) -> int:
-    """Runs ruff, pyright and the tests, with --fast the quick ones, in three minutes; what follows goes to pytest"""
+    """Runs ruff, pyright and the tests, or the quick ones: --fast; the rest goes to pytest (needs the network)"""
     fast, chosen = "--fast" in arguments, [word for word in arguments if word != "--fast"]
     once("base", install_key(), install_base)
     once("test", install_key(), install_test_extras)
     if not fast:
         install_comfyui_requirements()
     for program, *rest in () if chosen else STYLE if fast else (*STYLE, *TYPES):
-        code = run([VENV.program(program), *rest], {})
+        code = run([VENV.program(program), *rest])
         if code:
             return code
     selection = [*(FAST if fast else ()), *spread(chosen), *chosen]
-    return run([VENV.program("python"), "-m", "pytest", *selection], NO_TPU)
+    return run([VENV.program("python"), "-m", "pytest", *selection])
 
 
 def spread(arguments: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ from .layout import (
     require_comfyui,
 )
 from .lock import alone
-from .machine import NO_TPU, ROOT, has_tpu
+from .machine import ROOT
 from .steps import SetupStep
 from .terminal import SetupError, confirm, say
 
@@ -34,7 +34,7 @@ the same command goes on after an interruption, and changes nothing at its end.\
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Installs ComfyUI, Manager and this pack, on a TPU VM or elsewhere"""
+    """Installs ComfyUI, Manager and this pack, on a TPU VM or elsewhere (needs the network)"""
     parser = verb("install", _DESCRIPTION)
     parser.add_argument("--comfyui-origin", metavar="URL", default=COMFYUI_ORIGIN, help="clone ComfyUI from here")
     parser.add_argument(
@@ -131,5 +131,4 @@ def _start_variables(chosen: Installation) -> dict[str, str]:
     own = {"COMFYUI_PATH": str(chosen.comfyui), "PIP_CONSTRAINT": constraints, "UV_CONSTRAINT": constraints}
     # After a halt of a chip the process cannot use the chips any more, and starts itself again.
     own["COMFYUI_TPU_RESTARTS"] = "1"
-    given = {**chosen.caches, **({} if has_tpu() else NO_TPU)}
-    return {**{name: os.environ.get(name, value) for name, value in given.items()}, **own}
+    return {**{name: os.environ.get(name, value) for name, value in chosen.caches.items()}, **own}

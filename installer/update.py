@@ -23,7 +23,7 @@ settings, and whatever you changed yourself, stay as they are.\
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Updates this repository, what install cloned, and packages"""
+    """Updates this repository, what install cloned, and packages (needs the network)"""
     parser = verb("update", _DESCRIPTION)
     parser.add_argument("--pulled", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

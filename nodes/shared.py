@@ -112,9 +112,8 @@ def _plan(host: Host, *, model_name: str, topology: str, **wanted: float) -> tup
     given = {name: value for name, value in wanted.items() if value}
     spec.settings(**given)  # complains before anything is started
     host.text(f"Compiling {spec.title} for {topology}: minutes, not seconds")
-    named = {_PLAN_OPTIONS.get(name, name.replace("_", "-")): value for name, value in given.items()}
-    options = {"model": model_name, "topology": topology, **named}
-    return (process.make_text([f"--{name}={value}" for name, value in options.items()], host),)
+    named = {_PLAN_OPTIONS.get(name, name): value for name, value in given.items()}
+    return (process.make_text({"model": model_name, "topology": topology, **named}, host),)
 
 
 _BESIDE, _SHEET = "side by side", "contact sheet"

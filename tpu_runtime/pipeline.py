@@ -54,7 +54,7 @@ from .model_spec import (
     guidance_first,
     without_zero_sizes,
 )
-from .models import FLAGSHIPS, SPECS, spec_by_name, spec_for_family
+from .models import FLAGSHIPS, NAME_HELP, SPECS, spec_by_name, spec_for_family
 from .models.layouts import published
 from .monitor import bus, metrics_service, readings, snapshot
 from .monitor.feed import Feed

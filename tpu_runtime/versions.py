@@ -54,10 +54,13 @@ class Package:
         above = [SpecifierSet(f">={each.version}") for each in self.range if each.operator == "<"]
         return self.is_comfyuis and any(each.contains(version, prereleases=True) for each in above)
 
-    @property
-    def is_outside(self) -> bool:
-        """Whether a version is installed that was not run."""
-        return self.installed is not None and not self.range.contains(self.installed, prereleases=True)
+    def doubt(self, version: str) -> str:
+        """What is to be said behind `version`; nothing where it was run."""
+        if self.range.contains(version, prereleases=True):
+            return ""
+        if self.is_newer(version):
+            return f"; newer than what was tested, {self.range}: change it if a model fails"
+        return f"; tested with {self.range}"
 
 
 def packages() -> tuple[Package, ...]:
@@ -153,8 +156,5 @@ def unserved(path: Path) -> Iterator[tuple[Requirement, Package]]:
 def warn_once() -> None:
     """Says in the log which packages are not among those that were run: a process says it once."""
     for package in packages():
-        if package.is_outside:
-            log.warning(
-                "%s %s was not tested with this pack (%s was), and results may be wrong. To change it: %s",
-                package.name, package.installed, package.range, package.command,
-            )  # fmt: skip
+        if package.installed and (doubt := package.doubt(package.installed)):
+            log.warning("%s %s%s. To change it: %s", package.name, package.installed, doubt, package.command)

@@ -4,6 +4,6 @@ more of the real one.
 """
 
 from .checks import add_arguments, report, run
-from .machine import HostMachine, comfyui_folder, has_tpu
+from .machine import HostMachine, comfyui_folder
 
-__all__ = ["HostMachine", "add_arguments", "comfyui_folder", "has_tpu", "report", "run"]
+__all__ = ["HostMachine", "add_arguments", "comfyui_folder", "report", "run"]

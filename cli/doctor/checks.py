@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from ...tpu_runtime.pipeline import SPECS
+from ...tpu_runtime.pipeline import NAME_HELP, spec_by_name
 from . import chips, comfyui, disk, host
 from .machine import Finding, HostMachine, Inspection
 
 CHECKS: tuple[Inspection, ...] = (
-    host.python, host.twice, host.tokenizer,
+    host.pack, host.python, host.twice, host.tokenizer,
     chips.plugged_in, chips.rights, chips.holders, chips.hugepages, chips.pinning,
     chips.variables, chips.flags, chips.budget, chips.ladder,
     host.caches, host.models, disk.room, disk.rate, host.token, host.memory, host.pip,
@@ -22,14 +22,16 @@ CHECKS: tuple[Inspection, ...] = (
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--json", action="store_true", help="a list of {topic, found, remedy, advice}, for programs")
     verb.add_argument(
-        "--model", choices=[spec.name for spec in SPECS], default="", metavar="MODEL",
-        help="also ask the Hub whether the disk has room for this one: " + "; ".join(spec.name for spec in SPECS),
+        "--model", default="", metavar="MODEL",
+        help=f"also ask the Hub whether the disk has room for this one (needs the network): {NAME_HELP}",
     )  # fmt: skip
     verb.add_argument("--start", action="store_true", help="also start JAX: it takes the chips for a moment")
 
 
 def run(options: argparse.Namespace, machine: HostMachine | None = None) -> int:
     """Prints the report. Exit code 1 when something needs fixing; advice does not."""
+    if options.model:
+        spec_by_name(options.model)
     findings = report(machine or HostMachine(model=options.model), is_started=options.start)
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
@@ -53,7 +55,7 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 def report(machine: HostMachine, *, is_started: bool = False) -> list[Finding]:
     """Everything about this machine that matters to the pack. Starts no device unless asked to."""
-    first, *others = CHECKS
+    pack, python, *others = CHECKS
     if find_spec("packaging") is None:
         missing, checks = [Finding("packaging", "not installed", "pip install packaging")], others
     else:
@@ -61,7 +63,8 @@ def report(machine: HostMachine, *, is_started: bool = False) -> list[Finding]:
 
         missing, checks = [], [*packages.CHECKS, *others]
     return [
-        *first(machine),
+        *pack(machine),
+        *python(machine),
         *missing,
         *(each for check in checks for each in check(machine)),
         *(chips.start(machine) if is_started else ()),

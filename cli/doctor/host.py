@@ -32,6 +32,11 @@ sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).encode("hello
 """
 
 
+def pack(machine: HostMachine) -> Findings:
+    """Which version of this pack, the first question about any report."""
+    yield Finding("comfyui-tpu", f"{machine.packages.get('comfyui-tpu', 'not installed as a package')}, {machine.pack}")
+
+
 def python(machine: HostMachine) -> Findings:
     """Ubuntu 22.04's python3.11 was once a release candidate."""
     found = f"{machine.python} on {platform.system()}"

@@ -218,10 +218,5 @@ def comfyui_folder(environ: Mapping[str, str] | None = None, home: Path | None =
     return Path(given).expanduser() if given else (home or Path.home()) / "ComfyUI"
 
 
-def has_tpu() -> bool:
-    """Whether the kernel shows a TPU's device files."""
-    return bool(bus.device_files())
-
-
 Findings = Iterator[Finding]
 Inspection = Callable[[HostMachine], Findings]

@@ -30,13 +30,9 @@ def _compared(installed: Mapping[str, str | None], machine: HostMachine) -> Find
             yield Finding(package.name, "not installed; needed only on a TPU machine")
         elif found is None:
             yield Finding(package.name, "not installed", package.command)
-        elif package.is_newer(found):
-            newer = f"{found}; newer than what was tested, {package.range}: change it if a model fails"
-            yield Finding(package.name, newer, package.command, advice=True)
-        elif not package.range.contains(found, prereleases=True):
-            yield Finding(package.name, f"{found}; tested with {package.range}", package.command)
         else:
-            yield Finding(package.name, found)
+            remedy = package.command if package.doubt(found) else ""
+            yield Finding(package.name, f"{found}{package.doubt(found)}", remedy, advice=package.is_newer(found))
 
 
 def builds(machine: HostMachine) -> Findings:

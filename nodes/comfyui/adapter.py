@@ -43,6 +43,7 @@ def _say_stuck(sentence: str) -> None:
 
 def extension() -> ComfyExtension:
     """What ComfyUI's `comfy_entrypoint` must return."""
+    pipeline.bus.expect_no_tpu()
     # ComfyUI's exit code is 0 when it ends in order; nobody wants to wait minutes for that because XLA compiles.
     pipeline.leave_at_exit()
     memory.wrap_unload()

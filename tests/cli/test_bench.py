@@ -93,9 +93,10 @@ def test_a_record_that_is_none_is_refused(tmp_path: Path, change: dict[str, Any]
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["nothing"], "there is no model 'nothing'; there are wan2.1-t2v-14b"),
-        (["wan2.1"], "there is no model 'wan2.1'; did you mean wan2.1-t2v-14b? There are wan2.1-t2v-14b, "),
-        (["wan-2.1-14b"], "there is no model 'wan-2.1-14b'; did you mean wan2.1-t2v-14b? There are "),
+        (["nothing"], "there is no model 'nothing'; there are:\n  wan2.1-t2v-14b\n  wan2.2-i2v-a14b\n"),
+        (["wan2.1"], "there is no model 'wan2.1'; there are:\n  wan2.1-t2v-14b\n  wan2.1-t2v-1.3b\n"),
+        (["hunyuan-1.5"], "there is no model 'hunyuan-1.5'; there are:\n  hunyuanvideo1.5-"),
+        (["flux2-klein-b9"], "there is no model 'flux2-klein-b9'; there are:\n  flux2-klein-9b\n"),
         ([MODEL, "--runs", "0"], "--runs is 0; it must be at least 1."),
         ([MODEL, "--stages", "paint"], "--stages is 'paint'; it must be some of encode"),
         ([MODEL, "--height", "81"], "height is 81; it must be a multiple of"),

@@ -386,7 +386,8 @@ def test_a_fault_is_found_with_its_command_and_only_where_it_is(fault: str, well
 
 
 def test_every_check_is_shown_to_find_something():
-    elsewhere = {packages.versions_here, packages.companions}  # tests/cli/test_versions.py, and below
+    # tests/cli/test_versions.py, below, and what is no fault
+    elsewhere = {packages.versions_here, packages.companions, host.pack}
     assert {check for check, *_ in CASES.values()} | elsewhere == {*packages.CHECKS, *CHECKS}
 
 

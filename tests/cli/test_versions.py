@@ -40,7 +40,8 @@ def test_the_range_ends_with_the_version_that_is_pinned(name: str):
 
 
 def test_every_version_of_this_environment_was_run():
-    assert [package.name for package in versions.packages() if package.is_outside] == []
+    installed = {package: package.installed for package in versions.packages()}
+    assert [package.name for package, version in installed.items() if version and package.doubt(version)] == []
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_doctor_reports_without_packaging(monkeypatch: pytest.MonkeyPatch):
     for module in ("cli.doctor.packages", "tpu_runtime.versions"):
         monkeypatch.setitem(sys.modules, f"comfyui_tpu.{module}", None)
     topics = [each.topic for each in checks.report(HostMachine())]
-    assert topics[:2] == ["Python", "packaging"] and "devices" in topics and "torch" not in topics
+    assert topics[:3] == ["comfyui-tpu", "Python", "packaging"] and "devices" in topics and "torch" not in topics
 
 
 def test_a_comfyui_that_asks_for_versions_never_run_is_named(tmp_path: Path):
@@ -86,15 +87,18 @@ def test_a_comfyui_that_asks_for_versions_never_run_is_named(tmp_path: Path):
     assert (finding.topic, finding.found) == ("ComfyUI needs", "transformers>=6; tested with <5.25,>=5.6.0")
 
 
-def test_a_version_that_was_not_run_is_warned_of_once(installed: dict[str, str], caplog: pytest.LogCaptureFixture):
-    installed["transformers"] = "5.25.0"
+@pytest.mark.parametrize(
+    ("name", "version"), [("transformers", "5.25.0"), ("transformers", "4.57.6"), ("jax", "0.11.0")]
+)
+def test_a_version_that_was_not_run_is_warned_of_once_in_doctors_words(
+    name: str, version: str, installed: dict[str, str], caplog: pytest.LogCaptureFixture
+):
+    installed[name] = version
     versions.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         versions.warn_once()
         versions.warn_once()
     versions.warn_once.cache_clear()
     (record,) = [record for record in caplog.records if record.name == versions.log.name]
-    assert record.getMessage() == (
-        "transformers 5.25.0 was not tested with this pack (<5.25,>=5.6.0 was), and results may be wrong. "
-        "To change it: pip install 'transformers<5.25,>=5.6.0'"
-    )
+    ((found, remedy),) = findings(name)
+    assert record.getMessage() == f"{name} {found}. To change it: {remedy}"

@@ -164,7 +164,7 @@ def test_start_becomes_comfyui_with_its_flags_and_environment(installed, monkeyp
     assert environment["PIP_CONSTRAINT"] == environment["UV_CONSTRAINT"] == installed.constraints.as_uri()
     assert environment["TMPDIR"] == os.environ["TMPDIR"] and not installed.temporary.exists()
     assert environment["COMFYUI_PATH"] == str(installed.comfyui) and environment["COMFYUI_TPU_RESTARTS"] == "1"
-    assert environment["JAX_PLATFORMS"] == "cpu" and "PYTHONPATH" not in environment
+    assert "PYTHONPATH" not in environment
     assert f"http://127.0.0.1:{port}" in said[0] and f"ssh -N -L {port}:127.0.0.1:{port} " in said[1]
     assert "WARNING" not in "\n".join(said)
     assert "can run programs here as you" in run_setup("start", "--listen", "0.0.0.0", "--port", port).stdout

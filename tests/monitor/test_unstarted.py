@@ -52,6 +52,43 @@ def test_a_machine_without_chips_says_nothing_of_them(tmp_path: Path):
         assert stats(root, closed())["message"] == snapshot.NOT_STARTED
 
 
+@pytest.mark.parametrize(
+    ("chips", "files", "given", "platforms"),
+    [
+        (0, False, {}, "cpu"), (0, False, {"JAX_PLATFORMS": "tpu,cpu"}, "tpu,cpu"), (8, True, {}, None),
+        (8, False, {}, None),
+    ],
+)  # fmt: skip
+def test_jax_looks_for_no_tpu_where_there_is_none(
+    chips: int,
+    files: bool,
+    given: dict[str, str],
+    platforms: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    environment = dict(given)
+    monkeypatch.setattr(os, "environ", environment)
+    bus.expect_no_tpu(plug(tmp_path, "v6e", chips, files=files))
+    assert environment.get("JAX_PLATFORMS") == platforms
+    assert environment.get("TPU_SKIP_MDS_QUERY") == (None if chips else "1")
+
+
+def test_another_packs_gpu_stays_jaxs_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: ["jax_cuda12_plugin"])
+    bus.expect_no_tpu(tmp_path)
+    assert os.environ == {"TPU_SKIP_MDS_QUERY": "1"}
+
+
+@pytest.mark.skipif(bool(bus.device_files()), reason="this machine has a TPU")
+def test_jax_starts_without_a_word_of_libtpus_without_a_tpu():
+    program = "from comfyui_tpu.tpu_runtime import pipeline; pipeline.bus.expect_no_tpu(); import jax; jax.devices()"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "TPU"))}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 @pytest.mark.parametrize("num_chips", [1, 4, 8])
 def test_chips_before_the_first_run_are_not_started(tmp_path: Path, num_chips: int):
     said = stats(plug(tmp_path, "v6e", num_chips), closed())

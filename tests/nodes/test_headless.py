@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.cli import main as cli
+from comfyui_tpu.cli.verbs import prompts_of_miniatures
 from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Node, Output, Ref, StageNode, by_id
 from comfyui_tpu.nodes.graphs.graph import expand
 from comfyui_tpu.nodes.headless.changes import assign, make_tiny
@@ -251,6 +252,19 @@ def test_a_terminal_shows_titles_and_times():
 
 def example() -> dict:
     return to_api(json.loads(EXAMPLE.read_text()), HEADLESS)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("wan21_t2v_720p", 'tiny/wan21 shows "a red circle moves right on blue"; to change it: --set 1.prompt="..."'),
+        ("cogvideox_t2v_768p", "tiny/cogvideox has random weights: it shows noise, whatever the prompt."),
+    ],
+)
+def test_tiny_says_what_the_result_will_show(name: str, said: str):
+    workflow = to_api(json.loads(examples.page(name).read_text()), HEADLESS)
+    make_tiny(workflow)
+    assert list(prompts_of_miniatures(workflow)) == [said]
 
 
 def test_tiny_changes_models_sizes_and_prompts_and_nothing_else():

@@ -1,5 +1,6 @@
-"""The plan node: its compiler runs in a process of its own, and ends with a cancel."""
+"""The plan node and command: their compiler runs in a process of its own, and ends with a cancel."""
 
+import argparse
 import io
 import os
 import signal
@@ -9,17 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from comfyui_tpu.cli.main import main
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost
 from comfyui_tpu.tests.support.host import Cancelled, Host
-from comfyui_tpu.tests.support.patience import PATIENCE_S
+from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime import children
 from comfyui_tpu.tpu_runtime.cost_model.chips import compiler_environment
 from comfyui_tpu.tpu_runtime.models import SPECS
+from comfyui_tpu.tpu_runtime.plan import options as plan_options
 from comfyui_tpu.tpu_runtime.plan import process
 from comfyui_tpu.tpu_runtime.progress import Silent
 
-MODEL = ("--model", SPECS[0].name)
+MODEL = {"model": SPECS[0].name}
 
 
 @pytest.fixture
@@ -42,7 +45,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 @pytest.mark.slow
 def test_a_plan_leaves_this_process_as_it_was(untouched: Callable[[], None]):
     host = Host()
-    text = process.make_text(["--model=cogvideox1.5-5b", "--topology=v6e-1", "--stages=encode"], host)
+    text = process.make_text({"model": "cogvideox1.5-5b", "topology": "v6e-1", "stages": "encode"}, host)
     untouched()
     assert "predicted by the compiler" in text and "text_encoder" in text
     assert any("compiled" in line for line in host.said), host.said
@@ -55,8 +58,8 @@ def test_the_node_asks_for_what_its_widgets_say(monkeypatch: pytest.MonkeyPatch)
     sizes = {"height": 480, "width": 832, "num_frames": 0, "num_inference_steps": 20, "guidance_scale": 1.0}
     node = HEADLESS["TPUPlan"]
     assert node.run(host, model_name=SPECS[0].name, topology="v6e-4", **sizes) == ("the report",)
-    wanted = [f"--model={SPECS[0].name}", "--topology=v6e-4", "--height=480", "--width=832", "--steps=20"]
-    assert asked == [[*wanted, "--guidance=1.0"]]
+    wanted = {"model": SPECS[0].name, "topology": "v6e-4", "height": 480, "width": 832, "steps": 20, "guidance": 1.0}
+    assert asked == [wanted]
     with pytest.raises(ValueError, match="height is 481; it must be a multiple of"):
         node.run(host, model_name=SPECS[0].name, topology="v6e-4", **{**sizes, "height": 481})
     assert len(asked) == 1, "a wrong size needs no process"
@@ -64,7 +67,7 @@ def test_the_node_asks_for_what_its_widgets_say(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_wrong_topology_is_the_users_error(untouched: Callable[[], None]):
     with pytest.raises(ValueError, match=r"there is no topology 'v6e:9x9'; there are v6e:1x1"):
-        process.make_text([*MODEL, "--topology=v6e:9x9"], Silent())
+        process.make_text({**MODEL, "topology": "v6e:9x9"}, Silent())
     untouched()
 
 
@@ -93,6 +96,31 @@ def test_a_cancel_ends_the_compiler_and_its_children(monkeypatch: pytest.MonkeyP
         os.killpg(started[0].pid, 0)
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_command_ends_at_once_with_a_sentence(number: signal.Signals, status: int, tmp_path: Path):
+    command = [sys.executable, "-c", "import sys; from comfyui_tpu.cli.main import main; sys.exit(main())", "plan"]
+    with (tmp_path / "said").open("w+") as said:
+        started = subprocess.Popen([*command, SPECS[0].name], stdout=said, stderr=said)
+        until(lambda: "compiles" in (tmp_path / "said").read_text(), "the compiler did not start")
+        started.send_signal(number)
+        assert started.wait(timeout=PATIENCE_S) == status
+    assert (tmp_path / "said").read_text().splitlines()[1:] == ["comfyui-tpu: cancelled"]
+
+
+def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    asked = []
+    monkeypatch.setattr(process, "make_text", lambda options, host: asked.extend(process._words(options)) or "")
+    words = ["--explain", "--models", "a b", "--models", "c", "--height", "480", "--json", str(tmp_path / "f.json")]
+    assert main(["plan", SPECS[0].name, *words, "--debug"]) == 0
+    assert parsed(asked) == parsed([SPECS[0].name, *words])
+
+
+def parsed(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    plan_options.add_arguments(parser)
+    return parser.parse_args(words)
+
+
 def test_a_process_that_ends_early_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="the plan's process ended with exit code 1. Plans take up to 12 GiB"):
@@ -100,7 +128,7 @@ def test_a_process_that_ends_early_is_an_error_that_says_so(monkeypatch: pytest.
 
 
 def test_the_compiler_ends_when_the_server_is_killed():
-    command = [sys.executable, "-P", str(Path(process.__file__).with_name("child.py")), *MODEL]
+    command = [sys.executable, "-P", str(Path(process.__file__).with_name("child.py")), "--model", SPECS[0].name]
     with children.running(command) as child:
         child.process.stdin.close()
         assert child.process.wait(timeout=PATIENCE_S) == -signal.SIGKILL

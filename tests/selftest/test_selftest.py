@@ -268,7 +268,7 @@ def test_ctrl_c_ends_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--model", "nothing"], "there is no model 'nothing'; there are wan2.1-t2v-14b"),
+        (["--model", "nothing"], "there is no model 'nothing'; there are:\n  wan2.1-t2v-14b\n"),
         (["--report", "/no/such/folder/x.json"], "it must be a file in a folder that exists."),
     ],
 )

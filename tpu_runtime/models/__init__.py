@@ -44,6 +44,8 @@ SIBLINGS: tuple[ModelSpec, ...] = (
     qwen_image_edit.SPEC,
 )
 SPECS = FLAGSHIPS + SIBLINGS
+# For every command that takes a name.
+NAME_HELP = f"a model's name, such as {FLAGSHIPS[0].name}; `comfyui-tpu --help` lists all"
 
 
 def spec_by_name(name: str) -> ModelSpec:
@@ -58,18 +60,14 @@ def spec_for_family(family: str) -> ModelSpec:
 
 def _find(kind: str, key: str, specs: dict[str, ModelSpec]) -> ModelSpec:
     if key not in specs:
-        near = _nearest(key, list(specs))
-        raise ValueError(
-            f"there is no {kind} {key!r}; "
-            + (f"did you mean {near}? There are {', '.join(specs)}." if near else f"there are {', '.join(specs)}.")
-        )
+        raise ValueError("\n  ".join([f"there is no {kind} {key!r}; there are:", *_nearest_first(key, list(specs))]))
     return specs[key]
 
 
-def _nearest(key: str, names: list[str]) -> str:
-    """The first name that starts as `key`, else the likest one; empty where none is like it. Punctuation counts not."""
+def _nearest_first(key: str, names: list[str]) -> list[str]:
+    """The names that start as `key`, those that are like it, and the others. Punctuation counts not."""
     plain = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in names}
     own = re.sub(r"[^a-z0-9]", "", key[:100].lower())
     starts = [name for each, name in plain.items() if own and each.startswith(own)]
-    close = starts or [plain[each] for each in difflib.get_close_matches(own, plain, 1)]
-    return close[0] if close else ""
+    close = [plain[each] for each in difflib.get_close_matches(own, plain, len(plain))]
+    return list(dict.fromkeys([*starts, *close, *names]))

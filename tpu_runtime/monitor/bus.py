@@ -5,6 +5,7 @@ functions, of which a TPU7x has two a chip, and raises where a device cannot be 
 """
 
 import collections
+import importlib.metadata
 import os
 import re
 from collections.abc import Iterator
@@ -68,6 +69,20 @@ def chips(root: Path = ROOT) -> Chips | None:
 def device_files(root: Path = ROOT) -> list[Path]:
     """What libtpu opens: one file a chip, made by the driver."""
     return [path for pattern in _FILES for path in sorted(root.glob(pattern))]
+
+
+def expect_no_tpu(root: Path = ROOT) -> None:
+    """Without a TPU JAX is told so before it is imported, for libtpu would search a cloud for one, and complain at
+    length. What the user has set stays; a GPU that JAX has a plugin for may be another pack's.
+    """
+    try:
+        has_tpu = bool(device_files(root) or chips(root))  # a container may see chips without their files
+    except ImportError:
+        has_tpu = False
+    if not has_tpu:
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        if not importlib.metadata.entry_points(group="jax_plugins"):
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def holders(root: Path = ROOT) -> list[Holder]:

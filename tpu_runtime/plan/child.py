@@ -16,13 +16,11 @@ PACKAGE = "comfyui_tpu"
 def main(arguments: Sequence[str]) -> None:
     say = _package_module("tpu_runtime.children").speaker()
     plan = _package_module("tpu_runtime.plan.plan")
-    report = _package_module("tpu_runtime.plan.report")
     parser = argparse.ArgumentParser()
     plan.add_arguments(parser)
     try:
-        found = plan.make_plan(plan.request_of(parser.parse_args(arguments)), lambda line: say(line=line))
-        say(report=report.text(found))
-    except (ValueError, RuntimeError) as error:
+        say(report=plan.make_text(parser.parse_args(arguments), lambda line: say(line=line)))
+    except (ValueError, RuntimeError, OSError) as error:
         say(error=str(error), is_users=isinstance(error, ValueError))
 
 

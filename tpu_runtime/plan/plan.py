@@ -26,7 +26,7 @@ from .compile import Compiled, PlanRequest, compile_program
 from .options import add_arguments
 from .report import Plan, ProgramPlan
 
-__all__ = ["add_arguments", "make_plan", "request_of", "run"]
+__all__ = ["add_arguments", "make_plan", "make_text", "request_of"]
 
 Write = Callable[[str], None]
 
@@ -203,12 +203,10 @@ def _mesh_of(text: str | None) -> MeshShape | None:
     return MeshShape(dp=dp, sp=sp, tp=tp)
 
 
-def run(args: argparse.Namespace, write: Write) -> int:
-    """Runs the command: 0, whatever the report says. Errors of the user are `ValueError`."""
-    request = request_of(args)
-    plan = make_plan(request, write)
-    write("\n" + report.text(plan, explain=args.explain))
+def make_text(args: argparse.Namespace, write: Write) -> str:
+    """The report, which is written as JSON too where the options ask for that. Errors of the user are `ValueError`."""
+    plan = make_plan(request_of(args), write)
     if args.json:
         args.json.write_text(json.dumps(plan.to_json(), indent=1) + "\n")
         write(f"written: {args.json}")
-    return 0
+    return report.text(plan, explain=args.explain)

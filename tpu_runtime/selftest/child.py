@@ -26,8 +26,6 @@ class Told(Silent):
 
 def main(job: dict[str, Any]) -> None:
     say = children.speaker()
-    # XLA warns of how arrays as small as the miniatures' are split, by the dozen.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import jax
 
     from . import checks, report, run

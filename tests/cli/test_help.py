@@ -1,0 +1,56 @@
+"""What `comfyui-tpu COMMAND --help` says to who reads it for the first time, in a terminal of 80 columns."""
+
+import shlex
+from itertools import takewhile
+
+import pytest
+from comfyui_tpu.cli.main import _parser, main
+from comfyui_tpu.cli.verbs import DOWNLOADS
+from comfyui_tpu.tpu_runtime.models import SPECS
+
+(VERBS,) = (action.choices for action in _parser()._actions if action.choices)
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_a_command_explains_every_option_and_shows_an_example_that_it_takes(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    verb = VERBS[name]
+    said = [action.help for action in verb._actions]
+    assert all(said) and not [text for text in said if text.startswith(("default", "("))]
+    lines = verb.format_help().splitlines()
+    assert [line for line in lines[lines.index("") :] if len(line) > 80] == []
+    example = " ".join(takewhile(str.strip, lines[lines.index("example:") + 1 :])).replace("\\ ", " ")
+    assert _parser().parse_args(shlex.split(example)[1:]).command is verb.get_default("command")
+
+
+def test_what_needs_the_network_says_so():
+    assert {name for name, verb in VERBS.items() if DOWNLOADS in (verb.epilog or "")} == {
+        "run", "compare", "batch", "serve", "encode", "denoise", "decode", "calibrate", "warmup", "follow",
+    }  # fmt: skip
+    assert "(needs the network)" in DOWNLOADS and "(needs the network)" in VERBS["download"].description
+
+
+def test_the_command_lists_the_models_by_name(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [words for words in map(str.split, lines) if words[1:2] and words[1].startswith("tiny/")] == sorted(
+        [spec.name, spec.miniature.id] for spec in SPECS
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["encode", "--folder", ".", "--name", "wan2.1-1.3b"], "there is no model 'wan2.1-1.3b'; there are:\n  wan2."),
+        (["encode", "--folder", ".", "--family", "flux"], "there is no family 'flux'; there are:\n  Flux2\n"),
+        (["doctor", "--model", "z image"], "there is no model 'z image'; there are:\n  z-image"),
+        (["calibrate", "flux"], "there is no model 'flux'; there are:\n  flux2-"),
+        (["calibrate", "flux2-dev"], "this model has no cache_threshold"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_the_names_a_line_each(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture
+):
+    assert main(words) == 2
+    assert sentence in capsys.readouterr().err
