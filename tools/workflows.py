@@ -184,7 +184,7 @@ ALL = (
         predicted=("flux2-dev",),
         tips=(
             "Height and width are multiples of 16; 1024 x 1024 is what the model is best at.",
-            "Flux.2 dev takes no negative prompt: guidance is an input of the network, and a step costs the same at "
+            "FLUX.2 dev takes no negative prompt: guidance is an input of the network, and a step costs the same at "
             "any `guidance_scale`.",
             "The repository is gated: accept its licence on the Hub and set `HF_TOKEN`, or use a local folder.",
         ),
