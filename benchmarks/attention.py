@@ -25,7 +25,7 @@ HEAD = (
 
 
 def calls(topology: str) -> Iterator[Call]:
-    """The calls of one chip at each family's defaults: guidance's branches on `dp`, tokens on `sp`; Flux.2 on `tp`."""
+    """The calls of one chip at each family's defaults: guidance's branches on `dp`, tokens on `sp`; FLUX.2 on `tp`."""
     target = chips.topology(topology)
     # A kernel is compiled for one chip; which one of a slice does not matter.
     generation = target.chip.generation
@@ -46,8 +46,8 @@ def calls(topology: str) -> Iterator[Call]:
         title="CogVideoX 720p, 81 frames", heads=48 // sp, head_dim=64, q_rows=39600, kv_rows=39600, text_rows=226,
         bounded=True, topology=name,
     )  # fmt: skip
-    yield Call(title="Flux.2, joint", heads=48 // tp, q_rows=4096, kv_rows=4096, text_rows=512, bounded=True, **video)
-    yield Call(title="Flux.2, single", heads=48 // tp, q_rows=4608, kv_rows=4608, bounded=True, **video)
+    yield Call(title="FLUX.2, joint", heads=48 // tp, q_rows=4096, kv_rows=4096, text_rows=512, bounded=True, **video)
+    yield Call(title="FLUX.2, single", heads=48 // tp, q_rows=4608, kv_rows=4608, bounded=True, **video)
 
 
 def rivals(call: Call, forms: bool) -> Iterator[tuple[str, Call]]:

@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..tpu_runtime.pipeline import GB, MIB, STAGES, Sampler, Stats, readable, snapshot
+from ..tpu_runtime.pipeline import GB, MIB, STAGES, Sampler, Stats, loaded, readable, snapshot
 
 DEFAULT_URL = "http://127.0.0.1:8188"
 TIMEOUT_S = 5
@@ -235,8 +235,8 @@ def _last_run(run: Any) -> Iterator[RenderableType]:
         parts.append(f"{seconds(1 / speed)} a step")
     if run.get("peak_hbm") is not None:
         parts.append(f"peak {size(run['peak_hbm'])} a chip")
-    if (loaded := _number(run.get("loaded_bytes"))) and (loading_s := _number(run.get("loading_s"))):
-        parts.append(f"{loaded / GB:.1f} GB loaded at {loaded / GB / loading_s:.2f} GB/s")
+    if (size_bytes := _number(run.get("loaded_bytes"))) and (loading_s := _number(run.get("loading_s"))):
+        parts.append(loaded(size_bytes, loading_s))
     yield Text("\nlast run  ", style="dim") + _text(f"{run.get('model')}: {', '.join(parts)}")
 
 

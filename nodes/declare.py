@@ -149,7 +149,8 @@ class Output:
 
     @property
     def label(self) -> str:
-        return WORDS.get(self.name, self.name)
+        """A model has its type's name, as from core's loaders, beside whose MODEL it stands."""
+        return self.type if self.type == "TPU_MODEL" else WORDS.get(self.name, self.name)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,11 @@
-"""Flux.2 and its klein siblings, text to image: the inputs of its nodes, in the order that saved workflows rely on."""
+"""FLUX.2 and its klein siblings, text to image: the inputs of its nodes, in the order that saved workflows rely on."""
 
 from ..tpu_runtime.pipeline import spec_for_family
 from .family import decoder, image_encoder, pipeline, sampler, text_encoder
 from .inputs import FEW_STEPS
 
 SPEC = spec_for_family("Flux2")
-LABEL = "Flux.2"
+LABEL = "FLUX.2"
 
 _NUMBERS = ("height", "width", "num_inference_steps", "guidance_scale", "seed")
 # Newer than the rest, so after it.

@@ -122,11 +122,9 @@ ENTRIES = {
     "shift": _SHIFT,
     "fps": Entry(tooltip="Frames per second of the video.", optional=True),
     "quality": Entry(
-        tooltip="exact computes what the makers' own code does. int8 multiplies in 8 bits in the denoiser's linear "
-        "layers, and the queries and keys of attention over many tokens: faster, with half the memory for weights, and "
-        "a result that is close: 46 dB on this pack's own model, where bfloat16 has 52. int8+sparse, of "
-        "Wan alone, also leaves out about half of attention's keys at steps in the middle: all steps of 50 take a "
-        "tenth less time than int8's, and the video is another: 32 dB. step_cache saves more and costs less.",
+        tooltip="How exactly the denoiser computes. Leave it at exact, which is what the makers' own code does. int8 "
+        "is faster, with half the memory for weights, and its result is close. int8+sparse, of Wan alone, is faster "
+        "again, and its video is another. docs/quality.md says how far each is off.",
         optional=True,
     ),
     "step_cache": _recipe(
@@ -142,7 +140,10 @@ ENTRIES = {
     ),
     "cache_end": _recipe("From this step on all run whole again. For step_cache."),
     "cache_interval": _recipe("Between the two, every how many steps one runs whole. For step_cache."),
-    "scheduler": _recipe("The solver: what the checkpoint names, or another in its place."),
+    "scheduler": _recipe(
+        "The solver, which takes the noise away step by step. Leave it at checkpoint, what the model names; another is "
+        "for distilled models and LoRAs whose makers name it; docs/few_steps.md has these."
+    ),
     "sigmas": _recipe(
         "The noise levels that the scheduler starts from, one for each step, such as 1, 0.75, 0.5, 0.25, as the "
         "makers of distilled models publish them. The scheduler shifts them. They take the place of "
@@ -153,7 +154,10 @@ ENTRIES = {
         "with one expert leave it aside."
     ),
     "start_step": _recipe("The first step to run, counted from 0. Above 0 it goes on from latents."),
-    "end_step": _recipe("The step to stop before, as if all were run; 0 is the end."),
+    "end_step": _recipe(
+        "The step to stop before, for another sampler to go on from there: 12 of 20 leaves it eight. Leave it at 0, "
+        "which runs to the end. docs/few_steps.md has two samplers in a row."
+    ),
     "add_noise": _recipe(
         "Whether noise of the start step is added to latents. Turn it off to go on from latents that "
         "another sampler returned with leftover noise."

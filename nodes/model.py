@@ -1,6 +1,6 @@
 """The nodes that name a model for others: one that runs here, or on another machine."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..tpu_runtime import pipeline as runtime
@@ -69,16 +69,20 @@ def chosen_id(values: Mapping[str, Any]) -> str:
     return runtime.SEPARATOR.join([str(values["model_id"]).strip(), *parts])
 
 
-def catalogue() -> dict[str, dict[str, Any]]:
+def catalogue(here: Collection[str] = ()) -> dict[str, dict[str, Any]]:
     """What the page knows of a model, by each id that is known beforehand: of the Hub, of the miniatures, and names of
-    published files. `download` is about how much that is as files, by format; `unused` are widgets that do nothing.
+    published files. `download` is about how much that is as files, by format, empty for what is `here`; `unused` are
+    widgets that do nothing.
     """
     found = {}
     for spec in SPECS:
         entry = {"name": spec.name, "title": spec.title, "family": spec.family, "unused": inputs.unused(spec)}
+        entry |= {"download": "", "is_miniature": False}
         files = (file.name for formats in runtime.published.SETS.get(spec.name, {}).values() for file in formats[:1])
-        found |= {name: {**entry, "download": ""} for name in (*spec.miniature.ids, *files)}
-        found[spec.published.hub_id] = {**entry, "download": runtime.published.sizes(spec.name)}
+        found |= dict.fromkeys(files, entry)
+        found |= {name: {**entry, "is_miniature": True} for name in spec.miniature.ids}
+        hub_id = spec.published.hub_id
+        found[hub_id] = {**entry, "download": "" if hub_id in here else runtime.published.sizes(spec.name)}
     return found
 
 

@@ -137,7 +137,11 @@ def from_here(folder: Path) -> Iterator[None]:
 def test_a_program_is_compiled_once_and_again_where_its_entry_is_damaged(
     from_here: None, add_one: Callable[[], Program], caplog: pytest.LogCaptureFixture
 ):
-    assert [executables.obtain(add_one())[1] for _ in range(2)] == [True, False]
+    missed: list[str] = []
+    for is_new in (True, False):
+        with xla_cache.when_missed(lambda: missed.append("told before it is compiled")):
+            assert executables.obtain(add_one())[1] is is_new
+    assert len(missed) == 1
     (entry,) = PROGRAMS.folder.glob("jit__lambda-*")
     entry.write_bytes(entry.read_bytes()[:-1])
     assert executables.obtain(add_one())[1] and f"{entry} is dropped: it is damaged" in caplog.text

@@ -64,7 +64,7 @@ def main() -> None:
     draw_chips(draw, 90 * SCALE, 178 * SCALE, 82 * SCALE, 20 * SCALE)
     lines = (
         ("ComfyUI-TPU", 84, INK),
-        ("Flux.2, Wan, CogVideoX, HunyuanVideo", 34, FAINT),
+        ("FLUX.2, Wan, CogVideoX, HunyuanVideo", 34, FAINT),
         ("on Google TPUs, with JAX", 34, FAINT),
     )
     text(draw, 560, 165, lines)

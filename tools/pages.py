@@ -160,13 +160,18 @@ def _places(workflow: Workflow, columns: Sequence[Sequence[str]], raised: Collec
 
 
 def _hidden(node: Mapping[str, Any], workflow: Workflow) -> Collection[str]:
-    """Widgets that the page hides: what a connected model replaces, and what that one has no use for."""
-    if "model" not in node["inputs"]:
-        return ()
+    """Widgets that the page hides: advanced ones that stand at their defaults, what a connected model replaces, and
+    what that one has no use for.
+    """
+    given = node["inputs"]
+    advanced = (one for one in HEADLESS[node["class_type"]].inputs if one.advanced)
+    hidden = [one.name for one in advanced if given.get(one.name, one.default) == one.default]
+    if "model" not in given:
+        return hidden
     source = node
     while is_link(source["inputs"].get("model")):
         source = workflow[source["inputs"]["model"][0]]
-    return ("model_id", "precision", *catalogue()[source["inputs"]["model_id"]]["unused"])
+    return (*hidden, "model_id", "precision", *catalogue()[source["inputs"]["model_id"]]["unused"])
 
 
 def _size(kind: str, hidden: Collection[str]) -> tuple[int, int]:

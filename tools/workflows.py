@@ -134,7 +134,7 @@ ALL = (
     ),
     Example(
         name="hunyuan15_t2v_720p",
-        title="HunyuanVideo 1.5, text to video, 720p",
+        title="HunyuanVideo 1.5, text to video",
         prefix="hunyuan15",
         model="hunyuanvideo1.5-t2v-720p",
         does="text to video",
@@ -148,7 +148,7 @@ ALL = (
     ),
     Example(
         name="hunyuan15_i2v_720p",
-        title="HunyuanVideo 1.5, image to video, 720p",
+        title="HunyuanVideo 1.5, image to video",
         prefix="hunyuan15_i2v",
         model="hunyuanvideo1.5-i2v-720p",
         does="image to video",
@@ -184,14 +184,14 @@ ALL = (
         predicted=("flux2-dev",),
         tips=(
             "Height and width are multiples of 16; 1024 x 1024 is what the model is best at.",
-            "Flux.2 dev takes no negative prompt: guidance is an input of the network, and a step costs the same at "
+            "FLUX.2 dev takes no negative prompt: guidance is an input of the network, and a step costs the same at "
             "any `guidance_scale`.",
             "The repository is gated: accept its licence on the Hub and set `HF_TOKEN`, or use a local folder.",
         ),
     ),
     Example(
         name="flux2_turbo",
-        title="FLUX.2 dev Turbo, text to image, 8 steps",
+        title="FLUX.2 dev Turbo, text to image",
         model="flux2-dev",
         does="text to image in 8 steps",
         predicted=("FLUX.2 dev Turbo, 8 steps, v6e:2x4",),
@@ -209,7 +209,7 @@ ALL = (
     ),
     Example(
         name="flux2_klein",
-        title="FLUX.2 klein 4B, text to image, one chip",
+        title="FLUX.2 klein 4B, text to image",
         model="flux2-klein-4b",
         does="text to image in 4 steps, on one chip",
         predicted=tuple(f"FLUX.2 klein 4B, 4 steps, {topology}" for topology in ("v5e:1x1", "v6e:1x1", "v6e:2x4")),
@@ -248,7 +248,7 @@ ALL = (
     ),
     Example(
         name="qwen_image_edit_2511",
-        title="Qwen-Image Edit 2511, change a picture",
+        title="Qwen-Image Edit 2511",
         model="qwen-image-edit-2511",
         does="a picture changed as the prompt says",
         predicted=("Qwen-Image Edit, 40 steps, v6e:2x4",),

@@ -67,7 +67,7 @@ from .precision import resolve as resolve_precision
 from .precision import title as precision_title
 from .progress import TOOK, Preview, Progress, Silent
 from .redact import redact
-from .units import GB, GIB, MIB, readable
+from .units import GB, GIB, MIB, loaded, readable
 
 if TYPE_CHECKING:
     import torch

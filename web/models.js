@@ -1,5 +1,6 @@
 // What a model does with a node's widgets: those that do nothing for it are hidden, with their values, in both of the page's
-// renderers. While a model is connected to a node, its own `model_id` and `precision` are such.
+// renderers. While a model is connected to a node, its own `model_id` and `precision` are such. Nodes of the classic renderer
+// hide advanced ones too, as Vue nodes do by themselves, unless they are shown on purpose or stand at another value.
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
@@ -8,30 +9,49 @@ import { say } from "./monitor/words.mjs";
 
 const REPLACED = ["model_id", "precision"];
 
+const ALWAYS = "Comfy.Node.AlwaysShowAdvancedWidgets";
+
+/** What the server declared of a node's inputs, by name: options of each. */
+function declared(node) {
+  const { required, optional } = node.constructor.nodeData?.input ?? {};
+  return Object.fromEntries(Object.entries({ ...required, ...optional }).map(([name, [, options]]) => [name, options ?? {}]));
+}
+
 function unusedBy(node) {
+  if (modelSocket(node) < 0) return new Set();
   const found = known(modelOf(node));
   const unused = found && node.comfyClass?.startsWith(found.family) ? found.unused : [];
   return new Set(node.inputs[modelSocket(node)].link == null ? unused : [...unused, ...REPLACED]);
 }
 
+const SOURCES = new Set(["TPUModelLoader", "TPURemote", "TPULoraLoader"]);
+const isOurs = (node) => modelSocket(node) >= 0 || SOURCES.has(node.comfyClass);
+
 function hideUnused(node) {
-  if (modelSocket(node) < 0 || !node.widgets) return;
-  const unused = unusedBy(node);
+  if (!isOurs(node) || !node.widgets) return;
+  const [unused, options] = [unusedBy(node), declared(node)];
+  const isShown = node.showAdvanced || app.extensionManager.setting.get(ALWAYS);
   // A link tells more than the model's name: what somebody has linked stays.
   const isLinked = (name) => node.inputs.some((input) => input.widget?.name === name && input.link != null);
   for (const widget of node.widgets) {
-    const isHidden = unused.has(widget.name) && !isLinked(widget.name);
-    if (isHidden === Boolean(widget.hidden)) continue;
-    widget.hidden = isHidden;
-    widget.options.hidden = isHidden; // here Vue nodes look
-    widget.disabled = isHidden; // and by this they notice
+    const isUnused = unused.has(widget.name) && !isLinked(widget.name);
+    const { advanced, default: first } = options[widget.name] ?? {};
+    const isFolded = Boolean(advanced) && !isShown && widget.value === first && !isLinked(widget.name);
+    widget.hidden = isUnused || isFolded; // for the classic renderer
+    // By this mark its menu has "Show Advanced"; a node without such widgets has no button in Vue either.
+    widget.advanced = !isUnused && (isFolded || Boolean(advanced && node.showAdvanced));
+    if (isUnused === Boolean(widget.options.hidden)) continue;
+    widget.options.hidden = isUnused; // here Vue nodes look
+    widget.options.advanced = Boolean(advanced) && !isUnused;
+    widget.disabled = isUnused; // and by this they notice
   }
   node.setDirtyCanvas?.(true, true);
 }
 
 /** As somebody changes it, the node becomes as much shorter or taller; a workflow's own sizes stay. */
-function fit(node) {
+function fit(node, first = () => {}) {
   const before = node.computeSize()[1];
+  first();
   hideUnused(node);
   const change = node.computeSize()[1] - before;
   if (change) node.setSize([node.size[0], node.size[1] + change]);
@@ -42,14 +62,13 @@ function everywhere(change) {
   for (const node of app.canvas?.graph?.nodes ?? []) change(node);
 }
 
-const SOURCES = new Set(["TPUModelLoader", "TPURemote", "TPULoraLoader"]);
-
 app.registerExtension({
   name: "comfyui-tpu.models",
   init: () => fetchModels(api),
   nodeCreated(node) {
-    if (modelSocket(node) < 0 && !SOURCES.has(node.comfyClass)) return;
-    const connected = node.onConnectionsChange;
+    if (!isOurs(node)) return;
+    const { onConnectionsChange: connected, toggleAdvanced: toggled } = node;
+    node.toggleAdvanced = () => fit(node, () => toggled?.call(node));
     node.onConnectionsChange = function (...change) {
       connected?.apply(this, change);
       everywhere(fit);
@@ -63,8 +82,10 @@ app.registerExtension({
         return result;
       };
     }
-    hideUnused(node);
+    fit(node);
   },
+  // The event comes before the value.
+  setup: () => app.ui.settings.addEventListener(`${ALWAYS}.change`, () => setTimeout(() => everywhere(fit))),
   afterConfigureGraph() {
     for (const node of app.canvas?.graph?.nodes ?? []) hideUnused(node);
   },
@@ -76,8 +97,7 @@ const LABEL_PX = 10;
 function label(node) {
   const boxes = node.widgets?.filter((widget) => widget.element?.tagName === "TEXTAREA") ?? [];
   if (!boxes.length || modelSocket(node) < 0) return;
-  const spec = node.constructor.nodeData?.input ?? {};
-  const first = ({ ...spec.required, ...spec.optional }).negative_prompt?.[1]?.default;
+  const first = declared(node).negative_prompt?.default;
   for (const box of boxes) {
     box.options.margin = LABEL_PX + 4;
     if (box.name !== "negative_prompt" || !first) continue;
@@ -123,10 +143,11 @@ async function ask(node, widget, before) {
   node.setDirtyCanvas?.(true, true);
 }
 
-/** An id with what there is to download, as the list shows it. */
+/** An id with what it takes to run it, as the list shows it. */
 function sized(id) {
-  const download = known(id)?.download;
-  return download ? say`${id} (as files ${download})` : String(id ?? "");
+  const { download, is_miniature: isMiniature } = known(id) ?? {};
+  if (isMiniature) return say`${id} (built-in miniature)`;
+  return download ? say`${id} (to download; as files ${download})` : String(id ?? "");
 }
 
 function letOthersBeTyped(node) {

@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import comfy.model_management
@@ -133,11 +133,19 @@ def _input(declared: Input, *, raw_link: bool) -> Any:
 def _options(declared: Input) -> list[str]:
     """Files are looked for whenever the page asks, as for core's nodes."""
     if declared.files == "models":
-        diffusers = folder_paths.get_folder_paths("diffusers")
-        return list(dict.fromkeys([*declared.options, *pipeline.choices(diffusers), *weights(*DENOISERS)]))
+        return _models(declared.options)
     if declared.files == "loras":
         return folder_paths.get_filename_list(declared.files)
     return [*declared.options, *(weights(declared.files) if declared.files else ())]
+
+
+def _models(published: Sequence[str]) -> list[str]:
+    """What needs no download before what is `published`; the miniatures last, or without a TPU first."""
+    choices = pipeline.choices(folder_paths.get_folder_paths("diffusers"))
+    miniatures = {spec.miniature.id for spec in pipeline.SPECS}
+    small = sorted((one for one in choices if one in miniatures), key=lambda one: pipeline.tiny.trained(one) is None)
+    large = [*(one for one in choices if one not in small), *weights(*DENOISERS), *published]
+    return list(dict.fromkeys([*large, *small] if pipeline.bus.device_files() else [*small, *large]))
 
 
 def _output(output: Output) -> Any:

@@ -1,5 +1,6 @@
 """The running node's view of ComfyUI: progress, previews, cancel and folders."""
 
+import re
 import time
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from . import previews
 # ComfyUI's folders that a model id is looked for in, and those with what it may name alone.
 _MODELS = ("diffusers", "diffusion_models", "checkpoints", "text_encoders", "vae", "vae_approx", "clip_vision")
 DENOISERS = ("diffusion_models", "checkpoints")
+# A number is not parted from its unit where the page breaks the line.
+_UNITS = re.compile(r"(?<=\d) (?=(?:s|[KMG]i?B)\b)")
 
 
 class ComfyHost:
@@ -33,7 +36,7 @@ class ComfyHost:
     def text(self, message: str) -> None:
         self._said = message
         if self._node_id is not None:
-            PromptServer.instance.send_progress_text(message, self._node_id)
+            PromptServer.instance.send_progress_text(_UNITS.sub("\N{NO-BREAK SPACE}", message), self._node_id)
 
     def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
         if self._bar is None or unit != self._unit:

@@ -10,7 +10,7 @@ import asyncio
 import functools
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,19 @@ def add(records: Records) -> None:
     """Adds the routes, and what looks at prompts; must be called while ComfyUI imports its nodes, it copies its table
     of routes only once.
     """
+    import folder_paths
     from server import PromptServer
 
     server = PromptServer.instance
     # The server has its queue later.
     ends = functools.cache(lambda: QueueEnd(server.prompt_queue))
     feed = Feed(lambda: {**pipeline.snapshot.stats(), "queue": ends().describe()})
-    add_routes(server.routes, request_unload=lambda: server.prompt_queue.set_flag("unload_models", True), feed=feed)
+    add_routes(
+        server.routes,
+        request_unload=lambda: server.prompt_queue.set_flag("unload_models", True),
+        feed=feed,
+        here=lambda: pipeline.choices(folder_paths.get_folder_paths("diffusers")),
+    )
     server.app.on_response_prepare.append(_keep_modules_fresh)
     server.add_on_prompt_handler(lambda data: _begin(_upgrade_prompt(data), records))
 
@@ -53,8 +59,11 @@ def add_routes(
     request_unload: Callable[[], None],
     feed: Feed | None = None,
     free: Callable[..., Any] = pipeline.free,
+    here: Callable[[], Collection[str]] = tuple,
 ) -> None:
-    """The handlers. `request_unload` is ComfyUI's own "unload models", which runs between prompts, never inside one."""
+    """The handlers. `request_unload` is ComfyUI's own "unload models", which runs between prompts, never inside one.
+    `here` says which models need no download.
+    """
     feed, freeing = feed or Feed(), _Freeing(free)
     upgrading = asyncio.Lock()  # a large workflow takes seconds, and memory: one at a time
 
@@ -65,7 +74,7 @@ def add_routes(
 
     @routes.get("/tpu/models")
     async def models(request: web.Request) -> web.Response:
-        return web.json_response(model.catalogue())
+        return web.json_response(model.catalogue(await asyncio.to_thread(here)))
 
     @routes.get("/tpu/about")
     async def about_pack(request: web.Request) -> web.Response:

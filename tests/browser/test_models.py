@@ -12,6 +12,7 @@ from comfyui_tpu.nodes.inputs import unused
 from comfyui_tpu.tests.browser.page import IS_DRAWN, SCREENSHOTS, needs_browser, opened
 from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 
 pytestmark = [needs_comfyui, needs_browser]
@@ -55,10 +56,10 @@ def page(server: Server, is_vue: bool) -> Iterator[Any]:
     server.post("/settings", {"Comfy.VueNodes.Enabled": False, "Comfy.Node.AlwaysShowAdvancedWidgets": False})
 
 
-def load(page: Any, document: Any = EXAMPLE) -> None:
+def load(page: Any, document: Any = EXAMPLE, *, is_shown: bool = True) -> None:
     page.evaluate("(workflow) => app.loadGraphData(workflow)", document)
     page.wait_for_function(IS_DRAWN)
-    page.evaluate("app.graph.nodes.forEach((node) => { node.showAdvanced = true; })")
+    page.evaluate("(is_on) => app.graph.nodes.forEach((node) => { node.showAdvanced = is_on; })", is_shown)
 
 
 def shot(page: Any, name: str) -> None:
@@ -127,7 +128,7 @@ def test_the_list_of_models_says_how_much_there_is_to_download(page: Any, is_vue
             .widgets.find((one) => one.name === "model_id").options.getOptionLabel(id)""",
         TWO.published.hub_id,
     )
-    assert label == f"{TWO.published.hub_id} (as files fp8 36 GB, fp16 69 GB)"
+    assert label == f"{TWO.published.hub_id} (to download; as files fp8 36 GB, fp16 69 GB)"
     if is_vue:
         page.locator("button[aria-haspopup=listbox][aria-label=model_id]").first.click()
     else:
@@ -142,6 +143,54 @@ def test_the_list_of_models_says_how_much_there_is_to_download(page: Any, is_vue
     page.get_by_text("fp8 36 GB, fp16 69 GB").first.wait_for()
     shot(page, f"models-list-{'vue' if is_vue else 'canvas'}")
     page.keyboard.press("Escape")
+
+
+def test_the_list_begins_with_what_runs_without_a_tpu(server: Server, page: Any):
+    (name, options) = server.get("/object_info/TPUModelLoader")["TPUModelLoader"]["input"]["required"]["model_id"]
+    assert name == "COMBO" and options["default"] == ONE.published.hub_id  # a new node's value is what it was
+    trained = [tiny.trained(one) is not None for one in options["options"] if one.startswith("tiny/")]
+    assert options["options"][: len(trained)] == [one for one in options["options"] if one.startswith("tiny/")]
+    assert trained == sorted(trained, reverse=True) and trained[0]
+    load(page)
+    label = page.evaluate(
+        """() => app.graph.nodes.find((one) => one.type === "TPUModelLoader")
+            .widgets.find((one) => one.name === "model_id").options.getOptionLabel("tiny/wan21")"""
+    )
+    assert label == "tiny/wan21 (built-in miniature)"
+
+
+def test_advanced_inputs_are_hidden_until_they_are_shown_or_set(page: Any, is_vue: bool):
+    """Of a Vue node ComfyUI hides those that are set, too."""
+    advanced = {"scheduler", "sigmas", "end_step", "step_cache"}
+    toggle = f"""() => {{
+        const node = app.graph.nodes.find((one) => one.type === "{SAMPLER}");
+        const before = node.size[1];
+        node.toggleAdvanced();
+        return node.size[1] - before;
+    }}"""
+    page.evaluate(ALWAYS, False)
+    try:
+        load(page, is_shown=False)
+        is_hidden(page, is_vue, advanced, among=advanced)
+        is_hidden(
+            page, is_vue, {"quality", "precision"}, among={"quality", "precision", "family"}, kind="TPUModelLoader"
+        )
+        if not is_vue:
+            assert page.evaluate(toggle) > 0
+            is_hidden(page, is_vue, set(), among=advanced)
+            assert page.evaluate(toggle) < 0
+            is_hidden(page, is_vue, advanced, among=advanced)
+            document = copy.deepcopy(EXAMPLE)
+            (sampler,) = (node for node in document["nodes"] if node["type"] == SAMPLER)
+            sampler["widgets_values"][sampler["widgets_values"].index("checkpoint")] = "FlowMatchEulerDiscreteScheduler"
+            load(page, document, is_shown=False)
+            is_hidden(page, is_vue, advanced - {"scheduler"}, among=advanced)
+    finally:
+        page.evaluate(ALWAYS, True)
+    is_hidden(page, is_vue, set(), among=advanced)
+
+
+ALWAYS = "(is_on) => app.extensionManager.setting.set('Comfy.Node.AlwaysShowAdvancedWidgets', is_on)"
 
 
 def test_prompt_boxes_are_labelled_and_the_makers_negative_prompt_is_said_to_be_theirs(page: Any, is_vue: bool):

@@ -130,7 +130,7 @@ def sharded_by_use(folder: Path, spec_name: str, component_name: str) -> dict[st
     [("flux2-dev", "text_encoder"), ("hunyuanvideo1.5-t2v-720p", "text_encoder"), ("wan2.1-t2v-14b", "vae_decoder")],
 )
 def test_a_file_without_a_tensor_that_is_loaded_need_not_be_there(tmp_path: Path, spec_name: str, component_name: str):
-    """A quarter of Flux.2's text encoder: layers after the last state, the vision tower, the head of a chatbot."""
+    """A quarter of FLUX.2's text encoder: layers after the last state, the vision tower, the head of a chatbot."""
     files = sharded_by_use(tmp_path / "model", spec_name, component_name)
     spec = next(spec for spec in SPECS if spec.name == spec_name)
     folder = tmp_path / "model" / spec.component(component_name).folder

@@ -46,11 +46,11 @@ def test_every_program_of_the_miniature_is_timed_and_recorded(record: Path):
 def test_the_report_says_what_was_measured_and_on_what(record: Path):
     found = measured.read(record)
     text = bench.text(found)
-    assert text.startswith(f"the miniature of Flux.2 klein 4B on {found.num_devices} x ")
+    assert text.startswith(f"the miniature of FLUX.2 klein 4B on {found.num_devices} x ")
     assert ", float32, int8. " in text
     assert "on no TPU: they say nothing of speed" in text
     assert "One generation of the miniature, on no TPU, measured: " in text
-    assert text.endswith("This was not Flux.2 klein 4B but its miniature: none of it says how fast a TPU is.")
+    assert text.endswith("This was not FLUX.2 klein 4B but its miniature: none of it says how fast a TPU is.")
     real = replace(found, is_tiny=False, programs=(replace(found.programs[1], median_s=0.5, predicted_s=0.25),))
     assert "Fullest device: says nothing of its memory." in text
     full = replace(real, hbm_peak_bytes=3 * GIB, hbm_reserved_peak_bytes=27 * GIB, hbm_limit_bytes=31 * GIB)

@@ -221,7 +221,7 @@ def old_pack(machine: HostMachine) -> None:
     text = (
         'NODE_CLASS_MAPPINGS = {\n    "Flux2TPUSampler": Flux2TPUSampler,\n    "Flux2TextEncoder": Flux2TextEncoder,\n}'
     )
-    write(machine.comfyui / "custom_nodes/ComfyUI-Flux.2-TPU/nodes.py", text)
+    write(machine.comfyui / "custom_nodes/ComfyUI-FLUX.2-TPU/nodes.py", text)
 
 
 def new_style(machine: HostMachine) -> None:
@@ -357,7 +357,7 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
     "a link to nowhere": (comfyui.this_pack, dangling, "Gone leads to /nowhere/at/all", "/custom_nodes/Gone"),
     "separate packs": (
         comfyui.other_packs, old_pack,
-        "ComfyUI-Flux.2-TPU has nodes of the same names (Flux2TPUSampler, Flux2TextEncoder)", "Flux.2-TPU.disabled",
+        "ComfyUI-FLUX.2-TPU has nodes of the same names (Flux2TPUSampler, Flux2TextEncoder)", "FLUX.2-TPU.disabled",
     ),
     "the same node of another": (comfyui.other_packs, new_style, "wan.py has nodes of the same", "wan.py.disabled"),
     "a monitor that starts the TPU": (

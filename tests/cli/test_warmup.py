@@ -254,7 +254,7 @@ def test_a_loaders_quality_is_one_that_its_model_has(asked: Asked, tmp_path: Pat
             ["--model", "wan2.1-t2v-14b", "--cache-start", "3"],
             "Wan 2.1 T2V 14B: this model has no cache_start. Leave --",
         ),
-        (["--model", "flux2-dev", "--num-frames", "5"], "Flux.2 dev: this model has no num_frames. Leave --num-frames"),
+        (["--model", "flux2-dev", "--num-frames", "5"], "FLUX.2 dev: this model has no num_frames. Leave --num-frames"),
         (["--model", "wan2.1-t2v-14b", "--height", "81"], "Wan 2.1 T2V 14B: height is 81; it must be a multiple of 16"),
     ],
 )

@@ -142,11 +142,11 @@ def test_an_example_gives_its_result_and_clients_see_progress_text_and_previews(
     assert any(text.startswith("Denoising") for text in client.texts()), client.texts()
     assert any(text.startswith("Loading") for text in client.texts()), client.texts()
     took = [text for text in client.texts() if text.startswith("Took")]
-    assert re.fullmatch(r"Took \d+\.\d s(: .+)?", client.texts()[-1]), client.texts()
-    assert any(re.search(r"loading \d+\.\d s", text) for text in took), took
+    assert re.fullmatch(r"Took \d+\.\d\u00a0s(: .+)?", client.texts()[-1]), client.texts()
+    assert any(re.search(r"loading \d+\.\d\ss", text) for text in took), took
     pictures = client.pictures()
     assert pictures, f"no preview of {stem}\n{server.log_tail()}"
-    # The latents of 112x80; Flux.2's show their 2x2 pixels. ComfyUI may enlarge, keeping the shape.
+    # The latents of 112x80; FLUX.2's show their 2x2 pixels. ComfyUI may enlarge, keeping the shape.
     wanted = (14, 10)
     assert all(abs(picture.width * wanted[1] - picture.height * wanted[0]) <= 14 * 2 for picture in pictures), [
         picture.size for picture in pictures

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pytest
 import torch
 from comfyui_tpu.tests.support.host import Cancelled, Host, Runner
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
-from comfyui_tpu.tpu_runtime.cache import store
+from comfyui_tpu.tpu_runtime.cache import store, xla_cache
 from comfyui_tpu.tpu_runtime.checkpoints import read_ahead
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Expected, Lora, ModelRef
 from comfyui_tpu.tpu_runtime.engine import program_cache, run, telemetry
@@ -42,6 +43,7 @@ class Compiler:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[str] = []
+        self.cached: set[str] = set()
         self.fails: dict[str, list[Exception]] = {}
         self._allowed: dict[str, threading.Event] = {}
         self.counts: Counter[str] = Counter()
@@ -59,10 +61,12 @@ class Compiler:
 
     def _obtain(self, name: str) -> tuple[Any, bool]:
         self.begun.append(name)
+        if name not in self.cached:
+            xla_cache._of_thread.missed()  # as JAX's cache does
         assert self.event(name).wait(PATIENCE_S)
         if self.fails.get(name):
             raise self.fails[name].pop()
-        return Program(name), True
+        return Program(name), name not in self.cached
 
     def note(self, *names: str) -> None:
         for name in names:
@@ -132,7 +136,8 @@ def test_a_stage_waits_for_what_is_compiled_behind_it_and_can_be_cancelled(compi
     compiler.note("decoder")
     until(lambda: compiler.begun)
     waiting = in_thread(lambda: compiler.get("decoder"))
-    until(lambda: compiler.host.said == ["Compiling the decoder (once for this size)"])
+    said = ["Preparing the program of the decoder", "Compiling the decoder (once for this size)"]
+    until(lambda: compiler.host.said == said)
     assert compiler.behind() == []  # the stage's own now
     compiler.host.is_cancelled = True
     assert isinstance(waiting(), Cancelled)
@@ -151,9 +156,11 @@ def test_who_waits_is_told_how_long_it_took_the_last_time_for_another_size(compi
         def step(self, done: int, total: int, unit: str, preview: Any = None) -> None:
             self.steps.append((done, total, unit))
 
+    watched = telemetry.Watched(host=Bar(), activity=ACTIVITY)
+    first = in_thread(lambda: compiler.cache.get(wanted("832x480"), watched))
+    until(lambda: watched.host.said[1:] == ["Compiling the denoiser for 832x480 (once for this size)"])
     compiler.allow("832x480")
-    compiler.cache.get(wanted("832x480"), watched := telemetry.Watched(host=Bar(), activity=ACTIVITY))
-    assert watched.host.said == ["Compiling the denoiser for 832x480 (once for this size)"]
+    assert first() == "832x480"
     assert float(program_cache.SECONDS.get(wanted("832x480").kind) or "") >= 0  # what it took is kept
     program_cache.SECONDS.put(wanted("1280x720").kind, b"90")
     waiting = in_thread(lambda: compiler.cache.get(wanted("1280x720"), watched))
@@ -169,6 +176,18 @@ def test_who_waits_is_told_how_long_it_took_the_last_time_for_another_size(compi
     for content in (b"nan", b"-1", b"1e9", b"soon"):
         program_cache.SECONDS.put(wanted("1280x720").kind, content)
         assert program_cache._expected_s(wanted("832x480")) == 0
+
+
+def test_what_is_cached_is_not_said_to_be_compiled(compiler: Compiler):
+    compiler.cached = {"decoder"}
+    activity = telemetry.Activity(stage="decode", model="m")
+    watched = telemetry.Watched(host=compiler.host, activity=activity)
+    waiting = in_thread(lambda: compiler.cache.get(compiler.wanted("decoder"), watched))
+    time.sleep(2 * program_cache.LOOK_AGAIN_S)
+    assert not activity.compiling
+    compiler.allow("decoder")
+    assert waiting() == "decoder" and activity.compiling_s == 0 < activity.preparing_s
+    assert compiler.host.said == ["Preparing the program of the decoder"]
 
 
 def test_a_stage_need_not_wait_for_others_programs(compiler: Compiler):

@@ -82,7 +82,7 @@ def test_a_stage_that_computes_nonsense_stops(tmp_path: Path, stage: Callable, p
         with pytest.raises(ValueError) as error:
             stage(model)
         assert str(error.value) == (
-            f"Flux.2 dev: {what} are not finite (NaN or infinite), in float32. The checkpoint is probably "
+            f"FLUX.2 dev: {what} are not finite (NaN or infinite), in float32. The checkpoint is probably "
             "damaged: download it again, or try another."
         )
 
@@ -105,7 +105,7 @@ def test_denoising_stops_at_the_first_step_that_is_not_finite(monkeypatch: pytes
         return solver
 
     monkeypatch.setattr(solver_table, "tabulate", spoilt)
-    with pytest.raises(ValueError, match="Flux.2 dev: from step 3 of 4 on, the latents are not finite"):
+    with pytest.raises(ValueError, match="FLUX.2 dev: from step 3 of 4 on, the latents are not finite"):
         denoise(progress=progress)
     assert progress.done == [0, 1, 2]
 
@@ -127,7 +127,7 @@ def test_where_a_lora_is_merged_the_checkpoint_is_not_blamed(tmp_path: Path):
     with pytest.raises(ValueError) as error:
         denoise(replace(MODEL, loras=loras))
     assert str(error.value) == (
-        "Flux.2 dev: from step 1 of 4 on, the latents are not finite (NaN or infinite), in float32. It is probably "
+        "FLUX.2 dev: from step 1 of 4 on, the latents are not finite (NaN or infinite), in float32. It is probably "
         "caused by wild.safetensors, merged into the weights: lower the strength, or leave it out."
     )
     assert np.isfinite(np.asarray(denoise()["samples"])).all()  # the same engine, without it
@@ -148,12 +148,12 @@ def test_what_comes_in_from_elsewhere_is_named():
     """Before a weight is read: it is not the model's fault."""
     runner = Runner(jax.devices()[:2])
     bad = torch.full((1, 512, 120), torch.inf)
-    with pytest.raises(ValueError, match="Flux.2 dev: prompt_embeds holds values that are not finite"):
+    with pytest.raises(ValueError, match="FLUX.2 dev: prompt_embeds holds values that are not finite"):
         runner.denoise(MODEL, SETTINGS, [[bad, {}]], None, Silent())
     condition = {"tpu_family": SPEC.family, "tensors": {"reference_0": torch.full((1, 128, 4, 4), torch.nan)}}
-    with pytest.raises(ValueError, match="Flux.2 dev: condition holds values that are not finite"):
+    with pytest.raises(ValueError, match="FLUX.2 dev: condition holds values that are not finite"):
         runner.denoise(MODEL, SETTINGS, [[torch.zeros_like(bad), {}]], None, Silent(), condition)
-    with pytest.raises(ValueError, match="Flux.2 dev: the LATENT holds values that are not finite"):
+    with pytest.raises(ValueError, match="FLUX.2 dev: the LATENT holds values that are not finite"):
         runner.decode(MODEL, {"samples": LATENT["samples"] - torch.inf}, Silent())
     assert runner.counts["load"] == runner.counts["compile"] == 0
 

@@ -145,7 +145,7 @@ def swapped(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([second, first])
 
 
-# What Flux.2 and HunyuanVideo 1.5 have in common: projections of both streams as one, embedders, and their attention.
+# What FLUX.2 and HunyuanVideo 1.5 have in common: projections of both streams as one, embedders, and their attention.
 FUSED: Renames = (("attn.qkv", r"attn\.to_{}"), ("attn.added", r"attn\.add_{}_proj"))
 
 

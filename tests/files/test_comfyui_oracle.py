@@ -57,7 +57,7 @@ def test_another_denoiser_is_what_comfyui_reads(kind: str, tmp_path: Path):
     folder = saved(kind, tmp_path / "folder", **DENOISERS[kind])
     path = single_files.write(tmp_path / "file.safetensors", folder, kind)
     (theirs,) = read_by_comfyui(tmp_path, ("model", path))
-    # Of Flux.2 ComfyUI renames the norms' scales.
+    # Of FLUX.2 ComfyUI renames the norms' scales.
     ours = {
         name.removesuffix(".scale") + ".weight" * name.endswith(".scale"): x for name, x in read_by_us(path).items()
     }

@@ -72,7 +72,7 @@ def test_files_of_every_model_hold_its_folders_tensors(spec: ModelSpec, tmp_path
     family = next(one for one in FLAGSHIPS if one.family == spec.family)
     assert variant(family, rest(spec, *files)).name == spec.name
     ours, theirs = own_tensors(spec, rest(spec, *files)), own_tensors(spec, spec.miniature.random_id)
-    # Flux.2's repackaged Mistral has the layers that are read, and no more.
+    # FLUX.2's repackaged Mistral has the layers that are read, and no more.
     assert ours.keys() == theirs.keys()
     assert not [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
 

@@ -207,7 +207,7 @@ def test_lanes_that_do_not_fill_registers_are_left_to_xla():
 @pytest.mark.parametrize(
     ("ins", "outs", "most_groups"),
     [(5120, [5120] * 3, 1), (13824, [5120], 1), (3072, [9216, 9216], 1), (6144, [18432, 18432], 4)],
-    ids=["Wan's heads", "Wan's second", "klein", "Flux.2 on one chip"],
+    ids=["Wan's heads", "Wan's second", "klein", "FLUX.2 on one chip"],
 )
 def test_weights_of_the_models_are_read_once_where_they_fit(
     ins: int, outs: list[int], most_groups: int, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -32,7 +32,7 @@ FILES = {
 }
 
 
-# What ComfyUI also takes for every Flux: names of Flux.1's modules in diffusers, of which Flux.2's has none.
+# What ComfyUI also takes for every Flux: names of Flux.1's modules in diffusers, of which FLUX.2's has none.
 FLUX1 = re.compile(
     r"(single_)?transformer_blocks\.\d+\.(ff(_context)?\.net\.|norm1(_context)?\.linear|attn\.to_[qkv]$|proj_mlp|proj_out|norm\.linear)"
     r"|time_text_embed\.|controlnet_x_embedder"

@@ -1,4 +1,4 @@
-"""Flux.2 against `diffusers.Flux2Pipeline` on the CPU in float32: every stage and the whole, on 1, 3 and 8 chips."""
+"""FLUX.2 against `diffusers.Flux2Pipeline` on the CPU in float32: every stage and the whole, on 1, 3 and 8 chips."""
 
 import functools
 import json
@@ -264,11 +264,11 @@ def test_every_setting_changes_the_result(change: dict):
         (
             "height",
             1000,
-            "Flux.2 dev: height is 1000; it must be a multiple of 16 between 64 and 2048. Use 992 or 1008.",
+            "FLUX.2 dev: height is 1000; it must be a multiple of 16 between 64 and 2048. Use 992 or 1008.",
         ),
-        ("width", 4096, "Flux.2 dev: width is 4096; it must be a multiple of 16 between 64 and 2048. Use 2048."),
-        ("num_inference_steps", 0, "Flux.2 dev: num_inference_steps is 0; it must be between 1 and 100. Use 1."),
-        ("guidance_scale", -1.0, "Flux.2 dev: guidance_scale is -1.0; it must be between 0.0 and 20.0. Use 0.0."),
+        ("width", 4096, "FLUX.2 dev: width is 4096; it must be a multiple of 16 between 64 and 2048. Use 2048."),
+        ("num_inference_steps", 0, "FLUX.2 dev: num_inference_steps is 0; it must be between 1 and 100. Use 1."),
+        ("guidance_scale", -1.0, "FLUX.2 dev: guidance_scale is -1.0; it must be between 0.0 and 20.0. Use 0.0."),
     ],
 )
 def test_bad_numbers_are_refused_with_what_would_do(name: str, value: Any, sentence: str):

@@ -1,4 +1,4 @@
-"""Flux.2 klein against `diffusers.Flux2KleinPipeline` on the CPU in float32: distilled, and base with guidance."""
+"""FLUX.2 klein against `diffusers.Flux2KleinPipeline` on the CPU in float32: distilled, and base with guidance."""
 
 import copy
 import functools

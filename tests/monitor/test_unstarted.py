@@ -15,7 +15,7 @@ from comfyui_tpu.tpu_runtime.engine import current
 from comfyui_tpu.tpu_runtime.monitor import bus, metrics_service, snapshot
 from comfyui_tpu.tpu_runtime.monitor.feed import Feed
 from comfyui_tpu.tpu_runtime.monitor.readings import Sampler
-from comfyui_tpu.tpu_runtime.monitor.unstarted import Unstarted
+from comfyui_tpu.tpu_runtime.monitor.unstarted import NO_TPU, Unstarted
 
 tpu_info = pytest.importorskip("tpu_info.device", reason="no tpu-info: it is for Linux")
 fake_tpu = pytest.importorskip("comfyui_tpu.tests.support.fake_tpu")
@@ -49,7 +49,7 @@ def test_the_bus_names_and_counts_the_chips(tmp_path: Path, kind: str, num_chips
 def test_a_machine_without_chips_says_nothing_of_them(tmp_path: Path):
     for root in (tmp_path / "empty", plug(tmp_path / "network", "v6e", 0)):
         assert bus.chips(root) is None
-        assert stats(root, closed())["message"] == snapshot.NOT_STARTED
+        assert stats(root, closed())["message"] == NO_TPU
 
 
 @pytest.mark.parametrize(

@@ -374,7 +374,7 @@ SOUND: set[str] = set()
 SIBLINGS = ("wan2.2-i2v-a14b", "hunyuanvideo1.5-i2v-720p")
 ALIKE = (
     *(f"{name}-{stage}" for name in SIBLINGS for stage in ("denoise", "decode")),
-    # Autoencoders with the layers of Flux.2's, and of Wan's.
+    # Autoencoders with the layers of FLUX.2's, and of Wan's.
     "z-image-turbo-decode",
     "qwen-image-2512-decode",
     # A step that is sharded as Wan's is, and decoders whose layers are split as its are.

@@ -121,7 +121,7 @@ def test_one_flipped_weight_on_one_chip_is_red(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_a_rule_that_replicates_what_the_code_takes_to_be_split_is_red(monkeypatch: pytest.MonkeyPatch):
-    """Flux.2's output projections, whose rows a chip takes for its own: on one chip nothing is wrong."""
+    """FLUX.2's output projections, whose rows a chip takes for its own: on one chip nothing is wrong."""
     spec = spec_by_name("flux2-dev")
     part, pattern = spec.component("transformer"), "single_transformer_blocks.*.attn.out"
     rules = tuple(Rule(pattern, REPLICATED) if rule.pattern == pattern else rule for rule in part.rules)
@@ -140,7 +140,7 @@ def test_a_rule_that_replicates_what_the_code_takes_to_be_split_is_red(monkeypat
     )
     steps = families._stages(changed, settings, reference, host, families.engine(jax.devices()[:2]), "float32")
     row = next(checks.perform(check, Silent()) for check in steps if check.stage == "first step")
-    assert row.title == "Flux.2 dev: first step (float32)" and not row.is_good
+    assert row.title == "FLUX.2 dev: first step (float32)" and not row.is_good
     assert row.error is not None and row.error > 100 * families.TIGHT.error
 
 

@@ -1,4 +1,4 @@
-"""The miniature of Flux.2 klein: text to image, and changes of a picture that is given."""
+"""The miniature of FLUX.2 klein: text to image, and changes of a picture that is given."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ upstream: Any = diffusers  # its classes appear when they are asked for, which n
 TAG, SOURCE = "text-to-image", "still"
 SHARED: dict[str, str] = {}  # parts that another miniature has
 CARD = """\
-The classes of Flux.2 klein, made small and trained from nothing by `tools/train_miniature.py`: for demonstrations and
+The classes of FLUX.2 klein, made small and trained from nothing by `tools/train_miniature.py`: for demonstrations and
 tests, of prompts, references, seeds and previews, on machines where the real model does not fit.
 
 It knows sentences such as "a large red circle left on blue" and "a red circle and a small green square on black": one
@@ -91,7 +91,7 @@ STEPS, RATE = 11500, 2e-3
 COUNTS = (28, 18)
 PADDING = 4  # of the tokens after the prompt are looked at in a step; they stand for all
 
-# How ComfyUI shows a step of Flux.2 (`comfy.latent_formats.Flux2`): red, green and blue of each channel.
+# How ComfyUI shows a step of FLUX.2 (`comfy.latent_formats.Flux2`): red, green and blue of each channel.
 RGB_FACTORS = (
     (0.0058, 0.0113, 0.0073), (0.0495, 0.0443, 0.0836), (-0.0099, 0.0096, 0.0644), (0.2144, 0.3009, 0.3652),
     (0.0166, -0.0039, -0.0054), (0.0157, 0.0103, -0.0160), (-0.0398, 0.0902, -0.0235), (-0.0052, 0.0095, 0.0109),

@@ -5,8 +5,10 @@ generation, of which its user waits for at most 0.5 s (docs/LOG.md, 2026-11-24):
 and steps run. So the pack serializes no executables of its own.
 """
 
+import contextlib
 import functools
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ CACHE_HIT = "/jax/compilation_cache/cache_hits"
 CACHE_MISS = "/jax/compilation_cache/cache_misses"
 STORE = Store("xla", code=True)
 
+_JAX_READ = compiler._cache_read
 _of_thread = threading.local()
 
 
@@ -56,6 +59,23 @@ def cached_by_thread() -> int:
     return getattr(_of_thread, "cached", 0)
 
 
+@contextlib.contextmanager
+def when_missed(tell: Callable[[], None]) -> Iterator[None]:
+    """Calls `tell` when JAX did not find in the persistent cache what this thread asks for, before XLA begins."""
+    _of_thread.missed = tell
+    try:
+        yield
+    finally:
+        del _of_thread.missed
+
+
+def _read(*asked: Any) -> Any:
+    found = _JAX_READ(*asked)
+    if found[0] is None and (tell := getattr(_of_thread, "missed", None)):
+        tell()
+    return found
+
+
 def use_persistent_cache() -> None:
     """Lets XLA's compiled programs outlive the process. Called before the first compilation.
 
@@ -65,6 +85,7 @@ def use_persistent_cache() -> None:
     if cache_folder() in folder.parents:
         compilation_cache.get_file_cache = lambda path: (_XlaEntries(path), path)
         compiler._cache_write = _write
+    compiler._cache_read = _read
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -95,21 +95,22 @@ def denoise(
                 progress.text(f"Denoising, {len(steps)} steps")
                 progress.step(0, len(steps), "step")
             stage.check(f"step {index + 1} of {expert}")
-            state = solver_table.with_noise(state, noise)
-            times, scale = (table.timesteps[index], table.next_timesteps[index]), np.float32(plan.experts[index][1])
-            args = denoise_step.StepArgs(state, table.table[index], *times, placed, scale)
-            *state, denoised, is_finite = program(weights, *args)
-            state, before = tuple(state), launched
-            # Right behind its step: the picture is there when the step is.
-            launched = Launched(index=index, denoised=denoised, is_finite=is_finite, picture=pictured(denoised))
-            noise = next(noises, None)  # drawn while the devices are at work
-            if before is not None:
-                _settle(stage, plan, before)
-            if index < part[-1] and _goes_ahead(stage, program):
-                _near_end(stage, launched)
-            else:
-                _settle(stage, plan, launched)
-                launched = None
+            with progress.activity.spends("running_s"):
+                state = solver_table.with_noise(state, noise)
+                times, scale = (table.timesteps[index], table.next_timesteps[index]), np.float32(plan.experts[index][1])
+                args = denoise_step.StepArgs(state, table.table[index], *times, placed, scale)
+                *state, denoised, is_finite = program(weights, *args)
+                state, before = tuple(state), launched
+                # Right behind its step: the picture is there when the step is.
+                launched = Launched(index=index, denoised=denoised, is_finite=is_finite, picture=pictured(denoised))
+                noise = next(noises, None)  # drawn while the devices are at work
+                if before is not None:
+                    _settle(stage, plan, before)
+                if index < part[-1] and _goes_ahead(stage, program):
+                    _near_end(stage, launched)
+                else:
+                    _settle(stage, plan, launched)
+                    launched = None
     ended = tuple(np.array(part) for part in state)
     return replace(standing, state=ended), np.array(denoised)
 
@@ -156,8 +157,8 @@ def _settle(stage: Stage, plan: Denoising, launched: Launched) -> None:
     )
     done, total = plan.steps.index(launched.index) + 1, len(plan.steps)
     stage.progress.step(done, total, "step", preview)
-    if seconds := stage.progress.activity.seconds_per_unit:
-        stage.progress.text(f"Denoising, step {done} of {total}, {seconds:.2f} s a step")
+    if pace := stage.progress.activity.pace():
+        stage.progress.text(f"Denoising, step {done} of {total}, {pace}")
 
 
 def _placed(program: Runnable, state: tuple[Any, ...], inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -248,9 +249,7 @@ def programs_wanted(stage: Stage, plan: Denoising, inputs: Inputs) -> dict[str, 
         name: x.shape for name, x in inputs.items() if spec.pictures.are_references and name.startswith("reference_")
     }
     bounded = all(
-        score_bound.is_bounded(
-            spec, component, stage.found.fetch_weights(component, stage.progress), stage.added_to_norms(component)
-        )
+        score_bound.is_bounded(spec, component, stage.fetched(component), stage.added_to_norms(component))
         for component in map(spec.component, spec.denoiser.experts)
     )
     shape = replace(plan.shape, references=references, bounded=bounded)

@@ -5,14 +5,13 @@ before (`note`) and compiled behind the running one, in that order. XLA cannot b
 finished and kept, whoever does not want it any more.
 """
 
-import contextlib
 import json
 import logging
 import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +19,7 @@ import jax
 import torch
 
 from ..cache.store import Store, signature
+from ..cache.xla_cache import when_missed
 from ..machine.fallbacks import Unsupported
 from ..programs import executables
 from ..programs.executables import Executable
@@ -77,10 +77,14 @@ class Compilation:
     digest: str
     started: float | None = None
     is_awaited: bool = False  # by a stage
+    is_new: bool = False  # XLA's cache does not have it
     done: threading.Event = field(default_factory=threading.Event)
     found: Executable | None = None
     error: BaseException | None = None
     _program: Program | None = None
+
+    def not_cached(self) -> None:
+        self.is_new = True
 
     @property
     def program(self) -> Program:
@@ -130,19 +134,25 @@ class ProgramCache:
         expected_s = _expected_s(one.wanted)
         about = f", about {expected_s:.0f} s, as the last time" if expected_s >= 1 else ""
         begun = f"; begun {age_s:.0f} s ago" if age_s >= 1 else ""
-        progress.text(f"Compiling {one.wanted.title} (once for this size{about}{begun})")
-        began, said = time.monotonic() - age_s, None
+        progress.text(f"Preparing the program of {one.wanted.title}")
+        activity, waiting = progress.activity, time.monotonic()
+        began, said = waiting - age_s, None
         try:
-            with _flagged(progress.activity):
-                while not one.done.wait(LOOK_AGAIN_S):
-                    progress.check_cancelled()
-                    # The bar stays short of its end until that is reached.
-                    now = int(min(time.monotonic() - began, expected_s - 1))
-                    if expected_s >= LEAST_BAR_S and now != said:
-                        progress.step(now, int(expected_s), SECOND)
-                        said = now
+            while not one.done.wait(LOOK_AGAIN_S):
+                progress.check_cancelled()
+                if not one.is_new:
+                    continue
+                if not activity.compiling:
+                    activity.compiling = True
+                    progress.text(f"Compiling {one.wanted.title} (once for this size{about}{begun})")
+                # The bar stays short of its end until that is reached.
+                now = int(min(time.monotonic() - began, expected_s - 1))
+                if expected_s >= LEAST_BAR_S and now != said:
+                    progress.step(now, int(expected_s), SECOND)
+                    said = now
         finally:
-            one.is_awaited = False
+            one.is_awaited = activity.compiling = False
+            activity.spent("compiling_s" if one.is_new else "preparing_s", time.monotonic() - waiting)
         progress.check_cancelled()
 
     def note(self, wanted: Wanted) -> Compilation | Executable:
@@ -201,31 +211,21 @@ class ProgramCache:
     def _compile(self, one: Compilation) -> None:
         try:
             began = time.monotonic()
-            with torch.no_grad():  # a thread begins with gradients
-                found, is_new = executables.obtain(one.program)
-            if is_new:
+            with torch.no_grad(), when_missed(one.not_cached):  # a thread begins with gradients
+                found, one.is_new = executables.obtain(one.program)
+            if one.is_new:
                 SECONDS.put(one.wanted.kind, f"{time.monotonic() - began:.1f}".encode())
             with self._lock:
                 # Where it does not fit next to what runs, its stage takes it from XLA's cache.
                 if one.is_awaited or self._device_cache.has_room(found):
                     self._device_cache.add_program(one.digest, found)
-                self._counts["compile"] += is_new
+                self._counts["compile"] += one.is_new
             one.found = found
         except BaseException as error:  # handed on to the stage that waits
             one.error = error
         with self._lock:
             self._coming.pop(one.digest, None)
         one.done.set()
-
-
-@contextlib.contextmanager
-def _flagged(activity: telemetry.Activity) -> Iterator[None]:
-    activity.compiling, began = True, time.monotonic()
-    try:
-        yield
-    finally:
-        activity.compiling = False
-        activity.compiling_s += time.monotonic() - began
 
 
 def _expected_s(wanted: Wanted) -> float:

@@ -262,7 +262,7 @@ def latents(stage: Stage, pixels: torch.Tensor) -> torch.Tensor:
 
 def _wanted(stage: Stage, name: str, part: _Part) -> Wanted:
     spec, config, component = stage.spec, stage.config(name), stage.spec.component(name)
-    folder = stage.found.fetch_weights(component, stage.progress)
+    folder = stage.fetched(component)
     bounded = score_bound.is_bounded(spec, component, folder, stage.added_to_norms(component))
     shape = StepShape(
         latent_shape=(1, *part.sample.shape[1:]), branches=part.rows, quality=stage.model.quality, bounded=bounded,

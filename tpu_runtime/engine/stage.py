@@ -1,7 +1,6 @@
 """One stage at work: a located checkpoint, what it is compiled for, the host that watches, and the caches it uses."""
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,8 +92,9 @@ class Stage:
         weights = self.weights(request.component, executable)
         self.check(executable.program.name)
         args = jax.tree.map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, request.args)
-        result, carried, is_finite = executable(weights, *args)
-        result, is_finite = jax.device_get((result, is_finite))
+        with self.progress.activity.spends("running_s"):
+            result, carried, is_finite = executable(weights, *args)
+            result, is_finite = jax.device_get((result, is_finite))
         if not is_finite:
             raise self.not_finite(f"values of the {request.component.replace('_', ' ')}")
         return result, carried
@@ -131,6 +131,11 @@ class Stage:
         activity.needed_bytes = max(activity.needed_bytes, needed)
         return resident.weights
 
+    def fetched(self, component: Component) -> Path:
+        """A component's folder with its weights in it."""
+        with self.progress.activity.spends("downloading_s"):
+            return self.found.fetch_weights(component, self.progress)
+
     def added_to_norms(self, component: Component) -> dict[str, torch.Tensor]:
         """What LoRAs add to norms and biases of a denoiser, by name."""
         loras = self.model.loras_of(component.name)
@@ -147,7 +152,7 @@ class Stage:
         held: Resident | None,
     ) -> tuple[Weights, frozenset[str]]:
         """A component's weights with `loras`, and which those change: of a resident only what differs is read."""
-        folder = self.found.fetch_weights(component, self.progress)
+        folder = self.fetched(component)
         network = described(component, self.config(component.name))
         files = checkpoint.match(network, checkpoint.read_headers(folder, component), folder)
         changed = apply.changes(loras, network, self.check)
@@ -161,12 +166,10 @@ class Stage:
         else:
             again = held.changed | changed.names
             wanted = {name: want for name, want in wanted.items() if name.removesuffix(WORTH) in again}
-        started, activity = time.monotonic(), self.progress.activity
-        weights = load.load(
-            network, files, wanted, title, self.progress, changed, held.weights if held else None, self.check
-        )
+        activity, kept = self.progress.activity, held.weights if held else None
+        with activity.spends("loading_s"):
+            weights = load.load(network, files, wanted, title, self.progress, changed, kept, self.check)
         activity.loaded_bytes += sum(math.prod(want.shape) * want.dtype.itemsize for want in wanted.values())
-        activity.loading_s += time.monotonic() - started
         return weights, changed.names
 
     def report(self, unit: str) -> Callable[[int, int], None]:

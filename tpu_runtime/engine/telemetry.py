@@ -1,7 +1,8 @@
 """What the process does and did: the running stage, the last one, bytes held on the devices."""
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -11,10 +12,11 @@ from .. import device_memory
 from ..device_memory import DeviceMemory
 from ..programs.program import shard_bytes
 from ..progress import TOOK, Preview, Progress
-from ..units import GB, GIB
+from ..units import GIB, loaded
 
 # The shortest part of a stage that is said at its end.
 LEAST_SAID_S = 0.1
+LEAST_PACE_S = 0.005  # less is 0.00 s a step
 
 
 @dataclass(kw_only=True)
@@ -29,9 +31,13 @@ class Activity:
     unit: str = ""
     compiling: bool = False
     needed_bytes: int = 0  # the most that one chip had to hold at a time: weights, and the running program
-    loaded_bytes: int = 0  # of weights, and in how many seconds
+    loaded_bytes: int = 0  # of weights
+    # How long it did what; the rest is the host's other work.
+    compiling_s: float = 0.0  # it waited for that, and for programs that a cache had
+    preparing_s: float = 0.0
+    downloading_s: float = 0.0
     loading_s: float = 0.0
-    compiling_s: float = 0.0  # how long it waited for programs
+    running_s: float = 0.0
     started: float = field(default_factory=time.monotonic)
     unit_started: float | None = None
     unit_first: int = 0
@@ -48,14 +54,39 @@ class Activity:
             return None
         return (time.monotonic() - self.unit_started) / (self.done - self.unit_first)
 
+    @contextlib.contextmanager
+    def spends(self, part: str) -> Iterator[None]:
+        """Counts how long the body takes to the field `part`."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent(part, time.monotonic() - began)
+
+    def spent(self, part: str, span_s: float) -> None:
+        setattr(self, part, getattr(self, part) + span_s)
+
+    def pace(self) -> str:
+        """How long a step takes; nothing where that is not known, or too little to say."""
+        each = self.seconds_per_unit if self.unit == "step" else None
+        return f"{each:.2f} s a step" if each and each >= LEAST_PACE_S else ""
+
     def summary(self) -> str:
-        """How long the stage took, and what of it in which part; for its host, at the end."""
-        parts = {"compiling": self.compiling_s, "loading": self.loading_s}
-        said = [f"{name} {seconds:.1f} s" for name, seconds in parts.items() if seconds >= LEAST_SAID_S]
-        if self.unit == "step" and self.seconds_per_unit is not None:
-            said.append(f"{self.seconds_per_unit:.2f} s a step")
-        whole = f"{TOOK} {time.monotonic() - self.started:.1f} s"
-        return f"{whole}: {', '.join(said)}" if said else whole
+        """How long the stage took, and what of it in which part; for its host, at the end. The parts add up."""
+        whole = round(time.monotonic() - self.started, 1)
+        parts = {
+            "compiling": self.compiling_s, "preparing programs": self.preparing_s, "downloading": self.downloading_s,
+            "loading": self.loading_s, "running": self.running_s,
+        }  # fmt: skip
+        said = {name: round(seconds, 1) for name, seconds in parts.items() if seconds >= LEAST_SAID_S}
+        said["other work on the host"] = round(whole - sum(said.values()), 1)
+        pace = f" ({self.pace()})" if self.pace() else ""
+        texts = [
+            f"{name} {seconds:.1f} s{pace if name == 'running' else ''}"
+            for name, seconds in said.items()
+            if seconds >= LEAST_SAID_S
+        ]
+        return f"{TOOK} {whole:.1f} s: {', '.join(texts)}" if texts else f"{TOOK} {whole:.1f} s"
 
     def describe(self) -> dict[str, object]:
         return {
@@ -111,11 +142,6 @@ class LastRun:
         self.loading_s += activity.loading_s
         self.compiling_s += activity.compiling_s
 
-    @property
-    def loading_rate(self) -> float | None:
-        """GB/s of weights onto the chips; None where none were loaded."""
-        return self.loaded_bytes / GB / self.loading_s if self.loaded_bytes and self.loading_s else None
-
     def describe(self) -> dict[str, object]:
         stages = [{"stage": stage, "seconds": seconds} for stage, seconds in self.stages]
         return {
@@ -133,8 +159,8 @@ class LastRun:
             parts.append(f"at most {self.peak_hbm / GIB:.2f} GiB on a chip")
         if self.memory.known:
             parts.append(f"the fullest chip says {self.memory}")
-        if self.loading_rate is not None:
-            parts.append(f"{self.loaded_bytes / GB:.1f} GB loaded at {self.loading_rate:.2f} GB/s")
+        if self.loaded_bytes:
+            parts.append(loaded(self.loaded_bytes, self.loading_s))
         return f"{self.model}: {', '.join(parts)}"
 
 

@@ -1,4 +1,4 @@
-"""Flux.2 text to image: black-forest-labs/FLUX.2-dev, and what its family shares. The oracle is
+"""FLUX.2 text to image: black-forest-labs/FLUX.2-dev, and what its family shares. The oracle is
 `diffusers.Flux2Pipeline`.
 
 The denoiser is that of https://github.com/black-forest-labs/flux2, `src/flux2/model.py`; its modules have the names of
@@ -267,8 +267,8 @@ _DEV = TRANSFORMER.extended(
 SPEC = ModelSpec(
     name="flux2-dev",
     family="Flux2",
-    title="Flux.2 dev",
-    category="Flux.2",
+    title="FLUX.2 dev",
+    category="FLUX.2",
     published=Published(hub_id="black-forest-labs/FLUX.2-dev", pipeline_classes=("Flux2Pipeline",)),
     miniature=MINIATURE,
     components=(mistral3.TEXT_ENCODER, _DEV, *VAE),

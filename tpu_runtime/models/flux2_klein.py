@@ -1,4 +1,4 @@
-"""Flux.2 klein: black-forest-labs/FLUX.2-klein-4B and -9B, distilled, and the -base- ones, which are not. The oracle is
+"""FLUX.2 klein: black-forest-labs/FLUX.2-klein-4B and -9B, distilled, and the -base- ones, which are not. The oracle is
 `diffusers.Flux2KleinPipeline`. The network is `flux2`, smaller and not told the guidance; the text encoder is Qwen3.
 
 The published 9B configs are gated: its sizes are those of `Klein9BParams` in Black Forest Labs' repository.
@@ -17,7 +17,7 @@ STEPS = 4
 
 
 def guidance_beside_heads(num_devices: int, branches: int) -> MeshShape:
-    """As Flux.2's, with guidance's two branches side by side where the count is even."""
+    """As FLUX.2's, with guidance's two branches side by side where the count is even."""
     dp = 2 if branches == 2 and num_devices % 2 == 0 else 1
     return MeshShape(dp=dp, tp=num_devices // dp)
 
@@ -53,7 +53,7 @@ MINIATURE = replace(flux2.MINIATURE, id="tiny/flux2klein", texts={"prompt": "a r
 DISTILLED = replace(
     flux2.SPEC,
     name="flux2-klein-4b",
-    title="Flux.2 klein 4B",
+    title="FLUX.2 klein 4B",
     published=Published(
         hub_id="black-forest-labs/FLUX.2-klein-4B",
         pipeline_classes=("Flux2KleinPipeline",),
@@ -73,7 +73,7 @@ DISTILLED = replace(
 BASE = replace(
     flux2.SPEC,
     name="flux2-klein-base-4b",
-    title="Flux.2 klein base 4B",
+    title="FLUX.2 klein base 4B",
     published=Published(hub_id="black-forest-labs/FLUX.2-klein-base-4B", pipeline_classes=("Flux2KleinPipeline",)),
     miniature=replace(MINIATURE, id="tiny/flux2kleinbase", texts={**MINIATURE.texts, "negative_prompt": ""}),
     components=COMPONENTS,

@@ -12,6 +12,7 @@ from . import bus, metrics_service
 # Looking through the open files of every process takes some hundredths of a second; a service that once did not answer
 # in time would cost its deadline again.
 AGAIN_S = 5.0
+NO_TPU = "No TPU in this machine: what runs here runs on the CPU."
 MISSING = "The chips are not known: tpu-info is not installed (pip install tpu-info)."
 
 
@@ -33,15 +34,15 @@ class Unstarted:
         return bus.chips(self._root)
 
     def complete(self, stats: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-        """`stats` with `message` and `chips` of what is plugged in; as it is on a machine without a TPU."""
+        """`stats` with `message` and `chips` of what is plugged in, or that nothing is."""
+        has_files = bool(bus.device_files(self._root))
         try:
             chips = self._chips
         except ImportError:
-            if bus.device_files(self._root):
-                notes.append(MISSING)
-            return stats
+            chips = None
+            notes += [MISSING] if has_files else []
         if chips is None:
-            return stats
+            return stats if has_files else {**stats, "message": NO_TPU}
         usages = self._usages(notes)
         holders = self._look(again=bool(usages))
         if any(one.pid == os.getpid() for one in holders):

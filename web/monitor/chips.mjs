@@ -87,11 +87,12 @@ export class Chips {
     this.element = section(say`Chips`, all, this.#list);
   }
 
-  sees = ({ chips }) => chips;
+  sees = ({ chips, platform }) => [chips, platform];
 
   show(stats) {
     const chips = list(stats.chips);
-    this.element.hidden = chips.length === 0;
+    // The host's processor stands for chips then: it has none of these numbers.
+    this.element.hidden = chips.length === 0 || stats.platform === "cpu";
     this.#values.forEach((value, index) => {
       const found = value(stats);
       this.#tiles[index].tile.hidden = found === null;

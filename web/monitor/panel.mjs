@@ -200,14 +200,14 @@ class Curve {
     this.element = section(say`Last two minutes`, this.#canvas, legend);
   }
 
-  sees = ({ chips }) => [chips, tick()];
+  sees = ({ chips, platform }) => [chips, platform, tick()];
 
   show(stats) {
     const { taken, limit } = totals(stats);
     const core = mean(stats, "tensorcore_utilization");
     const busy = core ?? mean(stats, "duty_cycle");
-    // Chips that nobody has started yet say nothing.
-    this.element.hidden = taken === null && busy === null;
+    // Chips that nobody has started yet say nothing, and without a TPU there are none.
+    this.element.hidden = (taken === null && busy === null) || stats.platform === "cpu";
     setText(this.#memory, say`Memory ${limit ? percent((100 * (taken ?? 0)) / limit) : bytes(taken)}`);
     const measure = core === null ? say`Duty cycle` : "TensorCore";
     setText(this.#busy, busy === null ? say`Utilisation not known` : `${measure} ${percent(busy)}`);
@@ -317,7 +317,7 @@ class LastRun {
     if (amount(run.peak_hbm) !== null) facts.push(say`peak ${bytes(run.peak_hbm)} a chip`);
     const loading = rate(run.loaded_bytes, run.loading_s);
     if (amount(run.compiling_s) >= 1) facts.push(say`${seconds(run.compiling_s)} compiling`);
-    if (loading) facts.push(say`${bytes(run.loaded_bytes)} loaded at ${loading}`);
+    if (loading && run.loading_s >= 1) facts.push(say`${bytes(run.loaded_bytes)} loaded at ${loading}`);
     setText(this.#facts, facts.join(" · "));
   }
 

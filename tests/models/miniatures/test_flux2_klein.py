@@ -1,4 +1,4 @@
-"""The trained miniature of Flux.2 klein: pictures show what the prompt says, and of a reference what is to stay."""
+"""The trained miniature of FLUX.2 klein: pictures show what the prompt says, and of a reference what is to stay."""
 
 import itertools
 from collections.abc import Callable

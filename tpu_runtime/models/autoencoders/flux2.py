@@ -1,4 +1,4 @@
-"""Flux.2's VAE: references to latents, latents to an image. Its networks are those of `kl`."""
+"""FLUX.2's VAE: references to latents, latents to an image. Its networks are those of `kl`."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any

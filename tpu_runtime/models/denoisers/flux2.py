@@ -1,4 +1,4 @@
-"""The denoiser of Flux.2 as data: its sizes, and how weights are cut, placed on chips and called by their makers."""
+"""The denoiser of FLUX.2 as data: its sizes, and how weights are cut, placed on chips and called by their makers."""
 
 from typing import Any
 

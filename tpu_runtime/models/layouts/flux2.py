@@ -1,4 +1,4 @@
-"""Flux.2's files: the denoiser by Black Forest Labs' names. Its VAE is one of `kl`."""
+"""FLUX.2's files: the denoiser by Black Forest Labs' names. Its VAE is one of `kl`."""
 
 from collections.abc import Mapping
 from typing import Any

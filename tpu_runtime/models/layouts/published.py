@@ -186,7 +186,7 @@ def part(model: str, folder: str) -> SingleFile | None:
     return next((file for file in exact if file.folder == folder), None)
 
 
-# In ComfyUI's templates in place of one of a set: Flux.2's VAE with a smaller decoder.
+# In ComfyUI's templates in place of one of a set: FLUX.2's VAE with a smaller decoder.
 _OTHERS = ("full_encoder_small_decoder.safetensors",)
 
 

@@ -1,4 +1,4 @@
-"""Mistral Small 3 as the text encoder of Flux.2: conversation, tokens, the states of three layers."""
+"""Mistral Small 3 as the text encoder of FLUX.2: conversation, tokens, the states of three layers."""
 
 import json
 from collections.abc import Sequence

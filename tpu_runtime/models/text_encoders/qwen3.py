@@ -1,4 +1,4 @@
-"""Qwen3 as a text encoder: conversation, tokens, and the states of three layers (Flux.2 klein) or of one (Z-Image)."""
+"""Qwen3 as a text encoder: conversation, tokens, and the states of three layers (FLUX.2 klein) or of one (Z-Image)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
