@@ -214,7 +214,8 @@ def _convolved(
         last = jnp.concatenate([last, right, empty, left], axis=2)
     last = jnp.pad(last, ((0, 0), (0, 0), (0, room - last.shape[2]), (0, 0)))
     around = Around(gain=gain, onto=onto)
-    found = _call(videos, ends, last, *_arranged(weight, bias), around, outs=outs, form=form, interpret=interpret)
+    kernel, offset = _arranged(weight, bias)
+    found = _call(videos, ends, last, kernel, offset, around, outs=outs, form=form, interpret=interpret)
     found = jnp.moveaxis(found, 1, 0) if outs <= FEW_CHANNELS else jnp.moveaxis(found[..., :outs], -1, 0)
     return (found[:, :, 1::2, 1::2] if form.halved else found)[None]
 
@@ -248,7 +249,7 @@ def _limit_mib() -> int:
     return ((vmem_mib() or LEAST_MIB) - RESERVED_MIB) // (1 + is_small(names.CONVOLUTION))
 
 
-def _arranged(weight: Array, bias: Array) -> tuple[Array, ...]:
+def _arranged(weight: Array, bias: Array) -> tuple[Array, Array]:
     """`[frames, rows, columns, out, in]` of the kernel, and `[blocks, 1, each]`. Outputs that fit into a register with
     all columns are one column, in which those are `each` apart.
 

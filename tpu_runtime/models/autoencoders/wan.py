@@ -89,12 +89,13 @@ def decode_next(
 def run_decoder(
     vae: Any,
     latent: "torch.Tensor",
-    convolve: "Callable[[Any, torch.Tensor], torch.Tensor]",
+    convolve: "Callable[..., torch.Tensor]",
     upsample: "Callable[[Any, torch.Tensor], torch.Tensor]",
     factor_t: int | None = None,
 ) -> "torch.Tensor":
-    """A latent frame to frames `[frames, height, width, 3]` in 0..1: `convolve(conv, x)` is a causal convolution, and
-    `upsample(sampler, x)` the next size. Shortcuts make `factor_t` frames of one, by default as many as upstream's.
+    """A latent frame to frames `[frames, height, width, 3]` in 0..1: `convolve(conv, x, norm, onto)` is a causal
+    convolution, `upsample(sampler, x)` the next size. Shortcuts make `factor_t` frames of one, by default as many as
+    upstream's.
     """
     decoder = vae.decoder
     x = convolve(decoder.conv_in, vae.post_quant_conv(latent))
@@ -182,8 +183,8 @@ def encode_next(
     return moments.chunk(2, dim=1)[0], kept
 
 
-def residual(block: Any, x: "torch.Tensor", convolve: "Callable[[Any, torch.Tensor], torch.Tensor]") -> "torch.Tensor":
-    """`WanResidualBlock`; `convolve(conv, x)` is a causal convolution that remembers what came before."""
+def residual(block: Any, x: "torch.Tensor", convolve: "Callable[..., torch.Tensor]") -> "torch.Tensor":
+    """`WanResidualBlock`; `convolve(conv, x, norm, onto)` is a causal convolution that remembers what came before."""
     import torch
 
     out = convolve(block.conv1, x, block.norm1)
