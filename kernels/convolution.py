@@ -25,7 +25,7 @@ from .choice import NO_TPU, KernelRefusal, is_small
 LEAST_MIB = 64  # of VMEM; a chip with less keeps XLA's convolutions
 # Products of 8 pixels by 256 x 256 weights that are written out: twice as many instructions, 2 to 3 s to compile.
 MAX_PRODUCTS = 1300
-# A picture's channels are planes of the result: as lanes they would be 3 of 128, and what reads it 40 times as large.
+# Of a picture's channels the columns are lanes: three would be 3 of 128, and what reads the result 40 times as large.
 FEW_CHANNELS = 4
 NORM_MIB = 3  # of rows in float32 that are normed at once
 LEAST_LENGTH = 1e-12  # of a pixel's channels, that of `torch.nn.functional.normalize`
@@ -216,7 +216,7 @@ def _convolved(
     around = Around(gain=gain, onto=onto)
     kernel, offset = _arranged(weight, bias)
     found = _call(videos, ends, last, kernel, offset, around, outs=outs, form=form, interpret=interpret)
-    found = jnp.moveaxis(found, 1, 0) if outs <= FEW_CHANNELS else jnp.moveaxis(found[..., :outs], -1, 0)
+    found = jnp.moveaxis(found, 2, 0) if outs <= FEW_CHANNELS else jnp.moveaxis(found[..., :outs], -1, 0)
     return (found[:, :, 1::2, 1::2] if form.halved else found)[None]
 
 
@@ -272,7 +272,7 @@ def _call(
     videos: tuple[Array, ...], ends: tuple[Array, ...], last: Array, kernel: Array, offset: Array, around: Around,
     *, outs: int, form: ConvolutionForm, interpret: Interpret,
 ) -> Array:  # fmt: skip
-    """`[frames, height, width, out]`, or of few channels `[frames, out, height, width]`, of `videos` `[some frames,
+    """`[frames, height, width, out]`, or of few channels `[frames, height, out, width]`, of `videos` `[some frames,
     height, width, in]`. Of all frames in order: rows at the `ends`, and of each row, theirs included, what is `last`
     after full registers.
     """
@@ -303,19 +303,19 @@ def _call(
     shape = frames, form.factor * height, width, out_lanes
     result = pl.BlockSpec((frames, block, width, min(each, out_lanes)), lambda out, at: (0, at, 0, out))
     if outs <= FEW_CHANNELS:
-        shape = frames, outs, *shape[1:3]
-        result = pl.BlockSpec((frames, outs, block, width), lambda out, at: (0, 0, at, 0))
+        shape = *shape[:2], outs, width
+        result = pl.BlockSpec((frames, block, outs, width), lambda out, at: (0, at, 0, 0))
     gain, onto = around.gain, around.onto
     if gain is not None:
         gain = jnp.pad(gain.astype(jnp.float32), (0, lanes - ins))[None]
     if onto is not None and outs <= FEW_CHANNELS:
-        onto = jnp.moveaxis(onto, -1, 1)
+        onto = jnp.moveaxis(onto, -1, 2)
     specs = Around(
         gain=None if gain is None else pl.BlockSpec(gain.shape, lambda out, at: (0, 0)),
         onto=None if onto is None else result,
     )
     return pl.pallas_call(
-        functools.partial(_body, form=form, together=together, is_flat=outs <= FEW_CHANNELS),
+        functools.partial(_body, form=form, together=together, is_turned=outs <= FEW_CHANNELS),
         grid=(blocks, height // given),
         in_specs=[
             tuple(rows_of(video, above) for video in videos),
@@ -348,11 +348,11 @@ def _most(total: int, limit: int) -> int:
 
 def _body(
     videos: Any, ends: Any, last: Any, kernel: Any, offset: Any, around: Any, out: Any, joined: Any, *,
-    form: ConvolutionForm, together: int, is_flat: bool,
+    form: ConvolutionForm, together: int, is_turned: bool,
 ) -> None:  # fmt: skip
-    """`together` rows of a frame at a time. Where the result `is_flat`, channels are before its rows."""
+    """`together` rows of a frame at a time. Where the result `is_turned` its columns are lanes."""
     (time, rows, columns), past_at = form.window, form.past_at
-    frames, block = out.shape[0], out.shape[1 + is_flat]
+    frames, block = out.shape[:2]
     seen, high, wide, lanes = joined.shape
     ins, full, above, at = last.shape[3], wide - last.shape[2], rows // 2, pl.program_id(1)
     rows_each, columns_each = form.factor, form.columns_each
@@ -398,16 +398,10 @@ def _body(
             preferred_element_type=jnp.float32, precision=chip.precision(out.dtype),
         )  # fmt: skip
         total = _summed(parts.reshape(together, wide, -1), offset, columns)
-        if is_flat:
-            turned = jnp.swapaxes(total, 1, 2)
-            for channel in range(out.shape[1]):
-                write((frame, channel, pl.ds(row, together)), turned[:, channel, : out.shape[3]])
-        else:
-            write((frame, pl.ds(row, together)), total[:, : out.shape[2], : out.shape[3]])
-
-    def write(place: tuple, value: Array) -> None:
-        value = value if around.onto is None else value + around.onto[place].astype(jnp.float32)
-        out[place] = value.astype(out.dtype)
+        total = jnp.swapaxes(total, 1, 2) if is_turned else total
+        total, place = total[:, : out.shape[2], : out.shape[3]], (frame, pl.ds(row, together))
+        total = total if around.onto is None else total + around.onto[place].astype(jnp.float32)
+        out[place] = total.astype(out.dtype)
 
     jax.lax.fori_loop(0, frames * turns, turn, None)
 

@@ -69,7 +69,7 @@ def test_past_frames_stand_where_they_are_said_to(past_at: int, shape: MeshShape
     compare("convolution", found, wanted(conv, x, "zero"), error=OPERATION)
 
 
-# Of a picture's three channels each is a plane of the result. Pixels of zeros, as edges are, stay zeros.
+# Of a picture's three channels the columns are lanes of the result. Pixels of zeros, as edges are, stay zeros.
 @pytest.mark.parametrize("outs", [7, 3, 300])
 @pytest.mark.parametrize("edges", ["zero", "replicate"])
 @pytest.mark.parametrize("shape", [ONE, EIGHT], ids=["1 chip", "8 chips"])
