@@ -400,7 +400,7 @@ def test_a_torchvision_for_another_torch_is_named(well: HostMachine, monkeypatch
 
 
 def test_a_machine_that_is_well_needs_nothing(well: HostMachine, capsys: pytest.CaptureFixture[str]):
-    assert checks.run(SimpleNamespace(json=False, start=False), well) == 0
+    assert checks.run(SimpleNamespace(json=False, start=False, model=""), well) == 0
     text = capsys.readouterr().out
     assert "devices                8 x v6e, 32.0 GiB each\nmesh with guidance     dp=2 sp=4 tp=1\n" in text
     assert "->" not in text.replace("ComfyUI-TPU ->", "") and "if wanted" not in text
@@ -414,7 +414,7 @@ def test_json_has_every_finding_and_advice_is_no_fault(
     harm: Harm, code: int, well: HostMachine, capsys: pytest.CaptureFixture[str]
 ):
     harm(well)
-    assert checks.run(SimpleNamespace(json=True, start=False), well) == code
+    assert checks.run(SimpleNamespace(json=True, start=False, model=""), well) == code
     findings = json.loads(capsys.readouterr().out)
     assert all(set(finding) == {"topic", "found", "remedy", "advice"} for finding in findings)
     assert [finding["advice"] for finding in findings if finding["remedy"]] == [code == 0]
