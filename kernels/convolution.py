@@ -253,8 +253,8 @@ def _arranged(weight: Array, bias: Array) -> tuple[Array, Array]:
     """`[frames, rows, columns, out, in]` of the kernel, and `[blocks, 1, each]`. Outputs that fit into a register with
     all columns are one column, in which those are `each` apart.
 
-    XLA keeps wide weights so. With outputs as lanes the products take a tenth less, but to turn 1024 x 1024 channels,
-    at every call, takes longer than to multiply by them.
+    XLA keeps wide weights so. With outputs as lanes the kernel takes a fortieth less (96 channels) to a third (1024),
+    but to turn 1024 x 1024 channels, at every call, takes longer than to multiply by them (docs/LOG.md, 2026-11-27).
     """
     outs, ins, time, rows, columns = weight.shape
     each = _apart(weight)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, Component, Need, Report, has_length
 from .frames import decode_by_frame, pixels
-from .layers import convolved, in_turn
+from .layers import attend_to_picture, convolved, in_turn
 
 if TYPE_CHECKING:
     import jax
@@ -166,13 +166,12 @@ def downsampled(sampler: Any, x: "torch.Tensor", out: "torch.Tensor") -> "torch.
 
 def attend_to_image(attention: Any, x: "torch.Tensor") -> "torch.Tensor":
     """Upstream's attention of one frame `[1, dim, 1, h, w]`, without its mask of pixels by pixels."""
-    import torch
-
     from ...programs import torch_bridge
 
     normed = attention.norm(x)
-    heads = (attention.to_q(normed), attention.to_k(normed), attention.to_v(normed))
-    return attention.proj_out(torch_bridge.call_jax(attend_to_seen, *heads, torch.ones_like(x[:, :1]))) + x
+    heads = (project(normed)[:, :, 0].movedim(1, -1) for project in (attention.to_q, attention.to_k, attention.to_v))
+    found = torch_bridge.call_jax(attend_to_picture, *heads)
+    return attention.proj_out(found.movedim(-1, 1)[:, :, None]) + x
 
 
 def attend_to_seen(q: "jax.Array", k: "jax.Array", v: "jax.Array", seen: "jax.Array") -> "jax.Array":
