@@ -44,3 +44,25 @@ def test_a_group_norm_is_torchs(shape: tuple[int, ...], chips: int, compare: Cal
     values = (jnp.asarray(value.numpy()) for value in (weight, bias))
     found = jax.jit(layers.group_norm, static_argnames=("groups", "eps"))(split(x, chips), *values, groups=3, eps=1e-6)
     compare("group norm", found, wanted.numpy(), error=OPERATION)
+
+
+@pytest.mark.parametrize("at", [(0, 0), (48, 5)], ids=["a corner", "the row that sums are relative to"])
+def test_one_pixel_far_from_all_others_takes_no_digits_from_a_norm(at: tuple[int, int], compare: Callable):
+    torch.manual_seed(0)
+    x = torch.randn(1, 6, 96, 128)
+    x[..., *at] = 1000.0
+    wanted = torch.nn.functional.group_norm(x, 3, eps=1e-6)
+    found = layers.group_norm(jnp.asarray(x.numpy()), jnp.ones(6), jnp.zeros(6), groups=3, eps=1e-6)
+    compare("group norm", found, wanted.numpy(), error=OPERATION)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 3e38])
+@pytest.mark.parametrize("counted", [[False, True, True], [True, False, False]], ids=["not the first", "the first"])
+def test_what_frames_hold_that_are_not_counted_is_no_matter(poison: float, counted: list[bool], compare: Callable):
+    torch.manual_seed(0)
+    x, which = torch.randn(1, 6, 3, 4, 16), torch.tensor(counted)
+    wanted = layers.group_moments(jnp.asarray(x[:, :, which].numpy()), groups=3, eps=1e-6)
+    x[:, :, ~which] = poison
+    found = layers.group_moments(jnp.asarray(x.numpy()), jnp.asarray(counted), groups=3, eps=1e-6)
+    for one, other in zip(found, wanted, strict=True):
+        compare("moments", one, other, error=OPERATION)

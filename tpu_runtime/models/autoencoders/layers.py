@@ -180,17 +180,17 @@ def group_moments(
     """What group norm takes off each channel, and what it multiplies it by; of a video perhaps without the frames that
     are not `counted` `[frames]`.
 
-    Sums of pixels and of their squares are one pass; both are of what pixels differ by from one of them, lest a mean
-    far above the deviation take their digits. Channels are never reshaped into groups, which would move them: sums
-    over pixels come first.
+    Sums of pixels and of their squares are one pass; both are of what pixels differ by from the mean of one row, lest a
+    mean far above the deviation take their digits. One pixel in its place may be as far away. Channels are never
+    reshaped into groups, which would move them: sums over pixels come first.
     """
     import jax
     import jax.numpy as jnp
 
     channels, beyond = x.shape[1], (...,) + (None,) * (x.ndim - 2)
-    pixel = x[0, ..., 0, 0].astype(jnp.float32)
+    near = x[0, ..., x.shape[-2] // 2, :].astype(jnp.float32).mean(-1)
     if x.ndim == 5:
-        pixel = pixel[:, 0] if counted is None else jnp.take(pixel, jnp.argmax(counted), axis=1)
+        near = near[:, 0] if counted is None else jnp.take(near, jnp.argmax(counted), axis=1)
 
     def of_channels(x: "jax.Array") -> "jax.Array":
         return x.mean((0, -2, -1)).reshape(channels, -1).mean(1, where=counted)  # of each frame first
@@ -198,9 +198,9 @@ def group_moments(
     def of_groups(x: "jax.Array") -> "jax.Array":
         return jnp.repeat(x.reshape(groups, -1).mean(1), channels // groups)
 
-    away = x.astype(jnp.float32) - pixel[beyond]
+    away = x.astype(jnp.float32) - near[beyond]
     first, second = of_channels(away), of_channels(jnp.square(away))
-    own = pixel + first
+    own = near + first
     middle = of_groups(own)
     return middle, jax.lax.rsqrt(of_groups(second - jnp.square(first) + jnp.square(own - middle)) + eps)
 
