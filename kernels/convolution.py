@@ -388,7 +388,7 @@ def _body(
 
     def join(video: Any, start: int, index: Array, _: None) -> None:
         frame, row = index // high, index % high
-        source = (row + rows_each - 1) // rows_each
+        source = (row + above * (rows_each - 1)) // rows_each
         # The past is between frames of the first video.
         target = jnp.where(frame >= past_at, frame + num_past, frame) if video is videos[0] else frame + start
         if ins < lanes:

@@ -101,9 +101,12 @@ def test_pixels_are_normed_before_and_added_to_others_behind(
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kernel", [(1, 3, 3), (3, 1, 1)], ids=str)
 @pytest.mark.parametrize("shape", [ONE, EIGHT], ids=["1 chip", "8 chips"])
-def test_pixels_are_doubled_in_the_kernel(dtype: jnp.dtype, shape: MeshShape, compare: Callable):
-    conv, x = drawn((1, 3, 3), 7, 40)
+def test_pixels_are_doubled_in_the_kernel(
+    dtype: jnp.dtype, kernel: tuple[int, int, int], shape: MeshShape, compare: Callable
+):
+    conv, x = drawn(kernel, 7, 40)
     with torch.no_grad():
         x = x.bfloat16().float()
         conv.weight.copy_(conv.weight.bfloat16())
