@@ -321,6 +321,8 @@ def test_a_measured_curve_is_its_models_alone_and_goes_before_a_published_one(fo
     assert path.is_file() and folder in path.parents
     # Which steps run whole in any case is no matter of a measurement.
     assert curves.find(WAN22, "mine") == replace(measured, retained=(0.4, 0.4))
+    curves.keep(HUNYUAN, "mine", measured)
+    assert curves.find(HUNYUAN, "mine") == replace(measured, retained=(0.25,))  # in few steps, too
     published = curves.find(WAN22, "another")
     assert published is not None and len(published.ratios[0]) == 40
     assert curves.find(COGVIDEOX, "mine") is None
@@ -336,6 +338,7 @@ def test_a_measured_curve_is_its_models_alone_and_goes_before_a_published_one(fo
     [
         b"", b"[]", b"{}", b"nothing", b"[" * 5000, b'{"ratios": 1}', b'{"ratios": [[1.0], 2]}',
         b'{"ratios": [[NaN]]}', b'{"ratios": [["1"]]}', b'{"ratios": [[1.0]], "more": 1}',
+        b'{"ratios": [[1.0]], "few_steps": [1.0]}', b'{"ratios": [[1.0]], "few_steps": [[1.0], ["1"]]}',
         b'{"ratios": [[1.0]], "retained": {}}', b'{"ratios": [[1.0]]}' + b" " * 2**16,
     ],
 )  # fmt: skip
