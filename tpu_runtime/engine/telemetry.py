@@ -30,6 +30,7 @@ class Activity:
     total: int = 0
     unit: str = ""
     compiling: bool = False
+    remark: str = ""  # what the host's last line says besides: of earlier ones it shows nothing any more
     needed_bytes: int = 0  # the most that one chip had to hold at a time: weights, and the running program
     loaded_bytes: int = 0  # of weights
     # How long it did what; the rest is the host's other work.
@@ -86,7 +87,8 @@ class Activity:
             for name, seconds in said.items()
             if seconds >= LEAST_SAID_S
         ]
-        return f"{TOOK} {whole:.1f} s: {', '.join(texts)}" if texts else f"{TOOK} {whole:.1f} s"
+        took = f"{TOOK} {whole:.1f} s: {', '.join(texts)}" if texts else f"{TOOK} {whole:.1f} s"
+        return f"{took}. {self.remark}" if self.remark else took
 
     def describe(self) -> dict[str, object]:
         return {
