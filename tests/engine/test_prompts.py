@@ -119,7 +119,7 @@ def test_what_a_trained_miniature_does_not_know_is_said(miniature: str):
         runner().encode(model, prompt, "", host)
         return [re.sub(r"^Took .*?\. (?=The)", "", line) for line in host.said if "miniature" in line]
 
-    assert not said(example)
+    assert not said(example) and not said(example.title())
     assert said("a purple dragon, a purple sea") == [
         f'The miniature does not know: purple, dragon, sea. It knows "{example}".'
     ]
