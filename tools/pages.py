@@ -24,7 +24,7 @@ Point = tuple[float, float]
 
 # LiteGraph's, in pixels.
 TITLE, SLOT, WIDGET, MARGIN = 30, 20, 24, 16
-GAP, LANE, TEXT = 66, 40, 130
+GAP, LANE, TEXT = 56, 40, 130
 WIDTHS = {"Encoder": 320, "Pipeline": 380, "CreateVideo": 212, "SaveVideo": 280, "SaveImage": 320}
 WIDTH = 310
 # A picture below the widgets.
