@@ -37,7 +37,7 @@ VIEW = 1500
 LOW, HIGH = 150, 600
 # What a user chooses has a colour: the model, the words, the picture.
 COLOURS = {"Loader": ("#323", "#535"), "TextEncoder": ("#232", "#353"), "LoadImage": ("#223", "#335")}
-NOTE = {"type": "MarkdownNote", "title": "How to use this", "color": "#432", "bgcolor": "#000"}
+NOTE = {"type": "MarkdownNote", "title": "How to use this", "color": "#432", "bgcolor": "#321"}
 
 
 def page(name: str, graph: Graph, note: str) -> Document:
