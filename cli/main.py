@@ -1,8 +1,12 @@
 """The `comfyui-tpu` command. Errors of users end in one sentence and exit code 2; --debug shows the traceback."""
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
+import logging
+import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -34,13 +38,16 @@ WORKFLOW = "examples/api/wan21_t2v_720p.json"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code: 0, 2 for an error of the user, 130 after Ctrl-C, 143 after SIGTERM."""
     pipeline.bus.expect_no_tpu()
+    if logging.lastResort:
+        logging.lastResort.addFilter(_is_untold)
     options = _parser().parse_args(arguments)
     try:
         return options.command(options)
     except (ValueError, RuntimeError, OSError) as error:
         if options.debug:
             raise
-        print(f"comfyui-tpu: {error}", file=sys.stderr)
+        if not _is_cut_off():
+            print(f"comfyui-tpu: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as cancel:
         print("comfyui-tpu: cancelled", file=sys.stderr)
@@ -49,9 +56,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def command() -> int:
     """The console script: `main`, without waiting for XLA where it still compiles what is no longer wanted."""
-    status = main()
+    try:
+        status = main()
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.flush()
+        _is_cut_off()
     pipeline.leave(status)
     return status
+
+
+def _is_cut_off() -> bool:
+    """Whether nobody reads on, as behind `| head`. What is still to be written goes nowhere then, without a word."""
+    streams = select.poll()
+    for stream in (1, 2):
+        streams.register(stream, 0)
+    cut_off = [stream for stream, event in streams.poll(0) if event & select.POLLERR]
+    for stream in cut_off:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    return bool(cut_off)
+
+
+def _is_untold(record: logging.LogRecord) -> bool:
+    """Where the log has no place of its own it comes to the terminal, which has what a host was told already."""
+    return not hasattr(record, pipeline.TOLD)
 
 
 def _parser() -> argparse.ArgumentParser:

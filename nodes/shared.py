@@ -103,7 +103,7 @@ def _warmup(host: Host, *, model: ModelRef, **wanted: float) -> tuple[str]:
     settings = spec.settings(**{name: value or None for name, value in wanted.items()})
     compiled = runtime.warmup(model, settings, progress=host)
     size = f"{settings.width}x{settings.height}" + ("" if spec.is_image else f", {settings.num_frames} frames")
-    return (f"{spec.title}, {size}: {compiled} programs compiled, the others were there.",)
+    return (f"{spec.title}, {size}: {compiled} program{'' if compiled == 1 else 's'} compiled, the others were there.",)
 
 
 def _plan(host: Host, *, model_name: str, topology: str, **wanted: float) -> tuple[str]:

@@ -2,6 +2,7 @@
 its own syntax.
 """
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.tools import locales
+from comfyui_tpu.tpu_runtime import progress
 
 WEB = locales.ROOT / "web"
 TRANSLATIONS = sorted(locales.TRANSLATIONS.glob("*.json"))
@@ -78,6 +80,34 @@ def test_what_the_tab_says_has_its_words(path: Path):
     assert said == set(words)
     assert all(text.count(locales.HOLE) == words[text].count(locales.HOLE) for text in words)
     assert f'new Set(["{path.stem}"])' in (WEB / "monitor" / "words.mjs").read_text()
+
+
+def said_by(node: ast.expr) -> str:
+    """A text in Python code, with {} for what is filled in, but for what is a constant of all hosts."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(said_by, node.values))
+    if isinstance(node, ast.FormattedValue):
+        return vars(progress).get(getattr(node.value, "id", ""), locales.HOLE)
+    assert isinstance(node, ast.Constant)
+    return node.value.replace("_", " ") if node.value.isidentifier() else node.value
+
+
+def sentences() -> set[str]:
+    """Those of the server, and their parts."""
+    found = set()
+    for path in (file for folder in ("tpu_runtime", "nodes") for file in (locales.ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+                text = said_by(node)
+                found |= {text, *text.split(", ")}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(WEB.glob("monitor/server/*.json")), ids=lambda path: path.stem)
+def test_words_for_what_the_server_says_are_of_what_it_says(path: Path):
+    words = json.loads(path.read_text())
+    assert set(words) - sentences() == set()
+    assert [text for text in words if text.count(locales.HOLE) != words[text].count(locales.HOLE)] == []
 
 
 def test_a_sentence_without_translation_is_named():

@@ -149,7 +149,7 @@ def stages(example: Example) -> Graph:
     encoders = [image, [text]] if example.looks else [[text, *image]]
     first = [*picture, chain[-1]] if example.looks else [chain[-1], *picture]
     columns = [*([one] for one in chain[:-1]), first, *encoders, [sampler], [decoder]]
-    columns += [*([one] for one in video), [saved]]
+    columns += [[*video, saved]]
     return Graph(workflow=build.workflow, columns=columns, files=build.files, raised=_raised(example, picture, image))
 
 

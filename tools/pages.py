@@ -24,7 +24,9 @@ Point = tuple[float, float]
 
 # LiteGraph's, in pixels.
 TITLE, SLOT, WIDGET, MARGIN = 30, 20, 24, 16
-GAP, LANE, TEXT = 66, 40, 130
+GAP, LANE, TEXT = 60, 40, 130
+# From a node's end to the next one below: a Vue node has a row more, and a button for advanced inputs.
+BELOW = 100
 WIDTHS = {"Encoder": 320, "Pipeline": 380, "CreateVideo": 212, "SaveVideo": 280, "SaveImage": 320}
 WIDTH = 310
 # A picture below the widgets.
@@ -35,7 +37,7 @@ VIEW = 1500
 LOW, HIGH = 150, 600
 # What a user chooses has a colour: the model, the words, the picture.
 COLOURS = {"Loader": ("#323", "#535"), "TextEncoder": ("#232", "#353"), "LoadImage": ("#223", "#335")}
-NOTE = {"type": "MarkdownNote", "title": "How to use this", "color": "#432", "bgcolor": "#653"}
+NOTE = {"type": "MarkdownNote", "title": "How to use this", "color": "#432", "bgcolor": "#321"}
 
 
 def page(name: str, graph: Graph, note: str) -> Document:
@@ -155,7 +157,7 @@ def _places(workflow: Workflow, columns: Sequence[Sequence[str]], raised: Collec
             height = sizes[node_id][1]
             start = -height - 2 * TITLE - LANE if node_id in raised else top
             boxes[node_id] = (left, start, left + widths[index], start + height)
-            top += 0 if node_id in raised else height + LANE + TITLE
+            top += 0 if node_id in raised else height + BELOW
     return boxes
 
 
@@ -190,7 +192,7 @@ def _note(node_id: int, text: str, boxes: Mapping[str, Box], columns: Sequence[S
     """Below the first columns, as far as these are low; left of a graph that is high from the start."""
     low = list(itertools.takewhile(lambda column: boxes[column[-1]][3] < LOW, columns[:3])) or columns[:1]
     left, right = 0.0, boxes[low[-1][0]][2]
-    top = max(boxes[column[-1]][3] for column in low) + LANE + TITLE
+    top = max(boxes[column[-1]][3] for column in low) + BELOW
     if top > HIGH:
         left, top, right = -WIDTH - GAP, 0.0, -GAP
     lines = sum(math.ceil(len(line) * 6 / (right - left - 50)) for line in text.splitlines() if line)

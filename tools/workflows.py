@@ -88,7 +88,7 @@ ALL = (
     ),
     Example(
         name="wan21_1.3b",
-        title="Wan 2.1 1.3B, text to video, one chip",
+        title="Wan 2.1 1.3B, text to video",
         model="wan2.1-t2v-1.3b",
         does="text to video on one chip",
         predicted=("Wan 2.1 T2V 1.3B, 50 steps, v5e:1x1", "Wan 2.1 T2V 1.3B, 50 steps, v6e:1x1"),
@@ -223,7 +223,7 @@ ALL = (
     ),
     Example(
         name="z_image_turbo",
-        title="Z-Image Turbo, text to image, one chip",
+        title="Z-Image Turbo, text to image",
         model="z-image-turbo",
         does="text to image in 8 steps, on one chip",
         predicted=("Z-Image Turbo, 8 steps, v5e:1x1", "Z-Image Turbo, 8 steps, v6e:1x1", "z-image-turbo"),
@@ -321,7 +321,7 @@ def caption(example: Example) -> tuple[str, str, str]:
         chips = "1 chip" if first["chips"] == 1 else f"{first['chips']} chips"
         generation = first["topology"].partition(":")[0]
         found = f"{roughly(first['predicted_total_s'])} on {chips} of {generation}, predicted"
-    return (example.title if example.is_miniature else example.spec.title, size(example), found)
+    return (example.title.partition(",")[0], size(example), found)
 
 
 def weights(model: str) -> Iterator[str]:
@@ -344,17 +344,18 @@ def note(example: Example, has_loader: bool) -> str:
             for row in rows
         ]
         lines += ["", "Predicted by the compiler, not measured; the first run of a size compiles for minutes before."]
-    place = "`model_id` of the TPU Model Loader, which all stages share," if has_loader else "`model_id`"
+    place = "`model_id` of the TPU Model Loader" if has_loader else "`model_id`"
     sizes = ", ".join(f"{name} {value}" for name, value in spec.miniature.inputs.items())
     if texts := tiny.texts(spec, spec.miniature.id):
         sizes += f", the picture `{spec.miniature.picture}`" if spec.miniature.picture else ""
         sizes += f', and a prompt such as "{texts["prompt"]}"'
         sizes += ", the negative one empty" if "negative_prompt" in texts else ""
     tips = [
+        f"**Without a TPU** open the template `TPU - try it now`; or try this graph with {place} at "
+        f"`{spec.miniature.id}`, which needs no weights ({sizes}).",
         *example.tips,
         *weights(spec.name),
-        f"{place} may also be a local folder in diffusers layout, or `{spec.miniature.id}` to try the graph without "
-        f"weights ({sizes}).",
+        "`model_id` may also be a local folder in diffusers layout.",
     ]
     return in_words("\n".join([*lines, "", *(f"- {tip}" for tip in tips)]))
 

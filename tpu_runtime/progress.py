@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 # How the line begins with which a stage ends.
 TOOK = "Took"
+# Marks a record of the log that the host is told too.
+TOLD = "is_told"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,10 @@
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
-import { known, modelOf, sourceOf, widgetOf } from "./monitor/graph.mjs";
+import { known, modelOf, RUNS, sourceOf, widgetOf } from "./monitor/graph.mjs";
 import { notify } from "./monitor/notice.mjs";
 import { say } from "./monitor/words.mjs";
 
-const RUNS = /TPU(Sampler|Pipeline)$/;
 const SIZES = ["height", "width", "num_frames"];
 const NUMBERS = ["num_inference_steps", "guidance_scale"];
 const NEVER = 2; // a muted node's mode

@@ -33,6 +33,7 @@ function hideUnused(node) {
   const isShown = node.showAdvanced || app.extensionManager.setting.get(ALWAYS);
   // A link tells more than the model's name: what somebody has linked stays.
   const isLinked = (name) => node.inputs.some((input) => input.widget?.name === name && input.link != null);
+  let isNew = false;
   for (const widget of node.widgets) {
     const isUnused = unused.has(widget.name) && !isLinked(widget.name);
     const { advanced, default: first } = options[widget.name] ?? {};
@@ -43,7 +44,13 @@ function hideUnused(node) {
     if (isUnused === Boolean(widget.options.hidden)) continue;
     widget.options.hidden = isUnused; // here Vue nodes look
     widget.options.advanced = Boolean(advanced) && !isUnused;
-    widget.disabled = isUnused; // and by this they notice
+    isNew = true;
+  }
+  if (isNew) {
+    // By other widgets they notice, the button "Show advanced inputs" too.
+    const all = [...node.widgets];
+    node.widgets = [];
+    node.widgets = all;
   }
   node.setDirtyCanvas?.(true, true);
 }

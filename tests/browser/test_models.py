@@ -15,6 +15,8 @@ from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 
+playwright_sync = pytest.importorskip("playwright.sync_api", reason="no playwright; pip install playwright")
+
 pytestmark = [needs_comfyui, needs_browser]
 
 EXAMPLE = json.loads(examples.page("wan21_t2v_720p").read_text("utf-8"))
@@ -159,6 +161,9 @@ def test_the_list_begins_with_what_runs_without_a_tpu(server: Server, page: Any)
     assert label == "tiny/wan21 (built-in miniature)"
 
 
+BUTTONS = {"Wan 2.1 TPU Sampler", "TPU Model Loader"}
+
+
 def test_advanced_inputs_are_hidden_until_they_are_shown_or_set(page: Any, is_vue: bool):
     """Of a Vue node ComfyUI hides those that are set, too."""
     advanced = {"scheduler", "sigmas", "end_step", "step_cache"}
@@ -175,7 +180,11 @@ def test_advanced_inputs_are_hidden_until_they_are_shown_or_set(page: Any, is_vu
         is_hidden(
             page, is_vue, {"quality", "precision"}, among={"quality", "precision", "family"}, kind="TPUModelLoader"
         )
-        if not is_vue:
+        if is_vue:  # a button for them alone that has something to show
+            buttons = page.locator("[data-node-id]", has_text="Show advanced inputs")
+            playwright_sync.expect(buttons).to_have_count(2)
+            assert {buttons.nth(index).inner_text().split("\n")[0] for index in range(2)} == BUTTONS
+        else:
             assert page.evaluate(toggle) > 0
             is_hidden(page, is_vue, set(), among=advanced)
             assert page.evaluate(toggle) < 0

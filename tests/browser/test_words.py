@@ -1,13 +1,14 @@
 """The words of ComfyUI's page: what it calls our widgets, in English and Chinese, and what it says of a wrong value."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from comfyui_tpu.tests.browser.page import SCREENSHOTS, fresh, needs_browser, opened
 from comfyui_tpu.tests.nodes import examples
-from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui
+from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui, tiny_workflow
 
 pytestmark = [needs_comfyui, needs_browser]
 
@@ -23,6 +24,10 @@ WORDS = """(type) => {
         sockets: Object.fromEntries([...node.inputs, ...node.outputs].map(label)),
         placeholders: (node.widgets ?? []).map((one) => one.element?.placeholder).filter(Boolean),
     };
+}"""
+SET_FRAMES = """([type, frames]) => {
+    const node = app.graph.nodes.find((one) => one.type === type);
+    node.widgets.find((widget) => widget.name === "num_frames").value = frames;
 }"""
 QUEUE = """async () => { await app.queuePrompt(0).catch(() => {}); }"""
 
@@ -71,13 +76,7 @@ def test_what_is_queued_has_the_names_of_before(page: Any):
 
 
 def test_one_wrong_value_is_one_error_at_its_widget(page: Any):
-    page.evaluate(
-        """(type) => {
-            const node = app.graph.nodes.find((one) => one.type === type);
-            node.widgets.find((widget) => widget.name === "num_frames").value = 80;
-        }""",
-        SAMPLER,
-    )
+    page.evaluate(SET_FRAMES, [SAMPLER, 80])
     with page.expect_response("**/prompt") as answer:
         page.evaluate(QUEUE)
     (node,) = answer.value.json()["node_errors"].values()
@@ -86,6 +85,17 @@ def test_one_wrong_value_is_one_error_at_its_widget(page: Any):
     assert error["details"].startswith("length - Wan 2.1 T2V 14B: length is 80; it must be 4k + 1 between")
     page.get_by_text("rejected the value for num_frames").first.wait_for()
     shot(page, "one-error")
+
+
+def test_a_narrow_node_has_room_for_all_that_it_says(page: Any):
+    page.evaluate("(workflow) => app.loadApiJson(workflow, '')", tiny_workflow("words"))
+    page.evaluate("() => { for (const node of app.graph.nodes) node.setSize([190, node.size[1]]); }")
+    page.evaluate(QUEUE)
+    lines = page.locator("a[rel=comfyui-tpu]", has_text="Took")
+    lines.nth(2).wait_for()
+    shot(page, "narrow")
+    fits = "(line) => { const box = line.closest('.overflow-y-auto'); return box.scrollHeight <= box.clientHeight; }"
+    assert [lines.nth(index).evaluate(fits) for index in range(3)] == [True] * 3
 
 
 def test_the_page_speaks_chinese(page: Any, server: Server):
@@ -102,6 +112,22 @@ def test_the_page_speaks_chinese(page: Any, server: Server):
             chinese.evaluate("app.extensionManager.command.execute('Workspace.ToggleSidebarTab.comfyui-tpu')")
             chinese.get_by_text("没有任务在运行。").wait_for()
             shot(chinese, "words-chinese")
+            # And what comes from the server: a refusal, what a real model means here, what a node did.
+            chinese.evaluate(SET_FRAMES, [SAMPLER, 80])
+            chinese.evaluate(QUEUE)
+            chinese.wait_for_function("Object.values(app.lastNodeErrors ?? {}).length")
+            (refused,) = chinese.evaluate("Object.values(app.lastNodeErrors).flatMap((node) => node.errors)")
+            assert "为 80；必须是 4k + 1，介于" in refused["details"]
+            chinese.evaluate(SET_FRAMES, [SAMPLER, 81])
+            chinese.evaluate(QUEUE)
+            chinese.get_by_text("此机器没有 TPU：Wan 2.1 T2V 14B 将在 CPU 上运行数小时").wait_for()
+            shot(chinese, "words-chinese-without-tpu")
+            chinese.keyboard.press("Escape")
+            chinese.locator("#comfyui-tpu-notice").wait_for(state="detached")
+            chinese.evaluate("(workflow) => app.loadApiJson(workflow, '')", tiny_workflow("words"))
+            chinese.evaluate(QUEUE)
+            chinese.locator("a[rel=comfyui-tpu]", has_text=re.compile(r"用时 .*秒：")).first.wait_for()
+            shot(chinese, "words-chinese-run")
     finally:
         server.post("/settings", {"Comfy.Locale": "en"})
 

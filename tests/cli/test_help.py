@@ -1,12 +1,17 @@
 """What `comfyui-tpu COMMAND --help` says to who reads it for the first time, in a terminal of 80 columns."""
 
+import logging
+import os
 import shlex
+import subprocess
+import sys
 from itertools import takewhile
 
 import pytest
 from comfyui_tpu.cli.main import _parser, main
 from comfyui_tpu.cli.verbs import DOWNLOADS
 from comfyui_tpu.tpu_runtime.models import SPECS
+from comfyui_tpu.tpu_runtime.pipeline import TOLD
 
 (VERBS,) = (action.choices for action in _parser()._actions if action.choices)
 
@@ -54,3 +59,25 @@ def test_a_wrong_name_is_answered_with_the_names_a_line_each(
 ):
     assert main(words) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--help", "run --help", "doctor", "plan z-image --topology nowhere:1x1"])
+def test_a_command_whose_output_nobody_reads_ends_without_a_word(words: str):
+    """As behind `| head`, of both its streams or of one."""
+    read, write = os.pipe()
+    os.close(read)
+    run = "import sys; from comfyui_tpu.cli.main import command; sys.exit(command())"
+    call = [sys.executable, "-c", run, *words.split()]
+    try:
+        done = subprocess.run(call, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+        assert "Traceback" not in done.stderr and "Broken pipe" not in done.stderr, done.stderr
+        assert subprocess.run(call, stdout=write, stderr=write, check=False).returncode == done.returncode
+    finally:
+        os.close(write)
+
+
+def test_a_terminal_has_once_what_is_told_and_logged():
+    assert main(["plan", "nothing"]) == 2
+    assert logging.lastResort
+    records = [logging.makeLogRecord(given) for given in ({}, {TOLD: True})]
+    assert [bool(logging.lastResort.filter(record)) for record in records] == [True, False]

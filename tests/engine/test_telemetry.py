@@ -82,8 +82,8 @@ def test_a_run_says_how_much_was_loaded_and_how_fast_and_what_chips_say(monkeypa
     arrays = [array for one in runner.device_cache.list() for array in one.weights.values()]
     weights = sum(array.size * array.dtype.itemsize for array in arrays)
     assert run.loaded_bytes == weights > 0 and run.loading_s > 0
-    parts = "compiling|preparing programs|downloading|loading|running|other work on the host"
-    assert re.fullmatch(rf"Took \d+\.\d s: (({parts}) \d+\.\d s(, |$)){{6}}", host.said[-1]), host.said[-1]
+    parts = "importing diffusers|compiling|preparing programs|downloading|loading|running|other work on the host"
+    assert re.fullmatch(rf"Took \d+\.\d s: (({parts}) \d+\.\d s(, |$)){{7}}", host.said[-1]), host.said[-1]
     whole, *others = map(float, re.findall(r"[\d.]+(?= s)", host.said[-1]))
     assert whole == pytest.approx(sum(others))
     said = run.describe()

@@ -24,7 +24,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from . import denoisers, still
 from .autoencoders import align, as_frames, as_input, decoded, laid_out, learn
 from .shapes import COLOURS, HEIGHT, SHAPES, WIDTH, is_held_out
-from .training import save, save_sheet
+from .training import save, save_sheet, without_case
 
 upstream: Any = diffusers  # its classes appear when they are asked for, which no type checker sees
 
@@ -281,6 +281,7 @@ def tokenizer_in(folder: Path) -> Any:
             special=SPECIAL,
             chat_template=qwen3.CHAT_TEMPLATE,
         )
+        without_case(folder)
     return load_tokenizer(folder)
 
 

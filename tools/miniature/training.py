@@ -9,9 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from tokenizers import Tokenizer, normalizers
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 from tqdm import tqdm
+
+
+def without_case(tokenizer: Path) -> None:
+    """Lets a tokenizer take "A red Circle" for "a red circle": the words of a miniature are small."""
+    file = str(tokenizer / "tokenizer.json")
+    found = Tokenizer.from_file(file)
+    found.normalizer = normalizers.Sequence([found.normalizer, normalizers.Lowercase()])
+    found.save(file)
+
 
 # In the names of what is in transformer blocks.
 BLOCKS = (".block.", "blocks.", ".layers.")

@@ -19,7 +19,7 @@ from transformers import UMT5Config, UMT5EncoderModel
 from . import denoisers, wan_vae
 from .moving import MOTIONS, Scene, judge, scenes
 from .shapes import COLOURS, HEIGHT, SHAPES, WIDTH
-from .training import save_sheet
+from .training import save_sheet, without_case
 from .wan_vae import CHANNELS, FRAMES, encode_clips, upstream
 
 TAG, SOURCE = "text-to-video", "moving"
@@ -137,6 +137,7 @@ class Denoiser(nn.Module):
 def tokenizer_in(folder: Path) -> Any:
     if not folder.is_dir():
         write_umt5_tokenizer(folder, WORDS)
+        without_case(folder)
     return load_tokenizer(folder)
 
 

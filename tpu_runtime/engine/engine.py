@@ -263,7 +263,8 @@ class Engine:
         if unread and len(self.own) == len(self.devices):  # each of several hosts needs only part of each file
             _ahead_of_time(lambda: run.read_ahead(quiet, unread), "comfyui-tpu-read")
         if settings is not None and unnoted:
-            modules.import_upstream(model.spec.components)  # not by two threads at once
+            with stage.progress.activity.spends("importing_s"):
+                modules.import_upstream(model.spec.components)  # not by two threads at once
             _ahead_of_time(lambda: run.note(quiet, settings, unnoted), COMPILER)
 
     def _drop_ahead(self) -> None:

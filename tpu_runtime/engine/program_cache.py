@@ -132,8 +132,9 @@ class ProgramCache:
 
     def _wait(self, one: Compilation, age_s: float, progress: telemetry.Watched) -> None:
         expected_s = _expected_s(one.wanted)
-        about = f", about {expected_s:.0f} s, as the last time" if expected_s >= 1 else ""
-        begun = f"; begun {age_s:.0f} s ago" if age_s >= 1 else ""
+        facts = ["once for this size"]
+        facts += [f"about {expected_s:.0f} s as the last time"] if expected_s >= 1 else []
+        facts += [f"begun {age_s:.0f} s ago"] if age_s >= 1 else []
         progress.text(f"Preparing the program of {one.wanted.title}")
         activity, waiting = progress.activity, time.monotonic()
         began, said = waiting - age_s, None
@@ -144,7 +145,7 @@ class ProgramCache:
                     continue
                 if not activity.compiling:
                     activity.compiling = True
-                    progress.text(f"Compiling {one.wanted.title} (once for this size{about}{begun})")
+                    progress.text(f"Compiling {one.wanted.title} ({', '.join(facts)})")
                 # The bar stays short of its end until that is reached.
                 now = int(min(time.monotonic() - began, expected_s - 1))
                 if expected_s >= LEAST_BAR_S and now != said:

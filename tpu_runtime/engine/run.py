@@ -21,6 +21,7 @@ from ..model_spec import QUALITIES, STAGES, Curve, MagCache, ModelSpec, Settings
 from ..programs import denoise_step, generation, network_call
 from ..programs.denoise_step import StepShape
 from ..programs.executables import Executable
+from ..progress import TOLD
 from . import conditioning
 from . import denoise as denoising
 from .payloads import Conditioning, ImageCondition, Latent
@@ -51,8 +52,8 @@ def encode(
     key = signature(spec.name, parts, stage.target.precision, prompts, sources, *pictures)
     found = stage.prompt_cache.get(key, spec.family, lambda: _encode(stage, prompts, seen), stage.hosts.decide)
     if lost := [sentence for named in zip(PROMPTS, prompts, found, strict=False) for sentence in _lost(stage, *named)]:
-        log.warning("%s", " ".join(lost))
-        stage.progress.text(" ".join(lost))
+        stage.progress.activity.remark = " ".join(lost)
+        log.warning("%s", " ".join(lost), extra={TOLD: True})
     return found
 
 

@@ -30,11 +30,13 @@ class Activity:
     total: int = 0
     unit: str = ""
     compiling: bool = False
+    remark: str = ""  # what the host's last line says besides: of earlier ones it shows nothing any more
     needed_bytes: int = 0  # the most that one chip had to hold at a time: weights, and the running program
     loaded_bytes: int = 0  # of weights
     # How long it did what; the rest is the host's other work.
     compiling_s: float = 0.0  # it waited for that, and for programs that a cache had
     preparing_s: float = 0.0
+    importing_s: float = 0.0  # once in a process: of the libraries with upstream's networks
     downloading_s: float = 0.0
     loading_s: float = 0.0
     running_s: float = 0.0
@@ -75,7 +77,8 @@ class Activity:
         """How long the stage took, and what of it in which part; for its host, at the end. The parts add up."""
         whole = round(time.monotonic() - self.started, 1)
         parts = {
-            "compiling": self.compiling_s, "preparing programs": self.preparing_s, "downloading": self.downloading_s,
+            "importing diffusers": self.importing_s, "compiling": self.compiling_s,
+            "preparing programs": self.preparing_s, "downloading": self.downloading_s,
             "loading": self.loading_s, "running": self.running_s,
         }  # fmt: skip
         said = {name: round(seconds, 1) for name, seconds in parts.items() if seconds >= LEAST_SAID_S}
@@ -86,7 +89,8 @@ class Activity:
             for name, seconds in said.items()
             if seconds >= LEAST_SAID_S
         ]
-        return f"{TOOK} {whole:.1f} s: {', '.join(texts)}" if texts else f"{TOOK} {whole:.1f} s"
+        took = f"{TOOK} {whole:.1f} s: {', '.join(texts)}" if texts else f"{TOOK} {whole:.1f} s"
+        return f"{took}. {self.remark}" if self.remark else took
 
     def describe(self) -> dict[str, object]:
         return {

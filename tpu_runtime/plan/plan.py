@@ -34,7 +34,10 @@ Write = Callable[[str], None]
 def make_plan(request: PlanRequest, write: Write = lambda line: None) -> Plan:
     """Compiles and times every program; `write` gets a line as each is done."""
     compiled, programs = [], request.programs()
-    write(f"compiles {len(programs)} programs for {request.topology.name}, which may take minutes each")
+    many = "s" if len(programs) > 1 else ""
+    write(
+        f"compiles {len(programs)} program{many} for {request.topology.name}, which may take minutes{many and ' each'}"
+    )
     for index, program in enumerate(programs, 1):
         compiled.append(compile_program(program, request.topology))
         done = compiled[-1]

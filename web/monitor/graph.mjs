@@ -1,5 +1,7 @@
 // Which model a node of the page's graph runs, and what the server knows of it.
 
+// A node that generates, by its class.
+export const RUNS = /TPU(Sampler|Pipeline)$/;
 const MODEL = "TPU_MODEL";
 // A chain of LoRAs is followed so far.
 const DEEPEST = 100;

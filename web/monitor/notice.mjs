@@ -27,6 +27,10 @@ export function forget() {
   document.getElementById(NOTICE)?.remove();
 }
 
+// The page's own Tab key comes to it last of all.
+const closes = ({ key }) => key === "Escape" && !document.querySelector("[role=dialog]") && forget();
+document.addEventListener("keydown", closes, { capture: true });
+
 /** Shows a headline and lines in place of the notice before; `actions` are what its buttons do, by their texts. */
 export function notify([headline, ...lines], actions = {}) {
   forget();

@@ -7,7 +7,7 @@ import { make, makeBar, Rows, section, setAttribute, setText } from "./dom.mjs";
 import { Chips } from "./chips.mjs";
 import { draw, History } from "./history.mjs";
 import { isStage, stageOf } from "./stages.mjs";
-import { say } from "./words.mjs";
+import { say, understood } from "./words.mjs";
 
 const CACHES = {
   programs: () => say`Compiled programs`, xla: () => say`XLA's cache`, prompts: () => say`Encoded prompts`,
@@ -31,6 +31,7 @@ const MIB = "MiB";
 // That of a compilation of which it is known how long such a one takes.
 const SECOND = "second";
 
+const heard = (said) => understood(text(said));
 const own = (table, key) => (Object.hasOwn(table, text(key)) ? table[key]() : text(key));
 /** A Hub id without its organisation, the last part of a folder. */
 const shortName = (model) => text(model).replace(/\/+$/, "").split("/").pop();
@@ -69,9 +70,9 @@ export class Panel {
       this.#alert.hidden = true;
       setText(this.#alert, "");
     }
-    setText(this.#message, text(stats.message));
+    setText(this.#message, heard(stats.message));
     for (const part of this.#parts) this.#showIfNew(part, stats);
-    this.#noteRows.show((Array.isArray(stats.notes) ? stats.notes : []).map(text));
+    this.#noteRows.show((Array.isArray(stats.notes) ? stats.notes : []).map(heard));
   }
 
   /** What a part shows is mostly as it was a second ago: then none of its elements is touched. */
@@ -98,7 +99,7 @@ function behindRow() {
   const [title, time] = [make("span", "tpu-dim tpu-clip"), make("span", "tpu-number tpu-dim")];
   const update = (program) => {
     const begun = amount(program.elapsed_s);
-    const which = text(program.title);
+    const which = heard(program.title);
     setText(title, begun === null ? say`Will compile: ${which}` : say`Compiling behind: ${which}`);
     setText(time, begun === null ? "" : seconds(begun));
   };
@@ -165,15 +166,15 @@ class Running {
     this.#busy.hidden = now === null;
     if (!now) return;
     const [done, total] = [amount(now.done) ?? 0, amount(now.total) ?? 0];
-    const counted = total > 0 ? countOf(text(now.unit), done, total) : text(now.text);
+    const counted = total > 0 ? countOf(text(now.unit), done, total) : heard(now.text);
     setText(this.#stage, now.compiling === true ? say`${stageOf(now.stage)}, compiling` : stageOf(now.stage));
     setText(this.#elapsed, seconds(now.elapsed_s));
     setText(this.#model, text(now.model));
     setAttribute(this.#model, "title", text(now.model));
     const isOpen = total === 0 || (now.compiling === true && now.unit !== SECOND);
     this.#bar.element.classList.toggle("tpu-open", isOpen);
-    this.#bar.set(isOpen ? null : done / total, isOpen ? text(now.text) : counted);
-    setText(this.#pace, isOpen || now.compiling === true ? text(now.text) : this.#paceOf(now, counted, total - done));
+    this.#bar.set(isOpen ? null : done / total, isOpen ? heard(now.text) : counted);
+    setText(this.#pace, isOpen || now.compiling === true ? heard(now.text) : this.#paceOf(now, counted, total - done));
   }
 
   #paceOf(now, counted, left) {
@@ -262,7 +263,7 @@ class Residents {
     const head = make("div", "tpu-between", {}, component, size);
     const element = make("li", "tpu-resident", {}, make("div", "tpu-stack", {}, head, detail), button);
     const update = (now) => {
-      const name = text(now.component).replaceAll("_", " ");
+      const name = heard(text(now.component).replaceAll("_", " "));
       setText(component, name);
       setText(size, say`${bytes(now.bytes_per_chip)} a chip`);
       setText(detail, `${ago(now.last_used)} · ${shortName(now.model)}`);
