@@ -1,7 +1,7 @@
 """The attention kernel: arrays, grid and blocks around `attention_body`, all flat, `[tokens, heads * head_dim]`."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,9 +68,9 @@ def flat_attention(
         for part, block in zip(keys, blocks, strict=True)
     ]
     units = means = None
-    block_of: type[Block] = Block
+    block_of: Callable[..., Block] = Block
     if form.scores == "int8":
-        block_of = attention_int8.Int8Block
+        block_of = functools.partial(attention_int8.Int8Block, interpreted=bool(interpret))
         keys, units, means = attention_int8.rounded_keys(keys, batch, head_dim)
     arrays = [
         (part.keys, turn(part.values, part.blocks, interpret=interpret) if turned else part.values) for part in keys

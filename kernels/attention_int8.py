@@ -145,6 +145,8 @@ class Int8Block(Block):
     A row of ones below the values makes the second product sum the weights.
     """
 
+    interpreted: bool = False
+
     def prepare(self, part: KeyBlock) -> None:
         for head in range(self.form.heads):
             numbers, worth = rounded_queries(self.scaled_query(head).T, self.units[head], 0)
@@ -188,9 +190,11 @@ class Int8Block(Block):
 
     def exponents(self, step: KeyRun, parity: int, head: int, columns: Any) -> None:
         below = self.products(step, head, columns, folded=True).astype(jnp.float32).astype(jnp.bfloat16)
-        self.keep_weights(
-            jnp.exp2(below * self.vmem.worth[head, :1, columns].astype(jnp.bfloat16)), step, parity, head, columns
-        )
+        exponents = below * self.vmem.worth[head, :1, columns].astype(jnp.bfloat16)
+        if self.interpreted:
+            # Chips raise two to a bfloat16 and round once. XLA on a CPU rounds log 2, and its product, before that.
+            exponents = exponents.astype(jnp.float32)
+        self.keep_weights(jnp.exp2(exponents).astype(jnp.bfloat16), step, parity, head, columns)
 
     def summed(self, weights: Array) -> Array | float:
         return 0.0  # by the second product

@@ -8,7 +8,7 @@ memory.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -58,9 +58,15 @@ class ConvolutionForm:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Around:
-    """What is done to rows before and behind a convolution, or not; of arrays, or of what stands for them in a tree."""
+    """What is done to rows before and behind a convolution, or not; of arrays, or of what stands for them in a tree.
+
+    `inside`, beside a `shift`, which makes something of zeros: of the rows above and below, and of the places that
+    follow a row's full registers, ones for those that are in the picture and zeros for those that are not.
+    """
 
     gain: Any = None
+    shift: Any = None
+    inside: Any = None
     onto: Any = None
 
 
@@ -91,15 +97,22 @@ def vmem_mib() -> int:
     return chip.VMEM_MIB.get(chip.device_kind(), 0)
 
 
-def normed_silu(x: Float[Array, "1 channels _ height width"], gain: Gain) -> Float[Array, "1 channels _ height width"]:
-    """SiLU of an RMS norm of each pixel's channels, `x / |x| * gain`, in float32 and rounded once. Zeros stay zeros."""
-    wide = x.astype(jnp.float32)
-    square = jnp.sum(jnp.square(wide), axis=1, keepdims=True)
-    return _activated(wide, square, gain[:, None, None, None]).astype(x.dtype)
+def normed_silu(
+    x: Float[Array, "1 channels _ height width"], gain: Gain, shift: Gain | None = None
+) -> Float[Array, "1 channels _ height width"]:
+    """SiLU of an RMS norm of each pixel's channels, `x / |x| * gain`, in float32 and rounded once; with a `shift`,
+    where both come from a norm's sums, of `x * gain + shift`.
+    """
+    around = jax.tree.map(lambda each: each[:, None, None, None], Around(gain=gain, shift=shift))
+    return _activated(x.astype(jnp.float32), around, 1).astype(x.dtype)
 
 
-def _activated(x: Array, square: Array, gain: Array) -> Array:
-    return jax.nn.silu(x * jax.lax.rsqrt(jnp.maximum(square, LEAST_LENGTH**2)) * gain)
+def _activated(x: Array, around: Around, axis: int) -> Array:
+    """Channels are along `axis`."""
+    if around.shift is not None:
+        return jax.nn.silu(x * around.gain + around.shift)
+    square = jnp.sum(jnp.square(x), axis=axis, keepdims=True)
+    return jax.nn.silu(x * jax.lax.rsqrt(jnp.maximum(square, LEAST_LENGTH**2)) * around.gain)
 
 
 def in_order(x: Frames, past: tuple[Past, ...], past_at: int) -> Float[Array, "1 channels _ height width"]:
@@ -114,6 +127,7 @@ def reference(
     *,
     repeats: bool,
     gain: Gain | None = None,
+    shift: Gain | None = None,
     onto: Result | None = None,
     doubled: bool = False,
     halved: bool = False,
@@ -123,7 +137,7 @@ def reference(
     """As `convolution`, in float32 by XLA."""
     found = in_order(x, past, past_at)
     if gain is not None:
-        found = normed_silu(found, gain)
+        found = normed_silu(found, gain, shift)
     if doubled:
         found = jnp.repeat(jnp.repeat(found, 2, axis=3), 2, axis=4)
     above, reach = weight.shape[3] // 2, weight.shape[4] // 2
@@ -147,6 +161,7 @@ def convolution(
     *,
     repeats: bool,
     gain: Gain | None = None,
+    shift: Gain | None = None,
     onto: Result | None = None,
     doubled: bool = False,
     halved: bool = False,
@@ -158,9 +173,9 @@ def convolution(
     frames as many are lost as the kernel has, less one. `repeats` edges, or zeros are beyond them.
 
     `doubled`: of `x` with each pixel as two rows and two columns. `halved`: every second row and column of the result,
-    the first left out, and nothing can be added to it. Frames of the `past` stand before frame `past_at`. With a `gain`
-    it is of `normed_silu` of all frames; the result is added `onto` what has its shape. Raises `NotImplementedError`
-    where the kernel refuses the weights.
+    the first left out, and nothing can be added to it. Frames of the `past` stand before frame `past_at`. With a
+    `gain`, and perhaps a `shift`, it is of `normed_silu` of all frames; the result is added `onto` what has its shape.
+    Raises `NotImplementedError` where the kernel refuses the weights.
     """
     assert onto is None or not halved
     KernelRefusal(kernel=names.CONVOLUTION, reasons=_weight_reasons(weight)).check()
@@ -172,19 +187,19 @@ def convolution(
         columns_each=1 + doubled if x.dtype.itemsize == 2 else 1,
     )  # fmt: skip
     local = functools.partial(_convolved, form=form, interpret=interpret)
-    specs = picture, picture, P(), P(), P()
+    specs = picture, Around(gain=P(), shift=P(), onto=picture), P(), P()
     mapped = jax.shard_map(local, in_specs=specs, out_specs=picture, check_vma=False)
-    return mapped((x, *past), onto, weight, bias, gain)
+    return mapped((x, *past), Around(gain=gain, shift=shift, onto=onto), weight, bias)
 
 
 def _convolved(
-    videos: tuple[Array, ...], onto: Array | None, weight: Array, bias: Array, gain: Array | None, *,
-    form: ConvolutionForm, interpret: Interpret,
+    videos: tuple[Array, ...], around: Around, weight: Array, bias: Array, *, form: ConvolutionForm,
+    interpret: Interpret,
 ) -> Array:  # fmt: skip
     """A chip's part `[1, in, frames, height, width]`."""
     outs, (_, rows, columns) = len(weight), form.window
     # [frames, height, width, channels]
-    videos, onto = jax.tree.map(lambda x: jnp.moveaxis(x[0], 0, -1), (videos, onto))
+    videos, onto = jax.tree.map(lambda x: jnp.moveaxis(x[0], 0, -1), (videos, around.onto))
     if form.columns_each < form.factor:
         videos = tuple(jnp.repeat(x, form.factor, axis=2) for x in videos)
     within, past_at, repeats = form.columns_each, form.past_at, form.repeats
@@ -213,7 +228,10 @@ def _convolved(
         empty = jnp.zeros_like(left, shape=(*left.shape[:2], room - last.shape[2] - 2, left.shape[3]))
         last = jnp.concatenate([last, right, empty, left], axis=2)
     last = jnp.pad(last, ((0, 0), (0, 0), (0, room - last.shape[2]), (0, 0)))
-    around = Around(gain=gain, onto=onto)
+    inside = None
+    if around.shift is not None and not repeats:
+        inside = _inside(ROWS, (0, 1), 2), _inside(COLUMNS, (room - 1, width - full), room)
+    around = replace(around, onto=onto, inside=inside)
     kernel, offset = _arranged(weight, bias)
     found = _call(videos, ends, last, kernel, offset, around, outs=outs, form=form, interpret=interpret)
     found = jnp.moveaxis(found, 2, 0) if outs <= FEW_CHANNELS else jnp.moveaxis(found[..., :outs], -1, 0)
@@ -231,6 +249,14 @@ def _neighbours(first: Array, last: Array, name: str, *, repeats: bool) -> tuple
         return jnp.where(index == edge, own, received) if repeats else received
 
     return got(first, last, 1, 0), got(last, first, -1, chips - 1)
+
+
+def _inside(name: str, places: tuple[int, int], count: int) -> Array:
+    """Of `count` places ones, but for that before the first and that after the last of axis `name`: `[count, 1]`."""
+    ends = 0, jax.lax.axis_size(name) - 1
+    at = jnp.arange(count)[:, None]
+    outside = [(at == place) & (jax.lax.axis_index(name) == end) for place, end in zip(places, ends, strict=True)]
+    return jnp.where(outside[0] | outside[1], 0.0, 1.0)
 
 
 def _apart(weight: Shaped) -> int | None:
@@ -305,15 +331,13 @@ def _call(
     if outs <= FEW_CHANNELS:
         shape = *shape[:2], outs, width
         result = pl.BlockSpec((frames, block, outs, width), lambda out, at: (0, at, 0, 0))
-    gain, onto = around.gain, around.onto
-    if gain is not None:
-        gain = jnp.pad(gain.astype(jnp.float32), (0, lanes - ins))[None]
-    if onto is not None and outs <= FEW_CHANNELS:
-        onto = jnp.moveaxis(onto, -1, 2)
-    specs = Around(
-        gain=None if gain is None else pl.BlockSpec(gain.shape, lambda out, at: (0, 0)),
-        onto=None if onto is None else result,
+    onto = around.onto if outs > FEW_CHANNELS or around.onto is None else jnp.moveaxis(around.onto, -1, 2)
+    gain, shift = jax.tree.map(
+        lambda x: jnp.pad(x.astype(jnp.float32), (0, lanes - ins))[None], (around.gain, around.shift)
     )
+    around = Around(gain=gain, shift=shift, inside=around.inside)
+    whole = jax.tree.map(lambda x: pl.BlockSpec(x.shape, lambda out, at: (0, 0)), around)
+    around, specs = replace(around, onto=onto), replace(whole, onto=None if onto is None else result)
     return pl.pallas_call(
         functools.partial(_body, form=form, together=together, is_turned=outs <= FEW_CHANNELS),
         grid=(blocks, height // given),
@@ -338,7 +362,7 @@ def _call(
         ),
         interpret=interpret,
         name=names.CONVOLUTION,
-    )(videos, ends, last, kernel, offset, Around(gain=gain, onto=onto))
+    )(videos, ends, last, kernel, offset, around)
 
 
 def _most(total: int, limit: int) -> int:
@@ -385,7 +409,16 @@ def _body(
                 put((frame, row), end[frame, 0, : full // columns_each, :])
 
     if around.gain is not None:
-        _norm(joined, around.gain)
+        _norm(joined, around, full)
+    for row, edge in zip((0, high - 1), (0, pl.num_programs(1) - 1), strict=True):
+        if around.inside is not None and above:
+
+            @pl.when(at == edge)
+            def _(row: int = row) -> None:
+                own = around.inside[0][min(row, 1) : min(row, 1) + 1]
+                for frame in range(seen):
+                    joined[frame, row] = (joined[frame, row].astype(jnp.float32) * own).astype(joined.dtype)
+
     turns = block // together
 
     def turn(index: Array, _: None) -> None:
@@ -406,17 +439,21 @@ def _body(
     jax.lax.fori_loop(0, frames * turns, turn, None)
 
 
-def _norm(joined: Any, gain: Any) -> None:
-    """`normed_silu` of all rows, in place. Lanes beyond the channels are zeros."""
+def _norm(joined: Any, around: Around, full: int) -> None:
+    """`normed_silu` of all rows, in place. Lanes beyond the channels are zeros, and so are columns that are not
+    `inside` the picture.
+    """
     seen, high, wide, lanes = joined.shape
     rows = _most(high, NORM_MIB * MIB // (wide * lanes * 4))
     turns = high // rows
+    read = Around(gain=around.gain[...], shift=None if around.shift is None else around.shift[...])
 
     def turn(index: Array, _: None) -> None:
         place = index // turns, pl.ds(index % turns * rows, rows)
-        x = joined[place].astype(jnp.float32)
-        square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
-        joined[place] = _activated(x, square, gain[...]).astype(joined.dtype)
+        joined[place] = _activated(joined[place].astype(jnp.float32), read, -1).astype(joined.dtype)
+        if around.inside is not None:
+            last = *place, slice(full, None)
+            joined[last] = (joined[last].astype(jnp.float32) * around.inside[1][...]).astype(joined.dtype)
 
     jax.lax.fori_loop(0, seen * turns, turn, None)
 

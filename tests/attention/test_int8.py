@@ -36,7 +36,7 @@ FORMS = {
 # What lies in the middle between two whole numbers may go either way.
 HALVES = 2e-3
 # Weights are rounded to bfloat16, and so are their exponents: up to this many of its steps.
-WEIGHTS = 8 * 2.0**-8
+WEIGHTS = 3 * 2.0**-8
 
 
 @pytest.fixture(autouse=True)

@@ -73,16 +73,22 @@ def test_past_frames_stand_where_they_are_said_to(past_at: int, shape: MeshShape
 @pytest.mark.parametrize("outs", [7, 3, 300])
 @pytest.mark.parametrize("edges", ["zero", "replicate"])
 @pytest.mark.parametrize("shape", [ONE, EIGHT], ids=["1 chip", "8 chips"])
+@pytest.mark.parametrize("is_shifted", [False, True])
 def test_pixels_are_normed_before_and_added_to_others_behind(
-    outs: int, edges: layers.Edges, shape: MeshShape, compare: Callable
+    is_shifted: bool, outs: int, edges: layers.Edges, shape: MeshShape, compare: Callable
 ):
+    """By a norm of each pixel, or by a factor and a shift, which would make something of zeros beyond edges."""
     conv, x = drawn((3, 3, 3), outs, 40)
     x[..., 5] = 0.0
     x[:, :, :, 2] *= 1e-20
     gain, onto = torch.randn(INS), torch.randn(1, outs, FRAMES - 2, ROWS, 40)
     arrays = {"gain": jnp.asarray(gain.numpy()), "onto": jnp.asarray(onto.numpy())}
-    found = by_kernel(conv, x, shape, jnp.float32, repeats=edges == "replicate", past_at=0, **arrays)
     normed = torch.nn.functional.normalize(x, dim=1) * gain[:, None, None, None]
+    if is_shifted:
+        shift = torch.randn(INS) + 2
+        arrays["shift"] = jnp.asarray(shift.numpy())
+        normed = x * gain[:, None, None, None] + shift[:, None, None, None]
+    found = by_kernel(conv, x, shape, jnp.float32, repeats=edges == "replicate", past_at=0, **arrays)
     expected = wanted(conv, torch.nn.functional.silu(normed), edges) + onto.numpy()
     compare("kernel", found, expected, error=OPERATION)
     weight, bias = (jnp.asarray(value.detach().numpy()) for value in (conv.weight, conv.bias))

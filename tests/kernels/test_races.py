@@ -173,6 +173,7 @@ def test_round_tokens(cores: int):
 CONVOLUTIONS = {
     "behind the past": ((3, 3, 3), {"repeats": False}),
     "normed and added": ((3, 3, 3), {"repeats": False}),
+    "scaled, shifted and added": ((1, 3, 3), {"repeats": False}),
     "to three channels": ((1, 3, 3), {"repeats": False}),
     "edges repeated": ((1, 3, 3), {"repeats": True}),
     "doubled": ((1, 3, 3), {"repeats": False, "doubled": True}),
@@ -193,8 +194,11 @@ def convolved(name: str, interpret: Any) -> tuple[Any, Any]:
     outs = 3 if name == "to three channels" else 7
     x, weight, bias = drawn(1, 5, 3, HEIGHT, 24), drawn(outs, 5, *window, seed=1) / 6, drawn(outs, seed=2)
     past = tuple(drawn(1, 5, 1, HEIGHT, 24, seed=seed) for seed in (3, 4)) if name == "behind the past" else ()
-    if name == "normed and added":
-        how = {**how, "gain": 1 + drawn(5, seed=5), "onto": drawn(1, outs, 1, HEIGHT, 24, seed=6)}
+    if name.endswith("added"):
+        frames = 3 - window[0] + 1
+        how = {**how, "gain": 1 + drawn(5, seed=5), "onto": drawn(1, outs, frames, HEIGHT, 24, seed=6)}
+    if "shifted" in name:
+        how["shift"] = 2 + drawn(5, seed=7)
     with jax.set_mesh(make_mesh(jax.devices()[:1], MeshShape())):
         run: Callable[..., Any] = jax.jit(
             lambda *given: convolution.convolution(*given[:3], past=given[3], interpret=interpret, **how)

@@ -29,8 +29,9 @@ from comfyui_tpu.tpu_runtime.programs import generation, solver_table
 from comfyui_tpu.tpu_runtime.progress import Silent
 
 WAN = test_wan21.SPEC
-WAN22, HUNYUAN, COGVIDEOX = (
-    spec_by_name(name) for name in ("wan2.2-t2v-a14b", "hunyuanvideo1.5-t2v-720p", "cogvideox1.5-5b")
+WAN22, HUNYUAN, HUNYUAN_I2V, COGVIDEOX = (
+    spec_by_name(name)
+    for name in ("wan2.2-t2v-a14b", "hunyuanvideo1.5-t2v-720p", "hunyuanvideo1.5-i2v-720p", "cogvideox1.5-5b")
 )
 PUBLISHED = json.loads(Path(curves.__file__).with_name("curves.json").read_text())["curves"]
 # Full of eight steps: 0, 1, 4, 5, 7.
@@ -59,7 +60,9 @@ def authors(ratios: Sequence[float], num_steps: int, threshold: float, most: int
 
 
 @pytest.mark.parametrize("threshold", [0.06, 0.12, 0.24])
-@pytest.mark.parametrize("name", [name for name, curve in PUBLISHED.items() if "retained" not in curve])
+@pytest.mark.parametrize(
+    "name", [name for name, curve in PUBLISHED.items() if name.startswith("wan") and "retained" not in curve]
+)
 def test_the_steps_that_run_whole_are_the_authors(name: str, threshold: float):
     """With each branch alone; the published curves of both agree on every step."""
     curve = curves.find(spec_by_name(name), "published")
@@ -70,6 +73,21 @@ def test_the_steps_that_run_whole_are_the_authors(name: str, threshold: float):
         for ratios in PUBLISHED[name]["ratios"]:
             assert found == authors(ratios, num_steps, threshold, most, 0.2)
         assert len(found) < num_steps
+
+
+@pytest.mark.parametrize(
+    ("ratios", "num_steps"), [("few_steps", 20), ("few_steps", 12), ("ratios", 40), ("ratios", 50)]
+)
+def test_of_hunyuanvideo_the_authors_have_a_curve_for_few_steps(ratios: str, num_steps: int):
+    for name in ("hunyuanvideo1.5-t2v-720p", "hunyuanvideo1.5-t2v-480p"):
+        curve = curves.find(spec_by_name(name), "published")
+        assert curve is not None
+        found = [
+            i for i, full in enumerate(MagCache(threshold=0.03, curve=curve).full_steps(["one"] * num_steps)) if full
+        ]
+        branches = [authors(row, num_steps, 0.03, 2, 0.25) for row in PUBLISHED["hunyuanvideo1.5-t2v-720p"][ratios]]
+        assert found in branches
+        assert set(found) >= set(branches[0]) | set(branches[1]) and len(found) < 0.8 * num_steps
 
 
 def test_a_step_is_whole_if_it_is_for_one_branch():
@@ -106,7 +124,8 @@ def test_wan_2_2_to_video_from_a_picture_composes_whole():
         {"ratios": ()}, {"ratios": ((),)}, {"ratios": [[1.0]]}, {"ratios": ((1.0,), (1.0, 1.0))},
         {"ratios": ((1.0,),) * 3}, {"ratios": ((1.0,) * 1001,)}, {"ratios": ((float("nan"),),)},
         {"ratios": ((float("inf"),),)}, {"ratios": ((-1.0,),)}, {"ratios": ((0,),)}, {"ratios": ((10**400,),)},
-        {"ratios": (("1",),)}, {"ratios": ((True,),)}, {"retained": ()}, {"retained": (2.0,)}, {"retained": "0"},
+        {"ratios": (("1",),)}, {"ratios": ((True,),)},
+        {"few_steps": [[1.0]]}, {"few_steps": ((-1.0,),)}, {"retained": ()}, {"retained": (2.0,)}, {"retained": "0"},
         {"most_skipped": -1}, {"most_skipped": 1.5}, {"most_skipped": 10**9},
     ],
 )  # fmt: skip
@@ -331,8 +350,8 @@ def test_a_model_without_a_curve_says_how_to_get_one(folder: Path):
     for spec, model_id, advice in (
         (COGVIDEOX, "a/b", "`comfyui-tpu calibrate cogvideox1.5-5b --model-id a/b`, or turn step_cache off."),
         (
-            HUNYUAN, HUNYUAN.published.hub_id,
-            "`comfyui-tpu calibrate hunyuanvideo1.5-t2v-720p`, or set cache_threshold to 0 for DeepCache, or turn "
+            HUNYUAN_I2V, HUNYUAN_I2V.published.hub_id,
+            "`comfyui-tpu calibrate hunyuanvideo1.5-i2v-720p`, or set cache_threshold to 0 for DeepCache, or turn "
             "step_cache off.",
         ),
     ):  # fmt: skip

@@ -18,8 +18,9 @@ MOST_BYTES = 2**16
 
 @functools.cache
 def _published() -> Mapping[str, Curve]:
-    content = parse_json(Path(__file__).with_name("curves.json").read_bytes())
-    return {name: _curve(value) for name, value in content["curves"].items()}
+    found = parse_json(Path(__file__).with_name("curves.json").read_bytes())["curves"]
+    # A name in place of a curve is that of the model whose it is, too.
+    return {name: _curve(found[value] if isinstance(value, str) else value) for name, value in found.items()}
 
 
 def _curve(value: Any) -> Curve:
@@ -28,7 +29,8 @@ def _curve(value: Any) -> Curve:
         raise ValueError("it is no curve")
     try:
         named: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in value.items()}
-        return Curve(**{**named, "ratios": tuple(map(tuple, value["ratios"]))})
+        rows = {name: tuple(map(tuple, value[name])) for name in ("ratios", "few_steps") if name in value}
+        return Curve(**{**named, **rows})
     except (TypeError, KeyError) as error:
         raise ValueError("it is no curve") from error
 
@@ -39,7 +41,7 @@ def keep(spec: ModelSpec, model_id: str, curve: Curve) -> Path:
     """
     key = signature(spec.name, model_id)
     if spec.name in _published():
-        curve = replace(_published()[spec.name], ratios=curve.ratios)
+        curve = replace(_published()[spec.name], ratios=curve.ratios, few_steps=())
     MEASURED.put(key, json.dumps(asdict(curve)).encode())
     return MEASURED.path(key)
 

@@ -40,21 +40,27 @@ class Curve:
     blocks add to a token to that of the step before, on average.
 
     Of each expert's steps the first run whole, by a share for the first expert and one for the second (or one for
-    both); then at most `most_skipped` in a row do not. Raises ValueError for what no curve can be.
+    both); then at most `most_skipped` in a row do not. `few_steps`, where there are any, are the ratios of as many
+    steps as these are, or fewer. Raises ValueError for what no curve can be.
     """
 
     ratios: tuple[tuple[float, ...], ...]
+    few_steps: tuple[tuple[float, ...], ...] = ()
     retained: tuple[float, ...] = (0.2,)
     most_skipped: int = 2
 
     def __post_init__(self) -> None:
-        rows = self.ratios
-        if not isinstance(rows, tuple) or not 1 <= len(rows) <= 2 or not all(isinstance(row, tuple) for row in rows):
-            raise ValueError("ratios are not those of one branch or two")
-        if not 1 <= len(rows[0]) <= MOST_STEPS or len({*map(len, rows)}) > 1:
-            raise ValueError(f"ratios are not of one number of steps, at most {MOST_STEPS}")
-        if not all(_is_number(ratio, MOST_RATIO) and ratio > 0 for row in rows for ratio in row):
-            raise ValueError(f"a ratio is not a number between 0 and {MOST_RATIO:g}")
+        for rows in (self.ratios, *([self.few_steps] if self.few_steps != () else [])):
+            if (
+                not isinstance(rows, tuple)
+                or not 1 <= len(rows) <= 2
+                or not all(isinstance(row, tuple) for row in rows)
+            ):
+                raise ValueError("ratios are not those of one branch or two")
+            if not 1 <= len(rows[0]) <= MOST_STEPS or len({*map(len, rows)}) > 1:
+                raise ValueError(f"ratios are not of one number of steps, at most {MOST_STEPS}")
+            if not all(_is_number(ratio, MOST_RATIO) and ratio > 0 for row in rows for ratio in row):
+                raise ValueError(f"a ratio is not a number between 0 and {MOST_RATIO:g}")
         shares = self.retained
         if not isinstance(shares, tuple) or not 1 <= len(shares) <= 2 or not all(_is_number(one, 1) for one in shares):
             raise ValueError("a retained share is not a number between 0 and 1")
@@ -63,9 +69,10 @@ class Curve:
 
     def of(self, num_steps: int) -> list[list[float]]:
         """The ratios for another number of steps, each the nearest."""
-        scale = (len(self.ratios[0]) - 1) / max(num_steps - 1, 1)
+        rows = self.few_steps if self.few_steps and num_steps <= len(self.few_steps[0]) else self.ratios
+        scale = (len(rows[0]) - 1) / max(num_steps - 1, 1)
         at = [round(index * scale) for index in range(num_steps)] if num_steps > 1 else [-1]
-        return [[row[index] for index in at] for row in self.ratios]
+        return [[row[index] for index in at] for row in rows]
 
 
 def _is_number(value: Any, most: float) -> bool:

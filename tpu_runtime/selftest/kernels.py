@@ -255,8 +255,8 @@ def _linear_int8(device: Device, host: Device) -> tuple[Arrays, Arrays]:
 
 
 def _convolution(device: Device, host: Device) -> tuple[Arrays, Arrays]:
-    """As decoders and encoders use it: behind frames of the past, normed before and added to others, to a picture's
-    channels, with each pixel doubled, and of every second one.
+    """As decoders and encoders use it: behind frames of the past, normed before and added to others, by a norm of each
+    pixel or of all, to a picture's channels, with each pixel doubled, and of every second one.
     """
     random = np.random.default_rng(5)
     # Columns of whole registers and a rest; outputs of one block, and of several.
@@ -277,6 +277,7 @@ def _convolution(device: Device, host: Device) -> tuple[Arrays, Arrays]:
             return {
                 "behind the past": apply(x, volume, bias, repeats=False, past=(past,)),
                 "normed and added": apply(x, picture, bias, repeats=False, gain=math.sqrt(ins) * gain, onto=onto),
+                "scaled and shifted": apply(x, picture, bias, repeats=False, gain=gain, shift=1 + gain),
                 "to three channels": apply(x, picture[:3], bias[:3], repeats=False),
                 "edges repeated": apply(x, volume, bias, repeats=True),
                 "doubled": apply(x, picture, bias, repeats=False, doubled=True),

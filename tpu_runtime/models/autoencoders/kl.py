@@ -34,7 +34,7 @@ def run_encoder(encoder: Any, x: "torch.Tensor") -> "torch.Tensor":
         for downsampler in block.downsamplers or ():
             x = convolve(downsampler.conv, x, halved=True)
     x = run_mid_block(encoder.mid_block, x)
-    return convolve(encoder.conv_out, activate(encoder.conv_norm_out, x))
+    return convolve(encoder.conv_out, x, norm=encoder.conv_norm_out)
 
 
 def run_decoder(decoder: Any, x: "torch.Tensor") -> "torch.Tensor":
@@ -45,7 +45,7 @@ def run_decoder(decoder: Any, x: "torch.Tensor") -> "torch.Tensor":
             x = run_resnet(resnet, x)
         for upsampler in block.upsamplers or ():
             x = convolve(upsampler.conv, x, doubled=True)
-    return convolve(decoder.conv_out, activate(decoder.conv_norm_out, x))
+    return convolve(decoder.conv_out, x, norm=decoder.conv_norm_out)
 
 
 def run_mid_block(block: Any, x: "torch.Tensor") -> "torch.Tensor":
@@ -55,10 +55,10 @@ def run_mid_block(block: Any, x: "torch.Tensor") -> "torch.Tensor":
 
 
 def run_resnet(resnet: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """`ResnetBlock2D` without time."""
-    update = convolve(resnet.conv1, activate(resnet.norm1, x))
-    update = convolve(resnet.conv2, activate(resnet.norm2, update))
-    return update + (x if resnet.conv_shortcut is None else convolve(resnet.conv_shortcut, x))
+    """`ResnetBlock2D` without time. Convolutions take norms and SiLU with them, and the last one the sum."""
+    update = convolve(resnet.conv1, x, norm=resnet.norm1)
+    shortcut = x if resnet.conv_shortcut is None else convolve(resnet.conv_shortcut, x)
+    return convolve(resnet.conv2, update, norm=resnet.norm2, onto=shortcut)
 
 
 def attend(attn: Any, x: "torch.Tensor") -> "torch.Tensor":
@@ -68,12 +68,6 @@ def attend(attn: Any, x: "torch.Tensor") -> "torch.Tensor":
     y = normed(attn.group_norm, x).permute(0, 2, 3, 1)
     found = torch_bridge.call_jax(attend_to_picture, attn.to_q(y), attn.to_k(y), attn.to_v(y))
     return x + attn.to_out[0](found).permute(0, 3, 1, 2)
-
-
-def activate(norm: Any, x: "torch.Tensor") -> "torch.Tensor":
-    import torch
-
-    return torch.nn.functional.silu(normed(norm, x))
 
 
 # --- a picture --------------------------------------------------------------------------------------------------------

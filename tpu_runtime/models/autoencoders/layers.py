@@ -35,17 +35,23 @@ def convolved(
     """An upstream convolution applied to a video or picture, without upstream's padding: height and width stay, of
     frames as many are lost as its kernel has, less one. `doubled`: of each pixel as two rows and two columns. `halved`:
     every second row and column of the result, the first left out. Frames of the `past` stand before frame `past_at`.
-    `kernel`: by our kernel where it can. `norm`: an upstream RMS norm over channels; what is convolved is SiLU of what
-    it makes of all frames. The result is added `onto` what has its shape.
+    `kernel`: by our kernel where it can. `norm`: an upstream group norm, or RMS norm over channels; what is convolved
+    is SiLU of what it makes of all frames. The result is added `onto` what has its shape.
     """
     from ...programs import torch_bridge
 
-    gain = None if norm is None else norm.gamma.flatten() * norm.scale
+    gain = shift = None
+    if hasattr(norm, "num_groups"):
+        of = partial(group_affine, groups=norm.num_groups, eps=norm.eps)
+        gain, shift = torch_bridge.call_jax(of, input, norm.weight, norm.bias)
+    elif norm is not None:
+        gain = norm.gamma.flatten() * norm.scale
     weight = conv.weight if conv.weight.ndim == 5 else conv.weight[:, :, None]
-    video = input if input.ndim == 5 else input[:, :, None]
     how = partial(convolution, edges=edges, doubled=doubled, halved=halved, past_at=past_at, kernel=kernel)
-    out = torch_bridge.call_jax(how, video, weight, conv.bias, tuple(past), gain, onto)
-    return out if input.ndim == 5 else out[:, :, 0]
+    if input.ndim == 5:
+        return torch_bridge.call_jax(how, input, weight, conv.bias, tuple(past), gain, shift, onto)
+    onto = None if onto is None else onto[:, :, None]
+    return torch_bridge.call_jax(how, input[:, :, None], weight, conv.bias, (), gain, shift, onto)[:, :, 0]
 
 
 def in_turn(*values: "torch.Tensor") -> "list[torch.Tensor]":
@@ -72,6 +78,7 @@ def convolution(
     bias: "jax.Array | None",
     past: "tuple[jax.Array, ...]" = (),
     gain: "jax.Array | None" = None,
+    shift: "jax.Array | None" = None,
     onto: "jax.Array | None" = None,
     *,
     edges: Edges = "zero",
@@ -98,12 +105,12 @@ def convolution(
     is_product = kernel and max(weight.shape[2:]) == 1
     if kernel and not is_product and choice.accepted(ours.refusal(weight)):
         return ours.convolution(
-            x, weight, bias, repeats=edges == "replicate", gain=gain, onto=onto, doubled=doubled, halved=halved,
-            past=past, past_at=past_at,
+            x, weight, bias, repeats=edges == "replicate", gain=gain, shift=shift, onto=onto, doubled=doubled,
+            halved=halved, past=past, past_at=past_at,
         )  # fmt: skip
     x = ours.in_order(x, past, past_at)
     if gain is not None:
-        x = ours.normed_silu(x, gain)
+        x = ours.normed_silu(x, gain, shift)
     if doubled:
         x = enlarged(x, size=(x.shape[2], 2 * x.shape[3], 2 * x.shape[4]))
 
@@ -151,10 +158,20 @@ def group_norm(x: "jax.Array", weight: "jax.Array", bias: "jax.Array", *, groups
     """Group norm with its sums in float32."""
     import jax.numpy as jnp
 
-    middle, factor = group_moments(x, groups=groups, eps=eps)
     beyond = (...,) + (None,) * (x.ndim - 2)
-    found = (x.astype(jnp.float32) - middle[beyond]) * (factor * weight.astype(jnp.float32))[beyond]
-    return (found + bias.astype(jnp.float32)[beyond]).astype(x.dtype)
+    factor, shift = (each[beyond] for each in group_affine(x, weight, bias, groups=groups, eps=eps))
+    return (x.astype(jnp.float32) * factor + shift).astype(x.dtype)
+
+
+def group_affine(
+    x: "jax.Array", weight: "jax.Array", bias: "jax.Array", *, groups: int, eps: float
+) -> "tuple[jax.Array, jax.Array]":
+    """What group norm multiplies each channel of `x` by, and what it then adds, in float32."""
+    import jax.numpy as jnp
+
+    middle, factor = group_moments(x, groups=groups, eps=eps)
+    factor = factor * weight.astype(jnp.float32)
+    return factor, bias.astype(jnp.float32) - middle * factor
 
 
 def group_moments(
@@ -163,21 +180,29 @@ def group_moments(
     """What group norm takes off each channel, and what it multiplies it by; of a video perhaps without the frames that
     are not `counted` `[frames]`.
 
-    Channels are never reshaped into groups, which would move them: sums over pixels come first.
+    Sums of pixels and of their squares are one pass; both are of what pixels differ by from one of them, lest a mean
+    far above the deviation take their digits. Channels are never reshaped into groups, which would move them: sums
+    over pixels come first.
     """
     import jax
     import jax.numpy as jnp
 
     channels, beyond = x.shape[1], (...,) + (None,) * (x.ndim - 2)
+    pixel = x[0, ..., 0, 0].astype(jnp.float32)
+    if x.ndim == 5:
+        pixel = pixel[:, 0] if counted is None else jnp.take(pixel, jnp.argmax(counted), axis=1)
+
+    def of_channels(x: "jax.Array") -> "jax.Array":
+        return x.mean((0, -2, -1)).reshape(channels, -1).mean(1, where=counted)  # of each frame first
 
     def of_groups(x: "jax.Array") -> "jax.Array":
-        """The mean over a group's pixels, for each of its channels."""
-        means = x.mean((0, -2, -1)).reshape(channels, -1)  # of each frame
-        return jnp.repeat(means.mean(1, where=counted).reshape(groups, -1).mean(1), channels // groups)
+        return jnp.repeat(x.reshape(groups, -1).mean(1), channels // groups)
 
-    x = x.astype(jnp.float32)
-    middle = of_groups(x)
-    return middle, jax.lax.rsqrt(of_groups(jnp.square(x - middle[beyond])) + eps)
+    away = x.astype(jnp.float32) - pixel[beyond]
+    first, second = of_channels(away), of_channels(jnp.square(away))
+    own = pixel + first
+    middle = of_groups(own)
+    return middle, jax.lax.rsqrt(of_groups(second - jnp.square(first) + jnp.square(own - middle)) + eps)
 
 
 def attend_to_picture(q: "jax.Array", k: "jax.Array", v: "jax.Array") -> "jax.Array":
