@@ -1,6 +1,6 @@
 """Predicts whole generations in few steps: `benchmarks/predicted.json` and the recipes in `docs/performance.md`.
 
-Run: python benchmarks/recipes.py [--only TITLE ...]. Takes minutes a recipe; no TPU is needed.
+Run: python benchmarks/recipes.py [--only TITLE ...] [--stages decode]. Takes minutes a recipe; no TPU is needed.
 """
 
 import argparse
@@ -39,10 +39,22 @@ SQUARE = {"height": 1024, "width": 1024}
 KLEIN = {**SQUARE, "num_inference_steps": 4, **ONE_BRANCH}
 RECIPES = (
     Recipe(title="Wan 2.2 T2V, 4 steps", model="wan2.2-t2v-a14b", topology="v6e:2x4", widgets=WAN22),
+    Recipe(
+        title="Wan 2.2 T2V, 4 steps, int8",
+        model="wan2.2-t2v-a14b",
+        topology="v6e:2x4",
+        widgets={**WAN22, "quality": "int8"},
+    ),
     Recipe(title="Wan 2.2 I2V, 4 steps", model="wan2.2-i2v-a14b", topology="v6e:2x4", widgets=WAN22),
     *(
         Recipe(title="Wan 2.1 T2V 1.3B, 4 steps", model="wan2.1-t2v-1.3b", topology=topology, widgets=WAN_SMALL)
         for topology in ONE_CHIP
+    ),
+    Recipe(
+        title="Wan 2.1 T2V 1.3B, 4 steps, int8",
+        model="wan2.1-t2v-1.3b",
+        topology="v5e:1x1",
+        widgets={**WAN_SMALL, "quality": "int8"},
     ),
     *(
         Recipe(title="Wan 2.1 T2V 1.3B, 50 steps", model="wan2.1-t2v-1.3b", topology=topology, widgets={})
@@ -116,15 +128,18 @@ def section(records: Sequence[predict.Record]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", action="append", metavar="TITLE", help="recipes whose title starts so; repeatable")
+    parser.add_argument("--stages", default=",".join(STAGES), help="comma-separated; others stay as recorded")
     options = parser.parse_args(arguments)
     wanted = [one for one in RECIPES if not options.only or one.key.startswith(tuple(options.only))]
     for recipe in wanted:
         sys.stdout.write(f"== {recipe.key}\n")
         # Pictures to look at are not part of a recipe, one to start from is.
         needs_picture = spec_by_name(recipe.model).needs_condition
-        stages = [stage for stage in STAGES if stage != "image" or needs_picture]
+        stages = [stage for stage in options.stages.split(",") if stage != "image" or needs_picture]
         found = predict.predict(recipe.model, recipe.topology, stages, recipe.widgets)
         records = predict.read(predict.recorded(predict.DEFAULT))
+        if recipe.key in records:
+            found = predict.merged(found, records[recipe.key])
         records[recipe.key] = {**found, "recipe": recipe.key}
         predict.write(predict.recorded(predict.DEFAULT), records, [one.key for one in RECIPES])
         rows = [records[one.key] for one in RECIPES if one.key in records]
