@@ -1,6 +1,6 @@
 """How well a trained miniature does what it is told: held-out prompts, and what its pictures or frames show of them.
 
-    python tools/score_miniature.py [--family wan21] [--steps 4 10 50] [--guidance 1 5] [--prompts 64] [--frames 17]
+    python tools/score_miniature.py [--family wan21] [--steps 4 10 50] [--guidance 1 5] [--prompts 64] [--frames 9]
         [--model FOLDER]
 
 Prints a line for every kind of prompt, number of steps and guidance. The pack itself makes the frames, with previews
@@ -84,6 +84,12 @@ FAMILIES = {
         steps=(4, 10),
         guidance=(1.0, 3.5),
     ),
+    "cogvideox": Family(
+        spec=spec_by_name("cogvideox1.5-5b"),
+        kinds={"clips": partial(clips, given=False)},
+        steps=(10, 50),
+        guidance=(1.0, 6.0),
+    ),
     "flux2klein": Family(
         spec=spec_by_name("flux2-klein-4b"),
         kinds={"pictures": pictures, "changes": changes},
@@ -137,11 +143,12 @@ def scores(
     steps: Sequence[int] = (),
     guidance: Sequence[float] = (),
     prompts: int = 64,
-    frames: int = 17,
+    frames: int | None = None,
     sheets: Path | None = None,
 ) -> Iterator[str]:
     """A line for every kind of task, number of steps and guidance; `sheets` is where frames of each are kept."""
     model, is_video = ModelRef(spec_name=family.spec.name, model_id=model_id), not family.spec.is_image
+    frames = frames or family.spec.miniature.inputs.get("num_frames")
     for (kind, tasks), number, scale in itertools.product(
         family.kinds.items(), steps or family.steps, guidance or family.guidance
     ):
@@ -176,7 +183,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", default=(), help="default: those of its card")
     parser.add_argument("--guidance", type=float, nargs="+", default=(), help="default: those of its card")
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--frames", type=int, default=17)
+    parser.add_argument("--frames", type=int, help="default: the miniature's")
     parser.add_argument("--model", help="a folder of the trainer's, in place of the built-in one")
     parser.add_argument("--sheets", type=Path, metavar="FOLDER", help="keeps some frames of each there")
     options = parser.parse_args()

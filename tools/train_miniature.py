@@ -25,7 +25,12 @@ from miniature.shapes import COLOURS, HEIGHT, SHAPES, WIDTH
 from score_miniature import FAMILIES, Family, scores
 
 # Where each is trained.
-MODULES = {"wan21": "miniature.wan", "wan22i2v": "miniature.wan_i2v", "flux2klein": "miniature.flux2_klein"}
+MODULES = {
+    "wan21": "miniature.wan",
+    "wan22i2v": "miniature.wan_i2v",
+    "cogvideox": "miniature.cogvideox",
+    "flux2klein": "miniature.flux2_klein",
+}
 # What else each is: the same networks in another model's layout.
 SIBLINGS = {
     "wan21": ("wan2.1-t2v-1.3b", "wan2.2-t2v-a14b"),

@@ -258,7 +258,7 @@ def example() -> dict:
     ("name", "said"),
     [
         ("wan21_t2v_720p", 'tiny/wan21 shows "a red circle moves right on blue"; to change it: --set 1.prompt="..."'),
-        ("cogvideox_t2v_768p", "tiny/cogvideox has random weights: it shows noise, whatever the prompt."),
+        ("hunyuan15_t2v_720p", "tiny/hunyuan15 has random weights: it shows noise, whatever the prompt."),
     ],
 )
 def test_tiny_says_what_the_result_will_show(name: str, said: str):

@@ -30,7 +30,10 @@ def begin(vae: Any) -> None:
         assert module.bias is not None
         nn.init.zeros_(module.bias)
         weight = module.weight.data.zero_()
-        if "time_conv" in name:
+        if "conv_y" in name or "conv_b" in name:
+            # What latents scale and offset: nothing yet.
+            nn.init.constant_(module.bias, float("conv_y" in name))
+        elif "time_conv" in name:
             rows = torch.arange(weight.shape[0])
             weight[rows, rows % weight.shape[1], -1] = 1.0
         elif "conv2" in name or name.endswith("proj"):
@@ -43,9 +46,18 @@ def begin(vae: Any) -> None:
                 newest += mixed[..., None, None] / newest[0, 0].numel()
             else:
                 newest[:, :, newest.shape[2] // 2, newest.shape[3] // 2] += mixed
-    channels = vae.quant_conv.weight.shape[0] // 2
-    vae.quant_conv.weight.data[channels:] = 0.0
-    nn.init.constant_(vae.quant_conv.bias[channels:], -5.0)
+    into, _ = at_latents(vae)
+    channels = into.weight.shape[0] // 2
+    into.weight.data[channels:] = 0.0
+    nn.init.constant_(into.bias[channels:], -5.0)
+
+
+def at_latents(vae: Any) -> tuple[Any, list[Any]]:
+    """The convolution that gives latents, and those that are given them."""
+    if vae.quant_conv is not None:
+        return vae.quant_conv, [vae.post_quant_conv]
+    norms = [one for name, one in vae.decoder.named_modules() if name.endswith(("conv_y.conv", "conv_b.conv"))]
+    return vae.encoder.conv_out.conv, [vae.decoder.conv_in.conv, *norms]
 
 
 def as_input(frames: np.ndarray) -> Tensor:
@@ -63,9 +75,17 @@ def laid_out(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
 
 
-def learn(vae: Any, file: Path, steps: int, pieces: Callable[[int], Tensor], look: Callable[[], None]) -> None:
-    """Trains an autoencoder; `pieces(step)` are what it sees, `[number, 3, ..., height, width]`."""
+def learn(
+    vae: Any, file: Path, steps: int, pieces: Callable[[int], Tensor], look: Callable[[], None], kept: int | None = None
+) -> None:
+    """Trains an autoencoder; `pieces(step)` are what it sees, `[number, 3, ..., height, width]`. Where only so many
+    dimensions of latents are `kept`, the others are zeros.
+    """
     begin(vae)
+    if kept is not None:
+        into, _ = at_latents(vae)
+        for one in (into.weight, into.bias):
+            one.data[kept : len(one) // 2] = 0.0
     for module in vae.modules():
         if isinstance(module, nn.Conv2d | nn.Conv3d):
             module.weight.data = laid_out(module.weight.data)
@@ -74,15 +94,23 @@ def learn(vae: Any, file: Path, steps: int, pieces: Callable[[int], Tensor], loo
         seen = pieces(step)
         with torch.autocast("cpu", torch.bfloat16):
             posterior = vae.encode(laid_out(seen)).latent_dist
-            again = vae.decode(posterior.sample(torch.Generator().manual_seed(step))).sample.float()
-        kl = posterior.kl().sum() / posterior.mean.numel()
-        error = F.l1_loss(again, seen)
-        # Edges count for themselves: blurred ones cost little of the plain difference.
-        edges = sum(F.l1_loss(again.diff(dim=axis), seen.diff(dim=axis)) for axis in range(2, seen.ndim))
-        psnr = -10 * math.log10(F.mse_loss(again.clamp(-1, 1), seen).item() / 4)
-        return error + 0.5 * edges + 1e-3 * kl, {"psnr": psnr, "kl": kl.item()}
+            latents = posterior.sample(torch.Generator().manual_seed(step))
+            latents = torch.cat([latents[:, :kept], torch.zeros_like(latents[:, len(latents[0, :kept]) :])], 1)
+            again = vae.decode(latents).sample.float()
+        mean, var = posterior.mean[:, :kept], posterior.var[:, :kept]
+        kl = 0.5 * (mean.square() + var - 1 - var.log()).mean()
+        difference, psnr = differs(again, seen)
+        return difference + 1e-3 * kl, {"psnr": psnr, "kl": kl.item()}
 
     optimize(file, [vae], steps, RATE, loss, look, every=400)
+
+
+def differs(again: Tensor, seen: Tensor) -> tuple[Tensor, float]:
+    """What is minimised of pictures or clips `[number, 3, ..., height, width]`, and the ratio of signal to noise."""
+    # Edges count for themselves: blurred ones cost little of the plain difference.
+    edges = sum(F.l1_loss(again.diff(dim=axis), seen.diff(dim=axis)) for axis in range(2, seen.ndim))
+    psnr = -10 * math.log10(F.mse_loss(again.clamp(-1, 1), seen).item() / 4)
+    return F.l1_loss(again, seen) + 0.5 * edges, psnr
 
 
 def encoded(vae: Any, seen: Tensor) -> Tensor:
@@ -133,13 +161,12 @@ def align(
     basis = torch.linalg.svd(matrix).Vh[: count + 3].T
     matrix, shift = matrix * std, shift * std + mean
 
-    into, out_of = vae.quant_conv, vae.post_quant_conv
-    assert into.bias is not None and out_of.bias is not None
-    ones = (1,) * (into.weight.ndim - 2)
-    weight, offset = into.weight.data[:channels].flatten(1), into.bias.data[:channels]
-    into.weight.data[:channels] = (matrix.T @ weight).unflatten(1, (-1, *ones))
-    into.bias.data[:channels] = offset @ matrix + shift
-    weight = out_of.weight.data.flatten(1)
-    out_of.weight.data = (weight @ back.T).unflatten(1, (-1, *ones))
-    out_of.bias.data += weight @ (middle - (middle @ matrix + shift) @ back)
+    into, others = at_latents(vae)
+    into.weight.data[:channels] = torch.tensordot(matrix.T, into.weight.data[:channels], 1)
+    into.bias.data[:channels] = into.bias.data[:channels] @ matrix + shift
+    for one in others:
+        weight = one.weight.data
+        one.weight.data = torch.tensordot(back, weight.movedim(1, 0), 1).movedim(0, 1).contiguous()
+        # At the borders of a picture a kernel that sees beyond them is given zeros, which have another meaning now.
+        one.bias.data += weight.flatten(2).sum(-1) @ (middle - (middle @ matrix + shift) @ back)
     return basis

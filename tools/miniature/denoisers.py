@@ -84,6 +84,11 @@ def texts_of(random: np.random.Generator, chosen: np.ndarray, empty: int) -> Ten
     return torch.from_numpy(np.where(random.random(len(chosen)) < UNCONDITIONED, empty, chosen))
 
 
+def straight(sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Flow matching: the shares of what is clean and of noise in what is seen at `sigma`, and those in the velocity."""
+    return 1 - sigma, sigma, -torch.ones_like(sigma), torch.ones_like(sigma)
+
+
 def learn(
     denoiser: nn.Module,
     averaged: torch.optim.swa_utils.AveragedModel,
@@ -94,21 +99,23 @@ def learn(
     batch: Callable[[int, np.random.Generator], tuple[Tensor, Tensor, Mapping[str, Any]]],
     look: Callable[[], None],
     counted: Callable[[Tensor], Tensor] = lambda x: x,
+    path: Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]] = straight,
 ) -> None:
     """Trains a denoiser to tell the velocity between latents and noise.
 
-    `batch(step, random)` gives clean latents, the noise's share of each, and what else the denoiser is called with;
-    which gives velocities, and how badly its probe knows the places. `counted` is what of a velocity counts.
+    `batch(step, random)` gives clean latents, the time of each on the `path` to noise, and what else the denoiser is
+    called with; which gives velocities, and how badly its probe knows the places. `counted` is what of a velocity
+    counts.
     """
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
         averaged.update_parameters(denoiser)
         random = np.random.default_rng((seed, step))
-        clean, sigma, given = batch(step, random)
+        clean, time, given = batch(step, random)
         noise = torch.from_numpy(random.standard_normal(clean.shape, np.float32))
-        at = sigma.reshape(-1, *(1,) * (clean.ndim - 1))
-        velocity, where = denoiser((1 - at) * clean + at * noise, sigma, **given)
-        error = F.mse_loss(counted(velocity), counted(noise - clean))
+        kept, added, *speeds = (share.reshape(-1, *(1,) * (clean.ndim - 1)) for share in path(time))
+        velocity, where = denoiser(kept * clean + added * noise, time, **given)
+        error = F.mse_loss(counted(velocity), counted(speeds[0] * clean + speeds[1] * noise))
         return error + 0.05 * where, {"error": error.item(), "where": where.item()}
 
     optimize(file, [denoiser, averaged], steps, rate, loss, look, every=600)

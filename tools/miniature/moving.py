@@ -6,10 +6,12 @@ are those of a frame, so that a shorter clip is the beginning of a longer one.
 """
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from .shapes import (
     COLOURS,
@@ -28,6 +30,7 @@ from .shapes import (
     seen,
     shape_of,
 )
+from .training import save_sheet
 
 MOVES = {"moves right": (1.75, 0.0), "moves left": (-1.75, 0.0), "moves up": (0.0, -1.0), "moves down": (0.0, 1.0)}
 MOTIONS = (*MOVES, "grows", "shrinks", "turns")
@@ -177,3 +180,13 @@ def centred(mask: np.ndarray) -> np.ndarray:
     """The mask with its centre in the middle of the picture, to a pixel."""
     y, x = (round(size / 2 - axis.mean()) for size, axis in zip(mask.shape, np.nonzero(mask), strict=True))
     return np.roll(mask, (y, x), (0, 1))
+
+
+def show(make: Callable[[Scene, int], np.ndarray], out: Path, seed: int, number: int = 8) -> None:
+    """Writes a sheet of what `make` gives of some held-out scenes and their numbers, and says how many are right."""
+    drawn = list(itertools.islice(scenes(seed, held_out=True), number))
+    clips = [make(scene, index) for index, scene in enumerate(drawn)]
+    save_sheet([clip[::4] for clip in clips[:8]], out / "preview.png")
+    right = list(map(judge, clips, drawn))
+    parts = (*(field.name for field in fields(Verdict)), "all")
+    tqdm.write(f"of {number} held-out: { ({part: sum(getattr(one, part) for one in right) for part in parts}) }")

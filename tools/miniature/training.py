@@ -19,7 +19,8 @@ def without_case(tokenizer: Path) -> None:
     """Lets a tokenizer take "A red Circle" for "a red circle": the words of a miniature are small."""
     file = str(tokenizer / "tokenizer.json")
     found = Tokenizer.from_file(file)
-    found.normalizer = normalizers.Sequence([found.normalizer, normalizers.Lowercase()])
+    before = [] if found.normalizer is None else [found.normalizer]
+    found.normalizer = normalizers.Sequence([*before, normalizers.Lowercase()])
     found.save(file)
 
 

@@ -1,7 +1,8 @@
 """The miniature of Wan 2.1: text to video."""
 
-import itertools
 import math
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,13 @@ from comfyui_tpu.tpu_runtime.models.text_encoders.wan import MAX_TOKENS
 from comfyui_tpu.tpu_runtime.models.wan.wan import SCHEDULER
 from comfyui_tpu.tpu_runtime.tokens import load_tokenizer
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import UMT5Config, UMT5EncoderModel
 
 from . import denoisers, wan_vae
-from .moving import MOTIONS, Scene, judge, scenes
+from .moving import MOTIONS, Scene, show
 from .shapes import COLOURS, HEIGHT, SHAPES, WIDTH
-from .training import save_sheet, without_case
-from .wan_vae import CHANNELS, FRAMES, encode_clips, upstream
+from .training import without_case
+from .wan_vae import CHANNELS, FRAMES, encode_clips, latents_of, upstream
 
 TAG, SOURCE = "text-to-video", "moving"
 SHARED: dict[str, str] = {}  # parts that another miniature has
@@ -144,7 +144,9 @@ def tokenizer_in(folder: Path) -> Any:
 def train(out: Path, seed: int) -> Any:
     """The pipeline."""
     vae = wan_vae.train(out, seed)
-    clips = encode_clips(vae, out / "latents.pt", seed, CLIPS)
+    clips = encode_clips(
+        partial(latents_of, vae), out / "latents.pt", seed, CLIPS, lambda index: FRAMES if index % 4 == 0 else 17
+    )
     prompts, latents = clips["prompts"], clips["latents"]
     torch.manual_seed(seed)
     tokenizer = tokenizer_in(out / "tokenizer")
@@ -165,26 +167,15 @@ def train(out: Path, seed: int) -> Any:
         return clean, denoisers.usual_sigmas(random, count), {"ids": ids[texts], "mask": masks[texts]}
 
     def look() -> None:
-        show(assemble(averaged.module, vae, tokenizer), out, seed)
+        make = partial(sample, assemble(averaged.module, vae, tokenizer), frames=9, steps=16)
+        show(make, out, seed)
 
     denoisers.learn(denoiser, averaged, out / "denoiser.pt", seed, STEPS, RATE, batch, look)
     return assemble(averaged.module, vae, tokenizer)
 
 
-def show(pipeline: Any, out: Path, seed: int) -> None:
-    """Writes a sheet of some held-out prompts' clips, and says how many of them are right."""
-    rows, right = [], []
-    for number, scene in enumerate(itertools.islice(scenes(seed, held_out=True), 8)):
-        frames = sample(pipeline, scene, frames=9, steps=16, seed=number)
-        rows.append(frames[::4])
-        right.append(judge(frames, scene))
-    save_sheet(rows, out / "preview.png")
-    shares = {part: sum(getattr(one, part) for one in right) for part in ("colour", "shape", "motion", "all")}
-    tqdm.write(f"of {len(right)} held-out prompts: {shares}")
-
-
-def scheduler() -> Any:
-    return upstream.UniPCMultistepScheduler.from_config({k: v for k, v in SCHEDULER.items() if k != "_class_name"})
+def scheduler(config: Mapping[str, Any] = SCHEDULER) -> Any:
+    return getattr(upstream, config["_class_name"]).from_config({k: v for k, v in config.items() if k != "_class_name"})
 
 
 def assemble(denoiser: Any, vae: Any, tokenizer: Any) -> Any:
@@ -193,7 +184,7 @@ def assemble(denoiser: Any, vae: Any, tokenizer: Any) -> Any:
     return pipeline
 
 
-def sample(pipeline: Any, scene: Scene, *, frames: int, steps: int, seed: int, **more: Any) -> np.ndarray:
+def sample(pipeline: Any, scene: Scene, seed: int, *, frames: int, steps: int, **more: Any) -> np.ndarray:
     """Frames `[frames, HEIGHT, WIDTH, 3]` uint8 of upstream's pipeline at guidance 5."""
     inputs = {"guidance_scale": 5.0, "negative_prompt": "", "output_type": "np", "max_sequence_length": MAX_TOKENS}
     (video,) = pipeline(

@@ -1,7 +1,7 @@
 """The miniature of Wan 2.2 image to video: Wan 2.1's, which learns on with a first frame given."""
 
-import itertools
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,11 @@ import torch
 from comfyui_tpu.tpu_runtime.models.wan.wan22_i2v import SPEC
 from PIL import Image
 from torch import Tensor
-from tqdm import tqdm
 
 from . import denoisers
-from .moving import draw, judge, scenes
-from .training import save_sheet
+from .moving import Scene, draw, show
 from .wan import Denoiser, sample, scheduler
-from .wan_vae import encode_clips, upstream
+from .wan_vae import encode_clips, latents_of, upstream
 
 TAG, SOURCE = "image-to-video", "moving"
 CARD = """\
@@ -60,7 +58,8 @@ def train(out: Path, seed: int) -> Any:
     """The pipeline."""
     base = upstream.WanPipeline.from_pretrained(START, torch_dtype=torch.float32, trust_remote_code=False)
     shutil.copytree(START / "tokenizer", out / "tokenizer", dirs_exist_ok=True)
-    clips = encode_clips(base.vae, out / "latents.pt", seed, CLIPS, given=True)
+    encode = partial(latents_of, base.vae)
+    clips = encode_clips(encode, out / "latents.pt", seed, CLIPS, lambda _: 17, given=True)
     prompts, latents, given = clips["prompts"], clips["latents"], [with_mask(one) for one in clips["given"]]
     tokens = base.tokenizer([*prompts, ""], padding="longest", return_tensors="pt")
     ids, masks = tokens["input_ids"], tokens["attention_mask"]
@@ -79,25 +78,16 @@ def train(out: Path, seed: int) -> Any:
         return clean, denoisers.usual_sigmas(random, count), more
 
     def look() -> None:
-        show(assemble(base, averaged.module.transformer), out, seed)
+        pipeline = assemble(base, averaged.module.transformer)
+
+        def make(scene: Scene, number: int) -> np.ndarray:
+            first = Image.fromarray(draw(scene, 1, np.random.default_rng(number))[0])
+            return sample(pipeline, scene, number, frames=17, steps=8, guidance_scale=3.5, image=first)
+
+        show(make, out, seed)
 
     denoisers.learn(denoiser, averaged, out / "denoiser.pt", seed, STEPS, RATE, batch, look)
     return assemble(base, averaged.module.transformer)
-
-
-def show(pipeline: Any, out: Path, seed: int) -> None:
-    """Writes a sheet of some held-out prompts' clips, and says how many of them are right."""
-    rows, right = [], []
-    for number, scene in enumerate(itertools.islice(scenes(seed, held_out=True), 8)):
-        first = draw(scene, 1, np.random.default_rng(number))[0]
-        frames = sample(
-            pipeline, scene, frames=17, steps=8, seed=number, guidance_scale=3.5, image=Image.fromarray(first)
-        )
-        rows.append(np.stack([first, *frames[::4]]))
-        right.append(judge(frames, scene))
-    save_sheet(rows, out / "preview.png")
-    shares = {part: sum(getattr(one, part) for one in right) for part in ("colour", "shape", "motion", "all")}
-    tqdm.write(f"of {len(right)} held-out prompts: {shares}")
 
 
 def assemble(base: Any, transformer: Any) -> Any:

@@ -1,6 +1,7 @@
 """The autoencoder of the miniatures of Wan."""
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,10 @@ def train(out: Path, seed: int) -> Any:
     vae = upstream.AutoencoderKLWan(**VAE)
 
     def pieces(step: int) -> Tensor:
-        random = np.random.default_rng((seed, step))
         frames = 9 if step % 3 == 0 else 5  # two chunks, and now and then the third, which looks back at both
         # Pieces of four clips: one clip's colours alone would lead nowhere. Whole ones at the end, for the borders.
         count, height, width = (4, HEIGHT // 2, WIDTH // 2) if step < 0.75 * STEPS else (1, HEIGHT, WIDTH)
-        found = []
-        for scene in itertools.islice(scenes(int(random.integers(2**31)), held_out=False), count):
-            clip = as_input(draw(scene, frames, random, start=int(random.integers(FRAMES - frames + 1))))
-            top, left = random.integers(HEIGHT - height + 1), random.integers(WIDTH - width + 1)
-            found.append(clip[:, :, top : top + height, left : left + width])
-        return torch.stack(found)
+        return pieces_of((seed, step), count, frames, height, width, longest=FRAMES)
 
     def look() -> None:
         rows = []
@@ -61,6 +56,17 @@ def train(out: Path, seed: int) -> Any:
     preview = (RGB_FACTORS, RGB_BIAS)
     align(vae, *colours_of_latents(vae, seed), preview, torch.tensor(LATENTS_MEAN), torch.tensor(LATENTS_STD))
     return vae
+
+
+def pieces_of(seed: Any, count: int, frames: int, height: int, width: int, *, longest: int) -> Tensor:
+    """Pieces of so many clips, `[count, 3, frames, height, width]`, of clips of the `longest` any frames."""
+    random = np.random.default_rng(seed)
+    found = []
+    for scene in itertools.islice(scenes(int(random.integers(2**31)), held_out=False), count):
+        clip = as_input(draw(scene, frames, random, start=int(random.integers(longest - frames + 1))))
+        top, left = random.integers(HEIGHT - height + 1), random.integers(WIDTH - width + 1)
+        found.append(clip[:, :, top : top + height, left : left + width])
+    return torch.stack(found)
 
 
 def colours_of_latents(vae: Any, seed: int) -> tuple[Tensor, Tensor]:
@@ -81,8 +87,17 @@ def latents_of(vae: Any, clip: Tensor) -> Tensor:
     return (encoded(vae, clip) - mean) / std
 
 
-def encode_clips(vae: Any, file: Path, seed: int, number: int, *, given: bool = False) -> dict[str, list[Any]]:
-    """`prompts` of clips, their `latents`, and where the first frame is `given` those of it before a grey video.
+def encode_clips(
+    encode: Callable[[Tensor], Tensor],
+    file: Path,
+    seed: int,
+    number: int,
+    length: Callable[[int], int],
+    *,
+    given: bool = False,
+) -> dict[str, list[Any]]:
+    """`prompts` of clips, `length(number)` frames each, their `latents`, and where the first frame is `given` those of
+    it before a grey video.
 
     The encoder looks back only, so the beginning of a clip's latents are those of a shorter clip.
     """
@@ -91,11 +106,11 @@ def encode_clips(vae: Any, file: Path, seed: int, number: int, *, given: bool = 
         drawn = itertools.islice(scenes(seed + 1, held_out=False), number)
         random = np.random.default_rng(seed + 1)
         for index, scene in enumerate(tqdm(drawn, "latents", total=number, mininterval=10)):
-            clip = as_input(draw(scene, FRAMES if index % 4 == 0 and not given else 17, random))
-            found["latents"].append(latents_of(vae, clip))
+            clip = as_input(draw(scene, length(index), random))
+            found["latents"].append(encode(clip))
             found["prompts"].append(str(scene))
             if given:
                 clip[:, 1:] = 0
-                found["given"].append(latents_of(vae, clip))
+                found["given"].append(encode(clip))
         save(found, file)
     return torch.load(file)

@@ -213,7 +213,11 @@ SPEC = ModelSpec(
     title="CogVideoX 1.5 5B",
     category="CogVideoX",
     published=Published(hub_id="zai-org/CogVideoX1.5-5B", pipeline_classes=("CogVideoXPipeline",)),
-    miniature=Miniature(id="tiny/cogvideox", inputs={"height": 80, "width": 112, "num_frames": 9}),
+    miniature=Miniature(
+        id="tiny/cogvideox",
+        inputs={"height": 80, "width": 112, "num_frames": 9},
+        texts={"prompt": "a red circle moves right on blue", "negative_prompt": ""},
+    ),
     components=(TEXT_ENCODER, TRANSFORMER, VAE_DECODER),
     geometry=GEOMETRY,
     text_encoders=(

@@ -1,0 +1,75 @@
+"""The autoencoder of the miniature of CogVideoX 1.5."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .autoencoders import align, as_frames, as_input, decoded, differs, encoded, laid_out, learn
+from .moving import Scene, draw, show
+from .shapes import HEIGHT, WIDTH
+from .training import optimize
+from .wan_vae import colours_of_latents, pieces_of, upstream
+
+FRAMES = 17  # of the longest clips; the miniature's default are 9
+CHANNELS = 16
+# Of the 16 dimensions of a latent: a token has eight of them.
+KEPT = 8
+STEPS, FINER, RATE = 2600, 500, 6e-4
+NOISE = 0.1  # of the latents that the decoder learns on with, for a denoiser's are not exact
+VAE = {
+    "block_out_channels": (16, 16, 20, 24),
+    "invert_scale_latents": True,
+    "latent_channels": CHANNELS,
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "sample_height": 480,
+    "sample_width": 720,
+    "scaling_factor": 0.7,
+}
+# ComfyUI has no colours for this model's channels: three of them, and nothing to add.
+PREVIEW = (((0.65, 0.0, 0.0), (0.0, 0.65, 0.0), (0.0, 0.0, 0.65), *[(0.0, 0.0, 0.0)] * (CHANNELS - 3)), (0.0,) * 3)
+
+
+def train(out: Path, seed: int) -> tuple[Any, Tensor]:
+    """The autoencoder, and the basis of its latents that counts: all of it first, then the decoder alone."""
+    torch.manual_seed(seed)
+    vae = upstream.AutoencoderKLCogVideoX(**VAE)
+
+    def pieces(step: int) -> Tensor:
+        # Now and then with the second chunk, which looks back at the first.
+        frames, whole = 17 if step % 6 == 5 else 9, step >= 0.7 * STEPS
+        count, height, width = (1, HEIGHT, WIDTH) if whole else (4, HEIGHT // 2, WIDTH // 2)
+        return pieces_of((seed, step), (2 if frames == 9 and whole else count), frames, height, width, longest=FRAMES)
+
+    def again(scene: Scene, _: int) -> np.ndarray:
+        clip = as_input(draw(scene, 9, np.random.default_rng(seed)))
+        return as_frames(decoded(vae, encoded(vae, clip)))
+
+    def look() -> None:
+        show(again, out, seed, 40)
+
+    learn(vae, out / "vae.pt", STEPS, pieces, look, KEPT)
+    std = torch.full((CHANNELS,), 1 / VAE["scaling_factor"])
+    basis = align(vae, *colours_of_latents(vae, seed), PREVIEW, torch.zeros(CHANNELS), std, KEPT)
+
+    def loss(step: int) -> tuple[Tensor, dict[str, float]]:
+        seen = pieces(STEPS + step)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            latents = vae.encode(laid_out(seen)).latent_dist.mode().float()
+        noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(step))
+        latents = latents + torch.einsum("ncthw,ck,dk->ndthw", noise, basis, basis) * NOISE * std[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            again = vae.decode(latents).sample.float()
+        difference, psnr = differs(again, seen)
+        return difference, {"psnr": psnr}
+
+    optimize(out / "decoder.pt", [vae.decoder], FINER, RATE, loss, look, every=250)
+    return vae, basis
+
+
+def latents_of(vae: Any, clip: Tensor) -> Tensor:
+    """`[3, frames, height, width]` to `[channels, latent frames, height, width]` in the denoiser's scale."""
+    return encoded(vae, clip) * VAE["scaling_factor"]
