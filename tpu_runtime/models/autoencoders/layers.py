@@ -181,14 +181,15 @@ def group_moments(
     are not `counted` `[frames]`.
 
     Sums of pixels and of their squares are one pass; both are of what pixels differ by from the mean of one row, lest a
-    mean far above the deviation take their digits. One pixel in its place may be as far away. Channels are never
-    reshaped into groups, which would move them: sums over pixels come first.
+    mean far above the deviation take their digits. One pixel in its place may be as far away, and a row of another
+    chip would move half of the picture. Channels are never reshaped into groups, which would move them: sums over
+    pixels come first.
     """
     import jax
     import jax.numpy as jnp
 
     channels, beyond = x.shape[1], (...,) + (None,) * (x.ndim - 2)
-    near = x[0, ..., x.shape[-2] // 2, :].astype(jnp.float32).mean(-1)
+    near = x[0, ..., 0, :].astype(jnp.float32).mean(-1)
     if x.ndim == 5:
         near = near[:, 0] if counted is None else jnp.take(near, jnp.argmax(counted), axis=1)
 
