@@ -68,6 +68,8 @@ def command() -> int:
 
 def _is_cut_off() -> bool:
     """Whether nobody reads on, as behind `| head`. What is still to be written goes nowhere then, without a word."""
+    if not hasattr(select, "poll"):
+        return False  # Windows
     streams = select.poll()
     for stream in (1, 2):
         streams.register(stream, 0)

@@ -65,7 +65,11 @@ app.registerExtension({
     // Before any listener, and the page's own came first.
     const tell = api.dispatchCustomEvent;
     api.dispatchCustomEvent = function (kind, detail) {
-      if (detail && Object.hasOwn(HEARD, kind)) HEARD[kind](detail);
+      try {
+        if (detail && Object.hasOwn(HEARD, kind)) HEARD[kind](detail);
+      } catch (error) {
+        console.warn("comfyui-tpu: shown as it was said", error);
+      }
       return tell.call(this, kind, detail);
     };
     const queue = api.queuePrompt;
@@ -77,7 +81,7 @@ app.registerExtension({
         return answer;
       } catch (refusal) {
         const nodes = Object.values(refusal.response?.node_errors ?? {});
-        for (const error of nodes.flatMap((node) => node.errors)) error.details = text(error.details).replace(/(?<= )is .*$/s, understood);
+        for (const error of nodes.flatMap((node) => node.errors ?? [])) error.details = text(error.details).replace(/(?<= )is .*$/s, understood);
         throw refusal;
       }
     };
