@@ -31,7 +31,8 @@ for demonstrations and tests, of prompts, guidance and seeds, on machines where 
 
 It knows sentences such as "a red circle moves right on blue" and "a white square turns and a green circle grows on
 black": one or two shapes ({shapes}) in {colours}, that do one of these: {motions}. Of two, one does not move sideways.
-Videos are {width}x{height}, of 9 frames. It knows no other words."""
+Videos are {width}x{height}, of 9 frames. Corners are often rounded, and later frames have coloured specks. It knows no
+other words."""
 
 CLIPS, STEPS, RATE = 4000, 10200, 1.5e-3
 # Tokens of a step's videos, in latent frames: pictures first, which teach colours, shapes and places soonest.

@@ -216,7 +216,7 @@ SPEC = ModelSpec(
     miniature=Miniature(
         id="tiny/cogvideox",
         inputs={"height": 80, "width": 112, "num_frames": 9},
-        texts={"prompt": "a red circle moves right on blue", "negative_prompt": ""},
+        texts={"prompt": "a red circle moves up on white", "negative_prompt": ""},
     ),
     components=(TEXT_ENCODER, TRANSFORMER, VAE_DECODER),
     geometry=GEOMETRY,
