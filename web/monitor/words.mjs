@@ -5,6 +5,8 @@
 const KNOWN = new Set(["zh"]);
 // A longer sentence quotes somebody: to look for patterns in it could take long.
 const LONGEST = 600;
+// Patterns that are looked for in all: a prompt of many commas and full stops is many parts, each again of such.
+const MOST_TRIES = 3000;
 let words = {};
 let sentences = [];
 
@@ -49,14 +51,19 @@ function sentence(english, translated) {
 
 /** What the server said, in that language as far as there are words of it: of all, of what is filled in, of each part. */
 export function understood(said) {
+  return part(said, { tries: MOST_TRIES });
+}
+
+function part(said, left) {
   const plain = said.replaceAll("\u00a0", " ");
   if (!sentences.length || plain.length > LONGEST) return said;
   for (const { pattern, translated, letters } of sentences) {
     const isUnit = letters === 1;
-    if (isUnit && plain.includes(", ")) return plain.split(", ").map(understood).join(", ");
+    if (isUnit && plain.includes(", ")) return plain.split(", ").map((one) => part(one, left)).join(", ");
+    if (left.tries-- <= 0) return said;
     const given = pattern.exec(plain)?.slice(1);
     if (!given) continue;
-    const values = given.map(understood);
+    const values = given.map((one) => part(one, left));
     if (letters > 1 || !given.length || values.some((value, index) => value !== given[index])) return filled(translated, values);
   }
   return said;
