@@ -2,7 +2,6 @@
 https://arxiv.org/abs/2502.04507). Which these are follows from the video's size: nothing depends on data.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,11 @@ MOST = 160  # tiles: their lists are in the scalar memory of a chip
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """A video of `sizes` tokens in tiles of at most `tile` tokens along each axis, of nearly equal sizes.
+    """A video of `sizes` tokens in tiles of neighbours: as many tokens in each as there are in `tile`, or a few less.
+
+    Tiles are cut from a line that winds through all tokens, so that no size leaves more padding than another: along the
+    columns of a bundle of about as many frames and rows as `tile` has, back along those of the bundle below it, and so
+    up and down through the frames. A tile that is no box of that shape has a bend in it.
 
     In tile order a tile's tokens follow each other in `rows` rows. Those behind its last are padding: its first token,
     again.
@@ -35,44 +38,36 @@ class Tiling:
     sizes: Sizes
     tile: Sizes
 
-    @classmethod
-    def like(cls, sizes: Sizes, wanted: Sizes) -> "Tiling":
-        """Of tiles with no more rows than the `wanted` one has, and about its shape: those with the least padding
-        of which there are no more than `MOST`.
-        """
-        most = cls(sizes=wanted, tile=wanted).rows
-
-        def options(size: int, length: int) -> list[int]:
-            """From two thirds to three halves of a length; tiles of equal number are equal."""
-            counts = {-(-size // at) for at in range(-(-2 * length // 3), 3 * length // 2 + 1)}
-            return [-(-size // count) for count in sorted(counts)]
-
-        along = [options(size, length) for size, length in zip(sizes, wanted, strict=True)]
-        found = [cls(sizes=sizes, tile=tile) for tile in itertools.product(along[0], along[1], along[2])]
-        return min(
-            (each for each in found if each.rows <= most),
-            key=lambda each: (each.count > MOST, each.count * each.rows, math.dist(each.tile, wanted)),
-        )
-
     @property
     def rows(self) -> int:
         return -(-math.prod(self.tile) // ROWS) * ROWS
 
-    @cached_property
-    def counts(self) -> Sizes:
-        """How many tiles along each axis."""
-        frames, rows, columns = (-(-size // length) for size, length in zip(self.sizes, self.tile, strict=True))
-        return frames, rows, columns
-
     @property
     def count(self) -> int:
-        return math.prod(self.counts)
+        return -(-math.prod(self.sizes) // math.prod(self.tile))
+
+    @cached_property
+    def places(self) -> Int[np.ndarray, "tokens 3"]:
+        """The frame, row and column of each token."""
+        return np.stack(np.unravel_index(np.arange(math.prod(self.sizes)), self.sizes), axis=1)
+
+    @cached_property
+    def line(self) -> Int[np.ndarray, " tokens"]:
+        """Tokens in the order in which the line meets them."""
+        frames, rows, columns = self.places.T
+        num_across = [max(1, round(size / length)) for size, length in zip(self.sizes, self.tile, strict=True)]
+        slab, strip = frames * num_across[0] // self.sizes[0], rows * num_across[1] // self.sizes[1]
+        strip = np.where(slab % 2 == 0, strip, num_across[1] - 1 - strip)
+        bundle = slab * num_across[1] + strip
+        along = np.where(bundle % 2 == 0, columns, self.sizes[2] - 1 - columns)
+        return np.lexsort((rows, frames, along, bundle))
 
     @cached_property
     def tile_of(self) -> Int[np.ndarray, " tokens"]:
         """The tile of each token."""
-        axes = [np.arange(size) * count // size for size, count in zip(self.sizes, self.counts, strict=True)]
-        return np.ravel_multi_index(np.meshgrid(*axes, indexing="ij"), self.counts).ravel()
+        found = np.empty_like(self.line)
+        found[self.line] = np.arange(len(self.line)) * self.count // len(self.line)
+        return found
 
     @cached_property
     def real(self) -> Int[np.ndarray, " tiles"]:
@@ -82,11 +77,10 @@ class Tiling:
     @cached_property
     def row_of(self) -> Int[np.ndarray, " tokens"]:
         """The row of each token."""
-        order = np.argsort(self.tile_of, kind="stable")
-        inside = np.arange(len(order)) - np.repeat(np.cumsum(self.real) - self.real, self.real)
-        rows = np.empty_like(order)
-        rows[order] = self.tile_of[order] * self.rows + inside
-        return rows
+        found = np.empty_like(self.line)
+        inside = np.arange(len(self.line)) - np.repeat(np.cumsum(self.real) - self.real, self.real)
+        found[self.line] = self.tile_of[self.line] * self.rows + inside
+        return found
 
     @cached_property
     def token_of(self) -> Int[np.ndarray, " rows"]:
@@ -102,9 +96,12 @@ class Tiling:
         return found if self.count - found >= FEWEST * self.count else found - TOGETHER
 
     def blocks(self, is_sparse: Bool[Array, ""] | None) -> Blocks:
-        """For each tile all, itself first and the nearest in space and time, in tiles' lengths, before others."""
-        places = np.stack(np.unravel_index(np.arange(self.count), self.counts), axis=1)
-        squares = np.sum((places[:, None] - places) ** 2, axis=2)
+        """For each tile all, itself first and the nearest before others: by their centres in space and time, in the
+        lengths of `tile`.
+        """
+        sums = [np.bincount(self.tile_of, along, self.count) for along in self.places.T]
+        centres = np.stack(sums, axis=1) / self.real[:, None] / self.tile
+        squares = np.sum((centres[:, None] - centres) ** 2, axis=2).round(6)  # equal ones are so on every machine
         order = np.argsort(squares, axis=1, kind="stable").astype(np.int32)
         return Blocks(size=self.rows, real=self.real, kept=order, left_out=self.left_out, is_sparse=is_sparse)
 

@@ -123,8 +123,8 @@ ENTRIES = {
     "fps": Entry(tooltip="Frames per second of the video.", optional=True),
     "quality": Entry(
         tooltip="How exactly the denoiser computes. Leave it at exact, which is what the makers' own code does. int8 "
-        "is faster, with half the memory for weights, and its result is close. int8+sparse, of Wan alone, is faster "
-        "again, and its video is another. docs/quality.md says how far each is off.",
+        "is faster, with half the memory for weights, and its result is close. int8+sparse, of Wan and "
+        "HunyuanVideo, is faster again, and its video is another. docs/quality.md says how far each is off.",
         optional=True,
     ),
     "step_cache": _recipe(

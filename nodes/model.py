@@ -33,7 +33,7 @@ _QUALITY = Input(
     optional=True,
     advanced=True,
     tooltip="Of samplers that ask for none of their own, and of ComfyUI's own: exact, or faster and nearly the same: "
-    "int8, and for Wan int8+sparse, whose videos are others. The samplers' own says what each costs.",
+    "int8, and for Wan and HunyuanVideo int8+sparse, whose videos are others. The samplers' own says what each costs.",
 )
 # A part that is not chosen: it comes with the others, or from ComfyUI's folders.
 AUTO = "auto"

@@ -97,8 +97,8 @@ LOADERS = by_id(
                 core.UNETLoader,
                 "weight_dtype",
                 "The TPU keeps weights in bfloat16, whatever is chosen here, but for int8: linear layers and attention "
-                "are then faster, with a result that is close. int8+sparse, for Wan, also leaves out keys of attention "
-                "at steps in the middle, and the video is another.",
+                "are then faster, with a result that is close. int8+sparse, for Wan and HunyuanVideo, also leaves "
+                "out keys of attention at steps in the middle, and the video is another.",
                 *QUALITIES[1:],
                 advanced=True,
             ),

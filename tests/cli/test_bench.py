@@ -100,7 +100,7 @@ def test_a_record_that_is_none_is_refused(tmp_path: Path, change: dict[str, Any]
         ([MODEL, "--runs", "0"], "--runs is 0; it must be at least 1."),
         ([MODEL, "--stages", "paint"], "--stages is 'paint'; it must be some of encode"),
         ([MODEL, "--height", "81"], "height is 81; it must be a multiple of"),
-        ([MODEL, "--quality", "int8+sparse"], "which all Wan models but TI2V have; it must be one of exact, int8."),
+        ([MODEL, "--quality", "int8+sparse"], "but not TI2V, and HunyuanVideo have; it must be one of exact, int8."),
     ],
 )
 def test_wrong_words_are_answered_with_what_would_do(words: list[str], problem: str, capsys: pytest.CaptureFixture):

@@ -73,7 +73,7 @@ def test_a_quality_that_a_model_does_not_have_is_refused_before_anything_runs(
     workflow = str(EXAMPLES / f"api/{example}.json")
     command = ["compare", workflow, "--tiny", "--quality", "exact,int8+sparse", "--out", str(tmp_path)]
     assert cli.main([*command, *changes]) == 2
-    assert "quality is 'int8+sparse', which all Wan models but TI2V have" in capsys.readouterr().err
+    assert "quality is 'int8+sparse', which Wan, but not TI2V, and HunyuanVideo have" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

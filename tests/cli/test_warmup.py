@@ -241,7 +241,7 @@ def test_a_loaders_quality_is_one_that_its_model_has(asked: Asked, tmp_path: Pat
     path = tmp_path / "workflow.json"
     path.write_text(json.dumps(workflow))
     assert cli.main(["warmup", str(path)]) == 2
-    assert "quality is 'int8+sparse', which all Wan models but TI2V have" in capsys.readouterr().err
+    assert "quality is 'int8+sparse', which Wan, but not TI2V, and HunyuanVideo have" in capsys.readouterr().err
     assert asked == []
 
 

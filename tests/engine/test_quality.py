@@ -15,7 +15,7 @@ from comfyui_tpu.tests.support.closeness import difference
 from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.model_spec import QUALITIES, Curve, MagCache
+from comfyui_tpu.tpu_runtime.model_spec import QUALITIES, Curve, MagCache, StepCache
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import denoise_step, generation, weights
 from comfyui_tpu.tpu_runtime.programs.program import Target
@@ -38,8 +38,10 @@ def test_every_model_offers_its_qualities_and_refuses_others():
 
 def test_who_leaves_out_no_blocks_says_who_does():
     titles = {spec.title for spec in SPECS if spec.denoiser.tile}
-    assert titles == {spec.title for spec in SPECS if spec.title.startswith("Wan ") and "TI2V" not in spec.title}
-    who = "quality is 'int8+sparse', which all Wan models but TI2V have; it must be one of exact, int8."
+    assert titles == {
+        spec.title for spec in SPECS if spec.title.startswith(("Wan ", "HunyuanVideo ")) and "TI2V" not in spec.title
+    }
+    who = "quality is 'int8+sparse', which Wan, but not TI2V, and HunyuanVideo have; it must be one of exact, int8."
     for spec in SPECS:
         model = ModelRef(spec_name=spec.name, model_id=spec.miniature.id, quality="int8+sparse")
         refusals: list[Callable[[], Any]] = [
@@ -96,23 +98,23 @@ def test_few_tokens_are_attended_to_exactly():
 
 
 @pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Tiling:
-    """The miniature's 5 x 5 x 7 tokens in 12 tiles of which none has the most."""
-    found = Tiling(sizes=(5, 5, 7), tile=(3, 3, 3))
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A miniature's tokens, such as 5 x 5 x 7, in tiles of at most 15."""
     monkeypatch.setattr(tiles, "ROWS", 16)
-    monkeypatch.setattr(Tiling, "like", lambda sizes, wanted: found)
+    monkeypatch.setattr(denoise_step, "Tiling", lambda sizes, tile: Tiling(sizes=sizes, tile=(3, 1, 5)))
     monkeypatch.setattr(policy, "MANY_KEYS", 0)
     monkeypatch.setattr(policy.AttentionPolicy, "scores_of", lambda *_: "exact")
-    return found
 
 
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("family", ["Wan21", "HunyuanVideo15"])
 def test_tiles_that_are_all_kept_change_nothing_and_left_out_little(
-    small_tiles: Tiling, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """On two chips, in float32 and without int8: the order of tokens, and back, is no part of a result."""
-    runner = Runner(jax.devices()[:2])
-    model = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision="float32")
-    settings = SPEC.settings(**{**SPEC.miniature.inputs, "num_inference_steps": 4})
+    spec, runner = spec_for_family(family), Runner(jax.devices()[:2])
+    model = ModelRef(spec_name=spec.name, model_id=spec.miniature.id, precision="float32")
+    settings = spec.settings(**{**spec.miniature.inputs, "num_frames": 17, "num_inference_steps": 4, "flow_shift": 2.0})
     embeds = runner.encode(model, "a red circle moves right on blue", "", Silent())
 
     def denoised(quality: str) -> Any:
@@ -127,15 +129,23 @@ def test_tiles_that_are_all_kept_change_nothing_and_left_out_little(
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_with_a_step_cache_tiles_that_are_all_kept_change_nothing(monkeypatch: pytest.MonkeyPatch):
-    """What the blocks add is kept, and added again, in the order of tiles. Of six steps two start from it."""
+@pytest.mark.parametrize(
+    ("family", "cache"),
+    [
+        ("Wan21", MagCache(threshold=0.1, curve=Curve(ratios=((1.0,) * 6,), retained=(0.3,), most_skipped=1))),
+        ("HunyuanVideo15", StepCache(start=1, end=5, interval=2)),
+    ],
+)
+def test_with_a_step_cache_tiles_that_are_all_kept_change_nothing(
+    family: str, cache: MagCache | StepCache, monkeypatch: pytest.MonkeyPatch
+):
+    """What is kept, and used again, is in the order of tiles. Of six steps two start from it."""
     monkeypatch.setattr(denoise_step, "SPARSE_NOISE", (2.0, 2.0))
-    model = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision="float32")
-    curve = Curve(ratios=((1.0,) * 6,), retained=(0.3,), most_skipped=1)
-    settings = SPEC.settings(**{**SPEC.miniature.inputs, "num_inference_steps": 6, "guidance_scale": 1.0})
-    settings = replace(settings, step_cache=MagCache(threshold=0.1, curve=curve))
-    runner = Runner(jax.devices()[:2])
-    assert generation.Denoising.published(SPEC, settings).is_full.count(False) == 2
+    spec, runner = spec_for_family(family), Runner(jax.devices()[:2])
+    model = ModelRef(spec_name=spec.name, model_id=spec.miniature.id, precision="float32")
+    settings = spec.settings(**{**spec.miniature.inputs, "num_inference_steps": 6, "guidance_scale": 1.0})
+    settings = replace(settings, step_cache=cache)
+    assert generation.Denoising.published(spec, settings).is_full.count(False) == 2
 
     def denoised(quality: str) -> Any:
         embeds = runner.encode(model, "a red circle moves right on blue", "", Silent())
@@ -177,7 +187,7 @@ def test_where_blocks_cannot_be_left_out_int8_is_taken_and_the_log_says_why(capl
     small = {"width": 320, "height": 192, "num_frames": 17}
     assert why_not(caplog, SPEC, MeshShape(), **small) == "a video of 1200 tokens would be no faster."
     large = {"width": 1920, "height": 1920, "num_frames": 241}
-    assert why_not(caplog, SPEC, MeshShape(), **large) == "1200 tiles are more than the 160 whose lists a chip holds."
+    assert why_not(caplog, SPEC, MeshShape(), **large) == "872 tiles are more than the 160 whose lists a chip holds."
 
 
 @pytest.mark.parametrize(("kind", "fit"), [("TPU v6 lite", True), ("TPU v5 lite", True), ("TPU v4", False)])

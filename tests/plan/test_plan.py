@@ -230,7 +230,7 @@ def test_options_become_a_request():
         (["--num-frames", "80"], "num_frames is 80; it must be 4k \\+ 1 .* Use 77 or 81"),
         (["--topology", "v6e:9x9"], "no topology 'v6e:9x9'; there are v6e:1x1"),
         (["--mesh", "2x4"], "--mesh is '2x4'; it must be three whole numbers"),
-        (["--model", "z-image-turbo", "--quality", "int8+sparse"], "which all Wan models but TI2V have"),
+        (["--model", "z-image-turbo", "--quality", "int8+sparse"], "which Wan, but not TI2V, and HunyuanVideo have"),
         (["--stages", "denoise,paint"], "--stages is 'denoise,paint'; it must be some of encode"),
     ],
 )

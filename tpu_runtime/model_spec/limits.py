@@ -149,7 +149,7 @@ SPARSE = "int8+sparse"
 QUALITIES = ("exact", "int8", SPARSE)
 STEP_INPUTS = {"sigmas": Numbers(most=100), "quality": Choice(options=QUALITIES), **PART}
 # Of a model whose attention leaves no blocks out.
-DENSE_QUALITY = Choice(options=QUALITIES[:2], elsewhere=((SPARSE, "all Wan models but TI2V"),))
+DENSE_QUALITY = Choice(options=QUALITIES[:2], elsewhere=((SPARSE, "Wan, but not TI2V, and HunyuanVideo"),))
 
 # As a scheduler: the one that the checkpoint names.
 CHECKPOINT = "checkpoint"

@@ -200,7 +200,7 @@ def predict_flow(
     dit: Any, run: "DenoiserRun", x: "torch.Tensor", temb: "torch.Tensor", sample: "torch.Tensor"
 ) -> "torch.Tensor":
     """The flow that latent tokens say after the last block, in the shape of `sample`. A patch is one latent."""
-    flow = dit.proj_out(dit.norm_out(run.unpadded(x), temb))
+    flow = run.untiled(dit.proj_out(dit.norm_out(run.unpadded(x), temb)))
     return flow.transpose(1, 2).unflatten(2, sample.shape[2:])
 
 
@@ -291,6 +291,7 @@ SPEC = ModelSpec(
     recipe=Recipe(scheduler=SCHEDULER, shift_key="shift", solver_arguments=solver_arguments),
     denoiser=Denoiser(
         forward=forward,
+        tile=(8, 8, 16),
         step_reuse=StepReuse(keep=keep, reuse=reuse, tokens=("hidden",), whole=("text", "text_length")),
         head_norms=(
             HeadNorms(

@@ -299,7 +299,7 @@ def tiles_of(
         why = f"{heads} heads do not divide over {sp} chips"
     else:
         frames, rows, columns = (size // part for size, part in zip(latent_shape[2:], geometry.patch_thw, strict=True))
-        tiles = Tiling.like((frames, rows, columns), wanted)
+        tiles = Tiling(sizes=(frames, rows, columns), tile=wanted)
         if tiles.count > MOST:
             why = f"{tiles.count} tiles are more than the {MOST} whose lists a chip holds"
         elif _keys_fit(tiles, heads // sp, int(config["attention_head_dim"]), policy, target):

@@ -96,6 +96,13 @@ class TokenLayout:
         axes = ("sp",) if placement == "sharded" else ()
         return P("dp", (*axes, "tp") if spread else axes or None, None)
 
+    def _nearby(self) -> Nearby | None:
+        """What of the video the tokens of the layer that is being traced attend to; None: all of it."""
+        if self.tiles is None:
+            return None
+        assert self.is_sparse is not None
+        return Nearby(tiles=self.tiles, is_sparse=self.is_sparse & (layer_index() >= DENSE_LAYERS))
+
     def self_attention(
         self,
         q: Array,
@@ -106,13 +113,11 @@ class TokenLayout:
         prologue: Prologue = NO_PROLOGUE,
     ) -> Array:
         """Padded tokens attending to each other, of each row to its first `length`, by default to all."""
-        real, nearby = self.num_tokens if length is None else length, None
-        if self.tiles is not None:
-            assert self.is_sparse is not None and length is None
-            nearby = Nearby(tiles=self.tiles, is_sparse=self.is_sparse & (layer_index() >= DENSE_LAYERS))
+        assert self.tiles is None or length is None
+        real = self.num_tokens if length is None else length
         return attention(
             q, k, v, kv_length=real, mesh=self.mesh, keys="sharded", prologue=prologue, policy=self.policy,
-            nearby=nearby,
+            nearby=self._nearby(),
         )  # fmt: skip
 
     def cross_attention(
@@ -141,7 +146,7 @@ class TokenLayout:
         length = text[0].shape[1] if text_length is None else text_length
         out, text_out = joint_attention(
             latent, text, lengths=(self.num_tokens, length), placements=("sharded", "replicated"), mesh=self.mesh,
-            prologues=prologues, policy=self.policy,
+            prologues=prologues, policy=self.policy, nearby=self._nearby(),
         )  # fmt: skip
         return out, text_out
 
