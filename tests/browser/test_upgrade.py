@@ -24,7 +24,7 @@ from comfyui_tpu.tests.browser.page import (
 from comfyui_tpu.tests.nodes import examples, separate_packs
 from comfyui_tpu.tests.nodes.test_upgrade import in_api_form
 from comfyui_tpu.tests.support.comfyui_server import Server, make_random, needs_comfyui
-from comfyui_tpu.tests.support.patience import until
+from comfyui_tpu.tests.support.patience import slower, until
 from PIL import Image
 
 pytestmark = [needs_comfyui, needs_browser]
@@ -58,7 +58,7 @@ def fresh(page: Any) -> Any:
     return page
 
 
-@pytest.mark.parametrize("pack", separate_packs.ALL)
+@pytest.mark.parametrize("pack", slower(separate_packs.ALL, "cogvideox"))
 def test_a_file_opens_with_todays_nodes_and_one_notice_and_runs(fresh: Any, server: Server, pack: str):
     document = separate_packs.ALL[pack]()
     _, changes = upgraded(document, DECLARATIONS)

@@ -12,6 +12,7 @@ from comfyui_tpu.nodes.declare import Node
 from comfyui_tpu.nodes.headless import compare
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.tests.support.host import Host
+from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime import media
 
 pytestmark = pytest.mark.slow
@@ -26,7 +27,7 @@ def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_are_many")
-@pytest.mark.parametrize("name", ["api/wan21_t2v_720p", "pipeline/wan21_t2v_720p"])
+@pytest.mark.parametrize("name", slower(["api/wan21_t2v_720p", "pipeline/wan21_t2v_720p"], "pipeline/wan21_t2v_720p"))
 def test_a_workflow_is_rendered_in_each_quality(name: str, tmp_path: Path, capsys: pytest.CaptureFixture):
     import av
 

@@ -9,6 +9,7 @@ import pytest
 from comfyui_tpu.cli import verify
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.kernels import attention
+from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.cost_model import chips, flops
 from comfyui_tpu.tpu_runtime.machine import fallbacks
 from comfyui_tpu.tpu_runtime.machine.fallbacks import Fallbacks
@@ -57,7 +58,7 @@ WITHOUT_ATTENTION = "without the kernels attention (part)"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", slower(["float32", "bfloat16"], "bfloat16"))
 def test_a_kernel_that_computes_something_else_is_found(precision: str, monkeypatch: pytest.MonkeyPatch):
     """By a hundredth of attention's result alone, which in bfloat16 is less than rounding."""
     sound = part_forms(precision)[WITHOUT_ATTENTION]

@@ -143,7 +143,8 @@ def test_an_example_gives_its_result_and_clients_see_progress_text_and_previews(
     assert any(text.startswith("Loading") for text in client.texts()), client.texts()
     took = [text for text in client.texts() if text.startswith("Took")]
     assert re.fullmatch(r"Took \d+\.\d\u00a0s(: .+)?", client.texts()[-1]), client.texts()
-    assert any(re.search(r"loading \d+\.\d\ss", text) for text in took), took
+    # What is over in less than a twentieth of a second is not listed: loading, on a fast machine.
+    assert any(re.search(r"(loading|compiling|running) \d+\.\d\u00a0s", text) for text in took), took
     pictures = client.pictures()
     assert pictures, f"no preview of {stem}\n{server.log_tail()}"
     # The latents of 112x80; FLUX.2's show their 2x2 pixels. ComfyUI may enlarge, keeping the shape.

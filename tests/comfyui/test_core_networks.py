@@ -62,7 +62,6 @@ def given(*shape: int) -> dict[str, Any]:
 
 
 WAN_LATENTS, ALL = (1, 16, 3, 9, 6), tuple(core_graphs.CASES)
-FLUX2_CASES = ("a LoRA", "a guider", "a batch of two", "from latents, masked", "two samplers", "timed prompts")
 DENOISERS_BY_NAME = {
     "wan t2v": Denoiser(
         kind=WAN, config={}, latents=WAN_LATENTS, width=4096, more={},
@@ -93,11 +92,11 @@ DENOISERS_BY_NAME = {
     "flux.2 dev": Denoiser(
         kind=FLUX2, config={}, latents=(1, 128, 7, 5), width=96, tokens=(512, 300, 512), cfg=1.0,
         more={"guidance": 4.0, "reference_latents": [(1, 128, 4, 6), (1, 128, 3, 3)]},
-        cases=("res_multistep", *FLUX2_CASES),
+        cases=("res_multistep", "a guider", "a batch of two"),
     ),
     "flux.2 klein": Denoiser(
         kind=FLUX2, config={"guidance_embeds": False}, latents=(1, 128, 7, 5), width=96, tokens=(512, 300, 512),
-        cfg=3.0, more={}, cases=(*SAMPLERS, *FLUX2_CASES),
+        cfg=3.0, more={}, cases=(*SAMPLERS, "a LoRA", "from latents, masked", "two samplers", "timed prompts"),
         latent="EmptyFlux2LatentImage", stride=16,
     ),
     "z-image": Denoiser(
@@ -144,7 +143,7 @@ DENOISERS_BY_NAME = {
 
 # Networks and ways through core that others of these have too.
 SIBLINGS = (
-    "wan 2.1 i2v", "wan 2.2 i2v", "hunyuanvideo 1.5 i2v, distilled", "cogvideox t2v", "qwen-image",
+    "wan 2.1 i2v", "wan 2.1 flf2v", "wan 2.2 i2v", "hunyuanvideo 1.5 i2v, distilled", "cogvideox t2v", "qwen-image",
 )  # fmt: skip
 
 

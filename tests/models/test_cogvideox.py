@@ -145,7 +145,7 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
             pytest.param(chips, settings, id=name, marks=mark)
             for name, chips, settings, mark in (
                 ("1 odd", 1, ODD, pytest.mark.recorded),
-                ("8 odd", 8, ODD, pytest.mark.slow),
+                ("8 odd", 8, ODD, pytest.mark.recorded),
                 ("8 flat", 8, FLAT, pytest.mark.recorded),
                 ("8 odd DPM", 8, ODD_DPM, pytest.mark.slow),
                 ("3 tall DPM", 3, TALL_DPM, pytest.mark.recorded),
@@ -197,7 +197,7 @@ def test_any_number_of_latent_frames_is_decoded_as_upstream_decodes_it(compare: 
     compare("4 latent frames", ours.numpy(), expected.clamp(0, 1).numpy())
 
 
-@pytest.mark.slow
+@pytest.mark.recorded
 def test_bfloat16_stays_within_its_bound(compare: Callable):
     """Against the float32 oracle: rounding of 8 bits through 3 + 3 blocks, 6 steps and the VAE."""
     runner, expected = engine(8), oracle(FLAT)
@@ -210,7 +210,7 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
     compare("frames, bfloat16", frames.numpy(), expected.frames, error=1.5e-1, overall=2e-2, slope=3e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.recorded
 def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
     """Nothing is tuned to the built-in checkpoint: other heads, widths, depths, text and latent scale."""
     changes = {

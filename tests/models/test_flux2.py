@@ -150,7 +150,7 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
 
 @pytest.mark.parametrize(
     ("chips", "case"),
-    [pytest.param(1, "odd", marks=pytest.mark.slow), pytest.param(3, "tall", marks=pytest.mark.slow), (8, "odd")],
+    [pytest.param(1, "odd", marks=pytest.mark.recorded), pytest.param(3, "tall", marks=pytest.mark.slow), (8, "odd")],
 )
 def test_latents_and_picture_equal_upstreams(chips: int, case: str, compare: Callable):
     settings, runner = CASES[case], engine(chips)
@@ -212,7 +212,7 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
     compare("picture, bfloat16", picture, expected.frames, error=2e-1, overall=5e-2, slope=5e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.recorded
 def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
     """Nothing is tuned to the built-in checkpoint: other heads, widths, depths, text and no guidance embedding."""
     text = {**SPEC.component("text_encoder").tiny["text_config"], "hidden_size": 24, "num_attention_heads": 4}
@@ -246,6 +246,7 @@ def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
         ({"num_inference_steps": 3}, {"seed": 11}, {"guidance_scale": 2.0}, {"prompt": LONG}),
         {"num_inference_steps": 3},
         {"seed": 11},
+        {"prompt": LONG},
     ),
     ids=lambda change: next(iter(change)),
 )

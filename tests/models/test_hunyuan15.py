@@ -152,7 +152,7 @@ CASES = {"odd": (ODD, QUOTED, 8), "flat": (FLAT, PLAIN, 1), "tall": (TALL, QUOTE
 
 
 @pytest.mark.parametrize(
-    "case", ["tall", pytest.param("odd", marks=pytest.mark.slow), pytest.param("flat", marks=pytest.mark.slow)]
+    "case", ["tall", pytest.param("odd", marks=pytest.mark.slow), pytest.param("flat", marks=pytest.mark.recorded)]
 )
 def test_latents_and_frames_equal_upstreams(case: str, compare: Callable):
     """Shifts of the checkpoint and of the widget, with and without a negative prompt, with and without letters."""
@@ -222,7 +222,7 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
     compare("frames, bfloat16", frames.numpy(), expected.frames, error=2.5e-1, overall=2e-2, slope=5e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.recorded
 def test_other_dimensions_work_too(tmp_path, compare: Callable):
     """Nothing is tuned to the built-in checkpoint: other heads, widths, depths and texts."""
     changes = {

@@ -375,10 +375,12 @@ SIBLINGS = ("wan2.2-i2v-a14b", "hunyuanvideo1.5-i2v-720p")
 ALIKE = (
     *(f"{name}-{stage}" for name in SIBLINGS for stage in ("denoise", "decode")),
     # Autoencoders with the layers of FLUX.2's, and of Wan's.
+    "flux2-dev-decode",
     "z-image-turbo-decode",
     "qwen-image-2512-decode",
-    # A step that is sharded as Wan's is, and decoders whose layers are split as its are.
+    # Steps that are sharded as Wan's and FLUX.2's are, and decoders whose layers are split as its are.
     "cogvideox1.5-5b-denoise",
+    "qwen-image-2512-denoise",
     "cogvideox1.5-5b-decode",
     "hunyuanvideo1.5-t2v-720p-decode",
 )

@@ -132,7 +132,7 @@ def test_both_programs_are_compiled_before_the_first_step_and_serve_every_policy
     assert runner.counts["compile"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.recorded
 def test_where_no_step_is_reused_nothing_changes():
     """To the bit, and by the very same program."""
     # Of two chips, as above: their programs with features are in the cache.
@@ -151,7 +151,7 @@ def test_bfloat16_keeps_features_in_its_own_format(compare: Callable):
     compare("latents with a step cache, bfloat16", latents * SCALE, oracle(FLAT), error=1.2e-2, slope=3e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.recorded
 def test_a_video_from_a_picture_may_reuse_steps():
     model = ModelRef(spec_name=I2V.name, model_id=I2V.miniature.random_id, precision="float32")
     arrays = {"condition": torch.rand(1, 33, 2, 4, 7), "image_embeds": torch.rand(1, 729, 28)}

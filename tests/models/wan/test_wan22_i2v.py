@@ -110,7 +110,7 @@ def run(runner: Runner, settings: Settings, model: ModelRef = MODEL) -> tuple[di
 
 @pytest.mark.parametrize(
     ("chips", "case"),
-    [pytest.param(1, "tall", marks=pytest.mark.slow), pytest.param(3, "flat", marks=pytest.mark.slow), (8, "odd")],
+    [pytest.param(1, "tall", marks=pytest.mark.recorded), pytest.param(3, "flat", marks=pytest.mark.slow), (8, "odd")],
 )
 def test_condition_latents_and_frames_equal_upstreams(chips: int, case: str, compare: Callable):
     settings = CASES[case]
@@ -226,7 +226,7 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
     compare("frames, bfloat16", frames.numpy(), expected.frames, error=1e-1, overall=2.5e-2, slope=5e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.recorded
 def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
     """Nothing is tuned to the built-in checkpoint: other heads, widths, depths, text, and another boundary.
 
