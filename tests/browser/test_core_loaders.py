@@ -24,9 +24,10 @@ from PIL import Image
 pytestmark = [needs_comfyui, needs_browser]
 
 NOTICE = "#comfyui-tpu-notice"
-TEMPLATES = ("video_wan2_2_14B_flf2v", "image_flux2_klein_image_edit_4b_distilled")
+TEMPLATES = ("video_wan2_2_14B_flf2v",)
 # Minutes more.
 MORE = (
+    "image_flux2_klein_image_edit_4b_distilled",
     "image_qwen_Image_2512",
     "text_to_video_wan",
     "video_wan2_2_14B_t2v",

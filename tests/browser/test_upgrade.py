@@ -58,7 +58,7 @@ def fresh(page: Any) -> Any:
     return page
 
 
-@pytest.mark.parametrize("pack", slower(separate_packs.ALL, "cogvideox"))
+@pytest.mark.parametrize("pack", slower(separate_packs.ALL, "cogvideox", "wan22_i2v"))
 def test_a_file_opens_with_todays_nodes_and_one_notice_and_runs(fresh: Any, server: Server, pack: str):
     document = separate_packs.ALL[pack]()
     _, changes = upgraded(document, DECLARATIONS)

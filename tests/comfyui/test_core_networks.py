@@ -101,7 +101,7 @@ DENOISERS_BY_NAME = {
     ),
     "z-image": Denoiser(
         kind=ZIMAGE, config={}, latents=(1, 16, 9, 6), width=96, tokens=(40, 17, 33), cfg=3.0, more={},
-        cases=("res_multistep", "a LoRA", "a batch of two"),
+        cases=("res_multistep", "a LoRA"),
         latent="EmptySD3LatentImage",
     ),
     "qwen-image": Denoiser(
@@ -117,7 +117,7 @@ DENOISERS_BY_NAME = {
     "hunyuanvideo 1.5 t2v": Denoiser(
         kind=HUNYUAN15, config={"image_embed_dim": 1152}, latents=(1, 32, 3, 5, 6), width=96, tokens=(40, 17, 33),
         more={"conditioning_byt5small": (1, 19, 1472)},
-        cases=("dpmpp_2m", "a batch of two", "a guider", "unlike prompts"),
+        cases=("dpmpp_2m", "unlike prompts"),
         latent="EmptyHunyuanVideo15Latent", stride=16,
     ),
     "hunyuanvideo 1.5 i2v, distilled": Denoiser(

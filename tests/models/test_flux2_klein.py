@@ -19,7 +19,6 @@ from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK
-from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
@@ -60,7 +59,7 @@ def reference() -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("chips", "prompt"), slower([(1, LONG), (8, SHORT)], (1, LONG)))
+@pytest.mark.parametrize(("chips", "prompt"), [pytest.param(1, LONG, marks=pytest.mark.recorded), (8, SHORT)])
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
     both = engine(chips).encode(parity.tiny_model(BASE), prompt, "", Silent())
     for given, found in zip((prompt, ""), both, strict=True):

@@ -152,7 +152,7 @@ CASES = {"odd": (ODD, QUOTED, 8), "flat": (FLAT, PLAIN, 1), "tall": (TALL, QUOTE
 
 
 @pytest.mark.parametrize(
-    "case", ["tall", pytest.param("odd", marks=pytest.mark.slow), pytest.param("flat", marks=pytest.mark.recorded)]
+    "case", ["tall", *(pytest.param(name, marks=pytest.mark.recorded) for name in ("odd", "flat"))]
 )
 def test_latents_and_frames_equal_upstreams(case: str, compare: Callable):
     """Shifts of the checkpoint and of the widget, with and without a negative prompt, with and without letters."""
@@ -207,7 +207,7 @@ def test_a_video_from_a_picture_equals_upstreams(compare: Callable):
     compare("frames from a picture", runner.decode(I2V_MODEL, latents, Silent()).numpy(), expected.frames)
 
 
-@pytest.mark.slow
+@pytest.mark.recorded
 def test_bfloat16_stays_within_its_bound(compare: Callable):
     """Against the float32 oracle: rounding of 8 bits through 3 + 2 + 3 blocks, 3 steps and the VAE."""
     runner, expected = engine(1), oracle(FLAT, PLAIN)

@@ -91,7 +91,7 @@ REAL_HEADS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slower(REAL_HEADS, *set(REAL_HEADS) - {"wan2.1-t2v-14b", "flux2-dev"}))
+@pytest.mark.parametrize("name", slower(REAL_HEADS, *set(REAL_HEADS) - {"wan2.1-t2v-14b"}))
 def test_heads_of_the_published_size_go_through_every_kernel(
     name: str, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):

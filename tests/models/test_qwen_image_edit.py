@@ -105,7 +105,10 @@ def states(prompt: str, number: int) -> np.ndarray:
         return pipe.encode_prompt(prompt, image=given)[0][0].numpy()
 
 
-@pytest.mark.parametrize(("chips", "number"), slower([(1, 1), (3, 2), (8, 2)], (1, 1), (8, 2)))
+@pytest.mark.parametrize(
+    ("chips", "number"),
+    [pytest.param(1, 1, marks=pytest.mark.recorded), (3, 2), pytest.param(8, 2, marks=pytest.mark.recorded)],
+)
 def test_prompts_about_pictures_are_encoded_as_upstream_encodes_them(chips: int, number: int, compare: Callable):
     condition = encoded(chips, number)
     both = engine(chips).run("encode", MODEL, Silent(), prompt=PROMPT, negative_prompt=NEGATIVE, condition=condition)

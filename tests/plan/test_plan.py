@@ -381,6 +381,7 @@ ALIKE = (
     # Steps that are sharded as Wan's and FLUX.2's are, and decoders whose layers are split as its are.
     "cogvideox1.5-5b-denoise",
     "qwen-image-2512-denoise",
+    "z-image-turbo-denoise",
     "cogvideox1.5-5b-decode",
     "hunyuanvideo1.5-t2v-720p-decode",
 )
