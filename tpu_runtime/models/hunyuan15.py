@@ -1,8 +1,6 @@
-"""HunyuanVideo 1.5, text to video: hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v. The oracle is
-`diffusers.HunyuanVideo15Pipeline`.
-
-The denoiser is that of HunyuanVideo 1.5 (https://arxiv.org/abs/2511.18870); its modules have the names of diffusers'
-`HunyuanVideo15Transformer3DModel`.
+"""HunyuanVideo 1.5 (https://arxiv.org/abs/2511.18870), text to video:
+hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v. The oracle is `diffusers.HunyuanVideo15Pipeline`; the
+denoiser's modules have the names of diffusers' `HunyuanVideo15Transformer3DModel`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,14 +25,13 @@ from .autoencoders import light
 from .autoencoders.hunyuan15 import VAE_DECODER, decode, denormalize_latents
 from .denoisers import layers
 from .denoisers.hunyuan15 import TRANSFORMER
-from .denoisers.layers import Modulation
 from .text_encoders.hunyuan15 import GLYPH_ENCODER, NEGATIVE_PROMPT, PROMPT, TEXT_ENCODER, TEXT_ENCODERS
 
 if TYPE_CHECKING:
     import torch
 
     from ..programs.denoiser_run import DenoiserRun
-    from .denoisers.layers import Pair
+    from .denoisers.layers import Modulation, Pair
 
 # Rows of `cond_type_embed`: what kind of text a token is.
 TEXT, GLYPHS, IMAGE = 0, 1, 2
@@ -232,9 +229,6 @@ def reuse(
     streams = features["hidden"], features["text"]
     x, _ = run_blocks(dit, run, streams, features["text_length"], temb, sample, slice(-1, None))
     return predict_flow(dit, run, x, temb, sample)
-
-
-# --- what it is made of -----------------------------------------------------------------------------------------------
 
 
 def solver_arguments(
