@@ -16,7 +16,7 @@ from comfyui_tpu.tpu_runtime.selftest import groups
 from rich.console import Console
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-MODEL = "flux2-klein-4b"
+MODEL = "wan2.1-t2v-1.3b"
 
 
 @pytest.fixture(scope="module")

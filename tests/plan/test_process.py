@@ -45,7 +45,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 @pytest.mark.slow
 def test_a_plan_leaves_this_process_as_it_was(untouched: Callable[[], None]):
     host = Host()
-    text = process.make_text({"model": "cogvideox1.5-5b", "topology": "v6e-1", "stages": "encode"}, host)
+    text = process.make_text({"model": "wan2.1-t2v-1.3b", "topology": "v6e-1", "stages": "encode"}, host)
     untouched()
     assert "predicted by the compiler" in text and "text_encoder" in text
     assert any("compiled" in line for line in host.said), host.said
