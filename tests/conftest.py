@@ -21,18 +21,6 @@ os.environ.setdefault("PJRT_NPROC", "8")
 # For workers and servers: glibc gives large buffers back to the kernel after every program, and clears new ones.
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**32))
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    # Compiling the tiny programs takes more of the suite's time than running them; a quarter of it went into fusions,
-    # another into dividing each among threads, where every core has its worker.
-    flags = (
-        "--xla_force_host_platform_device_count=8",
-        "--xla_backend_optimization_level=0",
-        "--xla_llvm_disable_expensive_passes=true",
-        "--xla_cpu_use_fusion_emitters=false",
-        "--xla_cpu_parallel_codegen_split_count=1",
-    )
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
-
 # Tracing makes objects by the million, most of them for long.
 gc.set_threshold(50_000)
 
@@ -40,6 +28,9 @@ import hypothesis  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from comfyui_tpu.tests.support import closeness, comfyui_server  # noqa: E402
+
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {comfyui_server.FLAGS}".strip()
 
 # The same examples in every run and on every machine, whatever it takes; what fails is written into a test, not kept.
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)

@@ -23,10 +23,13 @@ from .patience import PATIENCE_S, until
 
 PACK = Path(__file__).parents[2]
 COMFYUI = Path(os.environ.get("COMFYUI_PATH") or "~/ComfyUI").expanduser()
-# A server runs its programs often, so they are worth more of the compiler's time than those of other tests.
+# Of all tests, so that what one process has compiled serves every other. Compiling the tiny programs takes more of the
+# suite's time than running them, also in a server; a quarter of it went into fusions, another into dividing each among
+# threads, where every core has its worker.
 FLAGS = (
     "--xla_force_host_platform_device_count=8 "
-    "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 )
 
 needs_comfyui = pytest.mark.skipif(
