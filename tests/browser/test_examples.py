@@ -55,8 +55,10 @@ CARDS = """() => {
 SHOWS_PICTURE = """(name) => {
     const card = document.querySelector(`[data-testid="template-workflow-${name}"]`);
     const picture = card.querySelector("img");
-    if (!picture) card.scrollIntoView({block: "center"});
-    return Boolean(picture?.complete && picture.naturalWidth === 512);
+    const isShown = Boolean(picture?.complete && picture.naturalWidth === 512);
+    // Also one that is there: it loads in sight alone, and others may have pushed it away.
+    if (!isShown) card.scrollIntoView({block: "center"});
+    return isShown;
 }"""
 
 
