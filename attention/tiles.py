@@ -102,7 +102,7 @@ class Tiling:
         sums = [np.bincount(self.tile_of, along, self.count) for along in self.places.T]
         centres = np.stack(sums, axis=1) / self.real[:, None] / self.tile
         squares = np.sum((centres[:, None] - centres) ** 2, axis=2).round(6)  # equal ones are so on every machine
-        np.fill_diagonal(squares, -1)
+        np.fill_diagonal(squares, -1)  # two tiles with bends may have the same centre
         order = np.argsort(squares, axis=1, kind="stable").astype(np.int32)
         return Blocks(size=self.rows, real=self.real, kept=order, left_out=self.left_out, is_sparse=is_sparse)
 

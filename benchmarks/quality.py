@@ -83,7 +83,7 @@ def few_are_many() -> None:
     """Takes the miniature for a large model."""
     policy.MANY_KEYS = weights.FEWEST_LANES = 0
     tiles.ROWS = 16
-    object.__setattr__(SPEC.denoiser, "tile", (3, 2, 2))
+    object.__setattr__(SPEC.denoiser, "tile", (3, 2, 2))  # one of the real size would hold them all
 
 
 def videos(prompts: int, steps: int, forms: Sequence[str]) -> Iterator[Judged]:

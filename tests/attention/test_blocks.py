@@ -232,6 +232,7 @@ def test_every_token_has_a_row_of_a_tile_of_neighbours(sizes: tuple[int, int, in
     assert np.array_equal(found.token_of[found.row_of], np.arange(tokens))
     assert len(found.token_of) == found.rows * found.count
     assert np.array_equal(found.row_of // found.rows, found.tile_of)
+    assert np.array_equal(found.blocks(None).kept[:, 0], np.arange(found.count))
     for number in range(found.count):
         assert is_one_piece(found.places[found.tile_of == number])
 

@@ -228,7 +228,7 @@ class Denoiser:
 
     A model with a step cache has among its `inputs` those of `MAG_CACHE`, and with a `step_reuse` `cache_start`,
     `cache_end` and `cache_interval` (see `StepCache`). `head_norms` are the norms that bound attention's scores, of
-    every stack of blocks; empty where none do. `tile`: how many tokens along frames, rows and columns lie in a tile
+    every stack of blocks; empty where none do. `tile`: about how many tokens along frames, rows and columns a tile has
     where attention leaves some out, see `attention.tiles`; None where none are.
     """
 
