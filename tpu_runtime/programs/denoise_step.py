@@ -176,14 +176,20 @@ class _StepBuild:
         network = weights.traceable(spec.component(spec.denoiser.experts[0]), config)
         is_int8 = shape.quality != QUALITIES[0]
         axes = weights.prepared(network, target.devices[0], target.fallbacks.kernels) if is_int8 else {}
+        num_tokens = spec.geometry.num_tokens(shape.latent_shape)
         policy = AttentionPolicy(
             kernel=target.kernel,
             bounded=bool(spec.denoiser.head_norms) if shape.bounded is None else shape.bounded,
             scores="int8" if is_int8 else "exact",
         )
+        on_tpu = target.devices[0].platform == "tpu"
+        scores = policy.scores_of(num_tokens, target.devices[0].device_kind if on_tpu else None)
+        if is_int8 and not axes and scores == "exact":
+            what = f"with {num_tokens} tokens, these layers and these chips it would be no faster"
+            log.warning("%s: quality int8 is exact here: %s.", spec.title, what)
         layout = TokenLayout(
             mesh=mesh,
-            num_tokens=spec.geometry.num_tokens(shape.latent_shape),
+            num_tokens=num_tokens,
             frame_tokens=spec.geometry.frame_tokens(shape.latent_shape),
             policy=policy,
             layouts=weights.layouts(network, mesh, target.precision, axes),
