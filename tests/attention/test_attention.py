@@ -182,7 +182,14 @@ def test_every_mesh_gives_the_same(shape: MeshShape, heads: int, length: int, co
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "heads"),
-    [(None, 2), (MeshShape(sp=2), 2), (MeshShape(sp=3), 2), (MeshShape(sp=8), 6), (MeshShape(dp=2, sp=2, tp=2), 4)],
+    [
+        (None, 2),
+        (MeshShape(sp=2), 2),
+        # The ring of three runs in `test_int8` with keys that are rounded, which are the harder case.
+        pytest.param(MeshShape(sp=3), 2, marks=pytest.mark.recorded),
+        (MeshShape(sp=8), 6),
+        (MeshShape(dp=2, sp=2, tp=2), 4),
+    ],
     ids=str,
 )
 def test_the_kernel_on_every_mesh_gives_the_same(shape: MeshShape | None, heads: int, compare: Callable):

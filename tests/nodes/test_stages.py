@@ -142,7 +142,7 @@ def test_three_stages_from_a_picture_give_the_frames_of_one_run(tmp_path: Path):
     assert len(frames(video)) == 5
 
 
-@pytest.mark.slow
+@pytest.mark.recorded
 def test_three_stages_with_references_give_a_picture(tmp_path: Path):
     """A model that makes one picture, and looks at two of different shapes."""
     sizes = {"a.png": (80, 64), "b.png": (64, 96)}

@@ -231,7 +231,7 @@ SAVED = {"flux2": "*.png", "cogvideox": "*.mp4", "wan21": "*.mp4", "wan22_i2v": 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pack", slower(SAVED, "cogvideox", "wan21"))
+@pytest.mark.parametrize("pack", slower(SAVED, "cogvideox", "wan21", "wan22_i2v"))
 def test_a_saved_workflow_runs(pack: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "input").mkdir()
     Image.new("RGB", (96, 64), "red").save(tmp_path / "input" / separate_packs.PICTURE, "PNG")

@@ -96,7 +96,9 @@ def test_a_cancel_ends_the_compiler_and_its_children(monkeypatch: pytest.MonkeyP
         os.killpg(started[0].pid, 0)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.recorded)]
+)
 def test_the_command_ends_at_once_with_a_sentence(number: signal.Signals, status: int, tmp_path: Path):
     command = [sys.executable, "-c", "import sys; from comfyui_tpu.cli.main import main; sys.exit(main())", "plan"]
     with (tmp_path / "said").open("w+") as said:
