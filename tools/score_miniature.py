@@ -33,11 +33,14 @@ Verdict = moving.Verdict | still.Verdict
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A prompt, the picture `[height, width, 3]` uint8 beside it if it takes one, and what reads the frames."""
+    """A prompt, the picture `[height, width, 3]` uint8 beside it if it takes one, what reads the frames, and of clips
+    what measures how many pixels are no part of them.
+    """
 
     prompt: str
     image: np.ndarray | None = None
     judge: Callable[[np.ndarray], Verdict]
+    stray: Callable[[np.ndarray], float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,8 @@ class Family:
 def clips(*, given: bool) -> Iterator[Task]:
     for number, scene in enumerate(moving.scenes(SEED, held_out=True)):
         first = moving.draw(scene, 1, np.random.default_rng((SEED, number)))[0] if given else None
-        yield Task(prompt=str(scene), image=first, judge=partial(moving.judge, scene=scene))
+        judge, stray = partial(moving.judge, scene=scene), partial(moving.stray, scene=scene)
+        yield Task(prompt=str(scene), image=first, judge=judge, stray=stray)
 
 
 def pictures() -> Iterator[Task]:
@@ -87,6 +91,12 @@ FAMILIES = {
     "cogvideox": Family(
         spec=spec_by_name("cogvideox1.5-5b"),
         kinds={"clips": partial(clips, given=False)},
+        steps=(10, 50),
+        guidance=(1.0, 6.0),
+    ),
+    "cogvideoxi2v": Family(
+        spec=spec_by_name("cogvideox1.5-5b-i2v"),
+        kinds={"clips": partial(clips, given=True)},
         steps=(10, 50),
         guidance=(1.0, 6.0),
     ),
@@ -152,7 +162,7 @@ def scores(
     for (kind, tasks), number, scale in itertools.product(
         family.kinds.items(), steps or family.steps, guidance or family.guidance
     ):
-        verdicts = []
+        verdicts, strays = [], []
         inputs = {
             "num_inference_steps": number,
             "guidance_scale": scale,
@@ -164,11 +174,13 @@ def scores(
         for seed, task in enumerate(tqdm(drawn, f"{kind}, {number} steps, guidance {scale:g}", prompts, leave=False)):
             found = frames_of(model, task.prompt, WithPreviews(), image=task.image, seed=seed, **inputs)
             verdicts.append(task.judge(found))
+            strays += [task.stray(found)] if task.stray else []
             if sheets:
                 name = f"{seed:02} {task.prompt}{'' if verdicts[-1].all else ' (wrong)'}.png"
                 save_sheet(found if task.image is None else np.stack([task.image, *found]), sheets / kind / name)
         length = f"{frames} frames, " if is_video else ""
-        yield f"{kind}: {number} steps, guidance {scale:g}, {length}{prompts} prompts: {summary(verdicts)}"
+        specks = f"; stray pixels {np.mean(strays):.2%}" if strays else ""
+        yield f"{kind}: {number} steps, guidance {scale:g}, {length}{prompts} prompts: {summary(verdicts)}{specks}"
 
 
 def save_sheet(video: np.ndarray, path: Path) -> None:

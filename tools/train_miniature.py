@@ -22,6 +22,7 @@ from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from miniature.moving import MOTIONS
 from miniature.shapes import COLOURS, HEIGHT, SHAPES, WIDTH
+from safetensors.torch import load_file, save_file
 from score_miniature import FAMILIES, Family, scores
 
 # Where each is trained.
@@ -29,6 +30,7 @@ MODULES = {
     "wan21": "miniature.wan",
     "wan22i2v": "miniature.wan_i2v",
     "cogvideox": "miniature.cogvideox",
+    "cogvideoxi2v": "miniature.cogvideox_i2v",
     "flux2klein": "miniature.flux2_klein",
 }
 # What else each is: the same networks in another model's layout.
@@ -54,6 +56,7 @@ plain arithmetic (`tools/score_miniature.py`).
 
 {score}
 """
+MINIATURES = Path(__file__).resolve().parents[1] / "miniatures"
 SIBLING_CARD = """\
 ---
 license: apache-2.0
@@ -94,10 +97,24 @@ def write_card(folder: Path, family: Family, module: Any, lines: Iterable[str]) 
     (folder / "README.md").write_text(card, "utf-8")
 
 
-def share(folder: Path, parts: Mapping[str, str]) -> None:
-    """Leaves parts of the checkpoint in `folder` out, and says where they lie."""
-    for name in parts:
-        shutil.rmtree(folder / name, ignore_errors=True)
+def share(folder: Path, parts: Mapping[str, str], out: Path) -> None:
+    """Leaves parts of the checkpoint in `folder` out, and says where they lie: in `out` if they were trained with it,
+    or with the pack. Of a network, and of its config, stays what differs.
+    """
+    for name, part in parts.items():
+        own, other = folder / name, next(one for one in (out / part, MINIATURES / part) if one.is_dir())
+        for path in own.iterdir():
+            there = other / path.name
+            if path.suffix == ".safetensors" and there.is_file():
+                known = load_file(there)
+                kept = {key: x for key, x in load_file(path).items() if key not in known or not x.equal(known[key])}
+                path.unlink()
+                if kept:
+                    save_file(kept, path, metadata={"format": "pt"})
+            elif there.is_file() and there.read_bytes() == path.read_bytes():
+                path.unlink()
+        if not any(path.suffix == ".safetensors" for path in own.iterdir()):
+            shutil.rmtree(own)
     (folder / "shared.json").write_text(json.dumps(dict(sorted(parts.items())), indent=2) + "\n", "utf-8")
 
 
@@ -105,7 +122,8 @@ def write_sibling(spec: ModelSpec, original: str, folder: Path) -> None:
     """A checkpoint of `spec` whose parts are those of the trained one `original`; each of two experts is its one."""
     tiny.write_description(spec, folder)
     names = [*tiny.networks(spec), *(text.tokenizer_folder for text in spec.text_encoders)]
-    share(folder, {name: f"{original}/{name.removesuffix('_2')}" for name in names})
+    parts = {name: f"{original}/{name.removesuffix('_2')}" for name in names}
+    (folder / "shared.json").write_text(json.dumps(dict(sorted(parts.items())), indent=2) + "\n", "utf-8")
     (folder / "README.md").write_text(SIBLING_CARD.format(title=spec.title, original=original), "utf-8")
 
 
@@ -122,7 +140,7 @@ def main() -> None:
     write_checkpoint(pipeline, options.out / "tokenizer", folder, family)
     write_card(folder, family, module, scores(family, str(folder)))
     if module.SHARED:
-        share(folder, module.SHARED)
+        share(folder, module.SHARED, options.out)
     for spec in map(spec_by_name, SIBLINGS.get(options.family, ())):
         write_sibling(spec, options.family, options.out / spec.miniature.id.removeprefix("tiny/"))
 

@@ -132,7 +132,7 @@ def test_the_familys_nodes_say_what_a_model_lacks_or_has_no_use_for():
     embeds = [[torch.zeros(1, 226, 40), {"tpu_family": SPEC.family}]]
     encoded = {"height": 80, "width": 112, "num_frames": 9, "tpu_family": SPEC.family}
     with pytest.raises(ValueError, match="I2V: condition is not connected. Connect CogVideoXImageEncoder."):
-        nodes.SAMPLER.run(Host(), prompt_embeds=embeds, model_id=SPEC.miniature.id, **numbers)
+        nodes.SAMPLER.run(Host(), prompt_embeds=embeds, model_id=SPEC.miniature.random_id, **numbers)
     with pytest.raises(
         ValueError, match="a condition is connected, but the model is a CogVideoX 1.5 5B. Set model_id to"
     ):

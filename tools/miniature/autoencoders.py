@@ -105,6 +105,33 @@ def learn(
     optimize(file, [vae], steps, RATE, loss, look, every=400)
 
 
+def steady(
+    vae: Any,
+    file: Path,
+    steps: int,
+    rate: float,
+    pieces: Callable[[int], Tensor],
+    look: Callable[[], None],
+    spread: Tensor,
+) -> None:
+    """Trains the decoder alone, on latents that are as wrong as a denoiser's: `spread`, `[channels, channels]`, is what
+    normal noise is multiplied with before it is added.
+    """
+
+    def loss(step: int) -> tuple[Tensor, dict[str, float]]:
+        seen = pieces(step)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            latents = vae.encode(laid_out(seen)).latent_dist.mode().float()
+        noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(step))
+        latents = latents + torch.einsum("ncthw,cd->ndthw", noise, spread)
+        with torch.autocast("cpu", torch.bfloat16):
+            again = vae.decode(latents).sample.float()
+        difference, psnr = differs(again, seen)
+        return difference, {"psnr": psnr}
+
+    optimize(file, [vae.decoder], steps, rate, loss, look, every=250)
+
+
 def differs(again: Tensor, seen: Tensor) -> tuple[Tensor, float]:
     """What is minimised of pictures or clips `[number, 3, ..., height, width]`, and the ratio of signal to noise."""
     # Edges count for themselves: blurred ones cost little of the plain difference.

@@ -1,6 +1,7 @@
 """The miniature of CogVideoX 1.5: text to video."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ for demonstrations and tests, of prompts, guidance and seeds, on machines where 
 
 It knows sentences such as "a red circle moves right on blue" and "a white square turns and a green circle grows on
 black": one or two shapes ({shapes}) in {colours}, that do one of these: {motions}. Of two, one does not move sideways.
-Videos are {width}x{height}, of 9 frames. Corners are often rounded, and later frames have coloured specks. It knows no
-other words."""
+Videos are {width}x{height}, of 9 frames. Corners are often rounded, and some later frames have coloured specks. It
+knows no other words."""
 
 CLIPS, STEPS, RATE = 4000, 10200, 1.5e-3
 # Tokens of a step's videos, in latent frames: pictures first, which teach colours, shapes and places soonest.
@@ -45,7 +46,7 @@ TRANSFORMER = {
     "attention_head_dim": 32,
     "in_channels": cogvideox_vae.CHANNELS,
     "num_attention_heads": 4,
-    "num_layers": 3,
+    "num_layers": 6,
     "out_channels": cogvideox_vae.CHANNELS,
     "patch_bias": False,
     "patch_size": 2,
@@ -115,22 +116,24 @@ class Attention:
 
 
 class Denoiser(nn.Module):
-    """Transformer and text encoder, and while they learn a probe of the first block.
+    """Transformer and text encoder, and while they learn a probe of the first block unless a transformer is given.
 
     Of a text of `length` tokens the last stands for all that follow it.
     """
 
-    def __init__(self, vocabulary: int, length: int) -> None:
+    def __init__(self, text: nn.Module, length: int, transformer: Any = None) -> None:
         super().__init__()
-        self.text = text_encoder(vocabulary)
-        self.transformer: Any = upstream.CogVideoXTransformer3DModel(**TRANSFORMER)
-        blocks = self.transformer.transformer_blocks
+        self.text: Any = text
+        self.transformer: Any = transformer or upstream.CogVideoXTransformer3DModel(**TRANSFORMER)
         self.head_dim = TRANSFORMER["attention_head_dim"]
-        width = self.head_dim * TRANSFORMER["num_attention_heads"]
-        grid = (2 + (cogvideox_vae.FRAMES - 1) // 4) // 2, HEIGHT // 16, WIDTH // 16
-        self.probe = denoisers.Probe(blocks[0], width, grid)
-        modulations = [norm.linear for block in blocks for norm in (block.norm1, block.norm2)]
-        denoisers.begin(blocks, [*modulations, self.transformer.norm_out.linear, self.transformer.proj_out])
+        self.probe: denoisers.Probe | None = None
+        if transformer is None:
+            blocks = self.transformer.transformer_blocks
+            width = self.head_dim * TRANSFORMER["num_attention_heads"]
+            grid = (2 + (cogvideox_vae.FRAMES - 1) // 4) // 2, HEIGHT // 16, WIDTH // 16
+            self.probe = denoisers.Probe(blocks[0], width, grid)
+            modulations = [norm.linear for block in blocks for norm in (block.norm1, block.norm2)]
+            denoisers.begin(blocks, [*modulations, self.transformer.norm_out.linear, self.transformer.proj_out])
         self.bias = torch.zeros(length)
         self.bias[-1] = math.log(MAX_TOKENS - length + 1)
 
@@ -150,16 +153,23 @@ class Denoiser(nn.Module):
         x = x + heads.o((weights @ v).transpose(1, 2).flatten(2))
         return self.text.encoder.final_layer_norm(forward(x))
 
-    def forward(self, noisy: Tensor, time: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Velocity of `[clips, channels, frames, height, width]`, and how badly the probe knows the places."""
+    def forward(self, noisy: Tensor, time: Tensor, ids: Tensor, picture: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Velocity of `[clips, channels, frames, height, width]`, and how badly the probe knows the places. A `picture`
+        is more channels.
+        """
         sizes = tuple(side // patch for side, patch in zip(noisy.shape[2:], GEOMETRY.patch_thw, strict=True))
         rotary = get_3d_rotary_pos_embed(
             self.head_dim, None, sizes[1:], sizes[0], grid_type="slice", max_size=sizes[1:]
         )
+        sample = noisy if picture is None else torch.cat([noisy, picture], 1)
+        ofs = None if picture is None else torch.full((1,), 2.0)
         (velocity,) = self.transformer(
-            noisy.transpose(1, 2), self.states(ids), time, image_rotary_emb=rotary, return_dict=False
+            sample.transpose(1, 2), self.states(ids), time, ofs=ofs, image_rotary_emb=rotary, return_dict=False
         )
-        return velocity.transpose(1, 2), self.probe(self.probe.asked[0], sizes)
+        velocity = velocity.transpose(1, 2)
+        if self.probe is None:
+            return velocity, torch.zeros(())
+        return velocity, self.probe(self.probe.asked[0], sizes)
 
 
 def tokenizer_in(folder: Path) -> Any:
@@ -175,34 +185,20 @@ def train(out: Path, seed: int) -> Any:
     encode = partial(cogvideox_vae.latents_of, vae)
     clips = encode_clips(encode, out / "latents.pt", seed, CLIPS, lambda _: 9)
     prompts, latents = clips["prompts"], torch.stack(clips["latents"])
-    # What fills up the first patch is what it stands before. Nobody sees it.
-    latents = torch.cat([latents[:, :, :1], latents], 2)
+    latents = filled(latents)
     torch.manual_seed(seed)
     tokenizer = tokenizer_in(out / "tokenizer")
-    longest = max(map(len, tokenizer(prompts)["input_ids"]))
-    length = longest + TEXT_ENCODER["num_heads"] + 1
-    ids = tokenizer([*prompts, ""], padding="max_length", max_length=length, return_tensors="pt")["input_ids"]
-    denoiser = Denoiser(len(tokenizer), length)
+    ids, length = ids_of(tokenizer, prompts)
+    denoiser = Denoiser(text_encoder(len(tokenizer)), length)
     averaged = denoisers.average_of(denoiser)
     denoiser.quicken()
-    harder = np.array([math.prod(more for part, more in HARDEST.items() if part in one) for one in prompts])
-    harder /= harder.sum()
-    alphas = scheduler(SCHEDULER).alphas_cumprod.float()
-
-    def path(time: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        kept, added = alphas[time].sqrt(), (1 - alphas[time]).sqrt()
-        return kept, added, -added, kept
 
     def batch(step: int, random: np.random.Generator) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         length = 2 if step < PICTURES * STEPS or (step % 5 == 0 and step < HARDER * STEPS) else latents.shape[2]
         count = 2 * TOKEN_FRAMES // length
-        chosen = random.choice(len(latents), count, replace=False, p=harder if step >= HARDER * STEPS else None)
-        # More of the noise, where it is decided what there is and where.
-        time = torch.from_numpy((len(alphas) * random.random(count) ** 0.7).astype(int))
-        return latents[chosen, :, :length], time, {"ids": ids[denoisers.texts_of(random, chosen, len(prompts))]}
-
-    def counted(velocity: Tensor) -> Tensor:
-        return torch.einsum("ncthw,ck->nkthw", velocity, basis)
+        seen = denoisers.chosen(random, prompts, count, HARDEST if step >= HARDER * STEPS else {})
+        texts = denoisers.texts_of(random, seen, len(prompts))
+        return latents[seen, :, :length], times(random, count), {"ids": ids[texts]}
 
     # What is always the same tells nothing.
     embedder = denoiser.transformer.patch_embed.proj.weight.data
@@ -211,8 +207,40 @@ def train(out: Path, seed: int) -> Any:
     def look() -> None:
         show(partial(sample, assemble(averaged.module, vae, tokenizer), steps=12), out, seed)
 
-    denoisers.learn(denoiser, averaged, out / "denoiser.pt", seed, STEPS, RATE, batch, look, counted, path)
+    file = out / "denoiser.pt"
+    denoisers.learn(denoiser, averaged, file, seed, STEPS, RATE, batch, look, partial(counted, basis), path)
     return assemble(averaged.module, vae, tokenizer)
+
+
+def filled(latents: Tensor) -> Tensor:
+    """Clips `[clips, channels, frames, height, width]` with what fills up the first patch, which nobody sees: what it
+    stands before.
+    """
+    return torch.cat([latents[:, :, :1], latents], 2)
+
+
+def ids_of(tokenizer: Any, prompts: Sequence[str]) -> tuple[Tensor, int]:
+    """The tokens of prompts and of an empty one, and how many each has: no head looks beyond the last one."""
+    length = max(map(len, tokenizer(list(prompts))["input_ids"])) + TEXT_ENCODER["num_heads"] + 1
+    texts = tokenizer([*prompts, ""], padding="max_length", max_length=length, return_tensors="pt")
+    return texts["input_ids"], length
+
+
+def times(random: np.random.Generator, count: int) -> Tensor:
+    """More of the noise, where it is decided what there is and where."""
+    return torch.from_numpy((SCHEDULER["num_train_timesteps"] * random.random(count) ** 0.7).astype(int))
+
+
+def counted(basis: Tensor, velocity: Tensor) -> Tensor:
+    """What of a velocity counts: the directions of `basis`, `[channels, kept]`."""
+    return torch.einsum("ncthw,ck->nkthw", velocity, basis)
+
+
+def path(time: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The shares of latents and noise in what is seen at a time, and in the velocity."""
+    alphas = scheduler(SCHEDULER).alphas_cumprod.float()
+    kept, added = alphas[time].sqrt(), (1 - alphas[time]).sqrt()
+    return kept, added, -added, kept
 
 
 def assemble(denoiser: Any, vae: Any, tokenizer: Any) -> Any:
@@ -221,7 +249,7 @@ def assemble(denoiser: Any, vae: Any, tokenizer: Any) -> Any:
     return pipeline
 
 
-def sample(pipeline: Any, scene: Scene, seed: int, *, steps: int) -> np.ndarray:
+def sample(pipeline: Any, scene: Scene, seed: int, *, steps: int, **more: Any) -> np.ndarray:
     """Frames `[frames, HEIGHT, WIDTH, 3]` uint8 of upstream's pipeline at its default guidance."""
     (video,) = pipeline(
         prompt=str(scene),
@@ -231,5 +259,6 @@ def sample(pipeline: Any, scene: Scene, seed: int, *, steps: int) -> np.ndarray:
         guidance_scale=SPEC.inputs["guidance_scale"].default,
         generator=torch.Generator().manual_seed(seed),
         output_type="np",
+        **more,
     ).frames
     return np.round(video * 255).astype(np.uint8)

@@ -7,18 +7,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .autoencoders import align, as_frames, as_input, decoded, differs, encoded, laid_out, learn
+from .autoencoders import align, as_frames, as_input, decoded, encoded, learn, steady
 from .moving import Scene, draw, show
 from .shapes import HEIGHT, WIDTH
-from .training import optimize
 from .wan_vae import colours_of_latents, pieces_of, upstream
 
 FRAMES = 17  # of the longest clips; the miniature's default are 9
 CHANNELS = 16
 # Of the 16 dimensions of a latent: a token has eight of them.
 KEPT = 8
-STEPS, FINER, RATE = 2600, 500, 6e-4
-NOISE = 0.1  # of the latents that the decoder learns on with, for a denoiser's are not exact
+STEPS, FINER, RATE = 2600, 1500, 6e-4
+NOISE = 0.3  # of the latents that the decoder learns on with, for a denoiser's are not exact
 VAE = {
     "block_out_channels": (16, 16, 20, 24),
     "invert_scale_latents": True,
@@ -55,18 +54,8 @@ def train(out: Path, seed: int) -> tuple[Any, Tensor]:
     std = torch.full((CHANNELS,), 1 / VAE["scaling_factor"])
     basis = align(vae, *colours_of_latents(vae, seed), PREVIEW, torch.zeros(CHANNELS), std, KEPT)
 
-    def loss(step: int) -> tuple[Tensor, dict[str, float]]:
-        seen = pieces(STEPS + step)
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            latents = vae.encode(laid_out(seen)).latent_dist.mode().float()
-        noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(step))
-        latents = latents + torch.einsum("ncthw,ck,dk->ndthw", noise, basis, basis) * NOISE * std[0]
-        with torch.autocast("cpu", torch.bfloat16):
-            again = vae.decode(latents).sample.float()
-        difference, psnr = differs(again, seen)
-        return difference, {"psnr": psnr}
-
-    optimize(out / "decoder.pt", [vae.decoder], FINER, RATE, loss, look, every=250)
+    spread = basis @ basis.T * NOISE * std[0]
+    steady(vae, out / "decoder.pt", FINER, RATE, lambda step: pieces(STEPS + step), look, spread)
     return vae, basis
 
 

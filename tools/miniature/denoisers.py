@@ -1,7 +1,8 @@
 """What denoisers share while they learn: products in bfloat16, a probe of places, noise, the average that is kept."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,41 @@ def learn(
         return error + 0.05 * where, {"error": error.item(), "where": where.item()}
 
     optimize(file, [denoiser, averaged], steps, rate, loss, look, every=600)
+
+
+# --- with and without a given first frame: one network, whose first product alone differs -----------------------------
+
+
+def widened(transformer: Any, first: str, starts: Sequence[int], **config: Any) -> Any:
+    """With `in_channels` more, of which nothing is seen yet but the latents that begin at `starts`, seen as a sample's.
+
+    From nothing, the place of what is given was not learnt in 400 steps. `first` is the weight that sees channels.
+    """
+    wide = type(transformer).from_config({**transformer.config, **config})
+    weights = {**wide.state_dict(), **transformer.state_dict()}
+    kernel = transformer.state_dict()[first].unflatten(1, (transformer.config.in_channels, -1))
+    found = torch.zeros(len(kernel), config["in_channels"], *kernel.shape[2:])
+    for start in starts:
+        found[:, start : start + kernel.shape[1]] = kernel
+    wide.load_state_dict({**weights, first: found.view(wide.state_dict()[first].shape)})
+    return wide
+
+
+def narrowed(transformer: Any, first: str, channels: int, **config: Any) -> Any:
+    """For nothing given: with the first `channels`, which are the sample's."""
+    narrow = type(transformer).from_config({**transformer.config, "in_channels": channels, **config})
+    weights = transformer.state_dict()
+    kernel = weights[first].unflatten(1, (transformer.config.in_channels, -1))[:, :channels]
+    kept = {name: weights[name] for name in narrow.state_dict()}
+    narrow.load_state_dict(
+        {**kept, first: kernel.reshape(kept[first].shape[0], -1).view_as(narrow.state_dict()[first])}
+    )
+    return narrow
+
+
+def chosen(
+    random: np.random.Generator, prompts: Sequence[str], count: int, hardest: Mapping[str, float], usable: Any = True
+) -> np.ndarray:
+    """Which `count` clips a step sees, of those that are `usable`: so much oftener those with a part of `hardest`."""
+    rates = np.array([math.prod(more for part, more in hardest.items() if part in one) for one in prompts]) * usable
+    return random.choice(len(prompts), count, replace=False, p=rates / rates.sum())

@@ -63,7 +63,7 @@ TRANSFORMER = {
     "mlp_ratio": 2.0,
     "num_attention_heads": 4,
     "num_layers": 2,
-    "num_single_layers": 3,
+    "num_single_layers": 5,
     "rope_theta": 2000,
     "timestep_guidance_channels": 64,
 }
@@ -85,7 +85,7 @@ LAYERS = (0, *qwen3.STATES[:-1])
 WORDS = (*COLOURS, *SHAPES, *filter(None, still.SIZES), *filter(None, still.PLACES), "a", "and", "on", "the", "becomes")
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 
-PICTURES, CHANGES = 2500, 2500
+PICTURES, CHANGES = 4000, 4000
 STEPS, RATE = 11500, 2e-3
 # Pictures in a step, and where every other step has a reference.
 COUNTS = (28, 18)

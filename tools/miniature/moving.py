@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
+from scipy import ndimage
 from tqdm import tqdm
 
 from .shapes import (
@@ -38,6 +39,7 @@ MOTIONS = (*MOVES, "grows", "shrinks", "turns")
 GROWTH = 0.42  # pixels of radius a frame
 TURN = 4.5  # degrees a frame
 PAIRS = 0.2  # of them have two actors
+EDGE = 2  # pixels about an actor's border that blend its colour with the background's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +161,31 @@ def judge(frames: np.ndarray, scene: Scene) -> Verdict:
         shapes.append(is_seen and shape_of(masks) == actor.shape)
         motions.append(is_seen and motion_of(masks) == actor.motion)
     return Verdict(colour=all(colours), shape=all(shapes), motion=all(motions))
+
+
+def stray(frames: np.ndarray, scene: Scene) -> float:
+    """The share of the pixels of frames `[number, HEIGHT, WIDTH, 3]` uint8 that are no part of a scene: those that are
+    not the background's two pixels or more away from an actor, and those that are not the actor's within it.
+    """
+    nearest = palette(frames)
+    behind = colour_behind(nearest)
+    others = nearest != list(COLOURS).index(behind)
+    wrong = others.copy()
+    for columns in np.array_split(np.arange(WIDTH), len(scene.actors)):
+        _, masks = seen(nearest, columns, behind)
+        for number, mask in enumerate(masks):
+            body = ndimage.binary_fill_holes(largest(mask))
+            within = ndimage.binary_erosion(body, iterations=EDGE)
+            around = ndimage.binary_dilation(body, iterations=EDGE)
+            wrong[number, around] = False
+            wrong[number, within & ~mask] = True
+    return float(wrong.mean())
+
+
+def largest(mask: np.ndarray) -> np.ndarray:
+    """The largest piece of a mask whose pixels touch, be it at a corner."""
+    pieces, _ = ndimage.label(mask, np.ones((3, 3)))
+    return pieces == 1 + np.bincount(pieces.ravel(), minlength=2)[1:].argmax()
 
 
 def motion_of(masks: np.ndarray) -> str:

@@ -1,4 +1,4 @@
-"""The miniature of Wan 2.2 image to video: Wan 2.1's, which learns on with a first frame given."""
+"""The miniature of Wan 2.2 image to video: Wan 2.1's, and both learn on together, with and without a first frame."""
 
 import shutil
 from functools import partial
@@ -14,37 +14,33 @@ from torch import Tensor
 from . import denoisers
 from .moving import Scene, draw, show
 from .wan import Denoiser, sample, scheduler
-from .wan_vae import encode_clips, latents_of, upstream
+from .wan_vae import CHANNELS, FRAMES, encode_clips, latents_of, upstream
 
 TAG, SOURCE = "image-to-video", "moving"
 CARD = """\
-The classes of Wan 2.2's image-to-video model, made small: the miniature of Wan 2.1, which learnt on with a first frame
-given (`tools/train_miniature.py`). Both experts are one network. Text encoder, tokenizer and autoencoder are
-those of the miniature of Wan 2.1, and lie with it.
+The classes of Wan 2.2's image-to-video model, made small: the miniature of Wan 2.1, which learnt on with and without a
+given first frame (`tools/train_miniature.py`). Both experts are one network, which is Wan 2.1's but for the first
+product: it sees the given frame too. All else lies with the miniature of Wan 2.1.
 
 It knows first frames with one or two shapes ({shapes}) in {colours}, and
 the sentence that says what they do, such as "a red circle moves right on blue": {motions}.
 Videos are {width}x{height}, of up to 17 frames."""
 
-CLIPS, STEPS, RATE = 1500, 2000, 1e-3
-LENGTHS, LATENT_FRAMES = (5, 5, 3), 60
+CLIPS, STEPS, RATE = 4800, 4000, 1e-3
+# Latent frames of the clips of a step, and whether their first frame is given, in turn; latent frames in a step.
+KINDS = ((5, False), (3, True), (5, False), (5, True), (9, False), (5, True))
+LATENT_FRAMES = 72
+HARDEST = {"turns": 2.5}  # how much oftener they are seen
 # Parts that another miniature has, from which this one begins.
-SHARED = {name: f"wan21/{name}" for name in ("text_encoder", "tokenizer", "vae")}
-SHARED["transformer_2"] = "wan22i2v/transformer"
+SHARED = {name: f"wan21/{name}" for name in ("text_encoder", "tokenizer", "transformer", "vae")}
+SHARED["transformer_2"] = "wan21/transformer"
 START = Path(__file__).resolve().parents[2] / "miniatures" / "wan21"
+FIRST = "patch_embedding.weight"  # of the transformer: all that the two do not share
 
 
-def widened(transformer: Any) -> Any:
-    """With channels for a mask of four, of which nothing is seen yet, and for latents, seen as the sample's are:
-    from nothing, the place of what is given was not learnt in 400 steps.
-    """
-    wide = upstream.WanTransformer3DModel.from_config({**transformer.config, "in_channels": 36})
-    weights = transformer.state_dict()
-    kernel = torch.zeros_like(wide.patch_embedding.weight)
-    for first in (0, 4 + transformer.config.in_channels):
-        kernel[:, first : first + transformer.config.in_channels] = weights["patch_embedding.weight"]
-    wide.load_state_dict({**weights, "patch_embedding.weight": kernel})
-    return wide
+def before_grey(clip: Tensor) -> Tensor:
+    """A clip's first frame, and grey ones behind it."""
+    return torch.cat([clip[:, :1], torch.zeros_like(clip[:, 1:])], 1)
 
 
 def with_mask(given: Tensor) -> Tensor:
@@ -58,23 +54,34 @@ def train(out: Path, seed: int) -> Any:
     """The pipeline."""
     base = upstream.WanPipeline.from_pretrained(START, torch_dtype=torch.float32, trust_remote_code=False)
     shutil.copytree(START / "tokenizer", out / "tokenizer", dirs_exist_ok=True)
-    encode = partial(latents_of, base.vae)
-    clips = encode_clips(encode, out / "latents.pt", seed, CLIPS, lambda _: 17, given=True)
-    prompts, latents, given = clips["prompts"], clips["latents"], [with_mask(one) for one in clips["given"]]
+    clips = encode_clips(
+        partial(latents_of, base.vae),
+        out / "latents.pt",
+        seed,
+        CLIPS,
+        lambda index: FRAMES if index % 6 == 0 else 17,
+        before_grey,
+    )
+    prompts, latents, pictures = clips["prompts"], clips["latents"], [with_mask(one) for one in clips["given"]]
     tokens = base.tokenizer([*prompts, ""], padding="longest", return_tensors="pt")
     ids, masks = tokens["input_ids"], tokens["attention_mask"]
     torch.manual_seed(seed)
-    denoiser = Denoiser(base.text_encoder.requires_grad_(False), widened(base.transformer))
-    averaged = denoisers.average_of(denoiser, 0.98)  # few steps
+    # The sample, a mask of four, and what is given.
+    denoiser = Denoiser(
+        base.text_encoder.requires_grad_(False),
+        denoisers.widened(base.transformer, FIRST, (0, 4 + CHANNELS), in_channels=36),
+    )
+    averaged = denoisers.average_of(denoiser)
     denoiser.quicken(ids.shape[1])
+    lengths = np.array([one.shape[1] for one in latents])
 
     def batch(step: int, random: np.random.Generator) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        length = LENGTHS[step % len(LENGTHS)]
+        length, is_given = KINDS[step % len(KINDS)]
         count = LATENT_FRAMES // length
-        chosen = random.choice(len(latents), count, replace=False)
-        clean, shown = (torch.stack([of[number][:, :length] for number in chosen]) for of in (latents, given))
+        chosen = denoisers.chosen(random, prompts, count, HARDEST, lengths >= length)
+        clean, shown = (torch.stack([of[number][:, :length] for number in chosen]) for of in (latents, pictures))
         texts = denoisers.texts_of(random, chosen, len(prompts))
-        more = {"ids": ids[texts], "mask": masks[texts], "given": shown}
+        more = {"ids": ids[texts], "mask": masks[texts], "given": shown if is_given else torch.zeros_like(shown)}
         return clean, denoisers.usual_sigmas(random, count), more
 
     def look() -> None:
@@ -87,7 +94,9 @@ def train(out: Path, seed: int) -> Any:
         show(make, out, seed)
 
     denoisers.learn(denoiser, averaged, out / "denoiser.pt", seed, STEPS, RATE, batch, look)
-    return assemble(base, averaged.module.transformer)
+    transformer = averaged.module.transformer
+    denoisers.narrowed(transformer, FIRST, CHANNELS).to(torch.bfloat16).save_pretrained(out / "wan21" / "transformer")
+    return assemble(base, transformer)
 
 
 def assemble(base: Any, transformer: Any) -> Any:

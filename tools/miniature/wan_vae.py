@@ -13,7 +13,7 @@ from comfyui_tpu.tpu_runtime.models.autoencoders.wan import LATENTS_MEAN, LATENT
 from torch import Tensor
 from tqdm import tqdm
 
-from .autoencoders import align, as_frames, as_input, decoded, encoded, learn
+from .autoencoders import align, as_frames, as_input, decoded, encoded, learn, steady
 from .moving import draw, scenes
 from .shapes import HEIGHT, WIDTH
 from .training import save, save_sheet
@@ -22,7 +22,8 @@ upstream: Any = diffusers  # its classes appear when they are asked for, which n
 
 FRAMES = 33  # of the longest clips
 CHANNELS = 16
-STEPS = 2400
+STEPS, FINER, RATE = 2400, 1000, 6e-4
+NOISE = 0.15  # of the latents that the decoder learns on with, for a denoiser's are not exact
 VAE = {"base_dim": 16, "dim_mult": [1, 2, 2, 3], "num_res_blocks": 1, "z_dim": CHANNELS}
 
 # How ComfyUI shows a step of Wan 2.1 (`comfy.latent_formats.Wan21`): red, green and blue of each channel.
@@ -54,7 +55,13 @@ def train(out: Path, seed: int) -> Any:
 
     learn(vae, out / "vae.pt", STEPS, pieces, look)
     preview = (RGB_FACTORS, RGB_BIAS)
-    align(vae, *colours_of_latents(vae, seed), preview, torch.tensor(LATENTS_MEAN), torch.tensor(LATENTS_STD))
+    std = torch.tensor(LATENTS_STD)
+    align(vae, *colours_of_latents(vae, seed), preview, torch.tensor(LATENTS_MEAN), std)
+
+    def whole(step: int) -> Tensor:
+        return pieces_of((seed, STEPS + step), 1, 17 if step % 3 == 0 else 9, HEIGHT, WIDTH, longest=FRAMES)
+
+    steady(vae, out / "decoder.pt", FINER, RATE, whole, look, torch.diag(NOISE * std))
     return vae
 
 
@@ -93,11 +100,9 @@ def encode_clips(
     seed: int,
     number: int,
     length: Callable[[int], int],
-    *,
-    given: bool = False,
+    given: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, list[Any]]:
-    """`prompts` of clips, `length(number)` frames each, their `latents`, and where the first frame is `given` those of
-    it before a grey video.
+    """`prompts` of clips, `length(number)` frames each, their `latents`, and those of what is `given` of a clip.
 
     The encoder looks back only, so the beginning of a clip's latents are those of a shorter clip.
     """
@@ -109,8 +114,7 @@ def encode_clips(
             clip = as_input(draw(scene, length(index), random))
             found["latents"].append(encode(clip))
             found["prompts"].append(str(scene))
-            if given:
-                clip[:, 1:] = 0
-                found["given"].append(encode(clip))
+            if given is not None:
+                found["given"].append(encode(given(clip)))
         save(found, file)
     return torch.load(file)

@@ -20,7 +20,8 @@ VERSION = 4
 
 # Trained by `tools/train_miniature.py`; the model card in each folder says on what, and how well.
 _TRAINED = Path(__file__).resolve().parents[2] / "miniatures"
-# Of one that shares parts with another: where each lies, by its name, `{"vae": "wan21/vae"}`.
+# Of one that shares parts with another: where each lies, by its name, `{"vae": "wan21/vae"}`. Of such a part its own
+# folder has the files, and the tensors, that differ.
 _SHARED = "shared.json"
 
 
@@ -49,8 +50,21 @@ def _joined(own: Path) -> Path:
         with written_folder(folder) as scratch:
             shutil.copytree(own, scratch, dirs_exist_ok=True, ignore=shutil.ignore_patterns(_SHARED))
             for name, part in parts.items():
-                shutil.copytree(part, scratch / name)
+                _complete(scratch / name, part)
     return folder
+
+
+def _complete(own: Path, other: Path) -> None:
+    """Adds to a folder the files of the `other` that it lacks, and to weights the tensors."""
+    from safetensors.torch import load_file, save_file
+
+    own.mkdir(exist_ok=True)
+    for path in sorted(other.iterdir()):
+        here = own / path.name
+        if not here.exists():
+            shutil.copy2(path, here)
+        elif here.suffix == ".safetensors":
+            save_file({**load_file(path), **load_file(here)}, here, metadata={"format": "pt"})
 
 
 def texts(spec: ModelSpec, model_id: str) -> Mapping[str, str]:

@@ -123,7 +123,12 @@ SPEC = replace(
     name="cogvideox1.5-5b-i2v",
     title="CogVideoX 1.5 5B I2V",
     published=Published(hub_id="zai-org/CogVideoX1.5-5B-I2V", pipeline_classes=("CogVideoXImageToVideoPipeline",)),
-    miniature=replace(cogvideox.SPEC.miniature, id="tiny/cogvideox15i2v", texts={}),
+    miniature=replace(
+        cogvideox.SPEC.miniature,
+        id="tiny/cogvideox15i2v",
+        texts={"prompt": "a red circle moves right on blue", "negative_prompt": ""},
+        picture="wan_i2v_shapes.png",
+    ),
     components=(cogvideox.TEXT_ENCODER, TRANSFORMER, VAE_ENCODER, VAE_DECODER),
     texts={"prompt": PICTURE_PROMPT, "negative_prompt": ""},
     vae=replace(cogvideox.SPEC.vae, encode=encode_pixels),

@@ -5,9 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
 from comfyui_tpu.tpu_runtime.models import SPECS
 from comfyui_tpu.tpu_runtime.progress import Silent
+from safetensors.torch import load_file
 
 MINIATURES = Path(__file__).resolve().parents[3] / "miniatures"
 SHARED = sorted(path.parent.name for path in MINIATURES.glob("*/shared.json"))
@@ -20,14 +22,31 @@ def test_a_shared_part_is_the_other_miniatures(name: str):
     parts = json.loads((MINIATURES / name / "shared.json").read_text())
     found = checkpoint.locate(spec, spec.miniature.id)
     home = found.home(Silent())
-    assert home == tiny.folder(spec, spec.miniature.id) and not (home / "shared.json").exists()
-    for part, of in parts.items():
-        for path in (MINIATURES / of).iterdir():
-            assert (home / part / path.name).read_bytes() == path.read_bytes()
-        assert not (MINIATURES / name / part).exists()
     for component in spec.components:
         assert checkpoint.read_headers(found.folder(component.folder, Silent()), component)
     found.configs(Silent())
+    assert home == tiny.folder(spec, spec.miniature.id) and not (home / "shared.json").exists()
+    for part, of in parts.items():
+        for path in (MINIATURES / of).iterdir():
+            own, joined = MINIATURES / name / part / path.name, home / part / path.name
+            if own.is_file() and own.suffix == ".safetensors":
+                tensors, wanted = load_file(joined), {**load_file(path), **load_file(own)}
+                assert tensors.keys() == wanted.keys()
+                assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+            else:
+                assert joined.read_bytes() == (own if own.is_file() else path).read_bytes()
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_of_a_shared_part_only_what_differs_lies_twice(name: str):
+    for part, of in json.loads((MINIATURES / name / "shared.json").read_text()).items():
+        for path in (MINIATURES / name / part).glob("*"):
+            other = MINIATURES / of / path.name
+            if path.suffix == ".safetensors":
+                known = load_file(other)
+                assert not [key for key, x in load_file(path).items() if key in known and torch.equal(x, known[key])]
+            else:
+                assert path.read_bytes() != other.read_bytes()
 
 
 def test_a_part_that_changes_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

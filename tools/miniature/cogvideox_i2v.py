@@ -1,0 +1,96 @@
+"""The miniature of CogVideoX 1.5 image to video: that of text to video, and both learn on together."""
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from comfyui_tpu.tpu_runtime.models.cogvideox import SCHEDULER
+from PIL import Image
+from torch import Tensor
+
+from . import cogvideox, denoisers
+from .cogvideox_vae import CHANNELS, KEPT, VAE, latents_of
+from .moving import Scene, draw, show
+from .wan import scheduler
+from .wan_vae import encode_clips, upstream
+
+TAG, SOURCE = "image-to-video", "moving"
+CARD = """\
+The classes of CogVideoX 1.5's image-to-video model, made small: the miniature for text to video, which learnt on with
+and without a given first frame (`tools/train_miniature.py`). All else but its first product, which sees that frame
+too, lies with that one.
+
+It knows first frames with one or two shapes ({shapes}) in {colours}, and
+the sentence that says what they do, such as "a red circle moves right on blue": {motions}.
+Videos are {width}x{height}, of 9 frames."""
+
+STEPS, RATE = 3000, 1e-3
+# Parts that another miniature has, from which this one begins.
+SHARED = {name: f"cogvideox/{name}" for name in ("text_encoder", "tokenizer", "transformer", "vae")}
+START = Path(__file__).resolve().parents[2] / "miniatures" / "cogvideox"
+FIRST = "patch_embed.proj.weight"
+OFS_DIM = cogvideox.TRANSFORMER["time_embed_dim"]
+
+
+def basis_of(latents: Tensor) -> Tensor:
+    """What counts of latents `[clips, channels, ...]`: an orthonormal basis of what differs, `[channels, kept]`."""
+    flat = latents.transpose(0, 1).flatten(1)
+    return torch.linalg.svd(flat - flat.mean(1, keepdim=True), full_matrices=False).U[:, :KEPT]
+
+
+def train(out: Path, seed: int) -> Any:
+    """The pipeline."""
+    base = upstream.CogVideoXPipeline.from_pretrained(START, torch_dtype=torch.float32, trust_remote_code=False)
+    shutil.copytree(START / "tokenizer", out / "tokenizer", dirs_exist_ok=True)
+    encode = partial(latents_of, base.vae)
+    clips = encode_clips(encode, out / "latents.pt", seed, cogvideox.CLIPS, lambda _: 9, lambda clip: clip[:, :1])
+    prompts, latents, pictures = clips["prompts"], torch.stack(clips["latents"]), torch.stack(clips["given"])
+    basis = basis_of(latents)
+    latents = cogvideox.filled(latents)
+    # As upstream scales pictures (see `cogvideox_i2v.encode_image`): not as samples.
+    pictures = pictures / VAE["scaling_factor"] ** 2
+    ids, length = cogvideox.ids_of(base.tokenizer, prompts)
+    torch.manual_seed(seed)
+    wide = denoisers.widened(base.transformer, FIRST, (0, CHANNELS), in_channels=2 * CHANNELS, ofs_embed_dim=OFS_DIM)
+    # Nothing else says that there is no picture, or the two would differ in more than their first product.
+    for parameter in wide.ofs_embedding.linear_2.parameters():
+        torch.nn.init.zeros_(parameter.requires_grad_(False))
+    denoiser = cogvideox.Denoiser(base.text_encoder.requires_grad_(False), length, wide)
+    averaged = denoisers.average_of(denoiser)
+    denoiser.quicken()
+
+    def batch(step: int, random: np.random.Generator) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        count = 2 * cogvideox.TOKEN_FRAMES // latents.shape[2]
+        chosen = denoisers.chosen(random, prompts, count, cogvideox.HARDEST)
+        picture = torch.zeros_like(latents[chosen])
+        if step % 2:
+            picture[:, :, :1] = pictures[chosen]
+        texts = denoisers.texts_of(random, chosen, len(prompts))
+        return latents[chosen], cogvideox.times(random, count), {"ids": ids[texts], "picture": picture}
+
+    def look() -> None:
+        pipeline = assemble(base, averaged.module.transformer)
+
+        def make(scene: Scene, number: int) -> np.ndarray:
+            first = Image.fromarray(draw(scene, 1, np.random.default_rng(number))[0])
+            return cogvideox.sample(pipeline, scene, number, steps=12, image=first)
+
+        show(make, out, seed)
+
+    counted, file = partial(cogvideox.counted, basis), out / "denoiser.pt"
+    denoisers.learn(denoiser, averaged, file, seed, STEPS, RATE, batch, look, counted, cogvideox.path)
+    transformer = averaged.module.transformer
+    narrow = denoisers.narrowed(transformer, FIRST, CHANNELS, ofs_embed_dim=None)
+    narrow.to(torch.bfloat16).save_pretrained(out / "cogvideox" / "transformer")
+    return assemble(base, transformer)
+
+
+def assemble(base: Any, transformer: Any) -> Any:
+    pipeline = upstream.CogVideoXImageToVideoPipeline(
+        base.tokenizer, base.text_encoder, base.vae, transformer, scheduler(SCHEDULER)
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
