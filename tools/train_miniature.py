@@ -4,8 +4,9 @@
 
 Several stages, of which each goes on where it was killed: an autoencoder, its latents of some thousand pictures or
 clips, and the denoiser together with its text encoder. FOLDER/preview.png is what the last look saw; FOLDER/miniature
-is the checkpoint in diffusers' layout, with its model card. One thread is enough, and as fast as two where they are one
-core's.
+is the checkpoint in diffusers' layout, with its model card. Where it learns on together with another miniature of the
+pack, FOLDER has that one's new transformer too, in a folder of its name. One thread is enough, and as fast as two where
+they are one core's.
 """
 
 import argparse

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from comfyui_tpu.tpu_runtime.models.cogvideox import GEOMETRY, SCHEDULER, SPEC
+from comfyui_tpu.tpu_runtime.models.cogvideox_i2v import OFS
 from comfyui_tpu.tpu_runtime.models.denoisers.cogvideox import MAX_TOKENS
 from comfyui_tpu.tpu_runtime.models.text_encoders.t5 import write_t5_tokenizer
 from comfyui_tpu.tpu_runtime.tokens import load_tokenizer
@@ -162,7 +163,7 @@ class Denoiser(nn.Module):
             self.head_dim, None, sizes[1:], sizes[0], grid_type="slice", max_size=sizes[1:]
         )
         sample = noisy if picture is None else torch.cat([noisy, picture], 1)
-        ofs = None if picture is None else torch.full((1,), 2.0)
+        ofs = None if picture is None else torch.full((1,), OFS)
         (velocity,) = self.transformer(
             sample.transpose(1, 2), self.states(ids), time, ofs=ofs, image_rotary_emb=rotary, return_dict=False
         )

@@ -27,7 +27,7 @@ It knows first frames with one or two shapes ({shapes}) in {colours}, and
 the sentence that says what they do, such as "a red circle moves right on blue": {motions}.
 Videos are {width}x{height}, of 9 frames."""
 
-STEPS, RATE = 3000, 1e-3
+STEPS, RATE = 7000, 1e-3
 # Parts that another miniature has, from which this one begins.
 SHARED = {name: f"cogvideox/{name}" for name in ("text_encoder", "tokenizer", "transformer", "vae")}
 START = Path(__file__).resolve().parents[2] / "miniatures" / "cogvideox"

@@ -26,11 +26,12 @@ It knows first frames with one or two shapes ({shapes}) in {colours}, and
 the sentence that says what they do, such as "a red circle moves right on blue": {motions}.
 Videos are {width}x{height}, of up to 17 frames."""
 
-CLIPS, STEPS, RATE = 4800, 4000, 1e-3
+CLIPS, STEPS, RATE = 4800, 8000, 1e-3
 # Latent frames of the clips of a step, and whether their first frame is given, in turn; latent frames in a step.
 KINDS = ((5, False), (3, True), (5, False), (5, True), (9, False), (5, True))
 LATENT_FRAMES = 72
-HARDEST = {"turns": 2.5}  # how much oftener they are seen
+# How much oftener what is learnt last is seen: in the first half of the steps, and then.
+HARDEST = ({"turns": 2.5}, {"turns": 6.0})
 # Parts that another miniature has, from which this one begins.
 SHARED = {name: f"wan21/{name}" for name in ("text_encoder", "tokenizer", "transformer", "vae")}
 SHARED["transformer_2"] = "wan21/transformer"
@@ -78,7 +79,7 @@ def train(out: Path, seed: int) -> Any:
     def batch(step: int, random: np.random.Generator) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         length, is_given = KINDS[step % len(KINDS)]
         count = LATENT_FRAMES // length
-        chosen = denoisers.chosen(random, prompts, count, HARDEST, lengths >= length)
+        chosen = denoisers.chosen(random, prompts, count, HARDEST[2 * step // STEPS], lengths >= length)
         clean, shown = (torch.stack([of[number][:, :length] for number in chosen]) for of in (latents, pictures))
         texts = denoisers.texts_of(random, chosen, len(prompts))
         more = {"ids": ids[texts], "mask": masks[texts], "given": shown if is_given else torch.zeros_like(shown)}
