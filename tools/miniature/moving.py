@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy import ndimage
@@ -184,7 +185,8 @@ def stray(frames: np.ndarray, scene: Scene) -> float:
 
 def largest(mask: np.ndarray) -> np.ndarray:
     """The largest piece of a mask whose pixels touch, be it at a corner."""
-    pieces, _ = ndimage.label(mask, np.ones((3, 3)))
+    labelled: Any = ndimage.label(mask, np.ones((3, 3)))
+    pieces, _ = labelled
     return pieces == 1 + np.bincount(pieces.ravel(), minlength=2)[1:].argmax()
 
 
