@@ -116,6 +116,10 @@ def share(folder: Path, parts: Mapping[str, str], out: Path) -> None:
                 path.unlink()
         if not any(path.suffix == ".safetensors" for path in own.iterdir()):
             shutil.rmtree(own)
+    write_shared(folder, parts)
+
+
+def write_shared(folder: Path, parts: Mapping[str, str]) -> None:
     (folder / "shared.json").write_text(json.dumps(dict(sorted(parts.items())), indent=2) + "\n", "utf-8")
 
 
@@ -124,7 +128,7 @@ def write_sibling(spec: ModelSpec, original: str, folder: Path) -> None:
     tiny.write_description(spec, folder)
     names = [*tiny.networks(spec), *(text.tokenizer_folder for text in spec.text_encoders)]
     parts = {name: f"{original}/{name.removesuffix('_2')}" for name in names}
-    (folder / "shared.json").write_text(json.dumps(dict(sorted(parts.items())), indent=2) + "\n", "utf-8")
+    write_shared(folder, parts)
     (folder / "README.md").write_text(SIBLING_CARD.format(title=spec.title, original=original), "utf-8")
 
 

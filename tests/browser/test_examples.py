@@ -51,8 +51,8 @@ CARDS = """() => {
     cards.at(-1)?.scrollIntoView();
     return cards.map((card) => card.dataset.testid.replace("template-workflow-", ""));
 }"""
-# How wide a card's picture is. The page loads it when somebody could see it, and of one that comes and goes in that
-# moment it may never try again: so what is served is asked for, and one on the page is enough.
+# How wide a card's picture is. The page loads it when somebody could see it, and now and then one stayed empty however
+# long it was in sight: so what is served is asked for, and one on the page is enough.
 THUMBNAIL = """async (name) => {
     const picture = new Image();
     picture.src = `/api/workflow_templates/ComfyUI-TPU/${name}.jpg`;

@@ -192,12 +192,13 @@ def train(out: Path, seed: int) -> Any:
     ids, length = ids_of(tokenizer, prompts)
     denoiser = Denoiser(text_encoder(len(tokenizer)), length)
     averaged = denoisers.average_of(denoiser)
+    rates = [denoisers.rates_of(prompts, hardest) for hardest in ({}, HARDEST)]
     denoiser.quicken()
 
     def batch(step: int, random: np.random.Generator) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         length = 2 if step < PICTURES * STEPS or (step % 5 == 0 and step < HARDER * STEPS) else latents.shape[2]
         count = 2 * TOKEN_FRAMES // length
-        seen = denoisers.chosen(random, prompts, count, HARDEST if step >= HARDER * STEPS else {})
+        seen = denoisers.chosen(random, rates[step >= HARDER * STEPS], count)
         texts = denoisers.texts_of(random, seen, len(prompts))
         return latents[seen, :, :length], times(random, count), {"ids": ids[texts]}
 

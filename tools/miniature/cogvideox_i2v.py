@@ -60,11 +60,12 @@ def train(out: Path, seed: int) -> Any:
         torch.nn.init.zeros_(parameter.requires_grad_(False))
     denoiser = cogvideox.Denoiser(base.text_encoder.requires_grad_(False), length, wide)
     averaged = denoisers.average_of(denoiser)
+    rates = denoisers.rates_of(prompts, cogvideox.HARDEST)
     denoiser.quicken()
 
     def batch(step: int, random: np.random.Generator) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         count = 2 * cogvideox.TOKEN_FRAMES // latents.shape[2]
-        chosen = denoisers.chosen(random, prompts, count, cogvideox.HARDEST)
+        chosen = denoisers.chosen(random, rates, count)
         picture = torch.zeros_like(latents[chosen])
         if step % 2:
             picture[:, :, :1] = pictures[chosen]

@@ -143,18 +143,17 @@ def widened(transformer: Any, first: str, starts: Sequence[int], **config: Any) 
 def narrowed(transformer: Any, first: str, channels: int, **config: Any) -> Any:
     """For nothing given: with the first `channels`, which are the sample's."""
     narrow = type(transformer).from_config({**transformer.config, "in_channels": channels, **config})
-    weights = transformer.state_dict()
+    weights, wanted = transformer.state_dict(), narrow.state_dict()
     kernel = weights[first].unflatten(1, (transformer.config.in_channels, -1))[:, :channels]
-    kept = {name: weights[name] for name in narrow.state_dict()}
-    narrow.load_state_dict(
-        {**kept, first: kernel.reshape(kept[first].shape[0], -1).view_as(narrow.state_dict()[first])}
-    )
+    narrow.load_state_dict({**{name: weights[name] for name in wanted}, first: kernel.reshape(wanted[first].shape)})
     return narrow
 
 
-def chosen(
-    random: np.random.Generator, prompts: Sequence[str], count: int, hardest: Mapping[str, float], usable: Any = True
-) -> np.ndarray:
-    """Which `count` clips a step sees, of those that are `usable`: so much oftener those with a part of `hardest`."""
-    rates = np.array([math.prod(more for part, more in hardest.items() if part in one) for one in prompts]) * usable
-    return random.choice(len(prompts), count, replace=False, p=rates / rates.sum())
+def rates_of(prompts: Sequence[str], hardest: Mapping[str, float]) -> np.ndarray:
+    """How often clips are seen: so much oftener those with a part of `hardest`."""
+    return np.array([math.prod(more for part, more in hardest.items() if part in one) for one in prompts])
+
+
+def chosen(random: np.random.Generator, rates: np.ndarray, count: int) -> np.ndarray:
+    """Which `count` clips a step sees."""
+    return random.choice(len(rates), count, replace=False, p=rates / rates.sum())

@@ -170,8 +170,7 @@ def stray(frames: np.ndarray, scene: Scene) -> float:
     """
     nearest = palette(frames)
     behind = colour_behind(nearest)
-    others = nearest != list(COLOURS).index(behind)
-    wrong = others.copy()
+    wrong = nearest != list(COLOURS).index(behind)
     for columns in np.array_split(np.arange(WIDTH), len(scene.actors)):
         _, masks = seen(nearest, columns, behind)
         for number, mask in enumerate(masks):

@@ -75,11 +75,12 @@ def train(out: Path, seed: int) -> Any:
     averaged = denoisers.average_of(denoiser)
     denoiser.quicken(ids.shape[1])
     lengths = np.array([one.shape[1] for one in latents])
+    rates = [denoisers.rates_of(prompts, hardest) for hardest in HARDEST]
 
     def batch(step: int, random: np.random.Generator) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         length, is_given = KINDS[step % len(KINDS)]
         count = LATENT_FRAMES // length
-        chosen = denoisers.chosen(random, prompts, count, HARDEST[2 * step // STEPS], lengths >= length)
+        chosen = denoisers.chosen(random, rates[2 * step // STEPS] * (lengths >= length), count)
         clean, shown = (torch.stack([of[number][:, :length] for number in chosen]) for of in (latents, pictures))
         texts = denoisers.texts_of(random, chosen, len(prompts))
         more = {"ids": ids[texts], "mask": masks[texts], "given": shown if is_given else torch.zeros_like(shown)}

@@ -22,7 +22,7 @@ SPEC = spec_by_name("cogvideox1.5-5b")
 MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision="float32")
 SETTINGS = SPEC.settings(**{**SPEC.miniature.inputs, "num_inference_steps": 10})
 PROMPT = SPEC.miniature.texts["prompt"]
-TASKS, LEAST = 4, 2  # of which so many are right: one more is, and on another processor may not be
+TASKS, LEAST = 4, 2  # of which so many are right: two more are, and on another processor may not be
 
 
 def frames_of(prompt: str, negative: str = "") -> np.ndarray:

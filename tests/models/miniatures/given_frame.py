@@ -1,0 +1,34 @@
+"""Whether the frames of a trained miniature that starts from a picture show it, and what their prompts say."""
+
+import itertools
+from types import ModuleType
+
+import numpy as np
+import torch
+from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.model_spec import Settings
+from comfyui_tpu.tpu_runtime.progress import Silent
+
+# Of 255, in the mean: what the first frame may be away from the given one. Another scene's is over ten times as far.
+FIRST = 6.0
+
+
+def frames_of(model: ModelRef, settings: Settings, prompt: str, image: np.ndarray) -> np.ndarray:
+    """`[frames, height, width, 3]` uint8."""
+    runner = engine(1)
+    condition = runner.encode_image(model, torch.from_numpy(image / np.float32(255))[None], settings, Silent())
+    latents = runner.denoise(model, settings, *runner.encode(model, prompt, "", Silent()), Silent(), condition)
+    return np.round(runner.decode(model, latents, Silent()).numpy() * 255).astype(np.uint8)
+
+
+def num_right(score: ModuleType, family: str, model: ModelRef, settings: Settings, number: int) -> int:
+    """Of how many of a `number` of held-out prompts the frames show all that they say, the given one first."""
+    right = 0
+    for task in itertools.islice(score.FAMILIES[family].kinds["clips"](), number):
+        frames = frames_of(model, settings, task.prompt, task.image)
+        away = np.abs(frames[0].astype(float) - task.image).mean()
+        right += task.judge(frames).all and away < FIRST
+        print(task.prompt, task.judge(frames), f"first frame {away:.1f} away")
+    print(f"{right} of {number}")
+    return right
