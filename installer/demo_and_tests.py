@@ -103,8 +103,13 @@ def install_comfyui_requirements() -> None:
 
 
 def run(command: Sequence[str]) -> int:
-    """Runs `command` in the repository; returns its exit code, a shell's number if a signal ended it."""
-    code = subprocess.run(command, cwd=ROOT).returncode
+    """Runs `command` in the repository; returns its exit code, a shell's number if a signal ended it.
+
+    Bytecode is kept whatever the environment says: servers and children of the tests are Pythons of their own, and each
+    would compile ComfyUI's sources and the pack's again.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    code = subprocess.run(command, cwd=ROOT, env=environment).returncode
     return code if code >= 0 else 128 - code
 
 
