@@ -10,6 +10,7 @@ they are one core's.
 """
 
 import argparse
+import hashlib
 import importlib
 import json
 import shutil
@@ -25,6 +26,7 @@ from miniature.moving import MOTIONS
 from miniature.shapes import COLOURS, HEIGHT, SHAPES, WIDTH
 from safetensors.torch import load_file, save_file
 from score_miniature import FAMILIES, Family, scores
+from torch import Tensor
 
 # Where each is trained.
 MODULES = {
@@ -33,6 +35,8 @@ MODULES = {
     "cogvideox": "miniature.cogvideox",
     "cogvideoxi2v": "miniature.cogvideox_i2v",
     "flux2klein": "miniature.flux2_klein",
+    "flux2dev": "miniature.flux2_dev",
+    "qwenimage": "miniature.qwen_image",
 }
 # What else each is: the same networks in another model's layout.
 SIBLINGS = {
@@ -57,6 +61,7 @@ plain arithmetic (`tools/score_miniature.py`).
 
 {score}
 """
+LEAST_EQUAL = 256  # numbers of a tensor that is left out because another is equal
 MINIATURES = Path(__file__).resolve().parents[1] / "miniatures"
 SIBLING_CARD = """\
 ---
@@ -99,24 +104,45 @@ def write_card(folder: Path, family: Family, module: Any, lines: Iterable[str]) 
 
 
 def share(folder: Path, parts: Mapping[str, str], out: Path) -> None:
-    """Leaves parts of the checkpoint in `folder` out, and says where they lie: in `out` if they were trained with it,
-    or with the pack. Of a network, and of its config, stays what differs.
+    """Leaves out of the checkpoint in `folder` what need not lie there twice, and says where it lies: `parts` in `out`
+    if they were trained with it, or with the pack. Of a network, and of its config, stays what differs.
     """
     for name, part in parts.items():
         own, other = folder / name, next(one for one in (out / part, MINIATURES / part) if one.is_dir())
         for path in own.iterdir():
             there = other / path.name
             if path.suffix == ".safetensors" and there.is_file():
-                known = load_file(there)
+                known = tiny.tensors_of(there)
                 kept = {key: x for key, x in load_file(path).items() if key not in known or not x.equal(known[key])}
                 path.unlink()
                 if kept:
-                    save_file(kept, path, metadata={"format": "pt"})
+                    save_file(kept, path)
             elif there.is_file() and there.read_bytes() == path.read_bytes():
                 path.unlink()
         if not any(path.suffix == ".safetensors" for path in own.iterdir()):
             shutil.rmtree(own)
-    write_shared(folder, parts)
+    left_out = {path: leave_out(path) for path in out.rglob("*.safetensors")}
+    if parts or any(number for path, number in left_out.items() if folder in path.parents):
+        write_shared(folder, parts)
+
+
+def leave_out(path: Path) -> int:
+    """Leaves tensors out of a file that are zeros or equal to another: its metadata names them. How many there are."""
+    kept: dict[str, Tensor] = {}
+    left_out: dict[str, list[int] | str] = {}
+    known: dict[bytes, str] = {}
+    for name, x in tiny.tensors_of(path).items():
+        numbers = x.flatten().view(torch.uint8).numpy().tobytes()
+        digest = hashlib.sha256(repr((x.shape, x.dtype)).encode() + numbers).digest()
+        if x.dtype == torch.bfloat16 and not x.any():
+            left_out[name] = list(x.shape)
+        elif x.numel() >= LEAST_EQUAL and digest in known:
+            left_out[name] = known[digest]
+        else:
+            kept[name], known[digest] = x, name
+    more = {tiny.LEFT_OUT: json.dumps(left_out, sort_keys=True, separators=(",", ":"))} if left_out else {}
+    save_file(kept, path, metadata={"format": "pt", **more})
+    return len(left_out)
 
 
 def write_shared(folder: Path, parts: Mapping[str, str]) -> None:
@@ -144,8 +170,7 @@ def main() -> None:
     folder = options.out / "miniature"
     write_checkpoint(pipeline, options.out / "tokenizer", folder, family)
     write_card(folder, family, module, scores(family, str(folder)))
-    if module.SHARED:
-        share(folder, module.SHARED, options.out)
+    share(folder, module.SHARED, options.out)
     for spec in map(spec_by_name, SIBLINGS.get(options.family, ())):
         write_sibling(spec, options.family, options.out / spec.miniature.id.removeprefix("tiny/"))
 

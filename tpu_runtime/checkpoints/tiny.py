@@ -10,10 +10,14 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..cache.store import cache_folder
 from ..files import written_folder
 from ..model_spec import Component, ModelSpec
+
+if TYPE_CHECKING:
+    import torch
 
 # Part of the folder's name: increase it when the way of creating a checkpoint changes.
 VERSION = 4
@@ -23,11 +27,13 @@ _TRAINED = Path(__file__).resolve().parents[2] / "miniatures"
 # Of one that shares parts with another: where each lies, by its name, `{"vae": "wan21/vae"}`. Of such a part its own
 # folder has the files, and the tensors, that differ.
 _SHARED = "shared.json"
+# In a file's metadata: tensors that it does without, by name. Of zeros the shape, of one equal to another that one's name.
+LEFT_OUT = "left_out"
 
 
 def trained(model_id: str) -> Path | None:
-    """The folder of a trained one; None for an id that is something else. One that shares parts is put together in the
-    cache on first use.
+    """The folder of a trained one; None for an id that is something else. One that shares parts, or does without some
+    tensors, is put together in the cache on first use.
     """
     folder = _own(model_id)
     return _joined(folder) if folder and (folder / _SHARED).is_file() else folder
@@ -41,6 +47,8 @@ def _own(model_id: str) -> Path | None:
 
 
 def _joined(own: Path) -> Path:
+    from safetensors.torch import save_file
+
     parts = {name: _TRAINED / part for name, part in json.loads((own / _SHARED).read_text("utf-8")).items()}
     files = [path for folder in (own, *parts.values()) for path in sorted(folder.rglob("*")) if path.is_file()]
     states = [(str(path.relative_to(_TRAINED)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
@@ -51,20 +59,35 @@ def _joined(own: Path) -> Path:
             shutil.copytree(own, scratch, dirs_exist_ok=True, ignore=shutil.ignore_patterns(_SHARED))
             for name, part in parts.items():
                 _complete(scratch / name, part)
+            for path in scratch.rglob("*.safetensors"):
+                save_file(tensors_of(path), path, metadata={"format": "pt"})
     return folder
 
 
 def _complete(own: Path, other: Path) -> None:
     """Adds to a folder the files of the `other` that it lacks, and to weights the tensors."""
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     own.mkdir(exist_ok=True)
     for path in sorted(other.iterdir()):
         here = own / path.name
-        if not here.exists():
+        if here.suffix == ".safetensors" and here.exists():
+            save_file({**tensors_of(path), **tensors_of(here)}, here, metadata={"format": "pt"})
+        elif not here.exists():
             shutil.copy2(path, here)
-        elif here.suffix == ".safetensors":
-            save_file({**load_file(path), **load_file(here)}, here, metadata={"format": "pt"})
+
+
+def tensors_of(path: Path) -> "dict[str, torch.Tensor]":
+    """All tensors of a file of weights, those that it does without too."""
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        left_out = json.loads((file.metadata() or {}).get(LEFT_OUT, "{}"))
+    for name, of in left_out.items():
+        found[name] = found[of].clone() if isinstance(of, str) else torch.zeros(of, dtype=torch.bfloat16)
+    return found
 
 
 def texts(spec: ModelSpec, model_id: str) -> Mapping[str, str]:

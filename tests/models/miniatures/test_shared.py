@@ -9,7 +9,7 @@ import torch
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
 from comfyui_tpu.tpu_runtime.models import SPECS
 from comfyui_tpu.tpu_runtime.progress import Silent
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 MINIATURES = Path(__file__).resolve().parents[3] / "miniatures"
 SHARED = sorted(path.parent.name for path in MINIATURES.glob("*/shared.json"))
@@ -29,12 +29,30 @@ def test_a_shared_part_is_the_other_miniatures(name: str):
     for part, of in parts.items():
         for path in (MINIATURES / of).iterdir():
             own, joined = MINIATURES / name / part / path.name, home / part / path.name
-            if own.is_file() and own.suffix == ".safetensors":
-                tensors, wanted = load_file(joined), {**load_file(path), **load_file(own)}
+            if path.suffix == ".safetensors":
+                tensors, wanted = load_file(joined), tiny.tensors_of(path)
+                wanted |= tiny.tensors_of(own) if own.is_file() else {}
                 assert tensors.keys() == wanted.keys()
                 assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
             else:
                 assert joined.read_bytes() == (own if own.is_file() else path).read_bytes()
+
+
+def test_a_file_has_tensors_that_it_names_alone(tmp_path: Path):
+    """Zeros, and what is equal to another."""
+    path, there = tmp_path / "model.safetensors", torch.ones(2, 3, dtype=torch.bfloat16)
+    save_file({"there": there}, path, {tiny.LEFT_OUT: json.dumps({"nothing": [4, 1], "again": "there"})})
+    found = tiny.tensors_of(path)
+    assert found.keys() == {"there", "nothing", "again"}
+    assert torch.equal(found["again"], there) and torch.equal(found["nothing"], torch.zeros(4, 1, dtype=torch.bfloat16))
+    save_file(found, path)  # as its own memory each
+    assert tiny.tensors_of(path).keys() == found.keys()
+
+
+def test_no_file_has_large_tensors_of_zeros():
+    """What is left out is said once: see `tools/train_miniature.py`."""
+    for path in MINIATURES.rglob("*.safetensors"):
+        assert not [name for name, x in load_file(path).items() if x.numel() > 10_000 and not x.any()], path
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -43,7 +61,7 @@ def test_of_a_shared_part_only_what_differs_lies_twice(name: str):
         for path in (MINIATURES / name / part).glob("*"):
             other = MINIATURES / of / path.name
             if path.suffix == ".safetensors":
-                known = load_file(other)
+                known = tiny.tensors_of(other)
                 assert not [key for key, x in load_file(path).items() if key in known and torch.equal(x, known[key])]
             else:
                 assert path.read_bytes() != other.read_bytes()
