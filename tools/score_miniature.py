@@ -106,6 +106,12 @@ FAMILIES = {
         steps=(4,),
         guidance=(1.0,),
     ),
+    "flux2dev": Family(
+        spec=spec_by_name("flux2-dev"), kinds={"pictures": pictures, "changes": changes}, steps=(8, 50), guidance=(4.0,)
+    ),
+    "qwenimage": Family(
+        spec=spec_by_name("qwen-image-2512"), kinds={"pictures": pictures}, steps=(10,), guidance=(4.0,)
+    ),
 }
 SPEC = FAMILIES["wan21"].spec
 

@@ -171,7 +171,7 @@ def test_references_join_the_sequence_as_upstreams_do(compare: Callable):
     runner, condition = engine(8), None
     for picture in pictures:
         image = torch.from_numpy(picture.astype(np.float32) / 255.0)[None]
-        given = {"image": image, "condition": condition, "model_id": SPEC.miniature.id}
+        given = {"image": image, "condition": condition, "model_id": MODEL.model_id}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(node_stages.runtime, "encode_image", functools.partial(encode_with, runner))
             (condition,) = node_stages._encode_references(SPEC, Host(), **given, model=None, precision="float32")

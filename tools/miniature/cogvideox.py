@@ -18,12 +18,13 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import Tensor, nn
 from transformers import T5Config, T5EncoderModel
 
-from . import cogvideox_vae, denoisers
+from . import denoisers
+from .autoencoders import cogvideox as autoencoder
+from .autoencoders.wan import encode_clips, upstream
 from .moving import Scene, show
 from .shapes import HEIGHT, WIDTH
 from .training import without_case
 from .wan import WORDS, rotated, scheduler
-from .wan_vae import encode_clips, upstream
 
 TAG, SOURCE = "text-to-video", "moving"
 SHARED: dict[str, str] = {}  # parts that another miniature has
@@ -45,10 +46,10 @@ HARDER, HARDEST = 0.82, {"turns": 2.5, "square": 1.5, " and ": 1.5}
 
 TRANSFORMER = {
     "attention_head_dim": 32,
-    "in_channels": cogvideox_vae.CHANNELS,
+    "in_channels": autoencoder.CHANNELS,
     "num_attention_heads": 4,
     "num_layers": 6,
-    "out_channels": cogvideox_vae.CHANNELS,
+    "out_channels": autoencoder.CHANNELS,
     "patch_bias": False,
     "patch_size": 2,
     "patch_size_t": 2,
@@ -131,7 +132,7 @@ class Denoiser(nn.Module):
         if transformer is None:
             blocks = self.transformer.transformer_blocks
             width = self.head_dim * TRANSFORMER["num_attention_heads"]
-            grid = (2 + (cogvideox_vae.FRAMES - 1) // 4) // 2, HEIGHT // 16, WIDTH // 16
+            grid = (2 + (autoencoder.FRAMES - 1) // 4) // 2, HEIGHT // 16, WIDTH // 16
             self.probe = denoisers.Probe(blocks[0], width, grid)
             modulations = [norm.linear for block in blocks for norm in (block.norm1, block.norm2)]
             denoisers.begin(blocks, [*modulations, self.transformer.norm_out.linear, self.transformer.proj_out])
@@ -182,8 +183,8 @@ def tokenizer_in(folder: Path) -> Any:
 
 def train(out: Path, seed: int) -> Any:
     """The pipeline."""
-    vae, basis = cogvideox_vae.train(out, seed)
-    encode = partial(cogvideox_vae.latents_of, vae)
+    vae, basis = autoencoder.train(out, seed)
+    encode = partial(autoencoder.latents_of, vae)
     clips = encode_clips(encode, out / "latents.pt", seed, CLIPS, lambda _: 9)
     prompts, latents = clips["prompts"], torch.stack(clips["latents"])
     latents = filled(latents)

@@ -12,10 +12,10 @@ from PIL import Image
 from torch import Tensor
 
 from . import cogvideox, denoisers
-from .cogvideox_vae import CHANNELS, KEPT, VAE, latents_of
+from .autoencoders.cogvideox import CHANNELS, KEPT, VAE, latents_of
+from .autoencoders.wan import encode_clips, upstream
 from .moving import Scene, draw, show
 from .wan import scheduler
-from .wan_vae import encode_clips, upstream
 
 TAG, SOURCE = "image-to-video", "moving"
 CARD = """\

@@ -2,8 +2,8 @@
 
 import itertools
 import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from comfyui_tpu.tpu_runtime.models.flux2 import SCHEDULER
 from comfyui_tpu.tpu_runtime.models.flux2_klein import STEPS as STEPS_OF_A_PICTURE
 from comfyui_tpu.tpu_runtime.models.text_encoders import causal, qwen3
+from comfyui_tpu.tpu_runtime.models.text_encoders.qwen3 import MAX_TOKENS
 from comfyui_tpu.tpu_runtime.tokens import load_tokenizer
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from PIL import Image
@@ -22,7 +23,7 @@ from tqdm import tqdm
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from . import denoisers, still
-from .autoencoders import align, as_frames, as_input, decoded, laid_out, learn
+from .autoencoders.common import align, as_frames, as_input, decoded, laid_out, learn
 from .shapes import COLOURS, HEIGHT, SHAPES, WIDTH, is_held_out
 from .training import save, save_sheet, without_case
 
@@ -196,22 +197,58 @@ def encode_pictures(vae: Any, file: Path, seed: int) -> dict[str, Any]:
 
 
 def text_encoder(vocabulary: int) -> Any:
-    """Of its layers, those that do not learn add nothing to what they are given."""
     encoder = Qwen3ForCausalLM(Qwen3Config(vocab_size=vocabulary, **TEXT_ENCODER))
-    layer: Any
-    for index, layer in enumerate(encoder.model.layers):
-        layer.requires_grad_(index in LAYERS)
-        for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            nn.init.zeros_(module.weight)
+    let_learn(encoder.model.layers, LAYERS)
     return encoder
 
 
-class Denoiser(nn.Module):
-    """Transformer and text encoder, and while they learn a probe."""
+def let_learn(layers: Any, chosen: Sequence[int]) -> None:
+    """Of a language model's layers the `chosen` learn, and add nothing yet; all others never do."""
+    for index, layer in enumerate(layers):
+        layer.requires_grad_(index in chosen)
+        silent = (
+            layer.parameters() if index not in chosen else (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight)
+        )
+        for weight in silent:
+            nn.init.zeros_(weight)
 
-    def __init__(self, vocabulary: int, padding: int) -> None:
+
+class Text(nn.Module):
+    """What the transformer is given of prompts by `layers` of a language `model`, which fills them up to a fixed length
+    with the token `padding`, `before` them or after.
+    """
+
+    def __init__(self, model: Any, layers: Sequence[int], padding: int, *, before: bool = False) -> None:
         super().__init__()
-        self.text, self.padding = text_encoder(vocabulary), padding
+        self.model, self.layers, self.padding, self.before = model, layers, padding, before
+
+    def forward(self, ids: Tensor, mask: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The states of three layers, `[rows, tokens, 3 * dim]`, where the tokens stand, and the logarithm of how many
+        each stands for: of the filling those at `places` are looked at, as often as all.
+        """
+        length, count = ids.shape[1], len(places)
+        more = (count, 0) if self.before else (0, count)
+        ids, mask = F.pad(ids, more, value=self.padding), F.pad(mask, more)
+        first = MAX_TOKENS - length if self.before else 0
+        weights = F.pad(torch.zeros(length), more, value=math.log((MAX_TOKENS - length) / count))
+        parts = [places, torch.arange(first, first + length)]
+        places = torch.cat(parts if self.before else parts[::-1])
+        x = self.model.embed_tokens(ids)
+        rotary = self.model.rotary_emb(x, places[None])
+        seen = mask[:, None, None].bool() & torch.ones(len(places), len(places), dtype=torch.bool).tril()
+        found = []
+        for index in self.layers:
+            x = self.model.layers[index](x, attention_mask=seen, position_embeddings=rotary)
+            found.append(x)
+        return torch.cat(found, -1), places, weights
+
+
+class Denoiser(nn.Module):
+    """Transformer and text encoders, and while they learn a probe."""
+
+    def __init__(self, *texts: Text) -> None:
+        super().__init__()
+        self.texts: Any = nn.ModuleList(texts)
         self.transformer: Any = upstream.Flux2Transformer2DModel(**TRANSFORMER)
         width = TRANSFORMER["attention_head_dim"] * TRANSFORMER["num_attention_heads"]
         flux = self.transformer
@@ -228,36 +265,28 @@ class Denoiser(nn.Module):
     def blocks(self) -> list[nn.Module]:
         return [*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks]
 
-    def states(self, ids: Tensor, mask: Tensor, places: Tensor) -> Tensor:
-        """The states of three layers, `[rows, tokens, 3 * dim]`, of tokens that stand at `places`."""
-        model = self.text.model
-        x = model.embed_tokens(ids)
-        rotary = model.rotary_emb(x, places[None])
-        seen = mask[:, None, None].bool() & torch.ones(len(places), len(places), dtype=torch.bool).tril()
-        found = []
-        for index in LAYERS:
-            x = model.layers[index](x, attention_mask=seen, position_embeddings=rotary)
-            found.append(x)
-        return torch.cat(found, -1)
-
     def forward(
-        self, noisy: Tensor, sigma: Tensor, ids: Tensor, mask: Tensor, padding: Tensor, reference: Tensor | None = None
+        self,
+        noisy: Tensor,
+        sigma: Tensor,
+        ids: Tensor,
+        mask: Tensor,
+        padding: Tensor,
+        reference: Tensor | None = None,
+        text: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Velocity of `[rows, 128, height, width]`, and how badly the probe knows the places.
-
-        Of the tokens that follow the prompts up to the fixed length those at `padding` are looked at, as often as all.
+        """Velocity of `[rows, 128, height, width]`, and how badly the probe knows the places, by the text encoder of
+        the number `text`.
         """
-        length, size = ids.shape[1], noisy.shape[2] * noisy.shape[3]
-        places = torch.cat([torch.arange(length), padding])
-        states = self.states(F.pad(ids, (0, len(padding)), value=self.padding), F.pad(mask, (0, len(padding))), places)
+        size = noisy.shape[2] * noisy.shape[3]
+        states, places, weights = self.texts[text](ids, mask, padding)
         pictures = [noisy] if reference is None else [noisy, reference]
         tokens = torch.cat([one.flatten(2).transpose(1, 2) for one in pictures], 1)
         grids = [
             torch.cartesian_prod(torch.tensor([10 * index]), *map(torch.arange, one.shape[2:]), torch.tensor([0]))
             for index, one in enumerate(pictures)
         ]
-        bias = torch.zeros(len(places) + tokens.shape[1])
-        bias[length : len(places)] = math.log((qwen3.MAX_TOKENS - length) / len(padding))
+        bias = F.pad(weights, (0, tokens.shape[1]))
         (velocity,) = self.transformer(
             hidden_states=tokens,
             encoder_hidden_states=states,
@@ -289,22 +318,54 @@ def train(out: Path, seed: int) -> Any:
     """The pipeline."""
     vae, basis = train_vae(out, seed)
     data = encode_pictures(vae, out / "latents.pt", seed)
-    plain, sentences = data["prompts"], data["sentences"]
     torch.manual_seed(seed)
     tokenizer = tokenizer_in(out / "tokenizer")
-    ids, masks = map(torch.from_numpy, qwen3.tokenize(tokenizer, [*plain, *sentences, ""]))
-    longest = int(masks.sum(1).max())
-    ids, masks = ids[:, :longest].long(), masks[:, :longest]
-    denoiser = Denoiser(len(tokenizer), tokenizer.pad_token_id)
+    encoder = text_encoder(len(tokenizer))
+    denoiser = Denoiser(Text(encoder.model, LAYERS, tokenizer.pad_token_id))
     averaged = denoisers.average_of(denoiser)
     denoisers.quicken(denoiser.blocks)
-    # No sentence that is held out, of those before a change neither.
-    pools = shares(plain) * [*[1] * PICTURES, *(not held for held in data["held_out"])], shares(data["results"])
+    batch = batches_of(data, partial(qwen3.tokenize, tokenizer))
 
-    def batch(step: int, random: np.random.Generator) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def look() -> None:
+        show(assemble(averaged.module, vae, encoder, tokenizer), out, seed)
+
+    embedder = denoiser.transformer.x_embedder.weight.data
+    of_basis = counted(basis, embedder[..., None, None]).movedim(1, -1)
+    embedder.copy_(of_basis.matmul(basis.T).movedim(-1, 1).reshape(embedder.shape))
+    file = out / "denoiser.pt"
+    denoisers.learn(denoiser, averaged, file, seed, STEPS, RATE, batch, look, partial(counted, basis))
+    return assemble(averaged.module, vae, encoder, tokenizer)
+
+
+def counted(basis: Tensor, velocity: Tensor) -> Tensor:
+    """What of a velocity `[rows, 128, height, width]` counts."""
+    return torch.einsum("nckhw,cl->nlkhw", velocity.unflatten(1, (-1, 4)), basis)
+
+
+Batch = tuple[Tensor, Tensor, dict[str, Any]]
+
+
+def batches_of(
+    data: Mapping[str, Any], tokenize: Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]], *, before: bool = False
+) -> Callable[[int, np.random.Generator], Batch]:
+    """What is seen in a step, of pictures and changes in turn; `before` says that texts are filled up before them."""
+    plain, sentences = data["prompts"], data["sentences"]
+    ids, masks = map(torch.from_numpy, tokenize([*plain, *sentences, ""]))
+    longest = int(masks.sum(1).max())
+    real = slice(-longest, None) if before else slice(longest)
+    ids, masks = ids[:, real].long(), masks[:, real]
+    filling = np.arange(MAX_TOKENS - longest) + (0 if before else longest)
+    # No sentence that is held out, of those before a change neither.
+    pools = (
+        still.shares(plain) * [*[1] * PICTURES, *(not held for held in data["held_out"])],
+        still.shares(data["results"]),
+    )
+    times = step_times()
+
+    def batch(step: int, random: np.random.Generator) -> Batch:
         changes = step % len(COUNTS)
         count = COUNTS[changes]
-        padding = torch.from_numpy(np.sort(random.choice(qwen3.MAX_TOKENS - longest, PADDING, replace=False))) + longest
+        padding = torch.from_numpy(np.sort(random.choice(filling, PADDING, replace=False)))
         if changes:
             chosen = random.choice(len(sentences), count, replace=False, p=pools[1] / pools[1].sum())
             clean, more = data["after"][chosen], {"reference": data["latents"][PICTURES + chosen]}
@@ -319,29 +380,7 @@ def train(out: Path, seed: int) -> Any:
         sigma[::2] = torch.from_numpy(random.choice(times, (count + 1) // 2).astype(np.float32))
         return clean, sigma, more
 
-    def look() -> None:
-        show(assemble(averaged.module, vae, tokenizer), out, seed)
-
-    times = step_times()
-
-    def counted(velocity: Tensor) -> Tensor:
-        return torch.einsum("nckhw,cl->nlkhw", velocity.unflatten(1, (-1, 4)), basis)
-
-    embedder = denoiser.transformer.x_embedder.weight.data
-    embedder.copy_(
-        counted(embedder[..., None, None]).movedim(1, -1).matmul(basis.T).movedim(-1, 1).reshape(embedder.shape)
-    )
-    denoisers.learn(denoiser, averaged, out / "denoiser.pt", seed, STEPS, RATE, batch, look, counted)
-    return assemble(averaged.module, vae, tokenizer)
-
-
-def shares(sentences: Sequence[str]) -> np.ndarray:
-    """How often pictures are seen: more often with something small, most with small squares, whose corners are learnt
-    last.
-    """
-    return np.array(
-        [3.0 if re.search("small [a-z]+ square", one) else 1.5 if "small" in one else 1.0 for one in sentences]
-    )
+    return batch
 
 
 def step_times() -> np.ndarray:
@@ -368,13 +407,12 @@ def show(pipeline: Any, out: Path, seed: int) -> None:
         tqdm.write(f"of {len(verdicts)} held-out {name}: {shares}")
 
 
-def assemble(denoiser: Any, vae: Any, tokenizer: Any) -> Any:
+def assemble(denoiser: Any, vae: Any, encoder: Any, tokenizer: Any) -> Any:
+    encoder.model = denoiser.texts[0].model
     scheduler = upstream.FlowMatchEulerDiscreteScheduler.from_config(
         {name: value for name, value in SCHEDULER.items() if name != "_class_name"}
     )
-    pipeline = upstream.Flux2KleinPipeline(
-        scheduler, vae, denoiser.text, tokenizer, denoiser.transformer, is_distilled=True
-    )
+    pipeline = upstream.Flux2KleinPipeline(scheduler, vae, encoder, tokenizer, denoiser.transformer, is_distilled=True)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -5,6 +5,7 @@ circle becomes red", "on green". The training data of the picture models' miniat
 """
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -120,6 +121,15 @@ def changes(seed: int, *, held_out: bool) -> Iterator[Change]:
     random = np.random.default_rng(seed)
     drawn = (random_change(random) for _ in itertools.count())
     return (one for one in drawn if is_held_out(str(one)) == held_out)
+
+
+def shares(sentences: Sequence[str]) -> np.ndarray:
+    """How often pictures are seen: more often with something small, most with small squares, whose corners are learnt
+    last.
+    """
+    return np.array(
+        [3.0 if re.search("small [a-z]+ square", one) else 1.5 if "small" in one else 1.0 for one in sentences]
+    )
 
 
 def random_jitter(random: np.random.Generator) -> Jitter:

@@ -16,11 +16,12 @@ from comfyui_tpu.tpu_runtime.tokens import load_tokenizer
 from torch import Tensor, nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from . import denoisers, wan_vae
+from . import denoisers
+from .autoencoders import wan as autoencoder
+from .autoencoders.wan import CHANNELS, FRAMES, encode_clips, latents_of, upstream
 from .moving import MOTIONS, Scene, show
 from .shapes import COLOURS, HEIGHT, SHAPES, WIDTH
 from .training import without_case
-from .wan_vae import CHANNELS, FRAMES, encode_clips, latents_of, upstream
 
 TAG, SOURCE = "text-to-video", "moving"
 SHARED: dict[str, str] = {}  # parts that another miniature has
@@ -143,7 +144,7 @@ def tokenizer_in(folder: Path) -> Any:
 
 def train(out: Path, seed: int) -> Any:
     """The pipeline."""
-    vae = wan_vae.train(out, seed)
+    vae = autoencoder.train(out, seed)
     clips = encode_clips(
         partial(latents_of, vae), out / "latents.pt", seed, CLIPS, lambda index: FRAMES if index % 4 == 0 else 17
     )

@@ -12,9 +12,9 @@ from PIL import Image
 from torch import Tensor
 
 from . import denoisers
+from .autoencoders.wan import CHANNELS, FRAMES, encode_clips, latents_of, upstream
 from .moving import Scene, draw, show
 from .wan import Denoiser, sample, scheduler
-from .wan_vae import CHANNELS, FRAMES, encode_clips, latents_of, upstream
 
 TAG, SOURCE = "image-to-video", "moving"
 CARD = """\

@@ -27,7 +27,7 @@ _TRAINED = Path(__file__).resolve().parents[2] / "miniatures"
 # Of one that shares parts with another: where each lies, by its name, `{"vae": "wan21/vae"}`. Of such a part its own
 # folder has the files, and the tensors, that differ.
 _SHARED = "shared.json"
-# In a file's metadata: tensors that it does without, by name. Of zeros the shape, of one equal to another that one's name.
+# In a file's metadata: tensors that it does without, by name. Of zeros the shape; of what is equal to another its name.
 LEFT_OUT = "left_out"
 
 

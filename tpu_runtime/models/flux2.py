@@ -248,7 +248,9 @@ def solver_arguments(
 
 
 GEOMETRY = LatentGeometry(channels=128, stride_t=0, stride_hw=16, patch_thw=(1, 1, 1))
-MINIATURE = Miniature(id="tiny/flux2", inputs={"height": 80, "width": 112})
+MINIATURE = Miniature(
+    id="tiny/flux2", inputs={"height": 80, "width": 112}, texts={"prompt": "a red circle and a green square on blue"}
+)
 RECIPE = Recipe(scheduler=SCHEDULER, guidance="embedded", solver_arguments=solver_arguments)
 
 _DEV = TRANSFORMER.extended(

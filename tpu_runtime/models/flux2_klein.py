@@ -47,7 +47,7 @@ LARGER_COMPONENTS = (
     *flux2.VAE,
 )
 
-MINIATURE = replace(flux2.MINIATURE, id="tiny/flux2klein", texts={"prompt": "a red circle and a green square on blue"})
+MINIATURE = replace(flux2.MINIATURE, id="tiny/flux2klein")
 
 # One branch, and no negative prompt: upstream ignores guidance where a checkpoint says that it is distilled.
 DISTILLED = replace(

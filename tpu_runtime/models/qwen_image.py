@@ -217,7 +217,11 @@ SPEC = ModelSpec(
     title="Qwen-Image 2512",
     category="Qwen-Image",
     published=Published(hub_id="Qwen/Qwen-Image-2512", pipeline_classes=("QwenImagePipeline",)),
-    miniature=Miniature(id="tiny/qwenimage", inputs={"height": 80, "width": 112}),
+    miniature=Miniature(
+        id="tiny/qwenimage",
+        inputs={"height": 80, "width": 112},
+        texts={"prompt": "a large red circle left on blue", "negative_prompt": ""},
+    ),
     components=(TEXT_ENCODER, TRANSFORMER, VAE_ENCODER, VAE_DECODER),
     geometry=LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=PATCH),
     text_encoders=(TEXT,),

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .autoencoders import align, as_frames, as_input, decoded, encoded, learn, steady
-from .moving import Scene, draw, show
-from .shapes import HEIGHT, WIDTH
-from .wan_vae import colours_of_latents, pieces_of, upstream
+from ..moving import Scene, draw, show
+from ..shapes import HEIGHT, WIDTH
+from .common import align, as_frames, as_input, decoded, encoded, learn, steady
+from .wan import colours_of_latents, pieces_of, upstream
 
 FRAMES = 17  # of the longest clips; the miniature's default are 9
 CHANNELS = 16

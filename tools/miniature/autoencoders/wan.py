@@ -13,10 +13,10 @@ from comfyui_tpu.tpu_runtime.models.autoencoders.wan import LATENTS_MEAN, LATENT
 from torch import Tensor
 from tqdm import tqdm
 
-from .autoencoders import align, as_frames, as_input, decoded, encoded, learn, steady
-from .moving import draw, scenes
-from .shapes import HEIGHT, WIDTH
-from .training import save, save_sheet
+from ..moving import draw, scenes
+from ..shapes import HEIGHT, WIDTH
+from ..training import save, save_sheet
+from .common import align, as_frames, as_input, decoded, encoded, learn, steady
 
 upstream: Any = diffusers  # its classes appear when they are asked for, which no type checker sees
 

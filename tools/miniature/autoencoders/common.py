@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .training import optimize
+from ..training import optimize
 
 RATE = 1e-3
 

@@ -1,0 +1,103 @@
+"""The trained miniatures of FLUX.2 dev and Qwen-Image: pictures show what the prompt says."""
+
+import itertools
+from collections.abc import Callable
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.nodes.headless.changes import make_tiny, read_json
+from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.headless.workflow import to_api
+from comfyui_tpu.tests.models import parity, test_flux2
+from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tests.nodes import examples
+from comfyui_tpu.tests.support.closeness import OPERATION, PIPELINE
+from comfyui_tpu.tests.support.patience import slower
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
+from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.progress import Silent
+
+pytestmark = pytest.mark.slow
+
+STEPS = {"flux2dev": 8, "qwenimage": 8}
+EXAMPLES = {"flux2dev": "flux2_t2i", "qwenimage": "qwen_image_2512"}
+NAMES = {"flux2dev": "flux2-dev", "qwenimage": "qwen-image-2512"}
+TASKS, LEAST = 6, 4  # of which so many are right
+
+
+def spec_of(family: str) -> ModelSpec:
+    return spec_by_name(NAMES[family])
+
+
+def settings_of(family: str) -> Settings:
+    spec = spec_of(family)
+    return spec.settings(**spec.miniature.inputs, num_inference_steps=STEPS[family])
+
+
+def model_of(family: str) -> ModelRef:
+    return ModelRef(spec_name=NAMES[family], model_id=spec_of(family).miniature.id, precision="float32")
+
+
+def picture_of(family: str, prompt: str) -> np.ndarray:
+    """`[1, height, width, 3]` uint8."""
+    runner, model = engine(1), model_of(family)
+    latents = runner.denoise(model, settings_of(family), *runner.encode(model, prompt, "", Silent()), Silent())
+    return np.round(runner.decode(model, latents, Silent()).numpy() * 255).astype(np.uint8)
+
+
+def num_right(score: ModuleType, family: str, number: int = TASKS, said: Callable[[str], str] = str) -> int:
+    """Of how many of a `number` of held-out prompts the pictures show all that they say."""
+    tasks = itertools.islice(score.FAMILIES[family].kinds["pictures"](), number)
+    found = sum(task.judge(picture_of(family, said(task.prompt))).all for task in tasks)
+    print(f"{family}: {found} of {number}")
+    return found
+
+
+@pytest.mark.parametrize("family", STEPS)
+def test_pictures_show_what_held_out_prompts_say(family: str, score: ModuleType):
+    assert num_right(score, family) >= LEAST
+
+
+@pytest.mark.recorded
+@pytest.mark.parametrize("family", STEPS)
+def test_most_of_many_held_out_prompts_are_right(family: str, score: ModuleType):
+    assert num_right(score, family, number=64) >= 54
+
+
+@pytest.mark.recorded
+@pytest.mark.parametrize("family", STEPS)
+def test_another_prompt_shows_in_the_pictures(family: str, score: ModuleType):
+    assert num_right(score, family, said=lambda prompt: prompt.replace("circle", "square") + " and a red") < LEAST
+
+
+@pytest.mark.parametrize("family", slower(tuple(STEPS), "flux2dev"))
+def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(family: str, score: ModuleType, compare: Callable):
+    """With weights that mean something, and the same picture from the same seed whatever the number of chips."""
+    spec, model, settings = spec_of(family), model_of(family), settings_of(family)
+    task = next(score.FAMILIES[family].kinds["pictures"]())
+    folder, more = tiny.folder(spec, spec.miniature.id), {}
+    if family == "flux2dev":
+        pipe = test_flux2.build_pipeline(folder)
+    else:
+        pipe = parity.upstream("QwenImagePipeline", folder)
+        more = {"negative_prompt": "", "true_cfg_scale": settings.guidance_scale}
+    expected = parity.generate(pipe.to(torch.float32), settings, prompt=task.prompt, **more)
+    for chips in (1, 8):
+        runner = engine(chips)
+        latents = runner.denoise(model, settings, *runner.encode(model, task.prompt, "", Silent()), Silent())
+        picture = runner.decode(model, latents, Silent()).numpy()
+        # The edges of what a trained decoder draws are steep.
+        compare(f"picture, {chips} chips", picture, expected.frames, error=5 * PIPELINE, overall=2 * OPERATION)
+
+
+@pytest.mark.parametrize("family", STEPS)
+def test_the_example_asks_it_for_what_it_knows(family: str):
+    workflow = to_api(read_json(examples.FOLDER / "api" / f"{EXAMPLES[family]}.json"), HEADLESS)
+    make_tiny(workflow)
+    asked = {name: value for node in workflow.values() for name, value in node["inputs"].items()}
+    spec = spec_of(family)
+    assert asked["prompt"] == spec.miniature.texts["prompt"] and tiny.trained(spec.miniature.id)

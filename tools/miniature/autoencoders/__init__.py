@@ -1,0 +1,1 @@
+"""The autoencoders of miniatures, and what these share."""
