@@ -33,7 +33,8 @@ where the real model does not fit. Of its nine blocks every third is the same, b
 modulation, and none changes the text.
 
 It knows sentences such as "a large red circle left on blue" and "a red circle and a small green square on blue": one or
-two shapes ({shapes}) in {colours}. Pictures are {width}x{height}. It knows no other words."""
+two shapes ({shapes}) in {colours}. Pictures are {width}x{height}. At the default
+guidance outlines are a little bent, and some corners have a coloured speck. It knows no other words."""
 
 PICTURES, STEPS, RATE = 6000, 10000, 1.5e-3
 COUNT = 40  # pictures in a step
