@@ -1,6 +1,5 @@
 """The miniature of FLUX.2 dev: FLUX.2 klein's, and both learn on together, each with its own text encoder."""
 
-import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,14 @@ from comfyui_tpu.tpu_runtime.tokens import load_tokenizer
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from tokenizers import AddedToken, Tokenizer
 from torch import nn
-from tqdm import tqdm
 from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
 from . import denoisers, flux2_klein, still
 from .autoencoders.wan import upstream
 from .flux2_klein import Batch, Denoiser, Text, batches_of, counted, encode_pictures, let_learn
 from .shapes import HEIGHT, WIDTH
-from .training import save_sheet, without_case
+from .training import without_case
+from .wan import scheduler
 
 TAG, SOURCE = "text-to-image", "still"
 # Parts that another miniature has, from which this one begins.
@@ -119,7 +118,7 @@ def train(out: Path, seed: int) -> Any:
 
     def look() -> None:
         flux2_klein.show(flux2_klein.assemble(averaged.module, vae, klein.text_encoder, klein.tokenizer), out, seed)
-        show(assemble(averaged.module, vae, encoder, tokenizer), out, seed)
+        still.show(partial(sample, assemble(averaged.module, vae, encoder, tokenizer)), out / "preview_dev.png", seed)
 
     file = out / "denoiser.pt"
     denoisers.learn(denoiser, averaged, file, seed, STEPS, RATE, batch, look, partial(counted, basis))
@@ -137,25 +136,12 @@ def assemble(denoiser: Any, vae: Any, encoder: Any, tokenizer: Any) -> Any:
     for parameter in transformer.time_guidance_embed.guidance_embedder.parameters():
         nn.init.zeros_(parameter)
     transformer.load_state_dict({**transformer.state_dict(), **denoiser.transformer.state_dict()})
-    scheduler = upstream.FlowMatchEulerDiscreteScheduler.from_config(
-        {name: value for name, value in flux2.SCHEDULER.items() if name != "_class_name"}
-    )
-    pipeline = upstream.Flux2Pipeline(scheduler, vae, encoder, tokenizer, transformer)
+    pipeline = upstream.Flux2Pipeline(scheduler(flux2.SCHEDULER), vae, encoder, tokenizer, transformer)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
-def show(pipeline: Any, out: Path, seed: int) -> None:
-    """Writes a sheet of held-out pictures, and says how many are right."""
-    drawn, right = [], []
-    for number, picture in enumerate(itertools.islice(still.pictures(seed, held_out=True), 12)):
-        drawn.append(sample(pipeline, str(picture), seed=number))
-        right.append(still.judge(drawn[-1], picture))
-    save_sheet([np.stack(drawn[:6]), np.stack(drawn[6:])], out / "preview_dev.png")
-    tqdm.write(f"dev, of 12 held-out: { ({part: sum(getattr(one, part) for one in right) for part in still.PARTS}) }")
-
-
-def sample(pipeline: Any, prompt: str, *, seed: int, steps: int = 12) -> np.ndarray:
+def sample(pipeline: Any, prompt: str, seed: int, *, steps: int = 12) -> np.ndarray:
     """A picture `[HEIGHT, WIDTH, 3]` uint8 of upstream's pipeline, which itself would fill up behind a prompt."""
     ids, mask = map(torch.from_numpy, mistral3.tokenize(pipeline.tokenizer, [prompt]))
     language: Any = pipeline.text_encoder.model.language_model

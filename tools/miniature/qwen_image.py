@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from . import denoisers, still
 from .autoencoders.common import as_input
 from .autoencoders.wan import latents_of, upstream
 from .shapes import HEIGHT, WIDTH
-from .training import save, save_sheet
+from .training import save
 from .wan import rotated, scheduler
 from .wan_i2v import START
 
@@ -190,13 +191,8 @@ def train(out: Path, seed: int) -> Any:
         return latents[seen], denoisers.usual_sigmas(random, COUNT), {"ids": ids[chosen], "mask": masks[chosen]}
 
     def look() -> None:
-        pipeline = assemble(averaged.module, vae, tokenizer)
-        drawn, right = [], []
-        for number, picture in enumerate(itertools.islice(still.pictures(seed, held_out=True), 12)):
-            drawn.append(sample(pipeline, str(picture), seed=number, steps=12))
-            right.append(still.judge(drawn[-1], picture))
-        save_sheet([np.stack(drawn[:6]), np.stack(drawn[6:])], out / "preview.png")
-        tqdm.write(f"of 12 held-out: { ({part: sum(getattr(one, part) for one in right) for part in still.PARTS}) }")
+        make = partial(sample, assemble(averaged.module, vae, tokenizer), steps=12)
+        still.show(make, out / "preview.png", seed)
 
     denoisers.learn(denoiser, averaged, out / "denoiser.pt", seed, STEPS, RATE, batch, look)
     return assemble(averaged.module, vae, tokenizer)
@@ -212,7 +208,7 @@ def assemble(denoiser: Any, vae: Any, tokenizer: Any) -> Any:
     return pipeline
 
 
-def sample(pipeline: Any, prompt: str, *, seed: int, steps: int) -> np.ndarray:
+def sample(pipeline: Any, prompt: str, seed: int, *, steps: int) -> np.ndarray:
     """A picture `[HEIGHT, WIDTH, 3]` uint8 of upstream's pipeline at its default guidance."""
     (picture,) = pipeline(
         prompt=prompt,

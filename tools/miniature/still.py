@@ -6,10 +6,12 @@ circle becomes red", "on green". The training data of the picture models' miniat
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from .shapes import (
     COLOURS,
@@ -27,6 +29,7 @@ from .shapes import (
     seen,
     shape_of,
 )
+from .training import save_sheet
 
 PAIRS = 0.35  # of all sentences have two shapes
 # What is not said is in the middle: the radius of a circle of the area, and the centre's column, in pixels.
@@ -182,3 +185,12 @@ def judge(drawn: np.ndarray, picture: Picture) -> Verdict:
 
 def closest(names: dict[str, float], value: float) -> str:
     return min(names, key=lambda name: abs(names[name] - value))
+
+
+def show(make: Callable[[str, int], np.ndarray], file: Path, seed: int, number: int = 12) -> None:
+    """Writes a sheet of what `make` gives of some held-out sentences and their numbers, and says how many are right."""
+    asked = list(itertools.islice(pictures(seed, held_out=True), number))
+    drawn = [make(str(picture), index) for index, picture in enumerate(asked)]
+    save_sheet([np.stack(drawn[first : first + 6]) for first in range(0, number, 6)], file)
+    right = list(map(judge, drawn, asked))
+    tqdm.write(f"of {number} held-out: { ({part: sum(getattr(one, part) for one in right) for part in PARTS}) }")
