@@ -10,6 +10,7 @@ from comfyui_tpu.tpu_runtime import device_memory, units
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.device_memory import DeviceMemory
 from comfyui_tpu.tpu_runtime.engine import telemetry
+from comfyui_tpu.tpu_runtime.engine.telemetry import Activity
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.monitor import snapshot
 from comfyui_tpu.tpu_runtime.programs.program import shard_bytes
@@ -95,6 +96,28 @@ def test_a_run_says_how_much_was_loaded_and_how_fast_and_what_chips_say(monkeypa
     # Again: nothing is loaded.
     runner.encode(MODEL, new_prompt(), "", Host())
     assert runner.last_run is not run and runner.last_run is not None and runner.last_run.loaded_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "said"),
+    [
+        (0.48, "Took 0.6 s: compiling 0.2 s, loading 0.2 s, running 0.2 s"),  # rounded, they are more than the whole
+        (0.52, "Took 0.6 s: compiling 0.2 s, loading 0.2 s, running 0.2 s"),
+        (0.74, "Took 0.7 s: compiling 0.2 s, loading 0.2 s, running 0.2 s, other work on the host 0.1 s"),
+    ],
+)
+@pytest.mark.parametrize("least", [0, telemetry.LEAST_SAID_S])
+def test_no_part_of_a_run_is_less_than_nothing(
+    monkeypatch: pytest.MonkeyPatch, elapsed: float, said: str, least: float
+):
+    monkeypatch.setattr(telemetry, "LEAST_SAID_S", least)
+    monkeypatch.setattr(telemetry.time, "monotonic", lambda: 100 + elapsed)
+    activity = Activity(stage="denoise", model="a model", started=100)
+    activity.compiling_s = activity.loading_s = activity.running_s = 0.16
+    text = activity.summary()
+    assert "-" not in text and (least == 0 or text == said)
+    whole, *parts = map(float, re.findall(r"[\d.]+(?= s)", text))
+    assert whole == pytest.approx(sum(parts))
 
 
 def test_the_monitor_shows_what_is_in_use_and_what_is_reserved(monkeypatch: pytest.MonkeyPatch):

@@ -82,7 +82,9 @@ class Activity:
             "loading": self.loading_s, "running": self.running_s,
         }  # fmt: skip
         said = {name: round(seconds, 1) for name, seconds in parts.items() if seconds >= LEAST_SAID_S}
-        said["other work on the host"] = round(whole - sum(said.values()), 1)
+        # Each part is rounded by itself, so that together they may be a little more than the whole.
+        said["other work on the host"] = round(max(0.0, whole - sum(said.values())), 1)
+        whole = sum(said.values())
         pace = f" ({self.pace()})" if self.pace() else ""
         texts = [
             f"{name} {seconds:.1f} s{pace if name == 'running' else ''}"
