@@ -10,9 +10,9 @@ they are one core's.
 """
 
 import argparse
-import hashlib
 import importlib
 import json
+import lzma
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,7 +26,6 @@ from miniature.moving import MOTIONS
 from miniature.shapes import COLOURS, HEIGHT, SHAPES, WIDTH
 from safetensors.torch import load_file, save_file
 from score_miniature import FAMILIES, Family, scores
-from torch import Tensor
 
 # Where each is trained.
 MODULES = {
@@ -61,7 +60,6 @@ plain arithmetic (`tools/score_miniature.py`).
 
 {score}
 """
-LEAST_EQUAL = 256  # numbers of a tensor that is left out because another is equal
 MINIATURES = Path(__file__).resolve().parents[1] / "miniatures"
 SIBLING_CARD = """\
 ---
@@ -111,8 +109,8 @@ def share(folder: Path, parts: Mapping[str, str], out: Path) -> None:
         own, other = folder / name, next(one for one in (out / part, MINIATURES / part) if one.is_dir())
         for path in own.iterdir():
             there = other / path.name
-            if path.suffix == ".safetensors" and there.is_file():
-                known = tiny.tensors_of(there)
+            if path.suffix == ".safetensors":
+                known = load_file(there) if there.is_file() else tiny.unpacked(there.with_suffix(tiny.PACKED))
                 kept = {key: x for key, x in load_file(path).items() if key not in known or not x.equal(known[key])}
                 path.unlink()
                 if kept:
@@ -121,28 +119,17 @@ def share(folder: Path, parts: Mapping[str, str], out: Path) -> None:
                 path.unlink()
         if not any(path.suffix == ".safetensors" for path in own.iterdir()):
             shutil.rmtree(own)
-    left_out = {path: leave_out(path) for path in out.rglob("*.safetensors")}
-    if parts or any(number for path, number in left_out.items() if folder in path.parents):
+    for path in out.rglob("*.safetensors"):
+        pack(path)
+    if parts:
         write_shared(folder, parts)
 
 
-def leave_out(path: Path) -> int:
-    """Leaves tensors out of a file that are zeros or equal to another: its metadata names them. How many there are."""
-    kept: dict[str, Tensor] = {}
-    left_out: dict[str, list[int] | str] = {}
-    known: dict[bytes, str] = {}
-    for name, x in tiny.tensors_of(path).items():
-        numbers = x.flatten().view(torch.uint8).numpy().tobytes()
-        digest = hashlib.sha256(repr((x.shape, x.dtype)).encode() + numbers).digest()
-        if x.dtype == torch.bfloat16 and not x.any():
-            left_out[name] = list(x.shape)
-        elif x.numel() >= LEAST_EQUAL and digest in known:
-            left_out[name] = known[digest]
-        else:
-            kept[name], known[digest] = x, name
-    more = {tiny.LEFT_OUT: json.dumps(left_out, sort_keys=True, separators=(",", ":"))} if left_out else {}
-    save_file(kept, path, metadata={"format": "pt", **more})
-    return len(left_out)
+def pack(path: Path) -> None:
+    """Compresses a file of weights in bfloat16, whose every other byte is sign and exponent (`lp`), without loss."""
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 2, "lp": 1, "pb": 1}]
+    path.with_suffix(tiny.PACKED).write_bytes(lzma.compress(path.read_bytes(), filters=filters))
+    path.unlink()
 
 
 def write_shared(folder: Path, parts: Mapping[str, str]) -> None:

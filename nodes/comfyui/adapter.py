@@ -143,7 +143,7 @@ def _models(published: Sequence[str]) -> list[str]:
     """What needs no download before what is `published`; the miniatures last, or without a TPU first."""
     choices = pipeline.choices(folder_paths.get_folder_paths("diffusers"))
     miniatures = {spec.miniature.id for spec in pipeline.SPECS}
-    small = sorted((one for one in choices if one in miniatures), key=lambda one: pipeline.tiny.trained(one) is None)
+    small = sorted((one for one in choices if one in miniatures), key=lambda one: not pipeline.tiny.is_trained(one))
     large = [*(one for one in choices if one not in small), *weights(*DENOISERS), *published]
     return list(dict.fromkeys([*large, *small] if pipeline.bus.device_files() else [*small, *large]))
 

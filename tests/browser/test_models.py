@@ -150,7 +150,7 @@ def test_the_list_of_models_says_how_much_there_is_to_download(page: Any, is_vue
 def test_the_list_begins_with_what_runs_without_a_tpu(server: Server, page: Any):
     (name, options) = server.get("/object_info/TPUModelLoader")["TPUModelLoader"]["input"]["required"]["model_id"]
     assert name == "COMBO" and options["default"] == ONE.published.hub_id  # a new node's value is what it was
-    trained = [tiny.trained(one) is not None for one in options["options"] if one.startswith("tiny/")]
+    trained = [tiny.is_trained(one) for one in options["options"] if one.startswith("tiny/")]
     assert options["options"][: len(trained)] == [one for one in options["options"] if one.startswith("tiny/")]
     assert trained == sorted(trained, reverse=True) and trained[0]
     load(page)

@@ -229,7 +229,7 @@ def make_random(workflow: dict) -> None:
     from comfyui_tpu.tpu_runtime.models import SPECS
 
     make_tiny(workflow)
-    random_ids = {spec.miniature.id: spec.miniature.random_id for spec in SPECS if tiny.trained(spec.miniature.id)}
+    random_ids = {spec.miniature.id: spec.miniature.random_id for spec in SPECS if tiny.is_trained(spec.miniature.id)}
     for node in workflow.values():
         if "model_id" in node["inputs"]:
             node["inputs"]["model_id"] = random_ids.get(node["inputs"]["model_id"], node["inputs"]["model_id"])

@@ -6,6 +6,7 @@ seconds. What random ones generate means nothing; that it equals what diffusers 
 
 import hashlib
 import json
+import lzma
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,16 +28,18 @@ _TRAINED = Path(__file__).resolve().parents[2] / "miniatures"
 # Of one that shares parts with another: where each lies, by its name, `{"vae": "wan21/vae"}`. Of such a part its own
 # folder has the files, and the tensors, that differ.
 _SHARED = "shared.json"
-# In a file's metadata: tensors that it does without, by name. Of zeros the shape; of what is equal to another its name.
-LEFT_OUT = "left_out"
+# How weights lie there: a third smaller, and without what is zeros or said before.
+PACKED = ".safetensors.xz"
 
 
 def trained(model_id: str) -> Path | None:
-    """The folder of a trained one; None for an id that is something else. One that shares parts, or does without some
-    tensors, is put together in the cache on first use.
-    """
-    folder = _own(model_id)
-    return _joined(folder) if folder and (folder / _SHARED).is_file() else folder
+    """The folder of a trained one, put together in the cache on first use; None for an id that is something else."""
+    own = _own(model_id)
+    return _joined(own) if own else None
+
+
+def is_trained(model_id: str) -> bool:
+    return _own(model_id) is not None
 
 
 def _own(model_id: str) -> Path | None:
@@ -49,45 +52,32 @@ def _own(model_id: str) -> Path | None:
 def _joined(own: Path) -> Path:
     from safetensors.torch import save_file
 
-    parts = {name: _TRAINED / part for name, part in json.loads((own / _SHARED).read_text("utf-8")).items()}
-    files = [path for folder in (own, *parts.values()) for path in sorted(folder.rglob("*")) if path.is_file()]
+    shared = own / _SHARED
+    parts = json.loads(shared.read_text("utf-8")) if shared.is_file() else {}
+    sources = [*((_TRAINED / part, name) for name, part in parts.items()), (own, "")]
+    files = [path for source, _ in sources for path in sorted(source.rglob("*")) if path.is_file()]
     states = [(str(path.relative_to(_TRAINED)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     digest = hashlib.sha256(repr((sorted(parts), states)).encode()).hexdigest()[:12]
     folder = cache_folder() / "tiny" / f"trained-{own.name}-{digest}"
     if not folder.is_dir():
         with written_folder(folder) as scratch:
-            shutil.copytree(own, scratch, dirs_exist_ok=True, ignore=shutil.ignore_patterns(_SHARED))
-            for name, part in parts.items():
-                _complete(scratch / name, part)
-            for path in scratch.rglob("*.safetensors"):
-                save_file(tensors_of(path), path, metadata={"format": "pt"})
+            weights: dict[Path, dict[str, torch.Tensor]] = {}
+            for source, name in sources:
+                ignored = shutil.ignore_patterns(_SHARED, f"*{PACKED}")
+                shutil.copytree(source, scratch / name, ignore=ignored, dirs_exist_ok=True)
+                for path in source.rglob(f"*{PACKED}"):
+                    here = scratch / name / path.relative_to(source).with_suffix("")
+                    weights.setdefault(here, {}).update(unpacked(path))
+            for path, tensors in weights.items():
+                save_file(tensors, path, metadata={"format": "pt"})
     return folder
 
 
-def _complete(own: Path, other: Path) -> None:
-    """Adds to a folder the files of the `other` that it lacks, and to weights the tensors."""
-    from safetensors.torch import save_file
+def unpacked(path: Path) -> "dict[str, torch.Tensor]":
+    """The tensors of weights as they lie in the pack."""
+    from safetensors.torch import load
 
-    own.mkdir(exist_ok=True)
-    for path in sorted(other.iterdir()):
-        here = own / path.name
-        if here.suffix == ".safetensors" and here.exists():
-            save_file({**tensors_of(path), **tensors_of(here)}, here, metadata={"format": "pt"})
-        elif not here.exists():
-            shutil.copy2(path, here)
-
-
-def tensors_of(path: Path) -> "dict[str, torch.Tensor]":
-    """All tensors of a file of weights, those that it does without too."""
-    import torch
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        left_out = json.loads((file.metadata() or {}).get(LEFT_OUT, "{}"))
-    for name, of in left_out.items():
-        found[name] = found[of].clone() if isinstance(of, str) else torch.zeros(of, dtype=torch.bfloat16)
-    return found
+    return load(lzma.decompress(path.read_bytes()))
 
 
 def texts(spec: ModelSpec, model_id: str) -> Mapping[str, str]:

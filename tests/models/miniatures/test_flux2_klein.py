@@ -96,4 +96,4 @@ def test_the_example_asks_it_for_what_it_knows(score: ModuleType):
     things = (score.still.Thing(colour="red", shape="circle"), score.still.Thing(colour="green", shape="square"))
     asked = {name: value for node in workflow.values() for name, value in node["inputs"].items()}
     assert asked["prompt"] == str(score.still.Picture(things=things, background="blue"))
-    assert asked["model_id"] == SPEC.miniature.id and tiny.trained(SPEC.miniature.id)
+    assert asked["model_id"] == SPEC.miniature.id and tiny.is_trained(SPEC.miniature.id)

@@ -100,4 +100,4 @@ def test_the_example_asks_it_for_what_it_knows(family: str):
     make_tiny(workflow)
     asked = {name: value for node in workflow.values() for name, value in node["inputs"].items()}
     spec = spec_of(family)
-    assert asked["prompt"] == spec.miniature.texts["prompt"] and tiny.trained(spec.miniature.id)
+    assert asked["prompt"] == spec.miniature.texts["prompt"] and tiny.is_trained(spec.miniature.id)

@@ -1,6 +1,7 @@
-"""Trained miniatures that share parts with another: each is put together whole, from the pack's own files."""
+"""Trained miniatures: each is put together whole, from the pack's own files and those of parts that it shares."""
 
 import json
+import lzma
 import shutil
 from pathlib import Path
 
@@ -9,50 +10,55 @@ import torch
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
 from comfyui_tpu.tpu_runtime.models import SPECS
 from comfyui_tpu.tpu_runtime.progress import Silent
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file
 
 MINIATURES = Path(__file__).resolve().parents[3] / "miniatures"
+ALL = sorted(path.parent.name for path in MINIATURES.glob("*/model_index.json"))
 SHARED = sorted(path.parent.name for path in MINIATURES.glob("*/shared.json"))
 LIMIT = 16_000_000  # bytes of all
 
 
-@pytest.mark.parametrize("name", SHARED)
-def test_a_shared_part_is_the_other_miniatures(name: str):
+def tensors_of(folder: Path, weights: Path) -> dict[str, torch.Tensor]:
+    """What `folder` has of the tensors that a whole miniature's `weights` have; nothing where it has no such file."""
+    path = folder / f"{weights.name}.xz"
+    if not path.is_file():
+        return {}
+    with lzma.open(path) as file:
+        return load(file.read())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_each_is_put_together_whole(name: str):
     (spec,) = (spec for spec in SPECS if spec.miniature.id == f"tiny/{name}")
-    parts = json.loads((MINIATURES / name / "shared.json").read_text())
+    shared = MINIATURES / name / "shared.json"
+    parts = json.loads(shared.read_text()) if shared.is_file() else {}
     found = checkpoint.locate(spec, spec.miniature.id)
     home = found.home(Silent())
     for component in spec.components:
         assert checkpoint.read_headers(found.folder(component.folder, Silent()), component)
     found.configs(Silent())
     assert home == tiny.folder(spec, spec.miniature.id) and not (home / "shared.json").exists()
-    for part, of in parts.items():
-        for path in (MINIATURES / of).iterdir():
-            own, joined = MINIATURES / name / part / path.name, home / part / path.name
+    assert not list(home.rglob("*.xz"))
+    for folder in {path.parent for path in home.rglob("*") if path.is_file()}:
+        own = MINIATURES / name / folder.relative_to(home)
+        sources = [own] + [MINIATURES / of for part, of in parts.items() if home / part == folder]
+        for path in folder.iterdir():
             if path.suffix == ".safetensors":
-                tensors, wanted = load_file(joined), tiny.tensors_of(path)
-                wanted |= tiny.tensors_of(own) if own.is_file() else {}
+                tensors, wanted = load_file(path), {}
+                for source in reversed(sources):
+                    wanted |= tensors_of(source, path)
                 assert tensors.keys() == wanted.keys()
-                assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
-            else:
-                assert joined.read_bytes() == (own if own.is_file() else path).read_bytes()
+                assert all(torch.equal(tensors[key], wanted[key]) for key in wanted)
+            elif path.is_file():
+                there = next(source / path.name for source in sources if (source / path.name).is_file())
+                assert path.read_bytes() == there.read_bytes()
 
 
-def test_a_file_has_tensors_that_it_names_alone(tmp_path: Path):
-    """Zeros, and what is equal to another."""
-    path, there = tmp_path / "model.safetensors", torch.ones(2, 3, dtype=torch.bfloat16)
-    save_file({"there": there}, path, {tiny.LEFT_OUT: json.dumps({"nothing": [4, 1], "again": "there"})})
-    found = tiny.tensors_of(path)
-    assert found.keys() == {"there", "nothing", "again"}
-    assert torch.equal(found["again"], there) and torch.equal(found["nothing"], torch.zeros(4, 1, dtype=torch.bfloat16))
-    save_file(found, path)  # as its own memory each
-    assert tiny.tensors_of(path).keys() == found.keys()
-
-
-def test_no_file_has_large_tensors_of_zeros():
-    """What is left out is said once: see `tools/train_miniature.py`."""
-    for path in MINIATURES.rglob("*.safetensors"):
-        assert not [name for name, x in load_file(path).items() if x.numel() > 10_000 and not x.any()], path
+def test_the_packs_own_has_no_weights_but_packed_ones():
+    """In bfloat16, which is what they are packed for: see `tools/train_miniature.py`."""
+    assert not list(MINIATURES.rglob("*.safetensors"))
+    for path in MINIATURES.rglob(f"*{tiny.PACKED}"):
+        assert {x.dtype for x in tiny.unpacked(path).values()} <= {torch.bfloat16, torch.int64}, path
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -60,9 +66,9 @@ def test_of_a_shared_part_only_what_differs_lies_twice(name: str):
     for part, of in json.loads((MINIATURES / name / "shared.json").read_text()).items():
         for path in (MINIATURES / name / part).glob("*"):
             other = MINIATURES / of / path.name
-            if path.suffix == ".safetensors":
-                known = tiny.tensors_of(other)
-                assert not [key for key, x in load_file(path).items() if key in known and torch.equal(x, known[key])]
+            if path.suffix == ".xz":
+                known, found = tiny.unpacked(other), tiny.unpacked(path)
+                assert not [key for key in known.keys() & found.keys() if torch.equal(found[key], known[key])]
             else:
                 assert path.read_bytes() != other.read_bytes()
 
