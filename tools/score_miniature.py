@@ -112,6 +112,8 @@ FAMILIES = {
     "qwenimage": Family(
         spec=spec_by_name("qwen-image-2512"), kinds={"pictures": pictures}, steps=(10,), guidance=(4.0,)
     ),
+    "zimagebase": Family(spec=spec_by_name("z-image"), kinds={"pictures": pictures}, steps=(10,), guidance=(5.0,)),
+    "zimage": Family(spec=spec_by_name("z-image-turbo"), kinds={"pictures": pictures}, steps=(8,), guidance=(1.0,)),
 }
 SPEC = FAMILIES["wan21"].spec
 

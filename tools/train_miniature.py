@@ -29,13 +29,15 @@ from score_miniature import FAMILIES, Family, scores
 
 # Where each is trained.
 MODULES = {
-    "wan21": "miniature.wan",
-    "wan22i2v": "miniature.wan_i2v",
-    "cogvideox": "miniature.cogvideox",
-    "cogvideoxi2v": "miniature.cogvideox_i2v",
-    "flux2klein": "miniature.flux2_klein",
-    "flux2dev": "miniature.flux2_dev",
-    "qwenimage": "miniature.qwen_image",
+    "wan21": "miniature.videos.wan",
+    "wan22i2v": "miniature.videos.wan_i2v",
+    "cogvideox": "miniature.videos.cogvideox",
+    "cogvideoxi2v": "miniature.videos.cogvideox_i2v",
+    "flux2klein": "miniature.pictures.flux2_klein",
+    "flux2dev": "miniature.pictures.flux2_dev",
+    "qwenimage": "miniature.pictures.qwen_image",
+    "zimagebase": "miniature.pictures.z_image",
+    "zimage": "miniature.pictures.z_image_turbo",
 }
 # What else each is: the same networks in another model's layout.
 SIBLINGS = {
@@ -83,9 +85,11 @@ def write_checkpoint(pipeline: Any, tokenizer: Path, folder: Path, family: Famil
     pipeline.to(torch.bfloat16).save_pretrained(folder)
     shutil.rmtree(folder / "tokenizer")
     shutil.copytree(tokenizer, folder / "tokenizer")
-    index = json.loads((folder / "model_index.json").read_text("utf-8"))
-    index["tokenizer"] = ["transformers", family.spec.text_encoders[0].tokenizer_class]
+    index = json.loads((folder / "model_index.json").read_text("utf-8")) | family.spec.published.index
+    index |= {text.tokenizer_folder: ["transformers", text.tokenizer_class] for text in family.spec.text_encoders}
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+    for path, content in family.spec.published.files.items():
+        tiny.write_json(folder / path, content)
     for path in folder.glob("*/config.json"):
         config = {name: value for name, value in json.loads(path.read_text("utf-8")).items() if name != "_name_or_path"}
         path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
@@ -111,14 +115,16 @@ def share(folder: Path, parts: Mapping[str, str], out: Path) -> None:
             there = other / path.name
             if path.suffix == ".safetensors":
                 known = load_file(there) if there.is_file() else tiny.unpacked(there.with_suffix(tiny.PACKED))
-                kept = {key: x for key, x in load_file(path).items() if key not in known or not x.equal(known[key])}
+                found = load_file(path)
+                kept = {key: x for key, x in found.items() if key not in known or not x.equal(known[key])}
+                kept |= {key: x.new_empty(0) for key, x in known.items() if key not in found}
                 path.unlink()
                 if kept:
                     save_file(kept, path)
             elif there.is_file() and there.read_bytes() == path.read_bytes():
                 path.unlink()
-        if not any(path.suffix == ".safetensors" for path in own.iterdir()):
-            shutil.rmtree(own)
+        if not any(own.iterdir()):
+            own.rmdir()
     for path in out.rglob("*.safetensors"):
         pack(path)
     if parts:

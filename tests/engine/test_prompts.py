@@ -109,8 +109,12 @@ def test_how_much_is_cut_off_is_said_and_of_a_known_prompt_too(caplog: pytest.Lo
 
 
 @pytest.mark.parametrize(
-    "miniature", ["tiny/wan21", "tiny/wan22i2v", "tiny/cogvideox", "tiny/flux2klein", "tiny/flux2", "tiny/qwenimage"]
-)
+    "miniature",
+    [
+        "tiny/wan21", "tiny/wan22i2v", "tiny/cogvideox", "tiny/flux2klein", "tiny/flux2", "tiny/qwenimage",
+        "tiny/zimage",
+    ],
+)  # fmt: skip
 def test_what_a_trained_miniature_does_not_know_is_said(miniature: str):
     spec = next(one for one in SPECS if one.miniature.id == miniature)
     model = ModelRef(spec_name=spec.name, model_id=spec.miniature.id, precision="float32")

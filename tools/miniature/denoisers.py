@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .training import optimize
+from .training import optimize, upstream
 
 UNCONDITIONED = 0.1  # of the prompts are empty: what guidance is measured from
 
@@ -120,6 +120,17 @@ def learn(
         return error + 0.05 * where, {"error": error.item(), "where": where.item()}
 
     optimize(file, [denoiser, averaged], steps, rate, loss, look, every=600)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of neighbouring pairs, as in `WanAttnProcessor`."""
+    one, two = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[..., 0::2], sin[..., 1::2]
+    return torch.stack((one * cos - two * sin, one * sin + two * cos), -1).flatten(-2)
+
+
+def scheduler(config: Mapping[str, Any]) -> Any:
+    return getattr(upstream, config["_class_name"]).from_config({k: v for k, v in config.items() if k != "_class_name"})
 
 
 # --- with and without a given first frame: one network, whose first product alone differs -----------------------------

@@ -6,13 +6,27 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import torch
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.models.text_encoders import causal
+from comfyui_tpu.tpu_runtime.tokens import load_tokenizer
 from PIL import Image
 from tokenizers import Tokenizer, normalizers
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import AdamW, Muon
 from tqdm import tqdm
+
+upstream: Any = diffusers  # its classes appear when they are asked for, which no type checker sees
+
+
+def shipped(name: str) -> Path:
+    """The miniature of that name in the pack, put together: another one begins from it."""
+    found = tiny.trained(f"tiny/{name}")
+    assert found is not None, name
+    return found
 
 
 def without_case(tokenizer: Path) -> None:
@@ -22,6 +36,24 @@ def without_case(tokenizer: Path) -> None:
     before = [] if found.normalizer is None else [found.normalizer]
     found.normalizer = normalizers.Sequence([*before, normalizers.Lowercase()])
     found.save(file)
+
+
+def qwen_tokenizer(folder: Path, words: Sequence[str], others: Sequence[str], **options: Any) -> Any:
+    """The tokenizer in `folder`, written unless it is there. Each of the `words` is a token, and so it is with a
+    capital: the class takes no heed of a normalizer that has none. So is each word of `others`.
+    """
+    if not folder.is_dir():
+        forms = [form for word in words for form in (word, word.capitalize())]
+        known = [*others, *forms, *(f" {form}" for form in forms)]
+        causal.write_qwen_tokenizer(folder, texts=known * 4, vocab_size=1000, **options)
+    return load_tokenizer(folder)
+
+
+def without_capitals(tokenizer: Any, embeddings: Tensor, words: Sequence[str]) -> None:
+    """Gives `words` with a capital the `embeddings`, `[tokens, dim]`, of those without."""
+    for word in (*words, *(f" {one}" for one in words)):
+        ((large,), (small,)) = tokenizer([word.title(), word])["input_ids"]
+        embeddings[large] = embeddings[small]
 
 
 # In the names of what is in transformer blocks.
@@ -71,7 +103,14 @@ def optimizers_of(module: nn.Module, rate: float) -> list[torch.optim.Optimizer]
     Muon's steps are made as large as AdamW's; at twice the rate about 500 teach as much as 850 of AdamW (docs/LOG.md).
     """
     modules = [one for name, one in module.named_modules() if any(part in name for part in BLOCKS)]
-    products = [one.weight for one in modules if isinstance(one, nn.Linear) and one.weight.requires_grad]
+    weights = [
+        weight
+        for one in modules
+        if isinstance(one, nn.Linear | ParametrizationList)
+        for weight in one.parameters(recurse=False)
+        if weight.ndim == 2 and weight.requires_grad
+    ]
+    products = list({id(weight): weight for weight in weights}.values())  # some are of several blocks
     kept = set(map(id, products))
     others = [one for one in module.parameters() if one.requires_grad and id(one) not in kept]
     optimizers: list[torch.optim.Optimizer] = [AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.01)]

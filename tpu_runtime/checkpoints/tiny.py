@@ -26,7 +26,7 @@ VERSION = 4
 # Trained by `tools/train_miniature.py`; the model card in each folder says on what, and how well.
 _TRAINED = Path(__file__).resolve().parents[2] / "miniatures"
 # Of one that shares parts with another: where each lies, by its name, `{"vae": "wan21/vae"}`. Of such a part its own
-# folder has the files, and the tensors, that differ.
+# folder has the files, and the tensors, that differ; those of no numbers say what it does without.
 _SHARED = "shared.json"
 # How weights lie there: a third smaller, and without what is zeros or said before.
 PACKED = ".safetensors.xz"
@@ -69,7 +69,8 @@ def _joined(own: Path) -> Path:
                     here = scratch / name / path.relative_to(source).with_suffix("")
                     weights.setdefault(here, {}).update(unpacked(path))
             for path, tensors in weights.items():
-                save_file(tensors, path, metadata={"format": "pt"})
+                kept = {key: tensor for key, tensor in tensors.items() if tensor.numel()}
+                save_file(kept, path, metadata={"format": "pt"})
     return folder
 
 

@@ -227,7 +227,11 @@ SPEC = ModelSpec(
     title="Z-Image Turbo",
     category="Z-Image",
     published=Published(hub_id="Tongyi-MAI/Z-Image-Turbo", pipeline_classes=("ZImagePipeline",)),
-    miniature=Miniature(id="tiny/zimage", inputs={"height": 80, "width": 112}),
+    miniature=Miniature(
+        id="tiny/zimage",
+        inputs={"height": 80, "width": 112},
+        texts={"prompt": "a large red circle left on blue", "negative_prompt": ""},
+    ),
     components=(
         qwen3.LATE_TEXT_ENCODER,
         TRANSFORMER,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from comfyui_tpu.tests.models import parity
-from comfyui_tpu.tests.models.miniatures.given_frame import num_right
+from comfyui_tpu.tests.models.miniatures.clips import num_right
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import OPERATION, PIPELINE
 from comfyui_tpu.tpu_runtime.checkpoints import tiny

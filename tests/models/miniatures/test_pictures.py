@@ -1,7 +1,8 @@
-"""The trained miniatures of FLUX.2 dev and Qwen-Image: pictures show what the prompt says."""
+"""The trained miniatures of FLUX.2 dev, Qwen-Image and Z-Image: pictures show what the prompt says."""
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 
 import numpy as np
@@ -23,9 +24,12 @@ from comfyui_tpu.tpu_runtime.progress import Silent
 
 pytestmark = pytest.mark.slow
 
-STEPS = {"flux2dev": 8, "qwenimage": 8}
-EXAMPLES = {"flux2dev": "flux2_t2i", "qwenimage": "qwen_image_2512"}
-NAMES = {"flux2dev": "flux2-dev", "qwenimage": "qwen-image-2512"}
+STEPS = {"flux2dev": 8, "qwenimage": 8, "zimage": 8}
+EVERY = {**STEPS, "zimagebase": 10}
+EXAMPLES = {"flux2dev": "flux2_t2i", "qwenimage": "qwen_image_2512", "zimage": "z_image_turbo"}
+NAMES = {
+    "flux2dev": "flux2-dev", "qwenimage": "qwen-image-2512", "zimage": "z-image-turbo", "zimagebase": "z-image",
+}  # fmt: skip
 TASKS, LEAST = 6, 4  # of which so many are right
 
 
@@ -35,7 +39,7 @@ def spec_of(family: str) -> ModelSpec:
 
 def settings_of(family: str) -> Settings:
     spec = spec_of(family)
-    return spec.settings(**spec.miniature.inputs, num_inference_steps=STEPS[family])
+    return spec.settings(**spec.miniature.inputs, num_inference_steps=EVERY[family])
 
 
 def model_of(family: str) -> ModelRef:
@@ -63,7 +67,7 @@ def test_pictures_show_what_held_out_prompts_say(family: str, score: ModuleType)
 
 
 @pytest.mark.recorded
-@pytest.mark.parametrize("family", STEPS)
+@pytest.mark.parametrize("family", EVERY)
 def test_most_of_many_held_out_prompts_are_right(family: str, score: ModuleType):
     assert num_right(score, family, number=64) >= 54
 
@@ -79,13 +83,16 @@ def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(family: str, scor
     """With weights that mean something, and the same picture from the same seed whatever the number of chips."""
     spec, model, settings = spec_of(family), model_of(family), settings_of(family)
     task = next(score.FAMILIES[family].kinds["pictures"]())
-    folder, more = tiny.folder(spec, spec.miniature.id), {}
+    folder, theirs, more = tiny.folder(spec, spec.miniature.id), settings, {}
     if family == "flux2dev":
         pipe = test_flux2.build_pipeline(folder)
     else:
-        pipe = parity.upstream("QwenImagePipeline", folder)
+        pipe = parity.upstream(spec.published.pipeline_classes[0], folder)
+    if family == "qwenimage":
         more = {"negative_prompt": "", "true_cfg_scale": settings.guidance_scale}
-    expected = parity.generate(pipe.to(torch.float32), settings, prompt=task.prompt, **more)
+    if family == "zimage":
+        theirs = replace(settings, guidance_scale=settings.guidance_scale - 1)
+    expected = parity.generate(pipe.to(torch.float32), theirs, prompt=task.prompt, **more)
     for chips in (1, 8):
         runner = engine(chips)
         latents = runner.denoise(model, settings, *runner.encode(model, task.prompt, "", Silent()), Silent())

@@ -11,7 +11,7 @@ from comfyui_tpu.nodes.headless.changes import make_tiny, read_json
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.models import parity
-from comfyui_tpu.tests.models.miniatures.given_frame import num_right
+from comfyui_tpu.tests.models.miniatures.clips import num_right
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tests.support.closeness import OPERATION, PIPELINE

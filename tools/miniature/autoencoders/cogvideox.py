@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..moving import Scene, draw, show
 from ..shapes import HEIGHT, WIDTH
+from ..training import upstream
 from .common import align, as_frames, as_input, decoded, encoded, learn, steady
-from .wan import colours_of_latents, pieces_of, upstream
+from .wan import colours_of_latents, pieces_of
 
 FRAMES = 17  # of the longest clips; the miniature's default are 9
 CHANNELS = 16

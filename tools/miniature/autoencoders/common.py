@@ -56,6 +56,8 @@ def at_latents(vae: Any) -> tuple[Any, list[Any]]:
     """The convolution that gives latents, and those that are given them."""
     if vae.quant_conv is not None:
         return vae.quant_conv, [vae.post_quant_conv]
+    if isinstance(vae.encoder.conv_out, nn.Conv2d):
+        return vae.encoder.conv_out, [vae.decoder.conv_in]
     norms = [one for name, one in vae.decoder.named_modules() if name.endswith(("conv_y.conv", "conv_b.conv"))]
     return vae.encoder.conv_out.conv, [vae.decoder.conv_in.conv, *norms]
 

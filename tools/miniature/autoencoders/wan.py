@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -15,10 +14,8 @@ from tqdm import tqdm
 
 from ..moving import draw, scenes
 from ..shapes import HEIGHT, WIDTH
-from ..training import save, save_sheet
+from ..training import save, save_sheet, upstream
 from .common import align, as_frames, as_input, decoded, encoded, learn, steady
-
-upstream: Any = diffusers  # its classes appear when they are asked for, which no type checker sees
 
 FRAMES = 33  # of the longest clips
 CHANNELS = 16

@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from comfyui_tpu.tpu_runtime.models.wan.wan import SCHEDULER
 from comfyui_tpu.tpu_runtime.models.wan.wan22_i2v import SPEC
 from PIL import Image
 from torch import Tensor
 
-from . import denoisers
-from .autoencoders.wan import CHANNELS, FRAMES, encode_clips, latents_of, upstream
-from .moving import Scene, draw, show
-from .wan import Denoiser, sample, scheduler
+from .. import denoisers
+from ..autoencoders.wan import CHANNELS, FRAMES, encode_clips, latents_of
+from ..denoisers import scheduler
+from ..moving import Scene, draw, show
+from ..training import shipped, upstream
+from .wan import Denoiser, sample
 
 TAG, SOURCE = "image-to-video", "moving"
 CARD = """\
@@ -35,7 +38,6 @@ HARDEST = ({"turns": 2.5}, {"turns": 6.0})
 # Parts that another miniature has, from which this one begins.
 SHARED = {name: f"wan21/{name}" for name in ("text_encoder", "tokenizer", "transformer", "vae")}
 SHARED["transformer_2"] = "wan21/transformer"
-START = Path(__file__).resolve().parents[2] / "miniatures" / "wan21"
 FIRST = "patch_embedding.weight"  # of the transformer: all that the two do not share
 
 
@@ -53,8 +55,9 @@ def with_mask(given: Tensor) -> Tensor:
 
 def train(out: Path, seed: int) -> Any:
     """The pipeline."""
-    base = upstream.WanPipeline.from_pretrained(START, torch_dtype=torch.float32, trust_remote_code=False)
-    shutil.copytree(START / "tokenizer", out / "tokenizer", dirs_exist_ok=True)
+    start = shipped("wan21")
+    base = upstream.WanPipeline.from_pretrained(start, torch_dtype=torch.float32, trust_remote_code=False)
+    shutil.copytree(start / "tokenizer", out / "tokenizer", dirs_exist_ok=True)
     clips = encode_clips(
         partial(latents_of, base.vae),
         out / "latents.pt",
@@ -107,7 +110,7 @@ def assemble(base: Any, transformer: Any) -> Any:
         tokenizer=base.tokenizer,
         text_encoder=base.text_encoder,
         vae=base.vae,
-        scheduler=scheduler(),
+        scheduler=scheduler(SCHEDULER),
         transformer=transformer,
         transformer_2=transformer,
         boundary_ratio=SPEC.published.index["boundary_ratio"],

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -22,12 +21,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from . import denoisers, still
-from .autoencoders.common import align, as_frames, as_input, decoded, laid_out, learn
-from .shapes import COLOURS, HEIGHT, SHAPES, WIDTH, is_held_out
-from .training import save, save_sheet, without_case
-
-upstream: Any = diffusers  # its classes appear when they are asked for, which no type checker sees
+from .. import denoisers, still
+from ..autoencoders.common import align, as_frames, as_input, decoded, laid_out, learn
+from ..shapes import COLOURS, HEIGHT, SHAPES, WIDTH, is_held_out
+from ..training import save, save_sheet, upstream, without_case
 
 TAG, SOURCE = "text-to-image", "still"
 SHARED: dict[str, str] = {}  # parts that another miniature has

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,18 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from comfyui_tpu.tpu_runtime.models.qwen_image import SCHEDULER, SPEC
-from comfyui_tpu.tpu_runtime.models.text_encoders import causal, qwen25
+from comfyui_tpu.tpu_runtime.models.text_encoders import qwen25
 from comfyui_tpu.tpu_runtime.models.text_encoders import qwen_image as texts
-from comfyui_tpu.tpu_runtime.tokens import load_tokenizer
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
-from . import denoisers, still
-from .autoencoders.common import as_input
-from .autoencoders.wan import latents_of, upstream
-from .shapes import HEIGHT, WIDTH
-from .training import save
-from .wan import rotated, scheduler
-from .wan_i2v import START
+from .. import denoisers, still
+from ..autoencoders.common import as_input
+from ..autoencoders.wan import latents_of
+from ..denoisers import rotated, scheduler
+from ..shapes import HEIGHT, WIDTH
+from ..training import qwen_tokenizer, save, shipped, upstream, without_capitals
 
 TAG, SOURCE = "text-to-image", "still"
 SHARED = {"vae": "wan21/vae"}  # parts that another miniature has
@@ -133,50 +132,37 @@ class Denoiser(nn.Module):
         return velocity, self.probe(asked, tuple(size))
 
 
-def tokenizer_in(folder: Path) -> Any:
-    """Each word is a token, and so it is with a capital: the class takes no heed of a normalizer that has none."""
-    if not folder.is_dir():
-        words = [form for word in WORDS for form in (word, word.capitalize())]
-        causal.write_qwen_tokenizer(
-            folder,
-            texts=[
-                *[texts.TEMPLATE] * 4,
-                *[*words, *(f" {word}" for word in words), "user", "assistant", "system"] * 4,
-            ],
-            vocab_size=1000,
-            special=("<|im_start|>", "<|im_end|>"),
-            chat_template=qwen25.CHAT_TEMPLATE,
-        )
-    return load_tokenizer(folder)
-
-
-def without_case(tokenizer: Any, embeddings: Tensor) -> None:
-    """Gives words with a capital the `embeddings`, `[tokens, dim]`, of those without."""
-    for word in (*WORDS, *(f" {one}" for one in WORDS)):
-        ((large,), (small,)) = tokenizer([word.title(), word])["input_ids"]
-        embeddings[large] = embeddings[small]
-
-
-def pictures_in(file: Path, vae: Any, seed: int) -> dict[str, Any]:
-    """`prompts` of pictures and their `latents`, `[number, 64, height / 16, width / 16]`."""
+def pictures_in(file: Path, encode: Callable[[np.ndarray], Tensor], seed: int) -> dict[str, Any]:
+    """`prompts` of pictures and their `latents`, `[number, channels, height / 16, width / 16]`, which `encode` gives of
+    each.
+    """
     if not file.is_file():
         random = np.random.default_rng(seed + 1)
         drawn = list(itertools.islice(still.pictures(seed + 1, held_out=False), PICTURES))
-        found = []
-        for one in tqdm(drawn, "latents", mininterval=10):
-            picture = still.draw(one, still.random_jitter(random))
-            found.append(F.pixel_unshuffle(latents_of(vae, as_input(picture)[:, None])[:, 0], 2))
-        save({"prompts": [str(one) for one in drawn], "latents": torch.stack(found)}, file)
+        shown = (still.draw(one, still.random_jitter(random)) for one in drawn)
+        latents = [encode(picture) for picture in tqdm(shown, "latents", PICTURES, mininterval=10)]
+        save({"prompts": [str(one) for one in drawn], "latents": torch.stack(latents)}, file)
     return torch.load(file)
 
 
 def train(out: Path, seed: int) -> Any:
     """The pipeline."""
-    vae = upstream.AutoencoderKLWan.from_pretrained(START / "vae", torch_dtype=torch.float32, trust_remote_code=False)
-    data = pictures_in(out / "latents.pt", vae, seed)
+    folder = shipped("wan21") / "vae"
+    vae = upstream.AutoencoderKLWan.from_pretrained(folder, torch_dtype=torch.float32, trust_remote_code=False)
+
+    def encode(picture: np.ndarray) -> Tensor:
+        return F.pixel_unshuffle(latents_of(vae, as_input(picture)[:, None])[:, 0], 2)
+
+    data = pictures_in(out / "latents.pt", encode, seed)
     prompts, latents = data["prompts"], data["latents"]
     torch.manual_seed(seed)
-    tokenizer = tokenizer_in(out / "tokenizer")
+    tokenizer = qwen_tokenizer(
+        out / "tokenizer",
+        WORDS,
+        (texts.TEMPLATE, "user", "assistant", "system"),
+        special=("<|im_start|>", "<|im_end|>"),
+        chat_template=qwen25.CHAT_TEMPLATE,
+    )
     ids, masks = map(torch.from_numpy, texts.tokenize(tokenizer, [*prompts, ""]))
     longest = int(masks.sum(1).max())
     ids, masks = ids[:, : texts.PREFIX + longest], masks[:, :longest]
@@ -200,7 +186,7 @@ def train(out: Path, seed: int) -> Any:
 
 def assemble(denoiser: Any, vae: Any, tokenizer: Any) -> Any:
     """The pipeline, with weights of its own for each block."""
-    without_case(tokenizer, denoiser.text.embed_tokens.weight.data)
+    without_capitals(tokenizer, denoiser.text.embed_tokens.weight.data, WORDS)
     transformer = upstream.QwenImageTransformer2DModel(**TRANSFORMER)
     transformer.load_state_dict(denoiser.transformer.state_dict())
     pipeline = upstream.QwenImagePipeline(scheduler(SCHEDULER), vae, denoiser.text, tokenizer, transformer)

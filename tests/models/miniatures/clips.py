@@ -1,4 +1,4 @@
-"""Whether the frames of a trained miniature that starts from a picture show it, and what their prompts say."""
+"""Whether the frames of a trained miniature show what their prompts say, and first the picture that is given."""
 
 import itertools
 from types import ModuleType
@@ -14,20 +14,23 @@ from comfyui_tpu.tpu_runtime.progress import Silent
 FIRST = 6.0
 
 
-def frames_of(model: ModelRef, settings: Settings, prompt: str, image: np.ndarray) -> np.ndarray:
+def frames_of(
+    model: ModelRef, settings: Settings, prompt: str, image: np.ndarray | None = None, negative: str = ""
+) -> np.ndarray:
     """`[frames, height, width, 3]` uint8."""
-    runner = engine(1)
-    condition = runner.encode_image(model, torch.from_numpy(image / np.float32(255))[None], settings, Silent())
-    latents = runner.denoise(model, settings, *runner.encode(model, prompt, "", Silent()), Silent(), condition)
+    runner, condition = engine(1), None
+    if image is not None:
+        condition = runner.encode_image(model, torch.from_numpy(image / np.float32(255))[None], settings, Silent())
+    latents = runner.denoise(model, settings, *runner.encode(model, prompt, negative, Silent()), Silent(), condition)
     return np.round(runner.decode(model, latents, Silent()).numpy() * 255).astype(np.uint8)
 
 
 def num_right(score: ModuleType, family: str, model: ModelRef, settings: Settings, number: int) -> int:
-    """Of how many of a `number` of held-out prompts the frames show all that they say, the given one first."""
+    """Of how many of a `number` of held-out prompts the frames show all that they say, a given one first."""
     right = 0
     for task in itertools.islice(score.FAMILIES[family].kinds["clips"](), number):
         frames = frames_of(model, settings, task.prompt, task.image)
-        away = np.abs(frames[0].astype(float) - task.image).mean()
+        away = 0.0 if task.image is None else np.abs(frames[0].astype(float) - task.image).mean()
         right += task.judge(frames).all and away < FIRST
         print(task.prompt, task.judge(frames), f"first frame {away:.1f} away")
     print(f"{right} of {number}")

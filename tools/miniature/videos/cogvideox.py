@@ -18,13 +18,14 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import Tensor, nn
 from transformers import T5Config, T5EncoderModel
 
-from . import denoisers
-from .autoencoders import cogvideox as autoencoder
-from .autoencoders.wan import encode_clips, upstream
-from .moving import Scene, show
-from .shapes import HEIGHT, WIDTH
-from .training import without_case
-from .wan import WORDS, rotated, scheduler
+from .. import denoisers
+from ..autoencoders import cogvideox as autoencoder
+from ..autoencoders.wan import encode_clips
+from ..denoisers import rotated, scheduler
+from ..moving import Scene, show
+from ..shapes import HEIGHT, WIDTH
+from ..training import upstream, without_case
+from .wan import WORDS
 
 TAG, SOURCE = "text-to-video", "moving"
 SHARED: dict[str, str] = {}  # parts that another miniature has

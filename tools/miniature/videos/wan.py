@@ -1,7 +1,6 @@
 """The miniature of Wan 2.1: text to video."""
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,13 @@ from comfyui_tpu.tpu_runtime.tokens import load_tokenizer
 from torch import Tensor, nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from . import denoisers
-from .autoencoders import wan as autoencoder
-from .autoencoders.wan import CHANNELS, FRAMES, encode_clips, latents_of, upstream
-from .moving import MOTIONS, Scene, show
-from .shapes import COLOURS, HEIGHT, SHAPES, WIDTH
-from .training import without_case
+from .. import denoisers
+from ..autoencoders import wan as autoencoder
+from ..autoencoders.wan import CHANNELS, FRAMES, encode_clips, latents_of
+from ..denoisers import rotated, scheduler
+from ..moving import MOTIONS, Scene, show
+from ..shapes import COLOURS, HEIGHT, SHAPES, WIDTH
+from ..training import upstream, without_case
 
 TAG, SOURCE = "text-to-video", "moving"
 SHARED: dict[str, str] = {}  # parts that another miniature has
@@ -85,13 +85,6 @@ class Attention:
         if self.bias is not None:
             scores = scores + self.bias
         return attn.to_out[0]((scores.softmax(-1) @ v).transpose(1, 2).flatten(2, 3))
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of neighbouring pairs, as in `WanAttnProcessor`."""
-    one, two = x.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos[..., 0::2], sin[..., 1::2]
-    return torch.stack((one * cos - two * sin, one * sin + two * cos), -1).flatten(-2)
 
 
 class Denoiser(nn.Module):
@@ -175,12 +168,8 @@ def train(out: Path, seed: int) -> Any:
     return assemble(averaged.module, vae, tokenizer)
 
 
-def scheduler(config: Mapping[str, Any] = SCHEDULER) -> Any:
-    return getattr(upstream, config["_class_name"]).from_config({k: v for k, v in config.items() if k != "_class_name"})
-
-
 def assemble(denoiser: Any, vae: Any, tokenizer: Any) -> Any:
-    pipeline = upstream.WanPipeline(tokenizer, denoiser.text, vae, scheduler(), denoiser.transformer)
+    pipeline = upstream.WanPipeline(tokenizer, denoiser.text, vae, scheduler(SCHEDULER), denoiser.transformer)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

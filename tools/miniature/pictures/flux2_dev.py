@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.models import flux2
 from comfyui_tpu.tpu_runtime.models.text_encoders import mistral3, qwen3
 from comfyui_tpu.tpu_runtime.tokens import load_tokenizer
@@ -15,12 +14,12 @@ from tokenizers import AddedToken, Tokenizer
 from torch import nn
 from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
-from . import denoisers, flux2_klein, still
-from .autoencoders.wan import upstream
+from .. import denoisers, still
+from ..denoisers import scheduler
+from ..shapes import HEIGHT, WIDTH
+from ..training import shipped, upstream, without_case
+from . import flux2_klein
 from .flux2_klein import Batch, Denoiser, Text, batches_of, counted, encode_pictures, let_learn
-from .shapes import HEIGHT, WIDTH
-from .training import without_case
-from .wan import scheduler
 
 TAG, SOURCE = "text-to-image", "still"
 # Parts that another miniature has, from which this one begins.
@@ -88,7 +87,7 @@ def text_encoder(vocabulary: int) -> Any:
 
 def train(out: Path, seed: int) -> Any:
     """The pipeline."""
-    start = tiny.trained("tiny/flux2klein")
+    start = shipped("flux2klein")
     klein: Any = upstream.Flux2KleinPipeline.from_pretrained(start, torch_dtype=torch.float32, trust_remote_code=False)
     vae = klein.vae.eval()
     data = encode_pictures(vae, out / "latents.pt", seed)

@@ -11,11 +11,13 @@ from comfyui_tpu.tpu_runtime.models.cogvideox import SCHEDULER
 from PIL import Image
 from torch import Tensor
 
-from . import cogvideox, denoisers
-from .autoencoders.cogvideox import CHANNELS, KEPT, VAE, latents_of
-from .autoencoders.wan import encode_clips, upstream
-from .moving import Scene, draw, show
-from .wan import scheduler
+from .. import denoisers
+from ..autoencoders.cogvideox import CHANNELS, KEPT, VAE, latents_of
+from ..autoencoders.wan import encode_clips
+from ..denoisers import scheduler
+from ..moving import Scene, draw, show
+from ..training import shipped, upstream
+from . import cogvideox
 
 TAG, SOURCE = "image-to-video", "moving"
 CARD = """\
@@ -30,7 +32,6 @@ Videos are {width}x{height}, of 9 frames."""
 STEPS, RATE = 7000, 1e-3
 # Parts that another miniature has, from which this one begins.
 SHARED = {name: f"cogvideox/{name}" for name in ("text_encoder", "tokenizer", "transformer", "vae")}
-START = Path(__file__).resolve().parents[2] / "miniatures" / "cogvideox"
 FIRST = "patch_embed.proj.weight"
 OFS_DIM = cogvideox.TRANSFORMER["time_embed_dim"]
 
@@ -43,8 +44,9 @@ def basis_of(latents: Tensor) -> Tensor:
 
 def train(out: Path, seed: int) -> Any:
     """The pipeline."""
-    base = upstream.CogVideoXPipeline.from_pretrained(START, torch_dtype=torch.float32, trust_remote_code=False)
-    shutil.copytree(START / "tokenizer", out / "tokenizer", dirs_exist_ok=True)
+    start = shipped("cogvideox")
+    base = upstream.CogVideoXPipeline.from_pretrained(start, torch_dtype=torch.float32, trust_remote_code=False)
+    shutil.copytree(start / "tokenizer", out / "tokenizer", dirs_exist_ok=True)
     encode = partial(latents_of, base.vae)
     clips = encode_clips(encode, out / "latents.pt", seed, cogvideox.CLIPS, lambda _: 9, lambda clip: clip[:, :1])
     prompts, latents, pictures = clips["prompts"], torch.stack(clips["latents"]), torch.stack(clips["given"])

@@ -1,0 +1,1 @@
+"""The miniatures of models that make videos."""
