@@ -6,7 +6,6 @@ seconds. What random ones generate means nothing; that it equals what diffusers 
 
 import hashlib
 import json
-import lzma
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -76,6 +75,8 @@ def _joined(own: Path) -> Path:
 
 def unpacked(path: Path) -> "dict[str, torch.Tensor]":
     """The tensors of weights as they lie in the pack."""
+    import lzma  # which a Python that was built without its library lacks
+
     from safetensors.torch import load
 
     return load(lzma.decompress(path.read_bytes()))
