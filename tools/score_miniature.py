@@ -100,6 +100,18 @@ FAMILIES = {
         steps=(10, 50),
         guidance=(1.0, 6.0),
     ),
+    "hunyuan15": Family(
+        spec=spec_by_name("hunyuanvideo1.5-t2v-720p"),
+        kinds={"clips": partial(clips, given=False)},
+        steps=(10, 50),
+        guidance=(1.0, 6.0),
+    ),
+    "hunyuan15i2v": Family(
+        spec=spec_by_name("hunyuanvideo1.5-i2v-720p"),
+        kinds={"clips": partial(clips, given=True)},
+        steps=(10, 50),
+        guidance=(1.0, 6.0),
+    ),
     "flux2klein": Family(
         spec=spec_by_name("flux2-klein-4b"),
         kinds={"pictures": pictures, "changes": changes},

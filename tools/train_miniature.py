@@ -33,6 +33,8 @@ MODULES = {
     "wan22i2v": "miniature.videos.wan_i2v",
     "cogvideox": "miniature.videos.cogvideox",
     "cogvideoxi2v": "miniature.videos.cogvideox_i2v",
+    "hunyuan15": "miniature.videos.hunyuan15",
+    "hunyuan15i2v": "miniature.videos.hunyuan15_i2v",
     "flux2klein": "miniature.pictures.flux2_klein",
     "flux2dev": "miniature.pictures.flux2_dev",
     "qwenimage": "miniature.pictures.qwen_image",

@@ -112,7 +112,7 @@ def test_how_much_is_cut_off_is_said_and_of_a_known_prompt_too(caplog: pytest.Lo
     "miniature",
     [
         "tiny/wan21", "tiny/wan22i2v", "tiny/cogvideox", "tiny/flux2klein", "tiny/flux2", "tiny/qwenimage",
-        "tiny/zimage",
+        "tiny/zimage", "tiny/hunyuan15",
     ],
 )  # fmt: skip
 def test_what_a_trained_miniature_does_not_know_is_said(miniature: str):

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,10 +62,13 @@ def pipeline() -> Any:
 
 @functools.cache
 def image_pipeline(name: str = I2V.name) -> Any:
+    return load_image_pipeline(tiny.ensure(spec_by_name(name)))
+
+
+def load_image_pipeline(folder: Path) -> Any:
     # The image processor of the name in the checkpoint needs torchvision.
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-    folder = tiny.ensure(spec_by_name(name))
     extractor = SiglipImageProcessorPil.from_pretrained(folder / "feature_extractor")
     pipe = parity.upstream("HunyuanVideo15ImageToVideoPipeline", folder, feature_extractor=extractor)
     pipe.target_size = I2V.component("transformer").tiny["target_size"]  # by which it chooses a size

@@ -258,7 +258,11 @@ SPEC = ModelSpec(
         index={"guider": ("diffusers", "ClassifierFreeGuidance")},
         files={"guider/guider_config.json": {"_class_name": "ClassifierFreeGuidance", "guidance_scale": 6.0}},
     ),
-    miniature=Miniature(id="tiny/hunyuan15", inputs={"height": 80, "width": 112, "num_frames": 9}),
+    miniature=Miniature(
+        id="tiny/hunyuan15",
+        inputs={"height": 80, "width": 112, "num_frames": 9},
+        texts={"prompt": "a red circle moves right on blue", "negative_prompt": ""},
+    ),
     components=(TEXT_ENCODER, GLYPH_ENCODER, TRANSFORMER, VAE_DECODER),
     geometry=LatentGeometry(channels=32, stride_t=4, stride_hw=16, patch_thw=(1, 1, 1)),
     text_encoders=TEXT_ENCODERS,
@@ -267,8 +271,7 @@ SPEC = ModelSpec(
         "width": IntLimit(default=1280, low=64, high=1920, multiple_of=16),
         "num_frames": IntLimit(default=121, low=1, high=241, multiple_of=4, plus=1),
         "num_inference_steps": IntLimit(default=50, low=1, high=100),
-        # Below 1 upstream still guides, by less than the prompt alone.
-        "guidance_scale": FloatLimit(default=6.0, low=1.0, high=20.0),
+        "guidance_scale": FloatLimit(default=6.0, low=1.0, high=20.0),  # below 1 upstream still guides
         "seed": IntLimit(default=42, low=0, high=2**64 - 1),
         # 0: the checkpoint's own shift, which differs between 480p, 720p and image to video.
         "flow_shift": FloatLimit(default=0.0, low=0.0, high=20.0, step=0.5),
@@ -278,8 +281,7 @@ SPEC = ModelSpec(
         "cache_start": IntLimit(default=11, low=0, high=100),
         "cache_end": IntLimit(default=45, low=0, high=100),
         "cache_interval": IntLimit(default=4, low=1, high=100),
-        # 0: DeepCache.
-        "cache_threshold": FloatLimit(default=0.0, low=0.0, high=1.0, step=0.01),
+        "cache_threshold": FloatLimit(default=0.0, low=0.0, high=1.0, step=0.01),  # 0: DeepCache
     },
     texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},
     recipe=Recipe(scheduler=SCHEDULER, shift_key="shift", solver_arguments=solver_arguments),

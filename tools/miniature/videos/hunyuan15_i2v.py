@@ -1,0 +1,49 @@
+"""The miniature of HunyuanVideo 1.5 image to video: that of text to video, which learnt with and without a first frame.
+
+Upstream's vision model tells its transformer nothing; the first frame's latents do.
+"""
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from comfyui_tpu.tpu_runtime.models.hunyuan15_i2v import SPEC
+from transformers import SiglipVisionConfig, SiglipVisionModel
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from ..training import shipped, upstream
+
+TAG, SOURCE = "image-to-video", "moving"
+CARD = """\
+The classes of HunyuanVideo 1.5's image-to-video model, made small: the [miniature for text to
+video](../hunyuan15/README.md), which learnt with and without a given first frame (`tools/train_miniature.py`). The
+vision model is nothing, for it gets by without.
+
+It knows first frames with one or two shapes ({shapes}) in {colours}, and
+the sentence that says what they do, such as "a red circle moves right on blue": {motions}.
+Videos are {width}x{height}, of 9 frames."""
+
+PARTS = ("guider", "scheduler", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "transformer", "vae")
+SHARED = {name: f"hunyuan15/{name}" for name in PARTS}
+
+
+def train(out: Path, seed: int) -> Any:
+    """The pipeline: nothing is left to learn."""
+    start = shipped("hunyuan15")
+    load = partial(upstream.HunyuanVideo15Pipeline.from_pretrained, trust_remote_code=False)
+    base = load(start, torch_dtype=torch.float32)
+    shutil.copytree(start / "tokenizer", out / "tokenizer", dirs_exist_ok=True)
+    transformer = type(base.transformer).from_config({**base.transformer.config, "task_type": "i2v"})
+    transformer.load_state_dict(base.transformer.state_dict())
+    vision = SiglipVisionModel(SiglipVisionConfig(**SPEC.component("image_encoder").tiny))
+    for parameter in vision.parameters():
+        parameter.data.zero_()
+    processor = SiglipImageProcessorPil(**SPEC.published.files["feature_extractor/preprocessor_config.json"])
+    parts = {name: base.components[name] for name in PARTS}
+    pipeline = upstream.HunyuanVideo15ImageToVideoPipeline(
+        **{**parts, "transformer": transformer}, image_encoder=vision, feature_extractor=processor
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
