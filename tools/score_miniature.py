@@ -103,14 +103,14 @@ FAMILIES = {
     "hunyuan15": Family(
         spec=spec_by_name("hunyuanvideo1.5-t2v-720p"),
         kinds={"clips": partial(clips, given=False)},
-        steps=(10, 50),
-        guidance=(1.0, 6.0),
+        steps=(10,),
+        guidance=(6.0,),
     ),
     "hunyuan15i2v": Family(
         spec=spec_by_name("hunyuanvideo1.5-i2v-720p"),
         kinds={"clips": partial(clips, given=True)},
-        steps=(10, 50),
-        guidance=(1.0, 6.0),
+        steps=(10,),
+        guidance=(6.0,),
     ),
     "flux2klein": Family(
         spec=spec_by_name("flux2-klein-4b"),
