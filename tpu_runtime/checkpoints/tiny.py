@@ -7,7 +7,7 @@ seconds. What random ones generate means nothing; that it equals what diffusers 
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,8 +49,6 @@ def _own(model_id: str) -> Path | None:
 
 
 def _joined(own: Path) -> Path:
-    from safetensors.torch import save_file
-
     shared = own / _SHARED
     parts = json.loads(shared.read_text("utf-8")) if shared.is_file() else {}
     sources = [*((_TRAINED / part, name) for name, part in parts.items()), (own, "")]
@@ -60,26 +58,43 @@ def _joined(own: Path) -> Path:
     folder = cache_folder() / "tiny" / f"trained-{own.name}-{digest}"
     if not folder.is_dir():
         with written_folder(folder) as scratch:
-            weights: dict[Path, dict[str, torch.Tensor]] = {}
+            weights: dict[Path, list[Path]] = {}
             for source, name in sources:
                 ignored = shutil.ignore_patterns(_SHARED, f"*{PACKED}")
                 shutil.copytree(source, scratch / name, ignore=ignored, dirs_exist_ok=True)
                 for path in source.rglob(f"*{PACKED}"):
                     here = scratch / name / path.relative_to(source).with_suffix("")
-                    weights.setdefault(here, {}).update(unpacked(path))
-            for path, tensors in weights.items():
-                kept = {key: tensor for key, tensor in tensors.items() if tensor.numel()}
-                save_file(kept, path, metadata={"format": "pt"})
+                    weights.setdefault(here, []).append(path)
+            for path, packed in weights.items():
+                _unpack(packed, path)
     return folder
+
+
+def _unpack(packed: Sequence[Path], path: Path) -> None:
+    """Writes weights; of several files later ones have what differs. For one alone PyTorch need not be imported."""
+    if len(packed) == 1:
+        path.write_bytes(_decompressed(packed[0]))
+        return
+    from safetensors.torch import save_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    for one in packed:
+        tensors |= unpacked(one)
+    kept = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    save_file(kept, path, metadata={"format": "pt"})
 
 
 def unpacked(path: Path) -> "dict[str, torch.Tensor]":
     """The tensors of weights as they lie in the pack."""
-    import lzma  # which a Python that was built without its library lacks
-
     from safetensors.torch import load
 
-    return load(lzma.decompress(path.read_bytes()))
+    return load(_decompressed(path))
+
+
+def _decompressed(path: Path) -> bytes:
+    import lzma  # which a Python that was built without its library lacks
+
+    return lzma.decompress(path.read_bytes())
 
 
 def texts(spec: ModelSpec, model_id: str) -> Mapping[str, str]:
