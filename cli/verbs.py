@@ -67,7 +67,7 @@ def given_workflow(options: argparse.Namespace) -> Workflow:
 
 def prompts_of_miniatures(workflow: Workflow) -> Iterator[str]:
     """What each miniature is given to show, which a trained one has in place of the workflow's own prompt."""
-    trained = {spec.miniature.id: bool(spec.miniature.texts) for spec in SPECS}
+    trained = {spec.miniature.id: pipeline.tiny.is_trained(spec.miniature.id) for spec in SPECS}
     for node_id, node in workflow.items():
         model_id, prompt = (node["inputs"].get(name) for name in ("model_id", "prompt"))
         if not isinstance(prompt, str) or not isinstance(model_id, str) or model_id not in trained:

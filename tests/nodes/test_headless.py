@@ -258,7 +258,7 @@ def example() -> dict:
     ("name", "said"),
     [
         ("wan21_t2v_720p", 'tiny/wan21 shows "a red circle moves right on blue"; to change it: --set 1.prompt="..."'),
-        ("hunyuan15_t2v_720p", "tiny/hunyuan15 has random weights: it shows noise, whatever the prompt."),
+        ("qwen_image_edit_2511", "tiny/qwenimageedit has random weights: it shows noise, whatever the prompt."),
     ],
 )
 def test_tiny_says_what_the_result_will_show(name: str, said: str):
