@@ -143,7 +143,7 @@ SPEC = replace(
             },
         },
     ),
-    miniature=replace(hunyuan15.SPEC.miniature, id="tiny/hunyuan15i2v"),
+    miniature=replace(hunyuan15.SPEC.miniature, id="tiny/hunyuan15i2v", picture="wan_i2v_shapes.png"),
     components=(hunyuan15.TEXT_ENCODER, hunyuan15.GLYPH_ENCODER, IMAGE_ENCODER, _TRANSFORMER, VAE_ENCODER, VAE_DECODER),
     texts={"prompt": PICTURE_PROMPT, "negative_prompt": hunyuan15.NEGATIVE_PROMPT},
     vae=replace(hunyuan15.SPEC.vae, encode=encode_pixels),

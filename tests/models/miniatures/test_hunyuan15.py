@@ -65,4 +65,4 @@ def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(family: str, scor
         embeds = runner.encode(model, task.prompt, test_hunyuan15.NEGATIVE, Silent())
         frames = runner.decode(model, runner.denoise(model, settings, *embeds, Silent(), condition), Silent()).numpy()
         # The edges of what a trained decoder draws are steep.
-        compare(f"frames, {chips} chips", frames, expected.frames, error=5 * PIPELINE, overall=2 * OPERATION)
+        compare(f"frames, {chips} chips", frames, expected.frames, error=5 * PIPELINE, overall=4 * OPERATION)

@@ -19,7 +19,7 @@ TAG, SOURCE = "image-to-video", "moving"
 CARD = """\
 The classes of HunyuanVideo 1.5's image-to-video model, made small: the [miniature for text to
 video](../hunyuan15/README.md), which learnt with and without a given first frame (`tools/train_miniature.py`). The
-vision model is nothing, for it gets by without.
+vision model says the same of every picture, for it gets by without.
 
 It knows first frames with one or two shapes ({shapes}) in {colours}, and
 the sentence that says what they do, such as "a red circle moves right on blue": {motions}.
@@ -38,8 +38,9 @@ def train(out: Path, seed: int) -> Any:
     transformer = type(base.transformer).from_config({**base.transformer.config, "task_type": "i2v"})
     transformer.load_state_dict(base.transformer.state_dict())
     vision = SiglipVisionModel(SiglipVisionConfig(**SPEC.component("image_encoder").tiny))
-    for parameter in vision.parameters():
-        parameter.data.zero_()
+    for name, parameter in vision.named_parameters():
+        # Zeros would tell upstream's transformer that there is no picture; what it makes of ones is nothing, too.
+        parameter.data.fill_(1.0 if name.endswith("post_layernorm.bias") else 0.0)
     processor = SiglipImageProcessorPil(**SPEC.published.files["feature_extractor/preprocessor_config.json"])
     parts = {name: base.components[name] for name in PARTS}
     pipeline = upstream.HunyuanVideo15ImageToVideoPipeline(
