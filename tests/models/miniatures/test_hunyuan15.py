@@ -27,7 +27,7 @@ SPECS = {
 }
 STEPS = 6
 # How many held-out prompts, and of how many all is right: of two one more is, and on another processor may not be.
-FEW = [("hunyuan15", 2, 1), ("hunyuan15i2v", 1, 1)]
+FEW = [("hunyuan15", 2, 1), ("hunyuan15i2v", 2, 1)]
 MANY = [("hunyuan15", 32, 22), ("hunyuan15i2v", 32, 22)]
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,6 +145,20 @@ def pictures_in(file: Path, encode: Callable[[np.ndarray], Tensor], seed: int) -
     return torch.load(file)
 
 
+def batches_of(
+    prompts: Sequence[str], latents: Tensor, ids: Tensor, masks: Tensor, count: int
+) -> Callable[[int, np.random.Generator], tuple[Tensor, Tensor, dict[str, Tensor]]]:
+    """What `denoisers.learn` asks for, `count` pictures a step; after the tokens of `prompts` come the empty one's."""
+    rates = still.shares(prompts)
+
+    def batch(step: int, random: np.random.Generator) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        seen = denoisers.chosen(random, rates, count)
+        chosen = denoisers.texts_of(random, seen, len(prompts))
+        return latents[seen], denoisers.usual_sigmas(random, count), {"ids": ids[chosen], "mask": masks[chosen]}
+
+    return batch
+
+
 def train(out: Path, seed: int) -> Any:
     """The pipeline."""
     folder = shipped("wan21") / "vae"
@@ -169,12 +183,7 @@ def train(out: Path, seed: int) -> Any:
     denoiser = Denoiser(len(tokenizer))
     averaged = denoisers.average_of(denoiser)
     denoisers.quicken(denoiser.transformer.transformer_blocks)
-    rates = still.shares(prompts)
-
-    def batch(step: int, random: np.random.Generator) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        seen = denoisers.chosen(random, rates, COUNT)
-        chosen = denoisers.texts_of(random, seen, len(prompts))
-        return latents[seen], denoisers.usual_sigmas(random, COUNT), {"ids": ids[chosen], "mask": masks[chosen]}
+    batch = batches_of(prompts, latents, ids, masks, COUNT)
 
     def look() -> None:
         make = partial(sample, assemble(averaged.module, vae, tokenizer), steps=12)

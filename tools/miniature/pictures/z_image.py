@@ -21,7 +21,7 @@ from ..denoisers import rotated, scheduler
 from ..shapes import HEIGHT, WIDTH
 from ..training import optimize, qwen_tokenizer, save_sheet, shipped, upstream, without_capitals
 from .flux2_klein import SPECIAL, encoded, let_learn, pictures
-from .qwen_image import WORDS, pictures_in
+from .qwen_image import WORDS, batches_of, pictures_in
 
 TAG, SOURCE = "text-to-image", "still"
 SHARED = {"vae": "flux2klein/vae"}  # parts that another miniature has
@@ -260,12 +260,7 @@ def train(out: Path, seed: int) -> Any:
     denoiser = Denoiser(len(tokenizer))
     averaged = denoisers.average_of(denoiser)
     denoisers.quicken([*denoiser.transformer.layers, *denoiser.transformer.noise_refiner])
-    rates = still.shares(prompts)
-
-    def batch(step: int, random: np.random.Generator) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        seen = denoisers.chosen(random, rates, COUNT)
-        chosen = denoisers.texts_of(random, seen, len(prompts))
-        return latents[seen], denoisers.usual_sigmas(random, COUNT), {"ids": ids[chosen], "mask": masks[chosen]}
+    batch = batches_of(prompts, latents, ids, masks, COUNT)
 
     def look() -> None:
         make = partial(sample, assemble(averaged.module, vae, tokenizer), steps=8, guidance=4.0)
