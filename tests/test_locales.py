@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.nodes import DECLARATIONS
+from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tools import locales
 from comfyui_tpu.tpu_runtime import progress
 
 WEB = locales.ROOT / "web"
 TRANSLATIONS = sorted(locales.TRANSLATIONS.glob("*.json"))
+NOTES = sorted((WEB / "notes").glob("*.json"))
 # What stays as it is: names of files, options, commands and models.
 NOT_A_WORD = re.compile(r"[a-z_.]*/[\w./-]+|`[^`]+`|\bHOST:PORT\b")
 
@@ -46,6 +48,38 @@ def test_a_translation_keeps_what_is_typed_or_chosen(path: Path):
     for sentence, translated in json.loads(path.read_text())["sentences"].items():
         assert sentence.count(locales.HOLE) == translated.count(locales.HOLE), sentence
         assert sorted(NOT_A_WORD.findall(sentence)) == sorted(NOT_A_WORD.findall(translated)), sentence
+
+
+@pytest.mark.parametrize("path", NOTES, ids=lambda path: path.stem)
+def test_the_notes_of_the_templates_are_translated_whole_and_keep_what_is_typed(path: Path):
+    """`python tools/workflows.py` after a change; it leaves a line as it is that has no translation yet."""
+    lines, known = note_lines(), json.loads(path.read_text())
+    assert set(known) <= lines
+    # Left as they are: the title of a template, a row of numbers.
+    english = {line for line in lines - set(known) if re.search(r"[a-z] [a-z]", line)}
+    assert english <= {f"**{page.stem}**" for page in examples.PAGES}
+    labels = json.loads((locales.TRANSLATIONS / path.name).read_text())["sentences"]
+    for line, translated in known.items():
+        for typed in re.findall(r'"[^"]+"|`[^`]+`', line):
+            label = labels.get(typed.strip("`"))
+            assert typed in translated or (label and f"“{label}”" in translated), (line, typed)
+
+
+def note_lines() -> set[str]:
+    """And the notes' titles."""
+    nodes = (node for path in examples.PAGES + examples.PIPELINES for node in json.loads(path.read_text())["nodes"])
+    notes = [node for node in nodes if node["type"] == "MarkdownNote"]
+    found = {line for note in notes for line in note["widgets_values"][0].split("\n")}
+    return found | {note["title"] for note in notes}
+
+
+@pytest.mark.parametrize("path", TRANSLATIONS, ids=lambda path: path.stem)
+def test_every_translation_of_a_note_is_of_one_that_there_is(path: Path):
+    shown = (re.findall(r"\(([^)]*)\)", line) for line in note_lines())
+    said = note_lines() | {part for brackets in shown for inside in brackets for part in inside.split(", ")}
+    for sentence in json.loads(path.read_text())["notes"]:
+        pattern = "(.+?)".join(map(re.escape, sentence.split(locales.HOLE)))
+        assert any(re.fullmatch(pattern, text) for text in said), sentence
 
 
 @pytest.mark.parametrize("path", sorted(locales.files()), ids=lambda path: f"{path.parent.name}-{path.stem}")

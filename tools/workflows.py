@@ -1,5 +1,6 @@
 """Writes the example workflows: `examples/*.json` as ComfyUI's page saves them, by the title that its template browser
-shows; `examples/api/*.json` for its API and for commands; `examples/pipeline/*.json` with one node for all stages.
+shows; `examples/api/*.json` for its API and for commands; `examples/pipeline/*.json` with one node for all stages;
+`web/notes/*.json`, what their notes say in other languages.
 
 A model's own defaults stand in its spec; a description here adds what differs. What a workflow is predicted to take
 comes from `benchmarks/predicted.json`: run this again where that has changed, and then `thumbnails.py`.
@@ -9,19 +10,22 @@ Run: python tools/workflows.py
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 # Run as a file, this folder is where Python looks first.
 import pages
 from comfyui_tpu.nodes.declare import in_words
+from comfyui_tpu.tools.locales import TRANSLATIONS, Table, Translate
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.models.layouts import published
 from graphs import Example, LoraFile, api, pipeline, stages
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
+NOTES = ROOT / "web" / "notes"
+LANGUAGES = ("zh",)
 PREDICTED = ROOT / "benchmarks" / "predicted.json"
 
 
@@ -331,10 +335,17 @@ def weights(model: str) -> Iterator[str]:
         yield f"`{command}` brings its weights as files into ComfyUI's folders: {sizes}."
 
 
-def note(example: Example, has_loader: bool) -> str:
-    """Markdown: what it takes, then what to know."""
-    if example.is_miniature:
-        return in_words("\n".join([f"**{example.title}**", "", MINIATURE, "", *(f"- {tip}" for tip in example.tips)]))
+def note(example: Example, has_loader: bool, translate: Translate = str) -> str:
+    """Markdown: what it takes, then what to know; `translate` is asked for each line, and what is in brackets."""
+    lines = about_miniature(example) if example.is_miniature else about_model(example, has_loader, translate)
+    return "\n".join(translate(in_words(line)) for line in lines)
+
+
+def about_miniature(example: Example) -> list[str]:
+    return [f"**{example.title}**", "", MINIATURE, "", *(f"- {tip}" for tip in example.tips)]
+
+
+def about_model(example: Example, has_loader: bool, translate: Translate) -> list[str]:
     spec, rows = example.spec, list(predictions(example))
     lines = [f"**{spec.title}: {example.does}**", "", f"{size(example)}:", ""]
     if rows:
@@ -345,30 +356,46 @@ def note(example: Example, has_loader: bool) -> str:
         ]
         lines += ["", "Predicted by the compiler, not measured; the first run of a size compiles for minutes before."]
     place = "`model_id` of the TPU Model Loader" if has_loader else "`model_id`"
-    sizes = ", ".join(f"{name} {value}" for name, value in spec.miniature.inputs.items())
+    needed = [f"{name} {value}" for name, value in spec.miniature.inputs.items()]
     if texts := tiny.texts(spec, spec.miniature.id):
-        sizes += f", the picture `{spec.miniature.picture}`" if spec.miniature.picture else ""
-        sizes += f', and a prompt such as "{texts["prompt"]}"'
-        sizes += ", the negative one empty" if "negative_prompt" in texts else ""
+        needed += [f"the picture `{spec.miniature.picture}`"] if spec.miniature.picture else []
+        needed += [f'a prompt such as "{texts["prompt"]}"']
+        needed += ["the negative one empty"] if "negative_prompt" in texts else []
+    said = ", ".join(translate(in_words(one)) for one in needed)
     tips = [
         f"**Without a TPU** open the template `TPU - try it now`; or try this graph with {place} at "
-        f"`{spec.miniature.id}`, which needs no weights ({sizes}).",
+        f"`{spec.miniature.id}`, which needs no weights ({said}).",
         *example.tips,
         *weights(spec.name),
         "`model_id` may also be a local folder in diffusers layout.",
     ]
-    return in_words("\n".join([*lines, "", *(f"- {tip}" for tip in tips)]))
+    return [*lines, "", *(f"- {tip}" for tip in tips)]
+
+
+def translated(notes: Sequence[tuple[Example, bool]], language: str) -> dict[str, str]:
+    """By each line of the notes, and their title, what the page shows for it in that language."""
+    known = Table(json.loads((TRANSLATIONS / f"{language}.json").read_text())["notes"])
+
+    def translate(line: str) -> str:
+        try:
+            return known(line)
+        except KeyError:
+            return line
+
+    pairs = [(note(*one).split("\n"), note(*one, translate).split("\n")) for one in notes]
+    found = {english: other for lines in pairs for english, other in zip(*lines, strict=True) if english != other}
+    return {pages.NOTE["title"]: translate(pages.NOTE["title"]), **found}
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def files() -> dict[str, str]:
-    """Every example's content by its path below `examples/`."""
-    found = {}
+def files() -> dict[Path, str]:
+    """What each file holds: the examples, and their notes in other languages."""
+    found, notes = {}, []
     for example in ALL:
         by_stage, as_one = stages(example), pipeline(example)
-        found[f"api/{example.name}.json"] = _text(api(by_stage.workflow))
+        found[EXAMPLES / "api" / f"{example.name}.json"] = _text(api(by_stage.workflow))
         graphs = (
             {example.title: by_stage}
             if example.is_miniature
@@ -377,7 +404,10 @@ def files() -> dict[str, str]:
         for path, graph in graphs.items():
             has_loader = any(node["class_type"] == "TPUModelLoader" for node in graph.workflow.values())
             name = f"{example.name}_pipeline" if graph is as_one else example.name
-            found[f"{path}.json"] = _text(pages.page(name, graph, note(example, has_loader)))
+            found[EXAMPLES / f"{path}.json"] = _text(pages.page(name, graph, note(example, has_loader)))
+            notes.append((example, has_loader))
+    for language in LANGUAGES:
+        found[NOTES / f"{language}.json"] = _text(translated(notes, language))
     return found
 
 
@@ -386,9 +416,9 @@ def _text(document: Any) -> str:
 
 
 def main() -> None:
-    for name, text in files().items():
-        (EXAMPLES / name).write_text(text, "utf-8")
-        sys.stdout.write(f"{EXAMPLES / name}\n")
+    for path, text in files().items():
+        path.write_text(text, "utf-8")
+        sys.stdout.write(f"{path}\n")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,10 @@ SET_FRAMES = """([type, frames]) => {
     const node = app.graph.nodes.find((one) => one.type === type);
     node.widgets.find((widget) => widget.name === "num_frames").value = frames;
 }"""
+NOTE = """() => {
+    const note = app.graph.nodes.find((one) => one.type === "MarkdownNote");
+    return [note.title, ...note.widgets[0].value.split("\\n")];
+}"""
 QUEUE = """async () => { await app.queuePrompt(0).catch(() => {}); }"""
 
 
@@ -102,7 +106,13 @@ def test_the_page_speaks_chinese(page: Any, server: Server):
     server.post("/settings", {"Comfy.Locale": "zh"})
     try:
         with fresh(page) as chinese:
-            chinese.evaluate("(workflow) => app.loadGraphData(workflow)", EXAMPLE)
+            edited = json.dumps(EXAMPLE).replace("720p wants", "I want")
+            chinese.evaluate("(workflow) => app.loadGraphData(workflow)", json.loads(edited))
+            title, *lines = chinese.evaluate(NOTE)
+            assert title == "使用方法" and "**Wan 2.1 T2V 14B：文生视频**" in lines
+            (own,) = (line for line in lines if "480p" in line)
+            shot(chinese, "words-chinese-note")
+            assert own == "- I want `flow_shift` 5, 480p (832x480) wants 3."
             sampler = chinese.evaluate(WORDS, SAMPLER)
             assert sampler["widgets"]["num_inference_steps"] == "步数"
             assert sampler["sockets"]["negative_prompt_embeds"] == "负面条件"

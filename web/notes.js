@@ -1,0 +1,36 @@
+// Notes of the pack's templates in the language of ComfyUI's settings: a workflow says the English, line by line.
+
+import { app } from "../../scripts/app.js";
+
+// Languages with a file in `notes`, which `tools/workflows.py` writes.
+const KNOWN = new Set(["zh"]);
+
+async function words(language) {
+  if (!KNOWN.has(language)) return {};
+  try {
+    const answer = await fetch(new URL(`./notes/${language}.json`, import.meta.url));
+    return answer.ok ? await answer.json() : {};
+  } catch (error) {
+    console.warn("comfyui-tpu: the notes' words could not be fetched", error); // English will do
+    return {};
+  }
+}
+
+app.registerExtension({
+  name: "comfyui-tpu.notes",
+  async beforeConfigureGraph(workflow) {
+    const notes = (workflow?.nodes ?? []).filter((node) => node?.type === "MarkdownNote");
+    if (!notes.length) return;
+    const known = await words(app.extensionManager?.setting?.get("Comfy.Locale") ?? "en");
+    const said = (text) => (Object.hasOwn(known, text) ? known[text] : text);
+    for (const note of notes) {
+      const text = note.widgets_values?.[0];
+      if (typeof text !== "string") continue;
+      const lines = text.split("\n");
+      // One that is somebody else's, or has been changed all over, keeps its title too.
+      if (!lines.some((line) => Object.hasOwn(known, line))) continue;
+      note.widgets_values[0] = lines.map(said).join("\n");
+      if (note.title) note.title = said(note.title);
+    }
+  },
+});
