@@ -18,8 +18,8 @@ from .attention_reference import NEGATIVE, Keys, WholeKeys, valid_rows
 from .chip import LANES, SUBLANES
 
 LARGEST = 127
-# Of a query's or a head's largest value, lest a scale be zero.
-LEAST = 1e-30
+# Of a query's and of a head's largest value, lest a scale be zero: nor is their product.
+LEAST = 1e-15
 MANTISSA_BITS = 23
 
 

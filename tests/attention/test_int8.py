@@ -106,6 +106,17 @@ def test_without_the_rerun_a_gap_would_be_seen(monkeypatch: pytest.MonkeyPatch):
     assert not np.isfinite(out).all()
 
 
+@pytest.mark.parametrize("name", ["reference", "sampled", "online"])
+@pytest.mark.parametrize("which", ["query", "key", "both"])
+def test_where_all_keys_count_the_same_the_mean_of_values_is_found(name: str, which: str):
+    """A head that was never trained, or trained away, has queries or keys of zeros."""
+    q, k, v = inputs(1, 128, 128, 2, 64)
+    q, k = q * (which == "key"), k * (which == "query")
+    policy = REFERENCE if name == "reference" else FORMS[name]
+    out = jax.jit(functools.partial(attention, policy=policy))(q, k, v)
+    assert closeness.difference(out, np.broadcast_to(v.mean(axis=1, keepdims=True), v.shape)) <= WEIGHTS
+
+
 @pytest.mark.parametrize("name", ["sampled", "online"])
 def test_a_row_without_keys_is_zeros(name: str):
     q, k, v = inputs(2, 5, 40, 2, 64)
