@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int8
 
+from .chip import VMEM_MIB, device_kind
+
 # Stands for minus infinity where the arithmetic must stay finite (a row without any valid key).
 NEGATIVE = -1e30
-# Scores in memory at once. At a model's size all would be many times the memory of a chip.
-SCORES_BYTES = 2**29
+# Scores in memory at once. At a model's size all would be many times the memory of a chip. On a CPU larger pieces go
+# back to the system each time, which takes longer than the arithmetic.
+SCORES_BYTES, SCORES_BYTES_OF_A_CPU = 2**29, 2**25
 # Blocks that are left out by a turn of the kernel's loop that is not taken.
 TOGETHER = 4
 
@@ -124,7 +127,8 @@ def flat_attention(
     k, v = joined(given), joined([part.values for part in keys])
     queries = jnp.swapaxes(_heads(q.astype(jnp.float32), head_dim), 1, 2)
     batch, heads, q_seq, _ = queries.shape
-    block = max(1, SCORES_BYTES // (4 * batch * heads * max(1, k.shape[1])))
+    room = SCORES_BYTES if device_kind() in VMEM_MIB else SCORES_BYTES_OF_A_CPU
+    block = max(1, room // (4 * batch * heads * max(1, k.shape[1])))
     if block >= q_seq:
         out, log_sum = _attend(queries, k, v, valid, allowed, size)
     else:

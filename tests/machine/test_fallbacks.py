@@ -194,18 +194,22 @@ def test_a_kernel_that_is_refused_for_a_tpu_is_named(
 
 
 def test_the_attention_in_place_of_the_kernels_goes_by_blocks_of_queries(monkeypatch: pytest.MonkeyPatch):
-    """At a model's size all scores at once are more than a chip has; a block's are the same numbers."""
+    """At a model's size all scores at once are more than a chip has; a block's are the same numbers. A chip has room
+    for more of them than a CPU is given.
+    """
     generator = np.random.default_rng(0)
     q, k, v = (jnp.asarray(generator.normal(size=(2, rows, 3 * 40)), jnp.float32) for rows in (37, 50, 50))
     keys = [attention_reference.first(k, v, jnp.array([50, 31]))]
     run = functools.partial(attention_reference.flat_attention, q, keys, head_dim=40, log_sums=True)
     wanted = run()
-    monkeypatch.setattr(attention_reference, "SCORES_BYTES", 8 * 2 * 3 * 50 * 4)  # eight queries, of 37
+    monkeypatch.setattr(attention_reference, "SCORES_BYTES_OF_A_CPU", 8 * 2 * 3 * 50 * 4)  # eight queries, of 37
     for found, one in zip(run(), wanted, strict=True):
         assert found is not None and one is not None
         assert difference(found, one) <= 1e-6
     text = jax.jit(run).lower().as_text()
     assert "2x3x37x50xf32" not in text and "2x3x8x50xf32" in text
+    monkeypatch.setattr(attention_reference, "device_kind", lambda: "TPU v6 lite")
+    assert "2x3x37x50xf32" in jax.jit(lambda: run()).lower().as_text()
 
 
 # --- machine.json -----------------------------------------------------------------------------------------------------
