@@ -19,7 +19,8 @@ async function words(language) {
 app.registerExtension({
   name: "comfyui-tpu.notes",
   async beforeConfigureGraph(workflow) {
-    const notes = (workflow?.nodes ?? []).filter((node) => node?.type === "MarkdownNote");
+    const nodes = Array.isArray(workflow?.nodes) ? workflow.nodes : [];
+    const notes = nodes.filter((node) => node?.type === "MarkdownNote");
     if (!notes.length) return;
     const known = await words(app.extensionManager?.setting?.get("Comfy.Locale") ?? "en");
     const said = (text) => (Object.hasOwn(known, text) ? known[text] : text);
