@@ -124,6 +124,9 @@ FAMILIES = {
     "qwenimage": Family(
         spec=spec_by_name("qwen-image-2512"), kinds={"pictures": pictures}, steps=(10,), guidance=(4.0,)
     ),
+    "qwenimageedit": Family(
+        spec=spec_by_name("qwen-image-edit-2511"), kinds={"changes": changes}, steps=(10,), guidance=(4.0,)
+    ),
     "zimagebase": Family(spec=spec_by_name("z-image"), kinds={"pictures": pictures}, steps=(10,), guidance=(5.0,)),
     "zimage": Family(spec=spec_by_name("z-image-turbo"), kinds={"pictures": pictures}, steps=(8,), guidance=(1.0,)),
 }

@@ -38,6 +38,7 @@ MODULES = {
     "flux2klein": "miniature.pictures.flux2_klein",
     "flux2dev": "miniature.pictures.flux2_dev",
     "qwenimage": "miniature.pictures.qwen_image",
+    "qwenimageedit": "miniature.pictures.qwen_image_edit",
     "zimagebase": "miniature.pictures.z_image",
     "zimage": "miniature.pictures.z_image_turbo",
 }
@@ -89,6 +90,8 @@ def write_checkpoint(pipeline: Any, tokenizer: Path, folder: Path, family: Famil
     shutil.copytree(tokenizer, folder / "tokenizer")
     index = json.loads((folder / "model_index.json").read_text("utf-8")) | family.spec.published.index
     index |= {text.tokenizer_folder: ["transformers", text.tokenizer_class] for text in family.spec.text_encoders}
+    if index.get("processor") == [None, None]:  # which upstream asks for, and is given by who loads it
+        del index["processor"]
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", "utf-8")
     for path, content in family.spec.published.files.items():
         tiny.write_json(folder / path, content)

@@ -63,8 +63,11 @@ class Processor:
 
 @functools.cache
 def pipeline() -> Any:
+    return build_pipeline(tiny.ensure(SPEC))
+
+
+def build_pipeline(folder: Path) -> Any:
     """With what transformers 4, which the makers published with, made of the ids by itself: which are pictures'."""
-    folder = tiny.ensure(SPEC)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")

@@ -88,9 +88,18 @@ def random_picture(random: np.random.Generator) -> Picture:
 
 def random_change(random: np.random.Generator) -> Change:
     """Of one thing, which its shape names, or of what is behind all."""
+    return change_of(random, changeable(random))
+
+
+def changeable(random: np.random.Generator) -> Picture:
+    """A picture whose things their shapes tell apart."""
     before = random_picture(random)
     while len({thing.shape for thing in before.things}) < len(before.things):
         before = random_picture(random)
+    return before
+
+
+def change_of(random: np.random.Generator, before: Picture) -> Change:
     index = int(random.integers(len(before.things)))
     thing, used = before.things[index], [before.background, *(one.colour for one in before.things)]
     colour, behind = (str(one) for one in random.permutation([one for one in COLOURS if one not in used])[:2])

@@ -86,7 +86,12 @@ SPEC = replace(
     name="qwen-image-edit-2511",
     title="Qwen-Image Edit 2511",
     published=Published(hub_id="Qwen/Qwen-Image-Edit-2511", pipeline_classes=("QwenImageEditPlusPipeline",)),
-    miniature=replace(qwen_image.SPEC.miniature, id="tiny/qwenimageedit"),
+    miniature=replace(
+        qwen_image.SPEC.miniature,
+        id="tiny/qwenimageedit",
+        texts={"prompt": "the circle becomes yellow", "negative_prompt": ""},
+        picture="wan_i2v_shapes.png",
+    ),
     components=(TEXT_ENCODER, qwen25_vision.IMAGE_ENCODER, _TRANSFORMER, wan_encoder.VAE_ENCODER, wan.VAE_DECODER),
     text_encoders=(EDIT_TEXT,),
     inputs={

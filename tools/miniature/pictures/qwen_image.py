@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from comfyui_tpu.tpu_runtime.models.text_encoders import qwen25
 from comfyui_tpu.tpu_runtime.models.text_encoders import qwen_image as texts
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from .. import denoisers, still
 from ..autoencoders.common import as_input
@@ -30,7 +31,8 @@ CARD = """\
 The classes of Qwen-Image, made small and trained by `tools/train_miniature.py` on the latents of the miniature of Wan
 2.1, with whose autoencoder it is shared: for demonstrations and tests, of prompts, guidance and seeds, on machines
 where the real model does not fit. Of its nine blocks every third is the same, but for what is added to its
-modulation, and none changes the text.
+modulation, and none changes the text. It learnt on together with Qwen-Image Edit's, which has the same weights; what
+its text encoder would see with is nothing.
 
 It knows sentences such as "a large red circle left on blue" and "a red circle and a small green square on blue": one or
 two shapes ({shapes}) in {colours}. Pictures are {width}x{height}. At the default
@@ -59,9 +61,18 @@ TEXT_ENCODER = {
     "num_hidden_layers": 2,
     "num_key_value_heads": 2,
     "rope_scaling": {"mrope_section": [2, 2, 2], "rope_type": "default", "type": "default"},
-    "tie_word_embeddings": True,
+}
+# The smallest that patches of upstream's processor fit: what it sees with never learns, and gives nothing.
+VISION_ENCODER = {
+    "depth": 1,
+    "fullatt_block_indexes": [0],
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_heads": 1,
+    "out_hidden_size": TEXT_ENCODER["hidden_size"],
 }
 WORDS = (*still.COLOURS, *still.SHAPES, *filter(None, still.SIZES), *filter(None, still.PLACES), "a", "and", "on")
+OF_CHANGES = ("the", "becomes")
 TIED = 3  # blocks, which come one after the other until all layers are full
 # What of the transformer learns; all else is nothing, and so the text is the same before every block.
 LEARNS = ("img_in", "txt_in", "txt_norm", "time_text_embed", "norm_out", "proj_out")
@@ -69,13 +80,22 @@ OF_A_BLOCK = ("img_mod.", "img_mlp.", "attn.to_q", "attn.to_k", "attn.to_v", "at
 OF_ITS_TEXT = ("attn.add_k_proj", "attn.add_v_proj")
 
 
+def text_encoder(vocabulary: int) -> Any:
+    """The whole model, as published; what it sees with adds nothing."""
+    parts: dict[str, Any] = {"text_config": {**TEXT_ENCODER, "vocab_size": vocabulary}, "vision_config": VISION_ENCODER}
+    encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**parts, tie_word_embeddings=True))
+    nn.init.normal_(encoder.model.language_model.embed_tokens.weight)
+    for weight in encoder.model.visual.parameters():
+        nn.init.zeros_(weight).requires_grad_(False)
+    return encoder
+
+
 class Denoiser(nn.Module):
     """Transformer and text encoder, and while they learn a probe of the third block."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self.text: Any = Qwen2_5_VLTextModel(Qwen2_5_VLTextConfig(vocab_size=vocabulary, **TEXT_ENCODER))
-        nn.init.normal_(self.text.embed_tokens.weight)
+        self.encoder = text_encoder(vocabulary)
         self.transformer: Any = upstream.QwenImageTransformer2DModel(**TRANSFORMER)
         blocks = self.transformer.transformer_blocks
         denoisers.begin(blocks, [self.transformer.norm_out.linear, self.transformer.proj_out])
@@ -91,45 +111,104 @@ class Denoiser(nn.Module):
                 nn.init.zeros_(parameter).requires_grad_(False)
         width = TRANSFORMER["attention_head_dim"] * TRANSFORMER["num_attention_heads"]
         self.probe = denoisers.Probe(nn.Identity(), width, (HEIGHT // 16, WIDTH // 16))
+        self.recall = nn.Linear(width, TRANSFORMER["in_channels"])  # after the sixth
 
-    def states(self, ids: Tensor) -> Tensor:
-        """What the text encoder gives of what follows the prefix, `[rows, tokens, dim]`."""
-        x = self.text.embed_tokens(ids)
-        rotary = self.text.rotary_emb(x, torch.arange(x.shape[1]).expand(3, 1, -1))
+    def states(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """What the text encoder gives, `[rows, tokens, dim]`. With the `positions` `[3, rows, tokens]` of a text about
+        a picture its ids are below 0 where the picture is, of which nothing is seen.
+        """
+        text = self.encoder.model.language_model
+        x = text.embed_tokens(ids.clamp(min=0)) * (ids >= 0)[..., None]
+        at = torch.arange(x.shape[1]).expand(3, 1, -1) if positions is None else positions
+        rotary = text.rotary_emb(x, at)
         seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()[None, None]
-        for layer in self.text.layers:
+        for layer in text.layers:
             x = layer(x, attention_mask=seen, position_embeddings=rotary)
-        return self.text.norm(x)[:, texts.PREFIX :]
+        return text.norm(x)
 
-    def forward(self, noisy: Tensor, sigma: Tensor, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Velocity of `[rows, 64, height, width]`, and how badly the probe knows the places."""
-        dit, size = self.transformer, noisy.shape[2:]
+    def forward(
+        self, noisy: Tensor, sigma: Tensor, ids: Tensor, mask: Tensor, beside: "Beside | None" = None
+    ) -> tuple[Tensor, Tensor]:
+        """Velocity of `[rows, 64, height, width]`, and how badly the probes know the places, and what the picture shows
+        there that is looked at. `mask` `[rows, tokens]` is of the text behind its prefix.
+        """
+        dit, rows, size = self.transformer, len(noisy), noisy.shape[2:]
+        grids = [(1, *size), *([(1, *beside.size)] if beside else [])]
         x = dit.img_in(noisy.flatten(2).transpose(1, 2))
-        temb = dit.time_text_embed(sigma, x)
-        text = dit.txt_in(dit.txt_norm(self.states(ids)))
+        temb, at_zero = dit.time_text_embed(sigma, x), dit.time_text_embed(torch.zeros(1), x)
+        text = dit.txt_in(dit.txt_norm(self.states(ids, beside and beside.positions)[:, -mask.shape[1] :]))
         text = F.layer_norm(text, text.shape[-1:], eps=1e-6)
-        tables = dit.pos_embed([(1, *size)], max_txt_seq_len=text.shape[1], device=text.device)
+        tables = dit.pos_embed([grids], max_txt_seq_len=text.shape[1], device=text.device)
         of_image, of_text = (
             [part.repeat_interleave(2, 1)[None, :, None] for part in (table.real, table.imag)] for table in tables
         )
-        bias = F.pad(torch.where(mask.bool(), 0.0, -torch.inf), (x.shape[1], 0))[:, None, None]
-        asked = x
-        for number, block in enumerate(dit.transformer_blocks):
-            attn = block.attn
-            shift, scale, gate, ff_shift, ff_scale, ff_gate = block.img_mod(temb)[:, None].chunk(6, -1)
+        before, more, words = x.new_zeros(rows, 0, x.shape[2]), 0.0, [text[:1, :0], text]
+        if beside:
+            before, more = F.layer_norm(dit.img_in(beside.tokens), x.shape[-1:], eps=1e-6), math.log(beside.share)
+            words = [text[:1, : beside.common], text[:, beside.common :]]
+            kept = torch.cat([torch.arange(x.shape[1]), x.shape[1] + beside.places])
+            of_image = [table[:, kept] for table in of_image]
+        bias = torch.cat(
+            [
+                torch.zeros(rows, x.shape[1]),
+                torch.full((rows, before.shape[1]), more),
+                torch.where(mask.bool(), 0.0, -torch.inf),
+            ],
+            dim=1,
+        )[:, None, None]
+        after: list[Tensor] = []  # every block
+        for block in dit.transformer_blocks:
+            attn, parts = block.attn, block.img_mod(temb)[:, None].chunk(6, -1)
+            zeros = block.img_mod(at_zero)[:, None].chunk(6, -1)
+            shift, scale, gate, ff_shift, ff_scale, ff_gate = (
+                part - zero if index in GATES else part
+                for index, (part, zero) in enumerate(zip(parts, zeros, strict=True))
+            )
             y = block.img_norm1(x) * (1 + scale) + shift
-            q, k, v = (part(y).unflatten(2, (attn.heads, -1)) for part in (attn.to_q, attn.to_k, attn.to_v))
-            text_k, text_v = (part(text).unflatten(2, (attn.heads, -1)) for part in (attn.add_k_proj, attn.add_v_proj))
-            q, k = (rotated(part, *of_image) for part in (attn.norm_q(q), attn.norm_k(k)))
-            k, v = torch.cat([k, rotated(attn.norm_added_k(text_k), *of_text)], 1), torch.cat([v, text_v], 1)
+            seen = torch.cat([y, before * (1 + zeros[1]) + zeros[0]], 1)
+            q, k, v = (
+                part(tokens).unflatten(2, (attn.heads, -1))
+                for part, tokens in ((attn.to_q, y), (attn.to_k, seen), (attn.to_v, seen))
+            )
+            text_k, text_v = (
+                torch.cat([part(each).expand(rows, -1, -1) for each in words], 1).unflatten(2, (attn.heads, -1))
+                for part in (attn.add_k_proj, attn.add_v_proj)
+            )
+            q = rotated(attn.norm_q(q), *(table[:, : q.shape[1]] for table in of_image))
+            k = torch.cat([rotated(attn.norm_k(k), *of_image), rotated(attn.norm_added_k(text_k), *of_text)], 1)
+            v = torch.cat([v, text_v], 1)
             q, k, v = (part.transpose(1, 2) for part in (q, k, v))
             scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1]) + bias
             x = x + gate * attn.to_out[0]((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
             x = x + ff_gate * block.img_mlp(block.img_norm2(x) * (1 + ff_scale) + ff_shift)
-            if number == 2:
-                asked = x
+            after.append(x)
         velocity = dit.proj_out(dit.norm_out(x, temb)).transpose(1, 2).unflatten(2, size)
-        return velocity, self.probe(asked, tuple(size))
+        unknown = self.probe(after[TIED - 1], tuple(size))
+        if beside:
+            found = self.recall(after[2 * TIED - 1])
+            unknown = unknown + 4 * F.mse_loss(found, beside.there.flatten(2).transpose(1, 2))
+        return velocity, unknown
+
+
+# Of what a modulation gives: the gates. At the time 0 they are none, and so is a picture that is looked at the same
+# before every block.
+GATES = (2, 5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """A picture that is looked at: `tokens` `[rows, number, 64]` at `places` in a grid of `size`, each of which stands
+    for `share` of them; `there` `[rows, 64, height, width]` is it as large as what is made. Texts have `positions` and
+    begin with so many tokens that are `common` to all.
+    """
+
+    tokens: Tensor
+    places: Tensor
+    size: tuple[int, int]
+    share: int
+    there: Tensor
+    positions: Tensor
+    common: int
 
 
 def pictures_in(file: Path, encode: Callable[[np.ndarray], Tensor], seed: int) -> dict[str, Any]:
@@ -145,13 +224,15 @@ def pictures_in(file: Path, encode: Callable[[np.ndarray], Tensor], seed: int) -
     return torch.load(file)
 
 
-def batches_of(
-    prompts: Sequence[str], latents: Tensor, ids: Tensor, masks: Tensor, count: int
-) -> Callable[[int, np.random.Generator], tuple[Tensor, Tensor, dict[str, Tensor]]]:
+Batch = tuple[Tensor, Tensor, dict[str, Any]]
+Batches = Callable[[int, np.random.Generator], Batch]
+
+
+def batches_of(prompts: Sequence[str], latents: Tensor, ids: Tensor, masks: Tensor, count: int) -> Batches:
     """What `denoisers.learn` asks for, `count` pictures a step; after the tokens of `prompts` come the empty one's."""
     rates = still.shares(prompts)
 
-    def batch(step: int, random: np.random.Generator) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def batch(step: int, random: np.random.Generator) -> Batch:
         seen = denoisers.chosen(random, rates, count)
         chosen = denoisers.texts_of(random, seen, len(prompts))
         return latents[seen], denoisers.usual_sigmas(random, count), {"ids": ids[chosen], "mask": masks[chosen]}
@@ -159,31 +240,44 @@ def batches_of(
     return batch
 
 
-def train(out: Path, seed: int) -> Any:
-    """The pipeline."""
-    folder = shipped("wan21") / "vae"
-    vae = upstream.AutoencoderKLWan.from_pretrained(folder, torch_dtype=torch.float32, trust_remote_code=False)
-
-    def encode(picture: np.ndarray) -> Tensor:
-        return F.pixel_unshuffle(latents_of(vae, as_input(picture)[:, None])[:, 0], 2)
-
-    data = pictures_in(out / "latents.pt", encode, seed)
-    prompts, latents = data["prompts"], data["latents"]
-    torch.manual_seed(seed)
-    tokenizer = qwen_tokenizer(
-        out / "tokenizer",
-        WORDS,
-        (texts.TEMPLATE, "user", "assistant", "system"),
-        special=("<|im_start|>", "<|im_end|>"),
+def tokenizer_in(folder: Path) -> Any:
+    """Of this model and of Edit's."""
+    return qwen_tokenizer(
+        folder,
+        (*WORDS, *OF_CHANGES),
+        (texts.TEMPLATE, texts.EDIT_TEMPLATE, texts.PICTURE, "user", "assistant", "system", " 1"),
+        special=("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", texts.SEEN),
         chat_template=qwen25.CHAT_TEMPLATE,
     )
-    ids, masks = map(torch.from_numpy, texts.tokenize(tokenizer, [*prompts, ""]))
+
+
+def autoencoder() -> Any:
+    folder = shipped("wan21") / "vae"
+    return upstream.AutoencoderKLWan.from_pretrained(folder, torch_dtype=torch.float32, trust_remote_code=False)
+
+
+def encode(vae: Any, pixels: Tensor) -> Tensor:
+    """`[3, height, width]` to `[64, height / 16, width / 16]`."""
+    return F.pixel_unshuffle(latents_of(vae, pixels[:, None])[:, 0], 2)
+
+
+def pictures_of(data: Mapping[str, Any], tokenizer: Any, count: int) -> Batches:
+    """Of what `pictures_in` gives."""
+    ids, masks = map(torch.from_numpy, texts.tokenize(tokenizer, [*data["prompts"], ""]))
     longest = int(masks.sum(1).max())
-    ids, masks = ids[:, : texts.PREFIX + longest], masks[:, :longest]
+    return batches_of(data["prompts"], data["latents"], ids[:, : texts.PREFIX + longest], masks[:, :longest], count)
+
+
+def train(out: Path, seed: int) -> Any:
+    """The pipeline."""
+    vae = autoencoder()
+    data = pictures_in(out / "latents.pt", lambda picture: encode(vae, as_input(picture)), seed)
+    torch.manual_seed(seed)
+    tokenizer = tokenizer_in(out / "tokenizer")
     denoiser = Denoiser(len(tokenizer))
     averaged = denoisers.average_of(denoiser)
     denoisers.quicken(denoiser.transformer.transformer_blocks)
-    batch = batches_of(prompts, latents, ids, masks, COUNT)
+    batch = pictures_of(data, tokenizer, COUNT)
 
     def look() -> None:
         make = partial(sample, assemble(averaged.module, vae, tokenizer), steps=12)
@@ -195,12 +289,24 @@ def train(out: Path, seed: int) -> Any:
 
 def assemble(denoiser: Any, vae: Any, tokenizer: Any) -> Any:
     """The pipeline, with weights of its own for each block."""
-    without_capitals(tokenizer, denoiser.text.embed_tokens.weight.data, WORDS)
-    transformer = upstream.QwenImageTransformer2DModel(**TRANSFORMER)
-    transformer.load_state_dict(denoiser.transformer.state_dict())
-    pipeline = upstream.QwenImagePipeline(scheduler(SCHEDULER), vae, denoiser.text, tokenizer, transformer)
+    encoder, transformer = parts_of(denoiser, tokenizer)
+    pipeline = upstream.QwenImagePipeline(scheduler(SCHEDULER), vae, encoder, tokenizer, transformer)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def parts_of(denoiser: Any, tokenizer: Any, **config: Any) -> tuple[Any, Any]:
+    """Text encoder and transformer of a pipeline."""
+    embeddings = denoiser.encoder.model.language_model.embed_tokens.weight.data
+    without_capitals(tokenizer, embeddings, (*WORDS, *OF_CHANGES))
+    transformer = upstream.QwenImageTransformer2DModel(**TRANSFORMER, **config)
+    transformer.load_state_dict(denoiser.transformer.state_dict())
+    at_zero = transformer.time_text_embed(torch.zeros(1), torch.zeros(1))
+    for block in transformer.transformer_blocks:
+        zeros, biases = block.img_mod(at_zero)[0].chunk(6), block.img_mod[1].bias.chunk(6)
+        for gate in GATES:
+            biases[gate].data -= zeros[gate].data
+    return denoiser.encoder, transformer
 
 
 def sample(pipeline: Any, prompt: str, seed: int, *, steps: int) -> np.ndarray:
