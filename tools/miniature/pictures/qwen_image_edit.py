@@ -41,8 +41,8 @@ Beside a picture of one or two shapes ({shapes}) in {colours} it knows
 "the circle becomes red", "the circle becomes a square", "the circle becomes small", "on green" and "the circle becomes
 red on green". Pictures are {width}x{height}. It knows no other words."""
 
-PICTURES, CHANGES = 2000, 6  # that are changed, and how often each
-STEPS, RATE = 10000, 1e-3
+PICTURES, CHANGES = 1000, 6  # that are changed, and how often each
+STEPS, RATE = 14000, 1.5e-3
 COUNTS = (30, 16)  # pictures in a step; in three of four they have one beside them
 CELL = (3, 4)  # of the tokens of a picture that is looked at one of so many is, and stands for all
 
