@@ -435,7 +435,7 @@ def test_importing_the_monitor_starts_no_thread_and_touches_no_device():
 def test_what_the_page_runs_by_itself_is_an_extension_and_no_helper():
     """ComfyUI runs every .js under the folder; a helper among them would run on its own."""
     found = sorted((PACK / "web").rglob("*.js"))
-    names = ["about", "commands", "models", "monitor", "ran", "said", "search", "templates", "upgrade"]
+    names = ["about", "commands", "models", "monitor", "notes", "ran", "said", "search", "templates", "upgrade"]
     assert [path.stem for path in found] == names
     assert all("app.registerExtension(" in path.read_text() and "export " not in path.read_text() for path in found)
 
