@@ -6,13 +6,16 @@ bring a hundred others. With it installed, `sky.Task.from_yaml("docs/skypilot.ya
 
 import copy
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+from comfyui_tpu.tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = json.loads((Path(__file__).parent / "skypilot_schema.json").read_text())
@@ -48,3 +51,38 @@ def test_the_task_installs_with_the_commands_of_the_readme():
     version = re.search(r"--version=(\S+)", readme)
     assert version is not None and TASK["resources"]["accelerator_args"]["runtime_version"] == version[1]
     assert len(SHOWN) == 2
+
+
+# In the place of the server and of a minute; what the server says of its queue and of the last prompt, minute by minute.
+STANDS_FOR = """
+    cd() { :; }
+    python3() { command sleep 600; }
+    sleep() { echo minute >> minutes; }
+    curl() { sed -n "$(wc -l < minutes)p" answers; }
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "minutes"),
+    [
+        ([], 4),  # it never answers: the first minute is already as it was before
+        (["none"] * 9, 5),
+        (["", "", *["0 of a"] * 9], 7),  # it starts
+        (["0 of a", "1 of a", "1 of a", "1 of a", "1 of a", "1 of a", *["0 of b"] * 9], 11),
+        (["0 of a", "0 of b", "0 of c", *["0 of d"] * 9], 8),  # prompts that take less than a minute
+    ],
+)
+def test_the_job_ends_where_nothing_was_asked_for_so_long_and_the_vm_with_it(
+    tmp_path: Path, said: list[str], minutes: int
+):
+    """SkyPilot deletes no VM on which a job runs, and a server alone never ends."""
+    autostop = TASK["resources"]["autostop"]
+    assert autostop == {"idle_minutes": autostop["idle_minutes"], "wait_for": "jobs", "down": True}
+    answers = [re.sub(r"(\d) of (.*)", r'{"exec_info": {"queue_remaining": \1}}{"\2": {}}', one) for one in said]
+    (tmp_path / "answers").write_text("\n".join(answers) + "\n")
+    (tmp_path / "minutes").touch()
+    environment = {**os.environ, **TASK["envs"], "IDLE_MINUTES": "4"}
+    assert int(TASK["envs"]["IDLE_MINUTES"]) >= 30
+    script = STANDS_FOR + TASK["run"]
+    subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, check=True, timeout=PATIENCE_S)
+    assert len((tmp_path / "minutes").read_text().splitlines()) == minutes
