@@ -91,7 +91,7 @@ def holders(machine: HostMachine) -> Findings:
         else:
             yield Finding("TPU in use", f"by {said}", f"kill {each.pid}")
     if memory and not found:
-        remedy = "sudo lsof /dev/accel* /dev/vfio/*, then sudo kill PID"
+        remedy = "sudo lsof /dev/accel* /dev/vfio/* says which; wait until it has ended, or ask its owner"
         yield Finding("TPU in use", f"by a process of another user{memory}", remedy)
     if silent:
         yield Finding("TPU in use", silent)

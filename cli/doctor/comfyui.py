@@ -166,7 +166,8 @@ def running(machine: HostMachine) -> Findings:
     for server in machine.servers:
         if server.environ is not None and not server.environ.get("PIP_CONSTRAINT"):
             found = f"process {server.pid} runs without PIP_CONSTRAINT: a pack's installation may replace PyTorch"
-            remedy = f"kill {server.pid}; {setup(machine, 'start', server.folder)}"
+            again = setup(machine, "start", server.folder)
+            remedy = f"kill {server.pid}; {again}" if machine.is_own(server.pid) else f"Ask its owner to run: {again}"
             yield Finding("ComfyUI", found, remedy, advice=True)
     listeners = machine.listeners(PORT)
     if ours := {server.pid for server in machine.servers} & {*listeners}:
