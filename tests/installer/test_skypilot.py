@@ -53,7 +53,7 @@ def test_the_task_installs_with_the_commands_of_the_readme():
     assert len(SHOWN) == 2
 
 
-# In the place of the server and of a minute; what the server says of its queue and of the last prompt, minute by minute.
+# In the place of the server and of a minute; what the server says of its queue and the last prompt, minute by minute.
 STANDS_FOR = """
     cd() { :; }
     python3() { command sleep 600; }
