@@ -8,8 +8,9 @@ from typing import Any
 from ..nodes import inputs
 from ..nodes.declare import Folders
 from ..nodes.graphs.graph import Workflow
+from ..nodes.graphs.miniature import make_tiny
 from ..nodes.headless import model_folders as comfyui_folders
-from ..nodes.headless.changes import assign, make_tiny, read_json
+from ..nodes.headless.changes import assign, read_json
 from ..nodes.headless.runner import HEADLESS, NodeTime
 from ..nodes.headless.workflow import to_api
 from ..tpu_runtime import pipeline

@@ -22,7 +22,7 @@ import numpy as np
 
 # Run as a file, this folder is where Python looks first.
 import workflows
-from comfyui_tpu.nodes.headless.changes import EXAMPLES_PICTURE
+from comfyui_tpu.nodes.graphs.miniature import EXAMPLES_PICTURE
 from graphs import Example
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont, ImageOps
 

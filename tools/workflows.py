@@ -18,7 +18,6 @@ from typing import Any
 import pages
 from comfyui_tpu.nodes.declare import in_words
 from comfyui_tpu.tools.locales import TRANSLATIONS, Table, Translate
-from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.models.layouts import published
 from graphs import Example, LoraFile, api, pipeline, stages
 
@@ -355,16 +354,9 @@ def about_model(example: Example, has_loader: bool, translate: Translate) -> lis
             for row in rows
         ]
         lines += ["", "Predicted by the compiler, not measured; the first run of a size compiles for minutes before."]
-    place = "`model_id` of the TPU Model Loader" if has_loader else "`model_id`"
-    needed = [f"{name} {value}" for name, value in spec.miniature.inputs.items()]
-    if texts := tiny.texts(spec, spec.miniature.id):
-        needed += [f"the picture `{spec.miniature.picture}`"] if spec.miniature.picture else []
-        needed += [f'a prompt such as "{texts["prompt"]}"']
-        needed += ["the negative one empty"] if "negative_prompt" in texts else []
-    said = ", ".join(translate(in_words(one)) for one in needed)
     tips = [
-        f"**Without a TPU** open the template `TPU - try it now`; or try this graph with {place} at "
-        f"`{spec.miniature.id}`, which needs no weights ({said}).",
+        "**Without a TPU** open the template `TPU - try it now`; or press Alt+Shift+Y (it is in the menu TPU), which "
+        "puts a built-in miniature in the place of the model, and needs no weights.",
         *example.tips,
         *weights(spec.name),
         "`model_id` may also be a local folder in diffusers layout.",

@@ -1,16 +1,16 @@
 // Commands with shortcuts, also in the menu under TPU: free the memory, compile what the workflow needs, plan it for a TPU,
-// show the tab. What takes long is queued as a prompt of its own, so that its progress is seen and Cancel ends it.
+// try it without its models, show the tab. What takes long is queued as a prompt of its own, so that its progress is seen and Cancel ends it.
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
-import { known, modelOf, RUNS, sourceOf, widgetOf } from "./monitor/graph.mjs";
+import { BYPASSED, known, modelOf, RUNS, sourceOf, widgetOf } from "./monitor/graph.mjs";
+import { useMiniatures } from "./monitor/miniature.mjs";
 import { notify } from "./monitor/notice.mjs";
 import { say } from "./monitor/words.mjs";
 
 const SIZES = ["height", "width", "num_frames"];
 const NUMBERS = ["num_inference_steps", "guidance_scale"];
 const NEVER = 2; // a muted node's mode
-const BYPASSED = 4;
 
 /** Of each sampler and pipeline: its node, model id, and sizes; a size of 0 is the encoded picture's. */
 function generations() {
@@ -97,6 +97,7 @@ const COMMANDS = [
   ["comfyui-tpu.free", "Free the TPU's memory", "f", free],
   ["comfyui-tpu.warmup", "Compile this workflow's programs ahead", "w", warmUp],
   ["comfyui-tpu.plan", "Plan this workflow for a TPU", "p", plan],
+  ["comfyui-tpu.miniature", "Try this workflow on its miniature", "y", useMiniatures],
   ["comfyui-tpu.tab", "Show or hide the TPU tab", "t", showTab],
 ];
 

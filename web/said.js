@@ -5,6 +5,7 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { text } from "./monitor/format.mjs";
 import { known, RUNS } from "./monitor/graph.mjs";
+import { useMiniatures } from "./monitor/miniature.mjs";
 import { notify } from "./monitor/notice.mjs";
 import { say, understood } from "./monitor/words.mjs";
 
@@ -49,14 +50,20 @@ function realModel(prompt) {
   return nodes.map((node) => node.inputs?.model_id).map(known).find((found) => found && !found.is_miniature)?.title;
 }
 
-async function warn(title) {
+/** Whether it waits or runs: the other of the two finds no such prompt. */
+async function cancel(id) {
+  await api.deleteItem("queue", id);
+  await api.interrupt(id);
+}
+
+async function warn(title, id) {
   const answer = await api.fetchApi("/tpu/stats");
   if (!/^no TPU/i.test(text((await answer.json()).message))) return;
-  notify([
+  const lines = [
     say`No TPU in this machine: ${title} runs on its CPU, for hours, and is downloaded first.`,
-    say`Cancel it, and open the template "TPU - try it now", which needs neither.`,
-    say`Or try this workflow with a built-in miniature, as its note says.`,
-  ]);
+    say`A built-in miniature of it needs neither.`,
+  ];
+  notify(lines, { [say`Cancel, and try the miniature`]: () => cancel(id).then(useMiniatures) });
 }
 
 app.registerExtension({
@@ -77,7 +84,7 @@ app.registerExtension({
       try {
         const answer = await queue.call(this, number, prompt, ...rest);
         const title = realModel(prompt);
-        if (title) warn(title).catch((error) => console.warn("comfyui-tpu: the machine is not known", error));
+        if (title) warn(title, answer.prompt_id).catch((error) => console.warn("comfyui-tpu: the machine is not known", error));
         return answer;
       } catch (refusal) {
         const nodes = Object.values(refusal.response?.node_errors ?? {});

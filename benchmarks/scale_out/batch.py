@@ -20,7 +20,8 @@ from comfyui_tpu.fleet.messages import Request, Workers
 from comfyui_tpu.fleet.store import BatchStore
 from comfyui_tpu.fleet.worker import Actor
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.nodes.headless.changes import make_tiny, read_json
+from comfyui_tpu.nodes.graphs.miniature import make_tiny
+from comfyui_tpu.nodes.headless.changes import read_json
 from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, keep
 from comfyui_tpu.tpu_runtime.progress import Silent
 

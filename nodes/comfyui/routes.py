@@ -1,7 +1,7 @@
 """The pack's addresses on ComfyUI's server: the monitor's `GET /tpu/stats` and `POST /tpu/free`; `GET /tpu/models`,
 what the page knows of a model by its id; `GET /tpu/about`, what it says of the pack and this machine; `POST
-/tpu/upgrade`, which brings a workflow of the separate packs to today's nodes, and `POST /tpu/convert`, which swaps
-loaders of ComfyUI's own for those of the TPU and back.
+/tpu/upgrade`, which brings a workflow of the separate packs to today's nodes; `POST /tpu/convert`, which swaps loaders
+of ComfyUI's own for those of the TPU and back; `POST /tpu/miniature`, which says how to try one without its models.
 
 It knows ComfyUI only in `add`.
 """
@@ -19,7 +19,7 @@ from aiohttp import web
 from ...tpu_runtime import pipeline
 from ...tpu_runtime.pipeline import Feed, in_daemon, parse_json
 from .. import DECLARATIONS, model
-from ..graphs import upgrade
+from ..graphs import miniature, upgrade
 from ..graphs.queue_end import QueueEnd
 from ..graphs.ran import Records
 from . import about
@@ -113,6 +113,16 @@ def add_routes(
             return web.json_response({"error": str(error)}, status=400)
         return web.json_response({"changes": changes, "workflow": workflow})
 
+    @routes.post("/tpu/miniature")
+    async def on_miniatures(request: web.Request) -> web.Response:
+        try:
+            body = await _bounded(request)
+            async with upgrading:
+                found = await asyncio.to_thread(lambda: miniature.changes(_json(body)))
+        except ValueError as error:
+            return web.json_response({"error": str(error)}, status=400)
+        return web.json_response(found)
+
 
 class _Freeing:
     """Frees residents in one thread, however many ask meanwhile: that waits for a running stage, perhaps for minutes,
@@ -152,19 +162,19 @@ async def _bounded(request: web.Request) -> bytes:
 
 def _upgraded(body: bytes) -> tuple[Any, list[str]]:
     """The workflow in `body` with today's nodes, and what was changed; ValueError for what is none."""
+    return upgrade.upgraded(_json(body), DECLARATIONS)
+
+
+def _json(body: bytes) -> Any:
     try:
-        document = parse_json(body)
+        return parse_json(body)
     except ValueError as error:
         raise ValueError(f"The body is not a workflow in JSON ({error}).") from None
-    return upgrade.upgraded(document, DECLARATIONS)
 
 
 def _converted(body: bytes) -> tuple[Any, list[str]]:
     """The workflow in `body`, `{"workflow": ..., "back": false}`, with loaders swapped, and what was done."""
-    try:
-        asked = parse_json(body)
-    except ValueError as error:
-        raise ValueError(f"The body is not JSON ({error}).") from None
+    asked = _json(body)
     if not isinstance(asked, dict) or not isinstance(asked.get("back", False), bool):
         raise ValueError('The body must be {"workflow": ..., "back": true or false}.')
     from .host import folders

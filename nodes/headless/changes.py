@@ -1,16 +1,12 @@
-"""Changes to a workflow before it runs: a file's content, single inputs as `--set` names them, the miniature models."""
+"""Changes to a workflow before it runs: a file's content, single inputs as `--set` names them."""
 
 from pathlib import Path
 from typing import Any
 
-from ...tpu_runtime.pipeline import SPECS, is_of_files, parse_json, spec_for_family, tiny, variant, without_zero_sizes
+from ...tpu_runtime.pipeline import parse_json
 from ..declare import Input
-from ..graphs.graph import Workflow, declaration_of, is_link
-from ..model import AUTO, PARTS
+from ..graphs.graph import Workflow, declaration_of
 from .runner import HEADLESS
-
-# What the examples of image to video start from.
-EXAMPLES_PICTURE = "wan_i2v_input.jpg"
 
 
 def read_json(path: Path) -> Any:
@@ -20,42 +16,6 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"there is no file {path}.") from None
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}.") from None
-
-
-def make_tiny(workflow: Workflow) -> None:
-    """Gives every model node its family's built-in miniature and what fits it: sizes, and if it was trained prompts and
-    a picture.
-
-    LoRAs, which are made for the real sizes, are left out.
-    """
-    for node_id in [name for name, node in workflow.items() if node["class_type"] == "TPULoraLoader"]:
-        model = workflow.pop(node_id)["inputs"].get("model")
-        for node in workflow.values():
-            node["inputs"] = {k: model if v == [node_id, 0] else v for k, v in node["inputs"].items()}
-    for node in workflow.values():
-        declaration = HEADLESS.get(node["class_type"])
-        family = declaration and (declaration.family or node["inputs"].get("family"))
-        if not declaration or not isinstance(family, str) or family not in {one.family for one in SPECS}:
-            continue
-        named = node["inputs"].get("model")
-        source = workflow.get(named[0], node) if is_link(named) else node  # a loader, in place of the widget
-        defaults = {i.name: i.default for i in HEADLESS.get(source["class_type"], declaration).inputs}
-        model_id = (defaults | source["inputs"]).get("model_id")
-        # A wrong type is an error of the workflow's own, said when all of it is checked.
-        known = isinstance(model_id, str) and not is_of_files(model_id)
-        spec = variant(spec_for_family(family), model_id if known else "")
-        texts = tiny.texts(spec, spec.miniature.id)
-        wanted = {"model_id": spec.miniature.id, **spec.miniature.inputs, **texts}
-        wanted |= {name: AUTO for name in PARTS if name in node["inputs"]}
-        given = {i.name: node["inputs"].get(i.name, i.default) for i in declaration.inputs if i.name in wanted}
-        if "condition" in node["inputs"]:
-            given = without_zero_sizes(given)  # they stay the picture's
-        node["inputs"] |= {name: wanted[name] for name in given}
-        shown = node["inputs"].get("image")
-        loader = workflow.get(shown[0]) if is_link(shown) else None
-        if texts and spec.miniature.picture and loader and loader["class_type"] == "LoadImage":
-            if loader["inputs"].get("image") == EXAMPLES_PICTURE:  # one's own stays
-                loader["inputs"]["image"] = spec.miniature.picture
 
 
 def assign(workflow: Workflow, assignment: str) -> None:

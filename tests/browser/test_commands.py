@@ -14,6 +14,7 @@ from comfyui_tpu.tests.support.patience import until
 pytestmark = [needs_comfyui, needs_browser]
 
 SEEN = "comfyui-tpu.changes"
+EMPTY = (700, 900)  # a place of the graph without nodes
 NOTICE, PANEL = "#comfyui-tpu-notice", ".comfyui-tpu-panel"
 
 
@@ -127,3 +128,42 @@ def test_a_plan_asks_for_the_tpu_and_a_wrong_one_is_a_sentence(page: Any):
     assert (inputs["model_name"], inputs["topology"]) == ("wan2.1-t2v-14b", "v9:1x1")
     assert (inputs["height"], inputs["width"], inputs["num_frames"]) == (80, 112, 17)
     says(page, "there is no topology 'v9:1x1'; there are v6e:1x1")
+
+
+def widgets(page: Any) -> dict[str, Any]:
+    """Values by name, of all nodes of the graph."""
+    return page.evaluate(
+        "Object.fromEntries("
+        "app.graph.nodes.flatMap(({widgets}) => (widgets ?? []).map(({name, value}) => [name, value])))"
+    )
+
+
+def test_a_real_model_without_a_tpu_is_cancelled_and_its_miniature_runs(page: Any, server: Server):
+    """From the notice that comes with its prompt: nothing has to be changed by hand, and undo brings the model back."""
+    page.evaluate(OPEN, examples.page("flux2_klein").stem)
+    page.wait_for_function(IS_DRAWN)
+    before = len(server.get("/history"))
+    page.evaluate("app.queuePrompt(0)")
+    says(page, "No TPU in this machine: FLUX.2 klein 4B runs on its CPU, for hours, and is downloaded first.")
+    page.screenshot(path=SCREENSHOTS / "miniature-offered.png")
+    page.get_by_role("button", name="Cancel, and try the miniature").click()
+    says(page, "This workflow now runs on a built-in miniature, with the sizes that fit it.")
+    says(page, 'Its prompt is "a red circle and a green square on blue".')
+    page.screenshot(path=SCREENSHOTS / "miniature-taken.png")
+    until(lambda: not any(server.get("/queue").values()))
+    found = widgets(page)
+    assert (found["model_id"], found["height"], found["width"]) == ("tiny/flux2klein", 80, 112)
+    page.mouse.click(*EMPTY)
+    page.keyboard.press("Control+z")
+    until(lambda: widgets(page)["model_id"] == "black-forest-labs/FLUX.2-klein-4B")
+    assert widgets(page)["height"] == 1024
+    assert page.locator("[role=alert]").count() == 0  # no shortcut of the page's own is taken
+    page.keyboard.press("Alt+Shift+Y")
+    until(lambda: widgets(page)["model_id"] == "tiny/flux2klein")
+    page.evaluate("app.queuePrompt(0)")
+    until(lambda: len(server.get("/history")) >= before + 2 and not any(server.get("/queue").values()))
+    last = list(server.get("/history").values())[-1]
+    assert last["status"]["status_str"] == "success", last["status"]
+    page.evaluate("app.graph.clear()")
+    page.keyboard.press("Alt+Shift+Y")
+    says(page, "There is no model in this workflow that a miniature could stand for.")

@@ -13,7 +13,7 @@ import pytest
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.graphs.graph import generations
-from comfyui_tpu.nodes.headless.changes import make_tiny
+from comfyui_tpu.nodes.graphs.miniature import make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.nodes import examples

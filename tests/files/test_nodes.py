@@ -11,8 +11,8 @@ from comfyui_tpu.cli.verbs import given_folders
 from comfyui_tpu.nodes import lora
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.graphs.graph import generations
+from comfyui_tpu.nodes.graphs.miniature import make_tiny
 from comfyui_tpu.nodes.headless import model_folders
-from comfyui_tpu.nodes.headless.changes import make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.model import LOADER, chosen_id
 from comfyui_tpu.tests.files import single_files

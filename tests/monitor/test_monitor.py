@@ -385,6 +385,31 @@ def test_a_workflow_of_the_separate_packs_comes_back_with_todays_nodes():
     assert answer["workflow"]["1"]["inputs"] == {"latents": ["2", 0]}
 
 
+def test_a_prompt_is_told_what_its_miniatures_are():
+    """Of nodes in a subgraph too, as the page names them; a LoRA is left out, and nodes of others stay."""
+    workflow = {
+        "7:1": {
+            "class_type": "TPUModelLoader",
+            "inputs": {"model_id": "Wan-AI/Wan2.2-I2V-A14B-Diffusers", "family": "Wan22I2V"},
+        },
+        "2": {"class_type": "TPULoraLoader", "inputs": {"model": ["7:1", 0], "lora_name": "a.safetensors"}},
+        "3": {"class_type": "Wan22I2VImageEncoder", "inputs": {"model": ["2", 0], "image": ["4", 0], "height": 720}},
+        "4": {"class_type": "LoadImage", "inputs": {"image": "wan_i2v_input.jpg"}},
+        "5": {"class_type": "SaveImage", "inputs": {"images": ["6", 0], "model_id": "mine"}},
+    }
+    status, answer = Requests().send("POST", "/tpu/miniature", json.dumps(workflow))
+    assert status == 200 and answer["without"] == ["2"], answer
+    assert answer["values"]["7:1"] == {"model_id": "tiny/wan22i2v"}
+    assert answer["values"]["3"]["height"] == 80 and answer["values"]["4"] == {"image": "wan_i2v_shapes.png"}
+    assert "5" not in answer["values"]
+    many = {str(number): {"class_type": "TPULoraLoader", "inputs": {}} for number in range(5001)}
+    for body in ([], {"a": 1}, {"a": {"class_type": "b"}}, many):
+        status, answer = Requests().send("POST", "/tpu/miniature", json.dumps(body))
+        assert status == 400 and answer["error"].startswith(
+            ("The body is not a workflow", "The workflow has 5001 nodes")
+        ), answer
+
+
 @pytest.mark.parametrize("body", ["{}", "[]", "3", '"x"', "null", '{"nodes": [], "links": []}'])
 def test_what_is_no_workflow_of_theirs_needs_no_change(body: str):
     assert Requests().send("POST", "/tpu/upgrade", body) == (200, {"changes": []})

@@ -10,7 +10,8 @@ from comfyui_tpu.cli import main as cli
 from comfyui_tpu.cli.verbs import prompts_of_miniatures
 from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Node, Output, Ref, StageNode, by_id
 from comfyui_tpu.nodes.graphs.graph import expand
-from comfyui_tpu.nodes.headless.changes import assign, make_tiny
+from comfyui_tpu.nodes.graphs.miniature import make_tiny
+from comfyui_tpu.nodes.headless.changes import assign
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, execution_order, run_workflow
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
 from comfyui_tpu.tests.nodes import examples

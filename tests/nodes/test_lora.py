@@ -10,7 +10,7 @@ import torch
 from comfyui_tpu.nodes import family, lora, wan21
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.graphs.graph import generations
-from comfyui_tpu.nodes.headless.changes import make_tiny
+from comfyui_tpu.nodes.graphs.miniature import make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, run_workflow
 from comfyui_tpu.nodes.headless.workflow import validate_workflow
 from comfyui_tpu.tpu_runtime import pipeline

@@ -12,7 +12,8 @@ from comfyui_tpu.fleet.jobs import JobTemplate, read_jobs
 from comfyui_tpu.nodes.comfyui import routes
 from comfyui_tpu.nodes.declare import Folders, Input, Node
 from comfyui_tpu.nodes.graphs.graph import expand, expected, is_link
-from comfyui_tpu.nodes.headless.changes import assign, make_tiny, read_json
+from comfyui_tpu.nodes.graphs.miniature import make_tiny
+from comfyui_tpu.nodes.headless.changes import assign, read_json
 from comfyui_tpu.nodes.headless.runner import HEADLESS, execution_order
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
 from comfyui_tpu.tests.nodes import examples, separate_packs
@@ -135,6 +136,7 @@ def test_any_line_of_a_batch(content: bytes):
     make_tiny(workflow)
     lines = content.decode("utf-8", "replace").splitlines()
     recipe = JobTemplate(workflow, Folders(), Silent())
+    read_jobs(recipe, [json.dumps(LINE)], "the file")  # what is imported is not the line's
     ends_well(lambda: read_jobs(recipe, lines, "the file"), len(content))
 
 
@@ -153,16 +155,29 @@ class Request:
 @given(content=documents(BODY) | spoiled(json.dumps(BODY).encode()))
 def test_any_body(content: bytes):
     """`POST /tpu/free` frees what was named, all, or answers 400 with a sentence."""
-    table, freed = web.RouteTableDef(), []
+    freed = []
+    status, said = answer("/tpu/free", content, freed)
+    assert (status == 200) == bool(freed)
+    assert status == 200 or (status == 400 and said["error"].startswith(("The body ", "ids is ")))
+
+
+@settings(max_examples=150)
+@given(content=documents(API) | spoiled(json.dumps(API).encode()))
+def test_any_prompt_on_miniatures(content: bytes):
+    """`POST /tpu/miniature` names nodes of the prompt alone and values of the pack's own, or answers 400."""
+    status, said = answer("/tpu/miniature", content, [])
+    assert status == 200 or (status == 400 and len(said["error"].split()) > 4)
+    if status == 200:
+        assert {*said["values"], *said["without"]} <= set(json.loads(content))
+        ids = {node["model_id"] for node in said["values"].values() if "model_id" in node}
+        assert all(one.startswith("tiny/") for one in ids)
+
+
+def answer(path: str, content: bytes, freed: list[Any]) -> tuple[int, Any]:
+    """Status and body of the pack's answer to a request."""
+    table, answers = web.RouteTableDef(), []
     routes.add_routes(table, request_unload=lambda: freed.append(None), free=lambda *, ids: freed.append(ids))
-    (handler,) = (route.handler for route in table if route.path == "/tpu/free")
-    answers: list[web.Response] = []
-
-    def ask() -> None:
-        answers.append(asyncio.run(handler(Request(content))))
-
-    ends_well(ask, len(content))
-    (answer,) = answers
-    said = json.loads(answer.body)
-    assert (answer.status == 200) == bool(freed)
-    assert answer.status == 200 or (answer.status == 400 and said["error"].startswith(("The body ", "ids is ")))
+    (handler,) = (route.handler for route in table if route.path == path)
+    ends_well(lambda: answers.append(asyncio.run(handler(Request(content)))), len(content))
+    (given_back,) = answers
+    return given_back.status, json.loads(given_back.body)

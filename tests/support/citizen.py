@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 from PIL import Image
 
-from ...nodes.headless.changes import make_tiny
+from ...nodes.graphs.miniature import make_tiny
 from ...nodes.headless.runner import HEADLESS
 from ...nodes.headless.workflow import to_api
 from .comfyui_server import PACK, Server, make_random

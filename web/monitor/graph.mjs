@@ -2,6 +2,7 @@
 
 // A node that generates, by its class.
 export const RUNS = /TPU(Sampler|Pipeline)$/;
+export const BYPASSED = 4; // a node's mode
 const MODEL = "TPU_MODEL";
 // A chain of LoRAs is followed so far.
 const DEEPEST = 100;

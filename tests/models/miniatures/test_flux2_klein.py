@@ -7,7 +7,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from comfyui_tpu.nodes.headless.changes import make_tiny, read_json
+from comfyui_tpu.nodes.graphs.miniature import make_tiny
+from comfyui_tpu.nodes.headless.changes import read_json
 from comfyui_tpu.nodes.headless.runner import HEADLESS
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.models import parity

@@ -1,0 +1,59 @@
+// The workflow of the page with built-in miniatures in the place of its models: the server knows what fits them.
+
+import { api } from "../../../scripts/api.js";
+import { app } from "../../../scripts/app.js";
+import { BYPASSED, widgetOf } from "./graph.mjs";
+import { notify } from "./notice.mjs";
+import { say } from "./words.mjs";
+
+/** The node that a prompt calls so; "7:2" is node 2 of the subgraph that node 7 is. */
+function nodeOf(id) {
+  return id.split(":").reduce(
+    ({ graph }, part) => {
+      const node = graph?.getNodeById(part);
+      return { node, graph: node?.subgraph };
+    },
+    { graph: app.rootGraph ?? app.graph },
+  ).node;
+}
+
+function set(node, name, value) {
+  // A link to the widget would replace the value.
+  const slot = node?.inputs?.findIndex((input) => input.name === name && input.link != null) ?? -1;
+  if (slot >= 0) node.disconnectInput(slot);
+  const widget = widgetOf(node, name);
+  if (!widget) return;
+  widget.value = value;
+  widget.callback?.(value);
+}
+
+function apply({ values, without }) {
+  for (const node of without.map(nodeOf).filter(Boolean)) node.mode = BYPASSED;
+  for (const [id, inputs] of Object.entries(values)) {
+    const node = nodeOf(id);
+    for (const [name, value] of Object.entries(inputs)) set(node, name, value);
+  }
+  app.graph.setDirtyCanvas(true, true);
+}
+
+export async function useMiniatures() {
+  let found;
+  try {
+    const { output } = await app.graphToPrompt();
+    const response = await api.fetchApi("/tpu/miniature", { method: "POST", body: JSON.stringify(output) });
+    found = await response.json();
+    if (!response.ok) return notify([say`The workflow is as it was: ${found.error}`]);
+  } catch (error) {
+    return notify([say`The workflow is as it was: the server is not reachable (${error}).`]);
+  }
+  const all = Object.values(found.values);
+  if (!all.length) return notify([say`There is no model in this workflow that a miniature could stand for.`]);
+  apply(found);
+  const prompts = new Set(all.map(({ prompt }) => prompt).filter(Boolean));
+  return notify([
+    say`This workflow now runs on a built-in miniature, with the sizes that fit it.`,
+    ...[...prompts].map((prompt) => say`Its prompt is "${prompt}".`),
+    ...(found.without.length ? [say`LoRAs are bypassed: they are made for the model's real sizes.`] : []),
+    say`Open the template again for the real model, or undo.`,
+  ]);
+}
