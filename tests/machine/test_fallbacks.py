@@ -130,7 +130,7 @@ def test_the_environment_switches_kernels_and_options_off():
 )
 def test_a_switch_that_is_none_is_said(variable: str, value: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(variable, value)
-    with pytest.raises(ValueError, match=rf"{variable}: '{value}' is none of -.*commas"):
+    with pytest.raises(ValueError, match=rf"{variable}: '{value}' must be one of -.*commas"):
         Target(devices=tuple(jax.devices()[:1]), precision="float32")
 
 
