@@ -42,7 +42,7 @@ def _exchanged(groups: Any, ulysses: int) -> Any:
     """A chip's tokens of all heads, `[batch, chips, tokens, lanes]`, to all tokens of its heads.
 
     The heads of each chip are exchanged as a leading dimension, which lands flat: `[tokens, lanes]` as the kernel reads
-    it. Of keys in whole numbers these.
+    it. Integer keys stay integers.
     """
     if isinstance(groups, WholeKeys):
         return replace(groups, numbers=_exchanged(groups.numbers, ulysses))

@@ -31,8 +31,9 @@ Run = Callable[["Mapping[str, jax.Array]"], "tuple[np.ndarray, bool]"]
 # How far forms may be apart, as the root mean square of the difference, of that of the values: what rounding in this
 # precision makes of one block, with a factor of at least 4 over what was seen.
 BOUNDS = {"bfloat16": 2**-5, "float32": 2**-14}
-# A fault of a hundredth in one kernel is less than bfloat16's rounding. But rounding goes any way, and a fault the way
-# that results go where weights before the kernel grow. So the difference is fitted by that, and may be so much of it.
+# A fault of a hundredth in one kernel is less than bfloat16's rounding. But rounding errors point in random directions;
+# a kernel's fault points where results move as the weights before it grow. So the difference is projected onto that
+# direction and bounded there.
 PULLS = {
     "attention's results": re.compile(r"\b(to_v|add_v_proj|in_value)\b"),
     "queries": re.compile(r"\bnorm(_added)?_q\b"),

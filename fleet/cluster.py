@@ -25,7 +25,7 @@ from .worker import Actor
 
 log = logging.getLogger(__name__)
 
-# How often is looked for new machines, how long a follower that ended rests, and how long a cluster has to answer.
+# How often to look for new machines, how long a follower that ended rests, and how long a cluster has to answer.
 _LOOK_S, _AGAIN_S, _CONNECT_S = 5.0, 5.0, 10.0
 # Labels that Ray gives the machines of a slice.
 _NAME, _TOPOLOGY, _POD_TYPE, _WORKER = (

@@ -19,7 +19,7 @@ from .messages import JOBS_FAULT, PLACES_FAULT, JobFailed, Lost, Status, Worker,
 from .queue import Job, Queue
 from .store import DONE, FAILED, TRIES, BatchStore, decided
 
-# How often is looked what changed, and what runs is given to stop.
+# How often to poll, and how long running jobs get to stop.
 _TICK_S, _STOP_S = 0.25, 20.0
 # A worker that fails or goes away rests, each time for twice as long, and is started again every third time.
 FIRST_REST_S, LONGEST_REST_S, _RESTART_AFTER = 1.0, 60.0, 3

@@ -27,7 +27,7 @@ _PREFIX = "comfyui-tpu-job-"
 
 
 class Cancelled(Exception):
-    """The driver wants the job no more."""
+    """The driver no longer wants the job."""
 
 
 class WrongFiles(RuntimeError):

@@ -169,8 +169,8 @@ def convolution(
     past_at: int = 0,
     interpret: Interpret = False,
 ) -> Result:
-    """Stride 1, of odd rows and columns, on the mesh in context, which may be of one chip; height and width stay, of
-    frames as many are lost as the kernel has, less one. `repeats` edges, or zeros are beyond them.
+    """Stride 1, of odd rows and columns, on the mesh in context, which may be of one chip; height and width stay;
+    the result has (kernel frames - 1) fewer frames. `repeats` edges, or zeros are beyond them.
 
     `doubled`: of `x` with each pixel as two rows and two columns. `halved`: every second row and column of the result,
     the first left out, and nothing can be added to it. Frames of the `past` stand before frame `past_at`. With a

@@ -149,12 +149,3 @@ def lay_out(params: Mapping[str, Param], rules: Iterable[Rule], mesh: MeshShape)
         patterns = ", ".join(sorted(rule.pattern for rule in unused))
         raise ShardingError(f"sharding rules that match no parameter: {patterns}.")
     return layouts
-
-
-def bytes_per_chip(params: Mapping[str, Param], layouts: Mapping[str, Layout], mesh: MeshShape) -> int:
-    """Bytes of all parameters on one chip, at rest."""
-    total = 0
-    for name, param in params.items():
-        axes = [axis for entry in layouts[name].at_rest if entry for axis in entry]
-        total += param.size_bytes // math.prod(mesh.sizes[axis] for axis in axes)
-    return total

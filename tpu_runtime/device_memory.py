@@ -43,7 +43,7 @@ class DeviceMemory:
         peaks = {"in use": self.peak_in_use_bytes, "reserved": self.peak_reserved_bytes}
         said = [f"{readable(value)} {name}" for name, value in peaks.items() if value is not None]
         if not said:
-            return "says nothing of its memory"
+            return "does not report its memory"
         limit = f", of {readable(self.limit_bytes)}" if self.limit_bytes else ""
         return f"at most {' and '.join(said)}{limit}"
 

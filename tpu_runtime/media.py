@@ -45,9 +45,9 @@ def free_path(folder: Path, stem: str, suffix: str) -> Path:
     return path
 
 
-def save_video(path: Path, video: Video, *, crf: int = 18, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes H.264 (yuv420p, BT.709, fast start) in an MP4, with `metadata` by its names; a smaller `crf` is larger and
-    better.
+def save_video(path: Path, video: Video, *, metadata: Mapping[str, str] | None = None) -> None:
+    """Writes H.264 (yuv420p, BT.709, fast start) in an MP4, with `metadata` by its names.
+
     On one machine the same frames become the same file; x264's number of threads, and so its file, follows the cores.
 
     Raises ValueError for no frames, and for an odd width or height, which yuv420p cannot hold.
@@ -65,7 +65,7 @@ def save_video(path: Path, video: Video, *, crf: int = 18, metadata: Mapping[str
     with av.open(str(path), mode="w", options={"movflags": flags}) as container:
         container.metadata.update(metadata or {})
         # Otherwise x264 weighs blocks by code made for the processor, whose results differ from run to run as well.
-        options = {"crf": str(crf), "x264-params": "cpu-independent=1"}
+        options = {"crf": "18", "x264-params": "cpu-independent=1"}
         stream = container.add_stream("libx264", rate=video.frame_rate, options=options)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         _mark_bt709(stream.codec_context)

@@ -36,7 +36,7 @@ _SHARED = frozenset(("c_concat", "denoise_mask"))
 _COUNTING = (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
 
 HOOKS = (
-    "LoRAs that hang on a conditioning or change between steps (hooks) would be merged anew at each step on the TPU, "
+    "LoRAs that hang on a conditioning or change between steps (hooks) would be merged again at each step on the TPU, "
     "and are not supported. Use a LoRA loader on the MODEL."
 )
 _INSIDE = "This MODEL runs compiled on the TPU, and {what} cannot work there ({node}). {advice}"

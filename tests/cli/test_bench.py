@@ -52,7 +52,7 @@ def test_the_report_says_what_was_measured_and_on_what(record: Path):
     assert "One generation of the miniature, on no TPU, measured: " in text
     assert text.endswith("This was not FLUX.2 klein 4B but its miniature: none of it says how fast a TPU is.")
     real = replace(found, is_tiny=False, programs=(replace(found.programs[1], median_s=0.5, predicted_s=0.25),))
-    assert "Fullest device: says nothing of its memory." in text
+    assert "Fullest device: does not report its memory." in text
     full = replace(real, hbm_peak_bytes=3 * GIB, hbm_reserved_peak_bytes=27 * GIB, hbm_limit_bytes=31 * GIB)
     assert "Fullest device: at most 3.0 GiB in use and 27.0 GiB reserved, of 31.0 GiB." in bench.text(full)
     assert "miniature" not in bench.text(real)

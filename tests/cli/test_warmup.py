@@ -17,6 +17,7 @@ from comfyui_tpu.nodes.graphs.miniature import make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.nodes import examples
+from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import engine as engines
@@ -30,6 +31,9 @@ EXAMPLES = ROOT / "examples"
 # ComfyUI's own nodes compile in their first run: their sizes are those of a latent that comes from any node.
 CORE = sorted(EXAMPLES.glob("core/*.json"))
 FILES = sorted(set(EXAMPLES.rglob("*.json")) - set(CORE))
+# Pipelines of a network that another has too.
+ALIKE = ("flux2_turbo", "hunyuan15_t2v_720p", "qwen_image_2512", "wan21_1.3b", "wan22_i2v_4step", "wan22_t2v_4step")
+SIBLINGS = [path for path in examples.PIPELINES if path.stem in ALIKE]
 HUNYUAN = spec_by_name("hunyuanvideo1.5-t2v-720p")
 # Only the example of Wan 2.2 has its size in another node than the sampler, where it is 0.
 SIZE = ("height", "width", "num_frames")
@@ -116,7 +120,7 @@ def test_a_workflow_of_comfyuis_own_nodes_is_sent_there(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", examples.PIPELINES, ids=name)
+@pytest.mark.parametrize("path", slower(examples.PIPELINES, *SIBLINGS), ids=name)
 def test_an_examples_programs_are_built_at_its_tiny_sizes(path: Path, programs: list[Program]):
     """The whole way through the engine and the tiny checkpoint, but for the compiler."""
     assert cli.main(["warmup", str(path), "--tiny"]) == 0

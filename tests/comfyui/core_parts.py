@@ -94,7 +94,7 @@ def check_refused(clip: Any) -> None:
     hooks = comfy.hooks.create_hook_lora({"lora_te1_text_model": torch.ones(1)}, 1.0, 1.0)
     for use, sentence in (
         (lambda: clip.encode_from_tokens_scheduled(tokens), "holds an embedding (textual inversion)"),
-        (lambda: SetClipHooks().apply_hooks(clip, False, True, hooks), "(hooks) would be merged anew"),
+        (lambda: SetClipHooks().apply_hooks(clip, False, True, hooks), "(hooks) would be merged again"),
     ):
         try:
             use()

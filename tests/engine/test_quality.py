@@ -61,7 +61,7 @@ def test_who_leaves_out_no_blocks_says_who_does():
 FAMILIES = ("Wan21", "Flux2", "HunyuanVideo15", "CogVideoX", "ZImage", "QwenImage")
 
 
-@pytest.mark.parametrize("family", slower(FAMILIES, "CogVideoX", "ZImage", "QwenImage"))
+@pytest.mark.parametrize("family", slower(FAMILIES, "HunyuanVideo15", "CogVideoX", "ZImage", "QwenImage"))
 def test_int8_gives_nearly_the_same_and_leaves_exact_alone(family: str, monkeypatch: pytest.MonkeyPatch):
     """One engine, programs of both at once: neither takes the other's."""
     monkeypatch.setattr(policy, "MANY_KEYS", 0)
@@ -135,7 +135,8 @@ def test_tiles_that_are_all_kept_change_nothing_and_left_out_little(
     ("family", "cache"),
     [
         ("Wan21", MagCache(threshold=0.1, curve=Curve(ratios=((1.0,) * 6,), retained=(0.3,), most_skipped=1))),
-        ("HunyuanVideo15", StepCache(start=1, end=5, interval=2)),
+        # The same blocks on the same tokens, with another start.
+        pytest.param("HunyuanVideo15", StepCache(start=1, end=5, interval=2), marks=pytest.mark.recorded),
     ],
 )
 def test_with_a_step_cache_tiles_that_are_all_kept_change_nothing(

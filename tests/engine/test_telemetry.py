@@ -54,7 +54,7 @@ def test_the_peaks_are_said_in_words():
     assert str(of(BUSY)) == "at most 3.0 GiB in use and 28.0 GiB reserved, of 31.2 GiB"
     assert str(of({"peak_bytes_in_use": GIB})) == "at most 1.0 GiB in use"
     for nothing in (None, {}, {"bytes_limit": GIB}):
-        assert str(of(nothing)) == "says nothing of its memory"
+        assert str(of(nothing)) == "does not report its memory"
 
 
 def test_the_fullest_of_several_devices_has_the_most_of_each():

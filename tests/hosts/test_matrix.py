@@ -133,12 +133,10 @@ def test_a_late_follower_and_one_of_another_version(tmp_path: Path, cache: Path)
         assert missing["sentence"].startswith("This TPU has 2 hosts, and host 1 of 2 did not come within 45 s. Start")
         assert missing["seconds"] < hosts.ENDS_S
         two.follow(1, PYTHONPATH=str(other.parent))
-        hosts.until(lambda: "cannot take part" in two.log(1).read_text())
+        hosts.until(lambda: "cannot join: its versions differ" in two.log(1).read_text())
         refused = two.lead.ask(model=WAN)
         print(f"another version: {refused}")
-        assert refused["sentence"].startswith(
-            "Host 1 (127.0.0.1) cannot take part, its versions are others (the pack's"
-        )
+        assert refused["sentence"].startswith("Host 1 (127.0.0.1) cannot join: its versions differ (the pack's")
         assert refused["seconds"] < hosts.ENDS_S
         two.followers[1].terminate()
         two.followers[1].wait()

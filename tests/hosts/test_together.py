@@ -181,7 +181,7 @@ def test_a_stranger_of_another_version_is_not_heard(pair: Pair, monkeypatch: pyt
         with pytest.raises(Refused, match="^the token is wrong or missing"):
             link.connect(pair.address, hello("<b>another</b>"))
     assert not pair.leader._refused
-    with pytest.raises(Refused, match="versions are others .jax: <b>another</b> there"):
+    with pytest.raises(Refused, match="versions differ .jax: <b>another</b> there"):
         link.connect(pair.address, hello("<b>another</b>"))
     assert pair.leader._refused  # by one with the secret
     pair.join()
@@ -189,7 +189,7 @@ def test_a_stranger_of_another_version_is_not_heard(pair: Pair, monkeypatch: pyt
 
 def test_a_second_hello_does_not_take_a_followers_place(pair: Pair):
     pair.join()
-    with pytest.raises(Refused, match=r"^Host 1 \(127.0.0.1\) is here already"):
+    with pytest.raises(Refused, match=r"^Host 1 \(127.0.0.1\) is already connected"):
         link.connect(pair.address, hello())
     assert pair.attempt(lambda: pair.leader.agree("run it"), lambda: pair.follower.agree("run it")) == [True, True]
 
@@ -230,5 +230,5 @@ def test_a_follower_of_another_version_is_refused_on_both_sides(pair: Pair, monk
         pass
     until(lambda: refused)
     assert refused == [str(missing.value)]
-    assert refused[0].startswith("Host 1 (127.0.0.1) cannot take part, its versions are others (jax: 0.1 there, ")
+    assert refused[0].startswith("Host 1 (127.0.0.1) cannot join: its versions differ (jax: 0.1 there, ")
     assert pair.host.said[0].startswith("Waiting for host 1 of 2, 4")

@@ -111,7 +111,7 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(monkeypatch: 
     compare("denoiser, poisoned padding", ours, (uncond + ODD.guidance_scale * (cond - uncond)).numpy(), error=NETWORK)
 
 
-@pytest.mark.parametrize(("chips", "settings"), [(3, TALL), (8, ODD)])
+@pytest.mark.parametrize(("chips", "settings"), [pytest.param(3, TALL, marks=pytest.mark.recorded), (8, ODD)])
 def test_a_video_from_a_picture_equals_upstreams(chips: int, settings: Settings, compare: Callable):
     runner = engine(chips)
     expected = flagship.generate(upstream_pipeline(), settings, image=picture(settings))

@@ -150,7 +150,7 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
 
 @pytest.mark.parametrize(
     ("chips", "case"),
-    [pytest.param(1, "odd", marks=pytest.mark.recorded), pytest.param(3, "tall", marks=pytest.mark.slow), (8, "odd")],
+    [*(pytest.param(*one, marks=pytest.mark.recorded) for one in ((1, "odd"), (3, "tall"))), (8, "odd")],
 )
 def test_latents_and_picture_equal_upstreams(chips: int, case: str, compare: Callable):
     settings, runner = CASES[case], engine(chips)

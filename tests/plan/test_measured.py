@@ -52,7 +52,7 @@ def test_every_record_is_a_row_that_says_where_it_is_from(records: Path, predict
         assert row[2] == "8 x cpu (no TPU)" and "jax " in row[3]
     assert rows["first_run"][4] == "1 of 1 checks held"
     assert rows["verify"][4].startswith("3 forms agree; without the kernels attention (part) ")
-    assert "float32; " in rows["bench"][4] and "says nothing of its memory" in rows["bench"][4]
+    assert "float32; " in rows["bench"][4] and "does not report its memory" in rows["bench"][4]
     # A miniature's step is no measurement of the model's.
     predicted = json.loads((BENCHMARKS / "predicted.json").read_text())[0]
     with pytest.MonkeyPatch.context() as patched:

@@ -19,6 +19,7 @@ import pytest
 from comfyui_tpu.attention.policy import AttentionPolicy, Form
 from comfyui_tpu.sharding.rules import REPLICATED
 from comfyui_tpu.tests.plan.products import assert_as_written
+from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime import refusal
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.model_spec import Component, ModelSpec
@@ -401,7 +402,9 @@ def is_declared(spec: ModelSpec, program: Program, finding: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", FLAGSHIPS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec", slower(FLAGSHIPS, *(spec for spec in FLAGSHIPS if spec.name in SIBLINGS)), ids=lambda spec: spec.name
+)
 def test_no_weight_is_on_every_chip_but_those_declared_so_and_no_product_too_large_for_one(spec: ModelSpec):
     for program in request_of(spec, ("encode", "denoise")).programs():
         found = findings.replicated_weights(program)

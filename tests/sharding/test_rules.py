@@ -1,20 +1,13 @@
 """Parameter rules: what they place, and what they refuse by name."""
 
 import functools
+import math
+from collections.abc import Mapping
 
 import jax
 import pytest
 from comfyui_tpu.sharding.mesh import make_mesh, shape_of
-from comfyui_tpu.sharding.rules import (
-    GATHERED_AXES,
-    MIB,
-    REPLICATED,
-    Param,
-    Rule,
-    ShardingError,
-    bytes_per_chip,
-    lay_out,
-)
+from comfyui_tpu.sharding.rules import GATHERED_AXES, MIB, REPLICATED, Layout, Param, Rule, ShardingError, lay_out
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tpu_runtime.models import SPECS
 from comfyui_tpu.tpu_runtime.precision import Precision
@@ -95,6 +88,14 @@ def meshes_of(part: int, chips: int) -> set[MeshShape]:
         for branches in (1, 2)
     }
     return steps or {MeshShape(sp=chips)}
+
+
+def bytes_per_chip(params: Mapping[str, Param], layouts: Mapping[str, Layout], mesh: MeshShape) -> int:
+    total = 0
+    for name, param in params.items():
+        axes = [axis for entry in layouts[name].at_rest if entry for axis in entry]
+        total += param.size_bytes // math.prod(mesh.sizes[axis] for axis in axes)
+    return total
 
 
 @pytest.mark.parametrize("precision", FORMATS)

@@ -29,3 +29,10 @@ def slower(cases: Iterable[Value], *chosen: Value) -> list[Any]:
     all_cases = list(cases)
     assert all(case in all_cases for case in chosen), chosen
     return [pytest.param(case, marks=pytest.mark.recorded) if case in chosen else case for case in all_cases]
+
+
+def mostly(cases: Iterable[tuple[Any, ...]], *kept: tuple[Any, ...]) -> list[Any]:
+    """These cases of several parameters, of which all but the kept are `recorded`: those show each value of each."""
+    all_cases = list(cases)
+    assert all(case in all_cases for case in kept), kept
+    return [pytest.param(*case, marks=[] if case in kept else [pytest.mark.recorded]) for case in all_cases]

@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 
 class Dropped(Exception):
-    """What was begun ahead is not wanted any more."""
+    """Background work was cancelled."""
 
 
 class Ahead(Silent):

@@ -47,7 +47,7 @@ class Follower(Together):
             first = self._link.receive((Begin, Bye))
         except Gone as error:
             self._link.close()
-            raise Refused(f"The leader hung up ({error}); perhaps it only just ends, or begins.") from None
+            raise Refused(f"The leader closed the connection ({error}); it may be starting or shutting down.") from None
         if isinstance(first, Bye):
             raise Refused(f"The leader does not begin: {first.why}.")
         terms.take_over(first.environment)

@@ -163,7 +163,7 @@ class Leader(Together):
             door.listen("", port)
         except OSError as error:
             raise HostsError(
-                f"Port {port}, where followers would come in, cannot be listened at: {error.strerror}. "
+                f"Cannot listen on port {port}, where followers connect: {error.strerror}. "
                 "End what uses it, or choose another port."
             ) from None
         self._door = door
@@ -215,14 +215,14 @@ class Leader(Together):
             )
         elif other := terms.difference(terms.terms(), dict(hello["terms"])):
             problem = (
-                f"{title} cannot take part, its versions are others ({other:.1000}). Update this pack and its "
+                f"{title} cannot join: its versions differ ({other:.1000}). Update this pack and its "
                 "packages to the same versions on all hosts: python3 setup.py update."
             )
         with self._changed:
             if problem is None:
                 self._refused.pop(address + str(process), None)
-                # An earlier self may be about to be missed: then it comes again when that is gone.
-                return f"{title} is here already, or only just ends." if process in self._found else None
+                # Its previous instance may not be noticed as gone yet; it then reconnects later.
+                return f"{title} is already connected, or still shutting down." if process in self._found else None
             log.error("%s", problem)
             if len(self._refused) < place.count:
                 self._refused[address + str(process)] = problem

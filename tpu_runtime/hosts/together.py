@@ -20,7 +20,7 @@ RESTART = 75
 
 
 class HostsError(RuntimeError):
-    """Hosts that are missing, gone, or not of one mind; a sentence for the user."""
+    """Hosts that are missing, gone, or in disagreement; a sentence for the user."""
 
 
 class Elsewhere(HostsError):

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 # Between two pings of a silent link: without an answer it is taken for gone after half as long again.
 HEARTBEAT_S = 20.0
-# How long a connection may take, and to show the secret; how many may be about to; how long a wrong one takes.
+# Deadline to connect and authenticate; most unauthenticated connections; delay after a wrong token.
 LATE_S, MOST_STRANGERS, WRONG_S = 10.0, 64, 1.0
 _PATH, _HELLO, _REFUSED = "/line", "X-Hello", "X-Refused"
 _PIECE, _AHEAD, _LOOK_S = 2**20, 16, 0.1
@@ -262,7 +262,7 @@ class Door(web.Server):
             hello = json.loads(unquote(request.headers[_HELLO]))
             problem = self._welcome(hello, address)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            problem = f"its first words cannot be read ({type(error).__name__})."
+            problem = f"its handshake cannot be read ({type(error).__name__})."
         if problem is not None:
             return _said(409, problem)
         self._strangers.discard(request.protocol)

@@ -59,7 +59,7 @@ def make_token(say: Callable[[str], object]) -> str:
             file.write(made + "\n")
     except OSError as error:
         raise TrustError(f"{path} cannot be written ({error.strerror}). Set {VARIABLE} here and there.") from None
-    say(f"A token was made, and kept in {path}. On every other machine: export {VARIABLE}={made}")
+    say(f"A token was created and saved in {path}. On every other machine: export {VARIABLE}={made}")
     return made
 
 

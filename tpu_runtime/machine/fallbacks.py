@@ -90,7 +90,7 @@ def _switched_off(environ: Mapping[str, str], variable: str, known: Iterable[str
     for word in given:
         if word[0] != "-" or word[1:] not in known:
             allowed = ", ".join(f"-{name}" for name in known)
-            raise ValueError(f"{variable}: {word[:80]!r} is none of {allowed}. Several have commas between them.")
+            raise ValueError(f"{variable}: {word[:80]!r} must be one of {allowed}; separate several with commas.")
     return [word[1:] for word in given]
 
 
@@ -101,7 +101,7 @@ def explained(error: BaseException, program: str, options: Iterable[str] = ()) -
     text = str(error)
     if found := _NO_OPTION.search(text):
         return Unsupported("option", program, (found[1] or found[2],), _first_line(text))
-    kernels = _named(text) or _of_file(error)
+    kernels = named(text) or _of_file(error)
     if _NO_KERNEL.search(text) or (kernels and _is_lowering(error)):
         return Unsupported("kernel", program, kernels or names.KERNELS, _first_line(text))
     if _VMEM.search(text):
@@ -118,15 +118,11 @@ def halted(error: BaseException, program: str, running: Iterable[str]) -> Unsupp
     text = str(error)
     if not _HALT.search(text):
         return None
-    return Unsupported("halt", program, _named(text) or _sorted(running), _first_line(text))
+    return Unsupported("halt", program, named(text) or _sorted(running), _first_line(text))
 
 
-def in_program(text: str) -> tuple[str, ...]:
-    """The kernels in a compiled program's text."""
-    return _named(text)
-
-
-def _named(text: str) -> tuple[str, ...]:
+def named(text: str) -> tuple[str, ...]:
+    """The kernels in an error's or a compiled program's text."""
     found: list[str] = [name for match in _KERNEL.findall(text) for name in match if name]
     return _sorted(names.PARTS.get(name, name) for name in found)
 

@@ -46,8 +46,8 @@ class DenoiserRun:
         return torch_bridge.call_jax(lambda x: self.layout.constrain(x, "dp", *[None] * (x.ndim - 1)), x)
 
     def vector(self, x: torch.Tensor) -> torch.Tensor:
-        """`[rows, dim]`, a product of one vector for each row and weights that lie on all chips by `dim`: each chip
-        computes its part of all rows, and then every chip has them.
+        """`[rows, dim]`, a product of one vector for each row and weights sharded over all chips along `dim`: each
+        chip computes its part of all rows, and then every chip has them.
         """
 
         def gathered(x: jax.Array) -> jax.Array:

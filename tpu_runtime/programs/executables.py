@@ -42,7 +42,7 @@ class Executable:
     @functools.cached_property
     def kernels(self) -> tuple[str, ...]:
         """The Pallas kernels that it consists of, by the names in `names.KERNELS`."""
-        return fallbacks.in_program(self.compiled.as_text() or "")
+        return fallbacks.named(self.compiled.as_text() or "")
 
     @property
     def parts(self) -> tuple["Executable", ...]:

@@ -43,4 +43,4 @@ def failure(title: str, what: str, precision: Precision, changed_by: Sequence[st
 def check_given(title: str, name: str, given: torch.Tensor) -> None:
     """Raises `NotFinite` for what comes in by `name` from another node, or from a file."""
     if not torch.isfinite(given).all():
-        raise NotFinite(f"{title}: {name} holds values that are not finite (NaN or infinite). Make it anew.")
+        raise NotFinite(f"{title}: {name} holds values that are not finite (NaN or infinite). Recreate it.")

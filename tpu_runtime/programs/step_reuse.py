@@ -30,7 +30,7 @@ def full_steps(policy: StepCache | MagCache | None, experts: Sequence[str]) -> t
 @dataclass(frozen=True, kw_only=True)
 class AroundBlocks(DenoiserRun):
     """Keeps what all blocks together add to the latent tokens in `kept`, or where that is there adds it in their place.
-    What else goes through the blocks, a text, is nobody's behind them.
+    Other streams, such as the text, are not used after the blocks.
     """
 
     kept: dict[str, Any]

@@ -31,13 +31,13 @@ def _numbers(device: Device) -> Found:
     """`bytes_in_use` before, with an array, after a program with temporaries, and after all is freed."""
     before = device_memory.of(device)
     if before.limit_bytes is None or before.in_use_bytes is None:
-        return Found(note=f"a {device.device_kind} says nothing of its memory")
+        return Found(note=f"a {device.device_kind} does not report its memory")
     size = before.limit_bytes // 8 // MIB * MIB
     array = _filled(device, size)
     held = _used(device) - before.in_use_bytes
     if not size <= held <= size * (1 + SLACK_SHARE) + MIB:
         raise Wrong(f"With {readable(size)} written the chip says that {readable(held)} more are in use.")
-    # A sum over a product of its own with itself needs as much again, for as long as it runs.
+    # Sorting needs as much again, for as long as it runs.
     jax.block_until_ready(jax.jit(lambda x: jnp.sort(x, axis=0)[:1])(array))
     after = device_memory.of(device)
     array.delete()
@@ -52,7 +52,7 @@ def _room(device: Device) -> Found:
     """How much of the limit can be filled in pieces, as weights fill it."""
     limit_bytes = device_memory.of(device).limit_bytes
     if limit_bytes is None:
-        return Found(note=f"a {device.device_kind} says nothing of its memory")
+        return Found(note=f"a {device.device_kind} does not report its memory")
     reason = ""
     for share in RESERVES:
         wanted = int(limit_bytes * (1 - share)) - _used(device)

@@ -58,11 +58,13 @@ def reversed_words(prompt: str) -> np.ndarray:
     return frames_of(" ".join(reversed(prompt.split())))
 
 
+@pytest.mark.recorded
 @pytest.mark.parametrize("fault", [swapped, reversed_words])
 def test_faults_show_in_the_frames(fault: Callable[[str], np.ndarray], score: ModuleType):
     assert num_right(score, fault) < LEAST
 
 
+@pytest.mark.recorded  # as of Wan 2.1's miniature
 def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(compare: Callable):
     """With weights that mean something, and the same video from the same seed whatever the number of chips."""
     settings = replace(SETTINGS, num_inference_steps=3)

@@ -17,19 +17,16 @@ from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.progress import Silent
 from PIL import Image
 
-pytestmark = pytest.mark.slow
+# As of Wan 2.2's miniature of a picture, and of this family's of a text.
+pytestmark = [pytest.mark.slow, pytest.mark.recorded]
 
 SPEC = spec_by_name("cogvideox1.5-5b-i2v")
 MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision="float32")
 SETTINGS = SPEC.settings(**{**SPEC.miniature.inputs, "num_inference_steps": 10})
-TASKS, LEAST = 4, 2  # of which so many are right: one more is, and on another processor may not be
 
 
-@pytest.mark.parametrize(
-    ("number", "least"), [(TASKS, LEAST), pytest.param(32, 24, marks=pytest.mark.recorded)], ids=["few", "many"]
-)
-def test_the_given_frame_moves_as_held_out_prompts_say(number: int, least: int, score: ModuleType):
-    assert num_right(score, "cogvideoxi2v", MODEL, SETTINGS, number) >= least
+def test_the_given_frame_moves_as_held_out_prompts_say(score: ModuleType):
+    assert num_right(score, "cogvideoxi2v", MODEL, SETTINGS, 32) >= 24
 
 
 def test_it_equals_upstreams_pipeline(score: ModuleType, compare: Callable):

@@ -69,6 +69,7 @@ def another_prompt(prompt: str, image: np.ndarray | None) -> np.ndarray:
     return picture_of("on white" if "white" not in prompt else "on black", image)
 
 
+@pytest.mark.recorded
 @pytest.mark.parametrize("fault", [without_reference, another_prompt])
 def test_faults_show_in_the_pictures(fault: Callable[..., np.ndarray], score: ModuleType):
     assert num_right(score, "changes", fault) < LEAST

@@ -110,7 +110,7 @@ def run(runner: Runner, settings: Settings, model: ModelRef = MODEL) -> tuple[di
 
 @pytest.mark.parametrize(
     ("chips", "case"),
-    [pytest.param(1, "tall", marks=pytest.mark.recorded), pytest.param(3, "flat", marks=pytest.mark.slow), (8, "odd")],
+    [*(pytest.param(*one, marks=pytest.mark.recorded) for one in ((1, "tall"), (3, "flat"))), (8, "odd")],
 )
 def test_condition_latents_and_frames_equal_upstreams(chips: int, case: str, compare: Callable):
     settings = CASES[case]

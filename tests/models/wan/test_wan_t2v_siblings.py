@@ -13,6 +13,7 @@ from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.models.wan import test_wan21
 from comfyui_tpu.tests.models.wan.test_wan21 import NEGATIVE, ODD, SHORT
 from comfyui_tpu.tests.support.closeness import NETWORK
+from comfyui_tpu.tests.support.patience import mostly
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, variant
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
@@ -42,7 +43,9 @@ def generate(spec: ModelSpec, settings: Settings) -> parity.Result:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("spec", "settings"), [(SMALL, ALONE), (TWO, SHARED)], ids=lambda x: getattr(x, "name", ""))
+@pytest.mark.parametrize(
+    ("spec", "settings"), mostly([(SMALL, ALONE), (TWO, SHARED)], (TWO, SHARED)), ids=lambda x: getattr(x, "name", "")
+)
 def test_latents_and_frames_equal_upstreams(spec: ModelSpec, settings: Settings, compare: Callable):
     model, runner, expected = parity.tiny_model(spec), engine(8), generate(spec, settings)
     latents = runner.denoise(model, settings, *runner.encode(model, SHORT, NEGATIVE, Silent()), Silent())

@@ -44,8 +44,8 @@ def forward(
 ) -> "torch.Tensor":
     """The flow (velocity) of `[rows, 48, frames, height, width]` at one timestep.
 
-    Upstream has a timestep for each token. There are two: that of the first frame's tokens, and all others'. What is
-    said of a given first frame is not upstream's, and nobody uses it.
+    Upstream has a timestep for each token. There are two: that of the first frame's tokens, and all others'. The
+    prediction for a given first frame differs from upstream's and is never used.
     """
     import torch
 
