@@ -88,6 +88,7 @@ ALL = (
         model="wan2.1-t2v-14b",
         does="text to video",
         predicted=("wan2.1-t2v-14b",),
+        widgets={"seed": 0},
         tips=("720p wants `flow_shift` 5, 480p (832x480) wants 3.", FOUR_K.format(81, 16)),
     ),
     Example(
