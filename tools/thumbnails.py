@@ -1,7 +1,7 @@
 """Makes the examples' thumbnails, `examples/*.jpg`, which ComfyUI's template browser shows: a square picture each.
 
 Each has what the example makes with `--tiny`, of a video four frames, and where it starts from a picture that one
-first. Below stand the prompt, which is the built-in miniature's, and what the example itself takes.
+first. Above stands the prompt, which is the built-in miniature's, and below what the example itself takes.
 
 Run: python tools/thumbnails.py [--only NAME ...]. It runs the examples without ComfyUI, about ten minutes on a CPU.
 """
@@ -9,7 +9,8 @@ Run: python tools/thumbnails.py [--only NAME ...]. It runs the examples without 
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import av
@@ -22,8 +23,9 @@ from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from graphs import Example
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-# Above the band is room for a picture of the miniatures' shape, or four of half its size.
-SIDE, EDGE, BAND, GAP = 512, 12, 146, 4
+SIDE, EDGE, BAND, GAP = 512, 12, 110, 4
+# Cards write what they are over this corner.
+BADGE = 250, 74
 BAND_COLOUR, BRIGHT, DIM = "#111113", "#fafafa", "#c9c9d1"
 MOST_BYTES = 40_000
 
@@ -53,42 +55,50 @@ def pictures(path: Path) -> list[Image.Image]:
 
 
 def thumbnail(example: Example, shown: Sequence[tuple[str, Image.Image]]) -> Image.Image:
-    """The pictures, row by row, and below them what `says`."""
+    """Whose the pictures are, right of what cards write; the pictures, in rows; and the caption."""
     whole = Image.new("RGB", (SIDE, SIDE), BAND_COLOUR)
     draw = ImageDraw.Draw(whole)
-    columns, height = min(2, len(shown)), SIDE - BAND
-    cell = ((SIDE - GAP * (columns - 1)) // columns, (height - GAP * (columns - 1)) // columns)
-    rows = len(shown) // columns
-    top = (height - rows * (cell[1] + GAP) + GAP) // 2
+    lines = [("Built-in miniature:", 20, DIM), *((line, 20, BRIGHT) for line in textwrap.wrap(prompt(example), 25))]
+    _write(draw, (BADGE[0], 2), lines, 2)
+    columns, rows, room = min(2, len(shown)), -(-len(shown) // 2), SIDE - BADGE[1] - BAND
+    fitting = ((SIDE - GAP * (columns - 1)) // columns, (room - GAP * (rows - 1)) // rows)
+    width, height = ImageOps.contain(shown[0][1], fitting).size
+    start = (SIDE - columns * (width + GAP) + GAP) // 2, BADGE[1] + (room - rows * (height + GAP) + GAP) // 2
     for index, (word, picture) in enumerate(shown):
-        left, below = index % columns * (cell[0] + GAP), top + index // columns * (cell[1] + GAP)
-        whole.paste(ImageOps.fit(picture, cell, Image.Resampling.LANCZOS), (left, below))
-        place = (left + EDGE, below + cell[1] - 8)
-        draw.text(place, word, BRIGHT, _font(word, 18), "ls", stroke_width=2, stroke_fill=BAND_COLOUR)
-    place = SIDE - BAND + 4
-    for line, size, colour in zip(says(example), (22, 36, 24, 24), (DIM, BRIGHT, DIM, DIM), strict=True):
-        draw.text((EDGE, place + size), line, colour, _font(line, size), "ls")
-        place += size + 7
+        left, top = start[0] + index % columns * (width + GAP), start[1] + index // columns * (height + GAP)
+        whole.paste(ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS), (left, top))
+        place = (left + EDGE, top + height - 8)
+        draw.text(place, word, BRIGHT, ImageFont.load_default(18), "ls", stroke_width=2, stroke_fill=BAND_COLOUR)
+    caption = zip(workflows.caption(example), (36, 24, 24), (BRIGHT, DIM, DIM), strict=True)
+    _write(draw, (EDGE, SIDE - BAND), caption, 7)
     return whole
 
 
-def _font(line: str, size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+def _write(
+    draw: ImageDraw.ImageDraw, place: tuple[int, int], lines: Iterable[tuple[str, int, str]], between: int
+) -> None:
+    """Lines of these sizes and colours, one below the other."""
+    left, top = place
+    for line, size, colour in lines:
+        draw.text((left, top + size), line, colour, _font(line, size, SIDE - EDGE - left), "ls")
+        top += size + between
+
+
+def _font(line: str, size: int, width: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     """As large as asked, or as fits."""
     font = ImageFont.load_default(size)
-    return font if font.getlength(line) <= SIDE - 2 * EDGE else _font(line, size - 1)
+    return font if font.getlength(line) <= width else _font(line, size - 1, width)
 
 
-def says(example: Example) -> tuple[str, ...]:
-    """What made the pictures, and the caption: the lines of a thumbnail."""
-    spec = example.spec
-    prompt = tiny.texts(spec, spec.miniature.id).get("prompt")
-    miniature = f'"{prompt}"' if prompt else "random weights"
-    return f"Built-in miniature: {miniature}", *workflows.caption(example)
+def prompt(example: Example) -> str:
+    """The miniature's, in quotes."""
+    text = tiny.texts(example.spec, example.spec.miniature.id).get("prompt")
+    return f'"{text}"' if text else "random weights"
 
 
 def comment(example: Example) -> str:
     """What a thumbnail says, for its file's comment: by it a test sees what is out of date."""
-    return "; ".join(says(example))
+    return "; ".join((prompt(example), *workflows.caption(example)))
 
 
 def save(path: Path, picture: Image.Image, words: str) -> None:
