@@ -1,6 +1,6 @@
 """Takes the READMEs' pictures: `docs/images/page.jpg` and `docs/images/monitor.jpg` of ComfyUI's page, and `demo.png`.
 
-The first is an example in the page, beside the TPU tab after the built-in miniature ran on eight simulated chips; the
+The first is the first template after a run in the page, on eight simulated chips, with its video and the TPU tab; the
 second the tab alone, with made-up numbers of a busy v6e-8; the third five frames of what `setup.py demo` made.
 
 Run: python tools/screenshots.py. It needs a ComfyUI in COMFYUI_PATH or ~/ComfyUI, playwright, and Chromium.
@@ -26,14 +26,20 @@ from playwright.sync_api import sync_playwright
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
-EXAMPLE = ROOT / "examples" / "Wan 2.1 14B, text to video, 720p.json"
+EXAMPLE = ROOT / "examples" / "TPU - try it now.json"
 # No tour, and nothing over the graph.
 SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.InstalledVersion": "1.0.0", "Comfy.Minimap.Visible": False}
 # So large that the page writes words into nodes; pictures are shrunk.
-SIZE, WIDTH, TALL = (2560, 1200), 1600, 1400
-# Where the graph stands in the page, beside the open tab.
-SHOW = """async ([workflow, name, left]) => {
+SIZE, WIDTH, TALL = (2400, 900), 1600, 1400
+RUN = """async ([workflow, name]) => {
     await app.loadGraphData(workflow, true, true, name);
+    await app.queuePrompt(0);
+}"""
+# Where the graph stands in the page, beside the open tab; the video so large that its controls leave most of it free.
+PLACE = """(left) => {
+    app.graph.nodes.find((node) => node.type === "SaveVideo").setSize([350, 420]);
+    app.canvas.draw(true, true);  // which measures it
+    document.querySelector("video").currentTime = 0.95;
     const boxes = app.graph.nodes.map((node) => Array.from(node.boundingRect ?? node.getBounding()));
     const [x, y] = [0, 1].map((axis) => Math.min(...boxes.map((box) => box[axis])));
     const [right, bottom] = [0, 1].map((axis) => Math.max(...boxes.map((box) => box[axis] + box[axis + 2])));
@@ -63,7 +69,6 @@ def take_pages() -> None:
     try:
         server.start()
         server.post("/settings", SETTINGS)
-        server.run(comfyui_server.tiny_workflow("picture", num_inference_steps=8))
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=test_monitor.CHROMIUM, args=test_monitor.ARGUMENTS)
             page = browser.new_page(viewport={"width": SIZE[0], "height": SIZE[1]})
@@ -74,24 +79,17 @@ def take_pages() -> None:
         shutil.rmtree(base, ignore_errors=True)
 
 
-def example() -> dict:
-    """The workflow, with a negative prompt that needs no Chinese font."""
-    workflow = json.loads(EXAMPLE.read_text("utf-8"))
-    (encoder,) = (node for node in workflow["nodes"] if node["type"] == "Wan21TextEncoder")
-    encoder["widgets_values"][1] = "blurred, overexposed, subtitles"
-    return workflow
-
-
 def take(tab: test_monitor.Tab) -> None:
     """Both pictures."""
     tab.load()
     tab.open()
-    until(lambda: tab.section("Loaded").locator("li").count())
-    time.sleep(3)  # two points of the history
+    tab.page.evaluate(RUN, [json.loads(EXAMPLE.read_text("utf-8")), EXAMPLE.stem])
+    until(lambda: tab.server.get("/history"))
+    time.sleep(10)  # until the page no longer says that it is done
     panel = tab.page.locator(test_monitor.PANEL)
     box = panel.bounding_box()
     assert box
-    tab.page.evaluate(SHOW, [example(), EXAMPLE.stem, box["x"] + box["width"]])
+    tab.page.evaluate(PLACE, box["x"] + box["width"])
     time.sleep(1)
     picture = Image.open(io.BytesIO(tab.page.screenshot()))
     picture.resize((WIDTH, WIDTH * SIZE[1] // SIZE[0]), Image.Resampling.LANCZOS).convert("RGB").save(

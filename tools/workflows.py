@@ -87,6 +87,7 @@ ALL = (
         model="wan2.1-t2v-14b",
         does="text to video",
         predicted=("wan2.1-t2v-14b",),
+        widgets={"seed": 0},
         tips=("720p wants `flow_shift` 5, 480p (832x480) wants 3.", FOUR_K.format(81, 16)),
     ),
     Example(
@@ -317,14 +318,14 @@ def size(example: Example) -> str:
 
 
 def caption(example: Example) -> tuple[str, str, str]:
-    """What a thumbnail says: the model, the size, and how long that is predicted to take on the smallest TPU named."""
+    """What a thumbnail says: the title, the size, and how long that is predicted to take on the smallest TPU named."""
     first = next(predictions(example), None)
     found = "no TPU and no download needed" if example.is_miniature else ""
     if first:
         chips = "1 chip" if first["chips"] == 1 else f"{first['chips']} chips"
         generation = first["topology"].partition(":")[0]
         found = f"{roughly(first['predicted_total_s'])} on {chips} of {generation}, predicted"
-    return (example.title.partition(",")[0], size(example), found)
+    return (example.title, size(example), found)
 
 
 def weights(model: str) -> Iterator[str]:

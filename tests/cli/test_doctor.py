@@ -330,7 +330,7 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
         chips.ladder, env(COMFYUI_TPU_KERNELS="-attention"), "attention: results are the same",
         "unset COMFYUI_TPU_KERNELS",
     ),
-    "no switch": (chips.ladder, env(COMFYUI_TPU_OPTIONS="-all"), "'-all' is none of", "unset COMFYUI_TPU_OPTIONS"),
+    "no switch": (chips.ladder, env(COMFYUI_TPU_OPTIONS="-all"), "'-all' must be one of", "unset COMFYUI_TPU_OPTIONS"),
     "a halt": (chips.ladder, halted, "8 x TPU v6 lite: decode halted the chips", "rm "),
     "cache not writable": (host.caches, unwritable, "/cache cannot be written", "unset COMFYUI_TPU_CACHE"),
     "programs not writable": (

@@ -105,15 +105,14 @@ def test_the_examples_are_what_the_script_writes(tool: Callable[[str], dict[str,
 
 
 def test_every_example_has_its_thumbnail(tool: Callable[[str], dict[str, Any]]):
-    """As cards want it, square and small, and no caption is out of date. If one is: `python tools/thumbnails.py`."""
+    """As cards want it, square and small, and what it says is not out of date. Else: `python tools/thumbnails.py`."""
     script = tool("thumbnails")
-    captions = {example.title: script["comment"](example) for example in script["workflows"].ALL}
+    comments = {example.title: script["comment"](example) for example in script["workflows"].ALL}
     wrong = []
     for path in examples.PAGES:
         with Image.open(path.with_suffix(".jpg")) as picture:
-            caption = captions[path.stem]
             fits = picture.size == (512, 512) and path.with_suffix(".jpg").stat().st_size <= 40_000
-            wrong += [] if fits and picture.info["comment"] == caption.encode() else [path.stem]
+            wrong += [] if fits and picture.info["comment"] == comments[path.stem].encode() else [path.stem]
     assert wrong == []
 
 
