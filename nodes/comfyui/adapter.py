@@ -97,11 +97,16 @@ def _schema(declaration: Declaration) -> io.Schema:
         # ComfyUI caches by literal inputs: a descriptor passed as a value would defeat it, its link does not.
         inputs=[_input(declared, raw_link=is_expansion and not declared.is_widget) for declared in declaration.inputs],
         outputs=[_output(output) for output in declaration.outputs],
-        search_aliases=list(declaration.aliases),
+        # Under a family's name are models of others, too: Wan 2.2's text to video runs on the nodes of 2.1.
+        search_aliases=[*declaration.aliases, *_titles(declaration.family)],
         hidden=told,
         is_output_node=isinstance(declaration, Node) and declaration.is_output,
         enable_expand=is_expansion,
     )
+
+
+def _titles(family: str) -> list[str]:
+    return [spec.title for spec in pipeline.SPECS if spec.family == family]
 
 
 def _accepted(factory: Callable[..., Any], **keywords: Any) -> Any:
