@@ -50,15 +50,15 @@ def test_a_long_prompt_is_looked_at_in_time_that_grows_with_its_length(part: str
 
 def test_it_is_said_once_a_prompt_also_of_a_known_one(caplog: pytest.LogCaptureFixture):
     sentence = (
-        "Wan 2.1 T2V 14B: '(red circle:1.4)' (a weight) in the prompt is read as it stands and means nothing more "
-        "here. Say it in words. Wan 2.1 T2V 14B: '{a|b}' (a choice) in the negative prompt is read as it stands and "
-        "means nothing more here. Say it in words."
+        "Wan 2.1 T2V 14B: '(red circle:1.4)' (a weight) in the prompt is taken literally; it has no special meaning "
+        "here. Describe it in words. Wan 2.1 T2V 14B: '{a|b}' (a choice) in the negative prompt is taken literally; it "
+        "has no special meaning here. Describe it in words."
     )
     for _ in range(2):
         host = Host()
         with caplog.at_level(logging.WARNING):
             runner().encode(parity.tiny_model(WAN), "a (red circle:1.4)", "{a|b}", host)
-        (last,) = [one for one in host.said if "as it stands" in one]
+        (last,) = [one for one in host.said if "literally" in one]
         assert last is host.said[-1] and last.startswith("Took ") and last.endswith(f". {sentence}")
         assert [record.message for record in caplog.records] == [sentence]
         caplog.clear()

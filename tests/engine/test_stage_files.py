@@ -233,9 +233,9 @@ def test_numbers_that_are_none_end_in_a_sentence(tmp_path: Path, key: str, value
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("[1, 2]", "holds a JSON list; it must be an object. Mend or delete it."),
-        ('"text"', "holds a JSON str; it must be an object. Mend or delete it."),
-        ("null", "holds a JSON NoneType; it must be an object. Mend or delete it."),
+        ("[1, 2]", "holds a JSON list; it must be an object. Fix or delete it."),
+        ('"text"', "holds a JSON str; it must be an object. Fix or delete it."),
+        ("null", "holds a JSON NoneType; it must be an object. Fix or delete it."),
         ("{", "is not valid JSON"),
         ("", "is not valid JSON"),
         ("[" * 100_000, "is not valid JSON"),

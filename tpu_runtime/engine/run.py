@@ -61,7 +61,10 @@ def _lost(stage: Stage, name: str, prompt: str, encoded: Conditioning | None) ->
     """What of a prompt does not reach the model as it may be meant, in sentences for the user."""
     title = stage.spec.title
     if literals := ", ".join(tokens.literals(prompt)):
-        yield f"{title}: {literals} in the {name} is read as it stands and means nothing more here. Say it in words."
+        yield (
+            f"{title}: {literals} in the {name} is taken literally; it has no special meaning here. Describe it in "
+            "words."
+        )
     if name == PROMPTS[0] and (example := tiny.texts(stage.spec, stage.found.model_id).get("prompt")):
         yield from _unknown(stage, prompt, example)
     for text in stage.spec.text_encoders if encoded else ():

@@ -87,12 +87,12 @@ def read_config(folder: Path) -> dict[str, Any]:
         try:
             config = parse_json(path.read_bytes()) if path.is_file() else {}
         except ValueError as error:
-            raise StageFileError(f"{path} is not valid JSON ({error}). Mend or delete it.") from error
+            raise StageFileError(f"{path} is not valid JSON ({error}). Fix or delete it.") from error
     if not isinstance(config, dict):
-        raise StageFileError(f"{path} holds a JSON {type(config).__name__}; it must be an object. Mend or delete it.")
+        raise StageFileError(f"{path} holds a JSON {type(config).__name__}; it must be an object. Fix or delete it.")
     for name in ("model_name", "model_id"):
         if not isinstance(config.get(name, ""), str):
-            raise StageFileError(f"{path}: {name} is {config[name]!r}; it must be text. Mend or delete it.")
+            raise StageFileError(f"{path}: {name} is {config[name]!r}; it must be text. Fix or delete it.")
     return config
 
 
@@ -141,7 +141,7 @@ def _as_sentence(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StageFileError(f"{path}: {error.strerror or error}. Choose another folder, or mend this one.") from error
+        raise StageFileError(f"{path}: {error.strerror or error}. Choose another folder, or fix this one.") from error
 
 
 def _replace(path: Path, content: bytes) -> None:
