@@ -38,6 +38,7 @@ def test_the_files_are_what_the_tool_writes():
 @pytest.mark.parametrize("path", TRANSLATIONS, ids=lambda path: path.stem)
 def test_every_translation_is_of_a_sentence_that_there_is(path: Path):
     said = {text for text in strings(locales.nodes(str))}
+    said |= {part for text in said for part in text.rpartition(": ")[2].removesuffix(".").split(locales.LIST)}
     for sentence in json.loads(path.read_text())["sentences"]:
         pattern = "(.+?)".join(map(re.escape, sentence.split(locales.HOLE)))
         assert any(re.fullmatch(pattern, text) for text in said), sentence
@@ -114,6 +115,26 @@ def test_what_the_tab_says_has_its_words(path: Path):
     assert said == set(words)
     assert all(text.count(locales.HOLE) == words[text].count(locales.HOLE) for text in words)
     assert f'new Set(["{path.stem}"])' in (WEB / "monitor" / "words.mjs").read_text()
+
+
+def test_commands_and_settings_have_their_words():
+    """The English stands in the code; all that `locales/` has of each language is of what there is."""
+    commands, settings, options = set(), set(), set()
+    for source in (path.read_text() for path in WEB.glob("*.js")):
+        for name, value in re.findall(r'^const (\w+) = "([^"]+)";$', source, re.MULTILINE):
+            source = source.replace(f"${{{name}}}", value).replace(f"id: {name},", f'id: "{value}",')
+            options |= {value} if name.startswith("BADGE_") and "CLASS" not in name else set()
+        commands |= set(re.findall(r'(?:id: |\[)["`](comfyui-tpu[\w.-]+)["`], (?:label: )?"', source))
+        settings |= set(re.findall(r'id: "(TPU\.[\w.]+)"', source))
+    assert len(commands) > 7 and len(settings) == 2 and len(options) == 3
+    for folder in (locales.FOLDER / path.stem for path in TRANSLATIONS):
+        said = json.loads((folder / "commands.json").read_text())
+        assert {name: list(words) for name, words in said.items()} == {
+            name.replace(".", "_"): ["label"] for name in commands
+        }
+        said = json.loads((folder / "settings.json").read_text())
+        assert set(said) == {name.replace(".", "_") for name in settings}
+        assert {option for words in said.values() for option in words.get("options", {})} == options
 
 
 def said_by(node: ast.expr) -> str:
