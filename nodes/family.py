@@ -31,9 +31,8 @@ def _check_takes_picture(spec: ModelSpec, found: ModelSpec, name: str) -> None:
     """Raises ValueError where input `name` is there and the model is one of the family that takes no picture."""
     if found.pictures.encode is None:
         raise ValueError(
-            f"{spec.title}: {'an' if name[0] in 'aeiou' else 'a'} {name} is connected, but the model is a "
-            f"{found.title}. Set model_id to one that takes a picture, such as {spec.published.hub_id}, or disconnect "
-            f"{name}."
+            f"{spec.title}: {name} is connected, but the model is a {found.title}. Set model_id to one that takes a "
+            f"picture, such as {spec.published.hub_id}, or disconnect {name}."
         )
 
 

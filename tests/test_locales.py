@@ -38,6 +38,7 @@ def test_the_files_are_what_the_tool_writes():
 @pytest.mark.parametrize("path", TRANSLATIONS, ids=lambda path: path.stem)
 def test_every_translation_is_of_a_sentence_that_there_is(path: Path):
     said = {text for text in strings(locales.nodes(str))}
+    said |= {part for text in said for part in text.rpartition(": ")[2].removesuffix(".").split(locales.LIST)}
     for sentence in json.loads(path.read_text())["sentences"]:
         pattern = "(.+?)".join(map(re.escape, sentence.split(locales.HOLE)))
         assert any(re.fullmatch(pattern, text) for text in said), sentence
@@ -116,6 +117,26 @@ def test_what_the_tab_says_has_its_words(path: Path):
     assert f'new Set(["{path.stem}"])' in (WEB / "monitor" / "words.mjs").read_text()
 
 
+def test_commands_and_settings_have_their_words():
+    """The English stands in the code; all that `locales/` has of each language is of what there is."""
+    commands, settings, options = set(), set(), set()
+    for source in (path.read_text() for path in WEB.glob("*.js")):
+        for name, value in re.findall(r'^const (\w+) = "([^"]+)";$', source, re.MULTILINE):
+            source = source.replace(f"${{{name}}}", value).replace(f"id: {name},", f'id: "{value}",')
+            options |= {value} if name.startswith("BADGE_") and "CLASS" not in name else set()
+        commands |= set(re.findall(r'(?:id: |\[)["`](comfyui-tpu[\w.-]+)["`], (?:label: )?"', source))
+        settings |= set(re.findall(r'id: "(TPU\.[\w.]+)"', source))
+    assert len(commands) > 7 and len(settings) == 2 and len(options) == 3
+    for folder in (locales.FOLDER / path.stem for path in TRANSLATIONS):
+        said = json.loads((folder / "commands.json").read_text())
+        assert {name: list(words) for name, words in said.items()} == {
+            name.replace(".", "_"): ["label"] for name in commands
+        }
+        said = json.loads((folder / "settings.json").read_text())
+        assert set(said) == {name.replace(".", "_") for name in settings}
+        assert {option for words in said.values() for option in words.get("options", {})} == options
+
+
 def said_by(node: ast.expr) -> str:
     """A text in Python code, with {} for what is filled in, but for what is a constant of all hosts."""
     if isinstance(node, ast.JoinedStr):
@@ -123,25 +144,105 @@ def said_by(node: ast.expr) -> str:
     if isinstance(node, ast.FormattedValue):
         return vars(progress).get(getattr(node.value, "id", ""), locales.HOLE)
     assert isinstance(node, ast.Constant)
-    return node.value.replace("_", " ") if node.value.isidentifier() else node.value
+    return re.sub(r"\{\w+\}", locales.HOLE, node.value)
 
 
-def sentences() -> set[str]:
-    """Those of the server, and their parts."""
-    found = set()
-    for path in (file for folder in ("tpu_runtime", "nodes") for file in (locales.ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
-                text = said_by(node)
-                found |= {text, *text.split(", ")}
+# What of the server's sentences is not shown in the page.
+UNSHOWN = {
+    "nodes/headless": "the command line",
+    "nodes/graphs/core.py": "what another module catches",
+    "nodes/graphs/graph.py": "the command line",
+    "nodes/graphs/upgrade.py": "no errors, but a notice of what it changed, by the English names of inputs",
+    "nodes/comfyui/routes.py": "answers to requests that the page does not make",
+    "nodes/comfyui/core_loaders.py": "tooltips, which locales/ has",
+    "nodes/inputs.py": "tooltips, which locales/ has",
+    "tpu_runtime/cache/store.py": "the log",
+    "tpu_runtime/hosts/follower.py": "another host's terminal",
+    "tpu_runtime/line/wire.py": "developers",
+    "tpu_runtime/monitor": "the tab, where what is not a number has no full stop",
+    "tpu_runtime/plan/advice.py": "a report for developers",
+    "tpu_runtime/plan/findings.py": "a report for developers",
+    "tpu_runtime/plan/measured.py": "the command line",
+    "tpu_runtime/plan/report.py": "a report for developers",
+    "tpu_runtime/selftest": "a report for developers",
+}
+# Whose texts outside functions are tooltips, which `locales/` has, or makers' prompts.
+DECLARING = re.compile(r"nodes/\w+\.py|tpu_runtime/models/.*")
+ENDS = re.compile(r"[^.][.!?](?: ?\{\})*$")
+SERVER = [path for folder in ("tpu_runtime", "nodes") for path in sorted((locales.ROOT / folder).rglob("*.py"))]
+
+
+def texts(tree: ast.AST) -> set[str]:
+    """What the code may say: not what it is documented with, what it logs, and what only a developer reads."""
+    left: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            left |= {id(part) for part in node.values}
+        elif isinstance(node, ast.Assert) or is_apart(node):
+            left |= {id(part) for part in ast.walk(node)}
+    said = (node for node in ast.walk(tree) if id(node) not in left)
+    return {said_by(node) for node in said if isinstance(node, ast.JoinedStr | ast.Constant) and is_text(node)}
+
+
+def is_apart(node: ast.AST) -> bool:
+    """A docstring, a line of the log, a declaration's tooltip."""
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant) or ast.unparse(node).startswith("log.")
+    return isinstance(node, ast.keyword) and node.arg in ("description", "tooltip")
+
+
+def is_text(node: ast.JoinedStr | ast.Constant) -> bool:
+    return isinstance(node, ast.JoinedStr) or isinstance(node.value, str)
+
+
+def sentences_of(text: str) -> set[str]:
+    """As words.mjs breaks a text. What is filled in between them is sentences too; what begins with
+    a verb is said of something.
+    """
+    parts = re.split(r'(?<=[.!?]) (?=[A-Z"`{])', re.sub(r"(?<=[.!?])\{\}", "", text.strip()))
+    parts = [re.sub(r"^\{\} (?=[A-Z`][a-z])", "", re.sub("^(?=(is|has) )", "{} ", part)) for part in parts]
+    return {part for part in parts if re.search("[A-Za-z]", part)}
+
+
+def shown() -> dict[str, str]:
+    """The sentences that may be shown in the page, with the file of each. What has no full stop is a part of others."""
+    found: dict[str, str] = {}
+    for path in SERVER:
+        name = path.relative_to(locales.ROOT).as_posix()
+        if any(name.startswith(each) for each in UNSHOWN):
+            continue
+        tree = ast.parse(path.read_text())
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        roots = functions if DECLARING.fullmatch(name) else [tree]
+        said = {text for root in roots for text in texts(root) if " " in text.strip() and ENDS.search(text)}
+        found |= {sentence: name for text in said for sentence in sentences_of(text)}
     return found
 
 
+def sentences() -> set[str]:
+    """All that the server may say, and parts of it: also names of components, and what stands between two of a list."""
+    found = set()
+    for node in (node for path in SERVER for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.JoinedStr | ast.Constant) and is_text(node):
+            text = said_by(node)
+            found |= {text, text.replace("_", " "), f"{{}}{text}{{}}", *text.split(", "), *sentences_of(text)}
+    return found | {text.removesuffix(".") for text in found}
+
+
 @pytest.mark.parametrize("path", sorted(WEB.glob("monitor/server/*.json")), ids=lambda path: path.stem)
-def test_words_for_what_the_server_says_are_of_what_it_says(path: Path):
+def test_what_the_server_says_has_its_words_and_they_are_of_what_it_says(path: Path):
     words = json.loads(path.read_text())
+    assert {sentence: name for sentence, name in shown().items() if sentence not in words} == {}
     assert set(words) - sentences() == set()
     assert [text for text in words if text.count(locales.HOLE) != words[text].count(locales.HOLE)] == []
+    labels = json.loads((locales.TRANSLATIONS / path.name).read_text())["sentences"]
+    named = {each.name: each.label for node in DECLARATIONS.values() for each in node.inputs}
+    for text in words.keys() & {*named, *named.values()}:
+        assert words[text] == labels[named.get(text, text)], text
+
+
+def test_the_list_of_what_is_not_shown_is_of_files_that_there_are():
+    assert [name for name in UNSHOWN if not (locales.ROOT / name).exists()] == []
 
 
 def test_a_sentence_without_translation_is_named():

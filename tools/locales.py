@@ -20,10 +20,13 @@ TRANSLATIONS = ROOT / "tools" / "translations"
 Translate = Callable[[str], str]
 # Stands for what is not translated, such as the list of miniatures.
 HOLE = "{}"
+LIST = "; "
 
 
 class Table:
-    """Translations by English sentence. One with holes is for every sentence that differs in these alone."""
+    """Translations by English sentence. One with holes is for every sentence that differs in these alone. What
+    a list there has may have its own.
+    """
 
     def __init__(self, sentences: Mapping[str, str]) -> None:
         self._sentences = sentences
@@ -39,8 +42,14 @@ class Table:
             return self._sentences[sentence]
         for pattern, translated in self._patterns.items():
             if found := pattern.fullmatch(sentence):
-                return translated.format(*found.groups())
+                return translated.format(*map(self._list, found.groups()))
         raise KeyError(sentence)
+
+    def _list(self, given: str) -> str:
+        try:
+            return LIST.join(map(self, given.split(LIST))) if "(" in given else given
+        except KeyError:
+            return given
 
 
 def main() -> None:

@@ -162,7 +162,7 @@ function letOthersBeTyped(node) {
   if (!widget || !Array.isArray(widget.options?.values)) return;
   // ComfyUI shares the list with other nodes of the kind.
   widget.options.values = [...widget.options.values.filter((value) => value !== OTHER), OTHER];
-  widget.options.getOptionLabel = sized;
+  widget.options.getOptionLabel = (id) => (id === OTHER ? say`another: type an id, a path or files…` : sized(id));
   let before = widget.value;
   const called = widget.callback;
   widget.callback = function (value, ...rest) {

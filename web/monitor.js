@@ -136,7 +136,10 @@ app.registerExtension({
     {
       icon: "pi pi-microchip",
       label: "TPU",
-      tooltip: "TPU monitor",
+      // Read when it is shown: the page's language is known later than this.
+      get tooltip() {
+        return say`TPU monitor`;
+      },
       class: BADGE_CLASS,
       onClick: () => app.extensionManager.command.execute(`Workspace.ToggleSidebarTab.${TAB}`),
     },

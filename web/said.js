@@ -88,7 +88,7 @@ app.registerExtension({
         return answer;
       } catch (refusal) {
         const nodes = Object.values(refusal.response?.node_errors ?? {});
-        for (const error of nodes.flatMap((node) => node.errors ?? [])) error.details = text(error.details).replace(/(?<= )is .*$/s, understood);
+        for (const error of nodes.flatMap((node) => node.errors ?? [])) error.details = understood(text(error.details));
         throw refusal;
       }
     };

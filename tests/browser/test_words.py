@@ -33,6 +33,42 @@ NOTE = """() => {
     const note = app.graph.nodes.find((one) => one.type === "MarkdownNote");
     return [note.title, ...note.widgets[0].value.split("\\n")];
 }"""
+WORDS_OF_SERVER = """async () => {
+    const scripts = await (await fetch("/extensions")).json();
+    const own = new URL(scripts.find((one) => one.endsWith("/said.js")), location);
+    const url = new URL("monitor/words.mjs", own);
+    const [{ understood }, words] = [await import(url), await (await fetch(new URL("server/zh.json", url))).json()];
+"""
+# What of the words is not said as they have it: filled in with a number, between other sentences.
+UNSAID = f"""{WORDS_OF_SERVER}
+    const bare = (text) => text.replaceAll("{{}}", "7").replaceAll(" ", "");
+    const said = (text) => understood(`Choose another. ${{text.replaceAll("{{}}", "7")}} Sample it again.\\n`);
+    const wanted = (text) => bare(`请选择另一个。${{text}}请重新采样。\\n`);
+    const whole = Object.keys(words).filter((text) => /^[A-Z].*[.!?]$/.test(text));
+    return whole.filter((text) => bare(said(text)) !== wanted(words[text]));
+}}"""
+SECONDS = f"""{WORDS_OF_SERVER}
+    return TEXTS.map((text) => {{
+        const begun = performance.now();
+        understood(text);
+        return (performance.now() - begun) / 1000;
+    }});
+}}""".replace("async ()", "async (TEXTS)")
+# With what patterns could take long at.
+HOSTILE = [
+    (part * 8000)[:length]
+    for length in (990, 7990)
+    for part in (
+        "a", "1", " ", "a, ", ": ", "a. A", "is ", "x: y is z; it must be ", "The LoRA ", ' of a in the "', ", or ",
+        "Took 1 s: ", "1 s ", "a: b, c (d). E ", " and , or : , ", "\n", "{}: {} ",
+    )
+]  # fmt: skip
+FAILED = """() => new Promise((resolve) => {
+    const { api } = app;
+    api.addEventListener("execution_error", ({ detail }) => setTimeout(() => resolve(detail.exception_message), 1000));
+    setTimeout(() => resolve("nothing failed"), 30_000);
+    app.queuePrompt(0);
+})"""
 QUEUE = """async () => { await app.queuePrompt(0).catch(() => {}); }"""
 
 
@@ -127,7 +163,8 @@ def test_the_page_speaks_chinese(page: Any, server: Server):
             chinese.evaluate(QUEUE)
             chinese.wait_for_function("Object.values(app.lastNodeErrors ?? {}).length")
             (refused,) = chinese.evaluate("Object.values(app.lastNodeErrors).flatMap((node) => node.errors)")
-            assert "为 80；必须是 4k + 1，介于" in refused["details"]
+            assert refused["details"].startswith("长度 - Wan 2.1 T2V 14B：长度为 80；必须是 4k + 1，介于")
+            assert refused["details"].endswith("之间。请用 77 或 81。")
             chinese.evaluate(SET_FRAMES, [SAMPLER, 81])
             chinese.evaluate(QUEUE)
             chinese.get_by_text("此机器没有 TPU：Wan 2.1 T2V 14B 将在 CPU 上运行数小时").wait_for()
@@ -138,6 +175,25 @@ def test_the_page_speaks_chinese(page: Any, server: Server):
             chinese.evaluate(QUEUE)
             chinese.locator("a[rel=comfyui-tpu]", has_text=re.compile(r"用时 .*秒：")).first.wait_for()
             shot(chinese, "words-chinese-run")
+    finally:
+        server.post("/settings", {"Comfy.Locale": "en"})
+
+
+def test_what_the_server_says_is_said_in_chinese_sentence_by_sentence(page: Any, server: Server):
+    server.post("/settings", {"Comfy.Locale": "zh"})
+    try:
+        with fresh(page) as chinese:
+            chinese.wait_for_function("document.querySelector('canvas')")
+            assert chinese.evaluate(UNSAID) == []
+            assert max(chinese.evaluate(SECONDS, HOSTILE)) < 1
+            # An error of a node that runs, in the page's own dialog.
+            workflow = tiny_workflow("words")
+            (sampler,) = (node for node in workflow.values() if node["class_type"].endswith("TPUSampler"))
+            sampler["inputs"] |= {"start_step": 2, "end_step": 1}
+            chinese.evaluate("(workflow) => app.loadApiJson(workflow, '')", workflow)
+            said = chinese.evaluate(FAILED)
+            assert "没有可运行的步。步数从 0 开始计数；“开始步数”必须小于“结束步数”" in said
+            shot(chinese, "words-chinese-error")
     finally:
         server.post("/settings", {"Comfy.Locale": "en"})
 

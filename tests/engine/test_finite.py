@@ -135,8 +135,8 @@ def test_where_a_lora_is_merged_the_checkpoint_is_not_blamed(tmp_path: Path):
 
 def test_in_bfloat16_that_is_the_likely_cause():
     assert str(finite.failure("Some model", "its values", "bfloat16")) == (
-        "Some model: its values are not finite (NaN or infinite), in bfloat16. bfloat16 is probably too coarse for it: "
-        "set precision to float32. If that does not help, the checkpoint is damaged."
+        "Some model: its values are not finite (NaN or infinite), in bfloat16. Set precision to float32: bfloat16 is "
+        "probably too coarse for it. If that does not help, the checkpoint is damaged."
     )
     assert str(finite.failure("Some model", "its values", "bfloat16", ["a.safetensors", "b.safetensors"])) == (
         "Some model: its values are not finite (NaN or infinite), in bfloat16. It is probably caused by "

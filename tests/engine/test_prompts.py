@@ -50,9 +50,9 @@ def test_a_long_prompt_is_looked_at_in_time_that_grows_with_its_length(part: str
 
 def test_it_is_said_once_a_prompt_also_of_a_known_one(caplog: pytest.LogCaptureFixture):
     sentence = (
-        "Wan 2.1 T2V 14B: '(red circle:1.4)' (a weight) in the prompt is taken literally; it has no special "
-        "meaning here. Describe it in words. Wan 2.1 T2V 14B: '{a|b}' (a choice) in the negative prompt is taken "
-        "literally; it has no special meaning here. Describe it in words."
+        "Wan 2.1 T2V 14B: '(red circle:1.4)' (a weight) in the prompt is taken literally; it has no special meaning "
+        "here. Describe it in words. Wan 2.1 T2V 14B: '{a|b}' (a choice) in the negative prompt is taken literally; it "
+        "has no special meaning here. Describe it in words."
     )
     for _ in range(2):
         host = Host()

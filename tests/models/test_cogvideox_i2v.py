@@ -134,11 +134,11 @@ def test_the_familys_nodes_say_what_a_model_lacks_or_has_no_use_for():
     with pytest.raises(ValueError, match="I2V: condition is not connected. Connect CogVideoXImageEncoder."):
         nodes.SAMPLER.run(Host(), prompt_embeds=embeds, model_id=SPEC.miniature.random_id, **numbers)
     with pytest.raises(
-        ValueError, match="a condition is connected, but the model is a CogVideoX 1.5 5B. Set model_id to"
+        ValueError, match="condition is connected, but the model is a CogVideoX 1.5 5B. Set model_id to"
     ):
         nodes.SAMPLER.run(Host(), prompt_embeds=embeds, condition=encoded, model_id=T2V.miniature.id, **numbers)
     size = {name: numbers[name] for name in ("height", "width", "num_frames", "model", "precision")}
-    with pytest.raises(ValueError, match="an image is connected, but the model is a CogVideoX 1.5 5B. Set model_id to"):
+    with pytest.raises(ValueError, match="image is connected, but the model is a CogVideoX 1.5 5B. Set model_id to"):
         nodes.IMAGE_ENCODER.run(Host(), image=None, resize="crop", model_id=T2V.miniature.id, **size)
 
 

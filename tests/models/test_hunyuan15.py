@@ -281,9 +281,9 @@ def test_bad_inputs_are_refused_in_a_sentence():
     embeds = [[torch.zeros(1, 1000, 60), {"tpu_family": SPEC.family, "text_2": torch.zeros(1, 256, 44)}]]
     condition = {"height": 80, "width": 112, "num_frames": 5, "tpu_family": SPEC.family}
     size = {name: numbers[name] for name in ("height", "width", "num_frames", "model", "precision")}
-    with pytest.raises(ValueError, match="an image is connected, but the model is a HunyuanVideo 1.5 T2V. Set"):
+    with pytest.raises(ValueError, match="image is connected, but the model is a HunyuanVideo 1.5 T2V. Set"):
         nodes.IMAGE_ENCODER.run(Host(), image=None, resize="crop", model_id=MODEL.model_id, **size)
-    with pytest.raises(ValueError, match="a condition is connected, but the model is a HunyuanVideo 1.5 T2V. Set"):
+    with pytest.raises(ValueError, match="condition is connected, but the model is a HunyuanVideo 1.5 T2V. Set"):
         nodes.SAMPLER.run(Host(), prompt_embeds=embeds, condition=condition, model_id=MODEL.model_id, **numbers)
     with pytest.raises(ValueError, match="num_frames is 9, but the picture was encoded for 5."):
         nodes.SAMPLER.run(

@@ -22,7 +22,7 @@ def sentence(spec: ModelSpec, stage: str, settings: Settings | None, reason: str
     lifted = f" {VARIABLE} limits a chip to {limit} GiB here; raise it if the chip has more." if limit else ""
     return (
         f"{spec.title} ran out of TPU memory in stage {stage} on {num_devices} chips, with everything else unloaded: "
-        f"{reason}{'' if reason.endswith('.') else '.'} All of it was freed. Needs less: {advice}.{lifted} "
+        f"{reason.removesuffix('.')}. All of it was freed. Needs less: {advice}.{lifted} "
         f"`comfyui-tpu plan --model {spec.name}` says beforehand what fits."
     )
 

@@ -62,8 +62,8 @@ def _lost(stage: Stage, name: str, prompt: str, encoded: Conditioning | None) ->
     title = stage.spec.title
     if literals := ", ".join(tokens.literals(prompt)):
         yield (
-            f"{title}: {literals} in the {name} is taken literally; it has no special meaning here. "
-            "Describe it in words."
+            f"{title}: {literals} in the {name} is taken literally; it has no special meaning here. Describe it in "
+            "words."
         )
     if name == PROMPTS[0] and (example := tiny.texts(stage.spec, stage.found.model_id).get("prompt")):
         yield from _unknown(stage, prompt, example)

@@ -34,7 +34,7 @@ def failure(title: str, what: str, precision: Precision, changed_by: Sequence[st
         )
     elif precision == "bfloat16":
         cause = (
-            "bfloat16 is probably too coarse for it: set precision to float32. If that does not help, the checkpoint "
+            "Set precision to float32: bfloat16 is probably too coarse for it. If that does not help, the checkpoint "
             "is damaged."
         )
     return NotFinite(f"{title}: {what} are not finite (NaN or infinite), in {precision}. {cause}")

@@ -35,7 +35,6 @@ const heard = (said) => understood(text(said));
 const own = (table, key) => (Object.hasOwn(table, text(key)) ? table[key]() : text(key));
 /** A Hub id without its organisation, the last part of a folder. */
 const shortName = (model) => text(model).replace(/\/+$/, "").split("/").pop();
-const capital = (word) => word.charAt(0).toUpperCase() + word.slice(1);
 
 /** `free(ids)` asks the server to free residents, or everything when `ids` is undefined; it returns a sentence. */
 export class Panel {
@@ -117,7 +116,7 @@ function countOf(unit, done, total) {
   if (unit === "step") return say`Step ${done} of ${total}`;
   if (unit === SECOND) return say`${seconds(done)} of about ${seconds(total)}`;
   if (unit === "chunk") return say`Chunk ${done} of ${total}`;
-  return `${capital(unit || "part")} ${done} of ${total}`;
+  return say`Part ${done} of ${total}`;
 }
 
 /** How many prompts are in the queue, and when it will be through; nothing for an empty one. */
@@ -180,9 +179,9 @@ class Running {
   #paceOf(now, counted, left) {
     const each = amount(now.seconds_per_unit);
     if (each === null) return counted;
-    const unit = text(now.unit) || "part";
-    const pace = unit === "step" ? say`${seconds(each)} per step` : `${seconds(each)} per ${unit}`;
-    const speed = (unit === MIB && rate(2 ** 20, each)) || pace;
+    const unit = text(now.unit);
+    const paces = { step: say`${seconds(each)} per step`, chunk: say`${seconds(each)} per chunk`, [MIB]: rate(2 ** 20, each) };
+    const speed = (Object.hasOwn(paces, unit) && paces[unit]) || say`${seconds(each)} per part`;
     return say`${counted} · ${speed} · ${seconds(each * Math.max(0, left))} left`;
   }
 }

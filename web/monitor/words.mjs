@@ -3,10 +3,11 @@
 // Languages with a file beside this one: what stands for each English text, with {} for what is filled in. In `server` are
 // those of the sentences that come from there.
 const KNOWN = new Set(["zh"]);
-// A longer sentence quotes somebody: to look for patterns in it could take long.
-const LONGEST = 600;
-// Patterns that are looked for in all: a prompt of many commas and full stops is many parts, each again of such.
-const MOST_TRIES = 3000;
+// A longer text, or a longer sentence, quotes somebody: to look for patterns in it could take long.
+const [LONGEST_TEXT, LONGEST] = [8000, 1000];
+// Patterns that are looked for in all: a prompt of many commas is many parts, each again of such.
+const MOST_TRIES = 30_000;
+const BREAK = /(?<=[.!?]) (?=[A-Z"`])/;
 let words = {};
 let sentences = [];
 
@@ -25,8 +26,8 @@ export async function speak(language) {
   } catch (error) {
     console.warn("comfyui-tpu: the words could not be fetched", error); // English will do
   }
-  // What has most words first; a number with its unit last, behind what has signs alone.
-  const rank = ({ letters }) => (letters === 1 ? -1 : letters);
+  // What several have between them first, else what has most words; a number with its unit last, behind what has signs alone.
+  const rank = ({ letters, isList }) => (isList ? Infinity : letters === 1 ? -1 : letters);
   sentences.sort((one, other) => rank(other) - rank(one));
 }
 
@@ -41,30 +42,84 @@ export function say(texts, ...values) {
   return filled(Object.hasOwn(words, english) ? words[english] : english, values);
 }
 
-/** What is filled in before a unit is a number; before a comma it may have commas itself. */
+/**
+ * What is filled in before a unit is a number; before a comma it may have commas itself. Each hole ends where what is behind
+ * it first stands, and that is never tried elsewhere: with many holes it would take a power of the text's length.
+ */
 function sentence(english, translated) {
-  const parts = english.split("{}").map((part) => part.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
-  const holes = parts.slice(1).map((part) => (/^( s|k )/.test(part) ? "([\\d.]+)" : part.startsWith(",") ? "(.*)" : "(.*?)"));
-  const pattern = new RegExp(`^${parts.map((part, index) => part + (holes[index] ?? "")).join("")}$`, "s");
-  return { pattern, translated, letters: english.match(/\p{L}/gu)?.length ?? 0 };
+  const [first, ...parts] = english.split("{}").map((part) => part.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
+  const isNumber = (part) => /^( s|k )/.test(part ?? "");
+  let [pattern, open] = [`^${first}`, ""];
+  parts.forEach((part, index) => {
+    const hole = isNumber(part) ? "[\\d.]{1,20}" : part.startsWith(",") ? ".*" : ".*?";
+    open += `(?<h${index}>${hole})${part}`;
+    if (part.startsWith(",") || isNumber(parts[index + 1]) || index === parts.length - 1) return;
+    pattern += `(?=(?<all${index}>${open}))\\k<all${index}>`;
+    open = "";
+  });
+  const letters = english.match(/\p{L}/gu)?.length ?? 0;
+  return {
+    pattern: new RegExp(`${pattern}${open}$`, "s"),
+    holes: parts.map((_, index) => `h${index}`),
+    translated: translated.split("{}"),
+    letters,
+    isList: english === "{}, or {}",
+    isFrame: translated === "{}" || (letters < 4 && /^\{\}.*\{\}\.?$/.test(english)),
+  };
 }
 
-/** What the server said, in that language as far as there are words of it: of all, of what is filled in, of each part. */
+/** What the server said, in that language as far as there are words of it: of a sentence, of what is filled in, of each part. */
 export function understood(said) {
-  return part(said, { tries: MOST_TRIES });
+  if (!sentences.length || said.length > LONGEST_TEXT) return said;
+  const left = { tries: MOST_TRIES };
+  return said.split("\n").map((line) => part(line, left)).join("\n");
+}
+
+/** What is quoted stays in one piece. */
+function sentencesOf(said) {
+  const found = [];
+  for (const piece of said.split(BREAK)) {
+    const isQuoting = (found.at(-1)?.split('"').length ?? 1) % 2 === 0;
+    found.push(isQuoting ? `${found.pop()} ${piece}` : piece);
+  }
+  return found;
 }
 
 function part(said, left) {
-  const plain = said.replaceAll("\u00a0", " ");
-  if (!sentences.length || plain.length > LONGEST) return said;
-  for (const { pattern, translated, letters } of sentences) {
+  const pieces = sentencesOf(said.replaceAll("\u00a0", " "));
+  if (pieces.length === 1) return one(said, pieces[0], left);
+  let whole = "";
+  for (const piece of pieces) {
+    let found = one(piece, piece, left);
+    const bare = piece.slice(0, -1);
+    if (found === piece && piece.endsWith(".") && (found = one(bare, bare, left)) === bare) found = piece;
+    else if (piece.endsWith(".") && !/[.。]$/.test(found)) found += "。";
+    whole += whole && !/[。！？]$/.test(whole) ? ` ${found}` : found;
+  }
+  return whole;
+}
+
+/** Chinese has no spaces between its signs. */
+function tight(before, after) {
+  const isChinese = /\p{Script=Han} ?$/u.test(before) && /^ ?\p{Script=Han}/u.test(after);
+  return isChinese ? before.trimEnd() + after.trimStart() : before + after;
+}
+
+/** One sentence. What only stands between others counts where one of these is understood, or all are numbers. */
+function one(said, plain, left) {
+  if (plain.length > LONGEST) return said;
+  const isWhole = /[.!?]$/.test(plain);
+  for (const { pattern, holes, translated, letters, isList, isFrame } of sentences) {
     const isUnit = letters === 1;
-    if (isUnit && plain.includes(", ")) return plain.split(", ").map((one) => part(one, left)).join(", ");
+    if (isUnit && plain.includes(", ")) return plain.split(", ").map((each) => part(each, left)).join(", ");
     if (left.tries-- <= 0) return said;
-    const given = pattern.exec(plain)?.slice(1);
-    if (!given) continue;
-    const values = given.map((one) => part(one, left));
-    if (letters > 1 || !given.length || values.some((value, index) => value !== given[index])) return filled(translated, values);
+    const groups = isList && isWhole ? null : pattern.exec(plain);
+    if (!groups) continue;
+    const given = holes.map((hole) => groups.groups[hole]);
+    const values = given.map((each) => part(each, left));
+    const isStrange = values.every((value, index) => value === given[index]) && /\p{L}/u.test(values.join(""));
+    if (isFrame && isStrange) continue;
+    return translated.reduce((whole, text, index) => tight(tight(whole, values[index - 1]), text));
   }
   return said;
 }
