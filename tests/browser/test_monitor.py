@@ -353,8 +353,8 @@ def test_loading_and_downloads_are_in_bytes_and_memory_is_used_or_reserved(tab: 
     stats["last_run"] |= {"loaded_bytes": 28.6e9, "loading_s": 33.6}
     tab.answer_with(stats)
     tab.open()
-    tab.section("Running").get_by_text("11.7 of 26.4 GiB · 0.85 GB/s · 18.5 s left").wait_for()
-    assert "26.6 GiB loaded at 0.85 GB/s" in tab.text("Last run")
+    tab.section("Running").get_by_text("12.6 of 28.3 GB · 0.85 GB/s · 18.5 s left").wait_for()
+    assert "28.6 GB loaded at 0.85 GB/s" in tab.text("Last run")
     tiles = dict(tile.split("\n")[::-1] for tile in tab.section("Chips").locator(".tpu-tile").all_inner_texts())
     assert (tiles["In use, a chip"], tiles["Peak, a chip"]) == ("16.0 of 31.0 GiB", "18.0 GiB")
     assert (tiles["Reserved, a chip"], tiles["Peak reserved, a chip"]) == ("4.00 GiB", "11.5 GiB")

@@ -4,7 +4,9 @@ import { say } from "./words.mjs";
 
 export const UNKNOWN = "–";
 
-const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+// Of memory in powers of 1024; of files, as downloads and disks are told, in powers of 1000.
+const MEMORY = { base: 1024, units: ["B", "KiB", "MiB", "GiB", "TiB"] };
+export const FILES = { base: 1000, units: ["B", "kB", "MB", "GB", "TB"] };
 
 /** The value if it is a finite number of zero or more, else null. */
 export function amount(value) {
@@ -20,10 +22,10 @@ export function text(value) {
   return value === null || value === undefined || typeof value === "object" ? "" : String(value);
 }
 
-/** The index into BYTE_UNITS that suits `value`. */
-function unitOf(value) {
+/** The index into the units that suits `value`. */
+function unitOf(value, { base, units }) {
   let unit = 0;
-  while (unit < BYTE_UNITS.length - 1 && value >= 1024 ** (unit + 1) * 0.9995) unit += 1;
+  while (unit < units.length - 1 && value >= base ** (unit + 1) * 0.9995) unit += 1;
   return unit;
 }
 
@@ -31,23 +33,23 @@ function digits(value) {
   return value >= 99.95 || value === 0 ? value.toFixed(0) : value.toFixed(value >= 9.995 ? 1 : 2);
 }
 
-export function bytes(value) {
+export function bytes(value, kind = MEMORY) {
   const known = amount(value);
   if (known === null) return UNKNOWN;
-  const unit = unitOf(known);
-  return unit === 0 ? `${Math.round(known)} B` : `${digits(known / 1024 ** unit)} ${BYTE_UNITS[unit]}`;
+  const unit = unitOf(known, kind);
+  return unit === 0 ? `${Math.round(known)} B` : `${digits(known / kind.base ** unit)} ${kind.units[unit]}`;
 }
 
 /** "3.10 of 31.2 GiB": both in the limit's unit unless that would show nothing; the first alone without a limit. */
-export function bytesOf(used, limit) {
+export function bytesOf(used, limit, kind = MEMORY) {
   const all = amount(limit);
-  if (all === null || all === 0) return bytes(used);
+  if (all === null || all === 0) return bytes(used, kind);
   const known = amount(used);
-  if (known === null) return say`${UNKNOWN} of ${bytes(all)}`;
-  const unit = unitOf(all);
-  const share = known / 1024 ** unit;
-  if (unit === 0 || (known > 0 && share < 0.095)) return say`${bytes(known)} of ${bytes(all)}`;
-  const whole = `${digits(all / 1024 ** unit)} ${BYTE_UNITS[unit]}`;
+  const whole = bytes(all, kind);
+  if (known === null) return say`${UNKNOWN} of ${whole}`;
+  const unit = unitOf(all, kind);
+  const share = known / kind.base ** unit;
+  if (unit === 0 || (known > 0 && share < 0.095)) return say`${bytes(known, kind)} of ${whole}`;
   return say`${digits(share)} of ${whole}`;
 }
 

@@ -1,7 +1,7 @@
 // The panel: builds its elements once, then shows one answer of the server after another.
 
 import {
-  ago, amount, bytes, bytesOf, list, mean, percent, rate, seconds, text, totals, UNKNOWN,
+  ago, amount, bytes, bytesOf, FILES, list, mean, percent, rate, seconds, text, totals, UNKNOWN,
 } from "./format.mjs";
 import { make, makeBar, Rows, section, setAttribute, setText } from "./dom.mjs";
 import { Chips } from "./chips.mjs";
@@ -112,7 +112,7 @@ function noteRow() {
 
 /** What of a stage is done: bytes of weights and downloads, else so many of its units. */
 function countOf(unit, done, total) {
-  if (unit === MIB) return bytesOf(done * 2 ** 20, total * 2 ** 20);
+  if (unit === MIB) return bytesOf(done * 2 ** 20, total * 2 ** 20, FILES);
   if (unit === "step") return say`Step ${done} of ${total}`;
   if (unit === SECOND) return say`${seconds(done)} of about ${seconds(total)}`;
   if (unit === "chunk") return say`Chunk ${done} of ${total}`;
@@ -317,7 +317,7 @@ class LastRun {
     if (amount(run.peak_hbm) !== null) facts.push(say`peak ${bytes(run.peak_hbm)} a chip`);
     const loading = rate(run.loaded_bytes, run.loading_s);
     if (amount(run.compiling_s) >= 1) facts.push(say`${seconds(run.compiling_s)} compiling`);
-    if (loading && run.loading_s >= 1) facts.push(say`${bytes(run.loaded_bytes)} loaded at ${loading}`);
+    if (loading && run.loading_s >= 1) facts.push(say`${bytes(run.loaded_bytes, FILES)} loaded at ${loading}`);
     setText(this.#facts, facts.join(" · "));
   }
 
