@@ -134,6 +134,23 @@ function label(node) {
 
 app.registerExtension({ name: "comfyui-tpu.prompts", nodeCreated: label });
 
+// Schedulers have diffusers' names in workflows; who knows ComfyUI's samplers looks for these.
+const CORE_NAMES = {
+  FlowMatchEulerDiscreteScheduler: "euler",
+  UniPCMultistepScheduler: "uni_pc_bh2",
+  DPMSolverMultistepScheduler: "dpmpp_2m",
+  FlowMatchLCMScheduler: "lcm",
+};
+
+app.registerExtension({
+  name: "comfyui-tpu.schedulers",
+  nodeCreated(node) {
+    const widget = isOurs(node) && widgetOf(node, "scheduler");
+    if (!widget) return;
+    widget.options.getOptionLabel = (name) => (Object.hasOwn(CORE_NAMES, name) ? `${CORE_NAMES[name]} (${name})` : String(name ?? ""));
+  },
+});
+
 // TPU Model Loader's list of models takes others too: an id of the Hub, a path, several files joined with " + ".
 const OTHER = "another: type an id, a path or files…";
 

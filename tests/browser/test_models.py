@@ -147,6 +147,20 @@ def test_the_list_of_models_says_how_much_there_is_to_download(page: Any, is_vue
     page.keyboard.press("Escape")
 
 
+def test_schedulers_have_the_names_of_cores_samplers_too(page: Any, server: Server):
+    load(page)
+    names = server.get("/object_info/Wan21TPUSampler")["Wan21TPUSampler"]["input"]["optional"]["scheduler"][1][
+        "options"
+    ]
+    labels = page.evaluate(
+        """(names) => names.map((name) => LiteGraph.createNode("Wan21TPUSampler")
+            .widgets.find((one) => one.name === "scheduler").options.getOptionLabel(name))""",
+        names,
+    )
+    own = ["euler", "uni_pc_bh2", "dpmpp_2m", "lcm"]
+    assert labels == ["checkpoint", *(f"{core} ({name})" for core, name in zip(own, names[1:], strict=True))]
+
+
 def test_the_list_begins_with_what_runs_without_a_tpu(server: Server, page: Any):
     (name, options) = server.get("/object_info/TPUModelLoader")["TPUModelLoader"]["input"]["required"]["model_id"]
     assert name == "COMBO" and options["default"] == ONE.published.hub_id  # a new node's value is what it was
