@@ -10,7 +10,7 @@ from .graph import Workflow, is_link
 
 # What the examples of image to video start from.
 EXAMPLES_PICTURE = "wan_i2v_input.jpg"
-# Large ones have hundreds; for every LoRA all nodes are looked at.
+# Large ones have hundreds.
 MOST_NODES = 5000
 
 
@@ -44,10 +44,7 @@ def make_tiny(workflow: Workflow) -> None:
 
     LoRAs, which are made for the real sizes, are left out.
     """
-    for node_id in [name for name, node in workflow.items() if node["class_type"] == "TPULoraLoader"]:
-        model = workflow.pop(node_id)["inputs"].get("model")
-        for node in workflow.values():
-            node["inputs"] = {k: model if v == [node_id, 0] else v for k, v in node["inputs"].items()}
+    _leave_loras_out(workflow)
     for node in workflow.values():
         declaration = DECLARATIONS.get(node["class_type"])
         family = declaration and (declaration.family or node["inputs"].get("family"))
@@ -72,3 +69,21 @@ def make_tiny(workflow: Workflow) -> None:
         if texts and spec.miniature.picture and loader and loader["class_type"] == "LoadImage":
             if loader["inputs"].get("image") == EXAMPLES_PICTURE:  # one's own stays
                 loader["inputs"]["image"] = spec.miniature.picture
+
+
+def _leave_loras_out(workflow: Workflow) -> None:
+    """What hangs on a LoRA's loader hangs on that one's model then, through chains of any length and order."""
+    loaders = [name for name, node in workflow.items() if node["class_type"] == "TPULoraLoader"]
+    models = {name: workflow.pop(name)["inputs"].get("model") for name in loaders}
+
+    def source(link: Any) -> Any:
+        passed = set()
+        while is_link(link) and link[0] in models and link[1] == 0:
+            passed.add(link[0])
+            link = models[link[0]]
+            link = None if is_link(link) and link[0] in passed else link  # a circle
+        models.update(dict.fromkeys(passed, link))
+        return link
+
+    for node in workflow.values() if models else ():
+        node["inputs"] = {name: source(value) for name, value in node["inputs"].items()}
