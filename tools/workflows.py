@@ -332,7 +332,7 @@ def weights(model: str) -> Iterator[str]:
     """The command that brings a model's weights as files, and their sizes, smallest first."""
     if sizes := published.sizes(model):
         command = f"comfyui-tpu download {model} --files {sizes.split()[0]}"
-        yield f"`{command}` brings its weights as files into ComfyUI's folders: {sizes}."
+        yield f"`{command}` brings its weights as files ({sizes}), and says what to choose as `model_id` then."
 
 
 def note(example: Example, has_loader: bool, translate: Translate = str) -> str:
