@@ -335,9 +335,9 @@ def weights(model: str) -> Iterator[str]:
         yield f"`{command}` brings its weights as files ({sizes}), and says what to choose as `model_id` then."
 
 
-def note(example: Example, has_loader: bool, translate: Translate = str) -> str:
-    """Markdown: what it takes, then what to know; `translate` is asked for each line, and what is in brackets."""
-    lines = about_miniature(example) if example.is_miniature else about_model(example, has_loader, translate)
+def note(example: Example, translate: Translate = str) -> str:
+    """Markdown: what it takes, then what to know; `translate` is asked for each line."""
+    lines = about_miniature(example) if example.is_miniature else about_model(example)
     return "\n".join(translate(in_words(line)) for line in lines)
 
 
@@ -345,7 +345,7 @@ def about_miniature(example: Example) -> list[str]:
     return [f"**{example.title}**", "", MINIATURE, "", *(f"- {tip}" for tip in example.tips)]
 
 
-def about_model(example: Example, has_loader: bool, translate: Translate) -> list[str]:
+def about_model(example: Example) -> list[str]:
     spec, rows = example.spec, list(predictions(example))
     lines = [f"**{spec.title}: {example.does}**", "", f"{size(example)}:", ""]
     if rows:
@@ -365,7 +365,7 @@ def about_model(example: Example, has_loader: bool, translate: Translate) -> lis
     return [*lines, "", *(f"- {tip}" for tip in tips)]
 
 
-def translated(notes: Sequence[tuple[Example, bool]], language: str) -> dict[str, str]:
+def translated(examples: Sequence[Example], language: str) -> dict[str, str]:
     """By each line of the notes, and their title, what the page shows for it in that language."""
     known = Table(json.loads((TRANSLATIONS / f"{language}.json").read_text())["notes"])
 
@@ -375,7 +375,7 @@ def translated(notes: Sequence[tuple[Example, bool]], language: str) -> dict[str
         except KeyError:
             return line
 
-    pairs = [(note(*one).split("\n"), note(*one, translate).split("\n")) for one in notes]
+    pairs = [(note(one).split("\n"), note(one, translate).split("\n")) for one in examples]
     found = {english: other for lines in pairs for english, other in zip(*lines, strict=True) if english != other}
     return {pages.NOTE["title"]: translate(pages.NOTE["title"]), **found}
 
@@ -385,7 +385,7 @@ def translated(notes: Sequence[tuple[Example, bool]], language: str) -> dict[str
 
 def files() -> dict[Path, str]:
     """What each file holds: the examples, and their notes in other languages."""
-    found, notes = {}, []
+    found = {}
     for example in ALL:
         by_stage, as_one = stages(example), pipeline(example)
         found[EXAMPLES / "api" / f"{example.name}.json"] = _text(api(by_stage.workflow))
@@ -395,12 +395,10 @@ def files() -> dict[Path, str]:
             else {example.title: by_stage, f"pipeline/{example.name}": as_one}
         )
         for path, graph in graphs.items():
-            has_loader = any(node["class_type"] == "TPUModelLoader" for node in graph.workflow.values())
             name = f"{example.name}_pipeline" if graph is as_one else example.name
-            found[EXAMPLES / f"{path}.json"] = _text(pages.page(name, graph, note(example, has_loader)))
-            notes.append((example, has_loader))
+            found[EXAMPLES / f"{path}.json"] = _text(pages.page(name, graph, note(example)))
     for language in LANGUAGES:
-        found[NOTES / f"{language}.json"] = _text(translated(notes, language))
+        found[NOTES / f"{language}.json"] = _text(translated(ALL, language))
     return found
 
 
