@@ -66,7 +66,7 @@ HOSTILE = [
 FAILED = """() => new Promise((resolve) => {
     const { api } = app;
     api.addEventListener("execution_error", ({ detail }) => setTimeout(() => resolve(detail.exception_message), 1000));
-    setTimeout(() => resolve("nothing failed"), 30_000);
+    setTimeout(() => resolve("nothing failed"), 600_000);
     app.queuePrompt(0);
 })"""
 QUEUE = """async () => { await app.queuePrompt(0).catch(() => {}); }"""
