@@ -153,7 +153,7 @@ UNSHOWN = {
     "nodes/graphs/core.py": "what another module catches",
     "nodes/graphs/graph.py": "the command line",
     "nodes/graphs/upgrade.py": "no errors, but a notice of what it changed, by the English names of inputs",
-    "nodes/comfyui/routes.py": "answers to requests that the page does not make",
+    "nodes/comfyui/routes.py": "answers to bodies that the page does not send",
     "nodes/comfyui/core_loaders.py": "tooltips, which locales/ has",
     "nodes/inputs.py": "tooltips, which locales/ has",
     "tpu_runtime/cache/store.py": "the log",

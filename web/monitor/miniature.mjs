@@ -2,9 +2,10 @@
 
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
+import { text } from "./format.mjs";
 import { BYPASSED, widgetOf } from "./graph.mjs";
 import { notify } from "./notice.mjs";
-import { say } from "./words.mjs";
+import { say, understood } from "./words.mjs";
 
 /** The node that a prompt calls so; "7:2" is node 2 of the subgraph that node 7 is. */
 function nodeOf(id) {
@@ -42,7 +43,7 @@ export async function useMiniatures() {
     const { output } = await app.graphToPrompt();
     const response = await api.fetchApi("/tpu/miniature", { method: "POST", body: JSON.stringify(output) });
     found = await response.json();
-    if (!response.ok) return notify([say`The workflow is as it was: ${found.error}`]);
+    if (!response.ok) return notify([say`The workflow is as it was: ${understood(text(found.error))}`]);
   } catch (error) {
     return notify([say`The workflow is as it was: the server is not reachable (${error}).`]);
   }
