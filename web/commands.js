@@ -91,7 +91,11 @@ async function free() {
   }
 }
 
-const showTab = () => app.extensionManager.command.execute("Workspace.ToggleSidebarTab.comfyui-tpu");
+/** Shows or hides the tab; the keyboard's next step is in it. */
+async function showTab() {
+  await app.extensionManager.command.execute("Workspace.ToggleSidebarTab.comfyui-tpu");
+  requestAnimationFrame(() => document.querySelector(".comfyui-tpu-panel")?.focus());
+}
 
 const COMMANDS = [
   ["comfyui-tpu.free", "Free the TPU's memory", "f", free],

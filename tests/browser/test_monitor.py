@@ -320,7 +320,7 @@ OVERLAPS = f"""() => [...document.querySelectorAll("{PANEL} :is(.tpu-number, .tp
     .filter((one) => one.checkVisibility() && one.scrollWidth > one.clientWidth + 1)
     .map((one) => one.textContent)"""
 
-# Texts whose contrast to the ground behind them is below the 4.5 to 1 that WCAG asks for.
+# Texts, and what is drawn, whose contrast to the ground behind them is below what WCAG asks for: 4.5 and 3 to 1.
 CONTRASTS = f"""() => {{
     const context = Object.assign(document.createElement("canvas"), {{ width: 1, height: 1 }})
         .getContext("2d", {{ willReadFrequently: true }});
@@ -334,13 +334,20 @@ CONTRASTS = f"""() => {{
         .reduce((sum, one, index) => sum + one * [0.2126, 0.7152, 0.0722][index], 0);
     const grounds = (one) => (one ? [...grounds(one.parentElement), getComputedStyle(one).backgroundColor] : ["#fff"]);
     const faint = [];
-    for (const one of document.querySelectorAll("{PANEL} *")) {{
-        const isText = [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
-        if (!isText || !one.checkVisibility()) continue;
-        const behind = grounds(one);
-        const pair = [light(paint(behind)), light(paint([...behind, getComputedStyle(one).color]))];
+    const look = (what, behind, colour, least) => {{
+        const pair = [light(paint(behind)), light(paint([...behind, colour]))];
         const ratio = (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
-        if (ratio < 4.5) faint.push(`${{one.textContent}}: ${{ratio.toFixed(2)}}`);
+        if (ratio < least) faint.push(`${{what}}: ${{ratio.toFixed(2)}}`);
+    }};
+    const isSeen = (one) => one.checkVisibility({{ visibilityProperty: true }});
+    for (const one of document.querySelectorAll("{PANEL} *, .comfyui-tpu-badge *")) {{
+        const isText = [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+        if (isText && isSeen(one)) look(one.textContent, grounds(one), getComputedStyle(one).color, 4.5);
+    }}
+    for (const one of document.querySelectorAll("{PANEL} :is(.tpu-fill, .tpu-swatch, .tpu-part, .tpu-key i)")) {{
+        const {{ backgroundColor, borderTopColor }} = getComputedStyle(one);
+        const colour = one.matches(".tpu-key i") ? borderTopColor : backgroundColor;
+        if (isSeen(one)) look(`${{one.className}} ${{one.dataset.stage ?? ""}}`, grounds(one.parentElement), colour, 3);
     }}
     return faint;
 }}"""

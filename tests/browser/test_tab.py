@@ -45,6 +45,19 @@ FOCUSED = f"""() => {{
 }}"""
 
 
+def test_the_keyboard_opens_the_tab_is_in_it_and_closes_it(tab: Tab):
+    tab.answer_with(fake())
+    tab.page.locator("body").click(position={"x": 640, "y": 400})
+    tab.page.keyboard.press("Alt+Shift+T")
+    tab.page.wait_for_function(f"document.activeElement === document.querySelector('{PANEL}')")
+    tab.section("Loaded").get_by_role("button").first.wait_for()
+    tab.page.keyboard.press("Tab")
+    name, is_seen = tab.page.evaluate(FOCUSED)
+    assert name.startswith("Free ") and is_seen, name
+    tab.page.keyboard.press("Alt+Shift+T")
+    tab.page.locator(PANEL).wait_for(state="detached")
+
+
 def test_nothing_moves_while_numbers_change(tab: Tab):
     """Chromium counts what shifts without the user's doing; entries of the page's own elements are left out."""
     dice = random.Random(3)
@@ -64,6 +77,15 @@ def test_nothing_moves_while_numbers_change(tab: Tab):
     tab.page.evaluate(WATCH)
     test_monitor._wait_for_more(tab, 5)
     assert tab.page.evaluate("window.shifted") == []
+    # Nor as prompts begin and end; a list of what compiles behind them grows, and what is below moves.
+    idle, busy = fake(running=None, behind=[], queue=None), fake(behind=[])
+    tab.answer_with(busy)
+    test_monitor._wait_for_more(tab, 2)
+    tab.page.evaluate(WATCH)
+    for now in (idle, busy, idle):
+        tab.answer_with(now)
+        test_monitor._wait_for_more(tab, 2)
+    assert tab.page.evaluate("window.shifted") == []
     # And it does see what shifts.
     tab.page.evaluate(f"document.querySelector('{PANEL} section').style.marginTop = '90px'")
     tab.page.wait_for_function("window.shifted.length")
@@ -76,7 +98,7 @@ def test_an_idle_tab_touches_nothing_but_what_changes(tab: Tab):
     tab.page.get_by_text("Nothing is running.").wait_for()
     test_monitor._wait_for_more(tab, 2)
     tab.page.evaluate(TOUCHED)
-    test_monitor._wait_for_more(tab, 3)
+    tab.page.wait_for_function("window.touched.length")
     assert tab.page.evaluate("window.touched") == ["Host"]
     tab.answer_with(quiet | {"message": "8 x TPU v6e", "last_run": quiet["last_run"] | {"steps_per_second": 1.0}})
     tab.page.wait_for_function("window.touched.includes('Last run')")

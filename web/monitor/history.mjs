@@ -49,10 +49,13 @@ export function draw(canvas, history) {
   const ratio = window.devicePixelRatio || 1;
   const [width, height] = [canvas.clientWidth, canvas.clientHeight];
   if (!width || !height) return;
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
+  const [across, down] = [Math.round(width * ratio), Math.round(height * ratio)];
+  // A size that is set, also to the same, takes a new canvas, and a layout of the page.
+  if (canvas.width !== across) canvas.width = across;
+  if (canvas.height !== down) canvas.height = down;
   const context = canvas.getContext("2d");
-  context.scale(ratio, ratio);
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
   const style = getComputedStyle(canvas);
   const colour = (name) => style.getPropertyValue(name).trim();
   context.strokeStyle = colour("--tpu-line");

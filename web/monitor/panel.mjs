@@ -19,8 +19,8 @@ const COUNTS = [
   ["encode", (count) => (count === 1 ? say`${count} prompt` : say`${count} prompts`)],
   ["compile", (count) => (count === 1 ? say`${count} compilation` : say`${count} compilations`)],
 ];
-// A curve whose numbers stay moves on so often, and the host's load is told.
-const STILL_MS = 5000;
+// A curve whose numbers stay moves on so often, and the host's load is told: what an idle tab costs is mostly that.
+const STILL_MS = 10_000;
 const tick = () => Math.floor(Date.now() / STILL_MS);
 // How long the answer to a button stays.
 const SAID_MS = 10_000;
@@ -57,7 +57,7 @@ export class Panel {
     // What this machine does without, and what is not known, before the numbers.
     this.#content.append(first, this.#notes, ...others);
     const title = make("h2", "tpu-title", {}, "TPU");
-    this.element = make("div", "comfyui-tpu-panel", { role: "region", "aria-label": say`TPU monitor` });
+    this.element = make("div", "comfyui-tpu-panel", { role: "region", "aria-label": say`TPU monitor`, tabindex: "-1" });
     this.element.append(title, this.#message, this.#alert, this.#content);
   }
 
@@ -139,7 +139,7 @@ class Running {
   #model = make("p", "tpu-dim tpu-clip");
   #bar = makeBar(say`Progress of the running stage`, "tpu-wide");
   #pace = make("p", "tpu-dim");
-  #busy = make("div", "tpu-stack");
+  #busy = make("div", "tpu-stack tpu-away");
   #idle = make("p", "tpu-dim", {}, say`Nothing is running.`);
   #queue = make("p", "tpu-dim");
   #behind = make("ul", "tpu-list", { "aria-label": say`Compiling behind it` });
@@ -148,21 +148,22 @@ class Running {
   constructor() {
     const head = make("div", "tpu-between", {}, this.#stage, this.#elapsed);
     this.#busy.append(head, this.#model, this.#bar.element, this.#pace);
-    this.element = section(say`Running`, this.#idle, this.#busy, this.#queue, this.#behind);
+    // One over the other, and both there: nothing below moves as a prompt begins or ends.
+    const now = make("div", "tpu-now", {}, this.#idle, this.#busy);
+    this.element = section(say`Running`, now, this.#queue, this.#behind);
   }
 
   sees = ({ running, behind, queue }) => [running, behind, queue];
 
   show({ running, behind, queue }) {
     const waits = queueOf(queue);
-    this.#queue.hidden = !waits;
     setText(this.#queue, waits);
     const coming = list(behind);
     this.#behind.hidden = coming.length === 0;
     this.#rows.show(coming);
     const now = running !== null && typeof running === "object" ? running : null;
-    this.#idle.hidden = now !== null;
-    this.#busy.hidden = now === null;
+    this.#idle.classList.toggle("tpu-away", now !== null);
+    this.#busy.classList.toggle("tpu-away", now === null);
     if (!now) return;
     const [done, total] = [amount(now.done) ?? 0, amount(now.total) ?? 0];
     const counted = total > 0 ? countOf(text(now.unit), done, total) : heard(now.text);
