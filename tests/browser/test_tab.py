@@ -91,6 +91,15 @@ def test_nothing_moves_while_numbers_change(tab: Tab):
     tab.page.wait_for_function("window.shifted.length")
 
 
+def test_nothing_moves_as_the_tab_opens(tab: Tab):
+    tab.answer_with(fake(notes=["duty_cycle_pct is not known: libtpu gave 7 values for 8 chips."]))
+    tab.page.evaluate(WATCH)
+    tab.open()
+    tab.page.get_by_text("8 x TPU v6e").wait_for()
+    test_monitor._wait_for_more(tab, 2)
+    assert tab.page.evaluate("window.shifted") == []
+
+
 def test_an_idle_tab_touches_nothing_but_what_changes(tab: Tab):
     quiet = fake(running=None, behind=[], resident=[], queue=None)
     tab.answer_with(lambda: {**quiet, "host": quiet["host"] | {"cpu_percent": 100 * random.random()}})

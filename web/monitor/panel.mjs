@@ -50,6 +50,7 @@ export class Panel {
 
   constructor({ free }) {
     this.#alert.hidden = true;
+    this.#content.hidden = true; // until there is something to show: what comes later would move what is there
     this.#curve = new Curve(this.#history);
     const [running, chips, residents] = [new Running(), new Chips(), new Residents(free)];
     this.#parts = [running, chips, this.#curve, residents, new LastRun(), new Host(), new Caches()];
@@ -70,6 +71,7 @@ export class Panel {
       setText(this.#alert, "");
     }
     setText(this.#message, heard(stats.message));
+    this.#content.hidden = false; // a curve has no size before
     for (const part of this.#parts) this.#showIfNew(part, stats);
     this.#noteRows.show((Array.isArray(stats.notes) ? stats.notes : []).map(heard));
   }
