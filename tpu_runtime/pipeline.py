@@ -83,7 +83,6 @@ if TYPE_CHECKING:
     from .plan import plan
     from .plan import report as plan_report
     from .plan.compile import Compiled
-    from .plan.measured import Measured, MeasuredProgram
     from .programs import executables, generation
     from .programs.denoise_step import StepArgs
     from .programs.program import Program, Target
@@ -102,8 +101,6 @@ _LATER = {
     "plan": ("plan.plan", ""),
     "plan_report": ("plan.report", ""),
     "Compiled": ("plan.compile", "Compiled"),
-    "Measured": ("plan.measured", "Measured"),
-    "MeasuredProgram": ("plan.measured", "MeasuredProgram"),
     "executables": ("programs.executables", ""),
     "generation": ("programs.generation", ""),
     "StepArgs": ("programs.denoise_step", "StepArgs"),
