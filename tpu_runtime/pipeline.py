@@ -59,7 +59,6 @@ from .models.layouts import published
 from .monitor import bus, metrics_service, readings, snapshot
 from .monitor.feed import Feed
 from .monitor.readings import Sampler, Stats, in_daemon
-from .plan import options as plan_options
 from .plan import process as plan_process
 from .precision import CHOICES
 from .precision import of_pictures as resolve_pictures
