@@ -173,7 +173,7 @@ class StepForms:
 
         plan = generation.Denoising.published(self.spec, settings)
         target = Target(devices=self.devices, precision=self.precision, kernel=self.kernel, fallbacks=variation.without)
-        return plan.program(plan.parts[0], target, plan.shape)
+        return plan.program(plan.passages[0], target, plan.shape)
 
     def predicted(
         self, wanted: "Iterator[Variation]", sizes: Mapping[bool, Settings], topology: Any

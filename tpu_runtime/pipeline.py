@@ -19,7 +19,16 @@ from .cache import curves, store
 from .cache.store import cache_folder, trim
 from .checkpoints import checkpoint, content, hub, tiny
 from .checkpoints.checkpoint import Checkpoint
-from .checkpoints.model_ref import EXPERTS, Expected, HeldTensors, Lora, ModelRef, choose_model, choose_part, variant
+from .checkpoints.model_ref import (
+    LORA_EXPERTS,
+    Expected,
+    HeldTensors,
+    Lora,
+    ModelRef,
+    choose_model,
+    choose_part,
+    variant,
+)
 from .checkpoints.parts import SEPARATOR, choices, files_in, held_tensor, is_of_files, spec_of
 from .checkpoints.weight_files import WeightFile
 from .device_memory import DeviceMemory
