@@ -11,15 +11,16 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from comfyui_tpu.cli import verify
+from comfyui_tpu.cli import bench, verify
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.device_memory import DeviceMemory
 from comfyui_tpu.tpu_runtime.model_spec import STAGES
 from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
-from comfyui_tpu.tpu_runtime.plan import measured, plan
+from comfyui_tpu.tpu_runtime.plan import plan
 from comfyui_tpu.tpu_runtime.plan.compile import PlanRequest
 from comfyui_tpu.tpu_runtime.programs.program import DENOISE_STEP
 from comfyui_tpu.tpu_runtime.selftest import report
@@ -113,9 +114,10 @@ def measured_step(record: Record) -> float | None:
     found = None
     there = record["chip"]["device_kind"], chips.topology(record["topology"]).num_devices
     for path in sorted(MEASURED.glob("*.json")):
-        if read_record(path)[0] != "bench":
+        kind, content = read_record(path)
+        if kind != "bench":
             continue
-        one = measured.read(path)
+        one = measured(content, path)
         same = all(one.settings.get(name) == record["settings"][name] for name in ("height", "width", "num_frames"))
         on = one.device_kind, one.num_devices
         if same and on == there and not one.is_tiny and one.model == record["model"]:
@@ -189,8 +191,39 @@ def read_record(path: Path) -> tuple[str, Record]:
         return "first run", found
     if "forms" in found and found.get("schema") == verify.SCHEMA:
         return "verify", found
-    measured.read(path)
+    measured(found, path)
     return "bench", found
+
+
+def measured(record: Record, path: Path) -> bench.Measured:
+    """What `bench --json` wrote to `path`. Raises `ValueError` with a sentence for what is no such record."""
+    if record.get("schema") != bench.SCHEMA:
+        raise ValueError(
+            f"{path} is not what `comfyui-tpu bench --json` of this version writes (schema {bench.SCHEMA})."
+        )
+    programs = tuple(_fill(bench.MeasuredProgram, program, path) for program in record.get("programs", ()))
+    if not programs:
+        raise ValueError(f"{path} holds no program; `programs` must have one for each that ran.")
+    return _fill(bench.Measured, {**record, "programs": programs}, path)
+
+
+def _fill(kind: type, values: Any, path: Path) -> Any:
+    """A record of `kind`; ValueError that names the fields that are missing or of a wrong type. Those with a default
+    came later: older records do not have them.
+    """
+    defaults = {one.name: one.default for one in fields(kind) if one.default is not MISSING}
+    values = {**defaults, **values} if isinstance(values, dict) else {}
+    wrong = [one.name for one in fields(kind) if one.name not in values or not _fits(one.type, values[one.name])]
+    if wrong:
+        raise ValueError(f"{path}: {', '.join(wrong)} of a {kind.__name__} {'is' if len(wrong) == 1 else 'are'} wrong.")
+    return kind(**{one.name: values[one.name] for one in fields(kind)})
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    if value is None:
+        return "None" in str(kind)
+    wanted = {int: int, float: (int, float), str: str, bool: bool}.get(kind)
+    return wanted is None or (isinstance(value, wanted) and isinstance(value, bool) == (kind is bool))
 
 
 def is_of_a_tpu(kind: str, record: Record) -> bool:

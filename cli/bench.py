@@ -5,12 +5,13 @@ sizes run, which shows that the command works, and nothing else.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from ..tpu_runtime.pipeline import (
     QUALITIES,
     SPARSE,
     STAGES,
+    DeviceMemory,
     ModelSpec,
     Settings,
     device_memory,
@@ -28,12 +30,61 @@ from ..tpu_runtime.pipeline import (
     spec_of,
 )
 from . import verify
-from .stand_ins import arguments, random
+from .stand_ins import arguments, miniature, random, timed
 from .verbs import add_inputs, add_precision, given_inputs, model_folders, print_now
 
 if TYPE_CHECKING:
     from ..sharding.mesh import Device
-    from ..tpu_runtime.pipeline import Compiled, Measured, Program
+    from ..tpu_runtime.pipeline import Compiled
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredProgram:
+    """Seconds of one program: of the compiler, and of `runs` in one generation each; predicted, where that was asked.
+
+    `peak_bytes`: what the compiler says that a device holds while it runs.
+    """
+
+    name: str
+    runs: int
+    mesh: str
+    compile_s: float
+    median_s: float
+    least_s: float
+    most_s: float
+    predicted_s: float | None
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A model's programs on one machine. No paths, no names of machines. Of the fullest device `hbm_peak_bytes` were in
+    use, `hbm_reserved_peak_bytes` reserved for programs beside them, of `hbm_limit_bytes`; None where devices do not
+    say it. `is_tiny`: of the miniature, which shows that it runs, not how fast.
+    """
+
+    model: str
+    title: str
+    settings: Mapping[str, Any]
+    device_kind: str
+    num_devices: int
+    precision: str
+    versions: Mapping[str, str]
+    is_tiny: bool
+    hbm_peak_bytes: int | None
+    programs: tuple[MeasuredProgram, ...]
+    hbm_reserved_peak_bytes: int | None = None
+    hbm_limit_bytes: int | None = None
+
+    @property
+    def total_s(self) -> float:
+        """Of one generation's programs, without loading and host work."""
+        return sum(program.median_s * program.runs for program in self.programs)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, "label": "measured", **asdict(self), "total_s": self.total_s}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,61 +102,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command. Errors of the user are `ValueError`."""
+    """Runs the command. Exit code 1 where forms disagree. Errors of the user are `ValueError`."""
     import jax
+
+    from ..tpu_runtime.pipeline import chips
 
     spec = spec_of(options.model, model_folders())
     if options.runs < 1:
         raise ValueError(f"--runs is {options.runs}; it must be at least 1.")
-    if options.verify:
-        _check_verify(options)
-        return verify.run(options, spec)
-    if options.topology:
-        raise ValueError("--topology is for --verify; what a model takes on other chips is said by `comfyui-tpu plan`.")
+    stages = _stages(options)
     widgets = given_inputs(options, spec)
-    stages = tuple(STAGES)
-    if options.stages is not None:
-        stages = tuple(name.strip() for name in options.stages.split(",") if name.strip())
-    if not stages or set(stages) - set(STAGES):
-        raise ValueError(f"--stages is {options.stages!r}; it must be some of {', '.join(STAGES)}.")
-    devices = jax.devices()
+    described = chips.topology(options.topology) if options.topology else None
+    devices = chips.compile_devices(described) if described else tuple(jax.devices())
     is_tiny = devices[0].platform != "tpu"
     settings = spec.settings(**{**(spec.miniature.inputs if is_tiny else {}), **widgets})
-    found = measure(
-        _miniature(spec) if is_tiny else spec, settings, devices, is_tiny=is_tiny, stages=stages, runs=options.runs,
-        choice=options.precision, predicts=not options.no_prediction,
-    )  # fmt: skip
-    print_now("\n" + text(found))
+    model = miniature(spec) if is_tiny else spec
+    if options.verify:
+        record, rows = verify.verify(model, settings, devices, options.precision, options.runs, described)
+        said, status = verify.text(spec, record, rows), int(any(row.problem for row in rows))
+    else:
+        found = measure(
+            model, settings, devices, is_tiny=is_tiny, stages=stages, runs=options.runs, choice=options.precision,
+            predicts=not options.no_prediction,
+        )  # fmt: skip
+        record, said, status = found.to_json(), text(found), 0
+    print_now("\n" + said)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found.to_json(), indent=1) + "\n")
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
         print_now(f"written: {options.json}")
-    return 0
+    return status
 
 
-def _check_verify(options: argparse.Namespace) -> None:
-    """Raises `ValueError` for options that --verify has no use for."""
-    if options.stages is not None:
+def _stages(options: argparse.Namespace) -> tuple[str, ...]:
+    """What is to be timed. Raises `ValueError` for options of which one has no use for another."""
+    if options.verify and options.stages is not None:
         raise ValueError("--stages is not for --verify, which runs one block of the denoiser alone. Leave it out.")
-    if options.no_prediction:
+    if options.verify and options.no_prediction:
         raise ValueError(
             "--no-prediction is not for --verify: it measures, and predicts only with --topology. Leave it out."
         )
-
-
-def _miniature(spec: ModelSpec) -> ModelSpec:
-    return replace(spec, components=tuple(replace(part, config=part.tiny) for part in spec.components))
+    if options.topology and not options.verify:
+        raise ValueError("--topology is for --verify; what a model takes on other chips is said by `comfyui-tpu plan`.")
+    if options.stages is None:
+        return tuple(STAGES)
+    stages = tuple(name.strip() for name in options.stages.split(",") if name.strip())
+    if not stages or set(stages) - set(STAGES):
+        raise ValueError(f"--stages is {options.stages!r}; it must be some of {', '.join(STAGES)}.")
+    return stages
 
 
 def measure(
     spec: ModelSpec, settings: Settings, devices: "Sequence[Device]", *, is_tiny: bool, choice: str,
     stages: Sequence[str], runs: int, predicts: bool,
-) -> "Measured":  # fmt: skip
+) -> Measured:  # fmt: skip
     """Compiles and times every program of a generation, the programs of one network after another. `choice` is the
     precision as a node has it.
     """
     from ..sharding.mesh import shape_of
-    from ..tpu_runtime.pipeline import Measured, MeasuredProgram, chips, compiling, generation, plan, versions
+    from ..tpu_runtime.pipeline import chips, compiling, generation, plan, versions
 
     topology = chips.topology_of(devices[0].device_kind, len(devices)) if predicts else None
     rows: list[MeasuredProgram] = []
@@ -120,7 +175,7 @@ def measure(
             executable = program.compile()
             compile_s = time.monotonic() - started
             weights = weights or {name: random(want, 0.02) for name, want in (program.weights or {}).items()}
-            seconds = list(_timed(program, executable, weights, runs))
+            _, seconds = timed(executable, weights, functools.partial(arguments, program), runs)
             print_now(f"{program.name}: compiled in {compile_s:.0f} s, {statistics.median(seconds):.4f} s")
             row = MeasuredProgram(
                 name=program.name, runs=program.runs, compile_s=compile_s, predicted_s=None,
@@ -144,19 +199,7 @@ def measure(
     )  # fmt: skip
 
 
-def _timed(program: "Program", executable: Any, weights: Any, runs: int) -> Iterator[float]:
-    """Seconds of each run, after one that does not count. What a run may overwrite is created again before it."""
-    import jax
-
-    for index in range(1 + runs):
-        args = jax.block_until_ready(arguments(program))
-        started = time.perf_counter()
-        jax.block_until_ready(executable(weights, *args))
-        if index:
-            yield time.perf_counter() - started
-
-
-def text(found: "Measured") -> str:
+def text(found: Measured) -> str:
     """The readable report."""
     from ..tpu_runtime.pipeline import plan_report as report
 
@@ -173,7 +216,7 @@ def text(found: "Measured") -> str:
     size, steps = found.settings, found.settings["num_inference_steps"]
     quality = size.get("quality", QUALITIES[0])  # older records have none
     what = "the miniature of " * found.is_tiny + found.title
-    memory = device_memory.DeviceMemory(
+    memory = DeviceMemory(
         limit_bytes=found.hbm_limit_bytes, peak_in_use_bytes=found.hbm_peak_bytes,
         peak_reserved_bytes=found.hbm_reserved_peak_bytes,
     )  # fmt: skip

@@ -69,5 +69,4 @@ def _place(options: argparse.Namespace) -> Place:
         return places.parse(f"{options.process}/{options.of}@{options.coordinator}")
     if any(one is not None for one in given):
         raise ValueError("--coordinator, --process and --of go together; a TPU of several hosts needs none of them.")
-    text = os.environ.get(places.VARIABLE, places.AUTO)
-    return places.of_tpu() if text == places.AUTO else places.parse(text)
+    return places.parse(os.environ.get(places.VARIABLE, places.AUTO))

@@ -19,13 +19,15 @@ from ..nodes.headless import compare
 from ..nodes.headless.changes import read_json
 from ..nodes.headless.runner import TerminalHost, run_workflow
 from ..tpu_runtime import pipeline
-from ..tpu_runtime.pipeline import SPECS, plan_options, plan_process, supervisor
+from ..tpu_runtime.pipeline import CHOICES, NAME_HELP, SPECS, STAGES, plan_process, spec_of, supervisor
 from . import batch, bench, doctor, download, follow, monitor, selftest, serve, stages, warmup
 from .verbs import (
     DOWNLOADS,
+    add_inputs,
     add_verb,
     add_workflow,
     given_folders,
+    given_inputs,
     given_workflow,
     model_folders,
     print_timings,
@@ -33,6 +35,10 @@ from .verbs import (
 )
 
 WORKFLOW = "examples/api/wan21_t2v_720p.json"
+# Of `plan`: the TPU that is described, inputs of the models, and what they are called there too.
+TOPOLOGY = "v6e:2x4"
+SIZES = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "guidance_scale_2")
+SHORTER = {"num_inference_steps": "--steps", "guidance_scale": "--guidance", "guidance_scale_2": "--guidance-2"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -145,13 +151,13 @@ def _parser() -> argparse.ArgumentParser:
     add("serve", serve, "run stages for a ComfyUI elsewhere, by its node TPU Remote", "--port 8190", downloads=True)
     stages.add_verbs(verbs)
     add("warmup", warmup, "compile a size's programs, so that its first run starts at once", WORKFLOW, downloads=True)
-    plan_options.add_arguments(
+    _add_plan(
         add_verb(
             verbs,
             "plan",
             _plan,
             "compile for a described TPU: does it fit, how long would it take",
-            f"{model} --topology v6e:2x4",
+            f"{model} --topology {TOPOLOGY}",
         )
     )
     add("bench", bench, "time a model's programs on this machine, with random weights", model)
@@ -218,11 +224,42 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_plan(verb: argparse.ArgumentParser) -> None:
+    model = verb.add_mutually_exclusive_group(required=True)
+    text = f"{NAME_HELP}; or a file of the denoiser"
+    model.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=text)
+    model.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help="the same")
+    verb.add_argument(
+        "--models", action="append", default=[], metavar="DIR", help="where the file is looked for; repeatable"
+    )
+    verb.add_argument(
+        "--topology", default=TOPOLOGY, metavar="NAME",
+        help=f"the TPU: generation and mesh of chips, or their number (v6e-8); default: {TOPOLOGY}",
+    )  # fmt: skip
+    add_inputs(verb, [*SIZES, "step_cache", "cache_threshold", "quality"], SHORTER)
+    verb.add_argument(
+        "--precision", choices=CHOICES[1:], default="bfloat16",
+        help="number format; mixed: pictures in float32; default: bfloat16",
+    )  # fmt: skip
+    verb.add_argument(
+        "--mesh", metavar="DP,SP,TP",
+        help="chips by guidance, sequence and heads in the denoiser; default: what the runtime chooses",
+    )  # fmt: skip
+    every = ",".join(STAGES)
+    verb.add_argument("--stages", default=every, metavar="A,B", help=f"which parts to compile; default: {every}")
+    verb.add_argument(
+        "--explain", action="store_true", help="list the operations that take longest, and where they come from"
+    )
+    verb.add_argument("--json", dest="json_file", metavar="FILE", help="write the report as JSON too")
+
+
 def _plan(options: argparse.Namespace) -> int:
-    given = {name: value for name, value in vars(options).items() if name not in ("command", "debug")}
-    given["models"] = options.models or list(model_folders())
+    models = options.models or list(model_folders())
+    same = ("model", "topology", "precision", "mesh", "stages", "explain", "json_file")
+    asked = {"models": models, "inputs": given_inputs(options, spec_of(options.model, models))}
+    asked |= {name: getattr(options, name) for name in same}
     with supervisor.signals(_cancel):
-        print(plan_process.make_text(given, TerminalHost(Folders())))
+        print(plan_process.make_text(asked, TerminalHost(Folders())))
     return 0
 
 

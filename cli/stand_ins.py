@@ -1,12 +1,35 @@
-"""Random weights and inputs for a program, made where they are placed: nothing is read, nothing crosses the host."""
+"""Programs on random weights and inputs, made where they are placed: nothing is read, nothing crosses the host."""
 
 import functools
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jax
 
-    from ..tpu_runtime.pipeline import Program
+    from ..tpu_runtime.pipeline import ModelSpec, Program
+
+
+def miniature(spec: "ModelSpec") -> "ModelSpec":
+    """The model at its miniature's sizes."""
+    return replace(spec, components=tuple(replace(part, config=part.tiny) for part in spec.components))
+
+
+def timed(executable: Any, weights: Any, make: Callable[[], Any], runs: int) -> tuple[Any, list[float]]:
+    """The last result, and the seconds of each run, after one that does not count. What a run may overwrite is created
+    again before it.
+    """
+    import jax
+
+    result, seconds = None, []
+    for _ in range(1 + runs):
+        args = jax.block_until_ready(make())
+        started = time.perf_counter()
+        result = jax.block_until_ready(executable(weights, *args))
+        seconds.append(time.perf_counter() - started)
+    return result, seconds[1:]
 
 
 def arguments(program: "Program") -> tuple[Any, ...]:

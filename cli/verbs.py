@@ -1,7 +1,7 @@
 """What the commands share: verbs, an option for every input of the models, and the times they print."""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +100,8 @@ def input_names(field: str) -> list[str]:
     return list(dict.fromkeys(name for spec in SPECS for name in getattr(spec, field)))
 
 
-def add_inputs(verb: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """An option for each of these inputs of the models; None where it is not given."""
+def add_inputs(verb: argparse.ArgumentParser, names: Sequence[str], aliases: Mapping[str, str] = {}) -> None:
+    """An option for each of these inputs of the models, and its other name; None where it is not given."""
     for name in names:
         limits = [spec.inputs[name] for spec in SPECS if name in spec.inputs]
         kind: dict[str, Any] = {"type": {IntLimit: int, Numbers: str}.get(type(limits[0]), float)}
@@ -113,7 +113,8 @@ def add_inputs(verb: argparse.ArgumentParser, names: Sequence[str]) -> None:
             options = (option for limit in limits if isinstance(limit, Choice) for option in limit.options)
             kind = {"choices": list(dict.fromkeys(options)), "metavar": "NAME"}
             listed = f" ({', '.join(kind['choices'])})"
-        verb.add_argument(flag(name), dest=name, help=f"{meaning(name)}{listed}; default: {_default(name)}", **kind)
+        flags = filter(None, (aliases.get(name), flag(name)))
+        verb.add_argument(*flags, dest=name, help=f"{meaning(name)}{listed}; default: {_default(name)}", **kind)
 
 
 def add_precision(verb: argparse.ArgumentParser) -> None:

@@ -5,8 +5,7 @@ is worth on this machine. Weights are random, made on the chips; nothing is down
 compiled for described chips, and times are the compiler's predictions.
 """
 
-import argparse
-import json
+import functools
 import re
 import statistics
 import time
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..tpu_runtime.pipeline import DeviceMemory, ModelSpec, Settings, device_memory, fallbacks
 from ..tpu_runtime.pipeline import resolve_precision as resolve
-from .stand_ins import arguments, random
-from .verbs import given_inputs, print_now
+from .stand_ins import arguments, random, timed
+from .verbs import print_now
 
 if TYPE_CHECKING:
     import jax
@@ -27,7 +26,8 @@ if TYPE_CHECKING:
     from ..tpu_runtime.pipeline import Compiled, Program, StepArgs
 
 SCHEMA = 1
-Run = Callable[["Mapping[str, jax.Array]"], "tuple[np.ndarray, bool]"]
+# A program's results with these weights, whether they are finite, and the seconds of so many runs.
+Run = Callable[["Mapping[str, jax.Array]", int], "tuple[np.ndarray, bool, list[float]]"]
 # How far forms may be apart, as the root mean square of the difference, of that of the values: what rounding in this
 # precision makes of one block, with a factor of at least 4 over what was seen.
 BOUNDS = {"bfloat16": 2**-5, "float32": 2**-14}
@@ -85,20 +85,17 @@ class Verified:
     factors: Mapping[str, float] = field(default_factory=dict)
 
 
-def run(options: argparse.Namespace, spec: ModelSpec) -> int:
-    """Exit code 1 where forms disagree. Errors of the user are `ValueError`."""
-    import jax
+def verify(
+    spec: ModelSpec, settings: Settings, devices: "Sequence[Device]", choice: str, runs: int, described: Any
+) -> tuple[dict[str, Any], tuple[Verified, ...]]:
+    """The record and its forms; of chips that are only `described`, predictions. `choice` is the precision as a node
+    has it.
+    """
+    from ..tpu_runtime.pipeline import versions
 
-    from ..tpu_runtime.pipeline import chips, versions
-
-    widgets = given_inputs(options, spec)
-    described = chips.topology(options.topology) if options.topology else None
-    devices = chips.compile_devices(described) if described else tuple(jax.devices())
+    precision = resolve(choice, devices[0].platform)
     is_tiny = devices[0].platform != "tpu"
-    settings = spec.settings(**{**(spec.miniature.inputs if is_tiny else {}), **widgets})
-    precision = resolve(options.precision, devices[0].platform)
-    model = one_block(spec, is_tiny)
-    check = StepForms(model, devices, precision, runs=options.runs)
+    check = StepForms(one_block(spec), devices, precision, runs)
     wanted = variations(check.program(settings, Variation(name=CHOSEN, without=fallbacks.from_environment())), is_tiny)
     sizes = {False: settings, True: part_of(spec, settings)}
     rows = tuple(check.predicted(wanted, sizes, described) if described else check.measured(wanted, sizes))
@@ -109,24 +106,17 @@ def run(options: argparse.Namespace, spec: ModelSpec) -> int:
         "precision": precision, "versions": versions.of_results(), "forms": [asdict(row) for row in rows],
         "loop": loop, "memory": asdict(DeviceMemory() if described else device_memory.fullest(devices)),
     }  # fmt: skip
-    print_now("\n" + text(spec, record, rows))
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
-        print_now(f"written: {options.json}")
-    return 1 if any(row.problem for row in rows) else 0
+    return record, rows
 
 
-def one_block(spec: ModelSpec, is_tiny: bool) -> ModelSpec:
+def one_block(spec: ModelSpec) -> ModelSpec:
     """The model with one block of each kind in its denoisers, as wide as it is."""
 
     def lessened(config: Mapping[str, Any]) -> dict[str, Any]:
         return {**config, **{key: 1 for key in config if LAYERS.fullmatch(key)}}
 
     parts = tuple(
-        replace(part, config=lessened(part.tiny if is_tiny else part.config))
-        if part.name in spec.denoiser.experts
-        else replace(part, config=part.tiny if is_tiny else part.config)
+        replace(part, config=lessened(part.config)) if part.name in spec.denoiser.experts else part
         for part in spec.components
     )
     return replace(spec, components=parts)
@@ -183,7 +173,7 @@ class StepForms:
 
         plan = generation.Denoising.published(self.spec, settings)
         target = Target(devices=self.devices, precision=self.precision, kernel=self.kernel, fallbacks=variation.without)
-        return plan.program(plan.parts[0], target, plan.shape)
+        return plan.program(plan.passages[0], target, plan.shape)
 
     def predicted(
         self, wanted: "Iterator[Variation]", sizes: Mapping[bool, Settings], topology: Any
@@ -238,26 +228,20 @@ class StepForms:
         pulls: "Mapping[str, np.ndarray]",
     ) -> "tuple[Verified, np.ndarray, Run]":
         """The form, its values, and what runs it with any weights."""
-        import jax
         import numpy as np
 
         from ..tpu_runtime.pipeline import compiling
 
         executable = program.compile()
-        compile_s, weights = time.monotonic() - started, weights_of(program)
-        seconds: list[float] = []
+        compile_s = time.monotonic() - started
 
-        def run(weights: "Mapping[str, jax.Array]") -> "tuple[np.ndarray, bool]":
-            args = jax.block_until_ready(arguments_of(program))
-            begun = time.perf_counter()
-            *_, denoised, is_finite = jax.block_until_ready(executable(weights, *args))
-            seconds.append(time.perf_counter() - begun)
-            return np.asarray(denoised, np.float64), bool(is_finite)
+        def run(weights: "Mapping[str, jax.Array]", runs: int) -> "tuple[np.ndarray, bool, list[float]]":
+            (*_, denoised, is_finite), seconds = timed(
+                executable, weights, functools.partial(arguments_of, program), runs
+            )
+            return np.asarray(denoised, np.float64), bool(is_finite), seconds
 
-        values, is_finite = run(weights)
-        seconds.clear()  # the first one warms up
-        for _ in range(self.runs):
-            run(weights)
+        values, is_finite, seconds = run(weights_of(program), self.runs)
         row = Verified(
             name=variation.name, compile_s=compile_s, median_s=statistics.median(seconds), predicted_s=None,
             peak_bytes=compiling.memory_of(program, executable).peak,
@@ -338,7 +322,7 @@ def _pulls(program: "Program", run: Run, values: "np.ndarray") -> "dict[str, np.
             key: _placed(weight * (1 + GROWTH), weight) if pattern.search(key) else weight
             for key, weight in weights.items()
         }
-        found[name] = (run(grown)[0] - values) / GROWTH
+        found[name] = (run(grown, 0)[0] - values) / GROWTH
     return found
 
 

@@ -55,7 +55,7 @@ class Asker:
         if preview is None or begun < self._next_preview:
             return self.send(records.Step(done, total, unit))
         # Half the precision is more than a preview shows.
-        self.send(records.Step(done, total, unit, preview.latent_format, preview.latents().half()))
+        self.send(records.Step(done, total, unit, preview.latent_format, preview.sample().half()))
         ended = time.monotonic()
         self._next_preview = ended + max(_PREVIEW_S, (ended - begun) / _PREVIEW_SHARE)
 

@@ -182,7 +182,7 @@ LATENTS = Input(
 FEW_STEPS = ("scheduler", "sigmas")
 # Of samplers and pipelines, the newest.
 _NEWEST = ("quality", "step_cache", "cache_threshold")
-EXPERTS = ("high_noise_steps",)
+TWO_EXPERTS = ("high_noise_steps",)
 
 
 def unused(spec: ModelSpec) -> tuple[str, ...]:
@@ -190,7 +190,7 @@ def unused(spec: ModelSpec) -> tuple[str, ...]:
     family = [one for one in SPECS if one.family == spec.family]
     found = [name for one in family for name in one.inputs if name not in spec.inputs]
     if len(spec.denoiser.experts) == 1:
-        found += ["guidance_scale_2", *EXPERTS]
+        found += ["guidance_scale_2", *TWO_EXPERTS]
     if spec.recipe.guidance != "cfg":
         found.append("negative_prompt")
         if not spec.component(spec.denoiser.experts[0]).config.get("guidance_embeds"):

@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from pathlib import Path
 
 from ..tpu_runtime import pipeline as runtime
-from ..tpu_runtime.pipeline import EXPERTS, Lora, ModelRef
+from ..tpu_runtime.pipeline import LORA_EXPERTS, Lora, ModelRef
 from .declare import Folders, Host, Input, Node, Output
 
 # As ComfyUI's own loader.
@@ -74,8 +74,8 @@ LOADER = Node(
         Input(
             name="expert",
             type="COMBO",
-            default=EXPERTS[0],
-            options=EXPERTS,
+            default=LORA_EXPERTS[0],
+            options=LORA_EXPERTS,
             optional=True,
             tooltip="Of a model with two denoisers (Wan 2.2) which gets it: that of high noise, which runs first, that "
             "of low noise, or both.",

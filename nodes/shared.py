@@ -112,8 +112,7 @@ def _plan(host: Host, *, model_name: str, topology: str, **wanted: float) -> tup
     given = {name: value for name, value in wanted.items() if value}
     spec.settings(**given)  # complains before anything is started
     host.text(f"Compiling {spec.title} for {topology}: minutes, not seconds")
-    named = {_PLAN_OPTIONS.get(name, name): value for name, value in given.items()}
-    return (process.make_text({"model": model_name, "topology": topology, **named}, host),)
+    return (process.make_text({"model": model_name, "topology": topology, "inputs": given}, host),)
 
 
 _BESIDE, _SHEET = "side by side", "contact sheet"
@@ -147,9 +146,6 @@ def _compare(host: Host, *, layout: str, labels: str, pictures: int, columns: in
 
 
 # Inputs that the command calls otherwise.
-_PLAN_OPTIONS = {"num_inference_steps": "steps", "guidance_scale": "guidance"}
-
-
 def _plan_number(name: str, type: str, high: float) -> Input:
     return Input(
         name=name, type=type, default=0, low=0, high=high, optional=True, tooltip=f"{name}; 0 is the model's own."

@@ -2,7 +2,7 @@
 
 from ..tpu_runtime.pipeline import spec_for_family
 from .family import decoder, pipeline, sampler, text_encoder
-from .inputs import EXPERTS, FEW_STEPS
+from .inputs import FEW_STEPS, TWO_EXPERTS
 
 SPEC = spec_for_family("Wan21")
 LABEL = "Wan 2.1"
@@ -12,7 +12,7 @@ _NUMBERS = ("height", "width", "num_frames", "num_inference_steps", "guidance_sc
 _EMBEDS = ("prompt_embeds", "negative_prompt_embeds")
 # Newer than the rest, so after it.
 _NEW = ("model", "precision")
-_RECIPE = (*FEW_STEPS, "guidance_scale_2", *EXPERTS)
+_RECIPE = (*FEW_STEPS, "guidance_scale_2", *TWO_EXPERTS)
 
 TEXT_ENCODER = text_encoder(SPEC, LABEL, *_PROMPTS, "model_id", *_NEW)
 SAMPLER = sampler(SPEC, LABEL, *_EMBEDS, *_NUMBERS, "model_id", "flow_shift", *_NEW, *_RECIPE)

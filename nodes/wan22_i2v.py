@@ -5,7 +5,7 @@ A model of the family that can do without a picture takes the video's size from 
 
 from ..tpu_runtime.pipeline import SIZE, spec_for_family
 from .family import decoder, image_encoder, pipeline, sampler, text_encoder
-from .inputs import EXPERTS, FEW_STEPS
+from .inputs import FEW_STEPS, TWO_EXPERTS
 
 SPEC = spec_for_family("Wan22I2V")
 LABEL = "Wan 2.2 I2V"
@@ -15,7 +15,7 @@ _NUMBERS = ("num_inference_steps", "guidance_scale", "shift", "seed")
 _SOCKETS = ("prompt_embeds", "negative_prompt_embeds", "condition")
 # Newer than the rest, so after it.
 _NEW = ("model", "precision")
-_RECIPE = (*FEW_STEPS, *EXPERTS)
+_RECIPE = (*FEW_STEPS, *TWO_EXPERTS)
 
 IMAGE_ENCODER = image_encoder(SPEC, LABEL, "image", *SIZE, "model_id", "resize", *_NEW, "last_image")
 TEXT_ENCODER = text_encoder(SPEC, LABEL, *_PROMPTS, "model_id", *_NEW)

@@ -162,7 +162,6 @@ UNSHOWN = {
     "tpu_runtime/monitor": "the tab, where what is not a number has no full stop",
     "tpu_runtime/plan/advice.py": "a report for developers",
     "tpu_runtime/plan/findings.py": "a report for developers",
-    "tpu_runtime/plan/measured.py": "the command line",
     "tpu_runtime/plan/report.py": "a report for developers",
     "tpu_runtime/selftest": "a report for developers",
 }

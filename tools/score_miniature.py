@@ -138,7 +138,7 @@ class WithPreviews(Silent):
 
     def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
         if preview is not None:
-            preview.latents()
+            preview.sample()
 
 
 def held_out(number: int) -> list[Scene]:

@@ -4,19 +4,23 @@ A child ends with the block that it runs in, with this process, and with a deadl
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import queue
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 # How long a process that was killed has until it has ended.
 KILLED_S = 30.0
+PACKAGE = "comfyui_tpu"
 
 
 class Child:
@@ -84,6 +88,16 @@ def running(command: Sequence[str], environment: Mapping[str, str] | None = None
             process.stdout.close()
 
 
+def answering(
+    module: str, job: Mapping[str, Any], environment: Mapping[str, str] | None = None
+) -> contextlib.AbstractContextManager[Child]:
+    """A process that calls `main(say, job)` of a module of the runtime. It is started by this file's path: ComfyUI's
+    folder of the pack need not be installed, and may have any name.
+    """
+    # -P: folders hold modules, which must not hide others.
+    return running([sys.executable, "-P", __file__, module, json.dumps(job)], environment)
+
+
 # --- in the child -----------------------------------------------------------------------------------------------------
 
 
@@ -107,3 +121,17 @@ def speaker() -> Callable[..., None]:
 def _end_with_the_other() -> None:
     os.read(0, 1)  # nothing is ever written: it returns when the pipe closes
     os.killpg(0, signal.SIGKILL)
+
+
+def _main(module: str, job: str) -> None:
+    say = speaker()
+    root = Path(__file__).parents[1]
+    spec = importlib.util.spec_from_file_location(PACKAGE, root / "__init__.py", submodule_search_locations=[str(root)])
+    assert spec and spec.loader
+    sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[PACKAGE])
+    importlib.import_module(f"{PACKAGE}.tpu_runtime.{module}").main(say, json.loads(job))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

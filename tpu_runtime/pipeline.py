@@ -19,7 +19,16 @@ from .cache import curves, store
 from .cache.store import cache_folder, trim
 from .checkpoints import checkpoint, content, hub, tiny
 from .checkpoints.checkpoint import Checkpoint
-from .checkpoints.model_ref import EXPERTS, Expected, HeldTensors, Lora, ModelRef, choose_model, choose_part, variant
+from .checkpoints.model_ref import (
+    LORA_EXPERTS,
+    Expected,
+    HeldTensors,
+    Lora,
+    ModelRef,
+    choose_model,
+    choose_part,
+    variant,
+)
 from .checkpoints.parts import SEPARATOR, choices, files_in, held_tensor, is_of_files, spec_of
 from .checkpoints.weight_files import WeightFile
 from .device_memory import DeviceMemory
@@ -59,7 +68,6 @@ from .models.layouts import published
 from .monitor import bus, metrics_service, readings, snapshot
 from .monitor.feed import Feed
 from .monitor.readings import Sampler, Stats, in_daemon
-from .plan import options as plan_options
 from .plan import process as plan_process
 from .precision import CHOICES
 from .precision import of_pictures as resolve_pictures
@@ -83,7 +91,6 @@ if TYPE_CHECKING:
     from .plan import plan
     from .plan import report as plan_report
     from .plan.compile import Compiled
-    from .plan.measured import Measured, MeasuredProgram
     from .programs import executables, generation
     from .programs.denoise_step import StepArgs
     from .programs.program import Program, Target
@@ -102,8 +109,6 @@ _LATER = {
     "plan": ("plan.plan", ""),
     "plan_report": ("plan.report", ""),
     "Compiled": ("plan.compile", "Compiled"),
-    "Measured": ("plan.measured", "Measured"),
-    "MeasuredProgram": ("plan.measured", "MeasuredProgram"),
     "executables": ("programs.executables", ""),
     "generation": ("programs.generation", ""),
     "StepArgs": ("programs.denoise_step", "StepArgs"),

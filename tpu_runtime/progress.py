@@ -18,13 +18,13 @@ TOLD = "is_told"
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """What the result looks like so far. `latents()` fetches the estimate from the devices, `[1, channels, ...]`
+    """What the result looks like so far. `sample()` fetches the estimate from the devices, `[1, channels, ...]`
     float32 in the denoiser's scale; `latent_format` is ComfyUI's name for that layout. `picture()`, where the model has
     a light decoder, fetches its middle frame `[height, width, 3]` in 0..1.
     """
 
     latent_format: str
-    latents: "Callable[[], torch.Tensor]"
+    sample: "Callable[[], torch.Tensor]"
     picture: "Callable[[], torch.Tensor] | None" = None
 
 

@@ -78,7 +78,7 @@ def _measured(name: str, all_ms: list[float]) -> Any:
     class Host(pipeline.Silent):
         def step(self, done: int, total: int, unit: str, preview: Any = None) -> None:
             if preview is not None:
-                preview.latents()
+                preview.sample()
 
     obtain, ahead = executables.obtain, denoise._goes_ahead
 

@@ -7,16 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
-from ...tpu_runtime.pipeline import (
-    GIB,
-    bus,
-    fallbacks,
-    guidance_first,
-    machine_record,
-    metrics_service,
-    readable,
-    store,
-)
+from ...tpu_runtime.pipeline import GIB, bus, fallbacks, guidance_first, machine_record, metrics_service, readable
 from ...tpu_runtime.pipeline import HBM_VARIABLE as HBM
 from .machine import Finding, Findings, HostMachine
 
@@ -197,7 +188,7 @@ def ladder(machine: HostMachine) -> Findings:
             off = ", ".join((*switched_off.kernels.off, *switched_off.options))
             variables = f"unset {fallbacks.KERNELS_VARIABLE} {fallbacks.OPTIONS_VARIABLE}"
             yield Finding("switched off", f"{off}: results are the same, only later", variables, advice=True)
-    file = machine.path(store.VARIABLE, machine.home / ".cache/comfyui-tpu") / machine_record.NAME
+    file = machine.cache / machine_record.NAME
     for key, found in machine_record.everything(file).items():
         for sentence in found.sentences:
             yield Finding(

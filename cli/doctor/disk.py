@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...tpu_runtime.pipeline import GB, GIB, MIB, SPECS, readable
+from ...tpu_runtime.pipeline import GB, GIB, MIB, readable
 from .machine import Finding, Findings, HostMachine
 
 # The smallest checkpoint (FLUX.2-klein-4B) is about this big, the largest seven times.
@@ -33,9 +33,8 @@ def room(machine: HostMachine) -> Findings:
         needed, why = missing + LEAST_BYTES, f"{machine.model} of {readable(total)}, programs and videos need"
         found += f"; {readable(missing)} of {machine.model} are not here yet" if missing else ""
     else:
-        has_ours = any(spec.published.hub_id in machine.hub_models for spec in SPECS)
-        needed = LEAST_BYTES if has_ours else MODEL_BYTES
-        why = "programs and videos need" if has_ours else "the smallest model needs"
+        needed = LEAST_BYTES if machine.has_ours else MODEL_BYTES
+        why = "programs and videos need" if machine.has_ours else "the smallest model needs"
     if free >= needed:
         yield Finding("disk", found)
         return

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ...tpu_runtime.pipeline import GIB, SPECS, readable, store
+from ...tpu_runtime.pipeline import GIB, readable, store
 from .disk import existing_folder
 from .machine import Finding, Findings, HostMachine
 
@@ -74,10 +74,9 @@ def tokenizer(machine: HostMachine) -> Findings:
 
 def caches(machine: HostMachine) -> Findings:
     """The folders that are written: there or not yet, with rights, on a disk."""
-    own = machine.path(store.VARIABLE, machine.home / ".cache/comfyui-tpu")
-    programs = machine.path("JAX_COMPILATION_CACHE_DIR", own / "xla")
-    folders = [(store.VARIABLE, "cache", own), ("HF_HOME", "downloads", machine.hub)]
-    if own not in programs.parents:
+    programs = machine.path("JAX_COMPILATION_CACHE_DIR", machine.cache / "xla")
+    folders = [(store.VARIABLE, "cache", machine.cache), ("HF_HOME", "downloads", machine.hub)]
+    if machine.cache not in programs.parents:
         folders.append(("JAX_COMPILATION_CACHE_DIR", "compiled programs", programs))
     for name, topic, folder in folders:
         existing = existing_folder(folder)
@@ -98,16 +97,14 @@ def _size_bytes(folder: Path) -> int:
 def models(machine: HostMachine) -> Findings:
     """What is downloaded."""
     yield Finding("downloaded models", f"{machine.hub}: {', '.join(machine.hub_models) or 'none'}")
-    has_ours = any(spec.published.hub_id in machine.hub_models for spec in SPECS)
-    if machine.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on") and not has_ours:
+    if machine.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on") and not machine.has_ours:
         yield Finding("HF_HUB_OFFLINE", "on, and no model of this pack is downloaded", "unset HF_HUB_OFFLINE")
 
 
 def token(machine: HostMachine) -> Findings:
     """Whether there is a token; never which."""
-    home = machine.path("HF_HOME", machine.home / ".cache/huggingface")
     names = [name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if machine.environ.get(name, "").strip()]
-    if names or machine.path("HF_TOKEN_PATH", home / "token").is_file():
+    if names or machine.path("HF_TOKEN_PATH", machine.hf_home / "token").is_file():
         yield Finding("Hugging Face token", f"there ({names[0] if names else 'saved by hf auth login'})")
     else:
         found = f"none; only gated models need one ({', '.join(GATED)})"

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...tpu_runtime.pipeline import GB, MIB, Checkpoint, Silent, bus, spec_by_name
+from ...tpu_runtime.pipeline import GB, MIB, SPECS, Checkpoint, Silent, bus, spec_by_name, store
 
 _PACK = Path(__file__).parents[2]
 # Of a file so much is read at most, for so long, by so many threads: several read weights, too.
@@ -150,15 +150,29 @@ class HostMachine:
         return Path(given.replace("~", str(self.home), 1) if given.startswith("~") else given) if given else default
 
     @property
+    def cache(self) -> Path:
+        """The pack's own."""
+        return self.path(store.VARIABLE, self.home / store.DEFAULT.removeprefix("~/"))
+
+    @property
+    def hf_home(self) -> Path:
+        """Where huggingface_hub keeps what is its own."""
+        return self.path("HF_HOME", self.path("XDG_CACHE_HOME", self.home / ".cache") / "huggingface")
+
+    @property
     def hub(self) -> Path:
         """Where huggingface_hub keeps what it downloads."""
-        home = self.path("HF_HOME", self.path("XDG_CACHE_HOME", self.home / ".cache") / "huggingface")
-        return self.path("HF_HUB_CACHE", home / "hub")
+        return self.path("HF_HUB_CACHE", self.hf_home / "hub")
 
     @functools.cached_property
     def hub_models(self) -> list[str]:
         """The ids of models in the Hub's cache, as far as they are there."""
         return sorted(path.name.removeprefix("models--").replace("--", "/") for path in self.hub.glob("models--*"))
+
+    @property
+    def has_ours(self) -> bool:
+        """Whether a model of this pack is among them."""
+        return any(spec.published.hub_id in self.hub_models for spec in SPECS)
 
     @functools.cached_property
     def download(self) -> tuple[int, int]:

@@ -23,12 +23,12 @@ class Previewer:
         if preview.picture is not None:
             image = latent_preview.preview_to_image(preview.picture() * 2.0 - 1.0)
             return "JPEG", image, latent_preview.MAX_PREVIEW_RESOLUTION
-        latents = preview.latents()
-        previewer = self._previewer(preview.latent_format, latents.device)
+        sample = preview.sample()
+        previewer = self._previewer(preview.latent_format, sample.device)
         if previewer is None:
             # ComfyUI knows no colours of this latent space (CogVideoX).
-            previewer = latent_preview.Latent2RGBPreviewer(*media.main_colours(latents))
-        return previewer.decode_latent_to_preview_image("JPEG", latents)
+            previewer = latent_preview.Latent2RGBPreviewer(*media.main_colours(sample))
+        return previewer.decode_latent_to_preview_image("JPEG", sample)
 
     def _previewer(self, latent_format: str, device: Any) -> Any:
         if latent_format not in self._found:

@@ -93,35 +93,18 @@ def add_routes(
         await freeing.of(ids)
         return web.json_response({"freed": list(ids)})
 
-    @routes.post("/tpu/upgrade")
-    async def upgrade_workflow(request: web.Request) -> web.Response:
+    async def changed(request: web.Request, change: Callable[[Any], dict[str, Any]]) -> web.Response:
+        """What `change` makes of the body."""
         try:
             body = await _bounded(request)
             async with upgrading:
-                workflow, changes = await asyncio.to_thread(_upgraded, body)
-        except ValueError as error:
-            return web.json_response({"error": str(error)}, status=400)
-        return web.json_response({"changes": changes, **({"workflow": workflow} if changes else {})})
-
-    @routes.post("/tpu/convert")
-    async def convert_workflow(request: web.Request) -> web.Response:
-        try:
-            body = await _bounded(request)
-            async with upgrading:
-                workflow, changes = await asyncio.to_thread(_converted, body)
-        except ValueError as error:
-            return web.json_response({"error": str(error)}, status=400)
-        return web.json_response({"changes": changes, "workflow": workflow})
-
-    @routes.post("/tpu/miniature")
-    async def on_miniatures(request: web.Request) -> web.Response:
-        try:
-            body = await _bounded(request)
-            async with upgrading:
-                found = await asyncio.to_thread(lambda: miniature.changes(_json(body)))
+                found = await asyncio.to_thread(lambda: change(_json(body)))
         except ValueError as error:
             return web.json_response({"error": str(error)}, status=400)
         return web.json_response(found)
+
+    for name, change in {"upgrade": _upgraded, "convert": _converted, "miniature": miniature.changes}.items():
+        routes.post(f"/tpu/{name}")(functools.partial(changed, change=change))
 
 
 class _Freeing:
@@ -160,9 +143,10 @@ async def _bounded(request: web.Request) -> bytes:
     return bytes(body)
 
 
-def _upgraded(body: bytes) -> tuple[Any, list[str]]:
-    """The workflow in `body` with today's nodes, and what was changed; ValueError for what is none."""
-    return upgrade.upgraded(_json(body), DECLARATIONS)
+def _upgraded(workflow: Any) -> dict[str, Any]:
+    """The workflow with today's nodes where any is older, and what was changed; ValueError for what is none."""
+    found, changes = upgrade.upgraded(workflow, DECLARATIONS)
+    return {"changes": changes, **({"workflow": found} if changes else {})}
 
 
 def _json(body: bytes) -> Any:
@@ -172,14 +156,14 @@ def _json(body: bytes) -> Any:
         raise ValueError(f"The body is not a workflow in JSON ({error}).") from None
 
 
-def _converted(body: bytes) -> tuple[Any, list[str]]:
-    """The workflow in `body`, `{"workflow": ..., "back": false}`, with loaders swapped, and what was done."""
-    asked = _json(body)
+def _converted(asked: Any) -> dict[str, Any]:
+    """The workflow in `{"workflow": ..., "back": false}` with loaders swapped, and what was done."""
     if not isinstance(asked, dict) or not isinstance(asked.get("back", False), bool):
         raise ValueError('The body must be {"workflow": ..., "back": true or false}.')
     from .host import folders
 
-    return upgrade.with_tpu_loaders(asked.get("workflow"), folders().models, back=asked.get("back", False))
+    found, changes = upgrade.with_tpu_loaders(asked.get("workflow"), folders().models, back=asked.get("back", False))
+    return {"changes": changes, "workflow": found}
 
 
 def _upgrade_prompt(data: dict[str, Any]) -> dict[str, Any]:

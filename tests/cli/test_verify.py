@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import pytest
-from comfyui_tpu.cli import verify
+from comfyui_tpu.cli import stand_ins, verify
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.kernels import attention
 from comfyui_tpu.tests.support.patience import slower
@@ -48,7 +48,7 @@ def part_forms(precision: str = "float32") -> dict[str, verify.Verified]:
     """Those of a part of the tokens, on one device."""
     spec = spec_by_name(MODEL)
     settings = verify.part_of(spec, spec.settings(**spec.miniature.inputs))
-    check = verify.StepForms(verify.one_block(spec, is_tiny=True), jax.devices()[:1], precision, runs=1)
+    check = verify.StepForms(verify.one_block(stand_ins.miniature(spec)), jax.devices()[:1], precision, runs=1)
     wanted = verify.variations(check.program(settings, verify.Variation(name="", without=Fallbacks())), is_tiny=True)
     parts = (one for one in wanted if one.is_part)
     return {row.name: row for row in check.measured(parts, {True: settings})}
@@ -111,7 +111,7 @@ def test_of_forms_that_are_predicted_one_that_does_not_compile_leaves_the_others
 
     monkeypatch.setattr(compile, "compile_program", refused)
     spec, target = spec_by_name(MODEL), chips.topology("v6e:2x4")
-    check = verify.StepForms(verify.one_block(spec, is_tiny=False), chips.compile_devices(target), "bfloat16", runs=1)
+    check = verify.StepForms(verify.one_block(spec), chips.compile_devices(target), "bfloat16", runs=1)
     off = Fallbacks(options=fallbacks.prefixes(fallbacks.OPTIONS))
     forms = [verify.Variation(name="off", without=off), verify.Variation(name="on", without=Fallbacks())]
     found = list(check.predicted(iter(forms), {False: spec.settings()}, target))
@@ -123,7 +123,7 @@ def test_of_forms_that_are_predicted_one_that_does_not_compile_leaves_the_others
 @pytest.mark.parametrize("spec", FLAGSHIPS, ids=lambda spec: spec.name)
 def test_every_group_of_options_and_every_kernel_is_left_out_once(spec: Any):
     """Of the real size, whose one block is as wide as the model's."""
-    model, settings = verify.one_block(spec, is_tiny=False), spec.settings()
+    model, settings = verify.one_block(spec), spec.settings()
     devices = chips.compile_devices(chips.topology("v6e:2x4"))
     check = verify.StepForms(model, devices, "bfloat16", runs=1)
     chosen = check.program(settings, verify.Variation(name="as chosen", without=Fallbacks()))

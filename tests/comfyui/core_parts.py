@@ -229,7 +229,7 @@ def check_shown() -> None:
 
     numbers, latents = torch.randint(0, 255, (6, 8, 3)), torch.zeros(1, 16, 3, 6, 8)
     picture = (numbers + 0.5) / 255.0
-    preview = pipeline.Preview(latent_format="Wan21", latents=lambda: latents, picture=lambda: picture)
+    preview = pipeline.Preview(latent_format="Wan21", sample=lambda: latents, picture=lambda: picture)
     methods, found = latent_preview.LatentPreviewMethod, {}
     for method in (methods.NoPreviews, methods.Latent2RGB):
         latent_preview.args.preview_method = method

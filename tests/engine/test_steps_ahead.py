@@ -42,7 +42,7 @@ class Watching(Host):
     def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
         if unit == "step" and done:
             self.events.append("done")
-            assert preview is not None and preview.latents().isfinite().all()
+            assert preview is not None and preview.sample().isfinite().all()
             self.is_cancelled = done >= self.cancel_after
 
 

@@ -140,7 +140,7 @@ def test_stages_elsewhere_give_the_frames_of_stages_here(server: Server, tmp_pat
     elsewhere, here = (with_values(graph, prompt) for graph in (workflow(server), workflow()))
     assert torch.equal(frames(elsewhere, there), frames(here, TerminalHost(folders, io.StringIO())))
     assert (1, 2, "step") in there.steps and (2, 2, "step") in there.steps
-    assert there.previews[0].latent_format == "Wan21" and there.previews[0].latents().shape == (1, 16, 2, 10, 14)
+    assert there.previews[0].latent_format == "Wan21" and there.previews[0].sample().shape == (1, 16, 2, 10, 14)
     assert any("prompt" in text for text in there.texts)
 
 

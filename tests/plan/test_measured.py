@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_tpu.cli import selftest
+from comfyui_tpu.cli import bench, selftest
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.tpu_runtime.selftest import groups
 from rich.console import Console
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MODEL = "wan2.1-t2v-1.3b"
+# Fields that records of older versions do not have.
+LATER = ("hbm_reserved_peak_bytes", "hbm_limit_bytes")
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +93,9 @@ def test_records_of_a_tpu_are_shown_beside_predictions(records: Path, predict: A
     }  # fmt: skip
     chips = 8 * [{"id": 0, "kind": "TPU v6 lite", "coords": None, "memory_bytes": None}]
     changed(records / "first_run.json", tmp_path / "first_run.json", platform="tpu", chips=chips, machine=machine)
-    bench, first_run = predict.machine_rows(tmp_path)
-    assert bench[2] == first_run[2] == "8 x TPU v6 lite"
-    assert "at most 3.0 GiB in use and 27.0 GiB reserved, of 31.0 GiB" in bench[4]
+    timed, first_run = predict.machine_rows(tmp_path)
+    assert timed[2] == first_run[2] == "8 x TPU v6 lite"
+    assert "at most 3.0 GiB in use and 27.0 GiB reserved, of 31.0 GiB" in timed[4]
     assert first_run[4].endswith("without convolution; 8 % of memory left free; 12.3 GB/s to chips")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(predict, "MEASURED", tmp_path)
@@ -110,6 +112,39 @@ def test_what_is_no_record_is_refused_by_name(predict: Any, tmp_path: Path):
             predict.machine_rows(tmp_path)
     shutil.rmtree(tmp_path)
     assert predict.machine_table(predict.machine_rows(tmp_path)) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"schema": 0}, "is not what `comfyui-tpu bench --json` of this version writes"),
+        ({"programs": []}, "holds no program"),
+        ({"num_devices": "8"}, "num_devices of a Measured is wrong"),
+        ({"programs": [{"name": "step"}]}, "runs, mesh, compile_s, median_s, least_s, most_s, predicted_s, peak_bytes"),
+    ],
+)
+def test_a_record_that_is_none_is_refused(predict: Any, tmp_path: Path, change: dict[str, Any], problem: str):
+    program = bench.MeasuredProgram(
+        name="step", runs=4, mesh="1x8x1", compile_s=1.0, median_s=1.0, least_s=1.0, most_s=1.0, predicted_s=None,
+        peak_bytes=1,
+    )  # fmt: skip
+    whole = bench.Measured(
+        model=MODEL, title="T", settings={}, device_kind="TPU v6 lite", num_devices=8, precision="bfloat16",
+        versions={}, is_tiny=False, hbm_peak_bytes=None, programs=(program,),
+    )  # fmt: skip
+    path = tmp_path / "record.json"
+
+    def read() -> bench.Measured:
+        return predict.measured(predict.read_record(path)[1], path)
+
+    path.write_text(json.dumps(whole.to_json()))
+    assert read() == whole
+    older = {name: value for name, value in whole.to_json().items() if name not in LATER}
+    path.write_text(json.dumps(older))
+    assert read() == whole
+    path.write_text(json.dumps({**whole.to_json(), **change}))
+    with pytest.raises(ValueError, match=problem):
+        read()
 
 
 def test_what_is_in_the_repository_are_records_of_a_tpu(predict: Any):

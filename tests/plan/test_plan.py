@@ -1,6 +1,5 @@
 """Plans: memory against an independent compile, what fits, what would; and the real programs of every model."""
 
-import argparse
 import functools
 import importlib.util
 import json
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comfyui_tpu.attention.policy import AttentionPolicy, Form
+from comfyui_tpu.cli.main import main
 from comfyui_tpu.sharding.rules import REPLICATED
 from comfyui_tpu.tests.plan.products import assert_as_written
 from comfyui_tpu.tests.support.patience import slower
@@ -24,7 +24,7 @@ from comfyui_tpu.tpu_runtime import refusal
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.model_spec import Component, ModelSpec
 from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
-from comfyui_tpu.tpu_runtime.plan import advice, compile, findings, plan, report
+from comfyui_tpu.tpu_runtime.plan import advice, compile, findings, plan, process, report
 from comfyui_tpu.tpu_runtime.programs import denoise_step
 from comfyui_tpu.tpu_runtime.programs.program import Program
 from comfyui_tpu.tpu_runtime.units import GIB, MIB
@@ -201,25 +201,38 @@ def test_what_is_no_lack_of_memory_is_an_error(monkeypatch: pytest.MonkeyPatch):
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def parsed(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    plan.add_arguments(parser)
-    return parser.parse_args(["--model", SPEC.name, *words])
+def asked(*words: str) -> dict[str, Any]:
+    """What the command hands to its process."""
+    found: list[Any] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(process, "make_text", lambda options, host: found.append(options) or "")
+        assert main(["plan", *words, "--debug"]) == 0
+    return json.loads(json.dumps(found[0]))
+
+
+def requested(*words: str) -> compile.PlanRequest:
+    given = asked(*words)
+    assert (given.pop("explain"), given.pop("json_file")) == (False, None)
+    return plan.request_of(**given)
 
 
 @pytest.mark.parametrize("words", [["flux2-dev"], ["--model", "flux2-dev"], ["--steps", "4", "flux2-dev"]])
 def test_a_model_is_named_with_or_without_its_option(words: list[str]):
-    parser = argparse.ArgumentParser()
-    plan.add_arguments(parser)
-    assert parser.parse_args(words).model == "flux2-dev"
+    assert asked(*words)["model"] == "flux2-dev"
     for wrong in ([], [*words, "--model", "flux2-dev", "flux2-dev"]):
         with pytest.raises(SystemExit):
-            parser.parse_args(wrong)
+            main(["plan", *wrong])
 
 
 def test_options_become_a_request():
-    assert plan.request_of(parsed("--quality", "int8+sparse")).settings.quality == "int8+sparse"
-    request = plan.request_of(parsed("--topology", "v6e-4", "--num-frames", "41", "--mesh", "1,4,1", "--guidance", "1"))
+    words = ["--topology", "v6e-4", "--num-frames", "41", "--mesh", "1,4,1", "--guidance", "1"]
+    words += ["--quality", "int8+sparse"]
+    given = asked(SPEC.name, *words, "--explain", "--models", "a b", "--models", "c", "--json", "f.json")
+    assert (given.pop("explain"), given.pop("json_file"), given["models"]) == (True, "f.json", ["a b", "c"])
+    request = plan.request_of(**given)
+    assert request.settings.quality == "int8+sparse"
+    assert requested("wan2.2-i2v-a14b", "--guidance", "2").settings.guidance_scale_2 == 2.0
+    assert requested("wan2.2-i2v-a14b", "--guidance", "2", "--guidance-2", "3").settings.guidance_scale_2 == 3.0
     assert (request.topology.name, request.settings.num_frames, request.settings.guidance_scale) == ("v6e:2x2", 41, 1.0)
     assert request.settings.height == SPEC.inputs["height"].default
     assert str(request.mesh_shape) == "dp=1 sp=4 tp=1"
@@ -231,19 +244,20 @@ def test_options_become_a_request():
         (["--num-frames", "80"], "num_frames is 80; it must be 4k \\+ 1 .* Use 77 or 81"),
         (["--topology", "v6e:9x9"], "no topology 'v6e:9x9'; there are v6e:1x1"),
         (["--mesh", "2x4"], "--mesh is '2x4'; it must be three whole numbers"),
+        (["--model", "z-image-turbo", "--step-cache"], "this model has no step_cache. Leave --step-cache out."),
         (["--model", "z-image-turbo", "--quality", "int8+sparse"], "which Wan, but not TI2V, and HunyuanVideo have"),
         (["--stages", "denoise,paint"], "--stages is 'denoise,paint'; it must be some of encode"),
     ],
 )
 def test_wrong_options_are_answered_with_what_would_do(words: Sequence[str], sentence: str):
     with pytest.raises(ValueError, match=sentence):
-        plan.request_of(parsed(*words))
+        requested(*([] if "--model" in words else [SPEC.name]), *words)
 
 
 def test_the_command_writes_a_report_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plan, "request_of", lambda args: small("v6e-1"))
+    monkeypatch.setattr(plan, "request_of", lambda **asked: small("v6e-1"))
     written: list[str] = []
-    text = plan.make_text(parsed("--json", str(tmp_path / "plan.json")), written.append)
+    text = plan.make_text(written.append, json_file=str(tmp_path / "plan.json"))
     assert written[0] == "compiles 2 programs for v6e:1x1, which may take minutes each"
     assert [line.partition(":")[0] for line in written[1:3]] == ["1 of 2, encode_step", "2 of 2, denoise_step"]
     assert "denoise_step" in text and written[-1] == f"written: {tmp_path / 'plan.json'}"

@@ -1,6 +1,5 @@
 """The plan node and command: their compiler runs in a process of its own, and ends with a cancel."""
 
-import argparse
 import io
 import os
 import signal
@@ -10,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from comfyui_tpu.cli.main import main
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost
 from comfyui_tpu.tests.support.host import Cancelled, Host
@@ -18,11 +16,10 @@ from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime import children
 from comfyui_tpu.tpu_runtime.cost_model.chips import compiler_environment
 from comfyui_tpu.tpu_runtime.models import SPECS
-from comfyui_tpu.tpu_runtime.plan import options as plan_options
 from comfyui_tpu.tpu_runtime.plan import process
 from comfyui_tpu.tpu_runtime.progress import Silent
 
-MODEL = {"model": SPECS[0].name}
+MODEL = {"model": SPECS[0].name, "topology": "v6e:2x4"}
 
 
 @pytest.fixture
@@ -58,8 +55,8 @@ def test_the_node_asks_for_what_its_widgets_say(monkeypatch: pytest.MonkeyPatch)
     sizes = {"height": 480, "width": 832, "num_frames": 0, "num_inference_steps": 20, "guidance_scale": 1.0}
     node = HEADLESS["TPUPlan"]
     assert node.run(host, model_name=SPECS[0].name, topology="v6e-4", **sizes) == ("the report",)
-    wanted = {"model": SPECS[0].name, "topology": "v6e-4", "height": 480, "width": 832, "steps": 20, "guidance": 1.0}
-    assert asked == [wanted]
+    given = {"height": 480, "width": 832, "num_inference_steps": 20, "guidance_scale": 1.0}
+    assert asked == [{"model": SPECS[0].name, "topology": "v6e-4", "inputs": given}]
     with pytest.raises(ValueError, match="height is 481; it must be a multiple of"):
         node.run(host, model_name=SPECS[0].name, topology="v6e-4", **{**sizes, "height": 481})
     assert len(asked) == 1, "a wrong size needs no process"
@@ -109,20 +106,6 @@ def test_the_command_ends_at_once_with_a_sentence(number: signal.Signals, status
     assert (tmp_path / "said").read_text().splitlines()[1:] == ["comfyui-tpu: cancelled"]
 
 
-def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    asked = []
-    monkeypatch.setattr(process, "make_text", lambda options, host: asked.extend(process._words(options)) or "")
-    words = ["--explain", "--models", "a b", "--models", "c", "--height", "480", "--json", str(tmp_path / "f.json")]
-    assert main(["plan", SPECS[0].name, *words, "--debug"]) == 0
-    assert parsed(asked) == parsed([SPECS[0].name, *words])
-
-
-def parsed(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    plan_options.add_arguments(parser)
-    return parser.parse_args(words)
-
-
 def test_a_process_that_ends_early_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="the plan's process ended with exit code 1. Plans take up to 12 GiB"):
@@ -130,7 +113,6 @@ def test_a_process_that_ends_early_is_an_error_that_says_so(monkeypatch: pytest.
 
 
 def test_the_compiler_ends_when_the_server_is_killed():
-    command = [sys.executable, "-P", str(Path(process.__file__).with_name("child.py")), "--model", SPECS[0].name]
-    with children.running(command) as child:
+    with children.answering("plan.plan", MODEL) as child:
         child.process.stdin.close()
         assert child.process.wait(timeout=PATIENCE_S) == -signal.SIGKILL

@@ -282,9 +282,9 @@ def test_off_has_the_same_program_and_no_curve_is_looked_for(monkeypatch: pytest
     settings = WAN.settings(cache_threshold=0.5)
     assert settings == WAN.settings() and curves.with_curve(WAN, "any", settings.step_cache) is None
     plan = generation.Denoising.published(WAN, settings)
-    assert [(part.kind, len(part.steps)) for part in plan.parts] == [("plain", 50)]
+    assert [(part.kind, len(part.steps)) for part in plan.passages] == [("plain", 50)]
     nothing = replace(settings, num_inference_steps=8, step_cache=replace(POLICY, threshold=0.0))
-    assert [part.kind for part in generation.Denoising.published(WAN, nothing).parts] == ["plain"]
+    assert [part.kind for part in generation.Denoising.published(WAN, nothing).passages] == ["plain"]
 
 
 def test_a_plan_has_both_programs_and_how_often_each_runs():

@@ -9,7 +9,7 @@ from comfyui_tpu.tpu_runtime.programs import modules, torch_bridge, weights
 
 
 class Block(torch.nn.Module):
-    """Adds its weight; gives a tuple, as UMT5's did up to transformers 5.13, or a tensor, as they do now."""
+    """Adds its weight; gives a tuple, as T5's does, or a tensor."""
 
     def __init__(self, gives_tuple: bool) -> None:
         super().__init__()
@@ -22,17 +22,12 @@ class Block(torch.nn.Module):
 
 
 @pytest.mark.parametrize("gives_tuple", [True, False])
-def test_scanned_blocks_give_what_one_block_gives(gives_tuple: bool):
+def test_every_layer_of_upstreams_blocks_is_run(gives_tuple: bool):
     blocks = modules.ScannedBlocks(torch.nn.ModuleList([Block(gives_tuple) for _ in range(2)]))
     stacked = jnp.array([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])
 
-    def upstream(blocks: modules.ScannedBlocks, states: torch.Tensor) -> torch.Tensor:
-        for block in blocks:
-            states = block(states)[0] if gives_tuple else block(states)
-        return states
-
     states = jnp.ones((2, 5, 3))
-    out = torch_bridge.functional(blocks, {f"{modules.LAYER}.weight": stacked}, upstream, states)
+    out = torch_bridge.functional(blocks, {f"{modules.LAYER}.weight": stacked}, modules.scan_states, states)
     np.testing.assert_array_equal(out, states + jnp.array([11.0, 22.0, 33.0]))
 
 

@@ -37,7 +37,7 @@ class Host:
 
     def step(self, done: int, total: int, unit: str, preview: Any = None) -> None:
         if preview is not None:
-            preview.latents()
+            preview.sample()
         say(step=[self.stage, unit], done=done, total=total)
         self._is_cancelled = self._is_cancelled or self._cancel == [self.stage, unit]
 

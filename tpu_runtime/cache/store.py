@@ -24,6 +24,7 @@ from . import trust
 log = logging.getLogger(__name__)
 
 VARIABLE = "COMFYUI_TPU_CACHE"
+DEFAULT = "~/.cache/comfyui-tpu"
 # Errors of a disk that takes no more.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DIGEST_SIZE = hashlib.sha256().digest_size
@@ -36,7 +37,7 @@ MAX_BYTES = {"prompts": 4 * GIB, "plans": GIB, "compile_seconds": MIB, "curves":
 
 def cache_folder() -> Path:
     """The pack's cache; a private temporary folder where the configured one cannot be written."""
-    return _writable(os.environ.get(VARIABLE) or "~/.cache/comfyui-tpu")
+    return _writable(os.environ.get(VARIABLE) or DEFAULT)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 # Of two denoisers that share the steps: both, the first, the second.
-EXPERTS = ("both", "high", "low")
+LORA_EXPERTS = ("both", "high", "low")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,7 +35,7 @@ class Lora:
 
     path: str
     strength: float
-    expert: str = EXPERTS[0]
+    expert: str = LORA_EXPERTS[0]
     held: HeldTensors | None = None
 
     @property
@@ -88,7 +88,7 @@ class ModelRef:
         experts = self.spec.denoiser.experts
         if component not in experts:
             return ()
-        own = EXPERTS[0], EXPERTS[1 + experts.index(component)]
+        own = LORA_EXPERTS[0], LORA_EXPERTS[1 + experts.index(component)]
         return tuple(lora for lora in self.loras if lora.strength and lora.expert in own)
 
 

@@ -152,7 +152,7 @@ def _settle(stage: Stage, plan: Denoising, launched: Launched) -> None:
 
     preview = Preview(
         latent_format=stage.spec.vae.latent_format,
-        latents=functools.partial(fetch, launched.denoised),
+        sample=functools.partial(fetch, launched.denoised),
         picture=None if launched.picture is None else functools.partial(fetch, launched.picture),
     )
     done, total = plan.steps.index(launched.index) + 1, len(plan.steps)
@@ -254,14 +254,14 @@ def programs_wanted(stage: Stage, plan: Denoising, inputs: Inputs) -> dict[str, 
     )
     shape = replace(plan.shape, references=references, bounded=bounded)
     wanted: dict[str, list[Wanted]] = {}
-    for part in plan.parts:
-        wanted.setdefault(part.expert, []).append(
+    for passage in plan.passages:
+        wanted.setdefault(passage.expert, []).append(
             Wanted(
                 title=f"the denoiser for {settings.width}x{settings.height}, {settings.num_frames} frames",
                 key=("denoise", spec.name, plan.config, target, plan.latent_shape,
-                     part.branches, shape.num_memory, shape.timestep_dtype, part.kind, bounded, settings.quality,
-                     *([] if part.kind == "plain" else [type(settings.step_cache).__name__]), *references.items()),
-                build=functools.partial(plan.program, part, target, shape),
+                     passage.branches, shape.num_memory, shape.timestep_dtype, passage.kind, bounded, settings.quality,
+                     *([] if passage.kind == "plain" else [type(settings.step_cache).__name__]), *references.items()),
+                build=functools.partial(plan.program, passage, target, shape),
             )
         )  # fmt: skip
     return wanted

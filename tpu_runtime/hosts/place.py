@@ -40,7 +40,9 @@ class Place:
 
 
 def parse(text: str) -> Place:
-    """`PROCESS/COUNT@HOST:PORT`; ValueError for anything else."""
+    """`PROCESS/COUNT@HOST:PORT`, or `auto`; ValueError for anything else."""
+    if text.strip() == AUTO:
+        return of_tpu()
     found = re.fullmatch(r"(\d+)/(\d+)@\[?([^\s/@\]]+)\]?:(\d+)", text.strip())
     if found is None:
         raise ValueError(f"{VARIABLE} is {text!r}; it must be {AUTO}, or PROCESS/COUNT@HOST:PORT such as {_EXAMPLE}.")
@@ -55,10 +57,8 @@ def parse(text: str) -> Place:
 def from_environment() -> Place | None:
     """The place that `COMFYUI_TPU_HOSTS` gives; None where it is not set, or there is only one host."""
     text = os.environ.get(VARIABLE, "").strip()
-    if not text:
-        return None
-    place = of_tpu() if text == AUTO else parse(text)
-    return place if place.count > 1 else None
+    place = parse(text) if text else None
+    return place if place and place.count > 1 else None
 
 
 def _ask_metadata(name: str) -> str:

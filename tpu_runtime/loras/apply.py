@@ -9,7 +9,7 @@ import torch
 
 from ..cache.store import signature
 from ..checkpoints import load
-from ..checkpoints.model_ref import EXPERTS, Lora, ModelRef
+from ..checkpoints.model_ref import LORA_EXPERTS, Lora, ModelRef
 from ..programs.modules import Network
 from ..programs.weights import described
 from ..progress import Progress
@@ -50,9 +50,9 @@ def add(model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef, str]
     Raises `LoraError` where nothing of the file does, or where the model has no such expert.
     """
     spec = model.spec
-    if lora.expert != EXPERTS[0] and len(spec.denoiser.experts) == 1:
+    if lora.expert != LORA_EXPERTS[0] and len(spec.denoiser.experts) == 1:
         raise LoraError(
-            f"{spec.title}: expert is {lora.expert}, but this model has only one denoiser. Choose {EXPERTS[0]}."
+            f"{spec.title}: expert is {lora.expert}, but this model has only one denoiser. Choose {LORA_EXPERTS[0]}."
         )
     # Experts are alike: one network stands for all, under the name of each.
     first = spec.component(spec.denoiser.experts[0])

@@ -66,7 +66,10 @@ def look(call: Call, pixels: "torch.Tensor") -> "np.ndarray":
 
 
 def tokens_of(encoder: Any, pixels: "torch.Tensor") -> "tuple[torch.Tensor, None]":
-    return encoder(pixels).last_hidden_state, None
+    from ..programs.modules import scan_states
+
+    states = scan_states(encoder.encoder.layers, encoder.embeddings(pixels), attention_mask=None)
+    return encoder.post_layernorm(states), None
 
 
 def trim_vision(encoder: Any) -> None:

@@ -4,11 +4,12 @@ No TPU, no weights, no network: shapes from the spec, and libtpu on this machine
 another; of each only its text and its numbers are kept.
 """
 
-import argparse
 import importlib.metadata
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -23,10 +24,7 @@ from ..cost_model.chips import Topology
 from ..model_spec import STAGES
 from . import advice, findings, report
 from .compile import Compiled, PlanRequest, compile_program
-from .options import add_arguments
 from .report import Plan, ProgramPlan
-
-__all__ = ["add_arguments", "make_plan", "make_text", "request_of"]
 
 Write = Callable[[str], None]
 
@@ -165,34 +163,27 @@ def host_peak_bytes() -> int:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def request_of(args: argparse.Namespace) -> PlanRequest:
-    """Raises `ValueError` with a sentence for the user."""
-    spec = parts.spec_of(args.model, args.models)
-    settings = spec.settings(
-        height=args.height,
-        width=args.width,
-        num_frames=args.num_frames,
-        num_inference_steps=args.steps,
-        guidance_scale=args.guidance,
-        guidance_scale_2=args.guidance if args.guidance_2 is None else args.guidance_2,
-        step_cache=args.step_cache or None,
-        cache_threshold=args.cache_threshold,
-        quality=args.quality,
-    )
-    if args.step_cache and "step_cache" not in spec.inputs:
-        raise ValueError(f"{spec.title}: this model has no step_cache. Leave --step-cache out.")
-    stages = tuple(name.strip() for name in args.stages.split(",") if name.strip())
-    unknown = [name for name in stages if name not in STAGES]
-    if unknown or not stages:
-        raise ValueError(f"--stages is {args.stages!r}; it must be some of {', '.join(STAGES)}.")
+def request_of(
+    *, model: str, topology: str, models: Sequence[str] = (), inputs: Mapping[str, Any] = {},
+    precision: str = "bfloat16", mesh: str | None = None, stages: str = ",".join(STAGES),
+) -> PlanRequest:  # fmt: skip
+    """What these values ask for: `models` are folders of files, `inputs` the model's by name, `mesh` and `stages` are
+    lists with commas. Raises `ValueError` with a sentence for the user.
+    """
+    spec = parts.spec_of(model, models)
+    settings = spec.settings(**{"guidance_scale_2": inputs.get("guidance_scale"), **inputs})
+    names = tuple(name.strip() for name in stages.split(",") if name.strip())
+    unknown = [name for name in names if name not in STAGES]
+    if unknown or not names:
+        raise ValueError(f"--stages is {stages!r}; it must be some of {', '.join(STAGES)}.")
     return PlanRequest(
         spec=spec,
         settings=replace(settings, step_cache=curves.with_curve(spec, spec.published.hub_id, settings.step_cache)),
-        topology=chips.topology(args.topology),
-        precision=precisions.resolve(args.precision, "tpu"),
-        pictures=precisions.of_pictures(args.precision, "tpu"),
-        mesh_shape=_mesh_of(args.mesh),
-        stages=stages,
+        topology=chips.topology(topology),
+        precision=precisions.resolve(precision, "tpu"),
+        pictures=precisions.of_pictures(precision, "tpu"),
+        mesh_shape=_mesh_of(mesh),
+        stages=names,
     )
 
 
@@ -206,10 +197,20 @@ def _mesh_of(text: str | None) -> MeshShape | None:
     return MeshShape(dp=dp, sp=sp, tp=tp)
 
 
-def make_text(args: argparse.Namespace, write: Write) -> str:
-    """The report, which is written as JSON too where the options ask for that. Errors of the user are `ValueError`."""
-    plan = make_plan(request_of(args), write)
-    if args.json:
-        args.json.write_text(json.dumps(plan.to_json(), indent=1) + "\n")
-        write(f"written: {args.json}")
-    return report.text(plan, explain=args.explain)
+def make_text(write: Write, *, explain: bool = False, json_file: str | None = None, **asked: Any) -> str:
+    """The report of `request_of(**asked)`, which is written as JSON too where a file is named. Errors of the user are
+    `ValueError`.
+    """
+    plan = make_plan(request_of(**asked), write)
+    if json_file:
+        Path(json_file).write_text(json.dumps(plan.to_json(), indent=1) + "\n")
+        write(f"written: {json_file}")
+    return report.text(plan, explain=explain)
+
+
+def main(say: Callable[..., None], asked: Mapping[str, Any]) -> None:
+    """In a process of its own (`process`)."""
+    try:
+        say(report=make_text(lambda line: say(line=line), **asked))
+    except (ValueError, RuntimeError, OSError) as error:
+        say(error=str(error), is_users=isinstance(error, ValueError))

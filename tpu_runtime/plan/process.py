@@ -1,9 +1,7 @@
 """A plan in a process of its own: libtpu, its environment and its memory stay out of this one, and a cancel ends it."""
 
 import os
-import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .. import children
@@ -15,15 +13,13 @@ if TYPE_CHECKING:
 LOOK_S = 0.2
 
 
-def make_text(options: Mapping[str, Any], progress: "Progress") -> str:
-    """The report of `comfyui-tpu plan` with these options by name; `progress` gets a line as each program is compiled.
+def make_text(asked: Mapping[str, Any], progress: "Progress") -> str:
+    """The report of what is asked for, as `plan.make_text` takes it; `progress` gets a line as a program is compiled.
 
     Raises `ValueError` for wrong options, `RuntimeError` where the compiler fails or its process ends early.
     """
-    # -P: the program's folder holds modules of the package, which must not hide others.
-    command = [sys.executable, "-P", str(Path(__file__).with_name("child.py")), *_words(options)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}  # a TPU of this machine is not its business
-    with children.running(command, environment) as child:
+    with children.answering("plan.plan", asked, environment) as child:
         while True:
             progress.check_cancelled()
             try:
@@ -41,13 +37,3 @@ def make_text(options: Mapping[str, Any], progress: "Progress") -> str:
             f"the plan's process ended with exit code {child.process.wait()}{child.last_words()}. Plans take up to 12 "
             "GiB of host memory: end other programs, or plan a smaller size."
         )
-
-
-def _words(options: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in options.items():
-        option = f"--{name.replace('_', '-')}"
-        for one in value if isinstance(value, list) else [value]:
-            if one is True:
-                yield option
-            elif one is not None and one is not False:
-                yield f"{option}={one}"

@@ -53,8 +53,8 @@ class Denoising:
     table: SolverTable
     experts: list[tuple[str, float]]  # which denoiser is for each of all steps, and its guidance scale
     is_full: list[bool]  # for each of all steps, whether it starts from no features of another
-    parts: tuple[Passage, ...]  # the steps that run, by denoiser; with a step cache the full ones, then the others
-    guided: Passage  # the part with the most branches
+    passages: tuple[Passage, ...]  # those that run, by denoiser; with a step cache the full steps, then the others
+    guided: Passage  # the one with the most branches
     shape: StepShape  # what its programs are compiled for
 
     @classmethod
@@ -78,17 +78,17 @@ class Denoising:
         policy = settings.step_cache
         full = step_reuse.full_steps(policy, [expert for expert, _ in experts])
         is_full = [is_full or index == steps.start for index, is_full in enumerate(full)]
-        parts = tuple(
+        passages = tuple(
             Passage(
                 expert=expert, kind=kind, steps=each,
                 guidance_scale=guidance[expert], branches=spec.branches(guidance[expert]),
             )
             for (expert, kind), each in _passages(policy, steps, [expert for expert, _ in experts], is_full).items()
         )  # fmt: skip
-        guided = max(parts, key=lambda part: part.branches)
+        guided = max(passages, key=lambda passage: passage.branches)
         return cls(
             spec=spec, settings=settings, configs=configs, scheduler=scheduler, config=config,
-            latent_shape=latent_shape, steps=steps, table=table, experts=experts, is_full=is_full, parts=parts,
+            latent_shape=latent_shape, steps=steps, table=table, experts=experts, is_full=is_full, passages=passages,
             guided=guided,
             shape=StepShape(
                 latent_shape=latent_shape, branches=guided.branches, quality=settings.quality,
@@ -107,9 +107,9 @@ class Denoising:
     def vae_config(self) -> Config:
         return self.configs[self.spec.vae.component]
 
-    def program(self, part: Passage, target: Target, shape: StepShape) -> Program:
+    def program(self, passage: Passage, target: Target, shape: StepShape) -> Program:
         """`shape` is this one's, or with more known of it."""
-        return _BUILD[part.kind](self.spec, self.config, target, replace(shape, branches=part.branches))
+        return _BUILD[passage.kind](self.spec, self.config, target, replace(shape, branches=passage.branches))
 
     def finish(self, sample: torch.Tensor) -> torch.Tensor:
         """The solver's last sample in the scale and layout of LATENT."""
@@ -204,11 +204,11 @@ def _steps(plan: Denoising, target: Target, mesh_shape: MeshShape | None) -> lis
     """The denoiser's programs with how often each runs: experts share them, unless only one of these is guided."""
     shape = replace(plan.shape, mesh_shape=mesh_shape, references=plan.spec.pictures.usual)
     same = defaultdict[tuple[int, str], list[Passage]](list)
-    for part in sorted(plan.parts, key=lambda part: part.branches, reverse=True):
-        same[part.branches, part.kind].append(part)
+    for passage in sorted(plan.passages, key=lambda passage: passage.branches, reverse=True):
+        same[passage.branches, passage.kind].append(passage)
     found = []
-    for (branches, _), parts in same.items():
-        program = plan.program(parts[0], target, shape)
+    for (branches, _), passages in same.items():
+        program = plan.program(passages[0], target, shape)
         name = program.name + ".unguided" * (branches < plan.guided.branches)
-        found.append(replace(program, name=name, runs=sum(len(part.steps) for part in parts)))
+        found.append(replace(program, name=name, runs=sum(len(passage.steps) for passage in passages)))
     return found

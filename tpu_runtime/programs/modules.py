@@ -7,7 +7,6 @@ parameter name. The list of equal blocks becomes one block whose parameters are 
 
 import contextlib
 import copy
-import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -40,7 +39,9 @@ def layer_index() -> jax.Array:
 
 
 class ScannedBlocks(torch.nn.Module):
-    """Stands in a model where its list of equal blocks was, and iterates as a list of one."""
+    """Stands in a model where its list of equal blocks was: one block, which `scan_layers` runs with each layer's
+    weights.
+    """
 
     def __init__(self, blocks: torch.nn.ModuleList, path: str = "") -> None:
         super().__init__()
@@ -50,30 +51,6 @@ class ScannedBlocks(torch.nn.Module):
     @property
     def block(self) -> torch.nn.Module:
         return self.get_submodule(LAYER)
-
-    def __iter__(self) -> Iterator["ScannedBlocks"]:
-        yield self
-
-    def __getitem__(self, index: Any) -> Any:
-        return [self] if isinstance(index, slice) else self
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the blocks in turn make of `hidden_states`, as upstream's loop over them calls one; their other
-        arguments are the same for every layer. Returned as a block returns it, alone or in a tuple.
-        """
-        values = _by_name(self.block, args, kwargs)
-        hidden = values.pop("hidden_states")
-        is_tuple = False
-
-        def body(block: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-            nonlocal is_tuple
-            out = block(hidden_states=hidden, **values)
-            is_tuple = isinstance(out, tuple | list)
-            return out[0] if is_tuple else out
-
-        hidden, _ = scan_layers(self, hidden, body)
-        # A caller that takes element 0 would take row 0 of a bare tensor, and say nothing.
-        return (hidden,) if is_tuple else hidden
 
 
 def scan_layers(
@@ -120,11 +97,14 @@ def scan_layers(
     return torch_bridge.to_torch(found)
 
 
-def _by_name(block: torch.nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """A call's arguments by the names of the block's parameters."""
-    bound = inspect.signature(block.forward).bind(*args, **kwargs).arguments
-    extra = bound.pop("kwargs", {})
-    return {**bound, **extra}
+def scan_states(blocks: ScannedBlocks, states: torch.Tensor, **same: Any) -> torch.Tensor:
+    """What upstream's blocks in turn make of `states`; their other arguments are the `same` for every layer."""
+
+    def body(block: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
+        found = block(states, **same)
+        return found[0] if isinstance(found, tuple) else found  # as some do, in some versions
+
+    return scan_layers(blocks, states, body)[0]
 
 
 @dataclass(frozen=True, kw_only=True)

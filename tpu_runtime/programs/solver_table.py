@@ -84,9 +84,9 @@ class SolverTable:
 State = tuple[Float[Array | np.ndarray, "*latent"], ...]
 
 
-def initial_state(latents: np.ndarray, num_memory: int) -> tuple[np.ndarray, ...]:
+def initial_state(sample: np.ndarray, num_memory: int) -> tuple[np.ndarray, ...]:
     """The state before the first step: the noise, and nothing remembered."""
-    return (latents, *(np.zeros_like(latents) for _ in range(num_memory)))
+    return (sample, *(np.zeros_like(sample) for _ in range(num_memory)))
 
 
 def with_noise(state: tuple[Any, ...], noise: np.ndarray | None) -> tuple[Any, ...]:

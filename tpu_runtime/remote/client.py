@@ -160,7 +160,7 @@ def _result(address: Address, link: MachineLink, progress: Progress, loras: Sequ
             progress.text(_named(message.text, loras))
         elif isinstance(message, Step):
             latents = message.latents
-            preview = None if latents is None else Preview(latent_format=message.latent_format, latents=latents.float)
+            preview = None if latents is None else Preview(latent_format=message.latent_format, sample=latents.float)
             progress.step(message.done, message.total, message.unit, preview)
         elif isinstance(message, NeedFile):
             _send(address, link, message.digest, progress, loras)

@@ -3,15 +3,16 @@
 A check that loses the chips is the process's last: `first_run` starts another for the rest.
 """
 
-import json
 import os
-import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .. import children
+import jax
+
 from ..progress import Silent
+from . import checks, report, run
 
 
 class Told(Silent):
@@ -24,12 +25,7 @@ class Told(Silent):
         self._say(text=message)
 
 
-def main(job: dict[str, Any]) -> None:
-    say = children.speaker()
-    import jax
-
-    from . import checks, report, run
-
+def main(say: Callable[..., None], job: dict[str, Any]) -> None:
     devices = jax.local_devices()
     say(platform=devices[0].platform, chips=[asdict(report.chip_record(device)) for device in devices])
     for check in run.of_group(job["group"], run.CheckPlace(devices=devices, folder=Path(job["folder"]))):
@@ -42,7 +38,3 @@ def main(job: dict[str, Any]) -> None:
             break
     # XLA may still compile what nobody waits for, and chips that were lost may never answer.
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

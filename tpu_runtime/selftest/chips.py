@@ -22,12 +22,6 @@ WRITTEN_BYTES, WRITTEN_ON_TPU = 16 * 2**20, 2**30  # to each chip
 SIZE = 256  # of the matrices that are multiplied
 
 
-def checks(devices: Sequence[Device]) -> Iterator[Check]:
-    yield from start(devices)
-    yield from transfers(devices)
-    yield from together(devices)
-
-
 def start(devices: Sequence[Device]) -> Iterator[Check]:
     """Who is who."""
     yield _check("devices", lambda progress: _devices(devices))

@@ -63,7 +63,7 @@ class Estimates:
 
     def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
         if preview is not None:
-            self.kept.append(preview.latents())
+            self.kept.append(preview.sample())
         self._progress.step(done, total, unit, preview)
 
 

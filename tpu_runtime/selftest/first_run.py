@@ -4,9 +4,7 @@ This process imports no JAX: it holds no chips, and whatever ends a child leaves
 the check starts. What a row teaches goes into `machine.json` at once, so that later groups run as prompts will.
 """
 
-import json
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -80,8 +78,7 @@ class FirstRun:
         """One process of a group, with a row for each check; whether it came to its end."""
         self._begin(group.name, BEGIN, "", MachineRecord())
         is_begun = False
-        # -P: the working folder may hold modules that hide others.
-        with children.running([sys.executable, "-P", "-m", f"{__package__}.child", json.dumps(job)]) as child:
+        with children.answering("selftest.child", job) as child:
             while True:
                 limit_s = group.deadline_s if is_begun else START_S
                 try:

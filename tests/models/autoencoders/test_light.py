@@ -186,7 +186,7 @@ class Watching(Silent):
 
     def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
         if preview is not None:
-            self.seen.append((preview.latents(), preview.picture and preview.picture()))
+            self.seen.append((preview.sample(), preview.picture and preview.picture()))
 
 
 def test_previews_are_its_pictures_of_the_middle(upstream: ModuleType, tmp_path: Path, compare: Callable):

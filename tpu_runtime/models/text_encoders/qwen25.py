@@ -32,20 +32,19 @@ def encode_text(
     """
     import torch
 
+    from ...programs.modules import scan_states
+
     rows, length = ids.shape
     prefix = length - mask.shape[1]
     real = torch.cat([torch.ones_like(ids[:, :prefix]), mask], dim=1).bool()
     position = torch.arange(length, device=ids.device)
     allowed = (position[:, None] >= position[None, :])[None, None] & real[:, None, None, :]
-    # Upstream makes this mask itself, but asks its values on the way; a prepared one is taken as it is.
     words = encoder.embed_tokens(ids)
     if seen is not None and places is not None:
         pictures = torch.nn.functional.embedding(places.clamp(min=0), seen.flatten(0, 1)).type_as(words)
         words = torch.where((places >= 0)[..., None], pictures, words)
-    found = encoder(
-        inputs_embeds=words, position_ids=positions, attention_mask={"full_attention": allowed}, use_cache=False
-    )
-    states = found.last_hidden_state
+    rotary = encoder.rotary_emb(words, position.expand(3, rows, length) if positions is None else positions)
+    states = encoder.norm(scan_states(encoder.layers, words, attention_mask=allowed, position_embeddings=rotary))
     return states[:, prefix:], None
 
 

@@ -85,6 +85,8 @@ def encode_unmasked(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> 
     """`[rows, length]` tokens to `[rows, length, dim]` states. Upstream masks nothing, here or in the denoiser."""
     import torch
 
+    from ...programs.modules import scan_states
+
     stack, config = encoder.encoder, encoder.config
     position = torch.arange(ids.shape[1], device=ids.device)
     buckets = stack.block.block.layer[0].SelfAttention._relative_position_bucket(
@@ -93,8 +95,7 @@ def encode_unmasked(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> 
         max_distance=config.relative_attention_max_distance,
     )
     bias = stack.relative_attention_bias(buckets).permute(2, 0, 1)[None]
-    (states,) = stack.block(encoder.shared(ids), position_bias=bias)
-    return stack.final_layer_norm(states), None
+    return stack.final_layer_norm(scan_states(stack.block, encoder.shared(ids), position_bias=bias)), None
 
 
 def write_t5_tokenizer(folder: Path, texts: Iterable[str]) -> None:

@@ -51,7 +51,10 @@ def look(call: Call, pixels: "torch.Tensor") -> "np.ndarray":
 
 def tokens_of(encoder: Any, pixels: "torch.Tensor") -> "tuple[torch.Tensor, None]":
     """Upstream's `hidden_states[-2]`: the last layer is not built."""
-    return encoder(pixels).last_hidden_state, None
+    from ...programs.modules import scan_states
+
+    x = encoder.pre_layrnorm(encoder.embeddings(pixels))
+    return scan_states(encoder.encoder.layers, x, attention_mask=None), None
 
 
 def trim_vision(encoder: Any) -> None:
