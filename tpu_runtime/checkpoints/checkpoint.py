@@ -4,7 +4,6 @@ A model id is a Hub id, a folder, a folder under ComfyUI's `models/diffusers`, o
 Everything that can be wrong ends in a `CheckpointError` that says what to do.
 """
 
-import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -153,10 +152,10 @@ class Checkpoint:
         if self._is_on_hub:
             _check_index(self.spec, self.model_id, read_json(root / INDEX))
         is_partial = self._is_on_hub or self.rest is not None
-        is_here = [not is_partial or (root / part.folder / CONFIG).is_file() for part in self.spec.components]
-        self._configs(root, itertools.compress(self.spec.components, is_here))
+        here = [part for part in self.spec.components if not is_partial or (root / part.folder / CONFIG).is_file()]
+        self._checked({part.name: self._config(part, root) for part in here})
         if self.root is not None:
-            for component in itertools.compress(self.spec.components, is_here):
+            for component in here:
                 read_headers(root / component.folder, component)
 
     def configs(self, progress: Progress) -> dict[str, Mapping[str, Any]]:
@@ -170,9 +169,6 @@ class Checkpoint:
 
     def _has(self, component: Component) -> bool:
         return not self.is_partial or self.root is None or (self.root / component.folder).is_dir()
-
-    def _configs(self, root: Path, components: Iterable[Component]) -> dict[str, Mapping[str, Any]]:
-        return self._checked({component.name: self._config(component, root) for component in components})
 
     def _checked(self, configs: dict[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
         if problem := compatibility.sizes_problem(self.spec, self.model_id, configs):
