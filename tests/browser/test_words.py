@@ -69,6 +69,17 @@ FAILED = """() => new Promise((resolve) => {
     setTimeout(() => resolve("nothing failed"), 600_000);
     app.queuePrompt(0);
 })"""
+# A node of this kind alone, and where its title is on the page.
+ALONE = """(type) => {
+    app.graph.clear();
+    const node = LiteGraph.createNode(type);
+    node.pos = [300, 300];
+    app.graph.add(node);
+    app.canvas.setDirty(true, true);
+    const { left, top } = app.canvas.canvas.getBoundingClientRect();
+    const [x, y] = app.canvas.ds.convertOffsetToCanvas([node.pos[0] + 60, node.pos[1] - 15]);
+    return [left + x, top + y];
+}"""
 QUEUE = """async () => { await app.queuePrompt(0).catch(() => {}); }"""
 
 
@@ -194,6 +205,19 @@ def test_what_the_server_says_is_said_in_chinese_sentence_by_sentence(page: Any,
             said = chinese.evaluate(FAILED)
             assert "没有可运行的步。步数从 0 开始计数；“开始步数”必须小于“结束步数”" in said
             shot(chinese, "words-chinese-error")
+    finally:
+        server.post("/settings", {"Comfy.Locale": "en"})
+
+
+def test_the_help_of_a_node_is_in_chinese(page: Any, server: Server):
+    server.post("/settings", {"Comfy.Locale": "zh"})
+    try:
+        with fresh(page) as chinese:
+            chinese.mouse.click(*chinese.evaluate(ALONE, SAMPLER))
+            chinese.locator("[data-testid=info-button]").click()
+            chinese.get_by_text("用检查点自带的调度器 UniPC 从随机噪声去噪得到 Latent。").wait_for()
+            chinese.get_by_role("heading", name="Wan 2.1 TPU 采样器").first.wait_for()
+            shot(chinese, "words-chinese-help")
     finally:
         server.post("/settings", {"Comfy.Locale": "en"})
 
