@@ -152,7 +152,6 @@ UNSHOWN = {
     "nodes/headless": "the command line",
     "nodes/graphs/core.py": "what another module catches",
     "nodes/graphs/graph.py": "the command line",
-    "nodes/graphs/upgrade.py": "no errors, but a notice of what it changed, by the English names of inputs",
     "nodes/comfyui/routes.py": "answers to bodies that the page does not send",
     "nodes/comfyui/core_loaders.py": "tooltips, which locales/ has",
     "nodes/inputs.py": "tooltips, which locales/ has",
@@ -160,10 +159,8 @@ UNSHOWN = {
     "tpu_runtime/hosts/follower.py": "another host's terminal",
     "tpu_runtime/line/wire.py": "developers",
     "tpu_runtime/monitor": "the tab, where what is not a number has no full stop",
-    "tpu_runtime/plan/advice.py": "a report for developers",
     "tpu_runtime/plan/findings.py": "a report for developers",
     "tpu_runtime/plan/measured.py": "the command line",
-    "tpu_runtime/plan/report.py": "a report for developers",
     "tpu_runtime/selftest": "a report for developers",
 }
 # Whose texts outside functions are tooltips, which `locales/` has, or makers' prompts.

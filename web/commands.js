@@ -3,10 +3,11 @@
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { text } from "./monitor/format.mjs";
 import { DEEPEST, known, RUNS } from "./monitor/graph.mjs";
 import { useMiniatures } from "./monitor/miniature.mjs";
 import { notify } from "./monitor/notice.mjs";
-import { say } from "./monitor/words.mjs";
+import { say, understood } from "./monitor/words.mjs";
 
 const SIZES = ["height", "width", "num_frames", "num_inference_steps", "guidance_scale"];
 
@@ -31,7 +32,7 @@ async function report(headline, prompt) {
   let id;
   const heard = ({ detail }) => {
     if (detail.prompt_id !== id || !detail.output?.text) return;
-    lines.push(...detail.output.text);
+    lines.push(...detail.output.text.map((said) => understood(text(said))));
     notify([headline, ...lines]);
   };
   const ended = ({ detail }) => {
@@ -46,7 +47,7 @@ async function report(headline, prompt) {
     id = (await api.queuePrompt(0, { output: prompt, workflow: (app.rootGraph ?? app.graph).serialize() })).prompt_id;
     notify([headline, say`Queued.`]);
   } catch (error) {
-    notify([headline, String(error.response?.error?.message ?? error.message ?? error)]);
+    notify([headline, understood(text(error.response?.error?.message ?? error.message))]);
   }
 }
 
