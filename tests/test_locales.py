@@ -152,7 +152,6 @@ UNSHOWN = {
     "nodes/headless": "the command line",
     "nodes/graphs/core.py": "what another module catches",
     "nodes/graphs/graph.py": "the command line",
-    "nodes/graphs/upgrade.py": "no errors, but a notice of what it changed, by the English names of inputs",
     "nodes/comfyui/routes.py": "answers to bodies that the page does not send",
     "nodes/comfyui/core_loaders.py": "tooltips, which locales/ has",
     "nodes/inputs.py": "tooltips, which locales/ has",
@@ -160,9 +159,7 @@ UNSHOWN = {
     "tpu_runtime/hosts/follower.py": "another host's terminal",
     "tpu_runtime/line/wire.py": "developers",
     "tpu_runtime/monitor": "the tab, where what is not a number has no full stop",
-    "tpu_runtime/plan/advice.py": "a report for developers",
     "tpu_runtime/plan/findings.py": "a report for developers",
-    "tpu_runtime/plan/report.py": "a report for developers",
     "tpu_runtime/selftest": "a report for developers",
 }
 # Whose texts outside functions are tooltips, which `locales/` has, or makers' prompts.
@@ -242,6 +239,32 @@ def test_what_the_server_says_has_its_words_and_they_are_of_what_it_says(path: P
 
 def test_the_list_of_what_is_not_shown_is_of_files_that_there_are():
     assert [name for name in UNSHOWN if not (locales.ROOT / name).exists()] == []
+
+
+CHINESE_HELP = sorted(WEB.glob("docs/*/*.md"))
+
+
+def test_every_help_page_has_one_in_every_language():
+    """The page asks for `docs/NODE/LANGUAGE.md`, and then for `docs/NODE.md`."""
+    wanted = {WEB / "docs" / node / path.name.replace("json", "md") for node in DECLARATIONS for path in TRANSLATIONS}
+    assert set(CHINESE_HELP) == wanted
+
+
+@pytest.mark.parametrize("path", CHINESE_HELP, ids=lambda path: path.parent.name)
+def test_a_help_page_says_what_the_english_one_says(path: Path):
+    """The same names in code and the same numbers, as far as can be compared, and the page's own words for the node."""
+    node, said = path.parent.name, path.read_text()
+    english = (WEB / "docs" / f"{node}.md").read_text()
+    assert set(re.findall("`[^`]+`", said)) == set(re.findall("`[^`]+`", english))
+    numbers = [sorted(set(re.findall(r"\d+(?:\.\d+)?", text))) for text in (said, english)]
+    assert numbers[0] == numbers[1]
+    marks = [re.findall(r"^(?:#|- )|\n\n", re.sub(r"\n+(?=- )", "\n", text), re.MULTILINE) for text in (said, english)]
+    assert marks[0] == marks[1]
+    words = json.loads((locales.FOLDER / path.stem / "nodeDefs.json").read_text())
+    assert said.startswith(f"# {words[node]['display_name']}\n")
+    labels = {name: each["name"] for one in words.values() for name, each in one.get("inputs", {}).items()}
+    for label, name in re.findall(r"“([^”]+)”（`(\w+)`", said):
+        assert labels[name] == label
 
 
 def test_a_sentence_without_translation_is_named():

@@ -4,7 +4,7 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { list, text } from "./monitor/format.mjs";
 import { isShown, notify } from "./monitor/notice.mjs";
-import { say } from "./monitor/words.mjs";
+import { say, understood } from "./monitor/words.mjs";
 
 // Where this browser keeps which changes it has shown, by how they begin.
 const SEEN = "comfyui-tpu.changes";
@@ -46,7 +46,7 @@ function tellChanges(changes) {
 
 function foundOn(machine) {
   const title = text(machine.title);
-  const sentences = texts(machine.sentences).map((sentence) => `${title}: ${sentence}`);
+  const sentences = texts(machine.sentences).map((sentence) => `${title}: ${understood(sentence)}`);
   if (sentences.length || machine.is_measured !== true) return sentences;
   return [say`${title}: it takes all that was tried.`];
 }

@@ -3,24 +3,25 @@
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
-import { BYPASSED, known, modelOf, RUNS, sourceOf, widgetOf } from "./monitor/graph.mjs";
+import { text } from "./monitor/format.mjs";
+import { DEEPEST, known, RUNS } from "./monitor/graph.mjs";
 import { useMiniatures } from "./monitor/miniature.mjs";
 import { notify } from "./monitor/notice.mjs";
-import { say } from "./monitor/words.mjs";
+import { say, understood } from "./monitor/words.mjs";
 
-const SIZES = ["height", "width", "num_frames"];
-const NUMBERS = ["num_inference_steps", "guidance_scale"];
-const NEVER = 2; // a muted node's mode
+const SIZES = ["height", "width", "num_frames", "num_inference_steps", "guidance_scale"];
 
-/** Of each sampler and pipeline: its node, model id, and sizes; a size of 0 is the encoded picture's. */
-function generations() {
-  const nodes = app.graph.nodes.filter(({ mode }) => mode !== NEVER && mode !== BYPASSED);
-  return nodes.filter((node) => RUNS.test(node.comfyClass ?? "")).map((node) => {
-    const condition = node.inputs.findIndex((input) => input.name === "condition");
-    const picture = condition < 0 ? null : node.getInputNode(condition);
-    const value = (name) => widgetOf(node, name)?.value || widgetOf(picture, name)?.value;
-    const sizes = [...SIZES, ...NUMBERS].map((name) => [name, value(name)]);
-    return { node, id: modelOf(node), sizes: Object.fromEntries(sizes.filter(([, found]) => found !== undefined)) };
+/** Of each sampler and pipeline that Run would queue: where its model is named, and sizes; one of 0 is the encoded picture's. */
+async function generations() {
+  const { output } = await app.graphToPrompt(); // subgraphs are resolved there, and what is muted or bypassed is left out
+  const behind = (node, name) => output[node.inputs[name]?.[0]];
+  return Object.values(output).filter((node) => RUNS.test(node.class_type)).map((node) => {
+    let source = node;
+    for (let depth = 0; depth < DEEPEST && behind(source, "model"); depth += 1) source = behind(source, "model");
+    const picture = behind(node, "condition");
+    const sizes = SIZES.map((name) => [name, node.inputs[name] || picture?.inputs[name]]);
+    const family = source.inputs.family ?? node.class_type.replace(RUNS, "");
+    return { ...source.inputs, family, sizes: Object.fromEntries(sizes.filter(([, size]) => typeof size === "number")) };
   });
 }
 
@@ -31,7 +32,7 @@ async function report(headline, prompt) {
   let id;
   const heard = ({ detail }) => {
     if (detail.prompt_id !== id || !detail.output?.text) return;
-    lines.push(...detail.output.text);
+    lines.push(...detail.output.text.map((said) => understood(text(said))));
     notify([headline, ...lines]);
   };
   const ended = ({ detail }) => {
@@ -43,24 +44,21 @@ async function report(headline, prompt) {
   api.addEventListener("executed", heard);
   for (const name of ENDS) api.addEventListener(name, ended);
   try {
-    id = (await api.queuePrompt(0, { output: prompt, workflow: app.graph.serialize() })).prompt_id;
+    id = (await api.queuePrompt(0, { output: prompt, workflow: (app.rootGraph ?? app.graph).serialize() })).prompt_id;
     notify([headline, say`Queued.`]);
   } catch (error) {
-    notify([headline, String(error.response?.error?.message ?? error.message ?? error)]);
+    notify([headline, understood(text(error.response?.error?.message ?? error.message))]);
   }
 }
 
 const ENDS = ["execution_success", "execution_error", "execution_interrupted"];
 
-function warmUp() {
+async function warmUp() {
   const prompt = {};
-  generations().forEach(({ node, id, sizes }, index) => {
-    if (!id) return;
-    const source = sourceOf(node);
-    const family = widgetOf(source, "family")?.value ?? node.comfyClass.replace(RUNS, "");
-    const precision = widgetOf(source, "precision")?.value ?? "auto";
+  (await generations()).forEach(({ model_id, family, precision = "auto", sizes }, index) => {
+    if (!model_id) return;
     const [loader, warmup, shown] = ["model", "warmup", "report"].map((name) => `${name}-${index}`);
-    prompt[loader] = { class_type: "TPUModelLoader", inputs: { model_id: id, family, precision } };
+    prompt[loader] = { class_type: "TPUModelLoader", inputs: { model_id, family, precision } };
     prompt[warmup] = { class_type: "TPUWarmup", inputs: { model: [loader, 0], ...sizes } };
     prompt[shown] = { class_type: "PreviewAny", inputs: { source: [warmup, 0] } };
   });
@@ -68,14 +66,14 @@ function warmUp() {
 }
 
 async function plan() {
-  const found = generations().filter(({ id }) => known(id));
+  const found = (await generations()).filter(({ model_id }) => known(model_id));
   if (!found.length) return report("", {});
   const message = say`For which TPU? Generation and chips, such as v6e:2x4 or v5e:1x1. A plan takes minutes.`;
   const topology = await app.extensionManager.dialog.prompt({ title: say`Plan`, message, defaultValue: "v6e:2x4" });
   if (!topology?.trim()) return undefined;
   const prompt = {};
-  found.forEach(({ id, sizes }, index) => {
-    const inputs = { model_name: known(id).name, topology: topology.trim(), ...sizes };
+  found.forEach(({ model_id, sizes }, index) => {
+    const inputs = { model_name: known(model_id).name, topology: topology.trim(), ...sizes };
     prompt[`plan-${index}`] = { class_type: "TPUPlan", inputs };
     prompt[`report-${index}`] = { class_type: "PreviewAny", inputs: { source: [`plan-${index}`, 0] } };
   });

@@ -2,8 +2,9 @@
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { text } from "./monitor/format.mjs";
 import { forget, notify } from "./monitor/notice.mjs";
-import { say } from "./monitor/words.mjs";
+import { say, understood } from "./monitor/words.mjs";
 
 // Node ids that both have.
 const SHARED = /^(Flux2|CogVideoX|Wan21|Wan22I2V)(TextEncoder|ImageEncoder|TPU\w+)$/;
@@ -20,7 +21,7 @@ async function upgraded(workflow) {
   try {
     const response = await api.fetchApi("/tpu/upgrade", { method: "POST", body: JSON.stringify(workflow) });
     const answer = await response.json();
-    if (response.ok) return answer;
+    if (response.ok) return { ...answer, changes: answer.changes.map(understood) };
     console.warn("comfyui-tpu:", answer.error);
   } catch (error) {
     console.warn("comfyui-tpu: the workflow could not be looked at", error);
@@ -37,14 +38,14 @@ async function convert(back) {
   try {
     const response = await api.fetchApi("/tpu/convert", request);
     answer = await response.json();
-    if (!response.ok) return notify([say`The loaders were not swapped: ${answer.error}`]);
+    if (!response.ok) return notify([say`The loaders were not swapped: ${understood(text(answer.error))}`]);
   } catch (error) {
     return notify([say`The loaders were not swapped: the server is not reachable (${error}).`]);
   }
   if (!answer.changes.length) return notify([say`There is no loader to swap in this workflow.`]);
   await app.loadGraphData(answer.workflow, true, true, app.extensionManager?.workflow?.activeWorkflow ?? null);
   const headline = back ? say`Loaders of the TPU and ComfyUI's own:` : say`ComfyUI's own loaders and those of the TPU:`;
-  show([headline, ...answer.changes]);
+  show([headline, ...answer.changes.map(understood)]);
 }
 
 const CONVERT = "comfyui-tpu.convert";

@@ -17,6 +17,16 @@ SEEN = "comfyui-tpu.changes"
 EMPTY = (700, 900)  # a place of the graph without nodes
 NOTICE, PANEL = "#comfyui-tpu-notice", ".comfyui-tpu-panel"
 
+# The nodes that generate become a subgraph, which shows the height outside.
+INTO_SUBGRAPH = """() => {
+    const kinds = /TextEncoder$|TPUSampler$|^TPUModelLoader$/;
+    const chosen = app.graph.nodes.filter(({ type }) => kinds.test(type));
+    const { node, subgraph } = app.graph.convertToSubgraph(new Set(chosen));
+    const sampler = subgraph.nodes.find(({ type }) => type.endsWith("TPUSampler"));
+    subgraph.addInput("height", "INT").connect(sampler.inputs.find(({ name }) => name === "height"), sampler);
+    return String(node.id);
+}"""
+
 
 @pytest.fixture(scope="module")
 def server(start_comfyui: Callable[..., Server]) -> Server:
@@ -167,3 +177,29 @@ def test_a_real_model_without_a_tpu_is_cancelled_and_its_miniature_runs(page: An
     page.evaluate("app.graph.clear()")
     page.keyboard.press("Alt+Shift+Y")
     says(page, "There is no model in this workflow that a miniature could stand for.")
+
+
+def test_nodes_in_a_subgraph_are_tried_compiled_and_planned_like_others(page: Any):
+    page.evaluate(OPEN, examples.page("flux2_klein").stem)
+    page.wait_for_function(IS_DRAWN)
+    subgraph = page.evaluate(INTO_SUBGRAPH)
+    page.keyboard.press("Alt+Shift+Y")
+    says(page, "This workflow now runs on a built-in miniature, with the sizes that fit it.")
+    page.screenshot(path=SCREENSHOTS / "miniature-subgraph.png")
+    queued = page.evaluate("async () => (await app.graphToPrompt()).output")
+    inside = {
+        node["class_type"]: node["inputs"] for node_id, node in queued.items() if node_id.startswith(f"{subgraph}:")
+    }
+    assert inside["TPUModelLoader"]["model_id"] == "tiny/flux2klein"
+    assert (inside["Flux2TPUSampler"]["height"], inside["Flux2TPUSampler"]["width"]) == (80, 112)
+    assert inside["Flux2TextEncoder"]["prompt"] == "a red circle and a green square on blue"
+    assert widgets(page)["height"] == 80  # of the subgraph's node: what stood there would replace it
+    page.keyboard.press("Alt+Shift+W")
+    says(page, "112x80:")
+    page.keyboard.press("Alt+Shift+P")
+    field = page.get_by_role("dialog").filter(has_text="For which TPU?").locator("input")
+    field.fill("v9:1x1")
+    with page.expect_response("**/prompt") as answer:
+        field.press("Enter")
+    planned = answer.value.request.post_data_json["prompt"]["plan-0"]["inputs"]
+    assert (planned["model_name"], planned["height"], planned["width"]) == ("flux2-klein-4b", 80, 112)

@@ -6,14 +6,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from comfyui_tpu.tests.browser.page import SCREENSHOTS, fresh, needs_browser, opened
-from comfyui_tpu.tests.nodes import examples
+from comfyui_tpu.nodes import DECLARATIONS
+from comfyui_tpu.nodes.graphs.upgrade import LOADERS, upgraded, with_tpu_loaders
+from comfyui_tpu.tests.browser.page import SCREENSHOTS, click, fresh, needs_browser, opened
+from comfyui_tpu.tests.nodes import examples, separate_packs
+from comfyui_tpu.tests.nodes.test_upgrade import in_api_form
 from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui, tiny_workflow
 
 pytestmark = [needs_comfyui, needs_browser]
 
 EXAMPLE = json.loads(examples.page("wan21_t2v_720p").read_text())
 SAMPLER, ENCODER, CORE = "Wan21TPUSampler", "Wan21TextEncoder", "TPUVAELoader"
+CORE_LOADERS = {
+    kind: {"class_type": kind, "inputs": dict.fromkeys(names, "any.safetensors")}
+    for core, (ours, names) in LOADERS.items()
+    for kind in (core, ours)
+}
 # Labels of a node's widgets, and of its inputs and outputs, by name; the title of its definition.
 WORDS = """(type) => {
     const node = app.graph.nodes.find((one) => one.type === type) ?? LiteGraph.createNode(type);
@@ -47,6 +55,9 @@ UNSAID = f"""{WORDS_OF_SERVER}
     const whole = Object.keys(words).filter((text) => /^[A-Z].*[.!?]$/.test(text));
     return whole.filter((text) => bare(said(text)) !== wanted(words[text]));
 }}"""
+SAID = f"""{WORDS_OF_SERVER}
+    return texts.map(understood);
+}}""".replace("async ()", "async (texts)")
 SECONDS = f"""{WORDS_OF_SERVER}
     return TEXTS.map((text) => {{
         const begun = performance.now();
@@ -69,6 +80,10 @@ FAILED = """() => new Promise((resolve) => {
     setTimeout(() => resolve("nothing failed"), 600_000);
     app.queuePrompt(0);
 })"""
+SELECT = """(type) => {
+    app.canvas.select(app.graph.nodes.find((one) => one.type === type));
+    app.canvas.onSelectionChange(app.canvas.selected_nodes);
+}"""
 QUEUE = """async () => { await app.queuePrompt(0).catch(() => {}); }"""
 
 
@@ -194,6 +209,47 @@ def test_what_the_server_says_is_said_in_chinese_sentence_by_sentence(page: Any,
             said = chinese.evaluate(FAILED)
             assert "没有可运行的步。步数从 0 开始计数；“开始步数”必须小于“结束步数”" in said
             shot(chinese, "words-chinese-error")
+    finally:
+        server.post("/settings", {"Comfy.Locale": "en"})
+
+
+def test_notices_and_reports_of_commands_are_in_chinese(page: Any, server: Server):
+    old = [upgraded(made, DECLARATIONS)[1] for pack in separate_packs.ALL for made in saved_by(pack)]
+    loaders = [with_tpu_loaders(CORE_LOADERS, (), back=back)[1] for back in (False, True)]
+    server.post("/settings", {"Comfy.Locale": "zh"})
+    try:
+        with fresh(page) as chinese:
+            said = chinese.evaluate(SAID, [line for lines in old + loaders for line in lines])
+            assert len(said) > 10 and not [line for line in said if re.search("[a-z] [a-z]", line)]
+            chinese.evaluate("(workflow) => app.loadGraphData(workflow)", separate_packs.cogvideox())
+            notice = chinese.locator("#comfyui-tpu-notice")
+            notice.get_by_text("此工作流由独立的 TPU 插件保存").wait_for()
+            notice.get_by_text("embeddings 现为正面条件和负面条件").wait_for()
+            shot(chinese, "words-chinese-upgrade")
+            chinese.evaluate("(workflow) => app.loadApiJson(workflow, '')", tiny_workflow("words"))
+            chinese.keyboard.press("Alt+Shift+W")
+            notice.get_by_text("其余已存在").wait_for()
+            shot(chinese, "words-chinese-warmup")
+    finally:
+        server.post("/settings", {"Comfy.Locale": "en"})
+
+
+def saved_by(pack: str) -> tuple[Any, Any]:
+    """A workflow of a separate pack, in both forms."""
+    return separate_packs.ALL[pack](), in_api_form(pack)
+
+
+def test_the_help_of_a_node_is_in_chinese(page: Any, server: Server):
+    server.post("/settings", {"Comfy.Locale": "zh"})
+    try:
+        with fresh(page) as chinese:
+            chinese.evaluate("(workflow) => app.loadGraphData(workflow)", EXAMPLE)
+            chinese.wait_for_function("() => Boolean(app.canvas.onSelectionChange)")
+            chinese.evaluate(SELECT, SAMPLER)
+            click(chinese, "[data-testid=info-button]")
+            chinese.get_by_text("用检查点自带的调度器 UniPC 从随机噪声去噪得到 Latent。").wait_for()
+            chinese.get_by_role("heading", name="Wan 2.1 TPU 采样器").first.wait_for()
+            shot(chinese, "words-chinese-help")
     finally:
         server.post("/settings", {"Comfy.Locale": "en"})
 

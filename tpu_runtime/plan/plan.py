@@ -138,7 +138,7 @@ def _findings(
 
 
 def _notes(module: hlo.Module, timing: step_time.Timing, costs: Mapping[str, Cost]) -> list[str]:
-    notes = [f"no estimate for {name}; it is not counted" for name in dict.fromkeys(timing.uncounted)]
+    notes = [f"no estimate for {name} (not counted)" for name in dict.fromkeys(timing.uncounted)]
     if timing.reruns:
         notes.append(
             f"kernels repeat their work in an exact, slower form where their flag says so: {timing.reruns / 1e6:.1f} "

@@ -195,10 +195,8 @@ def text(plan: Plan, explain: bool = False) -> str:
         *table([_COLUMNS, *map(_row, plan.programs)]),
         "",
         f"Memory with all components loaded: {gib(plan.residency_bytes)} of {chip.hbm_gib:g} GiB per device: "
-        + _verdict(plan),
-        f"One generation, {LABEL}: "
-        + ("-" if total is None else f"{_seconds(total)} s")
-        + " (without loading weights).",
+        f"{_verdict(plan)}",
+        f"One generation, {LABEL}: {'-' if total is None else f'{_seconds(total)} s'} (without loading weights).",
         f"This plan took up to {gib(plan.host_peak_bytes)} GiB of host memory.",
     ]
     if plan.mean_step_s is not None:

@@ -5,7 +5,7 @@ export const RUNS = /TPU(Sampler|Pipeline)$/;
 export const BYPASSED = 4; // a node's mode
 const MODEL = "TPU_MODEL";
 // A chain of LoRAs is followed so far.
-const DEEPEST = 100;
+export const DEEPEST = 100;
 
 // By the ids that the server knows beforehand: name, title, family, download, unused.
 let models = {};
@@ -26,7 +26,7 @@ export const modelSocket = (node) => node.inputs?.findIndex((input) => input.typ
 export const widgetOf = (node, name) => node?.widgets?.find((widget) => widget.name === name);
 
 /** The node that names the model of this one: a loader, or itself; undefined where the page cannot know it. */
-export function sourceOf(node, depth = 0) {
+function sourceOf(node, depth = 0) {
   if (!node || depth > DEEPEST) return undefined;
   const socket = node.type === "Reroute" ? 0 : modelSocket(node);
   const isLinked = socket >= 0 && node.inputs[socket].link != null;

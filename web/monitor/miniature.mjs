@@ -7,21 +7,24 @@ import { BYPASSED, widgetOf } from "./graph.mjs";
 import { notify } from "./notice.mjs";
 import { say, understood } from "./words.mjs";
 
-/** The node that a prompt calls so; "7:2" is node 2 of the subgraph that node 7 is. */
-function nodeOf(id) {
-  return id.split(":").reduce(
-    ({ graph }, part) => {
-      const node = graph?.getNodeById(part);
-      return { node, graph: node?.subgraph };
-    },
-    { graph: app.rootGraph ?? app.graph },
-  ).node;
+/** The node that a prompt calls so, and of which graph; "7:2" is node 2 of the subgraph that node 7 is. */
+function placeOf(id) {
+  const [last, ...owners] = id.split(":").reverse();
+  const root = app.rootGraph ?? app.graph;
+  const graph = owners.reduceRight((outer, owner) => outer?.getNodeById(owner)?.subgraph, root);
+  return { node: graph?.getNodeById(last), graph, owner: owners.reverse().join(":") };
 }
 
-function set(node, name, value) {
+function set(id, name, value) {
+  const { node, graph, owner } = placeOf(id);
   // A link to the widget would replace the value.
   const slot = node?.inputs?.findIndex((input) => input.name === name && input.link != null) ?? -1;
-  if (slot >= 0) node.disconnectInput(slot);
+  if (slot >= 0) {
+    const link = graph.getLink(node.inputs[slot].link);
+    const outer = graph.inputNode?.id === link?.origin_id ? graph.inputs[link.origin_slot] : undefined;
+    if (outer) return set(owner, outer.name, value); // the subgraph shows it outside
+    node.disconnectInput(slot);
+  }
   const widget = widgetOf(node, name);
   if (!widget) return;
   widget.value = value;
@@ -29,12 +32,11 @@ function set(node, name, value) {
 }
 
 function apply({ values, without }) {
-  for (const node of without.map(nodeOf).filter(Boolean)) node.mode = BYPASSED;
+  for (const { node } of without.map(placeOf)) if (node) node.mode = BYPASSED;
   for (const [id, inputs] of Object.entries(values)) {
-    const node = nodeOf(id);
-    for (const [name, value] of Object.entries(inputs)) set(node, name, value);
+    for (const [name, value] of Object.entries(inputs)) set(id, name, value);
   }
-  app.graph.setDirtyCanvas(true, true);
+  app.canvas.setDirty(true, true);
 }
 
 export async function useMiniatures() {

@@ -26,9 +26,15 @@ export async function speak(language) {
   } catch (error) {
     console.warn("comfyui-tpu: the words could not be fetched", error); // English will do
   }
-  // What several have between them first, else what has most words; a number with its unit last, behind what has signs alone.
-  const rank = ({ letters, isList }) => (isList ? Infinity : letters === 1 ? -1 : letters);
+  // What is said as it is, then what several have between them and one word before a colon, else what has most words; a number
+  // with its unit last, behind what has signs alone.
   sentences.sort((one, other) => rank(other) - rank(one));
+}
+
+function rank({ holes, letters, isFirst }) {
+  if (letters === 1) return -1;
+  if (!holes.length) return 2 * LONGEST;
+  return isFirst ? LONGEST : letters;
 }
 
 function filled(template, values) {
@@ -48,7 +54,7 @@ export function say(texts, ...values) {
  */
 function sentence(english, translated) {
   const [first, ...parts] = english.split("{}").map((part) => part.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
-  const isNumber = (part) => /^( s|k )/.test(part ?? "");
+  const isNumber = (part) => /^( s\b|k )/.test(part ?? "");
   let [pattern, open] = [`^${first}`, ""];
   parts.forEach((part, index) => {
     const hole = isNumber(part) ? "[\\d.]{1,20}" : part.startsWith(",") ? ".*" : ".*?";
@@ -58,12 +64,14 @@ function sentence(english, translated) {
     open = "";
   });
   const letters = english.match(/\p{L}/gu)?.length ?? 0;
+  const isList = english === "{}, or {}" || english === "{}; {}";
   return {
     pattern: new RegExp(`${pattern}${open}$`, "s"),
     holes: parts.map((_, index) => `h${index}`),
     translated: translated.split("{}"),
     letters,
-    isList: english === "{}, or {}",
+    isList,
+    isFirst: isList || /^\w+: \{\}$/.test(english),
     isFrame: translated === "{}" || (letters < 4 && /^\{\}.*\{\}\.?$/.test(english)),
   };
 }
