@@ -1,18 +1,19 @@
-"""What each quality costs: videos of Wan 2.1's trained miniature beside exact float32's, and kernels on a harder case.
+"""What each quality and step cache costs: results of trained miniatures beside exact float32's, and harder cases.
 
-A video's PSNR and SSIM are of its frames in 8 bits, against the same prompt, seed and steps in float32. The score is
-the miniature's own (see `tools/score_miniature.py`). Its few tokens and lanes are taken for many, or int8 would leave
-them alone, and lie in 15 tiles of at most 12, of which 7 are kept. The harder cases have what trained models
+PSNR and SSIM are of frames or pictures in 8 bits, against the same prompt, seed and steps in float32. The score is the
+miniature's own (see `tools/score_miniature.py`). Its few tokens and lanes are taken for many, or int8 would leave them
+alone; a video's lie in tiles of at most 12, of which about half are kept. The harder cases have what trained models
 have: 16384 keys, every 32nd channel of them far from zero, peaked scores; and for a linear layer tokens with outlying
 channels.
 
-Run: JAX_PLATFORMS=cpu python benchmarks/quality.py [--prompts 32] [--steps 20] [--json FILE]
+Run: JAX_PLATFORMS=cpu python benchmarks/quality.py [--family wan21 ...] [--prompts 32] [--steps 20] [--json FILE]
 """
 
 import argparse
+import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,37 +27,32 @@ from comfyui_tpu.nodes.headless.compare import psnr
 from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.cache import curves
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.programs import weights
+from comfyui_tpu.tpu_runtime.model_spec import QUALITIES, ModelSpec
+from comfyui_tpu.tpu_runtime.programs import denoise_step, weights
 from comfyui_tpu.tpu_runtime.programs.generation import Denoising
 from comfyui_tpu.tpu_runtime.progress import Silent
+from PIL import Image
 from scipy.ndimage import uniform_filter
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-from miniature.moving import judge
-from score_miniature import SPEC, frames_of, held_out
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+from score_miniature import FAMILIES, Family, encoded, frames_of
 
-# Precision and inputs of each form; the first is what the others are compared with.
-FORMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "exact, float32": ("float32", {}),
-    "exact, bfloat16": ("bfloat16", {}),
-    "int8, float32": ("float32", {"quality": "int8"}),
-    "int8, bfloat16": ("bfloat16", {"quality": "int8"}),
-    "int8+sparse, float32": ("float32", {"quality": "int8+sparse"}),
-    "int8+sparse, bfloat16": ("bfloat16", {"quality": "int8+sparse"}),
-    **{
-        f"MagCache {threshold}, float32": ("float32", {"step_cache": True, "cache_threshold": threshold})
-        for threshold in (0.03, 0.06, 0.12)
-    },
-}
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+# One or two of each family, whose tables are in docs/quality.md.
+SHOWN = ("wan21", "wan22i2v", "cogvideox", "cogvideoxi2v", "hunyuan15", "flux2klein", "zimage", "qwenimage")
+EXACT = "exact, float32"  # what the others are compared with
+THRESHOLDS = (0.03, 0.06, 0.12)
 WINDOW = 7  # pixels, of SSIM
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """Of one form: PSNR in dB (median and least of all videos), the median SSIM, the shares of videos that are right,
+    """Of one form: PSNR in dB (median and least of all results), the median SSIM, the shares of results that are right,
     and of steps that run whole.
     """
 
+    model: str
+    kind: str
     form: str
     psnr: float
     least_psnr: float
@@ -79,38 +75,76 @@ def ssim(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.mean(found / ((mean_x**2 + mean_y**2 + small) * (spread_x + spread_y + least))))
 
 
-def few_are_many() -> None:
-    """Takes the miniature for a large model."""
-    policy.MANY_KEYS = weights.FEWEST_LANES = 0
-    tiles.ROWS = 16
-    object.__setattr__(SPEC.denoiser, "tile", (3, 2, 2))  # one of the real size would hold them all
+def few_are_many(put: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Takes miniatures for large models; `put` sets what that needs."""
+    put(policy, "MANY_KEYS", 0)
+    put(weights, "FEWEST_LANES", 0)
+    put(tiles, "ROWS", 16)
+    # One of the real size would hold them all.
+    put(denoise_step, "Tiling", lambda sizes, tile: tiles.Tiling(sizes=sizes, tile=(3, 2, 2)))
 
 
-def videos(prompts: int, steps: int, forms: Sequence[str]) -> Iterator[Judged]:
-    """Every form on so many held-out prompts. MagCache's curve is measured first, on a prompt that is none of them."""
-    scenes, exact = held_out(prompts), list[np.ndarray]()
-    for form in forms:
-        precision, more = FORMS[form]
-        model = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision=precision)
-        inputs = {"num_inference_steps": steps, "guidance_scale": 5.0, "num_frames": 17, **more}
-        settings = SPEC.settings(**{**SPEC.miniature.inputs, **inputs})
-        if settings.step_cache:
-            texts = (SPEC.miniature.texts[name] for name in ("prompt", "negative_prompt"))
-            embeds = pipeline.encode_prompt(model, *texts, progress=Silent())
-            pipeline.calibrate(model, settings, *embeds, progress=Silent())
-            policy = curves.with_curve(SPEC, model.model_id, settings.step_cache)
-            settings = replace(settings, step_cache=policy)
-        found = [frames_of(model, str(scene), Silent(), seed=seed, **inputs) for seed, scene in enumerate(scenes)]
-        exact = exact or found
-        distances = [psnr(*(frames / 255 for frames in pair)) for pair in zip(found, exact, strict=True)]
-        yield Judged(
-            form=form,
-            psnr=float(np.median(distances)),
-            least_psnr=min(distances),
-            ssim=float(np.median([ssim(*pair) for pair in zip(found, exact, strict=True)])),
-            score=float(np.mean([judge(*pair).all for pair in zip(found, scenes, strict=True)])),
-            whole=float(np.mean(Denoising.published(SPEC, settings).is_full)),
-        )
+def forms_of(spec: ModelSpec, steps: int) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Precision and inputs of each form that a model's nodes offer. DeepCache's steps are as large a part of all as by
+    default.
+    """
+    qualities = QUALITIES if spec.denoiser.tile else QUALITIES[:2]
+    found: dict[str, tuple[str, dict[str, Any]]] = {
+        f"{quality}, {precision}": (precision, {"quality": quality})
+        for quality in qualities
+        for precision in ("float32", "bfloat16")
+    }
+    if "step_cache" in spec.inputs:
+        for threshold in THRESHOLDS:
+            found[f"MagCache {threshold}, float32"] = ("float32", {"step_cache": True, "cache_threshold": threshold})
+    if spec.denoiser.step_reuse:
+        share = steps / spec.whole_numbers("num_inference_steps").default
+        reused = {name: round(share * spec.whole_numbers(name).default) for name in ("cache_start", "cache_end")}
+        found["DeepCache, float32"] = ("float32", {"step_cache": True, "cache_threshold": 0.0, **reused})
+    return found
+
+
+def judged(family: Family, steps: int, guidance: float, prompts: int, chosen: Collection[str] = ()) -> Iterator[Judged]:
+    """Every form, or exact float32 and those that are chosen, on so many held-out prompts of each kind."""
+    forms, spec = forms_of(family.spec, steps), family.spec
+    inputs = {form: family.inputs(steps, guidance) | more for form, (_, more) in forms.items()}
+    for kind, tasks in family.kinds.items():
+        asked, exact = list(itertools.islice(tasks(), prompts)), list[np.ndarray]()
+        for form in (form for form in forms if form == EXACT or not chosen or form in chosen):
+            model = ModelRef(spec_name=spec.name, model_id=spec.miniature.id, precision=forms[form][0])
+            whole = share_of_whole_steps(model, inputs[form])
+            found = [
+                frames_of(model, task.prompt, Silent(), image=task.image, seed=seed, **inputs[form])
+                for seed, task in enumerate(asked)
+            ]
+            exact = exact or found
+            distances = [psnr(*(frames / 255 for frames in pair)) for pair in zip(found, exact, strict=True)]
+            yield Judged(
+                model=spec.title,
+                kind=kind,
+                form=form,
+                psnr=float(np.median(distances)),
+                least_psnr=min(distances),
+                ssim=float(np.median([ssim(*pair) for pair in zip(found, exact, strict=True)])),
+                score=float(np.mean([task.judge(frames).all for task, frames in zip(asked, found, strict=True)])),
+                whole=whole,
+            )
+
+
+def share_of_whole_steps(model: ModelRef, inputs: dict[str, Any]) -> float:
+    """Of a generation's steps. MagCache's curve is measured first, on the miniature's own prompt and picture, which are
+    none of those that are judged.
+    """
+    spec = model.spec
+    picture = spec.miniature.picture
+    image = np.asarray(Image.open(EXAMPLES / picture).convert("RGB")) if picture else None
+    if inputs.get("cache_threshold"):
+        whole = {name: value for name, value in inputs.items() if name != "step_cache"}
+        given, condition = encoded(model, spec.miniature.texts["prompt"], Silent(), image=image, **whole)
+        pipeline.calibrate(model, *given, condition=condition, progress=Silent())
+    settings = spec.settings(**{**spec.miniature.inputs, **inputs})
+    reused = curves.with_curve(spec, model.model_id, settings.step_cache)
+    return float(np.mean(Denoising.published(spec, replace(settings, step_cache=reused)).is_full))
 
 
 def harder_cases(keys: int = 16384, queries: int = 256) -> Iterator[dict[str, Any]]:
@@ -154,33 +188,48 @@ def distance(found: Any, exact: Any) -> dict[str, float]:
     return {"relative_rms": float(rms), "cosine": float(cosine)}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="beside the first of these")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args(arguments)
-    cases = []
+def kernels() -> dict[str, list[dict[str, Any]]]:
+    """The harder cases, each said when it is there."""
+    cases, linears = [], []
     for case in harder_cases():
         cases.append(case)
         print(f"{case['keys']} keys, heads of {case['head_dim']}, {case['of']}: relative RMS "
               f"{case['relative_rms']:.1e}, cosine {case['cosine']:.6f}", flush=True)  # fmt: skip
-    linears = []
     for case in linear_cases():
         linears.append(case)
         print(f"linear layer, {case['tokens']}: relative RMS {case['relative_rms']:.1e}, cosine {case['cosine']:.6f}",
               flush=True)  # fmt: skip
+    return {"kernels": cases, "linears": linears}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _options(arguments)
+    measured: dict[str, list[dict[str, Any]]] = {} if options.family else kernels()
     few_are_many()
-    judged = []
-    for row in videos(options.prompts, options.steps, options.forms):
-        judged.append(row)
-        print(f"{row.form}: PSNR {row.psnr:.1f} dB, least {row.least_psnr:.1f}; SSIM {row.ssim:.4f}; score "
-              f"{row.score:.0%}; {row.whole:.0%} of steps whole", flush=True)  # fmt: skip
+    measured["results"] = []
+    for name in options.family or SHOWN:
+        family = FAMILIES[name]
+        steps, guidance = options.steps or family.steps[-1], family.guidance[-1]
+        print(f"{family.spec.title}, {steps} steps, guidance {guidance:g}, {options.prompts} prompts", flush=True)
+        for row in judged(family, steps, guidance, options.prompts, options.forms):
+            measured["results"].append(asdict(row))
+            print(f"{row.kind}, {row.form}: PSNR {row.psnr:.1f} dB, least {row.least_psnr:.1f}; SSIM {row.ssim:.4f}; "
+                  f"score {row.score:.0%}; {row.whole:.0%} of steps whole", flush=True)  # fmt: skip
     if options.json:
-        options.json.write_text(
-            json.dumps({"videos": [asdict(row) for row in judged], "kernels": cases, "linears": linears}, indent=1)
-        )
+        options.json.write_text(json.dumps(measured, indent=1))
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument(
+        "--family", nargs="+", choices=FAMILIES, default=(), help=f"default: {' '.join(SHOWN)}, and kernels"
+    )
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--steps", type=int, help="default: the most of the miniature's card")
+    names = dict.fromkeys(form for name in SHOWN for form in forms_of(FAMILIES[name].spec, 50))
+    parser.add_argument("--forms", nargs="+", choices=names, default=(), help=f"beside {EXACT}; default: all")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.progress import Preview, Progress, Silent
 from miniature import moving, still
-from miniature.moving import Scene
 from PIL import Image
 from tqdm import tqdm
 
@@ -51,6 +50,11 @@ class Family:
     kinds: Mapping[str, Callable[[], Iterator[Task]]]
     steps: tuple[int, ...]
     guidance: tuple[float, ...]
+
+    def inputs(self, steps: int, guidance: float) -> dict[str, Any]:
+        """What its nodes are told; of two experts both get the guidance."""
+        second = {"guidance_scale_2": guidance} if "guidance_scale_2" in self.spec.inputs else {}
+        return {"num_inference_steps": steps, "guidance_scale": guidance, **second}
 
 
 def clips(*, given: bool) -> Iterator[Task]:
@@ -130,7 +134,6 @@ FAMILIES = {
     "zimagebase": Family(spec=spec_by_name("z-image"), kinds={"pictures": pictures}, steps=(10,), guidance=(5.0,)),
     "zimage": Family(spec=spec_by_name("z-image-turbo"), kinds={"pictures": pictures}, steps=(8,), guidance=(1.0,)),
 }
-SPEC = FAMILIES["wan21"].spec
 
 
 class WithPreviews(Silent):
@@ -141,26 +144,27 @@ class WithPreviews(Silent):
             preview.sample()
 
 
-def held_out(number: int) -> list[Scene]:
-    """The scenes of the clips, of which none was trained on."""
-    return list(itertools.islice(moving.scenes(SEED, held_out=True), number))
-
-
 def frames_of(
     model: ModelRef, prompt: str, progress: Progress, *, image: np.ndarray | None = None, **inputs: Any
 ) -> np.ndarray:
     """What a prompt gives, `[frames, height, width, 3]` uint8; `inputs` are what is not the miniature's default."""
-    spec = model.spec
+    given, condition = encoded(model, prompt, progress, image=image, **inputs)
+    latents = pipeline.denoise(model, *given, condition=condition, progress=progress)
+    return np.round(pipeline.decode(model, latents, progress=progress).numpy() * 255).astype(np.uint8)
+
+
+def encoded(
+    model: ModelRef, prompt: str, progress: Progress, *, image: np.ndarray | None = None, **inputs: Any
+) -> tuple[tuple[Any, ...], Any]:
+    """What a sampler takes: the settings with what the prompt became, and what the picture became."""
+    spec, condition = model.spec, None
     settings = spec.settings(**{**spec.miniature.inputs, **inputs})
-    condition = None
     if image is not None:
         size = {name: getattr(settings, name) for name in spec.miniature.inputs}
         condition = pipeline.encode_image(
             model, torch.from_numpy(image / np.float32(255))[None], size, progress=progress
         )
-    embeds = pipeline.encode_prompt(model, prompt, "", progress=progress, condition=condition)
-    latents = pipeline.denoise(model, settings, *embeds, condition=condition, progress=progress)
-    return np.round(pipeline.decode(model, latents, progress=progress).numpy() * 255).astype(np.uint8)
+    return (settings, *pipeline.encode_prompt(model, prompt, "", progress=progress, condition=condition)), condition
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
@@ -186,13 +190,7 @@ def scores(
         family.kinds.items(), steps or family.steps, guidance or family.guidance
     ):
         verdicts, strays = [], []
-        inputs = {
-            "num_inference_steps": number,
-            "guidance_scale": scale,
-            **({"num_frames": frames} if is_video else {}),
-        }
-        if "guidance_scale_2" in family.spec.inputs:
-            inputs["guidance_scale_2"] = scale
+        inputs = family.inputs(number, scale) | ({"num_frames": frames} if is_video else {})
         drawn = itertools.islice(tasks(), prompts)
         for seed, task in enumerate(tqdm(drawn, f"{kind}, {number} steps, guidance {scale:g}", prompts, leave=False)):
             found = frames_of(model, task.prompt, WithPreviews(), image=task.image, seed=seed, **inputs)

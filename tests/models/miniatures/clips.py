@@ -6,6 +6,7 @@ from types import ModuleType
 import numpy as np
 import torch
 from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.progress import Silent
@@ -15,10 +16,15 @@ FIRST = 6.0
 
 
 def frames_of(
-    model: ModelRef, settings: Settings, prompt: str, image: np.ndarray | None = None, negative: str = ""
+    model: ModelRef,
+    settings: Settings,
+    prompt: str,
+    image: np.ndarray | None = None,
+    negative: str = "",
+    runner: Runner | None = None,
 ) -> np.ndarray:
-    """`[frames, height, width, 3]` uint8."""
-    runner, condition = engine(1), None
+    """`[frames, height, width, 3]` uint8, of one chip."""
+    runner, condition = runner or engine(1), None
     if image is not None:
         condition = runner.encode_image(model, torch.from_numpy(image / np.float32(255))[None], settings, Silent())
     latents = runner.denoise(model, settings, *runner.encode(model, prompt, negative, Silent()), Silent(), condition)

@@ -1,4 +1,4 @@
-"""What trains and scores miniatures, `tools/`, for the tests of what they show."""
+"""What trains and scores miniatures, and measures what is faster on them, for the tests of what they show."""
 
 from pathlib import Path
 from types import ModuleType
@@ -16,3 +16,13 @@ def score() -> ModuleType:
         import score_miniature
 
         return score_miniature
+
+
+@pytest.fixture(scope="package")
+def quality(score: ModuleType) -> ModuleType:
+    """`benchmarks/quality.py`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        import quality
+
+        return quality
