@@ -85,8 +85,8 @@ def few_are_many(put: Callable[[Any, str, Any], None] = setattr) -> None:
 
 
 def forms_of(spec: ModelSpec, steps: int) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Precision and inputs of each form that a model's nodes offer. DeepCache's steps are as large a part of all as by
-    default.
+    """Precision and inputs of each form that a model's nodes offer. DeepCache begins, ends and looks again after as
+    large a part of all steps as by default, but for at least every other step.
     """
     qualities = QUALITIES if spec.denoiser.tile else QUALITIES[:2]
     found: dict[str, tuple[str, dict[str, Any]]] = {
@@ -99,7 +99,9 @@ def forms_of(spec: ModelSpec, steps: int) -> dict[str, tuple[str, dict[str, Any]
             found[f"MagCache {threshold}, float32"] = ("float32", {"step_cache": True, "cache_threshold": threshold})
     if spec.denoiser.step_reuse:
         share = steps / spec.whole_numbers("num_inference_steps").default
-        reused = {name: round(share * spec.whole_numbers(name).default) for name in ("cache_start", "cache_end")}
+        names = ("cache_start", "cache_end", "cache_interval")
+        start, end, interval = (round(share * spec.whole_numbers(name).default) for name in names)
+        reused = dict(zip(names, (start, end, max(2, interval)), strict=True))
         found["DeepCache, float32"] = ("float32", {"step_cache": True, "cache_threshold": 0.0, **reused})
     return found
 
