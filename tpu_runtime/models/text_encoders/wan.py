@@ -38,30 +38,17 @@ def tokenize(tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS) -
 
 def encode_text(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
     """`[rows, length]` tokens to `[rows, length, dim]` states, zero after each prompt's end."""
-    from ...programs.modules import scan_layers
-
-    stack, seen = encoder.encoder, mask.bool()[:, None, None, :]
-
-    def body(block: Any, x: "torch.Tensor") -> "torch.Tensor":
-        attention, feed_forward = block.layer
-        x = x + attend(attention.SelfAttention, attention.layer_norm(x), seen)
-        return feed_forward(x)
-
-    states, _ = scan_layers(stack.block, encoder.shared(ids), body)
-    states = stack.final_layer_norm(states)
-    return states * mask.unsqueeze(-1).to(states.dtype), None
-
-
-def attend(attn: Any, x: "torch.Tensor", seen: "torch.Tensor") -> "torch.Tensor":
-    """Self-attention of `[rows, length, dim]`: unscaled, with the layer's own bias by distance."""
     import torch
 
-    length = x.shape[1]
-    heads = [project(x).unflatten(-1, (attn.n_heads, -1)).transpose(1, 2) for project in (attn.q, attn.k, attn.v)]
-    bias = attn.compute_bias(length, length, device=x.device)
-    bias = torch.where(seen, bias, torch.finfo(bias.dtype).min)
-    found = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=bias, scale=1.0)
-    return attn.o(found.transpose(1, 2).flatten(2))
+    from ...programs.modules import scan_states
+
+    stack, states = encoder.encoder, encoder.shared(ids)
+    unseen = (torch.finfo(states.dtype).min * ~mask.bool()).to(states.dtype)[:, None, None, :]
+    # A row for each query: with one for all the compiler's schedule of the encoder takes 8 % longer.
+    unseen = unseen.expand(-1, -1, ids.shape[1], -1)
+    states = scan_states(stack.block, states, attention_mask=unseen)
+    states = stack.final_layer_norm(states)
+    return states * mask.unsqueeze(-1).to(states.dtype), None
 
 
 TEXT_ENCODER = t5.encoder(
