@@ -145,7 +145,6 @@ def _compare(host: Host, *, layout: str, labels: str, pictures: int, columns: in
     return (media.contact_sheet(frames, names, pictures, columns),)
 
 
-# Inputs that the command calls otherwise.
 def _plan_number(name: str, type: str, high: float) -> Input:
     return Input(
         name=name, type=type, default=0, low=0, high=high, optional=True, tooltip=f"{name}; 0 is the model's own."
