@@ -186,7 +186,7 @@ def _pictures(stage: Stage, plan: Denoising) -> Callable[[jax.Array], jax.Array 
         found[request.key] = stage.program(request)
         return found[request.key]
 
-    _first(decode, caller(loaded, lambda executable, request: executable.program.zeros), torch.zeros(shape))
+    _first(decode, caller(loaded, lambda executable, request: executable.program.zeros()), torch.zeros(shape))
     *_, last = found.values()
     weights = stage.weights(light.component.name, last)
 

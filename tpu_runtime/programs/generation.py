@@ -154,7 +154,7 @@ class Recorder:
 
 def zeros(program: Program, request: CallRequest) -> tuple[Any, Any]:
     """What a call returns where nothing is run."""
-    return program.zeros
+    return program.zeros()
 
 
 def rehearse(plan: Denoising, call: Call, stages: Sequence[str] = STAGES) -> None:

@@ -117,14 +117,28 @@ class Program:
         """Everything that `fn` takes, in order."""
         return tuple(self.args) if self.weights is None else (self.weights, *self.args)
 
-    def lower(self) -> jax.stages.Lowered:
-        before = len(self.arguments) - len(self.args)
-        donated = tuple(before + index for index in self.donate)
-        jitted = jax.jit(self.fn, donate_argnums=donated, out_shardings=self.out_shardings)
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """One thread at a time, with all that the program's code looks up while it is traced and lowered."""
         # float32 means float32: by default a TPU multiplies float32 matrices in bfloat16.
         highest = jax.default_matmul_precision("highest") if self.precision == "float32" else contextlib.nullcontext()
         with TRACING, highest, _target(self.mesh), choice.on(self.rungs):
-            return jitted.lower(*self.arguments)
+            yield
+
+    @functools.cached_property
+    def _traced(self) -> jax.stages.Traced:
+        before = len(self.arguments) - len(self.args)
+        donated = tuple(before + index for index in self.donate)
+        return jax.jit(self.fn, donate_argnums=donated, out_shardings=self.out_shardings).trace(*self.arguments)
+
+    def lower(self) -> jax.stages.Lowered:
+        with self._tracing():
+            return self._traced.lower()
+
+    def results(self) -> Any:
+        """The shapes of what `fn` returns. To trace it for them takes seconds, and `lower` then need not again."""
+        with self._tracing():
+            return self._traced.out_info
 
     def compile(self, lowered: jax.stages.Lowered | None = None) -> jax.stages.Compiled:
         """The program, which may have been `lowered` already, with its `compiler_options`."""
@@ -137,13 +151,11 @@ class Program:
         taken, _ = compiled.input_shardings
         return sum(shard_bytes(self.weights[name]) for name, sharding in taken[0].items() if sharding is not None)
 
-    @functools.cached_property
     def zeros(self) -> tuple[Any, Any]:
         """What a `model_spec.Call` returns, without running it: zeros without memory behind them, which host code may
         slice and join, and the shapes of what it carries.
         """
-        with TRACING, choice.on(self.rungs):
-            result, carried, _ = jax.eval_shape(self.fn, *self.arguments)
+        result, carried, _ = self.results()
         return jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), result), carried
 
 

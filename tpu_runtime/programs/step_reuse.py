@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from ..model_spec import Denoiser, Forward, MagCache, StepCache, StepReuse
 from .denoiser_run import DenoiserRun
 from .executables import Executable
-from .program import TRACING, Program
+from .program import Program
 
 Features = dict[str, jax.Array]
 RESIDUAL = "residual"
@@ -72,8 +72,7 @@ def shardings(reuse: StepReuse, mesh: Mesh) -> dict[str, NamedSharding]:
 
 def kept_shapes(reuse: StepReuse, full: Program) -> dict[str, jax.ShapeDtypeStruct]:
     """The features that a program which keeps them returns, placed as it leaves them."""
-    with TRACING:
-        _, features = jax.eval_shape(full.fn, *full.arguments)
+    _, features = full.results()
     where = shardings(reuse, full.mesh)
     return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name]) for name, x in features.items()}
 
