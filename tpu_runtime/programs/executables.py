@@ -52,8 +52,7 @@ class Executable:
     @functools.cached_property
     def workspace_bytes(self) -> int:
         """Bytes on one chip while it runs, without its weights and its code: other arguments, results, temporaries."""
-        stats = self.compiled.memory_analysis()
-        if stats is None:
+        if (stats := self._memory) is None:
             return 0
         weights = self.program.weight_bytes_in(self.compiled)
         held = stats.argument_size_in_bytes - weights + stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -62,8 +61,12 @@ class Executable:
     @functools.cached_property
     def code_bytes(self) -> int:
         """What its code takes of one chip for as long as it is loaded."""
-        stats = self.compiled.memory_analysis()
-        return stats.generated_code_size_in_bytes if stats else 0
+        return self._memory.generated_code_size_in_bytes if self._memory else 0
+
+    @functools.cached_property
+    def _memory(self) -> Any:
+        """What XLA counted, which it does anew each time that it is asked."""
+        return self.compiled.memory_analysis()
 
 
 _last: weakref.ref[Executable] | None = None
