@@ -17,7 +17,8 @@ MODEL = "flux2-klein-4b"
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bench") / "klein.json"
-    words = ["--runs", "2", "--stages", "encode,denoise,decode", "--quality", "int8", "--json", str(path)]
+    words = ["--height", "64", "--width", "80", "--runs", "1", "--stages", "encode,denoise,decode"]
+    words += ["--quality", "int8", "--json", str(path)]
     assert main(["bench", MODEL, *words]) == 0
     return path
 

@@ -18,7 +18,7 @@ from comfyui_tpu.tpu_runtime.plan import compile, report
 from comfyui_tpu.tpu_runtime.programs.program import Program
 
 MODEL = "cogvideox1.5-5b"
-WORDS = ["bench", MODEL, "--verify", "--runs", "1", "--num-frames", "9"]
+WORDS = ["bench", MODEL, "--verify", "--runs", "1", "--num-frames", "9", "--height", "64", "--width", "80"]
 
 
 def verified(tmp_path: Path) -> dict[str, Any]:

@@ -40,7 +40,7 @@ ODD = Settings(height=80, width=112, num_frames=9, num_inference_steps=3, guidan
 FLAT = Settings(height=64, width=112, num_frames=5, num_inference_steps=3, guidance_scale=1.0, seed=8, shift=3.0)
 TALL = Settings(height=112, width=48, num_frames=5, num_inference_steps=2, guidance_scale=6.0, seed=9, shift=7.0)
 # A size that upstream chooses for a picture of its shape with the built-in checkpoint.
-PICTURE = Settings(height=80, width=112, num_frames=9, num_inference_steps=3, guidance_scale=6.0, seed=4, shift=0.0)
+PICTURE = Settings(height=80, width=112, num_frames=5, num_inference_steps=2, guidance_scale=6.0, seed=4, shift=0.0)
 
 
 @contextlib.contextmanager

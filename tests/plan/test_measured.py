@@ -33,7 +33,7 @@ def predict() -> Iterator[Any]:
 def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one record of each command."""
     folder = tmp_path_factory.mktemp("measured")
-    words = ["bench", MODEL, "--runs", "1", "--json"]
+    words = ["bench", MODEL, "--runs", "1", "--num-frames", "5", "--height", "64", "--width", "80", "--json"]
     assert main([*words, str(folder / "bench.json"), "--stages", "denoise"]) == 0
     assert main([*words, str(folder / "verify.json"), "--verify"]) == 0
     with pytest.MonkeyPatch.context() as patched:

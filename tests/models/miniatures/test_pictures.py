@@ -30,7 +30,7 @@ EXAMPLES = {"flux2dev": "flux2_t2i", "qwenimage": "qwen_image_2512", "zimage": "
 NAMES = {
     "flux2dev": "flux2-dev", "qwenimage": "qwen-image-2512", "zimage": "z-image-turbo", "zimagebase": "z-image",
 }  # fmt: skip
-TASKS, LEAST = 6, 4  # of which so many are right
+TASKS, LEAST = 3, 2  # of which so many are right
 
 
 def spec_of(family: str) -> ModelSpec:
