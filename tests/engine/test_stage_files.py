@@ -1,5 +1,6 @@
 """Stage files in strangers' hands: where they may lie, what is overwritten, and files that are not as we write them."""
 
+import functools
 import io
 import json
 from collections.abc import Callable
@@ -277,10 +278,16 @@ def use(folder: Path, model: ModelRef = MODEL) -> None:
     spec = model.spec
     embeds = stage_files.load_embeddings(folder, model)
     condition, samples = stage_files.load_condition(folder, model), stage_files.load_latents(folder, model)
-    configs = {part.name: part.tiny for part in spec.components}
-    plan = Denoising.of(spec, spec.settings(), configs, spec.recipe.scheduler)
-    conditioning.denoiser_inputs(plan, *embeds, condition)
+    conditioning.denoiser_inputs(plan_of(spec.name), *embeds, condition)
     conditioning.latent_samples(spec, samples)
+
+
+@functools.cache
+def plan_of(name: str) -> Denoising:
+    """Nothing of it is in a folder."""
+    spec = spec_by_name(name)
+    configs = {part.name: part.tiny for part in spec.components}
+    return Denoising.of(spec, spec.settings(), configs, spec.recipe.scheduler)
 
 
 @pytest.mark.parametrize(
