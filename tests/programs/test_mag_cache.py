@@ -238,6 +238,9 @@ def test_cogvideox_is_diffusers_own(compare: Callable):
     compare("latents with MagCache", test_cogvideox.normalised({"samples": found}), expected)
 
 
+HUNYUANS = replace(deep_cache.ODD, height=48, num_frames=5, num_inference_steps=8, step_cache=POLICY)
+
+
 @pytest.mark.slow
 def test_hunyuanvideo_is_diffusers_own(compare: Callable):
     import diffusers
@@ -246,7 +249,7 @@ def test_hunyuanvideo_is_diffusers_own(compare: Callable):
     pipe.set_progress_bar_config(disable=True)
     pipe.scheduler = solver_table.scheduler_from(HUNYUAN.recipe.scheduler)
     pipe.guider.guidance_scale = deep_cache.ODD.guidance_scale
-    settings = replace(deep_cache.ODD, num_frames=5, num_inference_steps=8, step_cache=POLICY)
+    settings = HUNYUANS
     with upstreams_cache((pipe.transformer, config_of(POLICY))) as ran, torch.no_grad():
         expected = pipe(
             prompt=deep_cache.PROMPT, negative_prompt=deep_cache.NEGATIVE, height=settings.height,
@@ -299,11 +302,9 @@ def test_a_plan_has_both_programs_and_how_often_each_runs():
 
 @pytest.mark.slow
 def test_the_two_caches_have_programs_of_their_own():
-    """Of one engine, one size."""
-    settings = replace(deep_cache.FLAT, num_inference_steps=8, width=80)
-    runner, given = parity.engine(2), deep_cache.embeds()
+    """Of one engine, one size; those of MagCache are another test's."""
     found = [
-        runner.denoise(parity.tiny_model(HUNYUAN), replace(settings, step_cache=policy), *given, Silent())["samples"]
+        denoised(HUNYUAN, replace(HUNYUANS, step_cache=policy), chips=2, given=deep_cache.embeds())
         for policy in (deep_cache.POLICY, POLICY)
     ]
     assert difference(*found) > 1e-3

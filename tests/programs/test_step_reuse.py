@@ -41,7 +41,7 @@ def engine(chips: int) -> Runner:
 @functools.cache
 def embeds() -> tuple:
     """Of one engine for all: what they are is not asked here."""
-    return engine(8).encode(MODEL, PROMPT, NEGATIVE, Silent())
+    return engine(1).encode(MODEL, PROMPT, NEGATIVE, Silent())
 
 
 def denoise(runner: Runner, settings: Settings, model: ModelRef = MODEL, progress: Any = None) -> np.ndarray:
@@ -119,7 +119,7 @@ def test_reused_steps_are_upstreams_last_block_alone(settings: Settings, chips: 
 @pytest.mark.slow
 def test_both_programs_are_compiled_before_the_first_step_and_serve_every_policy():
     # Of a size of its own: XLA's cache holds the programs of all tests before.
-    runner, seen, own = Runner(jax.devices()[:2]), [], replace(FLAT, height=48)
+    runner, seen, own = Runner(jax.devices()[:1]), [], replace(FLAT, height=48, width=80)
 
     class Watch(Silent):
         def step(self, done: int, total: int, unit: str, preview: object = None) -> None:
