@@ -28,7 +28,7 @@ from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.graphs.graph import expected, generations
 from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, run_workflow
 from comfyui_tpu.tests.support.comfyui_server import tiny_workflow
-from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, packets, prompts
+from comfyui_tpu.tests.support.fleet import Inline, packets, prompts
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Expected, ModelRef
@@ -117,8 +117,9 @@ def test_a_batch_gives_what_single_runs_give(tmp_path: Path, monkeypatch: pytest
     real, out = Actor("a"), tmp_path / "out"
     workers = Inline(["a"], lambda worker, request: real.run(request))
     monkeypatch.setattr(batch, "_workers", lambda *_: workers)
-    lines = prompts(tmp_path / "prompts.jsonl", 2)
-    assert cli.main(["batch", str(WORKFLOW), "--tiny", "--set-from", str(lines), "--out", str(out)]) == 0
+    lines, graph = prompts(tmp_path / "prompts.jsonl", 2), tmp_path / "workflow.json"
+    graph.write_text(json.dumps(workflow()))  # whose programs are those of the tests below
+    assert cli.main(["batch", str(graph), "--set-from", str(lines), "--out", str(out)]) == 0
     records = [json.loads(line) for line in (out / "journal.jsonl").read_text().splitlines()]
     assert len(records) == 2
     for record in records:
@@ -127,7 +128,7 @@ def test_a_batch_gives_what_single_runs_give(tmp_path: Path, monkeypatch: pytest
             json.loads(lines.read_text().splitlines()[record["line"] - 1]),
         )
         options = [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
-        assert cli.main(["run", str(WORKFLOW), "--tiny", *options, "--out", str(alone)]) == 0
+        assert cli.main(["run", str(graph), *options, "--out", str(alone)]) == 0
         (file,) = record["files"]
         assert packets(out / file) == packets(alone / "wan21.mp4") != []
 
