@@ -85,6 +85,21 @@ MINIATURES = {
 }
 
 
+# Of what network each is, by its name in the tests of networks; Wan's others are `wan_files`. Templates of klein and of
+# Z-Image name one file of Qwen3, which has all layers of either.
+_JOINT = {"joint_attention_dim": 3 * 64}
+OF_DENOISERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "wan_i2v": ("wan 2.2 i2v", {}),
+    "wan_ti2v": ("wan 2.2 ti2v", {}),
+    "flux2": ("flux.2 dev", _JOINT),
+    "klein": ("flux.2 klein", _JOINT),
+    "z_image": ("z-image", {"cap_feat_dim": 64}),
+    "qwen_image": ("qwen-image", {"joint_attention_dim": 128}),
+}
+OF_ENCODERS = {"mistral": "flux.2 dev", "qwen3": "z-image", "qwen25": "qwen-image"}
+OF_VAES = {"flux2_vae": "flux.2", "flux_vae": "z-image", "wan22_vae": "wan 2.2 ti2v"}
+
+
 def template(name: str) -> dict[str, Any]:
     """A template as the installed package has it."""
     folder = Path(str(importlib.resources.files("comfyui_workflow_templates_json")))
@@ -96,41 +111,57 @@ def nodes_of(workflow: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield from graph["nodes"]
 
 
+def chosen(session: pytest.Session) -> list[str]:
+    """The templates that this run tries: of the others no file is written, which takes longer than one of them."""
+    calls = [getattr(item, "callspec", None) for item in session.items if item.path == Path(__file__)]
+    return [call.params["name"] for call in calls if call]
+
+
+class Miniatures:
+    """Files of networks, each written when a template names it."""
+
+    def __init__(self, made: Path, models: Path) -> None:
+        self.made = made
+        self.found = {path.stem: path for path in models.rglob("*.safetensors")}
+
+    def file(self, name: str) -> Path:
+        if name not in self.found:
+            self.found[name] = self._written(name)
+        return self.found[name]
+
+    def _written(self, name: str) -> Path:
+        if name in OF_DENOISERS:
+            kind, more = OF_DENOISERS[name]
+            one = DENOISERS_BY_NAME[kind]
+            return write_denoiser(self.made, replace(one, config={**one.config, **more}), name)
+        if name in OF_ENCODERS:
+            ((encoder, carried),) = TEXTS[OF_ENCODERS[name]][3]
+            change = test_comfyui_encoders.carrying(carried) if carried else single_files.same
+            return encoder.write(self.made, name, change)
+        kind, config, *_ = VAES[OF_VAES[name]]
+        folder = saved(kind, self.made / f"{name} folder", **config)
+        return single_files.write(self.made / f"{name}.safetensors", folder, kind)
+
+
 @pytest.fixture(scope="module")
-def server(start_comfyui: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
+def server(
+    request: pytest.FixtureRequest, start_comfyui: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
+) -> Server:
     """With a miniature for every file that the templates name, and pictures."""
     base, made = tmp_path_factory.mktemp("comfyui"), tmp_path_factory.mktemp("files")
     models = wan_files(base / "models", made)
-    found = {path.stem: path for path in models.rglob("*.safetensors")}
-    joint = {"joint_attention_dim": 3 * 64}
-    for file, name, more in (
-        ("wan_i2v", "wan 2.2 i2v", {}), ("wan_ti2v", "wan 2.2 ti2v", {}),
-        ("flux2", "flux.2 dev", joint), ("klein", "flux.2 klein", joint),
-        ("z_image", "z-image", {"cap_feat_dim": 64}), ("qwen_image", "qwen-image", {"joint_attention_dim": 128}),
-    ):  # fmt: skip
-        one = DENOISERS_BY_NAME[name]
-        found[file] = write_denoiser(made, replace(one, config={**one.config, **more}), file)
-    # Templates of klein and of Z-Image name one file of Qwen3, which has all layers of either.
-    for file, name in (("mistral", "flux.2 dev"), ("qwen3", "z-image"), ("qwen25", "qwen-image")):
-        ((encoder, carried),) = TEXTS[name][3]
-        change = test_comfyui_encoders.carrying(carried) if carried else single_files.same
-        found[file] = encoder.write(made, file, change)
-    for file, name in (("flux2_vae", "flux.2"), ("flux_vae", "z-image"), ("wan22_vae", "wan 2.2 ti2v")):
-        kind, config, *_ = VAES[name]
-        found[file] = single_files.write(
-            made / f"{file}.safetensors", saved(kind, made / f"{file} folder", **config), kind
-        )
+    miniatures = Miniatures(made, models)
     folders = {"UNETLoader": "diffusion_models", "CLIPLoader": "text_encoders", "VAELoader": "vae",
                "LoraLoaderModelOnly": "loras"}  # fmt: skip
     (base / "input").mkdir(exist_ok=True)
-    for node in (node for name in (*TEMPLATES, *MORE) for node in nodes_of(template(name))):
+    for node in (node for name in chosen(request.session) for node in nodes_of(template(name))):
         if node["type"] == "LoadImage":
             Image.new("RGB", (96, 80), "red").save(base / "input" / node["widgets_values"][0], "PNG")
         elif (folder := folders.get(node["type"])) and node.get("widgets_values"):
             file = node["widgets_values"][0]
             ours = next(ours for pattern, ours in MINIATURES.items() if re.search(pattern, file.lower()))
             target = models / folder / file
-            target.is_symlink() or target.symlink_to(found[ours])
+            target.is_symlink() or target.symlink_to(miniatures.file(ours))
     narrow = Path(single_files.__file__).with_name("narrow.py").read_text()
     return start_comfyui(base, packs={"scale": SCALE, "narrow": narrow})
 

@@ -111,30 +111,6 @@ def test_the_template_browser_shows_every_example_with_its_thumbnail_and_opens_i
         assert any(node["type"] == "Wan22I2VTPUSampler" for node in page.evaluate(FOUND)["nodes"])
 
 
-def ended(server: Server, count: int) -> list[dict[str, Any]]:
-    """The prompts that have run, oldest first, once there are so many."""
-    return until(lambda: len(found := list(server.get("/history").values())) >= count and found)
-
-
-def test_the_first_template_runs_as_it_opens_and_makes_another_video_the_next_time(page: Any, server: Server):
-    """In a page of its own, where ComfyUI says that jobs were completed."""
-    with fresh(page) as page:
-        page.evaluate(OPEN, examples.page("try_it_now").stem)
-        page.wait_for_function(IS_DRAWN)
-        before = len(server.get("/history"))
-        for number in (1, 2):
-            page.evaluate("app.queuePrompt(0)")
-            ended(server, before + number)
-        entries = ended(server, before + 2)[before:]
-        assert [entry["status"]["status_str"] for entry in entries] == ["success", "success"], server.log_tail()
-        seeds = [entry["prompt"][2]["2"]["inputs"]["seed"] for entry in entries]
-        assert seeds[0] != seeds[1]
-        videos = sorted((server.base / "output").rglob("try_it_now*.mp4"))
-        assert len(videos) == 2
-        page.wait_for_function("document.querySelector('video')?.readyState >= 2")
-        page.screenshot(path=SCREENSHOTS / "try-it-now.png")
-
-
 def is_model(socket: dict[str, Any]) -> bool:
     return socket["type"] == "TPU_MODEL" and socket["link"] is not None
 
@@ -179,3 +155,26 @@ def test_a_bypassed_save_stage_gives_the_page_the_links_that_a_headless_run_has(
     assert links == {"prompt_embeds": ["1", 0], "negative_prompt_embeds": ["1", 1]}
     assert to_api(document, HEADLESS)["3"]["inputs"].items() >= links.items()
     assert "2" not in queued
+
+
+def ended(server: Server, count: int) -> list[dict[str, Any]]:
+    """The prompts that have run, oldest first, once there are so many."""
+    return until(lambda: len(found := list(server.get("/history").values())) >= count and found)
+
+
+def test_the_first_template_runs_as_it_opens_and_makes_another_video_the_next_time(page: Any, server: Server):
+    """Last, because ComfyUI then says in this page that jobs were completed."""
+    page.evaluate(OPEN, examples.page("try_it_now").stem)
+    page.wait_for_function(IS_DRAWN)
+    before = len(server.get("/history"))
+    for number in (1, 2):
+        page.evaluate("app.queuePrompt(0)")
+        ended(server, before + number)
+    entries = ended(server, before + 2)[before:]
+    assert [entry["status"]["status_str"] for entry in entries] == ["success", "success"], server.log_tail()
+    seeds = [entry["prompt"][2]["2"]["inputs"]["seed"] for entry in entries]
+    assert seeds[0] != seeds[1]
+    videos = sorted((server.base / "output").rglob("try_it_now*.mp4"))
+    assert len(videos) == 2
+    page.wait_for_function("document.querySelector('video')?.readyState >= 2")
+    page.screenshot(path=SCREENSHOTS / "try-it-now.png")

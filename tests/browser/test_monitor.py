@@ -33,6 +33,9 @@ FRONTENDS = ["", *filter(None, os.environ.get("COMFYUI_TPU_TEST_FRONTENDS", "").
 SCREENSHOTS = PACK / "output" / "screenshots"
 APP = "window.comfyAPI.app.app.extensionManager"
 PANEL = ".comfyui-tpu-panel"
+VIEWPORT = {"width": 1280, "height": 1000}
+# What tests change, as a new user has it.
+SETTINGS = {"Comfy.ColorPalette": "dark", "TPU.Monitor.Rate": 1, "TPU.Monitor.Badge": "while the tab is open"}
 GIB = 2**30
 
 pytestmark = [needs_comfyui, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")]
@@ -97,6 +100,18 @@ class Tab:
         self.page.unroute_all()
         self.page.route("**/tpu/stats", lambda route: route.fulfill(json=give()))
 
+    def clear(self) -> None:
+        """As after `load`, whatever a test has done."""
+        self.page.unroute_all()
+        self.page.set_viewport_size(VIEWPORT)
+        _show_document(self, True)
+        for name, value in SETTINGS.items():
+            self.page.evaluate(f"([name, value]) => {APP}.setting.set(name, value)", [name, value])
+        if self.page.locator(PANEL).count():
+            self.toggle()
+            self.page.wait_for_selector(PANEL, state="detached")
+        self.asked, self.faults = [], []
+
     def screenshot(self, name: str) -> None:
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         self.page.screenshot(path=SCREENSHOTS / f"{name}{self.frontend}.png")
@@ -129,17 +144,24 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture
-def tab(chromium: Any, server: Server) -> Iterator[Tab]:
-    """A loaded page, its tab closed. Fails the test if our files raised or complained."""
-    page = chromium.new_page(viewport={"width": 1280, "height": 1000})
+@pytest.fixture(scope="module")
+def loaded(chromium: Any, server: Server) -> Iterator[Tab]:
+    """A page that the module's tests look at in turn: loading it takes longer than most of them."""
+    page = chromium.new_page(viewport=VIEWPORT)
     page.set_default_timeout(PATIENCE_MS)
-    frontend = _version(server.arguments[-1]) if server.arguments else ""
-    tab = Tab(page, server, f"-{frontend}" if frontend else "")
+    tab = Tab(page, server, f"-{_version(server.arguments[-1])}" if server.arguments else "")
     tab.load()
     yield tab
     page.close()
-    assert tab.faults == []
+
+
+@pytest.fixture
+def tab(loaded: Tab) -> Iterator[Tab]:
+    """That page as it was when it was loaded, its tab closed. Fails the test if our files raised or complained."""
+    yield loaded
+    faults = loaded.faults
+    loaded.clear()
+    assert faults == []
 
 
 def fake(num_chips: int = 8, **changes: Any) -> dict[str, Any]:
@@ -279,17 +301,6 @@ def test_modules_are_not_served_stale_after_an_update(server: Server):
     with urllib.request.urlopen(f"{server.url}/extensions/ComfyUI-TPU/monitor/panel.mjs") as answer:
         assert answer.headers["Cache-Control"] == "no-cache"
         assert "javascript" in answer.headers["Content-Type"]
-
-
-def test_the_tab_survives_a_killed_server(tab: Tab, server: Server):
-    tab.open()
-    tab.page.locator(PANEL).get_by_text("Host").wait_for()
-    server.kill()
-    tab.page.get_by_text("The server is not reachable, trying again.").wait_for()
-    tab.screenshot("monitor-unreachable")
-    server.start()
-    tab.page.get_by_text("The server is not reachable, trying again.").wait_for(state="hidden")
-    tab.page.get_by_text("No TPU in this machine").wait_for()
 
 
 def test_it_is_readable_in_both_themes_in_a_narrow_sidebar(tab: Tab):
@@ -435,6 +446,20 @@ def test_a_screen_reader_finds_names_and_values(tab: Tab):
     assert "TensorCore" in tab.section("Last two minutes").locator("canvas").get_attribute("aria-label")
 
 
+def test_the_badge_shows_the_memory_and_opens_the_tab(tab: Tab):
+    badge = tab.page.locator(".comfyui-tpu-badge")
+    if not badge.count():
+        pytest.skip("this frontend has no buttons in the action bar")
+    tab.answer_with(fake())
+    badge.click()
+    tab.page.get_by_text("8 x TPU v6e").wait_for()
+    assert badge.get_attribute("data-memory") == "128 of 248 GiB"  # in use and reserved
+    tab.page.evaluate(f"{APP}.setting.set('TPU.Monitor.Badge', 'hidden')")
+    playwright.expect(badge).to_be_hidden()
+    tab.page.evaluate(f"{APP}.setting.set('TPU.Monitor.Badge', 'while the tab is open')")
+    playwright.expect(badge).to_be_visible()
+
+
 EVIL = ("<img src=x onerror='window.pwned=1'>", "<script>window.pwned=1</script>", "javascript:window.pwned=1",
         "\"><svg onload=window.pwned=1>", "__proto__", "constructor", "{{7*7}}", "\u202e\u0000")  # fmt: skip
 WRONG = (None, True, -1, 1e308, "12", [], [[]], {}, {"toString": 1}, ["<b>"])
@@ -453,8 +478,7 @@ def evil(value: Any, dice: random.Random) -> Any:
 
 def test_no_answer_can_put_script_into_the_page_or_break_it(tab: Tab):
     dice = random.Random(6)
-    answers = [evil(fake(dice.choice((1, 8, 20)), notes=["a", "b"]), dice) for _ in range(60)]
-    queue = iter(answers)
+    queue = iter([evil(fake(dice.choice((1, 8, 20)), notes=["a", "b"]), dice) for _ in range(60)])
     tab.answer_with(lambda: next(queue, fake()))
     tab.page.evaluate(f"{APP}.setting.set('TPU.Monitor.Rate', 0.5)")
     tab.open()
@@ -462,18 +486,14 @@ def test_no_answer_can_put_script_into_the_page_or_break_it(tab: Tab):
     assert tab.page.evaluate("window.pwned") is None
     assert tab.page.locator(f"{PANEL} :is(img, script, svg, a, iframe)").count() == 0
     assert tab.faults == []
-    tab.page.evaluate(f"{APP}.setting.set('TPU.Monitor.Rate', 1)")
 
 
-def test_the_badge_shows_the_memory_and_opens_the_tab(tab: Tab):
-    badge = tab.page.locator(".comfyui-tpu-badge")
-    if not badge.count():
-        pytest.skip("this frontend has no buttons in the action bar")
-    tab.answer_with(fake())
-    badge.click()
-    tab.page.get_by_text("8 x TPU v6e").wait_for()
-    assert badge.get_attribute("data-memory") == "128 of 248 GiB"  # in use and reserved
-    tab.page.evaluate(f"{APP}.setting.set('TPU.Monitor.Badge', 'hidden')")
-    playwright.expect(badge).to_be_hidden()
-    tab.page.evaluate(f"{APP}.setting.set('TPU.Monitor.Badge', 'while the tab is open')")
-    playwright.expect(badge).to_be_visible()
+def test_the_tab_survives_a_killed_server(tab: Tab, server: Server):
+    tab.open()
+    tab.page.locator(PANEL).get_by_text("Host").wait_for()
+    server.kill()
+    tab.page.get_by_text("The server is not reachable, trying again.").wait_for()
+    tab.screenshot("monitor-unreachable")
+    server.start()
+    tab.page.get_by_text("The server is not reachable, trying again.").wait_for(state="hidden")
+    tab.page.get_by_text("No TPU in this machine").wait_for()

@@ -5,12 +5,22 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.tests.browser import test_monitor
-from comfyui_tpu.tests.browser.test_monitor import GIB, OVERLAPS, PANEL, WIDER, Tab, chromium, fake, server, tab
+from comfyui_tpu.tests.browser.test_monitor import GIB, OVERLAPS, PANEL, WIDER, Tab, chromium, fake, loaded, server, tab
 from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
 
-__all__ = ["chromium", "server", "tab"]
+__all__ = ["chromium", "loaded", "server", "tab"]
 
 pytestmark = [needs_comfyui, pytest.mark.skipif(test_monitor.CHROMIUM is None, reason="no chromium on this machine")]
+
+
+def test_nothing_moves_as_the_tab_opens(tab: Tab):
+    """For the first time in its page, which loads what it is made of: no other test may come before."""
+    tab.answer_with(fake(notes=["duty_cycle_pct is not known: libtpu gave 7 values for 8 chips."]))
+    tab.page.evaluate(WATCH)
+    tab.open()
+    tab.page.get_by_text("8 x TPU v6e").wait_for()
+    test_monitor._wait_for_more(tab, 2)
+    assert tab.page.evaluate("window.shifted") == []
 
 
 def test_it_fits_a_page_of_320_pixels_and_the_keyboard_reaches_all_of_it(tab: Tab):
@@ -89,15 +99,6 @@ def test_nothing_moves_while_numbers_change(tab: Tab):
     # And it does see what shifts.
     tab.page.evaluate(f"document.querySelector('{PANEL} section').style.marginTop = '90px'")
     tab.page.wait_for_function("window.shifted.length")
-
-
-def test_nothing_moves_as_the_tab_opens(tab: Tab):
-    tab.answer_with(fake(notes=["duty_cycle_pct is not known: libtpu gave 7 values for 8 chips."]))
-    tab.page.evaluate(WATCH)
-    tab.open()
-    tab.page.get_by_text("8 x TPU v6e").wait_for()
-    test_monitor._wait_for_more(tab, 2)
-    assert tab.page.evaluate("window.shifted") == []
 
 
 def test_an_idle_tab_touches_nothing_but_what_changes(tab: Tab):

@@ -84,6 +84,15 @@ SELECT = """(type) => {
     app.canvas.select(app.graph.nodes.find((one) => one.type === type));
     app.canvas.onSelectionChange(app.canvas.selected_nodes);
 }"""
+NOTICE = "#comfyui-tpu-notice"
+# No sidebar, no notice, no error, no node.
+AS_NEW = f"""async () => {{
+    const {{ sidebarTab }} = app.extensionManager;
+    if (sidebarTab.activeSidebarTabId) sidebarTab.toggleSidebarTab(sidebarTab.activeSidebarTabId);
+    document.querySelector("{NOTICE}")?.remove();
+    app.lastNodeErrors = null;
+    await app.loadGraphData({{nodes: [], links: [], version: 0.4}});
+}}"""
 QUEUE = """async () => { await app.queuePrompt(0).catch(() => {}); }"""
 
 
@@ -97,6 +106,26 @@ def page(server: Server) -> Iterator[Any]:
     with opened(server) as page:
         page.evaluate("(workflow) => app.loadGraphData(workflow)", EXAMPLE)
         yield page
+
+
+@pytest.fixture(scope="module")
+def in_chinese(page: Any, server: Server) -> Iterator[Any]:
+    """Another page of the same server, which was opened while its language was Chinese."""
+    server.post("/settings", {"Comfy.Locale": "zh"})
+    try:
+        with fresh(page) as chinese:
+            yield chinese
+    finally:
+        server.post("/settings", {"Comfy.Locale": "en"})
+
+
+@pytest.fixture
+def chinese(in_chinese: Any) -> Any:
+    """That page, without what an earlier test has opened in it."""
+    in_chinese.keyboard.press("Escape")
+    in_chinese.evaluate(AS_NEW)
+    in_chinese.wait_for_function(f"!document.querySelector('{NOTICE}, .comfyui-tpu-panel, [role=dialog]')")
+    return in_chinese
 
 
 def shot(page: Any, name: str) -> None:
@@ -153,85 +182,70 @@ def test_a_narrow_node_has_room_for_all_that_it_says(page: Any):
     assert [lines.nth(index).evaluate(fits) for index in range(3)] == [True] * 3
 
 
-def test_the_page_speaks_chinese(page: Any, server: Server):
-    server.post("/settings", {"Comfy.Locale": "zh"})
-    try:
-        with fresh(page) as chinese:
-            edited = json.dumps(EXAMPLE).replace("720p wants", "I want")
-            chinese.evaluate("(workflow) => app.loadGraphData(workflow)", json.loads(edited))
-            title, *lines = chinese.evaluate(NOTE)
-            assert title == "使用方法" and "**Wan 2.1 T2V 14B：文生视频**" in lines
-            (own,) = (line for line in lines if "480p" in line)
-            shot(chinese, "words-chinese-note")
-            assert own == "- I want `flow_shift` 5, 480p (832x480) wants 3."
-            sampler = chinese.evaluate(WORDS, SAMPLER)
-            assert sampler["widgets"]["num_inference_steps"] == "步数"
-            assert sampler["sockets"]["negative_prompt_embeds"] == "负面条件"
-            assert chinese.evaluate(WORDS, CORE)["widgets"]["vae_name"] == "VAE 名称"
-            known = chinese.evaluate("(type) => LiteGraph.registered_node_types[type].nodeData.display_name", CORE)
-            assert known == "加载 VAE（TPU）"
-            chinese.evaluate("app.extensionManager.command.execute('Workspace.ToggleSidebarTab.comfyui-tpu')")
-            chinese.get_by_text("没有任务在运行。").wait_for()
-            shot(chinese, "words-chinese")
-            # And what comes from the server: a refusal, what a real model means here, what a node did.
-            chinese.evaluate(SET_FRAMES, [SAMPLER, 80])
-            chinese.evaluate(QUEUE)
-            chinese.wait_for_function("Object.values(app.lastNodeErrors ?? {}).length")
-            (refused,) = chinese.evaluate("Object.values(app.lastNodeErrors).flatMap((node) => node.errors)")
-            assert refused["details"].startswith("长度 - Wan 2.1 T2V 14B：长度为 80；必须是 4k + 1，介于")
-            assert refused["details"].endswith("之间。请用 77 或 81。")
-            chinese.evaluate(SET_FRAMES, [SAMPLER, 81])
-            chinese.evaluate(QUEUE)
-            chinese.get_by_text("此机器没有 TPU：Wan 2.1 T2V 14B 将在 CPU 上运行数小时").wait_for()
-            shot(chinese, "words-chinese-without-tpu")
-            chinese.keyboard.press("Escape")
-            chinese.locator("#comfyui-tpu-notice").wait_for(state="detached")
-            chinese.evaluate("(workflow) => app.loadApiJson(workflow, '')", tiny_workflow("words"))
-            chinese.evaluate(QUEUE)
-            chinese.locator("a[rel=comfyui-tpu]", has_text=re.compile(r"用时 .*秒：")).first.wait_for()
-            shot(chinese, "words-chinese-run")
-    finally:
-        server.post("/settings", {"Comfy.Locale": "en"})
+def test_the_page_speaks_chinese(chinese: Any):
+    edited = json.dumps(EXAMPLE).replace("720p wants", "I want")
+    chinese.evaluate("(workflow) => app.loadGraphData(workflow)", json.loads(edited))
+    title, *lines = chinese.evaluate(NOTE)
+    assert title == "使用方法" and "**Wan 2.1 T2V 14B：文生视频**" in lines
+    (own,) = (line for line in lines if "480p" in line)
+    shot(chinese, "words-chinese-note")
+    assert own == "- I want `flow_shift` 5, 480p (832x480) wants 3."
+    sampler = chinese.evaluate(WORDS, SAMPLER)
+    assert sampler["widgets"]["num_inference_steps"] == "步数"
+    assert sampler["sockets"]["negative_prompt_embeds"] == "负面条件"
+    assert chinese.evaluate(WORDS, CORE)["widgets"]["vae_name"] == "VAE 名称"
+    known = chinese.evaluate("(type) => LiteGraph.registered_node_types[type].nodeData.display_name", CORE)
+    assert known == "加载 VAE（TPU）"
+    chinese.evaluate("app.extensionManager.command.execute('Workspace.ToggleSidebarTab.comfyui-tpu')")
+    chinese.get_by_text("没有任务在运行。").wait_for()
+    shot(chinese, "words-chinese")
+    # And what comes from the server: a refusal, what a real model means here, what a node did.
+    chinese.evaluate(SET_FRAMES, [SAMPLER, 80])
+    chinese.evaluate(QUEUE)
+    chinese.wait_for_function("Object.values(app.lastNodeErrors ?? {}).length")
+    (refused,) = chinese.evaluate("Object.values(app.lastNodeErrors).flatMap((node) => node.errors)")
+    assert refused["details"].startswith("长度 - Wan 2.1 T2V 14B：长度为 80；必须是 4k + 1，介于")
+    assert refused["details"].endswith("之间。请用 77 或 81。")
+    chinese.evaluate(SET_FRAMES, [SAMPLER, 81])
+    chinese.evaluate(QUEUE)
+    chinese.get_by_text("此机器没有 TPU：Wan 2.1 T2V 14B 将在 CPU 上运行数小时").wait_for()
+    shot(chinese, "words-chinese-without-tpu")
+    chinese.keyboard.press("Escape")
+    chinese.locator(NOTICE).wait_for(state="detached")
+    chinese.evaluate("(workflow) => app.loadApiJson(workflow, '')", tiny_workflow("words"))
+    chinese.evaluate(QUEUE)
+    chinese.locator("a[rel=comfyui-tpu]", has_text=re.compile(r"用时 .*秒：")).first.wait_for()
+    shot(chinese, "words-chinese-run")
 
 
-def test_what_the_server_says_is_said_in_chinese_sentence_by_sentence(page: Any, server: Server):
-    server.post("/settings", {"Comfy.Locale": "zh"})
-    try:
-        with fresh(page) as chinese:
-            chinese.wait_for_function("document.querySelector('canvas')")
-            assert chinese.evaluate(UNSAID) == []
-            assert max(chinese.evaluate(SECONDS, HOSTILE)) < 1
-            # An error of a node that runs, in the page's own dialog.
-            workflow = tiny_workflow("words")
-            (sampler,) = (node for node in workflow.values() if node["class_type"].endswith("TPUSampler"))
-            sampler["inputs"] |= {"start_step": 2, "end_step": 1}
-            chinese.evaluate("(workflow) => app.loadApiJson(workflow, '')", workflow)
-            said = chinese.evaluate(FAILED)
-            assert "没有可运行的步。步数从 0 开始计数；“开始步数”必须小于“结束步数”" in said
-            shot(chinese, "words-chinese-error")
-    finally:
-        server.post("/settings", {"Comfy.Locale": "en"})
+def test_what_the_server_says_is_said_in_chinese_sentence_by_sentence(chinese: Any):
+    chinese.wait_for_function("document.querySelector('canvas')")
+    assert chinese.evaluate(UNSAID) == []
+    assert max(chinese.evaluate(SECONDS, HOSTILE)) < 1
+    # An error of a node that runs, in the page's own dialog.
+    workflow = tiny_workflow("words")
+    (sampler,) = (node for node in workflow.values() if node["class_type"].endswith("TPUSampler"))
+    sampler["inputs"] |= {"start_step": 2, "end_step": 1}
+    chinese.evaluate("(workflow) => app.loadApiJson(workflow, '')", workflow)
+    said = chinese.evaluate(FAILED)
+    assert "没有可运行的步。步数从 0 开始计数；“开始步数”必须小于“结束步数”" in said
+    shot(chinese, "words-chinese-error")
 
 
-def test_notices_and_reports_of_commands_are_in_chinese(page: Any, server: Server):
+def test_notices_and_reports_of_commands_are_in_chinese(chinese: Any):
     old = [upgraded(made, DECLARATIONS)[1] for pack in separate_packs.ALL for made in saved_by(pack)]
     loaders = [with_tpu_loaders(CORE_LOADERS, (), back=back)[1] for back in (False, True)]
-    server.post("/settings", {"Comfy.Locale": "zh"})
-    try:
-        with fresh(page) as chinese:
-            said = chinese.evaluate(SAID, [line for lines in old + loaders for line in lines])
-            assert len(said) > 10 and not [line for line in said if re.search("[a-z] [a-z]", line)]
-            chinese.evaluate("(workflow) => app.loadGraphData(workflow)", separate_packs.cogvideox())
-            notice = chinese.locator("#comfyui-tpu-notice")
-            notice.get_by_text("此工作流由独立的 TPU 插件保存").wait_for()
-            notice.get_by_text("embeddings 现为正面条件和负面条件").wait_for()
-            shot(chinese, "words-chinese-upgrade")
-            chinese.evaluate("(workflow) => app.loadApiJson(workflow, '')", tiny_workflow("words"))
-            chinese.keyboard.press("Alt+Shift+W")
-            notice.get_by_text("其余已存在").wait_for()
-            shot(chinese, "words-chinese-warmup")
-    finally:
-        server.post("/settings", {"Comfy.Locale": "en"})
+    said = chinese.evaluate(SAID, [line for lines in old + loaders for line in lines])
+    assert len(said) > 10 and not [line for line in said if re.search("[a-z] [a-z]", line)]
+    chinese.evaluate("(workflow) => app.loadGraphData(workflow)", separate_packs.cogvideox())
+    notice = chinese.locator(NOTICE)
+    notice.get_by_text("此工作流由独立的 TPU 插件保存").wait_for()
+    notice.get_by_text("embeddings 现为正面条件和负面条件").wait_for()
+    shot(chinese, "words-chinese-upgrade")
+    chinese.evaluate("(workflow) => app.loadApiJson(workflow, '')", tiny_workflow("words"))
+    chinese.keyboard.press("Alt+Shift+W")
+    notice.get_by_text("其余已存在").wait_for()
+    shot(chinese, "words-chinese-warmup")
 
 
 def saved_by(pack: str) -> tuple[Any, Any]:
@@ -239,19 +253,14 @@ def saved_by(pack: str) -> tuple[Any, Any]:
     return separate_packs.ALL[pack](), in_api_form(pack)
 
 
-def test_the_help_of_a_node_is_in_chinese(page: Any, server: Server):
-    server.post("/settings", {"Comfy.Locale": "zh"})
-    try:
-        with fresh(page) as chinese:
-            chinese.evaluate("(workflow) => app.loadGraphData(workflow)", EXAMPLE)
-            chinese.wait_for_function("() => Boolean(app.canvas.onSelectionChange)")
-            chinese.evaluate(SELECT, SAMPLER)
-            click(chinese, "[data-testid=info-button]")
-            chinese.get_by_text("用检查点自带的调度器 UniPC 从随机噪声去噪得到 Latent。").wait_for()
-            chinese.get_by_role("heading", name="Wan 2.1 TPU 采样器").first.wait_for()
-            shot(chinese, "words-chinese-help")
-    finally:
-        server.post("/settings", {"Comfy.Locale": "en"})
+def test_the_help_of_a_node_is_in_chinese(chinese: Any):
+    chinese.evaluate("(workflow) => app.loadGraphData(workflow)", EXAMPLE)
+    chinese.wait_for_function("() => Boolean(app.canvas.onSelectionChange)")
+    chinese.evaluate(SELECT, SAMPLER)
+    click(chinese, "[data-testid=info-button]")
+    chinese.get_by_text("用检查点自带的调度器 UniPC 从随机噪声去噪得到 Latent。").wait_for()
+    chinese.get_by_role("heading", name="Wan 2.1 TPU 采样器").first.wait_for()
+    shot(chinese, "words-chinese-help")
 
 
 def test_every_node_has_a_translation_in_the_page(server: Server):
