@@ -20,12 +20,12 @@ _FORKS.set_forkserver_preload(["comfyui_tpu.tests.comfyui.core_imports"])
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS.replace("count=8", "count=2")}
 
 
-def run_script(name: str, job: Any, folder: Path) -> dict[str, Any]:
-    """What a script beside this file prints last, of a job; it runs in `folder`."""
+def run_script(name: str | Path, job: Any, folder: Path) -> Any:
+    """What a script beside this file, or at a path, prints last, of a job; it runs in `folder`."""
     said = job if isinstance(job, str) else json.dumps(job)
-    out, err = folder / f"{name}.out", folder / f"{name}.err"
-    script = str(Path(__file__).with_name(name))
-    process = _FORKS.Process(target=_run, args=(script, said, folder, out, err, dict(os.environ)))
+    script = Path(__file__).parent / name
+    out, err = folder / f"{script.name}.out", folder / f"{script.name}.err"
+    process = _FORKS.Process(target=_run, args=(str(script), said, folder, out, err, dict(os.environ)))
     process.start()
     process.join(PATIENCE_S)
     if process.is_alive():

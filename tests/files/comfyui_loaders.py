@@ -2,9 +2,9 @@
 
 Arguments: ComfyUI's folder, and jobs as JSON: each has a `kind` ("model", "vae", "clip" or "lora keys"), `paths`, and
 the `target` that the tensors go to. One of text encoders has a `type`, ComfyUI's `options`, the `module` that is asked
-for, and `texts` whose tokens are saved as well. For "lora keys" the target gets JSON: the names that ComfyUI takes in
-LoRA files of a denoiser, and the weight that each is for, with a dimension, start and length for a part of it, and the
-name of the function that orders its rows.
+for, and `texts` whose tokens are saved as well. Prints JSON by job, last, null but for "lora keys": the names that
+ComfyUI takes in LoRA files of a denoiser, and the weight that each is for, with a dimension, start and length for a
+part of it, and the name of the function that orders its rows.
 """
 
 import json
@@ -24,15 +24,17 @@ def main(comfyui: str, jobs: str) -> None:
     import torch
     from safetensors.torch import save_file
 
+    said: list[Any] = []
     for job in json.loads(jobs):
-        if job["kind"] == "lora keys":
-            Path(job["target"]).write_text(json.dumps(lora_keys(job["paths"][0])))
+        said.append(lora_keys(job["paths"][0]) if job["kind"] == "lora keys" else None)
+        if said[-1] is not None:
             continue
         module, tokenizer = loaded(job)
         tensors = {name: numbers(tensor) for name, tensor in module.named_parameters() if is_read(name)}
         for number, text in enumerate(job.get("texts", ())):
             tensors[f"tokens.{number}"] = torch.tensor(tokenizer(text)["input_ids"])
         save_file(tensors, Path(job["target"]))
+    print(json.dumps(said))
 
 
 def loaded(job: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -1,20 +1,15 @@
 """What ComfyUI's loaders and ours read of the same files, and the formats in which tests write them."""
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from comfyui_tpu.tests.comfyui.core_scripts import run_script
 from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tests.files.single_files import Tensors
 from comfyui_tpu.tests.files.test_codes import mark
-from comfyui_tpu.tests.support.comfyui_server import COMFYUI, STUBS
 from comfyui_tpu.tpu_runtime.checkpoints import load
 from comfyui_tpu.tpu_runtime.formats import contents
 from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
@@ -94,20 +89,11 @@ def read_by_comfyui(tmp_path: Path, *files: tuple[str, Path]) -> list[Tensors]:
 
 def run_comfyui(tmp_path: Path, *jobs: Mapping[str, Any]) -> list[Any]:
     """What `comfyui_loaders.py` says of each job, in one process: tensors, or JSON of a job for "lora keys"."""
-    (tmp_path / "stubs").mkdir(exist_ok=True)
-    (tmp_path / "stubs" / "sitecustomize.py").write_text(textwrap.dedent(STUBS))
     script = Path(single_files.__file__).with_name("comfyui_loaders.py")
     targets = [tmp_path / f"{number}.safetensors" for number in range(len(jobs))]
-    said = json.dumps([{**job, "target": str(target)} for job, target in zip(jobs, targets, strict=True)])
-    found = subprocess.run(
-        [sys.executable, str(script), str(COMFYUI), said], capture_output=True, text=True, timeout=600,
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "stubs")}, cwd=tmp_path,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr[-3000:]
-    return [
-        json.loads(target.read_text()) if job["kind"] == "lora keys" else load_file(target)
-        for job, target in zip(jobs, targets, strict=True)
-    ]
+    said = [{**job, "target": str(target)} for job, target in zip(jobs, targets, strict=True)]
+    found = run_script(script, said, tmp_path)
+    return [load_file(target) if keys is None else keys for target, keys in zip(targets, found, strict=True)]
 
 
 def read_by_us(path: Path) -> Tensors:
