@@ -151,7 +151,11 @@ def test_what_the_command_made_opens_in_the_page(page: Any, tmp_path: Path):
     changes = [
         f"LoadImage.image={picture}",
         "Wan22I2VTPUSampler.num_inference_steps=2",
-        "Wan22I2VImageEncoder.num_frames=5",
+        # A size that `tests/nodes/test_stages.py` compiles too.
+        *(
+            f"Wan22I2VImageEncoder.{name}={value}"
+            for name, value in {"height": 64, "width": 96, "num_frames": 5}.items()
+        ),
     ]
     arguments = ["run", str(workflow), "--tiny", "--out", str(tmp_path), *(f"--set={change}" for change in changes)]
     assert cli.main(arguments) == 0

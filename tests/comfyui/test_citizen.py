@@ -24,7 +24,7 @@ from PIL import Image, ImageStat
 pytestmark = needs_comfyui
 
 MIB = 2**20
-ASK_AGAIN_S = 20
+ASK_AGAIN_S = 2
 
 
 def held(server: Server) -> int:
@@ -129,7 +129,8 @@ SLOWER = (
 )
 
 
-@pytest.mark.parametrize("stem", slower(RUNNABLE, *SLOWER))
+# The first template has the nodes and the miniature of Wan 2.1's, and `tests/browser/test_examples.py` runs it.
+@pytest.mark.parametrize("stem", slower(RUNNABLE, *SLOWER, "try_it_now"))
 def test_an_example_gives_its_result_and_clients_see_progress_text_and_previews(server: Server, stem: str):
     """On the built-in checkpoints at their sizes; the picture came with the pack."""
     forget(server)  # what an earlier test loaded is not loaded again
@@ -162,15 +163,15 @@ def test_an_example_gives_its_result_and_clients_see_progress_text_and_previews(
 
 @pytest.mark.parametrize("stem", slower(PIPELINES, *SLOWER))
 def test_an_example_of_a_pipeline_node_gives_its_result(server: Server, stem: str):
-    """Pipeline nodes have no API form of their own: theirs is made from the page's."""
+    """Pipeline nodes have no API form of their own: theirs is made from the page's. Its checkpoint is the stages'."""
     prefix = f"{stem}_pipeline"
-    graph = example(stem, is_pipeline=True, filename_prefix=prefix)
+    graph = example(stem, is_random=False, is_pipeline=True, filename_prefix=prefix)
     server.run(graph)
     check_result(server, graph, prefix)
 
 
 def test_outputs_that_comfyui_keeps_hold_no_device_memory(server: Server):
-    server.run(workflow("Wan22I2V", seed=12))
+    server.run(workflow("Wan22I2V", seed=12, num_frames=1))
     found = server.get("/citizen/walk")
     assert found["executors"] == 1 and found["seen"] > 20 and found["wrong"] == []
 
@@ -196,14 +197,13 @@ WAYS = {
     "way", slower(WAYS, "the menu and Manager's button", "Manager's second button", "TPUFreeMemory")
 )
 def test_every_way_to_unload_frees_and_the_prompt_works_again(server: Server, way: str):
-    before = digest(server.run(workflow("Flux2", seed=21)))
     forget(server)
-    assert digest(server.run(workflow("Flux2", seed=21))) == before
+    before = digest(server.run(workflow("Wan21", seed=21)))
     peak = held(server)
     assert peak > 0 and resident(server)
     ask_until(server, WAYS[way], lambda: held(server) <= 0.01 * peak and resident(server) == [])
     forget(server)
-    assert digest(server.run(workflow("Flux2", seed=21))) == before
+    assert digest(server.run(workflow("Wan21", seed=21))) == before
 
 
 def test_unloads_that_wait_for_a_stage_do_not_hinder_each_other(server: Server):
@@ -241,8 +241,8 @@ def test_an_unload_on_the_event_loop_does_not_wait_for_a_stage(server: Server):
 CANCELS = {
     "load": {"after": 3, "num_frames": 5},
     "step": {"after": 2, "num_frames": 1, "bar": ("2", 8), "at_most": 3},
-    # Five chunks: three would be as long as the bar of its weights, 3 MiB.
-    "decode": {"after": 1, "num_frames": 17, "bar": ("3", 5), "at_most": 2},
+    # Four chunks: three would be as long as the bar of its weights, 3 MiB.
+    "decode": {"after": 1, "num_frames": 13, "bar": ("3", 4), "at_most": 2},
 }
 
 
@@ -294,16 +294,16 @@ def test_out_of_memory_is_said_with_advice_and_everything_is_freed(server: Serve
 # --- many prompts -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(60, marks=pytest.mark.recorded)])
+@pytest.mark.parametrize("count", [15, pytest.param(60, marks=pytest.mark.recorded)])
 def test_many_prompts_leak_nothing_and_compile_nothing(server: Server, count: int):
-    graph = workflow("Flux2", num_inference_steps=1, height=64, width=64)
-    sampler = next(node for node in graph.values() if node["class_type"] == "Flux2TPUSampler")
-    encoder = next(node for node in graph.values() if node["class_type"] == "Flux2TextEncoder")
+    graph = workflow("Wan21", num_inference_steps=1, num_frames=1)
+    sampler = next(node for node in graph.values() if node["class_type"] == "Wan21TPUSampler")
+    encoder = next(node for node in graph.values() if node["class_type"] == "Wan21TextEncoder")
 
     def run(number: int) -> None:
         sampler["inputs"]["seed"] = number
-        if number % 10 == 0:
-            encoder["inputs"]["prompt"] = f"a house, number {number // 10 % 4}"
+        if number % 5 == 0:
+            encoder["inputs"]["prompt"] = f"a house, number {number // 5 % 4}"
         server.run(graph)
 
     for number in range(count // 3):
@@ -394,7 +394,7 @@ def own_cache(cache: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def right(server: Server) -> tuple[dict, str]:
     """A prompt and the digest of its picture."""
-    graph = workflow("Flux2", seed=61)
+    graph = workflow("Wan21", seed=61)
     return graph, digest(server.run(graph))
 
 

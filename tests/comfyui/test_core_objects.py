@@ -60,7 +60,7 @@ def graph(prefix: str = "core", **sampler: Any) -> dict[str, Any]:
         "vae": ("VAELoader", {"vae_name": "wan_vae.safetensors"}),
         "positive": ("CLIPTextEncode", {"clip": ["clip", 0], "text": "a cat and a (dog:1.3)"}),
         "negative": ("CLIPTextEncode", {"clip": ["clip", 0], "text": ""}),
-        "latent": ("EmptyHunyuanLatentVideo", {"width": 64, "height": 48, "length": 9, "batch_size": 1}),
+        "latent": ("EmptyHunyuanLatentVideo", {"width": 64, "height": 48, "length": 5, "batch_size": 1}),
         "sampler": (
             "KSampler",
             {
@@ -117,14 +117,14 @@ def test_a_graph_of_core_gives_the_same_pictures(server: Server):
     server.run(on_tpu(graph("theirs"), ["CLIPLoader"]))
     server.run(on_tpu(graph("ours")))
     theirs, ours = pictures(server, "theirs"), pictures(server, "ours")
-    assert ours.shape == theirs.shape == (9, 48, 64, 3)
+    assert ours.shape == theirs.shape == (5, 48, 64, 3)
     check({"pictures": ((ours - theirs).norm() / theirs.norm()).item()}, 2e-3)
 
 
 def of_model_loader(output: int = 1, prefix: str = "core") -> dict[str, Any]:
     """The graph with the objects that TPUModelLoader gives behind its first; the sampler's MODEL is this output."""
     workflow = graph(prefix)
-    values = {"model_id": "tiny/wan21", "family": "Wan21", "precision": "float32"}
+    values = {"model_id": "tiny/random-wan21", "family": "Wan21", "precision": "float32"}
     workflow["loader"] = {"class_type": "TPUModelLoader", "inputs": values}
     for name, node in workflow.items():
         for socket, link in node["inputs"].items():
@@ -136,7 +136,7 @@ def of_model_loader(output: int = 1, prefix: str = "core") -> dict[str, Any]:
 
 def test_the_model_loader_gives_cores_objects(server: Server):
     server.run(of_model_loader(prefix="loader"))
-    assert pictures(server, "loader").shape == (9, 48, 64, 3)
+    assert pictures(server, "loader").shape == (5, 48, 64, 3)
 
 
 def test_a_second_denoiser_that_is_not_there_is_refused_where_it_is_used(server: Server):

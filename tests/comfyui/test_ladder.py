@@ -94,8 +94,8 @@ def rungs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
 
 
 def workflow(prefix: str) -> dict[str, Any]:
-    """The tiny workflow, its frames saved as pictures: a video's codec makes much of a rounding."""
-    graph = tiny_workflow(prefix)
+    """The tiny workflow of one frame, saved as a picture: a video's codec makes much of a rounding."""
+    graph = tiny_workflow(prefix, num_frames=1)
     for name in [name for name, node in graph.items() if node["class_type"] in ("SaveVideo", "CreateVideo")]:
         del graph[name]
     (decoder,) = (name for name, node in graph.items() if node["class_type"].endswith("TPUVAEDecoder"))
@@ -105,7 +105,7 @@ def workflow(prefix: str) -> dict[str, Any]:
 
 def frames(folder: Path, prefix: str) -> np.ndarray:
     pictures = [np.asarray(Image.open(path).convert("RGB")) for path in sorted(folder.glob(f"{prefix}*.png"))]
-    assert len(pictures) == 5
+    assert len(pictures) == 1
     return np.stack(pictures).astype(int)
 
 
