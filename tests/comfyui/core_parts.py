@@ -71,7 +71,8 @@ def texts(job: Mapping[str, Any]) -> dict[str, float]:
         ours = core_text_and_vae.clip(job["paths"], job["type"], "float32", pipeline.Silent)
     check_refused(ours)
     errors = beside_pictures(ours, theirs, job["pictures"]) if "pictures" in job else {}
-    for prompt in PROMPTS:
+    # Of an encoder that sees pictures another file without its eyes shows the other prompts.
+    for prompt in PROMPTS[: 1 if "pictures" in job else None]:
         (found, own), (wanted, said) = (
             clip.encode_from_tokens_scheduled(clip.tokenize(prompt))[0] for clip in (ours, theirs)
         )
@@ -113,7 +114,7 @@ def beside_pictures(ours: Any, theirs: Any, shapes: Sequence[Sequence[int]]) -> 
 
     torch.manual_seed(3)
     pictures = [torch.rand(1, *shape, 3) for shape in shapes]
-    errors = {}
+    errors, encoded = {}, []
     for number in range(1, 1 + len(pictures)):
         given = {f"image{place + 1}": picture for place, picture in enumerate(pictures[:number])}
         (found, own), (wanted, _) = (
@@ -121,11 +122,9 @@ def beside_pictures(ours: Any, theirs: Any, shapes: Sequence[Sequence[int]]) -> 
         )
         assert "attention_mask" not in own and wanted.shape[1] > 100 * number
         errors[f"{number} pictures"] = relative(found, wanted)
-    without = TextEncodeQwenImageEditPlus.execute(ours, "make it night").result[0][0][0]
-    seen, other = (
-        TextEncodeQwenImageEditPlus.execute(ours, "make it night", image1=picture).result[0][0][0]
-        for picture in (pictures[0], 1.0 - pictures[0])
-    )
+        encoded.append(found)
+    seen, without = encoded[0], TextEncodeQwenImageEditPlus.execute(ours, "make it night").result[0][0][0]
+    other = TextEncodeQwenImageEditPlus.execute(ours, "make it night", image1=1.0 - pictures[0]).result[0][0][0]
     # The prompt's own states, behind the pictures, are about these.
     assert relative(seen[:, -8:], without[:, -8:]) > 1e-2 and relative(seen[:, -8:], other[:, -8:]) > 1e-3
     try:
