@@ -95,6 +95,17 @@ def fresh(page: Any) -> Iterator[Any]:
         context.close()
 
 
+@contextlib.contextmanager
+def small(page: Any) -> Iterator[None]:
+    """While a prompt runs: the page draws its progress all the time, which takes half a core at its own size."""
+    size = page.viewport_size
+    page.set_viewport_size({"width": 320, "height": 200})
+    try:
+        yield
+    finally:
+        page.set_viewport_size(size)
+
+
 def click(page: Any, selector: str, text: str = "") -> None:
     """As the page's own code would: a dialog that still moves and loads is not waited for."""
     script = """([selector, text]) => {

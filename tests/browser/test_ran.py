@@ -12,7 +12,7 @@ import av
 import pytest
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes.graphs.ran import KEY
-from comfyui_tpu.tests.browser.page import IS_DRAWN, SCREENSHOTS, needs_browser, opened
+from comfyui_tpu.tests.browser.page import IS_DRAWN, SCREENSHOTS, needs_browser, opened, small
 from comfyui_tpu.tests.browser.test_commands import NOTICE, says
 from comfyui_tpu.tests.browser.test_examples import OPEN
 from comfyui_tpu.tests.nodes import examples
@@ -64,8 +64,9 @@ def open_example(page: Any, stem: str = "try_it_now") -> None:
 
 def queue(page: Any, server: Server) -> None:
     before = len(server.get("/history"))
-    page.evaluate("app.queuePrompt(0)")
-    until(lambda: len(server.get("/history")) == before + 1)
+    with small(page):
+        page.evaluate("app.queuePrompt(0)")
+        until(lambda: len(server.get("/history")) == before + 1)
 
 
 def newest(server: Server, suffix: str) -> Path:
