@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from comfyui_tpu.tests.browser.page import IS_DRAWN, READY, SCREENSHOTS, fresh, needs_browser, opened
+from comfyui_tpu.tests.browser.page import IS_DRAWN, READY, SCREENSHOTS, fresh, needs_browser, opened, small
 from comfyui_tpu.tests.browser.test_examples import OPEN
 from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui
@@ -60,8 +60,9 @@ def test_programs_are_compiled_ahead_and_the_run_then_compiles_nothing(page: Any
     page.screenshot(path=SCREENSHOTS / "command-warmup.png")
     until(lambda: len(server.get("/history")) == before + 1)
     compiled = server.get("/tpu/stats")["counts"]["compile"]
-    page.evaluate("app.queuePrompt(0)")
-    until(lambda: len(server.get("/history")) == before + 2)
+    with small(page):
+        page.evaluate("app.queuePrompt(0)")
+        until(lambda: len(server.get("/history")) == before + 2)
     assert server.get("/tpu/stats")["counts"]["compile"] == compiled
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.nodes.graphs import upgrade
-from comfyui_tpu.tests.browser.page import SCREENSHOTS, needs_browser, opened
+from comfyui_tpu.tests.browser.page import SCREENSHOTS, needs_browser, opened, small
 from comfyui_tpu.tests.comfyui.test_core_networks import DENOISERS_BY_NAME, TEXTS, VAES, write_denoiser
 from comfyui_tpu.tests.comfyui.test_core_objects import wan_files
 from comfyui_tpu.tests.files import single_files, test_comfyui_encoders
@@ -203,7 +203,8 @@ def test_a_template_runs_with_the_loaders_that_the_menu_swaps(page: Any, server:
     page.screenshot(path=SCREENSHOTS / f"core-{name}.png")
     prompt = page.evaluate("async () => (await app.graphToPrompt()).output")
     assert not {node["class_type"] for node in prompt.values()} & set(upgrade.LOADERS)
-    server.run(shrunk(prompt))
+    with small(page):
+        server.run(shrunk(prompt))
     # And back.
     page.evaluate("app.extensionManager.command.execute('comfyui-tpu.convert-back')")
     page.wait_for_function(f"document.querySelector('{NOTICE}')?.innerText.includes('is now UNETLoader.')")

@@ -22,6 +22,7 @@ from comfyui_tpu.tests.browser.page import (
     fresh,
     needs_browser,
     opened,
+    small,
 )
 from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tests.nodes.test_bypass import OLD_ORDER, saved_page
@@ -167,9 +168,10 @@ def test_the_first_template_runs_as_it_opens_and_makes_another_video_the_next_ti
     page.evaluate(OPEN, examples.page("try_it_now").stem)
     page.wait_for_function(IS_DRAWN)
     before = len(server.get("/history"))
-    for number in (1, 2):
-        page.evaluate("app.queuePrompt(0)")
-        ended(server, before + number)
+    with small(page):
+        for number in (1, 2):
+            page.evaluate("app.queuePrompt(0)")
+            ended(server, before + number)
     entries = ended(server, before + 2)[before:]
     assert [entry["status"]["status_str"] for entry in entries] == ["success", "success"], server.log_tail()
     seeds = [entry["prompt"][2]["2"]["inputs"]["seed"] for entry in entries]
