@@ -290,7 +290,7 @@ ON_SPARSE_CORE = {"xla_tpu_enable_sparse_core_collective_offload_all_gather": "t
 
 def layers(overlapped: bool, options: Mapping[str, str] = MappingProxyType({})) -> tuple[str, int]:
     """Six layers whose weights are gathered: the layer's own, or, so that it may overlap, the next one's."""
-    mesh, rows, size = EIGHT(), 4096, 1024
+    mesh, rows, size = EIGHT(), 8192, 2048
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("dp", "sp"), P(None, "sp")), out_specs=P("dp", "sp"))
     def run(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -324,7 +324,7 @@ def test_collectives_are_found_with_their_bytes_and_waited_for():
     assert sum(each.seconds for each in gathers) == pytest.approx(6 * size * 3 / 8 / 90e9)
     assert not any(each.overlapped for each in gathers)
     (exchange,) = (each for each in found.collectives if each.kind == "all-to-all")
-    assert exchange.bytes == 4096 // 4 * 1024 * 2 * 2 / 4
+    assert exchange.bytes == 8192 // 4 * 2048 * 2 * 2 / 4
     assert found.waiting / V6E.clock_hz == pytest.approx(sum(each.seconds for each in found.collectives), rel=1e-3)
     assert any("all_gather" in sentence for sentence in findings.exposed_collectives(found))
 
