@@ -257,8 +257,13 @@ def test_hunyuanvideo_is_diffusers_own(compare: Callable):
             generator=torch.Generator().manual_seed(settings.seed),
         ).frames.numpy()  # fmt: skip
     assert ran == [2 * len(FULL)]
-    found = denoised(HUNYUAN, settings, chips=2, given=deep_cache.embeds())
-    compare("latents with MagCache, 2 chips", found.numpy() * deep_cache.SCALE, expected)
+    # DeepCache's programs of this size are in the engine before, and are not taken for these.
+    by_step_cache = [
+        denoised(HUNYUAN, replace(settings, step_cache=policy), chips=2, given=deep_cache.embeds())
+        for policy in (deep_cache.POLICY, POLICY)
+    ]
+    compare("latents with MagCache, 2 chips", by_step_cache[1].numpy() * deep_cache.SCALE, expected)
+    assert difference(*by_step_cache) > 1e-3
 
 
 @pytest.mark.slow
@@ -298,16 +303,6 @@ def test_a_plan_has_both_programs_and_how_often_each_runs():
         settings = replace(test_wan21.ODD, num_inference_steps=8, step_cache=step_cache)
         found = generation.for_spec(spec, settings, jax.devices()[:1], stages=("denoise",))
         assert {program.name: program.runs for program in found} == wanted
-
-
-@pytest.mark.slow
-def test_the_two_caches_have_programs_of_their_own():
-    """Of one engine, one size; those of MagCache are another test's."""
-    found = [
-        denoised(HUNYUAN, replace(HUNYUANS, step_cache=policy), chips=2, given=deep_cache.embeds())
-        for policy in (deep_cache.POLICY, POLICY)
-    ]
-    assert difference(*found) > 1e-3
 
 
 @pytest.fixture
