@@ -137,8 +137,10 @@ class Program:
 
     def results(self) -> Any:
         """The shapes of what `fn` returns. To trace it for them takes seconds, and `lower` then need not again."""
-        with self._tracing():
-            return self._traced.out_info
+        if "_traced" not in vars(self):  # else nobody need wait for what another thread traces
+            with self._tracing():
+                return self._traced.out_info
+        return self._traced.out_info
 
     def compile(self, lowered: jax.stages.Lowered | None = None) -> jax.stages.Compiled:
         """The program, which may have been `lowered` already, with its `compiler_options`."""

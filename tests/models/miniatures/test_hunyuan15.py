@@ -26,7 +26,7 @@ SPECS = {
     "hunyuan15": spec_by_name("hunyuanvideo1.5-t2v-720p"),
     "hunyuan15i2v": spec_by_name("hunyuanvideo1.5-i2v-720p"),
 }
-STEPS = 4
+STEPS = 6
 # How many held-out prompts, and of how many all is right: of two one more is, and on another processor may not be.
 FEW = ("hunyuan15", 2, 1)
 MORE = [("hunyuan15i2v", 2, 1), ("hunyuan15", 32, 22), ("hunyuan15i2v", 32, 22)]
