@@ -179,5 +179,5 @@ def answer(path: str, content: bytes, freed: list[Any]) -> tuple[int, Any]:
     routes.add_routes(table, request_unload=lambda: freed.append(None), free=lambda *, ids: freed.append(ids))
     (handler,) = (route.handler for route in table if route.path == path)
     ends_well(lambda: answers.append(asyncio.run(handler(Request(content)))), len(content))
-    (given_back,) = answers
+    *_, given_back = answers
     return given_back.status, json.loads(given_back.body)
