@@ -84,7 +84,7 @@ class Component:
     the class that checkpoints have and upstream translates; where that is of a whole model, of which this network is a
     part, `config_part` is the key of its own config in that model's. `trim(module)` may drop what is not needed and put
     parts of a weight in its place (see `modules.Cut`). `makers_names` are the original names (see `checkpoints.names`).
-    `own_class()` is the class where no library has it.
+    `own_class()` is the class where no library has it, or not each of its versions under its name.
     """
 
     name: str

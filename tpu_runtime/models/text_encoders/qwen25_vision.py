@@ -47,7 +47,8 @@ def look(encoder: Any, patches: "torch.Tensor", places: "torch.Tensor") -> "tupl
     window = places // (config.window_size // PATCH)
     is_near = (window[:, None] == window[None]).all(dim=-1)
     x = patches.to(encoder.patch_embed.proj.weight.dtype) @ encoder.patch_embed.proj.weight.flatten(1).T
-    rotary = encoder.rotary_pos_emb(x, places)
+    angles = (places[..., None].float() * encoder.rotary_pos_emb.inv_freq.float()).flatten(1).repeat(1, 2)
+    rotary = angles.cos(), angles.sin()
 
     def run(x: "torch.Tensor", layers: range, seen: "torch.Tensor") -> "torch.Tensor":
         def body(block: Any, x: "torch.Tensor") -> "torch.Tensor":
@@ -79,11 +80,19 @@ def attend(
     return attn.proj(found[0].transpose(0, 1).flatten(1))
 
 
+def tower_class() -> type:
+    """Upstream's class, in its model's module: transformers names it at its top since 5.18 alone."""
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+    return Qwen2_5_VisionTransformerPretrainedModel
+
+
 IMAGE_ENCODER = Component(
     name="image_encoder",
     folder="text_encoder",
     library="transformers",
     class_name="Qwen2_5_VisionTransformerPretrainedModel",
+    own_class=tower_class,
     # The whole model, in the folder of which this is a part.
     class_aliases=("Qwen2_5_VLForConditionalGeneration",),
     config_part="vision_config",
