@@ -97,6 +97,8 @@ def write_checkpoint(pipeline: Any, tokenizer: Path, folder: Path, family: Famil
         tiny.write_json(folder / path, content)
     for path in folder.glob("*/config.json"):
         config = {name: value for name, value in json.loads(path.read_text("utf-8")).items() if name != "_name_or_path"}
+        # "axial", as published ones have it without saying so: transformers before 5.17 refuse the word.
+        config.get("vision_config", {}).pop("rope_parameters", None)
         path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
