@@ -1,26 +1,45 @@
-"""A program's shapes before it is compiled."""
+"""A program's shapes before it is compiled, and while others are."""
+
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
-from comfyui_tpu.tpu_runtime.programs.program import Program, shaped
+from comfyui_tpu.tests.support.patience import PATIENCE_S
+from comfyui_tpu.tpu_runtime.engine.program_cache import Compilation, Wanted
+from comfyui_tpu.tpu_runtime.programs.program import TRACING, Program, shaped
+
+
+class Doubling:
+    """A program, and how often its code was traced."""
+
+    def __init__(self) -> None:
+        self.traced = 0
+        mesh = make_mesh(jax.devices()[:1], MeshShape())
+        args = (shaped(mesh, (3, 5), jnp.float32),)
+        self.program = Program(name="call", fn=self, args=args, mesh=mesh, precision="float32")
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        self.traced += 1
+        return x[:, :2] * 2, x.astype(jnp.bfloat16), jnp.isfinite(x).all()
 
 
 def test_what_is_asked_for_its_results_is_not_traced_again_to_be_compiled():
-    mesh, traced = make_mesh(jax.devices()[:1], MeshShape()), []
-
-    def call(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        traced.append(x.shape)
-        return x[:, :2] + 1, x.astype(jnp.bfloat16), jnp.isfinite(x).all()
-
-    program = Program(
-        name="call", fn=call, args=(shaped(mesh, (3, 5), jnp.float32),), mesh=mesh, precision="float32"
-    )  # fmt: skip
-    result, carried = program.zeros()
+    call = Doubling()
+    result, carried = call.program.zeros()
     assert isinstance(result, np.ndarray) and result.shape == (3, 2) and not result.any()
     assert carried.shape == (3, 5) and carried.dtype == jnp.bfloat16
     given = np.arange(15, dtype=np.float32).reshape(3, 5)
-    assert np.array_equal(program.compile()(given)[0], given[:, :2] + 1)
-    assert traced == [(3, 5)]
+    assert np.array_equal(call.program.compile()(given)[0], given[:, :2] * 2)
+    assert call.program.zeros()[0].shape == (3, 2) and call.traced == 1
+
+
+def test_nobody_waits_for_shapes_that_are_known_while_another_program_is_traced():
+    program = Doubling().program
+    one = Compilation(wanted=Wanted(title="call", key=("call",), build=lambda: program), digest="call")
+    one.program.compile()
+    with ThreadPoolExecutor(1) as pool, TRACING:
+        found = pool.submit(lambda: one.program.results()).result(timeout=PATIENCE_S)
+    assert [x.shape for x in found] == [(3, 2), (3, 5), ()]

@@ -88,9 +88,10 @@ class Compilation:
 
     @property
     def program(self) -> Program:
-        with TRACING:
-            self._program = self._program or self.wanted.build()
-            return self._program
+        if self._program is None:  # else nobody need wait for what another thread traces
+            with TRACING:
+                self._program = self._program or self.wanted.build()
+        return self._program
 
 
 class ProgramCache:

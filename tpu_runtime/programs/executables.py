@@ -49,24 +49,24 @@ class Executable:
         """The loaded programs that it consists of."""
         return (self,)
 
-    @functools.cached_property
+    @property
     def workspace_bytes(self) -> int:
         """Bytes on one chip while it runs, without its weights and its code: other arguments, results, temporaries."""
-        if (stats := self._memory) is None:
-            return 0
-        weights = self.program.weight_bytes_in(self.compiled)
-        held = stats.argument_size_in_bytes - weights + stats.output_size_in_bytes - stats.alias_size_in_bytes
-        return max(0, held) + stats.temp_size_in_bytes
+        return self._bytes[0]
 
-    @functools.cached_property
+    @property
     def code_bytes(self) -> int:
         """What its code takes of one chip for as long as it is loaded."""
-        return self._memory.generated_code_size_in_bytes if self._memory else 0
+        return self._bytes[1]
 
     @functools.cached_property
-    def _memory(self) -> Any:
-        """What XLA counted, which it does anew each time that it is asked."""
-        return self.compiled.memory_analysis()
+    def _bytes(self) -> tuple[int, int]:
+        """Those of `workspace_bytes` and `code_bytes`. XLA counts anew each time that it is asked."""
+        if (stats := self.compiled.memory_analysis()) is None:
+            return 0, 0
+        weights = self.program.weight_bytes_in(self.compiled)
+        held = stats.argument_size_in_bytes - weights + stats.output_size_in_bytes - stats.alias_size_in_bytes
+        return max(0, held) + stats.temp_size_in_bytes, stats.generated_code_size_in_bytes
 
 
 _last: weakref.ref[Executable] | None = None

@@ -131,16 +131,22 @@ class Program:
         donated = tuple(before + index for index in self.donate)
         return jax.jit(self.fn, donate_argnums=donated, out_shardings=self.out_shardings).trace(*self.arguments)
 
+    @functools.cached_property
+    def _results(self) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._traced.out_info)
+
     def lower(self) -> jax.stages.Lowered:
         with self._tracing():
-            return self._traced.lower()
+            lowered, _ = self._traced.lower(), self._results
+            del vars(self)["_traced"]  # megabytes, for as long as the program is loaded
+            return lowered
 
     def results(self) -> Any:
         """The shapes of what `fn` returns. To trace it for them takes seconds, and `lower` then need not again."""
-        if "_traced" not in vars(self):  # else nobody need wait for what another thread traces
-            with self._tracing():
-                return self._traced.out_info
-        return self._traced.out_info
+        if "_results" in vars(self):  # else nobody need wait for what another thread traces
+            return self._results
+        with self._tracing():
+            return self._results
 
     def compile(self, lowered: jax.stages.Lowered | None = None) -> jax.stages.Compiled:
         """The program, which may have been `lowered` already, with its `compiler_options`."""
