@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.nodes import DECLARATIONS
+from comfyui_tpu.nodes.model import CLIP_TYPES
 from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tools import locales
 from comfyui_tpu.tpu_runtime import progress
@@ -33,6 +34,14 @@ def test_the_files_are_what_the_tool_writes():
     assert wanted == {path: path.read_text() for path in locales.FOLDER.rglob("*.json")}
     chinese = json.loads(wanted[locales.FOLDER / "zh" / "nodeDefs.json"])
     assert set(chinese) > set(DECLARATIONS)
+
+
+@pytest.mark.parametrize("path", TRANSLATIONS, ids=lambda path: path.stem)
+def test_loaders_of_text_encoders_name_the_types_that_there_are(path: Path):
+    nodes = json.loads((locales.FOLDER / path.stem / "nodeDefs.json").read_text())
+    for name in ("TPUCLIPLoader", "TPUDualCLIPLoader"):
+        words = re.findall(r"\b[a-z0-9_]+\b", nodes[name]["inputs"]["type"]["tooltip"])
+        assert words == list(CLIP_TYPES), name
 
 
 @pytest.mark.parametrize("path", TRANSLATIONS, ids=lambda path: path.stem)
