@@ -12,6 +12,7 @@ from comfyui_tpu.tests.browser.page import SCREENSHOTS, click, fresh, needs_brow
 from comfyui_tpu.tests.nodes import examples, separate_packs
 from comfyui_tpu.tests.nodes.test_upgrade import in_api_form
 from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui, tiny_workflow
+from comfyui_tpu.tests.support.patience import until
 
 pytestmark = [needs_comfyui, needs_browser]
 
@@ -122,7 +123,14 @@ def in_chinese(page: Any, server: Server) -> Iterator[Any]:
 @pytest.fixture
 def chinese(in_chinese: Any) -> Any:
     """That page, without what an earlier test has opened in it."""
-    in_chinese.keyboard.press("Escape")
+    dialogs = in_chinese.locator("[role=dialog]")
+
+    def are_closed() -> bool:
+        if dialogs.count():
+            in_chinese.keyboard.press("Escape")
+        return not dialogs.count()
+
+    until(are_closed)
     in_chinese.evaluate(AS_NEW)
     in_chinese.wait_for_function(f"!document.querySelector('{NOTICE}, .comfyui-tpu-panel, [role=dialog]')")
     return in_chinese

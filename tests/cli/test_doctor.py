@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from comfyui_tpu.cli.doctor import HostMachine, checks, chips, comfyui, disk, host, packages
 from comfyui_tpu.cli.doctor.checks import CHECKS
+from comfyui_tpu.tests.support.patience import PATIENCE_S
 
 fake_tpu = pytest.importorskip("comfyui_tpu.tests.support.fake_tpu", reason="no tpu-info: it is for Linux")
 
@@ -422,7 +424,10 @@ def test_json_has_every_finding_and_advice_is_no_fault(
 
 @contextlib.contextmanager
 def metrics(kind: str) -> Iterator[Harm]:
-    with fake_tpu.serving(8) if kind == "serving" else fake_tpu.silent() as port:
+    service = chips.metrics_service
+    with fake_tpu.serving(8) if kind == "serving" else fake_tpu.silent() as port, pytest.MonkeyPatch.context() as patch:
+        if kind == "serving":  # which a busy machine may take longer for than a second
+            patch.setattr(service, "usage", functools.partial(service.usage, deadline_s=PATIENCE_S))
         yield env(TPU_RUNTIME_METRICS_PORTS=str(port))
 
 

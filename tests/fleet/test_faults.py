@@ -145,7 +145,7 @@ def test_a_killed_workers_temporary_folder_leaves_with_the_next_job(tmp_path: Pa
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     body = "import time; from comfyui_tpu.fleet.worker import scratch\nwith scratch(): time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", body], env={**os.environ, "TMPDIR": str(tmp_path)})
-    (left,) = until(lambda: list(tmp_path.iterdir()))
+    (left,) = until(lambda: list(tmp_path.glob(f"{worker._PREFIX}*")))
     with worker.scratch():
         assert left.is_dir()  # it is alive
     process.send_signal(signal.SIGKILL)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from comfyui_tpu.installer import git, install, layout, lock, machine, start, steps, terminal, uninstall, update, venv
 from comfyui_tpu.tests.installer import bad_ground, small_world
+from comfyui_tpu.tests.support.hosts import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -143,12 +144,6 @@ def test_later_installations_keep_the_cpu_build(world, installed, monkeypatch):
 
 def run_setup(*words):
     return subprocess.run([sys.executable, "setup.py", *words], cwd=ROOT, capture_output=True, text=True)
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def test_start_becomes_comfyui_with_its_flags_and_environment(installed, monkeypatch):

@@ -25,7 +25,7 @@ from comfyui_tpu.tpu_runtime.line import trust
 from comfyui_tpu.tpu_runtime.line.link import Refused
 from comfyui_tpu.tpu_runtime.remote import client
 
-STEP_S, MOST_GROWTH = 0.25, 64 * 2**20
+STEP_S, MOST_GROWTH = 0.25, 128 * 2**20  # of a process that does other things too; unbounded, it was 16 GiB
 
 
 def turn(state: torch.Tensor, step: int) -> torch.Tensor:

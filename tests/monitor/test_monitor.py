@@ -146,7 +146,7 @@ def test_a_chip_that_stops_answering_costs_one_deadline_and_one_thread():
         stats = sampler.complete(tpu())
         assert stats["notes"] == ["libtpu does not answer: a chip may hang. Utilisation is not known."]
         assert stats["chips"][0]["hbm_used"] == 3 * GIB
-        assert threading.active_count() == num_threads
+        assert threading.active_count() <= num_threads  # one of another test may have ended
     finally:
         release.set()
     until(lambda: sampler.complete(tpu())["notes"] == [])
@@ -186,7 +186,8 @@ class Counting:
         return dict(self.stats)
 
 
-def test_ten_clients_cost_one_sample_and_none_on_the_event_loop():
+def test_ten_clients_cost_one_sample_and_none_on_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(feeds, "FRESH_S", PATIENCE_S)
     runtime = Counting()
     feed = Feed(runtime, patience_s=PATIENCE_S)
 

@@ -6,7 +6,6 @@ Servers come from the fixture `start_comfyui` in conftest.py, which ends them; w
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from .hosts import free_port
 from .patience import PATIENCE_S, until
 
 PACK = Path(__file__).parents[2]
@@ -200,11 +200,8 @@ def prepare(
     if not link.is_symlink():
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(PACK, target_is_directory=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     return Server(
-        base=base, port=port, cache=cache or base / "cache", environment=environment or {}, arguments=arguments
+        base=base, port=free_port(), cache=cache or base / "cache", environment=environment or {}, arguments=arguments
     )
 
 

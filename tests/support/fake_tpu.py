@@ -103,6 +103,11 @@ def silent() -> Iterator[int]:
 
 
 def closed() -> int:
-    """A port where nobody listens."""
-    with silent() as port:
-        return port
+    """A port where nobody listens, nor will: it stays bound."""
+    bound = socket.socket()
+    bound.bind(("localhost", 0))
+    _BOUND.append(bound)
+    return bound.getsockname()[1]
+
+
+_BOUND: list[socket.socket] = []

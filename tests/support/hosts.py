@@ -3,6 +3,7 @@
 """
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -37,10 +38,19 @@ def follow_command(port: int, process: int, count: int) -> list[str]:
     return [sys.executable, "-c", _FOLLOW, "follow", *where]
 
 
+_PORTS = itertools.count(10_000 + os.getpid() % 200 * 100, 2)
+
+
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A port that is free with the one after it, and that neither another worker of the tests takes nor a connection of
+    anybody: those that Linux chooses begin at 32768.
+    """
+    for port in _PORTS:
+        with contextlib.suppress(OSError), socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
+            return port
+    raise AssertionError
 
 
 class Lead:
