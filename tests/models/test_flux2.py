@@ -47,16 +47,17 @@ def build_pipeline(folder: Path) -> Any:
     """From its parts: the processor of the tokenizer's folder does not load without torchvision.
 
     The published tokenizer states no side of padding. The pipeline was published with transformers 4, which pads that
-    class on the left.
+    class on the left, and takes its `tokenizer.json` as it stands: versions 5.6 to 5.17, by its name, recreate the rest
+    of it as a Llama's, which drops spaces.
     """
     import diffusers
-    from transformers import AutoTokenizer, Mistral3ForConditionalGeneration
+    from transformers import Mistral3ForConditionalGeneration, PreTrainedTokenizerFast
 
     pipe = diffusers.Flux2Pipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
         vae=diffusers.AutoencoderKLFlux2.from_pretrained(folder / "vae"),
         text_encoder=Mistral3ForConditionalGeneration.from_pretrained(folder / "text_encoder"),
-        tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer", padding_side="left"),
+        tokenizer=PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer", padding_side="left"),
         transformer=diffusers.Flux2Transformer2DModel.from_pretrained(folder / "transformer"),
     )
     pipe.set_progress_bar_config(disable=True)
