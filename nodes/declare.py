@@ -225,7 +225,7 @@ class Node(Declaration):
     """A node with a body: `run(host, **values)` returns one value per output.
 
     One that `gives_core` has four outputs more, which ComfyUI makes: its own MODEL, CLIP, VAE and MODEL of the second
-    denoiser, of the model that is the first. One that `loads_core` has such outputs alone.
+    denoiser, of the model that is the first.
 
     `fingerprint(folders, **values)` changes when the result may differ although the inputs do not (files on disk).
     """
@@ -233,7 +233,6 @@ class Node(Declaration):
     run: Callable[..., tuple[Any, ...]]
     is_output: bool = False
     gives_core: bool = False
-    loads_core: bool = False
     fingerprint: Callable[..., Hashable] | None = None
 
 

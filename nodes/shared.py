@@ -1,12 +1,13 @@
 """Nodes that serve every model family: stage files on disk, memory, programs ahead of time, plans, comparisons."""
 
+import math
 from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..tpu_runtime import pipeline as runtime
-from ..tpu_runtime.pipeline import SPECS, ModelRef, media, spec_by_name, stage_files
+from ..tpu_runtime.pipeline import SPECS, ModelRef, Settings, media, spec_by_name, stage_files
 from ..tpu_runtime.pipeline import plan_process as process
 from . import lora, model
 from .declare import Folders, Host, Input, Node, Output
@@ -18,6 +19,7 @@ _FOLDER = Input(
     tooltip="Folder of the stage files, inside ComfyUI's output folder.",
 )
 _MODEL = Input(name="model", type="TPU_MODEL", tooltip="The model the stages belong to, from TPU Model Loader.")
+_OF_ALL = "The model to compile for the sizes below. Without one, all samplers of this workflow count, with their own."
 _STAGES = (
     ("prompt_embeds", "CONDITIONING", "The encoded prompt."),
     ("negative_prompt_embeds", "CONDITIONING", "The encoded negative prompt."),
@@ -96,14 +98,31 @@ def _free(host: Host, *, anything: Any) -> tuple:
     return (anything,)
 
 
-def _warmup(host: Host, *, model: ModelRef, **wanted: float) -> tuple[str]:
-    """Compiles what the sizes need; 0 stands for the model's own value."""
-    spec = model.spec
+class WorkflowHost(Host, Protocol):
+    def generations(self) -> list[tuple[ModelRef, Settings]]:
+        """What the samplers of the workflow that runs will do; ValueError where there is none, or one is refused."""
+        ...
+
+
+def _warmup(host: WorkflowHost, *, model: ModelRef | None, **wanted: float) -> tuple[str]:
+    """Compiles what the sizes need, 0 standing for the model's own value; without a model, what the workflow needs."""
+    if model is None:
+        return ("\n".join(_compiled(host, *one) for one in host.generations()),)
     wanted["guidance_scale_2"] = wanted["guidance_scale"]
-    settings = spec.settings(**{name: value or None for name, value in wanted.items()})
-    compiled = runtime.warmup(model, settings, progress=host)
+    settings = model.spec.settings(**{name: value or None for name, value in wanted.items()})
+    return (_compiled(host, model, settings.in_quality(model.quality)),)
+
+
+def _never_the_same(folders: Folders, **sizes: float) -> Hashable:
+    """What a workflow needs is in none of the node's own inputs."""
+    return math.nan
+
+
+def _compiled(host: Host, model: ModelRef, settings: Settings) -> str:
+    """Compiles what a generation needs; in a sentence, what that was."""
+    spec, compiled = model.spec, runtime.warmup(model, settings, progress=host)
     size = f"{settings.width}x{settings.height}" + ("" if spec.is_image else f", {settings.num_frames} frames")
-    return (f"{spec.title}, {size}: {compiled} program{'' if compiled == 1 else 's'} compiled, the others were there.",)
+    return f"{spec.title}, {size}: {compiled} program{'' if compiled == 1 else 's'} compiled, the others were there."
 
 
 def _plan(host: Host, *, model_name: str, topology: str, **wanted: float) -> tuple[str]:
@@ -202,12 +221,13 @@ FREE_MEMORY = Node(
 WARMUP = Node(
     id="TPUWarmup",
     title="TPU Warmup",
-    description="Compiles the programs that a model needs for a size, without loading weights or generating: a run of "
-    "that size then starts at once, also after a restart.",
-    inputs=(_MODEL, *_SIZES),
+    description="Compiles the programs that this workflow's samplers need, or a model for a size, without loading "
+    "weights or generating: a run then starts at once, also after a restart.",
+    inputs=(replace(_MODEL, optional=True, tooltip=_OF_ALL), *_SIZES),
     outputs=(Output(name="report", type="STRING", tooltip="What was compiled."),),
     run=_warmup,
     is_output=True,
+    fingerprint=_never_the_same,
 )
 
 PLAN = Node(

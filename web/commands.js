@@ -32,7 +32,7 @@ async function report(headline, prompt) {
   let id;
   const heard = ({ detail }) => {
     if (detail.prompt_id !== id || !detail.output?.text) return;
-    lines.push(...detail.output.text.map((said) => understood(text(said))));
+    lines.push(...detail.output.text.flatMap((said) => text(said).split("\n")).map((line) => understood(line)));
     notify([headline, ...lines]);
   };
   const ended = ({ detail }) => {
@@ -53,16 +53,16 @@ async function report(headline, prompt) {
 
 const ENDS = ["execution_success", "execution_error", "execution_interrupted"];
 
+const isOutput = (type) => LiteGraph.registered_node_types[type]?.nodeData?.output_node;
+
 async function warmUp() {
-  const prompt = {};
-  (await generations()).forEach(({ model_id, family, precision = "auto", sizes }, index) => {
-    if (!model_id) return;
-    const [loader, warmup, shown] = ["model", "warmup", "report"].map((name) => `${name}-${index}`);
-    prompt[loader] = { class_type: "TPUModelLoader", inputs: { model_id, family, precision } };
-    prompt[warmup] = { class_type: "TPUWarmup", inputs: { model: [loader, 0], ...sizes } };
-    prompt[shown] = { class_type: "PreviewAny", inputs: { source: [warmup, 0] } };
-  });
-  return report(say`Programs of this workflow:`, prompt);
+  const { output } = await app.graphToPrompt();
+  const given = Object.entries(output).filter(([, { class_type }]) => !isOutput(class_type));
+  if (!given.some(([, { class_type }]) => RUNS.test(class_type))) return report("", {});
+  // Without a model it compiles for all samplers of its prompt, which no output needs: nothing else runs.
+  const warmup = { class_type: "TPUWarmup", inputs: {} };
+  const shown = { class_type: "PreviewAny", inputs: { source: ["warmup", 0] } };
+  return report(say`Programs of this workflow:`, { ...Object.fromEntries(given), warmup, shown });
 }
 
 async function plan() {

@@ -86,7 +86,7 @@ def _schema(declaration: Declaration) -> io.Schema:
     told: list[io.Hidden] = []
     if isinstance(declaration, Node) and (declaration.family or declaration.gives_core):
         told = [io.Hidden.prompt, io.Hidden.extra_pnginfo, io.Hidden.unique_id]
-    elif isinstance(declaration, Node) and declaration.loads_core:
+    elif isinstance(declaration, Node):
         told = [io.Hidden.prompt]
     return _accepted(
         io.Schema,
@@ -171,8 +171,8 @@ def _socket(kind: str) -> Any:
 def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
     def execute(cls: type, **given: Any) -> io.NodeOutput:
         memory.register()
-        host = ComfyHost()
-        announce(cls.hidden and cls.hidden.prompt, host)
+        prompt = cls.hidden and cls.hidden.prompt
+        announce(prompt, host := ComfyHost(prompt))
         try:
             with errors.named(), pipeline.noted() as notes:
                 results = declaration.run(host, **declaration.values(given))

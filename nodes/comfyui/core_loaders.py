@@ -68,7 +68,6 @@ def _loader(name: str, title: str, run: Callable[..., tuple], *more: Input | Out
         inputs=tuple(one for one in more if isinstance(one, Input)),
         outputs=tuple(one for one in more if isinstance(one, Output)),
         run=run,
-        loads_core=True,
     )
 
 

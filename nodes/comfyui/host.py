@@ -11,8 +11,11 @@ from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
 from ...tpu_runtime import pipeline
-from ...tpu_runtime.pipeline import Preview
+from ...tpu_runtime.pipeline import ModelRef, Preview, Settings
+from .. import DECLARATIONS
 from ..declare import Folders
+from ..graphs import graph
+from ..graphs.graph import Workflow
 from . import previews
 
 # ComfyUI's folders that a model id is looked for in, and those with what it may name alone.
@@ -25,13 +28,17 @@ _UNITS = re.compile(r"(?<=\d) (?=(?:s|[KMG]i?B)\b)")
 class ComfyHost:
     """The running node's view of ComfyUI: a bar and a line of text on the node, and the Cancel button."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompt: Workflow | None = None) -> None:
         context = get_executing_context()
         self._node_id = context.node_id if context else None
         self._bar = self._unit = None
         self._began, self._said = time.monotonic(), ""
         self._previewer = previews.Previewer()
         self.folders = folders()
+        self._prompt = prompt or {}
+
+    def generations(self) -> list[tuple[ModelRef, Settings]]:
+        return graph.generations(self._prompt, self.folders, DECLARATIONS)
 
     def text(self, message: str) -> None:
         self._said = message

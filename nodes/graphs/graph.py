@@ -83,15 +83,8 @@ def generations(workflow: Workflow, folders: Folders, table: Table) -> list[tupl
     Links count as the input's default; only models, and the size of an encoded picture, are followed to their nodes.
     Raises ValueError where there is no sampler, and for bad values.
     """
-    graph, found = _ours(workflow, table), []
-    for node_id in _samplers(graph, table):
-        model, settings = _generation(graph, node_id, folders, table)
-        if model.address:
-            raise ValueError(
-                f"{node_label(node_id, graph[node_id])}: its model is at {model.address}, where its programs are "
-                "compiled too. Run this on that machine."
-            )
-        found.append((model, settings))
+    graph = _ours(workflow, table)
+    found = [_generation(graph, node_id, folders, table) for node_id in _samplers(graph, table)]
     if not found:
         raise ValueError("The workflow has no sampler or pipeline of this pack: there is nothing to compile.")
     return found

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
 from ...tpu_runtime import pipeline
+from ...tpu_runtime.pipeline import ModelRef, Settings
 from .. import DECLARATIONS
 from ..declare import Folders, Node, by_id
 from ..graphs import ran
-from ..graphs.graph import Table, Workflow, expand, expected, is_link, node_label
+from ..graphs.graph import Table, Workflow, expand, expected, generations, is_link, node_label
 from . import core_nodes
 from .workflow import validate_workflow
 
@@ -27,9 +28,10 @@ class NodeTime:
 
 
 class TimedHost(core_nodes.SavingHost, Protocol):
-    """A host that is told which node runs. One that `tells` has its files say what ran for them."""
+    """A host that is told which node of which workflow runs. One that `tells` has its files say what ran for them."""
 
     tells: bool
+    workflow: Workflow
 
     def timed(self, title: str) -> AbstractContextManager[None]:
         """Entered while a node of this title runs."""
@@ -48,10 +50,14 @@ class TerminalHost:
     def __init__(self, folders: Folders, stream: TextIO | None = None, *, tells: bool = False) -> None:
         self.folders, self.tells = folders, tells
         self.metadata: dict[str, str] = {}
+        self.workflow: Workflow = {}
         self.timings: list[NodeTime] = []
         self._stream = stream or sys.stderr
         self._is_tty = self._stream.isatty()
         self._last, self._said_at = "", -math.inf
+
+    def generations(self) -> list[tuple[ModelRef, Settings]]:
+        return generations(self.workflow, self.folders, HEADLESS)
 
     def text(self, message: str) -> None:
         """Of lines with so many of so many done, such as one for each step, a file gets one in half a minute."""
@@ -99,7 +105,7 @@ def run_workflow(workflow: Workflow, host: TimedHost, table: Table = HEADLESS) -
     for node in workflow.values():
         constants = {name: value for name, value in node["inputs"].items() if not is_link(value)}
         table[node["class_type"]].check_constants(host.folders, constants, set(node["inputs"]) - set(constants))
-    graph = expand(workflow, table)
+    host.workflow, graph = workflow, expand(workflow, table)
     order = execution_order(graph, table)
     pipeline.expect(expected(workflow, host.folders, table), progress=host)
     results: dict[str, tuple[Any, ...]] = {}

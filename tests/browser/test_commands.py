@@ -27,6 +27,13 @@ INTO_SUBGRAPH = """() => {
     return String(node.id);
 }"""
 
+# A solver that remembers nothing, and steps that start from others.
+OTHERS = """() => {
+    const sampler = app.graph.nodes.find(({ type }) => type === "Wan21TPUSampler");
+    const values = { scheduler: "FlowMatchEulerDiscreteScheduler", step_cache: true, cache_threshold: 0.3 };
+    for (const [name, value] of Object.entries(values)) sampler.widgets.find((one) => one.name === name).value = value;
+}"""
+
 
 @pytest.fixture(scope="module")
 def server(start_comfyui: Callable[..., Server]) -> Server:
@@ -53,6 +60,8 @@ def test_the_tab_opens_and_closes(page: Any):
 
 
 def test_programs_are_compiled_ahead_and_the_run_then_compiles_nothing(page: Any, server: Server):
+    """Also of another solver, and of a step cache's two kinds of steps."""
+    page.evaluate(OTHERS)
     before = len(server.get("/history"))
     page.keyboard.press("Alt+Shift+W")
     says(page, "112x80, 17 frames:")

@@ -14,7 +14,7 @@ from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.graphs.graph import generations
 from comfyui_tpu.nodes.graphs.miniature import make_tiny
-from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost
+from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, run_workflow
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tests.support.patience import slower
@@ -164,6 +164,35 @@ def test_the_node_warms_what_it_is_told(spec: ModelSpec, asked: Asked):
     num_frames = shown.num_frames if spec.is_image else 17
     assert asked[0][1] == spec.settings(height=96, num_frames=num_frames, num_inference_steps=3)
     assert report.startswith(f"{spec.title}, {shown.width}x96")
+
+
+def test_the_node_warms_in_the_quality_that_the_loader_chose(asked: Asked):
+    node, spec = HEADLESS["TPUWarmup"], spec_by_name("wan2.1-t2v-14b")
+    model = ModelRef(spec_name=spec.name, model_id=spec.miniature.id, quality="int8")
+    node.run(TerminalHost(Folders(), stream=io.StringIO()), **node.values({"model": model}))
+    assert [settings.quality for _, settings in asked] == ["int8"]
+
+
+def test_the_node_without_a_model_warms_what_the_samplers_of_its_workflow_run(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+):
+    """One with a step cache and another solver, one whose model is on another machine."""
+    model_id, address = spec_by_name("wan2.1-t2v-14b").published.hub_id, "10.0.0.7:8190"
+    euler = "FlowMatchEulerDiscreteScheduler"
+    workflow = workflow_of(examples.page("wan21_t2v_720p"), step_cache=True, scheduler=euler)
+    (sampler,) = (node for node in workflow.values() if node["class_type"].endswith("TPUSampler"))
+    monkeypatch.setenv("COMFYUI_TPU_REMOTES", address)
+    workflow["away"] = {**sampler, "inputs": sampler["inputs"] | {"model": ["remote", 0], "step_cache": False}}
+    remote = {"address": address, "model_id": model_id, "family": "Wan21"}
+    workflow |= {"remote": {"class_type": "TPURemote", "inputs": remote}}
+    wanted = generations(workflow, Folders(), HEADLESS)
+    workflow = {key: node for key, node in workflow.items() if not HEADLESS[node["class_type"]].is_output}
+    workflow |= {"warmup": {"class_type": "TPUWarmup", "inputs": {}}}
+    ((report,),) = run_workflow(workflow, TerminalHost(Folders(), stream=io.StringIO())).values()
+    assert asked == wanted and len(asked) == 2
+    found = [(model.address, settings.step_cache is not None, settings.scheduler) for model, settings in asked]
+    assert found == [("", True, euler), (address, False, euler)]
+    assert [line.split(",")[0] for line in report.splitlines()] == [model.spec.title for model, _ in asked]
 
 
 def test_a_step_cache_is_warmed_as_it_runs(tmp_path: Path, asked: Asked):
