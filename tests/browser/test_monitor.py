@@ -438,24 +438,6 @@ def test_chips_are_shown_before_the_first_run(tab: Tab, tmp_path: Path):
         tab.screenshot(f"monitor-{'held' if is_held else 'not-started'}")
 
 
-def test_a_screen_reader_finds_names_and_values(tab: Tab):
-    tab.answer_with(fake())
-    tab.open()
-    tab.page.get_by_text("8 x TPU v6e").wait_for()
-    nameless = f"() => [...document.querySelectorAll('{PANEL} :is(button, [role=progressbar], [role=img], canvas)')]"
-    nameless += ".filter((one) => !(one.ariaLabel || one.textContent.trim())).map((one) => one.outerHTML)"
-    assert tab.page.evaluate(nameless) == []
-    progress = tab.section("Running").locator("[role=progressbar]")
-    values = [progress.get_attribute(name) for name in ("aria-valuenow", "aria-valuetext")]
-    assert values == ["33", "Step 13 of 40"]
-    behind = tab.section("Running").get_by_role("list", name="Compiling behind it").get_by_role("listitem")
-    texts = [text.split("\n")[0] for text in behind.all_inner_texts()]
-    queue = tab.section("Running").get_by_text("Queue: 3 prompts").inner_text()
-    assert re.fullmatch(r"Queue: 3 prompts · through at about \d+:\d\d.*", queue)
-    assert texts == ["Compiling behind: the vae decoder", "Will compile: <b>"]
-    assert "TensorCore" in tab.section("Last two minutes").locator("canvas").get_attribute("aria-label")
-
-
 def test_the_badge_shows_the_memory_and_opens_the_tab(tab: Tab):
     badge = tab.page.locator(".comfyui-tpu-badge")
     if not badge.count():

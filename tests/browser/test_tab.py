@@ -1,6 +1,7 @@
-"""The monitor's tab in a page as narrow as a telephone's, by keyboard alone, and that nothing in it moves by itself."""
+"""The tab for a screen reader, in a page as narrow as a telephone's, by keyboard alone, and how still it is."""
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -21,6 +22,24 @@ def test_nothing_moves_as_the_tab_opens(tab: Tab):
     tab.page.get_by_text("8 x TPU v6e").wait_for()
     test_monitor._wait_for_more(tab, 2)
     assert tab.page.evaluate("window.shifted") == []
+
+
+def test_a_screen_reader_finds_names_and_values(tab: Tab):
+    tab.answer_with(fake())
+    tab.open()
+    tab.page.get_by_text("8 x TPU v6e").wait_for()
+    nameless = f"() => [...document.querySelectorAll('{PANEL} :is(button, [role=progressbar], [role=img], canvas)')]"
+    nameless += ".filter((one) => !(one.ariaLabel || one.textContent.trim())).map((one) => one.outerHTML)"
+    assert tab.page.evaluate(nameless) == []
+    progress = tab.section("Running").locator("[role=progressbar]")
+    values = [progress.get_attribute(name) for name in ("aria-valuenow", "aria-valuetext")]
+    assert values == ["33", "Step 13 of 40"]
+    behind = tab.section("Running").get_by_role("list", name="Compiling behind it").get_by_role("listitem")
+    texts = [text.split("\n")[0] for text in behind.all_inner_texts()]
+    queue = tab.section("Running").get_by_text("Queue: 3 prompts").inner_text()
+    assert re.fullmatch(r"Queue: 3 prompts · through at about \d+:\d\d.*", queue)
+    assert texts == ["Compiling behind: the vae decoder", "Will compile: <b>"]
+    assert "TensorCore" in tab.section("Last two minutes").locator("canvas").get_attribute("aria-label")
 
 
 def test_it_fits_a_page_of_320_pixels_and_the_keyboard_reaches_all_of_it(tab: Tab):

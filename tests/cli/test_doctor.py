@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import shutil
@@ -424,10 +423,10 @@ def test_json_has_every_finding_and_advice_is_no_fault(
 
 @contextlib.contextmanager
 def metrics(kind: str) -> Iterator[Harm]:
-    service = chips.metrics_service
+    usage = chips.metrics_service.usage
     with fake_tpu.serving(8) if kind == "serving" else fake_tpu.silent() as port, pytest.MonkeyPatch.context() as patch:
         if kind == "serving":  # which a busy machine may take longer for than a second
-            patch.setattr(service, "usage", functools.partial(service.usage, deadline_s=PATIENCE_S))
+            patch.setattr(chips.metrics_service, "usage", lambda ports: usage(ports, PATIENCE_S))
         yield env(TPU_RUNTIME_METRICS_PORTS=str(port))
 
 
@@ -487,9 +486,7 @@ def _tested() -> Mapping[str, SimpleNamespace]:
 
 def test_without_chips_programs_run_on_the_cpu(well: HostMachine):
     shutil.rmtree(well.root)
-    found = [
-        finding.found for finding in chips.plugged_in(env(XLA_FLAGS="--xla_force_host_platform_device_count=3")(well))
-    ]
+    found = [one.found for one in chips.plugged_in(env(XLA_FLAGS="--xla_force_host_platform_device_count=3")(well))]
     assert found[0] == "no TPU; programs run on the CPU, as 3 simulated chips"
     assert found[1] == "dp=1 sp=3 tp=1"
 
