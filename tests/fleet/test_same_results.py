@@ -260,9 +260,22 @@ def test_what_follows_is_prepared_where_it_runs(server: Server, tmp_path: Path, 
     assert said[-1] == []
 
 
-def test_what_runs_there_is_not_compiled_here(server: Server):
-    with pytest.raises(ValueError, match="its model is at 127.0.0.1.*Run this on that machine"):
-        generations(workflow(server), Folders(), HEADLESS)
+def test_what_runs_there_is_compiled_there_ahead_of_time(server: Server, monkeypatch: pytest.MonkeyPatch):
+    asked, run = [], client.Client.run
+
+    def noted(self: client.Client, stage: str, model: ModelRef, progress: Any, **given: Any) -> Any:
+        asked.append((stage, model.address, given["settings"]))
+        return run(self, stage, model, progress, **given)
+
+    monkeypatch.setattr(client.Client, "run", noted)
+    graph = workflow(server)
+    ((_, settings),) = generations(graph, Folders(), HEADLESS)
+    graph = {key: node for key, node in graph.items() if not HEADLESS[node["class_type"]].is_output}
+    graph["8"] = {"class_type": "TPUWarmup", "inputs": {}}
+    for count in (r"\d+ programs?", "0 programs"):
+        ((report,),) = run_workflow(graph, Watching(Folders())).values()
+        assert re.fullmatch(rf"Wan 2.1 T2V 14B, .*, 5 frames: {count} compiled, the others were there.", report)
+    assert asked == [("warmup", address(server), settings)] * 2
 
 
 @pytest.mark.parametrize("text", ["", "host:port", "https://host:1", "host:0", "a b", "host:70000"])
