@@ -20,8 +20,7 @@ async function generations() {
     for (let depth = 0; depth < DEEPEST && behind(source, "model"); depth += 1) source = behind(source, "model");
     const picture = behind(node, "condition");
     const sizes = SIZES.map((name) => [name, node.inputs[name] || picture?.inputs[name]]);
-    const family = source.inputs.family ?? node.class_type.replace(RUNS, "");
-    return { ...source.inputs, family, sizes: Object.fromEntries(sizes.filter(([, size]) => typeof size === "number")) };
+    return { model_id: source.inputs.model_id, sizes: Object.fromEntries(sizes.filter(([, size]) => typeof size === "number")) };
   });
 }
 
@@ -32,7 +31,7 @@ async function report(headline, prompt) {
   let id;
   const heard = ({ detail }) => {
     if (detail.prompt_id !== id || !detail.output?.text) return;
-    lines.push(...detail.output.text.flatMap((said) => text(said).split("\n")).map((line) => understood(line)));
+    lines.push(...detail.output.text.flatMap((said) => understood(text(said)).split("\n")));
     notify([headline, ...lines]);
   };
   const ended = ({ detail }) => {
