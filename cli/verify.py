@@ -1,4 +1,4 @@
-"""`comfyui-tpu bench MODEL --verify`: one block of a denoiser, at its real size, in every form that a step takes.
+"""`comfyui-tpu bench MODEL --verify`: a few blocks of a denoiser, at their real size, in every form that a step takes.
 
 Each group of compiler options and each kernel is left out in turn. The results must agree, and the times say what each
 is worth on this machine. Weights are random, made on the chips; nothing is downloaded. With `--topology` the forms are
@@ -29,7 +29,7 @@ SCHEMA = 1
 # A program's results with these weights, whether they are finite, and the seconds of so many runs.
 Run = Callable[["Mapping[str, jax.Array]", int], "tuple[np.ndarray, bool, list[float]]"]
 # How far forms may be apart, as the root mean square of the difference, of that of the values: what rounding in this
-# precision makes of one block, with a factor of at least 4 over what was seen.
+# precision makes of a few blocks, with a factor of at least 4 over what was seen.
 BOUNDS = {"bfloat16": 2**-5, "float32": 2**-14}
 # A fault of a hundredth in one kernel is less than bfloat16's rounding. But rounding errors point in random directions;
 # a kernel's fault points where results move as the weights before it grow. So the difference is projected onto that
@@ -52,6 +52,9 @@ _HEAD_NORM = re.compile(r"\bnorm(_added)?_[qk]\b")
 LOOP_STEPS = 6
 # The part of a video on which XLA computes in place of kernels: of all its tokens it may have no room.
 PART_FRAMES = 17
+# Blocks of each kind. Three are the fewest of which XLA keeps the loop of the real step: the weights of one block are
+# gathered next to the attention of the one before. One block is straight-line code.
+NUM_BLOCKS, NUM_PART_BLOCKS = 3, 1
 CHOSEN, PART = "as chosen", " (part)"
 # The entries of configs that count a denoiser's blocks.
 LAYERS = re.compile(r"num_(single_)?layers|n_(refiner_)?layers")
@@ -95,7 +98,7 @@ def verify(
 
     precision = resolve(choice, devices[0].platform)
     is_tiny = devices[0].platform != "tpu"
-    check = StepForms(one_block(spec), devices, precision, runs)
+    check = StepForms(spec, devices, precision, runs)
     wanted = variations(check.program(settings, Variation(name=CHOSEN, without=fallbacks.from_environment())), is_tiny)
     sizes = {False: settings, True: part_of(spec, settings)}
     rows = tuple(check.predicted(wanted, sizes, described) if described else check.measured(wanted, sizes))
@@ -109,11 +112,11 @@ def verify(
     return record, rows
 
 
-def one_block(spec: ModelSpec) -> ModelSpec:
-    """The model with one block of each kind in its denoisers, as wide as it is."""
+def with_blocks(spec: ModelSpec, count: int) -> ModelSpec:
+    """Return the model with at most `count` blocks of each kind in its denoisers, as wide as they are."""
 
     def lessened(config: Mapping[str, Any]) -> dict[str, Any]:
-        return {**config, **{key: 1 for key in config if LAYERS.fullmatch(key)}}
+        return {**config, **{key: min(count, config[key]) for key in config if LAYERS.fullmatch(key)}}
 
     parts = tuple(
         replace(part, config=lessened(part.config)) if part.name in spec.denoiser.experts else part
@@ -171,7 +174,8 @@ class StepForms:
     def program(self, settings: Settings, variation: Variation) -> "Program":
         from ..tpu_runtime.pipeline import Target, generation
 
-        plan = generation.Denoising.published(self.spec, settings)
+        spec = with_blocks(self.spec, NUM_PART_BLOCKS if variation.is_part else NUM_BLOCKS)
+        plan = generation.Denoising.published(spec, settings)
         target = Target(devices=self.devices, precision=self.precision, kernel=self.kernel, fallbacks=variation.without)
         return plan.program(plan.passages[0], target, plan.shape)
 
@@ -379,7 +383,7 @@ def text(spec: ModelSpec, record: Mapping[str, Any], rows: Sequence[Verified]) -
         for row in rows
     ]  # fmt: skip
     lines = [
-        f"One block of {'the miniature of ' * record['is_tiny']}{spec.title} on {record['num_devices']} x "
+        f"{NUM_BLOCKS} blocks of {'the miniature of ' * record['is_tiny']}{spec.title} on {record['num_devices']} x "
         f"{record['device_kind']}, {record['precision']}; seconds are {said}"
         + (", on no TPU: they say nothing of speed." if record["is_tiny"] else "."),
         "",
