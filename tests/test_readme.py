@@ -65,7 +65,7 @@ SHOWN = {
     "comfyui-tpu doctor [--model NAME] [--json] [--start]": DOCTOR_JSON,
     "comfyui-tpu doctor --start": DOCTOR_START,
     "comfyui-tpu selftest --first-run --report first_run.json": FIRST_RUN,
-    "comfyui-tpu selftest [--first-run] [--model NAME] [--report FILE]": FIRST_RUN,
+    "comfyui-tpu selftest [--first-run] [--quick] [--one-process] [--model NAME] [--report FILE]": FIRST_RUN,
     "comfyui-tpu selftest --report FILE": SELFTEST,
     "comfyui-tpu bench wan2.1-t2v-14b": BENCH,
     "comfyui-tpu bench MODEL [--quality NAME] [--json FILE]": BENCH,

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-# How long a process that was killed has until it has ended.
-KILLED_S = 30.0
+# How long a process has to end in order before it is killed, and a killed one until it has ended, in seconds.
+TERMINATE_S, KILLED_S = 10.0, 30.0
 PACKAGE = "comfyui_tpu"
 
 
@@ -79,11 +79,13 @@ def running(command: Sequence[str], environment: Mapping[str, str] | None = None
         try:
             yield Child(process, complaints)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            # One that not even this ends, within its driver, is left behind.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(KILLED_S)
+            # A killed process leaves libtpu without its shutdown, and the chips busy for the next one.
+            for signal_number, limit_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, KILLED_S)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal_number)
+                # A process that not even SIGKILL ends, within its driver, is left behind.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(limit_s)
             process.stdin.close()
             process.stdout.close()
 
@@ -120,6 +122,8 @@ def speaker() -> Callable[..., None]:
 
 def _end_with_the_other() -> None:
     os.read(0, 1)  # nothing is ever written: it returns when the pipe closes
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(TERMINATE_S)
     os.killpg(0, signal.SIGKILL)
 
 

@@ -43,7 +43,7 @@ from .hosts import supervisor
 from .hosts.place import Place
 from .hosts.together import RESTART
 from .line import records, trust, wire
-from .machine import fallbacks
+from .machine import bus, device_access, fallbacks
 from .machine import record as machine_record
 from .model_spec import (
     PART,
@@ -65,7 +65,7 @@ from .model_spec import (
 )
 from .models import FLAGSHIPS, NAME_HELP, SPECS, spec_by_name, spec_for_family
 from .models.layouts import published
-from .monitor import bus, metrics_service, readings, snapshot
+from .monitor import metrics_service, readings, snapshot
 from .monitor.feed import Feed
 from .monitor.readings import Sampler, Stats, in_daemon
 from .plan import process as plan_process

@@ -7,7 +7,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
-from ...tpu_runtime.pipeline import GIB, bus, fallbacks, guidance_first, machine_record, metrics_service, readable
+from ...tpu_runtime.pipeline import (
+    GIB,
+    bus,
+    device_access,
+    fallbacks,
+    guidance_first,
+    machine_record,
+    metrics_service,
+    readable,
+)
 from ...tpu_runtime.pipeline import HBM_VARIABLE as HBM
 from .machine import Finding, Findings, HostMachine
 
@@ -16,6 +25,10 @@ START_S = 300
 _SIMULATED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 HUGEPAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 LOCK = "tmp/libtpu_lockfile"
+# The VM images with a driver, from Google's list of TPU software versions. Others show chips without device files.
+VM_IMAGES = {
+    "v4": "tpu-ubuntu2204-base", "v5e": "v2-alpha-tpuv5-lite", "v5p": "v2-alpha-tpuv5", "v6e": "v2-alpha-tpuv6e",
+}  # fmt: skip
 DMA_ENTRIES = "sys/module/vfio_iommu_type1/parameters/dma_entry_limit"
 # The kernel's default of mappings is 65535, which public reports of v5e and newer ran out of.
 LEAST_LOCKED, LEAST_ENTRIES = 8 * GIB, 65536
@@ -38,9 +51,15 @@ def plugged_in(machine: HostMachine) -> Findings:
     else:
         count = chips.num_devices
         found = f"{chips} on the bus, but no device files (/dev/vfio/*, /dev/accel*)"
-        yield Finding("devices", found, "Give a container the chips: docker run --privileged ...")
+        yield Finding("devices", found, _without_files(chips.kind))
     yield Finding("mesh with guidance", str(guidance_first(count, 2)))
     yield Finding("mesh without guidance", str(guidance_first(count, 1)))
+
+
+def _without_files(kind: str) -> str:
+    """Name both causes of missing device files: a container without the devices, and a VM image without the driver."""
+    image = f"--version={VM_IMAGES[kind]}" if kind in VM_IMAGES else "the image of its generation"
+    return f"In a container: docker run --privileged ... On a VM: create it again with {image}, which has the driver"
 
 
 def rights(machine: HostMachine) -> Findings:
@@ -218,7 +237,10 @@ def start(machine: HostMachine) -> Findings:
     program = "import jax, json; d = jax.devices(); print(json.dumps([len(d), d[0].device_kind, d[0].platform]))"
     command = [sys.executable, "-c", program]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, env=dict(machine.environ))
+        done = device_access.try_to_start(command, dict(machine.environ), START_S)
+    except device_access.DevicesBusy as error:
+        yield Finding("JAX", str(error), "comfyui-tpu doctor names the processes that it can see")
+        return
     except subprocess.TimeoutExpired:
         remedy = "All hosts of a slice must start together; on one host: sudo reboot"
         yield Finding("JAX", f"did not start within {START_S} s", remedy)

@@ -280,7 +280,7 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
         "constraints.txt sentencepiece protobuf",
     ),
     "container without chips": (
-        chips.plugged_in, bare, "8 x v6e on the bus, but no device files", "docker run --privileged"
+        chips.plugged_in, bare, "8 x v6e on the bus, but no device files", "again with --version=v2-alpha-tpuv6e"
     ),
     "chips of an unknown kind": (chips.plugged_in, unmapped, "8 device files (0, ...)", "pip install 'tpu-info"),
     "no rights": (chips.rights, forbidden, "no rights to /dev/vfio/3", "sudo chmod a+rw /dev/vfio/3"),

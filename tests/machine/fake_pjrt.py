@@ -5,6 +5,7 @@ and the self-test's children (`environment`, through `sitecustomize`). Programs 
 compiler options, and kernels in interpret mode, it changes two names of the pack as the pack's modules are imported.
 """
 
+import fcntl
 import functools
 import importlib.abc
 import json
@@ -21,6 +22,7 @@ VARIABLE = "FAKE_PJRT"
 # Where it runs out of memory, or whatever else it says.
 POINTS = ("compile", "load", "run", "put")
 NO_ROOM = "RESOURCE_EXHAUSTED: Error allocating device buffer: no room of that size is left."
+BUSY = "Unable to initialize backend 'tpu': ABORTED: The TPU is already in use by process with pid 3411."
 LOST = "INTERNAL: Accelerator device halted prematurely: the chips were lost before"
 
 
@@ -48,7 +50,8 @@ class Layer:
     """`limit_bytes` is what a chip says that it has, `room_bytes` what it has; it says `drift_bytes` more than it uses,
     and that `reserved_bytes` are reserved, where that is not 0.
     `options` are those of a denoising step; `pallas`: programs have kernels, in interpret mode. `sets` are attributes
-    of the pack's modules, by `module:name`, the module by how its name ends.
+    of the pack's modules, by `module:name`, the module by how its name ends. `device` is a file that one process at a
+    time can open, as a chip; `max_opens` is how many processes can ever open it, 0 for any number.
     """
 
     faults: Sequence[Fault] = ()
@@ -59,8 +62,11 @@ class Layer:
     room_bytes: int = 0
     drift_bytes: int = 0
     reserved_bytes: int = 0
+    device: str = ""
+    max_opens: int = 0
     _counts: dict[int, int] = field(default_factory=dict)
     _is_lost: bool = False
+    _holds: list[Any] = field(default_factory=list)
     _texts: dict[int, tuple[Any, str]] = field(default_factory=dict)
     _given: dict[int, tuple[Any, list[str]]] = field(default_factory=dict)
 
@@ -98,12 +104,30 @@ class Layer:
             raise JaxRuntimeError(fault.says)
         return False
 
+    def open_chip(self) -> None:
+        """Hold the chip until this process ends. Raise what JAX and libtpu raise if another process holds it."""
+        if not self.device or self._holds:
+            return
+        file = open(self.device, "a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.seek(0)
+            is_used_up = 0 < self.max_opens <= len(file.read())
+        except BlockingIOError:
+            is_used_up = True
+        if is_used_up:
+            file.close()
+            raise RuntimeError(BUSY)
+        file.write("x")
+        file.flush()
+        self._holds.append(file)
+
     # -- where it happens ----------------------------------------------------------------------------------------------
 
     def install(self, put: Callable[[Any, str, Any], None] = setattr) -> None:
         """Takes PJRT's place; `put` sets an attribute, such as a monkeypatch's `setattr`."""
         import jax
-        from jax._src import compilation_cache, compiler, pjit
+        from jax._src import compilation_cache, compiler, pjit, xla_bridge
         from jax._src.interpreters import pxla
 
         compile_, load, run = (
@@ -154,6 +178,13 @@ class Layer:
             self.meet("put", lambda: str(aval))
             return place(aval, *args, **kwargs)
 
+        backends = xla_bridge.backends
+
+        def opens() -> Any:
+            self.open_chip()
+            return backends()
+
+        put(xla_bridge, "backends", opens)
         put(compiler, "backend_compile_and_load", compiles)
         put(compilation_cache, "get_executable_and_time", loads)
         put(pxla.ExecuteReplicated, "__call__", runs)
@@ -238,14 +269,16 @@ def names(layer: Layer) -> dict[str, Callable[[Any], None]]:
             module.Engine.__init__ = init
 
     found = {"tpu_runtime.programs.program": options, "tpu_runtime.engine.engine": kernels}
-    for where, value in layer.sets.items():
-        module, _, name = where.partition(":")
-        found[module] = functools.partial(_set, name=name, value=value)
+    for where in layer.sets:
+        module = where.partition(":")[0]
+        values = {key.partition(":")[2]: value for key, value in layer.sets.items() if key.startswith(f"{module}:")}
+        found[module] = functools.partial(_set, values=values)
     return found
 
 
-def _set(module: Any, name: str, value: Any) -> None:
-    setattr(module, name, tuple(value) if isinstance(value, list) else value)
+def _set(module: Any, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(module, name, tuple(value) if isinstance(value, list) else value)
 
 
 class Finder(importlib.abc.MetaPathFinder):

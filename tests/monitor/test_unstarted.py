@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.tpu_runtime.engine import current
-from comfyui_tpu.tpu_runtime.monitor import bus, metrics_service, snapshot
+from comfyui_tpu.tpu_runtime.machine import bus
+from comfyui_tpu.tpu_runtime.monitor import metrics_service, snapshot
 from comfyui_tpu.tpu_runtime.monitor.feed import Feed
 from comfyui_tpu.tpu_runtime.monitor.readings import Sampler
 from comfyui_tpu.tpu_runtime.monitor.unstarted import NO_TPU, Unstarted
@@ -190,7 +191,8 @@ def test_grpc_is_imported_only_where_a_service_listens_and_suits_sentencepiece(t
     program = f"""
         import io, sys
         from pathlib import Path
-        from comfyui_tpu.tpu_runtime.monitor import bus, metrics_service
+        from comfyui_tpu.tpu_runtime.machine import bus
+        from comfyui_tpu.tpu_runtime.monitor import metrics_service
         print(bus.chips(Path("{plug(tmp_path, "v6e", 8)}")))
         assert metrics_service.usage([{closed()}]) == []
         print(*(name in sys.modules for name in ("grpc", "google.protobuf", "jax", "libtpu")))

@@ -39,7 +39,9 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("COMFYUI_TPU_CACHE", str(tmp_path_factory.mktemp("cache")))
         patched.setattr(groups, "all_of", lambda models: [one for one in groups.FIRST if one.name == groups.START])
-        options = argparse.Namespace(model=[MODEL], report=folder / "first_run.json", first_run=True)
+        options = argparse.Namespace(
+            model=[MODEL], report=folder / "first_run.json", first_run=True, one_process=False, quick=False
+        )
         assert selftest.run(options, Console(file=io.StringIO())) == 0
     return folder
 

@@ -88,7 +88,7 @@ def test_a_cancel_ends_the_compiler_and_its_children(monkeypatch: pytest.MonkeyP
 
     with pytest.raises(Cancelled):
         process.make_text(MODEL, Cancelling())
-    assert started[0].returncode == -signal.SIGKILL
+    assert started[0].returncode == -signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.killpg(started[0].pid, 0)
 
@@ -115,4 +115,4 @@ def test_a_process_that_ends_early_is_an_error_that_says_so(monkeypatch: pytest.
 def test_the_compiler_ends_when_the_server_is_killed():
     with children.answering("plan.plan", MODEL) as child:
         child.process.stdin.close()
-        assert child.process.wait(timeout=PATIENCE_S) == -signal.SIGKILL
+        assert child.process.wait(timeout=PATIENCE_S) == -signal.SIGTERM

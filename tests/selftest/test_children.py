@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from comfyui_tpu.tests.support.patience import PATIENCE_S
@@ -34,12 +35,12 @@ def test_lines_come_in_order_and_what_is_printed_is_a_complaint(code: int):
         assert child.last_words() in (" (a complaint)", " (what a library prints)")
 
 
-def test_a_child_that_hangs_is_killed_with_the_block():
+def test_a_child_that_hangs_is_terminated_with_the_block():
     with children.running([sys.executable, "-c", PROGRAM, "hangs"]) as child:
         assert [child.line(PATIENCE_S) for _ in range(2)] == [{"first": 1}, {"second": [2]}]
         with pytest.raises(TimeoutError):
             child.line(0.1)
-    assert child.process.returncode == -signal.SIGKILL
+    assert child.process.returncode == -signal.SIGTERM
 
 
 def test_a_line_that_is_cut_off_is_none():
@@ -62,7 +63,7 @@ def test_a_child_that_says_nothing_more_and_does_not_end_is_killed():
         assert lines(child) == []
         with pytest.raises(TimeoutError):
             child.ending(0.1)
-    assert child.process.returncode == -signal.SIGKILL
+    assert child.process.returncode == -signal.SIGTERM
 
 
 def test_what_is_no_text_is_no_end():
@@ -77,4 +78,39 @@ def test_a_child_ends_with_its_parent():
         assert child.line(PATIENCE_S) == {"first": 1}
         assert child.process.stdin is not None
         child.process.stdin.close()  # as the kernel does when the parent is gone
-        assert child.process.wait(PATIENCE_S) == -signal.SIGKILL
+        assert child.process.wait(PATIENCE_S) == -signal.SIGTERM
+
+
+IGNORES = """
+import signal, time
+from comfyui_tpu.tpu_runtime.children import speaker
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+speaker()(first=1)
+time.sleep(1000)
+"""
+ENDS_IN_ORDER = """
+import pathlib, signal, sys, time
+from comfyui_tpu.tpu_runtime.children import speaker
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+say = speaker()
+try:
+    say(first=1)
+    time.sleep(1000)
+finally:
+    pathlib.Path(sys.argv[1]).write_text("shut down")
+"""
+
+
+def test_a_child_that_ignores_the_request_to_end_is_killed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(children, "TERMINATE_S", 0.2)
+    with children.running([sys.executable, "-c", IGNORES]) as child:
+        assert child.line(PATIENCE_S) == {"first": 1}
+    assert child.process.returncode == -signal.SIGKILL
+
+
+def test_a_child_gets_the_time_to_end_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(children, "TERMINATE_S", PATIENCE_S)
+    with children.running([sys.executable, "-c", ENDS_IN_ORDER, str(tmp_path / "end")]) as child:
+        assert child.line(PATIENCE_S) == {"first": 1}
+    assert child.process.returncode == 5
+    assert (tmp_path / "end").read_text() == "shut down"

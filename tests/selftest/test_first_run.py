@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,13 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
     """Runs groups by name on the machine of a layer; each check may take `deadline_s`."""
     monkeypatch.setenv("COMFYUI_TPU_CACHE", str(tmp_path / "cache"))
 
-    def run(layer: Layer, *names: str, deadline_s: float | None = None) -> FirstRun:
+    def run(layer: Layer, *names: str, deadline_s: float | None = None, **how: Any) -> FirstRun:
         for name, value in fake_pjrt.environment(layer, tmp_path / "start").items():
             monkeypatch.setenv(name, value)
         chosen = [one for one in groups.all_of([MODEL]) if one.name in names]
         if deadline_s is not None:
             chosen = [CheckGroup(name=one.name, deadline_s=deadline_s, goes_on=one.goes_on) for one in chosen]
-        found = FirstRun([MODEL])
+        found = FirstRun([MODEL], **how)
         found.run(chosen)
         return found
 
@@ -119,6 +119,93 @@ def test_chips_that_are_gone_for_good_are_not_waited_for_by_every_group(runs: Ru
     run = runs(Layer(faults=[lost]), "start", "together", "store", "stored", "compiling")
     assert [row.stage for row in run.rows if row.is_good] == ["devices"]
     assert [row.stage for row in run.rows if not row.is_good] == ["exchange", first_run.BEGIN, first_run.BEGIN]
+
+
+# --- chips that another process holds ---------------------------------------------------------------------------------
+
+QUICK = {
+    "machine.device_access:WAIT_S": 2.0, "machine.device_access:FIRST_PAUSE_S": 0.1,
+    "machine.device_access:LAST_PAUSE_S": 0.1,
+}  # fmt: skip
+
+
+@pytest.fixture
+def other_process(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen]]:
+    """Starts a process that holds the fake chip until it is killed."""
+    started: list[subprocess.Popen] = []
+    program = (
+        "import fcntl, sys, time; file = open(sys.argv[1], 'a+'); fcntl.flock(file, fcntl.LOCK_EX);"
+        "print('holds', flush=True); time.sleep(10_000)"
+    )
+
+    def start() -> subprocess.Popen:
+        command = [sys.executable, "-c", program, str(tmp_path / "chip")]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+        assert started[-1].stdout and started[-1].stdout.readline() == b"holds\n"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_groups_open_one_device_after_another_and_the_opens_are_timed(runs: Runs, tmp_path: Path):
+    """Each process holds the device until it has ended; none meets the one before."""
+    run = runs(Layer(device=str(tmp_path / "chip")), "start", "reopen", "together")
+    assert not any(verdicts(run).values())
+    (row,) = (row for row in run.rows if row.stage == first_run.REOPENED)
+    assert list(row.values) == [f"open_{number}_s" for number in range(1, 6)]
+    assert (tmp_path / "chip").read_text() == "x" * 7
+
+
+def test_chips_that_are_busy_at_first_are_waited_for(
+    runs: Runs, tmp_path: Path, other_process: Callable[[], subprocess.Popen]
+):
+    """The other process is killed while it holds the device, as soon as the self-test says that it waits."""
+    process = other_process()
+    lines: list[str] = []
+
+    def shown(text: str) -> None:
+        lines.append(text)
+        if "are held by" in text:
+            process.kill()
+
+    layer = Layer(device=str(tmp_path / "chip"), sets={**QUICK, "machine.device_access:WAIT_S": 600.0})
+    run = runs(layer, "start", "together", shown=shown)
+    assert not any(verdicts(run).values()) and run.report().is_good
+    assert any("are held by" in line for line in lines)
+
+
+def test_chips_that_stay_busy_fail_no_check(runs: Runs, tmp_path: Path, other_process: Callable[[], subprocess.Popen]):
+    other_process()
+    run = runs(Layer(device=str(tmp_path / "chip"), sets=QUICK), "start", "together", "store", "stored")
+    assert [(row.problem, row.is_skipped) for row in run.rows] == [("", True)] * 4
+    assert "stayed busy for 2 s. End that process" in run.rows[0].note
+    verdict = run.report().verdict
+    assert verdict.startswith("Incomplete: 4 of 4 checks on no chips did not run: start: start of the process; ")
+    assert "Red" not in verdict and not run.report().is_good
+
+
+def test_a_sandbox_with_one_opening_explains_how_to_go_on(runs: Runs, tmp_path: Path):
+    run = runs(Layer(device=str(tmp_path / "chip"), max_opens=1, sets=QUICK), "start", "reopen", "together", "store")
+    assert [(row.problem, row.is_skipped) for row in run.rows] == [("", False), ("", True), ("", True), ("", True)]
+    assert run.rows[-1].note.endswith("start it anew and add --one-process.")
+
+
+def test_all_groups_run_in_one_process_where_no_second_one_can_open_the_chips(runs: Runs, tmp_path: Path):
+    layer = Layer(device=str(tmp_path / "chip"), max_opens=1, sets=QUICK)
+    run = runs(layer, "start", "reopen", "together", "store", in_one_process=True)
+    assert [row.family for row in run.rows] == ["chips", "chips", "chips", "programs"]
+    assert not any(verdicts(run).values()) and run.report().is_good
+
+
+def test_a_lost_chip_ends_the_only_process_and_the_rest_is_skipped(runs: Runs, tmp_path: Path):
+    layer = Layer(device=str(tmp_path / "chip"), faults=[Fault(at="run", holds="all_to_all", does="die")])
+    run = runs(layer, "start", "together", "store", "compiling", in_one_process=True)
+    assert [(row.stage, bool(row.problem), row.is_skipped) for row in run.rows[1:]] == [
+        ("exchange", True, False), (first_run.BEGIN, False, True), (first_run.BEGIN, False, True)
+    ]  # fmt: skip
 
 
 def test_chips_that_do_not_start_end_it(runs: Runs, monkeypatch: pytest.MonkeyPatch):
@@ -224,7 +311,7 @@ MACHINE = {
 ROW = {
     "family": TEXT, "stage": TEXT, "precision": TEXT, "error": (*NUMBER, type(None)), "slope": (*NUMBER, type(None)),
     "bound": (dict, type(None)), "seconds": NUMBER, "problem": TEXT, "values": {str: NUMBER}, "note": TEXT,
-    "learnt": MACHINE, "is_lost": (bool,), "verdict": TEXT,
+    "learnt": MACHINE, "is_lost": (bool,), "is_skipped": (bool,), "verdict": TEXT,
 }  # fmt: skip
 SCHEMA = {
     "schema": (int,), "label": TEXT, "platform": TEXT,
@@ -270,11 +357,11 @@ def test_the_command_writes_the_record_before_each_check_and_it_is_of_the_schema
 
     monkeypatch.setattr(selftest, "_write", written)
     stream = io.StringIO()
-    options = argparse.Namespace(model=[MODEL], report=file, first_run=True)
+    options = argparse.Namespace(model=[MODEL], report=file, first_run=True, one_process=False, quick=False)
     assert selftest.run(options, Console(file=stream, width=160)) == 1
     text = file.read_text()
     found = json.loads(text)
-    assert faults(found, SCHEMA) == [] and found["schema"] == report.SCHEMA == 2
+    assert faults(found, SCHEMA) == [] and found["schema"] == report.SCHEMA == 3
     assert [row["verdict"] for row in found["rows"]] == ["ok", "wrong", "ok"]
     assert "cannot read *** with ***" in found["rows"][1]["problem"]
     assert str(tmp_path) not in text and "secret-token" not in text + stream.getvalue()
@@ -290,7 +377,7 @@ def first_run_of(folder: Path, monkeypatch: pytest.MonkeyPatch, report: Path | N
     monkeypatch.setenv("COMFYUI_TPU_CACHE", str(folder / "cache"))
     monkeypatch.setattr(groups, "all_of", lambda models: groups.FIRST[:1])
     stream = io.StringIO()
-    options = argparse.Namespace(model=[MODEL], report=report, first_run=True)
+    options = argparse.Namespace(model=[MODEL], report=report, first_run=True, one_process=False, quick=False)
     return selftest.run(options, Console(file=stream, width=160)), stream.getvalue()
 
 
@@ -331,6 +418,11 @@ def test_the_parent_never_imports_jax():
         "assert not {'jax', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_quick_runs_the_groups_that_a_first_image_needs():
+    chosen = [group.name for group in groups.quick(groups.QUICK_MODELS)]
+    assert chosen == ["start", "transfers", "together", "kernels", "family z-image-turbo"]
 
 
 def test_every_group_has_checks_and_a_place():

@@ -49,7 +49,7 @@ class Ran:
 def ran(folder: Path, *models: str) -> Ran:
     """The command, with its text and its record."""
     path, stream = folder / "report.json", io.StringIO()
-    options = argparse.Namespace(model=list(models), report=path, first_run=False)
+    options = argparse.Namespace(model=list(models), report=path, first_run=False, one_process=False, quick=False)
     status = selftest.run(options, Console(file=stream, width=160))
     return Ran(status, stream.getvalue(), path.read_text())
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from ..hosts import place
 from ..hosts.distributed import SUPERVISED
 from ..hosts.together import RESTART
+from ..machine.device_access import open_devices
 from ..progress import Progress, in_daemon
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ def engine(progress: Progress) -> "Engine":
             with leader.joining(progress) if leader else contextlib.nullcontext():
                 from .engine import Engine
 
-                _engine = Engine(hosts=leader, when_halted=_halted)
+                chips = open_devices(progress.text, progress.check_cancelled)
+                _engine = Engine(chips, hosts=leader, when_halted=_halted)
             if leader is not None and _leaves:
                 atexit.register(leave)  # again: before what JAX registered meanwhile, which waits for the other hosts
         return _engine

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import bus, metrics_service
+from ..machine import bus
+from . import metrics_service
 
 # Looking through the open files of every process takes some hundredths of a second; a service that once did not answer
 # in time would cost its deadline again.

@@ -72,7 +72,7 @@ def title(family: str, stage: str, precision: str) -> str:
 class CheckResult:
     """What came of a check. `error` and `slope` as in `Bound`, None where there are no numbers; `problem` is a
     sentence, empty when all is well. `values`, `note` and `learnt` as in `Found`; `is_lost`: the chips are lost to the
-    process that made it.
+    process that made it. `is_skipped`: nothing was checked, for the reason in `note`.
     """
 
     family: str
@@ -87,10 +87,11 @@ class CheckResult:
     note: str = ""
     learnt: MachineRecord = MachineRecord()
     is_lost: bool = False
+    is_skipped: bool = False
 
     @property
     def is_good(self) -> bool:
-        return not self.problem
+        return not self.problem and not self.is_skipped
 
     @property
     def title(self) -> str:

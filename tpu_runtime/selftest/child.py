@@ -1,18 +1,27 @@
-"""The process of one group of checks: it says each check before it starts, and what came of it, in lines of JSON.
+"""The process that runs groups of checks: it announces each check before it starts, and its result, in lines of JSON.
 
 A check that loses the chips is the process's last: `first_run` starts another for the rest.
 """
 
-import os
+import gc
+import signal
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.extend.backend import clear_backends
 
+from ..engine import current
+from ..machine.device_access import DevicesBusy, open_devices
 from ..progress import Silent
 from . import checks, report, run
+
+# How long the process has to end in order, in seconds.
+WATCHDOG_S = 20
 
 
 class Told(Silent):
@@ -26,15 +35,45 @@ class Told(Silent):
 
 
 def main(say: Callable[..., None], job: dict[str, Any]) -> None:
+    """Run the groups of `job` and report to the other process through `say`."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the other process ends this one: in order, if it can
+    started = time.monotonic()
+    try:
+        open_devices(lambda message: say(text=message))
+    except DevicesBusy as error:
+        say(busy=str(error))
+        return
     devices = jax.local_devices()
-    say(platform=devices[0].platform, chips=[asdict(report.chip_record(device)) for device in devices])
-    for check in run.of_group(job["group"], run.CheckPlace(devices=devices, folder=Path(job["folder"]))):
-        if check.title in job["done"]:
-            continue
-        say(begins=[check.family, check.stage, check.precision], if_lost=check.if_lost.to_json())
-        row = checks.perform(check, Told(say))
-        say(row=row.to_json())
-        if row.is_lost:
-            break
-    # XLA may still compile what nobody waits for, and chips that were lost may never answer.
-    os._exit(0)
+    say(
+        platform=devices[0].platform, chips=[asdict(report.chip_record(device)) for device in devices],
+        open_s=time.monotonic() - started,
+    )  # fmt: skip
+    _run_groups(say, job, devices)
+    del devices
+    _end_in_order()
+
+
+def _run_groups(say: Callable[..., None], job: dict[str, Any], devices: Any) -> None:
+    place = run.CheckPlace(devices=devices, folder=Path(job["folder"]))
+    for group in job["groups"]:
+        for check in run.of_group(group, place):
+            if check.title in job["done"]:
+                continue
+            say(begins=[check.family, check.stage, check.precision], group=group, if_lost=check.if_lost.to_json())
+            row = checks.perform(check, Told(say))
+            say(row=row.to_json())
+            if row.is_lost:
+                return
+
+
+def _end_in_order() -> None:
+    """Shut the back end down, so that the next process finds the chips free.
+
+    The kernel ends the process after `WATCHDOG_S`: XLA may compile for longer, and lost chips may never answer.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(WATCHDOG_S)
+    for thread in current.compilers():
+        thread.join()
+    clear_backends()
+    gc.collect()

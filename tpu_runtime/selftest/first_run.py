@@ -12,38 +12,45 @@ from dataclasses import replace
 from typing import Any
 
 from .. import children
-from ..machine import record
+from ..machine import bus, device_access, record
 from ..machine.record import MachineRecord
 from . import report
 from .checks import CheckResult, result
-from .groups import CheckGroup
+from .groups import REOPEN, CheckGroup
 from .report import UNFINISHED, ChipRecord, SelftestReport
 
 # From the start of a process to its first check: JAX waits for all hosts of a slice.
 START_S = 300.0
 # From its last word to its end.
 END_S = 60.0
-# What the chips get to recover after a process that lost them.
-RECOVERY_S = 5.0
-BEGIN = "start of the process"
-# Groups in a row whose process did not get as far as a check, after which the rest is left out.
-MOST_IN_VAIN = 2
+BEGIN, REOPENED = "start of the process", "open and exit in a row"
+NUM_REOPENINGS = 5
+# Groups in a row whose process did not get as far as a check, after which the rest is left out: in vain because it
+# failed, or because another process held the chips.
+MOST_IN_VAIN, MAX_BUSY_GROUPS = 2, 2
 
 
 class FirstRun:
-    """The checks so far. `changed` is called before each check and after it, `shown` with its progress."""
+    """The checks so far. `changed` is called before each check and after it, `shown` with its progress.
+
+    in_one_process: run all groups in the first process, because no other one can open the chips after it.
+    """
 
     def __init__(
         self,
         models: Sequence[str],
         changed: Callable[[], None] = lambda: None,
         shown: Callable[[str], None] = lambda text: None,
+        *,
+        in_one_process: bool = False,
     ) -> None:
         self.models, self._changed, self._shown = models, changed, shown
         self.rows: list[CheckResult] = []
         self.chips: list[ChipRecord] = []
         self._platform, self._key = "", ""
         self._started = time.monotonic()
+        self._in_one_process = in_one_process
+        self._begun_groups: set[str] = set()
 
     def report(self) -> SelftestReport:
         found = record.read(self._key) if self._key else MachineRecord()
@@ -51,36 +58,84 @@ class FirstRun:
         return report.make(self._platform, self.chips, self.models, self.rows, elapsed_s, found)
 
     def run(self, groups: Iterable[CheckGroup]) -> None:
-        """Runs every group, as long as processes get the chips: else each would wait for them in vain."""
-        in_vain = 0
+        """Run every group, as long as processes get as far as a check: otherwise each would wait in vain."""
+        chosen = list(groups)
         with tempfile.TemporaryDirectory(prefix="comfyui-tpu-") as folder:
-            for group in groups:
+            if self._in_one_process:
+                self._run_together(chosen, folder)
+                return
+            in_vain = busy = 0
+            for position, group in enumerate(chosen):
                 before = len(self.rows)
-                self._group(group, folder)
-                in_vain = in_vain + 1 if BEGIN in [row.stage for row in self.rows[before:]] else 0
-                if not self.chips or in_vain == MOST_IN_VAIN:
+                self._reopen(group, folder) if group.name == REOPEN else self._group(group, folder)
+                made = self.rows[before:]
+                in_vain = in_vain + 1 if [row for row in made if row.stage == BEGIN and row.problem] else 0
+                busy = busy + 1 if [row for row in made if row.is_skipped] else 0
+                if busy == MAX_BUSY_GROUPS:
+                    self._skip(chosen[position + 1 :], made[-1].note)
                     return
+                if (not self.chips and not busy) or in_vain == MOST_IN_VAIN:
+                    return
+
+    def _run_together(self, chosen: Sequence[CheckGroup], folder: str) -> None:
+        """Run all groups in one process, of which a lost chip is the end."""
+        together = [group for group in chosen if group.name != REOPEN]
+        if self._process(together, {"folder": folder, "done": []}):
+            return
+        note = "All checks share one process here, and an earlier check ended it. Start the sandbox anew to go on."
+        last = self.rows[-1]
+        self._skip([group for group in together if group.name not in self._begun_groups], last.note or note)
 
     def _group(self, group: CheckGroup, folder: str) -> None:
         done: list[str] = []
         while True:
             before = len(self.rows)
-            if self._process(group, {"group": group.name, "folder": folder, "done": done}):
+            if self._process([group], {"folder": folder, "done": done}):
                 return
-            if self._platform == "tpu":
-                time.sleep(RECOVERY_S)
             made = self.rows[before:]
             done += [row.title for row in made]
             if not group.goes_on or made[-1].stage == BEGIN:
                 return
 
-    def _process(self, group: CheckGroup, job: dict[str, Any]) -> bool:
-        """One process of a group, with a row for each check; whether it came to its end."""
-        self._begin(group.name, BEGIN, "", MachineRecord())
-        is_begun = False
-        with children.answering("selftest.child", job) as child:
+    def _reopen(self, group: CheckGroup, folder: str) -> None:
+        """Open the chips by several processes in a row, and record how long each waited for them in seconds."""
+        self._begin(group.name, REOPENED, "", MachineRecord())
+        started, values = self._begun, dict[str, float]()
+        row = self.rows[-1]
+        for number in range(1, NUM_REOPENINGS + 1):
+            before = len(self.rows)
+            is_over = self._process([group], {"folder": folder, "done": []})
+            trouble = self.rows[before:]
+            del self.rows[before:]
+            self._begun = started
+            if not is_over:
+                last = trouble[-1]
+                self._end(replace(row, problem=last.problem, note=last.note, values=values, is_skipped=last.is_skipped))
+                return
+            values[f"open_{number}_s"] = round(self._open_s, 2)
+        self._end(replace(row, problem="", values=values, seconds=time.monotonic() - started))
+
+    def _explain(self, busy: str) -> str:
+        """Add to DevicesBusy's sentence the other possible cause, where an earlier process had the chips."""
+        if not self.chips or bus.holders():
+            return busy
+        return f"{busy} If this sandbox lets only one process open the chips, start it anew and add --one-process."
+
+    def _skip(self, left_out: Sequence[CheckGroup], note: str) -> None:
+        """Add a row for each group that does not run, with the reason."""
+        for group in left_out:
+            self._begin(group.name, BEGIN, "", MachineRecord())
+            self._end(replace(self.rows[-1], problem="", note=note, is_skipped=True))
+
+    def _process(self, chosen: Sequence[CheckGroup], job: dict[str, Any]) -> bool:
+        """Run groups in one process, with a row for each check. Return whether that process came to its end."""
+        self._begin(chosen[0].name, BEGIN, "", MachineRecord())
+        device_access.wait_for_release(self._shown)
+        self._begun = time.monotonic()
+        deadlines = {group.name: group.deadline_s for group in chosen}
+        limit_s, is_begun = START_S, False
+        with children.answering("selftest.child", {**job, "groups": list(deadlines)}) as child:
             while True:
-                limit_s = group.deadline_s if is_begun else START_S
                 try:
                     line = child.line(self._begun + limit_s - time.monotonic())
                 except TimeoutError:
@@ -91,7 +146,8 @@ class FirstRun:
                 if "begins" in line:
                     if not is_begun:
                         self.rows.pop()  # the process has started
-                    is_begun = True
+                    is_begun, limit_s = True, deadlines[line["group"]]
+                    self._begun_groups.add(line["group"])
                     family, stage, precision = line["begins"]
                     self._begin(family, stage, precision, record.parsed(line["if_lost"]))
                 elif "row" in line:
@@ -101,6 +157,9 @@ class FirstRun:
                         return False
                 elif "chips" in line:
                     self._arrived(line)
+                elif "busy" in line:
+                    self._end(replace(self.rows[-1], problem="", note=self._explain(line["busy"]), is_skipped=True))
+                    return False
                 else:
                     self._shown(line["text"])
             try:
@@ -108,10 +167,11 @@ class FirstRun:
             except TimeoutError:
                 self._end_lost(f"Its process did not end within {END_S:.0f} s, and was killed.")
                 return False
-            if code == 0 and not is_begun:
+            is_over = code in (0, -signal.SIGALRM)  # its own watchdog ends a process that is done
+            if is_over and not is_begun:
                 self.rows.pop()
                 return True
-            if code == 0 and self.rows[-1].problem != UNFINISHED:
+            if is_over and self.rows[-1].problem != UNFINISHED:
                 return True
             self._end_lost(f"Its process ended {_ending(code)}{child.last_words()}.")
             return False
@@ -140,6 +200,7 @@ class FirstRun:
 
     def _arrived(self, line: dict[str, Any]) -> None:
         """A process has the chips. The first finds out everything again, so what was known of them is forgotten."""
+        self._open_s = line["open_s"]
         if self.chips:
             return
         self.chips = [ChipRecord(**chip) for chip in line["chips"]]

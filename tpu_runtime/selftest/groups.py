@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 FAMILY = "family "  # begins the name of a family's group; its model's name follows
 START = "start"
+REOPEN = "reopen"  # the chips, by several processes in a row
 STORE, STORED = "store", "stored"
 
 
@@ -23,6 +24,7 @@ class CheckGroup:
 # Kernels before what has a kernel in it: a kernel that halts is one row, and off in the rest.
 FIRST = (
     CheckGroup(name=START, is_plain=True),
+    CheckGroup(name=REOPEN, deadline_s=300.0),
     CheckGroup(name="options", deadline_s=180.0),
     CheckGroup(name="memory"),
     CheckGroup(name="transfers", is_plain=True),
@@ -33,6 +35,18 @@ FIRST = (
     CheckGroup(name=STORED),
     CheckGroup(name="compiling", deadline_s=240.0),
 )
+
+
+# The groups that the first image needs; Z-Image is the most run model that fits one small chip.
+QUICK = (START, "transfers", "together", "kernels")
+QUICK_MODELS = ("z-image-turbo",)
+
+
+def quick(models: Iterable[str]) -> Iterator[CheckGroup]:
+    """Yield the groups that decide whether a first image works, with these models' miniatures last."""
+    chosen = list(models)
+    skipped = {group.name for group in FIRST} - set(QUICK)
+    yield from (group for group in all_of(chosen) if group.name not in skipped)
 
 
 def all_of(models: Iterable[str]) -> Iterator[CheckGroup]:

@@ -18,7 +18,7 @@ from .checks import CheckResult
 if TYPE_CHECKING:
     from ...sharding.mesh import Device
 
-SCHEMA = 2
+SCHEMA = 3
 # The problem of a check that has not ended, of which a report is written before it starts.
 UNFINISHED = "It has not ended."
 # What changes how programs are compiled or where they run.
@@ -87,11 +87,17 @@ class SelftestReport:
     @property
     def verdict(self) -> str:
         """One sentence for the user."""
-        wrong = [row for row in self.rows if not row.is_good]
+        wrong = [row for row in self.rows if row.problem]
+        skipped = [row for row in self.rows if row.is_skipped]
         where = f"{len(self.chips)} x {self.chips[0].kind}" if self.chips else "no chips"
-        if not wrong:
+        if not wrong and not skipped:
             return f"Green: all {len(self.rows)} checks on {where} are within their bounds ({self.elapsed_s:.0f} s)."
-        titles = "; ".join(row.title for row in wrong[:4]) + ("; ..." if len(wrong) > 4 else "")
+        titles = "; ".join(row.title for row in (wrong or skipped)[:4]) + ("; ..." if len(wrong or skipped) > 4 else "")
+        if not wrong:
+            return (
+                f"Incomplete: {len(skipped)} of {len(self.rows)} checks on {where} did not run: {titles}. "
+                f"{skipped[0].note}"
+            )
         return f"Red: {len(wrong)} of {len(self.rows)} checks on {where} failed: {titles}."
 
     def to_json(self) -> dict[str, Any]:
@@ -99,6 +105,7 @@ class SelftestReport:
         for row in self.rows:
             texts = {name: cleaned(getattr(row, name)) for name in ("family", "stage", "problem", "note")}
             verdict = "ok" if row.is_good else "running" if row.problem == UNFINISHED else "wrong"
+            verdict = "skipped" if row.is_skipped else verdict
             rows.append({**row.to_json(), **texts, "learnt": _without_paths(row.learnt), "verdict": verdict})
         return {
             "schema": SCHEMA, "label": "selftest" if self.machine is None else "first run",
