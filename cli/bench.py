@@ -10,7 +10,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from ..tpu_runtime.pipeline import (
     DeviceMemory,
     ModelSpec,
     Settings,
+    device_access,
     device_memory,
     precision_title,
     resolve_pictures,
@@ -87,6 +88,10 @@ class Measured:
         return {"schema": SCHEMA, "label": "measured", **asdict(self), "total_s": self.total_s}
 
 
+# Runs of a program in a profiler trace.
+TRACED_RUNS = 3
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=f"{NAME_HELP}; or a file")
     add_precision(parser)
@@ -96,15 +101,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON, for a report")
     parser.add_argument("--no-prediction", action="store_true", help="leave out what the compiler predicts (minutes)")
     parser.add_argument(
-        "--verify", action="store_true", help="one block in every form of a step: do they agree, what is each worth"
+        "--verify", action="store_true", help="three blocks in every form of a step: do they agree, what is each worth"
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FOLDER", help=f"also a profiler trace of {TRACED_RUNS} runs of each program"
     )
     parser.add_argument("--topology", metavar="NAME", help="with --verify: compile for these chips, such as v6e:2x4")
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Exit code 1 where forms disagree. Errors of the user are `ValueError`."""
-    import jax
-
     from ..tpu_runtime.pipeline import chips
 
     spec = spec_of(options.model, model_folders())
@@ -113,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
     stages = _stages(options)
     widgets = given_inputs(options, spec)
     described = chips.topology(options.topology) if options.topology else None
-    devices = chips.compile_devices(described) if described else tuple(jax.devices())
+    devices = chips.compile_devices(described) if described else device_access.open_devices(print_now)
     is_tiny = devices[0].platform != "tpu"
     settings = spec.settings(**{**(spec.miniature.inputs if is_tiny else {}), **widgets})
     model = miniature(spec) if is_tiny else spec
@@ -123,7 +129,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         found = measure(
             model, settings, devices, is_tiny=is_tiny, stages=stages, runs=options.runs, choice=options.precision,
-            predicts=not options.no_prediction,
+            predicts=not options.no_prediction, trace=options.trace,
         )  # fmt: skip
         record, said, status = found.to_json(), text(found), 0
     print_now("\n" + said)
@@ -142,6 +148,8 @@ def _stages(options: argparse.Namespace) -> tuple[str, ...]:
         raise ValueError(
             "--no-prediction is not for --verify: it measures, and predicts only with --topology. Leave it out."
         )
+    if options.verify and options.trace is not None:
+        raise ValueError("--trace is not for --verify, which compares forms. Leave one of them out.")
     if options.topology and not options.verify:
         raise ValueError("--topology is for --verify; what a model takes on other chips is said by `comfyui-tpu plan`.")
     if options.stages is None:
@@ -154,10 +162,10 @@ def _stages(options: argparse.Namespace) -> tuple[str, ...]:
 
 def measure(
     spec: ModelSpec, settings: Settings, devices: "Sequence[Device]", *, is_tiny: bool, choice: str,
-    stages: Sequence[str], runs: int, predicts: bool,
+    stages: Sequence[str], runs: int, predicts: bool, trace: Path | None = None,
 ) -> Measured:  # fmt: skip
     """Compiles and times every program of a generation, the programs of one network after another. `choice` is the
-    precision as a node has it.
+    precision as a node has it. `trace`: the folder for profiler traces, one for each program.
     """
     from ..sharding.mesh import shape_of
     from ..tpu_runtime.pipeline import chips, compiling, generation, plan, versions
@@ -176,6 +184,8 @@ def measure(
             compile_s = time.monotonic() - started
             weights = weights or {name: random(want, 0.02) for name, want in (program.weights or {}).items()}
             _, seconds = timed(executable, weights, functools.partial(arguments, program), runs)
+            if trace is not None:
+                _trace(trace / program.name, executable, weights, functools.partial(arguments, program))
             print_now(f"{program.name}: compiled in {compile_s:.0f} s, {statistics.median(seconds):.4f} s")
             row = MeasuredProgram(
                 name=program.name, runs=program.runs, compile_s=compile_s, predicted_s=None,
@@ -197,6 +207,14 @@ def measure(
         hbm_peak_bytes=memory.peak_in_use_bytes, programs=tuple(rows),
         hbm_reserved_peak_bytes=memory.peak_reserved_bytes, hbm_limit_bytes=memory.limit_bytes,
     )  # fmt: skip
+
+
+def _trace(folder: Path, executable: Any, weights: Any, make: Callable[[], Any]) -> None:
+    """Write a profiler trace of a few runs, after those that are timed: tracing costs time itself."""
+    import jax
+
+    with jax.profiler.trace(folder):
+        timed(executable, weights, make, TRACED_RUNS - 1)
 
 
 def text(found: Measured) -> str:

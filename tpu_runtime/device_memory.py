@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 # PJRT's names. A runtime may leave out any of them; a CPU says nothing at all.
 _NAMES = {
     "limit_bytes": "bytes_limit",
+    "reservable_limit_bytes": "bytes_reservable_limit",
     "in_use_bytes": "bytes_in_use",
     "reserved_bytes": "bytes_reserved",
     "peak_in_use_bytes": "peak_bytes_in_use",
@@ -22,11 +23,12 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """Bytes, None where the device does not say. In use are arrays, reserved is what running programs take beside them;
-    neither counts the other. Peaks are since the process started.
+    """Bytes, None where the device does not report them. Arrays are in use, running programs reserve memory next to
+    them; neither number counts the other. Peaks are since the process started.
     """
 
     limit_bytes: int | None = None
+    reservable_limit_bytes: int | None = None  # arrays and programs together; a v6e reports 28.76 of 31.25 GiB
     in_use_bytes: int | None = None
     reserved_bytes: int | None = None
     peak_in_use_bytes: int | None = None

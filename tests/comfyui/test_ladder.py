@@ -229,7 +229,7 @@ def test_memory_of_the_host_and_of_the_chips_that_runs_out(on_machine: Starts, r
     assert "The host could not map memory" in str(entry["status"]) and "ulimit -l unlimited" in str(entry["status"])
     entry, texts = ran(server, "chips")
     assert entry["status"]["status_str"] == "success", f"{entry['status']}\n{server.log_tail()}"
-    assert "Out of memory: everything else was unloaded, trying once more" in texts
+    assert any(text.startswith("Out of memory: unloaded ") for text in texts)
     assert_right(frames(server.base / "output", "chips"), right)
 
 
@@ -239,7 +239,7 @@ def test_memory_that_runs_out_while_weights_are_put(on_machine: Starts, right: n
     unmapped = Fault(at="put", holds=WEIGHT, says=HOST, after=5 + 30, times=1)  # of the second loading
     server = on_machine(Layer(faults=[full, unmapped]))
     entry, texts = ran(server, "put")
-    assert "Out of memory: everything else was unloaded, trying once more" in texts
+    assert any(text.startswith("Out of memory: unloaded ") for text in texts)
     assert entry["status"]["status_str"] == "error" and "The host could not map memory" in str(entry["status"])
     entry, texts = ran(server, "after")
     assert entry["status"]["status_str"] == "success", f"{entry['status']}\n{server.log_tail()}"

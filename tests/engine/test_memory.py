@@ -371,3 +371,42 @@ def test_weights_that_a_program_does_not_use_hide_nothing_of_what_it_holds():
     (alone,) = workspace(used=shaped(64, 32))
     assert alone >= 512 * (64 + 32) * 4 // len(mesh.devices)
     assert workspace(used=shaped(64, 32), unused=shaped(1024, 1024)) == {alone}
+
+
+def test_out_of_memory_unloads_programs_then_other_models_then_everything(monkeypatch: pytest.MonkeyPatch):
+    """Programs reload in a second, other models' weights may not be needed again, and the own ones certainly are."""
+    monkeypatch.setenv(VARIABLE, "1")
+    cache = DeviceCache(jax.devices()[0])
+    for component, model in [("a", "old"), ("b", "mine"), ("c", "older"), ("d", "old")]:
+        cache.get(
+            (component, model), component=component, model=model, size_bytes=MIB, running=Loaded(code=1),
+            load=lambda held: ({}, frozenset()),
+        )  # fmt: skip
+    cache.add_program("p", Loaded(code=1))
+    held = [
+        (unloaded, "".join(resident.component for resident in cache.list()), len(cache.programs()))
+        for unloaded in cache.release_in_stages("mine")
+    ]
+    assert held == [
+        ("compiled programs", "abcd", 0), ("a of old", "bcd", 0), ("c of older", "bd", 0), ("d of old", "b", 0),
+        ("everything else", "", 0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stats", "budget"),
+    [
+        ({"bytes_limit": 1000, "bytes_reservable_limit": 900}, 900),  # as a v6e reports them
+        ({"bytes_limit": 1000, "bytes_reservable_limit": 990}, 960),
+        ({"bytes_limit": 1000}, 960),
+        ({}, None),
+    ],
+)
+def test_the_reservable_limit_bounds_the_budget(stats: dict[str, int], budget: int | None):
+    class Chip:
+        platform = "tpu"
+
+        def memory_stats(self) -> dict[str, int]:
+            return stats
+
+    assert device_cache.budget_bytes(Chip()) == budget

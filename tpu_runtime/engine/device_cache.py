@@ -10,8 +10,9 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from ...sharding.mesh import Device
 from .. import device_memory
@@ -60,8 +61,12 @@ def budget_bytes(device: Device, reserve_share: float = RESERVE_SHARE) -> int | 
             return int(float(limit) * GIB)
         except ValueError:
             raise ValueError(f"{VARIABLE} is {limit!r}; it must be a number of GiB such as 24.") from None
-    limit_bytes = device_memory.of(device).limit_bytes if device.platform == "tpu" else None
-    return None if limit_bytes is None else int(limit_bytes * (1 - reserve_share))
+    memory = device_memory.of(device) if device.platform == "tpu" else device_memory.DeviceMemory()
+    if memory.limit_bytes is None:
+        return None
+    budget = int(memory.limit_bytes * (1 - reserve_share))
+    # A runtime may reserve less than it has for programs and arrays together.
+    return budget if memory.reservable_limit_bytes is None else min(budget, memory.reservable_limit_bytes)
 
 
 class DeviceCache:
@@ -208,12 +213,34 @@ class DeviceCache:
                 if isinstance(held, Resident) and held.id in wanted:
                     self._evict(key)
 
+    def release_in_stages(self, model: str) -> Iterator[str]:
+        """Unload what costs least to bring back first, and yield what was unloaded, so that a caller can try between.
+
+        Compiled programs go first, then weights of other models than `model` from the least recently used on, then
+        everything.
+        """
+        programs = [key for key, held in self._held.items() if not isinstance(held, Resident)]
+        for key in programs:
+            self._evict(key)
+        if programs:
+            yield "compiled programs"
+        while others := [(key, held) for key, held in self._held.items() if _is_other(held, model)]:
+            key, oldest = others[0]
+            self._evict(key)
+            yield oldest.title
+        self.clear()
+        yield "everything else"
+
     def clear(self) -> None:
         """Drops all weights and programs."""
         with self._lock:
             self._workspace_bytes = 0
             for key in list(self._held):
                 self._evict(key)
+
+
+def _is_other(held: Resident | Executable, model: str) -> TypeGuard[Resident]:
+    return isinstance(held, Resident) and held.model != model
 
 
 def _bytes(held: Resident | Executable) -> int:

@@ -3,10 +3,11 @@ stage it compiles and reads what the later ones of an expected generation need.
 """
 
 import functools
+import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from ..cache import xla_cache
 from ..checkpoints.model_ref import Expected, ModelRef
 from ..hosts.together import Elsewhere, Ending, Together
 from ..machine import record
+from ..machine.device_access import open_devices
 from ..machine.fallbacks import Halted, Unsupported, halted
 from ..machine.ladder import Ladder
 from ..machine.record import MachineRecord
@@ -29,7 +31,7 @@ from ..programs import executables, modules
 from ..programs.finite import NotFinite
 from ..programs.program import Target, step_options
 from ..progress import Progress, Silent, in_daemon
-from . import memory_advice, run, telemetry
+from . import memory_advice, profiling, run, telemetry
 from .device_cache import DeviceCache
 from .memory_advice import OutOfMemory
 from .program_cache import COMPILER, ProgramCache
@@ -74,7 +76,7 @@ class Engine:
         when_halted: Callable[[], None] = lambda: None,
     ) -> None:
         versions.warn_once()
-        self.devices = tuple(chips or jax.devices())
+        self.devices = tuple(chips or open_devices())
         self.ladder = Ladder(self.devices)
         if self.ladder.record.keeps_programs:
             xla_cache.use_persistent_cache()
@@ -168,7 +170,8 @@ class Engine:
             try:
                 if self.lost is not None:
                     raise Halted(str(self.lost))
-                result = self._attempted(stage, model, progress, activity, arguments)
+                with profiling.trace_stage(stage):
+                    result = self._attempted(stage, model, progress, activity, arguments)
                 if stage in STAGES:
                     progress.text(activity.summary())
             except BaseException:
@@ -274,32 +277,39 @@ class Engine:
         self.program_cache.drop()
 
     def _within_memory(self, stage: Stage, work: Callable[[], Result], settings: Settings | None) -> Result:
-        """Runs `work`; out of memory, once more with everything unloaded. Then `OutOfMemory` says what would fit.
+        """Run `work`; out of memory, again after each stage of unloading. Then `OutOfMemory` says what would fit.
 
-        What the compiler refuses is not tried again: its answer does not depend on what is loaded.
+        A program that the compiler refuses is not tried again: its answer does not depend on what is loaded.
         """
-
-        def attempt() -> Result:
-            return self.hosts.attempt(work, _ending)
-
-        try:
-            return attempt()
-        except refusal.DoesNotFit as error:
-            advice = memory_advice.compiler_sentence(stage.spec, stage.name, settings, error.refused, len(self.devices))
-            raise OutOfMemory(advice) from None
-        except (OutOfMemory, Elsewhere, jax.errors.JaxRuntimeError) as error:
-            reason, again = _out_of_memory(error)
-        # Here, not above: the error's traceback holds arrays.
-        self._clear()
-        if again:
-            log.warning("%s: out of memory (%s); everything was unloaded, trying once more.", stage.name, reason)
-            stage.progress.text("Out of memory: everything else was unloaded, trying once more")
+        reason = ""
+        for unloaded in itertools.chain(("",), self._unload_in_stages(stage)):
+            if unloaded:
+                log.warning("%s: out of memory (%s); unloaded %s, trying once more.", stage.name, reason, unloaded)
+                stage.progress.text(f"Out of memory: unloaded {unloaded}, trying once more")
             try:
-                return attempt()
+                return self.hosts.attempt(work, _ending)
+            except refusal.DoesNotFit as error:
+                advice = memory_advice.compiler_sentence(
+                    stage.spec, stage.name, settings, error.refused, len(self.devices)
+                )
+                raise OutOfMemory(advice) from None
             except (OutOfMemory, Elsewhere, jax.errors.JaxRuntimeError) as error:
-                reason, _ = _out_of_memory(error)
-            self._clear()
+                # Only its text leaves this block: the error's traceback holds arrays.
+                reason, again = _out_of_memory(error)
+            if not again:
+                break
+        self._clear()
         raise OutOfMemory(memory_advice.sentence(stage.spec, stage.name, settings, reason, len(self.devices)))
+
+    def _unload_in_stages(self, stage: Stage) -> Iterator[str]:
+        """Yield what was unloaded. Several hosts unload everything at once: theirs may hold different things."""
+        if type(self.hosts) is not Together:
+            self._clear()
+            yield "everything else"
+            return
+        for unloaded in self.device_cache.release_in_stages(stage.found.model_id):
+            self._ahead.noted.clear()
+            yield unloaded
 
     def _finished(self, activity: telemetry.Activity) -> None:
         """Adds a stage to the generation it belongs to; decoding ends one, and warming up is none."""
