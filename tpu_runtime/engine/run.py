@@ -24,6 +24,7 @@ from ..programs.executables import Executable
 from ..progress import TOLD
 from . import conditioning
 from . import denoise as denoising
+from .frame_buffer import FrameBuffer, PendingFrames, as_tensor, one_behind
 from .payloads import Conditioning, ImageCondition, Latent
 from .program_cache import Compilation, Wanted
 from .stage import Stage
@@ -160,12 +161,19 @@ def decode(stage: Stage, latents: Mapping[str, Any]) -> torch.Tensor:
     """The samples `[batch, channels, ...]` of a LATENT to IMAGE frames of all of them."""
     samples = conditioning.latent_samples(stage.spec, latents)
     stage.progress.text("Decoding")
-    frames = []
+    geometry, num_latent_frames = stage.spec.geometry, samples.shape[2] if samples.ndim == 5 else 1
+    buffer = FrameBuffer(len(samples) * ((num_latent_frames - 1) * geometry.stride_t + 1))
+    spends = stage.progress.activity.spends
+
+    def take(chunk: PendingFrames) -> None:
+        with spends("running_s"):
+            buffer.add(chunk) if stage.hosts.is_leader else chunk.wait()
+
     for sample in samples:
-        for chunk in stage.spec.vae.decode(stage.call, sample[None], stage.report("chunk")):
-            if stage.hosts.is_leader:
-                frames.append(torch.from_numpy(np.array(chunk)))
-    return torch.cat(frames) if frames else torch.empty(0)
+        report = stage.report("chunk")
+        count = one_behind(stage.spec.vae.decode(stage.call, sample[None], report), take)
+        report(count, count)
+    return buffer.frames
 
 
 def warm(stage: Stage, settings: Settings) -> int:
@@ -223,18 +231,10 @@ def predict(stage: Stage, prediction: Prediction) -> torch.Tensor:
         weights = stage.weights(name, executable)
         stage.check(f"a prediction of {name}")
         result, is_finite = executable(weights, part.sample, np.float32(prediction.timestep), part.inputs)
-        found.append(_taken(np.asarray(result)))
+        found.append(as_tensor(np.asarray(result)))
         if not is_finite:
             raise stage.not_finite("values of the denoiser", stage.model.loras)
     return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def _taken(result: np.ndarray) -> torch.Tensor:
-    """A result that nobody else holds, without a copy, which would take as long as its transfer."""
-    try:
-        return torch.from_dlpack(result)
-    except BufferError:  # NumPy before 2.1, of what may not be written
-        return torch.from_numpy(result.copy())
 
 
 def states(

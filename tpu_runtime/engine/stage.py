@@ -1,5 +1,6 @@
 """One stage at work: a located checkpoint, what it is compiled for, the host that watches, and the caches it uses."""
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from ..programs.step_reuse import Runnable
 from ..programs.weights import WORTH, Weights, bytes_per_chip, described
 from . import telemetry
 from .device_cache import DeviceCache, Resident
+from .frame_buffer import PendingFrames
 from .program_cache import ProgramCache, Wanted
 from .prompt_cache import PromptCache
 
@@ -92,11 +94,14 @@ class Stage:
         weights = self.weights(request.component, executable)
         self.check(executable.program.name)
         args = jax.tree.map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, request.args)
+        failure = functools.partial(self.not_finite, f"values of the {request.component.replace('_', ' ')}")
         with self.progress.activity.spends("running_s"):
             result, carried, is_finite = executable(weights, *args)
+            if request.defers:
+                return PendingFrames(result, is_finite, failure), carried
             result, is_finite = jax.device_get((result, is_finite))
         if not is_finite:
-            raise self.not_finite(f"values of the {request.component.replace('_', ' ')}")
+            raise failure()
         return result, carried
 
     def not_finite(self, what: str, loras: Sequence[Lora] = ()) -> finite.NotFinite:

@@ -25,7 +25,8 @@ class Call(Protocol):
     `result` comes back on the host; `carried` stays on the devices, to be passed to the next call (and is donated by
     it when it is the last argument). With `partition="spatial"` the last two dimensions of every argument are an
     image's height and width (or multiples of the smallest one's) and are split over the chips; with `"replicated"`
-    every chip gets everything.
+    every chip gets everything. With `defers` the result is frames `[n, height, width, 3]`, which stay split over the
+    chips: it is returned before it is computed, and fetched while the next call runs (see `engine.frame_buffer`).
     """
 
     def __call__(
@@ -35,6 +36,7 @@ class Call(Protocol):
         *args: Any,
         partition: Literal["replicated", "spatial"] = "replicated",
         carries: bool = False,
+        defers: bool = False,
     ) -> tuple[Any, Any]: ...
 
 

@@ -34,20 +34,29 @@ class CallRequest:
     args: tuple[Any, ...]  # host arrays, torch tensors, or what an earlier call carried
     partition: Partition
     carries: bool
+    defers: bool
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What two requests share when one program serves both."""
         leaves, tree = jax.tree.flatten(abstract_args(self.args))
         shapes = tuple((x.shape, str(x.dtype)) for x in leaves)
-        return (self.component, self.function.__qualname__, self.partition, self.carries, str(tree), shapes)
+        return (
+            self.component,
+            self.function.__qualname__,
+            self.partition,
+            self.carries,
+            self.defers,
+            str(tree),
+            shapes,
+        )
 
     def program(self, spec: ModelSpec, config: Config, target: Target) -> Program:
         if target.pictures is not None and self.component in spec.picture_encoders:
             target = replace(target, precision=target.pictures)
         return call_program(
             spec, self.component, config, target, self.function, abstract_args(self.args),
-            partition=self.partition, carries=self.carries,
+            partition=self.partition, carries=self.carries, defers=self.defers,
         )  # fmt: skip
 
 
@@ -62,8 +71,11 @@ def caller(
         *args: Any,
         partition: Partition = "replicated",
         carries: bool = False,
+        defers: bool = False,
     ) -> tuple[Any, Any]:
-        request = CallRequest(component=component, function=function, args=args, partition=partition, carries=carries)
+        request = CallRequest(
+            component=component, function=function, args=args, partition=partition, carries=carries, defers=defers
+        )
         return execute(prepare(request), request)
 
     return call
@@ -94,6 +106,7 @@ def call_program(
     *,
     partition: Partition,
     carries: bool,
+    defers: bool = False,
 ) -> Program:
     """`(weights, *args) -> (result, carried, is_finite)` for one call of a stage, with shapes `args`.
 
@@ -107,6 +120,9 @@ def call_program(
     rank = len(jax.tree.leaves(args)[0].shape)
     channels_last = Format(Layout((0, *range(2, rank), 1)), sharding)
     layouts = weights.layouts(network, mesh, target.precision)
+    # Frames leave each chip over its own link to the host. Those of several hosts go to the first one.
+    is_one_host = len({device.process_index for device in target.devices}) == 1
+    frames = NamedSharding(mesh, P(None, "dp", "sp")) if defers and is_one_host else replicated
 
     def run(weights: Weights, *args: Any) -> tuple[Any, Any, Bool[Array, ""]]:
         weights = {name: _in_use(mesh, name, x, layouts[name]) for name, x in weights.items()}
@@ -130,7 +146,7 @@ def call_program(
         mesh=mesh,
         precision=target.precision,
         donate=(len(given),) if carries else (),
-        out_shardings=(replicated, channels_last, replicated),
+        out_shardings=(frames, channels_last, replicated),
         rungs=target.fallbacks.kernels,
     )
 

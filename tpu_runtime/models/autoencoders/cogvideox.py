@@ -30,17 +30,19 @@ def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any
 
     total, odd = latents.shape[2], latents.shape[2] % FRAMES_A_CALL
     alone, memory = latents[:, :, :1], None
-    report(0, total)
     for start in range(odd, max(total, FRAMES_A_CALL), FRAMES_A_CALL):
+        # The chunk before is still on its way while this one is launched.
+        report(max(start - FRAMES_A_CALL, 0), total)
         pair, is_first = latents[:, :, start : start + FRAMES_A_CALL], start == odd
         meant = torch.tensor([is_first, is_first and odd, len(pair[0, 0])], dtype=latents.dtype).view(1, 3, 1, 1, 1)
         meant = meant.clamp(max=1).repeat(1, 1, 1, *latents.shape[3:])
         chunk = torch.cat([alone, pair if len(pair[0, 0]) else torch.cat([alone, alone], dim=2)], dim=2)
         if memory is None:
             _, memory = call("vae_decoder", before_first, chunk, meant, partition="spatial")
-        frames, memory = call("vae_decoder", decode_next, chunk, meant, memory, partition="spatial", carries=True)
+        frames, memory = call(
+            "vae_decoder", decode_next, chunk, meant, memory, partition="spatial", carries=True, defers=True
+        )
         yield frames[0 if is_first and odd else 1 : None if len(pair[0, 0]) else 1]
-        report(min(start + FRAMES_A_CALL, total), total)
 
 
 def before_first(vae: Any, latents: "torch.Tensor", meant: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":

@@ -26,13 +26,15 @@ def decode_by_frame(
     the others and spares minutes of compiling.
     """
     total = latents.shape[2]
-    report(0, total)
     _, memory = call("vae_decoder", before_first, latents[:, :, :1], *given, partition="spatial")
     for index in range(total):
+        # The chunk before is still on its way while this one is launched.
+        report(max(index - 1, 0), total)
         latent = latents[:, :, index : index + 1]
-        frames, memory = call("vae_decoder", decode_next, latent, memory, partition="spatial", carries=True)
+        frames, memory = call(
+            "vae_decoder", decode_next, latent, memory, partition="spatial", carries=True, defers=True
+        )
         yield frames if index else frames[only]
-        report(index + 1, total)
 
 
 def decode_picture(
@@ -40,8 +42,7 @@ def decode_picture(
 ) -> Iterator[Any]:
     """The one chunk of a picture, which `decode(vae, latents)` makes."""
     report(0, 1)
-    yield call("vae_decoder", decode, latents, partition="spatial")[0]
-    report(1, 1)
+    yield call("vae_decoder", decode, latents, partition="spatial", defers=True)[0]
 
 
 def encode_picture(
