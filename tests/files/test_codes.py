@@ -113,6 +113,53 @@ def test_fp8_in_blocks_of_128_is_transformers(tmp_path: Path):
     assert torch.equal(value(found["a.weight"], slice(100, 150), slice(120, 260)), wanted[100:150, 120:260])
 
 
+# Shapes of weights, of their scales, and of the tiles that transformers' own code makes of the two.
+GRIDS = {
+    "of all": ((96, 256), (), (96, 256)),
+    "of all, in a list": ((96, 256), (1,), (96, 256)),
+    "of all, in two dimensions": ((96, 256), (1, 1), (96, 256)),
+    "of rows": ((96, 256), (96, 1), (1, 256)),
+    "of rows and blocks of columns": ((96, 256), (96, 2), (1, 128)),
+    "of tiles of 64": ((192, 256), (3, 4), (64, 64)),
+    "of tiles of 32": ((96, 256), (3, 8), (32, 32)),
+    "of tiles of two sides": ((96, 256), (6, 2), (16, 128)),
+    "of tiles of 64, the last cut off": ((151, 256), (3, 4), (64, 64)),
+    "of tiles of 128, the last cut off": ((200, 300), (2, 3), (128, 128)),
+}
+
+
+@pytest.mark.parametrize("case", GRIDS)
+def test_fp8_with_transformers_scales_is_what_transformers_makes_of_it(case: str, tmp_path: Path):
+    from transformers.integrations import finegrained_fp8
+
+    shape, grid, tile = GRIDS[case]
+    stored = (weight(*shape) / 0.05).to(FP8)
+    scale = torch.rand(grid, generator=torch.Generator().manual_seed(1)) + 0.1
+    wanted = finegrained_fp8._dequantize_fp8_weight(
+        stored.clone(), scale, list(tile) if scale.numel() > 1 else None, torch.float32
+    )
+    found = read(tmp_path, {"a.weight": stored, "a.weight_scale_inv": scale})
+    assert found.keys() == {"a.weight"}
+    assert torch.equal(value(found["a.weight"]), wanted)
+    assert torch.equal(value(found["a.weight"], slice(30, 77), slice(40, 201)), wanted[30:77, 40:201])
+
+
+def test_layers_without_a_scale_are_a_cast_beside_others_that_have_one(tmp_path: Path):
+    """As ComfyUI takes them: of another network of the file, and of another layer of the same."""
+    stored, wanted = scaled(torch.tensor(0.013))
+    tensors = {
+        "net.blocks.0.q.weight": stored, "net.blocks.0.k.weight": stored,
+        "net.blocks.0.k.scale_weight": torch.tensor(0.013),
+        "text_encoders.t5.blocks.0.q.weight": stored, "text_encoders.t5.blocks.0.q.scale_weight": torch.tensor(0.013),
+        "text_encoders.t5.scaled_fp8": torch.zeros(2, dtype=FP8), "vae.conv.weight": stored,
+    }  # fmt: skip
+    found = read(tmp_path, {name: tensor.clone() for name, tensor in tensors.items()})
+    plain = {"net.blocks.0.q.weight", "vae.conv.weight"}
+    assert found.keys() == {*plain, "net.blocks.0.k.weight", "text_encoders.t5.blocks.0.q.weight"}
+    for name, tensor in found.items():
+        assert torch.equal(value(tensor).float(), stored.float() if name in plain else wanted), name
+
+
 def kitchen(layout: str, tensor: torch.Tensor, **options: object) -> tuple[torch.Tensor, object, torch.Tensor]:
     """Codes, their parameters, and what `comfy-kitchen` makes of them."""
     import comfy_kitchen.tensor as kitchen_tensor
@@ -297,13 +344,31 @@ BAD: dict[str, tuple[Callable[[], Tensors], str]] = {
         lambda: {"a.weight": weight().to(FP8), "a.comfy_quant": mark(format="float8_e4m3fn")},
         "its weight_scale is missing",
     ),
-    "no scale beside others": (
-        lambda: {"a.weight": weight().to(FP8), "b.weight": weight().to(FP8), "b.scale_weight": torch.ones(())},
-        "a.weight is fp8 without a scale, and other weights of the file have one",
+    "no scale where another block has one": (
+        lambda: {
+            "a.1.b.weight": weight().to(FP8), "a.0.b.weight": weight().to(FP8), "a.0.b.scale_weight": torch.ones(()),
+        },
+        "a.1.b.weight is fp8 without a scale, and the same layer of other blocks has one",
     ),
     "scales of another number": (
         lambda: {"a.weight": weight().to(FP8), "a.weight_scale": torch.ones(7)},
-        "has scales of (7,)",
+        "has scales of F32 and (7,)",
+    ),
+    "scales of the columns of a square": (
+        lambda: {"a.weight": weight(ROWS, ROWS).to(FP8), "a.weight_scale": torch.ones(1, ROWS)},
+        "has scales of F32 and (1, 96), and they are one number, one a row",
+    ),
+    "a grid of no tiles": (
+        lambda: {"a.weight": weight(96, 256).to(FP8), "a.weight_scale_inv": torch.ones(7, 2)},
+        "has a weight_scale_inv of F32 and (7, 2), and it is a number, one a row, or a grid of tiles",
+    ),
+    "a grid of tiles that could be of several sizes": (
+        lambda: {"a.weight": weight(150, 256).to(FP8), "a.weight_scale_inv": torch.ones(3, 2)},
+        "has a weight_scale_inv of F32 and (3, 2)",
+    ),
+    "exponents in place of scales": (
+        lambda: {"a.weight": weight(200, 300).to(FP8), "a.weight_scale_inv": torch.ones(2, 3, dtype=torch.uint8)},
+        "has a weight_scale_inv of U8 and (2, 3)",
     ),
     "scales of mxfp8 of another number": (
         lambda: {

@@ -2,11 +2,13 @@
 
 The marks, in the order in which they count: `comfy_quant` next to a weight, `_quantization_metadata` in the header,
 `scale_weight` (ComfyUI's first form, Kijai's, musubi-tuner's), a bare `weight_scale` next to fp8 or int8 (LightX2V),
-`weight_scale_inv` (transformers), `SCB` and `quant_state` (bitsandbytes). fp8 without a scale is a plain cast.
+`weight_scale_inv` (transformers), `SCB` and `quant_state` (bitsandbytes). fp8 without a scale is a plain cast, beside
+layers with scales too, as in ComfyUI.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +30,10 @@ _MARK_OF_FILE = "scaled_fp8"
 _BITS4 = "quant_state.bitsandbytes__"
 # Sides of a rotation are powers of 4; no published one is larger.
 _LARGEST_ROTATION = 4096
+# Sides of tiles that share a scale; 128 in all published files.
+_TILES = (16, 32, 64, 128, 256, 512, 1024)
+# A block's number in a layer's name.
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def decoded(tensors: Mapping[str, TensorFile], metadata: Mapping[str, str]) -> dict[str, TensorFile]:
@@ -36,9 +42,7 @@ def decoded(tensors: Mapping[str, TensorFile], metadata: Mapping[str, str]) -> d
     Raises `CheckpointError` where a layer's scales are missing or do not fit, or where its format is not decoded.
     """
     formats = dict(_marked(tensors, metadata))
-    is_scaled = _MARK_OF_FILE in {name.rpartition(".")[2] for name in tensors}
     found: dict[str, TensorFile] = {}
-    scaled = 0
     bare: list[TensorFile] = []
     gone: set[str] = set()
     for name, tensor in tensors.items():
@@ -50,20 +54,26 @@ def decoded(tensors: Mapping[str, TensorFile], metadata: Mapping[str, str]) -> d
         made = _made(layer, tensor, tensors, formats)
         if made is not None:
             found[name] = replace(tensor, shape=_shape(made), dtype="F32", made=made)
-            scaled += 1
         if made is not None or layer in formats:
             gone.update(beside for each in _BESIDE if (beside := _join(layer, each)) in tensors)
             gone.update(_bits4(name, tensors))
         elif tensor.dtype in FP8 and len(tensor.shape) > 1:
             bare.append(tensor)
-    if bare and (scaled or is_scaled):
-        raise CheckpointError(
-            f"{bare[0].path}: {bare[0].name} is fp8 without a scale, and other weights of the file have one; it is "
-            "incomplete. Download it again."
-        )
+    _check_bare(bare, found)
     found = {name: found.get(name, tensor) for name, tensor in tensors.items() if name not in gone}
     _refuse(found)
     return found
+
+
+def _check_bare(bare: Iterable[TensorFile], scaled: Iterable[str]) -> None:
+    """`CheckpointError` where a layer has no scale, and the same layer of another block has one: that was lost."""
+    kinds = {_NUMBER.sub("*", name) for name in scaled}
+    for tensor in bare:
+        if _NUMBER.sub("*", tensor.name) in kinds:
+            raise CheckpointError(
+                f"{tensor.path}: {tensor.name} is fp8 without a scale, and the same layer of other blocks has one; the "
+                "file is incomplete. Download it again."
+            )
 
 
 def _refuse(tensors: Mapping[str, TensorFile]) -> None:
@@ -141,17 +151,41 @@ def _made(
         and beside("weight_packed") is None
     ):
         return _scaled(weight, scale)
-    if (scale := beside("weight_scale_inv")) is not None and len(weight.shape) == len(scale.shape) == 2:
-        tile = tuple(_tile(size, count) for size, count in zip(weight.shape, scale.shape, strict=True))
-        return Scaled(weight=weight, scale=scale, dtype=weight.dtype, tile=(tile[0], tile[1]))
+    if (scale := beside("weight_scale_inv")) is not None:
+        return _tiled(weight, scale)
     if (scale := beside("SCB")) is not None and weight.dtype == "I8":
         return replace(_scaled(weight, scale), times=1 / 127)
     return _bitsandbytes(weight, tensors)
 
 
+def _tiled(weight: TensorFile, scale: TensorFile) -> Scaled:
+    """Codes with the scales of transformers: of all, of rows, or a grid of tiles, whose sides only its shape tells."""
+    if len(scale.shape) < 2 or math.prod(scale.shape) == 1:
+        return _scaled(weight, scale)
+    sides = zip(weight.shape, scale.shape, strict=False)
+    tile = tuple(_tile(size, count) for size, count in sides) if len(weight.shape) == len(scale.shape) == 2 else ()
+    fits = len(tile) == 2 and all(tile) and scale.dtype in quantized.FLOATS
+    sizes = ", ".join(map(str, _TILES))
+    _check(
+        weight,
+        fits,
+        f"of shape {weight.shape} has a weight_scale_inv of {scale.dtype} and {scale.shape}, and it is a number, one a "
+        f"row, or a grid of tiles whose sides are {sizes} or divide the weight's",
+    )
+    return Scaled(weight=weight, scale=scale, dtype=weight.dtype, tile=(tile[0], tile[1]))
+
+
 def _tile(size: int, count: int) -> int:
-    """The side of tiles of which `count` cover `size`: 128, as all published files have them, or one of all."""
-    return 128 if count == math.ceil(size / 128) else size
+    """The side of tiles of which `count` cover `size`; 0 where none does, or several do."""
+    if count == 1:
+        return size
+    fitting = {side for side in _TILES if count and math.ceil(size / side) == count}
+    # The last tile of the published size may end beyond the weight; one of another size is then open.
+    if 128 in fitting:
+        return 128
+    if count and size % count == 0:
+        fitting.add(size // count)
+    return fitting.pop() if len(fitting) == 1 else 0
 
 
 def _of_format(weight: TensorFile, said: Mapping[str, Any], beside: Any) -> Made | None:
@@ -213,13 +247,17 @@ def _rotation(weight: TensorFile, said: Mapping[str, Any]) -> int:
 
 
 def _scaled(weight: TensorFile, scale: TensorFile) -> Scaled:
-    """Codes with a scale of a shape that fits."""
+    """Codes with a scale of a shape that fits: of all, of rows, or of blocks of columns."""
     size, shape = math.prod(scale.shape), scale.shape
     rows, columns = weight.shape[0] if weight.shape else 0, weight.shape[1] if len(weight.shape) > 1 else 1
-    of_blocks = len(shape) == 3 and len(weight.shape) == 2 and shape[0] in (1, rows) and shape[2] == 1
-    fits = size == 1 or size == rows or (of_blocks and shape[1] and columns % shape[1] == 0 and shape[0] == rows)
+    of_rows = shape[:1] == (rows,) and size == rows
+    of_blocks = len(shape) == 3 and len(weight.shape) == 2 and shape[0] == rows and shape[2] == 1
+    fits = size == 1 or of_rows or (of_blocks and shape[1] and columns % shape[1] == 0)
     _check(
-        weight, bool(fits) and scale.dtype in quantized.FLOATS, f"of shape {weight.shape} has scales of {scale.shape}"
+        weight,
+        bool(fits) and scale.dtype in quantized.FLOATS,
+        f"of shape {weight.shape} has scales of {scale.dtype} and {shape}, and they are one number, one a row, or "
+        "[rows, blocks of columns, 1]",
     )
     return Scaled(weight=weight, scale=scale, dtype=weight.dtype)
 
