@@ -14,7 +14,7 @@ import torch
 from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tests.files.test_single_files import WAN, rest
 from comfyui_tpu.tpu_runtime import tokens
-from comfyui_tpu.tpu_runtime.checkpoints import assembled, checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import assembled, checkpoint, hub, load, tiny
 from comfyui_tpu.tpu_runtime.files import CheckpointError, read_header
 from comfyui_tpu.tpu_runtime.formats import contents, tokenizer_files
 from comfyui_tpu.tpu_runtime.models import spec_by_name
@@ -112,6 +112,46 @@ def test_an_embedded_sentencepiece_model_is_the_tokenizer(tmp_path: Path):
     for prompt in PROMPTS:
         assert tokenizer(prompt)["input_ids"] == oracle.encode(prompt)
     assert tokenizer("", padding="max_length", max_length=4)["input_ids"] == [1, 0, 0, 0]
+
+
+# Where the tensor of a tokenizer is in a checkpoint of all networks: as ComfyUI saves it, and inside the encoder.
+PLACES = ["text_encoders.", "text_encoders.umt5xxl.", "text_encoders.umt5xxl.transformer."]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_tokenizer_in_a_checkpoint_of_all_networks_is_the_encoders(place: str, tmp_path: Path):
+    model = sentencepiece_model()
+    tensors = {f"text_encoders.umt5xxl.transformer.{name}": x for name, x in load_file(umt5(tmp_path)).items()}
+    carried = torch.frombuffer(bytearray(model), dtype=torch.uint8)
+    other = torch.zeros(9, dtype=torch.uint8)
+    path = tmp_path / "all.safetensors"
+    save_file({**tensors, f"{place}spiece_model": carried, "text_encoders.mistral.tekken_model": other}, path)
+    (held,) = contents.networks(path, LAYOUTS)
+    assert held.layout.class_name == "UMT5EncoderModel"
+    found = checkpoint.locate(WAN, rest(WAN, str(path)))
+    tokenizer = tokens.load_tokenizer(found.folder("tokenizer", Silent()))
+    oracle = sentencepiece.SentencePieceProcessor(model_proto=model, add_eos=True)
+    assert [tokenizer(prompt)["input_ids"] for prompt in PROMPTS] == [oracle.encode(prompt) for prompt in PROMPTS]
+    # As a loader of ComfyUI's kind takes it.
+    assert tokenizer_files.carried(path, held.contents.tensors, held.prefix) == {"spiece_model": model}
+
+
+def umt5(folder: Path) -> Path:
+    return single_files.write(folder / "umt5.safetensors", SOURCE / "text_encoder", "UMT5EncoderModel")
+
+
+def test_a_missing_tokenizer_is_said_to_take_no_download_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    files = [str(umt5(tmp_path))]
+    for folder, kind in (("transformer", "WanTransformer3DModel"), ("vae", "AutoencoderKLWan")):
+        files.append(str(single_files.write(tmp_path / f"{folder}.safetensors", SOURCE / folder, kind)))
+    found = checkpoint.locate(WAN, " + ".join(files))
+    with pytest.raises(hub.HubError) as error:
+        found.folder("tokenizer", Silent())
+    assert "none of its files carries the tokenizer along" in str(error.value)
+    assert "fetches the tokenizer, a few MB and no weights" in str(error.value)
+    assert "comfyui-tpu download" not in str(error.value)
 
 
 def tekken() -> bytes:

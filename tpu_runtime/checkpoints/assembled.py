@@ -113,7 +113,7 @@ def _write(spec: ModelSpec, parts: Mapping[str, Held], configs: Mapping[str, Map
     tiny.write_description(spec, folder)
     for text in spec.text_encoders:
         held = parts.get(spec.component(text.component).folder)
-        carried = None if held is None else tokenizer_files.embedded(held.path, held.contents.tensors)
+        carried = None if held is None else tokenizer_files.embedded(held.path, held.contents.tensors, held.prefix)
         if held is not None and carried is not None:
             config = configs[spec.component(text.component).folder]
             (folder / text.tokenizer_folder).symlink_to(_tokenizer(held, carried, _vocabulary(config)))

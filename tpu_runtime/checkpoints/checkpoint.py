@@ -75,9 +75,20 @@ class Checkpoint:
 
     def folder(self, name: str, progress: Progress) -> Path:
         """The local folder of one part of the checkpoint."""
-        if (rest := self._rest_for(name)) is not None:
+        if (rest := self._rest_for(name)) is None:
+            return self._folder(self.home(progress), name)
+        try:
             return rest.folder(name, progress)
-        return self._folder(self.home(progress), name)
+        except hub.HubError as error:
+            tokenizers = {text.tokenizer_folder for text in self.spec.text_encoders}
+            if name not in tokenizers or rest.model_id != self.spec.published.hub_id:
+                raise
+            raise hub.HubError(
+                f"{self.model_id}: none of its files carries the tokenizer along. {str(error).partition('. ')[0]}. "
+                "With a network the next run fetches the tokenizer, a few MB and no weights. Without one, name a file "
+                "of the text encoder that carries its tokenizer, such as a GGUF file, or "
+                f"add{parts.SEPARATOR}a folder that has {INDEX} and {name}."
+            ) from error
 
     def _rest_for(self, folder: str) -> "Checkpoint | None":
         """The checkpoint that has a part which is in no single file."""
@@ -460,7 +471,7 @@ def tokenizers(found: Checkpoint, progress: Progress) -> dict[str, bytes]:
         if not found.is_partial or found.root is None or (found.root / component.folder).is_dir():
             held = assembled.source_of(found.folder(component.folder, progress))
             if held is not None:
-                carried |= tokenizer_files.carried(held.path, held.contents.tensors)
+                carried |= tokenizer_files.carried(held.path, held.contents.tensors, held.prefix)
         if not carried and not found.is_partial:
             carried |= tokenizer_files.of_folder(found.folder(text.tokenizer_folder, progress))
     return carried

@@ -62,20 +62,31 @@ class TokenizerFile:
     name: str
 
 
-def embedded(path: Path, tensors: Mapping[str, TensorFile]) -> TokenizerFile | None:
-    """The tokenizer that a file carries along; None where it has none, or GGUF's of a kind that no model here has."""
+def embedded(path: Path, tensors: Mapping[str, TensorFile], prefix: str = "") -> TokenizerFile | None:
+    """The tokenizer that a file carries along for the network whose tensors have the `prefix`; None where it has none,
+    or GGUF's of a kind that no model here has.
+
+    In a checkpoint of several networks its tensor is inside the encoder, or beside it as ComfyUI saves it.
+    """
     if path.suffix == gguf_file.SUFFIX:
         fields = gguf_file.read_header(path)[1]
         kind = gguf_file.text_of(fields, f"{_GGUF}model")
         is_known = kind == "t5" or (kind == "gpt2" and gguf_file.text_of(fields, f"{_GGUF}pre") in _WORDS)
         return TokenizerFile(path, _GGUF) if is_known else None
-    found = tensors.get(SENTENCEPIECE) or tensors.get(TEKKEN)
-    return None if found is None else TokenizerFile(path, found.name)
+    known = (name for own in TENSORS for name in tensors if name.rpartition(".")[2] == own)
+    nearest = max(known, key=lambda name: _nearness(name, prefix), default="")
+    return TokenizerFile(path, tensors[nearest].name) if nearest and _nearness(nearest, prefix) >= 0 else None
 
 
-def carried(path: Path, tensors: Mapping[str, TensorFile]) -> dict[str, bytes]:
+def _nearness(name: str, prefix: str) -> int:
+    """How much of a network's prefix a tensor shares; below 0 for one of another network."""
+    place = name[: len(name) - len(name.rpartition(".")[2])]
+    return len(place) if prefix.startswith(place) else len(prefix) if place.startswith(prefix) else -1
+
+
+def carried(path: Path, tensors: Mapping[str, TensorFile], prefix: str = "") -> dict[str, bytes]:
     """The contents of the tokenizers that a file carries along, by the names that safetensors files have for them."""
-    if (found := embedded(path, tensors)) is None:
+    if (found := embedded(path, tensors, prefix)) is None:
         return {}
     if found.name == _GGUF:
         values = _fields(path)
