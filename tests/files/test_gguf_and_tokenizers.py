@@ -17,8 +17,10 @@ from comfyui_tpu.tpu_runtime import tokens
 from comfyui_tpu.tpu_runtime.checkpoints import assembled, checkpoint, hub, load, tiny
 from comfyui_tpu.tpu_runtime.files import CheckpointError, read_header
 from comfyui_tpu.tpu_runtime.formats import contents, tokenizer_files
+from comfyui_tpu.tpu_runtime.formats.layout import Shapes
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
+from comfyui_tpu.tpu_runtime.programs import modules
 from comfyui_tpu.tpu_runtime.progress import Silent
 from safetensors.torch import load_file, save_file
 
@@ -71,6 +73,64 @@ def test_a_gguf_of_z_image_holds_the_folders_tensors(tmp_path: Path):
         ours = {name: reader.slice(tensor, ()) for name, tensor in assembled.own_tensors(held).items()}
     assert held.layout.class_name == "ZImageTransformer2DModel" and ours.keys() == theirs.keys()
     assert not [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
+
+
+def write_as_stable_diffusion_cpp(path: Path, tensors: single_files.Tensors) -> Path:
+    """As its `convert_tensors_to_gguf`: ggml counts dimensions up to the last that is not 1, which is torch's first,
+    and the first two of five are one.
+    """
+    writer = gguf.GGUFWriter(str(path), "any")
+    for name, tensor in tensors.items():
+        array = tensor.float().numpy()
+        if array.ndim == 5:
+            array = array.reshape(-1, *array.shape[2:])
+        while array.ndim > 1 and array.shape[0] == 1:
+            array = array[0]
+        writer.add_tensor(name, np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+# Networks whose weights have a first dimension of 1, or five: all of this kind that the families have.
+OF_STABLE_DIFFUSION_CPP = [
+    ("wan2.1-t2v-14b", "transformer"),
+    ("wan2.1-flf2v-14b-720p", "transformer"),
+    ("wan2.2-ti2v-5b", "transformer"),
+    ("z-image-turbo", "transformer"),
+    ("hunyuanvideo1.5-t2v-720p", "transformer"),
+    ("flux2-klein-4b", "transformer"),
+    ("wan2.1-t2v-14b", "vae_decoder"),
+    ("hunyuanvideo1.5-t2v-720p", "vae_decoder"),
+]
+
+
+@pytest.mark.parametrize(("model", "name"), OF_STABLE_DIFFUSION_CPP)
+def test_a_gguf_without_leading_dimensions_holds_the_folders_tensors(model: str, name: str, tmp_path: Path):
+    spec = spec_by_name(model)
+    component = spec.component(name)
+    folder = tiny.ensure(spec) / component.folder
+    config = json.loads((folder / "config.json").read_text())
+    theirs = single_files.load_folder(folder)
+    path = write_as_stable_diffusion_cpp(
+        tmp_path / "file.gguf", single_files.makers(component.class_name, config, theirs)
+    )
+    (held,) = contents.networks(path, LAYOUTS)
+    network = modules.build(component, config)
+    files = checkpoint.match(network, assembled.own_tensors(held), folder)
+    with contextlib.ExitStack() as stack:
+        reader = load.Reader(stack, lambda: None)
+        for own, weight in network.weights.items():
+            for source, file in zip(weight.sources, files[own], strict=True):
+                wanted = theirs[source]
+                assert torch.equal(reader.slice(file, ()), wanted), source
+                part = tuple(slice(0, -(-size // 2)) for size in wanted.shape)
+                assert torch.equal(reader.slice(file, part), wanted[part]), source
+    own = held.layout.config(Shapes(assembled.own_tensors(held)), {**component.config, **config})
+    for key in own.keys() & {"in_channels", "patch_size", "pos_embed_seq_len"}:
+        assert own[key] == (tuple(config[key]) if isinstance(config[key], list) else config[key]), key
 
 
 def test_a_gguf_without_its_patch_embedding_is_no_wan(tmp_path: Path):

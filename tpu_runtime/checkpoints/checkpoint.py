@@ -15,7 +15,7 @@ from ..cache.store import signature
 from ..files import CheckpointError, TensorFile, read_json
 from ..formats import codes, contents, names, quantized, tokenizer_files
 from ..formats.contents import Contents, Held
-from ..formats.stored import Cropped, Reshaped, made_of
+from ..formats.stored import Cropped, Reshaped, Unsqueezed, made_of
 from ..model_spec import Component, ModelSpec, Table
 from ..models.layouts import LAYOUTS
 from ..progress import Progress, Silent
@@ -387,10 +387,12 @@ def match(network: "Network", tensors: Mapping[str, TensorFile], folder: Path) -
 
 
 def _fitted(file: TensorFile, shape: tuple[int, ...]) -> TensorFile:
-    """A tensor in the shape that a network wants, where that is the same but for dimensions of 1 at its end, or where
-    a format of blocks has filled it up.
+    """A tensor in the shape that a network wants, where that is the same but for dimensions of 1 at its end or its
+    beginning, or where a format of blocks has filled it up.
     """
     found = file.shape
+    if 0 < len(found) < len(shape) and shape == (*[1] * (len(shape) - len(found)), *found):
+        return made_of(file, shape, Unsqueezed(file, shape))
     if len(found) > len(shape) and found == (*shape, *[1] * (len(found) - len(shape))):
         return made_of(file, shape, Reshaped(file, shape))
     if isinstance(file.made, codes.Nvfp4 | codes.Mxfp8) and len(shape) == 2 and found != shape:

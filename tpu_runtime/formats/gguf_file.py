@@ -1,6 +1,7 @@
 """GGUF files: tensors in llama.cpp's formats, decoded by the `gguf` package row by row.
 
 A tensor has at most four dimensions there, the last first; ComfyUI-GGUF notes the shape of one that had more.
+stable-diffusion.cpp joins the first two of a convolution over frames, whose bias then tells the first.
 """
 
 import functools
@@ -100,12 +101,26 @@ def _read_header(path: Path, size: int, modified: int) -> tuple[dict[str, Tensor
             "model in one of these."
         )
     files = {}
+    stored = {
+        name: tuple(int(each) for each in reversed(tensor.shape.tolist())) for name, (tensor, _) in tensors.items()
+    }
     for name, (tensor, kind) in tensors.items():
-        shape = _shape(path, name, tuple(int(each) for each in reversed(tensor.shape.tolist())), fields)
+        shape = _shape(path, name, _split(name, stored), fields)
         block, block_bytes = GGML_QUANT_SIZES[tensor.tensor_type]
         made = Packed(path=path, offset=int(tensor.data_offset), kind=kind, shape=shape, block=block, size=block_bytes)
         files[name] = TensorFile(path=path, name=name, shape=shape, dtype="F32", made=made)
     return files, fields
+
+
+def _split(name: str, stored: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """A tensor's shape, with the first two dimensions of a convolution over frames apart: of one over pixels the first
+    alone is as long as the bias.
+    """
+    shape = stored[name]
+    layer, _, own = name.rpartition(".")
+    bias = stored.get(f"{layer}.bias", ())
+    is_joined = own == "weight" and len(shape) == 4 and len(bias) == 1 and 0 < bias[0] < shape[0]
+    return (bias[0], shape[0] // bias[0], *shape[1:]) if is_joined and shape[0] % bias[0] == 0 else shape
 
 
 def _shape(path: Path, name: str, shape: tuple[int, ...], fields: Mapping[str, Any]) -> tuple[int, ...]:

@@ -72,6 +72,22 @@ class Reshaped:
 
 
 @dataclass(frozen=True)
+class Unsqueezed:
+    """A tensor with dimensions of 1 before its own, which GGUF's writers leave out: `shape` has them."""
+
+    source: TensorFile
+    shape: tuple[int, ...]
+
+    def read(self, index: Index, read: Read) -> "torch.Tensor":
+        leading = len(self.shape) - len(self.source.shape)
+        found = read(self.source, index[leading:]).reshape(*[1] * leading, *self._inner(index, leading))
+        return found[(*index[:leading], *[slice(None)] * len(self.source.shape))] if index else found
+
+    def _inner(self, index: Index, leading: int) -> list[int]:
+        return [stop - start for start, stop in full(index[leading:], self.source.shape)]
+
+
+@dataclass(frozen=True)
 class Cropped:
     """The first rows and columns of a tensor that a format has filled up to whole blocks."""
 

@@ -27,7 +27,8 @@ def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
         config["added_kv_proj_dim"] = dim
         config["image_dim"] = shapes.of(f"{embedder}.image_embedder.norm1.weight", 1)[0]
     if f"{embedder}.image_embedder.pos_embed" in shapes:
-        config["pos_embed_seq_len"] = shapes.of(f"{embedder}.image_embedder.pos_embed", 3)[1]
+        # GGUF's writers leave the first dimension out, which is 1.
+        config["pos_embed_seq_len"] = shapes[f"{embedder}.image_embedder.pos_embed"][-2]
     return config
 
 
