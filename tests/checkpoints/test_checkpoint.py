@@ -216,6 +216,32 @@ def test_a_single_weight_file_and_the_other_name_of_the_embedding_load_too(copie
     assert (runner.encode(model(copied), "cat", "", Silent())[0][0][0] == expected).all()
 
 
+@pytest.mark.parametrize("shard", ["80KB", "1GB"], ids=["shards", "one file"])
+@pytest.mark.parametrize("variants", [["fp16"], ["bf16", "fp16"], ["fp16", None]], ids=str)
+def test_a_variant_of_diffusers_and_transformers_is_read_as_they_write_it(
+    variants: list[str | None], shard: str, tmp_path: Path
+):
+    """The usual files count where they are there too."""
+    import diffusers
+    import transformers
+
+    source = tiny.ensure(SPEC)
+    for kind, name in ((diffusers.AutoencoderKLWan, "vae"), (transformers.UMT5EncoderModel, "text_encoder")):
+        network = kind.from_pretrained(source / name)
+        component = next(part for part in SPEC.components if part.folder == name)
+        for variant in variants:
+            network.save_pretrained(tmp_path / name, variant=variant, max_shard_size=shard)
+        used = checkpoint.read_headers(tmp_path / name, component)
+        shapes = {own: tuple(tensor.shape) for own, tensor in network.named_parameters()}
+        # Shards without a tensor that is loaded are left out.
+        assert used.keys() <= shapes.keys() | {"encoder.embed_tokens.weight"}
+        assert all(file.shape == shapes.get(own, file.shape) for own, file in used.items())
+        files = {file.path.name for file in used.values()}
+        chosen = None if None in variants else min(map(str, variants))
+        assert {next((v for v in ("bf16", "fp16") if f".{v}" in file), None) for file in files} == {chosen}
+        assert (len(files) > 1) == (shard == "80KB")
+
+
 def test_cancelling_while_loading_leaves_nothing_behind(copied: Path, runner: Runner):
     class Cancelled(Exception):
         pass

@@ -31,6 +31,8 @@ SCHEDULER_CONFIG = "scheduler/scheduler_config.json"
 Found = TypeVar("Found")
 # What is fetched from a folder on the Hub next to weights: configs, indices, tokenizers. Never code.
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+# Names of weight indices, the variant's before the last dot.
+_INDICES = re.compile(r".+\.safetensors\.index(\.[\w-]+)?\.json")
 # How the libraries name the weights of one file.
 WEIGHTS = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
 
@@ -292,14 +294,18 @@ def weight_names(folder: Path, component: Component) -> list[str]:
     """Names of a component's weight files: those of its index that hold a tensor which is loaded, or the single one.
 
     Looks at the folder for an index and for a single file of another than the usual name; the files need not be there.
+    The same weights may be there in several formats, under other names: without the usual ones a `variant` counts, as
+    diffusers and transformers call it.
     """
     usual = WEIGHTS[component.library]
-    # The same weights may be there in several formats, under other names.
-    indices = sorted(folder.glob("*.safetensors.index.json"), key=lambda path: path.name != f"{usual}.index.json")
-    if not indices:
-        singles = sorted(path.name for path in folder.glob("*.safetensors"))
-        return singles if len(singles) == 1 else [usual]
-    index = indices[0]
+    singles = sorted(path.name for path in folder.glob("*.safetensors"))
+    indices = [path for path in sorted(folder.glob("*.json")) if _INDICES.fullmatch(path.name)]
+    index = min(indices, key=lambda path: _usualness(path.name, f"{usual}.index.json"), default=None)
+    if index is None or (usual in singles and not index.name.endswith(".index.json")):
+        if len(singles) == 1 or usual in singles:
+            return singles if len(singles) == 1 else [usual]
+        variants = (name for name in singles if re.fullmatch(rf"{usual.partition('.')[0]}\.\w+\.safetensors", name))
+        return [next(variants, usual)]
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index} has no weight_map from tensors to files. Download the checkpoint again.")
@@ -307,6 +313,11 @@ def weight_names(folder: Path, component: Component) -> list[str]:
     if strange := [name for name in names if not re.fullmatch(r"[\w.-]+\.safetensors", name)]:
         raise CheckpointError(f"{index} names a weight file {strange[0]!r}; only .safetensors beside it are read.")
     return names
+
+
+def _usualness(name: str, usual: str) -> tuple[bool, bool, str]:
+    """A key by which the usual name comes first, then one of the usual form, then variants."""
+    return name != usual, not name.endswith(".index.json"), name
 
 
 def _loaded_files(component: Component, weight_map: Mapping[str, str]) -> set[str]:
