@@ -105,7 +105,8 @@ def _choose(host: Host, *, family: str, precision: str, quality: str, **parts: s
     spec, folders, model_id = spec_for_family(family), host.folders.models, chosen_id(parts)
     found = choose_model(spec, model_id, precision=precision, quality=quality, folders=folders, progress=host)
     if runtime.is_of_files(model_id):
-        host.text(f"{model_id} is taken for {found.spec.title}")
+        more = runtime.assumed(spec, model_id, folders)
+        host.text(f"{model_id} is taken for {found.spec.title}" + (f"; {more}" if more else ""))
     return (found,)
 
 

@@ -25,6 +25,7 @@ from .checkpoints.model_ref import (
     HeldTensors,
     Lora,
     ModelRef,
+    assumed,
     choose_model,
     choose_part,
     variant,

@@ -22,7 +22,7 @@ from ..formats.layout import Shapes
 from ..formats.tokenizer_files import TokenizerFile
 from ..model_spec import Component, ModelSpec
 from ..models.layouts import LAYOUTS
-from . import tiny
+from . import tiny, told
 
 SOURCE = "source.json"
 # Part of the digest: increase it when what is written changes.
@@ -48,10 +48,10 @@ def _own_tensors(path: Path, modified: int, prefix: str) -> Mapping[str, TensorF
     return names.translated(kept, table)
 
 
-def folder_config(held: Held, spec: ModelSpec, folder: str) -> dict[str, Any]:
+def folder_config(held: Held, spec: ModelSpec, folder: str, said: told.Said = told.NOTHING) -> dict[str, Any]:
     """The config of a folder that a file stands for: its network's, or that of the whole of which there are parts."""
     first, *others = spec.parts_of(folder)
-    own = config_of(held, first)
+    own = config_of(held, first, said)
     if (whole := first.whole(others)) == first.class_name:
         return own
     said = held.contents.config
@@ -59,12 +59,15 @@ def folder_config(held: Held, spec: ModelSpec, folder: str) -> dict[str, Any]:
     return {"architectures": [whole], first.config_part: own, **more}
 
 
-def config_of(held: Held, component: Component) -> dict[str, Any]:
-    """A network's config: the file's own, where it has one, or else the published one with what the tensors say."""
+def config_of(held: Held, component: Component, known: told.Said = told.NOTHING) -> dict[str, Any]:
+    """A network's config: the file's own, where it has one, or else the published one with what the tensors say, and
+    what its marks, its metadata, the user and its name tell, where tensors do not.
+    """
     said = held.contents.config
     said = said.get(component.name, said.get(component.folder, said))
     said = said if isinstance(said, dict) else {}
-    base = {**component.config, **said}
+    published = told.numbered(held, component.config)
+    base = {**published, **said}
     try:
         derived = held.layout.config(Shapes(own_tensors(held)), base)
     except (ValueError, ZeroDivisionError, TypeError, KeyError, IndexError) as error:
@@ -73,8 +76,10 @@ def config_of(held: Held, component: Component) -> dict[str, Any]:
         raise CheckpointError(
             f"{held.path}: the sizes of its tensors are not those of a {component.class_name}; it is damaged."
         ) from error
+    flags = {key: told.flag(held, component, key, known) for key in held.layout.flags.keys() - said.keys()}
     # One that has all that tensors say is whole; what it leaves out is upstream's default then.
-    config = {**said} if derived.keys() <= said.keys() else {**component.config, **derived, **said}
+    whole = derived.keys() <= said.keys()
+    config = {**said, **flags} if whole else {**published, **derived, **flags, **said}
     kind = {"_class_name": component.class_name} if component.library == "diffusers" else {}
     return {**config, **(kind or {"architectures": [component.class_name]})}
 

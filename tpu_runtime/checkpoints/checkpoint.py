@@ -463,7 +463,7 @@ def network(found: Checkpoint, name: str, progress: Progress) -> Held:
     own = by_own_names(read_headers(folder, component), component.aliases)
     tensors = names.originals(own, _table(component, own))
     first = next(iter(own.values()))
-    flags = (tensor for key, tensor in layout.flags.items() if config.get(key))
+    flags = (flag.mark for key, flag in layout.flags.items() if config.get(key))
     tensors |= {name: TensorFile(path=first.path, name=name, shape=(0,)) for name in flags}
     return Held(contents=Contents(path=folder, tensors=tensors, metadata={}), prefix="", layout=layout, tensors=tensors)
 

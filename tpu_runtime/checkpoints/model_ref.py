@@ -131,6 +131,13 @@ def choose_model(
     return model
 
 
+def assumed(spec: ModelSpec, model_id: str, folders: tuple[str, ...] = ()) -> str:
+    """What to tell the user where files could be another model of the family of `spec` as well; empty where not."""
+    if not parts.is_of_files(model_id):
+        return ""
+    return parts.resolve(model_id, [one for one in models.SPECS if one.family == spec.family], folders).assumed
+
+
 def choose_part(
     specs: Sequence[ModelSpec],
     model_id: str,

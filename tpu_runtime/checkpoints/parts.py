@@ -7,11 +7,10 @@ next to the others, in the host's folders.
 
 import contextlib
 import difflib
-import itertools
+import logging
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +20,12 @@ from ..formats import contents
 from ..formats.contents import Held
 from ..model_spec import Component, ModelSpec
 from ..models.layouts import LAYOUTS, published
-from . import assembled, compatibility, hub
+from . import assembled, compatibility, hub, told
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 SEPARATOR = " + "
 # Folders that are looked through for a missing part, and no others: those with denoisers are large.
@@ -44,6 +45,9 @@ class Parts:
     parts: Mapping[str, Held]
     configs: Mapping[str, Mapping[str, Any]]
     rest: str = ""
+    # What the user is told where it could be another model as well, and asked where a value is open.
+    assumed: str = ""
+    question: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +57,12 @@ class _Given:
     networks: tuple[Held, ...]
     specs: tuple[ModelSpec, ...] = ()
     rest: str = ""
-    names: tuple[str, ...] = field(default=())
+
+    @property
+    def titles(self) -> tuple[str, ...]:
+        """What the files are called, by themselves and by whoever stored them."""
+        found = (title.lower() for held in self.networks for title in held.contents.titles)
+        return tuple(dict.fromkeys(found))
 
 
 @dataclass(frozen=True)
@@ -110,14 +119,13 @@ def files_in(folder: str) -> Iterator[str]:
 
 def _given(model_id: str, folders: Sequence[str]) -> _Given:
     networks: list[Held] = []
-    specs, rest, names = [], [], []
+    specs, rest = [], []
     by_name = {spec.name: spec for spec in models.SPECS}
     for entry in entries(model_id):
         if entry in by_name:
             specs.append(by_name[entry])
         elif contents.is_weights(entry):
             networks += contents.networks(find(entry, folders), LAYOUTS)
-            names.append(Path(entry).name.lower())
         else:
             rest.append(entry)
     if len(rest) > 1:
@@ -127,7 +135,7 @@ def _given(model_id: str, folders: Sequence[str]) -> _Given:
         )
     if not networks:
         raise CheckpointError(f"model_id is {model_id}: none of its parts is a file of weights.")
-    return _Given(networks=tuple(networks), specs=tuple(specs), rest="".join(rest), names=tuple(names))
+    return _Given(networks=tuple(networks), specs=tuple(specs), rest="".join(rest))
 
 
 def held_tensor(held: Held, name: str) -> "torch.Tensor | None":
@@ -172,20 +180,58 @@ def resolve(model_id: str, specs: Iterable[ModelSpec], folders: Sequence[str] = 
     problems = [one for one in found if isinstance(one, _Problem)]
     if not fitting:
         raise CheckpointError(_best_problem(model_id, candidates, problems, given))
-    return max(fitting, key=lambda one: _rank(one, given))
+    best = max(fitting, key=lambda one: _rank(one, given))
+    if best.question:
+        raise CheckpointError(best.question)
+    if not needs_all or not (titles := _titles(best)):
+        return best
+    notes = [told.distilled_sentence(best.spec, titles)]
+    alike = (one for one in fitting if (_misfit(one), _experts(one)) == (_misfit(best), _experts(best)))
+    rivals = [one.spec for one in alike if one is not best and not given.specs]
+    if rivals and not _is_rest(best.spec, given) and not told.is_decided(best.spec, rivals, titles):
+        if any(told.differences(rival) != told.differences(best.spec) for rival in rivals):
+            raise CheckpointError(told.open_sentence(model_id, [best.spec, *rivals]))
+        notes.insert(0, told.assumed_sentence(rivals))
+    if assumed := "; ".join(filter(None, notes)):
+        log.warning("%s is taken for %s; %s.", model_id, best.spec.title, assumed)
+    return replace(best, assumed=assumed)
 
 
-def _rank(one: Parts, given: _Given) -> tuple[float, float]:
-    """Among models that fit, the one that the files' names suggest, then the one with the most published sizes."""
-    words = set(itertools.chain.from_iterable(map(_words, given.names)))
-    own = _words(one.spec.name)
-    hint = sum(1.0 if word in words else -0.4 for word in own)
-    return hint, compatibility.likeness(one.spec, one.configs)
+def _rank(one: Parts, given: _Given) -> tuple[bool, bool, float, float]:
+    """Among models that fit, the one whose files are published under these names, the one that the user names beside
+    them, the one that the names suggest, then the one with the most published sizes.
+    """
+    words = set().union(*map(told.words_of, given.titles))
+    hint = sum(1.0 if word in words else -0.4 for word in told.words_of(one.spec.name))
+    is_published = told.is_published(one.spec, _titles(one))
+    return is_published, _is_rest(one.spec, given), hint, compatibility.likeness(one.spec, one.configs)
 
 
-def _words(name: str) -> set[str]:
-    """The parts of a name that tell models apart: `480p`, `i2v`, `base`, and sizes without a dot."""
-    return set(re.findall(r"[a-z]+\d+[a-z]+\d*|\d+p|\d+b|[a-z]+", name.lower().replace("1.3b", "13b")))
+def _is_rest(spec: ModelSpec, given: _Given) -> bool:
+    """Whether what is in no file is that of this model."""
+    return given.rest in (spec.published.hub_id, *spec.miniature.ids)
+
+
+def _denoisers(spec: ModelSpec, placed: Mapping[str, Any]) -> list[Any]:
+    """What is known of the folders of a model's denoisers."""
+    folders = (spec.component(name).folder for name in spec.denoiser.experts)
+    return [placed[folder] for folder in folders if folder in placed]
+
+
+def _titles(one: Parts) -> list[str]:
+    """What the files of the denoisers are called."""
+    return [title.lower() for held in _denoisers(one.spec, one.parts) for title in held.contents.titles]
+
+
+def _experts(one: Parts) -> int:
+    return len(one.spec.denoiser.experts)
+
+
+def _misfit(one: Parts) -> int:
+    """In how many values the configs of the denoisers are not the published ones."""
+    published = one.spec.component(one.spec.denoiser.experts[0]).config
+    configs = _denoisers(one.spec, one.configs)
+    return sum(config.get(key) != value for config in configs for key, value in published.items())
 
 
 def _fit(spec: ModelSpec, given: _Given, folders: Sequence[str], *, needs_all: bool) -> "Parts | _Problem":
@@ -196,21 +242,32 @@ def _fit(spec: ModelSpec, given: _Given, folders: Sequence[str], *, needs_all: b
     if isinstance(placed, _Problem):
         return placed
     components = {name: spec.parts_of(name)[0] for name in dict.fromkeys(one.folder for one in spec.components)}
+    said = told.Said(names=(*(one.name for one in given.specs), *filter(None, [given.rest])), asks=needs_all)
     try:
-        configs = {name: assembled.folder_config(held, spec, name) for name, held in placed.items()}
+        configs, question = _configs(spec, placed, said)
     except CheckpointError as error:
         return _Problem(2, str(error))
     if problem := _problem(spec, placed, configs):
         return _Problem(3, problem)
     if problem := _experts_problem(spec, placed, has_rest=bool(given.rest) or not needs_all):
         return _Problem(4, problem)
+    if needs_all and not given.specs and (problem := _relative(spec, placed)):
+        return _Problem(6, problem)
     missing = [name for name in components if name not in placed]
     for name in missing if needs_all and not given.rest else ():
         found = _look_for(spec, components[name], placed, configs, folders)
         if found is None:
             return _Problem(5, _missing(spec, components[name]))
         placed[name], configs[name] = found
-    return Parts(spec=spec, parts=placed, configs=configs, rest=given.rest)
+    return Parts(spec=spec, parts=placed, configs=configs, rest=given.rest, question=question)
+
+
+def _configs(spec: ModelSpec, placed: Mapping[str, Held], said: told.Said) -> tuple[dict[str, Mapping[str, Any]], str]:
+    """The config of each folder that a file is, and what the user is asked of them."""
+    try:
+        return {name: assembled.folder_config(held, spec, name, said) for name, held in placed.items()}, ""
+    except told.OpenError as error:
+        return _configs(spec, placed, replace(said, asks=False))[0], str(error)
 
 
 def _place(spec: ModelSpec, networks: Sequence[Held]) -> "dict[str, Held] | _Problem":
@@ -250,6 +307,12 @@ def _experts_problem(spec: ModelSpec, placed: Mapping[str, Held], *, has_rest: b
     return None
 
 
+def _relative(spec: ModelSpec, placed: Mapping[str, Held]) -> str | None:
+    """What the files of the denoisers are by their names, where that is not this model."""
+    found = (told.relative(held, spec) or told.expert(held, spec) for held in _denoisers(spec, placed))
+    return next(filter(None, found), None)
+
+
 def _problem(spec: ModelSpec, placed: Mapping[str, Held], configs: Mapping[str, Mapping[str, Any]]) -> str | None:
     """What of these configs the model cannot run."""
     known = [component for component in spec.components if component.folder in placed]
@@ -269,8 +332,11 @@ def _look_for(
     configs: Mapping[str, Mapping[str, Any]],
     folders: Sequence[str],
 ) -> tuple[Held, dict[str, Any]] | None:
-    """The largest file in the host's folders that is this part of the model: of several formats the most exact."""
-    found: list[tuple[int, str, Held, dict[str, Any]]] = []
+    """The file in the host's folders that is this part of the model: one that is published under its name, or else the
+    largest; of several formats that is the most exact.
+    """
+    found: list[tuple[bool, int, str, Held, dict[str, Any]]] = []
+    place = _FOLDERS.get(component.folder, "text_encoders")
     for folder in (folder for folder in folders if Path(folder).name.lower() in _LOOKED_THROUGH):
         for name in files_in(folder):
             path = Path(folder, name)
@@ -281,12 +347,13 @@ def _look_for(
                     config = assembled.folder_config(held, spec, component.folder)
                     both = {**placed, component.folder: held}
                     if _problem(spec, both, {**configs, component.folder: config}) is None:
-                        found.append((path.stat().st_size, name, held, config))
+                        is_own = told.is_published(spec, [path.name.lower()], place)
+                        found.append((is_own, path.stat().st_size, name, held, config))
             except (CheckpointError, OSError):
                 continue  # a file of something else, or one that is damaged
     if not found:
         return None
-    _, _, held, config = max(found, key=lambda each: (each[0], each[1]))
+    *_, held, config = max(found, key=lambda each: each[:3])
     return held, config
 
 
@@ -307,8 +374,8 @@ def _missing(spec: ModelSpec, component: Component) -> str:
 
 def _best_problem(model_id: str, candidates: Sequence[ModelSpec], problems: "Sequence[_Problem]", given: _Given) -> str:
     """The sentence of the model that is meant: the nearest to fitting, by the files' names of several."""
-    words = set(itertools.chain.from_iterable(map(_words, given.names)))
+    words = set().union(*map(told.words_of, given.titles))
     pairs = list(zip(candidates, problems, strict=True))
     if not pairs:
         return f"model_id is {model_id}: there is no such model."
-    return max(pairs, key=lambda pair: (pair[1].nearness, len(_words(pair[0].name) & words)))[1].sentence
+    return max(pairs, key=lambda pair: (pair[1].nearness, len(told.words_of(pair[0].name) & words)))[1].sentence

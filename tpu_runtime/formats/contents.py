@@ -23,6 +23,9 @@ _ALONE = ("", "model.", "diffusion_model.", "transformer.", "module.")
 # llama.cpp turns queries and keys of these for its rotary embedding.
 _TURNED = {"llama": ("attn_q", "attn_k"), "mistral3": ("attn_q", "attn_k")}
 _NAMES_IN_TEXT = 4
+# Metadata that names the model (https://github.com/Stability-AI/ModelSpec).
+_TITLES = ("modelspec.architecture", "modelspec.title")
+_LONGEST_TITLE = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,12 @@ class Contents:
         except ValueError:
             return {}
         return found if isinstance(found, dict) else {}
+
+    @property
+    def titles(self) -> tuple[str, ...]:
+        """What the file calls its model, in its metadata and by its own name, in this order."""
+        said = (self.metadata.get(key, "") for key in (*gguf_file.TITLES, *_TITLES))
+        return tuple(title[:_LONGEST_TITLE] for title in (*said, self.path.name) if title)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +85,9 @@ def _read(path: Path, size: int, modified: int) -> Contents:
     if path.suffix == gguf_file.SUFFIX:
         tensors, fields = gguf_file.read_header(path)
         architecture = gguf_file.text_of(fields, "general.architecture") or ""
-        return Contents(path=path, tensors=_turned(tensors, architecture, fields), metadata={})
+        return Contents(
+            path=path, tensors=_turned(tensors, architecture, fields), metadata=gguf_file.metadata_of(path, fields)
+        )
     tensors, metadata = header(path)
     return Contents(path=path, tensors=codes.decoded(tensors, metadata), metadata=metadata)
 
@@ -123,8 +134,12 @@ def networks(path: Path, layouts: Sequence[FileLayout]) -> list[Held]:
         )
     for held in found:
         for start, what in held.layout.refused.items():
-            if any(name.startswith(start) for name in held.tensors):
-                raise CheckpointError(f"{path} is {what} (it has {start}), which is not supported here.")
+            pattern = re.compile(r"\d+".join(map(re.escape, start.split("*"))))
+            if any(map(pattern.match, held.tensors)):
+                raise CheckpointError(
+                    f"{path} is {what} (it has {start}), which is not supported here. Use a file of one of the models "
+                    "in docs/files.md."
+                )
     return found
 
 

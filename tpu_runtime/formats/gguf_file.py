@@ -27,6 +27,12 @@ _PLAIN = {"F32": np.float32, "F16": np.float16, "F64": np.float64}
 FORMATS = (
     *_PLAIN, "BF16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "IQ4_NL", "IQ4_XS",
 )  # fmt: skip
+# Fields that name the model.
+TITLES = ("general.name", "general.basename", "general.finetune")
+# Numbers of a language model that no shape tells, by what their fields' names end with: keys of its config.
+NUMBERS = {"rope.freq_base": "rope_theta", "attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+# What they may be.
+_BOUNDS = {"rope_theta": (1.0, 1e10), "rms_norm_eps": (1e-10, 1e-2)}
 # Elements that are decoded at a time: the arithmetic has several copies of them.
 _AT_ONCE = 2**22
 
@@ -139,3 +145,24 @@ def text_of(fields: Mapping[str, Any], name: str) -> str | None:
     field = fields.get(name)
     found = None if field is None else field.contents()
     return found if isinstance(found, str) else None
+
+
+def metadata_of(path: Path, fields: Mapping[str, Any]) -> dict[str, str]:
+    """What a file says of its model as text, by name: titles, and numbers by the key of a config; `CheckpointError` for
+    a number that no model has.
+    """
+    found = {name: text for name in TITLES if (text := text_of(fields, name))}
+    architecture = text_of(fields, "general.architecture") or ""
+    for ending, key in NUMBERS.items():
+        title = f"{architecture}.{ending}"
+        if (field := fields.get(title)) is None:
+            continue
+        number, (low, high) = field.contents(), _BOUNDS[key]
+        if not isinstance(number, int | float) or not low <= number <= high:
+            raise CheckpointError(
+                f"{path}: {title} is {str(number)[:40]}, and must be from {low} to {high}; the file is damaged. Get it "
+                "again."
+            )
+        # The format has float32: 1e-06 is 9.99999997e-07 there.
+        found[key] = f"{number:.6g}"
+    return found

@@ -68,17 +68,32 @@ def under(theirs: str, own: str, pairs: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Flag:
+    """A key of a config that is true or false and that no weight's shape tells.
+
+    The empty tensor `mark` says that it is true. Without it a name decides in which one of the patterns `true` or
+    `false` is found. For the user who is asked, `meaning` says what the two are, and `answers` what to add for each.
+    """
+
+    mark: str
+    true: str
+    false: str
+    meaning: str
+    answers: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class FileLayout:
     """How files hold a network of `class_name`.
 
-    A file holds it if it has all tensors of one of `marks`; `*` in a name stands for a number, and one that begins with
-    `!` must not be there. `refused` are beginnings of names that only another network has, with what that is.
+    A file holds it if it has all tensors of one of `marks`; one that begins with `!` must not be there. `refused` are
+    beginnings of names that only another network has, with what that is; `*` in one stands for a number. `relatives`
+    are networks of the same tensors that compute something else, by a pattern of their files' names.
     `table(names)` is what the makers call its modules, where its component does not say it (see `Component`), for names
     of theirs or of diffusers;
     `config(shapes, base)` what tensors, by its own names, say of its config, over the published config `base`. Tensors
-    whose names start with one of `ignored` belong to no network that is used; empty ones in `flags` say that a key of
-    the config is true. A tokenizer that is in the file has this
-    `chat_template`.
+    whose names start with one of `ignored` belong to no network that is used; `flags` are keys of the config that
+    weights do not tell. A tokenizer that is in the file has this `chat_template`.
     """
 
     class_name: str
@@ -86,8 +101,9 @@ class FileLayout:
     config: Callable[[Shapes, Mapping[str, Any]], Config]
     table: Callable[[Iterable[str]], Table] | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
+    relatives: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
-    flags: Mapping[str, str] = field(default_factory=dict)
+    flags: Mapping[str, Flag] = field(default_factory=dict)
     chat_template: str | None = None
 
     def is_in(self, names: Iterable[str]) -> bool:

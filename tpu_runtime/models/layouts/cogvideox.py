@@ -6,6 +6,9 @@ from typing import Any
 from ...files import CheckpointError
 from ...formats.layout import Config, FileLayout, Shapes
 
+# Networks with more inputs beside the sample's channels, by the channels that go in.
+_OF_CHANNELS = {33: "CogVideoX Fun", 48: "a CogVideoX that inpaints, such as VOID"}
+
 
 def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
     if len(shapes["patch_embed.proj.weight"]) != 2:
@@ -16,17 +19,22 @@ def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
     dim, patch = shapes.of("patch_embed.proj.weight", 2)
     (head_dim,) = shapes.of("transformer_blocks.0.attn1.norm_q.weight", 1)
     size = base["patch_size"] ** 2 * base["patch_size_t"]
+    if (channels := patch // size) in _OF_CHANNELS:
+        raise CheckpointError(
+            f"{shapes.path} is {_OF_CHANNELS[channels]} ({channels} channels in), which is not supported here. Use a "
+            "file of CogVideoX1.5-5B, or of CogVideoX1.5-5B-I2V."
+        )
     config: Config = {
         "attention_head_dim": head_dim,
-        "in_channels": patch // size,
+        "in_channels": channels,
         "num_attention_heads": dim // head_dim,
         "num_layers": shapes.count("transformer_blocks"),
         "out_channels": shapes.of("proj_out.weight", 2)[0] // size,
         "text_embed_dim": shapes.of("patch_embed.text_proj.weight", 2)[1],
         "time_embed_dim": shapes.of("time_embedding.linear_1.weight", 2)[0],
     }
-    if "ofs_embedding.linear_1.weight" in shapes:
-        config["ofs_embed_dim"] = shapes.of("ofs_embedding.linear_1.weight", 2)[0]
+    time = "ofs_embedding.linear_1.weight"
+    config["ofs_embed_dim"] = shapes.of(time, 2)[0] if time in shapes else None
     return config
 
 

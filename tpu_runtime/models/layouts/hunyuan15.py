@@ -3,14 +3,23 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ...files import CheckpointError
 from ...formats.layout import Config, FileLayout, Shapes, under
 from ...model_spec import Table
 from .cogvideox import vae_config
+
+# The channels that go into it.
+_UPSCALER = 98
 
 
 def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
     dim, in_channels, *_ = shapes.of("x_embedder.proj.weight", 5)
     (head_dim,) = shapes.of("transformer_blocks.0.attn.norm_q.weight", 1)
+    if in_channels == _UPSCALER:
+        raise CheckpointError(
+            f"{shapes.path} is HunyuanVideo 1.5's upscaler (SR; {in_channels} channels in), which is not supported "
+            "here. Use a file for text or an image to video, such as hunyuanvideo1.5_720p_t2v_fp16.safetensors."
+        )
     return {
         "attention_head_dim": head_dim,
         "image_embed_dim": shapes.of("image_embedder.norm_in.weight", 1)[0],
@@ -49,6 +58,7 @@ LAYOUTS = (
             ("txt_in.individual_token_refiner.blocks.0.norm1.weight", "vision_in.proj.0.weight"),
             ("context_embedder.token_refiner.refiner_blocks.0.norm1.weight", "image_embedder.norm_in.weight"),
         ),
+        relatives={r"sparse": "HunyuanVideo 1.5 with sparse attention"},
         config=denoiser_config,
     ),
     FileLayout(

@@ -3,10 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ...formats.layout import Config, FileLayout, Shapes
+from ...formats.layout import Config, FileLayout, Flag, Shapes
 
-# An empty tensor by which ComfyUI's files of Edit from 2511 on say that pictures have a time of their own.
-_ZERO_TIME = "__index_timestep_zero__"
+# Pictures have a time of their own in Edit from 2511 on, which some of ComfyUI's files say by an empty tensor, and
+# others by their names alone. FireRed's Edit is as 2509.
+_ZERO_TIME = Flag(
+    mark="__index_timestep_zero__",
+    true=r"2511",
+    false=r"2509|firered",
+    meaning="2511 of Qwen-Image Edit, whose images have a time of their own, or 2509",
+    answers="+ qwen-image-edit-2511 or + Qwen/Qwen-Image-Edit-2509",
+)
 
 
 def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
@@ -19,8 +26,6 @@ def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
         "num_attention_heads": dim // head_dim,
         "num_layers": shapes.count("transformer_blocks"),
         "out_channels": shapes.of("proj_out.weight", 2)[0] // base["patch_size"] ** 2,
-        "use_additional_t_cond": "time_text_embed.addition_t_embedding.weight" in shapes,
-        "zero_cond_t": _ZERO_TIME in shapes,
     }
 
 
@@ -28,8 +33,12 @@ LAYOUTS = (
     FileLayout(
         class_name="QwenImageTransformer2DModel",
         marks=(("txt_norm.weight", "img_in.weight", "transformer_blocks.0.img_mod.1.weight"),),
+        refused={
+            "time_text_embed.addition_t_embedding": "Qwen-Image Layered",
+            "controlnet_": "a ControlNet of Qwen-Image",
+        },
         config=denoiser_config,
-        ignored=(_ZERO_TIME,),
+        ignored=(_ZERO_TIME.mark,),
         flags={"zero_cond_t": _ZERO_TIME},
     ),
 )

@@ -5,13 +5,32 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ...files import CheckpointError
 from ...formats.layout import Config, FileLayout, Shapes, count, under
 from ...model_spec import Table
+
+# Networks with more inputs beside the sample's channels, by the channels that go in and come out.
+_OF_CHANNELS = {
+    (48, 16): "Wan 2.1 Fun Control, or another that is given a video",
+    (52, 16): "Wan 2.2 Fun Control",
+    (96, 48): "Lucy Edit",
+    (100, 48): "Wan 2.2 Fun Inpaint 5B",
+    (148, 48): "Wan 2.2 Fun Control 5B",
+}
+# Of ComfyUI's `model_type` in a file's config, those of the network that runs here.
+_TYPES = ("t2v", "i2v", "flf2v", "ti2v")
 
 
 def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
     """Heads are as wide as the published ones: tensors do not tell."""
     dim, in_channels, *patch = shapes.of("patch_embedding.weight", 5)
+    out_channels = shapes.of("proj_out.weight", 2)[0] // math.prod(patch)
+    kind = "a Wan of causal blocks" if base.get("causal_ar") else base.get("model_type", "t2v")
+    if other := _OF_CHANNELS.get((in_channels, out_channels)) or (kind not in _TYPES and kind):
+        raise CheckpointError(
+            f"{shapes.path} is {other} ({in_channels} channels in, {out_channels} out), which is not supported here. "
+            "Use a file of one of the Wans in docs/files.md."
+        )
     embedder = "condition_embedder"
     config: Config = {
         "ffn_dim": shapes.of("blocks.0.ffn.net.0.proj.weight", 2)[0],
@@ -19,16 +38,16 @@ def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
         "in_channels": in_channels,
         "num_attention_heads": dim // base["attention_head_dim"],
         "num_layers": shapes.count("blocks"),
-        "out_channels": shapes.of("proj_out.weight", 2)[0] // math.prod(patch),
+        "out_channels": out_channels,
         "patch_size": tuple(patch),
         "text_dim": shapes.of(f"{embedder}.text_embedder.linear_1.weight", 2)[1],
     }
-    if f"{embedder}.image_embedder.norm1.weight" in shapes:
-        config["added_kv_proj_dim"] = dim
-        config["image_dim"] = shapes.of(f"{embedder}.image_embedder.norm1.weight", 1)[0]
-    if f"{embedder}.image_embedder.pos_embed" in shapes:
-        # GGUF's writers leave the first dimension out, which is 1.
-        config["pos_embed_seq_len"] = shapes[f"{embedder}.image_embedder.pos_embed"][-2]
+    # Without their tensors there are none, whatever the published config says.
+    norm, places = f"{embedder}.image_embedder.norm1.weight", f"{embedder}.image_embedder.pos_embed"
+    config["added_kv_proj_dim"] = dim if norm in shapes else None
+    config["image_dim"] = shapes.of(norm, 1)[0] if norm in shapes else None
+    # GGUF's writers leave the first dimension out, which is 1.
+    config["pos_embed_seq_len"] = shapes[places][-2] if places in shapes else None
     return config
 
 
@@ -121,6 +140,29 @@ LAYOUTS = (
             "patch_embedding_pose": "SCAIL",
             "patch_embedding_global": "a Wan with global tokens",
             "ref_conv": "Wan 2.1 Fun Control",
+            # FastVideo's sparse attention, TurboDiffusion's, Ovi's and Lynx's.
+            "blocks.*.to_gate_compress": "FastWan with sparse attention (VSA)",
+            "blocks.*.self_attn.to_gate_compress": "FastWan with sparse attention (VSA)",
+            "blocks.*.self_attn.attn_op": "TurboDiffusion's Wan",
+            "blocks.*.cam_encoder": "ReCamMaster",
+            "blocks.*.cross_attn.ip_adapter": "Lynx",
+            "condition_embedding_spatial": "SteadyDancer",
+        },
+        # They have the tensors of text or image to video: what they are given beside the sample, or which tokens look
+        # at which, is not in a file.
+        relatives={
+            r"bernini(-r)?": "Bernini-R, whose source videos and images are tokens beside the sample's",
+            r"phantom": "Phantom, whose subjects are frames behind the sample's",
+            r"(self|causal)-?forcing|causal|longlive|realtime": "a model that makes blocks of frames in turn",
+            r"skyreels-?v2-df|(skyreels.*-)?diffusion-?forcing": "SkyReels V2 with a noise of its own for each frame",
+            r"chrono-?edit": "ChronoEdit, whose last frame has a place in time of its own",
+            r"flow-?rvs": "FlowRVS, which starts from a video and not from noise",
+            r"(wan-?)?dancer": "WanDancer, which is given music",
+            r"animate(-2)?": "Wan Animate",
+            r"echo-?shot": "EchoShot, whose shots have places in time of their own",
+            r"longcat(-video)?": "LongCat-Video",
+            r"stand-?in|lynx|multi-?talk|infinite-?talk|humo|s2v": "a model that is given more than text and images",
+            r"fun-?(control|camera)": "Fun Control or Fun Camera, which are given a video or a camera's path",
         },
         config=denoiser_config,
     ),

@@ -9,7 +9,6 @@ from ...formats.layout import Config, FileLayout, Shapes
 def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
     dim, patch = shapes.of("all_x_embedder.2-1.weight", 2)
     (head_dim,) = shapes.of("layers.0.attention.norm_q.weight", 1)
-    siglip = "siglip_embedder.1.weight"
     return {
         "cap_feat_dim": shapes.of("cap_embedder.1.weight", 2)[1],
         "dim": dim,
@@ -18,7 +17,6 @@ def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
         "n_kv_heads": dim // head_dim,
         "n_layers": shapes.count("layers"),
         "n_refiner_layers": shapes.count("noise_refiner"),
-        "siglip_feat_dim": shapes.of(siglip, 2)[1] if siglip in shapes else None,
     }
 
 
@@ -30,6 +28,13 @@ LAYOUTS = (
             ("x_pad_token", "noise_refiner.0.attention.qkv.weight"),
             ("x_pad_token", "noise_refiner.0.attention.to_q.weight"),
         ),
+        relatives={r"de-?(turbo|distill(ed)?)": "a Z-Image Turbo that was trained to be guided again"},
+        refused={
+            "siglip_embedder": "Z-Image Omni, which is given images",
+            "siglip_refiner": "Z-Image Omni, which is given images",
+            "dec_net": "Z-Image in pixels",
+            "control_": "a Z-Image with a ControlNet",
+        },
         config=denoiser_config,
         # In the makers' code, and not used there.
         ignored=("norm_final.",),

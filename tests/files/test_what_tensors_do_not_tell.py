@@ -1,0 +1,284 @@
+"""Values of a config, and models of a family, that no tensor tells: marks, metadata, the user and names do, or the user
+is asked. The files are as other programs write them, and carry no config along.
+"""
+
+import json
+import logging
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from comfyui_tpu.tests.files import single_files
+from comfyui_tpu.tests.files.raw_files import MARK, denoiser, write_gguf, write_safetensors
+from comfyui_tpu.tpu_runtime.checkpoints import parts, tiny
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import assumed, choose_part
+from comfyui_tpu.tpu_runtime.files import CheckpointError
+from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
+
+EDIT = spec_by_name("qwen-image-edit-2511")
+EDITS = "neither its tensors nor its name tell whether it is 2511 of Qwen-Image Edit"
+
+
+@cache
+def tensors_of(name: str, folder: str = "transformer") -> dict[str, torch.Tensor]:
+    return denoiser(spec_by_name(name), folder)
+
+
+def resolved(model_id: str, name: str, **options: bool) -> parts.Parts:
+    """The model of the family of `name` that an id is."""
+    family = [one for one in SPECS if one.family == spec_by_name(name).family]
+    return parts.resolve(model_id, family, **options)
+
+
+# --- a value of a network ---------------------------------------------------------------------------------------------
+
+# How the file is called, whether it has the mark, what it says of itself, what the user says more, and what then holds.
+ZERO_TIME = [
+    ("qwen_image_edit_2511_fp8mixed.safetensors", True, {}, "", True),
+    ("renamed.safetensors", True, {}, "qwen-image-edit-2511", True),
+    ("qwen_image_edit_2511_fp8_e4m3fn.safetensors", False, {}, "", True),
+    ("qwen-image-edit-2511-Q4_K_M.gguf", False, {}, "", True),
+    ("Qwen-Image-Edit-2511-Lightning-bf16.safetensors", False, {}, "", True),
+    ("qwen_image_edit_2509_fp8_e4m3fn.safetensors", False, {}, "", False),
+    ("Qwen-Image-Edit-2509-Q8_0.gguf", False, {}, "", False),
+    (
+        "FireRed-Image-Edit-1.1-transformer.safetensors",
+        False,
+        {},
+        "qwen-image-edit-2511",
+        "is another model by its name",
+    ),
+    ("my_edit.safetensors", False, {}, "qwen-image-edit-2511", True),
+    ("my_edit.gguf", False, {}, "qwen-image-edit-2511", True),
+    ("my_qwen_image_edit.safetensors", False, {}, "Qwen/Qwen-Image-Edit-2509", False),
+    ("my_qwen_image_edit.safetensors", False, {"modelspec.title": "Qwen-Image-Edit-2511 merged"}, "", True),
+    ("my_qwen_image_edit.gguf", False, {"general.name": "Qwen Image Edit 2509"}, "", False),
+    ("my_qwen_image_edit.safetensors", False, {}, "", EDITS),
+    ("qwen_image_edit_fp8_e4m3fn.safetensors", False, {}, "", EDITS),
+    ("qwen-image-edit-2509-2511-merge.gguf", False, {}, "", EDITS),
+    ("qwen_image_edit_2509_bf16.safetensors", False, {}, "qwen-image-edit-2511", "is another model by its name"),
+]
+
+
+@pytest.mark.parametrize(("name", "is_marked", "said", "more", "wanted"), ZERO_TIME)
+def test_images_have_a_time_of_their_own_in_2511_alone(
+    name: str, is_marked: bool, said: dict[str, str], more: str, wanted: bool | str, tmp_path: Path
+):
+    tensors = {**tensors_of(EDIT.name), **({MARK: torch.zeros(0)} if is_marked else {})}
+    if name.endswith(".gguf"):
+        path = write_gguf(tmp_path / name, tensors, "qwen_image", **said)
+    else:
+        path = write_safetensors(tmp_path / name, tensors, said)
+    rest = more if "/" in more else EDIT.miniature.random_id
+    model_id = " + ".join(filter(None, [path, more if "/" not in more else "", rest]))
+    if isinstance(wanted, str):
+        with pytest.raises(CheckpointError, match=wanted):
+            resolved(model_id, EDIT.name)
+        return
+    found = resolved(model_id, EDIT.name)
+    assert (found.spec.name, found.configs["transformer"]["zero_cond_t"]) == (EDIT.name, wanted)
+
+
+def test_without_a_mark_or_a_name_comfyuis_graph_runs_as_comfyui_runs_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """`default_ref_method` of its `model_detection.py` is "index" there; its own node chooses another."""
+    path = write_safetensors(tmp_path / "my_qwen_image_edit.safetensors", tensors_of(EDIT.name))
+    with caplog.at_level(logging.WARNING):
+        found = resolved(path, EDIT.name, needs_all=False)
+    assert found.configs["transformer"]["zero_cond_t"] is False
+    assert "zero_cond_t is taken as false, as ComfyUI does" in caplog.text
+
+
+LANGUAGE = {
+    "blk.0.attn_q.weight": (64, 32), "blk.0.attn_k.weight": (32, 32), "blk.0.ffn_gate.weight": (48, 32),
+    "token_embd.weight": (50, 32), "blk.35.attn_q.weight": (64, 32),
+}  # fmt: skip
+NORMED = {"blk.0.attn_q_norm.weight": (16,), "blk.0.attn_k_norm.weight": (16,)}
+BIASED = {"blk.0.attn_k.bias": (32,)}
+
+
+@pytest.mark.parametrize(
+    ("model", "architecture", "more"),
+    [("flux2-klein-4b", "qwen3", NORMED), ("qwen-image-2512", "qwen2vl", BIASED), ("flux2-dev", "other", {})],
+)
+def test_numbers_of_a_language_model_are_those_that_a_gguf_says(
+    model: str, architecture: str, more: dict, tmp_path: Path
+):
+    """Qwen3 of 2507 has another base of its rotary embedding than the one before, and the same tensors."""
+    spec = spec_by_name(model)
+    tensors = {name: torch.zeros(shape) for name, shape in (LANGUAGE | more).items()}
+    own = {f"{architecture}.rope.freq_base": 5e6, f"{architecture}.attention.layer_norm_rms_epsilon": 1e-5}
+    path = write_gguf(tmp_path / "encoder.gguf", tensors, architecture, **own)
+    config = parts.resolve(f"{path} + {spec.miniature.random_id}", [spec]).configs["text_encoder"]
+    config = config.get("text_config", config)
+    assert (config["rope_theta"], config["rms_norm_eps"]) == (5e6, 1e-5)
+    path = write_gguf(tmp_path / "plain.gguf", tensors, architecture)
+    config = parts.resolve(f"{path} + {spec.miniature.random_id}", [spec]).configs["text_encoder"]
+    published = spec.component("text_encoder").config
+    published = published.get("text_config", published)
+    assert config.get("text_config", config)["rope_theta"] == published["rope_theta"]
+    for number in (-1.0, 0.0, 3e38, float("nan"), float("inf")):
+        path = write_gguf(tmp_path / "bad.gguf", tensors, architecture, **{f"{architecture}.rope.freq_base": number})
+        with pytest.raises(CheckpointError, match="rope.freq_base is .*, and must be from 1.0 to 1"):
+            parts.resolve(f"{path} + {spec.miniature.random_id}", [spec])
+
+
+# --- a model of a family ----------------------------------------------------------------------------------------------
+
+# A model, how its denoiser's file is called, and the model that it is taken for; None where the user is asked.
+MODELS = [
+    ("flux2-klein-4b", "flux-2-klein-4b.safetensors", "flux2-klein-4b"),
+    ("flux2-klein-4b", "flux-2-klein-base-4b-Q4_K_M.gguf", "flux2-klein-base-4b"),
+    ("flux2-klein-4b", "flux-2-klein-4b-Q8_0.gguf", "flux2-klein-4b"),
+    ("flux2-klein-4b", "my_4b_base_of_klein.safetensors", "flux2-klein-base-4b"),
+    ("flux2-klein-4b", "my_klein.safetensors", None),
+    ("flux2-klein-4b", "flux-2-klein-4b-portraits.safetensors", None),
+    ("z-image-turbo", "z_image_turbo_bf16.safetensors", "z-image-turbo"),
+    ("z-image-turbo", "z_image_bf16.safetensors", "z-image"),
+    ("z-image-turbo", "z-image-turbo-Q5_K_S.gguf", "z-image-turbo"),
+    ("z-image-turbo", "z_image_portraits.safetensors", None),
+    ("z-image-turbo", "portraits.safetensors", None),
+    (
+        "hunyuanvideo1.5-t2v-720p", "hunyuanvideo1.5_480p_t2v_cfg_distilled_fp16.safetensors",
+        "hunyuanvideo1.5-t2v-480p-distilled",
+    ),
+    ("hunyuanvideo1.5-t2v-720p", "hunyuanvideo1.5_720p_t2v_fp16.safetensors", "hunyuanvideo1.5-t2v-720p"),
+    ("hunyuanvideo1.5-t2v-720p", "hunyuanvideo1.5-480p-t2v-Q6_K.gguf", "hunyuanvideo1.5-t2v-480p"),
+    ("hunyuanvideo1.5-t2v-720p", "hunyuan_t2v.safetensors", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "name", "wanted"), MODELS)
+def test_a_model_that_runs_otherwise_is_told_by_its_name_or_asked_for(
+    model: str, name: str, wanted: str | None, tmp_path: Path
+):
+    spec = spec_by_name(model)
+    write = write_gguf if name.endswith(".gguf") else write_safetensors
+    path = write(tmp_path / name, tensors_of(model), *(["any"] if write is write_gguf else []))
+    others = tmp_path / "folder"  # of a model that says nothing of itself
+    if wanted:
+        found = resolved(f"{path} + {others}", model)
+        assert (found.spec.name, found.assumed) == (wanted, "")
+        return
+    with pytest.raises(CheckpointError, match=f"Add .*[+] {spec.name}") as error:
+        resolved(f"{path} + {others}", model)
+    assert "which run differently, and the files' names do not tell which they are" in str(error.value)
+    assert resolved(f"{path} + {spec.name} + {others}", model).spec is spec
+    assert resolved(f"{path} + {spec.published.hub_id}", model).spec is spec
+    # ComfyUI's own samplers are told shift and guidance by the graph.
+    choose_part(SPECS, path)
+
+
+def test_a_model_that_differs_in_defaults_alone_is_assumed_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = write_safetensors(tmp_path / "my_video.safetensors", tensors_of("wan2.1-i2v-14b-480p"))
+    model_id = f"{path} + {tmp_path / 'folder'}"
+    with caplog.at_level(logging.WARNING):
+        found = resolved(model_id, "wan2.1-i2v-14b-480p")
+    others = {"wan2.1-i2v-14b-480p", "wan2.1-i2v-14b-720p"} - {found.spec.name}
+    said = f"neither tensors nor names tell it from another: add + {others.pop()} to model_id if it is that"
+    assert found.assumed == said and said in caplog.text
+    assert assumed(found.spec, model_id) == said
+    assert resolved(f"{path} + wan2.1-i2v-14b-720p + {tmp_path}", "wan2.1-i2v-14b-480p").spec.name.endswith("720p")
+
+
+def test_a_part_that_is_looked_for_is_the_one_that_is_published_with_the_model(tmp_path: Path):
+    """Qwen-Image's VAE has the tensors of Wan 2.1's, and other numbers."""
+    wan, source = spec_by_name("wan2.1-t2v-14b"), tiny.ensure(spec_by_name("wan2.1-t2v-14b"))
+    vae, encoder = tmp_path / "vae", tmp_path / "text_encoders"
+    for name in ("qwen_image_vae", "wan_2.1_vae", "zz_vae"):
+        single_files.write(vae / f"{name}.safetensors", source / "vae", "AutoencoderKLWan")
+    single_files.write(encoder / "umt5.safetensors", source / "text_encoder", "UMT5EncoderModel")
+    path = single_files.write(tmp_path / "wan2.1_t2v_14B.safetensors", source / "transformer", "WanTransformer3DModel")
+    found = parts.resolve(str(path), [wan], (str(vae), str(encoder)))
+    assert found.parts["vae"].path.name == "wan_2.1_vae.safetensors"
+    (vae / "wan_2.1_vae.safetensors").unlink()
+    assert parts.resolve(str(path), [wan], (str(vae), str(encoder))).parts["vae"].path.name == "zz_vae.safetensors"
+
+
+# --- relatives that compute something else ----------------------------------------------------------------------------
+
+RELATIVES = [
+    ("wan2.2-t2v-a14b", "wan2.2_bernini_r_{}_noise_fp8_scaled.safetensors", "Bernini-R"),
+    ("wan2.2-t2v-a14b", "Bernini-R-{}-noise-Q4_K_M.gguf", "Bernini-R"),
+    ("wan2.1-t2v-14b", "Phantom-Wan-14B_fp16.safetensors", "Phantom"),
+    ("wan2.1-t2v-1.3b", "Wan2_1-Phantom-1.3B_fp16.safetensors", "Phantom"),
+    ("wan2.1-t2v-1.3b", "causal_forcing-framewise.safetensors", "makes blocks of frames in turn"),
+    ("wan2.1-t2v-1.3b", "self_forcing_dmd.safetensors", "makes blocks of frames in turn"),
+    ("wan2.1-t2v-14b", "Wan2_1-SkyReels-V2-DF-14B-540P_fp16.safetensors", "SkyReels V2"),
+    ("wan2.1-i2v-14b-480p", "chrono_edit_14B_fp16.safetensors", "ChronoEdit"),
+    ("flux2-klein-9b", "flux-2-klein-9b-kv-fp8.safetensors", "klein KV"),
+    ("flux2-klein-4b", "flux-2-klein-4b-kv-Q4_K_M.gguf", "klein KV"),
+    ("z-image", "z_image_de_turbo_v1_bf16.safetensors", "trained to be guided again"),
+    ("hunyuanvideo1.5-i2v-720p", "hunyuanvideo1.5_720p_i2v_distilled_sparse.safetensors", "sparse attention"),
+    ("wan2.1-t2v-14b", "wan2.2_t2v_high_noise_14B_fp8_scaled.safetensors", "the denoiser for high noise, one of two"),
+    ("wan2.1-t2v-14b", "Wan2.2-T2V-A14B-LowNoise-Q4_K_M.gguf", "the denoiser for low noise, one of two"),
+]
+
+
+@pytest.mark.parametrize(("model", "name", "what"), RELATIVES)
+def test_a_relative_of_the_same_tensors_is_refused_by_its_name(model: str, name: str, what: str, tmp_path: Path):
+    names = [name.format(noise) for noise in ("high", "low")] if "{}" in name else [name]
+    paths = []
+    for one in names:
+        write = write_gguf if one.endswith(".gguf") else write_safetensors
+        paths.append(write(tmp_path / one, tensors_of(model), *(["any"] if write is write_gguf else [])))
+    model_id = " + ".join(paths)
+    with pytest.raises(CheckpointError) as error:
+        resolved(model_id, model)
+    assert what in str(error.value) and "to model_id" in str(error.value)
+    # Who names the model runs it as that; behind ComfyUI's own nodes the graph says the rest.
+    assert resolved(f"{model_id} + {model} + {tmp_path}", model).spec.name == model
+    assert choose_part(SPECS, paths[0]).spec.family == spec_by_name(model).family
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("wan2.1_t2v_14B_bf16", ""),
+        ("Wan2_1-MoviiGen1_1_fp8", ""),
+        ("FastWan_T2V_14B_480p", "distilled by its name (fastwan)"),
+        ("wan2.1-t2v-14b-StepDistill-CfgDistill-Lightx2v", "distilled by its name (distill)"),
+        ("Wan2_1-T2V-14B_CausVid_fp8_e4m3fn", "distilled by its name (causvid)"),
+        ("wan2.1_t2v_14B_4steps", "distilled by its name (4steps)"),
+    ],
+)
+def test_a_relative_of_the_same_network_runs_and_is_told_of_its_steps(name: str, said: str, tmp_path: Path):
+    path = write_safetensors(tmp_path / f"{name}.safetensors", tensors_of("wan2.1-t2v-14b"))
+    found = resolved(f"{path} + wan2.1-t2v-14b + {tmp_path / 'folder'}", "wan2.1-t2v-14b")
+    assert found.spec.name == "wan2.1-t2v-14b" and said in found.assumed and bool(said) == bool(found.assumed)
+
+
+# A model, what another network has more of tensors or another of shapes, and how it is called.
+OTHERS = [
+    ("qwen-image-2512", {"time_text_embed.addition_t_embedding.weight": (2, 8)}, "Qwen-Image Layered"),
+    ("qwen-image-2512", {"controlnet_blocks.0.weight": (8, 8)}, "a ControlNet of Qwen-Image"),
+    ("z-image-turbo", {"siglip_embedder.0.weight": (8,)}, "Z-Image Omni"),
+    ("z-image-turbo", {"dec_net.cond_embed.weight": (8, 8)}, "Z-Image in pixels"),
+    ("wan2.1-t2v-1.3b", {"blocks.0.to_gate_compress.weight": (8, 8)}, "FastWan with sparse attention"),
+    ("wan2.1-t2v-14b", {"patch_embedding.weight": (96, 48, 1, 2, 2)}, "Wan 2.1 Fun Control"),
+    ("wan2.1-t2v-14b", {"patch_embedding.weight": (96, 52, 1, 2, 2)}, "Wan 2.2 Fun Control"),
+    ("wan2.2-ti2v-5b", {"patch_embedding.weight": (96, 100, 1, 2, 2)}, "Wan 2.2 Fun Inpaint 5B"),
+    ("hunyuanvideo1.5-t2v-720p", {"img_in.proj.weight": (96, 98, 1, 1, 1)}, "HunyuanVideo 1.5's upscaler"),
+    ("cogvideox1.5-5b", {"patch_embed.proj.weight": (96, 48 * 8)}, "a CogVideoX that inpaints"),
+    ("cogvideox1.5-5b", {"patch_embed.proj.weight": (96, 33 * 8)}, "CogVideoX Fun"),
+]
+
+
+@pytest.mark.parametrize(("model", "more", "what"), OTHERS)
+def test_another_network_is_called_by_its_name(model: str, more: dict[str, tuple], what: str, tmp_path: Path):
+    tensors = {**tensors_of(model), **{name: torch.zeros(shape) for name, shape in more.items()}}
+    path = write_safetensors(tmp_path / "file.safetensors", tensors)
+    with pytest.raises(CheckpointError) as error:
+        resolved(f"{path} + {tmp_path / 'folder'}", model)
+    assert what in str(error.value) and "not supported here. Use a" in str(error.value)
+
+
+@pytest.mark.parametrize("said", [{"causal_ar": True}, {"model_type": "flow_rvs"}, {"model_type": "vace"}], ids=str)
+def test_what_comfyuis_metadata_says_of_another_wan_counts(said: dict, tmp_path: Path):
+    """As `detect_unet_config` reads it."""
+    metadata = {"config": json.dumps({"transformer": said})}
+    path = write_safetensors(tmp_path / "file.safetensors", tensors_of("wan2.1-t2v-14b"), metadata)
+    with pytest.raises(CheckpointError, match="which is not supported here"):
+        choose_part(SPECS, path)
