@@ -202,6 +202,7 @@ def test_a_part_that_is_looked_for_is_the_one_that_is_published_with_the_model(t
 RELATIVES = [
     ("wan2.2-t2v-a14b", "wan2.2_bernini_r_{}_noise_fp8_scaled.safetensors", "Bernini-R"),
     ("wan2.2-t2v-a14b", "Bernini-R-{}-noise-Q4_K_M.gguf", "Bernini-R"),
+    ("wan2.2-t2v-a14b", "Wan22_BerniniR_{}_fp8.safetensors", "Bernini-R"),
     ("wan2.1-t2v-14b", "Phantom-Wan-14B_fp16.safetensors", "Phantom"),
     ("wan2.1-t2v-1.3b", "Wan2_1-Phantom-1.3B_fp16.safetensors", "Phantom"),
     ("wan2.1-t2v-1.3b", "causal_forcing-framewise.safetensors", "makes blocks of frames in turn"),
@@ -214,6 +215,11 @@ RELATIVES = [
     ("hunyuanvideo1.5-i2v-720p", "hunyuanvideo1.5_720p_i2v_distilled_sparse.safetensors", "sparse attention"),
     ("wan2.1-t2v-14b", "wan2.2_t2v_high_noise_14B_fp8_scaled.safetensors", "the denoiser for high noise, one of two"),
     ("wan2.1-t2v-14b", "Wan2.2-T2V-A14B-LowNoise-Q4_K_M.gguf", "the denoiser for low noise, one of two"),
+    (
+        "wan2.1-t2v-14b",
+        "Wan2_2-T2V-A14B_HIGH_fp8_e4m3fn_scaled_KJ.safetensors",
+        "the denoiser for high noise, one of two",
+    ),
 ]
 
 
@@ -237,7 +243,7 @@ def test_a_relative_of_the_same_tensors_is_refused_by_its_name(model: str, name:
     ("name", "said"),
     [
         ("wan2.1_t2v_14B_bf16", ""),
-        ("Wan2_1-MoviiGen1_1_fp8", ""),
+        ("Wan2_1-MoviiGen1_1_fp8_low_vram", ""),
         ("FastWan_T2V_14B_480p", "distilled by its name (fastwan)"),
         ("wan2.1-t2v-14b-StepDistill-CfgDistill-Lightx2v", "distilled by its name (distill)"),
         ("Wan2_1-T2V-14B_CausVid_fp8_e4m3fn", "distilled by its name (causvid)"),

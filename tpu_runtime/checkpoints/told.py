@@ -23,8 +23,8 @@ _OF_FORMAT = re.compile(
     r"[a-z]|bf|(mx|nv)?fp(\d\w*)?|fn|int|[emv]\d\w*|q\d\w*|xxs|xs|iq|nl|ud|scaled|mixed|convrot|comfy\w*|gguf"
     r"|safetensors|sft|kj|repackaged|transformer|diffusion|model|diffusers|pytorch|high|low|noise|cfg"
 )
-# How the names of one of two denoisers say which it is.
-_NOISES = re.compile(r"(high|low)[-_ ]?noise")
+# How the names of one of two denoisers say which it is, in small letters with `-` between words.
+_NOISES = re.compile(r"(high|low)-?noise|(?:wan-?2-?2)\b.*\b(high|low)\b")
 
 
 # How names say that a network was distilled to a few steps without guidance.
@@ -93,9 +93,9 @@ def relative(held: Held, spec: ModelSpec) -> str | None:
     """Why a network is none of this model by what its file is called: it has the same tensors and computes something
     else, or is one of two denoisers.
     """
-    for title in (re.sub(r"[\W_]+", "-", title.lower()) for title in held.contents.titles):
+    for title in _plain(held.contents.titles):
         for pattern, what in held.layout.relatives.items():
-            if re.search(rf"(?<![a-z0-9])(?:{pattern})(?![a-z0-9])", title):
+            if re.search(pattern, title):
                 return (
                     f"{held.path} is by its name {what}; its tensors are like those of {spec.title}, which computes "
                     f"something else. Use ComfyUI's own loader for it, or where it is {spec.title}, add + {spec.name} "
@@ -106,13 +106,19 @@ def relative(held: Held, spec: ModelSpec) -> str | None:
 
 def expert(held: Held, spec: ModelSpec) -> str | None:
     """Why a file is not all of a model with one denoiser: it is one of two by its name."""
-    match = next((match for title in held.contents.titles if (match := _NOISES.search(title.lower()))), None)
+    match = next((match for title in _plain(held.contents.titles) if (match := _NOISES.search(title))), None)
     if match is None or len(spec.denoiser.experts) > 1:
         return None
+    noise = match[1] or match[2]
     return (
-        f"{held.path} is by its name the denoiser for {match[1]} noise, one of two, and {spec.title} has one. Name "
-        f"both, the one for high noise first, or to run it alone as {spec.title}, add + {spec.name} to model_id."
+        f"{held.path} is by its name the denoiser for {noise} noise, one of two, and {spec.title} has one. Name both, "
+        f"the one for high noise first, or to run it alone as {spec.title}, add + {spec.name} to model_id."
     )
+
+
+def _plain(titles: Iterable[str]) -> list[str]:
+    """Titles in small letters with `-` between words."""
+    return [re.sub(r"[\W_]+", "-", title.lower()) for title in titles]
 
 
 def words_of(name: str) -> set[str]:
@@ -148,7 +154,7 @@ def distilled_sentence(spec: ModelSpec, names: Iterable[str]) -> str:
     """Says of a network that is distilled by its name that this model's usual steps and guidance are not its own; empty
     where they are.
     """
-    found = next((match for name in names if (match := _DISTILLED.search(re.sub(r"[\W_]+", "-", name)))), None)
+    found = next((match for name in _plain(names) if (match := _DISTILLED.search(name))), None)
     if found is None or _DISTILLED.search(spec.name) or spec.branches(spec.settings().guidance_scale) == 1:
         return ""
     return f"it is distilled by its name ({found[0]}): set its few steps, and a guidance of 1, in the sampler"

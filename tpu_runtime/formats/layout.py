@@ -88,7 +88,8 @@ class FileLayout:
 
     A file holds it if it has all tensors of one of `marks`; one that begins with `!` must not be there. `refused` are
     beginnings of names that only another network has, with what that is; `*` in one stands for a number. `relatives`
-    are networks of the same tensors that compute something else, by a pattern of their files' names.
+    are networks of the same tensors that compute something else, by a pattern that is found in their files' names, in
+    small letters with `-` between words.
     `table(names)` is what the makers call its modules, where its component does not say it (see `Component`), for names
     of theirs or of diffusers;
     `config(shapes, base)` what tensors, by its own names, say of its config, over the published config `base`. Tensors

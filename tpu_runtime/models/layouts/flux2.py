@@ -30,7 +30,7 @@ LAYOUTS = (
             ("double_stream_modulation_img.lin.weight", "img_in.weight"),
             ("double_stream_modulation_img.linear.weight", "x_embedder.weight"),
         ),
-        relatives={r"kv": "FLUX.2 klein KV, whose reference images look at themselves alone"},
+        relatives={r"\bkv\b": "FLUX.2 klein KV, whose reference images look at themselves alone"},
         config=denoiser_config,
     ),
 )

@@ -28,7 +28,7 @@ LAYOUTS = (
             ("x_pad_token", "noise_refiner.0.attention.qkv.weight"),
             ("x_pad_token", "noise_refiner.0.attention.to_q.weight"),
         ),
-        relatives={r"de-?(turbo|distill(ed)?)": "a Z-Image Turbo that was trained to be guided again"},
+        relatives={r"\bde-?(turbo|distill)": "a Z-Image Turbo that was trained to be guided again"},
         refused={
             "siglip_embedder": "Z-Image Omni, which is given images",
             "siglip_refiner": "Z-Image Omni, which is given images",
