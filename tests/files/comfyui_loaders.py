@@ -1,10 +1,11 @@
 """Run in a process of its own: what ComfyUI's own loaders make of files, in float32, by ComfyUI's names.
 
-Arguments: ComfyUI's folder, and jobs as JSON: each has a `kind` ("model", "vae", "clip" or "lora keys"), `paths`, and
-the `target` that the tensors go to. One of text encoders has a `type`, ComfyUI's `options`, the `module` that is asked
-for, and `texts` whose tokens are saved as well. Prints JSON by job, last, null but for "lora keys": the names that
-ComfyUI takes in LoRA files of a denoiser, and the weight that each is for, with a dimension, start and length for a
-part of it, and the name of the function that orders its rows.
+Arguments: ComfyUI's folder, and jobs as JSON: each has a `kind` ("model", "vae", "clip", "lora" or "lora keys"),
+`paths`, and the `target` that the tensors go to: of a "lora", a denoiser and a LoRA file, the weights that the file
+changes. One of text encoders has a `type`, ComfyUI's `options`, the `module` that is asked for, and `texts` whose
+tokens are saved as well. Prints JSON by job, last, null but for "lora keys": the names that ComfyUI takes in LoRA files
+of a denoiser, and the weight that each is for, with a dimension, start and length for a part of it, and the name of the
+function that orders its rows.
 """
 
 import json
@@ -28,6 +29,9 @@ def main(comfyui: str, jobs: str) -> None:
     for job in json.loads(jobs):
         said.append(lora_keys(job["paths"][0]) if job["kind"] == "lora keys" else None)
         if said[-1] is not None:
+            continue
+        if job["kind"] == "lora":
+            save_file(merged(*job["paths"]), Path(job["target"]))
             continue
         module, tokenizer = loaded(job)
         tensors = {name: numbers(tensor) for name, tensor in module.named_parameters() if is_read(name)}
@@ -59,6 +63,22 @@ def lora_keys(path: str) -> dict[str, Any]:
 
     found = comfy.lora.model_lora_keys_unet(comfy.sd.load_diffusion_model(path).model, {})
     return {key: target if isinstance(target, str) else written(*target) for key, target in found.items()}
+
+
+def merged(path: str, lora: str) -> dict[str, Any]:
+    """The weights that a file changes, with its changes, as core's loader of LoRAs merges them."""
+    import comfy.lora
+    import comfy.sd
+    import comfy.utils
+    import torch
+
+    patcher = comfy.sd.load_diffusion_model(path, model_options={"dtype": torch.float32})
+    patcher, _ = comfy.sd.load_lora_for_models(patcher, None, comfy.utils.load_torch_file(lora), 1.0, 0.0)
+    own = patcher.model.state_dict()
+    return {
+        key.removeprefix("diffusion_model."): comfy.lora.calculate_weight(patches, own[key].float().clone(), key)
+        for key, patches in patcher.patches.items()
+    }
 
 
 def written(name: str, part: Any = None, order: Any = None) -> list[Any]:

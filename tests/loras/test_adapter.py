@@ -10,7 +10,7 @@ import pytest
 import torch
 from comfyui_tpu.tpu_runtime.checkpoints import load
 from comfyui_tpu.tpu_runtime.formats.names import Names
-from comfyui_tpu.tpu_runtime.loras import adapter, merge
+from comfyui_tpu.tpu_runtime.loras import adapter, change, merge
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.programs import modules
 from peft import LoraConfig, inject_adapter_in_model
@@ -106,8 +106,8 @@ def test_a_file_everywhere_is_known_by_size_tensors_and_config(tmp_path: Path):
 
 
 def test_long_names_are_shown_shortened():
-    assert adapter._short("x" * 58) == repr("x" * 58)
-    assert adapter._short("x" * 59) == repr("x" * 59)[:60] + "…"
+    assert change.short("x" * 58) == repr("x" * 58)
+    assert change.short("x" * 59) == repr("x" * 59)[:60] + "…"
 
 
 def test_each_number_of_a_makers_name_has_its_place():

@@ -4,6 +4,7 @@ Every name that it takes for a denoiser is taken here, and is the same weight, o
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from comfyui_tpu.tpu_runtime.formats import contents
 from comfyui_tpu.tpu_runtime.formats.contents import Held
 from comfyui_tpu.tpu_runtime.formats.names import Names, looked_up
 from comfyui_tpu.tpu_runtime.model_spec import Rows, Table
+from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
 
 pytestmark = [needs_comfyui, pytest.mark.slow]
@@ -31,6 +33,11 @@ FILES = {
     "Wan from a picture": ("WanTransformer3DModel", {**DENOISERS["WanTransformer3DModel"], **PICTURE}),
 }
 
+
+FAMILIES = {
+    "Wan": "Wan21", "Wan from a picture": "Wan21", "Flux2": "Flux2", "CogVideoX": "CogVideoX",
+    "HunyuanVideo15": "HunyuanVideo15", "ZImage": "ZImage", "QwenImage": "QwenImage",
+}  # fmt: skip
 
 # What ComfyUI also takes for every Flux: names of Flux.1's modules in diffusers, of which FLUX.2's has none.
 FLUX1 = re.compile(
@@ -109,3 +116,18 @@ def test_every_name_that_comfyui_takes_is_the_same_weight_here(tmp_path: Path):
         assert len(asked) > 60
         for key, target in asked.items():
             assert own.found(key) == own.expected(target) != set(), (name, key, target)
+        check_order(own, asked, spec_for_family(FAMILIES[name]).component("transformer").lora_prefixes)
+
+
+def check_order(own: Denoiser, asked: Mapping[str, Any], prefixes: tuple[str, ...]) -> None:
+    """Of several names for one weight the last in ComfyUI's map counts; others than those in it do not."""
+    names = Names(own.own, own.table)
+    places: dict[str, list[int | None]] = defaultdict(list)
+    for key, target in asked.items():
+        if not key.endswith((".modulation", "pad_token", ".pe", "emb_pos")):
+            places[str(target)].append(names.comfyui_order(key, prefixes))
+    for target, found in places.items():
+        assert None not in found and found == sorted(set(found)), (target, found)
+    for key in asked:
+        for other in (f"base_model.model.{key}", f"lora_unet__{key}", f"model.{key}", f"module.{key}"):
+            assert names.comfyui_order(other, prefixes) is None

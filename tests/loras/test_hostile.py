@@ -128,7 +128,7 @@ def test_an_alpha_that_nobody_trains_with_is_refused(alpha: float, tmp_path: Pat
         ({"alpha": torch.ones(2)}, "alpha has the shape 2, which is not one number"),
         ({"alpha": torch.ones(0)}, "alpha has the shape 0, which is not one number"),
         ({"rank": 0}, "has the shape 0x.*, which is not a rank of 1 or more. Choose another."),
-        ({"alpha": torch.tensor(3)}, "alpha holds I64, and changes are floating point numbers"),
+        ({"alpha": torch.tensor(True)}, "alpha holds BOOL, and changes are floating point numbers"),
         ({"diff_b": torch.zeros(3, dtype=torch.int8)}, "diff_b holds I8"),
     ],
 )

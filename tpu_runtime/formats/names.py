@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ..files import CheckpointError, TensorFile
@@ -15,6 +15,7 @@ _DOTTED = (
     *("base_model.", "model.", "diffusion_model.", "transformer.", SECOND_EXPERT, "module."),
     *("unet.", "dit.", "pipe.", "lora_unet."),
 )
+_KOHYA, _COMFYUI = "lora_unet_", "diffusion_model."
 _UNDERSCORED = re.compile(r"(?:lora_unet|lora_transformer|lycoris)_+")
 
 
@@ -36,11 +37,42 @@ class Names:
         if match := _UNDERSCORED.match(name):
             found = self._look_up(name[match.end() :], self._underscored, "_")
         else:
-            found = self._look_up(_bare(name), self._dotted, ".")
+            found = self._look_up(bare(name), self._dotted, ".")
         return found if all(rows.name in self._dotted for rows in found) else ()
 
     def _look_up(self, name: str, own: Mapping[str, str], dot: str) -> tuple[Rows, ...]:
         return (Rows(own[name]),) if name in own else looked_up(name, self._table, dot)
+
+    def comfyui_order(self, name: str, prefixes: Sequence[str]) -> int | None:
+        """The place of a name among those that ComfyUI takes for one module of a LoRA file, of which the last one
+        counts; None for a name that it does not take.
+
+        `prefixes` are those before diffusers' names (see `Component.lora_prefixes`).
+        """
+        if name.startswith(_KOHYA):
+            return 0 if name.removeprefix(_KOHYA) in self._theirs["_"] else None
+        if name.startswith(_COMFYUI) and name.removeprefix(_COMFYUI) in self._theirs["."]:
+            return 1
+        for place, prefix in enumerate(prefixes, 2):
+            own = self._underscored if prefix.endswith("_") else self._dotted
+            if name.startswith(prefix) and name.removeprefix(prefix) in own:
+                return place
+        return None
+
+    @functools.cached_property
+    def _theirs(self) -> Mapping[str, frozenset[str]]:
+        """ComfyUI's own names of all modules, with dots and with underscores."""
+        found = (_original(name, self._table) for name in self._dotted.values())
+        named = {one[0] for one in found if one} | {name for name in self._dotted if not _original(name, self._table)}
+        # A part of a module that ComfyUI's map has under a name of its own.
+        parts = {
+            _filled(pattern, match.groups())
+            for pattern, rows in self._table.items()
+            if not isinstance(rows, str) and any(one.squares for one in rows)
+            for name in self._dotted
+            if (match := _regex(rows[0].name).fullmatch(name))
+        }
+        return {".": frozenset(named | parts), "_": frozenset(name.replace(".", "_") for name in named)}
 
 
 def looked_up(name: str, table: Table, dot: str = ".") -> tuple[Rows, ...]:
@@ -112,7 +144,7 @@ def _original(name: str, table: Table) -> tuple[str, Rows] | None:
     return None
 
 
-def _bare(name: str) -> str:
+def bare(name: str) -> str:
     while prefix := next((prefix for prefix in _DOTTED if name.startswith(prefix)), ""):
         name = name.removeprefix(prefix)
     return name

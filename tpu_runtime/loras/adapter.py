@@ -1,15 +1,18 @@
-"""What a LoRA file changes, from its header alone: names of tensors, in any trainer's spelling, and their shapes.
+"""What a LoRA file changes, from its header: names of tensors, in any trainer's spelling, and their shapes. Values are
+read only where several names are the same weight.
 
 A file holds matrices by module: `down` and `up` of a LoRA, the factors of LyCORIS' LoHa and LoKr, or full differences.
 What matches nothing in the network is listed, never dropped silently.
 """
 
+import contextlib
+import functools
 import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,74 +23,66 @@ from ..checkpoints import load
 from ..checkpoints.model_ref import HeldTensors
 from ..files import TensorFile, parse_json, read_header
 from ..formats import quantized
-from ..formats.names import SECOND_EXPERT, Names
-from ..model_spec import Rows
+from ..formats.names import SECOND_EXPERT, Names, bare
 from ..programs.modules import Cut, Network
-from ..redact import SafeError
+from .change import Change, LoraError, short
 from .factors import LOHA, LOKRS, LORA, Shape, WrongShape, factors
+from .peft_config import PeftConfig, of_component
+from .spellings import Spelling, settled
 
-# How names end, and what a tensor of that name is. The longest ending counts.
+# The two matrices of a LoRA. Of several pairs in one module ComfyUI takes the last but one of this list; the last it
+# does not take.
+_MATRICES = (
+    (".lora_A", ".lora_B"),
+    (".lora.down.weight", ".lora.up.weight"),
+    (".lora_A.weight", ".lora_B.weight"),
+    (".lora_down.weight", ".lora_up.weight"),
+    (".lora_down", ".lora_up"),
+)
+_DOWNS = tuple(down for down, _ in _MATRICES)
+_PEFT_PAIR, _OTHER_PAIR, _NORM = _DOWNS[2], _DOWNS[-1], "norm"
+# How names end: what a tensor of that name is, and for matrices of a LoRA which pair. The longest ending counts.
 _PARTS = {
-    ".lora_A.weight": "down",
-    ".lora_B.weight": "up",
-    ".lora_B.bias": "up_bias",
-    ".lora_magnitude_vector": "magnitude",
-    ".lora_magnitude_vector.weight": "magnitude",
-    ".lora_A": "down",
-    ".lora_B": "up",
-    ".lora_down": "down",
-    ".lora_up": "up",
-    ".lora_down.weight": "down",
-    ".lora_up.weight": "up",
-    ".lora.down.weight": "down",
-    ".lora.up.weight": "up",
-    ".alpha": "alpha",
-    ".dora_scale": "magnitude",
-    ".magnitude": "magnitude",  # ai-toolkit's DoRA: the norm of each row, as PEFT's
-    ".diff": "diff",
-    ".diff_b": "diff_b",
-    ".w_norm": "diff",
-    ".b_norm": "diff_b",
-    **{f".{name}": name for kind in (LOHA, *LOKRS) for name in kind},
+    **{down: ("down", down) for down, _ in _MATRICES},
+    **{up: ("up", down) for down, up in _MATRICES},
+    ".lora_B.bias": ("up_bias", _PEFT_PAIR),
+    ".alpha": ("alpha", ""),
+    # Of several names for the same, the last counts.
+    ".magnitude": ("magnitude", ""),  # ai-toolkit's DoRA: the norm of each row, as PEFT's
+    ".lora_magnitude_vector.weight": ("magnitude", ""),
+    ".lora_magnitude_vector": ("magnitude", ""),
+    ".dora_scale": ("magnitude", ""),
+    ".w_norm": ("diff", _NORM),
+    ".b_norm": ("diff_b", _NORM),
+    ".diff": ("diff", ""),
+    ".diff_b": ("diff_b", ""),
+    **{f".{name}": (name, "") for kind in (LOHA, *LOKRS) for name in kind},
     # Without these a product is wrong: Tucker's core, and a weight that is enlarged.
-    **dict.fromkeys((".lora_mid.weight", ".hada_t1", ".hada_t2", ".lokr_t2", ".reshape_weight"), "unsupported"),
+    **dict.fromkeys((".lora_mid.weight", ".hada_t1", ".hada_t2", ".lokr_t2", ".reshape_weight"), ("unsupported", "")),
 }
+_PLACES = {ending: place for place, ending in enumerate(_PARTS)}
 # What changes a weight, and what a bias, by the parts that it needs and those that are optional.
 _SCALES = ("alpha", "magnitude")
+_SHARED = (*_SCALES, "unsupported")
 _OF_WEIGHT = (*((kind, _SCALES) for kind in (LORA, LOHA, *LOKRS)), (("diff",), ()))
+# Of changes of one weight under one name, those that ComfyUI takes in place of the ones before; matrices come first.
+_KINDS = ("hada_w1_a", "lokr_w1", "lokr_w1_a", "diff", "diff_b")
 _OF_BIAS = ((("diff_b",), ()), (("up_bias", "down"), ("alpha",)))
 # Lightx2v's: the difference of a block's `modulation`, which is a parameter and no module.
 _MODULATION = ".diff_m"
 _ENDING = re.compile(rf"(.+?)({'|'.join(map(re.escape, sorted(_PARTS, key=len, reverse=True)))})")
 # PEFT's own state has the adapter's name in the middle: `lora_A.default.weight`.
-_NAMED = re.compile(r"(.+\.lora_(?:A|B|magnitude_vector))\.([^.]+)((?:\.weight|\.bias)?)")
+_NAMED = re.compile(
+    r"(.+\.(?:lora_(?:A|B|magnitude_vector)|hada_w[12]_[ab]|lokr_w[12](?:_[ab])?))\.([^.]+)((?:\.weight|\.bias)?)"
+)
+# The name that PEFT gives an adapter by itself, and the only one that ComfyUI knows.
+_DEFAULT_ADAPTER = "default"
 # No published name is nearly as long; matching longer ones would take longer than reading the file.
 _LONGEST_NAME = 500
-# Of an alpha or the rank it is divided by; larger ones make infinities of weights.
-_LARGEST_ALPHA = 1e6
+# Numbers that an alpha may be, besides those that a weight is.
+_INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
 # Where diffusers keeps PEFT's config in a file; PEFT itself writes a separate one.
 _PEFT_METADATA, _PEFT_CONFIG = "lora_adapter_metadata", "adapter_config.json"
-
-
-class LoraError(SafeError):
-    """A LoRA that cannot be used, in a sentence for the user."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scaling:
-    """What PEFT's config says of a module, for a file without alphas: `alpha / rank ** power`."""
-
-    alpha: float | None = None
-    power: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """What a file changes in one weight of one layer: its tensors' names by part (see `factors`), and of which rows."""
-
-    parts: Mapping[str, str]
-    rows: Rows
-    scaling: Scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,32 +131,56 @@ def content(source: Source) -> str:
     return signature(os.stat(source).st_size, sorted(shapes.items()), sorted(config.items()) if config else None)
 
 
-def read(source: Source, network: Network) -> Adapter:
-    """What a file changes in a network; raises `LoraError` for one that is damaged or no safetensors file."""
+def read(source: Source, network: Network, check: Callable[[], None] = lambda: None) -> Adapter:
+    """What a file changes in a network; raises `LoraError` for one that is damaged or no safetensors file.
+
+    Tensors are read only where several names are the same weight; `check` raises if the user cancelled.
+    """
     held = source if isinstance(source, HeldTensors) else None
     path = source if isinstance(source, str) else source.title
     shapes, config = _header(path) if held is None else ({n: tuple(x.shape) for n, x in held.tensors.items()}, {})
+    peft = PeftConfig(path, of_component(config, network.component.name))
+    spellings, misfit = _spellings(path, network, shapes, peft)
+    found = Adapter(path=Path(path), changes={}, unused=(), misfit=misfit, held=held)
+    changes: dict[str, tuple[Change, ...]] = {}
+    used: set[str] = set()
+    sizes = {source: one.tensor_shape for one in network.weights.values() for source in one.sources}
+    with contextlib.ExitStack() as stack:
+        reader = load.Reader(stack, check)
+        for weight, own in spellings.items():
+            kept, repeated = own, []
+            if len(own) > 1:
+                kept, repeated = settled(
+                    found.path, weight, sizes[weight], own, functools.partial(found.tensor, reader)
+                )
+            changes[weight] = tuple(one.change for one in kept)
+            used.update(name for one in (*kept, *repeated) for name in one.change.parts.values())
+    return replace(found, changes=changes, unused=tuple(sorted(shapes.keys() - used)))
+
+
+def _spellings(
+    path: str, network: Network, shapes: Mapping[str, Shape], peft: PeftConfig
+) -> tuple[Mapping[str, list[Spelling]], str]:
+    """All that a file's names change, by the weight's name in a checkpoint, and the first that does not fit."""
+    component = network.component
     weights: dict[str, Shape] = {}
     cuts: dict[str, list[Cut | None]] = defaultdict(list)
     for one in network.weights.values():
         for source in one.sources:
             weights[source] = one.tensor_shape
             cuts[source].append(one.cut)
-    names = Names(weights, network.component.makers_names)
-    modules: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
-    for name in _meant_for(network.component.name, shapes):
-        if (found := _split(name)) is not None:
-            modules[found[:2]][found[2]] = name
-    changes: dict[str, list[Change]] = defaultdict(list)
-    scalings = _Scalings(path, config)
+    names = Names(weights, component.makers_names)
+    peft.check_whole(_whole(names, shapes))
+    modules = _modules(_meant_for(component.name, shapes))
+    spellings: dict[str, list[Spelling]] = defaultdict(list)
     misfit = ""
-    for (module, adapter), own in list(modules.items()):
-        # An alpha has no adapter's name.
-        unnamed = modules.get((module, ""), {}) if adapter else {}
-        parts = {**{part: unnamed[part] for part in _SCALES if part in unnamed}, **own}
+    for (module, adapter, pair), own in modules.items():
+        # An alpha and a magnitude say nothing of the matrices, and an alpha has no adapter's name.
+        others = {**modules.get((module, "", ""), {}), **modules.get((module, adapter, ""), {})}
+        parts = {**{part: others[part] for part in _SHARED if part in others}, **own}
         _check_sizes(path, parts, shapes)
-        scaling = scalings.of(module)
-        for rows in names.find(module):
+        targets, scaling = names.find(module), peft.scaling(module, bare(module))
+        for rows in targets:
             for weight, chosen in _changed(rows.name, parts, weights):
                 meta = {part: torch.empty(shapes[name], device="meta") for part, name in chosen.items()}
                 try:
@@ -171,16 +190,54 @@ def read(source: Source, network: Network) -> Adapter:
                 except WrongShape as error:
                     size = "x".join(map(str, weights[weight]))
                     misfit = misfit or f"{module} is for {error}, but {weight} is {size}"
-                else:
-                    changes[weight].append(Change(parts=chosen, rows=rows, scaling=scaling))
-    used = {name for found in changes.values() for change in found for name in change.parts.values()}
-    return Adapter(
-        path=Path(path),
-        changes={name: tuple(found) for name, found in changes.items()},
-        unused=tuple(sorted(shapes.keys() - used)),
-        misfit=misfit,
-        held=held,
-    )
+                    continue
+                if pair == _PEFT_PAIR:
+                    peft.check_module(module, "magnitude" in parts)
+                place = names.comfyui_order(module, component.lora_prefixes)
+                spellings[weight].append(
+                    Spelling(
+                        module=module,
+                        adapter=adapter,
+                        order=None if place is None else _order(place, adapter, pair, chosen),
+                        target=targets,
+                        change=Change(parts=chosen, rows=rows, scaling=scaling),
+                    )
+                )
+    return spellings, misfit
+
+
+def _modules(names: Iterable[str]) -> dict[tuple[str, str, str], dict[str, str]]:
+    """Names of tensors by part: of each module, adapter of PEFT's, and pair of matrices ("" for all else)."""
+    found: dict[tuple[str, str, str], dict[str, tuple[int, str]]] = defaultdict(dict)
+    for name in names:
+        if (split := _split(name)) is None:
+            continue
+        module, adapter, ending = split
+        part, pair = _PARTS[ending]
+        one = _PLACES[ending], name
+        own = found[module, adapter, pair]
+        own[part] = max(own.get(part, one), one)
+    return {key: {part: name for part, (_, name) in own.items()} for key, own in found.items()}
+
+
+def _order(place: int, adapter: str, pair: str, chosen: Mapping[str, str]) -> tuple[int, int] | None:
+    """Where a change of a module stands among those of names that ComfyUI takes, `place` being that of its name."""
+    if adapter not in ("", _DEFAULT_ADAPTER) or pair == _OTHER_PAIR or "up_bias" in chosen:
+        return None
+    if "up" in chosen:
+        return place, -1 if adapter else _DOWNS.index(pair)
+    kinds = [number for number, part in enumerate(_KINDS) if part in chosen]
+    return place, len(_DOWNS) + 2 * kinds[0] - (pair == _NORM)
+
+
+def _whole(names: Names, shapes: Iterable[str]) -> list[str]:
+    """The file's names of whole weights and biases of a network, which PEFT saves beside changes."""
+    found = []
+    for name in shapes:
+        module, _, leaf = name.replace(".base_layer.", ".").replace(".modules_to_save.", ".").rpartition(".")
+        if leaf in ("weight", "bias") and len(name) <= _LONGEST_NAME and _split(name) is None and names.find(module):
+            found.append(name)
+    return found
 
 
 def _meant_for(component: str, names: Iterable[str]) -> list[str]:
@@ -195,18 +252,18 @@ def _meant_for(component: str, names: Iterable[str]) -> list[str]:
 
 
 def _split(name: str) -> tuple[str, str, str] | None:
-    """The module that a tensor is for, the name of PEFT's adapter, if it has one, and which part of a change it is;
-    None for a name with another ending.
+    """The module that a tensor is for, the name of PEFT's adapter, if it has one, and which ending of `_PARTS`; None
+    for a name with another ending.
     """
     if len(name) > _LONGEST_NAME:
         return None
     if name.endswith(_MODULATION):
-        return f"{name.removesuffix(_MODULATION)}.modulation", "", "diff"
+        return f"{name.removesuffix(_MODULATION)}.modulation", "", ".diff"
     adapter = ""
     if _ENDING.fullmatch(name) is None and (named := _NAMED.fullmatch(name)):
         name, adapter = named[1] + named[3], named[2]
     match = _ENDING.fullmatch(name)
-    return (match[1], adapter, _PARTS[match[2]]) if match else None
+    return (match[1], adapter, match[2]) if match else None
 
 
 def _check_sizes(path: str, parts: Mapping[str, str], shapes: Mapping[str, Shape]) -> None:
@@ -246,7 +303,9 @@ def _header(path: str) -> tuple[dict[str, Shape], Mapping[str, Any]]:
             f"The LoRA {path} is not a whole safetensors file ({error}). Download it again, or choose another."
         ) from None
     for name, tensor in tensors.items():
-        if tensor.dtype not in quantized.READ and _split(name) is not None:
+        split = _split(name)
+        taken = quantized.READ | _INTEGERS if split and split[2] == ".alpha" else quantized.READ
+        if split is not None and tensor.dtype not in taken:
             raise LoraError(
                 f"The LoRA {path}: {name} holds {tensor.dtype}, and changes are floating point numbers. "
                 "Choose one that is not quantized."
@@ -256,54 +315,6 @@ def _header(path: str) -> tuple[dict[str, Shape], Mapping[str, Any]]:
     except ValueError as error:
         raise LoraError(f"The LoRA {path}: PEFT's config in it is not JSON ({error}). Choose another.") from None
     if not isinstance(config, dict):
-        raise LoraError(f"The LoRA {path}: PEFT's config in it is {_short(config)}, and no object. Choose another.")
+        raise LoraError(f"The LoRA {path}: PEFT's config in it is {short(config)}, and no object. Choose another.")
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    return shapes, {key.removeprefix("transformer."): value for key, value in config.items()}
-
-
-class _Scalings:
-    """What PEFT's config says of each module; raises `LoraError` where that cannot be used.
-
-    `alpha_pattern` names modules, fully or from a dot on, as diffusers and PEFT write it. PEFT takes the names for
-    regular expressions; a stranger's are not run here, because one can take forever.
-    """
-
-    def __init__(self, path: str, config: Mapping[str, Any]) -> None:
-        self._path, self._config = path, config
-        patterns = config.get("alpha_pattern") or {}
-        if not isinstance(patterns, dict):
-            raise LoraError(f"The LoRA {path}: alpha_pattern is {_short(patterns)}, and no object. Choose another.")
-        self._own: dict[str, tuple[int, Any]] = {}
-        for order, (key, alpha) in enumerate(patterns.items()):
-            name = key.removeprefix("^").removesuffix("$").replace("\\.", ".")
-            if not re.fullmatch(r"[\w.-]+", name):
-                raise LoraError(
-                    f"The LoRA {path}: alpha_pattern has {_short(key)}, which is a regular expression; only names of "
-                    "modules are taken, whole or from a dot on. Save it with the modules' names, or choose another."
-                )
-            self._own.setdefault(name, (order, alpha))
-
-    def of(self, module: str) -> Scaling:
-        """Of several names that fit, the first counts, as in PEFT."""
-        parts = module.split(".")
-        fitting = (self._own.get(".".join(parts[start:])) for start in range(len(parts)))
-        found = min((one for one in fitting if one is not None), key=lambda one: one[0], default=None)
-        alpha = self._config.get("lora_alpha") if found is None else found[1]
-        power = 0.5 if self._config.get("use_rslora") else 1.0
-        return Scaling(alpha=None if alpha is None else check_alpha(self._path, "lora_alpha", alpha), power=power)
-
-
-def check_alpha(path: str | Path, name: str, alpha: Any) -> float:
-    """An alpha as a number; raises `LoraError` for one that no training has."""
-    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-    if not is_number or not abs(alpha) <= _LARGEST_ALPHA:
-        raise LoraError(
-            f"The LoRA {path}: {name} is {_short(alpha)}; an alpha is a number between 0 and {_LARGEST_ALPHA:g}. "
-            "Choose another."
-        )
-    return float(alpha)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
+    return shapes, config

@@ -14,7 +14,8 @@ from ..programs.modules import Network
 from ..programs.weights import described
 from ..progress import Progress
 from . import adapter
-from .adapter import Adapter, LoraError
+from .adapter import Adapter
+from .change import LoraError
 from .merge import Merge
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,10 @@ def add(model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef, str]
     chosen = [
         name for name in spec.denoiser.experts if replace(model, loras=(replace(lora, strength=1.0),)).loras_of(name)
     ]
-    each = [adapter.read(lora.source, replace(network, component=spec.component(name))) for name in chosen]
+    each = [
+        adapter.read(lora.source, replace(network, component=spec.component(name)), progress.check_cancelled)
+        for name in chosen
+    ]
     found = next((one for one in each if one.changes), each[0])
     unused = sorted(set(each[0].unused).intersection(*(one.unused for one in each)))
     found = replace(found, unused=tuple(unused))

@@ -21,8 +21,9 @@ from ..checkpoints import load
 from ..checkpoints.model_ref import Lora
 from ..files import TensorFile
 from ..programs.modules import Network, Weight
-from .adapter import Adapter, Change, LoraError, check_alpha
-from .factors import Factors, Shape, factors
+from .adapter import Adapter
+from .change import Change, LoraError
+from .factors import Factors, Shape
 
 # Ranks are padded with zeros to this times a power of two, so that other files run the same programs.
 LEAST_RANK = 16
@@ -166,13 +167,8 @@ def _read(reader: load.Reader, adapter: Adapter, change: Change, weight: Weight)
         tensors[part] = adapter.tensor(reader, name)
         if not torch.isfinite(tensors[part]).all():
             raise LoraError(f"The LoRA {adapter.path}: {name} holds NaN or infinity; the file is damaged.")
-    found = factors(tensors, change.rows, weight.tensor_shape).of(weight.cut)
-    if found.rank is None:
-        return found, 1.0
-    if "alpha" in tensors:
-        return found, check_alpha(adapter.path, change.parts["alpha"], tensors["alpha"].item()) / found.rank
-    alpha = change.scaling.alpha
-    return found, 1.0 if alpha is None else alpha / found.rank**change.scaling.power
+    found, scale = change.read(adapter.path, tensors, weight.tensor_shape)
+    return found.of(weight.cut), scale
 
 
 @dataclass(frozen=True)

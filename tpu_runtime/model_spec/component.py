@@ -83,7 +83,8 @@ class Component:
     all names that start so; the longest counts, and full names are looked up after it. `class_aliases` are names of
     the class that checkpoints have and upstream translates; where that is of a whole model, of which this network is a
     part, `config_part` is the key of its own config in that model's. `trim(module)` may drop what is not needed and put
-    parts of a weight in its place (see `modules.Cut`). `makers_names` are the original names (see `checkpoints.names`).
+    parts of a weight in its place (see `modules.Cut`). `makers_names` are the original names (see `formats.names`).
+    `lora_prefixes` stand before diffusers' names in the LoRA files that ComfyUI takes, in the order of its map.
     `own_class()` is the class where no library has it, or not each of its versions under its name.
     """
 
@@ -103,6 +104,7 @@ class Component:
     config_part: str = ""
     trim: Callable[[Any], None] | None = None
     makers_names: Table = field(default_factory=dict)
+    lora_prefixes: tuple[str, ...] = ()
     own_class: Callable[[], type] | None = None
 
     def __post_init__(self) -> None:

@@ -136,4 +136,5 @@ TRANSFORMER = Component(
     trim=cut_transformer,
     rules=TRANSFORMER_RULES,
     makers_names=MAKERS_NAMES,
+    lora_prefixes=("transformer.", "lycoris_", "lora_transformer_", ""),
 )

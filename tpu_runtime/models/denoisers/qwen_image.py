@@ -57,4 +57,5 @@ TRANSFORMER = Component(
     },
     blocks=("transformer_blocks",),
     rules=_RULES,
+    lora_prefixes=("", "transformer.", "lycoris_"),
 )

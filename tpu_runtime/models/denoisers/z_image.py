@@ -64,4 +64,5 @@ TRANSFORMER = Component(
     blocks=STACKS,
     rules=_RULES,
     makers_names=MAKERS_NAMES,
+    lora_prefixes=("diffusion_model.", "transformer.", "lycoris_", ""),
 )

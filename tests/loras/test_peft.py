@@ -1,0 +1,272 @@
+"""Adapters as the `peft` package saves them, merged by it and by us: each option is applied or refused by name."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comfyui_tpu.tests.loras.test_formats import File, base, merged, network
+from comfyui_tpu.tests.support.closeness import OPERATION, difference
+from comfyui_tpu.tpu_runtime.loras import adapter
+from comfyui_tpu.tpu_runtime.loras.change import LoraError
+from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, get_peft_model
+from safetensors.torch import save_file
+
+TARGETS = ["attn1.to_q", "attn2.to_v", "ffn.net.0.proj", "ffn.net.2"]
+STRENGTH = -0.6  # of `merged`
+
+
+class Blocks(torch.nn.Module):
+    """Modules by a network's names, with its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weights = base("Wan21")
+        for name in weights:
+            module, _, leaf = name.rpartition(".")
+            if leaf == "weight" and any(module.endswith(target) for target in TARGETS):
+                self.put(module, weights)
+
+    def put(self, module: str, weights: dict[str, torch.Tensor]) -> None:
+        *path, last = module.split(".")
+        own: torch.nn.Module = self
+        for part in path:
+            if not hasattr(own, part):
+                own.add_module(part, torch.nn.Module())
+            own = getattr(own, part)
+        weight = weights[f"{module}.weight"]
+        linear = torch.nn.Linear(weight.shape[1], weight.shape[0])
+        linear.weight.data, linear.bias.data = weight.clone(), weights[f"{module}.bias"].clone()
+        own.add_module(last, linear)
+
+
+def saved(folder: Path, config: PeftConfig) -> dict[str, torch.Tensor]:
+    """Saves a drawn adapter with its config; the weights with it merged, by name."""
+    torch.manual_seed(5)
+    model = get_peft_model(Blocks(), config)
+    for name, parameter in model.named_parameters():
+        if "lora_magnitude" in name:
+            parameter.data = parameter.data * (0.5 + torch.rand_like(parameter))
+        elif any(part in name for part in ("lora_", "hada_", "lokr_")):
+            parameter.data = torch.randn_like(parameter) / parameter.shape[-1] ** 0.5
+    model.save_pretrained(str(folder))
+    return {name: x.detach() for name, x in model.merge_and_unload().state_dict().items()}
+
+
+LORA, LOHA, LOKR = (
+    {"r": 4, "lora_alpha": 6, "target_modules": TARGETS},
+    {"r": 4, "alpha": 2, "target_modules": TARGETS},
+    {"r": 4, "alpha": 64, "target_modules": TARGETS},
+)
+APPLIED = {
+    "lora": LoraConfig(**LORA),
+    "lora, defaults": LoraConfig(target_modules=TARGETS),
+    "rslora": LoraConfig(**LORA, use_rslora=True),
+    "dora": LoraConfig(**LORA, use_dora=True),
+    "dora, rslora": LoraConfig(**LORA, use_dora=True, use_rslora=True),
+    "lora_bias": LoraConfig(**LORA, lora_bias=True),
+    "lora_bias, rslora": LoraConfig(**LORA, lora_bias=True, use_rslora=True),
+    "patterns": LoraConfig(
+        **LORA,
+        rank_pattern={"attn1.to_q": 7, "ffn.net.2": 3},
+        alpha_pattern={"ffn.net.2": 1, "blocks.1.attn1.to_q": 11, "to_q": 5},
+    ),
+    "escaped and anchored names": LoraConfig(
+        **LORA, alpha_pattern={r"^blocks\.0\.attn1\.to_q$": 12, r"^to_v": 99, r"attn2\.to_v": 3}
+    ),
+    "patterns, rslora": LoraConfig(
+        **LORA, use_rslora=True, rank_pattern={"attn1.to_q": 9}, alpha_pattern={"to_v": 3}
+    ),
+    "regular expressions of ranks": LoraConfig(**LORA, rank_pattern={r"blocks\.\d+\.attn.*to_q": 7}),
+    "fan_in_fan_out": LoraConfig(**LORA, fan_in_fan_out=True),
+    "layers": LoraConfig(**LORA, layers_to_transform=[0, 2], layers_pattern="blocks"),
+    "gaussian": LoraConfig(**LORA, init_lora_weights="gaussian"),
+    "orthogonal": LoraConfig(**LORA, init_lora_weights="orthogonal"),
+    "loha": LoHaConfig(**LOHA),
+    "loha, defaults": LoHaConfig(target_modules=TARGETS),
+    "loha, patterns": LoHaConfig(**LOHA, rank_pattern={"to_q": 2}, alpha_pattern={"ffn.net.2": 7}),
+    "loha, convolutions": LoHaConfig(**LOHA, use_effective_conv2d=True),
+    "lokr": LoKrConfig(**LOKR),
+    "lokr, defaults": LoKrConfig(target_modules=TARGETS),
+    "lokr, whole": LoKrConfig(r=64, alpha=16, target_modules=TARGETS),
+    "lokr, both": LoKrConfig(**LOKR, decompose_both=True),
+    "lokr, factor": LoKrConfig(**LOKR, decompose_factor=4),
+    "lokr, both and factor": LoKrConfig(r=1, alpha=3, target_modules=TARGETS, decompose_both=True, decompose_factor=4),
+    "lokr, patterns": LoKrConfig(
+        **LOKR, rank_pattern={"to_q": 64, "blocks.0.ffn.net.2": 2}, alpha_pattern={"ffn.net.2": 7, "to_q": 3}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore:The following alpha_pattern keys")
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        *((name, "beside it") for name in APPLIED),
+        *((name, "in the file") for name in ("dora, rslora", "patterns", "lokr, patterns", "loha")),
+    ],
+)
+def test_what_peft_merges_is_what_we_merge(name: str, where: str, tmp_path: Path):
+    theirs = saved(tmp_path, APPLIED[name])
+    path = tmp_path / "adapter_model.safetensors"
+    if where == "in the file":
+        path = moved(path)
+    found = {weight: value for weight, _, value in merged("Wan21", path)}
+    changed = [weight for weight, value in theirs.items() if not torch.equal(value, base("Wan21")[weight])]
+    assert changed and found.keys() >= set(changed)
+    for weight in changed:
+        old = base("Wan21")[weight]
+        wanted = old + STRENGTH * (theirs[weight] - old)
+        assert difference(found[weight].reshape(wanted.shape), wanted.numpy()) <= 4 * OPERATION, weight
+    assert adapter.read(str(path), network("Wan21")).unused == ()
+
+
+def moved(path: Path) -> Path:
+    """The file with its config in its metadata, as diffusers writes it."""
+    from safetensors.torch import load_file
+
+    config = json.loads(path.with_name("adapter_config.json").read_text())
+    said = {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in config.items()})}
+    tensors = {"transformer." + name.removeprefix("base_model.model."): x for name, x in load_file(path).items()}
+    save_file(tensors, path.with_name("pytorch_lora_weights.safetensors"), said)
+    return path.with_name("pytorch_lora_weights.safetensors")
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+OTHER_METHODS = (
+    "OFT", "BOFT", "VERA", "IA3", "ADALORA", "GLORA", "XLORA", "HRA", "MISS", "RANDLORA", "FOURIERFT", "LN_TUNING",
+    "DELORA", "SHIRA", "C3A", "ROAD", "VBLORA", "lora2", "",
+)  # fmt: skip
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    **{
+        method: ({"peft_type": method}, f"PEFT's peft_type is '{method}'; taken is LORA, LOHA, LOKR. Merge the adapter")
+        for method in OTHER_METHODS
+    },
+    **{
+        str(way): (
+            {"init_lora_weights": way},
+            rf"PEFT's init_lora_weights is '{way}'; such an adapter .* path_initial_model_for_weight_conversion",
+        )
+        for way in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga", "unheard of")
+    },
+    "target_parameters": (
+        {"target_parameters": ["proj.weight"]},
+        r"PEFT's target_parameters is \['proj.weight'\]; taken is false, null or nothing. Merge the adapter",
+    ),
+    "layer_replication": ({"layer_replication": [[0, 4]]}, r"layer_replication is \[\[0, 4\]\]; taken is false"),
+    "tokens": ({"trainable_token_indices": [1, 2]}, r"trainable_token_indices is \[1, 2\]; taken is"),
+    "alora": ({"alora_invocation_tokens": [1]}, r"alora_invocation_tokens is \[1\]; taken is"),
+    "qalora": ({"use_qalora": True}, "use_qalora is True; taken is false"),
+    "bdlora": ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is {'nblocks': 2}; taken is"),
+    "monteclora": ({"monteclora_config": {"a": 1}}, "monteclora_config is {'a': 1}; taken is"),
+    "arrow": ({"arrow_config": {"top_k": 1}}, "arrow_config is {'top_k': 1}; taken is"),
+    "kasa": ({"kasa_config": {"beta": 1}}, "kasa_config is {'beta': 1}; taken is"),
+    "of another year": ({"use_quantum": True}, "use_quantum is True; taken is false, null or nothing"),
+    "of another year too": ({"warp_config": {"x": 1}}, "warp_config is {'x': 1}; taken is"),
+    "a DoRA without magnitudes": (
+        {"use_dora": True}, r"use_dora is True, but '.*to_q' has 0 magnitude vectors; taken is one of each module"
+    ),
+    "other layers": (
+        {"layers_to_transform": [1, 2]},
+        r"layers_to_transform is \[1, 2\], but the file changes '.*blocks.0.attn1.to_q'; taken are changes of these",
+    ),
+    "another layer": ({"layers_to_transform": 1}, "layers_to_transform is 1, but the file changes"),
+    "another list": ({"layers_to_transform": [0], "layers_pattern": "layers"}, r"layers_to_transform is \[0\], but"),
+    "alphas by expression": ({"alpha_pattern": {r".*\.to_q": 3}}, "alpha_pattern has .* is a regular expression"),
+    "ranks of a LoKr by expression": (
+        {"peft_type": "LOKR", "rank_pattern": {".*to_q": 3}}, "rank_pattern has '.*to_q', which is a regular expression"
+    ),
+    "a rank of 0": ({"peft_type": "LOKR", "r": 0}, "PEFT's r is 0; a rank is a whole number from 1 to 1_000_000"),
+    "half a rank": ({"peft_type": "LOKR", "rank_pattern": {"to_q": 1.5}}, "PEFT's r is 1.5; a rank is a whole number"),
+    "an alpha that is none": ({"peft_type": "LOHA", "alpha": "a lot"}, "alpha is 'a lot'; an alpha is a number"),
+}  # fmt: skip
+MODULE = "base_model.model.blocks.0.attn1.to_q"
+PLAIN = {f"{MODULE}.lora_A.weight": torch.ones(2, 144), f"{MODULE}.lora_B.weight": torch.ones(144, 2)}
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> str:
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return str(folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_computed_is_refused_by_name(name: str, tmp_path: Path):
+    config, said = REFUSED[name]
+    with pytest.raises(LoraError, match=said):
+        adapter.read(write(tmp_path, PLAIN, config), network("Wan21"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("option", "value"), [("bias", "all"), ("bias", "lora_only"), ("modules_to_save", ["ffn.net.2"])]
+)
+def test_whole_weights_beside_changes_are_refused(option: str, value: Any, tmp_path: Path):
+    targets = [name for name in TARGETS if name != "ffn.net.2"]
+    saved(tmp_path, LoraConfig(r=4, target_modules=targets, **{option: value}))
+    said = rf"PEFT's {option} is .*, and the file holds '.*' whole; taken are changes of weights. Merge the adapter"
+    with pytest.raises(LoraError, match=said):
+        adapter.read(str(tmp_path / "adapter_model.safetensors"), network("Wan21"))
+
+
+def test_a_magnitude_that_peft_would_leave_out_is_refused(tmp_path: Path):
+    tensors = {**PLAIN, f"{MODULE}.lora_magnitude_vector": torch.ones(144)}
+    said = "use_dora is False, but '.*to_q' has 1 magnitude vectors; taken is one of each module, or none"
+    with pytest.raises(LoraError, match=said):
+        adapter.read(write(tmp_path, tensors, {"use_dora": False}), network("Wan21"))
+    assert adapter.read(write(tmp_path, tensors, {}), network("Wan21")).unused == ()
+
+
+# --- numbers in other formats -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.float64, torch.bfloat16, torch.float16,
+     torch.float8_e4m3fn, torch.float8_e5m2],
+    ids=str,
+)  # fmt: skip
+def test_an_alpha_is_a_number_in_any_format(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path):
+    """As `lora[alpha_name].item()` of `comfy.lora.load_lora`."""
+    tensors = {**PLAIN, f"{MODULE}.alpha": torch.tensor(6).reshape(shape).to(dtype)}
+    save_file(tensors, tmp_path / "lora.safetensors")
+    assert scale(tmp_path / "lora.safetensors") == 3
+
+
+@pytest.mark.parametrize(("alpha", "times"), [(0, 0.0), (-4, -2.0), (127, 63.5)])
+def test_an_alpha_of_integers_may_be_any(alpha: int, times: float, tmp_path: Path):
+    save_file({**PLAIN, f"{MODULE}.alpha": torch.tensor(alpha, dtype=torch.int8)}, tmp_path / "lora.safetensors")
+    assert scale(tmp_path / "lora.safetensors") == times
+
+
+def scale(path: Path) -> float:
+    from comfyui_tpu.tpu_runtime.checkpoints import load
+    from comfyui_tpu.tpu_runtime.loras import merge
+
+    own = network("Wan21")
+    read = adapter.read(str(path), own)
+    (weight,) = (weight for weight in own.weights.values() if "blocks.0.attn1.to_q.weight" in weight.sources)
+    (change,) = read.changes["blocks.0.attn1.to_q.weight"]
+    with contextlib.ExitStack() as stack:
+        return merge._read(load.Reader(stack, lambda: None), read, change, weight)[1]
+
+
+def test_integer_alphas_of_other_kinds(tmp_path: Path):
+    """Of a LoHa, a LoKr and a DoRA."""
+    file = File("Wan21")
+    file.loha("diffusion_model.blocks.0.self_attn.v", "blocks.0.attn1.to_v.weight", alpha=3)
+    file.lokr("diffusion_model.blocks.0.self_attn.k", "blocks.0.attn1.to_k.weight", whole=(True, False), alpha=5)
+    file.dora("lora_unet_blocks_1_ffn_2", "blocks.1.ffn.net.2.weight", 1)
+    for name in [name for name in file.tensors if name.endswith(".alpha")]:
+        file.tensors[name] = file.tensors[name].to(torch.int32)
+    save_file(file.tensors, tmp_path / "lora.safetensors")
+    found = {weight: value for weight, _, value in merged("Wan21", tmp_path / "lora.safetensors")}
+    for weight, added in file.added.items():
+        wanted = file.base[weight] + STRENGTH * added
+        assert difference(found[weight].reshape(wanted.shape), wanted.numpy()) <= OPERATION, weight
