@@ -71,6 +71,11 @@ _OBJECTS = _INSIDE.format(
     node="TorchCompileModel and other nodes that replace modules",
     advice="Remove that node; the network is compiled already.",
 )
+_BYPASS = _INSIDE.format(
+    what="a LoRA beside the weights",
+    node="LoraLoaderBypass, LoraLoaderBypassModelOnly",
+    advice="Use LoraLoaderModelOnly with the same file and strength: it is merged into the weights.",
+)
 
 
 def check(options: Mapping[str, Any], control: Any) -> None:
@@ -95,6 +100,8 @@ def check_patcher(patcher: Any) -> None:
     own = [name for name in patcher.object_patches if name.startswith("diffusion_model")]
     wrapped = [name for name in patcher.weight_wrapper_patches if name.startswith("diffusion_model")]
     compiled = patcher.get_wrappers(WrappersMP.APPLY_MODEL, COMPILE_KEY)
+    if "bypass_lora" in patcher.injections:
+        raise ValueError(_BYPASS)
     if own or wrapped or compiled or patcher.injections:
         raise ValueError(_OBJECTS)
 

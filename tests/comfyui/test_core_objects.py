@@ -168,6 +168,9 @@ REFUSED = {
         "another rotary embedding",
     ),
     "TorchCompileModel": ({"backend": "inductor"}, "another network or part of it"),
+    "LoraLoaderBypassModelOnly": (
+        {"lora_name": "style.safetensors", "strength_model": 0.5}, "a LoRA beside the weights cannot work there (Lora"
+    ),
 }  # fmt: skip
 
 
@@ -179,7 +182,9 @@ def test_what_works_inside_the_network_is_refused_with_a_sentence(server: Server
     status = server.finish(answer["prompt_id"])["status"]
     (error,) = [said for kind, said in status["messages"] if kind == "execution_error"]
     assert error["node_type"] == "KSampler" and sentence in error["exception_message"], error
-    assert "ComfyUI's own loader" in error["exception_message"] or "Remove" in error["exception_message"]
+    assert any(
+        way in error["exception_message"] for way in ("ComfyUI's own loader", "Remove", "Use LoraLoaderModelOnly")
+    )
 
 
 # Nodes of core around the network: they run.

@@ -378,9 +378,12 @@ def match(network: "Network", tensors: Mapping[str, TensorFile], folder: Path) -
     for name, weight in network.weights.items():
         missing = [source for source in weight.sources if source not in by_name]
         if missing:
-            raise CheckpointError(f"{folder}: the weight {missing[0]} is missing; the checkpoint is incomplete.")
+            raise CheckpointError(
+                f"{folder}: the weight {missing[0]} is missing; the checkpoint is incomplete. Download it again, or "
+                "choose another."
+            )
         matched[name] = tuple(_fitted(by_name[source], weight.tensor_shape) for source in weight.sources)
-        _check_shapes(weight, matched[name], folder)
+        _check_shapes(weight, matched[name], folder, "" if held is None else component.class_name)
     used = {source for weight in network.weights.values() for source in weight.sources}
     # Of networks that are read in full. What is outside their blocks may be unused, such as tables of positions.
     blocks = component.blocks if component.library == "diffusers" and not (component.only or component.layers) else ()
@@ -432,15 +435,24 @@ def by_own_names(tensors: Mapping[str, Found], aliases: Mapping[str, str]) -> di
     return {own: tensors[name] for own, name in sorted(pairs, key=lambda pair: pair[0] == pair[1])}
 
 
-def _check_shapes(weight: "Weight", files: tuple[TensorFile, ...], folder: Path) -> None:
+def _check_shapes(weight: "Weight", files: tuple[TensorFile, ...], folder: Path, single: str) -> None:
+    """`single` is the class of the network where `folder` is a single file, whose config its other tensors made."""
     expected = weight.tensor_shape
     for source, file in zip(weight.sources, files, strict=True):
         if file.dtype not in quantized.READ:
             raise CheckpointError(
                 f"{folder}: {source} holds {file.dtype}, and weights are floating point numbers. {quantized.ADVICE}"
             )
+        if file.shape != expected and single:
+            raise CheckpointError(
+                f"{folder}: {source} has shape {file.shape}, and by its other tensors a {single} has {expected}. The "
+                "file is damaged, or of another model. Choose another."
+            )
         if file.shape != expected:
-            raise CheckpointError(f"{folder}: {source} has shape {file.shape}, but its config asks for {expected}.")
+            raise CheckpointError(
+                f"{folder}: {source} has shape {file.shape}, but its config asks for {expected}. Download it again, or "
+                "choose another."
+            )
 
 
 # --- as single files have it ------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ MOST_TIMES, MOST_TIMES_LONGER = 8, 64
 HARMLESS = ("feature_extractor", "image_processor", "video_processor", "processor", "safety_checker")
 QUANTIZED = "quantization_config"
 _MISSING = object()
+_NO_FILES: Mapping[str, str] = {}
 
 
 def is_pipeline(spec: ModelSpec, index: Mapping[str, Any]) -> bool:
@@ -83,8 +84,13 @@ def own_config(component: Component, config: Mapping[str, Any]) -> Mapping[str, 
     return {**part, **{name: config[name] for name in ("architectures", QUANTIZED) if name in config}}
 
 
-def config_problem(spec: ModelSpec, component: Component, model_id: str, config: Mapping[str, Any]) -> str | None:
-    """What of a component's own `config.json` does not fit, by key and value."""
+def config_problem(
+    spec: ModelSpec, component: Component, model_id: str, config: Mapping[str, Any], advice: str = ""
+) -> str | None:
+    """What of a component's own `config.json` does not fit, by key and value.
+
+    With `advice` the config is what the tensors of a single file, `model_id`, say; it ends the sentence.
+    """
     found = config.get("_class_name") or config.get("architectures")
     found = found[0] if isinstance(found, list) and found else found
     if found not in (component.class_name, *component.class_aliases):
@@ -95,6 +101,8 @@ def config_problem(spec: ModelSpec, component: Component, model_id: str, config:
             f"config.json). {quantized.ADVICE.removesuffix('.')}, such as {spec.published.hub_id}."
         )
     if strange := next(_strange(config, component.config), None):
+        if advice:
+            return f"{model_id} is of another model than {spec.title}, or damaged: {strange}. {advice}"
         where = f"{component.folder}/config.json"
         return f"{model_id}: {strange} in {where}. Use a checkpoint such as {spec.published.hub_id}."
     for key, need in component.needs.items():
@@ -102,6 +110,11 @@ def config_problem(spec: ModelSpec, component: Component, model_id: str, config:
         if isinstance(need, Same) or _fits(need, value):
             continue
         said = "is missing" if value is _MISSING else f"is {json.dumps(value)}"
+        if advice:
+            return (
+                f"{model_id} is the {component.class_name} of another model than {spec.title}: its {key} {said}; "
+                f"supported is {_supported(need)}. {advice}"
+            )
         return (
             f"{spec.title}: {key} {said} in {component.folder}/config.json of {model_id}; supported is "
             f"{_supported(need)}. Use a checkpoint such as {spec.published.hub_id}."
@@ -139,8 +152,12 @@ def likeness(spec: ModelSpec, configs: Mapping[str, Mapping[str, Any]]) -> int:
     return sum(_value(configs[part.folder], key) == value for part in known for key, value in part.config.items())
 
 
-def sizes_problem(spec: ModelSpec, model_id: str, configs: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Where the configs of several components (by name) contradict each other."""
+def sizes_problem(
+    spec: ModelSpec, model_id: str, configs: Mapping[str, Mapping[str, Any]], files: Mapping[str, str] = _NO_FILES
+) -> str | None:
+    """Where the configs of several components (by name) contradict each other; `files` are those that they are in,
+    where they are single files.
+    """
     for component in spec.components:
         for key, need in component.needs.items():
             if not isinstance(need, Same) or not {component.name, need.component} <= configs.keys():
@@ -149,6 +166,12 @@ def sizes_problem(spec: ModelSpec, model_id: str, configs: Mapping[str, Mapping[
             if _MISSING in (value, other) or (isinstance(other, int) and value == need.times * other):
                 continue
             times = f"{need.times} times " if need.times > 1 else ""
+            if component.name in files:
+                return (
+                    f"{spec.title}: {key} is {json.dumps(value)} in {files[component.name]}, but must be {times}"
+                    f"{need.key} in {files[need.component]}, which is {json.dumps(other)}. The files are of different "
+                    f"models; choose those of {spec.title}."
+                )
             return (
                 f"{spec.title}: {key} is {json.dumps(value)} in {component.folder}/config.json of {model_id}, but must "
                 f"be {times}{need.key} of {spec.component(need.component).folder}, which is {json.dumps(other)}. Its "
@@ -166,7 +189,7 @@ def _experts_problem(spec: ModelSpec, model_id: str, configs: Mapping[str, Mappi
             if not key.startswith("_") and mine.get(key) != its.get(key):
                 return (
                     f"{spec.title}: {key} is {json.dumps(its.get(key))} in {name} of {model_id} and "
-                    f"{json.dumps(mine.get(key))} in {first}; the two must be alike."
+                    f"{json.dumps(mine.get(key))} in {first}; the two must be alike. Choose two of one model."
                 )
     return None
 

@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,9 @@ _LOOKED_THROUGH = ("text_encoders", "clip", "vae", "clip_vision")
 _MOST_FILES = 500
 # What names of the experts of one model have in them, the first one's first.
 _NOISE = ("high", "low")
+
+
+_DENOISERS = frozenset(spec.component(name).class_name for spec in models.SPECS for name in spec.denoiser.experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,12 +124,20 @@ def files_in(folder: str) -> Iterator[str]:
 def _given(model_id: str, folders: Sequence[str]) -> _Given:
     networks: list[Held] = []
     specs, rest = [], []
+    seen: set[Path] = set()
     by_name = {spec.name: spec for spec in models.SPECS}
     for entry in entries(model_id):
         if entry in by_name:
             specs.append(by_name[entry])
         elif contents.is_weights(entry):
-            networks += contents.networks(find(entry, folders), LAYOUTS)
+            path = find(entry, folders)
+            # One in which two experts are merged is named twice, and may hold the other networks too.
+            networks += [
+                held
+                for held in contents.networks(path, LAYOUTS)
+                if path.resolve() not in seen or held.layout.class_name in _DENOISERS
+            ]
+            seen.add(path.resolve())
         else:
             rest.append(entry)
     if len(rest) > 1:
@@ -281,9 +293,15 @@ def _place(spec: ModelSpec, networks: Sequence[Held]) -> "dict[str, Held] | _Pro
     for held in networks:
         places = free.get(held.layout.class_name)
         if places is None:
-            return _Problem(0, f"{held.path} is a {held.layout.class_name}, and {spec.title} has none.")
+            return _Problem(
+                0,
+                f"{held.path} is a {held.layout.class_name}, and {spec.title} has none: it is made of "
+                f"{', '.join(free)}. Leave the file out, or choose one of these.",
+            )
         if not places:
-            return _Problem(1, f"{held.path} is one {held.layout.class_name} more than {spec.title} has.")
+            return _Problem(
+                1, f"{held.path} is one {held.layout.class_name} more than {spec.title} has. Name each network once."
+            )
         placed[places.pop(0)] = held
     return placed
 
@@ -295,11 +313,17 @@ def _experts_problem(spec: ModelSpec, placed: Mapping[str, Held], *, has_rest: b
     if 0 < len(given) < len(experts) and not has_rest:
         return (
             f"{spec.title} has two denoisers, for high noise and for low noise, and there is one file. Name both, the "
-            "one for high noise first."
+            "one for high noise first; a file in which the two are merged is named twice."
         )
     if len(given) > 1:
-        first, second = (placed[name].path.name.lower() for name in given[:2])
-        if _NOISE[1] in first and _NOISE[0] in second and _NOISE[0] not in first:
+        first, second = (_noise(placed[name].path.name) for name in given[:2])
+        if first == second != "":
+            both = " and ".join(placed[name].path.name for name in given[:2])
+            return (
+                f"{spec.title}: {both} are both the denoiser for {first} noise by their names, and it has one for high "
+                "noise and one for low noise. Name one of each, the one for high noise first."
+            )
+        if (first, second) == _NOISE[::-1]:
             return (
                 f"{spec.title}: {placed[given[0]].path.name} is the denoiser for low noise by its name, and comes "
                 "first. Name the one for high noise first."
@@ -313,16 +337,28 @@ def _relative(spec: ModelSpec, placed: Mapping[str, Held]) -> str | None:
     return next(filter(None, found), None)
 
 
+def _noise(name: str) -> str:
+    """Which expert a file is by its name: one of `_NOISE`, or nothing where that is open."""
+    words = re.sub(r"(?=[A-Z][a-z])", "_", name).lower()  # `I2VHighNoise` too
+    for pattern in (r"(high|low)[ _.-]*noise", r"(?<![a-z])(high|low)(?![a-z])"):
+        if found := set(re.findall(pattern, words)):
+            return found.pop() if len(found) == 1 else ""
+    return ""
+
+
 def _problem(spec: ModelSpec, placed: Mapping[str, Held], configs: Mapping[str, Mapping[str, Any]]) -> str | None:
     """What of these configs the model cannot run."""
+    if problem := _blind_problem(spec, placed):
+        return problem
     known = [component for component in spec.components if component.folder in placed]
     for component in known:
         path = str(placed[component.folder].path)
         own = compatibility.own_config(component, configs[component.folder])
-        if found := compatibility.config_problem(spec, component, path, own):
+        if found := compatibility.config_problem(spec, component, path, own, _advice(spec, component)):
             return found
     named = {part.name: compatibility.own_config(part, configs[part.folder]) for part in known}
-    return compatibility.sizes_problem(spec, " and ".join(str(held.path) for held in placed.values()), named)
+    files = {part.name: str(placed[part.folder].path) for part in known}
+    return compatibility.sizes_problem(spec, " and ".join(dict.fromkeys(files.values())), named, files)
 
 
 def _look_for(
@@ -359,6 +395,29 @@ def _look_for(
 
 # ComfyUI's folder of each part; text encoders have theirs.
 _FOLDERS = {"vae": "vae", "image_encoder": "clip_vision"}
+
+
+def _advice(spec: ModelSpec, component: Component) -> str:
+    """Which file to take in place of one that does not fit."""
+    is_denoiser = component.name in spec.denoiser.experts
+    folder = "diffusion_models" if is_denoiser else _FOLDERS.get(component.folder, "text_encoders")
+    file = published.part(spec.name, folder)
+    return f"Choose one of {spec.title}, such as {file.name}." if file else f"Choose one of {spec.title}."
+
+
+def _blind_problem(spec: ModelSpec, placed: Mapping[str, Held]) -> str | None:
+    """A file of a text encoder that also sees holds what it sees with."""
+    for component in spec.components:
+        own = tuple(start for start in component.aliases if start.endswith("."))
+        held = placed.get(component.folder)
+        if held is None or not component.config_part or component.name == component.folder or not own:
+            continue
+        if not any(name.startswith(own) for name in held.tensors):
+            return (
+                f"{held.path} is a text encoder that cannot see (it has no {own[0]}), and {spec.title} looks at "
+                f"pictures with it. {_advice(spec, component)}"
+            )
+    return None
 
 
 def _missing(spec: ModelSpec, component: Component) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import CheckpointError, TensorFile, parse_json, read_header
-from . import codes, gguf_file
+from . import codes, gguf_file, unlike
 from .layout import FileLayout
 from .stored import HeadsInterleaved, made_of
 
@@ -85,9 +85,10 @@ def _read(path: Path, size: int, modified: int) -> Contents:
     if path.suffix == gguf_file.SUFFIX:
         tensors, fields = gguf_file.read_header(path)
         architecture = gguf_file.text_of(fields, "general.architecture") or ""
-        return Contents(
-            path=path, tensors=_turned(tensors, architecture, fields), metadata=gguf_file.metadata_of(path, fields)
-        )
+        said = {name: fields[name].contents() for name in unlike.SPLIT if name in fields}
+        numbers = {name: str(value) for name, value in said.items() if isinstance(value, int)}
+        metadata = {**(gguf_file.metadata_of(path, fields) or {}), **numbers}
+        return Contents(path=path, tensors=_turned(tensors, architecture, fields), metadata=metadata)
     tensors, metadata = header(path)
     return Contents(path=path, tensors=codes.decoded(tensors, metadata), metadata=metadata)
 
@@ -124,8 +125,10 @@ def _turned(tensors: Mapping[str, TensorFile], architecture: str, fields: Mappin
 def networks(path: Path, layouts: Sequence[FileLayout]) -> list[Held]:
     """The networks in a file, by what tells each; `CheckpointError` where there is none that is known."""
     contents = read(path)
+    unlike.check_whole(path, contents.metadata)
     found = list(_networks(contents, layouts))
     if not found:
+        unlike.check_known(path, contents.tensors.keys())
         names = list(contents.tensors)
         shown = ", ".join(name[:80] for name in names[:_NAMES_IN_TEXT]) or "none"
         raise CheckpointError(

@@ -10,6 +10,7 @@ from ..files import CheckpointError, TensorFile
 from ..model_spec import Table
 
 Config = dict[str, Any]
+AGAIN = "Download it again, or choose another."
 
 
 class Shapes(Mapping[str, tuple[int, ...]]):
@@ -20,7 +21,7 @@ class Shapes(Mapping[str, tuple[int, ...]]):
 
     def __getitem__(self, name: str) -> tuple[int, ...]:
         if name not in self._tensors:
-            raise CheckpointError(f"{self.path}: the weight {name} is missing; the file is incomplete.")
+            raise CheckpointError(f"{self.path}: the weight {name} is missing; the file is incomplete. {AGAIN}")
         return self._tensors[name].shape
 
     def __contains__(self, name: object) -> bool:

@@ -18,6 +18,9 @@ DECODED = ("bitsandbytes", "fp8")
 
 # Which writer leaves which names in a layer, the telling ones first.
 _WRITERS = (
+    ("wscales", "SVDQuant (Nunchaku)"),
+    ("wtscale", "SVDQuant (Nunchaku)"),
+    ("smooth_factor", "SVDQuant (Nunchaku)"),
     ("absmax", "bitsandbytes"),
     ("quant_state", "bitsandbytes"),
     ("SCB", "bitsandbytes"),

@@ -1,0 +1,283 @@
+"""Files that cannot be used as they were named: the sentence says what came, what is taken, and what to do."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.tests.files import single_files
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, parts, tiny
+from comfyui_tpu.tpu_runtime.files import CheckpointError
+from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.progress import Silent
+from safetensors.torch import load_file, save_file
+
+WAN, BOTH, EDIT, FLUX2, Z_IMAGE, FIVE_B = (
+    "wan2.1-t2v-14b", "wan2.2-i2v-a14b", "qwen-image-edit-2511", "flux2-dev", "z-image-turbo", "wan2.2-ti2v-5b"
+)  # fmt: skip
+
+
+class Home:
+    """A folder with networks of miniatures as single files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def file(self, model: str, part: str, name: str = "") -> Path:
+        spec = spec_by_name(model)
+        path = self.folder / (name or f"{model}-{part}.safetensors")
+        return single_files.write_folder(path, tiny.ensure(spec), spec, part)
+
+    def write(self, name: str, tensors: dict[str, torch.Tensor]) -> Path:
+        save_file({key: x.clone().contiguous() for key, x in tensors.items()}, self.folder / name)
+        return self.folder / name
+
+    def said(self, model: str, *entries: Path | str) -> str:
+        """Of a model of these files, whose other parts are the miniature's; empty where it is one."""
+        spec = spec_by_name(model)
+        try:
+            found = checkpoint.locate(spec, " + ".join(map(str, entries)))
+            found.check()
+            found.configs(Silent())
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    def with_rest(self, model: str, *entries: Path | str) -> str:
+        return self.said(model, *entries, spec_by_name(model).miniature.random_id)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path)
+
+
+# --- one part of several ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["wan2.1_t2v_14B-0000{}-of-00002", "diffusion_pytorch_model-{}-of-2"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_shard_is_named_as_one(name: str, number: int, home: Home):
+    tensors = load_file(home.file(WAN, "transformer"))
+    half = sorted(tensors)[:: 2 if number == 1 else 3]
+    path = home.write(f"{name.format(number)}.safetensors", {key: tensors[key] for key in half})
+    assert home.with_rest(WAN, path) == (
+        f"{path} is part {number} of 2 of a checkpoint; a file must hold a whole network. Choose the folder in "
+        "diffusers layout that has all parts and their index, or a file that holds the whole network."
+    )
+
+
+def test_the_only_shard_is_the_whole(home: Home):
+    assert home.with_rest(WAN, home.file(WAN, "transformer", "wan2.1_t2v_14B-00001-of-00001.safetensors")) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "number"),
+    [
+        ("wan-00002-of-00003.gguf", {}, 2),
+        ("wan-00001-of-00003.gguf", {"split.no": 0, "split.count": 3}, 1),
+        ("renamed.gguf", {"split.no": 1, "split.count": 3}, 2),
+    ],
+)
+def test_a_part_of_a_gguf_is_named_as_one(name: str, fields: dict[str, int], number: int, home: Home):
+    """The fields are those of llama.cpp's gguf-split."""
+    path = write_gguf(home.folder / name, {"blocks.0.self_attn.q.weight": np.ones((4, 4), np.float32)}, "wan", fields)
+    assert home.with_rest(WAN, path) == (
+        f"{path} is part {number} of 3 of a checkpoint; a file must hold a whole network. Join them with llama.cpp's "
+        "`llama-gguf-split --merge FIRST_PART WHOLE.gguf`, and choose the whole file."
+    )
+
+
+def write_gguf(path: Path, tensors: dict[str, np.ndarray], architecture: str, fields: dict[str, int]) -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, value in fields.items():
+        writer.add_uint16(name, value)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+# --- what sees --------------------------------------------------------------------------------------------------------
+
+
+def test_llama_cpps_file_of_sight_is_named_as_one(home: Home):
+    tensors = {"v.blk.0.attn_q.weight": np.ones((4, 4), np.float32), "mm.0.weight": np.ones((4, 4), np.float32)}
+    path = write_gguf(home.folder / "mmproj-Qwen2.5-VL-7B-Instruct-F16.gguf", tensors, "clip", {})
+    said = home.with_rest(EDIT, home.file(EDIT, "transformer"), path)
+    assert said == (
+        f"{path} is what a language model sees with, as llama.cpp has it (mmproj), and pictures are read by a text "
+        "encoder that holds `visual.` too. Choose one such as qwen_2.5_vl_7b.safetensors in its place."
+    )
+
+
+def test_an_encoder_that_cannot_see_is_refused_where_pictures_are_looked_at(home: Home):
+    tensors = load_file(home.file(EDIT, "text_encoder"))
+    blind = home.write("qwen_2.5_7b.safetensors", {name: x for name, x in tensors.items() if "visual." not in name})
+    said = home.with_rest(EDIT, home.file(EDIT, "transformer"), blind)
+    assert said == (
+        f"{blind} is a text encoder that cannot see (it has no visual.), and Qwen-Image Edit 2511 looks at "
+        "pictures with it. Choose one of Qwen-Image Edit 2511, such as qwen_2.5_vl_7b_fp8_scaled.safetensors."
+    )
+    assert home.with_rest("qwen-image-2512", home.file("qwen-image-2512", "transformer"), blind) == ""
+
+
+def test_an_encoder_that_cannot_see_is_not_found_for_pictures(home: Home):
+    folder = home.folder / "text_encoders"
+    folder.mkdir()
+    tensors = load_file(home.file(EDIT, "text_encoder"))
+    save_file({name: x for name, x in tensors.items() if "visual." not in name}, folder / "blind.safetensors")
+    entries = [str(home.file(EDIT, "transformer")), str(home.file(EDIT, "vae"))]
+    spec = spec_by_name(EDIT)
+    with pytest.raises(CheckpointError, match="its text_encoder .* is in none of the files"):
+        parts.resolve(" + ".join(entries), [spec], (str(folder),))
+    home.file(EDIT, "text_encoder", "text_encoders/sees.safetensors")
+    found = parts.resolve(" + ".join(entries), [spec], (str(folder),))
+    assert found.parts["text_encoder"].path.name == "sees.safetensors"
+
+
+# --- codes ------------------------------------------------------------------------------------------------------------
+
+_I8, _I32 = torch.zeros(4, 4, dtype=torch.int8), torch.zeros(4, 4, dtype=torch.int32)
+CODES = {
+    "SVDQuant (Nunchaku)": {"qweight": _I8, "wscales": torch.ones(4), "smooth_factor": torch.ones(4)},
+    "SVDQuant (Nunchaku), fp4": {"qweight": _I8, "wscales": torch.ones(4), "wtscale": torch.ones(1)},
+    "SVDQuant (Nunchaku), its modulations": {"qweight": _I32, "wscales": torch.ones(4), "wzeros": torch.ones(4)},
+    "GPTQ, AWQ or AutoRound": {"qweight": _I32, "scales": torch.ones(4), "qzeros": _I32},
+}
+
+
+@pytest.mark.parametrize("writer", CODES)
+def test_codes_have_the_name_of_their_writer(writer: str, home: Home):
+    path = home.write(
+        "svdq-int4_r32-qwen-image.safetensors",
+        {f"transformer_blocks.0.attn.to_qkv.{name}": tensor for name, tensor in CODES[writer].items()},
+    )
+    said = home.with_rest(EDIT, path)
+    assert f"{path}: the weights are quantized with {writer.partition(', ')[0]}" in said
+    assert "Use a checkpoint whose weights are bfloat16, float16 or float32." in said
+
+
+# --- networks of other models -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "other", "said"),
+    [
+        (WAN, FIVE_B, "another model than Wan 2.1 T2V 14B: its is_residual is true; supported is false. Choose one "
+         "of Wan 2.1 T2V 14B, such as wan_2.1_vae.safetensors."),
+        (FIVE_B, WAN, "its in_channels is 3; supported is 12. Choose one of Wan 2.2 TI2V 5B, such as wan2.2_vae.safe"),
+        (Z_IMAGE, FLUX2, "is a AutoencoderKLFlux2, and Z-Image Turbo has none: it is made of Qwen3ForCausalLM, "
+         "ZImageTransformer2DModel, AutoencoderKL. Leave the file out, or choose one of these."),
+    ],
+)  # fmt: skip
+def test_a_vae_of_another_model_is_named_without_a_config_that_is_not_there(
+    model: str, other: str, said: str, home: Home
+):
+    found = home.with_rest(model, home.file(model, "transformer"), home.file(other, "vae"))
+    assert said in found and "config" not in found, found
+
+
+def test_a_vae_of_other_latents_is_named_without_a_config_that_is_not_there(home: Home):
+    """Stable Diffusion's, of 4 channels."""
+    tensors = load_file(home.file(Z_IMAGE, "vae"))
+    tensors["decoder.conv_in.weight"] = tensors["decoder.conv_in.weight"][:, :4]
+    path = home.write("sd_vae.safetensors", tensors)
+    assert home.with_rest(Z_IMAGE, home.file(Z_IMAGE, "transformer"), path) == (
+        f"{path} is the AutoencoderKL of another model than Z-Image Turbo: its latent_channels is 4; supported is 16. "
+        "Choose one of Z-Image Turbo, such as ae.safetensors."
+    )
+
+
+def test_parts_of_different_models_are_named_by_their_files(home: Home):
+    """A denoiser for states of another width than the encoder's."""
+    tensors = load_file(home.file(WAN, "transformer"))
+    width = tensors["text_embedding.0.weight"].shape[1]
+    tensors["text_embedding.0.weight"] = tensors["text_embedding.0.weight"].repeat(1, 2)
+    denoiser, encoder = home.write("wide.safetensors", tensors), home.file(WAN, "text_encoder")
+    assert home.with_rest(WAN, denoiser, encoder) == (
+        f"Wan 2.1 T2V 14B: text_dim is {2 * width} in {denoiser}, but must be d_model in {encoder}, which is {width}. "
+        "The files are of different models; choose those of Wan 2.1 T2V 14B."
+    )
+
+
+def test_half_a_vae_is_named_as_one(home: Home):
+    tensors = load_file(home.file(FLUX2, "vae"))
+    path = home.write("small_decoder.safetensors", {n: x for n, x in tensors.items() if not n.startswith("encoder.")})
+    assert home.with_rest(FLUX2, home.file(FLUX2, "transformer"), path) == (
+        f"{path} holds the decoder of a VAE alone, and a VAE is an encoder and a decoder. Choose a file that has both, "
+        "such as full_encoder_small_decoder.safetensors for FLUX.2's small decoder."
+    )
+
+
+# --- two experts ------------------------------------------------------------------------------------------------------
+
+
+def all_in_one(home: Home) -> Path:
+    prefixes = {
+        "transformer": "model.diffusion_model.", "vae": "vae.", "text_encoder": "text_encoders.umt5xxl.transformer."
+    }  # fmt: skip
+    tensors = {
+        prefix + name: tensor
+        for part, prefix in prefixes.items()
+        for name, tensor in load_file(home.file(BOTH, part)).items()
+    }
+    return home.write("wan2.2-rapid-mega-aio.safetensors", tensors)
+
+
+@pytest.mark.parametrize("make", [all_in_one, lambda home: home.file(BOTH, "transformer", "wan2.2_merged.safetensors")])
+def test_one_denoiser_for_two_is_named_twice(make: Callable[[Home], Path], home: Home):
+    merged, others = make(home), [home.file(BOTH, part) for part in ("text_encoder", "vae")]
+    entries = [merged] if "aio" in merged.name else [merged, *others]
+    assert home.said(BOTH, *entries) == (
+        "Wan 2.2 I2V A14B has two denoisers, for high noise and for low noise, and there is one file. Name both, the "
+        "one for high noise first; a file in which the two are merged is named twice."
+    )
+    spec = spec_by_name(BOTH)
+    found = parts.resolve(" + ".join(map(str, [merged, *entries])), [spec])
+    assert {held.path for name, held in found.parts.items() if name.startswith("transformer")} == {merged}
+    assert found.parts.keys() == {"transformer", "transformer_2", "text_encoder", "vae"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "noise"),
+    [
+        ("wan2.2_i2v_high_noise_14B_fp16", "wan2.2_i2v_high_noise_14B_fp8_scaled", "high"),
+        ("wan2.2_i2v_low_noise_14B_fp16", "wan2.2_i2v_low_noise_14B_fp8_scaled", "low"),
+        ("Wan2_2-I2V-A14B-HIGH_fp8", "wan22I2VHighNoise_Q8", "high"),
+        ("Wan2_2-I2V-A14B-LOW_bf16", "low-noise", "low"),
+    ],
+)
+def test_one_expert_twice_is_refused(first: str, second: str, noise: str, home: Home):
+    names = [f"{name}.safetensors" for name in (first, second)]
+    assert home.with_rest(BOTH, *(home.file(BOTH, "transformer", name) for name in names)) == (
+        f"Wan 2.2 I2V A14B: {' and '.join(names)} are both the denoiser for {noise} noise by their names, and it has "
+        "one for high noise and one for low noise. Name one of each, the one for high noise first."
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("wan2.2_i2v_high_noise_lowvram", "wan2.2_i2v_low_noise_lowvram"),
+        ("slow_flow_a", "yellow_flow_b"),
+        ("highres_a", "highres_b"),
+        ("Wan22-HIGH", "Wan22-LOW"),
+    ],
+)
+def test_words_with_high_and_low_in_them_say_nothing(first: str, second: str, home: Home):
+    files = [home.file(BOTH, part, f"{name}.safetensors") for part, name in
+             (("transformer", first), ("transformer_2", second))]  # fmt: skip
+    assert home.with_rest(BOTH, *files) == ""
+
+
+def test_a_network_too_many_is_refused_with_a_way_on(home: Home):
+    vaes = [home.file(WAN, "vae", f"{name}.safetensors") for name in ("one", "two")]
+    assert home.with_rest(WAN, home.file(WAN, "transformer"), *vaes) == (
+        f"{vaes[1]} is one AutoencoderKLWan more than Wan 2.1 T2V 14B has. Name each network once."
+    )
