@@ -16,7 +16,7 @@ from comfyui_tpu.tpu_runtime.cache import store, trust, xla_cache
 from comfyui_tpu.tpu_runtime.cache.store import Store
 from comfyui_tpu.tpu_runtime.programs import executables
 from comfyui_tpu.tpu_runtime.programs.program import Program
-from jax._src import compilation_cache, distributed
+from jax._src import compilation_cache, compiler, distributed
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -159,11 +159,16 @@ def test_a_program_that_the_device_does_not_load_is_compiled_again(from_here: No
 
 
 def test_every_host_keeps_what_it_compiled(
-    from_here: None, add_one: Callable[[], Program], monkeypatch: pytest.MonkeyPatch
+    folder: Path, add_one: Callable[[], Program], monkeypatch: pytest.MonkeyPatch
 ):
     """JAX itself writes on the first of several processes alone."""
+    compilation_cache.reset_cache()
     monkeypatch.setattr(distributed.global_state, "process_id", 1)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(compiler, "_cache_write", compiler._cache_write)  # is put back
+    xla_cache.use_persistent_cache()
     assert [executables.obtain(add_one())[1] for _ in range(2)] == [True, False]
+    compilation_cache.reset_cache()
 
 
 def test_a_copy_of_the_folder_serves_another_machine(
@@ -245,14 +250,19 @@ def file(path: Path, size: int) -> Path:
     return path
 
 
-def test_a_folder_of_jaxs_own_variable_is_left_to_jax(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_of_jaxs_own_variable_is_left_to_jax(
+    folder: Path, tmp_path: Path, add_one: Callable[[], Program], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "own"))
-    monkeypatch.setattr(compilation_cache, "get_file_cache", "JAX's own")
-    asked: dict[str, object] = {}
-    monkeypatch.setattr(jax.config, "update", asked.__setitem__)
+    compilation_cache.reset_cache()
     xla_cache.use_persistent_cache()
-    assert asked["jax_compilation_cache_dir"] == str(tmp_path / "own")
-    assert compilation_cache.get_file_cache == "JAX's own"
+    missed: list[str] = []
+    for is_new in (True, False):
+        with xla_cache.when_missed(lambda: missed.append("told before it is compiled")):
+            assert executables.obtain(add_one())[1] is is_new
+    assert len(missed) == 1
+    assert list((tmp_path / "own").glob("jit__lambda-*-cache")) and not PROGRAMS.folder.exists()
+    compilation_cache.reset_cache()
 
 
 def test_the_longest_unused_entries_leave_a_store(folder: Path, monkeypatch: pytest.MonkeyPatch):

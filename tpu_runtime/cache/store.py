@@ -45,7 +45,7 @@ def _writable(wanted: str) -> Path:
     folder = Path(wanted)
     try:
         folder = folder.expanduser()
-        _make(folder)
+        make_private(folder)
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where the home is
@@ -54,7 +54,7 @@ def _writable(wanted: str) -> Path:
         return _instead_of(folder, getattr(error, "strerror", None) or str(error))
 
 
-def _make(folder: Path) -> None:
+def make_private(folder: Path) -> None:
     """Creates a private folder; an existing one stays as it is."""
     folder.mkdir(mode=trust.PRIVATE, parents=True, exist_ok=True)
 
@@ -147,7 +147,7 @@ class Store:
             return
         path = self.path(key)
         try:
-            _make(self.folder)
+            make_private(self.folder)
             trim(self.folder, MAX_BYTES[self.kind] - len(payload))
             write_file(path, hashlib.sha256(payload).digest(), payload, mode=0o600)
         except OSError as error:

@@ -3,10 +3,16 @@
 A process that finds its programs there still traces and lowers them. That takes 2.6 to 9.3 s of processor time for a
 generation, of which its user waits for at most 0.5 s (docs/LOG.md, 2026-11-24): the rest is done while weights are read
 and steps run. So the pack serializes no executables of its own.
+
+Where the folder is, and what was found in it, JAX's public settings and events say. Two private functions of JAX are
+replaced on top. A JAX that lacks one, or has it with other parameters, costs what its replacement adds, not a run.
 """
 
 import contextlib
 import functools
+import importlib
+import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,17 +20,60 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import compilation_cache, compiler
-from jax._src.compilation_cache_interface import CacheInterface
 
+from . import store
 from .store import Store, cache_folder, xla_cache_folder
+
+log = logging.getLogger(__name__)
 
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 CACHE_MISS = "/jax/compilation_cache/cache_misses"
 STORE = Store("xla", code=True)
 
-_JAX_READ = compiler._cache_read
 _of_thread = threading.local()
+
+
+@dataclass(frozen=True)
+class _Private:
+    """A private function of JAX, and its parameters as they were in 0.10 to 0.12; `optional` are those of some."""
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+    def find(self) -> Callable[..., Any] | None:
+        """The function; None where this JAX has none of that name with these parameters."""
+        try:
+            found = getattr(importlib.import_module(self.module), self.name)
+            asked = inspect.signature(found).parameters.values()
+        except (ImportError, AttributeError, TypeError, ValueError):
+            return None
+        required = {each.name for each in asked if each.default is each.empty} - set(self.optional)
+        has_all = set(self.parameters) <= {each.name for each in asked}
+        return found if has_all and required <= set(self.parameters) else None
+
+    def replace(self, by: Callable[..., Any]) -> None:
+        setattr(importlib.import_module(self.module), self.name, by)
+
+    def say_lost(self, loss: str) -> None:
+        _warn_once(f"JAX {jax.__version__} has no {self.module}.{self.name} as 0.10 to 0.12 have it: {loss}.")
+
+
+_OPEN = _Private("jax._src.compilation_cache", "get_file_cache", ("path",))
+_PUT = _Private(
+    "jax._src.compilation_cache", "put_executable_and_time",
+    ("cache_key", "module_name", "executable", "backend", "compile_time"),
+)  # fmt: skip
+_WRITE = _Private(
+    "jax._src.compiler", "_cache_write", ("cache_key", "compile_time_secs", "module_name", "backend", "executable"),
+    optional=("host_callbacks",),
+)  # fmt: skip
+
+
+@functools.cache
+def _warn_once(sentence: str) -> None:
+    log.warning("%s", sentence)
 
 
 @dataclass
@@ -69,34 +118,103 @@ def when_missed(tell: Callable[[], None]) -> Iterator[None]:
         del _of_thread.missed
 
 
-def _read(*asked: Any) -> Any:
-    found = _JAX_READ(*asked)
-    if found[0] is None and (tell := getattr(_of_thread, "missed", None)):
-        tell()
-    return found
-
-
 def use_persistent_cache() -> None:
-    """Lets XLA's compiled programs outlive the process. Called before the first compilation.
+    """Lets XLA's compiled programs outlive the process. Called before the first compilation, with the devices started.
 
     A folder of JAX's own variable is the user's decision: JAX trusts it, and writes it as it always does.
     """
     folder = xla_cache_folder()
-    if cache_folder() in folder.parents:
-        compilation_cache.get_file_cache = lambda path: (_XlaEntries(path), path)
-        compiler._cache_write = _write
-    compiler._cache_read = _read
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    is_own = cache_folder() in folder.parents
+    if not _replace_entries(is_own) and is_own and not _leave_to_jax(folder):
+        return
+    if is_own and jax.process_index() > 0:
+        _write_on_this_host()
+    _set("jax_compilation_cache_dir", str(folder))
+    _set("jax_persistent_cache_min_compile_time_secs", 0)
+    _set("jax_persistent_cache_min_entry_size_bytes", -1)
     # What this adds is for GPUs, and it puts the folder's path into every key: a copy of the folder would be of no use.
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    _set("jax_persistent_cache_enable_xla_caches", "none")
 
 
-class _XlaEntries(CacheInterface):
-    """JAX's entries in our store. JAX's own writes them in place: a process that is killed meanwhile, or a full disk,
-    leaves one that is damaged for good.
+def _set(name: str, value: object) -> None:
+    try:
+        jax.config.update(name, value)
+    except (AttributeError, ValueError) as error:
+        _warn_once(f"JAX {jax.__version__} does not take {name} ({error}): the cache of programs does without.")
+
+
+def _replace_entries(is_own: bool) -> bool:
+    """Lets JAX keep its entries in our store, or tell of what it misses in the user's; False where it cannot."""
+    jaxs = _OPEN.find()
+    if jaxs is None:
+        _OPEN.say_lost("JAX writes its files itself, and that a program is compiled is said when it is done")
+        return False
+    jaxs = getattr(jaxs, "jaxs", jaxs)
+
+    def open_entries(path: str) -> Any:
+        if is_own:
+            return _Told(_InStore(path)), path
+        opened = jaxs(path)
+        return opened and (_Told(opened[0]), opened[1])
+
+    open_entries.jaxs = jaxs  # type: ignore[attr-defined]
+    _OPEN.replace(open_entries)
+    return True
+
+
+def _leave_to_jax(folder: Path) -> bool:
+    """Whether JAX's own files may lie in our folder. JAX writes them in place: a process that is killed meanwhile, or a
+    full disk, leaves one that is damaged for good.
     """
+    with contextlib.suppress(OSError):  # said by the next
+        store.make_private(folder)
+    if not store.holds_own_code(folder):
+        return False
+    _set("jax_compilation_cache_max_size", store.MAX_BYTES[STORE.kind])
+    return True
+
+
+def _write_on_this_host() -> None:
+    """Keeps entries on a host that is not the first, too. JAX writes on that alone, for a bucket behind the folder; but
+    hosts have folders of their own, and the others would compile for minutes at each start.
+    """
+    write, put = _WRITE.find(), _PUT.find()
+    if write is None or put is None:
+        (_PUT if write else _WRITE).say_lost("this host compiles its programs again at every start")
+        return
+    parameters = inspect.signature(write)
+
+    def write_here(*given: Any, **named: Any) -> None:
+        try:
+            asked = parameters.bind(*given, **named).arguments
+            if not asked.get("host_callbacks"):
+                names = ("cache_key", "module_name", "executable", "backend")
+                put(*(asked[name] for name in names), int(asked["compile_time_secs"]))
+        except Exception as error:  # the program is there, and runs
+            log.warning("a compiled program is not kept (%s); the run goes on without it.", error)
+
+    write_here.__signature__ = parameters  # type: ignore[attr-defined]
+    _WRITE.replace(write_here)
+
+
+class _Told:
+    """Entries of a store; a thread is told of one that is missing (see `when_missed`)."""
+
+    def __init__(self, entries: Any) -> None:
+        self._entries = entries
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._entries, name)
+
+    def get(self, key: str) -> bytes | None:
+        found = self._entries.get(key)
+        if found is None and (tell := getattr(_of_thread, "missed", None)):
+            tell()
+        return found
+
+
+class _InStore:
+    """JAX's entries in our store, each written completely or not at all."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -106,11 +224,3 @@ class _XlaEntries(CacheInterface):
 
     def put(self, key: str, value: bytes) -> None:
         STORE.put(key, value)
-
-
-def _write(key: str, seconds: float, name: str, backend: Any, executable: Any, callbacks: Any) -> None:
-    """Keeps an entry on every host. JAX does so on the first alone, for a bucket behind the folder; but hosts have
-    folders of their own, and the others would compile for minutes at each start.
-    """
-    if not callbacks:
-        compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))

@@ -189,11 +189,10 @@ def _exclusive(branches: list[_Branch], weights: Mapping[int, int]) -> list[tupl
 
 def grid_of(body: str) -> tuple[int, ...]:
     """The grid of the serialized Mosaic module `body`. Raises `ValueError` if it is not constant."""
-    from jax._src.interpreters import mlir
-    from jaxlib.mlir import ir
+    from jax.extend.mlir import ir
     from jaxlib.mosaic.python import tpu
 
-    with mlir.make_ir_context() as context:
+    with ir.Context() as context:
         context.allow_unregistered_dialects = True
         tpu.register_dialect(context)
         text = str(ir.Module.parse(base64.b64decode(body)))
