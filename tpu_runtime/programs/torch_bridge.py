@@ -1,47 +1,22 @@
-"""The one file that touches torchax: upstream torch modules as pure functions of JAX arrays.
+"""The one file that uses torchax: upstream torch modules as pure functions of JAX arrays.
 
 `call` runs a torch function on JAX arrays inside a scoped torchax environment, `functional` turns an `nn.Module`
 into a pure function of its weights. Nothing is enabled globally: outside these calls torch is plain torch.
 """
 
-import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
 
+from .torchax_import import import_torchax
+
 _BUILD_LOCK = threading.Lock()
-
-
-@contextlib.contextmanager
-def _removed_overloads_named() -> Iterator[None]:
-    """Lets torchax 0.0.13 name ATen overloads that torch 2.13 removed.
-
-    torch 2.13 dropped named tensors; torchax 0.0.13 still lists `*dimname*` and `*names*` overloads in its tables, at
-    import and when its environment is built. Nothing can call them, so an inert name is enough. Fixed upstream after
-    0.0.13 (google/torchax #102): remove this when the pin moves.
-    """
-    packet = torch._ops.OpOverloadPacket
-    original = packet.__getattr__
-
-    def getattr_or_name(self: Any, key: str) -> Any:
-        try:
-            return original(self, key)
-        except AttributeError:
-            if "name" in key.lower():
-                return f"removed:{self}.{key}"
-            raise
-
-    packet.__getattr__ = getattr_or_name
-    try:
-        yield
-    finally:
-        packet.__getattr__ = original
 
 
 def _type_as(self: Any, other: Any) -> Any:
@@ -68,11 +43,8 @@ def _upsample_nearest(self: Any, size: Any = None, scales: Any = None, *_: Any) 
 def _environment() -> Any:
     """torchax's environment, built once per process."""
     mha_fastpath = torch.backends.mha.get_fastpath_enabled()
-    with _BUILD_LOCK, _removed_overloads_named(), torch.inference_mode(False):
-        import torchax
-        import torchax.tensor
-
-        environment = torchax.default_env()
+    with _BUILD_LOCK, torch.inference_mode(False):
+        torchax, environment = import_torchax()
     # torch code asks for int64, JAX has int32: meant so, and said once per operation otherwise.
     warnings.filterwarnings("ignore", message="Explicitly requested dtype int64", category=UserWarning)
     # Importing torchax turns this off for every model in the process.
